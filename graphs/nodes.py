@@ -1,0 +1,410 @@
+"""The ops as typed functions on graph values: every shape and dtype check lives here.
+
+Activations are NHWC (feature maps) or [..., C] (tokens), in one dtype: float32 on a CPU;
+float32, bfloat16 or float16 on a GPU. Biases and layer norm's weights are float32, and every
+kernel accumulates in float32. The batch may be symbolic, all other sizes are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from max.dtype import DType
+from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
+
+from graphs.errors import ArgumentError, DeviceError
+from graphs.parameters import Filter
+
+OPS = Path(__file__).resolve().parent.parent / "ops"
+"""The Mojo package, for ``Graph(custom_extensions=[OPS])``."""
+
+EPILOGUES = ("none", "relu", "gelu", "add", "add_relu")
+GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
+CPU_DTYPES = (DType.float32,)
+
+Pair = int | tuple[int, int]
+
+
+def conv2d(
+    x: TensorValue,
+    filter: Filter,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    epilogue: str = "none",
+    residual: TensorValue | None = None,
+) -> TensorValue:
+    """Convolves x[N, H, W, C] into [N, P, Q, F], as torch's conv2d does.
+
+    Args:
+        x: The activations.
+        filter: The weights; sparse ones run as ``sparse_conv2d``.
+        stride: Pixels between windows, one number or (height, width); so are the next two.
+        padding: Zeros on each side.
+        dilation: Pixels between the taps of a window.
+        epilogue: ``none``, ``relu``, ``gelu`` (exact), ``add``, ``add_relu``.
+        residual: [N, P, Q, F] for the two that add.
+
+    Raises:
+        ArgumentError: If shapes, epilogue or geometry do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    name = "conv2d" if filter.rows is None else "sparse_conv2d"
+    h, w, c = _sizes(name, x, "x[N, H, W, C]")
+    r, s, filter_c, f = filter.shape
+    if c != filter_c * filter.groups:
+        raise ArgumentError(
+            f"{name}: filter w[R, S, C, F] expects C={filter_c * filter.groups}"
+            f" but input x[N, H, W, C] has C={c}"
+        )
+    window, p, q = _window(name, (h, w), (r, s), stride, padding, dilation, filter.groups)
+    weights = [filter.dense] if filter.rows is None else list(filter.rows)
+    out = TensorType(x.dtype, [x.shape[0], p, q, f], device=x.device)
+    return _fused(name, x, [*weights, filter.bias], residual, [window], out, epilogue)
+
+
+def linear(
+    x: TensorValue,
+    weight: Filter,
+    *,
+    epilogue: str = "none",
+    residual: TensorValue | None = None,
+) -> TensorValue:
+    """Multiplies x[..., C] by a linear layer's weights into [..., F]: bmm with one b for all.
+
+    Raises:
+        ArgumentError: If shapes or epilogue do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    c = _static("linear", x.shape[-1], "C of x[..., C]")
+    if c != weight.shape[2]:
+        raise ArgumentError(
+            f"linear: weight [C, F] expects C={weight.shape[2]} but input x[..., C] has C={c}"
+        )
+    if weight.dense is None:
+        raise ArgumentError("linear: expects a dense weight but has a sparse one")
+    layout = "packed" if x.device.is_cpu() else "nk"
+    out = TensorType(x.dtype, [*x.shape[:-1], weight.shape[3]], device=x.device)
+    scale = _host([1.0], DType.float32)
+    return _fused(
+        "bmm", x, [weight.dense, weight.bias], residual, [scale], out, epilogue, {"layout": layout}
+    )
+
+
+def bmm(
+    a: TensorValue,
+    b: TensorValue,
+    *,
+    alpha: float = 1.0,
+    transpose_b: bool = False,
+    bias: TensorValue | None = None,
+    epilogue: str = "none",
+    residual: TensorValue | None = None,
+) -> TensorValue:
+    """Computes act(alpha * a @ b + bias + residual) for a[..., M, K] and b[..., K, N].
+
+    Args:
+        a: Rank 2 or more.
+        b: The same leading sizes as ``a``, or none (or 1s): one b for the whole batch.
+        alpha: Scales the product, before bias and residual.
+        transpose_b: b is [..., N, K].
+        bias: float32 [N].
+        epilogue: ``none``, ``relu``, ``gelu`` (exact), ``add``, ``add_relu``.
+        residual: [..., M, N] for the two that add.
+
+    Raises:
+        ArgumentError: If shapes or epilogue do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    if a.rank < 2 or b.rank < 2:
+        raise ArgumentError(
+            f"bmm: a[..., M, K] and b expect rank 2 or more but have {a.rank} and {b.rank}"
+        )
+    k = _static("bmm", a.shape[-1], "K of a[..., M, K]")
+    b_k, b_n = b.shape[-1 if transpose_b else -2], b.shape[-2 if transpose_b else -1]
+    n = _static("bmm", b_n, "N of b")
+    if b_k != k:
+        raise ArgumentError(f"bmm: a[..., M, K] has K={k} but b has K={b_k}")
+    shared = all(dim == 1 for dim in b.shape[:-2])
+    if not shared and list(b.shape[:-2]) != list(a.shape[:-2]):
+        raise ArgumentError(
+            f"bmm: b expects the batch {list(a.shape[:-2])} of a, or 1,"
+            f" but has {list(b.shape[:-2])}"
+        )
+    if bias is None:
+        bias = _zeros(n, a.device)
+    out = TensorType(a.dtype, [*a.shape[:-1], n], device=a.device)
+    return _fused(
+        "bmm",
+        a,
+        [b, bias],
+        residual,
+        [_host([alpha], DType.float32)],
+        out,
+        epilogue,
+        {"layout": "nk" if transpose_b else "kn"},
+    )
+
+
+def maxpool(
+    x: TensorValue,
+    kernel: Pair,
+    *,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    ceil_mode: bool = False,
+) -> TensorValue:
+    """Takes maxima over windows of x[N, H, W, C], as torch's max_pool2d does (stride: kernel).
+
+    Raises:
+        ArgumentError: If the geometry does not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    return _pool("maxpool", x, kernel, stride, padding, dilation, ceil_mode, {})
+
+
+def avgpool(
+    x: TensorValue,
+    kernel: Pair | None = None,
+    *,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> TensorValue:
+    """Averages windows of x[N, H, W, C], as torch's avg_pool2d does; no kernel: the whole image.
+
+    Raises:
+        ArgumentError: If the geometry does not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    if kernel is None:
+        h, w, _ = _sizes("avgpool", x, "x[N, H, W, C]")
+        kernel = (h, w)
+    counts = {"padding_counts": count_include_pad}
+    return _pool("avgpool", x, kernel, stride, padding, 1, ceil_mode, counts)
+
+
+def relu(x: TensorValue) -> TensorValue:
+    """Computes max(x, 0) of any shape.
+
+    Raises:
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    return _custom("relu", [x], x.type)
+
+
+def gelu(x: TensorValue) -> TensorValue:
+    """Computes the exact (erf) GELU of any shape.
+
+    Raises:
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    return _custom("gelu", [x], x.type)
+
+
+def softmax(x: TensorValue) -> TensorValue:
+    """Computes the softmax along the last axis of x[..., C].
+
+    Raises:
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    return _custom("softmax", [x], x.type)
+
+
+def log_softmax(x: TensorValue) -> TensorValue:
+    """Computes the logarithm of the softmax along the last axis of x[..., C].
+
+    Raises:
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    return _custom("log_softmax", [x], x.type)
+
+
+def layernorm(
+    x: TensorValue, weight: TensorValue, bias: TensorValue, eps: float = 1e-5
+) -> TensorValue:
+    """Normalises the last axis of x[..., C]; weight and bias are float32 [C].
+
+    Raises:
+        ArgumentError: If weight or bias is not [C].
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    for name, value in (("weight", weight), ("bias", bias)):
+        if list(value.shape) != [x.shape[-1]]:
+            raise ArgumentError(
+                f"layernorm: {name} expects the shape [{x.shape[-1]}] of x[..., C]"
+                f" but has {list(value.shape)}"
+            )
+    return _custom("layernorm", [x, weight, bias, _host([eps], DType.float32)], x.type)
+
+
+def normalize(
+    pixels: TensorValue, mean: TensorValue, scale: TensorValue, dtype: DType
+) -> TensorValue:
+    """Computes (pixels[N, H, W, C] - mean[C]) * scale[C] in float32, as ``dtype``.
+
+    Raises:
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    out = TensorType(dtype, pixels.shape, device=pixels.device)
+    return _custom("normalize", [pixels, mean, scale], out)
+
+
+def class_token(tokens: TensorValue, token: TensorValue) -> TensorValue:
+    """Puts token[C] before the tokens [N, T, C] of each image: [N, T + 1, C].
+
+    Raises:
+        ArgumentError: If the shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    if tokens.rank != 3 or list(token.shape) != [tokens.shape[2]]:
+        raise ArgumentError(
+            f"class_token: expects tokens [N, T, C] and a token [C]"
+            f" but has {list(tokens.shape)} and {list(token.shape)}"
+        )
+    n, t, c = tokens.shape
+    out = TensorType(tokens.dtype, [n, t + 1, c], device=tokens.device)
+    return _custom("class_token", [tokens, token], out)
+
+
+def supported(dtype: DType, device: DeviceRef) -> bool:
+    """Tells whether the ops compute in ``dtype`` on ``device``."""
+    return dtype in (CPU_DTYPES if device.is_cpu() else GPU_DTYPES)
+
+
+def _fused(
+    name: str,
+    x: TensorValue,
+    weights: Sequence[Any],
+    residual: TensorValue | None,
+    settings: Sequence[TensorValue],
+    out: TensorType,
+    epilogue: str,
+    parameters: Mapping[str, Any] | None = None,
+) -> TensorValue:
+    """Adds a node with an epilogue; the ones that add are an op of their own with a residual."""
+    if epilogue not in EPILOGUES:
+        raise ArgumentError(
+            f"{name}: epilogue expects one of {', '.join(EPILOGUES)} but is {epilogue!r}"
+        )
+    adds = epilogue.startswith("add")
+    if adds != (residual is not None):
+        raise ArgumentError(
+            f"{name}: epilogue {epilogue!r} expects {'a' if adds else 'no'} residual"
+        )
+    inputs = [x, *weights]
+    if residual is not None:
+        if list(residual.shape) != list(out.shape):
+            raise ArgumentError(
+                f"{name}: residual expects the output's shape {list(out.shape)}"
+                f" but has {list(residual.shape)}"
+            )
+        inputs.append(residual)
+    parameters = {"epilogue": epilogue, **(parameters or {})}
+    return _custom(f"{name}_add" if adds else name, [*inputs, *settings], out, parameters)
+
+
+def _pool(
+    name: str,
+    x: TensorValue,
+    kernel: Pair,
+    stride: Pair | None,
+    padding: Pair,
+    dilation: Pair,
+    ceil_mode: bool,
+    parameters: Mapping[str, Any],
+) -> TensorValue:
+    h, w, c = _sizes(name, x, "x[N, H, W, C]")
+    taps = _pair(kernel)
+    for side, pad in zip(taps, _pair(padding), strict=True):
+        if 2 * pad > side:
+            raise ArgumentError(
+                f"{name}: padding expects at most half the kernel {side} but is {pad}"
+            )
+    window, p, q = _window(
+        name, (h, w), taps, kernel if stride is None else stride, padding, dilation, 1, ceil_mode
+    )
+    out = TensorType(x.dtype, [x.shape[0], p, q, c], device=x.device)
+    return _custom(name, [x, window], out, parameters)
+
+
+def _window(
+    name: str,
+    size: tuple[int, int],
+    taps: tuple[int, int],
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    ceil_mode: bool = False,
+) -> tuple[TensorValue, int, int]:
+    """Computes the output's P and Q, and the nine numbers of ops/geometry.mojo."""
+    strides, pads, dilations = _pair(stride), _pair(padding), _pair(dilation)
+    if min(taps + strides + dilations) < 1 or min(pads) < 0:
+        raise ArgumentError(
+            f"{name}: expects kernel, stride and dilation of at least 1 and padding of at least 0"
+            f" but has {taps}, {strides}, {dilations} and {pads}"
+        )
+    out = []
+    for length, tap, step, pad, spread in zip(size, taps, strides, pads, dilations, strict=True):
+        room = length + 2 * pad - spread * (tap - 1) - 1
+        if room < 0:
+            raise ArgumentError(
+                f"{name}: expects an input of at least {spread * (tap - 1) + 1 - 2 * pad} px"
+                f" but has {length}"
+            )
+        count = (room + (step - 1 if ceil_mode else 0)) // step + 1
+        if ceil_mode and (count - 1) * step >= length + pad:
+            count -= 1  # a window has to begin inside the image or its left padding
+        out.append(count)
+    numbers = [*taps, *strides, *pads, *dilations, groups]
+    return _host(numbers, DType.int64), out[0], out[1]
+
+
+def _custom(
+    name: str,
+    values: Sequence[Any],
+    out: TensorType,
+    parameters: Mapping[str, Any] | None = None,
+) -> TensorValue:
+    if not supported(out.dtype, out.device):
+        takes = CPU_DTYPES if out.device.is_cpu() else GPU_DTYPES
+        raise DeviceError(
+            f"{name}: a {'CPU' if out.device.is_cpu() else 'GPU'} expects"
+            f" {', '.join(d.name for d in takes)} but the dtype is {out.dtype.name}"
+        )
+    return ops.custom(
+        name, device=out.device, values=values, out_types=[out], parameters=parameters
+    )[0].tensor
+
+
+def _host(numbers: Sequence[float], dtype: DType) -> TensorValue:
+    """Makes a constant that a kernel's launch code reads: it stays in host memory."""
+    return ops.constant(np.array(numbers, dtype.to_numpy()), dtype, device=DeviceRef.CPU())
+
+
+def _zeros(count: int, device: DeviceRef) -> TensorValue:
+    return ops.constant(np.zeros(count, np.float32), DType.float32, device=device)
+
+
+def _pair(value: Pair) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value
+
+
+def _static(name: str, dim: Dim, what: str) -> int:
+    if not isinstance(dim, StaticDim):
+        raise ArgumentError(f"{name}: expects a known {what} but it is {dim}")
+    return int(dim)
+
+
+def _sizes(name: str, x: TensorValue, what: str) -> tuple[int, int, int]:
+    if x.rank != 4:
+        raise ArgumentError(f"{name}: expects {what} but x has rank {x.rank}")
+    h, w, c = (_static(name, dim, what) for dim in x.shape[1:])
+    return h, w, c

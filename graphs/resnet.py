@@ -1,0 +1,161 @@
+"""ResNet (He et al. 2015, arXiv:1512.03385) as a graph of maxvision ops.
+
+Activations are NHWC. Batch normalisation is folded into the filters at weight import
+(weights/layout.py), so every convolution here is filter, bias and an epilogue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from max.graph import TensorValue
+
+from graphs.nodes import avgpool, conv2d, linear, maxpool
+from graphs.outputs import Outputs
+from graphs.parameters import Parameters
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ResNetSpec:
+    """Describes a ResNet the way table 1 of the paper does.
+
+    Attributes:
+        block: ``"basic"`` (two 3x3) or ``"bottleneck"`` (1x1, 3x3, 1x1; the middle has a quarter
+            of the channels).
+        depths: Blocks in each stage.
+        widths: Output channels of each stage.
+        stem_width: Output channels of the 7x7 stem.
+        channels: Channels of the input image.
+        stride_on_1x1: Put a bottleneck's stride on its first 1x1 (the paper, "v1") and not on
+            its 3x3 (torchvision, "v1.5").
+        downsample_first_stage: Give the first stage a stride of 2 as well.
+        classes: Number of logits.
+    """
+
+    block: str = "bottleneck"
+    depths: Shape = (3, 4, 6, 3)
+    widths: Shape = (256, 512, 1024, 2048)
+    stem_width: int = 64
+    channels: int = 3
+    stride_on_1x1: bool = False
+    downsample_first_stage: bool = False
+    classes: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.block not in ("basic", "bottleneck"):
+            raise ValueError(
+                f"resnet: block expects 'basic' or 'bottleneck' but is {self.block!r}"
+            )
+        if len(self.depths) != len(self.widths) or not self.depths:
+            raise ValueError(
+                f"resnet: depths {self.depths} and widths {self.widths} expect one entry a stage"
+            )
+        if min(self.depths + self.widths) < 1:
+            raise ValueError(
+                f"resnet: depths {self.depths} and widths {self.widths} expect numbers above 0"
+            )
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], classes: int) -> ResNetSpec:
+        """Reads a Hugging Face ``ResNetConfig`` dictionary (missing keys take its defaults).
+
+        Raises:
+            ValueError: If the configuration asks for what this graph does not compute.
+        """
+        activation = config.get("hidden_act", "relu")
+        if activation != "relu":
+            raise ValueError(f"resnet: hidden_act expects 'relu' but is {activation!r}")
+        return cls(
+            block=config.get("layer_type", "bottleneck"),
+            depths=tuple(config.get("depths", (3, 4, 6, 3))),
+            widths=tuple(config.get("hidden_sizes", (256, 512, 1024, 2048))),
+            stem_width=config.get("embedding_size", 64),
+            channels=config.get("num_channels", 3),
+            stride_on_1x1=config.get("downsample_in_bottleneck", False),
+            downsample_first_stage=config.get("downsample_in_first_stage", False),
+            classes=classes,
+        )
+
+    def stage_stride(self, stage: int) -> int:
+        """Returns the stride of the first block of ``stage`` (0-based)."""
+        return 2 if stage or self.downsample_first_stage else 1
+
+
+RESNETS = {  # He et al. 2015, table 1; stride on the 3x3 (v1.5)
+    "resnet18": ResNetSpec("basic", (2, 2, 2, 2), (64, 128, 256, 512)),
+    "resnet34": ResNetSpec("basic", (3, 4, 6, 3), (64, 128, 256, 512)),
+    "resnet50": ResNetSpec("bottleneck", (3, 4, 6, 3)),
+    "resnet101": ResNetSpec("bottleneck", (3, 4, 23, 3)),
+    "resnet152": ResNetSpec("bottleneck", (3, 8, 36, 3)),
+}
+
+
+def parameters(spec: ResNetSpec) -> dict[str, Shape]:
+    """Lists every weight of the network: its name and shape.
+
+    Filters are ``[R, S, C, F]``, linear weights ``[in, out]``, biases ``[F]``.
+    """
+    shapes: dict[str, Shape] = {}
+
+    def conv(name: str, kernel: int, c: int, f: int) -> None:
+        shapes[f"{name}.filter"] = (kernel, kernel, c, f)
+        shapes[f"{name}.bias"] = (f,)
+
+    conv("stem", 7, spec.channels, spec.stem_width)
+    c = spec.stem_width
+    for i, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
+        for j in range(depth):
+            name, stride = f"stages.{i}.{j}", spec.stage_stride(i) if j == 0 else 1
+            if spec.block == "basic":
+                conv(f"{name}.conv1", 3, c, width)
+                conv(f"{name}.conv2", 3, width, width)
+            else:
+                inner = width // 4
+                conv(f"{name}.conv1", 1, c, inner)
+                conv(f"{name}.conv2", 3, inner, inner)
+                conv(f"{name}.conv3", 1, inner, width)
+            if stride != 1 or c != width:
+                conv(f"{name}.shortcut", 1, c, width)
+            c = width
+    shapes["head.weight"] = (c, spec.classes)
+    shapes["head.bias"] = (spec.classes,)
+    return shapes
+
+
+def resnet(spec: ResNetSpec, x: TensorValue, w: Parameters) -> Outputs:
+    """Builds the network on normalised pixels x[N, H, W, C]."""
+    x = conv2d(x, w.filter("stem"), stride=2, padding=3, epilogue="relu")  # 112 x 112
+    x = maxpool(x, 3, stride=2, padding=1)  # 56 x 56
+    block = basic if spec.block == "basic" else bottleneck
+    stages = []
+    for i, depth in enumerate(spec.depths):  # 56, 28, 14, 7 squared
+        for j in range(depth):
+            x = block(spec, x, w.at(f"stages.{i}.{j}"), spec.stage_stride(i) if j == 0 else 1)
+        stages.append(x)
+    features = avgpool(x).reshape((x.shape[0], x.shape[3]))
+    return Outputs(linear(features, w.filter("head")), features, stages)
+
+
+def basic(spec: ResNetSpec, x: TensorValue, w: Parameters, stride: int) -> TensorValue:
+    """Adds a block of two 3x3 convolutions (figure 5, left)."""
+    y = conv2d(x, w.filter("conv1"), stride=stride, padding=1, epilogue="relu")
+    x = shortcut(x, w, stride)
+    return conv2d(y, w.filter("conv2"), padding=1, epilogue="add_relu", residual=x)
+
+
+def bottleneck(spec: ResNetSpec, x: TensorValue, w: Parameters, stride: int) -> TensorValue:
+    """Adds a block of 1x1, 3x3 and 1x1 (figure 5, right)."""
+    first, second = (stride, 1) if spec.stride_on_1x1 else (1, stride)
+    y = conv2d(x, w.filter("conv1"), stride=first, epilogue="relu")
+    y = conv2d(y, w.filter("conv2"), stride=second, padding=1, epilogue="relu")
+    return conv2d(y, w.filter("conv3"), epilogue="add_relu", residual=shortcut(x, w, stride))
+
+
+def shortcut(x: TensorValue, w: Parameters, stride: int) -> TensorValue:
+    """Projects x where a block changes its shape (option B of section 3.3)."""
+    if w.has("shortcut.filter"):
+        return conv2d(x, w.filter("shortcut"), stride=stride)
+    return x

@@ -1,0 +1,333 @@
+"""Build, compile and run: a checkpoint becomes a ``Model``.
+
+    model = load("microsoft/resnet-50", device="gpu")
+    model.classify("cat.jpg", top_k=5)
+
+The compiled graph holds no weights, so a second checkpoint of the same architecture, and the
+second start of the same model, come from MAX's cache in about a second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.engine import Model as Executable
+from max.graph import DeviceRef, Graph, TensorType
+
+from graphs import nodes
+from graphs.cvt import CvtSpec, cvt
+from graphs.errors import ArgumentError, DeviceError, ImageError
+from graphs.outputs import Outputs
+from graphs.parameters import Parameters
+from graphs.preprocess import Preprocess, Source, load_batch
+from graphs.resnet import ResNetSpec, resnet
+
+if TYPE_CHECKING:
+    from weights import Checkpoint
+
+DTYPES = {
+    "float32": DType.float32,
+    "bfloat16": DType.bfloat16,
+    "float16": DType.float16,
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One class of an image's answer: its name, its index, its probability."""
+
+    label: str
+    class_id: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Features:
+    """Everything a network computes on the way: float32 arrays.
+
+    Attributes:
+        logits: [N, classes].
+        features: [N, C], what the classifier reads.
+        stages: [N, P, Q, C] after each stage.
+    """
+
+    logits: np.ndarray
+    features: np.ndarray
+    stages: list[np.ndarray]
+
+
+def load(
+    source: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    batch_size: int | None = None,
+    revision: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Model:
+    """Loads a classifier and compiles it.
+
+    Args:
+        source: A bundled model's name, a Hugging Face hub id, a folder, or a file of weights;
+            see ``weights.load``.
+        device: ``cpu``, ``gpu``, ``gpu:N``, or ``auto``: the first GPU if there is one.
+        dtype: ``float32``, ``bfloat16`` or ``float16`` for activations and filters (a CPU takes
+            float32); ``auto`` is float32.
+        batch_size: Images that ``classify`` runs at a time; 32 on a GPU and 8 on a CPU if None.
+        revision: Branch, tag or commit on the hub.
+        progress: Called with a sentence before each step that takes time.
+
+    Raises:
+        ModelError: If the model cannot be found, read or run.
+        DeviceError: If the device or the dtype is not to be had.
+        ArgumentError: If an argument is none of the above.
+    """
+    import weights
+
+    place = find_device(device)
+    kind = find_dtype(dtype, place)
+    if batch_size is not None and batch_size < 1:
+        raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
+    checkpoint = weights.load(source, revision=revision, progress=progress)
+    model = Model(checkpoint, place, kind, batch_size)
+    model.compile(progress)
+    return model
+
+
+def find_device(name: str) -> Device:
+    """Opens the device called ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.
+
+    Raises:
+        ArgumentError: If it is none of these.
+        DeviceError: If there is no such GPU.
+    """
+    kind, _, index = name.partition(":")
+    if kind not in ("auto", "cpu", "gpu") or (index and (kind != "gpu" or not index.isdecimal())):
+        raise ArgumentError(f"device expects auto, cpu, gpu or gpu:N but is {name!r}")
+    count = accelerator_count()
+    if kind == "cpu" or (kind == "auto" and count == 0):
+        return CPU()
+    if count == 0:
+        raise DeviceError(
+            "device gpu expects a GPU that MAX supports but this machine shows none;"
+            " use cpu, or check the driver with nvidia-smi or rocm-smi"
+        )
+    if int(index or 0) >= count:
+        raise DeviceError(
+            f"device {name} expects more than {index} GPUs but this machine has {count};"
+            f" use gpu:0 to gpu:{count - 1}"
+        )
+    return Accelerator(int(index or 0))
+
+
+def find_dtype(name: str, device: Device) -> DType:
+    """Looks up the dtype called ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+
+    Raises:
+        ArgumentError: If it is none of these.
+        DeviceError: If the device's kernels do not take it.
+    """
+    if name == "auto":
+        return DType.float32
+    if name not in DTYPES:
+        raise ArgumentError(f"dtype expects auto, {', '.join(DTYPES)} but is {name!r}")
+    if not nodes.supported(DTYPES[name], DeviceRef.from_device(device)):
+        raise DeviceError(f"dtype {name} runs on a GPU only; use float32 on a CPU")
+    return DTYPES[name]
+
+
+def build(
+    checkpoint: Checkpoint,
+    device: DeviceRef,
+    dtype: DType,
+    *,
+    size: tuple[int, int],
+    pixels: DType = DType.uint8,
+    everything: bool = False,
+) -> tuple[Graph, Parameters]:
+    """Builds the graph of a checkpoint's network for images of one size, any batch.
+
+    Args:
+        checkpoint: The model.
+        device: Where the graph runs.
+        dtype: Of activations and filters.
+        size: Height and width in px.
+        pixels: uint8 levels, which the graph normalises, or float32, normalised already.
+        everything: Give features and stages beside the logits.
+
+    Returns:
+        The graph, and the weights that it asks for.
+    """
+    spec = checkpoint.spec
+    preprocess = Preprocess.from_config(checkpoint.preprocess)
+    tensors = {
+        **checkpoint.tensors,
+        "pixels.mean": np.array(preprocess.mean, np.float32),
+        "pixels.scale": 1 / np.array(preprocess.std, np.float32),
+    }
+    parameters = Parameters(tensors, device, dtype)
+    image = TensorType(pixels, ["batch", *size, spec.channels], device=device)
+    with Graph(checkpoint.family, input_types=[image], custom_extensions=[nodes.OPS]) as graph:
+        x = graph.inputs[0].tensor
+        if pixels == DType.uint8:
+            mean, scale = parameters.vector("pixels.mean"), parameters.vector("pixels.scale")
+            x = nodes.normalize(x, mean, scale, dtype)
+        else:
+            x = x.cast(dtype)
+        outputs = network(spec, x, parameters)
+        ends = [outputs.logits]
+        if everything:
+            ends += [outputs.features, *outputs.stages]
+        graph.output(*(end.cast(DType.float32) for end in ends))
+    return graph, parameters
+
+
+def network(spec: Any, x: Any, parameters: Parameters) -> Outputs:
+    """Builds the network that ``spec`` describes on normalised pixels x[N, H, W, C]."""
+    if isinstance(spec, ResNetSpec):
+        return resnet(spec, x, parameters)
+    assert isinstance(spec, CvtSpec)
+    return cvt(spec, x, parameters)
+
+
+class Model:
+    """A classifier on a device.
+
+    Attributes:
+        name: What it was loaded as.
+        family: ``resnet`` or ``cvt``.
+        device: ``cpu`` or ``gpu:N``.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        labels: A name for each class.
+        preprocess: Turns an image into the pixels that the model takes.
+        batch_size: Images that ``classify`` runs at a time.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: Device, dtype: DType, batch_size: int | None = None
+    ) -> None:
+        self.name = checkpoint.name
+        self.family = checkpoint.family
+        self.device = "cpu" if device.is_host else f"gpu:{device.id}"
+        self.dtype = dtype.name
+        self.labels = checkpoint.labels
+        self.preprocess = Preprocess.from_config(checkpoint.preprocess)
+        self.batch_size = batch_size or (8 if device.is_host else 32)
+        self._checkpoint = checkpoint
+        self._device = device
+        self._dtype = dtype
+        self._session = InferenceSession(devices=[device])
+        self._executables: dict[tuple[Any, ...], Executable] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        """Computes the logits [N, classes] of pixels [N, H, W, C].
+
+        Args:
+            pixels: uint8 levels as ``preprocess`` gives them, or float32 that are normalised
+                already. Another size than the preprocessing's compiles once more.
+
+        Raises:
+            ArgumentError: If shape or dtype do not fit.
+        """
+        return self._run(pixels, everything=False)[0]
+
+    def features(self, pixels: np.ndarray) -> Features:
+        """Computes logits, features and the stages of pixels (see ``__call__``)."""
+        logits, features, *stages = self._run(pixels, everything=True)
+        return Features(logits, features, stages)
+
+    def stages(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """Computes the feature map [N, P, Q, C] after each stage of pixels (see ``__call__``)."""
+        return self.features(pixels).stages
+
+    @overload
+    def classify(self, images: Source, top_k: int = 5) -> list[Prediction]: ...
+
+    @overload
+    def classify(self, images: list[Source], top_k: int = 5) -> list[list[Prediction]]: ...
+
+    def classify(self, images: Any, top_k: int = 5) -> Any:
+        """Classifies an image, or a list of images.
+
+        Args:
+            images: A path, bytes, a file, a PIL image or an array; or a list of them.
+            top_k: Classes to name, the likeliest first.
+
+        Returns:
+            The predictions of the image; of a list, one such list an image.
+
+        Raises:
+            ImageError: If an image cannot be read.
+            ArgumentError: If ``top_k`` is below 1.
+        """
+        several = isinstance(images, list)
+        sources: list[Source] = images if several else [images]
+        answers: list[list[Prediction]] = []
+        for start in range(0, len(sources), self.batch_size):
+            batch = load_batch(sources[start : start + self.batch_size], self.preprocess)
+            for item in batch:
+                if isinstance(item, ImageError):
+                    raise item
+            answers += self.predictions(self(np.stack(batch)), top_k)
+        return answers if several else answers[0]
+
+    def predictions(self, logits: np.ndarray, top_k: int = 5) -> list[list[Prediction]]:
+        """Names the likeliest classes of each row of logits, with their softmax.
+
+        Raises:
+            ArgumentError: If ``top_k`` is below 1.
+        """
+        if top_k < 1:
+            raise ArgumentError(f"top_k expects a number of at least 1 but is {top_k}")
+        shifted = np.exp(logits - logits.max(axis=1, keepdims=True), dtype=np.float64)
+        scores = shifted / shifted.sum(axis=1, keepdims=True)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+        return [
+            [Prediction(self.labels[i], int(i), float(row[i])) for i in best]
+            for row, best in zip(scores, order, strict=True)
+        ]
+
+    def compile(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compiles for the images that ``preprocess`` makes, or takes the result from the cache."""
+        if progress:
+            progress(f"Compiling {self.name} for {self.device} (once; later starts are quick)")
+        self._executable((self.preprocess.height, self.preprocess.width), DType.uint8, False)
+
+    def _run(self, pixels: np.ndarray, everything: bool) -> list[np.ndarray]:
+        channels = self._checkpoint.spec.channels
+        if pixels.ndim != 4 or pixels.shape[3] != channels:
+            raise ArgumentError(
+                f"pixels expect the shape [N, H, W, {channels}] but have {list(pixels.shape)}"
+            )
+        if pixels.dtype not in (np.uint8, np.float32):
+            raise ArgumentError(f"pixels expect uint8 or float32 but are {pixels.dtype}")
+        kind = DType.uint8 if pixels.dtype == np.uint8 else DType.float32
+        executable = self._executable(pixels.shape[1:3], kind, everything)
+        inputs = Buffer.from_numpy(np.ascontiguousarray(pixels)).to(self._device)
+        return [output.to(CPU()).to_numpy() for output in executable.execute(inputs)]
+
+    def _executable(self, size: Sequence[int], pixels: DType, everything: bool) -> Executable:
+        key = (*size, pixels, everything)
+        with self._lock:
+            if key not in self._executables:
+                height, width = size
+                graph, parameters = build(
+                    self._checkpoint,
+                    DeviceRef.from_device(self._device),
+                    self._dtype,
+                    size=(height, width),
+                    pixels=pixels,
+                    everything=everything,
+                )
+                compiled = self._session.compile(graph)
+                registry = parameters.registry(self._device)
+                self._executables[key] = self._session.init(compiled, weights_registry=registry)
+            return self._executables[key]

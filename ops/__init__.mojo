@@ -1,0 +1,9 @@
+"""The ops of maxvision's graphs, loaded through MAX's `custom_extensions`."""
+from .activation import *
+from .bmm import *
+from .class_token import *
+from .conv2d import *
+from .normalize import *
+from .pool import *
+from .rows import *
+from .sparse_conv2d import *

@@ -1,0 +1,2 @@
+"""2-d convolution with a fused epilogue."""
+from .op import *

@@ -1,0 +1,1 @@
+"""The matrix cores that conv2d and bmm share."""

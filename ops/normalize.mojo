@@ -1,0 +1,38 @@
+"""Pixels to activations: y[n, h, w, c] = (x[n, h, w, c] - mean[c]) * scale[c].
+
+x holds levels 0 to 255 (uint8), or anything else that the caller has normalised otherwise.
+Bound by memory; mean and scale are in levels.
+"""
+
+from extensibility import InputTensor, OutputTensor, foreach, register
+from layout import Coord
+from max.gpu.host import DeviceContext
+
+comptime F32 = DType.float32
+
+
+@register("normalize")
+struct Normalize:
+    """Normalises images x[N, H, W, C] channel by channel, in float32."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        y: OutputTensor[rank=4, ...],
+        x: InputTensor[rank=4, ...],
+        mean: InputTensor[dtype=F32, rank=1, ...],
+        scale: InputTensor[dtype=F32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op."""
+        var means = mean.unsafe_ptr()
+        var scales = scale.unsafe_ptr()
+
+        def body[width: Int](at: Coord[...]) {var x, var means, var scales} -> SIMD[y.dtype, width]:
+            var c = Int(at[3].value())
+            var level = x.load[width](at).cast[F32]()
+            var value = level - means.unsafe_load[width=width](c)
+            return (value * scales.unsafe_load[width=width](c)).cast[y.dtype]()
+
+        foreach[target=target](body, y, ctx)

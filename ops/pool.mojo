@@ -1,0 +1,97 @@
+"""Max and average pooling over x[N, H, W, C] into y[N, P, Q, C], torch's.
+
+Vectors run over channels, so a window is R * S wide loads; bound by memory. Padding never wins
+the maximum and NaN does. With ceil_mode (P and Q are the graph's) the last window may hang over
+the padding: what hangs over counts for neither op.
+"""
+
+from extensibility import InputTensor, OutputTensor, foreach, register
+from layout import Coord
+from max.gpu.host import DeviceContext
+from std.math import isnan
+from std.utils.numerics import neg_inf
+
+from .geometry import Data, Geometry
+
+comptime F32 = DType.float32
+
+
+@register("maxpool")
+struct MaxPool:
+    """Takes the maximum of each window; `window` is geometry.mojo's."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        y: OutputTensor[rank=4, ...],
+        x: InputTensor[dtype=y.dtype, rank=4, ...],
+        window: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op."""
+        var g = Geometry(x.shape(), y.shape(), window.unsafe_ptr())
+        var source = x.unsafe_ptr()
+
+        def body[width: Int](at: Coord[...]) {var g, var source} -> SIMD[y.dtype, width]:
+            var image = Int(at[0].value()) * g.h
+            var h0 = Int(at[1].value()) * g.stride_h - g.pad_h
+            var w0 = Int(at[2].value()) * g.stride_w - g.pad_w
+            var best = SIMD[y.dtype, width](neg_inf[y.dtype]())
+            for r in range(g.r):
+                var h = h0 + r * g.dilation_h
+                if h < 0 or h >= g.h:
+                    continue
+                for s in range(g.s):
+                    var w = w0 + s * g.dilation_w
+                    if w < 0 or w >= g.w:
+                        continue
+                    var value = source.unsafe_load[width=width](
+                        ((image + h) * g.w + w) * g.c + Int(at[3].value())
+                    )
+                    best = (value.gt(best) | isnan(value)).select(value, best)
+            return best
+
+        foreach[target=target](body, y, ctx)
+
+
+@register("avgpool")
+struct AvgPool:
+    """Averages each window in float32; `padding_counts` is torch's count_include_pad."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, padding_counts: Bool
+    ](
+        y: OutputTensor[rank=4, ...],
+        x: InputTensor[dtype=y.dtype, rank=4, ...],
+        window: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op."""
+        var g = Geometry(x.shape(), y.shape(), window.unsafe_ptr())
+        var source = x.unsafe_ptr()
+
+        def body[width: Int](at: Coord[...]) {var g, var source} -> SIMD[y.dtype, width]:
+            var image = Int(at[0].value()) * g.h
+            var h0 = Int(at[1].value()) * g.stride_h - g.pad_h
+            var w0 = Int(at[2].value()) * g.stride_w - g.pad_w
+            var top = max(h0, 0)
+            var left = max(w0, 0)
+            var bottom = min(h0 + g.r, g.h)
+            var right = min(w0 + g.s, g.w)
+            var sum = SIMD[F32, width](0)
+            for h in range(top, bottom):
+                for w in range(left, right):
+                    var value = source.unsafe_load[width=width](
+                        ((image + h) * g.w + w) * g.c + Int(at[3].value())
+                    )
+                    sum += value.cast[F32]()
+            comptime if padding_counts:
+                bottom = min(h0 + g.r, g.h + g.pad_h)
+                right = min(w0 + g.s, g.w + g.pad_w)
+                top = h0
+                left = w0
+            return (sum / Float32((bottom - top) * (right - left))).cast[y.dtype]()
+
+        foreach[target=target](body, y, ctx)

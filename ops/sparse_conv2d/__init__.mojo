@@ -1,0 +1,2 @@
+"""Convolution with an unstructured-sparse filter."""
+from .op import *
