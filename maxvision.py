@@ -1,9 +1,9 @@
 """Image classification on MAX, in Mojo kernels of our own.
 
-    from maxvision import load
+from maxvision import load
 
-    model = load("microsoft/resnet-50", device="gpu")
-    model.classify("cat.jpg", top_k=5)
+model = load("microsoft/resnet-50", device="gpu")
+model.classify("cat.jpg", top_k=5)
 """
 
 from graphs.errors import ArgumentError, DeviceError, ImageError, ModelError, UserError

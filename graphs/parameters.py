@@ -78,6 +78,8 @@ class Parameters:
         shape = filters.shape
         if sparse:
             values, columns, starts = arrange.compressed_rows(filters, groups)
+            if not values.size:  # MAX binds no empty buffer; no row reads this one
+                values, columns = np.zeros(1, filters.dtype), np.zeros(1, np.int32)
             rows = (
                 self._bind(f"{key}.values", values, self.dtype),
                 self._bind(f"{key}.columns", columns, DType.int32),

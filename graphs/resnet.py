@@ -46,9 +46,7 @@ class ResNetSpec:
 
     def __post_init__(self) -> None:
         if self.block not in ("basic", "bottleneck"):
-            raise ValueError(
-                f"resnet: block expects 'basic' or 'bottleneck' but is {self.block!r}"
-            )
+            raise ValueError(f"resnet: block expects 'basic' or 'bottleneck' but is {self.block!r}")
         if len(self.depths) != len(self.widths) or not self.depths:
             raise ValueError(
                 f"resnet: depths {self.depths} and widths {self.widths} expect one entry a stage"

@@ -167,7 +167,7 @@ def build(
     """
     spec = checkpoint.spec
     preprocess = Preprocess.from_config(checkpoint.preprocess)
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         **checkpoint.tensors,
         "pixels.mean": np.array(preprocess.mean, np.float32),
         "pixels.scale": 1 / np.array(preprocess.std, np.float32),
@@ -272,11 +272,12 @@ class Model:
         sources: list[Source] = images if several else [images]
         answers: list[list[Prediction]] = []
         for start in range(0, len(sources), self.batch_size):
-            batch = load_batch(sources[start : start + self.batch_size], self.preprocess)
-            for item in batch:
+            pixels = []
+            for item in load_batch(sources[start : start + self.batch_size], self.preprocess):
                 if isinstance(item, ImageError):
                     raise item
-            answers += self.predictions(self(np.stack(batch)), top_k)
+                pixels.append(item)
+            answers += self.predictions(self(np.stack(pixels)), top_k)
         return answers if several else answers[0]
 
     def predictions(self, logits: np.ndarray, top_k: int = 5) -> list[list[Prediction]]:

@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Classifies images with a ResNet or CvT: parses the command line, calls `graphs`, prints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+__version__ = "0.1.0"
+
+HELP = """\
+Says what is in an image, with a ResNet or CvT that runs on Modular MAX.
+
+Without --model a small bundled model answers; it needs no network and knows ten kinds of
+things. A model of the Hugging Face hub is downloaded once and then read from the cache."""
+
+EXAMPLES = """\
+examples:
+  run_graph.py cat.jpg                             the bundled model
+  run_graph.py cat.jpg --model microsoft/resnet-50 a model of the Hugging Face hub
+  run_graph.py cat.jpg --model ./my-cvt            a folder: config.json, model.safetensors
+  run_graph.py cat.jpg --model resnet18.pth        a torchvision or timm checkpoint
+  run_graph.py photos/ --device gpu --batch-size 32 --json > answers.jsonl
+  curl -s https://example.org/cat.jpg | run_graph.py -
+  run_graph.py --list-models
+
+images:
+  JPEG, PNG, WebP, GIF, BMP and TIFF, up to 100 megapixels. A folder is read with all that is
+  in it, in name order, but for hidden files and other extensions. - reads standard input.
+
+--json writes one line an image to standard output and everything else to standard error:
+  {"image": "cat.jpg", "model": "...", "predictions": [{"label": "tabby", "class_id": 281,
+   "score": 0.91}, ...]}        with --logits also "logits": [...]
+  {"image": "x.jpg", "error": "..."}
+
+exit codes:
+  0  every image was classified
+  1  some images could not be read; the others were answered
+  2  the model, the device or the arguments are wrong; the message says what to do"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    args = parse(argv)
+    try:
+        if args.version:
+            print(_version(), flush=True)
+            return 0
+        from graphs import cli  # nothing heavy before the arguments are known to be right
+
+        return cli.list_models(args) if args.list_models else cli.classify(args)
+    except KeyboardInterrupt:
+        return 130  # as a shell reports SIGINT
+    except BrokenPipeError:  # the reader, say `head`, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell reports SIGPIPE
+    except Exception as error:
+        return _report(error, args.debug)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the arguments; exits with 2 if they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="run_graph.py",
+        description=HELP,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("images", nargs="*", metavar="IMAGE", help="an image file, a folder, or - for stdin")
+    add("--model", metavar="M", help="a bundled model's name, a hub id, a folder or a file"
+        " (default: the bundled ResNet)")  # fmt: skip
+    add("--revision", metavar="R", help="branch, tag or commit of a hub model")
+    add("--device", default="auto", type=_device, metavar="D",
+        help="auto, cpu, gpu or gpu:N (default: auto, a GPU if there is one)")  # fmt: skip
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+        help="precision of the model (default: auto, what suits the device)")  # fmt: skip
+    add("--batch-size", type=_count, metavar="N",
+        help="images that run together (default: 8 on a CPU, 32 on a GPU)")  # fmt: skip
+    add("--top-k", type=_count, default=5, metavar="K", help="labels an image (default: 5)")
+    add("--json", action="store_true", help="write JSON Lines")
+    add("--logits", action="store_true", help="with --json: the model's raw output too")
+    add("--list-models", action="store_true", help="show the models that are known, and leave")
+    add("--debug", action="store_true", help="show the traceback of an internal error")
+    add("--version", action="store_true", help="show the version, and leave")
+    args = parser.parse_intermixed_args(argv)
+    if not (args.images or args.list_models or args.version):
+        parser.error("an image, a folder or - was expected but none came; try examples/")
+    if args.images.count("-") > 1:
+        parser.error("- was expected once but came twice; standard input holds one image")
+    if args.logits and not args.json:
+        parser.error("--logits was expected with --json but came alone; add --json")
+    return args
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|gpu(:\d{1,4})?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"auto, cpu, gpu or gpu:N was expected but {text!r} came")
+    return text
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,5}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(
+            f"a whole number from 1 to 999999 was expected but {text!r} came"
+        )
+    return int(text)
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return f"maxvision {__version__} (MAX {metadata.version('max')})"
+    except metadata.PackageNotFoundError:
+        return f"maxvision {__version__} (MAX is not installed)"
+
+
+def _report(error: Exception, debug: bool) -> int:
+    import traceback
+
+    from graphs import cli
+    from graphs.errors import UserError
+
+    message = str(error)
+    if not isinstance(error, UserError):
+        if debug:
+            traceback.print_exception(error)
+        first = message.strip().partition("\n")[0] or "no message"
+        message = f"internal error: {type(error).__name__}: {first}; --debug shows where"
+    cli.complain(message)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""The op and model tests on a GPU: ``python -m tests.gpu --json FILE``.
+
+Needs a GPU, torch with CUDA and transformers. Every op of tests/ops/cases.py, and ResNet-18,
+ResNet-50 and CvT-13 of random weights, at float32, bfloat16 and float16, against torch in
+float64; the bundled models on examples/; graph capture; and the time of a batch beside torch's
+(eager, channels_last, in a CUDA graph). Exits with 1 if anything fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from max.driver import Accelerator, Buffer
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef
+
+from graphs.session import Model, load
+from tests.ops.cases import CASES, TORCH, build_graph, check
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCHES = (1, 3)
+TIMED = (1, 32, 256)
+
+
+def main() -> int:
+    """Runs everything and writes the records."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    steps: list[Callable[[], Iterator[dict[str, Any]]]] = [ops, models, bundled]
+    records = []
+    for record in itertools.chain.from_iterable(step() for step in steps):
+        records.append(record)
+        if not record["passed"] or "model" in record:
+            print(json.dumps(record), flush=True)
+        options.json.write_text(json.dumps({"environment": environment(), "records": records}))
+    failed = sum(not record["passed"] for record in records)
+    report = {"environment": environment(), "records": records}
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{len(records) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+def environment() -> dict[str, str]:
+    """Names the GPU, its driver and the versions behind the figures."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    smi = subprocess.run(query, capture_output=True, text=True)
+    from importlib.metadata import version
+
+    return {
+        "gpu": smi.stdout.strip().splitlines()[0] if smi.returncode == 0 else "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+        **{package: version(package) for package in ("max", "torch", "transformers")},
+    }
+
+
+def ops() -> Iterator[dict[str, Any]]:
+    """Compares every case of tests/ops/cases.py with torch, and a replay with its run."""
+    device = Accelerator()
+    for dtype in TORCH:
+        graph, parameters = build_graph(CASES, DeviceRef.GPU(), dtype)
+        session = InferenceSession(devices=[device])
+        registry = {k: v for w in parameters for k, v in w.registry(device).items()}
+        executable = session.init(session.compile(graph), weights_registry=registry)
+        for batch in BATCHES:
+            arrays = itertools.chain.from_iterable(case.data(batch)[0] for case in CASES)
+            inputs = [
+                Buffer.from_dlpack(torch.from_numpy(a).to("cuda", TORCH[dtype])) for a in arrays
+            ]
+            torch.cuda.synchronize()
+            outputs = [torch.from_dlpack(y) for y in executable.execute(*inputs)]
+            for case, output in zip(CASES, outputs, strict=True):
+                record: dict[str, Any] = {"case": case.name, "dtype": dtype.name, "batch": batch}
+                try:
+                    error = check(case, output, batch, TORCH[dtype], "cuda")
+                    yield {**record, "max_rel_err": error, "passed": True}
+                except AssertionError as problem:
+                    yield {**record, "passed": False, "why": str(problem)}
+            key = batch
+            replayed = executable.capture(key, *inputs)
+            executable.replay(key, *inputs)
+            device.synchronize()
+            same = all(
+                torch.equal(torch.from_dlpack(a), b) for a, b in zip(replayed, outputs, strict=True)
+            )
+            yield {
+                "case": "capture and replay",
+                "dtype": dtype.name,
+                "batch": batch,
+                "passed": same,
+            }
+
+
+def models() -> Iterator[dict[str, Any]]:
+    """Compares networks of random weights with transformers, stage by stage, and times them."""
+    from transformers import (
+        CvtConfig,
+        CvtForImageClassification,
+        ResNetConfig,
+        ResNetForImageClassification,
+    )
+
+    basic = {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512]}
+    networks = {
+        "resnet-18": (ResNetForImageClassification, ResNetConfig(**basic, depths=[2, 2, 2, 2])),
+        "resnet-50": (ResNetForImageClassification, ResNetConfig()),
+        "cvt-13": (CvtForImageClassification, CvtConfig()),
+    }
+    for name, (network, config) in networks.items():
+        torch.manual_seed(0)
+        config.num_labels = 1000
+        reference = network(config).eval()
+        randomise(reference)
+        with tempfile.TemporaryDirectory() as folder:
+            reference.save_pretrained(folder)
+            for dtype in TORCH:
+                ours = load(folder, device="gpu", dtype=dtype.name)
+                yield {"model": name, "dtype": dtype.name, **errors(ours, reference, TORCH[dtype])}
+                for batch in TIMED:
+                    milliseconds, peer = times(ours, reference, TORCH[dtype], batch)
+                    yield {
+                        "model": name,
+                        "dtype": dtype.name,
+                        "batch": batch,
+                        "device": "gpu:0",
+                        "engine": "maxvision",
+                        "p50_ms": milliseconds,
+                        "images_per_s": batch / milliseconds * 1e3,
+                        "torch_eager_graph_p50_ms": peer,
+                        "passed": True,
+                    }
+                del ours
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Gives the norms other statistics and weights than a fresh model's, which hide mistakes."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.running_var, 0.5, 2)
+            torch.nn.init.normal_(module.running_mean, std=0.2)
+        if isinstance(module, torch.nn.BatchNorm2d | torch.nn.LayerNorm):
+            torch.nn.init.uniform_(module.weight, 0.5, 1)
+            torch.nn.init.normal_(module.bias, std=0.2)
+
+
+def errors(ours: Model, reference: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    """Measures logits and stages against float64; the bound is twice torch's own error.
+
+    The float64 reference starts from the same rounded weights and pixels as torch at ``dtype``.
+    """
+    rng = np.random.default_rng(0)
+    pixels = rng.standard_normal((BATCHES[-1], 224, 224, 3)).astype(np.float32)
+    got = ours.features(pixels)
+    x = torch.from_numpy(pixels).permute(0, 3, 1, 2).cuda()
+    truth = everything(reference.double().cuda(), x.double())
+    theirs = everything(reference.to(dtype), x.to(dtype))
+    reference.float()
+    record: dict[str, Any] = {"passed": True}
+    mine = [torch.from_numpy(a) for a in (got.logits, *got.stages)]
+    names = ["logits", *(f"stage {i}" for i in range(len(got.stages)))]
+    for name, a, b, c in zip(names, mine, theirs, truth, strict=True):
+        scale = c.abs().max().item()
+        error = (a.cuda().double() - c).abs().max().item() / scale
+        bound = 2 * (b.double() - c).abs().max().item() / scale + 8 * torch.finfo(dtype).eps
+        record[name] = {"max_rel_err": error, "torch_allows": bound}
+        record["passed"] &= error <= bound
+    return record
+
+
+@torch.inference_mode()
+def everything(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Runs a transformers model; returns its logits and its stages as [N, P, Q, C]."""
+    outputs = model(x, output_hidden_states=True)
+    stages = len(getattr(model.config, "depths", getattr(model.config, "depth", ())))
+    maps = outputs.hidden_states[-stages:]
+    return [outputs.logits, *(m.permute(0, 2, 3, 1) for m in maps)]
+
+
+def times(
+    ours: Model, reference: torch.nn.Module, dtype: torch.dtype, batch: int
+) -> tuple[float, float]:
+    """Times a batch on the device, replayed: ours and torch's eager graph; medians in ms."""
+    executable = ours._executable((224, 224), DType.uint8, False)
+    pixels = torch.randint(0, 256, (batch, 224, 224, 3), dtype=torch.uint8, device="cuda")
+    inputs = Buffer.from_dlpack(pixels)
+    executable.execute(inputs)
+    executable.capture(batch, inputs)
+    device = ours._device
+
+    def replay() -> None:
+        executable.replay(batch, inputs)
+
+    mine = median(replay, device.synchronize)
+    executable.release_captured_graph(batch)
+
+    model = reference.to("cuda", dtype, memory_format=torch.channels_last)
+    x = torch.randn(batch, 3, 224, 224, device="cuda", dtype=dtype)
+    x = x.to(memory_format=torch.channels_last)
+    stream = torch.cuda.Stream()
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        for _ in range(3):
+            model(x)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=stream):
+            model(x)
+    theirs = median(captured.replay, torch.cuda.synchronize)
+    model.float()
+    return mine, theirs
+
+
+def median(step: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.5) -> float:
+    """Times ``step``, each waited for, for about ``seconds``; the median in ms."""
+    for _ in range(3):
+        step()
+    wait()
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(samples) < 5:
+        start = time.perf_counter()
+        step()
+        wait()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(samples)
+
+
+def bundled() -> Iterator[dict[str, Any]]:
+    """Compares the bundled models' answers for examples/ on the GPU with the CPU's."""
+    from weights import bundled as names
+
+    pictures = sorted(p for p in (ROOT / "examples").iterdir() if p.suffix in (".jpg", ".png"))
+    for name in names():
+        expected = load(name, device="cpu").classify(list(pictures), top_k=1)
+        for dtype in TORCH:
+            got = load(name, device="gpu", dtype=dtype.name).classify(list(pictures), top_k=1)
+            labels = [a[0].label == b[0].label for a, b in zip(expected, got, strict=True)]
+            difference = max(
+                abs(a[0].score - b[0].score) for a, b in zip(expected, got, strict=True)
+            )
+            yield {
+                "model": name,
+                "dtype": dtype.name,
+                "pictures": len(pictures),
+                "largest_score_difference": difference,
+                "passed": all(labels),
+            }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

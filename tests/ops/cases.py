@@ -1,0 +1,380 @@
+"""The cases that every op must pass, on a CPU here and on a GPU by tests/gpu.py.
+
+A case is a graph of one op and the same computation in torch. Many cases share one graph, since
+a compilation costs 13 s whatever it holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+
+from graphs import nodes
+from graphs.parameters import Parameters
+
+Shape = tuple[int, ...]
+TORCH = {
+    DType.float32: torch.float32,
+    DType.bfloat16: torch.bfloat16,
+    DType.float16: torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on one set of shapes.
+
+    Attributes:
+        name: Unique; it also seeds the random data.
+        inputs: Shapes of the activations, without the batch before them.
+        weights: Shapes of the parameters.
+        build: Makes the op's output from Parameters and the graph's inputs.
+        reference: The same from a dictionary of tensors and the tensors.
+        change: Alters the random data in place.
+    """
+
+    name: str
+    inputs: Sequence[Shape]
+    weights: dict[str, Shape]
+    build: Callable[..., Any]
+    reference: Callable[..., torch.Tensor]
+    change: Callable[[list[np.ndarray], dict[str, np.ndarray]], None] = lambda x, w: None
+    tags: frozenset[str] = field(default_factory=frozenset)
+
+    def data(self, batch: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        """Draws the activations [batch, ...] and the weights, float32."""
+        rng = np.random.default_rng(zlib.crc32(f"{self.name} {batch}".encode()))
+        inputs = [rng.standard_normal((batch, *s)).astype(np.float32) for s in self.inputs]
+        fixed = np.random.default_rng(zlib.crc32(self.name.encode()))
+        weights = {
+            name: (
+                fixed.standard_normal(s) / max(1, np.prod(s[:-1])) ** (0.5 * (len(s) > 1))
+            ).astype(np.float32)
+            for name, s in self.weights.items()
+        }
+        self.change(inputs, weights)
+        return inputs, weights
+
+
+def epilogue(y: torch.Tensor, name: str, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Finishes the product as the fused epilogues do."""
+    if residual is not None:
+        y = y + residual
+    if name.endswith("relu"):
+        y = y.relu()
+    return F.gelu(y) if name == "gelu" else y
+
+
+def conv(
+    name: str,
+    size: tuple[int, int],
+    c: int,
+    f: int,
+    kernel: tuple[int, int],
+    *,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    then: str = "none",
+    bias: bool = True,
+    sparsity: float | None = None,
+) -> Case:
+    """Makes a case of conv2d, or of sparse_conv2d with a share ``sparsity`` of zeros."""
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation}
+    weights = {"w.filter": (*kernel, c // groups, f)}
+    if bias:
+        weights["w.bias"] = (f,)
+
+    def torch_conv(w: dict[str, torch.Tensor], x: torch.Tensor, *residual: Any) -> torch.Tensor:
+        y = F.conv2d(
+            x.permute(0, 3, 1, 2),
+            w["w.filter"].permute(3, 2, 0, 1),
+            w["w.bias"] if bias else None,
+            groups=groups,
+            **geometry,
+        )
+        return epilogue(y.permute(0, 2, 3, 1), then, *residual)
+
+    def build(w: Parameters, x: Any, *residual: Any) -> Any:
+        filter = w.filter("w", groups, sparse=sparsity is not None)
+        return nodes.conv2d(
+            x, filter, epilogue=then, residual=next(iter(residual), None), **geometry
+        )
+
+    def prune(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        if sparsity is not None:
+            filters = weights["w.filter"]
+            drop = np.random.default_rng(1).random(filters.shape) < sparsity
+            filters[drop] = 0
+            filters[..., ::3] = 0  # empty rows
+
+    inputs = [(*size, c)]
+    if then.startswith("add"):
+        meta = torch_conv(
+            {k: torch.empty(s, device="meta") for k, s in weights.items()},
+            torch.empty(1, *size, c, device="meta"),
+            0,
+        )
+        inputs.append(tuple(meta.shape[1:]))
+    return Case(name, inputs, weights, build, torch_conv, prune)
+
+
+def product(
+    name: str,
+    a: Shape,
+    b: Shape,
+    *,
+    alpha: float = 1.0,
+    transpose: bool = False,
+    shared: bool = False,
+    bias: bool = False,
+    then: str = "none",
+) -> Case:
+    """Makes a case of bmm; ``shared``: one b for the whole batch."""
+    n = b[-2] if transpose else b[-1]
+    weights: dict[str, Shape] = {"bias": (n,)} if bias else {}
+    if shared:
+        weights["b"] = b
+
+    def build(w: Parameters, x: Any, *more: Any) -> Any:
+        y, *residual = [w.vector("b", x.dtype), *more] if shared else more
+        return nodes.bmm(
+            x,
+            y,
+            alpha=alpha,
+            transpose_b=transpose,
+            bias=w.vector("bias") if bias else None,
+            epilogue=then,
+            residual=next(iter(residual), None),
+        )
+
+    def reference(w: Any, x: Any, *more: Any) -> torch.Tensor:
+        y, *residual = [w["b"], *more] if shared else more
+        out = alpha * (x @ (y.transpose(-1, -2) if transpose else y))
+        return epilogue(out + w["bias"] if bias else out, then, *residual)
+
+    inputs = [a] if shared else [a, b]
+    if then.startswith("add"):
+        inputs.append((*a[:-1], n))
+    return Case(name, inputs, weights, build, reference)
+
+
+def dense(name: str, x: Shape, f: int, then: str = "none", bias: bool = True) -> Case:
+    """Makes a case of a linear layer."""
+    weights = {"w.weight": (x[-1], f), **({"w.bias": (f,)} if bias else {})}
+
+    def build(w: Parameters, a: Any, *residual: Any) -> Any:
+        return nodes.linear(a, w.filter("w"), epilogue=then, residual=next(iter(residual), None))
+
+    def reference(w: Any, a: Any, *residual: Any) -> torch.Tensor:
+        y = a @ w["w.weight"]
+        return epilogue(y + w["w.bias"] if bias else y, then, *residual)
+
+    adds = then.startswith("add")
+    return Case(name, [x, (*x[:-1], f)] if adds else [x], weights, build, reference)
+
+
+def pool(name: str, size: tuple[int, int], c: int, kernel: Any, **geometry: Any) -> Case:
+    """Makes a case of maxpool or avgpool, by the name's first word."""
+    max_ = name.startswith("maxpool")
+    ours, theirs = (nodes.maxpool, F.max_pool2d) if max_ else (nodes.avgpool, F.avg_pool2d)
+    return Case(
+        name,
+        [(*size, c)],
+        {},
+        lambda w, x: ours(x, kernel, **geometry),
+        lambda w, x: theirs(x.permute(0, 3, 1, 2), kernel or size, **geometry).permute(0, 2, 3, 1),
+        _negative if max_ else lambda x, w: None,
+    )
+
+
+def _negative(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+    """Leaves no positive number, so that a padding of zeros would win the maximum."""
+    np.subtract(inputs[0], 8, out=inputs[0])
+
+
+def _some_infinite(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+    inputs[0][..., ::2] = -np.inf
+    inputs[0][..., :1] = 1
+
+
+def same(name: str, x: Shape, ours: Any, theirs: Any, **more: Any) -> Case:
+    """Makes a case of an op with one input and no weights."""
+    return Case(name, [x], {}, lambda w, a: ours(a), lambda w, a: theirs(a), **more)
+
+
+def norm(name: str, x: Shape, eps: float) -> Case:
+    """Makes a case of layernorm, with a mean far from 0."""
+    c = x[-1]
+
+    def shift(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        np.add(inputs[0], 3, out=inputs[0])
+
+    return Case(
+        name,
+        [x],
+        {"weight": (c,), "bias": (c,)},
+        lambda w, a: nodes.layernorm(a, w.vector("weight"), w.vector("bias"), eps),
+        lambda w, a: F.layer_norm(a, (c,), w["weight"].to(a), w["bias"].to(a), eps),
+        shift,
+    )
+
+
+CASES = [
+    # Layers of the networks, their sizes cut down.
+    conv("conv2d stem 7x7/2", (39, 33), 3, 64, (7, 7), stride=2, padding=3, then="relu"),
+    conv("conv2d 3x3", (14, 14), 64, 64, (3, 3), padding=1, then="relu"),
+    conv("conv2d 3x3/2", (15, 14), 32, 96, (3, 3), stride=2, padding=1),
+    conv("conv2d 1x1 add_relu", (7, 7), 64, 256, (1, 1), then="add_relu"),
+    conv("conv2d 1x1/2", (14, 13), 64, 128, (1, 1), stride=2),
+    conv("conv2d embedding 7x7/4", (32, 32), 3, 64, (7, 7), stride=4, padding=2),
+    conv("conv2d depthwise 3x3", (9, 8), 64, 64, (3, 3), padding=1, groups=64),
+    conv("conv2d depthwise 3x3/2", (9, 9), 96, 96, (3, 3), stride=2, padding=1, groups=96),
+    # Epilogues.
+    *(
+        conv(f"conv2d epilogue {e}", (5, 6), 24, 40, (3, 3), padding=1, then=e)
+        for e in nodes.EPILOGUES
+    ),
+    conv("conv2d depthwise add", (6, 5), 20, 20, (3, 3), padding=1, groups=20, then="add"),
+    conv("conv2d no bias", (6, 6), 16, 16, (1, 1), bias=False),
+    # Tile sizes and one more or less: 6 pixels, 64 columns, vectors of 16, 16 steps of K.
+    *(conv(f"conv2d {q} pixels", (1, q), 8, 16, (1, 1)) for q in (1, 5, 6, 7, 63, 64, 65)),
+    *(conv(f"conv2d {f} filters", (3, 3), 5, f, (1, 1)) for f in (1, 15, 17, 33, 63, 65, 130)),
+    *(conv(f"conv2d {c} channels", (4, 4), c, 8, (3, 3), padding=1) for c in (1, 2, 15, 17)),
+    conv("conv2d 1030 padded channels", (3, 3), 1030, 8, (3, 3), padding=1),
+    # Geometry.
+    conv("conv2d uneven", (11, 13), 6, 10, (3, 5), stride=(2, 3), padding=(2, 1), dilation=(3, 2)),
+    conv("conv2d dilated", (12, 12), 16, 16, (3, 3), padding=2, dilation=2),
+    conv("conv2d even kernel", (8, 8), 12, 20, (2, 4), padding=(1, 2)),
+    conv("conv2d 2 groups", (6, 6), 32, 64, (3, 3), padding=1, groups=2, then="relu"),
+    conv("conv2d 5 uneven groups", (6, 7), 15, 35, (3, 3), padding=1, groups=5),
+    conv("conv2d depthwise of 10", (7, 7), 10, 10, (5, 5), padding=2, groups=10),
+    conv("conv2d depthwise twice", (7, 7), 12, 24, (3, 3), padding=1, groups=12),
+    conv("conv2d 1x1 image", (1, 1), 16, 16, (3, 3), padding=1),
+    # Sparse filters: every third row is empty.
+    conv("sparse_conv2d 3x3", (9, 9), 48, 40, (3, 3), padding=1, sparsity=0.9, then="relu"),
+    conv("sparse_conv2d 1x1", (7, 7), 130, 70, (1, 1), sparsity=0.8, then="gelu"),
+    conv("sparse_conv2d stem", (20, 20), 3, 65, (7, 7), stride=2, padding=3, sparsity=0.5),
+    conv("sparse_conv2d add_relu", (6, 6), 20, 33, (1, 1), sparsity=0.9, then="add_relu"),
+    conv("sparse_conv2d add", (6, 6), 20, 33, (1, 1), sparsity=0.95, then="add"),
+    conv("sparse_conv2d groups", (6, 7), 15, 35, (3, 3), padding=1, groups=5, sparsity=0.7),
+    conv("sparse_conv2d dilated", (9, 9), 8, 8, (3, 3), dilation=2, padding=1, sparsity=0.6),
+    conv("sparse_conv2d of zeros", (4, 4), 8, 8, (3, 3), padding=1, sparsity=1.0),
+    # Products.
+    product("bmm scores", (3, 50, 64), (3, 13, 64), alpha=384**-0.5, transpose=True),
+    product("bmm context", (3, 50, 13), (3, 13, 64)),
+    product("bmm odd", (2, 7, 5), (2, 5, 3), alpha=0.5, bias=True, then="relu"),
+    product("bmm odd transposed", (2, 7, 5), (2, 3, 5), transpose=True, bias=True, then="gelu"),
+    product("bmm one b", (4, 9, 20), (20, 70), shared=True, bias=True),
+    product("bmm add", (2, 9, 20), (2, 20, 70), then="add"),
+    product("bmm add_relu", (2, 9, 20), (2, 70, 20), transpose=True, bias=True, then="add_relu"),
+    product("bmm 1x1", (1, 1, 1), (1, 1, 1)),
+    dense("linear", (50, 64), 192),
+    dense("linear gelu", (50, 96), 384, "gelu"),
+    dense("linear add", (13, 384), 96, "add"),
+    dense("linear head", (320,), 1000),
+    dense("linear no bias", (17, 30), 70, bias=False),
+    # Pools.
+    pool("maxpool 3/2", (13, 12), 64, 3, stride=2, padding=1),
+    pool("maxpool ceil", (12, 11), 5, (3, 2), stride=(2, 3), padding=(1, 0), ceil_mode=True),
+    pool("maxpool dilated", (12, 12), 16, 3, stride=1, padding=1, dilation=2),
+    pool("avgpool 3/2", (13, 12), 64, 3, stride=2, padding=1),
+    pool("avgpool ceil", (12, 11), 5, (3, 2), stride=(2, 3), padding=(1, 1), ceil_mode=True),
+    pool("avgpool inside", (9, 9), 24, 3, stride=2, padding=1, count_include_pad=False),
+    pool("avgpool global", (7, 7), 512, None),
+    # Elementwise, rows.
+    same("relu", (3, 5, 7), nodes.relu, F.relu),
+    same("gelu", (3, 33), nodes.gelu, F.gelu),
+    *(
+        same(f"{op.__name__} {c}", (5, c), op, torch_op)
+        for (op, torch_op), c in itertools.product(
+            [
+                (nodes.softmax, lambda x: x.softmax(-1)),
+                (nodes.log_softmax, lambda x: x.log_softmax(-1)),
+            ],
+            (1, 2, 31, 64, 1000, 4096),
+        )
+    ),
+    same("softmax -inf", (4, 49), nodes.softmax, lambda x: x.softmax(-1), change=_some_infinite),
+    same("log_softmax -inf", (4, 49), nodes.log_softmax, lambda x: x.log_softmax(-1),
+         change=_some_infinite),
+    *(norm(f"layernorm {c}", (6, c), eps) for c, eps in ((1, 1e-5), (30, 1e-5), (384, 1e-12))),
+    Case(
+        "class_token",
+        [(9, 20)],
+        {"token": (20,)},
+        lambda w, x: nodes.class_token(x, w.vector("token", x.dtype)),
+        lambda w, x: torch.cat([w["token"].to(x).expand(x.shape[0], 1, 20), x], dim=1),
+    ),
+]  # fmt: skip
+
+
+def build_graph(
+    cases: Sequence[Case], device: DeviceRef, dtype: DType
+) -> tuple[Graph, list[Parameters]]:
+    """Builds one graph of all the cases, their batch symbolic."""
+    types = [
+        TensorType(dtype, ["batch", *shape], device=device) for c in cases for shape in c.inputs
+    ]
+    parameters = []
+    with Graph("cases", input_types=types, custom_extensions=[nodes.OPS]) as graph:
+        inputs = iter(value.tensor for value in graph.inputs)
+        outputs = []
+        for i, case in enumerate(cases):
+            # The case's number keeps the names of the weights apart.
+            tensors = {f"{i}.{name}": array for name, array in case.data(1)[1].items()}
+            w = Parameters(tensors, device, dtype)
+            scoped = w.at(str(i))
+            outputs.append(case.build(scoped, *itertools.islice(inputs, len(case.inputs))))
+            parameters.append(scoped)
+        graph.output(*outputs)
+    return graph, parameters
+
+
+def check(
+    case: Case, ours: torch.Tensor, batch: int, dtype: torch.dtype, device: str = "cpu"
+) -> float:
+    """Compares with torch in float64; raises AssertionError beyond the bound.
+
+    The bound is twice the error that torch makes at this dtype, and 8 ulp of the largest number.
+
+    Returns:
+        Our largest error over the largest number of the result.
+    """
+    arrays, weights = case.data(batch)
+    # What the op is given: both sides start from the rounded numbers (bias and norms are float32).
+    inputs = [torch.from_numpy(a).to(device, dtype) for a in arrays]
+    exact = {
+        k: torch.from_numpy(v).to(device) if _kept(k) else torch.from_numpy(v).to(device, dtype)
+        for k, v in weights.items()
+    }
+    truth = case.reference({k: v.double() for k, v in exact.items()}, *(x.double() for x in inputs))
+    theirs = case.reference({k: v.to(dtype) for k, v in exact.items()}, *inputs).double()
+    ours = ours.to(device).double()
+    assert ours.shape == truth.shape, (
+        f"{case.name}: {tuple(ours.shape)} is not {tuple(truth.shape)}"
+    )
+    if truth.numel() == 0:
+        return 0.0
+    finite = truth.isfinite()
+    assert torch.equal(ours[~finite], truth[~finite]), f"{case.name}: infinities differ"
+    scale = truth[finite].abs().max().item()
+    error = (ours - truth)[finite].abs().max().item()
+    allowed = 2 * (theirs - truth)[finite].abs().max().item() + 8 * torch.finfo(dtype).eps * scale
+    assert error <= allowed, f"{case.name}: error {error:.3g} but torch's allows {allowed:.3g}"
+    return error / scale if scale else error
+
+
+def _kept(name: str) -> bool:
+    """Tells whether a weight stays float32 at every dtype."""
+    return name.endswith("bias") or name == "weight"

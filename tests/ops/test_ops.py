@@ -1,0 +1,179 @@
+"""Every op against torch in float64, on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from max.driver import CPU
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.engine import Model as Executable
+from max.graph import DeviceRef, Graph, TensorType
+
+from graphs import nodes
+from graphs.errors import ArgumentError, DeviceError
+from graphs.parameters import Parameters
+from tests.ops.cases import CASES, Case, build_graph, check, conv, dense, pool, product
+
+
+def compile_cases(cases: Sequence[Case]) -> Executable:
+    graph, parameters = build_graph(cases, DeviceRef.CPU(), DType.float32)
+    session = InferenceSession(devices=[CPU()])
+    registry = {k: v for w in parameters for k, v in w.registry(CPU()).items()}
+    return session.init(session.compile(graph), weights_registry=registry)
+
+
+def run_cases(executable: Executable, cases: Sequence[Case], batch: int) -> list[torch.Tensor]:
+    inputs = itertools.chain.from_iterable(case.data(batch)[0] for case in cases)
+    return [torch.from_dlpack(y).clone() for y in executable.execute(*inputs)]
+
+
+@pytest.fixture(scope="module")
+def executable() -> Executable:
+    return compile_cases(CASES)
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def results(executable: Executable, request: pytest.FixtureRequest) -> tuple[int, dict]:
+    outputs = run_cases(executable, CASES, request.param)
+    return request.param, dict(zip([c.name for c in CASES], outputs, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_torch(results: tuple[int, dict[str, torch.Tensor]], case: Case) -> None:
+    batch, outputs = results
+    check(case, outputs[case.name], batch, torch.float32)
+
+
+def test_takes_an_empty_batch(executable: Executable) -> None:
+    for case, output in zip(CASES, run_cases(executable, CASES, 0), strict=True):
+        assert output.shape[0] == 0, case.name
+
+
+def test_names_are_unique() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_the_check_can_fail() -> None:
+    case = CASES[0]
+    inputs, weights = case.data(1)
+    right = case.reference(
+        {k: torch.from_numpy(v) for k, v in weights.items()}, *map(torch.from_numpy, inputs)
+    )
+    check(case, right, 1, torch.float32)
+    for wrong in (right * 1.0001, right.roll(1, dims=2), right * torch.nan):
+        with pytest.raises(AssertionError):
+            check(case, wrong, 1, torch.float32)
+
+
+@st.composite
+def convs(draw: st.DrawFn) -> Case:
+    """Draws a convolution of awkward shape whose window fits its image."""
+    groups = draw(st.sampled_from([1, 1, 2, 3, 7]))
+    c, f = (groups * draw(st.integers(1, 40)) for _ in range(2))
+    kernel = draw(st.tuples(*[st.integers(1, 5)] * 2))
+    dilation = draw(st.tuples(*[st.integers(1, 3)] * 2))
+    padding = draw(st.tuples(*[st.integers(0, 4)] * 2))
+    stride = draw(st.tuples(*[st.integers(1, 4)] * 2))
+    size = tuple(
+        max(1, d * (k - 1) + 1 - 2 * p) + draw(st.integers(0, 9))
+        for d, k, p in zip(dilation, kernel, padding, strict=True)
+    )
+    then = draw(st.sampled_from(nodes.EPILOGUES))
+    sparsity = draw(st.sampled_from([None, None, 0.9]))
+    name = f"{size} {c} {f} {kernel} {stride} {padding} {dilation} {groups} {then} {sparsity}"
+    return conv(
+        name, size, c, f, kernel, stride=stride, padding=padding, dilation=dilation,
+        groups=groups, then=then, sparsity=sparsity,
+    )  # fmt: skip
+
+
+@st.composite
+def others(draw: st.DrawFn) -> Case:
+    """Draws a product, a linear layer or a pool of awkward shape."""
+    m, k, n, b = (draw(st.integers(1, 99)) for _ in range(4))
+    then = draw(st.sampled_from(nodes.EPILOGUES))
+    kind = draw(st.sampled_from(["bmm", "linear", "maxpool", "avgpool"]))
+    if kind == "bmm":
+        transpose, heads = draw(st.booleans()), b % 4 + 1
+        other = (heads, n, k) if transpose else (heads, k, n)
+        return product(f"{m} {other} {then}", (heads, m, k), other, transpose=transpose, then=then)
+    if kind == "linear":
+        return dense(f"{m} {k} {n} {then}", (m, k), n, then)
+    kernel = draw(st.tuples(*[st.integers(1, 4)] * 2))
+    padding = tuple(draw(st.integers(0, side // 2)) for side in kernel)
+    stride = draw(st.tuples(*[st.integers(1, 4)] * 2))
+    ceil = draw(st.booleans())
+    size = (m % 13 + kernel[0], k % 13 + kernel[1])
+    name = f"{kind} {size} {n} {kernel} {stride} {padding} {ceil}"
+    return pool(name, size, n, kernel, stride=stride, padding=padding, ceil_mode=ceil)
+
+
+@settings(
+    max_examples=1,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],  # every example is a compilation: shrinking would take an hour
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    st.lists(convs(), min_size=24, max_size=24, unique_by=lambda case: case.name),
+    st.lists(others(), min_size=16, max_size=16, unique_by=lambda case: case.name),
+)
+def test_awkward_shapes_equal_torch(some: list[Case], more: list[Case]) -> None:
+    cases = some + more
+    for case, output in zip(cases, run_cases(compile_cases(cases), cases, 2), strict=True):
+        check(case, output, 2, torch.float32)
+
+
+def graph_of(*shapes: Sequence[int | str], dtype: DType = DType.float32) -> Graph:
+    types = [TensorType(dtype, shape, device=DeviceRef.CPU()) for shape in shapes]
+    return Graph("errors", input_types=types, custom_extensions=[nodes.OPS])
+
+
+def weights(**shapes: tuple[int, ...]) -> Parameters:
+    arrays = {name.replace("_", "."): np.zeros(shape) for name, shape in shapes.items()}
+    return Parameters(arrays, DeviceRef.CPU(), DType.float32)
+
+
+def test_errors_name_the_shapes() -> None:
+    with graph_of(["n", 8, 8, 3], ["n", 7, 7, 16]) as graph:
+        x, residual = (value.tensor for value in graph.inputs)
+        w = weights(w_filter=(3, 3, 4, 16), v_filter=(3, 3, 3, 16), l_weight=(5, 6))
+        with pytest.raises(ArgumentError, match=r"expects C=4 but input x\[N, H, W, C\] has C=3"):
+            nodes.conv2d(x, w.filter("w"))
+        v = w.filter("v")
+        with pytest.raises(ArgumentError, match=r"residual expects .*6.*6.* but has .*7.*7"):
+            nodes.conv2d(x, v, epilogue="add", residual=residual)
+        with pytest.raises(ArgumentError, match="epilogue 'add' expects a residual"):
+            nodes.conv2d(x, v, epilogue="add")
+        with pytest.raises(ArgumentError, match="epilogue 'relu' expects no residual"):
+            nodes.conv2d(x, v, epilogue="relu", residual=residual)
+        with pytest.raises(ArgumentError, match=r"expects one of none, relu.* but is 'swish'"):
+            nodes.conv2d(x, v, epilogue="swish")
+        with pytest.raises(ArgumentError, match="at least 17 px but has 8"):
+            nodes.conv2d(x, v, dilation=8)
+        with pytest.raises(ArgumentError, match="stride and dilation of at least 1"):
+            nodes.conv2d(x, v, stride=0)
+        with pytest.raises(ArgumentError, match="at most half the kernel 3 but is 2"):
+            nodes.maxpool(x, 3, padding=2)
+        with pytest.raises(ArgumentError, match=r"expects C=5 but .* has C=3"):
+            nodes.linear(x, w.filter("l"))
+        with pytest.raises(ArgumentError, match="K=3 but b has K=16"):
+            nodes.bmm(x, residual, transpose_b=True)
+
+
+def test_errors_name_the_dtypes_of_a_cpu() -> None:
+    with graph_of(["n", 4], dtype=DType.bfloat16) as graph:
+        x = graph.inputs[0].tensor
+        for op in (nodes.relu, nodes.gelu, nodes.softmax, nodes.log_softmax):
+            with pytest.raises(
+                DeviceError, match="a CPU expects float32 but the dtype is bfloat16"
+            ):
+                op(x)

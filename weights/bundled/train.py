@@ -1,0 +1,365 @@
+"""Train the two bundled CIFAR-10 classifiers, in Hugging Face format.
+
+    python weights/bundled/train.py --data PATH/cifar10 --out DIR [--model resnet|cvt|all]
+
+Three networks are trained from scratch on one CUDA GPU. A wide ResNet, the teacher, learns from the
+labels. Then the ResNet and the CvT that ship learn side by side from the same augmented images and
+from what the teacher says of them ("Knowledge distillation: a good teacher is patient and
+consistent", Beyer et al. 2022). `--out/teacher` is reused if it is there.
+
+The pictures are 32 px wide and the networks see them enlarged to SIDE px, as the preprocessor of
+the saved model does. A photograph scaled down to SIDE px is far sharper than any of them, so
+training adds what small pictures lack: fine texture, sharpening, other scales (`augment`).
+
+Every `DIR/NAME-cifar10` that is written holds config.json, preprocessor_config.json and
+model.safetensors: filters and matrices as float16, vectors as float32. The accuracy printed last is
+that of the saved files, read back and run in float32 on the test pictures as
+`ConvNextImageProcessorPil` prepares them.
+"""
+
+import argparse
+import io
+import itertools
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import save_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from transformers import (
+    ConvNextImageProcessorPil,
+    CvtConfig,
+    CvtForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+SIDE = 128  # px, the networks' input
+PIXEL = 32  # px, the pictures of the data set
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+PREPROCESSOR = {
+    "image_processor_type": "ConvNextImageProcessor",
+    "do_resize": True,
+    "size": {"shortest_edge": SIDE},
+    "crop_pct": 1.0,
+    "resample": 3,  # bicubic
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": list(MEAN),
+    "image_std": list(STD),
+}
+
+# Each: class of the model, its configuration, peak learning rate. Sizes of the maps are for 128 px.
+NETWORKS = {
+    "teacher": (  # 32x32x96, 16x16x192, 8x8x384
+        ResNetForImageClassification,
+        ResNetConfig(
+            embedding_size=64, hidden_sizes=[96, 192, 384], depths=[3, 3, 2], layer_type="basic"
+        ),
+        2e-3,
+    ),
+    "resnet": (  # 32x32x64, 16x16x96, 8x8x128, 4x4x160
+        ResNetForImageClassification,
+        ResNetConfig(
+            embedding_size=64,
+            hidden_sizes=[64, 96, 128, 160],
+            depths=[2, 2, 1, 1],
+            layer_type="basic",
+        ),
+        3e-3,
+    ),
+    "cvt": (  # tokens: 32x32x64, 16x16x128, 8x8x128 and the class token; heads of 64
+        CvtForImageClassification,
+        CvtConfig(
+            embed_dim=[64, 128, 128],
+            num_heads=[1, 2, 2],
+            depth=[1, 2, 4],
+            mlp_ratio=[2.0, 2.0, 2.0],
+            drop_path_rate=[0.0, 0.0, 0.0],
+        ),
+        2.5e-3,
+    ),
+}
+
+
+def load_split(path, device):
+    """Decode one split of the data set.
+
+    Args:
+        path: An .npz file with `jpeg` (bytes of all files), `offset` [n + 1], `label` [n], `names`.
+        device: Where the tensors go.
+
+    Returns:
+        Images, uint8 [n, 3, 32, 32]; labels, int64 [n]; the names of the classes.
+    """
+    split = np.load(path)
+    blob, offset = split["jpeg"].tobytes(), split["offset"]
+    files = (io.BytesIO(blob[start:end]) for start, end in itertools.pairwise(offset))
+    images = np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files])
+    images = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    labels = torch.from_numpy(split["label"].astype(np.int64))
+    return images.to(device), labels.to(device), [str(name) for name in split["names"]]
+
+
+def resize(images, side):
+    """Resize as PIL's bicubic filter does, but unrounded: [B, C, S, S] -> [B, C, side, side]."""
+    return F.interpolate(images, size=side, mode="bicubic", antialias=True).clamp(0, 1)
+
+
+def texture(images):
+    """Cut fine texture out of other pictures: detail that no enlarged picture of 32 px has.
+
+    Pictures are laid side by side at their own size and what survives scaling that mosaic down to
+    32 px is taken off.
+
+    Args:
+        images: float [B, 3, 32, 32] in 0..1.
+
+    Returns:
+        float [B, 3, SIDE, SIDE], about zero on average.
+    """
+    count, k = len(images), SIDE // PIXEL
+    tiles = images[torch.randint(count, (count, k, k), device=images.device)]
+    mosaic = tiles.permute(0, 3, 1, 4, 2, 5).reshape(count, 3, SIDE, SIDE)
+    return mosaic - resize(resize(mosaic, PIXEL), SIDE)
+
+
+def warp(images, strong):
+    """Mirror, shift, scale, turn and shear each image: the `strong` ones more than the others.
+
+    What lies outside an image is its reflection.
+
+    Args:
+        images: float [B, C, S, S].
+        strong: bool [B].
+
+    Returns:
+        float [B, C, S, S].
+    """
+    count, device = len(images), images.device
+
+    def uniform(reach):
+        return (torch.rand(count, device=device) * 2 - 1) * reach
+
+    zoom = torch.exp(torch.where(strong, uniform(0.45), uniform(0.1)))
+    angle = torch.where(strong, uniform(0.35), uniform(0.05))
+    shear = torch.where(strong, uniform(0.25), 0.0)
+    mirror = torch.where(torch.rand(count, device=device) < 0.5, -1.0, 1.0)
+    cos, sin = torch.cos(angle) * zoom, torch.sin(angle) * zoom
+    rows = (
+        torch.stack([mirror * cos, shear - sin, uniform(0.25)], 1),
+        torch.stack([mirror * sin, cos, uniform(0.25)], 1),
+    )
+    grid = F.affine_grid(torch.stack(rows, 1), images.shape, align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
+
+
+def augment(images, targets, wild):
+    """Enlarge and augment a batch of training pictures.
+
+    In this order: warp, brightness, contrast and saturation, sharpening or blur, foreign fine
+    texture, and mixup or CutMix with the neighbour in the batch.
+
+    Args:
+        images: uint8 [B, 3, 32, 32].
+        targets: float [B, classes], the share of each class.
+        wild: float scalar in 0..1: half of this share is warped strongly, 60% of it is mixed.
+
+    Returns:
+        float [B, 3, SIDE, SIDE] normalised with MEAN and STD, channels last; targets mixed alike.
+    """
+    count, device = len(images), images.device
+
+    def uniform(low, high):
+        return low + (high - low) * torch.rand(count, 1, 1, 1, device=device)
+
+    small = images.float() / 255
+    x = warp(resize(small, SIDE), torch.rand(count, device=device) < 0.5 * wild)
+
+    x = x * uniform(0.7, 1.3)
+    mean = x.mean((1, 2, 3), keepdim=True)
+    x = mean + (x - mean) * uniform(0.7, 1.3)
+    grey = x.mean(1, keepdim=True)
+    x = grey + (x - grey) * uniform(0.2, 1.6)
+
+    kernel = 2 * (SIDE // PIXEL) - 1
+    blurred = F.avg_pool2d(x, kernel, 1, kernel // 2, count_include_pad=False)
+    x = x + (x - blurred) * uniform(-0.5, 1.0)
+    x = x + texture(small) * uniform(-0.8, 0.8).relu()
+    x = x.clamp(0, 1)
+
+    kind, share = uniform(0, 1), uniform(0, 1)
+    across = torch.arange(SIDE, device=device) + 0.5
+    half = SIDE * share.sqrt() / 2
+    box = ((across.view(1, 1, 1, -1) - uniform(0, SIDE)).abs() < half) & (
+        (across.view(1, 1, -1, 1) - uniform(0, SIDE)).abs() < half
+    )
+    weight = torch.where(kind < 0.3 * wild, share.expand_as(box), box.float()) * (kind < 0.6 * wild)
+    x = torch.lerp(x, x.roll(1, 0), weight)
+    targets = torch.lerp(targets, targets.roll(1, 0), weight.mean((2, 3)).squeeze(1)[:, None])
+
+    mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (MEAN, STD))
+    return ((x - mean) / std).contiguous(memory_format=torch.channels_last), targets
+
+
+class Learner:
+    """A network in training: its optimizer, its schedule and the running mean of its weights."""
+
+    def __init__(self, name, labels, steps, device):
+        """Build the network called `name` in NETWORKS, to be trained for `steps` batches."""
+        make, config, rate = NETWORKS[name]
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: i for i, label in enumerate(labels)}
+        self.name = name
+        self.model = make(config).to(device, memory_format=torch.channels_last)
+        self.mean = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.998))
+        self.forward = torch.compile(lambda images: self.model(images).logits)
+        weights = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [w for w in weights if w.ndim > 1], "weight_decay": 0.05},
+                {"params": [w for w in weights if w.ndim == 1], "weight_decay": 0.0},
+            ],
+            fused=True,
+        )
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, rate, steps, pct_start=0.04, cycle_momentum=False
+        )
+
+    def step(self, images, targets):
+        """Learn from one batch; returns the loss, a scalar tensor."""
+        with torch.autocast(images.device.type, torch.bfloat16):
+            logits = self.forward(images)
+        loss = F.cross_entropy(logits.float(), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        self.mean.update_parameters(self.model)
+        return loss.detach()
+
+    def save(self, out):
+        """Write the averaged network to `out`/NAME-cifar10 (the teacher's: `out`/teacher)."""
+        folder = Path(out) / folder_name(self.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = self.mean.module
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = "float32"  # what from_pretrained makes of the float16 filters
+        model.config.save_pretrained(folder)
+        ConvNextImageProcessorPil(**PREPROCESSOR).save_pretrained(folder)
+        state = {
+            key: (value.half() if value.ndim > 1 else value).contiguous().cpu()
+            for key, value in model.state_dict().items()
+        }
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def folder_name(name):
+    """Name the folder that the network `name` is saved in."""
+    return name if name == "teacher" else f"{name}-cifar10"
+
+
+def fit(names, images, labels, classes, epochs, batch, out, teacher=None):
+    """Train networks side by side on the same augmented batches, and save them.
+
+    The augmentation grows gentler along a cosine, so that training ends on pictures like those the
+    networks are for. Batch norm's statistics are taken anew for the averaged weights.
+
+    Args:
+        names: Keys of NETWORKS.
+        images: uint8 [n, 3, 32, 32].
+        labels: int64 [n].
+        classes: Names of the classes.
+        epochs: Passes over the data; the files are written ten times on the way.
+        batch: Images a step.
+        out: Folder for the files.
+        teacher: A network whose opinion makes up 80% of the target, or None.
+    """
+    device, steps = images.device, len(images) // batch
+    learners = [Learner(name, classes, epochs * steps, device) for name in names]
+    prepare = torch.compile(augment)
+    share = F.one_hot(labels, len(classes)).float() * 0.9 + 0.1 / len(classes)  # label smoothing
+    began = time.monotonic()
+    for epoch in range(epochs):
+        wild = torch.tensor(math.cos(math.pi / 2 * epoch / epochs), device=device)
+        batches = torch.randperm(len(images), device=device)[: steps * batch].split(batch)
+        for index in batches:
+            x, targets = prepare(images[index], share[index], wild)
+            if teacher is not None:
+                with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+                    targets = torch.lerp(targets, teacher(x).float().softmax(1), 0.8)
+            losses = [learner.step(x, targets) for learner in learners]
+        if (epoch + 1) * 10 // epochs > epoch * 10 // epochs:
+            shown = ", ".join(f"{n} {v:.3f}" for n, v in zip(names, losses, strict=True))
+            print(f"epoch {epoch + 1}/{epochs}, {time.monotonic() - began:.0f} s: loss {shown}")
+            for learner in learners:
+                update_bn(
+                    (prepare(images[i], share[i], wild)[0] for i in batches[:20]), learner.mean
+                )
+                learner.save(out)
+
+
+@torch.inference_mode()
+def evaluate(folder, images, labels):
+    """Measure a saved model in float32 through its own preprocessor.
+
+    Args:
+        folder: A folder that `Learner.save` wrote.
+        images: uint8 [n, 3, 32, 32], on the device to run on.
+        labels: int64 [n].
+
+    Returns:
+        The share of the images that it classifies as labelled.
+    """
+    kind = CvtForImageClassification if "cvt" in Path(folder).name else ResNetForImageClassification
+    model = kind.from_pretrained(folder, dtype=torch.float32).to(images.device).eval()
+    processor = ConvNextImageProcessorPil.from_pretrained(folder)
+    right = 0
+    for part, truth in zip(images.split(500), labels.split(500), strict=True):
+        x = processor(list(part.cpu().numpy()), return_tensors="pt")["pixel_values"]
+        right += (model(x.to(images.device)).logits.argmax(1) == truth).sum().item()
+    return right / len(images)
+
+
+def main():
+    """Parse the command line, train what it names and print the accuracies."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="holds train.npz and test.npz")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the trained models")
+    parser.add_argument("--model", choices=("resnet", "cvt", "teacher", "all"), default="all")
+    parser.add_argument("--epochs", type=int, default=115)
+    parser.add_argument("--teacher-epochs", type=int, default=180)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.allow_tf32 = False  # training runs in bfloat16, `evaluate` in float32
+    device = torch.device("cuda")
+    images, labels, classes = load_split(args.data / "train.npz", device)
+    test_images, test_labels, _ = load_split(args.data / "test.npz", device)
+
+    home = args.out / "teacher"
+    if not (home / "model.safetensors").exists():
+        fit(["teacher"], images, labels, classes, args.teacher_epochs, args.batch, args.out)
+        print(f"teacher: {evaluate(home, test_images, test_labels):.4f}")
+    names = {"all": ["resnet", "cvt"], "teacher": []}.get(args.model, [args.model])
+    if names:
+        teacher = ResNetForImageClassification.from_pretrained(home, dtype=torch.float32)
+        teacher = teacher.to(device, memory_format=torch.channels_last).eval()
+        opinion = torch.compile(lambda x: teacher(x).logits)
+        fit(names, images, labels, classes, args.epochs, args.batch, args.out, opinion)
+    for name in names:
+        score = evaluate(args.out / folder_name(name), test_images, test_labels)
+        print(f"{folder_name(name)}: {score:.4f}")
+
+
+if __name__ == "__main__":
+    main()

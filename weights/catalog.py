@@ -1,0 +1,100 @@
+"""The models that are known by name, for ``--list-models``: ``BUNDLED`` and ``HUB``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from graphs.preprocess import Preprocess
+from weights.checkpoint import interpret
+from weights.files import State
+from weights.macs import macs
+from weights.source import BUNDLED as FOLDERS
+from weights.source import bundled, find
+
+
+@dataclass(frozen=True)
+class Row:
+    """Describes one known model.
+
+    Attributes:
+        family: ``"resnet"`` or ``"cvt"``.
+        name: A hub id, or a bundled model's name.
+        parameters: Trained numbers, as torch counts them (batch norm not folded).
+        size: Side of the input image, px.
+        flops: Multiply-accumulates for one image, which papers call FLOPs.
+        top1: Published top-1 accuracy, 0 to 1, or None.
+        source: Where ``top1`` comes from.
+    """
+
+    family: str
+    name: str
+    parameters: int
+    size: int
+    flops: float
+    top1: float | None
+    source: str
+
+
+_HE_2 = "He et al. 2015, table 2 (10-crop; the paper's training, not the hub's)"
+_HE_3 = "He et al. 2015, table 3 (10-crop; the paper's training, not the hub's)"
+_WU_1K = "github.com/microsoft/CvT, trained on ImageNet-1k"
+_WU_22K = "github.com/microsoft/CvT, pre-trained on ImageNet-22k"
+
+# Parameters and FLOPs: transformers 5.12's models at `size`; torch 2.13's FlopCounterMode, halved.
+HUB = (
+    Row("resnet", "microsoft/resnet-18", 11_689_512, 224, 1.814e9, 0.721, _HE_2),
+    Row("resnet", "microsoft/resnet-34", 21_797_672, 224, 3.664e9, 0.758, _HE_3),
+    Row("resnet", "microsoft/resnet-50", 25_557_032, 224, 4.089e9, 0.772, _HE_3),
+    Row("resnet", "microsoft/resnet-101", 44_549_160, 224, 7.801e9, 0.783, _HE_3),
+    Row("resnet", "microsoft/resnet-152", 60_192_808, 224, 11.514e9, 0.786, _HE_3),
+    Row("cvt", "microsoft/cvt-13", 19_997_480, 224, 4.566e9, 0.816, _WU_1K),
+    Row("cvt", "microsoft/cvt-21", 31_622_696, 224, 7.178e9, 0.825, _WU_1K),
+    Row("cvt", "microsoft/cvt-13-384", 19_997_480, 384, 16.269e9, 0.830, _WU_1K),
+    Row("cvt", "microsoft/cvt-21-384", 31_622_696, 384, 24.849e9, 0.833, _WU_1K),
+    Row("cvt", "microsoft/cvt-13-384-22k", 19_997_480, 384, 16.269e9, 0.833, _WU_22K),
+    Row("cvt", "microsoft/cvt-21-384-22k", 31_622_696, 384, 24.849e9, 0.849, _WU_22K),
+    Row("cvt", "microsoft/cvt-w24-384-22k", 277_196_392, 384, 194.222e9, 0.876, _WU_22K),
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Reads the bundled models' folders when ``BUNDLED`` is first used."""
+    if name == "BUNDLED":
+        return _bundled()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _bundled() -> tuple[Row, ...]:
+    return tuple(_row(name) for name in bundled())
+
+
+def _row(name: str) -> Row:
+    """Describes a bundled model; its accuracy is the one that its model card states."""
+    found = find(name)
+    checkpoint = interpret(found)
+    size = Preprocess.from_config(checkpoint.preprocess).height
+    card = FOLDERS / name / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    top1 = re.search(r"type: accuracy\s+value: ([\d.]+)", text)  # of the model-index
+    return Row(
+        checkpoint.family,
+        name,
+        trained(found.state),
+        size,
+        macs(checkpoint.spec, size),
+        float(top1[1]) if top1 else None,
+        "its model card" if top1 else "",
+    )
+
+
+def trained(state: State) -> int:
+    """Counts a state dict's trained numbers: all but batch norm's statistics and counters."""
+    return sum(
+        tensor.size
+        for key, tensor in state.tensors.items()
+        if not key.endswith((".running_mean", ".running_var", ".num_batches_tracked"))
+    )

@@ -1,0 +1,137 @@
+"""Writes a checkpoint as a Hugging Face folder, which this project and transformers load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from graphs.errors import ArgumentError
+from graphs.resnet import ResNetSpec
+from weights.checkpoint import interpret
+from weights.formats import HUGGING_FACE, Spec, recognise
+from weights.layout import Array
+from weights.rules import rename
+from weights.source import Source
+
+
+def convert(found: Source, folder: Path, force: bool = False) -> None:
+    """Writes ``found`` into a new ``folder``: config.json, model.safetensors, preprocessing.
+
+    Tensors keep their values: they are renamed and widened to float32, and pruning masks are
+    multiplied in; batch norms stay unfolded. The folder appears when it is complete, or not.
+
+    Args:
+        found: The model.
+        folder: Where to write.
+        force: Replace ``folder`` if it is there.
+
+    Raises:
+        ArgumentError: If ``folder`` is there, or cannot be written.
+        ModelError: If the model does not load.
+    """
+    if folder.exists() and not force:
+        raise ArgumentError(
+            f"{folder}: expected a folder that does not exist yet but it does; choose another or"
+            " pass --force"
+        )
+    checkpoint = interpret(found)  # refuses what would not load again
+    config = found.config if found.config and "model_type" in found.config else None
+    draft: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        new, old = draft / "new", draft / "old"
+        new.mkdir()
+        _write_json(
+            new / "config.json", config or configuration(checkpoint.spec, checkpoint.labels)
+        )
+        _write_json(new / "preprocessor_config.json", checkpoint.preprocess)
+        save_file(hugging_face_tensors(found), new / "model.safetensors", metadata={"format": "pt"})
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+    except (OSError, SafetensorError) as error:
+        full = "No space left" in str(error)
+        raise ArgumentError(
+            f"{folder}: expected room to write the model but "
+            + ("the disk is full" if full else f"writing failed ({error})")
+            + "; nothing was written, choose another place"
+        ) from None
+    finally:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def hugging_face_tensors(found: Source) -> dict[str, Array]:
+    """Renames a checkpoint's tensors to Hugging Face's keys, widened to float32."""
+    form = recognise(found.state.tensors, found.config, found.name)
+    target = HUGGING_FACE[form.family]
+    tensors = {
+        target.key(weight): np.ascontiguousarray(found.state.tensors[key], dtype=np.float32)
+        for key, weight in rename(form.rules, found.state.tensors).items()
+    }
+    counters = [key.replace("running_var", "num_batches_tracked") for key in tensors]
+    return tensors | {
+        key: np.zeros((), np.int64) for key in counters if key.endswith("num_batches_tracked")
+    }
+
+
+def configuration(spec: Spec, labels: list[str]) -> dict[str, Any]:
+    """Describes a network as a Hugging Face config.json does."""
+    shared = {
+        "id2label": {str(i): label for i, label in enumerate(labels)},
+        "label2id": {label: i for i, label in enumerate(labels)},
+        "dtype": "float32",
+        "num_channels": spec.channels,
+    }
+    if isinstance(spec, ResNetSpec):
+        return {
+            "model_type": "resnet",
+            "architectures": ["ResNetForImageClassification"],
+            **shared,
+            "layer_type": spec.block,
+            "depths": list(spec.depths),
+            "hidden_sizes": list(spec.widths),
+            "embedding_size": spec.stem_width,
+            "hidden_act": "relu",
+            "downsample_in_bottleneck": spec.stride_on_1x1,
+            "downsample_in_first_stage": spec.downsample_first_stage,
+        }
+    columns = {  # the configuration's -> ours
+        "patch_sizes": "patch",
+        "patch_stride": "stride",
+        "patch_padding": "padding",
+        "embed_dim": "width",
+        "num_heads": "heads",
+        "depth": "depth",
+        "mlp_ratio": "mlp_ratio",
+        "qkv_bias": "qkv_bias",
+        "cls_token": "cls_token",
+        "kernel_qkv": "kernel_qkv",
+        "padding_q": "padding_q",
+        "padding_kv": "padding_kv",
+        "stride_kv": "stride_kv",
+    }
+    count = len(spec.stages)
+    return {
+        "model_type": "cvt",
+        "architectures": ["CvtForImageClassification"],
+        **shared,
+        **{key: [getattr(s, ours) for s in spec.stages] for key, ours in columns.items()},
+        "stride_q": [1] * count,
+        "qkv_projection_method": ["dw_bn"] * count,
+        "drop_rate": [0.0] * count,
+        "attention_drop_rate": [0.0] * count,
+        "drop_path_rate": [0.0] * count,
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

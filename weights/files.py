@@ -1,0 +1,233 @@
+"""Reads checkpoint files into numpy: safetensors memory-mapped, torch's pickles through torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphs.errors import ModelError
+from weights.layout import Array, Shape
+
+SAFETENSORS = (".safetensors",)
+PICKLES = (".bin", ".pth", ".pt")
+
+_DTYPES = {  # safetensors' name -> torch's and numpy's; bfloat16 is widened on reading
+    "F64": ("float64", "<f8"),
+    "F32": ("float32", "<f4"),
+    "F16": ("float16", "<f2"),
+    "BF16": ("bfloat16", "<u2"),
+    "I64": ("int64", "<i8"),
+    "I32": ("int32", "<i4"),
+    "I16": ("int16", "<i2"),
+    "I8": ("int8", "|i1"),
+    "U8": ("uint8", "|u1"),
+    "BOOL": ("bool", "|b1"),
+}
+_NESTS = ("state_dict", "model", "model_state", "model_state_dict", "net", "module")
+_WRAPPERS = ("module.", "_orig_mod.")  # DataParallel, torch.compile
+
+
+@dataclass(frozen=True)
+class State:
+    """Holds a state dict: tensors by key, and the name of the dtype each is stored in.
+
+    Attributes:
+        tensors: Arrays, memory-mapped where the file allows; bfloat16 is widened to float32.
+        dtypes: The stored dtype of each, such as ``"bfloat16"``.
+    """
+
+    tensors: dict[str, Array]
+    dtypes: dict[str, str]
+
+
+def read_file(path: Path) -> State:
+    """Reads a ``.safetensors``, ``.bin``, ``.pth`` or ``.pt`` file.
+
+    Raises:
+        ModelError: If it is damaged, is no state dict, or needs torch and there is none.
+    """
+    if path.suffix in SAFETENSORS:
+        return _unwrap_keys(_read_safetensors(path))
+    if path.suffix in PICKLES:
+        return _unwrap_keys(_read_pickle(path))
+    raise ModelError(
+        f"{path.name}: expected a checkpoint ending in {', '.join(SAFETENSORS + PICKLES)}"
+        f" but it ends in {path.suffix or 'nothing'!r}; rename or convert it"
+    )
+
+
+def read_shards(index: Path) -> State:
+    """Reads every file that ``*.index.json`` names into one state dict.
+
+    Raises:
+        ModelError: If the index is damaged or a shard is missing.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(
+            f"{index.name}: expected a 'weight_map' of tensors to files but has none; download the"
+            " model again"
+        )
+    names = sorted({str(name) for name in weight_map.values()})
+    missing = [name for name in names if not (index.parent / Path(name).name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{index.name}: expected the files {', '.join(names)} beside it but"
+            f" {', '.join(missing)} is missing; download the model again"
+        )
+    state = State({}, {})
+    for name in names:
+        shard = read_file(index.parent / Path(name).name)
+        state.tensors.update(shard.tensors)
+        state.dtypes.update(shard.dtypes)
+    return state
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that holds an object.
+
+    Raises:
+        ModelError: If it cannot be read or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path.name}: expected JSON but {_reason(error)}; repair it") from None
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{path.name}: expected a JSON object but it holds a {type(content).__name__};"
+            " repair it"
+        )
+    return content
+
+
+def _read_safetensors(path: Path) -> State:
+    """Maps a safetensors file: length of the header, header in JSON, data.
+
+    The arrays are read-only views of the mapped file. Format: github.com/huggingface/safetensors.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size - 8:
+                raise ValueError("its header is cut off")
+            header = json.loads(file.read(length))
+        data = np.memmap(path, np.uint8, "r", offset=8 + length) if size > 8 + length else b""
+        header.pop("__metadata__", None)
+        state = State({}, {})
+        for key, entry in header.items():
+            state.dtypes[key], code = _DTYPES[entry["dtype"]]
+            state.tensors[key] = _view(data, code, tuple(entry["shape"]), *entry["data_offsets"])
+            if state.dtypes[key] == "bfloat16":
+                state.tensors[key] = _widen(state.tensors[key])
+    except KeyError as error:
+        raise ModelError(
+            f"{path.name}: expected tensors of {', '.join(name for name, _ in _DTYPES.values())}"
+            f" but one has {error}; convert it to one of them"
+        ) from None
+    except (OSError, ValueError, TypeError, AttributeError, struct.error) as error:
+        raise ModelError(
+            f"{path.name}: expected a safetensors file but {_reason(error)}; download it again"
+        ) from None
+    return state
+
+
+def _view(data: Array | bytes, code: str, shape: Shape, begin: int, end: int) -> Array:
+    """Returns bytes ``begin`` to ``end`` of ``data`` as an array, without a copy."""
+    count, dtype = math.prod(shape), np.dtype(code)
+    if not 0 <= begin <= end <= len(data) or count * dtype.itemsize != end - begin:
+        raise ValueError("its data is cut off")
+    return np.frombuffer(data, dtype, count, begin).reshape(shape)
+
+
+def _widen(bits: Array) -> Array:
+    """Turns bfloat16 given as uint16 into float32: its upper half."""
+    wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return wide
+
+
+def _read_pickle(path: Path) -> State:
+    """Reads a state dict through torch, which never runs what the pickle asks to run."""
+    try:
+        import torch
+    except ImportError:
+        raise ModelError(
+            f"{path.name}: expected torch to be installed, which {path.suffix} files need, but it"
+            f" is not; run `python -m weights convert {path.name} -o DIR` where torch is, and use"
+            " DIR here"
+        ) from None
+    try:
+        mapped = zipfile.is_zipfile(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError as error:
+        raise ModelError(f"{path.name}: expected a checkpoint but {_reason(error)}") from None
+    except Exception as error:  # unpickling fails in as many ways as a pickle can be written
+        unsafe = "weights_only" in str(error) or "Unsupported" in str(error)
+        raise ModelError(
+            f"{path.name}: expected a state dict (names to tensors) but it"
+            + (" holds other objects too, which could run code" if unsafe else " cannot be read")
+            + "; save it with torch.save(model.state_dict(), ...)"
+        ) from None
+    tensors = _state_dict(content, torch.Tensor)
+    if tensors is None:
+        raise ModelError(
+            f"{path.name}: expected a state dict (names to tensors) but it holds a"
+            f" {type(content).__name__}; save it with torch.save(model.state_dict(), ...)"
+        )
+    state = State({}, {})
+    for key, tensor in tensors.items():
+        dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+        narrow = dense.dtype == torch.bfloat16 or dense.is_quantized
+        state.tensors[key] = (dense.float() if narrow else dense).numpy()
+        state.dtypes[key] = str(tensor.dtype).removeprefix("torch.")
+    return state
+
+
+def _state_dict(content: Any, tensor: type) -> dict[str, Any] | None:
+    """Finds the names and tensors in what a checkpoint holds, or returns None.
+
+    Training checkpoints keep them under one of a few keys, beside an optimiser and counters.
+    """
+    if not isinstance(content, Mapping):
+        return None
+    for nest in _NESTS:
+        if isinstance(content.get(nest), Mapping):
+            return _state_dict(content[nest], tensor)
+    if content and all(isinstance(k, str) and isinstance(v, tensor) for k, v in content.items()):
+        return dict(content)
+    return None
+
+
+def _unwrap_keys(state: State) -> State:
+    """Drops the prefix that a wrapper around the model gave to every key."""
+    for prefix in _WRAPPERS:
+        if state.tensors and all(key.startswith(prefix) for key in state.tensors):
+            return _unwrap_keys(
+                State(
+                    {key.removeprefix(prefix): value for key, value in state.tensors.items()},
+                    {key.removeprefix(prefix): value for key, value in state.dtypes.items()},
+                )
+            )
+    return state
+
+
+def _reason(error: Exception) -> str:
+    """Says in a few words why reading failed."""
+    if isinstance(error, OSError):
+        return f"reading it failed ({error.strerror or error})"
+    if isinstance(error, struct.error):
+        return "it is empty or cut off"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not ({error.msg} at line {error.lineno})"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text"
+    return str(error) or "it is damaged"

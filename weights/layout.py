@@ -1,0 +1,111 @@
+"""Turns torch's tensors into what the ops want, once, at import.
+
+Filters become ``[R, S, C, F]``, linear weights ``[in, out]``; batch normalisation is folded into
+the filter before it, in float64; torch's pruning masks are multiplied in.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+
+BATCHNORM_EPS = 1e-5  # torch's default, which torchvision, timm, transformers and CvT all keep
+BATCHNORM_PARTS = ("weight", "bias", "mean", "var")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Describes how a stored tensor becomes a weight: leading ones dropped, axes permuted.
+
+    Attributes:
+        axes: The stored axis (counted after the dropped ones) behind each axis of the weight.
+        ones: Leading axes of length 1 that the stored tensor has and the weight has not.
+    """
+
+    axes: Shape | None = None
+    ones: int = 0
+
+    def __call__(self, stored: Array) -> Array:
+        """Returns the weight as a view of ``stored``."""
+        weight = stored.reshape(stored.shape[self.ones :])
+        return weight if self.axes is None else weight.transpose(self.axes)
+
+    def stored(self, shape: Shape) -> Shape:
+        """Returns the shape that a checkpoint stores for a weight of ``shape``."""
+        if self.axes is not None:
+            shape = tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
+        return (1,) * self.ones + shape
+
+
+as_is = Layout()
+oihw_to_rscf = Layout(axes=(2, 3, 1, 0))
+out_in_to_in_out = Layout(axes=(1, 0))
+token = Layout(ones=2)  # [1, 1, C] -> [C]
+
+
+def unfold(weights: dict[str, Shape], normalised: str) -> dict[str, Shape]:
+    """Lists what a checkpoint must hold for ``weights``: batch norms not folded yet.
+
+    Args:
+        weights: Every weight of the model and its shape, from ``graphs.*.parameters``.
+        normalised: Regular expression of the convolutions that a batch norm follows.
+
+    Returns:
+        ``weights`` with ``<conv>.bias`` replaced by ``<conv>.batchnorm.{weight,bias,mean,var}``.
+    """
+    parts: dict[str, Shape] = {}
+    for name, shape in weights.items():
+        conv, _, kind = name.rpartition(".")
+        if kind == "bias" and f"{conv}.filter" in weights and re.fullmatch(normalised, conv):
+            parts |= {f"{conv}.batchnorm.{part}": shape for part in BATCHNORM_PARTS}
+        else:
+            parts[name] = shape
+    return parts
+
+
+def fold(parts: dict[str, Array]) -> dict[str, Array]:
+    """Folds every batch norm of ``parts`` (as listed by `unfold`) into its convolution.
+
+    With s = weight / sqrt(var + eps), computed in float64:
+    filter' = filter * s over the output channels, bias' = bias - mean * s.
+
+    Returns:
+        Contiguous float32 arrays, independent of the memory of ``parts``.
+    """
+    weights = {
+        name: np.array(value, dtype=np.float32, order="C")
+        for name, value in parts.items()
+        if ".batchnorm." not in name
+        and f"{name.removesuffix('.filter')}.batchnorm.var" not in parts
+    }
+    for conv in [n.removesuffix(".batchnorm.var") for n in parts if n.endswith(".batchnorm.var")]:
+        weight, bias, mean, var = (
+            parts[f"{conv}.batchnorm.{part}"].astype(np.float64) for part in BATCHNORM_PARTS
+        )
+        with np.errstate(invalid="ignore"):  # a negative variance gives NaN; the caller checks
+            scale = weight / np.sqrt(var + BATCHNORM_EPS)
+        folded = parts[f"{conv}.filter"] * scale
+        weights[f"{conv}.filter"] = np.array(folded, dtype=np.float32, order="C")
+        weights[f"{conv}.bias"] = (bias - mean * scale).astype(np.float32)
+    return weights
+
+
+def merge_masks(tensors: dict[str, Array]) -> dict[str, Array]:
+    """Multiplies torch's pruning pairs ``X_orig``, ``X_mask`` into ``X``.
+
+    Pairs of unequal shape, and halves of a pair, stay as they are, for the rules to report.
+    """
+    merged = dict(tensors)
+    for key, original in tensors.items():
+        name = key.removesuffix("_orig")
+        mask = tensors.get(f"{name}_mask")
+        if name != key and mask is not None and mask.shape == original.shape:
+            merged[name] = merged.pop(key) * merged.pop(f"{name}_mask").astype(original.dtype)
+    return merged

@@ -1,0 +1,132 @@
+"""What comes with the tensors: labels, and how an image is prepared.
+
+Preprocessing is described by the dictionary of a Hugging Face ``preprocessor_config.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from graphs.errors import ModelError
+from weights.formats import Format
+
+_IMAGENET = {
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+}
+_RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
+
+
+def labels(found: Format, config: Mapping[str, Any] | None, classes: int, where: str) -> list[str]:
+    """Lists the name of each class in order.
+
+    Names come from config.json; without any, ImageNet's for 1,000 classes, else "class 0", ....
+
+    Raises:
+        ModelError: If config.json names more or fewer classes than the classifier has.
+    """
+    key, names = _named(config or {}, where)
+    if names is None:
+        return imagenet() if classes == 1000 else [f"class {i}" for i in range(classes)]
+    if len(names) != classes:
+        raise ModelError(
+            f"{where}: {key} in config.json expects {classes} labels, one for each output of"
+            f" {found.key('head.weight')!r}, but has {len(names)}; complete config.json"
+        )
+    return names
+
+
+def _named(config: Mapping[str, Any], where: str) -> tuple[str, list[str] | None]:
+    """Returns where config.json keeps the labels, and the labels."""
+    if config.get("id2label") is not None:
+        return "id2label", _ordered("id2label", config["id2label"], where)
+    names = config.get("label_names")  # timm's
+    if names is None:
+        return "", None
+    described = config.get("label_descriptions") or {}
+    return "label_names", [
+        str(described.get(name, name)) for name in _ordered("label_names", names, where)
+    ]
+
+
+def _ordered(key: str, names: Any, where: str) -> list[str]:
+    if isinstance(names, list):
+        return [str(name) for name in names]
+    try:
+        by_class = {int(number): str(name) for number, name in names.items()}
+        return [by_class[i] for i in range(len(by_class))]
+    except (AttributeError, ValueError, KeyError):
+        raise ModelError(
+            f"{where}: {key} in config.json expects the classes 0, 1, 2, ... without a gap, each"
+            " with a name, but has others; correct config.json"
+        ) from None
+
+
+@cache
+def _imagenet() -> tuple[str, ...]:
+    text = Path(__file__).with_name("imagenet.txt").read_text(encoding="utf-8")
+    return tuple(line for line in text.splitlines() if not line.startswith("#"))
+
+
+def imagenet() -> list[str]:
+    """Lists the 1,000 classes of ImageNet-1k in their usual order."""
+    return list(_imagenet())
+
+
+def preprocess(
+    found: Format, given: Mapping[str, Any] | None, config: Mapping[str, Any] | None, where: str
+) -> dict[str, Any]:
+    """Describes how an image is prepared.
+
+    That is ``given`` (a preprocessor_config.json) if there is one; timm's ``pretrained_cfg``,
+    translated; or the family's default: ImageNet's mean and deviation, 224 px cut from 256 px,
+    bicubic, but bilinear for torchvision's ResNets.
+    """
+    if given is not None:
+        return dict(given)
+    if config is not None and not found.hugging_face:
+        return _timm(config.get("pretrained_cfg") or config, where)
+    if found.family == "resnet" and not found.hugging_face:
+        return _cropped(224, 256, "bilinear")
+    return _cropped(224, 256, "bicubic")
+
+
+def _cropped(edge: int, resized: int, interpolation: str) -> dict[str, Any]:
+    """Resizes the shorter edge to ``resized`` px and cuts a square of ``edge`` px out of it."""
+    return {
+        "image_processor_type": "BitImageProcessor",
+        **_IMAGENET,
+        "size": {"shortest_edge": resized},
+        "resample": _RESAMPLE[interpolation],
+        "do_center_crop": True,
+        "crop_size": {"height": edge, "width": edge},
+    }
+
+
+def _timm(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Translates timm's ``pretrained_cfg``.
+
+    Raises:
+        ModelError: If it asks for anything but a square cut out of the middle.
+    """
+    try:
+        _, height, width = cfg.get("input_size", (3, 224, 224))
+        interpolation, mode = cfg.get("interpolation", "bilinear"), cfg.get("crop_mode", "center")
+        if height != width or mode not in ("center", None) or interpolation not in _RESAMPLE:
+            raise ValueError(f"a {mode} crop of {height}x{width} px, {interpolation}")
+        described = _cropped(width, int(width / cfg.get("crop_pct", 0.875)), interpolation)
+        described["image_mean"] = list(cfg.get("mean", _IMAGENET["image_mean"]))
+        described["image_std"] = list(cfg.get("std", _IMAGENET["image_std"]))
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError(
+            f"{where}: expected a square center crop in config.json's 'pretrained_cfg' but it asks"
+            f" for {error}; add a preprocessor_config.json"
+        ) from None
+    return described

@@ -1,0 +1,140 @@
+"""Finds a model: the name of a bundled one, a folder, a file, or an id on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphs.errors import ModelError
+from weights.files import PICKLES, SAFETENSORS, State, read_file, read_json, read_shards
+from weights.layout import merge_masks
+
+BUNDLED = Path(__file__).with_name("bundled")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Holds a model as it was found, nothing interpreted.
+
+    Attributes:
+        name: What a user calls it.
+        weights: The file of its tensors, or of their index.
+        state: Its tensors, with pruning masks multiplied in.
+        config: Its config.json, if it has one.
+        preprocess: Its preprocessor_config.json, if it has one.
+    """
+
+    name: str
+    weights: Path
+    state: State
+    config: dict[str, Any] | None
+    preprocess: dict[str, Any] | None
+
+
+def bundled() -> list[str]:
+    """Lists the models that ship with this project."""
+    return sorted(path.parent.name for path in BUNDLED.glob("*/config.json"))
+
+
+def find(
+    source: str | os.PathLike[str],
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Source:
+    """Reads the model that ``source`` names.
+
+    Args:
+        source: A bundled model's name, a folder, a checkpoint file, or a hub id (owner/name).
+        revision: Branch, tag or commit on the hub.
+        progress: Called with a sentence before something slow, such as a download.
+
+    Raises:
+        ModelError: If there is no such model or it cannot be read.
+    """
+    name = os.fspath(source)
+    path = Path(name).expanduser()
+    if name in bundled():
+        return _read_folder(BUNDLED / name, name)
+    if path.is_dir():
+        return _read_folder(path, path.resolve().name)
+    if path.is_file():
+        return _read(path, path.parent, path.stem)
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix not in SAFETENSORS + PICKLES:
+        from weights import hub
+
+        folder = hub.download(name, revision, progress)
+        return _read_folder(folder, name)
+    raise ModelError(_unknown(name))
+
+
+def _unknown(name: str) -> str:
+    from weights.catalog import HUB
+
+    ids = {row.name.rpartition("/")[2]: row.name for row in HUB}
+    known = bundled() + [row.name for row in HUB] + list(ids)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {ids.get(close[0], close[0])!r}?" if close else "check its spelling"
+    return (
+        f"{name}: expected a bundled model ({', '.join(bundled()) or 'none'}), a folder, a"
+        f" checkpoint file or a hub id (owner/name) but there is none of that name; {hint}"
+    )
+
+
+def weights_in(folder: Path, where: str) -> Path:
+    """Returns the file that holds a folder's tensors, or the index of several such files.
+
+    Raises:
+        ModelError: If there is none, or more than one and none has the usual name.
+    """
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        for path in (folder / name, folder / f"{name}.index.json"):
+            if path.is_file():
+                return path
+    for suffixes in (SAFETENSORS, PICKLES):
+        found = sorted(path for path in folder.iterdir() if path.suffix in suffixes)
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(path.name for path in found)
+            raise ModelError(
+                f"{where}: expected one checkpoint in the folder but there are {names}; name the"
+                " file that you want"
+            )
+    names = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+    raise ModelError(
+        f"{where}: expected a checkpoint (model.safetensors, pytorch_model.bin or a .pth file) in"
+        f" the folder but it holds {names}; check the path"
+    )
+
+
+def _read_folder(folder: Path, name: str) -> Source:
+    try:
+        return _read(weights_in(folder, name), folder, name)
+    except OSError as error:
+        raise ModelError(
+            f"{name}: expected a folder with a model but it cannot be read ({error.strerror});"
+            " check its permissions"
+        ) from None
+
+
+def _read(path: Path, folder: Path, name: str) -> Source:
+    def beside(file: str) -> dict[str, Any] | None:
+        return read_json(folder / file) if (folder / file).is_file() else None
+
+    state = read_shards(path) if path.suffix == ".json" else read_file(path)
+    tensors = merge_masks(state.tensors)
+    dtypes = {key: state.dtypes.get(key) or state.dtypes[f"{key}_orig"] for key in tensors}
+    return Source(
+        name=name,
+        weights=path,
+        state=State(tensors, dtypes),
+        config=beside("config.json"),
+        preprocess=beside("preprocessor_config.json"),
+    )
