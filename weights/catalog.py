@@ -46,7 +46,7 @@ _WU_22K = "github.com/microsoft/CvT, pre-trained on ImageNet-22k"
 # Parameters and FLOPs: transformers 5.12's models at `size`; torch 2.13's FlopCounterMode, halved.
 HUB = (
     Row("resnet", "microsoft/resnet-18", 11_689_512, 224, 1.814e9, 0.721, _HE_2),
-    Row("resnet", "microsoft/resnet-34", 21_797_672, 224, 3.664e9, 0.758, _HE_3),
+    Row("resnet", "microsoft/resnet-34", 21_797_672, 224, 3.664e9, 0.755, _HE_3),
     Row("resnet", "microsoft/resnet-50", 25_557_032, 224, 4.089e9, 0.772, _HE_3),
     Row("resnet", "microsoft/resnet-101", 44_549_160, 224, 7.801e9, 0.783, _HE_3),
     Row("resnet", "microsoft/resnet-152", 60_192_808, 224, 11.514e9, 0.786, _HE_3),

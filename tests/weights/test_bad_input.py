@@ -1,0 +1,292 @@
+"""A mistake is told in one clear sentence: `ModelError`, never another exception."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from graphs.errors import ModelError
+from tests.weights import models
+from weights import load
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return models.save(models.resnet(), tmp_path / "net")
+
+
+def edit(folder, **config):
+    path = folder / "config.json"
+    content = json.loads(path.read_text()) | config
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
+
+
+def rewrite(folder, change):
+    path = folder / "model.safetensors"
+    tensors = dict(load_file(path))
+    change(tensors)
+    save_file(tensors, path)
+
+
+STEM = "resnet.embedder.embedder.convolution.weight"
+
+
+def test_missing_extra_and_misshapen_tensors_are_reported_together(folder):
+    def change(tensors):
+        tensors["resnet.embedder.embedder.convolution.wieght"] = tensors.pop(STEM)
+        tensors["classifier.1.bias"] = np.zeros(6, np.float32)
+        tensors["resnet.encoder.stages.0.layers.0.layer.0.normalization.running_var"][0] = np.nan
+
+    rewrite(folder, change)
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert f"1 missing: {STEM!r} (did you mean 'resnet.embedder.embedder.convolution.w" in message
+    assert "1 unexpected: 'resnet.embedder.embedder.convolution.wieght'" in message
+    assert "1 misshapen: 'classifier.1.bias' expects [5] but is [6]" in message
+    assert "1 with NaN or infinity: 'resnet.encoder.stages.0" in message
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_not_finite(folder, value):
+    rewrite(folder, lambda tensors: tensors[STEM].__setitem__((0, 0, 0, 0), value))
+    with pytest.raises(ModelError, match=r"with NaN or infinity: 'resnet\.embedder"):
+        load(folder)
+
+
+def test_a_negative_variance(folder):
+    key = "resnet.embedder.embedder.normalization.running_var"
+    rewrite(folder, lambda tensors: tensors[key].__setitem__(0, -1.0))
+    with pytest.raises(ModelError, match="folding the batch norm of stem"):
+        load(folder)
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_labels_must_fit_the_classifier(folder, count):
+    edit(folder, id2label={str(i): f"label {i}" for i in range(count)})
+    with pytest.raises(ModelError, match=f"id2label in config.json expects 5 .* has {count}"):
+        load(folder)
+
+
+def test_labels_with_a_gap(folder):
+    edit(folder, id2label={"0": "a", "1": "b", "2": "c", "3": "d", "7": "e"})
+    with pytest.raises(ModelError, match="without a gap"):
+        load(folder)
+
+
+def test_without_labels_classes_are_numbered(folder):
+    edit(folder, id2label=..., label2id=...)
+    assert load(folder).labels == [f"class {i}" for i in range(5)]
+
+
+def test_imagenet_has_its_names():
+    from weights.metadata import imagenet
+
+    names = imagenet()
+    assert len(names) == 1000
+    assert (names[0], names[281], names[999]) == ("tench", "tabby", "toilet tissue")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "vit"}, "'resnet' or 'cvt' in config.json but it has 'vit'"),
+        ({"model_type": ...}, "'resnet' or 'cvt' in config.json but it has None"),
+        ({"model_type": ["resnet"]}, "'resnet' or 'cvt' in config.json"),
+        ({"hidden_act": "silu"}, "hidden_act expects 'relu' but is 'silu'"),
+        ({"depths": 3}, "config.json has a value of another kind"),
+        ({"depths": [1, 2]}, "one entry a stage"),
+        ({"model_type": ..., "architecture": "resnet50d"}, "plain ResNets .* 'resnet50d'"),
+        (
+            {"model_type": ..., "architecture": "resnet50", "model_args": {"act_layer": "silu"}},
+            "changes act_layer",
+        ),
+    ],
+)
+def test_configurations_that_do_not_run(folder, config, message):
+    edit(folder, **config)
+    with pytest.raises(ModelError, match=message):
+        load(folder)
+
+
+def test_a_backbone_without_a_classifier(tmp_path):
+    models.save(models.resnet().resnet, tmp_path / "net")
+    with pytest.raises(ModelError, match=r"expected a classifier, 'classifier\.1\.weight'"):
+        load(tmp_path / "net")
+
+
+def test_hugging_face_tensors_without_a_config(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"expected a config\.json beside a Hugging Face ResNet"):
+        load(folder)
+
+
+def test_another_architecture(tmp_path):
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "net.pth")
+    with pytest.raises(ModelError, match="its tensors are 'weight', 'bias'"):
+        load(tmp_path / "net.pth")
+
+
+def test_another_stem(tmp_path):
+    state = models.torchvision_names(models.resnet())
+    state["conv1.0.weight"] = state.pop("conv1.weight")
+    torch.save(state, tmp_path / "net.pth")
+    with pytest.raises(ModelError, match=r"missing: 'conv1.weight' \(did you mean 'conv1.0.wei"):
+        load(tmp_path / "net.pth")
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+class Anything:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.ones(2)], "holds a list"),
+        ({"state_dict": {"a": 3}}, "holds a dict"),
+        ({}, "holds a dict"),
+        (torch.nn.Linear(2, 2), "holds other objects too, which could run code"),
+        (Anything(), "holds other objects too, which could run code"),
+    ],
+)
+def test_a_pickle_that_is_no_state_dict(tmp_path, content, message):
+    torch.save(content, tmp_path / "net.pth")
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path / "net.pth")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x04", b"PK\x03\x04 no zip"])
+@pytest.mark.parametrize("suffix", ["pth", "bin", "safetensors"])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_damaged_files(tmp_path, content, suffix):
+    (tmp_path / f"net.{suffix}").write_bytes(content)
+    with pytest.raises(ModelError, match=rf"^net\.{suffix}: expected a "):
+        load(tmp_path / f"net.{suffix}")
+
+
+@pytest.mark.parametrize("kept", [4, 100, 5000, -1])
+def test_truncated_safetensors(folder, kept):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ModelError, match=r"^model\.safetensors: .*(cut off|is not)"):
+        load(folder)
+
+
+@pytest.mark.parametrize("header", [b"[]", b'{"a": 1}', b'{"a": {"dtype": "F8", "shape": []}}'])
+def test_strange_safetensors(tmp_path, header):
+    path = tmp_path / "net.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match=r"^net\.safetensors: expected"):
+        load(path)
+
+
+def test_an_index_without_its_shards(tmp_path):
+    folder = models.save(models.cvt(), tmp_path / "net", max_shard_size="300KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[0]
+    shard.unlink()
+    with pytest.raises(ModelError, match=f"{shard.name} is missing"):
+        load(folder)
+
+
+def test_damaged_json(folder):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json: expected JSON but it is not"):
+        load(folder)
+
+
+def test_a_folder_without_a_model(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ModelError, match=r"expected a checkpoint .* but it holds notes\.txt"):
+        load(tmp_path)
+
+
+def test_a_folder_with_several_models(tmp_path):
+    for name in ("a.pth", "b.pth"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError, match=r"there are a\.pth, b\.pth"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "no/such/folder", "net.pth", "a/net.pth"])
+def test_an_unknown_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="there is none of that name"):
+        load(name)
+
+
+def test_an_unknown_name_suggests_a_hub_id():
+    with pytest.raises(ModelError, match="did you mean 'microsoft/resnet-50'"):
+        load("resnet-50")
+
+
+# --- the hub ----------------------------------------------------------------------------------
+
+
+def python(code, **environment):
+    """Runs code in a fresh interpreter: the hub reads its environment when it is imported."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_an_unknown_id_offline(tmp_path):
+    code = "from weights.__main__ import main; raise SystemExit(main(['inspect', 'no/such-model']))"
+    done = python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "error: no/such-model: expected a model on the Hugging Face hub but HF_HUB_OFFLINE is set"
+        " and the cache has no such model; unset it once"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_no_network(tmp_path):
+    code = "from weights import load; load('no/such-model')"
+    dead = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = python(code, **dead)
+    assert "expected a model on the Hugging Face hub but it cannot be reached" in done.stderr
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_cached_model_needs_no_network(tmp_path, folder, offline):
+    repo = tmp_path / "hub" / "models--someone--net"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    (repo / "snapshots").mkdir()
+    folder.rename(repo / "snapshots" / ("0" * 40))
+    code = "from weights import load; print(load('someone/net').name)"
+    done = python(
+        code, HF_HUB_OFFLINE=offline, HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9"
+    )
+    assert done.stdout == "someone/net\n", done.stderr
+
+
+def test_pickles_without_torch(tmp_path):
+    torch.save(models.torchvision_names(models.resnet()), tmp_path / "net.pth")
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from weights import load
+load({str(tmp_path / "net.pth")!r})
+"""
+    done = python(code)
+    assert "python -m weights convert net.pth -o DIR" in done.stderr
+
+
+def test_importing_is_cheap():
+    heavy = "{'torch', 'transformers', 'huggingface_hub', 'PIL', 'rich'}"
+    done = python(f"import sys, weights; print(sorted({heavy} & sys.modules.keys()))")
+    assert done.stdout == "[]\n", done.stderr
