@@ -8,8 +8,12 @@ from max.graph import TensorValue
 
 
 class Outputs(NamedTuple):
-    """The ends of a network: logits [N, classes], features [N, C] that the classifier reads,
-    and the feature map [N, P, Q, C] after each stage.
+    """The ends of a network.
+
+    Attributes:
+        logits: [N, classes].
+        features: [N, C], what the classifier reads.
+        stages: The feature map [N, P, Q, C] after each stage.
     """
 
     logits: TensorValue

@@ -9,8 +9,7 @@ from layout import Coord
 from max.gpu.host import DeviceContext
 
 from .epilogue import gelu
-
-comptime F32 = DType.float32
+from .operands import F32
 
 
 @register("relu")
@@ -20,12 +19,20 @@ struct Relu:
     @staticmethod
     def execute[
         target: StaticString
-    ](
-        y: OutputTensor,
-        x: InputTensor[dtype=y.dtype, rank=y.rank, ...],
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op."""
+    ](y: OutputTensor, x: InputTensor[dtype=y.dtype, rank=y.rank, ...], ctx: DeviceContext,) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result, in the shape of x.
+            x: Any shape.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
 
         def body[width: Int](at: Coord[...]) {var x} -> SIMD[y.dtype, width]:
             return max(x.load[width](at), 0)
@@ -40,12 +47,20 @@ struct Gelu:
     @staticmethod
     def execute[
         target: StaticString
-    ](
-        y: OutputTensor,
-        x: InputTensor[dtype=y.dtype, rank=y.rank, ...],
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op."""
+    ](y: OutputTensor, x: InputTensor[dtype=y.dtype, rank=y.rank, ...], ctx: DeviceContext,) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result, in the shape of x.
+            x: Any shape.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
 
         def body[width: Int](at: Coord[...]) {var x} -> SIMD[y.dtype, width]:
             return gelu(x.load[width](at).cast[F32]()).cast[y.dtype]()

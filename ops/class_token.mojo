@@ -4,6 +4,8 @@ from extensibility import InputTensor, OutputTensor, foreach, register
 from layout import Coord
 from max.gpu.host import DeviceContext
 
+from .operands import data
+
 
 @register("class_token")
 struct ClassToken:
@@ -18,17 +20,28 @@ struct ClassToken:
         token: InputTensor[dtype=y.dtype, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op."""
-        var tokens = x.unsafe_ptr()
-        var first = token.unsafe_ptr()
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result [N, T + 1, C].
+            x: Tokens [N, T, C].
+            token: [C].
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        var tokens = data(x)
+        var first = data(token)
         var count = Int64(x.shape()[1])
         var channels = Int64(x.shape()[2])
 
         def body[
             width: Int
-        ](at: Coord[...]) {
-            var tokens, var first, var count, var channels
-        } -> SIMD[y.dtype, width]:
+        ](at: Coord[...]) {var tokens, var first, var count, var channels} -> SIMD[y.dtype, width]:
             var c = Int(at[2].value())
             var t = Int(at[1].value()) - 1
             if t < 0:

@@ -6,40 +6,56 @@ One alphabet everywhere: N H W C come in, R S is the window, P Q F go out.
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.utils import IndexList
 
-comptime Data[dtype: DType] = Pointer[Scalar[dtype], MutUnsafeAnyOrigin]
-"""A tensor's memory, dense and row-major."""
+from .operands import Data
 
 
 struct Geometry(DevicePassable, TrivialRegisterPassable):
     """Sizes of a sliding window, all at run time: one kernel serves every layer."""
 
     comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var n: Int
+    """Images."""
     var h: Int
+    """Input height, px."""
     var w: Int
+    """Input width, px."""
     var c: Int
+    """Input channels, of all groups."""
     var r: Int
+    """Window height, taps."""
     var s: Int
+    """Window width, taps."""
     var p: Int
+    """Output height, px."""
     var q: Int
+    """Output width, px."""
     var f: Int
+    """Output channels (filters), of all groups."""
     var stride_h: Int
+    """Input rows from one window to the next."""
     var stride_w: Int
+    """Input columns from one window to the next."""
     var pad_h: Int
+    """Rows of padding above the image."""
     var pad_w: Int
+    """Columns of padding left of the image."""
     var dilation_h: Int
+    """Input rows from one tap to the next."""
     var dilation_w: Int
+    """Input columns from one tap to the next."""
     var groups: Int
+    """Groups of channels that are convolved apart."""
 
-    def __init__(
-        out self,
-        x: IndexList[4],
-        y: IndexList[4],
-        window: Data[DType.int64],
-    ):
-        """Reads the shapes x[N, H, W, C], y[N, P, Q, F] and the window's nine numbers:
-        R, S, stride, padding and dilation (height, then width), groups.
+    def __init__(out self, x: IndexList[4], y: IndexList[4], window: Data[DType.int64]):
+        """Reads the sizes off the tensors of an op.
+
+        Args:
+            x: Shape of x[N, H, W, C].
+            y: Shape of y[N, P, Q, F].
+            window: Nine numbers in host memory: R, S, stride, padding and dilation (height, then
+                width), groups.
         """
         self.n, self.h, self.w, self.c = x[0], x[1], x[2], x[3]
         self.p, self.q, self.f = y[1], y[2], y[3]
@@ -54,7 +70,13 @@ struct Geometry(DevicePassable, TrivialRegisterPassable):
         self.groups = Int(window[unsafe_offset=8])
 
     def __init__(out self, *, rows: Int, depth: Int, columns: Int):
-        """Describes the product a[rows, depth] b[depth, columns] as a 1x1 convolution."""
+        """Describes the product a[rows, depth] b[depth, columns] as a 1x1 convolution.
+
+        Args:
+            rows: M.
+            depth: K.
+            columns: N.
+        """
         self.n, self.h, self.w, self.c = 1, rows, 1, depth
         self.p, self.q, self.f = rows, 1, columns
         self.r = self.s = 1
@@ -65,22 +87,47 @@ struct Geometry(DevicePassable, TrivialRegisterPassable):
 
     @always_inline
     def pixels(self) -> Int:
-        """Returns the output pixels N * P * Q: a convolution's M."""
+        """Counts the output pixels.
+
+        Returns:
+            N * P * Q, the M of the matrix product.
+        """
         return self.n * self.p * self.q
 
     @always_inline
+    def depth(self) -> Int:
+        """Counts the numbers under a window, in one group.
+
+        Returns:
+            R * S * C / groups, the K of the matrix product.
+        """
+        return self.r * self.s * self.group_c()
+
+    @always_inline
     def group_c(self) -> Int:
-        """Returns the input channels of one group."""
+        """Counts the input channels of one group.
+
+        Returns:
+            C / groups.
+        """
         return self.c // self.groups
 
     @always_inline
     def group_f(self) -> Int:
-        """Returns the output channels of one group."""
+        """Counts the filters of one group.
+
+        Returns:
+            F / groups, the N of the matrix product.
+        """
         return self.f // self.groups
 
     @always_inline
     def depthwise(self) -> Bool:
-        """Tells whether each channel is convolved by itself with one filter."""
+        """Tells whether each channel is convolved by itself, with one filter.
+
+        Returns:
+            True if groups, C and F are the same number above 1.
+        """
         return self.groups == self.c and self.c == self.f and self.c > 1
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
@@ -88,5 +135,9 @@ struct Geometry(DevicePassable, TrivialRegisterPassable):
 
     @staticmethod
     def get_type_name() -> String:
-        """Returns the name that a launch shows in its errors."""
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
         return "Geometry"

@@ -8,7 +8,7 @@ from extensibility import InputTensor, OutputTensor, foreach, register
 from layout import Coord
 from max.gpu.host import DeviceContext
 
-comptime F32 = DType.float32
+from .operands import F32, data
 
 
 @register("normalize")
@@ -25,9 +25,23 @@ struct Normalize:
         scale: InputTensor[dtype=F32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op."""
-        var means = mean.unsafe_ptr()
-        var scales = scale.unsafe_ptr()
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result [N, H, W, C].
+            x: Levels [N, H, W, C].
+            mean: [C], in levels.
+            scale: [C], one over the deviation in levels.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        var means = data(mean)
+        var scales = data(scale)
 
         def body[width: Int](at: Coord[...]) {var x, var means, var scales} -> SIMD[y.dtype, width]:
             var c = Int(at[3].value())

@@ -11,14 +11,13 @@ from max.gpu.host import DeviceContext
 from std.math import isnan
 from std.utils.numerics import neg_inf
 
-from .geometry import Data, Geometry
-
-comptime F32 = DType.float32
+from .geometry import Geometry
+from .operands import F32, data
 
 
 @register("maxpool")
 struct MaxPool:
-    """Takes the maximum of each window; `window` is geometry.mojo's."""
+    """Takes the maximum of each window."""
 
     @staticmethod
     def execute[
@@ -29,9 +28,22 @@ struct MaxPool:
         window: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op."""
-        var g = Geometry(x.shape(), y.shape(), window.unsafe_ptr())
-        var source = x.unsafe_ptr()
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result [N, P, Q, C].
+            x: Activations [N, H, W, C].
+            window: The nine numbers of geometry.mojo, in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        var g = Geometry(x.shape(), y.shape(), data(window))
+        var source = data(x)
 
         def body[width: Int](at: Coord[...]) {var g, var source} -> SIMD[y.dtype, width]:
             var image = Int(at[0].value()) * g.h
@@ -57,7 +69,7 @@ struct MaxPool:
 
 @register("avgpool")
 struct AvgPool:
-    """Averages each window in float32; `padding_counts` is torch's count_include_pad."""
+    """Averages each window in float32; padding counts as in torch's count_include_pad."""
 
     @staticmethod
     def execute[
@@ -68,9 +80,23 @@ struct AvgPool:
         window: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op."""
-        var g = Geometry(x.shape(), y.shape(), window.unsafe_ptr())
-        var source = x.unsafe_ptr()
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+            padding_counts: Whether zeros of the padding count in the average.
+
+        Args:
+            y: Result [N, P, Q, C].
+            x: Activations [N, H, W, C].
+            window: The nine numbers of geometry.mojo, in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        var g = Geometry(x.shape(), y.shape(), data(window))
+        var source = data(x)
 
         def body[width: Int](at: Coord[...]) {var g, var source} -> SIMD[y.dtype, width]:
             var image = Int(at[0].value()) * g.h

@@ -20,18 +20,24 @@ from std.math import ceildiv, exp, log, sqrt
 from std.sys import simd_width_of
 from std.utils.numerics import neg_inf
 
-from .geometry import Data
+from .operands import F32, Data, data
 
-comptime F32 = DType.float32
 comptime WIDTH = simd_width_of[F32]()
+"""Lanes of a vector."""
 comptime ROWS_PER_BLOCK = 4
 """Warps, and so rows, of a GPU block."""
 
 
-def over_rows[
-    Body: def(Int) -> None
-](body: Body, rows: Int):
-    """Calls `body` with each row on all cores, a few blocks of rows a core."""
+def over_rows[Body: def(Int) -> None](body: Body, rows: Int):
+    """Calls `body` with each row on all cores, a few blocks of rows a core.
+
+    Parameters:
+        Body: A closure that takes the index of a row.
+
+    Args:
+        body: What a row goes through.
+        rows: How many there are.
+    """
     var block = ceildiv(rows, 4 * parallelism_level(None))
 
     def task(index: Int) {imm body, var block, var rows}:
@@ -45,7 +51,17 @@ def over_rows[
 
 
 def softmax_cpu[logarithm: Bool](x: Data[F32], y: Data[F32], rows: Int, columns: Int):
-    """Normalises `rows` rows of `columns` numbers on all cores."""
+    """Computes the softmax of each row on all cores.
+
+    Parameters:
+        logarithm: Whether to give its logarithm.
+
+    Args:
+        x: [rows, columns].
+        y: Result, in the shape of x.
+        rows: Rows.
+        columns: Numbers of a row.
+    """
 
     def row(index: Int) {var}:
         var source = x.unsafe_offset(index * columns)
@@ -88,7 +104,18 @@ def softmax_cpu[logarithm: Bool](x: Data[F32], y: Data[F32], rows: Int, columns:
 def softmax_kernel[
     dtype: DType, logarithm: Bool
 ](x: Data[dtype], y: Data[dtype], rows: Int32, columns: Int32):
-    """Normalises one row in each warp."""
+    """Computes the softmax of one row in each warp.
+
+    Parameters:
+        dtype: Of x and y.
+        logarithm: Whether to give its logarithm.
+
+    Args:
+        x: [rows, columns].
+        y: Result, in the shape of x.
+        rows: Rows.
+        columns: Numbers of a row.
+    """
     var index = Int(block_idx.x) * ROWS_PER_BLOCK + Int(thread_idx.x) // WARP_SIZE
     if index >= Int(rows):
         return
@@ -122,7 +149,10 @@ def _softmax[
         softmax_cpu[logarithm](rebind[Data[F32]](x), rebind[Data[F32]](y), rows, columns)
     else:
         ctx.enqueue_function[softmax_kernel[dtype, logarithm]](
-            x, y, Int32(rows), Int32(columns),
+            x,
+            y,
+            Int32(rows),
+            Int32(columns),
             grid_dim=ceildiv(rows, ROWS_PER_BLOCK),
             block_dim=ROWS_PER_BLOCK * WARP_SIZE,
         )
@@ -135,14 +165,22 @@ struct Softmax:
     @staticmethod
     def execute[
         target: StaticString
-    ](
-        y: OutputTensor,
-        x: InputTensor[dtype=y.dtype, rank=y.rank, ...],
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op."""
+    ](y: OutputTensor, x: InputTensor[dtype=y.dtype, rank=y.rank, ...], ctx: DeviceContext,) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result, in the shape of x.
+            x: [..., C].
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
         var columns = x.shape()[x.rank - 1]
-        _softmax[target, y.dtype, False](x.unsafe_ptr(), y.unsafe_ptr(), x.size(), columns, ctx)
+        _softmax[target, y.dtype, False](data(x), data(y), x.size(), columns, ctx)
 
 
 @register("log_softmax")
@@ -152,14 +190,22 @@ struct LogSoftmax:
     @staticmethod
     def execute[
         target: StaticString
-    ](
-        y: OutputTensor,
-        x: InputTensor[dtype=y.dtype, rank=y.rank, ...],
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op."""
+    ](y: OutputTensor, x: InputTensor[dtype=y.dtype, rank=y.rank, ...], ctx: DeviceContext,) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result, in the shape of x.
+            x: [..., C].
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
         var columns = x.shape()[x.rank - 1]
-        _softmax[target, y.dtype, True](x.unsafe_ptr(), y.unsafe_ptr(), x.size(), columns, ctx)
+        _softmax[target, y.dtype, True](data(x), data(y), x.size(), columns, ctx)
 
 
 # Layer normalisation
@@ -174,7 +220,17 @@ def layernorm_cpu(
     columns: Int,
     eps: Float32,
 ):
-    """Normalises `rows` rows of `columns` numbers on all cores."""
+    """Normalises each row on all cores.
+
+    Args:
+        x: [rows, columns].
+        weight: [columns].
+        bias: [columns].
+        y: Result, in the shape of x.
+        rows: Rows.
+        columns: Numbers of a row.
+        eps: Added to the variance.
+    """
 
     def row(index: Int) {var}:
         var source = x.unsafe_offset(index * columns)
@@ -222,7 +278,20 @@ def layernorm_kernel[
     columns: Int32,
     eps: Float32,
 ):
-    """Normalises one row in each warp."""
+    """Normalises one row in each warp.
+
+    Parameters:
+        dtype: Of x and y.
+
+    Args:
+        x: [rows, columns].
+        weight: [columns].
+        bias: [columns].
+        y: Result, in the shape of x.
+        rows: Rows.
+        columns: Numbers of a row.
+        eps: Added to the variance.
+    """
     var index = Int(block_idx.x) * ROWS_PER_BLOCK + Int(thread_idx.x) // WARP_SIZE
     if index >= Int(rows):
         return
@@ -245,7 +314,7 @@ def layernorm_kernel[
 
 @register("layernorm")
 struct LayerNorm:
-    """Normalises each row of x[..., C]; weight[C] and bias[C] are float32, eps one host number."""
+    """Normalises each row of x[..., C]."""
 
     @staticmethod
     def execute[
@@ -258,7 +327,22 @@ struct LayerNorm:
         eps: InputTensor[dtype=F32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op."""
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result, in the shape of x.
+            x: [..., C].
+            weight: [C].
+            bias: [C].
+            eps: Added to the variance: one number in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
         if x.size() == 0:
             return
         var columns = x.shape()[x.rank - 1]
@@ -266,14 +350,23 @@ struct LayerNorm:
         comptime if target == "cpu":
             comptime assert y.dtype == F32, "layernorm: a CPU expects float32"
             layernorm_cpu(
-                rebind[Data[F32]](x.unsafe_ptr()), weight.unsafe_ptr(), bias.unsafe_ptr(),
-                rebind[Data[F32]](y.unsafe_ptr()), rows, columns,
-                eps.unsafe_ptr()[unsafe_offset=0],
+                rebind[Data[F32]](data(x)),
+                data(weight),
+                data(bias),
+                rebind[Data[F32]](data(y)),
+                rows,
+                columns,
+                data(eps)[unsafe_offset=0],
             )
         else:
             ctx.enqueue_function[layernorm_kernel[y.dtype]](
-                x.unsafe_ptr(), weight.unsafe_ptr(), bias.unsafe_ptr(), y.unsafe_ptr(),
-                Int32(rows), Int32(columns), eps.unsafe_ptr()[unsafe_offset=0],
+                data(x),
+                data(weight),
+                data(bias),
+                data(y),
+                Int32(rows),
+                Int32(columns),
+                data(eps)[unsafe_offset=0],
                 grid_dim=ceildiv(rows, ROWS_PER_BLOCK),
                 block_dim=ROWS_PER_BLOCK * WARP_SIZE,
             )

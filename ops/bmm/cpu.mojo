@@ -10,30 +10,29 @@ from std.memory import Layout, alloc, dealloc
 
 from ..epilogue import Epilogue
 from ..gemm.cpu import PANEL, gemm, gemm_block
-from ..geometry import Data, Geometry
-
-comptime F32 = DType.float32
+from ..geometry import Geometry
+from ..operands import F32, Data, Operands
 
 
 def bmm_cpu[
     epilogue: Epilogue, layout: StaticString
-](
-    batch: Int,
-    m: Int,
-    k: Int,
-    n: Int,
-    a: Data[F32],
-    b: Data[F32],
-    b_step: Int,
-    bias: Data[F32],
-    residual: Data[F32],
-    y: Data[F32],
-    alpha: Float32,
-):
-    """Multiplies on all cores; `b_step` numbers lie between one b and the next (0: one for all)."""
+](batch: Int, m: Int, k: Int, n: Int, b_step: Int, o: Operands[F32]):
+    """Multiplies on all cores.
+
+    Parameters:
+        epilogue: What the accumulator goes through.
+        layout: How b lies in memory; see bmm/op.mojo.
+
+    Args:
+        batch: Products.
+        m: Rows of a and y.
+        k: Columns of a.
+        n: Columns of y.
+        b_step: Elements from one b to the next; 0 if one b serves every a.
+        o: Tensors of all products; x is a, w is b.
+    """
     comptime if layout == "packed":
-        var g = Geometry(rows=batch * m, depth=k, columns=n)
-        gemm[epilogue](g, a, b, bias, residual, y, alpha)
+        gemm[epilogue](Geometry(rows=batch * m, depth=k, columns=n), o)
     else:
         var g = Geometry(rows=m, depth=k, columns=n)
         var panels = ceildiv(n, PANEL)
@@ -43,13 +42,11 @@ def bmm_cpu[
             var column = index % panels * PANEL
             var columns = min(PANEL, n - column)
             var scratch = alloc(Layout[Float32](count=k * PANEL))
+            var product = o.shifted(x=i * m * k, w=i * b_step, y=i * m * n)
             var panel = rebind[Data[F32]](scratch.unsafe_ptr())
-            _pack[layout](b.unsafe_offset(i * b_step), panel, k, n, column, columns)
-            var at = i * m * n
-            gemm_block[epilogue](
-                g, a.unsafe_offset(i * m * k), panel, bias, residual.unsafe_offset(at),
-                y.unsafe_offset(at), alpha, 0, m, 0, column, columns,
-            )
+            _pack[layout](product.w, panel, k, n, column, columns)
+            product.w = panel
+            gemm_block[epilogue](g, product, 0, m, 0, column, columns)
             dealloc(scratch^)
 
         sync_parallelize(task, batch * panels)
@@ -64,8 +61,8 @@ def _pack[
         var row = panel.unsafe_offset(step * PANEL)
         for j in range(columns):
             comptime if layout == "nk":
-                row[unsafe_offset=j] = b[unsafe_offset = (column + j) * k + step]
+                row[unsafe_offset=j] = b[unsafe_offset=(column + j) * k + step]
             else:
-                row[unsafe_offset=j] = b[unsafe_offset = step * n + column + j]
+                row[unsafe_offset=j] = b[unsafe_offset=step * n + column + j]
         for j in range(columns, PANEL):
             row[unsafe_offset=j] = 0

@@ -12,56 +12,44 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm as gemm_gpu
-from ..geometry import Data, Geometry
+from ..geometry import Geometry
+from ..operands import F32, Operands, data
 from .cpu import bmm_cpu
 
 
 @always_inline
 def _bmm[
-    target: StaticString, dtype: DType, name: StaticString, layout: StaticString
-](
-    y_size: Int,
-    b_size: Int,
-    k: Int,
-    n: Int,
-    m: Int,
-    a: Data[dtype],
-    b: Data[dtype],
-    bias: Data[DType.float32],
-    residual: Data[dtype],
-    y: Data[dtype],
-    alpha: Float32,
-    ctx: DeviceContext,
-) raises:
+    dtype: DType, //, target: StaticString, name: StaticString, layout: StaticString
+](y_size: Int, m: Int, k: Int, n: Int, b_size: Int, o: Operands[dtype], ctx: DeviceContext,) raises:
     comptime assert Epilogue.known(name), "bmm: epilogue expects none, relu, gelu, add or add_relu"
-    comptime assert layout == "kn" or layout == "nk" or layout == "packed", "bmm: unknown layout"
-    comptime epilogue = Epilogue(name)
+    comptime assert (
+        layout == "kn" or layout == "nk" or layout == "packed"
+    ), "bmm: layout expects kn, nk or packed"
     if y_size == 0:
         return
     var batch = y_size // (m * n)
     var b_step = k * n if layout != "packed" and b_size > k * n else 0
     comptime if target == "cpu":
-        comptime assert dtype == DType.float32, "bmm: a CPU expects float32"
-        comptime F32 = Data[DType.float32]
-        bmm_cpu[epilogue, layout](
-            batch, m, k, n, rebind[F32](a), rebind[F32](b), b_step, bias, rebind[F32](residual),
-            rebind[F32](y), alpha,
-        )
+        comptime assert dtype == F32, "bmm: a CPU expects float32"
+        bmm_cpu[Epilogue(name), layout](batch, m, k, n, b_step, rebind[Operands[F32]](o))
     else:
         comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
         # One b for all: the batch is more rows of one product.
-        var products = batch if b_step else 1
-        var rows = m if b_step else batch * m
-        var steps: Array[Int, 4] = [m * k, b_step, m * n, 0]
-        gemm_gpu[dtype, epilogue, layout == "nk"](
-            Geometry(rows=rows, depth=k, columns=n), products, a, b, bias, residual, y, alpha,
-            steps, ctx,
+        gemm_gpu[dtype, Epilogue(name), layout == "nk"](
+            Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
+            o,
+            batch if b_step else 1,
+            ctx,
+            x_step=m * k,
+            w_step=b_step,
+            y_step=m * n,
+            bias_step=0,
         )
 
 
 @register("bmm")
 struct Bmm:
-    """Multiplies a[..., M, K] by b into y[..., M, N]; epilogue none, relu or gelu."""
+    """Multiplies a[..., M, K] by b into y[..., M, N]."""
 
     @staticmethod
     def execute[
@@ -70,22 +58,50 @@ struct Bmm:
         y: OutputTensor,
         a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
         b: InputTensor[dtype=y.dtype, ...],
-        bias: InputTensor[dtype=DType.float32, rank=1, ...],
-        alpha: InputTensor[dtype=DType.float32, rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
+        alpha: InputTensor[dtype=F32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op; `alpha` is one number in host memory."""
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+            epilogue: "none", "relu" or "gelu".
+            layout: "kn", "nk" or "packed".
+
+        Args:
+            y: Result [..., M, N].
+            a: Left side [..., M, K].
+            b: Right side, one for each a or one for all.
+            bias: [N].
+            alpha: Scale of the product: one number in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
         comptime assert not Epilogue(epilogue).adds, "bmm: bmm_add takes the residual"
-        _bmm[target, y.dtype, epilogue, layout](
-            y.size(), b.size(), a.shape()[a.rank - 1], y.shape()[y.rank - 1],
-            a.shape()[a.rank - 2], a.unsafe_ptr(), b.unsafe_ptr(), bias.unsafe_ptr(), a.unsafe_ptr(),
-            y.unsafe_ptr(), alpha.unsafe_ptr()[unsafe_offset=0], ctx,
+        _bmm[target, epilogue, layout](
+            y.size(),
+            a.shape()[a.rank - 2],
+            a.shape()[a.rank - 1],
+            y.shape()[y.rank - 1],
+            b.size(),
+            Operands[y.dtype](
+                data(a),
+                data(b),
+                data(bias),
+                data(a),
+                data(y),
+                data(alpha)[unsafe_offset=0],
+            ),
+            ctx,
         )
 
 
 @register("bmm_add")
 struct BmmAdd:
-    """Multiplies and adds residual[..., M, N]; epilogue add or add_relu."""
+    """Multiplies a[..., M, K] by b and adds residual[..., M, N]."""
 
     @staticmethod
     def execute[
@@ -94,15 +110,44 @@ struct BmmAdd:
         y: OutputTensor,
         a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
         b: InputTensor[dtype=y.dtype, ...],
-        bias: InputTensor[dtype=DType.float32, rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
         residual: InputTensor[dtype=y.dtype, rank=y.rank, ...],
-        alpha: InputTensor[dtype=DType.float32, rank=1, ...],
+        alpha: InputTensor[dtype=F32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op; `alpha` is one number in host memory."""
-        comptime assert Epilogue(epilogue).adds, "bmm: bmm_add expects add or add_relu"
-        _bmm[target, y.dtype, epilogue, layout](
-            y.size(), b.size(), a.shape()[a.rank - 1], y.shape()[y.rank - 1],
-            a.shape()[a.rank - 2], a.unsafe_ptr(), b.unsafe_ptr(), bias.unsafe_ptr(), residual.unsafe_ptr(),
-            y.unsafe_ptr(), alpha.unsafe_ptr()[unsafe_offset=0], ctx,
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+            epilogue: "add" or "add_relu".
+            layout: "kn", "nk" or "packed".
+
+        Args:
+            y: Result [..., M, N].
+            a: Left side [..., M, K].
+            b: Right side, one for each a or one for all.
+            bias: [N].
+            residual: [..., M, N].
+            alpha: Scale of the product: one number in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        comptime assert Epilogue(epilogue).adds, "bmm: an epilogue that adds is expected here"
+        _bmm[target, epilogue, layout](
+            y.size(),
+            a.shape()[a.rank - 2],
+            a.shape()[a.rank - 1],
+            y.shape()[y.rank - 1],
+            b.size(),
+            Operands[y.dtype](
+                data(a),
+                data(b),
+                data(bias),
+                data(residual),
+                data(y),
+                data(alpha)[unsafe_offset=0],
+            ),
+            ctx,
         )

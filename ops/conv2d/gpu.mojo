@@ -11,66 +11,70 @@ from std.sys import size_of
 
 from ..epilogue import Epilogue, activate
 from ..gemm.gpu import gemm
-from ..geometry import Data, Geometry
+from ..geometry import Geometry
+from ..operands import F32, Operands
 
-comptime F32 = DType.float32
 comptime THREADS = 256
+"""Threads of a block."""
 
 
 def conv2d_gpu[
     dtype: DType, epilogue: Epilogue
-](
-    g: Geometry,
-    x: Data[dtype],
-    filter: Data[dtype],
-    bias: Data[F32],
-    residual: Data[dtype],
-    y: Data[dtype],
-    ctx: DeviceContext,
-) raises:
-    """Enqueues a convolution: `filter` is w[R, S, C] if depthwise, w[F, R, S, C] otherwise."""
+](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
+    """Enqueues a convolution.
+
+    Parameters:
+        dtype: Of x, the filter and y.
+        epilogue: What the accumulator goes through.
+
+    Args:
+        g: Sizes.
+        o: Tensors; the filter is w[R, S, C] if depthwise, w[F, R, S, C] otherwise.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails.
+    """
     if not g.depthwise():
-        var f = g.group_f()
-        var c = g.group_c()
-        var steps: Array[Int, 4] = [c, f * g.r * g.s * c, f, f]
         gemm[dtype, epilogue, True](
-            g, g.groups, x, filter, bias, residual, y, 1, steps, ctx
+            g,
+            o,
+            g.groups,
+            ctx,
+            x_step=g.group_c(),
+            w_step=g.group_f() * g.depth(),
+            y_step=g.group_f(),
+            bias_step=g.group_f(),
         )
     elif g.c % 4 == 0:
-        _enqueue_depthwise[dtype, epilogue, 4](g, x, filter, bias, residual, y, ctx)
+        _enqueue_depthwise[dtype, epilogue, 4](g, o, ctx)
     else:
-        _enqueue_depthwise[dtype, epilogue, 1](g, x, filter, bias, residual, y, ctx)
+        _enqueue_depthwise[dtype, epilogue, 1](g, o, ctx)
 
 
 def _enqueue_depthwise[
     dtype: DType, epilogue: Epilogue, width: Int
-](
-    g: Geometry,
-    x: Data[dtype],
-    filter: Data[dtype],
-    bias: Data[F32],
-    residual: Data[dtype],
-    y: Data[dtype],
-    ctx: DeviceContext,
-) raises:
+](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     ctx.enqueue_function[depthwise_kernel[dtype, epilogue, width]](
-        x, filter, bias, residual, y, g,
+        o,
+        g,
         grid_dim=ceildiv(g.pixels() * g.c // width, THREADS),
         block_dim=THREADS,
     )
 
 
-def depthwise_kernel[
-    dtype: DType, epilogue: Epilogue, width: Int
-](
-    x: Data[dtype],
-    filter: Data[dtype],
-    bias: Data[F32],
-    residual: Data[dtype],
-    y: Data[dtype],
-    g: Geometry,
-):
-    """Computes y[n, p, q, c : c + width] in each thread."""
+def depthwise_kernel[dtype: DType, epilogue: Epilogue, width: Int](o: Operands[dtype], g: Geometry):
+    """Computes y[n, p, q, c : c + width] in each thread.
+
+    Parameters:
+        dtype: Of x, the filter and y.
+        epilogue: What the accumulator goes through.
+        width: Channels of a thread; divides C.
+
+    Args:
+        o: Tensors; the filter is w[R, S, C].
+        g: Sizes.
+    """
     comptime align = width * size_of[dtype]()
     var index = Int(block_idx.x) * THREADS + Int(thread_idx.x)
     var pixel = index // (g.c // width)
@@ -79,9 +83,9 @@ def depthwise_kernel[
         return
     var row = pixel // g.q
     var q = pixel - row * g.q
-    var image = row // g.p
-    var p = row - image * g.p
-    var acc = bias.unsafe_load[width=width](c)
+    var n = row // g.p
+    var p = row - n * g.p
+    var acc = o.bias.unsafe_load[width=width](c)
     for r in range(g.r):
         var h = p * g.stride_h - g.pad_h + r * g.dilation_h
         if h < 0 or h >= g.h:
@@ -90,11 +94,11 @@ def depthwise_kernel[
             var w = q * g.stride_w - g.pad_w + s * g.dilation_w
             if w < 0 or w >= g.w:
                 continue
-            var at = ((image * g.h + h) * g.w + w) * g.c + c
-            var value = x.unsafe_load[width=width, alignment=align](at).cast[F32]()
-            var tap = filter.unsafe_load[width=width, alignment=align]((r * g.s + s) * g.c + c)
+            var at = ((n * g.h + h) * g.w + w) * g.c + c
+            var value = o.x.unsafe_load[width=width, alignment=align](at).cast[F32]()
+            var tap = o.w.unsafe_load[width=width, alignment=align]((r * g.s + s) * g.c + c)
             acc = value.fma(tap.cast[F32](), acc)
     var to = pixel * g.c + c
     comptime if epilogue.adds:
-        acc += residual.unsafe_load[width=width, alignment=align](to).cast[F32]()
-    y.unsafe_store[alignment=align](to, activate[epilogue](acc).cast[dtype]())
+        acc += o.residual.unsafe_load[width=width, alignment=align](to).cast[F32]()
+    o.y.unsafe_store[alignment=align](to, activate[epilogue](acc).cast[dtype]())

@@ -8,40 +8,31 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
-from ..geometry import Data, Geometry
+from ..geometry import Geometry
+from ..operands import F32, Operands, data
 from .cpu import conv2d_cpu
 from .gpu import conv2d_gpu
 
 
 @always_inline
 def _conv2d[
-    target: StaticString, dtype: DType, name: StaticString
-](
-    g: Geometry,
-    x: Data[dtype],
-    filter: Data[dtype],
-    bias: Data[DType.float32],
-    residual: Data[dtype],
-    y: Data[dtype],
-    ctx: DeviceContext,
-) raises:
-    comptime assert Epilogue.known(name), "conv2d: epilogue expects none, relu, gelu, add or add_relu"
-    comptime epilogue = Epilogue(name)
+    dtype: DType, //, target: StaticString, name: StaticString
+](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
+    comptime assert Epilogue.known(
+        name
+    ), "conv2d: epilogue expects none, relu, gelu, add or add_relu"
     if g.pixels() == 0:
         return
     comptime if target == "cpu":
-        comptime assert dtype == DType.float32, "conv2d: a CPU expects float32"
-        comptime F32 = Data[DType.float32]
-        conv2d_cpu[epilogue](
-            g, rebind[F32](x), rebind[F32](filter), bias, rebind[F32](residual), rebind[F32](y)
-        )
+        comptime assert dtype == F32, "conv2d: a CPU expects float32"
+        conv2d_cpu[Epilogue(name)](g, rebind[Operands[F32]](o))
     else:
-        conv2d_gpu[dtype, epilogue](g, x, filter, bias, residual, y, ctx)
+        conv2d_gpu[dtype, Epilogue(name)](g, o, ctx)
 
 
 @register("conv2d")
 struct Conv2d:
-    """Convolves x[N, H, W, C] into y[N, P, Q, F]; epilogue none, relu or gelu."""
+    """Convolves x[N, H, W, C] into y[N, P, Q, F]."""
 
     @staticmethod
     def execute[
@@ -50,22 +41,44 @@ struct Conv2d:
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
         filter: InputTensor[dtype=y.dtype, rank=1, ...],
-        bias: InputTensor[dtype=DType.float32, rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
         window: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op. `filter` is arranged by graphs/arrange.py, `window` is geometry.mojo's."""
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+            epilogue: "none", "relu" or "gelu".
+
+        Args:
+            y: Result [N, P, Q, F].
+            x: Activations [N, H, W, C].
+            filter: Flat, as graphs/arrange.py lays it out for the device.
+            bias: [F].
+            window: The nine numbers of geometry.mojo, in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
         comptime assert not Epilogue(epilogue).adds, "conv2d: conv2d_add takes the residual"
-        _conv2d[target, y.dtype, epilogue](
-            Geometry(x.shape(), y.shape(), window.unsafe_ptr()),
-            x.unsafe_ptr(), filter.unsafe_ptr(), bias.unsafe_ptr(), x.unsafe_ptr(),
-            y.unsafe_ptr(), ctx,
+        _conv2d[target, epilogue](
+            Geometry(x.shape(), y.shape(), data(window)),
+            Operands[y.dtype](
+                data(x),
+                data(filter),
+                data(bias),
+                data(x),
+                data(y),
+            ),
+            ctx,
         )
 
 
 @register("conv2d_add")
 struct Conv2dAdd:
-    """Convolves and adds residual[N, P, Q, F]; epilogue add or add_relu."""
+    """Convolves and adds residual[N, P, Q, F]."""
 
     @staticmethod
     def execute[
@@ -74,15 +87,38 @@ struct Conv2dAdd:
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
         filter: InputTensor[dtype=y.dtype, rank=1, ...],
-        bias: InputTensor[dtype=DType.float32, rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
         residual: InputTensor[dtype=y.dtype, rank=4, ...],
         window: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op. `filter` is arranged by graphs/arrange.py, `window` is geometry.mojo's."""
-        comptime assert Epilogue(epilogue).adds, "conv2d: conv2d_add expects add or add_relu"
-        _conv2d[target, y.dtype, epilogue](
-            Geometry(x.shape(), y.shape(), window.unsafe_ptr()),
-            x.unsafe_ptr(), filter.unsafe_ptr(), bias.unsafe_ptr(), residual.unsafe_ptr(),
-            y.unsafe_ptr(), ctx,
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+            epilogue: "add" or "add_relu".
+
+        Args:
+            y: Result [N, P, Q, F].
+            x: Activations [N, H, W, C].
+            filter: Flat, as graphs/arrange.py lays it out for the device.
+            bias: [F].
+            residual: [N, P, Q, F].
+            window: The nine numbers of geometry.mojo, in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        comptime assert Epilogue(epilogue).adds, "conv2d: an epilogue that adds is expected here"
+        _conv2d[target, epilogue](
+            Geometry(x.shape(), y.shape(), data(window)),
+            Operands[y.dtype](
+                data(x),
+                data(filter),
+                data(bias),
+                data(residual),
+                data(y),
+            ),
+            ctx,
         )

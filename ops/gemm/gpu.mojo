@@ -21,36 +21,44 @@ from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 
 from ..epilogue import Epilogue, activate
-from ..geometry import Data, Geometry
+from ..geometry import Geometry
+from ..operands import F32, Data, Operands
 
-comptime F32 = DType.float32
 comptime THREADS = 256
+"""Threads of a block."""
 comptime TILE = 64
 """Pixels, and filters, of a block."""
 comptime DEPTH = 16
 """Steps of K in a stage."""
-comptime PER_THREAD = 4
 comptime PITCH = TILE + 4
 """Floats from one step of K to the next in shared memory; 4 more than needed, against conflicts."""
 comptime STAGE = DEPTH * PITCH
+"""Floats of a stage of x, or of w."""
 
 
 @always_inline
-def load4[dtype: DType](at: Data[dtype]) -> SIMD[F32, 4]:
+def _load4[dtype: DType](at: Data[dtype]) -> SIMD[F32, 4]:
     """Loads four neighbours, aligned to their size, as float32."""
-    return at.unsafe_load[width=4, alignment = 4 * size_of[dtype]()]().cast[F32]()
+    return at.unsafe_load[width=4, alignment=4 * size_of[dtype]()]().cast[F32]()
 
 
 @always_inline
 def _patch[
     dtype: DType
-](g: Geometry, x: Data[dtype], k: Int32, inside: Bool, h0: Int32, w0: Int32, vectors: Bool) -> SIMD[F32, 4]:
+](
+    g: Geometry,
+    x: Data[dtype],
+    k: Int32,
+    inside: Bool,
+    h0: Int32,
+    w0: Int32,
+    vectors: Bool,
+) -> SIMD[F32, 4]:
     """Reads x at four steps of K from `k` on, for the pixel whose window begins at h0, w0."""
     var value = SIMD[F32, 4](0)
     if not inside:
         return value
     var c = Int32(g.group_c())
-    var depth = Int32(g.r * g.s) * c
     comptime for j in range(4):
         if j == 0 or not vectors:
             var tap = (k + Int32(j)) // c
@@ -59,10 +67,10 @@ def _patch[
             var s = tap - r * Int32(g.s)
             var h = h0 + r * Int32(g.dilation_h)
             var w = w0 + s * Int32(g.dilation_w)
-            if k + Int32(j) < depth and h >= 0 and h < Int32(g.h) and w >= 0 and w < Int32(g.w):
+            if r < Int32(g.r) and h >= 0 and h < Int32(g.h) and w >= 0 and w < Int32(g.w):
                 var at = x.unsafe_offset((Int(h) * g.w + Int(w)) * g.c + Int(channel))
                 if vectors:
-                    value = load4(at)
+                    value = _load4(at)
                 else:
                     value[j] = at[unsafe_offset=0].cast[F32]()
     return value
@@ -71,17 +79,17 @@ def _patch[
 @always_inline
 def _filters[
     dtype: DType, k_major: Bool
-](b: Data[dtype], k: Int, f: Int, depth: Int, columns: Int, vectors: Bool) -> SIMD[F32, 4]:
-    """Reads b at four steps of K (k_major), or at four filters of one step, from k, f on."""
+](w: Data[dtype], k: Int, f: Int, depth: Int, columns: Int, vectors: Bool) -> SIMD[F32, 4]:
+    """Reads w at four steps of K (k_major), or at four filters of one step, from k, f on."""
     var value = SIMD[F32, 4](0)
     comptime for j in range(4):
         if j == 0 or not vectors:
             var at_k = k + j if k_major else k
             var at_f = f if k_major else f + j
             if at_k < depth and at_f < columns:
-                var at = b.unsafe_offset(at_f * depth + at_k if k_major else at_k * columns + at_f)
+                var at = w.unsafe_offset(at_f * depth + at_k if k_major else at_k * columns + at_f)
                 if vectors:
-                    value = load4(at)
+                    value = _load4(at)
                 else:
                     value[j] = at[unsafe_offset=0].cast[F32]()
     return value
@@ -90,121 +98,152 @@ def _filters[
 def gemm_kernel[
     dtype: DType, epilogue: Epilogue, k_major: Bool
 ](
-    x: Data[dtype],
-    b: Data[dtype],
-    bias: Data[F32],
-    residual: Data[dtype],
-    y: Data[dtype],
+    all: Operands[dtype],
     g: Geometry,
-    alpha: Float32,
     tiles: Int32,
     x_step: Int64,
-    b_step: Int64,
+    w_step: Int64,
     y_step: Int64,
     bias_step: Int64,
 ):
-    """Computes one 64 x 64 tile of one product; the products (groups, or a batch) lie `_step`s
-    apart, and block_idx.x counts `tiles` tiles of pixels for each of them.
+    """Computes one 64 x 64 tile of one product; block_idx.y counts tiles of filters.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        k_major: Whether w is [F, K], or else [K, F].
+
+    Args:
+        all: The tensors of all products (groups, or a batch).
+        g: Sizes of one product.
+        tiles: Tiles of pixels of a product; block_idx.x counts them, product after product.
+        x_step: Elements of x from one product to the next.
+        w_step: Elements of w from one product to the next.
+        y_step: Elements of y from one product to the next.
+        bias_step: Elements of the bias from one product to the next.
     """
     var t = Int(thread_idx.x)
     var product = Int(block_idx.x) // Int(tiles)
     var m0 = (Int(block_idx.x) - product * Int(tiles)) * TILE
     var f0 = Int(block_idx.y) * TILE
-    var a = x.unsafe_offset(product * Int(x_step))
-    var w = b.unsafe_offset(product * Int(b_step))
-    var to = y.unsafe_offset(product * Int(y_step))
-    var plus = residual.unsafe_offset(product * Int(y_step))
-    var shift = bias.unsafe_offset(product * Int(bias_step))
-
+    var o = all.shifted(
+        x=product * Int(x_step),
+        w=product * Int(w_step),
+        bias=product * Int(bias_step),
+        y=product * Int(y_step),
+    )
     var pixels = g.pixels()
     var columns = g.group_f()
-    var depth = g.r * g.s * g.group_c()
-    var a_vectors = g.group_c() % 4 == 0
-    var b_vectors = (depth if k_major else columns) % 4 == 0
+    var depth = g.depth()
+    var x_vectors = g.group_c() % 4 == 0
+    var w_vectors = (depth if k_major else columns) % 4 == 0
 
-    # Where this thread reads: 4 threads a row, 4 steps of K each (b not transposed: 16 a step).
+    # What this thread reads: of x, 4 steps of K for one pixel; of w, 4 steps for one filter, or
+    # 4 filters for one step.
     var row = t // 4
     var row_k = t % 4 * 4
-    var b_f = row if k_major else t % 16 * 4
-    var b_k = row_k if k_major else t // 16
+    var w_f = row if k_major else t % 16 * 4
+    var w_k = row_k if k_major else t // 16
     var m = m0 + row
     var image = m // (g.p * g.q)
     var pixel = m - image * (g.p * g.q)
     var p = pixel // g.q
     var h0 = Int32(p * g.stride_h - g.pad_h)
     var w0 = Int32((pixel - p * g.q) * g.stride_w - g.pad_w)
-    a = a.unsafe_offset(image * g.h * g.w * g.c)
+    var x = o.x.unsafe_offset(image * g.h * g.w * g.c)
 
-    var a_tile = unsafe_stack_allocation[
+    var x_tile = unsafe_stack_allocation[
         2 * STAGE, Float32, address_space=AddressSpace.SHARED, alignment=16
     ]()
-    var b_tile = unsafe_stack_allocation[
+    var w_tile = unsafe_stack_allocation[
         2 * STAGE, Float32, address_space=AddressSpace.SHARED, alignment=16
     ]()
-    var acc = Array[SIMD[F32, 4], PER_THREAD](fill=0)
-    var next_a = _patch(g, a, Int32(row_k), m < pixels, h0, w0, a_vectors)
-    var next_b = _filters[dtype, k_major](w, b_k, f0 + b_f, depth, columns, b_vectors)
+    var acc = Array[SIMD[F32, 4], 4](fill=0)
+    var next_x = _patch(g, x, Int32(row_k), m < pixels, h0, w0, x_vectors)
+    var next_w = _filters[dtype, k_major](o.w, w_k, f0 + w_f, depth, columns, w_vectors)
     var stage = 0
     for k0 in range(0, depth, DEPTH):
         comptime for j in range(4):
-            a_tile[unsafe_offset=stage + (row_k + j) * PITCH + row] = next_a[j]
+            x_tile[unsafe_offset=stage + (row_k + j) * PITCH + row] = next_x[j]
             comptime if k_major:
-                b_tile[unsafe_offset=stage + (b_k + j) * PITCH + b_f] = next_b[j]
+                w_tile[unsafe_offset=stage + (w_k + j) * PITCH + w_f] = next_w[j]
             else:
-                b_tile[unsafe_offset=stage + b_k * PITCH + b_f + j] = next_b[j]
+                w_tile[unsafe_offset=stage + w_k * PITCH + w_f + j] = next_w[j]
         barrier()
         if k0 + DEPTH < depth:
-            next_a = _patch(g, a, Int32(k0 + DEPTH + row_k), m < pixels, h0, w0, a_vectors)
-            next_b = _filters[dtype, k_major](
-                w, k0 + DEPTH + b_k, f0 + b_f, depth, columns, b_vectors
-            )
+            var k = k0 + DEPTH
+            next_x = _patch(g, x, Int32(k + row_k), m < pixels, h0, w0, x_vectors)
+            next_w = _filters[dtype, k_major](o.w, k + w_k, f0 + w_f, depth, columns, w_vectors)
         comptime for k in range(DEPTH):
             var at = stage + k * PITCH
-            var av = a_tile.unsafe_load[width=4, alignment=16](at + t // 16 * 4)
-            var bv = b_tile.unsafe_load[width=4, alignment=16](at + t % 16 * 4)
-            comptime for i in range(PER_THREAD):
-                acc[i] = bv.fma(av[i], acc[i])
+            var a = x_tile.unsafe_load[width=4, alignment=16](at + t // 16 * 4)
+            var b = w_tile.unsafe_load[width=4, alignment=16](at + t % 16 * 4)
+            comptime for i in range(4):
+                acc[i] = b.fma(a[i], acc[i])
         stage = STAGE - stage
 
     var f = f0 + t % 16 * 4
-    comptime for i in range(PER_THREAD):
+    comptime for i in range(4):
         var m_out = m0 + t // 16 * 4 + i
         if m_out < pixels and f < columns:
-            var at = m_out * g.f + f
+            var to = m_out * g.f + f
             if g.f % 4 == 0 and columns % 4 == 0:
-                var value = acc[i].fma(alpha, load4(shift.unsafe_offset(f)))
+                var value = acc[i].fma(o.alpha, _load4(o.bias.unsafe_offset(f)))
                 comptime if epilogue.adds:
-                    value += load4(plus.unsafe_offset(at))
-                to.unsafe_store[alignment = 4 * size_of[dtype]()](
-                    at, activate[epilogue](value).cast[dtype]()
+                    value += _load4(o.residual.unsafe_offset(to))
+                o.y.unsafe_store[alignment=4 * size_of[dtype]()](
+                    to, activate[epilogue](value).cast[dtype]()
                 )
             else:
                 for j in range(min(4, columns - f)):
-                    var value = acc[i][j] * alpha + shift[unsafe_offset = f + j]
+                    var value = acc[i][j] * o.alpha + o.bias[unsafe_offset=f + j]
                     comptime if epilogue.adds:
-                        value += plus[unsafe_offset = at + j].cast[F32]()
-                    to[unsafe_offset = at + j] = activate[epilogue](value).cast[dtype]()
+                        value += o.residual[unsafe_offset=to + j].cast[F32]()
+                    o.y[unsafe_offset=to + j] = activate[epilogue](value).cast[dtype]()
 
 
 def gemm[
     dtype: DType, epilogue: Epilogue, k_major: Bool
 ](
     g: Geometry,
+    o: Operands[dtype],
     products: Int,
-    x: Data[dtype],
-    b: Data[dtype],
-    bias: Data[F32],
-    residual: Data[dtype],
-    y: Data[dtype],
-    alpha: Float32,
-    steps: Array[Int, 4],
     ctx: DeviceContext,
+    *,
+    x_step: Int,
+    w_step: Int,
+    y_step: Int,
+    bias_step: Int,
 ) raises:
-    """Enqueues `products` products that lie `steps` (of x, b, y, bias; in elements) apart."""
+    """Enqueues the products of a batch, or the groups of a convolution, in one launch.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        k_major: Whether w is [F, K], or else [K, F].
+
+    Args:
+        g: Sizes of one product.
+        o: The tensors of all of them.
+        products: How many there are.
+        ctx: The GPU.
+        x_step: Elements of x from one product to the next.
+        w_step: Elements of w from one product to the next.
+        y_step: Elements of y from one product to the next.
+        bias_step: Elements of the bias from one product to the next.
+
+    Raises:
+        If the launch fails.
+    """
     var tiles = ceildiv(g.pixels(), TILE)
     ctx.enqueue_function[gemm_kernel[dtype, epilogue, k_major]](
-        x, b, bias, residual, y, g, alpha, Int32(tiles),
-        Int64(steps[0]), Int64(steps[1]), Int64(steps[2]), Int64(steps[3]),
+        o,
+        g,
+        Int32(tiles),
+        Int64(x_step),
+        Int64(w_step),
+        Int64(y_step),
+        Int64(bias_step),
         grid_dim=(tiles * products, ceildiv(g.group_f(), TILE)),
         block_dim=THREADS,
     )

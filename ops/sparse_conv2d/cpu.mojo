@@ -12,55 +12,55 @@ from std.memory import Layout, alloc, dealloc
 from std.sys import simd_width_of
 
 from ..epilogue import Epilogue, activate
-from ..geometry import Data, Geometry
+from ..geometry import Geometry
+from ..operands import F32, Data, Operands
 
-comptime F32 = DType.float32
 comptime WIDTH = simd_width_of[F32]()
+"""Lanes of a vector."""
 comptime VECTORS = 2
+"""Vectors of pixels of a task."""
 comptime BLOCK = VECTORS * WIDTH
 """Output pixels of a task."""
 
 
 def sparse_conv2d_cpu[
     epilogue: Epilogue
-](
-    g: Geometry,
-    x: Data[F32],
-    values: Data[F32],
-    columns: Data[DType.int32],
-    row_starts: Data[DType.int32],
-    bias: Data[F32],
-    residual: Data[F32],
-    y: Data[F32],
-):
-    """Convolves on all cores; the filter's row f is values[row_starts[f] : row_starts[f + 1]]."""
-    var pixels = g.pixels()
+](g: Geometry, o: Operands[F32], columns: Data[DType.int32], row_starts: Data[DType.int32],):
+    """Convolves on all cores.
+
+    Parameters:
+        epilogue: What the accumulator goes through.
+
+    Args:
+        g: Sizes.
+        o: Tensors; w holds the nonzeros, filter by filter.
+        columns: (r * S + s) * C + c of each nonzero.
+        row_starts: Where the nonzeros of each filter begin; F + 1 numbers.
+    """
 
     def task(index: Int) {var}:
         var first = index * BLOCK
-        var count = min(BLOCK, pixels - first)
+        var count = min(BLOCK, g.pixels() - first)
         var scratch = alloc(Layout[Float32](count=g.r * g.s * g.c * BLOCK))
         var patch = rebind[Data[F32]](scratch.unsafe_ptr())
-        _gather(g, x, patch, first, count)
+        _gather(g, o.x, patch, first, count)
         for f in range(g.f):
             var acc = Array[SIMD[F32, WIDTH], VECTORS](fill=0)
-            for j in range(
-                Int(row_starts[unsafe_offset=f]), Int(row_starts[unsafe_offset = f + 1])
-            ):
-                var weight = SIMD[F32, WIDTH](values[unsafe_offset=j])
+            for j in range(Int(row_starts[unsafe_offset=f]), Int(row_starts[unsafe_offset=f + 1])):
+                var weight = SIMD[F32, WIDTH](o.w[unsafe_offset=j])
                 var at = Int(columns[unsafe_offset=j]) * BLOCK
                 comptime for v in range(VECTORS):
                     acc[v] = patch.unsafe_load[width=WIDTH](at + v * WIDTH).fma(weight, acc[v])
             comptime for v in range(VECTORS):
                 for i in range(min(WIDTH, count - v * WIDTH)):
                     var to = (first + v * WIDTH + i) * g.f + f
-                    var value = acc[v][i] + bias[unsafe_offset=f]
+                    var value = acc[v][i] + o.bias[unsafe_offset=f]
                     comptime if epilogue.adds:
-                        value += residual[unsafe_offset=to]
-                    y[unsafe_offset=to] = activate[epilogue](value)
+                        value += o.residual[unsafe_offset=to]
+                    o.y[unsafe_offset=to] = activate[epilogue](value)
         dealloc(scratch^)
 
-    sync_parallelize(task, ceildiv(pixels, BLOCK))
+    sync_parallelize(task, ceildiv(g.pixels(), BLOCK))
 
 
 def _gather(g: Geometry, x: Data[F32], patch: Data[F32], first: Int, count: Int):
@@ -78,7 +78,7 @@ def _gather(g: Geometry, x: Data[F32], patch: Data[F32], first: Int, count: Int)
                 if h >= 0 and h < g.h and w >= 0 and w < g.w:
                     var source = x.unsafe_offset(((image * g.h + h) * g.w + w) * g.c)
                     for c in range(g.c):
-                        to[unsafe_offset = c * BLOCK] = source[unsafe_offset=c]
+                        to[unsafe_offset=c * BLOCK] = source[unsafe_offset=c]
                 else:
                     for c in range(g.c):
-                        to[unsafe_offset = c * BLOCK] = 0
+                        to[unsafe_offset=c * BLOCK] = 0

@@ -15,15 +15,19 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
 from ..epilogue import Epilogue, activate
-from ..geometry import Data, Geometry
+from ..geometry import Geometry
+from ..operands import F32, Data, Operands
 
-comptime F32 = DType.float32
-comptime PIXELS = 32
-comptime ROWS = 64
-comptime CHANNELS = 64
 comptime THREADS = 256
-comptime TEAMS = THREADS // PIXELS
-comptime PER_THREAD = ROWS // TEAMS
+"""Threads of a block."""
+comptime PIXELS = 32
+"""Output pixels of a block, one for each thread of a team."""
+comptime ROWS = 64
+"""Filters of a block."""
+comptime CHANNELS = 64
+"""Channels of x in shared memory at a time."""
+comptime PER_THREAD = ROWS // (THREADS // PIXELS)
+"""Filters of a thread."""
 comptime PITCH = PIXELS + 1
 """Floats from one channel (or filter) to the next in shared memory; 1 more, against conflicts."""
 
@@ -32,18 +36,32 @@ def sparse_conv2d_gpu[
     dtype: DType, epilogue: Epilogue
 ](
     g: Geometry,
-    x: Data[dtype],
-    values: Data[dtype],
+    o: Operands[dtype],
     columns: Data[DType.int32],
     row_starts: Data[DType.int32],
-    bias: Data[F32],
-    residual: Data[dtype],
-    y: Data[dtype],
     ctx: DeviceContext,
 ) raises:
-    """Enqueues the convolution; the filter's row f is values[row_starts[f] : row_starts[f + 1]]."""
+    """Enqueues a convolution.
+
+    Parameters:
+        dtype: Of x, the nonzeros and y.
+        epilogue: What the accumulator goes through.
+
+    Args:
+        g: Sizes.
+        o: Tensors; w holds the nonzeros, filter by filter.
+        columns: (r * S + s) * C + c of each nonzero, ascending in a filter.
+        row_starts: Where the nonzeros of each filter begin; F + 1 numbers.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails.
+    """
     ctx.enqueue_function[sparse_conv2d_kernel[dtype, epilogue]](
-        x, values, columns, row_starts, bias, residual, y, g,
+        o,
+        g,
+        columns,
+        row_starts,
         grid_dim=(ceildiv(g.pixels(), PIXELS), ceildiv(g.f, ROWS)),
         block_dim=THREADS,
     )
@@ -51,17 +69,19 @@ def sparse_conv2d_gpu[
 
 def sparse_conv2d_kernel[
     dtype: DType, epilogue: Epilogue
-](
-    x: Data[dtype],
-    values: Data[dtype],
-    columns: Data[DType.int32],
-    row_starts: Data[DType.int32],
-    bias: Data[F32],
-    residual: Data[dtype],
-    y: Data[dtype],
-    g: Geometry,
-):
-    """Computes PIXELS pixels of ROWS filters in each block."""
+](o: Operands[dtype], g: Geometry, columns: Data[DType.int32], row_starts: Data[DType.int32],):
+    """Computes PIXELS pixels of ROWS filters in each block.
+
+    Parameters:
+        dtype: Of x, the nonzeros and y.
+        epilogue: What the accumulator goes through.
+
+    Args:
+        o: Tensors; w holds the nonzeros, filter by filter.
+        g: Sizes.
+        columns: (r * S + s) * C + c of each nonzero, ascending in a filter.
+        row_starts: Where the nonzeros of each filter begin; F + 1 numbers.
+    """
     var t = Int(thread_idx.x)
     var pixel = t % PIXELS
     var first = Int(block_idx.x) * PIXELS
@@ -75,8 +95,8 @@ def sparse_conv2d_kernel[
     var end = Array[Int32, PER_THREAD](fill=0)
     comptime for i in range(PER_THREAD):
         if team_f + i < g.f:
-            cursor[i] = row_starts[unsafe_offset = team_f + i]
-            end[i] = row_starts[unsafe_offset = team_f + i + 1]
+            cursor[i] = row_starts[unsafe_offset=team_f + i]
+            end[i] = row_starts[unsafe_offset=team_f + i + 1]
 
     for r in range(g.r):
         for s in range(g.s):
@@ -89,36 +109,34 @@ def sparse_conv2d_kernel[
                     var h = m // g.q % g.p * g.stride_h - g.pad_h + r * g.dilation_h
                     var w = m % g.q * g.stride_w - g.pad_w + s * g.dilation_w
                     var value = Float32(0)
-                    if (
-                        m < g.pixels() and c0 + c < g.c
-                        and h >= 0 and h < g.h and w >= 0 and w < g.w
-                    ):
+                    var inside = h >= 0 and h < g.h and w >= 0 and w < g.w
+                    if inside and m < g.pixels() and c0 + c < g.c:
                         var at = ((image * g.h + h) * g.w + w) * g.c + c0 + c
-                        value = x[unsafe_offset=at].cast[F32]()
-                    tile[unsafe_offset = c * PITCH + item // CHANNELS] = value
+                        value = o.x[unsafe_offset=at].cast[F32]()
+                    tile[unsafe_offset=c * PITCH + item // CHANNELS] = value
                 barrier()
                 var chunk = Int32((r * g.s + s) * g.c + c0)
                 var chunk_end = chunk + Int32(min(CHANNELS, g.c - c0))
                 comptime for i in range(PER_THREAD):
                     while cursor[i] < end[i]:
-                        var column = columns[unsafe_offset = Int(cursor[i])]
+                        var column = columns[unsafe_offset=Int(cursor[i])]
                         if column >= chunk_end:
                             break
-                        var weight = values[unsafe_offset = Int(cursor[i])].cast[F32]()
+                        var weight = o.w[unsafe_offset=Int(cursor[i])].cast[F32]()
                         var at = Int(column - chunk) * PITCH + pixel
                         acc[i] = weight.fma(tile[unsafe_offset=at], acc[i])
                         cursor[i] += 1
 
     barrier()
     comptime for i in range(PER_THREAD):
-        tile[unsafe_offset = (t // PIXELS * PER_THREAD + i) * PITCH + pixel] = acc[i]
+        tile[unsafe_offset=(t // PIXELS * PER_THREAD + i) * PITCH + pixel] = acc[i]
     barrier()
     for item in range(t, PIXELS * ROWS, THREADS):
         var f = f0 + item % ROWS
         var m = first + item // ROWS
         if m < g.pixels() and f < g.f:
-            var value = tile[unsafe_offset = item % ROWS * PITCH + item // ROWS]
-            value += bias[unsafe_offset=f]
+            var value = tile[unsafe_offset=item % ROWS * PITCH + item // ROWS]
+            value += o.bias[unsafe_offset=f]
             comptime if epilogue.adds:
-                value += residual[unsafe_offset = m * g.f + f].cast[F32]()
-            y[unsafe_offset = m * g.f + f] = activate[epilogue](value).cast[dtype]()
+                value += o.residual[unsafe_offset=m * g.f + f].cast[F32]()
+            o.y[unsafe_offset=m * g.f + f] = activate[epilogue](value).cast[dtype]()

@@ -1,0 +1,107 @@
+"""What the kernels with a fused epilogue read and write, handed around as one value."""
+
+from extensibility import ManagedTensorSlice
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+
+comptime F32 = DType.float32
+"""What every kernel accumulates in."""
+
+comptime Data[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
+"""A tensor's memory, dense and row-major; MAX keeps it alive while the op runs.
+
+Parameters:
+    dtype: Of its elements.
+"""
+
+
+@always_inline
+def data(tensor: ManagedTensorSlice) -> Data[tensor.dtype]:
+    """Takes the memory of an op's tensor, which MAX hands over dense and row-major.
+
+    Args:
+        tensor: An input or the output.
+
+    Returns:
+        Its first element.
+    """
+    return rebind[Data[tensor.dtype]](tensor.unsafe_ptr())
+
+
+struct Operands[dtype: DType](DevicePassable, TrivialRegisterPassable):
+    """The tensors of y = act(alpha * x w + bias + residual).
+
+    Parameters:
+        dtype: Of all of them but the bias.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var x: Data[Self.dtype]
+    """Activations: x[N, H, W, C], or the left side a[..., M, K] of a product."""
+    var w: Data[Self.dtype]
+    """Filters as graphs/arrange.py lays them out, or the right side of a product."""
+    var bias: Data[F32]
+    """One number for each filter."""
+    var residual: Data[Self.dtype]
+    """In the shape of y; read by the epilogues that add only."""
+    var y: Data[Self.dtype]
+    """The result: y[N, P, Q, F] or y[..., M, N]."""
+    var alpha: Float32
+    """Scales the product, before bias and residual."""
+
+    def __init__(
+        out self,
+        x: Data[Self.dtype],
+        w: Data[Self.dtype],
+        bias: Data[F32],
+        residual: Data[Self.dtype],
+        y: Data[Self.dtype],
+        alpha: Float32 = 1,
+    ):
+        """Names the tensors.
+
+        Args:
+            x: Activations.
+            w: Filters.
+            bias: Bias.
+            residual: Residual; any pointer if the epilogue does not add.
+            y: Result.
+            alpha: Scale of the product.
+        """
+        self.x, self.w, self.bias, self.residual, self.y = x, w, bias, residual, y
+        self.alpha = alpha
+
+    @always_inline
+    def shifted(self, *, x: Int = 0, w: Int = 0, bias: Int = 0, y: Int = 0) -> Self:
+        """Moves on to another product of a batch, or another group.
+
+        Args:
+            x: Elements to skip in x.
+            w: Elements to skip in w.
+            bias: Elements to skip in the bias.
+            y: Elements to skip in y and the residual.
+
+        Returns:
+            The operands from there on.
+        """
+        return Self(
+            self.x.unsafe_offset(x),
+            self.w.unsafe_offset(w),
+            self.bias.unsafe_offset(bias),
+            self.residual.unsafe_offset(y),
+            self.y.unsafe_offset(y),
+            self.alpha,
+        )
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "Operands"
