@@ -13,7 +13,6 @@ import gc
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef
 
+from bench.environment import environment
 from graphs.session import Model, load
 from tests.ops.cases import CASES, TORCH, build_graph, check
 
@@ -55,25 +55,18 @@ def main() -> int:
         records.append(record)
         if not record["passed"] or "model" in record:
             print(json.dumps(record), flush=True)
-        options.json.write_text(json.dumps({"environment": environment(), "records": records}))
+        if "case" not in record:
+            write(options.json, records)
     failed = sum(not record["passed"] for record in records)
-    report = {"environment": environment(), "records": records}
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.json, records)
     print(f"{len(records) - failed} passed, {failed} failed")
     return 1 if failed else 0
 
 
-def environment() -> dict[str, str]:
-    """Names the GPU, its driver and the versions behind the figures."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    smi = subprocess.run(query, capture_output=True, text=True)
-    from importlib.metadata import version
-
-    return {
-        "gpu": smi.stdout.strip().splitlines()[0] if smi.returncode == 0 else "unknown",
-        "date": time.strftime("%Y-%m-%d"),
-        **{package: version(package) for package in ("max", "torch", "transformers")},
-    }
+def write(path: Path, records: list[dict[str, Any]]) -> None:
+    """Writes the records so far, a line each."""
+    lines = ",\n".join(json.dumps(record) for record in records)
+    path.write_text(f'{{"environment": {json.dumps(environment())},\n"records": [\n{lines}\n]}}\n')
 
 
 def ops() -> Iterator[dict[str, Any]]:

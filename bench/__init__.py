@@ -1,0 +1,1 @@
+"""Measurements: each prints a table, writes JSON, and names its peers."""

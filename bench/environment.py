@@ -1,0 +1,47 @@
+"""What a figure was measured on: it goes into every file of bench/results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("max", "mojo-compiler", "torch", "transformers")
+
+
+def environment() -> dict[str, str]:
+    """Names the machine, the versions, the commit and the day."""
+    query = ("nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm", "--format=csv,noheader")
+    return {
+        "cpu": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores",
+        "gpu": _output(*query) or "none",
+        "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        **{name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _output(*command: str) -> str:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return result.stdout.strip().partition("\n")[0]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
