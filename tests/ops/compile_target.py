@@ -1,0 +1,98 @@
+"""Compiles every op for a GPU that is not here: ``python -m tests.ops.compile_target sm_90a``.
+
+One process compiles for one architecture, since MAX's virtual device is a setting of the process.
+Exits with 1 if a registered op is in no case; a failed compilation raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import time
+from collections.abc import Sequence
+
+import max.driver as driver
+import numpy as np
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType
+
+from graphs import nodes
+from graphs.parameters import Parameters
+from tests.ops.cases import CASES, Case
+
+# Every op, both layouts of bmm's b, every branch an epilogue has. Sizes are run-time numbers, so
+# the same kernels serve all other cases.
+NAMES = {
+    "conv2d 3x3",
+    "conv2d epilogue add",
+    "sparse_conv2d 3x3",
+    "sparse_conv2d add_relu",
+    "bmm scores",
+    "bmm context",
+    "bmm add_relu",
+    "linear gelu",
+    "maxpool 3/2",
+    "avgpool 3/2",
+    "relu",
+    "gelu",
+    "softmax 64",
+    "log_softmax 64",
+    "layernorm 384",
+    "class_token",
+}
+DTYPES = (DType.float32, DType.bfloat16, DType.float16)
+
+
+def main(architecture: str) -> int:
+    """Compiles for one architecture and says how long it took."""
+    driver.set_virtual_device_api("hip" if architecture.startswith("gfx") else "cuda")
+    driver.set_virtual_device_target_arch(architecture)
+    driver.set_virtual_device_count(1)
+    device = driver.Accelerator()
+    cases = [case for case in CASES if case.name in NAMES]
+    graph = graph_of(cases, DeviceRef.from_device(device))
+    ours = set(re.findall(r'symbol = "(\w+)"', str(graph)))
+    registered = {
+        name
+        for path in nodes.OPS.rglob("*.mojo")
+        for name in re.findall(r'^@register\("(\w+)"\)', path.read_text(), re.MULTILINE)
+    }
+    if missing := registered - ours:
+        print(f"{architecture}: no case has {', '.join(sorted(missing))}")
+        return 1
+    start = time.perf_counter()
+    InferenceSession(devices=[device]).compile(graph)
+    took = time.perf_counter() - start
+    print(f"{architecture}: {len(ours)} ops at {len(DTYPES)} dtypes compiled in {took:.0f} s")
+    return 0
+
+
+def graph_of(cases: Sequence[Case], device: DeviceRef) -> Graph:
+    """Builds one graph of the cases at every dtype, and of the pixels' normalisation."""
+    pairs = list(itertools.product(DTYPES, cases))
+    types = [
+        TensorType(dtype, ["batch", *shape], device=device)
+        for dtype, case in pairs
+        for shape in case.inputs
+    ]
+    types.append(TensorType(DType.uint8, ["batch", 8, 8, 3], device=device))
+    with Graph("cases", input_types=types, custom_extensions=[nodes.OPS]) as graph:
+        inputs = iter(value.tensor for value in graph.inputs)
+        outputs = []
+        for i, (dtype, case) in enumerate(pairs):
+            tensors = {f"{i}.{name}": array for name, array in case.data(1)[1].items()}
+            w = Parameters(tensors, device, dtype).at(str(i))
+            outputs.append(case.build(w, *itertools.islice(inputs, len(case.inputs))))
+        pixels = next(inputs)
+        three = np.ones(3, np.float32)
+        for i, dtype in enumerate(DTYPES, start=len(pairs)):
+            w = Parameters({f"{i}.mean": three, f"{i}.scale": three}, device, dtype).at(str(i))
+            outputs.append(nodes.normalize(pixels, w.vector("mean"), w.vector("scale"), dtype))
+        graph.output(*outputs)
+    return graph
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,145 @@
+"""The project's own files agree with each other, and stand on no particular machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import run_graph
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PIXI = tomllib.loads((ROOT / "pixi.toml").read_text())
+SCRIPTS = [*sorted((ROOT / "script").iterdir()), ROOT / ".ci/run"]
+SHOWN = {".ci", ".github", ".gitignore"}  # the hidden files that are the project's
+ELSEWHERE = re.compile(
+    r"(?<![\w.\]])/(work|root|home|tmp/[a-z])/"  # paths of one machine
+    r"|pypi\.org|pythonhosted|deb\.debian|npmjs"  # where packages come from is the user's choice
+)
+
+
+def files(*suffixes: str) -> Iterator[Path]:
+    """Walks over the project's files, not over what tools leave behind."""
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [
+            n for n in folders if (n[0] != "." or n in SHOWN) and n not in ("__pycache__", "build")
+        ]
+        for path in (Path(folder, name) for name in names):
+            if not suffixes or path.suffix in suffixes:
+                yield path
+
+
+def test_pixi_takes_its_pins_from_pyproject() -> None:
+    project = PYPROJECT["project"]
+    assert PIXI["dependencies"] == {"python": project["requires-python"]}
+    assert PIXI["workspace"]["name"] == project["name"]
+    itself = {"path": ".", "editable": True}
+    assert PIXI["pypi-dependencies"] == {project["name"]: itself}
+    for name, feature in PIXI["feature"].items():
+        assert name in PIXI["environments"]
+        assert feature["pypi-dependencies"] == {project["name"]: {**itself, "extras": [name]}}
+        assert name in project["optional-dependencies"]
+
+
+def test_pixi_tasks_run_what_exists() -> None:
+    tasks = dict(PIXI["tasks"])
+    for feature in PIXI["feature"].values():
+        tasks |= feature.get("tasks", {})
+    assert {"run", "test", "fmt", "lint", "docs"} <= set(tasks)
+    for folder in ("serve", "bench"):
+        assert (folder in tasks) == (ROOT / folder).is_dir()
+    for task in tasks.values():
+        for word in task.split():
+            if "/" in word or word.endswith(".py"):
+                assert (ROOT / word).is_file(), task
+        if module := re.match(r"python -m (bench|serve)\.(\w+)", task):
+            assert (ROOT / module[1] / f"{module[2]}.py").is_file(), task
+
+
+def test_the_version_is_one() -> None:
+    version = PYPROJECT["project"]["version"]
+    assert run_graph.__version__ == version
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    assert "exec script/test\n" in (ROOT / ".ci/run").read_text()
+    assert "script/test" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_can_run(path: Path) -> None:
+    assert os.access(path, os.X_OK), f"{path} is not executable"
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.parametrize("python", ["no-such-python", "bash"])
+def test_set_up_says_what_is_missing(tmp_path: Path, python: str) -> None:
+    shutil.copytree(ROOT / "script", tmp_path / "script")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    done = subprocess.run(
+        [tmp_path / "script/run", "cat.jpg"],
+        env={**os.environ, "PYTHON": python},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "no Python 3.10 to 3.13 was found" in done.stderr
+    assert "apt install python3-pip" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_nothing_names_one_machine() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files()
+        if path != Path(__file__).resolve()
+        for number, line in enumerate(path.read_text("utf-8", "ignore").splitlines(), 1)
+        if ELSEWHERE.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_links_lead_somewhere() -> None:
+    for path in files(".md"):
+        text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            assert "://" in target or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_commands_in_the_documents_exist() -> None:
+    help = subprocess.run(
+        [sys.executable, "run_graph.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    options = set(re.findall(r"--[a-z-]+", help))
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"^```(?:sh|console)?\n(.*?)^```", path.read_text(), re.M | re.S):
+            for line in block.splitlines():
+                if command := re.match(r"(?:\w+=\S+ )*((?:script|\.ci)/\w+)", line):
+                    assert (ROOT / command[1]).is_file(), line
+                if re.match(r"(python run_graph\.py|script/run|maxvision)\b", line):
+                    asked = set(re.findall(r"(?<!\S)--[a-z-]+", line.partition("#")[0]))
+                    assert asked <= options, line
+                if module := re.match(r"python -m ([\w.]+)", line):
+                    place = ROOT / module[1].replace(".", "/")
+                    assert place.is_dir() or place.with_suffix(".py").is_file(), line
+
+
+def test_every_example_has_its_source() -> None:
+    text = (ROOT / "examples/README.md").read_text()
+    pictures = {path.name for path in (ROOT / "examples").iterdir()} - {"README.md"}
+    assert pictures
+    assert set(re.findall(r"`(\w+\.\w+)` \|", text)) == pictures
