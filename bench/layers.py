@@ -1,14 +1,14 @@
 """ResNet-50's layers on a CPU, ours beside torch's: ``python -m bench.layers [--batch N]``.
 
-Every distinct convolution of the network at 224 px, and its pools and classifier, float32, all
-cores. All layers are one graph, each with a batch of its own: a layer is timed by giving the
-others a batch of 0, and the time of a run where all are empty is taken off. torch gets the same
-work in channels_last, its fastest layout for most of them.
+Every distinct convolution of the network at 224 px, float32, all cores. A layer is a graph of its
+own, so the first run compiles for some minutes; what a run of a graph costs by itself counts, as
+a call of torch does. torch gets the same work in channels_last, its fastest layout for most.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from max.driver import CPU
 from max.dtype import DType
 from max.engine import InferenceSession
+from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, TensorType
 from rich.console import Console
 from rich.progress import track
@@ -55,6 +56,14 @@ class Layer:
     def out(self) -> int:
         """Side of the output, px."""
         return (self.side + 2 * (self.kernel // 2) - self.kernel) // self.stride + 1
+
+    @property
+    def inputs(self) -> list[tuple[int, int, int]]:
+        """Shapes of what it reads, without the batch: the activations, and the residual."""
+        shapes = [(self.side, self.side, self.c)]
+        if self.then == "add_relu":
+            shapes.append((self.out, self.out, self.f))
+        return shapes
 
     @property
     def flops(self) -> int:
@@ -110,57 +119,46 @@ def main() -> None:
 
 
 def measure(layers: list[Layer], batch: int) -> list[Row]:
-    """Compiles all the layers into one graph, and times each of them and torch's."""
+    """Compiles each layer, then times it and torch's."""
     rng = np.random.default_rng(0)
-    shapes: list[list[tuple[int, ...]]] = []
-    types, weights = [], {}
-    for i, layer in enumerate(layers):
-        inputs = [(layer.side, layer.side, layer.c)]
-        if layer.then == "add_relu":
-            inputs.append((layer.out, layer.out, layer.f))
-        shapes.append(inputs)
-        types += [TensorType(DType.float32, [f"n{i}", *s], device=DeviceRef.CPU()) for s in inputs]
-        shape = (layer.kernel, layer.kernel, layer.c, layer.f)
-        scale = (layer.kernel**2 * layer.c) ** -0.5
-        weights[f"{i}.filter"] = (rng.standard_normal(shape) * scale).astype(np.float32)
-        weights[f"{i}.bias"] = rng.standard_normal(layer.f).astype(np.float32)
-
-    parameters = Parameters(weights, DeviceRef.CPU(), DType.float32)
-    with Graph("layers", input_types=types, custom_extensions=[nodes.OPS]) as graph:
-        values = iter(value.tensor for value in graph.inputs)
-        outputs = []
-        for i, layer in enumerate(layers):
-            x, *residual = [next(values) for _ in shapes[i]]
-            outputs.append(
-                nodes.conv2d(
-                    x,
-                    parameters.filter(str(i)),
-                    stride=layer.stride,
-                    padding=layer.kernel // 2,
-                    epilogue=layer.then,
-                    residual=residual[0] if residual else None,
-                )
-            )
-        graph.output(*outputs)
-    session = InferenceSession(devices=[CPU()])
-    model = session.init(session.compile(graph), weights_registry=parameters.registry(CPU()))
-
-    empty = [[np.zeros((0, *s), np.float32) for s in inputs] for inputs in shapes]
-
-    def run(inputs: list[list[np.ndarray]]) -> Callable[[], Any]:
-        flat = [array for part in inputs for array in part]
-        return lambda: model.execute(*flat)
-
-    overhead = best(run(empty))
+    models = [compile_layer(layer, rng) for layer in track(layers, "compiling", transient=True)]
     rows = []
-    for i, layer in enumerate(track(layers, "measuring", transient=True)):
-        full = [rng.standard_normal((batch, *s)).astype(np.float32) for s in shapes[i]]
-        ours = best(run([*empty[:i], full, *empty[i + 1 :]])) - overhead
-        theirs = best(torch_layer(layer, full, weights[f"{i}.filter"], weights[f"{i}.bias"]))
+    for layer, (model, filters, bias) in track(
+        list(zip(layers, models, strict=True)), "measuring", transient=True
+    ):
+        inputs = [rng.standard_normal((batch, *s)).astype(np.float32) for s in layer.inputs]
+        ours = typical(functools.partial(model.execute, *inputs))
+        theirs = typical(torch_layer(layer, inputs, filters, bias))
         rows.append(
             Row(layer.name, layer.count, batch, ours, theirs, batch * layer.flops / ours / 1e6)
         )
     return rows
+
+
+def compile_layer(
+    layer: Layer, rng: np.random.Generator
+) -> tuple[Executable, np.ndarray, np.ndarray]:
+    """Builds and loads a graph of one layer; returns it with its filter and bias."""
+    shape = (layer.kernel, layer.kernel, layer.c, layer.f)
+    filters = rng.standard_normal(shape).astype(np.float32) * (layer.kernel**2 * layer.c) ** -0.5
+    bias = rng.standard_normal(layer.f).astype(np.float32)
+    cpu = DeviceRef.CPU()
+    parameters = Parameters({"w.filter": filters, "w.bias": bias}, cpu, DType.float32)
+    types = [TensorType(DType.float32, ["batch", *s], device=cpu) for s in layer.inputs]
+    with Graph("layer", input_types=types, custom_extensions=[nodes.OPS]) as graph:
+        x, *residual = (value.tensor for value in graph.inputs)
+        y = nodes.conv2d(
+            x,
+            parameters.filter("w"),
+            stride=layer.stride,
+            padding=layer.kernel // 2,
+            epilogue=layer.then,
+            residual=residual[0] if residual else None,
+        )
+        graph.output(y)
+    session = InferenceSession(devices=[CPU()])
+    compiled = session.compile(graph)
+    return session.init(compiled, weights_registry=parameters.registry(CPU())), filters, bias
 
 
 def torch_layer(
@@ -181,7 +179,7 @@ def torch_layer(
     return run
 
 
-def best(step: Callable[[], Any], seconds: float = 0.3) -> float:
+def typical(step: Callable[[], Any], seconds: float = 0.3) -> float:
     """Times ``step`` repeatedly for about ``seconds``; the median of the faster half, in ms."""
     step()
     samples: list[float] = []

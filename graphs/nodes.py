@@ -250,8 +250,16 @@ def normalize(
     """Computes (pixels[N, H, W, C] - mean[C]) * scale[C] in float32, as ``dtype``.
 
     Raises:
+        ArgumentError: If mean or scale is not [C].
         DeviceError: If the device has no kernel for the dtype.
     """
+    _, _, c = _sizes("normalize", pixels, "pixels[N, H, W, C]")
+    for name, value in (("mean", mean), ("scale", scale)):
+        if list(value.shape) != [c]:
+            raise ArgumentError(
+                f"normalize: {name} expects the shape [{c}] of pixels[N, H, W, C]"
+                f" but has {list(value.shape)}"
+            )
     out = TensorType(dtype, pixels.shape, device=pixels.device)
     return _custom("normalize", [pixels, mean, scale], out)
 

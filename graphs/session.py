@@ -23,7 +23,7 @@ from max.graph import DeviceRef, Graph, TensorType
 
 from graphs import nodes
 from graphs.cvt import CvtSpec, cvt
-from graphs.errors import ArgumentError, DeviceError, ImageError
+from graphs.errors import ArgumentError, DeviceError, ImageError, ModelError
 from graphs.outputs import Outputs
 from graphs.parameters import Parameters
 from graphs.preprocess import Preprocess, Source, load_batch
@@ -108,8 +108,8 @@ def find_device(name: str) -> Device:
         ArgumentError: If it is none of these.
         DeviceError: If there is no such GPU.
     """
-    kind, _, index = name.partition(":")
-    if kind not in ("auto", "cpu", "gpu") or (index and (kind != "gpu" or not index.isdecimal())):
+    kind, colon, index = name.partition(":")
+    if kind not in ("auto", "cpu", "gpu") or (colon and (kind != "gpu" or not index.isdecimal())):
         raise ArgumentError(f"device expects auto, cpu, gpu or gpu:N but is {name!r}")
     count = accelerator_count()
     if kind == "cpu" or (kind == "auto" and count == 0):
@@ -167,6 +167,11 @@ def build(
     """
     spec = checkpoint.spec
     preprocess = Preprocess.from_config(checkpoint.preprocess)
+    if pixels == DType.uint8 and spec.channels != len(preprocess.mean):
+        raise ModelError(
+            f"{checkpoint.name}: pictures have {len(preprocess.mean)} channels but the model takes"
+            f" {spec.channels}; give it float32 pixels that are normalised already"
+        )
     tensors: dict[str, np.ndarray] = {
         **checkpoint.tensors,
         "pixels.mean": np.array(preprocess.mean, np.float32),
@@ -268,6 +273,8 @@ class Model:
             ImageError: If an image cannot be read.
             ArgumentError: If ``top_k`` is below 1.
         """
+        if top_k < 1:
+            raise ArgumentError(f"top_k expects a number of at least 1 but is {top_k}")
         several = isinstance(images, list)
         sources: list[Source] = images if several else [images]
         answers: list[list[Prediction]] = []
@@ -297,13 +304,19 @@ class Model:
         ]
 
     def compile(self, progress: Callable[[str], None] | None = None) -> None:
-        """Compiles for the images that ``preprocess`` makes, or takes the result from the cache."""
+        """Compiles for the images that ``preprocess`` makes, or takes the result from the cache.
+
+        A model of other than three channels takes no pictures: it compiles at its first call.
+        """
+        if self._checkpoint.spec.channels != len(self.preprocess.mean):
+            return
         if progress:
             progress(f"Compiling {self.name} for {self.device} (once; later starts are quick)")
         self._executable((self.preprocess.height, self.preprocess.width), DType.uint8, False)
 
     def _run(self, pixels: np.ndarray, everything: bool) -> list[np.ndarray]:
         channels = self._checkpoint.spec.channels
+        pixels = np.asarray(pixels)
         if pixels.ndim != 4 or pixels.shape[3] != channels:
             raise ArgumentError(
                 f"pixels expect the shape [N, H, W, {channels}] but have {list(pixels.shape)}"

@@ -1,0 +1,63 @@
+"""Top-1 accuracy through our own graph: ``python -m bench.accuracy MODEL --data test.npz``.
+
+The data is an npz of encoded pictures: ``jpeg`` (all bytes, one after the other), ``offset``
+[count + 1], ``label`` [count] and ``names`` [classes]. The bundled models' cards quote what this
+prints for the 10,000 test pictures of CIFAR-10.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from rich.progress import track
+
+from graphs.errors import ImageError
+from graphs.preprocess import load_batch
+from graphs.session import Model, load
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="as for run_graph.py")
+    parser.add_argument("--data", type=Path, required=True, metavar="NPZ")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    options = parser.parse_args()
+    model = load(options.model, device=options.device, dtype=options.dtype)
+    right = [each for batch in correct(model, options.data, progress=True) for each in batch]
+    print(
+        f"{model.name} on {model.device}, {model.dtype}: top-1 {np.mean(right):.4f}"
+        f" ({sum(right)} of {len(right)})"
+    )
+
+
+def correct(
+    model: Model, data: Path, count: int | None = None, *, progress: bool = False
+) -> Iterator[list[bool]]:
+    """Classifies the first ``count`` pictures of ``data``; tells batch by batch which were right.
+
+    Raises:
+        ImageError: If a picture cannot be read.
+    """
+    stored = np.load(data)
+    blob, offsets, labels = stored["jpeg"], stored["offset"], stored["label"]
+    ids = [model.labels.index(str(name)) for name in stored["names"]]
+    starts = range(0, count or len(labels), 64)
+    for start in track(starts, "classifying", disable=not progress, transient=True):
+        several = range(start, min(start + 64, count or len(labels)))
+        pixels = []
+        pictures = [blob[offsets[i] : offsets[i + 1]].tobytes() for i in several]
+        for picture in load_batch(pictures, model.preprocess):
+            if isinstance(picture, ImageError):
+                raise picture
+            pixels.append(picture)
+        found = model(np.stack(pixels)).argmax(axis=1)
+        yield [bool(answer == ids[labels[i]]) for i, answer in zip(several, found, strict=True)]
+
+
+if __name__ == "__main__":
+    main()

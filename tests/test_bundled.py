@@ -1,0 +1,25 @@
+"""The bundled models' accuracy through our own graph, on a tenth of the test pictures."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import weights
+from bench.accuracy import correct
+from graphs import load
+from tests.graphs.reference import DATA
+
+TEST = DATA / "cifar10" / "test.npz"
+# 1,000 pictures: the card's accuracy on all 10,000, less three standard deviations.
+LEAST = {"resnet-cifar10": 0.88, "cvt-cifar10": 0.87}
+
+
+@pytest.mark.skipif(not TEST.exists(), reason=f"NO CIFAR-10 at {TEST}: accuracy is not tested")
+@pytest.mark.parametrize("name", weights.bundled())
+def test_accuracy(name: str) -> None:
+    right = list(itertools.chain.from_iterable(correct(load(name), TEST, 1000)))
+    assert len(right) == 1000
+    assert np.mean(right) >= LEAST[name]
