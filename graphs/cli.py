@@ -338,7 +338,10 @@ def list_models(args: argparse.Namespace) -> int:
             sys.stdout.write(json.dumps({**asdict(row), "bundled": row in BUNDLED}) + "\n")
         sys.stdout.flush()
         return 0
-    table = Table(caption="top-1: of ImageNet as published; of CIFAR-10, as measured, if bundled")
+    table = Table(
+        caption="top-1: of ImageNet as published (ResNet: He et al. 2015, 10 crops; CvT: its"
+        " authors); of CIFAR-10, as measured, if bundled"
+    )
     for name in "family", "--model", "parameters", "FLOPs", "top-1":
         table.add_column(name, justify="left" if name in ("family", "--model") else "right")
     for row in rows:

@@ -3,8 +3,8 @@
     python weights/bundled/train.py --data PATH/cifar10 --out DIR [--model resnet|cvt|all]
 
 Three networks are trained from scratch on one CUDA GPU. A wide ResNet, the teacher, learns from the
-labels. Then the ResNet and the CvT learn, side by side with `--model all`, from augmented images and
-from what the teacher says of them ("Knowledge distillation: a good teacher is patient and
+labels. Then the ResNet and the CvT, side by side with `--model all`, learn from augmented images
+and from what the teacher says of them ("Knowledge distillation: a good teacher is patient and
 consistent", Beyer et al. 2022). `--out/teacher` is reused if it is there.
 
 The pictures are 32 px wide and the networks see them enlarged to SIDE px, as the preprocessor of
