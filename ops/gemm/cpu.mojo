@@ -12,8 +12,7 @@ run of S * C numbers, so the 3-channel stem has runs of 21 and not of 3.
     y[N, P, Q, F]      result, float32
 
 A register tile is ROWS pixels x 4 vectors: on AVX-512 24 accumulators, 4 vectors of b and one
-broadcast of x. Bound by the FMA units: 180 to 241 GFLOP/s on one Zen 5 core for ResNet-50's
-layers (2026-11-21).
+broadcast of x. Bound by the FMA units; docs/kernels.md has the figures.
 """
 
 from max.algorithm import sync_parallelize

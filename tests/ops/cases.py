@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,6 @@ class Case:
     build: Callable[..., Any]
     reference: Callable[..., torch.Tensor]
     change: Callable[[list[np.ndarray], dict[str, np.ndarray]], None] = lambda x, w: None
-    tags: frozenset[str] = field(default_factory=frozenset)
 
     def data(self, batch: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         """Draws the activations [batch, ...] and the weights, float32."""
