@@ -23,6 +23,9 @@ from std.sys import size_of
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
+from ..target import IS_HOPPER
+from .hopper import ROW, hopper_gemm
+from .tuning import CONFIGS, choose
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -235,6 +238,14 @@ def gemm[
     Raises:
         If the launch fails.
     """
+    comptime if size_of[dtype]() == 2 and k_major and IS_HOPPER:
+        comptime align = 16 // size_of[dtype]()
+        if products == 1 and g.c % align == 0 and g.f % align == 0:
+            var choice = choose(g, ROW // size_of[dtype]())
+            comptime for i in range(len(CONFIGS)):
+                if choice.config == i:
+                    hopper_gemm[dtype, epilogue, CONFIGS[i]](g, o, choice.splits, ctx)
+            return
     var tiles = ceildiv(g.pixels(), TILE)
     ctx.enqueue_function[gemm_kernel[dtype, epilogue, k_major]](
         o,

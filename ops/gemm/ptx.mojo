@@ -1,0 +1,265 @@
+"""The PTX instructions of Hopper that the kernels need, one function each (PTX ISA 8.0, section 9).
+
+Shared memory is named by its 32-bit address. Barriers are mbarrier objects of 8 bytes.
+"""
+
+from std.sys import _RegisterPackType
+from std.sys._assembly import inlined_assembly
+
+comptime NOTHING = NoneType
+"""What an instruction without a result gives."""
+
+
+@always_inline
+def barrier_init(barrier: UInt32, arrivals: UInt32):
+    """Prepares a barrier that `arrivals` arrivals complete.
+
+    Args:
+        barrier: Its address.
+        arrivals: How many arrivals end a phase.
+    """
+    inlined_assembly[
+        "mbarrier.init.shared::cta.b64 [$0], $1;", NOTHING, constraints="r,r,~{memory}"
+    ](barrier, arrivals)
+
+
+@always_inline
+def fence_barrier_init():
+    """Makes prepared barriers visible to the copy engine and the cluster."""
+    inlined_assembly["fence.mbarrier_init.release.cluster;", NOTHING, constraints="~{memory}"]()
+
+
+@always_inline
+def fence_async():
+    """Orders this thread's writes to shared memory before the copy engine's reads of it."""
+    inlined_assembly["fence.proxy.async.shared::cta;", NOTHING, constraints="~{memory}"]()
+
+
+@always_inline
+def barrier_expect(barrier: UInt32, bytes: UInt32):
+    """Arrives, and has the phase wait for `bytes` more of copies.
+
+    Args:
+        barrier: Its address.
+        bytes: Bytes that the copies will bring.
+    """
+    inlined_assembly[
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
+        NOTHING,
+        constraints="r,r,~{memory}",
+    ](barrier, bytes)
+
+
+@always_inline
+def barrier_arrive(barrier: UInt32):
+    """Arrives.
+
+    Args:
+        barrier: Its address.
+    """
+    inlined_assembly[
+        "mbarrier.arrive.shared::cta.b64 _, [$0];", NOTHING, constraints="r,~{memory}"
+    ](barrier)
+
+
+@always_inline
+def barrier_wait(barrier: UInt32, parity: UInt32):
+    """Waits for the end of the phase of that parity.
+
+    Args:
+        barrier: Its address.
+        parity: 0 for the first phase, then 1, 0, ...
+    """
+    inlined_assembly[
+        """{
+        .reg .pred done;
+        again:
+        mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
+        @!done bra again;
+        }""",
+        NOTHING,
+        constraints="r,r,~{memory}",
+    ](barrier, parity)
+
+
+@always_inline
+def load_im2col(
+    to: UInt32,
+    map: UInt64,
+    barrier: UInt32,
+    c: Int32,
+    w: Int32,
+    h: Int32,
+    n: Int32,
+    s: UInt16,
+    r: UInt16,
+):
+    """Starts copying a column of pixels, from (n, h, w) on, displaced by the tap (r, s).
+
+    Args:
+        to: Where to, in shared memory.
+        map: Address of the tensor map.
+        barrier: Told of the bytes that have come.
+        c: First channel.
+        w: Column of the first window's corner; negative in the padding.
+        h: Row of the first window's corner.
+        n: Image.
+        s: Columns from the corner to the tap.
+        r: Rows from the corner to the tap.
+    """
+    inlined_assembly[
+        (
+            "cp.async.bulk.tensor.4d.shared::cluster.global.im2col"
+            ".mbarrier::complete_tx::bytes [$0], [$1, {$3, $4, $5, $6}], [$2], {$7, $8};"
+        ),
+        NOTHING,
+        constraints="r,l,r,r,r,r,r,h,h,~{memory}",
+    ](to, map, barrier, c, w, h, n, s, r)
+
+
+@always_inline
+def load_2d(to: UInt32, map: UInt64, barrier: UInt32, x: Int32, y: Int32):
+    """Starts copying a box of a matrix to shared memory.
+
+    Args:
+        to: Where to, in shared memory.
+        map: Address of the tensor map.
+        barrier: Told of the bytes that have come.
+        x: First column.
+        y: First row.
+    """
+    inlined_assembly[
+        (
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile"
+            ".mbarrier::complete_tx::bytes [$0], [$1, {$3, $4}], [$2];"
+        ),
+        NOTHING,
+        constraints="r,l,r,r,r,~{memory}",
+    ](to, map, barrier, x, y)
+
+
+@always_inline
+def load_3d(to: UInt32, map: UInt64, barrier: UInt32, x: Int32, y: Int32, z: Int32):
+    """Starts copying a box of a tensor of rank 3 to shared memory.
+
+    Args:
+        to: Where to, in shared memory.
+        map: Address of the tensor map.
+        barrier: Told of the bytes that have come.
+        x: First index along the last axis.
+        y: First index along the middle axis.
+        z: First index along the first axis.
+    """
+    inlined_assembly[
+        (
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile"
+            ".mbarrier::complete_tx::bytes [$0], [$1, {$3, $4, $5}], [$2];"
+        ),
+        NOTHING,
+        constraints="r,l,r,r,r,r,~{memory}",
+    ](to, map, barrier, x, y, z)
+
+
+@always_inline
+def store_2d(map: UInt64, at: UInt32, x: Int32, y: Int32):
+    """Starts copying a box from shared memory into a matrix; what lies outside is dropped.
+
+    Args:
+        map: Address of the tensor map.
+        at: Where from, in shared memory.
+        x: First column.
+        y: First row.
+    """
+    inlined_assembly[
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$0, {$2, $3}], [$1];",
+        NOTHING,
+        constraints="l,r,r,r,~{memory}",
+    ](map, at, x, y)
+
+
+@always_inline
+def stores_wait():
+    """Commits the stores that this thread started, and waits until shared memory has been read."""
+    inlined_assembly[
+        "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;",
+        NOTHING,
+        constraints="~{memory}",
+    ]()
+
+
+@always_inline
+def prefetch_map(map: UInt64):
+    """Brings a tensor map into its cache.
+
+    Args:
+        map: Its address.
+    """
+    inlined_assembly["prefetch.tensormap [$0];", NOTHING, constraints="l,~{memory}"](map)
+
+
+@always_inline
+def sync_threads(id: UInt32, threads: UInt32):
+    """Waits for some of a block's warps.
+
+    Args:
+        id: Which of the 16 barriers.
+        threads: How many threads take part.
+    """
+    inlined_assembly["bar.sync $0, $1;", NOTHING, constraints="r,r,~{memory}"](id, threads)
+
+
+@always_inline
+def cluster_sync():
+    """Waits for all threads of the cluster; what they wrote to shared memory is visible after."""
+    inlined_assembly[
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;",
+        NOTHING,
+        constraints="~{memory}",
+    ]()
+
+
+@always_inline
+def shared_store(at: UInt32, bits: UInt32):
+    """Stores 4 bytes.
+
+    Args:
+        at: Address.
+        bits: The bytes.
+    """
+    inlined_assembly["st.shared.b32 [$0], $1;", NOTHING, constraints="r,r,~{memory}"](at, bits)
+
+
+@always_inline
+def shared_load(at: UInt32) -> UInt32:
+    """Loads 4 bytes.
+
+    Args:
+        at: Address.
+
+    Returns:
+        The bytes.
+    """
+    return inlined_assembly["ld.shared.b32 $0, [$1];", UInt32, constraints="=r,r,~{memory}"](at)
+
+
+@always_inline
+def cluster_load4(at: UInt32, rank: UInt32) -> SIMD[DType.float32, 4]:
+    """Loads four numbers from the shared memory of a block of the cluster.
+
+    Args:
+        at: Address in this block's memory that the other block's copy has too.
+        rank: The other block's rank.
+
+    Returns:
+        The numbers.
+    """
+    var r = inlined_assembly[
+        """{
+        .reg .b32 there;
+        mapa.shared::cluster.u32 there, $4, $5;
+        ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [there];
+        }""",
+        _RegisterPackType[Float32, Float32, Float32, Float32],
+        constraints="=f,=f,=f,=f,r,r,~{memory}",
+    ](at, rank)
+    return SIMD[DType.float32, 4](r[0], r[1], r[2], r[3])
