@@ -12,6 +12,7 @@ pixel and filter: im2col walks the pixels of the tile across rows and images, st
 stride and fills the padding with zeros. `groups` warpgroups of 128 threads, the consumers,
 multiply the stages by wgmma, 64 pixels each, and keep float32 sums in registers. The stage after
 the last one brings the residual; the result overwrites it and leaves through the copy engine.
+Blocks go from tile to tile, so that the next tile comes in while the last one goes out.
 
 Where tiles are fewer than multiprocessors, a cluster of `splits` blocks shares one tile: each
 sums a part of K, and then a part of the rows over the cluster's shared memories (split-K).
@@ -23,7 +24,7 @@ float32 is multiplied as TF32 (10 bits of mantissa). C and F have to be multiple
 After Osama et al. 2023 (arXiv:2301.03598) and the PTX ISA 8.0, sections 5.5 and 9.7.14.
 """
 
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, grid_dim, thread_idx
 from max.gpu.compute.mma import (
     WGMMADescriptor,
     wgmma_async,
@@ -63,9 +64,12 @@ from .ptx import (
     load_im2col,
     prefetch_map,
     shared_load,
+    shared_load2,
     shared_store,
+    shared_store2,
     store_2d,
-    stores_wait,
+    stores_commit,
+    stores_read,
     sync_threads,
 )
 
@@ -75,6 +79,8 @@ comptime GROUP = 128
 """Threads of a consumer, a warpgroup."""
 comptime ROWS = 64
 """Pixels of a consumer: the M of wgmma."""
+comptime PROCESSORS = 132
+"""Multiprocessors of an H100 or H200."""
 
 
 struct Config(TrivialRegisterPassable):
@@ -90,8 +96,19 @@ struct Config(TrivialRegisterPassable):
     """Blocks that a multiprocessor holds at a time; bounds the registers."""
     var split: Bool
     """Whether a cluster shares a tile."""
+    var overlap: Bool
+    """Whether a consumer issues a stage's products before those of the last one are done."""
 
-    def __init__(out self, groups: Int, columns: Int, stages: Int, blocks: Int, split: Bool):
+    def __init__(
+        out self,
+        groups: Int,
+        columns: Int,
+        stages: Int,
+        blocks: Int,
+        *,
+        split: Bool = False,
+        overlap: Bool = False,
+    ):
         """Names the parts.
 
         Args:
@@ -100,9 +117,10 @@ struct Config(TrivialRegisterPassable):
             stages: Stages of the ring.
             blocks: Blocks of a multiprocessor.
             split: Whether a cluster shares a tile.
+            overlap: Whether products of two stages overlap.
         """
         self.groups, self.columns, self.stages = groups, columns, stages
-        self.blocks, self.split = blocks, split
+        self.blocks, self.split, self.overlap = blocks, split, overlap
 
     @always_inline
     def rows(self) -> Int:
@@ -130,6 +148,33 @@ struct Config(TrivialRegisterPassable):
             128 for each pixel and filter.
         """
         return (self.rows() + self.columns) * ROW
+
+    @always_inline
+    def part[dtype: DType](self) -> Int:
+        """Counts the filters of a tile whose results fit into a stage.
+
+        Parameters:
+            dtype: Of the results.
+
+        Returns:
+            All of them, a half or a quarter.
+        """
+        var columns = self.columns
+        while columns * self.rows() * size_of[dtype]() > self.stage():
+            columns //= 2
+        return columns
+
+    @always_inline
+    def parts[dtype: DType](self) -> Int:
+        """Counts the stages that a tile's results take.
+
+        Parameters:
+            dtype: Of the results.
+
+        Returns:
+            A power of two.
+        """
+        return self.columns // self.part[dtype]()
 
     @always_inline
     def shared(self) -> Int:
@@ -177,16 +222,19 @@ struct Walk(DevicePassable, TrivialRegisterPassable):
     """Tiles of filters; they run before the tiles of pixels."""
     var splits: Int32
     """Blocks that share a tile."""
+    var blocks: Int32
+    """Tiles of pixels and filters."""
     var plain: Int32
     """1 if x is a matrix [M, C], read without im2col."""
 
-    def __init__(out self, g: Geometry, chunks: Int, tiles: Int, splits: Int):
+    def __init__(out self, g: Geometry, *, chunks: Int, tiles: Int, blocks: Int, splits: Int):
         """Takes the sizes of a convolution.
 
         Args:
             g: Sizes.
             chunks: Steps over the channels.
             tiles: Tiles of filters.
+            blocks: Tiles of pixels and filters.
             splits: Blocks that share a tile.
         """
         self.pixels, self.filters = Int32(g.pixels()), Int32(g.f)
@@ -195,7 +243,7 @@ struct Walk(DevicePassable, TrivialRegisterPassable):
         self.stride_h, self.stride_w = Int32(g.stride_h), Int32(g.stride_w)
         self.pad_h, self.pad_w = Int32(g.pad_h), Int32(g.pad_w)
         self.dilation_h, self.dilation_w = Int32(g.dilation_h), Int32(g.dilation_w)
-        self.tiles, self.splits = Int32(tiles), Int32(splits)
+        self.tiles, self.splits, self.blocks = Int32(tiles), Int32(splits), Int32(blocks)
         self.plain = Int32(1 if is_plain(g) else 0)
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
@@ -221,17 +269,6 @@ def is_plain(g: Geometry) -> Bool:
         True for 1 x 1 windows without stride or padding.
     """
     return g.r * g.s * g.stride_h * g.stride_w == 1 and g.pad_h + g.pad_w == 0
-
-
-@always_inline
-def _pack[dtype: DType](a: Float32, b: Float32) -> UInt32:
-    """Rounds two numbers to 16 bits each, the first one lower."""
-    return bitcast[DType.uint32, 1](SIMD[F32, 2](a, b).cast[dtype]())
-
-
-@always_inline
-def _unpack[dtype: DType](bits: UInt32) -> SIMD[F32, 2]:
-    return bitcast[dtype, 2](bits).cast[F32]()
 
 
 @__llvm_arg_metadata(x_map, `nvvm.grid_constant`)
@@ -267,272 +304,349 @@ def hopper_kernel[
         o: The tensors.
         walk: How tiles and steps run over them.
     """
-    comptime WIDTH = ROW // size_of[dtype]()
-    comptime COLUMNS = config.columns
-    comptime STAGES = config.stages
-    comptime STAGE = UInt32(config.stage())
-    comptime W_AT = UInt32(config.rows() * ROW)
-
     var memory = external_memory[
         UInt8, address_space=AddressSpace.SHARED, alignment=1024, name="hopper_gemm"
     ]()
     var ring = (UInt32(Int(memory)) + 1023) & ~UInt32(1023)
-    var full = ring + UInt32(STAGES) * STAGE
-    var empty = full + 8 * UInt32(STAGES)
+    var full = ring + UInt32(config.stages * config.stage())
+    var empty = full + 8 * UInt32(config.stages)
     var t = Int32(thread_idx.x)
-    var warp = t // 32
-
-    var index = Int32(block_idx.x)
-    var rank = Int32(0)
-    comptime if config.split:
-        rank = index % walk.splits
-        index = index // walk.splits
-    var row_tile = index // walk.tiles
-    var m0 = row_tile * Int32(config.rows())
-    var f0 = (index - row_tile * walk.tiles) * Int32(COLUMNS)
-    var steps = walk.taps * walk.chunks
-    var first = Int32(0)
-    var last = steps
-    comptime if config.split:
-        first = steps * rank // walk.splits
-        last = steps * (rank + 1) // walk.splits
-
     if t == 0:
-        comptime for i in range(STAGES):
+        comptime for i in range(config.stages):
             barrier_init(full + 8 * UInt32(i), 1)
             barrier_init(empty + 8 * UInt32(i), UInt32(config.groups))
         fence_barrier_init()
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
-    if warp == Int32(config.groups * 4):
-        # The producer: one thread drives the copy engine.
+    var rank = Int32(0)
+    var tile = Int32(block_idx.x)
+    comptime if config.split:
+        rank = tile % walk.splits
+        tile = tile // walk.splits
+    if t // 32 == Int32(config.groups * 4):
+        # One thread drives the copy engine.
         if t % 32 == 0:
-            var x_at = UInt64(Int(Pointer(to=x_map)))
-            var w_at = UInt64(Int(Pointer(to=w_map)))
-            prefetch_map(x_at)
-            prefetch_map(w_at)
-            var image = m0 // walk.pq
-            var pixel = m0 - image * walk.pq
-            var p = pixel // walk.q
-            var h0 = p * walk.stride_h - walk.pad_h
-            var w0 = (pixel - p * walk.q) * walk.stride_w - walk.pad_w
-            # The filters of the first stages do not depend on the kernel before.
-            var early = min(last - first, Int32(STAGES))
-            var tap = first // walk.chunks
-            var c = first - tap * walk.chunks
-            for i in range(early):
-                barrier_expect(full + 8 * UInt32(i), STAGE)
-                load_3d(
-                    ring + UInt32(i) * STAGE + W_AT,
-                    w_at,
-                    full + 8 * UInt32(i),
-                    c * Int32(WIDTH),
-                    tap,
-                    f0,
-                )
-                c += 1
-                if c == walk.chunks:
-                    c = 0
-                    tap += 1
-            wait_on_dependent_grids()
-            tap = first // walk.chunks
-            c = first - tap * walk.chunks
-            var r = tap // walk.s
-            var s = tap - r * walk.s
-            var slot = UInt32(0)
-            var parity = UInt32(1)
-            for i in range(last - first):
-                var at = ring + slot * STAGE
-                var done = full + 8 * slot
-                if i >= early:
-                    barrier_wait(empty + 8 * slot, parity)
-                    barrier_expect(done, STAGE)
-                    load_3d(at + W_AT, w_at, done, c * Int32(WIDTH), r * walk.s + s, f0)
-                if walk.plain == 1:
-                    load_2d(at, x_at, done, c * Int32(WIDTH), m0)
-                else:
-                    load_im2col(
-                        at,
-                        x_at,
-                        done,
-                        c * Int32(WIDTH),
-                        w0,
-                        h0,
-                        image,
-                        UInt16(s * walk.dilation_w),
-                        UInt16(r * walk.dilation_h),
-                    )
-                c += 1
-                if c == walk.chunks:
-                    c = 0
-                    s += 1
-                    if s == walk.s:
-                        s = 0
-                        r += 1
-                slot += 1
-                if slot == UInt32(STAGES):
-                    slot = 0
-                    parity ^= 1
-            comptime if not config.split:
-                # The stage of the epilogue.
-                if last - first >= Int32(STAGES):
-                    barrier_wait(empty + 8 * slot, parity)
-                comptime if epilogue.adds:
-                    var map = UInt64(Int(Pointer(to=residual_map)))
-                    barrier_expect(
-                        full + 8 * slot, UInt32(config.rows() * COLUMNS * size_of[dtype]())
-                    )
-                    comptime for j in range(COLUMNS // WIDTH):
-                        comptime for i in range(config.groups):
-                            load_2d(
-                                ring
-                                + slot * STAGE
-                                + UInt32((i * (COLUMNS // WIDTH) + j) * ROWS * ROW),
-                                map,
-                                full + 8 * slot,
-                                f0 + Int32(j * WIDTH),
-                                m0 + Int32(i * ROWS),
-                            )
-                else:
-                    barrier_arrive(full + 8 * slot)
+            _produce[dtype, epilogue, config](
+                UInt64(Int(Pointer(to=x_map))),
+                UInt64(Int(Pointer(to=w_map))),
+                UInt64(Int(Pointer(to=residual_map))),
+                walk,
+                Ring(ring, full, empty),
+                tile,
+                rank,
+            )
     else:
         _consume[dtype, epilogue, config](
-            y_map, o, walk, ring, full, empty, Int32(t), last - first, m0, f0
+            UInt64(Int(Pointer(to=y_map))), o, walk, Ring(ring, full, empty), t, tile, rank
         )
     comptime if config.split:
-        _share[dtype, epilogue, config](o, walk, ring, t, rank, m0, f0)
+        _share[dtype, epilogue, config](o, walk, ring, t, tile, rank)
+
+
+struct Ring(TrivialRegisterPassable):
+    """Where a warp is in the ring of stages: addresses in shared memory, and the phase."""
+
+    var stages: UInt32
+    """The first stage."""
+    var full: UInt32
+    """The barriers that tell that stages are filled."""
+    var empty: UInt32
+    """The barriers that tell that stages are read."""
+    var slot: UInt32
+    """The stage that is next."""
+    var parity: UInt32
+    """The phase of its `full`; its `empty` is a phase behind."""
+
+    def __init__(out self, stages: UInt32, full: UInt32, empty: UInt32):
+        """Begins at the first stage.
+
+        Args:
+            stages: The first stage.
+            full: The first barrier of filled stages.
+            empty: The first barrier of read stages.
+        """
+        self.stages, self.full, self.empty = stages, full, empty
+        self.slot = self.parity = 0
+
+    @always_inline
+    def advance[count: Int](mut self):
+        """Goes on to the next stage.
+
+        Parameters:
+            count: Stages of the ring.
+        """
+        self.slot += 1
+        if self.slot == UInt32(count):
+            self.slot = 0
+            self.parity ^= 1
+
+
+@always_inline
+def _share_of(steps: Int32, rank: Int32, splits: Int32) -> Int32:
+    """Computes where the share of a block of a cluster begins."""
+    return steps * rank // splits
+
+
+@always_inline
+def _produce[
+    dtype: DType, epilogue: Epilogue, config: Config
+](
+    x_map: UInt64,
+    w_map: UInt64,
+    residual_map: UInt64,
+    walk: Walk,
+    at_start: Ring,
+    first_tile: Int32,
+    rank: Int32,
+):
+    """Fills the ring, tile after tile, as stages become free."""
+    comptime WIDTH = Int32(ROW // size_of[dtype]())
+    comptime STAGE = UInt32(config.stage())
+    comptime W_AT = UInt32(config.rows() * ROW)
+    comptime BOXES = config.part[dtype]() // Int(WIDTH)
+    prefetch_map(x_map)
+    prefetch_map(w_map)
+    var steps = walk.taps * walk.chunks
+    var first = Int32(0)
+    var last = steps
+    comptime if config.split:
+        first = _share_of(steps, rank, walk.splits)
+        last = _share_of(steps, rank + 1, walk.splits)
+    var first_tap = first // walk.chunks
+    var first_c = first - first_tap * walk.chunks
+
+    # The filters of the first stages do not depend on the kernel before.
+    var early = min(last - first, Int32(config.stages))
+    var tap = first_tap
+    var c = first_c
+    for i in range(early):
+        var full = at_start.full + 8 * UInt32(i)
+        var to = at_start.stages + UInt32(i) * STAGE + W_AT
+        barrier_expect(full, STAGE)
+        load_3d(to, w_map, full, c * WIDTH, tap, first_tile % walk.tiles * Int32(config.columns))
+        c += 1
+        if c == walk.chunks:
+            c = 0
+            tap += 1
+    wait_on_dependent_grids()
+
+    var ring = at_start
+    for tile in range(first_tile, walk.blocks, Int32(grid_dim.x)):
+        var row_tile = tile // walk.tiles
+        var m0 = row_tile * Int32(config.rows())
+        var f0 = (tile - row_tile * walk.tiles) * Int32(config.columns)
+        var image = m0 // walk.pq
+        var pixel = m0 - image * walk.pq
+        var p = pixel // walk.q
+        var h0 = p * walk.stride_h - walk.pad_h
+        var w0 = (pixel - p * walk.q) * walk.stride_w - walk.pad_w
+        var r = first_tap // walk.s
+        var s = first_tap - r * walk.s
+        c = first_c
+        for _ in range(last - first):
+            var to = ring.stages + ring.slot * STAGE
+            var full = ring.full + 8 * ring.slot
+            if early > 0:
+                early -= 1
+            else:
+                barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
+                barrier_expect(full, STAGE)
+                load_3d(to + W_AT, w_map, full, c * WIDTH, r * walk.s + s, f0)
+            if walk.plain == 1:
+                load_2d(to, x_map, full, c * WIDTH, m0)
+            else:
+                load_im2col(
+                    to,
+                    x_map,
+                    full,
+                    c * WIDTH,
+                    w0,
+                    h0,
+                    image,
+                    UInt16(s * walk.dilation_w),
+                    UInt16(r * walk.dilation_h),
+                )
+            ring.advance[config.stages]()
+            c += 1
+            if c == walk.chunks:
+                c = 0
+                s += 1
+                if s == walk.s:
+                    s = 0
+                    r += 1
+        comptime if config.split:
+            return
+        comptime for part in range(config.parts[dtype]()):
+            var to = ring.stages + ring.slot * STAGE
+            var full = ring.full + 8 * ring.slot
+            barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
+            comptime if epilogue.adds:
+                barrier_expect(full, UInt32(config.rows() * BOXES * ROW))
+                comptime for i in range(config.groups):
+                    comptime for j in range(BOXES):
+                        load_2d(
+                            to + UInt32((i * BOXES + j) * ROWS * ROW),
+                            residual_map,
+                            full,
+                            f0 + Int32(part * BOXES + j) * WIDTH,
+                            m0 + Int32(i * ROWS),
+                        )
+            else:
+                barrier_arrive(full)
+            ring.advance[config.stages]()
 
 
 @always_inline
 def _consume[
     dtype: DType, epilogue: Epilogue, config: Config
 ](
-    y_map: TMADescriptor,
+    y_map: UInt64,
     o: Operands[dtype],
     walk: Walk,
-    ring: UInt32,
-    full: UInt32,
-    empty: UInt32,
+    at_start: Ring,
     t: Int32,
-    steps: Int32,
-    m0: Int32,
-    f0: Int32,
+    first_tile: Int32,
+    rank: Int32,
 ):
-    """Multiplies the stages of a block; finishes the tile, or leaves its sums in shared memory."""
+    """Multiplies the stages of the tiles; finishes a tile, or leaves its sums in shared memory."""
     comptime WIDTH = ROW // size_of[dtype]()
     comptime DEPTH = 32 // size_of[dtype]()
     comptime COLUMNS = config.columns
-    comptime STAGES = config.stages
     comptime STAGE = UInt32(config.stage())
     comptime W_AT = UInt32(config.rows() * ROW)
     comptime SUMS = COLUMNS // 2
+    comptime BOXES = config.part[dtype]() // WIDTH
     # A matrix descriptor: 128-byte swizzle, 1024 bytes from eight rows to the next eight.
     comptime MATRIX = (Int64(1) << 62) | (Int64(64) << 32) | (Int64(1) << 16)
 
     var group = t // Int32(GROUP)
-    var sums = StaticTuple[Float32, SUMS](fill=0)
-    var slot = UInt32(0)
-    var parity = UInt32(0)
-    for i in range(steps):
-        barrier_wait(full + 8 * slot, parity)
-        var at = ring + slot * STAGE
-        var x = MATRIX | Int64((at + UInt32(group) * UInt32(ROWS * ROW)) >> 4)
-        var w = MATRIX | Int64((at + W_AT) >> 4)
-        wgmma_fence_aligned()
-        comptime for k in range(4):
-            sums = wgmma_async[64, COLUMNS, DEPTH, a_type=dtype, b_type=dtype](
-                WGMMADescriptor[dtype](x + Int64(2 * k)),
-                WGMMADescriptor[dtype](w + Int64(2 * k)),
-                sums,
-            )
-        wgmma_commit_group_sync()
-        wgmma_wait_group_sync[0]()
-        if t % Int32(GROUP) == 0:
-            barrier_arrive(empty + 8 * slot)
-        slot += 1
-        if slot == UInt32(STAGES):
-            slot = 0
-            parity ^= 1
-
+    var leads = t % Int32(GROUP) == 0
     # Thread 4 a + b of warp d holds the columns 8 j + 2 b, and one more, of rows 16 d + a and 8 on.
-    var lane = t % 32
-    var row = t % Int32(GROUP) // 32 * 16 + lane // 4
-    var pair = lane % 4
+    var row = t % Int32(GROUP) // 32 * 16 + t % 32 // 4
+    var pair = t % 4
+    var steps = walk.taps * walk.chunks
     comptime if config.split:
-        comptime PITCH = (COLUMNS + 8) * 4
-        var to = ring + UInt32(row) * UInt32(PITCH) + UInt32(pair) * 8
-        comptime for j in range(COLUMNS // 8):
-            comptime for half in range(2):
-                var at = to + UInt32(half * 8 * PITCH + j * 32)
-                shared_store(at, bitcast[DType.uint32, 1](sums[4 * j + 2 * half]))
-                shared_store(at + 4, bitcast[DType.uint32, 1](sums[4 * j + 2 * half + 1]))
-    else:
-        barrier_wait(full + 8 * slot, parity)
-        var tile = ring + slot * STAGE + UInt32(group) * UInt32(COLUMNS // WIDTH * ROWS * ROW)
-        var swizzle = UInt32(row % 8)
-        comptime PAIR = 2 * size_of[dtype]()
-        comptime for j in range(COLUMNS // 8):
-            var f = f0 + Int32(8 * j) + pair * 2
-            var bias = SIMD[F32, 2](0)
-            if f < walk.filters:
-                bias = o.bias.unsafe_load[width=2, alignment=8](Int(f))
-            comptime for half in range(2):
-                var value = SIMD[F32, 2](sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
-                value = value.fma(SIMD[F32, 2](o.alpha), bias)
-                comptime if size_of[dtype]() == 2:
-                    comptime BOX = 8 * j // WIDTH
-                    comptime CHUNK = 8 * j % WIDTH // 8
-                    var at = (
-                        tile
-                        + UInt32(BOX * ROWS * ROW)
-                        + UInt32(row + Int32(8 * half)) * UInt32(ROW)
-                        + ((UInt32(CHUNK) ^ swizzle) * 16 + UInt32(pair) * UInt32(PAIR))
-                    )
-                    comptime if epilogue.adds:
-                        value += _unpack[dtype](shared_load(at))
-                    value = activate[epilogue](value)
-                    shared_store(at, _pack[dtype](value[0], value[1]))
-                else:
-                    comptime BOX = 8 * j // WIDTH
-                    comptime CHUNK = 8 * j % WIDTH // 4
-                    var at = (
-                        tile
-                        + UInt32(BOX * ROWS * ROW)
-                        + UInt32(row + Int32(8 * half)) * UInt32(ROW)
-                        + (
-                            ((UInt32(CHUNK) + UInt32(pair) // 2) ^ swizzle) * 16
-                            + UInt32(pair) % 2 * 8
-                        )
-                    )
-                    comptime if epilogue.adds:
-                        value[0] += bitcast[F32, 1](shared_load(at))
-                        value[1] += bitcast[F32, 1](shared_load(at + 4))
-                    value = activate[epilogue](value)
-                    shared_store(at, bitcast[DType.uint32, 1](value[0]))
-                    shared_store(at + 4, bitcast[DType.uint32, 1](value[1]))
-        fence_async()
-        sync_threads(UInt32(group) + 1, UInt32(GROUP))
-        if t % Int32(GROUP) == 0:
-            var map = UInt64(Int(Pointer(to=y_map)))
-            comptime for j in range(COLUMNS // WIDTH):
-                store_2d(
-                    map,
-                    tile + UInt32(j * ROWS * ROW),
-                    f0 + Int32(j * WIDTH),
-                    m0 + group * Int32(ROWS),
+        var end = _share_of(steps, rank + 1, walk.splits)
+        steps = end - _share_of(steps, rank, walk.splits)
+
+    var ring = at_start
+    var storing = UInt32(0)  # The `empty` of the stages that are being stored, and how many.
+    for tile in range(first_tile, walk.blocks, Int32(grid_dim.x)):
+        var row_tile = tile // walk.tiles
+        var m0 = row_tile * Int32(config.rows())
+        var f0 = (tile - row_tile * walk.tiles) * Int32(COLUMNS)
+        var sums = StaticTuple[Float32, SUMS](fill=0)
+        var before = ring.slot
+        for i in range(steps):
+            barrier_wait(ring.full + 8 * ring.slot, ring.parity)
+            var at = ring.stages + ring.slot * STAGE
+            var x = MATRIX | Int64((at + UInt32(group) * UInt32(ROWS * ROW)) >> 4)
+            var w = MATRIX | Int64((at + W_AT) >> 4)
+            wgmma_fence_aligned()
+            comptime for k in range(4):
+                sums = wgmma_async[64, COLUMNS, DEPTH, a_type=dtype, b_type=dtype](
+                    WGMMADescriptor[dtype](x + Int64(2 * k)),
+                    WGMMADescriptor[dtype](w + Int64(2 * k)),
+                    sums,
                 )
-            stores_wait()
+            wgmma_commit_group_sync()
+            if i == 0 and storing != 0 and leads:
+                # The tile before has left shared memory by now, or soon will have.
+                stores_read()
+                comptime for part in range(config.parts[dtype]()):
+                    barrier_arrive(
+                        ring.empty
+                        + 8 * ((storing - 1 + UInt32(part)) % UInt32(config.stages))
+                    )
+                storing = 0
+            comptime if config.overlap:
+                if i > 0:
+                    wgmma_wait_group_sync[1]()
+                    if leads:
+                        barrier_arrive(ring.empty + 8 * before)
+                before = ring.slot
+            else:
+                wgmma_wait_group_sync[0]()
+                if leads:
+                    barrier_arrive(ring.empty + 8 * ring.slot)
+            ring.advance[config.stages]()
+        comptime if config.overlap:
+            wgmma_wait_group_sync[0]()
+            if leads:
+                barrier_arrive(ring.empty + 8 * before)
+
+        comptime if config.split:
+            comptime PITCH = (COLUMNS + 8) * 4
+            var to = ring.stages + UInt32(row) * UInt32(PITCH) + UInt32(pair) * 8
+            comptime for j in range(COLUMNS // 8):
+                comptime for half in range(2):
+                    var at = to + UInt32(half * 8 * PITCH + j * 32)
+                    shared_store2(at, sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
+            return
+
+        storing = ring.slot + 1
+        comptime for part in range(config.parts[dtype]()):
+            barrier_wait(ring.full + 8 * ring.slot, ring.parity)
+            var to = ring.stages + ring.slot * STAGE + UInt32(group) * UInt32(BOXES * ROWS * ROW)
+            comptime for jj in range(BOXES * WIDTH // 8):
+                comptime j = part * BOXES * WIDTH // 8 + jj
+                var f = f0 + Int32(8 * j) + pair * 2
+                var bias = SIMD[F32, 2](0)
+                if f < walk.filters:
+                    bias = o.bias.unsafe_load[width=2, alignment=8](Int(f))
+                comptime for half in range(2):
+                    var value = SIMD[F32, 2](sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
+                    value = value.fma(SIMD[F32, 2](o.alpha), bias)
+                    var at = (
+                        to
+                        + UInt32(8 * jj // WIDTH * ROWS * ROW)
+                        + (UInt32(row) + UInt32(8 * half)) * UInt32(ROW)
+                        + _swizzled[dtype](UInt32(8 * jj % WIDTH) + 2 * UInt32(pair), UInt32(row))
+                    )
+                    comptime if size_of[dtype]() == 2:
+                        comptime if epilogue.adds:
+                            value += bitcast[dtype, 2](shared_load(at)).cast[F32]()
+                        value = activate[epilogue](value)
+                        shared_store(at, bitcast[DType.uint32, 1](value.cast[dtype]()))
+                    else:
+                        comptime if epilogue.adds:
+                            value += shared_load2(at)
+                        value = activate[epilogue](value)
+                        shared_store2(at, value[0], value[1])
+            fence_async()
+            sync_threads(UInt32(group) + 1, UInt32(GROUP))
+            if leads:
+                comptime for j in range(BOXES):
+                    store_2d(
+                        y_map,
+                        to + UInt32(j * ROWS * ROW),
+                        f0 + Int32((part * BOXES + j) * WIDTH),
+                        m0 + group * Int32(ROWS),
+                    )
+                stores_commit()
+            ring.advance[config.stages]()
+    stores_read()
+
+
+@always_inline
+def _swizzled[dtype: DType](column: UInt32, row: UInt32) -> UInt32:
+    """Computes the byte of a column in a row of 128 bytes, whose sixteenths change places."""
+    var byte = column * UInt32(size_of[dtype]())
+    return byte ^ (row % 8 * 16)
 
 
 @always_inline
 def _share[
     dtype: DType, epilogue: Epilogue, config: Config
-](o: Operands[dtype], walk: Walk, ring: UInt32, t: Int32, rank: Int32, m0: Int32, f0: Int32):
+](o: Operands[dtype], walk: Walk, ring: UInt32, t: Int32, tile: Int32, rank: Int32):
     """Adds up a cluster's sums: each block some rows of the tile, 8 columns a thread at a time."""
     comptime PITCH = (config.columns + 8) * 4
     comptime EIGHTS = config.columns // 8
     cluster_sync()
+    var row_tile = tile // walk.tiles
+    var m0 = row_tile * Int32(ROWS)
+    var f0 = (tile - row_tile * walk.tiles) * Int32(config.columns)
     var rows = Int32(ROWS) // walk.splits
     for unit in range(t, rows * Int32(EIGHTS), Int32(config.threads())):
         var row = rank * rows + unit // Int32(EIGHTS)
@@ -661,11 +775,10 @@ def hopper_gemm[
         If a tensor map cannot be made or the launch fails.
     """
     comptime WIDTH = ROW // size_of[dtype]()
-    comptime assert (
-        config.columns * config.rows() * size_of[dtype]() <= config.stage() or config.split
-    ), "hopper_gemm: a stage has to hold the tile's result"
     var tiles = ceildiv(g.f, config.columns)
-    var blocks = ceildiv(g.pixels(), config.rows()) * tiles * splits
+    var blocks = ceildiv(g.pixels(), config.rows()) * tiles
+    # A block of a cluster has one tile; others go from tile to tile.
+    var grid = blocks * splits if config.split else min(blocks, PROCESSORS * config.blocks)
     var c, f, m = Int64(g.c), Int64(g.f), Int64(g.pixels())
     var x_map: TMADescriptor
     if is_plain(g):
@@ -685,8 +798,8 @@ def hopper_gemm[
         y_map,
         residual_map,
         o,
-        Walk(g, ceildiv(g.c, WIDTH), tiles, splits),
-        grid_dim=blocks,
+        Walk(g, chunks=ceildiv(g.c, WIDTH), tiles=tiles, blocks=blocks, splits=splits),
+        grid_dim=grid,
         block_dim=config.threads(),
         cluster_dim=Dim(splits),
         shared_mem_bytes=config.shared(),

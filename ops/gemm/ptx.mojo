@@ -178,13 +178,15 @@ def store_2d(map: UInt64, at: UInt32, x: Int32, y: Int32):
 
 
 @always_inline
-def stores_wait():
-    """Commits the stores that this thread started, and waits until shared memory has been read."""
-    inlined_assembly[
-        "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;",
-        NOTHING,
-        constraints="~{memory}",
-    ]()
+def stores_commit():
+    """Makes the stores that this thread started a group."""
+    inlined_assembly["cp.async.bulk.commit_group;", NOTHING, constraints="~{memory}"]()
+
+
+@always_inline
+def stores_read():
+    """Waits until all groups of this thread's stores have read shared memory."""
+    inlined_assembly["cp.async.bulk.wait_group.read 0;", NOTHING, constraints="~{memory}"]()
 
 
 @always_inline
@@ -240,6 +242,38 @@ def shared_load(at: UInt32) -> UInt32:
         The bytes.
     """
     return inlined_assembly["ld.shared.b32 $0, [$1];", UInt32, constraints="=r,r,~{memory}"](at)
+
+
+@always_inline
+def shared_store2(at: UInt32, a: Float32, b: Float32):
+    """Stores two numbers.
+
+    Args:
+        at: Address, a multiple of 8.
+        a: The first.
+        b: The second.
+    """
+    inlined_assembly["st.shared.v2.f32 [$0], {$1, $2};", NOTHING, constraints="r,f,f,~{memory}"](
+        at, a, b
+    )
+
+
+@always_inline
+def shared_load2(at: UInt32) -> SIMD[DType.float32, 2]:
+    """Loads two numbers.
+
+    Args:
+        at: Address, a multiple of 8.
+
+    Returns:
+        The numbers.
+    """
+    var r = inlined_assembly[
+        "ld.shared.v2.f32 {$0, $1}, [$2];",
+        _RegisterPackType[Float32, Float32],
+        constraints="=f,=f,r,~{memory}",
+    ](at)
+    return SIMD[DType.float32, 2](r[0], r[1])
 
 
 @always_inline

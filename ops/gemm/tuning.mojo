@@ -3,17 +3,14 @@
 from std.math import ceildiv
 
 from ..geometry import Geometry
-from .hopper import Config
+from .hopper import PROCESSORS, Config
 
 comptime CONFIGS: List[Config] = [
-    Config(groups=2, columns=128, stages=3, blocks=2, split=False),
-    Config(groups=2, columns=64, stages=4, blocks=2, split=False),
+    Config(groups=2, columns=128, stages=3, blocks=2),
+    Config(groups=2, columns=64, stages=4, blocks=2),
     Config(groups=1, columns=64, stages=6, blocks=2, split=True),
 ]
 """The tiles that are compiled."""
-
-comptime PROCESSORS = 132
-"""Multiprocessors of an H100 or H200."""
 
 
 struct Choice(TrivialRegisterPassable):
