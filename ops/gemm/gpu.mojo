@@ -241,11 +241,56 @@ def gemm[
     comptime if size_of[dtype]() == 2 and k_major and IS_HOPPER:
         comptime align = 16 // size_of[dtype]()
         if products == 1 and g.c % align == 0 and g.f % align == 0:
-            var choice = choose(g, ROW // size_of[dtype]())
+            var choice = choose(g, ROW // size_of[dtype](), epilogue.adds)
             comptime for i in range(len(CONFIGS)):
                 if choice.config == i:
                     hopper_gemm[dtype, epilogue, CONFIGS[i]](g, o, choice.splits, ctx)
             return
+    gemm_portable[dtype, epilogue, k_major](
+        g,
+        o,
+        products,
+        ctx,
+        x_step=x_step,
+        w_step=w_step,
+        y_step=y_step,
+        bias_step=bias_step,
+    )
+
+
+def gemm_portable[
+    dtype: DType, epilogue: Epilogue, k_major: Bool
+](
+    g: Geometry,
+    o: Operands[dtype],
+    products: Int,
+    ctx: DeviceContext,
+    *,
+    x_step: Int,
+    w_step: Int,
+    y_step: Int,
+    bias_step: Int,
+) raises:
+    """Enqueues products on the CUDA cores, whatever their sizes.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        k_major: Whether w is [F, K], or else [K, F].
+
+    Args:
+        g: Sizes of one product.
+        o: The tensors of all of them.
+        products: How many there are.
+        ctx: The GPU.
+        x_step: Elements of x from one product to the next.
+        w_step: Elements of w from one product to the next.
+        y_step: Elements of y from one product to the next.
+        bias_step: Elements of the bias from one product to the next.
+
+    Raises:
+        If the launch fails.
+    """
     var tiles = ceildiv(g.pixels(), TILE)
     ctx.enqueue_function[gemm_kernel[dtype, epilogue, k_major]](
         o,

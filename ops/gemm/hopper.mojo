@@ -556,8 +556,7 @@ def _consume[
                 stores_read()
                 comptime for part in range(config.parts[dtype]()):
                     barrier_arrive(
-                        ring.empty
-                        + 8 * ((storing - 1 + UInt32(part)) % UInt32(config.stages))
+                        ring.empty + 8 * ((storing - 1 + UInt32(part)) % UInt32(config.stages))
                     )
                 storing = 0
             comptime if config.overlap:
