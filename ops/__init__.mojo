@@ -7,3 +7,4 @@ from .normalize import *
 from .pool import *
 from .rows import *
 from .sparse_conv2d import *
+from .stem import *

@@ -1,0 +1,286 @@
+"""What the stem's kernel knows at compile time, and how an output is cut into tiles."""
+
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.math import ceildiv
+from std.utils import IndexList
+
+from ..operands import Data
+
+comptime WARP_FILTERS = 16
+"""Filters of a warp: two n-tiles of an mma."""
+comptime STEP_ROWS = 4
+"""Rows of the convolution that a warp computes at a time: two m-tiles of 2 rows x 8 columns."""
+comptime GROUP = 8
+"""Columns of the convolution that a warp computes at a time."""
+comptime COLUMNS = 232
+"""Input columns of a tile, px: a row in shared memory has 232 * C numbers, 8 * C at a time."""
+comptime SHARED = 56 * 1024
+"""Bytes of shared memory that a tile may take: four blocks share a multiprocessor of sm_90."""
+
+
+struct Stem(TrivialRegisterPassable):
+    """Sizes of a stem that its kernel is compiled for.
+
+    A row of the window is S * C neighbours in memory, filled up with zero filters to a multiple
+    of 8: a unit is 8 of them, half of the depth of an mma.
+    """
+
+    var c: Int
+    """Input channels, 1 to 4."""
+    var r: Int
+    """Window height, taps."""
+    var s: Int
+    """Window width, taps."""
+    var stride: Int
+    """Input pixels from one window to the next, in both directions."""
+    var pools: Bool
+    """Whether relu and the 3x3/2 maximum follow; layer norm otherwise."""
+
+    def __init__(out self, c: Int, r: Int, s: Int, stride: Int, pools: Bool):
+        """Names the sizes.
+
+        Args:
+            c: Input channels.
+            r: Window height.
+            s: Window width.
+            stride: Stride.
+            pools: Whether the pool follows, or else layer norm.
+        """
+        self.c, self.r, self.s, self.stride, self.pools = c, r, s, stride, pools
+
+    def row_units(self) -> Int:
+        """Counts the units of a row of the window.
+
+        Returns:
+            S * C / 8, rounded up.
+        """
+        return ceildiv(self.s * self.c, 8)
+
+    def units(self) -> Int:
+        """Counts the units of the window: half the steps of K, times 16.
+
+        Returns:
+            R times the units of a row.
+        """
+        return self.r * self.row_units()
+
+    def depths(self) -> Int:
+        """Counts the steps of K.
+
+        Returns:
+            Half the units, rounded up.
+        """
+        return ceildiv(self.units(), 2)
+
+    def pitch(self) -> Int:
+        """Gives the numbers from one input row to the next in shared memory.
+
+        Returns:
+            A multiple of 8.
+        """
+        return COLUMNS * self.c
+
+    def input_rows(self, rows: Int) -> Int:
+        """Counts the input rows under rows of the convolution.
+
+        Args:
+            rows: Rows of the convolution.
+
+        Returns:
+            Input rows.
+        """
+        return (rows - 1) * self.stride + self.r
+
+    def chunks(self, groups: Int) -> Int:
+        """Counts the chunks of 8 pixels that a tile's input row is read in.
+
+        Args:
+            groups: Groups of 8 columns of the tile.
+
+        Returns:
+            Chunks, padding of the last units included.
+        """
+        return ceildiv((groups * GROUP - 1) * self.stride * self.c + 8 * self.row_units(), 8 * self.c)
+
+    def most_groups(self) -> Int:
+        """Counts the groups of 8 columns that a row in shared memory has room for.
+
+        Returns:
+            14 for the 7x7/2 stem, 7 for the 7x7/4 embedding.
+        """
+        return ((self.pitch() - 8 * self.row_units()) // (self.stride * self.c) + 1) // GROUP
+
+
+struct Tiling(DevicePassable, TrivialRegisterPassable):
+    """Sizes of the tensors and of a block's tile, at run time.
+
+    A tile is `steps` times 4 rows and `groups` times 8 columns of the convolution. Where a pool
+    has more than one tile, each begins one output before its own (`lead_p`, `lead_q`): the
+    pixels that the windows of neighbours share are computed twice.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var h: Int32
+    """Input height, px."""
+    var w: Int32
+    """Input width, px."""
+    var p: Int32
+    """Height of the convolution's output, px."""
+    var q: Int32
+    """Width of the convolution's output, px."""
+    var out_p: Int32
+    """Height of the output, px."""
+    var out_q: Int32
+    """Width of the output, px."""
+    var f: Int32
+    """Filters."""
+    var pad: Int32
+    """Zeros on each side of the image, px."""
+    var steps: Int32
+    """Steps of 4 rows of the convolution in a tile."""
+    var groups: Int32
+    """Groups of 8 columns of the convolution in a tile."""
+    var tiles_p: Int32
+    """Tiles of an image, down."""
+    var tiles_q: Int32
+    """Tiles of an image, across."""
+    var lead_p: Int32
+    """Output rows of a tile that belong to the tile above: 0 or 1."""
+    var lead_q: Int32
+    """Output columns of a tile that belong to the tile to the left: 0 or 1."""
+
+    def __init__(
+        out self,
+        stem: Stem,
+        x: IndexList[4],
+        p: Int,
+        q: Int,
+        out_p: Int,
+        out_q: Int,
+        f: Int,
+        pad: Int,
+        steps: Int,
+        groups: Int,
+    ):
+        """Cuts an output into tiles.
+
+        Args:
+            stem: Compile-time sizes.
+            x: Shape of x[N, H, W, C].
+            p: Height of the convolution's output.
+            q: Width of the convolution's output.
+            out_p: Height of the output.
+            out_q: Width of the output.
+            f: Filters.
+            pad: Padding.
+            steps: Steps of 4 rows in a tile.
+            groups: Groups of 8 columns in a tile.
+        """
+        self.h, self.w = Int32(x[1]), Int32(x[2])
+        self.p, self.q, self.out_p, self.out_q = Int32(p), Int32(q), Int32(out_p), Int32(out_q)
+        self.f, self.pad = Int32(f), Int32(pad)
+        self.steps, self.groups = Int32(steps), Int32(groups)
+        var scale = 2 if stem.pools else 1
+        var rows = steps * STEP_ROWS // scale
+        var columns = groups * GROUP // scale
+        var lead_p = Int(stem.pools and out_p > rows)
+        var lead_q = Int(stem.pools and out_q > columns)
+        self.lead_p, self.lead_q = Int32(lead_p), Int32(lead_q)
+        self.tiles_p = Int32(ceildiv(out_p, rows - lead_p))
+        self.tiles_q = Int32(ceildiv(out_q, columns - lead_q))
+
+    def blocks(self, n: Int) -> Int:
+        """Counts the tiles of a batch.
+
+        Args:
+            n: Images.
+
+        Returns:
+            Blocks of the launch.
+        """
+        return n * Int(self.tiles_p * self.tiles_q)
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "Tiling"
+
+
+struct StemOperands[dtype: DType, pixel: DType](DevicePassable, TrivialRegisterPassable):
+    """The tensors of a stem.
+
+    Parameters:
+        dtype: Of the filter and y.
+        pixel: Of x: uint8 levels are normalised, floats are taken as they are.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var x: Data[Self.pixel]
+    """Pixels x[N, H, W, C]."""
+    var mean: Data[DType.float32]
+    """[C], in levels."""
+    var scale: Data[DType.float32]
+    """[C], one over the deviation in levels."""
+    var w: Data[Self.dtype]
+    """Filters as `stem_fragments` of graphs/arrange.py lays them out."""
+    var bias: Data[DType.float32]
+    """[F]."""
+    var gamma: Data[DType.float32]
+    """[F], layer norm's weight; any pointer for a stem that pools."""
+    var beta: Data[DType.float32]
+    """[F], layer norm's bias; any pointer for a stem that pools."""
+    var y: Data[Self.dtype]
+    """The result, NHWC."""
+    var eps: Float32
+    """Layer norm's, added to the variance."""
+
+    def __init__(
+        out self,
+        x: Data[Self.pixel],
+        mean: Data[DType.float32],
+        scale: Data[DType.float32],
+        w: Data[Self.dtype],
+        bias: Data[DType.float32],
+        gamma: Data[DType.float32],
+        beta: Data[DType.float32],
+        y: Data[Self.dtype],
+        eps: Float32,
+    ):
+        """Names the tensors.
+
+        Args:
+            x: Pixels.
+            mean: Of the levels.
+            scale: Of the levels.
+            w: Filters.
+            bias: Bias.
+            gamma: Layer norm's weight.
+            beta: Layer norm's bias.
+            y: Result.
+            eps: Layer norm's.
+        """
+        self.x, self.mean, self.scale, self.w, self.bias = x, mean, scale, w, bias
+        self.gamma, self.beta, self.y, self.eps = gamma, beta, y, eps
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "StemOperands"

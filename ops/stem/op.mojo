@@ -1,0 +1,150 @@
+"""Stems: registration and checks; graphs/nodes.py chooses between them and separate ops."""
+
+from extensibility import InputTensor, OutputTensor, register
+from max.gpu.host import DeviceContext
+from std.sys import has_nvidia_gpu_accelerator
+from std.utils import IndexList
+
+from ..operands import F32, data
+from .config import Stem, StemOperands
+from .gpu import stem_gpu
+
+
+@always_inline
+def _stem[
+    dtype: DType, pixel: DType, //, target: StaticString, stem: Stem
+](
+    o: StemOperands[dtype, pixel], x: IndexList[4], y: IndexList[4], pad: Int, ctx: DeviceContext
+) raises:
+    comptime assert target != "cpu", "stem: a CPU runs separate ops"
+    comptime assert dtype.is_half_float(), "stem: expects bfloat16 or float16"
+    comptime assert stem.c <= 4 and stem.stride * stem.c % 2 == 0, (
+        "stem: expects at most 4 channels, and windows that begin at an even number"
+    )
+    comptime if has_nvidia_gpu_accelerator():
+        if y[0] * y[1] * y[2] > 0:
+            stem_gpu[dtype, pixel, stem](o, x, y, pad, ctx)
+    else:
+        raise Error("stem: expects an NVIDIA GPU; other devices run separate ops")
+
+
+@register("stem_maxpool")
+struct StemMaxPool:
+    """Normalises pixels, convolves them, rectifies and pools: a ResNet's stem."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, c: Int, r: Int, s: Int, stride: Int
+    ](
+        y: OutputTensor[rank=4, ...],
+        x: InputTensor[rank=4, ...],
+        mean: InputTensor[dtype=F32, rank=1, ...],
+        scale: InputTensor[dtype=F32, rank=1, ...],
+        filter: InputTensor[dtype=y.dtype, rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
+        window: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "gpu".
+            c: Input channels.
+            r: Window height.
+            s: Window width.
+            stride: Of the convolution.
+
+        Args:
+            y: Result [N, P', Q', F].
+            x: Pixels [N, H, W, C], uint8 levels or normalised floats.
+            mean: [C], in levels.
+            scale: [C], one over the deviation in levels.
+            filter: Flat, as `stem_fragments` of graphs/arrange.py lays it out.
+            bias: [F].
+            window: The nine numbers of geometry.mojo, in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        _stem[target, Stem(c, r, s, stride, True)](
+            StemOperands[y.dtype, x.dtype](
+                data(x),
+                data(mean),
+                data(scale),
+                data(filter),
+                data(bias),
+                data(bias),
+                data(bias),
+                data(y),
+                0,
+            ),
+            x.shape(),
+            y.shape(),
+            Int(data(window)[unsafe_offset=4]),
+            ctx,
+        )
+
+
+@register("stem_layernorm")
+struct StemLayerNorm:
+    """Normalises pixels, convolves them and normalises each pixel's F: a CvT's embedding."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, c: Int, r: Int, s: Int, stride: Int
+    ](
+        y: OutputTensor[rank=4, ...],
+        x: InputTensor[rank=4, ...],
+        mean: InputTensor[dtype=F32, rank=1, ...],
+        scale: InputTensor[dtype=F32, rank=1, ...],
+        filter: InputTensor[dtype=y.dtype, rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
+        gamma: InputTensor[dtype=F32, rank=1, ...],
+        beta: InputTensor[dtype=F32, rank=1, ...],
+        eps: InputTensor[dtype=F32, rank=1, ...],
+        window: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "gpu".
+            c: Input channels.
+            r: Window height.
+            s: Window width.
+            stride: Of the convolution.
+
+        Args:
+            y: Result [N, P, Q, F].
+            x: Pixels [N, H, W, C], uint8 levels or normalised floats.
+            mean: [C], in levels.
+            scale: [C], one over the deviation in levels.
+            filter: Flat, as `stem_fragments` of graphs/arrange.py lays it out.
+            bias: [F].
+            gamma: [F], layer norm's weight.
+            beta: [F], layer norm's bias.
+            eps: Added to the variance: one number in host memory.
+            window: The nine numbers of geometry.mojo, in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        _stem[target, Stem(c, r, s, stride, False)](
+            StemOperands[y.dtype, x.dtype](
+                data(x),
+                data(mean),
+                data(scale),
+                data(filter),
+                data(bias),
+                data(gamma),
+                data(beta),
+                data(y),
+                data(eps)[unsafe_offset=0],
+            ),
+            x.shape(),
+            y.shape(),
+            Int(data(window)[unsafe_offset=4]),
+            ctx,
+        )
