@@ -6,16 +6,16 @@ from std.utils import IndexList
 
 from ..operands import Data
 
-comptime WARP_FILTERS = 16
-"""Filters of a warp: two n-tiles of an mma."""
+comptime WARP_FILTERS = 32
+"""Filters of a warp: two m-tiles of an mma."""
 comptime STEP_ROWS = 4
-"""Rows of the convolution that a warp computes at a time: two m-tiles of 2 rows x 8 columns."""
+"""Rows of the convolution that a warp computes at a time: an n-tile of 8 columns each."""
 comptime GROUP = 8
 """Columns of the convolution that a warp computes at a time."""
 comptime COLUMNS = 232
 """Input columns of a tile, px: a row in shared memory has 232 * C numbers, 8 * C at a time."""
-comptime SHARED = 56 * 1024
-"""Bytes of shared memory that a tile may take: four blocks share a multiprocessor of sm_90."""
+comptime SHARED = 72 * 1024
+"""Bytes of shared memory that a block may take: three share a multiprocessor of sm_90."""
 
 
 struct Stem(TrivialRegisterPassable):
@@ -56,21 +56,17 @@ struct Stem(TrivialRegisterPassable):
         """
         return ceildiv(self.s * self.c, 8)
 
-    def units(self) -> Int:
-        """Counts the units of the window: half the steps of K, times 16.
-
-        Returns:
-            R times the units of a row.
-        """
-        return self.r * self.row_units()
-
     def depths(self) -> Int:
-        """Counts the steps of K.
+        """Counts the steps of K, 16 deep: pairs of units.
+
+        Pairs lie in one row of the window. If a row has an odd number of units, its last one
+        pairs with the next row's, the even row first.
 
         Returns:
-            Half the units, rounded up.
+            11 for 7 x 7 x 3.
         """
-        return ceildiv(self.units(), 2)
+        var odd = self.row_units() % 2
+        return self.r * (self.row_units() // 2) + odd * ceildiv(self.r, 2)
 
     def pitch(self) -> Int:
         """Gives the numbers from one input row to the next in shared memory.
@@ -115,8 +111,9 @@ struct Tiling(DevicePassable, TrivialRegisterPassable):
     """Sizes of the tensors and of a block's tile, at run time.
 
     A tile is `steps` times 4 rows and `groups` times 8 columns of the convolution. Where a pool
-    has more than one tile, each begins one output before its own (`lead_p`, `lead_q`): the
-    pixels that the windows of neighbours share are computed twice.
+    has more than one tile down, each computes one row of the convolution above its own
+    (`lead_p`); where it has more than one across, its first column of outputs belongs to the
+    tile to the left (`lead_q`): what the windows of neighbours share is computed twice.
     """
 
     comptime device_type: AnyType = Self
@@ -147,7 +144,7 @@ struct Tiling(DevicePassable, TrivialRegisterPassable):
     var tiles_q: Int32
     """Tiles of an image, across."""
     var lead_p: Int32
-    """Output rows of a tile that belong to the tile above: 0 or 1."""
+    """Rows of the convolution above a tile's own that it computes: 0 or 1."""
     var lead_q: Int32
     """Output columns of a tile that belong to the tile to the left: 0 or 1."""
 
@@ -188,8 +185,35 @@ struct Tiling(DevicePassable, TrivialRegisterPassable):
         var lead_p = Int(stem.pools and out_p > rows)
         var lead_q = Int(stem.pools and out_q > columns)
         self.lead_p, self.lead_q = Int32(lead_p), Int32(lead_q)
-        self.tiles_p = Int32(ceildiv(out_p, rows - lead_p))
+        self.tiles_p = Int32(ceildiv(out_p, rows))
         self.tiles_q = Int32(ceildiv(out_q, columns - lead_q))
+
+    def input_rows(self, stem: Stem) -> Int:
+        """Counts the input rows of a tile.
+
+        Args:
+            stem: Compile-time sizes.
+
+        Returns:
+            Rows in shared memory.
+        """
+        return stem.input_rows(Int(self.steps) * STEP_ROWS + Int(self.lead_p))
+
+    def slices(self) -> Int:
+        """Counts the slices of filters: each is a warp's.
+
+        Returns:
+            F / 32.
+        """
+        return Int(self.f) // WARP_FILTERS
+
+    def warps(self) -> Int:
+        """Counts the warps of a block: four or more where the tile has groups for them.
+
+        Returns:
+            A multiple of the slices.
+        """
+        return self.slices() * min(max(1, 4 // self.slices()), Int(self.groups))
 
     def blocks(self, n: Int) -> Int:
         """Counts the tiles of a batch.

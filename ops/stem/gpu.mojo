@@ -6,25 +6,26 @@
     y = (z - mean_f z) / sqrt(var_f z + eps) * gamma + beta                   (CvT)
 
     x[N, H, W, C]                        uint8, or floats that are normalised; C <= 4
-    w[F / 16, K / 16, 32, 2, 2, 2]       filters in the order that the lanes of a warp hold them
-    y[N, P', Q', F]                      bfloat16 or float16; F a multiple of 16, at most 256
+    w[F / 32, K / 16, 2, 32, 4, 2]       filters in the order that the lanes of a warp hold them
+    y[N, P', Q', F]                      bfloat16 or float16; F a multiple of 32, at most 256
 
-An implicit GEMM (M pixels, N = F, K = R * S * C) whose patches need no building: with C channels
+An implicit GEMM (M = F, N pixels, K = R * S * C) whose patches need no building: with C channels
 side by side, a row of the window is one run of S * C numbers. The block normalises the input rows
 of its tile into shared memory, padding and all; a run begins at an even number there, so each
-register of an mma's A is one 32-bit load, free of bank conflicts at stride 2. Runs are filled up
-to a multiple of 8 with zero filters (21 to 24: K is 168). A warp keeps the fragments of its 16
-filters in registers and walks over the tile in steps of 4 rows x 8 columns: rows of the input
-that windows share are loaded once for both m-tiles. Accumulation in float32.
+register of an mma's B is one 32-bit load, free of bank conflicts at stride 2. Runs are filled up
+to a multiple of 8 with zero filters (21 to 24: K is 168). A warp keeps the fragments of its 32
+filters in registers and walks over the tile, 4 rows x 8 columns at a time: what it loads of an
+input row serves all rows of the convolution above it. Accumulation in float32.
 
-An m-tile is 2 rows x 8 columns, so the pool's maximum over rows is within a lane, over columns a
-shuffle; z is never stored. Filters are dealt to the lanes so that each stores 4 neighbours. Layer
-norm combines the statistics of warps (Chan et al. 1979, "Updating formulae"), never E[z^2] - E[z]^2.
+A lane has two neighbouring columns, so the pool is a maximum within it and one shuffle; z is never
+stored. The result is turned over in registers (movmatrix) and stored 8 filters at a time. Layer norm
+rounds z once, to y's type, and combines the statistics of warps (Chan et al. 1979, "Updating
+formulae"), never E[z^2] - E[z]^2.
 
 Bound by the tensor cores (mma) for the pool, by memory for layer norm; docs/kernels.md has figures.
 """
 
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_dim, block_idx, thread_idx
 from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
@@ -52,8 +53,8 @@ Parameters:
     dtype: Of its elements.
 """
 
-comptime MOST_THREADS = 512
-"""Threads of a block of 256 filters, and the bound that leaves each 128 registers."""
+comptime MOST_THREADS = 384
+"""Threads that share a multiprocessor: more than a block has, a bound of 168 registers."""
 
 
 @always_inline
@@ -121,7 +122,6 @@ def _fill[
     h0: Int32,
     w0: Int32,
     rows: Int32,
-    threads: Int32,
     tile: Shared[dtype],
 ):
     """Normalises the input rows from h0 on, from column w0 on, into shared memory."""
@@ -135,7 +135,7 @@ def _fill[
             scale[c] = o.scale[unsafe_offset=c]
     var chunks = Int32(stem.chunks(Int(t.groups)))
     var row_size = t.w * Int32(stem.c)
-    for task in range(Int32(thread_idx.x), rows * chunks, threads):
+    for task in range(Int32(thread_idx.x), rows * chunks, Int32(block_dim.x)):
         var row = task // chunks
         var chunk = task - row * chunks
         var to = tile.unsafe_offset(Int(row * Int32(stem.pitch()) + chunk * CHUNK))
@@ -187,52 +187,286 @@ def _fill[
 
 
 @always_inline
-def _multiply[
-    dtype: DType, //, stem: Stem
-](
-    at: Pointer[UInt32, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
-    b: Array[UInt32, 4 * stem.depths()],
-    mut acc: Array[SIMD[F32, 4], 4],
-    tile: Shared[dtype],
-):
-    """Adds the products of 4 rows x 8 columns to the accumulators [m-tile][n-tile].
+def _transposed(a: UInt32) -> UInt32:
+    """Turns over an 8 x 8 matrix of halves, two of row `lane / 4` in each lane."""
+    return inlined_assembly[
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+        UInt32,
+        constraints="=r,r",
+        has_side_effect=False,
+    ](a)
 
-    Input row i is under tap r of row j of the four where i = j * stride + r; each is loaded once.
+
+@always_inline
+def _multiply[
+    dtype: DType, stem: Stem, rows: Int
+](
+    at: Shared[DType.uint32],
+    w: Array[UInt32, 8 * stem.depths()],
+    bias: Array[SIMD[F32, 4], 2],
+) -> Array[SIMD[F32, 4], 2 * rows]:
+    """Multiplies 32 filters by 8 columns of each of some rows, into [row][m-tile].
+
+    Input row i is under tap r of row j where i = j * stride + r.
     """
     comptime UNITS = stem.row_units()
-    var a = Array[UInt32, stem.input_rows(STEP_ROWS) * UNITS](uninitialized=True)
-    comptime for depth in range(stem.depths()):
-        comptime for half in range(2):
-            comptime unit = 2 * depth + half
-            comptime if unit < stem.units():
-                comptime r = unit // UNITS
-                comptime c = unit % UNITS
-                comptime for j in range(STEP_ROWS):
-                    comptime i = j * stem.stride + r
-                    # The first tap that reads row i does so for the last of the four rows it can.
-                    comptime if i - min(STEP_ROWS - 1, i // stem.stride) * stem.stride == r:
-                        a[i * UNITS + c] = at[unsafe_offset=(i * stem.pitch() + 8 * c) // 2]
+    comptime PAIRS = UNITS // 2
+    comptime PITCH = stem.pitch() // 2
+    var acc = Array[SIMD[F32, 4], 2 * rows](uninitialized=True)
+    comptime for j in range(rows):
         comptime for m in range(2):
-            var operand = SIMD[DType.uint32, 4](0)
-            comptime for half in range(2):
-                comptime unit = 2 * depth + half
-                comptime if unit < stem.units():
-                    comptime for row in range(2):
-                        comptime i = (2 * m + row) * stem.stride + unit // UNITS
-                        operand[2 * half + row] = a[i * UNITS + unit % UNITS]
-            comptime for j in range(2):
-                acc[2 * m + j] = _mma[dtype, 16 if 2 * depth + 1 < stem.units() else 8](
-                    operand,
-                    SIMD[DType.uint32, 2](b[4 * depth + 2 * j], b[4 * depth + 2 * j + 1]),
-                    acc[2 * m + j],
+            acc[2 * j + m] = bias[m]
+    comptime for i in range(stem.input_rows(rows)):
+        comptime for pair in range(PAIRS):
+            var b = SIMD[DType.uint32, 2](
+                at[unsafe_offset=i * PITCH + 8 * pair], at[unsafe_offset=i * PITCH + 8 * pair + 4]
+            )
+            comptime for j in range(rows):
+                comptime r = i - j * stem.stride
+                comptime if r >= 0 and r < stem.r:
+                    comptime for m in range(2):
+                        comptime k = 8 * (r * PAIRS + pair) + 4 * m
+                        var a = SIMD[DType.uint32, 4](w[k], w[k + 1], w[k + 2], w[k + 3])
+                        acc[2 * j + m] = _mma[dtype, 16](a, b, acc[2 * j + m])
+        # The last units of this row and the next, for the rows that see this one under an even tap.
+        comptime if UNITS % 2 == 1 and (stem.stride % 2 == 1 or i % 2 == 0):
+            var b = SIMD[DType.uint32, 2](at[unsafe_offset=i * PITCH + 8 * PAIRS], 0)
+            comptime if i + 1 < stem.input_rows(rows):
+                b[1] = at[unsafe_offset=(i + 1) * PITCH + 8 * PAIRS]
+            comptime for j in range(rows):
+                comptime r = i - j * stem.stride
+                comptime if r >= 0 and r < stem.r and r % 2 == 0:
+                    comptime for m in range(2):
+                        comptime k = 8 * (stem.r * PAIRS + r // 2) + 4 * m
+                        var a = SIMD[DType.uint32, 4](w[k], w[k + 1], w[k + 2], w[k + 3])
+                        acc[2 * j + m] = _mma[dtype, 16 if r + 1 < stem.r else 8](
+                            a, b, acc[2 * j + m]
+                        )
+    return acc^
+
+
+@always_inline
+def _pool[
+    dtype: DType, stem: Stem
+](
+    o: Data[dtype],
+    t: Tiling,
+    n: Int32,
+    row0: Int32,
+    column0: Int32,
+    w: Array[UInt32, 8 * stem.depths()],
+    bias: Array[SIMD[F32, 4], 2],
+    lanes: Shared[DType.uint32],
+    beyond: Shared[DType.uint32],
+):
+    """Convolves the tile, rectifies and pools; the warps of a slice share its groups."""
+    var slices = Int32(t.slices())
+    var splits = Int32(t.warps()) // slices
+    var warp_index = Int32(thread_idx.x) // 32
+    var lane = Int32(thread_idx.x) % 32
+    var g = lane // 4
+    var quad = lane % 4
+    var split = warp_index // slices
+    var channel = Int((warp_index - split * slices) * WARP_FILTERS + quad * 8)
+    var p0 = row0 * 2
+    var q0 = column0 * 2
+    var inside = q0 >= 0 and p0 + t.steps * STEP_ROWS <= t.p and q0 + t.groups * GROUP <= t.q
+    comptime STEP = Int32(STEP_ROWS * stem.stride * stem.pitch() // 2)
+    comptime ACROSS = Int32(GROUP * stem.stride * stem.c // 2)
+    # For each warp and step, a column of two output rows: the last of the group to the left,
+    # and the first of the warp's first group, which waits for another warp's last.
+    var edge = beyond.unsafe_offset(Int((warp_index * t.steps) * 32 + g * 4))
+    var before = beyond.unsafe_offset(Int(((warp_index - slices) * t.steps) * 32 + g * 4))
+    var waiting = edge.unsafe_offset(Int(slices * splits * t.steps * 32))
+    var begin = split * t.groups // splits
+    var end = (split + 1) * t.groups // splits
+
+    @always_inline
+    def store(pooled: Array[UInt32, 4], step: Int32, group: Int32, first: Int32, last: Int32) {var}:
+        """Stores two output rows of a group's 4 columns, from column `first` to before `last`."""
+        var eight = SIMD[DType.uint32, 4](0)
+        comptime for i in range(4):
+            eight[i] = _transposed(pooled[i])
+        var row = row0 + 2 * step + g % 2
+        var column = group * (GROUP // 2) + g // 2
+        if column >= first and column < last and row < t.out_p:
+            var pixel = (Int(n) * Int(t.out_p) + Int(row)) * Int(t.out_q) + Int(column0 + column)
+            o.unsafe_store[alignment=16](pixel * Int(t.f) + channel, bitcast[dtype, 8](eight))
+
+    for group in range(begin, end):
+        var at = lanes.unsafe_offset(Int(group * ACROSS))
+        var column = q0 + group * GROUP + 2 * quad
+        var left_inside = column >= 0 and column < t.q
+        var right_inside = column + 1 >= 0 and column + 1 < t.q
+        var carry = Array[SIMD[F32, 4], 2](fill=SIMD[F32, 4](0))
+        if t.lead_p > 0:
+            if p0 > 0:
+                carry = _multiply[dtype, stem, 1](at, w, bias)
+                if not inside:
+                    comptime for m in range(2):
+                        carry[m][0] = carry[m][0] if left_inside else 0
+                        carry[m][1] = carry[m][1] if right_inside else 0
+                        carry[m][2] = carry[m][2] if left_inside else 0
+                        carry[m][3] = carry[m][3] if right_inside else 0
+            at = at.unsafe_offset(stem.stride * stem.pitch() // 2)
+        for step in range(t.steps):
+            var z = _multiply[dtype, stem, STEP_ROWS](at, w, bias)
+            at = at.unsafe_offset(Int(STEP))
+            if not inside:
+                comptime for j in range(STEP_ROWS):
+                    var p_inside = p0 + step * STEP_ROWS + Int32(j) < t.p
+                    comptime for m in range(2):
+                        comptime for i in range(4):
+                            var kept = p_inside and (right_inside if i % 2 == 1 else left_inside)
+                            z[2 * j + m][i] = z[2 * j + m][i] if kept else 0
+            # The windows of two output rows: the row above, 0, 1 and 1, 2, 3; relu.
+            var both = Array[UInt32, 4](uninitialized=True)
+            var right = Array[UInt32, 4](uninitialized=True)
+            comptime for m in range(2):
+                z[2 + m] = max(z[2 + m], 0)
+                var upper = max(max(carry[m], z[m]), z[2 + m])
+                var lower = max(max(z[2 + m], z[4 + m]), z[6 + m])
+                carry[m] = z[6 + m]
+                comptime for i in range(2):
+                    both[2 * m + i] = bitcast[DType.uint32, 1](
+                        SIMD[F32, 2](
+                            max(upper[2 * i], upper[2 * i + 1]), max(lower[2 * i], lower[2 * i + 1])
+                        ).cast[dtype]()
+                    )
+                    right[2 * m + i] = bitcast[DType.uint32, 1](
+                        SIMD[F32, 2](upper[2 * i + 1], lower[2 * i + 1]).cast[dtype]()
+                    )
+            var left = Array[UInt32, 4](uninitialized=True)
+            comptime for i in range(4):
+                left[i] = warp.shuffle_up(right[i], 1)
+            var here = edge.unsafe_offset(Int(step * 32))
+            if quad == 0:
+                var outer = SIMD[DType.uint32, 4](0)
+                if group > begin:
+                    outer = here.unsafe_load[width=4, alignment=16]()
+                comptime for i in range(4):
+                    left[i] = outer[i]
+            syncwarp()
+            if quad == 3:
+                here.unsafe_store[alignment=16](
+                    0, SIMD[DType.uint32, 4](right[0], right[1], right[2], right[3])
                 )
+            comptime for i in range(4):
+                both[i] = _largest(both[i], left[i])
+            var first = t.lead_q
+            if group == begin and begin > 0:
+                if quad == 0:
+                    waiting.unsafe_store[alignment=16](
+                        Int(step * 32), SIMD[DType.uint32, 4](both[0], both[1], both[2], both[3])
+                    )
+                first = begin * (GROUP // 2) + 1
+            store(both, step, group, first, t.out_q - column0)
+            syncwarp()
+
+    barrier()
+    if begin > 0:
+        var first = begin * (GROUP // 2)
+        for step in range(t.steps):
+            var one = waiting.unsafe_load[width=4, alignment=16](Int(step * 32))
+            var other = before.unsafe_load[width=4, alignment=16](Int(step * 32))
+            var both = Array[UInt32, 4](uninitialized=True)
+            comptime for i in range(4):
+                both[i] = _largest(one[i], other[i])
+            store(both, step, begin, first, min(first + 1, t.out_q - column0))
+
+
+@always_inline
+def _layernorm[
+    dtype: DType, pixel: DType, stem: Stem
+](
+    o: StemOperands[dtype, pixel],
+    t: Tiling,
+    n: Int32,
+    p0: Int32,
+    q0: Int32,
+    w: Array[UInt32, 8 * stem.depths()],
+    bias: Array[SIMD[F32, 4], 2],
+    lanes: Shared[DType.uint32],
+    beyond: Shared[DType.uint32],
+):
+    """Convolves the tile and normalises its pixels; the warps of a slice share its steps."""
+    var slices = Int32(t.slices())
+    var splits = Int32(t.warps()) // slices
+    var warp_index = Int32(thread_idx.x) // 32
+    var lane = Int32(thread_idx.x) % 32
+    var quad = lane % 4
+    var split = warp_index // slices
+    var channel = Int((warp_index - split * slices) * WARP_FILTERS + quad * 8)
+    var gamma = o.gamma.unsafe_load[width=8, alignment=4](channel)
+    var beta = o.beta.unsafe_load[width=8, alignment=4](channel)
+    # Mean and squares of 32 filters, [2][warp][lane][2]; lane `quad` of a column has row `quad`.
+    var partial = beyond.unsafe_bitcast[Float32]()
+    var turn = Int32(0)
+    var total = t.steps * t.groups
+    for round in range(ceildiv(total, splits)):
+        var index = min(round * splits + split, total - 1)
+        var group = index // t.steps
+        var step = index - group * t.steps
+        var at = lanes.unsafe_offset(
+            Int(
+                step * Int32(STEP_ROWS * stem.stride * stem.pitch() // 2)
+                + group * Int32(GROUP * stem.stride * stem.c // 2)
+            )
+        )
+        var z = _multiply[dtype, stem, STEP_ROWS](at, w, bias)
+        # Turned over: a lane has 8 filters of column lane / 4 in each row.
+        var tokens = Array[SIMD[dtype, 8], STEP_ROWS](uninitialized=True)
+        var mine = SIMD[F32, 2](0)
+        comptime for j in range(STEP_ROWS):
+            var eight = SIMD[DType.uint32, 4](0)
+            comptime for m in range(2):
+                comptime for i in range(2):
+                    var two = SIMD[F32, 2](z[2 * j + m][2 * i], z[2 * j + m][2 * i + 1])
+                    eight[2 * m + i] = _transposed(bitcast[DType.uint32, 1](two.cast[dtype]()))
+            tokens[j] = bitcast[dtype, 8](eight)
+            var value = tokens[j].cast[F32]()
+            var sum = value.reduce_add()
+            sum += warp.shuffle_xor(sum, 1)
+            sum += warp.shuffle_xor(sum, 2)
+            var d = value - sum / WARP_FILTERS
+            var squares = (d * d).reduce_add()
+            squares += warp.shuffle_xor(squares, 1)
+            squares += warp.shuffle_xor(squares, 2)
+            if quad == Int32(j):
+                mine = SIMD[F32, 2](sum / WARP_FILTERS, squares)
+        var here = partial.unsafe_offset(
+            Int((turn * Int32(t.warps()) + split * slices) * 64 + lane * 2)
+        )
+        turn = 1 - turn
+        here.unsafe_store[alignment=8](Int((warp_index - split * slices) * 64), mine)
+        barrier()
+        var mean = Float32(0)
+        for i in range(slices):
+            mean += here[unsafe_offset=Int(i * 64)]
+        mean /= Float32(slices)
+        var squares = Float32(0)
+        for i in range(slices):
+            var part = here.unsafe_load[width=2, alignment=8](Int(i * 64))
+            var d = part[0] - mean
+            squares += part[1] + d * d * WARP_FILTERS
+        var deviation = 1 / sqrt(squares / Float32(t.f) + o.eps)
+        var q = q0 + group * GROUP + lane // 4
+        comptime for j in range(STEP_ROWS):
+            var source = UInt32(lane - quad + Int32(j))
+            var centre = warp.shuffle_idx(mean, source)
+            var factor = warp.shuffle_idx(deviation, source)
+            var p = p0 + step * STEP_ROWS + Int32(j)
+            if q < t.q and p < t.p and round * splits + split < total:
+                var to = ((Int(n) * Int(t.p) + Int(p)) * Int(t.q) + Int(q)) * Int(t.f) + channel
+                var y = ((tokens[j].cast[F32]() - centre) * factor).fma(gamma, beta)
+                o.y.unsafe_store[alignment=16](to, y.cast[dtype]())
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](MOST_THREADS))
 def stem_kernel[
     dtype: DType, pixel: DType, stem: Stem
 ](o: StemOperands[dtype, pixel], t: Tiling):
-    """Computes a tile of the output; a block has F / 16 warps.
+    """Computes a tile of the output.
 
     Parameters:
         dtype: Of the filter and y.
@@ -243,231 +477,90 @@ def stem_kernel[
         o: Tensors.
         t: Sizes and tiling.
     """
-    var warps = t.f // WARP_FILTERS
-    var slice = Int32(thread_idx.x) // 32
+    var slice = Int32(thread_idx.x) // 32 % Int32(t.slices())
     var lane = Int32(thread_idx.x) % 32
     var g = lane // 4
-    var quad = lane % 4
-    var channel = Int(slice * WARP_FILTERS + quad * 4)
 
     # Weights may be read before the grid that this one depends on has ended.
-    var b = Array[UInt32, 4 * stem.depths()](uninitialized=True)
-    var filters = o.w.unsafe_bitcast[UInt32]()
-    comptime for depth in range(stem.depths()):
-        var four = filters.unsafe_load[width=4, alignment=16](
-            (Int(slice) * stem.depths() + depth) * 128 + Int(lane) * 4
-        )
-        comptime for i in range(4):
-            b[4 * depth + i] = four[i]
-    var bias = o.bias.unsafe_load[width=4, alignment=4](channel)
+    var w = Array[UInt32, 8 * stem.depths()](uninitialized=True)
+    var filters = o.w.unsafe_bitcast[UInt32]().unsafe_offset(
+        Int(slice) * stem.depths() * 256 + Int(lane) * 4
+    )
+    comptime for i in range(2 * stem.depths()):
+        var four = filters.unsafe_load[width=4, alignment=16](i * 128)
+        comptime for j in range(4):
+            w[4 * i + j] = four[j]
+    var bias = Array[SIMD[F32, 4], 2](uninitialized=True)
+    comptime for m in range(2):
+        var at = Int(slice * WARP_FILTERS + g // 2 * 8 + g % 2) + 4 * m
+        var low = o.bias[unsafe_offset=at]
+        var high = o.bias[unsafe_offset=at + 2]
+        bias[m] = SIMD[F32, 4](low, low, high, high)
     wait_on_dependent_grids()
     launch_dependent_grids()
 
     var tile_row = Int32(block_idx.x) // t.tiles_q
     var n = tile_row // t.tiles_p
     comptime scale = Int32(2 if stem.pools else 1)
-    var rows = t.steps * STEP_ROWS // scale
-    var columns = t.groups * GROUP // scale
     # The first output that the tile computes, whether its own or not.
-    var row0 = (tile_row - n * t.tiles_p) * (rows - t.lead_p) - t.lead_p
-    var column0 = (Int32(block_idx.x) - tile_row * t.tiles_q) * (columns - t.lead_q) - t.lead_q
-    var p0 = row0 * scale
-    var q0 = column0 * scale
-
+    var row0 = (tile_row - n * t.tiles_p) * (t.steps * STEP_ROWS // scale)
+    var column0 = Int32(block_idx.x) - tile_row * t.tiles_q
+    column0 = column0 * (t.groups * GROUP // scale - t.lead_q) - t.lead_q
     var tile = external_memory[Scalar[dtype], address_space=AddressSpace.SHARED, alignment=16]()
-    var input_rows = Int32(stem.input_rows(Int(t.steps) * STEP_ROWS))
+    var rows = Int32(t.input_rows(stem))
     _fill[stem](
         o,
         t,
         n,
-        p0 * Int32(stem.stride) - t.pad,
-        q0 * Int32(stem.stride) - t.pad,
-        input_rows,
-        warps * 32,
+        (row0 * scale - t.lead_p) * Int32(stem.stride) - t.pad,
+        column0 * scale * Int32(stem.stride) - t.pad,
+        rows,
         tile,
     )
     barrier()
 
-    var inside = p0 >= 0 and q0 >= 0 and p0 + t.steps * STEP_ROWS <= t.p
-    inside = inside and q0 + t.groups * GROUP <= t.q
     var lanes = tile.unsafe_bitcast[UInt32]().unsafe_offset(
-        Int(g * Int32(stem.stride * stem.c // 2) + quad)
+        Int(g * Int32(stem.stride * stem.c // 2) + lane % 4)
     )
-    var beyond = tile.unsafe_offset(Int(input_rows) * stem.pitch())
-    # Pool: the last column of the group to the left, [warp][output row][16 filters].
-    var edge = beyond.unsafe_bitcast[UInt32]().unsafe_offset(Int(slice * rows) * (WARP_FILTERS // 2))
-    # Layer norm: mean and squares of 16 filters, [2][row][column][warp][2].
-    var partial = beyond.unsafe_bitcast[Float32]()
-    var turn = Int32(0)
-    var gamma = SIMD[F32, 4](0)
-    var beta = SIMD[F32, 4](0)
-    comptime if not stem.pools:
-        gamma = o.gamma.unsafe_load[width=4, alignment=4](channel)
-        beta = o.beta.unsafe_load[width=4, alignment=4](channel)
-
-    for group in range(t.groups):
-        var carry = Array[SIMD[F32, 2], 2](fill=SIMD[F32, 2](0))
-        var column_inside = q0 + group * GROUP + g >= 0 and q0 + group * GROUP + g < t.q
-        for step in range(t.steps):
-            var acc = Array[SIMD[F32, 4], 4](uninitialized=True)
-            comptime for m in range(2):
-                comptime for j in range(2):
-                    acc[2 * m + j] = SIMD[F32, 4](
-                        bias[2 * j], bias[2 * j + 1], bias[2 * j], bias[2 * j + 1]
-                    )
-            var at = lanes.unsafe_offset(
-                Int(
-                    step * Int32(STEP_ROWS * stem.stride * stem.pitch() // 2)
-                    + group * Int32(GROUP * stem.stride * stem.c // 2)
-                )
-            )
-            _multiply[stem](at, b, acc, tile)
-
-            comptime if stem.pools:
-                var odd = g % 2 != 0
-                var own = Array[UInt32, 2](uninitialized=True)
-                var left = Array[UInt32, 2](uninitialized=True)
-                var last = Array[UInt32, 4](uninitialized=True)
-                comptime for j in range(2):
-                    # z of the four rows, this lane's column and two of its four filters.
-                    var z = Array[SIMD[F32, 2], 4](uninitialized=True)
-                    comptime for i in range(4):
-                        z[i] = SIMD[F32, 2](
-                            acc[i // 2 * 2 + j][i % 2 * 2], acc[i // 2 * 2 + j][i % 2 * 2 + 1]
-                        )
-                    if not inside:
-                        comptime for i in range(4):
-                            var p = p0 + step * STEP_ROWS + Int32(i)
-                            if not column_inside or p < 0 or p >= t.p:
-                                z[i] = 0
-                    # The windows of two output rows: the row above, 0, 1 and 1, 2, 3; relu.
-                    z[1] = max(z[1], 0)
-                    var upper = max(max(carry[j], z[0]), z[1])
-                    var lower = max(max(z[1], z[2]), z[3])
-                    carry[j] = z[3]
-                    var a = bitcast[DType.uint32, 1](upper.cast[dtype]())
-                    var c = bitcast[DType.uint32, 1](lower.cast[dtype]())
-                    # An even lane finishes the upper row around its column, an odd lane the
-                    # lower row around the column to its left.
-                    var other = warp.shuffle_xor(a if odd else c, 4)
-                    own[j] = _largest(c if odd else a, other)
-                    var left_a = warp.shuffle_up(a, 4)
-                    var left_c = warp.shuffle_up(c, 8)
-                    left[j] = left_c if odd else left_a
-                    last[j] = a
-                    last[2 + j] = c
-                if g < 2:
-                    left[0] = 0
-                    left[1] = 0
-                    if group > 0:
-                        var before = edge.unsafe_load[width=2, alignment=8](
-                            Int((2 * step + g) * (WARP_FILTERS // 2) + 2 * quad)
-                        )
-                        left[0] = before[0]
-                        left[1] = before[1]
-                syncwarp()
-                if g == 7:
-                    comptime for i in range(2):
-                        edge.unsafe_store[alignment=8](
-                            Int((2 * step + Int32(i)) * (WARP_FILTERS // 2) + 2 * quad),
-                            SIMD[DType.uint32, 2](last[2 * i], last[2 * i + 1]),
-                        )
-                syncwarp()
-                var row = 2 * step + g % 2
-                var column = (group * GROUP + g) // 2
-                if (
-                    row >= t.lead_p
-                    and column >= t.lead_q
-                    and row0 + row < t.out_p
-                    and column0 + column < t.out_q
-                ):
-                    var pixel_at = (Int(n) * Int(t.out_p) + Int(row0 + row)) * Int(t.out_q)
-                    var to = (pixel_at + Int(column0 + column)) * Int(t.f) + channel
-                    o.y.unsafe_bitcast[UInt32]().unsafe_store[alignment=8](
-                        to // 2,
-                        SIMD[DType.uint32, 2](
-                            _largest(own[0], left[0]), _largest(own[1], left[1])
-                        ),
-                    )
-            else:
-                var z = Array[SIMD[F32, 4], 4](uninitialized=True)
-                var mine = SIMD[F32, 2](0)
-                comptime for i in range(4):
-                    z[i] = SIMD[F32, 4](
-                        acc[i // 2 * 2][i % 2 * 2],
-                        acc[i // 2 * 2][i % 2 * 2 + 1],
-                        acc[i // 2 * 2 + 1][i % 2 * 2],
-                        acc[i // 2 * 2 + 1][i % 2 * 2 + 1],
-                    )
-                    var sum = z[i].reduce_add()
-                    sum += warp.shuffle_xor(sum, 1)
-                    sum += warp.shuffle_xor(sum, 2)
-                    var d = z[i] - sum / WARP_FILTERS
-                    var squares = (d * d).reduce_add()
-                    squares += warp.shuffle_xor(squares, 1)
-                    squares += warp.shuffle_xor(squares, 2)
-                    if quad == Int32(i):
-                        mine = SIMD[F32, 2](sum / WARP_FILTERS, squares)
-                # Lane `quad` of a column keeps the statistics of row `quad`.
-                var pixel_at = Int(((turn * 4 + quad) * GROUP + g) * warps) * 2
-                turn = 1 - turn
-                partial.unsafe_store[alignment=8](pixel_at + Int(slice) * 2, mine)
-                barrier()
-                var mean = Float32(0)
-                for i in range(warps):
-                    mean += partial[unsafe_offset=pixel_at + Int(i) * 2]
-                mean /= Float32(warps)
-                var squares = Float32(0)
-                for i in range(warps):
-                    var part = partial.unsafe_load[width=2, alignment=8](pixel_at + Int(i) * 2)
-                    var d = part[0] - mean
-                    squares += part[1] + d * d * WARP_FILTERS
-                var deviation = 1 / sqrt(squares / Float32(t.f) + o.eps)
-                comptime for i in range(4):
-                    var source = UInt32(lane - quad + Int32(i))
-                    var centre = warp.shuffle_idx(mean, source)
-                    var factor = warp.shuffle_idx(deviation, source)
-                    var p = p0 + step * STEP_ROWS + Int32(i)
-                    if column_inside and p < t.p:
-                        var row_at = (Int(n) * Int(t.p) + Int(p)) * Int(t.q)
-                        var to = (row_at + Int(q0 + group * GROUP + g)) * Int(t.f) + channel
-                        var y = ((z[i] - centre) * factor).fma(gamma, beta)
-                        o.y.unsafe_store[alignment=8](to, y.cast[dtype]())
+    var beyond = tile.unsafe_offset(Int(rows) * stem.pitch()).unsafe_bitcast[UInt32]()
+    comptime if stem.pools:
+        _pool[dtype, stem](o.y, t, n, row0, column0, w, bias, lanes, beyond)
+    else:
+        _layernorm[dtype, pixel, stem](o, t, n, row0, column0, w, bias, lanes, beyond)
 
 
-def shared_bytes[stem: Stem](f: Int, steps: Int) -> Int:
+def shared_bytes[stem: Stem](t: Tiling) -> Int:
     """Counts the shared memory of a block.
 
     Parameters:
         stem: Compile-time sizes.
 
     Args:
-        f: Filters.
-        steps: Steps of 4 rows in a tile.
+        t: Sizes and tiling.
 
     Returns:
         Bytes.
     """
-    var tile = stem.input_rows(steps * STEP_ROWS) * stem.pitch() * 2
+    var tile = t.input_rows(stem) * stem.pitch() * 2
     comptime if stem.pools:
-        return tile + f * 2 * STEP_ROWS // 2 * steps
+        return tile + 2 * t.warps() * Int(t.steps) * 128
     else:
-        return tile + 2 * STEP_ROWS * GROUP * (f // WARP_FILTERS) * 8
+        return tile + 2 * t.warps() * 256
 
 
 def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
     """Estimates the clocks of a launch, from figures of an H200.
 
-    A multiprocessor is either busy (330 clocks for a step of four warps, 1.5 for each chunk of
-    pixels), or waits for the blocks it holds at a time, each by itself twice as slow.
+    A multiprocessor is either busy (160 clocks for a step of a warp, 1.5 for each chunk of
+    pixels), or waits for the blocks that it holds at a time.
     """
-    var warps = Int(t.f) // WARP_FILTERS
+    var warps = t.warps()
     var each = ceildiv(t.blocks(n), processors)
-    var resident = max(1, min(16 // warps, 224 * 1024 // (shared + 1024)))
+    var resident = max(1, min(12 // warps, 224 * 1024 // (shared + 1024)))
     var steps = Int(t.steps * t.groups)
-    var chunks = stem.input_rows(Int(t.steps) * STEP_ROWS) * stem.chunks(Int(t.groups))
-    var busy = each * (steps * 330 * max(warps, 4) // 4 + chunks * 3 // 2)
-    var waiting = 1500 + steps * 600 + ceildiv(chunks, warps * 32) * 300
+    var chunks = t.input_rows(stem) * stem.chunks(Int(t.groups))
+    var busy = each * (steps * t.slices() * 160 + chunks * 3 // 2)
+    var waiting = 1500 + ceildiv(steps * t.slices(), warps) * 900 + ceildiv(chunks, warps * 32) * 300
     return max(busy, ceildiv(each, resident) * waiting)
 
 
@@ -491,19 +584,16 @@ def tiling[
     """
     var p = (x[1] + 2 * pad - stem.r) // stem.stride + 1
     var q = (x[2] + 2 * pad - stem.s) // stem.stride + 1
-    var best = Tiling(stem, x, p, q, y[1], y[2], y[3], pad, 1, min(2, stem.most_groups()))
+    var best = Tiling(stem, x, p, q, y[1], y[2], y[3], pad, 1, 2)
     var least = Int.MAX
-    var steps = 1
-    while steps == 1 or shared_bytes[stem](y[3], steps) <= SHARED:
+    for steps in range(1, min(4, ceildiv(p, STEP_ROWS)) + 1):
         for groups in range(2, min(stem.most_groups(), max(2, ceildiv(q, GROUP))) + 1):
             var t = Tiling(stem, x, p, q, y[1], y[2], y[3], pad, steps, groups)
-            var cost = _cost[stem](t, n, shared_bytes[stem](y[3], steps), processors)
-            if cost < least:
+            var shared = shared_bytes[stem](t)
+            var cost = _cost[stem](t, n, shared, processors)
+            if shared <= SHARED and cost < least:
                 best = t
                 least = cost
-        if steps * STEP_ROWS >= p:
-            break
-        steps *= 2
     return best
 
 
@@ -552,12 +642,12 @@ def enqueue_stem[
     Raises:
         If the launch fails.
     """
-    var shared = shared_bytes[stem](Int(t.f), Int(t.steps))
+    var shared = shared_bytes[stem](t)
     ctx.enqueue_function[stem_kernel[dtype, pixel, stem]](
         o,
         t,
         grid_dim=t.blocks(n),
-        block_dim=Int(t.f) // WARP_FILTERS * 32,
+        block_dim=t.warps() * 32,
         shared_mem_bytes=shared,
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(shared)),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_BEGINNING),
