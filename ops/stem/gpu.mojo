@@ -95,13 +95,9 @@ def _largest(a: UInt32, b: UInt32) -> UInt32:
 
 @always_inline
 def _normalised[
-    dtype: DType, pixel: DType, //, stem: Stem
+    dtype: DType, pixel: DType, stem: Stem
 ](
-    o: StemOperands[dtype, pixel],
-    level: SIMD[F32, 8],
-    first: Int,
-    mean: Array[Float32, 4],
-    scale: Array[Float32, 4],
+    level: SIMD[F32, 8], first: Int, mean: Array[Float32, 4], scale: Array[Float32, 4]
 ) -> SIMD[dtype, 8]:
     """Normalises 8 neighbours; the channel of the first is `first` modulo C."""
     comptime if pixel != DType.uint8:
@@ -110,6 +106,33 @@ def _normalised[
     comptime for i in range(8):
         value[i] = (level[i] - mean[(first + i) % stem.c]) * scale[(first + i) % stem.c]
     return value.cast[dtype]()
+
+
+@always_inline
+def _load[
+    pixel: DType, size: Int, //, stem: Stem
+](x: Data[pixel], at: Int, mut level: Array[SIMD[pixel, 8], size], to: Int):
+    """Reads 8 pixels from x[at] on into C vectors."""
+    comptime if pixel == DType.uint8:
+        # Whole words around the chunk, shifted into place.
+        var address = Int(x) + at
+        var words = Data[DType.uint32](unsafe_from_address=address // 4 * 4)
+        var shift = UInt32(address % 4 * 8)
+        var word = Array[UInt32, 2 * stem.c + 1](uninitialized=True)
+        comptime for i in range(2 * stem.c):
+            word[i] = words[unsafe_offset=i]
+        word[2 * stem.c] = words[unsafe_offset=(address % 4 + 8 * stem.c - 1) // 4]
+        comptime for i in range(stem.c):
+            var low = llvm_intrinsic["llvm.fshr.i32", UInt32, has_side_effect=False](
+                word[2 * i + 1], word[2 * i], shift
+            )
+            var high = llvm_intrinsic["llvm.fshr.i32", UInt32, has_side_effect=False](
+                word[2 * i + 2], word[2 * i + 1], shift
+            )
+            level[to + i] = bitcast[pixel, 8](SIMD[DType.uint32, 2](low, high))
+    else:
+        comptime for i in range(stem.c):
+            level[to + i] = x.unsafe_load[width=8, alignment=size_of[pixel]()](at + 8 * i)
 
 
 @always_inline
@@ -126,7 +149,8 @@ def _fill[
 ):
     """Normalises the input rows from h0 on, from column w0 on, into shared memory."""
     comptime CHUNK = Int32(8 * stem.c)
-    comptime WORDS = 2 * stem.c
+    # Chunks that a thread has on their way from memory at a time.
+    comptime BATCH = 3 if pixel == DType.uint8 else 1
     var mean = Array[Float32, 4](fill=0)
     var scale = Array[Float32, 4](fill=0)
     comptime if pixel == DType.uint8:
@@ -135,55 +159,72 @@ def _fill[
             scale[c] = o.scale[unsafe_offset=c]
     var chunks = Int32(stem.chunks(Int(t.groups)))
     var row_size = t.w * Int32(stem.c)
-    for task in range(Int32(thread_idx.x), rows * chunks, Int32(block_dim.x)):
-        var row = task // chunks
-        var chunk = task - row * chunks
+    var start = w0 * Int32(stem.c)
+    # Chunks that lie in the image; the others are padding, or partly so.
+    var low = min(max(ceildiv(-start, CHUNK), 0), chunks)
+    var high = min(max((row_size - start) // CHUNK, low), chunks)
+    var span = high - low
+    var threads = Int32(block_dim.x)
+    var image = Int(n) * Int(t.h)
+
+    var task = Int32(thread_idx.x)
+    while task < rows * span:
+        var row = Array[Int32, BATCH](fill=-1)
+        var chunk = Array[Int32, BATCH](fill=0)
+        var level = Array[SIMD[pixel, 8], BATCH * stem.c](fill=SIMD[pixel, 8](0))
+        comptime for b in range(BATCH):
+            if task < rows * span:
+                row[b] = task // span
+                chunk[b] = low + task - row[b] * span
+                var h = h0 + row[b]
+                if h >= 0 and h < t.h:
+                    var at = (image + Int(h)) * Int(row_size) + Int(start + chunk[b] * CHUNK)
+                    _load[stem](o.x, at, level, b * stem.c)
+            task += threads
+        comptime for b in range(BATCH):
+            if row[b] >= 0:
+                var h = h0 + row[b]
+                var to = tile.unsafe_offset(Int(row[b] * Int32(stem.pitch()) + chunk[b] * CHUNK))
+                comptime for i in range(stem.c):
+                    var value = _normalised[dtype, pixel, stem](
+                        level[b * stem.c + i].cast[F32](), 8 * i, mean, scale
+                    )
+                    if h < 0 or h >= t.h:
+                        value = 0
+                    to.unsafe_store[alignment=16](8 * i, value)
+
+    var rest = chunks - span
+    for edge in range(Int32(thread_idx.x), rows * rest, threads):
+        var row = edge // rest
+        var chunk = edge - row * rest
+        if chunk >= low:
+            chunk += span
         var to = tile.unsafe_offset(Int(row * Int32(stem.pitch()) + chunk * CHUNK))
         var h = h0 + row
-        var first = w0 * Int32(stem.c) + chunk * CHUNK
-        if h < 0 or h >= t.h or first >= row_size or first + CHUNK <= 0:
-            comptime for i in range(stem.c):
-                to.unsafe_store[alignment=16](8 * i, SIMD[dtype, 8](0))
-            continue
-        var at = (Int(n) * Int(t.h) + Int(h)) * Int(row_size) + Int(first)
-        if first >= 0 and first + CHUNK <= row_size:
-            comptime if pixel == DType.uint8:
-                # Whole words around the chunk, shifted into place.
-                var address = Int(o.x) + at
-                var words = Data[DType.uint32](unsafe_from_address=address // 4 * 4)
-                var shift = UInt32(address % 4 * 8)
-                var word = Array[UInt32, WORDS + 1](uninitialized=True)
-                comptime for i in range(WORDS):
-                    word[i] = words[unsafe_offset=i]
-                word[WORDS] = words[unsafe_offset=(address % 4 + 8 * stem.c - 1) // 4]
-                comptime for i in range(stem.c):
-                    var low = llvm_intrinsic["llvm.fshr.i32", UInt32, has_side_effect=False](
-                        word[2 * i + 1], word[2 * i], shift
-                    )
-                    var high = llvm_intrinsic["llvm.fshr.i32", UInt32, has_side_effect=False](
-                        word[2 * i + 2], word[2 * i + 1], shift
-                    )
-                    var bytes = bitcast[DType.uint8, 8](SIMD[DType.uint32, 2](low, high))
-                    to.unsafe_store[alignment=16](
-                        8 * i, _normalised[stem](o, bytes.cast[F32](), 8 * i, mean, scale)
-                    )
-            else:
-                comptime for i in range(stem.c):
-                    var value = o.x.unsafe_load[width=8, alignment=size_of[pixel]()](at + 8 * i)
-                    to.unsafe_store[alignment=16](
-                        8 * i, _normalised[stem](o, value.cast[F32](), 8 * i, mean, scale)
-                    )
-        else:
-            comptime for i in range(stem.c):
-                var value = SIMD[F32, 8](0)
-                var inside = SIMD[DType.bool, 8](fill=False)
-                comptime for j in range(8):
-                    var index = first + Int32(8 * i + j)
-                    if index >= 0 and index < row_size:
-                        value[j] = o.x[unsafe_offset=at + 8 * i + j].cast[F32]()
-                        inside[j] = True
-                var result = _normalised[stem](o, value, 8 * i, mean, scale)
-                to.unsafe_store[alignment=16](8 * i, inside.select(result, SIMD[dtype, 8](0)))
+        var first = start + chunk * CHUNK
+        var at = (image + Int(h)) * Int(row_size) + Int(first)
+        comptime for i in range(stem.c):
+            var value = SIMD[F32, 8](0)
+            var inside = SIMD[DType.bool, 8](fill=False)
+            comptime for j in range(8):
+                var index = first + Int32(8 * i + j)
+                if h >= 0 and h < t.h and index >= 0 and index < row_size:
+                    value[j] = o.x[unsafe_offset=at + 8 * i + j].cast[F32]()
+                    inside[j] = True
+            var result = _normalised[dtype, pixel, stem](value, 8 * i, mean, scale)
+            to.unsafe_store[alignment=16](8 * i, inside.select(result, SIMD[dtype, 8](0)))
+
+
+@always_inline
+def _rectified[dtype: DType](low: Float32, high: Float32) -> UInt32:
+    """Rounds a pair, not below zero."""
+    comptime kind = "bf16x2" if dtype == DType.bfloat16 else "f16x2"
+    return inlined_assembly[
+        "cvt.rn.relu." + kind + ".f32 $0, $1, $2;",
+        UInt32,
+        constraints="=r,f,f",
+        has_side_effect=False,
+    ](high, low)
 
 
 @always_inline
@@ -216,7 +257,13 @@ def _multiply[
     comptime for j in range(rows):
         comptime for m in range(2):
             acc[2 * j + m] = bias[m]
-    comptime for i in range(stem.input_rows(rows)):
+    # In rounds of input rows i, i + R, i + 2 R: together they are under one tap of every row, so
+    # that each round has products for all accumulators.
+    comptime WRAPS = ceildiv(stem.input_rows(rows), stem.r)
+    comptime for turn in range(stem.r * WRAPS):
+        comptime i = turn // WRAPS + turn % WRAPS * stem.r
+        comptime if i >= stem.input_rows(rows):
+            continue
         comptime for pair in range(PAIRS):
             var b = SIMD[DType.uint32, 2](
                 at[unsafe_offset=i * PITCH + 8 * pair], at[unsafe_offset=i * PITCH + 8 * pair + 4]
@@ -296,46 +343,38 @@ def _pool[
     for group in range(begin, end):
         var at = lanes.unsafe_offset(Int(group * ACROSS))
         var column = q0 + group * GROUP + 2 * quad
-        var left_inside = column >= 0 and column < t.q
-        var right_inside = column + 1 >= 0 and column + 1 < t.q
-        var carry = Array[SIMD[F32, 4], 2](fill=SIMD[F32, 4](0))
+        var kept = UInt32(0xFFFF if column >= 0 and column < t.q else 0)
+        kept |= UInt32(0xFFFF0000 if column + 1 >= 0 and column + 1 < t.q else 0)
+        # The row above, rectified: pairs of columns, [m-tile][filters g, g + 8].
+        var carry = Array[UInt32, 4](fill=0)
         if t.lead_p > 0:
             if p0 > 0:
-                carry = _multiply[dtype, stem, 1](at, w, bias)
-                if not inside:
-                    comptime for m in range(2):
-                        carry[m][0] = carry[m][0] if left_inside else 0
-                        carry[m][1] = carry[m][1] if right_inside else 0
-                        carry[m][2] = carry[m][2] if left_inside else 0
-                        carry[m][3] = carry[m][3] if right_inside else 0
+                var z = _multiply[dtype, stem, 1](at, w, bias)
+                comptime for i in range(4):
+                    carry[i] = kept & _rectified[dtype](z[i // 2][i % 2 * 2], z[i // 2][i % 2 * 2 + 1])
             at = at.unsafe_offset(stem.stride * stem.pitch() // 2)
         for step in range(t.steps):
             var z = _multiply[dtype, stem, STEP_ROWS](at, w, bias)
             at = at.unsafe_offset(Int(STEP))
+            var pairs = Array[UInt32, 4 * STEP_ROWS](uninitialized=True)
+            comptime for j in range(STEP_ROWS):
+                comptime for i in range(4):
+                    ref v = z[2 * j + i // 2]
+                    pairs[4 * j + i] = _rectified[dtype](v[i % 2 * 2], v[i % 2 * 2 + 1])
             if not inside:
                 comptime for j in range(STEP_ROWS):
-                    var p_inside = p0 + step * STEP_ROWS + Int32(j) < t.p
-                    comptime for m in range(2):
-                        comptime for i in range(4):
-                            var kept = p_inside and (right_inside if i % 2 == 1 else left_inside)
-                            z[2 * j + m][i] = z[2 * j + m][i] if kept else 0
-            # The windows of two output rows: the row above, 0, 1 and 1, 2, 3; relu.
+                    var mask = kept if p0 + step * STEP_ROWS + Int32(j) < t.p else 0
+                    comptime for i in range(4):
+                        pairs[4 * j + i] &= mask
+            # The windows of two output rows: the row above, 0, 1 and 1, 2, 3.
             var both = Array[UInt32, 4](uninitialized=True)
             var right = Array[UInt32, 4](uninitialized=True)
-            comptime for m in range(2):
-                z[2 + m] = max(z[2 + m], 0)
-                var upper = max(max(carry[m], z[m]), z[2 + m])
-                var lower = max(max(z[2 + m], z[4 + m]), z[6 + m])
-                carry[m] = z[6 + m]
-                comptime for i in range(2):
-                    both[2 * m + i] = bitcast[DType.uint32, 1](
-                        SIMD[F32, 2](
-                            max(upper[2 * i], upper[2 * i + 1]), max(lower[2 * i], lower[2 * i + 1])
-                        ).cast[dtype]()
-                    )
-                    right[2 * m + i] = bitcast[DType.uint32, 1](
-                        SIMD[F32, 2](upper[2 * i + 1], lower[2 * i + 1]).cast[dtype]()
-                    )
+            comptime for i in range(4):
+                var upper = _largest(_largest(carry[i], pairs[i]), pairs[4 + i])
+                var lower = _largest(_largest(pairs[4 + i], pairs[8 + i]), pairs[12 + i])
+                carry[i] = pairs[12 + i]
+                right[i] = upper >> 16 | lower & 0xFFFF0000
+                both[i] = _largest(upper & 0xFFFF | lower << 16, right[i])
             var left = Array[UInt32, 4](uninitialized=True)
             comptime for i in range(4):
                 left[i] = warp.shuffle_up(right[i], 1)
@@ -451,15 +490,19 @@ def _layernorm[
             squares += part[1] + d * d * WARP_FILTERS
         var deviation = 1 / sqrt(squares / Float32(t.f) + o.eps)
         var q = q0 + group * GROUP + lane // 4
+        var p = p0 + step * STEP_ROWS
+        var inside = q < t.q and round * splits + split < total
+        var to = o.y.unsafe_offset(
+            ((Int(n) * Int(t.p) + Int(p)) * Int(t.q) + Int(q)) * Int(t.f) + channel
+        )
         comptime for j in range(STEP_ROWS):
             var source = UInt32(lane - quad + Int32(j))
             var centre = warp.shuffle_idx(mean, source)
             var factor = warp.shuffle_idx(deviation, source)
-            var p = p0 + step * STEP_ROWS + Int32(j)
-            if q < t.q and p < t.p and round * splits + split < total:
-                var to = ((Int(n) * Int(t.p) + Int(p)) * Int(t.q) + Int(q)) * Int(t.f) + channel
+            if inside and p + Int32(j) < t.p:
                 var y = ((tokens[j].cast[F32]() - centre) * factor).fma(gamma, beta)
-                o.y.unsafe_store[alignment=16](to, y.cast[dtype]())
+                to.unsafe_store[alignment=16](0, y.cast[dtype]())
+            to = to.unsafe_offset(Int(t.q * t.f))
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](MOST_THREADS))
