@@ -33,6 +33,45 @@ def filter_major(filters: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(filters.transpose(3, 0, 1, 2)).reshape(-1)
 
 
+def has_stem(shape: tuple[int, ...], stride: int) -> bool:
+    """Tells whether ops/stem takes a filter [R, S, C, F]: what it needs fits its registers.
+
+    Windows have to begin at an even number of a row, and a warp takes 32 filters.
+    """
+    r, s, c, f = shape
+    units = -(-s * c // 8)
+    depths = r * (units // 2) + units % 2 * -(-r // 2)
+    return (
+        c <= 4
+        and stride <= 4
+        and stride * c % 2 == 0
+        and f % 32 == 0
+        and 0 < f <= 256
+        and max(r, s) <= 11
+        and depths <= 12
+    )
+
+
+def stem_fragments(filters: np.ndarray) -> np.ndarray:
+    """Arranges [R, S, C, F] for ops/stem: an mma's operand A as the lanes of a warp hold it.
+
+    A row of the window is filled up to units of 8 numbers; a step of K is a pair of units, of one
+    row, or the last of two rows if their number is odd. Flat [F / 32, steps, 2, 32 lanes, 4, 2].
+    """
+    r, s, c, f = filters.shape
+    count = -(-s * c // 8)
+    rows = np.zeros((r + 1, count * 8, f), filters.dtype)
+    rows[:r, : s * c] = filters.reshape(r, s * c, f)
+    units = rows.reshape(r + 1, count, 8, f)
+    steps = [units[row, 2 * i : 2 * i + 2] for row in range(r) for i in range(count // 2)]
+    if count % 2:
+        steps += [units[row : row + 2, count - 1] for row in range(0, r, 2)]
+    # K is (half, lane % 4, 2); a lane holds filters lane // 4 and 8 more of both m-tiles, dealt
+    # so that the four that meet in a lane when the result is turned over are neighbours.
+    split = np.stack(steps).reshape(len(steps), 2, 4, 2, f // 32, 4, 2, 2, 2)
+    return np.ascontiguousarray(split.transpose(4, 0, 6, 5, 8, 2, 1, 7, 3)).reshape(-1)
+
+
 def compressed_rows(
     filters: np.ndarray, groups: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

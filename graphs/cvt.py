@@ -11,7 +11,16 @@ from typing import Any
 
 from max.graph import TensorValue, ops
 
-from graphs.nodes import avgpool, bmm, class_token, conv2d, layernorm, linear, softmax
+from graphs.nodes import (
+    avgpool,
+    bmm,
+    class_token,
+    conv2d,
+    layernorm,
+    linear,
+    softmax,
+    stem_layernorm,
+)
 from graphs.outputs import Outputs
 from graphs.parameters import Parameters
 
@@ -192,14 +201,20 @@ def parameters(spec: CvtSpec) -> dict[str, Shape]:
 
 
 def cvt(spec: CvtSpec, x: TensorValue, w: Parameters) -> Outputs:
-    """Builds the network on normalised pixels x[N, H, W, C]."""
+    """Builds the network on pixels x[N, H, W, C]: uint8 levels, or normalised already."""
     stages = []
     tokens = x
     for i, stage in enumerate(spec.stages):  # 56, 28, 14 squared
         at = w.at(f"stages.{i}")
-        x = conv2d(x, at.filter("embed"), stride=stage.stride, padding=stage.padding)
+        window = {"stride": stage.stride, "padding": stage.padding}
+        if i == 0:
+            weight, bias = at.vector("embed.norm.weight"), at.vector("embed.norm.bias")
+            filter = at.stem("embed", stage.stride)
+            x = stem_layernorm(x, filter, w.levels(x), weight, bias, spec.eps, **window)
+        else:
+            x = norm(conv2d(x, at.filter("embed"), **window), at, "embed.norm", spec)
         n, h, width, c = x.shape
-        tokens = norm(x.reshape((n, h * width, c)), at, "embed.norm", spec)
+        tokens = x.reshape((n, h * width, c))
         if stage.cls_token:
             tokens = class_token(tokens, at.vector("cls_token", tokens.dtype))
         for j in range(stage.depth):

@@ -235,12 +235,7 @@ def layernorm(
         ArgumentError: If weight or bias is not [C].
         DeviceError: If the device has no kernel for the dtype.
     """
-    for name, value in (("weight", weight), ("bias", bias)):
-        if list(value.shape) != [x.shape[-1]]:
-            raise ArgumentError(
-                f"layernorm: {name} expects the shape [{x.shape[-1]}] of x[..., C]"
-                f" but has {list(value.shape)}"
-            )
+    _check_norm("layernorm", x.shape[-1], weight, bias)
     return _custom("layernorm", [x, weight, bias, _host([eps], DType.float32)], x.type)
 
 
@@ -254,14 +249,75 @@ def normalize(
         DeviceError: If the device has no kernel for the dtype.
     """
     _, _, c = _sizes("normalize", pixels, "pixels[N, H, W, C]")
-    for name, value in (("mean", mean), ("scale", scale)):
-        if list(value.shape) != [c]:
-            raise ArgumentError(
-                f"normalize: {name} expects the shape [{c}] of pixels[N, H, W, C]"
-                f" but has {list(value.shape)}"
-            )
+    _check_levels("normalize", c, mean, scale)
     out = TensorType(dtype, pixels.shape, device=pixels.device)
     return _custom("normalize", [pixels, mean, scale], out)
+
+
+def stem_maxpool(
+    x: TensorValue,
+    filter: Filter,
+    levels: tuple[TensorValue, TensorValue] | None,
+    *,
+    stride: int,
+    padding: int,
+) -> TensorValue:
+    """Computes a ResNet's stem: maxpool(conv2d(normalize(x), relu), 3, stride=2, padding=1).
+
+    One kernel if the filter is ``Parameters.stem``'s for a device that has it, else three.
+
+    Args:
+        x: Pixels [N, H, W, C]: uint8 levels, or floats that are normalised already.
+        filter: The weights; the result has their dtype.
+        levels: Mean and scale [C] of uint8 levels; None for floats.
+        stride: Pixels between windows of the convolution.
+        padding: Zeros on each side of the normalised image.
+
+    Raises:
+        ArgumentError: If shapes or geometry do not fit, or levels are missing or too many.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    fused = _stem("stem_maxpool", x, filter, levels, stride, padding)
+    if fused is None:
+        x = conv2d(
+            _pixels(x, filter, levels), filter, stride=stride, padding=padding, epilogue="relu"
+        )
+        return maxpool(x, 3, stride=2, padding=1)
+    values, window, parameters, p, q = fused
+    _, p, q = _window("stem_maxpool", (p, q), (3, 3), 2, 1, 1, 1)
+    out = TensorType(filter.dtype, [x.shape[0], p, q, filter.shape[3]], device=x.device)
+    return _custom("stem_maxpool", [*values, window], out, parameters)
+
+
+def stem_layernorm(
+    x: TensorValue,
+    filter: Filter,
+    levels: tuple[TensorValue, TensorValue] | None,
+    weight: TensorValue,
+    bias: TensorValue,
+    eps: float = 1e-5,
+    *,
+    stride: int,
+    padding: int,
+) -> TensorValue:
+    """Computes a CvT's first embedding: layernorm(conv2d(normalize(x)), weight, bias, eps).
+
+    See ``stem_maxpool``; the result is [N, P, Q, F].
+
+    Raises:
+        ArgumentError: If shapes or geometry do not fit, or levels are missing or too many.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    name = "stem_layernorm"
+    _check_norm(name, filter.shape[3], weight, bias)
+    fused = _stem(name, x, filter, levels, stride, padding)
+    if fused is None:
+        x = conv2d(_pixels(x, filter, levels), filter, stride=stride, padding=padding)
+        return layernorm(x, weight, bias, eps)
+    values, window, parameters, p, q = fused
+    out = TensorType(filter.dtype, [x.shape[0], p, q, filter.shape[3]], device=x.device)
+    values += [weight, bias, _host([eps], DType.float32), window]
+    return _custom(name, values, out, parameters)
 
 
 def class_token(tokens: TensorValue, token: TensorValue) -> TensorValue:
@@ -316,6 +372,57 @@ def _fused(
         inputs.append(residual)
     parameters = {"epilogue": epilogue, **(parameters or {})}
     return _custom(f"{name}_add" if adds else name, [*inputs, *settings], out, parameters)
+
+
+def _stem(
+    name: str,
+    x: TensorValue,
+    filter: Filter,
+    levels: tuple[TensorValue, TensorValue] | None,
+    stride: int,
+    padding: int,
+) -> tuple[list[TensorValue], TensorValue, dict[str, int], int, int] | None:
+    """Checks a stem; gives the fused op's inputs, its window, its parameters, and P and Q."""
+    h, w, c = _sizes(name, x, "x[N, H, W, C]")
+    r, s, filter_c, f = filter.shape
+    if c != filter_c:
+        raise ArgumentError(
+            f"{name}: filter w[R, S, C, F] expects C={filter_c} but input x[N, H, W, C] has C={c}"
+        )
+    if (levels is not None) != (x.dtype == DType.uint8):
+        expects = "mean and scale of" if levels is None else "no levels with"
+        raise ArgumentError(f"{name}: expects {expects} {x.dtype.name} pixels")
+    window, p, q = _window(name, (h, w), (r, s), stride, padding, 1, 1)
+    if filter.fragments is None:
+        return None
+    mean, scale = levels or (_zeros(c, x.device), _zeros(c, x.device))
+    _check_levels(name, c, mean, scale)
+    values = [x, mean, scale, filter.fragments, filter.bias]
+    return values, window, {"c": c, "r": r, "s": s, "stride": stride}, p, q
+
+
+def _pixels(
+    x: TensorValue, filter: Filter, levels: tuple[TensorValue, TensorValue] | None
+) -> TensorValue:
+    """Makes activations of pixels."""
+    return x.cast(filter.dtype) if levels is None else normalize(x, *levels, filter.dtype)
+
+
+def _check_levels(name: str, c: int, mean: TensorValue, scale: TensorValue) -> None:
+    for part, value in (("mean", mean), ("scale", scale)):
+        if list(value.shape) != [c]:
+            raise ArgumentError(
+                f"{name}: {part} expects the shape [{c}] of pixels[N, H, W, C]"
+                f" but has {list(value.shape)}"
+            )
+
+
+def _check_norm(name: str, c: Dim | int, weight: TensorValue, bias: TensorValue) -> None:
+    for part, value in (("weight", weight), ("bias", bias)):
+        if list(value.shape) != [c]:
+            raise ArgumentError(
+                f"{name}: {part} expects the shape [{c}] of x[..., C] but has {list(value.shape)}"
+            )
 
 
 def _pool(

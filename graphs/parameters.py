@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from max.driver import Buffer, Device
+from max.driver import Buffer, Device, accelerator_api
 from max.dtype import DType
 from max.graph import DeviceRef, TensorType, TensorValue, ops
 
@@ -28,6 +28,7 @@ class Filter:
         bias: float32 [F].
         dense: The arranged filter, flat; None if sparse.
         rows: Values, columns and row starts of the compressed rows; None if dense.
+        fragments: The filter as the fused stem reads it, flat; the other two are None.
     """
 
     shape: tuple[int, int, int, int]
@@ -35,6 +36,13 @@ class Filter:
     bias: TensorValue
     dense: TensorValue | None = None
     rows: tuple[TensorValue, TensorValue, TensorValue] | None = None
+    fragments: TensorValue | None = None
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype that the filter computes in."""
+        values = [self.dense, self.fragments, *(self.rows or ())]
+        return next(value.dtype for value in values if value is not None)
 
 
 class Parameters:
@@ -93,6 +101,27 @@ class Parameters:
         else:
             arranged = arrange.filter_major(filters)
         return Filter(shape, groups, bias_value, dense=self._bind(key, arranged, self.dtype))
+
+    def stem(self, name: str, stride: int) -> Filter:
+        """Returns ``filter(name)`` for a stem: as the fused one reads it if the device has it."""
+        filters = self._tensor(f"{name}.filter")
+        fused = (
+            not self.device.is_cpu()
+            and accelerator_api() == "cuda"
+            and self.dtype in (DType.bfloat16, DType.float16)
+            and arrange.has_stem(filters.shape, stride)
+        )
+        if not fused:
+            return self.filter(name)
+        bias = self._bind(f"{name}.bias", self._tensor(f"{name}.bias"), DType.float32)
+        fragments = self._bind(f"{name}.filter", arrange.stem_fragments(filters), self.dtype)
+        return Filter(filters.shape, 1, bias, fragments=fragments)
+
+    def levels(self, x: TensorValue) -> tuple[TensorValue, TensorValue] | None:
+        """Returns mean and scale of uint8 pixels x; others are normalised already: None."""
+        if x.dtype != DType.uint8:
+            return None
+        return self.vector("pixels.mean"), self.vector("pixels.scale")
 
     def vector(self, name: str, dtype: DType = DType.float32) -> TensorValue:
         """Returns the vector ``name``: layer norm's weights, a class token, a pixel mean."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from max.graph import TensorValue
 
-from graphs.nodes import avgpool, conv2d, linear, maxpool
+from graphs.nodes import avgpool, conv2d, linear, stem_maxpool
 from graphs.outputs import Outputs
 from graphs.parameters import Parameters
 
@@ -124,9 +124,8 @@ def parameters(spec: ResNetSpec) -> dict[str, Shape]:
 
 
 def resnet(spec: ResNetSpec, x: TensorValue, w: Parameters) -> Outputs:
-    """Builds the network on normalised pixels x[N, H, W, C]."""
-    x = conv2d(x, w.filter("stem"), stride=2, padding=3, epilogue="relu")  # 112 x 112
-    x = maxpool(x, 3, stride=2, padding=1)  # 56 x 56
+    """Builds the network on pixels x[N, H, W, C]: uint8 levels, or normalised already."""
+    x = stem_maxpool(x, w.stem("stem", 2), w.levels(x), stride=2, padding=3)  # 112, 56 squared
     block = basic if spec.block == "basic" else bottleneck
     stages = []
     for i, depth in enumerate(spec.depths):  # 56, 28, 14, 7 squared

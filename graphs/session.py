@@ -180,13 +180,7 @@ def build(
     parameters = Parameters(tensors, device, dtype)
     image = TensorType(pixels, ["batch", *size, spec.channels], device=device)
     with Graph(checkpoint.family, input_types=[image], custom_extensions=[nodes.OPS]) as graph:
-        x = graph.inputs[0].tensor
-        if pixels == DType.uint8:
-            mean, scale = parameters.vector("pixels.mean"), parameters.vector("pixels.scale")
-            x = nodes.normalize(x, mean, scale, dtype)
-        else:
-            x = x.cast(dtype)
-        outputs = network(spec, x, parameters)
+        outputs = network(spec, graph.inputs[0].tensor, parameters)
         ends = [outputs.logits]
         if everything:
             ends += [outputs.features, *outputs.stages]
@@ -195,7 +189,7 @@ def build(
 
 
 def network(spec: Any, x: Any, parameters: Parameters) -> Outputs:
-    """Builds the network that ``spec`` describes on normalised pixels x[N, H, W, C]."""
+    """Builds the network that ``spec`` describes on pixels x[N, H, W, C], uint8 or normalised."""
     if isinstance(spec, ResNetSpec):
         return resnet(spec, x, parameters)
     assert isinstance(spec, CvtSpec)

@@ -80,7 +80,10 @@ def ops() -> Iterator[dict[str, Any]]:
         for batch in BATCHES:
             arrays = itertools.chain.from_iterable(case.data(batch)[0] for case in CASES)
             inputs = [
-                Buffer.from_dlpack(torch.from_numpy(a).to("cuda", TORCH[dtype])) for a in arrays
+                Buffer.from_dlpack(
+                    torch.from_numpy(a).to("cuda", None if a.dtype == np.uint8 else TORCH[dtype])
+                )
+                for a in arrays
             ]
             torch.cuda.synchronize()
             outputs = [torch.from_dlpack(y) for y in executable.execute(*inputs)]

@@ -96,7 +96,9 @@ struct Stem(TrivialRegisterPassable):
         Returns:
             Chunks, padding of the last units included.
         """
-        return ceildiv((groups * GROUP - 1) * self.stride * self.c + 8 * self.row_units(), 8 * self.c)
+        return ceildiv(
+            (groups * GROUP - 1) * self.stride * self.c + 8 * self.row_units(), 8 * self.c
+        )
 
     def most_groups(self) -> Int:
         """Counts the groups of 8 columns that a row in shared memory has room for.

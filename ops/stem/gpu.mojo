@@ -38,7 +38,7 @@ from max.gpu.primitives.grid_controls import (
 from max.gpu.sync import syncwarp
 from std.math import ceildiv, sqrt
 from std.memory import bitcast
-from std.sys import _RegisterPackType, inlined_assembly, llvm_intrinsic, size_of
+from std.sys import _RegisterPackType, inlined_assembly, is_nvidia_gpu, llvm_intrinsic, size_of
 from std.utils import IndexList, StaticTuple
 
 from ..operands import F32, Data
@@ -88,17 +88,15 @@ def _mma[
 @always_inline
 def _largest(a: UInt32, b: UInt32) -> UInt32:
     """Compares two pairs of halves that are not negative: their bits sort as integers do."""
-    return bitcast[DType.uint32, 1](
-        max(bitcast[DType.uint16, 2](a), bitcast[DType.uint16, 2](b))
-    )
+    return bitcast[DType.uint32, 1](max(bitcast[DType.uint16, 2](a), bitcast[DType.uint16, 2](b)))
 
 
 @always_inline
 def _normalised[
     dtype: DType, pixel: DType, stem: Stem
-](
-    level: SIMD[F32, 8], first: Int, mean: Array[Float32, 4], scale: Array[Float32, 4]
-) -> SIMD[dtype, 8]:
+](level: SIMD[F32, 8], first: Int, mean: Array[Float32, 4], scale: Array[Float32, 4]) -> SIMD[
+    dtype, 8
+]:
     """Normalises 8 neighbours; the channel of the first is `first` modulo C."""
     comptime if pixel != DType.uint8:
         return level.cast[dtype]()
@@ -351,7 +349,9 @@ def _pool[
             if p0 > 0:
                 var z = _multiply[dtype, stem, 1](at, w, bias)
                 comptime for i in range(4):
-                    carry[i] = kept & _rectified[dtype](z[i // 2][i % 2 * 2], z[i // 2][i % 2 * 2 + 1])
+                    carry[i] = kept & _rectified[dtype](
+                        z[i // 2][i % 2 * 2], z[i // 2][i % 2 * 2 + 1]
+                    )
             at = at.unsafe_offset(stem.stride * stem.pitch() // 2)
         for step in range(t.steps):
             var z = _multiply[dtype, stem, STEP_ROWS](at, w, bias)
@@ -506,9 +506,7 @@ def _layernorm[
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](MOST_THREADS))
-def stem_kernel[
-    dtype: DType, pixel: DType, stem: Stem
-](o: StemOperands[dtype, pixel], t: Tiling):
+def stem_kernel[dtype: DType, pixel: DType, stem: Stem](o: StemOperands[dtype, pixel], t: Tiling):
     """Computes a tile of the output.
 
     Parameters:
@@ -520,6 +518,7 @@ def stem_kernel[
         o: Tensors.
         t: Sizes and tiling.
     """
+    comptime assert is_nvidia_gpu(), "stem: expects an NVIDIA GPU; others run separate ops"
     var slice = Int32(thread_idx.x) // 32 % Int32(t.slices())
     var lane = Int32(thread_idx.x) % 32
     var g = lane // 4
@@ -603,7 +602,9 @@ def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
     var steps = Int(t.steps * t.groups)
     var chunks = t.input_rows(stem) * stem.chunks(Int(t.groups))
     var busy = each * (steps * t.slices() * 160 + chunks * 3 // 2)
-    var waiting = 1500 + ceildiv(steps * t.slices(), warps) * 900 + ceildiv(chunks, warps * 32) * 300
+    var waiting = (
+        1500 + ceildiv(steps * t.slices(), warps) * 900 + ceildiv(chunks, warps * 32) * 300
+    )
     return max(busy, ceildiv(each, resident) * waiting)
 
 

@@ -2,7 +2,6 @@
 
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
-from std.sys import has_nvidia_gpu_accelerator
 from std.utils import IndexList
 
 from ..operands import F32, data
@@ -18,14 +17,11 @@ def _stem[
 ) raises:
     comptime assert target != "cpu", "stem: a CPU runs separate ops"
     comptime assert dtype.is_half_float(), "stem: expects bfloat16 or float16"
-    comptime assert stem.c <= 4 and stem.stride * stem.c % 2 == 0, (
-        "stem: expects at most 4 channels, and windows that begin at an even number"
-    )
-    comptime if has_nvidia_gpu_accelerator():
-        if y[0] * y[1] * y[2] > 0:
-            stem_gpu[dtype, pixel, stem](o, x, y, pad, ctx)
-    else:
-        raise Error("stem: expects an NVIDIA GPU; other devices run separate ops")
+    comptime assert (
+        stem.c <= 4 and stem.stride * stem.c % 2 == 0
+    ), "stem: expects at most 4 channels, and windows that begin at an even number"
+    if y[0] * y[1] * y[2] > 0:
+        stem_gpu[dtype, pixel, stem](o, x, y, pad, ctx)
 
 
 @register("stem_maxpool")

@@ -40,6 +40,7 @@ class Case:
         build: Makes the op's output from Parameters and the graph's inputs.
         reference: The same from a dictionary of tensors and the tensors.
         change: Alters the random data in place.
+        levels: The inputs are uint8 pixels.
     """
 
     name: str
@@ -48,11 +49,15 @@ class Case:
     build: Callable[..., Any]
     reference: Callable[..., torch.Tensor]
     change: Callable[[list[np.ndarray], dict[str, np.ndarray]], None] = lambda x, w: None
+    levels: bool = False
 
     def data(self, batch: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         """Draws the activations [batch, ...] and the weights, float32."""
         rng = np.random.default_rng(zlib.crc32(f"{self.name} {batch}".encode()))
-        inputs = [rng.standard_normal((batch, *s)).astype(np.float32) for s in self.inputs]
+        if self.levels:
+            inputs = [rng.integers(0, 256, (batch, *s), np.uint8) for s in self.inputs]
+        else:
+            inputs = [rng.standard_normal((batch, *s)).astype(np.float32) for s in self.inputs]
         fixed = np.random.default_rng(zlib.crc32(self.name.encode()))
         weights = {
             name: (
@@ -229,6 +234,54 @@ def norm(name: str, x: Shape, eps: float) -> Case:
     )
 
 
+def stem(
+    name: str,
+    size: tuple[int, int],
+    c: int,
+    f: int,
+    kernel: tuple[int, int],
+    *,
+    stride: int,
+    padding: int,
+    levels: bool = True,
+) -> Case:
+    """Makes a case of stem_maxpool or stem_layernorm, by the name's first word."""
+    pools = name.startswith("stem_maxpool")
+    geometry = {"stride": stride, "padding": padding}
+    mean = 100 + 10 * np.arange(c, dtype=np.float32)
+    scale = 1 / (60 + 3 * np.arange(c, dtype=np.float32))
+    weights: dict[str, Shape] = {"w.filter": (*kernel, c, f), "w.bias": (f,)}
+    if levels:
+        weights |= {"pixels.mean": (c,), "pixels.scale": (c,)}
+    if not pools:
+        weights |= {"weight": (f,), "bias": (f,)}
+
+    def build(w: Parameters, x: Any) -> Any:
+        filter = w.stem("w", stride)
+        if pools:
+            return nodes.stem_maxpool(x, filter, w.levels(x), **geometry)
+        weight, bias = w.vector("weight"), w.vector("bias")
+        return nodes.stem_layernorm(x, filter, w.levels(x), weight, bias, **geometry)
+
+    def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if levels:  # in float32 at least, as normalize does
+            wide = torch.promote_types(x.dtype, torch.float32)
+            means, scales = (torch.from_numpy(v).to(x.device, wide) for v in (mean, scale))
+            x = ((x.to(wide) - means) * scales).to(x.dtype)
+        y = F.conv2d(
+            x.permute(0, 3, 1, 2), w["w.filter"].permute(3, 2, 0, 1), w["w.bias"], **geometry
+        )
+        if pools:
+            return F.max_pool2d(y.relu(), 3, 2, 1).permute(0, 2, 3, 1)
+        return F.layer_norm(y.permute(0, 2, 3, 1), (f,), w["weight"].to(y), w["bias"].to(y))
+
+    def set_levels(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        if levels:
+            weights["pixels.mean"][:], weights["pixels.scale"][:] = mean, scale
+
+    return Case(name, [(*size, c)], weights, build, reference, set_levels, levels)
+
+
 CASES = [
     # Layers of the networks, their sizes cut down.
     conv("conv2d stem 7x7/2", (39, 33), 3, 64, (7, 7), stride=2, padding=3, then="relu"),
@@ -239,6 +292,21 @@ CASES = [
     conv("conv2d embedding 7x7/4", (32, 32), 3, 64, (7, 7), stride=4, padding=2),
     conv("conv2d depthwise 3x3", (9, 8), 64, 64, (3, 3), padding=1, groups=64),
     conv("conv2d depthwise 3x3/2", (9, 9), 96, 96, (3, 3), stride=2, padding=1, groups=96),
+    # Stems: sizes below a tile, tiles and one pixel more, odd and even sizes and offsets.
+    *(
+        stem(f"stem_maxpool {h} x {w}", (h, w), 3, 64, (7, 7), stride=2, padding=3)
+        for h, w in ((1, 2), (7, 7), (32, 32), (33, 39), (75, 91), (224, 224))
+    ),
+    *(
+        stem(f"stem_layernorm {h} x {w}", (h, w), 3, 64, (7, 7), stride=4, padding=2)
+        for h, w in ((5, 3), (32, 32), (39, 53), (224, 224))
+    ),
+    stem("stem_maxpool floats", (35, 30), 3, 64, (7, 7), stride=2, padding=3, levels=False),
+    stem("stem_layernorm floats", (35, 30), 3, 64, (7, 7), stride=4, padding=2, levels=False),
+    stem("stem_maxpool grey", (20, 37), 1, 32, (5, 5), stride=2, padding=2),
+    stem("stem_maxpool 4 channels", (21, 19), 4, 96, (3, 3), stride=1, padding=0),
+    stem("stem_maxpool 48 filters", (20, 20), 3, 48, (7, 7), stride=2, padding=3),
+    stem("stem_layernorm 192", (60, 300), 3, 192, (7, 7), stride=4, padding=2),
     # Epilogues.
     *(
         conv(f"conv2d epilogue {e}", (5, 6), 24, 40, (3, 3), padding=1, then=e)
@@ -323,7 +391,9 @@ def build_graph(
 ) -> tuple[Graph, list[Parameters]]:
     """Builds one graph of all the cases, their batch symbolic."""
     types = [
-        TensorType(dtype, ["batch", *shape], device=device) for c in cases for shape in c.inputs
+        TensorType(DType.uint8 if c.levels else dtype, ["batch", *shape], device=device)
+        for c in cases
+        for shape in c.inputs
     ]
     parameters = []
     with Graph("cases", input_types=types, custom_extensions=[nodes.OPS]) as graph:
