@@ -206,13 +206,16 @@ def cvt(spec: CvtSpec, x: TensorValue, w: Parameters) -> Outputs:
     tokens = x
     for i, stage in enumerate(spec.stages):  # 56, 28, 14 squared
         at = w.at(f"stages.{i}")
-        window = {"stride": stage.stride, "padding": stage.padding}
+        stride, padding = stage.stride, stage.padding
         if i == 0:
             weight, bias = at.vector("embed.norm.weight"), at.vector("embed.norm.bias")
-            filter = at.stem("embed", stage.stride)
-            x = stem_layernorm(x, filter, w.levels(x), weight, bias, spec.eps, **window)
+            x = stem_layernorm(
+                x, at.stem("embed", stride), w.levels(x), weight, bias, spec.eps,
+                stride=stride, padding=padding,
+            )  # fmt: skip
         else:
-            x = norm(conv2d(x, at.filter("embed"), **window), at, "embed.norm", spec)
+            x = conv2d(x, at.filter("embed"), stride=stride, padding=padding)
+            x = norm(x, at, "embed.norm", spec)
         n, h, width, c = x.shape
         tokens = x.reshape((n, h * width, c))
         if stage.cls_token:

@@ -384,7 +384,7 @@ def _stem(
 ) -> tuple[list[TensorValue], TensorValue, dict[str, int], int, int] | None:
     """Checks a stem; gives the fused op's inputs, its window, its parameters, and P and Q."""
     h, w, c = _sizes(name, x, "x[N, H, W, C]")
-    r, s, filter_c, f = filter.shape
+    r, s, filter_c, _ = filter.shape
     if c != filter_c:
         raise ArgumentError(
             f"{name}: filter w[R, S, C, F] expects C={filter_c} but input x[N, H, W, C] has C={c}"
