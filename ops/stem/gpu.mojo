@@ -15,14 +15,15 @@ of its tile into shared memory, padding and all; a run begins at an even number 
 register of an mma's B is one 32-bit load, free of bank conflicts at stride 2. Runs are filled up
 to a multiple of 8 with zero filters (21 to 24: K is 168). A warp keeps the fragments of its 32
 filters in registers and walks over the tile, 4 rows x 8 columns at a time: what it loads of an
-input row serves all rows of the convolution above it. Accumulation in float32.
+input row serves all rows of the convolution that see it. Accumulation in float32.
 
 A lane has two neighbouring columns, so the pool is a maximum within it and one shuffle; z is never
 stored. The result is turned over in registers (movmatrix) and stored 8 filters at a time. Layer norm
 rounds z once, to y's type, and combines the statistics of warps (Chan et al. 1979, "Updating
 formulae"), never E[z^2] - E[z]^2.
 
-Bound by the tensor cores (mma) for the pool, by memory for layer norm; docs/kernels.md has figures.
+ResNet's, batch 256 at 224 px on an H200 (2026-11-21): 202 us, 60 % of the time the tensor cores (mma)
+are busy; CvT's: 126 us, bound by the filling of shared memory. docs/kernels.md has the rest.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_dim, block_idx, thread_idx
@@ -165,20 +166,29 @@ def _fill[
     var threads = Int32(block_dim.x)
     var image = Int(n) * Int(t.h)
 
-    var task = Int32(thread_idx.x)
-    while task < rows * span:
+    # This thread's next chunk, and how far apart its chunks are.
+    var width = UInt32(max(span, 1))
+    var at_row = Int32(UInt32(thread_idx.x) // width)
+    var at_chunk = Int32(UInt32(thread_idx.x) % width)
+    var down = Int32(UInt32(threads) // width)
+    var across = Int32(UInt32(threads) % width)
+    while at_row < rows and span > 0:
         var row = Array[Int32, BATCH](fill=-1)
         var chunk = Array[Int32, BATCH](fill=0)
         var level = Array[SIMD[pixel, 8], BATCH * stem.c](fill=SIMD[pixel, 8](0))
         comptime for b in range(BATCH):
-            if task < rows * span:
-                row[b] = task // span
-                chunk[b] = low + task - row[b] * span
-                var h = h0 + row[b]
+            if at_row < rows:
+                row[b] = at_row
+                chunk[b] = low + at_chunk
+                var h = h0 + at_row
                 if h >= 0 and h < t.h:
                     var at = (image + Int(h)) * Int(row_size) + Int(start + chunk[b] * CHUNK)
                     _load[stem](o.x, at, level, b * stem.c)
-            task += threads
+            at_row += down
+            at_chunk += across
+            if at_chunk >= span:
+                at_chunk -= span
+                at_row += 1
         comptime for b in range(BATCH):
             if row[b] >= 0:
                 var h = h0 + row[b]
@@ -193,7 +203,7 @@ def _fill[
 
     var rest = chunks - span
     for edge in range(Int32(thread_idx.x), rows * rest, threads):
-        var row = edge // rest
+        var row = Int32(UInt32(edge) // UInt32(rest))
         var chunk = edge - row * rest
         if chunk >= low:
             chunk += span
@@ -444,7 +454,7 @@ def _layernorm[
     var total = t.steps * t.groups
     for round in range(ceildiv(total, splits)):
         var index = min(round * splits + split, total - 1)
-        var group = index // t.steps
+        var group = Int32(UInt32(index) // UInt32(t.steps))
         var step = index - group * t.steps
         var at = lanes.unsafe_offset(
             Int(
@@ -479,15 +489,19 @@ def _layernorm[
         turn = 1 - turn
         here.unsafe_store[alignment=8](Int((warp_index - split * slices) * 64), mine)
         barrier()
-        var mean = Float32(0)
-        for i in range(slices):
-            mean += here[unsafe_offset=Int(i * 64)]
-        mean /= Float32(slices)
+        # Sums of the slices' means and squares about this slice's mean.
+        var sum = Float32(0)
         var squares = Float32(0)
+        var spread = Float32(0)
+        var mean = mine[0]
         for i in range(slices):
             var part = here.unsafe_load[width=2, alignment=8](Int(i * 64))
             var d = part[0] - mean
-            squares += part[1] + d * d * WARP_FILTERS
+            sum += d
+            spread += d * d
+            squares += part[1]
+        squares += (spread - sum * sum / Float32(slices)) * WARP_FILTERS
+        mean += sum / Float32(slices)
         var deviation = 1 / sqrt(squares / Float32(t.f) + o.eps)
         var q = q0 + group * GROUP + lane // 4
         var p = p0 + step * STEP_ROWS
@@ -591,21 +605,32 @@ def shared_bytes[stem: Stem](t: Tiling) -> Int:
 
 
 def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
-    """Estimates the clocks of a launch, from figures of an H200.
+    """Estimates the clocks of a launch; the figures are fitted to an H200 (2026-11-21).
 
     A multiprocessor is either busy (160 clocks for a step of a warp, 1.5 for each chunk of
-    pixels), or waits for the blocks that it holds at a time.
+    pixels), or waits for the few blocks that it holds at a time. Each block costs it 2,000 to begin.
     """
     var warps = t.warps()
-    var each = ceildiv(t.blocks(n), processors)
+    var splits = warps // t.slices()
+    var steps = Int(t.steps)
+    var groups = Int(t.groups)
     var resident = max(1, min(12 // warps, 224 * 1024 // (shared + 1024)))
-    var steps = Int(t.steps * t.groups)
-    var chunks = t.input_rows(stem) * stem.chunks(Int(t.groups))
-    var busy = each * (steps * t.slices() * 160 + chunks * 3 // 2)
-    var waiting = (
-        1500 + ceildiv(steps * t.slices(), warps) * 900 + ceildiv(chunks, warps * 32) * 300
-    )
-    return max(busy, ceildiv(each, resident) * waiting)
+    var each = ceildiv(t.blocks(n), processors)
+    var chunks = t.input_rows(stem) * stem.chunks(groups)
+    var busy = each * (steps * groups * t.slices() * 160 + chunks * 3 // 2)
+    var waiting = 1500 + ceildiv(chunks, warps * 32) * 1000
+    comptime if stem.pools:
+        waiting += ceildiv(groups, splits) * (steps * 1900 + Int(t.lead_p) * 800)
+    else:
+        waiting += ceildiv(groups * steps, splits) * 1900
+    # From two rounds of blocks on, one starts where another ends.
+    var places = processors * resident
+    var rounds = ceildiv(t.blocks(n), places)
+    if rounds > 2:
+        waiting = waiting * t.blocks(n) // places
+    else:
+        waiting *= rounds
+    return max(busy, waiting) + each * 2000
 
 
 def tiling[

@@ -17,6 +17,7 @@ from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, TensorType
 
 from graphs import nodes
+from graphs.arrange import has_stem
 from graphs.errors import ArgumentError, DeviceError
 from graphs.parameters import Parameters
 from tests.ops.cases import CASES, Case, build_graph, check, conv, dense, pool, product
@@ -167,6 +168,39 @@ def test_errors_name_the_shapes() -> None:
             nodes.linear(x, w.filter("l"))
         with pytest.raises(ArgumentError, match="K=3 but b has K=16"):
             nodes.bmm(x, residual, transpose_b=True)
+
+
+def test_errors_of_a_stem() -> None:
+    with graph_of(["n", 8, 8, 3], ["n", 8, 8, 4]) as graph:
+        x, four = (value.tensor for value in graph.inputs)
+        w = weights(w_filter=(7, 7, 3, 16), mean=(3,), scale=(2,), weight=(16,), bias=(15,))
+        filter, levels = w.filter("w"), (w.vector("mean"), w.vector("scale"))
+        geometry = {"stride": 2, "padding": 3}
+        with pytest.raises(ArgumentError, match=r"stem_maxpool: .* expects C=3 but .* has C=4"):
+            nodes.stem_maxpool(four, filter, None, **geometry)
+        with pytest.raises(ArgumentError, match="expects no levels with float32 pixels"):
+            nodes.stem_maxpool(x, filter, levels, **geometry)
+        with pytest.raises(ArgumentError, match="at least 7 px but has"):
+            nodes.stem_maxpool(x[:, :3], filter, None, stride=2, padding=0)
+        with pytest.raises(ArgumentError, match=r"bias expects the shape .*16.* but has .*15"):
+            nodes.stem_layernorm(x, filter, None, w.vector("weight"), w.vector("bias"), **geometry)
+        with pytest.raises(ArgumentError, match="expects mean and scale of uint8 pixels"):
+            nodes.stem_maxpool(x.cast(DType.uint8), filter, None, **geometry)
+        with pytest.raises(ArgumentError, match=r"scale expects the shape .*3.* but has .*2"):
+            nodes.stem_maxpool(x.cast(DType.uint8), filter, levels, **geometry)
+
+
+def test_the_fused_stem_is_for_filters_that_fit() -> None:
+    assert has_stem((7, 7, 3, 64), 2) and has_stem((7, 7, 3, 192), 4)
+    for shape, stride in (
+        ((7, 7, 3, 48), 2),  # warps of 32 filters
+        ((7, 7, 3, 288), 2),  # a block's warps
+        ((7, 7, 3, 64), 1),  # windows at odd numbers
+        ((7, 7, 5, 64), 2),  # channels
+        ((7, 7, 4, 64), 2),  # registers
+        ((13, 3, 1, 64), 2),  # rows
+    ):
+        assert not has_stem(shape, stride)
 
 
 def test_errors_name_the_dtypes_of_a_cpu() -> None:
