@@ -219,6 +219,7 @@ class Model:
     Attributes:
         name: What it was loaded as.
         family: ``resnet`` or ``cvt``.
+        spec: The network's shape.
         device: ``cpu`` or ``gpu:N``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         labels: A name for each class.
@@ -236,6 +237,7 @@ class Model:
         self.labels = checkpoint.labels
         self.preprocess = Preprocess.from_config(checkpoint.preprocess)
         self.batch_size = batch_size or (8 if device.is_host else 32)
+        self.spec = checkpoint.spec
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
@@ -326,7 +328,11 @@ class Model:
             return
         if progress:
             progress(f"Compiling {self.name} for {self.device} (once; later starts are quick)")
-        self._executable((self.preprocess.height, self.preprocess.width), DType.uint8, False)
+        self.executable()
+
+    def executable(self) -> Executable:
+        """Gives the compiled graph for the images that ``preprocess`` makes: uint8 to logits."""
+        return self._executable((self.preprocess.height, self.preprocess.width), DType.uint8, False)
 
     def adopt(self, path: str | os.PathLike[str]) -> None:
         """Takes the graph for the images that ``preprocess`` makes from a file, compiling nothing.

@@ -14,10 +14,9 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ from max.engine import InferenceSession
 from max.graph import DeviceRef
 
 from bench.environment import environment
+from bench.references import our_model, reference_model
+from graphs.replay import Execution
 from graphs.session import Model, load
 from tests.ops.cases import CASES, TORCH, build_graph, check
 
@@ -109,33 +110,9 @@ def ops() -> Iterator[dict[str, Any]]:
             }
 
 
-def reference_model(name: str) -> torch.nn.Module:
-    """Makes one of transformers' networks with random weights, the same at every call."""
-    from transformers import (
-        CvtConfig,
-        CvtForImageClassification,
-        ResNetConfig,
-        ResNetForImageClassification,
-    )
-
-    basic = {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512]}
-    network, config = {
-        "resnet-18": (ResNetForImageClassification, ResNetConfig(**basic, depths=[2, 2, 2, 2])),
-        "resnet-50": (ResNetForImageClassification, ResNetConfig()),
-        "cvt-13": (CvtForImageClassification, CvtConfig()),
-    }[name]
-    torch.manual_seed(0)
-    config.num_labels = 1000
-    model = network(config).eval()
-    randomise(model)
-    return model
-
-
 def load_random(name: str, dtype: DType) -> Model:
     """Loads ``reference_model(name)`` through a checkpoint, as a user would."""
-    with tempfile.TemporaryDirectory() as folder:
-        reference_model(name).save_pretrained(folder)
-        return load(folder, device="gpu", dtype=dtype.name)
+    return our_model(name, reference_model(name), Accelerator(), dtype)
 
 
 def compile_everything() -> None:
@@ -168,6 +145,7 @@ def models() -> Iterator[dict[str, Any]]:
         reference = reference_model(name)
         ours = load_random(name, dtype)
         yield {"model": name, "dtype": dtype.name, **errors(ours, reference, TORCH[dtype])}
+        yield {"model": name, "dtype": dtype.name, **captured(ours)}
         for batch in TIMED:
             milliseconds, peer = times(ours, reference, TORCH[dtype], batch)
             yield {
@@ -184,17 +162,6 @@ def models() -> Iterator[dict[str, Any]]:
         del ours, reference
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def randomise(model: torch.nn.Module) -> None:
-    """Gives the norms other statistics and weights than a fresh model's, which hide mistakes."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            torch.nn.init.uniform_(module.running_var, 0.5, 2)
-            torch.nn.init.normal_(module.running_mean, std=0.2)
-        if isinstance(module, torch.nn.BatchNorm2d | torch.nn.LayerNorm):
-            torch.nn.init.uniform_(module.weight, 0.5, 1)
-            torch.nn.init.normal_(module.bias, std=0.2)
 
 
 def errors(ours: Model, reference: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
@@ -219,6 +186,24 @@ def errors(ours: Model, reference: torch.nn.Module, dtype: torch.dtype) -> dict[
         record[name] = {"max_rel_err": error, "torch_allows": bound}
         record["passed"] &= error <= bound
     return record
+
+
+def captured(ours: Model, calls: int = 200) -> dict[str, Any]:
+    """Calls a model with random batch sizes from four threads; compares with plain execution."""
+    rng = np.random.default_rng(0)
+    size = (ours.preprocess.height, ours.preprocess.width, 3)
+    batches = [rng.integers(0, 256, (n, *size), np.uint8) for n in range(1, 17)]
+    alone = []
+    for pixels in batches:
+        plain = Execution(ours.executable(), ours._device)
+        plain.upload(pixels)
+        plain.run()
+        alone.append(plain.result()[0])
+    order = rng.integers(0, len(batches), calls).tolist()
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda i: ours(batches[i]), order))
+    same = [np.array_equal(got, alone[i]) for got, i in zip(together, order, strict=True)]
+    return {"case": "calls from threads", "calls": calls, "passed": all(same)}
 
 
 @torch.inference_mode()

@@ -1,0 +1,148 @@
+"""The command ``python -m bench``: what it measures, and every option."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphs.errors import ArgumentError, UserError
+from graphs.session import DTYPES
+
+_HELP = """\
+Measure maxvision beside its peers, on one machine, in one run.
+
+  models    whole networks: model x dtype x batch, beside torch.compile and eager torch
+  profile   where one run's time goes, kernel by kernel
+  compile   graphs for a GPU that is elsewhere: --precompiled takes them where no compiler is
+"""
+_EXAMPLES = """\
+examples:
+  python -m bench models --models resnet-50,cvt-13 --dtypes bfloat16 --batches 1,32,256
+  python -m bench models --device cpu --batches 1 --json cpu.json
+  python -m bench profile --models resnet-50 --dtypes bfloat16 --batches 1 --trace trace.json
+  python -m bench compile --target sm_90a --models resnet-50 --dtypes bfloat16 --out compiled
+
+exit codes: 0 done; 1 a result was wrong; 2 a wrong argument, device or model
+"""
+FAILED, WRONG = 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code; a user's mistake is one line on stderr."""
+    try:
+        options = parser().parse_args(arguments)
+        return int(importlib.import_module(f"bench.{options.command}").run(options))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return WRONG
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("torch", "transformers", "matplotlib"):
+            raise
+        sys.stderr.write(f"error: bench expects the package {missing.name}; pip install it\n")
+        return WRONG
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describes every option."""
+    top = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=_HELP,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(required=True, dest="command", metavar="COMMAND")
+
+    models = commands.add_parser("models", help="whole networks beside their peers")
+    _what(models, batches="1,32,256")
+    models.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    models.add_argument(
+        "--autotune", action="store_true", help="torch.compile's max-autotune too: minutes a cell"
+    )
+    models.add_argument(
+        "--tf32", action="store_true", help="let the peers' float32 run as TF32 on a GPU"
+    )
+    models.add_argument(
+        "--seconds", type=_positive, default=2.0, help="of samples, an engine and cell"
+    )
+    models.add_argument("--energy", action=argparse.BooleanOptionalAction, default=True)
+    models.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+
+    profile = commands.add_parser("profile", help="where one run's time goes")
+    _what(profile, batches="1")
+    profile.add_argument(
+        "--engine", default="maxvision", help="maxvision, or a peer: torch-compile, ..."
+    )
+    profile.add_argument("--rows", type=int, default=40, help="of the table; 0 for all")
+    profile.add_argument("--runs", type=int, default=10, help="to average over")
+    profile.add_argument("--trace", type=Path, metavar="FILE", help="for Perfetto or Chrome")
+    profile.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+
+    compiling = commands.add_parser("compile", help="graphs for a GPU that is elsewhere")
+    compiling.add_argument("--target", required=True, help="sm_80, sm_89, sm_90a, gfx942, ...")
+    compiling.add_argument("--models", type=_list, default=["resnet-50", "cvt-13"], metavar="A,B")
+    compiling.add_argument("--dtypes", type=_list, default=["bfloat16"], metavar="A,B")
+    compiling.add_argument("--out", type=Path, required=True, metavar="DIR")
+    return top
+
+
+def _what(command: argparse.ArgumentParser, batches: str) -> None:
+    command.add_argument(
+        "--models",
+        type=_list,
+        default=["resnet-50", "cvt-13"],
+        metavar="A,B",
+        help="resnet-18 to -152, cvt-13, -21, -w24 (random weights), bundled models, folders",
+    )
+    command.add_argument(
+        "--dtypes",
+        type=_list,
+        metavar="A,B",
+        help="bfloat16 on a GPU, float32 on a CPU if left out",
+    )
+    command.add_argument(
+        "--batches", type=_batches, default=_batches(batches), metavar="N,M", help=batches
+    )
+    command.add_argument("--device", default="auto", help="auto, cpu, gpu or gpu:N")
+    command.add_argument(
+        "--precompiled", type=Path, metavar="DIR", help="graphs that bench compile wrote"
+    )
+
+
+def dtypes(options: argparse.Namespace, gpu: bool) -> list[str]:
+    """Gives the dtypes that were asked for, or the device's usual one.
+
+    Raises:
+        ArgumentError: If one is none.
+    """
+    names: list[str] = options.dtypes or ["bfloat16" if gpu else "float32"]
+    for name in names:
+        if name not in DTYPES:
+            raise ArgumentError(f"dtypes expects {', '.join(DTYPES)} but has {name!r}")
+    return names
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _batches(text: str) -> list[int]:
+    numbers = [int(part) if part.isdecimal() else 0 for part in _list(text)]
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expects numbers of at least 1 but is {text!r}")
+    return numbers
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 3600:
+        raise argparse.ArgumentTypeError(f"expects a number of seconds but is {text!r}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

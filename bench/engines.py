@@ -1,0 +1,331 @@
+"""Ours and the peers, behind one interface: a model of one dtype at one batch size.
+
+Every engine takes its batches from rings of different random images: one on the device, larger
+than twice its L2 cache, from which each run's input is copied just before it, and one in pinned
+host memory, for the uploads. The engines of one cell see the same images. Peers take pixels that
+are normalised and in the model's dtype already, ours takes uint8 and normalises in its graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from max.driver import Buffer, Device
+from max.dtype import DType
+
+from bench.timing import Clock, HostClock, MaxClock, TorchClock
+from graphs.preprocess import Preprocess
+from graphs.replay import PINNED, Execution, Replay, captures
+from graphs.session import Model
+
+TORCH = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+HOST_RING = 3
+L2_UNKNOWN = 64 << 20
+
+
+class Engine(Protocol):
+    """Runs batches; all but ``answer`` only enqueue, on a GPU."""
+
+    name: str
+    clock: Clock
+
+    def feed(self, turn: int) -> None:
+        """Puts a batch of the device's ring where ``compute`` reads it."""
+
+    def upload(self, turn: int) -> None:
+        """Puts a batch of the host's ring there."""
+
+    def compute(self) -> None:
+        """Runs the network."""
+
+    def download(self) -> None:
+        """Brings the logits to the host."""
+
+    def answer(self, turn: int) -> np.ndarray:
+        """A whole request, as a user has it: host array in, host array out."""
+
+    def close(self) -> None:
+        """Gives memory back."""
+
+
+@dataclass
+class Images:
+    """Random images of one batch size, in every form that an engine wants.
+
+    Attributes:
+        batch: Images in a batch.
+        size: Height and width, px.
+        mean: Of each channel, as levels.
+        std: Of each channel, as levels.
+        gpu: Whether rings lie on a GPU.
+    """
+
+    batch: int
+    size: tuple[int, int]
+    mean: np.ndarray
+    std: np.ndarray
+    gpu: bool
+
+    @classmethod
+    def of(cls, prepare: Preprocess, batch: int, gpu: bool) -> Images:
+        """Makes images of the size and normalisation that ``prepare`` has."""
+        mean, std = (np.array(values, np.float32) for values in (prepare.mean, prepare.std))
+        return cls(batch, (prepare.height, prepare.width), mean, std, gpu)
+
+    @cached_property
+    def host(self) -> list[np.ndarray]:
+        """The host's ring: uint8 [N, H, W, C]."""
+        rng = np.random.default_rng(0)
+        shape = (self.batch, *self.size, len(self.mean))
+        return [rng.integers(0, 256, shape, np.uint8) for _ in range(HOST_RING)]
+
+    def count(self, bytes_a_batch: int) -> int:
+        """How many batches a ring on the device has: twice its L2 cache, and at least three."""
+        cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or L2_UNKNOWN
+        return max(3, -(-2 * cache // bytes_a_batch))
+
+    def device_levels(self) -> list[torch.Tensor]:
+        """A ring on the GPU: uint8 [N, H, W, C]."""
+        first = torch.from_numpy(self.host[0])
+        count = self.count(first.numel())
+        ring = torch.randint(0, 256, (count, *first.shape), dtype=torch.uint8, device="cuda")
+        ring[0].copy_(first)
+        return list(ring)
+
+    def device_pixels(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """A ring on the GPU: normalised, [N, C, H, W], channels last."""
+        first = self.pixels(0, dtype)
+        count = self.count(first.numel() * first.element_size())
+        n, c, h, w = first.shape
+        ring = torch.randn((count, n, h, w, c), device="cuda", dtype=dtype)
+        ring[0].copy_(first.permute(0, 2, 3, 1))
+        return [each.permute(0, 3, 1, 2) for each in ring]
+
+    def pixels(self, turn: int, dtype: torch.dtype) -> torch.Tensor:
+        """A batch of the host's ring, normalised: [N, C, H, W], channels last."""
+        levels = torch.from_numpy(self.host[turn % HOST_RING]).float()
+        mean, std = torch.from_numpy(self.mean), torch.from_numpy(self.std)
+        return ((levels - mean) / std).to(dtype).permute(0, 3, 1, 2)
+
+
+class Maxvision:
+    """Our graph: captured on a GPU, executed on a CPU."""
+
+    name = "maxvision"
+
+    def __init__(self, model: Model, device: Device, images: Images) -> None:
+        self._images = images
+        self._turn = images.host[0]
+        executable = model.executable()
+        plain = Execution(executable, device)
+        self._run: Any = plain
+        if not captures(device):
+            self.clock: Clock = HostClock()
+            return
+        self.clock = MaxClock(device)
+        plain.upload(images.host[0])
+        plain.run()
+        self._run = Replay(executable, device, images.host[0].shape, DType.uint8, images.batch)
+        self._ring = [Buffer.from_dlpack(each) for each in images.device_levels()]
+        self._host = []
+        for levels in images.host:
+            self._host.append(Buffer(DType.uint8, levels.shape, device, PINNED))
+            np.copyto(self._host[-1].to_numpy(), levels)
+        torch.cuda.synchronize()
+
+    def feed(self, turn: int) -> None:
+        """See ``Engine``."""
+        if isinstance(self._run, Replay):
+            self._run.input.inplace_copy_from(self._ring[turn % len(self._ring)])
+        else:
+            self._run.upload(self._images.host[turn % HOST_RING])
+
+    def upload(self, turn: int) -> None:
+        """See ``Engine``."""
+        if isinstance(self._run, Replay):
+            self._run.input.inplace_copy_from(self._host[turn % HOST_RING])
+        else:
+            self._run.upload(self._images.host[turn % HOST_RING])
+
+    def compute(self) -> None:
+        """See ``Engine``."""
+        self._run.run()
+
+    def download(self) -> None:
+        """See ``Engine``."""
+        self._run.download()
+
+    def answer(self, turn: int) -> np.ndarray:
+        """See ``Engine``."""
+        self._run.upload(self._images.host[turn % HOST_RING])
+        self._run.run()
+        self._run.download()
+        return np.asarray(self._run.result()[0])
+
+    def close(self) -> None:
+        """See ``Engine``."""
+        if isinstance(self._run, Replay):
+            self._run.release()
+
+
+class Torch:
+    """A torch module, channels_last, from one input tensor that never moves.
+
+    Args:
+        name: Of the engine.
+        images: What it runs on.
+        dtype: Of the module.
+        prepare: Makes the call to measure of the input.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        images: Images,
+        dtype: torch.dtype,
+        prepare: Callable[[torch.Tensor], Callable[[], torch.Tensor]],
+    ) -> None:
+        self.name = name
+        self.clock: Clock = TorchClock() if images.gpu else HostClock()
+        self._host = [images.pixels(i, dtype) for i in range(HOST_RING)]
+        self._input = self._host[0].clone(memory_format=torch.channels_last)
+        if images.gpu:
+            self._pinned = [_pinned(x) for x in self._host]
+            self._staged = _pinned(self._host[0])
+            self._input = self._input.cuda()
+            self._ring = images.device_pixels(dtype)
+        self._call = prepare(self._input)
+        with torch.inference_mode():
+            self._output = self._call()
+        shape, kind = self._output.shape, self._output.dtype
+        self._fetched = torch.empty(shape, dtype=kind, pin_memory=images.gpu)
+        self._gpu = images.gpu
+
+    def feed(self, turn: int) -> None:
+        """See ``Engine``."""
+        self._input.copy_(self._ring[turn % len(self._ring)] if self._gpu else self._at(turn))
+
+    def upload(self, turn: int) -> None:
+        """See ``Engine``."""
+        source = self._pinned[turn % HOST_RING] if self._gpu else self._at(turn)
+        self._input.copy_(source, non_blocking=True)
+
+    @torch.inference_mode()
+    def compute(self) -> None:
+        """See ``Engine``."""
+        self._output = self._call()
+
+    def download(self) -> None:
+        """See ``Engine``."""
+        self._fetched.copy_(self._output, non_blocking=True)
+
+    def answer(self, turn: int) -> np.ndarray:
+        """See ``Engine``."""
+        if self._gpu:
+            self._staged.copy_(self._at(turn))
+            self._input.copy_(self._staged, non_blocking=True)
+        else:
+            self._input.copy_(self._at(turn))
+        self.compute()
+        self.download()
+        self.clock.wait()
+        return self._fetched.float().numpy().copy()
+
+    def close(self) -> None:
+        """See ``Engine``."""
+        del self._call, self._output
+        if self._gpu:
+            torch.cuda.empty_cache()
+
+    def _at(self, turn: int) -> torch.Tensor:
+        return self._host[turn % HOST_RING]
+
+
+def peers(
+    reference: Any, images: Images, dtype: str, *, autotune: bool = False
+) -> dict[str, Callable[[], Engine]]:
+    """Names the peers of a model and how to make them; making one may compile for minutes."""
+    kind = TORCH[dtype]
+
+    def placed() -> Any:
+        module = copy.deepcopy(reference).to(kind)
+        return module.to("cuda" if images.gpu else "cpu", memory_format=torch.channels_last)
+
+    def made(name: str, prepare: Callable[..., Callable[[], torch.Tensor]], *more: Any) -> Any:
+        return lambda: Torch(name, images, kind, lambda x: prepare(placed(), x, *more))
+
+    if images.gpu:
+        found = {"torch-eager-graph": made("torch-eager-graph", _graph)}
+    else:
+        found = {"torch-eager": made("torch-eager", _eager)}
+    mode = "reduce-overhead" if images.gpu else "default"
+    found["torch-compile"] = made("torch-compile", _compiled, mode)
+    if autotune:
+        found["torch-max-autotune"] = made("torch-max-autotune", _compiled, "max-autotune")
+    if importlib.util.find_spec("torch_mojo_backend"):
+        found["torch-mojo-backend"] = made("torch-mojo-backend", _mojo)
+    return found
+
+
+def _pinned(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, pin_memory=True).copy_(x)
+
+
+def _eager(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: module(x).logits
+
+
+def _graph(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    torch.backends.cudnn.benchmark = True
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        for _ in range(3):
+            module(x)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=stream):
+            output = module(x).logits
+    torch.cuda.current_stream().wait_stream(stream)
+
+    def replay() -> torch.Tensor:
+        captured.replay()
+        return output
+
+    return replay
+
+
+def _compiled(module: torch.nn.Module, x: torch.Tensor, mode: str) -> Callable[[], torch.Tensor]:
+    import torch._dynamo
+    import torch._inductor.config
+
+    torch._dynamo.reset()
+    torch._inductor.config.freezing = True  # folds the batch norms, lays filters out anew
+    torch.backends.cudnn.benchmark = True
+    # The input is not marked as static, which would spare a copy of it: freezing then takes it for
+    # a constant and folds the whole network away.
+    compiled = torch.compile(lambda x: module(x).logits, mode=mode, dynamic=False)
+    with torch.inference_mode():
+        for _ in range(3):
+            compiled(x)
+    return lambda: compiled(x)
+
+
+def _mojo(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    from torch_mojo_backend import mojo_backend
+
+    compiled = torch.compile(lambda x: module(x).logits, backend=mojo_backend, dynamic=False)
+    with torch.inference_mode():
+        for _ in range(3):
+            compiled(x)
+    return lambda: compiled(x)

@@ -1,0 +1,223 @@
+"""``python -m bench profile``: where the time of one run goes, kernel by kernel.
+
+CUPTI sees every kernel of the process, ours and torch's, inside a replayed graph too;
+torch.profiler hands its records over. Runs are replayed one at a time; a kernel's time is the mean
+over them, by its place in the launch order. On a CPU there is no such record: ``bench ops`` times
+the layers there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import tempfile
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from max.driver import Device
+from rich.console import Console
+from rich.table import Table
+
+from bench.__main__ import dtypes
+from bench.engines import Engine, Images, Maxvision, peers
+from bench.environment import environment
+from bench.references import checkpoint, our_model, reference_model
+from bench.timing import rounded
+from graphs.errors import ArgumentError, DeviceError
+from graphs.preprocess import Preprocess
+from graphs.session import DTYPES, find_device, find_dtype
+
+KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a run.
+
+    Attributes:
+        place: In the launch order, from 0.
+        name: Short.
+        symbol: As the device's code calls it.
+        us: Mean over the runs.
+        start_us: Since the first launch of its run, mean over the runs.
+        grid: Blocks, or None for a copy.
+        block: Threads, likewise.
+        registers: A thread.
+        shared_bytes: A block.
+    """
+
+    place: int
+    name: str
+    symbol: str
+    us: float
+    start_us: float
+    grid: list[int] | None
+    block: list[int] | None
+    registers: int | None
+    shared_bytes: int | None
+
+
+def run(options: argparse.Namespace) -> int:
+    """Profiles every model, dtype and batch that was asked for."""
+    device = find_device(options.device)
+    if device.is_host:
+        raise DeviceError(
+            "bench profile expects a GPU, because MAX records no time by node on a CPU;"
+            " use bench ops --device cpu, which times each layer"
+        )
+    if not torch.cuda.is_available():
+        raise DeviceError("bench profile expects a torch with CUDA, whose profiler reads CUPTI")
+    records: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    for name in options.models:
+        reference = reference_model(name)
+        for dtype in dtypes(options, gpu=True):
+            find_dtype(dtype, device)
+            for batch in options.batches:
+                engine = _engine(name, reference, dtype, batch, device, options)
+                launches = profile(engine, options.runs)
+                title = f"{options.engine}: {name}, {dtype}, batch {batch}"
+                show(launches, title, options.rows)
+                for launch in launches:
+                    records.append(
+                        {
+                            "model": name, "dtype": dtype, "batch": batch,
+                            "engine": options.engine, **asdict(launch),
+                        }
+                    )  # fmt: skip
+                events += trace(launches, title, len(events))
+                engine.close()
+    if options.trace:
+        options.trace.write_text(json.dumps({"traceEvents": events}) + "\n")
+    if options.json:
+        lines = ",\n".join(json.dumps(record) for record in records)
+        facts = json.dumps(environment())
+        options.json.write_text(f'{{"environment": {facts},\n"records": [\n{lines}\n]}}\n')
+    return 0
+
+
+def _engine(
+    name: str, reference: Any, dtype: str, batch: int, device: Device, options: argparse.Namespace
+) -> Engine:
+    prepare = Preprocess.from_config(checkpoint(name, reference).preprocess)
+    images = Images.of(prepare, batch, gpu=True)
+    if options.engine == "maxvision":
+        ours = our_model(name, reference, device, DTYPES[dtype], options.precompiled)
+        return Maxvision(ours, device, images)
+    makers = peers(reference, images, dtype, autotune=True)
+    if options.engine not in makers:
+        raise ArgumentError(
+            f"engine expects maxvision, {', '.join(makers)} but is {options.engine!r}"
+        )
+    return makers[options.engine]()
+
+
+def profile(engine: Engine, runs: int) -> list[Launch]:
+    """Records ``runs`` runs and averages each launch over them."""
+    for _ in range(3):
+        engine.compute()
+    engine.clock.wait()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as recorded:
+        for _ in range(runs):
+            engine.compute()
+            engine.clock.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        recorded.export_chrome_trace(str(path))
+        return launches(json.loads(path.read_text()), runs)
+
+
+def launches(trace: dict[str, Any], runs: int) -> list[Launch]:
+    """Averages the launches of a Chrome trace of ``runs`` like runs.
+
+    Raises:
+        DeviceError: If the runs did not launch the same kernels.
+    """
+    found = sorted(
+        (event for event in trace["traceEvents"] if event.get("cat") in KINDS),
+        key=lambda event: event["ts"],
+    )
+    each, rest = divmod(len(found), runs)
+    columns = [found[place::each] for place in range(each)] if each and not rest else []
+    if not columns or any(len({event["name"] for event in column}) > 1 for column in columns):
+        raise DeviceError(
+            f"bench profile expects {runs} runs of the same launches but CUPTI recorded"
+            f" {len(found)}; run it again, with nothing else in this process on the GPU"
+        )
+    starts = [event["ts"] for event in columns[0]]
+    result = []
+    for place, column in enumerate(columns):
+        args = column[0].get("args", {})
+        offsets = (event["ts"] - start for event, start in zip(column, starts, strict=True))
+        result.append(
+            Launch(
+                place,
+                short(column[0]["name"]),
+                column[0]["name"],
+                rounded(statistics.mean(event["dur"] for event in column), 5),
+                round(statistics.mean(offsets), 3),
+                args.get("grid"),
+                args.get("block"),
+                args.get("registers per thread"),
+                args.get("shared memory"),
+            )
+        )
+    return result
+
+
+def short(symbol: str) -> str:
+    """Shortens the name of a kernel to what a reader needs."""
+    return re.sub(r"\s+", " ", symbol)[:60]
+
+
+def trace(launches: list[Launch], title: str, thread: int) -> list[dict[str, Any]]:
+    """Makes Chrome trace events of an average run, in a row of their own."""
+    row = {"name": "thread_name", "ph": "M", "pid": 0, "tid": thread, "args": {"name": title}}
+    return [row] + [
+        {
+            "name": launch.name, "ph": "X", "pid": 0, "tid": thread,
+            "ts": launch.start_us, "dur": launch.us, "args": asdict(launch),
+        }
+        for launch in launches
+    ]  # fmt: skip
+
+
+def show(launches: list[Launch], title: str, rows: int) -> None:
+    """Prints the launches, the longest first, then their sum by name."""
+    total = sum(launch.us for launch in launches)
+    span = launches[-1].start_us + launches[-1].us
+    console = Console(width=None if Console().is_terminal else 150)
+    table = Table("place", "kernel", title=title, title_justify="left")
+    for heading in ("us", "share", "grid", "block", "registers", "shared bytes"):
+        table.add_column(heading, justify="right")
+    for launch in sorted(launches, key=lambda launch: -launch.us)[: rows or None]:
+        table.add_row(
+            str(launch.place),
+            launch.name,
+            f"{launch.us:.2f}",
+            f"{launch.us / total:.1%}",
+            "x".join(map(str, launch.grid or [])),
+            "x".join(map(str, launch.block or [])),
+            "" if launch.registers is None else str(launch.registers),
+            "" if launch.shared_bytes is None else str(launch.shared_bytes),
+        )
+    console.print(table)
+    sums: dict[str, list[float]] = defaultdict(list)
+    for launch in launches:
+        sums[launch.name].append(launch.us)
+    table = Table("kernel", title="by kernel", title_justify="left")
+    for heading in ("launches", "us", "share"):
+        table.add_column(heading, justify="right")
+    for name, times in sorted(sums.items(), key=lambda item: -sum(item[1])):
+        table.add_row(name, str(len(times)), f"{sum(times):.2f}", f"{sum(times) / total:.1%}")
+    console.print(table)
+    console.print(
+        f"{len(launches)} launches, {total:.1f} us of kernels in {span:.1f} us:"
+        f" {1 - total / span:.1%} of a run is between kernels\n"
+    )

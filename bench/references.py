@@ -1,0 +1,115 @@
+"""The networks that are measured, in transformers with random weights, and as our checkpoints.
+
+Weights are drawn on the spot from a fixed seed: a figure needs no download, and a machine that
+runs a graph compiled elsewhere makes the same weights itself.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from max.driver import Device
+from max.dtype import DType
+
+import weights
+from graphs.errors import ArgumentError
+from graphs.session import Model
+from weights import Checkpoint
+from weights.source import BUNDLED
+
+_WIDE = {"num_heads": [3, 12, 16], "embed_dim": [192, 768, 1024], "depth": [2, 2, 20]}
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {  # He et al. 2015, table 1; Wu et al., table 2
+    "resnet-18": ("ResNet", {"layer_type": "basic", "depths": [2, 2, 2, 2]}),
+    "resnet-34": ("ResNet", {"layer_type": "basic", "depths": [3, 4, 6, 3]}),
+    "resnet-50": ("ResNet", {}),
+    "resnet-101": ("ResNet", {"depths": [3, 4, 23, 3]}),
+    "resnet-152": ("ResNet", {"depths": [3, 8, 36, 3]}),
+    "cvt-13": ("Cvt", {}),
+    "cvt-21": ("Cvt", {"depth": [1, 4, 16]}),
+    "cvt-w24": ("Cvt", _WIDE),
+}
+
+
+def reference_model(name: str) -> Any:
+    """Makes a network of ``NETWORKS`` with random weights, the same at every call.
+
+    Any other ``name`` is a bundled model or a folder in Hugging Face format, with its weights.
+
+    Raises:
+        ArgumentError: If it is none of these.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    if name not in NETWORKS:
+        folder = BUNDLED / name if name in weights.bundled() else Path(name)
+        if not (folder / "config.json").is_file():
+            raise ArgumentError(
+                f"models expects {', '.join(NETWORKS)}, a bundled model or a folder with a"
+                f" config.json but is {name!r}"
+            )
+        return transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+    kind, options = NETWORKS[name]
+    if options.get("layer_type") == "basic":
+        options = {**options, "hidden_sizes": [64, 128, 256, 512]}
+    config = getattr(transformers, f"{kind}Config")(**options, num_labels=1000)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForImageClassification")(config).eval()
+    randomise(model)
+    return model
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Gives the norms other statistics and weights than a fresh model's, which hide mistakes."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            assert module.running_var is not None and module.running_mean is not None
+            torch.nn.init.uniform_(module.running_var, 0.5, 2)
+            torch.nn.init.normal_(module.running_mean, std=0.2)
+        if isinstance(module, torch.nn.BatchNorm2d | torch.nn.LayerNorm):
+            torch.nn.init.uniform_(module.weight, 0.5, 1)
+            torch.nn.init.normal_(module.bias, std=0.2)
+
+
+def checkpoint(name: str, reference: Any) -> Checkpoint:
+    """Imports ``reference_model(name)`` as a user's checkpoint would be."""
+    if name not in NETWORKS:
+        return weights.load(name)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, name)
+        reference.save_pretrained(folder)
+        return weights.load(folder)
+
+
+def our_model(
+    name: str,
+    reference: Any,
+    device: Device,
+    dtype: DType,
+    precompiled: Path | None = None,
+) -> Model:
+    """Makes our model of the same weights, from ``precompiled`` if that is a folder of graphs.
+
+    Raises:
+        ArgumentError: If the folder has no such graph.
+    """
+    model = Model(checkpoint(name, reference), device, dtype)
+    if precompiled is None:
+        model.compile()
+        return model
+    path = artifact(precompiled, name, dtype.name)
+    if not path.is_file():
+        raise ArgumentError(
+            f"precompiled expects {path.name} in {precompiled} but it is not there;"
+            " make it with python -m bench compile"
+        )
+    model.adopt(path)
+    return model
+
+
+def artifact(folder: Path, name: str, dtype: str) -> Path:
+    """Names the file of a compiled graph."""
+    return folder / f"{Path(name).name}-{dtype}.mef"
