@@ -143,7 +143,8 @@ def read(text: str) -> Times:
         words = line.split()
         if not words or words[0] != "row":
             continue
-        layer = Layer(*(int(word) for word in words[1:7]), words[7])
+        n, side, c, f, kernel, stride = (int(word) for word in words[1:7])
+        layer = Layer(n, side, c, f, kernel, stride, words[7])
         tile, time, error = Tile(int(words[8]), int(words[9])), float(words[10]), float(words[11])
         if not error < 0.004:  # half an ulp of bfloat16
             raise ValueError(f"tune: {line!r} expects an error below 0.004")
