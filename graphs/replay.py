@@ -44,7 +44,7 @@ class Run(Protocol):
         """Brings the outputs to the host."""
 
     def result(self) -> list[np.ndarray]:
-        """Waits for what was downloaded and returns it, the caller's to keep."""
+        """Waits for what was downloaded and returns it as float32, the caller's to keep."""
 
 
 class Execution:
@@ -69,7 +69,7 @@ class Execution:
 
     def result(self) -> list[np.ndarray]:
         """See ``Run``."""
-        return [output.to(CPU()).to_numpy() for output in self._outputs]
+        return [float32(output.to(CPU())) for output in self._outputs]
 
 
 class Replay:
@@ -128,7 +128,7 @@ class Replay:
     def result(self) -> list[np.ndarray]:
         """See ``Run``."""
         self._downloaded.synchronize()
-        return [fetched.to_numpy().copy() for fetched in self._fetched]
+        return [float32(fetched) for fetched in self._fetched]
 
     def release(self) -> None:
         """Gives the memory back; nothing else may be called afterwards."""
@@ -207,6 +207,17 @@ class Replays:
                 with self._lock:
                     self._held -= pixels.shape[0]
                 raise
+
+
+def float32(buffer: Buffer) -> np.ndarray:
+    """Copies a host buffer of bfloat16, float16 or float32, exactly.
+
+    The host widens the few logits of a batch; on the GPU it would be a kernel of its own.
+    """
+    if buffer.dtype == DType.bfloat16:
+        bits = buffer.view(DType.uint16).to_numpy().astype(np.uint32)
+        return (bits << 16).view(np.float32)
+    return buffer.to_numpy().astype(np.float32)
 
 
 def captures(device: Device) -> bool:

@@ -194,7 +194,7 @@ def build(
         ends = [outputs.logits]
         if everything:
             ends += [outputs.features, *outputs.stages]
-        graph.output(*(end.cast(DType.float32) for end in ends))
+        graph.output(*ends)
     return graph, parameters
 
 
