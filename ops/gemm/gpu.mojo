@@ -24,7 +24,7 @@ from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
 from ..target import IS_HOPPER
-from .hopper import ROW, hopper_gemm
+from .hopper import ROW, hopper_gemm, takes
 from .tuning import CONFIGS, choose
 
 comptime THREADS = 256
@@ -239,12 +239,11 @@ def gemm[
         If the launch fails.
     """
     comptime if size_of[dtype]() == 2 and k_major and IS_HOPPER:
-        comptime align = 16 // size_of[dtype]()
-        if products == 1 and g.c % align == 0 and g.f % align == 0:
-            var choice = choose(g, ROW // size_of[dtype](), epilogue.adds)
+        if products == 1 and takes[dtype](g):
+            var row = choose(g, ROW // size_of[dtype](), epilogue.adds)
             comptime for i in range(len(CONFIGS)):
-                if choice.config == i:
-                    hopper_gemm[dtype, epilogue, CONFIGS[i]](g, o, choice.splits, ctx)
+                if row.config == i:
+                    hopper_gemm[dtype, epilogue, CONFIGS[i]](g, o, row.splits, ctx)
             return
     gemm_portable[dtype, epilogue, k_major](
         g,

@@ -271,6 +271,35 @@ def is_plain(g: Geometry) -> Bool:
     return g.r * g.s * g.stride_h * g.stride_w == 1 and g.pad_h + g.pad_w == 0
 
 
+def takes[dtype: DType](g: Geometry) -> Bool:
+    """Tells whether the copy engine can walk over a convolution's tensors.
+
+    Parameters:
+        dtype: Of x, w and y.
+
+    Args:
+        g: Sizes.
+
+    Returns:
+        True if pixels and filters are multiples of 16 bytes, and the windows' strides, corners and
+        taps are in the range of a tensor map (PTX ISA 8.0, section 5.5.4; CUDA's driver API).
+    """
+    comptime wide = 16 // size_of[dtype]()
+    if g.groups != 1 or g.c % wide != 0 or g.f % wide != 0:
+        return False
+    if is_plain(g):
+        return True
+    var right = (g.q - 1) * g.stride_w - g.pad_w - (g.w - 1)
+    var bottom = (g.p - 1) * g.stride_h - g.pad_h - (g.h - 1)
+    return (
+        max(g.stride_h, g.stride_w) <= 8
+        and max(g.pad_h, g.pad_w) <= 128
+        and min(right, bottom) >= -128
+        and max(right, bottom) <= 127
+        and max((g.s - 1) * g.dilation_w, (g.r - 1) * g.dilation_h) <= 255
+    )
+
+
 @__llvm_arg_metadata(x_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(w_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(y_map, `nvvm.grid_constant`)
