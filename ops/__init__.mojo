@@ -3,6 +3,7 @@ from .activation import *
 from .bmm import *
 from .class_token import *
 from .conv2d import *
+from .depthwise_qkv import *
 from .normalize import *
 from .pool import *
 from .rows import *

@@ -9,17 +9,34 @@
 All of it in float32; the result is rounded once, to the output's dtype.
 """
 
-from std.math import erf
+from std.math import exp2
 
 from .operands import F32
 
-comptime SQRT_HALF = 0.70710678118654752440
-"""The square root of one half."""
+comptime LOG2_TAIL: List[Float32] = [
+    -1.9116906e-06,
+    2.8147342e-05,
+    -1.3169038e-04,
+    -2.7249698e-04,
+    7.2483863e-03,
+    -5.2633282e-02,
+    -4.5915717e-01,
+    -1.1511130,
+    -9.9999970e-01,
+]
+"""The base-2 logarithm of the normal distribution's tail P(X > a), a polynomial of degree 8 in a.
+
+Fitted on [0, 6] by Lawson's iteration for the least largest error of a * P(X > a), which is 4e-8;
+beyond, it falls to -inf as the logarithm does.
+"""
 
 
 @always_inline
 def gelu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
-    """Computes the exact GELU (Hendrycks and Gimpel 2016, section 2).
+    """Computes the exact GELU (Hendrycks and Gimpel 2016, section 2), to 4e-8 absolutely.
+
+    v P(X < v) = max(v, 0) - |v| P(X > |v|): one exponential and eight multiplications, where the
+    library's erf took half as long as a whole linear layer of CvT-13 on an H200's tensor cores.
 
     Parameters:
         width: Lanes.
@@ -28,9 +45,16 @@ def gelu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
         v: Any number in each lane.
 
     Returns:
-        The GELU of each lane.
+        The GELU of each lane; 0 for -inf.
     """
-    return 0.5 * v * (1 + erf(v * SQRT_HALF))
+    var a = min(abs(v), 64)
+    comptime coefficients = LOG2_TAIL
+    comptime first = coefficients[0]
+    var tail = SIMD[F32, width](first)
+    comptime for i in range(1, len(coefficients)):
+        comptime coefficient = coefficients[i]
+        tail = tail.fma(a, coefficient)
+    return a.fma(-exp2(tail), max(v, 0))
 
 
 struct Epilogue(TrivialRegisterPassable):

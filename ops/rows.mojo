@@ -364,13 +364,13 @@ def layernorm_vector_kernel[
         if inside and c < Int(columns):
             values[v] = source.unsafe_load[width=wide, alignment=16](c).cast[F32]()
             sum += values[v].reduce_add()
-    var mean = _over_lanes[lanes](sum) / Float32(columns)
+    var mean = over_lanes[lanes](sum) / Float32(columns)
     var squares = Float32(0)
     comptime for v in range(vectors):
         if (v * lanes + lane) * wide < Int(columns):
             values[v] -= mean
             squares += (values[v] * values[v]).reduce_add()
-    var scale = 1 / sqrt(_over_lanes[lanes](squares) / Float32(columns) + eps)
+    var scale = 1 / sqrt(over_lanes[lanes](squares) / Float32(columns) + eps)
     comptime for v in range(vectors):
         var c = (v * lanes + lane) * wide
         if inside and c < Int(columns):
@@ -383,8 +383,18 @@ def layernorm_vector_kernel[
 
 
 @always_inline
-def _over_lanes[lanes: Int](value: Float32) -> Float32:
-    """Sums over neighbouring lanes; each of them gets the sum."""
+def over_lanes[lanes: Int](value: Float32) -> Float32:
+    """Sums over neighbouring lanes of a warp.
+
+    Parameters:
+        lanes: How many; a power of two.
+
+    Args:
+        value: Of this lane.
+
+    Returns:
+        The sum, in each of the lanes.
+    """
     var sum = value
     var step = lanes // 2
     while step > 0:

@@ -1,0 +1,144 @@
+"""Tensors and sizes of depthwise_qkv."""
+
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+
+from ..operands import F32, Data
+
+
+struct QkvOperands[dtype: DType](DevicePassable, TrivialRegisterPassable):
+    """The tensors; see gpu.mojo for their shapes.
+
+    Parameters:
+        dtype: Of tokens and filters.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var x: Data[Self.dtype]
+    """Tokens."""
+    var weight: Data[F32]
+    """The norm's weight."""
+    var norm_bias: Data[F32]
+    """The norm's bias."""
+    var q_filter: Data[Self.dtype]
+    """The query's filter."""
+    var k_filter: Data[Self.dtype]
+    """The key's filter."""
+    var v_filter: Data[Self.dtype]
+    """The value's filter."""
+    var q_bias: Data[F32]
+    """The query's bias."""
+    var k_bias: Data[F32]
+    """The key's bias."""
+    var v_bias: Data[F32]
+    """The value's bias."""
+    var q: Data[Self.dtype]
+    """Where the query goes."""
+    var k: Data[Self.dtype]
+    """Where the key goes."""
+    var v: Data[Self.dtype]
+    """Where the value goes."""
+
+    def __init__(
+        out self,
+        *,
+        x: Data[Self.dtype],
+        norm: Tuple[Data[F32], Data[F32]],
+        filters: Tuple[Data[Self.dtype], Data[Self.dtype], Data[Self.dtype]],
+        biases: Tuple[Data[F32], Data[F32], Data[F32]],
+        outputs: Tuple[Data[Self.dtype], Data[Self.dtype], Data[Self.dtype]],
+    ):
+        """Names the tensors.
+
+        Args:
+            x: Tokens.
+            norm: Weight and bias of the norm.
+            filters: Of query, key and value.
+            biases: Of query, key and value.
+            outputs: Query, key and value.
+        """
+        self.x = x
+        self.weight, self.norm_bias = norm[0], norm[1]
+        self.q_filter, self.k_filter, self.v_filter = filters[0], filters[1], filters[2]
+        self.q_bias, self.k_bias, self.v_bias = biases[0], biases[1], biases[2]
+        self.q, self.k, self.v = outputs[0], outputs[1], outputs[2]
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "QkvOperands"
+
+
+struct QkvSizes(DevicePassable, TrivialRegisterPassable):
+    """Sizes, all at run time."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var images: Int32
+    """N."""
+    var first: Int32
+    """1 if a class token comes first, or 0."""
+    var h: Int32
+    """Height of the map of tokens."""
+    var w: Int32
+    """Width of the map of tokens."""
+    var c: Int32
+    """Channels."""
+    var kernel: Int32
+    """Taps of a side of the window."""
+    var pad_q: Int32
+    """Padding of the query's window."""
+    var pad_kv: Int32
+    """Padding of the key's and the value's."""
+    var stride: Int32
+    """Stride of the key's and the value's."""
+    var p: Int32
+    """Height of the maps of keys and values."""
+    var q: Int32
+    """Width of the maps of keys and values."""
+    var side: Int32
+    """Side of a block's tile."""
+    var eps: Float32
+    """Added to the variance."""
+
+    def __init__(out self, images: Int, c: Int, window: Data[DType.int64], eps: Float32):
+        """Takes the sizes apart.
+
+        Args:
+            images: N.
+            c: Channels.
+            window: Class token (0 or 1), H, W, side of the window, the query's padding, the
+                keys' padding and stride: seven numbers in host memory.
+            eps: Added to the variance.
+        """
+        self.images, self.c, self.eps = Int32(images), Int32(c), eps
+        self.first = Int32(window[unsafe_offset=0])
+        self.h, self.w = Int32(window[unsafe_offset=1]), Int32(window[unsafe_offset=2])
+        self.kernel = Int32(window[unsafe_offset=3])
+        self.pad_q = Int32(window[unsafe_offset=4])
+        self.pad_kv = Int32(window[unsafe_offset=5])
+        self.stride = Int32(window[unsafe_offset=6])
+        self.p = (self.h + 2 * self.pad_kv - self.kernel) // self.stride + 1
+        self.q = (self.w + 2 * self.pad_kv - self.kernel) // self.stride + 1
+        self.side = 0
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "QkvSizes"

@@ -1,0 +1,72 @@
+"""depthwise_qkv: registration and checks; graphs/nodes.py chooses between it and separate ops."""
+
+from extensibility import InputTensor, OutputTensor, register
+from max.gpu.host import DeviceContext
+
+from ..operands import F32, data
+from .config import QkvOperands, QkvSizes
+from .gpu import depthwise_qkv_gpu
+
+
+@register("depthwise_qkv")
+struct DepthwiseQkv:
+    """Normalises tokens and convolves them into query, key and value."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, kernel: Int
+    ](
+        q: OutputTensor[rank=3, ...],
+        k: OutputTensor[dtype=q.dtype, rank=3, ...],
+        v: OutputTensor[dtype=q.dtype, rank=3, ...],
+        x: InputTensor[dtype=q.dtype, rank=3, ...],
+        weight: InputTensor[dtype=F32, rank=1, ...],
+        norm_bias: InputTensor[dtype=F32, rank=1, ...],
+        q_filter: InputTensor[dtype=q.dtype, rank=1, ...],
+        q_bias: InputTensor[dtype=F32, rank=1, ...],
+        k_filter: InputTensor[dtype=q.dtype, rank=1, ...],
+        k_bias: InputTensor[dtype=F32, rank=1, ...],
+        v_filter: InputTensor[dtype=q.dtype, rank=1, ...],
+        v_bias: InputTensor[dtype=F32, rank=1, ...],
+        eps: InputTensor[dtype=F32, rank=1, ...],
+        window: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "gpu".
+            kernel: Taps of a side of the window.
+
+        Args:
+            q: Query [N, T, C].
+            k: Key [N, T', C].
+            v: Value [N, T', C].
+            x: Tokens [N, T, C].
+            weight: The norm's [C].
+            norm_bias: The norm's [C].
+            q_filter: [R, S, C], flat; so are the next two.
+            q_bias: [C]; so are the next two.
+            k_filter: The key's filter.
+            k_bias: The key's bias.
+            v_filter: The value's filter.
+            v_bias: The value's bias.
+            eps: Added to the variance: one number in host memory.
+            window: The seven numbers of config.mojo, in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        comptime assert target != "cpu", "depthwise_qkv: a CPU runs separate ops"
+        if x.size() == 0:
+            return
+        var operands = QkvOperands[q.dtype](
+            x=data(x),
+            norm=(data(weight), data(norm_bias)),
+            filters=(data(q_filter), data(k_filter), data(v_filter)),
+            biases=(data(q_bias), data(k_bias), data(v_bias)),
+            outputs=(data(q), data(k), data(v)),
+        )
+        var sizes = QkvSizes(x.shape()[0], x.shape()[2], data(window), data(eps)[unsafe_offset=0])
+        depthwise_qkv_gpu[q.dtype, kernel](operands, sizes, ctx)
