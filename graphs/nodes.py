@@ -25,6 +25,9 @@ EPILOGUES = ("none", "relu", "gelu", "add", "add_relu")
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32,)
 
+MOST_DEPTH = 256
+"""Channels of a head that attention's plain GPU kernel has room for in shared memory."""
+
 Pair = int | tuple[int, int]
 
 
@@ -237,6 +240,50 @@ def layernorm(
     """
     _check_norm("layernorm", x.shape[-1], weight, bias)
     return _custom("layernorm", [x, weight, bias, _host([eps], DType.float32)], x.type)
+
+
+def attention(
+    q: TensorValue, k: TensorValue, v: TensorValue, heads: int, *, scale: float | None = None
+) -> TensorValue:
+    """Attends from q[N, T, C] to k[N, S, C] and v[N, S, C], the heads side by side in C.
+
+    Args:
+        q: The queries.
+        k: The keys.
+        v: The values.
+        heads: How many heads C holds.
+        scale: Scales the scores before the softmax; by default (C / heads) ** -0.5.
+
+    Raises:
+        ArgumentError: If shapes, heads or scale do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    for name, value in (("q[N, T, C]", q), ("k[N, S, C]", k), ("v[N, S, C]", v)):
+        if value.rank != 3:
+            raise ArgumentError(f"attention: expects {name} but it has rank {value.rank}")
+    n, _, _ = q.shape
+    c = _static("attention", q.shape[2], "C of q[N, T, C]")
+    s = _static("attention", k.shape[1], "S of k[N, S, C]")
+    for name, value in (("k", k), ("v", v)):
+        if list(value.shape) != [n, s, c]:
+            raise ArgumentError(
+                f"attention: {name} expects the shape {[n, s, c]} of q's N, k's S and q's C"
+                f" but has {list(value.shape)}"
+            )
+    if heads < 1 or c % heads:
+        raise ArgumentError(f"attention: expects heads that divide C={c} but has {heads}")
+    if s < 1:
+        raise ArgumentError("attention: expects at least one key but has S=0")
+    depth = c // heads
+    if depth > MOST_DEPTH:
+        raise ArgumentError(
+            f"attention: expects heads of at most {MOST_DEPTH} channels but they have {depth}"
+        )
+    scale = depth**-0.5 if scale is None else scale
+    if not scale >= 0:
+        raise ArgumentError(f"attention: expects a scale of at least 0 but it is {scale}")
+    values = [q, k, v, _host([scale], DType.float32)]
+    return _custom("attention", values, q.type, {"depth": depth})
 
 
 def normalize(

@@ -1,5 +1,6 @@
 """The ops of maxvision's graphs, loaded through MAX's `custom_extensions`."""
 from .activation import *
+from .attention import *
 from .bmm import *
 from .class_token import *
 from .conv2d import *

@@ -282,6 +282,24 @@ def stem(
     return Case(name, [(*size, c)], weights, build, reference, set_levels, levels)
 
 
+def attend(name: str, t: int, s: int, heads: int, depth: int, scale: float | None = None) -> Case:
+    """Makes a case of attention from t queries to s keys."""
+    c = heads * depth
+
+    def reference(w: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.reshape(x.shape[0], -1, heads, depth).transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.transpose(-1, -2) * (depth**-0.5 if scale is None else scale)
+        return (scores.softmax(-1) @ v).transpose(1, 2).reshape(-1, t, c)
+
+    return Case(
+        name,
+        [(t, c), (s, c), (s, c)],
+        {},
+        lambda w, q, k, v: nodes.attention(q, k, v, heads, scale=scale),
+        reference,
+    )
+
+
 CASES = [
     # Layers of the networks, their sizes cut down.
     conv("conv2d stem 7x7/2", (39, 33), 3, 64, (7, 7), stride=2, padding=3, then="relu"),
@@ -383,6 +401,19 @@ CASES = [
         lambda w, x: nodes.class_token(x, w.vector("token", x.dtype)),
         lambda w, x: torch.cat([w["token"].to(x).expand(x.shape[0], 1, 20), x], dim=1),
     ),
+    # Tiles of attention: 128 or 32 queries, 64 keys (a GPU); 96 in sixes, 64 keys (a CPU).
+    attend("attention 64", 50, 13, 3, 64, 192**-0.5),
+    attend("attention one key", 37, 1, 2, 64),
+    attend("attention one query", 1, 70, 1, 64),
+    attend("attention 64 keys", 129, 64, 2, 64),
+    attend("attention 65 keys", 97, 65, 1, 64),
+    attend("attention 340 keys", 200, 340, 1, 64),
+    attend("attention many heads", 128, 50, 140, 64),
+    attend("attention many queries", 4500, 145, 4, 64),
+    *(attend(f"attention {d}", 67, 150, 2, d) for d in (1, 16, 20, 32, 80, 96, 128, 160)),
+    attend("attention many heads of 32", 256, 129, 140, 32),
+    attend("attention many heads of 96", 65, 129, 140, 96),
+    attend("attention sharp", 65, 33, 2, 64, 4.0),
 ]  # fmt: skip
 
 

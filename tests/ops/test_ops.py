@@ -203,6 +203,22 @@ def test_the_fused_stem_is_for_filters_that_fit() -> None:
         assert not has_stem(shape, stride)
 
 
+def test_errors_of_attention_name_the_shapes() -> None:
+    shapes = (["n", 9, 12], ["n", 4, 12], ["n", 5, 12], ["n", 4, 600], ["n", 0, 12])
+    with graph_of(*shapes) as graph:
+        q, k, other, wide, none = (value.tensor for value in graph.inputs)
+        with pytest.raises(ArgumentError, match=r"v expects the shape .*4.*12.* but has .*5.*12"):
+            nodes.attention(q, k, other, 2)
+        with pytest.raises(ArgumentError, match="heads that divide C=12 but has 5"):
+            nodes.attention(q, k, k, 5)
+        with pytest.raises(ArgumentError, match="at most 256 channels but they have 600"):
+            nodes.attention(wide, wide, wide, 1)
+        with pytest.raises(ArgumentError, match="at least one key"):
+            nodes.attention(q, none, none, 2)
+        with pytest.raises(ArgumentError, match="a scale of at least 0 but it is -1"):
+            nodes.attention(q, k, k, 2, scale=-1)
+
+
 def test_errors_name_the_dtypes_of_a_cpu() -> None:
     with graph_of(["n", 4], dtype=DType.bfloat16) as graph:
         x = graph.inputs[0].tensor

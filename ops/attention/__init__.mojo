@@ -1,0 +1,1 @@
+"""Attention without a score matrix in memory."""

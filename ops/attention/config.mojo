@@ -1,0 +1,82 @@
+"""What the attention kernels are given: tensors, sizes, and how a launch is divided."""
+
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+
+from ..operands import Data
+
+
+struct Attention[dtype: DType](DevicePassable, TrivialRegisterPassable):
+    """The tensors and sizes of y = softmax(scale * q k^T) v, head by head.
+
+    Parameters:
+        dtype: Of all tensors.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var q: Data[Self.dtype]
+    """Queries q[N, T, C], the heads side by side in C."""
+    var k: Data[Self.dtype]
+    """Keys k[N, S, C]."""
+    var v: Data[Self.dtype]
+    """Values v[N, S, C]."""
+    var y: Data[Self.dtype]
+    """Result y[N, T, C]."""
+    var n: Int32
+    """Images."""
+    var t: Int32
+    """Queries of an image."""
+    var s: Int32
+    """Keys of an image, at least 1."""
+    var c: Int32
+    """Channels of all heads."""
+    var heads: Int32
+    """Heads."""
+    var scale: Float32
+    """Scales the scores; not negative."""
+
+    def __init__(
+        out self,
+        q: Data[Self.dtype],
+        k: Data[Self.dtype],
+        v: Data[Self.dtype],
+        y: Data[Self.dtype],
+        *,
+        n: Int,
+        t: Int,
+        s: Int,
+        c: Int,
+        heads: Int,
+        scale: Float32,
+    ):
+        """Names tensors and sizes.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            y: Result.
+            n: Images.
+            t: Queries of an image.
+            s: Keys of an image.
+            c: Channels.
+            heads: Heads.
+            scale: Scale of the scores.
+        """
+        self.q, self.k, self.v, self.y = q, k, v, y
+        self.n, self.t, self.s, self.c = Int32(n), Int32(t), Int32(s), Int32(c)
+        self.heads = Int32(heads)
+        self.scale = scale
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "Attention"

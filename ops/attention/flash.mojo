@@ -1,0 +1,645 @@
+"""Attention on NVIDIA's tensor cores: y = softmax(scale * q k^T) v in one kernel.
+
+    q[N, T, C], k[N, S, C], v[N, S, C], y[N, T, C], each head `depth` neighbouring channels of C
+
+FlashAttention-2 (Dao 2023, arXiv:2307.08691): a warp has 16 or 32 queries in registers and walks
+over the keys, 64 (or 32) at a time, with mma.sync. Scores, probabilities and the running maximum
+and sum of a row (Milakov and Gimelshein 2018, arXiv:1805.02867) stay in registers, in float32;
+probabilities are rounded to the dtype of v as the left side of the second product. Keys and values
+come through three stages of shared memory, by cp.async, for all warps of a block.
+
+Where there are few queries, `splits` warps take one part each of every stage's keys, and add up
+their results at the end. Sizes are run-time numbers: T and S need not fit the tiles.
+
+A scheduler holds 2 to 4 warps, whose exponentials run beside the products of others. Bound by
+the tensor cores where S is large, by memory where it is small; docs/kernels.md has the figures.
+"""
+
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
+from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
+from max.gpu.memory import AddressSpace, external_memory
+from max.gpu.primitives import warp
+from max.gpu.primitives.grid_controls import (
+    PDLLevel,
+    launch_dependent_grids,
+    pdl_launch_attributes,
+    wait_on_dependent_grids,
+)
+from max.gpu.sync import syncwarp
+from std.math import ceildiv, exp2
+from std.memory import bitcast
+from std.sys import _RegisterPackType, inlined_assembly
+from std.utils import StaticTuple
+from std.utils.numerics import neg_inf
+
+from ..operands import F32, Data
+from .config import Attention
+
+comptime U32 = DType.uint32
+"""A register: two neighbours of a half type."""
+comptime LOG2_E = Float32(1.4426950408889634)
+"""Exponentials are powers of two here: exp(x) = 2^(x log2 e)."""
+comptime STAGES = 3
+"""Tiles of keys and values in shared memory."""
+comptime SPLITS = 4
+"""Warps that share the keys of their queries, in the kernel for few queries."""
+
+comptime Shared[dtype: DType] = Pointer[
+    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Shared memory.
+
+Parameters:
+    dtype: Of its elements.
+"""
+
+
+def threads(splits: Int) -> Int:
+    """Says how many threads a block has: 4 groups of warps, or 2 groups that split their keys.
+
+    Args:
+        splits: Warps that share the keys of their queries.
+
+    Returns:
+        Threads.
+    """
+    return 128 if splits == 1 else 64 * splits
+
+
+def warp_keys(depth: Int) -> Int:
+    """Says how many keys a warp multiplies at a time.
+
+    Args:
+        depth: Channels of a head.
+
+    Returns:
+        64, or 32 if a head is so deep that stages of 64 fill the shared memory.
+    """
+    return 64 if depth <= 64 else 32
+
+
+def most_threads(depth: Int, rows: Int, splits: Int) -> Int:
+    """Says how many threads share a multiprocessor: a bound of 128 registers, or of all 255.
+
+    Args:
+        depth: Channels of a head.
+        rows: Queries of a warp, in units of 16.
+        splits: Warps that share the keys of their queries.
+
+    Returns:
+        Threads.
+    """
+    return 512 if rows == 1 and splits == 1 and depth <= 64 else 256
+
+
+def queries(rows: Int, splits: Int) -> Int:
+    """Counts the queries of a block.
+
+    Args:
+        rows: Queries of a warp, in units of 16.
+        splits: Warps that share the keys of their queries.
+
+    Returns:
+        Queries.
+    """
+    return 16 * rows * threads(splits) // (32 * splits)
+
+
+def shared_bytes(depth: Int, rows: Int, splits: Int) -> Int:
+    """Counts the shared memory of a block.
+
+    Args:
+        depth: Channels of a head.
+        rows: Queries of a warp, in units of 16.
+        splits: Warps that share the keys of their queries.
+
+    Returns:
+        Bytes.
+    """
+    return STAGES * (2 * warp_keys(depth) * splits + queries(rows, splits)) * depth * 2
+
+
+@always_inline
+def _mma[dtype: DType](a: SIMD[U32, 4], b: SIMD[U32, 2], c: SIMD[F32, 4]) -> SIMD[F32, 4]:
+    """Adds a 16 x 16 by 16 x 8 product to c."""
+    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    var d = inlined_assembly[
+        "mma.sync.aligned.m16n8k16.row.col.f32."
+        + kind
+        + ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        _RegisterPackType[Float32, Float32, Float32, Float32],
+        constraints="=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        has_side_effect=False,
+    ](a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
+    return SIMD[F32, 4](d[0], d[1], d[2], d[3])
+
+
+@always_inline
+def _packed[dtype: DType](low: Float32, high: Float32) -> UInt32:
+    """Rounds a pair into a register."""
+    comptime kind = "bf16x2" if dtype == DType.bfloat16 else "f16x2"
+    return inlined_assembly[
+        "cvt.rn." + kind + ".f32 $0, $1, $2;",
+        UInt32,
+        constraints="=r,f,f",
+        has_side_effect=False,
+    ](high, low)
+
+
+@always_inline
+def _copy[dtype: DType](to: Shared[dtype], source: Data[dtype], bytes: Int32):
+    """Starts copying 16 bytes into shared memory, those past `bytes` zeros."""
+    inlined_assembly[
+        "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+        NoneType,
+        constraints="r,l,r,~{memory}",
+        has_side_effect=True,
+    ](UInt32(Int(to)), source, bytes)
+
+
+@always_inline
+def _commit():
+    """Ends a group of copies."""
+    inlined_assembly[
+        "cp.async.commit_group;", NoneType, constraints="~{memory}", has_side_effect=True
+    ]()
+
+
+@always_inline
+def _wait():
+    """Waits for all groups of copies but the last."""
+    inlined_assembly[
+        "cp.async.wait_group 1;", NoneType, constraints="~{memory}", has_side_effect=True
+    ]()
+
+
+@always_inline
+def _place[depth: Int](row: Int32, chunk: Int32) -> Int:
+    """Places 8 channels of a row: those of 8 rows, accessed at a time, lie in different banks."""
+    comptime CHUNKS = Int32(depth // 8)
+    comptime if depth % 64 == 0:
+        return Int((row * CHUNKS + (chunk ^ (row & 7))) * 8)
+    else:
+        return Int((row * CHUNKS + (chunk ^ ((row >> 1) & 3))) * 8)
+
+
+@always_inline
+def _bytes[depth: Int](row: Int32, chunk: Int32) -> UInt32:
+    """Says how many bytes before 8 channels of a row are."""
+    return UInt32(2 * _place[depth](row, chunk))
+
+
+@always_inline
+def _matrices[offset: Int, transpose: Bool = False](at: UInt32) -> SIMD[U32, 4]:
+    """Loads four 8 x 8 matrices, a row of which lies `offset` bytes from each lane's address on.
+
+    The offset is part of the instruction, so that all loads of a tile share a few addresses.
+    """
+    comptime kind = ".trans" if transpose else ""
+    var r = inlined_assembly[
+        "ldmatrix.sync.aligned.m8n8.x4"
+        + kind
+        + ".shared.b16 {$0, $1, $2, $3}, [$4 + "
+        + String(offset)
+        + "];",
+        _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
+        constraints="=r,=r,=r,=r,r,~{memory}",
+        has_side_effect=True,
+    ](at)
+    return SIMD[U32, 4](r[0], r[1], r[2], r[3])
+
+
+@always_inline
+def _reciprocal(x: Float32) -> Float32:
+    """Computes 1 / x to an ulp."""
+    return inlined_assembly[
+        "rcp.approx.ftz.f32 $0, $1;", Float32, constraints="=f,f", has_side_effect=False
+    ](x)
+
+
+struct _Place(TrivialRegisterPassable):
+    """A block of queries: its image, its head and its number there."""
+
+    var n: Int32
+    """Image."""
+    var head: Int32
+    """Head."""
+    var block: Int32
+    """Block of queries."""
+
+    def __init__(out self, item: Int32, heads: Int32, blocks: Int32):
+        var head = item // blocks
+        self.n = head // heads
+        self.head = head - self.n * heads
+        self.block = item - head * blocks
+
+    def steps(self) -> SIMD[DType.int32, 4]:
+        """Gives the numbers to a kernel, where another division would cost time."""
+        return SIMD[DType.int32, 4](self.n, self.head, self.block, 0)
+
+    @always_inline
+    def move(mut self, step: SIMD[DType.int32, 4], heads: Int32, blocks: Int32):
+        """Moves on by `step`."""
+        self.n += step[0]
+        self.head += step[1]
+        self.block += step[2]
+        if self.block >= blocks:
+            self.block -= blocks
+            self.head += 1
+        if self.head >= heads:
+            self.head -= heads
+            self.n += 1
+
+
+struct _Ahead[dtype: DType, depth: Int, rows: Int, splits: Int](TrivialRegisterPassable):
+    """What a block copies next: a tile of keys and values, and the queries with the first."""
+
+    comptime CHUNKS = Self.depth // 8
+    comptime TILE = warp_keys(Self.depth) * Self.splits
+    comptime THREADS = threads(Self.splits)
+    comptime QUERIES = queries(Self.rows, Self.splits)
+
+    var place: _Place
+    """Block of queries."""
+    var key: Int32
+    """First key of the tile."""
+    var at: Int
+    """Where the keys begin, and the values."""
+    var stage: Int32
+    """Where the tile goes."""
+    var slot: Int32
+    """Where the queries go."""
+
+    def __init__(out self, place: _Place):
+        self.place, self.key, self.at, self.stage, self.slot = place, 0, 0, 0, 0
+
+    @always_inline
+    def copy(
+        mut self,
+        o: Attention[Self.dtype],
+        blocks: Int32,
+        step: SIMD[DType.int32, 4],
+        stages: Shared[Self.dtype],
+    ):
+        """Starts copying, if anything is left, and moves on."""
+        comptime STAGE = 2 * Self.TILE * Self.depth
+        var t = Int32(thread_idx.x)
+        if self.place.n < o.n:
+            if self.key == 0:
+                var channel = Int(self.place.head * Int32(Self.depth))
+                self.at = Int(self.place.n * o.s) * Int(o.c) + channel
+                var first = self.place.block * Int32(Self.QUERIES)
+                var q = o.q.unsafe_offset(Int(self.place.n * o.t + first) * Int(o.c) + channel)
+                var to = stages.unsafe_offset(
+                    STAGES * STAGE + Int(self.slot) * (Self.QUERIES * Self.depth)
+                )
+                comptime for i in range(ceildiv(Self.QUERIES * Self.CHUNKS, Self.THREADS)):
+                    var row = (t + Int32(i * Self.THREADS)) // Int32(Self.CHUNKS)
+                    var chunk = (t + Int32(i * Self.THREADS)) % Int32(Self.CHUNKS)
+                    var inside = first + row < o.t
+                    _copy(
+                        to.unsafe_offset(_place[Self.depth](row, chunk)),
+                        q.unsafe_offset(Int(row if inside else 0) * Int(o.c) + Int(chunk * 8)),
+                        Int32(16 if inside else 0),
+                    )
+                self.slot = 0 if self.slot == STAGES - 1 else self.slot + 1
+
+            var keys = stages.unsafe_offset(Int(self.stage) * STAGE)
+            var values = keys.unsafe_offset(Self.TILE * Self.depth)
+            comptime for i in range(Self.TILE * Self.CHUNKS // Self.THREADS):
+                var row = (t + Int32(i * Self.THREADS)) // Int32(Self.CHUNKS)
+                var chunk = (t + Int32(i * Self.THREADS)) % Int32(Self.CHUNKS)
+                var inside = self.key + row < o.s
+                var from_ = self.at + Int(row if inside else 0) * Int(o.c) + Int(chunk * 8)
+                var bytes = Int32(16 if inside else 0)
+                _copy(
+                    keys.unsafe_offset(_place[Self.depth](row, chunk)),
+                    o.k.unsafe_offset(from_),
+                    bytes,
+                )
+                _copy(
+                    values.unsafe_offset(_place[Self.depth](row, chunk)),
+                    o.v.unsafe_offset(from_),
+                    bytes,
+                )
+            self.stage = 0 if self.stage == STAGES - 1 else self.stage + 1
+            self.key += Int32(Self.TILE)
+            self.at += Self.TILE * Int(o.c)
+            if self.key >= o.s:
+                self.key = 0
+                self.place.move(step, o.heads, blocks)
+        _commit()
+
+
+@always_inline
+def _attend[
+    dtype: DType, depth: Int, rows: Int, keys: Int, masked: Bool
+](
+    k: Shared[dtype],
+    v: Shared[dtype],
+    left: Int32,
+    scale: Float32,
+    q: Array[SIMD[U32, 4], rows * depth // 16],
+    mut acc: Array[SIMD[F32, 4], rows * (depth // 8)],
+    mut top: Array[Float32, 2 * rows],
+    mut sum: Array[Float32, 2 * rows],
+):
+    """Attends to `keys` keys, of which `left` are there; the accumulators stand for top and sum."""
+    comptime TILES = keys // 8
+    comptime OUT = depth // 8
+    var lane = Int32(thread_idx.x) & 31
+    var quad = lane & 3
+
+    var score = Array[SIMD[F32, 4], rows * TILES](fill=0)
+    comptime for half in range(depth // 32):
+        var at = UInt32(Int(k)) + _bytes[depth](lane & 7, Int32(4 * half) + (lane >> 3))
+        comptime for tile in range(TILES):
+            var b = _matrices[tile * 16 * depth](at)
+            comptime for r in range(rows):
+                comptime s = r * TILES + tile
+                comptime a = (r * (depth // 32) + half) * 2
+                score[s] = _mma[dtype](q[a], SIMD[U32, 2](b[0], b[1]), score[s])
+                score[s] = _mma[dtype](q[a + 1], SIMD[U32, 2](b[2], b[3]), score[s])
+    comptime if masked:
+        comptime for tile in range(TILES):
+            comptime for i in range(2):
+                if Int32(8 * tile + i) + 2 * quad >= left:
+                    comptime for r in range(rows):
+                        score[r * TILES + tile][i] = neg_inf[F32]()
+                        score[r * TILES + tile][i + 2] = neg_inf[F32]()
+
+    comptime for r in range(rows):
+        comptime for h in range(2):
+            var highest = top[2 * r + h]
+            comptime for tile in range(TILES):
+                ref s = score[r * TILES + tile]
+                highest = max(highest, max(s[2 * h], s[2 * h + 1]))
+            highest = max(highest, warp.shuffle_xor(highest, 1))
+            highest = max(highest, warp.shuffle_xor(highest, 2))
+            var shift = highest * scale
+            var factor = exp2(top[2 * r + h].fma(scale, -shift))
+            top[2 * r + h] = highest
+            var total = sum[2 * r + h] * factor
+            comptime for tile in range(TILES):
+                comptime for i in range(2):
+                    var p = exp2(score[r * TILES + tile][2 * h + i].fma(scale, -shift))
+                    score[r * TILES + tile][2 * h + i] = p
+                    total += p
+            sum[2 * r + h] = total
+            comptime for column in range(OUT):
+                acc[r * OUT + column][2 * h] *= factor
+                acc[r * OUT + column][2 * h + 1] *= factor
+
+    comptime for step in range(keys // 16):
+        var p = Array[SIMD[U32, 4], rows](uninitialized=True)
+        comptime for r in range(rows):
+            ref low = score[r * TILES + 2 * step]
+            ref high = score[r * TILES + 2 * step + 1]
+            p[r] = SIMD[U32, 4](
+                _packed[dtype](low[0], low[1]),
+                _packed[dtype](low[2], low[3]),
+                _packed[dtype](high[0], high[1]),
+                _packed[dtype](high[2], high[3]),
+            )
+        comptime for pair in range(OUT // 2):
+            var at = UInt32(Int(v)) + _bytes[depth](lane & 15, Int32(2 * pair) + (lane >> 4))
+            var b = _matrices[step * 32 * depth, transpose=True](at)
+            comptime for r in range(rows):
+                comptime o = r * OUT + 2 * pair
+                acc[o] = _mma[dtype](p[r], SIMD[U32, 2](b[0], b[1]), acc[o])
+                acc[o + 1] = _mma[dtype](p[r], SIMD[U32, 2](b[2], b[3]), acc[o + 1])
+
+
+@always_inline
+def _first_queries[
+    dtype: DType, depth: Int, rows: Int
+](shared: Shared[dtype], first: Int32) -> Array[SIMD[U32, 4], rows * depth // 16]:
+    """Reads the queries of a warp from shared memory."""
+    var lane = Int32(thread_idx.x) & 31
+    var q = Array[SIMD[U32, 4], rows * depth // 16](uninitialized=True)
+    comptime for r in range(rows):
+        comptime for step in range(depth // 16):
+            var at = _bytes[depth](first + (lane & 15), Int32(2 * step) + (lane >> 4))
+            q[r * (depth // 16) + step] = _matrices[r * 32 * depth](UInt32(Int(shared)) + at)
+    return q^
+
+
+@always_inline
+def _combine[
+    depth: Int, rows: Int, splits: Int
+](
+    shared: Shared[F32],
+    split: Int32,
+    scale: Float32,
+    mut acc: Array[SIMD[F32, 4], rows * (depth // 8)],
+    mut top: Array[Float32, 2 * rows],
+    mut sum: Array[Float32, 2 * rows],
+):
+    """Adds up in the first of the splits what each got from its part of the keys."""
+    comptime OUT = depth // 8
+    comptime EACH = (rows + rows * OUT) * 128
+    var group = Int32(thread_idx.x) // Int32(32 * splits)
+    var lane = Int32(thread_idx.x) & 31
+    var left = shared.unsafe_offset(Int(group) * ((splits - 1) * EACH) + Int(lane) * 4)
+    barrier()
+    if split > 0:
+        var mine = left.unsafe_offset(Int(split - 1) * EACH)
+        comptime for r in range(rows):
+            mine.unsafe_store[alignment=16](
+                r * 128, SIMD[F32, 4](top[2 * r], top[2 * r + 1], sum[2 * r], sum[2 * r + 1])
+            )
+        comptime for i in range(rows * OUT):
+            mine.unsafe_store[alignment=16]((rows + i) * 128, acc[i])
+    barrier()
+    if split > 0:
+        return
+    comptime for other in range(splits - 1):
+        var theirs = left.unsafe_offset(other * EACH)
+        comptime for r in range(rows):
+            var state = theirs.unsafe_load[width=4, alignment=16](r * 128)
+            var factors = SIMD[F32, 4](0)
+            comptime for h in range(2):
+                var highest = max(top[2 * r + h], state[h])
+                factors[h] = exp2((top[2 * r + h] - highest) * scale)
+                factors[2 + h] = exp2((state[h] - highest) * scale)
+                top[2 * r + h] = highest
+                sum[2 * r + h] = sum[2 * r + h] * factors[h] + state[2 + h] * factors[2 + h]
+            comptime for column in range(OUT):
+                var part = theirs.unsafe_load[width=4, alignment=16](
+                    (rows + r * OUT + column) * 128
+                )
+                comptime for i in range(4):
+                    acc[r * OUT + column][i] = (
+                        acc[r * OUT + column][i] * factors[i // 2] + part[i] * factors[2 + i // 2]
+                    )
+
+
+@always_inline
+def _store[
+    dtype: DType, depth: Int, rows: Int
+](
+    y: Data[dtype],
+    left: Int32,
+    c: Int32,
+    shared: Shared[dtype],
+    first: Int32,
+    acc: Array[SIMD[F32, 4], rows * (depth // 8)],
+    sum: Array[Float32, 2 * rows],
+):
+    """Divides by the sums and stores the `left` queries that are there, from y on.
+
+    They are turned over where the warp's queries were in shared memory, from row `first` on.
+    """
+    comptime OUT = depth // 8
+    var lane = Int32(thread_idx.x) & 31
+    syncwarp()
+    comptime for r in range(rows):
+        comptime for h in range(2):
+            var row = first + Int32(16 * r + 8 * h) + (lane >> 2)
+            var inverse = _reciprocal(sum[2 * r + h])
+            comptime for column in range(OUT):
+                ref a = acc[r * OUT + column]
+                var pair = _packed[dtype](a[2 * h] * inverse, a[2 * h + 1] * inverse)
+                var to = shared.unsafe_offset(_place[depth](row, Int32(column))).unsafe_bitcast[
+                    UInt32
+                ]()
+                to[unsafe_offset=Int((lane & 3))] = pair
+    syncwarp()
+    comptime for i in range(rows * OUT // 2):
+        var row = (lane + Int32(32 * i)) // Int32(OUT)
+        var chunk = (lane + Int32(32 * i)) % Int32(OUT)
+        if row < left:
+            var eight = shared.unsafe_load[width=8, alignment=16](_place[depth](first + row, chunk))
+            y.unsafe_store[alignment=16](Int(row) * Int(c) + Int(chunk * 8), eight)
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(most_threads(depth, rows, splits)))
+)
+def flash_kernel[
+    dtype: DType, depth: Int, rows: Int, splits: Int
+](o: Attention[dtype], blocks: Int32, step: SIMD[DType.int32, 4]):
+    """Computes every grid-th block of queries of a head.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        depth: Channels of a head, a multiple of 32.
+        rows: Queries of a warp, in units of 16.
+        splits: Warps that share the keys of their queries.
+
+    Args:
+        o: Tensors and sizes.
+        blocks: Blocks of queries of a head.
+        step: Images, heads and blocks from one of this block's to the next.
+    """
+    comptime assert depth % 32 == 0, "attention: tensor cores expect heads of a multiple of 32"
+    comptime KEYS = warp_keys(depth)
+    comptime TILE = KEYS * splits
+    comptime STAGE = 2 * TILE * depth
+    wait_on_dependent_grids()
+    launch_dependent_grids()
+
+    var stages = external_memory[Scalar[dtype], address_space=AddressSpace.SHARED, alignment=16]()
+    comptime QUERIES = queries(rows, splits)
+    var warp_index = Int32(thread_idx.x) >> 5
+    var group = warp_index // Int32(splits)
+    var split = warp_index - group * Int32(splits)
+    var tiles = ceildiv(o.s, Int32(TILE))
+    var scale = o.scale * LOG2_E
+
+    var place = _Place(Int32(block_idx.x), o.heads, blocks)
+    var stage = Int32(0)
+    var slot = Int32(0)
+    # Two tiles ahead.
+    var ahead = _Ahead[dtype, depth, rows, splits](place)
+    ahead.copy(o, blocks, step, stages)
+    ahead.copy(o, blocks, step, stages)
+    while place.n < o.n:
+        var first = place.block * Int32(QUERIES) + group * Int32(16 * rows)
+        var mine = stages.unsafe_offset(STAGES * STAGE + Int(slot) * (QUERIES * depth))
+        var q = Array[SIMD[U32, 4], rows * depth // 16](fill=0)
+        var acc = Array[SIMD[F32, 4], rows * (depth // 8)](fill=0)
+        var top = Array[Float32, 2 * rows](fill=neg_inf[F32]())
+        var sum = Array[Float32, 2 * rows](fill=0)
+        for tile in range(tiles):
+            _wait()
+            barrier()
+            ahead.copy(o, blocks, step, stages)
+            if tile == 0:
+                q = _first_queries[dtype, depth, rows](mine, group * Int32(16 * rows))
+            var keys = stages.unsafe_offset(Int(stage) * STAGE + Int(split) * (KEYS * depth))
+            var values = keys.unsafe_offset(TILE * depth)
+            stage = 0 if stage == STAGES - 1 else stage + 1
+            var left = o.s - tile * Int32(TILE) - split * Int32(KEYS)
+            if first >= o.t:
+                continue
+            if left >= Int32(KEYS):
+                _attend[dtype, depth, rows, KEYS, False](
+                    keys, values, left, scale, q, acc, top, sum
+                )
+            elif left > 16:
+                _attend[dtype, depth, rows, KEYS, True](keys, values, left, scale, q, acc, top, sum)
+            elif left > 0:
+                _attend[dtype, depth, rows, 16, True](keys, values, left, scale, q, acc, top, sum)
+        slot = 0 if slot == STAGES - 1 else slot + 1
+
+        comptime for i in range(2 * rows):
+            sum[i] += warp.shuffle_xor(sum[i], 1)
+            sum[i] += warp.shuffle_xor(sum[i], 2)
+        comptime if splits > 1:
+            # Such a block has one item, so the stages are free.
+            _combine[depth, rows, splits](
+                stages.unsafe_bitcast[Float32](), split, scale, acc, top, sum
+            )
+        if split == 0 and first < o.t:
+            var channel = Int(place.head * Int32(depth))
+            _store[dtype, depth, rows](
+                o.y.unsafe_offset(Int(place.n * o.t + first) * Int(o.c) + channel),
+                o.t - first,
+                o.c,
+                mine,
+                group * Int32(16 * rows),
+                acc,
+                sum,
+            )
+        place.move(step, o.heads, blocks)
+
+
+def enqueue_flash[
+    dtype: DType, depth: Int, rows: Int, splits: Int
+](o: Attention[dtype], ctx: DeviceContext) raises:
+    """Enqueues the kernel.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        depth: Channels of a head.
+        rows: Queries of a warp, in units of 16.
+        splits: Warps that share the keys of their queries.
+
+    Args:
+        o: Tensors and sizes.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime THREADS = threads(splits)
+    comptime SHARED = shared_bytes(depth, rows, splits)
+    var blocks = ceildiv(Int(o.t), queries(rows, splits))
+    var grid = blocks * Int(o.n * o.heads)
+    comptime if splits == 1:
+        # As many blocks as find room; each goes on to another block of queries.
+        comptime room = min(most_threads(depth, rows, splits) // THREADS, 224 * 1024 // SHARED)
+        grid = min(
+            grid, max(room, 1) * Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
+        )
+    ctx.enqueue_function[flash_kernel[dtype, depth, rows, splits]](
+        o,
+        Int32(blocks),
+        _Place(Int32(grid), o.heads, Int32(blocks)).steps(),
+        grid_dim=grid,
+        block_dim=THREADS,
+        shared_mem_bytes=SHARED,
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
+        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_BEGINNING),
+    )

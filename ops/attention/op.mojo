@@ -1,0 +1,69 @@
+"""Attention: registration, checks and the choice of a kernel.
+
+    y[n, t, h D + d] = sum_s p[s] v[n, s, h D + d],
+    p = softmax_s(scale * sum_d q[n, t, h D + d] k[n, s, h D + d])
+
+The heads h lie side by side in C = heads * D, as linear layers leave them: nothing is permuted, and
+no score goes to memory (Dao et al. 2022, arXiv:2205.14135).
+"""
+
+from extensibility import InputTensor, OutputTensor, register
+from max.gpu.host import DeviceContext
+
+from ..operands import F32, Data, data
+from .config import Attention
+from .cpu import attention_cpu
+from .gpu import attention_gpu
+
+
+@register("attention")
+struct MultiHeadAttention:
+    """Attends from q[N, T, C] to k[N, S, C] and v[N, S, C], head by head, into y[N, T, C]."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, depth: Int
+    ](
+        y: OutputTensor[rank=3, ...],
+        q: InputTensor[dtype=y.dtype, rank=3, ...],
+        k: InputTensor[dtype=y.dtype, rank=3, ...],
+        v: InputTensor[dtype=y.dtype, rank=3, ...],
+        scale: InputTensor[dtype=F32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+            depth: Channels of a head.
+
+        Args:
+            y: Result [N, T, C].
+            q: Queries [N, T, C].
+            k: Keys [N, S, C].
+            v: Values [N, S, C].
+            scale: Scale of the scores: one number in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        if y.size() == 0:
+            return
+        var o = Attention[y.dtype](
+            data(q),
+            data(k),
+            data(v),
+            data(y),
+            n=q.shape()[0],
+            t=q.shape()[1],
+            s=k.shape()[1],
+            c=q.shape()[2],
+            heads=q.shape()[2] // depth,
+            scale=data(scale)[unsafe_offset=0],
+        )
+        comptime if target == "cpu":
+            comptime assert y.dtype == F32, "attention: a CPU expects float32"
+            attention_cpu[depth](rebind[Attention[F32]](o))
+        else:
+            attention_gpu[y.dtype, depth](o, ctx)
