@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from max.graph import TensorValue, ops
+from max.graph import TensorValue
 
 from graphs.nodes import (
+    attention,
     avgpool,
-    bmm,
     class_token,
     conv2d,
+    depthwise_qkv,
     layernorm,
     linear,
-    softmax,
     stem_layernorm,
 )
 from graphs.outputs import Outputs
@@ -235,34 +235,32 @@ def block(
     spec: CvtSpec, stage: CvtStage, x: TensorValue, w: Parameters, height: int, width: int
 ) -> TensorValue:
     """Adds a convolutional transformer block (figure 2b) to the tokens [N, T, C]."""
-    y = attention(stage, norm(x, w, "norm1", spec), w.at("attention"), height, width)
+    y = attend(spec, stage, x, w, (height, width))
     x = linear(y, w.filter("attention.output"), epilogue="add", residual=x)
     y = linear(norm(x, w, "norm2", spec), w.filter("mlp.fc1"), epilogue="gelu")
     return linear(y, w.filter("mlp.fc2"), epilogue="add", residual=x)
 
 
-def attention(
-    stage: CvtStage, x: TensorValue, w: Parameters, height: int, width: int
+def attend(
+    spec: CvtSpec, stage: CvtStage, x: TensorValue, w: Parameters, size: tuple[int, int]
 ) -> TensorValue:
-    """Attends over the tokens [N, T, C] with convolutional projections (section 3.2)."""
-
-    def project(part: str, stride: int, padding: int) -> TensorValue:
-        """Makes the heads [N, heads, T', C / heads] of the query, the key or the value."""
-        local = w.filter(f"{part}.conv", groups=stage.width)
-        y = conv2d(image(x, stage, height, width), local, stride=stride, padding=padding)
-        n, h, across, c = y.shape
-        y = y.reshape((n, h * across, c))
-        if stage.cls_token:
-            y = ops.concat([x[:, :1], y], axis=1)
-        y = linear(y, w.filter(part))
-        return y.reshape((n, y.shape[1], stage.heads, c // stage.heads)).permute([0, 2, 1, 3])
-
-    query = project("query", 1, stage.padding_q)
-    key = project("key", stage.stride_kv, stage.padding_kv)
-    value = project("value", stage.stride_kv, stage.padding_kv)
+    """Attends over the normalised tokens [N, T, C] by convolutional projections (section 3.2)."""
+    parts = [f"attention.{part}" for part in ("query", "key", "value")]
+    query, key, value = (w.filter(f"{part}.conv", groups=stage.width) for part in parts)
+    local = depthwise_qkv(
+        x,
+        size,
+        (w.vector("norm1.weight"), w.vector("norm1.bias")),
+        (query, key, value),
+        eps=spec.eps,
+        padding_q=stage.padding_q,
+        padding_kv=stage.padding_kv,
+        stride_kv=stage.stride_kv,
+        class_token=stage.cls_token,
+    )
+    q, k, v = (linear(y, w.filter(part)) for y, part in zip(local, parts, strict=True))
     # The paper's code scales by the width of the tokens, not of a head; so does transformers.
-    scores = softmax(bmm(query, key, alpha=stage.width**-0.5, transpose_b=True))
-    return bmm(scores, value).permute([0, 2, 1, 3]).reshape(x.shape)
+    return attention(q, k, v, stage.heads, scale=stage.width**-0.5)
 
 
 def norm(x: TensorValue, w: Parameters, name: str, spec: CvtSpec) -> TensorValue:

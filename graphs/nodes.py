@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from max.driver import accelerator_api
 from max.dtype import DType
 from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
@@ -367,6 +368,95 @@ def stem_layernorm(
     return _custom(name, values, out, parameters)
 
 
+def depthwise_qkv(
+    x: TensorValue,
+    size: tuple[int, int],
+    norm: tuple[TensorValue, TensorValue],
+    filters: tuple[Filter, Filter, Filter],
+    *,
+    eps: float = 1e-5,
+    padding_q: int = 1,
+    padding_kv: int = 1,
+    stride_kv: int = 2,
+    class_token: bool = False,
+) -> tuple[TensorValue, TensorValue, TensorValue]:
+    """Normalises tokens and convolves them, channel by channel, into query, key and value.
+
+    The class token, if there is one, is normalised and passes by the convolutions. One kernel
+    on an NVIDIA GPU for odd windows of up to 5 and C a multiple of 16 bytes, else several.
+
+    Args:
+        x: [N, H * W, C], or [N, 1 + H * W, C] with a class token first.
+        size: H and W.
+        norm: Weight and bias of the layer norm, float32 [C].
+        filters: Depthwise ones [R, S, 1, C] of the query, the key and the value.
+        eps: Added to the variance.
+        padding_q: Zeros around the normalised tokens for the query, whose stride is 1.
+        padding_kv: The same for key and value.
+        stride_kv: Tokens between the windows of key and value.
+        class_token: Whether there is one.
+
+    Returns:
+        Query [N, T, C], key and value [N, T', C].
+
+    Raises:
+        ArgumentError: If shapes or geometry do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    name = "depthwise_qkv"
+    if x.rank != 3:
+        raise ArgumentError(f"{name}: expects tokens x[N, T, C] but x has rank {x.rank}")
+    tokens, c = (_static(name, dim, "T and C of x[N, T, C]") for dim in x.shape[1:])
+    if tokens != size[0] * size[1] + class_token:
+        raise ArgumentError(
+            f"{name}: expects {size[0]} * {size[1]}{' + 1' * class_token} tokens"
+            f" but x[N, T, C] has T={tokens}"
+        )
+    _check_norm(name, c, *norm)
+    kernel = filters[0].shape[0]
+    for filter in filters:
+        if filter.shape != (kernel, kernel, 1, c) or filter.groups != c:
+            raise ArgumentError(
+                f"{name}: expects depthwise filters [{kernel}, {kernel}, 1, {c}]"
+                f" but one is {list(filter.shape)} in {filter.groups} groups"
+            )
+    if 2 * padding_q != kernel - 1:
+        raise ArgumentError(
+            f"{name}: expects a padding_q that keeps the size, {(kernel - 1) / 2:g},"
+            f" but it is {padding_q}"
+        )
+    _, p, q = _window(name, size, (kernel, kernel), stride_kv, padding_kv, 1, 1)
+    wide = 16 // x.dtype.size_in_bytes
+    fused = (
+        not x.device.is_cpu()
+        and accelerator_api() == "cuda"
+        and kernel in (1, 3, 5)
+        and 2 * padding_kv < kernel
+        and c % wide == 0
+        and c <= 128 * wide
+        and all(filter.dense is not None for filter in filters)
+    )
+    if not fused:
+        y = layernorm(x, *norm, eps)
+        image = (y[:, 1:] if class_token else y).reshape((x.shape[0], *size, c))
+        outputs = []
+        for filter, stride, padding in zip(
+            filters, (1, stride_kv, stride_kv), (padding_q, padding_kv, padding_kv), strict=True
+        ):
+            out = conv2d(image, filter, stride=stride, padding=padding)
+            out = out.reshape((x.shape[0], out.shape[1] * out.shape[2], c))
+            outputs.append(ops.concat([y[:, :1], out], axis=1) if class_token else out)
+        return outputs[0], outputs[1], outputs[2]
+    window = [int(class_token), *size, kernel, padding_q, padding_kv, stride_kv]
+    values = [x, *norm]
+    for filter in filters:
+        values += [filter.dense, filter.bias]
+    values += [_host([eps], DType.float32), _host(window, DType.int64)]
+    keys = TensorType(x.dtype, [x.shape[0], p * q + class_token, c], device=x.device)
+    results = _customs(name, values, [x.type, keys, keys], {"kernel": kernel})
+    return results[0], results[1], results[2]
+
+
 def class_token(tokens: TensorValue, token: TensorValue) -> TensorValue:
     """Puts token[C] before the tokens [N, T, C] of each image: [N, T + 1, C].
 
@@ -535,15 +625,26 @@ def _custom(
     out: TensorType,
     parameters: Mapping[str, Any] | None = None,
 ) -> TensorValue:
+    return _customs(name, values, [out], parameters)[0]
+
+
+def _customs(
+    name: str,
+    values: Sequence[Any],
+    outs: Sequence[TensorType],
+    parameters: Mapping[str, Any] | None = None,
+) -> list[TensorValue]:
+    out = outs[0]
     if not supported(out.dtype, out.device):
         takes = CPU_DTYPES if out.device.is_cpu() else GPU_DTYPES
         raise DeviceError(
             f"{name}: a {'CPU' if out.device.is_cpu() else 'GPU'} expects"
             f" {', '.join(d.name for d in takes)} but the dtype is {out.dtype.name}"
         )
-    return ops.custom(
-        name, device=out.device, values=values, out_types=[out], parameters=parameters
-    )[0].tensor
+    results = ops.custom(
+        name, device=out.device, values=values, out_types=outs, parameters=parameters
+    )
+    return [result.tensor for result in results]
 
 
 def _host(numbers: Sequence[float], dtype: DType) -> TensorValue:

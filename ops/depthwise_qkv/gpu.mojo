@@ -128,7 +128,9 @@ def qkv_kernel[
     # Normalise the tile and its margin; the class token too, in the first tile of an image.
     var count = pitch * pitch
     var extra = Int(g.first) if block_idx.x == 0 else 0
-    for base in range(t // lanes, count + extra, rows * batch):
+    # The lanes of a warp stay together: they exchange sums.
+    for start in range(0, count + extra, rows * batch):
+        var base = start + t // lanes
         var values = Array[SIMD[F32, wide], batch * vectors](fill=0)
         comptime for b in range(batch):
             var i = base + b * rows

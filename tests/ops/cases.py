@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, TensorType
+from max.graph import DeviceRef, Graph, TensorType, ops
 
 from graphs import nodes
 from graphs.parameters import Parameters
@@ -300,6 +300,49 @@ def attend(name: str, t: int, s: int, heads: int, depth: int, scale: float | Non
     )
 
 
+def project(
+    name: str,
+    size: tuple[int, int],
+    c: int,
+    *,
+    kernel: int = 3,
+    padding_kv: int = 1,
+    stride_kv: int = 2,
+    token: bool = False,
+) -> Case:
+    """Makes a case of depthwise_qkv; its three outputs one after the other."""
+    parts = ("q", "k", "v")
+    weights: dict[str, Shape] = {"weight": (c,), "bias": (c,)}
+    for part in parts:
+        weights |= {f"{part}.filter": (kernel, kernel, 1, c), f"{part}.bias": (c,)}
+    padding_q = (kernel - 1) // 2
+    geometry = {"padding_q": padding_q, "padding_kv": padding_kv, "stride_kv": stride_kv}
+
+    def build(w: Parameters, x: Any) -> Any:
+        outputs = nodes.depthwise_qkv(
+            x,
+            size,
+            (w.vector("weight"), w.vector("bias")),
+            tuple(w.filter(part, groups=c) for part in parts),
+            class_token=token,
+            **geometry,
+        )
+        return ops.concat(outputs, axis=1)
+
+    def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        y = F.layer_norm(x, (c,), w["weight"].to(x), w["bias"].to(x))
+        image = y[:, int(token) :].unflatten(1, size).permute(0, 3, 1, 2)
+        rows = []
+        for part in parts:
+            stride, padding = (1, padding_q) if part == "q" else (stride_kv, padding_kv)
+            filter, bias = w[f"{part}.filter"].permute(3, 2, 0, 1), w[f"{part}.bias"].to(x)
+            z = F.conv2d(image, filter, bias, stride=stride, padding=padding, groups=c)
+            rows += [y[:, : int(token)], z.flatten(2).permute(0, 2, 1)]
+        return torch.cat(rows, dim=1)
+
+    return Case(name, [(size[0] * size[1] + token, c)], weights, build, reference)
+
+
 CASES = [
     # Layers of the networks, their sizes cut down.
     conv("conv2d stem 7x7/2", (39, 33), 3, 64, (7, 7), stride=2, padding=3, then="relu"),
@@ -369,6 +412,14 @@ CASES = [
     dense("linear add", (13, 384), 96, "add"),
     dense("linear head", (320,), 1000),
     dense("linear no bias", (17, 30), 70, bias=False),
+    # Projections of a CvT block: one fused tile and several, lanes of 8 to 32, other kernels.
+    project("depthwise_qkv 64", (14, 14), 64),
+    project("depthwise_qkv token", (7, 9), 192, token=True),
+    project("depthwise_qkv 384", (14, 14), 384, token=True),
+    project("depthwise_qkv kernel 5", (9, 8), 24, kernel=5, padding_kv=2, stride_kv=1),
+    project("depthwise_qkv 1 x 1", (1, 1), 80, kernel=1, padding_kv=0, stride_kv=1, token=True),
+    project("depthwise_qkv no padding", (8, 7), 72, padding_kv=0, stride_kv=3),
+    project("depthwise_qkv odd channels", (5, 6), 5, token=True),
     # Pools.
     pool("maxpool 3/2", (13, 12), 64, 3, stride=2, padding=1),
     pool("maxpool ceil", (12, 11), 5, (3, 2), stride=(2, 3), padding=(1, 0), ceil_mode=True),

@@ -47,9 +47,10 @@ NAMES = {
     "stem_maxpool 32 x 32",
     "stem_maxpool floats",
     "stem_layernorm 32 x 32",
+    "depthwise_qkv 64",
 }
 # Ops for NVIDIA's tensor cores: elsewhere graphs/nodes.py takes others in their place.
-NVIDIA = {"stem_maxpool", "stem_layernorm"}
+NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm"}
 DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 
 
