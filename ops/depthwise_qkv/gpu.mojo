@@ -17,7 +17,7 @@ its channels in registers: the query of every token, key and value of those that
 Bound by device memory at large batches, by latency at batch 1; docs/kernels.md has the figures.
 """
 
-from max.gpu import barrier, block_idx, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives.grid_controls import (
@@ -28,6 +28,7 @@ from max.gpu.primitives.grid_controls import (
 )
 from std.math import ceildiv, sqrt
 from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32, Data
 from ..rows import over_lanes
@@ -35,6 +36,8 @@ from .config import QkvOperands, QkvSizes
 
 comptime THREADS = 256
 """Threads of a block."""
+comptime STRIP = Int32(4)
+"""Neighbouring queries that a thread computes together."""
 comptime SHARED = 72 * 1024
 """Bytes of shared memory that a block takes at most: three blocks a multiprocessor."""
 comptime BLOCKS = 264
@@ -44,36 +47,20 @@ comptime SMALLEST = 4
 
 
 @always_inline
-def _window[
-    dtype: DType, wide: Int, kernel: Int
-](
-    tile: Pointer[Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED],
-    at: Int,
-    pitch: Int,
-    c: Int,
-    taps: Array[SIMD[dtype, wide], kernel * kernel],
-    bias: SIMD[F32, wide],
-) -> SIMD[F32, wide]:
-    """Convolves at the token `at` of the tile, the window's corner."""
-    var sum = bias
-    comptime for r in range(kernel):
-        comptime for s in range(kernel):
-            var value = tile.unsafe_load[width=wide, alignment=16]((at + r * pitch + s) * c)
-            sum = value.cast[F32]().fma(taps[r * kernel + s].cast[F32](), sum)
-    return sum
-
-
-@always_inline
 def _taps[
     dtype: DType, wide: Int, count: Int
-](w: Data[dtype], c: Int) -> Array[SIMD[dtype, wide], count]:
+](w: Data[dtype], c: Int32) -> Array[SIMD[dtype, wide], count]:
     """Loads all taps of some channels."""
     var taps = Array[SIMD[dtype, wide], count](fill=0)
     comptime for i in range(count):
-        taps[i] = w.unsafe_load[width=wide, alignment=16](i * c)
+        taps[i] = w.unsafe_load[width=wide, alignment=16](i * Int(c))
     return taps^
 
 
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
+    `nvvm.minctasm`=SIMDLength(2),
+)
 def qkv_kernel[
     dtype: DType, kernel: Int, lanes: Int, vectors: Int
 ](o: QkvOperands[dtype], g: QkvSizes):
@@ -90,127 +77,140 @@ def qkv_kernel[
         g: Sizes.
     """
     comptime wide = 16 // size_of[dtype]()
-    comptime rows = THREADS // lanes
+    comptime rows = Int32(THREADS // lanes)
     comptime batch = 4 // vectors
-    var t = Int(thread_idx.x)
-    var c = Int(g.c)
-    var side = Int(g.side)
-    var across = ceildiv(Int(g.w), side)
-    var h0 = Int(block_idx.x) // across * side
-    var w0 = Int(block_idx.x) % across * side
-    var margin = max(Int(g.pad_q), Int(g.pad_kv))
-    var pitch = side + kernel - 1 + margin - min(Int(g.pad_q), Int(g.pad_kv))
-    var tokens = Int(g.h * g.w)
+    var t = Int32(thread_idx.x)
+    var c = g.c
+    var across = (g.w + g.side - 1) // g.side
+    var h0 = Int32(block_idx.x) // across * g.side
+    var w0 = Int32(block_idx.x) % across * g.side
+    var margin = max(g.pad_q, g.pad_kv)
+    var pitch = g.side + Int32(kernel) - 1 + margin - min(g.pad_q, g.pad_kv)
+    var tokens = g.h * g.w
     var image = Int(block_idx.y)
-    var x = o.x.unsafe_offset(image * (tokens + Int(g.first)) * c)
+    var x = o.x.unsafe_offset(image * Int((tokens + g.first) * c))
     var tile = external_memory[
         Scalar[dtype], address_space=AddressSpace.SHARED, alignment=16, name="depthwise_qkv"
     ]()
 
     # What does not depend on the kernel before.
-    var lane = t % lanes
-    var gain = Array[SIMD[F32, wide], vectors](fill=0)
-    var shift = Array[SIMD[F32, wide], vectors](fill=0)
-    comptime for v in range(vectors):
-        var at = (v * lanes + lane) * wide
-        if at < c:
-            gain[v] = o.weight.unsafe_load[width=wide, alignment=16](at)
-            shift[v] = o.norm_bias.unsafe_load[width=wide, alignment=16](at)
-    var group = t % (c // wide)
-    var part = t // (c // wide)
-    var parts = THREADS // (c // wide)
-    var channel = group * wide
+    var lane = t % Int32(lanes)
+    var groups = c // Int32(wide)
+    var part = t // groups
+    var parts = Int32(THREADS) // groups
+    var channel = Int((t - part * groups) * Int32(wide))
     var taps = _taps[dtype, wide, kernel * kernel](o.q_filter.unsafe_offset(channel), c)
     var bias = o.q_bias.unsafe_load[width=wide, alignment=16](channel)
     wait_on_dependent_grids()
     launch_dependent_grids()
 
-    # Normalise the tile and its margin; the class token too, in the first tile of an image.
+    # Normalise the tile and its margin; the class token too, in the first tile of an image. The
+    # lanes of a warp stay together: they exchange sums.
     var count = pitch * pitch
-    var extra = Int(g.first) if block_idx.x == 0 else 0
-    # The lanes of a warp stay together: they exchange sums.
-    for start in range(0, count + extra, rows * batch):
-        var base = start + t // lanes
-        var values = Array[SIMD[F32, wide], batch * vectors](fill=0)
+    var extra = g.first if block_idx.x == 0 else 0
+    for start in range(Int32(0), count + extra, rows * Int32(batch)):
+        var values = Array[SIMD[dtype, wide], batch * vectors](fill=0)
+        var inside = Array[Bool, batch](fill=False)
         comptime for b in range(batch):
-            var i = base + b * rows
-            var h = h0 - margin + i // pitch
-            var w = w0 - margin + i % pitch
-            var inside = i < count and h >= 0 and h < Int(g.h) and w >= 0 and w < Int(g.w)
-            var row = Int(g.first) + h * Int(g.w) + w if inside else 0
-            if inside or i == count and extra == 1:
+            var i = start + t // Int32(lanes) + Int32(b) * rows
+            var h = i // pitch
+            var w = i - h * pitch + w0 - margin
+            h += h0 - margin
+            inside[b] = i < count and h >= 0 and h < g.h and w >= 0 and w < g.w
+            var row = g.first + h * g.w + w if inside[b] else 0
+            if i == count and extra == 1:
+                inside[b] = True
+            if inside[b]:
                 comptime for v in range(vectors):
-                    var at = (v * lanes + lane) * wide
+                    var at = Int32(v * lanes * wide) + lane * Int32(wide)
                     if at < c:
                         values[b * vectors + v] = x.unsafe_load[width=wide, alignment=16](
-                            row * c + at
-                        ).cast[F32]()
+                            Int(row * c + at)
+                        )
         comptime for b in range(batch):
-            var i = base + b * rows
-            var h = h0 - margin + i // pitch
-            var w = w0 - margin + i % pitch
-            var inside = i < count and h >= 0 and h < Int(g.h) and w >= 0 and w < Int(g.w)
+            var i = start + t // Int32(lanes) + Int32(b) * rows
             var sum = Float32(0)
             comptime for v in range(vectors):
-                sum += values[b * vectors + v].reduce_add()
+                sum += values[b * vectors + v].cast[F32]().reduce_add()
             var mean = over_lanes[lanes](sum) / Float32(c)
             var squares = Float32(0)
             comptime for v in range(vectors):
-                if (v * lanes + lane) * wide < c:
-                    values[b * vectors + v] -= mean
-                    squares += (values[b * vectors + v] * values[b * vectors + v]).reduce_add()
+                if Int32(v * lanes * wide) + lane * Int32(wide) < c:
+                    var d = values[b * vectors + v].cast[F32]() - mean
+                    squares += (d * d).reduce_add()
             var scale = 1 / sqrt(over_lanes[lanes](squares) / Float32(c) + g.eps)
             comptime for v in range(vectors):
-                var at = (v * lanes + lane) * wide
-                if at < c:
-                    var value = (values[b * vectors + v] * scale).fma(gain[v], shift[v])
-                    var rounded = value.cast[dtype]() if inside or i >= count else SIMD[
-                        dtype, wide
-                    ](0)
+                var at = Int32(v * lanes * wide) + lane * Int32(wide)
+                if at < c and i < count + extra:
+                    var value = (values[b * vectors + v].cast[F32]() - mean) * scale
+                    value = value.fma(
+                        o.weight.unsafe_load[width=wide, alignment=16](Int(at)),
+                        o.norm_bias.unsafe_load[width=wide, alignment=16](Int(at)),
+                    )
+                    var rounded = value.cast[dtype]() if inside[b] else SIMD[dtype, wide](0)
                     if i < count:
-                        tile.unsafe_store[alignment=16](i * c + at, rounded)
-                    elif i == count and extra == 1:
-                        var keys = Int(g.p * g.q) + 1
-                        o.q.unsafe_store[alignment=16](image * (tokens + 1) * c + at, rounded)
-                        o.k.unsafe_store[alignment=16](image * keys * c + at, rounded)
-                        o.v.unsafe_store[alignment=16](image * keys * c + at, rounded)
+                        tile.unsafe_store[alignment=16](Int(i * c + at), rounded)
+                    else:
+                        var keys = Int(g.p * g.q + 1) * Int(c)
+                        o.q.unsafe_store[alignment=16](
+                            image * Int((tokens + 1) * c) + Int(at), rounded
+                        )
+                        o.k.unsafe_store[alignment=16](image * keys + Int(at), rounded)
+                        o.v.unsafe_store[alignment=16](image * keys + Int(at), rounded)
     barrier()
     if part >= parts:
         return
 
-    var q = o.q.unsafe_offset((image * (tokens + Int(g.first)) + Int(g.first)) * c + channel)
-    var corner = margin - Int(g.pad_q)
-    for i in range(part, side * side, parts):
-        var h = i // side
-        var w = i % side
-        if h0 + h < Int(g.h) and w0 + w < Int(g.w):
-            var sum = _window[dtype, wide, kernel](
-                tile.unsafe_offset(channel), (h + corner) * pitch + w + corner, pitch, c, taps, bias
-            )
-            var to = ((h0 + h) * Int(g.w) + w0 + w) * c
-            q.unsafe_store[alignment=16](to, sum.cast[dtype]())
+    # Queries: a strip of neighbours at a time, which share what they see.
+    var source = tile.unsafe_offset(channel)
+    var q = o.q.unsafe_offset(image * Int((tokens + g.first) * c) + Int(g.first * c) + channel)
+    var corner = margin - g.pad_q
+    var strips = (g.side + STRIP - 1) // STRIP
+    for i in range(part, g.side * strips, parts):
+        var h = i // strips
+        var w = (i - h * strips) * STRIP
+        if h0 + h >= g.h or w0 + w >= g.w:
+            continue
+        var sums = Array[SIMD[F32, wide], Int(STRIP)](fill=bias)
+        comptime for r in range(kernel):
+            var at = (h + corner + Int32(r)) * pitch + w + corner
+            comptime for s in range(Int(STRIP) + kernel - 1):
+                var value = source.unsafe_load[width=wide, alignment=16](
+                    Int((at + Int32(s)) * c)
+                ).cast[F32]()
+                comptime for j in range(Int(STRIP)):
+                    comptime if 0 <= s - j < kernel:
+                        sums[j] = value.fma(taps[r * kernel + s - j].cast[F32](), sums[j])
+        var to = ((h0 + h) * g.w + w0 + w) * c
+        comptime for j in range(Int(STRIP)):
+            if w + Int32(j) < g.side and w0 + w + Int32(j) < g.w:
+                q.unsafe_store[alignment=16](Int(to + Int32(j) * c), sums[j].cast[dtype]())
 
     # Keys and values whose windows begin in the tile, padding aside.
-    var stride = Int(g.stride)
-    var p0 = ceildiv(h0, stride)
-    var q0 = ceildiv(w0, stride)
-    var high = min(ceildiv(h0 + side, stride), Int(g.p)) - p0
-    var broad = min(ceildiv(w0 + side, stride), Int(g.q)) - q0
-    var first = (image * (Int(g.p * g.q) + Int(g.first)) + Int(g.first)) * c + channel
+    var p0 = (h0 + g.stride - 1) // g.stride
+    var q0 = (w0 + g.stride - 1) // g.stride
+    var high = min((h0 + g.side + g.stride - 1) // g.stride, g.p) - p0
+    var broad = min((w0 + g.side + g.stride - 1) // g.stride, g.q) - q0
+    var first = image * Int((g.p * g.q + g.first) * c) + Int(g.first * c) + channel
     var k_taps = _taps[dtype, wide, kernel * kernel](o.k_filter.unsafe_offset(channel), c)
     var v_taps = _taps[dtype, wide, kernel * kernel](o.v_filter.unsafe_offset(channel), c)
-    var k_bias = o.k_bias.unsafe_load[width=wide, alignment=16](channel)
-    var v_bias = o.v_bias.unsafe_load[width=wide, alignment=16](channel)
-    corner = margin - Int(g.pad_kv)
+    corner = margin - g.pad_kv
     for i in range(part, high * broad, parts):
-        var p = p0 + i // broad
-        var q_at = q0 + i % broad
-        var at = (p * stride - h0 + corner) * pitch + q_at * stride - w0 + corner
-        var to = first + (p * Int(g.q) + q_at) * c
-        var source = tile.unsafe_offset(channel)
-        var k = _window[dtype, wide, kernel](source, at, pitch, c, k_taps, k_bias)
+        var p = i // broad
+        var q_at = q0 + i - p * broad
+        p += p0
+        var at = (p * g.stride - h0 + corner) * pitch + q_at * g.stride - w0 + corner
+        var k = o.k_bias.unsafe_load[width=wide, alignment=16](channel)
+        var v = o.v_bias.unsafe_load[width=wide, alignment=16](channel)
+        comptime for r in range(kernel):
+            comptime for s in range(kernel):
+                var value = source.unsafe_load[width=wide, alignment=16](
+                    Int((at + Int32(r) * pitch + Int32(s)) * c)
+                ).cast[F32]()
+                k = value.fma(k_taps[r * kernel + s].cast[F32](), k)
+                v = value.fma(v_taps[r * kernel + s].cast[F32](), v)
+        var to = first + Int((p * g.q + q_at) * c)
         o.k.unsafe_store[alignment=16](to, k.cast[dtype]())
-        var v = _window[dtype, wide, kernel](source, at, pitch, c, v_taps, v_bias)
         o.v.unsafe_store[alignment=16](to, v.cast[dtype]())
 
 
@@ -222,7 +222,8 @@ def _pitch(g: QkvSizes, side: Int) -> Int:
 
 def _bytes[dtype: DType](g: QkvSizes, side: Int) -> Int:
     """Counts the bytes of a tile and its margin."""
-    return _pitch(g, side) ** 2 * Int(g.c) * size_of[dtype]()
+    # The last strip may look past the tile.
+    return (_pitch(g, side) ** 2 + Int(STRIP)) * Int(g.c) * size_of[dtype]()
 
 
 def _tile[dtype: DType](g: QkvSizes) -> Int:
@@ -231,13 +232,14 @@ def _tile[dtype: DType](g: QkvSizes) -> Int:
     var side = longest
     while side > 1 and _bytes[dtype](g, side) > SHARED:
         side -= 1
-    side = ceildiv(longest, ceildiv(longest, side))
-    while side > SMALLEST:
-        var blocks = Int(g.images) * ceildiv(Int(g.h), side) * ceildiv(Int(g.w), side)
-        if blocks >= BLOCKS:
-            break
-        side = ceildiv(longest, ceildiv(longest, side) + 1)
-    return side
+    while side > SMALLEST and _blocks(g, side) < BLOCKS:
+        side -= 1
+    return ceildiv(longest, ceildiv(longest, side))
+
+
+def _blocks(g: QkvSizes, side: Int) -> Int:
+    """Counts the blocks of all images."""
+    return Int(g.images) * ceildiv(Int(g.h), side) * ceildiv(Int(g.w), side)
 
 
 def _enqueue[

@@ -1,4 +1,4 @@
-"""depthwise_qkv: registration and checks; graphs/nodes.py chooses between it and separate ops."""
+"""Registration and checks of depthwise_qkv; graphs/nodes.py chooses between it and separate ops."""
 
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
