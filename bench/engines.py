@@ -39,6 +39,8 @@ class Engine(Protocol):
 
     name: str
     clock: Clock
+    memory: int | None
+    """Bytes that it holds on a GPU: weights, activations, and what its allocator keeps."""
 
     def feed(self, turn: int) -> None:
         """Puts a batch of the device's ring where ``compute`` reads it."""
@@ -127,6 +129,7 @@ class Maxvision:
     def __init__(self, model: Model, device: Device, images: Images) -> None:
         self._images = images
         self._turn = images.host[0]
+        self.memory: int | None = None
         executable = model.executable()
         plain = Execution(executable, device)
         self._run: Any = plain
@@ -137,6 +140,7 @@ class Maxvision:
         plain.upload(images.host[0])
         plain.run()
         self._run = Replay(executable, device, images.host[0].shape, DType.uint8, images.batch)
+        self.memory = device.stats["total_memory"] - device.stats["free_memory"]
         self._ring = [Buffer.from_dlpack(each) for each in images.device_levels()]
         self._host = []
         for levels in images.host:
@@ -205,9 +209,13 @@ class Torch:
             self._staged = _pinned(self._host[0])
             self._input = self._input.cuda()
             self._ring = images.device_pixels(dtype)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_reserved()
         self._call = prepare(self._input)
         with torch.inference_mode():
             self._output = self._call()
+        self.memory = torch.cuda.max_memory_reserved() - before if images.gpu else None
         shape, kind = self._output.shape, self._output.dtype
         self._fetched = torch.empty(shape, dtype=kind, pin_memory=images.gpu)
         self._gpu = images.gpu
@@ -298,7 +306,7 @@ def _graph(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tenso
             output = module(x).logits
     torch.cuda.current_stream().wait_stream(stream)
 
-    def replay() -> torch.Tensor:
+    def replay(weights: Any = module) -> torch.Tensor:  # the graph itself keeps no weight alive
         captured.replay()
         return output
 

@@ -103,10 +103,10 @@ def measure(
     records: dict[str, dict[str, Any]] = {}
     for engine_name, make in makers.items():
         record: dict[str, Any] = {
-            "model": name, "dtype": dtype, "batch": batch,
+            "model": Path(name).name, "dtype": dtype, "batch": batch,
             "device": ours.device, "engine": engine_name,
         }  # fmt: skip
-        free, start = _free(gpu), time.perf_counter()
+        start = time.perf_counter()
         try:
             engine = make()
         except Exception as problem:
@@ -119,7 +119,7 @@ def measure(
         error = relative([engine.answer(turn) for turn in CHECKED], truth)
         record["max_rel_err"] = rounded(error)
         record["torch_rel_err"] = rounded(eager)
-        record["memory_mb"] = round((free - _free(gpu)) / 1e6) if gpu else None
+        record["memory_mb"] = engine.memory and round(engine.memory / 1e6)
         times = 2 if engine_name == "maxvision" else 4
         allowed = times * eager + 64 * float(np.finfo(np.float32).eps)
         record["passed"] = bool(error <= allowed)  # NaN is not
@@ -265,14 +265,6 @@ def traffic(reference: Any, size: tuple[int, int], batch: int, itemsize: int) ->
     held = sum(weight.numel() for layer in layers for weight in layer.parameters())
     image = channels * size[0] * size[1]
     return float(batch * (2 * outputs * itemsize + image) + held * itemsize)
-
-
-def _free(gpu: bool) -> int:
-    if not gpu:
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info()[0])
 
 
 def _compiled(folder: Path | None) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
                 for launch in launches:
                     records.append(
                         {
-                            "model": name, "dtype": dtype, "batch": batch,
+                            "model": Path(name).name, "dtype": dtype, "batch": batch,
                             "engine": options.engine, **asdict(launch),
                         }
                     )  # fmt: skip
@@ -172,8 +172,21 @@ def launches(trace: dict[str, Any], runs: int) -> list[Launch]:
 
 
 def short(symbol: str) -> str:
-    """Shortens the name of a kernel to what a reader needs."""
-    return re.sub(r"\s+", " ", symbol)[:60]
+    """Shortens the name of a kernel to what a reader needs.
+
+    A Mojo kernel without ``@__name`` is called by two hashes, of which four digits stay; C++ keeps
+    its last name, without namespaces and arguments.
+    """
+    if unnamed := re.fullmatch(r"mojo_pkg_[0-9a-f]+_([0-9a-f]{4})[0-9a-f]*", symbol):
+        return f"unnamed {unnamed[1]}"
+    if hashed := re.fullmatch(r"(\w+?)_([0-9a-f]{4})[0-9a-f]{4,}", symbol):
+        return f"{hashed[1]} {hashed[2]}"
+    name = symbol.removeprefix("void ")
+    name = re.sub(r"\(anonymous namespace\)::", "", name)
+    outer = re.split(r"[<(]", name)[0].rpartition("::")[2] or name
+    if outer == "Kernel" and "<" in name:  # CUTLASS names what it runs in the argument
+        outer = re.split(r"[<>,(]", name)[1].rpartition("::")[2]
+    return outer[:60]
 
 
 def trace(launches: list[Launch], title: str, thread: int) -> list[dict[str, Any]]:
