@@ -1,1 +1,7 @@
 """Measurements: each prints a table, writes JSON, and names its peers."""
+
+import os
+
+# MAX takes its whole pool, 90 % of a GPU unless told otherwise, at the first capture; torch runs in
+# the same process and needs its share. Read when the device is opened, so it is set before.
+os.environ.setdefault("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT", "45")
