@@ -2,6 +2,7 @@
 
 from extensibility import ManagedTensorSlice
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.memory import bitcast
 
 comptime F32 = DType.float32
 """What every kernel accumulates in."""
@@ -25,6 +26,29 @@ def data(tensor: ManagedTensorSlice) -> Data[tensor.dtype]:
         Its first element.
     """
     return rebind[Data[tensor.dtype]](tensor.unsafe_ptr())
+
+
+@always_inline
+def widened[dtype: DType, width: SIMDLength, //](value: SIMD[dtype, width]) -> SIMD[F32, width]:
+    """Widens to float32, exactly: as `cast` does, which takes twice the instructions for bfloat16.
+
+    Parameters:
+        dtype: Of the value.
+        width: Elements; even.
+
+    Args:
+        value: What is widened.
+
+    Returns:
+        The same numbers.
+    """
+    comptime if dtype == DType.bfloat16:
+        comptime half = width // 2
+        var pairs = bitcast[DType.uint32, half](value)
+        var even = bitcast[F32, half](pairs << 16)
+        var odd = bitcast[F32, half](pairs & 0xFFFF0000)
+        return rebind[SIMD[F32, width]](even.interleave(odd))
+    return value.cast[F32]()
 
 
 struct Operands[dtype: DType](DevicePassable, TrivialRegisterPassable):

@@ -23,6 +23,7 @@ from max.gpu.primitives.grid_controls import (
     wait_on_dependent_grids,
 )
 from max.runtime.asyncrt import parallelism_level
+from std.bit import log2_floor
 from std.math import ceildiv, exp, log, sqrt
 from std.sys import simd_width_of, size_of
 from std.utils.numerics import neg_inf
@@ -396,10 +397,8 @@ def over_lanes[lanes: Int](value: Float32) -> Float32:
         The sum, in each of the lanes.
     """
     var sum = value
-    var step = lanes // 2
-    while step > 0:
-        sum += warp.shuffle_xor(sum, UInt32(step))
-        step //= 2
+    comptime for i in range(log2_floor(lanes)):
+        sum += warp.shuffle_xor(sum, UInt32(1 << i))
     return sum
 
 

@@ -105,8 +105,10 @@ struct QkvSizes(DevicePassable, TrivialRegisterPassable):
     """Height of the maps of keys and values."""
     var q: Int32
     """Width of the maps of keys and values."""
-    var side: Int32
-    """Side of a block's tile."""
+    var rows: Int32
+    """Height of a block's tile."""
+    var columns: Int32
+    """Width of a block's tile."""
     var eps: Float32
     """Added to the variance."""
 
@@ -129,7 +131,47 @@ struct QkvSizes(DevicePassable, TrivialRegisterPassable):
         self.stride = Int32(window[unsafe_offset=6])
         self.p = (self.h + 2 * self.pad_kv - self.kernel) // self.stride + 1
         self.q = (self.w + 2 * self.pad_kv - self.kernel) // self.stride + 1
-        self.side = 0
+        self.rows = self.columns = 0
+
+    @always_inline
+    def margin(self) -> Int32:
+        """Counts the tokens above and left of a tile that its windows see.
+
+        Returns:
+            The larger padding.
+        """
+        return max(self.pad_q, self.pad_kv)
+
+    @always_inline
+    def tile_height(self) -> Int32:
+        """Counts the rows of a tile and its margin.
+
+        Returns:
+            What all windows see that begin in the tile.
+        """
+        return self.rows + self._around()
+
+    @always_inline
+    def tile_width(self) -> Int32:
+        """Counts the columns of a tile and its margin.
+
+        Returns:
+            What all windows see that begin in the tile.
+        """
+        return self.columns + self._around()
+
+    @always_inline
+    def pitch(self) -> Int32:
+        """Counts the tokens that a tile and its margin take in shared memory.
+
+        Returns:
+            An odd number with room for the class token, and for the last strip's look past the tile.
+        """
+        return (self.tile_height() * self.tile_width() + 1) | 1
+
+    @always_inline
+    def _around(self) -> Int32:
+        return self.kernel - 1 + self.margin() - min(self.pad_q, self.pad_kv)
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)

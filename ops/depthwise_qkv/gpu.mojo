@@ -8,13 +8,16 @@
     w[R, S, C]            each of the three filters, R = S
     q[N, T, C], k and v[N, T', C]; the normalised class token is the first row of each
 
-Outside the map n is zero: the padding comes after the norm. A block owns a square of tokens. It
-reads the square and its margin once, 16 bytes a thread, computes the statistics of each token in
-the registers of 8 to 32 lanes (of x - mean, in float32), and keeps n in shared memory, rounded once
-to the tokens' type. Then a thread makes 16 bytes of channels of one token after another, the taps of
-its channels in registers: the query of every token, key and value of those that the stride meets.
+Outside the map n is zero: the padding comes after the norm. A block owns a tile of tokens. It reads
+the tile and its margin once, 16 bytes a thread, computes the statistics of each token in the
+registers of 8 to 32 lanes (of x - mean, in float32), and keeps n in shared memory as
+n[C / 4, token, 4], rounded once to the tokens' type: neighbours lie at constant distances, and an
+odd number of tokens keeps the threads of a warp in different banks. Then each thread convolves a
+few channels of one token after another, their taps in registers as float32: for queries 4 channels
+of 2 neighbours, which share what they see, for keys and values together 2 channels.
 
-Bound by device memory at large batches, by latency at batch 1; docs/kernels.md has the figures.
+Bound by the instructions of the float32 units at large batches, by latency at batch 1;
+docs/kernels.md has the figures.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
@@ -26,40 +29,271 @@ from max.gpu.primitives.grid_controls import (
     pdl_launch_attributes,
     wait_on_dependent_grids,
 )
-from std.math import ceildiv, sqrt
+from std.math import ceildiv, rsqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
-from ..operands import F32, Data
+from ..operands import F32, Data, widened
 from ..rows import over_lanes
 from .config import QkvOperands, QkvSizes
 
-comptime THREADS = 256
-"""Threads of a block."""
-comptime STRIP = Int32(4)
-"""Neighbouring queries that a thread computes together."""
-comptime SHARED = 72 * 1024
-"""Bytes of shared memory that a block takes at most: three blocks a multiprocessor."""
-comptime BLOCKS = 264
-"""Blocks that fill the GPU; tiles get smaller until there are as many."""
-comptime SMALLEST = 4
-"""Side of the smallest tile."""
+comptime THREADS = 384
+"""Threads of a block: every width of CvT-13 divides into them."""
+comptime RESIDENT = 2
+"""Blocks that a multiprocessor holds at a time; bounds the registers."""
+comptime SHARED = 112 * 1024
+"""Bytes of shared memory that a block takes at most."""
+comptime QUAD = 4
+"""Channels that lie together in shared memory."""
+comptime PROCESSORS = 132
+"""Multiprocessors to count on."""
+
+comptime Tile[dtype: DType] = Pointer[
+    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Normalised tokens in shared memory.
+
+Parameters:
+    dtype: Of the tokens.
+"""
+
+
+struct _Reader[dtype: DType, lanes: Int, vectors: Int](TrivialRegisterPassable):
+    """Reads the tokens of a tile, `lanes` threads each, one token after another."""
+
+    comptime WIDE = 16 // size_of[Self.dtype]()
+    comptime SLOTS = Int32(THREADS // Self.lanes)
+
+    var x: Data[Self.dtype]
+    """The image's tokens."""
+    var channel: Int32
+    """First channel of this thread."""
+    var i: Int32
+    """Token of the tile that is read next."""
+    var h0: Int32
+    """Row of the map where the tile begins."""
+    var w0: Int32
+    """Column of the map where the tile begins."""
+    var inside: Bool
+    """Whether the token that was read is in the map, or is the class token."""
+
+    @always_inline
+    def __init__(out self, x: Data[Self.dtype], h0: Int32, w0: Int32):
+        self.x, self.h0, self.w0 = x, h0, w0
+        self.channel = Int32(thread_idx.x) % Int32(Self.lanes) * Int32(Self.WIDE)
+        self.i = Int32(thread_idx.x) // Int32(Self.lanes)
+        self.inside = False
+
+    @always_inline
+    def next(
+        mut self, g: QkvSizes, count: Int32
+    ) -> Array[SIMD[Self.dtype, Self.WIDE], Self.vectors]:
+        """Reads a token, or anything where there is none; `count` is the class token's number."""
+        var h = Int32(UInt32(self.i) // UInt32(g.tile_width()))
+        var w = self.i - h * g.tile_width() + self.w0
+        h += self.h0
+        self.inside = self.i < count and h >= 0 and h < g.h and w >= 0 and w < g.w
+        var row = g.first + h * g.w + w if self.inside else 0
+        self.inside = self.inside or self.i == count
+        self.i += Self.SLOTS
+        var values = Array[SIMD[Self.dtype, Self.WIDE], Self.vectors](fill=0)
+        comptime for v in range(Self.vectors):
+            var at = self.channel + Int32(v * Self.lanes * Self.WIDE)
+            values[v] = self.x.unsafe_load[width=Self.WIDE, alignment=16](
+                Int(row * g.c + (at if at < g.c else 0))
+            )
+        return values^
 
 
 @always_inline
-def _taps[
-    dtype: DType, wide: Int, count: Int
-](w: Data[dtype], c: Int32) -> Array[SIMD[dtype, wide], count]:
-    """Loads all taps of some channels."""
-    var taps = Array[SIMD[dtype, wide], count](fill=0)
-    comptime for i in range(count):
-        taps[i] = w.unsafe_load[width=wide, alignment=16](i * Int(c))
-    return taps^
+def _normalize[
+    dtype: DType, lanes: Int, vectors: Int
+](o: QkvOperands[dtype], g: QkvSizes, tile: Tile[dtype], h0: Int32, w0: Int32, extra: Int32):
+    """Fills the tile from token (h0, w0) on, and then the class token if `extra` is 1."""
+    comptime WIDE = 16 // size_of[dtype]()
+    comptime ALIGNMENT = QUAD * size_of[dtype]()
+    var c = g.c
+    var share = 1 / Float32(c)
+    var pitch = g.pitch() * Int32(QUAD)
+    var count = g.tile_height() * g.tile_width()
+    var x = o.x.unsafe_offset(Int(block_idx.y) * Int((g.h * g.w + g.first) * c))
+    var reader = _Reader[dtype, lanes, vectors](x, h0, w0)
+    var i = reader.i
+    var ahead = reader.next(g, count)
+    # The lanes of a warp stay together: they exchange sums.
+    for _ in range((count + extra + reader.SLOTS - 1) // reader.SLOTS):
+        var values = ahead.copy()
+        var inside = reader.inside
+        ahead = reader.next(g, count)
+        var sum = Float32(0)
+        comptime for v in range(vectors):
+            var part = widened(values[v]).reduce_add()
+            sum += part if reader.channel + Int32(v * lanes * WIDE) < c else 0
+        var mean = over_lanes[lanes](sum) * share
+        var squares = Float32(0)
+        comptime for v in range(vectors):
+            var d = widened(values[v]) - mean
+            var part = (d * d).reduce_add()
+            squares += part if reader.channel + Int32(v * lanes * WIDE) < c else 0
+        var scale = rsqrt(over_lanes[lanes](squares) * share + g.eps)
+        var shift = SIMD[F32, WIDE](-mean * scale)
+        comptime for v in range(vectors):
+            var at = reader.channel + Int32(v * lanes * WIDE)
+            if at < c and i < count + extra:
+                var n = widened(values[v]).fma(SIMD[F32, WIDE](scale), shift)
+                var weight = o.weight.unsafe_load[width=WIDE, alignment=16](Int(at))
+                var bias = o.norm_bias.unsafe_load[width=WIDE, alignment=16](Int(at))
+                var rounded = n.fma(weight, bias).cast[dtype]()
+                if not inside:
+                    rounded = 0
+                var to = at // Int32(QUAD) * pitch + i * Int32(QUAD)
+                comptime for part in range(WIDE // QUAD):
+                    tile.unsafe_store[alignment=ALIGNMENT](
+                        Int(to + Int32(part) * pitch), rounded.slice[QUAD, offset=part * QUAD]()
+                    )
+        i += reader.SLOTS
+
+
+@always_inline
+def _pass_by[dtype: DType](o: QkvOperands[dtype], g: QkvSizes, tile: Tile[dtype]):
+    """Stores the class token, which lies behind the tile and its margin, in all outputs."""
+    comptime ALIGNMENT = QUAD * size_of[dtype]()
+    var token = g.tile_height() * g.tile_width()
+    var image = Int(block_idx.y)
+    var quad = Int32(thread_idx.x)
+    if quad * Int32(QUAD) < g.c:
+        var n = tile.unsafe_load[width=QUAD, alignment=ALIGNMENT](
+            Int((quad * g.pitch() + token) * Int32(QUAD))
+        )
+        var channel = Int(quad * Int32(QUAD))
+        var keys = image * Int((g.p * g.q + 1) * g.c) + channel
+        o.q.unsafe_store[alignment=ALIGNMENT](image * Int((g.h * g.w + 1) * g.c) + channel, n)
+        o.k.unsafe_store[alignment=ALIGNMENT](keys, n)
+        o.v.unsafe_store[alignment=ALIGNMENT](keys, n)
+
+
+struct _Outputs[dtype: DType, kernel: Int, count: Int, channels: Int, strip: Int]:
+    """Convolves a tile with `count` filters, some channels and neighbouring outputs at a time."""
+
+    comptime TAPS = Self.kernel * Self.kernel
+
+    var filters: Array[Data[Self.dtype], Self.count]
+    """[R, S, C] each."""
+    var biases: Array[Data[F32], Self.count]
+    """[C] each."""
+    var outputs: Array[Data[Self.dtype], Self.count]
+    """The image's, from the first token of the map on."""
+
+    @always_inline
+    def __init__(out self, filter: Data[Self.dtype], bias: Data[F32], output: Data[Self.dtype]):
+        self.filters = Array[Data[Self.dtype], Self.count](fill=filter)
+        self.biases = Array[Data[F32], Self.count](fill=bias)
+        self.outputs = Array[Data[Self.dtype], Self.count](fill=output)
+
+    @always_inline
+    def taps(
+        self, c: Int32, channel: Int32
+    ) -> Array[SIMD[Self.dtype, Self.channels], Self.count * Self.TAPS]:
+        """Loads the taps of some channels of all filters."""
+        comptime ALIGNMENT = Self.channels * size_of[Self.dtype]()
+        var taps = Array[SIMD[Self.dtype, Self.channels], Self.count * Self.TAPS](fill=0)
+        comptime for f in range(Self.count):
+            comptime for i in range(Self.TAPS):
+                taps[f * Self.TAPS + i] = self.filters[f].unsafe_load[
+                    width=Self.channels, alignment=ALIGNMENT
+                ](Int(Int32(i) * c + channel))
+        return taps^
+
+    @always_inline
+    def convolve(
+        self,
+        tile: Tile[Self.dtype],
+        g: QkvSizes,
+        *,
+        corner: Int32,
+        stride: Int32,
+        high: Int32,
+        broad: Int32,
+        first: Int32,
+        width: Int32,
+    ):
+        """Computes the outputs whose windows begin in a tile.
+
+        Args:
+            tile: The tokens.
+            g: Sizes.
+            corner: Token of the tile where the first window begins.
+            stride: Tokens between windows; 1 if outputs come in strips.
+            high: Rows of outputs; none if negative, as for `broad`.
+            broad: Outputs of a row.
+            first: Where the first output goes, in tokens.
+            width: Outputs of a row of the map.
+        """
+        comptime ALIGNMENT = Self.channels * size_of[Self.dtype]()
+        comptime SEEN = Self.strip + Self.kernel - 1
+        var t = Int32(thread_idx.x)
+        var c = g.c
+        var groups = c // Int32(Self.channels)
+        var side_by_side = min(groups, Int32(THREADS))
+        var part = t // side_by_side
+        var parts = Int32(THREADS) // side_by_side
+        if part >= parts:
+            return
+        var strips = (broad + Int32(Self.strip) - 1) // Int32(Self.strip)
+        var group = t - part * side_by_side
+        while group < groups:
+            var channel = group * Int32(Self.channels)
+            var packed = self.taps(c, channel)
+            var taps = Array[SIMD[F32, Self.channels], Self.count * Self.TAPS](fill=0)
+            comptime for i in range(Self.count * Self.TAPS):
+                taps[i] = widened(packed[i])
+            var bias = Array[SIMD[F32, Self.channels], Self.count](fill=0)
+            comptime for f in range(Self.count):
+                bias[f] = self.biases[f].unsafe_load[
+                    width=Self.channels, alignment=Self.channels * 4
+                ](Int(channel))
+            var quad = channel // Int32(QUAD) * g.pitch() * Int32(QUAD) + channel % Int32(QUAD)
+            var i = part
+            while i < max(high, 0) * max(strips, 0):
+                var row = Int32(UInt32(i) // UInt32(strips))
+                var column = (i - row * strips) * Int32(Self.strip)
+                var sums = Array[SIMD[F32, Self.channels], Self.count * Self.strip](fill=0)
+                comptime for j in range(Self.count * Self.strip):
+                    sums[j] = bias[j // Self.strip]
+                var at = corner + row * stride * g.tile_width() + column * stride
+                comptime for r in range(Self.kernel):
+                    var seen = tile.unsafe_offset(
+                        Int(quad + (at + Int32(r) * g.tile_width()) * Int32(QUAD))
+                    )
+                    comptime for s in range(SEEN):
+                        var n = widened(
+                            seen.unsafe_load[width=Self.channels, alignment=ALIGNMENT](s * QUAD)
+                        )
+                        comptime for f in range(Self.count):
+                            comptime for j in range(Self.strip):
+                                comptime if 0 <= s - j < Self.kernel:
+                                    sums[f * Self.strip + j] = n.fma(
+                                        taps[f * Self.TAPS + r * Self.kernel + s - j],
+                                        sums[f * Self.strip + j],
+                                    )
+                var to = (first + row * width + column) * c + channel
+                comptime for f in range(Self.count):
+                    comptime for j in range(Self.strip):
+                        # Past the row's end the last output is stored again: no branch.
+                        comptime if j > 0:
+                            if column + Int32(j) >= broad:
+                                sums[f * Self.strip + j] = sums[f * Self.strip + j - 1]
+                        self.outputs[f].unsafe_store[alignment=ALIGNMENT](
+                            Int(to + min(Int32(j), broad - 1 - column) * c),
+                            sums[f * Self.strip + j].cast[Self.dtype](),
+                        )
+                i += parts
+            group += side_by_side
 
 
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
-    `nvvm.minctasm`=SIMDLength(2),
+    `nvvm.minctasm`=SIMDLength(RESIDENT),
 )
 def qkv_kernel[
     dtype: DType, kernel: Int, lanes: Int, vectors: Int
@@ -76,185 +310,119 @@ def qkv_kernel[
         o: Tensors.
         g: Sizes.
     """
-    comptime wide = 16 // size_of[dtype]()
-    comptime rows = Int32(THREADS // lanes)
-    comptime batch = 4 // vectors
-    var t = Int32(thread_idx.x)
-    var c = g.c
-    var across = (g.w + g.side - 1) // g.side
-    var h0 = Int32(block_idx.x) // across * g.side
-    var w0 = Int32(block_idx.x) % across * g.side
-    var margin = max(g.pad_q, g.pad_kv)
-    var pitch = g.side + Int32(kernel) - 1 + margin - min(g.pad_q, g.pad_kv)
-    var tokens = g.h * g.w
-    var image = Int(block_idx.y)
-    var x = o.x.unsafe_offset(image * Int((tokens + g.first) * c))
+    var across = (g.w + g.columns - 1) // g.columns
+    var h0 = Int32(block_idx.x) // across * g.rows
+    var w0 = Int32(block_idx.x) % across * g.columns
     var tile = external_memory[
         Scalar[dtype], address_space=AddressSpace.SHARED, alignment=16, name="depthwise_qkv"
     ]()
-
-    # What does not depend on the kernel before.
-    var lane = t % Int32(lanes)
-    var groups = c // Int32(wide)
-    var part = t // groups
-    var parts = Int32(THREADS) // groups
-    var channel = Int((t - part * groups) * Int32(wide))
-    var taps = _taps[dtype, wide, kernel * kernel](o.q_filter.unsafe_offset(channel), c)
-    var bias = o.q_bias.unsafe_load[width=wide, alignment=16](channel)
     wait_on_dependent_grids()
     launch_dependent_grids()
-
-    # Normalise the tile and its margin; the class token too, in the first tile of an image. The
-    # lanes of a warp stay together: they exchange sums.
-    var count = pitch * pitch
+    var margin = g.margin()
     var extra = g.first if block_idx.x == 0 else 0
-    for start in range(Int32(0), count + extra, rows * Int32(batch)):
-        var values = Array[SIMD[dtype, wide], batch * vectors](fill=0)
-        var inside = Array[Bool, batch](fill=False)
-        comptime for b in range(batch):
-            var i = start + t // Int32(lanes) + Int32(b) * rows
-            var h = i // pitch
-            var w = i - h * pitch + w0 - margin
-            h += h0 - margin
-            inside[b] = i < count and h >= 0 and h < g.h and w >= 0 and w < g.w
-            var row = g.first + h * g.w + w if inside[b] else 0
-            if i == count and extra == 1:
-                inside[b] = True
-            if inside[b]:
-                comptime for v in range(vectors):
-                    var at = Int32(v * lanes * wide) + lane * Int32(wide)
-                    if at < c:
-                        values[b * vectors + v] = x.unsafe_load[width=wide, alignment=16](
-                            Int(row * c + at)
-                        )
-        comptime for b in range(batch):
-            var i = start + t // Int32(lanes) + Int32(b) * rows
-            var sum = Float32(0)
-            comptime for v in range(vectors):
-                sum += values[b * vectors + v].cast[F32]().reduce_add()
-            var mean = over_lanes[lanes](sum) / Float32(c)
-            var squares = Float32(0)
-            comptime for v in range(vectors):
-                if Int32(v * lanes * wide) + lane * Int32(wide) < c:
-                    var d = values[b * vectors + v].cast[F32]() - mean
-                    squares += (d * d).reduce_add()
-            var scale = 1 / sqrt(over_lanes[lanes](squares) / Float32(c) + g.eps)
-            comptime for v in range(vectors):
-                var at = Int32(v * lanes * wide) + lane * Int32(wide)
-                if at < c and i < count + extra:
-                    var value = (values[b * vectors + v].cast[F32]() - mean) * scale
-                    value = value.fma(
-                        o.weight.unsafe_load[width=wide, alignment=16](Int(at)),
-                        o.norm_bias.unsafe_load[width=wide, alignment=16](Int(at)),
-                    )
-                    var rounded = value.cast[dtype]() if inside[b] else SIMD[dtype, wide](0)
-                    if i < count:
-                        tile.unsafe_store[alignment=16](Int(i * c + at), rounded)
-                    else:
-                        var keys = Int(g.p * g.q + 1) * Int(c)
-                        o.q.unsafe_store[alignment=16](
-                            image * Int((tokens + 1) * c) + Int(at), rounded
-                        )
-                        o.k.unsafe_store[alignment=16](image * keys + Int(at), rounded)
-                        o.v.unsafe_store[alignment=16](image * keys + Int(at), rounded)
+    _normalize[dtype, lanes, vectors](o, g, tile, h0 - margin, w0 - margin, extra)
     barrier()
-    if part >= parts:
-        return
+    if extra == 1:
+        _pass_by(o, g, tile)
 
-    # Queries: a strip of neighbours at a time, which share what they see.
-    var source = tile.unsafe_offset(channel)
-    var q = o.q.unsafe_offset(image * Int((tokens + g.first) * c) + Int(g.first * c) + channel)
-    var corner = margin - g.pad_q
-    var strips = (g.side + STRIP - 1) // STRIP
-    for i in range(part, g.side * strips, parts):
-        var h = i // strips
-        var w = (i - h * strips) * STRIP
-        if h0 + h >= g.h or w0 + w >= g.w:
-            continue
-        var sums = Array[SIMD[F32, wide], Int(STRIP)](fill=bias)
-        comptime for r in range(kernel):
-            var at = (h + corner + Int32(r)) * pitch + w + corner
-            comptime for s in range(Int(STRIP) + kernel - 1):
-                var value = source.unsafe_load[width=wide, alignment=16](
-                    Int((at + Int32(s)) * c)
-                ).cast[F32]()
-                comptime for j in range(Int(STRIP)):
-                    comptime if 0 <= s - j < kernel:
-                        sums[j] = value.fma(taps[r * kernel + s - j].cast[F32](), sums[j])
-        var to = ((h0 + h) * g.w + w0 + w) * c
-        comptime for j in range(Int(STRIP)):
-            if w + Int32(j) < g.side and w0 + w + Int32(j) < g.w:
-                q.unsafe_store[alignment=16](Int(to + Int32(j) * c), sums[j].cast[dtype]())
+    var image = Int(block_idx.y)
+    var skipped = Int(g.first * g.c)
+    var q = _Outputs[dtype, kernel, 1, 4, 2](
+        o.q_filter, o.q_bias, o.q.unsafe_offset(image * (Int(g.h * g.w * g.c) + skipped) + skipped)
+    )
+    q.convolve(
+        tile,
+        g,
+        corner=(margin - g.pad_q) * (g.tile_width() + 1),
+        stride=1,
+        high=min(g.rows, g.h - h0),
+        broad=min(g.columns, g.w - w0),
+        first=h0 * g.w + w0,
+        width=g.w,
+    )
 
-    # Keys and values whose windows begin in the tile, padding aside.
+    var keys = image * (Int(g.p * g.q * g.c) + skipped) + skipped
+    var kv = _Outputs[dtype, kernel, 2, 2, 1](o.k_filter, o.k_bias, o.k.unsafe_offset(keys))
+    kv.filters[1], kv.biases[1], kv.outputs[1] = o.v_filter, o.v_bias, o.v.unsafe_offset(keys)
+    # Those whose windows begin in the tile, padding aside.
     var p0 = (h0 + g.stride - 1) // g.stride
     var q0 = (w0 + g.stride - 1) // g.stride
-    var high = min((h0 + g.side + g.stride - 1) // g.stride, g.p) - p0
-    var broad = min((w0 + g.side + g.stride - 1) // g.stride, g.q) - q0
-    var first = image * Int((g.p * g.q + g.first) * c) + Int(g.first * c) + channel
-    var k_taps = _taps[dtype, wide, kernel * kernel](o.k_filter.unsafe_offset(channel), c)
-    var v_taps = _taps[dtype, wide, kernel * kernel](o.v_filter.unsafe_offset(channel), c)
-    corner = margin - g.pad_kv
-    for i in range(part, high * broad, parts):
-        var p = i // broad
-        var q_at = q0 + i - p * broad
-        p += p0
-        var at = (p * g.stride - h0 + corner) * pitch + q_at * g.stride - w0 + corner
-        var k = o.k_bias.unsafe_load[width=wide, alignment=16](channel)
-        var v = o.v_bias.unsafe_load[width=wide, alignment=16](channel)
-        comptime for r in range(kernel):
-            comptime for s in range(kernel):
-                var value = source.unsafe_load[width=wide, alignment=16](
-                    Int((at + Int32(r) * pitch + Int32(s)) * c)
-                ).cast[F32]()
-                k = value.fma(k_taps[r * kernel + s].cast[F32](), k)
-                v = value.fma(v_taps[r * kernel + s].cast[F32](), v)
-        var to = first + Int((p * g.q + q_at) * c)
-        o.k.unsafe_store[alignment=16](to, k.cast[dtype]())
-        o.v.unsafe_store[alignment=16](to, v.cast[dtype]())
+    kv.convolve(
+        tile,
+        g,
+        corner=(p0 * g.stride - h0 + margin - g.pad_kv) * g.tile_width()
+        + (q0 * g.stride - w0 + margin - g.pad_kv),
+        stride=g.stride,
+        high=min((h0 + g.rows + g.stride - 1) // g.stride, g.p) - p0,
+        broad=min((w0 + g.columns + g.stride - 1) // g.stride, g.q) - q0,
+        first=p0 * g.q + q0,
+        width=g.q,
+    )
 
 
-def _pitch(g: QkvSizes, side: Int) -> Int:
-    """Counts the tokens of a row of a tile and its margin."""
-    var spread = max(g.pad_q, g.pad_kv) - min(g.pad_q, g.pad_kv)
-    return side + Int(g.kernel) - 1 + Int(spread)
+def _blocks(g: QkvSizes) -> Int:
+    """Counts the tiles of an image."""
+    return ceildiv(Int(g.h), Int(g.rows)) * ceildiv(Int(g.w), Int(g.columns))
 
 
-def _bytes[dtype: DType](g: QkvSizes, side: Int) -> Int:
+def _bytes[dtype: DType](g: QkvSizes) -> Int:
     """Counts the bytes of a tile and its margin."""
-    # The last strip may look past the tile.
-    return (_pitch(g, side) ** 2 + Int(STRIP)) * Int(g.c) * size_of[dtype]()
+    return Int(g.pitch() * g.c) * size_of[dtype]()
 
 
-def _tile[dtype: DType](g: QkvSizes) -> Int:
-    """Chooses the side of a tile: as large as fits, as small as it takes to fill the GPU."""
-    var longest = max(Int(g.h), Int(g.w))
-    var side = longest
-    while side > 1 and _bytes[dtype](g, side) > SHARED:
-        side -= 1
-    while side > SMALLEST and _blocks(g, side) < BLOCKS:
-        side -= 1
-    return ceildiv(longest, ceildiv(longest, side))
+def _cost(g: QkvSizes) -> Float64:
+    """Estimates the clocks that all tiles take: latency a wave, then the instructions.
+
+    Counted for 8 channels of a token: 100 to normalise it, 190 for its query, 410 for a key and
+    value; a multiprocessor issues 2.8 of 32 threads a clock.
+    """
+    var tokens = Float64(Int(g.rows) * Int(g.columns))
+    var work = (
+        100 * Float64(Int(g.tile_height()) * Int(g.tile_width()))
+        + 190 * tokens
+        + 410 * tokens / Float64(Int(g.stride) ** 2)
+    )
+    var blocks = Int(g.images) * _blocks(g)
+    var turns = Float64(ceildiv(blocks, PROCESSORS))
+    var waves = Float64(ceildiv(blocks, PROCESSORS * RESIDENT))
+    return waves * 4000 + turns * work * Float64(Int(g.c)) / (8 * 32 * 2.8)
 
 
-def _blocks(g: QkvSizes, side: Int) -> Int:
-    """Counts the blocks of all images."""
-    return Int(g.images) * ceildiv(Int(g.h), side) * ceildiv(Int(g.w), side)
+def _tiled[dtype: DType](sizes: QkvSizes) -> QkvSizes:
+    """Chooses the tile: the least estimate of those that fit into shared memory."""
+    var g = sizes
+    var best = sizes
+    best.rows = best.columns = 1
+    var least = _cost(best)
+    for down in range(1, Int(g.h) + 1):
+        var rows = Int32(ceildiv(Int(g.h), down))
+        if rows == g.rows:
+            continue
+        g.rows = rows
+        g.columns = 0
+        for across in range(1, Int(g.w) + 1):
+            var columns = Int32(ceildiv(Int(g.w), across))
+            if columns == g.columns:
+                continue
+            g.columns = columns
+            if _bytes[dtype](g) <= SHARED:
+                var cost = _cost(g)
+                if cost < least:
+                    least = cost
+                    best = g
+    return best
 
 
 def _enqueue[
     dtype: DType, kernel: Int, lanes: Int, vectors: Int
 ](o: QkvOperands[dtype], sizes: QkvSizes, ctx: DeviceContext) raises:
-    var g = sizes
-    g.side = Int32(_tile[dtype](g))
-    var tiles = ceildiv(Int(g.h), Int(g.side)) * ceildiv(Int(g.w), Int(g.side))
-    var bytes = _bytes[dtype](g, Int(g.side))
+    var g = _tiled[dtype](sizes)
     ctx.enqueue_function[qkv_kernel[dtype, kernel, lanes, vectors]](
         o,
         g,
-        grid_dim=(tiles, Int(g.images)),
+        grid_dim=(_blocks(g), Int(g.images)),
         block_dim=THREADS,
-        shared_mem_bytes=bytes,
+        shared_mem_bytes=_bytes[dtype](g),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
     )
@@ -277,15 +445,14 @@ def depthwise_qkv_gpu[
     Raises:
         If the launch fails.
     """
-    comptime wide = 16 // size_of[dtype]()
-    var groups = Int(g.c) // wide
-    if groups <= 8:
+    var vectors = Int(g.c) * size_of[dtype]() // 16
+    if vectors <= 8:
         _enqueue[dtype, kernel, 8, 1](o, g, ctx)
-    elif groups <= 16:
-        _enqueue[dtype, kernel, 16, 1](o, g, ctx)
-    elif groups <= 32:
-        _enqueue[dtype, kernel, 32, 1](o, g, ctx)
-    elif groups <= 64:
-        _enqueue[dtype, kernel, 32, 2](o, g, ctx)
+    elif vectors <= 24:
+        _enqueue[dtype, kernel, 8, 3](o, g, ctx)
+    elif vectors <= 48:
+        _enqueue[dtype, kernel, 16, 3](o, g, ctx)
+    elif vectors <= 96:
+        _enqueue[dtype, kernel, 32, 3](o, g, ctx)
     else:
         _enqueue[dtype, kernel, 32, 4](o, g, ctx)
