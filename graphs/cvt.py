@@ -18,6 +18,7 @@ from graphs.nodes import (
     conv2d,
     depthwise_qkv,
     layernorm,
+    layernorm_first,
     linear,
     stem_layernorm,
 )
@@ -225,7 +226,7 @@ def cvt(spec: CvtSpec, x: TensorValue, w: Parameters) -> Outputs:
         x = image(tokens, stage, int(h), int(width))
         stages.append(x)
     if spec.stages[-1].cls_token:
-        last = norm(tokens[:, 0], w, "norm", spec)
+        last = layernorm_first(tokens, w.vector("norm.weight"), w.vector("norm.bias"), spec.eps)
     else:
         last = avgpool(norm(x, w, "norm", spec)).reshape((x.shape[0], x.shape[3]))
     return Outputs(linear(last, w.filter("head")), last, stages)

@@ -243,6 +243,18 @@ def layernorm(
     return _custom("layernorm", [x, weight, bias, _host([eps], DType.float32)], x.type)
 
 
+def layernorm_first(
+    x: TensorValue, weight: TensorValue, bias: TensorValue, eps: float = 1e-5
+) -> TensorValue:
+    """Normalises the first token of each image of x[N, T, C]: [N, C]; see ``layernorm``."""
+    name = "layernorm_first"
+    if x.rank != 3 or x.shape[1] == 0:
+        raise ArgumentError(f"{name}: expects tokens x[N, T, C] but x has {list(x.shape)}")
+    _check_norm(name, x.shape[2], weight, bias)
+    out = TensorType(x.dtype, [x.shape[0], x.shape[2]], device=x.device)
+    return _custom(name, [x, weight, bias, _host([eps], DType.float32)], out)
+
+
 def attention(
     q: TensorValue, k: TensorValue, v: TensorValue, heads: int, *, scale: float | None = None
 ) -> TensorValue:

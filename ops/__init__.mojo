@@ -5,6 +5,7 @@ from .bmm import *
 from .class_token import *
 from .conv2d import *
 from .depthwise_qkv import *
+from .layernorm import *
 from .normalize import *
 from .pool import *
 from .rows import *

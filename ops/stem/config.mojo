@@ -244,6 +244,8 @@ struct Tiling(DevicePassable, TrivialRegisterPassable):
 struct StemOperands[dtype: DType, pixel: DType](DevicePassable, TrivialRegisterPassable):
     """The tensors of a stem.
 
+    Nothing but pointers: LLVM then knows that a kernel's are global memory.
+
     Parameters:
         dtype: Of the filter and y.
         pixel: Of x: uint8 levels are normalised, floats are taken as they are.
@@ -268,8 +270,6 @@ struct StemOperands[dtype: DType, pixel: DType](DevicePassable, TrivialRegisterP
     """[F], layer norm's bias; any pointer for a stem that pools."""
     var y: Data[Self.dtype]
     """The result, NHWC."""
-    var eps: Float32
-    """Layer norm's, added to the variance."""
 
     def __init__(
         out self,
@@ -281,7 +281,6 @@ struct StemOperands[dtype: DType, pixel: DType](DevicePassable, TrivialRegisterP
         gamma: Data[DType.float32],
         beta: Data[DType.float32],
         y: Data[Self.dtype],
-        eps: Float32,
     ):
         """Names the tensors.
 
@@ -294,10 +293,9 @@ struct StemOperands[dtype: DType, pixel: DType](DevicePassable, TrivialRegisterP
             gamma: Layer norm's weight.
             beta: Layer norm's bias.
             y: Result.
-            eps: Layer norm's.
         """
         self.x, self.mean, self.scale, self.w, self.bias = x, mean, scale, w, bias
-        self.gamma, self.beta, self.y, self.eps = gamma, beta, y, eps
+        self.gamma, self.beta, self.y = gamma, beta, y
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)

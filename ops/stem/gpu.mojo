@@ -437,6 +437,7 @@ def _layernorm[
     bias: Array[SIMD[F32, 4], 2],
     lanes: Shared[DType.uint32],
     beyond: Shared[DType.uint32],
+    eps: Float32,
 ):
     """Convolves the tile and normalises its pixels; the warps of a slice share its steps."""
     var slices = Int32(t.slices())
@@ -502,7 +503,7 @@ def _layernorm[
             squares += part[1]
         squares += (spread - sum * sum / Float32(slices)) * WARP_FILTERS
         mean += sum / Float32(slices)
-        var deviation = 1 / sqrt(squares / Float32(t.f) + o.eps)
+        var deviation = 1 / sqrt(squares / Float32(t.f) + eps)
         var q = q0 + group * GROUP + lane // 4
         var p = p0 + step * STEP_ROWS
         var inside = q < t.q and round * splits + split < total
@@ -520,7 +521,9 @@ def _layernorm[
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](MOST_THREADS))
-def stem_kernel[dtype: DType, pixel: DType, stem: Stem](o: StemOperands[dtype, pixel], t: Tiling):
+def stem_kernel[
+    dtype: DType, pixel: DType, stem: Stem
+](o: StemOperands[dtype, pixel], t: Tiling, eps: Float32):
     """Computes a tile of the output.
 
     Parameters:
@@ -531,6 +534,7 @@ def stem_kernel[dtype: DType, pixel: DType, stem: Stem](o: StemOperands[dtype, p
     Args:
         o: Tensors.
         t: Sizes and tiling.
+        eps: Layer norm's, added to the variance.
     """
     comptime assert is_nvidia_gpu(), "stem: expects an NVIDIA GPU; others run separate ops"
     var slice = Int32(thread_idx.x) // 32 % Int32(t.slices())
@@ -582,7 +586,7 @@ def stem_kernel[dtype: DType, pixel: DType, stem: Stem](o: StemOperands[dtype, p
     comptime if stem.pools:
         _pool[dtype, stem](o.y, t, n, row0, column0, w, bias, lanes, beyond)
     else:
-        _layernorm[dtype, pixel, stem](o, t, n, row0, column0, w, bias, lanes, beyond)
+        _layernorm[dtype, pixel, stem](o, t, n, row0, column0, w, bias, lanes, beyond, eps)
 
 
 def shared_bytes[stem: Stem](t: Tiling) -> Int:
@@ -669,7 +673,12 @@ def tiling[
 def stem_gpu[
     dtype: DType, pixel: DType, stem: Stem
 ](
-    o: StemOperands[dtype, pixel], x: IndexList[4], y: IndexList[4], pad: Int, ctx: DeviceContext
+    o: StemOperands[dtype, pixel],
+    x: IndexList[4],
+    y: IndexList[4],
+    pad: Int,
+    eps: Float32,
+    ctx: DeviceContext,
 ) raises:
     """Enqueues a stem.
 
@@ -683,18 +692,19 @@ def stem_gpu[
         x: Shape of x[N, H, W, C].
         y: Shape of y[N, P', Q', F].
         pad: Zeros on each side.
+        eps: Layer norm's, added to the variance; any number for a stem that pools.
         ctx: The GPU.
 
     Raises:
         If the launch fails.
     """
     var processors = Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
-    enqueue_stem[dtype, pixel, stem](o, tiling[stem](x[0], x, y, pad, processors), x[0], ctx)
+    enqueue_stem[dtype, pixel, stem](o, tiling[stem](x[0], x, y, pad, processors), x[0], eps, ctx)
 
 
 def enqueue_stem[
     dtype: DType, pixel: DType, stem: Stem
-](o: StemOperands[dtype, pixel], t: Tiling, n: Int, ctx: DeviceContext) raises:
+](o: StemOperands[dtype, pixel], t: Tiling, n: Int, eps: Float32, ctx: DeviceContext) raises:
     """Enqueues a stem with a tiling of the caller's.
 
     Parameters:
@@ -706,6 +716,7 @@ def enqueue_stem[
         o: Tensors.
         t: Sizes and tiling.
         n: Images.
+        eps: Layer norm's.
         ctx: The GPU.
 
     Raises:
@@ -715,6 +726,7 @@ def enqueue_stem[
     ctx.enqueue_function[stem_kernel[dtype, pixel, stem]](
         o,
         t,
+        eps,
         grid_dim=t.blocks(n),
         block_dim=t.warps() * 32,
         shared_mem_bytes=shared,

@@ -13,7 +13,12 @@ from .gpu import stem_gpu
 def _stem[
     dtype: DType, pixel: DType, //, target: StaticString, stem: Stem
 ](
-    o: StemOperands[dtype, pixel], x: IndexList[4], y: IndexList[4], pad: Int, ctx: DeviceContext
+    o: StemOperands[dtype, pixel],
+    x: IndexList[4],
+    y: IndexList[4],
+    pad: Int,
+    eps: Float32,
+    ctx: DeviceContext,
 ) raises:
     comptime assert target != "cpu", "stem: a CPU runs separate ops"
     comptime assert dtype.is_half_float(), "stem: expects bfloat16 or float16"
@@ -21,7 +26,7 @@ def _stem[
         stem.c <= 4 and stem.stride * stem.c % 2 == 0
     ), "stem: expects at most 4 channels, and windows that begin at an even number"
     if y[0] * y[1] * y[2] > 0:
-        stem_gpu[dtype, pixel, stem](o, x, y, pad, ctx)
+        stem_gpu[dtype, pixel, stem](o, x, y, pad, eps, ctx)
 
 
 @register("stem_maxpool")
@@ -73,11 +78,11 @@ struct StemMaxPool:
                 data(bias),
                 data(bias),
                 data(y),
-                0,
             ),
             x.shape(),
             y.shape(),
             Int(data(window)[unsafe_offset=4]),
+            0,
             ctx,
         )
 
@@ -137,10 +142,10 @@ struct StemLayerNorm:
                 data(gamma),
                 data(beta),
                 data(y),
-                data(eps)[unsafe_offset=0],
             ),
             x.shape(),
             y.shape(),
             Int(data(window)[unsafe_offset=4]),
+            data(eps)[unsafe_offset=0],
             ctx,
         )

@@ -217,9 +217,10 @@ def same(name: str, x: Shape, ours: Any, theirs: Any, **more: Any) -> Case:
     return Case(name, [x], {}, lambda w, a: ours(a), lambda w, a: theirs(a), **more)
 
 
-def norm(name: str, x: Shape, eps: float) -> Case:
-    """Makes a case of layernorm, with a mean far from 0."""
+def norm(name: str, x: Shape, eps: float, *, first: bool = False) -> Case:
+    """Makes a case of layernorm, or of layernorm_first, with a mean far from 0."""
     c = x[-1]
+    op = nodes.layernorm_first if first else nodes.layernorm
 
     def shift(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
         np.add(inputs[0], 3, out=inputs[0])
@@ -228,8 +229,10 @@ def norm(name: str, x: Shape, eps: float) -> Case:
         name,
         [x],
         {"weight": (c,), "bias": (c,)},
-        lambda w, a: nodes.layernorm(a, w.vector("weight"), w.vector("bias"), eps),
-        lambda w, a: F.layer_norm(a, (c,), w["weight"].to(a), w["bias"].to(a), eps),
+        lambda w, a: op(a, w.vector("weight"), w.vector("bias"), eps),
+        lambda w, a: F.layer_norm(
+            a[:, 0] if first else a, (c,), w["weight"].to(a), w["bias"].to(a), eps
+        ),
         shift,
     )
 
@@ -444,7 +447,12 @@ CASES = [
     same("softmax -inf", (4, 49), nodes.softmax, lambda x: x.softmax(-1), change=_some_infinite),
     same("log_softmax -inf", (4, 49), nodes.log_softmax, lambda x: x.log_softmax(-1),
          change=_some_infinite),
-    *(norm(f"layernorm {c}", (6, c), eps) for c, eps in ((1, 1e-5), (30, 1e-5), (384, 1e-12))),
+    # Rows in the registers of 8, 16 or 32 lanes, all of them busy or not, and rows that are not.
+    *(
+        norm(f"layernorm {c}", (7, c), 1e-12 if c == 384 else 1e-5)
+        for c in (1, 30, 64, 72, 192, 384, 768, 1000, 1024, 1032)
+    ),
+    norm("layernorm_first", (5, 192), 1e-5, first=True),
     Case(
         "class_token",
         [(9, 20)],

@@ -43,6 +43,7 @@ NAMES = {
     "softmax 64",
     "log_softmax 64",
     "layernorm 384",
+    "layernorm_first",
     "class_token",
     "stem_maxpool 32 x 32",
     "stem_maxpool floats",

@@ -1,0 +1,399 @@
+"""Layer norm over the last axis (Ba et al. 2016, section 3).
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias
+
+    layernorm        y[..., C] of x[..., C]
+    layernorm_first  y[N, C] of the first token of each image of x[N, T, C]
+
+Statistics in float32; the variance is that of x - mean, never E[x^2] - mean^2. A CPU gives each core
+a block of rows and runs vectors along them. A GPU reads a row once, 16 bytes a thread at a time, and
+keeps it in the registers of 8 to 32 lanes (C up to 1024 in 16 bits, and a multiple of 16 bytes);
+other rows take a warp and three passes. Bound by memory.
+"""
+
+from extensibility import InputTensor, OutputTensor, register
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, WARP_SIZE, block_idx, lane_id, thread_idx
+from max.gpu.host import DeviceContext
+from max.gpu.primitives import warp
+from max.gpu.primitives.grid_controls import (
+    PDLLevel,
+    launch_dependent_grids,
+    pdl_launch_attributes,
+    wait_on_dependent_grids,
+)
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.math import ceildiv, rsqrt, sqrt
+from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
+
+from .operands import F32, Data, data, widened
+from .rows import WIDTH, over_lanes, over_rows
+
+comptime THREADS = 128
+"""Threads of a GPU's block."""
+
+
+struct NormTensors[dtype: DType](DevicePassable, TrivialRegisterPassable):
+    """The tensors of a layer norm.
+
+    Nothing but pointers: LLVM then knows that a kernel's are global memory.
+
+    Parameters:
+        dtype: Of x and y.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var x: Data[Self.dtype]
+    """Rows to normalise."""
+    var weight: Data[F32]
+    """[columns]."""
+    var bias: Data[F32]
+    """[columns]."""
+    var y: Data[Self.dtype]
+    """The result[rows, columns]."""
+
+    def __init__(
+        out self,
+        *,
+        x: Data[Self.dtype],
+        weight: Data[F32],
+        bias: Data[F32],
+        y: Data[Self.dtype],
+    ):
+        """Names the tensors.
+
+        Args:
+            x: Rows to normalise.
+            weight: [columns].
+            bias: [columns].
+            y: The result.
+        """
+        self.x, self.weight, self.bias, self.y = x, weight, bias, y
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "NormTensors"
+
+
+struct NormSizes(DevicePassable, TrivialRegisterPassable):
+    """The sizes of a layer norm."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var rows: Int32
+    """Rows to normalise."""
+    var columns: Int32
+    """Numbers of a row."""
+    var stride: Int64
+    """Elements from a row of x to the next."""
+    var eps: Float32
+    """Added to the variance."""
+
+    def __init__(out self, *, rows: Int, columns: Int, stride: Int, eps: Float32):
+        """Names the sizes.
+
+        Args:
+            rows: Rows to normalise.
+            columns: Numbers of a row.
+            stride: Elements from a row of x to the next.
+            eps: Added to the variance.
+        """
+        self.rows, self.columns, self.stride = Int32(rows), Int32(columns), Int64(stride)
+        self.eps = eps
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "NormSizes"
+
+
+def layernorm_cpu(o: NormTensors[F32], g: NormSizes):
+    """Normalises each row on all cores.
+
+    Args:
+        o: Tensors.
+        g: Sizes.
+    """
+
+    def row(index: Int) {var}:
+        var source = o.x.unsafe_offset(index * Int(g.stride))
+        var columns = Int(g.columns)
+        var to = o.y.unsafe_offset(index * columns)
+        var whole = columns // WIDTH * WIDTH
+
+        var sums = SIMD[F32, WIDTH](0)
+        for c in range(0, whole, WIDTH):
+            sums += source.unsafe_load[width=WIDTH](c)
+        var sum = sums.reduce_add()
+        for c in range(whole, columns):
+            sum += source[unsafe_offset=c]
+        var mean = sum / Float32(columns)
+
+        sums = 0
+        for c in range(0, whole, WIDTH):
+            var d = source.unsafe_load[width=WIDTH](c) - mean
+            sums = d.fma(d, sums)
+        var squares = sums.reduce_add()
+        for c in range(whole, columns):
+            var d = source[unsafe_offset=c] - mean
+            squares += d * d
+        var scale = 1 / sqrt(squares / Float32(columns) + g.eps)
+
+        for c in range(0, whole, WIDTH):
+            var value = (source.unsafe_load[width=WIDTH](c) - mean) * scale
+            value = value.fma(
+                o.weight.unsafe_load[width=WIDTH](c), o.bias.unsafe_load[width=WIDTH](c)
+            )
+            to.unsafe_store(c, value)
+        for c in range(whole, columns):
+            var value = (source[unsafe_offset=c] - mean) * scale
+            to[unsafe_offset=c] = value * o.weight[unsafe_offset=c] + o.bias[unsafe_offset=c]
+
+    over_rows(row, Int(g.rows))
+
+
+def layernorm_kernel[dtype: DType](o: NormTensors[dtype], g: NormSizes):
+    """Normalises one row in each warp.
+
+    Parameters:
+        dtype: Of x and y.
+
+    Args:
+        o: Tensors.
+        g: Sizes.
+    """
+    var index = (Int(block_idx.x) * THREADS + Int(thread_idx.x)) // WARP_SIZE
+    if index >= Int(g.rows):
+        return
+    var source = o.x.unsafe_offset(index * Int(g.stride))
+    var columns = Int(g.columns)
+    var to = o.y.unsafe_offset(index * columns)
+    var sum = Float32(0)
+    for c in range(Int(lane_id()), columns, WARP_SIZE):
+        sum += source[unsafe_offset=c].cast[F32]()
+    var mean = warp.sum(sum) / Float32(columns)
+    var squares = Float32(0)
+    for c in range(Int(lane_id()), columns, WARP_SIZE):
+        var d = source[unsafe_offset=c].cast[F32]() - mean
+        squares += d * d
+    var scale = 1 / sqrt(warp.sum(squares) / Float32(columns) + g.eps)
+    for c in range(Int(lane_id()), columns, WARP_SIZE):
+        var value = (source[unsafe_offset=c].cast[F32]() - mean) * scale
+        value = value * o.weight[unsafe_offset=c] + o.bias[unsafe_offset=c]
+        to[unsafe_offset=c] = value.cast[dtype]()
+
+
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
+def layernorm_vector_kernel[
+    dtype: DType, lanes: Int, vectors: Int
+](o: NormTensors[dtype], g: NormSizes):
+    """Normalises one row in each group of lanes, in one pass: the row stays in registers.
+
+    Parameters:
+        dtype: Of x and y.
+        lanes: Threads of a row: 8, 16 or 32.
+        vectors: Vectors of 16 bytes of a thread; they cover the columns.
+
+    Args:
+        o: Tensors.
+        g: Sizes; the columns are a multiple of 16 bytes.
+    """
+    comptime WIDE = 16 // size_of[dtype]()
+    var columns = Int(g.columns)
+    var first = Int(thread_idx.x) % lanes * WIDE
+    var index = (Int(block_idx.x) * THREADS + Int(thread_idx.x)) // lanes
+    wait_on_dependent_grids()
+    launch_dependent_grids()
+    var inside = index < Int(g.rows)
+    var source = o.x.unsafe_offset(index * Int(g.stride))
+    var to = o.y.unsafe_offset(index * columns)
+    var packed = Array[SIMD[dtype, WIDE], vectors](fill=0)
+    comptime for v in range(vectors):
+        if inside and first + v * lanes * WIDE < columns:
+            packed[v] = source.unsafe_load[width=WIDE, alignment=16](first + v * lanes * WIDE)
+    var values = Array[SIMD[F32, WIDE], vectors](fill=0)
+    var share = 1 / Float32(columns)
+    var sum = Float32(0)
+    comptime for v in range(vectors):
+        values[v] = widened(packed[v])
+        sum += values[v].reduce_add()
+    var mean = over_lanes[lanes](sum) * share
+    var squares = Float32(0)
+    comptime for v in range(vectors):
+        values[v] -= mean
+        if first + v * lanes * WIDE < columns:
+            squares += (values[v] * values[v]).reduce_add()
+    var scale = rsqrt(over_lanes[lanes](squares) * share + g.eps)
+    comptime for v in range(vectors):
+        var c = first + v * lanes * WIDE
+        if inside and c < columns:
+            var value = (values[v] * scale).fma(
+                o.weight.unsafe_load[width=WIDE, alignment=16](c),
+                o.bias.unsafe_load[width=WIDE, alignment=16](c),
+            )
+            to.unsafe_store[alignment=16](c, value.cast[dtype]())
+
+
+def _enqueue_vectors[
+    dtype: DType, lanes: Int, vectors: Int
+](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
+    ctx.enqueue_function[layernorm_vector_kernel[dtype, lanes, vectors]](
+        o,
+        g,
+        grid_dim=ceildiv(Int(g.rows), THREADS // lanes),
+        block_dim=THREADS,
+        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+    )
+
+
+def layernorm_gpu[dtype: DType](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
+    """Enqueues the kernel that holds a row in registers, or the one that takes any row.
+
+    Parameters:
+        dtype: Of x and y.
+
+    Args:
+        o: Tensors.
+        g: Sizes.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime WIDE = 16 // size_of[dtype]()
+    var vectors = Int(g.columns) // WIDE
+    # The fewest threads that are idle: 64, 192, 384, 768 and 1024 columns of 16 bits leave none.
+    if vectors * WIDE != Int(g.columns) or vectors > 128:
+        ctx.enqueue_function[layernorm_kernel[dtype]](
+            o,
+            g,
+            grid_dim=ceildiv(Int(g.rows), THREADS // WARP_SIZE),
+            block_dim=THREADS,
+        )
+    elif vectors <= 8:
+        _enqueue_vectors[dtype, 8, 1](o, g, ctx)
+    elif vectors <= 24:
+        _enqueue_vectors[dtype, 8, 3](o, g, ctx)
+    elif vectors <= 48:
+        _enqueue_vectors[dtype, 16, 3](o, g, ctx)
+    elif vectors <= 96:
+        _enqueue_vectors[dtype, 32, 3](o, g, ctx)
+    else:
+        _enqueue_vectors[dtype, 32, 4](o, g, ctx)
+
+
+@always_inline
+def _run[
+    dtype: DType, //, target: StaticString, name: StaticString
+](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
+    comptime if target == "cpu":
+        comptime assert dtype == F32, name + ": a CPU expects float32"
+        layernorm_cpu(rebind[NormTensors[F32]](o), g)
+    else:
+        layernorm_gpu(o, g, ctx)
+
+
+@register("layernorm")
+struct LayerNorm:
+    """Normalises each row of x[..., C]."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        y: OutputTensor,
+        x: InputTensor[dtype=y.dtype, rank=y.rank, ...],
+        weight: InputTensor[dtype=F32, rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
+        eps: InputTensor[dtype=F32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result, in the shape of x.
+            x: [..., C].
+            weight: [C].
+            bias: [C].
+            eps: Added to the variance: one number in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        if x.size() == 0:
+            return
+        var columns = x.shape()[x.rank - 1]
+        var o = NormTensors[y.dtype](x=data(x), weight=data(weight), bias=data(bias), y=data(y))
+        var g = NormSizes(
+            rows=x.size() // columns,
+            columns=columns,
+            stride=columns,
+            eps=data(eps)[unsafe_offset=0],
+        )
+        _run[target, "layernorm"](o, g, ctx)
+
+
+@register("layernorm_first")
+struct LayerNormFirst:
+    """Normalises the first token of each image of x[N, T, C]."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        y: OutputTensor[rank=2, ...],
+        x: InputTensor[dtype=y.dtype, rank=3, ...],
+        weight: InputTensor[dtype=F32, rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
+        eps: InputTensor[dtype=F32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result [N, C].
+            x: Tokens [N, T, C].
+            weight: [C].
+            bias: [C].
+            eps: Added to the variance: one number in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        if x.size() == 0:
+            return
+        var columns = x.shape()[2]
+        var o = NormTensors[y.dtype](x=data(x), weight=data(weight), bias=data(bias), y=data(y))
+        var g = NormSizes(
+            rows=x.shape()[0],
+            columns=columns,
+            stride=x.shape()[1] * columns,
+            eps=data(eps)[unsafe_offset=0],
+        )
+        _run[target, "layernorm_first"](o, g, ctx)
