@@ -20,6 +20,7 @@ from graphs.nodes import (
     layernorm,
     layernorm_first,
     linear,
+    qkv_linear,
     stem_layernorm,
 )
 from graphs.outputs import Outputs
@@ -259,7 +260,8 @@ def attend(
         stride_kv=stage.stride_kv,
         class_token=stage.cls_token,
     )
-    q, k, v = (linear(y, w.filter(part)) for y, part in zip(local, parts, strict=True))
+    query, key, value = (w.filter(part) for part in parts)
+    q, k, v = qkv_linear(local, (query, key, value))
     # The paper's code scales by the width of the tokens, not of a head; so does transformers.
     return attention(q, k, v, stage.heads, scale=stage.width**-0.5)
 

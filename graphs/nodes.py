@@ -99,6 +99,47 @@ def linear(
     )
 
 
+def qkv_linear(
+    tokens: tuple[TensorValue, TensorValue, TensorValue], weights: tuple[Filter, Filter, Filter]
+) -> tuple[TensorValue, TensorValue, TensorValue]:
+    """Multiplies query, key and value tokens by their weights: ``linear`` thrice.
+
+    On a GPU it is one launch.
+
+    Args:
+        tokens: [N, T, C], [N, S, C] and [N, S, C].
+        weights: Dense ones [C, F].
+
+    Raises:
+        ArgumentError: If shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    name = "qkv_linear"
+    c, f = weights[0].shape[2:]
+    for y, weight in zip(tokens, weights, strict=True):
+        if y.rank != 3 or _static(name, y.shape[2], "C of tokens[N, T, C]") != c:
+            raise ArgumentError(f"{name}: expects tokens [N, T, {c}] but one is {list(y.shape)}")
+        if tuple(weight.shape) != (1, 1, c, f):
+            raise ArgumentError(
+                f"{name}: expects weights [{c}, {f}] but one is {list(weight.shape[2:])}"
+            )
+    if list(tokens[1].shape) != list(tokens[2].shape):
+        raise ArgumentError(
+            f"{name}: expects as many keys as values but has {tokens[1].shape[1]} and"
+            f" {tokens[2].shape[1]}"
+        )
+    dense = [weight.dense for weight in weights if weight.dense is not None]
+    if tokens[0].device.is_cpu() or len(dense) < 3:
+        q, k, v = (linear(y, weight) for y, weight in zip(tokens, weights, strict=True))
+        return q, k, v
+    values = list(tokens)
+    for matrix, weight in zip(dense, weights, strict=True):
+        values += [matrix, weight.bias]
+    types = [TensorType(y.dtype, [*y.shape[:2], f], device=y.device) for y in tokens]
+    q, k, v = _customs(name, values, types, {})
+    return q, k, v
+
+
 def bmm(
     a: TensorValue,
     b: TensorValue,

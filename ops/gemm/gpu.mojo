@@ -24,7 +24,7 @@ from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
 from ..target import IS_HOPPER
-from .hopper import ROW, hopper_gemm, takes
+from .hopper import ROW, hopper_gemm, hopper_gemms, takes
 from .tuning import CONFIGS, choose
 
 comptime THREADS = 256
@@ -255,6 +255,44 @@ def gemm[
         y_step=y_step,
         bias_step=bias_step,
     )
+
+
+def gemm_group[
+    dtype: DType, products: Int
+](
+    sizes: Array[Geometry, products], operands: Array[Operands[dtype], products], ctx: DeviceContext
+) raises:
+    """Enqueues matrix products x w^T + bias of the same K and F: on Hopper in one launch.
+
+    Parameters:
+        dtype: Of x, w and y.
+        products: How many there are.
+
+    Args:
+        sizes: Of each product.
+        operands: The tensors of each; w is [F, K].
+        ctx: The GPU.
+
+    Raises:
+        If a launch fails.
+    """
+    comptime if size_of[dtype]() == 2 and IS_HOPPER:
+        if takes[dtype](sizes[0]):
+            var rows = 0
+            comptime for i in range(products):
+                rows += sizes[i].pixels()
+            var all = Geometry(rows=rows, depth=sizes[0].c, columns=sizes[0].f)
+            var row = choose(all, ROW // size_of[dtype](), False)
+            comptime for i in range(len(CONFIGS)):
+                if row.config == i:
+                    hopper_gemms[dtype, Epilogue("none"), CONFIGS[i], products](
+                        sizes, operands, row.splits, ctx
+                    )
+            return
+    comptime for i in range(products):
+        gemm[dtype, Epilogue("none"), True](
+            sizes[i], operands[i], 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
+        )
 
 
 def gemm_portable[

@@ -17,6 +17,9 @@ Blocks go from tile to tile, so that the next tile comes in while the last one g
 Where tiles are fewer than multiprocessors, a cluster of `splits` blocks shares one tile: each
 sums a part of K, and then a part of the rows over the cluster's shared memories (split-K).
 
+One launch computes one product or several of the same K and F, such as a block's query, key and
+value: their tiles follow one another, and each finds its tensors by its number.
+
 Blocks start while the kernel before them still runs (programmatic dependent launch): barriers,
 tensor maps and the first filters are loaded before they wait for the activations.
 
@@ -186,14 +189,128 @@ struct Config(TrivialRegisterPassable):
         return self.stages * self.stage() + 16 * self.stages + 1024
 
 
-struct Walk(DevicePassable, TrivialRegisterPassable):
-    """How the tiles and the steps of K run over the tensors."""
+comptime MAP = UInt64(128)
+"""Bytes of a tensor map."""
+
+
+struct Maps[products: Int](Copyable, DevicePassable):
+    """The tensor maps of x, w, y and the residual of each product, in this order.
+
+    Parameters:
+        products: Products of the launch.
+    """
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
 
-    var pixels: Int32
-    """M."""
+    var maps: Array[TMADescriptor, 4 * Self.products]
+    """Four for each product."""
+
+    def __init__(out self):
+        """Makes room for them."""
+        self.maps = Array[TMADescriptor, 4 * Self.products](fill=TMADescriptor())
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "Maps"
+
+
+struct Ends[dtype: DType, products: Int](DevicePassable, TrivialRegisterPassable):
+    """What a tile's end reads and writes without the copy engine, product by product.
+
+    Nothing but pointers: LLVM then knows that a kernel's are global memory.
+
+    Parameters:
+        dtype: Of the residual and y.
+        products: Products of the launch.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var bias: StaticTuple[Data[F32], Self.products]
+    """[F]."""
+    var residual: StaticTuple[Data[Self.dtype], Self.products]
+    """[M, F]."""
+    var y: StaticTuple[Data[Self.dtype], Self.products]
+    """[M, F]."""
+
+    def __init__(out self, o: Array[Operands[Self.dtype], Self.products]):
+        """Takes them from the operands.
+
+        Args:
+            o: The tensors.
+        """
+        self.bias = StaticTuple[Data[F32], Self.products](fill=o[0].bias)
+        self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].residual)
+        self.y = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].y)
+        comptime for i in range(1, Self.products):
+            self.bias[i], self.residual[i], self.y[i] = o[i].bias, o[i].residual, o[i].y
+
+    @always_inline
+    def of(self, product: Int32) -> Ends[Self.dtype, 1]:
+        """Chooses a product's.
+
+        Args:
+            product: Its number.
+
+        Returns:
+            Its tensors.
+        """
+        var one = Ends[Self.dtype, 1](self.bias[0], self.residual[0], self.y[0])
+        comptime for i in range(1, Self.products):
+            if product == Int32(i):
+                one = Ends[Self.dtype, 1](self.bias[i], self.residual[i], self.y[i])
+        return one
+
+    @always_inline
+    def __init__(out self, bias: Data[F32], residual: Data[Self.dtype], y: Data[Self.dtype]):
+        """Names the tensors of one product.
+
+        Args:
+            bias: [F].
+            residual: [M, F].
+            y: [M, F].
+        """
+        self.bias = StaticTuple[Data[F32], Self.products](fill=bias)
+        self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=residual)
+        self.y = StaticTuple[Data[Self.dtype], Self.products](fill=y)
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "Ends"
+
+
+struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
+    """How the tiles and the steps of K run over the tensors.
+
+    Parameters:
+        products: Products of the launch.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var pixels: StaticTuple[Int32, Self.products]
+    """M of each product."""
+    var first: StaticTuple[Int32, Self.products]
+    """The first tile of each product."""
     var filters: Int32
     """F."""
     var q: Int32
@@ -223,21 +340,40 @@ struct Walk(DevicePassable, TrivialRegisterPassable):
     var splits: Int32
     """Blocks that share a tile."""
     var blocks: Int32
-    """Tiles of pixels and filters."""
+    """Tiles of pixels and filters of all products."""
     var plain: Int32
     """1 if x is a matrix [M, C], read without im2col."""
+    var alpha: Float32
+    """Scale of the product."""
 
-    def __init__(out self, g: Geometry, *, chunks: Int, tiles: Int, blocks: Int, splits: Int):
-        """Takes the sizes of a convolution.
+    def __init__(
+        out self,
+        sizes: Array[Geometry, Self.products],
+        *,
+        rows: Int,
+        chunks: Int,
+        tiles: Int,
+        splits: Int,
+        alpha: Float32,
+    ):
+        """Takes the sizes of a convolution, or of several products.
 
         Args:
-            g: Sizes.
+            sizes: Of each product; they differ in M alone.
+            rows: Pixels of a tile.
             chunks: Steps over the channels.
             tiles: Tiles of filters.
-            blocks: Tiles of pixels and filters.
             splits: Blocks that share a tile.
+            alpha: Scale of the product.
         """
-        self.pixels, self.filters = Int32(g.pixels()), Int32(g.f)
+        var g = sizes[0]
+        self.pixels = StaticTuple[Int32, Self.products](fill=0)
+        self.first = StaticTuple[Int32, Self.products](fill=0)
+        var blocks = 0
+        comptime for i in range(Self.products):
+            self.pixels[i], self.first[i] = Int32(sizes[i].pixels()), Int32(blocks)
+            blocks += ceildiv(sizes[i].pixels(), rows) * tiles
+        self.filters, self.alpha = Int32(g.f), alpha
         self.q, self.pq = Int32(g.q), Int32(g.p * g.q)
         self.s, self.taps, self.chunks = Int32(g.s), Int32(g.r * g.s), Int32(chunks)
         self.stride_h, self.stride_w = Int32(g.stride_h), Int32(g.stride_w)
@@ -245,6 +381,40 @@ struct Walk(DevicePassable, TrivialRegisterPassable):
         self.dilation_h, self.dilation_w = Int32(g.dilation_h), Int32(g.dilation_w)
         self.tiles, self.splits, self.blocks = Int32(tiles), Int32(splits), Int32(blocks)
         self.plain = Int32(1 if is_plain(g) else 0)
+
+    @always_inline
+    def place(self, tile: Int32) -> Place:
+        """Finds what a tile is of.
+
+        Args:
+            tile: Its number.
+
+        Returns:
+            Product, tile of pixels and tile of filters.
+        """
+        var product = Int32(0)
+        var first = Int32(0)
+        comptime for i in range(1, Self.products):
+            if tile >= self.first[i]:
+                product, first = Int32(i), self.first[i]
+        var row = (tile - first) // self.tiles
+        return Place(product, row, tile - first - row * self.tiles)
+
+    @always_inline
+    def rows_of(self, product: Int32) -> Int32:
+        """Counts the pixels of a product.
+
+        Args:
+            product: Its number.
+
+        Returns:
+            M.
+        """
+        var pixels = self.pixels[0]
+        comptime for i in range(1, Self.products):
+            if product == Int32(i):
+                pixels = self.pixels[i]
+        return pixels
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
@@ -257,6 +427,18 @@ struct Walk(DevicePassable, TrivialRegisterPassable):
             The name.
         """
         return "Walk"
+
+
+@fieldwise_init
+struct Place(TrivialRegisterPassable):
+    """What a tile is of."""
+
+    var product: Int32
+    """Number of the product."""
+    var row: Int32
+    """Tile of pixels."""
+    var column: Int32
+    """Tile of filters."""
 
 
 def is_plain(g: Geometry) -> Bool:
@@ -300,37 +482,25 @@ def takes[dtype: DType](g: Geometry) -> Bool:
     )
 
 
-@__llvm_arg_metadata(x_map, `nvvm.grid_constant`)
-@__llvm_arg_metadata(w_map, `nvvm.grid_constant`)
-@__llvm_arg_metadata(y_map, `nvvm.grid_constant`)
-@__llvm_arg_metadata(residual_map, `nvvm.grid_constant`)
+@__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
     `nvvm.minctasm`=SIMDLength(config.blocks),
 )
 def hopper_kernel[
-    dtype: DType, epilogue: Epilogue, config: Config
-](
-    x_map: TMADescriptor,
-    w_map: TMADescriptor,
-    y_map: TMADescriptor,
-    residual_map: TMADescriptor,
-    o: Operands[dtype],
-    walk: Walk,
-):
-    """Computes one tile, or a cluster's share of one.
+    dtype: DType, epilogue: Epilogue, config: Config, products: Int
+](maps: Maps[products], ends: Ends[dtype, products], walk: Walk[products]):
+    """Computes tiles, or a cluster's share of one.
 
     Parameters:
         dtype: Of x, w and y.
         epilogue: What the accumulator goes through.
         config: Sizes of the tile.
+        products: Products of the launch.
 
     Args:
-        x_map: Tensor map of x: im2col, or a matrix.
-        w_map: Tensor map of w[F, R * S, C].
-        y_map: Tensor map of y[M, F].
-        residual_map: Tensor map of the residual[M, F].
-        o: The tensors.
+        maps: Tensor maps of x (im2col, or a matrix), w[F, R * S, C], y[M, F] and the residual.
+        ends: Bias, residual and y.
         walk: How tiles and steps run over them.
     """
     var memory = external_memory[
@@ -357,20 +527,14 @@ def hopper_kernel[
         # One thread drives the copy engine.
         if t % 32 == 0:
             _produce[dtype, epilogue, config](
-                UInt64(Int(Pointer(to=x_map))),
-                UInt64(Int(Pointer(to=w_map))),
-                UInt64(Int(Pointer(to=residual_map))),
-                walk,
-                Ring(ring, full, empty),
-                tile,
-                rank,
+                UInt64(Int(Pointer(to=maps))), walk, Ring(ring, full, empty), tile, rank
             )
     else:
         _consume[dtype, epilogue, config](
-            UInt64(Int(Pointer(to=y_map))), o, walk, Ring(ring, full, empty), t, tile, rank
+            UInt64(Int(Pointer(to=maps))), ends, walk, Ring(ring, full, empty), t, tile, rank
         )
     comptime if config.split:
-        _share[dtype, epilogue, config](o, walk, ring, t, tile, rank)
+        _share[dtype, epilogue, config](ends, walk, ring, t, tile, rank)
 
 
 struct Ring(TrivialRegisterPassable):
@@ -420,22 +584,16 @@ def _share_of(steps: Int32, rank: Int32, splits: Int32) -> Int32:
 @always_inline
 def _produce[
     dtype: DType, epilogue: Epilogue, config: Config
-](
-    x_map: UInt64,
-    w_map: UInt64,
-    residual_map: UInt64,
-    walk: Walk,
-    at_start: Ring,
-    first_tile: Int32,
-    rank: Int32,
-):
+](maps: UInt64, walk: Walk[_], at_start: Ring, first_tile: Int32, rank: Int32,):
     """Fills the ring, tile after tile, as stages become free."""
     comptime WIDTH = Int32(ROW // size_of[dtype]())
     comptime STAGE = UInt32(config.stage())
     comptime W_AT = UInt32(config.rows() * ROW)
     comptime BOXES = config.part[dtype]() // Int(WIDTH)
+    var place = walk.place(first_tile)
+    var x_map = maps + UInt64(place.product) * 4 * MAP
     prefetch_map(x_map)
-    prefetch_map(w_map)
+    prefetch_map(x_map + MAP)
     var steps = walk.taps * walk.chunks
     var first = Int32(0)
     var last = steps
@@ -453,7 +611,7 @@ def _produce[
         var full = at_start.full + 8 * UInt32(i)
         var to = at_start.stages + UInt32(i) * STAGE + W_AT
         barrier_expect(full, STAGE)
-        load_3d(to, w_map, full, c * WIDTH, tap, first_tile % walk.tiles * Int32(config.columns))
+        load_3d(to, x_map + MAP, full, c * WIDTH, tap, place.column * Int32(config.columns))
         c += 1
         if c == walk.chunks:
             c = 0
@@ -462,9 +620,10 @@ def _produce[
 
     var ring = at_start
     for tile in range(first_tile, walk.blocks, Int32(grid_dim.x)):
-        var row_tile = tile // walk.tiles
-        var m0 = row_tile * Int32(config.rows())
-        var f0 = (tile - row_tile * walk.tiles) * Int32(config.columns)
+        place = walk.place(tile)
+        x_map = maps + UInt64(place.product) * 4 * MAP
+        var m0 = place.row * Int32(config.rows())
+        var f0 = place.column * Int32(config.columns)
         var image = m0 // walk.pq
         var pixel = m0 - image * walk.pq
         var p = pixel // walk.q
@@ -481,7 +640,7 @@ def _produce[
             else:
                 barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
                 barrier_expect(full, STAGE)
-                load_3d(to + W_AT, w_map, full, c * WIDTH, r * walk.s + s, f0)
+                load_3d(to + W_AT, x_map + MAP, full, c * WIDTH, r * walk.s + s, f0)
             if walk.plain == 1:
                 load_2d(to, x_map, full, c * WIDTH, m0)
             else:
@@ -516,7 +675,7 @@ def _produce[
                     comptime for j in range(BOXES):
                         load_2d(
                             to + UInt32((i * BOXES + j) * ROWS * ROW),
-                            residual_map,
+                            x_map + 3 * MAP,
                             full,
                             f0 + Int32(part * BOXES + j) * WIDTH,
                             m0 + Int32(i * ROWS),
@@ -530,9 +689,9 @@ def _produce[
 def _consume[
     dtype: DType, epilogue: Epilogue, config: Config
 ](
-    y_map: UInt64,
-    o: Operands[dtype],
-    walk: Walk,
+    maps: UInt64,
+    ends: Ends[dtype, _],
+    walk: Walk[_],
     at_start: Ring,
     t: Int32,
     first_tile: Int32,
@@ -562,9 +721,10 @@ def _consume[
     var ring = at_start
     var storing = UInt32(0)  # The `empty` of the stages that are being stored, and how many.
     for tile in range(first_tile, walk.blocks, Int32(grid_dim.x)):
-        var row_tile = tile // walk.tiles
-        var m0 = row_tile * Int32(config.rows())
-        var f0 = (tile - row_tile * walk.tiles) * Int32(COLUMNS)
+        var place = walk.place(tile)
+        var bias_of = ends.of(place.product).bias[0]
+        var m0 = place.row * Int32(config.rows())
+        var f0 = place.column * Int32(COLUMNS)
         var sums = StaticTuple[Float32, SUMS](fill=0)
         var before = ring.slot
         for i in range(steps):
@@ -622,10 +782,10 @@ def _consume[
                 var f = f0 + Int32(8 * j) + pair * 2
                 var bias = SIMD[F32, 2](0)
                 if f < walk.filters:
-                    bias = o.bias.unsafe_load[width=2, alignment=8](Int(f))
+                    bias = bias_of.unsafe_load[width=2, alignment=8](Int(f))
                 comptime for half in range(2):
                     var value = SIMD[F32, 2](sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
-                    value = value.fma(SIMD[F32, 2](o.alpha), bias)
+                    value = value.fma(SIMD[F32, 2](walk.alpha), bias)
                     var at = (
                         to
                         + UInt32(8 * jj // WIDTH * ROWS * ROW)
@@ -647,7 +807,7 @@ def _consume[
             if leads:
                 comptime for j in range(BOXES):
                     store_2d(
-                        y_map,
+                        maps + (UInt64(place.product) * 4 + 2) * MAP,
                         to + UInt32(j * ROWS * ROW),
                         f0 + Int32((part * BOXES + j) * WIDTH),
                         m0 + group * Int32(ROWS),
@@ -667,21 +827,23 @@ def _swizzled[dtype: DType](column: UInt32, row: UInt32) -> UInt32:
 @always_inline
 def _share[
     dtype: DType, epilogue: Epilogue, config: Config
-](o: Operands[dtype], walk: Walk, ring: UInt32, t: Int32, tile: Int32, rank: Int32):
+](ends: Ends[dtype, _], walk: Walk[_], ring: UInt32, t: Int32, tile: Int32, rank: Int32):
     """Adds up a cluster's sums: each block some rows of the tile, 8 columns a thread at a time."""
     comptime PITCH = (config.columns + 8) * 4
     comptime EIGHTS = config.columns // 8
     cluster_sync()
-    var row_tile = tile // walk.tiles
-    var m0 = row_tile * Int32(ROWS)
-    var f0 = (tile - row_tile * walk.tiles) * Int32(config.columns)
+    var place = walk.place(tile)
+    var end = ends.of(place.product)
+    var pixels = walk.rows_of(place.product)
+    var m0 = place.row * Int32(ROWS)
+    var f0 = place.column * Int32(config.columns)
     var rows = Int32(ROWS) // walk.splits
     for unit in range(t, rows * Int32(EIGHTS), Int32(config.threads())):
         var row = rank * rows + unit // Int32(EIGHTS)
         var column = unit % Int32(EIGHTS) * 8
         var m = m0 + row
         var f = f0 + column
-        if m < walk.pixels and f < walk.filters:
+        if m < pixels and f < walk.filters:
             var at = ring + UInt32(row) * UInt32(PITCH) + UInt32(column) * 4
             var low = SIMD[F32, 4](0)
             var high = SIMD[F32, 4](0)
@@ -690,12 +852,12 @@ def _share[
                 high += cluster_load4(at + 16, UInt32(peer))
             var value = low.join(high)
             value = value.fma(
-                SIMD[F32, 8](o.alpha), o.bias.unsafe_load[width=8, alignment=16](Int(f))
+                SIMD[F32, 8](walk.alpha), end.bias[0].unsafe_load[width=8, alignment=16](Int(f))
             )
             var to = Int(m) * Int(walk.filters) + Int(f)
             comptime if epilogue.adds:
-                value += o.residual.unsafe_load[width=8, alignment=16](to).cast[F32]()
-            o.y.unsafe_store[alignment=16](to, activate[epilogue](value).cast[dtype]())
+                value += end.residual[0].unsafe_load[width=8, alignment=16](to).cast[F32]()
+            end.y[0].unsafe_store[alignment=16](to, activate[epilogue](value).cast[dtype]())
     cluster_sync()
 
 
@@ -802,31 +964,70 @@ def hopper_gemm[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
+    hopper_gemms[dtype, epilogue, config, 1]([g], [o], splits, ctx)
+
+
+def hopper_gemms[
+    dtype: DType, epilogue: Epilogue, config: Config, products: Int
+](
+    sizes: Array[Geometry, products],
+    operands: Array[Operands[dtype], products],
+    splits: Int,
+    ctx: DeviceContext,
+) raises:
+    """Enqueues a convolution, or several matrix products of the same K and F.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        config: Sizes of the tile.
+        products: How many there are.
+
+    Args:
+        sizes: Of each product; one group.
+        operands: The tensors of each; all have the alpha of the first.
+        splits: Blocks that share a tile; 1 unless the config splits.
+        ctx: The GPU.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
     comptime WIDTH = ROW // size_of[dtype]()
-    var tiles = ceildiv(g.f, config.columns)
-    var blocks = ceildiv(g.pixels(), config.rows()) * tiles
-    # A block of a cluster has one tile; others go from tile to tile.
-    var grid = blocks * splits if config.split else min(blocks, PROCESSORS * config.blocks)
-    var c, f, m = Int64(g.c), Int64(g.f), Int64(g.pixels())
-    var x_map: TMADescriptor
-    if is_plain(g):
-        x_map = _matrix_map[dtype, 2](ctx, o.x, [c, m], [Int32(WIDTH), Int32(config.rows())])
-    else:
-        x_map = _im2col_map[dtype](ctx, o.x, g, config.rows())
-    var w_map = _matrix_map[dtype, 3](
-        ctx, o.w, [c, Int64(g.r * g.s), f], [Int32(WIDTH), 1, Int32(config.columns)]
+    var maps = Maps[products]()
+    comptime for i in range(products):
+        var g = sizes[i]
+        var o = operands[i]
+        var c, f, m = Int64(g.c), Int64(g.f), Int64(g.pixels())
+        if is_plain(g):
+            maps.maps[4 * i] = _matrix_map[dtype, 2](
+                ctx, o.x, [c, m], [Int32(WIDTH), Int32(config.rows())]
+            )
+        else:
+            maps.maps[4 * i] = _im2col_map[dtype](ctx, o.x, g, config.rows())
+        maps.maps[4 * i + 1] = _matrix_map[dtype, 3](
+            ctx, o.w, [c, Int64(g.r * g.s), f], [Int32(WIDTH), 1, Int32(config.columns)]
+        )
+        maps.maps[4 * i + 2] = _matrix_map[dtype, 2](ctx, o.y, [f, m], [Int32(WIDTH), Int32(ROWS)])
+        comptime if epilogue.adds:
+            maps.maps[4 * i + 3] = _matrix_map[dtype, 2](
+                ctx, o.residual, [f, m], [Int32(WIDTH), Int32(ROWS)]
+            )
+    var g = sizes[0]
+    var walk = Walk[products](
+        sizes,
+        rows=config.rows(),
+        chunks=ceildiv(g.c, WIDTH),
+        tiles=ceildiv(g.f, config.columns),
+        splits=splits,
+        alpha=operands[0].alpha,
     )
-    var y_map = _matrix_map[dtype, 2](ctx, o.y, [f, m], [Int32(WIDTH), Int32(ROWS)])
-    var residual_map = y_map
-    comptime if epilogue.adds:
-        residual_map = _matrix_map[dtype, 2](ctx, o.residual, [f, m], [Int32(WIDTH), Int32(ROWS)])
-    ctx.enqueue_function[hopper_kernel[dtype, epilogue, config]](
-        x_map,
-        w_map,
-        y_map,
-        residual_map,
-        o,
-        Walk(g, chunks=ceildiv(g.c, WIDTH), tiles=tiles, blocks=blocks, splits=splits),
+    # A block of a cluster has one tile; others go from tile to tile.
+    var blocks = Int(walk.blocks)
+    var grid = blocks * splits if config.split else min(blocks, PROCESSORS * config.blocks)
+    ctx.enqueue_function[hopper_kernel[dtype, epilogue, config, products]](
+        maps,
+        Ends[dtype, products](operands),
+        walk,
         grid_dim=grid,
         block_dim=config.threads(),
         cluster_dim=Dim(splits),

@@ -303,6 +303,27 @@ def attend(name: str, t: int, s: int, heads: int, depth: int, scale: float | Non
     )
 
 
+def projections(name: str, tokens: int, keys: int, c: int, f: int) -> Case:
+    """Makes a case of qkv_linear; its three outputs one after the other."""
+    parts = ("q", "k", "v")
+    weights: dict[str, Shape] = {}
+    for part in parts:
+        weights |= {f"{part}.weight": (c, f), f"{part}.bias": (f,)}
+
+    def build(w: Parameters, *inputs: Any) -> Any:
+        q, k, v = (w.filter(part) for part in parts)
+        return ops.concat(nodes.qkv_linear(inputs, (q, k, v)), axis=1)
+
+    def reference(w: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        outputs = [
+            x @ w[f"{part}.weight"] + w[f"{part}.bias"].to(x)
+            for x, part in zip(inputs, parts, strict=True)
+        ]
+        return torch.cat(outputs, dim=1)
+
+    return Case(name, [(tokens, c), (keys, c), (keys, c)], weights, build, reference)
+
+
 def project(
     name: str,
     size: tuple[int, int],
@@ -415,6 +436,10 @@ CASES = [
     dense("linear add", (13, 384), 96, "add"),
     dense("linear head", (320,), 1000),
     dense("linear no bias", (17, 30), 70, bias=False),
+    # Several tiles of each product, tiles that end within one, sizes that no tile fits.
+    projections("qkv_linear", 197, 50, 384, 384),
+    projections("qkv_linear 64", 300, 70, 64, 64),
+    projections("qkv_linear odd", 9, 4, 12, 20),
     # Projections of a CvT block: one fused tile and several, lanes of 8 to 32, other kernels.
     project("depthwise_qkv 64", (14, 14), 64),
     project("depthwise_qkv token", (7, 9), 192, token=True),

@@ -36,6 +36,7 @@ NAMES = {
     "bmm context",
     "bmm add_relu",
     "linear gelu",
+    "qkv_linear",
     "maxpool 3/2",
     "avgpool 3/2",
     "relu",

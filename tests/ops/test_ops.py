@@ -219,6 +219,19 @@ def test_errors_of_attention_name_the_shapes() -> None:
             nodes.attention(q, k, k, 2, scale=-1)
 
 
+def test_errors_of_qkv_linear_name_the_shapes() -> None:
+    with graph_of(["n", 9, 12], ["n", 4, 12], ["n", 5, 12], ["n", 4, 8]) as graph:
+        q, k, other, narrow = (value.tensor for value in graph.inputs)
+        w = weights(q_weight=(12, 8), k_weight=(12, 8), v_weight=(12, 16))
+        a, b, wide = (w.filter(name) for name in "qkv")
+        with pytest.raises(ArgumentError, match="as many keys as values but has 4 and 5"):
+            nodes.qkv_linear((q, k, other), (a, b, b))
+        with pytest.raises(ArgumentError, match=r"tokens \[N, T, 12\] but one is .*4.*8"):
+            nodes.qkv_linear((q, k, narrow), (a, b, b))
+        with pytest.raises(ArgumentError, match=r"weights \[12, 8\] but one is \[12, 16\]"):
+            nodes.qkv_linear((q, k, k), (a, b, wide))
+
+
 def test_errors_name_the_dtypes_of_a_cpu() -> None:
     with graph_of(["n", 4], dtype=DType.bfloat16) as graph:
         x = graph.inputs[0].tensor

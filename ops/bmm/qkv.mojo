@@ -1,0 +1,81 @@
+"""Query, key and value of an attention, each from tokens of its own: three products, one launch.
+
+    q[i, t, f] = sum_c x_q[i, t, c] w_q[f, c] + bias_q[f]; k and v alike
+
+The products are small at small batches, where a launch costs as much as they do.
+"""
+
+from extensibility import InputTensor, OutputTensor, register
+from max.gpu.host import DeviceContext
+
+from ..gemm.gpu import gemm_group
+from ..geometry import Geometry
+from ..operands import F32, Operands, data
+
+
+@register("qkv_linear")
+struct QkvLinear:
+    """Multiplies three tensors of tokens by a weight of their own each."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        q: OutputTensor[rank=3, ...],
+        k: OutputTensor[dtype=q.dtype, rank=3, ...],
+        v: OutputTensor[dtype=q.dtype, rank=3, ...],
+        q_tokens: InputTensor[dtype=q.dtype, rank=3, ...],
+        k_tokens: InputTensor[dtype=q.dtype, rank=3, ...],
+        v_tokens: InputTensor[dtype=q.dtype, rank=3, ...],
+        q_weight: InputTensor[dtype=q.dtype, ...],
+        q_bias: InputTensor[dtype=F32, rank=1, ...],
+        k_weight: InputTensor[dtype=q.dtype, ...],
+        k_bias: InputTensor[dtype=F32, rank=1, ...],
+        v_weight: InputTensor[dtype=q.dtype, ...],
+        v_bias: InputTensor[dtype=F32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "gpu".
+
+        Args:
+            q: Query [N, T, F].
+            k: Key [N, S, F].
+            v: Value [N, S, F].
+            q_tokens: [N, T, C].
+            k_tokens: [N, S, C].
+            v_tokens: [N, S, C].
+            q_weight: [F, C], as graphs/arrange.py lays it out; so are the next two.
+            q_bias: [F]; so are the next two.
+            k_weight: The key's weight.
+            k_bias: The key's bias.
+            v_weight: The value's weight.
+            v_bias: The value's bias.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        comptime assert target != "cpu", "qkv_linear: a CPU runs separate ops"
+        if q.size() == 0 or k.size() == 0:
+            return
+        var c = q_tokens.shape()[2]
+        var f = q.shape()[2]
+        var keys = Geometry(rows=k.size() // f, depth=c, columns=f)
+        gemm_group[q.dtype, 3](
+            [Geometry(rows=q.size() // f, depth=c, columns=f), keys, keys],
+            [
+                Operands[q.dtype](
+                    data(q_tokens), data(q_weight), data(q_bias), data(q_tokens), data(q)
+                ),
+                Operands[q.dtype](
+                    data(k_tokens), data(k_weight), data(k_bias), data(k_tokens), data(k)
+                ),
+                Operands[q.dtype](
+                    data(v_tokens), data(v_weight), data(v_bias), data(v_tokens), data(v)
+                ),
+            ],
+            ctx,
+        )
