@@ -71,6 +71,65 @@ def conv2d(
     return _fused(name, x, [*weights, filter.bias], residual, [window], out, epilogue)
 
 
+def conv2d_shortcut(
+    x: TensorValue,
+    filter: Filter,
+    source: TensorValue,
+    shortcut: Filter,
+    *,
+    padding: Pair = 0,
+    stride: Pair = 1,
+) -> TensorValue:
+    """Ends a residual block that changes its shape: relu(conv2d(x) + conv2d(source)).
+
+    On a GPU it is one launch, and the shortcut's result is never stored.
+
+    Args:
+        x: The activations [N, H, W, C]; the stride is 1.
+        filter: Their filter.
+        source: What came into the block [N, H', W', C'].
+        shortcut: Its 1 x 1 filter.
+        padding: Zeros on each side of x.
+        stride: Pixels between the windows of ``source``.
+
+    Raises:
+        ArgumentError: If shapes or geometry do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    fused = (
+        not x.device.is_cpu()
+        and filter.dense is not None
+        and shortcut.dense is not None
+        and filter.groups == shortcut.groups == 1
+    )
+    if not fused:
+        residual = conv2d(source, shortcut, stride=stride)
+        return conv2d(x, filter, padding=padding, epilogue="add_relu", residual=residual)
+    name = "conv2d_shortcut"
+    f = filter.shape[3]
+    if shortcut.shape[:2] != (1, 1) or shortcut.shape[3] != f:
+        raise ArgumentError(
+            f"{name}: expects a shortcut [1, 1, C, {f}] but it is {list(shortcut.shape)}"
+        )
+    windows, sizes = [], []
+    for value, weight, step, pad in (x, filter, 1, padding), (source, shortcut, stride, 0):
+        h, w, c = _sizes(name, value, "x[N, H, W, C]")
+        if c != weight.shape[2]:
+            raise ArgumentError(
+                f"{name}: filter w[R, S, C, F] expects C={weight.shape[2]} but its input has C={c}"
+            )
+        window, p, q = _window(name, (h, w), weight.shape[:2], step, pad, 1, 1)
+        windows.append(window)
+        sizes.append((p, q))
+    if sizes[0] != sizes[1]:
+        raise ArgumentError(
+            f"{name}: expects a shortcut of {list(sizes[0])} px but it gives {list(sizes[1])}"
+        )
+    values = [x, filter.dense, filter.bias, source, shortcut.dense, shortcut.bias, *windows]
+    out = TensorType(x.dtype, [x.shape[0], *sizes[0], f], device=x.device)
+    return _custom(name, values, out)
+
+
 def linear(
     x: TensorValue,
     weight: Filter,

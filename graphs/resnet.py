@@ -11,7 +11,7 @@ from typing import Any
 
 from max.graph import TensorValue
 
-from graphs.nodes import avgpool, conv2d, linear, stem_maxpool
+from graphs.nodes import avgpool, conv2d, conv2d_shortcut, linear, stem_maxpool
 from graphs.outputs import Outputs
 from graphs.parameters import Parameters
 
@@ -139,8 +139,7 @@ def resnet(spec: ResNetSpec, x: TensorValue, w: Parameters) -> Outputs:
 def basic(spec: ResNetSpec, x: TensorValue, w: Parameters, stride: int) -> TensorValue:
     """Adds a block of two 3x3 convolutions (figure 5, left)."""
     y = conv2d(x, w.filter("conv1"), stride=stride, padding=1, epilogue="relu")
-    x = shortcut(x, w, stride)
-    return conv2d(y, w.filter("conv2"), padding=1, epilogue="add_relu", residual=x)
+    return join(x, y, w, "conv2", stride, padding=1)
 
 
 def bottleneck(spec: ResNetSpec, x: TensorValue, w: Parameters, stride: int) -> TensorValue:
@@ -148,11 +147,14 @@ def bottleneck(spec: ResNetSpec, x: TensorValue, w: Parameters, stride: int) -> 
     first, second = (stride, 1) if spec.stride_on_1x1 else (1, stride)
     y = conv2d(x, w.filter("conv1"), stride=first, epilogue="relu")
     y = conv2d(y, w.filter("conv2"), stride=second, padding=1, epilogue="relu")
-    return conv2d(y, w.filter("conv3"), epilogue="add_relu", residual=shortcut(x, w, stride))
+    return join(x, y, w, "conv3", stride)
 
 
-def shortcut(x: TensorValue, w: Parameters, stride: int) -> TensorValue:
-    """Projects x where a block changes its shape (option B of section 3.3)."""
-    if w.has("shortcut.filter"):
-        return conv2d(x, w.filter("shortcut"), stride=stride)
-    return x
+def join(
+    x: TensorValue, y: TensorValue, w: Parameters, last: str, stride: int, padding: int = 0
+) -> TensorValue:
+    """Adds x to the last convolution of y, projected where the block changes its shape."""
+    if w.has("shortcut.filter"):  # option B of section 3.3
+        shortcut = w.filter("shortcut")
+        return conv2d_shortcut(y, w.filter(last), x, shortcut, padding=padding, stride=stride)
+    return conv2d(y, w.filter(last), padding=padding, epilogue="add_relu", residual=x)

@@ -1,2 +1,3 @@
 """2-d convolution with a fused epilogue."""
 from .op import *
+from .shortcut import *

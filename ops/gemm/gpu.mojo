@@ -24,7 +24,7 @@ from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
 from ..target import IS_HOPPER
-from .hopper import ROW, hopper_gemm, hopper_gemms, takes
+from .hopper import ROW, hopper_gemm, hopper_gemms, hopper_shortcut, takes
 from .tuning import CONFIGS, choose
 
 comptime THREADS = 256
@@ -293,6 +293,46 @@ def gemm_group[
         gemm[dtype, Epilogue("none"), True](
             sizes[i], operands[i], 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
         )
+
+
+def gemm_shortcut[
+    dtype: DType
+](
+    g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
+) raises:
+    """Enqueues relu(a convolution + a convolution of windows of 1 x 1): on Hopper in one launch.
+
+    Parameters:
+        dtype: Of x, w and y.
+
+    Args:
+        g: Sizes; one group.
+        o: The tensors.
+        beside: Sizes of the second convolution: the same N, P, Q and F.
+        more: Its x, w and bias; o's y.
+        ctx: The GPU.
+
+    Raises:
+        If a launch fails.
+    """
+    comptime if size_of[dtype]() == 2 and IS_HOPPER:
+        if takes[dtype](g) and takes[dtype](beside):
+            comptime WIDTH = ROW // size_of[dtype]()
+            var row = choose(g, WIDTH, False, more=ceildiv(beside.c, WIDTH))
+            comptime for i in range(len(CONFIGS)):
+                if row.config == i:
+                    hopper_shortcut[dtype, Epilogue("relu"), CONFIGS[i]](
+                        g, o, beside, more, row.splits, ctx
+                    )
+            return
+    gemm[dtype, Epilogue("none"), True](
+        beside, more, 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
+    )
+    # A thread reads what it is about to overwrite, and nothing else of y.
+    var sum = Operands[dtype](o.x, o.w, o.bias, more.y, o.y)
+    gemm[dtype, Epilogue("add_relu"), True](
+        g, sum, 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
+    )
 
 
 def gemm_portable[

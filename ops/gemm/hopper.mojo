@@ -18,7 +18,9 @@ Where tiles are fewer than multiprocessors, a cluster of `splits` blocks shares 
 sums a part of K, and then a part of the rows over the cluster's shared memories (split-K).
 
 One launch computes one product or several of the same K and F, such as a block's query, key and
-value: their tiles follow one another, and each finds its tensors by its number.
+value: their tiles follow one another, and each finds its tensors by its number. Or a product has
+two sources, a convolution and the 1 x 1 of the shortcut beside it: the steps of the second follow
+those of the first, and their sum never leaves the registers.
 
 Blocks start while the kernel before them still runs (programmatic dependent launch): barriers,
 tensor maps and the first filters are loaded before they wait for the activations.
@@ -193,22 +195,22 @@ comptime MAP = UInt64(128)
 """Bytes of a tensor map."""
 
 
-struct Maps[products: Int](Copyable, DevicePassable):
-    """The tensor maps of x, w, y and the residual of each product, in this order.
+struct Maps[count: Int](Copyable, DevicePassable):
+    """The tensor maps of x, w, y and the residual of each product; x and w of a second source.
 
     Parameters:
-        products: Products of the launch.
+        count: How many there are.
     """
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
 
-    var maps: Array[TMADescriptor, 4 * Self.products]
-    """Four for each product."""
+    var maps: Array[TMADescriptor, Self.count]
+    """In this order."""
 
     def __init__(out self):
         """Makes room for them."""
-        self.maps = Array[TMADescriptor, 4 * Self.products](fill=TMADescriptor())
+        self.maps = Array[TMADescriptor, Self.count](fill=TMADescriptor())
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
@@ -238,6 +240,8 @@ struct Ends[dtype: DType, products: Int](DevicePassable, TrivialRegisterPassable
 
     var bias: StaticTuple[Data[F32], Self.products]
     """[F]."""
+    var more: StaticTuple[Data[F32], Self.products]
+    """[F], the bias of a second source; any pointer if there is none."""
     var residual: StaticTuple[Data[Self.dtype], Self.products]
     """[M, F]."""
     var y: StaticTuple[Data[Self.dtype], Self.products]
@@ -250,6 +254,7 @@ struct Ends[dtype: DType, products: Int](DevicePassable, TrivialRegisterPassable
             o: The tensors.
         """
         self.bias = StaticTuple[Data[F32], Self.products](fill=o[0].bias)
+        self.more = self.bias
         self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].residual)
         self.y = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].y)
         comptime for i in range(1, Self.products):
@@ -265,22 +270,30 @@ struct Ends[dtype: DType, products: Int](DevicePassable, TrivialRegisterPassable
         Returns:
             Its tensors.
         """
-        var one = Ends[Self.dtype, 1](self.bias[0], self.residual[0], self.y[0])
+        var one = Ends[Self.dtype, 1](self.bias[0], self.more[0], self.residual[0], self.y[0])
         comptime for i in range(1, Self.products):
             if product == Int32(i):
-                one = Ends[Self.dtype, 1](self.bias[i], self.residual[i], self.y[i])
+                one = Ends[Self.dtype, 1](self.bias[i], self.more[i], self.residual[i], self.y[i])
         return one
 
     @always_inline
-    def __init__(out self, bias: Data[F32], residual: Data[Self.dtype], y: Data[Self.dtype]):
+    def __init__(
+        out self,
+        bias: Data[F32],
+        more: Data[F32],
+        residual: Data[Self.dtype],
+        y: Data[Self.dtype],
+    ):
         """Names the tensors of one product.
 
         Args:
             bias: [F].
+            more: [F], of a second source.
             residual: [M, F].
             y: [M, F].
         """
         self.bias = StaticTuple[Data[F32], Self.products](fill=bias)
+        self.more = StaticTuple[Data[F32], Self.products](fill=more)
         self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=residual)
         self.y = StaticTuple[Data[Self.dtype], Self.products](fill=y)
 
@@ -345,6 +358,12 @@ struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
     """1 if x is a matrix [M, C], read without im2col."""
     var alpha: Float32
     """Scale of the product."""
+    var more: Int32
+    """Steps of the second source; 0 if there is none."""
+    var more_stride_h: Int32
+    """Rows of the second source between pixels."""
+    var more_stride_w: Int32
+    """Columns of the second source between pixels."""
 
     def __init__(
         out self,
@@ -374,6 +393,7 @@ struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
             self.pixels[i], self.first[i] = Int32(sizes[i].pixels()), Int32(blocks)
             blocks += ceildiv(sizes[i].pixels(), rows) * tiles
         self.filters, self.alpha = Int32(g.f), alpha
+        self.more, self.more_stride_h, self.more_stride_w = 0, 1, 1
         self.q, self.pq = Int32(g.q), Int32(g.p * g.q)
         self.s, self.taps, self.chunks = Int32(g.s), Int32(g.r * g.s), Int32(chunks)
         self.stride_h, self.stride_w = Int32(g.stride_h), Int32(g.stride_w)
@@ -399,6 +419,15 @@ struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
                 product, first = Int32(i), self.first[i]
         var row = (tile - first) // self.tiles
         return Place(product, row, tile - first - row * self.tiles)
+
+    @always_inline
+    def steps(self) -> Int32:
+        """Counts the steps of K.
+
+        Returns:
+            Those of all taps, and of the second source.
+        """
+        return self.taps * self.chunks + self.more
 
     @always_inline
     def rows_of(self, product: Int32) -> Int32:
@@ -488,8 +517,12 @@ def takes[dtype: DType](g: Geometry) -> Bool:
     `nvvm.minctasm`=SIMDLength(config.blocks),
 )
 def hopper_kernel[
-    dtype: DType, epilogue: Epilogue, config: Config, products: Int
-](maps: Maps[products], ends: Ends[dtype, products], walk: Walk[products]):
+    dtype: DType,
+    epilogue: Epilogue,
+    config: Config,
+    products: Int,
+    sources: Int,
+](maps: Maps[4 * products + 2 * (sources - 1)], ends: Ends[dtype, products], walk: Walk[products]):
     """Computes tiles, or a cluster's share of one.
 
     Parameters:
@@ -497,6 +530,7 @@ def hopper_kernel[
         epilogue: What the accumulator goes through.
         config: Sizes of the tile.
         products: Products of the launch.
+        sources: 2 if a second convolution is added, of windows of 1 x 1; else 1.
 
     Args:
         maps: Tensor maps of x (im2col, or a matrix), w[F, R * S, C], y[M, F] and the residual.
@@ -526,15 +560,15 @@ def hopper_kernel[
     if t // 32 == Int32(config.groups * 4):
         # One thread drives the copy engine.
         if t % 32 == 0:
-            _produce[dtype, epilogue, config](
+            _produce[dtype, epilogue, config, sources](
                 UInt64(Int(Pointer(to=maps))), walk, Ring(ring, full, empty), tile, rank
             )
     else:
-        _consume[dtype, epilogue, config](
+        _consume[dtype, epilogue, config, sources](
             UInt64(Int(Pointer(to=maps))), ends, walk, Ring(ring, full, empty), t, tile, rank
         )
     comptime if config.split:
-        _share[dtype, epilogue, config](ends, walk, ring, t, tile, rank)
+        _share[dtype, epilogue, config, sources](ends, walk, ring, t, tile, rank)
 
 
 struct Ring(TrivialRegisterPassable):
@@ -583,7 +617,7 @@ def _share_of(steps: Int32, rank: Int32, splits: Int32) -> Int32:
 
 @always_inline
 def _produce[
-    dtype: DType, epilogue: Epilogue, config: Config
+    dtype: DType, epilogue: Epilogue, config: Config, sources: Int
 ](maps: UInt64, walk: Walk[_], at_start: Ring, first_tile: Int32, rank: Int32,):
     """Fills the ring, tile after tile, as stages become free."""
     comptime WIDTH = Int32(ROW // size_of[dtype]())
@@ -594,13 +628,17 @@ def _produce[
     var x_map = maps + UInt64(place.product) * 4 * MAP
     prefetch_map(x_map)
     prefetch_map(x_map + MAP)
-    var steps = walk.taps * walk.chunks
+    comptime if sources == 2:
+        prefetch_map(x_map + 4 * MAP)
+        prefetch_map(x_map + 5 * MAP)
+    var steps = walk.steps()
     var first = Int32(0)
     var last = steps
     comptime if config.split:
         first = _share_of(steps, rank, walk.splits)
         last = _share_of(steps, rank + 1, walk.splits)
-    var first_tap = first // walk.chunks
+    # The second source counts as the tap after the last one.
+    var first_tap = min(first // walk.chunks, walk.taps)
     var first_c = first - first_tap * walk.chunks
 
     # The filters of the first stages do not depend on the kernel before.
@@ -611,9 +649,13 @@ def _produce[
         var full = at_start.full + 8 * UInt32(i)
         var to = at_start.stages + UInt32(i) * STAGE + W_AT
         barrier_expect(full, STAGE)
-        load_3d(to, x_map + MAP, full, c * WIDTH, tap, place.column * Int32(config.columns))
+        var f0 = place.column * Int32(config.columns)
+        if sources == 2 and tap == walk.taps:
+            load_3d(to, x_map + 5 * MAP, full, c * WIDTH, 0, f0)
+        else:
+            load_3d(to, x_map + MAP, full, c * WIDTH, tap, f0)
         c += 1
-        if c == walk.chunks:
+        if c == walk.chunks and tap < walk.taps:
             c = 0
             tap += 1
     wait_on_dependent_grids()
@@ -628,20 +670,38 @@ def _produce[
         var pixel = m0 - image * walk.pq
         var p = pixel // walk.q
         var h0 = p * walk.stride_h - walk.pad_h
-        var w0 = (pixel - p * walk.q) * walk.stride_w - walk.pad_w
+        var column = pixel - p * walk.q
+        var w0 = column * walk.stride_w - walk.pad_w
         var r = first_tap // walk.s
         var s = first_tap - r * walk.s
+        tap = first_tap
         c = first_c
         for _ in range(last - first):
             var to = ring.stages + ring.slot * STAGE
             var full = ring.full + 8 * ring.slot
+            var second = sources == 2 and tap == walk.taps
             if early > 0:
                 early -= 1
             else:
                 barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
                 barrier_expect(full, STAGE)
-                load_3d(to + W_AT, x_map + MAP, full, c * WIDTH, r * walk.s + s, f0)
-            if walk.plain == 1:
+                if second:
+                    load_3d(to + W_AT, x_map + 5 * MAP, full, c * WIDTH, 0, f0)
+                else:
+                    load_3d(to + W_AT, x_map + MAP, full, c * WIDTH, tap, f0)
+            if second:
+                load_im2col(
+                    to,
+                    x_map + 4 * MAP,
+                    full,
+                    c * WIDTH,
+                    column * walk.more_stride_w,
+                    p * walk.more_stride_h,
+                    image,
+                    0,
+                    0,
+                )
+            elif walk.plain == 1:
                 load_2d(to, x_map, full, c * WIDTH, m0)
             else:
                 load_im2col(
@@ -657,8 +717,9 @@ def _produce[
                 )
             ring.advance[config.stages]()
             c += 1
-            if c == walk.chunks:
+            if c == walk.chunks and not second:
                 c = 0
+                tap += 1
                 s += 1
                 if s == walk.s:
                     s = 0
@@ -687,7 +748,7 @@ def _produce[
 
 @always_inline
 def _consume[
-    dtype: DType, epilogue: Epilogue, config: Config
+    dtype: DType, epilogue: Epilogue, config: Config, sources: Int
 ](
     maps: UInt64,
     ends: Ends[dtype, _],
@@ -713,7 +774,7 @@ def _consume[
     # Thread 4 a + b of warp d holds the columns 8 j + 2 b, and one more, of rows 16 d + a and 8 on.
     var row = t % Int32(GROUP) // 32 * 16 + t % 32 // 4
     var pair = t % 4
-    var steps = walk.taps * walk.chunks
+    var steps = walk.steps()
     comptime if config.split:
         var end = _share_of(steps, rank + 1, walk.splits)
         steps = end - _share_of(steps, rank, walk.splits)
@@ -722,7 +783,7 @@ def _consume[
     var storing = UInt32(0)  # The `empty` of the stages that are being stored, and how many.
     for tile in range(first_tile, walk.blocks, Int32(grid_dim.x)):
         var place = walk.place(tile)
-        var bias_of = ends.of(place.product).bias[0]
+        var end = ends.of(place.product)
         var m0 = place.row * Int32(config.rows())
         var f0 = place.column * Int32(COLUMNS)
         var sums = StaticTuple[Float32, SUMS](fill=0)
@@ -782,7 +843,9 @@ def _consume[
                 var f = f0 + Int32(8 * j) + pair * 2
                 var bias = SIMD[F32, 2](0)
                 if f < walk.filters:
-                    bias = bias_of.unsafe_load[width=2, alignment=8](Int(f))
+                    bias = end.bias[0].unsafe_load[width=2, alignment=8](Int(f))
+                    comptime if sources == 2:
+                        bias += end.more[0].unsafe_load[width=2, alignment=8](Int(f))
                 comptime for half in range(2):
                     var value = SIMD[F32, 2](sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
                     value = value.fma(SIMD[F32, 2](walk.alpha), bias)
@@ -826,7 +889,7 @@ def _swizzled[dtype: DType](column: UInt32, row: UInt32) -> UInt32:
 
 @always_inline
 def _share[
-    dtype: DType, epilogue: Epilogue, config: Config
+    dtype: DType, epilogue: Epilogue, config: Config, sources: Int
 ](ends: Ends[dtype, _], walk: Walk[_], ring: UInt32, t: Int32, tile: Int32, rank: Int32):
     """Adds up a cluster's sums: each block some rows of the tile, 8 columns a thread at a time."""
     comptime PITCH = (config.columns + 8) * 4
@@ -851,9 +914,10 @@ def _share[
                 low += cluster_load4(at, UInt32(peer))
                 high += cluster_load4(at + 16, UInt32(peer))
             var value = low.join(high)
-            value = value.fma(
-                SIMD[F32, 8](walk.alpha), end.bias[0].unsafe_load[width=8, alignment=16](Int(f))
-            )
+            var bias = end.bias[0].unsafe_load[width=8, alignment=16](Int(f))
+            comptime if sources == 2:
+                bias += end.more[0].unsafe_load[width=8, alignment=16](Int(f))
+            value = value.fma(SIMD[F32, 8](walk.alpha), bias)
             var to = Int(m) * Int(walk.filters) + Int(f)
             comptime if epilogue.adds:
                 value += end.residual[0].unsafe_load[width=8, alignment=16](to).cast[F32]()
@@ -975,7 +1039,7 @@ def hopper_gemms[
     splits: Int,
     ctx: DeviceContext,
 ) raises:
-    """Enqueues a convolution, or several matrix products of the same K and F.
+    """Enqueues matrix products of the same K and F in one launch.
 
     Parameters:
         dtype: Of x, w and y.
@@ -992,41 +1056,119 @@ def hopper_gemms[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    comptime WIDTH = ROW // size_of[dtype]()
-    var maps = Maps[products]()
+    var maps = Maps[4 * products]()
     comptime for i in range(products):
-        var g = sizes[i]
-        var o = operands[i]
-        var c, f, m = Int64(g.c), Int64(g.f), Int64(g.pixels())
-        if is_plain(g):
-            maps.maps[4 * i] = _matrix_map[dtype, 2](
-                ctx, o.x, [c, m], [Int32(WIDTH), Int32(config.rows())]
-            )
-        else:
-            maps.maps[4 * i] = _im2col_map[dtype](ctx, o.x, g, config.rows())
-        maps.maps[4 * i + 1] = _matrix_map[dtype, 3](
-            ctx, o.w, [c, Int64(g.r * g.s), f], [Int32(WIDTH), 1, Int32(config.columns)]
-        )
-        maps.maps[4 * i + 2] = _matrix_map[dtype, 2](ctx, o.y, [f, m], [Int32(WIDTH), Int32(ROWS)])
-        comptime if epilogue.adds:
-            maps.maps[4 * i + 3] = _matrix_map[dtype, 2](
-                ctx, o.residual, [f, m], [Int32(WIDTH), Int32(ROWS)]
-            )
-    var g = sizes[0]
-    var walk = Walk[products](
-        sizes,
-        rows=config.rows(),
-        chunks=ceildiv(g.c, WIDTH),
-        tiles=ceildiv(g.f, config.columns),
-        splits=splits,
-        alpha=operands[0].alpha,
-    )
-    # A block of a cluster has one tile; others go from tile to tile.
-    var blocks = Int(walk.blocks)
-    var grid = blocks * splits if config.split else min(blocks, PROCESSORS * config.blocks)
-    ctx.enqueue_function[hopper_kernel[dtype, epilogue, config, products]](
+        _add_maps[dtype, epilogue, config, 4 * i](ctx, maps, sizes[i], operands[i])
+    _enqueue[dtype, epilogue, config, products, 1](
         maps,
         Ends[dtype, products](operands),
+        _walk[dtype, config](sizes, splits, operands[0].alpha),
+        ctx,
+    )
+
+
+def hopper_shortcut[
+    dtype: DType, epilogue: Epilogue, config: Config
+](
+    g: Geometry,
+    o: Operands[dtype],
+    beside: Geometry,
+    more: Operands[dtype],
+    splits: Int,
+    ctx: DeviceContext,
+) raises:
+    """Enqueues the sum of a convolution and one of windows of 1 x 1.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the sum goes through; it does not add.
+        config: Sizes of the tile.
+
+    Args:
+        g: Sizes; one group.
+        o: The tensors.
+        beside: Sizes of the second convolution: the same N, P, Q and F.
+        more: Its x, w and bias.
+        splits: Blocks that share a tile; 1 unless the config splits.
+        ctx: The GPU.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
+    comptime WIDTH = ROW // size_of[dtype]()
+    comptime assert not epilogue.adds, "hopper_gemm: a second source is what is added"
+    var maps = Maps[6]()
+    _add_maps[dtype, epilogue, config, 0](ctx, maps, g, o)
+    maps.maps[4] = _im2col_map[dtype](ctx, more.x, beside, config.rows())
+    maps.maps[5] = _filter_map[dtype, config](ctx, more.w, beside)
+    var ends = Ends[dtype, 1](o.bias, more.bias, o.residual, o.y)
+    var walk = _walk[dtype, config, 1]([g], splits, o.alpha)
+    walk.more = Int32(ceildiv(beside.c, WIDTH))
+    walk.more_stride_h, walk.more_stride_w = Int32(beside.stride_h), Int32(beside.stride_w)
+    _enqueue[dtype, epilogue, config, 1, 2](maps, ends, walk, ctx)
+
+
+def _filter_map[
+    dtype: DType, config: Config
+](ctx: DeviceContext, w: Data[dtype], g: Geometry) raises -> TMADescriptor:
+    """Makes the tensor map of w[F, R * S, C]."""
+    comptime WIDTH = ROW // size_of[dtype]()
+    return _matrix_map[dtype, 3](
+        ctx,
+        w,
+        [Int64(g.c), Int64(g.r * g.s), Int64(g.f)],
+        [Int32(WIDTH), 1, Int32(config.columns)],
+    )
+
+
+def _add_maps[
+    dtype: DType, epilogue: Epilogue, config: Config, at: Int
+](ctx: DeviceContext, mut maps: Maps[_], g: Geometry, o: Operands[dtype]) raises:
+    """Makes the tensor maps of a product: of x, w, y and the residual."""
+    comptime WIDTH = ROW // size_of[dtype]()
+    var c, f, m = Int64(g.c), Int64(g.f), Int64(g.pixels())
+    if is_plain(g):
+        maps.maps[at] = _matrix_map[dtype, 2](
+            ctx, o.x, [c, m], [Int32(WIDTH), Int32(config.rows())]
+        )
+    else:
+        maps.maps[at] = _im2col_map[dtype](ctx, o.x, g, config.rows())
+    maps.maps[at + 1] = _filter_map[dtype, config](ctx, o.w, g)
+    maps.maps[at + 2] = _matrix_map[dtype, 2](ctx, o.y, [f, m], [Int32(WIDTH), Int32(ROWS)])
+    comptime if epilogue.adds:
+        maps.maps[at + 3] = _matrix_map[dtype, 2](
+            ctx, o.residual, [f, m], [Int32(WIDTH), Int32(ROWS)]
+        )
+
+
+def _walk[
+    dtype: DType, config: Config, products: Int
+](sizes: Array[Geometry, products], splits: Int, alpha: Float32) -> Walk[products]:
+    """Divides products into tiles and steps."""
+    return Walk[products](
+        sizes,
+        rows=config.rows(),
+        chunks=ceildiv(sizes[0].c, ROW // size_of[dtype]()),
+        tiles=ceildiv(sizes[0].f, config.columns),
+        splits=splits,
+        alpha=alpha,
+    )
+
+
+def _enqueue[
+    dtype: DType, epilogue: Epilogue, config: Config, products: Int, sources: Int
+](
+    maps: Maps[4 * products + 2 * (sources - 1)],
+    ends: Ends[dtype, products],
+    walk: Walk[products],
+    ctx: DeviceContext,
+) raises:
+    # A block of a cluster has one tile; others go from tile to tile.
+    var blocks, splits = Int(walk.blocks), Int(walk.splits)
+    var grid = blocks * splits if config.split else min(blocks, PROCESSORS * config.blocks)
+    ctx.enqueue_function[hopper_kernel[dtype, epilogue, config, products, sources]](
+        maps,
+        ends,
         walk,
         grid_dim=grid,
         block_dim=config.threads(),

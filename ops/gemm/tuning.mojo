@@ -228,18 +228,19 @@ def _log2(number: Int) -> Int:
     return (whole << 8) + ((number - (1 << whole)) << 8 >> whole)
 
 
-def choose(g: Geometry, width: Int, adds: Bool) -> Row:
+def choose(g: Geometry, width: Int, adds: Bool, more: Int = 0) -> Row:
     """Chooses the tile of a product.
 
     Args:
         g: Sizes.
         width: Channels of a step of K.
         adds: Whether a residual is added.
+        more: Steps of a second source.
 
     Returns:
         The nearest row whose splits the product has steps for.
     """
-    var steps = g.r * g.s * ceildiv(g.c, width)
+    var steps = g.r * g.s * ceildiv(g.c, width) + more
     var m, f, k = _log2(g.pixels()), _log2(g.f), _log2(steps)
     var best = Row(0, 0, 0, False, 0, 1)
     var nearest = Int.MAX

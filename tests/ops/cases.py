@@ -303,6 +303,39 @@ def attend(name: str, t: int, s: int, heads: int, depth: int, scale: float | Non
     )
 
 
+def joined(
+    name: str,
+    size: tuple[int, int],
+    c: int,
+    f: int,
+    source: tuple[int, int, int],
+    kernel: int = 1,
+    stride: int = 1,
+) -> Case:
+    """Makes a case of conv2d_shortcut: x [size, c], and a source [H', W', C']."""
+    padding = kernel // 2
+    weights: dict[str, Shape] = {
+        "last.filter": (kernel, kernel, c, f),
+        "last.bias": (f,),
+        "shortcut.filter": (1, 1, source[2], f),
+        "shortcut.bias": (f,),
+    }
+
+    def build(w: Parameters, x: Any, y: Any) -> Any:
+        return nodes.conv2d_shortcut(
+            x, w.filter("last"), y, w.filter("shortcut"), padding=padding, stride=stride
+        )
+
+    def reference(w: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, y = x.permute(0, 3, 1, 2), y.permute(0, 3, 1, 2)
+        last, short = (w[f"{name}.filter"].permute(3, 2, 0, 1) for name in ("last", "shortcut"))
+        sum = F.conv2d(x, last, w["last.bias"].to(x), padding=padding)
+        sum = sum + F.conv2d(y, short, w["shortcut.bias"].to(x), stride=stride)
+        return sum.relu().permute(0, 2, 3, 1)
+
+    return Case(name, [(*size, c), source], weights, build, reference)
+
+
 def projections(name: str, tokens: int, keys: int, c: int, f: int) -> Case:
     """Makes a case of qkv_linear; its three outputs one after the other."""
     parts = ("q", "k", "v")
@@ -413,6 +446,11 @@ CASES = [
     conv("conv2d depthwise of 10", (7, 7), 10, 10, (5, 5), padding=2, groups=10),
     conv("conv2d depthwise twice", (7, 7), 12, 24, (3, 3), padding=1, groups=12),
     conv("conv2d 1x1 image", (1, 1), 16, 16, (3, 3), padding=1),
+    # Two convolutions, one sum; sizes that the tensor cores' tiles do not fit.
+    joined("conv2d_shortcut", (14, 14), 64, 256, (28, 28, 128), stride=2),
+    joined("conv2d_shortcut stride 1", (9, 8), 64, 136, (9, 8, 72)),
+    joined("conv2d_shortcut 3x3", (7, 7), 64, 64, (13, 14, 40), kernel=3, stride=2),
+    joined("conv2d_shortcut odd", (5, 5), 3, 7, (10, 9, 5), kernel=3, stride=2),
     # Sparse filters: every third row is empty.
     conv("sparse_conv2d 3x3", (9, 9), 48, 40, (3, 3), padding=1, sparsity=0.9, then="relu"),
     conv("sparse_conv2d 1x1", (7, 7), 130, 70, (1, 1), sparsity=0.8, then="gelu"),

@@ -27,6 +27,7 @@ from tests.ops.cases import CASES, Case
 NAMES = {
     "conv2d 3x3",
     "conv2d epilogue add",
+    "conv2d_shortcut",
     "sparse_conv2d 3x3",
     "sparse_conv2d add_relu",
     "attention 64",
