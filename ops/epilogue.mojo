@@ -83,6 +83,16 @@ struct Epilogue(TrivialRegisterPassable):
         self.relu = name == "relu" or name == "add_relu"
         self.gelu = name == "gelu"
 
+    def label(self) -> String:
+        """Names the epilogue for a profiler, as a part of a kernel's symbol.
+
+        Returns:
+            What `known` lists.
+        """
+        if self.adds:
+            return "add_relu" if self.relu else "add"
+        return "relu" if self.relu else "gelu" if self.gelu else "none"
+
     @staticmethod
     def known(name: StaticString) -> Bool:
         """Tells whether there is an epilogue of that name.

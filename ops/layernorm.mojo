@@ -170,6 +170,7 @@ def layernorm_cpu(o: NormTensors[F32], g: NormSizes):
     over_rows(row, Int(g.rows))
 
 
+@__name(t"layernorm_{dtype}")
 def layernorm_kernel[dtype: DType](o: NormTensors[dtype], g: NormSizes):
     """Normalises one row in each warp.
 
@@ -201,6 +202,7 @@ def layernorm_kernel[dtype: DType](o: NormTensors[dtype], g: NormSizes):
         to[unsafe_offset=c] = value.cast[dtype]()
 
 
+@__name(t"layernorm_{lanes}x{vectors}_{dtype}")
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
 def layernorm_vector_kernel[
     dtype: DType, lanes: Int, vectors: Int

@@ -84,6 +84,7 @@ comptime PARTS = 8
 """Parts of an image that a block sums apart."""
 
 
+@__name(t"avgpool_{dtype}")
 def mean_kernel[dtype: DType](x: Data[dtype], y: Data[dtype], pixels: Int32, channels: Int32):
     """Averages the pixels of an image, 16 bytes of channels in each thread.
 

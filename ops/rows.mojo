@@ -119,6 +119,7 @@ def softmax_cpu[logarithm: Bool](x: Data[F32], y: Data[F32], rows: Int, columns:
     over_rows(row, rows)
 
 
+@__name(t"softmax_{dtype}")
 def softmax_kernel[
     dtype: DType, logarithm: Bool
 ](x: Data[dtype], y: Data[dtype], rows: Int32, columns: Int32):

@@ -513,6 +513,7 @@ def _store[
             y.unsafe_store[alignment=16](Int(row) * Int(c) + Int(chunk * 8), eight)
 
 
+@__name(t"attention_flash_{depth}_{rows}x{splits}_{dtype}")
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(most_threads(depth, rows, splits)))
 )

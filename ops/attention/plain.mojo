@@ -56,6 +56,7 @@ def plain_shared_bytes(depth: Int) -> Int:
     return 4 * (pitch(depth) * (GROUPS * ROWS + 2 * LANES) + GROUPS * ROWS * LANES)
 
 
+@__name(t"attention_plain_{depth}_{dtype}")
 def plain_kernel[dtype: DType, depth: Int](o: Attention[dtype], blocks: Int32):
     """Computes 32 queries of one head.
 

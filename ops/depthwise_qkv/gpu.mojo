@@ -291,6 +291,7 @@ struct _Outputs[dtype: DType, kernel: Int, count: Int, channels: Int, strip: Int
             group += side_by_side
 
 
+@__name(t"depthwise_qkv_{kernel}_{lanes}x{vectors}_{dtype}")
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
     `nvvm.minctasm`=SIMDLength(RESIDENT),

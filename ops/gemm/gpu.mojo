@@ -98,6 +98,7 @@ def _filters[
     return value
 
 
+@__name(t"gemm_cores_{epilogue.label()}_{dtype}")
 def gemm_kernel[
     dtype: DType, epilogue: Epilogue, k_major: Bool
 ](

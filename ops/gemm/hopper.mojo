@@ -127,6 +127,15 @@ struct Config(TrivialRegisterPassable):
         self.groups, self.columns, self.stages = groups, columns, stages
         self.blocks, self.split, self.overlap = blocks, split, overlap
 
+    def label(self) -> String:
+        """Names the tile for a profiler, as a part of a kernel's symbol.
+
+        Returns:
+            Pixels, filters and stages, and how it works.
+        """
+        var size = t"{self.rows()}x{self.columns}x{self.stages}"
+        return String(size) + ("split" if self.split else "overlap" if self.overlap else "")
+
     @always_inline
     def rows(self) -> Int:
         """Counts the pixels of a tile.
@@ -511,6 +520,7 @@ def takes[dtype: DType](g: Geometry) -> Bool:
     )
 
 
+@__name(t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),

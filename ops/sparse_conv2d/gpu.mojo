@@ -67,6 +67,7 @@ def sparse_conv2d_gpu[
     )
 
 
+@__name(t"sparse_conv2d_{epilogue.label()}_{dtype}")
 def sparse_conv2d_kernel[
     dtype: DType, epilogue: Epilogue
 ](o: Operands[dtype], g: Geometry, columns: Data[DType.int32], row_starts: Data[DType.int32],):

@@ -48,6 +48,14 @@ struct Stem(TrivialRegisterPassable):
         """
         self.c, self.r, self.s, self.stride, self.pools = c, r, s, stride, pools
 
+    def label(self) -> String:
+        """Names what follows the convolution, as a part of a kernel's symbol.
+
+        Returns:
+            The second half of the op's name.
+        """
+        return "maxpool" if self.pools else "layernorm"
+
     def row_units(self) -> Int:
         """Counts the units of a row of the window.
 

@@ -520,6 +520,7 @@ def _layernorm[
             to = to.unsafe_offset(Int(t.q * t.f))
 
 
+@__name(t"stem_{stem.label()}_{dtype}")
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](MOST_THREADS))
 def stem_kernel[
     dtype: DType, pixel: DType, stem: Stem
