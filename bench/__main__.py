@@ -72,6 +72,14 @@ def parser() -> argparse.ArgumentParser:
     models.add_argument("--energy", action=argparse.BooleanOptionalAction, default=True)
     models.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
 
+    layers = commands.add_parser("ops", help="each distinct layer beside torch's operator")
+    _what(layers, batches="1,32,256")
+    layers.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    layers.add_argument(
+        "--seconds", type=_positive, default=0.2, help="of samples, a layer and side"
+    )
+    layers.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+
     profile = commands.add_parser("profile", help="where one run's time goes")
     _what(profile, batches="1")
     profile.add_argument(
@@ -86,6 +94,9 @@ def parser() -> argparse.ArgumentParser:
     compiling.add_argument("--target", required=True, help="sm_80, sm_89, sm_90a, gfx942, ...")
     compiling.add_argument("--models", type=_list, default=["resnet-50", "cvt-13"], metavar="A,B")
     compiling.add_argument("--dtypes", type=_list, default=["bfloat16"], metavar="A,B")
+    compiling.add_argument(
+        "--layers", action="store_true", help="their layers too, which bench ops times"
+    )
     compiling.add_argument("--out", type=Path, required=True, metavar="DIR")
     return top
 

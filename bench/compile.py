@@ -5,18 +5,35 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
+from typing import Any
 
 import max.driver as driver
 from max.engine import InferenceSession
 from max.graph import DeviceRef
 
 from bench.environment import environment
+from bench.layers import COPIES, distinct, layer_module, network_nodes
 from bench.references import artifact, checkpoint, reference_model
+from graphs import nodes
 from graphs.errors import ArgumentError
 from graphs.preprocess import Preprocess
 from graphs.session import DTYPES, build
 
 NOTE = "compiled.json"
+
+
+def compiled_note(folder: Path | None) -> dict[str, Any]:
+    """Reads what was noted beside compiled graphs; it stands in for an unknown commit."""
+    if folder is None or not (folder / NOTE).is_file():
+        return {}
+    note = json.loads((folder / NOTE).read_text())
+    return {"compiled": note, "commit": note["commit"]}
+
+
+def layers_artifact(folder: Path, name: str, dtype: str) -> Path:
+    """Names the file of a network's compiled layers."""
+    return artifact(folder, name, f"{dtype}-layers")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,6 +56,15 @@ def run(options: argparse.Namespace) -> int:
             path = artifact(options.out, name, dtype)
             InferenceSession(devices=[device]).compile(graph).export_mef(path)
             print(f"{path}: {time.perf_counter() - start:.0f} s", flush=True)
+            if options.layers:
+                start = time.perf_counter()
+                place = DeviceRef.from_device(device)
+                layers = distinct(network_nodes(model, place, DTYPES[dtype], size))
+                module, *_ = layer_module(list(layers), place, DTYPES[dtype], COPIES)
+                path = layers_artifact(options.out, name, dtype)
+                session = InferenceSession(devices=[device])
+                session.compile(module, custom_extensions=[nodes.OPS]).export_mef(path)
+                print(f"{path}: {time.perf_counter() - start:.0f} s", flush=True)
     note = {"target": options.target, **environment()}
     (options.out / NOTE).write_text(json.dumps(note, indent=1) + "\n")
     return 0

@@ -310,7 +310,7 @@ def _eager(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tenso
     return lambda: module(x).logits
 
 
-def _captured(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     """Captures a call in a CUDA graph of its own.
 
     cuBLAS's workspace has to come from the graph's own pool: torch.compile drops the shared one,
@@ -328,7 +328,7 @@ def _captured(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
             output = call()
     torch.cuda.current_stream().wait_stream(stream)
 
-    def replay(kept: Any = call) -> torch.Tensor:  # the graph itself keeps no weight alive
+    def replay(kept: Any = call) -> Any:  # the graph itself keeps no weight alive
         captured.replay()
         return output
 
@@ -337,7 +337,7 @@ def _captured(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 def _graph(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     torch.backends.cudnn.benchmark = True
-    return _captured(_eager(module, x))
+    return captured(_eager(module, x))
 
 
 def _compiled(module: torch.nn.Module, x: torch.Tensor, mode: str) -> Callable[[], torch.Tensor]:
@@ -354,7 +354,7 @@ def _compiled(module: torch.nn.Module, x: torch.Tensor, mode: str) -> Callable[[
 
 
 def _compiled_graph(module: torch.nn.Module, x: torch.Tensor, mode: str) -> Any:
-    return _captured(_compiled(module, x, mode))
+    return captured(_compiled(module, x, mode))
 
 
 def _mojo(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -1,215 +1,312 @@
-"""ResNet-50's layers on a CPU, ours beside torch's: ``python -m bench.layers [--batch N]``.
+"""What a network is made of: the nodes of its compiled graph, by name, and the distinct layers.
 
-Every distinct convolution of the network at 224 px, float32, all cores. A layer is a graph of its
-own, so the first run compiles for some minutes; what a run of a graph costs by itself counts, as
-a call of torch does. torch gets the same work in channels_last, its fastest layout for most.
+Both are read off the graph that is compiled, so that what is measured as a layer is what runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import json
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from max.driver import CPU
 from max.dtype import DType
-from max.engine import InferenceSession
-from max.engine import Model as Executable
-from max.graph import DeviceRef, Graph, TensorType
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from max.graph import DeviceRef, Graph, Module, TensorType, ops
 
-from bench.environment import environment
-from graphs import nodes
 from graphs.parameters import Parameters
-from graphs.resnet import RESNETS
+from graphs.session import Unchecked, build
+from weights import Checkpoint
+
+COPIES = 4
+"""Nodes of a layer's graph on a GPU."""
+
+INSIDE = ("filter", "weight", "bias")
+"""Last parts of the names of a layer's own weights."""
+
+
+class Operand(NamedTuple):
+    """What a node reads or gives.
+
+    Attributes:
+        kind: ``value`` for activations, ``weight``, or ``setting`` for numbers in the graph.
+        dtype: Of its numbers.
+        shape: Sizes, the batch as its name.
+        numbers: Of a setting.
+    """
+
+    kind: str
+    dtype: DType
+    shape: tuple[int | str, ...]
+    numbers: tuple[float, ...] = ()
+
+    def sizes(self, batch: int) -> tuple[int, ...]:
+        """Gives the shape at a batch size."""
+        return tuple(batch if isinstance(size, str) else size for size in self.shape)
+
+    def bytes(self, batch: int) -> int:
+        """Counts the bytes at a batch size."""
+        return math.prod(self.sizes(batch)) * self.dtype.size_in_bytes
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of the network: how often it occurs, its input's side and channels, its filter."""
+    """A node without its name: nodes of one layer take the same time.
 
-    count: int
-    side: int
-    c: int
-    f: int
-    kernel: int
-    stride: int
-    then: str = "relu"
+    Attributes:
+        op: As it is registered.
+        parameters: Of the op, by name.
+        inputs: In the op's order.
+        outputs: Likewise.
+    """
 
-    @property
-    def name(self) -> str:
-        """Names the layer as the papers do."""
-        return f"{self.kernel}x{self.kernel}/{self.stride} {self.c}-{self.f} at {self.side}"
-
-    @property
-    def out(self) -> int:
-        """Side of the output, px."""
-        return (self.side + 2 * (self.kernel // 2) - self.kernel) // self.stride + 1
+    op: str
+    parameters: tuple[tuple[str, Any], ...]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
 
     @property
-    def inputs(self) -> list[tuple[int, int, int]]:
-        """Shapes of what it reads, without the batch: the activations, and the residual."""
-        shapes = [(self.side, self.side, self.c)]
-        if self.then == "add_relu":
-            shapes.append((self.out, self.out, self.f))
-        return shapes
+    def values(self) -> list[Operand]:
+        """The activations that it reads."""
+        return [each for each in self.inputs if each.kind == "value"]
 
-    @property
-    def flops(self) -> int:
-        """Floating-point operations for one image: two for each multiply-accumulate."""
-        return 2 * self.out**2 * self.kernel**2 * self.c * self.f
+    def setting(self, index: int = -1) -> tuple[int, ...]:
+        """Gives the integers of a setting."""
+        return tuple(int(number) for number in self.inputs[index].numbers)
+
+    def parameter(self, name: str) -> Any:
+        """Gives a parameter."""
+        return dict(self.parameters)[name]
+
+    def title(self) -> str:
+        """Describes it as the papers do: window, channels, sizes."""
+        x, y = self.values[0].shape, self.outputs[0].shape
+        window = ""
+        if self.op.startswith(("conv2d", "sparse_conv2d", "maxpool", "avgpool", "stem")):
+            r, s, stride = self.setting()[:3]
+            window = f"{r}x{s}/{stride} "
+        channels = f"{x[-1]}-{y[-1]}" if x[-1] != y[-1] else f"{x[-1]}"
+        at = "x".join(str(size) for size in x[1:-1])
+        return f"{window}{channels}{f' at {at}' if at else ''}"
+
+    def filter(self, index: int) -> tuple[int, ...] | None:
+        """Gives R, S, C, F of an input that is a filter; its bias is the next input."""
+        if index < 0 or self.inputs[index].kind != "weight":
+            return None
+        c, f = (int(each.shape[-1]) for each in (self.values[0], self.outputs[0]))
+        if self.op in ("conv2d", "conv2d_add") and index == 1:
+            r, s, *_, groups = self.setting()
+            return r, s, c // groups, f
+        if self.op in ("bmm", "bmm_add") and index == 1:
+            return 1, 1, c, f
+        if self.op in ("stem_maxpool", "stem_layernorm") and index == 3:
+            r, s = self.setting()[:2]
+            return r, s, c, f
+        if self.op == "depthwise_qkv" and index in (3, 5, 7):
+            return self.parameter("kernel"), self.parameter("kernel"), 1, f
+        return None
+
+    def weights(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Draws weights: ``<index>.filter`` [R, S, C, F] with ``.bias``, or ``<index>``."""
+        found: dict[str, np.ndarray] = {}
+        for j, each in enumerate(self.inputs):
+            if shape := self.filter(j):
+                scale = math.prod(shape[:3]) ** -0.5
+                found[f"{j}.filter"] = rng.standard_normal(shape, np.float32) * np.float32(scale)
+            elif self.filter(j - 1):
+                found[f"{j - 1}.bias"] = rng.standard_normal(each.sizes(1), np.float32)
+            elif each.kind == "weight":
+                found[str(j)] = rng.uniform(0.5, 1.5, each.sizes(1)).astype(np.float32)
+        return found
+
+    def operands(self, values: Iterator[Any], parameters: Parameters) -> list[Any]:
+        """Puts its inputs together in a graph, weights laid out as the network lays them out."""
+        found: list[Any] = []
+        for j, each in enumerate(self.inputs):
+            if len(found) > j:
+                continue  # a bias, which came with its filter
+            if each.kind == "value":
+                found.append(next(values))
+            elif each.kind == "setting":
+                array = np.array(each.numbers, each.dtype.to_numpy()).reshape(each.sizes(1))
+                found.append(ops.constant(array, each.dtype, device=DeviceRef.CPU()))
+            elif shape := self.filter(j):
+                if self.op.startswith("stem"):
+                    made = parameters.stem(str(j), self.parameter("stride"))
+                    arranged = made.fragments
+                else:
+                    convolves = self.op.startswith("conv2d")
+                    groups = self.setting()[-1] if convolves else shape[3] if shape[2] == 1 else 1
+                    made = parameters.filter(str(j), groups)
+                    arranged = made.dense
+                found += [arranged, made.bias]
+            else:
+                found.append(parameters.vector(str(j), each.dtype))
+        return found
+
+    def flops(self, batch: int) -> float:
+        """Counts the operations of its matrix products, two a multiply-accumulate."""
+        y = self.outputs[0].sizes(batch)
+        if self.op.startswith(("conv2d", "sparse_conv2d")):
+            r, s, *_, groups = self.setting()
+            return 2.0 * math.prod(y) * r * s * self.values[0].sizes(batch)[-1] / groups
+        if self.op.startswith("stem"):
+            r, s, stride, _, pad = self.setting()[:5]
+            n, h, w, c = self.values[0].sizes(batch)
+            p, q = ((side + 2 * pad - tap) // stride + 1 for side, tap in ((h, r), (w, s)))
+            return 2.0 * n * p * q * r * s * c * y[-1]
+        if self.op.startswith("bmm"):
+            return 2.0 * math.prod(y) * self.values[0].sizes(batch)[-1]
+        if self.op == "attention":
+            return 4.0 * math.prod(y) * self.values[1].sizes(batch)[1]
+        if self.op == "depthwise_qkv":
+            taps, token = self.parameter("kernel") ** 2, self.setting()[0]
+            sizes = [each.sizes(batch) for each in self.outputs]
+            return sum(2.0 * taps * n * (tokens - token) * c for n, tokens, c in sizes)
+        return 0.0
+
+    def traffic(self, batch: int) -> int:
+        """Counts the bytes of everything that it reads and writes, once."""
+        moved = [each for each in self.inputs if each.kind != "setting"]
+        return sum(each.bytes(batch) for each in (*moved, *self.outputs))
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was measured of a layer, ms a batch."""
+class Node(NamedTuple):
+    """A node of a graph.
 
-    layer: str
-    count: int
-    batch: int
-    ours_ms: float
-    torch_ms: float
-    gflops_per_s: float
+    Attributes:
+        name: Of its weights, as graphs/*.py call them; of its neighbours if it has none.
+        layer: What it computes.
+        after: The nodes that it reads from, by their places in the graph.
+    """
+
+    name: str
+    layer: Layer
+    after: frozenset[int]
 
 
-def resnet50_layers() -> list[Layer]:
-    """Lists the distinct convolutions of ResNet-50 at 224 px."""
-    spec = RESNETS["resnet50"]
-    layers = [Layer(1, 224, 3, 64, 7, 2)]
-    side, c = 56, spec.stem_width
-    for i, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
-        stride, inner = spec.stage_stride(i), width // 4
-        layers += [
-            Layer(1, side, c, inner, 1, 1),
-            Layer(1, side, inner, inner, 3, stride),
-            Layer(1, side, c, width, 1, stride, "none"),
-        ]
-        side //= stride
-        layers += [
-            Layer(depth, side, inner, width, 1, 1, "add_relu"),
-            Layer(depth - 1, side, width, inner, 1, 1),
-            Layer(depth - 1, side, inner, inner, 3, 1),
-        ]
-        c = width
+def network_nodes(
+    checkpoint: Checkpoint, device: DeviceRef, dtype: DType, size: tuple[int, int]
+) -> list[Node]:
+    """Lists the nodes of a checkpoint's network as it is compiled for a device."""
+    graph, _ = build(checkpoint, device, dtype, size=size, kernels=Unchecked())
+    return nodes(graph)
+
+
+def nodes(graph: Graph) -> list[Node]:
+    """Lists the nodes of a graph that are ops of ours, in its order."""
+    found: list[Node] = []
+    sources: dict[Any, frozenset[int]] = {}  # of each value, the nodes that it comes from
+    (top,) = graph.module.mlir_module.body
+    for op in top.regions[0].front:
+        read = [getattr(x, "value", x) for x in op.operands]  # an OpOperand, of some ops
+        before = frozenset[int]().union(*(sources.get(x, frozenset()) for x in read))
+        if type(op).__name__ == "CustomOp":
+            before = frozenset({_node(op, before, found)})
+        for value in op.results:
+            sources[value] = before
+    return found
+
+
+def _node(op: Any, before: frozenset[int], found: list[Node]) -> int:
+    truth = {"true": True, "false": False}
+    parameters = tuple((name, truth.get(x.asm, x.value)) for name, x in op.parameters.value)
+    inputs = tuple(_operand(value) for value in op.operands)
+    outputs = tuple(_operand(value, kind="value") for value in op.results)
+    names = [
+        value.owner.name
+        for value, each in zip(op.operands, inputs, strict=True)
+        if each.kind == "weight"
+    ]
+    layer = Layer(op.symbol, parameters, inputs, outputs)
+    found.append(
+        Node(_name(op.symbol, names, [found[i].name for i in sorted(before)]), layer, before)
+    )
+    return len(found) - 1
+
+
+def _operand(value: Any, kind: str = "") -> Operand:
+    owner = type(value.owner).__name__
+    kinds = {"ConstantExternalOp": "weight", "ConstantOp": "setting"}
+    kind = kind or kinds.get(owner, "value")
+    found = TensorType.from_mlir(value.type)
+    shape = tuple(int(d) if str(d).isdecimal() else str(d) for d in found.shape)
+    numbers: tuple[float, ...] = ()
+    if kind == "setting":
+        listed = re.search(r"<([^<>]*)>", str(value.owner.value))
+        assert listed, value.owner.value
+        numbers = tuple(float(word) for word in listed[1].split(","))
+    return Operand(kind, found.dtype, shape, numbers)
+
+
+def _name(op: str, weights: list[str], before: list[str]) -> str:
+    """Names a node by its weights, or by the nodes before it."""
+    own = [name for name in weights if not name.startswith("pixels.")]
+    if not own:
+        return _joined(_common(before), op) if len(before) > 1 else op
+    stems = [stem if last in INSIDE else name for name in own for stem, _, last in [_split(name)]]
+    common = _common(stems)
+    return common if common in stems else _joined(common, op)
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    return name.rpartition(".")
+
+
+def _common(names: Sequence[str]) -> str:
+    parts = zip(*(name.split(".") for name in names), strict=False)
+    return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
+
+
+def _joined(prefix: str, op: str) -> str:
+    return prefix if prefix.rpartition(".")[2] == op else f"{prefix}.{op}".lstrip(".")
+
+
+def distinct(found: Sequence[Node]) -> dict[Layer, list[str]]:
+    """Groups nodes by what they compute, in the order of their first."""
+    layers: dict[Layer, list[str]] = {}
+    for node in found:
+        layers.setdefault(node.layer, []).append(node.name)
     return layers
 
 
-def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=1, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    rows = measure(resnet50_layers(), options.batch)
-    print_table(rows)
-    if options.json:
-        record = {"environment": environment(), "records": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+def layer_module(
+    layers: Sequence[Layer], device: DeviceRef, dtype: DType, copies: int
+) -> tuple[Module, Parameters, list[list[dict[str, np.ndarray]]]]:
+    """Builds a graph for each layer: ``copies`` nodes side by side, every one on its own tensors.
 
-
-def measure(layers: list[Layer], batch: int) -> list[Row]:
-    """Compiles each layer, then times it and torch's."""
+    Returns:
+        The module, whose graph ``layer<i>`` takes the values of one copy after another; what binds
+        the weights; and for each layer and copy the weights as ``Layer.weights`` names them.
+    """
     rng = np.random.default_rng(0)
-    models = [compile_layer(layer, rng) for layer in track(layers, "compiling", transient=True)]
-    rows = []
-    for layer, (model, filters, bias) in track(
-        list(zip(layers, models, strict=True)), "measuring", transient=True
-    ):
-        inputs = [rng.standard_normal((batch, *s)).astype(np.float32) for s in layer.inputs]
-        ours = typical(functools.partial(model.execute, *inputs))
-        theirs = typical(torch_layer(layer, inputs, filters, bias))
-        rows.append(
-            Row(layer.name, layer.count, batch, ours, theirs, batch * layer.flops / ours / 1e6)
-        )
-    return rows
-
-
-def compile_layer(
-    layer: Layer, rng: np.random.Generator
-) -> tuple[Executable, np.ndarray, np.ndarray]:
-    """Builds and loads a graph of one layer; returns it with its filter and bias."""
-    shape = (layer.kernel, layer.kernel, layer.c, layer.f)
-    filters = rng.standard_normal(shape).astype(np.float32) * (layer.kernel**2 * layer.c) ** -0.5
-    bias = rng.standard_normal(layer.f).astype(np.float32)
-    cpu = DeviceRef.CPU()
-    parameters = Parameters({"w.filter": filters, "w.bias": bias}, cpu, DType.float32)
-    types = [TensorType(DType.float32, ["batch", *s], device=cpu) for s in layer.inputs]
-    with Graph("layer", input_types=types, custom_extensions=[nodes.OPS]) as graph:
-        x, *residual = (value.tensor for value in graph.inputs)
-        y = nodes.conv2d(
-            x,
-            parameters.filter("w"),
-            stride=layer.stride,
-            padding=layer.kernel // 2,
-            epilogue=layer.then,
-            residual=residual[0] if residual else None,
-        )
-        graph.output(y)
-    session = InferenceSession(devices=[CPU()])
-    compiled = session.compile(graph)
-    return session.init(compiled, weights_registry=parameters.registry(CPU())), filters, bias
-
-
-def torch_layer(
-    layer: Layer, inputs: list[np.ndarray], filters: np.ndarray, bias: np.ndarray
-) -> Callable[[], Any]:
-    """Makes the same work for torch, channels_last."""
-    x, *residual = (torch.from_numpy(a).permute(0, 3, 1, 2) for a in inputs)
-    w = torch.from_numpy(filters).permute(3, 2, 0, 1).contiguous(memory_format=torch.channels_last)
-    b = torch.from_numpy(bias)
-
-    @torch.inference_mode()
-    def run() -> torch.Tensor:
-        y = F.conv2d(x, w, b, stride=layer.stride, padding=layer.kernel // 2)
-        for r in residual:
-            y += r
-        return y if layer.then == "none" else y.relu_()
-
-    return run
-
-
-def typical(step: Callable[[], Any], seconds: float = 0.3) -> float:
-    """Times ``step`` repeatedly for about ``seconds``; the median of the faster half, in ms."""
-    step()
-    samples: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(samples) < 5:
-        start = time.perf_counter()
-        step()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(sorted(samples)[: (len(samples) + 1) // 2])
-
-
-def print_table(rows: list[Row]) -> None:
-    """Prints a row for each layer, and the network's sum."""
-    table = Table("layer", title=f"ResNet-50's convolutions, float32, batch {rows[0].batch}")
-    for heading in ("times", "ours, ms", "torch, ms", "ours / torch", "GFLOP/s"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            row.layer,
-            str(row.count),
-            f"{row.ours_ms:.3f}",
-            f"{row.torch_ms:.3f}",
-            f"{row.ours_ms / row.torch_ms:.2f}",
-            f"{row.gflops_per_s:.0f}",
-        )
-    ours = sum(row.count * row.ours_ms for row in rows)
-    theirs = sum(row.count * row.torch_ms for row in rows)
-    table.add_row("all", "", f"{ours:.2f}", f"{theirs:.2f}", f"{ours / theirs:.2f}", "")
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    main()
+    drawn = [[layer.weights(rng) for _ in range(copies)] for layer in layers]
+    named = {
+        f"layer{i}.{copy}.{name}": array
+        for i, each in enumerate(drawn)
+        for copy, arrays in enumerate(each)
+        for name, array in arrays.items()
+    }
+    parameters = Parameters(named, device, dtype)
+    module = Module()
+    for i, layer in enumerate(layers):
+        types = [TensorType(v.dtype, v.shape, device=device) for v in layer.values]
+        with Graph(
+            f"layer{i}", input_types=types * copies, kernel_library=Unchecked(), module=module
+        ) as graph:
+            values = iter(graph.inputs)
+            outs = [TensorType(y.dtype, y.shape, device=device) for y in layer.outputs]
+            results: list[Any] = []
+            for copy in range(copies):
+                operands = layer.operands(values, parameters.at(f"layer{i}.{copy}"))
+                results += ops.custom(
+                    layer.op,
+                    device=device,
+                    values=operands,
+                    out_types=outs,
+                    parameters=dict(layer.parameters),
+                )
+            graph.output(*results)
+    return module, parameters, drawn

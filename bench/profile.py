@@ -2,8 +2,9 @@
 
 CUPTI sees every kernel of the process, ours and torch's, inside a replayed graph too;
 torch.profiler hands its records over. Runs are replayed one at a time; a kernel's time is the mean
-over them, by its place in the launch order. On a CPU there is no such record: ``bench ops`` times
-the layers there.
+over them, by its place in the launch order, and so is what it adds to the run. Kernels of ours are
+named after the layer that they compute. On a CPU there is no such record: ``bench ops`` times the
+layers there.
 """
 
 from __future__ import annotations
@@ -12,20 +13,28 @@ import argparse
 import json
 import re
 import statistics
+import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from max.driver import Device
+from max.dtype import DType
+from max.graph import DeviceRef
 from rich.console import Console
 from rich.table import Table
 
 from bench.__main__ import dtypes
+from bench.attribution import Recorded, attribute
+from bench.compile import compiled_note
 from bench.engines import Engine, Images, Maxvision, peers
 from bench.environment import environment
+from bench.layers import network_nodes
+from bench.records import check_path, write
 from bench.references import checkpoint, our_model, reference_model
 from bench.timing import rounded
 from graphs.errors import ArgumentError, DeviceError
@@ -44,22 +53,26 @@ class Launch:
         name: Short.
         symbol: As the device's code calls it.
         us: Mean over the runs.
+        adds_us: From the end of all before to its own; kernels may overlap. Mean over the runs.
         start_us: Since the first launch of its run, mean over the runs.
         grid: Blocks, or None for a copy.
         block: Threads, likewise.
         registers: A thread.
         shared_bytes: A block.
+        layer: The node of our graph that it was launched for; empty if none or unknown.
     """
 
     place: int
     name: str
     symbol: str
     us: float
+    adds_us: float
     start_us: float
     grid: list[int] | None
     block: list[int] | None
     registers: int | None
     shared_bytes: int | None
+    layer: str = ""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,6 +85,8 @@ def run(options: argparse.Namespace) -> int:
         )
     if not torch.cuda.is_available():
         raise DeviceError("bench profile expects a torch with CUDA, whose profiler reads CUPTI")
+    check_path(options.json)
+    check_path(options.trace)
     records: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for name in options.models:
@@ -80,8 +95,10 @@ def run(options: argparse.Namespace) -> int:
             find_dtype(dtype, device)
             for batch in options.batches:
                 engine = _engine(name, reference, dtype, batch, device, options)
-                launches = profile(engine, options.runs)
+                launches = launches_of(engine.compute, engine.clock.wait, options.runs)
                 title = f"{options.engine}: {name}, {dtype}, batch {batch}"
+                if options.engine == "maxvision":
+                    launches = named(launches, name, reference, DTYPES[dtype], device)
                 show(launches, title, options.rows)
                 for launch in launches:
                     records.append(
@@ -95,9 +112,7 @@ def run(options: argparse.Namespace) -> int:
     if options.trace:
         options.trace.write_text(json.dumps({"traceEvents": events}) + "\n")
     if options.json:
-        lines = ",\n".join(json.dumps(record) for record in records)
-        facts = json.dumps(environment())
-        options.json.write_text(f'{{"environment": {facts},\n"records": [\n{lines}\n]}}\n')
+        write(options.json, {**environment(), **compiled_note(options.precompiled)}, records)
     return 0
 
 
@@ -117,16 +132,36 @@ def _engine(
     return makers[options.engine]()
 
 
-def profile(engine: Engine, runs: int) -> list[Launch]:
+def named(
+    launches: list[Launch], name: str, reference: Any, dtype: DType, device: Device
+) -> list[Launch]:
+    """Names the node of our graph that each launch is of, if they can be told."""
+    model = checkpoint(name, reference)
+    prepare = Preprocess.from_config(model.preprocess)
+    place, size = DeviceRef.from_device(device), (prepare.height, prepare.width)
+    nodes = network_nodes(model, place, dtype, size)
+    shapes = [(str(launch.grid), str(launch.block)) for launch in launches]
+    recorded = [Recorded(x.symbol, shape) for x, shape in zip(launches, shapes, strict=True)]
+    names = attribute(recorded, nodes)
+    if names is None:
+        sys.stderr.write(
+            f"layers are not named: {len(launches)} launches do not fit the graph's {len(nodes)}"
+            " nodes; was it compiled from this commit?\n"
+        )
+        return launches
+    return [replace(x, layer=layer) for x, layer in zip(launches, names, strict=True)]
+
+
+def launches_of(step: Callable[[], Any], wait: Callable[[], Any], runs: int) -> list[Launch]:
     """Records ``runs`` runs and averages each launch over them."""
     for _ in range(3):
-        engine.compute()
-    engine.clock.wait()
+        step()
+    wait()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as recorded:
         for _ in range(runs):
-            engine.compute()
-            engine.clock.wait()
+            step()
+            wait()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         recorded.export_chrome_trace(str(path))
@@ -151,16 +186,21 @@ def launches(trace: dict[str, Any], runs: int) -> list[Launch]:
             f" {len(found)}; run it again, with nothing else in this process on the GPU"
         )
     starts = [event["ts"] for event in columns[0]]
+    ends = list(starts)  # of each run, so far
     result = []
     for place, column in enumerate(columns):
         args = column[0].get("args", {})
         offsets = (event["ts"] - start for event, start in zip(column, starts, strict=True))
+        later = [max(end, x["ts"] + x["dur"]) for end, x in zip(ends, column, strict=True)]
+        adds = statistics.mean(b - a for a, b in zip(ends, later, strict=True))
+        ends = later
         result.append(
             Launch(
                 place,
                 short(column[0]["name"]),
                 column[0]["name"],
                 rounded(statistics.mean(event["dur"] for event in column), 5),
+                round(adds, 3),
                 round(statistics.mean(offsets), 3),
                 args.get("grid"),
                 args.get("block"),
@@ -194,7 +234,7 @@ def trace(launches: list[Launch], title: str, thread: int) -> list[dict[str, Any
     row = {"name": "thread_name", "ph": "M", "pid": 0, "tid": thread, "args": {"name": title}}
     return [row] + [
         {
-            "name": launch.name, "ph": "X", "pid": 0, "tid": thread,
+            "name": launch.layer or launch.name, "ph": "X", "pid": 0, "tid": thread,
             "ts": launch.start_us, "dur": launch.us, "args": asdict(launch),
         }
         for launch in launches
@@ -202,19 +242,21 @@ def trace(launches: list[Launch], title: str, thread: int) -> list[dict[str, Any
 
 
 def show(launches: list[Launch], title: str, rows: int) -> None:
-    """Prints the launches, the longest first, then their sum by name."""
-    total = sum(launch.us for launch in launches)
-    span = launches[-1].start_us + launches[-1].us
-    console = Console(width=None if Console().is_terminal else 150)
-    table = Table("place", "kernel", title=title, title_justify="left")
-    for heading in ("us", "share", "grid", "block", "registers", "shared bytes"):
+    """Prints the launches, those that add most to the run first, then their sum by name."""
+    span = sum(launch.adds_us for launch in launches)
+    idle = sum(max(0.0, launch.adds_us - launch.us) for launch in launches)
+    console = Console(width=None if Console().is_terminal else 180)
+    table = Table("place", "layer", "kernel", title=title, title_justify="left")
+    for heading in ("us", "adds us", "share", "grid", "block", "registers", "shared bytes"):
         table.add_column(heading, justify="right")
-    for launch in sorted(launches, key=lambda launch: -launch.us)[: rows or None]:
+    for launch in sorted(launches, key=lambda launch: -launch.adds_us)[: rows or None]:
         table.add_row(
             str(launch.place),
+            launch.layer,
             launch.name,
             f"{launch.us:.2f}",
-            f"{launch.us / total:.1%}",
+            f"{launch.adds_us:.2f}",
+            f"{launch.adds_us / span:.1%}",
             "x".join(map(str, launch.grid or [])),
             "x".join(map(str, launch.block or [])),
             "" if launch.registers is None else str(launch.registers),
@@ -223,14 +265,14 @@ def show(launches: list[Launch], title: str, rows: int) -> None:
     console.print(table)
     sums: dict[str, list[float]] = defaultdict(list)
     for launch in launches:
-        sums[launch.name].append(launch.us)
+        sums[launch.name].append(launch.adds_us)
     table = Table("kernel", title="by kernel", title_justify="left")
-    for heading in ("launches", "us", "share"):
+    for heading in ("launches", "adds us", "share"):
         table.add_column(heading, justify="right")
     for name, times in sorted(sums.items(), key=lambda item: -sum(item[1])):
-        table.add_row(name, str(len(times)), f"{sum(times):.2f}", f"{sum(times) / total:.1%}")
+        table.add_row(name, str(len(times)), f"{sum(times):.2f}", f"{sum(times) / span:.1%}")
     console.print(table)
     console.print(
-        f"{len(launches)} launches, {total:.1f} us of kernels in {span:.1f} us:"
-        f" {1 - total / span:.1%} of a run is between kernels\n"
+        f"{len(launches)} launches in {span:.1f} us, as recorded;"
+        f" nothing runs in {idle / span:.1%} of it\n"
     )

@@ -1,0 +1,452 @@
+"""``python -m bench ops``: each distinct layer of a network, ours beside torch's, in one run.
+
+A layer is a node of the compiled graph, taken out of it. On a GPU four of it run one after another
+in one captured graph, each on weights and activations of its own; a layer's time is a quarter of
+the graph's. torch's operator runs in a graph of the same making: cuDNN's convolution, cuBLAS's
+product, the fused attention, alone, without the bias, the residual and the activation that ours
+computes too. On a CPU both run one at a time, calls included. Ours is checked first, and both are
+timed in turn, round after round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from max.driver import Buffer, Device
+from max.dtype import DType
+from max.engine import CompiledModel, InferenceSession, read
+from max.engine import Model as Executable
+from max.graph import DeviceRef
+from rich.console import Console
+from rich.table import Table
+
+from bench.__main__ import FAILED, dtypes
+from bench.ceilings import Ceilings, ceilings
+from bench.compile import compiled_note, layers_artifact
+from bench.engines import TORCH, captured
+from bench.environment import environment
+from bench.layers import COPIES, Layer, distinct, layer_module, network_nodes
+from bench.profile import launches_of, short
+from bench.records import check_path, write
+from bench.references import checkpoint, reference_model
+from bench.timing import Clock, HostClock, MaxClock, TorchClock, percentiles, rounded, sample
+from graphs import nodes
+from graphs.errors import ArgumentError
+from graphs.preprocess import Preprocess
+from graphs.session import DTYPES, find_device, find_dtype
+
+ROUNDS = 4
+CHECKED = 8
+"""Images of a batch that are compared with float32."""
+EPS = 64 * float(np.finfo(np.float32).eps)
+
+Tensors = list[torch.Tensor]
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass
+class Network:
+    """The layers of a network, compiled.
+
+    Attributes:
+        layers: Each with the names of its nodes.
+        executables: A graph a layer.
+        weights: Of each layer and copy, as ``Layer.weights`` draws them.
+    """
+
+    layers: dict[Layer, list[str]]
+    executables: list[Executable]
+    weights: list[list[dict[str, np.ndarray]]]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures every layer that was asked for, prints a table and writes the records."""
+    device = find_device(options.device)
+    gpu = not device.is_host
+    if gpu and not torch.cuda.is_available():
+        sys.stderr.write("error: bench ops expects a torch with CUDA on a GPU\n")
+        return 2
+    check_path(options.json)
+    facts: dict[str, Any] = {**environment(), **compiled_note(options.precompiled)}
+    facts["method"] = " ".join((__doc__ or "").split("\n\n", 1)[1].split())
+    facts["ceilings"] = {}
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = True
+    records: list[dict[str, Any]] = []
+    for name in options.models:
+        for dtype in dtypes(options, gpu):
+            find_dtype(dtype, device)
+            found = network(name, DTYPES[dtype], device, options.precompiled)
+            limits = ceilings(dtype, gpu)
+            facts["ceilings"][dtype] = limits.record()
+            for batch in options.batches:
+                cell = {"model": Path(name).name, "dtype": dtype, "batch": batch}
+                cell["device"] = "cpu" if device.is_host else f"gpu:{device.id}"
+                rows = []
+                for i in range(len(found.layers)):
+                    rows.append({**cell, **measure(found, i, device, batch, limits, options)})
+                    if options.json:
+                        write(options.json, facts, records + rows)
+                records += rows
+                show(rows)
+            del found
+            gc.collect()
+    return 0 if all(record["passed"] for record in records) else FAILED
+
+
+def network(name: str, dtype: DType, device: Device, precompiled: Path | None) -> Network:
+    """Takes a network apart and compiles its layers, or reads them from ``precompiled``.
+
+    Raises:
+        ArgumentError: If the folder lacks them.
+    """
+    copies = 1 if device.is_host else COPIES
+    model = checkpoint(name, reference_model(name))
+    prepare = Preprocess.from_config(model.preprocess)
+    place = DeviceRef.from_device(device)
+    layers = distinct(network_nodes(model, place, dtype, (prepare.height, prepare.width)))
+    module, parameters, weights = layer_module(list(layers), place, dtype, copies)
+    session = InferenceSession(devices=[device])
+    compiled: CompiledModel
+    if precompiled is None:
+        compiled = session.compile(module, custom_extensions=[nodes.OPS])
+    else:
+        path = layers_artifact(precompiled, name, dtype.name)
+        if not path.is_file():
+            raise ArgumentError(
+                f"precompiled expects {path.name} in {precompiled} but it is not there;"
+                " make it with python -m bench compile --layers"
+            )
+        compiled = read(path)
+    models = session.init_all(compiled, weights_registry=parameters.registry(device))
+    return Network(layers, [models[f"layer{i}"] for i in range(len(layers))], weights)
+
+
+def measure(
+    found: Network,
+    index: int,
+    device: Device,
+    batch: int,
+    limits: Ceilings,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Checks and times one layer."""
+    gpu = not device.is_host
+    place = "cuda" if gpu else "cpu"
+    layer, names = list(found.layers.items())[index]
+    copies = len(found.weights[index])
+    dtype = TORCH[next(y.dtype.name for y in layer.outputs)]
+    values = [_values(layer, batch, place, seed) for seed in range(copies)]
+    record: dict[str, Any] = {
+        "engine": "maxvision", "layer": layer.title(), "op": layer.op,
+        "epilogue": dict(layer.parameters).get("epilogue", ""),
+        "count": len(names), "names": names,
+    }  # fmt: skip
+    executable = found.executables[index]
+    inputs = [Buffer.from_dlpack(x) for copy in values for x in copy]
+    if gpu:
+        torch.cuda.synchronize()  # MAX works in a queue of its own
+    outputs = executable.execute(*inputs)
+    if gpu:
+        del outputs
+        outputs = executable.capture(batch, *inputs)
+
+    def ours() -> None:
+        if gpu:
+            executable.replay(batch, *inputs)
+        else:
+            executable.execute(*inputs)
+
+    ours()
+    clock: Clock = MaxClock(device) if gpu else HostClock()
+    clock.wait()
+    each = len(layer.outputs)
+    last = copies - 1
+    got = [torch.from_dlpack(y)[:CHECKED].float().cpu() for y in outputs[last * each :]]
+    record |= _check(layer, got, values[last], found.weights[index][last], dtype)
+    timed: dict[str, tuple[Clock, Callable[[], Any]]] = {"ours": (clock, ours)}
+    operator = OPERATORS.get(layer.op) if options.peers else None
+    if operator:
+        weights = [
+            {name: _weight(array, place, dtype) for name, array in copy.items()}
+            for copy in found.weights[index]
+        ]
+        ready = [operator.prepare(layer, x, w, dtype) for x, w in zip(values, weights, strict=True)]
+
+        @torch.inference_mode()
+        def theirs() -> list[Any]:
+            return [operator.run(layer, x, w, False) for x, w in zip(ready, weights, strict=True)]
+
+        timed["theirs"] = (
+            TorchClock() if gpu else HostClock(),
+            captured(theirs) if gpu else theirs,
+        )
+    samples: dict[str, list[float]] = {name: [] for name in timed}
+    for name, (ticks, step) in itertools.chain(*[timed.items()] * ROUNDS):
+        samples[name] += sample(ticks, step, options.seconds / ROUNDS)
+    spent = {name: percentiles(times) for name, times in samples.items()}
+    ms = spent["ours"]["p50_ms"] / copies
+    flops, moved = layer.flops(batch), layer.traffic(batch)
+    floor = limits.floor(flops, moved)
+    record |= {
+        "us": rounded(ms * 1e3),
+        "p90_us": rounded(spent["ours"]["p90_ms"] / copies * 1e3),
+        "tflops_per_s": rounded(flops / ms / 1e9),
+        "gb_per_s": rounded(moved / ms / 1e6),
+        "floor_us": rounded(floor * 1e3),
+        "bound": "compute" if floor > limits.floor(0, moved) else "memory",
+        "share_of_roofline": rounded(floor / ms, 3),
+    }
+    if "theirs" in spent:
+        peer = spent["theirs"]["p50_ms"] / copies
+        record |= {
+            "peer": operator.name,
+            "peer_us": rounded(peer * 1e3),
+            "of_peer": rounded(ms / peer, 3),
+        }
+    if gpu:
+        record |= {"kernel": _kernels(ours, clock, copies)}
+        if "theirs" in timed:
+            record |= {"peer_kernel": _kernels(timed["theirs"][1], timed["theirs"][0], copies)}
+        executable.release_captured_graph(batch)
+        del outputs, values, inputs, timed
+        torch.cuda.empty_cache()
+    return record
+
+
+def _kernels(step: Callable[[], Any], clock: Clock, copies: int) -> list[dict[str, Any]]:
+    """Names the kernels of a layer, with the blocks of each: the tile is in the name of ours."""
+    found = launches_of(step, clock.wait, 1)
+    return [
+        {"name": short(each.symbol), "blocks": each.grid and int(np.prod(each.grid))}
+        for each in found[: len(found) // copies]
+    ]
+
+
+def _values(layer: Layer, batch: int, place: str, seed: int) -> Tensors:
+    random = torch.Generator(place).manual_seed(seed)
+    found = []
+    for each in layer.values:
+        shape = each.sizes(batch)
+        if each.dtype == DType.uint8:
+            x = torch.randint(0, 256, shape, generator=random, device=place, dtype=torch.uint8)
+        else:
+            x = torch.randn(shape, generator=random, device=place, dtype=TORCH[each.dtype.name])
+        found.append(x)
+    return found
+
+
+def _weight(array: np.ndarray, place: str, dtype: torch.dtype) -> torch.Tensor:
+    """Makes torch's weight: [F, C, R, S], channels last, of a filter [R, S, C, F]."""
+    made = torch.from_numpy(array).to(place, dtype)
+    if made.ndim != 4:
+        return made
+    return made.permute(3, 2, 0, 1).contiguous(memory_format=torch.channels_last)
+
+
+@torch.inference_mode()
+def _check(
+    layer: Layer,
+    got: Tensors,
+    values: Tensors,
+    weights: dict[str, np.ndarray],
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Compares the first images with torch in float32, or float64, from the same rounded numbers.
+
+    Twice the error that torch itself makes at the layer's dtype is allowed.
+    """
+    operator = OPERATORS.get(layer.op)
+    if operator is None:
+        return {"passed": True}
+    place = values[0].device.type
+
+    def answer(at: torch.dtype) -> Tensors:
+        rounded_first = {
+            name: _weight(array, place, torch.float32 if array.ndim == 1 else dtype).to(at)
+            for name, array in weights.items()
+        }
+        few = [x[:CHECKED] for x in values]
+        ready = operator.prepare(layer, few, rounded_first, at)
+        ready = [x.to(at) if x.is_floating_point() else x for x in ready]
+        found = operator.run(layer, ready, rounded_first, True)
+        return [y.double().cpu() for y in (found if isinstance(found, tuple) else (found,))]
+
+    truth = answer(torch.float64 if dtype == torch.float32 else torch.float32)
+    plain = answer(dtype)
+    error, theirs = _relative(got, truth), _relative(plain, truth)
+    return {
+        "max_rel_err": rounded(error),
+        "torch_rel_err": rounded(theirs),
+        "passed": bool(error <= 2 * theirs + EPS),  # NaN is not
+    }
+
+
+def _relative(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
+    return max(
+        float((a.reshape(b.shape) - b).abs().max() / b.abs().max())
+        for a, b in zip(got, truth, strict=True)
+    )
+
+
+# torch's side. ``whole`` adds what ours computes and the timed operator leaves out.
+
+
+def _nchw(x: torch.Tensor) -> torch.Tensor:
+    return x.permute(0, 3, 1, 2)
+
+
+def _ended(layer: Layer, y: torch.Tensor, residual: Tensors) -> torch.Tensor:
+    """Adds the residual and the activation of an epilogue."""
+    for each in residual:
+        y = y + each
+    name = layer.parameter("epilogue")
+    return F.relu(y) if "relu" in name else F.gelu(y) if name == "gelu" else y
+
+
+def _conv2d(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
+    _, _, *pairs, groups = layer.setting()
+    bias = w["1.bias"] if whole else None
+    y = F.conv2d(_nchw(x[0]), w["1.filter"], bias, pairs[:2], pairs[2:4], pairs[4:6], groups)
+    y = y.permute(0, 2, 3, 1)
+    return _ended(layer, y, x[1:]) if whole else y
+
+
+def _linear(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
+    y = F.linear(x[0], w["1.filter"][:, :, 0, 0], w["1.bias"] if whole else None)
+    return _ended(layer, y, x[1:]) if whole else y
+
+
+def _attention(layer: Layer, x: Tensors, _: Weights, whole: bool) -> torch.Tensor:
+    depth, scale = layer.parameter("depth"), layer.inputs[-1].numbers[0]
+    q, k, v = (each.unflatten(2, (-1, depth)).transpose(1, 2) for each in x)
+    y = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    return y.transpose(1, 2).flatten(2) if whole else y
+
+
+def _layernorm(layer: Layer, x: Tensors, w: Weights, _: bool) -> torch.Tensor:
+    return F.layer_norm(x[0], x[0].shape[-1:], w["1"], w["2"], layer.inputs[3].numbers[0])
+
+
+def _stem(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
+    """Takes pixels that are normalised already."""
+    stride, padding = layer.setting()[2], layer.setting()[4]
+    y = F.conv2d(_nchw(x[0]), w["3.filter"], w["3.bias"] if whole else None, stride, padding)
+    if layer.op == "stem_maxpool":
+        y = F.max_pool2d(F.relu(y) if whole else y, 3, 2, 1)
+        return y.permute(0, 2, 3, 1)
+    y = y.permute(0, 2, 3, 1)
+    return F.layer_norm(y, y.shape[-1:], w["5"], w["6"], layer.inputs[7].numbers[0])
+
+
+def _qkv(layer: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
+    token, h, width, _, pad_q, pad_kv, stride = layer.setting()
+    c = x[0].shape[-1]
+    y = F.layer_norm(x[0], (c,), w["1"], w["2"], layer.inputs[-2].numbers[0])
+    image = _nchw(y[:, token:].unflatten(1, (h, width)))
+    found = []
+    for j, step, pad in ((3, 1, pad_q), (5, stride, pad_kv), (7, stride, pad_kv)):
+        bias = w[f"{j}.bias"] if whole else None
+        part = F.conv2d(image, w[f"{j}.filter"], bias, step, pad, groups=c)
+        part = part.permute(0, 2, 3, 1)
+        found.append(torch.cat([y[:, :token], part.flatten(1, 2)], 1) if whole else part)
+    return tuple(found)
+
+
+def _pool(layer: Layer, x: Tensors, _: Weights, __: bool) -> torch.Tensor:
+    pool = F.max_pool2d if layer.op == "maxpool" else F.avg_pool2d
+    numbers = layer.setting()
+    return pool(_nchw(x[0]), numbers[:2], numbers[2:4], numbers[4:6]).permute(0, 2, 3, 1)
+
+
+def _normalize(layer: Layer, x: Tensors, w: Weights, _: bool) -> torch.Tensor:
+    return ((x[0] - w["1"]) * w["2"]).to(TORCH[layer.outputs[0].dtype.name])
+
+
+def _token(_: Layer, x: Tensors, w: Weights, __: bool) -> torch.Tensor:
+    token = w["1"].expand(len(x[0]), 1, -1)
+    return torch.cat([token, x[0]], 1)
+
+
+def _as_it_is(_: Layer, x: Tensors, __: Weights, ___: torch.dtype) -> Tensors:
+    return x
+
+
+def _normalised(_: Layer, x: Tensors, w: Weights, dtype: torch.dtype) -> Tensors:
+    return [((x[0].float() - w["1"].float()) * w["2"].float()).to(dtype)]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """torch's version of a layer.
+
+    Attributes:
+        name: Of what is timed.
+        run: Computes it, of values as ours takes them, NHWC.
+        prepare: Makes the values that it takes, outside the time.
+    """
+
+    name: str
+    run: Callable[[Layer, Tensors, Weights, bool], Any]
+    prepare: Callable[[Layer, Tensors, Weights, torch.dtype], Tensors] = _as_it_is
+
+
+OPERATORS = {
+    "conv2d": Operator("conv2d", _conv2d),
+    "conv2d_add": Operator("conv2d", _conv2d),
+    "bmm": Operator("linear", _linear),
+    "bmm_add": Operator("linear", _linear),
+    "attention": Operator("scaled_dot_product_attention", _attention),
+    "layernorm": Operator("layer_norm", _layernorm),
+    "stem_maxpool": Operator("conv2d, max_pool2d", _stem, _normalised),
+    "stem_layernorm": Operator("conv2d, layer_norm", _stem, _normalised),
+    "depthwise_qkv": Operator("layer_norm, 3 conv2d", _qkv),
+    "maxpool": Operator("max_pool2d", _pool),
+    "avgpool": Operator("avg_pool2d", _pool),
+    "normalize": Operator("sub, mul", _normalize),
+    "class_token": Operator("cat", _token),
+}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints a row a layer in the network's order, and their sum."""
+    first = rows[0]
+    title = f"{first['model']}, {first['dtype']}, batch {first['batch']}, {first['device']}"
+    table = Table("layer", "op", title=title, title_justify="left")
+    gpu = any("kernel" in row for row in rows)
+    for heading in ("times", "us", "torch us", "ours is", "TFLOP/s", "GB/s", "roofline", "error"):
+        table.add_column(heading, justify="right")
+    if gpu:
+        table.add_column("kernel")
+    for row in rows:
+        kernel = ", ".join(f"{k['name']} in {k['blocks']}" for k in row.get("kernel", ()))
+        table.add_row(
+            f"{row['layer']}",
+            f"{row['op'].removesuffix('_add')} {row['epilogue']}".removesuffix(" none").strip(),
+            str(row["count"]),
+            f"{row['us']:.2f}",
+            f"{row['peer_us']:.2f}" if "peer_us" in row else "",
+            f"{row['of_peer']:.2f} x" if "of_peer" in row else "",
+            f"{row['tflops_per_s']:.3g}" if row["tflops_per_s"] else "",
+            f"{row['gb_per_s']:,.0f}",
+            f"{row['share_of_roofline']:.0%}",
+            ("" if row["passed"] else "WRONG ") + f"{row.get('max_rel_err', 0):.0e}",
+            *([kernel] if gpu else []),
+        )
+    both = [row for row in rows if "peer_us" in row]
+    ours, theirs = (sum(row["count"] * row[key] for row in both) for key in ("us", "peer_us"))
+    if theirs:
+        count = str(sum(row["count"] for row in both))
+        sums = (f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f} x")
+        table.add_row("all that torch has", "", count, *sums)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
