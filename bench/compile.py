@@ -31,11 +31,6 @@ def compiled_note(folder: Path | None) -> dict[str, Any]:
     return {"compiled": note, "commit": note["commit"]}
 
 
-def layers_artifact(folder: Path, name: str, dtype: str) -> Path:
-    """Names the file of a network's compiled layers."""
-    return artifact(folder, name, f"{dtype}-layers")
-
-
 def run(options: argparse.Namespace) -> int:
     """Compiles, and notes the commit and versions beside the files."""
     for name in options.dtypes:
@@ -61,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
                 place = DeviceRef.from_device(device)
                 layers = distinct(network_nodes(model, place, DTYPES[dtype], size))
                 module, *_ = layer_module(list(layers), place, DTYPES[dtype], COPIES)
-                path = layers_artifact(options.out, name, dtype)
+                path = artifact(options.out, name, f"{dtype}-layers")
                 session = InferenceSession(devices=[device])
                 session.compile(module, custom_extensions=[nodes.OPS]).export_mef(path)
                 print(f"{path}: {time.perf_counter() - start:.0f} s", flush=True)

@@ -267,10 +267,8 @@ class Torch:
         return self._host[turn % HOST_RING]
 
 
-def peers(
-    reference: Any, images: Images, dtype: str, *, autotune: bool = False
-) -> dict[str, Callable[[], Engine]]:
-    """Names the peers of a model and how to make them; making one may compile for minutes.
+def peers(reference: Any, images: Images, dtype: str) -> dict[str, Callable[[], Engine]]:
+    """Says how to make each peer of a model; making one may compile for minutes.
 
     ``torch-compile`` copies its input at each call, as it must for a user (10 us of ResNet-50's
     time at batch 1 on an H200); ``torch-compile-graph`` is the same code in a graph that reads the
@@ -285,21 +283,27 @@ def peers(
     def made(name: str, prepare: Callable[..., Callable[[], torch.Tensor]], *more: Any) -> Any:
         return lambda: Torch(name, images, kind, lambda x: prepare(placed(), x, *more))
 
-    if not images.gpu:
-        return {
-            "torch-eager": made("torch-eager", _eager),
-            "torch-compile": made("torch-compile", _compiled, "default"),
-        }
-    found = {
-        "torch-eager-graph": made("torch-eager-graph", _graph),
-        "torch-compile": made("torch-compile", _compiled, "reduce-overhead"),
-        "torch-compile-graph": made("torch-compile-graph", _compiled_graph, "default"),
+    ways: dict[str, Any] = {
+        "torch-eager": (_eager,),
+        "torch-eager-graph": (_graph,),
+        "torch-compile": (_compiled, "reduce-overhead" if images.gpu else "default"),
+        "torch-compile-graph": (_compiled_graph, "default"),
+        "torch-max-autotune": (_compiled, "max-autotune"),
+        "torch-mojo-backend": (_mojo,),
     }
+    return {name: made(name, *way) for name, way in ways.items()}
+
+
+def peer_names(gpu: bool, autotune: bool = False) -> list[str]:
+    """Names the peers that are at hand."""
+    if not gpu:
+        return ["torch-eager", "torch-compile"]
+    names = ["torch-eager-graph", "torch-compile", "torch-compile-graph"]
     if autotune:
-        found["torch-max-autotune"] = made("torch-max-autotune", _compiled, "max-autotune")
+        names.append("torch-max-autotune")
     if importlib.util.find_spec("torch_mojo_backend"):
-        found["torch-mojo-backend"] = made("torch-mojo-backend", _mojo)
-    return found
+        names.append("torch-mojo-backend")
+    return names
 
 
 def _pinned(x: torch.Tensor) -> torch.Tensor:

@@ -1,60 +1,71 @@
-"""``python -m bench models``: whole networks, ours beside torch's, in one process and run.
+"""``python -m bench models``: whole networks, ours beside torch's, in one run.
 
 Every engine of a cell (model, dtype, batch) is checked first and then timed in turn, round after
-round, so that clocks and heat are the same for all. ``compute`` is what the device takes for one
-run, between two marks around each of many that are enqueued back to back; a fresh input is copied
-into place before each, outside the marks, from a ring of random images larger than twice the L2
-cache. A ``request`` is what a caller waits for: host array in, host array out, one at a time.
+round, so that clocks and heat are the same for all. Each has a process of its own, which waits
+while another one's turn is; if it crashes, its cell is lost and nothing else. ``compute`` is what
+the device takes for one run, between two marks around each of many that are enqueued back to back;
+a fresh input is copied into place before each, outside the marks, from a ring of random images
+larger than twice the L2 cache. A ``request`` is what a caller waits for: host array in, host array
+out, one at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import itertools
-import json
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from max.driver import Device
 from rich.console import Console
 from rich.table import Table
 
-from bench import power
 from bench.__main__ import FAILED, dtypes
 from bench.ceilings import Ceilings, ceilings
-from bench.compile import NOTE
-from bench.engines import TORCH, Engine, Images, Maxvision, peers
+from bench.compile import compiled_note
+from bench.engines import TORCH, Images, peer_names
 from bench.environment import environment
-from bench.references import our_model, reference_model
-from bench.timing import percentiles, rounded, sample
-from graphs.session import DTYPES, Model, find_device, find_dtype
+from bench.records import check_path, write
+from bench.references import checkpoint, find_artifact, reference_model
+from bench.stand import CHECKED, Cell, Stand
+from bench.timing import percentiles, rounded
+from bench.workers import Lost, Worker
+from graphs.preprocess import Preprocess
+from graphs.session import find_device, find_dtype
 from weights.macs import macs
 
 ROUNDS = 4
-CHECKED = (1, 0)
-"""Batches of the host's ring; an engine is set up with batch 0, and might have kept its answer."""
-
 EPS = 64 * float(np.finfo(np.float32).eps)
 CHUNK = 64
 """Images at a time through the float32 reference."""
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measures everything that was asked for, prints it and writes it."""
+class Callee(Protocol):
+    """Passes calls on to a ``Stand``."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be called."""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method."""
+
+    def stop(self) -> None:
+        """Ends it."""
+
+
+def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worker(Stand)) -> int:
+    """Measures everything that was asked for, prints it and writes it after every cell."""
     device = find_device(options.device)
     gpu = not device.is_host
     if gpu and not torch.cuda.is_available():
         sys.stderr.write("error: bench models expects a torch with CUDA on a GPU\n")
         return 2
-    records: list[dict[str, Any]] = []
-    facts: dict[str, Any] = {**environment(), **_compiled(options.precompiled)}
+    check_path(options.json)
+    facts: dict[str, Any] = {**environment(), **compiled_note(options.precompiled)}
     facts["method"] = " ".join((__doc__ or "").split("\n\n", 1)[1].split())
     facts["tf32"] = options.tf32
     if gpu:
@@ -63,164 +74,125 @@ def run(options: argparse.Namespace) -> int:
     names = dtypes(options, gpu)
     for dtype in names:
         find_dtype(dtype, device)
-    for name in options.models:
-        reference = reference_model(name)
+    references = {name: reference_model(name) for name in options.models}
+    for name in options.models if options.precompiled else ():
         for dtype in names:
-            _tf32(options.tf32)
-            if dtype not in facts["ceilings"]:
-                facts["ceilings"][dtype] = ceilings(dtype, gpu)
-            ours = our_model(name, reference, device, DTYPES[dtype], options.precompiled)
-            for batch in options.batches:
-                found = list(measure(name, reference, ours, device, batch, options, facts))
-                records += found
-                print_cell(found)
-                if options.json:
-                    write(options.json, facts, records)
-            del ours
-            gc.collect()
-    return 0 if all(record["passed"] for record in records) else FAILED
+            find_artifact(options.precompiled, name, dtype)
+    engines = ["maxvision", *(peer_names(gpu, options.autotune) if options.peers else ())]
+    callees: dict[str, Callee] = {}
+    records: list[dict[str, Any]] = []
+    try:
+        for name, reference in references.items():
+            model = checkpoint(name, reference)
+            prepare = Preprocess.from_config(model.preprocess)
+            for dtype in names:
+                limits = ceilings(dtype, gpu)
+                facts["ceilings"].setdefault(dtype, limits.record())
+                for batch in options.batches:
+                    images = Images.of(prepare, batch, gpu)
+                    place = "cpu" if device.is_host else f"gpu:{device.id}"
+                    cell = Cell(name, dtype, images, place, options.precompiled, options.tf32)
+                    for engine in engines:
+                        if engine not in callees or not callees[engine].alive:
+                            callees[engine] = start()
+                    operations = 2.0 * macs(model.spec, images.size[0]) * batch
+                    found = list(measure(cell, reference, callees, operations, limits, options))
+                    records += found
+                    print_cell(found)
+                    if options.json:
+                        write(options.json, facts, records)
+    finally:
+        for callee in callees.values():
+            callee.stop()
+    bad = [r for r in records if not r["passed"] and ("lost" not in r or r["engine"] == engines[0])]
+    return FAILED if bad else 0
 
 
 def measure(
-    name: str,
+    cell: Cell,
     reference: Any,
-    ours: Model,
-    device: Device,
-    batch: int,
+    callees: dict[str, Callee],
+    flops: float,
+    limits: Ceilings,
     options: argparse.Namespace,
-    facts: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """Measures one cell: a record an engine, ours first."""
-    dtype, gpu = ours.dtype, not device.is_host
-    images = Images.of(ours.preprocess, batch, gpu)
-    limits: Ceilings = facts["ceilings"][dtype]
+    """Measures one cell: a record an engine, ours first.
+
+    An engine that raises or whose process ends is lost for this cell: its record says why.
+    """
+    images, dtype = cell.images, cell.dtype
     truth = [_logits(reference, images, turn, torch.float32) for turn in CHECKED]
     plain = [_logits(reference, images, turn, TORCH[dtype]) for turn in CHECKED]
     eager = relative(plain, truth)
-    flops = 2.0 * macs(ours.spec, images.size[0]) * batch
-    floor = limits.floor(flops, traffic(reference, images.size, batch, TORCH[dtype].itemsize))
-    makers: dict[str, Any] = {"maxvision": lambda: Maxvision(ours, device, images)}
-    if options.peers:
-        makers |= peers(reference, images, dtype, autotune=options.autotune)
-    engines: list[Engine] = []
+    size = TORCH[dtype].itemsize
+    floor = limits.floor(flops, traffic(reference, images.size, images.batch, size))
     records: dict[str, dict[str, Any]] = {}
-    for engine_name, make in makers.items():
-        record: dict[str, Any] = {
-            "model": Path(name).name, "dtype": dtype, "batch": batch,
-            "device": ours.device, "engine": engine_name,
+    left = dict(callees)
+
+    def each(step: Callable[[str, Callee], None]) -> None:
+        """Does a step with every engine that is left."""
+        for name, callee in list(left.items()):
+            try:
+                step(name, callee)
+            except Lost as problem:
+                records[name] |= {"passed": False, "lost": str(problem)}
+                sys.stderr.write(f"{name} is lost: {problem}\n")
+                del left[name]
+
+    def opened(name: str, callee: Callee) -> None:
+        records[name] = {
+            "model": Path(cell.model).name, "dtype": dtype, "batch": images.batch,
+            "device": cell.device, "engine": name,
         }  # fmt: skip
-        start = time.perf_counter()
-        try:
-            engine = make()
-        except Exception as problem:
-            if engine_name == "maxvision":
-                raise
-            reason = f"{type(problem).__name__}: {problem}".partition("\n")[0]
-            sys.stderr.write(f"{engine_name} is left out: {reason}\n")
-            continue
-        record["setup_s"] = rounded(time.perf_counter() - start, 3)
-        error = relative([engine.answer(turn) for turn in CHECKED], truth)
-        record["max_rel_err"] = rounded(error)
-        record["torch_rel_err"] = rounded(eager)
-        record["memory_mb"] = engine.memory and round(engine.memory / 1e6)
-        times = 2 if engine_name == "maxvision" else 4
-        allowed = times * eager + EPS
-        record["passed"] = bool(error <= allowed)  # NaN is not
-        records[engine_name] = record
-        if record["passed"]:
-            engines.append(engine)
-    samples = _rounds(engines, options.seconds)
-    for engine in engines:
-        record = records[engine.name]
-        record |= samples[engine.name]
-        middle = record["p50_ms"]
-        record["images_per_s"] = rounded(batch / middle * 1e3)
-        record["tflops_per_s"] = rounded(flops / middle / 1e9)
-        record["floor_ms"] = rounded(floor)
-        record["share_of_roofline"] = rounded(floor / middle, 3)
-        if gpu and options.energy:
-            record |= _energy(engine, device.id)
-        # Memory that another engine took over would show only now.
-        error = relative([engine.answer(turn) for turn in CHECKED], truth)
-        record["passed"] &= bool(error <= 2 * record["max_rel_err"] + EPS)
-    for engine in engines:
-        engine.close()
-    del engines
-    gc.collect()
-    if gpu:
-        torch.cuda.empty_cache()
-    best = min(
-        (r["p50_ms"] for n, r in records.items() if n != "maxvision" and r["passed"]),
-        default=None,
-    )
-    if best and records["maxvision"]["passed"]:
-        records["maxvision"]["of_best_peer"] = rounded(records["maxvision"]["p50_ms"] / best, 3)
-    yield from records.values()
-
-
-def _rounds(engines: list[Engine], seconds: float) -> dict[str, dict[str, Any]]:
-    """Times the engines in turn, ``ROUNDS`` times, and sums each one's samples up."""
-    samples = {engine.name: Samples() for engine in engines}
-    for _ in range(ROUNDS):
-        for engine in engines:
-            samples[engine.name].add(engine, seconds / ROUNDS)
-    return {name: found.record() for name, found in samples.items()}
-
-
-@dataclass
-class Samples:
-    """Times of one engine, ms: the network, the copies at both its ends, whole requests."""
-
-    compute: list[float] = field(default_factory=list)
-    up: list[float] = field(default_factory=list)
-    down: list[float] = field(default_factory=list)
-    request: list[float] = field(default_factory=list)
-    turns: Iterator[int] = field(default_factory=itertools.count)
-
-    def add(self, engine: Engine, seconds: float) -> None:
-        """Takes samples for about ``seconds``."""
-
-        def feed() -> None:
-            engine.feed(next(self.turns))
-
-        def upload() -> None:
-            engine.upload(next(self.turns))
-
-        self.compute += sample(engine.clock, engine.compute, 0.7 * seconds, feed)
-        self.up += sample(engine.clock, upload, 0.05 * seconds)
-        self.down += sample(engine.clock, engine.download, 0.05 * seconds)
-        end = time.perf_counter() + 0.2 * seconds
-        while time.perf_counter() < end or len(self.request) < 3:
-            start = time.perf_counter()
-            engine.answer(next(self.turns))
-            self.request.append((time.perf_counter() - start) * 1e3)
-
-    def record(self) -> dict[str, Any]:
-        """Sums the samples up, as the JSON names them."""
-        return {
-            **percentiles(self.compute),
-            "samples": len(self.compute),
-            "host_to_device_ms": percentiles(self.up)["p50_ms"],
-            "device_to_host_ms": percentiles(self.down)["p50_ms"],
-            "request": percentiles(self.request),
+        bare = replace(cell, images=replace(images))  # without the pictures, which it makes itself
+        records[name] |= callee.call("open", name, bare)
+        error = relative(callee.call("answers"), truth)
+        allowed = (2 if name == "maxvision" else 4) * eager + EPS
+        records[name] |= {
+            "max_rel_err": rounded(error),
+            "torch_rel_err": rounded(eager),
+            "passed": bool(error <= allowed),  # NaN is not
         }
+        if not records[name]["passed"]:
+            callee.call("close")
+            del left[name]
 
+    samples: dict[str, dict[str, list[float]]] = {}
 
-def _energy(engine: Engine, index: int) -> dict[str, float]:
-    turns = itertools.count()
+    def sampled(name: str, callee: Callee) -> None:
+        for kind, times in callee.call("sample", options.seconds / ROUNDS).items():
+            samples.setdefault(name, {}).setdefault(kind, []).extend(times)
 
-    def step() -> None:
-        engine.feed(next(turns))
-        engine.compute()
+    def ended(name: str, callee: Callee) -> None:
+        record, times = records[name], samples[name]
+        record |= {**percentiles(times["compute"]), "samples": len(times["compute"])}
+        middle = record["p50_ms"]
+        record |= {
+            "host_to_device_ms": percentiles(times["up"])["p50_ms"],
+            "device_to_host_ms": percentiles(times["down"])["p50_ms"],
+            "request": percentiles(times["request"]),
+            "images_per_s": rounded(images.batch / middle * 1e3),
+            "tflops_per_s": rounded(flops / middle / 1e9),
+            "floor_ms": rounded(floor),
+            "share_of_roofline": rounded(floor / middle, 3),
+        }
+        if images.gpu and options.energy:
+            record |= callee.call("energy", int(cell.device.partition(":")[2] or 0))
+        # Memory that another engine took over would show only now.
+        error = relative(callee.call("answers"), truth)
+        record["passed"] &= bool(error <= 2 * record["max_rel_err"] + EPS)
+        callee.call("close")
 
-    found = power.load(step, engine.clock.wait, index)
-    if found is None:
-        return {}
-    return {
-        "joules_per_batch": rounded(found.watts / found.runs_per_s),
-        "watts": round(found.watts),
-        "sm_mhz": round(found.sm_mhz),
-    }
+    each(opened)
+    for _ in range(ROUNDS):
+        each(sampled)
+    each(ended)
+    ours = records["maxvision"]
+    others = [r for r in records.values() if r is not ours and r["passed"]]
+    if others and ours["passed"]:
+        best = min(record["p50_ms"] for record in others)
+        ours["of_best_peer"] = rounded(ours["p50_ms"] / best, 3)
+    yield from records.values()
 
 
 def relative(got: list[np.ndarray], truth: list[np.ndarray]) -> float:
@@ -240,6 +212,8 @@ def _logits(reference: Any, images: Images, turn: int, dtype: torch.dtype) -> np
     module = reference.to(place, dtype)
     parts = [module(part.to(place)).logits.float().cpu() for part in x.split(CHUNK)]
     reference.to("cpu", torch.float32)
+    if images.gpu:
+        torch.cuda.empty_cache()
     _tf32(allowed)
     return torch.cat(parts).numpy()
 
@@ -273,24 +247,6 @@ def traffic(reference: Any, size: tuple[int, int], batch: int, itemsize: int) ->
     return float(batch * (2 * outputs * itemsize + image) + held * itemsize)
 
 
-def _compiled(folder: Path | None) -> dict[str, Any]:
-    """Reads what ``bench compile`` noted, which stands in for a commit that is not known here."""
-    if folder is None or not (folder / NOTE).is_file():
-        return {}
-    note = json.loads((folder / NOTE).read_text())
-    return {"compiled": note, "commit": note["commit"]}
-
-
-def write(path: Path, facts: dict[str, Any], records: list[dict[str, Any]]) -> None:
-    """Writes what is known so far, a record a line."""
-    shown = {
-        **facts,
-        "ceilings": {dtype: limits.record() for dtype, limits in facts["ceilings"].items()},
-    }
-    lines = ",\n".join(json.dumps(record) for record in records)
-    path.write_text(f'{{"environment": {json.dumps(shown)},\n"records": [\n{lines}\n]}}\n')
-
-
 def print_cell(records: list[dict[str, Any]]) -> None:
     """Prints a row an engine."""
     first = records[0]
@@ -304,7 +260,9 @@ def print_cell(records: list[dict[str, Any]]) -> None:
     ours = first.get("p50_ms")
     for record in records:
         if not record["passed"]:
-            table.add_row(record["engine"], *[""] * 12, f"{record['max_rel_err']:.1e}", "WRONG")
+            error = f"{record['max_rel_err']:.1e}" if "max_rel_err" in record else ""
+            told = "LOST" if "lost" in record else "WRONG"
+            table.add_row(record["engine"], *[""] * 12, error, told)
             continue
         ratio = f"{ours / record['p50_ms']:.2f} x" if ours else ""
         table.add_row(

@@ -32,16 +32,15 @@ from rich.table import Table
 
 from bench.__main__ import FAILED, dtypes
 from bench.ceilings import Ceilings, ceilings
-from bench.compile import compiled_note, layers_artifact
+from bench.compile import compiled_note
 from bench.engines import TORCH, captured
 from bench.environment import environment
 from bench.layers import COPIES, Layer, distinct, layer_module, network_nodes
 from bench.profile import launches_of, short
 from bench.records import check_path, write
-from bench.references import checkpoint, reference_model
+from bench.references import checkpoint, find_artifact, reference_model
 from bench.timing import Clock, HostClock, MaxClock, TorchClock, percentiles, rounded, sample
 from graphs import nodes
-from graphs.errors import ArgumentError
 from graphs.preprocess import Preprocess
 from graphs.session import DTYPES, find_device, find_dtype
 
@@ -121,13 +120,7 @@ def network(name: str, dtype: DType, device: Device, precompiled: Path | None) -
     if precompiled is None:
         compiled = session.compile(module, custom_extensions=[nodes.OPS])
     else:
-        path = layers_artifact(precompiled, name, dtype.name)
-        if not path.is_file():
-            raise ArgumentError(
-                f"precompiled expects {path.name} in {precompiled} but it is not there;"
-                " make it with python -m bench compile --layers"
-            )
-        compiled = read(path)
+        compiled = read(find_artifact(precompiled, name, dtype.name, "layers"))
     models = session.init_all(compiled, weights_registry=parameters.registry(device))
     return Network(layers, [models[f"layer{i}"] for i in range(len(layers))], weights)
 
@@ -207,7 +200,7 @@ def measure(
         "bound": "compute" if floor > limits.floor(0, moved) else "memory",
         "share_of_roofline": rounded(floor / ms, 3),
     }
-    if "theirs" in spent:
+    if operator:
         peer = spent["theirs"]["p50_ms"] / copies
         record |= {
             "peer": operator.name,

@@ -31,7 +31,7 @@ from rich.table import Table
 from bench.__main__ import dtypes
 from bench.attribution import Recorded, attribute
 from bench.compile import compiled_note
-from bench.engines import Engine, Images, Maxvision, peers
+from bench.engines import Engine, Images, Maxvision, peer_names, peers
 from bench.environment import environment
 from bench.layers import network_nodes
 from bench.records import check_path, write
@@ -124,12 +124,12 @@ def _engine(
     if options.engine == "maxvision":
         ours = our_model(name, reference, device, DTYPES[dtype], options.precompiled)
         return Maxvision(ours, device, images)
-    makers = peers(reference, images, dtype, autotune=True)
-    if options.engine not in makers:
+    names = peer_names(gpu=True, autotune=True)
+    if options.engine not in names:
         raise ArgumentError(
-            f"engine expects maxvision, {', '.join(makers)} but is {options.engine!r}"
+            f"engine expects maxvision, {', '.join(names)} but is {options.engine!r}"
         )
-    return makers[options.engine]()
+    return peers(reference, images, dtype)[options.engine]()
 
 
 def named(

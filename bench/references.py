@@ -100,14 +100,23 @@ def our_model(
     if precompiled is None:
         model.compile()
         return model
-    path = artifact(precompiled, name, dtype.name)
+    model.adopt(find_artifact(precompiled, name, dtype.name))
+    return model
+
+
+def find_artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path:
+    """Finds a compiled graph, or those of the layers if ``option`` is ``layers``.
+
+    Raises:
+        ArgumentError: If the folder has none.
+    """
+    path = artifact(folder, name, f"{dtype}-{option}" if option else dtype)
     if not path.is_file():
         raise ArgumentError(
-            f"precompiled expects {path.name} in {precompiled} but it is not there;"
-            " make it with python -m bench compile"
+            f"precompiled expects {path.name} in {folder} but it is not there;"
+            f" make it with python -m bench compile{' --' + option if option else ''}"
         )
-    model.adopt(path)
-    return model
+    return path
 
 
 def artifact(folder: Path, name: str, dtype: str) -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from max.driver import CPU
 
 from bench import models
-from bench.__main__ import main
+from bench.__main__ import main, parser
 from bench.ceilings import Ceilings
-from bench.engines import Images
-from bench.references import NETWORKS, our_model, reference_model
+from bench.references import NETWORKS, reference_model
+from bench.stand import Cell, Stand
+from bench.workers import Lost, Worker
 from graphs.errors import ArgumentError
-from graphs.session import DTYPES
 from tests.graphs import reference
 
 KEYS = {"model", "dtype", "batch", "device", "engine", "p50_ms", "images_per_s", "max_rel_err"}
@@ -52,7 +53,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["compile", "--target", "sm_90a", "--out", "x", "--dtypes", "int3"], "dtypes expects"),
         (
             ["models", "--models", "resnet-18", "--device", "cpu", "--precompiled", "none"],
-            "precompiled expects resnet-18-float32.mef in none .* bench compile",
+            "precompiled expects resnet-18-float32.mef in none .* bench compile$",
+        ),
+        (
+            ["models", "--device", "cpu", "--json", "none/such.json"],
+            "json expects a file in a folder that exists but none does not",
         ),
     ],
 )
@@ -82,14 +87,60 @@ def test_a_missing_package_is_named(
     assert "expects the package torch" in capsys.readouterr().err
 
 
-def test_a_run_writes_what_the_report_reads(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares the measurement of the ceilings, and torch.compile, which takes a C++ compiler."""
     monkeypatch.setattr(models, "ceilings", lambda *_: Ceilings(1e11, 1e10))
-    monkeypatch.setattr(models, "peers", only_eager)
+    monkeypatch.setattr(models, "peer_names", lambda *_: ["torch-eager"])
+
+
+class Here:
+    """A ``Worker`` without a process."""
+
+    alive = True
+
+    def __init__(self, stand: Any) -> None:
+        self.stand = stand
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.stand, method)(*arguments)
+
+    def stop(self) -> None:
+        self.stand.close()
+
+
+class Stuck(Stand):
+    """Makes peers that keep their first answer, as torch.compile does of an input that it folds."""
+
+    def open(self, name: str, cell: Cell) -> dict[str, Any]:
+        record = super().open(name, cell)
+        if name != "maxvision":
+            first = self.engine.answer(0)
+            self.engine.answer = lambda turn: first  # type: ignore[method-assign]
+        return record
+
+
+class Dying(Stand):
+    """Loses its peers: their process ends without a word, or raises."""
+
+    def open(self, name: str, cell: Cell) -> dict[str, Any]:
+        return {} if name == "torch-eager" else super().open(name, cell)
+
+    def answers(self) -> list[np.ndarray]:
+        if self._engine is None:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().answers()
+
+
+def options_of(*arguments: str) -> argparse.Namespace:
+    return parser().parse_args(["models", "--device", "cpu", "--seconds", "0.05", *arguments])
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_run_writes_what_the_report_reads(tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    arguments = ["--models", tiny, "--device", "cpu", "--batches", "1,2", "--seconds", "0.05"]
-    assert main(["models", *arguments, "--json", str(path)]) == 0
+    options = options_of("--models", tiny, "--batches", "1,2", "--json", str(path))
+    assert models.run(options, lambda: Here(Stand())) == 0
     written = json.loads(path.read_text())
     assert {"cpu", "gpu", "commit", "max", "torch", "method", "ceilings"} <= set(
         written["environment"]
@@ -105,46 +156,51 @@ def test_a_run_writes_what_the_report_reads(
         assert record["images_per_s"] == pytest.approx(
             record["batch"] / record["p50_ms"] * 1e3, rel=1e-3
         )
-        assert record["max_rel_err"] < 1e-5
+        assert record["max_rel_err"] < 1e-5 and record["setup_s"] >= 0
         assert {"p50_ms", "p90_ms", "p99_ms"} == set(record["request"])
     ratio = records[0]["p50_ms"] / records[1]["p50_ms"]
     assert records[0]["of_best_peer"] == pytest.approx(ratio, rel=0.01)
+    assert "load_s" in records[0] and "load_s" not in records[2]
 
 
-def only_eager(*arguments: Any, **options: Any) -> dict[str, Any]:
-    """The peers without torch.compile, which takes a C++ compiler and its time."""
-    from bench.engines import peers
-
-    found = peers(*arguments, **options)
-    return {name: make for name, make in found.items() if name == "torch-eager"}
-
-
+@pytest.mark.usefixtures("limits")
 def test_an_engine_that_keeps_its_first_answer_is_caught(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As torch.compile does when it folds the input it was compiled with into a constant."""
-    options = argparse.Namespace(peers=True, autotune=False, seconds=0.05, energy=False)
-    network = reference_model(tiny)
-    ours = our_model(tiny, network, CPU(), DTYPES["float32"])
-
-    def stuck(reference: Any, images: Images, dtype: str, **_: Any) -> dict[str, Any]:
-        (made,) = only_eager(reference, images, dtype).values()
-
-        def make() -> Any:
-            engine = made()
-            first = engine.answer(0)
-            engine.answer = lambda turn: first
-            return engine
-
-        return {"torch-eager": make}
-
-    monkeypatch.setattr(models, "peers", stuck)
-    facts = {"ceilings": {"float32": Ceilings(1e11, 1e10)}}
-    mine, peer = models.measure(tiny, network, ours, CPU(), 2, options, facts)
+    path = tmp_path / "figures.json"
+    options = options_of("--models", tiny, "--batches", "2", "--json", str(path))
+    assert models.run(options, lambda: Here(Stuck())) == 1
+    mine, peer = json.loads(path.read_text())["records"]
     assert mine["passed"] and not peer["passed"]
     assert "p50_ms" not in peer and "of_best_peer" not in mine
-    models.print_cell([mine, peer])
     assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_peer_that_crashes_takes_nothing_with_it(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every engine in a process; the peer's dies in each cell, and is started anew."""
+    path = tmp_path / "figures.json"
+    options = options_of("--models", tiny, "--batches", "1,2", "--json", str(path))
+    assert models.run(options, lambda: Worker(Dying)) == 0
+    records = json.loads(path.read_text())["records"]
+    assert len(records) == 4
+    for mine, peer in (records[:2], records[2:]):
+        assert mine["passed"] and mine["p50_ms"] > 0
+        assert not peer["passed"] and peer["lost"] == "its process ended with SIGSEGV"
+    said = capsys.readouterr()
+    assert said.out.count("LOST") == 2 and "torch-eager is lost: its process" in said.err
+
+
+def test_a_call_tells_what_was_raised() -> None:
+    worker = Worker(dict)
+    assert worker.call("get", "key", 3) == 3
+    with pytest.raises(Lost, match=r"KeyError: 'key'"):
+        worker.call("__getitem__", "key")
+    assert worker.alive
+    worker.stop()
+    assert not worker.alive
 
 
 def test_nan_is_an_error() -> None:

@@ -1,0 +1,137 @@
+"""Where an engine is made, asked and timed: one at a time, by calls that a process can pass on."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import power
+from bench.engines import Engine, Images, Maxvision, peers
+from bench.references import our_model, reference_model
+from bench.timing import rounded, sample
+from graphs.session import DTYPES, Model, find_device
+
+CHECKED = (1, 0)
+"""Batches of the host's ring; an engine is set up with batch 0, and might have kept its answer."""
+FEWEST = 3
+"""Requests of a round."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured of every engine.
+
+    Attributes:
+        model: As ``--models`` names it.
+        dtype: Of activations and filters.
+        images: What it runs on.
+        device: As ``--device`` names it.
+        precompiled: Folder of compiled graphs.
+        tf32: Whether the peers' float32 may be TF32.
+    """
+
+    model: str
+    dtype: str
+    images: Images
+    device: str
+    precompiled: Path | None = None
+    tf32: bool = False
+
+
+class Stand:
+    """Holds one engine at a time, and our model for the next batch size."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._ours: dict[tuple[str, str], Model] = {}
+        self._turns = itertools.count()
+
+    def open(self, name: str, cell: Cell) -> dict[str, Any]:
+        """Makes an engine; says how long that took, s, and what it holds of a GPU's memory."""
+        self.close()
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cell.tf32
+        record: dict[str, Any] = {}
+        reference = reference_model(cell.model)
+        start = time.perf_counter()
+        if name == "maxvision":
+            device = find_device(cell.device)
+            key = (cell.model, cell.dtype)
+            if key not in self._ours:
+                self._ours.clear()
+                dtype = DTYPES[cell.dtype]
+                made = our_model(cell.model, reference, device, dtype, cell.precompiled)
+                self._ours[key] = made
+                record["load_s"] = rounded(time.perf_counter() - start, 3)
+                start = time.perf_counter()
+            self._engine = Maxvision(self._ours[key], device, cell.images)
+        else:
+            self._engine = peers(reference, cell.images, cell.dtype)[name]()
+        memory = self._engine.memory
+        record["setup_s"] = rounded(time.perf_counter() - start, 3)
+        record["memory_mb"] = memory and round(memory / 1e6)
+        return record
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that was opened."""
+        assert self._engine
+        return self._engine
+
+    def answers(self) -> list[np.ndarray]:
+        """Answers the batches that are checked."""
+        return [self.engine.answer(turn) for turn in CHECKED]
+
+    def sample(self, seconds: float) -> dict[str, list[float]]:
+        """Times the network, the copies at both its ends and whole requests, ms."""
+        engine, turns = self.engine, self._turns
+
+        def feed() -> None:
+            engine.feed(next(turns))
+
+        def upload() -> None:
+            engine.upload(next(turns))
+
+        found = {
+            "compute": sample(engine.clock, engine.compute, 0.7 * seconds, feed),
+            "up": sample(engine.clock, upload, 0.05 * seconds),
+            "down": sample(engine.clock, engine.download, 0.05 * seconds),
+        }
+        requests: list[float] = []
+        end = time.perf_counter() + 0.2 * seconds
+        while time.perf_counter() < end or len(requests) < FEWEST:
+            start = time.perf_counter()
+            engine.answer(next(turns))
+            requests.append((time.perf_counter() - start) * 1e3)
+        return {**found, "request": requests}
+
+    def energy(self, index: int) -> dict[str, float]:
+        """Runs for a second and reads GPU ``index``'s meter; empty if there is none."""
+
+        def step() -> None:
+            self.engine.feed(next(self._turns))
+            self.engine.compute()
+
+        found = power.load(step, self.engine.clock.wait, index)
+        if found is None:
+            return {}
+        return {
+            "joules_per_batch": rounded(found.watts / found.runs_per_s),
+            "watts": round(found.watts),
+            "sm_mhz": round(found.sm_mhz),
+        }
+
+    def close(self) -> None:
+        """Gives the engine's memory back."""
+        if self._engine:
+            self._engine.close()
+        self._engine = None
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
