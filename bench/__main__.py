@@ -90,6 +90,19 @@ def parser() -> argparse.ArgumentParser:
     profile.add_argument("--trace", type=Path, metavar="FILE", help="for Perfetto or Chrome")
     profile.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
 
+    tune = commands.add_parser("tune", help="choose the tiles of ops/gemm/tuning.mojo")
+    tune.add_argument(
+        "--from", dest="sweep", type=Path, metavar="FILE", help="read a sweep instead of measuring"
+    )
+    tune.add_argument("--on", metavar="'DATE, GPU'", help="where a sweep is from, if it says not")
+    tune.add_argument("--raw", type=Path, metavar="FILE", help="keep what was measured")
+    tune.add_argument(
+        "--check", action="store_true", help="compare with the table that is there, write nothing"
+    )
+    tune.add_argument(
+        "--program", type=Path, metavar="FILE", help="only build what measures, for sm_90a"
+    )
+
     compiling = commands.add_parser("compile", help="graphs for a GPU that is elsewhere")
     compiling.add_argument("--target", required=True, help="sm_80, sm_89, sm_90a, gfx942, ...")
     compiling.add_argument("--models", type=_list, default=["resnet-50", "cvt-13"], metavar="A,B")

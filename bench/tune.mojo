@@ -4,7 +4,8 @@ Reads lines `pixels side channels filters kernel stride epilogue` (pixels: image
 from the file named on the command line, and prints for each line and tile
 `row images side channels filters kernel stride epilogue config splits us error`: the time of one
 of many launches in a CUDA graph, each waiting for the one before, with other filters each time;
-and the difference from the CUDA-core kernel, relative, in the Frobenius norm.
+and the difference from the CUDA-core kernel, relative, in the Frobenius norm. The first line is
+`# ` and the GPU.
 """
 
 from max.gpu import block_idx, thread_idx
@@ -309,6 +310,7 @@ def main() raises:
         y = max(y, g.pixels() * g.f)
         geometries.append(g)
     var bench = Bench(x, y)
+    print("#", bench.ctx.name())
     for i in range(len(lines)):
         if lines[i].split()[6] == "add_relu":
             bench.tune[Epilogue("add_relu")](geometries[i], lines[i])

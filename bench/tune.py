@@ -7,16 +7,20 @@ kernels look their tile up in. Says how well the table predicts products that it
 
 from __future__ import annotations
 
+import argparse
 import math
 import subprocess
+import sys
 import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.environment import environment
 from graphs.cvt import CVTS
+from graphs.errors import ArgumentError, DeviceError
 from graphs.resnet import RESNETS
+from graphs.session import find_device
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "ops" / "gemm" / "tuning.mojo"
@@ -24,6 +28,8 @@ BEGIN, END = "# rows: python -m bench tune", "# end of rows"
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 SLACK = 1.03
 """How much slower than its best tile a product may run for its row to be dropped."""
+CLOSE, NEAR = 1.2, 0.95
+"""Of products without a row so many, at least, have to run within so much of their best tile."""
 STEP = 64
 """Channels of a step of K, in 16 bits."""
 
@@ -111,19 +117,86 @@ def product(layer: Layer) -> Product:
     return Product(layer.images * out**2, layer.filters, steps, layer.epilogue.startswith("add"))
 
 
+def run(options: argparse.Namespace) -> int:
+    """Measures, or reads a sweep, and writes or checks the table."""
+    if options.program:
+        compile_program(options.program, "sm_90a")
+        listed = options.program.with_suffix(".layers")
+        write_layers(listed)
+        print(
+            f"on a Hopper GPU run {options.program.name} {listed.name} > sweep.txt;"
+            " then here python -m bench tune --from sweep.txt"
+        )
+        return 0
+    if options.sweep:
+        try:
+            text = options.sweep.read_text()
+        except (OSError, UnicodeDecodeError) as problem:
+            raise ArgumentError(f"from expects a sweep but {options.sweep}: {problem}") from None
+    else:
+        text = measure()
+        if options.raw:
+            options.raw.write_text(text)
+    times = read(text)
+    if not times:
+        raise ArgumentError(f"from expects lines 'row ...' of a sweep but {options.sweep} has none")
+    table = condense(times)
+    before = TABLE.read_text()
+    after = with_rows(before, times, table, options.on or origin(text))
+    losses = unseen(times)
+    near = sum(loss <= CLOSE for loss in losses) / len(losses)
+    print(
+        f"{len(table)} rows for {len(times)} products; of products left out of the table"
+        f" {near:.0%} run within 20 % of their best tile, the worst {losses[-1]:.2f} times"
+    )
+    if options.check:
+        same = rows_of(before) == rows_of(after)
+        print(f"{TABLE.name} holds {'these' if same else 'other'} rows")
+        return 0 if same and near >= NEAR else 1
+    if near < NEAR:
+        print(f"the nearest row is a bad guess too often: {TABLE.name} stays as it is")
+        return 1
+    TABLE.write_text(after)
+    return 0
+
+
 def measure() -> str:
     """Builds bench/tune.mojo and runs it on this machine's GPU; returns what it prints.
 
     Raises:
-        subprocess.CalledProcessError: If it cannot be built or run.
+        DeviceError: If the GPU is no Hopper, or the program fails.
     """
+    device = find_device("gpu")
+    if device.architecture_name != "sm_90a":
+        raise DeviceError(
+            f"bench tune expects a Hopper GPU, sm_90a, but this is {device.architecture_name}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         listed, program = Path(folder) / "layers.txt", Path(folder) / "tune"
         write_layers(listed)
-        build = ["mojo", "build", "-I", str(ROOT), str(ROOT / "bench" / "tune.mojo")]
-        subprocess.run([*build, "-o", str(program)], check=True)
-        done = subprocess.run([str(program), str(listed)], check=True, capture_output=True)
-    return done.stdout.decode()
+        compile_program(program)
+        done = subprocess.run([program, listed], capture_output=True, text=True)
+    if done.returncode:
+        raise DeviceError(f"bench tune failed on the GPU: {done.stderr.strip()[-200:]}")
+    return done.stdout
+
+
+def compile_program(program: Path, target: str = "") -> None:
+    """Builds bench/tune.mojo, for a GPU that is elsewhere if a target is named.
+
+    Raises:
+        ArgumentError: If it cannot be built.
+    """
+    beside = Path(sys.executable).with_name("mojo")
+    source = str(ROOT / "bench" / "tune.mojo")
+    mojo = str(beside) if beside.is_file() else "mojo"
+    command = [mojo, "build", "-I", str(ROOT), source, "-o", str(program)]
+    if target:
+        command += ["--target-accelerator", target]
+    try:
+        subprocess.run(command, check=True)
+    except (OSError, subprocess.CalledProcessError) as problem:
+        raise ArgumentError(f"bench tune expects mojo to build {program}: {problem}") from None
 
 
 def write_layers(path: Path) -> None:
@@ -136,20 +209,24 @@ def read(text: str) -> Times:
     """Reads what bench/tune.mojo printed.
 
     Raises:
-        ValueError: If a tile computed something else than the CUDA-core kernel.
+        ArgumentError: If a line is none, or a tile computed something else than the CUDA cores.
     """
     times: Times = defaultdict(dict)
     for line in text.splitlines():
         words = line.split()
         if not words or words[0] != "row":
             continue
-        n, side, c, f, kernel, stride = (int(word) for word in words[1:7])
-        layer = Layer(n, side, c, f, kernel, stride, words[7])
-        tile, time, error = Tile(int(words[8]), int(words[9])), float(words[10]), float(words[11])
+        try:
+            n, side, c, f, kernel, stride = (int(word) for word in words[1:7])
+            layer = Layer(n, side, c, f, kernel, stride, words[7])
+            tile = Tile(int(words[8]), int(words[9]))
+            took, error = float(words[10]), float(words[11])
+        except (ValueError, IndexError):
+            raise ArgumentError(f"a sweep expects twelve words a row but has {line!r}") from None
         if not error < 0.004:  # half an ulp of bfloat16
-            raise ValueError(f"tune: {line!r} expects an error below 0.004")
+            raise ArgumentError(f"a sweep expects errors below 0.004 but has {line!r}")
         found = times[product(layer)]
-        found[tile] = min(time, found.get(tile, math.inf))
+        found[tile] = min(took, found.get(tile, math.inf))
     return times
 
 
@@ -199,22 +276,32 @@ def unseen(times: Times) -> list[float]:
     return sorted(losses)
 
 
-def write(times: Times) -> str:
-    """Replaces the rows of ops/gemm/tuning.mojo; returns a sentence about them."""
-    table = condense(times)
+def origin(text: str) -> str:
+    """Tells where and when a sweep was measured, which its first line says.
+
+    Raises:
+        ArgumentError: If it does not.
+    """
+    first = text.partition("\n")[0]
+    if not first.startswith("# "):
+        raise ArgumentError(
+            'from expects a sweep that begins with a line "# GPU", or --on "DATE, GPU"'
+        )
+    return f"{time.strftime('%Y-%m-%d')}, {first[2:].strip()}"
+
+
+def with_rows(text: str, times: Times, table: dict[Product, Tile], about: str) -> str:
+    """Puts other rows into the text of ops/gemm/tuning.mojo."""
     rows = [
         f"    Row({p.pixels}, {p.filters}, {p.steps}, {p.adds}, {tile.config}, {tile.splits}),"
         f"  # {times[p][tile]:.2f}"
         for p, tile in table.items()
     ]
-    text = TABLE.read_text()
     head, rest = text.split(BEGIN)
-    about = f", {environment()['date']}, {environment()['gpu'].split(',')[0]}"
     body = "\n".join(rows)
-    TABLE.write_text(f"{head}{BEGIN}{about}\n{body}\n    {END}{rest.split(END)[1]}")
-    losses = unseen(times)
-    near = sum(loss <= 1.2 for loss in losses) / len(losses)
-    return (
-        f"{len(table)} rows for {len(times)} products; of products left out of the table"
-        f" {near:.0%} run within 20 % of their best tile, the worst {losses[-1]:.2f} times"
-    )
+    return f"{head}{BEGIN}, {about}\n{body}\n    {END}{rest.split(END)[1]}"
+
+
+def rows_of(text: str) -> list[str]:
+    """Lists the rows of the text of ops/gemm/tuning.mojo."""
+    return text.split(BEGIN)[1].split(END)[0].splitlines()[1:]

@@ -1,0 +1,91 @@
+"""A sweep becomes a table: every product runs close to its best tile, and mistakes are told."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import tune
+from bench.__main__ import main
+
+
+def sweep(seed: int = 0) -> str:
+    """Times that grow with the tiles a product has, as on a GPU with 132 multiprocessors."""
+    rng = random.Random(seed)
+    lines = ["# Some GPU"]
+    for layer in (layer for batch in (1, 8, 64) for layer in tune.layers(batch)):
+        p = tune.product(layer)
+        for config, (rows, columns) in enumerate([(128, 128), (128, 64), (64, 64), (64, 32)]):
+            tiles = -(-p.pixels // rows) * -(-p.filters // columns)
+            us = 2 + -(-tiles // 132) * p.steps * (rows + columns) / 500 * rng.uniform(1, 1.02)
+            lines.append(f"row {' '.join(map(str, layer))} {config} 1 {us:.4f} 0.001")
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "tuning.mojo"
+    path.write_text(tune.TABLE.read_text())
+    monkeypatch.setattr(tune, "TABLE", path)
+    return path
+
+
+def test_a_sweep_becomes_the_table(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = tmp_path / "sweep.txt"
+    measured.write_text(sweep())
+    assert main(["tune", "--from", str(measured), "--check"]) == 1
+    assert "holds other rows" in capsys.readouterr().out
+    assert table.read_text() == (tune.ROOT / "ops/gemm/tuning.mojo").read_text()
+    assert main(["tune", "--from", str(measured)]) == 0
+    assert main(["tune", "--from", str(measured), "--check"]) == 0
+    text = table.read_text()
+    assert re.search(r"# rows: python -m bench tune, \d{4}-\d\d-\d\d, Some GPU\n", text)
+    before = (tune.ROOT / "ops/gemm/tuning.mojo").read_text()
+    assert text.split(tune.BEGIN)[0] == before.split(tune.BEGIN)[0]
+    assert text.split(tune.END)[1] == before.split(tune.END)[1]
+
+
+def test_every_product_runs_close_to_its_best() -> None:
+    times = tune.read(sweep())
+    chosen = tune.condense(times)
+    assert len(chosen) < len(times)
+    for product in times:
+        assert tune.slowdown(times[product], tune.look_up(chosen, product)) <= tune.SLACK
+
+
+def test_a_table_that_predicts_badly_is_not_written(table: Path, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    noise = [
+        re.sub(r"[\d.]+ 0\.001$", f"{rng.uniform(1, 9)} 0.001", x) for x in sweep().splitlines()
+    ]
+    measured = tmp_path / "sweep.txt"
+    measured.write_text("\n".join(noise))
+    assert main(["tune", "--from", str(measured)]) == 1
+    assert table.read_text() == (tune.ROOT / "ops/gemm/tuning.mojo").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "from expects a sweep but .*: "),
+        ("nothing", "from expects lines 'row ...' of a sweep but"),
+        (sweep().partition("\n")[2], "from expects a sweep that begins with a line"),
+        ("# x\nrow 1 56 64 64 1 1 relu 0 1 3.84 0.5", "expects errors below 0.004 but has 'row"),
+        ("# x\nrow 1 56 64 64 1 1 relu 0 1 3.84 nan", "expects errors below 0.004 but has 'row"),
+        ("# x\nrow 1 56", "expects twelve words a row but has 'row 1 56'"),
+    ],
+)
+def test_mistakes_get_one_sentence(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
+) -> None:
+    measured = tmp_path / "sweep.txt"
+    if text is not None:
+        measured.write_text(text)
+    assert main(["tune", "--from", str(measured)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and re.search(message, said), said
