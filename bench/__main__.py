@@ -15,15 +15,21 @@ _HELP = """\
 Measure maxvision beside its peers, on one machine, in one run.
 
   models    whole networks: model x dtype x batch, beside torch.compile and eager torch
-  profile   where one run's time goes, kernel by kernel
+  ops       each distinct layer of a network, beside torch's operator (cuDNN, cuBLAS, oneDNN)
+  profile   where one run's time goes, kernel by kernel, layer by layer
   compile   graphs for a GPU that is elsewhere: --precompiled takes them where no compiler is
+  tune      chooses the tiles of ops/gemm/tuning.mojo by measurement, on a Hopper GPU
+  report    docs/performance.md, tables and plots, from bench/results/*.json
 """
 _EXAMPLES = """\
 examples:
   python -m bench models --models resnet-50,cvt-13 --dtypes bfloat16 --batches 1,32,256
   python -m bench models --device cpu --batches 1 --json cpu.json
+  python -m bench ops --models resnet-50 --dtypes bfloat16 --batches 1,256 --json layers.json
   python -m bench profile --models resnet-50 --dtypes bfloat16 --batches 1 --trace trace.json
   python -m bench compile --target sm_90a --models resnet-50 --dtypes bfloat16 --out compiled
+  python -m bench tune --from sweep.txt --check
+  python -m bench report
 
 exit codes: 0 done; 1 a result was wrong; 2 a wrong argument, device or model
 """
@@ -89,6 +95,13 @@ def parser() -> argparse.ArgumentParser:
     profile.add_argument("--runs", type=int, default=10, help="to average over")
     profile.add_argument("--trace", type=Path, metavar="FILE", help="for Perfetto or Chrome")
     profile.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+
+    report = commands.add_parser("report", help="docs/performance.md and its plots")
+    report.add_argument(
+        "--results", type=Path, default=Path("bench/results"), metavar="DIR", help="bench/results"
+    )
+    report.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="docs")
+    report.add_argument("--no-plots", action="store_true", help="tables only, without matplotlib")
 
     tune = commands.add_parser("tune", help="choose the tiles of ops/gemm/tuning.mojo")
     tune.add_argument(

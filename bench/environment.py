@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,10 +20,18 @@ def environment() -> dict[str, str]:
         "cpu": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores",
         "gpu": _output(*query) or "none",
         "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
+        "command": _command(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         **{name: found for name in PACKAGES if (found := _version(name))},
     }
+
+
+def _command() -> str:
+    """Gives the command line; of paths only the names, which are the same on every machine."""
+    program, *arguments = sys.argv or [""]
+    module = Path(program).parent.name if Path(program).stem == "__main__" else Path(program).stem
+    return " ".join(["python -m", module, *(word.rpartition("/")[2] for word in arguments)])
 
 
 def _cpu() -> str:
