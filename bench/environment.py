@@ -9,17 +9,19 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("max", "mojo-compiler", "torch", "transformers")
 
 
-def environment() -> dict[str, str]:
-    """Names the machine, the versions, the commit and the day."""
+def environment() -> dict[str, Any]:
+    """Names the machine and how busy it is, the versions, the commit, the command and the day."""
     query = ("nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm", "--format=csv,noheader")
     return {
         "cpu": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores",
         "gpu": _output(*query) or "none",
         "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
+        "load": [round(each, 2) for each in os.getloadavg()],
         "command": _command(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),

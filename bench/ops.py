@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from max.driver import Buffer, Device
 from max.dtype import DType
-from max.engine import CompiledModel, InferenceSession, read
+from max.engine import InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef
 from rich.console import Console
@@ -109,6 +109,7 @@ def network(name: str, dtype: DType, device: Device, precompiled: Path | None) -
     Raises:
         ArgumentError: If the folder lacks them.
     """
+    path = precompiled and find_artifact(precompiled, name, dtype.name, "layers")
     copies = 1 if device.is_host else COPIES
     model = checkpoint(name, reference_model(name))
     prepare = Preprocess.from_config(model.preprocess)
@@ -116,11 +117,7 @@ def network(name: str, dtype: DType, device: Device, precompiled: Path | None) -
     layers = distinct(network_nodes(model, place, dtype, (prepare.height, prepare.width)))
     module, parameters, weights = layer_module(list(layers), place, dtype, copies)
     session = InferenceSession(devices=[device])
-    compiled: CompiledModel
-    if precompiled is None:
-        compiled = session.compile(module, custom_extensions=[nodes.OPS])
-    else:
-        compiled = read(find_artifact(precompiled, name, dtype.name, "layers"))
+    compiled = read(path) if path else session.compile(module, custom_extensions=[nodes.OPS])
     models = session.init_all(compiled, weights_registry=parameters.registry(device))
     return Network(layers, [models[f"layer{i}"] for i in range(len(layers))], weights)
 

@@ -155,6 +155,8 @@ def section(each: Results, folder: Path) -> Iterator[str]:
         for name, key in (("MAX", "max"), ("torch", "torch"), ("cuDNN", "cudnn"), ("on", "cpu"))
         if key in facts and facts[key] != each.device
     ]
+    if "load" in facts and str(facts.get("gpu", "none")) == "none":
+        told.append(f"load average before {facts['load'][0]:g}")
     command = f"`{facts['command']}`: " if "command" in facts else ""
     link = f"[{each.path.name}](../bench/{folder.name}/{each.path.name})"
     yield f"{command}{', '.join(told)}. {link}"
@@ -324,8 +326,17 @@ def latency(each: Results) -> Any:
         axes.set(title=", ".join(title), xlabel="batch", ylabel="ms an image", xticks=ticks)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set_xticks([], minor=True)
-        axes.legend(frameon=False)
+        plain(axes)
     return figure
+
+
+def plain(axes: Any) -> None:
+    """Finishes logarithmic axes: numbers as one writes them."""
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
+        axis.set_tick_params(which="both", labelsize=7)
+    axes.legend(frameon=False)
 
 
 def ratios(each: Results) -> Any:
@@ -347,7 +358,8 @@ def ratios(each: Results) -> Any:
     axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3)
     axes.axvline(1, color="black", linewidth=1)
     axes.invert_yaxis()
-    axes.set(xlabel="time over maxvision's: beyond 1 maxvision is faster", xscale="log")
+    axes.set(xlabel="time over maxvision's: beyond 1 maxvision is faster")
+    axes.margins(x=0.1)
     return figure
 
 
@@ -380,5 +392,5 @@ def roofline(each: Results) -> Any:
         axes.scatter([a for a, _ in timed], peer, s=14, marker="x", label="torch", zorder=2)
         name = f"{title[0]}, {title[1]}, batch {title[2]}"
         axes.set(title=name, xlabel="operations a byte", ylabel="TFLOP/s")
-        axes.legend(frameon=False)
+        plain(axes)
     return figure

@@ -26,7 +26,7 @@ class Worker:
     def __init__(self, make: Callable[[], Any]) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._mine, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, make), daemon=True)
+        self._process = spawn.Process(target=_serve, args=(theirs, make))
         self._process.start()
         theirs.close()
 

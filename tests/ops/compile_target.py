@@ -1,7 +1,8 @@
 """Compiles every op for a GPU that is not here: ``python -m tests.ops.compile_target sm_90a``.
 
 One process compiles for one architecture, since MAX's virtual device is a setting of the process.
-Exits with 1 if a registered op is in no case; a failed compilation raises.
+Exits with 1 if a registered op is in no case, or if a kernel's symbol does not name its op, by
+which bench profile finds its layer; a failed compilation raises.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import max.driver as driver
 import numpy as np
 from max.dtype import DType
-from max.engine import InferenceSession
+from max.engine import CompiledModel, InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
+from bench.attribution import symbols as symbols_of
+from bench.layers import nodes as layer_nodes
 from graphs import nodes
 from graphs.parameters import Parameters
 from tests.ops.cases import CASES, Case
@@ -77,10 +82,26 @@ def main(architecture: str) -> int:
         print(f"{architecture}: no case has {', '.join(sorted(missing))}")
         return 1
     start = time.perf_counter()
-    InferenceSession(devices=[device]).compile(graph)
+    compiled = InferenceSession(devices=[device]).compile(graph)
     took = time.perf_counter() - start
+    if architecture.startswith("sm_") and (unnamed := ops_without_symbols(graph, compiled)):
+        print(f"{architecture}: no kernel is named after {', '.join(sorted(unnamed))}")
+        return 1
     print(f"{architecture}: {len(ours)} ops at {len(DTYPES)} dtypes compiled in {took:.0f} s")
     return 0
+
+
+def ops_without_symbols(graph: Graph, compiled: CompiledModel) -> set[str]:
+    """Lists the ops for whose nodes the compiled graph has no kernel of a fitting symbol."""
+    with tempfile.NamedTemporaryFile(suffix=".mef") as file:
+        compiled.export_mef(file.name)
+        found = set(re.findall(rb"[a-z]\w+_[0-9a-f]{8}(?!\w)", Path(file.name).read_bytes()))
+    symbols = {symbol.decode() for symbol in found}
+    return {
+        node.layer.op
+        for node in layer_nodes(graph)
+        if not any(map(symbols_of(node.layer).fullmatch, symbols))
+    }
 
 
 def graph_of(cases: Sequence[Case], device: DeviceRef) -> Graph:

@@ -1,0 +1,83 @@
+"""Layers of a small CvT on a CPU: checked, timed beside torch, and a wrong one is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import ops
+from bench.__main__ import main
+from bench.ceilings import Ceilings
+from tests.graphs import reference
+
+CVT = {
+    "num_channels": 3, "embed_dim": [32], "num_heads": [2], "depth": [1], "patch_sizes": [7],
+    "patch_stride": [4], "patch_padding": [2], "cls_token": [True], "mlp_ratio": [2.0],
+    "attention_drop_rate": [0.0], "drop_rate": [0.0], "drop_path_rate": [0.0], "qkv_bias": [True],
+    "qkv_projection_method": ["dw_bn"], "kernel_qkv": [3], "padding_kv": [1], "stride_kv": [2],
+    "padding_q": [1], "stride_q": [1],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]:
+    """Measures every layer; the head's product is compared with another one's answer."""
+    folder = tmp_path_factory.mktemp("ops")
+    preprocess = {**reference.PREPROCESS, "size": {"shortest_edge": 32}, "crop_pct": 1.0}
+    model = reference.save(reference.cvt(**CVT, num_labels=6), folder / "small", preprocess)
+    path = folder / "layers.json"
+
+    def linear(layer: Any, x: Any, w: Any, whole: bool) -> torch.Tensor:
+        y = ops._linear(layer, x, w, whole)
+        return y + 1 if layer.title() == "32-6" else y
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "ceilings", lambda *_: Ceilings(1e11, 1e10))
+        patch.setitem(ops.OPERATORS, "bmm", ops.Operator("linear", linear))
+        arguments = ["--device", "cpu", "--models", model, "--batches", "3", "--seconds", "0.01"]
+        code = main(["ops", *arguments, "--json", str(path)])
+    return code, path.read_text()
+
+
+def test_every_layer_is_right_and_timed(run: tuple[int, str]) -> None:
+    code, text = run
+    records = json.loads(text)["records"]
+    assert sum(r["count"] for r in records) == len({name for r in records for name in r["names"]})
+    assert {r["op"] for r in records} == {
+        "normalize", "conv2d", "layernorm", "class_token", "bmm", "bmm_add", "attention",
+    }  # fmt: skip
+    for r in records:
+        assert r["passed"] == (r["names"] != ["head"]), r
+        assert r["us"] > 0 and r["peer_us"] > 0
+        assert r["of_peer"] == pytest.approx(r["us"] / r["peer_us"], rel=0.01)
+        assert r["share_of_roofline"] == pytest.approx(r["floor_us"] / r["us"], rel=0.01)
+        assert r["tflops_per_s"] > 0 or r["op"] in ("normalize", "layernorm", "class_token")
+    assert code == 1  # as the head was made wrong
+
+
+def test_the_products_are_counted_by_hand(run: tuple[int, str]) -> None:
+    by_name = {name: r for r in json.loads(run[1])["records"] for name in r["names"]}
+    embed = by_name["stages.0.embed"]  # 32 px in strides of 4: 8 x 8
+    flops = 2 * 3 * 64 * 49 * 3 * 32
+    assert embed["tflops_per_s"] == pytest.approx(flops / embed["us"] / 1e6, rel=0.01)
+    attention = by_name["stages.0.0.attention"]  # 65 queries, 17 keys
+    flops = 4 * 3 * 65 * 17 * 32
+    assert attention["tflops_per_s"] == pytest.approx(flops / attention["us"] / 1e6, rel=0.01)
+    norm = by_name["stages.0.0.norm1"]
+    moved = 4 * (2 * 3 * 65 * 32 + 64)
+    assert norm["gb_per_s"] == pytest.approx(moved / norm["us"] / 1e3, rel=0.01)
+    assert norm["bound"] == "memory"
+
+
+def test_layers_that_were_not_compiled_are_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--models", "resnet-18", "--device", "cpu", "--precompiled", str(tmp_path)]
+    assert main(["ops", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: precompiled expects resnet-18-float32-layers.mef in")
+    assert said.endswith("make it with python -m bench compile --layers\n")
