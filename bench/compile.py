@@ -18,7 +18,7 @@ from bench.references import artifact, checkpoint, reference_model
 from graphs import nodes
 from graphs.errors import ArgumentError
 from graphs.preprocess import Preprocess
-from graphs.session import DTYPES, Unchecked, build
+from graphs.session import DTYPES, build
 
 NOTE = "compiled.json"
 
@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
     def export(path: Path, graph: Graph | Module) -> None:
         start = time.perf_counter()
         session = InferenceSession(devices=[device])
-        session.compile(graph, custom_extensions=[nodes.OPS]).export_mef(path)
+        extensions = [nodes.OPS] if isinstance(graph, Module) else None  # a graph names its own
+        session.compile(graph, custom_extensions=extensions).export_mef(path)
         seconds[path.name] = round(time.perf_counter() - start, 1)
         print(f"{path}: {seconds[path.name]:.0f} s", flush=True)
         note = {"target": options.target, **environment(), "seconds": seconds}
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         size = (prepare.height, prepare.width)
         for dtype in options.dtypes:
             kind = DTYPES[dtype]
-            graph, _ = build(model, place, kind, size=size, kernels=Unchecked())
+            graph, _ = build(model, place, kind, size=size)
             export(artifact(options.out, name, dtype), graph)
             if options.layers:
                 layers = distinct(network_nodes(model, place, kind, size))
