@@ -1,25 +1,12 @@
 """Attention on a GPU: the choice of a kernel."""
 
 from max.gpu.host import DeviceAttribute, DeviceContext
-from max.gpu.host.info import GPUInfo, _accelerator_arch
 from std.math import ceildiv
 
+from ..target import HAS_MMA
 from .config import Attention
 from .flash import SPLITS, enqueue_flash, queries, shared_bytes
 from .plain import enqueue_plain
-
-
-def has_mma[dtype: DType]() -> Bool:
-    """Tells whether the GPU that is compiled for multiplies such matrices by mma.sync.
-
-    Parameters:
-        dtype: Of the matrices.
-
-    Returns:
-        True on NVIDIA's GPUs from sm_80 on, for bfloat16 and float16.
-    """
-    comptime info = GPUInfo.from_name[_accelerator_arch()]()
-    return info.api == "cuda" and info.compute >= 8.0 and dtype.is_half_float()
 
 
 def attention_gpu[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceContext) raises:
@@ -36,7 +23,7 @@ def attention_gpu[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceCont
     Raises:
         If the launch fails.
     """
-    comptime if has_mma[dtype]() and depth % 32 == 0 and depth <= 128:
+    comptime if HAS_MMA and dtype.is_half_float() and depth % 32 == 0 and depth <= 128:
         # 32 queries of a warp share the loads of keys and values, but leave no registers for heads
         # of more than 64 channels.
         comptime rows = 2 if depth <= 64 else 1

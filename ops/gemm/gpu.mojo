@@ -6,11 +6,14 @@ M = N * P * Q output pixels, K = R * S * C taps and channels, N = F filters; see
     b[F, K]         filters, K ordered R, S, C (or b[K, F] for a product with b not transposed)
     y[N, P, Q, F]   result
 
-A block of 256 threads computes a 64 x 64 tile, each thread 4 x 4, from 16 steps of K at a time
-in two alternating stages of shared memory; what the next stage needs is read from device memory
-while this one is multiplied. Loads are 4 wide where C (and F) allow it. CUDA cores and float32
-throughout, whatever the dtype of x, b and y, so it runs on every GPU: the portable baseline.
-Bound by the FMA units; the tensor-core kernels that replace it have an issue of their own.
+`gemm` chooses: wgmma (hopper.mojo) where the GPU has it and it takes the product, else mma.sync or
+mfma (mma.mojo) for 16 bits, else the kernel of this file.
+
+That kernel: a block of 256 threads computes a 64 x 64 tile, each thread 4 x 4, from 16 steps of K
+at a time in two alternating stages of shared memory; what the next stage needs is read from device
+memory while this one is multiplied. Loads are 4 wide where C (and F) allow it. CUDA cores and
+float32 throughout, whatever the dtype of x, b and y, so it runs on every GPU: the reference for the
+others. Bound by the FMA units.
 """
 
 from max.gpu import barrier, block_idx, thread_idx
@@ -23,8 +26,9 @@ from std.sys import size_of
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
-from ..target import IS_HOPPER
+from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import ROW, hopper_gemm, hopper_gemms, hopper_shortcut, takes
+from .mma import mma_gemm
 from .tuning import CONFIGS, choose
 
 comptime THREADS = 256
@@ -239,14 +243,19 @@ def gemm[
     Raises:
         If the launch fails.
     """
-    comptime if size_of[dtype]() == 2 and k_major and IS_HOPPER:
+    comptime rounds = dtype.is_half_float()
+    comptime if IS_HOPPER and rounds and k_major:
         if products == 1 and takes[dtype](g):
             var row = choose(g, ROW // size_of[dtype](), epilogue.adds)
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_gemm[dtype, epilogue, CONFIGS[i]](g, o, row.splits, ctx)
             return
-    gemm_portable[dtype, epilogue, k_major](
+    comptime kernel = (
+        mma_gemm[dtype, epilogue, k_major] if rounds
+        and (HAS_MMA or HAS_MFMA) else gemm_portable[dtype, epilogue, k_major]
+    )
+    kernel(
         g,
         o,
         products,

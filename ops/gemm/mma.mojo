@@ -1,0 +1,1121 @@
+"""Implicit GEMM on the tensor cores of Ampere and later GPUs, and of CDNA3.
+
+    y[m, f] = act(alpha * sum_k x[m, k] w[f, k] + bias[f] + residual[m, f])
+
+M = N * P * Q output pixels, K = R * S * C taps and channels, N = F filters; see gemm/gpu.mojo.
+
+    x[N, H, W, C]   activations
+    w[F, K]         filters, K ordered R, S, C (or w[K, F] for a product with b not transposed)
+    y[N, P, Q, F]   result, and the residual
+
+A block computes a tile of `rows` pixels x `columns` filters, each of its warps a part, in float32
+registers. Stages of `chunks` 16-byte chunks of K for each pixel and filter come into shared memory
+while earlier ones are multiplied. A thread copies the same chunk of K of some pixels in each
+stage, so it walks over taps and channels once for all of them, without a division; what lies in
+the padding is filled with zeros. The chunks of a row change places (an exclusive or with the row),
+so that neither the copies nor the reads of a fragment meet in a bank. At the end each warp turns
+its sums over in shared memory, 16 pixels at a time, and stores 16 bytes a thread.
+
+Three ways to fill a stage:
+    16 bytes, asynchronously     NVIDIA, rows of x and w multiples of 16 bytes
+    16 bytes, through registers  AMD, the same
+    an element at a time         everything else: any C and F
+
+bfloat16 and float16 by mma.sync m16n8k16, or by mfma 16x16x16 on AMD; float32 on NVIDIA as TF32 (10
+bits of mantissa, each fragment rounded to nearest) by m16n8k8. Groups and batches are one launch.
+
+mfma: lane l of 64 gives row l % 16 of either operand, at k = 4 (l / 16) to k + 3, and receives rows
+4 (l / 16) to + 3 of column l % 16 ("CDNA3 ISA", section 7). A lane reads 8 neighbours of K and
+gives 4 to each of two instructions: any order of K will do if it is that of both operands. The
+filters are the rows, so that a lane has 4 neighbouring filters of one pixel.
+The 16-bit path ran on an H200; on an sm_80, sm_89 or gfx942, and in float32, IT HAS NOT RUN YET.
+
+Bound by the latency of fragments and copies on Hopper, where mma.sync reaches less of the tensor
+cores than the wgmma of gemm/hopper.mojo; short K is bound by device memory. docs/kernels.md has
+the figures.
+"""
+
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
+from max.gpu.compute.mma import ld_matrix, mma
+from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
+from max.gpu.memory import AddressSpace, external_memory
+from max.gpu.sync import syncwarp
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.math import ceildiv
+from std.memory import bitcast, unsafe_stack_allocation
+from std.sys import _RegisterPackType, inlined_assembly, size_of
+from std.utils.static_tuple import StaticTuple
+
+from ..epilogue import Epilogue, activate
+from ..geometry import Geometry
+from ..operands import F32, Data, Operands
+from ..target import IS_HOPPER, IS_NVIDIA
+from .hopper import is_plain
+
+comptime U32 = DType.uint32
+"""Half a fragment's 8 bytes."""
+comptime WARP = 32 if IS_NVIDIA else 64
+"""Threads of a warp."""
+comptime TILE_COLUMNS = 8 if IS_NVIDIA else 16
+"""Filters of an instruction; it has 16 pixels, and a thread 4 of the sums."""
+comptime OUTSIDE = Int32(-(1 << 29))
+"""A row of x that no window's tap brings back into the image."""
+
+comptime Shared[dtype: DType] = Pointer[
+    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Shared memory.
+
+Parameters:
+    dtype: Of its elements.
+"""
+
+
+struct Config(TrivialRegisterPassable):
+    """How a block works: a compile-time value."""
+
+    var rows: Int
+    """Pixels of a tile."""
+    var columns: Int
+    """Filters of a tile."""
+    var warps_m: Int
+    """Warps that share the pixels."""
+    var warps_n: Int
+    """Warps that share the filters."""
+    var chunks: Int
+    """16-byte chunks of K in a stage, for each pixel and filter: 4 or 8."""
+    var stages: Int
+    """Stages in shared memory."""
+    var blocks: Int
+    """Blocks that a multiprocessor holds at a time; bounds the registers."""
+    var pace: Int
+    """How long a tile takes for its size, 16 for the largest tile; measured."""
+
+    def __init__(
+        out self,
+        rows: Int,
+        columns: Int,
+        *,
+        warps_m: Int,
+        warps_n: Int,
+        chunks: Int,
+        stages: Int,
+        blocks: Int,
+        pace: Int,
+    ):
+        """Names the parts.
+
+        Args:
+            rows: Pixels of a tile.
+            columns: Filters of a tile.
+            warps_m: Warps that share the pixels.
+            warps_n: Warps that share the filters.
+            chunks: 16-byte chunks of K in a stage.
+            stages: Stages in shared memory.
+            blocks: Blocks of a multiprocessor.
+            pace: Time of a tile for its size, 16 for the largest.
+        """
+        self.rows, self.columns = rows, columns
+        self.warps_m, self.warps_n = warps_m, warps_n
+        self.chunks, self.stages, self.blocks, self.pace = chunks, stages, blocks, pace
+
+    def label(self, wide: Bool) -> String:
+        """Names the tile for a profiler, as a part of a kernel's symbol.
+
+        Args:
+            wide: Whether it reads 16 bytes at a time.
+
+        Returns:
+            Pixels, filters and 16-byte chunks of K.
+        """
+        var size = t"{self.rows}x{self.columns}x{self.chunks}"
+        return String(size) + ("" if wide else "narrow")
+
+    @always_inline
+    def threads(self) -> Int:
+        """Counts the threads of a block.
+
+        Returns:
+            A warp for each part of the tile.
+        """
+        return self.warps_m * self.warps_n * WARP
+
+    @always_inline
+    def shared(self) -> Int:
+        """Counts the bytes of shared memory.
+
+        Returns:
+            All stages; the epilogue uses them again.
+        """
+        return self.stages * (self.rows + self.columns) * self.chunks * 16
+
+    @always_inline
+    def pitch(self) -> Int:
+        """Counts the floats from a row of a warp's sums to the next in shared memory.
+
+        Returns:
+            8 more than needed, against conflicts.
+        """
+        return self.columns // self.warps_n + 8
+
+
+def _configs() -> List[Config]:
+    """Lists tiles from large to small; 48 KB of stages leave two blocks to an sm_89.
+
+    Hopper leaves little to this kernel, and gets one.
+    """
+    comptime if IS_NVIDIA:
+        var small = Config(64, 64, warps_m=2, warps_n=2, chunks=8, stages=3, blocks=4, pace=20)
+        comptime if IS_HOPPER:
+            return [small]
+        return [
+            Config(128, 128, warps_m=2, warps_n=4, chunks=4, stages=3, blocks=2, pace=16),
+            Config(128, 64, warps_m=2, warps_n=2, chunks=4, stages=4, blocks=3, pace=18),
+            small,
+        ]
+    return [
+        Config(128, 128, warps_m=2, warps_n=2, chunks=4, stages=2, blocks=1, pace=16),
+        Config(128, 64, warps_m=2, warps_n=2, chunks=4, stages=2, blocks=2, pace=18),
+        Config(64, 64, warps_m=2, warps_n=2, chunks=4, stages=2, blocks=2, pace=20),
+    ]
+
+
+comptime CONFIGS = _configs()
+"""The tiles that are compiled; `pace` was measured on an H200 (2026-11-21)."""
+comptime NARROW = Config(64, 64, warps_m=2, warps_n=2, chunks=4, stages=2, blocks=4, pace=20)
+"""The tile of products whose rows are no multiples of 16 bytes."""
+
+
+struct Problem(DevicePassable, TrivialRegisterPassable):
+    """Sizes of a product of a batch, or of a group, as a kernel wants them."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var pixels: Int32
+    """M."""
+    var columns: Int32
+    """F of a group."""
+    var depth: Int32
+    """K."""
+    var c: Int32
+    """C of a group."""
+    var all_c: Int32
+    """C of all groups."""
+    var all_f: Int32
+    """F of all groups."""
+    var h: Int32
+    """Input height, px."""
+    var w: Int32
+    """Input width, px."""
+    var q: Int32
+    """Output width, px."""
+    var pq: Int32
+    """Output pixels of an image."""
+    var r: Int32
+    """Window height, taps."""
+    var s: Int32
+    """Window width, taps."""
+    var stride_h: Int32
+    """Input rows between windows."""
+    var stride_w: Int32
+    """Input columns between windows."""
+    var pad_h: Int32
+    """Rows of padding."""
+    var pad_w: Int32
+    """Columns of padding."""
+    var dilation_h: Int32
+    """Input rows between taps."""
+    var dilation_w: Int32
+    """Input columns between taps."""
+    var tiles_m: Int32
+    """Tiles of pixels."""
+    var tiles_n: Int32
+    """Tiles of filters; they run first, then tiles of pixels, then products."""
+    var x_step: Int64
+    """Elements of x from one product to the next."""
+    var w_step: Int64
+    """Elements of w from one product to the next."""
+    var y_step: Int64
+    """Elements of y from one product to the next."""
+    var bias_step: Int64
+    """Elements of the bias from one product to the next."""
+
+    def __init__(
+        out self,
+        g: Geometry,
+        config: Config,
+        *,
+        x_step: Int,
+        w_step: Int,
+        y_step: Int,
+        bias_step: Int,
+    ):
+        """Takes the sizes of a convolution.
+
+        Args:
+            g: Sizes.
+            config: The tile.
+            x_step: Elements of x from one product to the next.
+            w_step: Elements of w from one product to the next.
+            y_step: Elements of y from one product to the next.
+            bias_step: Elements of the bias from one product to the next.
+        """
+        self.pixels, self.columns = Int32(g.pixels()), Int32(g.group_f())
+        self.depth = Int32(g.depth())
+        self.c, self.all_c, self.all_f = Int32(g.group_c()), Int32(g.c), Int32(g.f)
+        self.h, self.w, self.q, self.pq = Int32(g.h), Int32(g.w), Int32(g.q), Int32(g.p * g.q)
+        self.r, self.s = Int32(g.r), Int32(g.s)
+        self.stride_h, self.stride_w = Int32(g.stride_h), Int32(g.stride_w)
+        self.pad_h, self.pad_w = Int32(g.pad_h), Int32(g.pad_w)
+        self.dilation_h, self.dilation_w = Int32(g.dilation_h), Int32(g.dilation_w)
+        self.tiles_m = Int32(ceildiv(g.pixels(), config.rows))
+        self.tiles_n = Int32(ceildiv(g.group_f(), config.columns))
+        self.x_step, self.w_step = Int64(x_step), Int64(w_step)
+        if is_plain(g):
+            # One column of pixels: their places need no division.
+            self.h, self.w, self.q, self.pq = self.pixels, 1, 1, self.pixels
+        self.y_step, self.bias_step = Int64(y_step), Int64(bias_step)
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "Problem"
+
+
+# Instructions
+
+
+@always_inline
+def _mma[dtype: DType](a: SIMD[U32, 4], b: SIMD[U32, 2], c: SIMD[F32, 4]) -> SIMD[F32, 4]:
+    """Adds a product of 16 x 32 bytes by 32 bytes x 8 to c."""
+    comptime kind = "m16n8k16.row.col.f32.bf16.bf16" if dtype == DType.bfloat16 else (
+        "m16n8k16.row.col.f32.f16.f16" if dtype
+        == DType.float16 else "m16n8k8.row.col.f32.tf32.tf32"
+    )
+    var d = inlined_assembly[
+        "mma.sync.aligned."
+        + kind
+        + ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        _RegisterPackType[Float32, Float32, Float32, Float32],
+        constraints="=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        has_side_effect=False,
+    ](a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
+    return SIMD[F32, 4](d[0], d[1], d[2], d[3])
+
+
+@always_inline
+def _rounded[dtype: DType](v: SIMD[U32, 4]) -> SIMD[U32, 4]:
+    """Rounds float32 to TF32, to nearest; leaves halves as they are."""
+    var r = v
+    comptime if dtype == F32:
+        comptime for i in range(4):
+            r[i] = inlined_assembly[
+                "cvt.rna.tf32.f32 $0, $1;", UInt32, constraints="=r,r", has_side_effect=False
+            ](v[i])
+    return r
+
+
+@always_inline
+def _copy[dtype: DType](to: Shared[dtype], source: Data[dtype], inside: Bool):
+    """Starts copying 16 bytes into shared memory, or zeros."""
+    inlined_assembly[
+        "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;",
+        NoneType,
+        constraints="r,l,r,~{memory}",
+        has_side_effect=True,
+    ](UInt32(Int(to)), source, Int32(16 if inside else 0))
+
+
+@always_inline
+def _commit():
+    """Ends a group of copies."""
+    inlined_assembly[
+        "cp.async.commit_group;", NoneType, constraints="~{memory}", has_side_effect=True
+    ]()
+
+
+@always_inline
+def _wait[left: Int]():
+    """Waits for all groups of copies but the last `left`."""
+    comptime if left == 0:
+        inlined_assembly[
+            "cp.async.wait_group 0;", NoneType, constraints="~{memory}", has_side_effect=True
+        ]()
+    elif left == 1:
+        inlined_assembly[
+            "cp.async.wait_group 1;", NoneType, constraints="~{memory}", has_side_effect=True
+        ]()
+    else:
+        comptime assert left == 2, "mma: 2 to 4 stages are expected"
+        inlined_assembly[
+            "cp.async.wait_group 2;", NoneType, constraints="~{memory}", has_side_effect=True
+        ]()
+
+
+@always_inline
+def _announce[dtype: DType](source: Data[dtype]):
+    """Has the cache fetch a line, on NVIDIA."""
+    comptime if IS_NVIDIA:
+        inlined_assembly[
+            "prefetch.global.L2 [$0];", NoneType, constraints="l", has_side_effect=True
+        ](source)
+
+
+# Filling a stage
+
+
+@always_inline
+def _place[chunks: Int](row: Int32, chunk: Int32) -> Int32:
+    """Finds the place of a chunk: eight rows, read at a time, lie in different banks."""
+    comptime if chunks == 4:
+        return row * 4 + (chunk ^ ((row >> 1) & 3))
+    else:
+        return row * Int32(chunks) + (chunk ^ (row & 7))
+
+
+@always_inline
+def _load[dtype: DType, width: Int](at: Data[dtype]) -> SIMD[dtype, width]:
+    """Loads 16 bytes."""
+    return at.unsafe_load[width=width, alignment=16]()
+
+
+struct _Tap(TrivialRegisterPassable):
+    """A place in K: a tap of the window and a channel."""
+
+    var r: Int32
+    """Row of the tap."""
+    var s: Int32
+    """Column of the tap."""
+    var c: Int32
+    """Channel."""
+
+    @always_inline
+    def __init__(out self, k: Int32, p: Problem):
+        var tap = k // p.c
+        self.c = k - tap * p.c
+        self.r = tap // p.s
+        self.s = tap - self.r * p.s
+
+    @always_inline
+    def move(mut self, steps: Int32, p: Problem):
+        """Goes on by some steps of K."""
+        self.c += steps
+        while self.c >= p.c:
+            self.c -= p.c
+            self.s += 1
+            if self.s == p.s:
+                self.s = 0
+                self.r += 1
+
+    @always_inline
+    def row(self, p: Problem) -> Int32:
+        """Computes the input rows from the window's corner."""
+        return self.r * p.dilation_h
+
+    @always_inline
+    def column(self, p: Problem) -> Int32:
+        """Computes the input columns from the window's corner."""
+        return self.s * p.dilation_w
+
+
+struct _Filler[dtype: DType, k_major: Bool, config: Config, wide: Bool]:
+    """What a thread copies: a chunk of K of some pixels, and some chunks of filters."""
+
+    comptime WIDTH = 16 // size_of[Self.dtype]()
+    comptime CHUNKS = Self.config.chunks
+    comptime DEPTH = Self.CHUNKS * Self.WIDTH
+    comptime THREADS = Self.config.threads()
+    comptime ASYNC = IS_NVIDIA and Self.wide
+    comptime X_STEP = Self.THREADS // Self.CHUNKS
+    comptime X_COUNT = Self.config.rows // Self.X_STEP
+    # Chunks of a row of w in shared memory: along K, or along F.
+    comptime W_CHUNKS = Self.CHUNKS if Self.k_major else Self.config.columns // Self.WIDTH
+    comptime W_STEP = Self.THREADS // Self.W_CHUNKS
+    comptime W_COUNT = (Self.config.columns if Self.k_major else Self.DEPTH) // Self.W_STEP
+    comptime X_SIZE = Self.config.rows * Self.DEPTH
+    comptime STAGE = Self.X_SIZE + Self.config.columns * Self.DEPTH
+
+    var tap: _Tap
+    """Where in K this thread's chunk of x is."""
+    var k: Int32
+    """Where in K the stage begins."""
+    var x: Array[Data[Self.dtype], Self.X_COUNT]
+    """The windows' corners in x."""
+    var x_h: Array[Int32, Self.X_COUNT]
+    """Rows of the windows' corners."""
+    var x_w: Array[Int32, Self.X_COUNT]
+    """Columns of the windows' corners."""
+    var w: Data[Self.dtype]
+    """This thread's first chunk of w in the stage."""
+    var w_row: Int32
+    """Its row in the stage: a filter, or a step of K."""
+    var w_column: Int32
+    """Its first column: a step of K, or a filter, counted from the first of all."""
+    var w_left: Int32
+    """Filters from the tile's first on."""
+    var x_held: Array[SIMD[Self.dtype, Self.WIDTH], Self.X_COUNT]
+    """Chunks of x on their way through registers."""
+    var w_held: Array[SIMD[Self.dtype, Self.WIDTH], Self.W_COUNT]
+    """Chunks of w on their way through registers."""
+
+    @always_inline
+    def __init__(out self, o: Operands[Self.dtype], p: Problem, m0: Int32, f0: Int32):
+        comptime assert (
+            Self.X_STEP * Self.X_COUNT == Self.config.rows and Self.X_STEP % 8 == 0
+        ), "mma: threads are expected to copy the same chunk of whole rows of x"
+        comptime assert Self.W_STEP * Self.W_COUNT == (
+            Self.config.columns if Self.k_major else Self.DEPTH
+        ), "mma: threads are expected to copy whole rows of w"
+        comptime assert (
+            Self.CHUNKS == 4 or Self.CHUNKS == 8
+        ), "mma: a stage of 4 or 8 chunks of K is expected"
+        comptime assert (
+            Self.config.shared() <= (99 if IS_NVIDIA else 64) * 1024
+        ), "mma: sm_89 gives a block 99 KB of shared memory, gfx942 64 KB"
+        comptime assert (
+            Self.config.warps_m * Self.config.warps_n * 64 * Self.config.pitch()
+            <= Self.config.shared()
+        ), "mma: the epilogue's sums are expected to fit into the stages"
+        var t = Int32(thread_idx.x)
+        self.k = 0
+        self.tap = _Tap(t % Int32(Self.CHUNKS) * Int32(Self.WIDTH), p)
+        self.x = Array[Data[Self.dtype], Self.X_COUNT](fill=o.x)
+        self.x_h = Array[Int32, Self.X_COUNT](fill=OUTSIDE)
+        self.x_w = Array[Int32, Self.X_COUNT](fill=0)
+        self.x_held = Array[SIMD[Self.dtype, Self.WIDTH], Self.X_COUNT](fill=0)
+        self.w_held = Array[SIMD[Self.dtype, Self.WIDTH], Self.W_COUNT](fill=0)
+        var plain = p.q == 1 and p.pq == p.pixels
+        comptime for i in range(Self.X_COUNT):
+            var m = m0 + t // Int32(Self.CHUNKS) + Int32(i * Self.X_STEP)
+            if m < p.pixels:
+                var image = Int32(0)
+                var row = m
+                var column = Int32(0)
+                if not plain:
+                    image = m // p.pq
+                    var pixel = m - image * p.pq
+                    row = pixel // p.q
+                    column = pixel - row * p.q
+                var h = row * p.stride_h - p.pad_h
+                var w = column * p.stride_w - p.pad_w
+                self.x_h[i], self.x_w[i] = h, w
+                self.x[i] = o.x.unsafe_offset(
+                    ((Int(image) * Int(p.h) + Int(h)) * Int(p.w) + Int(w)) * Int(p.all_c)
+                )
+        self.w_row = t // Int32(Self.W_CHUNKS)
+        self.w_column = t % Int32(Self.W_CHUNKS) * Int32(Self.WIDTH)
+        self.w_left = p.columns - f0
+        comptime if Self.k_major:
+            self.w = o.w.unsafe_offset(Int(f0 + self.w_row) * Int(p.depth) + Int(self.w_column))
+        else:
+            self.w = o.w.unsafe_offset(Int(self.w_row) * Int(p.columns) + Int(f0 + self.w_column))
+
+    @always_inline
+    def fetch(mut self, p: Problem, stage: Shared[Self.dtype]):
+        """Starts copying a stage, or reads it into registers, and goes on to the next."""
+        var row = self.tap.row(p)
+        var column = self.tap.column(p)
+        var t = Int32(thread_idx.x)
+        var to = stage.unsafe_offset(
+            Int(
+                _place[Self.CHUNKS](t // Int32(Self.CHUNKS), t % Int32(Self.CHUNKS))
+                * Int32(Self.WIDTH)
+            )
+        )
+        comptime if Self.wide:
+            var from_ = Int((row * p.w + column) * p.all_c + self.tap.c)
+            var more = self.tap.r < p.r
+            comptime for i in range(Self.X_COUNT):
+                var inside = (
+                    more
+                    and UInt32(self.x_h[i] + row) < UInt32(p.h)
+                    and UInt32(self.x_w[i] + column) < UInt32(p.w)
+                )
+                var source = self.x[i].unsafe_offset(from_)
+                comptime if Self.ASYNC:
+                    _copy(to.unsafe_offset(i * Self.X_STEP * Self.DEPTH), source, inside)
+                else:
+                    self.x_held[i] = 0
+                    if inside:
+                        self.x_held[i] = _load[Self.dtype, Self.WIDTH](source)
+        else:
+            var tap = self.tap
+            comptime for j in range(Self.WIDTH):
+                row, column = tap.row(p), tap.column(p)
+                var from_ = Int((row * p.w + column) * p.all_c + tap.c)
+                comptime for i in range(Self.X_COUNT):
+                    self.x_held[i][j] = 0
+                    if (
+                        tap.r < p.r
+                        and UInt32(self.x_h[i] + row) < UInt32(p.h)
+                        and UInt32(self.x_w[i] + column) < UInt32(p.w)
+                    ):
+                        self.x_held[i][j] = self.x[i][unsafe_offset=from_]
+                tap.move(1, p)
+        self._fetch_w(p, stage.unsafe_offset(Self.X_SIZE))
+
+        self.k += Int32(Self.DEPTH)
+        comptime if Self.wide:
+            self.tap.move(Int32(Self.DEPTH), p)
+        else:
+            self.tap = _Tap(self.k + t % Int32(Self.CHUNKS) * Int32(Self.WIDTH), p)
+
+    @always_inline
+    def _fetch_w(mut self, p: Problem, stage: Shared[Self.dtype]):
+        """Does the same for w."""
+        comptime for i in range(Self.W_COUNT):
+            var row = self.w_row + Int32(i * Self.W_STEP)
+            var k = self.k + (self.w_column if Self.k_major else row)
+            var f = row if Self.k_major else self.w_column
+            var source = self.w.unsafe_offset(
+                i * Self.W_STEP * (Int(p.depth) if Self.k_major else Int(p.columns))
+            )
+            var inside = k < p.depth and f < self.w_left
+            comptime if Self.ASYNC:
+                _copy(self._w_place(stage, row), source, inside)
+            elif Self.wide:
+                self.w_held[i] = 0
+                if inside:
+                    self.w_held[i] = _load[Self.dtype, Self.WIDTH](source)
+            else:
+                comptime for j in range(Self.WIDTH):
+                    self.w_held[i][j] = 0
+                    var k_j = k + Int32(j if Self.k_major else 0)
+                    var f_j = f + Int32(0 if Self.k_major else j)
+                    if k_j < p.depth and f_j < self.w_left:
+                        self.w_held[i][j] = source[unsafe_offset=j]
+        self.w = self.w.unsafe_offset(Self.DEPTH if Self.k_major else Self.DEPTH * Int(p.columns))
+
+    @always_inline
+    def _w_place(self, stage: Shared[Self.dtype], row: Int32) -> Shared[Self.dtype]:
+        """Finds the place of this thread's chunk of a row of w."""
+        var chunk = Int32(thread_idx.x) % Int32(Self.W_CHUNKS)
+        return stage.unsafe_offset(Int(_place[Self.W_CHUNKS](row, chunk) * Int32(Self.WIDTH)))
+
+    @always_inline
+    def store(self, stage: Shared[Self.dtype]):
+        """Writes what `fetch` read into registers to shared memory."""
+        var t = Int32(thread_idx.x)
+        var at = _place[Self.CHUNKS](t // Int32(Self.CHUNKS), t % Int32(Self.CHUNKS))
+        var to = stage.unsafe_offset(Int(at * Int32(Self.WIDTH)))
+        comptime for i in range(Self.X_COUNT):
+            to.unsafe_store[alignment=16](i * Self.X_STEP * Self.DEPTH, self.x_held[i])
+        comptime for i in range(Self.W_COUNT):
+            self._w_place(
+                stage.unsafe_offset(Self.X_SIZE), self.w_row + Int32(i * Self.W_STEP)
+            ).unsafe_store[alignment=16](0, self.w_held[i])
+
+
+# Multiplying a stage
+
+
+@always_inline
+def _filters_by_k[
+    dtype: DType, columns: Int, count: Int
+](w: Shared[dtype], k: Int32, f: Int32) -> SIMD[dtype, count]:
+    """Reads neighbours in K of a filter from w[K, F] in shared memory, one by one."""
+    comptime WIDTH = 16 // size_of[dtype]()
+    var value = SIMD[dtype, count](0)
+    comptime for j in range(count):
+        var place = _place[columns // WIDTH](k + Int32(j), f // Int32(WIDTH))
+        value[j] = w[unsafe_offset=Int(place * Int32(WIDTH) + f % Int32(WIDTH))]
+    return value
+
+
+struct _Warp[dtype: DType, k_major: Bool, config: Config]:
+    """A warp's part of a tile: its sums, and what it multiplies now and next."""
+
+    comptime WIDTH = 16 // size_of[Self.dtype]()
+    comptime CHUNKS = Self.config.chunks
+    comptime ROWS = Self.config.rows // Self.config.warps_m // 16
+    comptime COLUMNS = Self.config.columns // Self.config.warps_n // TILE_COLUMNS
+    comptime SUMS = Self.ROWS * Self.COLUMNS
+    # A vector of b is two instructions' on NVIDIA; on AMD it is one filter's, for two instructions.
+    comptime VECTORS = Self.COLUMNS // 2 if IS_NVIDIA else Self.COLUMNS
+    comptime STEPS = Self.CHUNKS // 2 if IS_NVIDIA else Self.CHUNKS // 4
+
+    var lane: Int32
+    """Thread of the warp."""
+    var row: Int32
+    """First pixel of the tile."""
+    var column: Int32
+    """First filter of the tile."""
+    var a: Array[SIMD[U32, 4], 2]
+    """Fragments of 16 pixels, and of the next 16."""
+    var b: Array[SIMD[U32, 4], 2 * Self.VECTORS]
+    """Fragments of all filters at a step of K, and at the next."""
+    var acc: Array[SIMD[F32, 4], Self.SUMS]
+    """The sums."""
+
+    @always_inline
+    def __init__(out self):
+        comptime assert (
+            Self.ROWS * 16 * Self.config.warps_m == Self.config.rows
+            and Self.COLUMNS * TILE_COLUMNS * Self.config.warps_n == Self.config.columns
+            and Self.COLUMNS % 2 == 0
+        ), "mma: a warp is expected to have whole fragments, and pairs of them along F"
+        comptime assert Self.ROWS % 2 == 0 and (
+            not IS_NVIDIA or Self.STEPS % 2 == 0
+        ), "mma: a stage is expected to end with the second of two fragments"
+        self.lane = Int32(thread_idx.x) % Int32(WARP)
+        var warp = Int32(thread_idx.x) // Int32(WARP)
+        self.row = warp % Int32(Self.config.warps_m) * Int32(Self.ROWS * 16)
+        self.column = warp // Int32(Self.config.warps_m) * Int32(Self.COLUMNS * TILE_COLUMNS)
+        self.a = Array[SIMD[U32, 4], 2](fill=0)
+        self.b = Array[SIMD[U32, 4], 2 * Self.VECTORS](fill=0)
+        self.acc = Array[SIMD[F32, 4], Self.SUMS](fill=0)
+
+    @always_inline
+    def read_x[step: Int, i: Int](mut self, stage: Shared[Self.dtype]):
+        """Reads the fragments of 16 pixels.
+
+        Parameters:
+            step: Which step of K of the stage.
+            i: Which pixels.
+        """
+        comptime TILE = 16 * Self.CHUNKS * Self.WIDTH
+        comptime if IS_NVIDIA:
+            var at = _place[Self.CHUNKS](
+                self.row + self.lane % 16, Int32(2 * step) + self.lane // 16
+            )
+            self.a[i % 2] = _rounded[Self.dtype](
+                bitcast[U32, 4](
+                    ld_matrix[Self.WIDTH](
+                        stage.unsafe_offset(Int(at * Int32(Self.WIDTH)) + i * TILE)
+                    )
+                )
+            )
+        else:
+            var at = _place[Self.CHUNKS](
+                self.row + self.lane % 16, Int32(4 * step) + self.lane // 16
+            )
+            self.a[i % 2] = bitcast[U32, 4](
+                stage.unsafe_load[width=8, alignment=16](Int(at * Int32(Self.WIDTH)) + i * TILE)
+            )
+
+    @always_inline
+    def read_w[step: Int](mut self, stage: Shared[Self.dtype]):
+        """Reads the fragments of all filters.
+
+        Parameters:
+            step: Which step of K of the stage.
+        """
+        var w = stage.unsafe_offset(Self.config.rows * Self.CHUNKS * Self.WIDTH)
+        comptime half = step % 2 * Self.VECTORS
+        comptime for j in range(Self.VECTORS):
+            comptime if IS_NVIDIA:
+                self.b[half + j] = _rounded[Self.dtype](self._filters[step, j](w))
+            else:
+                var chunk = Int32(4 * step) + self.lane // 16
+                var f = self.column + Int32(j * 16) + self.lane % 16
+                comptime if Self.k_major:
+                    self.b[half + j] = bitcast[U32, 4](
+                        w.unsafe_load[width=8, alignment=16](
+                            Int(_place[Self.CHUNKS](f, chunk) * Int32(Self.WIDTH))
+                        )
+                    )
+                else:
+                    self.b[half + j] = bitcast[U32, 4](
+                        _filters_by_k[Self.dtype, Self.config.columns, 8](w, chunk * 8, f)
+                    )
+
+    @always_inline
+    def _filters[step: Int, j: Int](self, w: Shared[Self.dtype]) -> SIMD[U32, 4]:
+        """Reads the fragments of 16 filters, for NVIDIA."""
+        comptime if Self.k_major:
+            var at = _place[Self.CHUNKS](
+                self.column + self.lane % 8 + self.lane // 16 * 8,
+                Int32(2 * step) + self.lane // 8 % 2,
+            )
+            return bitcast[U32, 4](
+                ld_matrix[Self.WIDTH](
+                    w.unsafe_offset(Int(at * Int32(Self.WIDTH)) + j * 16 * Self.CHUNKS * Self.WIDTH)
+                )
+            )
+        elif Self.dtype == F32:
+            # Matrices of 32-bit numbers cannot be transposed on the way.
+            var r = SIMD[U32, 4](0)
+            var k = Int32(step * 8) + self.lane % 4
+            var f = self.column + Int32(j * 16) + self.lane // 4
+            comptime for i in range(4):
+                r[i] = bitcast[U32, 1](
+                    _filters_by_k[Self.dtype, Self.config.columns, 1](
+                        w, k + Int32(i % 2 * 4), f + Int32(i // 2 * 8)
+                    ).cast[F32]()
+                )
+            return r
+        else:
+            var at = _place[Self.config.columns // Self.WIDTH](
+                Int32(step * 16) + self.lane % 16,
+                self.column // Int32(Self.WIDTH) + Int32(2 * j) + self.lane // 16,
+            )
+            return bitcast[U32, 4](
+                ld_matrix[Self.WIDTH, transpose=True](w.unsafe_offset(Int(at * Int32(Self.WIDTH))))
+            )
+
+    @always_inline
+    def multiply[step: Int, i: Int](mut self):
+        """Adds the products of 16 pixels and all filters to the sums.
+
+        Parameters:
+            step: Which step of K of the stage.
+            i: Which pixels.
+        """
+        var a = self.a[i % 2]
+        comptime for j in range(Self.COLUMNS):
+            comptime at = i * Self.COLUMNS + j
+            comptime if IS_NVIDIA:
+                var b = self.b[step % 2 * Self.VECTORS + j // 2]
+                self.acc[at] = _mma[Self.dtype](a, b.slice[2, offset=j % 2 * 2](), self.acc[at])
+            else:
+                var x = bitcast[Self.dtype, 8](a)
+                var w = bitcast[Self.dtype, 8](self.b[step % 2 * Self.VECTORS + j])
+                var sum = self.acc[at]
+                mma(sum, w.slice[4, offset=0](), x.slice[4, offset=0](), sum)
+                mma(sum, w.slice[4, offset=4](), x.slice[4, offset=4](), sum)
+                self.acc[at] = sum
+
+
+@always_inline
+def _sync_warp():
+    """Makes what a warp's threads wrote to shared memory visible to its others."""
+    comptime if IS_NVIDIA:
+        syncwarp()
+    else:
+        barrier()
+
+
+@always_inline
+def _finish[
+    dtype: DType, //, epilogue: Epilogue, k_major: Bool, config: Config
+](
+    o: Operands[dtype],
+    p: Problem,
+    m0: Int32,
+    f0: Int32,
+    memory: Shared[F32],
+    warp: _Warp[dtype, k_major, config],
+):
+    """Turns a warp's sums over in shared memory, 16 pixels at a time; stores 8 filters a thread."""
+    comptime Sums = _Warp[dtype, k_major, config]
+    comptime EIGHTS = Sums.COLUMNS * TILE_COLUMNS // 8
+    comptime PARTS = 16 * EIGHTS // WARP
+    comptime PITCH = config.pitch()
+    var lane = warp.lane
+    var row0 = m0 + warp.row + lane // Int32(EIGHTS)
+    var f = f0 + warp.column + lane % Int32(EIGHTS) * 8
+    var to = Int(row0) * Int(p.all_f) + Int(f)
+    var mine = memory.unsafe_offset(Int(thread_idx.x) // WARP * 16 * PITCH)
+    var from_ = Int(lane // Int32(EIGHTS) * Int32(PITCH) + lane % Int32(EIGHTS) * 8)
+    comptime STEP = WARP // EIGHTS
+    var vectors = p.all_f % 8 == 0 and p.columns % 8 == 0
+
+    # Of the residual, 16 pixels are on their way while those before them are finished.
+    var added = Array[SIMD[dtype, 8], 2 * PARTS](fill=0)
+    comptime if epilogue.adds:
+        comptime for part in range(PARTS):
+            if vectors and row0 + Int32(part * STEP) < p.pixels and f < p.columns:
+                added[part] = o.residual.unsafe_load[width=8, alignment=16](
+                    to + part * STEP * Int(p.all_f)
+                )
+    var bias = SIMD[F32, 8](0)
+    if vectors and f < p.columns:
+        bias = o.bias.unsafe_load[width=8, alignment=16](Int(f))
+    comptime for i in range(Sums.ROWS):
+        comptime for j in range(Sums.COLUMNS):
+            var sum = warp.acc[i * Sums.COLUMNS + j]
+            comptime if IS_NVIDIA:
+                var at = Int(lane // 4 * Int32(PITCH) + lane % 4 * 2) + j * 8
+                mine.unsafe_store[alignment=8](at, sum.slice[2, offset=0]())
+                mine.unsafe_store[alignment=8](at + 8 * PITCH, sum.slice[2, offset=2]())
+            else:
+                var at = Int(lane % 16 * Int32(PITCH) + lane // 16 * 4) + j * 16
+                mine.unsafe_store[alignment=16](at, sum)
+        comptime if epilogue.adds and i + 1 < Sums.ROWS:
+            comptime for part in range(PARTS):
+                comptime next = (i + 1) * PARTS + part
+                if vectors and row0 + Int32(next * STEP) < p.pixels and f < p.columns:
+                    added[next % (2 * PARTS)] = o.residual.unsafe_load[width=8, alignment=16](
+                        to + next * STEP * Int(p.all_f)
+                    )
+        _sync_warp()
+        comptime for part in range(PARTS):
+            comptime index = i * PARTS + part
+            if row0 + Int32(index * STEP) < p.pixels and f < p.columns:
+                var value = mine.unsafe_load[width=8, alignment=16](from_ + part * STEP * PITCH)
+                var here = to + index * STEP * Int(p.all_f)
+                if vectors:
+                    value = value.fma(SIMD[F32, 8](o.alpha), bias)
+                    comptime if epilogue.adds:
+                        value += added[index % (2 * PARTS)].cast[F32]()
+                    o.y.unsafe_store[alignment=16](here, activate[epilogue](value).cast[dtype]())
+                else:
+                    comptime for e in range(8):
+                        if f + Int32(e) < p.columns:
+                            var one = value[e].fma(o.alpha, o.bias[unsafe_offset=Int(f) + e])
+                            comptime if epilogue.adds:
+                                one += o.residual[unsafe_offset=here + e].cast[F32]()
+                            o.y[unsafe_offset=here + e] = activate[epilogue](one).cast[dtype]()
+        _sync_warp()
+
+
+@__name(t"gemm_mma_{config.label(wide)}_{epilogue.label()}_{dtype}")
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    `nvvm.minctasm`=SIMDLength(config.blocks),
+)
+def mma_kernel[
+    dtype: DType, epilogue: Epilogue, k_major: Bool, config: Config, wide: Bool
+](all: Operands[dtype], p: Problem):
+    """Computes one tile of one product.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        k_major: Whether w is [F, K], or else [K, F].
+        config: Sizes of the tile.
+        wide: Whether C and F of a group, and so all rows, are multiples of 16 bytes.
+
+    Args:
+        all: The tensors of all products.
+        p: Sizes of one of them.
+    """
+    comptime Filler = _Filler[dtype, k_major, config, wide]
+    comptime STAGE = Filler.STAGE
+    comptime STAGES = config.stages if Filler.ASYNC else 2
+    var memory: Shared[dtype]
+    comptime if IS_NVIDIA:
+        memory = rebind[Shared[dtype]](
+            external_memory[
+                Scalar[dtype], address_space=AddressSpace.SHARED, alignment=16, name="mma_gemm"
+            ]()
+        )
+    else:
+        memory = rebind[Shared[dtype]](
+            unsafe_stack_allocation[
+                config.shared() // size_of[dtype](),
+                Scalar[dtype],
+                address_space=AddressSpace.SHARED,
+                alignment=16,
+            ]()
+        )
+    var tile = Int32(block_idx.x)
+    var row_tile = tile // p.tiles_n
+    var f0 = (tile - row_tile * p.tiles_n) * Int32(config.columns)
+    var product = row_tile // p.tiles_m
+    var m0 = (row_tile - product * p.tiles_m) * Int32(config.rows)
+    var o = all.shifted(
+        x=Int(product) * Int(p.x_step),
+        w=Int(product) * Int(p.w_step),
+        bias=Int(product) * Int(p.bias_step),
+        y=Int(product) * Int(p.y_step),
+    )
+    comptime if epilogue.adds:
+        # The residual is wanted last, but comes from far.
+        comptime LINE = 128 // size_of[dtype]()
+        comptime LINES = config.columns // LINE
+        for i in range(Int32(thread_idx.x), Int32(config.rows * LINES), Int32(config.threads())):
+            var m = m0 + i // Int32(LINES)
+            var f = f0 + i % Int32(LINES) * Int32(LINE)
+            if m < p.pixels and f < p.columns:
+                _announce(o.residual.unsafe_offset(Int(m) * Int(p.all_f) + Int(f)))
+    var steps = ceildiv(p.depth, Int32(Filler.DEPTH))
+    var filler = Filler(o, p, m0, f0)
+    var warp = _Warp[dtype, k_major, config]()
+    comptime ROWS = type_of(warp).ROWS
+    comptime K_STEPS = type_of(warp).STEPS
+    comptime if Filler.ASYNC:
+        comptime for i in range(STAGES - 1):
+            if Int32(i) < steps:
+                filler.fetch(p, memory.unsafe_offset(i * STAGE))
+            _commit()
+        _wait[STAGES - 2]()
+        barrier()
+        warp.read_w[0](memory)
+        warp.read_x[0, 0](memory)
+        var slot = 0
+        var free = (STAGES - 1) * STAGE
+        for step in range(steps):
+            var here = memory.unsafe_offset(slot)
+            comptime for k in range(K_STEPS):
+                comptime for i in range(ROWS):
+                    # What is multiplied next is read first.
+                    comptime if i == 0 and k + 1 < K_STEPS:
+                        warp.read_w[k + 1](here)
+                    comptime if i + 1 < ROWS:
+                        warp.read_x[k, i + 1](here)
+                    elif k + 1 < K_STEPS:
+                        warp.read_x[k + 1, 0](here)
+                    else:
+                        free = slot
+                        slot = 0 if slot == (STAGES - 1) * STAGE else slot + STAGE
+                        _wait[STAGES - 2]()
+                        barrier()
+                        warp.read_w[0](memory.unsafe_offset(slot))
+                        warp.read_x[0, 0](memory.unsafe_offset(slot))
+                    comptime if k == 0 and i == 0:
+                        if step + Int32(STAGES - 1) < steps:
+                            filler.fetch(p, memory.unsafe_offset(free))
+                        _commit()
+                    warp.multiply[k, i]()
+        _wait[0]()
+        barrier()
+    else:
+        var slot = 0
+        if steps > 0:
+            filler.fetch(p, memory)
+            filler.store(memory)
+        barrier()
+        for step in range(steps):
+            if step + 1 < steps:
+                filler.fetch(p, memory)
+            comptime for k in range(K_STEPS):
+                warp.read_w[k](memory.unsafe_offset(slot))
+                comptime for i in range(ROWS):
+                    warp.read_x[k, i](memory.unsafe_offset(slot))
+                    warp.multiply[k, i]()
+            slot = STAGE - slot
+            if step + 1 < steps:
+                filler.store(memory.unsafe_offset(slot))
+            barrier()
+    _finish[epilogue](o, p, m0, f0, memory.unsafe_bitcast[Float32](), warp)
+
+
+# The host's side
+
+
+def mma_gemm[
+    dtype: DType, epilogue: Epilogue, k_major: Bool
+](
+    g: Geometry,
+    o: Operands[dtype],
+    products: Int,
+    ctx: DeviceContext,
+    *,
+    x_step: Int,
+    w_step: Int,
+    y_step: Int,
+    bias_step: Int,
+) raises:
+    """Enqueues the products of a batch, or the groups of a convolution, in one launch.
+
+    Parameters:
+        dtype: Of x, w and y; float32 is rounded to TF32.
+        epilogue: What the accumulator goes through.
+        k_major: Whether w is [F, K], or else [K, F].
+
+    Args:
+        g: Sizes of one product.
+        o: The tensors of all of them.
+        products: How many there are.
+        ctx: The GPU.
+        x_step: Elements of x from one product to the next.
+        w_step: Elements of w from one product to the next.
+        y_step: Elements of y from one product to the next.
+        bias_step: Elements of the bias from one product to the next.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime WIDTH = 16 // size_of[dtype]()
+    if g.group_c() % WIDTH == 0 and (k_major or g.group_f() % WIDTH == 0):
+        var config = _choose(g, products, ctx)
+        comptime for i in range(len(CONFIGS)):
+            if config == i:
+                mma_enqueue[dtype, epilogue, k_major, CONFIGS[i], True](
+                    g,
+                    o,
+                    products,
+                    ctx,
+                    x_step=x_step,
+                    w_step=w_step,
+                    y_step=y_step,
+                    bias_step=bias_step,
+                )
+        return
+    mma_enqueue[dtype, epilogue, k_major, NARROW, False](
+        g,
+        o,
+        products,
+        ctx,
+        x_step=x_step,
+        w_step=w_step,
+        y_step=y_step,
+        bias_step=bias_step,
+    )
+
+
+def _choose(g: Geometry, products: Int, ctx: DeviceContext) raises -> Int:
+    """Chooses the tile whose waves over the multiprocessors take least."""
+    var processors = Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
+    var best = 0
+    var least = Int.MAX
+    comptime for i in range(len(CONFIGS)):
+        comptime config = CONFIGS[i]
+        var tiles = ceildiv(g.pixels(), config.rows) * ceildiv(g.group_f(), config.columns)
+        var time = (
+            ceildiv(tiles * products, processors) * config.rows * config.columns * config.pace
+        )
+        if time < least:
+            best, least = i, time
+    return best
+
+
+def mma_enqueue[
+    dtype: DType, epilogue: Epilogue, k_major: Bool, config: Config, wide: Bool
+](
+    g: Geometry,
+    o: Operands[dtype],
+    products: Int,
+    ctx: DeviceContext,
+    *,
+    x_step: Int,
+    w_step: Int,
+    y_step: Int,
+    bias_step: Int,
+) raises:
+    """Enqueues products with tiles of one size.
+
+    Parameters:
+        dtype: Of x, w and y; float32 is rounded to TF32.
+        epilogue: What the accumulator goes through.
+        k_major: Whether w is [F, K], or else [K, F].
+        config: Sizes of the tile.
+        wide: Whether rows of x and w are multiples of 16 bytes.
+
+    Args:
+        g: Sizes of one product.
+        o: The tensors of all of them.
+        products: How many there are.
+        ctx: The GPU.
+        x_step: Elements of x from one product to the next.
+        w_step: Elements of w from one product to the next.
+        y_step: Elements of y from one product to the next.
+        bias_step: Elements of the bias from one product to the next.
+
+    Raises:
+        If the launch fails.
+    """
+    var p = Problem(g, config, x_step=x_step, w_step=w_step, y_step=y_step, bias_step=bias_step)
+    var grid = Int(p.tiles_m) * Int(p.tiles_n) * products
+    comptime if IS_NVIDIA:
+        ctx.enqueue_function[mma_kernel[dtype, epilogue, k_major, config, wide]](
+            o,
+            p,
+            grid_dim=grid,
+            block_dim=config.threads(),
+            shared_mem_bytes=config.shared(),
+            func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+        )
+    else:
+        ctx.enqueue_function[mma_kernel[dtype, epilogue, k_major, config, wide]](
+            o, p, grid_dim=grid, block_dim=config.threads()
+        )
