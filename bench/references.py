@@ -90,17 +90,19 @@ def our_model(
     device: Device,
     dtype: DType,
     precompiled: Path | None = None,
+    *,
+    tf32: bool = True,
 ) -> Model:
     """Makes our model of the same weights, from ``precompiled`` if that is a folder of graphs.
 
     Raises:
         ArgumentError: If the folder has no such graph.
     """
-    model = Model(checkpoint(name, reference), device, dtype)
+    model = Model(checkpoint(name, reference), device, dtype, tf32=tf32)
     if precompiled is None:
         model.compile()
         return model
-    model.adopt(find_artifact(precompiled, name, dtype.name))
+    model.adopt(find_artifact(precompiled, name, precision(dtype.name, tf32)))
     return model
 
 
@@ -122,3 +124,8 @@ def find_artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path
 def artifact(folder: Path, name: str, dtype: str) -> Path:
     """Names the file of a compiled graph."""
     return folder / f"{Path(name).name}-{dtype}.mef"
+
+
+def precision(dtype: str, tf32: bool) -> str:
+    """Names what a graph computes in: float32 without TF32 is another than with it."""
+    return "float32-exact" if dtype == "float32" and not tf32 else dtype

@@ -71,6 +71,7 @@ def classify(args: argparse.Namespace) -> int:
             source,
             device=args.device,
             dtype=args.dtype,
+            tf32=args.tf32,
             batch_size=args.batch_size,
             revision=args.revision,
             progress=say,
@@ -310,7 +311,8 @@ def _compact() -> Callable[[Answer], None]:
 
 
 def _summary(model: Model, times: Times) -> str:
-    parts = [f"{_clean(model.name)} on {model.device}, {model.dtype}"]
+    precision = "float32 by TF32" if model.tf32 else model.dtype
+    parts = [f"{_clean(model.name)} on {model.device}, {precision}"]
     if times.runs:
         first, seconds = times.runs[0]
         parts.append(f"preprocessing {_ms(times.preprocessing / times.images)} an image")

@@ -2,7 +2,9 @@
 
 Activations are NHWC (feature maps) or [..., C] (tokens), in one dtype: float32 on a CPU;
 float32, bfloat16 or float16 on a GPU. Biases and layer norm's weights are float32, and every
-kernel accumulates in float32. The batch may be symbolic, all other sizes are known.
+kernel accumulates in float32. Unless ``tf32`` is False, NVIDIA's tensor cores round float32 to
+TF32 (10 bits of mantissa) before they multiply. The batch may be symbolic, all other sizes are
+known.
 """
 
 from __future__ import annotations
@@ -66,9 +68,11 @@ def conv2d(
             f" but input x[N, H, W, C] has C={c}"
         )
     window, p, q = _window(name, (h, w), (r, s), stride, padding, dilation, filter.groups)
-    weights = [filter.dense] if filter.rows is None else list(filter.rows)
     out = TensorType(x.dtype, [x.shape[0], p, q, f], device=x.device)
-    return _fused(name, x, [*weights, filter.bias], residual, [window], out, epilogue)
+    if filter.rows is not None:
+        return _fused(name, x, [*filter.rows, filter.bias], residual, [window], out, epilogue)
+    weights, parameters = [filter.dense, filter.bias], {"tf32": _tf32(x, filter.tf32)}
+    return _fused(name, x, weights, residual, [window], out, epilogue, parameters)
 
 
 def conv2d_shortcut(
@@ -127,7 +131,7 @@ def conv2d_shortcut(
         )
     values = [x, filter.dense, filter.bias, source, shortcut.dense, shortcut.bias, *windows]
     out = TensorType(x.dtype, [x.shape[0], *sizes[0], f], device=x.device)
-    return _custom(name, values, out)
+    return _custom(name, values, out, {"tf32": _tf32(x, filter.tf32 and shortcut.tf32)})
 
 
 def linear(
@@ -152,10 +156,9 @@ def linear(
         raise ArgumentError("linear: expects a dense weight but has a sparse one")
     layout = "packed" if x.device.is_cpu() else "nk"
     out = TensorType(x.dtype, [*x.shape[:-1], weight.shape[3]], device=x.device)
-    scale = _host([1.0], DType.float32)
-    return _fused(
-        "bmm", x, [weight.dense, weight.bias], residual, [scale], out, epilogue, {"layout": layout}
-    )
+    weights, scale = [weight.dense, weight.bias], _host([1.0], DType.float32)
+    parameters = {"layout": layout, "tf32": _tf32(x, weight.tf32)}
+    return _fused("bmm", x, weights, residual, [scale], out, epilogue, parameters)
 
 
 def qkv_linear(
@@ -195,7 +198,8 @@ def qkv_linear(
     for matrix, weight in zip(dense, weights, strict=True):
         values += [matrix, weight.bias]
     types = [TensorType(y.dtype, [*y.shape[:2], f], device=y.device) for y in tokens]
-    q, k, v = _customs(name, values, types, {})
+    tf32 = _tf32(tokens[0], all(weight.tf32 for weight in weights))
+    q, k, v = _customs(name, values, types, {"tf32": tf32})
     return q, k, v
 
 
@@ -208,6 +212,7 @@ def bmm(
     bias: TensorValue | None = None,
     epilogue: str = "none",
     residual: TensorValue | None = None,
+    tf32: bool = True,
 ) -> TensorValue:
     """Computes act(alpha * a @ b + bias + residual) for a[..., M, K] and b[..., K, N].
 
@@ -219,6 +224,7 @@ def bmm(
         bias: float32 [N].
         epilogue: ``none``, ``relu``, ``gelu`` (exact), ``add``, ``add_relu``.
         residual: [..., M, N] for the two that add.
+        tf32: Whether a GPU may round float32 to TF32.
 
     Raises:
         ArgumentError: If shapes or epilogue do not fit.
@@ -250,7 +256,7 @@ def bmm(
         [_host([alpha], DType.float32)],
         out,
         epilogue,
-        {"layout": "nk" if transpose_b else "kn"},
+        {"layout": "nk" if transpose_b else "kn", "tf32": _tf32(a, tf32)},
     )
 
 
@@ -589,6 +595,11 @@ def class_token(tokens: TensorValue, token: TensorValue) -> TensorValue:
 def supported(dtype: DType, device: DeviceRef) -> bool:
     """Tells whether the ops compute in ``dtype`` on ``device``."""
     return dtype in (CPU_DTYPES if device.is_cpu() else GPU_DTYPES)
+
+
+def _tf32(x: TensorValue, allowed: bool) -> bool:
+    """Tells whether a product may round to TF32; what cannot is one instance of a kernel."""
+    return allowed and x.dtype == DType.float32 and not x.device.is_cpu()
 
 
 def _fused(

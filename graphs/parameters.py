@@ -29,6 +29,7 @@ class Filter:
         dense: The arranged filter, flat; None if sparse.
         rows: Values, columns and row starts of the compressed rows; None if dense.
         fragments: The filter as the fused stem reads it, flat; the other two are None.
+        tf32: Whether a GPU may round float32 to TF32 for its products.
     """
 
     shape: tuple[int, int, int, int]
@@ -37,6 +38,7 @@ class Filter:
     dense: TensorValue | None = None
     rows: tuple[TensorValue, TensorValue, TensorValue] | None = None
     fragments: TensorValue | None = None
+    tf32: bool = True
 
     @property
     def dtype(self) -> DType:
@@ -49,21 +51,31 @@ class Parameters:
     """Weights by name, for one device and dtype.
 
     Filters are [R, S, C, F] float32, linear weights [in, out], all others vectors; see
-    ``parameters()`` of graphs/resnet.py and graphs/cvt.py for the names.
+    ``parameters()`` of graphs/resnet.py and graphs/cvt.py for the names. ``tf32`` tells whether a
+    GPU may round float32 to TF32 for products.
     """
 
     def __init__(
-        self, tensors: Mapping[str, np.ndarray], device: DeviceRef, dtype: DType, prefix: str = ""
+        self,
+        tensors: Mapping[str, np.ndarray],
+        device: DeviceRef,
+        dtype: DType,
+        prefix: str = "",
+        *,
+        tf32: bool = True,
     ) -> None:
         self.tensors = tensors
         self.device = device
         self.dtype = dtype
         self.prefix = prefix
+        self.tf32 = tf32
         self.bound: dict[str, tuple[np.ndarray, DType]] = {}
 
     def at(self, prefix: str) -> Parameters:
         """Narrows to the names that begin with ``prefix`` and a dot."""
-        inner = Parameters(self.tensors, self.device, self.dtype, f"{self.prefix}{prefix}.")
+        inner = Parameters(
+            self.tensors, self.device, self.dtype, f"{self.prefix}{prefix}.", tf32=self.tf32
+        )
         inner.bound = self.bound
         return inner
 
@@ -100,7 +112,8 @@ class Parameters:
             arranged = arrange.panels(filters, groups)
         else:
             arranged = arrange.filter_major(filters)
-        return Filter(shape, groups, bias_value, dense=self._bind(key, arranged, self.dtype))
+        dense = self._bind(key, arranged, self.dtype)
+        return Filter(shape, groups, bias_value, dense=dense, tf32=self.tf32)
 
     def stem(self, name: str, stride: int) -> Filter:
         """Returns ``filter(name)`` for a stem: as the fused one reads it if the device has it."""

@@ -70,6 +70,7 @@ def load(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    tf32: bool = True,
     batch_size: int | None = None,
     revision: str | None = None,
     progress: Callable[[str], None] | None = None,
@@ -82,6 +83,8 @@ def load(
         device: ``cpu``, ``gpu``, ``gpu:N``, or ``auto``: the first GPU if there is one.
         dtype: ``float32``, ``bfloat16`` or ``float16`` for activations and filters (a CPU takes
             float32); ``auto`` is float32.
+        tf32: Whether NVIDIA's tensor cores may round float32 to TF32 (10 bits of mantissa) before
+            they multiply, several times as fast; other devices multiply float32 exactly.
         batch_size: Images that ``classify`` runs at a time; 32 on a GPU and 8 on a CPU if None.
         revision: Branch, tag or commit on the hub.
         progress: Called with a sentence before each step that takes time.
@@ -98,7 +101,7 @@ def load(
     if batch_size is not None and batch_size < 1:
         raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
     checkpoint = weights.load(source, revision=revision, progress=progress)
-    model = Model(checkpoint, place, kind, batch_size)
+    model = Model(checkpoint, place, kind, batch_size, tf32=tf32)
     model.compile(progress)
     return model
 
@@ -153,6 +156,7 @@ def build(
     size: tuple[int, int],
     pixels: DType = DType.uint8,
     everything: bool = False,
+    tf32: bool = True,
     kernels: KernelLibrary | None = None,
 ) -> tuple[Graph, Parameters]:
     """Builds the graph of a checkpoint's network for images of one size, any batch.
@@ -164,6 +168,7 @@ def build(
         size: Height and width in px.
         pixels: uint8 levels, which the graph normalises, or float32, normalised already.
         everything: Give features and stages beside the logits.
+        tf32: Whether products of float32 may be rounded to TF32 on a GPU.
         kernels: The ops; maxvision's own, compiled if need be, if None.
 
     Returns:
@@ -181,7 +186,7 @@ def build(
         "pixels.mean": np.array(preprocess.mean, np.float32),
         "pixels.scale": 1 / np.array(preprocess.std, np.float32),
     }
-    parameters = Parameters(tensors, device, dtype)
+    parameters = Parameters(tensors, device, dtype, tf32=tf32)
     image = TensorType(pixels, ["batch", *size, spec.channels], device=device)
     extensions = [] if kernels else [nodes.OPS]
     with Graph(
@@ -222,18 +227,26 @@ class Model:
         spec: The network's shape.
         device: ``cpu`` or ``gpu:N``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
+        tf32: Whether products of float32 are rounded to TF32 first.
         labels: A name for each class.
         preprocess: Turns an image into the pixels that the model takes.
         batch_size: Images that ``classify`` runs at a time.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, device: Device, dtype: DType, batch_size: int | None = None
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        dtype: DType,
+        batch_size: int | None = None,
+        *,
+        tf32: bool = True,
     ) -> None:
         self.name = checkpoint.name
         self.family = checkpoint.family
         self.device = "cpu" if device.is_host else f"gpu:{device.id}"
         self.dtype = dtype.name
+        self.tf32 = tf32 and dtype == DType.float32 and device.api == "cuda"
         self.labels = checkpoint.labels
         self.preprocess = Preprocess.from_config(checkpoint.preprocess)
         self.batch_size = batch_size or (8 if device.is_host else 32)
@@ -401,5 +414,6 @@ class Model:
             size=(height, width),
             pixels=pixels,
             everything=everything,
+            tf32=self.tf32,
             kernels=kernels,
         )

@@ -1,14 +1,15 @@
 """The op and model tests on a GPU: ``python -m tests.gpu --json FILE``.
 
 Needs a GPU, torch with CUDA and transformers. Every op of tests/ops/cases.py, and ResNet-18,
-ResNet-50 and CvT-13 of random weights, at float32, bfloat16 and float16, against torch in
-float64; the bundled models on examples/; graph capture; and the time of a batch beside torch's
-(eager, channels_last, in a CUDA graph). Exits with 1 if anything fails.
+ResNet-50 and CvT-13 of random weights, at float32 (by TF32, and exact), bfloat16 and float16,
+against torch in float64; the bundled models on examples/; graph capture; and the time of a batch
+beside torch's (eager, channels_last, in a CUDA graph). Exits with 1 if anything fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -30,6 +31,7 @@ from max.graph import DeviceRef
 
 from bench.environment import environment
 from bench.references import our_model, reference_model
+from bench.tf32 import RoundedProducts, allow_tf32
 from graphs.replay import Execution
 from graphs.session import Model, load
 from tests.ops.cases import CASES, TORCH, build_graph, check
@@ -38,6 +40,13 @@ ROOT = Path(__file__).resolve().parent.parent
 BATCHES = (1, 3)
 TIMED = (1, 32, 256)
 MODELS = ("resnet-18", "resnet-50", "cvt-13")
+PRECISIONS = (
+    (DType.float32, True),
+    (DType.float32, False),
+    (DType.bfloat16, False),
+    (DType.float16, False),
+)
+"""Dtypes, and whether products are rounded to TF32."""
 
 
 def main() -> int:
@@ -45,8 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    allow_tf32(False)
     steps: list[Callable[[], Iterator[dict[str, Any]]]] = [ops, models, bundled]
     records = []
     start = time.perf_counter()
@@ -73,8 +81,8 @@ def write(path: Path, records: list[dict[str, Any]]) -> None:
 def ops() -> Iterator[dict[str, Any]]:
     """Compares every case of tests/ops/cases.py with torch, and a replay with its run."""
     device = Accelerator()
-    for dtype in TORCH:
-        graph, parameters = build_graph(CASES, DeviceRef.GPU(), dtype)
+    for dtype, tf32 in PRECISIONS:
+        graph, parameters = build_graph(CASES, DeviceRef.GPU(), dtype, tf32=tf32)
         session = InferenceSession(devices=[device])
         registry = {k: v for w in parameters for k, v in w.registry(device).items()}
         executable = session.init(session.compile(graph), weights_registry=registry)
@@ -89,9 +97,9 @@ def ops() -> Iterator[dict[str, Any]]:
             torch.cuda.synchronize()
             outputs = [torch.from_dlpack(y) for y in executable.execute(*inputs)]
             for case, output in zip(CASES, outputs, strict=True):
-                record: dict[str, Any] = {"case": case.name, "dtype": dtype.name, "batch": batch}
+                record = {"case": case.name, "dtype": dtype.name, "tf32": tf32, "batch": batch}
                 try:
-                    error = check(case, output, batch, TORCH[dtype], "cuda")
+                    error = check(case, output, batch, TORCH[dtype], "cuda", tf32=tf32)
                     yield {**record, "max_rel_err": error, "passed": True}
                 except AssertionError as problem:
                     yield {**record, "passed": False, "why": str(problem)}
@@ -105,52 +113,53 @@ def ops() -> Iterator[dict[str, Any]]:
             yield {
                 "case": "capture and replay",
                 "dtype": dtype.name,
+                "tf32": tf32,
                 "batch": batch,
                 "passed": same,
             }
 
 
-def load_random(name: str, dtype: DType) -> Model:
+def load_random(name: str, dtype: DType, tf32: bool) -> Model:
     """Loads ``reference_model(name)`` through a checkpoint, as a user would."""
-    return our_model(name, reference_model(name), Accelerator(), dtype)
+    return our_model(name, reference_model(name), Accelerator(), dtype, tf32=tf32)
 
 
 def compile_everything() -> None:
     """Compiles every graph into MAX's cache, several processes at a time."""
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(compile_ops, dtype.name) for dtype in TORCH]
+        jobs = [pool.submit(compile_ops, dtype.name, tf32) for dtype, tf32 in PRECISIONS]
         jobs += [
-            pool.submit(compile_model, name, dtype.name)
-            for name, dtype in itertools.product(MODELS, TORCH)
+            pool.submit(compile_model, name, dtype.name, tf32)
+            for name, (dtype, tf32) in itertools.product(MODELS, PRECISIONS)
         ]
         for job in jobs:
             job.result()
 
 
-def compile_ops(dtype: str) -> None:
+def compile_ops(dtype: str, tf32: bool) -> None:
     """Compiles the graph of all cases."""
-    graph, _ = build_graph(CASES, DeviceRef.GPU(), getattr(DType, dtype))
+    graph, _ = build_graph(CASES, DeviceRef.GPU(), getattr(DType, dtype), tf32=tf32)
     InferenceSession(devices=[Accelerator()]).compile(graph)
 
 
-def compile_model(name: str, dtype: str) -> None:
+def compile_model(name: str, dtype: str, tf32: bool) -> None:
     """Compiles both graphs of a network."""
-    model = load_random(name, getattr(DType, dtype))
+    model = load_random(name, getattr(DType, dtype), tf32)
     model.features(np.zeros((1, 224, 224, 3), np.float32))
 
 
 def models() -> Iterator[dict[str, Any]]:
     """Compares networks of random weights with transformers, stage by stage, and times them."""
-    for name, dtype in itertools.product(MODELS, TORCH):
+    for name, (dtype, tf32) in itertools.product(MODELS, PRECISIONS):
         reference = reference_model(name)
-        ours = load_random(name, dtype)
-        yield {"model": name, "dtype": dtype.name, **errors(ours, reference, TORCH[dtype])}
-        yield {"model": name, "dtype": dtype.name, **captured(ours)}
+        ours = load_random(name, dtype, tf32)
+        what = {"model": name, "dtype": dtype.name, "tf32": tf32}
+        yield {**what, **errors(ours, reference, TORCH[dtype])}
+        yield {**what, **captured(ours)}
         for batch in TIMED:
             milliseconds, peer = times(ours, reference, TORCH[dtype], batch)
             yield {
-                "model": name,
-                "dtype": dtype.name,
+                **what,
                 "batch": batch,
                 "device": ours.device,
                 "engine": "maxvision",
@@ -167,14 +176,16 @@ def models() -> Iterator[dict[str, Any]]:
 def errors(ours: Model, reference: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """Measures logits and stages against float64; the bound is twice torch's own error.
 
-    The float64 reference starts from the same rounded weights and pixels as torch at ``dtype``.
+    The float64 reference starts from the same rounded weights and pixels as torch at ``dtype``;
+    of TF32 torch's error is that of rounded operands.
     """
     rng = np.random.default_rng(0)
     pixels = rng.standard_normal((BATCHES[-1], 224, 224, 3)).astype(np.float32)
     got = ours.features(pixels)
     x = torch.from_numpy(pixels).permute(0, 3, 1, 2).cuda()
     truth = everything(reference.double().cuda(), x.double())
-    theirs = everything(reference.to(dtype), x.to(dtype))
+    with RoundedProducts() if ours.tf32 else contextlib.nullcontext():
+        theirs = everything(reference.to(dtype), x.to(dtype))
     reference.float()
     record: dict[str, Any] = {"passed": True}
     mine = [torch.from_numpy(a) for a in (got.logits, *got.stages)]
@@ -232,6 +243,7 @@ def times(
     mine = median(replay, device.synchronize)
     executable.release_captured_graph(batch)
 
+    allow_tf32(ours.tf32)
     model = reference.to("cuda", dtype, memory_format=torch.channels_last)
     x = torch.randn(batch, 3, 224, 224, device="cuda", dtype=dtype)
     x = x.to(memory_format=torch.channels_last)
@@ -243,6 +255,7 @@ def times(
         with torch.cuda.graph(captured, stream=stream):
             model(x)
     theirs = median(captured.replay, torch.cuda.synchronize)
+    allow_tf32(False)
     model.float()
     return mine, theirs
 

@@ -42,6 +42,7 @@ class Fake:
     name: str = "fake"
     device: str = "cpu"
     dtype: str = "float32"
+    tf32: bool = False
     labels: list[str] = field(default_factory=lambda: list(LABELS))
     preprocess: Preprocess = field(default_factory=lambda: Preprocess(8, 8, 8))
     batch_size: int = 8
@@ -177,13 +178,14 @@ def test_arguments_reach_load(fake: Fake, folder: Path, run: Run) -> None:
     assert callable(progress)
     assert fake.asked == {
         "source": "resnet-small", "device": "auto", "dtype": "auto", "batch_size": None,
-        "revision": None,
+        "revision": None, "tf32": True,
     }  # fmt: skip
     run("--model", "o/m", "--device=gpu:1", "--dtype", "float16", "all/r.png", "--revision", "v1",
-        "--batch-size", "3")  # fmt: skip
+        "--batch-size", "3", "--no-tf32")  # fmt: skip
     fake.asked.pop("progress")
     assert fake.asked == {
         "source": "o/m", "device": "gpu:1", "dtype": "float16", "batch_size": 3, "revision": "v1",
+        "tf32": False,
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from .cpu import bmm_cpu
 
 @always_inline
 def _bmm[
-    dtype: DType, //, target: StaticString, name: StaticString, layout: StaticString
+    dtype: DType, //, target: StaticString, name: StaticString, layout: StaticString, tf32: Bool
 ](y_size: Int, m: Int, k: Int, n: Int, b_size: Int, o: Operands[dtype], ctx: DeviceContext,) raises:
     comptime assert Epilogue.known(name), "bmm: epilogue expects none, relu, gelu, add or add_relu"
     comptime assert (
@@ -35,7 +35,7 @@ def _bmm[
     else:
         comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
         # One b for all: the batch is more rows of one product.
-        gemm_gpu[dtype, Epilogue(name), layout == "nk"](
+        gemm_gpu[dtype, Epilogue(name), layout == "nk", tf32](
             Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
             o,
             batch if b_step else 1,
@@ -53,7 +53,7 @@ struct Bmm:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString, layout: StaticString
+        target: StaticString, epilogue: StaticString, layout: StaticString, tf32: Bool
     ](
         y: OutputTensor,
         a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
@@ -68,6 +68,7 @@ struct Bmm:
             target: "cpu" or "gpu".
             epilogue: "none", "relu" or "gelu".
             layout: "kn", "nk" or "packed".
+            tf32: Whether a GPU may round float32 to TF32 for the products.
 
         Args:
             y: Result [..., M, N].
@@ -81,7 +82,7 @@ struct Bmm:
             If a launch fails.
         """
         comptime assert not Epilogue(epilogue).adds, "bmm: bmm_add takes the residual"
-        _bmm[target, epilogue, layout](
+        _bmm[target, epilogue, layout, tf32](
             y.size(),
             a.shape()[a.rank - 2],
             a.shape()[a.rank - 1],
@@ -105,7 +106,7 @@ struct BmmAdd:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString, layout: StaticString
+        target: StaticString, epilogue: StaticString, layout: StaticString, tf32: Bool
     ](
         y: OutputTensor,
         a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
@@ -121,6 +122,7 @@ struct BmmAdd:
             target: "cpu" or "gpu".
             epilogue: "add" or "add_relu".
             layout: "kn", "nk" or "packed".
+            tf32: Whether a GPU may round float32 to TF32 for the products.
 
         Args:
             y: Result [..., M, N].
@@ -135,7 +137,7 @@ struct BmmAdd:
             If a launch fails.
         """
         comptime assert Epilogue(epilogue).adds, "bmm: an epilogue that adds is expected here"
-        _bmm[target, epilogue, layout](
+        _bmm[target, epilogue, layout, tf32](
             y.size(),
             a.shape()[a.rank - 2],
             a.shape()[a.rank - 1],

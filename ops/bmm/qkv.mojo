@@ -19,7 +19,7 @@ struct QkvLinear:
 
     @staticmethod
     def execute[
-        target: StaticString
+        target: StaticString, tf32: Bool
     ](
         q: OutputTensor[rank=3, ...],
         k: OutputTensor[dtype=q.dtype, rank=3, ...],
@@ -39,6 +39,7 @@ struct QkvLinear:
 
         Parameters:
             target: "gpu".
+            tf32: Whether it may round float32 to TF32 for the products.
 
         Args:
             q: Query [N, T, F].
@@ -64,7 +65,7 @@ struct QkvLinear:
         var c = q_tokens.shape()[2]
         var f = q.shape()[2]
         var keys = Geometry(rows=k.size() // f, depth=c, columns=f)
-        gemm_group[q.dtype, 3](
+        gemm_group[q.dtype, 3, tf32](
             [Geometry(rows=q.size() // f, depth=c, columns=f), keys, keys],
             [
                 Operands[q.dtype](

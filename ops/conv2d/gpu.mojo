@@ -19,13 +19,14 @@ comptime THREADS = 256
 
 
 def conv2d_gpu[
-    dtype: DType, epilogue: Epilogue
+    dtype: DType, epilogue: Epilogue, tf32: Bool
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     """Enqueues a convolution.
 
     Parameters:
         dtype: Of x, the filter and y.
         epilogue: What the accumulator goes through.
+        tf32: Whether the products may round float32 to TF32.
 
     Args:
         g: Sizes.
@@ -36,7 +37,7 @@ def conv2d_gpu[
         If the launch fails.
     """
     if not g.depthwise():
-        gemm[dtype, epilogue, True](
+        gemm[dtype, epilogue, True, tf32](
             g,
             o,
             g.groups,

@@ -16,7 +16,7 @@ from .gpu import conv2d_gpu
 
 @always_inline
 def _conv2d[
-    dtype: DType, //, target: StaticString, name: StaticString
+    dtype: DType, //, target: StaticString, name: StaticString, tf32: Bool
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     comptime assert Epilogue.known(
         name
@@ -27,7 +27,7 @@ def _conv2d[
         comptime assert dtype == F32, "conv2d: a CPU expects float32"
         conv2d_cpu[Epilogue(name)](g, rebind[Operands[F32]](o))
     else:
-        conv2d_gpu[dtype, Epilogue(name)](g, o, ctx)
+        conv2d_gpu[dtype, Epilogue(name), tf32](g, o, ctx)
 
 
 @register("conv2d")
@@ -36,7 +36,7 @@ struct Conv2d:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString
+        target: StaticString, epilogue: StaticString, tf32: Bool
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
@@ -50,6 +50,7 @@ struct Conv2d:
         Parameters:
             target: "cpu" or "gpu".
             epilogue: "none", "relu" or "gelu".
+            tf32: Whether a GPU may round float32 to TF32 for the products.
 
         Args:
             y: Result [N, P, Q, F].
@@ -63,7 +64,7 @@ struct Conv2d:
             If a launch fails.
         """
         comptime assert not Epilogue(epilogue).adds, "conv2d: conv2d_add takes the residual"
-        _conv2d[target, epilogue](
+        _conv2d[target, epilogue, tf32](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](
                 data(x),
@@ -82,7 +83,7 @@ struct Conv2dAdd:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString
+        target: StaticString, epilogue: StaticString, tf32: Bool
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
@@ -97,6 +98,7 @@ struct Conv2dAdd:
         Parameters:
             target: "cpu" or "gpu".
             epilogue: "add" or "add_relu".
+            tf32: Whether a GPU may round float32 to TF32 for the products.
 
         Args:
             y: Result [N, P, Q, F].
@@ -111,7 +113,7 @@ struct Conv2dAdd:
             If a launch fails.
         """
         comptime assert Epilogue(epilogue).adds, "conv2d: an epilogue that adds is expected here"
-        _conv2d[target, epilogue](
+        _conv2d[target, epilogue, tf32](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](
                 data(x),

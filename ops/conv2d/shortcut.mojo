@@ -20,7 +20,7 @@ struct Conv2dShortcut:
 
     @staticmethod
     def execute[
-        target: StaticString
+        target: StaticString, tf32: Bool
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
@@ -37,6 +37,7 @@ struct Conv2dShortcut:
 
         Parameters:
             target: "gpu".
+            tf32: Whether it may round float32 to TF32 for the products.
 
         Args:
             y: Result [N, P, Q, F].
@@ -56,7 +57,7 @@ struct Conv2dShortcut:
         comptime assert target != "cpu", "conv2d_shortcut: a CPU runs two convolutions"
         if y.size() == 0:
             return
-        gemm_shortcut[y.dtype](
+        gemm_shortcut[y.dtype, tf32](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](data(x), data(filter), data(bias), data(x), data(y)),
             Geometry(source.shape(), y.shape(), data(shortcut_window)),

@@ -7,7 +7,7 @@ M = N * P * Q output pixels, K = R * S * C taps and channels, N = F filters; see
     y[N, P, Q, F]   result
 
 `gemm` chooses: wgmma (hopper.mojo) where the GPU has it and it takes the product, else mma.sync or
-mfma (mma.mojo) for 16 bits, else the kernel of this file.
+mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the kernel of this file.
 
 That kernel: a block of 256 threads computes a 64 x 64 tile, each thread 4 x 4, from 16 steps of K
 at a time in two alternating stages of shared memory; what the next stage needs is read from device
@@ -211,7 +211,7 @@ def gemm_kernel[
 
 
 def gemm[
-    dtype: DType, epilogue: Epilogue, k_major: Bool
+    dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool
 ](
     g: Geometry,
     o: Operands[dtype],
@@ -229,6 +229,7 @@ def gemm[
         dtype: Of x, w and y.
         epilogue: What the accumulator goes through.
         k_major: Whether w is [F, K], or else [K, F].
+        tf32: Whether tensor cores may round float32 to TF32, where they have it.
 
     Args:
         g: Sizes of one product.
@@ -243,7 +244,7 @@ def gemm[
     Raises:
         If the launch fails.
     """
-    comptime rounds = dtype.is_half_float()
+    comptime rounds = dtype.is_half_float() or (tf32 and HAS_MMA)
     comptime if IS_HOPPER and rounds and k_major:
         if products == 1 and takes[dtype](g):
             var row = choose(g, ROW // size_of[dtype](), epilogue.adds)
@@ -268,7 +269,7 @@ def gemm[
 
 
 def gemm_group[
-    dtype: DType, products: Int
+    dtype: DType, products: Int, tf32: Bool
 ](
     sizes: Array[Geometry, products], operands: Array[Operands[dtype], products], ctx: DeviceContext
 ) raises:
@@ -277,6 +278,7 @@ def gemm_group[
     Parameters:
         dtype: Of x, w and y.
         products: How many there are.
+        tf32: Whether tensor cores may round float32 to TF32, where they have it.
 
     Args:
         sizes: Of each product.
@@ -286,7 +288,7 @@ def gemm_group[
     Raises:
         If a launch fails.
     """
-    comptime if size_of[dtype]() == 2 and IS_HOPPER:
+    comptime if IS_HOPPER and (dtype.is_half_float() or tf32):
         if takes[dtype](sizes[0]):
             var rows = 0
             comptime for i in range(products):
@@ -300,13 +302,13 @@ def gemm_group[
                     )
             return
     comptime for i in range(products):
-        gemm[dtype, Epilogue("none"), True](
+        gemm[dtype, Epilogue("none"), True, tf32](
             sizes[i], operands[i], 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
         )
 
 
 def gemm_shortcut[
-    dtype: DType
+    dtype: DType, tf32: Bool
 ](
     g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
 ) raises:
@@ -314,6 +316,7 @@ def gemm_shortcut[
 
     Parameters:
         dtype: Of x, w and y.
+        tf32: Whether tensor cores may round float32 to TF32, where they have it.
 
     Args:
         g: Sizes; one group.
@@ -325,7 +328,7 @@ def gemm_shortcut[
     Raises:
         If a launch fails.
     """
-    comptime if size_of[dtype]() == 2 and IS_HOPPER:
+    comptime if IS_HOPPER and (dtype.is_half_float() or tf32):
         if takes[dtype](g) and takes[dtype](beside):
             comptime WIDTH = ROW // size_of[dtype]()
             var row = choose(g, WIDTH, False, more=ceildiv(beside.c, WIDTH))
@@ -335,12 +338,12 @@ def gemm_shortcut[
                         g, o, beside, more, row.splits, ctx
                     )
             return
-    gemm[dtype, Epilogue("none"), True](
+    gemm[dtype, Epilogue("none"), True, tf32](
         beside, more, 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
     )
     # A thread reads what it is about to overwrite, and nothing else of y.
     var sum = Operands[dtype](o.x, o.w, o.bias, more.y, o.y)
-    gemm[dtype, Epilogue("add_relu"), True](
+    gemm[dtype, Epilogue("add_relu"), True, tf32](
         g, sum, 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
     )
 

@@ -25,7 +25,9 @@ those of the first, and their sum never leaves the registers.
 Blocks start while the kernel before them still runs (programmatic dependent launch): barriers,
 tensor maps and the first filters are loaded before they wait for the activations.
 
-float32 is multiplied as TF32 (10 bits of mantissa). C and F have to be multiples of 16 bytes.
+float32 is multiplied as TF32: the copy engine rounds x and w to 10 bits of mantissa on their way,
+to nearest even (CUDA's driver API; triton-lang/triton#11751). IT HAS NOT RUN YET in float32.
+C has to be a multiple of 16 bytes, and F one of 8.
 After Osama et al. 2023 (arXiv:2301.03598) and the PTX ISA 8.0, sections 5.5 and 9.7.14.
 """
 
@@ -501,11 +503,12 @@ def takes[dtype: DType](g: Geometry) -> Bool:
         g: Sizes.
 
     Returns:
-        True if pixels and filters are multiples of 16 bytes, and the windows' strides, corners and
-        taps are in the range of a tensor map (PTX ISA 8.0, section 5.5.4; CUDA's driver API).
+        True if there is one group, C is a multiple of 16 bytes, F one of 8, and the windows'
+        strides, corners and taps are in the range of a tensor map (PTX ISA 8.0, section 5.5.4;
+        CUDA's driver API).
     """
     comptime wide = 16 // size_of[dtype]()
-    if g.groups != 1 or g.c % wide != 0 or g.f % wide != 0:
+    if g.groups != 1 or g.c % wide != 0 or g.f % 8 != 0:
         return False
     if is_plain(g):
         return True
@@ -939,7 +942,7 @@ def _share[
 
 
 def _matrix_map[
-    dtype: DType, rank: Int
+    dtype: DType, rank: Int, multiplied: Bool = False
 ](
     ctx: DeviceContext,
     at: Data[dtype],
@@ -956,7 +959,7 @@ def _matrix_map[
         strides[i] = bytes
     DeviceBuffer[dtype](ctx, at, 1, owning=False)._tensor_map_encode_tiled(
         Pointer(to=map).unsafe_bitcast[NoneType](),
-        _map_dtype[dtype](),
+        _map_dtype[dtype, multiplied](),
         Int32(rank),
         sizes.unsafe_ptr(),
         strides.unsafe_ptr(),
@@ -992,7 +995,7 @@ def _im2col_map[
     steps[1], steps[2] = Int32(g.stride_w), Int32(g.stride_h)
     DeviceBuffer[dtype](ctx, at, 1, owning=False)._tensor_map_encode_im2col(
         Pointer(to=map).unsafe_bitcast[NoneType](),
-        _map_dtype[dtype](),
+        _map_dtype[dtype, True](),
         4,
         dims.unsafe_ptr(),
         strides.unsafe_ptr(),
@@ -1009,10 +1012,10 @@ def _im2col_map[
     return map
 
 
-def _map_dtype[dtype: DType]() -> Int32:
-    """Numbers a dtype as CUtensorMapDataType does."""
+def _map_dtype[dtype: DType, multiplied: Bool]() -> Int32:
+    """Numbers a dtype as CUtensorMapDataType does; float32 to be multiplied is rounded to TF32."""
     comptime if dtype == F32:
-        return 7
+        return 11 if multiplied else 7
     elif dtype == DType.float16:
         return 6
     else:
@@ -1123,7 +1126,7 @@ def _filter_map[
 ](ctx: DeviceContext, w: Data[dtype], g: Geometry) raises -> TMADescriptor:
     """Makes the tensor map of w[F, R * S, C]."""
     comptime WIDTH = ROW // size_of[dtype]()
-    return _matrix_map[dtype, 3](
+    return _matrix_map[dtype, 3, True](
         ctx,
         w,
         [Int64(g.c), Int64(g.r * g.s), Int64(g.f)],
@@ -1138,7 +1141,7 @@ def _add_maps[
     comptime WIDTH = ROW // size_of[dtype]()
     var c, f, m = Int64(g.c), Int64(g.f), Int64(g.pixels())
     if is_plain(g):
-        maps.maps[at] = _matrix_map[dtype, 2](
+        maps.maps[at] = _matrix_map[dtype, 2, True](
             ctx, o.x, [c, m], [Int32(WIDTH), Int32(config.rows())]
         )
     else:

@@ -6,6 +6,7 @@ a compilation costs 13 s whatever it holds.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType, ops
 
+from bench.tf32 import RoundedProducts
 from graphs import nodes
 from graphs.parameters import Parameters
 
@@ -160,6 +162,7 @@ def product(
             bias=w.vector("bias") if bias else None,
             epilogue=then,
             residual=next(iter(residual), None),
+            tf32=w.tf32,
         )
 
     def reference(w: Any, x: Any, *more: Any) -> torch.Tensor:
@@ -544,7 +547,7 @@ CASES = [
 
 
 def build_graph(
-    cases: Sequence[Case], device: DeviceRef, dtype: DType
+    cases: Sequence[Case], device: DeviceRef, dtype: DType, *, tf32: bool = True
 ) -> tuple[Graph, list[Parameters]]:
     """Builds one graph of all the cases, their batch symbolic."""
     types = [
@@ -559,7 +562,7 @@ def build_graph(
         for i, case in enumerate(cases):
             # The case's number keeps the names of the weights apart.
             tensors = {f"{i}.{name}": array for name, array in case.data(1)[1].items()}
-            w = Parameters(tensors, device, dtype)
+            w = Parameters(tensors, device, dtype, tf32=tf32)
             scoped = w.at(str(i))
             outputs.append(case.build(scoped, *itertools.islice(inputs, len(case.inputs))))
             parameters.append(scoped)
@@ -568,12 +571,18 @@ def build_graph(
 
 
 def check(
-    case: Case, ours: torch.Tensor, batch: int, dtype: torch.dtype, device: str = "cpu"
+    case: Case,
+    ours: torch.Tensor,
+    batch: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    tf32: bool = False,
 ) -> float:
     """Compares with torch in float64; raises AssertionError beyond the bound.
 
     The bound is twice the error that torch makes at this dtype, and 8 float32 ulp of the largest
-    number.
+    number. With ``tf32`` torch's error is that of operands rounded to TF32.
 
     Returns:
         Our largest error over the largest number of the result.
@@ -586,7 +595,8 @@ def check(
         for k, v in weights.items()
     }
     truth = case.reference({k: v.double() for k, v in exact.items()}, *(x.double() for x in inputs))
-    theirs = case.reference({k: v.to(dtype) for k, v in exact.items()}, *inputs).double()
+    with RoundedProducts() if tf32 else contextlib.nullcontext():
+        theirs = case.reference({k: v.to(dtype) for k, v in exact.items()}, *inputs).double()
     ours = ours.to(device).double()
     assert ours.shape == truth.shape, (
         f"{case.name}: {tuple(ours.shape)} is not {tuple(truth.shape)}"
