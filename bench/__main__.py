@@ -70,9 +70,6 @@ def parser() -> argparse.ArgumentParser:
         "--autotune", action="store_true", help="torch.compile's max-autotune too: minutes a cell"
     )
     models.add_argument(
-        "--tf32", action="store_true", help="let the peers' float32 run as TF32 on a GPU"
-    )
-    models.add_argument(
         "--seconds", type=_positive, default=2.0, help="of samples, an engine and cell"
     )
     models.add_argument("--energy", action=argparse.BooleanOptionalAction, default=True)
@@ -123,6 +120,7 @@ def parser() -> argparse.ArgumentParser:
     compiling.add_argument(
         "--layers", action="store_true", help="their layers too, which bench ops times"
     )
+    _tf32(compiling)
     compiling.add_argument("--out", type=Path, required=True, metavar="DIR")
     return top
 
@@ -145,8 +143,18 @@ def _what(command: argparse.ArgumentParser, batches: str) -> None:
         "--batches", type=_batches, default=_batches(batches), metavar="N,M", help=batches
     )
     command.add_argument("--device", default="auto", help="auto, cpu, gpu or gpu:N")
+    _tf32(command)
     command.add_argument(
         "--precompiled", type=Path, metavar="DIR", help="graphs that bench compile wrote"
+    )
+
+
+def _tf32(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--tf32",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="round float32 to TF32 for tensor cores, ours and the peers'",
     )
 
 

@@ -14,7 +14,7 @@ from max.graph import DeviceRef, Graph, Module
 
 from bench.environment import environment
 from bench.layers import COPIES, distinct, layer_module, network_nodes
-from bench.references import artifact, checkpoint, reference_model
+from bench.references import artifact, checkpoint, precision, reference_model
 from graphs import nodes
 from graphs.errors import ArgumentError
 from graphs.preprocess import Preprocess
@@ -62,11 +62,12 @@ def run(options: argparse.Namespace) -> int:
         prepare = Preprocess.from_config(model.preprocess)
         size = (prepare.height, prepare.width)
         for dtype in options.dtypes:
-            kind = DTYPES[dtype]
-            graph, _ = build(model, place, kind, size=size)
-            export(artifact(options.out, name, dtype), graph)
+            kind, tf32 = DTYPES[dtype], options.tf32
+            graph, _ = build(model, place, kind, size=size, tf32=tf32)
+            file = precision(dtype, tf32)
+            export(artifact(options.out, name, file), graph)
             if options.layers:
-                layers = distinct(network_nodes(model, place, kind, size))
+                layers = distinct(network_nodes(model, place, kind, size, tf32=tf32))
                 module, *_ = layer_module(list(layers), place, kind, COPIES)
-                export(artifact(options.out, name, f"{dtype}-layers"), module)
+                export(artifact(options.out, name, f"{file}-layers"), module)
     return 0

@@ -80,6 +80,11 @@ class Layer:
         """Gives a parameter."""
         return dict(self.parameters)[name]
 
+    @property
+    def by_tf32(self) -> bool:
+        """Whether its products may be rounded to TF32."""
+        return bool(dict(self.parameters).get("tf32", False))
+
     def title(self) -> str:
         """Describes it as the papers do: window, channels, sizes."""
         x, y = self.values[0].shape, self.outputs[0].shape
@@ -188,10 +193,15 @@ class Node(NamedTuple):
 
 
 def network_nodes(
-    checkpoint: Checkpoint, device: DeviceRef, dtype: DType, size: tuple[int, int]
+    checkpoint: Checkpoint,
+    device: DeviceRef,
+    dtype: DType,
+    size: tuple[int, int],
+    *,
+    tf32: bool = True,
 ) -> list[Node]:
     """Lists the nodes of a checkpoint's network as it is compiled for a device."""
-    graph, _ = build(checkpoint, device, dtype, size=size, kernels=Unchecked())
+    graph, _ = build(checkpoint, device, dtype, size=size, tf32=tf32, kernels=Unchecked())
     return nodes(graph)
 
 

@@ -12,6 +12,7 @@ out, one at a time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,8 +30,9 @@ from bench.compile import compiled_note
 from bench.engines import TORCH, Images, peer_names
 from bench.environment import environment
 from bench.records import check_path, write
-from bench.references import checkpoint, find_artifact, reference_model
+from bench.references import checkpoint, find_artifact, precision, reference_model
 from bench.stand import CHECKED, Cell, Stand
+from bench.tf32 import RoundedProducts, allow_tf32
 from bench.timing import percentiles, rounded
 from bench.workers import Lost, Worker
 from graphs.preprocess import Preprocess
@@ -68,6 +70,7 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
     facts: dict[str, Any] = {**environment(), **compiled_note(options.precompiled)}
     facts["method"] = " ".join((__doc__ or "").split("\n\n", 1)[1].split())
     facts["tf32"] = options.tf32
+    allow_tf32(options.tf32)
     if gpu:
         facts["cuda"], facts["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
     facts["ceilings"] = {}
@@ -77,7 +80,7 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
     references = {name: reference_model(name) for name in options.models}
     for name in options.models if options.precompiled else ():
         for dtype in names:
-            find_artifact(options.precompiled, name, dtype)
+            find_artifact(options.precompiled, name, precision(dtype, options.tf32))
     engines = ["maxvision", *(peer_names(gpu, options.autotune) if options.peers else ())]
     callees: dict[str, Callee] = {}
     records: list[dict[str, Any]] = []
@@ -122,7 +125,9 @@ def measure(
     """
     images, dtype = cell.images, cell.dtype
     truth = [_logits(reference, images, turn, torch.float32) for turn in CHECKED]
-    plain = [_logits(reference, images, turn, TORCH[dtype]) for turn in CHECKED]
+    tf32 = cell.tf32 and images.gpu and dtype == "float32"
+    with RoundedProducts() if tf32 else contextlib.nullcontext():
+        plain = [_logits(reference, images, turn, TORCH[dtype]) for turn in CHECKED]
     eager = relative(plain, truth)
     size = TORCH[dtype].itemsize
     floor = limits.floor(flops, traffic(reference, images.size, images.batch, size))
@@ -142,7 +147,7 @@ def measure(
     def opened(name: str, callee: Callee) -> None:
         records[name] = {
             "model": Path(cell.model).name, "dtype": dtype, "batch": images.batch,
-            "device": cell.device, "engine": name,
+            "device": cell.device, "engine": name, "tf32": tf32,
         }  # fmt: skip
         bare = replace(cell, images=replace(images))  # without the pictures, which it makes itself
         records[name] |= callee.call("open", name, bare)
@@ -207,20 +212,15 @@ def _logits(reference: Any, images: Images, turn: int, dtype: torch.dtype) -> np
     place = "cuda" if images.gpu else "cpu"
     allowed = torch.backends.cuda.matmul.allow_tf32
     if dtype == torch.float32:
-        _tf32(False)
+        allow_tf32(False)
     x = images.pixels(turn, dtype)
     module = reference.to(place, dtype)
     parts = [module(part.to(place)).logits.float().cpu() for part in x.split(CHUNK)]
     reference.to("cpu", torch.float32)
     if images.gpu:
         torch.cuda.empty_cache()
-    _tf32(allowed)
+    allow_tf32(allowed)
     return torch.cat(parts).numpy()
-
-
-def _tf32(allowed: bool) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch.backends.cudnn.allow_tf32 = allowed
 
 
 @torch.inference_mode()
@@ -250,7 +250,8 @@ def traffic(reference: Any, size: tuple[int, int], batch: int, itemsize: int) ->
 def print_cell(records: list[dict[str, Any]]) -> None:
     """Prints a row an engine."""
     first = records[0]
-    title = f"{first['model']}, {first['dtype']}, batch {first['batch']}, {first['device']}"
+    dtype = "float32 by TF32" if first["tf32"] else first["dtype"]
+    title = f"{first['model']}, {dtype}, batch {first['batch']}, {first['device']}"
     table = Table("engine", title=title, title_justify="left")
     for heading in (
         "p50 ms", "p90", "p99", "images/s", "TFLOP/s", "roofline", "to device", "to host",

@@ -11,6 +11,7 @@ timed in turn, round after round.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import sys
@@ -38,7 +39,8 @@ from bench.environment import environment
 from bench.layers import COPIES, Layer, distinct, layer_module, network_nodes
 from bench.profile import launches_of, short
 from bench.records import check_path, write
-from bench.references import checkpoint, find_artifact, reference_model
+from bench.references import checkpoint, find_artifact, precision, reference_model
+from bench.tf32 import RoundedProducts, allow_tf32
 from bench.timing import Clock, HostClock, MaxClock, TorchClock, percentiles, rounded, sample
 from graphs import nodes
 from graphs.preprocess import Preprocess
@@ -79,13 +81,14 @@ def run(options: argparse.Namespace) -> int:
     facts: dict[str, Any] = {**environment(), **compiled_note(options.precompiled)}
     facts["method"] = " ".join((__doc__ or "").split("\n\n", 1)[1].split())
     facts["ceilings"] = {}
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    facts["tf32"] = options.tf32
+    allow_tf32(options.tf32)
     torch.backends.cudnn.benchmark = True
     records: list[dict[str, Any]] = []
     for name in options.models:
         for dtype in dtypes(options, gpu):
             find_dtype(dtype, device)
-            found = network(name, DTYPES[dtype], device, options.precompiled)
+            found = network(name, DTYPES[dtype], device, options.precompiled, options.tf32)
             limits = ceilings(dtype, gpu)
             facts["ceilings"][dtype] = limits.record()
             for batch in options.batches:
@@ -103,18 +106,21 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(record["passed"] for record in records) else FAILED
 
 
-def network(name: str, dtype: DType, device: Device, precompiled: Path | None) -> Network:
+def network(
+    name: str, dtype: DType, device: Device, precompiled: Path | None, tf32: bool
+) -> Network:
     """Takes a network apart and compiles its layers, or reads them from ``precompiled``.
 
     Raises:
         ArgumentError: If the folder lacks them.
     """
-    path = precompiled and find_artifact(precompiled, name, dtype.name, "layers")
+    what = precision(dtype.name, tf32)
+    path = precompiled and find_artifact(precompiled, name, what, "layers")
     copies = 1 if device.is_host else COPIES
     model = checkpoint(name, reference_model(name))
     prepare = Preprocess.from_config(model.preprocess)
-    place = DeviceRef.from_device(device)
-    layers = distinct(network_nodes(model, place, dtype, (prepare.height, prepare.width)))
+    place, size = DeviceRef.from_device(device), (prepare.height, prepare.width)
+    layers = distinct(network_nodes(model, place, dtype, size, tf32=tf32))
     module, parameters, weights = layer_module(list(layers), place, dtype, copies)
     session = InferenceSession(devices=[device])
     compiled = read(path) if path else session.compile(module, custom_extensions=[nodes.OPS])
@@ -138,7 +144,7 @@ def measure(
     dtype = TORCH[next(y.dtype.name for y in layer.outputs)]
     values = [_values(layer, batch, place, seed) for seed in range(copies)]
     record: dict[str, Any] = {
-        "engine": "maxvision", "layer": layer.title(), "op": layer.op,
+        "engine": "maxvision", "layer": layer.title(), "op": layer.op, "tf32": layer.by_tf32,
         "epilogue": dict(layer.parameters).get("epilogue", ""),
         "count": len(names), "names": names,
     }  # fmt: skip
@@ -273,7 +279,8 @@ def _check(
         return [y.double().cpu() for y in (found if isinstance(found, tuple) else (found,))]
 
     truth = answer(torch.float64 if dtype == torch.float32 else torch.float32)
-    plain = answer(dtype)
+    with RoundedProducts() if layer.by_tf32 else contextlib.nullcontext():
+        plain = answer(dtype)
     error, theirs = _relative(got, truth), _relative(plain, truth)
     return {
         "max_rel_err": rounded(error),

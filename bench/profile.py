@@ -36,6 +36,7 @@ from bench.environment import environment
 from bench.layers import network_nodes
 from bench.records import check_path, write
 from bench.references import checkpoint, our_model, reference_model
+from bench.tf32 import allow_tf32
 from bench.timing import rounded
 from graphs.errors import ArgumentError, DeviceError
 from graphs.preprocess import Preprocess
@@ -122,13 +123,16 @@ def _engine(
     prepare = Preprocess.from_config(checkpoint(name, reference).preprocess)
     images = Images.of(prepare, batch, gpu=True)
     if options.engine == "maxvision":
-        ours = our_model(name, reference, device, DTYPES[dtype], options.precompiled)
+        ours = our_model(
+            name, reference, device, DTYPES[dtype], options.precompiled, tf32=options.tf32
+        )
         return Maxvision(ours, device, images)
     names = peer_names(gpu=True, autotune=True)
     if options.engine not in names:
         raise ArgumentError(
             f"engine expects maxvision, {', '.join(names)} but is {options.engine!r}"
         )
+    allow_tf32(options.tf32)
     return peers(reference, images, dtype)[options.engine]()
 
 

@@ -15,6 +15,7 @@ import torch
 from bench import power
 from bench.engines import Engine, Images, Maxvision, peers
 from bench.references import our_model, reference_model
+from bench.tf32 import allow_tf32
 from bench.timing import rounded, sample
 from graphs.session import DTYPES, Model, find_device
 
@@ -34,7 +35,7 @@ class Cell:
         images: What it runs on.
         device: As ``--device`` names it.
         precompiled: Folder of compiled graphs.
-        tf32: Whether the peers' float32 may be TF32.
+        tf32: Whether float32 may be multiplied as TF32 on a GPU.
     """
 
     model: str
@@ -56,7 +57,7 @@ class Stand:
     def open(self, name: str, cell: Cell) -> dict[str, Any]:
         """Makes an engine; says how long that took, s, and what it holds of a GPU's memory."""
         self.close()
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cell.tf32
+        allow_tf32(cell.tf32)
         record: dict[str, Any] = {}
         reference = reference_model(cell.model)
         start = time.perf_counter()
@@ -66,8 +67,9 @@ class Stand:
             if key not in self._ours:
                 self._ours.clear()
                 dtype = DTYPES[cell.dtype]
-                made = our_model(cell.model, reference, device, dtype, cell.precompiled)
-                self._ours[key] = made
+                self._ours[key] = our_model(
+                    cell.model, reference, device, dtype, cell.precompiled, tf32=cell.tf32
+                )
                 record["load_s"] = rounded(time.perf_counter() - start, 3)
                 start = time.perf_counter()
             self._engine = Maxvision(self._ours[key], device, cell.images)
