@@ -27,20 +27,19 @@ from graphs import nodes
 from graphs.parameters import Parameters
 from tests.ops.cases import CASES, Case
 
-# Every op, both layouts of bmm's b, every branch an epilogue has. Sizes are run-time numbers, so
-# the same kernels serve all other cases.
+# Every op, both layouts of bmm's b, every branch an epilogue has: products of all ops share their
+# kernels, and sizes are run-time numbers, so these serve all other cases.
 NAMES = {
     "conv2d 3x3",
-    "conv2d epilogue add",
+    "conv2d epilogue add_relu",
     "conv2d_shortcut",
     "sparse_conv2d 3x3",
     "sparse_conv2d add_relu",
     "attention 64",
     "attention 16",
     "attention 96",
-    "bmm scores",
     "bmm context",
-    "bmm add_relu",
+    "bmm add",
     "linear gelu",
     "qkv_linear",
     "maxpool 3/2",
@@ -59,6 +58,19 @@ NAMES = {
 }
 # Ops for NVIDIA's tensor cores: elsewhere graphs/nodes.py takes others in their place.
 NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm"}
+# The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
+# epilogues of products and what shares their launch do not.
+FLOAT32 = NAMES - {"conv2d 3x3", "conv2d_shortcut", "linear gelu", "qkv_linear"}
+FLOAT16 = {
+    "conv2d epilogue add_relu",
+    "bmm context",
+    "attention 64",
+    "stem_maxpool 32 x 32",
+    "stem_layernorm 32 x 32",
+    "depthwise_qkv 64",
+}
+# float32 without TF32, where the others have it.
+EXACT = {"conv2d 3x3", "bmm add"}
 DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 
 
@@ -104,25 +116,36 @@ def ops_without_symbols(graph: Graph, compiled: CompiledModel) -> set[str]:
     }
 
 
+def precisions(case: Case) -> list[tuple[DType, bool]]:
+    """Lists the dtypes at which a case is compiled, and whether its products may be TF32."""
+    found = {
+        (DType.bfloat16, False): NAMES,
+        (DType.float32, True): FLOAT32,
+        (DType.float16, False): FLOAT16,
+        (DType.float32, False): EXACT,
+    }
+    return [precision for precision, names in found.items() if case.name in names]
+
+
 def graph_of(cases: Sequence[Case], device: DeviceRef) -> Graph:
-    """Builds one graph of the cases at every dtype, and of the pixels' normalisation."""
-    pairs = list(itertools.product(DTYPES, cases))
+    """Builds one graph of the cases, and of the pixels' normalisation."""
+    instances = [(case, *precision) for case in cases for precision in precisions(case)]
     types = [
         TensorType(DType.uint8 if case.levels else dtype, ["batch", *shape], device=device)
-        for dtype, case in pairs
+        for case, dtype, _ in instances
         for shape in case.inputs
     ]
     types.append(TensorType(DType.uint8, ["batch", 8, 8, 3], device=device))
     with Graph("cases", input_types=types, custom_extensions=[nodes.OPS]) as graph:
         inputs = iter(value.tensor for value in graph.inputs)
         outputs = []
-        for i, (dtype, case) in enumerate(pairs):
+        for i, (case, dtype, tf32) in enumerate(instances):
             tensors = {f"{i}.{name}": array for name, array in case.data(1)[1].items()}
-            w = Parameters(tensors, device, dtype).at(str(i))
+            w = Parameters(tensors, device, dtype, tf32=tf32).at(str(i))
             outputs.append(case.build(w, *itertools.islice(inputs, len(case.inputs))))
         pixels = next(inputs)
         three = np.ones(3, np.float32)
-        for i, dtype in enumerate(DTYPES, start=len(pairs)):
+        for i, dtype in enumerate(DTYPES, start=len(instances)):
             w = Parameters({f"{i}.mean": three, f"{i}.scale": three}, device, dtype).at(str(i))
             outputs.append(nodes.normalize(pixels, w.vector("mean"), w.vector("scale"), dtype))
         graph.output(*outputs)
