@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -71,6 +72,8 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
     facts["method"] = " ".join((__doc__ or "").split("\n\n", 1)[1].split())
     facts["tf32"] = options.tf32
     allow_tf32(options.tf32)
+    allocator = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_"
+    facts["allocator"] = {k: v for k, v in os.environ.items() if k.startswith(allocator)}
     if gpu:
         facts["cuda"], facts["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
     facts["ceilings"] = {}

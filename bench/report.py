@@ -198,13 +198,14 @@ def models_table(records: list[Record]) -> str:
                     percent(r.get("share_of_roofline")),
                     number(energy and energy / r["batch"]),
                     number(r.get("memory_mb")),
+                    number(r["setup_s"] + r.get("load_s", 0) if "setup_s" in r else None),
                     f"{r['max_rel_err']:.0e}" if "max_rel_err" in r else "",
                     f"**{ratio:.2f}**" if ratio and r["engine"] == OURS else "",
                     "" if right(r) else f"lost: {r['lost']}" if "lost" in r else "wrong result",
                 ]
             )
     head = ["model", "dtype", "batch", "engine", "p50 ms", "p90", "p99", "images/s", "TFLOP/s",
-            "of roofline", "J/image", "MB", "error", "of best", ""]  # fmt: skip
+            "of roofline", "J/image", "MB", "set-up s", "error", "of best", ""]  # fmt: skip
     return table(head, rows)
 
 
