@@ -209,7 +209,8 @@ def nodes(graph: Graph) -> list[Node]:
     """Lists the nodes of a graph that are ops of ours, in its order."""
     found: list[Node] = []
     sources: dict[Any, frozenset[int]] = {}  # of each value, the nodes that it comes from
-    (top,) = graph.module.mlir_module.body
+    body = graph.module.mlir_module.body  # kernels' declarations too, once it was compiled
+    (top,) = (op for op in body if type(op).__name__ == "GraphOp" and op.sym_name == graph.name)
     for op in top.regions[0].front:
         read = [getattr(x, "value", x) for x in op.operands]  # an OpOperand, of some ops
         before = frozenset[int]().union(*(sources.get(x, frozenset()) for x in read))
