@@ -145,6 +145,7 @@ def measure(
             except Lost as problem:
                 records[name] |= {"passed": False, "lost": str(problem)}
                 sys.stderr.write(f"{name} is lost: {problem}\n")
+                callee.stop()  # what a GPU's error leaves behind is of no use
                 del left[name]
 
     def opened(name: str, callee: Callee) -> None:

@@ -180,10 +180,17 @@ def test_an_engine_that_keeps_its_first_answer_is_caught(
 def test_a_peer_that_crashes_takes_nothing_with_it(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every engine in a process; the peer's dies in each cell, and is started anew."""
+    """The peer's process dies in each cell, and is started anew."""
     path = tmp_path / "figures.json"
     options = options_of("--models", tiny, "--batches", "1,2", "--json", str(path))
-    assert models.run(options, lambda: Worker(Dying)) == 0
+    started: list[models.Callee] = []
+
+    def start() -> models.Callee:
+        started.append(Worker(Dying) if started else Here(Stand()))
+        return started[-1]
+
+    assert models.run(options, start) == 0
+    assert len(started) == 3
     records = json.loads(path.read_text())["records"]
     assert len(records) == 4
     for mine, peer in (records[:2], records[2:]):

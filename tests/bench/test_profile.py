@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from max.driver import CPU
+from max.dtype import DType
+from max.graph import DeviceRef
 
-from bench.profile import launches, short, trace
+from bench.layers import network_nodes
+from bench.profile import launches, named, short, show, trace
+from bench.references import checkpoint, reference_model
 from graphs.errors import DeviceError
+from tests.bench.test_layers import symbol
 
 
 def event(ts: float, name: str, dur: float, cat: str = "kernel") -> dict[str, Any]:
@@ -25,6 +31,32 @@ def test_launches_are_averaged_by_their_place() -> None:
         (0, "a", 2, 0), (1, "b", 1, 3.5), (2, "a", 6, 5.5),
     ]  # fmt: skip
     assert [e["ts"] for e in trace(found, "title", 0) if e["ph"] == "X"] == [0, 3.5, 5.5]
+
+
+def test_a_launch_adds_what_no_other_hides() -> None:
+    """The second begins while the first runs, the third within it, the fourth after a gap."""
+    recorded = [event(0, "a", 10), event(8, "b", 4), event(9, "c", 1), event(15, "d", 2)]
+    found = launches({"traceEvents": recorded}, runs=1)
+    assert [x.adds_us for x in found] == [10, 2, 0, 5]
+    assert sum(x.adds_us for x in found) == 17
+
+
+def test_launches_are_named_after_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    network = reference_model("resnet-18")
+    nodes = network_nodes(
+        checkpoint("resnet-18", network), DeviceRef.CPU(), DType.float32, (224, 224)
+    )
+    recorded = [event(i, symbol(node), 1) for i, node in enumerate(nodes)]
+    for each, node in zip(recorded, nodes, strict=True):
+        each["args"]["grid"] = list(node.layer.outputs[0].sizes(1))
+    found = launches({"traceEvents": recorded}, runs=1)
+    with_names = named(found, "resnet-18", network, DType.float32, CPU())
+    assert [x.layer for x in with_names] == [node.name for node in nodes]
+    assert trace(with_names, "title", 0)[2]["name"] == "stem"
+    show(with_names, "title", 0)
+    assert "stages.3.1.conv2" in capsys.readouterr().out
+    assert named(found[:-1], "resnet-18", network, DType.float32, CPU()) == found[:-1]
+    assert "layers are not named: 23 launches" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("names", ["", "aba", "abba"])
