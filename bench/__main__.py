@@ -72,6 +72,11 @@ def parser() -> argparse.ArgumentParser:
     models.add_argument(
         "--seconds", type=_positive, default=2.0, help="of samples, an engine and cell"
     )
+    models.add_argument(
+        "--together",
+        action="store_true",
+        help="set the engines of a cell up at once, as on a GPU; they are timed in turn",
+    )
     models.add_argument("--energy", action=argparse.BooleanOptionalAction, default=True)
     models.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
 

@@ -16,6 +16,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -137,16 +138,28 @@ def measure(
     records: dict[str, dict[str, Any]] = {}
     left = dict(callees)
 
-    def each(step: Callable[[str, Callee], None]) -> None:
-        """Does a step with every engine that is left."""
-        for name, callee in list(left.items()):
+    def each(step: Callable[[str, Callee], None], together: bool = False) -> None:
+        """Does a step with every engine that is left, one after another or all at once."""
+
+        def attempt(name: str) -> None:
             try:
-                step(name, callee)
+                step(name, left[name])
             except Lost as problem:
                 records[name] |= {"passed": False, "lost": str(problem)}
                 sys.stderr.write(f"{name} is lost: {problem}\n")
-                callee.stop()  # what a GPU's error leaves behind is of no use
-                del left[name]
+                left.pop(name).stop()  # what a GPU's error leaves behind is of no use
+
+        if not together:
+            for name in list(left):
+                attempt(name)
+            return
+        with ThreadPoolExecutor(len(left)) as pool:
+            try:
+                list(pool.map(attempt, list(left)))
+            except KeyboardInterrupt:
+                for callee in callees.values():
+                    callee.stop()
+                raise
 
     def opened(name: str, callee: Callee) -> None:
         records[name] = {
@@ -164,7 +177,7 @@ def measure(
         }
         if not records[name]["passed"]:
             callee.call("close")
-            del left[name]
+            left.pop(name)
 
     samples: dict[str, dict[str, list[float]]] = {}
 
@@ -192,7 +205,7 @@ def measure(
         record["passed"] &= bool(error <= 2 * record["max_rel_err"] + EPS)
         callee.call("close")
 
-    each(opened)
+    each(opened, together=images.gpu or options.together)
     for _ in range(ROUNDS):
         each(sampled)
     each(ended)

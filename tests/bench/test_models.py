@@ -139,7 +139,8 @@ def options_of(*arguments: str) -> argparse.Namespace:
 @pytest.mark.usefixtures("limits")
 def test_a_run_writes_what_the_report_reads(tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    options = options_of("--models", tiny, "--batches", "1,2", "--json", str(path))
+    arguments = ("--models", tiny, "--batches", "1,2", "--json", str(path))
+    options = options_of(*arguments, "--together")
     assert models.run(options, lambda: Here(Stand())) == 0
     written = json.loads(path.read_text())
     assert {"cpu", "gpu", "commit", "max", "torch", "method", "ceilings"} <= set(
