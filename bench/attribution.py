@@ -16,20 +16,36 @@ from bench.layers import Layer, Node
 
 STEPS = 200_000
 """Tries before an assignment is given up."""
-_GEMM = r"(gemm_[a-z]+(_\d[0-9a-z]*)?|depthwise)_{epilogue}_(bfloat16|float16|float32)_\w+"
 _ELEMENTWISE = r"mogg_for_?each_\w+"
-SYMBOLS = {
-    "conv2d": _GEMM,
-    "conv2d_add": _GEMM,
-    "bmm": _GEMM,
-    "bmm_add": _GEMM,
-    "sparse_conv2d": r"sparse_conv2d_{epilogue}_(bfloat16|float16|float32)_\w+",
-    "sparse_conv2d_add": r"sparse_conv2d_{epilogue}_(bfloat16|float16|float32)_\w+",
-    "log_softmax": r"softmax_\w+",
-    "avgpool": rf"avgpool_\w+|{_ELEMENTWISE}",
-    **dict.fromkeys(("relu", "gelu", "normalize", "class_token", "maxpool"), _ELEMENTWISE),
-}
-"""The symbols of an op's kernels; of the others they begin with its name."""
+
+
+def _gemm(epilogue: str, shape: str = "1x1") -> str:
+    """Describes a GEMM's symbol; ``shape`` is products x sources, which only Hopper's names."""
+    tile = rf"gemm_[a-z]+_\d[0-9a-z]*_{epilogue}_{shape}"
+    if shape != "1x1":
+        return rf"{tile}_(bfloat16|float16|float32)_\w+"
+    return rf"({tile}|(gemm_[a-z]+|depthwise)_{epilogue})_(bfloat16|float16|float32)_\w+"
+
+
+def symbols(layer: Layer) -> list[list[re.Pattern[str]]]:
+    """Describes the kernels of a layer: the symbols of one after another, in each way to run it."""
+    op, epilogue = layer.op, dict(layer.parameters).get("epilogue", "")
+    ways = [[rf"{op}_\w+"]]
+    if op in ("conv2d", "conv2d_add", "bmm", "bmm_add"):
+        ways = [[_gemm(epilogue)]]
+    elif op == "conv2d_shortcut":
+        ways = [[_gemm("relu", "1x2")], [_gemm("none"), _gemm("add_relu")]]
+    elif op == "qkv_linear":
+        ways = [[_gemm("none", "3x1")], [_gemm("none")] * 3]
+    elif op.startswith("sparse_conv2d"):
+        ways = [[rf"sparse_conv2d_{epilogue}_(bfloat16|float16|float32)_\w+"]]
+    elif op in ("log_softmax", "layernorm_first"):
+        ways = [[r"(softmax|layernorm)_\w+"]]
+    elif op == "avgpool":
+        ways += [[_ELEMENTWISE]]
+    elif op in ("relu", "gelu", "normalize", "class_token", "maxpool"):
+        ways = [[_ELEMENTWISE]]
+    return [[re.compile(symbol) for symbol in way] for way in ways]
 
 
 class Recorded(NamedTuple):
@@ -39,60 +55,62 @@ class Recorded(NamedTuple):
     shape: Hashable
 
 
-def symbols(layer: Layer) -> re.Pattern[str]:
-    """Describes the symbols of a layer's kernel."""
-    pattern = SYMBOLS.get(layer.op, rf"{layer.op}_\w+")
-    return re.compile(pattern.replace("{epilogue}", dict(layer.parameters).get("epilogue", "")))
-
-
 def attribute(launches: Sequence[Recorded], nodes: Sequence[Node]) -> list[str] | None:
     """Finds each launch's node; MAX's own kernels (a copy, a slice) belong to none.
 
     Returns:
         A name a launch, empty for MAX's own; None if the launches are not those of the nodes.
     """
-    patterns = [symbols(node.layer) for node in nodes]
-    takes = {
-        symbol: [i for i, pattern in enumerate(patterns) if pattern.fullmatch(symbol)]
-        for symbol in {launch.symbol for launch in launches}
-    }
-    known: dict[Layer, Recorded] = {}
+    ways = [symbols(node.layer) for node in nodes]
+    known: dict[Layer, Sequence[Recorded]] = {}
     done: set[int] = set()
-    # A choice a launch: what is left to try, what was taken, and the layer that it settled.
-    stack: list[tuple[list[int | None], int | None, Layer | None]] = []
+    # A choice after another: what else could be tried, the node taken and its launches, and
+    # whether it settled the layer.
+    stack: list[tuple[list[tuple[int | None, int]], int | None, int, bool]] = []
+    place = 0
 
-    def options(launch: Recorded) -> list[int | None]:
-        ready: dict[Layer, int] = {}  # of layers that are alike the first will do
-        for i in takes[launch.symbol]:
-            layer = nodes[i].layer
-            if i not in done and nodes[i].after <= done and known.get(layer, launch) == launch:
-                ready.setdefault(layer, i)
-        foreign = not takes[launch.symbol] or re.match(_ELEMENTWISE, launch.symbol)
-        return [*([None] if foreign else []), *reversed(ready.values())]  # popped from the end
+    def options() -> list[tuple[int | None, int]]:
+        """Lists the nodes, with their numbers of launches, that the next launches may be of."""
+        ready: dict[Layer, list[tuple[int | None, int]]] = {}
+        for i, node in enumerate(nodes):
+            if i in done or not node.after <= done or node.layer in ready:
+                continue  # of layers that are alike the first will do
+            for way in ways[i]:
+                some = launches[place : place + len(way)]
+                if (
+                    len(some) == len(way)
+                    and known.get(node.layer, some) == some
+                    and all(p.fullmatch(x.symbol) for p, x in zip(way, some, strict=True))
+                ):
+                    ready.setdefault(node.layer, []).append((i, len(way)))
+        found = [option for several in ready.values() for option in several]
+        ours = re.match(r"(gemm|depthwise|stem|attention|layernorm)_", launches[place].symbol)
+        return [*([] if ours else [(None, 1)]), *reversed(found)]  # popped from the end
 
-    left = options(launches[0]) if launches else []
+    left = options() if launches else []
     for _ in range(STEPS):
-        if left and len(stack) < len(launches):
-            taken = left.pop()
-            settled = None
+        if left:
+            taken, count = left.pop()
+            settles = taken is not None and nodes[taken].layer not in known
             if taken is not None:
-                layer = nodes[taken].layer
-                settled = None if layer in known else layer
-                known[layer] = launches[len(stack)]
+                known.setdefault(nodes[taken].layer, launches[place : place + count])
                 done.add(taken)
-            stack.append((left, taken, settled))
-            if len(stack) == len(launches):
-                if len(done) == len(nodes):
-                    return ["" if i is None else nodes[i].name for _, i, _ in stack]
-                left = []
+            stack.append((left, taken, count, settles))
+            place += count
+            if place < len(launches):
+                left = options()
+            elif len(done) == len(nodes):
+                names = (["" if i is None else nodes[i].name] * n for _, i, n, _ in stack)
+                return [name for several in names for name in several]
             else:
-                left = options(launches[len(stack)])
-        else:
-            if not stack:
-                return None
-            left, taken, settled = stack.pop()
+                left = []
+        elif stack:
+            left, taken, count, settles = stack.pop()
+            place -= count
             if taken is not None:
                 done.remove(taken)
-            if settled is not None:
-                del known[settled]
+                if settles:
+                    del known[nodes[taken].layer]
+        else:
+            return None
     return None

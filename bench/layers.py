@@ -76,6 +76,11 @@ class Layer:
         """Gives the integers of a setting."""
         return tuple(int(number) for number in self.inputs[index].numbers)
 
+    @property
+    def window(self) -> tuple[int, ...]:
+        """Gives the nine numbers of ops/geometry.mojo."""
+        return self.setting(-2 if self.op == "conv2d_shortcut" else -1)
+
     def parameter(self, name: str) -> Any:
         """Gives a parameter."""
         return dict(self.parameters)[name]
@@ -90,9 +95,11 @@ class Layer:
         x, y = self.values[0].shape, self.outputs[0].shape
         window = ""
         if self.op.startswith(("conv2d", "sparse_conv2d", "maxpool", "avgpool", "stem")):
-            r, s, stride = self.setting()[:3]
+            r, s, stride = self.window[:3]
             window = f"{r}x{s}/{stride} "
         channels = f"{x[-1]}-{y[-1]}" if x[-1] != y[-1] else f"{x[-1]}"
+        if self.op == "conv2d_shortcut":
+            channels += f" and {self.values[1].shape[-1]}"
         at = "x".join(str(size) for size in x[1:-1])
         return f"{window}{channels}{f' at {at}' if at else ''}"
 
@@ -101,13 +108,16 @@ class Layer:
         if index < 0 or self.inputs[index].kind != "weight":
             return None
         c, f = (int(each.shape[-1]) for each in (self.values[0], self.outputs[0]))
-        if self.op in ("conv2d", "conv2d_add") and index == 1:
-            r, s, *_, groups = self.setting()
+        if self.op in ("conv2d", "conv2d_add", "conv2d_shortcut") and index == 1:
+            r, s, *_, groups = self.window
             return r, s, c // groups, f
-        if self.op in ("bmm", "bmm_add") and index == 1:
+        if self.op == "conv2d_shortcut" and index == 4:
+            return 1, 1, int(self.values[1].shape[-1]), f
+        products = {"bmm": (1,), "bmm_add": (1,), "qkv_linear": (3, 5, 7)}
+        if index in products.get(self.op, ()):
             return 1, 1, c, f
         if self.op in ("stem_maxpool", "stem_layernorm") and index == 3:
-            r, s = self.setting()[:2]
+            r, s = self.window[:2]
             return r, s, c, f
         if self.op == "depthwise_qkv" and index in (3, 5, 7):
             return self.parameter("kernel"), self.parameter("kernel"), 1, f
@@ -142,8 +152,8 @@ class Layer:
                     made = parameters.stem(str(j), self.parameter("stride"))
                     arranged = made.fragments
                 else:
-                    convolves = self.op.startswith("conv2d")
-                    groups = self.setting()[-1] if convolves else shape[3] if shape[2] == 1 else 1
+                    groups = self.window[-1] if self.op.startswith("conv2d") else 1
+                    groups = shape[3] if self.op == "depthwise_qkv" else groups
                     made = parameters.filter(str(j), groups)
                     arranged = made.dense
                 found += [arranged, made.bias]
@@ -155,15 +165,19 @@ class Layer:
         """Counts the operations of its matrix products, two a multiply-accumulate."""
         y = self.outputs[0].sizes(batch)
         if self.op.startswith(("conv2d", "sparse_conv2d")):
-            r, s, *_, groups = self.setting()
-            return 2.0 * math.prod(y) * r * s * self.values[0].sizes(batch)[-1] / groups
+            r, s, *_, groups = self.window
+            depth = r * s * self.values[0].sizes(batch)[-1] / groups
+            if self.op == "conv2d_shortcut":
+                depth += self.values[1].sizes(batch)[-1]
+            return 2.0 * math.prod(y) * depth
         if self.op.startswith("stem"):
-            r, s, stride, _, pad = self.setting()[:5]
+            r, s, stride, _, pad = self.window[:5]
             n, h, w, c = self.values[0].sizes(batch)
             p, q = ((side + 2 * pad - tap) // stride + 1 for side, tap in ((h, r), (w, s)))
             return 2.0 * n * p * q * r * s * c * y[-1]
-        if self.op.startswith("bmm"):
-            return 2.0 * math.prod(y) * self.values[0].sizes(batch)[-1]
+        if self.op.startswith("bmm") or self.op == "qkv_linear":
+            results = sum(math.prod(each.sizes(batch)) for each in self.outputs)
+            return 2.0 * results * self.values[0].sizes(batch)[-1]
         if self.op == "attention":
             return 4.0 * math.prod(y) * self.values[1].sizes(batch)[1]
         if self.op == "depthwise_qkv":
@@ -175,6 +189,8 @@ class Layer:
     def traffic(self, batch: int) -> int:
         """Counts the bytes of everything that it reads and writes, once."""
         moved = [each for each in self.inputs if each.kind != "setting"]
+        if self.op == "layernorm_first":  # which reads as much as it writes
+            moved[0] = self.outputs[0]
         return sum(each.bytes(batch) for each in (*moved, *self.outputs))
 
 
@@ -256,7 +272,8 @@ def _name(op: str, weights: list[str], before: list[str]) -> str:
     """Names a node by its weights, or by the nodes before it."""
     own = [name for name in weights if not name.startswith("pixels.")]
     if not own:
-        return _joined(_common(before), op) if len(before) > 1 else op
+        common = _common(before) if len(before) > 1 else "".join(before).rpartition(".")[0]
+        return common if common.rpartition(".")[2] == op else op
     stems = [stem if last in INSIDE else name for name in own for stem, _, last in [_split(name)]]
     common = _common(stems)
     return common if common in stems else _joined(common, op)

@@ -332,11 +332,29 @@ def _ended(layer: Layer, y: torch.Tensor, residual: Tensors) -> torch.Tensor:
 
 
 def _conv2d(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
-    _, _, *pairs, groups = layer.setting()
+    _, _, *pairs, groups = layer.window
     bias = w["1.bias"] if whole else None
     y = F.conv2d(_nchw(x[0]), w["1.filter"], bias, pairs[:2], pairs[2:4], pairs[4:6], groups)
     y = y.permute(0, 2, 3, 1)
     return _ended(layer, y, x[1:]) if whole else y
+
+
+def _shortcut(layer: Layer, x: Tensors, w: Weights, whole: bool) -> Any:
+    padding, stride = layer.window[4:6], layer.setting()[2:4]
+    y = F.conv2d(_nchw(x[0]), w["1.filter"], w["1.bias"] if whole else None, 1, padding)
+    beside = F.conv2d(_nchw(x[1]), w["4.filter"], w["4.bias"] if whole else None, stride)
+    return F.relu(y + beside).permute(0, 2, 3, 1) if whole else (y, beside)
+
+
+def _qkv_linear(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        F.linear(each, w[f"{j}.filter"][:, :, 0, 0], w[f"{j}.bias"] if whole else None)
+        for each, j in zip(x, (3, 5, 7), strict=True)
+    )
+
+
+def _layernorm_first(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
+    return _layernorm(layer, [x[0][:, 0]], w, whole)
 
 
 def _linear(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
@@ -423,6 +441,9 @@ OPERATORS = {
     "conv2d_add": Operator("conv2d", _conv2d),
     "bmm": Operator("linear", _linear),
     "bmm_add": Operator("linear", _linear),
+    "conv2d_shortcut": Operator("2 conv2d", _shortcut),
+    "qkv_linear": Operator("3 linear", _qkv_linear),
+    "layernorm_first": Operator("layer_norm", _layernorm_first),
     "attention": Operator("scaled_dot_product_attention", _attention),
     "layernorm": Operator("layer_norm", _layernorm),
     "stem_maxpool": Operator("conv2d, max_pool2d", _stem, _normalised),

@@ -18,19 +18,27 @@ from weights.macs import macs
 ELEMENTWISE = {"normalize", "maxpool", "class_token", "relu", "gelu"}
 
 
-@pytest.fixture(scope="module", params=["resnet-18", "resnet-50", "cvt-13"])
+PLACES = {"cpu": DeviceRef.CPU(), "gpu": DeviceRef.GPU()}  # to build a graph takes no device
+
+
+@pytest.fixture(
+    scope="module", params=["resnet-18 cpu", "resnet-50 gpu", "cvt-13 cpu", "cvt-13 gpu"]
+)
 def network(request: pytest.FixtureRequest) -> tuple[Any, list[Node]]:
-    model = checkpoint(request.param, reference_model(request.param))
-    return model, network_nodes(model, DeviceRef.CPU(), DType.float32, (224, 224))
+    name, _, place = request.param.partition(" ")
+    model = checkpoint(name, reference_model(name))
+    return model, network_nodes(model, PLACES[place], DType.float32, (224, 224))
 
 
 def test_names_are_those_of_the_weights(network: tuple[Any, list[Node]]) -> None:
     model, nodes = network
     names = Counter(node.name for node in nodes)
     assert max(names.values()) == 1
+    together = {node.name for node in nodes if node.name.endswith(("_shortcut", "_linear"))}
     for weight in model.tensors:
         name = weight.rpartition(".")[0] if not weight.endswith("cls_token") else weight
-        assert name in names, weight
+        block = name.rpartition(".")[0]
+        assert name in names or any(each.startswith(block) for each in together), weight
 
 
 def test_layers_add_up_to_the_network(network: tuple[Any, list[Node]]) -> None:
@@ -45,9 +53,21 @@ def symbol(node: Node) -> str:
     op, epilogue = node.layer.op.removesuffix("_add"), dict(node.layer.parameters).get("epilogue")
     if op in ELEMENTWISE:
         return "mogg_for_each_r4_w8_b256_gs_False_17266de5"
-    if op in ("conv2d", "bmm"):
-        return f"gemm_hopper_128x64x4_{epilogue}_bfloat16_17266de5"
-    return f"{op}_bfloat16_17266de5"
+    fused = {"conv2d_shortcut": "relu_1x2", "qkv_linear": "none_3x1"}
+    if op in ("conv2d", "bmm", *fused):
+        kind = fused.get(op, f"{epilogue}_1x1")
+        return f"gemm_hopper_128x64x4_{kind}_bfloat16_17266de5"
+    return f"{op.removesuffix('_first')}_bfloat16_17266de5"
+
+
+def recorded(node: Node, fused: bool = True) -> list[Recorded]:
+    """What a node launches: one kernel, or several where the fused one is not to be had."""
+    apart = {"conv2d_shortcut": ["none", "add_relu"], "qkv_linear": ["none"] * 3}
+    shape = node.layer.outputs[0].shape
+    if fused or node.layer.op not in apart:
+        return [Recorded(symbol(node), shape)]
+    kernels = apart[node.layer.op]
+    return [Recorded(f"gemm_cores_{kind}_bfloat16_17266de5", shape) for kind in kernels]
 
 
 def shuffled(nodes: list[Node], seed: int) -> list[int]:
@@ -60,25 +80,23 @@ def shuffled(nodes: list[Node], seed: int) -> list[int]:
     return order
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_launches_find_their_nodes(network: tuple[Any, list[Node]], seed: int) -> None:
+def test_launches_find_their_nodes(network: tuple[Any, list[Node]], seed: int, fused: bool) -> None:
     _, nodes = network
-    order = shuffled(nodes, seed)
-    launches = [Recorded(symbol(nodes[i]), nodes[i].layer.outputs[0].shape) for i in order]
-    foreign = Recorded("Memcpy DtoD (Device -> Device)", ())
-    launches.insert(5, foreign)
-    names = attribute(launches, nodes)
-    assert names is not None and names.pop(5) == ""
+    order = [(i, each) for i in shuffled(nodes, seed) for each in recorded(nodes[i], fused)]
+    order.insert(0, (-1, Recorded("Memcpy DtoD (Device -> Device)", ())))
+    names = attribute([each for _, each in order], nodes)
+    assert names is not None and names.pop(0) == ""
     # Nodes that cannot be told apart, such as key and value, may change places.
-    assert [nodes[i].layer for i in order] == [
-        next(node.layer for node in nodes if node.name == name) for name in names
-    ]
-    assert Counter(names) == Counter(node.name for node in nodes)
+    layers = {node.name: node.layer for node in nodes}
+    assert [layers[name] for name in names] == [nodes[i].layer for i, _ in order[1:]]
+    assert set(names) == set(layers)
 
 
 def test_other_launches_are_not_named(network: tuple[Any, list[Node]]) -> None:
     _, nodes = network
-    launches = [Recorded(symbol(node), node.layer.outputs[0].shape) for node in nodes]
+    launches = [each for node in nodes for each in recorded(node)]
     assert attribute(launches[:-1], nodes) is None
     wrong = [launches[0]._replace(symbol="gemm_cores_gelu_bfloat16_17266de5"), *launches[1:]]
     assert attribute(wrong, nodes) is None

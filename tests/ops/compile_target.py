@@ -112,7 +112,10 @@ def ops_without_symbols(graph: Graph, compiled: CompiledModel) -> set[str]:
     return {
         node.layer.op
         for node in layer_nodes(graph)
-        if not any(map(symbols_of(node.layer).fullmatch, symbols))
+        if not any(
+            all(any(map(kernel.fullmatch, symbols)) for kernel in way)
+            for way in symbols_of(node.layer)
+        )
     }
 
 
