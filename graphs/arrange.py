@@ -28,6 +28,12 @@ def panels(filters: np.ndarray, groups: int = 1) -> np.ndarray:
     return packed.reshape(-1)
 
 
+def panels_size(shape: tuple[int, ...], groups: int = 1) -> int:
+    """Counts the numbers of ``panels`` of a filter of this shape."""
+    r, s, c, f = shape
+    return groups * -(-(f // groups) // PANEL) * r * s * c * PANEL
+
+
 def filter_major(filters: np.ndarray) -> np.ndarray:
     """Arranges [R, S, C, F] for a GPU: [F, R, S, C], so that K = R*S*C is contiguous."""
     return np.ascontiguousarray(filters.transpose(3, 0, 1, 2)).reshape(-1)
@@ -39,8 +45,6 @@ def has_stem(shape: tuple[int, ...], stride: int) -> bool:
     Windows have to begin at an even number of a row, and a warp takes 32 filters.
     """
     r, s, c, f = shape
-    units = -(-s * c // 8)
-    depths = r * (units // 2) + units % 2 * -(-r // 2)
     return (
         c <= 4
         and stride <= 4
@@ -48,8 +52,19 @@ def has_stem(shape: tuple[int, ...], stride: int) -> bool:
         and f % 32 == 0
         and 0 < f <= 256
         and max(r, s) <= 11
-        and depths <= 12
+        and _stem_steps(shape) <= 12
     )
+
+
+def stem_size(shape: tuple[int, ...]) -> int:
+    """Counts the numbers of ``stem_fragments`` of a filter of this shape."""
+    return shape[3] * _stem_steps(shape) * 16
+
+
+def _stem_steps(shape: tuple[int, ...]) -> int:
+    r, s, c, _ = shape
+    units = -(-s * c // 8)
+    return r * (units // 2) + units % 2 * -(-r // 2)
 
 
 def stem_fragments(filters: np.ndarray) -> np.ndarray:

@@ -1,13 +1,16 @@
 """A network's weights, handed out by name inside a graph and bound when the model loads.
 
 The compiled graph holds names and shapes only, so that two checkpoints of one architecture
-share one compilation.
+share one compilation. Building the graph reads no weight but a sparse one: each is made, arranged
+and handed over when the model loads, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from max.driver import Buffer, Device, accelerator_api
@@ -16,6 +19,9 @@ from max.graph import DeviceRef, TensorType, TensorValue, ops
 
 from graphs import arrange
 from graphs.errors import ModelError
+
+ALIGNMENT = 64
+"""Where a weight begins in a CPU's memory: at a multiple of this many bytes, a cache line."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,43 @@ class Filter:
         return next(value.dtype for value in values if value is not None)
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A weight that a graph asks for.
+
+    Attributes:
+        make: Makes its values, arranged for the device.
+        shape: The shape of these.
+        dtype: What they are rounded to.
+    """
+
+    make: Callable[[], np.ndarray]
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def bytes(self) -> int:
+        """Counts the bytes of ``array``."""
+        return math.prod(self.shape) * self.dtype.size_in_bytes
+
+    def array(self) -> np.ndarray:
+        """Makes the values in ``dtype``, C-contiguous; bfloat16 as its bits, in uint16."""
+        return rounded(self.make(), self.dtype)
+
+
 class Parameters:
     """Weights by name, for one device and dtype.
 
     Filters are [R, S, C, F] float32, linear weights [in, out], all others vectors; see
-    ``parameters()`` of graphs/resnet.py and graphs/cvt.py for the names. ``tf32`` tells whether a
-    GPU may round float32 to TF32 for products.
+    ``parameters()`` of graphs/resnet.py and graphs/cvt.py for the names.
+
+    Args:
+        tensors: The weights; one is made when it is asked for, perhaps.
+        device: Where the graph runs.
+        dtype: Of activations and filters.
+        prefix: What the names here begin with in ``tensors``.
+        shapes: The shapes of ``tensors``, if those are to be left alone while the graph is built.
+        tf32: Whether a GPU may round float32 to TF32 for products.
     """
 
     def __init__(
@@ -61,6 +98,7 @@ class Parameters:
         device: DeviceRef,
         dtype: DType,
         prefix: str = "",
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
         *,
         tf32: bool = True,
     ) -> None:
@@ -68,13 +106,15 @@ class Parameters:
         self.device = device
         self.dtype = dtype
         self.prefix = prefix
+        self.shapes = shapes
         self.tf32 = tf32
-        self.bound: dict[str, tuple[np.ndarray, DType]] = {}
+        self.bound: dict[str, Bound] = {}
 
     def at(self, prefix: str) -> Parameters:
         """Narrows to the names that begin with ``prefix`` and a dot."""
+        narrowed = f"{self.prefix}{prefix}."
         inner = Parameters(
-            self.tensors, self.device, self.dtype, f"{self.prefix}{prefix}.", tf32=self.tf32
+            self.tensors, self.device, self.dtype, narrowed, self.shapes, tf32=self.tf32
         )
         inner.bound = self.bound
         return inner
@@ -89,46 +129,46 @@ class Parameters:
         A missing bias is zeros. With ``sparse`` the filter is kept as compressed rows.
         """
         key = f"{name}.filter" if self.has(f"{name}.filter") else f"{name}.weight"
-        filters = self._tensor(key)
-        if filters.ndim == 2:
-            filters = filters[None, None]
+        shape = self._filter_shape(key)
         bias_key = f"{name}.bias"
-        bias = self._tensor(bias_key) if self.has(bias_key) else np.zeros(filters.shape[3])
-        bias_value = self._bind(bias_key, bias, DType.float32)
-        shape = filters.shape
-        if sparse:
-            values, columns, starts = arrange.compressed_rows(filters, groups)
-            if not values.size:  # MAX binds no empty buffer; no row reads this one
-                values, columns = np.zeros(1, filters.dtype), np.zeros(1, np.int32)
-            rows = (
-                self._bind(f"{key}.values", values, self.dtype),
-                self._bind(f"{key}.columns", columns, DType.int32),
-                self._bind(f"{key}.row_starts", starts, DType.int32),
-            )
-            return Filter(shape, groups, bias_value, rows=rows)
-        if arrange.is_depthwise(shape, groups):
-            arranged = filters.reshape(-1)
-        elif self.device.is_cpu():
-            arranged = arrange.panels(filters, groups)
+        if self.has(bias_key):
+            bias = self.vector(bias_key)
         else:
-            arranged = arrange.filter_major(filters)
-        dense = self._bind(key, arranged, self.dtype)
-        return Filter(shape, groups, bias_value, dense=dense, tf32=self.tf32)
+            bias = self._bind(bias_key, lambda: np.zeros(shape[3]), (shape[3],), DType.float32)
+        if sparse:
+            values, columns, starts = arrange.compressed_rows(self._filter(key), groups)
+            if not values.size:  # MAX binds no empty buffer; no row reads this one
+                values, columns = np.zeros(1, values.dtype), np.zeros(1, np.int32)
+            rows = (
+                self._bind(f"{key}.values", lambda: values, values.shape, self.dtype),
+                self._bind(f"{key}.columns", lambda: columns, columns.shape, DType.int32),
+                self._bind(f"{key}.row_starts", lambda: starts, starts.shape, DType.int32),
+            )
+            return Filter(shape, groups, bias, rows=rows)
+        make, size = self._arrangement(shape, groups)
+        dense = self._bind(key, lambda: make(self._filter(key)), (size,), self.dtype)
+        return Filter(shape, groups, bias, dense=dense, tf32=self.tf32)
 
     def stem(self, name: str, stride: int) -> Filter:
         """Returns ``filter(name)`` for a stem: as the fused one reads it if the device has it."""
-        filters = self._tensor(f"{name}.filter")
+        key = f"{name}.filter"
+        shape = self._filter_shape(key)
         fused = (
             not self.device.is_cpu()
             and accelerator_api() == "cuda"
             and self.dtype in (DType.bfloat16, DType.float16)
-            and arrange.has_stem(filters.shape, stride)
+            and arrange.has_stem(shape, stride)
         )
         if not fused:
             return self.filter(name)
-        bias = self._bind(f"{name}.bias", self._tensor(f"{name}.bias"), DType.float32)
-        fragments = self._bind(f"{name}.filter", arrange.stem_fragments(filters), self.dtype)
-        return Filter(filters.shape, 1, bias, fragments=fragments)
+        bias = self.vector(f"{name}.bias")
+        fragments = self._bind(
+            key,
+            lambda: arrange.stem_fragments(self._filter(key)),
+            (arrange.stem_size(shape),),
+            self.dtype,
+        )
+        return Filter(shape, 1, bias, fragments=fragments)
 
     def levels(self, x: TensorValue) -> tuple[TensorValue, TensorValue] | None:
         """Returns mean and scale of uint8 pixels x; others are normalised already: None."""
@@ -138,28 +178,80 @@ class Parameters:
 
     def vector(self, name: str, dtype: DType = DType.float32) -> TensorValue:
         """Returns the vector ``name``: layer norm's weights, a class token, a pixel mean."""
-        return self._bind(name, self._tensor(name), dtype)
+        return self._bind(name, lambda: self._tensor(name), self._shape(name), dtype)
 
     def registry(self, device: Device) -> dict[str, Buffer]:
         """Makes the weights that the graph asked for, on ``device``, for ``session.init``."""
-        return {name: _buffer(*bound).to(device) for name, bound in self.bound.items()}
+        if not device.is_host:
+            return {name: buffer(w.array(), w.dtype).to(device) for name, w in self.bound.items()}
+        room = np.empty(sum(_padded(w.bytes) for w in self.bound.values()) + ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % ALIGNMENT  # one block: many of all sizes leave holes
+        buffers = {}
+        for name, weight in self.bound.items():
+            array = weight.array()
+            place = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            place[...] = array
+            buffers[name] = buffer(place, weight.dtype)
+            start += _padded(array.nbytes)
+        return buffers
+
+    def _arrangement(
+        self, shape: tuple[int, int, int, int], groups: int
+    ) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
+        """Returns what arranges a filter [R, S, C, F] for the device, and how much that gives."""
+        if arrange.is_depthwise(shape, groups):
+            return np.ravel, math.prod(shape)
+        if self.device.is_cpu():
+            size = arrange.panels_size(shape, groups)
+            return lambda filters: arrange.panels(filters, groups), size
+        return arrange.filter_major, math.prod(shape)
+
+    def _filter(self, name: str) -> np.ndarray:
+        """Returns a filter [R, S, C, F], or linear weights [in, out] as a 1x1 one."""
+        filters = self._tensor(name)
+        return filters[None, None] if filters.ndim == 2 else filters
+
+    def _filter_shape(self, name: str) -> tuple[int, int, int, int]:
+        shape = self._shape(name)
+        r, s, c, f = (1, 1, *shape) if len(shape) == 2 else shape
+        return r, s, c, f
 
     def _tensor(self, name: str) -> np.ndarray:
+        return self._look_up(self.tensors, name)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if self.shapes is None:
+            return self._tensor(name).shape
+        return self._look_up(self.shapes, name)
+
+    def _look_up(self, table: Mapping[str, Any], name: str) -> Any:
         try:
-            return self.tensors[self.prefix + name]
+            return table[self.prefix + name]
         except KeyError:
             raise ModelError(f"the graph expects the weight {self.prefix}{name}") from None
 
-    def _bind(self, name: str, array: np.ndarray, dtype: DType) -> TensorValue:
+    def _bind(
+        self, name: str, make: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: DType
+    ) -> TensorValue:
         full = self.prefix + name
-        self.bound[full] = (array, dtype)
-        return ops.constant_external(full, TensorType(dtype, array.shape, device=self.device))
+        self.bound[full] = Bound(make, shape, dtype)
+        return ops.constant_external(full, TensorType(dtype, shape, device=self.device))
 
 
-def _buffer(array: np.ndarray, dtype: DType) -> Buffer:
-    """Copies ``array`` into a buffer of ``dtype``, rounding to nearest even."""
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """Rounds to ``dtype``, to nearest even, C-contiguous; bfloat16 as its bits, in uint16."""
     if dtype == DType.bfloat16:
         bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return Buffer.from_numpy(rounded.astype(np.uint16)).view(DType.bfloat16)
-    return Buffer.from_numpy(np.ascontiguousarray(array, dtype.to_numpy()))
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.ascontiguousarray(array, dtype.to_numpy())
+
+
+def buffer(array: np.ndarray, dtype: DType) -> Buffer:
+    """Wraps what ``rounded`` gives, without a copy if the array may be written."""
+    if dtype == DType.bfloat16:
+        return Buffer.from_numpy(array).view(DType.bfloat16)
+    return Buffer.from_numpy(array)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -22,14 +23,14 @@ from max.engine import InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary, TensorType
 
-from graphs import nodes
-from graphs.cvt import CvtSpec, cvt
+from graphs import cvt, nodes, resnet
+from graphs.cvt import CvtSpec
 from graphs.errors import ArgumentError, DeviceError, ImageError, ModelError
 from graphs.outputs import Outputs
 from graphs.parameters import Parameters
 from graphs.preprocess import Preprocess, Source, load_batch
 from graphs.replay import Replays
-from graphs.resnet import ResNetSpec, resnet
+from graphs.resnet import ResNetSpec
 
 if TYPE_CHECKING:
     from weights import Checkpoint
@@ -181,12 +182,13 @@ def build(
             f"{checkpoint.name}: pictures have {len(preprocess.mean)} channels but the model takes"
             f" {spec.channels}; give it float32 pixels that are normalised already"
         )
-    tensors: dict[str, np.ndarray] = {
-        **checkpoint.tensors,
+    levels: dict[str, np.ndarray] = {
         "pixels.mean": np.array(preprocess.mean, np.float32),
         "pixels.scale": 1 / np.array(preprocess.std, np.float32),
     }
-    parameters = Parameters(tensors, device, dtype, tf32=tf32)
+    shapes = {**weights_of(spec), **{name: levels[name].shape for name in levels}}
+    tensors: Mapping[str, np.ndarray] = ChainMap(levels, checkpoint.tensors)  # type: ignore[arg-type]
+    parameters = Parameters(tensors, device, dtype, shapes=shapes, tf32=tf32)
     image = TensorType(pixels, ["batch", *size, spec.channels], device=device)
     extensions = [] if kernels else [nodes.OPS]
     with Graph(
@@ -210,12 +212,20 @@ class Unchecked(KernelLibrary):
         """Does nothing."""
 
 
+def weights_of(spec: Any) -> dict[str, tuple[int, ...]]:
+    """Lists every weight of the network that ``spec`` describes: its name and shape."""
+    if isinstance(spec, ResNetSpec):
+        return resnet.parameters(spec)
+    assert isinstance(spec, CvtSpec)
+    return cvt.parameters(spec)
+
+
 def network(spec: Any, x: Any, parameters: Parameters) -> Outputs:
     """Builds the network that ``spec`` describes on pixels x[N, H, W, C], uint8 or normalised."""
     if isinstance(spec, ResNetSpec):
-        return resnet(spec, x, parameters)
+        return resnet.resnet(spec, x, parameters)
     assert isinstance(spec, CvtSpec)
-    return cvt(spec, x, parameters)
+    return cvt.cvt(spec, x, parameters)
 
 
 class Model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Checkpoint:
         family: ``"resnet"`` or ``"cvt"``.
         spec: The network's shape.
         tensors: Every weight of ``graphs.<family>.parameters(spec)``: float32, contiguous, batch
-            norm folded, filters ``[R, S, C, F]``.
+            norm folded, filters ``[R, S, C, F]``. Each is made anew whenever it is asked for.
         labels: The name of each class.
         preprocess: How an image is prepared, as in a ``preprocessor_config.json``.
     """
@@ -37,7 +37,7 @@ class Checkpoint:
     name: str
     family: str
     spec: Spec
-    tensors: dict[str, NDArray[np.float32]]
+    tensors: Mapping[str, NDArray[np.float32]]
     labels: list[str]
     preprocess: dict[str, Any]
 
@@ -71,14 +71,15 @@ def interpret(found: Source) -> Checkpoint:
         ModelError: See `load`.
     """
     form, spec = identify(found)
-    parts = apply(
-        form.rules,
-        found.state.tensors,
-        unfold(parameters(spec), form.normalised),
-        found.name,
-    )
-    tensors = fold(parts)
-    bad = [name for name, value in tensors.items() if not np.isfinite(value).all()]
+    with found.state.reading():
+        parts = apply(
+            form.rules,
+            found.state.tensors,
+            unfold(parameters(spec), form.normalised),
+            found.name,
+        )
+    tensors = fold(parts, found.state.reading)
+    bad = [name for name in tensors if not tensors.finite(name)]
     if bad:
         raise ModelError(
             f"{found.name}: expected finite weights but folding the batch norm of {', '.join(bad)}"

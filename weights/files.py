@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import os
 import struct
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graphs.errors import ModelError
-from weights.layout import Array, Shape
+from weights.layout import Array
 
 SAFETENSORS = (".safetensors",)
 PICKLES = (".bin", ".pth", ".pt")
@@ -42,10 +45,66 @@ class State:
     Attributes:
         tensors: Arrays, memory-mapped where the file allows; bfloat16 is widened to float32.
         dtypes: The stored dtype of each, such as ``"bfloat16"``.
+        maps: The files that are mapped.
     """
 
     tensors: dict[str, Array]
     dtypes: dict[str, str]
+    maps: list[Mapped] = field(default_factory=list)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Makes sure that the mapped files are whole; lets what was read leave memory again.
+
+        Raises:
+            ModelError: If a file has changed since it was mapped.
+        """
+        for mapped in self.maps:
+            mapped.check()
+        try:
+            yield
+        finally:
+            for mapped in self.maps:
+                mapped.data.madvise(mmap.MADV_DONTNEED)
+
+
+class Mapped:
+    """A file in memory as far as it is read; what is written there stays in this process."""
+
+    def __init__(self, path: Path) -> None:
+        """Maps a file.
+
+        Raises:
+            OSError: If it cannot be read.
+            ValueError: If it is empty.
+        """
+        self._path = path
+        self._file = path.open("rb")
+        self._stamp = self._stat()
+        if not self.size:
+            raise ValueError("it is empty or cut off")
+        self.data = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    @property
+    def size(self) -> int:
+        """Counts the bytes of the file."""
+        return self._stamp[0]
+
+    def check(self) -> None:
+        """Makes sure that the file is what was mapped: reading beyond its end would be fatal.
+
+        Raises:
+            ModelError: If it has changed.
+        """
+        if self._stat() != self._stamp:
+            raise ModelError(
+                f"{self._path.name}: expected the file as it was when it was loaded but it has"
+                " been overwritten; load the model again"
+            )
+
+    def _stat(self) -> tuple[int, int]:
+        stat = os.fstat(self._file.fileno())
+        return stat.st_size, stat.st_mtime_ns
 
 
 def read_file(path: Path) -> State:
@@ -88,6 +147,7 @@ def read_shards(index: Path) -> State:
         shard = read_file(index.parent / Path(name).name)
         state.tensors.update(shard.tensors)
         state.dtypes.update(shard.dtypes)
+        state.maps.extend(shard.maps)
     return state
 
 
@@ -100,7 +160,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path.name}: expected JSON but {_reason(error)}; repair it") from None
+        raise ModelError(f"{path.name}: expected JSON but {reason(error)}; repair it") from None
     if not isinstance(content, dict):
         raise ModelError(
             f"{path.name}: expected a JSON object but it holds a {type(content).__name__};"
@@ -110,43 +170,62 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> State:
-    """Maps a safetensors file: length of the header, header in JSON, data.
-
-    The arrays are read-only views of the mapped file. Format: github.com/huggingface/safetensors.
-    """
+    """Maps a safetensors file; bfloat16 is widened."""
+    state = State({}, {})
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size - 8:
-                raise ValueError("its header is cut off")
-            header = json.loads(file.read(length))
-        data = np.memmap(path, np.uint8, "r", offset=8 + length) if size > 8 + length else b""
-        header.pop("__metadata__", None)
-        state = State({}, {})
-        for key, entry in header.items():
-            state.dtypes[key], code = _DTYPES[entry["dtype"]]
-            state.tensors[key] = _view(data, code, tuple(entry["shape"]), *entry["data_offsets"])
-            if state.dtypes[key] == "bfloat16":
-                state.tensors[key] = _widen(state.tensors[key])
+        mapped, tensors = map_safetensors(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path.name}: expected a safetensors file but {reason(error)}; download it again"
+        ) from None
     except KeyError as error:
         raise ModelError(
             f"{path.name}: expected tensors of {', '.join(name for name, _ in _DTYPES.values())}"
             f" but one has {error}; convert it to one of them"
         ) from None
-    except (OSError, ValueError, TypeError, AttributeError, struct.error) as error:
-        raise ModelError(
-            f"{path.name}: expected a safetensors file but {_reason(error)}; download it again"
-        ) from None
+    state.maps.append(mapped)
+    for key, (dtype, array) in tensors.items():
+        state.dtypes[key] = dtype
+        state.tensors[key] = _widen(array) if dtype == "bfloat16" else array
     return state
 
 
-def _view(data: Array | bytes, code: str, shape: Shape, begin: int, end: int) -> Array:
-    """Returns bytes ``begin`` to ``end`` of ``data`` as an array, without a copy."""
-    count, dtype = math.prod(shape), np.dtype(code)
-    if not 0 <= begin <= end <= len(data) or count * dtype.itemsize != end - begin:
-        raise ValueError("its data is cut off")
-    return np.frombuffer(data, dtype, count, begin).reshape(shape)
+def map_safetensors(path: Path) -> tuple[Mapped, dict[str, tuple[str, Array]]]:
+    """Maps a safetensors file: length of the header, header in JSON, data.
+
+    Format: github.com/huggingface/safetensors.
+
+    Returns:
+        The mapped file; the dtype's name and the array of each tensor, bfloat16 as its bits.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is damaged.
+        KeyError: If a tensor has an unknown dtype.
+    """
+    file = Mapped(path)
+    data, size = file.data, file.size
+    if size < 8:
+        raise ValueError("it is empty or cut off")
+    (length,) = struct.unpack("<Q", data[:8])
+    if length > size - 8:
+        raise ValueError("its header is cut off")
+    header = json.loads(data[8 : 8 + length])
+    tensors = {}
+    try:
+        header.pop("__metadata__", None)
+        for key, entry in header.items():
+            kind, (begin, end) = str(entry["dtype"]), entry["data_offsets"]
+            name, code = _DTYPES[kind]
+            begin, end, dtype = begin + 8 + length, end + 8 + length, np.dtype(code)
+            shape = tuple(entry["shape"])
+            count = math.prod(shape)
+            if not 8 + length <= begin <= end <= size or count * dtype.itemsize != end - begin:
+                raise ValueError("its data is cut off")
+            tensors[key] = (name, np.frombuffer(data, dtype, count, begin).reshape(shape))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(str(error) or "its header is damaged") from None
+    return file, tensors
 
 
 def _widen(bits: Array) -> Array:
@@ -169,7 +248,7 @@ def _read_pickle(path: Path) -> State:
         mapped = zipfile.is_zipfile(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
-        raise ModelError(f"{path.name}: expected a checkpoint but {_reason(error)}") from None
+        raise ModelError(f"{path.name}: expected a checkpoint but {reason(error)}") from None
     except Exception as error:  # unpickling fails in as many ways as a pickle can be written
         unsafe = "weights_only" in str(error) or "Unsupported" in str(error)
         raise ModelError(
@@ -215,17 +294,16 @@ def _unwrap_keys(state: State) -> State:
                 State(
                     {key.removeprefix(prefix): value for key, value in state.tensors.items()},
                     {key.removeprefix(prefix): value for key, value in state.dtypes.items()},
+                    state.maps,
                 )
             )
     return state
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Says in a few words why reading failed."""
     if isinstance(error, OSError):
         return f"reading it failed ({error.strerror or error})"
-    if isinstance(error, struct.error):
-        return "it is empty or cut off"
     if isinstance(error, json.JSONDecodeError):
         return f"it is not ({error.msg} at line {error.lineno})"
     if isinstance(error, UnicodeDecodeError):

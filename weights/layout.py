@@ -7,6 +7,8 @@ the filter before it, in float64; torch's pruning masks are multiplied in.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
+Reading = Callable[[], AbstractContextManager[None]]
 
 BATCHNORM_EPS = 1e-5  # torch's default, which torchvision, timm, transformers and CvT all keep
 BATCHNORM_PARTS = ("weight", "bias", "mean", "var")
@@ -70,31 +73,85 @@ def unfold(weights: dict[str, Shape], normalised: str) -> dict[str, Shape]:
     return parts
 
 
-def fold(parts: dict[str, Array]) -> dict[str, Array]:
+class Folded(Mapping[str, Array]):
+    """The weights of a model, each made when it is asked for: see `fold`.
+
+    So a model loads in little more memory than its weights take in the end.
+
+    Attributes:
+        shapes: The shape of every weight.
+    """
+
+    def __init__(self, parts: dict[str, Array], reading: Reading) -> None:
+        self._parts = parts
+        self._reading = reading
+        self.shapes: dict[str, Shape] = {
+            name: value.shape for name, value in parts.items() if ".batchnorm." not in name
+        }
+        for name, value in parts.items():
+            conv, var, _ = name.partition(".batchnorm.var")
+            if var:
+                self.shapes[f"{conv}.bias"] = value.shape
+
+    def __getitem__(self, name: str) -> Array:
+        """Makes a weight: float32, contiguous, in memory of its own."""
+        conv, _, kind = name.rpartition(".")
+        with self._reading():
+            if f"{conv}.batchnorm.var" not in self._parts:
+                return np.array(self._parts[name], np.float32, order="C")
+            scale, shift = self._batchnorm(conv)
+            if kind == "bias":
+                return shift.astype(np.float32)
+            filters = self._parts[name]
+            weight = np.empty(filters.shape, np.float32)
+            np.multiply(filters, scale, out=weight, dtype=np.float64, casting="same_kind")
+            return weight
+
+    def finite(self, name: str) -> bool:
+        """Tells whether a weight has neither NaN nor infinity, without making it."""
+        conv, _, kind = name.rpartition(".")
+        if kind != "filter" or f"{conv}.batchnorm.var" not in self._parts:
+            return is_finite(self[name])
+        with self._reading():
+            filters = self._parts[name]
+            largest = np.maximum(filters.max((0, 1, 2)), -filters.min((0, 1, 2)))
+            with np.errstate(over="ignore"):
+                return is_finite((largest * self._batchnorm(conv)[0]).astype(np.float32))
+
+    def _batchnorm(self, conv: str) -> tuple[Array, Array]:
+        weight, bias, mean, var = (
+            self._parts[f"{conv}.batchnorm.{part}"].astype(np.float64) for part in BATCHNORM_PARTS
+        )
+        with np.errstate(invalid="ignore"):  # a negative variance gives NaN; the caller checks
+            scale = weight / np.sqrt(var + BATCHNORM_EPS)
+        return scale, bias - mean * scale
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def fold(parts: dict[str, Array], reading: Reading = nullcontext) -> Folded:
     """Folds every batch norm of ``parts`` (as listed by `unfold`) into its convolution.
 
     With s = weight / sqrt(var + eps), computed in float64:
     filter' = filter * s over the output channels, bias' = bias - mean * s.
 
-    Returns:
-        Contiguous float32 arrays, independent of the memory of ``parts``.
+    Args:
+        parts: The tensors, which must stay as they are.
+        reading: Makes a context in which ``parts`` may be read.
     """
-    weights = {
-        name: np.array(value, dtype=np.float32, order="C")
-        for name, value in parts.items()
-        if ".batchnorm." not in name
-        and f"{name.removesuffix('.filter')}.batchnorm.var" not in parts
-    }
-    for conv in [n.removesuffix(".batchnorm.var") for n in parts if n.endswith(".batchnorm.var")]:
-        weight, bias, mean, var = (
-            parts[f"{conv}.batchnorm.{part}"].astype(np.float64) for part in BATCHNORM_PARTS
-        )
-        with np.errstate(invalid="ignore"):  # a negative variance gives NaN; the caller checks
-            scale = weight / np.sqrt(var + BATCHNORM_EPS)
-        folded = parts[f"{conv}.filter"] * scale
-        weights[f"{conv}.filter"] = np.array(folded, dtype=np.float32, order="C")
-        weights[f"{conv}.bias"] = (bias - mean * scale).astype(np.float32)
-    return weights
+    return Folded(parts, reading)
+
+
+def is_finite(array: Array) -> bool:
+    """Tells whether an array has neither NaN nor infinity, in no memory of its own."""
+    return not array.size or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
 
 def merge_masks(tensors: dict[str, Array]) -> dict[str, Array]:

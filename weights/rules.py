@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from graphs.errors import ModelError
-from weights.layout import Array, Layout, Shape, as_is
+from weights.layout import Array, Layout, Shape, as_is, is_finite
 
 LISTED = 8  # problems of one kind that a message shows before "and N more"
 
@@ -141,7 +139,7 @@ def apply(
         shape = rule.layout.stored(expected[weight])
         if stored.shape != shape:
             misshapen.append(f"{key!r} expects {list(shape)} but is {list(stored.shape)}")
-        elif not np.isfinite(stored).all():
+        elif not is_finite(stored):
             not_finite.append(repr(key))
         else:
             filled[weight] = rule.layout(stored)

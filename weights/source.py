@@ -134,7 +134,7 @@ def _read(path: Path, folder: Path, name: str) -> Source:
     return Source(
         name=name,
         weights=path,
-        state=State(tensors, dtypes),
+        state=State(tensors, dtypes, state.maps),
         config=beside("config.json"),
         preprocess=beside("preprocessor_config.json"),
     )

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from graphs import cvt as cvt_graph
 from graphs import resnet as resnet_graph
+from graphs.errors import ModelError
 from graphs.resnet import ResNetSpec
 from tests.weights import models
 from weights import load
@@ -187,7 +188,14 @@ def test_pruned(tmp_path):
 
 
 def test_weights_outlive_their_file(tmp_path):
-    net = models.resnet()
-    loaded = load(models.save(net, tmp_path / "net"))
-    Path(tmp_path / "net" / "model.safetensors").write_bytes(b"")
+    loaded = load(models.save(models.resnet(), tmp_path / "net"))
+    Path(tmp_path / "net" / "model.safetensors").unlink()
     assert all(np.isfinite(value).all() for value in loaded.tensors.values())
+
+
+@pytest.mark.parametrize("content", [b"", b"other"])
+def test_weights_of_a_file_that_is_overwritten(tmp_path, content):
+    loaded = load(models.save(models.resnet(), tmp_path / "net"))
+    Path(tmp_path / "net" / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors: .* overwritten; load the model ag"):
+        loaded.tensors["stem.filter"]
