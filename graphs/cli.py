@@ -66,7 +66,7 @@ def classify(args: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     items = collect(args.images)
     source = args.model or _default_model()
-    with _working(f"loading {source}") as say:
+    with working(f"loading {source}") as say:
         model = load(
             source,
             device=args.device,
@@ -85,7 +85,7 @@ def classify(args: argparse.Namespace) -> int:
     times, failed, pixels = Times(), 0, None
     for start, stop in pairwise([*range(0, len(items), size), len(items)]):
         done = f"classifying {stop:,} of {len(items):,}" if len(items) > 1 else "classifying"
-        with _working(done):
+        with working(done):
             pixels, answers = answer(model, items[start:stop], args.top_k, times)
         for each in answers:
             show(each)
@@ -238,7 +238,7 @@ def complain(message: str, kind: str = "error: ") -> None:
 
 
 @contextlib.contextmanager
-def _working(message: str) -> Iterator[Callable[[str], None]]:
+def working(message: str) -> Iterator[Callable[[str], None]]:
     """Shows what is going on, and that it is, while standard error is a terminal.
 
     Yields:

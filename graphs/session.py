@@ -4,11 +4,12 @@
     model.classify("cat.jpg", top_k=5)
 
 The compiled graph holds no weights, so a second checkpoint of the same architecture, and the
-second start of the same model, come from MAX's cache in about a second.
+second start of the same model, find it in a cache (graphs/cache.py).
 """
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections import ChainMap
@@ -19,18 +20,20 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from max.driver import CPU, Accelerator, Device, accelerator_count
 from max.dtype import DType
-from max.engine import InferenceSession, read
+from max.engine import CompiledModel, InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary, TensorType
 
-from graphs import cvt, nodes, resnet
+from graphs import cache, cvt, nodes, package, resnet
 from graphs.cvt import CvtSpec
 from graphs.errors import ArgumentError, DeviceError, ImageError, ModelError
 from graphs.outputs import Outputs
+from graphs.package import Package
 from graphs.parameters import Parameters
 from graphs.preprocess import Preprocess, Source, load_batch
 from graphs.replay import Replays
 from graphs.resnet import ResNetSpec
+from graphs.target import Target
 
 if TYPE_CHECKING:
     from weights import Checkpoint
@@ -80,7 +83,7 @@ def load(
 
     Args:
         source: A bundled model's name, a Hugging Face hub id, a folder, or a file of weights;
-            see ``weights.load``.
+            see ``weights.load``. Or a folder that ``python -m graphs compile`` wrote.
         device: ``cpu``, ``gpu``, ``gpu:N``, or ``auto``: the first GPU if there is one.
         dtype: ``float32``, ``bfloat16`` or ``float16`` for activations and filters (a CPU takes
             float32); ``auto`` is float32.
@@ -95,15 +98,36 @@ def load(
         DeviceError: If the device or the dtype is not to be had.
         ArgumentError: If an argument is none of the above.
     """
+    if batch_size is not None and batch_size < 1:
+        raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
+    if package.is_here(source):
+        return _unpack(source, device, dtype, batch_size)
     import weights
 
     place = find_device(device)
     kind = find_dtype(dtype, place)
-    if batch_size is not None and batch_size < 1:
-        raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
     checkpoint = weights.load(source, revision=revision, progress=progress)
     model = Model(checkpoint, place, kind, batch_size, tf32=tf32)
     model.compile(progress)
+    return model
+
+
+def _unpack(source: str, device: str, dtype: str, batch_size: int | None) -> Model:
+    """Loads a model that was compiled ahead of time."""
+    packed = package.read(source)
+    kind, index = _parse_device(device)
+    if kind not in ("auto", "cpu" if packed.target.api == "cpu" else "gpu"):
+        raise DeviceError(
+            f"{packed.name}: was compiled for {packed.target.name} but device is {device};"
+            " leave --device out or compile it for that device"
+        )
+    if dtype not in ("auto", packed.dtype):
+        raise DeviceError(
+            f"{packed.name}: was compiled in {packed.dtype} but dtype is {dtype};"
+            " leave --dtype out or compile it in that dtype"
+        )
+    model = Model(packed, packed.target.open(index), DTYPES[packed.dtype], batch_size)
+    model.compile()
     return model
 
 
@@ -114,9 +138,7 @@ def find_device(name: str) -> Device:
         ArgumentError: If it is none of these.
         DeviceError: If there is no such GPU.
     """
-    kind, colon, index = name.partition(":")
-    if kind not in ("auto", "cpu", "gpu") or (colon and (kind != "gpu" or not index.isdecimal())):
-        raise ArgumentError(f"device expects auto, cpu, gpu or gpu:N but is {name!r}")
+    kind, index = _parse_device(name)
     count = accelerator_count()
     if kind == "cpu" or (kind == "auto" and count == 0):
         return CPU()
@@ -125,12 +147,19 @@ def find_device(name: str) -> Device:
             "device gpu expects a GPU that MAX supports but this machine shows none;"
             " use cpu, or check the driver with nvidia-smi or rocm-smi"
         )
-    if int(index or 0) >= count:
+    if (index or 0) >= count:
         raise DeviceError(
             f"device {name} expects more than {index} GPUs but this machine has {count};"
             f" use gpu:0 to gpu:{count - 1}"
         )
-    return Accelerator(int(index or 0))
+    return Accelerator(index or 0)
+
+
+def _parse_device(name: str) -> tuple[str, int | None]:
+    kind, colon, index = name.partition(":")
+    if kind not in ("auto", "cpu", "gpu") or (colon and (kind != "gpu" or not index.isdecimal())):
+        raise ArgumentError(f"device expects auto, cpu, gpu or gpu:N but is {name!r}")
+    return kind, int(index) if index else None
 
 
 def find_dtype(name: str, device: Device) -> DType:
@@ -190,7 +219,7 @@ def build(
     tensors: Mapping[str, np.ndarray] = ChainMap(levels, checkpoint.tensors)  # type: ignore[arg-type]
     parameters = Parameters(tensors, device, dtype, shapes=shapes, tf32=tf32)
     image = TensorType(pixels, ["batch", *size, spec.channels], device=device)
-    extensions = [] if kernels else [nodes.OPS]
+    extensions = [] if kernels else [cache.library()]
     with Graph(
         checkpoint.family,
         input_types=[image],
@@ -245,23 +274,23 @@ class Model:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        source: Checkpoint | Package,
         device: Device,
         dtype: DType,
         batch_size: int | None = None,
         *,
         tf32: bool = True,
     ) -> None:
-        self.name = checkpoint.name
-        self.family = checkpoint.family
+        self.name = source.name
+        self.family = source.family
         self.device = "cpu" if device.is_host else f"gpu:{device.id}"
         self.dtype = dtype.name
         self.tf32 = tf32 and dtype == DType.float32 and device.api == "cuda"
-        self.labels = checkpoint.labels
-        self.preprocess = Preprocess.from_config(checkpoint.preprocess)
+        self.labels = source.labels
+        self.preprocess = Preprocess.from_config(source.preprocess)
         self.batch_size = batch_size or (8 if device.is_host else 32)
-        self.spec = checkpoint.spec
-        self._checkpoint = checkpoint
+        self.spec = source.spec
+        self._source = source
         self._device = device
         self._dtype = dtype
         self._session = InferenceSession(devices=[device])
@@ -347,15 +376,17 @@ class Model:
 
         A model of other than three channels takes no pictures: it compiles at its first call.
         """
-        if self._checkpoint.spec.channels != len(self.preprocess.mean):
+        if self.spec.channels != len(self.preprocess.mean):
             return
-        if progress:
-            progress(f"Compiling {self.name} for {self.device} (once; later starts are quick)")
-        self.executable()
+        self._executable(*self._usual, progress)
 
     def executable(self) -> Executable:
         """Gives the compiled graph for the images that ``preprocess`` makes: uint8 to logits."""
-        return self._executable((self.preprocess.height, self.preprocess.width), DType.uint8, False)
+        return self._executable(*self._usual)
+
+    @property
+    def _usual(self) -> tuple[tuple[int, int], DType, bool]:
+        return (self.preprocess.height, self.preprocess.width), DType.uint8, False
 
     def adopt(self, path: str | os.PathLike[str]) -> None:
         """Takes the graph for the images that ``preprocess`` makes from a file, compiling nothing.
@@ -367,8 +398,8 @@ class Model:
         Raises:
             ModelError: If the file cannot be read.
         """
-        size = (self.preprocess.height, self.preprocess.width)
-        _, parameters = self._build(size, DType.uint8, kernels=Unchecked())
+        size, pixels, everything = self._usual
+        _, parameters = self._build(size, pixels, everything, Unchecked())
         try:
             compiled = read(path)
         except RuntimeError as problem:
@@ -376,10 +407,10 @@ class Model:
         registry = parameters.registry(self._device)
         executable = self._session.init(compiled, weights_registry=registry)
         with self._lock:
-            self._executables[(*size, DType.uint8, False)] = executable
+            self._executables[(*size, pixels, everything)] = executable
 
     def _run(self, pixels: np.ndarray, everything: bool) -> list[np.ndarray]:
-        channels = self._checkpoint.spec.channels
+        channels = self.spec.channels
         pixels = np.asarray(pixels)
         if pixels.ndim != 4 or pixels.shape[3] != channels:
             raise ArgumentError(
@@ -399,15 +430,47 @@ class Model:
                 self._replays[key] = Replays(executable, self._device, **limit)
             return self._replays[key]
 
-    def _executable(self, size: Sequence[int], pixels: DType, everything: bool) -> Executable:
+    def _executable(
+        self,
+        size: Sequence[int],
+        pixels: DType,
+        everything: bool,
+        progress: Callable[[str], None] | None = None,
+    ) -> Executable:
         key = (*size, pixels, everything)
         with self._lock:
             if key not in self._executables:
-                graph, parameters = self._build(size, pixels, everything)
-                compiled = self._session.compile(graph)
-                registry = parameters.registry(self._device)
-                self._executables[key] = self._session.init(compiled, weights_registry=registry)
+                self._executables[key] = self._make(size, pixels, everything, progress)
             return self._executables[key]
+
+    def _make(
+        self,
+        size: Sequence[int],
+        pixels: DType,
+        everything: bool,
+        progress: Callable[[str], None] | None,
+    ) -> Executable:
+        if isinstance(self._source, Package):
+            if (tuple(size), pixels, everything) != self._usual:
+                height, width = self._usual[0]
+                raise ArgumentError(
+                    f"{self.name}: was compiled for the logits of uint8 pixels [N, {height},"
+                    f" {width}, {self.spec.channels}] and nothing else; load the model that it was"
+                    " compiled from"
+                )
+            mef, registry = self._source.load(self._device)
+        else:
+            graph, parameters = self._build(size, pixels, everything, Unchecked())
+
+            def compile() -> CompiledModel:
+                if progress:
+                    progress(f"compiling {self.name} for {self.device}, once")
+                checked, _ = self._build(size, pixels, everything)
+                return self._session.compile(checked)
+
+            mef = cache.compiled(graph, Target.of(self._device), compile)
+            registry = parameters.registry(self._device)
+        return self._session.init(read(io.BytesIO(mef)), weights_registry=registry)
 
     def _build(
         self,
@@ -416,9 +479,10 @@ class Model:
         everything: bool = False,
         kernels: KernelLibrary | None = None,
     ) -> tuple[Graph, Parameters]:
+        assert not isinstance(self._source, Package)
         height, width = size
         return build(
-            self._checkpoint,
+            self._source,
             DeviceRef.from_device(self._device),
             self._dtype,
             size=(height, width),

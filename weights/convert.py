@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from graphs.errors import ArgumentError
+from graphs.folder import new_folder
 from graphs.resnet import ResNetSpec
 from weights.checkpoint import interpret
 from weights.formats import HUGGING_FACE, Spec, recognise
@@ -36,37 +34,18 @@ def convert(found: Source, folder: Path, force: bool = False) -> None:
         ArgumentError: If ``folder`` is there, or cannot be written.
         ModelError: If the model does not load.
     """
-    if folder.exists() and not force:
-        raise ArgumentError(
-            f"{folder}: expected a folder that does not exist yet but it does; choose another or"
-            " pass --force"
-        )
     checkpoint = interpret(found)  # refuses what would not load again
     config = found.config if found.config and "model_type" in found.config else None
-    draft: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        new, old = draft / "new", draft / "old"
-        new.mkdir()
+    with new_folder(folder, "the model", lambda _: force) as new:
         _write_json(
             new / "config.json", config or configuration(checkpoint.spec, checkpoint.labels)
         )
         _write_json(new / "preprocessor_config.json", checkpoint.preprocess)
-        save_file(hugging_face_tensors(found), new / "model.safetensors", metadata={"format": "pt"})
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-    except (OSError, SafetensorError) as error:
-        full = "No space left" in str(error)
-        raise ArgumentError(
-            f"{folder}: expected room to write the model but "
-            + ("the disk is full" if full else f"writing failed ({error})")
-            + "; nothing was written, choose another place"
-        ) from None
-    finally:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
+        path = new / "model.safetensors"
+        try:
+            save_file(hugging_face_tensors(found), path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
 
 
 def hugging_face_tensors(found: Source) -> dict[str, Array]:

@@ -17,7 +17,7 @@ from PIL import Image
 
 import graphs
 import weights
-from graphs import session
+from graphs import cache, session
 from graphs.errors import ArgumentError, DeviceError, ImageError, ModelError
 from graphs.session import find_device, find_dtype
 from tests.graphs import goldens, reference
@@ -80,6 +80,20 @@ def test_any_batch_of_levels(model: graphs.Model, count: int) -> None:
     assert logits.shape == (count, 6) and logits.dtype == np.float32
     if count:
         assert close(logits, theirs(pixels).logits)
+
+
+def test_what_is_compiled_is_said_once(
+    saved: Callable[[int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, kept, store = saved(2), {}, cache.store
+    monkeypatch.setattr(cache, "find", kept.get)
+    monkeypatch.setattr(cache, "store", lambda n, made: kept.setdefault(n, store(n, made)))
+    said: list[str] = []
+    pixels = levels(1)
+    for _ in range(2):
+        model = graphs.load(folder, device="cpu", progress=said.append)
+        assert said == [f"compiling {model.name} for cpu, once"]
+        assert close(model(pixels), theirs(pixels, seed=2).logits)
 
 
 def test_pixels_need_not_be_contiguous(model: graphs.Model) -> None:
@@ -263,9 +277,7 @@ def test_bundled_models_give_their_goldens(name: str) -> None:
     assert golden and golden["sha256"] == goldens.digest(name), (
         f"{name} is not what goldens.json was made with: run python -m tests.graphs.goldens"
     )
-    said: list[str] = []
-    model = graphs.load(name, device="cpu", progress=said.append)
-    assert said == [f"Compiling {name} for cpu (once; later starts are quick)"]
+    model = graphs.load(name, device="cpu")
     for picture, expected in golden["logits"].items():
         logits = model(model.preprocess(goldens.EXAMPLES / picture)[None])[0]
         best = (-logits).argsort()[:5]

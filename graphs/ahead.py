@@ -1,0 +1,100 @@
+"""Compiles a model ahead of time, on any machine, into a folder that runs without the compiler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from max.engine import CompiledModel, InferenceSession
+from max.graph import DeviceRef
+
+import weights
+from graphs import cache, package
+from graphs.errors import ArgumentError, ModelError
+from graphs.folder import new_folder
+from graphs.package import Package
+from graphs.preprocess import Preprocess
+from graphs.session import Unchecked, build, find_dtype
+from graphs.target import Target
+from run_graph import __version__
+from weights.convert import configuration
+
+
+def compile(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    target: str = "cpu",
+    dtype: str = "auto",
+    revision: str | None = None,
+    force: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Package:
+    """Compiles a model for ``target`` and writes ``folder``, which ``graphs.load`` runs.
+
+    While it lasts, no model can run in this process.
+
+    Args:
+        source: A model, as ``graphs.load`` takes it.
+        folder: What to write (graphs/package.py); it appears when it is complete.
+        target: ``cpu``, this machine's; ``cpu:x86-64-v3`` or another kind of CPU; or a GPU that
+            need not be here, such as ``sm_90a`` or ``gfx942``.
+        dtype: Of activations and filters, as in ``graphs.load``.
+        revision: Branch, tag or commit on the hub.
+        force: Replace ``folder`` if it holds a compiled model.
+        progress: Called with a sentence before each step that takes time.
+
+    Raises:
+        ArgumentError: If an argument is wrong, or ``folder`` cannot be written.
+        DeviceError: If the target's kernels do not take the dtype.
+        ModelError: If the model cannot be read, or takes no pictures.
+    """
+    wanted = Target.parse(target)
+    if package.is_here(source):
+        raise ModelError(f"{source}: expected a model but it is compiled already; run it as it is")
+    checkpoint = weights.load(source, revision=revision, progress=progress)
+    preprocess = Preprocess.from_config(checkpoint.preprocess)
+    if checkpoint.spec.channels != len(preprocess.mean):
+        raise ModelError(
+            f"{checkpoint.name}: expected a model of {len(preprocess.mean)} channels, for pictures,"
+            f" but it takes {checkpoint.spec.channels}; load it where it runs"
+        )
+    size = (preprocess.height, preprocess.width)
+
+    def replaces(existing: Path) -> bool:
+        if force and not package.is_here(existing):
+            raise ArgumentError(
+                f"{existing}: expected a compiled model to replace but it is something else;"
+                " choose another folder"
+            )
+        return force
+
+    path = Path(folder)
+    with new_folder(path, "the model", replaces) as draft, wanted.device() as device:
+        kind = find_dtype(dtype, device)
+        place = DeviceRef.from_device(device)
+        graph, parameters = build(checkpoint, place, kind, size=size, kernels=Unchecked())
+
+        def compiled() -> CompiledModel:
+            if progress:
+                progress(f"compiling {checkpoint.name} for {wanted.name}")
+            checked, _ = build(checkpoint, place, kind, size=size)
+            return InferenceSession(devices=[device]).compile(checked)
+
+        mef = cache.compiled(graph, wanted, compiled)
+        if progress:
+            progress(f"writing {path}")
+        package.write(
+            draft,
+            name=checkpoint.name,
+            family=checkpoint.family,
+            target=wanted,
+            dtype=kind,
+            graph=mef,
+            weights=parameters.bound,
+            config=configuration(checkpoint.spec, checkpoint.labels),
+            preprocess=checkpoint.preprocess,
+            versions={"maxvision": __version__},
+        )
+    return package.read(path)

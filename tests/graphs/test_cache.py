@@ -1,0 +1,131 @@
+"""The cache of compiled graphs: what tells two apart, and what a damaged or missing one gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+
+from graphs import cache, nodes
+from graphs.errors import ModelError
+from graphs.session import Unchecked
+from graphs.target import Target
+
+CPU = Target("cpu", "cpu", "x86_64", ("avx2",))
+
+
+class Compiled:
+    """Stands in for a ``CompiledModel``."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def export_mef(self, path: Path) -> None:
+        path.write_bytes(self.content)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(cache, "max_cache_dir", lambda: tmp_path)
+    return tmp_path / "maxvision"
+
+
+def graph(channels: int = 4) -> Graph:
+    image = TensorType(DType.float32, ["batch", channels], DeviceRef.CPU())
+    with Graph("small", input_types=[image], kernel_library=Unchecked()) as made:
+        made.output(nodes.relu(made.inputs[0].tensor))
+    return made
+
+
+def stored(content: bytes, name: str = "a" * 64) -> bytes:
+    compiled: Any = Compiled(content)
+    return cache.store(name, compiled)
+
+
+def test_what_was_compiled_is_found_again(folder: Path) -> None:
+    calls: list[int] = []
+
+    def compile() -> Any:
+        calls.append(1)
+        return Compiled(b"mef")
+
+    for _ in range(3):
+        assert cache.compiled(graph(), CPU, compile) == b"mef"
+    assert calls == [1]
+    assert cache.compiled(graph(5), CPU, compile) == b"mef" and len(calls) == 2
+
+
+def test_everything_that_matters_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return cache.key(graph(), CPU)
+
+    first = key()
+    assert key() == first
+    others = {
+        cache.key(graph(8), CPU),
+        cache.key(graph(), Target("cpu", "cpu", "x86_64", ())),
+        cache.key(graph(), Target("sm_90a", "cuda", "x86_64", ("avx2",))),
+    }
+    with monkeypatch.context() as patch:
+        patch.setenv("MODULAR_DEBUG", "nan-check")
+        others.add(key())
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "max_version", "99")
+        others.add(key())
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_sources", lambda: "other kernels")
+        others.add(key())
+    assert len(others - {first}) == 6
+    monkeypatch.setenv("MODULAR_CACHE_DIR", "/elsewhere")
+    assert key() == first
+
+
+def test_sources_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set()
+    monkeypatch.setattr(cache, "OPS", tmp_path)
+    for name, text in (("a.mojo", ""), ("a.mojo", "x"), ("sub/b.mojo", "x"), ("b.mojo", "x")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        cache._sources.cache_clear()
+        digests.add(cache._sources())
+    cache._sources.cache_clear()
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_file_is_not_found(folder: Path, damage: bytes | None) -> None:
+    name = "a" * 64
+    assert stored(b"mef" * 100) == b"mef" * 100 == cache.find(name)
+    path = folder / f"{name}.mef"
+    path.write_bytes(path.read_bytes()[:-1] + b"x" if damage is None else damage)
+    assert cache.find(name) is None
+    stored(b"again")
+    assert cache.find(name) == b"again"
+
+
+def test_the_least_recently_used_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "KEPT", 3)
+    for i in range(3):
+        stored(b"mef", str(i))
+        os.utime(folder / f"{i}.mef", (i, i))
+    assert cache.find("0")
+    stored(b"mef", "3")
+    assert sorted(path.stem for path in folder.iterdir()) == ["0", "2", "3"]
+
+
+@pytest.mark.parametrize("parent", [None, Path("/dev/null")])
+def test_without_a_cache(monkeypatch: pytest.MonkeyPatch, parent: Path | None) -> None:
+    monkeypatch.setattr(cache, "max_cache_dir", lambda: parent)
+    assert stored(b"mef") == b"mef"
+    assert cache.find("a" * 64) is None
+    assert cache.library() == cache.OPS
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODULAR_MOJO_MAX_DRIVER_PATH", "/dev/null")
+    with pytest.raises(ModelError, match=r"compiler .* is not here; pip install max, or .*compile"):
+        cache.library()
