@@ -23,7 +23,9 @@ examples:
   run_graph.py cat.jpg --model microsoft/resnet-50 a model of the Hugging Face hub
   run_graph.py cat.jpg --model ./my-cvt            a folder: config.json, model.safetensors
   run_graph.py cat.jpg --model resnet18.pth        a torchvision or timm checkpoint
+  run_graph.py cat.jpg --model ./compiled          what python -m graphs compile wrote
   run_graph.py photos/ --device gpu --batch-size 32 --json > answers.jsonl
+  run_graph.py photos/ --output answers.csv        also .jsonl and .parquet; --resume goes on
   curl -s https://example.org/cat.jpg | run_graph.py -
   run_graph.py --list-models
 
@@ -39,7 +41,8 @@ images:
 exit codes:
   0  every image was classified
   1  some images could not be read; the others were answered
-  2  the model, the device or the arguments are wrong; the message says what to do"""
+  2  the model, the device or the arguments are wrong; the message says what to do
+  130  interrupted; what was answered is written"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +88,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="images that run together (default: 8 on a CPU, 32 on a GPU)")  # fmt: skip
     add("--top-k", type=_count, default=5, metavar="K", help="labels an image (default: 5)")
     add("--json", action="store_true", help="write JSON Lines")
-    add("--logits", action="store_true", help="with --json: the model's raw output too")
+    add("--output", metavar="FILE", help="write the answers to a .csv, .jsonl or .parquet file")
+    add("--resume", action="store_true", help="go on with FILE where an earlier run stopped")
+    add("--logits", action="store_true",
+        help="with --json, .jsonl or .parquet: the model's raw output too")  # fmt: skip
     add("--list-models", action="store_true", help="show the models that are known, and leave")
     add("--debug", action="store_true", help="show the traceback of an internal error")
     add("--version", action="store_true", help="show the version, and leave")
@@ -94,8 +100,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("an image, a folder or - was expected but none came; try examples/")
     if args.images.count("-") > 1:
         parser.error("- was expected once but came twice; standard input holds one image")
-    if args.logits and not args.json:
-        parser.error("--logits was expected with --json but came alone; add --json")
+    ending = os.path.splitext(args.output or "")[1].lower()
+    if args.output and ending not in (".csv", ".jsonl", ".parquet"):
+        parser.error(
+            f"--output expects a name that ends in .csv, .jsonl or .parquet but is {args.output!r}"
+        )
+    if args.output and args.json:
+        parser.error("--json was expected without --output; FILE.jsonl holds the same lines")
+    if args.resume and not args.output:
+        parser.error("--resume was expected with --output but came alone; name the file")
+    if args.logits and not (args.json or ending in (".jsonl", ".parquet")):
+        parser.error(
+            "--logits was expected with --json or an --output of .jsonl or .parquet but came"
+            " without; add one"
+        )
     return args
 
 

@@ -13,48 +13,30 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
+from graphs import results
 from graphs.errors import ArgumentError, ImageError
-from graphs.preprocess import EXTENSIONS, Pixels, Source, load_batch, read_image
+from graphs.pipeline import Answer, Item, Times, answers
+from graphs.preprocess import EXTENSIONS, Source, read_image
+from graphs.results import json_line, open_results, utf8
 
 if TYPE_CHECKING:
-    from graphs import Model, Prediction
-
-
-@dataclass(frozen=True)
-class Item:
-    """One image to answer for: what the user called it, and where it is or why it is not."""
-
-    name: str
-    source: Source | ImageError
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What is known of an image in the end: its predictions and logits, or an error."""
-
-    name: str
-    error: str | None = None
-    predictions: Sequence[Prediction] = ()
-    logits: npt.NDArray[np.float32] | None = None
-
-
-@dataclass
-class Times:
-    """Seconds spent: preprocessing, on how many images, and each run with its batch size."""
-
-    preprocessing: float = 0.0
-    images: int = 0
-    runs: list[tuple[int, float]] = field(default_factory=list)
+    from graphs import Model
 
 
 def classify(args: argparse.Namespace) -> int:
@@ -64,8 +46,11 @@ def classify(args: argparse.Namespace) -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # no label may break a terminal that is not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
+    if args.output:
+        results.check(args.output, args.resume)
     items = collect(args.images)
     source = args.model or _default_model()
+    began = time.perf_counter()
     with working(f"loading {source}") as say:
         model = load(
             source,
@@ -76,77 +61,80 @@ def classify(args: argparse.Namespace) -> int:
             revision=args.revision,
             progress=say,
         )
-    size = model.batch_size
-    show: Callable[[Answer], None]
-    if args.json:
-        show = _json_lines(model.name, args.logits)
-    else:
-        show = _compact() if len(items) > 1 else _table()
-    times, failed, pixels = Times(), 0, None
-    for start, stop in pairwise([*range(0, len(items), size), len(items)]):
-        done = f"classifying {stop:,} of {len(items):,}" if len(items) > 1 else "classifying"
-        with working(done):
-            pixels, answers = answer(model, items[start:stop], args.top_k, times)
-        for each in answers:
-            show(each)
-            failed += each.error is not None
-        sys.stdout.flush()
-    if len(times.runs) == 1 and not args.json and pixels is not None:
-        _run(model, pixels, times)  # for the time of a warm run
-    _console(sys.stderr if args.json else sys.stdout).print(
-        _summary(model, times), style="dim", soft_wrap=True
+    times = Times(loading=time.perf_counter() - began)
+    writer = None
+    if args.output:
+        writer = open_results(args.output, model.name, args.top_k, args.logits, args.resume)
+        items = [item for item in items if utf8(item.name) not in writer.done]
+    quiet = args.json or args.output
+    show = _shower(args, model.name, len(items))
+    tally = Tally(len(items), len(writer.done) if writer else 0)
+    scrolls = not args.output and sys.stdout.isatty()
+    try:
+        with (
+            _counting(tally, not scrolls) as count,
+            contextlib.closing(answers(model, items, args.top_k, times)) as batches,
+        ):
+            start = time.perf_counter()
+            for batch in batches:
+                if writer:
+                    writer.write(batch)
+                tally.add(batch)
+                for each in batch:
+                    show(each)
+                sys.stdout.flush()
+                count()
+            times.all = time.perf_counter() - start
+    except KeyboardInterrupt:
+        if len(items) > 1:
+            complain(tally.interrupted(args.output), kind="")
+        raise
+    finally:
+        if writer:
+            writer.close()
+    if len(times.runs) == 1 and not quiet and times.pixels is not None:
+        begun = time.perf_counter()
+        model(times.pixels)  # for the time of a warm run
+        times.runs.append((len(times.pixels), time.perf_counter() - begun))
+    _console(sys.stderr if quiet else sys.stdout).print(
+        _summary(model, times, tally), style="dim", soft_wrap=True
     )
-    if failed and len(items) > 1:
-        complain(f"{failed:,} of {len(items):,} images failed", kind="")
-    return 1 if failed else 0
+    if tally.failed and tally.total > 1:
+        where = f"; {args.output} says why" if writer else ""
+        complain(f"{tally.failed:,} of {tally.total:,} images failed{where}", kind="")
+    return 1 if tally.failed else 0
 
 
-def answer(
-    model: Model, items: Sequence[Item], top_k: int, times: Times
-) -> tuple[Pixels | None, list[Answer]]:
-    """Classifies one batch. An image that cannot be read does not hold up the others.
+@dataclass
+class Tally:
+    """Counts the answers.
 
-    Returns:
-        The array that ran ``[N, H, W, 3]``, None if nothing could be read; and an answer an item.
+    Attributes:
+        total: Images to answer for.
+        before: Those that an earlier run answered for.
+        done: Answers so far.
+        failed: Those of them that are errors.
+        last: The name of the last one.
     """
-    start = time.perf_counter()
-    readable = [item.source for item in items if not isinstance(item.source, ImageError)]
-    loaded = iter(load_batch(readable, model.preprocess))
-    read = [x if isinstance(x := item.source, ImageError) else next(loaded) for item in items]
-    good = [each for each in read if not isinstance(each, ImageError)]
-    pixels = np.stack(good) if good else None
-    times.preprocessing += time.perf_counter() - start
-    times.images += len(good)
-    if pixels is None:
-        return None, [Answer(item.name, str(each)) for item, each in zip(items, read, strict=True)]
 
-    logits = _run(model, pixels, times)
-    with np.errstate(invalid="ignore"):  # logits that are not finite become an error below
-        rows = iter(zip(logits, model.predictions(logits, top_k), strict=True))
-    answers = []
-    for item, each in zip(items, read, strict=True):
-        if isinstance(each, ImageError):
-            answers.append(Answer(item.name, str(each)))
-            continue
-        row, predictions = next(rows)
-        if np.isfinite(row).all():
-            answers.append(Answer(item.name, None, predictions, row))
-        else:
-            answers.append(
-                Answer(
-                    item.name,
-                    f"{item.name}: finite logits were expected but {model.name} gave NaN or"
-                    f" infinity in {model.dtype}; try --dtype float32 or check the weights",
-                )
-            )
-    return pixels, answers
+    total: int
+    before: int = 0
+    done: int = 0
+    failed: int = 0
+    last: str = ""
 
+    def add(self, batch: Sequence[Answer]) -> None:
+        """Counts a batch."""
+        self.done += len(batch)
+        self.failed += sum(each.error is not None for each in batch)
+        self.last = batch[-1].name if batch else self.last
 
-def _run(model: Model, pixels: Pixels, times: Times) -> npt.NDArray[np.float32]:
-    start = time.perf_counter()
-    logits: npt.NDArray[np.float32] = model(pixels)
-    times.runs.append((len(pixels), time.perf_counter() - start))
-    return logits
+    def interrupted(self, output: str | None) -> str:
+        """Says where a stopped run stands."""
+        text = f"interrupted after {self.done + self.before:,} of {self.total + self.before:,}"
+        if self.last:
+            text += f" images, the last one {self.last}"
+        return text + (f"; --resume goes on with {output}" if output else "")
 
 
 def collect(arguments: Sequence[str]) -> list[Item]:
@@ -220,14 +208,9 @@ def _console(stream: Any) -> Console:
     return _Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
-def _utf8(text: str) -> str:
-    r"""Writes the bytes of a file name that are no UTF-8 (in Python, lone surrogates) as \udc.."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def _clean(text: str) -> str:
     r"""Writes control characters as \x.. too: a terminal would obey them."""
-    text = _utf8(text)
+    text = utf8(text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -239,7 +222,7 @@ def complain(message: str, kind: str = "error: ") -> None:
 
 @contextlib.contextmanager
 def working(message: str) -> Iterator[Callable[[str], None]]:
-    """Shows what is going on, and that it is, while standard error is a terminal.
+    """Shows what is going on, and for how long, while standard error is a terminal.
 
     Yields:
         A function that changes the message.
@@ -247,31 +230,53 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():  # rich alone would also obey FORCE_COLOR
         yield lambda _: None
         return
-    with _console(sys.stderr).status(Text(_clean(message))) as status:
-        yield lambda text: status.update(Text(_clean(text)))
+    text = TextColumn("{task.description}", markup=False)
+    with _progress(SpinnerColumn(), text, TimeElapsedColumn()) as progress:
+        task = progress.add_task(_clean(message), total=None)
+        yield lambda text: progress.reset(task, description=_clean(text))
 
 
-def _json_lines(model: str, logits: bool) -> Callable[[Answer], None]:
-    def show(each: Answer) -> None:
-        line: dict[str, Any] = {"image": _utf8(each.name)}
-        if each.error is not None:
-            line["error"] = _utf8(each.error)
-        else:
-            line["model"] = _utf8(model)
-            line["predictions"] = [
-                {"label": _utf8(p.label), "class_id": p.class_id, "score": _score(p.score)}
-                for p in each.predictions
-            ]
-            if logits and each.logits is not None:
-                # A float32 as its shortest decimal: 0.1, not the 0.10000000149011612 of a float64.
-                line["logits"] = [float(str(x)) for x in each.logits]
-        sys.stdout.write(json.dumps(line, allow_nan=False) + "\n")
+@contextlib.contextmanager
+def _counting(tally: Tally, shown: bool) -> Iterator[Callable[[], None]]:
+    """Shows how far ``tally`` is, how fast, and how long yet, if ``shown`` on a terminal.
 
-    return show
+    Yields:
+        A function to call after a batch.
+    """
+    if not (shown and sys.stderr.isatty() and tally.total > 1):
+        yield lambda: None
+        return
+    text = TextColumn("{task.description}", markup=False)
+    with _progress(text, BarColumn(), TimeRemainingColumn()) as progress:
+        task = progress.add_task("classifying", total=tally.total)
+        start = time.perf_counter()
+
+        def count() -> None:
+            rate = tally.done / max(time.perf_counter() - start, 1e-3)
+            failed = f", {tally.failed:,} failed" if tally.failed else ""
+            said = f"classifying {tally.done:,} of {tally.total:,}, {rate:,.0f} images/s{failed}"
+            first_or_last = not progress.tasks[task].completed or tally.done == tally.total
+            progress.update(task, completed=tally.done, description=said, refresh=first_or_last)
+
+        yield count
 
 
-def _score(score: float) -> float:
-    return float(f"{score:.6g}")
+def _progress(*columns: ProgressColumn) -> Progress:
+    return Progress(
+        *columns,
+        console=_console(sys.stderr),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+def _shower(args: argparse.Namespace, model: str, count: int) -> Callable[[Answer], None]:
+    if args.output:
+        return lambda _: None
+    if args.json:
+        return lambda each: print(end=json_line(each, model, args.logits))
+    return _compact() if count > 1 else _table()
 
 
 def _table() -> Callable[[Answer], None]:
@@ -310,9 +315,12 @@ def _compact() -> Callable[[Answer], None]:
     return show
 
 
-def _summary(model: Model, times: Times) -> str:
+def _summary(model: Model, times: Times, tally: Tally) -> str:
     precision = "float32 by TF32" if model.tf32 else model.dtype
     parts = [f"{_clean(model.name)} on {model.device}, {precision}"]
+    if tally.done > model.batch_size:
+        rate = tally.done / max(times.all, 1e-6)
+        parts.append(f"{tally.done:,} images in {times.all:,.1f} s, {rate:,.0f} images/s")
     if times.runs:
         first, seconds = times.runs[0]
         parts.append(f"preprocessing {_ms(times.preprocessing / times.images)} an image")

@@ -212,8 +212,46 @@ def test_each_batch_is_flushed(
 
     monkeypatch.setattr(sys, "stdout", Stream())
     fake.spoil = lambda _: seen.append(flushed)
-    run_graph.main(["all/r.png"] * 3 + ["--batch-size", "1", "--json"])
-    assert seen == [0, 1, 2]
+    run_graph.main(["all/r.png"] * 30 + ["--batch-size", "1", "--json"])
+    assert len(seen) == 30 and seen[0] == 0 and flushed == 30
+    assert all(i - 4 <= count <= i for i, count in enumerate(seen)), "what runs is three ahead"
+
+
+def test_answers_in_a_file(fake: Fake, folder: Path, run: Run) -> None:
+    code, out, err = run("all", "text.jpg", "--output", "a.jsonl", "--top-k", "1")
+    assert (code, out) == (1, "") and "1 of 4 images failed; a.jsonl says why" in err
+    assert "error: text.jpg" not in err, "it is in the file"
+    printed = run("all", "text.jpg", "--json", "--top-k", "1")[1]
+    assert (folder / "a.jsonl").read_text() == printed and len(lines(printed)) == 4
+    code, _, err = run("all", "--output", "a.jsonl")
+    assert code == 2 and "a new file was expected but it is there already; add --resume" in err
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_an_interrupted_run_goes_on(
+    fake: Fake, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    images = [f"{i}.png" for i in range(20)]
+    for image in images:
+        (folder / image).write_bytes((folder / "all/r.png").read_bytes())
+    options = ["--batch-size", "2", "--output"]
+    assert run(*images, *options, f"whole{name}")[0] == 0
+
+    def spoil(_: np.ndarray) -> None:
+        if len(fake.batches) == 16:
+            raise KeyboardInterrupt
+
+    fake.spoil = spoil
+    code, _, err = run(*images, *options, name)
+    where = rf"after (\d+) of 20 images, the last one (\d+)\.png; --resume goes on with {name}"
+    said = re.fullmatch(rf"interrupted {where}\n", err)
+    assert code == 130 and said and int(said[1]) == int(said[2]) + 1 == 10
+    fake.batches.clear()
+    code, _, err = run(*images, *options, name, "--resume")
+    assert code == 0 and fake.batches == [2] * 5 and "10 images in " in err
+    assert (folder / name).read_text() == (folder / f"whole{name}").read_text()
+    code, _, err = run(*images, *options, name, "--resume")
+    assert code == 0 and "fake on cpu, float32\n" in err
 
 
 def test_standard_input(
@@ -300,6 +338,11 @@ def test_logits_that_are_not_finite(fake: Fake, folder: Path, run: Run) -> None:
         (["x.png", "--logits"], "--logits was expected with --json"),
         (["-", "-"], "- was expected once"),
         (["x.png", "--jso"], "unrecognized arguments: --jso"),
+        (["x.png", "--output", "a.txt"], "ends in .csv, .jsonl or .parquet but is 'a.txt'"),
+        (["x.png", "--output", "a.csv", "--json"], "--json was expected without --output"),
+        (["x.png", "--output", "a.csv", "--logits"], "--logits was expected with --json or an"),
+        (["x.png", "--resume"], "--resume was expected with --output but came alone"),
+        (["x.png", "--output", "none/a.csv"], "there is no such folder; choose another place"),
     ],
 )
 def test_wrong_arguments(fake: Fake, run: Run, arguments: list[str], match: str) -> None:
@@ -489,7 +532,9 @@ def test_control_c(piped: Callable[..., subprocess.Popen[bytes]]) -> None:
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, b"")
+    assert process.returncode == 130
+    said = rb"interrupted after [\d,]+ of 20,000 images, the last one all/r\.png\n"
+    assert re.fullmatch(said, err), err
 
 
 # --- the real program with the real model -----------------------------------------------------
