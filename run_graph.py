@@ -7,9 +7,13 @@ import argparse
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 
 __version__ = "0.1.0"
+
+STARTED = time.perf_counter()
+"""When this program began, but for Python's own start."""
 
 HELP = """\
 Says what is in an image, with a ResNet or CvT that runs on Modular MAX.
@@ -54,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         from graphs import cli  # nothing heavy before the arguments are known to be right
 
-        return cli.list_models(args) if args.list_models else cli.classify(args)
+        return cli.list_models(args) if args.list_models else cli.classify(args, STARTED)
     except KeyboardInterrupt:
         return 130  # as a shell reports SIGINT
     except BrokenPipeError:  # the reader, say `head`, has what it wanted
@@ -93,6 +97,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--logits", action="store_true",
         help="with --json, .jsonl or .parquet: the model's raw output too")  # fmt: skip
     add("--list-models", action="store_true", help="show the models that are known, and leave")
+    add("--timing", action="store_true", help="say what the start took, part by part")
     add("--debug", action="store_true", help="show the traceback of an internal error")
     add("--version", action="store_true", help="show the version, and leave")
     args = parser.parse_intermixed_args(argv)

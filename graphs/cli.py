@@ -39,18 +39,23 @@ if TYPE_CHECKING:
     from graphs import Model
 
 
-def classify(args: argparse.Namespace) -> int:
-    """Answers for all of ``args.images`` and returns the exit code: 1 if some failed, else 0."""
+def classify(args: argparse.Namespace, started: float) -> int:
+    """Answers for all of ``args.images`` and returns the exit code: 1 if some failed, else 0.
+
+    Args:
+        args: The command line.
+        started: ``time.perf_counter()`` when the program began.
+    """
     warnings.filterwarnings("ignore", module=r"PIL\.")  # what matters of them is an ImageError
     from graphs import load
 
+    start_up = {"imports": time.perf_counter() - started}
     if isinstance(sys.stdout, io.TextIOWrapper):  # no label may break a terminal that is not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     if args.output:
         results.check(args.output, args.resume)
     items = collect(args.images)
     source = args.model or _default_model()
-    began = time.perf_counter()
     with working(f"loading {source}") as say:
         model = load(
             source,
@@ -61,7 +66,7 @@ def classify(args: argparse.Namespace) -> int:
             revision=args.revision,
             progress=say,
         )
-    times = Times(loading=time.perf_counter() - began)
+    times = Times()
     writer = None
     if args.output:
         writer = open_results(args.output, model.name, args.top_k, args.logits, args.resume)
@@ -79,6 +84,7 @@ def classify(args: argparse.Namespace) -> int:
             for batch in batches:
                 if writer:
                     writer.write(batch)
+                times.first = times.first or time.perf_counter()
                 tally.add(batch)
                 for each in batch:
                     show(each)
@@ -99,6 +105,13 @@ def classify(args: argparse.Namespace) -> int:
     _console(sys.stderr if quiet else sys.stdout).print(
         _summary(model, times, tally), style="dim", soft_wrap=True
     )
+    if args.timing:
+        start_up |= model.seconds
+        if times.runs:
+            start_up["first run"] = times.runs[0][1]
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start_up.items())
+        ready = f"ready after {times.first - started:.2f} s: {parts}"
+        _console(sys.stderr).print(ready, style="dim", soft_wrap=True)
     if tally.failed and tally.total > 1:
         where = f"; {args.output} says why" if writer else ""
         complain(f"{tally.failed:,} of {tally.total:,} images failed{where}", kind="")

@@ -57,16 +57,16 @@ class Times:
         images: Those that were read.
         runs: The model's, each with its batch size.
         pixels: What ran last, [N, H, W, C].
-        loading: Of the model.
         all: Of all answers, from the first image to the last.
+        first: ``time.perf_counter()`` at the first answer.
     """
 
     preprocessing: float = 0.0
     images: int = 0
     runs: list[tuple[int, float]] = field(default_factory=list)
     pixels: Pixels | None = None
-    loading: float = 0.0
     all: float = 0.0
+    first: float = 0.0
 
 
 def answers(

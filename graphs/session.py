@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,15 +107,19 @@ def load(
 
     place = find_device(device)
     kind = find_dtype(dtype, place)
+    watch = Watch()
     checkpoint = weights.load(source, revision=revision, progress=progress)
-    model = Model(checkpoint, place, kind, batch_size, tf32=tf32)
+    watch.lap("weights")
+    model = Model(checkpoint, place, kind, batch_size, watch, tf32=tf32)
     model.compile(progress)
     return model
 
 
 def _unpack(source: str, device: str, dtype: str, batch_size: int | None) -> Model:
     """Loads a model that was compiled ahead of time."""
+    watch = Watch()
     packed = package.read(source)
+    watch.lap("weights")
     kind, index = _parse_device(device)
     if kind not in ("auto", "cpu" if packed.target.api == "cpu" else "gpu"):
         raise DeviceError(
@@ -126,7 +131,7 @@ def _unpack(source: str, device: str, dtype: str, batch_size: int | None) -> Mod
             f"{packed.name}: was compiled in {packed.dtype} but dtype is {dtype};"
             " leave --dtype out or compile it in that dtype"
         )
-    model = Model(packed, packed.target.open(index), DTYPES[packed.dtype], batch_size)
+    model = Model(packed, packed.target.open(index), DTYPES[packed.dtype], batch_size, watch)
     model.compile()
     return model
 
@@ -234,6 +239,24 @@ def build(
     return graph, parameters
 
 
+class Watch:
+    """Adds up the seconds of steps that follow one another.
+
+    Attributes:
+        seconds: Of each step, in the order of their first ends.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Gives the time since the last call, or since the beginning, to ``name``."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
 class Unchecked(KernelLibrary):
     """Takes every op on trust: for a graph that is built for the names of its weights alone."""
 
@@ -270,6 +293,8 @@ class Model:
         labels: A name for each class.
         preprocess: Turns an image into the pixels that the model takes.
         batch_size: Images that ``classify`` runs at a time.
+        seconds: What making it ready took: ``weights`` (finding, checking), ``graph`` (building,
+            looking up), ``compile`` (if it had to be), ``load`` (arranging, initialising).
     """
 
     def __init__(
@@ -278,6 +303,7 @@ class Model:
         device: Device,
         dtype: DType,
         batch_size: int | None = None,
+        watch: Watch | None = None,
         *,
         tf32: bool = True,
     ) -> None:
@@ -297,6 +323,8 @@ class Model:
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._replays: dict[tuple[Any, ...], Replays] = {}
         self._lock = threading.Lock()
+        self._watch = watch or Watch()
+        self.seconds = self._watch.seconds
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """Computes the logits [N, classes] of pixels [N, H, W, C]; any thread may call.
@@ -458,19 +486,26 @@ class Model:
                     f" {width}, {self.spec.channels}] and nothing else; load the model that it was"
                     " compiled from"
                 )
+            self._watch.lap("graph")
             mef, registry = self._source.load(self._device)
         else:
             graph, parameters = self._build(size, pixels, everything, Unchecked())
 
             def compile() -> CompiledModel:
+                self._watch.lap("graph")
                 if progress:
                     progress(f"compiling {self.name} for {self.device}, once")
                 checked, _ = self._build(size, pixels, everything)
-                return self._session.compile(checked)
+                compiled = self._session.compile(checked)
+                self._watch.lap("compile")
+                return compiled
 
             mef = cache.compiled(graph, Target.of(self._device), compile)
+            self._watch.lap("graph")
             registry = parameters.registry(self._device)
-        return self._session.init(read(io.BytesIO(mef)), weights_registry=registry)
+        executable = self._session.init(read(io.BytesIO(mef)), weights_registry=registry)
+        self._watch.lap("load")
+        return executable
 
     def _build(
         self,

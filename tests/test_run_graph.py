@@ -49,6 +49,7 @@ class Fake:
     batches: list[int] = field(default_factory=list)
     asked: dict[str, Any] = field(default_factory=dict)
     spoil: Callable[[np.ndarray], None] = lambda _: None
+    seconds: dict[str, float] = field(default_factory=lambda: {"weights": 0.25, "graph": 1.5})
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         assert pixels.dtype == np.uint8 and pixels.shape[1:] == (8, 8, 3)
@@ -252,6 +253,13 @@ def test_an_interrupted_run_goes_on(
     assert (folder / name).read_text() == (folder / f"whole{name}").read_text()
     code, _, err = run(*images, *options, name, "--resume")
     assert code == 0 and "fake on cpu, float32\n" in err
+
+
+def test_timing(fake: Fake, folder: Path, run: Run) -> None:
+    code, out, err = run("all/r.png", "--timing")
+    parts = r"imports [\d.]+ s, weights 0\.25 s, graph 1\.50 s, first run 0\.0\d s"
+    assert code == 0 and re.fullmatch(rf"ready after [\d.]+ s: {parts}\n", err), err
+    assert "ready after" not in out
 
 
 def test_standard_input(
