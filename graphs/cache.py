@@ -42,7 +42,7 @@ def library() -> Path:
     folder = _folder()
     if folder is None:
         return OPS
-    path = folder / f"ops_{_sources()[:16]}.mojoc"  # its stem is the package's name in the graph
+    path = folder / f"mojo_pkg_{_sources()[:32]}.mojoc"  # the stem names the package
     if path.is_file():
         _touch(path)
         return path

@@ -473,6 +473,25 @@ def test_nothing_heavy_is_imported_to_answer(arguments: Sequence[str]) -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.parametrize("option", ["--json", "--output=answers.csv"])
+def test_no_framework_is_imported_to_classify(tmp_path: Path, option: str) -> None:
+    code = (
+        "import sys, run_graph\n"
+        f"run_graph.main([{str(ROOT / 'examples' / 'cat.jpg')!r}, {option!r}])\n"
+        "heavy = {'torch', 'transformers', 'huggingface_hub', 'safetensors', 'pyarrow'}\n"
+        "sys.exit(f'imported {found}' if (found := heavy & set(sys.modules)) else 0)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_version_and_help() -> None:
     version = program("--version")
     assert version.returncode == 0 and version.stdout.startswith(b"maxvision ")

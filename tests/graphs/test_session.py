@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,6 +206,37 @@ def test_calls_keep_no_memory(model: graphs.Model) -> None:
     for _ in range(300):
         model(pixels)
     assert resident() - before < 20
+
+
+LOADING = """
+import sys
+import weights
+from graphs.session import CPU, DType, DeviceRef, InferenceSession, Unchecked, build
+
+def memory(what):
+    lines = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(lines[what].split()[0]) * 1024
+
+session = InferenceSession(devices=[CPU()])
+before = memory("VmRSS")
+checkpoint = weights.load(sys.argv[1])
+_, w = build(checkpoint, DeviceRef.CPU(), DType.float32, size=(224, 224), kernels=Unchecked())
+registry = w.registry(CPU())
+print((memory("VmHWM") - before) / sum(each.bytes for each in w.bound.values()))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="NO /proc to read memory from")
+def test_loading_peaks_little_above_the_weights(tmp_path: Path) -> None:
+    folder = reference.save(reference.resnet(0, num_labels=1000), tmp_path)  # ResNet-50
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, folder],
+        cwd=reference.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 1 < float(done.stdout) <= 1.3
 
 
 # --- device, dtype and other arguments ---------------------------------------------------------

@@ -1,0 +1,93 @@
+"""Weights of a graph: how much each arrangement holds, and that none is read before it is bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import pytest
+from max.driver import CPU
+from max.dtype import DType
+from max.graph import DeviceRef, Graph
+
+from graphs import arrange, parameters
+from graphs.parameters import ALIGNMENT, Parameters
+from graphs.session import Unchecked
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((1, 1, 5, 1), 1), ((3, 3, 8, 64), 1), ((3, 3, 8, 65), 1), ((7, 5, 3, 130), 2),
+     ((1, 1, 2, 96), 3)],
+)  # fmt: skip
+def test_sizes_are_those_of_the_arrangements(shape: tuple[int, ...], groups: int) -> None:
+    filters = np.ones(shape, np.float32)
+    assert arrange.panels_size(shape, groups) == arrange.panels(filters, groups).size
+
+
+@pytest.mark.parametrize("shape", [(7, 7, 3, 64), (3, 3, 3, 32), (5, 4, 2, 96), (1, 1, 4, 256)])
+def test_the_stems_size(shape: tuple[int, ...]) -> None:
+    assert arrange.has_stem(shape, 2)
+    fragments = arrange.stem_fragments(np.ones(shape, np.float32))
+    assert arrange.stem_size(shape) == fragments.size
+
+
+class Late(Mapping[str, np.ndarray]):
+    """Weights that may be read when ``open`` only."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self.tensors = tensors
+        self.open = False
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        assert self.open, f"{name} was read while the graph was built"
+        return self.tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@pytest.mark.parametrize("device", [DeviceRef.CPU(), DeviceRef.GPU()])
+def test_a_graph_reads_no_weight(device: DeviceRef) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {
+        "stem.filter": (7, 7, 3, 64),
+        "stem.bias": (64,),
+        "conv.filter": (3, 3, 6, 70),
+        "depthwise.filter": (3, 3, 1, 8),
+        "head.weight": (9, 10),
+        "head.bias": (10,),
+        "norm.weight": (5,),
+    }
+    tensors = Late({name: rng.standard_normal(s, np.float32) for name, s in shapes.items()})
+    with Graph("weights", kernel_library=Unchecked()) as graph:
+        w = Parameters(tensors, device, DType.float32, shapes=shapes)
+        w.stem("stem", 2)
+        w.filter("conv")
+        w.filter("depthwise", groups=8)
+        w.filter("head")
+        w.vector("norm.weight")
+        graph.output()
+    tensors.open = True
+    registry = w.registry(CPU())
+    assert set(registry) == {*shapes, "conv.bias", "depthwise.bias"}
+    for name, bound in w.bound.items():
+        assert tuple(registry[name].shape) == bound.shape == bound.array().shape
+        assert registry[name].to_numpy().ctypes.data % ALIGNMENT == 0
+        assert np.array_equal(registry[name].to_numpy(), bound.array())
+        assert bound.bytes == bound.array().nbytes
+    assert not registry["conv.bias"].to_numpy().any()
+    assert np.array_equal(registry["norm.weight"].to_numpy(), tensors["norm.weight"])
+
+
+def test_bfloat16_is_rounded_to_nearest_even() -> None:
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF807FFF], np.uint32)
+    assert [hex(x) for x in parameters.rounded(bits.view(np.float32), DType.bfloat16)] == [
+        "0x3f80", "0x3f82", "0x3f81", "0xbf80",
+    ]  # fmt: skip
