@@ -66,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=["auto", "float32", "bfloat16", "float16"],
         help="precision of the model (default: auto, float32)",
     )
+    compiling.add_argument(
+        "--no-tf32",
+        dest="tf32",
+        action="store_false",
+        help="multiply float32 exactly on a GPU; by default NVIDIA's tensor cores round to TF32",
+    )
     compiling.add_argument("--revision", metavar="R", help="branch, tag or commit of a hub model")
     compiling.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     compiling.add_argument(
@@ -89,6 +95,7 @@ def _compile(options: argparse.Namespace) -> int:
             options.output,
             target=options.target,
             dtype=options.dtype,
+            tf32=options.tf32,
             revision=options.revision,
             force=options.force,
             progress=say,
@@ -115,7 +122,7 @@ def _inspect(options: argparse.Namespace) -> int:
         "model": f"{found.name} ({found.family}, {len(found.labels):,} classes)",
         "target": f"{found.target.name} (on {found.target.machine})",
         "needs": ", ".join(found.target.features) or "nothing beyond that",
-        "dtype": found.dtype,
+        "dtype": f"{found.dtype} by TF32" if found.tf32 else found.dtype,
         "compiled with": ", ".join(f"{name} {v}" for name, v in found.versions.items()),
     }
     for name, file in found.files.items():

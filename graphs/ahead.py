@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from max.dtype import DType
 from max.engine import CompiledModel, InferenceSession
 from max.graph import DeviceRef
 
@@ -27,6 +28,7 @@ def compile(
     *,
     target: str = "cpu",
     dtype: str = "auto",
+    tf32: bool = True,
     revision: str | None = None,
     force: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -40,7 +42,8 @@ def compile(
         folder: What to write (graphs/package.py); it appears when it is complete.
         target: ``cpu``, this machine's; ``cpu:x86-64-v3`` or another kind of CPU; or a GPU that
             need not be here, such as ``sm_90a`` or ``gfx942``.
-        dtype: Of activations and filters, as in ``graphs.load``.
+        dtype: Of activations and filters, as in ``graphs.load``; so is ``tf32``.
+        tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
         revision: Branch, tag or commit on the hub.
         force: Replace ``folder`` if it holds a compiled model.
         progress: Called with a sentence before each step that takes time.
@@ -74,12 +77,15 @@ def compile(
     with new_folder(path, "the model", replaces) as draft, wanted.device() as device:
         kind = find_dtype(dtype, device)
         place = DeviceRef.from_device(device)
-        graph, parameters = build(checkpoint, place, kind, size=size, kernels=Unchecked())
+        rounds = tf32 and kind == DType.float32 and wanted.api == "cuda"
+        graph, parameters = build(
+            checkpoint, place, kind, size=size, tf32=rounds, kernels=Unchecked()
+        )
 
         def compiled() -> CompiledModel:
             if progress:
                 progress(f"compiling {checkpoint.name} for {wanted.name}")
-            checked, _ = build(checkpoint, place, kind, size=size)
+            checked, _ = build(checkpoint, place, kind, size=size, tf32=rounds)
             return InferenceSession(devices=[device]).compile(checked)
 
         mef = cache.compiled(graph, wanted, compiled)
@@ -91,6 +97,7 @@ def compile(
             family=checkpoint.family,
             target=wanted,
             dtype=kind,
+            tf32=rounds,
             graph=mef,
             weights=parameters.bound,
             config=configuration(checkpoint.spec, checkpoint.labels),

@@ -62,6 +62,7 @@ class Package:
         preprocess: As in a ``preprocessor_config.json``.
         target: What it was compiled for.
         dtype: Of activations and filters.
+        tf32: Whether its products of float32 are rounded to TF32 first.
         versions: Of what it was compiled with.
         files: Size in bytes and SHA-256 of every file but the manifest.
     """
@@ -74,6 +75,7 @@ class Package:
     preprocess: dict[str, Any]
     target: Target
     dtype: str
+    tf32: bool
     versions: dict[str, str]
     files: dict[str, dict[str, Any]]
 
@@ -154,6 +156,7 @@ def read(source: str | os.PathLike[str]) -> Package:
             preprocess=preprocess,
             target=Target(**{**target, "features": tuple(target["features"])}),
             dtype=manifest["dtype"],
+            tf32=manifest["tf32"],
             versions=versions,
             files=files,
         )
@@ -168,6 +171,7 @@ def write(
     family: str,
     target: Target,
     dtype: DType,
+    tf32: bool,
     graph: bytes,
     weights: Mapping[str, Bound],
     config: dict[str, Any],
@@ -190,6 +194,7 @@ def write(
         "family": family,
         "target": asdict(target),
         "dtype": dtype.name,
+        "tf32": tf32,
         "versions": {"max": max_version, **versions},
         "files": {path.name: _sum(path) for path in sorted(folder.iterdir())},
     }

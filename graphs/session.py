@@ -102,7 +102,7 @@ def load(
     if batch_size is not None and batch_size < 1:
         raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
     if package.is_here(source):
-        return _unpack(source, device, dtype, batch_size)
+        return _unpack(source, device, dtype, batch_size, tf32)
     import weights
 
     place = find_device(device)
@@ -115,7 +115,7 @@ def load(
     return model
 
 
-def _unpack(source: str, device: str, dtype: str, batch_size: int | None) -> Model:
+def _unpack(source: str, device: str, dtype: str, batch_size: int | None, tf32: bool) -> Model:
     """Loads a model that was compiled ahead of time."""
     watch = Watch()
     packed = package.read(source)
@@ -131,7 +131,12 @@ def _unpack(source: str, device: str, dtype: str, batch_size: int | None) -> Mod
             f"{packed.name}: was compiled in {packed.dtype} but dtype is {dtype};"
             " leave --dtype out or compile it in that dtype"
         )
-    model = Model(packed, packed.target.open(index), DTYPES[packed.dtype], batch_size, watch)
+    if packed.tf32 and not tf32:
+        raise DeviceError(
+            f"{packed.name}: was compiled to round float32 to TF32; compile it with --no-tf32"
+        )
+    place = packed.target.open(index)
+    model = Model(packed, place, DTYPES[packed.dtype], batch_size, watch, tf32=packed.tf32)
     model.compile()
     return model
 

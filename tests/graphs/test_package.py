@@ -47,6 +47,7 @@ def write(folder: Path, target: str = "cpu", dtype: DType = DType.float32, **cha
             "family": checkpoint.family,
             "target": Target.parse(target),
             "dtype": dtype,
+            "tf32": False,
             "graph": b"graph",
             "weights": bound,
             "config": configuration(checkpoint.spec, checkpoint.labels),
@@ -216,3 +217,9 @@ def test_a_gpus_folder_on_a_machine_without_one(tmp_path: Path) -> None:
     if not accelerator_count():
         with pytest.raises(DeviceError, match="compiled for the GPU sm_90a but"):
             graphs.load(str(folder))
+
+
+def test_exact_float32_is_asked_of_a_folder_that_rounds(tmp_path: Path) -> None:
+    folder = write(tmp_path / "h100", "sm_90a", tf32=True)
+    with pytest.raises(DeviceError, match=r"round float32 to TF32; compile it with --no-tf32"):
+        graphs.load(str(folder), tf32=False)
