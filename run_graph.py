@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         from graphs import cli  # nothing heavy before the arguments are known to be right
 
-        return cli.list_models(args) if args.list_models else cli.classify(args, STARTED)
+        code = cli.list_models(args) if args.list_models else cli.classify(args, STARTED)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130  # as a shell reports SIGINT
     except BrokenPipeError:  # the reader, say `head`, has what it wanted
@@ -66,6 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141  # as a shell reports SIGPIPE
     except Exception as error:
         return _report(error, args.debug)
+
+
+def command() -> None:
+    """Runs the command line as a program.
+
+    It leaves at once: threads of MAX that are still at work after a compilation abort an orderly
+    exit of Python.
+    """
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -162,4 +176,4 @@ def _report(error: Exception, debug: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -136,4 +136,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # MAX's threads for devices that are not here may abort an orderly exit
+    os._exit(code)  # see run_graph.command
