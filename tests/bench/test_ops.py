@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from max.dtype import DType
+from max.graph import DeviceRef
 
 from bench import ops
 from bench.__main__ import main
 from bench.ceilings import Ceilings
+from bench.layers import distinct, network_nodes
+from bench.references import checkpoint, reference_model
 from tests.graphs import reference
 
 CVT = {
@@ -71,6 +76,26 @@ def test_the_products_are_counted_by_hand(run: tuple[int, str]) -> None:
     moved = 4 * (2 * 3 * 65 * 32 + 64)
     assert norm["gb_per_s"] == pytest.approx(moved / norm["us"] / 1e3, rel=0.01)
     assert norm["bound"] == "memory"
+
+
+@pytest.mark.parametrize("name", ["resnet-18", "cvt-13"])
+def test_torch_has_every_layer_of_a_gpu(name: str) -> None:
+    """The fused ops too, which a CPU does not run: torch's results have the shapes of ours."""
+    model = checkpoint(name, reference_model(name))
+    found = distinct(network_nodes(model, DeviceRef.GPU(), DType.bfloat16, (224, 224)))
+    rng = np.random.default_rng(0)
+    for layer in found:
+        operator = ops.OPERATORS[layer.op]
+        weights = {k: ops._weight(a, "cpu", torch.float32) for k, a in layer.weights(rng).items()}
+        values = [x.float() for x in ops._values(layer, 1, "cpu", seed=0)]
+        values = operator.prepare(layer, values, weights, torch.float32)
+        with torch.inference_mode():
+            results = operator.run(layer, values, weights, True)
+            operator.run(layer, values, weights, False)
+        results = results if isinstance(results, tuple) else (results,)
+        assert [tuple(y.shape) for y in results] == [y.sizes(1) for y in layer.outputs], layer.op
+    fused = {"resnet-18": {"conv2d_shortcut"}, "cvt-13": {"qkv_linear", "layernorm_first"}}
+    assert fused[name] <= {layer.op for layer in found}
 
 
 def test_layers_that_were_not_compiled_are_missed(
