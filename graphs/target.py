@@ -125,9 +125,10 @@ class Target:
                 return gpu
         here = found[0].architecture_name if found else "none"
         where = "this machine's GPU" if index is None else f"gpu:{index}"
+        again = next((name for name in GPUS if _base(name) == _base(here)), "cpu")
         raise DeviceError(
             f"this model was compiled for the GPU {self.name} but {where} is {here}; run it where"
-            f" such a GPU is, or compile it with --target {here if found else 'cpu'}"
+            f" such a GPU is, or compile it with --target {again}"
         )
 
 

@@ -72,6 +72,8 @@ def test_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], None, "machine's GPU is none; .*--target cpu"),
         (["sm_80"], None, "machine's GPU is sm_80; .*--target sm_80"),
         (["sm_90a", "sm_80"], 1, "gpu:1 is sm_80; .*--target sm_80"),
+        (["sm_100"], None, "GPU is sm_100; .*--target sm_100a"),
+        (["sm_75"], None, "GPU is sm_75; .*--target cpu"),
         (["sm_90a"], 3, "gpu:3 is none"),
     ],
 )
