@@ -421,17 +421,24 @@ class Model:
     def _usual(self) -> tuple[tuple[int, int], DType, bool]:
         return (self.preprocess.height, self.preprocess.width), DType.uint8, False
 
-    def adopt(self, path: str | os.PathLike[str]) -> None:
-        """Takes the graph for the images that ``preprocess`` makes from a file, compiling nothing.
+    def adopt(
+        self,
+        path: str | os.PathLike[str],
+        pixels: DType = DType.uint8,
+        everything: bool = False,
+    ) -> None:
+        """Takes the graph for images of ``preprocess``'s size from a file, compiling nothing.
 
         Args:
             path: What ``CompiledModel.export_mef`` wrote of this architecture and dtype, compiled
                 for this device (``python -m bench compile``).
+            pixels: What ``build`` was given for that file; so is the next.
+            everything: Whether it gives features and stages.
 
         Raises:
             ModelError: If the file cannot be read.
         """
-        size, pixels, everything = self._usual
+        size, _, _ = self._usual
         _, parameters = self._build(size, pixels, everything, Unchecked())
         try:
             compiled = read(path)

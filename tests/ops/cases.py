@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, TensorType, ops
+from max.graph import DeviceRef, Graph, KernelLibrary, TensorType, ops
 
 from bench.tf32 import RoundedProducts
 from graphs import nodes
@@ -547,16 +547,24 @@ CASES = [
 
 
 def build_graph(
-    cases: Sequence[Case], device: DeviceRef, dtype: DType, *, tf32: bool = True
+    cases: Sequence[Case],
+    device: DeviceRef,
+    dtype: DType,
+    *,
+    tf32: bool = True,
+    kernels: KernelLibrary | None = None,
 ) -> tuple[Graph, list[Parameters]]:
-    """Builds one graph of all the cases, their batch symbolic."""
+    """Builds one graph of all the cases, their batch symbolic; ``kernels`` stand for the ops."""
     types = [
         TensorType(DType.uint8 if c.levels else dtype, ["batch", *shape], device=device)
         for c in cases
         for shape in c.inputs
     ]
     parameters = []
-    with Graph("cases", input_types=types, custom_extensions=[nodes.OPS]) as graph:
+    extensions = [] if kernels else [nodes.OPS]
+    with Graph(
+        "cases", input_types=types, custom_extensions=extensions, kernel_library=kernels
+    ) as graph:
         inputs = iter(value.tensor for value in graph.inputs)
         outputs = []
         for i, case in enumerate(cases):
