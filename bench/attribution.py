@@ -21,10 +21,9 @@ _ELEMENTWISE = r"mogg_for_?each_\w+"
 
 def _gemm(epilogue: str, shape: str = "1x1") -> str:
     """Describes a GEMM's symbol; ``shape`` is products x sources, which only Hopper's names."""
-    tile = rf"gemm_[a-z]+_\d[0-9a-z]*_{epilogue}_{shape}"
-    if shape != "1x1":
-        return rf"{tile}_(bfloat16|float16|float32)_\w+"
-    return rf"({tile}|(gemm_[a-z]+|depthwise)_{epilogue})_(bfloat16|float16|float32)_\w+"
+    fused = f"_{shape}" if shape != "1x1" else "(_1x1)?"
+    kernel = r"(gemm_[a-z]+(_\d[0-9a-z]*)?|depthwise)"
+    return rf"{kernel}_{epilogue}{fused}_(bfloat16|float16|float32)_\w+"
 
 
 def symbols(layer: Layer) -> list[list[re.Pattern[str]]]:

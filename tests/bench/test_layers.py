@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from max.dtype import DType
 from max.graph import DeviceRef
 
-from bench.attribution import Recorded, attribute
-from bench.layers import Node, distinct, network_nodes
+from bench.attribution import Recorded, attribute, symbols
+from bench.layers import Layer, Node, distinct, network_nodes
 from bench.references import checkpoint, reference_model
+from graphs.nodes import EPILOGUES
 from weights.macs import macs
 
 ELEMENTWISE = {"normalize", "maxpool", "class_token", "relu", "gelu"}
@@ -92,6 +94,25 @@ def test_launches_find_their_nodes(network: tuple[Any, list[Node]], seed: int, f
     layers = {node.name: node.layer for node in nodes}
     assert [layers[name] for name in names] == [nodes[i].layer for i, _ in order[1:]]
     assert set(names) == set(layers)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "epilogue"),
+    [
+        ("gemm_hopper_64x32x8split_none_1x1_bfloat16_44630a41", "none"),
+        ("gemm_hopper_128x128x6overlap_add_relu_1x1_float32_2d37c457", "add_relu"),
+        ("gemm_mma_128x64x3_relu_float16_2d37c457", "relu"),
+        ("gemm_cores_gelu_bfloat16_2d37c457", "gelu"),
+        ("depthwise_add_bfloat16_2d37c457", "add"),
+    ],
+)
+def test_a_symbol_tells_the_epilogue(symbol: str, epilogue: str) -> None:
+    layer = Layer("conv2d", (("epilogue", "?"),), (), ())
+    for name in EPILOGUES:
+        ((pattern,),) = symbols(replace(layer, parameters=(("epilogue", name),)))
+        assert bool(pattern.fullmatch(symbol)) == (name == epilogue), name
+    ((pattern,), _) = symbols(replace(layer, op="conv2d_shortcut", parameters=()))
+    assert not pattern.fullmatch(symbol)
 
 
 def test_other_launches_are_not_named(network: tuple[Any, list[Node]]) -> None:
