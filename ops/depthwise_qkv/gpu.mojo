@@ -172,7 +172,7 @@ def _pass_by[dtype: DType](o: QkvOperands[dtype], g: QkvSizes, tile: Tile[dtype]
         o.v.unsafe_store[alignment=ALIGNMENT](keys, n)
 
 
-struct _Outputs[dtype: DType, kernel: Int, count: Int, channels: Int, strip: Int]:
+struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip: Int]:
     """Convolves a tile with `count` filters, some channels and neighbouring outputs at a time."""
 
     comptime TAPS = Self.kernel * Self.kernel
@@ -328,7 +328,7 @@ def qkv_kernel[
 
     var image = Int(block_idx.y)
     var skipped = Int(g.first * g.c)
-    var q = _Outputs[dtype, kernel, 1, 4, 2](
+    var q = _Convolutions[dtype, kernel, 1, 4, 2](
         o.q_filter, o.q_bias, o.q.unsafe_offset(image * (Int(g.h * g.w * g.c) + skipped) + skipped)
     )
     q.convolve(
@@ -343,7 +343,7 @@ def qkv_kernel[
     )
 
     var keys = image * (Int(g.p * g.q * g.c) + skipped) + skipped
-    var kv = _Outputs[dtype, kernel, 2, 2, 1](o.k_filter, o.k_bias, o.k.unsafe_offset(keys))
+    var kv = _Convolutions[dtype, kernel, 2, 2, 1](o.k_filter, o.k_bias, o.k.unsafe_offset(keys))
     kv.filters[1], kv.biases[1], kv.outputs[1] = o.v_filter, o.v_bias, o.v.unsafe_offset(keys)
     # Those whose windows begin in the tile, padding aside.
     var p0 = (h0 + g.stride - 1) // g.stride
