@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
@@ -83,7 +84,7 @@ def classify(args: argparse.Namespace, started: float) -> int:
             start = time.perf_counter()
             for batch in batches:
                 if writer:
-                    writer.write(batch)
+                    _saved(args.output, partial(writer.write, batch))
                 times.first = times.first or time.perf_counter()
                 tally.add(batch)
                 for each in batch:
@@ -91,31 +92,40 @@ def classify(args: argparse.Namespace, started: float) -> int:
                 sys.stdout.flush()
                 count()
             times.all = time.perf_counter() - start
-    except KeyboardInterrupt:
-        if len(items) > 1:
+        if writer:
+            _saved(args.output, writer.close)
+    except BaseException as error:
+        if writer:
+            with contextlib.suppress(OSError):
+                writer.close()
+        if isinstance(error, KeyboardInterrupt) and len(items) > 1:
             complain(tally.interrupted(args.output), kind="")
         raise
-    finally:
-        if writer:
-            writer.close()
     if len(times.runs) == 1 and not quiet and times.pixels is not None:
         begun = time.perf_counter()
         model(times.pixels)  # for the time of a warm run
         times.runs.append((len(times.pixels), time.perf_counter() - begun))
-    _console(sys.stderr if quiet else sys.stdout).print(
-        _summary(model, times, tally), style="dim", soft_wrap=True
-    )
-    if args.timing:
-        start_up |= model.seconds
-        if times.runs:
-            start_up["first run"] = times.runs[0][1]
-        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start_up.items())
-        ready = f"ready after {times.first - started:.2f} s: {parts}"
-        _console(sys.stderr).print(ready, style="dim", soft_wrap=True)
+    summary = [_summary(model, times, tally)]
+    if args.timing and times.runs:
+        parts = start_up | model.seconds | {"first run": times.runs[0][1]}
+        listed = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items())
+        summary.append(f"first answer after {times.first - started:.2f} s: {listed}")
+    for line in summary:
+        _console(sys.stderr if quiet else sys.stdout).print(line, style="dim", soft_wrap=True)
     if tally.failed and tally.total > 1:
         where = f"; {args.output} says why" if writer else ""
         complain(f"{tally.failed:,} of {tally.total:,} images failed{where}", kind="")
     return 1 if tally.failed else 0
+
+
+def _saved(output: str, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise ArgumentError(
+            f"--output {output}: room to write was expected but writing failed"
+            f" ({error.strerror or error}); free some space, then --resume goes on"
+        ) from None
 
 
 @dataclass

@@ -123,11 +123,11 @@ class _Lines:
     def __init__(self, path: Path, resume: bool) -> None:
         self.done: set[str] = set()
         self._file = path.open("a" if resume else "w", encoding="utf-8", newline="")
-        self._path = path
+        self._path, self._resume = path, resume
 
     def _lines(self) -> list[str]:
         """Returns the whole lines that are there."""
-        content = self._path.read_bytes()
+        content = self._path.read_bytes() if self._resume else b""
         try:
             text = content[: content.rfind(b"\n") + 1].decode()
         except UnicodeDecodeError:
@@ -136,6 +136,8 @@ class _Lines:
 
     def _keep(self, lines: Sequence[str]) -> None:
         """Drops what follows these lines."""
+        if not self._resume:
+            return
         self._file.truncate(sum(len(line.encode()) for line in lines))
         self._file.seek(0, os.SEEK_END)
 

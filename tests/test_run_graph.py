@@ -258,8 +258,18 @@ def test_an_interrupted_run_goes_on(
 def test_timing(fake: Fake, folder: Path, run: Run) -> None:
     code, out, err = run("all/r.png", "--timing")
     parts = r"imports [\d.]+ s, weights 0\.25 s, graph 1\.50 s, first run 0\.0\d s"
-    assert code == 0 and re.fullmatch(rf"ready after [\d.]+ s: {parts}\n", err), err
-    assert "ready after" not in out
+    said = rf"first answer after [\d.]+ s: {parts}"
+    assert (code, err) == (0, "") and re.fullmatch(said, out.splitlines()[-1]), out
+    assert re.search(said, run("all/r.png", "--timing", "--json")[2])
+    assert run("missing.png", "--timing")[0] == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="NO /dev/full to write to")
+def test_a_full_disk(fake: Fake, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "full.jsonl").symlink_to("/dev/full")
+    monkeypatch.setattr(cli.results, "check", lambda *_: None)
+    code, _, err = run("all", "--output", "full.jsonl")
+    assert code == 2 and "writing failed (No space left on device); free some space, then" in err
 
 
 def test_standard_input(
