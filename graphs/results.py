@@ -279,8 +279,9 @@ class _Parquet:
 
 
 def _pyarrow() -> Any:
+    """Imports pyarrow. Once MAX has opened a session it is too late: Parquet's reader crashes."""
     try:
-        import pyarrow
+        import pyarrow.parquet
     except ImportError:
         raise ArgumentError(
             "--output: pyarrow was expected, which writes Parquet, but it is not installed;"

@@ -18,13 +18,18 @@ from graphs.errors import ArgumentError
 from graphs.pipeline import Answer
 from graphs.results import open_results
 
+try:  # before another test has MAX open a session: see graphs/results.py
+    from pyarrow import parquet
+except ImportError:
+    parquet = None
+
 FORMATS = [
     ".csv",
     ".jsonl",
-    pytest.param(".parquet", marks=pytest.mark.skipif(
-        not __import__("importlib").util.find_spec("pyarrow"), reason="NO PYARROW to test with"
-    )),
-]  # fmt: skip
+    pytest.param(
+        ".parquet", marks=pytest.mark.skipif(not parquet, reason="NO PYARROW to test with")
+    ),
+]
 
 
 def answer(i: int) -> Answer:
@@ -50,8 +55,6 @@ def write(path: Path, numbers: range, resume: bool = False, **changes: Any) -> s
 
 def read(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
-        from pyarrow import parquet
-
         return parquet.read_table(path).to_pylist()
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in path.read_text().splitlines()]
