@@ -278,7 +278,7 @@ def draw(found: list[Results], out: Path) -> dict[Path, list[str]]:
     import matplotlib
 
     matplotlib.use("svg")
-    style = {
+    style: dict[Any, Any] = {
         "svg.hashsalt": "maxvision", "svg.fonttype": "none", "font.size": 9, "axes.grid": True,
         "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
         "figure.constrained_layout.use": True, "savefig.facecolor": "white",
