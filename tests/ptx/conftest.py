@@ -1,0 +1,54 @@
+"""Builds the kernels' PTX once for all tests and workers."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .ptx import Kernel, parse, texts
+
+Find = Callable[[str], Kernel]
+
+
+@pytest.fixture(scope="session")
+def find(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Find:
+    """Gives a kernel by its symbol, without the hash at the symbol's end."""
+    mojo = shutil.which("mojo") or shutil.which("mojo", path=Path(sys.executable).parent)
+    if mojo is None:
+        pytest.skip("NO GPU KERNEL IS RUN: there is no Mojo compiler")
+    folder = tmp_path_factory.getbasetemp()
+    if pytestconfig.getoption("numprocesses", default=None):
+        folder = folder.parent  # xdist gives each worker a folder of its own in it
+    program = folder / "kernels"
+    with open(folder / "kernels.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists():
+            source = Path(__file__).with_name("kernels.mojo")
+            done = subprocess.run(
+                [mojo, "build", "--target-accelerator", "sm_90a", "-I", ".", "-o", program, source],
+                cwd=pytestconfig.rootpath,
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stderr
+    found = {}
+    for text in texts(program):
+        symbol = re.search(r"\.entry\s+(\w+)_[0-9a-f]{8}\(", text)
+        assert symbol, text[:200]
+        found[symbol.group(1)] = text
+    parsed: dict[str, Kernel] = {}
+
+    def by_name(name: str) -> Kernel:
+        if name not in parsed:
+            assert name in found, f"{name}: no such kernel; there are {', '.join(sorted(found))}"
+            parsed[name] = parse(found[name])
+        return parsed[name]
+
+    return by_name

@@ -1,0 +1,120 @@
+"""Makes the compiler emit the GPU kernels that tests/ptx runs; it is compiled and never executed."""
+
+from max.gpu.host import DeviceContext
+from ops.attention.config import Attention
+from ops.attention.flash import enqueue_flash
+from ops.attention.plain import enqueue_plain
+from ops.depthwise_qkv.config import QkvOperands, QkvSizes
+from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
+from ops.epilogue import Epilogue
+from ops.gemm.gpu import gemm_portable
+from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
+from ops.gemm.tuning import CONFIGS
+from ops.geometry import Geometry
+from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
+from ops.operands import F32, Data, Operands
+from ops.pool import mean_kernel
+from ops.rows import softmax_kernel
+from ops.stem.config import Stem, StemOperands, Tiling
+from ops.stem.gpu import enqueue_stem
+from std.sys import argv
+from std.utils import IndexList
+
+comptime BF16 = DType.bfloat16
+comptime F16 = DType.float16
+
+
+def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
+    comptime for i in range(len(CONFIGS)):
+        comptime config = CONFIGS[i]
+        hopper_gemm[BF16, Epilogue("none"), config](g, o, 1, ctx)
+        hopper_gemm[BF16, Epilogue("add_relu"), config](g, o, 1, ctx)
+        hopper_gemms[BF16, Epilogue("none"), config, 3]([g, g, g], [o, o, o], 1, ctx)
+        hopper_shortcut[BF16, Epilogue("relu"), config](g, o, g, o, 1, ctx)
+    hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[2]](g, o, 1, ctx)
+    hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[5]](g, o, 1, ctx)
+
+
+def cores[dtype: DType](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
+    gemm_portable[dtype, Epilogue("add_relu"), True](
+        g, o, 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
+    )
+
+
+def main() raises:
+    var ctx = DeviceContext()
+    var half = rebind[Data[BF16]](ctx.enqueue_create_buffer[BF16](1).unsafe_ptr())
+    var half2 = rebind[Data[F16]](ctx.enqueue_create_buffer[F16](1).unsafe_ptr())
+    var full = rebind[Data[F32]](ctx.enqueue_create_buffer[F32](1).unsafe_ptr())
+    var bytes = rebind[Data[DType.uint8]](ctx.enqueue_create_buffer[DType.uint8](1).unsafe_ptr())
+    var integers = rebind[Data[DType.int64]](ctx.enqueue_create_buffer[DType.int64](7).unsafe_ptr())
+    var n = len(argv())  # nothing that the optimiser could know
+
+    var g = Geometry(rows=n * 7, depth=n * 64, columns=n * 64)
+    var o = Operands[BF16](half, half, full, half, half)
+    gemms(g, o, ctx)
+    hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[2]](
+        g, Operands[F16](half2, half2, full, half2, half2), 1, ctx
+    )
+    cores[BF16](g, o, ctx)
+    cores[F32](g, Operands[F32](full, full, full, full, full), ctx)
+    gemm_portable[F32, Epilogue("none"), False](
+        g,
+        Operands[F32](full, full, full, full, full),
+        1,
+        ctx,
+        x_step=0,
+        w_step=0,
+        y_step=0,
+        bias_step=0,
+    )
+
+    var qkv = QkvOperands[BF16](
+        x=half,
+        norm=(full, full),
+        filters=(half, half, half),
+        biases=(full, full, full),
+        outputs=(half, half, half),
+    )
+    comptime for kernel in [1, 3, 5]:
+        depthwise_qkv_gpu[BF16, kernel](qkv, QkvSizes(n, n, integers, 1e-5), ctx)
+
+    var sizes = NormSizes(rows=n, columns=n, stride=n, eps=1e-5)
+    layernorm_gpu(NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx)
+    layernorm_gpu(NormTensors[F32](x=full, weight=full, bias=full, y=full), sizes, ctx)
+
+    var attention = Attention[BF16](half, half, half, half, n=n, t=n, s=n, c=n, heads=n, scale=1)
+    enqueue_flash[BF16, 64, 2, 1](attention, ctx)
+    enqueue_flash[BF16, 64, 1, 4](attention, ctx)
+    enqueue_flash[BF16, 32, 2, 1](attention, ctx)
+    enqueue_flash[BF16, 96, 1, 1](attention, ctx)
+    enqueue_plain[BF16, 24](attention, ctx)
+
+    var x = IndexList[4](n, n, n, 3)
+    comptime pooling = Stem(3, 7, 7, 2, True)
+    comptime norming = Stem(3, 7, 7, 4, False)
+    var tiling = Tiling(pooling, x, n, n, n, n, 64, 3, n, n)
+    enqueue_stem[BF16, DType.uint8, pooling](
+        StemOperands[BF16, DType.uint8](bytes, full, full, half, full, full, full, half),
+        tiling,
+        n,
+        0,
+        ctx,
+    )
+    enqueue_stem[BF16, BF16, norming](
+        StemOperands[BF16, BF16](half, full, full, half, full, full, full, half),
+        tiling,
+        n,
+        1e-5,
+        ctx,
+    )
+
+    ctx.enqueue_function[mean_kernel[BF16]](
+        half, half, Int32(n), Int32(n), grid_dim=(n, n), block_dim=256
+    )
+    ctx.enqueue_function[softmax_kernel[BF16, False]](
+        half, half, Int32(n), Int32(n), grid_dim=n, block_dim=128
+    )
+    ctx.enqueue_function[softmax_kernel[F32, True]](
+        full, full, Int32(n), Int32(n), grid_dim=n, block_dim=128
+    )

@@ -1,0 +1,299 @@
+"""Launches the project's kernels in the interpreter: the layout of every argument is here.
+
+The host's code chooses tiles and grids by the device it finds; here the test chooses them, so that
+small tensors reach the edges of a tile. A struct that has changed in Mojo, but not here, fails:
+the parameters' sizes are checked against the kernel's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .machine import Launch, Tensors, pack
+from .ptx import Kernel
+from .semantics import from_bf16, to_bf16
+from .tensormaps import Im2col, Tiled
+
+Array = np.ndarray[Any, np.dtype[Any]]
+DTYPES = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
+EPS = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}
+"""Half an ulp of 1: what a rounding adds, relative."""
+
+
+def rounded(x: Array, dtype: str) -> Array:
+    """Rounds to a dtype, as it lies in memory: bfloat16 as its bits."""
+    return to_bf16(x) if dtype == "bfloat16" else np.asarray(x, DTYPES[dtype])
+
+
+def wide(x: Array, dtype: str) -> Array:
+    """Widens to float64 what lies in memory."""
+    return (from_bf16(x) if dtype == "bfloat16" else x).astype(np.float64)
+
+
+def unwritten(shape: Sequence[int], dtype: str) -> Array:
+    """Makes an output that is NaN until it is written."""
+    return rounded(np.full(shape, np.nan, np.float32), dtype)
+
+
+def check(got: Array, want: Array, dtype: str, sums: float = 0) -> None:
+    """Compares with a result in float64.
+
+    Args:
+        got: As it lies in memory.
+        want: In float64.
+        dtype: Of got.
+        sums: What the sum of the magnitudes that float32 has added up may differ by, relative to
+            the largest of `want`: a bound on how accumulation and intermediate results round.
+    """
+    values = wide(got, dtype)
+    assert not np.isnan(values).any(), f"{np.isnan(values).sum()} of {values.size} are NaN"
+    bound = 2 * EPS[dtype] * np.abs(want) + sums * np.abs(want).max()
+    error = np.abs(values - want)
+    worst = np.unravel_index(np.argmax(error - bound), error.shape)
+    assert (error <= bound).all(), (
+        f"{(error > bound).sum()} of {error.size} are off, worst at {worst}: "
+        f"{values[worst]} instead of {want[worst]}, allowed {bound[worst]:.3g}"
+    )
+
+
+def layernorm(
+    kernel: Kernel, lanes: int, x: Array, columns: int, weight: Array, bias: Array, dtype: str
+) -> Array:
+    """Runs ops/layernorm.mojo on rows that are x.shape[1] apart."""
+    memory, y = Tensors(), unwritten((len(x), columns), dtype)
+    at = [memory.add(a) for a in (x, weight, bias, y)]
+    sizes = pack("iiqf", len(x), columns, x.shape[1], 1e-5)
+    grid = -(-len(x) * lanes // 128)
+    launch = Launch(kernel, [pack("4Q", *at), sizes], memory, grid=(grid,), threads=128, together=4)
+    launch.run()
+    return memory.array(at[3], y)
+
+
+@dataclass(frozen=True)
+class Qkv:
+    """Sizes of a depthwise_qkv, and the tile of a block."""
+
+    h: int
+    w: int
+    c: int
+    tile: tuple[int, int]
+    first: int = 0
+    images: int = 1
+    kernel: int = 3
+    stride: int = 2
+    pad_kv: int = 1
+
+    @property
+    def pad_q(self) -> int:
+        return (self.kernel - 1) // 2
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        p, q = (n + 2 * self.pad_kv - self.kernel for n in (self.h, self.w))
+        return p // self.stride + 1, q // self.stride + 1
+
+    @property
+    def lanes(self) -> tuple[int, int]:
+        """Lanes of a token and vectors of a lane, as depthwise_qkv_gpu chooses them."""
+        for lanes, vectors in ((8, 1), (8, 3), (16, 3), (32, 3)):
+            if self.c <= 8 * lanes * vectors:
+                return lanes, vectors
+        return 32, 4
+
+
+def depthwise_qkv(kernel: Kernel, g: Qkv, inputs: Sequence[Array]) -> list[Array]:
+    """Runs ops/depthwise_qkv: x, norm's weight and bias, three filters, three biases."""
+    dtype, memory = "bfloat16", Tensors()
+    p, q = g.keys
+    counts = (g.h * g.w + g.first, p * q + g.first, p * q + g.first)
+    outputs = [unwritten((g.images, count, g.c), dtype) for count in counts]
+    at = [memory.add(a) for a in (*inputs, *outputs)]
+    rows, columns = g.tile
+    around = g.kernel - 1 + abs(g.pad_q - g.pad_kv)
+    pitch = ((rows + around) * (columns + around) + 1) | 1
+    sizes = (g.images, g.first, g.h, g.w, g.c, g.kernel, g.pad_q, g.pad_kv, g.stride, p, q)
+    launch = Launch(
+        kernel,
+        [pack("12Q", *at), pack("13if", *sizes, rows, columns, 1e-5)],
+        memory,
+        grid=(-(-g.h // rows) * -(-g.w // columns), g.images),
+        threads=384,
+        shared_bytes=pitch * g.c * 2,
+        together=12,
+    )
+    launch.run()
+    return [memory.array(a, o) for a, o in zip(at[9:], outputs, strict=True)]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A Config of ops/gemm/hopper.mojo: one of CONFIGS in ops/gemm/tuning.mojo."""
+
+    groups: int
+    columns: int
+    stages: int
+    kind: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{64 * self.groups}x{self.columns}x{self.stages}{self.kind}"
+
+
+TILES = (
+    Tile(2, 128, 3),
+    Tile(2, 128, 6, "overlap"),
+    Tile(2, 64, 4),
+    Tile(1, 64, 6),
+    Tile(1, 64, 6, "split"),
+    Tile(1, 32, 8, "split"),
+)
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution x[N, H, W, C] by w[F, R, S, C]; height before width."""
+
+    n: int
+    h: int
+    w: int
+    c: int
+    f: int
+    r: int = 1
+    s: int = 1
+    stride: tuple[int, int] = (1, 1)
+    pad: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+    @property
+    def out(self) -> tuple[int, int]:
+        (ph, pw), (gap_h, gap_w) = self.pad, self.dilation
+        p = (self.h + 2 * ph - (self.r - 1) * gap_h - 1) // self.stride[0] + 1
+        q = (self.w + 2 * pw - (self.s - 1) * gap_w - 1) // self.stride[1] + 1
+        return p, q
+
+    @property
+    def pixels(self) -> int:
+        return self.n * self.out[0] * self.out[1]
+
+    @property
+    def plain(self) -> bool:
+        return self.r * self.s * self.stride[0] * self.stride[1] == 1 and not any(self.pad)
+
+    def apply(self, x: Array, w: Array) -> Array:
+        """Convolves in float64: [M, F]."""
+        (p, q), (ph, pw) = self.out, self.pad
+        padded = np.pad(x, ((0, 0), (ph, ph), (pw, pw), (0, 0)))
+        y = np.zeros((self.n, p, q, self.f))
+        for r in range(self.r):
+            for s in range(self.s):
+                h0, w0 = r * self.dilation[0], s * self.dilation[1]
+                rows = slice(h0, h0 + self.stride[0] * (p - 1) + 1, self.stride[0])
+                columns = slice(w0, w0 + self.stride[1] * (q - 1) + 1, self.stride[1])
+                y += padded[:, rows, columns] @ w[:, r, s].T
+        return y.reshape(-1, self.f)
+
+
+@dataclass
+class Product:
+    """The tensors of one convolution of a launch."""
+
+    g: Conv
+    x: Array
+    w: Array
+    bias: Array
+    residual: Array
+
+
+def hopper(
+    kernel: Kernel,
+    tile: Tile,
+    products: Sequence[Product],
+    beside: Product | None = None,
+    *,
+    dtype: str,
+    alpha: float = 1,
+    splits: int = 1,
+    processors: int = 2,
+    adds: bool = False,
+    seed: int = 0,
+) -> list[Array]:
+    """Runs ops/gemm/hopper.mojo.
+
+    Args:
+        kernel: What runs.
+        tile: Its config.
+        products: One convolution, or products of the same K and F.
+        beside: The shortcut's convolution of 1 x 1 windows, if the kernel has two sources.
+        dtype: Of x, w and y.
+        alpha: Scale of the products.
+        splits: Blocks that share a tile.
+        processors: Blocks of the grid, where a block goes from tile to tile.
+        adds: Whether the residual is read.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        y[M, F] of each product.
+    """
+    memory, g = Tensors(), products[0].g
+    rows, width = 64 * tile.groups, 128 // np.dtype(DTYPES[dtype]).itemsize
+    maps: list[Tiled | Im2col | None] = []
+    ends: list[list[int]] = [[], [], [], []]
+    pixels, firsts, outputs = [], [], []
+    blocks, tiles = 0, -(-g.f // tile.columns)
+
+    def held(array: Array) -> tuple[int, Array]:
+        at = memory.add(array)
+        return at, memory.array(at, array)
+
+    def source(p: Product) -> Tiled | Im2col:
+        x = held(p.x)[1]
+        if p.g.plain and p is not beside:
+            return Tiled(x.reshape(-1, p.g.c), (rows, width))
+        (high, broad), (ph, pw), (sh, sw) = p.g.out, p.g.pad, p.g.stride
+        upper = ((broad - 1) * sw - pw - (p.g.w - 1), (high - 1) * sh - ph - (p.g.h - 1))
+        return Im2col(x, (-pw, -ph), upper, (sw, sh), rows, width)
+
+    def filters(p: Product) -> Tiled:
+        w = held(p.w.reshape(p.g.f, -1, p.g.c))[1]
+        return Tiled(w, (tile.columns, 1, width))
+
+    for p in products:
+        y_at, y = held(unwritten((p.g.pixels, g.f), dtype))
+        residual_at, residual = held(p.residual)
+        maps += [source(p), filters(p), Tiled(y, (64, width))]
+        maps.append(Tiled(residual, (64, width)) if adds else None)
+        more = memory.add(beside.bias) if beside else memory.add(np.zeros(1, np.float32))
+        for end, at in zip(ends, (memory.add(p.bias), more, residual_at, y_at), strict=True):
+            end.append(at)
+        outputs.append(y)
+        pixels.append(p.g.pixels)
+        firsts.append(blocks)
+        blocks += -(-p.g.pixels // rows) * tiles
+    extra, step = 0, (1, 1)
+    if beside:
+        maps += [source(beside), filters(beside)]
+        extra, step = -(-beside.g.c // width), beside.g.stride
+    p_, q_ = g.out
+    walk = [*pixels, *firsts, g.f, q_, p_ * q_, g.s, g.r * g.s, -(-g.c // width), *g.stride]
+    walk += [*g.pad, *g.dilation, tiles, splits, blocks, int(g.plain)]
+    grid = blocks * splits if tile.kind == "split" else min(blocks, processors)
+    launch = Launch(
+        kernel,
+        [
+            bytes(128 * len(maps)),
+            pack(f"{4 * len(products)}Q", *(at for end in ends for at in end)),
+            pack(f"{len(walk)}if3i", *walk, alpha, extra, *step),
+        ],
+        memory,
+        grid=(grid,),
+        threads=128 * tile.groups + 32,
+        shared_bytes=tile.stages * (rows + tile.columns) * 128 + 16 * tile.stages + 1024,
+        cluster=splits,
+        maps=maps,
+    )
+    launch.run(seed)
+    return outputs

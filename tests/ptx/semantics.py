@@ -1,0 +1,171 @@
+"""What single instructions compute, on rows of lanes (PTX ISA 8.0, section 9.7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy import copyto
+
+__all__ = ["copyto"]
+
+Array = Any
+PARAMETERS = np.uint64(1 << 60)
+"""Where kernel parameters lie in the generic space; parameter i begins at i * 2^20."""
+WINDOW = 24
+"""Bits of an offset in a block's shared memory; above them its rank in the cluster, plus one."""
+u32_ = np.uint32
+LANES = np.arange(32)
+
+
+def from_bf16(bits: Array) -> Array:
+    return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_bf16(x: Array) -> Array:
+    """Rounds to nearest even; NaN becomes 0x7FFF."""
+    x = np.asarray(x, np.float32)
+    b = x.view(np.uint32)
+    rounded = (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
+
+
+def to_f16(x: Array) -> Array:
+    return np.asarray(x, np.float32).astype(np.float16).view(np.uint16)
+
+
+def to_tf32(x: Array) -> Array:
+    """Rounds to 10 bits of mantissa, nearest with ties away from zero (cvt.rna)."""
+    b = np.asarray(x, np.float32).view(np.uint32)
+    return (b + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+
+
+def fma(x: Array, y: Array, z: Array) -> Array:
+    """Exact products in float64, so that the sum is rounded once but for rare double rounding."""
+    return (np.float64(1) * x * y + z).astype(np.float32)
+
+
+UNARY = {
+    "rcp": lambda x: np.float32(1) / x,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32),
+    "ex2": lambda x: np.exp2(np.float64(1) * x).astype(np.float32),
+    "lg2": lambda x: np.log2(np.float64(1) * x).astype(np.float32),
+    "tanh": np.tanh,
+}
+
+
+def widened(x: Array) -> Array:
+    kind = {"uint16": np.uint32, "int16": np.int32, "uint32": np.uint64, "int32": np.int64}
+    return x.astype(kind[x.dtype.name])
+
+
+def high(x: Array, y: Array) -> Array:
+    """The upper half of a product."""
+    bits = x.dtype.itemsize * 8
+    if bits < 64:
+        return ((widened(x) * widened(y)) >> widened(x.dtype.type(bits))).astype(x.dtype)
+    pairs = np.broadcast(x, y)
+    mask = (1 << 64) - 1
+    words = [((int(a) * int(b)) >> 64) & mask for a, b in pairs]
+    return np.array(words, np.uint64).view(x.dtype)
+
+
+def div_integers(x: Array, y: Array) -> Array:
+    """Rounds towards zero; a division by zero gives all ones, as the hardware does."""
+    zero = y == 0
+    safe = np.where(zero, y.dtype.type(1), y)
+    if x.dtype.kind == "u":
+        return np.where(zero, ~x.dtype.type(0), x // safe)
+    quotient = np.abs(x) // np.abs(safe)
+    return np.where(zero, x.dtype.type(-1), np.where((x < 0) != (safe < 0), -quotient, quotient))
+
+
+def rem_integers(x: Array, y: Array) -> Array:
+    return x - div_integers(x, y) * y
+
+
+def shl(x: Array, y: Array) -> Array:
+    bits = x.dtype.itemsize * 8
+    return np.where(y < bits, x << np.minimum(y, bits - 1).astype(x.dtype), x.dtype.type(0))
+
+
+def shr(x: Array, y: Array) -> Array:
+    bits = x.dtype.itemsize * 8
+    moved = x >> np.minimum(y, bits - 1).astype(x.dtype)
+    return moved if x.dtype.kind == "i" else np.where(y < bits, moved, x.dtype.type(0))
+
+
+def packed(values: list[Array], dtype: Any) -> Array:
+    """Packs equal parts into a word, the first lowest."""
+    bits = np.dtype(dtype).itemsize * 8 // len(values)
+    word = np.asarray(values[0]).astype(dtype)
+    for i, value in enumerate(values[1:], 1):
+        word = word | (np.asarray(value).astype(dtype) << dtype(i * bits))
+    return word
+
+
+def permute(a: Array, b: Array, c: Array, mode: str) -> Array:
+    """Chooses bytes of the pair b:a (9.7.8.6): the default mode, and f4e."""
+    both = np.asarray(a).astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
+    c = np.asarray(c).astype(np.uint64)
+    if mode == "f4e":
+        return (both >> ((c & np.uint64(3)) * np.uint64(8))).astype(np.uint32)
+    if mode:
+        raise NotImplementedError(f"prmt.{mode}")
+    word: Array = np.uint64(0)
+    for i in range(4):
+        selector = (c >> np.uint64(4 * i)) & np.uint64(15)
+        byte = (both >> ((selector & np.uint64(7)) * np.uint64(8))) & np.uint64(255)
+        sign = np.where(byte > 127, np.uint64(255), np.uint64(0))
+        byte = np.where(selector > 7, sign, byte)
+        word = word | (byte << np.uint64(8 * i))
+    return word.astype(np.uint32)
+
+
+def shf(side: str, how: str, a: Array, b: Array, c: Array) -> Array:
+    """Shifts the pair b:a (9.7.7.7)."""
+    both = np.asarray(a).astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
+    by = (c & np.uint32(31) if how == "wrap" else np.minimum(c, np.uint32(32))).astype(np.uint64)
+    moved = both >> by if side == "r" else (both << by) >> np.uint64(32)
+    return moved.astype(np.uint32)
+
+
+def mapped(address: Array, rank: Array) -> Array:
+    """Names a block's copy of a shared address (mapa)."""
+    return address + ((rank + np.uint32(1)) << np.uint32(WINDOW))
+
+
+def transposed(register: Array) -> Array:
+    """Transposes the 8 x 8 matrix of halves that each warp holds (movmatrix)."""
+    halves = np.ascontiguousarray(register).view(np.uint16).reshape(-1, 8, 8)
+    return np.ascontiguousarray(halves.transpose(0, 2, 1)).reshape(-1).view(np.uint32)
+
+
+def _pairs(register: Array, kind: str) -> Array:
+    """A register of each lane as [warps, 8, 8] numbers: row lane / 4, columns 2 (lane % 4)."""
+    halves = np.ascontiguousarray(register).view(np.uint16)
+    numbers = from_bf16(halves) if kind == "bf16" else halves.view(np.float16).astype(np.float32)
+    return numbers.reshape(-1, 8, 8)
+
+
+def _singles(register: Array) -> Array:
+    """A register of each lane as [warps, 8, 4] numbers, TF32: the low 13 bits do not count."""
+    bits = np.ascontiguousarray(register) & np.uint32(0xFFFFE000)
+    return bits.view(np.float32).reshape(-1, 8, 4)
+
+
+def mma(shape: tuple[str, str], a: list[Array], b: list[Array], c: list[Array]) -> list[Array]:
+    """Multiplies 16 x K by K x 8 in each warp (9.7.13.4): K = 8, 16 of halves, 4, 8 of TF32."""
+    size, kind = shape
+    if size not in ("m16n8k16", "m16n8k8", "m16n8k4"):
+        raise NotImplementedError(f"mma {size}")
+    part = _singles if kind == "tf32" else lambda r: _pairs(r, kind)
+    # Registers 0 and 1 of A are rows 0 to 7 and 8 to 15; 2 and 3 the same of the next columns.
+    columns = [np.concatenate([part(a[i]), part(a[i + 1])], 1) for i in range(0, len(a), 2)]
+    left = np.concatenate(columns, 2).astype(np.float64)
+    right = np.concatenate([part(r) for r in b], 2).astype(np.float64)
+    product = left @ right.transpose(0, 2, 1)
+    # c0, c1: row lane / 4, columns 2 (lane % 4) and the next; c2, c3: 8 rows further down.
+    tiles = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+    return [(tiles[i] + c[i]).astype(np.float32) for i in range(4)]
