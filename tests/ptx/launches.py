@@ -297,3 +297,174 @@ def hopper(
     )
     launch.run(seed)
     return outputs
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of an attention: T queries and S keys of an image, heads of `depth` channels."""
+
+    n: int
+    t: int
+    s: int
+    heads: int
+    depth: int
+
+
+def attention(
+    kernel: Kernel,
+    g: Heads,
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    *,
+    rows: int = 0,
+    splits: int = 1,
+    grid: int = 0,
+    seed: int = 0,
+) -> Array:
+    """Runs ops/attention/flash.mojo (or plain.mojo if rows is 0) on a grid of at most `grid`."""
+    memory, y = Tensors(), unwritten(q.shape, "bfloat16")
+    at = [memory.add(a) for a in (q, k, v, y)]
+    operands = pack("4Q5if", *at, g.n, g.t, g.s, g.heads * g.depth, g.heads, scale)
+    threads = 128 if splits == 1 else 64 * splits
+    if rows:
+        queries = 16 * rows * threads // (32 * splits)
+        keys = (64 if g.depth <= 64 else 32) * splits
+        shared = 3 * (2 * keys + queries) * g.depth * 2
+    else:
+        queries, pitch = 32, -(-g.depth // 4) * 4 + 4
+        shared = 4 * (pitch * 96 + 1024)
+    blocks = -(-g.t // queries)
+    total = blocks * g.n * g.heads
+    total = min(total, grid) if grid else total
+    parameters = [operands, pack("i", blocks)]
+    if rows:
+        head, block = divmod(total, blocks)
+        parameters.append(pack("4i", head // g.heads, head % g.heads, block, 0))
+    launch = Launch(
+        kernel,
+        parameters,
+        memory,
+        grid=(total,),
+        threads=threads,
+        shared_bytes=shared,
+        together=1 if rows else 4,
+    )
+    launch.run(seed)
+    return memory.array(at[3], y)
+
+
+def gemm_cores(
+    kernel: Kernel, p: Product, dtype: str, alpha: float, *, products: int = 1, groups: int = 1
+) -> Array:
+    """Runs the kernel of ops/gemm/gpu.mojo: groups of channels, or products of a batch.
+
+    Args:
+        kernel: What runs.
+        p: The tensors of all products; the sizes of one, its C and F of all groups.
+        dtype: Of x, w and y.
+        alpha: Scale.
+        products: Products of the batch, one after another in x, w and y.
+        groups: Groups of a convolution.
+    """
+    g, memory = p.g, Tensors()
+    y = unwritten((products * g.pixels, g.f), dtype)
+    at = [memory.add(a) for a in (p.x, p.w, p.bias, p.residual, y)]
+    window = (g.r, g.s, *g.out, g.f, *g.stride, *g.pad, *g.dilation, groups)
+    tiles = -(-g.pixels // 64)
+    c, f = g.c // groups, g.f // groups
+    steps = (c, f * g.r * g.s * c, f, f)
+    if products > 1:
+        steps = (g.h * g.w * g.c, g.f * g.c, g.pixels * g.f, 0)
+    launch = Launch(
+        kernel,
+        [
+            pack("5Qf", *at, alpha),
+            pack("16q", g.n, g.h, g.w, g.c, *window),
+            pack("i", tiles),
+            *(pack("q", step) for step in steps),
+        ],
+        memory,
+        grid=(tiles * max(products, groups), -(-f // 64)),
+        threads=256,
+        together=8,
+    )
+    launch.run()
+    return memory.array(at[4], y)
+
+
+def softmax(kernel: Kernel, x: Array, dtype: str) -> Array:
+    """Runs the kernel of ops/rows.mojo on x[rows, columns]."""
+    memory = Tensors()
+    at, to = memory.add(x), memory.add(unwritten(x.shape, dtype))
+    parameters = [pack("Q", at), pack("Q", to), *(pack("i", n) for n in x.shape)]
+    Launch(kernel, parameters, memory, grid=(-(-len(x) // 4),), threads=128, together=4).run()
+    return memory.array(to, x)
+
+
+def mean(kernel: Kernel, x: Array) -> Array:
+    """Runs avgpool's kernel for whole images, on bfloat16 x[N, pixels, C]."""
+    n, pixels, c = x.shape
+    memory, y = Tensors(), unwritten((n, c), "bfloat16")
+    at, to = memory.add(x), memory.add(y)
+    parameters = [pack("Q", at), pack("Q", to), pack("i", pixels), pack("i", c)]
+    Launch(kernel, parameters, memory, grid=(-(-c // 256), n), threads=256).run()
+    return memory.array(to, y)
+
+
+@dataclass(frozen=True)
+class StemCase:
+    """A stem's sizes (Stem and Tiling of ops/stem/config.mojo), and the tile of a block."""
+
+    n: int
+    h: int
+    w: int
+    f: int
+    stride: int
+    pools: bool
+    pad: int
+    steps: int
+    groups: int
+    c: int = 3
+    r: int = 7
+    s: int = 7
+
+    @property
+    def conv(self) -> Conv:
+        stride, pad = (self.stride,) * 2, (self.pad,) * 2
+        return Conv(self.n, self.h, self.w, self.c, self.f, self.r, self.s, stride, pad)
+
+    @property
+    def out(self) -> tuple[int, int]:
+        p, q = self.conv.out
+        return ((p + 1) // 2, (q + 1) // 2) if self.pools else (p, q)
+
+
+def stem(kernel: Kernel, g: StemCase, inputs: Sequence[Array], offset: int = 0) -> Array:
+    """Runs ops/stem: x, mean, scale, filters as the kernel wants them, bias, gamma, beta.
+
+    x lies `offset` bytes after an aligned address.
+    """
+    memory, (out_p, out_q) = Tensors(), g.out
+    y = unwritten((g.n, out_p, out_q, g.f), "bfloat16")
+    at = [memory.add(a, 0 if i else offset) for i, a in enumerate((*inputs, y))]
+    scale = 2 if g.pools else 1
+    rows, columns = g.steps * 4 // scale, g.groups * 8 // scale
+    lead_p, lead_q = int(g.pools and out_p > rows), int(g.pools and out_q > columns)
+    tiles = (-(-out_p // rows), -(-out_q // (columns - lead_q)))
+    slices = g.f // 32
+    warps = slices * min(max(1, 4 // slices), g.groups)
+    input_rows = (g.steps * 4 + lead_p - 1) * g.stride + g.r
+    shared = input_rows * 232 * g.c * 2 + 2 * warps * (g.steps * 128 if g.pools else 256)
+    sizes = (g.h, g.w, *g.conv.out, out_p, out_q, g.f, g.pad, g.steps, g.groups)
+    launch = Launch(
+        kernel,
+        [pack("8Q", *at), pack("14i", *sizes, *tiles, lead_p, lead_q), pack("f", 1e-5)],
+        memory,
+        grid=(g.n * tiles[0] * tiles[1],),
+        threads=warps * 32,
+        shared_bytes=shared,
+    )
+    launch.run()
+    return memory.array(at[7], y)

@@ -7,23 +7,33 @@ each case says that float32 sums, or results that are rounded on the way, may ad
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from graphs.arrange import stem_fragments
+
 from .conftest import Find
 from .launches import (
     TILES,
     Conv,
+    Heads,
     Product,
     Qkv,
+    StemCase,
     Tile,
+    attention,
     check,
     depthwise_qkv,
+    gemm_cores,
     hopper,
     layernorm,
+    mean,
     rounded,
+    softmax,
+    stem,
     wide,
 )
 
@@ -231,3 +241,150 @@ def run_hopper(
         if more:
             sums = sums + alpha * convolved(more, dtype) + more.bias
         check(y, finished(sums, p, epilogue, dtype), dtype, SUMS)
+
+
+FLASH = [
+    (Heads(1, 33, 65, 2, 64), 2, 1, 0),
+    (Heads(2, 17, 130, 3, 64), 2, 1, 2),
+    (Heads(1, 5, 1, 1, 64), 2, 1, 0),
+    (Heads(1, 130, 16, 2, 64), 2, 1, 1),
+    (Heads(2, 200, 33, 1, 32), 2, 1, 3),
+    (Heads(1, 70, 40, 2, 96), 1, 1, 1),
+    (Heads(1, 33, 300, 2, 64), 1, 4, 0),
+    (Heads(2, 1, 50, 1, 64), 1, 4, 0),
+    (Heads(1, 40, 70, 2, 24), 0, 1, 0),
+    (Heads(1, 1, 1, 1, 24), 0, 1, 0),
+]
+
+
+@pytest.mark.parametrize(("g", "rows", "splits", "grid"), FLASH, ids=str)
+def test_attention(
+    find: Find, rng: np.random.Generator, g: Heads, rows: int, splits: int, grid: int
+) -> None:
+    channels = g.heads * g.depth
+    q, k, v = (
+        rounded(rng.standard_normal((g.n, length, channels)), BF16) for length in (g.t, g.s, g.s)
+    )
+    scale = g.depth**-0.5
+    kind = f"flash_{g.depth}_{rows}x{splits}" if rows else f"plain_{g.depth}"
+    kernel = find(f"attention_{kind}_bfloat16")
+    y = attention(kernel, g, q, k, v, scale, rows=rows, splits=splits, grid=grid)
+    heads = [wide(a, BF16).reshape(g.n, -1, g.heads, g.depth).swapaxes(1, 2) for a in (q, k, v)]
+    scores = heads[0] @ heads[1].swapaxes(2, 3) * scale
+    e = np.exp(scores - scores.max(-1, keepdims=True))
+    want = (e / e.sum(-1, keepdims=True) @ heads[2]).swapaxes(1, 2).reshape(y.shape)
+    # Probabilities are rounded to bfloat16 before the second product.
+    check(y, want, BF16, 2**-9)
+
+
+@pytest.mark.parametrize("dtype", [BF16, "float32"])
+@pytest.mark.parametrize(
+    ("g", "groups"),
+    [
+        (Conv(1, 9, 8, 5, 7, 3, 3, (2, 1), (1, 1)), 1),
+        (Conv(2, 6, 6, 12, 68, 1, 1), 1),
+        (Conv(1, 7, 5, 12, 6, 3, 2, (1, 1), (2, 1), (2, 1)), 3),
+        (Conv(1, 65, 1, 40, 66), 1),
+    ],
+    ids=str,
+)
+def test_gemm_on_cores(
+    find: Find, rng: np.random.Generator, g: Conv, groups: int, dtype: str
+) -> None:
+    p = product(rng, g, dtype)
+    c, f = g.c // groups, g.f // groups
+    p.w = np.ascontiguousarray(p.w[..., :c])
+    got = gemm_cores(find(f"gemm_cores_add_relu_{dtype}"), p, dtype, 0.5, groups=groups)
+    one = replace(g, c=c, f=f)
+    x, w = wide(p.x, dtype), wide(p.w, dtype)
+    parts = [one.apply(x[..., i * c : (i + 1) * c], w[i * f : (i + 1) * f]) for i in range(groups)]
+    want = finished(0.5 * np.concatenate(parts, 1), p, "add_relu", dtype)
+    check(got, want, dtype, 2**-20)
+
+
+def test_gemm_of_a_batch(find: Find, rng: np.random.Generator) -> None:
+    """The right side is [K, F], as bmm's is where it is not transposed."""
+    x, w = rng.standard_normal((3, 70, 36)), rng.standard_normal((3, 36, 67))
+    x, w = x.astype(np.float32), w.astype(np.float32)
+    nothing = np.zeros(67, np.float32)
+    p = Product(Conv(1, 70, 1, 36, 67), x, w, nothing, nothing)
+    got = gemm_cores(find("gemm_cores_none_float32"), p, "float32", 1, products=3)
+    want = x.astype(np.float64) @ w.astype(np.float64)
+    check(got.reshape(want.shape), want, "float32", 2**-20)
+
+
+@pytest.mark.parametrize("columns", [1, 31, 33, 1000])
+@pytest.mark.parametrize("dtype", [BF16, "float32"])
+def test_softmax(find: Find, rng: np.random.Generator, columns: int, dtype: str) -> None:
+    """The float32 kernel is the logarithm's."""
+    x = rounded(rng.standard_normal((5, columns)) * 4, dtype)
+    values = wide(x, dtype)
+    shifted = values - values.max(1, keepdims=True)
+    want = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    want = np.exp(want) if dtype == BF16 else want
+    check(softmax(find(f"softmax_{dtype}"), x, dtype), want, dtype, 2**-20)
+
+
+@pytest.mark.parametrize(("pixels", "channels"), [(49, 512), (1, 8), (7, 264), (8, 256)])
+def test_avgpool(find: Find, rng: np.random.Generator, pixels: int, channels: int) -> None:
+    x = rounded(rng.standard_normal((2, pixels, channels)), BF16)
+    check(mean(find("avgpool_bfloat16"), x), wide(x, BF16).mean(1), BF16, 2**-20)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize(
+    "g",
+    [
+        StemCase(2, 32, 32, 64, 2, True, 3, 2, 2),
+        StemCase(1, 37, 45, 64, 2, True, 3, 1, 2),
+        StemCase(1, 20, 64, 32, 2, True, 3, 3, 4),
+        StemCase(1, 9, 7, 64, 2, True, 3, 2, 2),
+    ],
+    ids=str,
+)
+def test_stem_maxpool(find: Find, rng: np.random.Generator, g: StemCase, offset: int) -> None:
+    x = rng.integers(0, 256, (g.n, g.h, g.w, g.c), np.uint8)
+    inputs, z = stem_inputs(rng, g, x)
+    z = np.maximum(z, 0)
+    p, q = g.out
+    padded = np.pad(z, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    windows = [
+        padded[:, r : r + 2 * p - 1 : 2, s : s + 2 * q - 1 : 2][:, :p, :q]
+        for r in range(3)
+        for s in range(3)
+    ]
+    got = stem(find("stem_maxpool_bfloat16"), g, inputs, offset)
+    check(got, np.max(windows, 0), BF16, SUMS)
+
+
+@pytest.mark.parametrize(
+    "g",
+    [
+        StemCase(2, 32, 32, 64, 4, False, 2, 2, 2),
+        StemCase(1, 37, 61, 64, 4, False, 2, 1, 2),
+        StemCase(1, 30, 30, 192, 4, False, 2, 2, 2),
+        StemCase(1, 11, 9, 32, 4, False, 2, 1, 3),
+    ],
+    ids=str,
+)
+def test_stem_layernorm(find: Find, rng: np.random.Generator, g: StemCase) -> None:
+    x = rounded(rng.standard_normal((g.n, g.h, g.w, g.c)), BF16)
+    inputs, z = stem_inputs(rng, g, x)
+    z = wide(rounded(z, BF16), BF16)
+    want = normalised(z, inputs[5], inputs[6])
+    # z may be rounded the other way.
+    check(stem(find("stem_layernorm_bfloat16"), g, inputs), want, BF16, 2**-8)
+
+
+def stem_inputs(rng: np.random.Generator, g: StemCase, x: Array) -> tuple[list[Array], Array]:
+    """Makes a stem's tensors from x on, and z[N, P, Q, F] in float64."""
+    means, scales = (rng.random(g.c) * 50 + 100).astype(np.float32), np.float32(1 / 60)
+    scale = np.full(g.c, scales)
+    w = rounded(rng.standard_normal((g.r, g.s, g.c, g.f)) * 0.1, BF16)
+    bias, gamma, beta = rng.standard_normal((3, g.f)).astype(np.float32)
+    values = wide(x, BF16)
+    if x.dtype == np.uint8:
+        values = wide(rounded((x - means).astype(np.float32) * scale, BF16), BF16)
+    z = g.conv.apply(values, wide(w, BF16).transpose(3, 0, 1, 2)) + bias
+    inputs = [x, means, scale, stem_fragments(w), bias, gamma, beta]
+    return inputs, z.reshape(g.n, *g.conv.out, g.f)
