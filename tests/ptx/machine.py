@@ -8,6 +8,7 @@ when their source may be overwritten. Shared memory and registers begin as NaN.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ BLOCKED, EXITED = 1 << 32, 1 << 33
 BASE = 16
 """Where a block's shared memory begins: no kernel may count on more alignment than this."""
 MAP_BYTES = 128
+TURNS = 100_000
+"""Turns of each gang, of some basic blocks, after which a kernel is said to loop forever."""
 
 
 class Deadlock(Exception):
@@ -111,7 +114,11 @@ class Cluster:
 
     def run(self) -> None:
         gangs = [gang for block in self.blocks for gang in block.gangs]
-        while gangs:
+        for turn in itertools.count():
+            if not gangs:
+                break
+            if turn == TURNS:
+                raise Deadlock(f"{self.launch.kernel.name}: does not end, {gangs[0].describe()}")
             moved = False
             for i in self.rng.permutation(len(gangs)):
                 moved |= gangs[i].run(int(self.rng.integers(1, 40)))
