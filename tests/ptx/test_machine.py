@@ -204,11 +204,11 @@ def without(kernel: Kernel, pattern: str) -> Kernel:
 def test_attention_needs_its_waits(find: Find, pattern: str) -> None:
     rng, g = np.random.default_rng(1), Heads(1, 40, 200, 1, 64)
     shapes = ((1, 40, 64), (1, 200, 64), (1, 200, 64))
-    tensors = [rounded(rng.standard_normal(shape), "bfloat16") for shape in shapes]
+    q, key, v = (rounded(rng.standard_normal(shape), "bfloat16") for shape in shapes)
     whole = find("attention_flash_64_2x1_bfloat16")
 
     def differs(kernel: Kernel, seed: int) -> bool:
-        want, got = (attention(k, g, *tensors, 0.1, rows=2, seed=seed) for k in (whole, kernel))
+        want, got = (attention(k, g, q, key, v, 0.1, rows=2, seed=seed) for k in (whole, kernel))
         return not np.array_equal(want, got)
 
     kernel = whole if pattern == "nothing" else without(whole, pattern)
