@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import max.driver as driver
+from max.driver import Device
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, Module
 
@@ -19,6 +19,7 @@ from graphs import nodes
 from graphs.errors import ArgumentError
 from graphs.preprocess import Preprocess
 from graphs.session import DTYPES, build
+from graphs.target import Target
 
 NOTE = "compiled.json"
 
@@ -39,10 +40,11 @@ def run(options: argparse.Namespace) -> int:
     for name in options.dtypes:
         if name not in DTYPES:
             raise ArgumentError(f"dtypes expects {', '.join(DTYPES)} but has {name!r}")
-    driver.set_virtual_device_api("hip" if options.target.startswith("gfx") else "cuda")
-    driver.set_virtual_device_target_arch(options.target)
-    driver.set_virtual_device_count(1)
-    device = driver.Accelerator()
+    with Target.parse(options.target).device() as device:
+        return _compile(options, device)
+
+
+def _compile(options: argparse.Namespace, device: Device) -> int:
     place = DeviceRef.from_device(device)
     options.out.mkdir(parents=True, exist_ok=True)
     seconds = dict(compiled_note(options.out).get("compiled", {}).get("seconds", {}))

@@ -27,18 +27,17 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.__main__ import FAILED, dtypes
+from bench.begin import begin
 from bench.ceilings import Ceilings, ceilings
-from bench.compile import compiled_note
 from bench.engines import TORCH, Images, peer_names
-from bench.environment import environment
-from bench.records import check_path, write
+from bench.records import write
 from bench.references import checkpoint, find_artifact, precision, reference_model
 from bench.stand import CHECKED, Cell, Stand
 from bench.tf32 import RoundedProducts, allow_tf32
 from bench.timing import percentiles, rounded
 from bench.workers import Lost, Worker
 from graphs.preprocess import Preprocess
-from graphs.session import find_device, find_dtype
+from graphs.session import find_dtype
 from weights.macs import macs
 
 ROUNDS = 4
@@ -63,21 +62,12 @@ class Callee(Protocol):
 
 def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worker(Stand)) -> int:
     """Measures everything that was asked for, prints it and writes it after every cell."""
-    device = find_device(options.device)
+    device, facts = begin(options, __doc__)
     gpu = not device.is_host
-    if gpu and not torch.cuda.is_available():
-        sys.stderr.write("error: bench models expects a torch with CUDA on a GPU\n")
-        return 2
-    check_path(options.json)
-    facts: dict[str, Any] = {**environment(), **compiled_note(options.precompiled)}
-    facts["method"] = " ".join((__doc__ or "").split("\n\n", 1)[1].split())
-    facts["tf32"] = options.tf32
-    allow_tf32(options.tf32)
     allocator = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_"
     facts["allocator"] = {k: v for k, v in os.environ.items() if k.startswith(allocator)}
     if gpu:
         facts["cuda"], facts["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
-    facts["ceilings"] = {}
     names = dtypes(options, gpu)
     for dtype in names:
         find_dtype(dtype, device)

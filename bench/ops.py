@@ -32,19 +32,18 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.__main__ import FAILED, dtypes
+from bench.begin import begin
 from bench.ceilings import Ceilings, ceilings
-from bench.compile import compiled_note
 from bench.engines import TORCH, captured
-from bench.environment import environment
 from bench.layers import COPIES, Layer, distinct, layer_module, network_nodes
 from bench.profile import launches_of, short
-from bench.records import check_path, write
+from bench.records import write
 from bench.references import checkpoint, find_artifact, precision, reference_model
-from bench.tf32 import RoundedProducts, allow_tf32
+from bench.tf32 import RoundedProducts
 from bench.timing import Clock, HostClock, MaxClock, TorchClock, percentiles, rounded, sample
 from graphs import nodes
 from graphs.preprocess import Preprocess
-from graphs.session import DTYPES, find_device, find_dtype
+from graphs.session import DTYPES, find_dtype
 
 REPEATS = 4
 """Times that a graph is replayed between two marks on a GPU, so that they weigh less."""
@@ -74,17 +73,8 @@ class Network:
 
 def run(options: argparse.Namespace) -> int:
     """Measures every layer that was asked for, prints a table and writes the records."""
-    device = find_device(options.device)
+    device, facts = begin(options, __doc__)
     gpu = not device.is_host
-    if gpu and not torch.cuda.is_available():
-        sys.stderr.write("error: bench ops expects a torch with CUDA on a GPU\n")
-        return 2
-    check_path(options.json)
-    facts: dict[str, Any] = {**environment(), **compiled_note(options.precompiled)}
-    facts["method"] = " ".join((__doc__ or "").split("\n\n", 1)[1].split())
-    facts["ceilings"] = {}
-    facts["tf32"] = options.tf32
-    allow_tf32(options.tf32)
     torch.backends.cudnn.benchmark = True
     records: list[dict[str, Any]] = []
     for name in options.models:

@@ -258,10 +258,6 @@ struct Bench:
             self.operands(self.expected, 0),
             1,
             self.ctx,
-            x_step=0,
-            w_step=0,
-            y_step=0,
-            bias_step=0,
         )
         var steps = g.r * g.s * ceildiv(g.c, 64)
         comptime for i in range(len(CONFIGS)):

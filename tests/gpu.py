@@ -34,6 +34,7 @@ from max.engine import InferenceSession, read
 from max.graph import DeviceRef
 
 from bench.environment import environment
+from bench.records import check_path, write
 from bench.references import artifact, checkpoint, precision, reference_model
 from bench.tf32 import RoundedProducts, allow_tf32
 from graphs.preprocess import EXTENSIONS
@@ -73,6 +74,7 @@ def main() -> int:
         return 0
     if not options.json:
         parser.error("--json FILE was expected but did not come")
+    check_path(options.json)
     allow_tf32(False)
     steps: list[Callable[[], Iterator[dict[str, Any]]]] = [
         partial(ops, options.compiled),
@@ -85,17 +87,11 @@ def main() -> int:
         if not record["passed"] or "model" in record:
             print(json.dumps(record), flush=True)
         if "case" not in record:
-            write(options.json, records)
+            write(options.json, environment(), records)
     failed = sum(not record["passed"] for record in records)
-    write(options.json, records)
+    write(options.json, environment(), records)
     print(f"{len(records) - failed} passed, {failed} failed")
     return 1 if failed else 0
-
-
-def write(path: Path, records: list[dict[str, Any]]) -> None:
-    """Writes the records so far, a line each."""
-    lines = ",\n".join(json.dumps(record) for record in records)
-    path.write_text(f'{{"environment": {json.dumps(environment())},\n"records": [\n{lines}\n]}}\n')
 
 
 def compile_everything(folder: Path, target: Target) -> None:

@@ -218,10 +218,10 @@ def gemm[
     products: Int,
     ctx: DeviceContext,
     *,
-    x_step: Int,
-    w_step: Int,
-    y_step: Int,
-    bias_step: Int,
+    x_step: Int = 0,
+    w_step: Int = 0,
+    y_step: Int = 0,
+    bias_step: Int = 0,
 ) raises:
     """Enqueues the products of a batch, or the groups of a convolution, in one launch.
 
@@ -302,9 +302,7 @@ def gemm_group[
                     )
             return
     comptime for i in range(products):
-        gemm[dtype, Epilogue("none"), True, tf32](
-            sizes[i], operands[i], 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
-        )
+        gemm[dtype, Epilogue("none"), True, tf32](sizes[i], operands[i], 1, ctx)
 
 
 def gemm_shortcut[
@@ -338,14 +336,10 @@ def gemm_shortcut[
                         g, o, beside, more, row.splits, ctx
                     )
             return
-    gemm[dtype, Epilogue("none"), True, tf32](
-        beside, more, 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
-    )
+    gemm[dtype, Epilogue("none"), True, tf32](beside, more, 1, ctx)
     # A thread reads what it is about to overwrite, and nothing else of y.
     var sum = Operands[dtype](o.x, o.w, o.bias, more.y, o.y)
-    gemm[dtype, Epilogue("add_relu"), True, tf32](
-        g, sum, 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
-    )
+    gemm[dtype, Epilogue("add_relu"), True, tf32](g, sum, 1, ctx)
 
 
 def gemm_portable[
@@ -356,10 +350,10 @@ def gemm_portable[
     products: Int,
     ctx: DeviceContext,
     *,
-    x_step: Int,
-    w_step: Int,
-    y_step: Int,
-    bias_step: Int,
+    x_step: Int = 0,
+    w_step: Int = 0,
+    y_step: Int = 0,
+    bias_step: Int = 0,
 ) raises:
     """Enqueues products on the CUDA cores, whatever their sizes.
 

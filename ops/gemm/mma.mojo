@@ -1000,10 +1000,10 @@ def mma_gemm[
     products: Int,
     ctx: DeviceContext,
     *,
-    x_step: Int,
-    w_step: Int,
-    y_step: Int,
-    bias_step: Int,
+    x_step: Int = 0,
+    w_step: Int = 0,
+    y_step: Int = 0,
+    bias_step: Int = 0,
 ) raises:
     """Enqueues the products of a batch, or the groups of a convolution, in one launch.
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import max.driver as driver
 import numpy as np
+from max.driver import Device
 from max.dtype import DType
 from max.engine import CompiledModel, InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
@@ -25,6 +25,7 @@ from bench.attribution import symbols as symbols_of
 from bench.layers import nodes as layer_nodes
 from graphs import nodes
 from graphs.parameters import Parameters
+from graphs.target import Target
 from tests.ops.cases import CASES, Case
 
 # Every op, both layouts of bmm's b, every branch an epilogue has: products of all ops share their
@@ -76,10 +77,12 @@ DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 
 def main(architecture: str) -> int:
     """Compiles for one architecture and says how long it took."""
-    driver.set_virtual_device_api("hip" if architecture.startswith("gfx") else "cuda")
-    driver.set_virtual_device_target_arch(architecture)
-    driver.set_virtual_device_count(1)
-    device = driver.Accelerator()
+    with Target.parse(architecture).device() as device:
+        return compile_for(architecture, device)
+
+
+def compile_for(architecture: str, device: Device) -> int:
+    """Compiles every op for ``device``, which is of that architecture."""
     cases = [case for case in CASES if case.name in NAMES]
     graph = graph_of(cases, DeviceRef.from_device(device))
     ours = set(re.findall(r'symbol = "(\w+)"', str(graph)))

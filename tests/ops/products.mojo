@@ -38,10 +38,6 @@ def multiply[
         Operands[dtype](all, all, rebind[Data[F32]](bias.unsafe_ptr()), all, all),
         1,
         ctx,
-        x_step=0,
-        w_step=0,
-        y_step=0,
-        bias_step=0,
     )
 
 

@@ -36,9 +36,7 @@ def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
 
 
 def cores[dtype: DType](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
-    gemm_portable[dtype, Epilogue("add_relu"), True](
-        g, o, 1, ctx, x_step=0, w_step=0, y_step=0, bias_step=0
-    )
+    gemm_portable[dtype, Epilogue("add_relu"), True](g, o, 1, ctx)
 
 
 def main() raises:
@@ -63,10 +61,6 @@ def main() raises:
         Operands[F32](full, full, full, full, full),
         1,
         ctx,
-        x_step=0,
-        w_step=0,
-        y_step=0,
-        bias_step=0,
     )
 
     var qkv = QkvOperands[BF16](

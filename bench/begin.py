@@ -1,0 +1,38 @@
+"""How a measurement begins: its device, and the facts that stand above its records."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from max.driver import Device
+
+from bench.compile import compiled_note
+from bench.environment import environment
+from bench.records import check_path
+from bench.tf32 import allow_tf32
+from graphs.errors import DeviceError
+from graphs.session import find_device
+
+
+def begin(options: argparse.Namespace, doc: str | None) -> tuple[Device, dict[str, Any]]:
+    """Opens the device, and collects what is known before anything runs.
+
+    Args:
+        options: Of ``python -m bench models`` or ``ops``.
+        doc: The command's docstring, whose second paragraph on is the method.
+
+    Raises:
+        ArgumentError: If the records could not be written.
+        DeviceError: If there is no such device, or torch cannot use it.
+    """
+    device = find_device(options.device)
+    if not device.is_host and not torch.cuda.is_available():
+        raise DeviceError(f"bench {options.command} expects a torch with CUDA on a GPU")
+    check_path(options.json)
+    allow_tf32(options.tf32)
+    facts: dict[str, Any] = {**environment(), **compiled_note(options.precompiled)}
+    facts["method"] = " ".join((doc or "").split("\n\n", 1)[1].split())
+    facts["tf32"], facts["ceilings"] = options.tf32, {}
+    return device, facts
