@@ -135,8 +135,19 @@ def _mma[dtype: DType](a: SIMD[U32, 4], b: SIMD[U32, 2], c: SIMD[F32, 4]) -> SIM
 
 
 @always_inline
-def _packed[dtype: DType](low: Float32, high: Float32) -> UInt32:
-    """Rounds a pair into a register."""
+def packed[dtype: DType](low: Float32, high: Float32) -> UInt32:
+    """Rounds a pair into a register.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+
+    Args:
+        low: The number of the lower half.
+        high: The number of the upper half.
+
+    Returns:
+        The register.
+    """
     comptime kind = "bf16x2" if dtype == DType.bfloat16 else "f16x2"
     return inlined_assembly[
         "cvt.rn." + kind + ".f32 $0, $1, $2;",
@@ -210,8 +221,15 @@ def _matrices[offset: Int, transpose: Bool = False](at: UInt32) -> SIMD[U32, 4]:
 
 
 @always_inline
-def _reciprocal(x: Float32) -> Float32:
-    """Computes 1 / x to an ulp."""
+def reciprocal(x: Float32) -> Float32:
+    """Computes 1 / x to an ulp.
+
+    Args:
+        x: A number.
+
+    Returns:
+        Its reciprocal.
+    """
     return inlined_assembly[
         "rcp.approx.ftz.f32 $0, $1;", Float32, constraints="=f,f", has_side_effect=False
     ](x)
@@ -396,10 +414,10 @@ def _attend[
             ref low = score[r * TILES + 2 * step]
             ref high = score[r * TILES + 2 * step + 1]
             p[r] = SIMD[U32, 4](
-                _packed[dtype](low[0], low[1]),
-                _packed[dtype](low[2], low[3]),
-                _packed[dtype](high[0], high[1]),
-                _packed[dtype](high[2], high[3]),
+                packed[dtype](low[0], low[1]),
+                packed[dtype](low[2], low[3]),
+                packed[dtype](high[0], high[1]),
+                packed[dtype](high[2], high[3]),
             )
         comptime for pair in range(OUT // 2):
             var at = UInt32(Int(v)) + _bytes[depth](lane & 15, Int32(2 * pair) + (lane >> 4))
@@ -496,10 +514,10 @@ def _store[
     comptime for r in range(rows):
         comptime for h in range(2):
             var row = first + Int32(16 * r + 8 * h) + (lane >> 2)
-            var inverse = _reciprocal(sum[2 * r + h])
+            var inverse = reciprocal(sum[2 * r + h])
             comptime for column in range(OUT):
                 ref a = acc[r * OUT + column]
-                var pair = _packed[dtype](a[2 * h] * inverse, a[2 * h + 1] * inverse)
+                var pair = packed[dtype](a[2 * h] * inverse, a[2 * h + 1] * inverse)
                 var to = shared.unsafe_offset(_place[depth](row, Int32(column))).unsafe_bitcast[
                     UInt32
                 ]()

@@ -3,9 +3,10 @@
 from max.gpu.host import DeviceAttribute, DeviceContext
 from std.math import ceildiv
 
-from ..target import HAS_MMA
+from ..target import HAS_MMA, IS_HOPPER
 from .config import Attention
 from .flash import SPLITS, enqueue_flash, queries, shared_bytes
+from .hopper import DEPTH, LONG, SHORT, enqueue_hopper
 from .plain import enqueue_plain
 
 
@@ -35,6 +36,12 @@ def attention_gpu[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceCont
             and shared_bytes(depth, 1, SPLITS) <= room
         ):
             enqueue_flash[dtype, depth, 1, SPLITS](o, ctx)
+            return
+        comptime if IS_HOPPER and depth == DEPTH:
+            if Int(o.s) <= SHORT.keys:
+                enqueue_hopper[dtype, SHORT](o, ctx)
+            else:
+                enqueue_hopper[dtype, LONG](o, ctx)
         else:
             enqueue_flash[dtype, depth, rows, 1](o, ctx)
     else:

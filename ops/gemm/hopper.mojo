@@ -941,7 +941,7 @@ def _share[
 # The host's side
 
 
-def _matrix_map[
+def tensor_map[
     dtype: DType, rank: Int, multiplied: Bool = False
 ](
     ctx: DeviceContext,
@@ -949,7 +949,25 @@ def _matrix_map[
     var sizes: Array[Int64, rank],
     var box: Array[Int32, rank],
 ) raises -> TMADescriptor:
-    """Makes the tensor map of a dense tensor, its last axis first in `sizes` and `box`."""
+    """Makes the tensor map of a dense tensor, its last axis first in `sizes` and `box`.
+
+    Parameters:
+        dtype: Of the tensor.
+        rank: Axes.
+        multiplied: Whether float32 is rounded to TF32 on its way.
+
+    Args:
+        ctx: The GPU.
+        at: The tensor.
+        sizes: Of the tensor.
+        box: Of a copy; 128 bytes along the last axis, which are swizzled.
+
+    Returns:
+        The map.
+
+    Raises:
+        If the driver refuses it.
+    """
     var map = TMADescriptor()
     var strides = Array[Int64, rank](fill=0)
     var ones = Array[Int32, rank](fill=1)
@@ -1126,7 +1144,7 @@ def _filter_map[
 ](ctx: DeviceContext, w: Data[dtype], g: Geometry) raises -> TMADescriptor:
     """Makes the tensor map of w[F, R * S, C]."""
     comptime WIDTH = ROW // size_of[dtype]()
-    return _matrix_map[dtype, 3, True](
+    return tensor_map[dtype, 3, True](
         ctx,
         w,
         [Int64(g.c), Int64(g.r * g.s), Int64(g.f)],
@@ -1141,15 +1159,15 @@ def _add_maps[
     comptime WIDTH = ROW // size_of[dtype]()
     var c, f, m = Int64(g.c), Int64(g.f), Int64(g.pixels())
     if is_plain(g):
-        maps.maps[at] = _matrix_map[dtype, 2, True](
+        maps.maps[at] = tensor_map[dtype, 2, True](
             ctx, o.x, [c, m], [Int32(WIDTH), Int32(config.rows())]
         )
     else:
         maps.maps[at] = _im2col_map[dtype](ctx, o.x, g, config.rows())
     maps.maps[at + 1] = _filter_map[dtype, config](ctx, o.w, g)
-    maps.maps[at + 2] = _matrix_map[dtype, 2](ctx, o.y, [f, m], [Int32(WIDTH), Int32(ROWS)])
+    maps.maps[at + 2] = tensor_map[dtype, 2](ctx, o.y, [f, m], [Int32(WIDTH), Int32(ROWS)])
     comptime if epilogue.adds:
-        maps.maps[at + 3] = _matrix_map[dtype, 2](
+        maps.maps[at + 3] = tensor_map[dtype, 2](
             ctx, o.residual, [f, m], [Int32(WIDTH), Int32(ROWS)]
         )
 

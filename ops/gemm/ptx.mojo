@@ -5,6 +5,7 @@ Shared memory is named by its 32-bit address. Barriers are mbarrier objects of 8
 
 from std.sys import _RegisterPackType
 from std.sys._assembly import inlined_assembly
+from std.utils.static_tuple import StaticTuple
 
 comptime NOTHING = NoneType
 """What an instruction without a result gives."""
@@ -211,6 +212,17 @@ def sync_threads(id: UInt32, threads: UInt32):
 
 
 @always_inline
+def arrive_threads(id: UInt32, threads: UInt32):
+    """Arrives where other warps wait, without waiting.
+
+    Args:
+        id: Which of the 16 barriers.
+        threads: How many threads take part.
+    """
+    inlined_assembly["bar.arrive $0, $1;", NOTHING, constraints="r,r,~{memory}"](id, threads)
+
+
+@always_inline
 def cluster_sync():
     """Waits for all threads of the cluster; what they wrote to shared memory is visible after."""
     inlined_assembly[
@@ -297,3 +309,84 @@ def cluster_load4(at: UInt32, rank: UInt32) -> SIMD[DType.float32, 4]:
         constraints="=f,=f,=f,=f,r,r,~{memory}",
     ](at, rank)
     return SIMD[DType.float32, 4](r[0], r[1], r[2], r[3])
+
+
+@always_inline
+def multiply_registers[
+    dtype: DType
+](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, 32]) -> StaticTuple[Float32, 32]:
+    """Starts adding a 64 x 16 by 16 x 64 product: wgmma of registers and a matrix of rows.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+
+    Args:
+        a: This thread's part of the left side.
+        b: Descriptor of the right side, 16 rows of 64 numbers.
+        acc: What the product is added to.
+
+    Returns:
+        The sums, once the group has been waited for.
+    """
+    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    # fmt: off
+    var r = inlined_assembly[
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32."
+        + kind
+        + """ {$0, $1, $2, $3, $4, $5, $6, $7,
+        $8, $9, $10, $11, $12, $13, $14, $15,
+        $16, $17, $18, $19, $20, $21, $22, $23,
+        $24, $25, $26, $27, $28, $29, $30, $31}, {$32, $33, $34, $35},
+        $36, 1, 1, 1, 1;""",
+        _RegisterPackType[
+            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+        ],
+        constraints="=f," * 32 + "r,r,r,r,l,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,~{memory}",
+    ](
+        a[0], a[1], a[2], a[3], b,
+        acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+        acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+        acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+        acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+    )
+    # fmt: on
+    var sums = StaticTuple[Float32, 32](fill=0)
+    comptime for i in range(32):
+        sums[i] = r[i]
+    return sums
+
+
+@always_inline
+def settled(x: Float32) -> Float32:
+    """Marks where a register that wgmma has written may be read: not before the wait above.
+
+    Args:
+        x: The register.
+
+    Returns:
+        Its number.
+    """
+    return inlined_assembly["", Float32, constraints="=f,0"](x)
+
+
+@always_inline
+def registers_give[count: Int]():
+    """Gives registers of a warpgroup back, whose four warps all call this.
+
+    Parameters:
+        count: Registers that each thread keeps, a multiple of 8.
+    """
+    inlined_assembly["setmaxnreg.dec.sync.aligned.u32 $0;", NOTHING, constraints="n"](UInt32(count))
+
+
+@always_inline
+def registers_take[count: Int]():
+    """Waits for registers that other warpgroups have given back; all four warps call this.
+
+    Parameters:
+        count: Registers that each thread has then, a multiple of 8.
+    """
+    inlined_assembly["setmaxnreg.inc.sync.aligned.u32 $0;", NOTHING, constraints="n"](UInt32(count))

@@ -530,7 +530,8 @@ CASES = [
         lambda w, x: nodes.class_token(x, w.vector("token", x.dtype)),
         lambda w, x: torch.cat([w["token"].to(x).expand(x.shape[0], 1, 20), x], dim=1),
     ),
-    # Tiles of attention: 128 or 32 queries, 64 keys (a GPU); 96 in sixes, 64 keys (a CPU).
+    # Tiles of attention: 128 or 32 queries, 64 keys (a GPU); 192 queries, 64 or 80 keys (Hopper);
+    # 96 in sixes, 64 keys (a CPU).
     attend("attention 64", 50, 13, 3, 64, 192**-0.5),
     attend("attention one key", 37, 1, 2, 64),
     attend("attention one query", 1, 70, 1, 64),
@@ -539,6 +540,7 @@ CASES = [
     attend("attention 340 keys", 200, 340, 1, 64),
     attend("attention many heads", 128, 50, 140, 64),
     attend("attention many queries", 4500, 145, 4, 64),
+    attend("attention many queries and keys", 1100, 330, 16, 64),
     *(attend(f"attention {d}", 67, 150, 2, d) for d in (1, 16, 20, 32, 80, 96, 128, 160)),
     attend("attention many heads of 32", 256, 129, 140, 32),
     attend("attention many heads of 96", 65, 129, 140, 96),

@@ -355,6 +355,48 @@ def attention(
     return memory.array(at[3], y)
 
 
+def hopper_attention(
+    kernel: Kernel,
+    g: Heads,
+    tile: tuple[int, int, int],
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    *,
+    period: int,
+    processors: int = 2,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+) -> Array:
+    """Runs ops/attention/hopper.mojo, `period` blocks of queries an item.
+
+    `tile` is the kernel's Config: consumers, keys and stages.
+    """
+    groups, keys, stages = tile
+    memory, held = Tensors(), []
+    for a in (q, k, v, unwritten(q.shape, dtype)):
+        at = memory.add(a)
+        held.append((at, memory.array(at, a)))
+    rows = (64, keys, keys)
+    maps = [Tiled(a, (1, r, 64)) for r, (_, a) in zip(rows, held, strict=False)]
+    parts = -(-g.t // (64 * period))
+    items = g.n * g.heads * parts
+    sizes = (g.t, g.s, g.heads * g.depth, g.heads, -(-g.s // keys), period, parts, items)
+    y_at, y = held[3]
+    launch = Launch(
+        kernel,
+        [bytes(128 * 3), pack("Q", y_at), pack("8if", *sizes, scale * np.log2(np.e))],
+        memory,
+        grid=(min(items, processors),),
+        threads=128 * (groups + 1),
+        shared_bytes=stages * (keys * 256 + 24) + groups * (8192 + 8) + 1024,
+        maps=maps,
+    )
+    launch.run(seed)
+    return y
+
+
 def gemm_cores(
     kernel: Kernel, p: Product, dtype: str, alpha: float, *, products: int = 1, groups: int = 1
 ) -> Array:

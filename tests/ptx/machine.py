@@ -369,7 +369,7 @@ class Gang:
 
     # Barriers
 
-    def barrier(self, number: Array, count: Array | None, where: Mask) -> None:
+    def barrier(self, number: Array, count: Array | None, where: Mask, waits: bool = True) -> None:
         for warp in self._warps(where):
             lanes = self._of_warp(warp)
             at = 32 * warp
@@ -382,7 +382,8 @@ class Gang:
                 self.block.named[name] = (0, turn + 1)
             else:
                 self.block.named[name] = (arrived + 1, turn)
-                self._block_until(lanes, partial(self._turned, name, turn))
+                if waits:
+                    self._block_until(lanes, partial(self._turned, name, turn))
 
     def _turned(self, number: int, turn: int) -> bool:
         return self.block.named[number][1] > turn
@@ -529,7 +530,7 @@ class Gang:
         shape: str,
         kind: str,
         rows: Sequence[int],
-        a: Array,
+        a: Array | list[Array],
         b: Array,
         keep: Any,
         where: Mask,
@@ -537,7 +538,12 @@ class Gang:
         columns, depth = (int(n) for n in shape[1:].split("n")[1].split("k"))
         for warp in self._warps(where):
             lanes = slice(32 * warp, 32 * warp + 32)
-            left, right = (int(np.broadcast_to(x, self.lanes)[32 * warp]) for x in (a, b))
+            left: int | list[Array]
+            if isinstance(a, list):  # read at the wait, so that registers must not change before
+                left = [register[lanes] for register in a]
+            else:
+                left = int(np.broadcast_to(a, self.lanes)[32 * warp])
+            right = int(np.broadcast_to(b, self.lanes)[32 * warp])
             keeps = bool(np.broadcast_to(keep, self.lanes)[32 * warp])
             number = self.first + warp
 
@@ -549,7 +555,7 @@ class Gang:
 
     def _multiply(
         self,
-        left: int,
+        left: int | list[Array],
         right: int,
         shape: tuple[int, int, str],
         registers: Sequence[int],
@@ -558,8 +564,12 @@ class Gang:
         keeps: bool,
     ) -> None:
         columns, depth, kind = shape
-        x = self._matrix(left, 64, depth, kind)[16 * (warp % 4) :][:16]
-        product = x @ self._matrix(right, columns, depth, kind).T
+        if isinstance(left, list):
+            x = semantics.fragment(left, kind)[0]
+            product = x @ self._matrix(right, depth, columns, kind)
+        else:
+            x = self._matrix(left, 64, depth, kind)[16 * (warp % 4) :][:16]
+            product = x @ self._matrix(right, columns, depth, kind).T
         # As mma's C, 8 columns after 8 columns (9.7.14.5).
         tiles = product.reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, 32)
         for register, tile in zip(registers, tiles, strict=True):

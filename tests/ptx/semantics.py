@@ -155,17 +155,22 @@ def _singles(register: Array) -> Array:
     return bits.view(np.float32).reshape(-1, 8, 4)
 
 
+def fragment(a: list[Array], kind: str) -> Array:
+    """The left side that each warp holds: [warps, 16, K], for mma as for wgmma (9.7.14.5)."""
+    part = _singles if kind == "tf32" else lambda r: _pairs(r, kind)
+    # Registers 0 and 1 of A are rows 0 to 7 and 8 to 15; 2 and 3 the same of the next columns.
+    columns = [np.concatenate([part(a[i]), part(a[i + 1])], 1) for i in range(0, len(a), 2)]
+    return np.concatenate(columns, 2).astype(np.float64)
+
+
 def mma(shape: tuple[str, str], a: list[Array], b: list[Array], c: list[Array]) -> list[Array]:
     """Multiplies 16 x K by K x 8 in each warp (9.7.13.4): K = 8, 16 of halves, 4, 8 of TF32."""
     size, kind = shape
     if size not in ("m16n8k16", "m16n8k8", "m16n8k4"):
         raise NotImplementedError(f"mma {size}")
     part = _singles if kind == "tf32" else lambda r: _pairs(r, kind)
-    # Registers 0 and 1 of A are rows 0 to 7 and 8 to 15; 2 and 3 the same of the next columns.
-    columns = [np.concatenate([part(a[i]), part(a[i + 1])], 1) for i in range(0, len(a), 2)]
-    left = np.concatenate(columns, 2).astype(np.float64)
     right = np.concatenate([part(r) for r in b], 2).astype(np.float64)
-    product = left @ right.transpose(0, 2, 1)
+    product = fragment(a, kind) @ right.transpose(0, 2, 1)
     # c0, c1: row lane / 4, columns 2 (lane % 4) and the next; c2, c3: 8 rows further down.
     tiles = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
     return [(tiles[i] + c[i]).astype(np.float32) for i in range(4)]

@@ -29,6 +29,7 @@ from .launches import (
     depthwise_qkv,
     gemm_cores,
     hopper,
+    hopper_attention,
     layernorm,
     mean,
     rounded,
@@ -261,20 +262,65 @@ FLASH = [
 def test_attention(
     find: Find, rng: np.random.Generator, g: Heads, rows: int, splits: int, grid: int
 ) -> None:
-    channels = g.heads * g.depth
-    q, k, v = (
-        rounded(rng.standard_normal((g.n, length, channels)), BF16) for length in (g.t, g.s, g.s)
-    )
+    q, k, v = attention_inputs(rng, g, BF16)
     scale = g.depth**-0.5
     kind = f"flash_{g.depth}_{rows}x{splits}" if rows else f"plain_{g.depth}"
     kernel = find(f"attention_{kind}_bfloat16")
     y = attention(kernel, g, q, k, v, scale, rows=rows, splits=splits, grid=grid)
-    heads = [wide(a, BF16).reshape(g.n, -1, g.heads, g.depth).swapaxes(1, 2) for a in (q, k, v)]
+    check_attention(y, g, q, k, v, scale, BF16)
+
+
+SHORT, LONG = (3, 64, 12), (3, 80, 9)
+
+
+@pytest.mark.parametrize(
+    ("tile", "g", "period", "dtype"),
+    [
+        (SHORT, Heads(2, 197, 50, 3, 64), 4, BF16),
+        (SHORT, Heads(3, 65, 1, 1, 64), 3, BF16),
+        (SHORT, Heads(1, 400, 64, 2, 64), 5, BF16),
+        (LONG, Heads(1, 784, 196, 1, 64), 13, BF16),
+        (LONG, Heads(2, 300, 81, 2, 64), 3, BF16),
+        (LONG, Heads(3, 200, 784, 1, 64), 3, BF16),
+        (LONG, Heads(2, 64, 160, 2, 64), 3, BF16),
+        (LONG, Heads(1, 257, 330, 2, 64), 3, "float16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_hopper_attention(
+    find: Find,
+    rng: np.random.Generator,
+    tile: tuple[int, int, int],
+    g: Heads,
+    period: int,
+    dtype: str,
+    seed: int,
+) -> None:
+    """Items end within a round of the consumers, and parts of a head within an item."""
+    q, k, v = attention_inputs(rng, g, dtype)
+    kernel = find(f"attention_hopper_{'x'.join(map(str, tile))}_{dtype}")
+    y = hopper_attention(
+        kernel, g, tile, q, k, v, 0.125, period=period, processors=1, dtype=dtype, seed=seed
+    )
+    check_attention(y, g, q, k, v, 0.125, dtype)
+
+
+def attention_inputs(rng: np.random.Generator, g: Heads, dtype: str) -> list[Array]:
+    channels = g.heads * g.depth
+    lengths = (g.t, g.s, g.s)
+    return [rounded(rng.standard_normal((g.n, length, channels)), dtype) for length in lengths]
+
+
+def check_attention(
+    y: Array, g: Heads, q: Array, k: Array, v: Array, scale: float, dtype: str
+) -> None:
+    heads = [wide(a, dtype).reshape(g.n, -1, g.heads, g.depth).swapaxes(1, 2) for a in (q, k, v)]
     scores = heads[0] @ heads[1].swapaxes(2, 3) * scale
     e = np.exp(scores - scores.max(-1, keepdims=True))
     want = (e / e.sum(-1, keepdims=True) @ heads[2]).swapaxes(1, 2).reshape(y.shape)
-    # Probabilities are rounded to bfloat16 before the second product.
-    check(y, want, BF16, 2**-9)
+    # Probabilities are rounded before the second product.
+    check(y, want, dtype, 2**-9)
 
 
 @pytest.mark.parametrize("dtype", [BF16, "float32"])

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from .conftest import Find
-from .launches import TILES, Conv, Heads, Product, Tile, attention, hopper, rounded
+from .launches import (
+    TILES,
+    Conv,
+    Heads,
+    Product,
+    Tile,
+    attention,
+    hopper,
+    hopper_attention,
+    rounded,
+)
 from .machine import Deadlock, Divergence, Launch, LaunchError, Tensors, pack
 from .memory import AccessError
 from .ptx import Instruction, Kernel, parse
@@ -213,6 +223,40 @@ def test_attention_needs_its_waits(find: Find, pattern: str) -> None:
 
     kernel = whole if pattern == "nothing" else without(whole, pattern)
     assert any(differs(kernel, seed) for seed in range(4)) == (pattern != "nothing")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reported"),
+    [
+        (r"mbarrier\.try_wait", None),
+        (r"wgmma\.wait_group", None),
+        (r"mbarrier\.arrive\.shared", Deadlock),
+        (r"cp\.async\.bulk\.tensor\.3d", Deadlock),
+        (r"bar\.arrive", Deadlock),
+    ],
+)
+def test_hopper_attention_needs_its_waits(
+    find: Find, pattern: str, reported: type[Exception] | None
+) -> None:
+    rng, g, tile = np.random.default_rng(1), Heads(1, 400, 784, 1, 64), (3, 80, 9)
+    shapes = ((1, 400, 64), (1, 784, 64), (1, 784, 64))
+    q, k, v = (rounded(rng.standard_normal(shape), "bfloat16") for shape in shapes)
+    whole = find("attention_hopper_3x80x9_bfloat16")
+
+    def result(kernel: Kernel) -> Array:
+        return hopper_attention(kernel, g, tile, q, k, v, 0.1, period=3, processors=1)
+
+    kernel = without(whole, pattern)
+    if reported:
+        with pytest.raises(reported, match="all wait at"):
+            result(kernel)
+    else:
+        want = result(whole)
+        try:
+            got = result(kernel)
+        except (AccessError, Deadlock):
+            return
+        assert not np.array_equal(want, got)
 
 
 @pytest.mark.parametrize("tile", [TILES[0], TILES[1], TILES[5]], ids=lambda tile: tile.label)

@@ -24,7 +24,8 @@ WIDER = {"s32": "s64", "u32": "u64", "u16": "u32", "s16": "s32"}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
-IGNORED = ("griddepcontrol", "fence", "membar", "prefetch", "wgmma.fence", "barrier.cluster.arrive")
+IGNORED: tuple[str, ...] = ("griddepcontrol", "fence", "membar", "prefetch", "wgmma.fence")
+IGNORED += ("setmaxnreg", "barrier.cluster.arrive")
 """Without an effect here: blocks run one after another, and memory is coherent."""
 COLLECTIVE = ("shfl", "mma", "ldmatrix", "movmatrix", "wgmma", "bar", "vote", "stmatrix")
 STOPS = ("bar.sync", "barrier.sync", "barrier.cluster.wait", "mbarrier.try_wait", "wgmma.wait")
@@ -388,6 +389,8 @@ class Translator:
         if i.op in ("bar.sync", "barrier.sync"):
             count = v(a[1], "u32") if len(a) > 1 else "None"
             return [f"g.barrier({v(a[0], 'u32')}, {count}, w)"]
+        if i.op == "bar.arrive":
+            return [f"g.barrier({v(a[0], 'u32')}, {v(a[1], 'u32')}, w, waits=False)"]
         if i.op.startswith("barrier.cluster.wait"):
             return ["g.cluster_barrier(w)"]
         if parts[0] == "mapa":
@@ -406,11 +409,13 @@ class Translator:
                 names = a[0].strip("{}").split(",")
                 rows = [self.index[n] for n in names]
                 keep = v(a[3], "p")
-                wanted = ("1", "1", "0", "0")
-                if a[4:] != wanted:  # scales, and neither side transposed
+                # Scales, then which sides are transposed: none, or a right side beside registers.
+                held = a[1].startswith("{")
+                if a[4:] != (("1", "1", "1") if held else ("1", "1", "0", "0")):
                     raise ValueError("wgmma: operands that are scaled or transposed")
                 shape, kind = parts[4], parts[-1]
-                args = f"{shape!r}, {kind!r}, {rows!r}, {v(a[1], 'u64')}, {v(a[2], 'u64')}"
+                left = self.list(a[1].strip("{}"), "u32") if held else v(a[1], "u64")
+                args = f"{shape!r}, {kind!r}, {rows!r}, {left}, {v(a[2], 'u64')}"
                 return [f"g.wgmma({args}, {keep}, w)"]
             if parts[1] == "commit_group":
                 return ["g.wgmma_commit(w)"]
