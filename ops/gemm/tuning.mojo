@@ -58,7 +58,7 @@ struct Row(TrivialRegisterPassable):
             pixels: M.
             filters: F.
             steps: Steps of K.
-            epilogue: none (or relu, which is as fast), add or gelu.
+            epilogue: As far as it costs time: none, add or gelu.
             config: Index in CONFIGS.
             splits: Blocks that share a tile.
         """
