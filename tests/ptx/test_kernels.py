@@ -104,6 +104,11 @@ def test_layernorm(
         Qkv(1, 1, 64, (1, 1), first=1),
         Qkv(5, 1, 64, (3, 1)),
         Qkv(8, 7, 72, (1, 1), stride=3, pad_kv=0),
+        Qkv(8, 7, 64, (1, 1), stride=3, pad_kv=0),
+        Qkv(8, 7, 192, (3, 3), first=1, images=3, stride=3, pad_kv=0),
+        Qkv(9, 13, 64, (4, 4), first=1, stride=1),
+        Qkv(28, 28, 64, (14, 28)),
+        Qkv(20, 37, 64, (15, 20), first=1),
         Qkv(8, 7, 72, (3, 3), first=1, stride=3, pad_kv=0),
         Qkv(9, 13, 24, (4, 4), first=1, stride=1),
         Qkv(6, 6, 1024, (2, 3), first=1),
@@ -122,8 +127,10 @@ def test_depthwise_qkv(find: Find, rng: np.random.Generator, g: Qkv) -> None:
     filters = [rounded(rng.standard_normal((taps, g.c)) * 0.5, BF16) for _ in range(3)]
     biases = list(rng.standard_normal((3, g.c)).astype(np.float32))
     lanes, vectors = g.lanes
-    kernel = find(f"depthwise_qkv_{g.kernel}_{lanes}x{vectors}_bfloat16")
-    got = depthwise_qkv(kernel, g, [x, weight, norm_bias, *filters, *biases])
+    name = f"depthwise_qkv_{g.kernel}_{lanes}x{vectors}_bfloat16"
+    if g.kernel == 3 and g.c in (64, 192, 384, 768, 1024):
+        name = f"depthwise_qkv_hopper_{g.c}_bfloat16"
+    got = depthwise_qkv(find(name), g, [x, weight, norm_bias, *filters, *biases])
 
     tokens = wide(rounded(normalised(wide(x, BF16), weight, norm_bias), BF16), BF16)
     image = tokens[:, g.first :].reshape(g.images, g.h, g.w, g.c)
