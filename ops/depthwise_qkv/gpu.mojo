@@ -35,7 +35,9 @@ from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
+from ..target import IS_HOPPER
 from .config import QkvOperands, QkvSizes
+from .hopper import KERNEL, enqueue_hopper
 
 comptime THREADS = 384
 """Threads of a block: every width of CvT-13 divides into them."""
@@ -432,7 +434,7 @@ def _enqueue[
 def depthwise_qkv_gpu[
     dtype: DType, kernel: Int
 ](o: QkvOperands[dtype], g: QkvSizes, ctx: DeviceContext) raises:
-    """Enqueues the projections of all images.
+    """Enqueues the projections of all images: hopper.mojo's kernel where it is faster, or this one.
 
     Parameters:
         dtype: Of tokens and filters.
@@ -446,6 +448,9 @@ def depthwise_qkv_gpu[
     Raises:
         If the launch fails.
     """
+    comptime if IS_HOPPER and kernel == KERNEL and size_of[dtype]() == 2:
+        if enqueue_hopper(o, g, ctx):
+            return
     var vectors = Int(g.c) * size_of[dtype]() // 16
     if vectors <= 8:
         _enqueue[dtype, kernel, 8, 1](o, g, ctx)

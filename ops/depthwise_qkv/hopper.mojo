@@ -1,4 +1,4 @@
-"""depthwise_qkv on Hopper, for windows of 3 in 16 bits: its convolutions on the tensor cores.
+"""depthwise_qkv on Hopper, in 16 bits with windows of 3: its convolutions on the tensor cores.
 
 The formula and the tensors are those of gpu.mojo. A block keeps a tile of tokens and its margin,
 clipped to the map, in shared memory: the copy engine brings each token, together with the filters
@@ -17,12 +17,14 @@ banks, and every second row begins a chunk later, so those of every second token
 Of 16 channels the pairs 0, 2, 4, 6 are one chunk and 1, 3, 5, 7 another: a thread's sums of both
 are 4 channels in a row. The first chunks of all 16s come first.
 
-Bound by the issue of instructions and device memory; docs/kernels.md has the figures.
+Bound by shared memory and the issue of instructions; docs/kernels.md has the figures. Few tiles are
+faster in gpu.mojo's kernel.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_dim, block_idx, thread_idx
 from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
+from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
     launch_dependent_grids,
@@ -40,8 +42,6 @@ from ..rows import over_lanes
 from .config import QkvOperands, QkvSizes
 
 comptime U32 = DType.uint32
-comptime CHANNELS = [64, 192, 384, 768, 1024]
-"""Channels that there is a kernel for."""
 comptime KERNEL = 3
 """Taps of a side of the window."""
 comptime THREADS = 384
@@ -50,25 +50,29 @@ comptime RESIDENT = 2
 """Blocks of that size that a multiprocessor holds at a time; bounds the registers."""
 comptime SHARED = 113 * 1024
 """Bytes of shared memory that a block takes at most."""
+comptime PROCESSORS = 132
+"""Multiprocessors to count on."""
 comptime QUAD = 4
 """Channels that a thread reads together."""
 comptime BLOCK = 16
 """Channels that a warp convolves at a time."""
 comptime STRIP = 16
 """Neighbouring queries that a warp computes at a time."""
-comptime RUN = 7
+comptime RUN = 14
 """Rows of queries that a warp goes down with the same taps."""
 comptime PAIRS = 2
 """Pairs of rows of keys that a warp computes with the same taps."""
 comptime KEYS = 8
 """Neighbouring keys of a row that a warp computes at a time."""
+comptime TOGETHER = 2
+"""Tokens that some lanes normalise at a time."""
 comptime WEIGHTS = 3 * (KERNEL * KERNEL * 2 + 4)
 """Bytes of filters and biases of a channel."""
-comptime BARRIERS = 32
-"""Bytes of the barriers: of the weights, and of each half of the tokens."""
+comptime ZEROS = 128
+"""Bytes before the zeros; first come barriers, of the weights and of each half of the tokens."""
 
 comptime Shared = Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
-"""A block's shared memory: barriers, filters and biases of q, k and v, a token of zeros, the tile."""
+"""A block's shared memory: barriers, zeros, filters and biases of q, k and v, the tile."""
 
 
 @always_inline
@@ -114,9 +118,7 @@ def _matrices(at: UInt32) -> SIMD[U32, 4]:
 
 
 @always_inline
-def _clipped(
-    g: QkvSizes, begin: Int32, tile: Int32, size: Int32
-) -> Tuple[Int32, Int32]:
+def _clipped(g: QkvSizes, begin: Int32, tile: Int32, size: Int32) -> Tuple[Int32, Int32]:
     """Gives where what a tile's windows see begins in the map, and how much of it the map has."""
     var first = max(begin - g.margin(), 0)
     var around = Int32(KERNEL - 1) - min(g.pad_q, g.pad_kv)
@@ -128,8 +130,10 @@ struct _Tile[c: Int](TrivialRegisterPassable):
 
     comptime PITCH = 2 * Self.c + 16
     """Bytes of a token."""
-    comptime ZEROS = BARRIERS + WEIGHTS * Self.c
-    """Bytes before the tokens, the first of which is zeros."""
+    comptime WEIGHTS = 2 * ZEROS + Self.c
+    """Bytes before the weights; zeros lie in all banks, and again a block's second chunk further."""
+    comptime TOKENS = Self.WEIGHTS + WEIGHTS * Self.c
+    """Bytes before the tokens."""
 
     var h0: Int32
     """First row of the tile."""
@@ -149,7 +153,7 @@ struct _Tile[c: Int](TrivialRegisterPassable):
     @always_inline
     def __init__(out self, g: QkvSizes):
         self.h0 = Int32(block_idx.y) * g.rows
-        self.w0 = Int32(block_idx.x) * g.columns
+        self.w0 = Int32(UInt32(block_idx.x) // UInt32(g.parts)) * g.columns
         self.top, self.high = _clipped(g, self.h0, g.rows, g.h)
         self.left, self.broad = _clipped(g, self.w0, g.columns, g.w)
         self.inverse = (1 << 20) // UInt32(self.broad) + 1
@@ -162,20 +166,19 @@ struct _Tile[c: Int](TrivialRegisterPassable):
     @always_inline
     def bytes(self, token: Int32, y: Int32) -> Int32:
         """Gives how many bytes before a token lie, by its number and row."""
-        return Int32(Self.ZEROS + Self.PITCH) + token * Int32(Self.PITCH) + (y >> 1) * 16
+        return Int32(Self.TOKENS) + token * Int32(Self.PITCH) + (y >> 1) * 16
 
     @always_inline
-    def chunks(self, y: Int32) -> UInt32:
-        """Gives how many chunks of 16 bytes after the first row a row is."""
-        return UInt32(y * (self.broad * Int32(Self.PITCH // 16)) + (y >> 1))
+    def down(self, y: Int32) -> Int32:
+        """Gives how many bytes after the first row a row is."""
+        return (y * (self.broad * Int32(Self.PITCH // 16)) + (y >> 1)) * 16
 
 
 @always_inline
 def _fetch[
     dtype: DType, c: Int
 ](o: QkvOperands[dtype], g: QkvSizes, tile: _Tile[c], shared: Shared, count: Int32, half: Int32):
-    """Starts copying filters, biases and tokens, and writes the token of zeros."""
-    comptime PITCH = _Tile[c].PITCH
+    """Starts copying filters, biases and tokens, and writes the zeros."""
     comptime FILTER = KERNEL * KERNEL * 2 * c
     var t = Int32(thread_idx.x)
     var base = UInt32(Int(shared))
@@ -187,12 +190,12 @@ def _fetch[
         comptime for f in range(3):
             var filter = o.q_filter if f == 0 else o.k_filter if f == 1 else o.v_filter
             var bias = o.q_bias if f == 0 else o.k_bias if f == 1 else o.v_bias
-            var to = base + UInt32(BARRIERS + f * FILTER)
+            var to = base + UInt32(_Tile[c].WEIGHTS + f * FILTER)
             load_bytes(to, filter, UInt32(FILTER), base)
-            to = base + UInt32(BARRIERS + 3 * FILTER + f * 4 * c)
+            to = base + UInt32(_Tile[c].WEIGHTS + 3 * FILTER + f * 4 * c)
             load_bytes(to, bias, UInt32(4 * c), base)
-    var zeros = shared.unsafe_offset(_Tile[c].ZEROS).unsafe_bitcast[UInt32]()
-    while t < Int32(PITCH // 16):
+    var zeros = shared.unsafe_offset(ZEROS).unsafe_bitcast[UInt32]()
+    while t < Int32((_Tile[c].WEIGHTS - ZEROS) // 16):
         zeros.unsafe_store[alignment=16](Int(t * 4), SIMD[U32, 4](0))
         t += Int32(block_dim.x)
     barrier()
@@ -216,24 +219,42 @@ def _fetch[
 
 
 @always_inline
+def _over_lanes[lanes: Int](values: Array[Float32, 2]) -> Array[Float32, 2]:
+    """Sums two values over neighbouring lanes; each half of the lanes sums one of them."""
+    comptime HALF = lanes // 2
+    var upper = Int32(thread_idx.x) & Int32(HALF) != 0
+    var sum = values[1] if upper else values[0]
+    sum += warp.shuffle_xor(values[0] if upper else values[1], UInt32(HALF))
+    sum = over_lanes[HALF](sum)
+    var other = warp.shuffle_xor(sum, UInt32(HALF))
+    var sums = Array[Float32, 2](fill=sum)
+    if upper:
+        sums[0] = other
+    else:
+        sums[1] = other
+    return sums^
+
+
+@always_inline
 def _normalize[
     dtype: DType, c: Int, lanes: Int
 ](o: QkvOperands[dtype], g: QkvSizes, tile: _Tile[c], shared: Shared):
     """Fills the tile, and stores the class token in all outputs if the tile is an image's first."""
     comptime QUADS = c // (QUAD * lanes)
-    comptime KEPT = QUADS <= 3
-    comptime COUNT = QUADS if KEPT else 1
-    comptime TOGETHER = 2 if KEPT else 1
     var first = Int32(thread_idx.x) % Int32(lanes) * Int32(QUAD)
-    var weights = Array[SIMD[F32, QUAD], COUNT](fill=0)
-    var biases = Array[SIMD[F32, QUAD], COUNT](fill=0)
-    comptime if KEPT:
-        comptime for v in range(QUADS):
-            var at = Int(first) + v * lanes * QUAD
-            weights[v] = o.weight.unsafe_load[width=QUAD, alignment=16](at)
-            biases[v] = o.norm_bias.unsafe_load[width=QUAD, alignment=16](at)
+    var weights = Array[SIMD[F32, QUAD], QUADS](fill=0)
+    var biases = Array[SIMD[F32, QUAD], QUADS](fill=0)
+    comptime for v in range(QUADS):
+        var at = Int(first) + v * lanes * QUAD
+        weights[v] = o.weight.unsafe_load[width=QUAD, alignment=16](at)
+        biases[v] = o.norm_bias.unsafe_load[width=QUAD, alignment=16](at)
+    # Of 8 tokens a warp has those whose banks differ: 1 apart, or 2 at a distance of 4, or 4 of 2.
+    comptime WARPS = lanes // 4
     var slots = Int32(block_dim.x) // Int32(lanes)
-    var slot = Int32(thread_idx.x) // Int32(lanes)
+    var index = Int32(thread_idx.x) // 32
+    var part = Int32(thread_idx.x) % 32 // Int32(lanes)
+    var slot = index // Int32(WARPS) * 8 + index % Int32(WARPS)
+    slot += part % 2 * 4 + part // 2 * 2
     var tokens = tile.high * tile.broad
     var count = tokens + (g.first if block_idx.x == 0 and block_idx.y == 0 else 0)
     var half = count // 2
@@ -252,7 +273,8 @@ def _normalize[
         var sums = Array[Float32, TOGETHER](fill=0)
         comptime for i in range(TOGETHER):
             var token = slot + Int32(i) * slots
-            at[i] = tile.bytes(token, tile.row(token)) if token < count else Int32(tile.ZEROS)
+            token = min(token, count - 1)
+            at[i] = tile.bytes(token, tile.row(token))
             var source = shared.unsafe_offset(Int(at[i] + first * 2))
             comptime for v in range(QUADS):
                 values[i * QUADS + v] = widened(
@@ -261,29 +283,21 @@ def _normalize[
                     .unsafe_load[width=QUAD, alignment=8]()
                 )
                 sums[i] += values[i * QUADS + v].reduce_add()
+        sums = _over_lanes[lanes](sums)
         comptime for i in range(TOGETHER):
-            sums[i] = over_lanes[lanes](sums[i]) * Float32(1 / Float64(c))
-        comptime for i in range(TOGETHER):
-            var squares = Float32(0)
+            var mean = sums[i] * Float32(1 / Float64(c))
+            sums[i] = 0
             comptime for v in range(QUADS):
-                values[i * QUADS + v] -= sums[i]
-                squares += (values[i * QUADS + v] * values[i * QUADS + v]).reduce_add()
-            sums[i] = squares
+                values[i * QUADS + v] -= mean
+                sums[i] += (values[i * QUADS + v] * values[i * QUADS + v]).reduce_add()
+        sums = _over_lanes[lanes](sums)
         comptime for i in range(TOGETHER):
-            sums[i] = rsqrt(over_lanes[lanes](sums[i]) * Float32(1 / Float64(c)) + g.eps)
+            sums[i] = rsqrt(sums[i] * Float32(1 / Float64(c)) + g.eps)
         comptime for i in range(TOGETHER):
             var token = slot + Int32(i) * slots
             var rounded = Array[SIMD[dtype, QUAD], QUADS](fill=0)
             comptime for v in range(QUADS):
-                var n = values[i * QUADS + v] * sums[i]
-                comptime if KEPT:
-                    n = n.fma(weights[v], biases[v])
-                else:
-                    var from_here = Int(first) + v * lanes * QUAD
-                    n = n.fma(
-                        o.weight.unsafe_load[width=QUAD, alignment=16](from_here),
-                        o.norm_bias.unsafe_load[width=QUAD, alignment=16](from_here),
-                    )
+                var n = (values[i * QUADS + v] * sums[i]).fma(weights[v], biases[v])
                 rounded[v] = n.cast[dtype]()
             if token < tokens:
                 var to = shared.unsafe_offset(Int(at[i] + first)).unsafe_bitcast[UInt32]()
@@ -322,7 +336,7 @@ struct _Channels[dtype: DType, c: Int](TrivialRegisterPassable):
         self.mask = 0
         if lane // 8 == lane % 4:
             self.mask = 0xFFFF if lane // 4 % 2 == 0 else 0xFFFF0000
-        self.weights = shared.unsafe_offset(BARRIERS)
+        self.weights = shared.unsafe_offset(_Tile[Self.c].WEIGHTS)
 
     @always_inline
     def tap[filter: Int, tap: Int](self) -> SIMD[U32, 2]:
@@ -360,38 +374,45 @@ struct _Channels[dtype: DType, c: Int](TrivialRegisterPassable):
         to.unsafe_store[alignment=8](token * Self.c, n.cast[Self.dtype]())
 
 
-struct _Sources(TrivialRegisterPassable):
+struct _Sources[c: Int](TrivialRegisterPassable):
     """Where this thread's rows of the matrices lie: of taps 0 and 1 of a row, then of the third."""
 
-    var zeros: SIMD[U32, 2]
-    """Addresses of zeros."""
-    var tokens: SIMD[U32, 2]
-    """Addresses in the tile's first row; zeros if the column is outside."""
-    var step: SIMD[U32, 2]
-    """Bytes of a chunk, or 0 if the column is outside."""
+    var tile: _Tile[Self.c]
+    """The tile."""
+    var zeros: UInt32
+    """Address of zeros."""
+    var first: SIMD[U32, 2]
+    """Addresses in the tile's first row, as if nothing were outside."""
+    var inside: SIMD[DType.bool, 2]
+    """Whether the tile has the columns."""
 
     @always_inline
-    def __init__[c: Int](out self, tile: _Tile[c], shared: Shared, block: Int32, left: Int32):
+    def __init__(out self, tile: _Tile[Self.c], shared: Shared, block: Int32, left: Int32):
         """Finds the columns `left` and `left` + 1, and `left` + 2 of both chunks of a block.
 
         The upper half of a warp reads tap 1, or the second chunk of the third tap.
         """
         var upper = Int32(thread_idx.x) % 32 // 16
-        var at = UInt32(Int(shared)) + UInt32(Int32(tile.ZEROS) + block * 16)
-        self.zeros = SIMD[U32, 2](at, at + UInt32(upper * Int32(c)))
-        self.tokens = self.zeros
-        self.step = SIMD[U32, 2](0)
-        comptime for i in range(2):
-            var x = left + (upper if i == 0 else 2)
-            if UInt32(x) < UInt32(tile.broad):
-                self.tokens[i] += UInt32((1 + x) * Int32(tile.PITCH))
-                self.step[i] = 16
+        var base = UInt32(Int(shared))
+        self.tile = tile
+        self.zeros = base + UInt32(ZEROS)
+        base += UInt32(tile.TOKENS) + UInt32(block * 16)
+        self.first = SIMD[U32, 2](
+            base + UInt32((left + upper) * Int32(tile.PITCH)),
+            base + UInt32((left + 2) * Int32(tile.PITCH) + upper * Int32(Self.c)),
+        )
+        self.inside = SIMD[DType.bool, 2](
+            UInt32(left + upper) < UInt32(tile.broad), UInt32(left + 2) < UInt32(tile.broad)
+        )
 
     @always_inline
-    def row[c: Int](self, tile: _Tile[c], y: Int32) -> SIMD[U32, 2]:
-        """Gives the addresses in a row; those of zeros outside."""
-        var at = self.tokens + self.step * tile.chunks(y)
-        return at if UInt32(y) < UInt32(tile.high) else self.zeros
+    def row(self, y: Int32) -> SIMD[U32, 2]:
+        """Gives the addresses in a row; outside those of zeros in the same bank."""
+        var at = self.first + UInt32(self.tile.down(y))
+        var high = UInt32(y) < UInt32(self.tile.high)
+        comptime for i in range(2):
+            at[i] = at[i] if high and self.inside[i] else self.zeros | (at[i] & 0x70)
+        return at
 
 
 @always_inline
@@ -434,7 +455,7 @@ def _queries[
     strip: Int32,
     run: Int32,
 ):
-    """Computes 16 channels of up to 7 rows of 16 queries."""
+    """Computes 16 channels of up to 14 rows of 16 queries."""
     var lane = Int32(thread_idx.x) % 32
     var channels = _Channels[dtype, c](block, shared)
     var bias = channels.bias[0]()
@@ -447,7 +468,7 @@ def _queries[
     # Matrices are tokens 0 to 7 and 8 to 15, each of taps 0 and 1, or of even and odd pairs.
     var column = tile.w0 + strip * Int32(STRIP)
     var left = column + lane // 8 % 2 * 8 + lane % 8 - g.pad_q - tile.left
-    var sources = _Sources(tile, shared, block, left)
+    var sources = _Sources[c](tile, shared, block, left)
     var y = row0 - g.pad_q - tile.top
 
     column += lane // 4
@@ -469,7 +490,9 @@ def _queries[
             comptime for r in range(KERNEL):
                 comptime for j in range(2):
                     begin[2 * r + j] = bias[j] if r == 0 else sums[(u - r) % KERNEL * 2 + j]
-            var added = _products[dtype, c, KERNEL](sources.row(tile, y), taps, begin)
+            var added = begin.copy()
+            if UInt32(y) < UInt32(tile.high) and step + Int32(u) < rows + Int32(KERNEL - 1):
+                added = _products[dtype, c, KERNEL](sources.row(y), taps, begin)
             comptime for r in range(KERNEL):
                 comptime for j in range(2):
                     sums[(u - r) % KERNEL * 2 + j] = added[2 * r + j]
@@ -508,7 +531,7 @@ def _keys[
 
     # A matrix is 4 outputs of a row, and 4 of the next; the second has those to the right.
     var left = (column + lane // 8 % 2 * 4 + lane % 4) * g.stride - g.pad_kv - tile.left
-    var sources = _Sources(tile, shared, block, left)
+    var sources = _Sources[c](tile, shared, block, left)
     var top = (row + lane % 8 // 4) * g.stride - g.pad_kv - tile.top
 
     var sums = Array[Array[SIMD[F32, 4], 4], PAIRS](fill=Array[SIMD[F32, 4], 4](fill=0))
@@ -523,7 +546,7 @@ def _keys[
             comptime for s in range(KERNEL):
                 taps[f * KERNEL + s] = channels.tap[1 + f, r * KERNEL + s]()
         comptime for pair in range(PAIRS):
-            var at = sources.row(tile, top + Int32(2 * pair) * g.stride + Int32(r))
+            var at = sources.row(top + Int32(2 * pair) * g.stride + Int32(r))
             sums[pair] = _products[dtype, c, 2](at, taps, sums[pair])
 
     row += lane // 16
@@ -557,7 +580,7 @@ def _windows(begin: Int32, stride: Int32) -> Int32:
     `nvvm.minctasm`=SIMDLength(RESIDENT),
 )
 def qkv_hopper_kernel[dtype: DType, c: Int](o: QkvOperands[dtype], g: QkvSizes):
-    """Computes a tile; block_idx.z counts images, the others the tiles of one.
+    """Computes some channels of a tile; block_idx.z counts images, the others the tiles of one.
 
     Parameters:
         dtype: Of tokens and filters.
@@ -567,10 +590,9 @@ def qkv_hopper_kernel[dtype: DType, c: Int](o: QkvOperands[dtype], g: QkvSizes):
         o: Tensors.
         g: Sizes.
     """
-    comptime BLOCKS = Int32(c // BLOCK)
-    comptime LANES = 8 if c <= 64 else 16 if c <= 192 else 32
+    comptime LANES = 8 if c == 64 else 16 if c == 192 else 32
     var shared = external_memory[
-        UInt8, address_space=AddressSpace.SHARED, alignment=16, name="depthwise_qkv"
+        UInt8, address_space=AddressSpace.SHARED, alignment=128, name="depthwise_qkv"
     ]()
     var tile = _Tile[c](g)
     _normalize[dtype, c, LANES](o, g, tile, shared)
@@ -580,9 +602,7 @@ def qkv_hopper_kernel[dtype: DType, c: Int](o: QkvOperands[dtype], g: QkvSizes):
     var across = (min(g.columns, g.w - tile.w0) + STRIP - 1) // STRIP
     var runs = (min(g.rows, g.h - tile.h0) + RUN - 1) // RUN
     # Keys and values whose windows begin in the tile, padding aside.
-    var begin = SIMD[DType.int32, 2](
-        _windows(tile.h0, g.stride), _windows(tile.w0, g.stride)
-    )
+    var begin = SIMD[DType.int32, 2](_windows(tile.h0, g.stride), _windows(tile.w0, g.stride))
     var end = SIMD[DType.int32, 2](
         min(_windows(tile.h0 + g.rows, g.stride), g.p),
         min(_windows(tile.w0 + g.columns, g.stride), g.q),
@@ -590,20 +610,22 @@ def qkv_hopper_kernel[dtype: DType, c: Int](o: QkvOperands[dtype], g: QkvSizes):
     var keys_across = (max(end[1] - begin[1], 0) + KEYS - 1) // KEYS
     var key_runs = (max(end[0] - begin[0], 0) + 2 * PAIRS - 1) // (2 * PAIRS)
     # A warp's items: blocks of channels first, then strips, then runs; queries, then keys.
+    var blocks = Int32(UInt32(c // BLOCK) // UInt32(g.parts))
+    var before = Int32(UInt32(block_idx.x) % UInt32(g.parts)) * blocks
     var block = Int32(thread_idx.x) // 32
     var strip = Int32(0)
     var run = Int32(0)
     while True:
-        while block >= BLOCKS:
-            block -= BLOCKS
+        while block >= blocks:
+            block -= blocks
             strip += 1
             if strip >= (across if run < runs else keys_across):
                 strip = 0
                 run += 1
         if run < runs:
-            _queries(o, g, tile, shared, block, strip, run)
+            _queries(o, g, tile, shared, before + block, strip, run)
         elif run < runs + key_runs and keys_across > 0:
-            _keys(o, g, tile, shared, block, strip, run - runs, begin, end)
+            _keys(o, g, tile, shared, before + block, strip, run - runs, begin, end)
         else:
             break
         block += Int32(block_dim.x) // 32
@@ -617,30 +639,93 @@ def _most(g: QkvSizes, tile: Int32, size: Int32) -> Int:
     return Int(most)
 
 
-def shared_bytes(g: QkvSizes) -> Int:
+def _bytes(g: QkvSizes) -> Int:
     """Counts the shared memory of a block."""
     var high = _most(g, g.rows, g.h)
-    var tokens = 1 + high * _most(g, g.columns, g.w) + Int(g.first)
-    return BARRIERS + WEIGHTS * Int(g.c) + tokens * (2 * Int(g.c) + 16) + (high + 1) // 2 * 16
+    var tokens = high * _most(g, g.columns, g.w) + Int(g.first)
+    var weights = 2 * ZEROS + (1 + WEIGHTS) * Int(g.c)
+    return weights + tokens * (2 * Int(g.c) + 16) + (high + 1) // 2 * 16
+
+
+def _tiled[c: Int](sizes: QkvSizes) -> QkvSizes:
+    """Cuts the map into equal tiles; the largest are H200's of 2026-11-21 (docs/kernels.md)."""
+    comptime ROWS = 14 if c < 384 else 7
+    comptime COLUMNS = 28 if c == 64 else 14
+    var g = sizes
+    g.rows = Int32(ceildiv(Int(g.h), ceildiv(Int(g.h), ROWS)))
+    g.columns = Int32(ceildiv(Int(g.w), ceildiv(Int(g.w), COLUMNS)))
+    # Few tiles leave multiprocessors idle: two blocks share a tile.
+    g.parts = 2 if 2 * _tiles(g) <= PROCESSORS else 1
+    return g
+
+
+def _tiles(g: QkvSizes) -> Int:
+    """Counts the tiles of all images."""
+    var image = ceildiv(Int(g.h), Int(g.rows)) * ceildiv(Int(g.w), Int(g.columns))
+    return image * Int(g.images)
 
 
 def enqueue_tiles[
-    dtype: DType
+    dtype: DType, c: Int
 ](o: QkvOperands[dtype], g: QkvSizes, threads: Int, ctx: DeviceContext) raises:
-    """Enqueues the kernel of as many channels; there is one for those of CHANNELS."""
-    comptime for i in range(len(CHANNELS)):
-        comptime c = CHANNELS[i]
-        if Int(g.c) == c:
-            ctx.enqueue_function[qkv_hopper_kernel[dtype, c]](
-                o,
-                g,
-                grid_dim=(
-                    ceildiv(Int(g.w), Int(g.columns)),
-                    ceildiv(Int(g.h), Int(g.rows)),
-                    Int(g.images),
-                ),
-                block_dim=threads,
-                shared_mem_bytes=shared_bytes(g),
-                attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-                func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
-            )
+    """Enqueues the kernel with a tiling of the caller's.
+
+    Parameters:
+        dtype: Of tokens and filters.
+        c: Channels: 64, 192 or 384.
+
+    Args:
+        o: Tensors.
+        g: Sizes; the parts divide the 16s of channels.
+        threads: Of a block: 128, 256 or 384.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails.
+    """
+    ctx.enqueue_function[qkv_hopper_kernel[dtype, c]](
+        o,
+        g,
+        grid_dim=(
+            ceildiv(Int(g.w), Int(g.columns)) * Int(g.parts),
+            ceildiv(Int(g.h), Int(g.rows)),
+            Int(g.images),
+        ),
+        block_dim=threads,
+        shared_mem_bytes=_bytes(g),
+        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
+    )
+
+
+def enqueue_hopper[
+    dtype: DType
+](o: QkvOperands[dtype], sizes: QkvSizes, ctx: DeviceContext) raises -> Bool:
+    """Enqueues the kernel if there is one of as many channels, and it is the faster one.
+
+    Parameters:
+        dtype: Of tokens and filters.
+
+    Args:
+        o: Tensors.
+        sizes: Sizes.
+        ctx: The GPU.
+
+    Returns:
+        Whether it has.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime for c in [64, 192, 384]:
+        if Int(sizes.c) == c:
+            # From where on it is the faster one (batch 32 of CvT-13; batch 8 is not yet).
+            comptime LEAST = 256 if c == 64 else 128 if c == 192 else 64
+            var g = _tiled[c](sizes)
+            if _tiles(g) < LEAST or _bytes(g) > SHARED:
+                return False
+            # Three small blocks instead of two, if there are enough to keep them coming.
+            var small = 3 * (_bytes(g) + 1024) <= 228 * 1024 and _tiles(g) >= 8 * PROCESSORS
+            enqueue_tiles[dtype, c](o, g, 256 if small else THREADS, ctx)
+            return True
+    return False

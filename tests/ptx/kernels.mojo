@@ -6,7 +6,6 @@ from ops.attention.flash import enqueue_flash
 from ops.attention.plain import enqueue_plain
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
-from ops.depthwise_qkv.hopper import enqueue_tiles
 from ops.epilogue import Epilogue
 from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
@@ -73,7 +72,6 @@ def main() raises:
     )
     comptime for kernel in [1, 3, 5]:
         depthwise_qkv_gpu[BF16, kernel](qkv, QkvSizes(n, n, integers, 1e-5), ctx)
-    enqueue_tiles(qkv, QkvSizes(n, n, integers, 1e-5), n, ctx)
 
     var sizes = NormSizes(rows=n, columns=n, stride=n, eps=1e-5)
     layernorm_gpu(NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx)

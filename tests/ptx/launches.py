@@ -86,6 +86,8 @@ class Qkv:
     kernel: int = 3
     stride: int = 2
     pad_kv: int = 1
+    parts: int = 0  # blocks of a tile in hopper.mojo's kernel; none is gpu.mojo's
+    threads: int = 384
 
     @property
     def pad_q(self) -> int:
@@ -116,13 +118,11 @@ class Qkv:
             )
             for size, tile in zip((self.h, self.w), self.tile, strict=True)
         )
-        tokens = 1 + high * broad + self.first
-        return 32 + 66 * self.c + tokens * (2 * self.c + 16) + (high + 1) // 2 * 16
+        tokens = high * broad + self.first
+        return 256 + 67 * self.c + tokens * (2 * self.c + 16) + (high + 1) // 2 * 16
 
 
-def depthwise_qkv(
-    kernel: Kernel, g: Qkv, inputs: Sequence[Array], threads: int = 384
-) -> list[Array]:
+def depthwise_qkv(kernel: Kernel, g: Qkv, inputs: Sequence[Array]) -> list[Array]:
     """Runs ops/depthwise_qkv: x, norm's weight and bias, three filters, three biases."""
     dtype, memory = "bfloat16", Tensors()
     p, q = g.keys
@@ -132,16 +132,17 @@ def depthwise_qkv(
     rows, columns = g.tile
     around = g.kernel - 1 + abs(g.pad_q - g.pad_kv)
     pitch = ((rows + around) * (columns + around) + 1) | 1
-    hopper = "hopper" in kernel.name
     tiles = -(-g.w // columns), -(-g.h // rows)
     sizes = (g.images, g.first, g.h, g.w, g.c, g.kernel, g.pad_q, g.pad_kv, g.stride, p, q)
     launch = Launch(
         kernel,
-        [pack("12Q", *at), pack("13if", *sizes, rows, columns, 1e-5)],
+        [pack("12Q", *at), pack("14if", *sizes, rows, columns, g.parts, 1e-5)],
         memory,
-        grid=(*tiles, g.images) if hopper else (tiles[0] * tiles[1], g.images),
-        threads=threads,
-        shared_bytes=g.hopper_bytes if hopper else pitch * g.c * 2,
+        grid=(tiles[0] * g.parts, tiles[1], g.images)
+        if g.parts
+        else (tiles[0] * tiles[1], g.images),
+        threads=g.threads,
+        shared_bytes=g.hopper_bytes if g.parts else pitch * g.c * 2,
         together=12,
     )
     launch.run()
