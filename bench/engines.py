@@ -143,6 +143,7 @@ class Maxvision:
         self.clock = MaxClock(device)
         plain.upload(images.host[0])
         plain.run()
+        plain.result()  # what a run still holds, the capture would take anew
         self._run = Replay(executable, device, images.host[0].shape, DType.uint8, images.batch)
         self.memory = device.stats["total_memory"] - device.stats["free_memory"]
         self._ring = [Buffer.from_dlpack(each) for each in images.device_levels()]

@@ -308,7 +308,10 @@ def main() raises:
     var bench = Bench(x, y)
     print("#", bench.ctx.name())
     for i in range(len(lines)):
-        if lines[i].split()[6] == "add_relu":
+        var epilogue = lines[i].split()[6]
+        if epilogue == "add_relu":
             bench.tune[Epilogue("add_relu")](geometries[i], lines[i])
+        elif epilogue == "gelu":
+            bench.tune[Epilogue("gelu")](geometries[i], lines[i])
         else:
             bench.tune[Epilogue("relu")](geometries[i], lines[i])

@@ -25,13 +25,15 @@ from graphs.session import find_device
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "ops" / "gemm" / "tuning.mojo"
 BEGIN, END = "# rows: python -m bench tune", "# end of rows"
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 SLACK = 1.03
 """How much slower than its best tile a product may run for its row to be dropped."""
 CLOSE, NEAR = 1.2, 0.95
 """Of products without a row so many, at least, have to run within so much of their best tile."""
 STEP = 64
 """Channels of a step of K, in 16 bits."""
+COSTS = {"relu": "none", "add_relu": "add", "gelu": "gelu"}
+"""What bench/tune.mojo times, and the epilogue of a row: relu costs nothing."""
 
 
 class Layer(NamedTuple):
@@ -47,12 +49,12 @@ class Layer(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What the table is looked up by."""
+    """What the table is looked up by; the epilogue is none, add or gelu."""
 
     pixels: int
     filters: int
     steps: int
-    adds: bool
+    epilogue: str
 
 
 class Tile(NamedTuple):
@@ -103,7 +105,7 @@ def layers(batch: int) -> list[Layer]:
             Layer(batch * tokens, 1, c, c),
             Layer(batch * keys, 1, c, c),
             Layer(batch * tokens, 1, c, c, 1, 1, "add_relu"),
-            Layer(batch * tokens, 1, c, stage.hidden),
+            Layer(batch * tokens, 1, c, stage.hidden, 1, 1, "gelu"),
             Layer(batch * tokens, 1, stage.hidden, c, 1, 1, "add_relu"),
         ]
     found.append(Layer(batch, 1, c, 1000))
@@ -114,7 +116,7 @@ def product(layer: Layer) -> Product:
     """Finds the sizes of a layer's matrix product."""
     out = (layer.side + 2 * (layer.kernel // 2) - layer.kernel) // layer.stride + 1
     steps = layer.kernel**2 * -(-layer.channels // STEP)
-    return Product(layer.images * out**2, layer.filters, steps, layer.epilogue.startswith("add"))
+    return Product(layer.images * out**2, layer.filters, steps, COSTS[layer.epilogue])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -239,7 +241,7 @@ def log2(number: int) -> int:
 def distance(a: Product, b: Product) -> int:
     """Tells how unlike two products are; the same number as in ops/gemm/tuning.mojo."""
     unlike = sum(abs(log2(p) - log2(q)) for p, q in zip(a[:3], b[:3], strict=True))
-    return unlike + 128 * (a.adds != b.adds)
+    return unlike + 128 * (a.epilogue != b.epilogue)
 
 
 def look_up(table: dict[Product, Tile], wanted: Product) -> Tile:
@@ -292,11 +294,10 @@ def origin(text: str) -> str:
 
 def with_rows(text: str, times: Times, table: dict[Product, Tile], about: str) -> str:
     """Puts other rows into the text of ops/gemm/tuning.mojo."""
-    rows = [
-        f"    Row({p.pixels}, {p.filters}, {p.steps}, {p.adds}, {tile.config}, {tile.splits}),"
-        f"  # {times[p][tile]:.2f}"
-        for p, tile in table.items()
-    ]
+    rows = []
+    for p, tile in table.items():
+        values = f'{p.pixels}, {p.filters}, {p.steps}, "{p.epilogue}", {tile.config}, {tile.splits}'
+        rows.append(f"    Row({values}),  # {times[p][tile]:.2f}")
     head, rest = text.split(BEGIN)
     body = "\n".join(rows)
     return f"{head}{BEGIN}, {about}\n{body}\n    {END}{rest.split(END)[1]}"

@@ -247,7 +247,7 @@ def gemm[
     comptime rounds = dtype.is_half_float() or (tf32 and HAS_MMA)
     comptime if IS_HOPPER and rounds and k_major:
         if products == 1 and takes[dtype](g):
-            var row = choose(g, ROW // size_of[dtype](), epilogue.adds)
+            var row = choose(g, ROW // size_of[dtype](), epilogue)
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_gemm[dtype, epilogue, CONFIGS[i]](g, o, row.splits, ctx)
@@ -294,7 +294,7 @@ def gemm_group[
             comptime for i in range(products):
                 rows += sizes[i].pixels()
             var all = Geometry(rows=rows, depth=sizes[0].c, columns=sizes[0].f)
-            var row = choose(all, ROW // size_of[dtype](), False)
+            var row = choose(all, ROW // size_of[dtype](), Epilogue("none"))
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_gemms[dtype, Epilogue("none"), CONFIGS[i], products](
@@ -329,7 +329,7 @@ def gemm_shortcut[
     comptime if IS_HOPPER and (dtype.is_half_float() or tf32):
         if takes[dtype](g) and takes[dtype](beside):
             comptime WIDTH = ROW // size_of[dtype]()
-            var row = choose(g, WIDTH, False, more=ceildiv(beside.c, WIDTH))
+            var row = choose(g, WIDTH, Epilogue("relu"), more=ceildiv(beside.c, WIDTH))
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_shortcut[dtype, Epilogue("relu"), CONFIGS[i]](
