@@ -16,8 +16,8 @@ odd number of tokens keeps the threads of a warp in different banks. Then each t
 few channels of one token after another, their taps in registers as float32: for queries 4 channels
 of 2 neighbours, which share what they see, for keys and values together 2 channels.
 
-Bound by the instructions of the float32 units at large batches, by latency at batch 1;
-docs/kernels.md has the figures.
+Bound by the instructions of the float32 units at large batches, where hopper.mojo has a kernel for
+Hopper, by latency at batch 1; docs/kernels.md has the figures.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx

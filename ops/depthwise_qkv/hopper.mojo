@@ -1,4 +1,4 @@
-"""depthwise_qkv on Hopper, in 16 bits with windows of 3: its convolutions on the tensor cores.
+"""The convolutional projections on Hopper's tensor cores, in 16 bits with windows of 3.
 
 The formula and the tensors are those of gpu.mojo. A block keeps a tile of tokens and its margin,
 clipped to the map, in shared memory: the copy engine brings each token, together with the filters
@@ -42,6 +42,7 @@ from ..rows import over_lanes
 from .config import QkvOperands, QkvSizes
 
 comptime U32 = DType.uint32
+"""A register of two channels."""
 comptime KERNEL = 3
 """Taps of a side of the window."""
 comptime THREADS = 384
