@@ -16,8 +16,8 @@ odd number of tokens keeps the threads of a warp in different banks. Then each t
 few channels of one token after another, their taps in registers as float32: for queries 4 channels
 of 2 neighbours, which share what they see, for keys and values together 2 channels.
 
-Bound by the instructions of the float32 units at large batches, by latency at batch 1;
-docs/kernels.md has the figures.
+Bound by the instructions of the float32 units at large batches, where hopper.mojo has a kernel for
+Hopper, by latency at batch 1; docs/kernels.md has the figures.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
@@ -35,7 +35,9 @@ from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
+from ..target import IS_HOPPER
 from .config import QkvOperands, QkvSizes
+from .hopper import KERNEL, enqueue_hopper
 
 comptime THREADS = 384
 """Threads of a block: every width of CvT-13 divides into them."""
@@ -432,7 +434,7 @@ def _enqueue[
 def depthwise_qkv_gpu[
     dtype: DType, kernel: Int
 ](o: QkvOperands[dtype], g: QkvSizes, ctx: DeviceContext) raises:
-    """Enqueues the projections of all images.
+    """Enqueues the projections of all images: hopper.mojo's kernel where it is faster, or this one.
 
     Parameters:
         dtype: Of tokens and filters.
@@ -446,6 +448,9 @@ def depthwise_qkv_gpu[
     Raises:
         If the launch fails.
     """
+    comptime if IS_HOPPER and kernel == KERNEL and size_of[dtype]() == 2:
+        if enqueue_hopper(o, g, ctx):
+            return
     var vectors = Int(g.c) * size_of[dtype]() // 16
     if vectors <= 8:
         _enqueue[dtype, kernel, 8, 1](o, g, ctx)
