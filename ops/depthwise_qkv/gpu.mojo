@@ -21,7 +21,7 @@ Hopper, by latency at batch 1; docs/kernels.md has the figures.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
@@ -391,8 +391,8 @@ def _cost(g: QkvSizes) -> Float64:
     return waves * 4000 + turns * work * Float64(Int(g.c)) / (8 * 32 * 2.8)
 
 
-def _tiled[dtype: DType](sizes: QkvSizes) -> QkvSizes:
-    """Chooses the tile: the least estimate of those that fit into shared memory."""
+def _tiled[dtype: DType](sizes: QkvSizes, room: Int) -> QkvSizes:
+    """Chooses the tile: the least estimate of those that fit into `room` bytes of shared memory."""
     var g = sizes
     var best = sizes
     best.rows = best.columns = 1
@@ -408,7 +408,7 @@ def _tiled[dtype: DType](sizes: QkvSizes) -> QkvSizes:
             if columns == g.columns:
                 continue
             g.columns = columns
-            if _bytes[dtype](g) <= SHARED:
+            if _bytes[dtype](g) <= room:
                 var cost = _cost(g)
                 if cost < least:
                     least = cost
@@ -419,7 +419,11 @@ def _tiled[dtype: DType](sizes: QkvSizes) -> QkvSizes:
 def _enqueue[
     dtype: DType, kernel: Int, lanes: Int, vectors: Int
 ](o: QkvOperands[dtype], sizes: QkvSizes, ctx: DeviceContext) raises:
-    var g = _tiled[dtype](sizes)
+    # sm_86 and sm_89 give a block 99 KB.
+    var room = min(
+        SHARED, Int(ctx.get_attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN))
+    )
+    var g = _tiled[dtype](sizes, room)
     ctx.enqueue_function[qkv_kernel[dtype, kernel, lanes, vectors]](
         o,
         g,
@@ -427,7 +431,7 @@ def _enqueue[
         block_dim=THREADS,
         shared_mem_bytes=_bytes[dtype](g),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(room)),
     )
 
 
