@@ -47,12 +47,12 @@ from weights import bundled as bundled_names
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES = (1, 3)
 MODELS = ("resnet-18", "resnet-50", "cvt-13")
-PRECISIONS = (
-    (DType.float32, True),
-    (DType.float32, False),
-    (DType.bfloat16, False),
-    (DType.float16, False),
-)
+PRECISIONS = {
+    "tf32": (DType.float32, True),
+    "float32": (DType.float32, False),
+    "bfloat16": (DType.bfloat16, False),
+    "float16": (DType.float16, False),
+}
 """Dtypes, and whether products are rounded to TF32."""
 SIZE = (224, 224)
 GRAPHS = {"": (DType.uint8, False), "-stages": (DType.float32, True)}
@@ -66,20 +66,30 @@ def main() -> int:
     parser.add_argument("--compiled", type=Path, metavar="DIR", help="graphs compiled elsewhere")
     parser.add_argument("--compile", metavar="TARGET", help="only compile, into --compiled DIR")
     parser.add_argument("--photos", type=Path, metavar="DIR", help="more pictures to classify")
+    parser.add_argument(
+        "--precisions",
+        type=lambda names: names.split(","),
+        default=list(PRECISIONS),
+        metavar="A,B",
+        help=f"some of {', '.join(PRECISIONS)}",
+    )
     options = parser.parse_args()
+    for name in options.precisions:
+        if name not in PRECISIONS:
+            parser.error(f"--precisions expects some of {', '.join(PRECISIONS)} but has {name!r}")
     if options.compile:
         if not options.compiled:
             parser.error("--compile was expected with --compiled DIR but came alone")
-        compile_everything(options.compiled, Target.parse(options.compile))
+        compile_everything(options.compiled, Target.parse(options.compile), options.precisions)
         return 0
     if not options.json:
         parser.error("--json FILE was expected but did not come")
     check_path(options.json)
     allow_tf32(False)
     steps: list[Callable[[], Iterator[dict[str, Any]]]] = [
-        partial(ops, options.compiled),
-        partial(models, options.compiled),
-        partial(bundled, options.compiled, options.photos),
+        partial(ops, options.compiled, options.precisions),
+        partial(models, options.compiled, options.precisions),
+        partial(bundled, options.compiled, options.photos, options.precisions),
     ]
     records = []
     for record in itertools.chain.from_iterable(step() for step in steps):
@@ -94,16 +104,16 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def compile_everything(folder: Path, target: Target) -> None:
+def compile_everything(folder: Path, target: Target, precisions: list[str]) -> None:
     """Compiles every graph into ``folder``, a process for each two cores."""
     folder.mkdir(parents=True, exist_ok=True)
     jobs: list[Callable[[], None]] = []
-    for dtype, tf32 in PRECISIONS:
+    for dtype, tf32 in (PRECISIONS[name] for name in precisions):
         jobs.append(partial(compile_ops, folder, target, dtype.name, tf32))
         jobs += [partial(compile_model, folder, target, m, dtype.name, tf32) for m in MODELS]
     for name in bundled_names():
         jobs.append(partial(package, folder, name, "cpu:x86-64-v3", "float32"))
-        jobs += [partial(package, folder, name, target.name, dtype.name) for dtype in TORCH]
+        jobs += [partial(package, folder, name, target.name, each) for each in packaged(precisions)]
     start = time.perf_counter()
     workers = max(1, (os.cpu_count() or 1) // 2)
     with ProcessPoolExecutor(
@@ -142,6 +152,12 @@ def compile_model(folder: Path, target: Target, name: str, dtype: str, tf32: boo
             session.compile(graph).export_mef(path)
 
 
+def packaged(precisions: list[str]) -> list[str]:
+    """Lists the dtypes of bundled models on a GPU: TF32 is float32's default."""
+    found = dict.fromkeys(PRECISIONS[name][0].name for name in precisions if name != "float32")
+    return list(found)
+
+
 def package(folder: Path, name: str, target: str, dtype: str) -> None:
     """Compiles a bundled model ahead of time."""
     from graphs.ahead import compile
@@ -150,10 +166,10 @@ def package(folder: Path, name: str, target: str, dtype: str) -> None:
     compile(name, folder / f"{name}-{kind}-{dtype}", target=target, dtype=dtype, force=True)
 
 
-def ops(folder: Path | None) -> Iterator[dict[str, Any]]:
+def ops(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
     """Compares every case of tests/ops/cases.py with torch, and a replay with its run."""
     device = Accelerator()
-    for dtype, tf32 in PRECISIONS:
+    for dtype, tf32 in (PRECISIONS[name] for name in precisions):
         kernels = Unchecked() if folder else None
         graph, parameters = build_graph(CASES, DeviceRef.GPU(), dtype, tf32=tf32, kernels=kernels)
         session = InferenceSession(devices=[device])
@@ -194,9 +210,10 @@ def ops(folder: Path | None) -> Iterator[dict[str, Any]]:
             }
 
 
-def models(folder: Path | None) -> Iterator[dict[str, Any]]:
+def models(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
     """Compares networks of random weights with transformers, stage by stage."""
-    for name, (dtype, tf32) in itertools.product(MODELS, PRECISIONS):
+    for name, chosen in itertools.product(MODELS, precisions):
+        dtype, tf32 = PRECISIONS[chosen]
         reference = reference_model(name)
         ours = Model(checkpoint(name, reference), Accelerator(), dtype, tf32=tf32)
         for suffix, (pixels, everything) in GRAPHS.items() if folder else ():
@@ -263,7 +280,9 @@ def everything(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [outputs.logits, *(m.permute(0, 2, 3, 1) for m in maps)]
 
 
-def bundled(folder: Path | None, photos: Path | None) -> Iterator[dict[str, Any]]:
+def bundled(
+    folder: Path | None, photos: Path | None, precisions: list[str]
+) -> Iterator[dict[str, Any]]:
     """Compares the bundled models' answers for pictures on the GPU with the CPU's in float32."""
     pictures = [
         path
@@ -273,18 +292,18 @@ def bundled(folder: Path | None, photos: Path | None) -> Iterator[dict[str, Any]
     ]
     for name in bundled_names():
         answers = {}
-        for kind, dtype in [("cpu", "float32"), *(("gpu", dtype.name) for dtype in TORCH)]:
+        for kind, dtype in [("cpu", "float32"), *(("gpu", each) for each in packaged(precisions))]:
             source = str(folder / f"{name}-{kind}-{dtype}") if folder else name
             model = load(source, device=kind, dtype=dtype)
             answers[kind, dtype] = model.classify(list(pictures), top_k=1)
         expected = answers["cpu", "float32"]
-        for dtype in TORCH:
-            got = answers["gpu", dtype.name]
+        for dtype in packaged(precisions):
+            got = answers["gpu", dtype]
             pairs = [(a[0], b[0]) for a, b in zip(expected, got, strict=True)]
             different = sum(a.label != b.label for a, b in pairs)
             yield {
                 "model": name,
-                "dtype": dtype.name,
+                "dtype": dtype,
                 "pictures": len(pictures),
                 "other_labels": different,
                 "largest_score_difference": max(abs(a.score - b.score) for a, b in pairs),

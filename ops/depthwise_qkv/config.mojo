@@ -109,6 +109,8 @@ struct QkvSizes(DevicePassable, TrivialRegisterPassable):
     """Height of a block's tile."""
     var columns: Int32
     """Width of a block's tile."""
+    var parts: Int32
+    """Blocks that share the channels of a tile, each of which normalises it."""
     var eps: Float32
     """Added to the variance."""
 
@@ -132,6 +134,7 @@ struct QkvSizes(DevicePassable, TrivialRegisterPassable):
         self.p = (self.h + 2 * self.pad_kv - self.kernel) // self.stride + 1
         self.q = (self.w + 2 * self.pad_kv - self.kernel) // self.stride + 1
         self.rows = self.columns = 0
+        self.parts = 1
 
     @always_inline
     def margin(self) -> Int32:

@@ -16,12 +16,12 @@ odd number of tokens keeps the threads of a warp in different banks. Then each t
 few channels of one token after another, their taps in registers as float32: for queries 4 channels
 of 2 neighbours, which share what they see, for keys and values together 2 channels.
 
-Bound by the instructions of the float32 units at large batches, by latency at batch 1;
-docs/kernels.md has the figures.
+Bound by the instructions of the float32 units at large batches, where hopper.mojo has a kernel for
+Hopper, by latency at batch 1; docs/kernels.md has the figures.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
@@ -35,7 +35,9 @@ from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
+from ..target import IS_HOPPER
 from .config import QkvOperands, QkvSizes
+from .hopper import KERNEL, enqueue_hopper
 
 comptime THREADS = 384
 """Threads of a block: every width of CvT-13 divides into them."""
@@ -389,8 +391,8 @@ def _cost(g: QkvSizes) -> Float64:
     return waves * 4000 + turns * work * Float64(Int(g.c)) / (8 * 32 * 2.8)
 
 
-def _tiled[dtype: DType](sizes: QkvSizes) -> QkvSizes:
-    """Chooses the tile: the least estimate of those that fit into shared memory."""
+def _tiled[dtype: DType](sizes: QkvSizes, room: Int) -> QkvSizes:
+    """Chooses the tile: the least estimate of those that fit into `room` bytes of shared memory."""
     var g = sizes
     var best = sizes
     best.rows = best.columns = 1
@@ -406,7 +408,7 @@ def _tiled[dtype: DType](sizes: QkvSizes) -> QkvSizes:
             if columns == g.columns:
                 continue
             g.columns = columns
-            if _bytes[dtype](g) <= SHARED:
+            if _bytes[dtype](g) <= room:
                 var cost = _cost(g)
                 if cost < least:
                     least = cost
@@ -417,7 +419,11 @@ def _tiled[dtype: DType](sizes: QkvSizes) -> QkvSizes:
 def _enqueue[
     dtype: DType, kernel: Int, lanes: Int, vectors: Int
 ](o: QkvOperands[dtype], sizes: QkvSizes, ctx: DeviceContext) raises:
-    var g = _tiled[dtype](sizes)
+    # sm_86 and sm_89 give a block 99 KB.
+    var room = min(
+        SHARED, Int(ctx.get_attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN))
+    )
+    var g = _tiled[dtype](sizes, room)
     ctx.enqueue_function[qkv_kernel[dtype, kernel, lanes, vectors]](
         o,
         g,
@@ -425,14 +431,14 @@ def _enqueue[
         block_dim=THREADS,
         shared_mem_bytes=_bytes[dtype](g),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(room)),
     )
 
 
 def depthwise_qkv_gpu[
     dtype: DType, kernel: Int
 ](o: QkvOperands[dtype], g: QkvSizes, ctx: DeviceContext) raises:
-    """Enqueues the projections of all images.
+    """Enqueues the projections of all images: hopper.mojo's kernel where it is faster, or this one.
 
     Parameters:
         dtype: Of tokens and filters.
@@ -446,6 +452,9 @@ def depthwise_qkv_gpu[
     Raises:
         If the launch fails.
     """
+    comptime if IS_HOPPER and kernel == KERNEL and size_of[dtype]() == 2:
+        if enqueue_hopper(o, g, ctx):
+            return
     var vectors = Int(g.c) * size_of[dtype]() // 16
     if vectors <= 8:
         _enqueue[dtype, kernel, 8, 1](o, g, ctx)

@@ -119,6 +119,26 @@ def load_im2col(
 
 
 @always_inline
+def load_bytes(to: UInt32, source: Pointer, bytes: UInt32, barrier: UInt32):
+    """Starts copying bytes to shared memory.
+
+    Args:
+        to: Where to, in shared memory; a multiple of 16.
+        source: Where from; a multiple of 16.
+        bytes: How many; a multiple of 16.
+        barrier: Told of the bytes that have come.
+    """
+    inlined_assembly[
+        (
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            " [$0], [$1], $2, [$3];"
+        ),
+        NOTHING,
+        constraints="r,l,r,r,~{memory}",
+    ](to, source, bytes, barrier)
+
+
+@always_inline
 def load_2d(to: UInt32, map: UInt64, barrier: UInt32, x: Int32, y: Int32):
     """Starts copying a box of a matrix to shared memory.
 

@@ -489,6 +489,7 @@ CASES = [
     project("depthwise_qkv 64", (14, 14), 64),
     project("depthwise_qkv token", (7, 9), 192, token=True),
     project("depthwise_qkv 384", (14, 14), 384, token=True),
+    project("depthwise_qkv many tiles", (57, 115), 384, token=True),
     project("depthwise_qkv kernel 5", (9, 8), 24, kernel=5, padding_kv=2, stride_kv=1),
     project("depthwise_qkv 1 x 1", (1, 1), 80, kernel=1, padding_kv=0, stride_kv=1, token=True),
     project("depthwise_qkv no padding", (8, 7), 72, padding_kv=0, stride_kv=3),

@@ -86,6 +86,8 @@ class Qkv:
     kernel: int = 3
     stride: int = 2
     pad_kv: int = 1
+    parts: int = 0  # blocks of a tile in hopper.mojo's kernel; none is gpu.mojo's
+    threads: int = 384
 
     @property
     def pad_q(self) -> int:
@@ -104,6 +106,21 @@ class Qkv:
                 return lanes, vectors
         return 32, 4
 
+    @property
+    def hopper_bytes(self) -> int:
+        """Bytes of shared memory of hopper.mojo's block: the most that the map has of a tile."""
+        least, around = min(self.pad_q, self.pad_kv), self.kernel - 1
+        margin = max(self.pad_q, self.pad_kv)
+        high, broad = (
+            max(
+                min(begin + tile + around - least, size) - max(begin - margin, 0)
+                for begin in range(0, size, tile)
+            )
+            for size, tile in zip((self.h, self.w), self.tile, strict=True)
+        )
+        tokens = high * broad + self.first
+        return 256 + 67 * self.c + tokens * (2 * self.c + 16) + (high + 1) // 2 * 16
+
 
 def depthwise_qkv(kernel: Kernel, g: Qkv, inputs: Sequence[Array]) -> list[Array]:
     """Runs ops/depthwise_qkv: x, norm's weight and bias, three filters, three biases."""
@@ -115,14 +132,17 @@ def depthwise_qkv(kernel: Kernel, g: Qkv, inputs: Sequence[Array]) -> list[Array
     rows, columns = g.tile
     around = g.kernel - 1 + abs(g.pad_q - g.pad_kv)
     pitch = ((rows + around) * (columns + around) + 1) | 1
+    tiles = -(-g.w // columns), -(-g.h // rows)
     sizes = (g.images, g.first, g.h, g.w, g.c, g.kernel, g.pad_q, g.pad_kv, g.stride, p, q)
     launch = Launch(
         kernel,
-        [pack("12Q", *at), pack("13if", *sizes, rows, columns, 1e-5)],
+        [pack("12Q", *at), pack("14if", *sizes, rows, columns, g.parts, 1e-5)],
         memory,
-        grid=(-(-g.h // rows) * -(-g.w // columns), g.images),
-        threads=384,
-        shared_bytes=pitch * g.c * 2,
+        grid=(tiles[0] * g.parts, tiles[1], g.images)
+        if g.parts
+        else (tiles[0] * tiles[1], g.images),
+        threads=g.threads,
+        shared_bytes=g.hopper_bytes if g.parts else pitch * g.c * 2,
         together=12,
     )
     launch.run()

@@ -507,6 +507,30 @@ class Gang:
         barrier.bytes -= source.bytes
         barrier.settle()
 
+    def bulk_bytes(
+        self, to: Array, source: Array, bytes: Array, barrier: Array, where: Mask
+    ) -> None:
+        """cp.async.bulk of bytes in a row (9.7.8.24.5)."""
+        to, source, bytes, barrier = (
+            np.broadcast_to(values, self.lanes).astype(np.int64)
+            for values in (to, source, bytes, barrier)
+        )
+        for lane in np.flatnonzero(self._mask(where)).tolist():
+            if (to[lane] | source[lane] | bytes[lane]) & 15:
+                raise AccessError("cp.async.bulk: an address or size is no multiple of 16")
+            words = np.arange(int(bytes[lane]) // 8) * 8
+            signal = self.block.mbarrier(int(barrier[lane]))
+            copy = partial(self._arrive_bytes, source[lane] + words, int(to[lane]), signal)
+            self.block.cluster.copies.append(copy)
+
+    def _arrive_bytes(self, source: Array, to: int, barrier: Barrier) -> None:
+        values = self.memory.load(source, 8, 1, True)[0].view(np.uint8)
+        if to + values.size > self.block.shared.size:
+            raise AccessError(f"cp.async.bulk: bytes at {to:#x} leave shared memory")
+        self.block.shared.bytes[to : to + values.size] = values
+        barrier.bytes -= values.size
+        barrier.settle()
+
     def bulk_store(self, map_: Array, at: Sequence[Array], source: Array, where: Mask) -> None:
         for lane in np.flatnonzero(self._mask(where)).tolist():
             tensor = self._map(map_, lane)

@@ -113,6 +113,20 @@ def test_layernorm(
         Qkv(5, 6, 136, (2, 4), kernel=1, pad_kv=0, stride=1),
         Qkv(9, 8, 200, (4, 3), first=1, kernel=5, pad_kv=2),
         Qkv(9, 8, 64, (4, 3), kernel=5, pad_kv=0, stride=3),
+        Qkv(4, 4, 64, (4, 4), parts=1),
+        Qkv(1, 1, 64, (1, 1), first=1, parts=1),
+        Qkv(5, 1, 64, (3, 1), parts=2, threads=128),
+        Qkv(8, 7, 64, (1, 1), stride=3, pad_kv=0, parts=1, threads=128),
+        Qkv(9, 13, 64, (4, 4), first=1, stride=1, parts=2),
+        Qkv(28, 28, 64, (14, 28), parts=1, threads=256),
+        Qkv(20, 37, 64, (20, 19), first=1, parts=1),
+        Qkv(7, 9, 192, (4, 5), first=1, images=2, parts=1, threads=256),
+        Qkv(8, 7, 192, (3, 3), first=1, images=3, stride=3, pad_kv=0, parts=2),
+        Qkv(28, 28, 192, (14, 14), parts=1),
+        Qkv(14, 14, 384, (7, 14), first=1, parts=1),
+        Qkv(14, 14, 384, (7, 14), first=1, images=2, parts=2),
+        Qkv(14, 14, 384, (4, 4), first=1, parts=4, threads=256),
+        Qkv(5, 3, 384, (1, 2), first=1, parts=1, threads=128),
     ],
     ids=str,
 )
@@ -123,8 +137,10 @@ def test_depthwise_qkv(find: Find, rng: np.random.Generator, g: Qkv) -> None:
     filters = [rounded(rng.standard_normal((taps, g.c)) * 0.5, BF16) for _ in range(3)]
     biases = list(rng.standard_normal((3, g.c)).astype(np.float32))
     lanes, vectors = g.lanes
-    kernel = find(f"depthwise_qkv_{g.kernel}_{lanes}x{vectors}_bfloat16")
-    got = depthwise_qkv(kernel, g, [x, weight, norm_bias, *filters, *biases])
+    name = f"depthwise_qkv_{g.kernel}_{lanes}x{vectors}_bfloat16"
+    if g.parts:
+        name = f"depthwise_qkv_hopper_{g.c}_bfloat16"
+    got = depthwise_qkv(find(name), g, [x, weight, norm_bias, *filters, *biases])
 
     tokens = wide(rounded(normalised(wide(x, BF16), weight, norm_bias), BF16), BF16)
     image = tokens[:, g.first :].reshape(g.images, g.h, g.w, g.c)

@@ -436,6 +436,13 @@ class Translator:
                 offsets = self.list(a[3].strip("{}"), "u16") if "im2col" in parts else "[]"
                 barrier, to = v(a[2][1:-1], "u32"), v(a[0][1:-1], "u32")
                 return [f"g.bulk_load({to}, {map_}, {where}, {barrier}, {offsets}, w)"]
+            if parts[3:5] == ["shared::cluster", "global"]:
+                to, source, barrier = (
+                    v(a[0][1:-1], "u32"),
+                    v(a[1][1:-1], "u64"),
+                    v(a[3][1:-1], "u32"),
+                )
+                return [f"g.bulk_bytes({to}, {source}, {v(a[2], 'u32')}, {barrier}, w)"]
         if parts[:2] == ["cp", "async"]:
             if parts[2] == "commit_group":
                 return ["g.copies_commit(w)"]
