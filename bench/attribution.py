@@ -16,6 +16,8 @@ from bench.layers import Layer, Node
 
 STEPS = 200_000
 """Tries before an assignment is given up."""
+OURS = re.compile(r"(gemm|conv2d|depthwise|stem|attention|layernorm)_")
+"""Begins of symbols that are no kernel of MAX's own."""
 _ELEMENTWISE = r"mogg_for_?each_\w+"
 
 
@@ -34,12 +36,16 @@ def symbols(layer: Layer) -> list[list[re.Pattern[str]]]:
         ways = [[_gemm(epilogue)]]
     elif op == "conv2d_shortcut":
         ways = [[_gemm("relu", "1x2")], [_gemm("none"), _gemm("add_relu")]]
+    elif op == "conv2d_chain":
+        ways += [[_gemm("add_relu"), _gemm("relu")]]
+    elif op == "layernorm_mlp":
+        ways += [[r"layernorm_(?!mlp)\w+", _gemm("gelu"), _gemm("add")]]
     elif op == "qkv_linear":
         ways = [[_gemm("none", "3x1")], [_gemm("none")] * 3]
     elif op.startswith("sparse_conv2d"):
         ways = [[rf"sparse_conv2d_{epilogue}_(bfloat16|float16|float32)_\w+"]]
     elif op in ("log_softmax", "layernorm_first"):
-        ways = [[r"(softmax|layernorm)_\w+"]]
+        ways = [[r"(softmax|layernorm)_(?!mlp)\w+"]]
     elif op == "avgpool":
         ways += [[_ELEMENTWISE]]
     elif op in ("relu", "gelu", "normalize", "class_token", "maxpool"):
@@ -83,7 +89,9 @@ def attribute(launches: Sequence[Recorded], nodes: Sequence[Node]) -> list[str] 
                 ):
                     ready.setdefault(node.layer, []).append((i, len(way)))
         found = [option for several in ready.values() for option in several]
-        ours = re.match(r"(gemm|depthwise|stem|attention|layernorm)_", launches[place].symbol)
+        ours = re.match(
+            r"(gemm|conv2d|depthwise|stem|attention|layernorm)_", launches[place].symbol
+        )
         return [*([] if ours else [(None, 1)]), *reversed(found)]  # popped from the end
 
     left = options() if launches else []

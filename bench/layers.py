@@ -59,7 +59,7 @@ class Layer:
         op: As it is registered.
         parameters: Of the op, by name.
         inputs: In the op's order.
-        outputs: Likewise.
+        outputs: Likewise; see ``results``.
     """
 
     op: str
@@ -72,6 +72,11 @@ class Layer:
         """The activations that it reads."""
         return [each for each in self.inputs if each.kind == "value"]
 
+    @property
+    def results(self) -> tuple[Operand, ...]:
+        """The outputs that are read; an MLP's others are room for what is in between."""
+        return self.outputs[:1] if self.op == "layernorm_mlp" else self.outputs
+
     def setting(self, index: int = -1) -> tuple[int, ...]:
         """Gives the integers of a setting."""
         return tuple(int(number) for number in self.inputs[index].numbers)
@@ -79,6 +84,8 @@ class Layer:
     @property
     def window(self) -> tuple[int, ...]:
         """Gives the nine numbers of ops/geometry.mojo."""
+        if self.op == "conv2d_chain":
+            return 1, 1, 1, 1, 0, 0, 1, 1, 1
         return self.setting(-2 if self.op == "conv2d_shortcut" else -1)
 
     def parameter(self, name: str) -> Any:
@@ -98,6 +105,10 @@ class Layer:
             r, s, stride = self.window[:3]
             window = f"{r}x{s}/{stride} "
         channels = f"{x[-1]}-{y[-1]}" if x[-1] != y[-1] else f"{x[-1]}"
+        if self.op == "conv2d_chain":
+            channels += f"-{self.outputs[1].shape[-1]}"
+        if self.op == "layernorm_mlp":
+            channels = f"{x[-1]}-{self.outputs[2].shape[-1]}-{y[-1]}"
         if self.op == "conv2d_shortcut":
             channels += f" and {self.values[1].shape[-1]}"
         at = "x".join(str(size) for size in x[1:-1])
@@ -113,6 +124,11 @@ class Layer:
             return r, s, c // groups, f
         if self.op == "conv2d_shortcut" and index == 4:
             return 1, 1, int(self.values[1].shape[-1]), f
+        if self.op == "conv2d_chain" and index in (1, 4):
+            return 1, 1, *((c, f) if index == 1 else (f, int(self.outputs[1].shape[-1])))
+        if self.op == "layernorm_mlp" and index in (3, 5):
+            k = int(self.outputs[2].shape[-1])
+            return 1, 1, *((c, k) if index == 3 else (k, f))
         products = {"bmm": (1,), "bmm_add": (1,), "qkv_linear": (3, 5, 7)}
         if index in products.get(self.op, ()):
             return 1, 1, c, f
@@ -164,6 +180,9 @@ class Layer:
     def flops(self, batch: int) -> float:
         """Counts the operations of its matrix products, two a multiply-accumulate."""
         y = self.outputs[0].sizes(batch)
+        if self.op in ("conv2d_chain", "layernorm_mlp"):
+            filters = [shape for j in range(len(self.inputs)) if (shape := self.filter(j))]
+            return sum(2.0 * math.prod(y[:-1]) * c * f for *_, c, f in filters)
         if self.op.startswith(("conv2d", "sparse_conv2d")):
             r, s, *_, groups = self.window
             depth = r * s * self.values[0].sizes(batch)[-1] / groups
@@ -191,7 +210,7 @@ class Layer:
         moved = [each for each in self.inputs if each.kind != "setting"]
         if self.op == "layernorm_first":  # which reads as much as it writes
             moved[0] = self.outputs[0]
-        return sum(each.bytes(batch) for each in (*moved, *self.outputs))
+        return sum(each.bytes(batch) for each in (*moved, *self.results))
 
 
 class Node(NamedTuple):
@@ -275,6 +294,8 @@ def _name(op: str, weights: list[str], before: list[str]) -> str:
         common = _common(before) if len(before) > 1 else "".join(before).rpartition(".")[0]
         return common if common.rpartition(".")[2] == op else op
     stems = [stem if last in INSIDE else name for name in own for stem, _, last in [_split(name)]]
+    if op == "conv2d_chain":  # of two blocks
+        return " + ".join(dict.fromkeys(stems))
     common = _common(stems)
     return common if common in stems else _joined(common, op)
 

@@ -163,7 +163,8 @@ def measure(
     clock.wait()
     each = len(layer.outputs)
     last = copies - 1
-    got = [torch.from_dlpack(y)[:CHECKED].float().cpu() for y in outputs[last * each :]]
+    results = outputs[last * each :][: len(layer.results)]
+    got = [torch.from_dlpack(y)[:CHECKED].float().cpu() for y in results]
     record |= _check(layer, got, values[last], found.weights[index][last], dtype)
     timed: dict[str, tuple[Clock, Callable[[], Any]]] = {"ours": (clock, ours)}
     operator = OPERATORS.get(layer.op) if options.peers else None
@@ -336,6 +337,20 @@ def _shortcut(layer: Layer, x: Tensors, w: Weights, whole: bool) -> Any:
     return F.relu(y + beside).permute(0, 2, 3, 1) if whole else (y, beside)
 
 
+def _chain(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
+    h = F.conv2d(_nchw(x[0]), w["1.filter"], w["1.bias"] if whole else None)
+    h = F.relu(h + _nchw(x[1])) if whole else h
+    z = F.conv2d(h, w["4.filter"], w["4.bias"] if whole else None)
+    return h.permute(0, 2, 3, 1), (F.relu(z) if whole else z).permute(0, 2, 3, 1)
+
+
+def _mlp(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
+    y = F.layer_norm(x[0], x[0].shape[-1:], w["1"], w["2"], layer.inputs[-1].numbers[0])
+    h = F.linear(y, w["3.filter"][:, :, 0, 0], w["3.bias"] if whole else None)
+    z = F.linear(F.gelu(h), w["5.filter"][:, :, 0, 0], w["5.bias"] if whole else None)
+    return x[0] + z if whole else z
+
+
 def _qkv_linear(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
     return tuple(
         F.linear(each, w[f"{j}.filter"][:, :, 0, 0], w[f"{j}.bias"] if whole else None)
@@ -432,6 +447,8 @@ OPERATORS = {
     "bmm": Operator("linear", _linear),
     "bmm_add": Operator("linear", _linear),
     "conv2d_shortcut": Operator("2 conv2d", _shortcut),
+    "conv2d_chain": Operator("2 conv2d", _chain),
+    "layernorm_mlp": Operator("layer_norm, 2 linear, gelu", _mlp),
     "qkv_linear": Operator("3 linear", _qkv_linear),
     "layernorm_first": Operator("layer_norm", _layernorm_first),
     "attention": Operator("scaled_dot_product_attention", _attention),

@@ -87,6 +87,12 @@ def stem_fragments(filters: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(split.transpose(4, 0, 6, 5, 8, 2, 1, 7, 3)).reshape(-1)
 
 
+CHAINS = ((64, 64), (64, 128), (128, 128))
+"""C and F of the chains of convolutions that ops/gemm/chain.mojo has a tile for."""
+MLPS = (64, 192)
+"""C of the MLPs that it has one for."""
+
+
 def compressed_rows(
     filters: np.ndarray, groups: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from graphs.nodes import (
     depthwise_qkv,
     layernorm,
     layernorm_first,
+    layernorm_mlp,
     linear,
     qkv_linear,
     stem_layernorm,
@@ -239,8 +240,8 @@ def block(
     """Adds a convolutional transformer block (figure 2b) to the tokens [N, T, C]."""
     y = attend(spec, stage, x, w, (height, width))
     x = linear(y, w.filter("attention.output"), epilogue="add", residual=x)
-    y = linear(norm(x, w, "norm2", spec), w.filter("mlp.fc1"), epilogue="gelu")
-    return linear(y, w.filter("mlp.fc2"), epilogue="add", residual=x)
+    norm2 = w.vector("norm2.weight"), w.vector("norm2.bias")
+    return layernorm_mlp(x, norm2, (w.filter("mlp.fc1"), w.filter("mlp.fc2")), spec.eps)
 
 
 def attend(

@@ -18,6 +18,7 @@ from max.driver import accelerator_api
 from max.dtype import DType
 from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
+from graphs.arrange import CHAINS, MLPS
 from graphs.errors import ArgumentError, DeviceError
 from graphs.parameters import Filter
 
@@ -132,6 +133,62 @@ def conv2d_shortcut(
     values = [x, filter.dense, filter.bias, source, shortcut.dense, shortcut.bias, *windows]
     out = TensorType(x.dtype, [x.shape[0], *sizes[0], f], device=x.device)
     return _custom(name, values, out, {"tf32": _tf32(x, filter.tf32 and shortcut.tf32)})
+
+
+def conv2d_chain(
+    x: TensorValue, filter: Filter, residual: TensorValue, following: Filter
+) -> tuple[TensorValue, TensorValue]:
+    """Ends a residual block and begins the next: h = relu(conv2d(x) + residual), relu(conv2d(h)).
+
+    On a GPU it is one launch for some widths, which does not read h again.
+
+    Args:
+        x: The activations [N, H, W, C].
+        filter: Their filter of 1 x 1.
+        residual: What came into the block [N, H, W, K].
+        following: The next block's first filter, of 1 x 1 and without a stride.
+
+    Returns:
+        h[N, H, W, K], and the next block's first activations [N, H, W, F].
+
+    Raises:
+        ArgumentError: If shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    c, f = filter.shape[2], following.shape[3]
+    fused = (
+        not x.device.is_cpu()
+        and filter.dense is not None
+        and following.dense is not None
+        and filter.groups == following.groups == 1
+        and filter.shape[:2] == following.shape[:2] == (1, 1)
+        and (c, f) in CHAINS
+    )
+    if not fused:
+        h = conv2d(x, filter, epilogue="add_relu", residual=residual)
+        return h, conv2d(h, following, epilogue="relu")
+    name = "conv2d_chain"
+    *size, x_c = _sizes(name, x, "x[N, H, W, C]")
+    k = filter.shape[3]
+    if x_c != c:
+        raise ArgumentError(
+            f"{name}: filter w[1, 1, C, K] expects C={c} but input x[N, H, W, C] has C={x_c}"
+        )
+    if following.shape[2] != k:
+        raise ArgumentError(
+            f"{name}: expects a following filter [1, 1, {k}, F] but it is {list(following.shape)}"
+        )
+    out = TensorType(x.dtype, [x.shape[0], *size, k], device=x.device)
+    if list(residual.shape) != list(out.shape):
+        raise ArgumentError(
+            f"{name}: residual expects the output's shape {list(out.shape)}"
+            f" but has {list(residual.shape)}"
+        )
+    values = [x, filter.dense, filter.bias, residual, following.dense, following.bias]
+    after = TensorType(x.dtype, [x.shape[0], *size, f], device=x.device)
+    tf32 = _tf32(x, filter.tf32 and following.tf32)
+    h, z = _customs(name, values, [out, after], {"tf32": tf32, "c": c, "f": f})
+    return h, z
 
 
 def linear(
@@ -359,6 +416,48 @@ def layernorm_first(
     _check_norm(name, x.shape[2], weight, bias)
     out = TensorType(x.dtype, [x.shape[0], x.shape[2]], device=x.device)
     return _custom(name, [x, weight, bias, _host([eps], DType.float32)], out)
+
+
+def layernorm_mlp(
+    x: TensorValue,
+    norm: tuple[TensorValue, TensorValue],
+    weights: tuple[Filter, Filter],
+    eps: float = 1e-5,
+) -> TensorValue:
+    """Computes x + linear(gelu(linear(layernorm(x)))) of tokens x[N, T, C].
+
+    On a GPU it is one launch for some widths, and the hidden layer is never stored.
+
+    Args:
+        x: The tokens.
+        norm: Weight and bias of the layer norm, float32 [C].
+        weights: Of the linear layers, [C, K] and [K, C].
+        eps: Added to the variance.
+
+    Raises:
+        ArgumentError: If shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    name = "layernorm_mlp"
+    if x.rank != 3:
+        raise ArgumentError(f"{name}: expects tokens x[N, T, C] but x has {list(x.shape)}")
+    c = _static(name, x.shape[2], "C of x[N, T, C]")
+    _check_norm(name, c, *norm)
+    first, second = weights
+    k = first.shape[3]
+    if tuple(first.shape) != (1, 1, c, k) or tuple(second.shape) != (1, 1, k, c):
+        raise ArgumentError(
+            f"{name}: expects weights [{c}, K] and [K, {c}]"
+            f" but has {list(first.shape[2:])} and {list(second.shape[2:])}"
+        )
+    if x.device.is_cpu() or c not in MLPS or first.dense is None or second.dense is None:
+        y = linear(layernorm(x, *norm, eps), first, epilogue="gelu")
+        return linear(y, second, epilogue="add", residual=x)
+    values = [x, *norm, first.dense, first.bias, second.dense, second.bias]
+    values.append(_host([eps], DType.float32))
+    hidden = TensorType(x.dtype, [*x.shape[:2], k], device=x.device)
+    parameters = {"tf32": _tf32(x, first.tf32 and second.tf32), "c": c}
+    return _customs(name, values, [x.type, x.type, hidden], parameters)[0]
 
 
 def attention(

@@ -11,7 +11,7 @@ from typing import Any
 
 from max.graph import TensorValue
 
-from graphs.nodes import avgpool, conv2d, conv2d_shortcut, linear, stem_maxpool
+from graphs.nodes import avgpool, conv2d, conv2d_chain, conv2d_shortcut, linear, stem_maxpool
 from graphs.outputs import Outputs
 from graphs.parameters import Parameters
 
@@ -126,28 +126,50 @@ def parameters(spec: ResNetSpec) -> dict[str, Shape]:
 def resnet(spec: ResNetSpec, x: TensorValue, w: Parameters) -> Outputs:
     """Builds the network on pixels x[N, H, W, C]: uint8 levels, or normalised already."""
     x = stem_maxpool(x, w.stem("stem", 2), w.levels(x), stride=2, padding=3)  # 112, 56 squared
-    block = basic if spec.block == "basic" else bottleneck
-    stages = []
+    stages: list[TensorValue] = []
+    begun = None  # the block's first convolution, if the block before has computed it
     for i, depth in enumerate(spec.depths):  # 56, 28, 14, 7 squared
         for j in range(depth):
-            x = block(spec, x, w.at(f"stages.{i}.{j}"), spec.stage_stride(i) if j == 0 else 1)
+            at, stride = w.at(f"stages.{i}.{j}"), spec.stage_stride(i) if j == 0 else 1
+            if spec.block == "basic":
+                x = basic(x, at, stride)
+            else:
+                x, begun = bottleneck(spec, x, at, stride, begun, following(spec, w, i, j))
         stages.append(x)
     features = avgpool(x).reshape((x.shape[0], x.shape[3]))
     return Outputs(linear(features, w.filter("head")), features, stages)
 
 
-def basic(spec: ResNetSpec, x: TensorValue, w: Parameters, stride: int) -> TensorValue:
+def basic(x: TensorValue, w: Parameters, stride: int) -> TensorValue:
     """Adds a block of two 3x3 convolutions (figure 5, left)."""
     y = conv2d(x, w.filter("conv1"), stride=stride, padding=1, epilogue="relu")
     return join(x, y, w, "conv2", stride, padding=1)
 
 
-def bottleneck(spec: ResNetSpec, x: TensorValue, w: Parameters, stride: int) -> TensorValue:
-    """Adds a block of 1x1, 3x3 and 1x1 (figure 5, right)."""
+def bottleneck(
+    spec: ResNetSpec,
+    x: TensorValue,
+    w: Parameters,
+    stride: int,
+    begun: TensorValue | None,
+    following: Parameters | None,
+) -> tuple[TensorValue, TensorValue | None]:
+    """Adds a block of 1x1, 3x3 and 1x1 (figure 5, right), and begins the following one."""
     first, second = (stride, 1) if spec.stride_on_1x1 else (1, stride)
-    y = conv2d(x, w.filter("conv1"), stride=first, epilogue="relu")
+    y = conv2d(x, w.filter("conv1"), stride=first, epilogue="relu") if begun is None else begun
     y = conv2d(y, w.filter("conv2"), stride=second, padding=1, epilogue="relu")
-    return join(x, y, w, "conv3", stride)
+    if following is None or w.has("shortcut.filter"):
+        return join(x, y, w, "conv3", stride), None
+    return conv2d_chain(y, w.filter("conv3"), x, following.filter("conv1"))
+
+
+def following(spec: ResNetSpec, w: Parameters, stage: int, block: int) -> Parameters | None:
+    """Finds the weights of the block after this one, if its first 1x1 has no stride."""
+    if block + 1 < spec.depths[stage]:
+        return w.at(f"stages.{stage}.{block + 1}")
+    if stage + 1 < len(spec.depths) and not spec.stride_on_1x1:
+        return w.at(f"stages.{stage + 1}.0")
+    return None
 
 
 def join(

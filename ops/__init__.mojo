@@ -6,6 +6,7 @@ from .class_token import *
 from .conv2d import *
 from .depthwise_qkv import *
 from .layernorm import *
+from .mlp import *
 from .normalize import *
 from .pool import *
 from .rows import *

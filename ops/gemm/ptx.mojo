@@ -277,6 +277,50 @@ def shared_load(at: UInt32) -> UInt32:
 
 
 @always_inline
+def shared_store_float(at: UInt32, value: Float32):
+    """Stores a number.
+
+    Args:
+        at: Address.
+        value: The number.
+    """
+    inlined_assembly["st.shared.f32 [$0], $1;", NOTHING, constraints="r,f,~{memory}"](at, value)
+
+
+@always_inline
+def shared_load_matrices(at: UInt32) -> SIMD[DType.uint32, 4]:
+    """Loads four matrices of 8 rows of 16 bytes, each as the left side of a product holds it.
+
+    Args:
+        at: Address of a row: lanes 8 i to 8 i + 7 name those of the i-th matrix.
+
+    Returns:
+        4 bytes of each matrix: the (lane % 4)th of row lane / 4.
+    """
+    var r = inlined_assembly[
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
+        constraints="=r,=r,=r,=r,r,~{memory}",
+    ](at)
+    return SIMD[DType.uint32, 4](r[0], r[1], r[2], r[3])
+
+
+@always_inline
+def shared_store_matrices(at: UInt32, bits: SIMD[DType.uint32, 4]):
+    """Stores four matrices of 8 rows of 16 bytes, as `shared_load_matrices` loads them.
+
+    Args:
+        at: Address of a row: lanes 8 i to 8 i + 7 name those of the i-th matrix.
+        bits: 4 bytes of each matrix.
+    """
+    inlined_assembly[
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+        NOTHING,
+        constraints="r,r,r,r,r,~{memory}",
+    ](at, bits[0], bits[1], bits[2], bits[3])
+
+
+@always_inline
 def shared_store2(at: UInt32, a: Float32, b: Float32):
     """Stores two numbers.
 
@@ -306,6 +350,24 @@ def shared_load2(at: UInt32) -> SIMD[DType.float32, 2]:
         constraints="=f,=f,r,~{memory}",
     ](at)
     return SIMD[DType.float32, 2](r[0], r[1])
+
+
+@always_inline
+def shared_load4(at: UInt32) -> SIMD[DType.float32, 4]:
+    """Loads four numbers.
+
+    Args:
+        at: Address, a multiple of 16.
+
+    Returns:
+        The numbers.
+    """
+    var r = inlined_assembly[
+        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
+        _RegisterPackType[Float32, Float32, Float32, Float32],
+        constraints="=f,=f,=f,=f,r,~{memory}",
+    ](at)
+    return SIMD[DType.float32, 4](r[0], r[1], r[2], r[3])
 
 
 @always_inline

@@ -36,11 +36,14 @@ def test_names_are_those_of_the_weights(network: tuple[Any, list[Node]]) -> None
     model, nodes = network
     names = Counter(node.name for node in nodes)
     assert max(names.values()) == 1
+    mlps = {name.removesuffix("layernorm_mlp") for name in names if name.endswith("_mlp")}
+    parts = {f"{block}{part}" for block in mlps for part in ("norm2", "mlp.fc1", "mlp.fc2")}
+    parts |= {part for name in names for part in name.split(" + ")}
     together = {node.name for node in nodes if node.name.endswith(("_shortcut", "_linear"))}
     for weight in model.tensors:
         name = weight.rpartition(".")[0] if not weight.endswith("cls_token") else weight
         block = name.rpartition(".")[0]
-        assert name in names or any(each.startswith(block) for each in together), weight
+        assert name in parts or any(each.startswith(block) for each in together), weight
 
 
 def test_layers_add_up_to_the_network(network: tuple[Any, list[Node]]) -> None:
@@ -64,12 +67,17 @@ def symbol(node: Node) -> str:
 
 def recorded(node: Node, fused: bool = True) -> list[Recorded]:
     """What a node launches: one kernel, or several where the fused one is not to be had."""
-    apart = {"conv2d_shortcut": ["none", "add_relu"], "qkv_linear": ["none"] * 3}
+    apart = {
+        "conv2d_chain": ["gemm_cores_add_relu", "gemm_cores_relu"],
+        "conv2d_shortcut": ["gemm_cores_none", "gemm_cores_add_relu"],
+        "layernorm_mlp": ["layernorm_8x1", "gemm_cores_gelu", "gemm_cores_add"],
+        "qkv_linear": ["gemm_cores_none"] * 3,
+    }
     shape = node.layer.outputs[0].shape
     if fused or node.layer.op not in apart:
         return [Recorded(symbol(node), shape)]
     kernels = apart[node.layer.op]
-    return [Recorded(f"gemm_cores_{kind}_bfloat16_17266de5", shape) for kind in kernels]
+    return [Recorded(f"{kernel}_bfloat16_17266de5", shape) for kernel in kernels]
 
 
 def shuffled(nodes: list[Node], seed: int) -> list[int]:

@@ -80,7 +80,7 @@ def test_the_products_are_counted_by_hand(run: tuple[int, str]) -> None:
     assert norm["bound"] == "memory"
 
 
-@pytest.mark.parametrize("name", ["resnet-18", "cvt-13"])
+@pytest.mark.parametrize("name", ["resnet-18", "resnet-50", "cvt-13"])
 def test_torch_has_every_layer_of_a_gpu(name: str) -> None:
     """The fused ops too, which a CPU does not run: torch's results have the shapes of ours."""
     model = checkpoint(name, reference_model(name))
@@ -95,8 +95,12 @@ def test_torch_has_every_layer_of_a_gpu(name: str) -> None:
             results = operator.run(layer, values, weights, True)
             operator.run(layer, values, weights, False)
         results = results if isinstance(results, tuple) else (results,)
-        assert [tuple(y.shape) for y in results] == [y.sizes(1) for y in layer.outputs], layer.op
-    fused = {"resnet-18": {"conv2d_shortcut"}, "cvt-13": {"qkv_linear", "layernorm_first"}}
+        assert [tuple(y.shape) for y in results] == [y.sizes(1) for y in layer.results], layer.op
+    fused = {
+        "resnet-18": {"conv2d_shortcut"},
+        "resnet-50": {"conv2d_chain"},
+        "cvt-13": {"layernorm_mlp", "qkv_linear", "layernorm_first"},
+    }
     assert fused[name] <= {layer.op for layer in found}
 
 

@@ -339,6 +339,46 @@ def joined(
     return Case(name, [(*size, c), source], weights, build, reference)
 
 
+def chained(name: str, size: tuple[int, int], c: int, k: int, f: int) -> Case:
+    """Makes a case of conv2d_chain: x [size, c], a residual [size, k]; h and z side by side."""
+    weights: dict[str, Shape] = {
+        "last.filter": (1, 1, c, k),
+        "last.bias": (k,),
+        "next.filter": (1, 1, k, f),
+        "next.bias": (f,),
+    }
+
+    def build(w: Parameters, x: Any, residual: Any) -> Any:
+        outputs = nodes.conv2d_chain(x, w.filter("last"), residual, w.filter("next"))
+        return ops.concat(outputs, axis=3)
+
+    def reference(
+        w: dict[str, torch.Tensor], x: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        h = (x @ w["last.filter"][0, 0] + w["last.bias"].to(x) + residual).relu()
+        z = (h @ w["next.filter"][0, 0] + w["next.bias"].to(x)).relu()
+        return torch.cat([h, z], dim=3)
+
+    return Case(name, [(*size, c), (*size, k)], weights, build, reference)
+
+
+def mlp(name: str, tokens: int, c: int, k: int) -> Case:
+    """Makes a case of layernorm_mlp on [tokens, c]."""
+    weights: dict[str, Shape] = {"weight": (c,), "bias": (c,)}
+    weights |= {"fc1.weight": (c, k), "fc1.bias": (k,), "fc2.weight": (k, c), "fc2.bias": (c,)}
+
+    def build(w: Parameters, x: Any) -> Any:
+        norm = w.vector("weight"), w.vector("bias")
+        return nodes.layernorm_mlp(x, norm, (w.filter("fc1"), w.filter("fc2")))
+
+    def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        y = F.layer_norm(x, (c,), w["weight"].to(x), w["bias"].to(x))
+        h = F.gelu(y @ w["fc1.weight"] + w["fc1.bias"].to(x))
+        return x + h @ w["fc2.weight"] + w["fc2.bias"].to(x)
+
+    return Case(name, [(tokens, c)], weights, build, reference)
+
+
 def projections(name: str, tokens: int, keys: int, c: int, f: int) -> Case:
     """Makes a case of qkv_linear; its three outputs one after the other."""
     parts = ("q", "k", "v")
@@ -482,6 +522,16 @@ CASES = [
     dense("linear head", (320,), 1000),
     dense("linear no bias", (17, 30), 70, bias=False),
     # Several tiles of each product, tiles that end within one, sizes that no tile fits.
+    chained("conv2d_chain", (90, 71), 64, 256, 64),
+    chained("conv2d_chain 128", (65, 67), 64, 256, 128),
+    chained("conv2d_chain streams", (93, 92), 128, 512, 128),
+    chained("conv2d_chain few", (5, 3), 128, 72, 128),
+    chained("conv2d_chain odd", (5, 5), 12, 20, 7),
+    mlp("layernorm_mlp", 8500, 64, 256),
+    mlp("layernorm_mlp 192", 8500, 192, 768),
+    mlp("layernorm_mlp few", 50, 192, 768),
+    mlp("layernorm_mlp narrow", 8300, 64, 72),
+    mlp("layernorm_mlp odd", 9, 12, 20),
     projections("qkv_linear", 197, 50, 384, 384),
     projections("qkv_linear 64", 300, 70, 64, 64),
     projections("qkv_linear odd", 9, 4, 12, 20),

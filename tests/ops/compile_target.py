@@ -33,6 +33,7 @@ from tests.ops.cases import CASES, Case
 NAMES = {
     "conv2d 3x3",
     "conv2d epilogue add_relu",
+    "conv2d_chain",
     "conv2d_shortcut",
     "sparse_conv2d 3x3",
     "sparse_conv2d add_relu",
@@ -51,6 +52,7 @@ NAMES = {
     "log_softmax 64",
     "layernorm 384",
     "layernorm_first",
+    "layernorm_mlp",
     "class_token",
     "stem_maxpool 32 x 32",
     "stem_maxpool floats",
@@ -61,7 +63,14 @@ NAMES = {
 NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm"}
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
 # epilogues of products and what shares their launch do not.
-FLOAT32 = NAMES - {"conv2d 3x3", "conv2d_shortcut", "linear gelu", "qkv_linear"}
+FLOAT32 = NAMES - {
+    "conv2d 3x3",
+    "conv2d_chain",
+    "conv2d_shortcut",
+    "layernorm_mlp",
+    "linear gelu",
+    "qkv_linear",
+}
 FLOAT16 = {
     "conv2d epilogue add_relu",
     "bmm context",

@@ -133,14 +133,18 @@ def test_awkward_shapes_equal_torch(some: list[Case], more: list[Case]) -> None:
         check(case, output, 2, torch.float32)
 
 
-def graph_of(*shapes: Sequence[int | str], dtype: DType = DType.float32) -> Graph:
-    types = [TensorType(dtype, shape, device=DeviceRef.CPU()) for shape in shapes]
+def graph_of(
+    *shapes: Sequence[int | str],
+    dtype: DType = DType.float32,
+    device: DeviceRef | None = None,
+) -> Graph:
+    types = [TensorType(dtype, shape, device=device or DeviceRef.CPU()) for shape in shapes]
     return Graph("errors", input_types=types, custom_extensions=[nodes.OPS])
 
 
-def weights(**shapes: tuple[int, ...]) -> Parameters:
+def weights(device: DeviceRef | None = None, **shapes: tuple[int, ...]) -> Parameters:
     arrays = {name.replace("_", "."): np.zeros(shape) for name, shape in shapes.items()}
-    return Parameters(arrays, DeviceRef.CPU(), DType.float32)
+    return Parameters(arrays, device or DeviceRef.CPU(), DType.float32)
 
 
 def test_errors_name_the_shapes() -> None:
@@ -217,6 +221,34 @@ def test_errors_of_attention_name_the_shapes() -> None:
             nodes.attention(q, none, none, 2)
         with pytest.raises(ArgumentError, match="a scale of at least 0 but it is -1"):
             nodes.attention(q, k, k, 2, scale=-1)
+
+
+def test_errors_of_layernorm_mlp_name_the_shapes() -> None:
+    with graph_of(["n", 9, 12], ["n", 12]) as graph:
+        x, flat = (value.tensor for value in graph.inputs)
+        w = weights(a_weight=(12, 20), b_weight=(20, 12), norm=(12,), few=(9,))
+        a, b = w.filter("a"), w.filter("b")
+        norm, few = w.vector("norm"), w.vector("few")
+        with pytest.raises(ArgumentError, match=r"tokens x\[N, T, C\] but x has .*12"):
+            nodes.layernorm_mlp(flat, (norm, norm), (a, b))
+        with pytest.raises(ArgumentError, match=r"bias expects the shape \[12\] .* has .*9"):
+            nodes.layernorm_mlp(x, (norm, few), (a, b))
+        with pytest.raises(ArgumentError, match=r"\[12, K\] and \[K, 12\] but has \[20, 12\]"):
+            nodes.layernorm_mlp(x, (norm, norm), (b, a))
+
+
+def test_errors_of_conv2d_chain_name_the_shapes() -> None:
+    shapes = (["n", 4, 4, 64], ["n", 4, 4, 256], ["n", 4, 4, 32], ["n", 4, 5, 256])
+    with graph_of(*shapes, device=DeviceRef.GPU()) as graph:
+        x, residual, narrow, other = (value.tensor for value in graph.inputs)
+        w = weights(DeviceRef.GPU(), a_weight=(64, 256), b_weight=(256, 64), wrong_weight=(128, 64))
+        a, b, wrong = w.filter("a"), w.filter("b"), w.filter("wrong")
+        with pytest.raises(ArgumentError, match=r"expects C=64 but input .* has C=32"):
+            nodes.conv2d_chain(narrow, a, residual, b)
+        with pytest.raises(ArgumentError, match=r"filter \[1, 1, 256, F\] but it is .*128"):
+            nodes.conv2d_chain(x, a, residual, wrong)
+        with pytest.raises(ArgumentError, match=r"shape .*4.*4.*256.* but has .*4.*5.*256"):
+            nodes.conv2d_chain(x, a, other, b)
 
 
 def test_errors_of_qkv_linear_name_the_shapes() -> None:

@@ -8,6 +8,7 @@ from ops.attention.plain import enqueue_plain
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
 from ops.epilogue import Epilogue
+from ops.gemm.chain import ChainEnds, ChainTensors, try_chain
 from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.tuning import CONFIGS
@@ -36,6 +37,14 @@ def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[5]](g, o, 1, ctx)
 
 
+def chains(n: Int, o: ChainTensors[BF16], ends: ChainEnds, ctx: DeviceContext) raises:
+    _ = try_chain[BF16, "layernorm_mlp", 64, 64](n, n, o, ends, ctx)
+    _ = try_chain[BF16, "layernorm_mlp", 192, 192](n, n, o, ends, ctx)
+    _ = try_chain[BF16, "conv2d_chain", 64, 64](n, n, o, ends, ctx)
+    _ = try_chain[BF16, "conv2d_chain", 64, 128](n, n, o, ends, ctx)
+    _ = try_chain[BF16, "conv2d_chain", 128, 128](n, n, o, ends, ctx)
+
+
 def cores[dtype: DType](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     gemm_portable[dtype, Epilogue("add_relu"), True](g, o, 1, ctx)
 
@@ -52,6 +61,12 @@ def main() raises:
     var g = Geometry(rows=n * 7, depth=n * 64, columns=n * 64)
     var o = Operands[BF16](half, half, full, half, half)
     gemms(g, o, ctx)
+    chains(
+        n,
+        ChainTensors[BF16](half, half, half, half, half, half),
+        ChainEnds(full, full, full, full),
+        ctx,
+    )
     hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[2]](
         g, Operands[F16](half2, half2, full, half2, half2), 1, ctx
     )

@@ -320,6 +320,89 @@ def hopper(
 
 
 @dataclass(frozen=True)
+class Chain:
+    """A ChainConfig of ops/gemm/chain.mojo: one of those in kernels.mojo."""
+
+    groups: int
+    c: int
+    f: int
+    stages: int
+    rows: int
+    chunks: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{64 * self.groups}x{64 * self.c}x{64 * self.f}x{self.stages}"
+
+    @property
+    def buffers(self) -> int:
+        weights = self.stages // 2 * (self.c + self.f) + self.stages % 2 * self.c
+        boxes = self.rows * max(self.c, self.f) + self.chunks
+        return 8192 * (weights + self.groups * boxes)
+
+
+def chain(
+    kernel: Kernel,
+    tile: Chain,
+    x: Array,
+    weights: Sequence[Array],
+    vectors: Sequence[Array],
+    residual: Array | None = None,
+    *,
+    dtype: str,
+    processors: int = 2,
+    seed: int = 0,
+) -> tuple[Array, Array]:
+    """Runs ops/gemm/chain.mojo.
+
+    Args:
+        kernel: What runs.
+        tile: Its config.
+        x: [M, C].
+        weights: w1[K, C] and w2[F, K].
+        vectors: Biases of h and z, weight and bias of the layer norm.
+        residual: [M, K], if h is stored.
+        dtype: Of x, the weights, h and z.
+        processors: Blocks of the grid at most.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        z[M, F] and h[M, K]; the latter is not written unless there is a residual.
+    """
+    memory, (m, (hidden, _)) = Tensors(), (len(x), weights[0].shape)
+
+    def held(array: Array) -> Array:
+        return memory.array(memory.add(array), array)
+
+    z, h = held(unwritten((m, len(weights[1])), dtype)), held(unwritten((m, hidden), dtype))
+    w1, w2 = (held(w) for w in weights)
+    maps: list[Tiled | Im2col | None] = [Tiled(held(x), (64, 64)), Tiled(w1, (64, 64))]
+    maps += [Tiled(w2, (64 * tile.f, 64)), Tiled(z, (64, 64))]
+    maps += (
+        [Tiled(held(residual), (64, 64)), Tiled(h, (64, 64))]
+        if residual is not None
+        else [None] * 2
+    )
+    tiles, chunks = -(-m // (64 * tile.groups)), -(-hidden // 64)
+    barriers = 16 * (tile.stages + tile.groups * (tile.rows + tile.chunks))
+    launch = Launch(
+        kernel,
+        [
+            bytes(128 * len(maps)),
+            pack("4Q", *(memory.add(v) for v in vectors)),
+            pack("3if", tiles, chunks, hidden, 1e-5),
+        ],
+        memory,
+        grid=(min(tiles, processors),),
+        threads=128 * (tile.groups + 1),
+        shared_bytes=tile.buffers + barriers + 256 * (2 * chunks + tile.f + 2 * tile.c) + 1024,
+        maps=maps,
+    )
+    launch.run(seed)
+    return z, h
+
+
+@dataclass(frozen=True)
 class Heads:
     """Sizes of an attention: T queries and S keys of an image, heads of `depth` channels."""
 

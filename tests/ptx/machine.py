@@ -367,6 +367,18 @@ class Gang:
         lanes = words.view(np.uint32).reshape(-1, 4, 32)
         return [np.ascontiguousarray(lanes[:, i]).reshape(-1) for i in range(count)]
 
+    def put_matrices(self, at: Array, words: Sequence[Array], where: Mask) -> None:
+        """Stores 8 x 8 matrices of halves, as `matrices` loads them."""
+        asked = self._mask(where) & (self.lane < 8 * len(words))
+        if int(np.bitwise_or.reduce(at[asked], initial=0)) & 15:
+            raise AccessError("stmatrix: a row is not aligned to 16 bytes")
+        held = np.stack([np.broadcast_to(w, self.lanes) for w in words], 1)
+        rows = (
+            held.reshape(-1, 8, 4, len(words)).transpose(0, 3, 1, 2).reshape(-1, 8 * len(words), 4)
+        )
+        rows = np.pad(rows, ((0, 0), (0, 32 - rows.shape[1]), (0, 0))).reshape(-1, 4)
+        self.memory.store(at, list(np.ascontiguousarray(rows.T)), 4, asked)
+
     # Barriers
 
     def barrier(self, number: Array, count: Array | None, where: Mask, waits: bool = True) -> None:
@@ -557,6 +569,7 @@ class Gang:
         a: Array | list[Array],
         b: Array,
         keep: Any,
+        turned: bool,
         where: Mask,
     ) -> None:
         columns, depth = (int(n) for n in shape[1:].split("n")[1].split("k"))
@@ -573,7 +586,15 @@ class Gang:
 
             group = int(self.block.committed[number])
             task = partial(
-                self._multiply, left, right, (columns, depth, kind), rows, lanes, number, keeps
+                self._multiply,
+                left,
+                right,
+                (columns, depth, kind),
+                rows,
+                lanes,
+                number,
+                keeps,
+                turned,
             )
             self.block.products.append((number, group, task))
 
@@ -586,13 +607,16 @@ class Gang:
         lanes: slice,
         warp: int,
         keeps: bool,
+        turned: bool,
     ) -> None:
         columns, depth, kind = shape
         if isinstance(left, list):
             x = semantics.fragment(left, kind)[0]
-            product = x @ self._matrix(right, depth, columns, kind)
         else:
             x = self._matrix(left, 64, depth, kind)[16 * (warp % 4) :][:16]
+        if turned:
+            product = x @ self._matrix(right, depth, columns, kind)
+        else:
             product = x @ self._matrix(right, columns, depth, kind).T
         # As mma's C, 8 columns after 8 columns (9.7.14.5).
         tiles = product.reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, 32)

@@ -80,8 +80,8 @@ def _body(kernel: Kernel, body: str) -> None:
     # Braces inside give registers and labels a scope: inline assembly repeats their names.
     scopes: list[dict[str, str]] = []
     count = 0
-    # The braces of vector operands are never the first or only thing of a line.
-    body = re.sub(r"(?m)^\s*\{", " ; #open ; ", body)
+    # The braces of vector operands are never the only thing of a line, and hold registers.
+    body = re.sub(r"(?m)^\s*\{(?!%)", " ; #open ; ", body)
     body = re.sub(r"(?m)^\s*\}\s*$", " ; #close ; ", body)
     for part in body.split(";"):
         line = part.strip()

@@ -18,6 +18,7 @@ from graphs.arrange import stem_fragments
 from .conftest import Find
 from .launches import (
     TILES,
+    Chain,
     Conv,
     Heads,
     Product,
@@ -25,6 +26,7 @@ from .launches import (
     StemCase,
     Tile,
     attention,
+    chain,
     check,
     depthwise_qkv,
     gemm_cores,
@@ -258,6 +260,52 @@ def run_hopper(
         if more:
             sums = sums + alpha * convolved(more, dtype) + more.bias
         check(y, finished(sums, p, epilogue, dtype), dtype, SUMS)
+
+
+CHAINS = [
+    ("layernorm_mlp", Chain(4, 1, 1, 8, 3), 256),
+    ("layernorm_mlp", Chain(4, 1, 1, 8, 3), 72),
+    ("layernorm_mlp", Chain(2, 3, 3, 5, 2), 328),
+    ("conv2d_chain", Chain(3, 1, 1, 8, 2, 4), 256),
+    ("conv2d_chain", Chain(2, 1, 2, 8, 2, 3), 200),
+    ("conv2d_chain", Chain(2, 2, 2, 5, 2, 4), 328),
+]
+
+
+def chained(
+    find: Find, rng: np.random.Generator, tile: Chain, m: int, hidden: int, op: str
+) -> tuple[list[Array], list[Array]]:
+    """Runs a chain on m rows: what z and h are, and should be; h is checked where it is stored."""
+    c, f = 64 * tile.c, 64 * tile.f
+    x = rounded(rng.standard_normal((m, c)) + 0.5, BF16)
+    w1 = rounded(rng.standard_normal((hidden, c)) * c**-0.5, BF16)
+    w2 = rounded(rng.standard_normal((f, hidden)) * hidden**-0.5, BF16)
+    vectors = [rng.standard_normal(n).astype(np.float32) for n in (hidden, f, c, c)]
+    keeps = op == "conv2d_chain"
+    residual = rounded(rng.standard_normal((m, hidden)), BF16) if keeps else None
+    kernel = find(f"{op}_hopper_{tile.label}_bfloat16")
+    z, h = chain(kernel, tile, x, [w1, w2], vectors, residual, dtype=BF16)
+    tokens = wide(x, BF16)
+    if residual is None:
+        tokens = wide(rounded(normalised(tokens, *vectors[2:]), BF16), BF16)
+    inner = tokens @ wide(w1, BF16).T + vectors[0]
+    if residual is None:
+        inner = inner / 2 * (1 + erf(inner / math.sqrt(2)))
+    else:
+        inner = np.maximum(inner + wide(residual, BF16), 0)
+    want = wide(rounded(inner, BF16), BF16) @ wide(w2, BF16).T + vectors[1]
+    want = want + wide(x, BF16) if residual is None else np.maximum(want, 0)
+    return ([z, h], [want, inner]) if keeps else ([z], [want])
+
+
+@pytest.mark.parametrize("m", [1, 150, 600])
+@pytest.mark.parametrize(("op", "tile", "hidden"), CHAINS, ids=str)
+def test_chain(
+    find: Find, rng: np.random.Generator, op: str, tile: Chain, hidden: int, m: int
+) -> None:
+    # h may be rounded the other way, and so may normalised tokens before it.
+    for got, want in zip(*chained(find, rng, tile, m, hidden, op), strict=True):
+        check(got, want, BF16, 2**-10)
 
 
 FLASH = [

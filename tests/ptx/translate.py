@@ -221,6 +221,8 @@ class Translator:
             count = len(a[0].split(","))
             where = self.address(a[1], "shared")
             return results(f"g.matrices({where}, {count}, {'trans' in parts}, w)", a[0], "u32")
+        if base == "stmatrix":
+            return [f"g.put_matrices({self.address(a[0], 'shared')}, {registers(a[1], 'u32')}, w)"]
         if base == "movmatrix":
             return [self.put(a[0], f"transposed({v(a[1], 'u32')})", "u32")]
         if base == "mov":
@@ -409,14 +411,16 @@ class Translator:
                 names = a[0].strip("{}").split(",")
                 rows = [self.index[n] for n in names]
                 keep = v(a[3], "p")
-                # Scales, then which sides are transposed: none, or a right side beside registers.
+                # Scales, then which sides are transposed: the right one may be beside registers.
                 held = a[1].startswith("{")
-                if a[4:] != (("1", "1", "1") if held else ("1", "1", "0", "0")):
+                turned = held and a[6] == "1"
+                wanted = ("1", "1", a[6]) if held else ("1", "1", "0", "0")
+                if a[4:] != wanted:
                     raise ValueError("wgmma: operands that are scaled or transposed")
                 shape, kind = parts[4], parts[-1]
                 left = self.list(a[1].strip("{}"), "u32") if held else v(a[1], "u64")
                 args = f"{shape!r}, {kind!r}, {rows!r}, {left}, {v(a[2], 'u64')}"
-                return [f"g.wgmma({args}, {keep}, w)"]
+                return [f"g.wgmma({args}, {keep}, {turned}, w)"]
             if parts[1] == "commit_group":
                 return ["g.wgmma_commit(w)"]
             if parts[1] == "wait_group":
