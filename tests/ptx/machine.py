@@ -376,8 +376,8 @@ class Gang:
         rows = (
             held.reshape(-1, 8, 4, len(words)).transpose(0, 3, 1, 2).reshape(-1, 8 * len(words), 4)
         )
-        rows = np.pad(rows, ((0, 0), (0, 32 - rows.shape[1]), (0, 0))).reshape(-1, 4)
-        self.memory.store(at, list(np.ascontiguousarray(rows.T)), 4, asked)
+        padded = np.pad(rows, ((0, 0), (0, 32 - rows.shape[1]), (0, 0))).reshape(-1, 4)
+        self.memory.store(at, list(np.ascontiguousarray(padded.T)), 4, asked)
 
     # Barriers
 
