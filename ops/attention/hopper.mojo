@@ -484,7 +484,7 @@ def _mix[
     """Starts adding the products of probabilities and a tile of values."""
     var sums = acc
     comptime for step in range(keys // 16):
-        sums = multiply_registers[dtype](
+        sums = multiply_registers[dtype, turned=True](
             SIMD[U32, 4](p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]),
             _matrix(v, 16 * ROW * step),
             sums,

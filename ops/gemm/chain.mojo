@@ -52,6 +52,7 @@ from .ptx import (
     fence_async,
     fence_barrier_init,
     load_2d,
+    multiply_registers,
     prefetch_map,
     registers_give,
     registers_take,
@@ -595,7 +596,7 @@ def _consume[
         var m0 = tile * Int32(ROWS * config.groups) + Int32(group) * Int32(ROWS)
         barrier_wait(rows.full + 8 * rows.slot, rows.parity)
         var x_at = rows.stages + rows.slot * UInt32(config.unit())
-        var sums = Array[SIMD[F32, SUMS], F](fill=0)
+        var sums = Array[StaticTuple[Float32, SUMS], F](fill=StaticTuple[Float32, SUMS](fill=0))
         comptime for f in range(F):
             comptime for j in range(8):
                 var bias = shared_load2(bias2 + UInt32((f * WIDTH + 8 * j) * 4) + pair * 8)
@@ -669,8 +670,10 @@ def _consume[
             wgmma_fence_aligned()
             comptime for k in range(4):
                 comptime for f in range(F):
-                    sums[f] = wgmma_async[64, WIDTH, 16, a_type=dtype, b_type=dtype](
-                        h[k], WGMMADescriptor[dtype](w2 + Int64((f * BOX + k * 32) // 16)), sums[f]
+                    sums[f] = multiply_registers[dtype](
+                        bitcast[DType.uint32, 4](h[k]),
+                        w2 + Int64((f * BOX + k * 32) // 16),
+                        sums[f],
                     )
             wgmma_commit_group_sync()
             comptime if not config.resident:
@@ -683,7 +686,10 @@ def _consume[
 
         comptime for f in range(F):
             comptime for k in range(4):
-                var v = activate[second](sums[f].slice[8, offset=8 * k]())
+                var v = SIMD[F32, 8](0)
+                comptime for i in range(8):
+                    v[i] = sums[f][8 * k + i]
+                v = activate[second](v)
                 _store_rows[4 * f + k](x_at + warp_rows, lane, v.cast[dtype]())
         fence_async()
         sync_threads(group + 1, UInt32(GROUP))

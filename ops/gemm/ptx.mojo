@@ -395,16 +395,17 @@ def cluster_load4(at: UInt32, rank: UInt32) -> SIMD[DType.float32, 4]:
 
 @always_inline
 def multiply_registers[
-    dtype: DType
+    dtype: DType, turned: Bool = False
 ](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, 32]) -> StaticTuple[Float32, 32]:
-    """Starts adding a 64 x 16 by 16 x 64 product: wgmma of registers and a matrix of rows.
+    """Starts adding a 64 x 16 by 16 x 64 product: wgmma of registers and a matrix.
 
     Parameters:
         dtype: Either bfloat16 or float16.
+        turned: Whether the right side lies as 16 rows of 64 numbers, not as 64 of 16.
 
     Args:
         a: This thread's part of the left side.
-        b: Descriptor of the right side, 16 rows of 64 numbers.
+        b: Descriptor of the right side.
         acc: What the product is added to.
 
     Returns:
@@ -419,7 +420,8 @@ def multiply_registers[
         $8, $9, $10, $11, $12, $13, $14, $15,
         $16, $17, $18, $19, $20, $21, $22, $23,
         $24, $25, $26, $27, $28, $29, $30, $31}, {$32, $33, $34, $35},
-        $36, 1, 1, 1, 1;""",
+        $36, 1, 1, 1, """
+        + ("1;" if turned else "0;"),
         _RegisterPackType[
             Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
             Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,

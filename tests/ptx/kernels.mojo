@@ -37,12 +37,15 @@ def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[5]](g, o, 1, ctx)
 
 
-def chains(n: Int, o: ChainTensors[BF16], ends: ChainEnds, ctx: DeviceContext) raises:
-    _ = try_chain[BF16, "layernorm_mlp", 64, 64](n, n, o, ends, ctx)
-    _ = try_chain[BF16, "layernorm_mlp", 192, 192](n, n, o, ends, ctx)
-    _ = try_chain[BF16, "conv2d_chain", 64, 64](n, n, o, ends, ctx)
-    _ = try_chain[BF16, "conv2d_chain", 64, 128](n, n, o, ends, ctx)
-    _ = try_chain[BF16, "conv2d_chain", 128, 128](n, n, o, ends, ctx)
+def chains[
+    dtype: DType
+](n: Int, o: ChainTensors[dtype], ends: ChainEnds, ctx: DeviceContext) raises:
+    _ = try_chain[dtype, "layernorm_mlp", 64, 64](n, n, o, ends, ctx)
+    _ = try_chain[dtype, "conv2d_chain", 64, 128](n, n, o, ends, ctx)
+    comptime if dtype == BF16:
+        _ = try_chain[dtype, "layernorm_mlp", 192, 192](n, n, o, ends, ctx)
+        _ = try_chain[dtype, "conv2d_chain", 64, 64](n, n, o, ends, ctx)
+        _ = try_chain[dtype, "conv2d_chain", 128, 128](n, n, o, ends, ctx)
 
 
 def cores[dtype: DType](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
@@ -64,6 +67,12 @@ def main() raises:
     chains(
         n,
         ChainTensors[BF16](half, half, half, half, half, half),
+        ChainEnds(full, full, full, full),
+        ctx,
+    )
+    chains(
+        n,
+        ChainTensors[F16](half2, half2, half2, half2, half2, half2),
         ChainEnds(full, full, full, full),
         ctx,
     )

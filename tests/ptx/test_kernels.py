@@ -273,28 +273,28 @@ CHAINS = [
 
 
 def chained(
-    find: Find, rng: np.random.Generator, tile: Chain, m: int, hidden: int, op: str
+    find: Find, rng: np.random.Generator, tile: Chain, m: int, hidden: int, op: str, dtype: str
 ) -> tuple[list[Array], list[Array]]:
     """Runs a chain on m rows: what z and h are, and should be; h is checked where it is stored."""
     c, f = 64 * tile.c, 64 * tile.f
-    x = rounded(rng.standard_normal((m, c)) + 0.5, BF16)
-    w1 = rounded(rng.standard_normal((hidden, c)) * c**-0.5, BF16)
-    w2 = rounded(rng.standard_normal((f, hidden)) * hidden**-0.5, BF16)
+    x = rounded(rng.standard_normal((m, c)) + 0.5, dtype)
+    w1 = rounded(rng.standard_normal((hidden, c)) * c**-0.5, dtype)
+    w2 = rounded(rng.standard_normal((f, hidden)) * hidden**-0.5, dtype)
     vectors = [rng.standard_normal(n).astype(np.float32) for n in (hidden, f, c, c)]
     keeps = op == "conv2d_chain"
-    residual = rounded(rng.standard_normal((m, hidden)), BF16) if keeps else None
-    kernel = find(f"{op}_hopper_{tile.label}_bfloat16")
-    z, h = chain(kernel, tile, x, [w1, w2], vectors, residual, dtype=BF16)
-    tokens = wide(x, BF16)
+    residual = rounded(rng.standard_normal((m, hidden)), dtype) if keeps else None
+    kernel = find(f"{op}_hopper_{tile.label}_{dtype}")
+    z, h = chain(kernel, tile, x, [w1, w2], vectors, residual, dtype=dtype)
+    tokens = wide(x, dtype)
     if residual is None:
-        tokens = wide(rounded(normalised(tokens, *vectors[2:]), BF16), BF16)
-    inner = tokens @ wide(w1, BF16).T + vectors[0]
+        tokens = wide(rounded(normalised(tokens, *vectors[2:]), dtype), dtype)
+    inner = tokens @ wide(w1, dtype).T + vectors[0]
     if residual is None:
         inner = inner / 2 * (1 + erf(inner / math.sqrt(2)))
     else:
-        inner = np.maximum(inner + wide(residual, BF16), 0)
-    want = wide(rounded(inner, BF16), BF16) @ wide(w2, BF16).T + vectors[1]
-    want = want + wide(x, BF16) if residual is None else np.maximum(want, 0)
+        inner = np.maximum(inner + wide(residual, dtype), 0)
+    want = wide(rounded(inner, dtype), dtype) @ wide(w2, dtype).T + vectors[1]
+    want = want + wide(x, dtype) if residual is None else np.maximum(want, 0)
     return ([z, h], [want, inner]) if keeps else ([z], [want])
 
 
@@ -304,8 +304,16 @@ def test_chain(
     find: Find, rng: np.random.Generator, op: str, tile: Chain, hidden: int, m: int
 ) -> None:
     # h may be rounded the other way, and so may normalised tokens before it.
-    for got, want in zip(*chained(find, rng, tile, m, hidden, op), strict=True):
+    for got, want in zip(*chained(find, rng, tile, m, hidden, op, BF16), strict=True):
         check(got, want, BF16, 2**-10)
+
+
+@pytest.mark.parametrize(("op", "tile", "hidden"), [CHAINS[0], CHAINS[4]], ids=str)
+def test_chain_float16(
+    find: Find, rng: np.random.Generator, op: str, tile: Chain, hidden: int
+) -> None:
+    for got, want in zip(*chained(find, rng, tile, 150, hidden, op, "float16"), strict=True):
+        check(got, want, "float16", 2**-13)
 
 
 FLASH = [
