@@ -32,7 +32,8 @@ def environment() -> dict[str, Any]:
 def _command() -> str:
     """Gives the command line; of paths only the names, which are the same on every machine."""
     program, *arguments = sys.argv or [""]
-    module = Path(program).parent.name if Path(program).stem == "__main__" else Path(program).stem
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name.removesuffix(".__main__") if spec else Path(program).stem
     return " ".join(["python -m", module, *(word.rpartition("/")[2] for word in arguments)])
 
 

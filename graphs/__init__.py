@@ -1,6 +1,11 @@
 """MAX graphs of maxvision's ops: the networks, what feeds them and what runs them."""
 
+import os
 from typing import Any
+
+# MAX rounds each tensor up to pages, of 256 MB unless told otherwise: ResNet-50 at batch 256 holds
+# 1.2 GB of an H200 with these, and up to 3.2 with those. Read when a GPU is opened.
+os.environ.setdefault("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_VMM_PAGE_MB", "2")
 
 __all__ = ["Features", "Model", "Prediction", "load"]
 
