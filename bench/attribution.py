@@ -89,9 +89,7 @@ def attribute(launches: Sequence[Recorded], nodes: Sequence[Node]) -> list[str] 
                 ):
                     ready.setdefault(node.layer, []).append((i, len(way)))
         found = [option for several in ready.values() for option in several]
-        ours = re.match(
-            r"(gemm|conv2d|depthwise|stem|attention|layernorm)_", launches[place].symbol
-        )
+        ours = OURS.match(launches[place].symbol)
         return [*([] if ours else [(None, 1)]), *reversed(found)]  # popped from the end
 
     left = options() if launches else []

@@ -32,6 +32,7 @@ from std.sys import _RegisterPackType, inlined_assembly
 from std.utils import StaticTuple
 from std.utils.numerics import neg_inf
 
+from ..gemm.ptx import mma_sync
 from ..operands import F32, Data
 from .config import Attention
 
@@ -117,21 +118,6 @@ def shared_bytes(depth: Int, rows: Int, splits: Int) -> Int:
         Bytes.
     """
     return STAGES * (2 * warp_keys(depth) * splits + queries(rows, splits)) * depth * 2
-
-
-@always_inline
-def _mma[dtype: DType](a: SIMD[U32, 4], b: SIMD[U32, 2], c: SIMD[F32, 4]) -> SIMD[F32, 4]:
-    """Adds a 16 x 16 by 16 x 8 product to c."""
-    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
-    var d = inlined_assembly[
-        "mma.sync.aligned.m16n8k16.row.col.f32."
-        + kind
-        + ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        _RegisterPackType[Float32, Float32, Float32, Float32],
-        constraints="=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        has_side_effect=False,
-    ](a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
-    return SIMD[F32, 4](d[0], d[1], d[2], d[3])
 
 
 @always_inline
@@ -376,8 +362,8 @@ def _attend[
             comptime for r in range(rows):
                 comptime s = r * TILES + tile
                 comptime a = (r * (depth // 32) + half) * 2
-                score[s] = _mma[dtype](q[a], SIMD[U32, 2](b[0], b[1]), score[s])
-                score[s] = _mma[dtype](q[a + 1], SIMD[U32, 2](b[2], b[3]), score[s])
+                score[s] = mma_sync[dtype](q[a], SIMD[U32, 2](b[0], b[1]), score[s])
+                score[s] = mma_sync[dtype](q[a + 1], SIMD[U32, 2](b[2], b[3]), score[s])
     comptime if masked:
         comptime for tile in range(TILES):
             comptime for i in range(2):
@@ -424,8 +410,8 @@ def _attend[
             var b = _matrices[step * 32 * depth, transpose=True](at)
             comptime for r in range(rows):
                 comptime o = r * OUT + 2 * pair
-                acc[o] = _mma[dtype](p[r], SIMD[U32, 2](b[0], b[1]), acc[o])
-                acc[o + 1] = _mma[dtype](p[r], SIMD[U32, 2](b[2], b[3]), acc[o + 1])
+                acc[o] = mma_sync[dtype](p[r], SIMD[U32, 2](b[0], b[1]), acc[o])
+                acc[o + 1] = mma_sync[dtype](p[r], SIMD[U32, 2](b[2], b[3]), acc[o + 1])
 
 
 @always_inline

@@ -60,6 +60,7 @@ from ..gemm.ptx import (
     sync_threads,
 )
 from ..operands import F32, Data
+from ..rows import over_lanes
 from .config import Attention
 from .flash import LOG2_E, U32, packed, reciprocal
 
@@ -569,11 +570,8 @@ def _store[
     var odd = b & 1 != 0
     var upper = b & 2 != 0
     var row = place.first + t % Int32(GROUP) // 32 * 16 + t % 32 // 4
-    var sum = sums
     comptime for h in range(2):
-        sum[h] += warp.shuffle_xor(sum[h], 1)
-        sum[h] += warp.shuffle_xor(sum[h], 2)
-        var inverse = reciprocal(sum[h])
+        var inverse = reciprocal(over_lanes[4](sums[h]))
         comptime for half in range(2):
             var r = SIMD[U32, 4](0)
             comptime for j in range(4):

@@ -33,6 +33,7 @@ from std.math import ceildiv, rsqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..gemm.hopper import PROCESSORS
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
 from ..target import IS_HOPPER
@@ -47,8 +48,6 @@ comptime SHARED = 112 * 1024
 """Bytes of shared memory that a block takes at most."""
 comptime QUAD = 4
 """Channels that lie together in shared memory."""
-comptime PROCESSORS = 132
-"""Multiprocessors to count on."""
 
 comptime Tile[dtype: DType] = Pointer[
     Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED

@@ -33,10 +33,19 @@ from max.gpu.primitives.grid_controls import (
 )
 from std.math import ceildiv, rsqrt
 from std.memory import bitcast
-from std.sys import _RegisterPackType, inlined_assembly
 from std.utils.static_tuple import StaticTuple
 
-from ..gemm.ptx import barrier_expect, barrier_init, barrier_wait, fence_barrier_init, load_bytes
+from ..gemm.hopper import PROCESSORS
+from ..gemm.ptx import (
+    barrier_expect,
+    barrier_init,
+    barrier_wait,
+    fence_barrier_init,
+    load_bytes,
+    mma_sync,
+    mma_sync_short,
+    shared_load_matrices,
+)
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
 from .config import QkvOperands, QkvSizes
@@ -51,8 +60,6 @@ comptime RESIDENT = 2
 """Blocks of that size that a multiprocessor holds at a time; bounds the registers."""
 comptime SHARED = 113 * 1024
 """Bytes of shared memory that a block takes at most."""
-comptime PROCESSORS = 132
-"""Multiprocessors to count on."""
 comptime QUAD = 4
 """Channels that a thread reads together."""
 comptime BLOCK = 16
@@ -74,48 +81,6 @@ comptime ZEROS = 128
 
 comptime Shared = Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
 """A block's shared memory: barriers, zeros, filters and biases of q, k and v, the tile."""
-
-
-@always_inline
-def _mma16[dtype: DType](a: SIMD[U32, 4], b: SIMD[U32, 2], c: SIMD[F32, 4]) -> SIMD[F32, 4]:
-    """Adds a 16 x 16 by 16 x 8 product to c."""
-    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
-    var d = inlined_assembly[
-        "mma.sync.aligned.m16n8k16.row.col.f32."
-        + kind
-        + ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        _RegisterPackType[Float32, Float32, Float32, Float32],
-        constraints="=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        has_side_effect=False,
-    ](a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
-    return SIMD[F32, 4](d[0], d[1], d[2], d[3])
-
-
-@always_inline
-def _mma8[dtype: DType](a: SIMD[U32, 2], b: UInt32, c: SIMD[F32, 4]) -> SIMD[F32, 4]:
-    """Adds a 16 x 8 by 8 x 8 product to c."""
-    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
-    var d = inlined_assembly[
-        "mma.sync.aligned.m16n8k8.row.col.f32."
-        + kind
-        + ".f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
-        _RegisterPackType[Float32, Float32, Float32, Float32],
-        constraints="=f,=f,=f,=f,r,r,r,f,f,f,f",
-        has_side_effect=False,
-    ](a[0], a[1], b, c[0], c[1], c[2], c[3])
-    return SIMD[F32, 4](d[0], d[1], d[2], d[3])
-
-
-@always_inline
-def _matrices(at: UInt32) -> SIMD[U32, 4]:
-    """Loads four 8 x 8 matrices, a row of which lies at each lane's address."""
-    var r = inlined_assembly[
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
-        _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
-        constraints="=r,=r,=r,=r,r,~{memory}",
-        has_side_effect=True,
-    ](at)
-    return SIMD[U32, 4](r[0], r[1], r[2], r[3])
 
 
 @always_inline
@@ -425,20 +390,20 @@ def _products[
     begin: Array[SIMD[F32, 4], 2 * filters],
 ) -> Array[SIMD[F32, 4], 2 * filters]:
     """Adds a row of taps of some filters, from a thread's addresses of taps 0 and 1 and of 2."""
-    var even = _matrices(at[0])
-    var odd = _matrices(at[0] + UInt32(c))
-    var third = _matrices(at[1])
+    var even = shared_load_matrices(at[0])
+    var odd = shared_load_matrices(at[0] + UInt32(c))
+    var third = shared_load_matrices(at[1])
     var sums = begin.copy()
     comptime for f in range(filters):
         comptime for j in range(2):
-            sums[2 * f + j] = _mma16[dtype](
+            sums[2 * f + j] = mma_sync[dtype](
                 even if j == 0 else odd,
                 SIMD[U32, 2](taps[f * KERNEL][j], taps[f * KERNEL + 1][j]),
                 sums[2 * f + j],
             )
     comptime for f in range(filters):
         comptime for j in range(2):
-            sums[2 * f + j] = _mma8[dtype](
+            sums[2 * f + j] = mma_sync_short[dtype](
                 third.slice[2, offset=2 * j](), taps[f * KERNEL + 2][j], sums[2 * f + j]
             )
     return sums^

@@ -29,7 +29,6 @@ from max.gpu.compute.mma import (
 )
 from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
-from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
     launch_dependent_grids,
@@ -43,7 +42,8 @@ from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, activate
 from ..operands import F32, Data, widened
-from .hopper import GROUP, MAP, PROCESSORS, ROW, ROWS, Maps, Ring, tensor_map
+from ..rows import over_lanes
+from .hopper import GROUP, MAP, MATRIX, PROCESSORS, ROW, ROWS, Maps, Ring, tensor_map
 from .ptx import (
     barrier_arrive,
     barrier_expect,
@@ -77,8 +77,6 @@ comptime SHARED = 227 * 1024
 """Bytes of shared memory that a block may have."""
 comptime KEPT = 24
 """Registers of a thread of the producer's warpgroup."""
-comptime MATRIX = (Int64(1) << 62) | (Int64(64) << 32) | (Int64(1) << 16)
-"""A matrix descriptor: 128-byte swizzle, 1024 bytes from eight rows to the next eight."""
 
 
 struct ChainConfig(TrivialRegisterPassable):
@@ -517,7 +515,7 @@ def _normalise[
         mean[0] += v[0] + v[1] + v[4] + v[5]
         mean[1] += v[2] + v[3] + v[6] + v[7]
     comptime for half in range(2):
-        mean[half] = _over_quad(mean[half]) / C
+        mean[half] = over_lanes[4](mean[half]) / C
     var scale = SIMD[F32, 2](0)
     comptime for k in range(4 * config.c):
         var v = widened(_load_rows[dtype, k](x, lane))
@@ -525,7 +523,7 @@ def _normalise[
             var d = v[i] - mean[i // 2 % 2]
             scale[i // 2 % 2] = d.fma(d, scale[i // 2 % 2])
     comptime for half in range(2):
-        scale[half] = rsqrt(_over_quad(scale[half]) / C + eps)
+        scale[half] = rsqrt(over_lanes[4](scale[half]) / C + eps)
     comptime for k in range(4 * config.c):
         var v = widened(_load_rows[dtype, k](x, lane))
         comptime for j in range(2):
@@ -559,13 +557,6 @@ def _load_rows[dtype: DType, k: Int](at: UInt32, lane: UInt32) -> SIMD[dtype, 8]
 def _store_rows[k: Int](at: UInt32, lane: UInt32, value: SIMD[_, 8]):
     """Stores what `_load_rows` loads."""
     shared_store_matrices(_place[k](at, lane), bitcast[DType.uint32, 4](value))
-
-
-@always_inline
-def _over_quad(value: Float32) -> Float32:
-    """Sums over four neighbouring lanes."""
-    var sum = value + warp.shuffle_xor(value, 1)
-    return sum + warp.shuffle_xor(sum, 2)
 
 
 @always_inline

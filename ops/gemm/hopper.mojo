@@ -88,6 +88,8 @@ comptime ROWS = 64
 """Pixels of a consumer: the M of wgmma."""
 comptime PROCESSORS = 132
 """Multiprocessors of an H100 or H200."""
+comptime MATRIX = (Int64(1) << 62) | (Int64(64) << 32) | (Int64(1) << 16)
+"""A matrix descriptor: 128-byte swizzle, 1024 bytes from eight rows to the next eight."""
 
 
 struct Config(TrivialRegisterPassable):
@@ -779,8 +781,6 @@ def _consume[
     comptime W_AT = UInt32(config.rows() * ROW)
     comptime SUMS = COLUMNS // 2
     comptime BOXES = config.part[dtype]() // WIDTH
-    # A matrix descriptor: 128-byte swizzle, 1024 bytes from eight rows to the next eight.
-    comptime MATRIX = (Int64(1) << 62) | (Int64(64) << 32) | (Int64(1) << 16)
 
     var group = t // Int32(GROUP)
     var leads = t % Int32(GROUP) == 0

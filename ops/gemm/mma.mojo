@@ -43,7 +43,7 @@ from max.gpu.sync import syncwarp
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv
 from std.memory import bitcast, unsafe_stack_allocation
-from std.sys import _RegisterPackType, inlined_assembly, size_of
+from std.sys import inlined_assembly, size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, activate
@@ -51,6 +51,7 @@ from ..geometry import Geometry
 from ..operands import F32, Data, Operands
 from ..target import IS_HOPPER, IS_NVIDIA
 from .hopper import is_plain
+from .ptx import mma_sync
 
 comptime U32 = DType.uint32
 """Half a fragment's 8 bytes."""
@@ -291,24 +292,6 @@ struct Problem(DevicePassable, TrivialRegisterPassable):
 
 
 # Instructions
-
-
-@always_inline
-def _mma[dtype: DType](a: SIMD[U32, 4], b: SIMD[U32, 2], c: SIMD[F32, 4]) -> SIMD[F32, 4]:
-    """Adds a product of 16 x 32 bytes by 32 bytes x 8 to c."""
-    comptime kind = "m16n8k16.row.col.f32.bf16.bf16" if dtype == DType.bfloat16 else (
-        "m16n8k16.row.col.f32.f16.f16" if dtype
-        == DType.float16 else "m16n8k8.row.col.f32.tf32.tf32"
-    )
-    var d = inlined_assembly[
-        "mma.sync.aligned."
-        + kind
-        + ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-        _RegisterPackType[Float32, Float32, Float32, Float32],
-        constraints="=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        has_side_effect=False,
-    ](a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
-    return SIMD[F32, 4](d[0], d[1], d[2], d[3])
 
 
 @always_inline
@@ -774,7 +757,7 @@ struct _Warp[dtype: DType, k_major: Bool, config: Config]:
             comptime at = i * Self.COLUMNS + j
             comptime if IS_NVIDIA:
                 var b = self.b[step % 2 * Self.VECTORS + j // 2]
-                self.acc[at] = _mma[Self.dtype](a, b.slice[2, offset=j % 2 * 2](), self.acc[at])
+                self.acc[at] = mma_sync[Self.dtype](a, b.slice[2, offset=j % 2 * 2](), self.acc[at])
             else:
                 var x = bitcast[Self.dtype, 8](a)
                 var w = bitcast[Self.dtype, 8](self.b[step % 2 * Self.VECTORS + j])

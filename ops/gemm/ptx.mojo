@@ -394,6 +394,69 @@ def cluster_load4(at: UInt32, rank: UInt32) -> SIMD[DType.float32, 4]:
 
 
 @always_inline
+def mma_sync[
+    dtype: DType
+](a: SIMD[DType.uint32, 4], b: SIMD[DType.uint32, 2], c: SIMD[DType.float32, 4]) -> SIMD[
+    DType.float32, 4
+]:
+    """Adds a product of 16 x 32 bytes by 32 bytes x 8, by a warp.
+
+    Parameters:
+        dtype: One of bfloat16, float16, and float32, of which TF32 counts.
+
+    Args:
+        a: This thread's part of the left side.
+        b: This thread's part of the right side.
+        c: What the product is added to.
+
+    Returns:
+        The sums.
+    """
+    comptime kind = "m16n8k16.row.col.f32.bf16.bf16" if dtype == DType.bfloat16 else (
+        "m16n8k16.row.col.f32.f16.f16" if dtype
+        == DType.float16 else "m16n8k8.row.col.f32.tf32.tf32"
+    )
+    var d = inlined_assembly[
+        "mma.sync.aligned."
+        + kind
+        + ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        _RegisterPackType[Float32, Float32, Float32, Float32],
+        constraints="=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        has_side_effect=False,
+    ](a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
+    return SIMD[DType.float32, 4](d[0], d[1], d[2], d[3])
+
+
+@always_inline
+def mma_sync_short[
+    dtype: DType
+](a: SIMD[DType.uint32, 2], b: UInt32, c: SIMD[DType.float32, 4]) -> SIMD[DType.float32, 4]:
+    """Adds a product of 16 x 16 bytes by 16 bytes x 8, by a warp.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+
+    Args:
+        a: This thread's part of the left side.
+        b: This thread's part of the right side.
+        c: What the product is added to.
+
+    Returns:
+        The sums.
+    """
+    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    var d = inlined_assembly[
+        "mma.sync.aligned.m16n8k8.row.col.f32."
+        + kind
+        + ".f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
+        _RegisterPackType[Float32, Float32, Float32, Float32],
+        constraints="=f,=f,=f,=f,r,r,r,f,f,f,f",
+        has_side_effect=False,
+    ](a[0], a[1], b, c[0], c[1], c[2], c[3])
+    return SIMD[DType.float32, 4](d[0], d[1], d[2], d[3])
+
+
+@always_inline
 def multiply_registers[
     dtype: DType, turned: Bool = False
 ](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, 32]) -> StaticTuple[Float32, 32]:

@@ -39,9 +39,10 @@ from max.gpu.primitives.grid_controls import (
 from max.gpu.sync import syncwarp
 from std.math import ceildiv, sqrt
 from std.memory import bitcast
-from std.sys import _RegisterPackType, inlined_assembly, is_nvidia_gpu, llvm_intrinsic, size_of
+from std.sys import inlined_assembly, is_nvidia_gpu, llvm_intrinsic, size_of
 from std.utils import IndexList, StaticTuple
 
+from ..gemm.ptx import mma_sync, mma_sync_short
 from ..operands import F32, Data
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
 
@@ -56,34 +57,6 @@ Parameters:
 
 comptime MOST_THREADS = 384
 """Threads that share a multiprocessor: more than a block has, a bound of 168 registers."""
-
-
-@always_inline
-def _mma[
-    dtype: DType, depth: Int
-](a: SIMD[DType.uint32, 4], b: SIMD[DType.uint32, 2], c: SIMD[F32, 4]) -> SIMD[F32, 4]:
-    """Multiplies a 16 x depth by a depth x 8 tile; a depth of 8 takes the first halves only."""
-    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
-    comptime if depth == 16:
-        var d = inlined_assembly[
-            "mma.sync.aligned.m16n8k16.row.col.f32."
-            + kind
-            + ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
-            _RegisterPackType[Float32, Float32, Float32, Float32],
-            constraints="=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-            has_side_effect=False,
-        ](a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3])
-        return SIMD[F32, 4](d[0], d[1], d[2], d[3])
-    else:
-        var d = inlined_assembly[
-            "mma.sync.aligned.m16n8k8.row.col.f32."
-            + kind
-            + ".f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
-            _RegisterPackType[Float32, Float32, Float32, Float32],
-            constraints="=f,=f,=f,=f,r,r,r,f,f,f,f",
-            has_side_effect=False,
-        ](a[0], a[1], b[0], c[0], c[1], c[2], c[3])
-        return SIMD[F32, 4](d[0], d[1], d[2], d[3])
 
 
 @always_inline
@@ -282,7 +255,7 @@ def _multiply[
                     comptime for m in range(2):
                         comptime k = 8 * (r * PAIRS + pair) + 4 * m
                         var a = SIMD[DType.uint32, 4](w[k], w[k + 1], w[k + 2], w[k + 3])
-                        acc[2 * j + m] = _mma[dtype, 16](a, b, acc[2 * j + m])
+                        acc[2 * j + m] = mma_sync[dtype](a, b, acc[2 * j + m])
         # The last units of this row and the next, for the rows that see this one under an even tap.
         comptime if UNITS % 2 == 1 and (stem.stride % 2 == 1 or i % 2 == 0):
             var b = SIMD[DType.uint32, 2](at[unsafe_offset=i * PITCH + 8 * PAIRS], 0)
@@ -294,9 +267,11 @@ def _multiply[
                     comptime for m in range(2):
                         comptime k = 8 * (stem.r * PAIRS + r // 2) + 4 * m
                         var a = SIMD[DType.uint32, 4](w[k], w[k + 1], w[k + 2], w[k + 3])
-                        acc[2 * j + m] = _mma[dtype, 16 if r + 1 < stem.r else 8](
-                            a, b, acc[2 * j + m]
-                        )
+                        ref sum = acc[2 * j + m]
+                        comptime if r + 1 < stem.r:
+                            sum = mma_sync[dtype](a, b, sum)
+                        else:  # the first halves only
+                            sum = mma_sync_short[dtype](a.slice[2](), b[0], sum)
     return acc^
 
 
