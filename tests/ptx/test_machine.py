@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -225,6 +226,26 @@ def test_attention_needs_its_waits(find: Find, pattern: str) -> None:
     assert any(differs(kernel, seed) for seed in range(4)) == (pattern != "nothing")
 
 
+def needs(
+    whole: Kernel,
+    pattern: str,
+    reported: type[Exception] | None,
+    result: Callable[[Kernel], Array],
+) -> None:
+    """Demands that a kernel without an instruction is reported, or gives something else."""
+    kernel = without(whole, pattern)
+    if reported:
+        with pytest.raises(reported, match="all wait at"):
+            result(kernel)
+    else:
+        want = result(whole)
+        try:
+            got = result(kernel)
+        except (AccessError, Deadlock):
+            return  # a stage that was filled too early: too many arrivals, or none left
+        assert not np.array_equal(want, got)
+
+
 @pytest.mark.parametrize(
     ("pattern", "reported"),
     [
@@ -246,17 +267,7 @@ def test_hopper_attention_needs_its_waits(
     def result(kernel: Kernel) -> Array:
         return hopper_attention(kernel, g, tile, q, k, v, 0.1, period=3, processors=1)
 
-    kernel = without(whole, pattern)
-    if reported:
-        with pytest.raises(reported, match="all wait at"):
-            result(kernel)
-    else:
-        want = result(whole)
-        try:
-            got = result(kernel)
-        except (AccessError, Deadlock):
-            return
-        assert not np.array_equal(want, got)
+    needs(whole, pattern, reported, result)
 
 
 @pytest.mark.parametrize("tile", [TILES[0], TILES[1], TILES[5]], ids=lambda tile: tile.label)
@@ -286,14 +297,4 @@ def test_hopper_needs_its_waits(
         splits = 2 if split else 1
         return hopper(kernel, tile, [p], dtype="bfloat16", splits=splits, processors=1)[0]
 
-    kernel = without(whole, pattern)
-    if reported:
-        with pytest.raises(reported, match="all wait at"):
-            result(kernel)
-    else:
-        want = result(whole)
-        try:
-            got = result(kernel)
-        except (AccessError, Deadlock):
-            return  # a stage that was filled too early: too many arrivals, or none left
-        assert not np.array_equal(want, got)
+    needs(whole, pattern, reported, result)
