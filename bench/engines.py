@@ -1,5 +1,7 @@
 """Ours and the peers, behind one interface: a model of one dtype at one batch size.
 
+On a CPU the peers are torch, ONNX Runtime and OpenVINO, all with as many threads as torch takes.
+
 Every engine takes its batches from rings of different random images: one on the device, larger
 than twice its L2 cache, from which each run's input is copied just before it, and one in pinned
 host memory, for the uploads. The engines of one cell see the same images. Peers take pixels that
@@ -9,11 +11,15 @@ are normalised and in the model's dtype already, ours takes uint8 and normalises
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import importlib
 import importlib.util
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +31,7 @@ from max.driver import Buffer, Device
 from max.dtype import DType
 
 from bench.timing import Clock, HostClock, MaxClock, TorchClock
+from graphs.errors import ArgumentError
 from graphs.preprocess import Preprocess
 from graphs.replay import PINNED, Execution, Replay, captures
 from graphs.session import Model
@@ -268,6 +275,56 @@ class Torch:
         return self._host[turn % HOST_RING]
 
 
+class Runtime:
+    """A runtime of its own on a CPU: numpy in, numpy out, [N, C, H, W] as it came from torch.
+
+    Args:
+        name: Of the engine.
+        images: What it runs on.
+        prepare: Makes the call to measure of the input, which never moves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        images: Images,
+        prepare: Callable[[np.ndarray], Callable[[], np.ndarray]],
+    ) -> None:
+        self.name = name
+        self.clock: Clock = HostClock()
+        self.memory: int | None = None
+        pixels = [images.pixels(i, torch.float32) for i in range(HOST_RING)]
+        self._host = [np.ascontiguousarray(x.numpy()) for x in pixels]
+        self._input = self._host[0].copy()
+        self._call = prepare(self._input)
+        self._output = self._call()
+
+    def feed(self, turn: int) -> None:
+        """See ``Engine``."""
+        np.copyto(self._input, self._host[turn % HOST_RING])
+
+    def upload(self, turn: int) -> None:
+        """See ``Engine``."""
+        self.feed(turn)
+
+    def compute(self) -> None:
+        """See ``Engine``."""
+        self._output = self._call()
+
+    def download(self) -> None:
+        """See ``Engine``; ``compute`` does it."""
+
+    def answer(self, turn: int) -> np.ndarray:
+        """See ``Engine``."""
+        self.feed(turn)
+        self.compute()
+        return self._output.astype(np.float32)
+
+    def close(self) -> None:
+        """See ``Engine``."""
+        del self._call
+
+
 def peers(reference: Any, images: Images, dtype: str) -> dict[str, Callable[[], Engine]]:
     """Says how to make each peer of a model; making one may compile for minutes.
 
@@ -292,13 +349,18 @@ def peers(reference: Any, images: Images, dtype: str) -> dict[str, Callable[[], 
         "torch-max-autotune": (_compiled, "max-autotune"),
         "torch-mojo-backend": (_mojo,),
     }
-    return {name: made(name, *way) for name, way in ways.items()}
+    found = {name: made(name, *way) for name, way in ways.items()}
+    for name, prepare in ("onnxruntime", _onnxruntime), ("openvino", _openvino):
+        found[name] = functools.partial(
+            Runtime, name, images, functools.partial(prepare, reference, dtype)
+        )
+    return found
 
 
 def peer_names(gpu: bool, autotune: bool = False) -> list[str]:
     """Names the peers that are at hand."""
     if not gpu:
-        return ["torch-eager", "torch-compile"]
+        return ["torch-eager", "torch-compile", "onnxruntime", "openvino"]
     names = ["torch-eager-graph", "torch-compile", "torch-compile-graph"]
     if autotune:
         names.append("torch-max-autotune")
@@ -370,3 +432,70 @@ def _mojo(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor
         for _ in range(3):
             compiled(x)
     return lambda: compiled(x)
+
+
+class _Logits(torch.nn.Module):
+    """A network that gives its logits alone, as an exporter wants it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Computes the logits of x[N, C, H, W]."""
+        return self.module(x).logits
+
+
+def _onnxruntime(reference: Any, dtype: str, x: np.ndarray) -> Callable[[], np.ndarray]:
+    if dtype != "float32":
+        raise ArgumentError(f"onnxruntime computes in float32 on a CPU but dtype is {dtype}")
+    runtime = _package("onnxruntime")
+    _package("onnx")  # which torch's exporter needs
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.inter_op_num_threads = 1
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        torch.onnx.export(
+            _Logits(reference).eval(),
+            (torch.from_numpy(x),),
+            path,
+            dynamo=False,  # the exporter that needs no further package
+            input_names=["x"],
+            output_names=["logits"],
+        )
+        session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda: session.run(None, {"x": x})[0]
+
+
+def _openvino(reference: Any, dtype: str, x: np.ndarray) -> Callable[[], np.ndarray]:
+    if dtype not in ("float32", "bfloat16"):
+        raise ArgumentError(f"openvino takes float32 or bfloat16 here but dtype is {dtype}")
+    runtime = _package("openvino")
+    module = _Logits(reference).eval()
+    converted = runtime.convert_model(
+        module, example_input=torch.from_numpy(x), input=[list(x.shape)]
+    )
+    settings = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[dtype],
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "NUM_STREAMS": 1,
+    }
+    request = runtime.compile_model(converted, "CPU", settings).create_infer_request()
+    request.set_input_tensor(runtime.Tensor(x, shared_memory=True))
+
+    def run() -> np.ndarray:
+        request.infer()
+        return np.asarray(request.get_output_tensor(0).data)
+
+    return run
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise ArgumentError(
+            f"expects the package {name}; pip install 'maxvision[peers]' has it"
+        ) from None

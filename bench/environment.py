@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("max", "mojo-compiler", "torch", "transformers")
+PACKAGES = ("max", "mojo-compiler", "torch", "transformers", "onnxruntime", "openvino")
 
 
 def environment() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from bench import power
 from bench.engines import Engine, Images, Maxvision, peers
 from bench.references import our_model, reference_model
 from bench.tf32 import allow_tf32
-from bench.timing import rounded, sample
+from bench.timing import HostClock, rounded, sample
 from graphs.session import DTYPES, Model, find_device
 
 CHECKED = (1, 0)
@@ -91,8 +91,12 @@ class Stand:
         return [self.engine.answer(turn) for turn in CHECKED]
 
     def sample(self, seconds: float) -> dict[str, list[float]]:
-        """Times the network, the copies at both its ends and whole requests, ms."""
+        """Times the network, the copies at both its ends and whole requests, ms.
+
+        On a CPU also what the network costs it, all threads together (``cpu``).
+        """
         engine, turns = self.engine, self._turns
+        spent: list[float] = []
 
         def feed() -> None:
             engine.feed(next(turns))
@@ -100,8 +104,15 @@ class Stand:
         def upload() -> None:
             engine.upload(next(turns))
 
+        def compute() -> None:
+            start = time.process_time()
+            engine.compute()
+            spent.append((time.process_time() - start) * 1e3)
+
+        step = compute if isinstance(engine.clock, HostClock) else engine.compute
         found = {
-            "compute": sample(engine.clock, engine.compute, 0.7 * seconds, feed),
+            "compute": sample(engine.clock, step, 0.7 * seconds, feed),
+            "cpu": spent,
             "up": sample(engine.clock, upload, 0.05 * seconds),
             "down": sample(engine.clock, engine.download, 0.05 * seconds),
         }

@@ -18,6 +18,7 @@ import torch
 from bench import models
 from bench.__main__ import main, parser
 from bench.ceilings import Ceilings
+from bench.engines import Images, peers
 from bench.references import NETWORKS, reference_model
 from bench.stand import Cell, Stand
 from bench.workers import Lost, Worker
@@ -87,6 +88,38 @@ def test_a_missing_package_is_named(
     assert "expects the package torch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    images = Images(1, (32, 32), np.zeros(3, np.float32), np.ones(3, np.float32), gpu=False)
+    make = peers(reference_model("resnet-18"), images, "float32")[name]
+    with pytest.raises(ArgumentError, match=rf"expects the package {name}; pip install 'maxvi"):
+        make()
+
+
+@pytest.mark.filterwarnings("ignore")  # of tracing, and of the exporter's age
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_a_runtime_answers_as_torch_does(tiny: str, name: str) -> None:
+    pytest.importorskip(name)
+    pytest.importorskip("onnx")
+    images = Images(2, (32, 32), np.zeros(3, np.float32), np.full(3, 64, np.float32), gpu=False)
+    network = reference_model(tiny)
+    engine = peers(network, images, "float32")[name]()
+    for turn in (1, 0):
+        with torch.inference_mode():
+            truth = network(images.pixels(turn, torch.float32)).logits.numpy()
+        assert models.relative([engine.answer(turn)], [truth]) < 1e-5
+    engine.close()
+
+
+def test_a_runtime_refuses_what_it_does_not_compute_in() -> None:
+    images = Images(1, (32, 32), np.zeros(3, np.float32), np.ones(3, np.float32), gpu=False)
+    made = peers(reference_model("resnet-18"), images, "float16")
+    for name in ("onnxruntime", "openvino"):
+        with pytest.raises(ArgumentError, match="but dtype is float16"):
+            made[name]()
+
+
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares the measurement of the ceilings, and torch.compile, which takes a C++ compiler."""
@@ -147,6 +180,7 @@ def test_a_run_writes_what_the_report_reads(tiny: str, tmp_path: Path) -> None:
         written["environment"]
     )
     records = written["records"]
+    assert all(0 < r["p10_ms"] <= r["p50_ms"] and r["cpu_p10_ms"] > 0 for r in records)
     assert [(r["engine"], r["batch"]) for r in records] == [
         (engine, batch) for batch in (1, 2) for engine in ("maxvision", "torch-eager")
     ]
