@@ -87,7 +87,7 @@ def conv2d_shortcut(
 ) -> TensorValue:
     """Ends a residual block that changes its shape: relu(conv2d(x) + conv2d(source)).
 
-    On a GPU it is one launch, and the shortcut's result is never stored.
+    It is one launch, and on a GPU the shortcut's result is never stored.
 
     Args:
         x: The activations [N, H, W, C]; the stride is 1.
@@ -102,8 +102,7 @@ def conv2d_shortcut(
         DeviceError: If the device has no kernel for the dtype.
     """
     fused = (
-        not x.device.is_cpu()
-        and filter.dense is not None
+        filter.dense is not None
         and shortcut.dense is not None
         and filter.groups == shortcut.groups == 1
     )
@@ -221,9 +220,7 @@ def linear(
 def qkv_linear(
     tokens: tuple[TensorValue, TensorValue, TensorValue], weights: tuple[Filter, Filter, Filter]
 ) -> tuple[TensorValue, TensorValue, TensorValue]:
-    """Multiplies query, key and value tokens by their weights: ``linear`` thrice.
-
-    On a GPU it is one launch.
+    """Multiplies query, key and value tokens by their weights: ``linear`` thrice, in one launch.
 
     Args:
         tokens: [N, T, C], [N, S, C] and [N, S, C].
@@ -248,7 +245,7 @@ def qkv_linear(
             f" {tokens[2].shape[1]}"
         )
     dense = [weight.dense for weight in weights if weight.dense is not None]
-    if tokens[0].device.is_cpu() or len(dense) < 3:
+    if len(dense) < 3:
         q, k, v = (linear(y, weight) for y, weight in zip(tokens, weights, strict=True))
         return q, k, v
     values = list(tokens)
@@ -600,7 +597,8 @@ def depthwise_qkv(
     """Normalises tokens and convolves them, channel by channel, into query, key and value.
 
     The class token, if there is one, is normalised and passes by the convolutions. One kernel
-    on an NVIDIA GPU for odd windows of up to 5 and C a multiple of 16 bytes, else several.
+    for odd windows of up to 5, on a CPU, and on an NVIDIA GPU if C is a multiple of 16 bytes;
+    else several.
 
     Args:
         x: [N, H * W, C], or [N, 1 + H * W, C] with a class token first.
@@ -644,13 +642,11 @@ def depthwise_qkv(
         )
     _, p, q = _window(name, size, (kernel, kernel), stride_kv, padding_kv, 1, 1)
     wide = 16 // x.dtype.size_in_bytes
+    fits = accelerator_api() == "cuda" and c % wide == 0 and c <= 128 * wide
     fused = (
-        not x.device.is_cpu()
-        and accelerator_api() == "cuda"
+        (x.device.is_cpu() or fits)
         and kernel in (1, 3, 5)
         and 2 * padding_kv < kernel
-        and c % wide == 0
-        and c <= 128 * wide
         and all(filter.dense is not None for filter in filters)
     )
     if not fused:

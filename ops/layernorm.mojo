@@ -125,6 +125,48 @@ struct NormSizes(DevicePassable, TrivialRegisterPassable):
         return "NormSizes"
 
 
+@always_inline
+def normalise_row(
+    x: Data[F32], y: Data[F32], weight: Data[F32], bias: Data[F32], columns: Int, eps: Float32
+):
+    """Normalises a row on a CPU.
+
+    Args:
+        x: [columns].
+        y: The result[columns].
+        weight: [columns].
+        bias: [columns].
+        columns: Numbers of the row.
+        eps: Added to the variance.
+    """
+    var whole = columns // WIDTH * WIDTH
+    var sums = SIMD[F32, WIDTH](0)
+    for c in range(0, whole, WIDTH):
+        sums += x.unsafe_load[width=WIDTH](c)
+    var sum = sums.reduce_add()
+    for c in range(whole, columns):
+        sum += x[unsafe_offset=c]
+    var mean = sum / Float32(columns)
+
+    sums = 0
+    for c in range(0, whole, WIDTH):
+        var d = x.unsafe_load[width=WIDTH](c) - mean
+        sums = d.fma(d, sums)
+    var squares = sums.reduce_add()
+    for c in range(whole, columns):
+        var d = x[unsafe_offset=c] - mean
+        squares += d * d
+    var scale = 1 / sqrt(squares / Float32(columns) + eps)
+
+    for c in range(0, whole, WIDTH):
+        var value = (x.unsafe_load[width=WIDTH](c) - mean) * scale
+        value = value.fma(weight.unsafe_load[width=WIDTH](c), bias.unsafe_load[width=WIDTH](c))
+        y.unsafe_store(c, value)
+    for c in range(whole, columns):
+        var value = (x[unsafe_offset=c] - mean) * scale
+        y[unsafe_offset=c] = value * weight[unsafe_offset=c] + bias[unsafe_offset=c]
+
+
 def layernorm_cpu(o: NormTensors[F32], g: NormSizes):
     """Normalises each row on all cores.
 
@@ -134,38 +176,14 @@ def layernorm_cpu(o: NormTensors[F32], g: NormSizes):
     """
 
     def row(index: Int) {var}:
-        var source = o.x.unsafe_offset(index * Int(g.stride))
-        var columns = Int(g.columns)
-        var to = o.y.unsafe_offset(index * columns)
-        var whole = columns // WIDTH * WIDTH
-
-        var sums = SIMD[F32, WIDTH](0)
-        for c in range(0, whole, WIDTH):
-            sums += source.unsafe_load[width=WIDTH](c)
-        var sum = sums.reduce_add()
-        for c in range(whole, columns):
-            sum += source[unsafe_offset=c]
-        var mean = sum / Float32(columns)
-
-        sums = 0
-        for c in range(0, whole, WIDTH):
-            var d = source.unsafe_load[width=WIDTH](c) - mean
-            sums = d.fma(d, sums)
-        var squares = sums.reduce_add()
-        for c in range(whole, columns):
-            var d = source[unsafe_offset=c] - mean
-            squares += d * d
-        var scale = 1 / sqrt(squares / Float32(columns) + g.eps)
-
-        for c in range(0, whole, WIDTH):
-            var value = (source.unsafe_load[width=WIDTH](c) - mean) * scale
-            value = value.fma(
-                o.weight.unsafe_load[width=WIDTH](c), o.bias.unsafe_load[width=WIDTH](c)
-            )
-            to.unsafe_store(c, value)
-        for c in range(whole, columns):
-            var value = (source[unsafe_offset=c] - mean) * scale
-            to[unsafe_offset=c] = value * o.weight[unsafe_offset=c] + o.bias[unsafe_offset=c]
+        normalise_row(
+            o.x.unsafe_offset(index * Int(g.stride)),
+            o.y.unsafe_offset(index * Int(g.columns)),
+            o.weight,
+            o.bias,
+            Int(g.columns),
+            g.eps,
+        )
 
     over_rows(row, Int(g.rows))
 

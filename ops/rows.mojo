@@ -9,7 +9,6 @@ bound by memory. Rows of C = 0 are no rows.
 """
 
 from extensibility import InputTensor, OutputTensor, register
-from max.algorithm import sync_parallelize
 from max.gpu import WARP_SIZE, block_idx, lane_id, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.primitives import warp
@@ -20,6 +19,7 @@ from std.sys import simd_width_of
 from std.utils.numerics import neg_inf
 
 from .operands import F32, Data, data
+from .parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
@@ -43,7 +43,7 @@ def over_rows[Body: def(Int) -> None](body: Body, rows: Int):
         for row in range(index * block, min((index + 1) * block, rows)):
             body(row)
 
-    sync_parallelize(task, ceildiv(rows, block))
+    over_cores(task, ceildiv(rows, block))
 
 
 @always_inline

@@ -7,13 +7,13 @@ rows x 4 vectors (2 on AVX2), as ops/gemm/cpu.mojo does. Running maximum and sum
 Bound by the FMA units and, a quarter of the time, by the exponentials.
 """
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv, exp
 from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
 from std.utils.numerics import neg_inf
 
 from ..operands import F32, Data
+from ..parallel import over_cores
 from .config import Attention
 
 comptime WIDTH = simd_width_of[F32]()
@@ -203,4 +203,4 @@ def attention_cpu[depth: Int](o: Attention[F32]):
                 )
         dealloc(memory^)
 
-    sync_parallelize(task, blocks * Int(o.n * o.heads))
+    over_cores(task, blocks * Int(o.n * o.heads))

@@ -4,7 +4,6 @@ Linear layers bring b packed (graphs/arrange.py). In attention b is computed, so
 the panel that it multiplies with, K x 64 numbers used for all M rows: 1/M of the work.
 """
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 
@@ -12,6 +11,7 @@ from ..epilogue import Epilogue
 from ..gemm.cpu import PANEL, gemm, gemm_block
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
+from ..parallel import over_cores
 
 
 def bmm_cpu[
@@ -49,7 +49,7 @@ def bmm_cpu[
             gemm_block[epilogue](g, product, 0, m, 0, column, columns)
             dealloc(scratch^)
 
-        sync_parallelize(task, batch * panels)
+        over_cores(task, batch * panels)
 
 
 @always_inline

@@ -8,6 +8,8 @@ The products are small at small batches, where a launch costs as much as they do
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
+from ..epilogue import Epilogue
+from ..gemm.cpu import gemm_group as gemm_group_cpu
 from ..gemm.gpu import gemm_group
 from ..geometry import Geometry
 from ..operands import F32, Operands, data
@@ -38,8 +40,8 @@ struct QkvLinear:
         """Runs the op.
 
         Parameters:
-            target: "gpu".
-            tf32: Whether it may round float32 to TF32 for the products.
+            target: "cpu" or "gpu".
+            tf32: Whether a GPU may round float32 to TF32 for the products.
 
         Args:
             q: Query [N, T, F].
@@ -48,7 +50,7 @@ struct QkvLinear:
             q_tokens: [N, T, C].
             k_tokens: [N, S, C].
             v_tokens: [N, S, C].
-            q_weight: [F, C], as graphs/arrange.py lays it out; so are the next two.
+            q_weight: [F, C], as graphs/arrange.py lays it out for the device; so are the next two.
             q_bias: [F]; so are the next two.
             k_weight: The key's weight.
             k_bias: The key's bias.
@@ -59,24 +61,30 @@ struct QkvLinear:
         Raises:
             If a launch fails.
         """
-        comptime assert target != "cpu", "qkv_linear: a CPU runs separate ops"
         if q.size() == 0 or k.size() == 0:
             return
         var c = q_tokens.shape()[2]
         var f = q.shape()[2]
         var keys = Geometry(rows=k.size() // f, depth=c, columns=f)
-        gemm_group[q.dtype, 3, tf32](
-            [Geometry(rows=q.size() // f, depth=c, columns=f), keys, keys],
-            [
-                Operands[q.dtype](
-                    data(q_tokens), data(q_weight), data(q_bias), data(q_tokens), data(q)
-                ),
-                Operands[q.dtype](
-                    data(k_tokens), data(k_weight), data(k_bias), data(k_tokens), data(k)
-                ),
-                Operands[q.dtype](
-                    data(v_tokens), data(v_weight), data(v_bias), data(v_tokens), data(v)
-                ),
-            ],
-            ctx,
+        var queries = Geometry(rows=q.size() // f, depth=c, columns=f)
+        var query = Operands[q.dtype](
+            data(q_tokens), data(q_weight), data(q_bias), data(q_tokens), data(q)
         )
+        var key = Operands[q.dtype](
+            data(k_tokens), data(k_weight), data(k_bias), data(k_tokens), data(k)
+        )
+        var value = Operands[q.dtype](
+            data(v_tokens), data(v_weight), data(v_bias), data(v_tokens), data(v)
+        )
+        comptime if target == "cpu":
+            comptime assert q.dtype == F32, "qkv_linear: a CPU expects float32"
+            gemm_group_cpu[Epilogue("none"), 3](
+                [queries, keys, keys],
+                [
+                    rebind[Operands[F32]](query),
+                    rebind[Operands[F32]](key),
+                    rebind[Operands[F32]](value),
+                ],
+            )
+        else:
+            gemm_group[q.dtype, 3, tf32]([queries, keys, keys], [query, key, value], ctx)

@@ -4,13 +4,13 @@ Depthwise: y[n, p, q, c] = sum_rs x[n, p * stride + r, q * stride + s, c] w[r, s
 run over channels; one task is a row of output. Bound by loads: two for each FMA.
 """
 
-from max.algorithm import sync_parallelize
 from std.sys import simd_width_of
 
 from ..epilogue import Epilogue, activate
 from ..gemm.cpu import gemm
 from ..geometry import Geometry
 from ..operands import F32, Operands
+from ..parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
@@ -41,7 +41,7 @@ def _depthwise[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
             for c in range(whole, g.c):
                 _depthwise_pixel[epilogue, 1](g, o, index // g.p, index % g.p, q, c)
 
-    sync_parallelize(row, g.n * g.p)
+    over_cores(row, g.n * g.p)
 
 
 @always_inline

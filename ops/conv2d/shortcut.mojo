@@ -3,12 +3,13 @@
     y[n, p, q, f] = relu(bias[f] + sum_rsc x[n, p * stride - pad + r * dilation, ..., c] w[r, s, c, f]
                          + shortcut_bias[f] + sum_c source[n, p * step, q * step, c] v[c, f])
 
-He et al. 2015, section 3.3, option B. The shortcut's result is never stored.
+He et al. 2015, section 3.3, option B. A GPU never stores the shortcut's result.
 """
 
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
+from ..gemm.cpu import gemm_shortcut as gemm_shortcut_cpu
 from ..gemm.gpu import gemm_shortcut
 from ..geometry import Geometry
 from ..operands import F32, Operands, data
@@ -36,8 +37,8 @@ struct Conv2dShortcut:
         """Runs the op.
 
         Parameters:
-            target: "gpu".
-            tf32: Whether it may round float32 to TF32 for the products.
+            target: "cpu" or "gpu".
+            tf32: Whether a GPU may round float32 to TF32 for the products.
 
         Args:
             y: Result [N, P, Q, F].
@@ -54,15 +55,16 @@ struct Conv2dShortcut:
         Raises:
             If a launch fails.
         """
-        comptime assert target != "cpu", "conv2d_shortcut: a CPU runs two convolutions"
         if y.size() == 0:
             return
-        gemm_shortcut[y.dtype, tf32](
-            Geometry(x.shape(), y.shape(), data(window)),
-            Operands[y.dtype](data(x), data(filter), data(bias), data(x), data(y)),
-            Geometry(source.shape(), y.shape(), data(shortcut_window)),
-            Operands[y.dtype](
-                data(source), data(shortcut), data(shortcut_bias), data(source), data(y)
-            ),
-            ctx,
+        var g = Geometry(x.shape(), y.shape(), data(window))
+        var side = Geometry(source.shape(), y.shape(), data(shortcut_window))
+        var o = Operands[y.dtype](data(x), data(filter), data(bias), data(x), data(y))
+        var beside = Operands[y.dtype](
+            data(source), data(shortcut), data(shortcut_bias), data(source), data(y)
         )
+        comptime if target == "cpu":
+            comptime assert y.dtype == F32, "conv2d_shortcut: a CPU expects float32"
+            gemm_shortcut_cpu(g, rebind[Operands[F32]](o), side, rebind[Operands[F32]](beside))
+        else:
+            gemm_shortcut[y.dtype, tf32](g, o, side, beside, ctx)

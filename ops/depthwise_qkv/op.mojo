@@ -5,6 +5,7 @@ from max.gpu.host import DeviceContext
 
 from ..operands import F32, data
 from .config import QkvOperands, QkvSizes
+from .cpu import depthwise_qkv_cpu
 from .gpu import depthwise_qkv_gpu
 
 
@@ -35,7 +36,7 @@ struct DepthwiseQkv:
         """Runs the op.
 
         Parameters:
-            target: "gpu".
+            target: "cpu" or "gpu".
             kernel: Taps of a side of the window.
 
         Args:
@@ -58,7 +59,6 @@ struct DepthwiseQkv:
         Raises:
             If a launch fails.
         """
-        comptime assert target != "cpu", "depthwise_qkv: a CPU runs separate ops"
         if x.size() == 0:
             return
         var operands = QkvOperands[q.dtype](
@@ -69,4 +69,8 @@ struct DepthwiseQkv:
             outputs=(data(q), data(k), data(v)),
         )
         var sizes = QkvSizes(x.shape()[0], x.shape()[2], data(window), data(eps)[unsafe_offset=0])
-        depthwise_qkv_gpu[q.dtype, kernel](operands, sizes, ctx)
+        comptime if target == "cpu":
+            comptime assert q.dtype == F32, "depthwise_qkv: a CPU expects float32"
+            depthwise_qkv_cpu[kernel](rebind[QkvOperands[F32]](operands), sizes)
+        else:
+            depthwise_qkv_gpu[q.dtype, kernel](operands, sizes, ctx)

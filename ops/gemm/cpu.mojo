@@ -15,7 +15,6 @@ A register tile is ROWS pixels x 4 vectors: on AVX-512 24 accumulators, 4 vector
 broadcast of x. Bound by the FMA units; docs/kernels.md has the figures.
 """
 
-from max.algorithm import sync_parallelize
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
 from std.sys import CompilationTarget, simd_width_of
@@ -23,6 +22,7 @@ from std.sys import CompilationTarget, simd_width_of
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
+from ..parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
@@ -77,13 +77,18 @@ def _tile[
     var w0 = Array[Int, rows](uninitialized=True)
     var image = Array[Int, rows](uninitialized=True)
     var whole_rows = g.dilation_w == 1 and g.groups == 1
+    var n, pixel = divmod(first, g.p * g.q)
+    var p, q = divmod(pixel, g.q)
     comptime for i in range(rows):
-        var n, pixel = divmod(first + i, g.p * g.q)
-        var p, q = divmod(pixel, g.q)
         h0[i] = p * g.stride_h - g.pad_h
         w0[i] = q * g.stride_w - g.pad_w
         image[i] = n * g.h
         whole_rows = whole_rows and w0[i] >= 0 and w0[i] + g.s <= g.w
+        q += 1
+        if q == g.q:
+            p, q = p + 1, 0
+            if p == g.p:
+                n, p = n + 1, 0
     var taps = 1 if whole_rows else g.s
     var run = g.s * g.c if whole_rows else g.group_c()
 
@@ -170,9 +175,6 @@ def gemm_block[
 def gemm[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
     """Computes a whole convolution or product on all cores, `o.w` packed in panels.
 
-    A task is one panel times a block of pixels: the panel stays in the second-level cache
-    while the pixels pass, and there are about four tasks a core to even out their times.
-
     Parameters:
         epilogue: What the accumulator goes through.
 
@@ -180,24 +182,84 @@ def gemm[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
         g: Sizes of the convolution, or of the product.
         o: Its tensors.
     """
-    var panels = ceildiv(g.group_f(), PANEL)
-    var wanted = ceildiv(4 * parallelism_level(None), panels * g.groups)
-    var block = max(ROWS * 4, ROWS * ceildiv(g.pixels(), ROWS * wanted))
-    var blocks = ceildiv(g.pixels(), block)
+    gemm_group[epilogue, 1]([g], [o])
+
+
+def gemm_group[
+    epilogue: Epilogue, count: Int
+](g: Array[Geometry, count], o: Array[Operands[F32], count]):
+    """Computes convolutions or products that do not read each other, in one loop over all cores.
+
+    Parameters:
+        epilogue: What the accumulators go through.
+        count: How many there are.
+
+    Args:
+        g: Sizes of each.
+        o: Tensors of each; `w` is packed in panels.
+    """
+    var work = 0
+    comptime for i in range(count):
+        work += g[i].pixels() * g[i].f
+    var ends = Array[Int, count](fill=0)
+    var blocks = Array[Int, count](fill=0)
+    var tasks = 0
+    comptime for i in range(count):
+        blocks[i] = _block(g[i], work)
+        tasks += ceildiv(g[i].pixels(), blocks[i]) * ceildiv(g[i].group_f(), PANEL) * g[i].groups
+        ends[i] = tasks
+
+    def task(index: Int) {imm}:
+        comptime for i in range(count):
+            var start = ends[i - 1] if i > 0 else 0
+            if start <= index < ends[i]:
+                _task[epilogue](g[i], o[i], blocks[i], index - start)
+
+    over_cores(task, tasks)
+
+
+def gemm_shortcut(g: Geometry, o: Operands[F32], side: Geometry, beside: Operands[F32]):
+    """Computes relu of the sum of two convolutions into one y, on all cores.
+
+    Args:
+        g: Sizes of the first.
+        o: Its tensors.
+        side: Sizes of the second, which gives as many pixels and filters; neither has groups.
+        beside: Its tensors; y is the first's.
+    """
+    var block = _block(g, g.pixels() * g.f)
+    var joined = o
+    joined.residual = o.y
 
     def task(index: Int) {var}:
-        var slot = index // blocks
-        var first = index % blocks * block
-        var group = slot // panels
-        var within = slot % panels * PANEL
-        gemm_block[epilogue](
-            g,
-            o.shifted(w=slot * g.depth() * PANEL),
-            first,
-            min(first + block, g.pixels()),
-            group * g.group_c(),
-            group * g.group_f() + within,
-            min(PANEL, g.group_f() - within),
-        )
+        _task[Epilogue("none")](side, beside, block, index)
+        _task[Epilogue("add_relu")](g, joined, block, index)
 
-    sync_parallelize(task, panels * g.groups * blocks)
+    over_cores(task, ceildiv(g.pixels(), block) * ceildiv(g.f, PANEL))
+
+
+def _block(g: Geometry, work: Int) -> Int:
+    """Chooses how many pixels a task has, of as many tasks as share `work` results evenly.
+
+    About eight tasks a core even out their times; the panel of one stays in the second-level
+    cache while its pixels pass.
+    """
+    var results = ceildiv(work, 8 * parallelism_level(None))
+    var columns = min(g.group_f(), PANEL)
+    return max(4 * ROWS, ceildiv(results, columns * ROWS) * ROWS)
+
+
+def _task[epilogue: Epilogue](g: Geometry, o: Operands[F32], block: Int, index: Int):
+    """Computes one panel of filters at one block of pixels."""
+    var panels = ceildiv(g.group_f(), PANEL)
+    var slot, part = divmod(index, ceildiv(g.pixels(), block))
+    var group, panel = divmod(slot, panels)
+    gemm_block[epilogue](
+        g,
+        o.shifted(w=slot * g.depth() * PANEL),
+        part * block,
+        min((part + 1) * block, g.pixels()),
+        group * g.group_c(),
+        group * g.group_f() + panel * PANEL,
+        min(PANEL, g.group_f() - panel * PANEL),
+    )

@@ -6,7 +6,6 @@ weight times one vector of pixels for every nonzero (Park et al. 2017, arXiv:160
 the patch in place of their virtual dense matrix). Bound by the loads of the patch.
 """
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 from std.sys import simd_width_of
@@ -14,6 +13,7 @@ from std.sys import simd_width_of
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
+from ..parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
@@ -60,7 +60,7 @@ def sparse_conv2d_cpu[
                     o.y[unsafe_offset=to] = activate[epilogue](value)
         dealloc(scratch^)
 
-    sync_parallelize(task, ceildiv(g.pixels(), BLOCK))
+    over_cores(task, ceildiv(g.pixels(), BLOCK))
 
 
 def _gather(g: Geometry, x: Data[F32], patch: Data[F32], first: Int, count: Int):
