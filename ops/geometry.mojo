@@ -130,6 +130,23 @@ struct Geometry(DevicePassable, TrivialRegisterPassable):
         """
         return self.groups == self.c and self.c == self.f and self.c > 1
 
+    @always_inline
+    def pointwise(self) -> Bool:
+        """Tells whether each output pixel is a product with the input pixel of the same number.
+
+        Returns:
+            True if the window is 1 x 1, with stride 1, no padding and one group.
+        """
+        return (
+            self.r == 1
+            and self.s == 1
+            and self.stride_h == 1
+            and self.stride_w == 1
+            and self.pad_h == 0
+            and self.pad_w == 0
+            and self.groups == 1
+        )
+
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
 

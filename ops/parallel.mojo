@@ -19,7 +19,7 @@ comptime Counter = Pointer[Int64, MutUntrackedOrigin]
 comptime CLOSED = Int64(1 << 32)
 """Added to the helpers that have come when no more are welcome."""
 comptime LINE = 16
-"""Counters of 8 bytes from one to the next, so that each has a cache line, and its neighbour, alone."""
+"""Counters of 8 bytes from one to the next, so that each has two cache lines to itself."""
 
 
 struct _Loop(TrivialRegisterPassable):

@@ -12,11 +12,14 @@ run of S * C numbers, so the 3-channel stem has runs of 21 and not of 3.
     y[N, P, Q, F]      result, float32
 
 A register tile is ROWS pixels x 4 vectors: on AVX-512 24 accumulators, 4 vectors of b and one
-broadcast of x. Bound by the FMA units; docs/kernels.md has the figures.
+broadcast of x. A task goes through K a share at a time, and takes all its pixels through that share
+while its part of the panel is in the second-level cache (Goto and van de Geijn 2008). Bound by the
+FMA units; docs/kernels.md has the figures.
 """
 
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
+from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
 
 from ..epilogue import Epilogue, activate
@@ -34,44 +37,142 @@ comptime VECTORS = 4 if CompilationTarget.has_avx512f() or CompilationTarget.has
 """Vectors that a register tile is wide: 24 accumulators of 32 registers, or 12 of 16 (AVX2)."""
 comptime TILE = VECTORS * WIDTH
 """Columns that a register tile is wide."""
-comptime ZEROS = 1024
-"""Channels read from the padding at a time."""
+comptime DEPTH = 512
+"""Steps of K at a time: a panel's share, 128 KB, stays in the second-level cache for all tiles."""
+comptime RUNS = 128
+"""Runs of a share of K at most."""
+comptime PIXELS = 16 * ROWS
+"""Pixels whose sums are kept from one share of K to the next."""
+
+
+struct _Runs[rows: Int]:
+    """Where the pixels of a register tile read in a share of K: runs of numbers side by side."""
+
+    var sources: Array[Data[F32], Self.rows * RUNS]
+    """Where each run begins, for each pixel."""
+    var lengths: Array[Int, RUNS]
+    """Numbers of each run; at least one."""
+    var count: Int
+    """How many runs there are."""
+
+    def __init__(out self):
+        self.sources = Array[Data[F32], Self.rows * RUNS](uninitialized=True)
+        self.lengths = Array[Int, RUNS](uninitialized=True)
+        self.count = 0
 
 
 @no_inline
 def _multiply[
     rows: Int, vectors: Int
-](
-    source: Array[Data[F32], rows],
-    panel: Data[F32],
-    steps: Int,
-    mut acc: Array[SIMD[F32, WIDTH], rows * vectors],
-):
-    """Adds `steps` steps of K to the register tile `acc`.
-
-    A function of its own: inlined into the loops over taps, its accumulators leave the registers,
-    at half the speed (docs/kernels.md).
-    """
-    var tile = acc.copy()
-    for k in range(steps):
-        var b = Array[SIMD[F32, WIDTH], vectors](uninitialized=True)
-        comptime for v in range(vectors):
-            b[v] = panel.unsafe_load[width=WIDTH](k * PANEL + v * WIDTH)
+](runs: _Runs[rows], panel: Data[F32], sums: Data[F32], fresh: Bool):
+    """Adds a share of K to the sums[rows, PANEL] of a register tile, or begins them if `fresh`."""
+    var tile = Array[SIMD[F32, WIDTH], rows * vectors](fill=0)
+    if not fresh:
         comptime for i in range(rows):
-            var a = SIMD[F32, WIDTH](source[i][unsafe_offset=k])
             comptime for v in range(vectors):
-                tile[i * vectors + v] = a.fma(b[v], tile[i * vectors + v])
-    acc = tile^
+                tile[i * vectors + v] = sums.unsafe_load[width=WIDTH](i * PANEL + v * WIDTH)
+    var row = panel
+    for run in range(runs.count):
+        var source = Array[Data[F32], rows](uninitialized=True)
+        comptime for i in range(rows):
+            source[i] = runs.sources.unsafe_ptr()[unsafe_offset=run * rows + i]
+        for k in range(runs.lengths.unsafe_ptr()[unsafe_offset=run]):
+            var b = Array[SIMD[F32, WIDTH], vectors](uninitialized=True)
+            comptime for v in range(vectors):
+                b[v] = row.unsafe_load[width=WIDTH](v * WIDTH)
+            comptime for i in range(rows):
+                var a = SIMD[F32, WIDTH](source[i][unsafe_offset=k])
+                comptime for v in range(vectors):
+                    tile[i * vectors + v] = a.fma(b[v], tile[i * vectors + v])
+            row = row.unsafe_offset(PANEL)
+    comptime for i in range(rows):
+        comptime for v in range(vectors):
+            sums.unsafe_store(i * PANEL + v * WIDTH, tile[i * vectors + v])
+
+
+struct _Share(TrivialRegisterPassable):
+    """A part of K: whole rows of the window if they are short, or a part of one."""
+
+    var r: Int
+    """The first row of the window."""
+    var r_end: Int
+    """One beyond the last."""
+    var start: Int
+    """The first number of each row, of S * C."""
+    var end: Int
+    """One beyond the last."""
+
+    def __init__(out self, r: Int, r_end: Int, start: Int, end: Int):
+        self.r, self.r_end, self.start, self.end = r, r_end, start, end
+
+
+@always_inline
+def _store[epilogue: Epilogue](o: Operands[F32], sums: Data[F32], to: Int, f: Int, columns: Int):
+    """Takes the sums of a pixel through the epilogue, into `columns` numbers of y from `to` on."""
+    var whole = columns // WIDTH * WIDTH
+    for j in range(0, whole, WIDTH):
+        var value = sums.unsafe_load[width=WIDTH](j).fma(
+            o.alpha, o.bias.unsafe_load[width=WIDTH](f + j)
+        )
+        comptime if epilogue.adds:
+            value += o.residual.unsafe_load[width=WIDTH](to + j)
+        o.y.unsafe_store(to + j, activate[epilogue](value))
+    for j in range(whole, columns):
+        var value = sums[unsafe_offset=j] * o.alpha + o.bias[unsafe_offset=f + j]
+        comptime if epilogue.adds:
+            value += o.residual[unsafe_offset=to + j]
+        o.y[unsafe_offset=to + j] = activate[epilogue](value)
 
 
 @no_inline
 def _tile[
     rows: Int, vectors: Int, epilogue: Epilogue
-](g: Geometry, o: Operands[F32], first: Int, channel: Int, column: Int, columns: Int):
-    """Computes `rows` pixels from `first` on, and `columns` filters from `column` on.
+](
+    g: Geometry,
+    o: Operands[F32],
+    first: Int,
+    channel: Int,
+    column: Int,
+    columns: Int,
+    share: _Share,
+    sums: Data[F32],
+    zeros: Data[F32],
+):
+    """Adds a share of K to the sums of `rows` pixels from `first` on; the last one ends them.
 
-    `o.w` points at the first of these columns in its panel; x is read from `channel` on.
+    `o.w` points at the first of the `columns` in the share, the filters from `column` on; x is read
+    from `channel` on.
     """
+    var runs = _Runs[rows]()
+    if g.pointwise():
+        comptime for i in range(rows):
+            runs.sources.unsafe_ptr()[unsafe_offset=i] = o.x.unsafe_offset(
+                (first + i) * g.c + share.start
+            )
+        runs.lengths.unsafe_ptr()[unsafe_offset=0] = share.end - share.start
+        runs.count = 1
+    else:
+        _find[rows](g, o, first, channel, share, zeros, runs)
+    _multiply[rows, vectors](runs, o.w, sums, share.r == 0 and share.start == 0)
+    if share.r_end == g.r and share.end == g.s * g.group_c():
+        comptime for i in range(rows):
+            var to = (first + i) * g.f + column
+            _store[epilogue](o, sums.unsafe_offset(i * PANEL), to, column, columns)
+
+
+@always_inline
+def _find[
+    rows: Int
+](
+    g: Geometry,
+    o: Operands[F32],
+    first: Int,
+    channel: Int,
+    share: _Share,
+    zeros: Data[F32],
+    mut runs: _Runs[rows],
+):
+    """Finds where `rows` pixels from `first` on read in a share of K."""
     # Where the window of each pixel begins: row h0, column w0 (both may lie in the padding).
     var h0 = Array[Int, rows](uninitialized=True)
     var w0 = Array[Int, rows](uninitialized=True)
@@ -89,51 +190,26 @@ def _tile[
             p, q = p + 1, 0
             if p == g.p:
                 n, p = n + 1, 0
-    var taps = 1 if whole_rows else g.s
-    var run = g.s * g.c if whole_rows else g.group_c()
 
-    var zeros = Array[Float32, ZEROS](uninitialized=True)
-    if g.pad_h > 0 or g.pad_w > 0:
-        for i in range(min(run, ZEROS)):
-            zeros[i] = 0
-
-    var acc = Array[SIMD[F32, WIDTH], rows * vectors](fill=0)
-    var panel = o.w
-    for r in range(g.r):
-        for s in range(taps):
-            for start in range(0, run, ZEROS):
-                var source = Array[Data[F32], rows](fill=o.x)
-                comptime for i in range(rows):
-                    var h = h0[i] + r * g.dilation_h
-                    var w = w0[i] + s * g.dilation_w
-                    if h >= 0 and h < g.h and w >= 0 and w < g.w:
-                        var at = ((image[i] + h) * g.w + w) * g.c + channel + start
-                        source[i] = o.x.unsafe_offset(at)
-                    else:
-                        source[i] = rebind[Data[F32]](zeros.unsafe_ptr())
-                var steps = min(run - start, ZEROS)
-                _multiply[rows, vectors](source, panel, steps, acc)
-                panel = panel.unsafe_offset(steps * PANEL)
-
-    comptime for v in range(vectors):
-        var f = column + v * WIDTH
-        var left = columns - v * WIDTH
-        if left >= WIDTH:
-            var bias = o.bias.unsafe_load[width=WIDTH](f)
+    for r in range(share.r, share.r_end):
+        var at = share.start
+        while at < share.end:
+            var s = 0
+            var c = at
+            var length = share.end - at
+            if not whole_rows and g.s > 1:
+                s, c = divmod(at, g.group_c())
+                length = min(length, g.group_c() - c)
             comptime for i in range(rows):
-                var to = (first + i) * g.f + f
-                var value = acc[i * vectors + v].fma(o.alpha, bias)
-                comptime if epilogue.adds:
-                    value += o.residual.unsafe_load[width=WIDTH](to)
-                o.y.unsafe_store(to, activate[epilogue](value))
-        elif left > 0:
-            comptime for i in range(rows):
-                for j in range(left):
-                    var to = (first + i) * g.f + f + j
-                    var value = acc[i * vectors + v][j] * o.alpha + o.bias[unsafe_offset=f + j]
-                    comptime if epilogue.adds:
-                        value += o.residual[unsafe_offset=to]
-                    o.y[unsafe_offset=to] = activate[epilogue](value)
+                var h = h0[i] + r * g.dilation_h
+                var w = w0[i] + s * g.dilation_w
+                var source = zeros
+                if h >= 0 and h < g.h and w >= 0 and w < g.w:
+                    source = o.x.unsafe_offset(((image[i] + h) * g.w + w) * g.c + channel + c)
+                runs.sources.unsafe_ptr()[unsafe_offset=runs.count * rows + i] = source
+            runs.lengths.unsafe_ptr()[unsafe_offset=runs.count] = length
+            runs.count += 1
+            at += length
 
 
 def gemm_block[
@@ -153,23 +229,45 @@ def gemm_block[
         column: The first filter of the panel.
         columns: Filters of the panel, at most PANEL.
     """
-    for offset in range(0, columns, TILE):
-        var width = min(columns - offset, TILE)
-        var m = first
-        while m < last:
-            # Tiles as even as they come: 49 pixels are 4 x 6 + 5 x 5, never 8 x 6 + 1.
-            var rows = ceildiv(last - m, ceildiv(last - m, ROWS))
-            comptime for size in range(1, ROWS + 1):
-                if rows == size:
-                    if width > TILE // 2:
-                        _tile[size, VECTORS, epilogue](
-                            g, o.shifted(w=offset), m, channel, column + offset, width
-                        )
-                    else:
-                        _tile[size, VECTORS // 2, epilogue](
-                            g, o.shifted(w=offset), m, channel, column + offset, width
-                        )
-            m += rows
+    var memory = alloc(Layout[Float32](count=PIXELS * PANEL + DEPTH))
+    var sums = rebind[Data[F32]](memory.unsafe_ptr())
+    var zeros = sums.unsafe_offset(PIXELS * PANEL)
+    for i in range(DEPTH):
+        zeros[unsafe_offset=i] = 0
+    var run = g.s * g.group_c()
+    # As many rows of the window as DEPTH holds, or else as even parts of one.
+    var height = max(1, min(DEPTH // run, RUNS // g.s))
+    var length = ceildiv(run, ceildiv(run, min(DEPTH, RUNS // 2 * g.group_c())))
+    for begin in range(first, last, PIXELS):
+        var end = min(begin + PIXELS, last)
+        var tiles = ceildiv(end - begin, ROWS)
+        var at = 0
+        for r in range(0, g.r, height):
+            for start in range(0, run, length):
+                var share = _Share(r, min(r + height, g.r), start, min(start + length, run))
+                for offset in range(0, columns, TILE):
+                    var here = o.shifted(w=at + offset)
+                    var width = min(columns - offset, TILE)
+                    for tile in range(tiles):
+                        # As even as they come: 49 pixels are 4 x 6 + 5 x 5, never 8 x 6 + 1.
+                        var m = (end - begin) * tile // tiles
+                        var rows = (end - begin) * (tile + 1) // tiles - m
+                        comptime for size in range(1, ROWS + 1):
+                            comptime for vectors in [VECTORS // 2, VECTORS]:
+                                if rows == size and (width > TILE // 2) == (vectors == VECTORS):
+                                    _tile[size, vectors, epilogue](
+                                        g,
+                                        here,
+                                        begin + m,
+                                        channel,
+                                        column + offset,
+                                        width,
+                                        share,
+                                        sums.unsafe_offset(m * PANEL + offset),
+                                        zeros,
+                                    )
+                at += (share.r_end - share.r) * (share.end - share.start) * PANEL
+    dealloc(memory^)
 
 
 def gemm[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
@@ -241,12 +339,13 @@ def gemm_shortcut(g: Geometry, o: Operands[F32], side: Geometry, beside: Operand
 def _block(g: Geometry, work: Int) -> Int:
     """Chooses how many pixels a task has, of as many tasks as share `work` results evenly.
 
-    About eight tasks a core even out their times; the panel of one stays in the second-level
-    cache while its pixels pass.
+    About eight tasks a core even out their times. Pixels are divided only where the panels are not
+    enough: each division reads them once more.
     """
-    var results = ceildiv(work, 8 * parallelism_level(None))
-    var columns = min(g.group_f(), PANEL)
-    return max(4 * ROWS, ceildiv(results, columns * ROWS) * ROWS)
+    var wanted = ceildiv(work, 8 * parallelism_level(None))
+    var blocks = max(1, g.pixels() * min(g.group_f(), PANEL) // wanted)
+    blocks = min(blocks, ceildiv(g.pixels(), 4 * ROWS))
+    return ceildiv(ceildiv(g.pixels(), blocks), ROWS) * ROWS
 
 
 def _task[epilogue: Epilogue](g: Geometry, o: Operands[F32], block: Int, index: Int):
