@@ -18,6 +18,7 @@ shares the GPU sets MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT before it
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -52,28 +53,39 @@ class Run(Protocol):
 
 
 class Execution:
-    """A ``Run`` of any batch size, kernel by kernel; all that a CPU needs."""
+    """A ``Run`` of any batch size, kernel by kernel; all that a CPU needs.
+
+    A CPU goes through the network with one image a core at a time, so that what a layer leaves is
+    in the caches when the next one reads it; docs/kernels.md has the figures.
+    """
 
     def __init__(self, executable: Executable, device: Device) -> None:
         self._executable = executable
         self._device = device
-        self._input: Buffer | None = None
-        self._outputs: list[Buffer] = []
+        self._inputs: list[Buffer] = []
+        self._outputs: list[list[Buffer]] = []
 
     def upload(self, pixels: np.ndarray) -> None:
         """See ``Run``; on a CPU the pixels are read in place, by ``run``."""
-        self._input = Buffer.from_numpy(np.ascontiguousarray(pixels)).to(self._device)
+        step = cores() if self._device.is_host else max(1, len(pixels))
+        parts = [pixels[i : i + step] for i in range(0, len(pixels), step)] or [pixels]
+        self._inputs = [
+            Buffer.from_numpy(np.ascontiguousarray(part)).to(self._device) for part in parts
+        ]
 
     def run(self) -> None:
         """See ``Run``."""
-        self._outputs = self._executable.execute(self._input)
+        self._outputs = [self._executable.execute(part) for part in self._inputs]
 
     def download(self) -> None:
         """See ``Run``; ``result`` does it."""
 
     def result(self) -> list[np.ndarray]:
         """See ``Run``."""
-        return [float32(output.to(CPU())) for output in self._outputs]
+        return [
+            np.concatenate([float32(part.to(CPU())) for part in parts])
+            for parts in zip(*self._outputs, strict=True)
+        ]
 
 
 class Replay:
@@ -222,6 +234,11 @@ def float32(buffer: Buffer) -> np.ndarray:
         bits = buffer.view(DType.uint16).to_numpy().astype(np.uint32)
         return (bits << 16).view(np.float32)
     return buffer.to_numpy().astype(np.float32)
+
+
+def cores() -> int:
+    """Counts the cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def captures(device: Device) -> bool:

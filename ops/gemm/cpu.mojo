@@ -13,14 +13,16 @@ run of S * C numbers, so the 3-channel stem has runs of 21 and not of 3.
 
 A register tile is ROWS pixels x 4 vectors: on AVX-512 24 accumulators, 4 vectors of b and one
 broadcast of x. A task goes through K a share at a time, and takes all its pixels through that share
-while its part of the panel is in the second-level cache (Goto and van de Geijn 2008). Bound by the
-FMA units; docs/kernels.md has the figures.
+while its part of the panel is in the second-level cache (Goto and van de Geijn 2008); its first
+tiles prefetch the next share. Bound by the FMA units, or by the way of the weights from memory
+where a layer has few pixels; docs/kernels.md has the figures.
 """
 
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
+from std.sys.intrinsics import PrefetchOptions, prefetch
 
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
@@ -37,8 +39,10 @@ comptime VECTORS = 4 if CompilationTarget.has_avx512f() or CompilationTarget.has
 """Vectors that a register tile is wide: 24 accumulators of 32 registers, or 12 of 16 (AVX2)."""
 comptime TILE = VECTORS * WIDTH
 """Columns that a register tile is wide."""
-comptime DEPTH = 512
-"""Steps of K at a time: a panel's share, 128 KB, stays in the second-level cache for all tiles."""
+comptime DEPTH = 1024
+"""Steps of K at a time: a panel's share, 256 KB, stays in the second-level cache for all tiles."""
+comptime LINE = 16
+"""Numbers of a cache line."""
 comptime RUNS = 128
 """Runs of a share of K at most."""
 comptime PIXELS = 16 * ROWS
@@ -64,8 +68,11 @@ struct _Runs[rows: Int]:
 @no_inline
 def _multiply[
     rows: Int, vectors: Int
-](runs: _Runs[rows], panel: Data[F32], sums: Data[F32], fresh: Bool):
-    """Adds a share of K to the sums[rows, PANEL] of a register tile, or begins them if `fresh`."""
+](runs: _Runs[rows], panel: Data[F32], ahead: Int, sums: Data[F32], fresh: Bool):
+    """Adds a share of K to the sums[rows, PANEL] of a register tile, or begins them if `fresh`.
+
+    A line of each row `ahead` of the panel's is prefetched.
+    """
     var tile = Array[SIMD[F32, WIDTH], rows * vectors](fill=0)
     if not fresh:
         comptime for i in range(rows):
@@ -84,6 +91,9 @@ def _multiply[
                 var a = SIMD[F32, WIDTH](source[i][unsafe_offset=k])
                 comptime for v in range(vectors):
                     tile[i * vectors + v] = a.fma(b[v], tile[i * vectors + v])
+            prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
+                row.unsafe_offset(ahead)
+            )
             row = row.unsafe_offset(PANEL)
     comptime for i in range(rows):
         comptime for v in range(vectors):
@@ -135,6 +145,7 @@ def _tile[
     column: Int,
     columns: Int,
     share: _Share,
+    ahead: Int,
     sums: Data[F32],
     zeros: Data[F32],
 ):
@@ -153,7 +164,7 @@ def _tile[
         runs.count = 1
     else:
         _find[rows](g, o, first, channel, share, zeros, runs)
-    _multiply[rows, vectors](runs, o.w, sums, share.r == 0 and share.start == 0)
+    _multiply[rows, vectors](runs, o.w, ahead, sums, share.r == 0 and share.start == 0)
     if share.r_end == g.r and share.end == g.s * g.group_c():
         comptime for i in range(rows):
             var to = (first + i) * g.f + column
@@ -245,6 +256,10 @@ def gemm_block[
         for r in range(0, g.r, height):
             for start in range(0, run, length):
                 var share = _Share(r, min(r + height, g.r), start, min(start + length, run))
+                # The next share lies behind this one, or in the panel that this core takes next.
+                var next = (share.r_end - share.r) * (share.end - share.start) * PANEL
+                if share.r_end == g.r and share.end == run:
+                    next += (parallelism_level(None) - 1) * g.depth() * PANEL
                 for offset in range(0, columns, TILE):
                     var here = o.shifted(w=at + offset)
                     var width = min(columns - offset, TILE)
@@ -263,6 +278,7 @@ def gemm_block[
                                         column + offset,
                                         width,
                                         share,
+                                        next + tile * LINE if tile < PANEL // LINE else 0,
                                         sums.unsafe_offset(m * PANEL + offset),
                                         zeros,
                                     )
@@ -339,13 +355,15 @@ def gemm_shortcut(g: Geometry, o: Operands[F32], side: Geometry, beside: Operand
 def _block(g: Geometry, work: Int) -> Int:
     """Chooses how many pixels a task has, of as many tasks as share `work` results evenly.
 
-    About eight tasks a core even out their times. Pixels are divided only where the panels are not
-    enough: each division reads them once more.
+    Eight tasks a core even out their times. But pixels are divided into blocks only where the
+    panels are not enough, since each block reads the panels once more, and below PIXELS only for
+    two tasks a core.
     """
-    var wanted = ceildiv(work, 8 * parallelism_level(None))
-    var blocks = max(1, g.pixels() * min(g.group_f(), PANEL) // wanted)
-    blocks = min(blocks, ceildiv(g.pixels(), 4 * ROWS))
-    return ceildiv(ceildiv(g.pixels(), blocks), ROWS) * ROWS
+    var cores = parallelism_level(None)
+    var size = g.pixels() * min(g.group_f(), PANEL)
+    var many = min(size // ceildiv(work, 8 * cores), ceildiv(g.pixels(), PIXELS))
+    var few = min(size // ceildiv(work, 2 * cores), ceildiv(g.pixels(), 4 * ROWS))
+    return ceildiv(ceildiv(g.pixels(), max(many, few, 1)), ROWS) * ROWS
 
 
 def _task[epilogue: Epilogue](g: Geometry, o: Operands[F32], block: Int, index: Int):
