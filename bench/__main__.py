@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
     models = commands.add_parser("models", help="whole networks beside their peers")
     _what(models, batches="1,32,256")
+    _threads(models)
     models.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     models.add_argument(
         "--autotune", action="store_true", help="torch.compile's max-autotune too: minutes a cell"
@@ -82,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
     layers = commands.add_parser("ops", help="each distinct layer beside torch's operator")
     _what(layers, batches="1,32,256")
+    _threads(layers)
     layers.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     layers.add_argument(
         "--seconds", type=_positive, default=0.2, help="of samples, a layer and side"
@@ -154,6 +156,12 @@ def _what(command: argparse.ArgumentParser, batches: str) -> None:
     )
 
 
+def _threads(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--threads", type=_count, metavar="N", help="cores to keep to; all if left out"
+    )
+
+
 def _tf32(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tf32",
@@ -185,6 +193,12 @@ def _batches(text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"expects numbers of at least 1 but is {text!r}")
     return numbers
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expects a number of at least 1 but is {text!r}")
+    return int(text)
 
 
 def _positive(text: str) -> float:

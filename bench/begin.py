@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from bench.compile import compiled_note
 from bench.environment import environment
 from bench.records import check_path
 from bench.tf32 import allow_tf32
-from graphs.errors import DeviceError
+from graphs.errors import ArgumentError, DeviceError
 from graphs.session import find_device
 
 
@@ -24,9 +25,11 @@ def begin(options: argparse.Namespace, doc: str | None) -> tuple[Device, dict[st
         doc: The command's docstring, whose second paragraph on is the method.
 
     Raises:
-        ArgumentError: If the records could not be written.
+        ArgumentError: If the records could not be written, or there are not that many cores.
         DeviceError: If there is no such device, or torch cannot use it.
     """
+    if options.threads:
+        _keep_to(options.threads)
     device = find_device(options.device)
     if not device.is_host and not torch.cuda.is_available():
         raise DeviceError(f"bench {options.command} expects a torch with CUDA on a GPU")
@@ -36,3 +39,11 @@ def begin(options: argparse.Namespace, doc: str | None) -> tuple[Device, dict[st
     facts["method"] = " ".join((doc or "").split("\n\n", 1)[1].split())
     facts["tf32"], facts["ceilings"] = options.tf32, {}
     return device, facts
+
+
+def _keep_to(cores: int) -> None:
+    """Keeps this process, and those that it starts, to so many cores: as many threads have all."""
+    free = sorted(os.sched_getaffinity(0))
+    if len(free) < cores:
+        raise ArgumentError(f"threads expects at most {len(free)}, the cores here, but is {cores}")
+    os.sched_setaffinity(0, free[:cores])

@@ -184,6 +184,8 @@ def measure(
         middle = record["p50_ms"]
         if times["cpu"]:
             record |= lowest(times)
+        if times["memory"]:
+            record["memory_mb"] = round(max(times["memory"]) / 1e6)
         record |= {
             "host_to_device_ms": percentiles(times["up"])["p50_ms"],
             "device_to_host_ms": percentiles(times["down"])["p50_ms"],

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import power
+from bench import memory, power
 from bench.engines import Engine, Images, Maxvision, peers
 from bench.references import our_model, reference_model
 from bench.tf32 import allow_tf32
@@ -53,6 +53,7 @@ class Stand:
         self._engine: Engine | None = None
         self._ours: dict[tuple[str, str], Model] = {}
         self._turns = itertools.count()
+        self._bare = memory.resident() or 0
 
     def open(self, name: str, cell: Cell) -> dict[str, Any]:
         """Makes an engine; says how long that took, s, and what it holds of a GPU's memory."""
@@ -75,9 +76,9 @@ class Stand:
             self._engine = Maxvision(self._ours[key], device, cell.images)
         else:
             self._engine = peers(reference, cell.images, cell.dtype)[name]()
-        memory = self._engine.memory
+        held = self._engine.memory
         record["setup_s"] = rounded(time.perf_counter() - start, 3)
-        record["memory_mb"] = memory and round(memory / 1e6)
+        record["memory_mb"] = held and round(held / 1e6)
         return record
 
     @property
@@ -93,9 +94,11 @@ class Stand:
     def sample(self, seconds: float) -> dict[str, list[float]]:
         """Times the network, the copies at both its ends and whole requests, ms.
 
-        On a CPU also what the network costs it, all threads together (``cpu``).
+        On a CPU also what the network costs it, all threads together (``cpu``), and the most memory
+        that the process had meanwhile beyond what it began with (``memory``, bytes).
         """
         engine, turns = self.engine, self._turns
+        memory.forget_peak()
         spent: list[float] = []
 
         def feed() -> None:
@@ -122,6 +125,9 @@ class Stand:
             start = time.perf_counter()
             engine.answer(next(turns))
             requests.append((time.perf_counter() - start) * 1e3)
+        peak = memory.peak()
+        on_host = isinstance(engine.clock, HostClock)
+        found["memory"] = [] if peak is None or not on_host else [peak - self._bare]
         return {**found, "request": requests}
 
     def energy(self, index: int) -> dict[str, float]:

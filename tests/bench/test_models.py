@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import models
+from bench import memory, models
 from bench.__main__ import main, parser
 from bench.ceilings import Ceilings
 from bench.engines import Images, peers
@@ -57,6 +57,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
             "precompiled expects resnet-18-float32.mef in none .* bench compile$",
         ),
         (
+            ["models", "--device", "cpu", "--threads", "99999"],
+            r"threads expects at most \d+, the cores here, but is 99999",
+        ),
+        (
             ["models", "--device", "cpu", "--json", "none/such.json"],
             "json expects a file in a folder that exists but none does not",
         ),
@@ -69,6 +73,17 @@ def test_mistakes_get_one_sentence(
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
     assert re.search(message, said), said
+
+
+@pytest.mark.skipif(memory.resident() is None, reason="no /proc/self/status here")
+def test_a_peak_outlives_its_memory_until_it_is_forgotten() -> None:
+    memory.forget_peak()
+    before = memory.peak() or 0
+    held = np.ones(64 << 20, np.uint8)
+    del held
+    assert (memory.peak() or 0) - before > 60 << 20
+    memory.forget_peak()
+    assert (memory.peak() or 0) - before < 30 << 20
 
 
 @pytest.mark.parametrize("batches", ["0", "1,x", "", "-1"])
@@ -192,6 +207,7 @@ def test_a_run_writes_what_the_report_reads(tiny: str, tmp_path: Path) -> None:
             record["batch"] / record["p50_ms"] * 1e3, rel=1e-3
         )
         assert record["max_rel_err"] < 1e-5 and record["setup_s"] >= 0
+        assert record["memory_mb"] is not None or memory.resident() is None
         assert {"p50_ms", "p90_ms", "p99_ms"} == set(record["request"])
     ratio = records[0]["p50_ms"] / records[1]["p50_ms"]
     assert records[0]["of_best_peer"] == pytest.approx(ratio, rel=0.01)
