@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -222,3 +224,25 @@ def test_a_replay_has_buffers_of_its_own() -> None:
     assert [np.unique(answer).tolist() for answer in answers] == [[6], [12]]
     run.release()
     assert not Doubling.live
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_an_idle_process_sleeps() -> None:
+    program = """
+import time
+from pathlib import Path
+from graphs import load
+
+def wakes():
+    texts = [path.read_text() for path in Path("/proc/self/task").glob("*/status")]
+    return sum(int(text.split("\\nvoluntary_ctxt_switches:")[1].split()[0]) for text in texts)
+
+load("resnet-cifar10", device="cpu").classify("examples/cat.jpg")
+time.sleep(0.5)
+before = wakes()
+time.sleep(1)
+print(wakes() - before)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) < 1000  # MAX alone: 5,000
