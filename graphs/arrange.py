@@ -9,6 +9,8 @@ import numpy as np
 
 PANEL = 64
 """Columns of a packed panel, the same number as in ops/gemm/cpu.mojo."""
+STEP = 32
+"""Columns of a panel in bfloat16, and numbers of K of a tile, as in ops/gemm/bf16.mojo."""
 
 
 def is_depthwise(shape: tuple[int, ...], groups: int) -> bool:
@@ -32,6 +34,26 @@ def panels_size(shape: tuple[int, ...], groups: int = 1) -> int:
     """Counts the numbers of ``panels`` of a filter of this shape."""
     r, s, c, f = shape
     return groups * -(-(f // groups) // PANEL) * r * s * c * PANEL
+
+
+def tiles(filters: np.ndarray, groups: int = 1) -> np.ndarray:
+    """Packs [R, S, C, F] for a CPU in bfloat16: [group, panel, K / 32, 2, 16, 16, 2], zero-padded.
+
+    A tile is 16 pairs of K = R*S*C beside each other in 16 columns; a panel has 32 columns.
+    """
+    r, s, c, f = filters.shape
+    steps, count = -(-r * s * c // STEP), -(-(f // groups) // STEP)
+    columns = filters.reshape(r * s * c, groups, f // groups).transpose(1, 2, 0)
+    packed = np.zeros((groups, count * STEP, steps * STEP), filters.dtype)
+    packed[:, : f // groups, : r * s * c] = columns
+    split = packed.reshape(groups, count, 2, 16, steps, 16, 2)
+    return np.ascontiguousarray(split.transpose(0, 1, 4, 2, 5, 3, 6)).reshape(-1)
+
+
+def tiles_size(shape: tuple[int, ...], groups: int = 1) -> int:
+    """Counts the numbers of ``tiles`` of a filter of this shape."""
+    r, s, c, f = shape
+    return groups * -(-(f // groups) // STEP) * -(-r * s * c // STEP) * STEP * STEP
 
 
 def filter_major(filters: np.ndarray) -> np.ndarray:

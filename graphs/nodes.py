@@ -1,10 +1,10 @@
 """The ops as typed functions on graph values: every shape and dtype check lives here.
 
-Activations are NHWC (feature maps) or [..., C] (tokens), in one dtype: float32 on a CPU;
-float32, bfloat16 or float16 on a GPU. Biases and layer norm's weights are float32, and every
-kernel accumulates in float32. Unless ``tf32`` is False, NVIDIA's tensor cores round float32 to
-TF32 (10 bits of mantissa) before they multiply. The batch may be symbolic, all other sizes are
-known.
+Activations are NHWC (feature maps) or [..., C] (tokens), in one dtype: float32 or bfloat16 on a
+CPU (sparse convolutions float32); float32, bfloat16 or float16 on a GPU. Biases and layer norm's
+weights are float32, and every kernel accumulates in float32. Unless ``tf32`` is False, NVIDIA's
+tensor cores round float32 to TF32 (10 bits of mantissa) before they multiply. The batch may be
+symbolic, all other sizes are known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPS = Path(__file__).resolve().parent.parent / "ops"
 
 EPILOGUES = ("none", "relu", "gelu", "add", "add_relu")
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
-CPU_DTYPES = (DType.float32,)
+CPU_DTYPES = (DType.float32, DType.bfloat16)
 
 MOST_DEPTH = 256
 """Channels of a head that attention's plain GPU kernel has room for in shared memory."""
@@ -689,7 +689,11 @@ def class_token(tokens: TensorValue, token: TensorValue) -> TensorValue:
 
 def supported(dtype: DType, device: DeviceRef) -> bool:
     """Tells whether the ops compute in ``dtype`` on ``device``."""
-    return dtype in (CPU_DTYPES if device.is_cpu() else GPU_DTYPES)
+    return dtype in _dtypes(device)
+
+
+def _dtypes(device: DeviceRef) -> tuple[DType, ...]:
+    return CPU_DTYPES if device.is_cpu() else GPU_DTYPES
 
 
 def _tf32(x: TensorValue, allowed: bool) -> bool:
@@ -853,8 +857,10 @@ def _customs(
     parameters: Mapping[str, Any] | None = None,
 ) -> list[TensorValue]:
     out = outs[0]
-    if not supported(out.dtype, out.device):
-        takes = CPU_DTYPES if out.device.is_cpu() else GPU_DTYPES
+    takes = _dtypes(out.device)
+    if out.device.is_cpu() and name.startswith("sparse"):
+        takes = takes[:1]
+    if out.dtype not in takes:
         raise DeviceError(
             f"{name}: a {'CPU' if out.device.is_cpu() else 'GPU'} expects"
             f" {', '.join(d.name for d in takes)} but the dtype is {out.dtype.name}"

@@ -201,6 +201,9 @@ class Parameters:
         """Returns what arranges a filter [R, S, C, F] for the device, and how much that gives."""
         if arrange.is_depthwise(shape, groups):
             return np.ravel, math.prod(shape)
+        if self.device.is_cpu() and self.dtype == DType.bfloat16:
+            size = arrange.tiles_size(shape, groups)
+            return lambda filters: arrange.tiles(filters, groups), size
         if self.device.is_cpu():
             size = arrange.panels_size(shape, groups)
             return lambda filters: arrange.panels(filters, groups), size

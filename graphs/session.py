@@ -87,7 +87,7 @@ def load(
             see ``weights.load``. Or a folder that ``python -m graphs compile`` wrote.
         device: ``cpu``, ``gpu``, ``gpu:N``, or ``auto``: the first GPU if there is one.
         dtype: ``float32``, ``bfloat16`` or ``float16`` for activations and filters (a CPU takes
-            float32); ``auto`` is float32.
+            the first two); ``auto`` is float32.
         tf32: Whether NVIDIA's tensor cores may round float32 to TF32 (10 bits of mantissa) before
             they multiply, several times as fast; other devices multiply float32 exactly.
         batch_size: Images that ``classify`` runs at a time; 32 on a GPU and 8 on a CPU if None.
@@ -184,7 +184,7 @@ def find_dtype(name: str, device: Device) -> DType:
     if name not in DTYPES:
         raise ArgumentError(f"dtype expects auto, {', '.join(DTYPES)} but is {name!r}")
     if not nodes.supported(DTYPES[name], DeviceRef.from_device(device)):
-        raise DeviceError(f"dtype {name} runs on a GPU only; use float32 on a CPU")
+        raise DeviceError(f"dtype {name} runs on a GPU only; use float32 or bfloat16 on a CPU")
     return DTYPES[name]
 
 

@@ -9,7 +9,7 @@ from layout import Coord
 from max.gpu.host import DeviceContext
 
 from .epilogue import gelu
-from .operands import F32
+from .operands import narrowed, widened
 
 
 @register("relu")
@@ -35,7 +35,7 @@ struct Relu:
         """
 
         def body[width: Int](at: Coord[...]) {var x} -> SIMD[y.dtype, width]:
-            return max(x.load[width](at), 0)
+            return narrowed[y.dtype](max(widened(x.load[width](at)), 0))
 
         foreach[target=target](body, y, ctx)
 
@@ -63,6 +63,6 @@ struct Gelu:
         """
 
         def body[width: Int](at: Coord[...]) {var x} -> SIMD[y.dtype, width]:
-            return gelu(x.load[width](at).cast[F32]()).cast[y.dtype]()
+            return narrowed[y.dtype](gelu(widened(x.load[width](at))))
 
         foreach[target=target](body, y, ctx)

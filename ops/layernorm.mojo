@@ -26,7 +26,7 @@ from std.math import ceildiv, rsqrt, sqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
-from .operands import F32, Data, data, widened
+from .operands import F32, ON_CPU, Data, data, narrowed, widened
 from .rows import WIDTH, over_lanes, over_rows
 
 comptime THREADS = 128
@@ -126,10 +126,21 @@ struct NormSizes(DevicePassable, TrivialRegisterPassable):
 
 
 @always_inline
-def normalise_row(
-    x: Data[F32], y: Data[F32], weight: Data[F32], bias: Data[F32], columns: Int, eps: Float32
+def normalise_row[
+    x_dtype: DType, y_dtype: DType, //
+](
+    x: Data[x_dtype],
+    y: Data[y_dtype],
+    weight: Data[F32],
+    bias: Data[F32],
+    columns: Int,
+    eps: Float32,
 ):
     """Normalises a row on a CPU.
+
+    Parameters:
+        x_dtype: Of x.
+        y_dtype: Of y.
 
     Args:
         x: [columns].
@@ -142,33 +153,37 @@ def normalise_row(
     var whole = columns // WIDTH * WIDTH
     var sums = SIMD[F32, WIDTH](0)
     for c in range(0, whole, WIDTH):
-        sums += x.unsafe_load[width=WIDTH](c)
+        sums += widened(x.unsafe_load[width=WIDTH](c))
     var sum = sums.reduce_add()
     for c in range(whole, columns):
-        sum += x[unsafe_offset=c]
+        sum += widened(x[unsafe_offset=c])
     var mean = sum / Float32(columns)
 
     sums = 0
     for c in range(0, whole, WIDTH):
-        var d = x.unsafe_load[width=WIDTH](c) - mean
+        var d = widened(x.unsafe_load[width=WIDTH](c)) - mean
         sums = d.fma(d, sums)
     var squares = sums.reduce_add()
     for c in range(whole, columns):
-        var d = x[unsafe_offset=c] - mean
+        var d = widened(x[unsafe_offset=c]) - mean
         squares += d * d
     var scale = 1 / sqrt(squares / Float32(columns) + eps)
 
     for c in range(0, whole, WIDTH):
-        var value = (x.unsafe_load[width=WIDTH](c) - mean) * scale
+        var value = (widened(x.unsafe_load[width=WIDTH](c)) - mean) * scale
         value = value.fma(weight.unsafe_load[width=WIDTH](c), bias.unsafe_load[width=WIDTH](c))
-        y.unsafe_store(c, value)
+        y.unsafe_store(c, narrowed[y_dtype](value))
     for c in range(whole, columns):
-        var value = (x[unsafe_offset=c] - mean) * scale
-        y[unsafe_offset=c] = value * weight[unsafe_offset=c] + bias[unsafe_offset=c]
+        var value = (widened(x[unsafe_offset=c]) - mean) * scale
+        value = value * weight[unsafe_offset=c] + bias[unsafe_offset=c]
+        y[unsafe_offset=c] = narrowed[y_dtype](value)
 
 
-def layernorm_cpu(o: NormTensors[F32], g: NormSizes):
+def layernorm_cpu[dtype: DType, //](o: NormTensors[dtype], g: NormSizes):
     """Normalises each row on all cores.
+
+    Parameters:
+        dtype: Of the tensors, float32 or bfloat16.
 
     Args:
         o: Tensors.
@@ -325,8 +340,8 @@ def _run[
     dtype: DType, //, target: StaticString, name: StaticString
 ](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
     comptime if target == "cpu":
-        comptime assert dtype == F32, name + ": a CPU expects float32"
-        layernorm_cpu(rebind[NormTensors[F32]](o), g)
+        comptime assert ON_CPU[dtype], name + ": a CPU expects float32 or bfloat16"
+        layernorm_cpu(o, g)
     else:
         layernorm_gpu(o, g, ctx)
 

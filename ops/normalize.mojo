@@ -13,7 +13,7 @@ from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 from std.sys import simd_width_of
 
-from .operands import F32, Data, data
+from .operands import F32, Data, data, narrowed
 from .parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -59,7 +59,7 @@ struct Normalize:
             var c = Int(at[3].value())
             var level = x.load[width](at).cast[F32]()
             var value = level - means.unsafe_load[width=width](c)
-            return (value * scales.unsafe_load[width=width](c)).cast[y.dtype]()
+            return narrowed[y.dtype](value * scales.unsafe_load[width=width](c))
 
         foreach[target=target](body, y, ctx)
 
@@ -83,7 +83,7 @@ def _over_rows[
     def part[width: Int](at: Int, phase: Int) {imm}:
         var level = x.unsafe_load[width=width](at).cast[F32]()
         var value = level - means.unsafe_load[width=width](phase)
-        y.unsafe_store(at, (value * scales.unsafe_load[width=width](phase)).cast[dtype]())
+        y.unsafe_store(at, narrowed[dtype](value * scales.unsafe_load[width=width](phase)))
 
     def task(index: Int) {imm}:
         var end = min((index + 1) * block, size)

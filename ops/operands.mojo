@@ -3,9 +3,20 @@
 from extensibility import ManagedTensorSlice
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.memory import bitcast
+from std.sys import CompilationTarget, is_gpu
+from std.utils.numerics import isnan
 
 comptime F32 = DType.float32
 """What every kernel accumulates in."""
+comptime BF16 = DType.bfloat16
+"""Half as wide, with as many bits of exponent."""
+
+comptime ON_CPU[dtype: DType] = dtype == F32 or dtype == BF16
+"""Whether the kernels of a CPU take a dtype.
+
+Parameters:
+    dtype: Any.
+"""
 
 comptime Data[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
 """A tensor's memory, dense and row-major; MAX keeps it alive while the op runs.
@@ -30,7 +41,7 @@ def data(tensor: ManagedTensorSlice) -> Data[tensor.dtype]:
 
 @always_inline
 def widened[dtype: DType, width: SIMDLength, //](value: SIMD[dtype, width]) -> SIMD[F32, width]:
-    """Widens to float32, exactly: as `cast` does, which takes twice the instructions for bfloat16.
+    """Widens to float32, exactly: as `cast` does, which takes a GPU twice the instructions.
 
     Parameters:
         dtype: Of the value.
@@ -42,13 +53,39 @@ def widened[dtype: DType, width: SIMDLength, //](value: SIMD[dtype, width]) -> S
     Returns:
         The same numbers.
     """
-    comptime if dtype == DType.bfloat16:
+    comptime if dtype == BF16 and is_gpu():
         comptime half = width // 2
         var pairs = bitcast[DType.uint32, half](value)
         var even = bitcast[F32, half](pairs << 16)
         var odd = bitcast[F32, half](pairs & 0xFFFF0000)
         return rebind[SIMD[F32, width]](even.interleave(odd))
     return value.cast[F32]()
+
+
+@always_inline
+def narrowed[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SIMD[dtype, width]:
+    """Rounds to nearest even: as `cast` does, which calls a function on x86 without AVX-512 BF16.
+
+    Parameters:
+        width: Elements.
+        dtype: Of the result.
+
+    Args:
+        value: What is rounded.
+
+    Returns:
+        The nearest numbers; NaN for NaN.
+    """
+    comptime if (
+        dtype == BF16
+        and CompilationTarget.is_x86()
+        and not CompilationTarget._has_feature["avx512bf16"]()
+    ):
+        var bits = bitcast[DType.uint32, width](value)
+        var rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        var nan = SIMD[DType.uint32, width](0x7FC0)
+        return bitcast[dtype, width](isnan(value).select(nan, rounded).cast[DType.uint16]())
+    return value.cast[dtype]()
 
 
 struct Operands[dtype: DType](DevicePassable, TrivialRegisterPassable):

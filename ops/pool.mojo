@@ -23,7 +23,7 @@ from std.sys import size_of
 from std.utils.numerics import neg_inf
 
 from .geometry import Geometry
-from .operands import F32, Data, data
+from .operands import F32, Data, data, narrowed, widened
 
 
 @register("maxpool")
@@ -60,7 +60,7 @@ struct MaxPool:
             var image = Int(at[0].value()) * g.h
             var h0 = Int(at[1].value()) * g.stride_h - g.pad_h
             var w0 = Int(at[2].value()) * g.stride_w - g.pad_w
-            var best = SIMD[y.dtype, width](neg_inf[y.dtype]())
+            var best = SIMD[F32, width](neg_inf[F32]())
             for r in range(g.r):
                 var h = h0 + r * g.dilation_h
                 if h < 0 or h >= g.h:
@@ -69,11 +69,13 @@ struct MaxPool:
                     var w = w0 + s * g.dilation_w
                     if w < 0 or w >= g.w:
                         continue
-                    var value = source.unsafe_load[width=width](
-                        ((image + h) * g.w + w) * g.c + Int(at[3].value())
+                    var value = widened(
+                        source.unsafe_load[width=width](
+                            ((image + h) * g.w + w) * g.c + Int(at[3].value())
+                        )
                     )
                     best = (value.gt(best) | isnan(value)).select(value, best)
-            return best
+            return narrowed[y.dtype](best)
 
         foreach[target=target](body, y, ctx)
 
@@ -179,12 +181,12 @@ struct AvgPool:
                     var value = source.unsafe_load[width=width](
                         ((image + h) * g.w + w) * g.c + Int(at[3].value())
                     )
-                    sum += value.cast[F32]()
+                    sum += widened(value)
             comptime if padding_counts:
                 bottom = min(h0 + g.r, g.h + g.pad_h)
                 right = min(w0 + g.s, g.w + g.pad_w)
                 top = h0
                 left = w0
-            return (sum / Float32((bottom - top) * (right - left))).cast[y.dtype]()
+            return narrowed[y.dtype](sum / Float32((bottom - top) * (right - left)))
 
         foreach[target=target](body, y, ctx)

@@ -18,7 +18,7 @@ from std.math import ceildiv, exp, log
 from std.sys import simd_width_of
 from std.utils.numerics import neg_inf
 
-from .operands import F32, Data, data
+from .operands import F32, ON_CPU, Data, data, narrowed, widened
 from .parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -68,10 +68,13 @@ def over_lanes[lanes: Int](value: Float32) -> Float32:
 # Softmax
 
 
-def softmax_cpu[logarithm: Bool](x: Data[F32], y: Data[F32], rows: Int, columns: Int):
+def softmax_cpu[
+    dtype: DType, //, logarithm: Bool
+](x: Data[dtype], y: Data[dtype], rows: Int, columns: Int):
     """Computes the softmax of each row on all cores.
 
     Parameters:
+        dtype: Of the tensors, float32 or bfloat16.
         logarithm: Whether to give its logarithm.
 
     Args:
@@ -88,33 +91,31 @@ def softmax_cpu[logarithm: Bool](x: Data[F32], y: Data[F32], rows: Int, columns:
 
         var highest = SIMD[F32, WIDTH](neg_inf[F32]())
         for c in range(0, whole, WIDTH):
-            highest = max(highest, source.unsafe_load[width=WIDTH](c))
+            highest = max(highest, widened(source.unsafe_load[width=WIDTH](c)))
         var top = highest.reduce_max()
         for c in range(whole, columns):
-            top = max(top, source[unsafe_offset=c])
+            top = max(top, widened(source[unsafe_offset=c]))
 
         var sums = SIMD[F32, WIDTH](0)
         for c in range(0, whole, WIDTH):
-            var e = exp(source.unsafe_load[width=WIDTH](c) - top)
-            to.unsafe_store(c, e)
-            sums += e
+            sums += exp(widened(source.unsafe_load[width=WIDTH](c)) - top)
         var sum = sums.reduce_add()
         for c in range(whole, columns):
-            var e = exp(source[unsafe_offset=c] - top)
-            to[unsafe_offset=c] = e
-            sum += e
+            sum += exp(widened(source[unsafe_offset=c]) - top)
 
-        comptime if logarithm:
-            var shift = top + log(sum)
-            for c in range(0, whole, WIDTH):
-                to.unsafe_store(c, source.unsafe_load[width=WIDTH](c) - shift)
-            for c in range(whole, columns):
-                to[unsafe_offset=c] = source[unsafe_offset=c] - shift
-        else:
-            for c in range(0, whole, WIDTH):
-                to.unsafe_store(c, to.unsafe_load[width=WIDTH](c) / sum)
-            for c in range(whole, columns):
-                to[unsafe_offset=c] = to[unsafe_offset=c] / sum
+        var shift = top + log(sum)
+        for c in range(0, whole, WIDTH):
+            var value = widened(source.unsafe_load[width=WIDTH](c))
+            comptime if logarithm:
+                to.unsafe_store(c, narrowed[dtype](value - shift))
+            else:
+                to.unsafe_store(c, narrowed[dtype](exp(value - top) / sum))
+        for c in range(whole, columns):
+            var value = widened(source[unsafe_offset=c])
+            comptime if logarithm:
+                to[unsafe_offset=c] = narrowed[dtype](value - shift)
+            else:
+                to[unsafe_offset=c] = narrowed[dtype](exp(value - top) / sum)
 
     over_rows(row, rows)
 
@@ -164,8 +165,8 @@ def _softmax[
         return
     var rows = size // columns
     comptime if target == "cpu":
-        comptime assert dtype == F32, "softmax: a CPU expects float32"
-        softmax_cpu[logarithm](rebind[Data[F32]](x), rebind[Data[F32]](y), rows, columns)
+        comptime assert ON_CPU[dtype], "softmax: a CPU expects float32 or bfloat16"
+        softmax_cpu[logarithm](x, y, rows, columns)
     else:
         ctx.enqueue_function[softmax_kernel[dtype, logarithm]](
             x,

@@ -12,7 +12,7 @@ from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
 from std.utils.numerics import neg_inf
 
-from ..operands import F32, Data
+from ..operands import F32, Data, narrowed, widened
 from ..parallel import over_cores
 from .config import Attention
 
@@ -30,9 +30,9 @@ comptime BLOCK = 16 * ROWS
 
 @no_inline
 def _multiply[
-    rows: Int, vectors: Int
+    dtype: DType, //, rows: Int, vectors: Int
 ](
-    a: Data[F32],
+    a: Data[dtype],
     a_pitch: Int,
     b: Data[F32],
     b_pitch: Int,
@@ -53,7 +53,7 @@ def _multiply[
         comptime for v in range(vectors):
             columns[v] = b.unsafe_load[width=WIDTH](k * b_pitch + v * WIDTH)
         comptime for i in range(rows):
-            var row = SIMD[F32, WIDTH](a[unsafe_offset=i * a_pitch + k])
+            var row = SIMD[F32, WIDTH](widened(a[unsafe_offset=i * a_pitch + k]))
             comptime for v in range(vectors):
                 tile[i * vectors + v] = row.fma(columns[v], tile[i * vectors + v])
     comptime for i in range(rows):
@@ -95,23 +95,25 @@ struct _Scratch[depth: Int](TrivialRegisterPassable):
         self.zeros = self.factors.unsafe_offset(ROWS)
 
 
-def _pack[depth: Int](k: Data[F32], v: Data[F32], c: Int, count: Int, s: _Scratch[depth]):
+def _pack[
+    dtype: DType, depth: Int, //
+](k: Data[dtype], v: Data[dtype], c: Int, count: Int, s: _Scratch[depth]):
     """Lays `count` keys and values out for the products; zeros after them."""
     for key in range(KEYS):
         var to = s.keys.unsafe_offset(key)
         var row = s.values.unsafe_offset(key * s.PITCH)
         if key < count:
             for d in range(depth):
-                to[unsafe_offset=d * KEYS] = k[unsafe_offset=key * c + d]
-                row[unsafe_offset=d] = v[unsafe_offset=key * c + d]
+                to[unsafe_offset=d * KEYS] = widened(k[unsafe_offset=key * c + d])
+                row[unsafe_offset=d] = widened(v[unsafe_offset=key * c + d])
         else:
             for d in range(depth):
                 to[unsafe_offset=d * KEYS] = 0
 
 
 def _attend[
-    depth: Int, rows: Int
-](q: Data[F32], c: Int, first: Int, count: Int, scale: Float32, s: _Scratch[depth]):
+    dtype: DType, //, depth: Int, rows: Int
+](q: Data[dtype], c: Int, first: Int, count: Int, scale: Float32, s: _Scratch[depth]):
     """Attends from `rows` queries, from number `first` of the block on, to the packed keys."""
     comptime COLUMNS = VECTORS * WIDTH
     for column in range(0, KEYS, COLUMNS):
@@ -158,10 +160,11 @@ def _attend[
         )
 
 
-def attention_cpu[depth: Int](o: Attention[F32]):
+def attention_cpu[dtype: DType, //, depth: Int](o: Attention[dtype]):
     """Attends on all cores.
 
     Parameters:
+        dtype: Of the tensors, float32 or bfloat16.
         depth: Channels of a head.
 
     Args:
@@ -198,7 +201,7 @@ def attention_cpu[depth: Int](o: Attention[F32]):
         for i in range(queries):
             var inverse = 1 / s.total[unsafe_offset=i]
             for d in range(depth):
-                o.y[unsafe_offset=start + i * c + d] = (
+                o.y[unsafe_offset=start + i * c + d] = narrowed[dtype](
                     s.sums[unsafe_offset=i * s.PITCH + d] * inverse
                 )
         dealloc(memory^)

@@ -10,7 +10,7 @@ no score goes to memory (Dao et al. 2022, arXiv:2205.14135).
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
-from ..operands import F32, Data, data
+from ..operands import F32, ON_CPU, Data, data
 from .config import Attention
 from .cpu import attention_cpu
 from .gpu import attention_gpu
@@ -63,7 +63,7 @@ struct MultiHeadAttention:
             scale=data(scale)[unsafe_offset=0],
         )
         comptime if target == "cpu":
-            comptime assert y.dtype == F32, "attention: a CPU expects float32"
-            attention_cpu[depth](rebind[Attention[F32]](o))
+            comptime assert ON_CPU[y.dtype], "attention: a CPU expects float32 or bfloat16"
+            attention_cpu[depth](o)
         else:
             attention_gpu[y.dtype, depth](o, ctx)

@@ -1,25 +1,29 @@
 """Batched product on a CPU: the register tiles of ops/gemm over panels of b.
 
 Linear layers bring b packed (graphs/arrange.py). In attention b is computed, so each task packs
-the panel that it multiplies with, K x 64 numbers used for all M rows: 1/M of the work.
+the panel that it multiplies with, which all M rows use: 1/M of the work.
 """
 
 from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 
 from ..epilogue import Epilogue
+from ..gemm.bf16 import BLOCK, SIDE, STEP, TILE, amx_granted
+from ..gemm.bf16 import gemm as gemm_bf16
+from ..gemm.bf16 import gemm_block as gemm_block_bf16
 from ..gemm.cpu import PANEL, gemm, gemm_block
 from ..geometry import Geometry
-from ..operands import F32, Data, Operands
+from ..operands import BF16, F32, Data, Operands
 from ..parallel import over_cores
 
 
 def bmm_cpu[
-    epilogue: Epilogue, layout: StaticString
-](batch: Int, m: Int, k: Int, n: Int, b_step: Int, o: Operands[F32]):
+    dtype: DType, //, epilogue: Epilogue, layout: StaticString
+](batch: Int, m: Int, k: Int, n: Int, b_step: Int, o: Operands[dtype]):
     """Multiplies on all cores.
 
     Parameters:
+        dtype: Of the tensors, float32 or bfloat16.
         epilogue: What the accumulator goes through.
         layout: How b lies in memory; see bmm/op.mojo.
 
@@ -32,21 +36,35 @@ def bmm_cpu[
         o: Tensors of all products; x is a, w is b.
     """
     comptime if layout == "packed":
-        gemm[epilogue](Geometry(rows=batch * m, depth=k, columns=n), o)
+        var g = Geometry(rows=batch * m, depth=k, columns=n)
+        comptime if dtype == F32:
+            gemm[epilogue](g, rebind[Operands[F32]](o))
+        else:
+            gemm_bf16[epilogue](g, rebind[Operands[BF16]](o))
     else:
+        comptime columns = PANEL if dtype == F32 else BLOCK
         var g = Geometry(rows=m, depth=k, columns=n)
-        var panels = ceildiv(n, PANEL)
+        var panels = ceildiv(n, columns)
+        var depth = k if dtype == F32 else ceildiv(k, STEP) * STEP
+        var amx = amx_granted() if dtype == BF16 else False
 
         def task(index: Int) {var}:
             var i = index // panels
-            var column = index % panels * PANEL
-            var columns = min(PANEL, n - column)
-            var scratch = alloc(Layout[Float32](count=k * PANEL))
+            var column = index % panels * columns
+            var end = min(column + columns, n)
+            var scratch = alloc(Layout[Scalar[dtype]](count=depth * columns))
             var product = o.shifted(x=i * m * k, w=i * b_step, y=i * m * n)
-            var panel = rebind[Data[F32]](scratch.unsafe_ptr())
-            _pack[layout](product.w, panel, k, n, column, columns)
+            var panel = rebind[Data[dtype]](scratch.unsafe_ptr())
+            _pack[layout](product.w, panel, k, n, column, end)
             product.w = panel
-            gemm_block[epilogue](g, product, 0, m, 0, column, columns)
+            comptime if dtype == F32:
+                gemm_block[epilogue](
+                    g, rebind[Operands[F32]](product), 0, m, 0, column, end - column
+                )
+            else:
+                gemm_block_bf16[epilogue](
+                    g, rebind[Operands[BF16]](product), 0, m, 0, column, end, amx
+                )
             dealloc(scratch^)
 
         over_cores(task, batch * panels)
@@ -54,15 +72,23 @@ def bmm_cpu[
 
 @always_inline
 def _pack[
-    layout: StaticString
-](b: Data[F32], panel: Data[F32], k: Int, n: Int, column: Int, columns: Int):
-    """Copies `columns` columns of b[K, N] ("kn") or b[N, K] ("nk") into a zero-padded panel."""
-    for step in range(k):
-        var row = panel.unsafe_offset(step * PANEL)
+    dtype: DType, //, layout: StaticString
+](b: Data[dtype], panel: Data[dtype], k: Int, n: Int, column: Int, end: Int):
+    """Copies the columns from `column` to `end` of b[K, N] ("kn") or b[N, K] ("nk") into a panel.
+
+    It is as ops/gemm wants it for the dtype, zero-padded.
+    """
+    comptime columns = PANEL if dtype == F32 else BLOCK
+    var depth = k if dtype == F32 else ceildiv(k, STEP) * STEP
+    for step in range(depth):
         for j in range(columns):
-            comptime if layout == "nk":
-                row[unsafe_offset=j] = b[unsafe_offset=(column + j) * k + step]
+            var to = step * PANEL + j
+            comptime if dtype == BF16:
+                to = (step // STEP * 2 + j // SIDE) * TILE + step % STEP // 2 * STEP
+                to += j % SIDE * 2 + step % 2
+            if step >= k or column + j >= end:
+                panel[unsafe_offset=to] = 0
+            elif layout == "nk":
+                panel[unsafe_offset=to] = b[unsafe_offset=(column + j) * k + step]
             else:
-                row[unsafe_offset=j] = b[unsafe_offset=step * n + column + j]
-        for j in range(columns, PANEL):
-            row[unsafe_offset=j] = 0
+                panel[unsafe_offset=to] = b[unsafe_offset=step * n + column + j]

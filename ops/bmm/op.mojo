@@ -13,7 +13,7 @@ from max.gpu.host import DeviceContext
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm as gemm_gpu
 from ..geometry import Geometry
-from ..operands import F32, Operands, data
+from ..operands import F32, ON_CPU, Operands, data
 from .cpu import bmm_cpu
 
 
@@ -30,8 +30,8 @@ def _bmm[
     var batch = y_size // (m * n)
     var b_step = k * n if layout != "packed" and b_size > k * n else 0
     comptime if target == "cpu":
-        comptime assert dtype == F32, "bmm: a CPU expects float32"
-        bmm_cpu[Epilogue(name), layout](batch, m, k, n, b_step, rebind[Operands[F32]](o))
+        comptime assert ON_CPU[dtype], "bmm: a CPU expects float32 or bfloat16"
+        bmm_cpu[Epilogue(name), layout](batch, m, k, n, b_step, o)
     else:
         comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
         # One b for all: the batch is more rows of one product.

@@ -9,10 +9,11 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
+from ..gemm.bf16 import gemm_group as gemm_group_bf16
 from ..gemm.cpu import gemm_group as gemm_group_cpu
 from ..gemm.gpu import gemm_group
 from ..geometry import Geometry
-from ..operands import F32, Operands, data
+from ..operands import BF16, F32, ON_CPU, Operands, data
 
 
 @register("qkv_linear")
@@ -77,14 +78,24 @@ struct QkvLinear:
             data(v_tokens), data(v_weight), data(v_bias), data(v_tokens), data(v)
         )
         comptime if target == "cpu":
-            comptime assert q.dtype == F32, "qkv_linear: a CPU expects float32"
-            gemm_group_cpu[Epilogue("none"), 3](
-                [queries, keys, keys],
-                [
-                    rebind[Operands[F32]](query),
-                    rebind[Operands[F32]](key),
-                    rebind[Operands[F32]](value),
-                ],
-            )
+            comptime assert ON_CPU[q.dtype], "qkv_linear: a CPU expects float32 or bfloat16"
+            comptime if q.dtype == F32:
+                gemm_group_cpu[Epilogue("none"), 3](
+                    [queries, keys, keys],
+                    [
+                        rebind[Operands[F32]](query),
+                        rebind[Operands[F32]](key),
+                        rebind[Operands[F32]](value),
+                    ],
+                )
+            else:
+                gemm_group_bf16[Epilogue("none"), 3](
+                    [queries, keys, keys],
+                    [
+                        rebind[Operands[BF16]](query),
+                        rebind[Operands[BF16]](key),
+                        rebind[Operands[BF16]](value),
+                    ],
+                )
         else:
             gemm_group[q.dtype, 3, tf32]([queries, keys, keys], [query, key, value], ctx)

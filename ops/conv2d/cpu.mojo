@@ -7,19 +7,21 @@ run over channels; one task is a row of output. Bound by loads: two for each FMA
 from std.sys import simd_width_of
 
 from ..epilogue import Epilogue, activate
+from ..gemm.bf16 import gemm as gemm_bf16
 from ..gemm.cpu import gemm
 from ..geometry import Geometry
-from ..operands import F32, Operands
+from ..operands import BF16, F32, Operands, narrowed, widened
 from ..parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
 
 
-def conv2d_cpu[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
+def conv2d_cpu[dtype: DType, //, epilogue: Epilogue](g: Geometry, o: Operands[dtype]):
     """Convolves on all cores.
 
     Parameters:
+        dtype: Of the tensors, float32 or bfloat16.
         epilogue: What the accumulator goes through.
 
     Args:
@@ -29,10 +31,13 @@ def conv2d_cpu[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
     if g.depthwise():
         _depthwise[epilogue](g, o)
     else:
-        gemm[epilogue](g, o)
+        comptime if dtype == F32:
+            gemm[epilogue](g, rebind[Operands[F32]](o))
+        else:
+            gemm_bf16[epilogue](g, rebind[Operands[BF16]](o))
 
 
-def _depthwise[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
+def _depthwise[dtype: DType, //, epilogue: Epilogue](g: Geometry, o: Operands[dtype]):
     def row(index: Int) {var}:
         for q in range(g.q):
             var whole = g.c // WIDTH * WIDTH
@@ -46,8 +51,8 @@ def _depthwise[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
 
 @always_inline
 def _depthwise_pixel[
-    epilogue: Epilogue, width: Int
-](g: Geometry, o: Operands[F32], n: Int, p: Int, q: Int, c: Int):
+    dtype: DType, //, epilogue: Epilogue, width: Int
+](g: Geometry, o: Operands[dtype], n: Int, p: Int, q: Int, c: Int):
     """Computes y[n, p, q, c : c + width]."""
     var acc = o.bias.unsafe_load[width=width](c)
     for r in range(g.r):
@@ -59,8 +64,9 @@ def _depthwise_pixel[
             if w < 0 or w >= g.w:
                 continue
             var value = o.x.unsafe_load[width=width](((n * g.h + h) * g.w + w) * g.c + c)
-            acc = value.fma(o.w.unsafe_load[width=width]((r * g.s + s) * g.c + c), acc)
+            var tap = o.w.unsafe_load[width=width]((r * g.s + s) * g.c + c)
+            acc = widened(value).fma(widened(tap), acc)
     var to = ((n * g.p + p) * g.q + q) * g.f + c
     comptime if epilogue.adds:
-        acc += o.residual.unsafe_load[width=width](to)
-    o.y.unsafe_store(to, activate[epilogue](acc))
+        acc += widened(o.residual.unsafe_load[width=width](to))
+    o.y.unsafe_store(to, narrowed[dtype](activate[epilogue](acc)))

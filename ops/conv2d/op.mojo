@@ -9,7 +9,7 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..operands import F32, Operands, data
+from ..operands import F32, ON_CPU, Operands, data
 from .cpu import conv2d_cpu
 from .gpu import conv2d_gpu
 
@@ -24,8 +24,8 @@ def _conv2d[
     if g.pixels() == 0:
         return
     comptime if target == "cpu":
-        comptime assert dtype == F32, "conv2d: a CPU expects float32"
-        conv2d_cpu[Epilogue(name)](g, rebind[Operands[F32]](o))
+        comptime assert ON_CPU[dtype], "conv2d: a CPU expects float32 or bfloat16"
+        conv2d_cpu[Epilogue(name)](g, o)
     else:
         conv2d_gpu[dtype, Epilogue(name), tf32](g, o, ctx)
 

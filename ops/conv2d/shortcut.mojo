@@ -9,10 +9,11 @@ He et al. 2015, section 3.3, option B. A GPU never stores the shortcut's result.
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
+from ..gemm.bf16 import gemm_shortcut as gemm_shortcut_bf16
 from ..gemm.cpu import gemm_shortcut as gemm_shortcut_cpu
 from ..gemm.gpu import gemm_shortcut
 from ..geometry import Geometry
-from ..operands import F32, Operands, data
+from ..operands import BF16, F32, ON_CPU, Operands, data
 
 
 @register("conv2d_shortcut")
@@ -64,7 +65,12 @@ struct Conv2dShortcut:
             data(source), data(shortcut), data(shortcut_bias), data(source), data(y)
         )
         comptime if target == "cpu":
-            comptime assert y.dtype == F32, "conv2d_shortcut: a CPU expects float32"
-            gemm_shortcut_cpu(g, rebind[Operands[F32]](o), side, rebind[Operands[F32]](beside))
+            comptime assert ON_CPU[y.dtype], "conv2d_shortcut: a CPU expects float32 or bfloat16"
+            comptime if y.dtype == F32:
+                gemm_shortcut_cpu(g, rebind[Operands[F32]](o), side, rebind[Operands[F32]](beside))
+            else:
+                gemm_shortcut_bf16(
+                    g, rebind[Operands[BF16]](o), side, rebind[Operands[BF16]](beside)
+                )
         else:
             gemm_shortcut[y.dtype, tf32](g, o, side, beside, ctx)

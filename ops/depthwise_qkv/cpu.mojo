@@ -1,6 +1,6 @@
 """Layer norm and three depthwise convolutions of a CvT block's tokens on a CPU.
 
-The formula and the tensors are those of gpu.mojo. A task owns rows of one image's map: it goes down
+The formula and the tensors are those of gpu.mojo; all arithmetic is float32. A task owns rows of one image's map: it goes down
 them with as many normalised rows in a ring as the window is high, zeros around them, so that each
 token is normalised once for all three. Vectors run over channels, and a vector's taps stay in
 registers along a row. Bound by loads.
@@ -11,7 +11,7 @@ from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc, unsafe_memcpy
 
 from ..layernorm import normalise_row
-from ..operands import F32, Data
+from ..operands import F32, Data, narrowed, widened
 from ..parallel import over_cores
 from ..rows import WIDTH
 from .config import QkvOperands, QkvSizes
@@ -19,12 +19,12 @@ from .config import QkvOperands, QkvSizes
 
 @always_inline
 def _convolve[
-    kernel: Int, width: Int, outputs: Int
+    dtype: DType, //, kernel: Int, width: Int, outputs: Int
 ](
     rows: Array[Data[F32], kernel],
-    filters: Array[Data[F32], outputs],
+    filters: Array[Data[dtype], outputs],
     biases: Array[Data[F32], outputs],
-    to: Array[Data[F32], outputs],
+    to: Array[Data[dtype], outputs],
     c: Int,
     channels: Int,
     step: Int,
@@ -39,8 +39,8 @@ def _convolve[
     comptime for o in range(outputs):
         start[o] = biases[o].unsafe_load[width=width](c)
         comptime for tap in range(kernel * kernel):
-            taps[o * kernel * kernel + tap] = filters[o].unsafe_load[width=width](
-                tap * channels + c
+            taps[o * kernel * kernel + tap] = widened(
+                filters[o].unsafe_load[width=width](tap * channels + c)
             )
     for i in range(count):
         var acc = start.copy()
@@ -50,16 +50,16 @@ def _convolve[
                 comptime for o in range(outputs):
                     acc[o] = value.fma(taps[(o * kernel + r) * kernel + s], acc[o])
         comptime for o in range(outputs):
-            to[o].unsafe_store(i * channels + c, acc[o])
+            to[o].unsafe_store(i * channels + c, narrowed[dtype](acc[o]))
 
 
 def _row[
-    kernel: Int, outputs: Int
+    dtype: DType, //, kernel: Int, outputs: Int
 ](
     rows: Array[Data[F32], kernel],
-    filters: Array[Data[F32], outputs],
+    filters: Array[Data[dtype], outputs],
     biases: Array[Data[F32], outputs],
-    to: Array[Data[F32], outputs],
+    to: Array[Data[dtype], outputs],
     channels: Int,
     step: Int,
     count: Int,
@@ -72,10 +72,11 @@ def _row[
         _convolve[kernel, 1, outputs](rows, filters, biases, to, c, channels, step, count)
 
 
-def depthwise_qkv_cpu[kernel: Int](o: QkvOperands[F32], g: QkvSizes):
+def depthwise_qkv_cpu[dtype: DType, //, kernel: Int](o: QkvOperands[dtype], g: QkvSizes):
     """Normalises and convolves on all cores.
 
     Parameters:
+        dtype: Of the tensors, float32 or bfloat16.
         kernel: Taps of a side of the window; the query's padding is half of it, the keys' no more.
 
     Args:

@@ -3,7 +3,7 @@
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
-from ..operands import F32, data
+from ..operands import F32, ON_CPU, data
 from .config import QkvOperands, QkvSizes
 from .cpu import depthwise_qkv_cpu
 from .gpu import depthwise_qkv_gpu
@@ -70,7 +70,7 @@ struct DepthwiseQkv:
         )
         var sizes = QkvSizes(x.shape()[0], x.shape()[2], data(window), data(eps)[unsafe_offset=0])
         comptime if target == "cpu":
-            comptime assert q.dtype == F32, "depthwise_qkv: a CPU expects float32"
-            depthwise_qkv_cpu[kernel](rebind[QkvOperands[F32]](operands), sizes)
+            comptime assert ON_CPU[q.dtype], "depthwise_qkv: a CPU expects float32 or bfloat16"
+            depthwise_qkv_cpu[kernel](operands, sizes)
         else:
             depthwise_qkv_gpu[q.dtype, kernel](operands, sizes, ctx)

@@ -48,7 +48,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
             "models expects resnet-18, .* 'noth",
         ),
         (["models", "--dtypes", "int3", "--device", "cpu"], "dtypes expects float32, .* 'int3'"),
-        (["models", "--dtypes", "bfloat16", "--device", "cpu"], "runs on a GPU only"),
+        (["models", "--dtypes", "float16", "--device", "cpu"], "runs on a GPU only"),
         (["models", "--device", "tpu"], "device expects auto, cpu, gpu or gpu:N but is 'tpu'"),
         (["profile", "--device", "cpu"], "profile expects a GPU, because MAX records no time"),
         (["compile", "--target", "sm_90a", "--out", "x", "--dtypes", "int3"], "dtypes expects"),

@@ -110,7 +110,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("arguments", "error", "match"),
     [
         ({"target": "tpu"}, ArgumentError, "target expects cpu, .* but is 'tpu'"),
-        ({"dtype": "bfloat16"}, DeviceError, "dtype bfloat16 runs on a GPU only"),
+        ({"dtype": "float16"}, DeviceError, "dtype float16 runs on a GPU only"),
         ({"source": "no-such-model"}, ModelError, "no-such-model: expected a bundled model"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -23,6 +24,17 @@ from graphs.session import Unchecked
 def test_sizes_are_those_of_the_arrangements(shape: tuple[int, ...], groups: int) -> None:
     filters = np.ones(shape, np.float32)
     assert arrange.panels_size(shape, groups) == arrange.panels(filters, groups).size
+    assert arrange.tiles_size(shape, groups) == arrange.tiles(filters, groups).size
+
+
+def test_tiles_are_pairs_of_depth_in_panels_of_32_columns() -> None:
+    filters = np.arange(1.0, 3 * 3 * 5 * 70 + 1).reshape(3, 3, 5, 70)
+    packed = arrange.tiles(filters, groups=2).reshape(2, 2, 2, 2, 16, 16, 2)
+    for k, f in itertools.product(range(45), range(70)):
+        group, column = divmod(f, 35)
+        where = (group, column // 32, k // 32, column % 32 // 16, k % 32 // 2, column % 16, k % 2)
+        assert packed[where] == filters.reshape(45, 70)[k, f]
+    assert np.count_nonzero(packed) == filters.size  # the rest is zeros
 
 
 @pytest.mark.parametrize("shape", [(7, 7, 3, 64), (3, 3, 3, 32), (5, 4, 2, 96), (1, 1, 4, 256)])

@@ -277,9 +277,9 @@ def test_dtypes() -> None:
     for name in ("int3", "float64", "fp32", ""):
         with pytest.raises(ArgumentError, match=f"expects auto, float32, .* but is '{name}'"):
             find_dtype(name, CPU())
-    for name in ("bfloat16", "float16"):
-        with pytest.raises(DeviceError, match=f"dtype {name} runs on a GPU only; use float32"):
-            find_dtype(name, CPU())
+    assert find_dtype("bfloat16", CPU()) == DType.bfloat16
+    with pytest.raises(DeviceError, match="float16 runs on a GPU only; use float32 or bfloat16"):
+        find_dtype("float16", CPU())
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_dtypes() -> None:
     [
         ({"device": "tpu"}, ArgumentError, "device expects .* but is 'tpu'"),
         ({"dtype": "int3", "device": "cpu"}, ArgumentError, "dtype expects .* but is 'int3'"),
-        ({"dtype": "bfloat16", "device": "cpu"}, DeviceError, "runs on a GPU only"),
+        ({"dtype": "float16", "device": "cpu"}, DeviceError, "runs on a GPU only"),
         ({"batch_size": 0, "device": "cpu"}, ArgumentError, "batch_size expects .* but is 0"),
         ({"device": "cpu"}, ModelError, "no-such-model: expected a bundled model"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import hypothesis.strategies as st
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
-from max.driver import CPU
+from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.engine import Model as Executable
@@ -20,19 +19,28 @@ from graphs import nodes
 from graphs.arrange import has_stem
 from graphs.errors import ArgumentError, DeviceError
 from graphs.parameters import Parameters
-from tests.ops.cases import CASES, Case, build_graph, check, conv, dense, pool, product
+from tests.ops.cases import CASES, TORCH, Case, build_graph, check, conv, dense, pool, product
+
+# A sparse convolution on a CPU is float32 only.
+NARROW = [case for case in CASES if not case.name.startswith("sparse")]
 
 
-def compile_cases(cases: Sequence[Case]) -> Executable:
-    graph, parameters = build_graph(cases, DeviceRef.CPU(), DType.float32)
+def compile_cases(cases: Sequence[Case], dtype: DType = DType.float32) -> Executable:
+    graph, parameters = build_graph(cases, DeviceRef.CPU(), dtype)
     session = InferenceSession(devices=[CPU()])
     registry = {k: v for w in parameters for k, v in w.registry(CPU()).items()}
     return session.init(session.compile(graph), weights_registry=registry)
 
 
-def run_cases(executable: Executable, cases: Sequence[Case], batch: int) -> list[torch.Tensor]:
-    inputs = itertools.chain.from_iterable(case.data(batch)[0] for case in cases)
-    return [torch.from_dlpack(y).clone() for y in executable.execute(*inputs)]
+def run_cases(
+    executable: Executable, cases: Sequence[Case], batch: int, dtype: DType = DType.float32
+) -> list[torch.Tensor]:
+    inputs = []
+    for case in cases:
+        arrays = map(torch.from_numpy, case.data(batch)[0])
+        inputs += [a if case.levels else a.to(TORCH[dtype]) for a in arrays]
+    buffers = map(Buffer.from_dlpack, inputs)
+    return [torch.from_dlpack(y).clone() for y in executable.execute(*buffers)]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +58,25 @@ def results(executable: Executable, request: pytest.FixtureRequest) -> tuple[int
 def test_equals_torch(results: tuple[int, dict[str, torch.Tensor]], case: Case) -> None:
     batch, outputs = results
     check(case, outputs[case.name], batch, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def narrow_results() -> dict[int, dict[str, torch.Tensor]]:
+    executable = compile_cases(NARROW, DType.bfloat16)
+    names = [case.name for case in NARROW]
+    batches = {n: run_cases(executable, NARROW, n, DType.bfloat16) for n in (0, 1, 3)}
+    return {n: dict(zip(names, outputs, strict=True)) for n, outputs in batches.items()}
+
+
+@pytest.mark.parametrize("case", NARROW, ids=lambda case: case.name)
+def test_equals_torch_in_bfloat16(
+    narrow_results: dict[int, dict[str, torch.Tensor]], case: Case
+) -> None:
+    for batch, outputs in narrow_results.items():
+        if batch:
+            check(case, outputs[case.name], batch, torch.bfloat16)
+        else:
+            assert outputs[case.name].shape[0] == 0
 
 
 def test_takes_an_empty_batch(executable: Executable) -> None:
@@ -265,10 +292,17 @@ def test_errors_of_qkv_linear_name_the_shapes() -> None:
 
 
 def test_errors_name_the_dtypes_of_a_cpu() -> None:
-    with graph_of(["n", 4], dtype=DType.bfloat16) as graph:
-        x = graph.inputs[0].tensor
-        for op in (nodes.relu, nodes.gelu, nodes.softmax, nodes.log_softmax):
-            with pytest.raises(
-                DeviceError, match="a CPU expects float32 but the dtype is bfloat16"
-            ):
-                op(x)
+    expects = "relu: a CPU expects float32, bfloat16 but the dtype is float16"
+    with (
+        graph_of(["n", 4], dtype=DType.float16) as graph,
+        pytest.raises(DeviceError, match=expects),
+    ):
+        nodes.relu(graph.inputs[0].tensor)
+    filters = {"w.filter": np.ones((1, 1, 3, 4))}
+    w = Parameters(filters, DeviceRef.CPU(), DType.bfloat16)
+    expects = "sparse_conv2d: a CPU expects float32 but the dtype is bfloat16"
+    with (
+        graph_of(["n", 8, 8, 3], dtype=DType.bfloat16) as graph,
+        pytest.raises(DeviceError, match=expects),
+    ):
+        nodes.conv2d(graph.inputs[0].tensor, w.filter("w", sparse=True))
