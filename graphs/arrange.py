@@ -39,21 +39,28 @@ def panels_size(shape: tuple[int, ...], groups: int = 1) -> int:
 def tiles(filters: np.ndarray, groups: int = 1) -> np.ndarray:
     """Packs [R, S, C, F] for a CPU in bfloat16: [group, panel, K / 32, 2, 16, 16, 2], zero-padded.
 
-    A tile is 16 pairs of K = R*S*C beside each other in 16 columns; a panel has 32 columns.
+    A tile is 16 pairs of K beside each other in 16 columns; a panel has 32 columns. K is R*S*C, but
+    unless C is a multiple of 32 each row of S*C is filled up to one.
     """
     r, s, c, f = filters.shape
-    steps, count = -(-r * s * c // STEP), -(-(f // groups) // STEP)
-    columns = filters.reshape(r * s * c, groups, f // groups).transpose(1, 2, 0)
+    steps, count = _tile_steps(filters.shape), -(-(f // groups) // STEP)
+    rows = filters.reshape(r if c % STEP else 1, -1, f)
+    depth = np.zeros((rows.shape[0], steps * STEP // rows.shape[0], f), filters.dtype)
+    depth[:, : rows.shape[1]] = rows
     packed = np.zeros((groups, count * STEP, steps * STEP), filters.dtype)
-    packed[:, : f // groups, : r * s * c] = columns
+    packed[:, : f // groups] = depth.reshape(-1, groups, f // groups).transpose(1, 2, 0)
     split = packed.reshape(groups, count, 2, 16, steps, 16, 2)
     return np.ascontiguousarray(split.transpose(0, 1, 4, 2, 5, 3, 6)).reshape(-1)
 
 
 def tiles_size(shape: tuple[int, ...], groups: int = 1) -> int:
     """Counts the numbers of ``tiles`` of a filter of this shape."""
-    r, s, c, f = shape
-    return groups * -(-(f // groups) // STEP) * -(-r * s * c // STEP) * STEP * STEP
+    return groups * -(-(shape[3] // groups) // STEP) * _tile_steps(shape) * STEP * STEP
+
+
+def _tile_steps(shape: tuple[int, ...]) -> int:
+    r, s, c, _ = shape
+    return r * -(-s * c // STEP) if c % STEP else r * s * c // STEP
 
 
 def filter_major(filters: np.ndarray) -> np.ndarray:

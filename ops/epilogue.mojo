@@ -60,6 +60,50 @@ def gelu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
         return (-a).fma(exp(tail * LN_2), max(v, 0))
 
 
+comptime REACH: Float32 = 4.4
+"""Beyond it the GELU is 0 or v, to 3e-5."""
+comptime HALF_TAIL: List[Float32] = [
+    3.5694288e-11,
+    -3.7540486e-09,
+    1.7408473e-07,
+    -4.7248682e-06,
+    8.4293017e-05,
+    -1.0549926e-03,
+    9.6430285e-03,
+    -6.6076428e-02,
+    3.9876160e-01,
+]
+"""(P(X < v) - 1/2) / v, a polynomial of degree 8 in v^2.
+
+Fitted as LOG2_TAIL on [0, REACH], for the least largest error of v * P(X < v), which is 3e-5.
+"""
+
+
+@always_inline
+def gelu_narrow[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
+    """Computes the exact GELU to 5e-5 absolutely, for results of 8 bits: half the instructions.
+
+    Parameters:
+        width: Lanes.
+
+    Args:
+        v: Any number in each lane.
+
+    Returns:
+        The GELU of each lane.
+    """
+    var low = max(v, -REACH)
+    var inside = min(low, REACH)
+    var square = inside * inside
+    comptime coefficients = HALF_TAIL
+    comptime first = coefficients[0]
+    var slope = SIMD[F32, width](first)
+    comptime for i in range(1, len(coefficients)):
+        comptime coefficient = coefficients[i]
+        slope = slope.fma(square, coefficient)
+    return low * inside.fma(slope, 0.5)
+
+
 struct Epilogue(TrivialRegisterPassable):
     """One of the fused epilogues above, as a compile-time value."""
 
@@ -110,12 +154,15 @@ struct Epilogue(TrivialRegisterPassable):
 
 
 @always_inline
-def activate[width: SIMDLength, //, epilogue: Epilogue](v: SIMD[F32, width]) -> SIMD[F32, width]:
+def activate[
+    width: SIMDLength, //, epilogue: Epilogue, narrow: Bool = False
+](v: SIMD[F32, width]) -> SIMD[F32, width]:
     """Applies the epilogue's activation.
 
     Parameters:
         width: Lanes.
         epilogue: The epilogue.
+        narrow: Whether 8 bits of the result count.
 
     Args:
         v: The sum alpha * acc + bias, and the residual if the epilogue adds.
@@ -126,6 +173,9 @@ def activate[width: SIMDLength, //, epilogue: Epilogue](v: SIMD[F32, width]) -> 
     comptime if epilogue.relu:
         return max(v, 0)
     elif epilogue.gelu:
-        return gelu(v)
+        comptime if narrow:
+            return gelu_narrow(v)
+        else:
+            return gelu(v)
     else:
         return v

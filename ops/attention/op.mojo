@@ -10,7 +10,8 @@ no score goes to memory (Dao et al. 2022, arXiv:2205.14135).
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
-from ..operands import F32, ON_CPU, Data, data
+from ..operands import BF16, F32, ON_CPU, data
+from .bf16 import attention_bf16
 from .config import Attention
 from .cpu import attention_cpu
 from .gpu import attention_gpu
@@ -64,6 +65,9 @@ struct MultiHeadAttention:
         )
         comptime if target == "cpu":
             comptime assert ON_CPU[y.dtype], "attention: a CPU expects float32 or bfloat16"
-            attention_cpu[depth](o)
+            comptime if y.dtype == BF16 and depth % 32 == 0:
+                attention_bf16[depth](rebind[Attention[BF16]](o))
+            else:
+                attention_cpu[depth](o)
         else:
             attention_gpu[y.dtype, depth](o, ctx)

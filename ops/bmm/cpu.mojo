@@ -8,7 +8,7 @@ from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 
 from ..epilogue import Epilogue
-from ..gemm.bf16 import BLOCK, SIDE, STEP, TILE, amx_granted
+from ..gemm.bf16 import BLOCK, SIDE, STEP, TILE, Plan, amx_granted
 from ..gemm.bf16 import gemm as gemm_bf16
 from ..gemm.bf16 import gemm_block as gemm_block_bf16
 from ..gemm.cpu import PANEL, gemm, gemm_block
@@ -46,7 +46,8 @@ def bmm_cpu[
         var g = Geometry(rows=m, depth=k, columns=n)
         var panels = ceildiv(n, columns)
         var depth = k if dtype == F32 else ceildiv(k, STEP) * STEP
-        var amx = amx_granted() if dtype == BF16 else False
+        var kind = Plan(g, g.pixels() * g.f).kind
+        var amx = amx_granted()
 
         def task(index: Int) {var}:
             var i = index // panels
@@ -63,7 +64,7 @@ def bmm_cpu[
                 )
             else:
                 gemm_block_bf16[epilogue](
-                    g, rebind[Operands[BF16]](product), 0, m, 0, column, end, amx
+                    g, rebind[Operands[BF16]](product), kind, 0, m, 0, column, end, amx
                 )
             dealloc(scratch^)
 

@@ -10,14 +10,19 @@ registers, by the best of three kernels that the CPU compiled for has:
 
     x[N, H, W, C]                   activations, bfloat16
     b[panel, K / 32, 2, 16, 16, 2]  filters in panels of 32 columns, tiles of 16 pairs of K x 16
-                                    columns; K ordered R, S, C, zero-padded (graphs/arrange.py)
+                                    columns (graphs/arrange.py). K is ordered R, S, C; unless C is
+                                    a multiple of 32, each r has its S * C filled up with zeros
     y[N, P, Q, F]                   result, bfloat16
 
 All three want pixels at equal distances in memory, and taps of 32 x n numbers. A 1 x 1 convolution
-and a product are so as they lie. For other convolutions of 32 x n channels a task lays out what it
-reads in zero-padded planes, one for each phase of the stride: there every tap is a constant away
-from its pixel, also where a row of pixels ends. The rest, the stem of 3 channels above all, lay out
-patches[m, K].
+and a product are so as they lie. For other convolutions a task lays out what it reads, with zeros
+around it, so that a row of pixels is followed by the next at the same distance:
+
+    planes  C is a multiple of 32: a plane for each phase of the stride; a tap is a constant away
+            from its pixel
+    rows    other channels, the stem's 3 above all: a tap is a row of the window, S * C numbers; those
+            that fill it up are multiplied by zeros
+    patches groups, or rows with holes: [m, K]
 """
 
 from max.runtime.asyncrt import parallelism_level
@@ -50,6 +55,8 @@ comptime ROWS = 8 if CompilationTarget.has_avx512f() or CompilationTarget.has_ne
 """Pixels of a register tile, without AMX."""
 comptime TAPS = 128
 """Taps of a window at most, for planes."""
+comptime UNBOUNDED = 1 << 40
+"""The width of pixels without rows."""
 comptime ROOM = 1 << 18
 """Numbers that a task lays out at most, where it has a choice: 512 KB, of the second-level cache."""
 
@@ -67,7 +74,21 @@ def amx_granted() -> Bool:
         return False
 
 
-struct _Left(TrivialRegisterPassable):
+@always_inline
+def depth_of(g: Geometry) -> Int:
+    """Counts the numbers of K that a panel has, those that fill it up too.
+
+    Args:
+        g: Sizes of the convolution, or of the product.
+
+    Returns:
+        A multiple of STEP.
+    """
+    var c = g.group_c()
+    return g.depth() if c % STEP == 0 else g.r * ceildiv(g.s * c, STEP) * STEP
+
+
+struct Left(TrivialRegisterPassable):
     """The left side of a product: pixels at equal distances, and their taps."""
 
     var x: Data[BF16]
@@ -84,11 +105,27 @@ struct _Left(TrivialRegisterPassable):
     def __init__(
         out self, x: Data[BF16], pitch: Int, offsets: Data[DType.int64], taps: Int, depth: Int
     ):
+        """Names them.
+
+        Args:
+            x: The first tap of pixel 0.
+            pitch: Numbers from one pixel to the next.
+            offsets: Numbers from the first tap to each.
+            taps: How many taps there are.
+            depth: Numbers of a tap.
+        """
         self.x, self.pitch, self.offsets, self.taps, self.depth = x, pitch, offsets, taps, depth
 
     @always_inline
     def at(self, pixel: Int) -> Data[BF16]:
-        """Gives the first tap of a pixel."""
+        """Finds a pixel.
+
+        Args:
+            pixel: Its number.
+
+        Returns:
+            Its first tap.
+        """
         return self.x.unsafe_offset(pixel * self.pitch)
 
 
@@ -103,21 +140,43 @@ struct _Pixels(TrivialRegisterPassable):
     """Pixels from one row to the next."""
     var q: Int
     """Pixels of a row that are in y."""
+    var lowest: Int
+    """The lowest that can be read, at most 0."""
 
-    def __init__(out self, first: Int, count: Int, width: Int, q: Int):
+    def __init__(out self, first: Int, count: Int, width: Int, q: Int, lowest: Int):
         self.first, self.count, self.width, self.q = first, count, width, q
+        self.lowest = lowest
 
 
 @always_inline
-def _tile_config(memory: Data[DType.uint8]):
-    """Configures 8 tiles of 16 rows of 64 bytes; `memory` has room for 64 bytes."""
-    for i in range(64):
-        memory[unsafe_offset=i] = 0
-    memory[unsafe_offset=0] = 1
-    comptime for tile in range(8):
-        memory[unsafe_offset=16 + 2 * tile] = 64
-        memory[unsafe_offset=48 + tile] = 16
-    llvm_intrinsic["llvm.x86.ldtilecfg", NoneType](memory)
+def begin_tiles(memory: Data[DType.uint8], amx: Bool):
+    """Configures AMX's 8 tiles as 16 rows of 64 bytes; `multiply` needs that in each thread.
+
+    Args:
+        memory: Room for 64 bytes.
+        amx: Whether AMX is granted; if not, this does nothing.
+    """
+    comptime if HAS_AMX:
+        if amx:
+            for i in range(64):
+                memory[unsafe_offset=i] = 0
+            memory[unsafe_offset=0] = 1
+            comptime for tile in range(8):
+                memory[unsafe_offset=16 + 2 * tile] = 64
+                memory[unsafe_offset=48 + tile] = 16
+            llvm_intrinsic["llvm.x86.ldtilecfg", NoneType](memory)
+
+
+@always_inline
+def end_tiles(amx: Bool):
+    """Gives the tiles back, so that the thread's registers are small again.
+
+    Args:
+        amx: Whether AMX is granted.
+    """
+    comptime if HAS_AMX:
+        if amx:
+            llvm_intrinsic["llvm.x86.tilerelease", NoneType]()
 
 
 @always_inline
@@ -133,8 +192,8 @@ def _dot[sums: Int, a: Int, b: Int]():
 @no_inline
 def _multiply_tiles[
     halves: Int
-](left: _Left, upper: Int, lower: Int, panel: Data[BF16], sums: Data[F32], fresh: Bool):
-    """Multiplies the 16 pixels from `upper` on, and those from `lower`, by AMX: see `_multiply`."""
+](left: Left, upper: Int, lower: Int, panel: Data[BF16], sums: Data[F32], fresh: Bool):
+    """Multiplies the 16 pixels from `upper` on, and those from `lower`, by AMX: see `multiply`."""
     comptime for half in range(halves):
         comptime for side in range(2):
             if fresh:
@@ -170,9 +229,9 @@ def _multiply_tiles[
 
 @no_inline
 def _multiply_rows(
-    left: _Left, first: Int, panel: Data[BF16], column: Int, sums: Data[F32], fresh: Bool
+    left: Left, first: Int, panel: Data[BF16], column: Int, sums: Data[F32], fresh: Bool
 ):
-    """Multiplies ROWS pixels by 2 vectors of columns: see `_multiply`."""
+    """Multiplies ROWS pixels by 2 vectors of columns: see `multiply`."""
     var tile = Array[SIMD[F32, WIDTH], ROWS * 2](fill=0)
     if not fresh:
         comptime for i in range(ROWS * 2):
@@ -220,8 +279,8 @@ def _multiply_rows(
 
 
 @always_inline
-def _multiply(
-    left: _Left,
+def multiply(
+    left: Left,
     upper: Int,
     lower: Int,
     halves: Int,
@@ -230,9 +289,17 @@ def _multiply(
     fresh: Bool,
     amx: Bool,
 ):
-    """Multiplies 16 pixels from `upper` on, and 16 from `lower` on if `halves` is 2, by a panel.
+    """Multiplies 32 pixels, or 16, by a panel: sums[32, 32] (+)= left b.
 
-    Adds to sums[32, 32], or begins them if `fresh`.
+    Args:
+        left: The pixels.
+        upper: The first of 16 of them.
+        lower: The first of 16 others, if `halves` is 2.
+        halves: 1 or 2.
+        panel: 32 columns of b, as above.
+        sums: The sums.
+        fresh: Whether they begin with 0.
+        amx: Whether AMX is granted, and `begin_tiles` was called.
     """
     comptime if HAS_AMX:
         if amx:
@@ -249,6 +316,17 @@ def _multiply(
 
 
 @always_inline
+def _finish[
+    epilogue: Epilogue, width: Int
+](o: Operands[BF16], sum: SIMD[F32, width], bias: SIMD[F32, width], to: Int):
+    """Takes sums through the epilogue, to y from `to` on."""
+    var value = sum.fma(o.alpha, bias)
+    comptime if epilogue.adds:
+        value += widened(o.residual.unsafe_load[width=width](to))
+    o.y.unsafe_store(to, narrowed[BF16](activate[epilogue, True](value)))
+
+
+@no_inline
 def _store[
     epilogue: Epilogue
 ](
@@ -263,36 +341,43 @@ def _store[
     f: Int,
 ):
     """Takes 16 pixels from `start` on through the epilogue into y, all but the first `skip`."""
-    var begin = start + skip
-    var p, q = divmod(begin, m.width)
-    var to = (m.first + p * m.q + min(q, m.q)) * f + column
-    for i in range(skip, min(SIDE, m.count - start)):
-        if q < m.q:
-            var row = sums.unsafe_offset(i * BLOCK)
-            var whole = columns // WIDTH * WIDTH
-            for j in range(0, whole, WIDTH):
-                var value = row.unsafe_load[width=WIDTH](j).fma(
-                    o.alpha, bias.unsafe_load[width=WIDTH](j)
-                )
-                comptime if epilogue.adds:
-                    value += widened(o.residual.unsafe_load[width=WIDTH](to + j))
-                o.y.unsafe_store(to + j, narrowed[BF16](activate[epilogue](value)))
-            for j in range(whole, columns):
-                var value = row[unsafe_offset=j] * o.alpha + bias[unsafe_offset=j]
-                comptime if epilogue.adds:
-                    value += widened(o.residual[unsafe_offset=to + j])
-                o.y[unsafe_offset=to + j] = narrowed[BF16](activate[epilogue](value))
+    comptime VECTORS = BLOCK // WIDTH
+    var biases = Array[SIMD[F32, WIDTH], VECTORS](uninitialized=True)
+    comptime for v in range(VECTORS):
+        biases[v] = bias.unsafe_load[width=WIDTH](v * WIDTH)
+    var i = skip
+    var end = min(SIDE, m.count - start)
+    var p, q = divmod(start + skip, m.width) if m.width < UNBOUNDED else (0, start + skip)
+    while i < end:
+        # As many pixels as follow one another in y.
+        var stop = min(end, i + m.q - q)
+        var to = (m.first + p * m.q + q) * f + column
+        for row in range(i, stop):
+            var source = sums.unsafe_offset(row * BLOCK)
+            if columns == BLOCK:
+                comptime for v in range(VECTORS):
+                    _finish[epilogue](
+                        o,
+                        source.unsafe_load[width=WIDTH](v * WIDTH),
+                        biases[v],
+                        to + v * WIDTH,
+                    )
+            else:
+                for j in range(columns):
+                    _finish[epilogue, 1](o, source[unsafe_offset=j], bias[unsafe_offset=j], to + j)
             to += f
-        q += 1
-        if q == m.width:
-            q = 0
+        i += max(0, stop - i) + m.width - max(q, m.q) if m.width < UNBOUNDED else SIDE
+        p, q = p + 1, 0
 
 
 @always_inline
-def _fill(to: Data[BF16], count: Int):
-    """Writes zeros, a whole number of steps of them."""
-    for i in range(0, count, STEP):
+def _zero(to: Data[BF16], begin: Int, end: Int):
+    """Writes zeros from `begin` to `end`."""
+    var whole = begin + (end - begin) // STEP * STEP
+    for i in range(begin, whole, STEP):
         to.unsafe_store(i, SIMD[BF16, STEP](0))
+    for i in range(whole, end):
+        to[unsafe_offset=i] = 0
 
 
 @always_inline
@@ -324,7 +409,7 @@ struct Plan(TrivialRegisterPassable):
     """How a convolution or a product is divided into tasks."""
 
     var kind: Int
-    """AS_IT_LIES, PLANES or PATCHES."""
+    """AS_IT_LIES, PLANES, ROWS or PATCHES."""
     var blocks: Int
     """Blocks of pixels: of all, or of each image where planes are laid out."""
     var images: Int
@@ -338,7 +423,9 @@ struct Plan(TrivialRegisterPassable):
     """The task reads x where it is."""
     comptime PLANES = 1
     """It lays out planes."""
-    comptime PATCHES = 2
+    comptime ROWS = 2
+    """It lays out rows."""
+    comptime PATCHES = 3
     """It lays out patches."""
 
     def __init__(out self, g: Geometry, work: Int):
@@ -351,24 +438,29 @@ struct Plan(TrivialRegisterPassable):
             g: Sizes of the convolution, or of the product.
             work: Results of all that is computed together.
         """
-        var whole = g.group_c() % STEP == 0 and g.groups == 1
         self.kind = Self.PATCHES
-        if g.pointwise() and whole and g.pixels() >= SIDE:
-            self.kind = Self.AS_IT_LIES
-        elif whole and g.r * g.s <= TAPS:
-            self.kind = Self.PLANES
+        if (
+            g.groups == 1
+            and g.c % STEP == 0
+            and g.r * g.s <= TAPS
+            and g.stride_h * g.stride_w <= 256
+        ):
+            self.kind = Self.AS_IT_LIES if g.pointwise() and g.pixels() >= SIDE else Self.PLANES
+        elif g.groups == 1 and g.c % STEP > 0 and g.dilation_w == 1 and g.r <= TAPS:
+            self.kind = Self.ROWS
         var panels = ceildiv(g.group_f(), BLOCK)
         var wanted = ceildiv(g.pixels() * g.f * 8 * parallelism_level(None), work)
-        # The depth of what a task keeps of a pixel while it goes through the panels.
-        var depth = g.c if self.kind != Self.PATCHES else ceildiv(g.depth(), STEP) * STEP
         var ratio = Float64(g.pixels()) / Float64(g.f)
         var blocks = Int(sqrt(Float64(wanted) * ratio) + 0.5)
-        var size = g.pixels() * depth
-        if self.kind == Self.PLANES:
+        # What a task lays out, or reads once for each panel, stays in the second-level cache.
+        var size = g.pixels() * g.c
+        if self.kind == Self.PATCHES:
+            size = g.pixels() * depth_of(g)
+        elif self.kind != Self.AS_IT_LIES:
             size *= g.stride_h * g.stride_w
         blocks = max(blocks, ceildiv(size, ROOM), 1)
         self.images = 1
-        if self.kind == Self.PLANES:
+        if self.kind == Self.PLANES or self.kind == Self.ROWS:
             self.images = g.n
             blocks = min(ceildiv(blocks, g.n), max(1, g.p * g.q // (4 * BLOCK)), g.p)
         else:
@@ -379,6 +471,37 @@ struct Plan(TrivialRegisterPassable):
         var least = 1 if self.kind == Self.AS_IT_LIES else 4
         self.share = min(panels, max(least, panels // max(1, parts)))
         self.shares = ceildiv(panels, self.share)
+
+    @always_inline
+    def by_rows(self) -> Bool:
+        """Tells whether blocks are whole rows of an image.
+
+        Returns:
+            Whether planes or rows are laid out.
+        """
+        return self.kind == Self.PLANES or self.kind == Self.ROWS
+
+    def pixels(self, g: Geometry, part: Int) -> Tuple[Int, Int]:
+        """Finds a block.
+
+        Args:
+            g: As above.
+            part: Its number.
+
+        Returns:
+            Its first pixel, and one beyond its last.
+        """
+        if self.by_rows():
+            var n, block = divmod(part, self.blocks)
+            return (
+                (n * g.p + g.p * block // self.blocks) * g.q,
+                (n * g.p + g.p * (block + 1) // self.blocks) * g.q,
+            )
+        var units = ceildiv(g.pixels(), BLOCK)
+        return (
+            units * part // self.blocks * BLOCK,
+            min(units * (part + 1) // self.blocks * BLOCK, g.pixels()),
+        )
 
     @always_inline
     def tasks(self, g: Geometry) -> Int:
@@ -425,12 +548,6 @@ struct _Scratch(TrivialRegisterPassable):
         )
 
 
-@always_inline
-def _as_it_lies(g: Geometry, o: Operands[BF16], first: Int, offsets: Data[DType.int64]) -> _Left:
-    offsets[unsafe_offset=0] = 0
-    return _Left(o.x.unsafe_offset(first * g.c), g.c, offsets, 1, g.c)
-
-
 def _lay_planes(
     g: Geometry,
     o: Operands[BF16],
@@ -439,7 +556,7 @@ def _lay_planes(
     rows: Int,
     offsets: Data[DType.int64],
     room: Data[BF16],
-) -> _Left:
+) -> Left:
     """Lays out what `rows` of output from (n, p) on read: [phase, rows + extra, Q + extra, C].
 
     Numbers of the image are in the plane of the phases (h % stride, w % stride), at (h, w) // stride
@@ -469,10 +586,10 @@ def _lay_planes(
             var to = room.unsafe_offset((plane * height + i) * width * g.c)
             var h = (p + down.low + i) * g.stride_h + phase_h
             if h < 0 or h >= g.h:
-                _fill(to, width * g.c)
+                _zero(to, 0, width * g.c)
                 continue
-            _fill(to, left * g.c)
-            _fill(to.unsafe_offset(right * g.c), (width - right) * g.c)
+            _zero(to, 0, left * g.c)
+            _zero(to, right * g.c, width * g.c)
             var w = (left + along.low) * g.stride_w + phase_w
             var source = o.x.unsafe_offset(((n * g.h + h) * g.w + w) * g.c)
             if g.stride_w == 1:
@@ -481,7 +598,52 @@ def _lay_planes(
                 for j in range(left, right):
                     _copy(to.unsafe_offset(j * g.c), source, g.c)
                     source = source.unsafe_offset(g.stride_w * g.c)
-    return _Left(room, g.c, offsets, g.r * g.s, g.c)
+    return Left(room, g.c, offsets, g.r * g.s, g.c)
+
+
+def _lay_rows(
+    g: Geometry,
+    o: Operands[BF16],
+    n: Int,
+    p: Int,
+    rows: Int,
+    offsets: Data[DType.int64],
+    room: Data[BF16],
+) -> Left:
+    """Lays out what `rows` of output from (n, p) on read: [h % stride, rows + extra, W + padding, C]."""
+    var down = _Reach(g.r, g.stride_h, g.pad_h, g.dilation_h)
+    var height = rows + down.extra()
+    var pitch = g.stride_w * g.c
+    var wide = _row_width(g) * pitch
+    var depth = ceildiv(g.s * g.c, STEP) * STEP
+    # Numbers of a row that lie in the image.
+    var left = min(g.pad_w * g.c, wide)
+    var right = min(left + g.w * g.c, wide)
+    for r in range(g.r):
+        var at, phase = divmod(r * g.dilation_h - g.pad_h, g.stride_h)
+        offsets[unsafe_offset=r] = Int64((phase * height + at - down.low) * wide)
+    for phase in range(g.stride_h):
+        for i in range(height):
+            var to = room.unsafe_offset((phase * height + i) * wide)
+            var h = (p + down.low + i) * g.stride_h + phase
+            if h < 0 or h >= g.h:
+                _zero(to, 0, wide)
+                continue
+            _zero(to, 0, left)
+            var source = o.x.unsafe_offset((n * g.h + h) * g.w * g.c)
+            var whole = (right - left) // STEP * STEP
+            _copy(to.unsafe_offset(left), source, whole)
+            for j in range(whole, right - left):
+                to[unsafe_offset=left + j] = source[unsafe_offset=j]
+            _zero(to, right, wide)
+    _zero(room, g.stride_h * height * wide, g.stride_h * height * wide + SIDE * pitch + depth)
+    return Left(room, pitch, offsets, g.r, depth)
+
+
+@always_inline
+def _row_width(g: Geometry) -> Int:
+    """Counts the pixels from one row of output to the next, where rows are laid out."""
+    return g.q - 1 + ceildiv(g.s, g.stride_w)
 
 
 def _lay_patches(
@@ -492,57 +654,38 @@ def _lay_patches(
     channel: Int,
     offsets: Data[DType.int64],
     room: Data[BF16],
-) -> _Left:
-    """Lays out the patches of `count` pixels from `first` on: [count, K], zero-padded."""
-    var depth = ceildiv(g.depth(), STEP) * STEP
+) -> Left:
+    """Lays out the patches of `count` pixels from `first` on: [count, K]."""
+    var depth = depth_of(g)
     var c = g.group_c()
-    var end = o.x.unsafe_offset(g.n * g.h * g.w * g.c - STEP)
-    var n, pixel = divmod(first, g.p * g.q)
-    var p, q = divmod(pixel, g.q)
     for i in range(count):
-        var to = room.unsafe_offset(i * depth)
-        var h0, w0 = p * g.stride_h - g.pad_h, q * g.stride_w - g.pad_w
-        var inside = w0 >= 0 and w0 + g.s <= g.w and g.dilation_w == 1 and g.groups == 1
+        var n, pixel = divmod(first + i, g.p * g.q)
+        var p, q = divmod(pixel, g.q)
         for r in range(g.r):
-            var h = h0 + r * g.dilation_h
-            var row = o.x.unsafe_offset((n * g.h + h) * g.w * g.c + channel)
-            if h >= 0 and h < g.h and inside:
-                var source = row.unsafe_offset(w0 * g.c)
-                for k in range(0, g.s * c, STEP):  # beyond the run the next one is to come
-                    if source.unsafe_offset(k) <= end:
-                        to.unsafe_store(k, source.unsafe_load[width=STEP](k))
-                    else:
-                        for j in range(k, min(k + STEP, g.s * c)):
-                            to[unsafe_offset=j] = source[unsafe_offset=j]
-                to = to.unsafe_offset(g.s * c)
-                continue
+            var h = p * g.stride_h - g.pad_h + r * g.dilation_h
+            var to = room.unsafe_offset(i * depth + r * (depth // g.r))
             for s in range(g.s):
-                var w = w0 + s * g.dilation_w
-                var given = h >= 0 and h < g.h and w >= 0 and w < g.w
-                for j in range(c):
-                    to[unsafe_offset=j] = row[unsafe_offset=w * g.c + j] if given else 0
-                to = to.unsafe_offset(c)
-        for j in range(depth - g.depth()):
-            to[unsafe_offset=j] = 0
-        q += 1
-        if q == g.q:
-            p, q = p + 1, 0
-            if p == g.p:
-                n, p = n + 1, 0
+                var w = q * g.stride_w - g.pad_w + s * g.dilation_w
+                if h >= 0 and h < g.h and w >= 0 and w < g.w:
+                    var source = o.x.unsafe_offset(((n * g.h + h) * g.w + w) * g.c + channel)
+                    for j in range(c):
+                        to[unsafe_offset=s * c + j] = source[unsafe_offset=j]
+                else:
+                    _zero(to, s * c, s * c + c)
+            _zero(to, g.s * c, depth // g.r)
     offsets[unsafe_offset=0] = 0
-    return _Left(room, depth, offsets, 1, depth)
+    return Left(room, depth, offsets, 1, depth)
 
 
 @no_inline
 def _columns[
     epilogue: Epilogue, sources: Int
 ](
-    left: Array[_Left, sources],
+    left: Array[Left, sources],
     panels: Array[Data[BF16], sources],
     biases: Array[Data[F32], sources],
     o: Operands[BF16],
     m: _Pixels,
-    lowest: Int,
     f: Int,
     column: Int,
     last: Int,
@@ -551,11 +694,9 @@ def _columns[
 ):
     """Multiplies the pixels of a task by the panels of columns `column` to `last`, and stores them.
 
-    The last of 16 pixels overlap those before, down to pixel `lowest`, rather than go beyond.
+    The last 16 pixels overlap those before, where there are any, rather than go beyond.
     """
-    comptime if HAS_AMX:
-        if amx:
-            _tile_config(s.config)
+    begin_tiles(s.config, amx)
     var halves = ceildiv(m.count, SIDE)
     var panel = panels.copy()
     for at in range(column, last, BLOCK):
@@ -567,10 +708,10 @@ def _columns[
             s.bias[unsafe_offset=j] = sum
         for half in range(0, halves, 2):
             var count = min(2, halves - half)
-            var upper = max(lowest, min(half * SIDE, m.count - SIDE))
-            var lower = max(lowest, min(half * SIDE + SIDE, m.count - SIDE))
+            var upper = max(m.lowest, min(half * SIDE, m.count - SIDE))
+            var lower = max(m.lowest, min(half * SIDE + SIDE, m.count - SIDE))
             comptime for i in range(sources):
-                _multiply(left[i], upper, lower, count, panel[i], s.sums, i == 0, amx)
+                multiply(left[i], upper, lower, count, panel[i], s.sums, i == 0, amx)
             _store[epilogue](o, s.sums, s.bias, m, upper, half * SIDE - upper, at, columns, f)
             if count == 2:
                 var sums = s.sums.unsafe_offset(SIDE * BLOCK)
@@ -578,13 +719,52 @@ def _columns[
                 _store[epilogue](o, sums, s.bias, m, lower, skip, at, columns, f)
         comptime for i in range(sources):
             panel[i] = panel[i].unsafe_offset(left[i].taps * left[i].depth * BLOCK)
-    comptime if HAS_AMX:
-        if amx:
-            llvm_intrinsic["llvm.x86.tilerelease", NoneType]()
+    end_tiles(amx)
 
 
-comptime UNBOUNDED = 1 << 40
-"""The width of pixels without rows."""
+def _room(g: Geometry, kind: Int, count: Int) -> Int:
+    """Counts the numbers that are laid out for `count` pixels."""
+    if kind == Plan.AS_IT_LIES:
+        return 0
+    if kind == Plan.PATCHES:
+        return max(count, SIDE) * depth_of(g)
+    var height = count // g.q + _Reach(g.r, g.stride_h, g.pad_h, g.dilation_h).extra()
+    if kind == Plan.PLANES:
+        var width = g.q + _Reach(g.s, g.stride_w, g.pad_w, g.dilation_w).extra()
+        return (g.stride_h * g.stride_w * height * width + SIDE) * g.c
+    var pixels = g.stride_h * height * _row_width(g) + SIDE
+    return pixels * g.stride_w * g.c + depth_of(g) // g.r
+
+
+def _lay(
+    g: Geometry,
+    o: Operands[BF16],
+    kind: Int,
+    first: Int,
+    count: Int,
+    channel: Int,
+    offsets: Data[DType.int64],
+    room: Data[BF16],
+) -> Tuple[Left, _Pixels]:
+    """Lays out what `count` pixels from `first` on read, if need be."""
+    if kind == Plan.AS_IT_LIES:
+        offsets[unsafe_offset=0] = 0
+        var left = Left(o.x.unsafe_offset(first * g.c), g.c, offsets, 1, g.c)
+        return left, _Pixels(first, count, UNBOUNDED, UNBOUNDED, -first)
+    if kind == Plan.PATCHES:
+        var left = _lay_patches(g, o, first, count, channel, offsets, room)
+        return left, _Pixels(first, count, UNBOUNDED, UNBOUNDED, 0)
+    var n, pixel = divmod(first, g.p * g.q)
+    var p, rows = pixel // g.q, count // g.q
+    var left: Left
+    var width: Int
+    if kind == Plan.PLANES:
+        left = _lay_planes(g, o, n, p, rows, offsets, room)
+        width = g.q + _Reach(g.s, g.stride_w, g.pad_w, g.dilation_w).extra()
+    else:
+        left = _lay_rows(g, o, n, p, rows, offsets, room)
+        width = _row_width(g)
+    return left, _Pixels(first, (rows - 1) * width + g.q, width, g.q, 0)
 
 
 def gemm_block[
@@ -592,13 +772,13 @@ def gemm_block[
 ](
     g: Geometry,
     o: Operands[BF16],
+    kind: Int,
     first: Int,
     last: Int,
     channel: Int,
     column: Int,
     end: Int,
     amx: Bool,
-    planes: Bool = False,
 ):
     """Computes the pixels `first` to `last` for the filters `column` to `end` of a group.
 
@@ -608,41 +788,19 @@ def gemm_block[
     Args:
         g: Sizes of the convolution, or of the product.
         o: Its tensors; `w` begins with the panel of the first filter.
+        kind: How the left side is laid out, as Plan says.
         first: The first pixel.
         last: One beyond the last pixel.
         channel: The first input channel of the group.
         column: The first filter.
         end: One beyond the last filter.
         amx: Whether AMX is granted.
-        planes: Whether to lay planes out; then the pixels are whole rows of one image.
     """
-    var count = last - first
-    var m = _Pixels(first, count, UNBOUNDED, UNBOUNDED)
-    var rows = count // g.q
-    var depth = ceildiv(g.depth(), STEP) * STEP
-    var whole = g.pointwise() and g.c % STEP == 0 and g.pixels() >= SIDE
-    var room = 0
-    if planes:
-        var down = _Reach(g.r, g.stride_h, g.pad_h, g.dilation_h)
-        var along = _Reach(g.s, g.stride_w, g.pad_w, g.dilation_w)
-        var width = g.q + along.extra()
-        m = _Pixels(first, (rows - 1) * width + g.q, width, g.q)
-        room = (g.stride_h * g.stride_w * (rows + down.extra()) * width + SIDE) * g.c
-    elif not whole:
-        room = (max(count, SIDE) + 1) * depth
+    var room = _room(g, kind, last - first)
     var memory = alloc(Layout[UInt8](count=_Scratch.FIXED + 64 + 2 * room))
     var s = _Scratch(rebind[Data[DType.uint8]](memory.unsafe_ptr()))
-    var left: _Left
-    if planes:
-        var n, pixel = divmod(first, g.p * g.q)
-        left = _lay_planes(g, o, n, pixel // g.q, rows, s.offsets, s.room)
-    elif whole:
-        left = _as_it_lies(g, o, first, s.offsets)
-    else:
-        left = _lay_patches(g, o, first, count, channel, s.offsets, s.room)
-    _columns[epilogue, 1](
-        [left], [o.w], [o.bias], o, m, -first if whole else 0, g.f, column, end, s, amx
-    )
+    var left, m = _lay(g, o, kind, first, last - first, channel, s.offsets, s.room)
+    _columns[epilogue, 1]([left], [o.w], [o.bias], o, m, g.f, column, end, s, amx)
     dealloc(memory^)
 
 
@@ -697,29 +855,20 @@ def _task[epilogue: Epilogue](g: Geometry, o: Operands[BF16], plan: Plan, index:
     """Computes a share of the panels of a group at one block of pixels."""
     var slot, part = divmod(index, plan.blocks * plan.images)
     var group, share = divmod(slot, plan.shares)
-    var first: Int
-    var last: Int
-    if plan.kind == Plan.PLANES:
-        var n, block = divmod(part, plan.blocks)
-        first = (n * g.p + g.p * block // plan.blocks) * g.q
-        last = (n * g.p + g.p * (block + 1) // plan.blocks) * g.q
-    else:
-        var units = ceildiv(g.pixels(), BLOCK)
-        first = units * part // plan.blocks * BLOCK
-        last = min(units * (part + 1) // plan.blocks * BLOCK, g.pixels())
-    var panels = ceildiv(g.group_f(), BLOCK)
-    var steps = ceildiv(g.depth(), STEP)
+    var first, last = plan.pixels(g, part)
+    var begin = group * g.group_f()
     var column = share * plan.share * BLOCK
+    var panel = group * ceildiv(g.group_f(), BLOCK) + share * plan.share
     gemm_block[epilogue](
         g,
-        o.shifted(w=(group * panels + share * plan.share) * steps * 2 * TILE),
+        o.shifted(w=panel * depth_of(g) * BLOCK),
+        plan.kind,
         first,
         last,
         group * g.group_c(),
-        group * g.group_f() + column,
-        group * g.group_f() + min(column + plan.share * BLOCK, g.group_f()),
+        begin + column,
+        begin + min(column + plan.share * BLOCK, g.group_f()),
         amx,
-        plan.kind == Plan.PLANES,
     )
 
 
@@ -732,7 +881,40 @@ def gemm_shortcut(g: Geometry, o: Operands[BF16], side: Geometry, beside: Operan
         side: Sizes of the second, which gives as many pixels and filters; neither has groups.
         beside: Its tensors; y is the first's.
     """
-    gemm[Epilogue("none")](side, beside)
-    var joined = o
-    joined.residual = o.y
-    gemm[Epilogue("add_relu")](g, joined)
+    var plan = Plan(side, g.pixels() * g.f)
+    var least = g.pixels() if plan.kind == Plan.AS_IT_LIES else g.p // plan.blocks * g.q
+    var lies = Plan(g, g.pixels() * g.f).kind == Plan.AS_IT_LIES
+    if not lies or plan.kind > Plan.PLANES or side.s > 1 or least < SIDE:
+        gemm[Epilogue("none")](side, beside)
+        var joined = o
+        joined.residual = o.y
+        gemm[Epilogue("add_relu")](g, joined)
+        return
+    var amx = amx_granted()
+
+    def task(index: Int) {var}:
+        var share, part = divmod(index, plan.blocks * plan.images)
+        var first, last = plan.pixels(g, part)
+        var room = _room(side, plan.kind, last - first)
+        var memory = alloc(Layout[UInt8](count=_Scratch.FIXED + 64 + 2 * room))
+        var s = _Scratch(rebind[Data[DType.uint8]](memory.unsafe_ptr()))
+        var left, _ = _lay(g, o, Plan.AS_IT_LIES, first, last - first, 0, s.offsets, s.room)
+        var right, m = _lay(
+            side, beside, plan.kind, first, last - first, 0, s.offsets.unsafe_offset(TAPS), s.room
+        )
+        var column = share * plan.share * BLOCK
+        _columns[Epilogue("relu"), 2](
+            [left, right],
+            [o.w.unsafe_offset(column * g.c), beside.w.unsafe_offset(column * side.c)],
+            [o.bias, beside.bias],
+            o,
+            m,
+            g.f,
+            column,
+            min(column + plan.share * BLOCK, g.f),
+            s,
+            amx,
+        )
+        dealloc(memory^)
+
+    over_cores(task, plan.tasks(side))

@@ -27,13 +27,15 @@ def test_sizes_are_those_of_the_arrangements(shape: tuple[int, ...], groups: int
     assert arrange.tiles_size(shape, groups) == arrange.tiles(filters, groups).size
 
 
-def test_tiles_are_pairs_of_depth_in_panels_of_32_columns() -> None:
-    filters = np.arange(1.0, 3 * 3 * 5 * 70 + 1).reshape(3, 3, 5, 70)
-    packed = arrange.tiles(filters, groups=2).reshape(2, 2, 2, 2, 16, 16, 2)
-    for k, f in itertools.product(range(45), range(70)):
+@pytest.mark.parametrize(("c", "steps"), [(5, 3), (14, 6), (32, 9)])
+def test_tiles_are_pairs_of_depth_in_panels_of_32_columns(c: int, steps: int) -> None:
+    filters = np.arange(1.0, 9 * c * 70 + 1).reshape(3, 3, c, 70)
+    packed = arrange.tiles(filters, groups=2).reshape(2, 2, steps, 2, 16, 16, 2)
+    for r, k, f in itertools.product(range(3), range(3 * c), range(70)):
         group, column = divmod(f, 35)
-        where = (group, column // 32, k // 32, column % 32 // 16, k % 32 // 2, column % 16, k % 2)
-        assert packed[where] == filters.reshape(45, 70)[k, f]
+        depth = r * (steps // 3 * 32) + k
+        at = (depth // 32, column % 32 // 16, depth % 32 // 2, column % 16, depth % 2)
+        assert packed[(group, column // 32, *at)] == filters[r].reshape(-1, 70)[k, f]
     assert np.count_nonzero(packed) == filters.size  # the rest is zeros
 
 
