@@ -42,7 +42,7 @@ def tiles(filters: np.ndarray, groups: int = 1) -> np.ndarray:
     A tile is 16 pairs of K beside each other in 16 columns; a panel has 32 columns. K is R*S*C, but
     unless C is a multiple of 32 each row of S*C is filled up to one.
     """
-    r, s, c, f = filters.shape
+    r, _, c, f = filters.shape
     steps, count = _tile_steps(filters.shape), -(-(f // groups) // STEP)
     rows = filters.reshape(r if c % STEP else 1, -1, f)
     depth = np.zeros((rows.shape[0], steps * STEP // rows.shape[0], f), filters.dtype)

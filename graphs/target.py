@@ -26,8 +26,16 @@ GPUS = tuple("sm_80 sm_86 sm_89 sm_90a sm_100a sm_120a gfx90a gfx942 gfx950".spl
 _V2 = "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3".split()
 _V3 = [*_V2, *"abm avx avx2 bmi1 bmi2 f16c fma movbe".split()]
 _V4 = [*_V3, *"avx512bw avx512cd avx512dq avx512f avx512vl".split()]
-_KINDS: dict[str, dict[str, list[str]]] = {  # the levels of the psABI
-    "x86_64": {"generic": [], "x86-64-v2": _V2, "x86-64-v3": _V3, "x86-64-v4": _V4},
+_AMX = """avx512_bf16 avx512_bitalg avx512_fp16 avx512_vbmi2 avx512_vnni avx512_vpopcntdq avx512ifma
+    avx512vbmi avx_vnni adx aes amx_bf16 amx_int8 amx_tile gfni pclmulqdq sha_ni vaes vpclmulqdq"""
+_KINDS: dict[str, dict[str, list[str]]] = {  # the levels of the psABI, and the first CPU with AMX
+    "x86_64": {
+        "generic": [],
+        "x86-64-v2": _V2,
+        "x86-64-v3": _V3,
+        "x86-64-v4": _V4,
+        "sapphirerapids": [*_V4, *_AMX.split()],
+    },
     "aarch64": {"generic": []},
 }
 _X86_CODE = re.compile(  # flags that stand for instructions a compiler may choose

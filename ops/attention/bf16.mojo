@@ -8,7 +8,7 @@ side) once, and takes them up to 256 keys at a time, running maximum and sum of 
 """
 
 from max.runtime.asyncrt import parallelism_level
-from std.math import ceildiv, floor
+from std.math import ceildiv
 from std.memory import Layout, alloc, bitcast, dealloc
 from std.utils.numerics import neg_inf
 
@@ -22,24 +22,27 @@ comptime KEYS = 256
 """Keys of a tile at most."""
 comptime LOG2_E: Float32 = 1.4426950408889634
 """For powers of 2 in the place of e."""
-comptime POWER: List[Float32] = [0.078023211, 0.22606877, 0.69583305, 0.99992525]
-"""2^x on [0, 1), a polynomial of degree 3 in x, to 1e-4 of it: an eighth of bfloat16's ulp."""
+comptime ROUNDER: Float32 = 12582912
+"""1.5 x 2^23: added to a number of less than 2^22, it leaves the nearest integer in the lowest bits.
+"""
+comptime POWER: List[Float32] = [0.055171682, 0.24261116, 0.69326099, 0.99992807]
+"""2^x on [-1/2, 1/2], a polynomial of degree 3 in x, to 1e-4 of it: an eighth of bfloat16's ulp."""
 
 
 @always_inline
 def _exp2[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
     """Computes 2^x for x of at most 0; as good as 0 below -126."""
     var inside = max(x, -126)
-    var whole = floor(inside)
-    var part = inside - whole
+    var shifted = inside + ROUNDER
+    var part = inside - (shifted - ROUNDER)
     comptime coefficients = POWER
     comptime first = coefficients[0]
     var power = SIMD[F32, width](first)
     comptime for i in range(1, len(coefficients)):
         comptime coefficient = coefficients[i]
         power = power.fma(part, coefficient)
-    var bits = bitcast[DType.int32, width](power) + (whole.cast[DType.int32]() << 23)
-    return bitcast[F32, width](bits)
+    var exponent = bitcast[DType.int32, width](shifted) << 23
+    return bitcast[F32, width](bitcast[DType.int32, width](power) + exponent)
 
 
 @always_inline
@@ -141,11 +144,14 @@ def _weigh[
         var scores = s.scores.unsafe_offset(row * BLOCK)
         for key in range(count, wide):
             scores[unsafe_offset=key // BLOCK * BLOCK * BLOCK + key % BLOCK] = neg_inf[F32]()
-        var highest = SIMD[F32, WIDTH](neg_inf[F32]())
+        var highest = Array[SIMD[F32, WIDTH], BLOCK // WIDTH](fill=neg_inf[F32]())
         for at in range(0, wide * BLOCK, BLOCK * BLOCK):
-            comptime for v in range(0, BLOCK, WIDTH):
-                highest = max(highest, scores.unsafe_load[width=WIDTH](at + v))
-        var top = highest.reduce_max() * scale
+            comptime for v in range(BLOCK // WIDTH):
+                var score = scores.unsafe_load[width=WIDTH](at + v * WIDTH)
+                highest[v] = score.gt(highest[v]).select(score, highest[v])
+        comptime for v in range(1, BLOCK // WIDTH):
+            highest[0] = max(highest[0], highest[v])
+        var top = highest[0].reduce_max() * scale
         var total = Float32(0)
         if not fresh:
             var before = s.top[unsafe_offset=row]
@@ -157,15 +163,17 @@ def _weigh[
                     var sums = s.sums.unsafe_offset(panel * BLOCK * BLOCK + row * BLOCK)
                     comptime for v in range(0, BLOCK, WIDTH):
                         sums.unsafe_store(v, sums.unsafe_load[width=WIDTH](v) * factor)
-        var all = SIMD[F32, WIDTH](0)
+        var all = Array[SIMD[F32, WIDTH], BLOCK // WIDTH](fill=0)
         var shares = s.shares.unsafe_offset(row * KEYS)
         for at in range(0, wide * BLOCK, BLOCK * BLOCK):
-            comptime for v in range(0, BLOCK, WIDTH):
-                var p = _exp2(scores.unsafe_load[width=WIDTH](at + v).fma(scale, -top))
-                shares.unsafe_store(at // BLOCK + v, narrowed[BF16](p))
-                all += p
+            comptime for v in range(BLOCK // WIDTH):
+                var p = _exp2(scores.unsafe_load[width=WIDTH](at + v * WIDTH).fma(scale, -top))
+                shares.unsafe_store(at // BLOCK + v * WIDTH, narrowed[BF16](p))
+                all[v] += p
+        comptime for v in range(BLOCK // WIDTH):
+            total += all[v].reduce_add()
         s.top[unsafe_offset=row] = top
-        s.total[unsafe_offset=row] = total + all.reduce_add()
+        s.total[unsafe_offset=row] = total
 
 
 def attention_bf16[depth: Int](o: Attention[BF16]):

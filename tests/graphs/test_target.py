@@ -37,6 +37,8 @@ def test_kinds_of_cpus_contain_each_other() -> None:
     needs = [set(Target.parse(f"cpu:x86-64-v{i}").features) for i in (2, 3, 4)]
     assert needs[0] < needs[1] < needs[2]
     assert "avx2" in needs[1] and "avx512f" in needs[2] - needs[1]
+    amx = set(Target.parse("cpu:sapphirerapids").features)
+    assert needs[2] < amx and {"amx_bf16", "amx_tile"} <= amx - needs[2]
 
 
 def test_this_machine_runs_what_is_compiled_for_it() -> None:
@@ -52,6 +54,8 @@ def test_a_cpu_that_lacks_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "cpu_features", lambda: older)
     with pytest.raises(DeviceError, match=r"a CPU with avx512bw, .*--target cpu:x86-64-v3"):
         wanted.open()
+    with pytest.raises(DeviceError, match=r"a CPU with .*amx_bf16, .*--target cpu:x86-64-v3"):
+        Target.parse("cpu:sapphirerapids").open()
     assert Target.parse("cpu:x86-64-v3").open().is_host
 
 
