@@ -31,8 +31,6 @@ from .rows import WIDTH, over_lanes, over_rows
 
 comptime THREADS = 128
 """Threads of a GPU's block."""
-comptime WIDENED = 1024
-"""Columns that a CPU has room for to widen a row once."""
 
 
 struct NormTensors[dtype: DType](DevicePassable, TrivialRegisterPassable):
@@ -152,17 +150,6 @@ def normalise_row[
         columns: Numbers of the row.
         eps: Added to the variance.
     """
-    comptime if x_dtype != F32:
-        if columns <= WIDENED:  # once, and not for each of three passes
-            var wide = Array[Float32, WIDENED](uninitialized=True)
-            var row = rebind[Data[F32]](wide.unsafe_ptr())
-            var all = columns // WIDTH * WIDTH
-            for c in range(0, all, WIDTH):
-                row.unsafe_store(c, widened(x.unsafe_load[width=WIDTH](c)))
-            for c in range(all, columns):
-                row[unsafe_offset=c] = widened(x[unsafe_offset=c])
-            normalise_row(row, y, weight, bias, columns, eps)
-            return
     var whole = columns // WIDTH * WIDTH
     var sums = SIMD[F32, WIDTH](0)
     for c in range(0, whole, WIDTH):

@@ -677,6 +677,53 @@ def _lay_patches(
     return Left(room, depth, offsets, 1, depth)
 
 
+@always_inline
+def _square[
+    epilogue: Epilogue, sources: Int
+](
+    left: Array[Left, sources],
+    panels: Array[Data[BF16], sources],
+    biases: Array[Data[F32], sources],
+    o: Operands[BF16],
+    m: _Pixels,
+    f: Int,
+    half: Int,
+    column: Int,
+    at: Int,
+    last: Int,
+    s: _Scratch,
+    amx: Bool,
+):
+    """Computes 32 pixels, from the 16 of number `half` on, for 32 filters, from number `at` on.
+
+    `panels` begin with filter `column`. The last 16 pixels overlap those before, where there are
+    any, rather than go beyond.
+    """
+    var columns = min(BLOCK, last - at)
+    if columns == BLOCK:
+        comptime for v in range(0, BLOCK, WIDTH):
+            var bias = biases[0].unsafe_load[width=WIDTH](at + v)
+            comptime for i in range(1, sources):
+                bias += biases[i].unsafe_load[width=WIDTH](at + v)
+            s.bias.unsafe_store(v, bias)
+    else:
+        for j in range(columns):
+            var bias = biases[0][unsafe_offset=at + j]
+            comptime for i in range(1, sources):
+                bias += biases[i][unsafe_offset=at + j]
+            s.bias[unsafe_offset=j] = bias
+    var halves = min(2, ceildiv(m.count, SIDE) - half)
+    var upper = max(m.lowest, min(half * SIDE, m.count - SIDE))
+    var lower = max(m.lowest, min(half * SIDE + SIDE, m.count - SIDE))
+    comptime for i in range(sources):
+        var panel = panels[i].unsafe_offset((at - column) * left[i].taps * left[i].depth)
+        multiply(left[i], upper, lower, halves, panel, s.sums, i == 0, amx)
+    _store[epilogue](o, s.sums, s.bias, m, upper, half * SIDE - upper, at, columns, f)
+    if halves == 2:
+        var sums = s.sums.unsafe_offset(SIDE * BLOCK)
+        _store[epilogue](o, sums, s.bias, m, lower, half * SIDE + SIDE - lower, at, columns, f)
+
+
 @no_inline
 def _columns[
     epilogue: Epilogue, sources: Int
@@ -694,31 +741,22 @@ def _columns[
 ):
     """Multiplies the pixels of a task by the panels of columns `column` to `last`, and stores them.
 
-    The last 16 pixels overlap those before, where there are any, rather than go beyond.
+    Panels that stay in the second-level cache together are gone through for each 32 pixels, so that
+    y and the residual are gone through in the order of memory; of others each stays there for all.
     """
     begin_tiles(s.config, amx)
     var halves = ceildiv(m.count, SIDE)
-    var panel = panels.copy()
-    for at in range(column, last, BLOCK):
-        var columns = min(BLOCK, last - at)
-        for j in range(columns):
-            var sum = Float32(0)
-            comptime for i in range(sources):
-                sum += biases[i][unsafe_offset=at + j]
-            s.bias[unsafe_offset=j] = sum
+    var depth = 0
+    comptime for i in range(sources):
+        depth += left[i].taps * left[i].depth
+    if (last - column) * depth <= ROOM:
         for half in range(0, halves, 2):
-            var count = min(2, halves - half)
-            var upper = max(m.lowest, min(half * SIDE, m.count - SIDE))
-            var lower = max(m.lowest, min(half * SIDE + SIDE, m.count - SIDE))
-            comptime for i in range(sources):
-                multiply(left[i], upper, lower, count, panel[i], s.sums, i == 0, amx)
-            _store[epilogue](o, s.sums, s.bias, m, upper, half * SIDE - upper, at, columns, f)
-            if count == 2:
-                var sums = s.sums.unsafe_offset(SIDE * BLOCK)
-                var skip = half * SIDE + SIDE - lower
-                _store[epilogue](o, sums, s.bias, m, lower, skip, at, columns, f)
-        comptime for i in range(sources):
-            panel[i] = panel[i].unsafe_offset(left[i].taps * left[i].depth * BLOCK)
+            for at in range(column, last, BLOCK):
+                _square[epilogue](left, panels, biases, o, m, f, half, column, at, last, s, amx)
+    else:
+        for at in range(column, last, BLOCK):
+            for half in range(0, halves, 2):
+                _square[epilogue](left, panels, biases, o, m, f, half, column, at, last, s, amx)
     end_tiles(amx)
 
 

@@ -1,17 +1,20 @@
-"""Kernels compile for GPUs that are not here.
+"""Kernels compile for GPUs and CPUs that are not here.
 
 Every op for sm_90a, and with ALL_TARGETS=1 for the others; always the products, which have a kernel
-of their own there.
+of their own there, and those in bfloat16 for CPUs, which are run where this one can.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from graphs.target import Target, cpu_features
 
 OTHERS = ("sm_80", "sm_89", "gfx942")
 more = pytest.mark.skipif(not os.environ.get("ALL_TARGETS"), reason="ALL_TARGETS=1 compiles it")
@@ -36,6 +39,37 @@ def test_products_compile_for(
     if architecture.startswith("sm_"):  # which keep the assembly's text
         for kind in (b"k16.row.col.f32.bf16", b"k16.row.col.f32.f16", b"k8.row.col.f32.tf32"):
             assert b"mma.sync.aligned.m16n8" + kind in built, "not on tensor cores"
+
+
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="these are names of x86-64")
+BF16 = {  # what multiplies pairs of bfloat16; Linux may refuse AMX, so the other is there too
+    "x86-64-v3": set(),
+    "znver4": {"vdpbf16ps"},
+    "sapphirerapids": {"vdpbf16ps", "tdpbf16ps"},
+}
+
+
+@x86
+@pytest.mark.parametrize("cpu", BF16)
+def test_bfloat16_products_on_a_cpu(cpu: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    command = ["mojo", "build", "--target-cpu", cpu, "-I", ".", "tests/ops/bf16_products.mojo"]
+    output([*command, "--emit", "asm", "-o", str(tmp_path / "assembly.s")], pytestconfig.rootpath)
+    assembly = (tmp_path / "assembly.s").read_text()
+    assert {name for name in ("vdpbf16ps", "tdpbf16ps") if name in assembly} == BF16[cpu]
+
+
+@pytest.mark.parametrize("cpu", [None, pytest.param("x86-64-v3", marks=x86)])
+def test_bfloat16_products_equal_float64(
+    cpu: str | None, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    if cpu and not set(Target.parse("cpu:x86-64-v3").features) <= set(cpu_features()):
+        pytest.skip(f"this CPU does not run code for {cpu}")
+    target = ["--target-cpu", cpu] if cpu else []
+    program = str(tmp_path / "products")
+    command = ["mojo", "build", *target, "-I", ".", "tests/ops/bf16_products.mojo", "-o", program]
+    output(command, pytestconfig.rootpath)
+    kernel = output([program], pytestconfig.rootpath).strip()
+    assert kernel in (["float32"] if cpu else ["AMX", "AVX-512 BF16", "float32"])
 
 
 def output(command: list[str], folder: Path) -> str:
