@@ -121,7 +121,9 @@ def parser() -> argparse.ArgumentParser:
     )
 
     compiling = commands.add_parser("compile", help="graphs for a GPU that is elsewhere")
-    compiling.add_argument("--target", required=True, help="sm_80, sm_89, sm_90a, gfx942, ...")
+    compiling.add_argument(
+        "--target", required=True, help="sm_80, sm_90a, gfx942, cpu:sapphirerapids, ..."
+    )
     compiling.add_argument("--models", type=_list, default=["resnet-50", "cvt-13"], metavar="A,B")
     compiling.add_argument("--dtypes", type=_list, default=["bfloat16"], metavar="A,B")
     compiling.add_argument(
