@@ -6,7 +6,7 @@ registers, by the best of three kernels that the CPU compiled for has:
 
     AMX           4 tiles of 16 x 16 sums (tdpbf16ps, 16 x 32 by 32 x 16), if Linux grants them
     AVX-512 BF16  8 pixels x 2 vectors (vdpbf16ps, pairs of K)
-    others        the same in float32, each pair widened: right, but slower than float32's kernel
+    others        the same in float32, each pair widened: right, but no faster than float32
 
     x[N, H, W, C]                   activations, bfloat16
     b[panel, K / 32, 2, 16, 16, 2]  filters in panels of 32 columns, tiles of 16 pairs of K x 16
