@@ -68,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
     _threads(models)
     models.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     models.add_argument(
+        "--against",
+        type=_list,
+        metavar="A,B",
+        help="these peers alone",
+    )
+    models.add_argument(
         "--autotune", action="store_true", help="torch.compile's max-autotune too: minutes a cell"
     )
     models.add_argument(

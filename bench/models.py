@@ -36,6 +36,7 @@ from bench.stand import CHECKED, Cell, Stand
 from bench.tf32 import RoundedProducts, allow_tf32
 from bench.timing import percentiles, rounded
 from bench.workers import Lost, Worker
+from graphs.errors import ArgumentError
 from graphs.preprocess import Preprocess
 from graphs.session import find_dtype
 from weights.macs import macs
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
     for name in options.models if options.precompiled else ():
         for dtype in names:
             find_artifact(options.precompiled, name, precision(dtype, options.tf32))
-    engines = ["maxvision", *(peer_names(gpu, options.autotune) if options.peers else ())]
+    engines = ["maxvision", *_peers(options, gpu)]
     callees: dict[str, Callee] = {}
     records: list[dict[str, Any]] = []
     try:
@@ -105,6 +106,19 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
             callee.stop()
     bad = [r for r in records if not r["passed"] and ("lost" not in r or r["engine"] == engines[0])]
     return FAILED if bad else 0
+
+
+def _peers(options: argparse.Namespace, gpu: bool) -> list[str]:
+    """Names the peers that were asked for.
+
+    Raises:
+        ArgumentError: If one is none.
+    """
+    names = peer_names(gpu, options.autotune) if options.peers else []
+    for name in options.against or ():
+        if name not in names:
+            raise ArgumentError(f"against expects {', '.join(names)} but has {name!r}")
+    return [name for name in names if options.against is None or name in options.against]
 
 
 def measure(

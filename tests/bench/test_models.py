@@ -57,6 +57,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
             "precompiled expects resnet-18-float32.mef in none .* bench compile$",
         ),
         (
+            ["models", "--device", "cpu", "--against", "caffe"],
+            "against expects torch-eager, .* but has 'caffe'",
+        ),
+        (
             ["models", "--device", "cpu", "--threads", "99999"],
             r"threads expects at most \d+, the cores here, but is 99999",
         ),
