@@ -52,7 +52,9 @@ class Results:
     def device(self) -> str:
         """Names what was measured."""
         gpu = str(self.facts.get("gpu", "none")).split(",")[0]
-        return str(self.facts.get("cpu", "unknown")) if gpu == "none" else gpu
+        records = [*self.models, *self.layers]
+        on_host = bool(records) and all(record.get("device") == "cpu" for record in records)
+        return str(self.facts.get("cpu", "unknown")) if on_host or gpu == "none" else gpu
 
     @property
     def date(self) -> str:
