@@ -38,6 +38,9 @@ def test_names_are_those_of_the_weights(network: tuple[Any, list[Node]]) -> None
     assert max(names.values()) == 1
     mlps = {name.removesuffix("layernorm_mlp") for name in names if name.endswith("_mlp")}
     parts = {f"{block}{part}" for block in mlps for part in ("norm2", "mlp.fc1", "mlp.fc2")}
+    heads = {name.removesuffix("depthwise_qkv") for name in names if name.endswith("_qkv")}
+    convs = [f"attention.{part}.conv" for part in ("query", "key", "value")]
+    parts |= {f"{block}{part}" for block in heads for part in ("norm1", *convs)}
     parts |= {part for name in names for part in name.split(" + ")}
     together = {node.name for node in nodes if node.name.endswith(("_shortcut", "_linear"))}
     for weight in model.tensors:

@@ -55,7 +55,7 @@ def test_every_layer_is_right_and_timed(run: tuple[int, str]) -> None:
     assert sum(r["count"] for r in records) == len({name for r in records for name in r["names"]})
     assert {r["op"] for r in records} == {
         "normalize", "conv2d", "layernorm", "class_token", "bmm", "bmm_add", "attention",
-        "layernorm_first",
+        "layernorm_first", "depthwise_qkv", "qkv_linear",
     }  # fmt: skip
     for r in records:
         assert r["passed"] == (r["names"] != ["head"]), r
@@ -74,7 +74,7 @@ def test_the_products_are_counted_by_hand(run: tuple[int, str]) -> None:
     attention = by_name["stages.0.0.attention"]  # 65 queries, 17 keys
     flops = 4 * 3 * 65 * 17 * 32
     assert attention["tflops_per_s"] == pytest.approx(flops / attention["us"] / 1e6, rel=0.01)
-    norm = by_name["stages.0.0.norm1"]
+    norm = by_name["stages.0.0.norm2"]
     moved = 4 * (2 * 3 * 65 * 32 + 64)
     assert norm["gb_per_s"] == pytest.approx(moved / norm["us"] / 1e3, rel=0.01)
     assert norm["bound"] == "memory"
