@@ -45,7 +45,7 @@ def widened[dtype: DType, width: SIMDLength, //](value: SIMD[dtype, width]) -> S
 
     Parameters:
         dtype: Of the value.
-        width: Elements; even.
+        width: Elements.
 
     Args:
         value: What is widened.
@@ -53,7 +53,7 @@ def widened[dtype: DType, width: SIMDLength, //](value: SIMD[dtype, width]) -> S
     Returns:
         The same numbers.
     """
-    comptime if dtype == BF16 and is_gpu():
+    comptime if dtype == BF16 and is_gpu() and width > 1:
         comptime half = width // 2
         var pairs = bitcast[DType.uint32, half](value)
         var even = bitcast[F32, half](pairs << 16)
