@@ -1,0 +1,11 @@
+"""``python -m serve``: see ``serve.options``."""
+
+import sys
+
+from serve.options import parse
+
+if __name__ == "__main__":
+    options = parse(sys.argv[1:])  # wrong arguments are told before anything heavy is imported
+    from serve.server import leave, run
+
+    leave(run(options))

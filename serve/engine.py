@@ -1,0 +1,298 @@
+"""MAX Serve's worker process and queues. Every use of MAX's private modules is in this file.
+
+What is used, of 26.7: the process with its readiness (``start_model_worker``), its loop
+(``ModelWorker.run``), the queues between processes, which carry arrays as frames of their own
+(``ZmqConfig``), settings and logging, and the command line of ``max serve``. What is not: its
+FastAPI app and its lifespan, which know language models and end with their worker.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, TypeAlias
+
+import zmq
+from max.driver import DeviceSpec
+from max.pipelines.lib import ProfilingConfig
+from max.serve.config import MetricRecordingMethod, Settings
+from max.serve.pipelines import model_worker
+from max.serve.process_control import SubprocessExit
+from max.serve.scheduler.base import SchedulerProgress
+from max.serve.scheduler.interface import Scheduler
+from max.serve.telemetry.common import configure_logging
+from max.serve.telemetry.metrics import NoopClient
+from max.serve.worker_interface import ModelWorkerInterface, WorkerQueues
+from max.serve.worker_interface._zmq_queue import ZmqConfig, generate_zmq_ipc_path
+
+from graphs.errors import ModelError, UserError
+from serve.wire import Job, Report
+from serve.worker import Batcher, Classifier, Runner
+
+VERSION = "26.7."
+"""The versions of MAX that this file is written for."""
+
+Load: TypeAlias = Callable[[], Classifier]
+
+
+class WorkerEnded(Exception):
+    """The model's process has ended.
+
+    Attributes:
+        told: Whether it has told the user why, in a sentence.
+    """
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.told = str(cause) == str(TOLD)
+
+
+TOLD = 2
+"""Exit code of a process that has told the user what is wrong."""
+
+
+def check_version() -> None:
+    """Compares MAX's version with the one this file is written for.
+
+    Raises:
+        ModelError: If it is another.
+    """
+    version = metadata.version("max")
+    if not version.startswith(VERSION):
+        raise ModelError(
+            f"serve: MAX {VERSION}x was expected but {version} is installed;"
+            f" run pip install 'max[serve]=={VERSION}*'"
+        )
+
+
+def settings(log_level: str) -> Settings:
+    """Makes MAX's settings: no telemetry, and our logs beside MAX's."""
+    os.environ["MAX_SERVE_DISABLE_TELEMETRY"] = "true"  # the process reads them too
+    os.environ["OTEL_SDK_DISABLED"] = "true"
+    made = Settings(
+        MAX_SERVE_LOGS_CONSOLE_LEVEL=log_level.upper(),
+        MAX_SERVE_LOGS_ENABLE_COMPONENTS="maxvision",
+        MAX_SERVE_METRIC_RECORDING_METHOD=MetricRecordingMethod.NOOP,
+        MAX_SERVE_DISABLE_TELEMETRY=True,
+    )
+    configure_logging(made)
+    return made
+
+
+@dataclass(frozen=True)
+class _Runtime:
+    pipeline_role: str = "prefill_and_decode"
+    device_graph_capture: bool = False
+    experimental_device_graph_synthesis: bool = False
+
+
+@dataclass(frozen=True)
+class _Place:
+    device_specs: tuple[DeviceSpec, ...]
+
+
+@dataclass(frozen=True)
+class _Config:
+    """As much of a ``PipelineConfig`` as the worker asks for; a real one wants a language model."""
+
+    models: dict[str, _Place]
+    runtime: _Runtime = _Runtime()
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    lora: None = None
+
+    @property
+    def model(self) -> Any:
+        """Raises, as MAX's does for what has no language model."""
+        raise ValueError("a classifier has no language model")
+
+
+class _Queues(ModelWorkerInterface[Any, Any]):
+    """The three queues of one worker process."""
+
+    def __init__(self) -> None:
+        self.requests: ZmqConfig[Job] = ZmqConfig(Job)
+        self.responses: ZmqConfig[Report] = ZmqConfig(Report)
+        self.cancels: ZmqConfig[list[str]] = ZmqConfig(list[str])
+
+    @asynccontextmanager
+    async def model_worker_queues(self) -> AsyncIterator[WorkerQueues[Any, Any]]:
+        """Opens the ends of the model's process."""
+        yield WorkerQueues(self.requests.pull(), self.responses.push(), self.cancels.pull())
+
+    @asynccontextmanager
+    async def model_worker_proxy(self) -> AsyncIterator[Link]:
+        """Opens the server's ends."""
+        link = Link(self)
+        try:
+            yield link
+        finally:
+            link.close()
+
+
+class Link:
+    """The server's end of the queues."""
+
+    def __init__(self, queues: _Queues) -> None:
+        self._jobs = queues.requests.async_push()
+        self._reports = queues.responses.async_pull()
+        self._cancels = queues.cancels.async_push()
+
+    async def wait_until_connected(self, timeout_s: float | None) -> None:
+        """Waits for the process to open its ends."""
+        if not await self._jobs.writable(timeout_s=timeout_s):
+            raise RuntimeError("the model's process did not open its queue")
+
+    async def send(self, job: Job) -> None:
+        """Hands an image over."""
+        await self._jobs.put(job)
+
+    def cancel(self, ids: list[str]) -> None:
+        """Says that nobody waits for these images any more."""
+        self._cancels.put_nowait(ids)
+
+    async def report(self) -> Report:
+        """Waits for the next report."""
+        return await self._reports.get()
+
+    def close(self) -> None:
+        """Closes the queues."""
+        for end in (self._jobs, self._reports, self._cancels):
+            end.close()
+
+
+class _Inbox:
+    """The process's end of the queues, which can be waited for without turning in circles."""
+
+    def __init__(self, queues: WorkerQueues[Any, Any]) -> None:
+        self._jobs: Any = queues.request_queue
+        self._reports: Any = queues.response_queue
+        self._cancels: Any = queues.cancel_queue
+        self._poller = zmq.Poller()
+        for end in (self._jobs, self._cancels):
+            self._poller.register(end._socket, zmq.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        """See ``serve.worker.Inbox``; whole ms, as it is how ZeroMQ waits."""
+        self._poller.poll(math.ceil(seconds * 1e3))
+
+    def job(self) -> Job:
+        """See ``serve.worker.Inbox``."""
+        job: Job = self._jobs.get_nowait()
+        return job
+
+    def cancelled(self) -> list[str]:
+        """See ``serve.worker.Inbox``."""
+        ids: list[str] = self._cancels.get_nowait()
+        return ids
+
+    def report(self, report: Report) -> None:
+        """See ``serve.worker.Inbox``."""
+        self._reports.put(report)
+
+
+class _Scheduler(Scheduler):
+    """Lets a ``Batcher`` run in MAX's loop."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+
+    def run_iteration(self) -> SchedulerProgress:
+        """Runs a step. There is always progress: the step itself waits, MAX need not."""
+        self._batcher.step()
+        return SchedulerProgress.MADE_PROGRESS
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a model's process has to know.
+
+    Attributes:
+        load: Makes the model; it travels to the process by its name.
+        device: ``cpu`` or ``gpu:N``.
+        max_batch_size: Images that run together at most.
+        delay: Seconds that the first image of a batch waits for others.
+    """
+
+    load: Load
+    device: str
+    max_batch_size: int
+    delay: float
+
+    def __call__(self) -> Any:
+        """Loads the model, in its process, and puts the batcher in the place of MAX's schedulers.
+
+        Signals are the server's to act upon: it lets the requests end first.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            runner = Runner(self.load)
+            seconds = runner.warm(self.max_batch_size)
+        except UserError as error:
+            from graphs.cli import complain
+
+            complain(str(error))
+            raise SystemExit(TOLD) from None
+
+        def scheduler(_: Any, __: Any, ___: Any, queues: WorkerQueues[Any, Any], ____: Any) -> Any:
+            inbox = _Inbox(queues)
+            return _Scheduler(Batcher(runner, inbox, self.max_batch_size, self.delay, seconds))
+
+        model_worker.load_scheduler = scheduler
+        return runner
+
+
+@asynccontextmanager
+async def worker(spec: Spec, settings: Settings) -> AsyncIterator[Link]:
+    """Starts a process that runs a model, and ends it.
+
+    Yields:
+        The queues, once the model has run a picture.
+
+    Raises:
+        WorkerEnded: As soon as the process ends by itself, also within the block.
+    """
+    kind, _, index = spec.device.partition(":")
+    place = DeviceSpec.cpu() if kind == "cpu" else DeviceSpec.accelerator(int(index or 0))
+    started: AbstractAsyncContextManager[Any] = model_worker.start_model_worker(
+        spec,
+        _Config({"main": _Place((place,))}),
+        settings,
+        NoopClient(),
+        _Queues(),
+        generate_zmq_ipc_path(),
+        None,
+    )
+    try:
+        async with started as link:
+            yield link
+    except SubprocessExit as error:
+        raise WorkerEnded(error) from None
+    except RuntimeError as error:
+        if isinstance(error.__cause__, SubprocessExit):  # before it was ready
+            raise WorkerEnded(error.__cause__) from None
+        raise
+
+
+def command_line() -> dict[str, Any]:
+    """Reads what ``max serve`` was told, within it: the options that were given, by name.
+
+    Raises:
+        ModelError: If this program is not ``max serve``.
+    """
+    import click
+    from click.core import ParameterSource
+
+    context = click.get_current_context(silent=True)
+    if context is None or context.info_name != "serve":
+        raise ModelError("serve: this architecture is for max serve; use run_graph.py otherwise")
+    return {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }

@@ -1,0 +1,127 @@
+"""What a client sends becomes pixels, on threads: Pillow releases the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import io
+import re
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from graphs.errors import ImageError
+from graphs.preprocess import Preprocess, read_image
+from serve.errors import Refusal
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+"""The formats that are decoded; of an animation the first picture."""
+
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_DATA_URL = re.compile(r"data:(?:image/[\w.+-]+|application/octet-stream)?(?:;[\w.+=-]+)*,", re.I)
+
+T = TypeVar("T")
+
+
+class Decoder:
+    """Threads that decode and preprocess.
+
+    Args:
+        preprocess: Turns a picture into the pixels that the model takes.
+        max_pixels: Pixels of a picture, counted by its header before it is decoded.
+        threads: How many.
+    """
+
+    def __init__(self, preprocess: Preprocess, max_pixels: int, threads: int) -> None:
+        self._preprocess = preprocess
+        self._max_pixels = max_pixels
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels says it
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs a function on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    def __call__(self, image: bytes | str) -> np.ndarray:
+        """Decodes an image, on the calling thread.
+
+        Args:
+            image: A file's bytes, base64 of them, or a data: URL.
+
+        Returns:
+            uint8 [H, W, C], the same as run_graph.py's.
+
+        Raises:
+            Refusal: If it is not a picture of ``FORMATS``, is damaged or too large.
+        """
+        data = unwrap(image) if isinstance(image, str) else image
+        if data.startswith(_TIFF):
+            raise _bad("a JPEG, PNG, WebP, BMP or GIF picture was expected but a TIFF came")
+        try:
+            picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        except Image.DecompressionBombError:
+            raise self._too_large("more") from None
+        except UnidentifiedImageError:
+            raise _bad(_sentence(data)) from None
+        except Exception:  # Pillow's readers raise nearly anything on damaged data
+            raise _bad("a whole picture was expected but its header is damaged") from None
+        with picture:
+            if picture.width * picture.height > self._max_pixels:
+                raise self._too_large(f"{picture.width} x {picture.height}")
+            try:
+                return self._preprocess(picture)
+            except ImageError as error:
+                raise _bad(str(error).removeprefix("image: ")) from None
+
+    def close(self) -> None:
+        """Lets the threads end."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _too_large(self, size: str) -> Refusal:
+        return Refusal(
+            413,
+            "image_too_large",
+            f"a picture of at most {self._max_pixels:,} pixels was expected but its header says"
+            f" {size}; scale it down first",
+        )
+
+
+def unwrap(text: str) -> bytes:
+    """Decodes base64, or a data: URL of it.
+
+    Raises:
+        Refusal: If it is neither.
+    """
+    if text[:5].lower() == "data:":
+        head = _DATA_URL.match(text[:256])
+        if head is None or not head[0].lower().endswith(";base64,"):
+            raise _bad("a data: URL of an image in base64 was expected; check its beginning")
+        text = text[head.end() :]
+    elif re.match(r"[a-z][a-z0-9+.-]*://", text[:32], re.I):
+        raise Refusal(
+            400,
+            "url_not_allowed",
+            "an image's bytes in base64 were expected but a URL came; this server fetches none"
+            " from there",
+        )
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise _bad("base64 of an image file was expected but the text is not base64") from None
+
+
+def _sentence(data: bytes) -> str:
+    try:
+        read_image(data)
+    except ImageError as error:
+        return str(error).removeprefix("image: ").replace(", BMP or TIFF", " or BMP")
+    return "a JPEG, PNG, WebP, BMP or GIF picture was expected but something else came"
+
+
+def _bad(message: str) -> Refusal:
+    return Refusal(400, "invalid_image", message)

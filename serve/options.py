@@ -1,0 +1,191 @@
+"""The command line: what a server is told, and the defaults.
+
+Every option is also a variable of the environment, ``--max-queue-size`` for example
+``MAXVISION_MAX_QUEUE_SIZE``, which is how the plain ``max serve`` takes those that MAX has not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+HELP = """\
+Serves a ResNet or CvT over HTTP: POST an image to /v1/classify, see /docs for the rest."""
+
+EXAMPLES = """\
+examples:
+  python -m serve --model resnet-cifar10
+  python -m serve --model microsoft/resnet-50 --device gpu --dtype bfloat16 --host 0.0.0.0
+  MAXVISION_API_KEY=secret python -m serve --model ./my-cvt
+  curl -s localhost:8000/v1/classify -H 'Content-Type: image/jpeg' --data-binary @cat.jpg
+
+Every option may also be set in the environment: --max-queue-size is MAXVISION_MAX_QUEUE_SIZE.
+
+exit codes:
+  0  ended by SIGTERM or Ctrl-C, after every request was answered
+  1  the model's process failed for good, or requests were still open when the time to drain ended
+  2  the model, the device or the arguments are wrong; the message says what to do"""
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a server is told; ``parse`` checks it and has the defaults.
+
+    Attributes:
+        model: What ``graphs.session.load`` takes.
+        served_model_name: What clients call the model; by default its name without the folder.
+        revision: Branch, tag or commit on the hub.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        device: ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+        tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
+        max_batch_size: Images that run together; None for 8 on a CPU and 64 on a GPU.
+        max_batch_delay_ms: How long the first image of a batch waits for others.
+        max_queue_size: Images that may be under way at once; None for 32 batches.
+        max_images_per_request: Images of one request.
+        max_body_bytes: Bytes of one request's body.
+        max_pixels: Pixels of one image, counted before it is decoded.
+        decode_threads: Threads that decode; None for one a core.
+        body_timeout: Seconds that a client may take to send its body.
+        drain_timeout: Seconds that requests may take to end after SIGTERM.
+        api_key: What a client has to know; None for no check.
+        allow_media_domain: Hosts that image URLs may name; none for no URLs.
+        log_level: Of what goes to standard error.
+    """
+
+    model: str
+    served_model_name: str | None = None
+    revision: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    device: str = "auto"
+    dtype: str = "auto"
+    tf32: bool = True
+    max_batch_size: int | None = None
+    max_batch_delay_ms: float = 2.0
+    max_queue_size: int | None = None
+    max_images_per_request: int = 32
+    max_body_bytes: int = 32 * 2**20
+    max_pixels: int = 50_000_000
+    decode_threads: int | None = None
+    body_timeout: float = 30.0
+    drain_timeout: float = 30.0
+    api_key: str | None = None
+    allow_media_domain: tuple[str, ...] = ()
+    log_level: str = "warning"
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Options:
+    """Parses the arguments; says in one sentence what is wrong and exits with 2 if they are."""
+    environ = os.environ if environ is None else environ
+    parser = argparse.ArgumentParser(
+        prog="python -m serve",
+        usage="%(prog)s --model MODEL [options]",
+        description=HELP,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", metavar="M", help="a bundled model's name, a hub id, a folder or a file,"
+        " or what python -m graphs compile wrote")  # fmt: skip
+    add("--served-model-name", metavar="NAME", help="what clients call it")
+    add("--revision", metavar="R", help="branch, tag or commit of a hub model")
+    add("--host", metavar="H", help="address to listen on (default: %(default)s;"
+        " 0.0.0.0 for every network)")  # fmt: skip
+    add("--port", type=_whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")
+    add("--device", type=_device, metavar="D", help="auto, cpu, gpu or gpu:N")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"])
+    add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
+    add("--max-batch-size", type=_whole(1, 4096), metavar="N",
+        help="images that run together (default: 8 on a CPU, 64 on a GPU)")  # fmt: skip
+    add("--max-batch-delay-ms", type=_number(0, 10_000), metavar="MS",
+        help="how long a batch waits to fill (default: %(default)s)")  # fmt: skip
+    add("--max-queue-size", type=_whole(1, 1_000_000), metavar="N",
+        help="images under way at once, more are answered 429 (default: 32 batches)")  # fmt: skip
+    add("--max-images-per-request", type=_whole(1, 10_000), metavar="N", help="%(default)s")
+    add("--max-body-bytes", type=_whole(1, 2**33), metavar="N", help="%(default)s")
+    add("--max-pixels", type=_whole(1, 100_000_000), metavar="N",
+        help="of one image, counted before it is decoded (default: %(default)s)")  # fmt: skip
+    add("--decode-threads", type=_whole(1, 1024), metavar="N", help="default: one a core")
+    add("--body-timeout", type=_number(0.1, 3600), metavar="S",
+        help="seconds a client has to send its request (default: %(default)s)")  # fmt: skip
+    add("--drain-timeout", type=_number(0, 3600), metavar="S",
+        help="seconds that requests have to end after SIGTERM (default: %(default)s)")  # fmt: skip
+    add("--api-key", metavar="KEY", help="ask every client for it, as a bearer token;"
+        " better set as MAXVISION_API_KEY, which other users cannot see")  # fmt: skip
+    add("--allow-media-domain", action="append", metavar="HOST", help="let clients name images"
+        " by URL on this host; may be repeated")  # fmt: skip
+    add("--log-level", choices=LEVELS)
+    parser.set_defaults(**{f.name: f.default for f in fields(Options)[1:]})
+    parser.set_defaults(allow_media_domain=None)
+    args = parser.parse_args([*_from(environ, parser), *argv])
+    if not args.model:
+        parser.error("a model was expected but none came; try --model resnet-cifar10")
+    if args.api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", args.api_key):
+        parser.error("--api-key expects visible ASCII characters without spaces")
+    hosts = tuple(host.lower() for host in args.allow_media_domain or ())
+    for host in hosts:
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", host):
+            parser.error(f"--allow-media-domain expects a host such as example.org not {host!r}")
+    if args.max_queue_size and args.max_queue_size < args.max_images_per_request:
+        parser.error(
+            f"--max-queue-size expects at least --max-images-per-request"
+            f" ({args.max_images_per_request}) but is {args.max_queue_size}; change either"
+        )
+    return Options(**{**vars(args), "allow_media_domain": hosts})
+
+
+def _from(environ: Mapping[str, str], parser: argparse.ArgumentParser) -> list[str]:
+    argv = []
+    for action in parser._actions:
+        name = action.option_strings[-1]
+        value = environ.get("MAXVISION_" + name[2:].replace("-", "_").upper())
+        if value is None or name == "--help":
+            continue
+        if isinstance(action, argparse._AppendAction):
+            argv += [f"{name}={each}" for each in value.split(",") if each]
+        elif action.nargs == 0:
+            argv += [name] * (value not in ("", "0", "false"))
+        else:
+            argv.append(f"{name}={value}")
+    return argv
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|gpu(:\d{1,4})?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"auto, cpu, gpu or gpu:N was expected but {text!r} came")
+    return text
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"\d{1,12}", text, re.ASCII) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(
+                f"a whole number from {low} to {high} was expected but {text!r} came"
+            )
+        return int(text)
+
+    return convert
+
+
+def _number(low: float, high: float) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"a number from {low} to {high} was expected but {text!r} came"
+            )
+        return value
+
+    return convert

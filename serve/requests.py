@@ -1,0 +1,132 @@
+"""Reads a request within its bounds, and notices when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
+
+from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+
+from serve.core import Service
+from serve.errors import Refusal
+from serve.limits import too_many_images
+
+T = TypeVar("T")
+
+
+def service_of(request: Request) -> Service:
+    """Finds what the app serves: a dependency for routes."""
+    service: Service = request.app.state.service
+    return service
+
+
+def media_type(request: Request) -> str:
+    """Reads the content type, without its parameters, in lower case; empty if there is none."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def read_body(request: Request, service: Service) -> bytes:
+    """Reads the body, if there is room for what it asks.
+
+    Raises:
+        Refusal: 429 or 503 before it is read; 413 if it is too large, by its header or by count;
+            415 if it is compressed; 408 if it does not come in time.
+    """
+    service.check_room()
+    limit = service.options.max_body_bytes
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise Refusal(
+            415,
+            "encoding_not_supported",
+            "a body without Content-Encoding was expected but a compressed one came; send it plain",
+        )
+    too_large = Refusal(
+        413,
+        "body_too_large",
+        f"a body of at most {limit:,} bytes was expected; send fewer or smaller images",
+    )
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > 18 or int(length) > limit):
+        raise too_large
+
+    async def read() -> bytes:
+        chunks, size = [], 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise too_large
+            chunks.append(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    try:
+        return await asyncio.wait_for(read(), service.options.body_timeout)
+    except asyncio.TimeoutError:
+        raise Refusal(
+            408,
+            "body_timeout",
+            f"the body was expected within {service.options.body_timeout:g} s; send it faster",
+        ) from None
+    except ClientDisconnect:
+        raise gone() from None
+
+
+async def read_form(headers: Headers, body: bytes, service: Service) -> FormData:
+    """Parses a multipart body, in memory: no file is written.
+
+    Raises:
+        Refusal: If it is damaged or holds too many parts.
+    """
+    limit = service.options.max_images_per_request
+
+    async def stream() -> AsyncIterator[bytes]:
+        yield body
+
+    parser = _InMemory(headers, stream(), max_files=limit, max_fields=16)  # type: ignore[arg-type]
+    try:
+        return await parser.parse()
+    except MultiPartException as error:
+        if "files" in error.message:
+            raise too_many_images(limit + 1, limit) from None
+        raise Refusal(400, "invalid_form", "a whole multipart form was expected") from None
+    except Exception:
+        raise Refusal(400, "invalid_form", "a whole multipart form was expected") from None
+
+
+class _InMemory(MultiPartParser):
+    spool_max_size = 2**62
+
+
+async def files_of(form: FormData) -> list[bytes]:
+    """Reads every file of a form, in its order, whatever the field's name."""
+    return [await value.read() for _, value in form.multi_items() if isinstance(value, UploadFile)]
+
+
+async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
+    """Waits for an answer, and cancels it if the client, whose body was read, leaves.
+
+    Raises:
+        Refusal: 499, which nobody sees, if it does.
+    """
+    task = asyncio.ensure_future(answer)
+    watch = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise gone()
+    finally:
+        watch.cancel()
+        task.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def gone() -> Refusal:
+    """Says that the client has left."""
+    return Refusal(499, "client_left", "the client has left")

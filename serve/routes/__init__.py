@@ -1,0 +1,1 @@
+"""The dialects that the server speaks, one module each, with a ``router``."""

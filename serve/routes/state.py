@@ -1,0 +1,54 @@
+"""What operators and balancers ask: health, readiness, figures."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from serve.errors import not_ready
+from serve.requests import service_of
+
+router = APIRouter(tags=["state"])
+
+
+@router.get("/health", summary="Is the server alive?")
+async def health() -> dict[str, str]:
+    """Answers as long as the server does."""
+    return {"status": "alive"}
+
+
+@router.get(
+    "/ready",
+    summary="Would a picture be classified now?",
+    responses={503: {"description": "The model's process is being started, or the server ends."}},
+)
+async def ready(request: Request) -> dict[str, str]:
+    """Answers 200 if the model's process lives and has run a picture, else 503."""
+    if not service_of(request).ready:
+        raise not_ready(1)
+    return {"status": "ready"}
+
+
+@router.get("/metrics", summary="Figures for Prometheus", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Shows queue, decode, inference and total times, batch sizes, refusals."""
+    text, kind = service_of(request).metrics.render()
+    return Response(text, media_type=kind)
+
+
+@router.get("/version", summary="Versions")
+async def version(request: Request) -> JSONResponse:
+    """Names the model, the device and the version of MAX."""
+    card = service_of(request).card
+    return JSONResponse(
+        {
+            "max": metadata.version("max"),
+            "model": card.name,
+            "family": card.family,
+            "device": card.device,
+            "dtype": card.dtype,
+        }
+    )

@@ -1,0 +1,297 @@
+"""Runs a server from its first line to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphs.errors import DeviceError, ModelError, UserError
+from graphs.preprocess import Preprocess
+from serve.options import Options, parse
+
+if TYPE_CHECKING:
+    from serve.core import Card
+
+log = logging.getLogger("maxvision.serve")
+
+GRACE = 1.0
+"""Seconds after SIGTERM for which new requests are answered 503, so that a balancer notices."""
+
+
+def run(options: Options, load: Callable[..., Any] | None = None) -> int:
+    """Serves until it is told to end.
+
+    Args:
+        options: What to serve, and how.
+        load: Makes the model, in its process; called as ``graphs.session.load`` is, which it is
+            if None. It travels by its name.
+
+    Returns:
+        The exit code, see ``python -m serve --help``.
+    """
+    from graphs.cli import complain
+
+    try:
+        server_socket = bind(options.host, options.port)
+        return _serve(options, server_socket, load)
+    except UserError as error:
+        complain(str(error))
+        return 2
+    except ImportError as error:
+        complain(f"serve: {error.name} was expected; run pip install '.[serve]'")
+        return 2
+
+
+def take_over() -> int:
+    """Serves in the place of ``max serve``, with what its command line said."""
+    from graphs.cli import complain
+    from serve import engine
+
+    try:
+        given = engine.command_line()
+        argv = [f"--model={given['model_path']}", "--host=0.0.0.0", *_arguments(given)]
+    except UserError as error:
+        complain(str(error))
+        return 2
+    return run(parse(argv))
+
+
+_SAME = {  # of max serve: of ours
+    "host": "--host",
+    "port": "--port",
+    "max_batch_size": "--max-batch-size",
+    "max_queue_size": "--max-queue-size",
+    "served_model_name": "--served-model-name",
+    "huggingface_model_revision": "--revision",
+    "quantization_encoding": "--dtype",
+}
+
+
+def _arguments(given: dict[str, Any]) -> list[str]:
+    argv = [f"{ours}={given[theirs]}" for theirs, ours in _SAME.items() if theirs in given]
+    devices = given.get("devices")
+    if isinstance(devices, (list, tuple)) and len(devices) == 1:
+        devices = devices[0]
+    if isinstance(devices, int):
+        devices = f"gpu:{devices}"
+    if devices is not None and not isinstance(devices, str):
+        raise DeviceError("--devices expects one device; start a server for each GPU")
+    return argv + ([f"--device={devices}"] if devices not in (None, "default") else [])
+
+
+def leave(code: int) -> None:
+    """Ends the program at once: threads of MAX may abort an orderly exit of Python."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes the port, before anything that takes long.
+
+    Raises:
+        UserError: If it is not to be had.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        taken = socket.socket(family, kind, proto)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+        taken.listen(2048)
+    except OSError as error:
+        raise UserError(
+            f"--port {port}: a free port of {host} was expected but {error.strerror or error};"
+            " choose another, or 0 for any"
+        ) from None
+    taken.setblocking(False)
+    return taken
+
+
+def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] | None) -> int:
+    import uvloop
+
+    from graphs import session
+    from serve import engine
+    from serve.core import Service
+    from serve.images import Decoder
+    from serve.supervisor import Supervisor
+
+    engine.check_version()
+    settings = engine.settings(options.log_level)
+    card = read_card(options)
+    on_gpu = card.device != "cpu"
+    batch = options.max_batch_size or (64 if on_gpu else 8)
+    queue = options.max_queue_size or max(32 * batch, options.max_images_per_request)
+    make = functools.partial(
+        load or session.load,
+        options.model,
+        device=card.device,
+        dtype=options.dtype,
+        tf32=options.tf32,
+        revision=options.revision,
+    )
+    spec = engine.Spec(make, card.device, batch, options.max_batch_delay_ms / 1e3)
+    blank = np.zeros((card.preprocess.height, card.preprocess.width, 3), np.uint8)
+    decoder = Decoder(card.preprocess, options.max_pixels, options.decode_threads or cores())
+    supervisor = Supervisor(spec, settings, blank)
+    service = Service(card, options, supervisor, decoder, queue)
+    try:
+        return uvloop.run(_Server(service, supervisor, listening).run())
+    finally:
+        decoder.close()
+
+
+def cores() -> int:
+    """Counts the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def read_card(options: Options) -> Card:
+    """Reads what is known of a model without running it.
+
+    Raises:
+        ModelError: If it cannot be found or read.
+        DeviceError: If the device is not to be had.
+    """
+    from max.driver import accelerator_count
+
+    import weights
+    from graphs import package
+    from serve.core import Card
+
+    device, dtype = options.device, options.dtype.replace("auto", "float32")
+    source: package.Package | weights.Checkpoint
+    packed = package.is_here(options.model)
+    if packed:
+        source = package.read(options.model)
+        device = "cpu" if source.target.api == "cpu" else device.replace("auto", "gpu")
+        dtype = source.dtype
+    else:
+        source = weights.load(options.model, revision=options.revision, progress=_say)
+        if device == "auto":
+            device = "gpu" if accelerator_count() else "cpu"
+    if source.spec.channels != 3:
+        raise ModelError(f"{source.name}: a model of pictures with 3 channels was expected")
+    name = options.served_model_name or source.name
+    if options.served_model_name is None and os.path.exists(options.model):
+        name = os.path.basename(os.path.abspath(options.model))  # the folder is nobody's business
+    return Card(
+        name=name,
+        labels=source.labels,
+        preprocess=Preprocess.from_config(source.preprocess),
+        embeds=not packed,
+        family=source.family,
+        device="gpu:0" if device == "gpu" else device,
+        dtype=dtype,
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _Server:
+    """A uvicorn server beside the model's supervisor."""
+
+    def __init__(self, service: Any, supervisor: Any, listening: socket.socket) -> None:
+        import uvicorn
+
+        from serve.app import make_app
+
+        self._service = service
+        self._supervisor = supervisor
+        self._socket = listening
+        self._signals = 0
+        self._code = 0
+        self._draining: asyncio.Task[None] | None = None
+        config = uvicorn.Config(
+            make_app(service),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            lifespan="off",
+            timeout_keep_alive=120,
+            timeout_graceful_shutdown=5,
+            h11_max_incomplete_event_size=65536,
+        )
+        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn.handle_exit = self._told  # type: ignore[method-assign]
+
+    async def run(self) -> int:
+        """Serves until a signal comes or the model cannot be run; returns the exit code."""
+        self._announce(f"loading {self._service.card.name}; {self._url()} answers 503 until then")
+        keeping = asyncio.ensure_future(self._supervisor.run())
+        saying = asyncio.ensure_future(self._say_ready())
+        keeping.add_done_callback(self._ended)
+        try:
+            await self._uvicorn.serve(sockets=[self._socket])
+        finally:
+            saying.cancel()
+            keeping.cancel()
+            await asyncio.wait({keeping})
+        return self._code
+
+    def _told(self, sig: int, frame: FrameType | None) -> None:
+        """Begins to drain at the first signal, and ends at once at the second."""
+        self._signals += 1
+        if self._signals > 1:
+            self._code = 1
+            self._uvicorn.force_exit = True
+            self._uvicorn.should_exit = True
+            return
+        loop = asyncio.get_running_loop()
+        self._draining = loop.create_task(self._drain(GRACE if sig == signal.SIGTERM else 0))
+
+    async def _drain(self, grace: float) -> None:
+        self._service.draining = True
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        while clock() - begun < grace or self._service.active:
+            if clock() - begun > max(grace, self._service.options.drain_timeout):
+                self._code = 1
+                break
+            await asyncio.sleep(0.02)
+        self._uvicorn.should_exit = True
+
+    def _ended(self, keeping: asyncio.Future[None]) -> None:
+        if keeping.cancelled():
+            return
+        error = keeping.exception()
+        self._code = 2 if getattr(error, "told", False) else 1
+        if self._code == 1:
+            log.critical("the model's process cannot be kept: %s", error)
+        self._uvicorn.should_exit = True
+
+    async def _say_ready(self) -> None:
+        while not self._service.ready:
+            await asyncio.sleep(0.05)
+        card, url = self._service.card, self._url()
+        self._announce(f"{card.name} on {card.device}, {card.dtype}: {url}, Ctrl-C ends it")
+        key = "-H 'Authorization: Bearer KEY' " if self._service.options.api_key else ""
+        self._announce(
+            f"  curl -s {url}/v1/classify {key}-H 'Content-Type: image/jpeg'"
+            " --data-binary @examples/cat.jpg"
+        )
+
+    def _url(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        if host in ("0.0.0.0", "::"):
+            host = "localhost"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @staticmethod
+    def _announce(line: str) -> None:
+        print(line, flush=True)

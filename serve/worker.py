@@ -1,0 +1,241 @@
+"""The model's process: batches what comes, runs it, reports. Nothing of HTTP, nothing of MAX Serve.
+
+``Runner`` is the model, ``Batcher`` decides what runs when. serve/engine.py puts the batcher into
+MAX Serve's worker, as its scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from serve.wire import Job, Report
+
+log = logging.getLogger("maxvision.serve")
+
+BEAT = 0.5
+"""Seconds after which the process says that it is alive, if there is nothing else to say."""
+
+PATIENCE = 4.0
+"""Least seconds of silence that mean that it hangs."""
+
+_MEMORY = re.compile(r"out.of.memory|failed to allocate", re.IGNORECASE)
+
+
+class Classifier(Protocol):
+    """What a server needs of ``graphs.session.Model``."""
+
+    preprocess: Any
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        """Computes logits."""
+
+    def features(self, pixels: np.ndarray) -> Any:
+        """Computes logits and features."""
+
+
+class Runner:
+    """A model, and a second one for features, whose graph is compiled when it is first asked for.
+
+    The two have locks of their own, so that labels are given while the other compiles.
+
+    Args:
+        load: Makes a model.
+    """
+
+    def __init__(self, load: Callable[[], Classifier]) -> None:
+        self._load = load
+        self._model = load()
+        self._embedder: Classifier | None = None
+        self._embedding: threading.Thread | None = None
+        self._embeds: Exception | None = None
+
+    def warm(self, batch: int) -> float:
+        """Runs one picture and a full batch; returns the seconds that a full batch took."""
+        self(self._blank(1))
+        taken = 0.0
+        for _ in range(2):  # the second time is captured, on a GPU
+            begun = time.perf_counter()
+            self(self._blank(batch))
+            taken = time.perf_counter() - begun
+        return taken
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        """Computes the logits [N, classes] of pixels [N, H, W, C]."""
+        return self._model(pixels)
+
+    def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Computes logits and pooled features; ``embeds`` has to be true.
+
+        Raises:
+            Exception: What kept the graph for features from being made.
+        """
+        if self._embeds is not None:
+            raise self._embeds
+        assert self._embedder is not None
+        result = self._embedder.features(pixels)
+        return result.logits, result.features
+
+    def embeds(self) -> bool:
+        """Tells whether ``features`` can be called; the first question starts its making."""
+        if self._embedding is None:
+            self._embedding = threading.Thread(target=self._make, daemon=True)
+            self._embedding.start()
+        return self._embedder is not None or self._embeds is not None
+
+    def _make(self) -> None:
+        try:
+            model = self._load()
+            model.features(self._blank(1))
+            self._embedder = model
+        except Exception as error:
+            log.exception("the graph for features could not be made")
+            self._embeds = error
+
+    def _blank(self, batch: int) -> np.ndarray:
+        shape = self._model.preprocess.height, self._model.preprocess.width, 3
+        return np.zeros((batch, *shape), np.uint8)
+
+
+class Inbox(Protocol):
+    """Where jobs and cancellations come from, and reports go to."""
+
+    def wait(self, seconds: float) -> None:
+        """Returns as soon as something has come, at the latest after ``seconds``."""
+
+    def job(self) -> Job:
+        """Takes a job; raises ``queue.Empty`` if there is none."""
+
+    def cancelled(self) -> list[str]:
+        """Takes the ids that nobody waits for any more; raises ``queue.Empty`` if none are."""
+
+    def report(self, report: Report) -> None:
+        """Sends a report."""
+
+
+class Batcher:
+    """Runs images together.
+
+    A batch starts when it is full, or when its first image has waited for ``delay``. Images that
+    were cancelled before are left out. A batch that fails is run image by image, so that only
+    those fail which do it alone. One for which memory is short is halved, and so are those to come.
+
+    Args:
+        runner: The model, warm.
+        inbox: Where work comes from.
+        limit: Images that run together at most.
+        delay: Seconds that the first of them waits for others.
+        seconds: What a full batch takes.
+    """
+
+    def __init__(
+        self, runner: Runner, inbox: Inbox, limit: int, delay: float, seconds: float
+    ) -> None:
+        self.limit = limit
+        self._runner = runner
+        self._inbox = inbox
+        self._delay = delay
+        self._patience = max(PATIENCE, 10 * seconds)
+        self._plain: dict[str, Job] = {}  # in the order of their coming
+        self._rich: dict[str, Job] = {}  # those that want features
+        self._gone: dict[str, None] = {}  # cancelled before they came
+        self._parent = os.getppid()
+        self._last = 0.0
+
+    def step(self) -> None:
+        """Waits for work, at most for a beat, and runs a batch if one is due."""
+        self._inbox.wait(self._due())
+        self._take()
+        embeds = bool(self._rich) and self._runner.embeds()
+        for jobs, ready in ((self._plain, True), (self._rich, embeds)):
+            if ready and jobs and (len(jobs) >= self.limit or self._age(jobs) >= self._delay):
+                ids = list(jobs)[: self.limit]
+                self._run([jobs.pop(id) for id in ids])
+        if time.monotonic() - self._last >= BEAT:
+            self._report()
+        if os.getppid() != self._parent:
+            raise SystemExit(0)  # the server is gone
+
+    def _due(self) -> float:
+        """Returns the seconds until something is due: a batch or a beat."""
+        due = BEAT - (time.monotonic() - self._last)
+        if self._plain:
+            due = 0.0 if len(self._plain) >= self.limit else self._delay - self._age(self._plain)
+        if self._rich:
+            due = min(due, 0.05)
+        return max(0.0, due)
+
+    @staticmethod
+    def _age(jobs: dict[str, Job]) -> float:
+        return time.monotonic() - next(iter(jobs.values())).sent
+
+    def _take(self) -> None:
+        try:
+            while True:
+                job = self._inbox.job()
+                if job.id not in self._gone:
+                    (self._rich if job.features else self._plain)[job.id] = job
+                self._gone.pop(job.id, None)
+        except queue.Empty:
+            pass
+        try:
+            while True:
+                for id in self._inbox.cancelled():
+                    if not self._plain.pop(id, None) and not self._rich.pop(id, None):
+                        self._gone[id] = None
+        except queue.Empty:
+            pass
+        while len(self._gone) > 10_000:  # they were run before they were cancelled
+            del self._gone[next(iter(self._gone))]
+
+    def _run(self, jobs: list[Job]) -> None:
+        """Runs a batch and reports it; in parts if it cannot be run as a whole."""
+        begun = time.monotonic()
+        try:
+            pixels = np.stack([job.pixels for job in jobs])
+            features = None
+            if jobs[0].features:
+                logits, features = self._runner.features(pixels)
+            else:
+                logits = self._runner(pixels)
+            if len(logits) != len(jobs) or not np.isfinite(logits).all():
+                raise ValueError("the model gave no finite number for each class")
+        except Exception as error:
+            self._retry(jobs, error)
+            return
+        self._report(
+            ids=[job.id for job in jobs],
+            logits=logits,
+            features=features,
+            queue_ms=[1e3 * (begun - job.sent) for job in jobs],
+            inference_ms=1e3 * (time.monotonic() - begun),
+        )
+
+    def _retry(self, jobs: list[Job], error: Exception) -> None:
+        memory = isinstance(error, MemoryError) or bool(_MEMORY.search(str(error)))
+        if len(jobs) == 1:
+            log.error("request %s: the model failed", jobs[0].id, exc_info=error)
+            self._report(failed=[jobs[0].id])
+            return
+        size = len(jobs) // 2 if memory else 1
+        if memory:
+            self.limit = min(self.limit, size)
+            log.warning("no memory for %d images; up to %d run together", len(jobs), self.limit)
+        else:
+            log.warning("a batch of %d failed and is run image by image", len(jobs))
+        for start in range(0, len(jobs), size):
+            self._run(jobs[start : start + size])
+
+    def _report(self, **done: Any) -> None:
+        self._last = time.monotonic()
+        self._inbox.report(
+            Report(pid=os.getpid(), patience=self._patience, batch_limit=self.limit, **done)
+        )
