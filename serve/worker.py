@@ -24,7 +24,7 @@ log = logging.getLogger("maxvision.serve")
 BEAT = 0.5
 """Seconds after which the process says that it is alive, if there is nothing else to say."""
 
-PATIENCE = 4.0
+PATIENCE = 3.0
 """Least seconds of silence that mean that it hangs."""
 
 _MEMORY = re.compile(r"out.of.memory|failed to allocate", re.IGNORECASE)

@@ -1,0 +1,60 @@
+"""A server whose model fails when a picture's colour says so: ``python -m tests.serve.faulty``.
+
+Every batch is written to the file ``FAULTY_LOG`` names, as a line of its pictures' colours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from graphs import session
+
+RAISE, SLOW, EXIT, HANG, MEMORY, NAN = ((1, 2, i) for i in range(3, 9))
+SLOW_SECONDS = 0.5
+
+
+class Faulty:
+    """The bundled model, but for pictures of some colours."""
+
+    def __init__(self, model: session.Model) -> None:
+        self._model = model
+        self.preprocess = model.preprocess
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        colours = [tuple(int(level) for level in picture[0, 0]) for picture in pixels]
+        if "FAULTY_LOG" in os.environ:
+            with open(os.environ["FAULTY_LOG"], "a") as file:
+                print(*("/".join(map(str, colour)) for colour in colours), file=file)
+        if SLOW in colours:
+            time.sleep(SLOW_SECONDS)
+        if RAISE in colours:
+            raise RuntimeError(f"a fault in {__file__}")
+        if EXIT in colours:
+            os._exit(9)
+        if HANG in colours:
+            time.sleep(3600)
+        if MEMORY in colours and len(colours) > 2:
+            raise ValueError("CUDA_ERROR_OUT_OF_MEMORY")
+        logits = self._model(pixels)
+        logits[[colour == NAN for colour in colours]] = np.nan
+        return logits
+
+    def features(self, pixels: np.ndarray) -> Any:
+        return self._model.features(pixels)
+
+
+def load(source: str, **options: Any) -> Faulty:
+    return Faulty(session.load(source, **options))
+
+
+if __name__ == "__main__":
+    from serve.options import parse
+    from serve.server import leave, run
+    from tests.serve import faulty  # by its name, which the model's process imports
+
+    leave(run(parse(sys.argv[1:]), load=faulty.load))

@@ -1,0 +1,97 @@
+"""Starts servers as a user does, on a free port, and reads what they print."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Server:
+    """A server's process and where it listens.
+
+    Attributes:
+        client: Knows the address and the key.
+        url: Of the server.
+        log: What it writes.
+    """
+
+    def __init__(self, argv: list[str], log: Path, key: str | None, **environ: str) -> None:
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                argv, cwd=ROOT, stdout=file, stderr=file, env={**os.environ, **environ}
+            )
+        self.url = ""
+        found = self.until(lambda: re.search(r"http://[\w.]+:(\d+)", log.read_text()), "address")
+        self.url = f"http://127.0.0.1:{found[1]}"
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=30)
+
+    def until(self, condition, what: str, seconds: float = 90):  # type: ignore[no-untyped-def]
+        """Waits for a condition and returns it."""
+        end = time.monotonic() + seconds
+        while not (met := condition()):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, f"no {what}: {self.log.read_text()}"
+            time.sleep(0.02)
+        return met
+
+    def ready(self) -> bool:
+        return self.client.get("/ready").status_code == 200
+
+    def worker(self) -> int:
+        """Finds the model's process."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = re.search(r"\) \w (\d+)", (folder / "stat").read_text())
+                command = (folder / "cmdline").read_text()
+            except OSError:
+                continue  # it has ended meanwhile
+            if parent and int(parent[1]) == self.process.pid and "spawn_main" in command:
+                return int(folder.name)
+        raise AssertionError("no process of the model")
+
+    def metric(self, line: str) -> float:
+        """Reads a figure by the beginning of its line."""
+        text = self.client.get("/metrics").text
+        return sum(
+            float(each.rpartition(" ")[2]) for each in text.splitlines() if each.startswith(line)
+        )
+
+    def stop(self) -> int:
+        """Sends SIGTERM and waits for the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@contextmanager
+def serving(argv: list[str], log: Path, key: str | None = None, **environ: str) -> Iterator[Server]:
+    """Runs a server until the block ends."""
+    server = Server([sys.executable, *argv], log, key, **environ)
+    try:
+        server.until(server.ready, "readiness")
+        yield server
+    finally:
+        server.client.close()
+        server.process.kill()
+        server.process.wait()
+
+
+def picture(colour: tuple[int, int, int], size: tuple[int, int] = (128, 128)) -> bytes:
+    """Makes a PNG of one colour, which the model's preprocessing leaves as it is."""
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "PNG")
+    return file.getvalue()

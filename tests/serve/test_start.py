@@ -1,0 +1,88 @@
+"""Starts: the plain line of MAX, and the mistakes of a user."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="pip install '.[serve]'")
+
+from serve.options import parse
+from tests.serve.started import ROOT, serving
+
+
+def test_max_serve_serves(tmp_path: Path) -> None:
+    argv = [
+        str(Path(sys.executable).with_name("max")), "serve", "--custom-architectures", ".:serve",
+        "--model", "weights/bundled/resnet-cifar10", "--devices", "cpu", "--host", "127.0.0.1",
+        "--port", "0", "--max-batch-size", "4",
+    ]  # fmt: skip
+    with serving(argv, tmp_path / "log", MAX_SERVE_DISABLE_TELEMETRY="1") as server:
+        data = (ROOT / "examples/cat.jpg").read_bytes()
+        headers = {"Content-Type": "image/jpeg"}
+        answer = server.client.post("/v1/classify", content=data, headers=headers)
+        assert answer.json()["data"][0]["predictions"][0]["label"] == "cat"
+        assert answer.json()["model"] == "resnet-cifar10"
+        assert server.metric("maxvision_batch_limit") == 4
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "a model was expected"),
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--model", "resnet-cifar10", "--port", "99999"], "from 0 to 65535"),
+        (["--model", "resnet-cifar10", "--device", "tpu"], "auto, cpu, gpu or gpu:N"),
+        (["--model", "resnet-cifar10", "--max-queue-size", "3"], "--max-images-per-request"),
+        (["--model", "resnet-cifar10", "--allow-media-domain", "http://x"], "example.org"),
+        (["--model", "resnet-cifar10", "--api-key", "a b"], "--api-key"),
+    ],
+)
+def test_mistakes_are_told(argv: list[str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "serve", *argv, "--port=0"] if "--port" not in argv
+        else [sys.executable, "-m", "serve", *argv],
+        cwd=ROOT, capture_output=True, text=True, env={"PATH": "", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dtype_that_the_device_lacks_is_told() -> None:
+    argv = ["--model", "resnet-cifar10", "--device", "cpu", "--dtype", "bfloat16", "--port", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "serve", *argv], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "dtype bfloat16 runs on a GPU only" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "serve", "--model", "resnet-cifar10", f"--port={port}"],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert "a free port" in done.stderr
+
+
+def test_options_come_from_the_environment_too() -> None:
+    environ = {
+        "MAXVISION_MODEL": "resnet-cifar10",
+        "MAXVISION_MAX_BATCH_SIZE": "3",
+        "MAXVISION_ALLOW_MEDIA_DOMAIN": "a.org,B.org",
+        "MAXVISION_NO_TF32": "1",
+    }
+    options = parse(["--max-batch-size", "5"], environ)
+    assert (options.model, options.max_batch_size) == ("resnet-cifar10", 5)
+    assert options.allow_media_domain == ("a.org", "b.org")
+    assert options.tf32 is False
