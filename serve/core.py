@@ -22,6 +22,7 @@ from serve.answers import Function, rank
 from serve.errors import Refusal, not_ready
 from serve.images import Decoder
 from serve.limits import Admission, too_many_images
+from serve.media import Fetcher, is_url
 from serve.metrics import Metrics
 from serve.options import Options
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Image: TypeAlias = "bytes | str | np.ndarray"
-"""A file's bytes, base64 of them or a data: URL, or uint8 [H, W, 3] as ``Preprocess`` gives it."""
+"""A file's bytes; base64 of them, a data: URL or an allowed URL; or uint8 [H, W, 3], preprocessed."""
 
 request_id: ContextVar[str] = ContextVar("request_id")
 """The request that is being answered; the app sets it, and logs and errors name it."""
@@ -80,7 +81,7 @@ class Card:
         name: What clients call it.
         labels: A name for each class.
         preprocess: Turns an image into the pixels that it takes.
-        embeds: Whether it gives features: not if it was compiled ahead of time.
+        embeds: Whether it gives features.
         family: ``resnet`` or ``cvt``.
         device: ``cpu`` or ``gpu:N``.
         dtype: Of activations and filters.
@@ -120,6 +121,7 @@ class Service:
         self.created = int(time.time())
         self._supervisor = supervisor
         self._decoder = decoder
+        self._fetcher = Fetcher(options.allow_media_domain, options.max_body_bytes)
         self.metrics.in_flight.set_function(lambda: self.admission.held)
         self.metrics.ready.set_function(lambda: self.ready)
         self.metrics.batch_limit.set_function(lambda: supervisor.batch_limit)
@@ -151,8 +153,8 @@ class Service:
             raise Refusal(
                 400,
                 "no_features",
-                "this model was compiled ahead of time, for labels alone; serve the model that it"
-                " was compiled from",
+                "this server gives labels alone: it was started with --no-embeddings, or with a"
+                " model that was compiled ahead of time",
             )
         results, timing = await self._infer(images, features=True)
         return Embeddings([r.features for r in results if r.features is not None], timing)
@@ -222,6 +224,8 @@ class Service:
             pixels = self._checked(image)
         else:
             try:
+                if isinstance(image, str) and is_url(image):
+                    image = await self._fetcher(image)
                 pixels = await self._decoder.run(self._decoder, image)
             except Refusal as refusal:
                 if of > 1:

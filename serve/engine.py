@@ -216,12 +216,14 @@ class Spec:
         device: ``cpu`` or ``gpu:N``.
         max_batch_size: Images that run together at most.
         delay: Seconds that the first image of a batch waits for others.
+        embeds: Whether features will be asked for.
     """
 
     load: Load
     device: str
     max_batch_size: int
     delay: float
+    embeds: bool
 
     def __call__(self) -> Any:
         """Loads the model, in its process, and puts the batcher in the place of MAX's schedulers.
@@ -231,7 +233,7 @@ class Spec:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            runner = Runner(self.load)
+            runner = Runner(self.load(), self.embeds)
             seconds = runner.warm(self.max_batch_size)
         except UserError as error:
             from graphs.cli import complain

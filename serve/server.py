@@ -142,7 +142,8 @@ def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] 
         tf32=options.tf32,
         revision=options.revision,
     )
-    spec = engine.Spec(make, card.device, batch, options.max_batch_delay_ms / 1e3)
+    delay = options.max_batch_delay_ms / 1e3
+    spec = engine.Spec(make, card.device, batch, delay, card.embeds)
     blank = np.zeros((card.preprocess.height, card.preprocess.width, 3), np.uint8)
     decoder = Decoder(card.preprocess, options.max_pixels, options.decode_threads or cores())
     supervisor = Supervisor(spec, settings, blank)
@@ -165,10 +166,10 @@ def read_card(options: Options) -> Card:
         ModelError: If it cannot be found or read.
         DeviceError: If the device is not to be had.
     """
-    from max.driver import accelerator_count
+    from max.driver import CPU, accelerator_count
 
     import weights
-    from graphs import package
+    from graphs import package, session
     from serve.core import Card
 
     device, dtype = options.device, options.dtype.replace("auto", "float32")
@@ -182,6 +183,10 @@ def read_card(options: Options) -> Card:
         source = weights.load(options.model, revision=options.revision, progress=_say)
         if device == "auto":
             device = "gpu" if accelerator_count() else "cpu"
+    if device == "cpu":
+        session.find_dtype(dtype, CPU())
+    elif int(device.partition(":")[2] or 0) >= accelerator_count():
+        session.find_device(device)  # which says what is wrong; a GPU that is there stays closed
     if source.spec.channels != 3:
         raise ModelError(f"{source.name}: a model of pictures with 3 channels was expected")
     name = options.served_model_name or source.name
@@ -191,7 +196,7 @@ def read_card(options: Options) -> Card:
         name=name,
         labels=source.labels,
         preprocess=Preprocess.from_config(source.preprocess),
-        embeds=not packed,
+        embeds=options.embeddings and not packed,
         family=source.family,
         device="gpu:0" if device == "gpu" else device,
         dtype=dtype,

@@ -77,7 +77,6 @@ class Supervisor:
         pause = 0.0
         while True:
             self.starts += 1
-            begun = time.monotonic()
             was_ready = False
             try:
                 async with engine.worker(self._spec, self._settings) as link:
@@ -90,9 +89,8 @@ class Supervisor:
                 log.error("the model's process has ended: %s", ended)
                 if self.starts == 1 and not was_ready:
                     raise
-            lasted = time.monotonic() - begun
-            pause = 0.0 if was_ready and lasted > 60 else min(LONGEST_PAUSE, 2 * pause + 0.5)
-            await asyncio.sleep(pause if self.starts > 1 else 0)
+            pause = 0.0 if was_ready else min(LONGEST_PAUSE, 2 * pause + 0.5)
+            await asyncio.sleep(pause)
 
     async def submit(self, id: str, pixels: np.ndarray, features: bool = False) -> Result:
         """Lets the model look at pixels [H, W, C]; if this is cancelled the model need not.

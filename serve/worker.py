@@ -10,9 +10,7 @@ import logging
 import os
 import queue
 import re
-import threading
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,23 +41,21 @@ class Classifier(Protocol):
 
 
 class Runner:
-    """A model, and a second one for features, whose graph is compiled when it is first asked for.
-
-    The two have locks of their own, so that labels are given while the other compiles.
+    """A model, ready to run: its graphs are compiled here, as compiling would hold up requests.
 
     Args:
-        load: Makes a model.
+        model: What computes.
+        embeds: Whether ``features`` will be asked for, which takes a graph of its own.
     """
 
-    def __init__(self, load: Callable[[], Classifier]) -> None:
-        self._load = load
-        self._model = load()
-        self._embedder: Classifier | None = None
-        self._embedding: threading.Thread | None = None
-        self._embeds: Exception | None = None
+    def __init__(self, model: Classifier, embeds: bool) -> None:
+        self._model = model
+        self._embeds = embeds
 
     def warm(self, batch: int) -> float:
         """Runs one picture and a full batch; returns the seconds that a full batch took."""
+        if self._embeds:
+            self.features(self._blank(1))
         self(self._blank(1))
         taken = 0.0
         for _ in range(2):  # the second time is captured, on a GPU
@@ -73,32 +69,9 @@ class Runner:
         return self._model(pixels)
 
     def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Computes logits and pooled features; ``embeds`` has to be true.
-
-        Raises:
-            Exception: What kept the graph for features from being made.
-        """
-        if self._embeds is not None:
-            raise self._embeds
-        assert self._embedder is not None
-        result = self._embedder.features(pixels)
+        """Computes logits and pooled features [N, C]."""
+        result = self._model.features(pixels)
         return result.logits, result.features
-
-    def embeds(self) -> bool:
-        """Tells whether ``features`` can be called; the first question starts its making."""
-        if self._embedding is None:
-            self._embedding = threading.Thread(target=self._make, daemon=True)
-            self._embedding.start()
-        return self._embedder is not None or self._embeds is not None
-
-    def _make(self) -> None:
-        try:
-            model = self._load()
-            model.features(self._blank(1))
-            self._embedder = model
-        except Exception as error:
-            log.exception("the graph for features could not be made")
-            self._embeds = error
 
     def _blank(self, batch: int) -> np.ndarray:
         shape = self._model.preprocess.height, self._model.preprocess.width, 3
@@ -154,9 +127,8 @@ class Batcher:
         """Waits for work, at most for a beat, and runs a batch if one is due."""
         self._inbox.wait(self._due())
         self._take()
-        embeds = bool(self._rich) and self._runner.embeds()
-        for jobs, ready in ((self._plain, True), (self._rich, embeds)):
-            if ready and jobs and (len(jobs) >= self.limit or self._age(jobs) >= self._delay):
+        for jobs in (self._plain, self._rich):
+            if jobs and (len(jobs) >= self.limit or self._age(jobs) >= self._delay):
                 ids = list(jobs)[: self.limit]
                 self._run([jobs.pop(id) for id in ids])
         if time.monotonic() - self._last >= BEAT:
@@ -167,10 +139,10 @@ class Batcher:
     def _due(self) -> float:
         """Returns the seconds until something is due: a batch or a beat."""
         due = BEAT - (time.monotonic() - self._last)
-        if self._plain:
-            due = 0.0 if len(self._plain) >= self.limit else self._delay - self._age(self._plain)
-        if self._rich:
-            due = min(due, 0.05)
+        for jobs in (self._plain, self._rich):
+            if jobs:
+                full = len(jobs) >= self.limit
+                due = min(due, 0.0 if full else self._delay - self._age(jobs))
         return max(0.0, due)
 
     @staticmethod

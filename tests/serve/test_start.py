@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def test_mistakes_are_told(argv: list[str], says: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "serve", *argv, "--port=0"] if "--port" not in argv
         else [sys.executable, "-m", "serve", *argv],
-        cwd=ROOT, capture_output=True, text=True, env={"PATH": "", "HF_HUB_OFFLINE": "1"},
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 2
     assert says in done.stderr
