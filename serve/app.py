@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.core import Service, request_id
 from serve.errors import Refusal, ending
+from serve.requests import HELD
 from serve.routes import openai, state
 
 log = logging.getLogger("maxvision.serve")
@@ -83,6 +84,7 @@ class Gate:
             )
         finally:
             self._service.active -= not probe
+            self._service.bodies.held -= scope.get(HELD, 0)
 
     def _check(self, scope: Scope) -> None:
         if self._key is not None and not self._known(scope):

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Image: TypeAlias = "bytes | str | np.ndarray"
-"""A file's bytes; base64 of them, a data: URL or an allowed URL; or uint8 [H, W, 3], preprocessed."""
+"""A file's bytes; base64 of them, a data: URL or an allowed URL; or the pixels, uint8 [H, W, 3]."""
+
+BODIES = 8
+"""Largest bodies that may be held at once; smaller ones as many as are as large together."""
 
 request_id: ContextVar[str] = ContextVar("request_id")
 """The request that is being answered; the app sets it, and logs and errors name it."""
@@ -103,6 +106,7 @@ class Service:
         card: What is known of the model.
         options: What the server was told.
         admission: Counts the images that are under way.
+        bodies: Counts the bytes of requests that are held.
         metrics: The figures.
         active: Requests under way, probes of health aside.
         draining: Whether the server is about to end and takes nothing new.
@@ -115,6 +119,7 @@ class Service:
         self.card = card
         self.options = options
         self.admission = Admission(queue)
+        self.bodies = Admission(max(BODIES * options.max_body_bytes, 2**28))
         self.metrics = Metrics(card.name)
         self.draining = False
         self.active = 0

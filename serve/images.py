@@ -41,6 +41,7 @@ class Decoder:
         self._preprocess = preprocess
         self._max_pixels = max_pixels
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        Image.preinit()  # or the first picture would wait for Pillow's readers to be imported
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels says it
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:

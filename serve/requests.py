@@ -16,6 +16,9 @@ from serve.limits import too_many_images
 
 T = TypeVar("T")
 
+HELD = "maxvision.held"
+"""Where a request's scope has the bytes of its body that are held, which the gate gives back."""
+
 
 def service_of(request: Request) -> Service:
     """Finds what the app serves: a dependency for routes."""
@@ -29,11 +32,12 @@ def media_type(request: Request) -> str:
 
 
 async def read_body(request: Request, service: Service) -> bytes:
-    """Reads the body, if there is room for what it asks.
+    """Reads the body, if there is room for what it asks; its bytes count until the answer is sent.
 
     Raises:
-        Refusal: 429 or 503 before it is read; 413 if it is too large, by its header or by count;
-            415 if it is compressed; 408 if it does not come in time.
+        Refusal: 429 or 503 before it is read; 429 as soon as all bodies together are too large;
+            413 if it is too large itself, by its header or by count; 415 if it is compressed; 408
+            if it does not come in time.
     """
     service.check_room()
     limit = service.options.max_body_bytes
@@ -58,6 +62,9 @@ async def read_body(request: Request, service: Service) -> bytes:
             size += len(chunk)
             if size > limit:
                 raise too_large
+            service.bodies.check(len(chunk))
+            service.bodies.held += len(chunk)
+            request.scope[HELD] = size
             chunks.append(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 

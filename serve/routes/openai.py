@@ -20,7 +20,7 @@ from serve.requests import files_of, media_type, read_body, read_form, service_o
 router = APIRouter(prefix="/v1", tags=["images"])
 
 
-class Options(BaseModel):
+class ClassifyOptions(BaseModel):
     """What may be asked beside the images, in every form of the body."""
 
     model_config = ConfigDict(extra="forbid")
@@ -30,7 +30,7 @@ class Options(BaseModel):
     function_to_apply: Function = Field("softmax", description="What makes scores of logits.")
 
 
-class ClassifyRequest(Options):
+class ClassifyRequest(ClassifyOptions):
     """Images and what is asked of them."""
 
     images: list[str] = Field(
@@ -258,7 +258,7 @@ async def parse(service: Service, schema: type[Any], body: bytes) -> Any:
         raise Refusal(400, "invalid_request", message) from None
 
 
-async def _read(request: Request, service: Service) -> tuple[list[Image], Options]:
+async def _read(request: Request, service: Service) -> tuple[list[Image], ClassifyOptions]:
     kind = media_type(request)
     if kind == "application/json":
         asked = await parse(service, ClassifyRequest, await read_body(request, service))
@@ -273,9 +273,9 @@ async def _read(request: Request, service: Service) -> tuple[list[Image], Option
     raise _unexpected("application/json, multipart/form-data or an image type", kind)
 
 
-def _options(fields: dict[str, str]) -> Options:
+def _options(fields: dict[str, str]) -> ClassifyOptions:
     try:
-        return Options.model_validate(fields)
+        return ClassifyOptions.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])

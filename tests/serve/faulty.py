@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from graphs import session
+from graphs.errors import DeviceError
 
 RAISE, SLOW, EXIT, HANG, MEMORY, NAN = ((1, 2, i) for i in range(3, 9))
 SLOW_SECONDS = 0.5
@@ -49,6 +50,8 @@ class Faulty:
 
 
 def load(source: str, **options: Any) -> Faulty:
+    if "FAULTY_START" in os.environ:
+        raise DeviceError("the device is on holiday; wait")
     return Faulty(session.load(source, **options))
 
 

@@ -23,6 +23,8 @@ from PIL import Image
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 httpx = pytest.importorskip("httpx")
 
+from serve.errors import Refusal  # noqa: E402
+from serve.limits import Admission  # noqa: E402
 from tests.serve import faulty  # noqa: E402
 from tests.serve.started import ROOT, Server, picture, serving  # noqa: E402
 
@@ -317,6 +319,13 @@ def test_a_body_that_does_not_come_ends(server: Server) -> None:
         head += "Content-Type: image/jpeg\r\nContent-Length: 1000\r\n\r\nhalf"
         connection.sendall(head.encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_bodies_are_bounded_together() -> None:
+    bodies = Admission(10)
+    with bodies.take(8), pytest.raises(Refusal, match="try again later"):
+        bodies.check(3)
+    assert bodies.held == 0
 
 
 def test_the_key_guards_all_but_the_probes(server: Server) -> None:

@@ -55,6 +55,17 @@ def test_mistakes_are_told(argv: list[str], says: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_mistake_that_the_model_process_finds_is_told() -> None:
+    argv = ["--model", "resnet-cifar10", "--device", "cpu", "--port", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.serve.faulty", *argv],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "FAULTY_START": "1"},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "the device is on holiday; wait" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_dtype_that_the_device_lacks_is_told() -> None:
     argv = ["--model", "resnet-cifar10", "--device", "cpu", "--dtype", "bfloat16", "--port", "0"]
     done = subprocess.run(
