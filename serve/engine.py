@@ -12,7 +12,7 @@ import math
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, TypeAlias
@@ -132,6 +132,9 @@ class _Queues(ModelWorkerInterface[Any, Any]):
             yield link
         finally:
             link.close()
+            for end in (self.requests, self.responses, self.cancels):
+                with suppress(OSError):  # a process that was killed leaves its socket's file
+                    os.unlink(end._endpoint.removeprefix("ipc://"))
 
 
 class Link:

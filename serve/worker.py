@@ -19,10 +19,10 @@ from serve.wire import Job, Report
 
 log = logging.getLogger("maxvision.serve")
 
-BEAT = 0.5
+BEAT = 0.25
 """Seconds after which the process says that it is alive, if there is nothing else to say."""
 
-PATIENCE = 3.0
+PATIENCE = 2.5
 """Least seconds of silence that mean that it hangs."""
 
 _MEMORY = re.compile(r"out.of.memory|failed to allocate", re.IGNORECASE)
