@@ -11,21 +11,28 @@ from graphs.session import Prediction
 Function: TypeAlias = Literal["softmax", "sigmoid", "none"]
 
 
-def rank(
-    logits: np.ndarray, labels: list[str], top_k: int, function: Function = "softmax"
-) -> list[Prediction]:
-    """Names the likeliest classes of logits [classes], the likeliest first.
+def score(logits: np.ndarray, function: Function = "softmax") -> np.ndarray:
+    """Makes float64 scores of logits [classes].
 
     The softmax is that of ``graphs.session.Model.predictions``, bit by bit; ``none`` scores by the
     logit itself.
     """
     if function == "softmax":
         shifted = np.exp(logits - logits.max(), dtype=np.float64)
-        scores = shifted / shifted.sum()
-    elif function == "sigmoid":
+        return shifted / shifted.sum()
+    if function == "sigmoid":
         halves = 0.5 * logits.astype(np.float64)
-        scores = 0.5 * (1 + np.tanh(halves))
-    else:
-        scores = logits.astype(np.float64)
-    order = np.argsort(-scores, kind="stable")[:top_k]
+        return 0.5 * (1 + np.tanh(halves))
+    return logits.astype(np.float64)
+
+
+def rank(
+    logits: np.ndarray, labels: list[str], top_k: int, function: Function = "softmax"
+) -> list[Prediction]:
+    """Names the likeliest classes of logits [classes], the likeliest first (see ``score``)."""
+    scores = score(logits, function)
+    some = np.arange(len(scores))
+    if top_k < len(scores):  # sort only what may be among them, in the order of a full sort
+        some = np.flatnonzero(scores >= np.partition(scores, -top_k)[-top_k])
+    order = some[np.argsort(-scores[some], kind="stable")[:top_k]]
     return [Prediction(labels[i], int(i), float(scores[i])) for i in order]

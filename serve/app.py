@@ -15,22 +15,38 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.core import Service, request_id
 from serve.errors import Refusal, ending
 from serve.requests import HELD
-from serve.routes import openai, state
+from serve.routes import huggingface, kserve, openai, page, state, vllm
+from serve.routes.common import ErrorAnswer, PlainError
 
 log = logging.getLogger("maxvision.serve")
 
-ROUTERS = (state.router, openai.router)
+ROUTERS = (
+    openai.router,
+    huggingface.router,
+    kserve.router,
+    vllm.router,
+    state.router,
+    page.router,
+)
 
-OPEN = ("/health", "/ready")
+OFTEN = {"/v1/classify": openai.classify}
+"""Endpoints that take the request alone and are called past FastAPI, which only describes them."""
+
+PROBES = ("/health", "/ready", "/v2/health/live", "/v2/health/ready")
 """What needs no key, and is answered while the server drains."""
+
+PAGES = page.PATHS
+"""What a browser shows before anybody could give it the key; it says nothing of the model."""
 
 LINGER = 2.0
 """Seconds for which a body that nobody wants is read on, so that its sender sees the answer."""
@@ -42,15 +58,56 @@ def make_app(service: Service) -> FastAPI:
         title="maxvision",
         description=f"Image classification by {service.card.name}.",
         version="1",
+        docs_url=None,  # page.py has our own, which loads nothing from elsewhere
+        redoc_url=None,
     )
     app.state.service = service
+    for path, endpoint in OFTEN.items():
+        app.router.routes.append(Route(path, endpoint, methods=["POST"], include_in_schema=False))
     for router in ROUTERS:
         app.include_router(router)
     app.add_middleware(Gate, service=service)
     app.add_exception_handler(Refusal, _refuse)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.openapi = lambda: _describe(app, service.options.api_key is not None)  # type: ignore[method-assign]
     return app
+
+
+def _describe(app: FastAPI, guarded: bool) -> dict[str, Any]:
+    """Describes the routes as they are: errors in their shapes, and the key if one is asked for."""
+    if app.openapi_schema is None:
+        made = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        made["info"]["x-model"] = app.state.service.card.name
+        schemas = made["components"]["schemas"]
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        for shape in (ErrorAnswer, PlainError):
+            schemas.setdefault(shape.__name__, shape.model_json_schema())
+        if guarded:
+            made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in made["paths"].items():
+            for method, operation in operations.items():
+                operation["responses"].pop("422", None)  # ``_invalid`` answers 400
+                if guarded and not _is_open(method.upper(), path):
+                    operation["security"] = [{"key": []}]
+        app.openapi_schema = made
+    return app.openapi_schema
+
+
+def _is_open(method: str, path: str) -> bool:
+    return path in PROBES or (path in PAGES and method in ("GET", "HEAD"))
+
+
+def error_of(path: str, refusal: Refusal, id: str) -> dict[str, Any]:
+    """Makes the JSON of a refusal, in the shape of the dialect that is spoken at a path."""
+    if path == "/" or path.startswith("/models/"):
+        return huggingface.error(refusal)
+    if path == "/v2" or path.startswith("/v2/"):
+        return kserve.error(refusal)
+    return refusal.body(id)
 
 
 class Gate:
@@ -69,8 +126,9 @@ class Gate:
             return
         exchange = _Exchange(self._service, scope, receive, send)
         request_id.set(exchange.id)
-        probe = scope["path"] in OPEN
-        self._service.active += not probe
+        probe = scope["path"] in PROBES
+        board = self._service.board
+        board.add(board.REQUESTS, not probe)
         try:
             if not probe:
                 self._check(scope)
@@ -83,11 +141,12 @@ class Gate:
                 Refusal(500, "internal_error", "the server failed; its log has it by request_id")
             )
         finally:
-            self._service.active -= not probe
-            self._service.bodies.held -= scope.get(HELD, 0)
+            board.add(board.REQUESTS, -(not probe))
+            self._service.bodies.free(scope.get(HELD, 0))
 
     def _check(self, scope: Scope) -> None:
-        if self._key is not None and not self._known(scope):
+        guarded = self._key is not None and not _is_open(scope["method"], scope["path"])
+        if guarded and not self._known(scope):
             raise Refusal(
                 401,
                 "invalid_api_key",
@@ -149,7 +208,7 @@ class _Exchange:
         if self._status:
             return
         self._service.metrics.rejected.labels(refusal.code).inc()
-        body = json.dumps(refusal.body(self.id)).encode()
+        body = json.dumps(error_of(self._scope["path"], refusal, self.id)).encode()
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
@@ -166,7 +225,7 @@ class _Exchange:
 
 async def _refuse(request: Request, error: Any) -> Response:
     request.app.state.service.metrics.rejected.labels(error.code).inc()
-    body = error.body(request_id.get(""))
+    body = error_of(request.scope["path"], error, request_id.get(""))
     return JSONResponse(body, error.status, headers=error.headers())
 
 

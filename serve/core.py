@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -20,14 +20,14 @@ from graphs.preprocess import Preprocess
 from graphs.session import Prediction
 from serve.answers import Function, rank
 from serve.errors import Refusal, not_ready
-from serve.images import Decoder
-from serve.limits import Admission, too_many_images
+from serve.images import SMALL, Decoder, is_small, unwrap
+from serve.limits import Admission, Board, too_many_images
 from serve.media import Fetcher, is_url
 from serve.metrics import Metrics
 from serve.options import Options
 
 if TYPE_CHECKING:
-    from serve.supervisor import Result, Supervisor
+    from serve.remote import Remote, Result
 
 T = TypeVar("T")
 
@@ -65,6 +65,14 @@ class Answers:
     """The classes of each image, and what they took."""
 
     predictions: list[list[Prediction]]
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The logits float32 [classes] of each image, and what they took."""
+
+    logits: list[np.ndarray]
     timing: Timing
 
 
@@ -108,34 +116,46 @@ class Service:
         admission: Counts the images that are under way.
         bodies: Counts the bytes of requests that are held.
         metrics: The figures.
-        active: Requests under way, probes of health aside.
+        board: What is under way, in numbers that the processes of a server share.
         draining: Whether the server is about to end and takes nothing new.
         created: When it began, in seconds since 1970.
     """
 
     def __init__(
-        self, card: Card, options: Options, supervisor: Supervisor, decoder: Decoder, queue: int
+        self,
+        card: Card,
+        options: Options,
+        remote: Remote,
+        decoder: Decoder,
+        queue: int,
+        board: Board | None = None,
     ) -> None:
         self.card = card
         self.options = options
-        self.admission = Admission(queue)
-        self.bodies = Admission(max(BODIES * options.max_body_bytes, 2**28))
-        self.metrics = Metrics(card.name)
+        self.board = board or Board()
+        self.admission = Admission(queue, self.board)
+        bodies = max(BODIES * options.max_body_bytes, 2**28)
+        self.bodies = Admission(bodies, self.board, Board.BYTES)
+        self.metrics = Metrics(
+            card.name,
+            {
+                "images_in_flight": (lambda: self.admission.held, "Images under way."),
+                "ready": (lambda: self.ready, "1 if a picture would be classified."),
+                "batch_limit": (lambda: remote.batch_limit, "Images that run together at most."),
+                "worker_starts": (lambda: remote.starts, "Starts of the model's process."),
+            },
+        )
         self.draining = False
-        self.active = 0
         self.created = int(time.time())
-        self._supervisor = supervisor
+        self._remote = remote
         self._decoder = decoder
+        self._inline = self.board.rows > 1
         self._fetcher = Fetcher(options.allow_media_domain, options.max_body_bytes)
-        self.metrics.in_flight.set_function(lambda: self.admission.held)
-        self.metrics.ready.set_function(lambda: self.ready)
-        self.metrics.batch_limit.set_function(lambda: supervisor.batch_limit)
-        self.metrics.starts.set_function(lambda: supervisor.starts)
 
     @property
     def ready(self) -> bool:
         """Whether a picture would be classified: the model's process lives and has run one."""
-        return self._supervisor.ready and not self.draining
+        return self._remote.ready and not self.draining
 
     async def classify(
         self, images: Sequence[Image], top_k: int = 5, function: Function = "softmax"
@@ -148,9 +168,14 @@ class Service:
         """
         if top_k < 1:
             raise Refusal(400, "invalid_request", f"top_k expects at least 1 but is {top_k}")
-        results, timing = await self._infer(images)
+        made = await self.infer(images)
         labels = self.card.labels
-        return Answers([rank(r.logits, labels, top_k, function) for r in results], timing)
+        return Answers([rank(row, labels, top_k, function) for row in made.logits], made.timing)
+
+    async def infer(self, images: Sequence[Image]) -> Logits:
+        """Computes the logits of each image (see ``classify``)."""
+        results, timing = await self._infer(images)
+        return Logits([r.logits for r in results], timing)
 
     async def embed(self, images: Sequence[Image]) -> Embeddings:
         """Computes what the classifier reads, for each image (see ``classify``)."""
@@ -167,6 +192,10 @@ class Service:
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Runs a function on a decoding thread, so that it does not hold up other requests."""
         return await self._decoder.run(function, *args)
+
+    def close(self) -> None:
+        """Lets the decoding threads end."""
+        self._decoder.close()
 
     def check_room(self) -> None:
         """Refuses early: before a body is read.
@@ -201,15 +230,11 @@ class Service:
         begun = time.perf_counter()
         request = request_id.get(None) or uuid.uuid4().hex
         with self.admission.take(len(images)):
-            tasks = [
-                asyncio.ensure_future(self._one(image, f"{request}.{i}", i, len(images), features))
+            each = [
+                self._one(image, f"{request}.{i}", i, len(images), features)
                 for i, image in enumerate(images)
             ]
-            try:
-                done = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:  # one that failed is enough to refuse the request
-                    task.cancel()
+            done = [await each[0]] if len(each) == 1 else await _together(each)
         total = time.perf_counter() - begun
         results = [result for result, _ in done]
         self._record(done, total)
@@ -231,13 +256,19 @@ class Service:
             try:
                 if isinstance(image, str) and is_url(image):
                     image = await self._fetcher(image)
-                pixels = await self._decoder.run(self._decoder, image)
+                inline = of == 1 and self._inline and len(image) <= SMALL
+                if inline and isinstance(image, str):
+                    image = unwrap(image)
+                if inline and is_small(image):
+                    pixels = self._decoder(image)
+                else:
+                    pixels = await self._decoder.run(self._decoder, image)
             except Refusal as refusal:
                 if of > 1:
                     refusal.message = f"image {index}: {refusal.message}"
                 raise
         seconds = time.perf_counter() - begun
-        return await self._supervisor.submit(id, pixels, features), seconds
+        return await self._remote.submit(id, pixels, features), seconds
 
     def _checked(self, pixels: np.ndarray) -> np.ndarray:
         shape = (self.card.preprocess.height, self.card.preprocess.width, 3)
@@ -258,3 +289,13 @@ class Service:
             metrics.queue.observe(result.queue_ms / 1e3)
             metrics.inference.observe(result.inference_ms / 1e3)
             metrics.batch.observe(result.batch)
+
+
+async def _together(each: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs coroutines at once; one that fails is enough to end all."""
+    tasks = [asyncio.ensure_future(one) for one in each]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,23 +1,21 @@
 """MAX Serve's worker process and queues. Every use of MAX's private modules is in this file.
 
 What is used, of 26.7: the process with its readiness (``start_model_worker``), its loop
-(``ModelWorker.run``), the queues between processes, which carry arrays as frames of their own
-(``ZmqConfig``), settings and logging, and the command line of ``max serve``. What is not: its
-FastAPI app and its lifespan, which know language models and end with their worker.
+(``ModelWorker.run``), settings and logging, and the command line of ``max serve``. What is not:
+its FastAPI app and its lifespan, which know language models and end with their worker; and its
+queues, which have one sender each and cost whoever imports them 5 s and 500 MB.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any, TypeAlias
 
-import zmq
 from max.driver import DeviceSpec
 from max.pipelines.lib import ProfilingConfig
 from max.serve.config import MetricRecordingMethod, Settings
@@ -28,10 +26,11 @@ from max.serve.scheduler.interface import Scheduler
 from max.serve.telemetry.common import configure_logging
 from max.serve.telemetry.metrics import NoopClient
 from max.serve.worker_interface import ModelWorkerInterface, WorkerQueues
-from max.serve.worker_interface._zmq_queue import ZmqConfig, generate_zmq_ipc_path
+from max.serve.worker_interface._zmq_queue import generate_zmq_ipc_path
 
 from graphs.errors import ModelError, UserError
-from serve.wire import Job, Report
+from serve import quarantine
+from serve.wire import Inbox, forget, new_address
 from serve.worker import Batcher, Classifier, Runner
 
 VERSION = "26.7."
@@ -111,91 +110,27 @@ class _Config:
         raise ValueError("a classifier has no language model")
 
 
-class _Queues(ModelWorkerInterface[Any, Any]):
-    """The three queues of one worker process."""
+class _Queue(ModelWorkerInterface[Any, Any]):
+    """The place of MAX's queues, which know one sender: the address of ours."""
 
-    def __init__(self) -> None:
-        self.requests: ZmqConfig[Job] = ZmqConfig(Job)
-        self.responses: ZmqConfig[Report] = ZmqConfig(Report)
-        self.cancels: ZmqConfig[list[str]] = ZmqConfig(list[str])
+    def __init__(self, address: str) -> None:
+        self._address = address
 
     @asynccontextmanager
     async def model_worker_queues(self) -> AsyncIterator[WorkerQueues[Any, Any]]:
-        """Opens the ends of the model's process."""
-        yield WorkerQueues(self.requests.pull(), self.responses.push(), self.cancels.pull())
+        """Opens the end of the model's process."""
+        inbox: Any = Inbox(self._address)
+        yield WorkerQueues(inbox, inbox, inbox)
 
     @asynccontextmanager
-    async def model_worker_proxy(self) -> AsyncIterator[Link]:
-        """Opens the server's ends."""
-        link = Link(self)
-        try:
-            yield link
-        finally:
-            link.close()
-            for end in (self.requests, self.responses, self.cancels):
-                with suppress(OSError):  # a process that was killed leaves its socket's file
-                    os.unlink(end._endpoint.removeprefix("ipc://"))
+    async def model_worker_proxy(self) -> AsyncIterator[_Started]:
+        """Opens nothing: whoever decodes links itself."""
+        yield _Started()
 
 
-class Link:
-    """The server's end of the queues."""
-
-    def __init__(self, queues: _Queues) -> None:
-        self._jobs = queues.requests.async_push()
-        self._reports = queues.responses.async_pull()
-        self._cancels = queues.cancels.async_push()
-
+class _Started:
     async def wait_until_connected(self, timeout_s: float | None) -> None:
-        """Waits for the process to open its ends."""
-        if not await self._jobs.writable(timeout_s=timeout_s):
-            raise RuntimeError("the model's process did not open its queue")
-
-    async def send(self, job: Job) -> None:
-        """Hands an image over."""
-        await self._jobs.put(job)
-
-    def cancel(self, ids: list[str]) -> None:
-        """Says that nobody waits for these images any more."""
-        self._cancels.put_nowait(ids)
-
-    async def report(self) -> Report:
-        """Waits for the next report."""
-        return await self._reports.get()
-
-    def close(self) -> None:
-        """Closes the queues."""
-        for end in (self._jobs, self._reports, self._cancels):
-            end.close()
-
-
-class _Inbox:
-    """The process's end of the queues, which can be waited for without turning in circles."""
-
-    def __init__(self, queues: WorkerQueues[Any, Any]) -> None:
-        self._jobs: Any = queues.request_queue
-        self._reports: Any = queues.response_queue
-        self._cancels: Any = queues.cancel_queue
-        self._poller = zmq.Poller()
-        for end in (self._jobs, self._cancels):
-            self._poller.register(end._socket, zmq.POLLIN)
-
-    def wait(self, seconds: float) -> None:
-        """See ``serve.worker.Inbox``; whole ms, as it is how ZeroMQ waits."""
-        self._poller.poll(math.ceil(seconds * 1e3))
-
-    def job(self) -> Job:
-        """See ``serve.worker.Inbox``."""
-        job: Job = self._jobs.get_nowait()
-        return job
-
-    def cancelled(self) -> list[str]:
-        """See ``serve.worker.Inbox``."""
-        ids: list[str] = self._cancels.get_nowait()
-        return ids
-
-    def report(self, report: Report) -> None:
-        """See ``serve.worker.Inbox``."""
-        self._reports.put(report)
+        """Returns: the first picture shows whether there is a connection."""
 
 
 class _Scheduler(Scheduler):
@@ -220,6 +155,8 @@ class Spec:
         max_batch_size: Images that run together at most.
         delay: Seconds that the first image of a batch waits for others.
         embeds: Whether features will be asked for.
+        server: The process that starts it, without which it ends.
+        memory: Of what runs, which outlives a process.
     """
 
     load: Load
@@ -227,6 +164,8 @@ class Spec:
     max_batch_size: int
     delay: float
     embeds: bool
+    server: int = 0
+    memory: Any = field(default_factory=quarantine.memory)
 
     def __call__(self) -> Any:
         """Loads the model, in its process, and puts the batcher in the place of MAX's schedulers.
@@ -245,43 +184,50 @@ class Spec:
             raise SystemExit(TOLD) from None
 
         def scheduler(_: Any, __: Any, ___: Any, queues: WorkerQueues[Any, Any], ____: Any) -> Any:
-            inbox = _Inbox(queues)
-            return _Scheduler(Batcher(runner, inbox, self.max_batch_size, self.delay, seconds))
+            inbox: Any = queues.request_queue
+            guard = quarantine.Quarantine(self.memory)
+            batcher = Batcher(
+                runner, inbox, self.max_batch_size, self.delay, seconds, guard, self.server
+            )
+            return _Scheduler(batcher)
 
         model_worker.load_scheduler = scheduler
         return runner
 
 
 @asynccontextmanager
-async def worker(spec: Spec, settings: Settings) -> AsyncIterator[Link]:
+async def worker(spec: Spec, settings: Settings) -> AsyncIterator[str]:
     """Starts a process that runs a model, and ends it.
 
     Yields:
-        The queues, once the model has run a picture.
+        The address that it listens at, once the model has run a picture.
 
     Raises:
         WorkerEnded: As soon as the process ends by itself, also within the block.
     """
     kind, _, index = spec.device.partition(":")
     place = DeviceSpec.cpu() if kind == "cpu" else DeviceSpec.accelerator(int(index or 0))
+    address = new_address()
     started: AbstractAsyncContextManager[Any] = model_worker.start_model_worker(
-        spec,
+        replace(spec, server=os.getpid()),
         _Config({"main": _Place((place,))}),
         settings,
         NoopClient(),
-        _Queues(),
+        _Queue(address),
         generate_zmq_ipc_path(),
         None,
     )
     try:
-        async with started as link:
-            yield link
+        async with started:
+            yield address
     except SubprocessExit as error:
         raise WorkerEnded(error) from None
     except RuntimeError as error:
         if isinstance(error.__cause__, SubprocessExit):  # before it was ready
             raise WorkerEnded(error.__cause__) from None
         raise
+    finally:
+        forget(address)
 
 
 def command_line() -> dict[str, Any]:

@@ -76,3 +76,13 @@ def failed() -> Refusal:
     return Refusal(
         500, "inference_failed", "the model failed on this image; the log has it by request_id"
     )
+
+
+def quarantined() -> Refusal:
+    """Says that an image is not run again."""
+    return Refusal(
+        500,
+        "quarantined",
+        "the model's process has ended twice while it ran this image, which is not run again for"
+        " a while; do not retry",
+    )

@@ -18,12 +18,16 @@ from PIL import Image, UnidentifiedImageError
 from graphs.errors import ImageError
 from graphs.preprocess import Preprocess, read_image
 from serve.errors import Refusal
+from serve.resample import prepare
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 """The formats that are decoded; of an animation the first picture."""
 
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _DATA_URL = re.compile(r"data:(?:image/[\w.+-]+|application/octet-stream)?(?:;[\w.+=-]+)*,", re.I)
+
+SMALL = 2**20
+"""Bytes and pixels of a picture that is decoded in the event loop, where there are several."""
 
 T = TypeVar("T")
 
@@ -42,6 +46,7 @@ class Decoder:
         self._max_pixels = max_pixels
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         Image.preinit()  # or the first picture would wait for Pillow's readers to be imported
+        prepare(preprocess, Image.new("RGB", (500, 375)))  # or it would wait for numba
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels says it
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
@@ -75,7 +80,7 @@ class Decoder:
             if picture.width * picture.height > self._max_pixels:
                 raise self._too_large(f"{picture.width} x {picture.height}")
             try:
-                return self._preprocess(picture)
+                return prepare(self._preprocess, picture)
             except ImageError as error:
                 raise _bad(str(error).removeprefix("image: ")) from None
 
@@ -90,6 +95,32 @@ class Decoder:
             f"a picture of at most {self._max_pixels:,} pixels was expected but its header says"
             f" {size}; scale it down first",
         )
+
+
+def is_small(image: bytes | str) -> bool:
+    """Tells whether decoding takes but a few ms: to hand it to a thread costs nearly as much.
+
+    Only a JPEG's frame header is read; Pillow refuses a file that has another behind it.
+    """
+    return isinstance(image, bytes) and len(image) <= SMALL and 0 < _jpeg_pixels(image) <= SMALL
+
+
+_NO_FRAME = (0xC4, 0xC8, 0xCC)  # Huffman tables, reserved, arithmetic conditioning
+
+
+def _jpeg_pixels(data: bytes) -> int:
+    """Reads the size in a JPEG's frame header; 0 if there is none, or several scans follow."""
+    at = 2
+    while data[:2] == b"\xff\xd8" and at + 9 < len(data) and data[at] == 0xFF:
+        kind = data[at + 1]
+        if kind in (0xC0, 0xC1):  # neither progressive nor lossless: those take longer
+            return int.from_bytes(data[at + 5 : at + 7], "big") * int.from_bytes(
+                data[at + 7 : at + 9], "big"
+            )
+        if kind in (0x01, 0xDA, 0xFF) or (0xC0 < kind < 0xD8 and kind not in _NO_FRAME):
+            return 0
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return 0
 
 
 def unwrap(text: str) -> bytes:

@@ -1,11 +1,21 @@
-"""What /metrics shows, for Prometheus."""
+"""What /metrics shows, for Prometheus.
+
+Of several processes each counts in files of its own, in the folder PROMETHEUS_MULTIPROC_DIR, and
+whichever is asked adds them up (prometheus_client.multiprocess); the figures of one that has ended
+stay in the sum.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 _SECONDS = (
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
@@ -14,11 +24,23 @@ _SECONDS = (
 
 
 class Metrics:
-    """The figures of one server, in a registry of their own."""
+    """The figures of one server, in a registry of their own.
 
-    def __init__(self, model: str) -> None:
+    Args:
+        model: What clients call the model.
+        states: What can be read at any time: a function and a sentence for each name.
+    """
+
+    def __init__(self, model: str, states: dict[str, tuple[Callable[[], float], str]]) -> None:
         self.registry = CollectorRegistry()
-        self._all: dict[str, Any] = {"registry": self.registry, "namespace": "maxvision"}
+        many = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        if many:
+            MultiProcessCollector(self.registry)
+        self.registry.register(_States(states))
+        self._all: dict[str, Any] = {
+            "registry": None if many else self.registry,
+            "namespace": "maxvision",
+        }
         self.images = self._counter("images", "Images that were answered.").labels(model)
         self.decode = self._seconds("decode", "Decoding and preprocessing of an image.", model)
         self.queue = self._seconds("queue", "An image's wait for its batch.", model)
@@ -37,10 +59,6 @@ class Metrics:
         self.requests = Counter(
             "requests", "Requests that were answered, by status.", ["status"], **self._all
         )
-        self.in_flight = self._gauge("images_in_flight", "Images under way.")
-        self.ready = self._gauge("ready", "1 if a picture would be classified.")
-        self.batch_limit = self._gauge("batch_limit", "Images that run together at most.")
-        self.starts = self._gauge("worker_starts", "Starts of the model's process.")
 
     def render(self) -> tuple[bytes, str]:
         """Makes the text of all figures, and its content type."""
@@ -49,9 +67,18 @@ class Metrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model"], **self._all)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, **self._all)
-
     def _seconds(self, name: str, text: str, model: str) -> Histogram:
         family = Histogram(f"{name}_seconds", text, ["model"], buckets=_SECONDS, **self._all)
         return family.labels(model)
+
+
+class _States(Collector):
+    """Reads what is, when it is asked for."""
+
+    def __init__(self, states: dict[str, tuple[Callable[[], float], str]]) -> None:
+        self._states = states
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Gives a gauge for each state."""
+        for name, (read, text) in self._states.items():
+            yield GaugeMetricFamily(f"maxvision_{name}", text, read())

@@ -53,7 +53,8 @@ class Options:
         max_images_per_request: Images of one request.
         max_body_bytes: Bytes of one request's body.
         max_pixels: Pixels of one image, counted before it is decoded.
-        decode_threads: Threads that decode; None for one a core.
+        front_processes: Processes that decode and speak HTTP; None for a number by the cores.
+        decode_threads: Threads of each that decode; None for one a core, together.
         body_timeout: Seconds that a client may take to send its body.
         drain_timeout: Seconds that requests may take to end after SIGTERM.
         api_key: What a client has to know; None for no check.
@@ -76,6 +77,7 @@ class Options:
     max_images_per_request: int = 32
     max_body_bytes: int = 32 * 2**20
     max_pixels: int = 50_000_000
+    front_processes: int | None = None
     decode_threads: int | None = None
     body_timeout: float = 30.0
     drain_timeout: float = 30.0
@@ -118,7 +120,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     add("--max-body-bytes", type=_whole(1, 2**33), metavar="N", help="%(default)s")
     add("--max-pixels", type=_whole(1, 100_000_000), metavar="N",
         help="of one image, counted before it is decoded (default: %(default)s)")  # fmt: skip
-    add("--decode-threads", type=_whole(1, 1024), metavar="N", help="default: one a core")
+    add("--front-processes", type=_whole(1, 1024), metavar="N", help="processes that decode and"
+        " speak HTTP (default: a quarter of the cores, all but one beside a GPU)")  # fmt: skip
+    add("--decode-threads", type=_whole(1, 1024), metavar="N",
+        help="of each of them (default: one a core, together)")  # fmt: skip
     add("--body-timeout", type=_number(0.1, 3600), metavar="S",
         help="seconds a client has to send its request (default: %(default)s)")  # fmt: skip
     add("--drain-timeout", type=_number(0, 3600), metavar="S",

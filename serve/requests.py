@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from starlette.datastructures import FormData, Headers, UploadFile
@@ -62,14 +63,18 @@ async def read_body(request: Request, service: Service) -> bytes:
             size += len(chunk)
             if size > limit:
                 raise too_large
-            service.bodies.check(len(chunk))
-            service.bodies.held += len(chunk)
+            service.bodies.add(len(chunk))
             request.scope[HELD] = size
             chunks.append(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     try:
-        return await asyncio.wait_for(read(), service.options.body_timeout)
+        with interrupted() as interrupt:
+            late = asyncio.get_running_loop().call_later(service.options.body_timeout, interrupt)
+            try:
+                return await read()
+            finally:
+                late.cancel()
     except asyncio.TimeoutError:
         raise Refusal(
             408,
@@ -117,16 +122,40 @@ async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
     Raises:
         Refusal: 499, which nobody sees, if it does.
     """
-    task = asyncio.ensure_future(answer)
     watch = asyncio.ensure_future(_disconnect(request))
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise gone()
+        with interrupted() as interrupt:
+            watch.add_done_callback(lambda done: None if done.cancelled() else interrupt())
+            return await answer
+    except asyncio.TimeoutError:
+        raise gone() from None
     finally:
         watch.cancel()
-        task.cancel()
+
+
+@contextmanager
+def interrupted() -> Iterator[Callable[[], None]]:
+    """Gives a function that ends the block with ``asyncio.TimeoutError``, without another task."""
+    task = asyncio.current_task()
+    assert task is not None
+    state = "running"
+
+    def interrupt() -> None:
+        nonlocal state
+        if state == "running":
+            state = "interrupted"
+            task.cancel()
+
+    try:
+        yield interrupt
+    except asyncio.CancelledError:
+        if state != "interrupted":
+            raise
+        if hasattr(task, "uncancel") and task.uncancel():
+            raise  # somebody else has cancelled it too
+        raise asyncio.TimeoutError from None
+    finally:
+        state = "done"
 
 
 async def _disconnect(request: Request) -> None:

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -20,7 +20,8 @@ from graphs.preprocess import Preprocess
 from serve.options import Options, parse
 
 if TYPE_CHECKING:
-    from serve.core import Card
+    from serve.core import Card, Service
+    from serve.supervisor import Supervisor
 
 log = logging.getLogger("maxvision.serve")
 
@@ -122,6 +123,28 @@ def bind(host: str, port: int) -> socket.socket:
 def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] | None) -> int:
     import uvloop
 
+    service, supervisor = make_service(options, load)
+    count = front_count(options, service.card.device)
+    face: _One | _Many
+    if count > 1:
+        face = _Many(service, supervisor, listening, count)
+    else:
+        face = _One(service, supervisor, listening)
+    try:
+        return uvloop.run(_Server(service.card, options, supervisor, listening, face).run())
+    finally:
+        service.close()
+
+
+def make_service(
+    options: Options, load: Callable[..., Any] | None = None
+) -> tuple[Service, Supervisor]:
+    """Makes a service, and what keeps its model's process running once its ``run`` is awaited.
+
+    Raises:
+        ModelError: If the model cannot be found or read.
+        DeviceError: If the device is not to be had.
+    """
     from graphs import session
     from serve import engine
     from serve.core import Service
@@ -131,8 +154,7 @@ def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] 
     engine.check_version()
     settings = engine.settings(options.log_level)
     card = read_card(options)
-    on_gpu = card.device != "cpu"
-    batch = options.max_batch_size or (64 if on_gpu else 8)
+    batch = batch_size(options, card.device)
     queue = options.max_queue_size or max(32 * batch, options.max_images_per_request)
     make = functools.partial(
         load or session.load,
@@ -147,11 +169,22 @@ def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] 
     blank = np.zeros((card.preprocess.height, card.preprocess.width, 3), np.uint8)
     decoder = Decoder(card.preprocess, options.max_pixels, options.decode_threads or cores())
     supervisor = Supervisor(spec, settings, blank)
-    service = Service(card, options, supervisor, decoder, queue)
-    try:
-        return uvloop.run(_Server(service, supervisor, listening).run())
-    finally:
-        decoder.close()
+    return Service(card, options, supervisor, decoder, queue), supervisor
+
+
+def batch_size(options: Options, device: str) -> int:
+    """Chooses how many images run together at most."""
+    return options.max_batch_size or (8 if device == "cpu" else 64)
+
+
+def front_count(options: Options, device: str) -> int:
+    """Chooses how many processes decode and speak HTTP.
+
+    Beside a GPU all cores decode but one, which feeds it; a model on a CPU needs most of them.
+    """
+    if options.front_processes:
+        return options.front_processes
+    return max(1, cores() // 4 if device == "cpu" else cores() - 1)
 
 
 def cores() -> int:
@@ -207,42 +240,137 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class _Server:
-    """A uvicorn server beside the model's supervisor."""
+def http_server(app: Any) -> Any:
+    """Makes a uvicorn server of an app."""
+    import uvicorn
 
-    def __init__(self, service: Any, supervisor: Any, listening: socket.socket) -> None:
-        import uvicorn
+    from serve.protocol import protocol
 
-        from serve.app import make_app
-
-        self._service = service
-        self._supervisor = supervisor
-        self._socket = listening
-        self._signals = 0
-        self._code = 0
-        self._draining: asyncio.Task[None] | None = None
-        config = uvicorn.Config(
-            make_app(service),
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
             log_config=None,
             access_log=False,
             server_header=False,
             date_header=False,
             lifespan="off",
+            http=protocol(app.state.service.options.body_timeout),
+            log_level="error",  # what is not HTTP is no line each
+            ws="none",
             timeout_keep_alive=120,
             timeout_graceful_shutdown=5,
-            h11_max_incomplete_event_size=65536,
         )
-        self._uvicorn = uvicorn.Server(config)
-        self._uvicorn.handle_exit = self._told  # type: ignore[method-assign]
+    )
+
+
+Told: TypeAlias = Callable[[int, "FrameType | None"], None]
+
+
+class _One:
+    """Speaks HTTP in the server's own process."""
+
+    def __init__(self, service: Service, supervisor: Supervisor, listening: socket.socket) -> None:
+        from serve.app import make_app
+
+        self.board = service.board
+        self._service = service
+        self._socket = listening
+        self._uvicorn = http_server(make_app(service))
+
+    @property
+    def ready(self) -> bool:
+        """Whether a picture would be classified."""
+        return self._service.ready
+
+    async def run(self, told: Told) -> None:
+        """Serves until ``end``; signals go to ``told``."""
+        self._uvicorn.handle_exit = told
+        await self._uvicorn.serve(sockets=[self._socket])
+
+    def drain(self) -> None:
+        """Refuses what is new."""
+        self._service.draining = True
+
+    def end(self, force: bool) -> None:
+        """Ends, with ``force`` without waiting for anything."""
+        self._uvicorn.force_exit = force
+        self._uvicorn.should_exit = True
+
+
+class _Many:
+    """Speaks HTTP in processes of their own."""
+
+    def __init__(
+        self, service: Service, supervisor: Supervisor, listening: socket.socket, count: int
+    ) -> None:
+        from serve.front import Hello
+        from serve.fronts import Fronts
+
+        options = service.options
+        threads = options.decode_threads or max(2, -(-cores() // count))
+        hello = Hello(service.card, options, service.admission.limit, count, 0, threads)
+        self._fronts = Fronts(hello, listening)
+        self.board = self._fronts.board
+        self._supervisor = supervisor
+        supervisor.changed = self._changed
+
+    @property
+    def ready(self) -> bool:
+        """Whether a picture would be classified, by whichever process it comes to."""
+        return self._supervisor.ready and self._fronts.up
+
+    async def run(self, told: Told) -> None:
+        """Serves until ``end``; signals go to ``told``."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, told, number, None)
+        await self._fronts.run()
+
+    def drain(self) -> None:
+        """Refuses what is new."""
+        self._fronts.tell(draining=True)
+
+    def end(self, force: bool) -> None:
+        """Ends, with ``force`` without waiting for anything."""
+        self._fronts.end(force)
+
+    def _changed(self) -> None:
+        known = self._supervisor
+        self._fronts.tell(
+            address=known.address if known.ready else None,
+            starts=known.starts,
+            batch_limit=known.batch_limit,
+        )
+
+
+class _Server:
+    """What speaks HTTP, beside the model's supervisor."""
+
+    def __init__(
+        self,
+        card: Card,
+        options: Options,
+        supervisor: Supervisor,
+        listening: socket.socket,
+        face: _One | _Many,
+    ) -> None:
+        self._card = card
+        self._options = options
+        self._supervisor = supervisor
+        self._socket = listening
+        self._face = face
+        self._signals = 0
+        self._code = 0
+        self._draining: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Serves until a signal comes or the model cannot be run; returns the exit code."""
-        self._announce(f"loading {self._service.card.name}; {self._url()} answers 503 until then")
+        self._announce(f"loading {self._card.name}; {self._url()} answers 503 until then")
         keeping = asyncio.ensure_future(self._supervisor.run())
         saying = asyncio.ensure_future(self._say_ready())
         keeping.add_done_callback(self._ended)
         try:
-            await self._uvicorn.serve(sockets=[self._socket])
+            await self._face.run(self._told)
         finally:
             saying.cancel()
             keeping.cancel()
@@ -254,22 +382,22 @@ class _Server:
         self._signals += 1
         if self._signals > 1:
             self._code = 1
-            self._uvicorn.force_exit = True
-            self._uvicorn.should_exit = True
+            self._face.end(force=True)
             return
         loop = asyncio.get_running_loop()
         self._draining = loop.create_task(self._drain(GRACE if sig == signal.SIGTERM else 0))
 
     async def _drain(self, grace: float) -> None:
-        self._service.draining = True
+        self._face.drain()
+        board = self._face.board
         clock = asyncio.get_running_loop().time
         begun = clock()
-        while clock() - begun < grace or self._service.active:
-            if clock() - begun > max(grace, self._service.options.drain_timeout):
+        while clock() - begun < grace or any(board.all(board.REQUESTS)):
+            if clock() - begun > max(grace, self._options.drain_timeout):
                 self._code = 1
                 break
             await asyncio.sleep(0.02)
-        self._uvicorn.should_exit = True
+        self._face.end(force=False)
 
     def _ended(self, keeping: asyncio.Future[None]) -> None:
         if keeping.cancelled():
@@ -278,14 +406,14 @@ class _Server:
         self._code = 2 if getattr(error, "told", False) else 1
         if self._code == 1:
             log.critical("the model's process cannot be kept: %s", error)
-        self._uvicorn.should_exit = True
+        self._face.end(force=False)
 
     async def _say_ready(self) -> None:
-        while not self._service.ready:
+        while not self._face.ready:
             await asyncio.sleep(0.05)
-        card, url = self._service.card, self._url()
+        card, url = self._card, self._url()
         self._announce(f"{card.name} on {card.device}, {card.dtype}: {url}, Ctrl-C ends it")
-        key = "-H 'Authorization: Bearer KEY' " if self._service.options.api_key else ""
+        key = "-H 'Authorization: Bearer KEY' " if self._options.api_key else ""
         self._announce(
             f"  curl -s {url}/v1/classify {key}-H 'Content-Type: image/jpeg'"
             " --data-binary @examples/cat.jpg"

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from serve.wire import Job, Report
+from serve.quarantine import Quarantine
+from serve.wire import READY, SERVER, Job, Report
 
 log = logging.getLogger("maxvision.serve")
 
@@ -79,19 +80,16 @@ class Runner:
 
 
 class Inbox(Protocol):
-    """Where jobs and cancellations come from, and reports go to."""
+    """Where jobs and cancellations come from, and reports go to; see ``serve.wire.Inbox``."""
 
     def wait(self, seconds: float) -> None:
         """Returns as soon as something has come, at the latest after ``seconds``."""
 
-    def job(self) -> Job:
-        """Takes a job; raises ``queue.Empty`` if there is none."""
+    def take(self) -> Job | list[str]:
+        """Takes a job, or ids that nobody waits for; raises ``queue.Empty`` if there is neither."""
 
-    def cancelled(self) -> list[str]:
-        """Takes the ids that nobody waits for any more; raises ``queue.Empty`` if none are."""
-
-    def report(self, report: Report) -> None:
-        """Sends a report."""
+    def report(self, report: Report, front: bytes) -> None:
+        """Sends a report to who sent the jobs."""
 
 
 class Batcher:
@@ -100,6 +98,7 @@ class Batcher:
     A batch starts when it is full, or when its first image has waited for ``delay``. Images that
     were cancelled before are left out. A batch that fails is run image by image, so that only
     those fail which do it alone. One for which memory is short is halved, and so are those to come.
+    An image that may have ended the process before runs alone.
 
     Args:
         runner: The model, warm.
@@ -107,10 +106,19 @@ class Batcher:
         limit: Images that run together at most.
         delay: Seconds that the first of them waits for others.
         seconds: What a full batch takes.
+        quarantine: Knows which images to run alone, or not at all.
+        server: This process's parent, without which it ends.
     """
 
     def __init__(
-        self, runner: Runner, inbox: Inbox, limit: int, delay: float, seconds: float
+        self,
+        runner: Runner,
+        inbox: Inbox,
+        limit: int,
+        delay: float,
+        seconds: float,
+        quarantine: Quarantine,
+        server: int,
     ) -> None:
         self.limit = limit
         self._runner = runner
@@ -119,8 +127,9 @@ class Batcher:
         self._patience = max(PATIENCE, 10 * seconds)
         self._plain: dict[str, Job] = {}  # in the order of their coming
         self._rich: dict[str, Job] = {}  # those that want features
-        self._gone: dict[str, None] = {}  # cancelled before they came
-        self._parent = os.getppid()
+        self._alone: dict[str, Job] = {}  # those that are suspected
+        self._quarantine = quarantine
+        self._server = server
         self._last = 0.0
 
     def step(self) -> None:
@@ -131,14 +140,16 @@ class Batcher:
             if jobs and (len(jobs) >= self.limit or self._age(jobs) >= self._delay):
                 ids = list(jobs)[: self.limit]
                 self._run([jobs.pop(id) for id in ids])
+        if self._alone:
+            self._run([self._alone.pop(next(iter(self._alone)))])
         if time.monotonic() - self._last >= BEAT:
             self._report()
-        if os.getppid() != self._parent:
-            raise SystemExit(0)  # the server is gone
+        if os.getppid() != self._server:
+            os._exit(0)  # it is gone, and an orderly end may wait for it
 
     def _due(self) -> float:
         """Returns the seconds until something is due: a batch or a beat."""
-        due = BEAT - (time.monotonic() - self._last)
+        due = 0.0 if self._alone else BEAT - (time.monotonic() - self._last)
         for jobs in (self._plain, self._rich):
             if jobs:
                 full = len(jobs) >= self.limit
@@ -152,21 +163,25 @@ class Batcher:
     def _take(self) -> None:
         try:
             while True:
-                job = self._inbox.job()
-                if job.id not in self._gone:
-                    (self._rich if job.features else self._plain)[job.id] = job
-                self._gone.pop(job.id, None)
+                came = self._inbox.take()
+                if isinstance(came, Job):
+                    self._add(came)
+                else:
+                    for id in came:
+                        for jobs in (self._plain, self._rich, self._alone):
+                            jobs.pop(id, None)
         except queue.Empty:
             pass
-        try:
-            while True:
-                for id in self._inbox.cancelled():
-                    if not self._plain.pop(id, None) and not self._rich.pop(id, None):
-                        self._gone[id] = None
-        except queue.Empty:
-            pass
-        while len(self._gone) > 10_000:  # they were run before they were cancelled
-            del self._gone[next(iter(self._gone))]
+
+    def _add(self, job: Job) -> None:
+        ends = 0 if job.id == READY else self._quarantine.ends(job.pixels)
+        if ends > 1:
+            log.error("request %s: the process has ended twice with its image", job.id)
+            self._report(job.front, quarantined=[job.id])
+        elif ends:
+            self._alone[job.id] = job
+        else:
+            (self._rich if job.features else self._plain)[job.id] = job
 
     def _run(self, jobs: list[Job]) -> None:
         """Runs a batch and reports it; in parts if it cannot be run as a whole."""
@@ -174,28 +189,36 @@ class Batcher:
         try:
             pixels = np.stack([job.pixels for job in jobs])
             features = None
-            if jobs[0].features:
-                logits, features = self._runner.features(pixels)
-            else:
-                logits = self._runner(pixels)
+            with self._quarantine.running([j.pixels for j in jobs if j.id != READY]):
+                if jobs[0].features:
+                    logits, features = self._runner.features(pixels)
+                else:
+                    logits = self._runner(pixels)
             if len(logits) != len(jobs) or not np.isfinite(logits).all():
                 raise ValueError("the model gave no finite number for each class")
         except Exception as error:
             self._retry(jobs, error)
             return
-        self._report(
-            ids=[job.id for job in jobs],
-            logits=logits,
-            features=features,
-            queue_ms=[1e3 * (begun - job.sent) for job in jobs],
-            inference_ms=1e3 * (time.monotonic() - begun),
-        )
+        taken = 1e3 * (time.monotonic() - begun)
+        fronts: dict[bytes, list[int]] = {}
+        for row, job in enumerate(jobs):
+            fronts.setdefault(job.front, []).append(row)
+        for front, rows in fronts.items():
+            self._report(
+                front,
+                batch=len(jobs),
+                ids=[jobs[row].id for row in rows],
+                queue_ms=[1e3 * (begun - jobs[row].sent) for row in rows],
+                inference_ms=taken,
+                logits=logits[rows],
+                features=None if features is None else features[rows],
+            )
 
     def _retry(self, jobs: list[Job], error: Exception) -> None:
         memory = isinstance(error, MemoryError) or bool(_MEMORY.search(str(error)))
         if len(jobs) == 1:
             log.error("request %s: the model failed", jobs[0].id, exc_info=error)
-            self._report(failed=[jobs[0].id])
+            self._report(jobs[0].front, failed=[jobs[0].id])
             return
         size = len(jobs) // 2 if memory else 1
         if memory:
@@ -206,8 +229,9 @@ class Batcher:
         for start in range(0, len(jobs), size):
             self._run(jobs[start : start + size])
 
-    def _report(self, **done: Any) -> None:
-        self._last = time.monotonic()
+    def _report(self, front: bytes = SERVER, **done: Any) -> None:
+        if front == SERVER:
+            self._last = time.monotonic()
         self._inbox.report(
-            Report(pid=os.getpid(), patience=self._patience, batch_limit=self.limit, **done)
+            Report(pid=os.getpid(), patience=self._patience, batch_limit=self.limit, **done), front
         )

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import base64
-import json
 from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
-from starlette.responses import Response
 
 from serve.answers import Function
-from serve.core import Image, Service, Timing
+from serve.core import Image, Service
 from serve.errors import Refusal
 from serve.requests import files_of, media_type, read_body, read_form, service_of, unless_gone
+from serve.routes.common import (
+    ALIASES,
+    ERRORS,
+    EXAMPLE,
+    RAW,
+    ErrorAnswer,
+    as_json,
+    as_schema,
+    body,
+    errors,
+    expect_json,
+    parse,
+    unexpected,
+    usage,
+)
 
 router = APIRouter(prefix="/v1", tags=["images"])
 
@@ -33,9 +46,7 @@ class ClassifyOptions(BaseModel):
 class ClassifyRequest(ClassifyOptions):
     """Images and what is asked of them."""
 
-    images: list[str] = Field(
-        min_length=1, description="Files in base64, or data: URLs of them.", examples=[["/9j/4AA…"]]
-    )
+    images: list[str] = Field(min_length=1, description="Files in base64, or data: URLs of them.")
 
 
 class EmbeddingsRequest(BaseModel):
@@ -80,68 +91,23 @@ class ClassifyAnswer(BaseModel):
     usage: UsageOut
 
 
-class ErrorBody(BaseModel):
-    """What went wrong."""
-
-    message: str
-    type: str
-    code: str
-    request_id: str
-
-
-class ErrorAnswer(BaseModel):
-    """A refusal."""
-
-    error: ErrorBody
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": text}
-    for status, text in {
-        400: "An image or an argument is not right.",
-        401: "The key is missing or wrong.",
-        404: "Another model was named.",
-        408: "The body did not come in time.",
-        413: "The body, an image or the number of images is too large.",
-        415: "The content type or the encoding is not taken.",
-        429: "As many images as may be are under way; see Retry-After.",
-        500: "The model failed on an image.",
-        503: "The model is being made ready, or the server ends; see Retry-After.",
-    }.items()
-}
-"""For the description of a route that takes images."""
-
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-RAW = ("image/jpeg", "image/png", "image/webp", "image/bmp", "image/gif")
-_ALIASES = ("image/jpg", "image/pjpeg", "image/x-ms-bmp", "application/octet-stream")
-
-
-def _body(schema: type[BaseModel], *, multipart: bool) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "application/json": {
-            "schema": schema.model_json_schema(ref_template="#/components/schemas/{model}")
+_FORM = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["images"],
+            "properties": {
+                "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
+                "model": {"type": "string"},
+                "top_k": {"type": "integer", "minimum": 1, "default": 5},
+                "function_to_apply": {
+                    "enum": ["softmax", "sigmoid", "none"],
+                    "default": "softmax",
+                },
+            },
         }
     }
-    if multipart:
-        content["multipart/form-data"] = {
-            "schema": {
-                "type": "object",
-                "required": ["images"],
-                "properties": {
-                    "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
-                    "model": {"type": "string"},
-                    "top_k": {"type": "integer", "minimum": 1, "default": 5},
-                    "function_to_apply": {
-                        "enum": ["softmax", "sigmoid", "none"],
-                        "default": "softmax",
-                    },
-                },
-            }
-        }
-        content |= dict.fromkeys(RAW, _BINARY)
-    return {"requestBody": {"required": True, "content": content}}
-
-
+}
 _QUERY = [
     {"name": "model", "in": "query", "schema": {"type": "string"}},
     {"name": "top_k", "in": "query", "schema": {"type": "integer", "minimum": 1, "default": 5}},
@@ -158,7 +124,10 @@ _QUERY = [
     summary="Classify images",
     response_model=ClassifyAnswer,
     responses=ERRORS,
-    openapi_extra={"parameters": _QUERY, **_body(ClassifyRequest, multipart=True)},
+    openapi_extra={
+        "parameters": _QUERY,
+        **body(as_schema(ClassifyRequest, images=[EXAMPLE], top_k=3) | _FORM, raw=True),
+    },
 )
 async def classify(request: Request) -> Any:
     """Names the likeliest classes of each image.
@@ -172,7 +141,7 @@ async def classify(request: Request) -> Any:
     answers = await unless_gone(
         request, service.classify(images, asked.top_k, asked.function_to_apply)
     )
-    return _json(
+    return as_json(
         {
             "object": "list",
             "model": service.card.name,
@@ -189,20 +158,19 @@ async def classify(request: Request) -> Any:
     "/embeddings",
     summary="Embed images",
     responses=ERRORS,
-    openapi_extra=_body(EmbeddingsRequest, multipart=False),
+    openapi_extra=body(as_schema(EmbeddingsRequest, input=EXAMPLE)),
 )
 async def embeddings(request: Request) -> Any:
     """Gives the pooled features that the classifier reads, for each image."""
     service = service_of(request)
-    _expect(request, "application/json")
-    body = await read_body(request, service)
-    asked = await parse(service, EmbeddingsRequest, body)
+    expect_json(request)
+    asked = await parse(service, EmbeddingsRequest, await read_body(request, service))
     service.check_model(asked.model)
     images: list[Image] = [asked.input] if isinstance(asked.input, str) else list(asked.input)
     made = await unless_gone(request, service.embed(images))
     vectors = [np.ascontiguousarray(row, "<f4") for row in made.features]
     as_text = asked.encoding_format == "base64"
-    return _json(
+    return as_json(
         {
             "object": "list",
             "model": service.card.name,
@@ -225,37 +193,12 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_card(service_of(request))]}
 
 
-@router.get("/models/{model:path}", summary="Describe a model", responses={404: ERRORS[404]})
+@router.get("/models/{model:path}", summary="Describe a model", responses=errors(ErrorAnswer, 404))
 async def model(model: str, request: Request) -> dict[str, Any]:
     """Describes the model that is served."""
     service = service_of(request)
     service.check_model(model)
     return _card(service)
-
-
-def usage(timing: Timing) -> dict[str, float]:
-    """Rounds what a request took to µs."""
-    return {name: round(value, 3) for name, value in vars(timing).items()}
-
-
-async def parse(service: Service, schema: type[Any], body: bytes) -> Any:
-    """Reads JSON by a schema, on a thread if it is long.
-
-    Raises:
-        Refusal: If it is broken, or not of the schema.
-    """
-    try:
-        if len(body) > 65536:
-            return await service.in_thread(schema.model_validate_json, body)
-        return schema.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "json_invalid":
-            raise Refusal(400, "invalid_json", "the body was expected to be JSON") from None
-        text = first["msg"][0].lower() + first["msg"][1:]
-        message = f"{where}: {text}" if where else text
-        raise Refusal(400, "invalid_request", message) from None
 
 
 async def _read(request: Request, service: Service) -> tuple[list[Image], ClassifyOptions]:
@@ -267,10 +210,10 @@ async def _read(request: Request, service: Service) -> tuple[list[Image], Classi
         form = await read_form(request.headers, await read_body(request, service), service)
         fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
         return list(await files_of(form)), _options(fields)
-    if kind in RAW or kind in _ALIASES:
+    if kind in RAW or kind in ALIASES:
         options = _options(dict(request.query_params))
         return [await read_body(request, service)], options
-    raise _unexpected("application/json, multipart/form-data or an image type", kind)
+    raise unexpected("application/json, multipart/form-data or an image type", kind)
 
 
 def _options(fields: dict[str, str]) -> ClassifyOptions:
@@ -282,20 +225,6 @@ def _options(fields: dict[str, str]) -> ClassifyOptions:
         raise Refusal(400, "invalid_request", f"{where}: {first['msg'].lower()}") from None
 
 
-def _expect(request: Request, kind: str) -> None:
-    if media_type(request) != kind:
-        raise _unexpected(kind, media_type(request))
-
-
-def _unexpected(wanted: str, came: str) -> Refusal:
-    what = "another" if came else "none"
-    return Refusal(
-        415,
-        "content_type_not_supported",
-        f"a Content-Type of {wanted} was expected but {what} came",
-    )
-
-
 def _card(service: Service) -> dict[str, Any]:
     return {
         "id": service.card.name,
@@ -303,7 +232,3 @@ def _card(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "maxvision",
     }
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")

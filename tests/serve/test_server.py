@@ -8,11 +8,8 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,41 +23,11 @@ httpx = pytest.importorskip("httpx")
 from serve.errors import Refusal  # noqa: E402
 from serve.limits import Admission  # noqa: E402
 from tests.serve import faulty  # noqa: E402
-from tests.serve.started import ROOT, Server, picture, serving  # noqa: E402
+from tests.serve.conftest import BATCH, BODY, EXAMPLES, IMAGES, KEY, QUEUE  # noqa: E402
+from tests.serve.started import ROOT, Server, picture  # noqa: E402
 
-KEY = "a-key"
-EXAMPLES = sorted((ROOT / "examples").glob("*.jpg"))
 CAT = (ROOT / "examples/cat.jpg").read_bytes()
 JPEG = {"Content-Type": "image/jpeg"}
-QUEUE, IMAGES, BATCH, BODY, PIXELS = 12, 8, 4, 2_000_000, 1_500_000
-ARGV = [
-    "-m", "tests.serve.faulty", "--model", "resnet-cifar10", "--device", "cpu", "--port", "0",
-    f"--max-queue-size={QUEUE}", f"--max-images-per-request={IMAGES}", f"--max-pixels={PIXELS}",
-    f"--max-batch-size={BATCH}", "--max-batch-delay-ms=100", f"--max-body-bytes={BODY}",
-    "--body-timeout=1",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("serve")
-    environ = {"MAXVISION_API_KEY": KEY, "FAULTY_LOG": str(folder / "batches")}
-    with serving(ARGV, folder / "log", KEY, **environ) as started:
-        started.batches = folder / "batches"  # type: ignore[attr-defined]
-        yield started
-
-
-@pytest.fixture(scope="session")
-def expected() -> list[dict]:
-    """What run_graph.py says of the examples."""
-    done = subprocess.run(
-        [sys.executable, "run_graph.py", *map(str, EXAMPLES), "--json", "--device", "cpu"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [json.loads(line)["predictions"] for line in done.stdout.splitlines()]
 
 
 def b64(data: bytes) -> str:
@@ -159,6 +126,7 @@ def test_models_versions_and_description(server: Server) -> None:
     described = server.client.get("/openapi.json").json()
     bodies = described["paths"]["/v1/classify"]["post"]["requestBody"]["content"]
     assert {"application/json", "multipart/form-data", "image/jpeg"} <= set(bodies)
+    assert described["paths"]["/v1/classify"]["post"]["security"] == [{"key": []}]
     assert "/v1/classify" not in server.client.get("/docs").text  # it reads the description
     assert server.client.get("/docs").status_code == 200
 
@@ -331,8 +299,13 @@ def test_bodies_are_bounded_together() -> None:
 def test_the_key_guards_all_but_the_probes(server: Server) -> None:
     with httpx.Client(base_url=server.url) as stranger:
         assert stranger.get("/health").status_code == stranger.get("/ready").status_code == 200
-        for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/nothing"):
+        for path in ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/page/index.js"):
+            assert stranger.get(path).status_code == 200  # a page asks for the key itself
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing", "/version"):
             refused(stranger.get(path), 401, "invalid_api_key")
+        for path in ("/", "/models/resnet-cifar10", "/v2/models/resnet-cifar10/infer"):
+            assert stranger.post(path, content=CAT).status_code == 401
+        assert stranger.post("/classify", json={"input": b64(CAT)}).status_code == 401
         answer = stranger.post("/v1/classify", content=CAT, headers=JPEG)
         refused(answer, 401, "invalid_api_key")
         assert answer.headers["www-authenticate"] == "Bearer"
@@ -384,6 +357,30 @@ def test_a_worker_is_started_anew(server: Server, fault: str) -> None:
     assert classify(server, CAT).status_code == 200
     assert server.metric("maxvision_worker_starts") == starts + 1
     assert took < 30, f"{took:.1f} s"  # 10 s on a machine that does nothing else
+
+
+def half_poison() -> bytes:
+    """Makes a picture that no other test has sent, whose corner ends the process."""
+    file = io.BytesIO()
+    image = Image.new("RGB", (128, 128), faulty.EXIT)
+    image.paste((200, 10, 10), (64, 64, 128, 128))
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_an_image_that_ends_the_process_twice_is_not_run_again(server: Server) -> None:
+    poison = half_poison()
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            bad, other = pool.map(lambda data: classify(server, data), [poison, CAT])
+        refused(bad, 503, "not_ready")
+        assert other.status_code in (200, 503)  # innocent, and perhaps in the same batch
+        server.until(server.ready, "readiness", 30)
+    starts = server.metric("maxvision_worker_starts")
+    refused(classify(server, poison), 500, "quarantined")
+    assert classify(server, CAT).status_code == 200
+    assert server.ready()
+    assert server.metric("maxvision_worker_starts") == starts
 
 
 def test_sigterm_lets_requests_end(server: Server) -> None:

@@ -1,0 +1,129 @@
+"""Bounds what uvicorn leaves open: how long and how large the head of a request may be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from serve.errors import Refusal
+
+HEAD_BYTES = 65536
+"""Bytes that may come without a head's end or a piece of a body among them: heads, trailers."""
+
+
+class Protocol(HttpToolsProtocol):
+    """Reads the requests of one connection.
+
+    Attributes:
+        seconds: What a head may take, from the connection's beginning or its own first byte.
+    """
+
+    seconds = 30.0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._heading = True
+        self._begun = False
+        self._quiet = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to wait for the first head."""
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Waits no more."""
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads on, if not too much came without anything in it."""
+        if self.transport.is_closing():
+            return
+        if self._heading:
+            self._arm()
+        self._quiet += len(data)
+        super().data_received(data)
+        if self._quiet > HEAD_BYTES:
+            self._end(
+                Refusal(
+                    431, "head_too_large", f"a head of at most {HEAD_BYTES:,} bytes was expected"
+                )
+            )
+
+    def on_message_begin(self) -> None:
+        """Notes that a head has begun."""
+        super().on_message_begin()
+        self._heading = self._begun = True
+        self._arm()
+
+    def on_headers_complete(self) -> None:
+        """Hands the request to the app."""
+        self._heading = self._begun = False
+        self._quiet = 0
+        self._disarm()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Hands a piece of a body to the app."""
+        self._quiet = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Expects another head."""
+        self._heading = True
+        self._quiet = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP."""
+        self._end(Refusal(400, "invalid_http", "a request of HTTP/1.1 was expected"))
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self._late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if self._answering():
+            self._arm()
+        elif self._begun:
+            message = f"the head was expected within {self.seconds:g} s"
+            self._end(Refusal(408, "head_timeout", message))
+        else:
+            self.transport.close()
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _end(self, refusal: Refusal) -> None:
+        """Closes the connection, with an answer if none is under way."""
+        if self.transport.is_closing():
+            return
+        if not self._answering() or not self.cycle.response_started:
+            body = json.dumps(refusal.body("")).encode()
+            status = HTTPStatus(refusal.status)
+            head = (
+                f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+        if self._answering():  # its app must not write any more, and learns that it need not
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+
+def protocol(seconds: float) -> type[Protocol]:
+    """Makes a protocol whose heads may take a time."""
+    return type("Protocol", (Protocol,), {"seconds": seconds})

@@ -1,0 +1,135 @@
+"""What the dialects share: bodies read by a schema, answers as JSON, and their description."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.core import Service, Timing
+from serve.errors import Refusal
+from serve.requests import media_type
+
+EXAMPLE = "R0lGODdhCAAIAIEAADyM3Ch4KAAAAAAAACwAAAAACAAIAAAIFQABCBxIsKDBgwgJBljIsKHDhwwDAgA7"
+"""A picture of 8 x 8 pixels, a GIF in base64: the examples of the description can be sent."""
+
+RAW = ("image/jpeg", "image/png", "image/webp", "image/bmp", "image/gif")
+ALIASES = ("image/jpg", "image/pjpeg", "image/x-ms-bmp", "application/octet-stream")
+
+
+class ErrorBody(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    code: str
+    request_id: str
+
+
+class ErrorAnswer(BaseModel):
+    """A refusal."""
+
+    error: ErrorBody
+
+
+class PlainError(BaseModel):
+    """A refusal in one sentence; the header X-Request-ID names it in the log."""
+
+    error: str
+
+
+_STATUS = {
+    400: "An image or an argument is not right.",
+    401: "The key is missing or wrong.",
+    404: "Another model was named.",
+    408: "The body did not come in time.",
+    413: "The body, an image or the number of images is too large.",
+    415: "The content type or the encoding is not taken.",
+    429: "As many images as may be are under way; see Retry-After.",
+    500: "The model failed on an image.",
+    503: "The model is being made ready, or the server ends; see Retry-After.",
+}
+
+
+def errors(shape: type[BaseModel], *only: int) -> dict[int | str, dict[str, Any]]:
+    """Describes the refusals of a route: all that one with images has, or some."""
+    return {
+        status: {"model": shape, "description": text}
+        for status, text in _STATUS.items()
+        if not only or status in only
+    }
+
+
+ERRORS = errors(ErrorAnswer)
+
+
+def body(content: dict[str, Any], *, raw: bool = False) -> dict[str, Any]:
+    """Describes a route's body: what a content type holds, and pictures as they are."""
+    if raw:
+        binary = {"schema": {"type": "string", "format": "binary"}}
+        content = content | dict.fromkeys(RAW, binary)
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def as_schema(schema: type[BaseModel], **example: Any) -> dict[str, Any]:
+    """Describes JSON of a schema, with an example of it."""
+    made = schema.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"application/json": {"schema": made, "example": example}}
+
+
+def as_json(content: Any) -> Response:
+    """Answers JSON."""
+    return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")
+
+
+def usage(timing: Timing) -> dict[str, float]:
+    """Rounds what a request took to µs."""
+    return {name: round(value, 3) for name, value in vars(timing).items()}
+
+
+async def parse(service: Service, schema: type[Any], body: bytes) -> Any:
+    """Reads JSON by a schema, on a thread if it is long.
+
+    Raises:
+        Refusal: If it is broken, or not of the schema.
+    """
+    try:
+        if len(body) > 65536:
+            return await service.in_thread(schema.model_validate_json, body)
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "json_invalid":
+            raise not_json() from None
+        text = first["msg"][0].lower() + first["msg"][1:]
+        message = f"{where}: {text}" if where else text
+        raise Refusal(400, "invalid_request", message) from None
+
+
+def not_json() -> Refusal:
+    """Says that a body is no JSON."""
+    return Refusal(400, "invalid_json", "the body was expected to be JSON")
+
+
+def expect_json(request: Request) -> None:
+    """Compares the content type with JSON's.
+
+    Raises:
+        Refusal: 415, if it is another.
+    """
+    if media_type(request) != "application/json":
+        raise unexpected("application/json", media_type(request))
+
+
+def unexpected(wanted: str, came: str) -> Refusal:
+    """Says that another content type was expected."""
+    what = "another" if came else "none"
+    return Refusal(
+        415,
+        "content_type_not_supported",
+        f"a Content-Type of {wanted} was expected but {what} came",
+    )
