@@ -18,6 +18,7 @@ Measure maxvision beside its peers, on one machine, in one run.
   ops       each distinct layer of a network, beside torch's operator (cuDNN, cuBLAS, oneDNN)
   profile   where one run's time goes, kernel by kernel, layer by layer
   compile   graphs for a GPU that is elsewhere: --precompiled takes them where no compiler is
+  serve     our server under load, beside LitServe: latency, throughput, what bounds them
   tune      chooses the tiles of ops/gemm/tuning.mojo by measurement, on a Hopper GPU
   report    docs/performance.md, tables and plots, from bench/results/*.json
 """
@@ -28,6 +29,7 @@ examples:
   python -m bench ops --models resnet-50 --dtypes bfloat16 --batches 1,256 --json layers.json
   python -m bench profile --models resnet-50 --dtypes bfloat16 --batches 1 --trace trace.json
   python -m bench compile --target sm_90a --models resnet-50 --dtypes bfloat16 --out compiled
+  python -m bench serve --model resnet-50 --concurrency 1,16,64 --rates 100,200 --json serve.json
   python -m bench tune --from sweep.txt --check
   python -m bench report
 
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return WRONG
     except ModuleNotFoundError as missing:
-        if missing.name not in ("torch", "transformers", "matplotlib"):
+        if missing.name not in ("torch", "transformers", "matplotlib", "uvloop"):
             raise
         sys.stderr.write(f"error: bench expects the package {missing.name}; pip install it\n")
         return WRONG
@@ -105,6 +107,43 @@ def parser() -> argparse.ArgumentParser:
     profile.add_argument("--runs", type=int, default=10, help="to average over")
     profile.add_argument("--trace", type=Path, metavar="FILE", help="for Perfetto or Chrome")
     profile.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+
+    serving = commands.add_parser("serve", help="our server under load, beside LitServe")
+    serving.add_argument("--model", default="resnet-50", metavar="M", help="as bench models")
+    serving.add_argument("--device", default="cpu", help="cpu, gpu or gpu:N")
+    serving.add_argument("--dtype", help="of ours; bfloat16 on a GPU, float32 on a CPU if left out")
+    serving.add_argument(
+        "--servers", type=_list, default=["maxvision", "litserve"], metavar="A,B", help="of these"
+    )
+    serving.add_argument("--url", metavar="URL", help="drive the server of ours that is there")
+    serving.add_argument(
+        "--bodies", type=_list, default=["bytes", "json"], metavar="A,B",
+        help="bytes, json (LitServe takes json only)",
+    )  # fmt: skip
+    serving.add_argument(
+        "--concurrency", type=_batches, default=[1, 8, 32], metavar="N,M", help="closed loops"
+    )
+    serving.add_argument(
+        "--rates", type=_batches, default=[], metavar="N,M", help="open loops, requests/s"
+    )
+    serving.add_argument("--seconds", type=_positive, default=5.0, help="of each load")
+    serving.add_argument("--slo-ms", type=_positive, default=50.0, help="for the goodput")
+    serving.add_argument("--size", type=_size, default=(500, 375), metavar="WxH", help="500x375")
+    serving.add_argument("--pictures", type=int, default=16, help="different ones")
+    serving.add_argument("--senders", type=int, default=1, help="processes that send")
+    serving.add_argument(
+        "--serve", dest="serve_options", action="append", default=[], metavar="--OPTION=V",
+        help="an option of python -m serve; may be repeated",
+    )  # fmt: skip
+    serving.add_argument(
+        "--litserve", default="{}", metavar="JSON", help="batch, delay_ms, workers, fronts of it"
+    )
+    serving.add_argument(
+        "--precompiled", type=Path, metavar="DIR", help="graphs that bench compile wrote"
+    )
+    serving.add_argument("--patience", type=_positive, default=300, help="s for a server's start")
+    serving.add_argument("--verbose", action="store_true", help="print what the servers say")
+    serving.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
 
     report = commands.add_parser("report", help="docs/performance.md and its plots")
     report.add_argument(
@@ -207,6 +246,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expects a number of at least 1 but is {text!r}")
     return int(text)
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
+        raise argparse.ArgumentTypeError(f"expects a size such as 500x375 but is {text!r}")
+    return int(width), int(height)
 
 
 def _positive(text: str) -> float:

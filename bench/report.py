@@ -107,7 +107,9 @@ def read(path: Path) -> Results:
     layers: list[Record] = []
     other = 0
     for record in records:
-        if {"layer", "us", "count"} <= set(record):
+        if "server" in record:  # of bench serve; docs/serving.md shows them
+            other += 1
+        elif {"layer", "us", "count"} <= set(record):
             layers.append(record)
         elif "p50_ms" in record or ("engine" in record and record.get("passed") is False):
             models.append(record)

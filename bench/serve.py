@@ -1,0 +1,300 @@
+"""``python -m bench serve``: our server under load, and LitServe in the same run.
+
+Both get the same pictures from the same senders, and every answer is checked: its best class and
+its score are those that torch computes in float32. Three figures say what bounds them: what the
+senders reach against servers that do nothing, what decoding alone reaches on these cores, and the
+CPU time that a server takes for an image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import functools
+import importlib.util
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+from bench import load, records
+from bench.compile import compiled_note
+from bench.environment import environment
+from bench.references import NETWORKS, find_artifact, reference_model
+from graphs.errors import ArgumentError
+from graphs.preprocess import Preprocess
+from serve import resample
+from weights.source import BUNDLED
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+QUALITY = 90
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures every server under every load; 1 if an answer was wrong."""
+    records.check_path(options.json)
+    with tempfile.TemporaryDirectory() as folder:
+        stage = _Stage(options, Path(folder))
+        return stage.run()
+
+
+@dataclass(frozen=True)
+class Started:
+    """A server that answers.
+
+    Attributes:
+        url: Of its route.
+        pid: Of its first process, if it was started here.
+        settings: What it was told.
+    """
+
+    url: str
+    pid: int | None
+    settings: dict[str, Any]
+
+
+class _Stage:
+    """The pictures, the senders and what was found."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._folder = folder
+        self._records: list[dict[str, Any]] = []
+        self._facts = environment() | compiled_note(options.precompiled)
+        self._cores = len(os.sched_getaffinity(0))
+        self._wrong = 0
+        width, height = options.size
+        self._files = pictures(width, height, options.pictures)
+        reference = reference_model(options.model)
+        self._source = self._saved(reference)
+        import weights
+
+        self._prepare = Preprocess.from_config(weights.load(self._source).preprocess)
+        self._answers = expected(reference, self._prepare, self._files)
+        self._plan = load.Plan(
+            "", self._files, self._answers, "image/jpeg", options.seconds,
+            processes=options.senders,
+        )  # fmt: skip
+
+    def run(self) -> int:
+        """Measures, prints and writes; returns the exit code."""
+        options = self._options
+        self._bounds()
+        for name in options.servers:
+            with self._server(name) as server:
+                kinds = ("bytes", "json") if name == "maxvision" else ("json",)
+                for kind in [k for k in options.bodies if k in kinds]:
+                    self._measure(name, server, kind)
+        self._print()
+        return 1 if self._wrong else 0
+
+    def _saved(self, reference: Any) -> str:
+        name = self._options.model
+        if name not in NETWORKS:
+            return str(BUNDLED / name) if (BUNDLED / name).is_dir() else name
+        folder = self._folder / name
+        reference.save_pretrained(folder)
+        return str(folder)
+
+    def _bounds(self) -> None:
+        options = self._options
+        short = replace(self._plan, seconds=min(2.0, options.seconds))
+        null = load.ceiling(short, max(1, self._cores - options.senders))
+        found = load.figures(null, options.slo_ms)
+        decode = functools.partial(resample.prepare, self._prepare)
+        alone = load.decode_ceiling(self._files, decode, self._cores, short.seconds)
+        sizes = [len(file) for file in self._files]
+        self._facts |= {
+            "model": options.model,
+            "pictures": f"{len(sizes)} JPEGs of {options.size[0]} x {options.size[1]}, quality"
+            f" {QUALITY}, {sum(sizes) // len(sizes):,} bytes",
+            "senders": options.senders,
+            "senders_reach_per_s": found["requests_per_s"],
+            "decoding_alone_per_s": round(alone, 1),
+            "slo_ms": options.slo_ms,
+        }
+        print(
+            f"the senders reach {found['requests_per_s']:,.0f} requests/s against servers that do"
+            f" nothing; decoding alone reaches {alone:,.0f} images/s on {self._cores} cores",
+            flush=True,
+        )
+
+    def _measure(self, name: str, server: Started, kind: str) -> None:
+        plan = replace(self._plan, url=server.url)
+        if kind == "json":
+            bodies = [
+                json.dumps({"images": [base64.b64encode(f).decode()]}).encode() for f in self._files
+            ]
+            plan = replace(plan, bodies=bodies, kind="application/json")
+        self._check(plan, name)
+        loads = [replace(plan, concurrency=c) for c in self._options.concurrency]
+        loads += [replace(plan, rate=rate) for rate in self._options.rates]
+        for each in loads:
+            before = load.cpu_seconds(server.pid) if server.pid else 0.0
+            begun = time.perf_counter()
+            outcome = load.drive(each)
+            record = {
+                "server": name,
+                "body": kind,
+                "loop": "open" if each.rate else "closed",
+                "rate" if each.rate else "concurrency": each.rate or each.concurrency,
+                **load.figures(outcome, self._options.slo_ms),
+                "settings": server.settings,
+            }
+            if server.pid:
+                spent = load.cpu_seconds(server.pid) - before
+                record["cpu_cores"] = round(spent / (time.perf_counter() - begun), 2)
+                images = sum(outcome.statuses.values()) * (1 + 1 / each.seconds)
+                record["cpu_ms_per_request"] = round(1e3 * spent / max(1, images), 3)
+            self._wrong += outcome.wrong
+            self._records.append(record)
+            print(json.dumps({k: v for k, v in record.items() if k != "settings"}), flush=True)
+            if self._options.json:
+                records.write(self._options.json, self._facts, self._records)
+
+    def _check(self, plan: load.Plan, name: str) -> None:
+        """Asks for each picture once, before anything is measured."""
+        for i, body in enumerate(plan.bodies):
+            request = urllib.request.Request(plan.url, body, {"Content-Type": plan.kind})
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    text = answer.read()
+            except urllib.error.HTTPError as error:
+                text = error.read()
+            if not load.right(text, plan.answers[i]):
+                raise ArgumentError(
+                    f"{name}: picture {i} expected class and score {plan.answers[i]} but got"
+                    f" {text[:300].decode()}"
+                )
+
+    @contextlib.contextmanager
+    def _server(self, name: str) -> Iterator[Started]:
+        options = self._options
+        if options.url and name == "maxvision":
+            yield Started(options.url.rstrip("/") + "/v1/classify", None, {"url": options.url})
+            return
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        if name == "maxvision":
+            argv, settings = self._ours(port)
+        else:
+            argv, settings = self._litserve(port)
+        log = self._folder / f"{name}.log"
+        print(f"starting {name}", flush=True)
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *argv], stdout=file, stderr=file, start_new_session=True
+            )
+        try:
+            path = "/ready" if name == "maxvision" else "/health"
+            begun = time.monotonic()
+            while not _answers(f"http://127.0.0.1:{port}{path}"):
+                if process.poll() is not None or time.monotonic() - begun > options.patience:
+                    raise ArgumentError(f"{name} did not start:\n{log.read_text()[-3000:]}")
+                time.sleep(0.1)
+            settings["ready_after_s"] = round(time.monotonic() - begun, 1)
+            yield Started(f"http://127.0.0.1:{port}/v1/classify", process.pid, settings)
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            process.wait()
+            said = log.read_text().strip()
+            if said and options.verbose:
+                print(said[-3000:], flush=True)
+
+    def _ours(self, port: int) -> tuple[list[str], dict[str, Any]]:
+        options = self._options
+        dtype = options.dtype or ("bfloat16" if options.device != "cpu" else "float32")
+        told = [f"--dtype={dtype}", f"--device={options.device}", *options.serve_options]
+        if options.precompiled:
+            graph = find_artifact(options.precompiled, options.model, dtype)
+            argv = ["bench.served", str(graph)]
+        else:
+            argv = ["serve", "--no-embeddings"]
+        argv += [f"--model={self._source}", f"--port={port}", *told]
+        return argv, {"options": " ".join(told)}
+
+    def _litserve(self, port: int) -> tuple[list[str], dict[str, Any]]:
+        if importlib.util.find_spec("litserve") is None:
+            raise ArgumentError("bench serve expects litserve; pip install '.[peers]'")
+        gpu = self._options.device != "cpu"
+        settings = {
+            "model": self._options.model,
+            "device": self._options.device,
+            "batch": 64 if gpu else 8,
+            "delay_ms": 2.0,
+            "workers": max(1, self._cores // 4) if gpu else 1,
+            "fronts": max(1, self._cores // 4) if gpu else 1,
+        } | json.loads(self._options.litserve)
+        return ["bench.litserved", json.dumps({**settings, "port": port})], settings
+
+    def _print(self) -> None:
+        table = Table("server", "body", "load", title=self._facts["model"], title_justify="left")
+        for heading in ("requests/s", "goodput", "p50 ms", "p90", "p99", "p99.9", "cores",
+                        "CPU ms", "statuses"):  # fmt: skip
+            table.add_column(heading, justify="right")
+        for record in self._records:
+            size = record.get("rate") or record.get("concurrency")
+            table.add_row(
+                record["server"], record["body"], f"{record['loop']} {size:g}",
+                f"{record['requests_per_s']:,.0f}", f"{record['goodput_per_s']:,.0f}",
+                *(f"{record.get(f'p{p}_ms', float('nan')):.1f}" for p in (50, 90, 99, 99.9)),
+                str(record.get("cpu_cores", "")), str(record.get("cpu_ms_per_request", "")),
+                " ".join(f"{k}:{v}" for k, v in record["statuses"].items()),
+            )  # fmt: skip
+        Console(width=None if sys.stdout.isatty() else 170).print(table)
+
+
+def pictures(width: int, height: int, count: int) -> list[bytes]:
+    """Makes JPEGs of a size out of the examples: different parts of them, scaled."""
+    files = []
+    sources = [Image.open(path).convert("RGB") for path in sorted(EXAMPLES.glob("*.jpg"))]
+    for i in range(count):
+        source = sources[i % len(sources)]
+        inset = 8 * (i // len(sources))
+        box = (inset, inset, source.width - inset, source.height - inset)
+        file = io.BytesIO()
+        source.crop(box).resize((width, height), Image.Resampling.LANCZOS).save(
+            file, "JPEG", quality=QUALITY
+        )
+        files.append(file.getvalue())
+    return files
+
+
+def expected(reference: Any, prepare: Preprocess, files: list[bytes]) -> list[tuple[int, float]]:
+    """Computes each picture's best class and its score, in torch and float32."""
+    import torch
+
+    pixels = torch.from_numpy(np.stack([prepare(file) for file in files])).float()
+    x = ((pixels - torch.tensor(prepare.mean)) / torch.tensor(prepare.std)).permute(0, 3, 1, 2)
+    with torch.inference_mode():
+        scores = reference.float().eval()(x).logits.softmax(-1)
+    best = scores.max(-1)
+    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False

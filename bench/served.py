@@ -1,0 +1,30 @@
+"""Our server, for bench serve, with a graph that was compiled elsewhere.
+
+python -m bench.served GRAPH.mef --model DIR --dtype bfloat16 ...
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import weights
+from graphs.session import DTYPES, Model, find_device
+
+
+def load(source: str, graph: Path, dtype: str, device: str, **options: Any) -> Model:
+    """Loads a model's weights and takes its graph from a file."""
+    model = Model(weights.load(source), find_device(device), DTYPES[dtype], tf32=options["tf32"])
+    model.adopt(graph)
+    return model
+
+
+if __name__ == "__main__":
+    from bench import served  # by its name, which the model's process imports
+    from serve.options import parse
+    from serve.server import leave, run
+
+    options = parse([*sys.argv[2:], "--no-embeddings"])
+    leave(run(options, load=functools.partial(served.load, graph=Path(sys.argv[1]))))
