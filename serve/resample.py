@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,7 @@ from graphs.preprocess import Preprocess, read_image
 BITS = 22
 """Of the weights' fraction."""
 
-try:
-    import numba
-except ImportError:
-    numba = None
+numba: Any = import_module("numba") if find_spec("numba") else None
 
 
 def prepare(preprocess: Preprocess, picture: Image.Image) -> np.ndarray:
