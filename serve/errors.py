@@ -61,6 +61,16 @@ def overloaded() -> Refusal:
     )
 
 
+def too_many_connections() -> Refusal:
+    """Says that as many connections are open as may be."""
+    return Refusal(
+        503,
+        "too_many_connections",
+        "the server has all the connections it can hold; try again later, and close idle ones",
+        1,
+    )
+
+
 def not_ready(retry_after: float = 5) -> Refusal:
     """Says that the model's process is not there, for now."""
     return Refusal(503, "not_ready", "the model is being made ready; try again later", retry_after)

@@ -126,7 +126,10 @@ class Fronts:
         for _ in range(ACCEPTS):
             try:
                 connection, _ = self._listening.accept()
-            except OSError:
+            except BlockingIOError:
+                return
+            except OSError:  # no file or memory is left: they wait
+                self._accept_when(False)
                 return
             with connection:
                 with suppress(OSError):

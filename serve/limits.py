@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -103,6 +104,16 @@ class Admission:
             yield
         finally:
             self.free(amount)
+
+
+def open_files(wanted: int) -> int:
+    """Asks for room for open files, and returns how many this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
 
 
 def too_many_images(count: int, limit: int) -> Refusal:

@@ -51,6 +51,7 @@ class Options:
         max_batch_delay_ms: How long the first image of a batch waits for others.
         max_queue_size: Images that may be under way at once; None for 32 batches.
         max_images_per_request: Images of one request.
+        max_connections: Connections that may be open at once.
         max_body_bytes: Bytes of one request's body.
         max_pixels: Pixels of one image, counted before it is decoded.
         front_processes: Processes that decode and speak HTTP; None for a number by the cores.
@@ -75,6 +76,7 @@ class Options:
     max_batch_delay_ms: float = 2.0
     max_queue_size: int | None = None
     max_images_per_request: int = 32
+    max_connections: int = 4096
     max_body_bytes: int = 32 * 2**20
     max_pixels: int = 50_000_000
     front_processes: int | None = None
@@ -117,6 +119,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     add("--max-queue-size", type=_whole(1, 1_000_000), metavar="N",
         help="images under way at once, more are answered 429 (default: 32 batches)")  # fmt: skip
     add("--max-images-per-request", type=_whole(1, 10_000), metavar="N", help="%(default)s")
+    add("--max-connections", type=_whole(1, 1_000_000), metavar="N",
+        help="open at once, more are answered 503 (default: %(default)s)")  # fmt: skip
     add("--max-body-bytes", type=_whole(1, 2**33), metavar="N", help="%(default)s")
     add("--max-pixels", type=_whole(1, 100_000_000), metavar="N",
         help="of one image, counted before it is decoded (default: %(default)s)")  # fmt: skip

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serve.errors import Refusal
+from serve.errors import Refusal, too_many_connections
 
 HEAD_BYTES = 65536
 """Bytes that may come without a head's end or a piece of a body among them: heads, trailers."""
+
+LINGER = 1.0
+"""Seconds for which a connection too many is read on, so that its client sees the answer."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -20,20 +24,30 @@ class Protocol(HttpToolsProtocol):
 
     Attributes:
         seconds: What a head may take, from the connection's beginning or its own first byte.
+        most: Connections that this process may hold.
+        refused: Is called with the code of what is refused here, where no app counts it.
     """
 
     seconds = 30.0
+    most = 4096
+    refused: Callable[[str], None] = staticmethod(lambda code: None)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._heading = True
         self._begun = False
+        self._surplus = False
         self._quiet = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for the first head."""
+        """Begins to wait for the first head, unless it is one connection too many."""
         super().connection_made(transport)
+        if len(self.connections) > self.most:
+            self._surplus = True
+            self._write(too_many_connections())
+            self._timer = self.loop.call_later(LINGER, transport.close)
+            return
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -43,7 +57,7 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads on, if not too much came without anything in it."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._surplus:
             return
         if self._heading:
             self._arm()
@@ -111,19 +125,27 @@ class Protocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if not self._answering() or not self.cycle.response_started:
-            body = json.dumps(refusal.body("")).encode()
-            status = HTTPStatus(refusal.status)
-            head = (
-                f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
-                f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+            self._write(refusal)
         self.transport.close()
         if self._answering():  # its app must not write any more, and learns that it need not
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
+    def _write(self, refusal: Refusal) -> None:
+        self.refused(refusal.code)
+        body = json.dumps(refusal.body("")).encode()
+        status = HTTPStatus(refusal.status)
+        headers = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            **refusal.headers(),
+        }
+        lines = [f"HTTP/1.1 {status.value} {status.phrase}", *map(": ".join, headers.items())]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
 
-def protocol(seconds: float) -> type[Protocol]:
-    """Makes a protocol whose heads may take a time."""
-    return type("Protocol", (Protocol,), {"seconds": seconds})
+
+def protocol(seconds: float, connections: int, refused: Callable[[str], None]) -> type[Protocol]:
+    """Makes a protocol with its bounds; see the attributes of ``Protocol``."""
+    bounds = {"seconds": seconds, "most": connections, "refused": staticmethod(refused)}
+    return type("Protocol", (Protocol,), bounds)

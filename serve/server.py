@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("maxvision.serve")
 
+FILES = 256
+"""Files that a process may need beside its connections."""
+
 GRACE = 1.0
 """Seconds after SIGTERM for which new requests are answered 503, so that a balancer notices."""
 
@@ -244,8 +247,15 @@ def http_server(app: Any) -> Any:
     """Makes a uvicorn server of an app."""
     import uvicorn
 
+    from serve.limits import open_files
     from serve.protocol import protocol
 
+    service = app.state.service
+    options = service.options
+    share = -(-options.max_connections // service.board.rows)
+    connections = min(share, open_files(share + FILES) - FILES)
+    if connections < share:
+        log.warning("room for %d files: %d connections at most", connections + FILES, connections)
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -254,7 +264,11 @@ def http_server(app: Any) -> Any:
             server_header=False,
             date_header=False,
             lifespan="off",
-            http=protocol(app.state.service.options.body_timeout),
+            http=protocol(
+                options.body_timeout,
+                connections,
+                lambda code: service.metrics.rejected.labels(code).inc(),
+            ),
             log_level="error",  # what is not HTTP is no line each
             ws="none",
             timeout_keep_alive=120,

@@ -64,11 +64,13 @@ class Server:
                 return int(folder.name)
         raise AssertionError("no process of the model")
 
-    def metric(self, line: str) -> float:
-        """Reads a figure by the beginning of its line."""
+    def metric(self, line: str, label: str = "") -> float:
+        """Reads a figure by the beginning of its line and what else is in it."""
         text = self.client.get("/metrics").text
         return sum(
-            float(each.rpartition(" ")[2]) for each in text.splitlines() if each.startswith(line)
+            float(each.rpartition(" ")[2])
+            for each in text.splitlines()
+            if each.startswith(line) and label in each
         )
 
     def stop(self) -> int:

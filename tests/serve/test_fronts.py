@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ httpx = pytest.importorskip("httpx")
 from tests.serve import faulty  # noqa: E402
 from tests.serve.started import ROOT, Server, picture, serving  # noqa: E402
 
-FRONTS, QUEUE = 2, 8
+FRONTS, QUEUE, CONNECTIONS = 2, 8, 80
 CAT = (ROOT / "examples/cat.jpg").read_bytes()
 JPEG = {"Content-Type": "image/jpeg"}
 
@@ -28,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     argv = [
         "-m", "tests.serve.faulty", "--model", "resnet-cifar10", "--device", "cpu", "--port", "0",
         f"--front-processes={FRONTS}", f"--max-queue-size={QUEUE}", "--max-batch-size=4",
-        "--max-images-per-request=4", "--no-embeddings",
+        "--max-images-per-request=4", "--no-embeddings", f"--max-connections={CONNECTIONS}",
     ]  # fmt: skip
     with serving(argv, tmp_path_factory.mktemp("fronts") / "log") as started:
         started.until(lambda: len(fronts(started)) == FRONTS, "fronts")
@@ -108,6 +109,24 @@ def test_slow_and_half_sent_requests_cost_others_nothing(server: Server) -> None
     for connection in slow:
         connection.close()
     server.until(lambda: server.metric("maxvision_images_in_flight") == 0, "end of all")
+
+
+def test_connections_too_many_are_refused(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS + 20)]
+    server.until(lambda: len(answered(idle)) >= 20, "refusals")
+    refused = [connection.recv(4096) for connection in answered(idle)]
+    assert len(refused) <= 24  # those of other tests are open too
+    for answer in refused:
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nRetry-After: 1\r\n" in answer
+    for connection in idle:
+        connection.close()
+    server.until(lambda: post(server).status_code == 200, "answers")
+    assert server.metric("maxvision_rejected_total{", "too_many_connections") >= len(refused)
+
+
+def answered(connections: list[socket.socket]) -> list[socket.socket]:
+    return select.select(connections, [], [], 0)[0]
 
 
 def test_a_front_that_ends_is_started_anew(server: Server) -> None:

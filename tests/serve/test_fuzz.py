@@ -123,7 +123,9 @@ def test_nothing_is_written_after_the_end() -> None:
         transport.close.side_effect = lambda: closing.append(True)
         transport.is_closing.side_effect = lambda: bool(closing)
         config = uvicorn.Config(app, lifespan="off", log_config=None)
-        made = protocol(1.0)(config=config, server_state=ServerState(), app_state={})
+        made = protocol(1.0, 9, lambda code: None)(
+            config=config, server_state=ServerState(), app_state={}
+        )
         made.connection_made(transport)
         made.data_received(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
         await asyncio.gather(*made.tasks)
