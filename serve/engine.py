@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, TypeAlias
 
@@ -31,7 +31,7 @@ from max.serve.worker_interface._zmq_queue import generate_zmq_ipc_path
 from graphs.errors import ModelError, UserError
 from serve import quarantine
 from serve.wire import Inbox, forget, new_address
-from serve.worker import Batcher, Classifier, Runner
+from serve.worker import Batcher, Classifier, Runner, end_with_parent
 
 VERSION = "26.7."
 """The versions of MAX that this file is written for."""
@@ -155,7 +155,6 @@ class Spec:
         max_batch_size: Images that run together at most.
         delay: Seconds that the first image of a batch waits for others.
         embeds: Whether features will be asked for.
-        server: The process that starts it, without which it ends.
         memory: Of what runs, which outlives a process.
     """
 
@@ -164,7 +163,6 @@ class Spec:
     max_batch_size: int
     delay: float
     embeds: bool
-    server: int = 0
     memory: Any = field(default_factory=quarantine.memory)
 
     def __call__(self) -> Any:
@@ -172,6 +170,7 @@ class Spec:
 
         Signals are the server's to act upon: it lets the requests end first.
         """
+        end_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
@@ -186,9 +185,7 @@ class Spec:
         def scheduler(_: Any, __: Any, ___: Any, queues: WorkerQueues[Any, Any], ____: Any) -> Any:
             inbox: Any = queues.request_queue
             guard = quarantine.Quarantine(self.memory)
-            batcher = Batcher(
-                runner, inbox, self.max_batch_size, self.delay, seconds, guard, self.server
-            )
+            batcher = Batcher(runner, inbox, self.max_batch_size, self.delay, seconds, guard)
             return _Scheduler(batcher)
 
         model_worker.load_scheduler = scheduler
@@ -209,7 +206,7 @@ async def worker(spec: Spec, settings: Settings) -> AsyncIterator[str]:
     place = DeviceSpec.cpu() if kind == "cpu" else DeviceSpec.accelerator(int(index or 0))
     address = new_address()
     started: AbstractAsyncContextManager[Any] = model_worker.start_model_worker(
-        replace(spec, server=os.getpid()),
+        spec,
         _Config({"main": _Place((place,))}),
         settings,
         NoopClient(),

@@ -7,9 +7,11 @@ MAX Serve's worker, as its scheduler.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import queue
 import re
+import threading
 import time
 from typing import Any, Protocol
 
@@ -27,6 +29,21 @@ PATIENCE = 2.5
 """Least seconds of silence that mean that it hangs."""
 
 _MEMORY = re.compile(r"out.of.memory|failed to allocate", re.IGNORECASE)
+
+
+def end_with_parent() -> None:
+    """Lets this process end when its parent does, whatever it waits for then.
+
+    It may be an event of multiprocessing's, whose other side was killed while it waited: for ever.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a process that multiprocessing has started is expected"
+
+    def watch() -> None:
+        parent.join()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 class Classifier(Protocol):
@@ -107,7 +124,6 @@ class Batcher:
         delay: Seconds that the first of them waits for others.
         seconds: What a full batch takes.
         quarantine: Knows which images to run alone, or not at all.
-        server: This process's parent, without which it ends.
     """
 
     def __init__(
@@ -118,7 +134,6 @@ class Batcher:
         delay: float,
         seconds: float,
         quarantine: Quarantine,
-        server: int,
     ) -> None:
         self.limit = limit
         self._runner = runner
@@ -129,7 +144,6 @@ class Batcher:
         self._rich: dict[str, Job] = {}  # those that want features
         self._alone: dict[str, Job] = {}  # those that are suspected
         self._quarantine = quarantine
-        self._server = server
         self._last = 0.0
 
     def step(self) -> None:
@@ -144,8 +158,6 @@ class Batcher:
             self._run([self._alone.pop(next(iter(self._alone)))])
         if time.monotonic() - self._last >= BEAT:
             self._report()
-        if os.getppid() != self._server:
-            os._exit(0)  # it is gone, and an orderly end may wait for it
 
     def _due(self) -> float:
         """Returns the seconds until something is due: a batch or a beat."""

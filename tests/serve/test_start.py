@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
 from serve.options import parse
+from serve.worker import end_with_parent
 from tests.serve.started import ROOT, serving
 
 
@@ -87,3 +90,33 @@ def test_options_come_from_the_environment_too() -> None:
     assert (options.model, options.max_batch_size) == ("resnet-cifar10", 5)
     assert options.allow_media_domain == ("a.org", "b.org")
     assert options.tf32 is False
+
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def server_of(end: Connection) -> None:
+    worker = SPAWN.Process(target=worker_of, args=(end,))
+    worker.start()
+    worker.join()
+
+
+def worker_of(end: Connection) -> None:
+    end_with_parent()
+    end.send("started")
+    lock = SPAWN.Lock()
+    lock.acquire()
+    lock.acquire()  # waits for ever, as for a server that was killed in a wait of its own
+
+
+def test_a_process_ends_with_a_server_that_is_killed() -> None:
+    ours, theirs = SPAWN.Pipe()
+    server = SPAWN.Process(target=server_of, args=(theirs,))
+    server.start()
+    theirs.close()
+    assert ours.recv() == "started"
+    server.kill()
+    assert ours.poll(10), "it goes on"
+    with pytest.raises(EOFError):  # the last who could have sent something is gone
+        ours.recv()
+    server.join()
