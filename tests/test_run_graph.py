@@ -541,6 +541,7 @@ def piped(folder: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&`
             )
         )
         return started[-1]

@@ -84,7 +84,7 @@ def serving(argv: list[str], log: Path, key: str | None = None, **environ: str) 
     """Runs a server until the block ends."""
     server = Server([sys.executable, *argv], log, key, **environ)
     try:
-        server.until(server.ready, "readiness")
+        server.until(server.ready, "readiness", 300)  # a cold cache: it compiles
         yield server
     finally:
         server.client.close()
