@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
         help="an option of python -m serve; may be repeated",
     )  # fmt: skip
     serving.add_argument(
-        "--litserve", default="{}", metavar="JSON", help="batch, delay_ms, workers, fronts of it"
+        "--litserve", default="{}", metavar="JSON", help="batch, delay_ms, workers, fronts, compile"
     )
     serving.add_argument(
         "--precompiled", type=Path, metavar="DIR", help="graphs that bench compile wrote"

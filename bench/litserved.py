@@ -6,8 +6,8 @@ Its settings, by its documentation the faster ones, not swept: ``fast_queue`` (Z
 HTTP processes and workers a device, so that decoding overlaps with the network; pictures of a batch
 are decoded on threads, by the same code as ours; channels_last, bfloat16 on a GPU with batches
 filled up to powers of two, for which cuDNN's choice is tuned once; on a CPU torch.compile with
-frozen weights and a batch of any size. An image comes as base64 in JSON, as in its documentation;
-it takes no raw bytes.
+frozen weights and a batch of any size, unless ``compile`` is false. An image comes as base64 in
+JSON, as in its documentation; it takes no raw bytes.
 """
 
 import base64
@@ -55,7 +55,7 @@ class Classifier(litserve.LitAPI):
         self._run: Any = lambda x: module(x).logits
         if self._gpu:
             torch.backends.cudnn.benchmark = True
-        else:
+        if settings["compile"]:
             torch._inductor.config.freezing = True
             self._run = torch.compile(self._run, dynamic=True)
         self._pool = ThreadPoolExecutor(threads)

@@ -244,6 +244,7 @@ class _Stage:
             "delay_ms": 2.0,
             "workers": max(1, self._cores // 4) if gpu else 1,
             "fronts": max(1, self._cores // 4) if gpu else 1,
+            "compile": not gpu,
         } | json.loads(self._options.litserve)
         return ["bench.litserved", json.dumps({**settings, "port": port})], settings
 
