@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from graphs.host import cores
+
 PACKAGES = ("max", "mojo-compiler", "torch", "transformers", "onnxruntime", "openvino")
 
 
@@ -18,7 +20,7 @@ def environment() -> dict[str, Any]:
     """Names the machine and how busy it is, the versions, the commit, the command and the day."""
     query = ("nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm", "--format=csv,noheader")
     return {
-        "cpu": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores",
+        "cpu": f"{_cpu()}, {cores()} core{'s' * (cores() > 1)}",
         "gpu": _output(*query) or "none",
         "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
         "load": [round(each, 2) for each in os.getloadavg()],

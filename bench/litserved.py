@@ -12,7 +12,6 @@ JSON, as in its documentation; it takes no raw bytes.
 
 import base64
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,6 +23,7 @@ import torch._inductor.config
 from fastapi import Request
 
 from bench.references import checkpoint, reference_model
+from graphs.host import cores
 from graphs.preprocess import Preprocess
 
 LABELS = 5
@@ -106,7 +106,7 @@ class Classifier(litserve.LitAPI):
 def main() -> None:
     """Serves with the settings that the command line has in JSON."""
     settings = json.loads(sys.argv[1])
-    settings["cores"] = len(os.sched_getaffinity(0))
+    settings["cores"] = cores()
     api = Classifier(
         settings,
         max_batch_size=settings["batch"],

@@ -38,6 +38,7 @@ from bench.compile import compiled_note
 from bench.environment import environment
 from bench.references import NETWORKS, find_artifact, reference_model
 from graphs.errors import ArgumentError
+from graphs.host import cores
 from graphs.preprocess import Preprocess
 from serve import resample
 from weights.source import BUNDLED
@@ -77,7 +78,7 @@ class _Stage:
         self._folder = folder
         self._records: list[dict[str, Any]] = []
         self._facts = environment() | compiled_note(options.precompiled)
-        self._cores = len(os.sched_getaffinity(0))
+        self._cores = cores()
         self._wrong = 0
         width, height = options.size
         self._files = pictures(width, height, options.pictures)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphs.errors import ImageError
+from graphs.host import cores
 from graphs.preprocess import Pixels, Source
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def answers(
         times: Adds up what was measured.
         workers: Threads that decode; one a core if None.
     """
-    workers = min(workers or os.cpu_count() or 1, len(items) or 1)
+    workers = min(workers or cores(), len(items) or 1)
     size = model.batch_size
 
     def read(item: Item) -> tuple[Pixels | ImageError, float]:

@@ -21,6 +21,7 @@ from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 from PIL import WebPImagePlugin as _  # noqa: F401  registers WebP: Pillow imports it only on demand
 
 from graphs.errors import ImageError, ModelError
+from graphs.host import cores
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Source: TypeAlias = "str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | npt.NDArray[Any]"
@@ -392,7 +393,7 @@ def load_batch(
         except ImageError as error:
             return error
 
-    workers = min(workers or os.cpu_count() or 1, len(sources))
+    workers = min(workers or cores(), len(sources))
     if workers <= 1:
         return [load(source) for source in sources]
     with ThreadPoolExecutor(workers) as pool:

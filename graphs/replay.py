@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import sys
 import threading
 from collections import defaultdict
@@ -31,6 +30,8 @@ import numpy as np
 from max.driver import CPU, Buffer, Device, DeviceEvent, Usage
 from max.dtype import DType
 from max.engine import Model as Executable
+
+from graphs.host import cores
 
 IMAGES = 1024
 """Images that the captures of one graph may hold together."""
@@ -261,11 +262,6 @@ def _patient_threads() -> Iterator[None]:
 
 _ran = threading.Event()
 """Set once a graph has run on a CPU in this process."""
-
-
-def cores() -> int:
-    """Counts the cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def captures(device: Device) -> bool:

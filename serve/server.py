@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from graphs.errors import DeviceError, ModelError, UserError
+from graphs.host import cores
 from graphs.preprocess import Preprocess
 from serve.options import Options, parse
 
@@ -188,11 +189,6 @@ def front_count(options: Options, device: str) -> int:
     if options.front_processes:
         return options.front_processes
     return max(1, cores() // 4 if device == "cpu" else cores() - 1)
-
-
-def cores() -> int:
-    """Counts the cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def read_card(options: Options) -> Card:

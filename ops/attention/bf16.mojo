@@ -16,12 +16,10 @@ from ..gemm.bf16 import BLOCK, SIDE, STEP, TILE, WIDTH
 from ..gemm.bf16 import Left, amx_granted, begin_tiles, end_tiles, multiply
 from ..operands import BF16, F32, Data, narrowed
 from ..parallel import over_cores
-from .config import Attention
+from .config import LOG2_E, Attention
 
 comptime KEYS = 256
 """Keys of a tile at most."""
-comptime LOG2_E: Float32 = 1.4426950408889634
-"""For powers of 2 in the place of e."""
 comptime ROUNDER: Float32 = 12582912
 """1.5 x 2^23: added to a number of less than 2^22, it leaves the nearest integer in the lowest bits.
 """

@@ -4,6 +4,9 @@ from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
 from ..operands import Data
 
+comptime LOG2_E = Float32(1.4426950408889634)
+"""Exponentials are powers of two: exp(x) = 2^(x log2 e)."""
+
 
 struct Attention[dtype: DType](DevicePassable, TrivialRegisterPassable):
     """The tensors and sizes of y = softmax(scale * q k^T) v, head by head.

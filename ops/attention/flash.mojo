@@ -34,12 +34,10 @@ from std.utils.numerics import neg_inf
 
 from ..gemm.ptx import mma_sync
 from ..operands import F32, Data
-from .config import Attention
+from .config import LOG2_E, Attention
 
 comptime U32 = DType.uint32
 """A register: two neighbours of a half type."""
-comptime LOG2_E = Float32(1.4426950408889634)
-"""Exponentials are powers of two here: exp(x) = 2^(x log2 e)."""
 comptime STAGES = 3
 """Tiles of keys and values in shared memory."""
 comptime SPLITS = 4

@@ -61,8 +61,8 @@ from ..gemm.ptx import (
 )
 from ..operands import F32, Data
 from ..rows import over_lanes
-from .config import Attention
-from .flash import LOG2_E, U32, packed, reciprocal
+from .config import LOG2_E, Attention
+from .flash import U32, packed, reciprocal
 
 comptime DEPTH = 64
 """Channels of a head: a row of the 128-byte swizzle."""

@@ -1,9 +1,9 @@
 """Layer norm and three depthwise convolutions of a CvT block's tokens on a CPU.
 
-The formula and the tensors are those of gpu.mojo; all arithmetic is float32. A task owns rows of one image's map: it goes down
-them with as many normalised rows in a ring as the window is high, zeros around them, so that each
-token is normalised once for all three. Vectors run over channels, and a vector's taps stay in
-registers along a row. Bound by loads.
+The formula and the tensors are those of gpu.mojo; all arithmetic is float32. A task owns rows of one
+image's map: it goes down them with as many normalised rows in a ring as the window is high, zeros
+around them, so that each token is normalised once for all three. Vectors run over channels, and a
+vector's taps stay in registers along a row. Bound by loads.
 """
 
 from max.runtime.asyncrt import parallelism_level
