@@ -33,7 +33,7 @@ class Filter:
         groups: Groups of channels.
         bias: float32 [F].
         dense: The arranged filter, flat; None if sparse.
-        rows: Values, columns and row starts of the compressed rows; None if dense.
+        rows: The nonzeros in the device's order: values, columns and starts; None if dense.
         fragments: The filter as the fused stem reads it, flat; the other two are None.
         tf32: Whether a GPU may round float32 to TF32 for its products.
     """
@@ -126,7 +126,7 @@ class Parameters:
     def filter(self, name: str, groups: int = 1, *, sparse: bool = False) -> Filter:
         """Returns ``name.filter`` (or the linear ``name.weight``) with ``name.bias``.
 
-        A missing bias is zeros. With ``sparse`` the filter is kept as compressed rows.
+        A missing bias is zeros. With ``sparse`` only the filter's nonzeros are kept.
         """
         key = f"{name}.filter" if self.has(f"{name}.filter") else f"{name}.weight"
         shape = self._filter_shape(key)
@@ -136,7 +136,8 @@ class Parameters:
         else:
             bias = self._bind(bias_key, lambda: np.zeros(shape[3]), (shape[3],), DType.float32)
         if sparse:
-            values, columns, starts = arrange.compressed_rows(self._filter(key), groups)
+            order = arrange.stream if self.device.is_cpu() else arrange.compressed_rows
+            values, columns, starts = order(self._filter(key), groups)
             if not values.size:  # MAX binds no empty buffer; no row reads this one
                 values, columns = np.zeros(1, values.dtype), np.zeros(1, np.int32)
             rows = (

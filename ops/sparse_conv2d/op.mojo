@@ -1,8 +1,12 @@
 """Sparse convolution: registration, checks and the choice of a kernel.
 
-conv2d with the filter in compressed rows: row f holds values[row_starts[f] : row_starts[f + 1]]
-at columns (r * S + s) * C + c, ascending. Groups need nothing here: their columns name the
-channels of x itself. A row may be empty.
+conv2d with the nonzeros of the filter, ordered for the device by graphs/arrange.py. Row i holds
+values[starts[i] : starts[i + 1]] at its columns, which ascend; a row may be empty. Groups need
+nothing here: columns name the channels of x itself.
+
+GPU: compressed rows. Row f is filter f, a column is (r * S + s) * C + c.
+CPU: a stream. The channels are divided into even parts (a multiple of 16 each, but the last); row
+part * F + f is filter f there, a column is (c * R + r) * S + s with c the channel in its part.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -11,7 +15,7 @@ from max.gpu.host import DeviceContext
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands, data
-from .cpu import sparse_conv2d_cpu
+from .cpu import Stream, sparse_conv2d_cpu
 from .gpu import sparse_conv2d_gpu
 
 
@@ -23,6 +27,7 @@ def _sparse_conv2d[
     o: Operands[dtype],
     columns: Data[DType.int32],
     row_starts: Data[DType.int32],
+    rows: Int,
     ctx: DeviceContext,
 ) raises:
     comptime assert Epilogue.known(
@@ -32,7 +37,8 @@ def _sparse_conv2d[
         return
     comptime if target == "cpu":
         comptime assert dtype == F32, "sparse_conv2d: a CPU expects float32"
-        sparse_conv2d_cpu[Epilogue(name)](g, rebind[Operands[F32]](o), columns, row_starts)
+        var stream = Stream(rebind[Data[F32]](o.w), columns, row_starts, rows // g.f)
+        sparse_conv2d_cpu[Epilogue(name)](g, rebind[Operands[F32]](o), stream)
     else:
         sparse_conv2d_gpu[dtype, Epilogue(name)](g, o, columns, row_starts, ctx)
 
@@ -63,9 +69,9 @@ struct SparseConv2d:
         Args:
             y: Result [N, P, Q, F].
             x: Activations [N, H, W, C].
-            values: Nonzeros, filter by filter.
-            columns: (r * S + s) * C + c of each, ascending in a filter.
-            row_starts: [F + 1], where each filter's nonzeros begin.
+            values: Nonzeros, row by row.
+            columns: Of each, ascending in a row.
+            row_starts: Where each row's nonzeros begin, and where the last one's end.
             bias: [F].
             window: The nine numbers of geometry.mojo, in host memory.
             ctx: The device.
@@ -87,6 +93,7 @@ struct SparseConv2d:
             ),
             data(columns),
             data(row_starts),
+            row_starts.size() - 1,
             ctx,
         )
 
@@ -118,9 +125,9 @@ struct SparseConv2dAdd:
         Args:
             y: Result [N, P, Q, F].
             x: Activations [N, H, W, C].
-            values: Nonzeros, filter by filter.
-            columns: (r * S + s) * C + c of each, ascending in a filter.
-            row_starts: [F + 1], where each filter's nonzeros begin.
+            values: Nonzeros, row by row.
+            columns: Of each, ascending in a row.
+            row_starts: Where each row's nonzeros begin, and where the last one's end.
             bias: [F].
             residual: [N, P, Q, F].
             window: The nine numbers of geometry.mojo, in host memory.
@@ -143,5 +150,6 @@ struct SparseConv2dAdd:
             ),
             data(columns),
             data(row_starts),
+            row_starts.size() - 1,
             ctx,
         )

@@ -94,8 +94,12 @@ def conv(
     then: str = "none",
     bias: bool = True,
     sparsity: float | None = None,
+    spared: Shape | None = None,
 ) -> Case:
-    """Makes a case of conv2d, or of sparse_conv2d with a share ``sparsity`` of zeros."""
+    """Makes a case of conv2d, or of sparse_conv2d with a share ``sparsity`` of zeros.
+
+    Every third filter of a sparse one is empty; the number at ``spared`` stays.
+    """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation}
     weights = {"w.filter": (*kernel, c // groups, f)}
     if bias:
@@ -121,8 +125,10 @@ def conv(
         if sparsity is not None:
             filters = weights["w.filter"]
             drop = np.random.default_rng(1).random(filters.shape) < sparsity
+            drop[..., ::3] = True
+            if spared:
+                drop[spared] = False
             filters[drop] = 0
-            filters[..., ::3] = 0  # empty rows
 
     inputs = [(*size, c)]
     if then.startswith("add"):
@@ -505,6 +511,23 @@ CASES = [
     conv("sparse_conv2d groups", (6, 7), 15, 35, (3, 3), padding=1, groups=5, sparsity=0.7),
     conv("sparse_conv2d dilated", (9, 9), 8, 8, (3, 3), dilation=2, padding=1, sparsity=0.6),
     conv("sparse_conv2d of zeros", (4, 4), 8, 8, (3, 3), padding=1, sparsity=1.0),
+    conv("sparse_conv2d of one number", (9, 8), 8, 8, (3, 3), padding=1, sparsity=1.0,
+         spared=(2, 0, 5, 6)),
+    conv("sparse_conv2d without zeros", (9, 8), 20, 24, (3, 3), padding=1, sparsity=0.0),
+    # Several parts of the channels, the last one narrower than a vector; several blocks of pixels.
+    conv("sparse_conv2d 3x3/2", (31, 30), 65, 33, (3, 3), stride=2, padding=1, sparsity=0.9,
+         then="relu"),
+    conv("sparse_conv2d 1x1/2", (15, 14), 257, 40, (1, 1), stride=2, sparsity=0.9),
+    conv("sparse_conv2d many pixels", (56, 57), 129, 50, (1, 1), sparsity=0.9, then="add_relu"),
+    conv("sparse_conv2d many rows", (40, 23), 17, 19, (3, 3), padding=1, sparsity=0.8, then="relu"),
+    conv("sparse_conv2d 1x1 padded", (5, 6), 16, 17, (1, 1), padding=2, stride=3, sparsity=0.5),
+    conv("sparse_conv2d uneven", (11, 13), 6, 10, (3, 5), stride=(2, 3), padding=(2, 1),
+         dilation=(3, 2), sparsity=0.6),
+    conv("sparse_conv2d wide padding", (3, 4), 5, 6, (2, 2), padding=4, sparsity=0.5),
+    conv("sparse_conv2d 2 groups", (6, 6), 96, 64, (3, 3), padding=1, groups=2, sparsity=0.9),
+    conv("sparse_conv2d depthwise", (9, 9), 40, 40, (3, 3), padding=1, groups=40, sparsity=0.5),
+    *(conv(f"sparse_conv2d {q} pixels", (1, q), 8, 16, (1, 1), sparsity=0.5)
+      for q in (1, 15, 16, 17, 129)),
     # Products.
     product("bmm scores", (3, 50, 64), (3, 13, 64), alpha=384**-0.5, transpose=True),
     product("bmm context", (3, 50, 13), (3, 13, 64)),
