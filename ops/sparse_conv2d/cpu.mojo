@@ -26,7 +26,8 @@ docs/kernels.md has the figures.
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv, iota
 from std.memory import Layout, alloc, dealloc
-from std.sys import simd_width_of
+from std.sys import CompilationTarget, simd_width_of
+from std.sys.intrinsics import PrefetchOptions, prefetch
 from std.utils import IndexList
 
 from ..epilogue import Epilogue, activate
@@ -38,8 +39,9 @@ comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
 comptime CHANNELS = 16
 """Channels of a part are a multiple of it, as in graphs/arrange.py."""
-comptime VECTORS = 16
-"""Vectors of pixels of a task at most; their sums stay in registers on AVX-512."""
+comptime VECTORS = 16 if CompilationTarget.has_avx512f() or CompilationTarget.has_neon() else 12
+"""Vectors of pixels of a task at most: the sums of a filter are in 16 of 32 registers, or 12 of 16.
+"""
 comptime FEW = 7
 """Vectors of a task where windows do not overlap: no more are needed to hide latencies."""
 comptime LINE = 64
@@ -390,7 +392,10 @@ def _accumulate[
 def _finish[
     epilogue: Epilogue
 ](o: Operands[F32], scratch: _Scratch, f: Int, count: Int, vectors: Int, at: Int):
-    """Takes the sums of `count` filters from `f` on through the epilogue into y."""
+    """Takes the sums of `count` filters from `f` on through the epilogue into y.
+
+    What the next filters write and read there is fetched meanwhile.
+    """
     for v in range(vectors):
         var rows = Array[SIMD[F32, WIDTH], WIDTH](uninitialized=True)
         comptime for i in range(WIDTH):
@@ -405,7 +410,13 @@ def _finish[
                     var value = columns[i] + bias
                     comptime if epilogue.adds:
                         value += o.residual.unsafe_load[width=WIDTH](to + f)
+                        prefetch[PrefetchOptions().for_read().high_locality().to_data_cache()](
+                            o.residual.unsafe_offset(to + f + WIDTH)
+                        )
                     o.y.unsafe_store(to + f, activate[epilogue](value))
+                    prefetch[PrefetchOptions().for_write().high_locality().to_data_cache()](
+                        o.y.unsafe_offset(to + f + WIDTH)
+                    )
         else:
             for i in range(WIDTH):
                 var to = Int(places[unsafe_offset=i])
