@@ -1,8 +1,8 @@
 """Sparse convolution on a CPU: y[m, f] = act(sum_j values[j] x[m, columns[j]] + bias[f] + residual).
 
 Vectors run along pixels, so that a nonzero is one broadcast number times some vectors of x, which
-is the SpMM of Fast Sparse ConvNets (Elsen et al. 2020, arXiv:1911.09723, section 3.2) with the
-direct convolution of Park et al. 2017 (arXiv:1608.01409): a tap of a window is an offset into x.
+is the product of Fast Sparse ConvNets (Elsen et al. 2020, arXiv:1911.09723) with the direct
+convolution of Park et al. 2017 (arXiv:1608.01409): a tap of a window is an offset into x.
 
     x[N, H, W, C]        activations, float32
     stream               the nonzeros, by parts of the channels, then by filters (graphs/arrange.py)
@@ -10,14 +10,14 @@ direct convolution of Park et al. 2017 (arXiv:1608.01409): a tap of a window is 
     sums[F, vectors]     of a block of pixels, before they are turned back
     y[N, P, Q, F]        result, float32
 
-A task has a block of up to 16 vectors of pixels of one image, and some or all filters. Part by
+A task has a block of up to 16 vectors of pixels of one image, and all filters or some. Part by
 part of the channels it turns what its pixels need of x over, in squares of vectors, into a patch
 that stays in the first-level cache; then it goes through the filters, the sums of one in registers.
 Rows of the padded image follow each other in a plane, so that a vector may go on in the next row:
 each is `pitch` numbers long, room for its padding, which is shared with the next row's; the few
 pixels that lie in the padding are computed and left out. With a stride each of its phases
 has a plane of its own (S' of them), and pixels stay side by side. After the last part the sums are
-turned back, 16 filters at a time, and pass through the epilogue in whole vectors.
+turned back, a vector of filters at a time, and pass through the epilogue in whole vectors.
 
 Bound by loads: one for each multiplication, two where a tap's vectors are not aligned.
 docs/kernels.md has the figures.

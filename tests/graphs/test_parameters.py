@@ -27,6 +27,33 @@ def test_sizes_are_those_of_the_arrangements(shape: tuple[int, ...], groups: int
     assert arrange.tiles_size(shape, groups) == arrange.tiles(filters, groups).size
 
 
+@pytest.mark.parametrize(
+    ("shape", "groups", "parts"),
+    [((1, 1, 256, 9), 1, 1), ((1, 1, 257, 9), 1, 3), ((3, 3, 65, 5), 1, 3), ((3, 5, 40, 6), 2, 5)],
+)
+def test_a_stream_holds_every_nonzero(
+    shape: tuple[int, int, int, int], groups: int, parts: int
+) -> None:
+    r, s, c, f = shape
+    rng = np.random.default_rng(0)
+    filters = rng.standard_normal(shape) * (rng.random(shape) < 0.3)
+    values, columns, starts = arrange.stream(filters, groups)
+    assert starts.size == parts * f + 1 and starts[-1] == values.size == columns.size
+    step = -(-c * groups // parts)
+    step += -step % arrange.CHANNELS
+    found = np.zeros((groups, c, r, s, f))
+    for row in range(parts * f):
+        part, filter = divmod(row, f)
+        mine = slice(starts[row], starts[row + 1])
+        assert (np.diff(columns[mine]) > 0).all()
+        channel, tap = np.divmod(columns[mine], r * s)
+        assert (channel < step).all()
+        group, channel = np.divmod(part * step + channel, c)
+        assert (group == filter // (f // groups)).all()
+        found[group, channel, tap // s, tap % s, filter] = values[mine]
+    np.testing.assert_array_equal(found.sum(axis=0).transpose(1, 2, 0, 3), filters)
+
+
 @pytest.mark.parametrize(("c", "steps"), [(5, 3), (14, 6), (32, 9)])
 def test_tiles_are_pairs_of_depth_in_panels_of_32_columns(c: int, steps: int) -> None:
     filters = np.arange(1.0, 9 * c * 70 + 1).reshape(3, 3, c, 70)
