@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from serve.remote import Remote
 from serve.wire import READY, SERVER, Job, Report
 
 log = logging.getLogger("maxvision.serve")
+
+TICK = 0.25
+"""Seconds between two looks at a process."""
 
 LONGEST_PAUSE = 30.0
 """Seconds between two starts at most, of a process that ends again and again."""
@@ -96,10 +100,22 @@ class Supervisor(Remote):
             self.changed()
 
     async def _watch(self) -> None:
-        """Kills a process that is silent for too long, which ends ``engine.worker``'s block."""
+        """Kills a process that is silent for too long, which ends ``engine.worker``'s block.
+
+        Time for which it could run but had no core does not count: on a machine that is too busy
+        it is late, and the next one would be later.
+        """
+        heard, ticks = self._last, 0
+        begun: dict[str, float] = {}
         while True:
-            await asyncio.sleep(0.25)
-            if self._pid and time.monotonic() - self._last > self._patience:
+            await asyncio.sleep(TICK)
+            if heard != self._last or not self._pid:
+                heard, ticks, begun = self._last, 0, waits(self._pid)
+                continue
+            ticks += 1
+            waited = waits(self._pid)
+            late = max((waited[id] - begun.get(id, waited[id]) for id in waited), default=0.0)
+            if TICK * ticks - late > self._patience:
                 log.error("the model's process hangs and is killed")
                 self._kill()
                 await asyncio.sleep(2)  # its end is noticed sooner, and cancels this
@@ -117,3 +133,12 @@ class Supervisor(Remote):
         if self._pid:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
+
+
+def waits(pid: int) -> dict[str, float]:
+    """Reads for how many seconds each thread of a process has been ready to run and had no core."""
+    found = {}
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):  # it has ended
+            found[thread.parent.name] = int(thread.read_text().split()[1]) / 1e9
+    return found
