@@ -108,6 +108,19 @@ def json_line(answer: Answer, model: str, logits: bool) -> str:
     return json.dumps(record(answer, model, logits), allow_nan=False) + "\n"
 
 
+def schema(logits: bool) -> Any:
+    """Describes ``record`` in Parquet's terms: a ``pyarrow.Schema``."""
+    pa = _pyarrow()
+    prediction = {"label": pa.string(), "class_id": pa.int32(), "score": pa.float64()}
+    columns = {
+        "image": pa.string(),
+        "model": pa.string(),
+        "error": pa.string(),
+        "predictions": pa.list_(pa.struct(prediction)),
+    }
+    return pa.schema(columns | ({"logits": pa.list_(pa.float32())} if logits else {}))
+
+
 def utf8(text: str) -> str:
     r"""Writes the bytes of a file name that are no UTF-8 (in Python, lone surrogates) as \udc.."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -221,14 +234,7 @@ class _Parquet:
         self.done: set[str] = set()
         self._model, self._logits = model, logits
         self._path, self._draft = path, path.with_name(f".{path.name}.part")
-        prediction = {"label": pa.string(), "class_id": pa.int32(), "score": pa.float64()}
-        columns = {
-            "image": pa.string(),
-            "model": pa.string(),
-            "error": pa.string(),
-            "predictions": pa.list_(pa.struct(prediction)),
-        }
-        self._schema = pa.schema(columns | ({"logits": pa.list_(pa.float32())} if logits else {}))
+        self._schema = schema(logits)
         self._group: list[dict[str, Any]] = []
         old = None
         if resume and path.exists() and path.stat().st_size:

@@ -1,0 +1,438 @@
+"""Classifies folders and Parquet files of images into Parquet, on every device of a Ray cluster.
+
+    python -m serve.batch photos/ shards/ -o answers --model microsoft/resnet-50
+
+The answers are a folder of Parquet files, each written as a whole and named by the images that are
+in it: what is there is done, and the same command goes on with the rest. See docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from graphs.errors import ArgumentError, ImageError, ModelError, UserError
+from graphs.pipeline import Answer, Item, Times, answers
+from graphs.preprocess import Source
+from graphs.results import record, schema, utf8
+from serve.cores import claim
+
+_HELP = """\
+Classifies images with Ray Data: files, folders, and Parquet files with a column of encoded images.
+Without a cluster (RAY_ADDRESS) this machine is one. On a cluster every node has to see the images
+and the folder of answers at the same path."""
+
+_EXAMPLES = """\
+examples:
+  python -m serve.batch photos/ -o answers
+  python -m serve.batch shards/*.parquet -o answers --model microsoft/resnet-50 --device gpu
+  RAY_ADDRESS=10.0.0.1:6379 python -m serve.batch photos/ -o answers --workers 8 --cores 4
+
+answers:
+  Columns image, model, error and predictions, as run_graph.py writes them: read the folder as one
+  data set. An image that cannot be read is a row with an error. A row of Parquet is called
+  FILE#ROW, counted from 0. The same command after a stop goes on with what is not answered.
+
+exit codes:
+  0  every image was classified
+  1  some images could not be read; the others were answered
+  2  the model, the device or the arguments are wrong; the message says what to do
+  130  interrupted; what was answered is written"""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Image files to answer for."""
+
+    names: list[str]
+    sources: list[Source | ImageError]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A row group of a Parquet file to answer for.
+
+    Attributes:
+        name: What the user called the file.
+        path: Where it is.
+        index: Of the row group.
+        first: Its first row in the file.
+        done: Rows of the file that are answered.
+    """
+
+    name: str
+    path: str
+    index: int
+    first: int
+    done: frozenset[int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code; a user's mistake is one line on stderr."""
+    from graphs.cli import complain
+
+    args = _parse(argv)
+    try:
+        return classify(args)
+    except UserError as error:
+        complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        complain(f"interrupted; the same command goes on with {args.output}", kind="")
+        return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    from serve.options import _device, _whole
+
+    parser = argparse.ArgumentParser(
+        prog="python -m serve.batch",
+        description=_HELP,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("images", nargs="+", metavar="IMAGES", help="an image file, a folder or a Parquet file")
+    add("-o", "--output", required=True, metavar="DIR", help="the folder of answers")
+    add("--model", default="resnet-cifar10", metavar="M", help="a bundled model's name, a hub id, a"
+        " folder or a file (default: %(default)s)")  # fmt: skip
+    add("--revision", metavar="R", help="branch, tag or commit of a hub model")
+    add("--device", default="auto", type=_device, metavar="D", help="cpu, gpu or auto: gpu if this"
+        " machine has one")  # fmt: skip
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
+    add("--workers", type=_whole(1, 100_000), metavar="N", help="models that run at a time"
+        " (default: what the cluster has room for)")  # fmt: skip
+    add("--cores", type=_whole(1, 1024), default=1, metavar="N", help="of each; they also decode"
+        " (default: %(default)s)")  # fmt: skip
+    add("--batch-size", type=_whole(1, 4096), metavar="N", help="images that run together")
+    add("--top-k", type=_whole(1, 100_000), default=5, metavar="K", help="labels an image")
+    add("--logits", action="store_true", help="the model's raw output too")
+    add("--column", default="image", metavar="NAME", help="of Parquet: bytes, or a struct with"
+        " bytes, as data sets of the Hugging Face hub have (default: %(default)s)")  # fmt: skip
+    add("--rows", type=_whole(1, 1_000_000), default=512, metavar="N", help="images a file of"
+        " answers, which a stop may cost (default: %(default)s)")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def classify(args: argparse.Namespace) -> int:
+    """Answers for all of ``args.images`` and returns the exit code: 1 if some failed, else 0."""
+    try:
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        raise ModelError(
+            f"serve.batch: {error.name} was expected; run pip install '.[ray]'"
+        ) from None
+    device = args.device
+    if device.startswith("gpu:"):
+        raise ArgumentError("--device expects cpu or gpu: Ray says which GPU a model has")
+    if device == "auto":
+        from max.driver import accelerator_count
+
+        device = "gpu" if accelerator_count() else "cpu"
+    _check(args, device)
+    folder = Path(args.output).absolute()
+    _begin(folder, args)
+    known, failed = _answered(folder)
+    before = len(known)
+    work: list[Files | Group] = [*_files(args, known), *_groups(args, known)]
+    images = 0
+    for row in _run(args, device, str(folder), work) if work else ():
+        if row["error"]:
+            raise ModelError(row["error"])
+        images += row["images"]
+        failed += row["failed"]
+    earlier = f", {before:,} before" if before else ""
+    print(f"{images:,} images answered{earlier}; {failed:,} have an error; {args.output}")
+    return 1 if failed else 0
+
+
+def _run(
+    args: argparse.Namespace, device: str, folder: str, work: Sequence[Files | Group]
+) -> Iterator[dict[str, Any]]:
+    """Hands work to models on the cluster's devices; yields what ``_Worker`` returns of each."""
+    import ray.data
+
+    needs = {"num_cpus": args.cores, "num_gpus": int(device == "gpu")}
+    settings = {**vars(args), "device": device, "output": folder}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(log_to_driver=False, logging_level="error")
+    try:
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        ray.data.DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
+        most = min(args.workers or _room(ray.cluster_resources(), needs), len(work))
+        rows = [{"unit": pickle.dumps(unit)} for unit in work]
+        units = ray.data.from_items(rows, override_num_blocks=min(len(rows), 10_000))
+        answered = units.map(
+            _Worker,
+            fn_constructor_args=(settings,),
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
+            **needs,
+        )
+        yield from answered.iter_rows()
+    finally:
+        ray.shutdown()
+
+
+def _check(args: argparse.Namespace, device: str) -> None:
+    """Finds most mistakes before a cluster is at work.
+
+    Raises:
+        ModelError: If there is no such model, or it cannot be read.
+        DeviceError: If a CPU does not take the dtype.
+    """
+    from max.driver import CPU
+
+    import weights
+    from graphs import package, session
+
+    if package.is_here(args.model):
+        package.read(args.model)
+    else:
+        weights.load(args.model, revision=args.revision)
+        if device == "cpu":
+            session.find_dtype(args.dtype, CPU())
+
+
+def _room(have: dict[str, float], needs: dict[str, int]) -> int:
+    room = int(min(have.get(name[4:-1].upper(), 0) // n for name, n in needs.items() if n))
+    if not room:
+        raise ArgumentError(
+            f"a cluster with {needs['num_cpus']} cores and {needs['num_gpus']} GPUs on a node was"
+            f" expected but it has {have.get('CPU', 0):g} cores and {have.get('GPU', 0):g} GPUs;"
+            " change --cores or --device"
+        )
+    return room
+
+
+# --- what is to be done -----------------------------------------------------------------------
+
+
+def _begin(folder: Path, args: argparse.Namespace) -> None:
+    """Makes the folder; notes what it holds, or compares with what it was begun with.
+
+    Raises:
+        ArgumentError: If it is of another run, or cannot be written.
+    """
+    names = ("model", "revision", "dtype", "tf32", "top_k", "logits", "column")
+    asked = {name: getattr(args, name) for name in names}
+    note = folder / "_run.json"  # readers of Parquet skip what begins with _ or a dot
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not note.exists():
+            if any(folder.iterdir()):
+                raise ArgumentError(
+                    f"--output {args.output}: a new folder, or one of this command, was expected"
+                    " but it holds something else; choose another name"
+                )
+            draft = folder / "._run.json"
+            draft.write_text(json.dumps(asked, indent=1) + "\n")
+            draft.replace(note)
+            return
+        begun = json.loads(note.read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            f"--output {args.output}: a folder to write was expected but it cannot be used"
+            f" ({getattr(error, 'strerror', None) or error}); choose another place"
+        ) from None
+    for name, value in asked.items():
+        if begun.get(name) != value:
+            raise ArgumentError(
+                f"--output {args.output}: was begun with {name} {begun.get(name)} but {name} is"
+                f" {value}; go on with the same, or choose another name"
+            )
+
+
+def _answered(folder: Path) -> tuple[set[str], int]:
+    """Reads which images have an answer, and how many of them an error."""
+    from pyarrow import parquet
+
+    names: set[str] = set()
+    failed = 0
+    for path in folder.glob("part-*.parquet"):
+        table = parquet.read_table(path, columns=["image", "error"])
+        names.update(table.column("image").to_pylist())
+        failed += len(table) - table.column("error").null_count
+    return names, failed
+
+
+def _files(args: argparse.Namespace, done: set[str]) -> Iterator[Files]:
+    """Lists what is not in ``done``, and adds it there: an image that is named twice is one."""
+    from graphs.cli import collect
+
+    names: list[str] = []
+    sources: list[Source | ImageError] = []
+    for argument in args.images:
+        if argument == "-":
+            raise ArgumentError("IMAGES expects files and folders but - came; use run_graph.py -")
+        items = [] if _is_parquet(argument) else collect([argument])
+        for item in items:
+            if utf8(item.name) in done or (item.name == argument and _parquets(argument)):
+                continue  # answered, or a folder that has Parquet files and no image
+            done.add(utf8(item.name))
+            names.append(item.name)
+            known = isinstance(item.source, ImageError)
+            sources.append(item.source if known else os.path.abspath(str(item.source)))
+    for start in range(0, len(names), args.rows):
+        stop = start + args.rows
+        yield Files(names[start:stop], sources[start:stop])
+
+
+def _groups(args: argparse.Namespace, done: set[str]) -> Iterator[Group]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    answered: dict[str, set[int]] = {}
+    for each in done:
+        file, _, row = each.rpartition("#")
+        if file and row.isdecimal():
+            answered.setdefault(file, set()).add(int(row))
+    names = [name for each in args.images for name in _parquets(each)]
+    for name in dict.fromkeys(names):
+        try:
+            shard = parquet.ParquetFile(name)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ArgumentError(
+                f"{name}: a Parquet file was expected but it cannot be read ({error})"
+            ) from None
+        if args.column not in shard.schema_arrow.names:
+            raise ArgumentError(
+                f"{name}: a column {args.column} was expected but there are"
+                f" {', '.join(shard.schema_arrow.names)}; choose with --column"
+            )
+        first = 0
+        for index in range(shard.num_row_groups):
+            rows = range(first, first + shard.metadata.row_group(index).num_rows)
+            known = answered.get(utf8(name), set()).intersection(rows)
+            if len(known) < len(rows):
+                yield Group(name, os.path.abspath(name), index, first, frozenset(known))
+            first = rows.stop
+
+
+def _is_parquet(path: str) -> bool:
+    return path.lower().endswith(".parquet") and not os.path.isdir(path)
+
+
+def _parquets(path: str) -> list[str]:
+    if os.path.isdir(path):
+        return sorted(str(each) for each in Path(path).rglob("*.parquet") if each.is_file())
+    return [path] if _is_parquet(path) else []
+
+
+# --- one model, in a process of its own -------------------------------------------------------
+
+
+class _Worker:
+    """Answers for images and writes the answers.
+
+    Args:
+        settings: The command line, with absolute paths.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import pyarrow.parquet  # noqa: F401  before MAX, see graphs/results.py
+
+        from graphs.session import load
+
+        self._args = args = argparse.Namespace(**settings)
+        if args.device == "cpu":
+            claim(args.cores)
+        self._error = ""  # not raised: Ray would tell it in a hundred lines
+        try:
+            self._model = load(
+                args.model,
+                device=args.device,
+                dtype=args.dtype,
+                tf32=args.tf32,
+                batch_size=args.batch_size,
+                revision=args.revision,
+            )
+        except UserError as error:
+            self._error = str(error)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Answers for a unit of work.
+
+        Returns:
+            ``images`` and ``failed``, how many; ``error``, why there is no model, or empty.
+        """
+        if self._error:
+            return {"images": 0, "failed": 0, "error": self._error}
+        unit = pickle.loads(row["unit"])
+        images = failed = 0
+        for items in [_open(unit)] if isinstance(unit, Files) else self._read(unit):
+            batches = answers(self._model, items, self._args.top_k, Times(), self._args.cores)
+            done = [_named(each) for batch in batches for each in batch]
+            self._write(done)
+            images += len(done)
+            failed += sum(each.error is not None for each in done)
+        return {"images": images, "failed": failed, "error": ""}
+
+    def _read(self, group: Group) -> Iterator[list[Item]]:
+        from pyarrow import parquet
+
+        args = self._args
+        items: list[Item] = []
+        row = group.first
+        with parquet.ParquetFile(group.path) as file:
+            for batch in file.iter_batches(64, row_groups=[group.index], columns=[args.column]):
+                for value in batch.column(0).to_pylist():
+                    if row not in group.done:
+                        items.append(_item(f"{group.name}#{row}", value))
+                    row += 1
+                    if len(items) == args.rows:
+                        yield items
+                        items = []
+        if items:
+            yield items
+
+    def _write(self, done: Sequence[Answer]) -> None:
+        """Writes a file that is there as a whole or not at all, the same if it is written again."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        args = self._args
+        rows = [record(each, self._model.name, args.logits) for each in done]
+        names = "\n".join(each["image"] for each in rows)
+        path = Path(args.output, f"part-{hashlib.sha256(names.encode()).hexdigest()[:24]}.parquet")
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        parquet.write_table(pa.Table.from_pylist(rows, schema=schema(args.logits)), draft)
+        draft.replace(path)
+
+
+def _open(files: Files) -> list[Item]:
+    return [Item(name, source) for name, source in zip(files.names, files.sources, strict=True)]
+
+
+def _item(name: str, value: Any) -> Item:
+    data = value.get("bytes") if isinstance(value, dict) else value
+    if isinstance(data, bytes):
+        return Item(name, data)
+    came = "it is empty" if data is None else f"a {type(data).__name__} came"
+    return Item(name, ImageError(f"{name}: an image file's bytes were expected but {came}"))
+
+
+def _named(answer: Answer) -> Answer:
+    """Calls an image of bytes by its name in its error."""
+    if answer.error is None or not answer.error.startswith("image: "):
+        return answer
+    return replace(answer, error=f"{answer.name}: {answer.error[7:]}")
+
+
+if __name__ == "__main__":
+    from serve import batch  # by its name, which the workers import
+
+    code = batch.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # see run_graph.command
