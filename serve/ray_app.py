@@ -1,0 +1,179 @@
+"""One server on each GPU, or each group of cores, of a Ray cluster, behind one port.
+
+    serve run serve.ray_app:app model=resnet-cifar10 replicas=2
+
+``serve`` is Ray's command, and this package what it imports. A replica is a whole server of
+``python -m serve``: the same app, with a model's process of its own. Ray's HAProxy hands requests
+to the replicas and, as contrib/ray.env says, one that a replica left unanswered to another: an
+image may be classified twice without harm. See docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import io
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from graphs.errors import ArgumentError, ModelError
+from serve.cores import claim
+from serve.options import Options, parse
+
+try:
+    from ray import serve as ray_serve
+except ImportError as error:
+    raise ModelError(f"ray: {error.name} was expected; run pip install '.[ray]'") from None
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+log = logging.getLogger("maxvision.serve")
+
+PATIENCE = 300.0
+"""Seconds for which a replica may have no ready model before Ray puts another in its place."""
+
+ROOM = 1024
+"""Requests beyond its queue that a replica takes, so that it is the one to refuse them."""
+
+
+def app(given: Mapping[str, Any]) -> ray_serve.Application:
+    """Builds the application of ``serve run``, ``serve deploy`` and ``serve.run``.
+
+    Args:
+        given: ``replicas`` (1), ``max_replicas`` (as many: no autoscaling), ``cores`` of each (1),
+            ``surge`` (percent of replicas that an update may add), and every option of
+            ``python -m serve``, ``max_batch_size=16``, but those of connections, which Ray has.
+
+    Raises:
+        ArgumentError: If an argument is not right.
+    """
+    rest = dict(given)
+    replicas = _whole(rest, "replicas", 1)
+    most = _whole(rest, "max_replicas", replicas)
+    cores = _whole(rest, "cores", 1)
+    surge = _whole(rest, "surge", 100 if replicas == 1 < most else 0, low=0)
+    if most < replicas:
+        raise ArgumentError(
+            f"max_replicas expects at least replicas ({replicas}) but is {most}; change either"
+        )
+    options = read(rest)
+    on_gpu = options.device != "cpu"
+    from serve.server import batch_size
+
+    batch = batch_size(options, options.device)
+    queue = options.max_queue_size or max(32 * batch, options.max_images_per_request)
+    number: dict[str, Any] = {"num_replicas": replicas}
+    if most > replicas:
+        scaling = {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": batch}
+        number = {"autoscaling_config": scaling}
+    deployment = Replica.options(  # type: ignore[attr-defined]
+        ray_actor_options={"num_cpus": cores, "num_gpus": int(on_gpu)},
+        max_ongoing_requests=queue + ROOM,
+        max_surge_percent=surge,
+        graceful_shutdown_timeout_s=options.drain_timeout,
+        logging_config={"enable_access_log": False},
+        **number,
+    )
+    bound: ray_serve.Application = deployment.bind(options, cores)
+    return bound
+
+
+def read(given: Mapping[str, Any]) -> Options:
+    """Reads the options of ``python -m serve`` from arguments by name.
+
+    Raises:
+        ArgumentError: If one is not right; it says what ``python -m serve`` would.
+    """
+    argv = []
+    for name, value in given.items():
+        option = "--" + name.replace("_", "-")
+        if option in ("--host", "--port"):
+            raise ArgumentError(f"{name}: address and port are Ray's; use serve start {option}")
+        if option in ("--front-processes", "--max-connections", "--help"):
+            raise ArgumentError(
+                f"{name}: connections are Ray's, a replica is a process; leave it out"
+            )
+        if value is True or value == "true":
+            argv.append(option)
+        elif isinstance(value, (list, tuple)):
+            argv += [f"{option}={each}" for each in value]
+        elif value is not False and value != "false":
+            argv.append(f"{option}={value}")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options = parse(argv)
+    except SystemExit:
+        raise ArgumentError(said.getvalue().strip().rpartition("error: ")[2]) from None
+    if options.device.startswith("gpu:"):
+        raise ArgumentError("device expects gpu or cpu: Ray says which GPU a replica has")
+    if options.device == "auto":
+        from max.driver import accelerator_count
+
+        options = dataclasses.replace(options, device="gpu" if accelerator_count() else "cpu")
+    return options
+
+
+def _whole(given: dict[str, Any], name: str, default: int, low: int = 1) -> int:
+    value = given.pop(name, default)
+    if not str(value).isdecimal() or int(value) < low:
+        raise ArgumentError(f"{name} expects a whole number of at least {low} but is {value!r}")
+    return int(value)
+
+
+@ray_serve.deployment(name="maxvision")
+@ray_serve.ingress()
+class Replica:
+    """A server without a port: Ray has one, and calls the app.
+
+    Args:
+        options: What to serve.
+        cores: How many to run on.
+    """
+
+    async def __init__(self, options: Options, cores: int) -> None:  # type: ignore[misc]
+        from serve.server import make_service
+
+        if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+            log.warning("RAY_SERVE_ENABLE_HA_PROXY=1 was expected: without it clients get errors"
+                " when a replica ends; see contrib/ray.env")  # fmt: skip
+        if options.device == "cpu":
+            claim(cores)
+        elif options.decode_threads is None:
+            options = dataclasses.replace(options, decode_threads=cores)
+        self._service, supervisor = make_service(options)
+        self._seen = time.monotonic()
+        self._keeping = asyncio.ensure_future(supervisor.run())
+        while not self._service.ready:
+            if self._keeping.done():
+                self._keeping.result()
+            await asyncio.sleep(0.05)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Makes the app, once the model is ready."""
+        from serve.app import make_app
+
+        return make_app(self._service)
+
+    async def check_health(self) -> None:
+        """Says whether this replica is worth keeping; a model's process may be started anew.
+
+        Raises:
+            ModelError: If there is none that is ready for ``PATIENCE``.
+        """
+        now = time.monotonic()
+        if self._service.ready:
+            self._seen = now
+        if self._keeping.done() or now - self._seen > PATIENCE:
+            raise ModelError("a model that is ready was expected; the replica's log says why not")
+
+    async def __del__(self) -> None:
+        """Ends the model's process; Ray calls and awaits this when every request is answered."""
+        self._keeping.cancel()
+        await asyncio.wait({self._keeping})
+        self._service.close()
