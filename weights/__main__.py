@@ -1,4 +1,4 @@
-"""The command ``python -m weights``: inspect, convert or verify a trained model."""
+"""The command ``python -m weights``: inspect, convert, prune or verify a trained model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from rich.table import Table
 
 from graphs.errors import UserError
 from weights.checkpoint import identify, interpret
+from weights.prune import PATTERNS, SCOPES
 from weights.source import Source, find
 
 _MODEL = "a bundled model's name, a folder, a .safetensors/.bin/.pth/.pt file, or a hub id"
 _FAILED, _WRONG = 1, 2  # exit codes
 
 _HELP = """\
-Look into trained ResNet and CvT models, convert them, and check that they run right.
+Look into trained ResNet and CvT models, convert and prune them, and check that they run right.
 
 X is one of
   microsoft/resnet-50       an id on the Hugging Face hub, downloaded once into its cache
@@ -33,6 +34,8 @@ examples:
   python -m weights inspect microsoft/resnet-50
   python -m weights convert resnet18-f37072fd.pth -o resnet18     then: --model ./resnet18
   python -m weights verify ./resnet18 --device gpu:0
+  python -m weights prune microsoft/resnet-50 --sparsity 0.9 -o r50-90
+  python -m weights prune ./resnet18 --pattern 2:4 --skip 'stem,stages.0.*,head' -o r18-24
 
 exit codes: 0 done; 1 verify found an error beyond the bound; 2 a wrong model or argument
 """
@@ -83,6 +86,42 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--force", action="store_true", help="replace DIR if it is there")
     convert.set_defaults(run=_convert)
 
+    prune = command(
+        "prune",
+        "Set the smallest weights to zero, and write the model as convert does",
+        "Filters are seen as [F, K] with K = (r * S + s) * C + c, the input channels of a tap side"
+        " by side. The model is not trained after it: expect to lose accuracy, and measure it.",
+    )
+    prune.add_argument(
+        "--sparsity",
+        type=_share,
+        metavar="S",
+        help="share of zeros in the layers that are pruned, such as 0.9 (2:4 is always 0.5)",
+    )
+    prune.add_argument(
+        "--scope",
+        choices=SCOPES,
+        default="global",
+        help="one threshold for all layers, or the same share in each (default: global)",
+    )
+    prune.add_argument(
+        "--pattern",
+        choices=tuple(PATTERNS),
+        default="unstructured",
+        help="single weights; two of four along K; blocks of eight along K (1x8) or of eight"
+        " filters (8x1); the last block of a row may be shorter (default: unstructured)",
+    )
+    prune.add_argument(
+        "--skip",
+        type=_names,
+        metavar="A,B",
+        help="layers that stay dense, * for any part of a name, or none (default: the first"
+        " convolution and the classifier: stem,head; of a CvT stages.0.embed,head)",
+    )
+    prune.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
+    prune.add_argument("--force", action="store_true", help="replace DIR if it is there")
+    prune.set_defaults(run=_prune)
+
     verify = command(
         "verify",
         "Compare a model with transformers on random images",
@@ -93,6 +132,19 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--seed", type=int, default=0, help="of the images (default: 0)")
     verify.set_defaults(run=_verify)
     return parser
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"a share such as 0.9 was expected but {text!r} came"
+        ) from None
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _find(name: str) -> Source:
@@ -132,6 +184,31 @@ def _convert(options: argparse.Namespace) -> int:
 
     convert(_find(options.model), options.output, options.force)
     print(f"wrote {options.output}", file=sys.stderr)
+    return 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from weights.prune import prune
+
+    rows = prune(
+        _find(options.model),
+        options.output,
+        options.sparsity,
+        scope=options.scope,
+        pattern=options.pattern,
+        skip=options.skip,
+        force=options.force,
+    )
+    weights, zeros = (sum(getattr(row, part) for row in rows) for part in ("weights", "zeros"))
+    least, most = (choose(rows, key=lambda row: row.zeros / row.weights) for choose in (min, max))
+    print(
+        f"wrote {options.output}: {zeros:,} of {weights:,} weights of {len(rows)} layers are zeros"
+        f" ({zeros / weights:.1%}), from {least.zeros / least.weights:.1%} in {least.name} to"
+        f" {most.zeros / most.weights:.1%} in {most.name}; what accuracy is left is not known"
+    )
+    empty = [row.name for row in rows if row.zeros == row.weights]
+    if empty:
+        print(f"warning: nothing is left of {', '.join(empty)}; prune less", file=sys.stderr)
     return 0
 
 

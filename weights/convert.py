@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.numpy import save_file
 
 from graphs.folder import new_folder
 from graphs.resnet import ResNetSpec
-from weights.checkpoint import interpret
+from weights.checkpoint import Checkpoint, interpret
 from weights.formats import HUGGING_FACE, Spec, recognise
 from weights.layout import Array
 from weights.rules import rename
@@ -35,17 +36,37 @@ def convert(found: Source, folder: Path, force: bool = False) -> None:
         ModelError: If the model does not load.
     """
     checkpoint = interpret(found)  # refuses what would not load again
-    config = found.config if found.config and "model_type" in found.config else None
     with new_folder(folder, "the model", lambda _: force) as new:
-        _write_json(
-            new / "config.json", config or configuration(checkpoint.spec, checkpoint.labels)
-        )
-        _write_json(new / "preprocessor_config.json", checkpoint.preprocess)
-        path = new / "model.safetensors"
-        try:
-            save_file(hugging_face_tensors(found), path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(str(error)) from None
+        write(new, found, checkpoint, hugging_face_tensors(found))
+
+
+def write(
+    folder: Path,
+    found: Source,
+    checkpoint: Checkpoint,
+    tensors: dict[str, Array],
+    notes: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a model into ``folder``, which is there and empty.
+
+    Args:
+        folder: Where to write.
+        found: The model; its own config.json is kept if it is Hugging Face's.
+        checkpoint: What `interpret` made of it.
+        tensors: Under Hugging Face's keys.
+        notes: What config.json says besides.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    config = found.config if found.config and "model_type" in found.config else None
+    config = config or configuration(checkpoint.spec, checkpoint.labels)
+    _write_json(folder / "config.json", {**config, **(notes or {})})
+    _write_json(folder / "preprocessor_config.json", checkpoint.preprocess)
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 def hugging_face_tensors(found: Source) -> dict[str, Array]:
