@@ -2,8 +2,8 @@
 
 A Hugging Face checkpoint has a config.json that decides. The others have only tensors:
 
-- torchvision's and timm's ResNets: depths, widths, block and classes are counted; the stride is
-  on the 3x3 ("v1.5"), as in both.
+- torchvision's, timm's and SparseML's ResNets: depths, widths, block and classes are counted; the
+  stride is on the 3x3 ("v1.5"), as in all three.
 - The original CvT: depths, widths and classes are counted; heads are 64 wide and the embeddings'
   strides and paddings are those of the paper's table 2.
 """
@@ -57,8 +57,9 @@ HUGGING_FACE = {
 TORCHVISION = Format(
     "torchvision or timm ResNet", "resnet", resnet.TORCHVISION, resnet.NORMALISED, False
 )
+SPARSEML = Format("SparseML ResNet", "resnet", resnet.SPARSEML, resnet.NORMALISED, False)
 ORIGINAL = Format("original CvT", "cvt", cvt.ORIGINAL, cvt.NORMALISED, False)
-FORMATS = (*HUGGING_FACE.values(), TORCHVISION, ORIGINAL)
+FORMATS = (*HUGGING_FACE.values(), TORCHVISION, SPARSEML, ORIGINAL)
 
 # timm's ResNets that differ in numbers only. Others have another stem, pooling or activation, some
 # of it invisible in the tensors (resnetaa50, resnetblur50).

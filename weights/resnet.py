@@ -1,4 +1,4 @@
-"""Names of ResNet's tensors in Hugging Face's, torchvision's and timm's checkpoints."""
+"""Names of ResNet's tensors in Hugging Face's, torchvision's, timm's and SparseML's checkpoints."""
 
 from __future__ import annotations
 
@@ -54,5 +54,26 @@ def _torchvision() -> Rules:
     ]
 
 
+def _sparseml() -> Rules:
+    block, target = r"sections\.(\d+)\.(\d+)", r"stages.\1.\2"
+    return [
+        *conv(r"input\.conv", "stem"),
+        *batchnorm(r"input\.bn", "stem"),
+        *[
+            rule
+            for i in (1, 2, 3)
+            for rule in (
+                *conv(rf"{block}\.conv{i}", f"{target}.conv{i}"),
+                *batchnorm(rf"{block}\.bn{i}", f"{target}.conv{i}"),
+            )
+        ],
+        *conv(rf"{block}\.identity\.conv", f"{target}.shortcut"),
+        *batchnorm(rf"{block}\.identity\.bn", f"{target}.shortcut"),
+        *linear(r"classifier\.fc", "head"),
+        COUNTERS,
+    ]
+
+
 HUGGING_FACE = _hugging_face()
 TORCHVISION = _torchvision()  # timm's plain ResNets have the same names
+SPARSEML = _sparseml()  # of its own ResNets v1; masks are in the weights already

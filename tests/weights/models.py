@@ -89,6 +89,18 @@ def torchvision_names(model: ResNetForImageClassification) -> State:
     return {rename(key): tensor for key, tensor in model.state_dict().items()}
 
 
+def sparseml_names(model: ResNetForImageClassification) -> State:
+    """Gives a ResNet's tensors the names of SparseML's own ResNets."""
+
+    def rename(key: str) -> str:
+        key = key.replace("downsample.0", "identity.conv").replace("downsample.1", "identity.bn")
+        key = re.sub(r"^layer(\d)", lambda match: f"sections.{int(match[1]) - 1}", key)
+        key = re.sub(r"^(conv|bn)1", r"input.\1", key)
+        return re.sub(r"^fc", "classifier.fc", key)
+
+    return {rename(key): tensor for key, tensor in torchvision_names(model).items()}
+
+
 def original_cvt_names(model: CvtForImageClassification) -> State:
     """Gives a CvT's tensors the names of github.com/microsoft/CvT."""
     substitutions = (

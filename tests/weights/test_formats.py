@@ -169,6 +169,21 @@ def test_half_precision_is_widened(dtype, suffix, tmp_path):
     assert_same(load(path), load(models.save(net.float(), tmp_path / "hf")))
 
 
+def test_sparseml(resnet, tmp_path):
+    with torch.no_grad():
+        for module in resnet.modules():
+            if isinstance(module, torch.nn.Conv2d):  # masks are applied before it writes
+                module.weight *= torch.rand_like(module.weight) > 0.8
+    state = {key: tensor.float() for key, tensor in models.sparseml_names(resnet).items()}
+    optimizer = torch.optim.SGD(resnet.parameters(), 0.1).state_dict()
+    recipe = "modifiers:\n  - !GMPruningModifier\n"
+    content = {"state_dict": state, "optimizer": optimizer, "recipe": recipe, "epoch": 9}
+    torch.save(content, tmp_path / "model.pth")
+    loaded = load(tmp_path / "model.pth")
+    assert_same(loaded, load(models.save(resnet, tmp_path / "hf")))
+    assert 0.7 < np.mean(loaded.tensors["stages.1.0.conv1.filter"] == 0) < 0.9
+
+
 def test_pruned(tmp_path):
     from torch.nn.utils import prune
 
