@@ -6,11 +6,13 @@ memory. The batch norm of the convolutional projections is folded at weight impo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from max.graph import TensorValue
 
+from graphs.convolution import Convolution, windows
 from graphs.nodes import (
     attention,
     avgpool,
@@ -201,6 +203,39 @@ def parameters(spec: CvtSpec) -> dict[str, Shape]:
     norm("norm", c)
     linear("head", c, spec.classes)
     return shapes
+
+
+def convolutions(spec: CvtSpec, size: tuple[int, int]) -> list[Convolution]:
+    """Lists every convolution and linear layer, on images of ``size`` px, in the graph's order."""
+    found: list[Convolution] = []
+    c = spec.channels
+    for i, stage in enumerate(spec.stages):
+        f, taps = stage.width, stage.kernel_qkv
+        size = windows(size, stage.patch, stage.stride, stage.padding)
+        found.append(Convolution(f"stages.{i}.embed", stage.patch, stage.stride, c, f, size))
+        reduced = windows(size, taps, stage.stride_kv, stage.padding_kv)
+        tokens = (1, math.prod(size) + stage.cls_token)
+        keys = (1, math.prod(reduced) + stage.cls_token)
+        for j in range(stage.depth):
+            name = f"stages.{i}.{j}"
+            for part, stride, image, row in (
+                ("query", 1, size, tokens),
+                ("key", stage.stride_kv, reduced, keys),
+                ("value", stage.stride_kv, reduced, keys),
+            ):
+                linear = f"{name}.attention.{part}"
+                found += [
+                    Convolution(f"{linear}.conv", taps, stride, f, f, image, groups=f),
+                    Convolution(linear, 1, 1, f, f, row),
+                ]
+            found += [
+                Convolution(f"{name}.attention.output", 1, 1, f, f, tokens),
+                Convolution(f"{name}.mlp.fc1", 1, 1, f, stage.hidden, tokens),
+                Convolution(f"{name}.mlp.fc2", 1, 1, stage.hidden, f, tokens),
+            ]
+        c = f
+    found.append(Convolution("head", 1, 1, c, spec.classes, (1, 1)))
+    return found
 
 
 def cvt(spec: CvtSpec, x: TensorValue, w: Parameters) -> Outputs:

@@ -11,6 +11,7 @@ from typing import Any
 
 from max.graph import TensorValue
 
+from graphs.convolution import Convolution, windows
 from graphs.nodes import avgpool, conv2d, conv2d_chain, conv2d_shortcut, linear, stem_maxpool
 from graphs.outputs import Outputs
 from graphs.parameters import Parameters
@@ -121,6 +122,43 @@ def parameters(spec: ResNetSpec) -> dict[str, Shape]:
     shapes["head.weight"] = (c, spec.classes)
     shapes["head.bias"] = (spec.classes,)
     return shapes
+
+
+def convolutions(spec: ResNetSpec, size: tuple[int, int]) -> list[Convolution]:
+    """Lists every convolution and linear layer, on images of ``size`` px, in the graph's order."""
+    found: list[Convolution] = []
+
+    def conv(
+        name: str, kernel: int, stride: int, c: int, f: int, size: tuple[int, int], joins: str = ""
+    ) -> tuple[int, int]:
+        size = windows(size, kernel, stride, kernel // 2)
+        found.append(Convolution(name, kernel, stride, c, f, size, partner=joins))
+        return size
+
+    size = windows(conv("stem", 7, 2, spec.channels, spec.stem_width, size), 3, 2, 1)
+    c = spec.stem_width
+    for i, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
+        for j in range(depth):
+            name, stride = f"stages.{i}.{j}", spec.stage_stride(i) if j == 0 else 1
+            before = size
+            projected = stride != 1 or c != width
+            shortcut = f"{name}.shortcut" if projected else ""
+            if spec.block == "basic":
+                size = conv(f"{name}.conv1", 3, stride, c, width, size)
+                last = f"{name}.conv2"
+                conv(last, 3, 1, width, width, size, shortcut)
+            else:
+                inner = width // 4
+                first, second = (stride, 1) if spec.stride_on_1x1 else (1, stride)
+                size = conv(f"{name}.conv1", 1, first, c, inner, size)
+                size = conv(f"{name}.conv2", 3, second, inner, inner, size)
+                last = f"{name}.conv3"
+                conv(last, 1, 1, inner, width, size, shortcut)
+            if projected:
+                conv(shortcut, 1, stride, c, width, before, last)
+            c = width
+    found.append(Convolution("head", 1, 1, c, spec.classes, (1, 1)))
+    return found
 
 
 def resnet(spec: ResNetSpec, x: TensorValue, w: Parameters) -> Outputs:
