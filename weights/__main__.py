@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphs.errors import UserError
-from weights.checkpoint import identify, interpret
+from weights.checkpoint import Checkpoint, identify, interpret
 from weights.prune import PATTERNS, SCOPES
 from weights.source import Source, find
 
@@ -71,7 +71,15 @@ def _parser() -> argparse.ArgumentParser:
         "inspect",
         "Show a model's tensors",
         "One row for each filter and matrix: its name in the checkpoint, its shape there"
-        " (out, in, height, width), stored dtype, share of zeros, and numbers.",
+        " (out, in, height, width), stored dtype, share of zeros, and numbers. Of a pruned model"
+        " also its pruned layers: the pattern of their zeros, and what runs them on a device.",
+    )
+    inspect.add_argument("--device", default="auto", help="auto, cpu, gpu or gpu:N (default: auto)")
+    inspect.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="that the model would run in (default: auto, float32)",
     )
     inspect.add_argument("--all", action="store_true", help="biases, norms and statistics too")
     inspect.set_defaults(run=_inspect)
@@ -175,8 +183,64 @@ def _inspect(options: argparse.Namespace) -> int:
     console.print(f"{trained(found.state):,} parameters (all tensors but batch norm's statistics)")
     form, spec = identify(found)
     console.print(f"{form.title}: {spec}", highlight=False)
-    interpret(found)  # says what is wrong with it, if anything
+    checkpoint = interpret(found)  # says what is wrong with it, if anything
+    _inspect_pruned(found, checkpoint, options, console)
     return 0
+
+
+def _inspect_pruned(
+    found: Source, checkpoint: Checkpoint, options: argparse.Namespace, console: Console
+) -> None:
+    """Prints the pruned layers, how they are pruned, and what would run them."""
+    from graphs.preprocess import Preprocess
+    from graphs.session import choose_sparse, find_device, find_dtype
+    from graphs.sparsity import load_table
+    from graphs.target import Target
+    from weights.patterns import pattern
+    from weights.prune import prunable
+
+    device = find_device(options.device)
+    dtype = find_dtype(options.dtype, device)
+    target, prepare = Target.of(device), Preprocess.from_config(checkpoint.preprocess)
+    size = (prepare.height, prepare.width)
+    choice = choose_sparse(checkpoint, "auto", target, dtype, size)
+    pruned = [each for each in choice.verdicts if each.pruned]
+    if not pruned:
+        return
+    where = f"{'cpu' if device.is_host else target.name}, {dtype.name}"
+    table = Table(title=f"Pruned layers, and what runs them ({where})", title_justify="left")
+    table.add_column("layer", overflow="fold")
+    for name in ("convolution", "zeros", "pattern", "runs", "gain"):
+        table.add_column(name, justify="left" if name in ("pattern", "runs") else "right")
+    form, _ = identify(found)
+    stored = {layer: form.key(weight) for layer, weight in prunable(found).items()}
+    for each in pruned:
+        layer = each.layer
+        tensor = found.state.tensors.get(stored.get(layer.name, ""))
+        table.add_row(
+            layer.name,
+            layer.title(),
+            f"{each.zeros:.1%}",
+            "" if tensor is None else pattern(tensor),
+            "sparse" if each.sparse else f"dense: {each.why}" if each.why else "dense",
+            f"{each.gain:.2f} x" if each.gain else "",
+        )
+    console.print(table)
+    console.print(f"{found.name}: {choice.short.told}", highlight=False)
+    measured = load_table(target, dtype.name)
+    if measured is None:
+        return
+    for batch in sorted({row.batch for row in measured.rows}):
+        dense, chosen = measured.estimate(choice.verdicts, batch)
+        if dense:
+            console.print(
+                f"estimated at batch {batch}: convolutions and linear layers in {chosen / 1e3:.3g}"
+                f" ms, dense {dense / 1e3:.3g} ms: {dense / chosen:.2f} x",
+                highlight=False,
+            )
+    told = measured.measured
+    machine = told["cpu"] if device.is_host else told["gpu"]
+    console.print(f"by the table of {told['date']}, {machine}", highlight=False)
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -96,7 +96,8 @@ def prune(
     """
     share = _check(sparsity, scope, pattern)
     checkpoint = interpret(found)
-    layers = prunable(found)
+    target = HUGGING_FACE[checkpoint.family]
+    layers = {layer: target.key(weight) for layer, weight in prunable(found).items()}
     skipped = SKIPPED[checkpoint.family] if skip is None else skip
     chosen = {layer: key for layer, key in layers.items() if not _matches(layer, skipped)}
     _check_skip(skipped, list(layers))
@@ -125,19 +126,18 @@ def prune(
 
 
 def prunable(found: Source) -> dict[str, str]:
-    """Maps the layers that may be pruned, as the graphs call them, to Hugging Face's keys.
+    """Maps the layers that may be pruned to their weights, both as the graphs call them.
 
     These are the convolutions and linear layers but for depthwise ones.
     """
     form = recognise(found.state.tensors, found.config, found.name)
-    target = HUGGING_FACE[form.family]
     layers = {}
     for key, weight in rename(form.rules, found.state.tensors).items():
         layer, _, kind = weight.rpartition(".")
         shape = found.state.tensors[key].shape
         linear = kind == "weight" and len(shape) == 2
         if linear or (kind == "filter" and len(shape) == 4 and shape[1] > 1):
-            layers[layer] = target.key(weight)
+            layers[layer] = weight
     return layers
 
 

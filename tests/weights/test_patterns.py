@@ -1,0 +1,41 @@
+"""Patterns of zeros: each is told from the others, and from zeros by chance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from weights.patterns import pattern
+from weights.prune import PATTERNS, keep
+
+
+def drawn(shape: tuple[int, ...] = (32, 24, 3, 3), seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("shape", [(32, 24, 3, 3), (30, 21, 1, 1), (50, 61)])
+def test_what_prune_makes_is_found(name: str, shape: tuple[int, ...]) -> None:
+    tensor = drawn(shape)
+    mask = keep({"w": tensor}, 0.5, "layer", name)["w"]
+    assert pattern(tensor * mask).startswith(name)
+
+
+def test_zeros_by_chance_are_no_blocks() -> None:
+    for share in (0.3, 0.9, 0.98):
+        mask = keep({"w": drawn()}, share, "layer", "unstructured")["w"]
+        assert pattern(drawn() * mask).startswith("unstructured") or share == 0.98
+
+
+def test_whole_channels() -> None:
+    tensor = drawn()
+    tensor[::3] = 0
+    tensor[:, 5:12] = 0
+    assert pattern(tensor) == "channels"
+
+
+def test_a_dense_layer_has_none() -> None:
+    tensor = drawn()
+    assert pattern(tensor) == ""
+    tensor.reshape(-1)[:40] = 0
+    assert pattern(tensor) == ""

@@ -1,0 +1,64 @@
+"""Tells how a layer was pruned, by where its zeros are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from graphs.sparsity import PRUNED
+from weights.layout import Array
+from weights.prune import PATTERNS, as_rows
+
+
+def pattern(tensor: Array) -> str:
+    """Names the pattern of a filter [F, C, R, S] or linear weights [out, in].
+
+    That is the coarsest of: ``channels`` (whole filters or input channels), ``8x1`` and ``1x8``
+    (weights/prune.py), ``unstructured``. Zeros that it does not explain must be fewer than
+    ``PRUNED`` of what is left. ``2:4`` is added, or takes the place of ``unstructured``, where no
+    four weights that follow one another in K hold more than two nonzeros.
+
+    Returns:
+        The pattern; nothing if fewer than ``PRUNED`` of the weights are zeros.
+    """
+    nonzero = tensor != 0
+    if _full(nonzero):
+        return ""
+    rows = as_rows(nonzero)
+    found = "unstructured"
+    if _full(_without_channels(nonzero)):
+        found = "channels"
+    else:
+        for name in ("8x1", "1x8"):
+            blocks = _filled(rows, PATTERNS[name])
+            if _full(rows[blocks]):
+                found = name
+                break
+    if _two_of_four(rows):
+        return "2:4" if found == "unstructured" else f"{found}, 2:4"
+    return found
+
+
+def _full(nonzero: Array) -> bool:
+    return nonzero.size == 0 or float(nonzero.mean()) > 1 - PRUNED
+
+
+def _without_channels(nonzero: Array) -> Array:
+    """Leaves filters and input channels away that hold nothing."""
+    filters = nonzero.reshape(len(nonzero), -1).any(1)
+    channels = nonzero.any(0) if nonzero.ndim == 2 else nonzero.any((0, 2, 3))
+    left: Array = nonzero[filters][:, channels]
+    return left
+
+
+def _filled(rows: Array, block: tuple[int, int]) -> Array:
+    """Tells of each place of rows [F, K] whether its block holds a nonzero."""
+    f, k = rows.shape
+    any_row = np.logical_or.reduceat(rows, np.arange(0, f, block[0]), axis=0)
+    blocks = np.logical_or.reduceat(any_row, np.arange(0, k, block[1]), axis=1)
+    spread: Array = blocks.repeat(block[0], 0).repeat(block[1], 1)[:f, :k]
+    return spread
+
+
+def _two_of_four(rows: Array) -> bool:
+    counts = np.add.reduceat(rows.astype(np.uint8), np.arange(0, rows.shape[1], 4), axis=1)
+    return bool(counts.max() <= 2)
