@@ -16,6 +16,7 @@ Measure maxvision beside its peers, on one machine, in one run.
 
   models    whole networks: model x dtype x batch, beside torch.compile and eager torch
   ops       each distinct layer of a network, beside torch's operator (cuDNN, cuBLAS, oneDNN)
+  sparse    a pruned model dense and sparse, layer by layer and whole; break-even tables
   profile   where one run's time goes, kernel by kernel, layer by layer
   compile   graphs for a GPU that is elsewhere: --precompiled takes them where no compiler is
   serve     our server under load, beside LitServe: latency, throughput, what bounds them
@@ -31,6 +32,8 @@ examples:
   python -m bench compile --target sm_90a --models resnet-50 --dtypes bfloat16 --out compiled
   python -m bench serve --model resnet-50 --concurrency 1,16,64 --rates 100,200 --json serve.json
   python -m bench tune --from sweep.txt --check
+  python -m bench sparse --model r50-90 --device cpu
+  python -m bench sparse --model resnet-50 --device cpu --densities 0.5,0.2,0.1,0.05,0.01 --table
   python -m bench report
 
 exit codes: 0 done; 1 a result was wrong; 2 a wrong argument, device or model
@@ -97,6 +100,25 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=_positive, default=0.2, help="of samples, a layer and side"
     )
     layers.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+
+    sparse = commands.add_parser("sparse", help="a pruned model dense and sparse")
+    _what(sparse, batches="1,16")
+    _threads(sparse)
+    sparse.add_argument(
+        "--densities",
+        type=_densities,
+        metavar="D,E",
+        help="shares of nonzeros to draw layers at, such as 0.5,0.1; the model's own if left out",
+    )
+    sparse.add_argument("--layers", action=argparse.BooleanOptionalAction, default=True)
+    sparse.add_argument("--network", action=argparse.BooleanOptionalAction, default=True)
+    sparse.add_argument(
+        "--table", action="store_true", help="write what --sparse auto looks up on this device"
+    )
+    sparse.add_argument(
+        "--seconds", type=_positive, default=0.3, help="of samples, a layer, density and side"
+    )
+    sparse.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
 
     profile = commands.add_parser("profile", help="where one run's time goes")
     _what(profile, batches="1")
@@ -182,6 +204,7 @@ def parser() -> argparse.ArgumentParser:
 def _what(command: argparse.ArgumentParser, batches: str) -> None:
     command.add_argument(
         "--models",
+        "--model",
         type=_list,
         default=["resnet-50", "cvt-13"],
         metavar="A,B",
@@ -239,6 +262,16 @@ def _batches(text: str) -> list[int]:
     numbers = [int(part) if part.isdecimal() else 0 for part in _list(text)]
     if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"expects numbers of at least 1 but is {text!r}")
+    return numbers
+
+
+def _densities(text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in _list(text)]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number <= 1 for number in numbers):
+        raise argparse.ArgumentTypeError(f"expects shares above 0 and up to 1 but is {text!r}")
     return numbers
 
 

@@ -1,0 +1,360 @@
+"""``python -m bench sparse``: dense and sparse convolutions, layer by layer and whole networks.
+
+Each distinct convolution of a network runs as its dense kernel and as its sparse one, on the same
+weights, bias and activation included, after both gave the same result. Without ``--densities`` the
+weights are the model's own, so that a pruned model is measured as it is; with them each layer is
+drawn at random at every density. Both run in turn, round after round. A network runs as ``--sparse
+never``, ``auto`` and ``always`` compile it, in turn too; with ``--densities`` all its layers but
+the first and the last have that density, at random. Times are medians; ``p10`` are lower deciles,
+what other programs disturb least, and what gains and break-even points are made of.
+
+``--table`` writes what ``auto`` looks up: graphs/breakeven/DEVICE-DTYPE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from max.driver import Buffer, Device
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.engine import Model as Executable
+from max.graph import DeviceRef, Graph, Module, TensorType
+from rich.console import Console
+from rich.table import Table
+
+from bench.__main__ import FAILED, dtypes
+from bench.begin import begin
+from bench.engines import TORCH
+from bench.records import write
+from bench.references import checkpoint, reference_model
+from bench.timing import Clock, HostClock, MaxClock, rounded, sample
+from graphs import nodes, sparsity
+from graphs.convolution import Convolution
+from graphs.errors import ArgumentError, DeviceError, ModelError
+from graphs.parameters import Parameters
+from graphs.preprocess import Preprocess
+from graphs.session import Model, Unchecked, convolutions, find_dtype
+from graphs.target import Target
+from weights import Checkpoint
+
+DENSITIES = (0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.02, 0.01)
+"""Those of a table, unless others are asked for."""
+ROUNDS = 6
+CLOSE = {DType.float32: 1e-4, DType.bfloat16: 3e-2, DType.float16: 4e-3}
+"""Largest difference of dense and sparse over the largest value."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A distinct convolution and its weights at one density.
+
+    Attributes:
+        layer: The first of its kind in the network.
+        names: Of all layers of this kind and, if they are the model's own, this density.
+        density: Share of nonzeros.
+        filters: [R, S, C, F].
+    """
+
+    layer: Convolution
+    names: tuple[str, ...]
+    density: float
+    filters: np.ndarray
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures what was asked for, prints it, and writes records and tables."""
+    device, facts = begin(options, __doc__)
+    target = Target.of(device)
+    densities = options.densities or (DENSITIES if options.table else None)
+    records: list[dict[str, Any]] = []
+    for dtype in dtypes(options, gpu=not device.is_host):
+        kind = find_dtype(dtype, device)
+        if device.is_host and kind != DType.float32:
+            raise DeviceError(f"bench sparse expects float32 on a CPU but dtypes has {dtype}")
+        begun = len(records)
+        for name in options.models:
+            model = checkpoint(name, reference_model(name))
+            prepare = Preprocess.from_config(model.preprocess)
+            layers = convolutions(model.spec, (prepare.height, prepare.width))
+            cell = {
+                "model": Path(name).name, "dtype": dtype, "engine": "maxvision",
+                "device": "cpu" if device.is_host else f"gpu:{device.id}",
+            }  # fmt: skip
+
+            def keep(found: Iterator[dict[str, Any]], cell: dict[str, Any] = cell) -> None:
+                for record in found:
+                    records.append({**cell, **record})
+                    if options.json:
+                        write(options.json, facts, records)
+
+            if options.layers:
+                cases = list(drawn(layers, densities) if densities else own(model, layers))
+                keep(measure_layers(cases, device, kind, options))
+            if options.network:
+                keep(measure_networks(model, densities, device, kind, options))
+            show([each for each in records[begun:] if each["model"] == cell["model"]])
+        if options.table:
+            write_table(records[begun:], target, dtype, facts)
+    return 0 if all(record["passed"] for record in records) else FAILED
+
+
+def kinds(layers: Sequence[Convolution]) -> dict[Convolution, list[str]]:
+    """Groups the layers that have a sparse kernel by all but their names."""
+    found: dict[Convolution, list[str]] = {}
+    for layer in layers:
+        if layer.groups == 1:
+            found.setdefault(replace(layer, name="", partner=""), []).append(layer.name)
+    return found
+
+
+def drawn(layers: Sequence[Convolution], densities: Sequence[float]) -> Iterator[Case]:
+    """Draws each kind of layer at each density."""
+    rng = np.random.default_rng(0)
+    for layer, names in kinds(layers).items():
+        shape = (layer.kernel, layer.kernel, layer.channels, layer.filters)
+        filters = rng.standard_normal(shape, np.float32) / np.float32(math.prod(shape[:3]) ** 0.5)
+        order = rng.random(shape, np.float32)
+        for density in densities:
+            kept = filters * (order < np.quantile(order, density))
+            yield Case(replace(layer, name=names[0]), tuple(names), density, kept)
+
+
+def own(model: Checkpoint, layers: Sequence[Convolution]) -> Iterator[Case]:
+    """Takes the pruned layers of a model, those of one kind and density (in percent) once.
+
+    Raises:
+        ModelError: If there are none.
+    """
+    zeros = {layer.name: model.zeros(layer.name) for layer in layers}
+    found: dict[tuple[Convolution, int], list[str]] = {}
+    for layer, names in kinds(layers).items():
+        for name in names:
+            if zeros[name] >= sparsity.PRUNED:
+                found.setdefault((layer, round(100 * zeros[name])), []).append(name)
+    if not found:
+        raise ModelError(
+            f"{model.name}: bench sparse expects a pruned model but no layer has"
+            f" {sparsity.PRUNED:.0%} zeros; prune it with python -m weights prune, or give"
+            " --densities"
+        )
+    for (layer, _), names in found.items():
+        key = f"{names[0]}.filter"
+        filters = model.tensors[key if key in model.tensors else f"{names[0]}.weight"]
+        filters = filters.reshape(layer.kernel, layer.kernel, layer.channels, layer.filters)
+        density = np.count_nonzero(filters) / max(filters.size, 1)
+        yield Case(replace(layer, name=names[0]), tuple(names), density, filters)
+
+
+def measure_layers(
+    cases: Sequence[Case], device: Device, dtype: DType, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Compiles all cases at once, and measures one after the other."""
+    models = compile_cases(cases, device, dtype)
+    clock: Clock = HostClock() if device.is_host else MaxClock(device)
+    for batch in options.batches:
+        for case, (dense, sparse) in zip(cases, models, strict=True):
+            x = _input(case.layer, batch, dtype, device)
+            found = [_result(each, x) for each in (dense, sparse)]
+            apart = _apart(*found)
+            steps = [_step(each, x, device) for each in (dense, sparse)]
+            spent = in_turn(clock, steps, options.seconds)
+            yield {
+                "kind": "sparse layer", "batch": batch, "layer": case.layer.title(),
+                "kernel": case.layer.kernel, "stride": case.layer.stride,
+                "channels": case.layer.channels, "filters": case.layer.filters,
+                "pixels": case.layer.pixels, "count": len(case.names), "names": case.names,
+                "density": rounded(case.density, 3),
+                "dense_us": _us(spent[0], 50), "sparse_us": _us(spent[1], 50),
+                "dense_p10_us": _us(spent[0], 10), "sparse_p10_us": _us(spent[1], 10),
+                "gain": rounded(_us(spent[0], 10) / _us(spent[1], 10), 3),
+                "difference": rounded(apart), "passed": bool(apart <= CLOSE[dtype]),
+            }  # fmt: skip
+
+
+def compile_cases(
+    cases: Sequence[Case], device: Device, dtype: DType
+) -> list[tuple[Executable, Executable]]:
+    """Compiles the dense and the sparse graph of every case, all in one module."""
+    place = DeviceRef.from_device(device)
+    bias = np.random.default_rng(1)
+    named = {f"case{i}.w.filter": case.filters for i, case in enumerate(cases)}
+    for i, case in enumerate(cases):
+        named[f"case{i}.w.bias"] = bias.standard_normal(case.layer.filters, np.float32)
+    parameters = Parameters(named, place, dtype)
+    module = Module()
+    for i, case in enumerate(cases):
+        layer = case.layer
+        h, w = (side * layer.stride for side in layer.size)
+        image = TensorType(dtype, ["batch", h, w, layer.channels], device=place)
+        for kind in ("dense", "sparse"):
+            with Graph(
+                f"{kind}{i}", input_types=[image], kernel_library=Unchecked(), module=module
+            ) as graph:
+                filter = parameters.at(f"case{i}").filter("w", sparse=kind == "sparse")
+                padding = layer.kernel // 2
+                x = graph.inputs[0].tensor
+                y = nodes.conv2d(x, filter, stride=layer.stride, padding=padding, epilogue="relu")
+                graph.output(y)
+    session = InferenceSession(devices=[device])
+    compiled = session.compile(module, custom_extensions=[nodes.OPS])
+    models = session.init_all(compiled, weights_registry=parameters.registry(device))
+    return [(models[f"dense{i}"], models[f"sparse{i}"]) for i in range(len(cases))]
+
+
+def measure_networks(
+    model: Checkpoint,
+    densities: Sequence[float] | None,
+    device: Device,
+    dtype: DType,
+    options: argparse.Namespace,
+) -> Iterator[dict[str, Any]]:
+    """Measures whole networks: dense, as ``auto`` chooses, and sparse, in turn."""
+    clock: Clock = HostClock() if device.is_host else MaxClock(device)
+    for density in densities or (None,):
+        source = model if density is None else thinned(model, density)
+        made = {mode: Model(source, device, dtype, sparse=mode) for mode in sparsity.MODES}
+        rng = np.random.default_rng(0)
+        for batch in options.batches:
+            size = made["never"].preprocess
+            shape = (batch, size.height, size.width, model.spec.channels)
+            levels = rng.integers(0, 256, shape, np.uint8)
+            x = Buffer.from_numpy(levels).to(device)
+            executables = [made[mode].executable() for mode in made]
+            found = [_result(each, [x]) for each in executables]
+            steps = [_step(each, [x], device) for each in executables]
+            spent = in_turn(clock, steps, 4 * options.seconds)
+            for i, (mode, each) in enumerate(made.items()):
+                apart = _apart(found[0], found[i])
+                yield {
+                    "kind": "sparse network", "batch": batch, "sparse": mode,
+                    "density": density, "told": each.sparse.told,
+                    "sparse_layers": len(each.sparse.layers),
+                    "ms": rounded(_us(spent[i], 50) / 1e3),
+                    "p10_ms": rounded(_us(spent[i], 10) / 1e3),
+                    "gain": rounded(_us(spent[0], 10) / _us(spent[i], 10), 3),
+                    "difference": rounded(apart), "passed": bool(apart <= 4 * CLOSE[dtype]),
+                }  # fmt: skip
+
+
+def thinned(model: Checkpoint, density: float) -> Checkpoint:
+    """Sets weights of every layer but the first and the last to zero, at random."""
+    rng = np.random.default_rng(0)
+    prepare = Preprocess.from_config(model.preprocess)
+    layers = convolutions(model.spec, (prepare.height, prepare.width))[1:-1]
+    names = {layer.name for layer in layers if layer.groups == 1}
+    tensors = {}
+    for name, tensor in model.tensors.items():
+        layer, _, kind = name.rpartition(".")
+        thin = layer in names and kind in ("filter", "weight")
+        tensors[name] = tensor * (rng.random(tensor.shape) < density) if thin else tensor
+    return replace(model, tensors={k: v.astype(np.float32) for k, v in tensors.items()})
+
+
+def in_turn(clock: Clock, steps: Sequence[Callable[[], Any]], seconds: float) -> list[list[float]]:
+    """Times each step for about ``seconds``, round after round, ms."""
+    samples: list[list[float]] = [[] for _ in steps]
+    for _ in range(ROUNDS):
+        for step, times in zip(steps, samples, strict=True):
+            times += sample(clock, step, seconds / ROUNDS)
+    return samples
+
+
+def _input(layer: Convolution, batch: int, dtype: DType, device: Device) -> list[Buffer]:
+    h, w = (side * layer.stride for side in layer.size)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((batch, h, w, layer.channels), generator=generator).to(TORCH[dtype.name])
+    return [Buffer.from_dlpack(x).to(device)]
+
+
+def _result(executable: Executable, x: Sequence[Buffer]) -> np.ndarray:
+    (y,) = executable.execute(*x)
+    return torch.from_dlpack(y).float().cpu().numpy().copy()
+
+
+def _apart(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).max() / np.abs(one).max())
+
+
+def _step(executable: Executable, x: Sequence[Buffer], device: Device) -> Callable[[], Any]:
+    if device.is_host:
+        return lambda: executable.execute(*x)
+    key = x[0].shape[0]
+    executable.capture(key, *x)
+    return lambda: executable.replay(key, *x)
+
+
+def _us(times: Sequence[float], percentile: int) -> float:
+    return rounded(float(np.percentile(times, percentile)) * 1e3)
+
+
+def write_table(
+    records: Sequence[Mapping[str, Any]], target: Target, dtype: str, facts: Mapping[str, Any]
+) -> None:
+    """Writes what ``--sparse auto`` looks up on such a device."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in records:
+        if record["kind"] != "sparse layer" or not record["passed"]:
+            continue
+        keys = ("kernel", "stride", "channels", "filters", "pixels", "batch")
+        row = rows.setdefault(
+            tuple(record[key] for key in keys),
+            {key: record[key] for key in keys} | {"dense_us": [], "sparse_us": {}},
+        )
+        row["dense_us"].append(record["dense_p10_us"])
+        row["sparse_us"].setdefault(record["density"], record["sparse_p10_us"])
+    if not rows:
+        raise ArgumentError("--table expects layers but none were measured; leave --no-layers out")
+    lines = []
+    for row in rows.values():
+        row["dense_us"] = rounded(float(np.median(row["dense_us"])))
+        row["sparse_us"] = sorted(row["sparse_us"].items())
+        lines.append(json.dumps(row))
+    name = sparsity.table_name(target, dtype)
+    device = name.removesuffix(f"-{dtype}.json")
+    kept = ("cpu", "gpu", "commit", "date", "command")
+    measured = {key: facts[key] for key in kept if key in facts}
+    path = sparsity.TABLES / name
+    text = ",\n".join(lines)
+    head = f'"device": "{device}", "dtype": "{dtype}",\n"measured": {json.dumps(measured)},'
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'{{{head}\n"rows": [\n{text}\n]}}\n', encoding="utf-8")
+    sys.stderr.write(f"wrote {path}\n")
+
+
+def show(records: Sequence[Mapping[str, Any]]) -> None:
+    """Prints a table of the layers, one row each and a column each density, and of networks."""
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    first = records[0]
+    title = f"{first['model']}, {first['dtype']}, {first['device']}"
+    table = Table(title=f"{title}: layers", title_justify="left")
+    for name in ("layer", "times", "batch", "density", "dense µs", "sparse µs", "gain", ""):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for r in (each for each in records if each["kind"] == "sparse layer"):
+        table.add_row(
+            r["layer"], str(r["count"]), str(r["batch"]), f"{r['density']:.3g}",
+            f"{r['dense_us']:,.4g}", f"{r['sparse_us']:,.4g}", f"{r['gain']:.2f} x",
+            "" if r["passed"] else "WRONG",
+        )  # fmt: skip
+    if table.row_count:
+        console.print(table)
+    table = Table(title=f"{title}: networks", title_justify="left")
+    for name in ("batch", "density", "sparse", "layers", "p50 ms", "p10", "gain", ""):
+        table.add_column(name, justify="right")
+    for r in (each for each in records if each["kind"] == "sparse network"):
+        table.add_row(
+            str(r["batch"]), "its own" if r["density"] is None else f"{r['density']:.3g}",
+            r["sparse"], str(r["sparse_layers"]), f"{r['ms']:,.4g}", f"{r['p10_ms']:,.4g}",
+            f"{r['gain']:.2f} x", "" if r["passed"] else "WRONG",
+        )  # fmt: skip
+    if table.row_count:
+        console.print(table)
