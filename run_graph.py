@@ -102,6 +102,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="precision of the model (default: auto, what suits the device)")  # fmt: skip
     add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU;"
         " else NVIDIA's tensor cores round it to TF32")  # fmt: skip
+    add("--sparse", default="auto", choices=["auto", "always", "never"],
+        help="what runs a pruned model's layers: sparse convolutions where they were measured to be"
+        " faster (auto), always, or never")  # fmt: skip
     add("--batch-size", type=_count, metavar="N",
         help="images that run together (default: 8 on a CPU, 32 on a GPU)")  # fmt: skip
     add("--top-k", type=_count, default=5, metavar="K", help="labels an image (default: 5)")

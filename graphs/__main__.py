@@ -72,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_false",
         help="multiply float32 exactly on a GPU; by default NVIDIA's tensor cores round to TF32",
     )
+    compiling.add_argument(
+        "--sparse",
+        default="auto",
+        choices=["auto", "always", "never"],
+        help="what runs pruned layers: sparse convolutions where they were measured to be faster"
+        " on such a device (auto), always, or never",
+    )
     compiling.add_argument("--revision", metavar="R", help="branch, tag or commit of a hub model")
     compiling.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     compiling.add_argument(
@@ -96,14 +103,16 @@ def _compile(options: argparse.Namespace) -> int:
             target=options.target,
             dtype=options.dtype,
             tf32=options.tf32,
+            sparse=options.sparse,
             revision=options.revision,
             force=options.force,
             progress=say,
         )
     size = sum(file["bytes"] for file in made.files.values()) / 1e6
+    told = f"; {made.sparse.told}" if made.sparse.told else ""
     print(
         f"wrote {options.output} in {time.perf_counter() - start:.1f} s: {made.name} for"
-        f" {made.target.name}, {made.dtype}, {size:.1f} MB"
+        f" {made.target.name}, {made.dtype}, {size:.1f} MB{told}"
     )
     return 0
 
@@ -123,6 +132,7 @@ def _inspect(options: argparse.Namespace) -> int:
         "target": f"{found.target.name} (on {found.target.machine})",
         "needs": ", ".join(found.target.features) or "nothing beyond that",
         "dtype": f"{found.dtype} by TF32" if found.tf32 else found.dtype,
+        "sparse": f"{found.sparse.mode}: {found.sparse.told or 'not pruned'}",
         "compiled with": ", ".join(f"{name} {v}" for name, v in found.versions.items()),
     }
     for name, file in found.files.items():

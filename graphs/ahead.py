@@ -8,15 +8,16 @@ from pathlib import Path
 
 from max.dtype import DType
 from max.engine import CompiledModel, InferenceSession
-from max.graph import DeviceRef
+from max.graph import DeviceRef, Graph, KernelLibrary
 
 import weights
 from graphs import cache, package
 from graphs.errors import ArgumentError, ModelError
 from graphs.folder import new_folder
 from graphs.package import Package
+from graphs.parameters import Parameters
 from graphs.preprocess import Preprocess
-from graphs.session import Unchecked, build, find_dtype
+from graphs.session import Unchecked, build, choose_sparse, find_dtype
 from graphs.target import Target
 from run_graph import __version__
 from weights.convert import configuration
@@ -29,6 +30,7 @@ def compile(
     target: str = "cpu",
     dtype: str = "auto",
     tf32: bool = True,
+    sparse: str = "auto",
     revision: str | None = None,
     force: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -44,6 +46,7 @@ def compile(
             need not be here, such as ``sm_90a`` or ``gfx942``.
         dtype: Of activations and filters, as in ``graphs.load``; so is ``tf32``.
         tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
+        sparse: What runs pruned layers, as in ``graphs.load``.
         revision: Branch, tag or commit on the hub.
         force: Replace ``folder`` if it holds a compiled model.
         progress: Called with a sentence before each step that takes time.
@@ -51,7 +54,8 @@ def compile(
     Raises:
         ArgumentError: If an argument is wrong, or ``folder`` cannot be written.
         DeviceError: If the target's kernels do not take the dtype.
-        ModelError: If the model cannot be read, or takes no pictures.
+        ModelError: If the model cannot be read, or takes no pictures, or is asked to run sparse
+            and is not pruned.
     """
     wanted = Target.parse(target)
     if package.is_here(source):
@@ -78,14 +82,20 @@ def compile(
         kind = find_dtype(dtype, device)
         place = DeviceRef.from_device(device)
         rounds = tf32 and kind == DType.float32 and wanted.api == "cuda"
-        graph, parameters = build(
-            checkpoint, place, kind, size=size, tf32=rounds, kernels=Unchecked()
-        )
+        choice = choose_sparse(checkpoint, sparse, wanted, kind, size)
+
+        def built(kernels: KernelLibrary | None = None) -> tuple[Graph, Parameters]:
+            layers = choice.layers
+            return build(
+                checkpoint, place, kind, size=size, tf32=rounds, sparse=layers, kernels=kernels
+            )
+
+        graph, parameters = built(Unchecked())
 
         def compiled() -> CompiledModel:
             if progress:
                 progress(f"compiling {checkpoint.name} for {wanted.name}")
-            checked, _ = build(checkpoint, place, kind, size=size, tf32=rounds)
+            checked, _ = built()
             return InferenceSession(devices=[device]).compile(checked)
 
         mef = cache.compiled(graph, wanted, compiled)
@@ -98,6 +108,7 @@ def compile(
             target=wanted,
             dtype=kind,
             tf32=rounds,
+            sparse=choice.short,
             graph=mef,
             weights=parameters.bound,
             config=configuration(checkpoint.spec, checkpoint.labels),

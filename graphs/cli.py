@@ -63,6 +63,7 @@ def classify(args: argparse.Namespace, started: float) -> int:
             device=args.device,
             dtype=args.dtype,
             tf32=args.tf32,
+            sparse=args.sparse,
             batch_size=args.batch_size,
             revision=args.revision,
             progress=say,
@@ -341,6 +342,8 @@ def _compact() -> Callable[[Answer], None]:
 def _summary(model: Model, times: Times, tally: Tally) -> str:
     precision = "float32 by TF32" if model.tf32 else model.dtype
     parts = [f"{_clean(model.name)} on {model.device}, {precision}"]
+    if model.sparse.told:
+        parts.append(model.sparse.told)
     if tally.done > model.batch_size:
         rate = tally.done / max(times.all, 1e-6)
         parts.append(f"{tally.done:,} images in {times.all:,.1f} s, {rate:,.0f} images/s")

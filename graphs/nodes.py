@@ -9,6 +9,7 @@ symbolic, all other sizes are known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,8 @@ def linear(
 ) -> TensorValue:
     """Multiplies x[..., C] by a linear layer's weights into [..., F]: bmm with one b for all.
 
+    Sparse weights run as ``sparse_conv2d``; then x is [N, ..., C].
+
     Raises:
         ArgumentError: If shapes or epilogue do not fit.
         DeviceError: If the device has no kernel for the dtype.
@@ -209,12 +212,27 @@ def linear(
             f"linear: weight [C, F] expects C={weight.shape[2]} but input x[..., C] has C={c}"
         )
     if weight.dense is None:
-        raise ArgumentError("linear: expects a dense weight but has a sparse one")
+        return _sparse_linear(x, weight, epilogue, residual)
     layout = "packed" if x.device.is_cpu() else "nk"
     out = TensorType(x.dtype, [*x.shape[:-1], weight.shape[3]], device=x.device)
     weights, scale = [weight.dense, weight.bias], _host([1.0], DType.float32)
     parameters = {"layout": layout, "tf32": _tf32(x, weight.tf32)}
     return _fused("bmm", x, weights, residual, [scale], out, epilogue, parameters)
+
+
+def _sparse_linear(
+    x: TensorValue, weight: Filter, epilogue: str, residual: TensorValue | None
+) -> TensorValue:
+    """Multiplies x[N, ..., C] as a sparse convolution of 1 x 1, each of N an image of one row."""
+    between = [_static("linear", dim, "every size but N of x[N, ..., C]") for dim in x.shape[1:-1]]
+    count = math.prod(between)
+
+    def image(value: TensorValue) -> TensorValue:
+        return value.reshape((value.shape[0], 1, count, value.shape[-1]))
+
+    residual = None if residual is None else image(residual)
+    y = conv2d(image(x), weight, epilogue=epilogue, residual=residual)
+    return y.reshape((x.shape[0], *between, weight.shape[3]))
 
 
 def qkv_linear(

@@ -32,10 +32,11 @@ from graphs.cvt import CvtSpec
 from graphs.errors import ModelError
 from graphs.parameters import ALIGNMENT, Bound, buffer
 from graphs.resnet import ResNetSpec
+from graphs.sparsity import Chosen
 from graphs.target import Target
 
 FORMAT = "maxvision compiled model"
-VERSION = 1
+VERSION = 2
 MANIFEST, GRAPH, WEIGHTS = "manifest.json", "graph.mef", "weights.safetensors"
 CONFIG, PREPROCESS = "config.json", "preprocessor_config.json"
 
@@ -63,6 +64,7 @@ class Package:
         target: What it was compiled for.
         dtype: Of activations and filters.
         tf32: Whether its products of float32 are rounded to TF32 first.
+        sparse: Which of its layers run as sparse convolutions.
         versions: Of what it was compiled with.
         files: Size in bytes and SHA-256 of every file but the manifest.
     """
@@ -76,6 +78,7 @@ class Package:
     target: Target
     dtype: str
     tf32: bool
+    sparse: Chosen
     versions: dict[str, str]
     files: dict[str, dict[str, Any]]
 
@@ -146,7 +149,7 @@ def read(source: str | os.PathLike[str]) -> Package:
             json.loads(_read(folder, name, files[name])) for name in (CONFIG, PREPROCESS)
         )
         labels = [config["id2label"][str(i)] for i in range(len(config["id2label"]))]
-        target = manifest["target"]
+        target, sparse = manifest["target"], manifest["sparse"]
         return Package(
             folder=folder,
             name=manifest["model"],
@@ -157,6 +160,7 @@ def read(source: str | os.PathLike[str]) -> Package:
             target=Target(**{**target, "features": tuple(target["features"])}),
             dtype=manifest["dtype"],
             tf32=manifest["tf32"],
+            sparse=Chosen(**{**sparse, "layers": tuple(sparse["layers"])}),
             versions=versions,
             files=files,
         )
@@ -172,6 +176,7 @@ def write(
     target: Target,
     dtype: DType,
     tf32: bool,
+    sparse: Chosen,
     graph: bytes,
     weights: Mapping[str, Bound],
     config: dict[str, Any],
@@ -195,6 +200,7 @@ def write(
         "target": asdict(target),
         "dtype": dtype.name,
         "tf32": tf32,
+        "sparse": asdict(sparse),
         "versions": {"max": max_version, **versions},
         "files": {path.name: _sum(path) for path in sorted(folder.iterdir())},
     }

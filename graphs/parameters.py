@@ -8,7 +8,7 @@ and handed over when the model loads, one after the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,7 @@ class Parameters:
         prefix: What the names here begin with in ``tensors``.
         shapes: The shapes of ``tensors``, if those are to be left alone while the graph is built.
         tf32: Whether a GPU may round float32 to TF32 for products.
+        sparse: The layers whose filters are kept as compressed rows, by their whole names.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Parameters:
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         *,
         tf32: bool = True,
+        sparse: Collection[str] = (),
     ) -> None:
         self.tensors = tensors
         self.device = device
@@ -108,13 +110,20 @@ class Parameters:
         self.prefix = prefix
         self.shapes = shapes
         self.tf32 = tf32
+        self.sparse = sparse
         self.bound: dict[str, Bound] = {}
 
     def at(self, prefix: str) -> Parameters:
         """Narrows to the names that begin with ``prefix`` and a dot."""
         narrowed = f"{self.prefix}{prefix}."
         inner = Parameters(
-            self.tensors, self.device, self.dtype, narrowed, self.shapes, tf32=self.tf32
+            self.tensors,
+            self.device,
+            self.dtype,
+            narrowed,
+            self.shapes,
+            tf32=self.tf32,
+            sparse=self.sparse,
         )
         inner.bound = self.bound
         return inner
@@ -126,9 +135,11 @@ class Parameters:
     def filter(self, name: str, groups: int = 1, *, sparse: bool = False) -> Filter:
         """Returns ``name.filter`` (or the linear ``name.weight``) with ``name.bias``.
 
-        A missing bias is zeros. With ``sparse`` only the filter's nonzeros are kept.
+        A missing bias is zeros. With ``sparse``, or if it is one of the sparse layers, only the
+        filter's nonzeros are kept.
         """
         key = f"{name}.filter" if self.has(f"{name}.filter") else f"{name}.weight"
+        sparse = sparse or self.prefix + name in self.sparse
         shape = self._filter_shape(key)
         bias_key = f"{name}.bias"
         if self.has(bias_key):
@@ -159,6 +170,7 @@ class Parameters:
             and accelerator_api() == "cuda"
             and self.dtype in (DType.bfloat16, DType.float16)
             and arrange.has_stem(shape, stride)
+            and self.prefix + name not in self.sparse
         )
         if not fused:
             return self.filter(name)

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -25,7 +25,8 @@ from max.engine import CompiledModel, InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary, TensorType
 
-from graphs import cache, cvt, nodes, package, resnet
+from graphs import cache, cvt, nodes, package, resnet, sparsity
+from graphs.convolution import Convolution
 from graphs.cvt import CvtSpec
 from graphs.errors import ArgumentError, DeviceError, ImageError, ModelError
 from graphs.outputs import Outputs
@@ -34,6 +35,7 @@ from graphs.parameters import Parameters
 from graphs.preprocess import Preprocess, Source, load_batch
 from graphs.replay import Replays
 from graphs.resnet import ResNetSpec
+from graphs.sparsity import Choice, Chosen
 from graphs.target import Target
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     tf32: bool = True,
+    sparse: str = "auto",
     batch_size: int | None = None,
     revision: str | None = None,
     progress: Callable[[str], None] | None = None,
@@ -90,6 +93,8 @@ def load(
             the first two); ``auto`` is float32.
         tf32: Whether NVIDIA's tensor cores may round float32 to TF32 (10 bits of mantissa) before
             they multiply, several times as fast; other devices multiply float32 exactly.
+        sparse: What runs the pruned layers of a model (graphs/sparsity.py): ``auto``, sparse
+            convolutions where measurements say that they are faster; ``always``; ``never``.
         batch_size: Images that ``classify`` runs at a time; 32 on a GPU and 8 on a CPU if None.
         revision: Branch, tag or commit on the hub.
         progress: Called with a sentence before each step that takes time.
@@ -101,8 +106,10 @@ def load(
     """
     if batch_size is not None and batch_size < 1:
         raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
+    if sparse not in sparsity.MODES:
+        raise ArgumentError(f"sparse expects {', '.join(sparsity.MODES)} but is {sparse!r}")
     if package.is_here(source):
-        return _unpack(source, device, dtype, batch_size, tf32)
+        return _unpack(source, device, dtype, batch_size, tf32, sparse)
     import weights
 
     place = find_device(device)
@@ -110,12 +117,14 @@ def load(
     watch = Watch()
     checkpoint = weights.load(source, revision=revision, progress=progress)
     watch.lap("weights")
-    model = Model(checkpoint, place, kind, batch_size, watch, tf32=tf32)
+    model = Model(checkpoint, place, kind, batch_size, watch, tf32=tf32, sparse=sparse)
     model.compile(progress)
     return model
 
 
-def _unpack(source: str, device: str, dtype: str, batch_size: int | None, tf32: bool) -> Model:
+def _unpack(
+    source: str, device: str, dtype: str, batch_size: int | None, tf32: bool, sparse: str
+) -> Model:
     """Loads a model that was compiled ahead of time."""
     watch = Watch()
     packed = package.read(source)
@@ -134,6 +143,11 @@ def _unpack(source: str, device: str, dtype: str, batch_size: int | None, tf32: 
     if packed.tf32 and not tf32:
         raise DeviceError(
             f"{packed.name}: was compiled to round float32 to TF32; compile it with --no-tf32"
+        )
+    if sparse not in ("auto", packed.sparse.mode):
+        raise DeviceError(
+            f"{packed.name}: was compiled with sparse {packed.sparse.mode} but sparse is {sparse};"
+            f" leave it out or compile with --sparse {sparse}"
         )
     place = packed.target.open(index)
     model = Model(packed, place, DTYPES[packed.dtype], batch_size, watch, tf32=packed.tf32)
@@ -197,6 +211,7 @@ def build(
     pixels: DType = DType.uint8,
     everything: bool = False,
     tf32: bool = True,
+    sparse: Collection[str] = (),
     kernels: KernelLibrary | None = None,
 ) -> tuple[Graph, Parameters]:
     """Builds the graph of a checkpoint's network for images of one size, any batch.
@@ -209,6 +224,7 @@ def build(
         pixels: uint8 levels, which the graph normalises, or float32, normalised already.
         everything: Give features and stages beside the logits.
         tf32: Whether products of float32 may be rounded to TF32 on a GPU.
+        sparse: The layers that run as sparse convolutions; see ``choose_sparse``.
         kernels: The ops; maxvision's own, compiled if need be, if None.
 
     Returns:
@@ -227,7 +243,7 @@ def build(
     }
     shapes = {**weights_of(spec), **{name: levels[name].shape for name in levels}}
     tensors: Mapping[str, np.ndarray] = ChainMap(levels, checkpoint.tensors)  # type: ignore[arg-type]
-    parameters = Parameters(tensors, device, dtype, shapes=shapes, tf32=tf32)
+    parameters = Parameters(tensors, device, dtype, shapes=shapes, tf32=tf32, sparse=sparse)
     image = TensorType(pixels, ["batch", *size, spec.channels], device=device)
     extensions = [] if kernels else [cache.library()]
     with Graph(
@@ -242,6 +258,28 @@ def build(
             ends += [outputs.features, *outputs.stages]
         graph.output(*ends)
     return graph, parameters
+
+
+def choose_sparse(
+    checkpoint: Checkpoint, mode: str, target: Target, dtype: DType, size: tuple[int, int]
+) -> Choice:
+    """Chooses which layers of a checkpoint's network run as sparse convolutions.
+
+    Args:
+        checkpoint: The model.
+        mode: ``auto``, ``always`` or ``never``.
+        target: What the graph is for.
+        dtype: Of activations and filters.
+        size: Height and width of the images in px.
+
+    Raises:
+        ArgumentError: If there is no such mode.
+        DeviceError: If ``always`` is asked of a device that has no sparse kernel for the dtype.
+        ModelError: If ``always`` is asked of a model without a pruned layer.
+    """
+    layers = convolutions(checkpoint.spec, size)
+    zeros = {each.name: checkpoint.zeros(each.name) for each in layers}
+    return sparsity.choose(checkpoint.name, layers, zeros, mode, target, dtype)
 
 
 class Watch:
@@ -275,6 +313,14 @@ def weights_of(spec: Any) -> dict[str, tuple[int, ...]]:
         return resnet.parameters(spec)
     assert isinstance(spec, CvtSpec)
     return cvt.parameters(spec)
+
+
+def convolutions(spec: Any, size: tuple[int, int]) -> list[Convolution]:
+    """Lists the convolutions and linear layers of the network, on images of ``size`` px."""
+    if isinstance(spec, ResNetSpec):
+        return resnet.convolutions(spec, size)
+    assert isinstance(spec, CvtSpec)
+    return cvt.convolutions(spec, size)
 
 
 def network(spec: Any, x: Any, parameters: Parameters) -> Outputs:
@@ -311,6 +357,7 @@ class Model:
         watch: Watch | None = None,
         *,
         tf32: bool = True,
+        sparse: str = "auto",
     ) -> None:
         self.name = source.name
         self.family = source.family
@@ -322,6 +369,8 @@ class Model:
         self.batch_size = batch_size or (8 if device.is_host else 32)
         self.spec = source.spec
         self._source = source
+        self._sparse = sparse
+        self._choices: dict[tuple[int, int], Choice] = {}
         self._device = device
         self._dtype = dtype
         self._session = InferenceSession(devices=[device])
@@ -416,6 +465,22 @@ class Model:
     def executable(self) -> Executable:
         """Gives the compiled graph for the images that ``preprocess`` makes: uint8 to logits."""
         return self._executable(*self._usual)
+
+    @property
+    def sparse(self) -> Chosen:
+        """Says which layers run as sparse convolutions on images that ``preprocess`` makes."""
+        if isinstance(self._source, Package):
+            return self._source.sparse
+        return self._choose(self._usual[0]).short
+
+    def _choose(self, size: tuple[int, int]) -> Choice:
+        assert not isinstance(self._source, Package)
+        if size not in self._choices:
+            target = Target.of(self._device)
+            self._choices[size] = choose_sparse(
+                self._source, self._sparse, target, self._dtype, size
+            )
+        return self._choices[size]
 
     @property
     def _usual(self) -> tuple[tuple[int, int], DType, bool]:
@@ -536,5 +601,6 @@ class Model:
             pixels=pixels,
             everything=everything,
             tf32=self.tf32,
+            sparse=self._choose((height, width)).layers,
             kernels=kernels,
         )

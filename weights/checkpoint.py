@@ -15,7 +15,7 @@ from graphs.cvt import CvtSpec
 from graphs.errors import ModelError
 from weights import metadata
 from weights.formats import Format, Spec, recognise, specify
-from weights.layout import Shape, fold, unfold
+from weights.layout import Folded, Shape, fold, unfold
 from weights.rules import apply
 from weights.source import Source, find
 
@@ -40,6 +40,14 @@ class Checkpoint:
     tensors: Mapping[str, NDArray[np.float32]]
     labels: list[str]
     preprocess: dict[str, Any]
+
+    def zeros(self, layer: str) -> float:
+        """Tells the share of zeros of a convolution's filter or a linear layer's weights."""
+        name = f"{layer}.filter" if f"{layer}.filter" in self.tensors else f"{layer}.weight"
+        if isinstance(self.tensors, Folded):
+            return self.tensors.zeros(name)
+        weight = self.tensors[name]
+        return 1 - float(np.count_nonzero(weight)) / max(weight.size, 1)
 
 
 def load(

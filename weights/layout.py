@@ -107,6 +107,12 @@ class Folded(Mapping[str, Array]):
             np.multiply(filters, scale, out=weight, dtype=np.float64, casting="same_kind")
             return weight
 
+    def zeros(self, name: str) -> float:
+        """Tells the share of zeros of a weight before it is folded, without making it."""
+        stored = self._parts[name]
+        with self._reading():
+            return 1 - float(np.count_nonzero(stored != 0)) / max(stored.size, 1)
+
     def finite(self, name: str) -> bool:
         """Tells whether a weight has neither NaN nor infinity, without making it."""
         conv, _, kind = name.rpartition(".")

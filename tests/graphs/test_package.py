@@ -20,6 +20,7 @@ from graphs import package
 from graphs.errors import DeviceError, ModelError
 from graphs.parameters import ALIGNMENT, Bound
 from graphs.session import Unchecked, build
+from graphs.sparsity import Chosen
 from graphs.target import Target
 from weights.convert import configuration
 
@@ -48,6 +49,7 @@ def write(folder: Path, target: str = "cpu", dtype: DType = DType.float32, **cha
             "target": Target.parse(target),
             "dtype": dtype,
             "tf32": False,
+            "sparse": Chosen("always", ("stages.0.0.conv1",), "1 of 1 pruned layers sparse"),
             "graph": b"graph",
             "weights": bound,
             "config": configuration(checkpoint.spec, checkpoint.labels),
@@ -176,7 +178,7 @@ def test_an_edited_manifest(folder: Path) -> None:
     ("change", "match"),
     [
         (lambda m: m["versions"].update(max="1.0"), r"MAX 1\.0 but this is MAX .*max==1\.0"),
-        (lambda m: m.update(version=2), "expected version 1 .* but it is 2; compile it again"),
+        (lambda m: m.update(version=1), "expected version 2 .* but it is 1; compile it again"),
         (lambda m: m.pop("target"), "has a gap"),
         (lambda m: m["files"].pop("graph.mef"), "has a gap"),
         (lambda m: m.update(family="vit"), "has a gap"),

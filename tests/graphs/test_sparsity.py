@@ -1,0 +1,262 @@
+"""What runs pruned layers: the choice from a table, and that all choices give equal answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from max.driver import CPU
+from max.dtype import DType
+from max.graph import DeviceRef
+
+import graphs
+import weights
+from graphs import __main__ as command
+from graphs import ahead, cache, package, sparsity
+from graphs.convolution import Convolution
+from graphs.errors import ArgumentError, DeviceError, ModelError
+from graphs.session import Unchecked, build, choose_sparse
+from graphs.sparsity import MARGIN, TABLES, Row, choose, read_table, table_name
+from graphs.target import Target
+from tests.graphs import reference
+from tests.graphs.test_session import PREPROCESS, SMALL, levels
+from weights.__main__ import main as weights_command
+
+HERE = Target.of(CPU())
+ROW = Row(3, 1, 64, 64, 1024, 1, 100.0, ((0.1, 40.0), (0.2, 70.0), (0.4, 130.0)))
+LAYER = Convolution("a", 3, 1, 64, 64, (32, 32))
+
+
+def tabled(*rows: Row) -> dict[str, Any]:
+    """Writes rows as ``bench sparse --table`` does."""
+    listed = [{**vars(row), "sparse_us": list(row.sparse_us)} for row in rows]
+    return {"device": "x", "dtype": "float32", "measured": {"date": "today", "cpu": "this"},
+            "rows": listed}  # fmt: skip
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a table for this machine."""
+    monkeypatch.setattr(sparsity, "TABLES", tmp_path)
+    read_table.cache_clear()
+
+    def make(*rows: Row) -> None:
+        (tmp_path / table_name(HERE, "float32")).write_text(json.dumps(tabled(*rows)))
+        read_table.cache_clear()
+
+    yield make  # type: ignore[misc]
+    read_table.cache_clear()
+
+
+def chosen(layers: list[Convolution], density: float, mode: str = "auto") -> sparsity.Choice:
+    zeros = {layer.name: 1 - density for layer in layers}
+    return choose("net", layers, zeros, mode, HERE, DType.float32)
+
+
+def test_gains_lie_between_what_was_measured() -> None:
+    assert ROW.gain(0.1) == 2.5 and ROW.gain(0.01) == 2.5
+    assert ROW.gain(0.15) == pytest.approx(100 / 55)
+    assert ROW.gain(0.8) == pytest.approx(100 / 260)  # beyond the last it goes on growing
+    assert ROW.break_even() == pytest.approx(0.3)
+    assert replace(ROW, dense_us=10.0).break_even() == 0
+    assert replace(ROW, dense_us=999.0).break_even() == 0.4
+
+
+@pytest.mark.parametrize(("density", "sparse"), [(0.1, True), (0.26, True), (0.29, False)])
+def test_auto_takes_what_is_faster_by_a_margin(
+    tables: Callable[..., None], density: float, sparse: bool
+) -> None:
+    tables(ROW)
+    choice = chosen([LAYER], density)
+    assert choice.layers == ({"a"} if sparse else set())
+    assert (choice.verdicts[0].gain or 0) >= 1 and (choice.verdicts[0].gain >= MARGIN) == sparse  # type: ignore[operator]
+    told = "1 of 1 pruned layers sparse" if sparse else "as no sparse layer would be faster"
+    assert told in choice.short.told
+
+
+def test_auto_needs_to_win_at_every_batch(tables: Callable[..., None]) -> None:
+    tables(ROW, replace(ROW, batch=16, dense_us=30.0))
+    assert not chosen([LAYER], 0.1).layers
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, True),
+        ({"channels": 128, "filters": 32, "size": (40, 40)}, True),
+        ({"channels": 129}, False),
+        ({"size": (15, 15)}, False),
+        ({"kernel": 1}, False),
+        ({"stride": 2}, False),
+        ({"groups": 64}, False),
+    ],
+)
+def test_rows_stand_for_layers_like_theirs(
+    tables: Callable[..., None], change: dict[str, Any], found: bool
+) -> None:
+    tables(ROW)
+    assert bool(chosen([replace(LAYER, **change)], 0.1).layers) == found
+
+
+def test_the_worst_of_the_rows_counts_unless_one_is_the_layers_own(
+    tables: Callable[..., None],
+) -> None:
+    slow = replace(ROW, channels=96, dense_us=20.0)
+    tables(ROW, slow)
+    assert chosen([LAYER], 0.1).layers == {"a"}
+    assert not chosen([replace(LAYER, channels=80)], 0.1).layers
+
+
+def test_two_that_run_as_one_dense_kernel_are_both_sparse_or_neither(
+    tables: Callable[..., None],
+) -> None:
+    tables(ROW)
+    pair = [replace(LAYER, partner="b"), replace(LAYER, name="b", partner="a")]
+    assert chosen(pair, 0.1).layers == {"a", "b"}
+    pair[1] = replace(pair[1], kernel=1)
+    choice = chosen(pair, 0.1)
+    assert not choice.layers
+    assert choice.verdicts[0].why == "one dense kernel computes it with b"
+
+
+def test_devices_without_a_table_run_dense_and_say_so(tables: Callable[..., None]) -> None:
+    assert chosen([LAYER], 0.1).short.told == (
+        "pruned, runs dense for want of a break-even table for a CPU in float32"
+    )
+    tables(ROW)
+    zeros = {"a": 0.9}
+    narrow = choose("net", [LAYER], zeros, "auto", HERE, DType.bfloat16)
+    assert not narrow.layers and "for a CPU in bfloat16" in narrow.short.told
+    gpu = choose("net", [LAYER], zeros, "auto", Target.parse("sm_90a"), DType.float32)
+    assert not gpu.layers and "for sm_90a in float32" in gpu.short.told
+    assert chosen([LAYER], 0.1, "never").short.told == "pruned, runs dense as asked for"
+    assert chosen([LAYER], 1.0).short.told == ""  # nothing is said of a dense model
+
+
+def test_always_is_refused_where_nothing_can_be_sparse() -> None:
+    with pytest.raises(DeviceError, match=r"expects float32 on a CPU but .* bfloat16; take that"):
+        choose("net", [LAYER], {"a": 0.9}, "always", HERE, DType.bfloat16)
+    with pytest.raises(ModelError, match=r"expects a pruned model but no layer has 5% zeros"):
+        chosen([LAYER], 1.0, "always")
+    with pytest.raises(ArgumentError, match="sparse expects auto, always, never but is 'maybe'"):
+        chosen([LAYER], 0.1, "maybe")
+
+
+@pytest.mark.parametrize("path", sorted(TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_the_tables_that_are_here_can_be_read(path: Path) -> None:
+    table = read_table(path)
+    assert table and table.rows
+    assert path.name == f"{table.device}-{table.dtype}.json"
+    assert {"cpu", "commit", "date", "command"} <= set(table.measured)
+    for row in table.rows:
+        assert row.dense_us > 0 and all(0 < d <= 1 and us > 0 for d, us in row.sparse_us)
+
+
+# --- whole models -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> dict[float, str]:
+    """Writes a small ResNet pruned to two shares of zeros, and as it was."""
+    folder = tmp_path_factory.mktemp("pruned")
+    dense = reference.save(reference.resnet(0, **SMALL), folder / "dense", PREPROCESS)
+    made = {0.0: dense}
+    for share in (0.7, 0.9):
+        made[share] = str(folder / str(share))
+        assert weights_command(["prune", dense, "--sparsity", str(share), "-o", made[share]]) == 0
+    return made
+
+
+def test_auto_always_and_never_answer_alike(
+    pruned: dict[float, str], tables: Callable[..., None], tmp_path: Path
+) -> None:
+    pixels = levels(3)
+    never = graphs.load(pruned[0.9], device="cpu", sparse="never")
+    always = graphs.load(pruned[0.9], device="cpu", sparse="always")
+    assert never.sparse.layers == () and "stem" not in always.sparse.layers
+    assert len(always.sparse.layers) == 5  # of two basic blocks, the second with a shortcut
+    dense, sparse = never(pixels), always(pixels)
+    assert np.abs(dense).max() > 0.1
+    assert np.abs(dense - sparse).max() <= 1e-5 * np.abs(dense).max()
+
+    checkpoint = weights.load(pruned[0.9])
+    tables(*(  # that says of every layer that sparse is faster: the graph of always
+        Row(x.kernel, x.stride, x.channels, x.filters, x.pixels, 1, 10.0, ((0.5, 1.0),))
+        for x in graphs.session.convolutions(checkpoint.spec, (32, 32))
+    ))  # fmt: skip
+    auto = graphs.load(pruned[0.9], device="cpu")
+    assert auto.sparse.layers == always.sparse.layers and "compile" not in auto.seconds
+    assert np.array_equal(auto(pixels), sparse)
+
+    folder = tmp_path / "packed"
+    made = ahead.compile(pruned[0.9], folder, sparse="always")
+    assert made.sparse == always.sparse == package.read(folder).sparse
+    packed = graphs.load(str(folder), sparse="always")
+    assert np.array_equal(packed(pixels), sparse)
+    with pytest.raises(DeviceError, match=r"compiled with sparse always but sparse is never"):
+        graphs.load(str(folder), sparse="never")
+
+
+def test_the_cache_tells_sparse_graphs_apart(pruned: dict[float, str]) -> None:
+    def key(share: float, mode: str) -> str:
+        checkpoint, size = weights.load(pruned[share]), (32, 32)
+        choice = choose_sparse(checkpoint, mode, HERE, DType.float32, size)
+        graph, _ = build(
+            checkpoint, DeviceRef.CPU(), DType.float32, size=size, sparse=choice.layers,
+            kernels=Unchecked(),
+        )  # fmt: skip
+        return cache.key(graph, HERE)
+
+    keys = [key(0.9, "never"), key(0.9, "always"), key(0.7, "always")]
+    assert len(set(keys)) == 3
+    assert key(0.7, "never") == keys[0] == key(0.0, "auto")  # one dense graph for all weights
+
+
+def test_linear_layers_run_sparse_too() -> None:
+    checkpoint = weights.load("cvt-cifar10")
+    names = {"stages.1.0.attention.query", "stages.0.0.mlp.fc1", "stages.1.embed", "head"}
+    _, parameters = build(
+        checkpoint, DeviceRef.CPU(), DType.float32, size=(128, 128), sparse=names,
+        kernels=Unchecked(),
+    )  # fmt: skip
+    sparse = {name.removesuffix(".values") for name in parameters.bound if name.endswith("values")}
+    kinds = (".weight", ".filter")
+    assert {name.removesuffix(kind) for name in sparse for kind in kinds if kind in name} == names
+
+
+def test_the_command_line_takes_the_mode(
+    pruned: dict[float, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    arguments = ["compile", pruned[0.0], "--sparse", "always", "-o", out]
+    assert command.main(arguments) == 2
+    assert "prune it with python -m weights prune, or leave --sparse" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main([*arguments[:3], "sometimes", "-o", out])
+
+
+def test_inspect_names_patterns_and_what_runs_them(
+    pruned: dict[float, str], tables: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert weights_command(["inspect", pruned[0.0], "--device", "cpu"]) == 0
+    assert "Pruned layers" not in capsys.readouterr().out
+    assert weights_command(["inspect", pruned[0.9], "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "unstructured" in said and "for want of a break-even table" in said
+    (first,) = [
+        x for x in graphs.session.convolutions(weights.load(pruned[0.9]).spec, (32, 32))
+        if x.name == "stages.0.0.conv1"
+    ]  # fmt: skip
+    tables(
+        Row(3, 1, first.channels, first.filters, first.pixels, 1, 10.0, ((0.5, 4.0),)),
+    )
+    assert weights_command(["inspect", pruned[0.9], "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    row = next(line for line in said.splitlines() if first.name in line and "px" in line)
+    assert "sparse" in row and "2.50 x" in row
+    assert "estimated at batch 1" in said and "by the table of today, this" in said
