@@ -21,7 +21,7 @@ Measure maxvision beside its peers, on one machine, in one run.
   compile   graphs for a GPU that is elsewhere: --precompiled takes them where no compiler is
   serve     our server under load, beside LitServe: latency, throughput, what bounds them
   tune      chooses the tiles of ops/gemm/tuning.mojo by measurement, on a Hopper GPU
-  report    docs/performance.md, tables and plots, from bench/results/*.json
+  report    docs/performance.md and the curves of docs/sparsity.md, from bench/results/*.json
 """
 _EXAMPLES = """\
 examples:
@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     layers.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
 
     sparse = commands.add_parser("sparse", help="a pruned model dense and sparse")
-    _what(sparse, batches="1,16")
+    _what(sparse, batches="1,16", compiles=True)
     _threads(sparse)
     sparse.add_argument(
         "--densities",
@@ -201,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _what(command: argparse.ArgumentParser, batches: str) -> None:
+def _what(command: argparse.ArgumentParser, batches: str, compiles: bool = False) -> None:
     command.add_argument(
         "--models",
         "--model",
@@ -221,9 +221,11 @@ def _what(command: argparse.ArgumentParser, batches: str) -> None:
     )
     command.add_argument("--device", default="auto", help="auto, cpu, gpu or gpu:N")
     _tf32(command)
-    command.add_argument(
-        "--precompiled", type=Path, metavar="DIR", help="graphs that bench compile wrote"
-    )
+    command.set_defaults(precompiled=None)
+    if not compiles:
+        command.add_argument(
+            "--precompiled", type=Path, metavar="DIR", help="graphs that bench compile wrote"
+        )
 
 
 def _threads(command: argparse.ArgumentParser) -> None:

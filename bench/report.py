@@ -1,7 +1,8 @@
 """``python -m bench report``: docs/performance.md, its tables and plots, from bench/results.
 
 A section a file of results, the newest first. A file whose every cell was measured again later on
-the same device is only listed, and so is one that holds nothing to show.
+the same device is only listed, and so is one that holds nothing to show. What was measured of
+pruned networks goes into docs/sparsity.md (bench/curves.py).
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import curves
 from graphs.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,20 +42,22 @@ class Results:
         facts: Its environment.
         models: Records of whole networks, an engine each.
         layers: Records of layers.
-        other: How many records are neither.
+        sparse: Records of pruned networks and sparse layers.
+        other: How many records are none of these.
     """
 
     path: Path
     facts: Record
     models: list[Record]
     layers: list[Record]
+    sparse: list[Record]
     other: int
 
     @property
     def device(self) -> str:
         """Names what was measured."""
         gpu = str(self.facts.get("gpu", "none")).split(",")[0]
-        records = [*self.models, *self.layers]
+        records = [*self.models, *self.layers, *self.sparse]
         on_host = bool(records) and all(record.get("device") == "cpu" for record in records)
         return str(self.facts.get("cpu", "unknown")) if on_host or gpu == "none" else gpu
 
@@ -85,9 +90,34 @@ def run(options: argparse.Namespace) -> int:
     plots = {} if options.no_plots else draw(found, options.out)
     page = options.out / PAGE
     page.write_text(markdown(found, plots, options.results))
-    for path in (page, *(options.out / name for names in plots.values() for name in names)):
+    pages = [page, *fill_curves(found, options)]
+    for path in (*pages, *(options.out / name for names in plots.values() for name in names)):
         print(path)
     return 0
+
+
+def fill_curves(found: list[Results], options: argparse.Namespace) -> list[Path]:
+    """Writes the generated part of docs/sparsity.md, if the page is there; returns its files."""
+    page = options.out / curves.PAGE
+    if not page.is_file():
+        return []
+    parts: list[str] = []
+    files = [page]
+    for each in found:
+        if not each.sparse:
+            continue
+        link = f"[{each.path.name}](../bench/{options.results.name}/{each.path.name})"
+        source = f"`{each.facts['command']}`, commit {each.facts.get('commit', 'unknown')}: {link}"
+        parts += curves.section(each.sparse, f"{each.device}, {each.date}", source)
+        swept = len({r["density"] for r in each.sparse if r["kind"] == "sparse layer"}) > 2
+        if swept and not options.no_plots:
+            name = f"sparsity-{each.path.stem}.svg"
+            with plotting():
+                save(curves.curves(each.sparse), options.out / name)
+            files.append(options.out / name)
+            parts.append(f"![Gain against the share of zeros]({name})")
+    page.write_text(curves.fill(page.read_text(), parts))
+    return files
 
 
 def read(path: Path) -> Results:
@@ -105,9 +135,12 @@ def read(path: Path) -> Results:
         ) from None
     models: list[Record] = []
     layers: list[Record] = []
+    sparse: list[Record] = []
     other = 0
     for record in records:
-        if "server" in record:  # of bench serve; docs/serving.md shows them
+        if str(record.get("kind", "")).startswith("sparse"):
+            sparse.append(record)
+        elif "server" in record:  # of bench serve; docs/serving.md shows them
             other += 1
         elif {"layer", "us", "count"} <= set(record):
             layers.append(record)
@@ -125,14 +158,16 @@ def read(path: Path) -> Results:
             )  # fmt: skip
         else:
             other += 1
-    return Results(path, facts, models, layers, other)
+    return Results(path, facts, models, layers, sparse, other)
 
 
 def markdown(found: list[Results], plots: dict[Path, list[str]], folder: Path) -> str:
     """Writes the page."""
     parts, seen, rest = [HEAD], set[tuple[Any, ...]](), []
     for each in found:
-        if not each.cells:
+        if not each.cells and each.sparse:
+            rest.append(f"- `{each.path.name}`, {each.device}: in [{curves.PAGE}]({curves.PAGE}).")
+        elif not each.cells:
             rest.append(f"- `{each.path.name}`: no network and no layer in it.")
         elif each.cells <= seen:
             rest.append(f"- `{each.path.name}`, {each.device}: measured again since.")
@@ -277,8 +312,8 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
 
 
-def draw(found: list[Results], out: Path) -> dict[Path, list[str]]:
-    """Draws the plots of every file; returns their names."""
+def plotting() -> AbstractContextManager[None]:
+    """Sets how plots look, the same on every machine."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -287,8 +322,18 @@ def draw(found: list[Results], out: Path) -> dict[Path, list[str]]:
         "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
         "figure.constrained_layout.use": True, "savefig.facecolor": "white",
     }  # fmt: skip
+    return matplotlib.rc_context(style)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a plot without the day."""
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def draw(found: list[Results], out: Path) -> dict[Path, list[str]]:
+    """Draws the plots of every file; returns their names."""
     names: dict[Path, list[str]] = {}
-    with matplotlib.rc_context(style):
+    with plotting():
         for each in found:
             batches = {r["batch"] for r in each.models if right(r)}
             ratio = any(of_best_peer(e) for e in cells(each))
@@ -299,8 +344,7 @@ def draw(found: list[Results], out: Path) -> dict[Path, list[str]]:
             ):
                 if wanted:
                     name = f"performance-{each.path.stem}-{kind}.svg"
-                    figure = plot(each)
-                    figure.savefig(out / name, metadata={"Date": None, "Creator": None})
+                    save(plot(each), out / name)
                     names.setdefault(each.path, []).append(name)
     return names
 

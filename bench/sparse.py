@@ -19,7 +19,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,11 +31,12 @@ from max.graph import DeviceRef, Graph, Module, TensorType
 from rich.console import Console
 from rich.table import Table
 
+import weights
 from bench.__main__ import FAILED, dtypes
 from bench.begin import begin
 from bench.engines import TORCH
 from bench.records import write
-from bench.references import checkpoint, reference_model
+from bench.references import NETWORKS, checkpoint, reference_model
 from bench.timing import Clock, HostClock, MaxClock, rounded, sample
 from graphs import nodes, sparsity
 from graphs.convolution import Convolution
@@ -76,36 +76,40 @@ def run(options: argparse.Namespace) -> int:
     device, facts = begin(options, __doc__)
     target = Target.of(device)
     densities = options.densities or (DENSITIES if options.table else None)
+    models = [load(name) for name in options.models]
+    place = "cpu" if device.is_host else f"gpu:{device.id}"
     records: list[dict[str, Any]] = []
     for dtype in dtypes(options, gpu=not device.is_host):
         kind = find_dtype(dtype, device)
         if device.is_host and kind != DType.float32:
             raise DeviceError(f"bench sparse expects float32 on a CPU but dtypes has {dtype}")
         begun = len(records)
-        for name in options.models:
-            model = checkpoint(name, reference_model(name))
+
+        def keep(model: Checkpoint, found: Iterator[dict[str, Any]], dtype: str = dtype) -> None:
+            begun = len(records)
+            cell = {"model": model.name, "dtype": dtype, "device": place, "engine": "maxvision"}
+            for record in found:
+                records.append({**cell, **record})
+                if options.json:
+                    write(options.json, facts, records)
+            show(records[begun:])
+
+        for model in models if options.layers else ():
             prepare = Preprocess.from_config(model.preprocess)
             layers = convolutions(model.spec, (prepare.height, prepare.width))
-            cell = {
-                "model": Path(name).name, "dtype": dtype, "engine": "maxvision",
-                "device": "cpu" if device.is_host else f"gpu:{device.id}",
-            }  # fmt: skip
-
-            def keep(found: Iterator[dict[str, Any]], cell: dict[str, Any] = cell) -> None:
-                for record in found:
-                    records.append({**cell, **record})
-                    if options.json:
-                        write(options.json, facts, records)
-
-            if options.layers:
-                cases = list(drawn(layers, densities) if densities else own(model, layers))
-                keep(measure_layers(cases, device, kind, options))
-            if options.network:
-                keep(measure_networks(model, densities, device, kind, options))
-            show([each for each in records[begun:] if each["model"] == cell["model"]])
-        if options.table:
+            cases = list(drawn(layers, densities) if densities else own(model, layers))
+            keep(model, measure_layers(cases, device, kind, options))
+        if options.table:  # before the networks, which then are as auto chooses
             write_table(records[begun:], target, dtype, facts)
+            sparsity.read_table.cache_clear()
+        for model in models if options.network else ():
+            keep(model, measure_networks(model, densities, device, kind, options))
     return 0 if all(record["passed"] for record in records) else FAILED
+
+
+def load(name: str) -> Checkpoint:
+    """Loads a model, or makes one of random weights of bench/references.py."""
+    return checkpoint(name, reference_model(name)) if name in NETWORKS else weights.load(name)
 
 
 def kinds(layers: Sequence[Convolution]) -> dict[Convolution, list[str]]:
@@ -334,6 +338,8 @@ def write_table(
 def show(records: Sequence[Mapping[str, Any]]) -> None:
     """Prints a table of the layers, one row each and a column each density, and of networks."""
     console = Console(width=None if sys.stdout.isatty() else 150)
+    if not records:
+        return
     first = records[0]
     title = f"{first['model']}, {first['dtype']}, {first['device']}"
     table = Table(title=f"{title}: layers", title_justify="left")

@@ -1,0 +1,133 @@
+"""The generated part of docs/sparsity.md: speed against zeros, from bench/results.
+
+It stands between two comments of the page, so that the text around it stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from graphs.errors import ArgumentError
+from graphs.sparsity import Row
+
+PAGE = "sparsity.md"
+BEGIN = "<!-- made by python -m bench report from bench/results: do not edit -->"
+END = "<!-- end of what is made -->"
+SHOWN = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+"""Shares of zeros that the tables have a column for."""
+
+Record = dict[str, Any]
+
+
+def fill(text: str, parts: Sequence[str]) -> str:
+    """Puts ``parts`` between the comments of the page.
+
+    Raises:
+        ArgumentError: If the page lacks them.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ArgumentError(f"docs/{PAGE} expects the lines {BEGIN!r} and {END!r}; put them back")
+    made = "\n\n".join(part.strip() for part in parts) or "Nothing has been measured yet."
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+
+
+def section(records: Sequence[Record], heading: str, source: str) -> Iterator[str]:
+    """Writes what one file holds of sparse layers and networks."""
+    from bench.report import grouped, number, table
+
+    yield f"### {heading}"
+    yield source
+    networks = [each for each in records if each["kind"] == "sparse network"]
+    if networks:
+        rows = [
+            [
+                r["model"], "its own" if r["density"] is None else f"{1 - r['density']:.3g}",
+                str(r["batch"]), r["sparse"], str(r["sparse_layers"]),
+                number(r["ms"], "ms"), number(r["p10_ms"], "ms"), f"{r['gain']:.2f}",
+            ]
+            for r in networks
+        ]  # fmt: skip
+        head = ["model", "zeros", "batch", "--sparse", "sparse layers", "ms", "p10", "of dense"]
+        yield table(head, rows)
+    layers = [each for each in records if each["kind"] == "sparse layer"]
+    for (model, dtype, batch), group in grouped(layers, "model", "dtype", "batch").items():
+        yield f"#### Layers of {model}, {dtype}, batch {batch}"
+        yield layers_table(group)
+
+
+def layers_table(records: Sequence[Record]) -> str:
+    """Writes a row a layer: the break-even point and the gain at shares of zeros."""
+    from bench.report import grouped, number, table
+
+    rows = []
+    for (layer,), group in grouped(list(records), "layer").items():
+        row = to_row(group)
+        zeros = [1 - density for density, _ in row.sparse_us]
+        even = row.break_even()
+        least = min(zeros) if even == row.sparse_us[-1][0] else None
+        rows.append(
+            [
+                layer,
+                str(sum(count for (count,) in grouped(group, "count"))),
+                number(row.dense_us),
+                f"below {least:.0%}" if least else f"{1 - even:.0%}" if even else "none",
+                *(
+                    f"{row.gain(1 - share):.2f}"
+                    if min(zeros) - 1e-9 <= share <= max(zeros) + 1e-9
+                    else ""
+                    for share in SHOWN
+                ),
+            ]
+        )
+    head = ["layer", "times", "dense, µs", "break-even", *(f"{share:.0%}" for share in SHOWN)]
+    return table(head, rows)
+
+
+def to_row(records: Sequence[Record]) -> Row:
+    """Puts the densities of one layer and batch together."""
+    first = records[0]
+    sizes = {key: first[key] for key in ("kernel", "stride", "channels", "filters", "pixels")}
+    dense = sorted(r["dense_p10_us"] for r in records)[len(records) // 2]
+    sparse = {r["density"]: r["sparse_p10_us"] for r in records}
+    return Row(
+        **sizes, batch=first["batch"], dense_us=dense, sparse_us=tuple(sorted(sparse.items()))
+    )
+
+
+def curves(records: Sequence[Record]) -> Any:
+    """Draws gain against the share of zeros: a panel a model and batch, a line a layer."""
+    from matplotlib.figure import Figure
+
+    from bench.report import grouped
+
+    layers = [each for each in records if each["kind"] == "sparse layer"]
+    panels = grouped(layers, "model", "batch")
+    wide = min(2, len(panels))
+    high = math.ceil(len(panels) / wide)
+    figure = Figure(figsize=(5.2 * wide, 4 * high))
+    all_axes = figure.subplots(high, wide, squeeze=False).flat
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
+    colours = {1: "tab:blue", 3: "tab:orange"}
+    for axes, ((model, batch), group) in zip(all_axes, panels.items(), strict=False):
+        named = set[str]()
+        for _, of_layer in grouped(group, "layer").items():
+            row = to_row(of_layer)
+            kind = f"{row.kernel}x{row.kernel}"
+            zeros = [1 - density for density, _ in row.sparse_us]
+            gains = [row.dense_us / us for _, us in row.sparse_us]
+            label = {} if kind in named else {"label": kind}
+            named.add(kind)
+            colour = colours.get(row.kernel, "tab:green")
+            axes.plot(zeros, gains, color=colour, linewidth=1, marker=".", alpha=0.7, **label)
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+        title = f"{model}, batch {batch}"
+        axes.set(title=title, xlabel="share of zeros", ylabel="times as fast as dense")
+        axes.legend(frameon=False)
+    return figure

@@ -1,0 +1,147 @@
+"""Pruned networks, measured: what is a case, the table that is made, the page that is filled."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from max.driver import CPU
+from max.dtype import DType
+
+import weights
+from bench import curves, report, sparse
+from bench.__main__ import main, parser
+from graphs import sparsity
+from graphs.errors import ArgumentError, ModelError
+from graphs.session import convolutions
+from graphs.target import Target
+from weights.__main__ import main as weights_command
+
+FACTS = {"cpu": "Some CPU, 2 cores", "gpu": "none", "commit": "abc", "date": "2026-11-22",
+         "command": "python -m bench sparse", "ceilings": {}}  # fmt: skip
+
+
+def layer(density: float, us: float, batch: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "sparse layer", "model": "net", "dtype": "float32", "device": "cpu",
+        "batch": batch, "layer": "3x3/1 64 at 1024 px", "kernel": 3, "stride": 1,
+        "channels": 64, "filters": 64, "pixels": 1024, "count": 2, "names": ["a", "b"],
+        "density": density, "dense_us": 101.0, "sparse_us": us + 1, "dense_p10_us": 100.0,
+        "sparse_p10_us": us, "gain": 100.0 / us, "passed": True, **more,
+    }  # fmt: skip
+
+
+NETWORK = {
+    "kind": "sparse network", "model": "net", "dtype": "float32", "device": "cpu", "batch": 1,
+    "sparse": "auto", "density": None, "told": "2 of 3 pruned layers sparse", "sparse_layers": 2,
+    "ms": 1.5, "p10_ms": 1.4, "gain": 1.8, "passed": True,
+}  # fmt: skip
+RECORDS = [layer(0.5, 160.0), layer(0.2, 80.0), layer(0.1, 40.0), NETWORK]
+
+
+def test_options() -> None:
+    options = parser().parse_args(["sparse", "--model", "x", "--densities", "0.5,1"])
+    assert (options.models, options.densities, options.batches) == (["x"], [0.5, 1.0], [1, 16])
+    for wrong in ("0", "1.5", "nan", "x", ""):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["sparse", "--densities", wrong])
+
+
+def test_layers_are_drawn_at_their_density_with_nested_zeros() -> None:
+    model = weights.load("resnet-cifar10")
+    layers = convolutions(model.spec, (128, 128))
+    cases = list(sparse.drawn(layers, (0.5, 0.1)))
+    assert {name for case in cases for name in case.names} == {each.name for each in layers}
+    for wide, narrow in zip(cases[::2], cases[1::2], strict=True):
+        assert np.mean(wide.filters != 0) == pytest.approx(0.5, abs=0.01)
+        assert np.mean(narrow.filters != 0) == pytest.approx(0.1, abs=0.01)
+        assert not (narrow.filters * (wide.filters == 0)).any()
+
+
+def test_a_pruned_models_own_layers(tmp_path: Path) -> None:
+    out = str(tmp_path / "pruned")
+    arguments = ["prune", "resnet-cifar10", "--sparsity", "0.8", "--scope", "layer", "-o", out]
+    assert weights_command(arguments) == 0
+    model = weights.load(out)
+    layers = convolutions(model.spec, (128, 128))
+    names = [name for case in sparse.own(model, layers) for name in case.names]
+    assert sorted(names) == sorted({each.name for each in layers} - {"stem", "head"})
+    with pytest.raises(ModelError, match="bench sparse expects a pruned model"):
+        list(sparse.own(weights.load("resnet-cifar10"), layers))
+
+
+def test_the_table_is_what_auto_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparsity, "TABLES", tmp_path)
+    target = Target.of(CPU())
+    wrong = layer(0.05, 1.0, passed=False)
+    sparse.write_table([*RECORDS, wrong, layer(0.1, 90.0, 16)], target, "float32", FACTS)
+    sparsity.read_table.cache_clear()
+    table = sparsity.load_table(target, "float32")
+    assert table and [row.batch for row in table.rows] == [1, 16]
+    assert table.rows[0].sparse_us == ((0.1, 40.0), (0.2, 80.0), (0.5, 160.0))
+    assert table.rows[0].dense_us == 100.0 and table.measured["command"] == FACTS["command"]
+    with pytest.raises(ArgumentError, match="--table expects layers but none were measured"):
+        sparse.write_table([NETWORK], target, "float32", FACTS)
+    sparsity.read_table.cache_clear()
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """Lays results and a page out; gives the folder of the page."""
+    results, out = tmp_path / "results", tmp_path / "docs"
+    results.mkdir()
+    out.mkdir()
+    facts = {"environment": FACTS, "records": RECORDS}
+    (results / "swept.json").write_text(json.dumps(facts))
+    page = out / "sparsity.md"
+    page.write_text(f"before\n{curves.BEGIN}\nold\n{curves.END}\nafter\n")
+    return out
+
+
+def reported(out: Path, *options: str) -> int:
+    return main(["report", "--results", str(out.parent / "results"), "--out", str(out), *options])
+
+
+def test_the_page_is_filled_between_its_comments(
+    filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reported(filled, "--no-plots") == 0
+    page = filled / "sparsity.md"
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "### Some CPU, 2 cores, 2026-11-22" in text and "`python -m bench sparse`" in text
+    row = next(line for line in text.splitlines() if line.startswith("| 3x3/1 64"))
+    even = 1 - (0.2 + 0.3 * 20 / 80)  # where 80 to 160 us reach 100
+    assert f"| {even:.0%} |" in row and "| 2.50 |" in row and "| 1.25 |" in row
+    assert "| net | its own | 1 | auto | 2 | 1.500 | 1.400 | 1.80 |" in text
+    assert "swept.json`, Some CPU, 2 cores: in [sparsity.md]" in (
+        (filled / report.PAGE).read_text()
+    )
+    page.write_text("nothing")
+    assert reported(filled, "--no-plots") == 2
+    assert "docs/sparsity.md expects the lines" in capsys.readouterr().err
+
+
+def test_the_curve_is_drawn(filled: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert reported(filled) == 0
+    assert "times as fast as dense" in (filled / "sparsity-swept.svg").read_text()
+    assert "](sparsity-swept.svg)" in (filled / "sparsity.md").read_text()
+
+
+def test_both_kernels_give_the_same_and_are_timed() -> None:
+    model = weights.load("resnet-cifar10")
+    layers = [each for each in convolutions(model.spec, (128, 128)) if "stages.3" in each.name]
+    cases = list(sparse.drawn(layers, (0.1,)))
+    options = argparse.Namespace(batches=[2], seconds=0.01)
+    found = list(sparse.measure_layers(cases, CPU(), DType.float32, options))
+    assert [tuple(r["names"]) for r in found] == [case.names for case in cases]
+    for record in found:
+        assert record["passed"] and 0 < record["difference"] < 1e-5
+        assert record["dense_us"] > 0 and record["sparse_us"] > 0
+    missing = Path("no", "such", "model")
+    assert main(["sparse", "--model", str(missing), "--device", "cpu"]) == 2
