@@ -20,7 +20,7 @@ from graphs import __main__ as command
 from graphs import ahead, cache, package, sparsity
 from graphs.convolution import Convolution
 from graphs.errors import ArgumentError, DeviceError, ModelError
-from graphs.session import Unchecked, build, choose_sparse
+from graphs.session import Unchecked, build, choose_sparse, convolutions
 from graphs.sparsity import MARGIN, TABLES, Row, choose, read_table, table_name
 from graphs.target import Target
 from tests.graphs import reference
@@ -28,6 +28,7 @@ from tests.graphs.test_session import PREPROCESS, SMALL, levels
 from weights.__main__ import main as weights_command
 
 HERE = Target.of(CPU())
+KINDS = (".weight", ".filter")
 ROW = Row(3, 1, 64, 64, 1024, 1, 100.0, ((0.1, 40.0), (0.2, 70.0), (0.4, 130.0)))
 LAYER = Convolution("a", 3, 1, 64, 64, (32, 32))
 
@@ -187,7 +188,7 @@ def test_auto_always_and_never_answer_alike(
     checkpoint = weights.load(pruned[0.9])
     tables(*(  # that says of every layer that sparse is faster: the graph of always
         Row(x.kernel, x.stride, x.channels, x.filters, x.pixels, 1, 10.0, ((0.5, 1.0),))
-        for x in graphs.session.convolutions(checkpoint.spec, (32, 32))
+        for x in convolutions(checkpoint.spec, (32, 32))
     ))  # fmt: skip
     auto = graphs.load(pruned[0.9], device="cpu")
     assert auto.sparse.layers == always.sparse.layers and "compile" not in auto.seconds
@@ -224,9 +225,9 @@ def test_linear_layers_run_sparse_too() -> None:
         checkpoint, DeviceRef.CPU(), DType.float32, size=(128, 128), sparse=names,
         kernels=Unchecked(),
     )  # fmt: skip
-    sparse = {name.removesuffix(".values") for name in parameters.bound if name.endswith("values")}
-    kinds = (".weight", ".filter")
-    assert {name.removesuffix(kind) for name in sparse for kind in kinds if kind in name} == names
+    dense = {name.rpartition(".")[0] for name in parameters.bound if name.endswith(KINDS)}
+    layers = {each.name for each in convolutions(checkpoint.spec, (128, 128))}
+    assert layers - dense == names
 
 
 def test_the_command_line_takes_the_mode(
@@ -249,7 +250,7 @@ def test_inspect_names_patterns_and_what_runs_them(
     said = capsys.readouterr().out
     assert "unstructured" in said and "for want of a break-even table" in said
     (first,) = [
-        x for x in graphs.session.convolutions(weights.load(pruned[0.9]).spec, (32, 32))
+        x for x in convolutions(weights.load(pruned[0.9]).spec, (32, 32))
         if x.name == "stages.0.0.conv1"
     ]  # fmt: skip
     tables(
