@@ -1,6 +1,7 @@
 """Train the two bundled CIFAR-10 classifiers, in Hugging Face format.
 
     python weights/bundled/train.py --data PATH/cifar10 --out DIR [--model resnet|cvt|all]
+    python weights/bundled/train.py --data PATH/cifar10 --out DIR --model resnet --prune 0.9
 
 Three networks are trained from scratch on one CUDA GPU. A wide ResNet, the teacher, learns from the
 labels. Then the ResNet and the CvT, side by side with `--model all`, learn from augmented images
@@ -10,6 +11,12 @@ consistent", Beyer et al. 2022). `--out/teacher` is reused if it is there.
 The pictures are 32 px wide and the networks see them enlarged to SIDE px, as the preprocessor of
 the saved model does. A photograph scaled down to SIDE px is far sharper than any of them, so
 training adds what small pictures lack: fine texture, sharpening, other scales (`augment`).
+
+With `--prune S` the bundled models are pruned instead, while they are trained on: weights of the
+smallest magnitude become zeros in growing number, on the cubic schedule of "To prune, or not to
+prune" (Zhu and Gupta 2017, arXiv:1710.01878), and stay zeros. The dense model is the teacher.
+`DIR/NAME-cifar10-pS` holds the result (S in percent). It runs on a CPU too; `--images` shortens an
+epoch there.
 
 Every `DIR/NAME-cifar10` that is written holds config.json, preprocessor_config.json and
 model.safetensors: filters and matrices as float16, vectors as float32. The accuracy printed last is
@@ -38,6 +45,7 @@ from transformers import (
     ResNetForImageClassification,
 )
 
+BUNDLED = Path(__file__).parent
 SIDE = 128  # px, the networks' input
 PIXEL = 32  # px, the pictures of the data set
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -208,18 +216,67 @@ def augment(images, targets, wild):
     return ((x - mean) / std).contiguous(memory_format=torch.channels_last), targets
 
 
+class Pruner:
+    """Sets the smallest weights of a network to zero, more of them from step to step.
+
+    One threshold holds for all layers but the first convolution, the classifier and depthwise
+    convolutions, which stay dense, as `python -m weights prune` leaves them.
+    """
+
+    RAMP = 0.6  # of the steps, in which the zeros grow; then the masks stay
+    EVERY = 10  # steps between two masks
+
+    def __init__(self, model, sparsity, steps):
+        """Prune `model` to the share `sparsity` of zeros within `steps` batches."""
+        matrices = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)][
+            1:-1
+        ]
+        self.weights = [m.weight for m in matrices if getattr(m, "groups", 1) == 1]
+        self.sparsity, self.ramp, self.count = sparsity, self.RAMP * steps, 0
+        self.masks = [torch.ones_like(w) for w in self.weights]
+
+    @torch.no_grad()
+    def step(self):
+        """Apply the masks, after they were made anew if it is time; call after each batch."""
+        if self.count % self.EVERY == 0 and self.count < self.ramp + self.EVERY:
+            done = min(1.0, self.count / self.ramp)
+            share = self.sparsity * (1 - (1 - done) ** 3)
+            sizes = torch.cat([w.abs().flatten() for w in self.weights])
+            zeros = round(share * len(sizes))
+            mask = torch.ones_like(sizes)
+            mask[sizes.topk(zeros, largest=False).indices] = 0
+            parts = mask.split([w.numel() for w in self.weights])
+            for kept, part in zip(self.masks, parts, strict=True):
+                kept.copy_(part.view_as(kept))
+        self.count += 1
+        self.apply(self.weights)
+
+    @torch.no_grad()
+    def apply(self, weights):
+        """Apply the masks to weights of the same shapes."""
+        for weight, mask in zip(weights, self.masks, strict=True):
+            weight.mul_(mask)
+
+
 class Learner:
     """A network in training: its optimizer, its schedule and the running mean of its weights."""
 
-    def __init__(self, name, labels, steps, device):
-        """Build the network called `name` in NETWORKS, to be trained for `steps` batches."""
+    def __init__(self, name, labels, steps, device, sparsity=0.0):
+        """Build the network called `name` in NETWORKS, to be trained for `steps` batches.
+
+        With a `sparsity` it begins with the bundled weights, at a tenth of the rate, and is pruned.
+        """
         make, config, rate = NETWORKS[name]
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: i for i, label in enumerate(labels)}
-        self.name = name
-        self.model = make(config).to(device, memory_format=torch.channels_last)
-        self.mean = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.998))
-        self.forward = torch.compile(lambda images: self.model(images).logits)
+        self.folder = folder_name(name, sparsity)
+        model = dense(name) if sparsity else make(config)
+        rate = rate / 10 if sparsity else rate
+        self.model = model.to(device, memory_format=torch.channels_last)
+        self.pruner = Pruner(self.model, sparsity, steps) if sparsity else None
+        decay = 0.998 if steps > 5000 else 0.98
+        self.mean = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self.forward = compiled(lambda images: self.model(images).logits, device)
         weights = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             [
@@ -242,14 +299,18 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
+        if self.pruner:
+            self.pruner.step()
         self.mean.update_parameters(self.model)
         return loss.detach()
 
     def save(self, out):
-        """Write the averaged network to `out`/NAME-cifar10 (the teacher's: `out`/teacher)."""
-        folder = Path(out) / folder_name(self.name)
+        """Write the averaged network to the folder in `out` that `folder_name` gives it."""
+        folder = Path(out) / self.folder
         folder.mkdir(parents=True, exist_ok=True)
         model = self.mean.module
+        if self.pruner:  # what was a weight until lately is not quite zero in the mean
+            self.pruner.apply(Pruner(model, 0.0, 0).weights)
         model.config.architectures = [type(model).__name__]
         model.config.dtype = "float32"  # what from_pretrained makes of the float16 filters
         model.config.save_pretrained(folder)
@@ -261,12 +322,24 @@ class Learner:
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def folder_name(name):
+def folder_name(name, sparsity=0.0):
     """Name the folder that the network `name` is saved in."""
-    return name if name == "teacher" else f"{name}-cifar10"
+    suffix = f"-p{round(100 * sparsity)}" if sparsity else ""
+    return name if name == "teacher" else f"{name}-cifar10{suffix}"
 
 
-def fit(names, images, labels, classes, epochs, batch, out, teacher=None):
+def dense(name):
+    """Load the bundled network `name`."""
+    make, _, _ = NETWORKS[name]
+    return make.from_pretrained(BUNDLED / folder_name(name), dtype=torch.float32)
+
+
+def compiled(function, device):
+    """Compile for a GPU; on a CPU it stays as it is."""
+    return torch.compile(function) if device.type == "cuda" else function
+
+
+def fit(names, images, labels, classes, epochs, batch, out, teacher=None, sparsity=0.0, limit=None):
     """Train networks side by side on the same augmented batches, and save them.
 
     The augmentation grows gentler along a cosine, so that training ends on pictures like those the
@@ -281,14 +354,17 @@ def fit(names, images, labels, classes, epochs, batch, out, teacher=None):
         batch: Images a step.
         out: Folder for the files.
         teacher: A network whose opinion makes up 80% of the target, or None.
+        sparsity: Share of zeros to prune to; 0 trains from random weights.
+        limit: Images of an epoch, drawn anew for each; all of them if None.
     """
-    device, steps = images.device, len(images) // batch
-    learners = [Learner(name, classes, epochs * steps, device) for name in names]
-    prepare = torch.compile(augment)
+    device, steps = images.device, min(limit or len(images), len(images)) // batch
+    learners = [Learner(name, classes, epochs * steps, device, sparsity) for name in names]
+    prepare = compiled(augment, device)
     share = F.one_hot(labels, len(classes)).float() * 0.9 + 0.1 / len(classes)  # label smoothing
     began = time.monotonic()
     for epoch in range(epochs):
-        wild = torch.tensor(math.cos(math.pi / 2 * epoch / epochs), device=device)
+        wild = 0.0 if sparsity else math.cos(math.pi / 2 * epoch / epochs)
+        wild = torch.tensor(wild, device=device)
         batches = torch.randperm(len(images), device=device)[: steps * batch].split(batch)
         for index in batches:
             x, targets = prepare(images[index], share[index], wild)
@@ -304,6 +380,12 @@ def fit(names, images, labels, classes, epochs, batch, out, teacher=None):
                     (prepare(images[i], share[i], wild)[0] for i in batches[:20]), learner.mean
                 )
                 learner.save(out)
+
+
+def teach(teacher, device):
+    """Turn a network into what gives its logits."""
+    teacher = teacher.to(device, memory_format=torch.channels_last).eval()
+    return compiled(lambda x: teacher(x).logits, device)
 
 
 @torch.inference_mode()
@@ -337,15 +419,32 @@ def main():
     parser.add_argument("--epochs", type=int, default=115)
     parser.add_argument("--teacher-epochs", type=int, default=180)
     parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--prune", type=float, default=0.0, metavar="S", help="share of zeros")
+    parser.add_argument("--images", type=int, metavar="N", help="of an epoch; all if left out")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if not 0 <= args.prune < 1:
+        parser.error(f"--prune expects a share from 0 to below 1 but is {args.prune}")
+    if args.prune and args.model == "teacher":
+        parser.error("--prune expects a bundled model: resnet, cvt or all")
 
     torch.manual_seed(args.seed)
     torch.backends.cudnn.allow_tf32 = False  # training runs in bfloat16, `evaluate` in float32
-    device = torch.device("cuda")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not args.prune:
+        parser.error("training from random weights expects a CUDA GPU; --prune does not")
     images, labels, classes = load_split(args.data / "train.npz", device)
     test_images, test_labels, _ = load_split(args.data / "test.npz", device)
 
+    if args.prune:
+        for name in ["resnet", "cvt"] if args.model == "all" else [args.model]:
+            opinion = teach(dense(name), device)
+            one = [name], images, labels, classes, args.epochs, args.batch, args.out, opinion
+            fit(*one, args.prune, args.images)
+            folder = folder_name(name, args.prune)
+            score = evaluate(args.out / folder, test_images, test_labels)
+            print(f"{folder}: {score:.4f}")
+        return
     home = args.out / "teacher"
     if not (home / "model.safetensors").exists():
         fit(["teacher"], images, labels, classes, args.teacher_epochs, args.batch, args.out)
@@ -353,8 +452,7 @@ def main():
     names = {"all": ["resnet", "cvt"], "teacher": []}.get(args.model, [args.model])
     if names:
         teacher = ResNetForImageClassification.from_pretrained(home, dtype=torch.float32)
-        teacher = teacher.to(device, memory_format=torch.channels_last).eval()
-        opinion = torch.compile(lambda x: teacher(x).logits)
+        opinion = teach(teacher, device)
         fit(names, images, labels, classes, args.epochs, args.batch, args.out, opinion)
     for name in names:
         score = evaluate(args.out / folder_name(name), test_images, test_labels)
