@@ -90,7 +90,7 @@ class Parameters:
         prefix: What the names here begin with in ``tensors``.
         shapes: The shapes of ``tensors``, if those are to be left alone while the graph is built.
         tf32: Whether a GPU may round float32 to TF32 for products.
-        sparse: The layers whose filters are kept as compressed rows, by their whole names.
+        sparse: The layers, by their whole names, whose filters ``filter`` makes sparse unasked.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ def test_both_kernels_give_the_same_and_are_timed() -> None:
     found = list(sparse.measure_layers(cases, CPU(), DType.float32, options))
     assert [tuple(r["names"]) for r in found] == [case.names for case in cases]
     for record in found:
-        assert record["passed"] and 0 < record["difference"] < 1e-5
+        assert record["passed"] and record["difference"] < 1e-5
         assert record["dense_us"] > 0 and record["sparse_us"] > 0
     missing = Path("no", "such", "model")
     assert main(["sparse", "--model", str(missing), "--device", "cpu"]) == 2
