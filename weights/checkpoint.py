@@ -15,7 +15,7 @@ from graphs.cvt import CvtSpec
 from graphs.errors import ModelError
 from weights import metadata
 from weights.formats import Format, Spec, recognise, specify
-from weights.layout import Folded, Shape, fold, unfold
+from weights.layout import Folded, Shape, fold, share_of_zeros, unfold
 from weights.rules import apply
 from weights.source import Source, find
 
@@ -46,8 +46,7 @@ class Checkpoint:
         name = f"{layer}.filter" if f"{layer}.filter" in self.tensors else f"{layer}.weight"
         if isinstance(self.tensors, Folded):
             return self.tensors.zeros(name)
-        weight = self.tensors[name]
-        return 1 - float(np.count_nonzero(weight)) / max(weight.size, 1)
+        return share_of_zeros(self.tensors[name])
 
 
 def load(

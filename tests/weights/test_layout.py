@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weights.layout import fold, merge_masks, oihw_to_rscf, unfold
+from weights.layout import BATCHNORM_PARTS, fold, merge_masks, oihw_to_rscf, unfold
 
 
 @pytest.mark.parametrize("groups", [1, 6])
@@ -44,6 +44,21 @@ def test_folded_weights_are_float32_contiguous_and_their_own():
         assert value.dtype == np.float32
         assert value.flags.c_contiguous
     assert not np.shares_memory(weights["embed.filter"], stored)
+
+
+def test_folding_keeps_zeros_and_counts_them():
+    rng = np.random.default_rng(0)
+    filters = rng.standard_normal((8, 6, 3, 3), np.float32)
+    filters[rng.random(filters.shape) < 0.7] = 0
+    parts = {f"conv.batchnorm.{part}": np.full(8, 3.0, np.float32) for part in BATCHNORM_PARTS}
+    parts["conv.filter"] = oihw_to_rscf(filters)
+    parts["head.weight"] = np.eye(4, dtype=np.float32)
+    weights = fold(parts)
+    assert np.array_equal(weights["conv.filter"] == 0, parts["conv.filter"] == 0)
+    for _ in range(2):  # whether it was counted when it was checked, or not
+        assert weights.zeros("conv.filter") == pytest.approx(np.mean(filters == 0))
+        assert weights.finite("conv.filter")
+    assert weights.zeros("head.weight") == 0.75
 
 
 def test_unfolding_names_the_parts_of_normalised_convolutions_only():
