@@ -71,6 +71,12 @@ def parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="whole networks beside their peers")
     _what(models, batches="1,32,256")
     _threads(models)
+    models.add_argument(
+        "--sparse",
+        default="auto",
+        choices=["auto", "always", "never"],
+        help="what runs pruned layers of ours (default: auto)",
+    )
     models.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     models.add_argument(
         "--against",

@@ -26,8 +26,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="NPZ")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--sparse", default="auto", choices=["auto", "always", "never"])
     options = parser.parse_args()
-    model = load(options.model, device=options.device, dtype=options.dtype)
+    model = load(options.model, device=options.device, dtype=options.dtype, sparse=options.sparse)
     right = [each for batch in correct(model, options.data, progress=True) for each in batch]
     print(
         f"{model.name} on {model.device}, {model.dtype}: top-1 {np.mean(right):.4f}"

@@ -18,7 +18,7 @@ from bench.references import artifact, checkpoint, precision, reference_model
 from graphs import nodes
 from graphs.errors import ArgumentError
 from graphs.preprocess import Preprocess
-from graphs.session import DTYPES, build
+from graphs.session import DTYPES, build, choose_sparse
 from graphs.target import Target
 
 NOTE = "compiled.json"
@@ -65,7 +65,8 @@ def _compile(options: argparse.Namespace, device: Device) -> int:
         size = (prepare.height, prepare.width)
         for dtype in options.dtypes:
             kind, tf32 = DTYPES[dtype], options.tf32
-            graph, _ = build(model, place, kind, size=size, tf32=tf32)
+            sparse = choose_sparse(model, "auto", Target.parse(options.target), kind, size).layers
+            graph, _ = build(model, place, kind, size=size, tf32=tf32, sparse=sparse)
             file = precision(dtype, tf32)
             export(artifact(options.out, name, file), graph)
             if options.layers:

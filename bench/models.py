@@ -91,7 +91,15 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
                 for batch in options.batches:
                     images = Images.of(prepare, batch, gpu)
                     place = "cpu" if device.is_host else f"gpu:{device.id}"
-                    cell = Cell(name, dtype, images, place, options.precompiled, options.tf32)
+                    cell = Cell(
+                        name,
+                        dtype,
+                        images,
+                        place,
+                        options.precompiled,
+                        options.tf32,
+                        options.sparse,
+                    )
                     for engine in engines:
                         if engine not in callees or not callees[engine].alive:
                             callees[engine] = start()

@@ -92,13 +92,14 @@ def our_model(
     precompiled: Path | None = None,
     *,
     tf32: bool = True,
+    sparse: str = "auto",
 ) -> Model:
     """Makes our model of the same weights, from ``precompiled`` if that is a folder of graphs.
 
     Raises:
         ArgumentError: If the folder has no such graph.
     """
-    model = Model(checkpoint(name, reference), device, dtype, tf32=tf32)
+    model = Model(checkpoint(name, reference), device, dtype, tf32=tf32, sparse=sparse)
     if precompiled is None:
         model.compile()
         return model

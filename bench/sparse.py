@@ -1,12 +1,13 @@
 """``python -m bench sparse``: dense and sparse convolutions, layer by layer and whole networks.
 
 Each distinct convolution of a network runs as its dense kernel and as its sparse one, on the same
-weights, bias and activation included, after both gave the same result. Without ``--densities`` the
-weights are the model's own, so that a pruned model is measured as it is; with them each layer is
-drawn at random at every density. Both run in turn, round after round. A network runs as ``--sparse
-never``, ``auto`` and ``always`` compile it, in turn too; with ``--densities`` all its layers but
-the first and the last have that density, at random. Times are medians; ``p10`` are lower deciles,
-what other programs disturb least, and what gains and break-even points are made of.
+weights, bias and activation included, after both gave the same result. Both run in turn, round
+after round; on a CPU the time of a call that computes next to nothing is taken off both, as a
+network is one call. Without ``--densities`` the weights are the model's own, so that a pruned model
+is measured as it is; with them each layer is drawn at random at every density. A network runs as
+``--sparse never``, ``auto`` and ``always`` compile it, in turn too; with ``--densities`` all its
+layers but the first and the last have that density, at random. Times are medians; ``p10`` are lower
+deciles, what other programs disturb least, and what gains and break-even points are made of.
 
 ``--table`` writes what ``auto`` looks up: graphs/breakeven/DEVICE-DTYPE.json.
 """
@@ -163,24 +164,31 @@ def measure_layers(
     cases: Sequence[Case], device: Device, dtype: DType, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Compiles all cases at once, and measures one after the other."""
-    models = compile_cases(cases, device, dtype)
+    *models, (nothing, _) = compile_cases(cases, device, dtype)
     clock: Clock = HostClock() if device.is_host else MaxClock(device)
+    empty = [Buffer.from_numpy(np.zeros((1, 1, 1, 1), np.float32)).to(device)]
     for batch in options.batches:
-        for case, (dense, sparse) in zip(cases, models, strict=True):
+        for case, pair in zip(cases, models, strict=True):
             x = _input(case.layer, batch, dtype, device)
-            found = [_result(each, x) for each in (dense, sparse)]
+            found = [_result(each, x) for each in pair]
             apart = _apart(*found)
-            steps = [_step(each, x, device) for each in (dense, sparse)]
-            spent = in_turn(clock, steps, options.seconds)
+            steps = [_step(each, x, device) for each in pair]
+            if device.is_host:
+                steps.append(_step(nothing, empty, device))
+            dense, sparse, *call = in_turn(clock, steps, options.seconds)
+            p50, p10 = ([_us(times, p) for times in (dense, sparse, *call)] for p in (50, 10))
+            for figures in p50, p10:
+                idle = figures[2] if call else 0.0
+                figures[:2] = [rounded(max(us - idle, 0.1)) for us in figures[:2]]
             yield {
                 "kind": "sparse layer", "batch": batch, "layer": case.layer.title(),
                 "kernel": case.layer.kernel, "stride": case.layer.stride,
                 "channels": case.layer.channels, "filters": case.layer.filters,
                 "pixels": case.layer.pixels, "count": len(case.names), "names": case.names,
                 "density": rounded(case.density, 3),
-                "dense_us": _us(spent[0], 50), "sparse_us": _us(spent[1], 50),
-                "dense_p10_us": _us(spent[0], 10), "sparse_p10_us": _us(spent[1], 10),
-                "gain": rounded(_us(spent[0], 10) / _us(spent[1], 10), 3),
+                "dense_us": p50[0], "sparse_us": p50[1],
+                "dense_p10_us": p10[0], "sparse_p10_us": p10[1],
+                "call_us": p50[2] if call else 0.0, "gain": rounded(p10[0] / p10[1], 3),
                 "difference": rounded(apart), "passed": bool(apart <= CLOSE[dtype]),
             }  # fmt: skip
 
@@ -188,7 +196,10 @@ def measure_layers(
 def compile_cases(
     cases: Sequence[Case], device: Device, dtype: DType
 ) -> list[tuple[Executable, Executable]]:
-    """Compiles the dense and the sparse graph of every case, all in one module."""
+    """Compiles the dense and the sparse graph of every case, all in one module.
+
+    The last pair of graphs are one and the same, which computes the relu of one number.
+    """
     place = DeviceRef.from_device(device)
     bias = np.random.default_rng(1)
     named = {f"case{i}.w.filter": case.filters for i, case in enumerate(cases)}
@@ -209,10 +220,14 @@ def compile_cases(
                 x = graph.inputs[0].tensor
                 y = nodes.conv2d(x, filter, stride=layer.stride, padding=padding, epilogue="relu")
                 graph.output(y)
+    one = TensorType(DType.float32, [1, 1, 1, 1], device=place)
+    with Graph("nothing", input_types=[one], kernel_library=Unchecked(), module=module) as graph:
+        graph.output(nodes.relu(graph.inputs[0].tensor))
     session = InferenceSession(devices=[device])
     compiled = session.compile(module, custom_extensions=[nodes.OPS])
     models = session.init_all(compiled, weights_registry=parameters.registry(device))
-    return [(models[f"dense{i}"], models[f"sparse{i}"]) for i in range(len(cases))]
+    pairs = [(models[f"dense{i}"], models[f"sparse{i}"]) for i in range(len(cases))]
+    return [*pairs, (models["nothing"], models["nothing"])]
 
 
 def measure_networks(

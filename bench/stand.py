@@ -36,6 +36,7 @@ class Cell:
         device: As ``--device`` names it.
         precompiled: Folder of compiled graphs.
         tf32: Whether float32 may be multiplied as TF32 on a GPU.
+        sparse: What runs pruned layers of ours: ``auto``, ``always`` or ``never``.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Cell:
     device: str
     precompiled: Path | None = None
     tf32: bool = False
+    sparse: str = "auto"
 
 
 class Stand:
@@ -69,7 +71,13 @@ class Stand:
                 self._ours.clear()
                 dtype = DTYPES[cell.dtype]
                 self._ours[key] = our_model(
-                    cell.model, reference, device, dtype, cell.precompiled, tf32=cell.tf32
+                    cell.model,
+                    reference,
+                    device,
+                    dtype,
+                    cell.precompiled,
+                    tf32=cell.tf32,
+                    sparse=cell.sparse,
                 )
                 record["load_s"] = rounded(time.perf_counter() - start, 3)
                 start = time.perf_counter()

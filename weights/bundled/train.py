@@ -224,7 +224,6 @@ class Pruner:
     """
 
     RAMP = 0.6  # of the steps, in which the zeros grow; then the masks stay
-    EVERY = 10  # steps between two masks
 
     def __init__(self, model, sparsity, steps):
         """Prune `model` to the share `sparsity` of zeros within `steps` batches."""
@@ -233,12 +232,13 @@ class Pruner:
         ]
         self.weights = [m.weight for m in matrices if getattr(m, "groups", 1) == 1]
         self.sparsity, self.ramp, self.count = sparsity, self.RAMP * steps, 0
+        self.every = max(1, min(10, steps // 20))  # steps between two masks
         self.masks = [torch.ones_like(w) for w in self.weights]
 
     @torch.no_grad()
     def step(self):
         """Apply the masks, after they were made anew if it is time; call after each batch."""
-        if self.count % self.EVERY == 0 and self.count < self.ramp + self.EVERY:
+        if self.count % self.every == 0 and self.count < self.ramp + self.every:
             done = min(1.0, self.count / self.ramp)
             share = self.sparsity * (1 - (1 - done) ** 3)
             sizes = torch.cat([w.abs().flatten() for w in self.weights])
