@@ -27,7 +27,7 @@ from max.dtype import DType
 
 from graphs.convolution import Convolution
 from graphs.errors import ArgumentError, DeviceError, ModelError
-from graphs.target import Target
+from graphs.target import Target, base
 
 MODES = ("auto", "always", "never")
 TABLES = Path(__file__).with_name("breakeven")
@@ -324,7 +324,7 @@ def load_table(target: Target, dtype: str) -> Table | None:
 
 def table_name(target: Target, dtype: str) -> str:
     """Names the file of a device's table: a CPU by its vectors, a GPU by its architecture."""
-    device = target.name
+    device = base(target.name)  # a driver may call sm_90a sm_90
     if target.api == "cpu":
         vectors = [kind for kind in ("avx512f", "avx2", "asimd") if kind in target.features]
         device = f"cpu-{vectors[0] if vectors else target.machine}"

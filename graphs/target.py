@@ -129,18 +129,18 @@ class Target:
         count = driver.accelerator_count()
         found = [Accelerator(i) for i in (range(count) if index is None else [index]) if i < count]
         for gpu in found:
-            if gpu.api == self.api and _base(gpu.architecture_name) == _base(self.name):
+            if gpu.api == self.api and base(gpu.architecture_name) == base(self.name):
                 return gpu
         here = found[0].architecture_name if found else "none"
         where = "this machine's GPU" if index is None else f"gpu:{index}"
-        again = next((name for name in GPUS if _base(name) == _base(here)), "cpu")
+        again = next((name for name in GPUS if base(name) == base(here)), "cpu")
         raise DeviceError(
             f"this model was compiled for the GPU {self.name} but {where} is {here}; run it where"
             f" such a GPU is, or compile it with --target {again}"
         )
 
 
-def _base(architecture: str) -> str:
+def base(architecture: str) -> str:
     """Drops the suffix of sm_90a, which a driver may leave out; gfx90a is another than gfx90."""
     return architecture.rstrip("af") if architecture.startswith("sm_") else architecture
 

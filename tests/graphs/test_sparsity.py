@@ -15,11 +15,13 @@ from max.dtype import DType
 from max.graph import DeviceRef
 
 import graphs
+import run_graph
 import weights
 from graphs import __main__ as command
-from graphs import ahead, cache, package, sparsity
+from graphs import ahead, cache, cli, package, sparsity
 from graphs.convolution import Convolution
 from graphs.errors import ArgumentError, DeviceError, ModelError
+from graphs.pipeline import Times
 from graphs.session import Unchecked, build, choose_sparse, convolutions
 from graphs.sparsity import MARGIN, TABLES, Row, choose, read_table, table_name
 from graphs.target import Target
@@ -139,6 +141,18 @@ def test_devices_without_a_table_run_dense_and_say_so(tables: Callable[..., None
     assert chosen([LAYER], 1.0).short.told == ""  # nothing is said of a dense model
 
 
+def test_tables_are_named_by_vectors_and_architectures() -> None:
+    names = {
+        "cpu:x86-64-v3": "cpu-avx2-float32.json",
+        "cpu:sapphirerapids": "cpu-avx512f-float32.json",
+        "sm_90a": "sm_90-float32.json",
+        "gfx942": "gfx942-float32.json",
+    }
+    if HERE.machine == "x86_64":
+        for target, name in names.items():
+            assert table_name(Target.parse(target), "float32") == name
+
+
 def test_always_is_refused_where_nothing_can_be_sparse() -> None:
     with pytest.raises(DeviceError, match=r"expects float32 on a CPU but .* bfloat16; take that"):
         choose("net", [LAYER], {"a": 0.9}, "always", HERE, DType.bfloat16)
@@ -184,6 +198,8 @@ def test_auto_always_and_never_answer_alike(
     dense, sparse = never(pixels), always(pixels)
     assert np.abs(dense).max() > 0.1
     assert np.abs(dense - sparse).max() <= 1e-5 * np.abs(dense).max()
+    summary = cli._summary(always, Times(), cli.Tally(1))
+    assert summary.endswith("on cpu, float32; 5 of 5 pruned layers sparse")
 
     checkpoint = weights.load(pruned[0.9])
     tables(*(  # that says of every layer that sparse is faster: the graph of always
@@ -239,6 +255,8 @@ def test_the_command_line_takes_the_mode(
     assert "prune it with python -m weights prune, or leave --sparse" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main([*arguments[:3], "sometimes", "-o", out])
+    assert run_graph.parse(["x.jpg", "--sparse", "never"]).sparse == "never"
+    assert run_graph.parse(["x.jpg"]).sparse == "auto"
 
 
 def test_inspect_names_patterns_and_what_runs_them(
