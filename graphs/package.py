@@ -2,7 +2,7 @@
 
 | file                     | what it holds                                                       |
 | ------------------------ | ------------------------------------------------------------------- |
-| manifest.json            | format, target, dtype, versions; size and SHA-256 of the other files |
+| manifest.json            | format, target, dtype, sparse layers, versions; sums of the others   |
 | graph.mef                | the compiled graph: uint8 pixels [N, H, W, C] to logits               |
 | weights.safetensors      | its weights, arranged for the target                                |
 | config.json              | the network and the labels, as on the Hugging Face hub              |

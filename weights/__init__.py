@@ -1,6 +1,6 @@
 """Trained weights: found, read, checked, and laid out for the graphs.
 
-``python -m weights --help`` inspects, converts and verifies them.
+``python -m weights --help`` inspects, converts, prunes and verifies them.
 """
 
 from weights.checkpoint import Checkpoint, load
