@@ -46,6 +46,7 @@ class Options:
         device: ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
+        sparse: What runs pruned layers, as in ``graphs.load``.
         embeddings: Whether /v1/embeddings answers, whose graph is compiled too.
         max_batch_size: Images that run together; None for 8 on a CPU and 64 on a GPU.
         max_batch_delay_ms: How long the first image of a batch waits for others.
@@ -71,6 +72,7 @@ class Options:
     device: str = "auto"
     dtype: str = "auto"
     tf32: bool = True
+    sparse: str = "auto"
     embeddings: bool = True
     max_batch_size: int | None = None
     max_batch_delay_ms: float = 2.0
@@ -110,6 +112,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     add("--device", type=_device, metavar="D", help="auto, cpu, gpu or gpu:N")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"])
     add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
+    add("--sparse", choices=["auto", "always", "never"], help="what runs pruned layers: sparse"
+        " convolutions where they were measured to be faster (auto), always, or never")  # fmt: skip
     add("--no-embeddings", dest="embeddings", action="store_false", help="compile and hold no"
         " graph for /v1/embeddings")  # fmt: skip
     add("--max-batch-size", type=_whole(1, 4096), metavar="N",

@@ -166,6 +166,7 @@ def make_service(
         device=card.device,
         dtype=options.dtype,
         tf32=options.tf32,
+        sparse=options.sparse,
         revision=options.revision,
     )
     delay = options.max_batch_delay_ms / 1e3
