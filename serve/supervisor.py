@@ -105,8 +105,7 @@ class Supervisor(Remote):
         Time for which it could run but had no core does not count: on a machine that is too busy
         it is late, and the next one would be later.
         """
-        heard, ticks = self._last, 0
-        begun: dict[str, float] = {}
+        heard, ticks, begun = self._last, 0, waits(self._pid)
         while True:
             await asyncio.sleep(TICK)
             if heard != self._last or not self._pid:

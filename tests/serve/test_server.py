@@ -343,7 +343,7 @@ def test_a_worker_is_started_anew(server: Server, fault: str) -> None:
     starts = server.metric("maxvision_worker_starts")
     if fault == "killed":
         os.kill(server.worker(), signal.SIGKILL)
-        server.until(lambda: not server.ready(), "unreadiness", 3)
+        server.until(lambda: not server.ready(), "unreadiness", 10)
     else:
         data = picture(faulty.EXIT if fault == "crashes" else faulty.HANG)
         answer = classify(server, data)
