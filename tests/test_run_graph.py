@@ -30,6 +30,7 @@ import weights
 from graphs import cli
 from graphs.errors import DeviceError, ModelError
 from graphs.preprocess import Preprocess
+from graphs.sparsity import Chosen
 
 ROOT = Path(__file__).resolve().parents[1]
 LABELS = ["tabby, tabby cat", "[bold]tiger[/bold]", "käfer", "frog"]
@@ -43,6 +44,7 @@ class Fake:
     device: str = "cpu"
     dtype: str = "float32"
     tf32: bool = False
+    sparse: Chosen = field(default_factory=lambda: Chosen("auto", (), ""))
     labels: list[str] = field(default_factory=lambda: list(LABELS))
     preprocess: Preprocess = field(default_factory=lambda: Preprocess(8, 8, 8))
     batch_size: int = 8
@@ -179,14 +181,14 @@ def test_arguments_reach_load(fake: Fake, folder: Path, run: Run) -> None:
     assert callable(progress)
     assert fake.asked == {
         "source": "resnet-small", "device": "auto", "dtype": "auto", "batch_size": None,
-        "revision": None, "tf32": True,
+        "revision": None, "tf32": True, "sparse": "auto",
     }  # fmt: skip
     run("--model", "o/m", "--device=gpu:1", "--dtype", "float16", "all/r.png", "--revision", "v1",
-        "--batch-size", "3", "--no-tf32")  # fmt: skip
+        "--batch-size", "3", "--no-tf32", "--sparse=never")  # fmt: skip
     fake.asked.pop("progress")
     assert fake.asked == {
         "source": "o/m", "device": "gpu:1", "dtype": "float16", "batch_size": 3, "revision": "v1",
-        "tf32": False,
+        "tf32": False, "sparse": "never",
     }  # fmt: skip
 
 
