@@ -17,7 +17,7 @@ QUEUE, IMAGES, BATCH, BODY, PIXELS = 12, 8, 4, 2_000_000, 1_500_000
 MODEL = ["-m", "tests.serve.faulty", "--model", "resnet-cifar10", "--device", "cpu", "--port", "0"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # a test of test_server.py ends it
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The faulty model behind a key, with limits that a test can reach."""
     folder = tmp_path_factory.mktemp("serve")
