@@ -32,6 +32,7 @@ from graphs.errors import ArgumentError, DeviceError, ImageError, ModelError
 from graphs.outputs import Outputs
 from graphs.package import Package
 from graphs.parameters import Parameters
+from graphs.predictions import Prediction, softmax
 from graphs.preprocess import Preprocess, Source, load_batch
 from graphs.replay import Replays
 from graphs.resnet import ResNetSpec
@@ -46,15 +47,6 @@ DTYPES = {
     "bfloat16": DType.bfloat16,
     "float16": DType.float16,
 }
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One class of an image's answer: its name, its index, its probability."""
-
-    label: str
-    class_id: int
-    score: float
 
 
 @dataclass(frozen=True)
@@ -445,8 +437,7 @@ class Model:
         """
         if top_k < 1:
             raise ArgumentError(f"top_k expects a number of at least 1 but is {top_k}")
-        shifted = np.exp(logits - logits.max(axis=1, keepdims=True), dtype=np.float64)
-        scores = shifted / shifted.sum(axis=1, keepdims=True)
+        scores = softmax(logits)
         order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
         return [
             [Prediction(self.labels[i], int(i), float(row[i])) for i in best]

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from graphs.session import Prediction
+from graphs.predictions import Prediction, softmax
 
 Function: TypeAlias = Literal["softmax", "sigmoid", "none"]
 
@@ -14,12 +14,10 @@ Function: TypeAlias = Literal["softmax", "sigmoid", "none"]
 def score(logits: np.ndarray, function: Function = "softmax") -> np.ndarray:
     """Makes float64 scores of logits [classes].
 
-    The softmax is that of ``graphs.session.Model.predictions``, bit by bit; ``none`` scores by the
-    logit itself.
+    The softmax is that of ``Model.predictions``; ``none`` scores by the logit itself.
     """
     if function == "softmax":
-        shifted = np.exp(logits - logits.max(), dtype=np.float64)
-        return shifted / shifted.sum()
+        return softmax(logits)
     if function == "sigmoid":
         halves = 0.5 * logits.astype(np.float64)
         return 0.5 * (1 + np.tanh(halves))

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from graphs.predictions import Prediction
 from graphs.preprocess import Preprocess
-from graphs.session import Prediction
 from serve.answers import Function, rank
 from serve.errors import Refusal, not_ready
 from serve.images import SMALL, Decoder, is_small, unwrap

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from graphs.session import Prediction
+from graphs.predictions import Prediction
 from serve.answers import Function
 from serve.core import Image, Service
 from serve.errors import Refusal

@@ -7,6 +7,8 @@ import re
 import select
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +36,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(argv, tmp_path_factory.mktemp("fronts") / "log") as started:
         started.until(lambda: len(fronts(started)) == FRONTS, "fronts")
         yield started
+
+
+def test_a_front_imports_nothing_of_max() -> None:
+    names = "front, app, core, images, limits, remote, server"
+    code = f"import sys; from serve import {names}; print('max' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 def fronts(server: Server) -> list[int]:
