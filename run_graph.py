@@ -71,15 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command() -> None:
-    """Runs the command line as a program.
-
-    It leaves at once: threads of MAX that are still at work after a compilation abort an orderly
-    exit of Python.
-    """
+    """Runs the command line as a program."""
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    from graphs.host import leave
+
+    leave(code)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -139,7 +135,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _device(text: str) -> str:
+def _device(text: str) -> str:  # graphs.arguments.device, without an import for --help
     if not re.fullmatch(r"auto|cpu|gpu(:\d{1,4})?", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"auto, cpu, gpu or gpu:N was expected but {text!r} came")
     return text

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import weights
+from graphs.host import leave
 from graphs.session import DTYPES, Model, find_device
 
 
@@ -24,7 +25,7 @@ def load(source: str, graph: Path, dtype: str, device: str, **options: Any) -> M
 if __name__ == "__main__":
     from bench import served  # by its name, which the model's process imports
     from serve.options import parse
-    from serve.server import leave, run
+    from serve.server import run
 
     options = parse([*sys.argv[2:], "--no-embeddings"])
     leave(run(options, load=functools.partial(served.load, graph=Path(sys.argv[1]))))

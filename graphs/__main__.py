@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from graphs.cli import complain, working
 from graphs.errors import ModelError, UserError
+from graphs.host import leave
 
 _HELP = """\
 Compile a model into a folder that holds everything it runs on: the graph for one kind of device,
@@ -143,7 +142,4 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # see run_graph.command
+    leave(main())

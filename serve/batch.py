@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from graphs import arguments
 from graphs.errors import ArgumentError, ImageError, ModelError, UserError
+from graphs.host import leave
 from graphs.pipeline import Answer, Item, Times, answers
 from graphs.preprocess import Source
 from graphs.results import record, schema, utf8
@@ -92,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    from serve.options import _device, _whole
+    from serve.options import _whole
 
     parser = argparse.ArgumentParser(
         prog="python -m serve.batch",
@@ -107,8 +109,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default="resnet-cifar10", metavar="M", help="a bundled model's name, a hub id, a"
         " folder or a file (default: %(default)s)")  # fmt: skip
     add("--revision", metavar="R", help="branch, tag or commit of a hub model")
-    add("--device", default="auto", type=_device, metavar="D", help="cpu, gpu or auto: gpu if this"
-        " machine has one")  # fmt: skip
+    add("--device", default="auto", type=arguments.device, metavar="D", help="cpu, gpu or auto: gpu"
+        " if this machine has one")  # fmt: skip
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
     add("--workers", type=_whole(1, 100_000), metavar="N", help="models that run at a time"
@@ -432,7 +434,4 @@ def _named(answer: Answer) -> Answer:
 if __name__ == "__main__":
     from serve import batch  # by its name, which the workers import
 
-    code = batch.main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # see run_graph.command
+    leave(batch.main())

@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from graphs import arguments
+
 HELP = """\
 Serves a ResNet or CvT over HTTP: POST an image to /v1/classify, see /docs for the rest."""
 
@@ -109,7 +111,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"
         " 0.0.0.0 for every network)")  # fmt: skip
     add("--port", type=_whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")
-    add("--device", type=_device, metavar="D", help="auto, cpu, gpu or gpu:N")
+    add("--device", type=arguments.device, metavar="D", help="auto, cpu, gpu or gpu:N")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"])
     add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
     add("--sparse", choices=["auto", "always", "never"], help="what runs pruned layers: sparse"
@@ -174,12 +176,6 @@ def _from(environ: Mapping[str, str], parser: argparse.ArgumentParser) -> list[s
         else:
             argv.append(f"{name}={value}")
     return argv
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|gpu(:\d{1,4})?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"auto, cpu, gpu or gpu:N was expected but {text!r} came")
-    return text
 
 
 def _whole(low: int, high: int) -> Callable[[str], int]:

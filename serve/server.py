@@ -94,13 +94,6 @@ def _arguments(given: dict[str, Any]) -> list[str]:
     return argv + ([f"--device={devices}"] if devices not in (None, "default") else [])
 
 
-def leave(code: int) -> None:
-    """Ends the program at once: threads of MAX may abort an orderly exit of Python."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def bind(host: str, port: int) -> socket.socket:
     """Takes the port, before anything that takes long.
 

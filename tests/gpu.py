@@ -17,7 +17,6 @@ import gc
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -37,6 +36,7 @@ from bench.environment import environment
 from bench.records import check_path, write
 from bench.references import artifact, checkpoint, precision, reference_model
 from bench.tf32 import RoundedProducts, allow_tf32
+from graphs.host import leave
 from graphs.preprocess import EXTENSIONS
 from graphs.replay import Execution
 from graphs.session import Model, Unchecked, build, load
@@ -312,7 +312,4 @@ def bundled(
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # MAX's threads for devices that are not here may abort an orderly exit
+    leave(main())

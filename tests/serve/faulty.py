@@ -14,6 +14,7 @@ import numpy as np
 
 from graphs import session
 from graphs.errors import DeviceError
+from graphs.host import leave
 
 RAISE, SLOW, EXIT, HANG, MEMORY, NAN = ((1, 2, i) for i in range(3, 9))
 SLOW_SECONDS = 0.5
@@ -57,7 +58,7 @@ def load(source: str, **options: Any) -> Faulty:
 
 if __name__ == "__main__":
     from serve.options import parse
-    from serve.server import leave, run
+    from serve.server import run
     from tests.serve import faulty  # by its name, which the model's process imports
 
     leave(run(parse(sys.argv[1:]), load=faulty.load))
