@@ -13,6 +13,10 @@ PANEL = 64
 """Columns of a packed panel, the same number as in ops/gemm/cpu.mojo."""
 STEP = 32
 """Columns of a panel in bfloat16, and numbers of K of a tile, as in ops/gemm/bf16.mojo."""
+TILE = 128
+"""Filters of a tile of a sparse filter on a GPU, as in ops/sparse_conv2d/gpu.mojo."""
+ROW = 128
+"""Bytes of channels of a step there."""
 CHANNELS = 16
 """Channels of a part of a sparse filter on a CPU are a multiple of it, as in
 ops/sparse_conv2d/cpu.mojo."""
@@ -127,21 +131,29 @@ MLPS = (64, 192)
 """C of the MLPs that it has one for."""
 
 
-def compressed_rows(
-    filters: np.ndarray, groups: int = 1
+def steps(
+    filters: np.ndarray, channels: int, groups: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compresses [R, S, C, F] to its nonzeros, filter by filter (CSR).
+    """Orders the nonzeros of [R, S, C, F] for a GPU: by tiles of filters, steps of K, and filters.
+
+    A step is ``channels`` channels of one tap; taps follow one another, their channels within them.
 
     Returns:
-        values [nonzeros]; columns [nonzeros] int32, ``(r * S + s) * C_all + c``, ascending in
-        each row, with C_all the channels of all groups; row starts [F + 1] int32.
+        values [nonzeros]; columns [nonzeros] uint8, the channel in its step; starts int32
+        [F / TILE * steps * TILE + 1], where the nonzeros of each filter of a tile begin in a step.
     """
     r, s, c, f = filters.shape
     rows = filters.transpose(3, 0, 1, 2).reshape(f, r * s, c)
     row, tap, channel = np.nonzero(rows)
-    column = tap * (c * groups) + row // (f // groups) * c + channel
-    starts = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=f))])
-    return rows[row, tap, channel], column.astype(np.int32), starts.astype(np.int32)
+    values = rows[row, tap, channel]
+    channel = row // (f // groups) * c + channel
+    count = r * s * math.ceil(c * groups / channels)
+    step = tap * (count // (r * s)) + channel // channels
+    place = (row // TILE * count + step) * TILE + row % TILE
+    order = np.argsort(place, kind="stable")
+    counts = np.bincount(place, minlength=math.ceil(f / TILE) * count * TILE)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    return values[order], (channel % channels)[order].astype(np.uint8), starts.astype(np.int32)
 
 
 def stream(filters: np.ndarray, groups: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -147,13 +147,17 @@ class Parameters:
         else:
             bias = self._bind(bias_key, lambda: np.zeros(shape[3]), (shape[3],), DType.float32)
         if sparse:
-            order = arrange.stream if self.device.is_cpu() else arrange.compressed_rows
-            values, columns, starts = order(self._filter(key), groups)
+            if self.device.is_cpu():
+                values, columns, starts = arrange.stream(self._filter(key), groups)
+            else:
+                channels = arrange.ROW // self.dtype.size_in_bytes
+                values, columns, starts = arrange.steps(self._filter(key), channels, groups)
             if not values.size:  # MAX binds no empty buffer; no row reads this one
-                values, columns = np.zeros(1, values.dtype), np.zeros(1, np.int32)
+                values, columns = np.zeros(1, values.dtype), np.zeros(1, columns.dtype)
+            kind = DType.from_numpy(columns.dtype)
             rows = (
                 self._bind(f"{key}.values", lambda: values, values.shape, self.dtype),
-                self._bind(f"{key}.columns", lambda: columns, columns.shape, DType.int32),
+                self._bind(f"{key}.columns", lambda: columns, columns.shape, kind),
                 self._bind(f"{key}.row_starts", lambda: starts, starts.shape, DType.int32),
             )
             return Filter(shape, groups, bias, rows=rows)

@@ -4,9 +4,11 @@ conv2d with the nonzeros of the filter, ordered for the device by graphs/arrange
 values[starts[i] : starts[i + 1]] at its columns, which ascend; a row may be empty. Groups need
 nothing here: columns name the channels of x itself.
 
-GPU: compressed rows. Row f is filter f, a column is (r * S + s) * C + c.
+GPU: steps, of 128 bytes of channels of one tap. Row (tile * steps + step) * TILE + f is filter f of
+a tile there, a column (uint8) its channel in the step.
 CPU: a stream. The channels are divided into even parts (a multiple of 16 each, but the last); row
-part * F + f is filter f there, a column is (c * R + r) * S + s with c the channel in its part.
+part * F + f is filter f there, a column (int32) is (c * R + r) * S + s with c the channel in its
+part.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -25,7 +27,7 @@ def _sparse_conv2d[
 ](
     g: Geometry,
     o: Operands[dtype],
-    columns: Data[DType.int32],
+    columns: Data,
     row_starts: Data[DType.int32],
     rows: Int,
     ctx: DeviceContext,
@@ -37,10 +39,14 @@ def _sparse_conv2d[
         return
     comptime if target == "cpu":
         comptime assert dtype == F32, "sparse_conv2d: a CPU expects float32"
-        var stream = Stream(rebind[Data[F32]](o.w), columns, row_starts, rows // g.f)
+        var stream = Stream(
+            rebind[Data[F32]](o.w), rebind[Data[DType.int32]](columns), row_starts, rows // g.f
+        )
         sparse_conv2d_cpu[Epilogue(name)](g, rebind[Operands[F32]](o), stream)
     else:
-        sparse_conv2d_gpu[dtype, Epilogue(name)](g, o, columns, row_starts, ctx)
+        sparse_conv2d_gpu[dtype, Epilogue(name)](
+            g, o, rebind[Data[DType.uint8]](columns), row_starts, ctx
+        )
 
 
 @register("sparse_conv2d")
@@ -54,7 +60,7 @@ struct SparseConv2d:
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
         values: InputTensor[dtype=y.dtype, rank=1, ...],
-        columns: InputTensor[dtype=DType.int32, rank=1, ...],
+        columns: InputTensor[rank=1, ...],
         row_starts: InputTensor[dtype=DType.int32, rank=1, ...],
         bias: InputTensor[dtype=F32, rank=1, ...],
         window: InputTensor[dtype=DType.int64, rank=1, ...],
@@ -70,7 +76,7 @@ struct SparseConv2d:
             y: Result [N, P, Q, F].
             x: Activations [N, H, W, C].
             values: Nonzeros, row by row.
-            columns: Of each, ascending in a row.
+            columns: Of each, ascending in a row; int32 on a CPU, uint8 on a GPU.
             row_starts: Where each row's nonzeros begin, and where the last one's end.
             bias: [F].
             window: The nine numbers of geometry.mojo, in host memory.
@@ -109,7 +115,7 @@ struct SparseConv2dAdd:
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
         values: InputTensor[dtype=y.dtype, rank=1, ...],
-        columns: InputTensor[dtype=DType.int32, rank=1, ...],
+        columns: InputTensor[rank=1, ...],
         row_starts: InputTensor[dtype=DType.int32, rank=1, ...],
         bias: InputTensor[dtype=F32, rank=1, ...],
         residual: InputTensor[dtype=y.dtype, rank=4, ...],
@@ -126,7 +132,7 @@ struct SparseConv2dAdd:
             y: Result [N, P, Q, F].
             x: Activations [N, H, W, C].
             values: Nonzeros, row by row.
-            columns: Of each, ascending in a row.
+            columns: Of each, ascending in a row; int32 on a CPU, uint8 on a GPU.
             row_starts: Where each row's nonzeros begin, and where the last one's end.
             bias: [F].
             residual: [N, P, Q, F].

@@ -54,6 +54,36 @@ def test_a_stream_holds_every_nonzero(
     np.testing.assert_array_equal(found.sum(axis=0).transpose(1, 2, 0, 3), filters)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 64, 128), (3, 3, 65, 5), (1, 1, 130, 129), (3, 5, 40, 6)])
+@pytest.mark.parametrize(("channels", "groups"), [(64, 1), (32, 1), (32, 2)])
+@pytest.mark.parametrize("density", [0, 0.3, 1])
+def test_steps_hold_every_nonzero(
+    shape: tuple[int, int, int, int], channels: int, groups: int, density: float
+) -> None:
+    r, s, c, f = shape
+    f += f % groups
+    rng = np.random.default_rng(0)
+    filters = rng.standard_normal((r, s, c, f)) * (rng.random((r, s, c, f)) < density)
+    values, columns, starts = arrange.steps(filters, channels, groups)
+    chunks = -(-c * groups // channels)
+    assert starts[0] == 0 and starts[-1] == values.size == columns.size
+    assert starts.size == -(-f // arrange.TILE) * r * s * chunks * arrange.TILE + 1
+    found = np.zeros((r, s, chunks * channels, f))
+    for row in range(starts.size - 1):
+        mine = slice(starts[row], starts[row + 1])
+        if mine.start < mine.stop:
+            (tile, step), filter = divmod(row // arrange.TILE, r * s * chunks), row % arrange.TILE
+            tap, chunk = divmod(step, chunks)
+            assert (np.diff(columns[mine].astype(int)) > 0).all()
+            channel = chunk * channels + columns[mine].astype(int)
+            found[tap // s, tap % s, channel, tile * arrange.TILE + filter] = values[mine]
+    for group in range(groups):
+        of_group = slice(group * (f // groups), (group + 1) * (f // groups))
+        mine = found[:, :, group * c : (group + 1) * c, of_group]
+        np.testing.assert_array_equal(mine, filters[..., of_group])
+    assert np.count_nonzero(found) == np.count_nonzero(filters)
+
+
 @pytest.mark.parametrize(("c", "steps"), [(5, 3), (14, 6), (32, 9)])
 def test_tiles_are_pairs_of_depth_in_panels_of_32_columns(c: int, steps: int) -> None:
     filters = np.arange(1.0, 9 * c * 70 + 1).reshape(3, 3, c, 70)
