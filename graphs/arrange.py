@@ -182,3 +182,53 @@ def stream(filters: np.ndarray, groups: int = 1) -> tuple[np.ndarray, np.ndarray
     starts = np.concatenate([[0], np.cumsum(counts)])
     columns = (channel * (r * s) + tap)[order]
     return values[order], columns.astype(np.int32), starts.astype(np.int32)
+
+
+def is_two_four(filters: np.ndarray) -> bool:
+    """Tells whether of four neighbouring channels of a tap of [R, S, C, F] at most two are not 0.
+
+    Where C is not a multiple of four, the last ones of a tap are a group of their own.
+    """
+    return bool(np.count_nonzero(_fours(filters), axis=-1).max(initial=0) <= 2)
+
+
+def two_four(filters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Compresses [R, S, C, F] for ops/sparse_conv2d/two_four.mojo: two of each four channels.
+
+    Steps of K are 64 channels of a tap, filled up with zeros, as are the filters to tiles of 64.
+    A thread of a warpgroup keeps the indices of filter ``warp * 16 + lane // 4`` in the lower half
+    of a word, those of the 8th after it in the upper one: 16 channels, ``lane % 4 * 16`` on, of
+    each four of them two indices of 2 bits, lowest first (PTX ISA 8.2, section 9.7.14.6).
+
+    Returns:
+        values, flat [steps, F / 64, 4, 64, 8]: K / 2 by eights, filters, K / 2 in an eight;
+        indices, flat uint32 [steps, F / 64, 4 warps, 32 lanes].
+
+    Raises:
+        ValueError: If more than two of four are not zero.
+    """
+    if not is_two_four(filters):
+        raise ValueError(
+            "two_four: filters expect two of four neighbouring channels to be 0 but some have more"
+            " nonzeros; prune them with --pattern 2:4"
+        )
+    r, s, c, f = filters.shape
+    chunks, tiles = -(-c // 64), -(-f // 64)
+    fours = np.zeros((tiles * 64, r * s, chunks * 16, 4), filters.dtype)
+    fours[:f, :, : -(-c // 4)] = _fours(filters)
+    kept = np.sort(np.argsort(fours == 0, axis=-1, kind="stable")[..., :2], axis=-1)
+    values = np.take_along_axis(fours, kept, axis=-1).reshape(tiles, 64, -1, 4, 8)
+    pairs = (kept[..., 0] | kept[..., 1] << 2).astype(np.uint32)
+    # Filters are (warp, half, lane // 4), steps of 16 fours (lane % 4, four).
+    split = pairs.reshape(tiles, 4, 2, 8, -1, 4, 4).transpose(4, 0, 1, 3, 5, 2, 6)
+    shifts = np.arange(0, 32, 4, dtype=np.uint32).reshape(2, 4)
+    indices = np.bitwise_or.reduce(split << shifts, axis=(-2, -1))
+    return np.ascontiguousarray(values.transpose(2, 0, 3, 1, 4)).reshape(-1), indices.reshape(-1)
+
+
+def _fours(filters: np.ndarray) -> np.ndarray:
+    """Divides the channels of each tap of [R, S, C, F] into fours: [F, R * S, C / 4, 4]."""
+    r, s, c, f = filters.shape
+    rows = np.zeros((f, r * s, -(-c // 4) * 4), filters.dtype)
+    rows[..., :c] = filters.reshape(r * s, c, f).transpose(2, 0, 1)
+    return rows.reshape(f, r * s, -1, 4)

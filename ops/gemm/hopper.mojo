@@ -991,10 +991,26 @@ def tensor_map[
     return map
 
 
-def _im2col_map[
+def im2col_map[
     dtype: DType
 ](ctx: DeviceContext, at: Data[dtype], g: Geometry, rows: Int) raises -> TMADescriptor:
-    """Makes the tensor map that reads x[N, H, W, C] window by window."""
+    """Makes the tensor map that reads x[N, H, W, C] window by window.
+
+    Parameters:
+        dtype: Of x.
+
+    Args:
+        ctx: The GPU.
+        at: The tensor.
+        g: Sizes.
+        rows: Pixels of a copy.
+
+    Returns:
+        The map.
+
+    Raises:
+        If the driver refuses it.
+    """
     var map = TMADescriptor()
     var bytes = Int64(size_of[dtype]())
     var dims = Array[Int64, 4](fill=0)
@@ -1130,7 +1146,7 @@ def hopper_shortcut[
     comptime assert not epilogue.adds, "hopper_gemm: a second source is what is added"
     var maps = Maps[6]()
     _add_maps[dtype, epilogue, config, 0](ctx, maps, g, o)
-    maps.maps[4] = _im2col_map[dtype](ctx, more.x, beside, config.rows())
+    maps.maps[4] = im2col_map[dtype](ctx, more.x, beside, config.rows())
     maps.maps[5] = _filter_map[dtype, config](ctx, more.w, beside)
     var ends = Ends[dtype, 1](o.bias, more.bias, o.residual, o.y)
     var walk = _walk[dtype, config, 1]([g], splits, o.alpha)
@@ -1163,7 +1179,7 @@ def _add_maps[
             ctx, o.x, [c, m], [Int32(WIDTH), Int32(config.rows())]
         )
     else:
-        maps.maps[at] = _im2col_map[dtype](ctx, o.x, g, config.rows())
+        maps.maps[at] = im2col_map[dtype](ctx, o.x, g, config.rows())
     maps.maps[at + 1] = _filter_map[dtype, config](ctx, o.w, g)
     maps.maps[at + 2] = tensor_map[dtype, 2](ctx, o.y, [f, m], [Int32(WIDTH), Int32(ROWS)])
     comptime if epilogue.adds:

@@ -288,8 +288,11 @@ def shared_store_float(at: UInt32, value: Float32):
 
 
 @always_inline
-def shared_load_matrices(at: UInt32) -> SIMD[DType.uint32, 4]:
+def shared_load_matrices[turned: Bool = False](at: UInt32) -> SIMD[DType.uint32, 4]:
     """Loads four matrices of 8 rows of 16 bytes, each as the left side of a product holds it.
+
+    Parameters:
+        turned: Whether each matrix of 8 x 8 halves is transposed on its way.
 
     Args:
         at: Address of a row: lanes 8 i to 8 i + 7 name those of the i-th matrix.
@@ -298,7 +301,11 @@ def shared_load_matrices(at: UInt32) -> SIMD[DType.uint32, 4]:
         4 bytes of each matrix: the (lane % 4)th of row lane / 4.
     """
     var r = inlined_assembly[
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        (
+            "ldmatrix.sync.aligned.m8n8.x4"
+            + (".trans" if turned else "")
+            + ".shared.b16 {$0, $1, $2, $3}, [$4];"
+        ),
         _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
         constraints="=r,=r,=r,=r,r,~{memory}",
     ](at)
@@ -306,15 +313,22 @@ def shared_load_matrices(at: UInt32) -> SIMD[DType.uint32, 4]:
 
 
 @always_inline
-def shared_store_matrices(at: UInt32, bits: SIMD[DType.uint32, 4]):
+def shared_store_matrices[turned: Bool = False](at: UInt32, bits: SIMD[DType.uint32, 4]):
     """Stores four matrices of 8 rows of 16 bytes, as `shared_load_matrices` loads them.
+
+    Parameters:
+        turned: Whether each matrix of 8 x 8 halves is transposed on its way.
 
     Args:
         at: Address of a row: lanes 8 i to 8 i + 7 name those of the i-th matrix.
         bits: 4 bytes of each matrix.
     """
     inlined_assembly[
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+        (
+            "stmatrix.sync.aligned.m8n8.x4"
+            + (".trans" if turned else "")
+            + ".shared.b16 [$0], {$1, $2, $3, $4};"
+        ),
         NOTHING,
         constraints="r,r,r,r,r,~{memory}",
     ](at, bits[0], bits[1], bits[2], bits[3])
@@ -504,6 +518,190 @@ def multiply_registers[
     comptime for i in range(32):
         sums[i] = r[i]
     return sums
+
+
+def _numbered[count: Int](sign: StaticString) -> String:
+    """Lists the operands of an instruction from 0 on, each after a sign."""
+    var names = String(sign) + "0"
+    for i in range(1, count):
+        names += String(t",{sign}{i}")
+    return names
+
+
+@always_inline
+def multiply_sparse[
+    dtype: DType, columns: Int, second: Bool
+](a: Int64, b: Int64, indices: UInt32, acc: StaticTuple[Float32, columns // 2]) -> StaticTuple[
+    Float32, columns // 2
+]:
+    """Starts adding a 64 x 32 by 32 x columns product, the left side of which is 2:4 sparse.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        columns: Columns of the right side: 64, 128, 192 or 256.
+        second: Whether the odd pairs of threads hold the indices of this product, not the even.
+
+    Args:
+        a: Descriptor of the two of each four numbers of the left side.
+        b: Descriptor of the right side.
+        indices: Which two they are, for eight fours.
+        acc: What the product is added to.
+
+    Returns:
+        The sums, once the group has been waited for.
+    """
+    comptime COUNT = columns // 2
+    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    comptime start = "wgmma.mma_async.sp.sync.aligned.m64n"
+    comptime end = ", 1, 1, 1, 1, 0, 0;" if second else ", 0, 1, 1, 1, 0, 0;"
+    var sums = StaticTuple[Float32, COUNT](fill=0)
+    # fmt: off
+    comptime if columns == 64:
+        var r = inlined_assembly[
+            start + "64k32.f32." + kind + " {" + _numbered[32]("$") + "}, $32, $33, $34" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 32 + "l,l,r," + _numbered[32]("") + ",~{memory}",
+        ](
+            a, b, indices,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+        )
+        comptime for i in range(32):
+            sums[i] = r[i]
+    elif columns == 128:
+        var r = inlined_assembly[
+            start + "128k32.f32." + kind + " {" + _numbered[64]("$") + "}, $64, $65, $66" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 64 + "l,l,r," + _numbered[64]("") + ",~{memory}",
+        ](
+            a, b, indices,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+            acc[48], acc[49], acc[50], acc[51], acc[52], acc[53], acc[54], acc[55],
+            acc[56], acc[57], acc[58], acc[59], acc[60], acc[61], acc[62], acc[63],
+        )
+        comptime for i in range(64):
+            sums[i] = r[i]
+    elif columns == 192:
+        var r = inlined_assembly[
+            start + "192k32.f32." + kind + " {" + _numbered[96]("$") + "}, $96, $97, $98" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 96 + "l,l,r," + _numbered[96]("") + ",~{memory}",
+        ](
+            a, b, indices,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+            acc[48], acc[49], acc[50], acc[51], acc[52], acc[53], acc[54], acc[55],
+            acc[56], acc[57], acc[58], acc[59], acc[60], acc[61], acc[62], acc[63],
+            acc[64], acc[65], acc[66], acc[67], acc[68], acc[69], acc[70], acc[71],
+            acc[72], acc[73], acc[74], acc[75], acc[76], acc[77], acc[78], acc[79],
+            acc[80], acc[81], acc[82], acc[83], acc[84], acc[85], acc[86], acc[87],
+            acc[88], acc[89], acc[90], acc[91], acc[92], acc[93], acc[94], acc[95],
+        )
+        comptime for i in range(96):
+            sums[i] = r[i]
+    elif columns == 256:
+        var r = inlined_assembly[
+            start + "256k32.f32." + kind + " {" + _numbered[128]("$") + "}, $128, $129, $130" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 128 + "l,l,r," + _numbered[128]("") + ",~{memory}",
+        ](
+            a, b, indices,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+            acc[48], acc[49], acc[50], acc[51], acc[52], acc[53], acc[54], acc[55],
+            acc[56], acc[57], acc[58], acc[59], acc[60], acc[61], acc[62], acc[63],
+            acc[64], acc[65], acc[66], acc[67], acc[68], acc[69], acc[70], acc[71],
+            acc[72], acc[73], acc[74], acc[75], acc[76], acc[77], acc[78], acc[79],
+            acc[80], acc[81], acc[82], acc[83], acc[84], acc[85], acc[86], acc[87],
+            acc[88], acc[89], acc[90], acc[91], acc[92], acc[93], acc[94], acc[95],
+            acc[96], acc[97], acc[98], acc[99], acc[100], acc[101], acc[102], acc[103],
+            acc[104], acc[105], acc[106], acc[107], acc[108], acc[109], acc[110], acc[111],
+            acc[112], acc[113], acc[114], acc[115], acc[116], acc[117], acc[118], acc[119],
+            acc[120], acc[121], acc[122], acc[123], acc[124], acc[125], acc[126], acc[127],
+        )
+        comptime for i in range(128):
+            sums[i] = r[i]
+    # fmt: on
+    return sums
+
+
+@always_inline
+def hold(word: UInt32, at: UInt32, never: UInt32):
+    """Keeps a register as it is until here: wgmma reads indices when it runs, not when it starts.
+
+    Args:
+        word: The register.
+        at: An address in shared memory, never written.
+        never: 0, which the compiler must not know.
+    """
+    inlined_assembly[
+        """{
+        .reg .pred any;
+        setp.ne.b32 any, $2, 0;
+        @any st.shared.b32 [$1], $0;
+        }""",
+        NOTHING,
+        constraints="r,r,r,~{memory}",
+    ](word, at, never)
 
 
 @always_inline
