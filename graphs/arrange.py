@@ -195,14 +195,14 @@ def is_two_four(filters: np.ndarray) -> bool:
 def two_four(filters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compresses [R, S, C, F] for ops/sparse_conv2d/two_four.mojo: two of each four channels.
 
-    Steps of K are 64 channels of a tap, filled up with zeros, as are the filters to tiles of 64.
+    Steps of K are 64 channels of a tap, filled up with zeros, as are the filters to pairs of 64.
     A thread of a warpgroup keeps the indices of filter ``warp * 16 + lane // 4`` in the lower half
     of a word, those of the 8th after it in the upper one: 16 channels, ``lane % 4 * 16`` on, of
     each four of them two indices of 2 bits, lowest first (PTX ISA 8.2, section 9.7.14.6).
 
     Returns:
-        values, flat [steps, F / 64, 4, 64, 8]: K / 2 by eights, filters, K / 2 in an eight;
-        indices, flat uint32 [steps, F / 64, 4 warps, 32 lanes].
+        values, flat [steps, F / 128, 2, 4, 64, 8]: K / 2 by eights, filters, K / 2 in an eight;
+        indices, flat uint32 [steps, F / 128, 2, 4 warps, 32 lanes].
 
     Raises:
         ValueError: If more than two of four are not zero.
@@ -213,7 +213,7 @@ def two_four(filters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             " nonzeros; prune them with --pattern 2:4"
         )
     r, s, c, f = filters.shape
-    chunks, tiles = -(-c // 64), -(-f // 64)
+    chunks, tiles = -(-c // 64), 2 * -(-f // 128)
     fours = np.zeros((tiles * 64, r * s, chunks * 16, 4), filters.dtype)
     fours[:f, :, : -(-c // 4)] = _fours(filters)
     kept = np.sort(np.argsort(fours == 0, axis=-1, kind="stable")[..., :2], axis=-1)

@@ -538,7 +538,7 @@ def multiply_sparse[
 
     Parameters:
         dtype: Either bfloat16 or float16.
-        columns: Columns of the right side: 64, 128, 192 or 256.
+        columns: Columns of the right side: 96, 192, 208 or 224.
         second: Whether the odd pairs of threads hold the indices of this product, not the even.
 
     Args:
@@ -556,28 +556,12 @@ def multiply_sparse[
     comptime end = ", 1, 1, 1, 1, 0, 0;" if second else ", 0, 1, 1, 1, 0, 0;"
     var sums = StaticTuple[Float32, COUNT](fill=0)
     # fmt: off
-    comptime if columns == 64:
+    comptime assert (
+        columns == 96 or columns == 192 or columns == 208 or columns == 224
+    ), "multiply_sparse: 96, 192, 208 or 224 columns are expected"
+    comptime if columns == 96:
         var r = inlined_assembly[
-            start + "64k32.f32." + kind + " {" + _numbered[32]("$") + "}, $32, $33, $34" + end,
-            _RegisterPackType[
-                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-            ],
-            constraints="=f," * 32 + "l,l,r," + _numbered[32]("") + ",~{memory}",
-        ](
-            a, b, indices,
-            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
-            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
-            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
-            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
-        )
-        comptime for i in range(32):
-            sums[i] = r[i]
-    elif columns == 128:
-        var r = inlined_assembly[
-            start + "128k32.f32." + kind + " {" + _numbered[64]("$") + "}, $64, $65, $66" + end,
+            start + "96k32.f32." + kind + " {" + _numbered[48]("$") + "}, $48, $49, $50" + end,
             _RegisterPackType[
                 Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
                 Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
@@ -585,10 +569,8 @@ def multiply_sparse[
                 Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
                 Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
                 Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
             ],
-            constraints="=f," * 64 + "l,l,r," + _numbered[64]("") + ",~{memory}",
+            constraints="=f," * 48 + "l,l,r," + _numbered[48]("") + ",~{memory}",
         ](
             a, b, indices,
             acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
@@ -597,10 +579,8 @@ def multiply_sparse[
             acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
             acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
             acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
-            acc[48], acc[49], acc[50], acc[51], acc[52], acc[53], acc[54], acc[55],
-            acc[56], acc[57], acc[58], acc[59], acc[60], acc[61], acc[62], acc[63],
         )
-        comptime for i in range(64):
+        comptime for i in range(48):
             sums[i] = r[i]
     elif columns == 192:
         var r = inlined_assembly[
@@ -637,9 +617,46 @@ def multiply_sparse[
         )
         comptime for i in range(96):
             sums[i] = r[i]
-    elif columns == 256:
+    elif columns == 208:
         var r = inlined_assembly[
-            start + "256k32.f32." + kind + " {" + _numbered[128]("$") + "}, $128, $129, $130" + end,
+            start + "208k32.f32." + kind + " {" + _numbered[104]("$") + "}, $104, $105, $106" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 104 + "l,l,r," + _numbered[104]("") + ",~{memory}",
+        ](
+            a, b, indices,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+            acc[48], acc[49], acc[50], acc[51], acc[52], acc[53], acc[54], acc[55],
+            acc[56], acc[57], acc[58], acc[59], acc[60], acc[61], acc[62], acc[63],
+            acc[64], acc[65], acc[66], acc[67], acc[68], acc[69], acc[70], acc[71],
+            acc[72], acc[73], acc[74], acc[75], acc[76], acc[77], acc[78], acc[79],
+            acc[80], acc[81], acc[82], acc[83], acc[84], acc[85], acc[86], acc[87],
+            acc[88], acc[89], acc[90], acc[91], acc[92], acc[93], acc[94], acc[95],
+            acc[96], acc[97], acc[98], acc[99], acc[100], acc[101], acc[102], acc[103],
+        )
+        comptime for i in range(104):
+            sums[i] = r[i]
+    elif columns == 224:
+        var r = inlined_assembly[
+            start + "224k32.f32." + kind + " {" + _numbered[112]("$") + "}, $112, $113, $114" + end,
             _RegisterPackType[
                 Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
                 Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
@@ -655,10 +672,8 @@ def multiply_sparse[
                 Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
                 Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
                 Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
             ],
-            constraints="=f," * 128 + "l,l,r," + _numbered[128]("") + ",~{memory}",
+            constraints="=f," * 112 + "l,l,r," + _numbered[112]("") + ",~{memory}",
         ](
             a, b, indices,
             acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
@@ -675,10 +690,8 @@ def multiply_sparse[
             acc[88], acc[89], acc[90], acc[91], acc[92], acc[93], acc[94], acc[95],
             acc[96], acc[97], acc[98], acc[99], acc[100], acc[101], acc[102], acc[103],
             acc[104], acc[105], acc[106], acc[107], acc[108], acc[109], acc[110], acc[111],
-            acc[112], acc[113], acc[114], acc[115], acc[116], acc[117], acc[118], acc[119],
-            acc[120], acc[121], acc[122], acc[123], acc[124], acc[125], acc[126], acc[127],
         )
-        comptime for i in range(128):
+        comptime for i in range(112):
             sums[i] = r[i]
     # fmt: on
     return sums

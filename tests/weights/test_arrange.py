@@ -25,7 +25,7 @@ def test_two_four_holds_the_filter(shape):
     assert is_two_four(filters)
     values, indices = two_four(filters)
     r, s, c, f = shape
-    chunks, tiles = -(-c // 64), -(-f // 64)
+    chunks, tiles = -(-c // 64), 2 * -(-f // 128)
     values = values.reshape(r * s * chunks, tiles, 4, 64, 8)
     indices = indices.reshape(r * s * chunks, tiles, 4, 32)
     assert indices.dtype == np.uint32
