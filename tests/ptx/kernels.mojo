@@ -17,6 +17,7 @@ from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.operands import F32, Data, Operands
 from ops.pool import mean_kernel
 from ops.rows import softmax_kernel
+from ops.sparse_conv2d.two_four import TILES, two_four_tile
 from ops.stem.config import Stem, StemOperands, Tiling
 from ops.stem.gpu import enqueue_stem
 from std.sys import argv
@@ -35,6 +36,18 @@ def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
         hopper_shortcut[BF16, Epilogue("relu"), config](g, o, g, o, 1, ctx)
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[2]](g, o, 1, ctx)
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[5]](g, o, 1, ctx)
+
+
+def sparse[
+    dtype: DType
+](g: Geometry, o: Operands[dtype], indices: Data[DType.uint32], ctx: DeviceContext) raises:
+    comptime for i in range(len(TILES)):
+        comptime config = TILES[i]
+        comptime if dtype == BF16:
+            two_four_tile[dtype, Epilogue("relu"), config](g, o, indices, ctx)
+            two_four_tile[dtype, Epilogue("add_relu"), config](g, o, indices, ctx)
+        elif i == 2:
+            two_four_tile[dtype, Epilogue("gelu"), config](g, o, indices, ctx)
 
 
 def chains[
@@ -64,6 +77,9 @@ def main() raises:
     var g = Geometry(rows=n * 7, depth=n * 64, columns=n * 64)
     var o = Operands[BF16](half, half, full, half, half)
     gemms(g, o, ctx)
+    var words = rebind[Data[DType.uint32]](ctx.enqueue_create_buffer[DType.uint32](1).unsafe_ptr())
+    sparse[BF16](g, o, words, ctx)
+    sparse[F16](g, Operands[F16](half2, half2, full, half2, half2), words, ctx)
     chains(
         n,
         ChainTensors[BF16](half, half, half, half, half, half),

@@ -320,6 +320,104 @@ def hopper(
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """A Sparse of ops/sparse_conv2d/two_four.mojo: one of its TILES."""
+
+    groups: int
+    pixels: int
+    windows: int
+    steps: int
+    shares: bool = False
+
+    @property
+    def label(self) -> str:
+        size = f"{64 * self.groups}x{self.pixels}x{self.windows}x{self.steps}"
+        return size + "shares" * self.shares
+
+
+SPARSE = (
+    Sparse(2, 192, 6, 6),
+    Sparse(2, 96, 9, 9),
+    Sparse(1, 208, 2, 5, True),
+    Sparse(1, 224, 2, 4, True),
+)
+
+
+def two_four(
+    kernel: Kernel,
+    tile: Sparse,
+    p: Product,
+    arrays: tuple[Array, Array],
+    *,
+    dtype: str,
+    adds: bool,
+    processors: int = 2,
+    seed: int = 0,
+) -> Array:
+    """Runs ops/sparse_conv2d/two_four.mojo.
+
+    Args:
+        kernel: What runs.
+        tile: Its config.
+        p: The convolution.
+        arrays: Values and indices.
+        dtype: Of x, w and y.
+        adds: Whether the residual is read.
+        processors: Blocks of the grid, which go from tile to tile.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        y[M, F].
+    """
+    memory, g = Tensors(), p.g
+    (high, broad), (ph, pw), (sh, sw) = g.out, g.pad, g.stride
+    x_at, y_at, residual_at = (
+        memory.add(a) for a in (p.x, unwritten((g.pixels, g.f), dtype), p.residual)
+    )
+    x, y = memory.array(x_at, p.x), memory.array(y_at, p.residual)
+    residual = memory.array(residual_at, p.residual)
+    part, box = tile.pixels // tile.groups, tile.pixels
+    row = g.dilation[0] * (g.w + pw)
+    if tile.shares:
+        box += (g.r - 1) * row + (g.s - 1) * g.dilation[1]
+    p_, q_ = (g.h + ph, g.w + pw) if tile.shares else g.out
+    maps: list[Tiled | Im2col | None] = [None, None, None]
+    if g.plain:
+        maps[0] = Tiled(x.reshape(-1, g.c), (tile.pixels, 64))
+    else:
+        upper = ((q_ - 1) * sw - pw - (g.w - 1), (p_ - 1) * sh - ph - (g.h - 1))
+        maps[0] = Im2col(x, (-pw, -ph), upper, (sw, sh), box, 64)
+    if tile.shares:
+        image = residual.reshape(g.n, high, broad, g.f)
+        maps[2] = Im2col(image, (0, 0), (q_ - broad, p_ - high), (1, 1), part, 64) if adds else None
+    else:
+        maps[1] = Tiled(y, (part, 64))
+        maps[2] = Tiled(residual, (part, 64)) if adds else None
+    m, tiles = g.n * p_ * q_, -(-g.f // (64 * tile.groups))
+    blocks = -(-m // tile.pixels) * tiles
+    walk = [m, 0, g.f, q_, p_ * q_, g.s, g.r * g.s, -(-g.c // 64), *g.stride]
+    walk += [*g.pad, *g.dilation, tiles, 1, blocks, int(g.plain)]
+    window = -(-box // 8) * 1024
+    filters = [memory.add(a) for a in (*arrays, p.bias)]
+    launch = Launch(
+        kernel,
+        [
+            bytes(128 * len(maps)),
+            pack("4Q", *filters, y_at),
+            pack(f"{len(walk)}if3i", *walk, 1, 0, 1, 1),
+            pack("8i", window, box, row * 128, g.dilation[1] * 128, 0, g.n, high, broad),
+        ],
+        memory,
+        grid=(min(blocks, processors),),
+        threads=128 * tile.groups + 64,
+        shared_bytes=2048 + tile.windows * window + tile.steps * tile.groups * 4608,
+        maps=maps,
+    )
+    launch.run(seed)
+    return y
+
+
+@dataclass(frozen=True)
 class Chain:
     """A ChainConfig of ops/gemm/chain.mojo: one of those in kernels.mojo."""
 

@@ -367,12 +367,13 @@ class Gang:
         lanes = words.view(np.uint32).reshape(-1, 4, 32)
         return [np.ascontiguousarray(lanes[:, i]).reshape(-1) for i in range(count)]
 
-    def put_matrices(self, at: Array, words: Sequence[Array], where: Mask) -> None:
+    def put_matrices(self, at: Array, words: Sequence[Array], transpose: bool, where: Mask) -> None:
         """Stores 8 x 8 matrices of halves, as `matrices` loads them."""
         asked = self._mask(where) & (self.lane < 8 * len(words))
         if int(np.bitwise_or.reduce(at[asked], initial=0)) & 15:
             raise AccessError("stmatrix: a row is not aligned to 16 bytes")
-        held = np.stack([np.broadcast_to(w, self.lanes) for w in words], 1)
+        words = [np.broadcast_to(w, self.lanes) for w in words]
+        held = np.stack([semantics.transposed(w) if transpose else w for w in words], 1)
         rows = (
             held.reshape(-1, 8, 4, len(words)).transpose(0, 3, 1, 2).reshape(-1, 8 * len(words), 4)
         )
@@ -570,6 +571,7 @@ class Gang:
         b: Array,
         keep: Any,
         turned: bool,
+        indices: tuple[Array, int] | None,
         where: Mask,
     ) -> None:
         columns, depth = (int(n) for n in shape[1:].split("n")[1].split("k"))
@@ -584,6 +586,7 @@ class Gang:
             keeps = bool(np.broadcast_to(keep, self.lanes)[32 * warp])
             number = self.first + warp
 
+            chosen = (indices[0][lanes], indices[1]) if indices else None
             group = int(self.block.committed[number])
             task = partial(
                 self._multiply,
@@ -595,6 +598,7 @@ class Gang:
                 number,
                 keeps,
                 turned,
+                chosen,
             )
             self.block.products.append((number, group, task))
 
@@ -608,10 +612,14 @@ class Gang:
         warp: int,
         keeps: bool,
         turned: bool,
+        indices: tuple[Array, int] | None,
     ) -> None:
         columns, depth, kind = shape
         if isinstance(left, list):
             x = semantics.fragment(left, kind)[0]
+        elif indices:
+            x = self._matrix(left, 64, depth // 2, kind)[16 * (warp % 4) :][:16]
+            x = semantics.two_four(x, *indices)
         else:
             x = self._matrix(left, 64, depth, kind)[16 * (warp % 4) :][:16]
         if turned:
@@ -625,16 +633,23 @@ class Gang:
             sums[lanes] = tile + (sums[lanes] if keeps else 0)
 
     def _matrix(self, descriptor: int, rows: int, depth: int, kind: str) -> Array:
-        """Reads [rows, depth] of a stage: 128-byte swizzle, 1024 bytes for 8 rows (9.7.14.5)."""
-        if descriptor >> 62 != 1 or (descriptor >> 32) & 0x3FFF != 64:
+        """Reads [rows, depth] of a stage (9.7.14.5).
+
+        With a swizzle of 128 bytes and 1024 bytes for 8 rows, or by 8 rows of 16 bytes.
+        """
+        start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+        swizzle = descriptor >> 62
+        if swizzle > 1 or (swizzle == 1 and stride != 1024):
             raise AccessError(f"wgmma: a descriptor that is not known: {descriptor:#x}")
-        start = (descriptor & 0x3FFF) << 4
         size = 4 if kind == "tf32" else 2
-        row = np.arange(rows)[:, None]
-        at = start + row // 8 * 1024 + row % 8 * 128 + np.arange(depth * size)
+        row, byte = np.arange(rows)[:, None], np.arange(depth * size)
+        if swizzle:
+            at = start + row // 8 * stride + row % 8 * 128 + byte
+        else:
+            at = start + row // 8 * stride + row % 8 * 16 + byte // 16 * leading + byte % 16
         if int(at.max()) >= self.block.shared.size:
             raise AccessError(f"wgmma: a matrix at {start:#x} leaves shared memory")
-        raw = self.block.shared.bytes[at ^ (((at >> 7) & 7) << 4)]
+        raw = self.block.shared.bytes[at ^ (((at >> 7) & 7) << 4) if swizzle else at]
         if kind == "bf16":
             numbers = semantics.from_bf16(raw.view(np.uint16))
         elif kind == "f16":

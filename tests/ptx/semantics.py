@@ -163,6 +163,27 @@ def fragment(a: list[Array], kind: str) -> Array:
     return np.concatenate(columns, 2).astype(np.float64)
 
 
+def two_four(values: Array, words: Array, selector: int) -> Array:
+    """Spreads 16 x 16 numbers over 16 x 32, two of each four (9.7.14.6).
+
+    Args:
+        values: The left side of a warp's product.
+        words: The lanes' indices; those of two of four lanes count.
+        selector: Which two.
+    """
+    dense = np.zeros((16, 32))
+    for row in range(16):
+        for four in range(8):
+            lane = row % 8 * 4 + 2 * selector + four // 4
+            indices = int(words[lane]) >> (row // 8 * 16 + four % 4 * 4)
+            first, second = indices & 3, indices >> 2 & 3
+            if first >= second:
+                raise ValueError(f"wgmma.sp: indices {first}, {second} do not ascend")
+            dense[row, 4 * four + first] = values[row, 2 * four]
+            dense[row, 4 * four + second] = values[row, 2 * four + 1]
+    return dense
+
+
 def mma(shape: tuple[str, str], a: list[Array], b: list[Array], c: list[Array]) -> list[Array]:
     """Multiplies 16 x K by K x 8 in each warp (9.7.13.4): K = 8, 16 of halves, 4, 8 of TF32."""
     size, kind = shape

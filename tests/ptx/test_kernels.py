@@ -13,16 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphs import arrange
 from graphs.arrange import stem_fragments
 
 from .conftest import Find
 from .launches import (
+    SPARSE,
     TILES,
     Chain,
     Conv,
     Heads,
     Product,
     Qkv,
+    Sparse,
     StemCase,
     Tile,
     attention,
@@ -37,6 +40,7 @@ from .launches import (
     rounded,
     softmax,
     stem,
+    two_four,
     wide,
 )
 
@@ -260,6 +264,54 @@ def run_hopper(
         if more:
             sums = sums + alpha * convolved(more, dtype) + more.bias
         check(y, finished(sums, p, epilogue, dtype), dtype, SUMS)
+
+
+TWO_FOUR = [
+    (Conv(2, 10, 9, 72, 136, 3, 3, pad=(1, 1)), "add_relu"),
+    (Conv(1, 17, 16, 128, 64, 3, 3, pad=(1, 1)), "relu"),
+    (Conv(3, 9, 11, 64, 72, 3, 2, (1, 1), (2, 1), (2, 1)), "add_relu"),
+    (Conv(2, 9, 9, 64, 64, 3, 3, (2, 2), (1, 1)), "relu"),
+    (Conv(1, 150, 1, 200, 136), "add_relu"),
+    (Conv(1, 1, 1, 8, 8), "relu"),
+]
+
+
+def shares(g: Conv) -> bool:
+    """Tells whether taps can read one window."""
+    return g.r * g.s > 1 and g.stride == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("tile", "g", "epilogue"),
+    [(t, g, e) for t in SPARSE for g, e in TWO_FOUR if shares(g) or not t.shares],
+    ids=str,
+)
+def test_two_four(
+    find: Find, rng: np.random.Generator, tile: Sparse, g: Conv, epilogue: str
+) -> None:
+    run_two_four(find, rng, tile, g, epilogue, BF16)
+
+
+def test_two_four_float16(find: Find, rng: np.random.Generator) -> None:
+    run_two_four(find, rng, SPARSE[2], Conv(1, 7, 7, 64, 64, 3, 3, pad=(1, 1)), "gelu", "float16")
+
+
+def run_two_four(
+    find: Find, rng: np.random.Generator, tile: Sparse, g: Conv, epilogue: str, dtype: str
+) -> None:
+    p = product(rng, g, dtype)
+    fours = p.w.reshape(g.f, g.r, g.s, -1, 4)
+    kept = rng.permuted(np.broadcast_to(np.arange(4), fours.shape), axis=-1) < 2
+    p.w = np.where(kept, fours, 0).astype(p.w.dtype).reshape(p.w.shape)
+    got = two_four(
+        find(f"two_four_{tile.label}_{epilogue}_{dtype}"),
+        tile,
+        p,
+        arrange.two_four(p.w.transpose(1, 2, 3, 0)),
+        dtype=dtype,
+        adds="add" in epilogue,
+    )
+    check(got, finished(convolved(p, dtype), p, epilogue, dtype), dtype, SUMS)
 
 
 CHAINS = [

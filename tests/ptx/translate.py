@@ -222,7 +222,8 @@ class Translator:
             where = self.address(a[1], "shared")
             return results(f"g.matrices({where}, {count}, {'trans' in parts}, w)", a[0], "u32")
         if base == "stmatrix":
-            return [f"g.put_matrices({self.address(a[0], 'shared')}, {registers(a[1], 'u32')}, w)"]
+            where, turned = self.address(a[0], "shared"), "trans" in parts
+            return [f"g.put_matrices({where}, {registers(a[1], 'u32')}, {turned}, w)"]
         if base == "movmatrix":
             return [self.put(a[0], f"transposed({v(a[1], 'u32')})", "u32")]
         if base == "mov":
@@ -408,6 +409,10 @@ class Translator:
                 return [f"g.mbarrier_wait({args}, w)", self.put(a[0], "True", "p")]
         if parts[0] == "wgmma":
             if parts[1] == "mma_async":
+                indices = "None"
+                if parts[2] == "sp":
+                    indices = f"({v(a[3], 'u32')}, {int(a[4])})"
+                    a, parts = a[:3] + a[5:], parts[:2] + parts[3:]
                 names = a[0].strip("{}").split(",")
                 rows = [self.index[n] for n in names]
                 keep = v(a[3], "p")
@@ -420,7 +425,7 @@ class Translator:
                 shape, kind = parts[4], parts[-1]
                 left = self.list(a[1].strip("{}"), "u32") if held else v(a[1], "u64")
                 args = f"{shape!r}, {kind!r}, {rows!r}, {left}, {v(a[2], 'u64')}"
-                return [f"g.wgmma({args}, {keep}, {turned}, w)"]
+                return [f"g.wgmma({args}, {keep}, {turned}, {indices}, w)"]
             if parts[1] == "commit_group":
                 return ["g.wgmma_commit(w)"]
             if parts[1] == "wait_group":
