@@ -3,11 +3,11 @@
 M = N * P * Q output pixels, K = R * S * C, F filters; of four neighbouring channels of a tap at
 most two of w are not zero.
 
-    x[N, H, W, C]                      activations
-    values[K / 64, F / 128, 2, 4, 64, 8]   two of each four of w: K by eights, filters, K
-    indices[K / 64, F / 128, 2, 128]   which two they are: a word for each thread of a consumer
-                                       (PTX ISA 8.2, section 9.7.14.6)
-    y[N, P, Q, F]                      result, and the residual
+    x[N, H, W, C]                         activations
+    values[K / 64, F / 128, 2, 4, 64, 8]  two of each four of w: K by eights, filters, K
+    indices[K / 64, F / 128, 2, 128]      which two they are: a word for each thread of a consumer
+                                          (PTX ISA 8.2, section 9.7.14.6)
+    y[N, P, Q, F]                         result, and the residual
 
 The left side of a sparse wgmma is the sparse one, so D = w x^T is turned over: a consumer, a
 warpgroup, has 64 filters, the rows of its sums, and all pixels of a tile. Its results leave the
@@ -93,7 +93,7 @@ comptime VALUES = 4096
 comptime INDICES = 512
 """Bytes of indices of a stage, for 64 filters."""
 comptime LEFT = (Int64(8) << 32) | (Int64(64) << 16)
-"""A matrix descriptor: no swizzle, 128 bytes to the next eight rows, 1024 to the next eight of K."""
+"""A matrix descriptor: no swizzle, 128 bytes to eight rows on, 1024 to eight numbers of K on."""
 
 
 struct Sparse(TrivialRegisterPassable):
@@ -268,9 +268,9 @@ struct Filters[dtype: DType](DevicePassable, TrivialRegisterPassable):
     """A kernel receives it as it is."""
 
     var values: Data[Self.dtype]
-    """[K / 64, F / 64, 4, 64, 8]."""
+    """[K / 64, F / 128, 2, 4, 64, 8]."""
     var indices: Data[DType.uint32]
-    """[K / 64, F / 64, 128]."""
+    """[K / 64, F / 128, 2, 128]."""
     var bias: Data[F32]
     """[F]."""
     var y: Data[Self.dtype]
@@ -514,7 +514,7 @@ def _consume[
     var lane = t % 32
     var warp = t % Int32(GROUP) // 32
     var leads = t % Int32(GROUP) == 0
-    # Thread 4 a + b of warp d holds the pixels 8 j + 2 b, and one more, of filters 16 d + a and 8 on.
+    # Thread 4 a + b of warp d holds pixels 8 j + 2 b, and one more, of filters 16 d + a and 8 on.
     var row = warp * 16 + lane // 4
     # It names the row of a matrix that stmatrix takes: pixel (i / 2) * 8 + lane % 8 of 16, and 8
     # filters, 16 bytes, that change places by the pixel.
@@ -649,11 +649,11 @@ def _store[
     """Stores pixels that are not padding, 16 bytes a thread at a time: 8 threads a pixel."""
     var at = _pixel(walk, m + t // 8)
     var f = f0 + t % 8 * 8
-    var from_ = source + UInt32(t // 8 * Int32(ROW) + (t % 8 ^ t // 8 % 8) * 16)
+    var source_row = source + UInt32(t // 8 * Int32(ROW) + (t % 8 ^ t // 8 % 8) * 16)
     comptime for i in range(count // 16):
         if at.q < reach.q and at.p < reach.p and at.n < reach.n and f < walk.filters:
             var pixel = (at.n * reach.p + at.p) * reach.q + at.q
-            var bits = shared_load4(from_ + UInt32(i * 16 * ROW))
+            var bits = shared_load4(source_row + UInt32(i * 16 * ROW))
             filters.y.unsafe_store[alignment=16](
                 Int(pixel) * Int(walk.filters) + Int(f), bitcast[dtype, 8](bits)
             )
