@@ -288,11 +288,24 @@ def shared_store_float(at: UInt32, value: Float32):
 
 
 @always_inline
+def shared_load_float(at: UInt32) -> Float32:
+    """Loads a number.
+
+    Args:
+        at: Address.
+
+    Returns:
+        The number.
+    """
+    return inlined_assembly["ld.shared.f32 $0, [$1];", Float32, constraints="=f,r,~{memory}"](at)
+
+
+@always_inline
 def shared_load_matrices[turned: Bool = False](at: UInt32) -> SIMD[DType.uint32, 4]:
     """Loads four matrices of 8 rows of 16 bytes, each as the left side of a product holds it.
 
     Parameters:
-        turned: Whether each matrix of 8 x 8 halves is transposed on its way.
+        turned: Whether numbers of 16 bits change rows and columns.
 
     Args:
         at: Address of a row: lanes 8 i to 8 i + 7 name those of the i-th matrix.
@@ -300,12 +313,9 @@ def shared_load_matrices[turned: Bool = False](at: UInt32) -> SIMD[DType.uint32,
     Returns:
         4 bytes of each matrix: the (lane % 4)th of row lane / 4.
     """
+    comptime order = "trans." if turned else ""
     var r = inlined_assembly[
-        (
-            "ldmatrix.sync.aligned.m8n8.x4"
-            + (".trans" if turned else "")
-            + ".shared.b16 {$0, $1, $2, $3}, [$4];"
-        ),
+        "ldmatrix.sync.aligned.m8n8.x4." + order + "shared.b16 {$0, $1, $2, $3}, [$4];",
         _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
         constraints="=r,=r,=r,=r,r,~{memory}",
     ](at)
@@ -317,18 +327,15 @@ def shared_store_matrices[turned: Bool = False](at: UInt32, bits: SIMD[DType.uin
     """Stores four matrices of 8 rows of 16 bytes, as `shared_load_matrices` loads them.
 
     Parameters:
-        turned: Whether each matrix of 8 x 8 halves is transposed on its way.
+        turned: Whether numbers of 16 bits change rows and columns.
 
     Args:
         at: Address of a row: lanes 8 i to 8 i + 7 name those of the i-th matrix.
         bits: 4 bytes of each matrix.
     """
+    comptime order = "trans." if turned else ""
     inlined_assembly[
-        (
-            "stmatrix.sync.aligned.m8n8.x4"
-            + (".trans" if turned else "")
-            + ".shared.b16 [$0], {$1, $2, $3, $4};"
-        ),
+        "stmatrix.sync.aligned.m8n8.x4." + order + "shared.b16 [$0], {$1, $2, $3, $4};",
         NOTHING,
         constraints="r,r,r,r,r,~{memory}",
     ](at, bits[0], bits[1], bits[2], bits[3])
