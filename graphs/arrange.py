@@ -232,3 +232,34 @@ def _fours(filters: np.ndarray) -> np.ndarray:
     rows = np.zeros((f, r * s, -(-c // 4) * 4), filters.dtype)
     rows[..., :c] = filters.reshape(r * s, c, f).transpose(2, 0, 1)
     return rows.reshape(f, r * s, -1, 4)
+
+
+def block_steps(filters: np.ndarray, columns: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keeps the blocks of [R, S, C, F] that hold a nonzero: `columns` filters x `width` channels.
+
+    For a GPU, as ops/sparse_conv2d/blocks.mojo reads them. Edges are filled up with zeros.
+
+    Args:
+        filters: Of one group.
+        columns: Filters of a block.
+        width: Channels of a block, all of one tap: 128 bytes of them.
+
+    Returns:
+        The blocks [blocks, columns, width], for one ``columns`` filters after another in the order
+        of their lists, at least one; int32 [F / columns, pitch], the lists: the number of the
+        first block, how many there are, then of each ``r << 24 | s << 16 | c // width``, ascending,
+        and at least one 0 behind them. The pitch is a multiple of 4.
+    """
+    r, s, c, f = filters.shape
+    tiles, chunks = -(-f // columns), -(-c // width)
+    padded = np.zeros((r * s, chunks * width, tiles * columns), filters.dtype)
+    padded[:, :c, :f] = filters.reshape(r * s, c, f)
+    split = padded.reshape(r * s, chunks, width, tiles, columns).transpose(3, 0, 1, 4, 2)
+    tile, tap, chunk = np.nonzero(split.any((3, 4)))
+    counts = np.bincount(tile, minlength=tiles)
+    starts = np.cumsum(counts) - counts
+    lists = np.zeros((tiles, -(-(3 + int(counts.max(initial=0))) // 4) * 4), np.int32)
+    lists[:, 0], lists[:, 1] = starts, counts
+    lists[tile, 2 + np.arange(len(tile)) - starts[tile]] = tap // s << 24 | tap % s << 16 | chunk
+    blocks = split[tile, tap, chunk]
+    return blocks if len(blocks) else np.zeros((1, columns, width), filters.dtype), lists

@@ -116,8 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         "--pattern",
         choices=tuple(PATTERNS),
         default="unstructured",
-        help="single weights; two of four along K; blocks of eight along K (1x8) or of eight"
-        " filters (8x1); the last block of a row may be shorter (default: unstructured)",
+        help="single weights; two of four along K; blocks of eight along K (1x8), of eight filters"
+        " (8x1), or of 64 filters by 64 input channels of a tap (64x64); the last block of a row"
+        " may be shorter (default: unstructured)",
     )
     prune.add_argument(
         "--skip",

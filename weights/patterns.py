@@ -6,14 +6,14 @@ import numpy as np
 
 from graphs.sparsity import PRUNED
 from weights.layout import Array
-from weights.prune import PATTERNS, as_rows
+from weights.prune import Mask, as_rows, block_starts, spread
 
 
 def pattern(tensor: Array) -> str:
     """Names the pattern of a filter [F, C, R, S] or linear weights [out, in].
 
-    That is the coarsest of: ``channels`` (whole filters or input channels), ``8x1`` and ``1x8``
-    (weights/prune.py), ``unstructured``. Zeros that it does not explain must be fewer than
+    That is the coarsest of: ``channels`` (whole filters or input channels), ``64x64``, ``8x1`` and
+    ``1x8`` (weights/prune.py), ``unstructured``. Zeros that it does not explain must be fewer than
     ``PRUNED`` of what is left. ``2:4`` is added, or takes the place of ``unstructured``, where no
     four weights that follow one another in K hold more than two nonzeros.
 
@@ -28,8 +28,8 @@ def pattern(tensor: Array) -> str:
     if _full(_without_channels(nonzero)):
         found = "channels"
     else:
-        for name in ("8x1", "1x8"):
-            blocks = _filled(rows, PATTERNS[name])
+        for name in ("64x64", "8x1", "1x8"):
+            blocks = _filled(nonzero, name)
             if _full(rows[blocks]):
                 found = name
                 break
@@ -50,13 +50,12 @@ def _without_channels(nonzero: Array) -> Array:
     return left
 
 
-def _filled(rows: Array, block: tuple[int, int]) -> Array:
+def _filled(nonzero: Array, name: str) -> Mask:
     """Tells of each place of rows [F, K] whether its block holds a nonzero."""
-    f, k = rows.shape
-    any_row = np.logical_or.reduceat(rows, np.arange(0, f, block[0]), axis=0)
-    blocks = np.logical_or.reduceat(any_row, np.arange(0, k, block[1]), axis=1)
-    spread: Array = blocks.repeat(block[0], 0).repeat(block[1], 1)[:f, :k]
-    return spread
+    rows, starts = as_rows(nonzero), block_starts(nonzero.shape, name)
+    any_row = np.logical_or.reduceat(rows, starts[0], axis=0)
+    blocks = np.logical_or.reduceat(any_row, starts[1], axis=1)
+    return spread(blocks, starts, rows.shape)
 
 
 def _two_of_four(rows: Array) -> bool:

@@ -8,11 +8,13 @@ that the input channels of one tap lie side by side. Linear weights are [out, in
 | unstructured | single weights                                                              |
 | 1x8          | eight that follow one another in K, of one filter                           |
 | 8x1          | the same place in K of eight filters that follow one another                |
+| 64x64        | 64 filters that follow one another by 64 input channels of one tap          |
 | 2:4          | of four that follow one another in K the two of the largest magnitude stay  |
 
 A block's score is the mean magnitude of its weights. Groups begin at K = 0 (F = 0); the last one
 of a row (column) is shorter where eight, or four, do not divide it: it goes as a whole, and of a
-2:4 group at most two stay. Where they divide C, no group reaches into the next tap.
+2:4 group at most two stay. Where they divide C, no group reaches into the next tap; those of 64x64
+begin anew at every tap.
 
 Magnitudes are those of the stored weights, batch norm not folded, as in training.
 """
@@ -20,6 +22,7 @@ Magnitudes are those of the stored weights, batch norm not folded, as in trainin
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -38,12 +41,19 @@ from weights.rules import rename
 from weights.source import Source
 
 SCOPES = ("global", "layer")
-PATTERNS = {"unstructured": (1, 1), "2:4": (1, 4), "1x8": (1, 8), "8x1": (8, 1)}  # group: F, K
+PATTERNS = {  # group: F, K
+    "unstructured": (1, 1),
+    "2:4": (1, 4),
+    "1x8": (1, 8),
+    "8x1": (8, 1),
+    "64x64": (64, 64),
+}
 SKIPPED = {"resnet": ("stem", "head"), "cvt": ("stages.0.embed", "head")}
 """Layers that stay dense by default: few weights, on which all others depend."""
 NONE = "none"
 
 Mask = NDArray[np.bool_]
+Starts = tuple[NDArray[np.int_], NDArray[np.int_]]
 
 
 @dataclass(frozen=True)
@@ -159,17 +169,33 @@ def keep(
     if pattern == "2:4":
         kept = {name: _largest_two(each) for name, each in rows.items()}
     else:
-        block = PATTERNS[pattern]
+        starts = {name: block_starts(tensor.shape, pattern) for name, tensor in tensors.items()}
         groups = [list(rows)] if scope == "global" else [[name] for name in rows]
         kept = {}
         for names in groups:
-            kept |= _largest_blocks({name: rows[name] for name in names}, sparsity, block)
+            kept |= _largest_blocks({name: rows[name] for name in names}, sparsity, starts)
     return {name: _as_stored(mask, tensors[name].shape) for name, mask in kept.items()}
 
 
 def as_rows(tensor: Array) -> Array:
     """Lays a filter [F, C, R, S] out as [F, K], K = (r * S + s) * C + c; [out, in] stays."""
     return tensor.transpose(0, 2, 3, 1).reshape(len(tensor), -1) if tensor.ndim == 4 else tensor
+
+
+def block_starts(shape: tuple[int, ...], pattern: str) -> Starts:
+    """Computes where the blocks of a filter [F, C, R, S], or of [out, in], begin in F and in K."""
+    filters, columns = PATTERNS[pattern]
+    run = shape[1] if pattern == "64x64" else math.prod(shape[1:])
+    taps = np.arange(0, math.prod(shape[1:]), run)[:, None]
+    return np.arange(0, shape[0], filters), (taps + np.arange(0, run, columns)).reshape(-1)
+
+
+def spread(blocks: Mask, starts: Starts, shape: tuple[int, int]) -> Mask:
+    """Gives each of the weights [F, K] what its block has."""
+    for axis in range(2):
+        sizes = np.diff(starts[axis], append=shape[axis])
+        blocks = blocks.repeat(sizes, axis)
+    return blocks
 
 
 def _as_stored(rows: Mask, shape: tuple[int, ...]) -> Mask:
@@ -191,15 +217,16 @@ def _largest_two(rows: Array) -> Mask:
 
 
 def _largest_blocks(
-    layers: Mapping[str, Array], sparsity: float, block: tuple[int, int]
+    layers: Mapping[str, Array], sparsity: float, starts: Mapping[str, Starts]
 ) -> dict[str, Mask]:
     """Keeps the blocks of the largest mean magnitude, of all ``layers`` [F, K] together."""
-    sizes = {name: _block_sums(np.ones(a.shape, np.int64), block) for name, a in layers.items()}
-    scores = {name: _block_sums(rows, block) / sizes[name] for name, rows in layers.items()}
+    ones = {name: np.ones(rows.shape, np.int64) for name, rows in layers.items()}
+    sizes = {name: _block_sums(each, starts[name]) for name, each in ones.items()}
+    scores = {name: _block_sums(rows, starts[name]) / sizes[name] for name, rows in layers.items()}
     flat = np.concatenate([scores[name].ravel() for name in layers])
     size = np.concatenate([sizes[name].ravel() for name in layers])
     wanted = sparsity * int(size.sum())
-    if block == (1, 1):
+    if len(flat) == size.sum():
         count = round(wanted)
         lowest = np.argpartition(flat, count - 1)[:count] if count else np.zeros(0, int)
     else:
@@ -212,17 +239,14 @@ def _largest_blocks(
     for name, rows in layers.items():
         of_layer = mask[start : start + scores[name].size].reshape(scores[name].shape)
         start += of_layer.size
-        spread = of_layer.repeat(block[0], 0).repeat(block[1], 1)
-        kept[name] = spread[: rows.shape[0], : rows.shape[1]]
+        kept[name] = spread(of_layer, starts[name], rows.shape)
     return kept
 
 
-def _block_sums(rows: Array, block: tuple[int, int]) -> Array:
-    f, k = rows.shape
-    if block == (1, 1):
+def _block_sums(rows: Array, starts: Starts) -> Array:
+    if rows.shape == tuple(map(len, starts)):
         return rows
-    of_rows = np.add.reduceat(rows, np.arange(0, f, block[0]), axis=0)
-    sums: Array = np.add.reduceat(of_rows, np.arange(0, k, block[1]), axis=1)
+    sums: Array = np.add.reduceat(np.add.reduceat(rows, starts[0], axis=0), starts[1], axis=1)
     return sums
 
 

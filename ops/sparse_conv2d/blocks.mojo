@@ -1,22 +1,25 @@
-"""Block-sparse convolution on Hopper's tensor cores: the steps of K whose filters are zeros are left out.
+"""Block-sparse convolution on Hopper's tensor cores: blocks of a filter that are zeros are left out.
 
     y[m, f] = act(alpha * sum_k x[m, k] w[f, k] + bias + residual)
 
     x[N, H, W, C]              activations, read as [M, K] by the copy engine's im2col mode
-    w[entries, columns, 128 B] blocks of filters: `columns` filters x 128 bytes of channels of a tap
+    w[entries, columns, 128 B] blocks: `columns` filters x 128 bytes of channels of one tap
     y[N, P, Q, F]              result, and the residual
 
-M = N * P * Q output pixels, K = R * S * C. A tile is `pixels` pixels x `columns` filters, and has a
-list of the blocks of its filters that hold any nonzero (graphs/arrange.py, block_steps). As in
-ops/gemm/hopper.mojo a warp fills a ring of stages, here with the blocks of that list and what they
-meet of x, and warpgroups multiply them. Here the filters are the left side of wgmma and the pixels
-the right one: a tile of 64 filters then has as many pixels beside it as shared memory can feed to
-the tensor cores, where 64 pixels x 64 filters would read both sides anew for every product.
-The sums are turned over on their way to shared memory (stmatrix), for whole lines of y.
+M = N * P * Q output pixels, K = R * S * C. A tile is `pixels` pixels x `columns` filters. Each
+`columns` filters have a list of their blocks that hold any nonzero (graphs/arrange.py, block_steps).
+As in ops/gemm/hopper.mojo one warp, the producer, fills a ring of stages, here with the blocks of
+the list and what they meet of x, and warpgroups multiply the stages by wgmma, 64 filters each. But
 
-The tiles of the longest list come first and those of the shortest last, so that blocks, which take
-tiles in turns, end together. Where tiles are fewer than multiprocessors, a cluster of `splits`
-blocks shares one tile: each sums a part of its list (split-K).
+- filters are the left side of a product and pixels the right one: 64 filters then have as many
+  pixels beside them as the registers hold, where 64 pixels x 64 filters would bring as many bytes
+  for a third of the products. Sums are turned over on their way to shared memory (stmatrix);
+- blocks of threads that run at the same time take different filters of the same pixels, and others
+  in their next turn: the second-level cache sends x at once to all that ask for it, and a block
+  does not stay with a long list.
+
+Where tiles are fewer than multiprocessors, a cluster of `splits` blocks shares one tile: each
+sums a part of its list (split-K). Bound by the way from the second-level cache to shared memory.
 
 C has to be a multiple of 16 bytes, and F one of 8. Accumulates in float32; float32 is multiplied as
 TF32. After Gray et al. 2017 (GPU kernels for block-sparse weights) and the PTX ISA 8.0.
@@ -84,15 +87,15 @@ from ..geometry import Geometry
 from ..operands import F32, Data, Operands, widened
 
 comptime I32 = DType.int32
-comptime HEAD = 3
-"""Numbers of a list before its steps: the tile of filters, the first block in w, and how many."""
+comptime HEAD = 2
+"""Numbers of a list before its steps: the first block in w, and how many."""
 
 
 struct Tile(TrivialRegisterPassable):
     """How a block of threads works: a compile-time value."""
 
     var columns: Int
-    """Filters: 64 for each consumer."""
+    """Filters: 64 or 128."""
     var pixels: Int
     """Pixels, at most 256: the N of wgmma."""
     var stages: Int
@@ -141,7 +144,7 @@ struct Tile(TrivialRegisterPassable):
         """Counts the consumers.
 
         Returns:
-            One for each 64 filters.
+            One for 64 filters.
         """
         return self.columns // ROWS
 
@@ -188,6 +191,22 @@ struct Tile(TrivialRegisterPassable):
         return self.stages * self.stage() + 16 * self.stages + 1024
 
 
+comptime NARROW: List[Tile] = [
+    Tile(64, 128, 8, 1, overlap=True),
+    Tile(64, 192, 3, 2),
+    Tile(64, 64, 6, 2, split=True),
+]
+"""The tiles of 64 filters."""
+comptime WIDE: List[Tile] = [
+    Tile(128, 128, 6, 1, overlap=True),
+    Tile(128, 192, 5, 1, overlap=True),
+    Tile(128, 64, 4, 2, split=True),
+]
+"""The tiles of 128 filters."""
+comptime LONG = 10
+"""Steps of a list from which on clusters are worth their start (H200, 2026-11-21)."""
+
+
 @__name(t"conv2d_blocks_{tile.label()}_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
@@ -231,7 +250,8 @@ def blocks_kernel[
     comptime if tile.split:
         rank = number % walk.splits
         number = number // walk.splits
-    var lines = Lists(lists, pitch, walk.blocks // walk.tiles)
+    var turn = max(Int32(grid_dim.x) // walk.tiles, Int32(1))
+    var lines = Lists(lists, pitch, walk.tiles, turn)
     if t // 32 == Int32(tile.groups() * 4):
         # One thread drives the copy engine.
         if t % 32 == 0:
@@ -254,63 +274,60 @@ def blocks_kernel[
 
 
 struct Lists(TrivialRegisterPassable):
-    """The blocks of filters that hold a nonzero, by tiles of filters."""
+    """The blocks of filters that hold a nonzero, and the order of tiles."""
 
     var rows: Data[I32]
-    """[tiles, pitch]: HEAD numbers and the steps; the longest first."""
+    """[wide, pitch]: HEAD numbers and the steps."""
     var pitch: Int32
-    """Numbers of a row, a multiple of 4."""
-    var tall: Int32
-    """Tiles of pixels; they run before the tiles of filters."""
+    """Numbers of a row."""
+    var wide: Int32
+    """Tiles of filters; they run before the tiles of pixels."""
+    var turn: Int32
+    """Tiles of pixels after which a block gets the next filters."""
 
     @always_inline
-    def __init__(out self, rows: Data[I32], pitch: Int32, tall: Int32):
+    def __init__(out self, rows: Data[I32], pitch: Int32, wide: Int32, turn: Int32):
         """Names the parts.
 
         Args:
             rows: The lists.
             pitch: Numbers of a row.
-            tall: Tiles of pixels.
+            wide: Tiles of filters.
+            turn: Tiles of pixels of a turn.
         """
-        self.rows, self.pitch, self.tall = rows, pitch, tall
+        self.rows, self.pitch, self.wide, self.turn = rows, pitch, wide, turn
 
     @always_inline
-    def head(self, number: Int32) -> SIMD[I32, 4]:
-        """Loads what a tile begins with.
+    def part(self, number: Int32) -> Part:
+        """Looks a tile up.
 
         Args:
             number: Of the tile.
 
         Returns:
-            Its tile of filters, first block, count and first step.
+            Its pixels, filters and list.
         """
-        var at = Int(number // self.tall * self.pitch)
-        return self.rows.unsafe_load[width=4, alignment=16](at)
+        var row = number // self.wide
+        var column = (number + row // self.turn) % self.wide
+        var list = self.rows.unsafe_offset(Int(column * self.pitch))
+        var head = list.unsafe_load[width=2, alignment=8](0)
+        return Part(row, column, head[0], head[1], list.unsafe_offset(HEAD))
 
-    @always_inline
-    def step(self, number: Int32, i: Int32) -> Int32:
-        """Loads a step.
 
-        Args:
-            number: Of the tile.
-            i: Of the step.
+@fieldwise_init
+struct Part(TrivialRegisterPassable):
+    """A tile and the list of its filters."""
 
-        Returns:
-            Row and column of the tap and chunk of channels: r << 24 | s << 16 | chunk.
-        """
-        return self.rows[unsafe_offset=Int(number // self.tall * self.pitch + HEAD + i)]
-
-    @always_inline
-    def row(self, number: Int32) -> Int32:
-        """Finds the pixels of a tile.
-
-        Args:
-            number: Of the tile.
-
-        Returns:
-            Its tile of pixels.
-        """
-        return number % self.tall
+    var row: Int32
+    """Tile of pixels."""
+    var column: Int32
+    """Tile of filters."""
+    var first: Int32
+    """The first of its blocks in w."""
+    var count: Int32
+    """Its blocks."""
+    var steps: Data[I32]
+    """What each is of: r << 24 | s << 16 | chunk of channels. One number more may be read."""
 
 
 @always_inline
@@ -325,12 +342,13 @@ def _produce[
     comptime PART = tile.pixels // tile.parts[dtype]()
     prefetch_map(maps)
     prefetch_map(maps + MAP)
-    var head = lists.head(first_tile)
+    var part = lists.part(first_tile)
     var first = Int32(0)
-    var last = head[2]
+    var last = part.count
     comptime if tile.split:
-        first = head[2] * rank // walk.splits
-        last = head[2] * (rank + 1) // walk.splits
+        first = part.count * rank // walk.splits
+        last = part.count * (rank + 1) // walk.splits
+    var next = part.steps[unsafe_offset=Int(first)]
 
     # The filters of the first stages do not depend on the kernel before.
     var early = min(last - first, Int32(tile.stages))
@@ -342,22 +360,20 @@ def _produce[
             maps + MAP,
             full,
             0,
-            (head[1] + first + i) * Int32(tile.columns),
+            (part.first + first + i) * Int32(tile.columns),
         )
     wait_on_dependent_grids()
 
     var ring = at_start
     for number in range(first_tile, walk.blocks, Int32(grid_dim.x)):
-        var f0 = head[0] * Int32(tile.columns)
-        var w0 = head[1] * Int32(tile.columns)
-        var next = head[3]
-        comptime if tile.split:
-            next = lists.step(number, first)
-        else:
-            last = head[2]
-        if number + Int32(grid_dim.x) < walk.blocks:
-            head = lists.head(number + Int32(grid_dim.x))
-        var m0 = lists.row(number) * Int32(tile.pixels)
+        var f0 = part.column * Int32(tile.columns)
+        var m0 = part.row * Int32(tile.pixels)
+        var w0 = part.first * Int32(tile.columns)
+        var steps = part.steps
+        comptime if not tile.split:
+            last = part.count
+            if number + Int32(grid_dim.x) < walk.blocks:
+                part = lists.part(number + Int32(grid_dim.x))
         var image = m0 // walk.pq
         var pixel = m0 - image * walk.pq
         var p = pixel // walk.q
@@ -365,7 +381,7 @@ def _produce[
         var left = (pixel - p * walk.q) * walk.stride_w - walk.pad_w
         for i in range(first, last):
             var step = next
-            next = lists.step(number, i + 1)
+            next = steps[unsafe_offset=Int(i + 1)]
             var to = ring.stages + ring.slot * STAGE
             var full = ring.full + 8 * ring.slot
             if early > 0:
@@ -392,7 +408,8 @@ def _produce[
             ring.advance[tile.stages]()
         comptime if tile.split:
             return
-        comptime for part in range(tile.parts[dtype]()):
+        next = part.steps[unsafe_offset=0]
+        comptime for i in range(tile.parts[dtype]()):
             var to = ring.stages + ring.slot * STAGE
             var full = ring.full + 8 * ring.slot
             barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
@@ -404,7 +421,7 @@ def _produce[
                         maps + 3 * MAP,
                         full,
                         f0 + Int32(j) * WIDTH,
-                        m0 + Int32(part * PART),
+                        m0 + Int32(i * PART),
                     )
             else:
                 barrier_arrive(full)
@@ -424,7 +441,7 @@ def _consume[
     first_tile: Int32,
     rank: Int32,
 ):
-    """Multiplies the stages of the tiles; finishes a tile, or leaves its sums in shared memory."""
+    """Multiplies the stages of its tiles; finishes a tile, or leaves its sums in shared memory."""
     comptime DEPTH = 32 // size_of[dtype]()
     comptime STAGE = UInt32(tile.stage())
     comptime W_AT = UInt32(tile.pixels * ROW)
@@ -432,23 +449,25 @@ def _consume[
     comptime PARTS = tile.parts[dtype]()
     comptime PART = tile.pixels // PARTS
     comptime BOX = UInt32(PART * ROW)
+    comptime BOXES = ROWS * size_of[dtype]() // ROW
 
     var group = t // Int32(GROUP)
     var leads = t % Int32(GROUP) == 0
-    # Thread 4 a + b of warp d holds the pixels 8 j + 2 b, and one more, of filters 16 d + a and 8 on.
+    # Thread 4 a + b of warp d holds pixels 8 j + 2 b, and one more, of filters 16 d + a and 8 on.
     var warp = t % Int32(GROUP) // 32
     var row = group * Int32(ROWS) + warp * 16 + t % 32 // 4
 
     var ring = at_start
     var storing = UInt32(0)  # The `empty` of the stages that are being stored, and how many.
-    var head = lists.head(first_tile)
+    var next = lists.part(first_tile)
     for number in range(first_tile, walk.blocks, Int32(grid_dim.x)):
-        var f0 = head[0] * Int32(tile.columns)
-        var steps = head[2]
-        comptime if tile.split:
-            steps = head[2] * (rank + 1) // walk.splits - head[2] * rank // walk.splits
+        var part = next
         if number + Int32(grid_dim.x) < walk.blocks:
-            head = lists.head(number + Int32(grid_dim.x))
+            next = lists.part(number + Int32(grid_dim.x))
+        var f0 = part.column * Int32(tile.columns)
+        var steps = part.count
+        comptime if tile.split:
+            steps = part.count * (rank + 1) // walk.splits - part.count * rank // walk.splits
         var bias = SIMD[F32, 2](0)
         comptime if not tile.split:
             comptime for half in range(2):
@@ -502,58 +521,24 @@ def _consume[
             return
 
         storing = ring.slot + 1
-        comptime for part in range(PARTS):
+        comptime for half in range(PARTS):
             barrier_wait(ring.full + 8 * ring.slot, ring.parity)
-            var to = ring.stages + ring.slot * STAGE
+            var to = ring.stages + ring.slot * STAGE + UInt32(group) * UInt32(BOXES) * BOX
             comptime if size_of[dtype]() == 2:
-                # 8 lanes name the rows of a matrix: 8 pixels of 8 filters.
-                var lane = UInt32(t % 32)
-                var byte = UInt32(warp * 32) + lane // 8 % 2 * 16
-                to += UInt32(group) * BOX
-                var mine = to + (lane // 16 * 8 + lane % 8) * UInt32(ROW) + (byte ^ (lane % 8 * 16))
-                comptime for jj in range(PART // 16):
-                    comptime j = part * PART // 8 + 2 * jj
-                    var at = mine + UInt32(jj * 16 * ROW)
-                    var bits = SIMD[DType.uint32, 4](0)
-                    comptime if epilogue.adds:
-                        bits = shared_load_matrices[True](at)
-                    comptime for i in range(4):
-                        comptime first = 4 * (j + i // 2) + 2 * (i % 2)
-                        var value = SIMD[F32, 2](sums[first], sums[first + 1])
-                        value = value.fma(SIMD[F32, 2](walk.alpha), SIMD[F32, 2](bias[i % 2]))
-                        comptime if epilogue.adds:
-                            value += widened(bitcast[dtype, 2](bits[i]))
-                        value = activate[epilogue](value)
-                        bits[i] = bitcast[DType.uint32, 1](value.cast[dtype]())
-                    shared_store_matrices[True](at, bits)
+                _turn16[dtype, epilogue, PART, half * PART // 8](to, t, sums, walk.alpha, bias)
             else:
-                to += (UInt32(group) * 2 + UInt32(warp // 2)) * BOX
-                var byte = UInt32(warp % 2 * 64 + t % 32 // 4 * 4)
-                comptime for jj in range(PART // 8):
-                    comptime for e in range(4):
-                        var pixel = UInt32(t % 4 * 2) + UInt32(e % 2)
-                        var at = (
-                            to
-                            + (pixel + UInt32(8 * jj)) * UInt32(ROW)
-                            + ((byte + UInt32(e // 2 * 32)) ^ (pixel * 16))
-                        )
-                        var value = sums[4 * (part * PART // 8 + jj) + e]
-                        value = value.fma(walk.alpha, bias[e // 2])
-                        comptime if epilogue.adds:
-                            value += shared_load_float(at)
-                        shared_store_float(at, activate[epilogue](value))
+                _turn32[epilogue, PART, half * PART // 8](
+                    to + UInt32(warp // 2) * BOX, t, sums, walk.alpha, bias
+                )
             fence_async()
             sync_threads(UInt32(group) + 1, UInt32(GROUP))
             if leads:
-                comptime boxes = ROWS * size_of[dtype]() // ROW
-                comptime for j in range(boxes):
+                comptime for j in range(BOXES):
                     store_2d(
                         maps + 2 * MAP,
-                        ring.stages
-                        + ring.slot * STAGE
-                        + (UInt32(group) * UInt32(boxes) + UInt32(j)) * BOX,
+                        to + UInt32(j) * BOX,
                         f0 + group * Int32(ROWS) + Int32(j * ROW // size_of[dtype]()),
-                        lists.row(number) * Int32(tile.pixels) + Int32(part * PART),
+                        part.row * Int32(tile.pixels) + Int32(half * PART),
                     )
                 stores_commit()
             ring.advance[tile.stages]()
@@ -566,6 +551,50 @@ def _release[tile: Tile, parts: Int](ring: Ring, storing: UInt32):
     stores_read()
     comptime for part in range(parts):
         barrier_arrive(ring.empty + 8 * ((storing - 1 + UInt32(part)) % UInt32(tile.stages)))
+
+
+@always_inline
+def _turn16[
+    dtype: DType, epilogue: Epilogue, pixels: Int, first: Int
+](to: UInt32, t: Int32, sums: StaticTuple[Float32, _], alpha: Float32, bias: SIMD[F32, 2],):
+    """Finishes 64 filters of pixels, in 16 bits, from the eight numbered `first` on."""
+    # Eight lanes name the rows of a matrix: 8 pixels of 8 filters.
+    var lane = UInt32(t % 32)
+    var byte = UInt32(t % Int32(GROUP) // 32 * 32) + lane // 8 % 2 * 16
+    var mine = to + (lane // 16 * 8 + lane % 8) * UInt32(ROW) + (byte ^ (lane % 8 * 16))
+    comptime for j in range(pixels // 16):
+        var at = mine + UInt32(j * 16 * ROW)
+        var bits = SIMD[DType.uint32, 4](0)
+        comptime if epilogue.adds:
+            bits = shared_load_matrices[True](at)
+        comptime for i in range(4):
+            comptime at_sum = 4 * (first + 2 * j + i // 2) + 2 * (i % 2)
+            var value = SIMD[F32, 2](sums[at_sum], sums[at_sum + 1])
+            value = value.fma(SIMD[F32, 2](alpha), SIMD[F32, 2](bias[i % 2]))
+            comptime if epilogue.adds:
+                value += widened(bitcast[dtype, 2](bits[i]))
+            bits[i] = bitcast[DType.uint32, 1](activate[epilogue](value).cast[dtype]())
+        shared_store_matrices[True](at, bits)
+
+
+@always_inline
+def _turn32[
+    epilogue: Epilogue, pixels: Int, first: Int
+](to: UInt32, t: Int32, sums: StaticTuple[Float32, _], alpha: Float32, bias: SIMD[F32, 2],):
+    """Finishes 32 filters of pixels, in float32, from the eight numbered `first` on."""
+    var byte = UInt32(t % 64 // 32 * 64 + t % 32 // 4 * 4)
+    comptime for j in range(pixels // 8):
+        comptime for e in range(4):
+            var pixel = UInt32(t % 4 * 2) + UInt32(e % 2)
+            var at = (
+                to
+                + (pixel + UInt32(8 * j)) * UInt32(ROW)
+                + ((byte + UInt32(e // 2 * 32)) ^ (pixel * 16))
+            )
+            var value = sums[4 * (first + j) + e].fma(alpha, bias[e // 2])
+            comptime if epilogue.adds:
+                value += shared_load_float(at)
+            shared_store_float(at, activate[epilogue](value))
 
 
 @always_inline
@@ -583,10 +612,10 @@ def _share[
     """Adds up a cluster's sums: each block some pixels of the tile, 8 filters a thread at a time."""
     comptime PITCH = (tile.columns + 4) * 4
     comptime EIGHTS = tile.columns // 8
-    var head = lists.head(number)
     cluster_sync()
-    var m0 = lists.row(number) * Int32(tile.pixels)
-    var f0 = head[0] * Int32(tile.columns)
+    var part = lists.part(number)
+    var m0 = part.row * Int32(tile.pixels)
+    var f0 = part.column * Int32(tile.columns)
     var rows = Int32(tile.pixels) // walk.splits
     for unit in range(t, rows * Int32(EIGHTS), Int32(tile.threads())):
         var row = rank * rows + unit // Int32(EIGHTS)
@@ -686,3 +715,53 @@ def enqueue_blocks[
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(tile.shared())),
     )
+
+
+def blocks_conv2d[
+    dtype: DType, epilogue: Epilogue, columns: Int
+](
+    g: Geometry,
+    o: Operands[dtype],
+    lists: Data[I32],
+    pitch: Int,
+    entries: Int,
+    ctx: DeviceContext,
+) raises:
+    """Enqueues a convolution.
+
+    The tile is the one that keeps multiprocessors busiest: a step takes as long as it has pixels.
+    A cluster shares tiles of long lists where they are few (both H200, 2026-11-21).
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        columns: Filters of a block, 64 or 128.
+
+    Args:
+        g: Sizes; one group.
+        o: The tensors; w[entries, columns, 128 bytes] holds the blocks.
+        lists: [F / columns, pitch], see graphs/arrange.py.
+        pitch: Numbers of a list.
+        entries: Blocks of w.
+        ctx: The GPU.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
+    comptime assert columns == 64 or columns == 128, "blocks_conv2d: expects 64 or 128 columns"
+    comptime tiles = NARROW if columns == 64 else WIDE
+    var wide = ceildiv(g.f, columns)
+    comptime least = tiles[2].pixels
+    var few = ceildiv(g.pixels(), least) * wide
+    if entries >= LONG * wide and few * 2 <= 2 * PROCESSORS:
+        var splits = 4 if few * 4 <= 2 * PROCESSORS else 2
+        enqueue_blocks[dtype, epilogue, tiles[2]](g, o, lists, pitch, entries, splits, ctx)
+        return
+    var turns = Array[Int, 2](fill=0)
+    comptime for i in range(2):
+        comptime pixels = tiles[i].pixels
+        turns[i] = ceildiv(ceildiv(g.pixels(), pixels) * wide, PROCESSORS) * pixels
+    if turns[0] < turns[1]:
+        enqueue_blocks[dtype, epilogue, tiles[0]](g, o, lists, pitch, entries, 1, ctx)
+    else:
+        enqueue_blocks[dtype, epilogue, tiles[1]](g, o, lists, pitch, entries, 1, ctx)

@@ -13,8 +13,13 @@ def drawn(shape: tuple[int, ...] = (32, 24, 3, 3), seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("shape", [(32, 24, 3, 3), (30, 21, 1, 1), (50, 61)])
+SMALL, LARGE = [(32, 24, 3, 3), (30, 21, 1, 1), (50, 61)], [(130, 100, 3, 3), (200, 300)]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, shape) for name in PATTERNS for shape in (LARGE if name == "64x64" else SMALL)],
+)
 def test_what_prune_makes_is_found(name: str, shape: tuple[int, ...]) -> None:
     tensor = drawn(shape)
     mask = keep({"w": tensor}, 0.5, "layer", name)["w"]

@@ -72,6 +72,33 @@ def test_blocks_go_whole(pattern: str, block: tuple[int, int], scope: str) -> No
     assert abs(sum((~mask).sum() for mask in masks.values()) - 0.75 * TOTAL) <= 4 * len(masks)
 
 
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_blocks_of_filters_by_channels_stay_within_a_tap(scope: str) -> None:
+    layers = drawn((130, 200, 3, 3), (256, 128, 1, 1), (70, 64))
+    masks = keep(layers, 0.6, scope, "64x64")
+    zeros = total = 0
+    for name, mask in masks.items():
+        blocks = _blocks_of(mask)
+        assert all(block.all() or not block.any() for block in blocks)
+        if scope == "layer":
+            assert abs((~mask).sum() - 0.6 * mask.size) <= 64 * 64 / 2
+            means = np.array([np.abs(b).mean() for b in _blocks_of(layers[name])])
+            kept = np.array([block.all() for block in blocks])
+            assert means[~kept].max() <= means[kept].min()
+        zeros, total = zeros + (~mask).sum(), total + mask.size
+    assert abs(zeros - 0.6 * total) <= 64 * 64 / 2 * len(masks)
+
+
+def _blocks_of(tensor: np.ndarray) -> list[np.ndarray]:
+    tensor = tensor.reshape(*tensor.shape, 1, 1) if tensor.ndim == 2 else tensor
+    return [
+        tensor[f : f + 64, c : c + 64, r, s]
+        for f in range(0, tensor.shape[0], 64)
+        for c in range(0, tensor.shape[1], 64)
+        for r, s in np.ndindex(tensor.shape[2:])
+    ]
+
+
 def test_zeros_that_are_there_stay_and_count() -> None:
     tensor = LAYERS["layer0"].copy()
     tensor[:12] = 0
