@@ -1,4 +1,4 @@
-"""Block-sparse convolution on Hopper's tensor cores: blocks of a filter that are zeros are left out.
+"""Block-sparse convolution on Hopper's tensor cores: a filter's blocks of zeros are left out.
 
     y[m, f] = act(alpha * sum_k x[m, k] w[f, k] + bias + residual)
 
@@ -7,13 +7,13 @@
     y[N, P, Q, F]              result, and the residual
 
 M = N * P * Q output pixels, K = R * S * C. A tile is `pixels` pixels x `columns` filters. Each
-`columns` filters have a list of their blocks that hold any nonzero (graphs/arrange.py, block_steps).
+`columns` filters have a list of their blocks that hold a nonzero (graphs/arrange.py, block_steps).
 As in ops/gemm/hopper.mojo one warp, the producer, fills a ring of stages, here with the blocks of
 the list and what they meet of x, and warpgroups multiply the stages by wgmma, 64 filters each. But
 
 - filters are the left side of a product and pixels the right one: 64 filters then have as many
-  pixels beside them as the registers hold, where 64 pixels x 64 filters would bring as many bytes
-  for a third of the products. Sums are turned over on their way to shared memory (stmatrix);
+  pixels beside them as the registers hold; 64 pixels x 64 filters would bring half as many bytes
+  again for a product. Sums are turned over on their way to shared memory (stmatrix);
 - blocks of threads that run at the same time take different filters of the same pixels, and others
   in their next turn: the second-level cache sends x at once to all that ask for it, and a block
   does not stay with a long list.
@@ -87,6 +87,7 @@ from ..geometry import Geometry
 from ..operands import F32, Data, Operands, widened
 
 comptime I32 = DType.int32
+"""Of a list."""
 comptime HEAD = 2
 """Numbers of a list before its steps: the first block in w, and how many."""
 
@@ -203,8 +204,6 @@ comptime WIDE: List[Tile] = [
     Tile(128, 64, 4, 2, split=True),
 ]
 """The tiles of 128 filters."""
-comptime LONG = 10
-"""Steps of a list from which on clusters are worth their start (H200, 2026-11-21)."""
 
 
 @__name(t"conv2d_blocks_{tile.label()}_{epilogue.label()}_{dtype}")
@@ -609,7 +608,7 @@ def _share[
     number: Int32,
     rank: Int32,
 ):
-    """Adds up a cluster's sums: each block some pixels of the tile, 8 filters a thread at a time."""
+    """Adds up a cluster's sums: each block some pixels of a tile, 8 filters a thread at a time."""
     comptime PITCH = (tile.columns + 4) * 4
     comptime EIGHTS = tile.columns // 8
     cluster_sync()
@@ -729,9 +728,6 @@ def blocks_conv2d[
 ) raises:
     """Enqueues a convolution.
 
-    The tile is the one that keeps multiprocessors busiest: a step takes as long as it has pixels.
-    A cluster shares tiles of long lists where they are few (both H200, 2026-11-21).
-
     Parameters:
         dtype: Of x, w and y.
         epilogue: What the accumulator goes through.
@@ -751,17 +747,21 @@ def blocks_conv2d[
     comptime assert columns == 64 or columns == 128, "blocks_conv2d: expects 64 or 128 columns"
     comptime tiles = NARROW if columns == 64 else WIDE
     var wide = ceildiv(g.f, columns)
+    var steps = entries // wide
     comptime least = tiles[2].pixels
     var few = ceildiv(g.pixels(), least) * wide
-    if entries >= LONG * wide and few * 2 <= 2 * PROCESSORS:
-        var splits = 4 if few * 4 <= 2 * PROCESSORS else 2
+    # As measured: a cluster costs as much as 12 steps of a tile, and more where there are many.
+    if 5 * steps >= 60 + few:
+        var splits = 4 if few * columns <= 1024 else 2
         enqueue_blocks[dtype, epilogue, tiles[2]](g, o, lists, pitch, entries, splits, ctx)
         return
-    var turns = Array[Int, 2](fill=0)
+    # A step takes as long as it has pixels, a tenth less in the deep ring; the end as 200 pixels.
+    var costs = Array[Int, 2](fill=0)
     comptime for i in range(2):
         comptime pixels = tiles[i].pixels
-        turns[i] = ceildiv(ceildiv(g.pixels(), pixels) * wide, PROCESSORS) * pixels
-    if turns[0] < turns[1]:
+        var turns = ceildiv(ceildiv(g.pixels(), pixels) * wide, PROCESSORS)
+        costs[i] = turns * (pixels * steps * (9 + i) + 2000)
+    if costs[0] <= costs[1]:
         enqueue_blocks[dtype, epilogue, tiles[0]](g, o, lists, pitch, entries, 1, ctx)
     else:
         enqueue_blocks[dtype, epilogue, tiles[1]](g, o, lists, pitch, entries, 1, ctx)

@@ -18,6 +18,7 @@ from ops.operands import F32, Data, Operands
 from ops.pool import mean_kernel
 from ops.rows import softmax_kernel
 from ops.sparse_conv2d.two_four import TILES, two_four_tile
+from ops.sparse_conv2d.blocks import NARROW, WIDE, enqueue_blocks
 from ops.stem.config import Stem, StemOperands, Tiling
 from ops.stem.gpu import enqueue_stem
 from std.sys import argv
@@ -50,6 +51,28 @@ def sparse[
             two_four_tile[dtype, Epilogue("gelu"), config](g, o, indices, ctx)
 
 
+def blocks(
+    g: Geometry,
+    o: Operands[BF16],
+    o16: Operands[F16],
+    o32: Operands[F32],
+    lists: Data[DType.int32],
+    n: Int,
+    ctx: DeviceContext,
+) raises:
+    comptime for i in range(3):
+        comptime narrow = NARROW[i]
+        comptime wide = WIDE[i]
+        enqueue_blocks[BF16, Epilogue("none"), narrow](g, o, lists, n, n, 1, ctx)
+        enqueue_blocks[BF16, Epilogue("none"), wide](g, o, lists, n, n, 1, ctx)
+        enqueue_blocks[BF16, Epilogue("add_relu"), narrow](g, o, lists, n, n, 1, ctx)
+        enqueue_blocks[BF16, Epilogue("add_relu"), wide](g, o, lists, n, n, 1, ctx)
+        enqueue_blocks[F16, Epilogue("gelu"), narrow](g, o16, lists, n, n, 1, ctx)
+        enqueue_blocks[F16, Epilogue("gelu"), wide](g, o16, lists, n, n, 1, ctx)
+        enqueue_blocks[F32, Epilogue("add"), narrow](g, o32, lists, n, n, 1, ctx)
+        enqueue_blocks[F32, Epilogue("add"), wide](g, o32, lists, n, n, 1, ctx)
+
+
 def chains[
     dtype: DType
 ](n: Int, o: ChainTensors[dtype], ends: ChainEnds, ctx: DeviceContext) raises:
@@ -80,6 +103,15 @@ def main() raises:
     var words = rebind[Data[DType.uint32]](ctx.enqueue_create_buffer[DType.uint32](1).unsafe_ptr())
     sparse[BF16](g, o, words, ctx)
     sparse[F16](g, Operands[F16](half2, half2, full, half2, half2), words, ctx)
+    blocks(
+        g,
+        o,
+        Operands[F16](half2, half2, full, half2, half2),
+        Operands[F32](full, full, full, full, full),
+        rebind[Data[DType.int32]](ctx.enqueue_create_buffer[DType.int32](1).unsafe_ptr()),
+        n,
+        ctx,
+    )
     chains(
         n,
         ChainTensors[BF16](half, half, half, half, half, half),

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from graphs.arrange import block_steps
+
 from .machine import Launch, Tensors, pack
 from .ptx import Kernel
 from .semantics import from_bf16, to_bf16
@@ -411,6 +413,98 @@ def two_four(
         grid=(min(blocks, processors),),
         threads=128 * tile.groups + 64,
         shared_bytes=2048 + tile.windows * window + tile.steps * tile.groups * 4608,
+        maps=maps,
+    )
+    launch.run(seed)
+    return y
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A Tile of ops/sparse_conv2d/blocks.mojo: one of NARROW and WIDE."""
+
+    columns: int
+    pixels: int
+    stages: int
+    kind: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.pixels}x{self.columns}x{self.stages}{self.kind}"
+
+    def parts(self, size: int) -> int:
+        parts = 1
+        while self.pixels // parts * self.columns * size > (self.pixels + self.columns) * 128:
+            parts *= 2
+        return parts
+
+
+BLOCKS = (
+    Blocks(64, 128, 8, "overlap"),
+    Blocks(64, 192, 3),
+    Blocks(64, 64, 6, "split"),
+    Blocks(128, 128, 6, "overlap"),
+    Blocks(128, 192, 5, "overlap"),
+    Blocks(128, 64, 4, "split"),
+)
+
+
+def blocks(
+    kernel: Kernel,
+    tile: Blocks,
+    p: Product,
+    *,
+    dtype: str,
+    alpha: float = 1,
+    splits: int = 1,
+    processors: int = 2,
+    adds: bool = False,
+    seed: int = 0,
+) -> Array:
+    """Runs ops/sparse_conv2d/blocks.mojo on the blocks of p.w[F, R, S, C] that hold a nonzero.
+
+    The other arguments are those of `hopper`; y[M, F] is what comes back.
+    """
+    memory, g = Tensors(), p.g
+    size = np.dtype(DTYPES[dtype]).itemsize
+    width, part = 128 // size, tile.pixels // tile.parts(size)
+    packed, lists = block_steps(p.w.transpose(1, 2, 3, 0), tile.columns, width)
+
+    def held(array: Array) -> tuple[int, Array]:
+        at = memory.add(array)
+        return at, memory.array(at, array)
+
+    y_at, y = held(unwritten((g.pixels, g.f), dtype))
+    residual_at, residual = held(p.residual)
+    x, w = held(p.x)[1], held(packed.reshape(-1, width))[1]
+    (high, broad), (ph, pw), (sh, sw) = g.out, g.pad, g.stride
+    upper = ((broad - 1) * sw - pw - (g.w - 1), (high - 1) * sh - ph - (g.h - 1))
+    maps = [
+        Tiled(x.reshape(-1, g.c), (tile.pixels, width))
+        if g.plain
+        else Im2col(x, (-pw, -ph), upper, (sw, sh), tile.pixels, width),
+        Tiled(w, (tile.columns, width)),
+        Tiled(y, (part, width)),
+        Tiled(residual, (part, width)) if adds else None,
+    ]
+    bias_at = memory.add(p.bias)
+    tall, wide_ = -(-g.pixels // tile.pixels), len(lists)
+    walk = [g.pixels, 0, g.f, broad, high * broad, g.s, g.r * g.s, -(-g.c // width), sh, sw, ph, pw]
+    walk += [*g.dilation, wide_, splits, tall * wide_, int(g.plain)]
+    launch = Launch(
+        kernel,
+        [
+            bytes(128 * 4),
+            pack("4Q", bias_at, bias_at, residual_at, y_at),
+            pack("Q", memory.add(lists)),
+            pack(f"{len(walk)}if3i", *walk, alpha, 0, 1, 1),
+            pack("i", lists.shape[1]),
+        ],
+        memory,
+        grid=(tall * wide_ * splits if tile.kind == "split" else min(tall * wide_, processors),),
+        threads=2 * tile.columns + 32,
+        shared_bytes=tile.stages * (tile.pixels + tile.columns) * 128 + 16 * tile.stages + 1024,
+        cluster=splits,
         maps=maps,
     )
     launch.run(seed)

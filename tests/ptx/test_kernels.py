@@ -18,8 +18,10 @@ from graphs.arrange import stem_fragments
 
 from .conftest import Find
 from .launches import (
+    BLOCKS,
     SPARSE,
     TILES,
+    Blocks,
     Chain,
     Conv,
     Heads,
@@ -29,6 +31,7 @@ from .launches import (
     StemCase,
     Tile,
     attention,
+    blocks,
     chain,
     check,
     depthwise_qkv,
@@ -312,6 +315,51 @@ def run_two_four(
         adds="add" in epilogue,
     )
     check(got, finished(convolved(p, dtype), p, epilogue, dtype), dtype, SUMS)
+
+
+ZEROS = [
+    (Conv(3, 9, 9, 72, 136, 3, 3, pad=(1, 1)), 0.3, 1),
+    (Conv(2, 9, 14, 136, 328, 3, 3, stride=(2, 2), pad=(1, 1)), 0.05, 0.5),
+    (Conv(1, 300, 1, 328, 72), 0.5, 1),
+    (Conv(1, 70, 1, 64, 8), 1, 1),
+    (Conv(2, 13, 13, 64, 200, 3, 3, pad=(2, 1), dilation=(2, 1)), 0.1, 1),
+]
+
+
+@pytest.mark.parametrize("tile", BLOCKS, ids=lambda tile: tile.label)
+@pytest.mark.parametrize(
+    ("epilogue", "dtype"),
+    [("none", BF16), ("add_relu", BF16), ("gelu", "float16"), ("add", "float32")],
+)
+@pytest.mark.parametrize(("g", "density", "alpha"), ZEROS, ids=str)
+def test_blocks_of_zeros_are_left_out(
+    find: Find,
+    rng: np.random.Generator,
+    tile: Blocks,
+    epilogue: str,
+    dtype: str,
+    g: Conv,
+    density: float,
+    alpha: float,
+) -> None:
+    """Lists differ in length, and some are empty."""
+    p = product(rng, g, dtype)
+    width = 32 if dtype == "float32" else 64
+    grid = rng.random((-(-g.f // tile.columns), g.r, g.s, -(-g.c // width))) < density
+    grid[-1] &= density == 1
+    keeps = grid.repeat(tile.columns, 0).repeat(width, 3)[: g.f, ..., : g.c]
+    p.w = np.where(keeps, p.w, np.zeros(1, p.w.dtype))
+    y = blocks(
+        find(f"conv2d_blocks_{tile.label}_{epilogue}_{dtype}"),
+        tile,
+        p,
+        dtype=dtype,
+        alpha=alpha,
+        splits=2 if tile.kind == "split" else 1,
+        adds="add" in epilogue,
+    )
+    rounding = 2**-10 if dtype == "float32" else SUMS  # TF32
+    check(y, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, rounding)
 
 
 CHAINS = [

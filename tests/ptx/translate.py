@@ -419,8 +419,8 @@ class Translator:
                 # Scales, then which sides are transposed: the right one may be beside registers.
                 held = a[1].startswith("{")
                 turned = held and a[6] == "1"
-                wanted = ("1", "1", a[6]) if held else ("1", "1", "0", "0")
-                if a[4:] != wanted:
+                sides = (a[6],) if held else () if parts[-1] == "tf32" else ("0", "0")
+                if a[4:] != ("1", "1", *sides):
                     raise ValueError("wgmma: operands that are scaled or transposed")
                 shape, kind = parts[4], parts[-1]
                 left = self.list(a[1].strip("{}"), "u32") if held else v(a[1], "u64")
