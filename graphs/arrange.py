@@ -156,6 +156,55 @@ def steps(
     return values[order], (channel % channels)[order].astype(np.uint8), starts.astype(np.int32)
 
 
+def coordinate_tiles(filters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lists the nonzeros of [R, S, C, F], of 2 bytes each, for ops/sparse_conv2d/tiled.mojo.
+
+    A tile is 32 filters by 64 channels of one tap, as it lies in shared memory: 128 bytes for each
+    filter, whose sixteenths change places (the 128-byte swizzle). A word is a nonzero: its bits
+    below, and above them the byte of its place. A tile's words are filled up to a multiple of four
+    by repeating the last, and ordered so that 32 lanes which take four neighbours each and store
+    the first of theirs, then the second, ... mostly meet 32 different banks.
+
+    Returns:
+        words [about nonzeros] uint32; starts [F / 32 * C / 64 * R * S + 1] int32, where each tile's
+        words begin, by filters, then channels, then taps.
+    """
+    r, s, c, f = filters.shape
+    rows = np.ascontiguousarray(filters.transpose(3, 2, 0, 1)).reshape(f, c, r * s)
+    row, channel, tap = np.nonzero(rows)
+    bits = rows[row, channel, tap].view(np.uint16).astype(np.uint32)
+    chunks = math.ceil(c / 64)
+    tile = (row // 32 * chunks + channel // 64) * (r * s) + tap
+    byte = row % 32 * 128 + (channel % 64 * 2 ^ row % 8 * 16)
+    bank = byte // 4 % 32
+    order = np.argsort(tile * 32 + bank, kind="stable")
+    turn = _places((tile * 32 + bank)[order])
+    order = order[np.argsort((tile[order] << 16) + turn * 32 + bank[order], kind="stable")]
+
+    counts = np.bincount(tile, minlength=math.ceil(f / 32) * chunks * r * s)
+    starts = np.concatenate([[0], np.cumsum((counts + 3) // 4 * 4)])
+    tile = tile[order]
+    place = _places(tile)
+    block, within = np.divmod(place, 128)
+    lanes = np.minimum(((counts + 3) // 4)[tile] - block * 32, 32)
+    at = starts[tile] + block * 128 + within % lanes * 4 + within // lanes
+    words = np.zeros(starts[-1], np.uint32)
+    held = np.zeros(starts[-1], bool)
+    words[at] = bits[order] | byte[order].astype(np.uint32) << 16
+    held[at] = True
+    last = words[at[np.cumsum(counts) - 1]] if len(at) else words
+    words[~held] = np.repeat(last, np.diff(starts) - counts)
+    return words, starts.astype(np.int32)
+
+
+def _places(keys: np.ndarray) -> np.ndarray:
+    """Numbers each of some sorted keys among its equals, from 0."""
+    if not len(keys):
+        return np.zeros(0, np.int64)
+    first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+    return np.arange(len(keys)) - np.repeat(first, np.diff(np.append(first, len(keys))))
+
+
 def stream(filters: np.ndarray, groups: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Orders the nonzeros of [R, S, C, F] for a CPU: by parts of the channels, then by filters.
 

@@ -182,6 +182,31 @@ def load_3d(to: UInt32, map: UInt64, barrier: UInt32, x: Int32, y: Int32, z: Int
 
 
 @always_inline
+def load_4d(
+    to: UInt32, map: UInt64, barrier: UInt32, x: Int32, y: Int32, z: Int32, n: Int32
+):
+    """Starts copying a box of a tensor of rank 4 to shared memory; zeros for what lies outside.
+
+    Args:
+        to: Where to, in shared memory.
+        map: Address of the tensor map.
+        barrier: Told of the bytes that have come.
+        x: First index along the last axis.
+        y: First index along the axis before it.
+        z: First index along the second axis.
+        n: First index along the first axis.
+    """
+    inlined_assembly[
+        (
+            "cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+            ".mbarrier::complete_tx::bytes [$0], [$1, {$3, $4, $5, $6}], [$2];"
+        ),
+        NOTHING,
+        constraints="r,l,r,r,r,r,r,~{memory}",
+    ](to, map, barrier, x, y, z, n)
+
+
+@always_inline
 def store_2d(map: UInt64, at: UInt32, x: Int32, y: Int32):
     """Starts copying a box from shared memory into a matrix; what lies outside is dropped.
 
@@ -250,6 +275,51 @@ def cluster_sync():
         NOTHING,
         constraints="~{memory}",
     ]()
+
+
+@always_inline
+def cluster_arrive():
+    """Arrives where the cluster's threads wait: the first half of `cluster_sync`."""
+    inlined_assembly[
+        "barrier.cluster.arrive.release.aligned;", NOTHING, constraints="~{memory}"
+    ]()
+
+
+@always_inline
+def cluster_wait():
+    """Waits until all threads of the cluster have arrived: the second half of `cluster_sync`."""
+    inlined_assembly["barrier.cluster.wait.acquire.aligned;", NOTHING, constraints="~{memory}"]()
+
+
+@always_inline
+def shared_store_low(at: UInt32, bits: UInt32):
+    """Stores the lower 2 of 4 bytes.
+
+    Args:
+        at: Address.
+        bits: The bytes.
+    """
+    inlined_assembly[
+        """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $1;
+        st.shared.b16 [$0], low;
+        }""",
+        NOTHING,
+        constraints="r,r,~{memory}",
+    ](at, bits)
+
+
+@always_inline
+def shared_clear(at: UInt32):
+    """Stores 16 bytes of zeros.
+
+    Args:
+        at: Address, a multiple of 16.
+    """
+    inlined_assembly["st.shared.v4.b32 [$0], {$1, $1, $1, $1};", NOTHING, constraints="r,r,~{memory}"](
+        at, UInt32(0)
+    )
 
 
 @always_inline
@@ -412,6 +482,28 @@ def cluster_load4(at: UInt32, rank: UInt32) -> SIMD[DType.float32, 4]:
         constraints="=f,=f,=f,=f,r,r,~{memory}",
     ](at, rank)
     return SIMD[DType.float32, 4](r[0], r[1], r[2], r[3])
+
+
+@always_inline
+def cluster_send4(at: UInt32, values: SIMD[DType.float32, 4], barrier: UInt32, rank: UInt32):
+    """Starts storing four numbers in the shared memory of a block of the cluster.
+
+    Args:
+        at: Address, a multiple of 16, in this block's memory that the other block's has too.
+        values: The numbers.
+        barrier: The same of the barrier there that is told of the bytes that have come.
+        rank: The other block's rank.
+    """
+    inlined_assembly[
+        """{
+        .reg .b32 there, told;
+        mapa.shared::cluster.u32 there, $0, $6;
+        mapa.shared::cluster.u32 told, $5, $6;
+        st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {$1, $2, $3, $4}, [told];
+        }""",
+        NOTHING,
+        constraints="r,f,f,f,f,r,r,~{memory}",
+    ](at, values[0], values[1], values[2], values[3], barrier, rank)
 
 
 @always_inline

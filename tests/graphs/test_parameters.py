@@ -82,6 +82,49 @@ def test_steps_hold_every_nonzero(
         mine = found[:, :, group * c : (group + 1) * c, of_group]
         np.testing.assert_array_equal(mine, filters[..., of_group])
     assert np.count_nonzero(found) == np.count_nonzero(filters)
+@pytest.mark.parametrize("density", [0, 1e-4, 0.05, 0.3, 1])
+@pytest.mark.parametrize("shape", [(1, 1, 64, 32), (1, 1, 8, 1), (3, 3, 72, 40), (1, 2, 192, 96)])
+def test_coordinate_tiles_hold_every_nonzero(
+    shape: tuple[int, int, int, int], density: float
+) -> None:
+    r, s, c, f = shape
+    rng = np.random.default_rng(0)
+    filters = (rng.standard_normal(shape) + 8) * (rng.random(shape) < density)
+    if density:
+        filters[-1, -1, -1, -1] = 3  # one nonzero at least, in the last tile
+    filters[:, :, 64:128] *= c < 192  # tiles without any
+    filters = filters.astype(np.float16)
+    words, starts = arrange.coordinate_tiles(filters)
+    chunks, bands = -(-c // 64), -(-f // 32)
+    assert words.dtype == np.uint32 and starts.dtype == np.int32
+    assert starts.size == bands * chunks * r * s + 1
+    assert starts[0] == 0 and starts[-1] == words.size and not (starts % 4).any()
+    expanded = np.zeros((bands, chunks, r, s, 32 * 64), np.uint16)
+    flat = expanded.reshape(-1, 32 * 64)
+    for tile in range(starts.size - 1):
+        mine = words[starts[tile] : starts[tile + 1]]
+        assert (mine >> 16 < 4096).all() and not (mine >> 16 & 1).any()
+        assert mine.size - 4 < np.unique(mine).size <= mine.size
+        flat[tile, mine >> 17] = mine & 0xFFFF
+    # Rows of 128 bytes, whose sixteenths change places.
+    sixteenth = np.arange(8) ^ np.arange(32)[:, None] % 8
+    split = expanded.reshape(bands, chunks, r, s, 32, 8, 8)
+    plain = np.take_along_axis(split, sixteenth[:, :, None][None, None, None, None], 5)
+    found = plain.reshape(bands, chunks, r, s, 32, 64).transpose(2, 3, 1, 5, 0, 4)
+    found = found.reshape(r, s, chunks * 64, bands * 32)
+    assert not found[:, :, c:].any() and not found[..., f:].any()
+    np.testing.assert_array_equal(found[:, :, :c, :f].view(np.float16), filters)
+
+
+def test_coordinate_tiles_spread_over_the_banks() -> None:
+    rng = np.random.default_rng(0)
+    filters = (rng.random((1, 1, 64, 32)) < 0.25).astype(np.float16)
+    words, _ = arrange.coordinate_tiles(filters)
+    whole = words[: words.size // 128 * 128].reshape(-1, 32, 4)
+    meetings = [
+        np.bincount(store >> 18 & 31, minlength=32).max() for block in whole for store in block.T
+    ]
+    assert np.mean(meetings) < 2  # of 32 at random, 3.5 meet
 
 
 @pytest.mark.parametrize(("c", "steps"), [(5, 3), (14, 6), (32, 9)])

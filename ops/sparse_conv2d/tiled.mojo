@@ -1,0 +1,867 @@
+"""Sparse convolution on Hopper's tensor cores: the filters lie compressed in memory only.
+
+    y[m, f] = act(sum_k x[m, k] w[f, k] + bias[f] + residual[m, f])
+
+    x[N, H, W, C]   activations
+    words           the nonzeros of w: the number's bits below, its place in a tile above
+    starts          where the words of each tile begin: 32 filters x 64 channels of one tap
+    y[N, P, Q, F]   result, and the residual
+
+M = N * P * Q output pixels, N = F filters, K = taps of 64 channels after one another. A block
+computes `64 * groups` pixels x `columns` filters. Its expanders, a warp for each tile, clear a
+stage of w, store the tile's nonzeros in it and so make the dense, swizzled matrix that wgmma reads
+(Xia et al. 2023, arXiv:2309.10285, section 4). All of that happens before the kernel in front has
+ended (programmatic dependent launch), as far as the stages go. Tiles without nonzeros are skipped,
+and so are their pixels.
+
+One thread has the copy engine bring x. Of a window of several taps with stride 1 it brings 64
+channels of the pixels once, a box of whole rows with their padding: the output pixels of a row and
+S - 1 more are rows of the product, and a tap is a shift of the matrix's first row. Other windows
+come tap by tap (im2col), matrices as they are.
+
+A cluster of `splits` blocks shares a tile: each sums a part of K and sends each peer the columns
+that the peer adds up and finishes.
+
+Accumulation in float32. C has to be a multiple of 8, and F one of 8. At batch 1 bound by latency.
+"""
+
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
+from max.gpu.compute.mma import (
+    WGMMADescriptor,
+    wgmma_async,
+    wgmma_commit_group_sync,
+    wgmma_fence_aligned,
+    wgmma_wait_group_sync,
+)
+from max.gpu.host import DeviceContext, Dim, FuncAttribute
+from max.gpu.memory import AddressSpace, external_memory
+from max.gpu.primitives.grid_controls import (
+    PDLLevel,
+    launch_dependent_grids,
+    pdl_launch_attributes,
+    wait_on_dependent_grids,
+)
+from max.gpu.sync import syncwarp
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.math import ceildiv
+from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
+
+from ..epilogue import Epilogue, activate
+from ..gemm.hopper import GROUP, MATRIX, ROW, ROWS, Ends, Maps, Walk, im2col_map, is_plain
+from ..gemm.hopper import share_of, takes, tensor_map
+from ..gemm.ptx import (
+    barrier_arrive,
+    barrier_expect,
+    barrier_init,
+    barrier_wait,
+    cluster_arrive,
+    cluster_send4,
+    cluster_wait,
+    fence_async,
+    fence_barrier_init,
+    load_2d,
+    load_4d,
+    load_im2col,
+    prefetch_map,
+    shared_clear,
+    shared_load,
+    shared_load4,
+    shared_store,
+    shared_store_low,
+    sync_threads,
+)
+from ..geometry import Geometry
+from ..operands import F32, Data, Operands
+
+comptime U32 = DType.uint32
+"""A nonzero and its place."""
+comptime I32 = DType.int32
+"""Where words begin."""
+comptime WIDTH = 64
+"""Channels of a tile: 128 bytes."""
+comptime FILTERS = 32
+"""Filters of a tile."""
+comptime TILE = FILTERS * ROW
+"""Bytes of an expanded tile."""
+comptime EXPANDERS = 8
+"""Warps that expand tiles."""
+comptime AHEAD = 4
+"""Words, by fours, that a lane loads before it stores the first."""
+
+
+struct Config(TrivialRegisterPassable):
+    """How a block works: a compile-time value."""
+
+    var groups: Int
+    """Consumers, of 64 pixels each: 1 or 2."""
+    var columns: Int
+    """Filters of a block: 32, 64 or 128."""
+    var split: Bool
+    """Whether a cluster shares a tile."""
+
+    def __init__(out self, groups: Int, columns: Int, *, split: Bool = False):
+        """Names the parts.
+
+        Args:
+            groups: Consumers.
+            columns: Filters of a block.
+            split: Whether a cluster shares a tile.
+        """
+        self.groups, self.columns, self.split = groups, columns, split
+
+    def label(self) -> String:
+        """Names the block for a profiler, as a part of a kernel's symbol.
+
+        Returns:
+            Pixels and filters, and how it works.
+        """
+        return String(t"{self.rows()}x{self.columns}") + ("split" if self.split else "")
+
+    @always_inline
+    def rows(self) -> Int:
+        """Counts the rows of the product.
+
+        Returns:
+            64 for each consumer.
+        """
+        return ROWS * self.groups
+
+    @always_inline
+    def parts(self) -> Int:
+        """Counts the tiles of a step.
+
+        Returns:
+            One for 32 filters.
+        """
+        return self.columns // FILTERS
+
+    @always_inline
+    def blocks(self) -> Int:
+        """Counts the blocks that a multiprocessor holds at a time; it bounds the registers.
+
+        Returns:
+            Two of one consumer, or one of two.
+        """
+        return 3 - self.groups
+
+    @always_inline
+    def room(self) -> Int:
+        """Counts the bytes of shared memory that a block may take.
+
+        Returns:
+            As many as leave room for the other block.
+        """
+        return 113 * 1024 if self.groups == 1 else 227 * 1024
+
+    @always_inline
+    def threads(self) -> Int:
+        """Counts the threads of a block.
+
+        Returns:
+            A warpgroup for each consumer, the expanders, and the warp that loads x.
+        """
+        return GROUP * self.groups + 32 * EXPANDERS + 32
+
+    @always_inline
+    def inbox(self) -> Int:
+        """Counts the bytes that a cluster's blocks send to one of them.
+
+        Returns:
+            As many as a block has sums.
+        """
+        return self.rows() * self.columns * 4 if self.split else 0
+
+
+struct Words(DevicePassable, TrivialRegisterPassable):
+    """The compressed filters: nothing but pointers, as in `Ends`."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var words: Data[U32]
+    """Nonzeros, tile by tile."""
+    var starts: Data[I32]
+    """Where each tile's begin: by filters, then channels, then taps; and the end."""
+
+    def __init__(out self, words: Data[U32], starts: Data[I32]):
+        """Names the parts.
+
+        Args:
+            words: Nonzeros.
+            starts: Where each tile's begin, and the end.
+        """
+        self.words, self.starts = words, starts
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "Words"
+
+
+struct Plan(DevicePassable, TrivialRegisterPassable):
+    """How a block's shared memory is divided, and how rows of the product lie on an image."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var w_stages: Int32
+    """Stages of expanded filters."""
+    var x_stages: Int32
+    """Stages of activations."""
+    var x_bytes: Int32
+    """Bytes of a stage of activations, a multiple of 1024."""
+    var x_loads: Int32
+    """Bytes of them that the copy engine brings."""
+    var width: Int32
+    """Rows of the product from one row of an image to the next; 0 if x comes tap by tap."""
+    var height: Int32
+    """Rows of an image in a tile."""
+    var bands: Int32
+    """Tiles of an image."""
+    var blocks: Int32
+    """Tiles of pixels and filters."""
+    var lists: Int32
+    """Tiles that there are words of."""
+
+    def __init__(out self, g: Geometry, config: Config, splits: Int):
+        """Plans a convolution.
+
+        Args:
+            g: Sizes.
+            config: Sizes of the block.
+            splits: Blocks that share a tile.
+        """
+        var taps = g.r * g.s
+        var steps = taps * ceildiv(g.c, WIDTH)
+        var share = ceildiv(steps, splits)
+        var w_bytes = config.columns * ROW
+        var room = config.room() - config.inbox() - 2048 - 4 * config.parts() * (share + 2)
+        var width = g.q + g.s - 1
+        if not _is_box(g, config):
+            var x_bytes = config.rows() * ROW
+            var stages = max(1, min(share, room // (x_bytes + w_bytes + 32)))
+            self.w_stages, self.x_stages = Int32(stages), Int32(stages)
+            self.x_bytes, self.x_loads = Int32(x_bytes), Int32(x_bytes)
+            self.width, self.height, self.bands = 0, 0, 0
+            self.blocks = Int32(ceildiv(g.pixels(), config.rows()))
+        else:
+            var bands = ceildiv(g.p, min(g.p, config.rows() // width))
+            var height = ceildiv(g.p, bands)
+            var last = (g.r - 1) * width + g.s - 1 + config.rows()
+            var x_loads = (height + g.r - 1) * width * ROW
+            var x_bytes = ceildiv(max(x_loads, last * ROW), 1024) * 1024
+            var chunks = 1 if splits * taps == steps else min(3, ceildiv(share - 1, taps) + 1)
+            while chunks > 1 and chunks * x_bytes + 2 * w_bytes > room:
+                chunks -= 1
+            var stages = (room - chunks * (x_bytes + 16)) // (w_bytes + 16)
+            self.w_stages, self.x_stages = Int32(max(1, min(share, stages))), Int32(chunks)
+            self.x_bytes, self.x_loads = Int32(x_bytes), Int32(x_loads)
+            self.width, self.height, self.bands = Int32(width), Int32(height), Int32(bands)
+            self.blocks = Int32(g.n * bands)
+        self.blocks *= Int32(ceildiv(g.f, config.columns))
+        self.lists = Int32(ceildiv(g.f, FILTERS) * steps)
+
+    def shared(self, config: Config, steps: Int, splits: Int) -> Int:
+        """Counts the bytes of shared memory.
+
+        Args:
+            config: Sizes of the block.
+            steps: Of K.
+            splits: Blocks that share a tile.
+
+        Returns:
+            Stages, what peers send, barriers, where words begin, and what aligning them may take.
+        """
+        var x = Int(self.x_stages) * (Int(self.x_bytes) + 16)
+        var w = Int(self.w_stages) * (config.columns * ROW + 16)
+        var starts = 4 * config.parts() * (ceildiv(steps, splits) + 1)
+        return x + w + config.inbox() + 8 + starts + 1024
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Names the type for the errors of a launch.
+
+        Returns:
+            The name.
+        """
+        return "Plan"
+
+
+def _is_box(g: Geometry, config: Config) -> Bool:
+    """Tells whether whole rows of an image, with their padding, serve all taps of a window."""
+    var steps = max(g.stride_h, g.stride_w, g.dilation_h, g.dilation_w)
+    return g.r * g.s > 1 and steps == 1 and g.q + g.s - 1 <= config.rows()
+
+
+@__name(t"sparse_conv2d_tiled_{config.label()}_{epilogue.label()}_{dtype}")
+@__llvm_arg_metadata(maps, `nvvm.grid_constant`)
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    `nvvm.minctasm`=SIMDLength(config.blocks()),
+)
+def tiled_kernel[
+    dtype: DType, epilogue: Epilogue, config: Config
+](maps: Maps[1], ends: Ends[dtype, 1], lists: Words, walk: Walk[1], plan: Plan):
+    """Computes a tile, or a cluster's share of one.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        config: Sizes of the block.
+
+    Args:
+        maps: Tensor map of x: boxes of an image, im2col, or a matrix.
+        ends: Bias, residual and y.
+        lists: The filters.
+        walk: How tiles and steps run over them.
+        plan: How shared memory is divided.
+    """
+    var memory = external_memory[
+        UInt8, address_space=AddressSpace.SHARED, alignment=1024, name="sparse_conv2d"
+    ]()
+    var base = (UInt32(Int(memory)) + 1023) & ~UInt32(1023)
+    var t = Int32(thread_idx.x)
+    var rank = Int32(0)
+    var tile = Int32(block_idx.x)
+    comptime if config.split:
+        rank = tile % walk.splits
+        tile = tile // walk.splits
+    var block = Block[config](base, walk, plan, tile, rank)
+    if t == 0:
+        for i in range(plan.w_stages):
+            barrier_init(block.w_full + 8 * UInt32(i), UInt32(config.parts()))
+            barrier_init(block.w_empty + 8 * UInt32(i), UInt32(config.groups))
+        for i in range(plan.x_stages):
+            barrier_init(block.x_full + 8 * UInt32(i), 1)
+            barrier_init(block.x_empty + 8 * UInt32(i), UInt32(config.groups))
+        comptime if config.split:
+            barrier_init(block.sums, 1)
+        fence_barrier_init()
+        comptime if config.split:
+            barrier_expect(block.sums, UInt32(block.sent(walk, plan)))
+    var entries = block.count + 1
+    for i in range(t, entries * Int32(config.parts()), Int32(config.threads())):
+        var part = i // entries
+        var list = (block.column * Int32(config.parts()) + part) * walk.steps()
+        var at = min(list + block.first + i - part * entries, plan.lists)
+        shared_store(
+            block.starts + 4 * UInt32(i), UInt32(lists.starts[unsafe_offset=Int(at)])
+        )
+    sync_threads(0, UInt32(config.threads()))
+    comptime if config.split:
+        cluster_arrive()
+    launch_dependent_grids()
+
+    if t < Int32(GROUP * config.groups):
+        _multiply[dtype, epilogue, config](block, ends, walk, plan, t, rank)
+    elif t < Int32(GROUP * config.groups + 32 * EXPANDERS):
+        _expand[config](block, lists, plan, t - Int32(GROUP * config.groups))
+    elif t % 32 == 0:
+        _load[dtype, config](block, UInt64(Int(Pointer(to=maps))), walk, plan)
+
+
+struct Block[config: Config](TrivialRegisterPassable):
+    """What a block computes and where things lie in its shared memory.
+
+    Parameters:
+        config: Sizes of the block.
+    """
+
+    var row: Int32
+    """Tile of pixels."""
+    var column: Int32
+    """Tile of filters."""
+    var first: Int32
+    """First step of K."""
+    var count: Int32
+    """Steps of K."""
+    var w: UInt32
+    """Stages of filters."""
+    var x: UInt32
+    """Stages of activations."""
+    var inbox: UInt32
+    """What the cluster's blocks send."""
+    var w_full: UInt32
+    """Barriers that tell that filters are expanded."""
+    var w_empty: UInt32
+    """Barriers that tell that they are read."""
+    var x_full: UInt32
+    """Barriers that tell that activations have come."""
+    var x_empty: UInt32
+    """Barriers that tell that they are read."""
+    var sums: UInt32
+    """The barrier of the inbox."""
+    var starts: UInt32
+    """Where the words of the block's tiles begin, and the last one's end, part by part."""
+
+    @always_inline
+    def __init__(out self, base: UInt32, walk: Walk[1], plan: Plan, tile: Int32, rank: Int32):
+        """Divides shared memory.
+
+        Args:
+            base: Where it begins.
+            walk: How tiles and steps run.
+            plan: How many stages there are.
+            tile: Number of the tile.
+            rank: In the cluster.
+        """
+        self.row = tile // walk.tiles
+        self.column = tile - self.row * walk.tiles
+        self.first, self.count = 0, walk.steps()
+        comptime if Self.config.split:
+            self.first = share_of(walk.steps(), rank, walk.splits)
+            self.count = share_of(walk.steps(), rank + 1, walk.splits) - self.first
+        self.w = base
+        self.x = self.w + UInt32(plan.w_stages) * UInt32(Self.config.columns * ROW)
+        self.inbox = self.x + UInt32(plan.x_stages) * UInt32(plan.x_bytes)
+        self.w_full = self.inbox + UInt32(Self.config.inbox())
+        self.w_empty = self.w_full + 8 * UInt32(plan.w_stages)
+        self.x_full = self.w_empty + 8 * UInt32(plan.w_stages)
+        self.x_empty = self.x_full + 8 * UInt32(plan.x_stages)
+        self.sums = self.x_empty + 8 * UInt32(plan.x_stages)
+        self.starts = self.sums + 8
+
+    @always_inline
+    def start(self, part: Int, step: Int32) -> UInt32:
+        """Looks up where the words of a tile begin.
+
+        Args:
+            part: Which of the step's tiles.
+            step: Counted from the block's first.
+
+        Returns:
+            The first word.
+        """
+        return shared_load(self.starts + 4 * UInt32(Int32(part) * (self.count + 1) + step))
+
+    @always_inline
+    def is_empty(self, step: Int32) -> Bool:
+        """Tells whether a step's filters are all zeros.
+
+        Args:
+            step: Counted from the block's first.
+
+        Returns:
+            True if none of its tiles has words.
+        """
+        var bits = UInt32(0)
+        comptime for part in range(Self.config.parts()):
+            bits |= self.start(part, step) ^ self.start(part, step + 1)
+        return bits == 0
+
+    @always_inline
+    def pixel(self, walk: Walk[1], plan: Plan, row: Int32) -> Int32:
+        """Finds the output pixel of a row of the product.
+
+        Args:
+            walk: How tiles run.
+            plan: How rows lie on an image.
+            row: In the tile.
+
+        Returns:
+            Its number; -1 if the row is none.
+        """
+        if plan.width == 0:
+            var m = self.row * Int32(Self.config.rows()) + row
+            return m if m < walk.pixels[0] else -1
+        var image = self.row // plan.bands
+        var down = row // plan.width
+        var q = row - down * plan.width
+        var p = (self.row - image * plan.bands) * plan.height + down
+        if q >= walk.q or down >= plan.height or p * walk.q >= walk.pq:
+            return -1
+        return image * walk.pq + p * walk.q + q
+
+    @always_inline
+    def sent(self, walk: Walk[1], plan: Plan) -> Int32:
+        """Counts the bytes that come into the inbox: those of warps that have a pixel.
+
+        Args:
+            walk: How tiles run.
+            plan: How rows lie on an image.
+
+        Returns:
+            Of all blocks of the cluster.
+        """
+        return self.warps(walk, plan) * Int32(32 * 16 * (Self.config.columns // 8))
+
+    @always_inline
+    def warps(self, walk: Walk[1], plan: Plan) -> Int32:
+        """Counts the warps that have a pixel.
+
+        Args:
+            walk: How tiles run.
+            plan: How rows lie on an image.
+
+        Returns:
+            At least one, of 16 rows each.
+        """
+        var rows = walk.pixels[0] - self.row * Int32(Self.config.rows())
+        if plan.width != 0:
+            rows = plan.height * plan.width
+        return min((rows + 15) // 16, Int32(Self.config.rows() // 16))
+
+
+struct Slot(TrivialRegisterPassable):
+    """A stage of a ring, and the phase of its `full`; its `empty` is a phase behind."""
+
+    var index: UInt32
+    """Of the stage."""
+    var parity: UInt32
+    """Of the phase."""
+
+    @always_inline
+    def __init__(out self):
+        """Begins at the first stage."""
+        self.index = self.parity = 0
+
+    @always_inline
+    def advance(mut self, count: Int32):
+        """Goes on to the next stage.
+
+        Args:
+            count: Stages of the ring.
+        """
+        self.index += 1
+        if self.index == UInt32(count):
+            self.index = 0
+            self.parity ^= 1
+
+
+@always_inline
+def _load[
+    dtype: DType, config: Config
+](block: Block[config], map: UInt64, walk: Walk[1], plan: Plan):
+    """Has the copy engine fill the stages of x."""
+    prefetch_map(map)
+    var image: Int32
+    var h0: Int32
+    var w0 = -walk.pad_w
+    var m0 = block.row * Int32(config.rows())
+    if plan.width != 0:
+        image = block.row // plan.bands
+        h0 = (block.row - image * plan.bands) * plan.height - walk.pad_h
+    else:
+        image = m0 // walk.pq
+        var pixel = m0 - image * walk.pq
+        var p = pixel // walk.q
+        h0 = p * walk.stride_h - walk.pad_h
+        w0 += (pixel - p * walk.q) * walk.stride_w
+    var c = block.first // walk.taps
+    var tap = block.first - c * walk.taps
+    wait_on_dependent_grids()
+    var slot = Slot()
+    for i in range(block.count):
+        var loads = not block.is_empty(i)
+        if plan.width != 0:
+            loads = i == 0 or tap == 0
+        if loads:
+            var to = block.x + slot.index * UInt32(plan.x_bytes)
+            var full = block.x_full + 8 * slot.index
+            barrier_wait(block.x_empty + 8 * slot.index, slot.parity ^ 1)
+            barrier_expect(full, UInt32(plan.x_loads))
+            if plan.width != 0:
+                load_4d(to, map, full, c * Int32(WIDTH), w0, h0, image)
+            elif walk.plain == 1:
+                load_2d(to, map, full, c * Int32(WIDTH), m0)
+            else:
+                var r = tap // walk.s
+                load_im2col(
+                    to,
+                    map,
+                    full,
+                    c * Int32(WIDTH),
+                    w0,
+                    h0,
+                    image,
+                    UInt16((tap - r * walk.s) * walk.dilation_w),
+                    UInt16(r * walk.dilation_h),
+                )
+            slot.advance(plan.x_stages)
+        tap += 1
+        if tap == walk.taps:
+            tap = 0
+            c += 1
+
+
+@always_inline
+def _expand[config: Config](block: Block[config], lists: Words, plan: Plan, t: Int32):
+    """Expands tiles, each by one warp."""
+    var lane = t % 32
+    var turn = t // 32
+    var slot = Slot()
+    for i in range(block.count):
+        if block.is_empty(i):
+            continue
+        comptime for part in range(config.parts()):
+            if turn == 0:
+                var at = Int32(block.start(part, i)) + 4 * lane
+                var end = Int32(block.start(part, i + 1))
+                var quads = StaticTuple[SIMD[U32, 4], AHEAD](fill=SIMD[U32, 4](0))
+                comptime for j in range(AHEAD):
+                    if at + Int32(128 * j) < end:
+                        quads[j] = lists.words.unsafe_load[width=4, alignment=16](
+                            Int(at) + 128 * j
+                        )
+                barrier_wait(block.w_empty + 8 * slot.index, slot.parity ^ 1)
+                var to = block.w + slot.index * UInt32(config.columns * ROW) + UInt32(part * TILE)
+                comptime for j in range(TILE // 512):
+                    shared_clear(to + UInt32(512 * j) + UInt32(lane) * 16)
+                syncwarp()
+                comptime for j in range(AHEAD):
+                    if at + Int32(128 * j) < end:
+                        _place(to, quads[j])
+                at += Int32(128 * AHEAD)
+                while at < end:
+                    comptime for j in range(AHEAD):
+                        if at + Int32(128 * j) < end:
+                            quads[j] = lists.words.unsafe_load[width=4, alignment=16](
+                                Int(at) + 128 * j
+                            )
+                    comptime for j in range(AHEAD):
+                        if at + Int32(128 * j) < end:
+                            _place(to, quads[j])
+                    at += Int32(128 * AHEAD)
+                fence_async()
+                syncwarp()
+                if lane == 0:
+                    barrier_arrive(block.w_full + 8 * slot.index)
+                turn = Int32(EXPANDERS)
+            turn -= 1
+        slot.advance(plan.w_stages)
+
+
+@always_inline
+def _place(to: UInt32, words: SIMD[U32, 4]):
+    """Stores four nonzeros at their places in a tile."""
+    comptime for k in range(4):
+        shared_store_low(to + (words[k] >> 16), words[k])
+
+
+@always_inline
+def _multiply[
+    dtype: DType, epilogue: Epilogue, config: Config
+](
+    block: Block[config],
+    ends: Ends[dtype, 1],
+    walk: Walk[1],
+    plan: Plan,
+    t: Int32,
+    rank: Int32,
+):
+    """Multiplies the stages, and finishes the tile or what a cluster's block has of it."""
+    comptime COLUMNS = config.columns
+    comptime DEPTH = 16
+    comptime EIGHTS = COLUMNS // 8
+    var group = t // Int32(GROUP)
+    var leads = t % Int32(GROUP) == 0
+    # Thread 4 a + b of warp d holds the columns 8 j + 2 b, and one more, of rows 16 d + a and 8 on.
+    var row = t // 32 * 16 + t % 32 // 4
+    var f0 = block.column * Int32(COLUMNS) + t % 4 * 2
+    var low = block.pixel(walk, plan, row)
+    var high = block.pixel(walk, plan, row + 8)
+    var c = block.first // walk.taps
+    var tap = block.first - c * walk.taps
+    var s = tap % walk.s
+    var shift = tap // walk.s * plan.width + s
+    wait_on_dependent_grids()
+
+    var sums = StaticTuple[Float32, COLUMNS // 2](fill=0)
+    var w = Slot()
+    var x = Slot()
+    var busy = False
+    var before = w.index
+    var x_before = x.index
+    for i in range(block.count):
+        if plan.width != 0 and (i == 0 or tap == 0):
+            if i > 0:
+                wgmma_wait_group_sync[0]()
+                if leads:
+                    barrier_arrive(block.x_empty + 8 * x.index)
+                    if busy:
+                        barrier_arrive(block.w_empty + 8 * before)
+                busy = False
+                x.advance(plan.x_stages)
+            barrier_wait(block.x_full + 8 * x.index, x.parity)
+        if not block.is_empty(i):
+            if plan.width == 0:
+                barrier_wait(block.x_full + 8 * x.index, x.parity)
+            barrier_wait(block.w_full + 8 * w.index, w.parity)
+            var from_row = group * Int32(ROWS) + shift
+            if plan.width == 0:
+                from_row = group * Int32(ROWS)
+            var a = block.x + x.index * UInt32(plan.x_bytes) + UInt32(from_row) * UInt32(ROW)
+            var b = block.w + w.index * UInt32(COLUMNS * ROW)
+            var left = MATRIX | Int64(a >> 4)
+            var right = MATRIX | Int64(b >> 4)
+            wgmma_fence_aligned()
+            comptime for k in range(4):
+                sums = wgmma_async[64, COLUMNS, DEPTH, a_type=dtype, b_type=dtype](
+                    WGMMADescriptor[dtype](left + Int64(2 * k)),
+                    WGMMADescriptor[dtype](right + Int64(2 * k)),
+                    sums,
+                )
+            wgmma_commit_group_sync()
+            if busy:
+                wgmma_wait_group_sync[1]()
+                if leads:
+                    barrier_arrive(block.w_empty + 8 * before)
+                    if plan.width == 0:
+                        barrier_arrive(block.x_empty + 8 * x_before)
+            busy = True
+            before, x_before = w.index, x.index
+            w.advance(plan.w_stages)
+            if plan.width == 0:
+                x.advance(plan.x_stages)
+        tap += 1
+        s += 1
+        shift += 1
+        if s == walk.s:
+            s = 0
+            shift += plan.width - walk.s
+        if tap == walk.taps:
+            tap = shift = 0
+    wgmma_wait_group_sync[0]()
+
+    comptime if config.split:
+        var share = Int32(EIGHTS) // walk.splits
+        var mine = block.inbox + UInt32(t) * 16
+        comptime PITCH = UInt32(GROUP * config.groups * 16)
+        cluster_wait()
+        if t // 32 < block.warps(walk, plan):
+            comptime for j in range(EIGHTS):
+                var owner = Int32(j) // share
+                cluster_send4(
+                    mine + UInt32(rank * share + Int32(j) - owner * share) * PITCH,
+                    SIMD[F32, 4](sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]),
+                    block.sums,
+                    UInt32(owner),
+                )
+        barrier_wait(block.sums, 0)
+        for j in range(share):
+            var total = SIMD[F32, 4](0)
+            for peer in range(walk.splits):
+                total += shared_load4(mine + UInt32(peer * share + j) * PITCH)
+            var f = f0 + 8 * (rank * share + j)
+            _finish[epilogue](ends, walk, low, f, total.slice[2]())
+            _finish[epilogue](ends, walk, high, f, total.slice[2, offset=2]())
+    else:
+        comptime for j in range(EIGHTS):
+            var f = f0 + Int32(8 * j)
+            _finish[epilogue](
+                ends, walk, low, f, SIMD[F32, 2](sums[4 * j], sums[4 * j + 1])
+            )
+            _finish[epilogue](
+                ends, walk, high, f, SIMD[F32, 2](sums[4 * j + 2], sums[4 * j + 3])
+            )
+
+
+@always_inline
+def _finish[
+    dtype: DType, //, epilogue: Epilogue
+](ends: Ends[dtype, 1], walk: Walk[1], pixel: Int32, f: Int32, sums: SIMD[F32, 2]):
+    """Finishes two filters of a pixel."""
+    if pixel >= 0 and f < walk.filters:
+        var at = Int(pixel) * Int(walk.filters) + Int(f)
+        var bias = ends.bias[0].unsafe_load[width=2, alignment=8](Int(f))
+        var value = sums.fma(SIMD[F32, 2](walk.alpha), bias)
+        comptime if epilogue.adds:
+            value += ends.residual[0].unsafe_load[width=2, alignment=4](at).cast[F32]()
+        ends.y[0].unsafe_store[alignment=4](at, activate[epilogue](value).cast[dtype]())
+
+
+# The host's side
+
+
+def takes_tiled[dtype: DType](g: Geometry) -> Bool:
+    """Tells whether the kernel takes a convolution.
+
+    Parameters:
+        dtype: Of x, w and y.
+
+    Args:
+        g: Sizes.
+
+    Returns:
+        True for 2 bytes a number, and what the copy engine walks over (gemm/hopper.mojo).
+    """
+    return size_of[dtype]() == 2 and takes[dtype](g)
+
+
+def enqueue_tiled[
+    dtype: DType, epilogue: Epilogue, config: Config
+](
+    g: Geometry,
+    o: Operands[dtype],
+    words: Data[U32],
+    starts: Data[I32],
+    splits: Int,
+    ctx: DeviceContext,
+) raises:
+    """Enqueues a convolution.
+
+    Parameters:
+        dtype: Of x, w and y: bfloat16 or float16.
+        epilogue: What the accumulator goes through.
+        config: Sizes of the block.
+
+    Args:
+        g: Sizes; one group.
+        o: The tensors; w is not read.
+        words: Nonzeros and their places, as graphs/arrange.py lists them.
+        starts: Where those of each tile begin, and the end.
+        splits: Blocks that share a tile: 1 unless the config splits; else at most columns / 8.
+        ctx: The GPU.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
+    comptime assert size_of[dtype]() == 2, "sparse_conv2d: tiled expects bfloat16 or float16"
+    var plan = Plan(g, config, splits)
+    var maps = Maps[1]()
+    if plan.width != 0:
+        maps.maps[0] = tensor_map[dtype, 4, True](
+            ctx,
+            o.x,
+            [Int64(g.c), Int64(g.w), Int64(g.h), Int64(g.n)],
+            [Int32(WIDTH), plan.width, plan.height + Int32(g.r - 1), 1],
+        )
+    elif is_plain(g):
+        maps.maps[0] = tensor_map[dtype, 2, True](
+            ctx, o.x, [Int64(g.c), Int64(g.pixels())], [Int32(WIDTH), Int32(config.rows())]
+        )
+    else:
+        maps.maps[0] = im2col_map[dtype](ctx, o.x, g, config.rows())
+    var walk = Walk[1](
+        [g],
+        rows=config.rows(),
+        chunks=ceildiv(g.c, WIDTH),
+        tiles=ceildiv(g.f, config.columns),
+        splits=splits,
+        alpha=o.alpha,
+    )
+    var shared = plan.shared(config, g.r * g.s * ceildiv(g.c, WIDTH), splits)
+    ctx.enqueue_function[tiled_kernel[dtype, epilogue, config]](
+        maps,
+        Ends[dtype, 1]([o]),
+        Words(words, starts),
+        walk,
+        plan,
+        grid_dim=Int(plan.blocks) * splits,
+        block_dim=config.threads(),
+        cluster_dim=Dim(splits),
+        shared_mem_bytes=shared,
+        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.room())),
+    )
