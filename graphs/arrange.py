@@ -192,8 +192,9 @@ def coordinate_tiles(filters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     held = np.zeros(starts[-1], bool)
     words[at] = bits[order] | byte[order].astype(np.uint32) << 16
     held[at] = True
-    last = words[at[np.cumsum(counts) - 1]] if len(at) else words
-    words[~held] = np.repeat(last, np.diff(starts) - counts)
+    if len(at):
+        last = words[at[np.cumsum(counts) - 1]]
+        words[~held] = np.repeat(last, np.diff(starts) - counts)
     return words, starts.astype(np.int32)
 
 

@@ -182,9 +182,7 @@ def load_3d(to: UInt32, map: UInt64, barrier: UInt32, x: Int32, y: Int32, z: Int
 
 
 @always_inline
-def load_4d(
-    to: UInt32, map: UInt64, barrier: UInt32, x: Int32, y: Int32, z: Int32, n: Int32
-):
+def load_4d(to: UInt32, map: UInt64, barrier: UInt32, x: Int32, y: Int32, z: Int32, n: Int32):
     """Starts copying a box of a tensor of rank 4 to shared memory; zeros for what lies outside.
 
     Args:
@@ -280,14 +278,12 @@ def cluster_sync():
 @always_inline
 def cluster_arrive():
     """Arrives where the cluster's threads wait: the first half of `cluster_sync`."""
-    inlined_assembly[
-        "barrier.cluster.arrive.release.aligned;", NOTHING, constraints="~{memory}"
-    ]()
+    inlined_assembly["barrier.cluster.arrive.relaxed.aligned;", NOTHING, constraints="~{memory}"]()
 
 
 @always_inline
 def cluster_wait():
-    """Waits until all threads of the cluster have arrived: the second half of `cluster_sync`."""
+    """Waits until all threads of the cluster have arrived."""
     inlined_assembly["barrier.cluster.wait.acquire.aligned;", NOTHING, constraints="~{memory}"]()
 
 
@@ -317,9 +313,9 @@ def shared_clear(at: UInt32):
     Args:
         at: Address, a multiple of 16.
     """
-    inlined_assembly["st.shared.v4.b32 [$0], {$1, $1, $1, $1};", NOTHING, constraints="r,r,~{memory}"](
-        at, UInt32(0)
-    )
+    inlined_assembly[
+        "st.shared.v4.b32 [$0], {$1, $1, $1, $1};", NOTHING, constraints="r,r,~{memory}"
+    ](at, UInt32(0))
 
 
 @always_inline
@@ -485,25 +481,67 @@ def cluster_load4(at: UInt32, rank: UInt32) -> SIMD[DType.float32, 4]:
 
 
 @always_inline
-def cluster_send4(at: UInt32, values: SIMD[DType.float32, 4], barrier: UInt32, rank: UInt32):
-    """Starts storing four numbers in the shared memory of a block of the cluster.
+def cluster_address(at: UInt32, rank: UInt32) -> UInt32:
+    """Finds what is at an address of this block in a block of the cluster.
 
     Args:
-        at: Address, a multiple of 16, in this block's memory that the other block's has too.
-        values: The numbers.
-        barrier: The same of the barrier there that is told of the bytes that have come.
+        at: Address in this block's shared memory.
         rank: The other block's rank.
+
+    Returns:
+        The address there, among the cluster's.
     """
-    inlined_assembly[
+    return inlined_assembly[
+        "mapa.shared::cluster.u32 $0, $1, $2;", UInt32, constraints="=r,r,r", has_side_effect=False
+    ](at, rank)
+
+
+@always_inline
+def cluster_send[
+    width: SIMDLength
+](to: UInt32, values: SIMD[DType.float32, width], barrier: UInt32):
+    """Starts storing numbers in the shared memory of a block of the cluster.
+
+    Parameters:
+        width: 2 or 4.
+
+    Args:
+        to: `cluster_address`, a multiple of the numbers' bytes.
+        values: The numbers.
+        barrier: `cluster_address` of the barrier there that is told of the bytes that have come.
+    """
+    comptime SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
+    comptime if width == 2:
+        inlined_assembly[
+            SEND + ".v2.f32 [$0], {$1, $2}, [$3];", NOTHING, constraints="r,f,f,r,~{memory}"
+        ](to, values[0], values[1], barrier)
+    else:
+        inlined_assembly[
+            SEND + ".v4.f32 [$0], {$1, $2, $3, $4}, [$5];",
+            NOTHING,
+            constraints="r,f,f,f,f,r,~{memory}",
+        ](to, values[0], values[1], values[2], values[3], barrier)
+
+
+@always_inline
+def ballot(vote: Bool) -> UInt32:
+    """Collects a bit of each lane of a warp.
+
+    Args:
+        vote: This lane's.
+
+    Returns:
+        Lane i's in bit i.
+    """
+    return inlined_assembly[
         """{
-        .reg .b32 there, told;
-        mapa.shared::cluster.u32 there, $0, $6;
-        mapa.shared::cluster.u32 told, $5, $6;
-        st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {$1, $2, $3, $4}, [told];
+        .reg .pred vote;
+        setp.ne.u32 vote, $1, 0;
+        vote.sync.ballot.b32 $0, vote, 0xffffffff;
         }""",
-        NOTHING,
-        constraints="r,f,f,f,f,r,r,~{memory}",
-    ](at, values[0], values[1], values[2], values[3], barrier, rank)
+        UInt32,
+        constraints="=r,r",
+    ](UInt32(1) if vote else UInt32(0))
 
 
 @always_inline

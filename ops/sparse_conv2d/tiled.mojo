@@ -43,6 +43,7 @@ from max.gpu.primitives.grid_controls import (
 )
 from max.gpu.sync import syncwarp
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.bit import pop_count
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -55,8 +56,10 @@ from ..gemm.ptx import (
     barrier_expect,
     barrier_init,
     barrier_wait,
+    ballot,
+    cluster_address,
     cluster_arrive,
-    cluster_send4,
+    cluster_send,
     cluster_wait,
     fence_async,
     fence_barrier_init,
@@ -66,8 +69,10 @@ from ..gemm.ptx import (
     prefetch_map,
     shared_clear,
     shared_load,
+    shared_load2,
     shared_load4,
     shared_store,
+    shared_store_float,
     shared_store_low,
     sync_threads,
 )
@@ -283,7 +288,7 @@ struct Plan(DevicePassable, TrivialRegisterPassable):
         var x = Int(self.x_stages) * (Int(self.x_bytes) + 16)
         var w = Int(self.w_stages) * (config.columns * ROW + 16)
         var starts = 4 * config.parts() * (ceildiv(steps, splits) + 1)
-        return x + w + config.inbox() + 8 + starts + 1024
+        return x + w + config.inbox() + 8 + 4 * config.columns + starts + 1024
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
@@ -331,6 +336,7 @@ def tiled_kernel[
         UInt8, address_space=AddressSpace.SHARED, alignment=1024, name="sparse_conv2d"
     ]()
     var base = (UInt32(Int(memory)) + 1023) & ~UInt32(1023)
+    launch_dependent_grids()
     var t = Int32(thread_idx.x)
     var rank = Int32(0)
     var tile = Int32(block_idx.x)
@@ -355,19 +361,19 @@ def tiled_kernel[
         var part = i // entries
         var list = (block.column * Int32(config.parts()) + part) * walk.steps()
         var at = min(list + block.first + i - part * entries, plan.lists)
-        shared_store(
-            block.starts + 4 * UInt32(i), UInt32(lists.starts[unsafe_offset=Int(at)])
-        )
+        shared_store(block.starts + 4 * UInt32(i), UInt32(lists.starts[unsafe_offset=Int(at)]))
+    if t < Int32(config.columns):
+        var f = min(block.column * Int32(config.columns) + t, walk.filters - 1)
+        shared_store_float(block.bias + 4 * UInt32(t), ends.bias[0][unsafe_offset=Int(f)])
     sync_threads(0, UInt32(config.threads()))
     comptime if config.split:
         cluster_arrive()
-    launch_dependent_grids()
 
     if t < Int32(GROUP * config.groups):
         _multiply[dtype, epilogue, config](block, ends, walk, plan, t, rank)
     elif t < Int32(GROUP * config.groups + 32 * EXPANDERS):
         _expand[config](block, lists, plan, t - Int32(GROUP * config.groups))
-    elif t % 32 == 0:
+    else:
         _load[dtype, config](block, UInt64(Int(Pointer(to=maps))), walk, plan)
 
 
@@ -402,6 +408,8 @@ struct Block[config: Config](TrivialRegisterPassable):
     """Barriers that tell that they are read."""
     var sums: UInt32
     """The barrier of the inbox."""
+    var bias: UInt32
+    """Of the block's filters."""
     var starts: UInt32
     """Where the words of the block's tiles begin, and the last one's end, part by part."""
 
@@ -430,10 +438,11 @@ struct Block[config: Config](TrivialRegisterPassable):
         self.x_full = self.w_empty + 8 * UInt32(plan.w_stages)
         self.x_empty = self.x_full + 8 * UInt32(plan.x_stages)
         self.sums = self.x_empty + 8 * UInt32(plan.x_stages)
-        self.starts = self.sums + 8
+        self.bias = self.sums + 8
+        self.starts = self.bias + UInt32(4 * Self.config.columns)
 
     @always_inline
-    def start(self, part: Int, step: Int32) -> UInt32:
+    def start(self, part: Int32, step: Int32) -> UInt32:
         """Looks up where the words of a tile begin.
 
         Args:
@@ -443,22 +452,24 @@ struct Block[config: Config](TrivialRegisterPassable):
         Returns:
             The first word.
         """
-        return shared_load(self.starts + 4 * UInt32(Int32(part) * (self.count + 1) + step))
+        return shared_load(self.starts + 4 * UInt32(part * (self.count + 1) + step))
 
     @always_inline
-    def is_empty(self, step: Int32) -> Bool:
-        """Tells whether a step's filters are all zeros.
+    def live(self, step: Int32) -> UInt32:
+        """Tells which of 32 steps have filters that are not all zeros; for all lanes of a warp.
 
         Args:
-            step: Counted from the block's first.
+            step: The first of them, counted from the block's first.
 
         Returns:
-            True if none of its tiles has words.
+            A bit for each; 0 beyond the last step.
         """
+        var i = step + Int32(thread_idx.x) % 32
         var bits = UInt32(0)
-        comptime for part in range(Self.config.parts()):
-            bits |= self.start(part, step) ^ self.start(part, step + 1)
-        return bits == 0
+        if i < self.count:
+            comptime for part in range(Self.config.parts()):
+                bits |= self.start(Int32(part), i) ^ self.start(Int32(part), i + 1)
+        return ballot(bits != 0)
 
     @always_inline
     def pixel(self, walk: Walk[1], plan: Plan, row: Int32) -> Int32:
@@ -545,6 +556,7 @@ def _load[
 ](block: Block[config], map: UInt64, walk: Walk[1], plan: Plan):
     """Has the copy engine fill the stages of x."""
     prefetch_map(map)
+    var lane = Int32(thread_idx.x) % 32
     var image: Int32
     var h0: Int32
     var w0 = -walk.pad_w
@@ -560,121 +572,186 @@ def _load[
         w0 += (pixel - p * walk.q) * walk.stride_w
     var c = block.first // walk.taps
     var tap = block.first - c * walk.taps
+    var r = tap // walk.s
+    var s = tap - r * walk.s
+    var loads = (tap + block.count + walk.taps - 1) // walk.taps
+    if plan.width == 0:
+        loads = 0
+        for i in range(Int32(0), block.count, Int32(32)):
+            loads += Int32(pop_count(block.live(i)))
+    var early = min(loads, plan.x_stages)
+    if lane == 0:
+        for i in range(early):
+            barrier_expect(block.x_full + 8 * UInt32(i), UInt32(plan.x_loads))
     wait_on_dependent_grids()
+
     var slot = Slot()
+    var live = UInt32(0)
     for i in range(block.count):
-        var loads = not block.is_empty(i)
+        if i % 32 == 0:
+            live = block.live(i)
+        var loads_here = live & 1 == 1
         if plan.width != 0:
-            loads = i == 0 or tap == 0
-        if loads:
-            var to = block.x + slot.index * UInt32(plan.x_bytes)
-            var full = block.x_full + 8 * slot.index
-            barrier_wait(block.x_empty + 8 * slot.index, slot.parity ^ 1)
-            barrier_expect(full, UInt32(plan.x_loads))
-            if plan.width != 0:
-                load_4d(to, map, full, c * Int32(WIDTH), w0, h0, image)
-            elif walk.plain == 1:
-                load_2d(to, map, full, c * Int32(WIDTH), m0)
-            else:
-                var r = tap // walk.s
-                load_im2col(
-                    to,
-                    map,
-                    full,
-                    c * Int32(WIDTH),
-                    w0,
-                    h0,
-                    image,
-                    UInt16((tap - r * walk.s) * walk.dilation_w),
-                    UInt16(r * walk.dilation_h),
-                )
+            loads_here = i == 0 or tap == 0
+        if loads_here:
+            if lane == 0:
+                var to = block.x + slot.index * UInt32(plan.x_bytes)
+                var full = block.x_full + 8 * slot.index
+                if early <= 0:
+                    barrier_wait(block.x_empty + 8 * slot.index, slot.parity ^ 1)
+                    barrier_expect(full, UInt32(plan.x_loads))
+                if plan.width != 0:
+                    load_4d(to, map, full, c * Int32(WIDTH), w0, h0, image)
+                elif walk.plain == 1:
+                    load_2d(to, map, full, c * Int32(WIDTH), m0)
+                else:
+                    load_im2col(
+                        to,
+                        map,
+                        full,
+                        c * Int32(WIDTH),
+                        w0,
+                        h0,
+                        image,
+                        UInt16(s * walk.dilation_w),
+                        UInt16(r * walk.dilation_h),
+                    )
+            early -= 1
             slot.advance(plan.x_stages)
+        live >>= 1
         tap += 1
+        s += 1
+        if s == walk.s:
+            s = 0
+            r += 1
         if tap == walk.taps:
-            tap = 0
+            tap = s = r = 0
             c += 1
 
 
 @always_inline
 def _expand[config: Config](block: Block[config], lists: Words, plan: Plan, t: Int32):
-    """Expands tiles, each by one warp."""
+    """Expands tiles, a part of a step by each warp; the next tile's words come in meanwhile."""
+    comptime TURNS = Int32(EXPANDERS // config.parts())
     var lane = t % 32
-    var turn = t // 32
+    var part = t // 32 % Int32(config.parts())
+    var turn = t // 32 // Int32(config.parts())
     var slot = Slot()
-    for i in range(block.count):
-        if block.is_empty(i):
-            continue
-        comptime for part in range(config.parts()):
-            if turn == 0:
-                var at = Int32(block.start(part, i)) + 4 * lane
-                var end = Int32(block.start(part, i + 1))
-                var quads = StaticTuple[SIMD[U32, 4], AHEAD](fill=SIMD[U32, 4](0))
-                comptime for j in range(AHEAD):
-                    if at + Int32(128 * j) < end:
-                        quads[j] = lists.words.unsafe_load[width=4, alignment=16](
-                            Int(at) + 128 * j
-                        )
-                barrier_wait(block.w_empty + 8 * slot.index, slot.parity ^ 1)
-                var to = block.w + slot.index * UInt32(config.columns * ROW) + UInt32(part * TILE)
+    var live = UInt32(0)
+    var held = Quads()
+    var at = Int32(0)
+    var end = Int32(0)
+    var of = Slot()
+    var holds = False
+    for i in range(block.count + 1):
+        if i % 32 == 0:
+            live = block.live(i)
+        var is_live = live & 1 == 1
+        live >>= 1
+        var takes = is_live and turn == 0
+        if takes or i == block.count:
+            var next = Quads()
+            var next_at = Int32(0)
+            var next_end = Int32(0)
+            if takes:
+                next_at = Int32(block.start(part, i)) + 4 * lane
+                next_end = Int32(block.start(part, i + 1))
+                next.load(lists, next_at, next_end)
+            if holds:
+                var to = block.w + of.index * UInt32(config.columns * ROW)
+                to += UInt32(part) * UInt32(TILE)
+                barrier_wait(block.w_empty + 8 * of.index, of.parity ^ 1)
                 comptime for j in range(TILE // 512):
                     shared_clear(to + UInt32(512 * j) + UInt32(lane) * 16)
                 syncwarp()
-                comptime for j in range(AHEAD):
-                    if at + Int32(128 * j) < end:
-                        _place(to, quads[j])
-                at += Int32(128 * AHEAD)
-                while at < end:
-                    comptime for j in range(AHEAD):
-                        if at + Int32(128 * j) < end:
-                            quads[j] = lists.words.unsafe_load[width=4, alignment=16](
-                                Int(at) + 128 * j
-                            )
-                    comptime for j in range(AHEAD):
-                        if at + Int32(128 * j) < end:
-                            _place(to, quads[j])
+                held.place(to, at, end)
+                while at - 4 * lane + Int32(128 * AHEAD) < end:
                     at += Int32(128 * AHEAD)
+                    held.load(lists, at, end)
+                    held.place(to, at, end)
                 fence_async()
                 syncwarp()
                 if lane == 0:
-                    barrier_arrive(block.w_full + 8 * slot.index)
-                turn = Int32(EXPANDERS)
-            turn -= 1
-        slot.advance(plan.w_stages)
+                    barrier_arrive(block.w_full + 8 * of.index)
+            held, at, end, of, holds = next, next_at, next_end, slot, takes
+        if is_live:
+            turn = TURNS - 1 if turn == 0 else turn - 1
+            slot.advance(plan.w_stages)
 
 
-@always_inline
-def _place(to: UInt32, words: SIMD[U32, 4]):
-    """Stores four nonzeros at their places in a tile."""
-    comptime for k in range(4):
-        shared_store_low(to + (words[k] >> 16), words[k])
+struct Quads(TrivialRegisterPassable):
+    """Words that a lane has loaded and not stored yet, four after one another."""
+
+    var words: StaticTuple[SIMD[U32, 4], AHEAD]
+    """The words."""
+
+    @always_inline
+    def __init__(out self):
+        """Makes room for them."""
+        self.words = StaticTuple[SIMD[U32, 4], AHEAD](fill=SIMD[U32, 4](0))
+
+    @always_inline
+    def load(mut self, lists: Words, at: Int32, end: Int32):
+        """Loads the lane's words of AHEAD times 128.
+
+        Args:
+            lists: The filters.
+            at: The lane's first word.
+            end: Where the tile's end.
+        """
+        comptime for j in range(AHEAD):
+            if at + Int32(128 * j) < end:
+                self.words[j] = lists.words.unsafe_load[width=4, alignment=16](Int(at) + 128 * j)
+
+    @always_inline
+    def place(self, to: UInt32, at: Int32, end: Int32):
+        """Stores the nonzeros at their places in a tile.
+
+        Args:
+            to: The tile.
+            at: The lane's first word.
+            end: Where the tile's end.
+        """
+        comptime for j in range(AHEAD):
+            if at + Int32(128 * j) < end:
+                comptime for k in range(4):
+                    shared_store_low(to + (self.words[j][k] >> 16), self.words[j][k])
 
 
 @always_inline
 def _multiply[
     dtype: DType, epilogue: Epilogue, config: Config
-](
-    block: Block[config],
-    ends: Ends[dtype, 1],
-    walk: Walk[1],
-    plan: Plan,
-    t: Int32,
-    rank: Int32,
-):
+](block: Block[config], ends: Ends[dtype, 1], walk: Walk[1], plan: Plan, t: Int32, rank: Int32,):
     """Multiplies the stages, and finishes the tile or what a cluster's block has of it."""
     comptime COLUMNS = config.columns
     comptime DEPTH = 16
-    comptime EIGHTS = COLUMNS // 8
     var group = t // Int32(GROUP)
     var leads = t % Int32(GROUP) == 0
     # Thread 4 a + b of warp d holds the columns 8 j + 2 b, and one more, of rows 16 d + a and 8 on.
     var row = t // 32 * 16 + t % 32 // 4
+    # What a block finishes: units of 8 filters and 16 rows, or 8, UNIT numbers of each thread.
+    comptime UNIT = COLUMNS // 16 if config.split else 4
+    comptime MOST = 4 if config.split else COLUMNS // 8
+    comptime HALVES = UNIT // 2
+    var units = Int32(8) // walk.splits if config.split else Int32(MOST)
+    var first = rank * units
     var f0 = block.column * Int32(COLUMNS) + t % 4 * 2
     var low = block.pixel(walk, plan, row)
     var high = block.pixel(walk, plan, row + 8)
     var c = block.first // walk.taps
     var tap = block.first - c * walk.taps
     var s = tap % walk.s
-    var shift = tap // walk.s * plan.width + s
+    var shift = tap // walk.s * plan.width + s if plan.width != 0 else Int32(0)
+    comptime if config.split:
+        cluster_wait()
+    # Stages that nothing waits for: all products are issued at once.
+    var resident = block.count <= plan.w_stages
+    if resident:
+        var tiles = Int32(0)
+        for i in range(Int32(0), block.count, Int32(32)):
+            tiles += Int32(pop_count(block.live(i)))
+        for i in range(tiles):
+            barrier_wait(block.w_full + 8 * UInt32(i), 0)
     wait_on_dependent_grids()
 
     var sums = StaticTuple[Float32, COLUMNS // 2](fill=0)
@@ -683,7 +760,10 @@ def _multiply[
     var busy = False
     var before = w.index
     var x_before = x.index
+    var live = UInt32(0)
     for i in range(block.count):
+        if i % 32 == 0:
+            live = block.live(i)
         if plan.width != 0 and (i == 0 or tap == 0):
             if i > 0:
                 wgmma_wait_group_sync[0]()
@@ -694,14 +774,13 @@ def _multiply[
                 busy = False
                 x.advance(plan.x_stages)
             barrier_wait(block.x_full + 8 * x.index, x.parity)
-        if not block.is_empty(i):
+        if live & 1 == 1:
             if plan.width == 0:
                 barrier_wait(block.x_full + 8 * x.index, x.parity)
-            barrier_wait(block.w_full + 8 * w.index, w.parity)
-            var from_row = group * Int32(ROWS) + shift
-            if plan.width == 0:
-                from_row = group * Int32(ROWS)
-            var a = block.x + x.index * UInt32(plan.x_bytes) + UInt32(from_row) * UInt32(ROW)
+            if not resident:
+                barrier_wait(block.w_full + 8 * w.index, w.parity)
+            var a = block.x + x.index * UInt32(plan.x_bytes)
+            a += UInt32(group * Int32(ROWS) + shift) * UInt32(ROW)
             var b = block.w + w.index * UInt32(COLUMNS * ROW)
             var left = MATRIX | Int64(a >> 4)
             var right = MATRIX | Int64(b >> 4)
@@ -713,72 +792,91 @@ def _multiply[
                     sums,
                 )
             wgmma_commit_group_sync()
-            if busy:
-                wgmma_wait_group_sync[1]()
-                if leads:
-                    barrier_arrive(block.w_empty + 8 * before)
-                    if plan.width == 0:
-                        barrier_arrive(block.x_empty + 8 * x_before)
-            busy = True
-            before, x_before = w.index, x.index
+            if not resident:
+                if busy:
+                    wgmma_wait_group_sync[1]()
+                    if leads:
+                        barrier_arrive(block.w_empty + 8 * before)
+                        if plan.width == 0:
+                            barrier_arrive(block.x_empty + 8 * x_before)
+                busy = True
+                before, x_before = w.index, x.index
             w.advance(plan.w_stages)
             if plan.width == 0:
                 x.advance(plan.x_stages)
+        live >>= 1
         tap += 1
-        s += 1
-        shift += 1
-        if s == walk.s:
-            s = 0
-            shift += plan.width - walk.s
-        if tap == walk.taps:
-            tap = shift = 0
+        if plan.width != 0:
+            s += 1
+            shift += 1
+            if s == walk.s:
+                s = 0
+                shift += plan.width - walk.s
+            if tap == walk.taps:
+                tap = shift = 0
+    var residual = StaticTuple[SIMD[dtype, 2], MOST * HALVES](fill=SIMD[dtype, 2](0))
+    comptime if epilogue.adds and not config.split:
+        comptime for i in range(MOST * HALVES):
+            var unit = first + Int32(i // HALVES)
+            var f = f0 + unit * Int32(HALVES) // 2 * 8
+            var pixel = high if (i if HALVES == 2 else Int(unit)) % 2 == 1 else low
+            if Int32(i // HALVES) < units and pixel >= 0 and f < walk.filters:
+                residual[i] = ends.residual[0].unsafe_load[width=2, alignment=4](
+                    Int(pixel) * Int(walk.filters) + Int(f)
+                )
     wgmma_wait_group_sync[0]()
 
     comptime if config.split:
-        var share = Int32(EIGHTS) // walk.splits
-        var mine = block.inbox + UInt32(t) * 16
-        comptime PITCH = UInt32(GROUP * config.groups * 16)
-        cluster_wait()
+        comptime PITCH = UInt32(GROUP * config.groups * 4 * UNIT)
+        var mine = block.inbox + UInt32(t) * UInt32(4 * UNIT)
         if t // 32 < block.warps(walk, plan):
-            comptime for j in range(EIGHTS):
-                var owner = Int32(j) // share
-                cluster_send4(
-                    mine + UInt32(rank * share + Int32(j) - owner * share) * PITCH,
-                    SIMD[F32, 4](sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]),
-                    block.sums,
-                    UInt32(owner),
+            comptime for j in range(8):
+                var owner = UInt32(Int32(j) * walk.splits // 8)
+                var to = mine + UInt32((rank - Int32(owner)) * units + Int32(j)) * PITCH
+                var values = SIMD[F32, UNIT](0)
+                comptime for k in range(UNIT):
+                    values[k] = sums[UNIT * j + k]
+                cluster_send[UNIT](
+                    cluster_address(to, owner), values, cluster_address(block.sums, owner)
                 )
-        barrier_wait(block.sums, 0)
-        for j in range(share):
-            var total = SIMD[F32, 4](0)
-            for peer in range(walk.splits):
-                total += shared_load4(mine + UInt32(peer * share + j) * PITCH)
-            var f = f0 + 8 * (rank * share + j)
-            _finish[epilogue](ends, walk, low, f, total.slice[2]())
-            _finish[epilogue](ends, walk, high, f, total.slice[2, offset=2]())
-    else:
-        comptime for j in range(EIGHTS):
-            var f = f0 + Int32(8 * j)
-            _finish[epilogue](
-                ends, walk, low, f, SIMD[F32, 2](sums[4 * j], sums[4 * j + 1])
-            )
-            _finish[epilogue](
-                ends, walk, high, f, SIMD[F32, 2](sums[4 * j + 2], sums[4 * j + 3])
-            )
-
-
-@always_inline
-def _finish[
-    dtype: DType, //, epilogue: Epilogue
-](ends: Ends[dtype, 1], walk: Walk[1], pixel: Int32, f: Int32, sums: SIMD[F32, 2]):
-    """Finishes two filters of a pixel."""
-    if pixel >= 0 and f < walk.filters:
-        var at = Int(pixel) * Int(walk.filters) + Int(f)
-        var bias = ends.bias[0].unsafe_load[width=2, alignment=8](Int(f))
-        var value = sums.fma(SIMD[F32, 2](walk.alpha), bias)
         comptime if epilogue.adds:
-            value += ends.residual[0].unsafe_load[width=2, alignment=4](at).cast[F32]()
-        ends.y[0].unsafe_store[alignment=4](at, activate[epilogue](value).cast[dtype]())
+            comptime for i in range(MOST * HALVES):
+                var unit = first + Int32(i // HALVES)
+                var f = f0 + unit * Int32(HALVES) // 2 * 8
+                var pixel = high if (i if HALVES == 2 else Int(unit)) % 2 == 1 else low
+                if Int32(i // HALVES) < units and pixel >= 0 and f < walk.filters:
+                    residual[i] = ends.residual[0].unsafe_load[width=2, alignment=4](
+                        Int(pixel) * Int(walk.filters) + Int(f)
+                    )
+        barrier_wait(block.sums, 0)
+        comptime for j in range(MOST):
+            if Int32(j) < units:
+                var parts = StaticTuple[SIMD[F32, UNIT], 8](fill=SIMD[F32, UNIT](0))
+                comptime for peer in range(8):
+                    if Int32(peer) < walk.splits:
+                        var at = mine + UInt32(Int32(peer) * units + Int32(j)) * PITCH
+                        comptime if UNIT == 2:
+                            parts[peer] = rebind[SIMD[F32, UNIT]](shared_load2(at))
+                        else:
+                            parts[peer] = rebind[SIMD[F32, UNIT]](shared_load4(at))
+                var total = SIMD[F32, UNIT](0)
+                comptime for peer in range(8):
+                    total += parts[peer]
+                comptime for k in range(UNIT):
+                    sums[UNIT * j + k] = total[k]
+    comptime for i in range(MOST * HALVES):
+        var unit = first + Int32(i // HALVES)
+        var f = f0 + unit * Int32(HALVES) // 2 * 8
+        var pixel = high if (i if HALVES == 2 else Int(unit)) % 2 == 1 else low
+        if Int32(i // HALVES) < units and pixel >= 0 and f < walk.filters:
+            var bias = shared_load2(block.bias + 4 * UInt32(f - block.column * Int32(COLUMNS)))
+            var value = SIMD[F32, 2](sums[2 * i], sums[2 * i + 1])
+            value = value.fma(SIMD[F32, 2](walk.alpha), bias)
+            comptime if epilogue.adds:
+                value += residual[i].cast[F32]()
+            ends.y[0].unsafe_store[alignment=4](
+                Int(pixel) * Int(walk.filters) + Int(f), activate[epilogue](value).cast[dtype]()
+            )
 
 
 # The host's side
