@@ -45,6 +45,7 @@ from max.gpu.sync import syncwarp
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.bit import pop_count
 from std.math import ceildiv
+from std.memory import bitcast
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
@@ -248,7 +249,7 @@ struct Plan(DevicePassable, TrivialRegisterPassable):
         var steps = taps * ceildiv(g.c, WIDTH)
         var share = ceildiv(steps, splits)
         var w_bytes = config.columns * ROW
-        var room = config.room() - config.inbox() - 2048 - 4 * config.parts() * (share + 2)
+        var room = config.room() - config.inbox() - 2048 - 4 * (config.parts() + 2) * (share + 2)
         var width = g.q + g.s - 1
         if not _is_box(g, config):
             var x_bytes = config.rows() * ROW
@@ -288,7 +289,8 @@ struct Plan(DevicePassable, TrivialRegisterPassable):
         var x = Int(self.x_stages) * (Int(self.x_bytes) + 16)
         var w = Int(self.w_stages) * (config.columns * ROW + 16)
         var starts = 4 * config.parts() * (ceildiv(steps, splits) + 1)
-        return x + w + config.inbox() + 8 + 4 * config.columns + starts + 1024
+        var list = 4 + 8 * ceildiv(steps, splits)
+        return x + w + config.inbox() + 8 + 4 * config.columns + starts + list + 1024
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
@@ -368,12 +370,15 @@ def tiled_kernel[
     sync_threads(0, UInt32(config.threads()))
     comptime if config.split:
         cluster_arrive()
+    if t < 32:
+        block.list_steps(walk, plan)
+    sync_threads(0, UInt32(config.threads()))
 
     if t < Int32(GROUP * config.groups):
         _multiply[dtype, epilogue, config](block, ends, walk, plan, t, rank)
     elif t < Int32(GROUP * config.groups + 32 * EXPANDERS):
         _expand[config](block, lists, plan, t - Int32(GROUP * config.groups))
-    else:
+    elif t % 32 == 0:
         _load[dtype, config](block, UInt64(Int(Pointer(to=maps))), walk, plan)
 
 
@@ -412,6 +417,8 @@ struct Block[config: Config](TrivialRegisterPassable):
     """Of the block's filters."""
     var starts: UInt32
     """Where the words of the block's tiles begin, and the last one's end, part by part."""
+    var list: UInt32
+    """How many steps have filters that are not all zeros; for each its number and what it reads."""
 
     @always_inline
     def __init__(out self, base: UInt32, walk: Walk[1], plan: Plan, tile: Int32, rank: Int32):
@@ -440,6 +447,7 @@ struct Block[config: Config](TrivialRegisterPassable):
         self.sums = self.x_empty + 8 * UInt32(plan.x_stages)
         self.bias = self.sums + 8
         self.starts = self.bias + UInt32(4 * Self.config.columns)
+        self.list = self.starts + UInt32((self.count + 1) * Int32(4 * Self.config.parts()))
 
     @always_inline
     def start(self, part: Int32, step: Int32) -> UInt32:
@@ -455,21 +463,82 @@ struct Block[config: Config](TrivialRegisterPassable):
         return shared_load(self.starts + 4 * UInt32(part * (self.count + 1) + step))
 
     @always_inline
-    def live(self, step: Int32) -> UInt32:
-        """Tells which of 32 steps have filters that are not all zeros; for all lanes of a warp.
+    def list_steps(self, walk: Walk[1], plan: Plan):
+        """Lists the steps whose filters are not all zeros, by one warp.
 
         Args:
-            step: The first of them, counted from the block's first.
+            walk: How steps run.
+            plan: How rows lie on an image.
+        """
+        var lane = Int32(thread_idx.x)
+        var first = self.first // walk.taps
+        var total = UInt32(0)
+        for from_step in range(Int32(0), self.count, Int32(32)):
+            var i = from_step + lane
+            var bits = UInt32(0)
+            if i < self.count:
+                comptime for part in range(Self.config.parts()):
+                    bits |= self.start(Int32(part), i) ^ self.start(Int32(part), i + 1)
+            var live = ballot(bits != 0)
+            if bits != 0:
+                var c = (self.first + i) // walk.taps
+                var tap = self.first + i - c * walk.taps
+                var r = tap // walk.s
+                var s = tap - r * walk.s
+                var reads = c | s << 16 | r << 24
+                if plan.width != 0:
+                    reads = (c - first) << 16 | (r * plan.width + s) * Int32(ROW // 16)
+                var below = live & ((UInt32(1) << UInt32(lane)) - 1)
+                var at = self.list + 4 + 8 * (total + UInt32(pop_count(below)))
+                shared_store(at, UInt32(i))
+                shared_store(at + 4, UInt32(reads))
+            total += UInt32(pop_count(live))
+        if lane == 0:
+            shared_store(self.list, total)
+
+    @always_inline
+    def chunks(self) -> Int32:
+        """Counts the boxes that the listed steps read, and those between them.
 
         Returns:
-            A bit for each; 0 beyond the last step.
+            From the block's first channels to the last that are read.
         """
-        var i = step + Int32(thread_idx.x) % 32
-        var bits = UInt32(0)
-        if i < self.count:
-            comptime for part in range(Self.config.parts()):
-                bits |= self.start(Int32(part), i) ^ self.start(Int32(part), i + 1)
-        return ballot(bits != 0)
+        var steps = self.steps()
+        return Int32(self.reads(steps - 1) >> 16) + 1 if steps > 0 else Int32(0)
+
+    @always_inline
+    def steps(self) -> Int32:
+        """Counts the steps that are listed.
+
+        Returns:
+            How many.
+        """
+        return Int32(shared_load(self.list))
+
+    @always_inline
+    def step(self, k: Int32) -> Int32:
+        """Looks a step up.
+
+        Args:
+            k: Which of those that are listed.
+
+        Returns:
+            Its number, from the block's first.
+        """
+        return Int32(shared_load(self.list + 4 + 8 * UInt32(k)))
+
+    @always_inline
+    def reads(self, k: Int32) -> UInt32:
+        """Looks up what a step reads.
+
+        Args:
+            k: Which of those that are listed.
+
+        Returns:
+            Channels, in steps of 64, and tap: column, row. Of a box: sixteenths of rows of 128
+            bytes to the tap, and channels from the block's first.
+        """
+        return shared_load(self.list + 8 + 8 * UInt32(k))
 
     @always_inline
     def pixel(self, walk: Walk[1], plan: Plan, row: Int32) -> Int32:
@@ -556,7 +625,6 @@ def _load[
 ](block: Block[config], map: UInt64, walk: Walk[1], plan: Plan):
     """Has the copy engine fill the stages of x."""
     prefetch_map(map)
-    var lane = Int32(thread_idx.x) % 32
     var image: Int32
     var h0: Int32
     var w0 = -walk.pad_w
@@ -571,62 +639,41 @@ def _load[
         h0 = p * walk.stride_h - walk.pad_h
         w0 += (pixel - p * walk.q) * walk.stride_w
     var c = block.first // walk.taps
-    var tap = block.first - c * walk.taps
-    var r = tap // walk.s
-    var s = tap - r * walk.s
-    var loads = (tap + block.count + walk.taps - 1) // walk.taps
-    if plan.width == 0:
-        loads = 0
-        for i in range(Int32(0), block.count, Int32(32)):
-            loads += Int32(pop_count(block.live(i)))
+    var loads = block.steps()
+    if plan.width != 0:
+        loads = block.chunks()
     var early = min(loads, plan.x_stages)
-    if lane == 0:
-        for i in range(early):
-            barrier_expect(block.x_full + 8 * UInt32(i), UInt32(plan.x_loads))
+    for i in range(early):
+        barrier_expect(block.x_full + 8 * UInt32(i), UInt32(plan.x_loads))
     wait_on_dependent_grids()
 
     var slot = Slot()
-    var live = UInt32(0)
-    for i in range(block.count):
-        if i % 32 == 0:
-            live = block.live(i)
-        var loads_here = live & 1 == 1
+    for i in range(loads):
+        var to = block.x + slot.index * UInt32(plan.x_bytes)
+        var full = block.x_full + 8 * slot.index
+        if i >= early:
+            barrier_wait(block.x_empty + 8 * slot.index, slot.parity ^ 1)
+            barrier_expect(full, UInt32(plan.x_loads))
         if plan.width != 0:
-            loads_here = i == 0 or tap == 0
-        if loads_here:
-            if lane == 0:
-                var to = block.x + slot.index * UInt32(plan.x_bytes)
-                var full = block.x_full + 8 * slot.index
-                if early <= 0:
-                    barrier_wait(block.x_empty + 8 * slot.index, slot.parity ^ 1)
-                    barrier_expect(full, UInt32(plan.x_loads))
-                if plan.width != 0:
-                    load_4d(to, map, full, c * Int32(WIDTH), w0, h0, image)
-                elif walk.plain == 1:
-                    load_2d(to, map, full, c * Int32(WIDTH), m0)
-                else:
-                    load_im2col(
-                        to,
-                        map,
-                        full,
-                        c * Int32(WIDTH),
-                        w0,
-                        h0,
-                        image,
-                        UInt16(s * walk.dilation_w),
-                        UInt16(r * walk.dilation_h),
-                    )
-            early -= 1
-            slot.advance(plan.x_stages)
-        live >>= 1
-        tap += 1
-        s += 1
-        if s == walk.s:
-            s = 0
-            r += 1
-        if tap == walk.taps:
-            tap = s = r = 0
-            c += 1
+            load_4d(to, map, full, (c + i) * Int32(WIDTH), w0, h0, image)
+        else:
+            var reads = block.reads(i)
+            var channel = Int32(reads & 0xFFFF) * Int32(WIDTH)
+            if walk.plain == 1:
+                load_2d(to, map, full, channel, m0)
+            else:
+                load_im2col(
+                    to,
+                    map,
+                    full,
+                    channel,
+                    w0,
+                    h0,
+                    image,
+                    UInt16(Int32(reads >> 16 & 0xFF) * walk.dilation_w),
+                    UInt16(Int32(reads >> 24) * walk.dilation_h),
+                )
+        slot.advance(plan.x_stages)
 
 
 @always_inline
@@ -635,48 +682,42 @@ def _expand[config: Config](block: Block[config], lists: Words, plan: Plan, t: I
     comptime TURNS = Int32(EXPANDERS // config.parts())
     var lane = t % 32
     var part = t // 32 % Int32(config.parts())
-    var turn = t // 32 // Int32(config.parts())
+    var first = t // 32 // Int32(config.parts())
+    var steps = block.steps()
     var slot = Slot()
-    var live = UInt32(0)
+    for _ in range(first):
+        slot.advance(plan.w_stages)
     var held = Quads()
     var at = Int32(0)
     var end = Int32(0)
-    var of = Slot()
-    var holds = False
-    for i in range(block.count + 1):
-        if i % 32 == 0:
-            live = block.live(i)
-        var is_live = live & 1 == 1
-        live >>= 1
-        var takes = is_live and turn == 0
-        if takes or i == block.count:
-            var next = Quads()
-            var next_at = Int32(0)
-            var next_end = Int32(0)
-            if takes:
-                next_at = Int32(block.start(part, i)) + 4 * lane
-                next_end = Int32(block.start(part, i + 1))
-                next.load(lists, next_at, next_end)
-            if holds:
-                var to = block.w + of.index * UInt32(config.columns * ROW)
-                to += UInt32(part) * UInt32(TILE)
-                barrier_wait(block.w_empty + 8 * of.index, of.parity ^ 1)
-                comptime for j in range(TILE // 512):
-                    shared_clear(to + UInt32(512 * j) + UInt32(lane) * 16)
-                syncwarp()
+    for k in range(first - TURNS, steps, TURNS):
+        var next = Quads()
+        var next_at = Int32(0)
+        var next_end = Int32(0)
+        if k + TURNS < steps:
+            var step = block.step(k + TURNS)
+            next_at = Int32(block.start(part, step)) + 4 * lane
+            next_end = Int32(block.start(part, step + 1))
+            next.load(lists, next_at, next_end)
+        if k >= 0:
+            var to = block.w + slot.index * UInt32(config.columns * ROW)
+            to += UInt32(part) * UInt32(TILE)
+            barrier_wait(block.w_empty + 8 * slot.index, slot.parity ^ 1)
+            comptime for j in range(TILE // 512):
+                shared_clear(to + UInt32(512 * j) + UInt32(lane) * 16)
+            syncwarp()
+            held.place(to, at, end)
+            while at - 4 * lane + Int32(128 * AHEAD) < end:
+                at += Int32(128 * AHEAD)
+                held.load(lists, at, end)
                 held.place(to, at, end)
-                while at - 4 * lane + Int32(128 * AHEAD) < end:
-                    at += Int32(128 * AHEAD)
-                    held.load(lists, at, end)
-                    held.place(to, at, end)
-                fence_async()
-                syncwarp()
-                if lane == 0:
-                    barrier_arrive(block.w_full + 8 * of.index)
-            held, at, end, of, holds = next, next_at, next_end, slot, takes
-        if is_live:
-            turn = TURNS - 1 if turn == 0 else turn - 1
-            slot.advance(plan.w_stages)
+            fence_async()
+            syncwarp()
+            if lane == 0:
+                barrier_arrive(block.w_full + 8 * slot.index)
+            for _ in range(TURNS):
+                slot.advance(plan.w_stages)
+        held, at, end = next, next_at, next_end
 
 
 struct Quads(TrivialRegisterPassable):
@@ -719,12 +760,34 @@ struct Quads(TrivialRegisterPassable):
 
 
 @always_inline
+def _products[
+    dtype: DType, columns: Int
+](left: UInt32, right: UInt32, sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
+    Float32, columns // 2
+]:
+    """Starts adding the products of a step, of matrices at sixteenths of addresses."""
+    comptime HIGH = UInt32(MATRIX >> 32)
+    comptime LOW = UInt32(MATRIX & 0xFFFFFFFF)
+    var next = sums
+    wgmma_fence_aligned()
+    comptime for k in range(4):
+        var a = SIMD[U32, 2](LOW + left + UInt32(2 * k), HIGH)
+        var b = SIMD[U32, 2](LOW + right + UInt32(2 * k), HIGH)
+        next = wgmma_async[64, columns, 16, a_type=dtype, b_type=dtype](
+            WGMMADescriptor[dtype](bitcast[DType.int64, 1](a)),
+            WGMMADescriptor[dtype](bitcast[DType.int64, 1](b)),
+            next,
+        )
+    wgmma_commit_group_sync()
+    return next
+
+
+@always_inline
 def _multiply[
     dtype: DType, epilogue: Epilogue, config: Config
 ](block: Block[config], ends: Ends[dtype, 1], walk: Walk[1], plan: Plan, t: Int32, rank: Int32,):
     """Multiplies the stages, and finishes the tile or what a cluster's block has of it."""
     comptime COLUMNS = config.columns
-    comptime DEPTH = 16
     var group = t // Int32(GROUP)
     var leads = t % Int32(GROUP) == 0
     # Thread 4 a + b of warp d holds the columns 8 j + 2 b, and one more, of rows 16 d + a and 8 on.
@@ -738,82 +801,50 @@ def _multiply[
     var f0 = block.column * Int32(COLUMNS) + t % 4 * 2
     var low = block.pixel(walk, plan, row)
     var high = block.pixel(walk, plan, row + 8)
-    var c = block.first // walk.taps
-    var tap = block.first - c * walk.taps
-    var s = tap % walk.s
-    var shift = tap // walk.s * plan.width + s if plan.width != 0 else Int32(0)
     comptime if config.split:
         cluster_wait()
-    # Stages that nothing waits for: all products are issued at once.
-    var resident = block.count <= plan.w_stages
+    var steps = block.steps()
+    var x_row = block.x + UInt32(group * Int32(ROWS * ROW))
+    # No stage is filled twice, and all are expanded before x comes.
+    var resident = steps <= plan.w_stages
     if resident:
-        var tiles = Int32(0)
-        for i in range(Int32(0), block.count, Int32(32)):
-            tiles += Int32(pop_count(block.live(i)))
-        for i in range(tiles):
+        for i in range(steps):
             barrier_wait(block.w_full + 8 * UInt32(i), 0)
     wait_on_dependent_grids()
 
     var sums = StaticTuple[Float32, COLUMNS // 2](fill=0)
     var w = Slot()
     var x = Slot()
-    var busy = False
+    var seen = Int32(-1)
     var before = w.index
-    var x_before = x.index
-    var live = UInt32(0)
-    for i in range(block.count):
-        if i % 32 == 0:
-            live = block.live(i)
-        if plan.width != 0 and (i == 0 or tap == 0):
-            if i > 0:
-                wgmma_wait_group_sync[0]()
-                if leads:
-                    barrier_arrive(block.x_empty + 8 * x.index)
-                    if busy:
-                        barrier_arrive(block.w_empty + 8 * before)
-                busy = False
-                x.advance(plan.x_stages)
-            barrier_wait(block.x_full + 8 * x.index, x.parity)
-        if live & 1 == 1:
-            if plan.width == 0:
-                barrier_wait(block.x_full + 8 * x.index, x.parity)
-            if not resident:
-                barrier_wait(block.w_full + 8 * w.index, w.parity)
-            var a = block.x + x.index * UInt32(plan.x_bytes)
-            a += UInt32(group * Int32(ROWS) + shift) * UInt32(ROW)
-            var b = block.w + w.index * UInt32(COLUMNS * ROW)
-            var left = MATRIX | Int64(a >> 4)
-            var right = MATRIX | Int64(b >> 4)
-            wgmma_fence_aligned()
-            comptime for k in range(4):
-                sums = wgmma_async[64, COLUMNS, DEPTH, a_type=dtype, b_type=dtype](
-                    WGMMADescriptor[dtype](left + Int64(2 * k)),
-                    WGMMADescriptor[dtype](right + Int64(2 * k)),
-                    sums,
-                )
-            wgmma_commit_group_sync()
-            if not resident:
-                if busy:
-                    wgmma_wait_group_sync[1]()
-                    if leads:
-                        barrier_arrive(block.w_empty + 8 * before)
-                        if plan.width == 0:
-                            barrier_arrive(block.x_empty + 8 * x_before)
-                busy = True
-                before, x_before = w.index, x.index
-            w.advance(plan.w_stages)
-            if plan.width == 0:
-                x.advance(plan.x_stages)
-        live >>= 1
-        tap += 1
+    for k in range(steps):
+        var from_row = UInt32(0)
         if plan.width != 0:
-            s += 1
-            shift += 1
-            if s == walk.s:
-                s = 0
-                shift += plan.width - walk.s
-            if tap == walk.taps:
-                tap = shift = 0
+            var reads = block.reads(k)
+            from_row = reads & 0xFFFF
+            while seen < Int32(reads >> 16):
+                if seen >= 0:
+                    wgmma_wait_group_sync[0]()
+                    if leads:
+                        barrier_arrive(block.x_empty + 8 * x.index)
+                    x.advance(plan.x_stages)
+                seen += 1
+                barrier_wait(block.x_full + 8 * x.index, x.parity)
+        else:
+            x = w
+            barrier_wait(block.x_full + 8 * x.index, x.parity)
+        if not resident:
+            barrier_wait(block.w_full + 8 * w.index, w.parity)
+        var left = (x_row + x.index * UInt32(plan.x_bytes)) >> 4
+        var right = (block.w + w.index * UInt32(COLUMNS * ROW)) >> 4
+        sums = _products[dtype, COLUMNS](left + from_row, right, sums)
+        wgmma_wait_group_sync[1]()
+        if leads and k > 0 and not resident:
+            barrier_arrive(block.w_empty + 8 * before)
+            if plan.width == 0:
+                barrier_arrive(block.x_empty + 8 * before)
+        before = w.index
+        w.advance(plan.w_stages)
     var residual = StaticTuple[SIMD[dtype, 2], MOST * HALVES](fill=SIMD[dtype, 2](0))
     comptime if epilogue.adds and not config.split:
         comptime for i in range(MOST * HALVES):
@@ -829,10 +860,11 @@ def _multiply[
     comptime if config.split:
         comptime PITCH = UInt32(GROUP * config.groups * 4 * UNIT)
         var mine = block.inbox + UInt32(t) * UInt32(4 * UNIT)
+        var slot = mine + UInt32(first) * PITCH
         if t // 32 < block.warps(walk, plan):
             comptime for j in range(8):
                 var owner = UInt32(Int32(j) * walk.splits // 8)
-                var to = mine + UInt32((rank - Int32(owner)) * units + Int32(j)) * PITCH
+                var to = slot + UInt32(Int32(j) & (units - 1)) * PITCH
                 var values = SIMD[F32, UNIT](0)
                 comptime for k in range(UNIT):
                     values[k] = sums[UNIT * j + k]
