@@ -306,10 +306,25 @@ def choose(g: Geometry, width: Int, epilogue: Epilogue, more: Int = 0) -> Row:
         The nearest row whose splits the product has steps for.
     """
     var steps = g.r * g.s * ceildiv(g.c, width) + more
+    return nearest(materialize[ROWS](), g, steps, epilogue)
+
+
+def nearest(rows: List[Row], g: Geometry, steps: Int, epilogue: Epilogue) -> Row:
+    """Finds the measured product that is most like another.
+
+    Args:
+        rows: What was measured.
+        g: Sizes.
+        steps: Of K.
+        epilogue: What the accumulator goes through.
+
+    Returns:
+        The nearest row whose splits the product has steps for.
+    """
     var m, f, k = _log2(g.pixels()), _log2(g.f), _log2(steps)
     var best = Row(0, 0, 0, "none", 0, 1)
     var nearest = Int.MAX
-    for row in materialize[ROWS]():
+    for row in rows:
         var distance = abs(_log2(row.pixels) - m) + abs(_log2(row.filters) - f)
         distance += abs(_log2(row.steps) - k)
         if row.adds != epilogue.adds or row.gelu != epilogue.gelu:

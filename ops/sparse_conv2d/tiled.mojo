@@ -79,6 +79,7 @@ from ..gemm.ptx import (
 )
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
+from .tuning import CONFIGS, choose
 
 comptime U32 = DType.uint32
 """A nonzero and its place."""
@@ -90,6 +91,8 @@ comptime FILTERS = 32
 """Filters of a tile."""
 comptime TILE = FILTERS * ROW
 """Bytes of an expanded tile."""
+comptime BOX = 384
+"""Rows of 128 bytes that a stage of x has at most, where it is a box."""
 comptime EXPANDERS = 8
 """Warps that expand tiles."""
 comptime AHEAD = 4
@@ -307,8 +310,12 @@ struct Plan(DevicePassable, TrivialRegisterPassable):
 
 def _is_box(g: Geometry, config: Config) -> Bool:
     """Tells whether whole rows of an image, with their padding, serve all taps of a window."""
-    var steps = max(g.stride_h, g.stride_w, g.dilation_h, g.dilation_w)
-    return g.r * g.s > 1 and steps == 1 and g.q + g.s - 1 <= config.rows()
+    var width = g.q + g.s - 1
+    if g.r * g.s == 1 or width > config.rows():
+        return False
+    var below = (g.r - 1) * width + g.s - 1
+    var near = max(g.stride_h, g.stride_w, g.dilation_h, g.dilation_w) == 1
+    return near and below + config.rows() <= BOX
 
 
 @__name(t"sparse_conv2d_tiled_{config.label()}_{epilogue.label()}_{dtype}")
@@ -927,6 +934,36 @@ def takes_tiled[dtype: DType](g: Geometry) -> Bool:
         True for 2 bytes a number, and what the copy engine walks over (gemm/hopper.mojo).
     """
     return size_of[dtype]() == 2 and takes[dtype](g)
+
+
+def sparse_conv2d_tiled[
+    dtype: DType, epilogue: Epilogue
+](g: Geometry, o: Operands[dtype], words: Data[U32], starts: Data[I32], ctx: DeviceContext,) raises:
+    """Enqueues a convolution, in the block that tuning.mojo chooses.
+
+    Parameters:
+        dtype: Of x, w and y: bfloat16 or float16.
+        epilogue: What the accumulator goes through.
+
+    Args:
+        g: Sizes that `takes_tiled` takes.
+        o: The tensors; w is not read.
+        words: Nonzeros and their places, as graphs/arrange.py lists them.
+        starts: Where those of each tile begin, and the end.
+        ctx: The GPU.
+
+    Raises:
+        If the kernel does not take the sizes, a tensor map cannot be made or the launch fails.
+    """
+    if not takes_tiled[dtype](g):
+        raise Error(
+            "sparse_conv2d: tiles expect one group, C and F in multiples of 8, and windows that the"
+            " copy engine walks over; choose another kernel"
+        )
+    var row = choose(g, g.r * g.s * ceildiv(g.c, WIDTH), epilogue)
+    comptime for i in range(len(CONFIGS)):
+        if row.config == i:
+            enqueue_tiled[dtype, epilogue, CONFIGS[i]](g, o, words, starts, row.splits, ctx)
 
 
 def enqueue_tiled[
