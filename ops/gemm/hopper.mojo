@@ -625,7 +625,7 @@ struct Ring(TrivialRegisterPassable):
 
 
 @always_inline
-def share_of(steps: Int32, rank: Int32, splits: Int32) -> Int32:
+def _share_of(steps: Int32, rank: Int32, splits: Int32) -> Int32:
     """Computes where the share of a block of a cluster begins."""
     return steps * rank // splits
 
@@ -650,8 +650,8 @@ def _produce[
     var first = Int32(0)
     var last = steps
     comptime if config.split:
-        first = share_of(steps, rank, walk.splits)
-        last = share_of(steps, rank + 1, walk.splits)
+        first = _share_of(steps, rank, walk.splits)
+        last = _share_of(steps, rank + 1, walk.splits)
     # The second source counts as the tap after the last one.
     var first_tap = min(first // walk.chunks, walk.taps)
     var first_c = first - first_tap * walk.chunks
@@ -789,8 +789,8 @@ def _consume[
     var pair = t % 4
     var steps = walk.steps()
     comptime if config.split:
-        var end = share_of(steps, rank + 1, walk.splits)
-        steps = end - share_of(steps, rank, walk.splits)
+        var end = _share_of(steps, rank + 1, walk.splits)
+        steps = end - _share_of(steps, rank, walk.splits)
 
     var ring = at_start
     var storing = UInt32(0)  # The `empty` of the stages that are being stored, and how many.

@@ -277,7 +277,7 @@ def cluster_sync():
 
 @always_inline
 def cluster_arrive():
-    """Arrives where the cluster's threads wait: the first half of `cluster_sync`."""
+    """Arrives where the cluster waits, without ordering writes but those of `fence_barrier_init`."""
     inlined_assembly["barrier.cluster.arrive.relaxed.aligned;", NOTHING, constraints="~{memory}"]()
 
 

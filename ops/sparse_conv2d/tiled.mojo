@@ -50,8 +50,19 @@ from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, activate
-from ..gemm.hopper import GROUP, MATRIX, ROW, ROWS, Ends, Maps, Walk, im2col_map, is_plain
-from ..gemm.hopper import share_of, takes, tensor_map
+from ..gemm.hopper import (
+    GROUP,
+    MATRIX,
+    ROW,
+    ROWS,
+    Ends,
+    Maps,
+    Walk,
+    im2col_map,
+    is_plain,
+    takes,
+    tensor_map,
+)
 from ..gemm.ptx import (
     barrier_arrive,
     barrier_expect,
@@ -442,8 +453,8 @@ struct Block[config: Config](TrivialRegisterPassable):
         self.column = tile - self.row * walk.tiles
         self.first, self.count = 0, walk.steps()
         comptime if Self.config.split:
-            self.first = share_of(walk.steps(), rank, walk.splits)
-            self.count = share_of(walk.steps(), rank + 1, walk.splits) - self.first
+            self.first = walk.steps() * rank // walk.splits
+            self.count = walk.steps() * (rank + 1) // walk.splits - self.first
         self.w = base
         self.x = self.w + UInt32(plan.w_stages) * UInt32(Self.config.columns * ROW)
         self.inbox = self.x + UInt32(plan.x_stages) * UInt32(plan.x_bytes)

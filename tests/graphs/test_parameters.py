@@ -82,6 +82,8 @@ def test_steps_hold_every_nonzero(
         mine = found[:, :, group * c : (group + 1) * c, of_group]
         np.testing.assert_array_equal(mine, filters[..., of_group])
     assert np.count_nonzero(found) == np.count_nonzero(filters)
+
+
 @pytest.mark.parametrize("density", [0, 1e-4, 0.05, 0.3, 1])
 @pytest.mark.parametrize("shape", [(1, 1, 64, 32), (1, 1, 8, 1), (3, 3, 72, 40), (1, 2, 192, 96)])
 def test_coordinate_tiles_hold_every_nonzero(
