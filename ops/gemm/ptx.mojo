@@ -277,7 +277,7 @@ def cluster_sync():
 
 @always_inline
 def cluster_arrive():
-    """Arrives where the cluster waits, without ordering writes but those of `fence_barrier_init`."""
+    """Arrives where the cluster waits; of writes, those that prepared barriers are seen after."""
     inlined_assembly["barrier.cluster.arrive.relaxed.aligned;", NOTHING, constraints="~{memory}"]()
 
 

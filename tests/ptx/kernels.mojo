@@ -17,6 +17,8 @@ from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.operands import F32, Data, Operands
 from ops.pool import mean_kernel
 from ops.rows import softmax_kernel
+from ops.sparse_conv2d.tiled import enqueue_tiled
+from ops.sparse_conv2d.tuning import CONFIGS as TILED
 from ops.sparse_conv2d.two_four import TILES, two_four_tile
 from ops.sparse_conv2d.blocks import NARROW, WIDE, enqueue_blocks
 from ops.stem.config import Stem, StemOperands, Tiling
@@ -73,6 +75,19 @@ def blocks(
         enqueue_blocks[F32, Epilogue("add"), wide](g, o32, lists, n, n, 1, ctx)
 
 
+def tiled[
+    dtype: DType
+](
+    g: Geometry,
+    o: Operands[dtype],
+    words: Data[DType.uint32],
+    starts: Data[DType.int32],
+    ctx: DeviceContext,
+) raises:
+    comptime for i in range(len(TILED)):
+        enqueue_tiled[dtype, Epilogue("add_relu"), TILED[i]](g, o, words, starts, 1, ctx)
+
+
 def chains[
     dtype: DType
 ](n: Int, o: ChainTensors[dtype], ends: ChainEnds, ctx: DeviceContext) raises:
@@ -102,6 +117,8 @@ def main() raises:
     gemms(g, o, ctx)
     var words = rebind[Data[DType.uint32]](ctx.enqueue_create_buffer[DType.uint32](1).unsafe_ptr())
     sparse[BF16](g, o, words, ctx)
+    var starts = rebind[Data[DType.int32]](ctx.enqueue_create_buffer[DType.int32](1).unsafe_ptr())
+    tiled[BF16](g, o, words, starts, ctx)
     sparse[F16](g, Operands[F16](half2, half2, full, half2, half2), words, ctx)
     blocks(
         g,
@@ -112,6 +129,7 @@ def main() raises:
         n,
         ctx,
     )
+    tiled[F16](g, Operands[F16](half2, half2, full, half2, half2), words, starts, ctx)
     chains(
         n,
         ChainTensors[BF16](half, half, half, half, half, half),

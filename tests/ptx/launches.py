@@ -512,6 +512,106 @@ def blocks(
 
 
 @dataclass(frozen=True)
+class Expanded:
+    """A Config of ops/sparse_conv2d/tuning.mojo."""
+
+    groups: int
+    columns: int
+    split: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{64 * self.groups}x{self.columns}" + "split" * self.split
+
+
+EXPANDED = (
+    Expanded(1, 64, split=True),
+    Expanded(1, 32, split=True),
+    Expanded(1, 64),
+    Expanded(1, 32),
+    Expanded(2, 64),
+)
+
+
+def tiled(
+    kernel: Kernel,
+    config: Expanded,
+    p: Product,
+    arrays: tuple[Array, Array],
+    *,
+    dtype: str,
+    splits: int = 1,
+    seed: int = 0,
+) -> Array:
+    """Runs ops/sparse_conv2d/tiled.mojo.
+
+    Args:
+        kernel: What runs.
+        config: Sizes of the block.
+        p: The convolution.
+        arrays: Words and starts.
+        dtype: Of x and y.
+        splits: Blocks that share a tile.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        y[M, F].
+    """
+    memory, g = Tensors(), p.g
+    (high, broad), (ph, pw), (sh, sw) = g.out, g.pad, g.stride
+    rows, steps = 64 * config.groups, g.r * g.s * -(-g.c // 64)
+    stages = (8 * 32 // config.columns, 2)  # as few of filters as there may be
+    x_at, y_at, residual_at = (
+        memory.add(a) for a in (p.x, unwritten((g.pixels, g.f), dtype), p.residual)
+    )
+    x, y = memory.array(x_at, p.x), memory.array(y_at, p.residual)
+    width = broad + g.s - 1
+    map: Tiled | Im2col
+    if g.r * g.s > 1 and (sh, sw, *g.dilation) == (1, 1, 1, 1) and width <= rows:
+        bands = -(-high // min(high, rows // width))
+        height = -(-high // bands)
+        box = (height + g.r - 1) * width
+        window = -(-max(box, (g.r - 1) * width + g.s - 1 + rows) // 8) * 1024
+        tiles, plan = g.n * bands, [*stages, window, box * 128, width, height, bands]
+        map = Tiled(x, (1, height + g.r - 1, width, 64))
+    else:
+        tiles, window = -(-g.pixels // rows), rows * 128
+        stages = (stages[0], stages[0])
+        plan = [*stages, window, window, 0, 0, 0]
+        if g.plain:
+            map = Tiled(x.reshape(-1, g.c), (rows, 64))
+        else:
+            upper = ((broad - 1) * sw - pw - (g.w - 1), (high - 1) * sh - ph - (g.h - 1))
+            map = Im2col(x, (-pw, -ph), upper, (sw, sh), rows, 64)
+    columns = -(-g.f // config.columns)
+    blocks = tiles * columns
+    walk = [g.pixels, 0, g.f, broad, high * broad, g.s, g.r * g.s, -(-g.c // 64), sh, sw]
+    walk += [ph, pw, *g.dilation, columns, splits, blocks, int(g.plain)]
+    filters, bias = [memory.add(a) for a in arrays], memory.add(p.bias)
+    share, parts = -(-steps // splits), config.columns // 32
+    shared = stages[0] * (config.columns * 128 + 16) + stages[1] * (window + 16) + 1024
+    shared += config.split * rows * config.columns * 4 + 8 + 4 * config.columns
+    launch = Launch(
+        kernel,
+        [
+            bytes(128),
+            pack("4Q", bias, bias, residual_at, y_at),
+            pack("2Q", *filters),
+            pack(f"{len(walk)}if3i", *walk, 1, 0, 1, 1),
+            pack("9i", *plan, blocks, -(-g.f // 32) * steps),
+        ],
+        memory,
+        grid=(blocks * splits,),
+        threads=128 * config.groups + 8 * 32 + 32,
+        shared_bytes=shared + 4 * parts * (share + 1) + 4 + 8 * share,
+        maps=[map],
+        cluster=splits,
+    )
+    launch.run(seed)
+    return y
+
+
+@dataclass(frozen=True)
 class Chain:
     """A ChainConfig of ops/gemm/chain.mojo: one of those in kernels.mojo."""
 

@@ -107,6 +107,7 @@ class Cluster:
         self.launch, self.rng = launch, rng
         self.blocks = [ThreadBlock(self, rank, first + rank) for rank in range(launch.cluster)]
         self.arrived = self.turn = 0
+        self.waits: dict[tuple[int, int], int] = {}  # for the end of which turn each warp does
         self.copies: list[Callable[[], None]] = []
 
     def past(self, turn: int) -> bool:
@@ -159,6 +160,14 @@ class ThreadBlock:
         if address not in self.mbarriers:
             raise AccessError(f"mbarrier at {address:#x}: it has not been initialised")
         return self.mbarriers[address]
+
+    def receive(self, at: int, words: Array, barrier: Barrier) -> None:
+        """Takes what another block of the cluster has sent."""
+        if at + words.nbytes > self.shared.size:
+            raise AccessError(f"st.async: bytes at {at:#x} leave shared memory")
+        self.shared.bytes[at : at + words.nbytes] = words.view(np.uint8)
+        barrier.bytes -= words.nbytes
+        barrier.settle()
 
     def finish(self) -> None:
         for gang in self.gangs:
@@ -355,6 +364,18 @@ class Gang:
             raise Divergence("shfl reads a lane that does not take part")
         return x[source], there
 
+    def ballot(self, vote: Array, where: Mask) -> Array:
+        """9.7.8.10: a bit of each lane of the warp; all have to take part."""
+        mask = self._mask(where)
+        bits = np.zeros(self.lanes, np.uint32)
+        for warp in self._warps(where):
+            lanes = slice(32 * warp, 32 * warp + 32)
+            if not mask[lanes].all():
+                raise Divergence("vote.sync waits for a lane that does not take part")
+            ones = np.flatnonzero(np.broadcast_to(vote, self.lanes)[lanes])
+            bits[lanes] = sum(1 << int(lane) for lane in ones)
+        return bits
+
     def matrices(self, at: Array, count: int, transpose: bool, where: Mask) -> list[Array]:
         """Loads 8 x 8 matrices of halves, the rows of the i-th at lanes 8 i to 8 i + 7."""
         asked = self._mask(where) & (self.lane < 8 * count)
@@ -401,15 +422,21 @@ class Gang:
     def _turned(self, number: int, turn: int) -> bool:
         return self.block.named[number][1] > turn
 
-    def cluster_barrier(self, where: Mask) -> None:
+    def cluster_arrive(self, where: Mask) -> None:
         cluster = self.block.cluster
         for warp in self._warps(where):
+            cluster.waits[self.block.rank, self.first + warp] = cluster.turn
             cluster.arrived += 1
             if cluster.arrived == self.block.launch.threads // 32 * len(cluster.blocks):
                 cluster.arrived = 0
                 cluster.turn += 1
-            else:
-                self._block_until(self._of_warp(warp), partial(cluster.past, cluster.turn))
+
+    def cluster_barrier(self, where: Mask) -> None:
+        cluster = self.block.cluster
+        for warp in self._warps(where):
+            turn = cluster.waits[self.block.rank, self.first + warp]
+            if not cluster.past(turn):
+                self._block_until(self._of_warp(warp), partial(cluster.past, turn))
 
     def mbarrier_init(self, at: Array, count: Array, where: Mask) -> None:
         for lane in np.flatnonzero(self._mask(where)).tolist():
@@ -519,6 +546,18 @@ class Gang:
         self.block.shared.bytes[to] = source.read(at, offsets).reshape(-1)
         barrier.bytes -= source.bytes
         barrier.settle()
+
+    def send(self, to: Array, values: Sequence[Array], barrier: Array, where: Mask) -> None:
+        """st.async (9.7.8.12): into a block of the cluster, some time."""
+        offset = (1 << semantics.WINDOW) - 1
+        for lane in np.flatnonzero(self._mask(where)).tolist():
+            words = np.array([np.broadcast_to(v, self.lanes)[lane] for v in values], np.uint32)
+            at, signal = int(to[lane]), int(np.broadcast_to(barrier, self.lanes)[lane])
+            peer = self.block.cluster.blocks[(at >> semantics.WINDOW) - 1]
+            if signal >> semantics.WINDOW != at >> semantics.WINDOW or at % words.nbytes:
+                raise AccessError("st.async: the barrier is in another block, or bytes misaligned")
+            copy = partial(peer.receive, at & offset, words, peer.mbarrier(signal & offset))
+            self.block.cluster.copies.append(copy)
 
     def bulk_bytes(
         self, to: Array, source: Array, bytes: Array, barrier: Array, where: Mask

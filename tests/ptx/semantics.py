@@ -136,6 +136,12 @@ def mapped(address: Array, rank: Array) -> Array:
     return address + ((rank + np.uint32(1)) << np.uint32(WINDOW))
 
 
+def popc(bits: Array) -> Array:
+    """Counts ones (9.7.1.16)."""
+    ones = np.unpackbits(np.atleast_1d(bits).astype(np.uint32).view(np.uint8)).reshape(-1, 32)
+    return ones.sum(1, dtype=np.uint32)
+
+
 def transposed(register: Array) -> Array:
     """Transposes the 8 x 8 matrix of halves that each warp holds (movmatrix)."""
     halves = np.ascontiguousarray(register).view(np.uint16).reshape(-1, 8, 8)

@@ -19,11 +19,13 @@ from graphs.arrange import stem_fragments
 from .conftest import Find
 from .launches import (
     BLOCKS,
+    EXPANDED,
     SPARSE,
     TILES,
     Blocks,
     Chain,
     Conv,
+    Expanded,
     Heads,
     Product,
     Qkv,
@@ -43,6 +45,7 @@ from .launches import (
     rounded,
     softmax,
     stem,
+    tiled,
     two_four,
     wide,
 )
@@ -360,6 +363,36 @@ def test_blocks_of_zeros_are_left_out(
     )
     rounding = 2**-10 if dtype == "float32" else SUMS  # TF32
     check(y, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, rounding)
+
+
+@pytest.mark.parametrize("config", EXPANDED, ids=lambda config: config.label)
+@pytest.mark.parametrize(
+    ("g", "density"),
+    [
+        (Conv(2, 10, 9, 72, 40, 3, 3, pad=(1, 1)), 0.2),
+        (Conv(2, 7, 7, 136, 72, 3, 3, pad=(1, 1)), 0.01),
+        (Conv(3, 9, 11, 64, 72, 3, 2, (1, 1), (2, 1), (2, 1)), 0.5),
+        (Conv(1, 75, 1, 520, 136), 1),
+        (Conv(1, 70, 1, 200, 136), 0.001),
+        (Conv(1, 1, 1, 136, 8), 0),
+    ],
+    ids=str,
+)
+def test_tiled(
+    find: Find, rng: np.random.Generator, config: Expanded, g: Conv, density: float
+) -> None:
+    dtype = "float16" if density == 0.5 else BF16
+    p = product(rng, g, dtype)
+    p.w = np.where(rng.random(p.w.shape) < density, p.w, 0).astype(p.w.dtype)
+    got = tiled(
+        find(f"sparse_conv2d_tiled_{config.label}_add_relu_{dtype}"),
+        config,
+        p,
+        arrange.coordinate_tiles(p.w.transpose(1, 2, 3, 0)),
+        dtype=dtype,
+        splits=2 if config.split else 1,
+    )
+    check(got, finished(convolved(p, dtype), p, "add_relu", dtype), dtype, SUMS)
 
 
 CHAINS = [

@@ -25,7 +25,7 @@ COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 IGNORED: tuple[str, ...] = ("griddepcontrol", "fence", "membar", "prefetch", "wgmma.fence")
-IGNORED += ("setmaxnreg", "barrier.cluster.arrive")
+IGNORED += ("setmaxnreg",)
 """Without an effect here: blocks run one after another, and memory is coherent."""
 COLLECTIVE = ("shfl", "mma", "ldmatrix", "movmatrix", "wgmma", "bar", "vote", "stmatrix")
 STOPS = ("bar.sync", "barrier.sync", "barrier.cluster.wait", "mbarrier.try_wait", "wgmma.wait")
@@ -200,6 +200,8 @@ class Translator:
         if base == "ld":
             return self.load(i)
         if base in ("st", "atom", "red"):
+            if parts[:2] == ["st", "async"]:
+                return self.asynchronous(i)
             return self.store(i) if base == "st" else self.atomic(i)
         if base in ("bar", "barrier", "mbarrier", "cp", "wgmma", "mapa"):
             return self.asynchronous(i)
@@ -226,6 +228,12 @@ class Translator:
             return [f"g.put_matrices({where}, {registers(a[1], 'u32')}, {turned}, w)"]
         if base == "movmatrix":
             return [self.put(a[0], f"transposed({v(a[1], 'u32')})", "u32")]
+        if base == "popc":
+            return [self.put(a[0], f"popc({v(a[1], 'u32')})", "u32")]
+        if base == "vote":
+            if parts[2] != "ballot":
+                raise KeyError(i.op)
+            return [self.put(a[0], f"g.ballot({v(a[1], 'p')}, w)", "u32")]
         if base == "mov":
             return self.move(i, kind)
         if base == "cvt":
@@ -394,6 +402,8 @@ class Translator:
             return [f"g.barrier({v(a[0], 'u32')}, {count}, w)"]
         if i.op == "bar.arrive":
             return [f"g.barrier({v(a[0], 'u32')}, {v(a[1], 'u32')}, w, waits=False)"]
+        if i.op.startswith("barrier.cluster.arrive"):
+            return ["g.cluster_arrive(w)"]
         if i.op.startswith("barrier.cluster.wait"):
             return ["g.cluster_barrier(w)"]
         if parts[0] == "mapa":
@@ -430,6 +440,9 @@ class Translator:
                 return ["g.wgmma_commit(w)"]
             if parts[1] == "wait_group":
                 return [f"g.wgmma_wait({int(a[0])}, w)"]
+        if parts[:2] == ["st", "async"]:
+            to, barrier = v(a[0][1:-1], "u32"), v(a[2][1:-1], "u32")
+            return [f"g.send({to}, {self.list(a[1].strip('{}'), 'u32')}, {barrier}, w)"]
         if i.op.startswith("cp.async.bulk"):
             if parts[3] == "commit_group":
                 return []
