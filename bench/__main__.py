@@ -124,6 +124,12 @@ def parser() -> argparse.ArgumentParser:
     sparse.add_argument(
         "--seconds", type=_positive, default=0.3, help="of samples, a layer, density and side"
     )
+    sparse.add_argument(
+        "--program",
+        type=Path,
+        metavar="FILE",
+        help="bench/sparse.mojo as mojo build made it elsewhere, for a GPU without a compiler",
+    )
     sparse.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
 
     profile = commands.add_parser("profile", help="where one run's time goes")

@@ -43,7 +43,9 @@ def symbols(layer: Layer) -> list[list[re.Pattern[str]]]:
     elif op == "qkv_linear":
         ways = [[_gemm("none", "3x1")], [_gemm("none")] * 3]
     elif op.startswith("sparse_conv2d"):
-        ways = [[rf"sparse_conv2d_{epilogue}_(bfloat16|float16|float32)_\w+"]]
+        format = dict(layer.parameters).get("format", "")
+        kernel = rf"{format}_\w+_" if format else ""
+        ways = [[rf"sparse_conv2d_{kernel}{epilogue}_(bfloat16|float16|float32)_\w+"]]
     elif op in ("log_softmax", "layernorm_first"):
         ways = [[r"(softmax|layernorm)_(?!mlp)\w+"]]
     elif op == "avgpool":

@@ -65,7 +65,7 @@ def _compile(options: argparse.Namespace, device: Device) -> int:
         size = (prepare.height, prepare.width)
         for dtype in options.dtypes:
             kind, tf32 = DTYPES[dtype], options.tf32
-            sparse = choose_sparse(model, "auto", Target.parse(options.target), kind, size).layers
+            sparse = choose_sparse(model, "auto", Target.parse(options.target), kind, size).formats
             graph, _ = build(model, place, kind, size=size, tf32=tf32, sparse=sparse)
             file = precision(dtype, tf32)
             export(artifact(options.out, name, file), graph)

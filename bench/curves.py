@@ -55,14 +55,26 @@ def section(records: Sequence[Record], heading: str, source: str) -> Iterator[st
         yield table(head, rows)
     layers = [each for each in records if each["kind"] == "sparse layer"]
     for (model, dtype, batch), group in grouped(layers, "model", "dtype", "batch").items():
-        yield f"#### Layers of {model}, {dtype}, batch {batch}"
-        yield layers_table(group)
+        for (pattern, format), of_format in split(group).items():
+            kernel = f", {pattern} zeros as `{format}`" if format else ""
+            yield f"#### Layers of {model}, {dtype}, batch {batch}{kernel}"
+            yield layers_table(of_format)
+
+
+def split(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Parts records by pattern and format, of which those of a CPU have none."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        found.setdefault((record.get("pattern", ""), record.get("format", "")), []).append(record)
+    return found
 
 
 def layers_table(records: Sequence[Record]) -> str:
     """Writes a row a layer: the break-even point and the gain at shares of zeros."""
     from bench.report import grouped, number, table
 
+    others = {"exact_us": "dense without TF32", "cudnn_us": "cuDNN"}
+    others = {key: name for key, name in others.items() if records[0].get(key)}
     rows = []
     for (layer,), group in grouped(list(records), "layer").items():
         row = to_row(group)
@@ -74,6 +86,7 @@ def layers_table(records: Sequence[Record]) -> str:
                 layer,
                 str(sum(count for (count,) in grouped(group, "count"))),
                 number(row.dense_us),
+                *(number(group[0][key]) for key in others),
                 f"below {least:.0%}" if least else f"{1 - even:.0%}" if even else "none",
                 *(
                     f"{row.gain(1 - share):.2f}"
@@ -83,7 +96,8 @@ def layers_table(records: Sequence[Record]) -> str:
                 ),
             ]
         )
-    head = ["layer", "times", "dense, µs", "break-even", *(f"{share:.0%}" for share in SHOWN)]
+    names = ["dense, µs", *others.values(), "break-even"]
+    head = ["layer", "times", *names, *(f"{share:.0%}" for share in SHOWN)]
     return table(head, rows)
 
 
@@ -105,7 +119,12 @@ def curves(records: Sequence[Record]) -> Any:
     from bench.report import grouped
 
     layers = [each for each in records if each["kind"] == "sparse layer"]
-    panels = grouped(layers, "model", "batch")
+    panels = {
+        (model, f"{batch}, {dtype} {format}".rstrip() if format else batch): of_format
+        for (model, dtype, batch), group in grouped(layers, "model", "dtype", "batch").items()
+        for (pattern, format), of_format in split(group).items()
+        if pattern in ("", "unstructured")
+    }
     wide = min(2, len(panels))
     high = math.ceil(len(panels) / wide)
     figure = Figure(figsize=(5.2 * wide, 4 * high))

@@ -19,7 +19,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 import weights
+from bench import kernels
 from bench.__main__ import FAILED, dtypes
 from bench.begin import begin
 from bench.engines import TORCH
+from bench.kernels import Case
 from bench.records import write
 from bench.references import NETWORKS, checkpoint, reference_model
 from bench.timing import Clock, HostClock, MaxClock, rounded, sample
@@ -57,23 +59,6 @@ CLOSE = {DType.float32: 1e-4, DType.bfloat16: 3e-2, DType.float16: 4e-3}
 
 COMPARED = ("never", "auto", "always")
 """How networks are compiled; gains are over the first."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A distinct convolution and its weights at one density.
-
-    Attributes:
-        layer: The first of its kind in the network.
-        names: Of all layers of this kind and, if they are the model's own, this density.
-        density: Share of nonzeros.
-        filters: [R, S, C, F].
-    """
-
-    layer: Convolution
-    names: tuple[str, ...]
-    density: float
-    filters: np.ndarray
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,7 +88,13 @@ def run(options: argparse.Namespace) -> int:
             prepare = Preprocess.from_config(model.preprocess)
             layers = convolutions(model.spec, (prepare.height, prepare.width))
             cases = list(drawn(layers, densities) if densities else own(model, layers))
-            keep(model, measure_layers(cases, device, kind, options))
+            if device.is_host:
+                keep(model, measure_layers(cases, device, kind, options))
+                continue
+            if densities and kind != DType.float32:  # patterns have kernels for 16 bits
+                cases += [each for full in drawn(layers, (1,)) for each in kernels.patterned(full)]
+            program = options.program
+            keep(model, kernels.measure(cases, options.batches, target, kind, program))
         if options.table:  # before the networks, which then are as auto chooses
             write_table(records[begun:], target, dtype, facts)
             sparsity.read_table.cache_clear()
@@ -135,7 +126,8 @@ def drawn(layers: Sequence[Convolution], densities: Sequence[float]) -> Iterator
         order = rng.random(shape, np.float32)
         for density in densities:
             kept = filters * (order < np.quantile(order, density))
-            yield Case(replace(layer, name=names[0]), tuple(names), density, kept)
+            named = replace(layer, name=names[0])
+            yield Case(named, tuple(names), density, kept, "unstructured")
 
 
 def own(model: Checkpoint, layers: Sequence[Convolution]) -> Iterator[Case]:
@@ -326,9 +318,11 @@ def write_table(
     """Writes what ``--sparse auto`` looks up on such a device."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in records:
-        if record["kind"] != "sparse layer" or not record["passed"]:
+        layer = record["kind"] == "sparse layer" and record.get("chosen", True)
+        if not layer or not record["passed"]:
             continue
-        keys = ("kernel", "stride", "channels", "filters", "pixels", "batch")
+        keys: tuple[str, ...] = ("kernel", "stride", "channels", "filters", "pixels", "batch")
+        keys += ("format",) if "format" in record else ()
         row = rows.setdefault(
             tuple(record[key] for key in keys),
             {key: record[key] for key in keys} | {"dense_us": [], "sparse_us": {}},
@@ -362,11 +356,13 @@ def show(records: Sequence[Mapping[str, Any]]) -> None:
     first = records[0]
     title = f"{first['model']}, {first['dtype']}, {first['device']}"
     table = Table(title=f"{title}: layers", title_justify="left")
-    for name in ("layer", "times", "batch", "density", "dense µs", "sparse µs", "gain", ""):
+    names = ("layer", "times", "batch", "zeros", "density", "dense µs", "sparse µs", "gain", "")
+    for name in names:
         table.add_column(name, justify="left" if name == "layer" else "right")
     for r in (each for each in records if each["kind"] == "sparse layer"):
         table.add_row(
-            r["layer"], str(r["count"]), str(r["batch"]), f"{r['density']:.3g}",
+            r["layer"], str(r["count"]), str(r["batch"]),
+            r.get("format", "at random"), f"{r['density']:.3g}",
             f"{r['dense_us']:,.4g}", f"{r['sparse_us']:,.4g}", f"{r['gain']:.2f} x",
             "" if r["passed"] else "WRONG",
         )  # fmt: skip

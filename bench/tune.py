@@ -122,7 +122,7 @@ def product(layer: Layer) -> Product:
 def run(options: argparse.Namespace) -> int:
     """Measures, or reads a sweep, and writes or checks the table."""
     if options.program:
-        compile_program(options.program, "sm_90a")
+        compile_program("tune", options.program, "sm_90a")
         listed = options.program.with_suffix(".layers")
         write_layers(listed)
         print(
@@ -176,21 +176,21 @@ def measure() -> str:
     with tempfile.TemporaryDirectory() as folder:
         listed, program = Path(folder) / "layers.txt", Path(folder) / "tune"
         write_layers(listed)
-        compile_program(program)
+        compile_program("tune", program)
         done = subprocess.run([program, listed], capture_output=True, text=True)
     if done.returncode:
         raise DeviceError(f"bench tune failed on the GPU: {done.stderr.strip()[-200:]}")
     return done.stdout
 
 
-def compile_program(program: Path, target: str = "") -> None:
-    """Builds bench/tune.mojo, for a GPU that is elsewhere if a target is named.
+def compile_program(name: str, program: Path, target: str = "") -> None:
+    """Builds bench/NAME.mojo, for a GPU that is elsewhere if a target is named.
 
     Raises:
         ArgumentError: If it cannot be built.
     """
     beside = Path(sys.executable).with_name("mojo")
-    source = str(ROOT / "bench" / "tune.mojo")
+    source = str(ROOT / "bench" / f"{name}.mojo")
     mojo = str(beside) if beside.is_file() else "mojo"
     command = [mojo, "build", "-I", str(ROOT), source, "-o", str(program)]
     if target:
@@ -198,7 +198,7 @@ def compile_program(program: Path, target: str = "") -> None:
     try:
         subprocess.run(command, check=True)
     except (OSError, subprocess.CalledProcessError) as problem:
-        raise ArgumentError(f"bench tune expects mojo to build {program}: {problem}") from None
+        raise ArgumentError(f"bench {name} expects mojo to build {program}: {problem}") from None
 
 
 def write_layers(path: Path) -> None:

@@ -85,7 +85,7 @@ def compile(
         choice = choose_sparse(checkpoint, sparse, wanted, kind, size)
 
         def built(kernels: KernelLibrary | None = None) -> tuple[Graph, Parameters]:
-            layers = choice.layers
+            layers = choice.formats
             return build(
                 checkpoint, place, kind, size=size, tf32=rounds, sparse=layers, kernels=kernels
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from max.dtype import DType
 
 PANEL = 64
 """Columns of a packed panel, the same number as in ops/gemm/cpu.mojo."""
@@ -20,6 +21,14 @@ ROW = 128
 CHANNELS = 16
 """Channels of a part of a sparse filter on a CPU are a multiple of it, as in
 ops/sparse_conv2d/cpu.mojo."""
+
+
+def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """Rounds to ``dtype``, to nearest even, C-contiguous; bfloat16 as its bits, in uint16."""
+    if dtype == DType.bfloat16:
+        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.ascontiguousarray(array, dtype.to_numpy())
 
 
 def is_depthwise(shape: tuple[int, ...], groups: int) -> bool:

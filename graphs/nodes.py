@@ -19,6 +19,7 @@ from max.driver import accelerator_api
 from max.dtype import DType
 from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
+from graphs import formats
 from graphs.arrange import CHAINS, MLPS
 from graphs.errors import ArgumentError, DeviceError
 from graphs.parameters import Filter
@@ -50,7 +51,7 @@ def conv2d(
 
     Args:
         x: The activations.
-        filter: The weights; sparse ones run as ``sparse_conv2d``.
+        filter: The weights; sparse ones run as the op of their format.
         stride: Pixels between windows, one number or (height, width); so are the next two.
         padding: Zeros on each side.
         dilation: Pixels between the taps of a window.
@@ -61,7 +62,12 @@ def conv2d(
         ArgumentError: If shapes, epilogue or geometry do not fit.
         DeviceError: If the device has no kernel for the dtype.
     """
-    name = "conv2d" if filter.rows is None else "sparse_conv2d"
+    name: str = "conv2d"
+    parameters: dict[str, Any] = {"tf32": _tf32(x, filter.tf32)}
+    if filter.format in formats.PACKED:
+        name, parameters = "sparse_conv2d_packed", {"format": filter.format}
+    elif filter.format:
+        name, parameters = "sparse_conv2d", {}
     h, w, c = _sizes(name, x, "x[N, H, W, C]")
     r, s, filter_c, f = filter.shape
     if c != filter_c * filter.groups:
@@ -71,9 +77,7 @@ def conv2d(
         )
     window, p, q = _window(name, (h, w), (r, s), stride, padding, dilation, filter.groups)
     out = TensorType(x.dtype, [x.shape[0], p, q, f], device=x.device)
-    if filter.rows is not None:
-        return _fused(name, x, [*filter.rows, filter.bias], residual, [window], out, epilogue)
-    weights, parameters = [filter.dense, filter.bias], {"tf32": _tf32(x, filter.tf32)}
+    weights = [*(filter.rows or [filter.dense]), filter.bias]
     return _fused(name, x, weights, residual, [window], out, epilogue, parameters)
 
 

@@ -45,6 +45,8 @@ _CODES = {
     DType.float16: "F16",
     DType.bfloat16: "BF16",
     DType.int32: "I32",
+    DType.uint32: "U32",
+    DType.uint8: "U8",
 }
 _SPECS: dict[str, Any] = {"resnet": ResNetSpec, "cvt": CvtSpec}
 _AGAIN = "compile it again with python -m graphs compile"

@@ -7,6 +7,7 @@ and handed over when the model loads, one after the other.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from max.driver import Buffer, Device, accelerator_api
 from max.dtype import DType
 from max.graph import DeviceRef, TensorType, TensorValue, ops
 
-from graphs import arrange
+from graphs import arrange, formats
+from graphs.arrange import rounded
 from graphs.errors import ModelError
 
 ALIGNMENT = 64
@@ -32,25 +34,23 @@ class Filter:
         shape: R, S, C (of one group), F.
         groups: Groups of channels.
         bias: float32 [F].
+        dtype: What the filter computes in.
         dense: The arranged filter, flat; None if sparse.
-        rows: The nonzeros in the device's order: values, columns and starts; None if dense.
+        rows: The nonzeros as their op reads them (graphs/formats.py); None if dense.
         fragments: The filter as the fused stem reads it, flat; the other two are None.
         tf32: Whether a GPU may round float32 to TF32 for its products.
+        format: How the nonzeros lie (graphs/formats.py); nothing if dense.
     """
 
     shape: tuple[int, int, int, int]
     groups: int
     bias: TensorValue
+    dtype: DType
     dense: TensorValue | None = None
-    rows: tuple[TensorValue, TensorValue, TensorValue] | None = None
+    rows: tuple[TensorValue, ...] | None = None
     fragments: TensorValue | None = None
     tf32: bool = True
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype that the filter computes in."""
-        values = [self.dense, self.fragments, *(self.rows or ())]
-        return next(value.dtype for value in values if value is not None)
+    format: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class Parameters:
         prefix: What the names here begin with in ``tensors``.
         shapes: The shapes of ``tensors``, if those are to be left alone while the graph is built.
         tf32: Whether a GPU may round float32 to TF32 for products.
-        sparse: The layers, by their whole names, whose filters ``filter`` makes sparse unasked.
+        sparse: The layers, by their whole names, whose filters ``filter`` makes sparse unasked, and
+            perhaps the format of each.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Parameters:
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         *,
         tf32: bool = True,
-        sparse: Collection[str] = (),
+        sparse: Collection[str] | Mapping[str, str] = (),
     ) -> None:
         self.tensors = tensors
         self.device = device
@@ -110,36 +111,30 @@ class Parameters:
         self.prefix = prefix
         self.shapes = shapes
         self.tf32 = tf32
-        self.sparse = sparse
+        self.sparse = sparse if isinstance(sparse, Mapping) else dict.fromkeys(sparse, "")
         self.bound: dict[str, Bound] = {}
 
     def at(self, prefix: str) -> Parameters:
         """Narrows to the names that begin with ``prefix`` and a dot."""
-        narrowed = f"{self.prefix}{prefix}."
-        inner = Parameters(
-            self.tensors,
-            self.device,
-            self.dtype,
-            narrowed,
-            self.shapes,
-            tf32=self.tf32,
-            sparse=self.sparse,
-        )
-        inner.bound = self.bound
+        inner = copy.copy(self)
+        inner.prefix = f"{self.prefix}{prefix}."
         return inner
 
     def has(self, name: str) -> bool:
         """Tells whether there is a weight called ``name``."""
         return self.prefix + name in self.tensors
 
-    def filter(self, name: str, groups: int = 1, *, sparse: bool = False) -> Filter:
+    def filter(
+        self, name: str, groups: int = 1, *, sparse: bool = False, format: str = ""
+    ) -> Filter:
         """Returns ``name.filter`` (or the linear ``name.weight``) with ``name.bias``.
 
         A missing bias is zeros. With ``sparse``, or if it is one of the sparse layers, only the
-        filter's nonzeros are kept.
+        filter's nonzeros are kept, in ``format`` or else the device's general one.
         """
         key = f"{name}.filter" if self.has(f"{name}.filter") else f"{name}.weight"
         sparse = sparse or self.prefix + name in self.sparse
+        format = format or self.sparse.get(self.prefix + name, "")
         shape = self._filter_shape(key)
         bias_key = f"{name}.bias"
         if self.has(bias_key):
@@ -147,23 +142,16 @@ class Parameters:
         else:
             bias = self._bind(bias_key, lambda: np.zeros(shape[3]), (shape[3],), DType.float32)
         if sparse:
-            if self.device.is_cpu():
-                values, columns, starts = arrange.stream(self._filter(key), groups)
-            else:
-                channels = arrange.ROW // self.dtype.size_in_bytes
-                values, columns, starts = arrange.steps(self._filter(key), channels, groups)
-            if not values.size:  # MAX binds no empty buffer; no row reads this one
-                values, columns = np.zeros(1, values.dtype), np.zeros(1, columns.dtype)
-            kind = DType.from_numpy(columns.dtype)
-            rows = (
-                self._bind(f"{key}.values", lambda: values, values.shape, self.dtype),
-                self._bind(f"{key}.columns", lambda: columns, columns.shape, kind),
-                self._bind(f"{key}.row_starts", lambda: starts, starts.shape, DType.int32),
+            format = format or formats.general("cpu" if self.device.is_cpu() else "gpu")
+            arrays = formats.arranged(format, self._filter(key), groups, self.dtype)
+            rows = tuple(
+                self._bind(f"{key}.{part}", lambda array=array: array, array.shape, kind)  # type: ignore[misc]
+                for part, array, kind in arrays
             )
-            return Filter(shape, groups, bias, rows=rows)
+            return Filter(shape, groups, bias, self.dtype, rows=rows, format=format)
         make, size = self._arrangement(shape, groups)
         dense = self._bind(key, lambda: make(self._filter(key)), (size,), self.dtype)
-        return Filter(shape, groups, bias, dense=dense, tf32=self.tf32)
+        return Filter(shape, groups, bias, self.dtype, dense=dense, tf32=self.tf32)
 
     def stem(self, name: str, stride: int) -> Filter:
         """Returns ``filter(name)`` for a stem: as the fused one reads it if the device has it."""
@@ -185,7 +173,7 @@ class Parameters:
             (arrange.stem_size(shape),),
             self.dtype,
         )
-        return Filter(shape, 1, bias, fragments=fragments)
+        return Filter(shape, 1, bias, self.dtype, fragments=fragments)
 
     def levels(self, x: TensorValue) -> tuple[TensorValue, TensorValue] | None:
         """Returns mean and scale of uint8 pixels x; others are normalised already: None."""
@@ -260,14 +248,6 @@ class Parameters:
 
 def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Rounds to ``dtype``, to nearest even, C-contiguous; bfloat16 as its bits, in uint16."""
-    if dtype == DType.bfloat16:
-        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.ascontiguousarray(array, dtype.to_numpy())
 
 
 def buffer(array: np.ndarray, dtype: DType) -> Buffer:

@@ -25,7 +25,7 @@ from max.engine import CompiledModel, InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary, TensorType
 
-from graphs import cache, cvt, nodes, package, resnet, sparsity
+from graphs import cache, cvt, formats, nodes, package, resnet, sparsity
 from graphs.convolution import Convolution
 from graphs.cvt import CvtSpec
 from graphs.errors import ArgumentError, DeviceError, ImageError, ModelError
@@ -87,7 +87,8 @@ def load(
             they multiply, several times as fast; other devices multiply float32 exactly.
         sparse: What runs the pruned layers of a model (graphs/sparsity.py): ``auto``, sparse
             convolutions where measurements say that they are faster; ``always``; ``never``.
-        batch_size: Images that ``classify`` runs at a time; 32 on a GPU and 8 on a CPU if None.
+        batch_size: Images that ``classify`` runs at a time; 32 on a GPU and 8 on a CPU if None. If
+            given, ``auto`` chooses for batches of that size.
         revision: Branch, tag or commit on the hub.
         progress: Called with a sentence before each step that takes time.
 
@@ -203,7 +204,7 @@ def build(
     pixels: DType = DType.uint8,
     everything: bool = False,
     tf32: bool = True,
-    sparse: Collection[str] = (),
+    sparse: Collection[str] | Mapping[str, str] = (),
     kernels: KernelLibrary | None = None,
 ) -> tuple[Graph, Parameters]:
     """Builds the graph of a checkpoint's network for images of one size, any batch.
@@ -216,7 +217,8 @@ def build(
         pixels: uint8 levels, which the graph normalises, or float32, normalised already.
         everything: Give features and stages beside the logits.
         tf32: Whether products of float32 may be rounded to TF32 on a GPU.
-        sparse: The layers that run as sparse convolutions; see ``choose_sparse``.
+        sparse: The layers that run as sparse convolutions, and perhaps the format of each; see
+            ``choose_sparse``.
         kernels: The ops; maxvision's own, compiled if need be, if None.
 
     Returns:
@@ -253,7 +255,12 @@ def build(
 
 
 def choose_sparse(
-    checkpoint: Checkpoint, mode: str, target: Target, dtype: DType, size: tuple[int, int]
+    checkpoint: Checkpoint,
+    mode: str,
+    target: Target,
+    dtype: DType,
+    size: tuple[int, int],
+    batch: int | None = None,
 ) -> Choice:
     """Chooses which layers of a checkpoint's network run as sparse convolutions.
 
@@ -263,6 +270,7 @@ def choose_sparse(
         target: What the graph is for.
         dtype: Of activations and filters.
         size: Height and width of the images in px.
+        batch: Images that will run together; any number of them if None.
 
     Raises:
         ArgumentError: If there is no such mode.
@@ -271,7 +279,13 @@ def choose_sparse(
     """
     layers = convolutions(checkpoint.spec, size)
     zeros = {each.name: checkpoint.zeros(each.name) for each in layers}
-    return sparsity.choose(checkpoint.name, layers, zeros, mode, target, dtype)
+
+    def format_of(layer: Convolution) -> str:
+        shape = (layer.kernel, layer.kernel, layer.channels // layer.groups, layer.filters)
+        filters = checkpoint.filter(layer.name).reshape(shape)
+        return formats.choose(filters, layer.groups, target, dtype)
+
+    return sparsity.choose(checkpoint.name, layers, zeros, mode, target, dtype, format_of, batch)
 
 
 class Watch:
@@ -358,6 +372,7 @@ class Model:
         self.tf32 = tf32 and dtype == DType.float32 and device.api == "cuda"
         self.labels = source.labels
         self.preprocess = Preprocess.from_config(source.preprocess)
+        self._asked = batch_size
         self.batch_size = batch_size or (8 if device.is_host else 32)
         self.spec = source.spec
         self._source = source
@@ -469,7 +484,7 @@ class Model:
         if size not in self._choices:
             target = Target.of(self._device)
             self._choices[size] = choose_sparse(
-                self._source, self._sparse, target, self._dtype, size
+                self._source, self._sparse, target, self._dtype, size, self._asked
             )
         return self._choices[size]
 
@@ -592,6 +607,6 @@ class Model:
             pixels=pixels,
             everything=everything,
             tf32=self.tf32,
-            sparse=self._choose((height, width)).layers,
+            sparse=self._choose((height, width)).formats,
             kernels=kernels,
         )

@@ -2,11 +2,12 @@
 
 ``auto`` looks each pruned layer up in a table of measurements (graphs/breakeven/*.json, made by
 ``python -m bench sparse --table``): a row is one convolution on one image size and batch, with the
-time of its dense kernel and the times of its sparse one at several densities. A layer is sparse if
-at its own density the sparse kernel takes at most 1 / MARGIN of the dense one's time, at every
-batch that was measured: one graph runs all of them. What was not measured takes the worst of the
-rows within a factor of two in channels, filters and pixels, kernel and stride alike. Two layers
-that one dense kernel computes together are both sparse, or neither.
+time of its dense kernel and the times of its sparse one, in one format, at several densities. A
+layer is sparse if at its own density the sparse kernel takes at most 1 / MARGIN of the dense one's
+time: at every batch that was measured, since one graph runs all of them, or, where the number of
+images that run together was asked for, at the batch nearest to it. What was not measured takes the
+worst of the rows within a factor of two in channels, filters and pixels, kernel and stride alike.
+Two layers that one dense kernel computes together are both sparse, or neither.
 
 The tables are of one machine each: a kind of vector unit, or a GPU. On another one ``auto`` has
 nothing to go by, and runs dense.
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from max.dtype import DType
 
 from graphs.convolution import Convolution
 from graphs.errors import ArgumentError, DeviceError, ModelError
+from graphs.formats import general
 from graphs.target import Target, base
 
 MODES = ("auto", "always", "never")
@@ -52,6 +54,7 @@ class Row:
         batch: Images.
         dense_us: Time of the dense kernel, µs.
         sparse_us: Time of the sparse one, µs, and the density it was measured at, ascending.
+        format: Of the sparse filter (graphs/formats.py).
     """
 
     kernel: int
@@ -62,6 +65,7 @@ class Row:
     batch: int
     dense_us: float
     sparse_us: tuple[tuple[float, float], ...]
+    format: str = "stream"
 
     @property
     def macs(self) -> int:
@@ -92,9 +96,9 @@ class Row:
                 last += (self.dense_us - times[low]) / slope
         return last
 
-    def distance(self, layer: Convolution) -> float | None:
+    def distance(self, layer: Convolution, format: str) -> float | None:
         """Tells how far the row is from ``layer``, 0 if it is its own; None if too far."""
-        if (self.kernel, self.stride) != (layer.kernel, layer.stride):
+        if (self.kernel, self.stride, self.format) != (layer.kernel, layer.stride, format):
             return None
         pairs = (
             (self.channels, layer.channels),
@@ -121,15 +125,24 @@ class Table:
     measured: Mapping[str, Any]
     rows: tuple[Row, ...]
 
-    def find(self, layer: Convolution) -> list[Row]:
+    def find(self, layer: Convolution, format: str) -> list[Row]:
         """Finds the rows of ``layer``, or else all that stand for it; perhaps none."""
-        distances = [(row.distance(layer), row) for row in self.rows]
+        distances = [(row.distance(layer, format), row) for row in self.rows]
         near = [(apart, row) for apart, row in distances if apart is not None]
         return [row for apart, row in near if apart == 0] or [row for _, row in near]
 
-    def gain(self, layer: Convolution, density: float) -> float | None:
-        """Gives the least gain of ``layer`` of all batches; None if nothing stands for it."""
-        return min((row.gain(density) for row in self.find(layer)), default=None)
+    def gain(
+        self, layer: Convolution, format: str, density: float, batch: int | None = None
+    ) -> float | None:
+        """Gives the least gain of ``layer``; None if nothing stands for it.
+
+        That is of all batches, or of those that were measured nearest to ``batch``.
+        """
+        rows = self.find(layer, format)
+        if batch and rows:
+            apart = [abs(math.log2(row.batch / batch)) for row in rows]
+            rows = [row for row, far in zip(rows, apart, strict=True) if far == min(apart)]
+        return min((row.gain(density) for row in rows), default=None)
 
     def estimate(self, verdicts: Sequence[Verdict], batch: int) -> tuple[float, float]:
         """Adds up the times of the layers that it knows, at one batch size.
@@ -141,9 +154,9 @@ class Table:
         """
         dense = chosen = 0.0
         for each in verdicts:
-            rows = [row for row in self.find(each.layer) if row.batch == batch]
+            rows = [row for row in self.find(each.layer, each.format) if row.batch == batch]
             if rows:
-                row = min(rows, key=lambda row: row.distance(each.layer) or 0.0)
+                row = min(rows, key=lambda row: row.distance(each.layer, each.format) or 0.0)
                 time = row.dense_us * each.layer.macs / row.macs
                 dense += time
                 chosen += time / row.gain(1 - each.zeros) if each.sparse else time
@@ -160,6 +173,7 @@ class Verdict:
         sparse: Whether it runs as a sparse convolution.
         gain: How many times as fast as dense the table says sparse is; None if it does not.
         why: Why it is dense, or nothing.
+        format: How its nonzeros would lie in memory (graphs/formats.py).
     """
 
     layer: Convolution
@@ -167,6 +181,7 @@ class Verdict:
     sparse: bool
     gain: float | None = None
     why: str = ""
+    format: str = "stream"
 
     @property
     def pruned(self) -> bool:
@@ -206,7 +221,12 @@ class Choice:
     @property
     def layers(self) -> frozenset[str]:
         """Names the layers that run sparse."""
-        return frozenset(each.layer.name for each in self.verdicts if each.sparse)
+        return frozenset(self.formats)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Gives the format of each layer that runs sparse."""
+        return {each.layer.name: each.format for each in self.verdicts if each.sparse}
 
     @property
     def short(self) -> Chosen:
@@ -228,6 +248,8 @@ def choose(
     mode: str,
     target: Target,
     dtype: DType,
+    format_of: Callable[[Convolution], str] | None = None,
+    batch: int | None = None,
 ) -> Choice:
     """Chooses what runs each layer.
 
@@ -238,6 +260,8 @@ def choose(
         mode: One of ``MODES``.
         target: What the graph is for.
         dtype: Of activations and filters.
+        format_of: Finds the format of a pruned layer; the device's general one if None.
+        batch: Images that will run together; any number of them if None.
 
     Raises:
         ArgumentError: If there is no such mode.
@@ -246,20 +270,26 @@ def choose(
     """
     if mode not in MODES:
         raise ArgumentError(f"sparse expects {', '.join(MODES)} but is {mode!r}")
+    kinds = {each.name: general(target.api) for each in layers}
+    if format_of and mode != "never":
+        pruned = [each for each in layers if zeros[each.name] >= PRUNED and not _depthwise(each)]
+        kinds |= {each.name: format_of(each) for each in pruned}
     if mode == "always":
-        return _all(name, layers, zeros, target, dtype)
+        return _all(name, layers, zeros, kinds, target, dtype)
     if mode == "never":
         return _none(mode, layers, zeros, "as asked for")
     table = None if _unable(target, dtype) else load_table(target, dtype.name)
     if table is None:
         where = f"{'a CPU' if target.api == 'cpu' else target.name} in {dtype.name}"
         return _none(mode, layers, zeros, f"for want of a break-even table for {where}")
-    verdicts = {each.name: _weigh(each, zeros[each.name], table) for each in layers}
+    verdicts = {
+        each.name: _weigh(each, zeros[each.name], kinds[each.name], table, batch) for each in layers
+    }
     for each in verdicts.values():
         partner = verdicts.get(each.layer.partner)
         if each.sparse and partner and not partner.sparse:
             why = f"one dense kernel computes it with {partner.layer.name}"
-            verdicts[each.layer.name] = Verdict(each.layer, each.zeros, False, each.gain, why)
+            verdicts[each.layer.name] = replace(each, sparse=False, why=why)
     return Choice(mode, tuple(verdicts.values()))
 
 
@@ -267,6 +297,7 @@ def _all(
     name: str,
     layers: Sequence[Convolution],
     zeros: Mapping[str, float],
+    kinds: Mapping[str, str],
     target: Target,
     dtype: DType,
 ) -> Choice:
@@ -275,11 +306,11 @@ def _all(
     table = load_table(target, dtype.name)
     verdicts = []
     for each in layers:
-        share = zeros[each.name]
+        share, format = zeros[each.name], kinds[each.name]
         sparse = share >= PRUNED and not _depthwise(each)
-        gain = table.gain(each, 1 - share) if table and sparse else None
+        gain = table.gain(each, format, 1 - share) if table and sparse else None
         why = "" if sparse else "depthwise" if _depthwise(each) else "not pruned"
-        verdicts.append(Verdict(each, share, sparse, gain, why))
+        verdicts.append(Verdict(each, share, sparse, gain, why, format))
     if not any(each.sparse for each in verdicts):
         raise ModelError(
             f"{name}: sparse always expects a pruned model but no layer has {PRUNED:.0%} zeros;"
@@ -294,16 +325,18 @@ def _none(
     return Choice(mode, tuple(Verdict(each, zeros[each.name], False) for each in layers), note)
 
 
-def _weigh(layer: Convolution, zeros: float, table: Table) -> Verdict:
+def _weigh(
+    layer: Convolution, zeros: float, format: str, table: Table, batch: int | None
+) -> Verdict:
     if zeros < PRUNED:
         return Verdict(layer, zeros, False, why="not pruned")
     if _depthwise(layer):
         return Verdict(layer, zeros, False, why="depthwise")
-    gain = table.gain(layer, 1 - zeros)
+    gain = table.gain(layer, format, 1 - zeros, batch)
     if gain is None:
-        return Verdict(layer, zeros, False, why="no such layer was measured")
+        return Verdict(layer, zeros, False, why="no such layer was measured", format=format)
     why = "" if gain >= MARGIN else "dense is faster, or as fast"
-    return Verdict(layer, zeros, gain >= MARGIN, gain, why)
+    return Verdict(layer, zeros, gain >= MARGIN, gain, why, format)
 
 
 def _depthwise(layer: Convolution) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from max.driver import Accelerator, Buffer
+from max.driver import Accelerator, Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, read
 from max.graph import DeviceRef
@@ -40,8 +40,8 @@ from graphs.host import leave
 from graphs.preprocess import EXTENSIONS
 from graphs.replay import Execution
 from graphs.session import Model, Unchecked, build, load
-from graphs.target import Target
-from tests.ops.cases import CASES, TORCH, build_graph, check
+from graphs.target import Target, base
+from tests.ops.cases import CASES, PACKED, TORCH, Case, build_graph, check
 from weights import bundled as bundled_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,7 +128,8 @@ def compile_ops(folder: Path, target: Target, dtype: str, tf32: bool) -> None:
     """Compiles the graph of all cases."""
     with target.device() as device:
         place = DeviceRef.from_device(device)
-        graph, _ = build_graph(CASES, place, getattr(DType, dtype), tf32=tf32)
+        kind = getattr(DType, dtype)
+        graph, _ = build_graph(cases_of(kind, device), place, kind, tf32=tf32)
         compiled = InferenceSession(devices=[device]).compile(graph)
         compiled.export_mef(artifact(folder, "ops", precision(dtype, tf32)))
 
@@ -166,19 +167,26 @@ def package(folder: Path, name: str, target: str, dtype: str) -> None:
     compile(name, folder / f"{name}-{kind}-{dtype}", target=target, dtype=dtype, force=True)
 
 
+def cases_of(dtype: DType, device: Device) -> list[Case]:
+    """Lists the cases that a GPU runs at a dtype."""
+    hopper = base(device.architecture_name) == "sm_90"
+    return CASES + PACKED if hopper and dtype != DType.float32 else CASES
+
+
 def ops(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
     """Compares every case of tests/ops/cases.py with torch, and a replay with its run."""
     device = Accelerator()
     for dtype, tf32 in (PRECISIONS[name] for name in precisions):
         kernels = Unchecked() if folder else None
-        graph, parameters = build_graph(CASES, DeviceRef.GPU(), dtype, tf32=tf32, kernels=kernels)
+        cases = cases_of(dtype, device)
+        graph, parameters = build_graph(cases, DeviceRef.GPU(), dtype, tf32=tf32, kernels=kernels)
         session = InferenceSession(devices=[device])
         path = folder and artifact(folder, "ops", precision(dtype.name, tf32))
         registry = {k: v for w in parameters for k, v in w.registry(device).items()}
         compiled = read(path) if path else session.compile(graph)
         executable = session.init(compiled, weights_registry=registry)
         for batch in BATCHES:
-            arrays = itertools.chain.from_iterable(case.data(batch)[0] for case in CASES)
+            arrays = itertools.chain.from_iterable(case.data(batch)[0] for case in cases)
             inputs = [
                 Buffer.from_dlpack(
                     torch.from_numpy(a).to("cuda", None if a.dtype == np.uint8 else TORCH[dtype])
@@ -187,7 +195,7 @@ def ops(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
             ]
             torch.cuda.synchronize()
             outputs = [torch.from_dlpack(y) for y in executable.execute(*inputs)]
-            for case, output in zip(CASES, outputs, strict=True):
+            for case, output in zip(cases, outputs, strict=True):
                 record = {"case": case.name, "dtype": dtype.name, "tf32": tf32, "batch": batch}
                 try:
                     error = check(case, output, batch, TORCH[dtype], "cuda", tf32=tf32)

@@ -43,10 +43,17 @@ class Checkpoint:
 
     def zeros(self, layer: str) -> float:
         """Tells the share of zeros of a convolution's filter or a linear layer's weights."""
-        name = f"{layer}.filter" if f"{layer}.filter" in self.tensors else f"{layer}.weight"
+        name = self._filter_name(layer)
         if isinstance(self.tensors, Folded):
             return self.tensors.zeros(name)
         return share_of_zeros(self.tensors[name])
+
+    def filter(self, layer: str) -> np.ndarray:
+        """Gives a convolution's filter [R, S, C, F], or a linear layer's weights [in, out]."""
+        return np.asarray(self.tensors[self._filter_name(layer)])
+
+    def _filter_name(self, layer: str) -> str:
+        return f"{layer}.filter" if f"{layer}.filter" in self.tensors else f"{layer}.weight"
 
 
 def load(

@@ -1,2 +1,3 @@
-"""Convolution with an unstructured-sparse filter."""
+"""Convolution with a sparse filter."""
 from .op import *
+from .packed import *

@@ -206,7 +206,7 @@ comptime WIDE: List[Tile] = [
 """The tiles of 128 filters."""
 
 
-@__name(t"conv2d_blocks_{tile.label()}_{epilogue.label()}_{dtype}")
+@__name(t"sparse_conv2d_blocks_{tile.label()}_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(tile.threads())),

@@ -298,7 +298,7 @@ struct Filters[dtype: DType](DevicePassable, TrivialRegisterPassable):
         return "Filters"
 
 
-@__name(t"two_four_{config.label()}_{epilogue.label()}_{dtype}")
+@__name(t"sparse_conv2d_two_four_{config.label()}_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),

@@ -115,6 +115,24 @@ def test_the_worst_of_the_rows_counts_unless_one_is_the_layers_own(
     assert not chosen([replace(LAYER, channels=80)], 0.1).layers
 
 
+@pytest.mark.parametrize(("batch", "sparse"), [(None, False), (1, True), (3, True), (16, False)])
+def test_the_batch_that_was_asked_for_decides(
+    tables: Callable[..., None], batch: int | None, sparse: bool
+) -> None:
+    tables(ROW, replace(ROW, batch=16, dense_us=30.0))
+    zeros = {"a": 0.9}
+    choice = choose("net", [LAYER], zeros, "auto", HERE, DType.float32, batch=batch)
+    assert bool(choice.layers) == sparse
+
+
+def test_a_row_stands_for_its_format_alone(tables: Callable[..., None]) -> None:
+    tables(replace(ROW, format="blocks"))
+    arguments = ("net", [LAYER], {"a": 0.9}, "auto", HERE, DType.float32)
+    assert choose(*arguments, lambda layer: "blocks").formats == {"a": "blocks"}
+    assert not choose(*arguments, lambda layer: "tiles").layers
+    assert not choose(*arguments).layers
+
+
 def test_two_that_run_as_one_dense_kernel_are_both_sparse_or_neither(
     tables: Callable[..., None],
 ) -> None:

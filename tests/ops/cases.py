@@ -95,10 +95,12 @@ def conv(
     bias: bool = True,
     sparsity: float | None = None,
     spared: Shape | None = None,
+    format: str = "",
 ) -> Case:
     """Makes a case of conv2d, or of sparse_conv2d with a share ``sparsity`` of zeros.
 
-    Every third filter of a sparse one is empty; the number at ``spared`` stays.
+    Every third filter of a sparse one is empty; the number at ``spared`` stays. With ``format`` it
+    is sparse_conv2d_packed: two of four channels are zeros, or ``sparsity`` is of blocks.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation}
     weights = {"w.filter": (*kernel, c // groups, f)}
@@ -116,7 +118,7 @@ def conv(
         return epilogue(y.permute(0, 2, 3, 1), then, *residual)
 
     def build(w: Parameters, x: Any, *residual: Any) -> Any:
-        filter = w.filter("w", groups, sparse=sparsity is not None)
+        filter = w.filter("w", groups, sparse=sparsity is not None, format=format)
         return nodes.conv2d(
             x, filter, epilogue=then, residual=next(iter(residual), None), **geometry
         )
@@ -124,7 +126,14 @@ def conv(
     def prune(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
         if sparsity is not None:
             filters = weights["w.filter"]
-            drop = np.random.default_rng(1).random(filters.shape) < sparsity
+            rng = np.random.default_rng(1)
+            drop = rng.random(filters.shape) < sparsity
+            if format == "two_four":
+                fours = rng.random((*kernel, -(-c // 4), 4, f)).argsort(axis=3) < 2
+                drop |= fours.reshape(*kernel, -1, f)[:, :, :c]
+            if format == "blocks":
+                places = rng.random((*kernel, -(-c // 64), -(-f // 64))) < sparsity
+                drop = places.repeat(64, axis=2).repeat(64, axis=3)[:, :, :c, :f].copy()
             drop[..., ::3] = True
             if spared:
                 drop[spared] = False
@@ -701,3 +710,26 @@ def check(
 def _kept(name: str) -> bool:
     """Tells whether a weight stays float32 at every dtype."""
     return name.endswith("bias") or name == "weight"
+
+
+PACKED = [
+    conv("packed tiles 3x3", (9, 9), 72, 136, (3, 3), padding=1, sparsity=0.9, then="add_relu",
+         format="tiles"),
+    conv("packed tiles 1x1", (14, 13), 200, 72, (1, 1), sparsity=0.7, then="relu", format="tiles"),
+    conv("packed tiles of zeros", (4, 4), 64, 64, (3, 3), padding=1, sparsity=1, format="tiles"),
+    conv("packed two_four 3x3", (9, 9), 64, 136, (3, 3), padding=1, sparsity=0, then="relu",
+         format="two_four"),
+    conv("packed two_four 1x1", (14, 13), 200, 72, (1, 1), sparsity=0, then="add_relu",
+         format="two_four"),
+    conv("packed two_four 3x3/2", (15, 14), 72, 40, (3, 3), stride=2, padding=1, sparsity=0.8,
+         then="gelu", format="two_four"),
+    conv("packed blocks 3x3", (9, 9), 128, 136, (3, 3), padding=1, sparsity=0.7, then="add_relu",
+         format="blocks"),
+    conv("packed blocks of zeros", (4, 4), 64, 64, (3, 3), padding=1, sparsity=1,
+         format="blocks"),
+    conv("packed two_four of zeros", (4, 4), 64, 64, (3, 3), padding=1, sparsity=1,
+         format="two_four"),
+    conv("packed blocks 1x1/2", (15, 14), 200, 72, (1, 1), stride=2, sparsity=0.5, then="relu",
+         format="blocks"),
+]  # fmt: skip
+"""Filters that are packed for Hopper's tensor cores, of 16 bits."""

@@ -26,7 +26,7 @@ from bench.layers import nodes as layer_nodes
 from graphs import nodes
 from graphs.parameters import Parameters
 from graphs.target import Target
-from tests.ops.cases import CASES, Case
+from tests.ops.cases import CASES, PACKED, Case
 
 # Every op, both layouts of bmm's b, every branch an epilogue has: products of all ops share their
 # kernels, and sizes are run-time numbers, so these serve all other cases.
@@ -61,6 +61,8 @@ NAMES = {
 }
 # Ops for NVIDIA's tensor cores: elsewhere graphs/nodes.py takes others in their place.
 NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm"}
+# Ops for Hopper's.
+HOPPER = {"sparse_conv2d_packed", "sparse_conv2d_packed_add"}
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
 # epilogues of products and what shares their launch do not.
 FLOAT32 = NAMES - {
@@ -71,7 +73,11 @@ FLOAT32 = NAMES - {
     "linear gelu",
     "qkv_linear",
 }
+BFLOAT16 = {case.name for case in PACKED if not case.name.endswith("of zeros")}
 FLOAT16 = {
+    "packed tiles 1x1",
+    "packed two_four 3x3",
+    "packed blocks 1x1/2",
     "conv2d epilogue add_relu",
     "bmm context",
     "attention 64",
@@ -92,7 +98,10 @@ def main(architecture: str) -> int:
 
 def compile_for(architecture: str, device: Device) -> int:
     """Compiles every op for ``device``, which is of that architecture."""
+    hopper = architecture.startswith("sm_90")
     cases = [case for case in CASES if case.name in NAMES]
+    if hopper:
+        cases += [case for case in PACKED if case.name in BFLOAT16]
     graph = graph_of(cases, DeviceRef.from_device(device))
     ours = set(re.findall(r'symbol = "(\w+)"', str(graph)))
     registered = {
@@ -102,6 +111,8 @@ def compile_for(architecture: str, device: Device) -> int:
     }
     if architecture.startswith("gfx"):
         registered -= NVIDIA
+    if not hopper:
+        registered -= HOPPER
     if missing := registered - ours:
         print(f"{architecture}: no case has {', '.join(sorted(missing))}")
         return 1
@@ -134,7 +145,7 @@ def ops_without_symbols(graph: Graph, compiled: CompiledModel) -> set[str]:
 def precisions(case: Case) -> list[tuple[DType, bool]]:
     """Lists the dtypes at which a case is compiled, and whether its products may be TF32."""
     found = {
-        (DType.bfloat16, False): NAMES,
+        (DType.bfloat16, False): NAMES | BFLOAT16,
         (DType.float32, True): FLOAT32,
         (DType.float16, False): FLOAT16,
         (DType.float32, False): EXACT,

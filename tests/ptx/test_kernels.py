@@ -310,7 +310,7 @@ def run_two_four(
     kept = rng.permuted(np.broadcast_to(np.arange(4), fours.shape), axis=-1) < 2
     p.w = np.where(kept, fours, 0).astype(p.w.dtype).reshape(p.w.shape)
     got = two_four(
-        find(f"two_four_{tile.label}_{epilogue}_{dtype}"),
+        find(f"sparse_conv2d_two_four_{tile.label}_{epilogue}_{dtype}"),
         tile,
         p,
         arrange.two_four(p.w.transpose(1, 2, 3, 0)),
@@ -353,7 +353,7 @@ def test_blocks_of_zeros_are_left_out(
     keeps = grid.repeat(tile.columns, 0).repeat(width, 3)[: g.f, ..., : g.c]
     p.w = np.where(keeps, p.w, np.zeros(1, p.w.dtype))
     y = blocks(
-        find(f"conv2d_blocks_{tile.label}_{epilogue}_{dtype}"),
+        find(f"sparse_conv2d_blocks_{tile.label}_{epilogue}_{dtype}"),
         tile,
         p,
         dtype=dtype,
@@ -385,7 +385,7 @@ def test_tiled(
     p = product(rng, g, dtype)
     p.w = np.where(rng.random(p.w.shape) < density, p.w, 0).astype(p.w.dtype)
     got = tiled(
-        find(f"sparse_conv2d_tiled_{config.label}_add_relu_{dtype}"),
+        find(f"sparse_conv2d_tiles_{config.label}_add_relu_{dtype}"),
         config,
         p,
         arrange.coordinate_tiles(p.w.transpose(1, 2, 3, 0)),

@@ -1,0 +1,81 @@
+"""How the nonzeros of a sparse filter lie in memory: a format is an op, and what it reads.
+
+| format   | runs on         | filters                                  | op                   |
+| -------- | --------------- | ---------------------------------------- | -------------------- |
+| stream   | a CPU, float32  | any                                      | sparse_conv2d        |
+| steps    | any GPU         | any                                      | sparse_conv2d        |
+| tiles    | Hopper, 16 bits | any                                      | sparse_conv2d_packed |
+| two_four | Hopper, 16 bits | two of four neighbouring channels are 0  | sparse_conv2d_packed |
+| blocks   | Hopper, 16 bits | blocks of 64 filters x 64 channels are 0 | sparse_conv2d_packed |
+
+The last three do not take groups, and want C and F to be multiples of eight (the copy engine's).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from max.dtype import DType
+
+from graphs import arrange
+from graphs.target import Target, base
+
+PACKED = ("tiles", "two_four", "blocks")
+"""The formats of sparse_conv2d_packed."""
+BLOCK = 64
+"""Filters, and channels of one tap, of a block."""
+EMPTY = 0.3
+"""Share of blocks without a nonzero from which on a filter counts as pruned in blocks."""
+
+
+def general(api: str) -> str:
+    """Names the format that takes any filter on a device."""
+    return "stream" if api == "cpu" else "steps"
+
+
+def choose(filters: np.ndarray, groups: int, target: Target, dtype: DType) -> str:
+    """Chooses the format of a filter [R, S, C, F] by where its zeros are."""
+    c, f = filters.shape[2:]
+    hopper = base(target.name) == "sm_90" and dtype != DType.float32
+    if not hopper or groups > 1 or c % 8 or f % 8:
+        return general(target.api)
+    if empty_blocks(filters) >= EMPTY:
+        return "blocks"
+    return "two_four" if arrange.is_two_four(filters) else "tiles"
+
+
+def empty_blocks(filters: np.ndarray) -> float:
+    """Computes the share of blocks of [R, S, C, F] without a nonzero."""
+    c, f = filters.shape[2:]
+    rows = np.logical_or.reduceat(filters != 0, np.arange(0, c, BLOCK), axis=2)
+    blocks = np.logical_or.reduceat(rows, np.arange(0, f, BLOCK), axis=3)
+    return 1 - float(blocks.mean()) if blocks.size else 0.0
+
+
+def arranged(
+    format: str, filters: np.ndarray, groups: int, dtype: DType
+) -> list[tuple[str, np.ndarray, DType]]:
+    """Arranges [R, S, C, F] in a format.
+
+    Returns:
+        The arrays that its op reads: name, values, and the dtype they are rounded to.
+    """
+    if format == "tiles":
+        words, starts = arrange.coordinate_tiles(arrange.rounded(filters, dtype))
+        words = words if words.size else np.zeros(1, words.dtype)  # MAX binds no empty buffer
+        return [("packed", words, DType.uint32), ("places", starts, DType.int32)]
+    if format == "two_four":
+        values, indices = arrange.two_four(filters)
+        return [("packed", values, dtype), ("places", indices, DType.uint32)]
+    if format == "blocks":
+        channels = arrange.ROW // dtype.size_in_bytes
+        blocks, lists = arrange.block_steps(filters, BLOCK, channels)
+        return [("packed", blocks.reshape(-1), dtype), ("places", lists.reshape(-1), DType.int32)]
+    if format == "stream":
+        values, columns, starts = arrange.stream(filters, groups)
+    else:
+        channels = arrange.ROW // dtype.size_in_bytes
+        values, columns, starts = arrange.steps(filters, channels, groups)
+    if not values.size:  # MAX binds no empty buffer; no row reads this one
+        values, columns = np.zeros(1, values.dtype), np.zeros(1, columns.dtype)
+    kind = DType.from_numpy(columns.dtype)
+    return [("values", values, dtype), ("columns", columns, kind), ("starts", starts, DType.int32)]

@@ -1,0 +1,165 @@
+"""Sparse convolution of filters that are packed for Hopper: registration and the choice of a kernel.
+
+A format is two arrays, which graphs/arrange.py makes and the kernel's own file describes.
+
+tiles: nonzeros with their places in a tile, and where each tile's begin (tiled.mojo).
+two_four: values, and which two of each four they are (two_four.mojo).
+blocks: blocks of 64 filters x 128 bytes of channels, and where they belong (blocks.mojo).
+"""
+
+from extensibility import InputTensor, ManagedTensorSlice, OutputTensor, register
+from max.gpu.host import DeviceContext
+from std.math import ceildiv
+from std.sys import size_of
+
+from ..epilogue import Epilogue
+from ..gemm.hopper import ROW
+from ..geometry import Geometry
+from ..operands import F32, Data, Operands, data
+from ..target import IS_HOPPER
+from .blocks import blocks_conv2d
+from .tiled import sparse_conv2d_tiled
+from .two_four import two_four_conv2d
+
+comptime FILTERS = 64
+"""Filters of a block, as in graphs/formats.py."""
+
+
+@always_inline
+def _sparse_conv2d_packed[
+    dtype: DType, //, target: StaticString, name: StaticString, format: StaticString
+](
+    g: Geometry,
+    o: Operands[dtype],
+    packed: ManagedTensorSlice,
+    places: ManagedTensorSlice,
+    ctx: DeviceContext,
+) raises:
+    comptime assert Epilogue.known(
+        name
+    ), "sparse_conv2d_packed: epilogue expects none, relu, gelu, add or add_relu"
+    comptime assert (
+        target == "gpu" and IS_HOPPER
+    ), "sparse_conv2d_packed: expects a Hopper GPU; others take sparse_conv2d"
+    if g.pixels() == 0:
+        return
+    comptime epilogue = Epilogue(name)
+    var w = data(packed).unsafe_bitcast[Scalar[dtype]]()
+    var filled = Operands[dtype](o.x, w, o.bias, o.residual, o.y)
+    comptime if format == "tiles":
+        sparse_conv2d_tiled[dtype, epilogue](
+            g,
+            o,
+            rebind[Data[DType.uint32]](data(packed)),
+            rebind[Data[DType.int32]](data(places)),
+            ctx,
+        )
+    elif format == "two_four":
+        two_four_conv2d[dtype, epilogue](g, filled, rebind[Data[DType.uint32]](data(places)), ctx)
+    elif format == "blocks":
+        blocks_conv2d[dtype, epilogue, FILTERS](
+            g,
+            filled,
+            rebind[Data[DType.int32]](data(places)),
+            places.size() // ceildiv(g.f, FILTERS),
+            packed.size() * size_of[dtype]() // (FILTERS * ROW),
+            ctx,
+        )
+    else:
+        comptime assert False, "sparse_conv2d_packed: format expects tiles, two_four or blocks"
+
+
+@register("sparse_conv2d_packed")
+struct SparseConv2dPacked:
+    """Convolves x[N, H, W, C] into y[N, P, Q, F]."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, epilogue: StaticString, format: StaticString
+    ](
+        y: OutputTensor[rank=4, ...],
+        x: InputTensor[dtype=y.dtype, rank=4, ...],
+        packed: InputTensor[rank=1, ...],
+        places: InputTensor[rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
+        window: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "gpu".
+            epilogue: "none", "relu" or "gelu".
+            format: How the filter is packed.
+
+        Args:
+            y: Result [N, P, Q, F].
+            x: Activations [N, H, W, C].
+            packed: What is left of the filter, in the format's order.
+            places: Where that belongs.
+            bias: [F].
+            window: The nine numbers of geometry.mojo, in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        comptime assert not Epilogue(
+            epilogue
+        ).adds, "sparse_conv2d_packed: sparse_conv2d_packed_add takes the residual"
+        _sparse_conv2d_packed[target, epilogue, format](
+            Geometry(x.shape(), y.shape(), data(window)),
+            Operands[y.dtype](data(x), data(x), data(bias), data(x), data(y)),
+            packed,
+            places,
+            ctx,
+        )
+
+
+@register("sparse_conv2d_packed_add")
+struct SparseConv2dPackedAdd:
+    """Convolves and adds residual[N, P, Q, F]."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, epilogue: StaticString, format: StaticString
+    ](
+        y: OutputTensor[rank=4, ...],
+        x: InputTensor[dtype=y.dtype, rank=4, ...],
+        packed: InputTensor[rank=1, ...],
+        places: InputTensor[rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
+        residual: InputTensor[dtype=y.dtype, rank=4, ...],
+        window: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "gpu".
+            epilogue: "add" or "add_relu".
+            format: How the filter is packed.
+
+        Args:
+            y: Result [N, P, Q, F].
+            x: Activations [N, H, W, C].
+            packed: What is left of the filter, in the format's order.
+            places: Where that belongs.
+            bias: [F].
+            residual: [N, P, Q, F].
+            window: The nine numbers of geometry.mojo, in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        comptime assert Epilogue(
+            epilogue
+        ).adds, "sparse_conv2d_packed: an epilogue that adds is expected here"
+        _sparse_conv2d_packed[target, epilogue, format](
+            Geometry(x.shape(), y.shape(), data(window)),
+            Operands[y.dtype](data(x), data(x), data(bias), data(residual), data(y)),
+            packed,
+            places,
+            ctx,
+        )
