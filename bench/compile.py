@@ -65,7 +65,8 @@ def _compile(options: argparse.Namespace, device: Device) -> int:
         size = (prepare.height, prepare.width)
         for dtype in options.dtypes:
             kind, tf32 = DTYPES[dtype], options.tf32
-            sparse = choose_sparse(model, "auto", Target.parse(options.target), kind, size).formats
+            target = Target.parse(options.target)
+            sparse = choose_sparse(model, "auto", target, kind, size, tf32=tf32).formats
             graph, _ = build(model, place, kind, size=size, tf32=tf32, sparse=sparse)
             file = precision(dtype, tf32)
             export(artifact(options.out, name, file), graph)

@@ -17,6 +17,8 @@ BEGIN = "<!-- made by python -m bench report from bench/results: do not edit -->
 END = "<!-- end of what is made -->"
 SHOWN = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 """Shares of zeros that the tables have a column for."""
+FORMATS = {"unstructured": ("steps", "tiles"), "2:4": ("two_four",), "64x64": ("blocks",)}
+"""The formats that are shown of each pattern of zeros."""
 
 Record = dict[str, Any]
 
@@ -56,6 +58,8 @@ def section(records: Sequence[Record], heading: str, source: str) -> Iterator[st
     layers = [each for each in records if each["kind"] == "sparse layer"]
     for (model, dtype, batch), group in grouped(layers, "model", "dtype", "batch").items():
         for (pattern, format), of_format in split(group).items():
+            if pattern in FORMATS and format not in FORMATS[pattern]:
+                continue  # the few layers that suit it by chance
             kernel = f", {pattern} zeros as `{format}`" if format else ""
             yield f"#### Layers of {model}, {dtype}, batch {batch}{kernel}"
             yield layers_table(of_format)
@@ -123,7 +127,7 @@ def curves(records: Sequence[Record]) -> Any:
         (model, f"{batch}, {dtype} {format}".rstrip() if format else batch): of_format
         for (model, dtype, batch), group in grouped(layers, "model", "dtype", "batch").items()
         for (pattern, format), of_format in split(group).items()
-        if pattern in ("", "unstructured")
+        if pattern in ("", "unstructured") and format in ("", *FORMATS["unstructured"])
     }
     wide = min(2, len(panels))
     high = math.ceil(len(panels) / wide)

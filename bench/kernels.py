@@ -135,13 +135,13 @@ def _measure(
         us, error = times[row]
         dense_us = times[dense[case.layer, "dense"]][0]
         exact = dense.get((case.layer, "exact"))
-        chosen = formats.choose(case.filters, case.layer.groups, target, dtype)
+        suited_here = formats.suited(case.filters, case.layer.groups, target, dtype)
         yield {
             "kind": "sparse layer", "batch": batch, "layer": case.layer.title(),
             "kernel": case.layer.kernel, "stride": case.layer.stride,
             "channels": case.layer.channels, "filters": case.layer.filters,
             "pixels": case.layer.pixels, "count": len(case.names), "names": case.names,
-            "pattern": case.pattern, "format": kind, "chosen": kind == chosen,
+            "pattern": case.pattern, "format": kind, "suited": kind in suited_here,
             "density": rounded(case.density, 3),
             "dense_us": rounded(dense_us), "sparse_us": rounded(us),
             "dense_p10_us": rounded(dense_us), "sparse_p10_us": rounded(us),
@@ -193,11 +193,10 @@ def cudnn_us(layer: Convolution, batch: int, dtype: DType) -> float:
 
 
 def _suited(case: Case, target: Target, dtype: DType) -> list[str]:
-    """Names the formats that a case is measured in: the one that runs, and other designs."""
-    found = [formats.choose(case.filters, case.layer.groups, target, dtype)]
-    if case.pattern in ("", "unstructured"):
-        found.append("steps")
-    return list(dict.fromkeys(found))
+    """Names the formats that a case is measured in: those that suit it, and the general one."""
+    found = formats.suited(case.filters, case.layer.groups, target, dtype)
+    general = ["steps"] if case.pattern in ("", "unstructured") else []
+    return list(dict.fromkeys([*found, *general]))
 
 
 def _write(place: Path, case: Case, kinds: Sequence[str], dtype: DType) -> None:

@@ -82,7 +82,7 @@ def compile(
         kind = find_dtype(dtype, device)
         place = DeviceRef.from_device(device)
         rounds = tf32 and kind == DType.float32 and wanted.api == "cuda"
-        choice = choose_sparse(checkpoint, sparse, wanted, kind, size)
+        choice = choose_sparse(checkpoint, sparse, wanted, kind, size, tf32=tf32)
 
         def built(kernels: KernelLibrary | None = None) -> tuple[Graph, Parameters]:
             layers = choice.formats

@@ -17,7 +17,8 @@ class Convolution:
         filters: Channels of the output.
         size: Of the output, P and Q; tokens are a row.
         groups: Groups of channels.
-        partner: The convolution that one op computes together with it on a CPU, or nothing.
+        partner: The convolution whose sum with it is one op, or nothing.
+        chain: The convolution before or after it that a GPU computes in the same op, or nothing.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Convolution:
     size: tuple[int, int]
     groups: int = 1
     partner: str = ""
+    chain: str = ""
 
     @property
     def pixels(self) -> int:

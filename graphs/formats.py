@@ -32,15 +32,15 @@ def general(api: str) -> str:
     return "stream" if api == "cpu" else "steps"
 
 
-def choose(filters: np.ndarray, groups: int, target: Target, dtype: DType) -> str:
-    """Chooses the format of a filter [R, S, C, F] by where its zeros are."""
+def suited(filters: np.ndarray, groups: int, target: Target, dtype: DType) -> tuple[str, ...]:
+    """Lists the formats of a filter [R, S, C, F] by where its zeros are, the most special first."""
     c, f = filters.shape[2:]
     hopper = base(target.name) == "sm_90" and dtype != DType.float32
     if not hopper or groups > 1 or c % 8 or f % 8:
-        return general(target.api)
-    if empty_blocks(filters) >= EMPTY:
-        return "blocks"
-    return "two_four" if arrange.is_two_four(filters) else "tiles"
+        return (general(target.api),)
+    found = ["blocks"] if empty_blocks(filters) >= EMPTY else []
+    found += ["two_four"] if arrange.is_two_four(filters) else []
+    return (*found, "tiles")
 
 
 def empty_blocks(filters: np.ndarray) -> float:

@@ -6,11 +6,12 @@ Activations are NHWC. Batch normalisation is folded into the filters at weight i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from max.graph import TensorValue
 
+from graphs.arrange import CHAINS
 from graphs.convolution import Convolution, windows
 from graphs.nodes import avgpool, conv2d, conv2d_chain, conv2d_shortcut, linear, stem_maxpool
 from graphs.outputs import Outputs
@@ -135,6 +136,12 @@ def convolutions(spec: ResNetSpec, size: tuple[int, int]) -> list[Convolution]:
         found.append(Convolution(name, kernel, stride, c, f, size, partner=joins))
         return size
 
+    def chain(inner: int) -> None:
+        """Ties a block's last convolution and the next one's first where one op has both."""
+        last, following = found[-2:]
+        if not last.partner and (last.channels, inner) in CHAINS:
+            found[-2:] = replace(last, chain=following.name), replace(following, chain=last.name)
+
     size = windows(conv("stem", 7, 2, spec.channels, spec.stem_width, size), 3, 2, 1)
     c = spec.stem_width
     for i, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
@@ -151,6 +158,8 @@ def convolutions(spec: ResNetSpec, size: tuple[int, int]) -> list[Convolution]:
                 inner = width // 4
                 first, second = (stride, 1) if spec.stride_on_1x1 else (1, stride)
                 size = conv(f"{name}.conv1", 1, first, c, inner, size)
+                if first == 1 and (i, j) != (0, 0):
+                    chain(inner)
                 size = conv(f"{name}.conv2", 3, second, inner, inner, size)
                 last = f"{name}.conv3"
                 conv(last, 1, 1, inner, width, size, shortcut)

@@ -261,6 +261,8 @@ def choose_sparse(
     dtype: DType,
     size: tuple[int, int],
     batch: int | None = None,
+    *,
+    tf32: bool = True,
 ) -> Choice:
     """Chooses which layers of a checkpoint's network run as sparse convolutions.
 
@@ -271,6 +273,7 @@ def choose_sparse(
         dtype: Of activations and filters.
         size: Height and width of the images in px.
         batch: Images that will run together; any number of them if None.
+        tf32: Whether a GPU may round float32 to TF32 for dense products.
 
     Raises:
         ArgumentError: If there is no such mode.
@@ -280,12 +283,22 @@ def choose_sparse(
     layers = convolutions(checkpoint.spec, size)
     zeros = {each.name: checkpoint.zeros(each.name) for each in layers}
 
-    def format_of(layer: Convolution) -> str:
+    def formats_of(layer: Convolution) -> tuple[str, ...]:
         shape = (layer.kernel, layer.kernel, layer.channels // layer.groups, layer.filters)
         filters = checkpoint.filter(layer.name).reshape(shape)
-        return formats.choose(filters, layer.groups, target, dtype)
+        return formats.suited(filters, layer.groups, target, dtype)
 
-    return sparsity.choose(checkpoint.name, layers, zeros, mode, target, dtype, format_of, batch)
+    return sparsity.choose(
+        checkpoint.name,
+        layers,
+        zeros,
+        mode,
+        target,
+        dtype,
+        tf32=tf32,
+        formats_of=formats_of,
+        batch=batch,
+    )
 
 
 class Watch:
@@ -484,7 +497,13 @@ class Model:
         if size not in self._choices:
             target = Target.of(self._device)
             self._choices[size] = choose_sparse(
-                self._source, self._sparse, target, self._dtype, size, self._asked
+                self._source,
+                self._sparse,
+                target,
+                self._dtype,
+                size,
+                self._asked,
+                tf32=self.tf32,
             )
         return self._choices[size]
 

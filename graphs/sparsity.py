@@ -7,7 +7,8 @@ layer is sparse if at its own density the sparse kernel takes at most 1 / MARGIN
 time: at every batch that was measured, since one graph runs all of them, or, where the number of
 images that run together was asked for, at the batch nearest to it. What was not measured takes the
 worst of the rows within a factor of two in channels, filters and pixels, kernel and stride alike.
-Two layers that one dense kernel computes together are both sparse, or neither.
+Two layers that one dense kernel computes together are both sparse, or neither; on a GPU linear
+layers over tokens, of which dense kernels compute several, stay dense.
 
 The tables are of one machine each: a kind of vector unit, or a GPU. On another one ``auto`` has
 nothing to go by, and runs dense.
@@ -144,6 +145,13 @@ class Table:
             rows = [row for row, far in zip(rows, apart, strict=True) if far == min(apart)]
         return min((row.gain(density) for row in rows), default=None)
 
+    def best(
+        self, layer: Convolution, kinds: Sequence[str], density: float, batch: int | None
+    ) -> tuple[str, float | None]:
+        """Finds the format of the largest gain, and that gain; the first if none was measured."""
+        gains = {kind: self.gain(layer, kind, density, batch) for kind in kinds}
+        return max(gains.items(), key=lambda each: each[1] or 0.0)
+
     def estimate(self, verdicts: Sequence[Verdict], batch: int) -> tuple[float, float]:
         """Adds up the times of the layers that it knows, at one batch size.
 
@@ -248,7 +256,9 @@ def choose(
     mode: str,
     target: Target,
     dtype: DType,
-    format_of: Callable[[Convolution], str] | None = None,
+    *,
+    tf32: bool = True,
+    formats_of: Callable[[Convolution], Sequence[str]] | None = None,
     batch: int | None = None,
 ) -> Choice:
     """Chooses what runs each layer.
@@ -260,7 +270,9 @@ def choose(
         mode: One of ``MODES``.
         target: What the graph is for.
         dtype: Of activations and filters.
-        format_of: Finds the format of a pruned layer; the device's general one if None.
+        tf32: Whether a GPU may round float32 to TF32 for dense products.
+        formats_of: Finds the formats that suit a pruned layer, of which the fastest is taken, or
+            the first where that is not known; the device's general one if None.
         batch: Images that will run together; any number of them if None.
 
     Raises:
@@ -270,25 +282,30 @@ def choose(
     """
     if mode not in MODES:
         raise ArgumentError(f"sparse expects {', '.join(MODES)} but is {mode!r}")
-    kinds = {each.name: general(target.api) for each in layers}
-    if format_of and mode != "never":
+    kinds: dict[str, Sequence[str]] = {each.name: (general(target.api),) for each in layers}
+    if formats_of and mode != "never":
         pruned = [each for each in layers if zeros[each.name] >= PRUNED and not _depthwise(each)]
-        kinds |= {each.name: format_of(each) for each in pruned}
+        kinds |= {each.name: formats_of(each) for each in pruned}
     if mode == "always":
-        return _all(name, layers, zeros, kinds, target, dtype)
+        return _all(name, layers, zeros, kinds, target, dtype, tf32, batch)
     if mode == "never":
         return _none(mode, layers, zeros, "as asked for")
-    table = None if _unable(target, dtype) else load_table(target, dtype.name)
+    kind = precision(target, dtype, tf32)
+    table = None if _unable(target, dtype) else load_table(target, kind)
     if table is None:
-        where = f"{'a CPU' if target.api == 'cpu' else target.name} in {dtype.name}"
+        where = f"{'a CPU' if target.api == 'cpu' else target.name} in {kind}"
         return _none(mode, layers, zeros, f"for want of a break-even table for {where}")
     verdicts = {
         each.name: _weigh(each, zeros[each.name], kinds[each.name], table, batch) for each in layers
     }
     for each in verdicts.values():
-        partner = verdicts.get(each.layer.partner)
-        if each.sparse and partner and not partner.sparse:
-            why = f"one dense kernel computes it with {partner.layer.name}"
+        tied = each.layer.partner or (each.layer.chain if target.api != "cpu" else "")
+        other = verdicts.get(tied)
+        if each.sparse and other and not other.sparse:
+            why = f"one dense kernel computes it with {tied}"
+            verdicts[each.layer.name] = replace(each, sparse=False, why=why)
+        elif each.sparse and target.api != "cpu" and each.layer.size[0] == 1:
+            why = "one dense kernel computes it with others"
             verdicts[each.layer.name] = replace(each, sparse=False, why=why)
     return Choice(mode, tuple(verdicts.values()))
 
@@ -297,18 +314,21 @@ def _all(
     name: str,
     layers: Sequence[Convolution],
     zeros: Mapping[str, float],
-    kinds: Mapping[str, str],
+    kinds: Mapping[str, Sequence[str]],
     target: Target,
     dtype: DType,
+    tf32: bool,
+    batch: int | None,
 ) -> Choice:
     if problem := _unable(target, dtype):
         raise DeviceError(f"{name}: sparse always expects {problem}; take that, or sparse auto")
-    table = load_table(target, dtype.name)
+    table = load_table(target, precision(target, dtype, tf32))
     verdicts = []
     for each in layers:
-        share, format = zeros[each.name], kinds[each.name]
+        share, format, gain = zeros[each.name], kinds[each.name][0], None
         sparse = share >= PRUNED and not _depthwise(each)
-        gain = table.gain(each, format, 1 - share) if table and sparse else None
+        if table and sparse:
+            format, gain = table.best(each, kinds[each.name], 1 - share, batch)
         why = "" if sparse else "depthwise" if _depthwise(each) else "not pruned"
         verdicts.append(Verdict(each, share, sparse, gain, why, format))
     if not any(each.sparse for each in verdicts):
@@ -326,13 +346,13 @@ def _none(
 
 
 def _weigh(
-    layer: Convolution, zeros: float, format: str, table: Table, batch: int | None
+    layer: Convolution, zeros: float, kinds: Sequence[str], table: Table, batch: int | None
 ) -> Verdict:
     if zeros < PRUNED:
         return Verdict(layer, zeros, False, why="not pruned")
     if _depthwise(layer):
         return Verdict(layer, zeros, False, why="depthwise")
-    gain = table.gain(layer, format, 1 - zeros, batch)
+    format, gain = table.best(layer, kinds, 1 - zeros, batch)
     if gain is None:
         return Verdict(layer, zeros, False, why="no such layer was measured", format=format)
     why = "" if gain >= MARGIN else "dense is faster, or as fast"
@@ -350,8 +370,15 @@ def _unable(target: Target, dtype: DType) -> str:
     return ""
 
 
+def precision(target: Target, dtype: DType, tf32: bool) -> str:
+    """Names the dtype of a table: ``float32-exact`` is a GPU's without TF32."""
+    exact = dtype == DType.float32 and not tf32 and target.api == "cuda"
+    return f"{dtype.name}-exact" if exact else dtype.name
+
+
 def load_table(target: Target, dtype: str) -> Table | None:
-    """Reads the table of a device and dtype, if there is one."""
+    """Reads the table of a device and dtype, if there is one; float16 takes as long as bfloat16."""
+    dtype = "bfloat16" if dtype == "float16" else dtype
     return read_table(TABLES / table_name(target, dtype))
 
 

@@ -46,10 +46,11 @@ def test_every_format_is_measured_beside_dense(program: Path) -> None:
     drawn = cases()
     records = list(kernels.measure(drawn, (1, 8), HOPPER, DType.bfloat16, program))
     taken = [r for r in records if r["channels"] > 3 and r["filters"] % 8 == 0]
-    formats = {(r["pattern"], r["format"]): r["chosen"] for r in taken}
+    formats = {(r["pattern"], r["format"]): r["suited"] for r in taken}
     assert formats == {
         ("unstructured", "tiles"): True, ("unstructured", "steps"): False,
-        ("2:4", "two_four"): True, ("64x64", "blocks"): True,
+        ("2:4", "two_four"): True, ("2:4", "tiles"): True,
+        ("64x64", "blocks"): True, ("64x64", "tiles"): True,
     }  # fmt: skip
     assert all(r["passed"] == (r["format"] != "two_four") for r in records)
     assert {(r["dense_us"], r["sparse_us"], r["gain"]) for r in records} == {(10, 4, 2.5)}
@@ -60,7 +61,7 @@ def test_every_format_is_measured_beside_dense(program: Path) -> None:
 def test_float32_has_a_dense_kernel_more(program: Path) -> None:
     drawn = [case for case in cases() if case.pattern == "unstructured"]
     records = list(kernels.measure(drawn, (1,), HOPPER, DType.float32, program))
-    assert {(r["format"], r["chosen"], r["exact_us"]) for r in records} == {("steps", True, 4.0)}
+    assert {(r["format"], r["suited"], r["exact_us"]) for r in records} == {("steps", True, 4.0)}
 
 
 def test_blocks_and_fours_are_what_they_say() -> None:

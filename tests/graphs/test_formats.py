@@ -18,7 +18,7 @@ HALF = DType.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("filters", "groups", "target", "dtype", "format"),
+    ("filters", "groups", "target", "dtype", "suited"),
     [
         (RANDOM, 1, "cpu", DType.float32, "stream"),
         (BLOCKS, 1, "cpu", DType.float32, "stream"),
@@ -30,16 +30,16 @@ HALF = DType.bfloat16
         (RANDOM[..., :100], 1, "sm_90a", HALF, "steps"),
         (RANDOM, 1, "sm_90a", HALF, "tiles"),
         (RANDOM, 1, "sm_90a", DType.float16, "tiles"),
-        (FOURS, 1, "sm_90a", HALF, "two_four"),
-        (BLOCKS, 1, "sm_90a", HALF, "blocks"),
-        (FOURS * (np.arange(192) < 128), 1, "sm_90a", HALF, "blocks"),
-        (np.zeros_like(FILTERS), 1, "sm_90a", HALF, "blocks"),
+        (FOURS, 1, "sm_90a", HALF, "two_four tiles"),
+        (BLOCKS, 1, "sm_90a", HALF, "blocks tiles"),
+        (FOURS * (np.arange(192) < 128), 1, "sm_90a", HALF, "blocks two_four tiles"),
+        (np.zeros_like(FILTERS), 1, "sm_90a", HALF, "blocks two_four tiles"),
     ],
 )
-def test_the_zeros_decide_on_the_format(
-    filters: np.ndarray, groups: int, target: str, dtype: DType, format: str
+def test_the_zeros_decide_which_formats_suit(
+    filters: np.ndarray, groups: int, target: str, dtype: DType, suited: str
 ) -> None:
-    assert formats.choose(filters, groups, Target.parse(target), dtype) == format
+    assert formats.suited(filters, groups, Target.parse(target), dtype) == tuple(suited.split())
 
 
 @pytest.mark.parametrize("format", ["stream", "steps", *formats.PACKED])

@@ -22,6 +22,7 @@ from graphs import ahead, cache, cli, package, sparsity
 from graphs.convolution import Convolution
 from graphs.errors import ArgumentError, DeviceError, ModelError
 from graphs.pipeline import Times
+from graphs.resnet import RESNETS
 from graphs.session import Unchecked, build, choose_sparse, convolutions
 from graphs.sparsity import MARGIN, TABLES, Row, choose, read_table, table_name
 from graphs.target import Target
@@ -125,12 +126,51 @@ def test_the_batch_that_was_asked_for_decides(
     assert bool(choice.layers) == sparse
 
 
-def test_a_row_stands_for_its_format_alone(tables: Callable[..., None]) -> None:
-    tables(replace(ROW, format="blocks"))
-    arguments = ("net", [LAYER], {"a": 0.9}, "auto", HERE, DType.float32)
-    assert choose(*arguments, lambda layer: "blocks").formats == {"a": "blocks"}
-    assert not choose(*arguments, lambda layer: "tiles").layers
-    assert not choose(*arguments).layers
+def test_of_formats_that_suit_the_fastest_is_taken(tables: Callable[..., None]) -> None:
+    tables(replace(ROW, format="blocks"), replace(ROW, format="tiles", dense_us=200.0))
+
+    def formats(*suited: str) -> dict[str, str]:
+        layers, zeros = [LAYER], {"a": 0.9}
+        return choose(
+            "net", layers, zeros, "auto", HERE, DType.float32, formats_of=lambda layer: suited
+        ).formats
+
+    assert formats("blocks") == {"a": "blocks"}
+    assert formats("blocks", "tiles") == formats("tiles", "two_four") == {"a": "tiles"}
+    assert formats("two_four") == {} == formats("steps")
+
+
+@pytest.mark.parametrize(
+    ("format", "zeros", "batch", "least"),
+    [("tiles", 0.9, 1, 8), ("tiles", 0.9, 32, 0), ("tiles", 0.9, None, 0),
+     ("two_four", 0.5, 32, 16), ("two_four", 0.5, 1, 0), ("blocks", 0.75, None, 30)],
+)  # fmt: skip
+def test_auto_on_hopper(format: str, zeros: float, batch: int | None, least: int) -> None:
+    layers = convolutions(RESNETS["resnet50"], (224, 224))
+    choice = choose(
+        "net", layers, {each.name: zeros for each in layers}, "auto", Target.parse("sm_90a"),
+        DType.bfloat16, formats_of=lambda layer: (format,), batch=batch,
+    )  # fmt: skip
+    assert least <= len(choice.layers) <= 52 * (least > 0)
+    for each in choice.verdicts:
+        ties = {each.layer.partner, each.layer.chain} - {""}
+        assert not each.sparse or ties <= choice.layers
+        assert not each.sparse or (each.gain or 0) >= MARGIN
+    chained = [each.layer.name for each in choice.verdicts if each.layer.chain]
+    assert chained[:4] == [
+        "stages.0.1.conv3", "stages.0.2.conv1", "stages.0.2.conv3", "stages.1.0.conv1",
+    ]  # fmt: skip
+
+
+def test_a_gpu_without_tf32_has_a_table_of_its_own() -> None:
+    hopper = Target.parse("sm_90a")
+    names = [
+        sparsity.precision(hopper, DType.float32, True),
+        sparsity.precision(hopper, DType.float32, False),
+        sparsity.precision(hopper, DType.bfloat16, False),
+        sparsity.precision(HERE, DType.float32, False),
+    ]
+    assert names == ["float32", "float32-exact", "bfloat16", "float32"]
 
 
 def test_two_that_run_as_one_dense_kernel_are_both_sparse_or_neither(
