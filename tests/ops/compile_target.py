@@ -75,9 +75,6 @@ FLOAT32 = NAMES - {
 }
 BFLOAT16 = {case.name for case in PACKED if not case.name.endswith("of zeros")}
 FLOAT16 = {
-    "packed tiles 1x1",
-    "packed two_four 3x3",
-    "packed blocks 1x1/2",
     "conv2d epilogue add_relu",
     "bmm context",
     "attention 64",
