@@ -26,7 +26,7 @@ Blocks start while the kernel before them still runs (programmatic dependent lau
 tensor maps and the first filters are loaded before they wait for the activations.
 
 float32 is multiplied as TF32: the copy engine rounds x and w to 10 bits of mantissa on their way,
-to nearest even (CUDA's driver API; triton-lang/triton#11751). IT HAS NOT RUN YET in float32.
+to nearest even (CUDA's driver API; triton-lang/triton#11751).
 C has to be a multiple of 16 bytes, and F one of 8.
 After Osama et al. 2023 (arXiv:2301.03598) and the PTX ISA 8.0, sections 5.5 and 9.7.14.
 """
