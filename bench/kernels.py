@@ -99,13 +99,14 @@ def measure(
         if program is None:
             program = folder / "sparse"
             compile_program("sparse", program)
-        suited = [_suited(case, target, dtype) for case in cases]
+        suited = [formats.suited(case.filters, case.layer.groups, target, dtype) for case in cases]
         places = [folder / str(i) for i in range(len(cases))]
         with ProcessPoolExecutor(cores()) as pool:
-            for _ in pool.map(_write, places, cases, suited, [dtype] * len(cases)):
+            kinds = map(_measured, cases, suited)
+            for _ in pool.map(_write, places, cases, kinds, [dtype] * len(cases)):
                 pass
         for batch in batches:
-            yield from _measure(cases, suited, places, batch, target, dtype, program)
+            yield from _measure(cases, suited, places, batch, dtype, program)
 
 
 def _measure(
@@ -113,35 +114,33 @@ def _measure(
     suited: Sequence[Sequence[str]],
     places: Sequence[Path],
     batch: int,
-    target: Target,
     dtype: DType,
     program: Path,
 ) -> Iterator[dict[str, Any]]:
     """Measures one batch size."""
     lines: list[str] = []
     dense: dict[tuple[Convolution, str], int] = {}
-    wanted: list[tuple[Case, str, int]] = []
-    for case, kinds, place in zip(cases, suited, places, strict=True):
+    wanted: list[tuple[Case, str, bool, int]] = []
+    for case, suits, place in zip(cases, suited, places, strict=True):
         for kind in ["dense", "exact"] if dtype == DType.float32 else ["dense"]:
             if (case.layer, kind) not in dense:
                 dense[case.layer, kind] = len(lines)
                 lines.append(_line(kind, dtype, case.layer, batch, place))
-        for kind in kinds:
-            wanted.append((case, kind, len(lines)))
+        for kind in _measured(case, suits):
+            wanted.append((case, kind, kind in suits, len(lines)))
             lines.append(_line(kind, dtype, case.layer, batch, place / kind))
     times = _run(program, places[0].parent / "lines", lines)
     cudnn = {layer: cudnn_us(layer, batch, dtype) for layer in {each.layer for each in cases}}
-    for case, kind, row in wanted:
+    for case, kind, suits_case, row in wanted:
         us, error = times[row]
         dense_us = times[dense[case.layer, "dense"]][0]
         exact = dense.get((case.layer, "exact"))
-        suited_here = formats.suited(case.filters, case.layer.groups, target, dtype)
         yield {
             "kind": "sparse layer", "batch": batch, "layer": case.layer.title(),
             "kernel": case.layer.kernel, "stride": case.layer.stride,
             "channels": case.layer.channels, "filters": case.layer.filters,
             "pixels": case.layer.pixels, "count": len(case.names), "names": case.names,
-            "pattern": case.pattern, "format": kind, "suited": kind in suited_here,
+            "pattern": case.pattern, "format": kind, "suited": suits_case,
             "density": rounded(case.density, 3),
             "dense_us": rounded(dense_us), "sparse_us": rounded(us),
             "dense_p10_us": rounded(dense_us), "sparse_p10_us": rounded(us),
@@ -192,11 +191,10 @@ def cudnn_us(layer: Convolution, batch: int, dtype: DType) -> float:
     return min(times)
 
 
-def _suited(case: Case, target: Target, dtype: DType) -> list[str]:
+def _measured(case: Case, suited: Sequence[str]) -> list[str]:
     """Names the formats that a case is measured in: those that suit it, and the general one."""
-    found = formats.suited(case.filters, case.layer.groups, target, dtype)
     general = ["steps"] if case.pattern in ("", "unstructured") else []
-    return list(dict.fromkeys([*found, *general]))
+    return list(dict.fromkeys([*suited, *general]))
 
 
 def _write(place: Path, case: Case, kinds: Sequence[str], dtype: DType) -> None:

@@ -248,7 +248,7 @@ def is_two_four(filters: np.ndarray) -> bool:
 
     Where C is not a multiple of four, the last ones of a tap are a group of their own.
     """
-    return bool(np.count_nonzero(_fours(filters), axis=-1).max(initial=0) <= 2)
+    return _fits(_fours(filters))
 
 
 def two_four(filters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -266,7 +266,8 @@ def two_four(filters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: If more than two of four are not zero.
     """
-    if not is_two_four(filters):
+    held = _fours(filters)
+    if not _fits(held):
         raise ValueError(
             "two_four: filters expect two of four neighbouring channels to be 0 but some have more"
             " nonzeros; prune them with --pattern 2:4"
@@ -274,7 +275,7 @@ def two_four(filters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     r, s, c, f = filters.shape
     chunks, tiles = -(-c // 64), 2 * -(-f // 128)
     fours = np.zeros((tiles * 64, r * s, chunks * 16, 4), filters.dtype)
-    fours[:f, :, : -(-c // 4)] = _fours(filters)
+    fours[:f, :, : -(-c // 4)] = held
     kept = np.sort(np.argsort(fours == 0, axis=-1, kind="stable")[..., :2], axis=-1)
     values = np.take_along_axis(fours, kept, axis=-1).reshape(tiles, 64, -1, 4, 8)
     pairs = (kept[..., 0] | kept[..., 1] << 2).astype(np.uint32)
@@ -283,6 +284,11 @@ def two_four(filters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     shifts = np.arange(0, 32, 4, dtype=np.uint32).reshape(2, 4)
     indices = np.bitwise_or.reduce(split << shifts, axis=(-2, -1))
     return np.ascontiguousarray(values.transpose(2, 0, 3, 1, 4)).reshape(-1), indices.reshape(-1)
+
+
+def _fits(fours: np.ndarray) -> bool:
+    """Tells whether of no four more than two are not 0."""
+    return bool(np.count_nonzero(fours, axis=-1).max(initial=0) <= 2)
 
 
 def _fours(filters: np.ndarray) -> np.ndarray:

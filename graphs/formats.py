@@ -59,23 +59,23 @@ def arranged(
     Returns:
         The arrays that its op reads: name, values, and the dtype they are rounded to.
     """
+    channels = arrange.ROW // dtype.size_in_bytes
     if format == "tiles":
         words, starts = arrange.coordinate_tiles(arrange.rounded(filters, dtype))
-        words = words if words.size else np.zeros(1, words.dtype)  # MAX binds no empty buffer
-        return [("packed", words, DType.uint32), ("places", starts, DType.int32)]
-    if format == "two_four":
+        arrays = [("packed", words, DType.uint32), ("places", starts, DType.int32)]
+    elif format == "two_four":
         values, indices = arrange.two_four(filters)
-        return [("packed", values, dtype), ("places", indices, DType.uint32)]
-    if format == "blocks":
-        channels = arrange.ROW // dtype.size_in_bytes
+        arrays = [("packed", values, dtype), ("places", indices, DType.uint32)]
+    elif format == "blocks":
         blocks, lists = arrange.block_steps(filters, BLOCK, channels)
-        return [("packed", blocks.reshape(-1), dtype), ("places", lists.reshape(-1), DType.int32)]
-    if format == "stream":
-        values, columns, starts = arrange.stream(filters, groups)
+        arrays = [("packed", blocks.reshape(-1), dtype), ("places", lists.reshape(-1), DType.int32)]
     else:
-        channels = arrange.ROW // dtype.size_in_bytes
-        values, columns, starts = arrange.steps(filters, channels, groups)
-    if not values.size:  # MAX binds no empty buffer; no row reads this one
-        values, columns = np.zeros(1, values.dtype), np.zeros(1, columns.dtype)
-    kind = DType.from_numpy(columns.dtype)
-    return [("values", values, dtype), ("columns", columns, kind), ("starts", starts, DType.int32)]
+        if format == "stream":
+            values, columns, starts = arrange.stream(filters, groups)
+        else:
+            values, columns, starts = arrange.steps(filters, channels, groups)
+        kind = DType.from_numpy(columns.dtype)
+        arrays = [("values", values, dtype), ("columns", columns, kind)]
+        arrays.append(("starts", starts, DType.int32))
+    # MAX binds no empty buffer; nothing reads these.
+    return [(name, a if a.size else np.zeros(1, a.dtype), kind) for name, a, kind in arrays]

@@ -230,6 +230,45 @@ class Product:
     residual: Array
 
 
+def held(memory: Tensors, array: Array) -> tuple[int, Array]:
+    """Adds an array; gives its address and the kernel's view of it."""
+    at = memory.add(array)
+    return at, memory.array(at, array)
+
+
+def windows(x: Array, g: Conv, rows: int, width: int, out: tuple[int, int] | None = None) -> Im2col:
+    """Makes the map that reads x[N, H, W, C] window by window, for ``out`` pixels or g's own."""
+    (high, broad), (ph, pw), (sh, sw) = out or g.out, g.pad, g.stride
+    upper = ((broad - 1) * sw - pw - (g.w - 1), (high - 1) * sh - ph - (g.h - 1))
+    return Im2col(x, (-pw, -ph), upper, (sw, sh), rows, width)
+
+
+def pixels_of(x: Array, g: Conv, rows: int, width: int) -> Tiled | Im2col:
+    """Makes the map that reads x as a matrix, or else window by window."""
+    return Tiled(x.reshape(-1, g.c), (rows, width)) if g.plain else windows(x, g, rows, width)
+
+
+def walked(
+    g: Conv,
+    pixels: Sequence[int],
+    firsts: Sequence[int],
+    *,
+    width: int,
+    tiles: int,
+    splits: int,
+    blocks: int,
+    out: tuple[int, int] | None = None,
+    alpha: float = 1,
+    extra: int = 0,
+    step: tuple[int, int] = (1, 1),
+) -> bytes:
+    """Packs a Walk of ops/gemm/hopper.mojo; ``extra`` and ``step`` are of a second source."""
+    p_, q_ = out or g.out
+    walk = [*pixels, *firsts, g.f, q_, p_ * q_, g.s, g.r * g.s, -(-g.c // width), *g.stride]
+    walk += [*g.pad, *g.dilation, tiles, splits, blocks, int(g.plain)]
+    return pack(f"{len(walk)}if3i", *walk, alpha, extra, *step)
+
+
 def hopper(
     kernel: Kernel,
     tile: Tile,
@@ -267,25 +306,17 @@ def hopper(
     pixels, firsts, outputs = [], [], []
     blocks, tiles = 0, -(-g.f // tile.columns)
 
-    def held(array: Array) -> tuple[int, Array]:
-        at = memory.add(array)
-        return at, memory.array(at, array)
-
     def source(p: Product) -> Tiled | Im2col:
-        x = held(p.x)[1]
-        if p.g.plain and p is not beside:
-            return Tiled(x.reshape(-1, p.g.c), (rows, width))
-        (high, broad), (ph, pw), (sh, sw) = p.g.out, p.g.pad, p.g.stride
-        upper = ((broad - 1) * sw - pw - (p.g.w - 1), (high - 1) * sh - ph - (p.g.h - 1))
-        return Im2col(x, (-pw, -ph), upper, (sw, sh), rows, width)
+        of = windows if p is beside else pixels_of
+        return of(held(memory, p.x)[1], p.g, rows, width)
 
     def filters(p: Product) -> Tiled:
-        w = held(p.w.reshape(p.g.f, -1, p.g.c))[1]
+        w = held(memory, p.w.reshape(p.g.f, -1, p.g.c))[1]
         return Tiled(w, (tile.columns, 1, width))
 
     for p in products:
-        y_at, y = held(unwritten((p.g.pixels, g.f), dtype))
-        residual_at, residual = held(p.residual)
+        y_at, y = held(memory, unwritten((p.g.pixels, g.f), dtype))
+        residual_at, residual = held(memory, p.residual)
         maps += [source(p), filters(p), Tiled(y, (64, width))]
         maps.append(Tiled(residual, (64, width)) if adds else None)
         more = memory.add(beside.bias) if beside else memory.add(np.zeros(1, np.float32))
@@ -299,16 +330,17 @@ def hopper(
     if beside:
         maps += [source(beside), filters(beside)]
         extra, step = -(-beside.g.c // width), beside.g.stride
-    p_, q_ = g.out
-    walk = [*pixels, *firsts, g.f, q_, p_ * q_, g.s, g.r * g.s, -(-g.c // width), *g.stride]
-    walk += [*g.pad, *g.dilation, tiles, splits, blocks, int(g.plain)]
+    walk = walked(
+        g, pixels, firsts, width=width, tiles=tiles, splits=splits, blocks=blocks, alpha=alpha,
+        extra=extra, step=step,
+    )  # fmt: skip
     grid = blocks * splits if tile.kind == "split" else min(blocks, processors)
     launch = Launch(
         kernel,
         [
             bytes(128 * len(maps)),
             pack(f"{4 * len(products)}Q", *(at for end in ends for at in end)),
-            pack(f"{len(walk)}if3i", *walk, alpha, extra, *step),
+            walk,
         ],
         memory,
         grid=(grid,),
@@ -372,23 +404,16 @@ def two_four(
         y[M, F].
     """
     memory, g = Tensors(), p.g
-    (high, broad), (ph, pw), (sh, sw) = g.out, g.pad, g.stride
-    x_at, y_at, residual_at = (
-        memory.add(a) for a in (p.x, unwritten((g.pixels, g.f), dtype), p.residual)
-    )
-    x, y = memory.array(x_at, p.x), memory.array(y_at, p.residual)
-    residual = memory.array(residual_at, p.residual)
+    (high, broad), (ph, pw) = g.out, g.pad
+    x, residual = held(memory, p.x)[1], held(memory, p.residual)[1]
+    y_at, y = held(memory, unwritten((g.pixels, g.f), dtype))
     part, box = tile.pixels // tile.groups, tile.pixels
     row = g.dilation[0] * (g.w + pw)
     if tile.shares:
         box += (g.r - 1) * row + (g.s - 1) * g.dilation[1]
-    p_, q_ = (g.h + ph, g.w + pw) if tile.shares else g.out
+    out = p_, q_ = (g.h + ph, g.w + pw) if tile.shares else g.out
     maps: list[Tiled | Im2col | None] = [None, None, None]
-    if g.plain:
-        maps[0] = Tiled(x.reshape(-1, g.c), (tile.pixels, 64))
-    else:
-        upper = ((q_ - 1) * sw - pw - (g.w - 1), (p_ - 1) * sh - ph - (g.h - 1))
-        maps[0] = Im2col(x, (-pw, -ph), upper, (sw, sh), box, 64)
+    maps[0] = windows(x, g, box, 64, out) if tile.shares else pixels_of(x, g, box, 64)
     if tile.shares:
         image = residual.reshape(g.n, high, broad, g.f)
         maps[2] = Im2col(image, (0, 0), (q_ - broad, p_ - high), (1, 1), part, 64) if adds else None
@@ -397,8 +422,7 @@ def two_four(
         maps[2] = Tiled(residual, (part, 64)) if adds else None
     m, tiles = g.n * p_ * q_, -(-g.f // (64 * tile.groups))
     blocks = -(-m // tile.pixels) * tiles
-    walk = [m, 0, g.f, q_, p_ * q_, g.s, g.r * g.s, -(-g.c // 64), *g.stride]
-    walk += [*g.pad, *g.dilation, tiles, 1, blocks, int(g.plain)]
+    walk = walked(g, [m], [0], width=64, tiles=tiles, splits=1, blocks=blocks, out=out)
     window = -(-box // 8) * 1024
     filters = [memory.add(a) for a in (*arrays, p.bias)]
     launch = Launch(
@@ -406,7 +430,7 @@ def two_four(
         [
             bytes(128 * len(maps)),
             pack("4Q", *filters, y_at),
-            pack(f"{len(walk)}if3i", *walk, 1, 0, 1, 1),
+            walk,
             pack("8i", window, box, row * 128, g.dilation[1] * 128, 0, g.n, high, broad),
         ],
         memory,
@@ -470,34 +494,28 @@ def blocks(
     width, part = 128 // size, tile.pixels // tile.parts(size)
     packed, lists = block_steps(p.w.transpose(1, 2, 3, 0), tile.columns, width)
 
-    def held(array: Array) -> tuple[int, Array]:
-        at = memory.add(array)
-        return at, memory.array(at, array)
-
-    y_at, y = held(unwritten((g.pixels, g.f), dtype))
-    residual_at, residual = held(p.residual)
-    x, w = held(p.x)[1], held(packed.reshape(-1, width))[1]
-    (high, broad), (ph, pw), (sh, sw) = g.out, g.pad, g.stride
-    upper = ((broad - 1) * sw - pw - (g.w - 1), (high - 1) * sh - ph - (g.h - 1))
+    y_at, y = held(memory, unwritten((g.pixels, g.f), dtype))
+    residual_at, residual = held(memory, p.residual)
+    x, w = held(memory, p.x)[1], held(memory, packed.reshape(-1, width))[1]
     maps = [
-        Tiled(x.reshape(-1, g.c), (tile.pixels, width))
-        if g.plain
-        else Im2col(x, (-pw, -ph), upper, (sw, sh), tile.pixels, width),
+        pixels_of(x, g, tile.pixels, width),
         Tiled(w, (tile.columns, width)),
         Tiled(y, (part, width)),
         Tiled(residual, (part, width)) if adds else None,
     ]
     bias_at = memory.add(p.bias)
     tall, wide_ = -(-g.pixels // tile.pixels), len(lists)
-    walk = [g.pixels, 0, g.f, broad, high * broad, g.s, g.r * g.s, -(-g.c // width), sh, sw, ph, pw]
-    walk += [*g.dilation, wide_, splits, tall * wide_, int(g.plain)]
+    walk = walked(
+        g, [g.pixels], [0], width=width, tiles=wide_, splits=splits, blocks=tall * wide_,
+        alpha=alpha,
+    )  # fmt: skip
     launch = Launch(
         kernel,
         [
             bytes(128 * 4),
             pack("4Q", bias_at, bias_at, residual_at, y_at),
             pack("Q", memory.add(lists)),
-            pack(f"{len(walk)}if3i", *walk, alpha, 0, 1, 1),
+            walk,
             pack("i", lists.shape[1]),
         ],
         memory,
@@ -558,16 +576,14 @@ def tiled(
         y[M, F].
     """
     memory, g = Tensors(), p.g
-    (high, broad), (ph, pw), (sh, sw) = g.out, g.pad, g.stride
+    high, broad = g.out
     rows, steps = 64 * config.groups, g.r * g.s * -(-g.c // 64)
     stages = (8 * 32 // config.columns, 2)  # as few of filters as there may be
-    x_at, y_at, residual_at = (
-        memory.add(a) for a in (p.x, unwritten((g.pixels, g.f), dtype), p.residual)
-    )
-    x, y = memory.array(x_at, p.x), memory.array(y_at, p.residual)
+    x, (y_at, y) = held(memory, p.x)[1], held(memory, unwritten((g.pixels, g.f), dtype))
+    residual_at = memory.add(p.residual)
     width = broad + g.s - 1
     map: Tiled | Im2col
-    if g.r * g.s > 1 and (sh, sw, *g.dilation) == (1, 1, 1, 1) and width <= rows:
+    if g.r * g.s > 1 and (*g.stride, *g.dilation) == (1, 1, 1, 1) and width <= rows:
         bands = -(-high // min(high, rows // width))
         height = -(-high // bands)
         box = (height + g.r - 1) * width
@@ -578,15 +594,12 @@ def tiled(
         tiles, window = -(-g.pixels // rows), rows * 128
         stages = (stages[0], stages[0])
         plan = [*stages, window, window, 0, 0, 0]
-        if g.plain:
-            map = Tiled(x.reshape(-1, g.c), (rows, 64))
-        else:
-            upper = ((broad - 1) * sw - pw - (g.w - 1), (high - 1) * sh - ph - (g.h - 1))
-            map = Im2col(x, (-pw, -ph), upper, (sw, sh), rows, 64)
+        map = pixels_of(x, g, rows, 64)
     columns = -(-g.f // config.columns)
     blocks = tiles * columns
-    walk = [g.pixels, 0, g.f, broad, high * broad, g.s, g.r * g.s, -(-g.c // 64), sh, sw]
-    walk += [ph, pw, *g.dilation, columns, splits, blocks, int(g.plain)]
+    walk = walked(
+        g, [g.pixels], [0], width=64, tiles=columns, splits=splits, blocks=blocks
+    )  # fmt: skip
     filters, bias = [memory.add(a) for a in arrays], memory.add(p.bias)
     share, parts = -(-steps // splits), config.columns // 32
     shared = stages[0] * (config.columns * 128 + 16) + stages[1] * (window + 16) + 1024
@@ -597,7 +610,7 @@ def tiled(
             bytes(128),
             pack("4Q", bias, bias, residual_at, y_at),
             pack("2Q", *filters),
-            pack(f"{len(walk)}if3i", *walk, 1, 0, 1, 1),
+            walk,
             pack("9i", *plan, blocks, -(-g.f // 32) * steps),
         ],
         memory,
