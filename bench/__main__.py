@@ -108,8 +108,9 @@ def parser() -> argparse.ArgumentParser:
     layers.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
 
     sparse = commands.add_parser("sparse", help="a pruned model dense and sparse")
-    _what(sparse, batches="1,16", compiles=True)
+    _what(sparse, batches="1,16")
     _threads(sparse)
+    _batch_size(sparse)
     sparse.add_argument(
         "--densities",
         type=_densities,
@@ -208,12 +209,20 @@ def parser() -> argparse.ArgumentParser:
     compiling.add_argument(
         "--layers", action="store_true", help="their layers too, which bench ops times"
     )
+    compiling.add_argument(
+        "--sparse",
+        type=_list,
+        default=["auto"],
+        metavar="A,B",
+        help="auto, always, never: graphs for bench sparse, one each (default: auto)",
+    )
+    _batch_size(compiling)
     _tf32(compiling)
     compiling.add_argument("--out", type=Path, required=True, metavar="DIR")
     return top
 
 
-def _what(command: argparse.ArgumentParser, batches: str, compiles: bool = False) -> None:
+def _what(command: argparse.ArgumentParser, batches: str) -> None:
     command.add_argument(
         "--models",
         "--model",
@@ -233,16 +242,23 @@ def _what(command: argparse.ArgumentParser, batches: str, compiles: bool = False
     )
     command.add_argument("--device", default="auto", help="auto, cpu, gpu or gpu:N")
     _tf32(command)
-    command.set_defaults(precompiled=None)
-    if not compiles:
-        command.add_argument(
-            "--precompiled", type=Path, metavar="DIR", help="graphs that bench compile wrote"
-        )
+    command.add_argument(
+        "--precompiled", type=Path, metavar="DIR", help="graphs that bench compile wrote"
+    )
 
 
 def _threads(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--threads", type=_count, metavar="N", help="cores to keep to; all if left out"
+    )
+
+
+def _batch_size(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--batch-size",
+        type=_count,
+        metavar="N",
+        help="images that run together, which --sparse auto chooses for; any if left out",
     )
 
 

@@ -14,7 +14,7 @@ from max.graph import DeviceRef, Graph, Module
 
 from bench.environment import environment
 from bench.layers import COPIES, distinct, layer_module, network_nodes
-from bench.references import artifact, checkpoint, precision, reference_model
+from bench.references import artifact, load, precision
 from graphs import nodes
 from graphs.errors import ArgumentError
 from graphs.preprocess import Preprocess
@@ -60,18 +60,21 @@ def _compile(options: argparse.Namespace, device: Device) -> int:
         (options.out / NOTE).write_text(json.dumps(note, indent=1) + "\n")
 
     for name in options.models:
-        model = checkpoint(name, reference_model(name))
+        model = load(name)
         prepare = Preprocess.from_config(model.preprocess)
         size = (prepare.height, prepare.width)
         for dtype in options.dtypes:
             kind, tf32 = DTYPES[dtype], options.tf32
             target = Target.parse(options.target)
-            sparse = choose_sparse(model, "auto", target, kind, size, tf32=tf32).formats
-            graph, _ = build(model, place, kind, size=size, tf32=tf32, sparse=sparse)
             file = precision(dtype, tf32)
-            export(artifact(options.out, name, file), graph)
+            for mode in options.sparse:
+                asked = target, kind, size, options.batch_size
+                sparse = choose_sparse(model, mode, *asked, tf32=tf32).formats
+                graph, _ = build(model, place, kind, size=size, tf32=tf32, sparse=sparse)
+                option = "" if mode == "auto" else mode
+                export(artifact(options.out, name, file, option), graph)
             if options.layers:
                 layers = distinct(network_nodes(model, place, kind, size, tf32=tf32))
                 module, *_ = layer_module(list(layers), place, kind, COPIES)
-                export(artifact(options.out, name, f"{file}-layers"), module)
+                export(artifact(options.out, name, file, "layers"), module)
     return 0

@@ -84,6 +84,11 @@ def checkpoint(name: str, reference: Any) -> Checkpoint:
         return weights.load(folder)
 
 
+def load(name: str) -> Checkpoint:
+    """Loads a bundled model or a folder, or makes one of ``NETWORKS``."""
+    return checkpoint(name, reference_model(name)) if name in NETWORKS else weights.load(name)
+
+
 def our_model(
     name: str,
     reference: Any,
@@ -108,23 +113,26 @@ def our_model(
 
 
 def find_artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path:
-    """Finds a compiled graph, or those of the layers if ``option`` is ``layers``.
+    """Finds a compiled graph.
+
+    ``option`` is ``layers`` for those of the layers, or the mode of ``--sparse`` unless it is auto.
 
     Raises:
         ArgumentError: If the folder has none.
     """
-    path = artifact(folder, name, f"{dtype}-{option}" if option else dtype)
+    path = artifact(folder, name, dtype, option)
     if not path.is_file():
+        how = {"": "", "layers": " --layers"}.get(option, f" --sparse {option}")
         raise ArgumentError(
             f"precompiled expects {path.name} in {folder} but it is not there;"
-            f" make it with python -m bench compile{' --' + option if option else ''}"
+            f" make it with python -m bench compile{how}"
         )
     return path
 
 
-def artifact(folder: Path, name: str, dtype: str) -> Path:
+def artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path:
     """Names the file of a compiled graph."""
-    return folder / f"{Path(name).name}-{dtype}.mef"
+    return folder / f"{Path(name).name}-{'-'.join(filter(None, (dtype, option)))}.mef"
 
 
 def precision(dtype: str, tf32: bool) -> str:

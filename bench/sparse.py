@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,21 +33,20 @@ from max.graph import DeviceRef, Graph, Module, TensorType
 from rich.console import Console
 from rich.table import Table
 
-import weights
 from bench import kernels
 from bench.__main__ import FAILED, dtypes
 from bench.begin import begin
 from bench.engines import TORCH
 from bench.kernels import Case
 from bench.records import write
-from bench.references import NETWORKS, checkpoint, reference_model
+from bench.references import find_artifact, load, precision
 from bench.timing import Clock, HostClock, MaxClock, rounded, sample
 from graphs import nodes, sparsity
 from graphs.convolution import Convolution
 from graphs.errors import ArgumentError, DeviceError, ModelError
 from graphs.parameters import Parameters
 from graphs.preprocess import Preprocess
-from graphs.session import Model, Unchecked, convolutions, find_dtype
+from graphs.session import Model, Unchecked, build, choose_sparse, convolutions, find_dtype
 from graphs.target import Target
 from weights import Checkpoint
 
@@ -67,6 +67,10 @@ def run(options: argparse.Namespace) -> int:
     target = Target.of(device)
     densities = options.densities or (DENSITIES if options.table else None)
     models = [load(name) for name in options.models]
+    if options.precompiled and (densities or options.layers):
+        raise ArgumentError(
+            "precompiled expects --no-layers and no --densities; bench sparse compiles layers"
+        )
     place = "cpu" if device.is_host else f"gpu:{device.id}"
     records: list[dict[str, Any]] = []
     for dtype in dtypes(options, gpu=not device.is_host):
@@ -100,14 +104,10 @@ def run(options: argparse.Namespace) -> int:
             if not device.is_host and kind == DType.float32:
                 write_table(records[begun:], target, f"{dtype}-exact", facts, "exact_us")
             sparsity.read_table.cache_clear()
-        for model in models if options.network else ():
-            keep(model, measure_networks(model, densities, device, kind, options))
+        for name, model in zip(options.models, models, strict=True):
+            if options.network:
+                keep(model, measure_networks(name, model, densities, device, kind, options))
     return 0 if all(record["passed"] for record in records) else FAILED
-
-
-def load(name: str) -> Checkpoint:
-    """Loads a model, or makes one of random weights of bench/references.py."""
-    return checkpoint(name, reference_model(name)) if name in NETWORKS else weights.load(name)
 
 
 def kinds(layers: Sequence[Convolution]) -> dict[Convolution, list[str]]:
@@ -229,17 +229,22 @@ def compile_cases(
 
 
 def measure_networks(
+    name: str,
     model: Checkpoint,
     densities: Sequence[float] | None,
     device: Device,
     dtype: DType,
     options: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
-    """Measures whole networks: dense, as ``auto`` chooses, and sparse, in turn."""
+    """Measures whole networks: dense, as ``auto`` chooses, and sparse, in turn.
+
+    On a GPU they are replayed as CUDA graphs.
+    """
     clock: Clock = HostClock() if device.is_host else MaxClock(device)
     for density in densities or (None,):
         source = model if density is None else thinned(model, density)
-        made = {mode: Model(source, device, dtype, sparse=mode) for mode in COMPARED}
+        made = {mode: compiled(name, source, mode, device, dtype, options) for mode in COMPARED}
+        weight = {mode: weigh(source, mode, device, dtype, options) for mode in COMPARED}
         rng = np.random.default_rng(0)
         for batch in options.batches:
             size = made["never"].preprocess
@@ -255,12 +260,48 @@ def measure_networks(
                 yield {
                     "kind": "sparse network", "batch": batch, "sparse": mode,
                     "density": density, "told": each.sparse.told,
-                    "sparse_layers": len(each.sparse.layers),
+                    "sparse_layers": len(each.sparse.layers), **weight[mode],
                     "ms": rounded(_us(spent[i], 50) / 1e3),
                     "p10_ms": rounded(_us(spent[i], 10) / 1e3),
                     "gain": rounded(_us(spent[0], 10) / _us(spent[i], 10), 3),
                     "difference": rounded(apart), "passed": bool(apart <= 4 * CLOSE[dtype]),
                 }  # fmt: skip
+
+
+def compiled(
+    name: str,
+    model: Checkpoint,
+    mode: str,
+    device: Device,
+    dtype: DType,
+    options: argparse.Namespace,
+) -> Model:
+    """Compiles a network for ``--sparse mode``, or reads it from ``--precompiled``."""
+    tf32 = options.tf32
+    made = Model(model, device, dtype, options.batch_size, tf32=tf32, sparse=mode)
+    if options.precompiled:
+        option = "" if mode == "auto" else mode
+        kind = precision(dtype.name, tf32)
+        made.adopt(find_artifact(options.precompiled, name, kind, option))
+    return made
+
+
+def weigh(
+    source: Checkpoint, mode: str, device: Device, dtype: DType, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Counts the bytes that a network's weights take on the device, and layers by format."""
+    prepare = Preprocess.from_config(source.preprocess)
+    size, tf32 = (prepare.height, prepare.width), options.tf32
+    asked = Target.of(device), dtype, size, options.batch_size
+    formats = choose_sparse(source, mode, *asked, tf32=tf32).formats
+    place, kernels = DeviceRef.from_device(device), Unchecked()
+    _, parameters = build(
+        source, place, dtype, size=size, tf32=tf32, sparse=formats, kernels=kernels
+    )
+    return {
+        "weight_bytes": sum(weight.bytes for weight in parameters.bound.values()),
+        "formats": dict(Counter(formats.values())),
+    }
 
 
 def thinned(model: Checkpoint, density: float) -> Checkpoint:

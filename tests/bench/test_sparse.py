@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from graphs import sparsity
 from graphs.errors import ArgumentError, ModelError
 from graphs.session import convolutions
 from graphs.target import Target
+from tests.graphs import reference
 from weights.__main__ import main as weights_command
 
 FACTS = {"cpu": "Some CPU, 2 cores", "gpu": "none", "commit": "abc", "date": "2026-11-22",
@@ -145,3 +148,38 @@ def test_both_kernels_give_the_same_and_are_timed() -> None:
         assert record["dense_us"] > 0 and record["sparse_us"] > 0
     missing = Path("no", "such", "model")
     assert main(["sparse", "--model", str(missing), "--device", "cpu"]) == 2
+
+
+def test_networks_that_were_compiled_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = reference.resnet(
+        layer_type="basic", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=4
+    )
+    prepare = {**reference.PREPROCESS, "size": {"shortest_edge": 32}, "crop_pct": 1.0}
+    dense = reference.save(network, tmp_path / "dense", prepare)
+    monkeypatch.chdir(tmp_path)
+    assert weights_command(["prune", dense, "--sparsity", "0.9", "-o", "net"]) == 0
+    options = ["--models", "net", "--dtypes", "float32"]
+    run = ["sparse", *options, "--device", "cpu", "--batches", "1,2", "--seconds", "0.02"]
+    run += ["--precompiled", "made", "--json", "found.json"]
+    capsys.readouterr()
+    assert main(run) == 2
+    assert "precompiled expects --no-layers and no --densities" in capsys.readouterr().err
+    assert main([*run, "--no-layers"]) == 2
+    expected = "precompiled expects net-float32-never.mef in made .* compile --sparse never"
+    assert re.search(expected, capsys.readouterr().err)
+    modes = ["--target", "cpu", "--sparse", "never,auto,always", "--out", "made"]
+    assert main(["compile", *options, *modes]) == 0
+    assert main([*run, "--no-layers"]) == 0
+    records = json.loads(Path("found.json").read_text())["records"]
+    assert [(r["batch"], r["sparse"]) for r in records] == [
+        (batch, mode) for batch in (1, 2) for mode in sparse.COMPARED
+    ]
+    held = {r["sparse"]: r["weight_bytes"] for r in records}
+    weights_of = weights.load("net").tensors.values()
+    assert held["never"] >= 4 * sum(math.prod(each.shape) for each in weights_of)
+    for record in records:
+        assert record["passed"] and record["ms"] > 0
+        layers = sum(record["formats"].values())
+        assert layers == record["sparse_layers"] == (5 if record["sparse"] == "always" else layers)
