@@ -1,7 +1,7 @@
 """Train the two bundled CIFAR-10 classifiers, in Hugging Face format.
 
     python weights/bundled/train.py --data PATH/cifar10 --out DIR [--model resnet|cvt|all]
-    python weights/bundled/train.py --data PATH/cifar10 --out DIR --model resnet --prune 0.9
+    python weights/bundled/train.py --data PATH/cifar10 --out DIR --model resnet --prune 0.9 0.95
 
 Three networks are trained from scratch on one CUDA GPU. A wide ResNet, the teacher, learns from the
 labels. Then the ResNet and the CvT, side by side with `--model all`, learn from augmented images
@@ -14,9 +14,9 @@ training adds what small pictures lack: fine texture, sharpening, other scales (
 
 With `--prune S` the bundled models are pruned instead, while they are trained on: weights of the
 smallest magnitude become zeros in growing number, on the cubic schedule of "To prune, or not to
-prune" (Zhu and Gupta 2017, arXiv:1710.01878), and stay zeros. The dense model is the teacher.
-`DIR/NAME-cifar10-pS` holds the result (S in percent). It runs on a CPU too; `--images` shortens an
-epoch there.
+prune" (Zhu and Gupta 2017, arXiv:1710.01878), and stay zeros. The dense model is the teacher. Of
+several S, side by side, each has its own result: `DIR/NAME-cifar10-pS` (S in percent). It runs on a
+CPU too; `--images` shortens an epoch there.
 
 Every `DIR/NAME-cifar10` that is written holds config.json, preprocessor_config.json and
 model.safetensors: filters and matrices as float16, vectors as float32. The accuracy printed last is
@@ -217,13 +217,15 @@ def augment(images, targets, wild):
 
 
 class Pruner:
-    """Sets the smallest weights of a network to zero, more of them from step to step.
+    """Sets the weights of a network that matter least to zero, more of them from step to step.
 
-    One threshold holds for all layers but the first convolution, the classifier and depthwise
-    convolutions, which stay dense, as `python -m weights prune` leaves them.
+    Weights of all layers are ranked by one score, LAMP ("Layer-adaptive sparsity for the
+    magnitude-based pruning", Lee et al. 2021, arXiv:2010.07611): magnitudes alone would empty
+    layers whose weights are small because batch norm scales them up again. The first convolution,
+    the classifier and depthwise convolutions stay dense, as `python -m weights prune` leaves them.
     """
 
-    RAMP = 0.6  # of the steps, in which the zeros grow; then the masks stay
+    RAMP = 0.5  # of the steps, in which the zeros grow; then the masks stay
 
     def __init__(self, model, sparsity, steps):
         """Prune `model` to the share `sparsity` of zeros within `steps` batches."""
@@ -241,15 +243,22 @@ class Pruner:
         if self.count % self.every == 0 and self.count < self.ramp + self.every:
             done = min(1.0, self.count / self.ramp)
             share = self.sparsity * (1 - (1 - done) ** 3)
-            sizes = torch.cat([w.abs().flatten() for w in self.weights])
-            zeros = round(share * len(sizes))
-            mask = torch.ones_like(sizes)
-            mask[sizes.topk(zeros, largest=False).indices] = 0
+            scores = torch.cat([self.score(w) for w in self.weights])
+            zeros = round(share * len(scores))
+            mask = torch.ones_like(scores)
+            mask[scores.topk(zeros, largest=False).indices] = 0
             parts = mask.split([w.numel() for w in self.weights])
             for kept, part in zip(self.masks, parts, strict=True):
                 kept.copy_(part.view_as(kept))
         self.count += 1
         self.apply(self.weights)
+
+    @staticmethod
+    def score(weight):
+        """Divide each weight's square by the sum of those in its layer that are not smaller."""
+        squares, order = weight.flatten().square().sort()
+        sums = squares.flip(0).cumsum(0).flip(0)
+        return torch.empty_like(squares).scatter_(0, order, squares / sums.clamp(min=1e-30))
 
     @torch.no_grad()
     def apply(self, weights):
@@ -264,15 +273,15 @@ class Learner:
     def __init__(self, name, labels, steps, device, sparsity=0.0):
         """Build the network called `name` in NETWORKS, to be trained for `steps` batches.
 
-        With a `sparsity` it begins with the bundled weights, at a tenth of the rate, and is pruned.
+        With a `sparsity` it begins with the bundled weights, at half the rate, and is pruned.
         """
         make, config, rate = NETWORKS[name]
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: i for i, label in enumerate(labels)}
         self.folder = folder_name(name, sparsity)
         model = dense(name) if sparsity else make(config)
-        rate = rate / 10 if sparsity else rate
-        self.model = model.to(device, memory_format=torch.channels_last)
+        rate = rate / 2 if sparsity else rate
+        self.model = model.to(device, memory_format=torch.channels_last).train()
         self.pruner = Pruner(self.model, sparsity, steps) if sparsity else None
         decay = 0.998 if steps > 5000 else 0.98
         self.mean = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
@@ -339,14 +348,15 @@ def compiled(function, device):
     return torch.compile(function) if device.type == "cuda" else function
 
 
-def fit(names, images, labels, classes, epochs, batch, out, teacher=None, sparsity=0.0, limit=None):
+def fit(pupils, images, labels, classes, epochs, batch, out, teacher=None, limit=None):
     """Train networks side by side on the same augmented batches, and save them.
 
     The augmentation grows gentler along a cosine, so that training ends on pictures like those the
     networks are for. Batch norm's statistics are taken anew for the averaged weights.
 
     Args:
-        names: Keys of NETWORKS.
+        pupils: Keys of NETWORKS, each with the share of zeros to prune to; 0 trains from random
+            weights.
         images: uint8 [n, 3, 32, 32].
         labels: int64 [n].
         classes: Names of the classes.
@@ -354,16 +364,16 @@ def fit(names, images, labels, classes, epochs, batch, out, teacher=None, sparsi
         batch: Images a step.
         out: Folder for the files.
         teacher: A network whose opinion makes up 80% of the target, or None.
-        sparsity: Share of zeros to prune to; 0 trains from random weights.
         limit: Images of an epoch, drawn anew for each; all of them if None.
     """
     device, steps = images.device, min(limit or len(images), len(images)) // batch
-    learners = [Learner(name, classes, epochs * steps, device, sparsity) for name in names]
+    learners = [Learner(name, classes, epochs * steps, device, zeros) for name, zeros in pupils]
     prepare = compiled(augment, device)
     share = F.one_hot(labels, len(classes)).float() * 0.9 + 0.1 / len(classes)  # label smoothing
     began = time.monotonic()
     for epoch in range(epochs):
-        wild = 0.0 if sparsity else math.cos(math.pi / 2 * epoch / epochs)
+        pruned = any(zeros for _, zeros in pupils)
+        wild = 0.0 if pruned else math.cos(math.pi / 2 * epoch / epochs)
         wild = torch.tensor(wild, device=device)
         batches = torch.randperm(len(images), device=device)[: steps * batch].split(batch)
         for index in batches:
@@ -373,7 +383,10 @@ def fit(names, images, labels, classes, epochs, batch, out, teacher=None, sparsi
                     targets = torch.lerp(targets, teacher(x).float().softmax(1), 0.8)
             losses = [learner.step(x, targets) for learner in learners]
         if (epoch + 1) * 10 // epochs > epoch * 10 // epochs:
-            shown = ", ".join(f"{n} {v:.3f}" for n, v in zip(names, losses, strict=True))
+            shown = ", ".join(
+                f"{learner.folder} {loss:.3f}"
+                for learner, loss in zip(learners, losses, strict=True)
+            )
             print(f"epoch {epoch + 1}/{epochs}, {time.monotonic() - began:.0f} s: loss {shown}")
             for learner in learners:
                 update_bn(
@@ -389,25 +402,28 @@ def teach(teacher, device):
 
 
 @torch.inference_mode()
-def evaluate(folder, images, labels):
-    """Measure a saved model in float32 through its own preprocessor.
+def evaluate(folders, images, labels):
+    """Print the accuracy of saved models in float32, through their own preprocessor.
 
     Args:
-        folder: A folder that `Learner.save` wrote.
+        folders: Folders that `Learner.save` wrote.
         images: uint8 [n, 3, 32, 32], on the device to run on.
         labels: int64 [n].
-
-    Returns:
-        The share of the images that it classifies as labelled.
     """
-    kind = CvtForImageClassification if "cvt" in Path(folder).name else ResNetForImageClassification
-    model = kind.from_pretrained(folder, dtype=torch.float32).to(images.device).eval()
-    processor = ConvNextImageProcessorPil.from_pretrained(folder)
-    right = 0
+    models = []
+    for folder in folders:
+        kind = CvtForImageClassification if "cvt" in folder.name else ResNetForImageClassification
+        model = kind.from_pretrained(folder, dtype=torch.float32).to(images.device)
+        models.append(model.eval())
+    right = [0] * len(models)
+    processor = ConvNextImageProcessorPil(**PREPROCESSOR)
     for part, truth in zip(images.split(500), labels.split(500), strict=True):
         x = processor(list(part.cpu().numpy()), return_tensors="pt")["pixel_values"]
-        right += (model(x.to(images.device)).logits.argmax(1) == truth).sum().item()
-    return right / len(images)
+        x = x.to(images.device)
+        for i, model in enumerate(models):
+            right[i] += (model(x).logits.argmax(1) == truth).sum().item()
+    for folder, count in zip(folders, right, strict=True):
+        print(f"{folder.name}: {count / len(images):.4f}")
 
 
 def main():
@@ -419,12 +435,15 @@ def main():
     parser.add_argument("--epochs", type=int, default=115)
     parser.add_argument("--teacher-epochs", type=int, default=180)
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--prune", type=float, default=0.0, metavar="S", help="share of zeros")
+    parser.add_argument(
+        "--prune", type=float, nargs="+", default=[], metavar="S", help="shares of zeros"
+    )
     parser.add_argument("--images", type=int, metavar="N", help="of an epoch; all if left out")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if not 0 <= args.prune < 1:
-        parser.error(f"--prune expects a share from 0 to below 1 but is {args.prune}")
+    for share in args.prune:
+        if not 0 < share < 1:
+            parser.error(f"--prune expects shares between 0 and 1 but one is {share}")
     if args.prune and args.model == "teacher":
         parser.error("--prune expects a bundled model: resnet, cvt or all")
 
@@ -436,27 +455,26 @@ def main():
     images, labels, classes = load_split(args.data / "train.npz", device)
     test_images, test_labels, _ = load_split(args.data / "test.npz", device)
 
+    sizes = args.batch, args.out
     if args.prune:
         for name in ["resnet", "cvt"] if args.model == "all" else [args.model]:
+            pupils = [(name, share) for share in args.prune]
             opinion = teach(dense(name), device)
-            one = [name], images, labels, classes, args.epochs, args.batch, args.out, opinion
-            fit(*one, args.prune, args.images)
-            folder = folder_name(name, args.prune)
-            score = evaluate(args.out / folder, test_images, test_labels)
-            print(f"{folder}: {score:.4f}")
+            fit(pupils, images, labels, classes, args.epochs, *sizes, opinion, args.images)
+            folders = [args.out / folder_name(*pupil) for pupil in pupils]
+            evaluate(folders, test_images, test_labels)
         return
     home = args.out / "teacher"
     if not (home / "model.safetensors").exists():
-        fit(["teacher"], images, labels, classes, args.teacher_epochs, args.batch, args.out)
-        print(f"teacher: {evaluate(home, test_images, test_labels):.4f}")
+        fit([("teacher", 0.0)], images, labels, classes, args.teacher_epochs, *sizes)
+        evaluate([home], test_images, test_labels)
     names = {"all": ["resnet", "cvt"], "teacher": []}.get(args.model, [args.model])
     if names:
         teacher = ResNetForImageClassification.from_pretrained(home, dtype=torch.float32)
         opinion = teach(teacher, device)
-        fit(names, images, labels, classes, args.epochs, args.batch, args.out, opinion)
-    for name in names:
-        score = evaluate(args.out / folder_name(name), test_images, test_labels)
-        print(f"{folder_name(name)}: {score:.4f}")
+        pupils = [(name, 0.0) for name in names]
+        fit(pupils, images, labels, classes, args.epochs, *sizes, opinion)
+        evaluate([args.out / folder_name(name) for name in names], test_images, test_labels)
 
 
 if __name__ == "__main__":
