@@ -131,6 +131,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="bench/sparse.mojo as mojo build made it elsewhere, for a GPU without a compiler",
     )
+    sparse.add_argument(
+        "--data", type=Path, metavar="NPZ", help="pictures that networks classify (bench.accuracy)"
+    )
     sparse.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
 
     profile = commands.add_parser("profile", help="where one run's time goes")

@@ -7,7 +7,8 @@ network is one call. Without ``--densities`` the weights are the model's own, so
 is measured as it is; with them each layer is drawn at random at every density. A network runs as
 ``--sparse never``, ``auto`` and ``always`` compile it, in turn too; with ``--densities`` all its
 layers but the first and the last have that density, at random. Times are medians; ``p10`` are lower
-deciles, what other programs disturb least, and what gains and break-even points are made of.
+deciles, what other programs disturb least, and what gains and break-even points are made of. With
+``--data`` networks also classify its pictures as ``auto`` runs them: accuracy against speed.
 
 ``--table`` writes what ``auto`` looks up: graphs/breakeven/DEVICE-DTYPE.json.
 """
@@ -15,6 +16,7 @@ deciles, what other programs disturb least, and what gains and break-even points
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -33,7 +35,7 @@ from max.graph import DeviceRef, Graph, Module, TensorType
 from rich.console import Console
 from rich.table import Table
 
-from bench import kernels
+from bench import accuracy, kernels
 from bench.__main__ import FAILED, dtypes
 from bench.begin import begin
 from bench.engines import TORCH
@@ -67,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
     target = Target.of(device)
     densities = options.densities or (DENSITIES if options.table else None)
     models = [load(name) for name in options.models]
+    if options.data and densities:
+        raise ArgumentError("data expects no --densities: zeros at random leave no accuracy")
     if options.precompiled and (densities or options.layers):
         raise ArgumentError(
             "precompiled expects --no-layers and no --densities; bench sparse compiles layers"
@@ -243,8 +247,14 @@ def measure_networks(
     clock: Clock = HostClock() if device.is_host else MaxClock(device)
     for density in densities or (None,):
         source = model if density is None else thinned(model, density)
-        made = {mode: compiled(name, source, mode, device, dtype, options) for mode in COMPARED}
-        weight = {mode: weigh(source, mode, device, dtype, options) for mode in COMPARED}
+        modes = COMPARED if share_pruned(source) else COMPARED[:1]
+        made = {mode: compiled(name, source, mode, device, dtype, options) for mode in modes}
+        told = {mode: weigh(source, mode, device, dtype, options) for mode in modes}
+        if options.data:
+            mode = "auto" if "auto" in made else "never"
+            batches = accuracy.correct(made[mode], options.data, progress=True)
+            right = list(itertools.chain(*batches))
+            told[mode] |= {"accuracy": float(np.mean(right)), "pictures": len(right)}
         rng = np.random.default_rng(0)
         for batch in options.batches:
             size = made["never"].preprocess
@@ -260,7 +270,7 @@ def measure_networks(
                 yield {
                     "kind": "sparse network", "batch": batch, "sparse": mode,
                     "density": density, "told": each.sparse.told,
-                    "sparse_layers": len(each.sparse.layers), **weight[mode],
+                    "sparse_layers": len(each.sparse.layers), **told[mode],
                     "ms": rounded(_us(spent[i], 50) / 1e3),
                     "p10_ms": rounded(_us(spent[i], 10) / 1e3),
                     "gain": rounded(_us(spent[0], 10) / _us(spent[i], 10), 3),
@@ -299,9 +309,22 @@ def weigh(
         source, place, dtype, size=size, tf32=tf32, sparse=formats, kernels=kernels
     )
     return {
+        "zeros": rounded(share_pruned(source), 3),
         "weight_bytes": sum(weight.bytes for weight in parameters.bound.values()),
         "formats": dict(Counter(formats.values())),
     }
+
+
+def share_pruned(source: Checkpoint) -> float:
+    """Tells the share of zeros in all layers that were pruned; 0 if none was."""
+    prepare = Preprocess.from_config(source.preprocess)
+    sizes, zeros = 0.0, 0.0
+    for layer in convolutions(source.spec, (prepare.height, prepare.width)):
+        share = source.zeros(layer.name)
+        if share >= sparsity.PRUNED:
+            size = layer.kernel**2 * layer.channels // layer.groups * layer.filters
+            sizes, zeros = sizes + size, zeros + share * size
+    return zeros / max(sizes, 1.0)
 
 
 def thinned(model: Checkpoint, density: float) -> Checkpoint:
