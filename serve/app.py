@@ -26,7 +26,7 @@ from serve.core import Service, request_id
 from serve.errors import Refusal, ending
 from serve.requests import HELD
 from serve.routes import huggingface, kserve, openai, page, state, vllm
-from serve.routes.common import ErrorAnswer, PlainError
+from serve.routes.common import ErrorAnswer, PlainError, invalid
 
 log = logging.getLogger("maxvision.serve")
 
@@ -242,10 +242,3 @@ async def _http(request: Request, error: Any) -> Response:
 
 async def _invalid(request: Request, error: Any) -> Response:
     return await _refuse(request, invalid(error.errors()))
-
-
-def invalid(errors: list[Any]) -> Refusal:
-    """Turns the first of pydantic's errors into a sentence."""
-    first = errors[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the body"
-    return Refusal(400, "invalid_request", f"{where}: {first['msg'].lower()}")

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.core import Service, Timing
+from serve.core import Image, Service, Timing
 from serve.errors import Refusal
-from serve.requests import media_type
+from serve.requests import media_type, read_body
 
 EXAMPLE = "R0lGODdhCAAIAIEAADyM3Ch4KAAAAAAAACwAAAAACAAIAAAIFQABCBxIsKDBgwgJBljIsKHDhwwDAgA7"
 """A picture of 8 x 8 pixels, a GIF in base64: the examples of the description can be sent."""
 
 RAW = ("image/jpeg", "image/png", "image/webp", "image/bmp", "image/gif")
 ALIASES = ("image/jpg", "image/pjpeg", "image/x-ms-bmp", "application/octet-stream")
+
+
+class InputRequest(BaseModel):
+    """A model and images, as OpenAI calls them; other fields are ignored."""
+
+    model: str | None = Field(None, description="The served model's name; may be left out.")
+    input: str | list[str] = Field(description="Files in base64, or data: URLs of them.")
+
+
+Asked = TypeVar("Asked", bound=InputRequest)
 
 
 class ErrorBody(BaseModel):
@@ -101,28 +112,37 @@ async def parse(service: Service, schema: type[Any], body: bytes) -> Any:
             return await service.in_thread(schema.model_validate_json, body)
         return schema.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "json_invalid":
-            raise not_json() from None
-        text = first["msg"][0].lower() + first["msg"][1:]
-        message = f"{where}: {text}" if where else text
-        raise Refusal(400, "invalid_request", message) from None
+        raise invalid(error.errors(include_url=False, include_input=False)) from None
+
+
+async def read_input(
+    request: Request, service: Service, schema: type[Asked]
+) -> tuple[Asked, list[Image]]:
+    """Reads JSON of a schema, and the images that it holds, one or a list.
+
+    Raises:
+        Refusal: 415, if the content type is another; if it is no such JSON, or names another model.
+    """
+    if media_type(request) != "application/json":
+        raise unexpected("application/json", media_type(request))
+    asked: Asked = await parse(service, schema, await read_body(request, service))
+    service.check_model(asked.model)
+    return asked, [asked.input] if isinstance(asked.input, str) else list(asked.input)
+
+
+def invalid(errors: Sequence[Any]) -> Refusal:
+    """Turns the first of pydantic's errors into a sentence."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return not_json()
+    where = ".".join(str(part) for part in first["loc"])
+    text = first["msg"][0].lower() + first["msg"][1:]
+    return Refusal(400, "invalid_request", f"{where}: {text}" if where else text)
 
 
 def not_json() -> Refusal:
     """Says that a body is no JSON."""
     return Refusal(400, "invalid_json", "the body was expected to be JSON")
-
-
-def expect_json(request: Request) -> None:
-    """Compares the content type with JSON's.
-
-    Raises:
-        Refusal: 415, if it is another.
-    """
-    if media_type(request) != "application/json":
-        raise unexpected("application/json", media_type(request))
 
 
 def unexpected(wanted: str, came: str) -> Refusal:

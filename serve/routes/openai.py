@@ -12,7 +12,6 @@ from starlette.requests import Request
 
 from serve.answers import Function
 from serve.core import Image, Service
-from serve.errors import Refusal
 from serve.requests import files_of, media_type, read_body, read_form, service_of, unless_gone
 from serve.routes.common import (
     ALIASES,
@@ -20,12 +19,14 @@ from serve.routes.common import (
     EXAMPLE,
     RAW,
     ErrorAnswer,
+    InputRequest,
     as_json,
     as_schema,
     body,
     errors,
-    expect_json,
+    invalid,
     parse,
+    read_input,
     unexpected,
     usage,
 )
@@ -49,11 +50,9 @@ class ClassifyRequest(ClassifyOptions):
     images: list[str] = Field(min_length=1, description="Files in base64, or data: URLs of them.")
 
 
-class EmbeddingsRequest(BaseModel):
+class EmbeddingsRequest(InputRequest):
     """Images whose features are asked for; other fields of OpenAI's clients are ignored."""
 
-    model: str | None = Field(None, description="The served model's name; may be left out.")
-    input: str | list[str] = Field(description="Files in base64, or data: URLs of them.")
     encoding_format: Literal["float", "base64"] = "float"
 
 
@@ -163,10 +162,7 @@ async def classify(request: Request) -> Any:
 async def embeddings(request: Request) -> Any:
     """Gives the pooled features that the classifier reads, for each image."""
     service = service_of(request)
-    expect_json(request)
-    asked = await parse(service, EmbeddingsRequest, await read_body(request, service))
-    service.check_model(asked.model)
-    images: list[Image] = [asked.input] if isinstance(asked.input, str) else list(asked.input)
+    asked, images = await read_input(request, service, EmbeddingsRequest)
     made = await unless_gone(request, service.embed(images))
     vectors = [np.ascontiguousarray(row, "<f4") for row in made.features]
     as_text = asked.encoding_format == "base64"
@@ -220,9 +216,7 @@ def _options(fields: dict[str, str]) -> ClassifyOptions:
     try:
         return ClassifyOptions.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise Refusal(400, "invalid_request", f"{where}: {first['msg'].lower()}") from None
+        raise invalid(error.errors(include_url=False, include_input=False)) from None
 
 
 def _card(service: Service) -> dict[str, Any]:

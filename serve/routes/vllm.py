@@ -12,18 +12,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.answers import Function, score
-from serve.core import Image, request_id
-from serve.requests import read_body, service_of, unless_gone
-from serve.routes.common import ERRORS, EXAMPLE, as_json, as_schema, body, expect_json, parse, usage
+from serve.core import request_id
+from serve.requests import service_of, unless_gone
+from serve.routes.common import (
+    ERRORS,
+    EXAMPLE,
+    InputRequest,
+    as_json,
+    as_schema,
+    body,
+    read_input,
+    usage,
+)
 
 router = APIRouter(tags=["vLLM"])
 
 
-class PoolingRequest(BaseModel):
+class PoolingRequest(InputRequest):
     """Images to classify; what vLLM asks of texts is ignored."""
 
-    model: str | None = Field(None, description="The served model's name; may be left out.")
-    input: str | list[str] = Field(description="data: URLs of images, or base64 of them.")
     use_activation: bool | None = Field(None, description="False for logits and no softmax.")
 
 
@@ -70,10 +77,7 @@ class PoolingAnswer(BaseModel):
 async def classify(request: Request) -> Response:
     """Gives the probability of each class, for each image."""
     service = service_of(request)
-    expect_json(request)
-    asked = await parse(service, PoolingRequest, await read_body(request, service))
-    service.check_model(asked.model)
-    images: list[Image] = [asked.input] if isinstance(asked.input, str) else list(asked.input)
+    asked, images = await read_input(request, service, PoolingRequest)
     made = await unless_gone(request, service.infer(images))
     function: Function = "none" if asked.use_activation is False else "softmax"
     labels = service.card.labels
