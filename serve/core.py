@@ -197,14 +197,22 @@ class Service:
         """Lets the decoding threads end."""
         self._decoder.close()
 
+    def check_ready(self, retry_after: float = 5) -> None:
+        """Refuses while no picture would be classified, for some seconds.
+
+        Raises:
+            Refusal: 503.
+        """
+        if not self.ready:
+            raise not_ready(retry_after)
+
     def check_room(self) -> None:
         """Refuses early: before a body is read.
 
         Raises:
             Refusal: 503 or 429, if no image would be taken now.
         """
-        if not self.ready:
-            raise not_ready()
+        self.check_ready()
         self.admission.check()
 
     def check_model(self, name: str | None) -> None:
@@ -225,8 +233,7 @@ class Service:
             raise Refusal(400, "no_image", "at least one image was expected but none came")
         if len(images) > self.options.max_images_per_request:
             raise too_many_images(len(images), self.options.max_images_per_request)
-        if not self.ready:
-            raise not_ready()
+        self.check_ready()
         begun = time.perf_counter()
         request = request_id.get(None) or uuid.uuid4().hex
         with self.admission.take(len(images)):

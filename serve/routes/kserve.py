@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from serve.answers import Function, rank, score
 from serve.core import Card, Image, Service
-from serve.errors import Refusal, not_ready
+from serve.errors import Refusal
 from serve.limits import too_many_images
 from serve.requests import media_type, read_body, service_of, unless_gone
 from serve.routes.common import EXAMPLE, PlainError, as_json, body, errors, not_json, unexpected
@@ -156,8 +156,7 @@ async def live() -> dict[str, bool]:
 )
 async def ready(request: Request) -> dict[str, bool]:
     """Answers as ``/ready`` does."""
-    if not service_of(request).ready:
-        raise not_ready(1)
+    service_of(request).check_ready(1)
     return {"ready": True}
 
 
@@ -171,8 +170,7 @@ async def model_ready(model: str, request: Request, version: str = VERSION) -> d
     """Answers as ``/ready`` does, for the model that is served."""
     service = service_of(request)
     _check(service, model, version)
-    if not service.ready:
-        raise not_ready(1)
+    service.check_ready(1)
     return {"name": model, "ready": True}
 
 

@@ -8,7 +8,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from serve.errors import not_ready
 from serve.requests import service_of
 
 router = APIRouter(tags=["state"])
@@ -27,8 +26,7 @@ async def health() -> dict[str, str]:
 )
 async def ready(request: Request) -> dict[str, str]:
     """Answers 200 if the model's process lives and has run a picture, else 503."""
-    if not service_of(request).ready:
-        raise not_ready(1)
+    service_of(request).check_ready(1)
     return {"status": "ready"}
 
 
