@@ -120,23 +120,36 @@ def bind(host: str, port: int) -> socket.socket:
 def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] | None) -> int:
     import uvloop
 
-    service, supervisor = make_service(options, load)
-    count = front_count(options, service.card.device)
+    card, supervisor = make_supervisor(options, load)
+    count = front_count(options, card.device)
     face: _One | _Many
     if count > 1:
-        face = _Many(service, supervisor, listening, count)
+        face = _Many(card, options, supervisor, listening, count)
     else:
-        face = _One(service, supervisor, listening)
+        face = _One(_decoding(card, options, supervisor), listening)
     try:
-        return uvloop.run(_Server(service.card, options, supervisor, listening, face).run())
+        return uvloop.run(_Server(card, options, supervisor, listening, face).run())
     finally:
-        service.close()
+        face.close()
 
 
 def make_service(
     options: Options, load: Callable[..., Any] | None = None
 ) -> tuple[Service, Supervisor]:
-    """Makes a service, and what keeps its model's process running once its ``run`` is awaited.
+    """Makes a service that decodes in this process, and its supervisor.
+
+    Raises:
+        ModelError: If the model cannot be found or read.
+        DeviceError: If the device is not to be had.
+    """
+    card, supervisor = make_supervisor(options, load)
+    return _decoding(card, options, supervisor), supervisor
+
+
+def make_supervisor(
+    options: Options, load: Callable[..., Any] | None = None
+) -> tuple[Card, Supervisor]:
+    """Reads a model's card, and makes what runs its process once its ``run`` is awaited.
 
     Raises:
         ModelError: If the model cannot be found or read.
@@ -144,15 +157,11 @@ def make_service(
     """
     from graphs import session
     from serve import engine
-    from serve.core import Service
-    from serve.images import Decoder
     from serve.supervisor import Supervisor
 
     engine.check_version()
     settings = engine.settings(options.log_level)
     card = read_card(options)
-    batch = batch_size(options, card.device)
-    queue = options.max_queue_size or max(32 * batch, options.max_images_per_request)
     make = functools.partial(
         load or session.load,
         options.model,
@@ -163,16 +172,29 @@ def make_service(
         revision=options.revision,
     )
     delay = options.max_batch_delay_ms / 1e3
+    batch = batch_size(options, card.device)
     spec = engine.Spec(make, card.device, batch, delay, card.embeds)
     blank = np.zeros((card.preprocess.height, card.preprocess.width, 3), np.uint8)
+    return card, Supervisor(spec, settings, blank)
+
+
+def _decoding(card: Card, options: Options, supervisor: Supervisor) -> Service:
+    from serve.core import Service
+    from serve.images import Decoder
+
     decoder = Decoder(card.preprocess, options.max_pixels, options.decode_threads or cores())
-    supervisor = Supervisor(spec, settings, blank)
-    return Service(card, options, supervisor, decoder, queue), supervisor
+    return Service(card, options, supervisor, decoder, queue_size(options, card.device))
 
 
 def batch_size(options: Options, device: str) -> int:
     """Chooses how many images run together at most."""
     return options.max_batch_size or (8 if device == "cpu" else 64)
+
+
+def queue_size(options: Options, device: str) -> int:
+    """Chooses how many images may be under way."""
+    batches = 32 * batch_size(options, device)
+    return options.max_queue_size or max(batches, options.max_images_per_request)
 
 
 def front_count(options: Options, device: str) -> int:
@@ -273,7 +295,7 @@ Told: TypeAlias = Callable[[int, "FrameType | None"], None]
 class _One:
     """Speaks HTTP in the server's own process."""
 
-    def __init__(self, service: Service, supervisor: Supervisor, listening: socket.socket) -> None:
+    def __init__(self, service: Service, listening: socket.socket) -> None:
         from serve.app import make_app
 
         self.board = service.board
@@ -300,19 +322,27 @@ class _One:
         self._uvicorn.force_exit = force
         self._uvicorn.should_exit = True
 
+    def close(self) -> None:
+        """Lets the threads that decode end."""
+        self._service.close()
+
 
 class _Many:
     """Speaks HTTP in processes of their own."""
 
     def __init__(
-        self, service: Service, supervisor: Supervisor, listening: socket.socket, count: int
+        self,
+        card: Card,
+        options: Options,
+        supervisor: Supervisor,
+        listening: socket.socket,
+        count: int,
     ) -> None:
         from serve.front import Hello
         from serve.fronts import Fronts
 
-        options = service.options
         threads = options.decode_threads or max(2, -(-cores() // count))
-        hello = Hello(service.card, options, service.admission.limit, count, 0, threads)
+        hello = Hello(card, options, queue_size(options, card.device), count, 0, threads)
         self._fronts = Fronts(hello, listening)
         self.board = self._fronts.board
         self._supervisor = supervisor
@@ -337,6 +367,9 @@ class _Many:
     def end(self, force: bool) -> None:
         """Ends, with ``force`` without waiting for anything."""
         self._fronts.end(force)
+
+    def close(self) -> None:
+        """Does nothing: nothing decodes in this process."""
 
     def _changed(self) -> None:
         known = self._supervisor
