@@ -54,15 +54,22 @@ class Server:
 
     def worker(self) -> int:
         """Finds the model's process."""
+        found = self.children("spawn_main")
+        assert found, "no process of the model"
+        return found[0]
+
+    def children(self, command: str) -> list[int]:
+        """Finds the processes that the server has started whose command line holds a text."""
+        found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 parent = re.search(r"\) \w (\d+)", (folder / "stat").read_text())
-                command = (folder / "cmdline").read_text()
+                line = (folder / "cmdline").read_text()
             except OSError:
                 continue  # it has ended meanwhile
-            if parent and int(parent[1]) == self.process.pid and "spawn_main" in command:
-                return int(folder.name)
-        raise AssertionError("no process of the model")
+            if parent and int(parent[1]) == self.process.pid and command in line:
+                found.append(int(folder.name))
+        return found
 
     def metric(self, line: str, label: str = "") -> float:
         """Reads a figure by the beginning of its line and what else is in it."""
