@@ -46,9 +46,10 @@ from bench.timing import Clock, HostClock, MaxClock, rounded, sample
 from graphs import nodes, sparsity
 from graphs.convolution import Convolution
 from graphs.errors import ArgumentError, DeviceError, ModelError
+from graphs.networks import convolutions
 from graphs.parameters import Parameters
 from graphs.preprocess import Preprocess
-from graphs.session import Model, Unchecked, build, choose_sparse, convolutions, find_dtype
+from graphs.session import Model, Unchecked, build, choose_sparse, find_dtype
 from graphs.target import Target
 from weights import Checkpoint
 

@@ -25,17 +25,14 @@ from max.engine import CompiledModel, InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary, TensorType
 
-from graphs import cache, cvt, formats, nodes, package, resnet, sparsity
+from graphs import cache, formats, networks, nodes, package, sparsity
 from graphs.convolution import Convolution
-from graphs.cvt import CvtSpec
 from graphs.errors import ArgumentError, DeviceError, ImageError, ModelError
-from graphs.outputs import Outputs
 from graphs.package import Package
 from graphs.parameters import Parameters
 from graphs.predictions import Prediction, softmax
 from graphs.preprocess import Preprocess, Source, load_batch
 from graphs.replay import Replays
-from graphs.resnet import ResNetSpec
 from graphs.sparsity import Choice, Chosen
 from graphs.target import Target
 
@@ -235,7 +232,7 @@ def build(
         "pixels.mean": np.array(preprocess.mean, np.float32),
         "pixels.scale": 1 / np.array(preprocess.std, np.float32),
     }
-    shapes = {**weights_of(spec), **{name: levels[name].shape for name in levels}}
+    shapes = {**networks.parameters(spec), **{name: levels[name].shape for name in levels}}
     tensors: Mapping[str, np.ndarray] = ChainMap(levels, checkpoint.tensors)  # type: ignore[arg-type]
     parameters = Parameters(tensors, device, dtype, shapes=shapes, tf32=tf32, sparse=sparse)
     image = TensorType(pixels, ["batch", *size, spec.channels], device=device)
@@ -246,7 +243,7 @@ def build(
         custom_extensions=extensions,
         kernel_library=kernels,
     ) as graph:
-        outputs = network(spec, graph.inputs[0].tensor, parameters)
+        outputs = networks.network(spec, graph.inputs[0].tensor, parameters)
         ends = [outputs.logits]
         if everything:
             ends += [outputs.features, *outputs.stages]
@@ -280,7 +277,7 @@ def choose_sparse(
         DeviceError: If ``always`` is asked of a device that has no sparse kernel for the dtype.
         ModelError: If ``always`` is asked of a model without a pruned layer.
     """
-    layers = convolutions(checkpoint.spec, size)
+    layers = networks.convolutions(checkpoint.spec, size)
     zeros = {each.name: checkpoint.zeros(each.name) for each in layers}
 
     def formats_of(layer: Convolution) -> tuple[str, ...]:
@@ -324,30 +321,6 @@ class Unchecked(KernelLibrary):
 
     def verify_custom_op(self, custom_op: Any) -> None:
         """Does nothing."""
-
-
-def weights_of(spec: Any) -> dict[str, tuple[int, ...]]:
-    """Lists every weight of the network that ``spec`` describes: its name and shape."""
-    if isinstance(spec, ResNetSpec):
-        return resnet.parameters(spec)
-    assert isinstance(spec, CvtSpec)
-    return cvt.parameters(spec)
-
-
-def convolutions(spec: Any, size: tuple[int, int]) -> list[Convolution]:
-    """Lists the convolutions and linear layers of the network, on images of ``size`` px."""
-    if isinstance(spec, ResNetSpec):
-        return resnet.convolutions(spec, size)
-    assert isinstance(spec, CvtSpec)
-    return cvt.convolutions(spec, size)
-
-
-def network(spec: Any, x: Any, parameters: Parameters) -> Outputs:
-    """Builds the network that ``spec`` describes on pixels x[N, H, W, C], uint8 or normalised."""
-    if isinstance(spec, ResNetSpec):
-        return resnet.resnet(spec, x, parameters)
-    assert isinstance(spec, CvtSpec)
-    return cvt.cvt(spec, x, parameters)
 
 
 class Model:

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs import cvt, resnet
-from graphs.cvt import CvtSpec
 from graphs.errors import ModelError
+from graphs.networks import Spec, parameters
 from weights import metadata
-from weights.formats import Format, Spec, recognise, specify
-from weights.layout import Folded, Shape, fold, share_of_zeros, unfold
+from weights.formats import Format, recognise, specify
+from weights.layout import Folded, fold, share_of_zeros, unfold
 from weights.rules import apply
 from weights.source import Source, find
 
@@ -118,8 +117,3 @@ def identify(found: Source) -> tuple[Format, Spec]:
     tensors, config = found.state.tensors, found.config
     form = recognise(tensors, config, found.name)
     return form, specify(form, tensors, config, found.name)
-
-
-def parameters(spec: Spec) -> dict[str, Shape]:
-    """Lists every weight of the network: its name and shape."""
-    return cvt.parameters(spec) if isinstance(spec, CvtSpec) else resnet.parameters(spec)

@@ -12,9 +12,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from graphs.folder import new_folder
+from graphs.networks import Spec
 from graphs.resnet import ResNetSpec
 from weights.checkpoint import Checkpoint, interpret
-from weights.formats import HUGGING_FACE, Spec, recognise
+from weights.formats import HUGGING_FACE, recognise
 from weights.layout import Array
 from weights.rules import rename
 from weights.source import Source

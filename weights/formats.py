@@ -17,14 +17,13 @@ from typing import Any
 
 from graphs.cvt import CvtSpec, CvtStage
 from graphs.errors import ModelError
+from graphs.networks import Spec
 from graphs.resnet import ResNetSpec
 from weights import cvt, resnet
 from weights.layout import Array, Shape
 from weights.rules import Rules, key_for, rename
 
 HEAD_WIDTH = 64  # of every CvT in the paper
-
-Spec = ResNetSpec | CvtSpec
 
 
 @dataclass(frozen=True)

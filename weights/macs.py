@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from graphs import cvt, resnet
 from graphs.convolution import windows
 from graphs.cvt import CvtSpec
-from weights.formats import Spec
+from graphs.networks import Spec, convolutions
 
 
 def macs(spec: Spec, size: int) -> int:
@@ -14,10 +13,8 @@ def macs(spec: Spec, size: int) -> int:
     Convolutions, linear layers and attention's two products count; norms, activations, pooling
     and softmax do not, as in torch's FlopCounterMode (which counts two FLOPs for each).
     """
-    if isinstance(spec, CvtSpec):
-        of_layers = cvt.convolutions(spec, (size, size))
-        return sum(each.macs for each in of_layers) + _attention(spec, size)
-    return sum(each.macs for each in resnet.convolutions(spec, (size, size)))
+    of_layers = sum(each.macs for each in convolutions(spec, (size, size)))
+    return of_layers + (_attention(spec, size) if isinstance(spec, CvtSpec) else 0)
 
 
 def _attention(spec: CvtSpec, size: int) -> int:

@@ -12,7 +12,7 @@ from max.dtype import DType
 import weights
 from bench import curves, kernels, sparse
 from graphs.errors import DeviceError
-from graphs.session import convolutions
+from graphs.networks import convolutions
 from graphs.target import Target
 
 HOPPER = Target.parse("sm_90a")

@@ -19,7 +19,7 @@ from bench import curves, report, sparse
 from bench.__main__ import main, parser
 from graphs import sparsity
 from graphs.errors import ArgumentError, ModelError
-from graphs.session import convolutions
+from graphs.networks import convolutions
 from graphs.target import Target
 from tests.graphs import reference
 from weights.__main__ import main as weights_command

@@ -19,8 +19,9 @@ from max.graph import DeviceRef, Graph, TensorType, ops
 import graphs
 import weights
 from graphs import Features, nodes
+from graphs.networks import network
 from graphs.parameters import Parameters
-from graphs.session import build, network
+from graphs.session import build
 from tests.graphs import reference
 
 BOUND = 1e-5  # of float32: the largest difference over the largest number

@@ -21,9 +21,10 @@ from graphs import __main__ as command
 from graphs import ahead, cache, cli, package, sparsity
 from graphs.convolution import Convolution
 from graphs.errors import ArgumentError, DeviceError, ModelError
+from graphs.networks import convolutions
 from graphs.pipeline import Times
 from graphs.resnet import RESNETS
-from graphs.session import Unchecked, build, choose_sparse, convolutions
+from graphs.session import Unchecked, build, choose_sparse
 from graphs.sparsity import MARGIN, TABLES, Row, choose, read_table, table_name
 from graphs.target import Target
 from tests.graphs import reference
