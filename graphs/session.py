@@ -96,8 +96,7 @@ def load(
     """
     if batch_size is not None and batch_size < 1:
         raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
-    if sparse not in sparsity.MODES:
-        raise ArgumentError(f"sparse expects {', '.join(sparsity.MODES)} but is {sparse!r}")
+    sparsity.check_mode(sparse)  # before anything that takes long
     if package.is_here(source):
         return _unpack(source, device, dtype, batch_size, tf32, sparse)
     import weights

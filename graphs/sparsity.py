@@ -249,6 +249,16 @@ class Choice:
         return f"pruned, runs dense {note}" if pruned else ""
 
 
+def check_mode(mode: str) -> None:
+    """Compares a mode with ``MODES``.
+
+    Raises:
+        ArgumentError: If it is none of them.
+    """
+    if mode not in MODES:
+        raise ArgumentError(f"sparse expects {', '.join(MODES)} but is {mode!r}")
+
+
 def choose(
     name: str,
     layers: Sequence[Convolution],
@@ -280,8 +290,7 @@ def choose(
         DeviceError: If ``always`` is asked of a device that has no sparse kernel for the dtype.
         ModelError: If ``always`` is asked of a model without a pruned layer.
     """
-    if mode not in MODES:
-        raise ArgumentError(f"sparse expects {', '.join(MODES)} but is {mode!r}")
+    check_mode(mode)
     kinds: dict[str, Sequence[str]] = {each.name: (general(target.api),) for each in layers}
     if formats_of and mode != "never":
         pruned = [each for each in layers if zeros[each.name] >= PRUNED and not _depthwise(each)]
