@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import median_high
 from typing import Any
 
 from graphs.errors import ArgumentError
@@ -105,14 +106,19 @@ def layers_table(records: Sequence[Record]) -> str:
     return table(head, rows)
 
 
-def to_row(records: Sequence[Record]) -> Row:
-    """Puts the densities of one layer and batch together."""
+def to_row(records: Sequence[Record], dense: str = "dense_p10_us") -> Row:
+    """Puts the densities of one layer, batch and format together; ``dense`` is the time to beat.
+
+    Of several records of one density the first counts: zeros at random come before patterns.
+    """
     first = records[0]
-    sizes = {key: first[key] for key in ("kernel", "stride", "channels", "filters", "pixels")}
-    dense = sorted(r["dense_p10_us"] for r in records)[len(records) // 2]
-    sparse = {r["density"]: r["sparse_p10_us"] for r in records}
+    sizes = ("kernel", "stride", "channels", "filters", "pixels", "batch")
+    sparse = {r["density"]: r["sparse_p10_us"] for r in reversed(records)}
     return Row(
-        **sizes, batch=first["batch"], dense_us=dense, sparse_us=tuple(sorted(sparse.items()))
+        **{key: first[key] for key in sizes},
+        dense_us=median_high(r[dense] for r in records),
+        sparse_us=tuple(sorted(sparse.items())),
+        format=first.get("format", Row.format),
     )
 
 

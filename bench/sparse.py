@@ -22,7 +22,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from rich.table import Table
 from bench import accuracy, kernels
 from bench.__main__ import FAILED, dtypes
 from bench.begin import begin
+from bench.curves import to_row
 from bench.engines import TORCH
 from bench.kernels import Case
 from bench.records import write
@@ -380,33 +381,22 @@ def _us(times: Sequence[float], percentile: int) -> float:
 
 
 def write_table(
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[dict[str, Any]],
     target: Target,
     dtype: str,
     facts: Mapping[str, Any],
     dense: str = "dense_p10_us",
 ) -> None:
     """Writes what ``--sparse auto`` looks up on such a device; ``dense`` is the time to beat."""
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    keys = ("kernel", "stride", "channels", "filters", "pixels", "batch", "format")
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         layer = record["kind"] == "sparse layer" and record.get("suited", True)
-        if not layer or not record["passed"]:
-            continue
-        keys: tuple[str, ...] = ("kernel", "stride", "channels", "filters", "pixels", "batch")
-        keys += ("format",) if "format" in record else ()
-        row = rows.setdefault(
-            tuple(record[key] for key in keys),
-            {key: record[key] for key in keys} | {"dense_us": [], "sparse_us": {}},
-        )
-        row["dense_us"].append(record[dense])
-        row["sparse_us"].setdefault(record["density"], record["sparse_p10_us"])
-    if not rows:
+        if layer and record["passed"]:
+            cells.setdefault(tuple(map(record.get, keys)), []).append(record)
+    if not cells:
         raise ArgumentError("--table expects layers but none were measured; leave --no-layers out")
-    lines = []
-    for row in rows.values():
-        row["dense_us"] = rounded(float(np.median(row["dense_us"])))
-        row["sparse_us"] = sorted(row["sparse_us"].items())
-        lines.append(json.dumps(row))
+    lines = [json.dumps(asdict(to_row(cell, dense))) for cell in cells.values()]
     name = sparsity.table_name(target, dtype)
     device = name.removesuffix(f"-{dtype}.json")
     kept = ("cpu", "gpu", "commit", "date", "command")
