@@ -117,6 +117,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="D,E",
         help="shares of nonzeros to draw layers at, such as 0.5,0.1; the model's own if left out",
     )
+    sparse.add_argument(
+        "--target", metavar="T", help="cpu:x86-64-v3 or the like: run layers on this CPU as on that"
+    )
     sparse.add_argument("--layers", action=argparse.BooleanOptionalAction, default=True)
     sparse.add_argument("--network", action=argparse.BooleanOptionalAction, default=True)
     sparse.add_argument(

@@ -68,7 +68,9 @@ COMPARED = ("never", "auto", "always")
 def run(options: argparse.Namespace) -> int:
     """Measures what was asked for, prints it, and writes records and tables."""
     device, facts = begin(options, __doc__)
-    target = Target.of(device)
+    target = chosen(options, device)
+    if options.target:
+        facts["cpu"] += f", compiled for {target.name.removeprefix('cpu:')}"
     densities = options.densities or (DENSITIES if options.table else None)
     models = [load(name) for name in options.models]
     if options.data and densities:
@@ -99,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
             layers = convolutions(model.spec, (prepare.height, prepare.width))
             cases = list(drawn(layers, densities) if densities else own(model, layers))
             if device.is_host:
-                keep(model, measure_layers(cases, device, kind, options))
+                keep(model, measure_layers(cases, device, kind, options, target))
                 continue
             if densities and kind != DType.float32:  # patterns have kernels for 16 bits
                 cases += [each for full in drawn(layers, (1,)) for each in kernels.patterned(full)]
@@ -114,6 +116,22 @@ def run(options: argparse.Namespace) -> int:
             if options.network:
                 keep(model, measure_networks(name, model, densities, device, kind, options))
     return 0 if all(record["passed"] for record in records) else FAILED
+
+
+def chosen(options: argparse.Namespace, device: Device) -> Target:
+    """Finds what layers are compiled for: the device, or a kind of CPU that has less than it.
+
+    Raises:
+        ArgumentError: If that is no CPU, or networks are asked for, which the device's code runs.
+        DeviceError: If this CPU has not all that is needed.
+    """
+    if not options.target:
+        return Target.of(device)
+    target = Target.parse(options.target)
+    if target.api != "cpu" or not device.is_host or options.network:
+        raise ArgumentError("target expects a kind of CPU, --device cpu and --no-network")
+    target.open()
+    return target
 
 
 def kinds(layers: Sequence[Convolution]) -> dict[Convolution, list[str]]:
@@ -165,10 +183,14 @@ def own(model: Checkpoint, layers: Sequence[Convolution]) -> Iterator[Case]:
 
 
 def measure_layers(
-    cases: Sequence[Case], device: Device, dtype: DType, options: argparse.Namespace
+    cases: Sequence[Case],
+    device: Device,
+    dtype: DType,
+    options: argparse.Namespace,
+    target: Target,
 ) -> Iterator[dict[str, Any]]:
     """Compiles all cases at once, and measures one after the other."""
-    *models, (nothing, _) = compile_cases(cases, device, dtype)
+    *models, (nothing, _) = compile_cases(cases, device, dtype, target)
     clock: Clock = HostClock() if device.is_host else MaxClock(device)
     empty = [Buffer.from_numpy(np.zeros((1, 1, 1, 1), np.float32)).to(device)]
     for batch in options.batches:
@@ -198,7 +220,7 @@ def measure_layers(
 
 
 def compile_cases(
-    cases: Sequence[Case], device: Device, dtype: DType
+    cases: Sequence[Case], device: Device, dtype: DType, target: Target
 ) -> list[tuple[Executable, Executable]]:
     """Compiles the dense and the sparse graph of every case, all in one module.
 
@@ -227,8 +249,9 @@ def compile_cases(
     one = TensorType(DType.float32, [1, 1, 1, 1], device=place)
     with Graph("nothing", input_types=[one], kernel_library=Unchecked(), module=module) as graph:
         graph.output(nodes.relu(graph.inputs[0].tensor))
+    with target.device() as alike:
+        compiled = InferenceSession(devices=[alike]).compile(module, custom_extensions=[nodes.OPS])
     session = InferenceSession(devices=[device])
-    compiled = session.compile(module, custom_extensions=[nodes.OPS])
     models = session.init_all(compiled, weights_registry=parameters.registry(device))
     pairs = [(models[f"dense{i}"], models[f"sparse{i}"]) for i in range(len(cases))]
     return [*pairs, (models["nothing"], models["nothing"])]

@@ -141,7 +141,7 @@ def test_both_kernels_give_the_same_and_are_timed() -> None:
     layers = [each for each in convolutions(model.spec, (128, 128)) if "stages.3" in each.name]
     cases = list(sparse.drawn(layers, (0.1,)))
     options = argparse.Namespace(batches=[2], seconds=0.01)
-    found = list(sparse.measure_layers(cases, CPU(), DType.float32, options))
+    found = list(sparse.measure_layers(cases, CPU(), DType.float32, options, Target.of(CPU())))
     assert [tuple(r["names"]) for r in found] == [case.names for case in cases]
     for record in found:
         assert record["passed"] and record["difference"] < 1e-5
