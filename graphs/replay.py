@@ -11,6 +11,10 @@ compute every time. What captures hold (each has activations of its own) is boun
 the least recently used go first; ``IMAGES`` is room for every size from 1 to 32 and one of 256.
 ResNet-50's take 4.6 MB an image in bfloat16.
 
+A server cannot wait for a size to come again, as a request would wait for the capture, or for
+kernels that only this size needs to be loaded. It prepares sizes (``Replays.prepare``) before it
+takes requests; a batch between two of them runs as the larger one, whose last rows nobody reads.
+
 At its first capture MAX takes its whole pool, 90 % of the GPU's memory on an H200; a program that
 shares the GPU sets MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT before it opens the device.
 """
@@ -93,7 +97,7 @@ class Execution:
 
 
 class Replay:
-    """A ``Run`` of one batch size as one launch, for one thread at a time.
+    """A ``Run`` of one batch size as one launch, for one thread at a time; smaller ones fit in.
 
     It holds a pinned host buffer and a device buffer for the pixels, the outputs that were
     captured, and a pinned host buffer for each of those.
@@ -114,7 +118,7 @@ class Replay:
         dtype: DType,
         key: int,
     ) -> None:
-        self.batch = shape[0]
+        self.batch = self._count = shape[0]
         self.input = Buffer(dtype, shape, device)
         self._executable = executable
         self._queue = device.default_queue
@@ -131,7 +135,8 @@ class Replay:
     def upload(self, pixels: np.ndarray) -> None:
         """See ``Run``."""
         self._uploaded.synchronize()
-        np.copyto(self._pixels, pixels)
+        self._count = len(pixels)
+        np.copyto(self._pixels[: self._count], pixels)
         self.input.inplace_copy_from(self._staged)
         self._uploaded = self._queue.record_event()
 
@@ -148,7 +153,7 @@ class Replay:
     def result(self) -> list[np.ndarray]:
         """See ``Run``."""
         self._downloaded.synchronize()
-        return [float32(fetched) for fetched in self._fetched]
+        return [float32(fetched)[: self._count] for fetched in self._fetched]
 
     def release(self) -> None:
         """Gives the memory back; nothing else may be called afterwards."""
@@ -173,6 +178,7 @@ class Replays:
         self._lock = threading.Lock()
         self._keys = itertools.count()
         self._seen: set[int] = set()
+        self._sizes: list[int] = []  # that were prepared, ascending
         self._idle: list[Replay] = []  # the least recently used first
         self._held = 0  # images of the idle ones and of those in use
 
@@ -184,12 +190,37 @@ class Replays:
             run.download()
             return run.result()
 
+    def prepare(self, pixels: np.ndarray) -> None:
+        """Captures the batch sizes of ``sizes`` up to that of ``pixels``, as far as they fit.
+
+        From then on others run as the next larger one. Still larger ones are executed: their
+        kernels take longer than the launches. If it raises, for want of memory, what it has
+        captured is used: that begins with the largest, as what all others of them can run.
+        """
+        fitting: list[int] = []
+        prepared: list[int] = []
+        images = 0
+        for size in sizes(len(pixels)):
+            images += size
+            if images <= self._images:
+                fitting.append(size)
+        self._sizes = []
+        try:
+            for size in reversed(fitting):
+                for _ in range(2):  # the second time it is captured
+                    self(pixels[:size])
+                prepared.insert(0, size)
+        finally:
+            self._sizes = prepared
+
     @contextmanager
     def take(self, pixels: np.ndarray) -> Iterator[Run]:
         """Lends the run for batches such as ``pixels``: the captured one if there is one."""
-        run = self._find(pixels.shape[0])
+        count = pixels.shape[0]
+        size = next((size for size in self._sizes if size >= count > 0), count)
+        run = self._find(size)
         if run is None:
-            run = self._capture(pixels)
+            run = self._capture(size, pixels)
         try:
             yield run
         finally:
@@ -207,12 +238,13 @@ class Replays:
             busy = self._held - sum(replay.batch for replay in self._idle)
             again = batch in self._seen
             self._seen.add(batch)
-            if not batch or not again or busy + batch > self._images:
+            larger = bool(self._sizes) and batch > self._sizes[-1]
+            if not batch or not again or larger or busy + batch > self._images:
                 return Execution(self._executable, self._device)
             self._held += batch
             return None
 
-    def _capture(self, pixels: np.ndarray) -> Replay:
+    def _capture(self, size: int, pixels: np.ndarray) -> Replay:
         """Captures a size, which ``_held`` counts already, in the place of idle ones."""
         with self._gate.capturing():
             with self._lock:
@@ -220,13 +252,22 @@ class Replays:
                     oldest = self._idle.pop(0)
                     self._held -= oldest.batch
                     oldest.release()
-            kind = DType.from_numpy(pixels.dtype)
+            shape, kind = (size, *pixels.shape[1:]), DType.from_numpy(pixels.dtype)
             try:
-                return Replay(self._executable, self._device, pixels.shape, kind, next(self._keys))
+                return Replay(self._executable, self._device, shape, kind, next(self._keys))
             except BaseException:
                 with self._lock:
-                    self._held -= pixels.shape[0]
+                    self._held -= size
                 raise
+
+
+def sizes(most: int) -> list[int]:
+    """Lists batch sizes to prepare: all up to 8, four between powers of two from there, ``most``.
+
+    A batch between two of them runs with less than a quarter more.
+    """
+    steps = ((size, 1 << max(0, (size - 1).bit_length() - 3)) for size in range(1, most + 1))
+    return [size for size, step in steps if size % step == 0 or size == most]
 
 
 def float32(buffer: Buffer) -> np.ndarray:

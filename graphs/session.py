@@ -375,7 +375,8 @@ class Model:
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """Computes the logits [N, classes] of pixels [N, H, W, C]; any thread may call.
 
-        On a GPU a batch size is captured when it comes for the second time (graphs/replay.py).
+        On a GPU a batch size is captured when it comes for the second time (graphs/replay.py), or
+        by ``prepare``.
 
         Args:
             pixels: uint8 levels as ``preprocess`` gives them, or float32 that are normalised
@@ -452,6 +453,15 @@ class Model:
         if self.spec.channels != len(self.preprocess.mean):
             return
         self._executable(*self._usual, progress)
+
+    def prepare(self, batch: int) -> None:
+        """Makes ready, on a GPU, for batches of up to ``batch`` images that ``preprocess`` makes.
+
+        Sizes are captured (``graphs.replay.Replays.prepare``), so that no batch to come waits.
+        """
+        size, _, _ = self._usual
+        pixels = np.zeros((batch, *size, self.spec.channels), np.uint8)
+        self._replayed(*self._usual).prepare(pixels)
 
     def executable(self) -> Executable:
         """Gives the compiled graph for the images that ``preprocess`` makes: uint8 to logits."""

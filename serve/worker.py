@@ -46,10 +46,18 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
+def is_memory(error: Exception) -> bool:
+    """Tells whether an error is for want of memory."""
+    return isinstance(error, MemoryError) or bool(_MEMORY.search(str(error)))
+
+
 class Classifier(Protocol):
     """What a server needs of ``graphs.session.Model``."""
 
     preprocess: Any
+
+    def prepare(self, batch: int) -> None:
+        """Makes ready for batches of up to ``batch`` images."""
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """Computes logits."""
@@ -71,16 +79,20 @@ class Runner:
         self._embeds = embeds
 
     def warm(self, batch: int) -> float:
-        """Runs one picture and a full batch; returns the seconds that a full batch took."""
+        """Makes ready for batches up to ``batch``; returns the seconds that a full one took."""
         if self._embeds:
             self.features(self._blank(1))
         self(self._blank(1))
-        taken = 0.0
-        for _ in range(2):  # the second time is captured, on a GPU
-            begun = time.perf_counter()
-            self(self._blank(batch))
-            taken = time.perf_counter() - begun
-        return taken
+        try:
+            self._model.prepare(batch)
+        except Exception as error:
+            if not is_memory(error):
+                raise
+            log.warning("no memory for every size of batches: some run as larger ones")
+        self(self._blank(batch))  # a CPU's first run is slower than those to come
+        begun = time.perf_counter()
+        self(self._blank(batch))
+        return time.perf_counter() - begun
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """Computes the logits [N, classes] of pixels [N, H, W, C]."""
@@ -227,7 +239,7 @@ class Batcher:
             )
 
     def _retry(self, jobs: list[Job], error: Exception) -> None:
-        memory = isinstance(error, MemoryError) or bool(_MEMORY.search(str(error)))
+        memory = is_memory(error)
         if len(jobs) == 1:
             log.error("request %s: the model failed", jobs[0].id, exc_info=error)
             self._report(jobs[0].front, failed=[jobs[0].id])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -99,6 +100,55 @@ def test_other_devices_execute(log: list[tuple[str, int]], api: str) -> None:
     for _ in range(3):
         run(batch(2))
     assert log == [("Plain", 2)] * 3
+
+
+def test_prepared_sizes_run_all_others(log: list[tuple[str, int]]) -> None:
+    run = replays(images=100)
+    run.prepare(batch(64))
+    prepared = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]  # 88 images, and 20 more were too many
+    assert sorted(n for kind, n in log if kind == "capture") == prepared
+    del log[:]
+    for count in (1, 9, 11, 16, 9):
+        assert np.array_equal(run(batch(count))[0], batch(count))
+    assert log == [("Captured", count) for count in (1, 9, 11, 16, 9)]
+    del log[:]
+    for count in (17, 17, 17, 0):
+        run(batch(count))
+    assert log == [("Plain", count) for count in (17, 17, 17, 0)]
+
+
+def test_what_was_prepared_before_a_failure_is_used(
+    log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scarce(Captured):
+        def __init__(self, executable: Any, device: Any, shape: tuple[int, ...], *_: Any) -> None:
+            super().__init__(executable, device, shape)
+            if self.batch == 5:
+                raise RuntimeError("out of memory")
+
+    run = replays()
+    monkeypatch.setattr(replay, "Replay", Scarce)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.prepare(batch(7))
+    del log[:]
+    for count in (2, 6, 7):
+        assert np.array_equal(run(batch(count))[0], batch(count))
+    assert log == [("Scarce", count) for count in (2, 6, 7)]
+    assert {each.batch for each in run._idle} == {6, 7}
+
+
+def test_nothing_is_prepared_where_nothing_is_captured(log: list[tuple[str, int]]) -> None:
+    replays(api="cpu").prepare(batch(8))
+    assert not log
+
+
+@pytest.mark.parametrize("most", [1, 7, 8, 9, 44, 64, 100])
+def test_sizes_are_close_together(most: int) -> None:
+    found = replay.sizes(most)
+    assert found[0] == 1 and found[-1] == most and found == sorted(set(found))
+    assert all(after < 1.25 * (before + 1) for before, after in itertools.pairwise(found))
+    if most == 64:
+        assert found[8:] == [10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
 
 
 def test_the_least_recently_used_makes_room(log: list[tuple[str, int]]) -> None:
@@ -222,6 +272,10 @@ def test_a_replay_has_buffers_of_its_own() -> None:
         run.download()
         answers += run.result()
     assert [np.unique(answer).tolist() for answer in answers] == [[6], [12]]
+    run.upload(batch(3)[:2])
+    run.run()
+    run.download()
+    assert np.array_equal(run.result()[0], batch(3)[:2] * 2)
     run.release()
     assert not Doubling.live
 

@@ -27,6 +27,9 @@ class Faulty:
         self._model = model
         self.preprocess = model.preprocess
 
+    def prepare(self, batch: int) -> None:
+        self._model.prepare(batch)
+
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         colours = [tuple(int(level) for level in picture[0, 0]) for picture in pixels]
         if "FAULTY_LOG" in os.environ:
