@@ -34,8 +34,12 @@ class Server:
             self.process = subprocess.Popen(
                 argv, cwd=ROOT, stdout=file, stderr=file, env={**os.environ, **environ}
             )
-        self.url = ""
-        found = self.until(lambda: re.search(r"http://[\w.]+:(\d+)", log.read_text()), "address")
+        printed = re.compile(r"http://[\w.]+:(\d+)")
+        try:
+            found = self.until(lambda: printed.search(log.read_text()), "address")
+        except BaseException:
+            self.process.kill()
+            raise
         self.url = f"http://127.0.0.1:{found[1]}"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=30)
