@@ -10,7 +10,8 @@ layers but the first and the last have that density, at random. Times are median
 deciles, what other programs disturb least, and what gains and break-even points are made of. With
 ``--data`` networks also classify its pictures as ``auto`` runs them: accuracy against speed.
 
-``--table`` writes what ``auto`` looks up: graphs/breakeven/DEVICE-DTYPE.json.
+``--table`` writes what ``auto`` looks up: graphs/breakeven/DEVICE-DTYPE.json. ``--target
+cpu:x86-64-v3`` measures layers as code for such a CPU runs them on this one, which has more.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     device, facts = begin(options, __doc__)
     target = chosen(options, device)
     if options.target:
-        facts["cpu"] += f", compiled for {target.name.removeprefix('cpu:')}"
+        facts["cpu"] += kept_to(target, Target.of(device))
     densities = options.densities or (DENSITIES if options.table else None)
     models = [load(name) for name in options.models]
     if options.data and densities:
@@ -132,6 +133,12 @@ def chosen(options: argparse.Namespace, device: Device) -> Target:
         raise ArgumentError("target expects a kind of CPU, --device cpu and --no-network")
     target.open()
     return target
+
+
+def kept_to(target: Target, here: Target) -> str:
+    """Says which of a CPU's instructions code for ``target`` runs."""
+    without = " without its AVX-512" * ("avx512f" in {*here.features} - {*target.features})
+    return f", as {target.name.removeprefix('cpu:')}{without}"
 
 
 def kinds(layers: Sequence[Convolution]) -> dict[Convolution, list[str]]:

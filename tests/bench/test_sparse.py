@@ -92,6 +92,28 @@ def test_the_table_is_what_auto_reads(tmp_path: Path, monkeypatch: pytest.Monkey
     sparsity.read_table.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--target", "sm_90a", "--no-network"], "target expects a kind of CPU"),
+        (["--target", "cpu:generic"], "and --no-network"),
+        (["--target", "cpu:z80", "--no-network"], "target expects cpu, "),
+    ],
+)
+def test_a_target_is_a_lesser_cpu(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sparse", "--models", "resnet-cifar10", "--device", "cpu", *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_a_lesser_cpu_lacks_is_told() -> None:
+    here = Target("cpu", "cpu", "x86_64", ("avx2", "avx512f"))
+    less = Target("cpu:x86-64-v3", "cpu", "x86_64", ("avx2",))
+    assert sparse.kept_to(less, here) == ", as x86-64-v3 without its AVX-512"
+    assert sparse.kept_to(less, less) == ", as x86-64-v3"
+
+
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
     """Lays results and a page out; gives the folder of the page."""
