@@ -6,6 +6,7 @@ It stands between two comments of the page, so that the text around it stays.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from statistics import median_high
 from typing import Any
@@ -46,15 +47,18 @@ def section(records: Sequence[Record], heading: str, source: str) -> Iterator[st
     yield source
     networks = [each for each in records if each["kind"] == "sparse network"]
     if networks:
+        told = {"accuracy": "top-1", "weight_bytes": "weights, MB"}
+        told = {key: name for key, name in told.items() if any(key in r for r in networks)}
         rows = [
             [
-                r["model"], "its own" if r["density"] is None else f"{1 - r['density']:.3g}",
-                str(r["batch"]), r["sparse"], str(r["sparse_layers"]),
+                r["model"], f"{zeros_of(r):.3g}",
+                str(r["batch"]), r["sparse"], layers_of(r), *(shown(r, key) for key in told),
                 number(r["ms"], "ms"), number(r["p10_ms"], "ms"), f"{r['gain']:.2f}",
             ]
             for r in networks
         ]  # fmt: skip
-        head = ["model", "zeros", "batch", "--sparse", "sparse layers", "ms", "p10", "of dense"]
+        head = ["model", "zeros", "batch", "--sparse", "sparse layers", *told.values()]
+        head += ["ms", "p10", "of dense"]
         yield table(head, rows)
     layers = [each for each in records if each["kind"] == "sparse layer"]
     for (model, dtype, batch), group in grouped(layers, "model", "dtype", "batch").items():
@@ -64,6 +68,25 @@ def section(records: Sequence[Record], heading: str, source: str) -> Iterator[st
             kernel = f", {pattern} zeros as `{format}`" if format else ""
             yield f"#### Layers of {model}, {dtype}, batch {batch}{kernel}"
             yield layers_table(of_format)
+
+
+def zeros_of(network: Record) -> float:
+    """Tells the share of zeros in a network's pruned layers."""
+    return float(network["zeros"] if "zeros" in network else 1 - network["density"])
+
+
+def layers_of(network: Record) -> str:
+    """Counts a network's sparse layers, by format if that is known."""
+    formats = network.get("formats") or {}
+    named = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
+    return named or str(network["sparse_layers"])
+
+
+def shown(network: Record, key: str) -> str:
+    """Writes the accuracy in percent, or bytes in MB; nothing if it was not measured."""
+    if key not in network:
+        return ""
+    return f"{network[key]:.2%}" if key == "accuracy" else f"{network[key] / 1e6:.2f}"
 
 
 def split(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
@@ -120,6 +143,31 @@ def to_row(records: Sequence[Record], dense: str = "dense_p10_us") -> Row:
         sparse_us=tuple(sorted(sparse.items())),
         format=first.get("format", Row.format),
     )
+
+
+def trade(records: Sequence[Record]) -> Any:
+    """Draws accuracy against gain: a panel a batch, a line an architecture from dense on."""
+    from matplotlib.figure import Figure
+
+    from bench.report import grouped
+
+    measured = [r for r in records if "accuracy" in r]
+    panels = grouped(measured, "batch")
+    figure = Figure(figsize=(5.2 * len(panels), 4))
+    all_axes = figure.subplots(1, len(panels), squeeze=False).flat
+    for axes, ((batch,), group) in zip(all_axes, panels.items(), strict=True):
+        lines: dict[str, list[Record]] = {}
+        for record in sorted(group, key=zeros_of):
+            lines.setdefault(re.sub(r"-p\d+$", "", record["model"]), []).append(record)
+        for name, line in lines.items():
+            gains, scores = [r["gain"] for r in line], [100 * r["accuracy"] for r in line]
+            axes.plot(gains, scores, linewidth=1, marker=".", label=name)
+            for r, x, y in zip(line, gains, scores, strict=True):
+                axes.annotate(f" {zeros_of(r):.0%}", (x, y), fontsize=7)
+        title = f"batch {batch}, {measured[0]['dtype']}"
+        axes.set(title=title, xlabel="times as fast as dense", ylabel="top-1, %")
+        axes.legend(frameon=False)
+    return figure
 
 
 def curves(records: Sequence[Record]) -> Any:

@@ -116,6 +116,12 @@ def fill_curves(found: list[Results], options: argparse.Namespace) -> list[Path]
                 save(curves.curves(each.sparse), options.out / name)
             files.append(options.out / name)
             parts.append(f"![Gain against the share of zeros]({name})")
+        if any("accuracy" in r for r in each.sparse) and not options.no_plots:
+            name = f"sparsity-{each.path.stem}-accuracy.svg"
+            with plotting():
+                save(curves.trade(each.sparse), options.out / name)
+            files.append(options.out / name)
+            parts.append(f"![Accuracy against gain]({name})")
     page.write_text(curves.fill(page.read_text(), parts))
     return files
 

@@ -41,9 +41,11 @@ def layer(density: float, us: float, batch: int = 1, **more: Any) -> dict[str, A
 NETWORK = {
     "kind": "sparse network", "model": "net", "dtype": "float32", "device": "cpu", "batch": 1,
     "sparse": "auto", "density": None, "told": "2 of 3 pruned layers sparse", "sparse_layers": 2,
-    "ms": 1.5, "p10_ms": 1.4, "gain": 1.8, "passed": True,
+    "ms": 1.5, "p10_ms": 1.4, "gain": 1.8, "passed": True, "zeros": 0.9, "accuracy": 0.905,
+    "formats": {"tiles": 2}, "weight_bytes": 1_230_000,
 }  # fmt: skip
-RECORDS = [layer(0.5, 160.0), layer(0.2, 80.0), layer(0.1, 40.0), NETWORK]
+DENSE = {**NETWORK, "sparse": "never", "zeros": 0.0, "gain": 1.0, "formats": {}, "sparse_layers": 0}
+RECORDS = [layer(0.5, 160.0), layer(0.2, 80.0), layer(0.1, 40.0), DENSE, NETWORK]
 
 
 def test_options() -> None:
@@ -142,7 +144,8 @@ def test_the_page_is_filled_between_its_comments(
     row = next(line for line in text.splitlines() if line.startswith("| 3x3/1 64"))
     even = 1 - (0.2 + 0.3 * 20 / 80)  # where 80 to 160 us reach 100
     assert f"| {even:.0%} |" in row and "| 2.50 |" in row and "| 1.25 |" in row
-    assert "| net | its own | 1 | auto | 2 | 1.500 | 1.400 | 1.80 |" in text
+    expected = "| net | 0.9 | 1 | auto | 2 tiles | 90.50% | 1.23 | 1.500 | 1.400 | 1.80 |"
+    assert expected in text and "| net | 0 | 1 | never | 0 |" in text
     assert "swept.json`, Some CPU, 2 cores: in [sparsity.md]" in (
         (filled / report.PAGE).read_text()
     )
@@ -156,6 +159,7 @@ def test_the_curve_is_drawn(filled: Path) -> None:
     assert reported(filled) == 0
     assert "times as fast as dense" in (filled / "sparsity-swept.svg").read_text()
     assert "](sparsity-swept.svg)" in (filled / "sparsity.md").read_text()
+    assert "top-1, %" in (filled / "sparsity-swept-accuracy.svg").read_text()
 
 
 def test_both_kernels_give_the_same_and_are_timed() -> None:
