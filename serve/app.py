@@ -48,6 +48,9 @@ PROBES = ("/health", "/ready", "/v2/health/live", "/v2/health/ready")
 PAGES = page.PATHS
 """What a browser shows before anybody could give it the key; it says nothing of the model."""
 
+ID = "maxvision.id"
+"""The scope's key for a request's id, if who calls the app has given it one and answers with it."""
+
 LINGER = 2.0
 """Seconds for which a body that nobody wants is read on, so that its sender sees the answer."""
 
@@ -170,7 +173,7 @@ class _Exchange:
     """One request and its answer, as they pass the gate."""
 
     def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = scope.get(ID) or uuid.uuid4().hex
         self._service = service
         self._receive = receive
         self._send = send
@@ -192,7 +195,9 @@ class _Exchange:
         """Passes an answer on, with the id; reads what is left of the body before its end."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.id.encode())]
+            message["headers"] = list(message.get("headers", ()))
+            if ID not in self._scope:
+                message["headers"].append((b"x-request-id", self.id.encode()))
             if not self._read or self._service.draining:
                 message["headers"].append((b"connection", b"close"))
             self._service.metrics.requests.labels(str(self._status)).inc()

@@ -7,6 +7,7 @@ a route needs; a ``Refusal`` that they raise is answered as it is.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -147,6 +148,7 @@ class Service:
         )
         self.draining = False
         self.created = int(time.time())
+        self._number = itertools.count()  # of images: a client may use a request's id again
         self._remote = remote
         self._decoder = decoder
         self._inline = self.board.rows > 1
@@ -238,7 +240,7 @@ class Service:
         request = request_id.get(None) or uuid.uuid4().hex
         with self.admission.take(len(images)):
             each = [
-                self._one(image, f"{request}.{i}", i, len(images), features)
+                self._one(image, f"{request}.{next(self._number)}", i, len(images), features)
                 for i, image in enumerate(images)
             ]
             done = [await each[0]] if len(each) == 1 else await _together(each)

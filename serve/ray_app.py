@@ -16,8 +16,9 @@ import dataclasses
 import io
 import logging
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import ArgumentError, ModelError
@@ -31,6 +32,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger("maxvision.serve")
 
@@ -48,6 +50,17 @@ def app(given: Mapping[str, Any]) -> ray_serve.Application:
         given: ``replicas`` (1), ``max_replicas`` (as many: no autoscaling), ``cores`` of each (1),
             ``surge`` (percent of replicas that an update may add), and every option of
             ``python -m serve``, ``max_batch_size=16``, but those of connections, which Ray has.
+
+    Raises:
+        ArgumentError: If an argument is not right.
+    """
+    return build(given)
+
+
+def build(
+    given: Mapping[str, Any], load: Callable[..., Any] | None = None
+) -> ray_serve.Application:
+    """Builds what ``app`` does, with a model that ``load`` makes, as in ``serve.server.run``.
 
     Raises:
         ArgumentError: If an argument is not right.
@@ -79,7 +92,7 @@ def app(given: Mapping[str, Any]) -> ray_serve.Application:
         logging_config={"enable_access_log": False},
         **number,
     )
-    bound: ray_serve.Application = deployment.bind(options, cores)
+    bound: ray_serve.Application = deployment.bind(options, cores, load)
     return bound
 
 
@@ -126,6 +139,24 @@ def _whole(given: dict[str, Any], name: str, default: int, low: int = 1) -> int:
     return int(value)
 
 
+class Named:
+    """Calls a request what Ray calls it, which is what X-Request-ID says of every answer of Ray.
+
+    That is the client's own X-Request-ID if it sent one; no log takes what is not a plain word.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on."""
+        from serve.app import ID
+
+        given = dict(scope.get("headers", ())).get(b"x-request-id", b"")
+        scope[ID] = given.decode() if re.fullmatch(rb"[\w.:-]{1,64}", given) else None
+        await self._app(scope, receive, send)
+
+
 @ray_serve.deployment(name="maxvision")
 @ray_serve.ingress()
 class Replica:
@@ -134,9 +165,12 @@ class Replica:
     Args:
         options: What to serve.
         cores: How many to run on.
+        load: Makes the model.
     """
 
-    async def __init__(self, options: Options, cores: int) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, options: Options, cores: int, load: Callable[..., Any] | None = None
+    ) -> None:
         from serve.server import make_service
 
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
@@ -146,7 +180,7 @@ class Replica:
             claim(cores)
         elif options.decode_threads is None:
             options = dataclasses.replace(options, decode_threads=cores)
-        self._service, supervisor = make_service(options)
+        self._service, supervisor = make_service(options, load)
         self._seen = time.monotonic()
         self._keeping = asyncio.ensure_future(supervisor.run())
         while not self._service.ready:
@@ -158,7 +192,9 @@ class Replica:
         """Makes the app, once the model is ready."""
         from serve.app import make_app
 
-        return make_app(self._service)
+        made = make_app(self._service)
+        made.add_middleware(Named)
+        return made
 
     async def check_health(self) -> None:
         """Says whether this replica is worth keeping; a model's process may be started anew.
