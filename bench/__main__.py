@@ -31,6 +31,7 @@ examples:
   python -m bench profile --models resnet-50 --dtypes bfloat16 --batches 1 --trace trace.json
   python -m bench compile --target sm_90a --models resnet-50 --dtypes bfloat16 --out compiled
   python -m bench serve --model resnet-50 --concurrency 1,16,64 --rates 100,200 --json serve.json
+  python -m bench serve --servers ray --replicas 1,2 --device gpu --replica-cores 12
   python -m bench tune --from sweep.txt --check
   python -m bench sparse --model r50-90 --device cpu
   python -m bench sparse --model resnet-50 --device cpu --densities 0.5,0.2,0.1,0.05,0.01 --table
@@ -154,7 +155,11 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument("--device", default="cpu", help="cpu, gpu or gpu:N")
     serving.add_argument("--dtype", help="of ours; bfloat16 on a GPU, float32 on a CPU if left out")
     serving.add_argument(
-        "--servers", type=_list, default=["maxvision", "litserve"], metavar="A,B", help="of these"
+        "--servers",
+        type=_list,
+        default=["maxvision", "litserve"],
+        metavar="A,B",
+        help="of these, and ray: serve.ray_app in a cluster of its own",
     )
     serving.add_argument("--url", metavar="URL", help="drive the server of ours that is there")
     serving.add_argument(
@@ -175,6 +180,14 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument(
         "--serve", dest="serve_options", action="append", default=[], metavar="--OPTION=V",
         help="an option of python -m serve; may be repeated",
+    )  # fmt: skip
+    serving.add_argument(
+        "--replicas", type=_batches, default=[1, 2], metavar="N,M", help="on Ray, a GPU each"
+    )
+    serving.add_argument("--replica-cores", type=_count, default=1, metavar="N", help="of each")
+    serving.add_argument(
+        "--bounds", action=argparse.BooleanOptionalAction, default=True,
+        help="measure first what senders and decoding alone reach",
     )  # fmt: skip
     serving.add_argument(
         "--litserve", default="{}", metavar="JSON", help="batch, delay_ms, workers, fronts, compile"

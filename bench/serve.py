@@ -1,4 +1,4 @@
-"""``python -m bench serve``: our server under load, and LitServe in the same run.
+"""``python -m bench serve``: our server under load, LitServe in the same run, replicas on Ray.
 
 Both get the same pictures from the same senders, and every answer is checked: its best class and
 its score are those that torch computes in float32. Three figures say what bounds them: what the
@@ -83,6 +83,14 @@ class _Stage:
         width, height = options.size
         self._files = pictures(width, height, options.pictures)
         reference = reference_model(options.model)
+        sizes = [len(file) for file in self._files]
+        self._facts |= {
+            "model": options.model,
+            "pictures": f"{len(sizes)} JPEGs of {width} x {height}, quality {QUALITY},"
+            f" {sum(sizes) // len(sizes):,} bytes",
+            "senders": options.senders,
+            "slo_ms": options.slo_ms,
+        }
         self._source = self._saved(reference)
         import weights
 
@@ -96,8 +104,12 @@ class _Stage:
     def run(self) -> int:
         """Measures, prints and writes; returns the exit code."""
         options = self._options
-        self._bounds()
+        if options.bounds:
+            self._bounds()
         for name in options.servers:
+            if name == "ray":
+                self._measure_ray()
+                continue
             with self._server(name) as server:
                 kinds = ("bytes", "json") if name == "maxvision" else ("json",)
                 for kind in [k for k in options.bodies if k in kinds]:
@@ -120,15 +132,9 @@ class _Stage:
         found = load.figures(null, options.slo_ms)
         decode = functools.partial(resample.prepare, self._prepare)
         alone = load.decode_ceiling(self._files, decode, self._cores, short.seconds)
-        sizes = [len(file) for file in self._files]
         self._facts |= {
-            "model": options.model,
-            "pictures": f"{len(sizes)} JPEGs of {options.size[0]} x {options.size[1]}, quality"
-            f" {QUALITY}, {sum(sizes) // len(sizes):,} bytes",
-            "senders": options.senders,
             "senders_reach_per_s": found["requests_per_s"],
             "decoding_alone_per_s": round(alone, 1),
-            "slo_ms": options.slo_ms,
         }
         print(
             f"the senders reach {found['requests_per_s']:,.0f} requests/s against servers that do"
@@ -136,7 +142,7 @@ class _Stage:
             flush=True,
         )
 
-    def _measure(self, name: str, server: Started, kind: str) -> None:
+    def _measure(self, name: str, server: Started, kind: str) -> list[dict[str, Any]]:
         plan = replace(self._plan, url=server.url)
         if kind == "json":
             bodies = [
@@ -146,6 +152,7 @@ class _Stage:
         self._check(plan, name)
         loads = [replace(plan, concurrency=c) for c in self._options.concurrency]
         loads += [replace(plan, rate=rate) for rate in self._options.rates]
+        found = []
         for each in loads:
             before = load.cpu_seconds(server.pid) if server.pid else 0.0
             begun = time.perf_counter()
@@ -164,10 +171,63 @@ class _Stage:
                 images = sum(outcome.statuses.values()) * (1 + 1 / each.seconds)
                 record["cpu_ms_per_request"] = round(1e3 * spent / max(1, images), 3)
             self._wrong += outcome.wrong
+            found.append(record)
             self._records.append(record)
             print(json.dumps({k: v for k, v in record.items() if k != "settings"}), flush=True)
-            if self._options.json:
-                records.write(self._options.json, self._facts, self._records)
+            self._write()
+        return found
+
+    def _write(self) -> None:
+        if self._options.json:
+            records.write(self._options.json, self._facts, self._records)
+
+    def _measure_ray(self) -> None:
+        """Measures one cluster with each number of replicas, and how many times the first it is."""
+        from bench.rayed import Cluster
+
+        options = self._options
+        builder, given = self._replica()
+        told = {k: v for k, v in given.items() if k not in ("model", "graph")}
+        most = max(options.replicas)
+        gpus = most if options.device != "cpu" else 0
+        first: dict[Any, float] = {}
+        with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+            print("starting ray", flush=True)
+            cluster = Cluster(Path(folder), most * given["cores"], gpus, options.patience)
+            with contextlib.closing(cluster):
+                for count in options.replicas:
+                    begun = time.monotonic()
+                    cluster.deploy(builder, **given, replicas=count)
+                    cluster.until(functools.partial(cluster.answering, count), f"{count} replicas")
+                    ready = round(time.monotonic() - begun, 1)
+                    settings = {**told, "replicas": count, "ready_after_s": ready}
+                    server = Started(f"{cluster.url}/v1/classify", cluster.process.pid, settings)
+                    for kind in [k for k in options.bodies if k in ("bytes", "json")]:
+                        for record in self._measure(f"ray x{count}", server, kind):
+                            load_of = kind, record.get("rate"), record.get("concurrency")
+                            reached = record["requests_per_s"]
+                            record["times"] = round(reached / first.setdefault(load_of, reached), 3)
+                self._write()
+                if options.verbose:
+                    print(*cluster.said()[-20:], sep="\n", flush=True)
+
+    def _replica(self) -> tuple[str, dict[str, Any]]:
+        """Names what builds the application, and what that is given."""
+        options = self._options
+        given: dict[str, Any] = {
+            "model": self._source,
+            "device": options.device,
+            "dtype": self._dtype(),
+            "cores": options.replica_cores,
+            "no_embeddings": True,
+        }
+        for option in options.serve_options:
+            name, _, value = option.lstrip("-").partition("=")
+            given[name.replace("-", "_")] = value or True
+        if not options.precompiled:
+            return "serve.ray_app:app", given
+        graph = find_artifact(options.precompiled, options.model, given["dtype"])
+        return "bench.rayed:app", {**given, "graph": str(graph.absolute())}
 
     def _check(self, plan: load.Plan, name: str) -> None:
         """Asks for each picture once, before anything is measured."""
@@ -224,7 +284,7 @@ class _Stage:
 
     def _ours(self, port: int) -> tuple[list[str], dict[str, Any]]:
         options = self._options
-        dtype = options.dtype or ("bfloat16" if options.device != "cpu" else "float32")
+        dtype = self._dtype()
         told = [f"--dtype={dtype}", f"--device={options.device}", *options.serve_options]
         if options.precompiled:
             graph = find_artifact(options.precompiled, options.model, dtype)
@@ -233,6 +293,9 @@ class _Stage:
             argv = ["serve", "--no-embeddings"]
         argv += [f"--model={self._source}", f"--port={port}", *told]
         return argv, {"options": " ".join(told)}
+
+    def _dtype(self) -> str:
+        return self._options.dtype or ("bfloat16" if self._options.device != "cpu" else "float32")
 
     def _litserve(self, port: int) -> tuple[list[str], dict[str, Any]]:
         if importlib.util.find_spec("litserve") is None:
@@ -252,7 +315,7 @@ class _Stage:
     def _print(self) -> None:
         table = Table("server", "body", "load", title=self._facts["model"], title_justify="left")
         for heading in ("requests/s", "goodput", "p50 ms", "p90", "p99", "p99.9", "cores",
-                        "CPU ms", "statuses"):  # fmt: skip
+                        "CPU ms", "times", "statuses"):  # fmt: skip
             table.add_column(heading, justify="right")
         for record in self._records:
             size = record.get("rate") or record.get("concurrency")
@@ -261,6 +324,7 @@ class _Stage:
                 f"{record['requests_per_s']:,.0f}", f"{record['goodput_per_s']:,.0f}",
                 *(f"{record.get(f'p{p}_ms', float('nan')):.1f}" for p in (50, 90, 99, 99.9)),
                 str(record.get("cpu_cores", "")), str(record.get("cpu_ms_per_request", "")),
+                str(record.get("times", "")),
                 " ".join(f"{k}:{v}" for k, v in record["statuses"].items()),
             )  # fmt: skip
         Console(width=None if sys.stdout.isatty() else 170).print(table)

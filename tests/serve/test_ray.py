@@ -11,17 +11,14 @@ import base64
 import json
 import os
 import re
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,7 @@ httpx = pytest.importorskip("httpx")
 import pyarrow as pa  # noqa: E402
 from pyarrow import parquet  # noqa: E402
 
+from bench.rayed import Cluster  # noqa: E402
 from graphs.errors import ArgumentError  # noqa: E402
 from serve import batch  # noqa: E402
 from serve.app import PAGES, ROUTERS  # noqa: E402
@@ -49,124 +47,29 @@ SECONDS = 400.0
 """For a cluster of two busy cores to do anything."""
 
 
-class Cluster:
-    """A head node of its own, as an operator starts it, with the app deployed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port, gcs, dashboard, *others = ports(6)
-        self.token = secrets.token_hex(32)
-        names = ("HAPROXY_METRICS", "HAPROXY_STATS", "FALLBACK_PROXY_HTTP")
-        self.environ = {
-            **os.environ,
-            **settings(),
-            **{f"RAY_SERVE_{n}_PORT": str(p) for n, p in zip(names, others, strict=True)},
-            "PYTHONPATH": str(ROOT),
-            "RAY_AUTH_TOKEN": self.token,
-            "RAY_ADDRESS": f"127.0.0.1:{gcs}",
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # else Ray ends a proxy that is late
-            "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
-        }
-        self.dashboard = f"http://127.0.0.1:{dashboard}"
-        self.log = folder / "head.log"
-        argv = [
-            BIN / "ray", "start", "--head", "--block", "--num-cpus=3", "--disable-usage-stats",
-            "--node-ip-address=127.0.0.1", f"--port={gcs}", f"--dashboard-port={dashboard}",
-            f"--temp-dir={folder}", "--object-store-memory=100000000",
-        ]  # fmt: skip
-        environ = {k: v for k, v in self.environ.items() if k != "RAY_ADDRESS"}
-        with self.log.open("w") as file:
-            self.process = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file, env=environ)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=SECONDS)
-        self.until(lambda: "block forever" in self.log.read_text(), "start")
-
-    def deploy(self, **args: Any) -> None:
-        config = {
-            "http_options": {"host": "127.0.0.1", "port": self.port},
-            "applications": [
-                {"name": "a", "route_prefix": "/", "import_path": "serve.ray_app:app", "args": args}
-            ],
-        }
-        path = self.folder / "deploy.yaml"
-        path.write_text(json.dumps(config))
-        argv = [BIN / "serve", "deploy", "-a", self.dashboard, path]
-        done = subprocess.run(argv, cwd=ROOT, env=self.environ, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    def replicas(self) -> set[int]:
-        """Finds the processes of the replicas that run, if the deployment is as it should be."""
-        headers = {"Authorization": f"Bearer {self.token}"}
-        answer = httpx.get(f"{self.dashboard}/api/serve/applications/", headers=headers, timeout=30)
-        for found in answer.json().get("applications", {}).values():
-            assert found["status"] != "DEPLOY_FAILED", found["message"]
-            for deployment in found["deployments"].values():
-                states = {
-                    replica.get("pid"): replica["state"] for replica in deployment["replicas"]
-                }
-                if found["status"] == "RUNNING" and set(states.values()) == {"RUNNING"}:
-                    return set(states)
-        return set()
-
-    def answering(self) -> bool:
-        """Tells whether requests reach two replicas, by when each began."""
-        ask = self.client.get
-        began = {ask("/v1/models").json()["data"][0]["created"] for _ in range(8)}
-        return len(self.replicas()) == len(began) == 2
-
-    def metrics(self) -> str:
-        return self.client.get("/metrics").text
-
-    def said(self) -> list[str]:
-        """Reads what the replicas have warned of."""
-        files = (self.folder / "session_latest/logs").glob("worker-*.err")
-        return re.findall(r".*(?:WARNING|ERROR): .*", "".join(path.read_text() for path in files))
-
-    def until(self, condition: Callable[[], Any], what: str) -> Any:
-        end = time.monotonic() + SECONDS
-        while not (met := condition()):
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < end, f"no {what}: {self.said()}"
-            time.sleep(0.2)
-        return met
-
-    def close(self) -> None:
-        self.client.close()
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        finally:
-            self.process.kill()
-
-
-def ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return found
-
-
-def settings() -> dict[str, str]:
-    """Reads contrib/ray.env as a shell does."""
-    argv = ["bash", "-c", "set -a; . contrib/ray.env; env -0"]
-    done = subprocess.run(argv, cwd=ROOT, env={}, capture_output=True, text=True, check=True)
-    lines = [line for line in done.stdout.split("\0") if line.startswith("RAY_")]
-    return dict(line.split("=", 1) for line in lines)
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: sockets are in it
-    started = Cluster(folder)
+    started = Cluster(folder, cpus=3, patience=SECONDS)
     try:
-        started.deploy(model="resnet-cifar10", device="cpu", replicas=2, surge=50)
-        started.until(lambda: len(started.replicas()) == 2, "two replicas")
+        started.deploy(model=MODEL, device="cpu", replicas=2, surge=50)
         yield started
     finally:
         started.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def two(cluster: Cluster) -> Cluster:
+    """The cluster with two replicas and two models that are ready, whatever a test before did."""
+    cluster.until(lambda: cluster.answering(2), "two replicas that answer")
+    return cluster
+
+
+@pytest.fixture
+def client(two: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=two.url, timeout=SECONDS) as client:
+        yield client
 
 
 def best(expected: list[list[dict]]) -> dict[str, str]:
@@ -181,7 +84,7 @@ def load(cluster: Cluster, label: str, clients: int = 3) -> Iterator[Counter[str
     stop = threading.Event()
 
     def ask() -> None:
-        with httpx.Client(base_url=cluster.client.base_url, timeout=SECONDS) as client:
+        with httpx.Client(base_url=cluster.url, timeout=SECONDS) as client:
             while not stop.wait(0.1):  # a new replica needs the cores too
                 try:
                     answer = client.post("/v1/classify", content=CAT, headers=JPEG)
@@ -210,24 +113,29 @@ def load(cluster: Cluster, label: str, clients: int = 3) -> Iterator[Counter[str
 # --- serving ----------------------------------------------------------------------------------
 
 
-def test_the_routes_are_those_of_the_single_server(cluster: Cluster) -> None:
+def test_the_routes_are_those_of_the_single_server(client: httpx.Client) -> None:
     routes: list[Any] = [route for router in ROUTERS for route in router.routes]
-    described = cluster.client.get("/openapi.json").json()["paths"]
+    described = client.get("/openapi.json").json()["paths"]
     assert set(described) == {route.path_format for route in routes if route.include_in_schema}
     for path in (*PAGES, "/health", "/ready", "/metrics", "/version", "/v1/models", "/v2"):
-        assert cluster.client.get(path).status_code == 200, path
-    refused = cluster.client.post("/v1/classify", content=b"hello", headers=JPEG)
+        assert client.get(path).status_code == 200, path
+    refused = client.post("/v1/classify", content=b"hello", headers=JPEG)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_image")
+    assert refused.headers.get_list("x-request-id") == [refused.json()["error"]["request_id"]]
+    named = {**JPEG, "X-Request-ID": "mine"}
+    refused = client.post("/v1/classify", content=b"hello", headers=named)
+    assert refused.headers.get_list("x-request-id") == ["mine"]
+    assert refused.json()["error"]["request_id"] == "mine"
 
 
 def test_every_dialect_gives_what_run_graph_gives(
-    cluster: Cluster, expected: list[list[dict]]
+    client: httpx.Client, expected: list[list[dict]]
 ) -> None:
     config = json.loads((ROOT / "weights/bundled" / MODEL / "config.json").read_text())
     labels = [label for _, label in sorted((int(i), v) for i, v in config["id2label"].items())]
     for path, predictions in zip(EXAMPLES, expected, strict=True):
         for name, call in calls(path.read_bytes(), labels).items():
-            answer = cluster.client.post(call.path, content=call.body, headers=call.headers)
+            answer = client.post(call.path, content=call.body, headers=call.headers)
             assert answer.status_code == 200, f"{name}: {answer.text}"
             got = call.read(answer.json())
             assert [label for label, _ in got] == [p["label"] for p in predictions], name
@@ -235,27 +143,26 @@ def test_every_dialect_gives_what_run_graph_gives(
             tolerance = 10.0**-call.digits
             assert [score for _, score in got] == pytest.approx(wanted, rel=1e-5, abs=tolerance)
     asked = {"input": base64.b64encode(CAT).decode()}
-    embedded = cluster.client.post("/v1/embeddings", json=asked).json()
+    embedded = client.post("/v1/embeddings", json=asked).json()
     assert len(embedded["data"][0]["embedding"]) > 1
 
 
-def test_a_replica_that_dies_is_not_noticed(cluster: Cluster, expected: list[list[dict]]) -> None:
+def test_a_replica_that_dies_is_not_noticed(two: Cluster, expected: list[list[dict]]) -> None:
     label = best(expected)["cat.jpg"]
-    before = cluster.until(cluster.replicas, "replicas")
-    victim = min(before)
-    with load(cluster, label) as seen:
+    victim = min(two.replicas())
+    with load(two, label) as seen:
         os.kill(victim, signal.SIGKILL)
-        cluster.until(lambda: len(cluster.replicas() - {victim}) == 2, "a new replica")
-    assert set(seen) == {label}, (seen, cluster.said())
+        two.until(lambda: len(two.replicas() - {victim}) == 2, "a new replica")
+    assert set(seen) == {label}, (seen, two.said())
 
 
-def test_a_model_that_dies_is_not_noticed(cluster: Cluster, expected: list[list[dict]]) -> None:
+def test_a_model_that_dies_is_not_noticed(two: Cluster, expected: list[list[dict]]) -> None:
     label = best(expected)["cat.jpg"]
-    cluster.until(cluster.answering, "two replicas that answer")
-    with load(cluster, label) as seen:
-        os.kill(model_of(min(cluster.replicas())), signal.SIGKILL)  # its replica says 503 meanwhile
-        cluster.until(lambda: "maxvision_worker_starts 2.0\n" in cluster.metrics(), "a new model")
-    assert set(seen) == {label}, (seen, cluster.said())
+    with load(two, label) as seen:
+        os.kill(model_of(min(two.replicas())), signal.SIGKILL)  # its replica says 503 meanwhile
+        two.until(lambda: "maxvision_worker_starts 2.0\n" in two.metrics(), "a new model")
+        two.until(lambda: two.answering(2), "two models")
+    assert set(seen) == {label}, (seen, two.said())
 
 
 def model_of(replica: int) -> int:
@@ -271,20 +178,32 @@ def model_of(replica: int) -> int:
     raise AssertionError("no process of the model")
 
 
-def test_an_update_is_not_noticed(cluster: Cluster, expected: list[list[dict]]) -> None:
+def test_an_update_is_not_noticed(two: Cluster, expected: list[list[dict]]) -> None:
     label = best(expected)["cat.jpg"]
-    before = cluster.until(cluster.replicas, "replicas")
+    before = two.replicas()
 
     def updated() -> bool:
-        now = cluster.replicas()
+        now = two.replicas()
         return len(now) == 2 and not now & before
 
-    cluster.until(cluster.answering, "two replicas that answer")
-    with load(cluster, label) as seen:
-        cluster.deploy(model="resnet-cifar10", device="cpu", replicas=2, surge=50, max_batch_size=3)
-        cluster.until(updated, "two new replicas")
-    assert set(seen) == {label}, (seen, cluster.said())
-    assert "maxvision_batch_limit 3.0\n" in cluster.metrics()
+    with load(two, label) as seen:
+        two.deploy(model=MODEL, device="cpu", replicas=2, surge=50, max_batch_size=3)
+        two.until(updated, "two new replicas")
+    assert set(seen) == {label}, (seen, two.said())
+    assert "maxvision_batch_limit 3.0\n" in two.metrics()
+
+
+def test_more_work_starts_another_replica(two: Cluster, expected: list[list[dict]]) -> None:
+    """A batch is one image, so that a few clients are much work."""
+    label = best(expected)["cat.jpg"]
+    one = {"model": MODEL, "device": "cpu", "max_batch_size": 1, "replicas": 1, "surge": 100}
+    two.deploy(**one)
+    two.until(lambda: two.answering(1), "one replica")
+    two.deploy(**one, max_replicas=2)
+    with load(two, label, clients=12) as seen:
+        two.until(lambda: len(two.replicas()) == 2, "another replica")
+        two.until(lambda: two.answering(2), "answers of both")
+    assert set(seen) == {label}, (seen, two.said())
 
 
 @pytest.mark.parametrize(
