@@ -15,8 +15,9 @@ training adds what small pictures lack: fine texture, sharpening, other scales (
 With `--prune S` the bundled models are pruned instead, while they are trained on: weights of the
 smallest magnitude become zeros in growing number, on the cubic schedule of "To prune, or not to
 prune" (Zhu and Gupta 2017, arXiv:1710.01878), and stay zeros. The dense model is the teacher. Of
-several S, side by side, each has its own result: `DIR/NAME-cifar10-pS` (S in percent). It runs on a
-CPU too; `--images` shortens an epoch there.
+several S, side by side, each has its own result: `DIR/NAME-cifar10-pS` (S in percent). At the end
+batch norm's statistics are taken from training pictures that are not augmented. It runs on a CPU
+too; `--images` shortens an epoch there.
 
 Every `DIR/NAME-cifar10` that is written holds config.json, preprocessor_config.json and
 model.safetensors: filters and matrices as float16, vectors as float32. The accuracy printed last is
@@ -48,6 +49,7 @@ from transformers import (
 BUNDLED = Path(__file__).parent
 SIDE = 128  # px, the networks' input
 PIXEL = 32  # px, the pictures of the data set
+SETTLING = 8192  # pictures that a pruned model's batch norm is settled on
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 PREPROCESSOR = {
@@ -324,11 +326,16 @@ class Learner:
         model.config.dtype = "float32"  # what from_pretrained makes of the float16 filters
         model.config.save_pretrained(folder)
         ConvNextImageProcessorPil(**PREPROCESSOR).save_pretrained(folder)
-        state = {
-            key: (value.half() if value.ndim > 1 else value).contiguous().cpu()
-            for key, value in model.state_dict().items()
-        }
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        write(model, folder)
+
+
+def write(model, folder):
+    """Write weights to model.safetensors: filters and matrices as float16, vectors as float32."""
+    state = {
+        key: (value.half() if value.ndim > 1 else value).contiguous().cpu()
+        for key, value in model.state_dict().items()
+    }
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def folder_name(name, sparsity=0.0):
@@ -401,6 +408,36 @@ def teach(teacher, device):
     return compiled(lambda x: teacher(x).logits, device)
 
 
+@torch.no_grad()
+def settle(folder, images):
+    """Take batch norm's statistics of a saved model anew, on pictures as its users' will be.
+
+    Those of training are of augmented pictures, which a network with few weights left forgives
+    less.
+
+    Args:
+        folder: A folder that `Learner.save` wrote; model.safetensors is written again.
+        images: uint8 [n, 3, 32, 32], training pictures; SETTLING of them are drawn.
+    """
+    model = load_saved(folder).to(images.device)
+    some = images[torch.randperm(len(images), device=images.device)[:SETTLING]]
+    update_bn((prepared(part) for part in some.split(512)), model)
+    write(model, folder)
+
+
+def load_saved(folder):
+    """Load a model that `Learner.save` wrote, in float32."""
+    kind = CvtForImageClassification if "cvt" in folder.name else ResNetForImageClassification
+    return kind.from_pretrained(folder, dtype=torch.float32)
+
+
+def prepared(images):
+    """Prepare uint8 [n, 3, 32, 32] as the saved model's preprocessor does: [n, 3, SIDE, SIDE]."""
+    processor = ConvNextImageProcessorPil(**PREPROCESSOR)
+    x = processor(list(images.cpu().numpy()), return_tensors="pt")["pixel_values"]
+    return x.to(images.device)
+
+
 @torch.inference_mode()
 def evaluate(folders, images, labels):
     """Print the accuracy of saved models in float32, through their own preprocessor.
@@ -410,16 +447,10 @@ def evaluate(folders, images, labels):
         images: uint8 [n, 3, 32, 32], on the device to run on.
         labels: int64 [n].
     """
-    models = []
-    for folder in folders:
-        kind = CvtForImageClassification if "cvt" in folder.name else ResNetForImageClassification
-        model = kind.from_pretrained(folder, dtype=torch.float32).to(images.device)
-        models.append(model.eval())
+    models = [load_saved(folder).to(images.device).eval() for folder in folders]
     right = [0] * len(models)
-    processor = ConvNextImageProcessorPil(**PREPROCESSOR)
     for part, truth in zip(images.split(500), labels.split(500), strict=True):
-        x = processor(list(part.cpu().numpy()), return_tensors="pt")["pixel_values"]
-        x = x.to(images.device)
+        x = prepared(part)
         for i, model in enumerate(models):
             right[i] += (model(x).logits.argmax(1) == truth).sum().item()
     for folder, count in zip(folders, right, strict=True):
@@ -462,6 +493,8 @@ def main():
             opinion = teach(dense(name), device)
             fit(pupils, images, labels, classes, args.epochs, *sizes, opinion, args.images)
             folders = [args.out / folder_name(*pupil) for pupil in pupils]
+            for folder in folders:
+                settle(folder, images)
             evaluate(folders, test_images, test_labels)
         return
     home = args.out / "teacher"
