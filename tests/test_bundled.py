@@ -7,17 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from max.dtype import DType
 
 import weights
 from bench.accuracy import correct
-from graphs import load
+from graphs import load, sparsity
+from graphs.networks import convolutions
+from graphs.session import choose_sparse
+from graphs.target import Target
 from tests.graphs.reference import DATA
+from weights import catalog
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.jpg"))
 
 TEST = DATA / "cifar10" / "test.npz"
 # 1,000 pictures: the card's accuracy on all 10,000, less three standard deviations.
-LEAST = {"resnet-cifar10": 0.88, "cvt-cifar10": 0.87}
+LEAST = {"resnet-cifar10": 0.88, "cvt-cifar10": 0.87, "resnet-cifar10-p80": 0.87}
 
 
 @pytest.mark.skipif(not TEST.exists(), reason=f"NO CIFAR-10 at {TEST}: accuracy is not tested")
@@ -26,6 +31,21 @@ def test_accuracy(name: str) -> None:
     right = list(itertools.chain.from_iterable(correct(load(name), TEST, 1000)))
     assert len(right) == 1000
     assert np.mean(right) >= LEAST[name]
+
+
+def test_the_pruned_model_has_its_zeros_and_runs_sparse() -> None:
+    model = weights.load("resnet-cifar10-p80")
+    target, size = Target.parse("cpu"), (128, 128)
+    named = [each.name for each in convolutions(model.spec, size)]
+    filters = [model.filter(name) for name in named if name not in ("stem", "head")]
+    zeros = sum(each.size - np.count_nonzero(each) for each in filters)
+    assert zeros / sum(each.size for each in filters) == pytest.approx(0.8, abs=1e-3)
+    top1 = {row.name: row.top1 for row in catalog.BUNDLED}
+    dense, pruned = top1["resnet-cifar10"], top1["resnet-cifar10-p80"]
+    assert dense and pruned and dense - pruned < 0.01
+    table = sparsity.TABLES / sparsity.table_name(target, "float32")
+    chosen = choose_sparse(model, "auto", target, DType.float32, size).layers
+    assert bool(chosen) == table.exists()
 
 
 @pytest.mark.parametrize("name", weights.bundled())
