@@ -8,13 +8,14 @@ prints for the 10,000 test pictures of CIFAR-10.
 from __future__ import annotations
 
 import argparse
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from rich.progress import track
 
-from graphs.errors import ImageError
+from graphs.errors import ArgumentError, ImageError, UserError
 from graphs.preprocess import load_batch
 from graphs.session import Model, load
 
@@ -28,8 +29,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--sparse", default="auto", choices=["auto", "always", "never"])
     options = parser.parse_args()
-    model = load(options.model, device=options.device, dtype=options.dtype, sparse=options.sparse)
-    right = [each for batch in correct(model, options.data, progress=True) for each in batch]
+    how = {key: getattr(options, key) for key in ("device", "dtype", "sparse")}
+    try:
+        check(options.data)
+        model = load(options.model, **how)
+        right = [each for batch in correct(model, options.data, progress=True) for each in batch]
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
     print(
         f"{model.name} on {model.device}, {model.dtype}: top-1 {np.mean(right):.4f}"
         f" ({sum(right)} of {len(right)})"
@@ -42,11 +48,19 @@ def correct(
     """Classifies the first ``count`` pictures of ``data``; tells batch by batch which were right.
 
     Raises:
+        ArgumentError: If ``data`` is no such file, or the model lacks one of its classes.
         ImageError: If a picture cannot be read.
     """
+    check(data)
     stored = np.load(data)
     blob, offsets, labels = stored["jpeg"], stored["offset"], stored["label"]
-    ids = [model.labels.index(str(name)) for name in stored["names"]]
+    names = [str(name) for name in stored["names"]]
+    if unknown := [name for name in names if name not in model.labels]:
+        raise ArgumentError(
+            f"{data}: expected pictures of the classes of {model.name} but {unknown[0]!r} is none;"
+            " take the data that the model was trained for"
+        )
+    ids = [model.labels.index(name) for name in names]
     starts = range(0, count or len(labels), 64)
     for start in track(starts, "classifying", disable=not progress, transient=True):
         several = range(start, min(start + 64, count or len(labels)))
@@ -58,6 +72,23 @@ def correct(
             pixels.append(picture)
         found = model(np.stack(pixels)).argmax(axis=1)
         yield [bool(answer == ids[labels[i]]) for i, answer in zip(several, found, strict=True)]
+
+
+def check(data: Path) -> None:
+    """Finds out whether ``data`` holds pictures.
+
+    Raises:
+        ArgumentError: If it is no npz file, or one without what ``correct`` needs.
+    """
+    try:
+        with np.load(data) as stored:
+            found = set(stored.files)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError):
+        found = set()
+    if not {"jpeg", "offset", "label", "names"} <= found:
+        raise ArgumentError(
+            f"data expects an npz file of jpeg, offset, label and names but {data} is none"
+        )
 
 
 if __name__ == "__main__":

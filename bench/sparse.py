@@ -74,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
         facts["cpu"] += kept_to(target, Target.of(device))
     densities = options.densities or (DENSITIES if options.table else None)
     models = [load(name) for name in options.models]
+    if options.data:
+        accuracy.check(options.data)
     if options.data and densities:
         raise ArgumentError("data expects no --densities: zeros at random leave no accuracy")
     if options.precompiled and (densities or options.layers):

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from max.driver import CPU
 from max.dtype import DType
 
 import weights
-from bench import curves, report, sparse
+from bench import accuracy, curves, report, sparse
 from bench.__main__ import main, parser
 from graphs import sparsity
 from graphs.errors import ArgumentError, ModelError
@@ -174,6 +175,24 @@ def test_both_kernels_give_the_same_and_are_timed() -> None:
         assert record["dense_us"] > 0 and record["sparse_us"] > 0
     missing = Path("no", "such", "model")
     assert main(["sparse", "--model", str(missing), "--device", "cpu"]) == 2
+
+
+def test_data_are_pictures_of_the_models_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "data.npz"
+    argv = ["sparse", "--models", "resnet-cifar10", "--device", "cpu", "--no-layers"]
+    for content in (None, b"nothing"):
+        if content:
+            path.write_bytes(content)
+        assert main([*argv, "--data", str(path)]) == 2
+        assert "data expects an npz file of jpeg, offset" in capsys.readouterr().err
+    np.savez(path, jpeg=np.zeros(1, np.uint8), offset=[0, 1], label=[0], names=["unicorn"])
+    assert main([*argv, "--data", str(path), "--densities", "0.5"]) == 2
+    assert "data expects no --densities" in capsys.readouterr().err
+    model = SimpleNamespace(name="net", labels=["cat"])
+    with pytest.raises(ArgumentError, match="classes of net but 'unicorn' is none"):
+        list(accuracy.correct(model, path))  # type: ignore[arg-type]
 
 
 def test_networks_that_were_compiled_elsewhere(
