@@ -47,11 +47,12 @@ def correct(
 ) -> Iterator[list[bool]]:
     """Classifies the first ``count`` pictures of ``data``; tells batch by batch which were right.
 
+    ``check`` tells beforehand whether ``data`` is such a file.
+
     Raises:
-        ArgumentError: If ``data`` is no such file, or the model lacks one of its classes.
+        ArgumentError: If the model lacks one of the classes.
         ImageError: If a picture cannot be read.
     """
-    check(data)
     stored = np.load(data)
     blob, offsets, labels = stored["jpeg"], stored["offset"], stored["label"]
     names = [str(name) for name in stored["names"]]

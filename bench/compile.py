@@ -71,8 +71,7 @@ def _compile(options: argparse.Namespace, device: Device) -> int:
                 asked = target, kind, size, options.batch_size
                 sparse = choose_sparse(model, mode, *asked, tf32=tf32).formats
                 graph, _ = build(model, place, kind, size=size, tf32=tf32, sparse=sparse)
-                option = "" if mode == "auto" else mode
-                export(artifact(options.out, name, file, option), graph)
+                export(artifact(options.out, name, file, mode), graph)
             if options.layers:
                 layers = distinct(network_nodes(model, place, kind, size, tf32=tf32))
                 module, *_ = layer_module(list(layers), place, kind, COPIES)

@@ -115,14 +115,14 @@ def our_model(
 def find_artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path:
     """Finds a compiled graph.
 
-    ``option`` is ``layers`` for those of the layers, or the mode of ``--sparse`` unless it is auto.
+    ``option`` is ``layers`` for those of the layers, or the mode of ``--sparse``.
 
     Raises:
         ArgumentError: If the folder has none.
     """
     path = artifact(folder, name, dtype, option)
     if not path.is_file():
-        how = {"": "", "layers": " --layers"}.get(option, f" --sparse {option}")
+        how = {"": "", "auto": "", "layers": " --layers"}.get(option, f" --sparse {option}")
         raise ArgumentError(
             f"precompiled expects {path.name} in {folder} but it is not there;"
             f" make it with python -m bench compile{how}"
@@ -131,8 +131,9 @@ def find_artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path
 
 
 def artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path:
-    """Names the file of a compiled graph."""
-    return folder / f"{Path(name).name}-{'-'.join(filter(None, (dtype, option)))}.mef"
+    """Names the file of a compiled graph; ``auto`` is what ``option`` is if left out."""
+    suffix = "" if option in ("", "auto") else f"-{option}"
+    return folder / f"{Path(name).name}-{dtype}{suffix}.mef"
 
 
 def precision(dtype: str, tf32: bool) -> str:

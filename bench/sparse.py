@@ -51,7 +51,7 @@ from graphs.errors import ArgumentError, DeviceError, ModelError
 from graphs.networks import convolutions
 from graphs.parameters import Parameters
 from graphs.preprocess import Preprocess
-from graphs.session import Model, Unchecked, build, choose_sparse, find_dtype
+from graphs.session import DTYPES, Model, Unchecked, build, find_dtype
 from graphs.target import Target
 from weights import Checkpoint
 
@@ -73,7 +73,6 @@ def run(options: argparse.Namespace) -> int:
     if options.target:
         facts["cpu"] += kept_to(target, Target.of(device))
     densities = options.densities or (DENSITIES if options.table else None)
-    models = [load(name) for name in options.models]
     if options.data:
         accuracy.check(options.data)
     if options.data and densities:
@@ -82,6 +81,7 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(
             "precompiled expects --no-layers and no --densities; bench sparse compiles layers"
         )
+    models = [load(name) for name in options.models]
     place = "cpu" if device.is_host else f"gpu:{device.id}"
     records: list[dict[str, Any]] = []
     for dtype in dtypes(options, gpu=not device.is_host):
@@ -100,8 +100,7 @@ def run(options: argparse.Namespace) -> int:
             show(records[begun:])
 
         for model in models if options.layers else ():
-            prepare = Preprocess.from_config(model.preprocess)
-            layers = convolutions(model.spec, (prepare.height, prepare.width))
+            layers = layers_of(model)
             cases = list(drawn(layers, densities) if densities else own(model, layers))
             if device.is_host:
                 keep(model, measure_layers(cases, device, kind, options, target))
@@ -141,6 +140,12 @@ def kept_to(target: Target, here: Target) -> str:
     """Says which of a CPU's instructions code for ``target`` runs."""
     without = " without its AVX-512" * ("avx512f" in {*here.features} - {*target.features})
     return f", as {target.name.removeprefix('cpu:')}{without}"
+
+
+def layers_of(model: Checkpoint) -> list[Convolution]:
+    """Lists a model's layers, on images as its preprocessor makes them."""
+    prepare = Preprocess.from_config(model.preprocess)
+    return convolutions(model.spec, (prepare.height, prepare.width))
 
 
 def kinds(layers: Sequence[Convolution]) -> dict[Convolution, list[str]]:
@@ -281,9 +286,10 @@ def measure_networks(
     clock: Clock = HostClock() if device.is_host else MaxClock(device)
     for density in densities or (None,):
         source = model if density is None else thinned(model, density)
-        modes = COMPARED if share_pruned(source) else COMPARED[:1]
+        zeros = share_pruned(source)
+        modes = COMPARED if zeros else COMPARED[:1]
         made = {mode: compiled(name, source, mode, device, dtype, options) for mode in modes}
-        told = {mode: weigh(source, mode, device, dtype, options) for mode in modes}
+        told = {mode: weigh(source, each, device) for mode, each in made.items()}
         if options.data:
             mode = "auto" if "auto" in made else "never"
             batches = accuracy.correct(made[mode], options.data, progress=True)
@@ -303,7 +309,7 @@ def measure_networks(
                 apart = _apart(found[0], found[i])
                 yield {
                     "kind": "sparse network", "batch": batch, "sparse": mode,
-                    "density": density, "told": each.sparse.told,
+                    "density": density, "zeros": rounded(zeros, 3), "told": each.sparse.told,
                     "sparse_layers": len(each.sparse.layers), **told[mode],
                     "ms": rounded(_us(spent[i], 50) / 1e3),
                     "p10_ms": rounded(_us(spent[i], 10) / 1e3),
@@ -324,36 +330,34 @@ def compiled(
     tf32 = options.tf32
     made = Model(model, device, dtype, options.batch_size, tf32=tf32, sparse=mode)
     if options.precompiled:
-        option = "" if mode == "auto" else mode
         kind = precision(dtype.name, tf32)
-        made.adopt(find_artifact(options.precompiled, name, kind, option))
+        made.adopt(find_artifact(options.precompiled, name, kind, mode))
     return made
 
 
-def weigh(
-    source: Checkpoint, mode: str, device: Device, dtype: DType, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Counts the bytes that a network's weights take on the device, and layers by format."""
-    prepare = Preprocess.from_config(source.preprocess)
-    size, tf32 = (prepare.height, prepare.width), options.tf32
-    asked = Target.of(device), dtype, size, options.batch_size
-    formats = choose_sparse(source, mode, *asked, tf32=tf32).formats
+def weigh(source: Checkpoint, model: Model, device: Device) -> dict[str, Any]:
+    """Counts the bytes that the weights of ``model`` take on the device, and layers by format."""
     place, kernels = DeviceRef.from_device(device), Unchecked()
+    size = model.preprocess.height, model.preprocess.width
     _, parameters = build(
-        source, place, dtype, size=size, tf32=tf32, sparse=formats, kernels=kernels
+        source,
+        place,
+        DTYPES[model.dtype],
+        size=size,
+        tf32=model.tf32,
+        sparse=model.formats,
+        kernels=kernels,
     )
     return {
-        "zeros": rounded(share_pruned(source), 3),
         "weight_bytes": sum(weight.bytes for weight in parameters.bound.values()),
-        "formats": dict(Counter(formats.values())),
+        "formats": dict(Counter(model.formats.values())),
     }
 
 
 def share_pruned(source: Checkpoint) -> float:
     """Tells the share of zeros in all layers that were pruned; 0 if none was."""
-    prepare = Preprocess.from_config(source.preprocess)
     sizes, zeros = 0.0, 0.0
-    for layer in convolutions(source.spec, (prepare.height, prepare.width)):
+    for layer in layers_of(source):
         share = source.zeros(layer.name)
         if share >= sparsity.PRUNED:
             size = layer.kernel**2 * layer.channels // layer.groups * layer.filters
@@ -364,9 +368,7 @@ def share_pruned(source: Checkpoint) -> float:
 def thinned(model: Checkpoint, density: float) -> Checkpoint:
     """Sets weights of every layer but the first and the last to zero, at random."""
     rng = np.random.default_rng(0)
-    prepare = Preprocess.from_config(model.preprocess)
-    layers = convolutions(model.spec, (prepare.height, prepare.width))[1:-1]
-    names = {layer.name for layer in layers if layer.groups == 1}
+    names = {layer.name for layer in layers_of(model)[1:-1] if layer.groups == 1}
     tensors = {}
     for name, tensor in model.tensors.items():
         layer, _, kind = name.rpartition(".")

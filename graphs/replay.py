@@ -197,13 +197,10 @@ class Replays:
         kernels take longer than the launches. If it raises, for want of memory, what it has
         captured is used: that begins with the largest, as what all others of them can run.
         """
-        fitting: list[int] = []
+        asked = sizes(len(pixels))
+        images = itertools.accumulate(asked)
+        fitting = [size for size, held in zip(asked, images, strict=True) if held <= self._images]
         prepared: list[int] = []
-        images = 0
-        for size in sizes(len(pixels)):
-            images += size
-            if images <= self._images:
-                fitting.append(size)
         self._sizes = []
         try:
             for size in reversed(fitting):

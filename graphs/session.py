@@ -474,6 +474,17 @@ class Model:
             return self._source.sparse
         return self._choose(self._usual[0]).short
 
+    @property
+    def formats(self) -> dict[str, str]:
+        """Gives the format (graphs/formats.py) of each layer that ``sparse`` names.
+
+        Raises:
+            ModelError: If the model was compiled ahead of time, which keeps the names alone.
+        """
+        if isinstance(self._source, Package):
+            raise ModelError(f"{self.name}: formats expects a checkpoint but this is compiled")
+        return self._choose(self._usual[0]).formats
+
     def _choose(self, size: tuple[int, int]) -> Choice:
         assert not isinstance(self._source, Package)
         if size not in self._choices:

@@ -409,20 +409,22 @@ def teach(teacher, device):
 
 
 @torch.no_grad()
-def settle(folder, images):
-    """Take batch norm's statistics of a saved model anew, on pictures as its users' will be.
+def settle(folders, images):
+    """Take batch norm's statistics of saved models anew, on pictures as their users' will be.
 
     Those of training are of augmented pictures, which a network with few weights left forgives
     less.
 
     Args:
-        folder: A folder that `Learner.save` wrote; model.safetensors is written again.
+        folders: Folders that `Learner.save` wrote; model.safetensors is written again.
         images: uint8 [n, 3, 32, 32], training pictures; SETTLING of them are drawn.
     """
-    model = load_saved(folder).to(images.device)
     some = images[torch.randperm(len(images), device=images.device)[:SETTLING]]
-    update_bn((prepared(part) for part in some.split(512)), model)
-    write(model, folder)
+    batches = [prepared(part) for part in some.split(512)]
+    for folder in folders:
+        model = load_saved(folder).to(images.device)
+        update_bn(batches, model)
+        write(model, folder)
 
 
 def load_saved(folder):
@@ -493,8 +495,7 @@ def main():
             opinion = teach(dense(name), device)
             fit(pupils, images, labels, classes, args.epochs, *sizes, opinion, args.images)
             folders = [args.out / folder_name(*pupil) for pupil in pupils]
-            for folder in folders:
-                settle(folder, images)
+            settle(folders, images)
             evaluate(folders, test_images, test_labels)
         return
     home = args.out / "teacher"
