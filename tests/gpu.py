@@ -38,7 +38,7 @@ from bench.references import artifact, checkpoint, precision, reference_model
 from bench.tf32 import RoundedProducts, allow_tf32
 from graphs.host import leave
 from graphs.preprocess import EXTENSIONS
-from graphs.replay import Execution
+from graphs.replay import Execution, sizes
 from graphs.session import Model, Unchecked, build, load
 from graphs.target import Target, base
 from tests.ops.cases import CASES, PACKED, TORCH, Case, build_graph, check
@@ -46,6 +46,8 @@ from weights import bundled as bundled_names
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES = (1, 3)
+MOST = 16
+"""Images of the largest batch of the calls from threads."""
 MODELS = ("resnet-18", "resnet-50", "cvt-13")
 PRECISIONS = {
     "tf32": (DType.float32, True),
@@ -229,7 +231,7 @@ def models(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any
             ours.adopt(path, pixels, everything)
         what = {"model": name, "dtype": dtype.name, "tf32": tf32}
         yield {**what, **errors(ours, reference, TORCH[dtype])}
-        yield {**what, **captured(ours)}
+        yield from ({**what, **each} for each in captured(ours))
         del ours, reference
         gc.collect()
         torch.cuda.empty_cache()
@@ -261,22 +263,35 @@ def errors(ours: Model, reference: torch.nn.Module, dtype: torch.dtype) -> dict[
     return record
 
 
-def captured(ours: Model, calls: int = 200) -> dict[str, Any]:
-    """Calls a model with random batch sizes from four threads; compares with plain execution."""
+def captured(ours: Model, calls: int = 200) -> Iterator[dict[str, Any]]:
+    """Calls a model with random batch sizes from four threads; compares with plain execution.
+
+    Then again with the sizes captured that a server prepares, of which the next larger one runs.
+    """
     rng = np.random.default_rng(0)
     size = (ours.preprocess.height, ours.preprocess.width, 3)
-    batches = [rng.integers(0, 256, (n, *size), np.uint8) for n in range(1, 17)]
-    alone = []
-    for pixels in batches:
-        plain = Execution(ours.executable(), ours._device)
-        plain.upload(pixels)
-        plain.run()
-        alone.append(plain.result()[0])
+    batches = [rng.integers(0, 256, (n, *size), np.uint8) for n in range(1, MOST + 1)]
     order = rng.integers(0, len(batches), calls).tolist()
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda i: ours(batches[i]), order))
-    same = [np.array_equal(got, alone[i]) for got, i in zip(together, order, strict=True)]
-    return {"case": "calls from threads", "calls": calls, "passed": all(same)}
+
+    def agree(held: list[int]) -> bool:
+        alone = []
+        for pixels, rows in zip(batches, held, strict=True):
+            plain = Execution(ours.executable(), ours._device)
+            plain.upload(np.concatenate([pixels, np.zeros((rows - len(pixels), *size), np.uint8)]))
+            plain.run()
+            alone.append(plain.result()[0][: len(pixels)])
+        with ThreadPoolExecutor(4) as pool:
+            together = list(pool.map(lambda i: ours(batches[i]), order))
+        return all(np.array_equal(got, alone[i]) for got, i in zip(together, order, strict=True))
+
+    exact = list(range(1, MOST + 1))
+    yield {"case": "calls from threads", "calls": calls, "passed": agree(exact)}
+    begun = time.perf_counter()
+    ours.prepare(MOST)
+    spent = round(time.perf_counter() - begun, 3)
+    larger = [next(each for each in sizes(MOST) if each >= n) for n in exact]
+    what = {"case": "calls of prepared sizes", "calls": calls, "prepared_s": spent}
+    yield {**what, "passed": agree(larger)}
 
 
 @torch.inference_mode()
