@@ -6,7 +6,8 @@ while another one's turn is; if it crashes, its cell is lost and nothing else. `
 the device takes for one run, between two marks around each of many that are enqueued back to back;
 a fresh input is copied into place before each, outside the marks, from a ring of random images
 larger than twice the L2 cache. A ``request`` is what a caller waits for: host array in, host array
-out, one at a time.
+out, one at a time. On a CPU a rest goes before each turn, in which the threads of the engine before
+stop spinning.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -44,6 +46,8 @@ from weights.macs import macs
 ROUNDS = 4
 CPU_ROUNDS = 12
 """On a CPU, where other programs take turns too: the shorter, the more alike for all engines."""
+REST = 0.3
+"""Seconds between two engines' turns on a CPU: MAX's threads look for work for 0.1 s after a run."""
 EPS = 64 * float(np.finfo(np.float32).eps)
 CHUNK = 64
 """Images at a time through the float32 reference."""
@@ -197,6 +201,8 @@ def measure(
     rounds = ROUNDS if images.gpu else CPU_ROUNDS
 
     def sampled(name: str, callee: Callee) -> None:
+        if not images.gpu:
+            time.sleep(REST)
         for kind, times in callee.call("sample", options.seconds / rounds).items():
             samples.setdefault(name, {}).setdefault(kind, []).extend(times)
 
