@@ -47,7 +47,7 @@ class Timing:
     """What a request took, in ms; of several images the longest of each.
 
     Attributes:
-        decode_ms: Decoding and preprocessing, with the wait for a thread.
+        decode_ms: Decoding and preprocessing, with the wait for a thread or process.
         queue_ms: Wait for the batch.
         inference_ms: The batch.
         total_ms: All of it.
@@ -157,7 +157,7 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether a picture would be classified: the model's process lives and has run one."""
-        return self._remote.ready and not self.draining
+        return self._remote.ready and self._decoder.ready and not self.draining
 
     async def classify(
         self, images: Sequence[Image], top_k: int = 5, function: Function = "softmax"
@@ -271,7 +271,7 @@ class Service:
                 if inline and is_small(image):
                     pixels = self._decoder(image)
                 else:
-                    pixels = await self._decoder.run(self._decoder, image)
+                    pixels = await self._decoder.decode(image)
             except Refusal as refusal:
                 if of > 1:
                     refusal.message = f"image {index}: {refusal.message}"

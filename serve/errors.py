@@ -88,6 +88,15 @@ def failed() -> Refusal:
     )
 
 
+def undecoded() -> Refusal:
+    """Says that the process that decoded an image has ended with it, or failed."""
+    return Refusal(
+        500,
+        "decoding_failed",
+        "the process that decodes has failed on this image, or ended with it; do not retry",
+    )
+
+
 def quarantined() -> Refusal:
     """Says that an image is not run again."""
     return Refusal(

@@ -35,6 +35,9 @@ T = TypeVar("T")
 class Decoder:
     """Threads that decode and preprocess.
 
+    Attributes:
+        ready: Whether a picture would be decoded.
+
     Args:
         preprocess: Turns a picture into the pixels that the model takes.
         max_pixels: Pixels of a picture, counted by its header before it is decoded.
@@ -42,6 +45,7 @@ class Decoder:
     """
 
     def __init__(self, preprocess: Preprocess, max_pixels: int, threads: int) -> None:
+        self.ready = True
         self._preprocess = preprocess
         self._max_pixels = max_pixels
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
@@ -52,6 +56,10 @@ class Decoder:
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Runs a function on a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    async def decode(self, image: bytes | str) -> np.ndarray:
+        """Decodes an image on a thread, see ``__call__``."""
+        return await self.run(self, image)
 
     def __call__(self, image: bytes | str) -> np.ndarray:
         """Decodes an image, on the calling thread.

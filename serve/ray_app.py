@@ -3,7 +3,8 @@
     serve run serve.ray_app:app model=resnet-cifar10 replicas=2
 
 ``serve`` is Ray's command, and this package what it imports. A replica is a whole server of
-``python -m serve``: the same app, with a model's process of its own. Ray's HAProxy hands requests
+``python -m serve``: the same app, with a model's process of its own, and beside a GPU with
+processes that decode (``serve.decoders``) in the place of fronts. Ray's HAProxy hands requests
 to the replicas and, as contrib/ray.env says, one that a replica left unanswered to another: an
 image may be classified twice without harm. See docs/serving.md.
 """
@@ -49,7 +50,8 @@ def app(given: Mapping[str, Any]) -> ray_serve.Application:
     Args:
         given: ``replicas`` (1), ``max_replicas`` (as many: no autoscaling), ``cores`` of each (1),
             ``surge`` (percent of replicas that an update may add), and every option of
-            ``python -m serve``, ``max_batch_size=16``, but those of connections, which Ray has.
+            ``python -m serve``, ``max_batch_size=16``, but those of connections, which Ray has;
+            ``decode_threads`` says how many processes decode, see ``decoding``.
 
     Raises:
         ArgumentError: If an argument is not right.
@@ -132,6 +134,16 @@ def read(given: Mapping[str, Any]) -> Options:
     return options
 
 
+def decoding(options: Options, cores: int) -> int:
+    """Chooses how many processes of a replica decode; 0 for threads, as many as it has cores.
+
+    Beside a GPU one core is left to what speaks HTTP; on a CPU the model needs them all.
+    """
+    if options.decode_threads:
+        return options.decode_threads
+    return 0 if options.device == "cpu" else cores - 1
+
+
 def _whole(given: dict[str, Any], name: str, default: int, low: int = 1) -> int:
     value = given.pop(name, default)
     if not str(value).isdecimal() or int(value) < low:
@@ -171,18 +183,28 @@ class Replica:
     async def __init__(  # type: ignore[misc]
         self, options: Options, cores: int, load: Callable[..., Any] | None = None
     ) -> None:
-        from serve.server import make_service
+        from serve.core import Service
+        from serve.decoders import Decoders
+        from serve.images import Decoder
+        from serve.server import make_supervisor, queue_size
 
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
             log.warning("RAY_SERVE_ENABLE_HA_PROXY=1 was expected: without it clients get errors"
                 " when a replica ends; see contrib/ray.env")  # fmt: skip
         if options.device == "cpu":
             claim(cores)
-        elif options.decode_threads is None:
-            options = dataclasses.replace(options, decode_threads=cores)
-        self._service, supervisor = make_service(options, load)
+        card, supervisor = make_supervisor(options, load)
+        keeping = [supervisor.run()]
+        decoder: Decoder
+        if count := decoding(options, cores):
+            decoder = processes = Decoders(card.preprocess, options.max_pixels, count)
+            keeping.append(processes.keep())
+        else:
+            decoder = Decoder(card.preprocess, options.max_pixels, cores)
+        queue = queue_size(options, card.device)
+        self._service = Service(card, options, supervisor, decoder, queue)
         self._seen = time.monotonic()
-        self._keeping = asyncio.ensure_future(supervisor.run())
+        self._keeping = asyncio.gather(*keeping)
         while not self._service.ready:
             if self._keeping.done():
                 self._keeping.result()
@@ -209,7 +231,7 @@ class Replica:
             raise ModelError("a model that is ready was expected; the replica's log says why not")
 
     async def __del__(self) -> None:
-        """Ends the model's process; Ray calls and awaits this when every request is answered."""
+        """Ends its processes; Ray calls and awaits this when every request is answered."""
         self._keeping.cancel()
         await asyncio.wait({self._keeping})
         self._service.close()

@@ -133,19 +133,6 @@ def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] 
         face.close()
 
 
-def make_service(
-    options: Options, load: Callable[..., Any] | None = None
-) -> tuple[Service, Supervisor]:
-    """Makes a service that decodes in this process, and its supervisor.
-
-    Raises:
-        ModelError: If the model cannot be found or read.
-        DeviceError: If the device is not to be had.
-    """
-    card, supervisor = make_supervisor(options, load)
-    return _decoding(card, options, supervisor), supervisor
-
-
 def make_supervisor(
     options: Options, load: Callable[..., Any] | None = None
 ) -> tuple[Card, Supervisor]:
