@@ -58,7 +58,8 @@ class Options:
         max_body_bytes: Bytes of one request's body.
         max_pixels: Pixels of one image, counted before it is decoded.
         front_processes: Processes that decode and speak HTTP; None for a number by the cores.
-        decode_threads: Threads of each that decode; None for one a core, together.
+        decode_threads: Threads of each that decode; None for one a core, together. Of a replica
+            of Ray: processes, see ``serve.ray_app.decoding``.
         body_timeout: Seconds that a client may take to send its body.
         drain_timeout: Seconds that requests may take to end after SIGTERM.
         api_key: What a client has to know; None for no check.

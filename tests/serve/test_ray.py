@@ -35,7 +35,7 @@ from bench.rayed import Cluster  # noqa: E402
 from graphs.errors import ArgumentError  # noqa: E402
 from serve import batch  # noqa: E402
 from serve.app import PAGES, ROUTERS  # noqa: E402
-from serve.ray_app import app, read  # noqa: E402
+from serve.ray_app import app, decoding, read  # noqa: E402
 from tests.serve.conftest import EXAMPLES  # noqa: E402
 from tests.serve.dialects import MODEL, calls  # noqa: E402
 from tests.serve.started import ROOT  # noqa: E402
@@ -167,15 +167,22 @@ def test_a_model_that_dies_is_not_noticed(two: Cluster, expected: list[list[dict
 
 def model_of(replica: int) -> int:
     """Finds the model's process of a replica."""
+    (found,) = children(replica, "spawn_main")
+    return found
+
+
+def children(replica: int, command: str) -> set[int]:
+    """Finds the processes that a replica has started whose command line holds a text."""
+    found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = re.search(r"\) \w (\d+)", (folder / "stat").read_text())
-            command = (folder / "cmdline").read_text()
+            line = (folder / "cmdline").read_text()
         except OSError:
             continue  # it has ended meanwhile
-        if parent and int(parent[1]) == replica and "spawn_main" in command:
-            return int(folder.name)
-    raise AssertionError("no process of the model")
+        if parent and int(parent[1]) == replica and command in line:
+            found.add(int(folder.name))
+    return found
 
 
 def test_an_update_is_not_noticed(two: Cluster, expected: list[list[dict]]) -> None:
@@ -204,6 +211,41 @@ def test_more_work_starts_another_replica(two: Cluster, expected: list[list[dict
         two.until(lambda: len(two.replicas()) == 2, "another replica")
         two.until(lambda: two.answering(2), "answers of both")
     assert set(seen) == {label}, (seen, two.said())
+
+
+def test_processes_decode_and_are_started_anew(
+    cluster: Cluster, expected: list[list[dict]]
+) -> None:
+    label = best(expected)["cat.jpg"]
+    cluster.deploy(model=MODEL, device="cpu", cores=2, decode_threads=2)
+    cluster.until(lambda: cluster.answering(1), "one replica")
+    (replica,) = cluster.replicas()
+    begun = children(replica, "serve.decoders")
+    assert len(begun) == 2
+    with load(cluster, label) as seen:
+        for process in begun:
+            os.kill(process, signal.SIGKILL)
+        cluster.until(lambda: len(children(replica, "serve.decoders") - begun) == 2, "new ones")
+    assert all('"decoding_failed"' in each for each in set(seen) - {label}), seen
+    assert seen.total() - seen[label] <= 2 * len(begun)
+    left = [Path(f"/proc/{process}") for process in children(replica, "serve.decoders")]
+    os.kill(replica, signal.SIGKILL)
+    cluster.until(lambda: not any(each.exists() for each in left), "their end")
+    cluster.until(lambda: cluster.answering(1), "another replica")
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "count"),
+    [
+        ({"device": "gpu"}, 10, 9),
+        ({"device": "gpu"}, 1, 0),
+        ({"device": "cpu"}, 4, 0),
+        ({"device": "cpu", "decode_threads": 2}, 4, 2),
+        ({"device": "gpu", "decode_threads": 4}, 2, 4),
+    ],
+)
+def test_cores_decode(given: dict[str, Any], cores: int, count: int) -> None:
+    assert decoding(read({"model": "m", **given}), cores) == count
 
 
 @pytest.mark.parametrize(
