@@ -37,7 +37,10 @@ from serve.images import Decoder, is_small
 log = logging.getLogger("maxvision.serve")
 
 PATIENCE = 60.0
-"""Seconds that a process may take for its start, and for an image, before it is killed."""
+"""Seconds that a process may take for an image before it is killed."""
+
+START = 300.0
+"""Seconds that it may take for its start, for which a machine may have no core left."""
 
 TICK = 0.5
 """Seconds between two looks at that."""
@@ -227,8 +230,8 @@ class _Process:
         """Waits until it has ended; one that takes too long for something is killed."""
         while not self._gone.done():
             await asyncio.wait({self._gone}, timeout=TICK)
-            busy = self.images or not self.up
-            if busy and time.monotonic() - self._since > PATIENCE:
+            taken = time.monotonic() - self._since
+            if taken > (PATIENCE if self.up else START) and (self.images or not self.up):
                 log.error("a process that decodes hangs and is killed")
                 self._process.kill()
 
