@@ -47,7 +47,7 @@ ROUNDS = 4
 CPU_ROUNDS = 12
 """On a CPU, where other programs take turns too: the shorter, the more alike for all engines."""
 REST = 0.3
-"""Seconds between two engines' turns on a CPU: MAX's threads look for work for 0.1 s after a run."""
+"""Seconds between two engines' turns on a CPU: MAX's threads spin for 0.1 s after a run."""
 EPS = 64 * float(np.finfo(np.float32).eps)
 CHUNK = 64
 """Images at a time through the float32 reference."""
