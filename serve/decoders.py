@@ -200,11 +200,14 @@ class _Process:
         self._room = memoryview(self._head)
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
+        # A worker of Ray has what its driver imports from, not what its interpreter would.
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
             self._process = subprocess.Popen(
                 (sys.executable, "-m", "serve.decoders", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 cwd=Path(__file__).resolve().parents[1],
+                env=environ,
             )
         self._loop.add_reader(self._socket.fileno(), self._receive)
         self._send(False, hello)
