@@ -33,6 +33,7 @@ from graphs.errors import ModelError
 from graphs.preprocess import Preprocess
 from serve.errors import Refusal, not_ready, undecoded
 from serve.images import Decoder, is_small
+from serve.limits import longer
 
 log = logging.getLogger("maxvision.serve")
 
@@ -44,9 +45,6 @@ START = 300.0
 
 TICK = 0.5
 """Seconds between two looks at that."""
-
-LONGEST_PAUSE = 30.0
-"""Seconds between two starts at most, of a process that ends again and again."""
 
 _HEAD = struct.Struct("<?Q")
 """Before each message its size, and whether it is text (an image), or a refusal (an answer)."""
@@ -126,7 +124,7 @@ class Decoders(Decoder):
             if process.up:
                 begun, pause = True, 0.0
             elif begun:
-                pause = min(LONGEST_PAUSE, 2 * pause + 0.5)
+                pause = longer(pause)
                 self.ready = any(each.up for each in self._processes)
                 if not self.ready:
                     self._refuse()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from serve.front import Hello, State
-from serve.limits import Board
+from serve.limits import Board, longer
 
 log = logging.getLogger("maxvision.serve")
 
@@ -105,7 +105,7 @@ class Fronts:
             self.board.clear(row)
             if not self._ending:
                 log.error("a front has ended with %s and is started anew", code)
-                pause = 0.0 if was_up else min(30.0, 2 * pause + 0.5)
+                pause = 0.0 if was_up else longer(pause)
                 await asyncio.sleep(pause)
 
     async def _accept_always(self) -> None:

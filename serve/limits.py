@@ -10,6 +10,9 @@ from contextlib import contextmanager
 
 from serve.errors import Refusal, overloaded
 
+LONGEST_PAUSE = 30.0
+"""Seconds between two starts at most, of a process that ends again and again."""
+
 
 class Board:
     """Numbers that the processes of a server share: a row a process, which alone writes it.
@@ -104,6 +107,11 @@ class Admission:
             yield
         finally:
             self.free(amount)
+
+
+def longer(pause: float) -> float:
+    """Doubles the seconds to wait before a process that has failed again is started anew."""
+    return min(LONGEST_PAUSE, 2 * pause + 0.5)
 
 
 def open_files(wanted: int) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 
 from serve import engine
 from serve.engine import Spec
+from serve.limits import longer
 from serve.remote import Remote
 from serve.wire import READY, SERVER, Job, Report
 
@@ -26,9 +27,6 @@ log = logging.getLogger("maxvision.serve")
 
 TICK = 0.25
 """Seconds between two looks at a process."""
-
-LONGEST_PAUSE = 30.0
-"""Seconds between two starts at most, of a process that ends again and again."""
 
 
 class Supervisor(Remote):
@@ -74,7 +72,7 @@ class Supervisor(Remote):
                 log.error("the model's process has ended: %s", ended)
                 if self.starts == 1 and not was_ready:
                     raise
-            pause = 0.0 if was_ready else min(LONGEST_PAUSE, 2 * pause + 0.5)
+            pause = 0.0 if was_ready else longer(pause)
             await asyncio.sleep(pause)
 
     async def _serve(self, address: str) -> bool:

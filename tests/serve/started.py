@@ -64,16 +64,7 @@ class Server:
 
     def children(self, command: str) -> list[int]:
         """Finds the processes that the server has started whose command line holds a text."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = re.search(r"\) \w (\d+)", (folder / "stat").read_text())
-                line = (folder / "cmdline").read_text()
-            except OSError:
-                continue  # it has ended meanwhile
-            if parent and int(parent[1]) == self.process.pid and command in line:
-                found.append(int(folder.name))
-        return found
+        return children(self.process.pid, command)
 
     def metric(self, line: str, label: str = "") -> float:
         """Reads a figure by the beginning of its line and what else is in it."""
@@ -88,6 +79,23 @@ class Server:
         """Sends SIGTERM and waits for the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(30)
+
+
+def children(process: int, command: str) -> list[int]:
+    """Finds the processes that one has started whose command line holds a text.
+
+    One that has ended has no command line, even if nobody has asked for its code yet.
+    """
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = re.search(r"\) \w (\d+)", (folder / "stat").read_text())
+            line = (folder / "cmdline").read_text()
+        except OSError:
+            continue  # it has ended meanwhile
+        if parent and int(parent[1]) == process and command in line:
+            found.append(int(folder.name))
+    return sorted(found)
 
 
 @contextmanager

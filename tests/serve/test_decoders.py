@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from serve import decoders
 from serve.decoders import Decoders
 from serve.errors import Refusal
 from serve.images import Decoder, is_small
-from tests.serve.started import ROOT, picture
+from tests.serve.started import ROOT, children, picture
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
 
@@ -65,24 +64,12 @@ async def until(condition: Callable[[], object]) -> None:
 
 def pids(parent: int | None = None) -> list[int]:
     """Finds the processes that decode for another, those that have ended not among them."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
-            mine = parent_of(folder) == (parent or os.getpid())
-            if mine and "serve.decoders" in (folder / "cmdline").read_text():
-                found.append(int(folder.name))
-    return sorted(found)
-
-
-def parent_of(folder: Path) -> int | None:
-    """Reads who started a process, None if it has ended and nobody has asked for its code yet."""
-    state = re.search(r"\) (\w) (\d+)", (folder / "stat").read_text())
-    return int(state[2]) if state and state[1] != "Z" else None
+    return children(parent or os.getpid(), "serve.decoders")
 
 
 def is_running(pid: int) -> bool:
     with suppress(OSError):
-        return parent_of(Path(f"/proc/{pid}")) is not None
+        return bool(Path(f"/proc/{pid}/cmdline").read_text())
     return False
 
 
@@ -257,10 +244,10 @@ def test_they_end_with_their_parent() -> None:
     argv = [sys.executable, "-c", PARENT]
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout and parent.stdout.readline() == "ready\n"
-        children = pids(parent.pid)
-        assert len(children) == 2
+        decoding = pids(parent.pid)
+        assert len(decoding) == 2
         parent.kill()
     end = time.monotonic() + LONG
-    while any(map(is_running, children)):
+    while any(map(is_running, decoding)):
         assert time.monotonic() < end
         time.sleep(0.01)

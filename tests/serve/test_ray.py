@@ -38,7 +38,7 @@ from serve.app import PAGES, ROUTERS  # noqa: E402
 from serve.ray_app import app, decoding, read  # noqa: E402
 from tests.serve.conftest import EXAMPLES  # noqa: E402
 from tests.serve.dialects import MODEL, calls  # noqa: E402
-from tests.serve.started import ROOT  # noqa: E402
+from tests.serve.started import ROOT, children  # noqa: E402
 
 CAT = (ROOT / "examples/cat.jpg").read_bytes()
 JPEG = {"Content-Type": "image/jpeg"}
@@ -171,20 +171,6 @@ def model_of(replica: int) -> int:
     return found
 
 
-def children(replica: int, command: str) -> set[int]:
-    """Finds the processes that a replica has started whose command line holds a text."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = re.search(r"\) \w (\d+)", (folder / "stat").read_text())
-            line = (folder / "cmdline").read_text()
-        except OSError:
-            continue  # it has ended meanwhile
-        if parent and int(parent[1]) == replica and command in line:
-            found.add(int(folder.name))
-    return found
-
-
 def test_an_update_is_not_noticed(two: Cluster, expected: list[list[dict]]) -> None:
     label = best(expected)["cat.jpg"]
     before = two.replicas()
@@ -220,12 +206,14 @@ def test_processes_decode_and_are_started_anew(
     cluster.deploy(model=MODEL, device="cpu", cores=2, decode_threads=2)
     cluster.until(lambda: cluster.answering(1), "one replica")
     (replica,) = cluster.replicas()
-    begun = children(replica, "serve.decoders")
+    begun = set(children(replica, "serve.decoders"))
     assert len(begun) == 2
     with load(cluster, label) as seen:
         for process in begun:
             os.kill(process, signal.SIGKILL)
-        cluster.until(lambda: len(children(replica, "serve.decoders") - begun) == 2, "new ones")
+        cluster.until(
+            lambda: len(set(children(replica, "serve.decoders")) - begun) == 2, "new ones"
+        )
     assert all('"decoding_failed"' in each for each in set(seen) - {label}), seen
     assert seen.total() - seen[label] <= 2 * len(begun)
     left = [Path(f"/proc/{process}") for process in children(replica, "serve.decoders")]
