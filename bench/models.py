@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,7 +35,7 @@ from bench.records import write
 from bench.references import checkpoint, find_artifact, precision, reference_model
 from bench.stand import CHECKED, Cell, Stand
 from bench.tf32 import RoundedProducts, allow_tf32
-from bench.timing import percentiles, rounded
+from bench.timing import percentiles, rest, rounded
 from bench.workers import Lost, Worker
 from graphs.errors import ArgumentError
 from graphs.preprocess import Preprocess
@@ -46,8 +45,6 @@ from weights.macs import macs
 ROUNDS = 4
 CPU_ROUNDS = 12
 """On a CPU, where other programs take turns too: the shorter, the more alike for all engines."""
-REST = 0.3
-"""Seconds between two engines' turns on a CPU: MAX's threads spin for 0.1 s after a run."""
 EPS = 64 * float(np.finfo(np.float32).eps)
 CHUNK = 64
 """Images at a time through the float32 reference."""
@@ -202,7 +199,7 @@ def measure(
 
     def sampled(name: str, callee: Callee) -> None:
         if not images.gpu:
-            time.sleep(REST)
+            rest()
         for kind, times in callee.call("sample", options.seconds / rounds).items():
             samples.setdefault(name, {}).setdefault(kind, []).extend(times)
 

@@ -40,7 +40,7 @@ from bench.profile import launches_of, short
 from bench.records import write
 from bench.references import checkpoint, find_artifact, precision, reference_model
 from bench.tf32 import RoundedProducts
-from bench.timing import Clock, HostClock, MaxClock, TorchClock, percentiles, rounded, sample
+from bench.timing import Clock, HostClock, MaxClock, TorchClock, percentiles, rest, rounded, sample
 from graphs import nodes
 from graphs.preprocess import Preprocess
 from graphs.session import DTYPES, find_dtype
@@ -181,6 +181,8 @@ def measure(
             sys.stderr.write(f"torch's {operator.name} is left out at {layer.title()}: {reason}\n")
     samples: dict[str, list[float]] = {name: [] for name in timed}
     for name, (ticks, step) in itertools.chain(*[timed.items()] * ROUNDS):
+        if not gpu:
+            rest()
         samples[name] += sample(ticks, step, options.seconds / ROUNDS)
     spent = {name: percentiles(times) for name, times in samples.items()}
     runs = copies * repeats

@@ -15,6 +15,8 @@ from max.driver import Device, DeviceEvent
 
 CHUNK = 32
 """Runs in a queue before they are waited for."""
+REST = 0.3
+"""Seconds between the turns of two engines on a CPU: MAX's threads spin for 0.1 s after a run."""
 
 
 class Clock(Protocol):
@@ -116,6 +118,11 @@ def sample(
         each = (time.perf_counter() - started) / (chunk + 1)
         chunk = max(1, min(CHUNK, int((end - time.perf_counter()) / max(each, 1e-6))))
     return samples
+
+
+def rest() -> None:
+    """Lets the threads of the engine before stop spinning, on a CPU."""
+    time.sleep(REST)
 
 
 def percentiles(samples: Iterable[float]) -> dict[str, float]:
