@@ -5,7 +5,8 @@ in one captured graph, each on weights and activations of its own; a layer's tim
 the graph's, and what fits into the caches stays there, for both sides. torch's operator runs in a
 graph of the same making: cuDNN's convolution, cuBLAS's product, the fused attention, alone, without
 the bias, the residual and the activation that ours computes too. On a CPU both run one at a time,
-calls included. Ours is checked first, and both are timed in turn, round after round.
+calls included, with a rest before each turn. Ours is checked first, and both are timed in turn,
+round after round.
 """
 
 from __future__ import annotations
