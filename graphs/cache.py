@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -31,10 +33,14 @@ KEPT = 64
 """Files of each kind that are kept; the least recently used go first."""
 
 _DIGEST = hashlib.sha256().digest_size
+_IMPORT = re.compile(r"^from (\.+)([\w.]*) import", re.MULTILINE)
 
 
-def library() -> Path:
+def library(*, gpu: bool) -> Path:
     """Returns the ops for ``Graph(custom_extensions=...)``: compiled, if there is a cache.
+
+    Args:
+        gpu: Whether with the kernels for GPUs: without, it takes less than half of the time.
 
     Raises:
         ModelError: If there is no compiler.
@@ -42,15 +48,18 @@ def library() -> Path:
     folder = _folder()
     if folder is None:
         return OPS
-    path = folder / f"mojo_pkg_{_sources()[:32]}.mojoc"  # the stem names the package
+    path = folder / f"mojo_pkg_{_sources(gpu)[:32]}.mojoc"  # the stem names the package
     if path.is_file():
         _touch(path)
         return path
     with tempfile.TemporaryDirectory(dir=folder) as draft:
-        made = Path(draft) / path.name
+        made, ops = Path(draft) / path.name, Path(draft) / OPS.name
+        for place, source in _modules(gpu).items():
+            (ops / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, ops / place)
         try:
             done = subprocess_run_mojo(
-                ["precompile", str(OPS), "-o", str(made)], capture_output=True, text=True
+                ["precompile", str(ops), "-o", str(made)], capture_output=True, text=True
             )
         except (OSError, RuntimeError):
             raise ModelError(
@@ -66,7 +75,8 @@ def library() -> Path:
 
 def key(graph: Graph, target: Target) -> str:
     """Names what a graph compiles to, by all that has a part in it."""
-    parts = [str(graph), _sources(), max_version, repr(target), repr(_settings(os.environ))]
+    sources = _sources(target.api != "cpu")
+    parts = [str(graph), sources, max_version, repr(target), repr(_settings(os.environ))]
     return _hash(part.encode() for part in parts)
 
 
@@ -122,11 +132,34 @@ def _folder() -> Path | None:
 
 
 @cache
-def _sources() -> str:
-    """Digests the ops' sources and the compiler's version."""
-    files = sorted(OPS.rglob("*.mojo"))
-    names = (path.relative_to(OPS).as_posix().encode() for path in files)
-    return _hash([max_version.encode(), *names, *(path.read_bytes() for path in files)])
+def _sources(gpu: bool) -> str:
+    """Digests the ops' sources, for a GPU or for a CPU, and the compiler's version."""
+    modules = _modules(gpu)
+    names = (place.as_posix().encode() for place in modules)
+    return _hash([max_version.encode(), *names, *(path.read_bytes() for path in modules.values())])
+
+
+def _modules(gpu: bool) -> dict[Path, Path]:
+    """Finds the ops' sources, by their places in the package.
+
+    For a CPU ops/no_gpu.mojo is in the place of ops/gpu.mojo, and no module is there that only the
+    latter imports.
+    """
+    found: dict[Path, Path] = {}
+    waiting = [Path("__init__.mojo")]
+    while waiting:
+        place = waiting.pop()
+        if place in found:
+            continue
+        without = place == Path("gpu.mojo") and not gpu
+        source = found[place] = OPS / ("no_gpu.mojo" if without else place)
+        for dots, name in _IMPORT.findall(source.read_text(encoding="utf-8")):
+            module = place.parents[len(dots) - 1].joinpath(*name.split("."))
+            if (OPS / module).is_dir():
+                waiting.append(module / "__init__.mojo")
+            else:
+                waiting += [module.with_suffix(".mojo"), module.parent / "__init__.mojo"]
+    return dict(sorted(found.items()))
 
 
 def _settings(environment: Mapping[str, str]) -> list[tuple[str, str]]:

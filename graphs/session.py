@@ -235,7 +235,7 @@ def build(
     tensors: Mapping[str, np.ndarray] = ChainMap(levels, checkpoint.tensors)  # type: ignore[arg-type]
     parameters = Parameters(tensors, device, dtype, shapes=shapes, tf32=tf32, sparse=sparse)
     image = TensorType(pixels, ["batch", *size, spec.channels], device=device)
-    extensions = [] if kernels else [cache.library()]
+    extensions = [] if kernels else [cache.library(gpu=device.is_gpu())]
     with Graph(
         checkpoint.family,
         input_types=[image],

@@ -5,10 +5,9 @@ from .bmm import *
 from .class_token import *
 from .conv2d import *
 from .depthwise_qkv import *
+from .gpu import *
 from .layernorm import *
-from .mlp import *
 from .normalize import *
 from .pool import *
 from .rows import *
 from .sparse_conv2d import *
-from .stem import *

@@ -35,9 +35,30 @@ def over_cores[Body: def(Int) -> None](body: Body, count: Int):
     if cores <= 1:
         core(0)
         return
+    var ctx = _cpu()
     try:
-        var ctx = DeviceContext(api="cpu")
         ctx.enqueue_cpu_range(core, count=cores)
+    except problem:
+        _give_up(problem)
+    _join(ctx)
+
+
+@no_inline
+def _cpu() -> DeviceContext:
+    try:
+        return DeviceContext(api="cpu")
+    except problem:
+        abort(String(problem))
+
+
+@no_inline
+def _join(ctx: DeviceContext):
+    try:
         ctx.synchronize()
     except problem:
         abort(String(problem))
+
+
+@no_inline
+def _give_up(problem: Error):
+    abort(String(problem))

@@ -1,1 +1,2 @@
 """Attention without a score matrix in memory."""
+from .op import *

@@ -11,8 +11,8 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
-from ..gemm.gpu import gemm as gemm_gpu
 from ..geometry import Geometry
+from ..gpu import gemm_gpu
 from ..operands import F32, ON_CPU, Operands, data
 from .cpu import bmm_cpu
 

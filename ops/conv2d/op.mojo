@@ -9,9 +9,9 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..geometry import Geometry
+from ..gpu import conv2d_gpu
 from ..operands import F32, ON_CPU, Operands, data
 from .cpu import conv2d_cpu
-from .gpu import conv2d_gpu
 
 
 @always_inline

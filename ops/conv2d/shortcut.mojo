@@ -11,8 +11,8 @@ from max.gpu.host import DeviceContext
 
 from ..gemm.bf16 import gemm_shortcut as gemm_shortcut_bf16
 from ..gemm.cpu import gemm_shortcut as gemm_shortcut_cpu
-from ..gemm.gpu import gemm_shortcut
 from ..geometry import Geometry
+from ..gpu import gemm_shortcut_gpu
 from ..operands import BF16, F32, ON_CPU, Operands, data
 
 
@@ -73,4 +73,4 @@ struct Conv2dShortcut:
                     g, rebind[Operands[BF16]](o), side, rebind[Operands[BF16]](beside)
                 )
         else:
-            gemm_shortcut[y.dtype, tf32](g, o, side, beside, ctx)
+            gemm_shortcut_gpu[y.dtype, tf32](g, o, side, beside, ctx)

@@ -116,9 +116,21 @@ struct _Share(TrivialRegisterPassable):
         self.r, self.r_end, self.start, self.end = r, r_end, start, end
 
 
+@no_inline
+def _store[
+    epilogue: Epilogue
+](g: Geometry, o: Operands[F32], sums: Data[F32], first: Int, rows: Int, column: Int, columns: Int):
+    """Takes the sums of `rows` pixels through the epilogue, into `columns` numbers of each of y."""
+    for i in range(rows):
+        _store_pixel[epilogue](
+            o, sums.unsafe_offset(i * PANEL), (first + i) * g.f + column, column, columns
+        )
+
+
 @always_inline
-def _store[epilogue: Epilogue](o: Operands[F32], sums: Data[F32], to: Int, f: Int, columns: Int):
-    """Takes the sums of a pixel through the epilogue, into `columns` numbers of y from `to` on."""
+def _store_pixel[
+    epilogue: Epilogue
+](o: Operands[F32], sums: Data[F32], to: Int, f: Int, columns: Int):
     var whole = columns // WIDTH * WIDTH
     for j in range(0, whole, WIDTH):
         var value = sums.unsafe_load[width=WIDTH](j).fma(
@@ -136,23 +148,20 @@ def _store[epilogue: Epilogue](o: Operands[F32], sums: Data[F32], to: Int, f: In
 
 @no_inline
 def _tile[
-    rows: Int, vectors: Int, epilogue: Epilogue
+    rows: Int, vectors: Int
 ](
     g: Geometry,
     o: Operands[F32],
     first: Int,
     channel: Int,
-    column: Int,
-    columns: Int,
     share: _Share,
     ahead: Int,
     sums: Data[F32],
     zeros: Data[F32],
 ):
-    """Adds a share of K to the sums of `rows` pixels from `first` on; the last one ends them.
+    """Adds a share of K to the sums of `rows` pixels from `first` on.
 
-    `o.w` points at the first of the `columns` in the share, the filters from `column` on; x is read
-    from `channel` on.
+    `o.w` points at the first of the tile's columns in the share; x is read from `channel` on.
     """
     var runs = _Runs[rows]()
     if g.pointwise():
@@ -165,10 +174,6 @@ def _tile[
     else:
         _find[rows](g, o, first, channel, share, zeros, runs)
     _multiply[rows, vectors](runs, o.w, ahead, sums, share.r == 0 and share.start == 0)
-    if share.r_end == g.r and share.end == g.s * g.group_c():
-        comptime for i in range(rows):
-            var to = (first + i) * g.f + column
-            _store[epilogue](o, sums.unsafe_offset(i * PANEL), to, column, columns)
 
 
 @always_inline
@@ -223,6 +228,7 @@ def _find[
             at += length
 
 
+@no_inline
 def gemm_block[
     epilogue: Epilogue
 ](g: Geometry, o: Operands[F32], first: Int, last: Int, channel: Int, column: Int, columns: Int,):
@@ -258,7 +264,8 @@ def gemm_block[
                 var share = _Share(r, min(r + height, g.r), start, min(start + length, run))
                 # The next share lies behind this one, or in the panel that this core takes next.
                 var next = (share.r_end - share.r) * (share.end - share.start) * PANEL
-                if share.r_end == g.r and share.end == run:
+                var ends = share.r_end == g.r and share.end == run
+                if ends:
                     next += (parallelism_level(None) - 1) * g.depth() * PANEL
                 for offset in range(0, columns, TILE):
                     var here = o.shifted(w=at + offset)
@@ -267,25 +274,29 @@ def gemm_block[
                         # As even as they come: 49 pixels are 4 x 6 + 5 x 5, never 8 x 6 + 1.
                         var m = (end - begin) * tile // tiles
                         var rows = (end - begin) * (tile + 1) // tiles - m
+                        var here_sums = sums.unsafe_offset(m * PANEL + offset)
                         comptime for size in range(1, ROWS + 1):
                             comptime for vectors in [VECTORS // 2, VECTORS]:
                                 if rows == size and (width > TILE // 2) == (vectors == VECTORS):
-                                    _tile[size, vectors, epilogue](
+                                    _tile[size, vectors](
                                         g,
                                         here,
                                         begin + m,
                                         channel,
-                                        column + offset,
-                                        width,
                                         share,
                                         next + tile * LINE if tile < PANEL // LINE else 0,
-                                        sums.unsafe_offset(m * PANEL + offset),
+                                        here_sums,
                                         zeros,
                                     )
+                        if ends:
+                            _store[epilogue](
+                                g, o, here_sums, begin + m, rows, column + offset, width
+                            )
                 at += (share.r_end - share.r) * (share.end - share.start) * PANEL
     dealloc(memory^)
 
 
+@no_inline
 def gemm[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
     """Computes a whole convolution or product on all cores, `o.w` packed in panels.
 
@@ -299,6 +310,7 @@ def gemm[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
     gemm_group[epilogue, 1]([g], [o])
 
 
+@no_inline
 def gemm_group[
     epilogue: Epilogue, count: Int
 ](g: Array[Geometry, count], o: Array[Operands[F32], count]):
@@ -332,6 +344,7 @@ def gemm_group[
     over_cores(task, tasks)
 
 
+@no_inline
 def gemm_shortcut(g: Geometry, o: Operands[F32], side: Geometry, beside: Operands[F32]):
     """Computes relu of the sum of two convolutions into one y, on all cores.
 

@@ -1,3 +1,2 @@
 """Convolution with a sparse filter."""
 from .op import *
-from .packed import *

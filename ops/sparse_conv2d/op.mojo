@@ -16,9 +16,9 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..geometry import Geometry
+from ..gpu import sparse_conv2d_gpu
 from ..operands import F32, Data, Operands, data
 from .cpu import Stream, sparse_conv2d_cpu
-from .gpu import sparse_conv2d_gpu
 
 
 @always_inline

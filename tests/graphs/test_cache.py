@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_everything_that_matters_is_in_the_key(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(cache, "max_version", "99")
         others.add(key())
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_sources", lambda: "other kernels")
+        patch.setattr(cache, "_sources", lambda gpu: "other kernels")
         others.add(key())
     assert len(others - {first}) == 6
     monkeypatch.setenv("MODULAR_CACHE_DIR", "/elsewhere")
@@ -87,13 +88,34 @@ def test_everything_that_matters_is_in_the_key(monkeypatch: pytest.MonkeyPatch) 
 def test_sources_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = set()
     monkeypatch.setattr(cache, "OPS", tmp_path)
-    for name, text in (("a.mojo", ""), ("a.mojo", "x"), ("sub/b.mojo", "x"), ("b.mojo", "x")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "__init__.mojo").write_text("from .a import *\nfrom .sub import *\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "__init__.mojo").write_text("from .b import x\n")
+    for name, text in (
+        ("a.mojo", ""),
+        ("sub/b.mojo", ""),
+        ("a.mojo", "x"),
+        ("sub/b.mojo", "from ..c import x\n"),
+        ("c.mojo", "x"),
+    ):
         (tmp_path / name).write_text(text)
         cache._sources.cache_clear()
-        digests.add(cache._sources())
+        with suppress(FileNotFoundError):  # of what is imported but was not written yet
+            digests.add(cache._sources(gpu=True))
     cache._sources.cache_clear()
-    assert len(digests) == 4
+    assert len(digests) == 3
+
+
+def test_a_gpu_has_all_ops_and_a_cpu_none_of_its_kernels() -> None:
+    every = {path.relative_to(cache.OPS).as_posix() for path in cache.OPS.rglob("*.mojo")}
+    for_a_gpu, for_a_cpu = (
+        {place.as_posix(): source.name for place, source in cache._modules(gpu).items()}
+        for gpu in (True, False)
+    )
+    assert set(for_a_gpu) == every - {"no_gpu.mojo"}
+    assert for_a_cpu["gpu.mojo"] == "no_gpu.mojo"
+    assert {"gemm/cpu.mojo", "attention/op.mojo"} < set(for_a_cpu) < set(for_a_gpu)
+    assert not {"gemm/hopper.mojo", "conv2d/gpu.mojo", "mlp.mojo", "stem/op.mojo"} & set(for_a_cpu)
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", None])
@@ -122,10 +144,10 @@ def test_without_a_cache(monkeypatch: pytest.MonkeyPatch, parent: Path | None) -
     monkeypatch.setattr(cache, "max_cache_dir", lambda: parent)
     assert stored(b"mef") == b"mef"
     assert cache.find("a" * 64) is None
-    assert cache.library() == cache.OPS
+    assert cache.library(gpu=False) == cache.OPS
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODULAR_MOJO_MAX_DRIVER_PATH", "/dev/null")
     with pytest.raises(ModelError, match=r"compiler .* is not here; pip install max, or .*compile"):
-        cache.library()
+        cache.library(gpu=False)

@@ -1,0 +1,80 @@
+"""The functions of gpu.mojo where there are no kernels for GPUs: nothing may instantiate them."""
+
+from max.gpu.host import DeviceContext
+from std.documentation import doc_hidden
+
+from .attention.config import Attention
+from .depthwise_qkv.config import QkvOperands, QkvSizes
+from .epilogue import Epilogue
+from .geometry import Geometry
+from .operands import Data, Operands
+
+comptime REASON = "these ops were compiled for a CPU; a GPU's graph takes the folder ops itself"
+"""What whoever instantiates one is told."""
+
+
+@doc_hidden
+def attention_gpu[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceContext) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def conv2d_gpu[
+    dtype: DType, epilogue: Epilogue, tf32: Bool
+](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def depthwise_qkv_gpu[
+    dtype: DType, kernel: Int
+](o: QkvOperands[dtype], g: QkvSizes, ctx: DeviceContext) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def gemm_gpu[
+    dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool
+](
+    g: Geometry,
+    o: Operands[dtype],
+    products: Int,
+    ctx: DeviceContext,
+    *,
+    x_step: Int,
+    w_step: Int,
+    y_step: Int,
+    bias_step: Int,
+) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def gemm_group_gpu[
+    dtype: DType, products: Int, tf32: Bool
+](
+    sizes: Array[Geometry, products], operands: Array[Operands[dtype], products], ctx: DeviceContext
+) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def gemm_shortcut_gpu[
+    dtype: DType, tf32: Bool
+](
+    g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
+) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def sparse_conv2d_gpu[
+    dtype: DType, epilogue: Epilogue
+](
+    g: Geometry,
+    o: Operands[dtype],
+    columns: Data[DType.uint8],
+    starts: Data[DType.int32],
+    ctx: DeviceContext,
+) raises:
+    comptime assert False, REASON
