@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, TypeAlias
@@ -29,9 +29,11 @@ from max.serve.worker_interface import ModelWorkerInterface, WorkerQueues
 from max.serve.worker_interface._zmq_queue import generate_zmq_ipc_path
 
 from graphs.errors import ModelError, UserError
-from serve import quarantine
+from serve import quarantine, torchless
 from serve.wire import Inbox, forget, new_address
 from serve.worker import Batcher, Classifier, Runner, end_with_parent
+
+torchless.show()  # whoever has hidden it did so for the imports above
 
 VERSION = "26.7."
 """The versions of MAX that this file is written for."""
@@ -215,7 +217,9 @@ async def worker(spec: Spec, settings: Settings) -> AsyncIterator[str]:
         None,
     )
     try:
-        async with started:
+        async with AsyncExitStack() as stack:
+            with torchless.hidden_in_children():
+                await stack.enter_async_context(started)
             yield address
     except SubprocessExit as error:
         raise WorkerEnded(error) from None

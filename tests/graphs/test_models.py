@@ -18,7 +18,7 @@ from max.graph import DeviceRef, Graph, TensorType, ops
 
 import graphs
 import weights
-from graphs import Features, nodes
+from graphs import Features, cache, nodes
 from graphs.networks import network
 from graphs.parameters import Parameters
 from graphs.session import build
@@ -136,7 +136,8 @@ def executable(checkpoints: dict[str, weights.Checkpoint]) -> Any:
         for name, checkpoint in checkpoints.items()
     ]
     registry: dict[str, Buffer] = {}
-    with Graph("networks", input_types=types, custom_extensions=[nodes.OPS]) as graph:
+    library = cache.library(gpu=False)
+    with Graph("networks", input_types=types, custom_extensions=[library]) as graph:
         outputs = []
         for (name, checkpoint), x in zip(checkpoints.items(), graph.inputs, strict=True):
             tensors = {f"{name}.{key}": value for key, value in checkpoint.tensors.items()}
@@ -227,7 +228,8 @@ def test_every_node_is_ours(
 
 def test_other_nodes_are_noticed() -> None:
     image = TensorType(DType.float32, ["batch", 4], DeviceRef.CPU())
-    with Graph("strange", input_types=[image], custom_extensions=[nodes.OPS]) as graph:
+    library = cache.library(gpu=False)
+    with Graph("strange", input_types=[image], custom_extensions=[library]) as graph:
         x = nodes.relu(graph.inputs[0].tensor)
         graph.output(ops.softmax(ops.relu(x + x)))
     assert strangers(graph) == {"rmo.add", "rmo.mo.relu", "rmo.mo.reduce.softmax"}

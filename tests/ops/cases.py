@@ -20,7 +20,7 @@ from max.dtype import DType
 from max.graph import DeviceRef, Graph, KernelLibrary, TensorType, ops
 
 from bench.tf32 import RoundedProducts
-from graphs import nodes
+from graphs import cache, nodes
 from graphs.parameters import Parameters
 
 Shape = tuple[int, ...]
@@ -646,7 +646,7 @@ def build_graph(
         for shape in c.inputs
     ]
     parameters = []
-    extensions = [] if kernels else [nodes.OPS]
+    extensions = [] if kernels else [cache.library(gpu=device.is_gpu())]
     with Graph(
         "cases", input_types=types, custom_extensions=extensions, kernel_library=kernels
     ) as graph:

@@ -23,7 +23,7 @@ from max.graph import DeviceRef, Graph, TensorType
 
 from bench.attribution import symbols as symbols_of
 from bench.layers import nodes as layer_nodes
-from graphs import nodes
+from graphs import cache, nodes
 from graphs.parameters import Parameters
 from graphs.target import Target
 from tests.ops.cases import CASES, PACKED, Case
@@ -159,7 +159,8 @@ def graph_of(cases: Sequence[Case], device: DeviceRef) -> Graph:
         for shape in case.inputs
     ]
     types.append(TensorType(DType.uint8, ["batch", 8, 8, 3], device=device))
-    with Graph("cases", input_types=types, custom_extensions=[nodes.OPS]) as graph:
+    library = cache.library(gpu=device.is_gpu())
+    with Graph("cases", input_types=types, custom_extensions=[library]) as graph:
         inputs = iter(value.tensor for value in graph.inputs)
         outputs = []
         for i, (case, dtype, tf32) in enumerate(instances):

@@ -15,7 +15,7 @@ from max.engine import InferenceSession
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, TensorType
 
-from graphs import nodes
+from graphs import cache, nodes
 from graphs.arrange import has_stem
 from graphs.errors import ArgumentError, DeviceError
 from graphs.parameters import Parameters
@@ -165,8 +165,10 @@ def graph_of(
     dtype: DType = DType.float32,
     device: DeviceRef | None = None,
 ) -> Graph:
-    types = [TensorType(dtype, shape, device=device or DeviceRef.CPU()) for shape in shapes]
-    return Graph("errors", input_types=types, custom_extensions=[nodes.OPS])
+    place = device or DeviceRef.CPU()
+    types = [TensorType(dtype, shape, device=place) for shape in shapes]
+    library = cache.library(gpu=place.is_gpu())
+    return Graph("errors", input_types=types, custom_extensions=[library])
 
 
 def weights(device: DeviceRef | None = None, **shapes: tuple[int, ...]) -> Parameters:

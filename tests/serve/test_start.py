@@ -32,7 +32,34 @@ def test_max_serve_serves(tmp_path: Path) -> None:
         assert answer.json()["data"][0]["predictions"][0]["label"] == "cat"
         assert answer.json()["model"] == "resnet-cifar10"
         assert server.metric("maxvision_batch_limit") == 4
+        assert not has_torch(server.worker())
         assert server.stop() == 0
+
+
+def has_torch(process: int) -> bool:
+    return "libtorch" in Path(f"/proc/{process}/maps").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what is mapped is read in /proc")
+def test_a_server_holds_no_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    argv = ["-m", "serve", "--model", "resnet-cifar10", "--device", "cpu", "--port", "0"]
+    with serving(argv, tmp_path / "log") as server:
+        assert not has_torch(server.process.pid)
+        assert not has_torch(server.worker())
+
+
+def test_torch_comes_back_for_whoever_needs_it() -> None:
+    code = """if True:
+        from importlib.util import find_spec
+        from serve import torchless
+        torchless.hide()
+        assert not find_spec("torch")
+        torchless.show()
+        assert find_spec("torch")
+        """
+    pytest.importorskip("torch")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""Keeps torch out of a server's processes, where it is installed but nothing asks for it.
+
+MAX's pipelines import transformers, and that imports torch wherever it can: 2 to 8 s of a start,
+and of the time for which a model's process that has died is missed. A process that multiprocessing
+starts may import this module in the place of its parent's program.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+
+def hide() -> None:
+    """Lets imports from here on find no torch, unless there is one already."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+
+
+def show() -> None:
+    """Ends that: a checkpoint in torch's own format needs it."""
+    if "torch" in sys.modules and sys.modules["torch"] is None:
+        del sys.modules["torch"]
+
+
+@contextmanager
+def hidden_in_children() -> Iterator[None]:
+    """Lets processes that multiprocessing spawns meanwhile begin with ``hide``.
+
+    They do not import this program then; nothing that they are given may be defined in it.
+    """
+    program = sys.modules["__main__"]
+    before, program.__spec__ = program.__spec__, find_spec("serve.torchless")
+    try:
+        yield
+    finally:
+        program.__spec__ = before
+
+
+if __name__ == "__mp_main__":
+    hide()
