@@ -28,6 +28,9 @@ BEAT = 0.25
 PATIENCE = 2.5
 """Least seconds of silence that mean that it hangs."""
 
+UNSOUND = 3
+"""Exit code of a process whose model fails with a picture that it has answered before."""
+
 _MEMORY = re.compile(r"out.of.memory|failed to allocate", re.IGNORECASE)
 
 
@@ -77,6 +80,9 @@ class Runner:
     def __init__(self, model: Classifier, embeds: bool) -> None:
         self._model = model
         self._embeds = embeds
+        shape = 1, model.preprocess.height, model.preprocess.width, 3
+        self._known = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        self._answer = np.empty(0, np.float32)
 
     def warm(self, batch: int) -> float:
         """Makes ready for batches up to ``batch``; returns the seconds that a full one took."""
@@ -92,7 +98,24 @@ class Runner:
         self(self._blank(batch))  # a CPU's first run is slower than those to come
         begun = time.perf_counter()
         self(self._blank(batch))
-        return time.perf_counter() - begun
+        taken = time.perf_counter() - begun
+        self._answer = self(self._known)
+        return taken
+
+    def sound(self) -> bool:
+        """Tells whether the model still answers a picture as it did when it was made ready.
+
+        It does not after an error that stays with the device: a kernel's wrong address ends all
+        that its process may ask of a GPU.
+        """
+        try:
+            logits = self(self._known)
+        except Exception:
+            return False
+        if not np.isfinite(self._answer).all():  # it never could answer that one
+            return True
+        slack = 0.05 * float(np.abs(self._answer).max())
+        return bool((np.abs(logits - self._answer) <= slack).all())  # false for NaN
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """Computes the logits [N, classes] of pixels [N, H, W, C]."""
@@ -126,8 +149,9 @@ class Batcher:
 
     A batch starts when it is full, or when its first image has waited for ``delay``. Images that
     were cancelled before are left out. A batch that fails is run image by image, so that only
-    those fail which do it alone. One for which memory is short is halved, and so are those to come.
-    An image that may have ended the process before runs alone.
+    those fail which do it alone; but where the model fails with what it knows, too, the process
+    ends, and another takes its place. One for which memory is short is halved, and so are those to
+    come. An image that may have ended the process before runs alone.
 
     Args:
         runner: The model, warm.
@@ -240,6 +264,10 @@ class Batcher:
 
     def _retry(self, jobs: list[Job], error: Exception) -> None:
         memory = is_memory(error)
+        if not memory and not self._runner.sound():
+            log.critical("the model fails with every picture: its process ends", exc_info=error)
+            with self._quarantine.running([job.pixels for job in jobs if job.id != READY]):
+                os._exit(UNSOUND)
         if len(jobs) == 1:
             log.error("request %s: the model failed", jobs[0].id, exc_info=error)
             self._report(jobs[0].front, failed=[jobs[0].id])

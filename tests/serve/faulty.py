@@ -16,7 +16,7 @@ from graphs import session
 from graphs.errors import DeviceError
 from graphs.host import leave
 
-RAISE, SLOW, EXIT, HANG, MEMORY, NAN = ((1, 2, i) for i in range(3, 9))
+RAISE, SLOW, EXIT, HANG, MEMORY, NAN, BREAK = ((1, 2, i) for i in range(3, 10))
 SLOW_SECONDS = 0.5
 
 
@@ -25,6 +25,7 @@ class Faulty:
 
     def __init__(self, model: session.Model) -> None:
         self._model = model
+        self._broken = False
         self.preprocess = model.preprocess
 
     def prepare(self, batch: int) -> None:
@@ -43,6 +44,9 @@ class Faulty:
             os._exit(9)
         if HANG in colours:
             time.sleep(3600)
+        self._broken = self._broken or BREAK in colours
+        if self._broken:
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
         if MEMORY in colours and len(colours) > 2:
             raise ValueError("CUDA_ERROR_OUT_OF_MEMORY")
         logits = self._model(pixels)

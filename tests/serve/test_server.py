@@ -337,7 +337,7 @@ def test_too_much_is_refused_at_once(server: Server) -> None:
 # --- faults -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["killed", "crashes", "hangs"])
+@pytest.mark.parametrize("fault", ["killed", "crashes", "hangs", "breaks"])
 def test_a_worker_is_started_anew(server: Server, fault: str) -> None:
     begun = time.monotonic()
     starts = server.metric("maxvision_worker_starts")
@@ -345,7 +345,8 @@ def test_a_worker_is_started_anew(server: Server, fault: str) -> None:
         os.kill(server.worker(), signal.SIGKILL)
         server.until(lambda: not server.ready(), "unreadiness", 10)
     else:
-        data = picture(faulty.EXIT if fault == "crashes" else faulty.HANG)
+        colours = {"crashes": faulty.EXIT, "hangs": faulty.HANG, "breaks": faulty.BREAK}
+        data = picture(colours[fault])
         answer = classify(server, data)
         refused(answer, 503, "not_ready")
         assert "retry-after" in answer.headers

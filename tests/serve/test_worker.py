@@ -41,7 +41,34 @@ class Model:
 def test_a_model_is_made_ready_for_every_batch(problem: Exception | None) -> None:
     model = Model(problem)
     assert 0 < Runner(model, embeds=False).warm(6) < 1
-    assert model.asked == [1, "prepare 6", 6, 6]
+    assert model.asked == [1, "prepare 6", 6, 6, 1]
+
+
+@pytest.mark.parametrize("answer", [1.0, 2.0, np.nan, RuntimeError("illegal address")])
+def test_a_model_is_sound_while_it_answers_as_before(answer: Any) -> None:
+    class Changing(Model):
+        answer: Any = 1.0
+
+        def __call__(self, pixels: np.ndarray) -> np.ndarray:
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return super().__call__(pixels) + self.answer
+
+    model = Changing()
+    runner = Runner(model, embeds=False)
+    runner.warm(2)
+    model.answer = answer
+    assert runner.sound() == (answer == 1.0)
+
+
+def test_a_picture_that_never_had_an_answer_tells_nothing() -> None:
+    class Overflowing(Model):
+        def __call__(self, pixels: np.ndarray) -> np.ndarray:
+            return super().__call__(pixels) + (np.inf if pixels.any() else 0)
+
+    runner = Runner(Overflowing(), embeds=False)
+    runner.warm(2)
+    assert runner.sound()
 
 
 def test_features_are_asked_for_if_they_will_be() -> None:
