@@ -1,7 +1,8 @@
 """A loop over all cores of a CPU, which take one index after another from a counter.
 
 Whoever is faster does more: where cores are shared with other programs, even tasks end at uneven
-times.
+times. What does not depend on the closure is in functions that are never inlined: MAX compiles the
+rest for each op and shape of a graph.
 """
 
 from max.gpu.host import DeviceContext

@@ -14,8 +14,9 @@ run of S * C numbers, so the 3-channel stem has runs of 21 and not of 3.
 A register tile is ROWS pixels x 4 vectors: on AVX-512 24 accumulators, 4 vectors of b and one
 broadcast of x. A task goes through K a share at a time, and takes all its pixels through that share
 while its part of the panel is in the second-level cache (Goto and van de Geijn 2008); its first
-tiles prefetch the next share. Bound by the FMA units, or by the way of the weights from memory
-where a layer has few pixels; docs/kernels.md has the figures.
+tiles prefetch the next share. The tiles know nothing of the epilogue, and nobody inlines what does:
+MAX compiles whatever calls it for each op and shape of a graph. Bound by the FMA units, or by the
+way of the weights from memory where a layer has few pixels; docs/kernels.md has the figures.
 """
 
 from max.runtime.asyncrt import parallelism_level
