@@ -10,6 +10,7 @@ The files lie in a folder of MAX's own cache, and go with it.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -25,12 +26,15 @@ from max.engine import __version__ as max_version
 from max.graph import Graph
 from mojo.run import subprocess_run_mojo
 
-from graphs.errors import ModelError
+from graphs.errors import ModelError, UserError
 from graphs.nodes import OPS
 from graphs.target import Target
 
 KEPT = 64
 """Files of each kind that are kept; the least recently used go first."""
+
+ROOM = 32 << 20
+"""Bytes that a compilation may leave in MAX's caches; ResNet-50's leaves 16 MB."""
 
 _DIGEST = hashlib.sha256().digest_size
 _IMPORT = re.compile(r"^from (\.+)([\w.]*) import", re.MULTILINE)
@@ -113,9 +117,34 @@ def store(name: str, compiled: CompiledModel) -> bytes:
 
 
 def compiled(graph: Graph, target: Target, compile: Callable[[], CompiledModel]) -> bytes:
-    """Returns what ``graph`` compiles to for ``target``: found, or else compiled and kept."""
+    """Returns what ``graph`` compiles to for ``target``: found, or else compiled and kept.
+
+    Raises:
+        ModelError: If the compiler finds no room on the disk.
+    """
     name = key(graph, target)
-    return find(name) or store(name, compile())
+    if mef := find(name):
+        return mef
+    try:
+        return store(name, compile())
+    except UserError:
+        raise
+    except Exception:
+        folder = max_cache_dir()
+        if folder is None or _free(folder) > ROOM:
+            raise
+        raise ModelError(
+            f"{folder}: some {ROOM >> 20} MB of room to compile in were expected but the disk is"
+            " full; make room there, or set MODULAR_CACHE_DIR to a folder that has it"
+        ) from None
+
+
+def _free(folder: Path) -> float:
+    """Returns the free bytes of a folder's disk, without end if they cannot be told."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return math.inf
 
 
 def _folder() -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,3 +152,24 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODULAR_MOJO_MAX_DRIVER_PATH", "/dev/null")
     with pytest.raises(ModelError, match=r"compiler .* is not here; pip install max, or .*compile"):
         cache.library(gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("free", "error", "says"),
+    [
+        (0, RuntimeError("Failed to compile"), "full; make room there, or set MODULAR_CACHE_DIR"),
+        (0, ModelError("no compiler"), "no compiler"),
+        (1 << 40, RuntimeError("Failed to compile"), "Failed to compile"),
+    ],
+)
+def test_a_full_disk_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, error: Exception, says: str
+) -> None:
+    def compile() -> Any:
+        raise error
+
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with Graph("g", input_types=[TensorType(DType.float32, [1], DeviceRef.CPU())]) as graph:
+        graph.output(graph.inputs[0])
+    with pytest.raises(ModelError if free == 0 else RuntimeError, match=says):
+        cache.compiled(graph, CPU, compile)
