@@ -24,10 +24,8 @@ def load(source: str, graph: Path, dtype: str, device: str, **options: Any) -> M
 
 if __name__ == "__main__":
     from bench import served  # by its name, which the model's process imports
-    from serve import torchless
     from serve.options import parse
     from serve.server import run
 
-    torchless.hide()
     options = parse([*sys.argv[2:], "--no-embeddings"])
     leave(run(options, load=functools.partial(served.load, graph=Path(sys.argv[1]))))

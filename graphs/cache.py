@@ -60,7 +60,7 @@ def library(*, gpu: bool) -> Path:
         made, ops = Path(draft) / path.name, Path(draft) / OPS.name
         for place, source in _modules(gpu).items():
             (ops / place).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, ops / place)
+            (ops / place).write_bytes(source)
         try:
             done = subprocess_run_mojo(
                 ["precompile", str(ops), "-o", str(made)], capture_output=True, text=True
@@ -165,24 +165,25 @@ def _sources(gpu: bool) -> str:
     """Digests the ops' sources, for a GPU or for a CPU, and the compiler's version."""
     modules = _modules(gpu)
     names = (place.as_posix().encode() for place in modules)
-    return _hash([max_version.encode(), *names, *(path.read_bytes() for path in modules.values())])
+    return _hash([max_version.encode(), *names, *modules.values()])
 
 
-def _modules(gpu: bool) -> dict[Path, Path]:
-    """Finds the ops' sources, by their places in the package.
+@cache
+def _modules(gpu: bool) -> dict[Path, bytes]:
+    """Reads the ops' sources, by their places in the package.
 
     For a CPU ops/no_gpu.mojo is in the place of ops/gpu.mojo, and no module is there that only the
     latter imports.
     """
-    found: dict[Path, Path] = {}
+    found: dict[Path, bytes] = {}
     waiting = [Path("__init__.mojo")]
     while waiting:
         place = waiting.pop()
         if place in found:
             continue
         without = place == Path("gpu.mojo") and not gpu
-        source = found[place] = OPS / ("no_gpu.mojo" if without else place)
-        for dots, name in _IMPORT.findall(source.read_text(encoding="utf-8")):
+        source = found[place] = (OPS / ("no_gpu.mojo" if without else place)).read_bytes()
+        for dots, name in _IMPORT.findall(source.decode()):
             module = place.parents[len(dots) - 1].joinpath(*name.split("."))
             if (OPS / module).is_dir():
                 waiting.append(module / "__init__.mojo")

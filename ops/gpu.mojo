@@ -1,7 +1,7 @@
 """What the ops know of the kernels for GPUs: those they call, and the ops that only a GPU runs.
 
 Where ops are compiled for a CPU, no_gpu.mojo is in the place of this module, and none is there that
-only this one leads to: two thirds of the lines, and of the time that it takes to read them.
+only this one leads to: most of the lines, and of the time that it takes to read them.
 """
 from .attention.gpu import attention_gpu
 from .conv2d.chain import *

@@ -36,28 +36,22 @@ def over_cores[Body: def(Int) -> None](body: Body, count: Int):
     if cores <= 1:
         core(0)
         return
-    var ctx = _cpu()
     try:
+        var ctx = _cpu()
         ctx.enqueue_cpu_range(core, count=cores)
+        _join(ctx)
     except problem:
         _give_up(problem)
-    _join(ctx)
 
 
 @no_inline
-def _cpu() -> DeviceContext:
-    try:
-        return DeviceContext(api="cpu")
-    except problem:
-        abort(String(problem))
+def _cpu() raises -> DeviceContext:
+    return DeviceContext(api="cpu")
 
 
 @no_inline
-def _join(ctx: DeviceContext):
-    try:
-        ctx.synchronize()
-    except problem:
-        abort(String(problem))
+def _join(ctx: DeviceContext) raises:
+    ctx.synchronize()
 
 
 @no_inline

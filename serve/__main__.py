@@ -3,12 +3,10 @@
 import sys
 
 from graphs.host import leave
-from serve import torchless
 from serve.options import parse
 
 if __name__ == "__main__":
     options = parse(sys.argv[1:])  # wrong arguments are told before anything heavy is imported
-    torchless.hide()
     from serve.server import run
 
     leave(run(options))

@@ -18,6 +18,7 @@ import numpy as np
 from graphs.errors import DeviceError, ModelError, UserError
 from graphs.host import cores
 from graphs.preprocess import Preprocess
+from serve import torchless
 from serve.options import Options, parse
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def run(options: Options, load: Callable[..., Any] | None = None) -> int:
     """
     from graphs.cli import complain
 
+    torchless.hide()
     try:
         server_socket = bind(options.host, options.port)
         return _serve(options, server_socket, load)

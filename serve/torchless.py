@@ -8,7 +8,6 @@ starts may import this module in the place of its parent's program.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 
 def hide() -> None:
@@ -29,7 +28,7 @@ def hidden_in_children() -> Iterator[None]:
     They do not import this program then; nothing that they are given may be defined in it.
     """
     program = sys.modules["__main__"]
-    before, program.__spec__ = program.__spec__, find_spec("serve.torchless")
+    before, program.__spec__ = program.__spec__, __spec__
     try:
         yield
     finally:

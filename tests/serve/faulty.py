@@ -64,10 +64,7 @@ def load(source: str, **options: Any) -> Faulty:
 
 
 if __name__ == "__main__":
-    from serve import torchless
     from serve.options import parse
-
-    torchless.hide()
     from serve.server import run
     from tests.serve import faulty  # by its name, which the model's process imports
 

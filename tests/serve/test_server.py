@@ -343,7 +343,7 @@ def test_a_worker_is_started_anew(server: Server, fault: str) -> None:
     starts = server.metric("maxvision_worker_starts")
     if fault == "killed":
         os.kill(server.worker(), signal.SIGKILL)
-        server.until(lambda: not server.ready(), "unreadiness", 30)
+        server.until(lambda: not server.ready(), "unreadiness", 10)
     else:
         colours = {"crashes": faulty.EXIT, "hangs": faulty.HANG, "breaks": faulty.BREAK}
         data = picture(colours[fault])
