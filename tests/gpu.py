@@ -30,6 +30,7 @@ import torch
 from max.driver import Accelerator, Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, read
+from max.engine import Model as Executable
 from max.graph import DeviceRef
 
 from bench.environment import environment
@@ -175,18 +176,25 @@ def cases_of(dtype: DType, device: Device) -> list[Case]:
     return CASES + PACKED if hopper and dtype != DType.float32 else CASES
 
 
+def load_cases(
+    device: Device, dtype: DType, tf32: bool, folder: Path | None
+) -> tuple[list[Case], Executable]:
+    """Loads the graph of all cases, or compiles it where there is no ``folder``."""
+    cases = cases_of(dtype, device)
+    kernels = Unchecked() if folder else None
+    graph, parameters = build_graph(cases, DeviceRef.GPU(), dtype, tf32=tf32, kernels=kernels)
+    session = InferenceSession(devices=[device])
+    path = folder and artifact(folder, "ops", precision(dtype.name, tf32))
+    registry = {k: v for w in parameters for k, v in w.registry(device).items()}
+    compiled = read(path) if path else session.compile(graph)
+    return cases, session.init(compiled, weights_registry=registry)
+
+
 def ops(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
     """Compares every case of tests/ops/cases.py with torch, and a replay with its run."""
     device = Accelerator()
     for dtype, tf32 in (PRECISIONS[name] for name in precisions):
-        kernels = Unchecked() if folder else None
-        cases = cases_of(dtype, device)
-        graph, parameters = build_graph(cases, DeviceRef.GPU(), dtype, tf32=tf32, kernels=kernels)
-        session = InferenceSession(devices=[device])
-        path = folder and artifact(folder, "ops", precision(dtype.name, tf32))
-        registry = {k: v for w in parameters for k, v in w.registry(device).items()}
-        compiled = read(path) if path else session.compile(graph)
-        executable = session.init(compiled, weights_registry=registry)
+        cases, executable = load_cases(device, dtype, tf32, folder)
         for batch in BATCHES:
             arrays = itertools.chain.from_iterable(case.data(batch)[0] for case in cases)
             inputs = [

@@ -394,9 +394,11 @@ def tiled_kernel[
         var list = (block.column * Int32(config.parts()) + part) * walk.steps()
         var at = min(list + block.first + i - part * entries, plan.lists)
         shared_store(block.starts + 4 * UInt32(i), UInt32(lists.starts[unsafe_offset=Int(at)]))
-    if t < Int32(config.columns):
-        var f = min(block.column * Int32(config.columns) + t, walk.filters - 1)
-        shared_store_float(block.bias + 4 * UInt32(t), ends.bias[0][unsafe_offset=Int(f)])
+    # The last warps do this: the first one goes on to another task.
+    var i = t - Int32(config.threads() - config.columns)
+    if i >= 0:
+        var f = min(block.column * Int32(config.columns) + i, walk.filters - 1)
+        shared_store_float(block.bias + 4 * UInt32(i), ends.bias[0][unsafe_offset=Int(f)])
     sync_threads(0, UInt32(config.threads()))
     comptime if config.split:
         cluster_arrive()
