@@ -7,7 +7,7 @@ nvidia-cuda-sanitizer-api 13.5. Runs every op of tests/ops/cases.py, ResNet-50 a
     racecheck  what threads and the copy engine do to shared memory in no order
     synccheck  barriers that not all threads come to
     nan        without the tool, in memory full of NaN: nothing may be read that nobody wrote.
-               initcheck cannot tell, as it does not see what the copy engine stores
+               initcheck cannot tell: it reports written memory, too (the copy engine's stores)
 
 Exits with 1 if anything is found, or if memcheck misses an image that ends too early. The graphs
 may be compiled elsewhere: ``python -m tests.gpu --compile sm_90a --compiled DIR``.
