@@ -119,7 +119,9 @@ def outside(tool: str, what: str, chosen: str, folder: Path | None) -> tuple[dic
         percent = "0"  # no pool: an address between two tensors is nobody's
     env = {**os.environ, ALLOCATOR: percent, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begun = time.perf_counter()
-    done = subprocess.run(command, env=env, text=True, stdout=-1, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     log, excused = FENCE.subn("", done.stdout)
     summary = FOUND.search(log)
     found = int(summary[1]) - excused if summary else None

@@ -394,7 +394,8 @@ def tiled_kernel[
         var list = (block.column * Int32(config.parts()) + part) * walk.steps()
         var at = min(list + block.first + i - part * entries, plan.lists)
         shared_store(block.starts + 4 * UInt32(i), UInt32(lists.starts[unsafe_offset=Int(at)]))
-    # The last warps do this: the first one goes on to another task.
+    # By the last warps: of the first one, which lists the steps, ptxas would make a path with
+    # barriers of its own, and synccheck takes those for others.
     var i = t - Int32(config.threads() - config.columns)
     if i >= 0:
         var f = min(block.column * Int32(config.columns) + i, walk.filters - 1)

@@ -567,9 +567,9 @@ def _consume[
                         storing = 0
                     wgmma_wait_group_sync[1]()
                     hold(indices[1 - odd], first_window.full, UInt32(reach.never))
-                    # The copy engine may overwrite what is released. The step's indices were read
-                    # as other memory is, for which racecheck wants a fence; but they had come when
-                    # the wgmma that is done now began.
+                    # The copy engine may overwrite what is released, and ordinary loads read the
+                    # indices of that step: racecheck wants a proxy fence. But they had come when
+                    # the wgmma began that is done now.
                     if (odd == 1 or i > 0) and leads:
                         barrier_arrive(ring.empty + 8 * before)
                         if begins:
