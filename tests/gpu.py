@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from max.driver import Accelerator, Buffer, Device
+from max.driver import Accelerator, Device
 from max.dtype import DType
 from max.engine import InferenceSession, read
 from max.engine import Model as Executable
@@ -42,7 +42,7 @@ from graphs.preprocess import EXTENSIONS
 from graphs.replay import Execution, sizes
 from graphs.session import Model, Unchecked, build, load
 from graphs.target import Target, base
-from tests.ops.cases import CASES, PACKED, TORCH, Case, build_graph, check
+from tests.ops.cases import CASES, PACKED, TORCH, Case, build_graph, check, draw
 from weights import bundled as bundled_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,15 +94,16 @@ def main() -> int:
         partial(models, options.compiled, options.precisions),
         partial(bundled, options.compiled, options.photos, options.precisions),
     ]
+    facts = environment()
     records = []
     for record in itertools.chain.from_iterable(step() for step in steps):
         records.append(record)
         if not record["passed"] or "model" in record:
             print(json.dumps(record), flush=True)
         if "case" not in record:
-            write(options.json, environment(), records)
+            write(options.json, facts, records)
     failed = sum(not record["passed"] for record in records)
-    write(options.json, environment(), records)
+    write(options.json, facts, records)
     print(f"{len(records) - failed} passed, {failed} failed")
     return 1 if failed else 0
 
@@ -196,14 +197,7 @@ def ops(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
     for dtype, tf32 in (PRECISIONS[name] for name in precisions):
         cases, executable = load_cases(device, dtype, tf32, folder)
         for batch in BATCHES:
-            arrays = itertools.chain.from_iterable(case.data(batch)[0] for case in cases)
-            inputs = [
-                Buffer.from_dlpack(
-                    torch.from_numpy(a).to("cuda", None if a.dtype == np.uint8 else TORCH[dtype])
-                )
-                for a in arrays
-            ]
-            torch.cuda.synchronize()
+            inputs = draw(cases, batch, dtype, device)
             outputs = [torch.from_dlpack(y) for y in executable.execute(*inputs)]
             for case, output in zip(cases, outputs, strict=True):
                 record = {"case": case.name, "dtype": dtype.name, "tf32": tf32, "batch": batch}

@@ -36,12 +36,12 @@ from max.dtype import DType
 
 from bench.environment import environment
 from bench.records import check_path, write
-from bench.references import artifact, checkpoint, precision, reference_model
+from bench.references import our_model, reference_model
 from graphs.host import leave
 from graphs.replay import Execution, float32
 from graphs.session import Model
 from tests import gpu
-from tests.ops.cases import TORCH
+from tests.ops.cases import draw
 
 TOOLS = {
     "memcheck": ["--padding=4096", "--check-tensor-ops=yes"],
@@ -60,7 +60,6 @@ END = "ran to the end"
 SHORT = "short image"
 """What memcheck has to find: three images of which there is one."""
 MODELS = ("resnet-50", "cvt-13")
-SIDE = 224
 BATCHES = {"memcheck": (1, 2, 3, 5, 8, 13, 32, 64), NAN: (1, 3, 16, 64)}
 """Images of the networks' batches; others are slow."""
 FEW = (1, 3)
@@ -96,13 +95,14 @@ def main() -> int:
         )
     check_path(options.json)
     jobs = [*product([*TOOLS, NAN], ["ops", *MODELS]), ("memcheck", SHORT)]
+    facts = environment()
     records = []
     with ThreadPoolExecutor(TOGETHER) as pool:
         for record, log in pool.map(
             lambda job: outside(*job, options.precision, options.compiled), jobs
         ):
             records.append(record)
-            write(options.json, environment(), records)
+            write(options.json, facts, records)
             print(record, flush=True)
             if not record["passed"]:
                 print(log[:4000], flush=True)
@@ -136,20 +136,26 @@ def outside(tool: str, what: str, chosen: str, folder: Path | None) -> tuple[dic
 def inside(tool: str, what: str, chosen: str, folder: Path | None) -> int:
     """Runs one thing; within a tool, unless that is ``nan``."""
     device = Accelerator()
+    dtype, tf32 = gpu.PRECISIONS[chosen]
+
+    def network(name: str) -> Model:
+        return our_model(name, reference_model(name), device, dtype, folder, tf32=tf32)
+
+    if what == SHORT:
+        return run_short(network(MODELS[0]))
     if what == "ops":
-        run, batches = ops(device, chosen, folder), gpu.BATCHES
+        run, batches = ops(device, dtype, tf32, folder), gpu.BATCHES
     else:
-        model = network(device, MODELS[0] if what == SHORT else what, chosen, folder)
-        if what == SHORT:
-            return run_short(model)
-        run, batches = running(model, device), BATCHES.get(tool, FEW)
+        run, batches = running(network(what), device), BATCHES.get(tool, FEW)
     for batch in batches:
         before = run(batch)
         if tool == NAN:
             spoil(device)
             after = run(batch)
             different = [
-                i for i, (a, b) in enumerate(zip(before, after, strict=True)) if (a != b).any()
+                i
+                for i, (a, b) in enumerate(zip(before, after, strict=True))
+                if not np.array_equal(a, b)
             ]
             if different:
                 print(f"{what} of batch {batch}: outputs {different} read what nobody wrote")
@@ -158,36 +164,20 @@ def inside(tool: str, what: str, chosen: str, folder: Path | None) -> int:
     return 0
 
 
-def ops(device: Device, chosen: str, folder: Path | None) -> Outputs:
+def ops(device: Device, dtype: DType, tf32: bool, folder: Path | None) -> Outputs:
     """Loads the graph of all cases; returns what runs it."""
-    dtype, tf32 = gpu.PRECISIONS[chosen]
     cases, executable = gpu.load_cases(device, dtype, tf32, folder)
 
     def run(batch: int) -> list[np.ndarray]:
-        arrays = [array for case in cases for array in case.data(batch)[0]]
-        inputs = [
-            Buffer.from_dlpack(
-                torch.from_numpy(a).to("cpu", None if a.dtype == np.uint8 else TORCH[dtype])
-            ).to(device)
-            for a in arrays
-        ]
+        inputs = draw(cases, batch, dtype, device)
         return [float32(y.to(CPU())) for y in executable.execute(*inputs)]
 
     return run
 
 
-def network(device: Device, name: str, chosen: str, folder: Path | None) -> Model:
-    """Loads a network of random weights."""
-    dtype, tf32 = gpu.PRECISIONS[chosen]
-    model = Model(checkpoint(name, reference_model(name)), device, dtype, tf32=tf32)
-    if folder:
-        model.adopt(artifact(folder, name, precision(dtype.name, tf32)))
-    return model
-
-
 def running(model: Model, device: Device) -> Outputs:
     """Returns what runs a network, kernel by kernel, on the same images each time."""
-    shape = max(max(BATCHES.values())), SIDE, SIDE, 3
+    shape = max(max(BATCHES.values())), *gpu.SIZE, 3
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     execution = Execution(model.executable(), device)
 
@@ -201,8 +191,7 @@ def running(model: Model, device: Device) -> Outputs:
 
 def run_short(model: Model) -> int:
     """Says of one image that it is three, which memcheck has to notice."""
-    image = torch.zeros((1, SIDE, SIDE, 3), dtype=torch.uint8, device="cuda")
-
+    image = torch.zeros((1, *gpu.SIZE, 3), dtype=torch.uint8, device="cuda")
     three = SimpleNamespace(
         __cuda_array_interface__={
             "shape": (3, *image.shape[1:]),

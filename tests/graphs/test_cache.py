@@ -86,24 +86,26 @@ def test_everything_that_matters_is_in_the_key(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sources_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = set()
     monkeypatch.setattr(cache, "OPS", tmp_path)
     monkeypatch.setattr(cache, "_modules", cache._modules.__wrapped__)
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "__init__.mojo").write_text("from .b import x\n")
     for name, text in (
+        ("__init__.mojo", "from .a import *\nfrom .sub import *\n"),
         ("a.mojo", ""),
+        ("sub/__init__.mojo", "from .b import x\n"),
         ("sub/b.mojo", ""),
         ("c.mojo", ""),
-        ("__init__.mojo", "from .a import *\nfrom .sub import *\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    digests = {cache._sources.__wrapped__(gpu=True)}
+    for name, text in (
         ("a.mojo", "x"),
         ("sub/b.mojo", "from ..c import x\n"),
         ("c.mojo", "x"),
         ("d.mojo", "x"),  # which nothing imports
     ):
         (tmp_path / name).write_text(text)
-        if (tmp_path / "__init__.mojo").exists():
-            digests.add(cache._sources.__wrapped__(gpu=True))
+        digests.add(cache._sources.__wrapped__(gpu=True))
     assert len(digests) == 4
 
 

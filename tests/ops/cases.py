@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from max.driver import Buffer, Device
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, KernelLibrary, TensorType, ops
 
@@ -661,6 +662,15 @@ def build_graph(
             parameters.append(scoped)
         graph.output(*outputs)
     return graph, parameters
+
+
+def draw(cases: Sequence[Case], batch: int, dtype: DType, device: Device) -> list[Buffer]:
+    """Draws the inputs of the graph of all the cases, on ``device``."""
+    inputs = []
+    for case in cases:
+        arrays = map(torch.from_numpy, case.data(batch)[0])
+        inputs += [a if case.levels else a.to(TORCH[dtype]) for a in arrays]
+    return [Buffer.from_dlpack(x).to(device) for x in inputs]
 
 
 def check(

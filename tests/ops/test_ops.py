@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
-from max.driver import CPU, Buffer
+from max.driver import CPU
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.engine import Model as Executable
@@ -19,7 +19,7 @@ from graphs import cache, nodes
 from graphs.arrange import has_stem
 from graphs.errors import ArgumentError, DeviceError
 from graphs.parameters import Parameters
-from tests.ops.cases import CASES, TORCH, Case, build_graph, check, conv, dense, pool, product
+from tests.ops.cases import CASES, Case, build_graph, check, conv, dense, draw, pool, product
 
 # A sparse convolution on a CPU is float32 only.
 NARROW = [case for case in CASES if not case.name.startswith("sparse")]
@@ -35,12 +35,8 @@ def compile_cases(cases: Sequence[Case], dtype: DType = DType.float32) -> Execut
 def run_cases(
     executable: Executable, cases: Sequence[Case], batch: int, dtype: DType = DType.float32
 ) -> list[torch.Tensor]:
-    inputs = []
-    for case in cases:
-        arrays = map(torch.from_numpy, case.data(batch)[0])
-        inputs += [a if case.levels else a.to(TORCH[dtype]) for a in arrays]
-    buffers = map(Buffer.from_dlpack, inputs)
-    return [torch.from_dlpack(y).clone() for y in executable.execute(*buffers)]
+    inputs = draw(cases, batch, dtype, CPU())
+    return [torch.from_dlpack(y).clone() for y in executable.execute(*inputs)]
 
 
 @pytest.fixture(scope="module")
