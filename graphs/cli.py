@@ -239,9 +239,10 @@ def _clean(text: str) -> str:
 
 
 def complain(message: str, kind: str = "error: ") -> None:
-    """Writes one line to standard error."""
+    """Writes one line to standard error, if that takes it: the disk may be full."""
     text = Text(kind, style="bold red").append(_clean(message), style="default not bold")
-    _console(sys.stderr).print(text, soft_wrap=True)
+    with contextlib.suppress(OSError):
+        _console(sys.stderr).print(text, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 
@@ -18,5 +19,6 @@ def leave(code: int) -> NoReturn:
     Threads of MAX that are still at work, after a compilation say, abort an orderly exit of Python.
     """
     sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk may have the log
+        sys.stderr.flush()
     os._exit(code)

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from graphs.errors import ModelError
+from graphs.host import leave
 from graphs.preprocess import Preprocess
 from serve.errors import Refusal, not_ready, undecoded
 from serve.images import Decoder, is_small
@@ -321,8 +322,7 @@ def main() -> None:
         channel.sendall(_HEAD.pack(False, 0))
         while True:
             channel.sendall(_answer(decoder, *_take(coming)))
-    sys.stderr.flush()
-    os._exit(0)
+    leave(0)
 
 
 def _take(coming: BinaryIO) -> tuple[bool, bytes]:

@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from graphs.host import leave
 from serve.core import Card
 from serve.options import Options
 
@@ -158,8 +159,7 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     front = Front(socket.socket(fileno=int(sys.argv[1])))
     uvloop.run(front.run())
-    sys.stderr.flush()
-    os._exit(0)
+    leave(0)
 
 
 if __name__ == "__main__":

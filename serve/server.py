@@ -10,8 +10,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import numpy as np
 
@@ -240,8 +241,10 @@ def read_card(options: Options) -> Card:
     )
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _say(text: str, stream: TextIO | None = None) -> None:
+    """Writes a line to standard error or another stream, if there is room on its disk."""
+    with suppress(OSError):
+        os.write((stream or sys.stderr).fileno(), f"{text}\n".encode())
 
 
 def http_server(app: Any) -> Any:
@@ -453,4 +456,4 @@ class _Server:
 
     @staticmethod
     def _announce(line: str) -> None:
-        print(line, flush=True)
+        _say(line, sys.stdout)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import httpx
 import pytest
 
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
 from serve.options import parse
 from serve.worker import end_with_parent
-from tests.serve.started import ROOT, serving
+from tests.serve import faulty
+from tests.serve.started import ROOT, children, picture, serving
 
 
 def test_max_serve_serves(tmp_path: Path) -> None:
@@ -34,6 +39,9 @@ def test_max_serve_serves(tmp_path: Path) -> None:
         assert server.metric("maxvision_batch_limit") == 4
         assert not has_torch(server.worker())
         assert server.stop() == 0
+
+
+PNG = {"Content-Type": "image/png"}
 
 
 def has_torch(process: int) -> bool:
@@ -94,6 +102,51 @@ def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refuses("serve", ["--model", "resnet-cifar10", f"--port={port}"], "a free port")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="NO /dev/full to write to")
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_a_full_disk_under_the_log_stops_nothing(fronts: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    argv = [
+        "--model=resnet-cifar10",
+        "--device=cpu",
+        f"--port={port}",
+        f"--front-processes={fronts}",
+    ]
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.serve.faulty", *argv], cwd=ROOT, stdout=full, stderr=full
+        ) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+    ):
+
+        def status(colour: tuple[int, int, int]) -> int:
+            return client.post("/v1/classify", content=picture(colour), headers=PNG).status_code
+
+        def becomes(code: int) -> None:
+            end = time.monotonic() + 90
+            while True:
+                with suppress(httpx.TransportError):  # it does not listen yet
+                    if client.get("/ready").status_code == code:
+                        return
+                assert process.poll() is None
+                assert time.monotonic() < end, f"/ready is never {code}"
+                time.sleep(0.02)
+
+        try:
+            becomes(200)
+            assert [status((9, 9, 9)), status(faulty.RAISE)] == [200, 500]
+            os.kill(children(process.pid, "spawn_main")[0], signal.SIGKILL)
+            becomes(503)
+            becomes(200)
+            assert status((9, 9, 9)) == 200
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
 
 
 def refuses(module: str, argv: list[str], says: str, **environ: str) -> None:
