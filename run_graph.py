@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-__version__ = "0.1.0"
+from maxvision.common import __version__
 
 STARTED = time.perf_counter()
 """When this program began, but for Python's own start."""
@@ -27,7 +27,7 @@ examples:
   run_graph.py cat.jpg --model microsoft/resnet-50 a model of the Hugging Face hub
   run_graph.py cat.jpg --model ./my-cvt            a folder: config.json, model.safetensors
   run_graph.py cat.jpg --model resnet18.pth        a torchvision or timm checkpoint
-  run_graph.py cat.jpg --model ./compiled          what python -m graphs compile wrote
+  run_graph.py cat.jpg --model ./compiled          what maxvision compile wrote
   run_graph.py photos/ --device gpu --batch-size 32 --json > answers.jsonl
   run_graph.py photos/ --output answers.csv        also .jsonl and .parquet; --resume goes on
   curl -s https://example.org/cat.jpg | run_graph.py -
@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.version:
             print(_version(), flush=True)
             return 0
-        from graphs import cli  # nothing heavy before the arguments are known to be right
+        from maxvision.commands import (
+            classify as cli,  # nothing heavy before the arguments are known to be right
+        )
 
         code = cli.list_models(args) if args.list_models else cli.classify(args, STARTED)
         sys.stdout.flush()
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command() -> None:
     """Runs the command line as a program."""
     code = main()
-    from graphs.host import leave
+    from maxvision.common.host import leave
 
     leave(code)
 
@@ -161,8 +163,8 @@ def _version() -> str:
 def _report(error: Exception, debug: bool) -> int:
     import traceback
 
-    from graphs import cli
-    from graphs.errors import UserError
+    from maxvision.commands import classify as cli
+    from maxvision.common.errors import UserError
 
     message = str(error)
     if not isinstance(error, UserError):

@@ -1,4 +1,4 @@
-"""The command ``python -m bench``: what it measures, and every option."""
+"""The command ``maxvision bench``: what it measures, and every option."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphs.errors import ArgumentError, UserError
-from graphs.session import DTYPES
+from maxvision.common.errors import ArgumentError, UserError
+from maxvision.runtime.session import DTYPES
 
 _HELP = """\
 Measure maxvision beside its peers, on one machine, in one run.
@@ -25,17 +25,17 @@ Measure maxvision beside its peers, on one machine, in one run.
 """
 _EXAMPLES = """\
 examples:
-  python -m bench models --models resnet-50,cvt-13 --dtypes bfloat16 --batches 1,32,256
-  python -m bench models --device cpu --batches 1 --json cpu.json
-  python -m bench ops --models resnet-50 --dtypes bfloat16 --batches 1,256 --json layers.json
-  python -m bench profile --models resnet-50 --dtypes bfloat16 --batches 1 --trace trace.json
-  python -m bench compile --target sm_90a --models resnet-50 --dtypes bfloat16 --out compiled
-  python -m bench serve --model resnet-50 --concurrency 1,16,64 --rates 100,200 --json serve.json
-  python -m bench serve --servers ray --replicas 1,2 --device gpu --replica-cores 12
-  python -m bench tune --from sweep.txt --check
-  python -m bench sparse --model r50-90 --device cpu
-  python -m bench sparse --model resnet-50 --device cpu --densities 0.5,0.2,0.1,0.05,0.01 --table
-  python -m bench report
+  maxvision bench models --models resnet-50,cvt-13 --dtypes bfloat16 --batches 1,32,256
+  maxvision bench models --device cpu --batches 1 --json cpu.json
+  maxvision bench ops --models resnet-50 --dtypes bfloat16 --batches 1,256 --json layers.json
+  maxvision bench profile --models resnet-50 --dtypes bfloat16 --batches 1 --trace trace.json
+  maxvision bench compile --target sm_90a --models resnet-50 --dtypes bfloat16 --out compiled
+  maxvision bench serve --model resnet-50 --concurrency 1,16,64 --rates 100,200 --json serve.json
+  maxvision bench serve --servers ray --replicas 1,2 --device gpu --replica-cores 12
+  maxvision bench tune --from sweep.txt --check
+  maxvision bench sparse --model r50-90 --device cpu
+  maxvision bench sparse --model resnet-50 --device cpu --densities 0.5,0.2,0.1,0.05,0.01 --table
+  maxvision bench report
 
 exit codes: 0 done; 1 a result was wrong; 2 a wrong argument, device or model
 """
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code; a user's mistake is one line on stderr."""
     try:
         options = parser().parse_args(arguments)
-        return int(importlib.import_module(f"bench.{options.command}").run(options))
+        return int(importlib.import_module(f"maxvision.bench.{options.command}").run(options))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return WRONG
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Describes every option."""
     top = argparse.ArgumentParser(
-        prog="python -m bench",
+        prog="maxvision bench",
         description=_HELP,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -179,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument("--senders", type=int, default=1, help="processes that send")
     serving.add_argument(
         "--serve", dest="serve_options", action="append", default=[], metavar="--OPTION=V",
-        help="an option of python -m serve; may be repeated",
+        help="an option of maxvision serve; may be repeated",
     )  # fmt: skip
     serving.add_argument(
         "--replicas", type=_batches, default=[1, 2], metavar="N,M", help="on Ray, a GPU each"

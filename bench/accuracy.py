@@ -1,4 +1,4 @@
-"""Top-1 accuracy through our own graph: ``python -m bench.accuracy MODEL --data test.npz``.
+"""Top-1 accuracy of a model: ``python -m maxvision.bench.accuracy MODEL --data test.npz``.
 
 The data is an npz of encoded pictures: ``jpeg`` (all bytes, one after the other), ``offset``
 [count + 1], ``label`` [count] and ``names`` [classes]. The bundled models' cards quote what this
@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
-from graphs.errors import ArgumentError, ImageError, UserError
-from graphs.preprocess import load_batch
-from graphs.session import Model, load
+from maxvision.common.errors import ArgumentError, ImageError, UserError
+from maxvision.runtime.preprocess import load_batch
+from maxvision.runtime.session import Model, load
 
 
 def main() -> None:

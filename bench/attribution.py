@@ -12,7 +12,7 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from bench.layers import Layer, Node
+from maxvision.bench.layers import Layer, Node
 
 STEPS = 200_000
 """Tries before an assignment is given up."""

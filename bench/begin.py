@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from max.driver import Device
 
-from bench.compile import compiled_note
-from bench.environment import environment
-from bench.records import check_path
-from bench.tf32 import allow_tf32
-from graphs.errors import ArgumentError, DeviceError
-from graphs.session import find_device
+from maxvision.bench.compile import compiled_note
+from maxvision.bench.environment import environment
+from maxvision.bench.records import check_path
+from maxvision.bench.tf32 import allow_tf32
+from maxvision.common.errors import ArgumentError, DeviceError
+from maxvision.runtime.session import find_device
 
 
 def begin(options: argparse.Namespace, doc: str | None) -> tuple[Device, dict[str, Any]]:
     """Opens the device, and collects what is known before anything runs.
 
     Args:
-        options: Of ``python -m bench models`` or ``ops``.
+        options: Of ``maxvision bench models`` or ``ops``.
         doc: The command's docstring, whose second paragraph on is the method.
 
     Raises:

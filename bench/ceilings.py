@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.engines import TORCH
-from bench.timing import Clock, HostClock, TorchClock, rounded, sample
+from maxvision.bench.engines import TORCH
+from maxvision.bench.timing import Clock, HostClock, TorchClock, rounded, sample
 
 
 @dataclass(frozen=True)

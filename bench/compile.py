@@ -1,4 +1,4 @@
-"""``python -m bench compile``: graphs for a GPU that is elsewhere, one file a model and dtype."""
+"""``maxvision bench compile``: graphs for a GPU that is elsewhere, one file a model and dtype."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from max.driver import Device
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, Module
 
-from bench.environment import environment
-from bench.layers import COPIES, distinct, layer_module, network_nodes
-from bench.references import artifact, load, precision
-from graphs import nodes
-from graphs.errors import ArgumentError
-from graphs.preprocess import Preprocess
-from graphs.session import DTYPES, build, choose_sparse
-from graphs.target import Target
+from maxvision.bench.environment import environment
+from maxvision.bench.layers import COPIES, distinct, layer_module, network_nodes
+from maxvision.bench.references import artifact, load, precision
+from maxvision.common.errors import ArgumentError
+from maxvision.graphs import nodes
+from maxvision.graphs.target import Target
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.runtime.session import DTYPES, build, choose_sparse
 
 NOTE = "compiled.json"
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from statistics import median_high
 from typing import Any
 
-from graphs.errors import ArgumentError
-from graphs.sparsity import Row
+from maxvision.common.errors import ArgumentError
+from maxvision.graphs.sparsity import Row
 
 PAGE = "sparsity.md"
-BEGIN = "<!-- made by python -m bench report from bench/results: do not edit -->"
+BEGIN = "<!-- made by maxvision bench report from bench/results: do not edit -->"
 END = "<!-- end of what is made -->"
 SHOWN = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 """Shares of zeros that the tables have a column for."""
@@ -41,7 +41,7 @@ def fill(text: str, parts: Sequence[str]) -> str:
 
 def section(records: Sequence[Record], heading: str, source: str) -> Iterator[str]:
     """Writes what one file holds of sparse layers and networks."""
-    from bench.report import grouped, number, table
+    from maxvision.bench.report import grouped, number, table
 
     yield f"### {heading}"
     yield source
@@ -99,7 +99,7 @@ def split(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
 
 def layers_table(records: Sequence[Record]) -> str:
     """Writes a row a layer: the break-even point and the gain at shares of zeros."""
-    from bench.report import grouped, number, table
+    from maxvision.bench.report import grouped, number, table
 
     others = {"exact_us": "dense without TF32", "cudnn_us": "cuDNN"}
     others = {key: name for key, name in others.items() if records[0].get(key)}
@@ -149,7 +149,7 @@ def trade(records: Sequence[Record]) -> Any:
     """Draws accuracy against gain: a panel a batch, a line an architecture from dense on."""
     from matplotlib.figure import Figure
 
-    from bench.report import grouped
+    from maxvision.bench.report import grouped
 
     measured = [r for r in records if "accuracy" in r]
     panels = grouped(measured, "batch")
@@ -174,7 +174,7 @@ def curves(records: Sequence[Record]) -> Any:
     """Draws gain against the share of zeros: a panel a model and batch, a line a layer."""
     from matplotlib.figure import Figure
 
-    from bench.report import grouped
+    from maxvision.bench.report import grouped
 
     layers = [each for each in records if each["kind"] == "sparse layer"]
     panels = {

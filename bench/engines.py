@@ -30,11 +30,11 @@ import torch._inductor.cudagraph_trees
 from max.driver import Buffer, Device
 from max.dtype import DType
 
-from bench.timing import Clock, HostClock, MaxClock, TorchClock
-from graphs.errors import ArgumentError
-from graphs.preprocess import Preprocess
-from graphs.replay import PINNED, Execution, Replay, captures
-from graphs.session import Model
+from maxvision.bench.timing import Clock, HostClock, MaxClock, TorchClock
+from maxvision.common.errors import ArgumentError
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.runtime.replay import PINNED, Execution, Replay, captures
+from maxvision.runtime.session import Model
 
 TORCH = {
     "float32": torch.float32,

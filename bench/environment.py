@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from graphs.host import cores
+from maxvision.common.host import cores
 
 PACKAGES = ("max", "mojo-compiler", "torch", "transformers", "onnxruntime", "openvino")
 

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from max.dtype import DType
 
-from bench.engines import TORCH
-from bench.timing import rounded
-from bench.tune import compile_program
-from graphs import arrange, formats
-from graphs.convolution import Convolution
-from graphs.errors import DeviceError
-from graphs.host import cores
-from graphs.target import Target
+from maxvision.bench.engines import TORCH
+from maxvision.bench.timing import rounded
+from maxvision.bench.tune import compile_program
+from maxvision.common.errors import DeviceError
+from maxvision.common.host import cores
+from maxvision.graphs import arrange, formats
+from maxvision.graphs.convolution import Convolution
+from maxvision.graphs.target import Target
 
 LAUNCHES = 20
 """Of cuDNN's in a CUDA graph, each with a filter of its own."""

@@ -16,9 +16,9 @@ import numpy as np
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType, ops
 
-from graphs.parameters import Parameters
-from graphs.session import Unchecked, build
-from weights import Checkpoint
+from maxvision.graphs.parameters import Parameters
+from maxvision.runtime.session import Unchecked, build
+from maxvision.weights import Checkpoint
 
 COPIES = 4
 """Nodes of a layer's graph on a GPU."""

@@ -1,6 +1,6 @@
 """The peer of bench serve: the same network in torch behind LitServe.
 
-    python -m bench.litserved '{"model": "resnet-50", "port": 8000, ...}'
+    maxvision bench.litserved '{"model": "resnet-50", "port": 8000, ...}'
 
 Its settings, by its documentation the faster ones, not swept: ``fast_queue`` (ZeroMQ); several
 HTTP processes and workers a device, so that decoding overlaps with the network; pictures of a batch
@@ -22,9 +22,9 @@ import torch
 import torch._inductor.config
 from fastapi import Request
 
-from bench.references import checkpoint, reference_model
-from graphs.host import cores
-from graphs.preprocess import Preprocess
+from maxvision.bench.references import checkpoint, reference_model
+from maxvision.common.host import cores
+from maxvision.runtime.preprocess import Preprocess
 
 LABELS = 5
 

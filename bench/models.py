@@ -1,4 +1,4 @@
-"""``python -m bench models``: whole networks, ours beside torch's, in one run.
+"""``maxvision bench models``: whole networks, ours beside torch's, in one run.
 
 Every engine of a cell (model, dtype, batch) is checked first and then timed in turn, round after
 round, so that clocks and heat are the same for all. Each has a process of its own, which waits
@@ -27,20 +27,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.__main__ import FAILED, dtypes
-from bench.begin import begin
-from bench.ceilings import Ceilings, ceilings
-from bench.engines import TORCH, Images, peer_names
-from bench.records import write
-from bench.references import checkpoint, find_artifact, precision, reference_model
-from bench.stand import CHECKED, Cell, Stand
-from bench.tf32 import RoundedProducts, allow_tf32
-from bench.timing import percentiles, rest, rounded
-from bench.workers import Lost, Worker
-from graphs.errors import ArgumentError
-from graphs.preprocess import Preprocess
-from graphs.session import find_dtype
-from weights.macs import macs
+from maxvision.bench.__main__ import FAILED, dtypes
+from maxvision.bench.begin import begin
+from maxvision.bench.ceilings import Ceilings, ceilings
+from maxvision.bench.engines import TORCH, Images, peer_names
+from maxvision.bench.records import write
+from maxvision.bench.references import checkpoint, find_artifact, precision, reference_model
+from maxvision.bench.stand import CHECKED, Cell, Stand
+from maxvision.bench.tf32 import RoundedProducts, allow_tf32
+from maxvision.bench.timing import percentiles, rest, rounded
+from maxvision.bench.workers import Lost, Worker
+from maxvision.common.errors import ArgumentError
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.runtime.session import find_dtype
+from maxvision.weights.macs import macs
 
 ROUNDS = 4
 CPU_ROUNDS = 12

@@ -1,4 +1,4 @@
-"""``python -m bench ops``: each distinct layer of a network, ours beside torch's, in one run.
+"""``maxvision bench ops``: each distinct layer of a network, ours beside torch's, in one run.
 
 A layer is a node of the compiled graph, taken out of it. On a GPU four of it run one after another
 in one captured graph, each on weights and activations of its own; a layer's time is a quarter of
@@ -32,19 +32,28 @@ from max.graph import DeviceRef
 from rich.console import Console
 from rich.table import Table
 
-from bench.__main__ import FAILED, dtypes
-from bench.begin import begin
-from bench.ceilings import Ceilings, ceilings
-from bench.engines import TORCH, captured
-from bench.layers import COPIES, Layer, distinct, layer_module, network_nodes
-from bench.profile import launches_of, short
-from bench.records import write
-from bench.references import checkpoint, find_artifact, precision, reference_model
-from bench.tf32 import RoundedProducts
-from bench.timing import Clock, HostClock, MaxClock, TorchClock, percentiles, rest, rounded, sample
-from graphs import nodes
-from graphs.preprocess import Preprocess
-from graphs.session import DTYPES, find_dtype
+from maxvision.bench.__main__ import FAILED, dtypes
+from maxvision.bench.begin import begin
+from maxvision.bench.ceilings import Ceilings, ceilings
+from maxvision.bench.engines import TORCH, captured
+from maxvision.bench.layers import COPIES, Layer, distinct, layer_module, network_nodes
+from maxvision.bench.profile import launches_of, short
+from maxvision.bench.records import write
+from maxvision.bench.references import checkpoint, find_artifact, precision, reference_model
+from maxvision.bench.tf32 import RoundedProducts
+from maxvision.bench.timing import (
+    Clock,
+    HostClock,
+    MaxClock,
+    TorchClock,
+    percentiles,
+    rest,
+    rounded,
+    sample,
+)
+from maxvision.graphs import nodes
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.runtime.session import DTYPES, find_dtype
 
 REPEATS = 4
 """Times that a graph is replayed between two marks on a GPU, so that they weigh less."""

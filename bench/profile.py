@@ -1,4 +1,4 @@
-"""``python -m bench profile``: where the time of one run goes, kernel by kernel.
+"""``maxvision bench profile``: where the time of one run goes, kernel by kernel.
 
 CUPTI sees every kernel of the process, ours and torch's, inside a replayed graph too;
 torch.profiler hands its records over. Runs are replayed one at a time; a kernel's time is the mean
@@ -28,19 +28,19 @@ from max.graph import DeviceRef
 from rich.console import Console
 from rich.table import Table
 
-from bench.__main__ import dtypes
-from bench.attribution import Recorded, attribute
-from bench.compile import compiled_note
-from bench.engines import Engine, Images, Maxvision, peer_names, peers
-from bench.environment import environment
-from bench.layers import network_nodes
-from bench.records import check_path, write
-from bench.references import checkpoint, our_model, reference_model
-from bench.tf32 import allow_tf32
-from bench.timing import rounded
-from graphs.errors import ArgumentError, DeviceError
-from graphs.preprocess import Preprocess
-from graphs.session import DTYPES, find_device, find_dtype
+from maxvision.bench.__main__ import dtypes
+from maxvision.bench.attribution import Recorded, attribute
+from maxvision.bench.compile import compiled_note
+from maxvision.bench.engines import Engine, Images, Maxvision, peer_names, peers
+from maxvision.bench.environment import environment
+from maxvision.bench.layers import network_nodes
+from maxvision.bench.records import check_path, write
+from maxvision.bench.references import checkpoint, our_model, reference_model
+from maxvision.bench.tf32 import allow_tf32
+from maxvision.bench.timing import rounded
+from maxvision.common.errors import ArgumentError, DeviceError
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.runtime.session import DTYPES, find_device, find_dtype
 
 KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import UserError
+from maxvision.common.errors import UserError
 
 if TYPE_CHECKING:
     from ray import serve as ray_serve
@@ -72,7 +72,7 @@ class Cluster:
         }
         self._start(gcs, dashboard, cpus, gpus)
 
-    def deploy(self, builder: str = "serve.ray_app:app", **given: Any) -> None:
+    def deploy(self, builder: str = "maxvision.serve.ray_app:app", **given: Any) -> None:
         """Deploys an application, or changes the one that is deployed.
 
         Args:
@@ -199,8 +199,8 @@ def settings() -> dict[str, str]:
 
 def app(given: Mapping[str, Any]) -> ray_serve.Application:
     """Builds ``serve.ray_app``'s application with a ``graph`` that was compiled elsewhere."""
-    from bench import served
-    from serve import ray_app
+    from maxvision.bench import served
+    from maxvision.serve import ray_app
 
     rest = dict(given)
     graph = Path(rest.pop("graph"))

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from graphs.errors import ArgumentError
+from maxvision.common.errors import ArgumentError
 
 
 def write(path: Path, facts: dict[str, Any], records: list[dict[str, Any]]) -> None:

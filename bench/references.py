@@ -14,11 +14,11 @@ import torch
 from max.driver import Device
 from max.dtype import DType
 
-import weights
-from graphs.errors import ArgumentError
-from graphs.session import Model
-from weights import Checkpoint
-from weights.source import BUNDLED
+from maxvision import weights
+from maxvision.common.errors import ArgumentError
+from maxvision.runtime.session import Model
+from maxvision.weights import Checkpoint
+from maxvision.weights.source import BUNDLED
 
 _WIDE = {"num_heads": [3, 12, 16], "embed_dim": [192, 768, 1024], "depth": [2, 2, 20]}
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {  # He et al. 2015, table 1; Wu et al., table 2
@@ -125,7 +125,7 @@ def find_artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path
         how = {"": "", "auto": "", "layers": " --layers"}.get(option, f" --sparse {option}")
         raise ArgumentError(
             f"precompiled expects {path.name} in {folder} but it is not there;"
-            f" make it with python -m bench compile{how}"
+            f" make it with maxvision bench compile{how}"
         )
     return path
 

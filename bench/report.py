@@ -1,4 +1,4 @@
-"""``python -m bench report``: docs/performance.md, its tables and plots, from bench/results.
+"""``maxvision bench report``: docs/performance.md, its tables and plots, from bench/results.
 
 A section a file of results, the newest first. A file whose every cell was measured again later on
 the same device is only listed, and so is one that holds nothing to show. What was measured of
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import curves
-from graphs.errors import ArgumentError
+from maxvision.bench import curves
+from maxvision.common.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "performance.md"
@@ -26,9 +26,9 @@ OURS = "maxvision"
 HEAD = """\
 # Performance
 
-Made by `python -m bench report` from [bench/results](../bench/results); do not edit. Times are
+Made by `maxvision bench report` from [bench/results](../bench/results); do not edit. Times are
 medians. Ratios are the result: ours over the best of the others in the same run, so less than 1
-is faster. How it is measured: `python -m bench --help`, and `method` in each file.
+is faster. How it is measured: `maxvision bench --help`, and `method` in each file.
 """
 Record = dict[str, Any]
 

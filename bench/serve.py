@@ -1,4 +1,4 @@
-"""``python -m bench serve``: our server under load, LitServe in the same run, replicas on Ray.
+"""``maxvision bench serve``: our server under load, LitServe in the same run, replicas on Ray.
 
 Both get the same pictures from the same senders, and every answer is checked: its best class and
 its score are those that torch computes in float32. Three figures say what bounds them: what the
@@ -33,15 +33,15 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from bench import load, records
-from bench.compile import compiled_note
-from bench.environment import environment
-from bench.references import NETWORKS, find_artifact, reference_model
-from graphs.errors import ArgumentError
-from graphs.host import cores
-from graphs.preprocess import Preprocess
-from serve import resample
-from weights.source import BUNDLED
+from maxvision.bench import load, records
+from maxvision.bench.compile import compiled_note
+from maxvision.bench.environment import environment
+from maxvision.bench.references import NETWORKS, find_artifact, reference_model
+from maxvision.common.errors import ArgumentError
+from maxvision.common.host import cores
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.serve import resample
+from maxvision.weights.source import BUNDLED
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 QUALITY = 90
@@ -92,7 +92,7 @@ class _Stage:
             "slo_ms": options.slo_ms,
         }
         self._source = self._saved(reference)
-        import weights
+        from maxvision import weights
 
         self._prepare = Preprocess.from_config(weights.load(self._source).preprocess)
         self._answers = expected(reference, self._prepare, self._files)
@@ -183,7 +183,7 @@ class _Stage:
 
     def _measure_ray(self) -> None:
         """Measures one cluster with each number of replicas, and how many times the first it is."""
-        from bench.rayed import Cluster
+        from maxvision.bench.rayed import Cluster
 
         options = self._options
         builder, given = self._replica()
@@ -225,7 +225,7 @@ class _Stage:
             name, _, value = option.lstrip("-").partition("=")
             given[name.replace("-", "_")] = value or True
         if not options.precompiled:
-            return "serve.ray_app:app", given
+            return "maxvision.serve.ray_app:app", given
         graph = find_artifact(options.precompiled, options.model, given["dtype"])
         return "bench.rayed:app", {**given, "graph": str(graph.absolute())}
 

@@ -1,6 +1,6 @@
 """Our server, for bench serve, with a graph that was compiled elsewhere.
 
-python -m bench.served GRAPH.mef --model DIR --dtype bfloat16 ...
+maxvision bench.served GRAPH.mef --model DIR --dtype bfloat16 ...
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import weights
-from graphs.host import leave
-from graphs.session import DTYPES, Model, find_device
+from maxvision import weights
+from maxvision.common.host import leave
+from maxvision.runtime.session import DTYPES, Model, find_device
 
 
 def load(source: str, graph: Path, dtype: str, device: str, **options: Any) -> Model:
@@ -23,9 +23,9 @@ def load(source: str, graph: Path, dtype: str, device: str, **options: Any) -> M
 
 
 if __name__ == "__main__":
-    from bench import served  # by its name, which the model's process imports
-    from serve.options import parse
-    from serve.server import run
+    from maxvision.bench import served  # by its name, which the model's process imports
+    from maxvision.serve.options import parse
+    from maxvision.serve.server import run
 
     options = parse([*sys.argv[2:], "--no-embeddings"])
     leave(run(options, load=functools.partial(served.load, graph=Path(sys.argv[1]))))

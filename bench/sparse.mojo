@@ -1,4 +1,4 @@
-"""Times dense and sparse convolutions on a GPU; ``python -m bench sparse`` runs it.
+"""Times dense and sparse convolutions on a GPU; ``maxvision bench sparse`` runs it.
 
 Reads lines `kernel dtype images side channels filters window stride folder` (images of side x side)
 from the file named on the command line. The folder holds `dense`, the filter [F, R, S, C] with its

@@ -1,4 +1,4 @@
-"""``python -m bench sparse``: dense and sparse convolutions, layer by layer and whole networks.
+"""``maxvision bench sparse``: dense and sparse convolutions, layer by layer and whole networks.
 
 Each distinct convolution of a network runs as its dense kernel and as its sparse one, on the same
 weights, bias and activation included, after both gave the same result. Both run in turn, round
@@ -36,24 +36,24 @@ from max.graph import DeviceRef, Graph, Module, TensorType
 from rich.console import Console
 from rich.table import Table
 
-from bench import accuracy, kernels
-from bench.__main__ import FAILED, dtypes
-from bench.begin import begin
-from bench.curves import to_row
-from bench.engines import TORCH
-from bench.kernels import Case
-from bench.records import write
-from bench.references import find_artifact, load, precision
-from bench.timing import Clock, HostClock, MaxClock, rounded, sample
-from graphs import nodes, sparsity
-from graphs.convolution import Convolution
-from graphs.errors import ArgumentError, DeviceError, ModelError
-from graphs.networks import convolutions
-from graphs.parameters import Parameters
-from graphs.preprocess import Preprocess
-from graphs.session import DTYPES, Model, Unchecked, build, find_dtype
-from graphs.target import Target
-from weights import Checkpoint
+from maxvision.bench import accuracy, kernels
+from maxvision.bench.__main__ import FAILED, dtypes
+from maxvision.bench.begin import begin
+from maxvision.bench.curves import to_row
+from maxvision.bench.engines import TORCH
+from maxvision.bench.kernels import Case
+from maxvision.bench.records import write
+from maxvision.bench.references import find_artifact, load, precision
+from maxvision.bench.timing import Clock, HostClock, MaxClock, rounded, sample
+from maxvision.common.errors import ArgumentError, DeviceError, ModelError
+from maxvision.graphs import nodes, sparsity
+from maxvision.graphs.convolution import Convolution
+from maxvision.graphs.networks import convolutions
+from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.target import Target
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.runtime.session import DTYPES, Model, Unchecked, build, find_dtype
+from maxvision.weights import Checkpoint
 
 DENSITIES = (0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.02, 0.01)
 """Those of a table, unless others are asked for."""
@@ -185,7 +185,7 @@ def own(model: Checkpoint, layers: Sequence[Convolution]) -> Iterator[Case]:
     if not found:
         raise ModelError(
             f"{model.name}: bench sparse expects a pruned model but no layer has"
-            f" {sparsity.PRUNED:.0%} zeros; prune it with python -m weights prune, or give"
+            f" {sparsity.PRUNED:.0%} zeros; prune it with maxvision weights prune, or give"
             " --densities"
         )
     for (layer, _), names in found.items():

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import memory, power
-from bench.engines import Engine, Images, Maxvision, peers
-from bench.references import our_model, reference_model
-from bench.tf32 import allow_tf32
-from bench.timing import HostClock, rounded, sample
-from graphs.session import DTYPES, Model, find_device
+from maxvision.bench import memory, power
+from maxvision.bench.engines import Engine, Images, Maxvision, peers
+from maxvision.bench.references import our_model, reference_model
+from maxvision.bench.tf32 import allow_tf32
+from maxvision.bench.timing import HostClock, rounded, sample
+from maxvision.runtime.session import DTYPES, Model, find_device
 
 CHECKED = (1, 0)
 """Batches of the host's ring; an engine is set up with batch 0, and might have kept its answer."""

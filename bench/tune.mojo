@@ -1,4 +1,4 @@
-"""Times every tile of ops/gemm on every product of a list; ``python -m bench tune`` runs it.
+"""Times every tile of ops/gemm on every product of a list; ``maxvision bench tune`` runs it.
 
 Reads lines `pixels side channels filters kernel stride epilogue` (pixels: images of side x side)
 from the file named on the command line, and prints for each line and tile

@@ -1,4 +1,4 @@
-"""Chooses Hopper's tiles by measurement: ``python -m bench tune`` writes ops/gemm/tuning.mojo.
+"""Chooses Hopper's tiles by measurement: ``maxvision bench tune`` writes ops/gemm/tuning.mojo.
 
 Times every tile (bench/tune.mojo) on every product of the networks at several batch sizes, takes
 the fastest, drops the rows that their neighbours imply, and writes the rest as the table that the
@@ -17,14 +17,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from graphs.cvt import CVTS
-from graphs.errors import ArgumentError, DeviceError
-from graphs.resnet import RESNETS
-from graphs.session import find_device
+from maxvision.common.errors import ArgumentError, DeviceError
+from maxvision.graphs.cvt import CVTS
+from maxvision.graphs.resnet import RESNETS
+from maxvision.runtime.session import find_device
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "ops" / "gemm" / "tuning.mojo"
-BEGIN, END = "# rows: python -m bench tune", "# end of rows"
+BEGIN, END = "# rows: maxvision bench tune", "# end of rows"
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 SLACK = 1.03
 """How much slower than its best tile a product may run for its row to be dropped."""
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
         write_layers(listed)
         print(
             f"on a Hopper GPU run {options.program.name} {listed.name} > sweep.txt;"
-            " then here python -m bench tune --from sweep.txt"
+            " then here maxvision bench tune --from sweep.txt"
         )
         return 0
     if options.sweep:

@@ -12,8 +12,8 @@ from typing import Any
 
 from max.graph import TensorValue
 
-from graphs.convolution import Convolution, windows
-from graphs.nodes import (
+from maxvision.graphs.convolution import Convolution, windows
+from maxvision.graphs.nodes import (
     attention,
     avgpool,
     class_token,
@@ -26,8 +26,8 @@ from graphs.nodes import (
     qkv_linear,
     stem_layernorm,
 )
-from graphs.outputs import Outputs
-from graphs.parameters import Parameters
+from maxvision.graphs.outputs import Outputs
+from maxvision.graphs.parameters import Parameters
 
 Shape = tuple[int, ...]
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import numpy as np
 from max.dtype import DType
 
-from graphs import arrange
-from graphs.target import Target, base
+from maxvision.graphs import arrange
+from maxvision.graphs.target import Target, base
 
 PACKED = ("tiles", "two_four", "blocks")
 """The formats of sparse_conv2d_packed."""

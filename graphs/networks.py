@@ -6,12 +6,12 @@ from typing import TypeAlias
 
 from max.graph import TensorValue
 
-from graphs import cvt, resnet
-from graphs.convolution import Convolution
-from graphs.cvt import CvtSpec
-from graphs.outputs import Outputs
-from graphs.parameters import Parameters
-from graphs.resnet import ResNetSpec
+from maxvision.graphs import cvt, resnet
+from maxvision.graphs.convolution import Convolution
+from maxvision.graphs.cvt import CvtSpec
+from maxvision.graphs.outputs import Outputs
+from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.resnet import ResNetSpec
 
 Spec: TypeAlias = ResNetSpec | CvtSpec
 

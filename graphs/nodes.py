@@ -19,10 +19,10 @@ from max.driver import accelerator_api
 from max.dtype import DType
 from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
-from graphs import formats
-from graphs.arrange import CHAINS, MLPS
-from graphs.errors import ArgumentError, DeviceError
-from graphs.parameters import Filter
+from maxvision.common.errors import ArgumentError, DeviceError
+from maxvision.graphs import formats
+from maxvision.graphs.arrange import CHAINS, MLPS
+from maxvision.graphs.parameters import Filter
 
 OPS = Path(__file__).resolve().parent.parent / "ops"
 """The Mojo package, for ``Graph(custom_extensions=[OPS])``."""

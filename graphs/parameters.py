@@ -18,9 +18,9 @@ from max.driver import Buffer, Device, accelerator_api
 from max.dtype import DType
 from max.graph import DeviceRef, TensorType, TensorValue, ops
 
-from graphs import arrange, formats
-from graphs.arrange import rounded
-from graphs.errors import ModelError
+from maxvision.common.errors import ModelError
+from maxvision.graphs import arrange, formats
+from maxvision.graphs.arrange import rounded
 
 ALIGNMENT = 64
 """Where a weight begins in a CPU's memory: at a multiple of this many bytes, a cache line."""

@@ -11,11 +11,18 @@ from typing import Any
 
 from max.graph import TensorValue
 
-from graphs.arrange import CHAINS
-from graphs.convolution import Convolution, windows
-from graphs.nodes import avgpool, conv2d, conv2d_chain, conv2d_shortcut, linear, stem_maxpool
-from graphs.outputs import Outputs
-from graphs.parameters import Parameters
+from maxvision.graphs.arrange import CHAINS
+from maxvision.graphs.convolution import Convolution, windows
+from maxvision.graphs.nodes import (
+    avgpool,
+    conv2d,
+    conv2d_chain,
+    conv2d_shortcut,
+    linear,
+    stem_maxpool,
+)
+from maxvision.graphs.outputs import Outputs
+from maxvision.graphs.parameters import Parameters
 
 Shape = tuple[int, ...]
 

@@ -1,7 +1,7 @@
 """Which layers of a pruned network run as sparse convolutions.
 
 ``auto`` looks each pruned layer up in a table of measurements (graphs/breakeven/*.json, made by
-``python -m bench sparse --table``): a row is one convolution on one image size and batch, with the
+``maxvision bench sparse --table``): a row is one convolution on one image size and batch, with the
 time of its dense kernel and the times of its sparse one, in one format, at several densities. A
 layer is sparse if at its own density the sparse kernel takes at most 1 / MARGIN of the dense one's
 time: at every batch that was measured, since one graph runs all of them, or, where the number of
@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 from max.dtype import DType
 
-from graphs.convolution import Convolution
-from graphs.errors import ArgumentError, DeviceError, ModelError
-from graphs.formats import general
-from graphs.target import Target, base
+from maxvision.common.errors import ArgumentError, DeviceError, ModelError
+from maxvision.graphs.convolution import Convolution
+from maxvision.graphs.formats import general
+from maxvision.graphs.target import Target, base
 
 MODES = ("auto", "always", "never")
 TABLES = Path(__file__).with_name("breakeven")
@@ -343,7 +343,7 @@ def _all(
     if not any(each.sparse for each in verdicts):
         raise ModelError(
             f"{name}: sparse always expects a pruned model but no layer has {PRUNED:.0%} zeros;"
-            " prune it with python -m weights prune, or leave --sparse out"
+            " prune it with maxvision weights prune, or leave --sparse out"
         )
     return Choice("always", tuple(verdicts))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import max.driver as driver
 from max.driver import CPU, Accelerator, Device
 
-from graphs.errors import ArgumentError, DeviceError
+from maxvision.common.errors import ArgumentError, DeviceError
 
 GPUS = tuple("sm_80 sm_86 sm_89 sm_90a sm_100a sm_120a gfx90a gfx942 gfx950".split())
 """GPUs that a ResNet was compiled for; MAX's compiler crashes at some others."""

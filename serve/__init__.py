@@ -1,7 +1,7 @@
 """Serves a classifier over HTTP, on MAX Serve's worker process and queues.
 
-    python -m serve --model resnet-cifar10 --port 8000
-    max serve --custom-architectures .:serve --model MODEL
+    maxvision serve --model resnet-cifar10 --port 8000
+    max serve --custom-architectures .:maxvision.serve --model MODEL
 
 See docs/serving.md.
 """
@@ -26,7 +26,7 @@ class Architectures(list[str]):
         Raises:
             SystemExit: With the exit code.
         """
-        from serve import server
+        from maxvision.serve import server
 
         raise SystemExit(server.take_over())
 

@@ -1,12 +1,19 @@
-"""``python -m serve``: see ``serve.options``."""
+"""``python -m serve``: see ``maxvision.serve.options``."""
 
 import sys
+from collections.abc import Sequence
 
-from graphs.host import leave
-from serve.options import parse
+from maxvision.common.host import leave
+from maxvision.serve.options import parse
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until it is told to end; returns the exit code."""
+    options = parse(arguments)  # wrong arguments are told before anything heavy is imported
+    from maxvision.serve.server import run
+
+    return run(options)
+
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])  # wrong arguments are told before anything heavy is imported
-    from serve.server import run
-
-    leave(run(options))
+    leave(main(sys.argv[1:]))

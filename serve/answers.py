@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from graphs.predictions import Prediction, softmax
+from maxvision.runtime.predictions import Prediction, softmax
 
 Function: TypeAlias = Literal["softmax", "sigmoid", "none"]
 

@@ -22,11 +22,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.core import Service, request_id
-from serve.errors import Refusal, ending
-from serve.requests import HELD
-from serve.routes import huggingface, kserve, openai, page, state, vllm
-from serve.routes.common import ErrorAnswer, PlainError, invalid
+from maxvision.serve.core import Service, request_id
+from maxvision.serve.errors import Refusal, ending
+from maxvision.serve.requests import HELD
+from maxvision.serve.routes import huggingface, kserve, openai, page, state, vllm
+from maxvision.serve.routes.common import ErrorAnswer, PlainError, invalid
 
 log = logging.getLogger("maxvision.serve")
 

@@ -1,6 +1,6 @@
 """Classifies folders and Parquet files of images into Parquet, on every device of a Ray cluster.
 
-    python -m serve.batch photos/ shards/ -o answers --model microsoft/resnet-50
+    maxvision batch photos/ shards/ -o answers --model microsoft/resnet-50
 
 The answers are a folder of Parquet files, each written as a whole and named by the images that are
 in it: what is there is done, and the same command goes on with the rest. See docs/serving.md.
@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from graphs import arguments
-from graphs.errors import ArgumentError, ImageError, ModelError, UserError
-from graphs.host import leave
-from graphs.pipeline import Answer, Item, Times, answers
-from graphs.preprocess import Source
-from graphs.results import record, schema, utf8
-from serve.cores import claim
+from maxvision.common import arguments
+from maxvision.common.errors import ArgumentError, ImageError, ModelError, UserError
+from maxvision.common.host import leave
+from maxvision.runtime.pipeline import Answer, Item, Times, answers
+from maxvision.runtime.preprocess import Source
+from maxvision.runtime.results import record, schema, utf8
+from maxvision.serve.cores import claim
 
 _HELP = """\
 Classifies images with Ray Data: files, folders, and Parquet files with a column of encoded images.
@@ -35,9 +35,9 @@ and the folder of answers at the same path."""
 
 _EXAMPLES = """\
 examples:
-  python -m serve.batch photos/ -o answers
-  python -m serve.batch shards/*.parquet -o answers --model microsoft/resnet-50 --device gpu
-  RAY_ADDRESS=10.0.0.1:6379 python -m serve.batch photos/ -o answers --workers 8 --cores 4
+  maxvision batch photos/ -o answers
+  maxvision batch shards/*.parquet -o answers --model microsoft/resnet-50 --device gpu
+  RAY_ADDRESS=10.0.0.1:6379 maxvision batch photos/ -o answers --workers 8 --cores 4
 
 answers:
   Columns image, model, error and predictions, as run_graph.py writes them: read the folder as one
@@ -80,7 +80,7 @@ class Group:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code; a user's mistake is one line on stderr."""
-    from graphs.cli import complain
+    from maxvision.common.console import complain
 
     args = _parse(argv)
     try:
@@ -94,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    from serve.options import _whole
+    from maxvision.serve.options import _whole
 
     parser = argparse.ArgumentParser(
-        prog="python -m serve.batch",
+        prog="maxvision batch",
         description=_HELP,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -195,8 +195,9 @@ def _check(args: argparse.Namespace, device: str) -> None:
     """
     from max.driver import CPU
 
-    import weights
-    from graphs import package, session
+    from maxvision import weights
+    from maxvision.runtime import artifact as package
+    from maxvision.runtime import session
 
     if package.is_here(args.model):
         package.read(args.model)
@@ -270,7 +271,7 @@ def _answered(folder: Path) -> tuple[set[str], int]:
 
 def _files(args: argparse.Namespace, done: set[str]) -> Iterator[Files]:
     """Lists what is not in ``done``, and adds it there: an image that is named twice is one."""
-    from graphs.cli import collect
+    from maxvision.runtime.collect import collect
 
     names: list[str] = []
     sources: list[Source | ImageError] = []
@@ -342,9 +343,9 @@ class _Worker:
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        import pyarrow.parquet  # noqa: F401  before MAX, see graphs/results.py
+        import pyarrow.parquet  # noqa: F401  before MAX, see runtime/results.py
 
-        from graphs.session import load
+        from maxvision.runtime.session import load
 
         self._args = args = argparse.Namespace(**settings)
         if args.device == "cpu":
@@ -432,6 +433,6 @@ def _named(answer: Answer) -> Answer:
 
 
 if __name__ == "__main__":
-    from serve import batch  # by its name, which the workers import
+    from maxvision.serve import batch  # by its name, which the workers import
 
     leave(batch.main())

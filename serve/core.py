@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from graphs.predictions import Prediction
-from graphs.preprocess import Preprocess
-from serve.answers import Function, rank
-from serve.errors import Refusal, not_ready
-from serve.images import SMALL, Decoder, is_small, unwrap
-from serve.limits import Admission, Board, too_many_images
-from serve.media import Fetcher, is_url
-from serve.metrics import Metrics
-from serve.options import Options
+from maxvision.runtime.predictions import Prediction
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.serve.answers import Function, rank
+from maxvision.serve.errors import Refusal, not_ready
+from maxvision.serve.images import SMALL, Decoder, is_small, unwrap
+from maxvision.serve.limits import Admission, Board, too_many_images
+from maxvision.serve.media import Fetcher, is_url
+from maxvision.serve.metrics import Metrics
+from maxvision.serve.options import Options
 
 if TYPE_CHECKING:
-    from serve.remote import Remote, Result
+    from maxvision.serve.remote import Remote, Result
 
 T = TypeVar("T")
 

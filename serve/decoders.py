@@ -1,4 +1,4 @@
-"""Processes that decode, beside one that speaks HTTP alone: ``python -m serve.decoders FD``.
+"""Processes that decode, beside one that speaks HTTP alone: ``maxvision serve.decoders FD``.
 
 Pillow releases the interpreter while it decodes, but a thread needs it again and again, and each
 time waits for the one that answers requests: many threads of one process decode little more than
@@ -23,18 +23,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import numpy as np
 
-from graphs.errors import ModelError
-from graphs.host import leave
-from graphs.preprocess import Preprocess
-from serve.errors import Refusal, not_ready, undecoded
-from serve.images import Decoder, is_small
-from serve.limits import longer
+from maxvision.common.errors import ModelError
+from maxvision.common.host import HOME, leave
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.serve.errors import Refusal, not_ready, undecoded
+from maxvision.serve.images import Decoder, is_small
+from maxvision.serve.limits import longer
 
 log = logging.getLogger("maxvision.serve")
 
@@ -203,9 +202,9 @@ class _Process:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
             self._process = subprocess.Popen(
-                (sys.executable, "-m", "serve.decoders", str(theirs.fileno())),
+                (sys.executable, "-m", "maxvision.serve.decoders", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
-                cwd=Path(__file__).resolve().parents[1],
+                cwd=HOME,
                 env=environ,
             )
         self._loop.add_reader(self._socket.fileno(), self._receive)

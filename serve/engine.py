@@ -28,10 +28,10 @@ from max.serve.telemetry.metrics import NoopClient
 from max.serve.worker_interface import ModelWorkerInterface, WorkerQueues
 from max.serve.worker_interface._zmq_queue import generate_zmq_ipc_path
 
-from graphs.errors import ModelError, UserError
-from serve import quarantine, torchless
-from serve.wire import Inbox, forget, new_address
-from serve.worker import Batcher, Classifier, Runner, end_with_parent
+from maxvision.common.errors import ModelError, UserError
+from maxvision.serve import quarantine, torchless
+from maxvision.serve.wire import Inbox, forget, new_address
+from maxvision.serve.worker import Batcher, Classifier, Runner, end_with_parent
 
 torchless.show()  # whoever has hidden it did so for the imports above
 
@@ -179,7 +179,7 @@ class Spec:
             runner = Runner(self.load(), self.embeds)
             seconds = runner.warm(self.max_batch_size)
         except UserError as error:
-            from graphs.cli import complain
+            from maxvision.common.console import complain
 
             complain(str(error))
             raise SystemExit(TOLD) from None

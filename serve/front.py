@@ -1,4 +1,4 @@
-"""One of several processes that speak HTTP on one port: ``python -m serve.front FD``.
+"""One of several processes that speak HTTP on one port: ``maxvision serve.front FD``.
 
 The server's own process (``serve.fronts``) starts it, with a socket on which it sends the settings,
 then accepted connections one by one, and word of the model's process. Nothing of MAX is imported
@@ -17,9 +17,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.host import leave
-from serve.core import Card
-from serve.options import Options
+from maxvision.common.host import leave
+from maxvision.serve.core import Card
+from maxvision.serve.options import Options
 
 MESSAGE = 2**17
 """Bytes of a message at most."""
@@ -67,12 +67,12 @@ class Front:
     """Serves the connections that come through ``channel``, until that is closed."""
 
     def __init__(self, channel: socket.socket) -> None:
-        from serve.app import make_app
-        from serve.core import Service
-        from serve.images import Decoder
-        from serve.limits import Board
-        from serve.remote import Remote
-        from serve.server import http_server
+        from maxvision.serve.app import make_app
+        from maxvision.serve.core import Service
+        from maxvision.serve.images import Decoder
+        from maxvision.serve.limits import Board
+        from maxvision.serve.remote import Remote
+        from maxvision.serve.server import http_server
 
         data, (fd,), *_ = socket.recv_fds(channel, MESSAGE, 1)
         hello: Hello = pickle.loads(data)

@@ -16,11 +16,11 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from serve.front import Hello, State
-from serve.limits import Board, longer
+from maxvision.common.host import HOME
+from maxvision.serve.front import Hello, State
+from maxvision.serve.limits import Board, longer
 
 log = logging.getLogger("maxvision.serve")
 
@@ -87,11 +87,11 @@ class Fronts:
             ours.setblocking(False)
             socket.send_fds(ours, [pickle.dumps(replace(self._hello, row=row))], [self.board.fd])
             self._send(ours, pickle.dumps(self._state))
-            command = (sys.executable, "-m", "serve.front", str(theirs.fileno()))
+            command = (sys.executable, "-m", "maxvision.serve.front", str(theirs.fileno()))
             process = await asyncio.create_subprocess_exec(
                 *command,
                 pass_fds=[theirs.fileno()],
-                cwd=Path(__file__).resolve().parents[1],
+                cwd=HOME,
                 env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._figures.name},
             )
             theirs.close()

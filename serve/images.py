@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from graphs.errors import ImageError
-from graphs.preprocess import Preprocess, read_image
-from serve.errors import Refusal
-from serve.resample import prepare
+from maxvision.common.errors import ImageError
+from maxvision.runtime.preprocess import Preprocess, read_image
+from maxvision.serve.errors import Refusal
+from maxvision.serve.resample import prepare
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 """The formats that are decoded; of an animation the first picture."""

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from serve.errors import Refusal, overloaded
+from maxvision.serve.errors import Refusal, overloaded
 
 LONGEST_PAUSE = 30.0
 """Seconds between two starts at most, of a process that ends again and again."""

@@ -12,7 +12,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpcore
 
-from serve.errors import Refusal
+from maxvision.serve.errors import Refusal
 
 REDIRECTS = 3
 SECONDS = 10.0

@@ -13,16 +13,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from graphs import arguments
+from maxvision.common import arguments
 
 HELP = """\
 Serves a ResNet or CvT over HTTP: POST an image to /v1/classify, see /docs for the rest."""
 
 EXAMPLES = """\
 examples:
-  python -m serve --model resnet-cifar10
-  python -m serve --model microsoft/resnet-50 --device gpu --dtype bfloat16 --host 0.0.0.0
-  MAXVISION_API_KEY=secret python -m serve --model ./my-cvt
+  maxvision serve --model resnet-cifar10
+  maxvision serve --model microsoft/resnet-50 --device gpu --dtype bfloat16 --host 0.0.0.0
+  MAXVISION_API_KEY=secret maxvision serve --model ./my-cvt
   curl -s localhost:8000/v1/classify -H 'Content-Type: image/jpeg' --data-binary @cat.jpg
 
 Every option may also be set in the environment: --max-queue-size is MAXVISION_MAX_QUEUE_SIZE.
@@ -40,7 +40,7 @@ class Options:
     """What a server is told; ``parse`` checks it and has the defaults.
 
     Attributes:
-        model: What ``graphs.session.load`` takes.
+        model: What ``runtime.session.load`` takes.
         served_model_name: What clients call the model; by default its name without the folder.
         revision: Branch, tag or commit on the hub.
         host: Address to listen on.
@@ -48,7 +48,7 @@ class Options:
         device: ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
-        sparse: What runs pruned layers, as in ``graphs.load``.
+        sparse: What runs pruned layers, as in ``runtime.load``.
         embeddings: Whether /v1/embeddings answers, whose graph is compiled too.
         max_batch_size: Images that run together; None for 8 on a CPU and 64 on a GPU.
         max_batch_delay_ms: How long the first image of a batch waits for others.
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     """Parses the arguments; says in one sentence what is wrong and exits with 2 if they are."""
     environ = os.environ if environ is None else environ
     parser = argparse.ArgumentParser(
-        prog="python -m serve",
+        prog="maxvision serve",
         usage="%(prog)s --model MODEL [options]",
         description=HELP,
         epilog=EXAMPLES,
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     )
     add = parser.add_argument
     add("--model", metavar="M", help="a bundled model's name, a hub id, a folder or a file,"
-        " or what python -m graphs compile wrote")  # fmt: skip
+        " or what maxvision compile wrote")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call it")
     add("--revision", metavar="R", help="branch, tag or commit of a hub model")
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"

@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serve.errors import Refusal, too_many_connections
+from maxvision.serve.errors import Refusal, too_many_connections
 
 HEAD_BYTES = 65536
 """Bytes that may come without a head's end or a piece of a body among them: heads, trailers."""

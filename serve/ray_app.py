@@ -1,9 +1,9 @@
 """One server on each GPU, or each group of cores, of a Ray cluster, behind one port.
 
-    serve run serve.ray_app:app model=resnet-cifar10 replicas=2
+    serve run maxvision.serve.ray_app:app model=resnet-cifar10 replicas=2
 
 ``serve`` is Ray's command, and this package what it imports. A replica is a whole server of
-``python -m serve``: the same app, with a model's process of its own, and beside a GPU with
+``maxvision serve``: the same app, with a model's process of its own, and beside a GPU with
 processes that decode (``serve.decoders``) in the place of fronts. Ray's HAProxy hands requests
 to the replicas and, as contrib/ray.env says, one that a replica left unanswered to another: an
 image may be classified twice without harm. See docs/serving.md.
@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import ArgumentError, ModelError
-from serve.cores import claim
-from serve.options import Options, parse
+from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.serve.cores import claim
+from maxvision.serve.options import Options, parse
 
 try:
     from ray import serve as ray_serve
@@ -50,7 +50,7 @@ def app(given: Mapping[str, Any]) -> ray_serve.Application:
     Args:
         given: ``replicas`` (1), ``max_replicas`` (as many: no autoscaling), ``cores`` of each (1),
             ``surge`` (percent of replicas that an update may add), and every option of
-            ``python -m serve``, ``max_batch_size=16``, but those of connections, which Ray has;
+            ``maxvision serve``, ``max_batch_size=16``, but those of connections, which Ray has;
             ``decode_threads`` says how many processes decode, see ``decoding``.
 
     Raises:
@@ -78,7 +78,7 @@ def build(
         )
     options = read(rest)
     on_gpu = options.device != "cpu"
-    from serve.server import batch_size
+    from maxvision.serve.server import batch_size
 
     batch = batch_size(options, options.device)
     queue = options.max_queue_size or max(32 * batch, options.max_images_per_request)
@@ -99,10 +99,10 @@ def build(
 
 
 def read(given: Mapping[str, Any]) -> Options:
-    """Reads the options of ``python -m serve`` from arguments by name.
+    """Reads the options of ``maxvision serve`` from arguments by name.
 
     Raises:
-        ArgumentError: If one is not right; it says what ``python -m serve`` would.
+        ArgumentError: If one is not right; it says what ``maxvision serve`` would.
     """
     argv = []
     for name, value in given.items():
@@ -162,7 +162,7 @@ class Named:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
-        from serve.app import ID
+        from maxvision.serve.app import ID
 
         given = dict(scope.get("headers", ())).get(b"x-request-id", b"")
         scope[ID] = given.decode() if re.fullmatch(rb"[\w.:-]{1,64}", given) else None
@@ -183,10 +183,10 @@ class Replica:
     async def __init__(  # type: ignore[misc]
         self, options: Options, cores: int, load: Callable[..., Any] | None = None
     ) -> None:
-        from serve.core import Service
-        from serve.decoders import Decoders
-        from serve.images import Decoder
-        from serve.server import make_supervisor, queue_size
+        from maxvision.serve.core import Service
+        from maxvision.serve.decoders import Decoders
+        from maxvision.serve.images import Decoder
+        from maxvision.serve.server import make_supervisor, queue_size
 
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
             log.warning("RAY_SERVE_ENABLE_HA_PROXY=1 was expected: without it clients get errors"
@@ -212,7 +212,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Makes the app, once the model is ready."""
-        from serve.app import make_app
+        from maxvision.serve.app import make_app
 
         made = make_app(self._service)
         made.add_middleware(Named)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve.errors import Refusal, failed, not_ready, quarantined
-from serve.wire import Job, Link, Report
+from maxvision.serve.errors import Refusal, failed, not_ready, quarantined
+from maxvision.serve.wire import Job, Link, Report
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from serve.core import Service
-from serve.errors import Refusal
-from serve.limits import too_many_images
+from maxvision.serve.core import Service
+from maxvision.serve.errors import Refusal
+from maxvision.serve.limits import too_many_images
 
 T = TypeVar("T")
 

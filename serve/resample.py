@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from graphs.preprocess import Preprocess, read_image
+from maxvision.runtime.preprocess import Preprocess, read_image
 
 BITS = 22
 """Of the weights' fraction."""

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import numpy as np
 
-from graphs.errors import DeviceError, ModelError, UserError
-from graphs.host import cores
-from graphs.preprocess import Preprocess
-from serve import torchless
-from serve.options import Options, parse
+from maxvision.common.errors import DeviceError, ModelError, UserError
+from maxvision.common.host import cores
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.serve import torchless
+from maxvision.serve.options import Options, parse
 
 if TYPE_CHECKING:
-    from serve.core import Card, Service
-    from serve.supervisor import Supervisor
+    from maxvision.serve.core import Card, Service
+    from maxvision.serve.supervisor import Supervisor
 
 log = logging.getLogger("maxvision.serve")
 
@@ -40,13 +40,13 @@ def run(options: Options, load: Callable[..., Any] | None = None) -> int:
 
     Args:
         options: What to serve, and how.
-        load: Makes the model, in its process; called as ``graphs.session.load`` is, which it is
+        load: Makes the model, in its process; called as ``runtime.session.load`` is, which it is
             if None. It travels by its name.
 
     Returns:
-        The exit code, see ``python -m serve --help``.
+        The exit code, see ``maxvision serve --help``.
     """
-    from graphs.cli import complain
+    from maxvision.common.console import complain
 
     torchless.hide()
     try:
@@ -62,8 +62,8 @@ def run(options: Options, load: Callable[..., Any] | None = None) -> int:
 
 def take_over() -> int:
     """Serves in the place of ``max serve``, with what its command line said."""
-    from graphs.cli import complain
-    from serve import engine
+    from maxvision.common.console import complain
+    from maxvision.serve import engine
 
     try:
         given = engine.command_line()
@@ -145,9 +145,9 @@ def make_supervisor(
         ModelError: If the model cannot be found or read.
         DeviceError: If the device is not to be had.
     """
-    from graphs import session
-    from serve import engine
-    from serve.supervisor import Supervisor
+    from maxvision.runtime import session
+    from maxvision.serve import engine
+    from maxvision.serve.supervisor import Supervisor
 
     engine.check_version()
     settings = engine.settings(options.log_level)
@@ -169,8 +169,8 @@ def make_supervisor(
 
 
 def _decoding(card: Card, options: Options, supervisor: Supervisor) -> Service:
-    from serve.core import Service
-    from serve.images import Decoder
+    from maxvision.serve.core import Service
+    from maxvision.serve.images import Decoder
 
     decoder = Decoder(card.preprocess, options.max_pixels, options.decode_threads or cores())
     return Service(card, options, supervisor, decoder, queue_size(options, card.device))
@@ -206,9 +206,10 @@ def read_card(options: Options) -> Card:
     """
     from max.driver import CPU, accelerator_count
 
-    import weights
-    from graphs import package, session
-    from serve.core import Card
+    from maxvision import weights
+    from maxvision.runtime import artifact as package
+    from maxvision.runtime import session
+    from maxvision.serve.core import Card
 
     device, dtype = options.device, options.dtype.replace("auto", "float32")
     source: package.Package | weights.Checkpoint
@@ -251,8 +252,8 @@ def http_server(app: Any) -> Any:
     """Makes a uvicorn server of an app."""
     import uvicorn
 
-    from serve.limits import open_files
-    from serve.protocol import protocol
+    from maxvision.serve.limits import open_files
+    from maxvision.serve.protocol import protocol
 
     service = app.state.service
     options = service.options
@@ -288,7 +289,7 @@ class _One:
     """Speaks HTTP in the server's own process."""
 
     def __init__(self, service: Service, listening: socket.socket) -> None:
-        from serve.app import make_app
+        from maxvision.serve.app import make_app
 
         self.board = service.board
         self._service = service
@@ -330,8 +331,8 @@ class _Many:
         listening: socket.socket,
         count: int,
     ) -> None:
-        from serve.front import Hello
-        from serve.fronts import Fronts
+        from maxvision.serve.front import Hello
+        from maxvision.serve.fronts import Fronts
 
         threads = options.decode_threads or max(2, -(-cores() // count))
         hello = Hello(card, options, queue_size(options, card.device), count, 0, threads)

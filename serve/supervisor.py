@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from serve import engine
-from serve.engine import Spec
-from serve.limits import longer
-from serve.remote import Remote
-from serve.wire import READY, SERVER, Job, Report
+from maxvision.serve import engine
+from maxvision.serve.engine import Spec
+from maxvision.serve.limits import longer
+from maxvision.serve.remote import Remote
+from maxvision.serve.wire import READY, SERVER, Job, Report
 
 log = logging.getLogger("maxvision.serve")
 

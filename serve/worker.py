@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from serve.quarantine import Quarantine
-from serve.wire import READY, SERVER, Job, Report
+from maxvision.serve.quarantine import Quarantine
+from maxvision.serve.wire import READY, SERVER, Job, Report
 
 log = logging.getLogger("maxvision.serve")
 
@@ -55,7 +55,7 @@ def is_memory(error: Exception) -> bool:
 
 
 class Classifier(Protocol):
-    """What a server needs of ``graphs.session.Model``."""
+    """What a server needs of ``runtime.session.Model``."""
 
     preprocess: Any
 

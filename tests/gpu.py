@@ -3,7 +3,7 @@
 Needs a GPU, torch with CUDA and transformers. Every op of tests/ops/cases.py, and ResNet-18,
 ResNet-50 and CvT-13 of random weights, at float32 (by TF32, and exact), bfloat16 and float16,
 against torch in float64; the bundled models on examples/ and --photos; graph capture. Exits with 1
-if anything fails. How fast it is: ``python -m bench``.
+if anything fails. How fast it is: ``maxvision bench``.
 
 The machine with the GPU needs no compiler: ``python -m tests.gpu --compile sm_90a --compiled DIR``
 compiles on any other, and ``--compiled DIR`` takes what it wrote.
@@ -33,17 +33,17 @@ from max.engine import InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef
 
-from bench.environment import environment
-from bench.records import check_path, write
-from bench.references import artifact, checkpoint, precision, reference_model
-from bench.tf32 import RoundedProducts, allow_tf32
-from graphs.host import leave
-from graphs.preprocess import EXTENSIONS
-from graphs.replay import Execution, sizes
-from graphs.session import Model, Unchecked, build, load
-from graphs.target import Target, base
+from maxvision.bench.environment import environment
+from maxvision.bench.records import check_path, write
+from maxvision.bench.references import artifact, checkpoint, precision, reference_model
+from maxvision.bench.tf32 import RoundedProducts, allow_tf32
+from maxvision.common.host import leave
+from maxvision.graphs.target import Target, base
+from maxvision.runtime.preprocess import EXTENSIONS
+from maxvision.runtime.replay import Execution, sizes
+from maxvision.runtime.session import Model, Unchecked, build, load
+from maxvision.weights import bundled as bundled_names
 from tests.ops.cases import CASES, PACKED, TORCH, Case, build_graph, check, draw
-from weights import bundled as bundled_names
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES = (1, 3)
@@ -165,7 +165,7 @@ def packaged(precisions: list[str]) -> list[str]:
 
 def package(folder: Path, name: str, target: str, dtype: str) -> None:
     """Compiles a bundled model ahead of time."""
-    from graphs.ahead import compile
+    from maxvision.runtime.ahead import compile
 
     kind = "cpu" if target.startswith("cpu") else "gpu"
     compile(name, folder / f"{name}-{kind}-{dtype}", target=target, dtype=dtype, force=True)

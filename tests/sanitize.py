@@ -34,12 +34,12 @@ import torch
 from max.driver import CPU, Accelerator, Buffer, Device
 from max.dtype import DType
 
-from bench.environment import environment
-from bench.records import check_path, write
-from bench.references import our_model, reference_model
-from graphs.host import leave
-from graphs.replay import Execution, float32
-from graphs.session import Model
+from maxvision.bench.environment import environment
+from maxvision.bench.records import check_path, write
+from maxvision.bench.references import our_model, reference_model
+from maxvision.common.host import leave
+from maxvision.runtime.replay import Execution, float32
+from maxvision.runtime.session import Model
 from tests import gpu
 from tests.ops.cases import draw
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from max.dtype import DType
 
-import weights
-from bench.accuracy import correct
-from graphs import load, sparsity
-from graphs.networks import convolutions
-from graphs.session import choose_sparse
-from graphs.target import Target
+from maxvision import weights
+from maxvision.bench.accuracy import correct
+from maxvision.graphs import sparsity
+from maxvision.graphs.networks import convolutions
+from maxvision.graphs.target import Target
+from maxvision.runtime import load
+from maxvision.runtime.session import choose_sparse
+from maxvision.weights import catalog
 from tests.graphs.reference import DATA
-from weights import catalog
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.jpg"))
 

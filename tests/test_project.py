@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import run_graph
+from maxvision import run_graph
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
 

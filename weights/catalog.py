@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from graphs.preprocess import Preprocess
-from weights.checkpoint import interpret
-from weights.files import State
-from weights.macs import macs
-from weights.source import BUNDLED as FOLDERS
-from weights.source import bundled, find
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.weights.checkpoint import interpret
+from maxvision.weights.files import State
+from maxvision.weights.macs import macs
+from maxvision.weights.source import BUNDLED as FOLDERS
+from maxvision.weights.source import bundled, find
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.errors import ModelError
-from graphs.networks import Spec, parameters
-from weights import metadata
-from weights.formats import Format, recognise, specify
-from weights.layout import Folded, fold, share_of_zeros, unfold
-from weights.rules import apply
-from weights.source import Source, find
+from maxvision.common.errors import ModelError
+from maxvision.graphs.networks import Spec, parameters
+from maxvision.weights import metadata
+from maxvision.weights.formats import Format, recognise, specify
+from maxvision.weights.layout import Folded, fold, share_of_zeros, unfold
+from maxvision.weights.rules import apply
+from maxvision.weights.source import Source, find
 
 
 @dataclass(frozen=True)

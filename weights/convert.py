@@ -11,14 +11,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from graphs.folder import new_folder
-from graphs.networks import Spec
-from graphs.resnet import ResNetSpec
-from weights.checkpoint import Checkpoint, interpret
-from weights.formats import HUGGING_FACE, recognise
-from weights.layout import Array
-from weights.rules import rename
-from weights.source import Source
+from maxvision.common.folder import new_folder
+from maxvision.graphs.networks import Spec
+from maxvision.graphs.resnet import ResNetSpec
+from maxvision.weights.checkpoint import Checkpoint, interpret
+from maxvision.weights.formats import HUGGING_FACE, recognise
+from maxvision.weights.layout import Array
+from maxvision.weights.rules import rename
+from maxvision.weights.source import Source
 
 
 def convert(found: Source, folder: Path, force: bool = False) -> None:

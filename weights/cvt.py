@@ -6,9 +6,9 @@ transformers takes the exact one, also for weights converted from there, and so 
 
 from __future__ import annotations
 
-from weights.layout import token
-from weights.modules import COUNTERS, batchnorm, conv, layernorm, linear
-from weights.rules import Rule, Rules
+from maxvision.weights.layout import token
+from maxvision.weights.modules import COUNTERS, batchnorm, conv, layernorm, linear
+from maxvision.weights.rules import Rule, Rules
 
 NORMALISED = r".*\.attention\.(query|key|value)\.conv"  # the convolutions a batch norm follows
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from graphs.errors import ModelError
-from weights.layout import Array
+from maxvision.common.errors import ModelError
+from maxvision.weights.layout import Array
 
 SAFETENSORS = (".safetensors",)
 PICKLES = (".bin", ".pth", ".pt")
@@ -241,7 +241,7 @@ def _read_pickle(path: Path) -> State:
     except ImportError:
         raise ModelError(
             f"{path.name}: expected torch to be installed, which {path.suffix} files need, but it"
-            f" is not; run `python -m weights convert {path.name} -o DIR` where torch is, and use"
+            f" is not; run `maxvision weights convert {path.name} -o DIR` where torch is, and use"
             " DIR here"
         ) from None
     try:

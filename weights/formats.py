@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphs.cvt import CvtSpec, CvtStage
-from graphs.errors import ModelError
-from graphs.networks import Spec
-from graphs.resnet import ResNetSpec
-from weights import cvt, resnet
-from weights.layout import Array, Shape
-from weights.rules import Rules, key_for, rename
+from maxvision.common.errors import ModelError
+from maxvision.graphs.cvt import CvtSpec, CvtStage
+from maxvision.graphs.networks import Spec
+from maxvision.graphs.resnet import ResNetSpec
+from maxvision.weights import cvt, resnet
+from maxvision.weights.layout import Array, Shape
+from maxvision.weights.rules import Rules, key_for, rename
 
 HEAD_WIDTH = 64  # of every CvT in the paper
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from graphs.errors import ModelError
-from weights.files import read_json
+from maxvision.common.errors import ModelError
+from maxvision.weights.files import read_json
 
 _DESCRIPTION = ("config.json", "preprocessor_config.json")
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")

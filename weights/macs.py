@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphs.convolution import windows
-from graphs.cvt import CvtSpec
-from graphs.networks import Spec, convolutions
+from maxvision.graphs.convolution import windows
+from maxvision.graphs.cvt import CvtSpec
+from maxvision.graphs.networks import Spec, convolutions
 
 
 def macs(spec: Spec, size: int) -> int:

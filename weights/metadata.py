@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from graphs.errors import ModelError
-from weights.formats import Format
+from maxvision.common.errors import ModelError
+from maxvision.weights.formats import Format
 
 _IMAGENET = {
     "do_resize": True,

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from weights.layout import oihw_to_rscf, out_in_to_in_out
-from weights.rules import Ignore, Rule
+from maxvision.weights.layout import oihw_to_rscf, out_in_to_in_out
+from maxvision.weights.rules import Ignore, Rule
 
 COUNTERS = Ignore(r".*\.num_batches_tracked", why="batch norm counts its training steps")
 

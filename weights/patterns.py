@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from graphs.sparsity import PRUNED
-from weights.layout import Array
-from weights.prune import Mask, as_rows, block_starts, spread
+from maxvision.graphs.sparsity import PRUNED
+from maxvision.weights.layout import Array
+from maxvision.weights.prune import Mask, as_rows, block_starts, spread
 
 
 def pattern(tensor: Array) -> str:

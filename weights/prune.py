@@ -31,14 +31,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.errors import ArgumentError
-from graphs.folder import new_folder
-from weights.checkpoint import interpret
-from weights.convert import hugging_face_tensors, write
-from weights.formats import HUGGING_FACE, recognise
-from weights.layout import Array
-from weights.rules import rename
-from weights.source import Source
+from maxvision.common.errors import ArgumentError
+from maxvision.common.folder import new_folder
+from maxvision.weights.checkpoint import interpret
+from maxvision.weights.convert import hugging_face_tensors, write
+from maxvision.weights.formats import HUGGING_FACE, recognise
+from maxvision.weights.layout import Array
+from maxvision.weights.rules import rename
+from maxvision.weights.source import Source
 
 SCOPES = ("global", "layer")
 PATTERNS = {  # group: F, K

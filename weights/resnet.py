@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weights.modules import COUNTERS, batchnorm, conv, linear
-from weights.rules import Rules
+from maxvision.weights.modules import COUNTERS, batchnorm, conv, linear
+from maxvision.weights.rules import Rules
 
 NORMALISED = r"stem|.*\.conv\d|.*\.shortcut"  # the convolutions that a batch norm follows
 

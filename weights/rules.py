@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from graphs.errors import ModelError
-from weights.layout import Array, Layout, Shape, as_is, is_finite
+from maxvision.common.errors import ModelError
+from maxvision.weights.layout import Array, Layout, Shape, as_is, is_finite
 
 LISTED = 8  # problems of one kind that a message shows before "and N more"
 

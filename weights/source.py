@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphs.errors import ModelError
-from weights.files import PICKLES, SAFETENSORS, State, read_file, read_json, read_shards
-from weights.layout import merge_masks
+from maxvision.common.errors import ModelError
+from maxvision.weights.files import PICKLES, SAFETENSORS, State, read_file, read_json, read_shards
+from maxvision.weights.layout import merge_masks
 
 BUNDLED = Path(__file__).with_name("bundled")
 
@@ -67,7 +67,7 @@ def find(
     if path.is_file():
         return _read(path, path.parent, path.stem)
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix not in SAFETENSORS + PICKLES:
-        from weights import hub
+        from maxvision.weights import hub
 
         folder = hub.download(name, revision, progress)
         return _read_folder(folder, name)
@@ -75,7 +75,7 @@ def find(
 
 
 def _unknown(name: str) -> str:
-    from weights.catalog import HUB
+    from maxvision.weights.catalog import HUB
 
     ids = {row.name.rpartition("/")[2]: row.name for row in HUB}
     known = bundled() + [row.name for row in HUB] + list(ids)

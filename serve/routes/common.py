@@ -10,9 +10,9 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.core import Image, Service, Timing
-from serve.errors import Refusal
-from serve.requests import media_type, read_body
+from maxvision.serve.core import Image, Service, Timing
+from maxvision.serve.errors import Refusal
+from maxvision.serve.requests import media_type, read_body
 
 EXAMPLE = "R0lGODdhCAAIAIEAADyM3Ch4KAAAAAAAACwAAAAACAAIAAAIFQABCBxIsKDBgwgJBljIsKHDhwwDAgA7"
 """A picture of 8 x 8 pixels, a GIF in base64: the examples of the description can be sent."""

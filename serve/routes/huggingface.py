@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from graphs.predictions import Prediction
-from serve.answers import Function
-from serve.core import Image, Service
-from serve.errors import Refusal
-from serve.requests import media_type, read_body, service_of, unless_gone
-from serve.routes.common import (
+from maxvision.runtime.predictions import Prediction
+from maxvision.serve.answers import Function
+from maxvision.serve.core import Image, Service
+from maxvision.serve.errors import Refusal
+from maxvision.serve.requests import media_type, read_body, service_of, unless_gone
+from maxvision.serve.routes.common import (
     ALIASES,
     EXAMPLE,
     RAW,

@@ -18,12 +18,20 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.answers import Function, rank, score
-from serve.core import Card, Image, Service
-from serve.errors import Refusal
-from serve.limits import too_many_images
-from serve.requests import media_type, read_body, service_of, unless_gone
-from serve.routes.common import EXAMPLE, PlainError, as_json, body, errors, not_json, unexpected
+from maxvision.serve.answers import Function, rank, score
+from maxvision.serve.core import Card, Image, Service
+from maxvision.serve.errors import Refusal
+from maxvision.serve.limits import too_many_images
+from maxvision.serve.requests import media_type, read_body, service_of, unless_gone
+from maxvision.serve.routes.common import (
+    EXAMPLE,
+    PlainError,
+    as_json,
+    body,
+    errors,
+    not_json,
+    unexpected,
+)
 
 router = APIRouter(prefix="/v2", tags=["KServe v2, Triton"])
 

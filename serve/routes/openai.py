@@ -10,10 +10,17 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
-from serve.answers import Function
-from serve.core import Image, Service
-from serve.requests import files_of, media_type, read_body, read_form, service_of, unless_gone
-from serve.routes.common import (
+from maxvision.serve.answers import Function
+from maxvision.serve.core import Image, Service
+from maxvision.serve.requests import (
+    files_of,
+    media_type,
+    read_body,
+    read_form,
+    service_of,
+    unless_gone,
+)
+from maxvision.serve.routes.common import (
     ALIASES,
     ERRORS,
     EXAMPLE,

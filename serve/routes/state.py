@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from serve.requests import service_of
+from maxvision.serve.requests import service_of
 
 router = APIRouter(tags=["state"])
 

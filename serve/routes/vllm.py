@@ -11,10 +11,10 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.answers import Function, score
-from serve.core import request_id
-from serve.requests import service_of, unless_gone
-from serve.routes.common import (
+from maxvision.serve.answers import Function, score
+from maxvision.serve.core import request_id
+from maxvision.serve.requests import service_of, unless_gone
+from maxvision.serve.routes.common import (
     ERRORS,
     EXAMPLE,
     InputRequest,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from max.dtype import DType
 
-import weights
-from bench import curves, kernels, sparse
-from graphs.errors import DeviceError
-from graphs.networks import convolutions
-from graphs.target import Target
+from maxvision import weights
+from maxvision.bench import curves, kernels, sparse
+from maxvision.common.errors import DeviceError
+from maxvision.graphs.networks import convolutions
+from maxvision.graphs.target import Target
 
 HOPPER = Target.parse("sm_90a")
 PROGRAM = """#!{python}

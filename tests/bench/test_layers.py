@@ -11,11 +11,11 @@ import pytest
 from max.dtype import DType
 from max.graph import DeviceRef
 
-from bench.attribution import Recorded, attribute, symbols
-from bench.layers import Layer, Node, distinct, network_nodes
-from bench.references import checkpoint, reference_model
-from graphs.nodes import EPILOGUES
-from weights.macs import macs
+from maxvision.bench.attribution import Recorded, attribute, symbols
+from maxvision.bench.layers import Layer, Node, distinct, network_nodes
+from maxvision.bench.references import checkpoint, reference_model
+from maxvision.graphs.nodes import EPILOGUES
+from maxvision.weights.macs import macs
 
 ELEMENTWISE = {"normalize", "maxpool", "class_token", "relu", "gelu"}
 

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from bench import memory, models
-from bench.__main__ import main, parser
-from bench.ceilings import Ceilings
-from bench.engines import Images, peers
-from bench.references import NETWORKS, reference_model
-from bench.stand import Cell, Stand
-from bench.workers import Lost, Worker
-from graphs.errors import ArgumentError
+from maxvision.bench import memory, models
+from maxvision.bench.__main__ import main, parser
+from maxvision.bench.ceilings import Ceilings
+from maxvision.bench.engines import Images, peers
+from maxvision.bench.references import NETWORKS, reference_model
+from maxvision.bench.stand import Cell, Stand
+from maxvision.bench.workers import Lost, Worker
+from maxvision.common.errors import ArgumentError
 from tests.graphs import reference
 
 KEYS = {"model", "dtype", "batch", "device", "engine", "p50_ms", "images_per_s", "max_rel_err"}
@@ -84,7 +84,7 @@ def test_mistakes_get_one_sentence(
 def test_a_peak_outlives_its_memory_until_it_is_forgotten() -> None:
     """In a process of its own: of this one Linux may take memory at any time."""
     code = """
-from bench import memory
+from maxvision.bench import memory
 memory.forget_peak()
 before = memory.peak()
 b"1" * (64 << 20)
@@ -112,8 +112,8 @@ def test_a_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "bench.models", raising=False)
-    monkeypatch.delitem(sys.modules, "bench.ceilings", raising=False)
+    monkeypatch.delitem(sys.modules, "maxvision.bench.models", raising=False)
+    monkeypatch.delitem(sys.modules, "maxvision.bench.ceilings", raising=False)
     assert main(["models", "--device", "cpu"]) == 2
     assert "expects the package torch" in capsys.readouterr().err
 

@@ -12,11 +12,11 @@ import torch
 from max.dtype import DType
 from max.graph import DeviceRef
 
-from bench import ops
-from bench.__main__ import main
-from bench.ceilings import Ceilings
-from bench.layers import distinct, network_nodes
-from bench.references import checkpoint, reference_model
+from maxvision.bench import ops
+from maxvision.bench.__main__ import main
+from maxvision.bench.ceilings import Ceilings
+from maxvision.bench.layers import distinct, network_nodes
+from maxvision.bench.references import checkpoint, reference_model
 from tests.graphs import reference
 
 UNCOUNTED = ("normalize", "layernorm", "layernorm_first", "class_token")  # no products in them
@@ -111,4 +111,4 @@ def test_layers_that_were_not_compiled_are_missed(
     assert main(["ops", *arguments]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: precompiled expects resnet-18-float32-layers.mef in")
-    assert said.endswith("make it with python -m bench compile --layers\n")
+    assert said.endswith("make it with maxvision bench compile --layers\n")

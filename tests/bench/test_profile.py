@@ -9,10 +9,10 @@ from max.driver import CPU
 from max.dtype import DType
 from max.graph import DeviceRef
 
-from bench.layers import network_nodes
-from bench.profile import launches, named, short, show, trace
-from bench.references import checkpoint, reference_model
-from graphs.errors import DeviceError
+from maxvision.bench.layers import network_nodes
+from maxvision.bench.profile import launches, named, short, show, trace
+from maxvision.bench.references import checkpoint, reference_model
+from maxvision.common.errors import DeviceError
 from tests.bench.test_layers import symbol
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from bench import report
-from bench.__main__ import main
+from maxvision.bench import report
+from maxvision.bench.__main__ import main
 
 FACTS = {
     "cpu": "Some CPU, 2 cores", "gpu": "NVIDIA H200, 580.1, 1980 MHz", "commit": "abc1234",
     "date": "2026-11-22", "max": "26.7.0", "torch": "2.13.0", "cudnn": 91900,
-    "command": "python -m bench models --json new.json",
+    "command": "maxvision bench models --json new.json",
     "ceilings": {"bfloat16": {"tflops_per_s": 700.0, "gb_per_s": 4300.0}},
 }  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_the_page_holds_every_figure(folders: tuple[Path, Path]) -> None:
     text = page(folders, "--no-plots")
     assert "## NVIDIA H200, 2026-11-22" in text
     assert (
-        "`python -m bench models --json new.json`: commit abc1234, driver 580.1, MAX 26.7.0,"
+        "`maxvision bench models --json new.json`: commit abc1234, driver 580.1, MAX 26.7.0,"
         in text
     )
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| resnet-50")]

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("uvloop")
 
-from bench import load
-from bench.__main__ import main
+from maxvision.bench import load
+from maxvision.bench.__main__ import main
 
 ANSWER = b'{"class_id":3,"score":0.5}'
 

@@ -15,18 +15,18 @@ import pytest
 from max.driver import CPU
 from max.dtype import DType
 
-import weights
-from bench import accuracy, curves, report, sparse
-from bench.__main__ import main, parser
-from graphs import sparsity
-from graphs.errors import ArgumentError, ModelError
-from graphs.networks import convolutions
-from graphs.target import Target
+from maxvision import weights
+from maxvision.bench import accuracy, curves, report, sparse
+from maxvision.bench.__main__ import main, parser
+from maxvision.commands.weights import main as weights_command
+from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.graphs import sparsity
+from maxvision.graphs.networks import convolutions
+from maxvision.graphs.target import Target
 from tests.graphs import reference
-from weights.__main__ import main as weights_command
 
 FACTS = {"cpu": "Some CPU, 2 cores", "gpu": "none", "commit": "abc", "date": "2026-11-22",
-         "command": "python -m bench sparse", "ceilings": {}}  # fmt: skip
+         "command": "maxvision bench sparse", "ceilings": {}}  # fmt: skip
 
 
 def layer(density: float, us: float, batch: int = 1, **more: Any) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_the_page_is_filled_between_its_comments(
     page = filled / "sparsity.md"
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "### Some CPU, 2 cores, 2026-11-22" in text and "`python -m bench sparse`" in text
+    assert "### Some CPU, 2 cores, 2026-11-22" in text and "`maxvision bench sparse`" in text
     row = next(line for line in text.splitlines() if line.startswith("| 3x3/1 64"))
     even = 1 - (0.2 + 0.3 * 20 / 80)  # where 80 to 160 us reach 100
     assert f"| {even:.0%} |" in row and "| 2.50 |" in row and "| 1.25 |" in row

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.tf32 import RoundedProducts, rounded
+from maxvision.bench.tf32 import RoundedProducts, rounded
 
 ULP = 2.0**-10
 """Of TF32, at 1."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.timing import HostClock, percentiles, rounded, sample
+from maxvision.bench.timing import HostClock, percentiles, rounded, sample
 
 
 class Queue:

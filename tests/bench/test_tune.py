@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import tune
-from bench.__main__ import main
+from maxvision.bench import tune
+from maxvision.bench.__main__ import main
 
 
 def sweep(seed: int = 0) -> str:
@@ -44,7 +44,7 @@ def test_a_sweep_becomes_the_table(
     assert main(["tune", "--from", str(measured)]) == 0
     assert main(["tune", "--from", str(measured), "--check"]) == 0
     text = table.read_text()
-    assert re.search(r"# rows: python -m bench tune, \d{4}-\d\d-\d\d, Some GPU\n", text)
+    assert re.search(r"# rows: maxvision bench tune, \d{4}-\d\d-\d\d, Some GPU\n", text)
     before = (tune.ROOT / "ops/gemm/tuning.mojo").read_text()
     assert text.split(tune.BEGIN)[0] == before.split(tune.BEGIN)[0]
     assert text.split(tune.END)[1] == before.split(tune.END)[1]

@@ -15,8 +15,8 @@ from typing import Any
 
 import transformers
 
+from maxvision.weights import bundled
 from tests.graphs import reference
-from weights import bundled
 
 FILE = Path(__file__).with_name("goldens.json")
 EXAMPLES = reference.ROOT / "examples"

@@ -13,7 +13,7 @@ import transformers
 from transformers.image_utils import load_image
 from transformers.utils import logging
 
-from graphs import Features
+from maxvision.runtime import Features
 
 logging.disable_progress_bar()
 

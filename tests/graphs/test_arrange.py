@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graphs.arrange import block_steps
+from maxvision.graphs.arrange import block_steps
 
 SHAPES = [(3, 3, 128, 128), (1, 1, 512, 64), (3, 2, 72, 136), (1, 5, 8, 8), (1, 1, 64, 200)]
 

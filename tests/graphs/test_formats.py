@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from max.dtype import DType
 
-from graphs import formats
-from graphs.target import Target
+from maxvision.graphs import formats
+from maxvision.graphs.target import Target
 
 RNG = np.random.default_rng(0)
 FILTERS = RNG.standard_normal((3, 3, 128, 192), np.float32)

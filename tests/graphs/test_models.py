@@ -16,12 +16,12 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType, ops
 
-import graphs
-import weights
-from graphs import Features, cache, nodes
-from graphs.networks import network
-from graphs.parameters import Parameters
-from graphs.session import build
+from maxvision import runtime, weights
+from maxvision.graphs import nodes
+from maxvision.graphs.networks import network
+from maxvision.graphs.parameters import Parameters
+from maxvision.runtime import Features, cache
+from maxvision.runtime.session import build
 from tests.graphs import reference
 
 BOUND = 1e-5  # of float32: the largest difference over the largest number
@@ -252,7 +252,7 @@ def test_photos_get_the_answers_of_transformers(
     scores, classes = torch.from_numpy(np.concatenate(logits)).double().softmax(1).topk(5)
     assert len(classes[:, 0].unique()) > 10, "the pictures look alike to this model"
 
-    ours = graphs.load(reference.save(theirs, tmp_path)).classify([str(photo) for photo in photos])
+    ours = runtime.load(reference.save(theirs, tmp_path)).classify([str(photo) for photo in photos])
     assert [[p.class_id for p in answer] for answer in ours] == classes.tolist()
     assert [[p.label for p in answer] for answer in ours] == [
         [theirs.config.id2label[i] for i in row] for row in classes.tolist()

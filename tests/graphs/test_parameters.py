@@ -11,9 +11,9 @@ from max.driver import CPU
 from max.dtype import DType
 from max.graph import DeviceRef, Graph
 
-from graphs import arrange, parameters
-from graphs.parameters import ALIGNMENT, Parameters
-from graphs.session import Unchecked
+from maxvision.graphs import arrange, parameters
+from maxvision.graphs.parameters import ALIGNMENT, Parameters
+from maxvision.runtime.session import Unchecked
 
 
 @pytest.mark.parametrize(

@@ -14,22 +14,23 @@ from max.driver import CPU
 from max.dtype import DType
 from max.graph import DeviceRef
 
-import graphs
-import run_graph
-import weights
-from graphs import __main__ as command
-from graphs import ahead, cache, cli, package, sparsity
-from graphs.convolution import Convolution
-from graphs.errors import ArgumentError, DeviceError, ModelError
-from graphs.networks import convolutions
-from graphs.pipeline import Times
-from graphs.resnet import RESNETS
-from graphs.session import Unchecked, build, choose_sparse
-from graphs.sparsity import MARGIN, TABLES, Row, choose, read_table, table_name
-from graphs.target import Target
+from maxvision import run_graph, runtime, weights
+from maxvision.commands import classify as cli
+from maxvision.commands import compile as command
+from maxvision.commands.weights import main as weights_command
+from maxvision.common.errors import ArgumentError, DeviceError, ModelError
+from maxvision.graphs import sparsity
+from maxvision.graphs.convolution import Convolution
+from maxvision.graphs.networks import convolutions
+from maxvision.graphs.resnet import RESNETS
+from maxvision.graphs.sparsity import MARGIN, TABLES, Row, choose, read_table, table_name
+from maxvision.graphs.target import Target
+from maxvision.runtime import ahead, cache
+from maxvision.runtime import artifact as package
+from maxvision.runtime.pipeline import Times
+from maxvision.runtime.session import Unchecked, build, choose_sparse
 from tests.graphs import reference
-from tests.graphs.test_session import PREPROCESS, SMALL, levels
-from weights.__main__ import main as weights_command
+from tests.runtime.test_session import PREPROCESS, SMALL, levels
 
 HERE = Target.of(CPU())
 KINDS = (".weight", ".filter")
@@ -250,8 +251,8 @@ def test_auto_always_and_never_answer_alike(
     pruned: dict[float, str], tables: Callable[..., None], tmp_path: Path
 ) -> None:
     pixels = levels(3)
-    never = graphs.load(pruned[0.9], device="cpu", sparse="never")
-    always = graphs.load(pruned[0.9], device="cpu", sparse="always")
+    never = runtime.load(pruned[0.9], device="cpu", sparse="never")
+    always = runtime.load(pruned[0.9], device="cpu", sparse="always")
     assert never.sparse.layers == () and "stem" not in always.sparse.layers
     assert len(always.sparse.layers) == 5  # of two basic blocks, the second with a shortcut
     dense, sparse = never(pixels), always(pixels)
@@ -265,17 +266,17 @@ def test_auto_always_and_never_answer_alike(
         Row(x.kernel, x.stride, x.channels, x.filters, x.pixels, 1, 10.0, ((0.5, 1.0),))
         for x in convolutions(checkpoint.spec, (32, 32))
     ))  # fmt: skip
-    auto = graphs.load(pruned[0.9], device="cpu")
+    auto = runtime.load(pruned[0.9], device="cpu")
     assert auto.sparse.layers == always.sparse.layers and "compile" not in auto.seconds
     assert np.array_equal(auto(pixels), sparse)
 
     folder = tmp_path / "packed"
     made = ahead.compile(pruned[0.9], folder, sparse="always")
     assert made.sparse == always.sparse == package.read(folder).sparse
-    packed = graphs.load(str(folder), sparse="always")
+    packed = runtime.load(str(folder), sparse="always")
     assert np.array_equal(packed(pixels), sparse)
     with pytest.raises(DeviceError, match=r"compiled with sparse always but sparse is never"):
-        graphs.load(str(folder), sparse="never")
+        runtime.load(str(folder), sparse="never")
 
 
 def test_the_cache_tells_sparse_graphs_apart(pruned: dict[float, str]) -> None:
@@ -311,7 +312,7 @@ def test_the_command_line_takes_the_mode(
     out = str(tmp_path / "out")
     arguments = ["compile", pruned[0.0], "--sparse", "always", "-o", out]
     assert command.main(arguments) == 2
-    assert "prune it with python -m weights prune, or leave --sparse" in capsys.readouterr().err
+    assert "prune it with maxvision weights prune, or leave --sparse" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main([*arguments[:3], "sometimes", "-o", out])
     assert run_graph.parse(["x.jpg", "--sparse", "never"]).sparse == "never"

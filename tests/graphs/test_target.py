@@ -9,9 +9,9 @@ import max.driver as driver
 import pytest
 from max.driver import CPU
 
-from graphs import target
-from graphs.errors import ArgumentError, DeviceError
-from graphs.target import GPUS, Target, cpu_features
+from maxvision.common.errors import ArgumentError, DeviceError
+from maxvision.graphs import target
+from maxvision.graphs.target import GPUS, Target, cpu_features
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="these are names of x86-64")
 

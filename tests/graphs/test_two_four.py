@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from graphs.arrange import is_two_four, two_four
+from maxvision.graphs.arrange import is_two_four, two_four
 
 SHAPES = [(1, 1, 64, 64), (3, 3, 64, 128), (3, 3, 128, 40), (2, 1, 6, 72), (1, 3, 200, 8)]
 

@@ -20,9 +20,10 @@ from max.driver import Buffer, Device
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, KernelLibrary, TensorType, ops
 
-from bench.tf32 import RoundedProducts
-from graphs import cache, nodes
-from graphs.parameters import Parameters
+from maxvision.bench.tf32 import RoundedProducts
+from maxvision.graphs import nodes
+from maxvision.graphs.parameters import Parameters
+from maxvision.runtime import cache
 
 Shape = tuple[int, ...]
 TORCH = {

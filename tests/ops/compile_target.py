@@ -21,11 +21,12 @@ from max.dtype import DType
 from max.engine import CompiledModel, InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
-from bench.attribution import symbols as symbols_of
-from bench.layers import nodes as layer_nodes
-from graphs import cache, nodes
-from graphs.parameters import Parameters
-from graphs.target import Target
+from maxvision.bench.attribution import symbols as symbols_of
+from maxvision.bench.layers import nodes as layer_nodes
+from maxvision.graphs import nodes
+from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.target import Target
+from maxvision.runtime import cache
 from tests.ops.cases import CASES, PACKED, Case
 
 # Every op, both layouts of bmm's b, every branch an epilogue has: products of all ops share their

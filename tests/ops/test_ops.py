@@ -15,10 +15,11 @@ from max.engine import InferenceSession
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, TensorType
 
-from graphs import cache, nodes
-from graphs.arrange import has_stem
-from graphs.errors import ArgumentError, DeviceError
-from graphs.parameters import Parameters
+from maxvision.common.errors import ArgumentError, DeviceError
+from maxvision.graphs import nodes
+from maxvision.graphs.arrange import has_stem
+from maxvision.graphs.parameters import Parameters
+from maxvision.runtime import cache
 from tests.ops.cases import CASES, Case, build_graph, check, conv, dense, draw, pool, product
 
 # A sparse convolution on a CPU is float32 only.

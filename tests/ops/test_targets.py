@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from graphs.target import Target, cpu_features
+from maxvision.graphs.target import Target, cpu_features
 
 OTHERS = ("sm_80", "sm_89", "gfx942")
 more = pytest.mark.skipif(not os.environ.get("ALL_TARGETS"), reason="ALL_TARGETS=1 compiles it")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from graphs.arrange import block_steps
+from maxvision.graphs.arrange import block_steps
 
 from .machine import Launch, Tensors, pack
 from .ptx import Kernel

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphs import arrange
-from graphs.arrange import stem_fragments
+from maxvision.graphs import arrange
+from maxvision.graphs.arrange import stem_fragments
 
 from .conftest import Find
 from .launches import (

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from graphs import session
-from graphs.errors import DeviceError
-from graphs.host import leave
+from maxvision.common.errors import DeviceError
+from maxvision.common.host import leave
+from maxvision.runtime import session
 
 RAISE, SLOW, EXIT, HANG, MEMORY, NAN, BREAK = ((1, 2, i) for i in range(3, 10))
 SLOW_SECONDS = 0.5
@@ -64,8 +64,8 @@ def load(source: str, **options: Any) -> Faulty:
 
 
 if __name__ == "__main__":
-    from serve.options import parse
-    from serve.server import run
+    from maxvision.serve.options import parse
+    from maxvision.serve.server import run
     from tests.serve import faulty  # by its name, which the model's process imports
 
     leave(run(parse(sys.argv[1:]), load=faulty.load))

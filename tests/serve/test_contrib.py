@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.options import parse
+from maxvision.serve.options import parse
 from tests.serve.started import ROOT
 
 CONTRIB = ROOT / "contrib"

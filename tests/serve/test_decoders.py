@@ -21,12 +21,12 @@ from PIL import Image
 
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
-from graphs.errors import ModelError
-from graphs.preprocess import Preprocess
-from serve import decoders
-from serve.decoders import Decoders
-from serve.errors import Refusal
-from serve.images import Decoder, is_small
+from maxvision.common.errors import ModelError
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.serve import decoders
+from maxvision.serve.decoders import Decoders
+from maxvision.serve.errors import Refusal
+from maxvision.serve.images import Decoder, is_small
 from tests.serve.started import ROOT, children, picture
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
@@ -64,7 +64,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 def pids(parent: int | None = None) -> list[int]:
     """Finds the processes that decode for another, those that have ended not among them."""
-    return children(parent or os.getpid(), "serve.decoders")
+    return children(parent or os.getpid(), "maxvision.serve.decoders")
 
 
 def is_running(pid: int) -> bool:
@@ -95,7 +95,7 @@ BAD: list[bytes | str] = [
 
 
 def test_it_imports_nothing_of_max() -> None:
-    code = "import sys; from serve import decoders; print('max' in sys.modules)"
+    code = "import sys; from maxvision.serve import decoders; print('max' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
@@ -225,8 +225,8 @@ def test_a_start_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PARENT = """
 import asyncio
-from graphs.preprocess import Preprocess
-from serve.decoders import Decoders
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.serve.decoders import Decoders
 
 async def main():
     made = Decoders(Preprocess(), 1000, 2)

@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 httpx = pytest.importorskip("httpx")
 
-from graphs.preprocess import Preprocess  # noqa: E402
-from serve.routes.common import EXAMPLE  # noqa: E402
+from maxvision.runtime.preprocess import Preprocess  # noqa: E402
+from maxvision.serve.routes.common import EXAMPLE  # noqa: E402
 from tests.serve.conftest import EXAMPLES, IMAGES  # noqa: E402
 from tests.serve.dialects import LENGTH, MODEL, TOP, calls  # noqa: E402
 from tests.serve.started import ROOT, Server, picture  # noqa: E402

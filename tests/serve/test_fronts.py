@@ -40,13 +40,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_a_front_imports_nothing_of_max() -> None:
     names = "front, app, core, images, limits, remote, server"
-    code = f"import sys; from serve import {names}; print('max' in sys.modules)"
+    code = f"import sys; from maxvision.serve import {names}; print('max' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
 
 def fronts(server: Server) -> list[int]:
-    return server.children("serve.front")
+    return server.children("maxvision.serve.front")
 
 
 def ended(pid: int) -> bool:

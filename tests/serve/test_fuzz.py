@@ -108,7 +108,7 @@ def test_nothing_is_written_after_the_end() -> None:
     import uvicorn
     from uvicorn.server import ServerState
 
-    from serve.protocol import protocol
+    from maxvision.serve.protocol import protocol
 
     async def app(scope: dict, receive: object, send) -> None:  # type: ignore[no-untyped-def]
         head = {"type": "http.response.start", "status": 200, "headers": []}

@@ -10,8 +10,8 @@ import pytest
 httpcore = pytest.importorskip("httpcore")
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
-from serve.errors import Refusal  # noqa: E402
-from serve.media import Fetcher, Guarded, is_public  # noqa: E402
+from maxvision.serve.errors import Refusal  # noqa: E402
+from maxvision.serve.media import Fetcher, Guarded, is_public  # noqa: E402
 
 
 def answer(body: bytes, status: str = "200 OK", *headers: str) -> bytes:

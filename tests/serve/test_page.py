@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 pytest.importorskip("httpx")
 
-from serve.routes import page
+from maxvision.serve.routes import page
 from tests.serve import browser
 from tests.serve.conftest import EXAMPLES, KEY
 from tests.serve.started import Server

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
-from serve import quarantine
-from serve.quarantine import Quarantine
+from maxvision.serve import quarantine
+from maxvision.serve.quarantine import Quarantine
 
 POISON, INNOCENT, OTHER = (np.full((16, 16, 3), level, np.uint8) for level in (6, 7, 8))
 

@@ -31,11 +31,11 @@ httpx = pytest.importorskip("httpx")
 import pyarrow as pa  # noqa: E402
 from pyarrow import parquet  # noqa: E402
 
-from bench.rayed import Cluster  # noqa: E402
-from graphs.errors import ArgumentError  # noqa: E402
-from serve import batch  # noqa: E402
-from serve.app import PAGES, ROUTERS  # noqa: E402
-from serve.ray_app import app, decoding, read  # noqa: E402
+from maxvision.bench.rayed import Cluster  # noqa: E402
+from maxvision.common.errors import ArgumentError  # noqa: E402
+from maxvision.serve import batch  # noqa: E402
+from maxvision.serve.app import PAGES, ROUTERS  # noqa: E402
+from maxvision.serve.ray_app import app, decoding, read  # noqa: E402
 from tests.serve.conftest import EXAMPLES  # noqa: E402
 from tests.serve.dialects import MODEL, calls  # noqa: E402
 from tests.serve.started import ROOT, children  # noqa: E402
@@ -206,17 +206,17 @@ def test_processes_decode_and_are_started_anew(
     cluster.deploy(model=MODEL, device="cpu", cores=2, decode_threads=2)
     cluster.until(lambda: cluster.answering(1), "one replica")
     (replica,) = cluster.replicas()
-    begun = set(children(replica, "serve.decoders"))
+    begun = set(children(replica, "maxvision.serve.decoders"))
     assert len(begun) == 2
     with load(cluster, label) as seen:
         for process in begun:
             os.kill(process, signal.SIGKILL)
         cluster.until(
-            lambda: len(set(children(replica, "serve.decoders")) - begun) == 2, "new ones"
+            lambda: len(set(children(replica, "maxvision.serve.decoders")) - begun) == 2, "new ones"
         )
     assert all('"decoding_failed"' in each for each in set(seen) - {label}), seen
     assert seen.total() - seen[label] <= 2 * len(begun)
-    left = [Path(f"/proc/{process}") for process in children(replica, "serve.decoders")]
+    left = [Path(f"/proc/{process}") for process in children(replica, "maxvision.serve.decoders")]
     os.kill(replica, signal.SIGKILL)
     cluster.until(lambda: not any(each.exists() for each in left), "their end")
     cluster.until(lambda: cluster.answering(1), "another replica")

@@ -8,8 +8,8 @@ from PIL import Image
 
 pytest.importorskip("numba")
 
-from graphs.preprocess import Preprocess
-from serve import resample
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.serve import resample
 
 SIZES = [
     (500, 375), (375, 500), (256, 256), (224, 224), (640, 480), (1024, 768), (451, 300), (300, 601),

@@ -20,8 +20,8 @@ from PIL import Image
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 httpx = pytest.importorskip("httpx")
 
-from serve.errors import Refusal  # noqa: E402
-from serve.limits import Admission  # noqa: E402
+from maxvision.serve.errors import Refusal  # noqa: E402
+from maxvision.serve.limits import Admission  # noqa: E402
 from tests.serve import faulty  # noqa: E402
 from tests.serve.conftest import BATCH, BODY, EXAMPLES, IMAGES, KEY, QUEUE  # noqa: E402
 from tests.serve.started import ROOT, Server, picture  # noqa: E402
@@ -102,7 +102,7 @@ def test_options_are_taken_in_every_form(server: Server) -> None:
 
 
 def test_embeddings_are_the_features(server: Server) -> None:
-    from graphs import session
+    from maxvision.runtime import session
 
     model = session.load("resnet-cifar10", device="cpu")
     wanted = model.features(model.preprocess(CAT)[None]).features[0]

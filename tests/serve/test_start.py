@@ -18,15 +18,16 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
-from serve.options import parse
-from serve.worker import end_with_parent
+from maxvision.serve.options import parse
+from maxvision.serve.worker import end_with_parent
 from tests.serve import faulty
 from tests.serve.started import ROOT, children, picture, serving
 
 
 def test_max_serve_serves(tmp_path: Path) -> None:
     argv = [
-        str(Path(sys.executable).with_name("max")), "serve", "--custom-architectures", ".:serve",
+        str(Path(sys.executable).with_name("max")), "serve",
+        "--custom-architectures", ".:maxvision.serve",
         "--model", "weights/bundled/resnet-cifar10", "--devices", "cpu", "--host", "127.0.0.1",
         "--port", "0", "--max-batch-size", "4",
     ]  # fmt: skip
@@ -60,7 +61,7 @@ def test_a_server_holds_no_torch(tmp_path: Path) -> None:
 def test_torch_comes_back_for_whoever_needs_it() -> None:
     code = """if True:
         from importlib.util import find_spec
-        from serve import torchless
+        from maxvision.serve import torchless
         torchless.hide()
         assert not find_spec("torch")
         torchless.show()

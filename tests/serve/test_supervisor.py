@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
-from serve import engine, supervisor
-from serve.supervisor import TICK, Supervisor, waits
+from maxvision.serve import engine, supervisor
+from maxvision.serve.supervisor import TICK, Supervisor, waits
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
-from serve.worker import Runner
+from maxvision.serve.worker import Runner
 
 
 class Model:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from graphs.errors import ModelError
+from maxvision.common.errors import ModelError
+from maxvision.weights import load
 from tests.weights import models
-from weights import load
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_without_labels_classes_are_numbered(folder):
 
 
 def test_imagenet_has_its_names():
-    from weights.metadata import imagenet
+    from maxvision.weights.metadata import imagenet
 
     names = imagenet()
     assert len(names) == 1000
@@ -279,14 +279,16 @@ def test_pickles_without_torch(tmp_path):
     code = f"""
 import sys
 sys.modules["torch"] = None
-from weights import load
+from maxvision.weights import load
 load({str(tmp_path / "net.pth")!r})
 """
     done = python(code)
-    assert "python -m weights convert net.pth -o DIR" in done.stderr
+    assert "maxvision weights convert net.pth -o DIR" in done.stderr
 
 
 def test_importing_is_cheap():
     heavy = "{'torch', 'transformers', 'huggingface_hub', 'PIL', 'rich'}"
-    done = python(f"import sys, weights; print(sorted({heavy} & sys.modules.keys()))")
+    done = python(
+        f"import sys; from maxvision import weights; print(sorted({heavy} & sys.modules.keys()))"
+    )
     assert done.stdout == "[]\n", done.stderr

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from graphs import cvt as cvt_graph
-from graphs import resnet as resnet_graph
-from graphs.errors import ModelError
-from graphs.resnet import ResNetSpec
+from maxvision.common.errors import ModelError
+from maxvision.graphs import cvt as cvt_graph
+from maxvision.graphs import resnet as resnet_graph
+from maxvision.graphs.resnet import ResNetSpec
+from maxvision.weights import load
 from tests.weights import models
-from weights import load
 
 
 def assert_same(one, other):
@@ -105,8 +105,8 @@ def test_original_cvt(cvt, tmp_path):
     ],
 )
 def test_the_spec_is_read_off_the_tensors(spec):
-    from weights.formats import TORCHVISION, specify
-    from weights.layout import as_is, oihw_to_rscf, out_in_to_in_out, unfold
+    from maxvision.weights.formats import TORCHVISION, specify
+    from maxvision.weights.layout import as_is, oihw_to_rscf, out_in_to_in_out, unfold
 
     layouts = {"filter": oihw_to_rscf, "weight": out_in_to_in_out}
     tensors = {}

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weights.layout import BATCHNORM_PARTS, fold, merge_masks, oihw_to_rscf, unfold
+from maxvision.weights.layout import BATCHNORM_PARTS, fold, merge_masks, oihw_to_rscf, unfold
 
 
 @pytest.mark.parametrize("groups", [1, 6])

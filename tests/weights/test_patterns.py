@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weights.patterns import pattern
-from weights.prune import PATTERNS, keep
+from maxvision.weights.patterns import pattern
+from maxvision.weights.prune import PATTERNS, keep
 
 
 def drawn(shape: tuple[int, ...] = (32, 24, 3, 3), seed: int = 0) -> np.ndarray:

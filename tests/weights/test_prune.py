@@ -1,4 +1,4 @@
-"""``python -m weights prune``: exact counts, whole patterns, honest metadata, clear mistakes."""
+"""``maxvision weights prune``: exact counts, whole patterns, honest metadata, clear mistakes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from transformers import AutoModelForImageClassification
 
-import weights
+from maxvision import weights
+from maxvision.commands.weights import main
+from maxvision.weights.prune import as_rows, keep, prunable
+from maxvision.weights.source import find
 from tests.weights import models
-from weights.__main__ import main
-from weights.prune import as_rows, keep, prunable
-from weights.source import find
 
 
 def drawn(*shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("weights.convert.save_file", full)
+    monkeypatch.setattr("maxvision.weights.convert.save_file", full)
     where = tmp_path / "out" / "net"
     assert main(["prune", "resnet-cifar10", "--sparsity", "0.5", "-o", str(where)]) == 2
     assert "the disk is full; nothing was written" in capsys.readouterr().err

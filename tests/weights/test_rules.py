@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from graphs.errors import ModelError
-from weights.layout import as_is, oihw_to_rscf, token
-from weights.rules import Ignore, Rule, apply, key_for
+from maxvision.common.errors import ModelError
+from maxvision.weights.layout import as_is, oihw_to_rscf, token
+from maxvision.weights.rules import Ignore, Rule, apply, key_for
 
 RULES = [
     Rule(r"layer(\d)\.(\d+)\.conv\.weight", r"stages.\1.\2.filter", oihw_to_rscf),

@@ -224,7 +224,7 @@ class Pruner:
     Weights of all layers are ranked by one score, LAMP ("Layer-adaptive sparsity for the
     magnitude-based pruning", Lee et al. 2021, arXiv:2010.07611): magnitudes alone would empty
     layers whose weights are small because batch norm scales them up again. The first convolution,
-    the classifier and depthwise convolutions stay dense, as `python -m weights prune` leaves them.
+    the classifier and depthwise convolutions stay dense, as `maxvision weights prune` leaves them.
     """
 
     RAMP = 0.5  # of the steps, in which the zeros grow; then the masks stay

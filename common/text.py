@@ -1,0 +1,8 @@
+"""Text that any stream takes."""
+
+from __future__ import annotations
+
+
+def utf8(text: str) -> str:
+    r"""Writes the bytes of a file name that are no UTF-8 (in Python, lone surrogates) as \udc.."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,119 @@
+"""Compiles a model ahead of time, on any machine, into a folder that runs without the compiler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from max.dtype import DType
+from max.engine import CompiledModel, InferenceSession
+from max.graph import DeviceRef, Graph, KernelLibrary
+
+from maxvision import weights
+from maxvision.common import __version__
+from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.common.folder import new_folder
+from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.target import Target
+from maxvision.runtime import artifact as package
+from maxvision.runtime import cache
+from maxvision.runtime.artifact import Package
+from maxvision.runtime.preprocess import Preprocess
+from maxvision.runtime.session import Unchecked, build, choose_sparse, find_dtype
+from maxvision.weights.convert import configuration
+
+
+def compile(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    target: str = "cpu",
+    dtype: str = "auto",
+    tf32: bool = True,
+    sparse: str = "auto",
+    revision: str | None = None,
+    force: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Package:
+    """Compiles a model for ``target`` and writes ``folder``, which ``runtime.load`` runs.
+
+    While it lasts, no model can run in this process.
+
+    Args:
+        source: A model, as ``runtime.load`` takes it.
+        folder: What to write (runtime/artifact.py); it appears when it is complete.
+        target: ``cpu``, this machine's; ``cpu:x86-64-v3`` or another kind of CPU; or a GPU that
+            need not be here, such as ``sm_90a`` or ``gfx942``.
+        dtype: Of activations and filters, as in ``runtime.load``; so is ``tf32``.
+        tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
+        sparse: What runs pruned layers, as in ``runtime.load``.
+        revision: Branch, tag or commit on the hub.
+        force: Replace ``folder`` if it holds a compiled model.
+        progress: Called with a sentence before each step that takes time.
+
+    Raises:
+        ArgumentError: If an argument is wrong, or ``folder`` cannot be written.
+        DeviceError: If the target's kernels do not take the dtype.
+        ModelError: If the model cannot be read, or takes no pictures, or is asked to run sparse
+            and is not pruned.
+    """
+    wanted = Target.parse(target)
+    if package.is_here(source):
+        raise ModelError(f"{source}: expected a model but it is compiled already; run it as it is")
+    checkpoint = weights.load(source, revision=revision, progress=progress)
+    preprocess = Preprocess.from_config(checkpoint.preprocess)
+    if checkpoint.spec.channels != len(preprocess.mean):
+        raise ModelError(
+            f"{checkpoint.name}: expected a model of {len(preprocess.mean)} channels, for pictures,"
+            f" but it takes {checkpoint.spec.channels}; load it where it runs"
+        )
+    size = (preprocess.height, preprocess.width)
+
+    def replaces(existing: Path) -> bool:
+        if force and not package.is_here(existing):
+            raise ArgumentError(
+                f"{existing}: expected a compiled model to replace but it is something else;"
+                " choose another folder"
+            )
+        return force
+
+    path = Path(folder)
+    with new_folder(path, "the model", replaces) as draft, wanted.device() as device:
+        kind = find_dtype(dtype, device)
+        place = DeviceRef.from_device(device)
+        rounds = tf32 and kind == DType.float32 and wanted.api == "cuda"
+        choice = choose_sparse(checkpoint, sparse, wanted, kind, size, tf32=tf32)
+
+        def built(kernels: KernelLibrary | None = None) -> tuple[Graph, Parameters]:
+            layers = choice.formats
+            return build(
+                checkpoint, place, kind, size=size, tf32=rounds, sparse=layers, kernels=kernels
+            )
+
+        graph, parameters = built(Unchecked())
+
+        def compiled() -> CompiledModel:
+            if progress:
+                progress(f"compiling {checkpoint.name} for {wanted.name}")
+            checked, _ = built()
+            return InferenceSession(devices=[device]).compile(checked)
+
+        mef = cache.compiled(graph, wanted, compiled)
+        if progress:
+            progress(f"writing {path}")
+        package.write(
+            draft,
+            name=checkpoint.name,
+            family=checkpoint.family,
+            target=wanted,
+            dtype=kind,
+            tf32=rounds,
+            sparse=choice.short,
+            graph=mef,
+            weights=parameters.bound,
+            config=configuration(checkpoint.spec, checkpoint.labels),
+            preprocess=checkpoint.preprocess,
+            versions={"maxvision": __version__},
+        )
+    return package.read(path)

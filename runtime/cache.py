@@ -1,0 +1,224 @@
+"""What was compiled before, by the content that it was compiled from.
+
+MAX keeps the results of its compiler too, but asks for them with a graph that was checked against
+the compiled ops, and compiling these takes four seconds at every start. A graph that is found here
+needs neither: its text, the ops' sources, the target and MAX's version name its file.
+
+The files lie in a folder of MAX's own cache, and go with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from max._core.engine import max_cache_dir
+from max.engine import CompiledModel
+from max.engine import __version__ as max_version
+from max.graph import Graph
+from mojo.run import subprocess_run_mojo
+
+from maxvision.common.errors import ModelError, UserError
+from maxvision.graphs.nodes import OPS
+from maxvision.graphs.target import Target
+
+KEPT = 64
+"""Files of each kind that are kept; the least recently used go first."""
+
+ROOM = 32 << 20
+"""Bytes that a compilation may leave in MAX's caches; ResNet-50's leaves 16 MB."""
+
+_DIGEST = hashlib.sha256().digest_size
+_IMPORT = re.compile(r"^from (\.+)([\w.]*) import", re.MULTILINE)
+
+
+def library(*, gpu: bool) -> Path:
+    """Returns the ops for ``Graph(custom_extensions=...)``: compiled, if there is a cache.
+
+    Args:
+        gpu: Whether with the kernels for GPUs: without, it takes less than half of the time.
+
+    Raises:
+        ModelError: If there is no compiler.
+    """
+    folder = _folder()
+    if folder is None:
+        return OPS
+    path = folder / f"mojo_pkg_{_sources(gpu)[:32]}.mojoc"  # the stem names the package
+    if path.is_file():
+        _touch(path)
+        return path
+    with tempfile.TemporaryDirectory(dir=folder) as draft:
+        made, ops = Path(draft) / path.name, Path(draft) / OPS.name
+        for place, source in _modules(gpu).items():
+            (ops / place).parent.mkdir(parents=True, exist_ok=True)
+            (ops / place).write_bytes(source)
+        try:
+            done = subprocess_run_mojo(
+                ["precompile", str(ops), "-o", str(made)], capture_output=True, text=True
+            )
+        except (OSError, RuntimeError):
+            raise ModelError(
+                "the compiler that max installs was expected but it is not here; pip install max,"
+                " or take a model that maxvision compile has compiled"
+            ) from None
+        if done.returncode:
+            raise RuntimeError(f"mojo precompile {OPS}: {done.stderr.strip()}")
+        made.replace(path)
+    _prune(folder, "*.mojoc")
+    return path
+
+
+def key(graph: Graph, target: Target) -> str:
+    """Names what a graph compiles to, by all that has a part in it."""
+    sources = _sources(target.api != "cpu")
+    parts = [str(graph), sources, max_version, repr(target), repr(_settings(os.environ))]
+    return _hash(part.encode() for part in parts)
+
+
+def find(name: str) -> bytes | None:
+    """Returns the compiled graph called ``name``, or None if there is none or it is damaged."""
+    folder = _folder()
+    if folder is None:
+        return None
+    path = folder / f"{name}.mef"
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, mef = content[:_DIGEST], content[_DIGEST:]
+    if hashlib.sha256(mef).digest() != digest:
+        return None
+    _touch(path)
+    return mef
+
+
+def store(name: str, compiled: CompiledModel) -> bytes:
+    """Keeps a compiled graph, if there is room for it, and returns its bytes."""
+    folder = _folder()
+    with tempfile.TemporaryDirectory(dir=folder) as draft:
+        path, kept = Path(draft) / "graph.mef", Path(draft) / "kept"
+        compiled.export_mef(path)
+        mef = path.read_bytes()
+        if folder is not None:
+            with suppress(OSError):  # a full disk: the next start compiles again
+                kept.write_bytes(hashlib.sha256(mef).digest() + mef)
+                kept.replace(folder / f"{name}.mef")
+                _prune(folder, "*.mef")
+    return mef
+
+
+def compiled(graph: Graph, target: Target, compile: Callable[[], CompiledModel]) -> bytes:
+    """Returns what ``graph`` compiles to for ``target``: found, or else compiled and kept.
+
+    Raises:
+        ModelError: If the compiler finds no room on the disk.
+    """
+    name = key(graph, target)
+    if mef := find(name):
+        return mef
+    try:
+        return store(name, compile())
+    except UserError:
+        raise
+    except Exception:
+        folder = max_cache_dir()
+        if folder is None or _free(folder) > ROOM:
+            raise
+        raise ModelError(
+            f"{folder}: some {ROOM >> 20} MB of room to compile in were expected but the disk is"
+            " full; make room there, or set MODULAR_CACHE_DIR to a folder that has it"
+        ) from None
+
+
+def _free(folder: Path) -> float:
+    """Returns the free bytes of a folder's disk, without end if they cannot be told."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return math.inf
+
+
+def _folder() -> Path | None:
+    """Makes the folder of the cache; None if it cannot be written."""
+    parent = max_cache_dir()
+    if parent is None:
+        return None
+    folder = parent / "maxvision"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+@cache
+def _sources(gpu: bool) -> str:
+    """Digests the ops' sources, for a GPU or for a CPU, and the compiler's version."""
+    modules = _modules(gpu)
+    names = (place.as_posix().encode() for place in modules)
+    return _hash([max_version.encode(), *names, *modules.values()])
+
+
+@cache
+def _modules(gpu: bool) -> dict[Path, bytes]:
+    """Reads the ops' sources, by their places in the package.
+
+    For a CPU ops/no_gpu.mojo is in the place of ops/gpu.mojo, and no module is there that only the
+    latter imports.
+    """
+    found: dict[Path, bytes] = {}
+    waiting = [Path("__init__.mojo")]
+    while waiting:
+        place = waiting.pop()
+        if place in found:
+            continue
+        without = place == Path("gpu.mojo") and not gpu
+        source = found[place] = (OPS / ("no_gpu.mojo" if without else place)).read_bytes()
+        for dots, name in _IMPORT.findall(source.decode()):
+            module = place.parents[len(dots) - 1].joinpath(*name.split("."))
+            if (OPS / module).is_dir():
+                waiting.append(module / "__init__.mojo")
+            else:
+                waiting += [module.with_suffix(".mojo"), module.parent / "__init__.mojo"]
+    return dict(sorted(found.items()))
+
+
+def _settings(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Lists the settings of MAX that may change what it compiles, its cache's place excepted."""
+    return sorted(
+        (name, value)
+        for name, value in environment.items()
+        if name.startswith("MODULAR_") and "CACHE" not in name and name != "MODULAR_HOME"
+    )
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _touch(path: Path) -> None:
+    with suppress(OSError):
+        os.utime(path)
+
+
+def _prune(folder: Path, pattern: str) -> None:
+    def used(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    for path in sorted(folder.glob(pattern), key=used)[:-KEPT]:
+        path.unlink(missing_ok=True)

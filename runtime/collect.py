@@ -1,0 +1,59 @@
+"""The images that a command line names: files, folders, standard input."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from maxvision.common.errors import ImageError
+from maxvision.runtime.pipeline import Item
+from maxvision.runtime.preprocess import EXTENSIONS, Source, read_image
+
+
+def collect(arguments: Sequence[str]) -> list[Item]:
+    """Lists the images that the arguments name: files, folders (in name order), ``-`` for stdin."""
+    items: list[Item] = []
+    for argument in arguments:
+        if argument == "-":
+            items.append(Item("-", _stdin()))
+        elif os.path.isdir(argument):
+            items.extend(_folder(argument))
+        else:
+            items.append(Item(argument, argument))
+    return items
+
+
+def _stdin() -> Source | ImageError:
+    try:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ImageError(
+                "-: an image on standard input was expected but nothing is piped in; pipe one in"
+            )
+        return read_image(sys.stdin.buffer.read(), name="-")
+    except ImageError as error:
+        return error
+
+
+def _folder(folder: str) -> list[Item]:
+    found: list[tuple[list[str], Item]] = []
+
+    def refuse(error: OSError) -> None:
+        path = error.filename or folder
+        problem = f"{path}: a folder was expected but it cannot be read ({error.strerror});"
+        found.append(_sorted(path, ImageError(f"{problem} check its permissions")))
+
+    for path, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith("."):
+                image = os.path.join(path, name)
+                found.append(_sorted(image, image))
+    if not found:
+        problem = f"{folder}: a folder with images was expected but none is in it;"
+        found.append(_sorted(folder, ImageError(f"{problem} check the path")))
+    return [item for _, item in sorted(found, key=lambda pair: pair[0])]
+
+
+def _sorted(path: str, source: Source | ImageError) -> tuple[list[str], Item]:
+    return path.split(os.sep), Item(path, source)

@@ -1,0 +1,489 @@
+"""An image file becomes the array a model reads: decode, make upright RGB, resize, crop.
+
+Normalisation is not done here. The graph does it, with ``Preprocess.mean`` and ``Preprocess.std``,
+so what travels to the device is one byte a channel.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import IO, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import WebPImagePlugin as _  # noqa: F401  registers WebP: Pillow imports it only on demand
+
+from maxvision.common.errors import ImageError, ModelError
+from maxvision.common.host import cores
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+Source: TypeAlias = "str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | npt.NDArray[Any]"
+
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF")
+"""The formats Pillow may open, the common ones first; its many others stay closed to input."""
+
+EXTENSIONS = frozenset(
+    ".jpg .jpeg .jpe .jfif .png .apng .gif .bmp .webp .tif .tiff".split()  # lower case
+)
+
+MAX_PIXELS = 100_000_000
+"""Largest picture decoded, in pixels, by the size its header declares (300 MB as RGB)."""
+
+_WANTED = "a JPEG, PNG, WebP, GIF, BMP or TIFF picture was expected"
+
+_UPRIGHT = {  # EXIF orientation: what makes it upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+# --- a source becomes an upright RGB image ----------------------------------------------------
+
+
+def read_image(source: Source, name: str | None = None) -> Image.Image:
+    """Reads one picture as an upright 8-bit RGB image.
+
+    Of an animation or a multi-page file the first picture is read. EXIF orientation is applied.
+    Transparency is laid over white, which is how a viewer shows it (transformers drops alpha and
+    shows whatever colour was left underneath). 16-bit grey is scaled to 8, not clipped. Numbers
+    of no fixed range (32-bit integers, floats) are read with white at the smallest of 1 (floats
+    only), 255 and 65535 that holds them all; failing that, their range is stretched to 0..255.
+
+    Args:
+        source: A path, the bytes of a file, an open binary file, a PIL image, or an array
+            ``[H, W]``, ``[H, W, 1]``, ``[H, W, 3]`` (RGB) or ``[H, W, 4]`` (RGBA) of booleans,
+            integers or floats.
+        name: What errors call the picture; its path when not given.
+
+    Raises:
+        ImageError: If the picture is missing, unreadable, damaged, larger than ``MAX_PIXELS``
+            or of another format than ``FORMATS``.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        where = name or os.fspath(source)
+        with closing(_open(source, where)) as file:
+            return _decode(file, where)
+    where = name or "image"
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _decode(io.BytesIO(source), where)
+    if isinstance(source, np.ndarray):
+        return _to_rgb(_from_array(source, where))
+    if isinstance(source, Image.Image):
+        return _load(source, where)
+    if hasattr(source, "read"):
+        return _decode(source, where)
+    raise ImageError(
+        f"{where}: a path, bytes, a binary file, a PIL image or a NumPy array was expected"
+        f" but a {type(source).__name__} came; convert it to one of these"
+    )
+
+
+def _open(path: str | os.PathLike[str], where: str) -> IO[bytes]:
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        came = "there is no such file; check the path"
+    except IsADirectoryError:
+        came = "this is a folder; name the pictures in it"
+    except PermissionError:
+        came = "you may not read it; check its permissions"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        came = f"it cannot be opened ({getattr(error, 'strerror', None) or error}); check the path"
+    raise ImageError(f"{where}: an image file was expected but {came}")
+
+
+def _decode(file: IO[bytes], where: str) -> Image.Image:
+    try:
+        if not file.seekable():  # a pipe
+            file = io.BytesIO(file.read())
+        image = Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError:
+        file.seek(0)
+        raise ImageError(f"{where}: {_WANTED} but {_describe(file.read(64))}") from None
+    except Image.DecompressionBombError:  # Pillow's own limit, above ours
+        raise _too_large(where, f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels") from None
+    except Exception as error:
+        raise _damaged(where, error) from error
+    with image:
+        return _load(image, where)
+
+
+def _load(image: Image.Image, where: str) -> Image.Image:
+    if image.width * image.height > MAX_PIXELS:
+        raise _too_large(where, f"{image.width:,} x {image.height:,}")
+    if not image.width * image.height:
+        raise ImageError(f"{where}: a picture was expected but it has no pixels; check its source")
+    if image.mode == "LAB":
+        raise ImageError(
+            f"{where}: RGB, grey, palette or CMYK colours were expected but they are CIELAB;"
+            " export it as RGB"
+        )
+    try:
+        image.load()
+        turn = _UPRIGHT.get(_orientation(image))
+        image = _to_rgb(image)
+    except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
+        raise _damaged(where, error) from error
+    if turn is not None:
+        image = image.transpose(turn)
+        image.info = {}  # or a second reading would turn it again
+    return image
+
+
+def _orientation(image: Image.Image) -> int:
+    """Returns the EXIF orientation; EXIF that cannot be read says nothing (1)."""
+    try:
+        return int(image.getexif().get(0x0112, 1))
+    except Exception:
+        return 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
+        top = None
+        if image.mode.startswith("I;16"):
+            top = 2 ** tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0] - 1  # TIFF has 12-bit too
+        grey = _to_8_bit(np.asarray(image), top)
+        if tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:  # WhiteIsZero
+            grey = np.subtract(255, grey)
+        return Image.fromarray(grey).convert("RGB")
+    if image.has_transparency_data:
+        over = Image.new("RGBA", image.size, "white")
+        over.alpha_composite(image.convert("RGBA"))
+        image = over
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _from_array(array: npt.NDArray[Any], where: str) -> Image.Image:
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))) or not array.size:
+        raise ImageError(
+            f"{where}: an array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4] was expected but its"
+            f" shape is {list(array.shape)}; put the channels last and pass one picture"
+        )
+    if array.dtype.kind not in "biuf":
+        raise ImageError(
+            f"{where}: an array of booleans, integers or floats was expected but its dtype is"
+            f" {array.dtype}; convert it to uint8"
+        )
+    top = {"bool": 1, "uint8": 255, "uint16": 65535}.get(array.dtype.name)
+    return Image.fromarray(np.ascontiguousarray(_to_8_bit(array, top)))
+
+
+def _to_8_bit(values: npt.NDArray[Any], top: int | None = None) -> Pixels:
+    """Scales numbers so that 0 is level 0 and ``top`` is level 255 (`read_image` has the rule)."""
+    if top == 255:
+        return values.astype(np.uint8, copy=False)
+    scaled = values.astype(np.float32)
+    low, high = 0.0, float(top or 0)
+    if top is None:
+        finite = scaled[np.isfinite(scaled)]
+        if not finite.size:
+            raise ValueError("no finite value in the picture")
+        low, high = float(finite.min()), float(finite.max())
+        scaled = np.nan_to_num(scaled, nan=low, posinf=high, neginf=low)
+        for white in (1, 255, 65535) if values.dtype.kind == "f" else (255, 65535):
+            if low >= 0 and high <= white:
+                low, high = 0.0, white
+                break
+    scaled -= low
+    scaled *= 255 / ((high - low) or 1)
+    return (scaled + 0.5).clip(0, 255).astype(np.uint8)
+
+
+_SIGNATURES = (  # where in the file, what stands there, what it is
+    (0, b"\xff\xd8\xff", "a JPEG header that is cut off or damaged; copy the file again"),
+    (0, b"\x89PNG", "a PNG header that is cut off or damaged; copy the file again"),
+    (8, b"WEBP", "a WebP file that is cut off or damaged; copy the file again"),
+    (0, b"GIF8", "a GIF header that is cut off or damaged; copy the file again"),
+    (0, b"BM", "a BMP header that is cut off or damaged; copy the file again"),
+    (0, b"II*\0", "a TIFF file that is cut off or damaged; copy the file again"),
+    (0, b"MM\0*", "a TIFF file that is cut off or damaged; copy the file again"),
+    (4, b"ftyp", "HEIC, AVIF or a video; convert it to JPEG"),
+    (0, b"%PDF", "a PDF; export its pictures as JPEG or PNG"),
+)
+
+
+def _describe(head: bytes) -> str:
+    """Tells from its first bytes what a file is that Pillow could not open, and what to do."""
+    if not head:
+        return "the file is empty; copy it again"
+    for start, magic, what in _SIGNATURES:
+        if head[start:].startswith(magic):
+            return f"it holds {what}"
+    if all(byte in b"\t\n\r\f" or (byte >= 32 and byte != 127) for byte in head):
+        return "it holds text; check that it is the file you mean"
+    return "it holds something else; convert it to one of these"
+
+
+def _too_large(where: str, size: str) -> ImageError:
+    return ImageError(
+        f"{where}: a picture of at most {MAX_PIXELS // 1_000_000} megapixels was expected but its"
+        f" header says {size}; scale it down first"
+    )
+
+
+def _damaged(where: str, error: Exception) -> ImageError:
+    return ImageError(
+        f"{where}: a whole picture was expected but it is cut off or damaged"
+        f" ({str(error).rstrip('.') or type(error).__name__}); copy or export it again"
+    )
+
+
+# --- an upright RGB image becomes the input of a model ----------------------------------------
+
+_LARGE = 2**24  # px; a picture resized beyond this is long and thin, and only its crop is resized
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_HALF = [0.5, 0.5, 0.5]
+_CLIP = {
+    "size": {"shortest_edge": 224},
+    "resample": 3,
+    "do_center_crop": True,
+    "crop_size": 224,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_PROCESSORS: dict[str, dict[str, Any]] = {  # transformers' classes and their defaults (5.12)
+    "ConvNextImageProcessor": {
+        "size": {"shortest_edge": 384}, "resample": 3, "crop_pct": 224 / 256,
+        "image_mean": _HALF, "image_std": _HALF,
+    },
+    "ViTImageProcessor": {"size": 224, "resample": 2, "image_mean": _HALF, "image_std": _HALF},
+    "DeiTImageProcessor": {
+        "size": 256, "resample": 3, "do_center_crop": True, "crop_size": 224,
+        "image_mean": _HALF, "image_std": _HALF,
+    },
+    "CLIPImageProcessor": _CLIP,
+    "BitImageProcessor": _CLIP,
+}  # fmt: skip
+_COMMON = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+_READ = set(_COMMON) | set(
+    "size resample crop_pct do_center_crop crop_size image_mean image_std default_to_square"
+    " image_processor_type feature_extractor_type".split()
+)
+_NO_MATTER = set(
+    "processor_class _processor_class _valid_processor_keys do_convert_rgb num_channels data_format"
+    " input_data_format return_tensors device auto_map disable_grouping".split()
+)
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """Resizes, then crops the centre: the evaluation transform of a checkpoint.
+
+    The defaults are those of ImageNet evaluation: 256 px, bicubic, the central 224.
+
+    Attributes:
+        height: Height of the result, px. An image smaller than the crop gets a black border.
+        width: Width of the result, px.
+        resize: What the image is resized to before the crop: the length of its shorter edge in
+            px, ``(height, width)`` whatever its shape, or None for its own size.
+        resample: Pillow's filter.
+        mean: Per RGB channel, in levels of the 0..255 result: the model's input is
+            ``(result - mean) / std``.
+        std: As ``mean``; ``mean`` 0 and ``std`` 1 leave the levels as they are.
+    """
+
+    height: int = 224
+    width: int = 224
+    resize: int | tuple[int, int] | None = 256
+    resample: Image.Resampling = Image.Resampling.BICUBIC
+    mean: tuple[float, ...] = tuple(m / (1 / 255) for m in _IMAGENET_MEAN)
+    std: tuple[float, ...] = tuple(s / (1 / 255) for s in _IMAGENET_STD)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Preprocess:
+        """Reads a ``preprocessor_config.json`` as transformers 5.12 does.
+
+        The processors of ConvNext (that of Microsoft's ResNet and CvT checkpoints), ViT, DeiT,
+        CLIP and BiT are known, under their older names too. A file that names none is read as
+        ConvNext unless its settings say otherwise.
+
+        Raises:
+            ModelError: If a setting is unknown, malformed or not supported.
+        """
+        kind = _kind(config)
+        for key in sorted(config.keys() - _READ - _NO_MATTER):
+            if config[key] not in (None, False):
+                near = get_close_matches(key, _READ, 1)
+                raise _bad(key, "a setting that maxvision knows", config[key], *near)
+        given = {key: value for key, value in config.items() if value is not None}
+        setting = {**_COMMON, **_PROCESSORS[kind], **given}
+
+        resize, (height, width) = _geometry(kind, setting)
+        resample = setting["resample"]
+        if isinstance(resample, bool) or resample not in range(6):
+            raise _bad("resample", "one of Pillow's filters, 0 to 5,", resample)
+        scale = _number(setting, "rescale_factor") if _on(setting, "do_rescale") else 1.0
+        mean: tuple[float, ...] = (0.0,) * 3
+        std: tuple[float, ...] = (1.0,) * 3
+        if _on(setting, "do_normalize"):
+            mean, std = _channels(setting, "image_mean"), _channels(setting, "image_std")
+        if scale <= 0 or min(std) <= 0:
+            key = "rescale_factor" if scale <= 0 else "image_std"
+            raise _bad(key, "numbers above 0", setting[key])
+        return cls(
+            height,
+            width,
+            resize,
+            Image.Resampling(resample),
+            tuple(m / scale for m in mean),
+            tuple(s / scale for s in std),
+        )
+
+    def __call__(self, source: Source) -> Pixels:
+        """Turns a picture (whatever `read_image` reads) into levels ``[height, width, RGB]``.
+
+        Raises:
+            ImageError: If the picture cannot be read.
+        """
+        image = self._resized(read_image(source))
+        left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
+        if image.size != (self.width, self.height):
+            image = image.crop((left, top, left + self.width, top + self.height))
+        return np.array(image)
+
+    def _resized(self, image: Image.Image) -> Image.Image:
+        if self.resize is None:
+            return image
+        if isinstance(self.resize, tuple):
+            height, width = self.resize
+        else:
+            short, long = sorted(image.size)
+            length = int(self.resize * long / short)
+            width, height = (
+                (self.resize, length) if image.width <= image.height else (length, self.resize)
+            )
+        if width * height <= _LARGE:
+            return image.resize((width, height), self.resample)
+        # Equal to resize and crop but for rounding, which Pillow's choice of the first axis moves.
+        w, h = min(width, self.width), min(height, self.height)
+        left, top = (width - w) // 2, (height - h) // 2
+        x, y = image.width / width, image.height / height
+        box = (left * x, top * y, (left + w) * x, (top + h) * y)
+        return image.resize((w, h), self.resample, box=box)
+
+
+def load_batch(
+    sources: Sequence[Source], preprocess: Preprocess, workers: int | None = None
+) -> list[Pixels | ImageError]:
+    """Reads and preprocesses pictures on ``workers`` threads (unset: one a core), in order.
+
+    A picture that cannot be read has its error in its place. Pillow releases the interpreter
+    while it decodes and resizes.
+    """
+
+    def load(source: Source) -> Pixels | ImageError:
+        try:
+            return preprocess(source)
+        except ImageError as error:
+            return error
+
+    workers = min(workers or cores(), len(sources))
+    if workers <= 1:
+        return [load(source) for source in sources]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(load, sources))
+
+
+def _kind(config: dict[str, Any]) -> str:
+    name = config.get("image_processor_type") or config.get("feature_extractor_type")
+    if name:
+        kind = str(name).replace("FeatureExtractor", "ImageProcessor")
+        kind = kind.removesuffix("Fast").removesuffix("Pil")
+        if kind not in _PROCESSORS:
+            raise _bad("image_processor_type", f"one of {', '.join(_PROCESSORS)}", name)
+        return kind
+    size = config.get("size")
+    if config.get("crop_pct") is None:
+        if config.get("do_center_crop") or config.get("crop_size"):
+            return "CLIPImageProcessor"
+        if isinstance(size, dict) and "height" in size:
+            return "ViTImageProcessor"
+    return "ConvNextImageProcessor"
+
+
+def _geometry(
+    kind: str, setting: dict[str, Any]
+) -> tuple[int | tuple[int, int] | None, tuple[int, int]]:
+    """Returns ``Preprocess.resize`` and the height and width of the crop."""
+    resize: int | tuple[int, int] | None = None
+    crop: int | tuple[int, int] | None = None
+    if _on(setting, "do_resize"):
+        square = kind in ("ViTImageProcessor", "DeiTImageProcessor")
+        resize = crop = _size("size", setting["size"], setting.get("default_to_square", square))
+    if kind == "ConvNextImageProcessor" and resize is not None:
+        if not isinstance(resize, int):
+            raise _bad("size", "a shortest_edge", setting["size"])
+        part = _number(setting, "crop_pct")
+        if not 0 < part <= 1:
+            raise _bad("crop_pct", "a number above 0 and up to 1", part)
+        crop = (resize, resize)
+        resize = int(resize / part) if resize < 384 else crop
+    if _on(setting, "do_center_crop"):
+        inner = _size("crop_size", setting.get("crop_size"), True)
+        if kind == "ConvNextImageProcessor" and crop not in (None, inner):
+            raise _bad("crop_size", f"the {crop} that size gives", inner)
+        crop = inner
+    if not isinstance(crop, tuple):
+        raise _bad("size", "a height and width, or a crop_size too,", setting["size"])
+    return resize, crop
+
+
+def _size(key: str, value: Any, square: bool) -> int | tuple[int, int]:
+    """Reads a size: an int is the shorter edge, or both edges if ``square``; a pair is exact."""
+    if isinstance(value, dict):
+        value = {k: v for k, v in value.items() if v is not None}
+        if value.keys() == {"shortest_edge"}:
+            value, square = value["shortest_edge"], False
+        elif value.keys() == {"height", "width"}:
+            value = [value["height"], value["width"]]
+    edges = value if isinstance(value, (list, tuple)) and len(value) == 2 else [value]
+    if not all(type(edge) is int and 1 <= edge <= 4096 for edge in edges):
+        raise _bad(key, "a shortest_edge, or a height and width, of 1 to 4096 px", value)
+    if len(edges) == 1 and not square:
+        return int(edges[0])
+    return int(edges[0]), int(edges[-1])
+
+
+def _on(setting: dict[str, Any], key: str) -> bool:
+    value = setting.get(key, False)
+    if not isinstance(value, bool):
+        raise _bad(key, "true or false", value)
+    return value
+
+
+def _number(setting: dict[str, Any], key: str) -> float:
+    value = setting.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+        raise _bad(key, "a number", value)
+    return float(value)
+
+
+def _channels(setting: dict[str, Any], key: str) -> tuple[float, ...]:
+    value = setting[key]
+    values = value if isinstance(value, (list, tuple)) else [value] * 3
+    if len(values) != 3:
+        raise _bad(key, "one number for each of R, G and B", value)
+    return tuple(_number({key: each}, key) for each in values)
+
+
+def _bad(key: str, expected: str, came: Any, *near: str) -> ModelError:
+    return ModelError(
+        f"preprocessor_config.json: {key} expects {expected} but is {came!r};"
+        f" {f'did you mean {near[0]}?' if near else 'correct the file'}"
+    )

@@ -1,0 +1,344 @@
+"""Runs a compiled graph: plainly, or as one captured launch for each batch size.
+
+Launching the kernels of a graph one by one costs the host more than a small batch costs a GPU. A
+capture records all of them once, for fixed buffers, and replays them as one launch.
+
+Which sizes get one (``Replays``): exact ones, from their second use on. The first use executes
+plainly, which loads the kernels (a capture must not) and keeps a size that never comes back, such
+as the last batch of a folder, from costing memory. Nothing is padded to the next bucket: a capture
+of the exact size costs one pass of the host over the graph, once, while padding costs its share of
+compute every time. What captures hold (each has activations of its own) is bounded in images, and
+the least recently used go first; ``IMAGES`` is room for every size from 1 to 32 and one of 256.
+ResNet-50's take 4.6 MB an image in bfloat16.
+
+A server cannot wait for a size to come again, as a request would wait for the capture, or for
+kernels that only this size needs to be loaded. It prepares sizes (``Replays.prepare``) before it
+takes requests; a batch between two of them runs as the larger one, whose last rows nobody reads.
+
+At its first capture MAX takes its whole pool, 90 % of the GPU's memory on an H200; a program that
+shares the GPU sets MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT before it opens the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+from max.driver import CPU, Buffer, Device, DeviceEvent, Usage
+from max.dtype import DType
+from max.engine import Model as Executable
+
+from maxvision.common.host import cores
+
+IMAGES = 1024
+"""Images that the captures of one graph may hold together."""
+
+PINNED = Usage.STAGING | Usage.UNTRACKED
+
+
+class Run(Protocol):
+    """One run of a graph at a time: every step but ``result`` only enqueues, on a GPU."""
+
+    def upload(self, pixels: np.ndarray) -> None:
+        """Hands pixels [N, H, W, C] to the device; they may be overwritten afterwards."""
+
+    def run(self) -> None:
+        """Computes."""
+
+    def download(self) -> None:
+        """Brings the outputs to the host."""
+
+    def result(self) -> list[np.ndarray]:
+        """Waits for what was downloaded and returns it as float32, the caller's to keep."""
+
+
+class Execution:
+    """A ``Run`` of any batch size, kernel by kernel; all that a CPU needs.
+
+    A CPU goes through the network with one image a core at a time, so that what a layer leaves is
+    in the caches when the next one reads it; docs/kernels.md has the figures.
+    """
+
+    def __init__(self, executable: Executable, device: Device) -> None:
+        self._executable = executable
+        self._device = device
+        self._inputs: list[Buffer] = []
+        self._outputs: list[list[Buffer]] = []
+
+    def upload(self, pixels: np.ndarray) -> None:
+        """See ``Run``; on a CPU the pixels are read in place, by ``run``."""
+        step = cores() if self._device.is_host else max(1, len(pixels))
+        parts = [pixels[i : i + step] for i in range(0, len(pixels), step)] or [pixels]
+        self._inputs = [
+            Buffer.from_numpy(np.ascontiguousarray(part)).to(self._device) for part in parts
+        ]
+
+    def run(self) -> None:
+        """See ``Run``."""
+        with _patient_threads() if self._device.is_host else nullcontext():
+            self._outputs = [self._executable.execute(part) for part in self._inputs]
+
+    def download(self) -> None:
+        """See ``Run``; ``result`` does it."""
+
+    def result(self) -> list[np.ndarray]:
+        """See ``Run``."""
+        return [
+            np.concatenate([float32(part.to(CPU())) for part in parts])
+            for parts in zip(*self._outputs, strict=True)
+        ]
+
+
+class Replay:
+    """A ``Run`` of one batch size as one launch, for one thread at a time; smaller ones fit in.
+
+    It holds a pinned host buffer and a device buffer for the pixels, the outputs that were
+    captured, and a pinned host buffer for each of those.
+
+    Args:
+        executable: The compiled graph, of one input; it has run at this shape before.
+        device: A GPU.
+        shape: [N, H, W, C] of the pixels.
+        dtype: Of the pixels.
+        key: A number that no other live capture of ``executable`` has.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        device: Device,
+        shape: tuple[int, ...],
+        dtype: DType,
+        key: int,
+    ) -> None:
+        self.batch = self._count = shape[0]
+        self.input = Buffer(dtype, shape, device)
+        self._executable = executable
+        self._queue = device.default_queue
+        self._key = key
+        self._staged = Buffer(dtype, shape, device, PINNED)
+        self._pixels = self._staged.to_numpy()
+        self._pixels.fill(0)
+        self.input.inplace_copy_from(self._staged)
+        self._outputs = executable.capture(key, self.input)
+        self._fetched = [Buffer(o.dtype, o.shape, device, PINNED) for o in self._outputs]
+        self._uploaded: DeviceEvent = self._queue.record_event()
+        self._downloaded: DeviceEvent = self._uploaded
+
+    def upload(self, pixels: np.ndarray) -> None:
+        """See ``Run``."""
+        self._uploaded.synchronize()
+        self._count = len(pixels)
+        np.copyto(self._pixels[: self._count], pixels)
+        self.input.inplace_copy_from(self._staged)
+        self._uploaded = self._queue.record_event()
+
+    def run(self) -> None:
+        """See ``Run``."""
+        self._executable.replay(self._key, self.input)
+
+    def download(self) -> None:
+        """See ``Run``."""
+        for fetched, output in zip(self._fetched, self._outputs, strict=True):
+            fetched.inplace_copy_from(output)
+        self._downloaded = self._queue.record_event()
+
+    def result(self) -> list[np.ndarray]:
+        """See ``Run``."""
+        self._downloaded.synchronize()
+        return [float32(fetched)[: self._count] for fetched in self._fetched]
+
+    def release(self) -> None:
+        """Gives the memory back; nothing else may be called afterwards."""
+        self._outputs.clear()
+        self._executable.release_captured_graph(self._key)
+
+
+class Replays:
+    """Runs a graph on batches of any size from any thread, captured where that pays.
+
+    Args:
+        executable: The compiled graph, of one input.
+        device: Where it runs.
+        images: How many images its captures may hold together; 0 captures nothing.
+    """
+
+    def __init__(self, executable: Executable, device: Device, images: int = IMAGES) -> None:
+        self._executable = executable
+        self._device = device
+        self._images = images if captures(device) else 0
+        self._gate = _gates[device.id, device.is_host]
+        self._lock = threading.Lock()
+        self._keys = itertools.count()
+        self._seen: set[int] = set()
+        self._sizes: list[int] = []  # that were prepared, ascending
+        self._idle: list[Replay] = []  # the least recently used first
+        self._held = 0  # images of the idle ones and of those in use
+
+    def __call__(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """Computes the outputs of pixels [N, H, W, C]."""
+        with self.take(pixels) as run, self._gate.running():
+            run.upload(pixels)
+            run.run()
+            run.download()
+            return run.result()
+
+    def prepare(self, pixels: np.ndarray) -> None:
+        """Captures the batch sizes of ``sizes`` up to that of ``pixels``, as far as they fit.
+
+        From then on others run as the next larger one. Still larger ones are executed: their
+        kernels take longer than the launches. If it raises, for want of memory, what it has
+        captured is used: that begins with the largest, as what all others of them can run.
+        """
+        asked = sizes(len(pixels))
+        images = itertools.accumulate(asked)
+        fitting = [size for size, held in zip(asked, images, strict=True) if held <= self._images]
+        prepared: list[int] = []
+        self._sizes = []
+        try:
+            for size in reversed(fitting):
+                for _ in range(2):  # the second time it is captured
+                    self(pixels[:size])
+                prepared.insert(0, size)
+        finally:
+            self._sizes = prepared
+
+    @contextmanager
+    def take(self, pixels: np.ndarray) -> Iterator[Run]:
+        """Lends the run for batches such as ``pixels``: the captured one if there is one."""
+        count = pixels.shape[0]
+        size = next((size for size in self._sizes if size >= count > 0), count)
+        run = self._find(size)
+        if run is None:
+            run = self._capture(size, pixels)
+        try:
+            yield run
+        finally:
+            if isinstance(run, Replay):
+                with self._lock:
+                    self._idle.append(run)
+
+    def _find(self, batch: int) -> Run | None:
+        """Finds an idle capture, or says that plain it is; None if a capture shall be made."""
+        with self._lock:
+            for replay in reversed(self._idle):
+                if replay.batch == batch:
+                    self._idle.remove(replay)
+                    return replay
+            busy = self._held - sum(replay.batch for replay in self._idle)
+            again = batch in self._seen
+            self._seen.add(batch)
+            larger = bool(self._sizes) and batch > self._sizes[-1]
+            if not batch or not again or larger or busy + batch > self._images:
+                return Execution(self._executable, self._device)
+            self._held += batch
+            return None
+
+    def _capture(self, size: int, pixels: np.ndarray) -> Replay:
+        """Captures a size, which ``_held`` counts already, in the place of idle ones."""
+        with self._gate.capturing():
+            with self._lock:
+                while self._held > self._images and self._idle:
+                    oldest = self._idle.pop(0)
+                    self._held -= oldest.batch
+                    oldest.release()
+            shape, kind = (size, *pixels.shape[1:]), DType.from_numpy(pixels.dtype)
+            try:
+                return Replay(self._executable, self._device, shape, kind, next(self._keys))
+            except BaseException:
+                with self._lock:
+                    self._held -= size
+                raise
+
+
+def sizes(most: int) -> list[int]:
+    """Lists batch sizes to prepare: all up to 8, four between powers of two from there, ``most``.
+
+    A batch between two of them runs with less than a quarter more.
+    """
+    steps = ((size, 1 << max(0, (size - 1).bit_length() - 3)) for size in range(1, most + 1))
+    return [size for size, step in steps if size % step == 0 or size == most]
+
+
+def float32(buffer: Buffer) -> np.ndarray:
+    """Copies a host buffer of bfloat16, float16 or float32, exactly.
+
+    The host widens the few logits of a batch; on the GPU it would be a kernel of its own.
+    """
+    if buffer.dtype == DType.bfloat16:
+        bits = buffer.view(DType.uint16).to_numpy().astype(np.uint32)
+        return (bits << 16).view(np.float32)
+    return buffer.to_numpy().astype(np.float32)
+
+
+@contextmanager
+def _patient_threads() -> Iterator[None]:
+    """Lets the threads that are started within wake up to 10 ms late, on Linux.
+
+    In its first run MAX starts one that asks for events 5,000 times a second from then on. On a CPU
+    nobody waits for them, and it would cost 5 % of a core (two Zen 5 cores, 2026-11-21).
+    """
+    if _ran.is_set() or sys.platform != "linux":
+        yield
+        return
+    pr_set_timerslack = 29  # inherited by threads; 0 is the default again
+    prctl = ctypes.CDLL(None).prctl
+    prctl(pr_set_timerslack, ctypes.c_ulong(10_000_000))
+    try:
+        yield
+        _ran.set()
+    finally:
+        prctl(pr_set_timerslack, ctypes.c_ulong(0))
+
+
+_ran = threading.Event()
+"""Set once a graph has run on a CPU in this process."""
+
+
+def captures(device: Device) -> bool:
+    """Tells whether the device records launches into graphs."""
+    return device.api in ("cuda", "hip")
+
+
+class Gate:
+    """Lets many threads run on a device, or one capture: while it records, nobody may wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._capturing = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Holds captures off; waits for the one that is under way or asked for."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._capturing)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Keeps the device to itself."""
+        with self._changed:
+            self._capturing += 1
+            self._changed.wait_for(lambda: not self._running)
+            try:
+                yield
+            finally:
+                self._capturing -= 1
+                self._changed.notify_all()
+
+
+_gates: dict[Any, Gate] = defaultdict(Gate)

@@ -1,0 +1,178 @@
+"""The cache of compiled graphs: what tells two apart, and what a damaged or missing one gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+
+from maxvision.common.errors import ModelError
+from maxvision.graphs import nodes
+from maxvision.graphs.target import Target
+from maxvision.runtime import cache
+from maxvision.runtime.session import Unchecked
+
+CPU = Target("cpu", "cpu", "x86_64", ("avx2",))
+
+
+class Compiled:
+    """Stands in for a ``CompiledModel``."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def export_mef(self, path: Path) -> None:
+        path.write_bytes(self.content)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(cache, "max_cache_dir", lambda: tmp_path)
+    return tmp_path / "maxvision"
+
+
+def graph(channels: int = 4) -> Graph:
+    image = TensorType(DType.float32, ["batch", channels], DeviceRef.CPU())
+    with Graph("small", input_types=[image], kernel_library=Unchecked()) as made:
+        made.output(nodes.relu(made.inputs[0].tensor))
+    return made
+
+
+def stored(content: bytes, name: str = "a" * 64) -> bytes:
+    compiled: Any = Compiled(content)
+    return cache.store(name, compiled)
+
+
+def test_what_was_compiled_is_found_again(folder: Path) -> None:
+    calls: list[int] = []
+
+    def compile() -> Any:
+        calls.append(1)
+        return Compiled(b"mef")
+
+    for _ in range(3):
+        assert cache.compiled(graph(), CPU, compile) == b"mef"
+    assert calls == [1]
+    assert cache.compiled(graph(5), CPU, compile) == b"mef" and len(calls) == 2
+
+
+def test_everything_that_matters_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return cache.key(graph(), CPU)
+
+    first = key()
+    assert key() == first
+    others = {
+        cache.key(graph(8), CPU),
+        cache.key(graph(), Target("cpu", "cpu", "x86_64", ())),
+        cache.key(graph(), Target("sm_90a", "cuda", "x86_64", ("avx2",))),
+    }
+    with monkeypatch.context() as patch:
+        patch.setenv("MODULAR_DEBUG", "nan-check")
+        others.add(key())
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "max_version", "99")
+        others.add(key())
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_sources", lambda gpu: "other kernels")
+        others.add(key())
+    assert len(others - {first}) == 6
+    monkeypatch.setenv("MODULAR_CACHE_DIR", "/elsewhere")
+    assert key() == first
+
+
+def test_sources_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "OPS", tmp_path)
+    monkeypatch.setattr(cache, "_modules", cache._modules.__wrapped__)
+    (tmp_path / "sub").mkdir()
+    for name, text in (
+        ("__init__.mojo", "from .a import *\nfrom .sub import *\n"),
+        ("a.mojo", ""),
+        ("sub/__init__.mojo", "from .b import x\n"),
+        ("sub/b.mojo", ""),
+        ("c.mojo", ""),
+    ):
+        (tmp_path / name).write_text(text)
+    digests = {cache._sources.__wrapped__(gpu=True)}
+    for name, text in (
+        ("a.mojo", "x"),
+        ("sub/b.mojo", "from ..c import x\n"),
+        ("c.mojo", "x"),
+        ("d.mojo", "x"),  # which nothing imports
+    ):
+        (tmp_path / name).write_text(text)
+        digests.add(cache._sources.__wrapped__(gpu=True))
+    assert len(digests) == 4
+
+
+def test_a_gpu_has_all_ops_and_a_cpu_none_of_its_kernels() -> None:
+    every = {path.relative_to(cache.OPS).as_posix() for path in cache.OPS.rglob("*.mojo")}
+    for_a_gpu, for_a_cpu = (
+        {place.as_posix(): source for place, source in cache._modules(gpu).items()}
+        for gpu in (True, False)
+    )
+    assert set(for_a_gpu) == every - {"no_gpu.mojo"}
+    assert for_a_cpu["gpu.mojo"] == (cache.OPS / "no_gpu.mojo").read_bytes()
+    assert {"gemm/cpu.mojo", "attention/op.mojo"} < set(for_a_cpu) < set(for_a_gpu)
+    assert not {"gemm/hopper.mojo", "conv2d/gpu.mojo", "mlp.mojo", "stem/op.mojo"} & set(for_a_cpu)
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_file_is_not_found(folder: Path, damage: bytes | None) -> None:
+    name = "a" * 64
+    assert stored(b"mef" * 100) == b"mef" * 100 == cache.find(name)
+    path = folder / f"{name}.mef"
+    path.write_bytes(path.read_bytes()[:-1] + b"x" if damage is None else damage)
+    assert cache.find(name) is None
+    stored(b"again")
+    assert cache.find(name) == b"again"
+
+
+def test_the_least_recently_used_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "KEPT", 3)
+    for i in range(3):
+        stored(b"mef", str(i))
+        os.utime(folder / f"{i}.mef", (i, i))
+    assert cache.find("0")
+    stored(b"mef", "3")
+    assert sorted(path.stem for path in folder.iterdir()) == ["0", "2", "3"]
+
+
+@pytest.mark.parametrize("parent", [None, Path("/dev/null")])
+def test_without_a_cache(monkeypatch: pytest.MonkeyPatch, parent: Path | None) -> None:
+    monkeypatch.setattr(cache, "max_cache_dir", lambda: parent)
+    assert stored(b"mef") == b"mef"
+    assert cache.find("a" * 64) is None
+    assert cache.library(gpu=False) == cache.OPS
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODULAR_MOJO_MAX_DRIVER_PATH", "/dev/null")
+    with pytest.raises(ModelError, match=r"compiler .* is not here; pip install max, or .*compile"):
+        cache.library(gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("free", "error", "says"),
+    [
+        (0, RuntimeError("Failed to compile"), "full; make room there, or set MODULAR_CACHE_DIR"),
+        (0, ModelError("no compiler"), "no compiler"),
+        (1 << 40, RuntimeError("Failed to compile"), "Failed to compile"),
+    ],
+)
+def test_a_full_disk_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, error: Exception, says: str
+) -> None:
+    def compile() -> Any:
+        raise error
+
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with Graph("g", input_types=[TensorType(DType.float32, [1], DeviceRef.CPU())]) as graph:
+        graph.output(graph.inputs[0])
+    with pytest.raises(ModelError if free == 0 else RuntimeError, match=says):
+        cache.compiled(graph, CPU, compile)

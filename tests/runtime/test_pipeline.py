@@ -1,0 +1,160 @@
+"""The pipeline: order, errors, what overlaps, how much is in memory, and what a stop leaves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxvision.common.errors import ImageError
+from maxvision.runtime.pipeline import Item, Times, answers
+
+
+@dataclass
+class Fake:
+    """Stands in for a model: the source of an image is its number, and so is its only logit."""
+
+    batch_size: int = 4
+    device: str = "cpu"
+    dtype: str = "float32"
+    name: str = "fake"
+    reading: Callable[[int], None] = lambda _: None
+    running: Callable[[np.ndarray], None] = lambda _: None
+    batches: list[int] = field(default_factory=list)
+
+    def preprocess(self, source: int) -> np.ndarray:
+        self.reading(source)
+        if source % 7 == 3:
+            raise ImageError(f"{source}: damaged")
+        return np.full((2, 2, 3), source, np.uint8)
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        self.batches.append(len(pixels))
+        self.running(pixels)
+        return pixels[:, 0, 0, :1].astype(np.float32)
+
+    def predictions(self, logits: np.ndarray, top_k: int) -> list[list[Any]]:
+        return [[SimpleNamespace(score=float(row[0]))] * top_k for row in logits]
+
+
+def items(count: int) -> list[Item]:
+    return [Item(str(i), i) for i in range(count)]  # type: ignore[arg-type]
+
+
+def answered(model: Any, count: int, workers: int | None = None) -> list[Any]:
+    return [each for batch in answers(model, items(count), 1, Times(), workers) for each in batch]
+
+
+@pytest.mark.parametrize("workers", [None, 1, 3, 50])
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 103])
+def test_answers_are_in_order_and_errors_in_their_place(count: int, workers: int | None) -> None:
+    done = answered(Fake(), count, workers)
+    assert [each.name for each in done] == [str(i) for i in range(count)]
+    for i, each in enumerate(done):
+        if i % 7 == 3:
+            assert each.error == f"{i}: damaged" and each.logits is None
+        else:
+            assert each.error is None and each.predictions[0].score == each.logits[0] == i
+
+
+def test_batches_that_hold_nothing_readable_do_not_run() -> None:
+    model: Any = Fake(batch_size=1)
+    assert len(answered(model, 14)) == 14
+    assert model.batches == [1] * 12
+
+
+def test_times_are_added_up() -> None:
+    times, model = Times(), Fake()
+    fake: Any = model
+    list(answers(fake, items(10), 1, times))
+    assert times.images == 9 and [n for n, _ in times.runs] == model.batches == [3, 4, 2]
+    assert times.preprocessing > 0 and times.pixels is not None and len(times.pixels) == 2
+
+
+def test_decoding_goes_on_while_the_model_runs() -> None:
+    later = threading.Event()
+
+    def reading(source: int) -> None:
+        if source == 8:
+            later.set()
+
+    def running(pixels: np.ndarray) -> None:
+        assert later.wait(10), "the third batch was not begun while the first one ran"
+
+    assert len(answered(Fake(reading=reading, running=running), 40, workers=1)) == 40
+
+
+def test_the_model_runs_while_answers_are_written() -> None:
+    begun = threading.Semaphore(0)
+    model: Any = Fake(running=lambda _: begun.release())
+    for _ in answers(model, items(12), 1, Times()):
+        for _ in range(3):
+            assert begun.acquire(timeout=10), "the batches after the first one wait for it"
+        break
+
+
+@pytest.mark.parametrize("slow", ["decoding", "model", "writing"])
+def test_few_images_are_in_memory(slow: str) -> None:
+    begun, most, gate = 0, 0, threading.Lock()
+
+    def reading(_: int) -> None:
+        nonlocal begun
+        with gate:
+            begun += 1
+
+    def spin(*_: Any) -> None:
+        for _ in range(20_000):
+            pass
+
+    model: Any = Fake(reading=reading, running=spin if slow == "model" else lambda _: None)
+    done = 0
+    for batch in answers(model, items(200), 1, Times(), workers=4):
+        if slow == "writing":
+            spin()
+        most = max(most, begun - done)
+        done += len(batch)
+    assert done == begun == 200
+    assert most <= 2 * 4 + 4 + 3 * 4, "two batches and the threads ahead, three in the model"
+
+
+def test_a_stop_leaves_nothing_running() -> None:
+    read: list[int] = []
+    model: Any = Fake(reading=read.append)
+    batches = answers(model, items(10_000), 1, Times(), workers=2)
+    next(batches)
+    batches.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith(("decode", "model")):
+            thread.join(10)
+    assert len(read) <= 30
+
+
+def test_an_internal_error_is_raised() -> None:
+    def running(_: np.ndarray) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        answered(Fake(running=running), 10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
+@pytest.mark.parametrize(("device", "behind"), [("cpu", 10), ("gpu:0", 0)])
+def test_decoding_steps_back_behind_a_model_on_the_same_cores(device: str, behind: int) -> None:
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    ours, seen = nice(), set()
+    model = Fake(
+        device=device,
+        reading=lambda _: seen.add(("decode", nice())),
+        running=lambda _: seen.add(("model", nice())),
+    )
+    answered(model, 10)
+    assert seen == {("decode", min(max(ours, behind), 19)), ("model", ours)} and nice() == ours
