@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Classifies images with a ResNet or CvT: parses the command line, calls `graphs`, prints."""
+"""Classifies images with a ResNet or CvT: parses the command line, calls `commands.classify`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import time
 from collections.abc import Sequence
 
 from maxvision.common import __version__
+from maxvision.common.arguments import device
 
 STARTED = time.perf_counter()
 """When this program began, but for Python's own start."""
+
+PROGRAM = "run_graph.py" if __name__ == "__main__" else "maxvision"
+"""What the user has called."""
 
 HELP = """\
 Says what is in an image, with a ResNet or CvT that runs on Modular MAX.
@@ -56,11 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.version:
             print(_version(), flush=True)
             return 0
-        from maxvision.commands import (
-            classify as cli,  # nothing heavy before the arguments are known to be right
-        )
+        # Nothing heavy is imported before the arguments are known to be right.
+        if args.list_models:
+            from maxvision.commands.models import list_models
 
-        code = cli.list_models(args) if args.list_models else cli.classify(args, STARTED)
+            code = list_models(args.json)
+        else:
+            from maxvision.commands.classify import classify
+
+            code = classify(args, STARTED)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -83,9 +91,9 @@ def command() -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the arguments; exits with 2 if they are wrong."""
     parser = argparse.ArgumentParser(
-        prog="run_graph.py",
+        prog=PROGRAM,
         description=HELP,
-        epilog=EXAMPLES,
+        epilog=EXAMPLES.replace("run_graph.py", PROGRAM),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -94,7 +102,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", metavar="M", help="a bundled model's name, a hub id, a folder or a file"
         " (default: the bundled ResNet)")  # fmt: skip
     add("--revision", metavar="R", help="branch, tag or commit of a hub model")
-    add("--device", default="auto", type=_device, metavar="D",
+    add("--device", default="auto", type=device, metavar="D",
         help="auto, cpu, gpu or gpu:N (default: auto, a GPU if there is one)")  # fmt: skip
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
         help="precision of the model (default: auto, what suits the device)")  # fmt: skip
@@ -137,12 +145,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _device(text: str) -> str:  # graphs.arguments.device, without an import for --help
-    if not re.fullmatch(r"auto|cpu|gpu(:\d{1,4})?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"auto, cpu, gpu or gpu:N was expected but {text!r} came")
-    return text
-
-
 def _count(text: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d{0,5}", text, re.ASCII):
         raise argparse.ArgumentTypeError(
@@ -163,7 +165,7 @@ def _version() -> str:
 def _report(error: Exception, debug: bool) -> int:
     import traceback
 
-    from maxvision.commands import classify as cli
+    from maxvision.common.console import complain
     from maxvision.common.errors import UserError
 
     message = str(error)
@@ -172,7 +174,7 @@ def _report(error: Exception, debug: bool) -> int:
             traceback.print_exception(error)
         first = message.strip().partition("\n")[0] or "no message"
         message = f"internal error: {type(error).__name__}: {first}; --debug shows where"
-    cli.complain(message)
+    complain(message)
     return 2
 
 

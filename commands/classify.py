@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import math
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -257,34 +256,3 @@ def _ms(seconds: float) -> str:
     ms = 1000 * seconds
     digits = max(0, 2 - int(math.log10(max(ms, 1e-2)) // 1))
     return f"{ms:,.{digits}f} ms"
-
-
-def list_models(args: argparse.Namespace) -> int:
-    """Prints the bundled models and the hub's that are known to work. Returns 0."""
-    from maxvision.weights.catalog import BUNDLED, HUB
-
-    rows = [*BUNDLED, *HUB]
-    if args.json:
-        for row in rows:
-            sys.stdout.write(json.dumps({**asdict(row), "bundled": row in BUNDLED}) + "\n")
-        sys.stdout.flush()
-        return 0
-    table = Table(
-        caption="top-1: of ImageNet as published (ResNet: He et al. 2015, 10 crops; CvT: its"
-        " authors); of CIFAR-10, as measured, if bundled"
-    )
-    for name in "family", "--model", "parameters", "FLOPs", "top-1":
-        table.add_column(name, justify="left" if name in ("family", "--model") else "right")
-    for row in rows:
-        accuracy = "" if row.top1 is None else f"{row.top1:.1%}"
-        table.add_row(row.family, row.name, _si(row.parameters), _si(row.flops), accuracy)
-    console(sys.stdout).print(table)
-    return 0
-
-
-def _si(number: float) -> str:
-    """Writes a count with three digits: 25.6 M, 4.09 G."""
-    for power, unit in (9, " G"), (6, " M"), (3, " k"):
-        if number >= 10**power:
-            return f"{number / 10**power:.3g}{unit}"
-    return f"{number:.3g}"

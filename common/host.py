@@ -8,9 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-import maxvision
-
-HOME = Path(maxvision.__path__[0]).resolve().parent
+HOME = Path(os.path.abspath(__file__)).parents[2]  # not resolved: common/ is a link in a checkout
 """The folder that holds the package, from which ``python -m maxvision...`` runs."""
 
 

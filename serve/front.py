@@ -1,4 +1,4 @@
-"""One of several processes that speak HTTP on one port: ``maxvision serve.front FD``.
+"""One of several processes that speak HTTP on one port: ``-m maxvision.serve.front FD``.
 
 The server's own process (``serve.fronts``) starts it, with a socket on which it sends the settings,
 then accepted connections one by one, and word of the model's process. Nothing of MAX is imported
@@ -71,8 +71,8 @@ class Front:
         from maxvision.serve.core import Service
         from maxvision.serve.images import Decoder
         from maxvision.serve.limits import Board
+        from maxvision.serve.protocol import http_server
         from maxvision.serve.remote import Remote
-        from maxvision.serve.server import http_server
 
         data, (fd,), *_ = socket.recv_fds(channel, MESSAGE, 1)
         hello: Hello = pickle.loads(data)

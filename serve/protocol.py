@@ -1,16 +1,24 @@
-"""Bounds what uvicorn leaves open: how long and how large the head of a request may be."""
+"""A server of uvicorn's, and bounds that it lacks: how long and how large a head may be."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from maxvision.serve.errors import Refusal, too_many_connections
+from maxvision.serve.limits import open_files
+
+log = logging.getLogger("maxvision.serve")
+
+FILES = 256
+"""Files that a process may need beside its connections."""
 
 HEAD_BYTES = 65536
 """Bytes that may come without a head's end or a piece of a body among them: heads, trailers."""
@@ -149,3 +157,32 @@ def protocol(seconds: float, connections: int, refused: Callable[[str], None]) -
     """Makes a protocol with its bounds; see the attributes of ``Protocol``."""
     bounds = {"seconds": seconds, "most": connections, "refused": staticmethod(refused)}
     return type("Protocol", (Protocol,), bounds)
+
+
+def http_server(app: Any) -> Any:
+    """Makes a uvicorn server of an app."""
+    service = app.state.service
+    options = service.options
+    share = -(-options.max_connections // service.board.rows)
+    connections = min(share, open_files(share + FILES) - FILES)
+    if connections < share:
+        log.warning("room for %d files: %d connections at most", connections + FILES, connections)
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            lifespan="off",
+            http=protocol(
+                options.body_timeout,
+                connections,
+                lambda code: service.metrics.rejected.labels(code).inc(),
+            ),
+            log_level="error",  # what is not HTTP is no line each
+            ws="none",
+            timeout_keep_alive=120,
+            timeout_graceful_shutdown=5,
+        )
+    )

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("maxvision.serve")
 
-FILES = 256
-"""Files that a process may need beside its connections."""
-
 GRACE = 1.0
 """Seconds after SIGTERM for which new requests are answered 503, so that a balancer notices."""
 
@@ -248,40 +245,6 @@ def _say(text: str, stream: TextIO | None = None) -> None:
         os.write((stream or sys.stderr).fileno(), f"{text}\n".encode())
 
 
-def http_server(app: Any) -> Any:
-    """Makes a uvicorn server of an app."""
-    import uvicorn
-
-    from maxvision.serve.limits import open_files
-    from maxvision.serve.protocol import protocol
-
-    service = app.state.service
-    options = service.options
-    share = -(-options.max_connections // service.board.rows)
-    connections = min(share, open_files(share + FILES) - FILES)
-    if connections < share:
-        log.warning("room for %d files: %d connections at most", connections + FILES, connections)
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            lifespan="off",
-            http=protocol(
-                options.body_timeout,
-                connections,
-                lambda code: service.metrics.rejected.labels(code).inc(),
-            ),
-            log_level="error",  # what is not HTTP is no line each
-            ws="none",
-            timeout_keep_alive=120,
-            timeout_graceful_shutdown=5,
-        )
-    )
-
-
 Told: TypeAlias = Callable[[int, "FrameType | None"], None]
 
 
@@ -290,6 +253,7 @@ class _One:
 
     def __init__(self, service: Service, listening: socket.socket) -> None:
         from maxvision.serve.app import make_app
+        from maxvision.serve.protocol import http_server
 
         self.board = service.board
         self._service = service

@@ -11,12 +11,12 @@ from max.dtype import DType
 
 from maxvision import weights
 from maxvision.bench.accuracy import correct
+from maxvision.commands.models import bundled
 from maxvision.graphs import sparsity
 from maxvision.graphs.networks import convolutions
 from maxvision.graphs.target import Target
 from maxvision.runtime import load
 from maxvision.runtime.session import choose_sparse
-from maxvision.weights import catalog
 from tests.graphs.reference import DATA
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.jpg"))
@@ -41,7 +41,7 @@ def test_the_pruned_model_has_its_zeros_and_runs_sparse() -> None:
     filters = [model.filter(name) for name in named if name not in ("stem", "head")]
     zeros = sum(each.size - np.count_nonzero(each) for each in filters)
     assert zeros / sum(each.size for each in filters) == pytest.approx(0.8, abs=1e-3)
-    top1 = {row.name: row.top1 for row in catalog.BUNDLED}
+    top1 = {row.name: row.top1 for row in bundled()}
     dense, pruned = top1["resnet-cifar10"], top1["resnet-cifar10-p80"]
     assert dense and pruned and dense - pruned < 0.01
     table = sparsity.TABLES / sparsity.table_name(target, "float32")

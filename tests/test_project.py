@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import graphlib
+import io
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from maxvision import run_graph
+from maxvision.commands.main import COMMANDS, main
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
 
@@ -20,6 +25,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PIXI = tomllib.loads((ROOT / "pixi.toml").read_text())
 SCRIPTS = [*sorted((ROOT / "script").iterdir()), ROOT / ".ci/run"]
+FLOORS = (  # from the ground up; a folder imports from its own floor and from those below
+    {"common", "ops"},
+    {"graphs"},
+    {"weights"},
+    {"runtime"},
+    {"bridge"},
+    {"serve"},
+    {"bench"},
+    {"commands", "run_graph", "maxvision"},
+)
 SHOWN = {".ci", ".github", ".gitignore"}  # the hidden files that are the project's
 ELSEWHERE = re.compile(
     r"(?<![\w.\]])/(work|root|home|tmp/[a-z])/"  # paths of one machine
@@ -71,6 +86,48 @@ def test_the_version_is_one() -> None:
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_package_is_the_folders_at_the_top() -> None:
+    links = {path.stem: path for path in (ROOT / "maxvision").iterdir() if path.is_symlink()}
+    for name, link in links.items():
+        assert link.resolve() == ROOT / link.name, f"maxvision/{link.name} leads elsewhere"
+        assert name in set().union(*FLOORS), f"{name} has no floor"
+    banned = PYPROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
+    assert set(banned) == set(links), "ruff has to ban the bare names of what maxvision/ links to"
+
+
+def test_imports_run_one_way() -> None:
+    """A folder imports from lower floors, and files of one folder not in circles."""
+    floors = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+    paths = [path for name in floors for path in (ROOT / name).rglob("*.py")]
+    modules = {_module(path): path for path in [*paths, ROOT / "run_graph.py"]}
+    uses = {name: set(_imports(path, modules)) - {name} for name, path in modules.items()}
+
+    def floor(module: str) -> int:
+        return floors.get(module.removeprefix("maxvision.").partition(".")[0], len(FLOORS) - 1)
+
+    up = [f"{one} -> {two}" for one in uses for two in uses[one] if floor(one) < floor(two)]
+    assert not up, "\n".join(sorted(up))
+    graphlib.TopologicalSorter(uses).prepare()  # its error names a circle
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "maxvision" else ("maxvision", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: write the whole name of what is imported"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:  # the last part is a module's, or a name in one
+            yield from [part for part in (name, name.rpartition(".")[0]) if part in modules][:1]
+
+
 def test_ci_runs_the_command_of_the_readme() -> None:
     assert "exec script/test\n" in (ROOT / ".ci/run").read_text()
     assert "script/test" in (ROOT / "README.md").read_text()
@@ -116,26 +173,34 @@ def test_links_lead_somewhere() -> None:
             assert "://" in target or (path.parent / target).exists(), f"{path.name}: {target}"
 
 
+@functools.cache
+def options(*words: str) -> set[str]:
+    """Reads the options of a command of maxvision off its help."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as stop:
+        main([*words, "--help"])
+    assert not stop.value.code, words
+    return set(re.findall(r"--[a-z0-9-]+", out.getvalue()))
+
+
 def test_commands_in_the_documents_exist() -> None:
-    help = subprocess.run(
-        [sys.executable, "run_graph.py", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    options = set(re.findall(r"--[a-z-]+", help))
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for block in re.findall(r"^```(?:sh|console)?\n(.*?)^```", path.read_text(), re.M | re.S):
             for line in block.splitlines():
                 if command := re.match(r"(?:\w+=\S+ )*((?:script|\.ci)/\w+)", line):
                     assert (ROOT / command[1]).is_file(), line
-                if re.match(r"(python run_graph\.py|script/run|maxvision)\b", line):
-                    asked = set(re.findall(r"(?<!\S)--[a-z-]+", line.partition("#")[0]))
-                    assert asked <= options, line
+                line = line.partition("#")[0].partition("|")[0]
+                asked = set(re.findall(r"(?<!\S)--[a-z0-9-]+", line))
+                if re.match(r"(python run_graph\.py|script/run)\b", line):
+                    assert asked <= options("classify"), line
+                prefix = r"(?:\w+=\S+ |taskset -c \S+ )*"
+                if ran := re.match(prefix + r"maxvision (\w+)(?: (\w+))?", line):
+                    words = ran.groups() if ran[1] in ("weights", "bench") else ran.groups()[:1]
+                    assert ran[1] in COMMANDS, line
+                    assert asked <= options(*filter(None, words)), line
                 if module := re.match(r"python -m ([\w.]+)", line):
                     place = ROOT / module[1].replace(".", "/")
-                    assert place.is_dir() or place.with_suffix(".py").is_file(), line
+                    runs = (place / "__main__.py", place.with_suffix(".py"))
+                    assert any(map(Path.is_file, runs)), line
 
 
 def test_every_example_has_its_source() -> None:

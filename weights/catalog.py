@@ -1,18 +1,10 @@
-"""The models that are known by name, for ``--list-models``: ``BUNDLED`` and ``HUB``."""
+"""The models of the hub that are known to work; ``commands/models.py`` lists the bundled ones."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-from maxvision.runtime.preprocess import Preprocess
-from maxvision.weights.checkpoint import interpret
 from maxvision.weights.files import State
-from maxvision.weights.macs import macs
-from maxvision.weights.source import BUNDLED as FOLDERS
-from maxvision.weights.source import bundled, find
 
 
 @dataclass(frozen=True)
@@ -58,37 +50,6 @@ HUB = (
     Row("cvt", "microsoft/cvt-21-384-22k", 31_622_696, 384, 24.849e9, 0.849, _WU_22K),
     Row("cvt", "microsoft/cvt-w24-384-22k", 277_196_392, 384, 194.222e9, 0.876, _WU_22K),
 )
-
-
-def __getattr__(name: str) -> Any:
-    """Reads the bundled models' folders when ``BUNDLED`` is first used."""
-    if name == "BUNDLED":
-        return _bundled()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@cache
-def _bundled() -> tuple[Row, ...]:
-    return tuple(_row(name) for name in bundled())
-
-
-def _row(name: str) -> Row:
-    """Describes a bundled model; its accuracy is the one that its model card states."""
-    found = find(name)
-    checkpoint = interpret(found)
-    size = Preprocess.from_config(checkpoint.preprocess).height
-    card = FOLDERS / name / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    top1 = re.search(r"type: accuracy\s+value: ([\d.]+)", text)  # of the model-index
-    return Row(
-        checkpoint.family,
-        name,
-        trained(found.state),
-        size,
-        macs(checkpoint.spec, size),
-        float(top1[1]) if top1 else None,
-        "its model card" if top1 else "",
-    )
 
 
 def trained(state: State) -> int:

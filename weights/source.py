@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maxvision.common.errors import ModelError
+from maxvision.weights.catalog import HUB
 from maxvision.weights.files import PICKLES, SAFETENSORS, State, read_file, read_json, read_shards
 from maxvision.weights.layout import merge_masks
 
@@ -75,8 +76,6 @@ def find(
 
 
 def _unknown(name: str) -> str:
-    from maxvision.weights.catalog import HUB
-
     ids = {row.name.rpartition("/")[2]: row.name for row in HUB}
     known = bundled() + [row.name for row in HUB] + list(ids)
     close = difflib.get_close_matches(name, known, n=1)

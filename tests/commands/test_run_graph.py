@@ -26,6 +26,7 @@ from PIL import Image
 
 from maxvision import run_graph, runtime, weights
 from maxvision.commands import classify as cli
+from maxvision.commands import models
 from maxvision.common.errors import DeviceError, ModelError
 from maxvision.graphs.sparsity import Chosen
 from maxvision.runtime.preprocess import Preprocess
@@ -436,8 +437,8 @@ def test_list_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     ours = Row("resnet-small", "resnet", 550_000, 8.1e7, 0.91)
     theirs = Row("microsoft/resnet-50", "resnet", 25_557_032, 4.09e9, None)
-    catalog = SimpleNamespace(BUNDLED=[ours], HUB=[theirs])
-    monkeypatch.setitem(sys.modules, "maxvision.weights.catalog", catalog)  # type: ignore[arg-type]
+    monkeypatch.setattr(models, "bundled", lambda: [ours])
+    monkeypatch.setattr(models, "HUB", [theirs])
     code, out, err = run("--list-models")
     assert (code, err) == (0, "")
     for part in (

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForImageClassification, BitImageProcessorPil
 
+from maxvision.commands import models as commands
 from maxvision.commands.weights import main
 from maxvision.graphs.cvt import CVTS
 from maxvision.graphs.resnet import RESNETS, ResNetSpec
-from maxvision.weights import convert, load
-from maxvision.weights.catalog import BUNDLED, HUB
+from maxvision.weights import bundled, convert, load
+from maxvision.weights.catalog import HUB
 from maxvision.weights.macs import macs
 from tests.weights import models
 from tests.weights.test_formats import assert_same
@@ -166,6 +167,4 @@ def test_counting_an_odd_network(block):
 
 
 def test_bundled_models_have_rows():
-    from maxvision.weights import bundled
-
-    assert [row.name for row in BUNDLED] == bundled()
+    assert [row.name for row in commands.bundled()] == bundled()

@@ -243,7 +243,7 @@ def python(code, **environment):
 
 
 def test_an_unknown_id_offline(tmp_path):
-    code = "from weights.__main__ import main; raise SystemExit(main(['inspect', 'no/such-model']))"
+    code = "from maxvision.commands.weights import main; exit(main(['inspect', 'no/such-model']))"
     done = python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
@@ -254,7 +254,7 @@ def test_an_unknown_id_offline(tmp_path):
 
 
 def test_no_network(tmp_path):
-    code = "from weights import load; load('no/such-model')"
+    code = "from maxvision.weights import load; load('no/such-model')"
     dead = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     done = python(code, **dead)
     assert "expected a model on the Hugging Face hub but it cannot be reached" in done.stderr
@@ -267,7 +267,7 @@ def test_a_cached_model_needs_no_network(tmp_path, folder, offline):
     (repo / "refs" / "main").write_text("0" * 40)
     (repo / "snapshots").mkdir()
     folder.rename(repo / "snapshots" / ("0" * 40))
-    code = "from weights import load; print(load('someone/net').name)"
+    code = "from maxvision.weights import load; print(load('someone/net').name)"
     done = python(
         code, HF_HUB_OFFLINE=offline, HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9"
     )
