@@ -9,9 +9,8 @@ from pathlib import Path
 
 from maxvision.common.console import complain, working
 from maxvision.common.errors import ModelError, UserError
-from maxvision.common.host import leave
 
-_HELP = """\
+_COMPILE = """\
 Compile a model into a folder that holds everything it runs on: the graph for one kind of device,
 the weights, the labels, the preprocessing. It starts at once, and needs neither the compiler nor
 the checkpoint. The device need not be here."""
@@ -21,7 +20,7 @@ examples:
   maxvision compile microsoft/resnet-50 --target sm_90a --dtype bfloat16 -o resnet-50-h100
   maxvision compile ./my-cvt --target cpu:x86-64-v3 -o my-cvt-x86
   maxvision inspect resnet-50-h100
-  python run_graph.py cat.jpg --model ./resnet-50-h100          where such a GPU is
+  maxvision cat.jpg --model ./resnet-50-h100          where such a GPU is
 
 targets:
   cpu                    this machine's CPU, and those that have all its instruction sets
@@ -31,6 +30,10 @@ targets:
   gfx90a, gfx942, gfx950               AMD MI200, MI300, MI350
 
 exit codes: 0 done; 2 a wrong model, target or argument; the message says what to do"""
+
+_INSPECT = """\
+Show what a folder that maxvision compile wrote holds, and check its files against their
+checksums."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,15 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="maxvision",
-        description=_HELP,
+    parser = argparse.ArgumentParser(prog="maxvision")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    compiling = commands.add_parser(
+        "compile",
+        description=_COMPILE,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    compiling = commands.add_parser("compile", help="compile a model ahead of time")
     compiling.add_argument(
         "model", metavar="MODEL", help="a bundled model's name, a hub id, a folder or a file"
     )
@@ -85,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     compiling.set_defaults(run=_compile)
 
-    inspect = commands.add_parser("inspect", help="show what a folder holds, and check its files")
+    inspect = commands.add_parser("inspect", description=_INSPECT)
     inspect.add_argument("folder", metavar="DIR", type=Path)
     inspect.set_defaults(run=_inspect)
     return parser
@@ -139,7 +142,3 @@ def _inspect(options: argparse.Namespace) -> int:
     for name, text in rows.items():
         print(f"{name:24} {text}")
     return 0
-
-
-if __name__ == "__main__":
-    leave(main())

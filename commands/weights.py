@@ -26,7 +26,7 @@ X is one of
   microsoft/resnet-50       an id on the Hugging Face hub, downloaded once into its cache
   ./my-model                a folder in Hugging Face format, or with one checkpoint file
   resnet18-f37072fd.pth     a file of torchvision, timm or the original CvT (.pth needs torch)
-  a bundled model's name    see python run_graph.py --list-models
+  a bundled model's name    see maxvision --list-models
 """
 
 _EXAMPLES = """\
@@ -298,7 +298,3 @@ def _verify(options: argparse.Namespace) -> int:
         return 0
     sys.stderr.write(f"error: {options.model}: expected relative errors up to {BOUND:g}\n")
     return _FAILED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -133,7 +133,7 @@ def classify(args: argparse.Namespace) -> int:
         import ray.data  # noqa: F401
     except ImportError as error:
         raise ModelError(
-            f"serve.batch: {error.name} was expected; run pip install '.[ray]'"
+            f"maxvision batch: {error.name} was expected; run pip install '.[ray]'"
         ) from None
     device = args.device
     if device.startswith("gpu:"):
