@@ -28,11 +28,13 @@ class Server:
         log: What it writes.
     """
 
-    def __init__(self, argv: list[str], log: Path, key: str | None, **environ: str) -> None:
+    def __init__(
+        self, argv: list[str], log: Path, key: str | None, folder: Path = ROOT, **environ: str
+    ) -> None:
         self.log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                argv, cwd=ROOT, stdout=file, stderr=file, env={**os.environ, **environ}
+                argv, cwd=folder, stdout=file, stderr=file, env={**os.environ, **environ}
             )
         printed = re.compile(r"http://[\w.]+:(\d+)")
         try:
@@ -99,9 +101,16 @@ def children(process: int, command: str) -> list[int]:
 
 
 @contextmanager
-def serving(argv: list[str], log: Path, key: str | None = None, **environ: str) -> Iterator[Server]:
-    """Runs a server until the block ends."""
-    server = Server([sys.executable, *argv], log, key, **environ)
+def serving(
+    argv: list[str],
+    log: Path,
+    key: str | None = None,
+    python: str | Path = sys.executable,
+    folder: Path = ROOT,
+    **environ: str,
+) -> Iterator[Server]:
+    """Runs a server, with an interpreter and in a folder, until the block ends."""
+    server = Server([str(python), *argv], log, key, folder, **environ)
     try:
         server.until(server.ready, "readiness", 300)  # a cold cache: it compiles
         yield server
