@@ -193,10 +193,11 @@ def test_commands_in_the_documents_exist() -> None:
                 if re.match(r"(python run_graph\.py|script/run)\b", line):
                     assert asked <= options("classify"), line
                 prefix = r"(?:\w+=\S+ |taskset -c \S+ )*"
-                if ran := re.match(prefix + r"maxvision (\w+)(?: (\w+))?", line):
-                    words = ran.groups() if ran[1] in ("weights", "bench") else ran.groups()[:1]
-                    assert ran[1] in COMMANDS, line
-                    assert asked <= options(*filter(None, words)), line
+                if ran := re.match(prefix + r"maxvision ((?:[a-z]+(?: |$))*)", line):
+                    name, *more = ran[1].split() or ["classify"]
+                    assert name in COMMANDS, line
+                    part = more[:1] if name in ("weights", "bench") else []
+                    assert asked <= options(name, *part), line
                 if module := re.match(r"python -m ([\w.]+)", line):
                     place = ROOT / module[1].replace(".", "/")
                     runs = (place / "__main__.py", place.with_suffix(".py"))
