@@ -20,7 +20,6 @@ Measure maxvision beside its peers, on one machine, in one run.
   profile   where one run's time goes, kernel by kernel, layer by layer
   compile   graphs for a GPU that is elsewhere: --precompiled takes them where no compiler is
   serve     our server under load, beside LitServe: latency, throughput, what bounds them
-  tune      chooses the tiles of ops/gemm/tuning.mojo by measurement, on a Hopper GPU
   report    docs/performance.md and the curves of docs/sparsity.md, from bench/results/*.json
 """
 _EXAMPLES = """\
@@ -32,7 +31,6 @@ examples:
   maxvision bench compile --target sm_90a --models resnet-50 --dtypes bfloat16 --out compiled
   maxvision bench serve --model resnet-50 --concurrency 1,16,64 --rates 100,200 --json serve.json
   maxvision bench serve --servers ray --replicas 1,2 --device gpu --replica-cores 12
-  maxvision bench tune --from sweep.txt --check
   maxvision bench sparse --model r50-90 --device cpu
   maxvision bench sparse --model resnet-50 --device cpu --densities 0.5,0.2,0.1,0.05,0.01 --table
   maxvision bench report
@@ -133,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
         "--program",
         type=Path,
         metavar="FILE",
-        help="bench/sparse.mojo as mojo build made it elsewhere, for a GPU without a compiler",
+        help="ops.sparse_conv2d.measure, built elsewhere, for a GPU without a compiler",
     )
     sparse.add_argument(
         "--data", type=Path, metavar="NPZ", help="pictures that networks classify (bench.accuracy)"
@@ -205,19 +203,6 @@ def parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="docs")
     report.add_argument("--no-plots", action="store_true", help="tables only, without matplotlib")
-
-    tune = commands.add_parser("tune", help="choose the tiles of ops/gemm/tuning.mojo")
-    tune.add_argument(
-        "--from", dest="sweep", type=Path, metavar="FILE", help="read a sweep instead of measuring"
-    )
-    tune.add_argument("--on", metavar="'DATE, GPU'", help="where a sweep is from, if it says not")
-    tune.add_argument("--raw", type=Path, metavar="FILE", help="keep what was measured")
-    tune.add_argument(
-        "--check", action="store_true", help="compare with the table that is there, write nothing"
-    )
-    tune.add_argument(
-        "--program", type=Path, metavar="FILE", help="only build what measures, for sm_90a"
-    )
 
     compiling = commands.add_parser("compile", help="graphs for a GPU that is elsewhere")
     compiling.add_argument(

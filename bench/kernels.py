@@ -1,14 +1,13 @@
 """Sparse convolutions on a GPU, each kernel alone, beside the dense one and cuDNN's.
 
-A graph of one layer would time its launch. So bench/sparse.mojo launches a kernel many times over
-in a CUDA graph, each launch with another copy of the filter, and checks what it gives; cuDNN's
-convolution with bias and relu, channels last, runs in a CUDA graph of torch's in the same way.
+A graph of one layer would time its launch. So ops/sparse_conv2d/measure.mojo launches a kernel many
+times over in a CUDA graph, each launch with another copy of the filter, and checks what it gives;
+cuDNN's convolution with bias and relu, channels last, runs in a CUDA graph of torch's likewise.
 """
 
 from __future__ import annotations
 
 import math
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,15 +19,15 @@ import numpy as np
 import torch
 from max.dtype import DType
 
-from maxvision.bench.engines import TORCH
-from maxvision.bench.timing import rounded
-from maxvision.bench.tune import compile_program
-from maxvision.common.errors import DeviceError
+from maxvision.bench.engines import TORCH, captured
+from maxvision.bench.timing import TorchClock, rounded, sample
 from maxvision.common.host import cores
 from maxvision.graphs import arrange, formats
 from maxvision.graphs.convolution import Convolution
 from maxvision.graphs.target import Target
+from maxvision.ops import measure as measuring
 
+MODULE = "sparse_conv2d.measure"
 LAUNCHES = 20
 """Of cuDNN's in a CUDA graph, each with a filter of its own."""
 CLOSE = 4e-3
@@ -89,7 +88,7 @@ def measure(
         batches: Images.
         target: The GPU.
         dtype: Of activations and filters.
-        program: bench/sparse.mojo as it was built for this GPU; built here if None.
+        program: ops/sparse_conv2d/measure.mojo as built for this GPU; built here if None.
 
     Raises:
         DeviceError: If the program fails.
@@ -97,8 +96,8 @@ def measure(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if program is None:
-            program = folder / "sparse"
-            compile_program("sparse", program)
+            program = folder / "program"
+            measuring.build(MODULE, program)
         suited = [formats.suited(case.filters, case.layer.groups, target, dtype) for case in cases]
         places = [folder / str(i) for i in range(len(cases))]
         with ProcessPoolExecutor(cores()) as pool:
@@ -129,7 +128,8 @@ def _measure(
         for kind in _measured(case, suits):
             wanted.append((case, kind, kind in suits, len(lines)))
             lines.append(_line(kind, dtype, case.layer, batch, place / kind))
-    times = _run(program, places[0].parent / "lines", lines)
+    said = measuring.run(MODULE, lines, program).splitlines()
+    times = {int(row): (float(us), float(error)) for _, row, us, error in map(str.split, said[1:])}
     cudnn = {layer: cudnn_us(layer, batch, dtype) for layer in {each.layer for each in cases}}
     for case, kind, suits_case, row in wanted:
         us, error = times[row]
@@ -171,24 +171,7 @@ def cudnn_us(layer: Convolution, batch: int, dtype: DType) -> float:
                 [1, 1], 1,
             )  # fmt: skip
 
-    with torch.inference_mode():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            launches()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launches()
-        graph.replay()
-        times = []
-        for _ in range(5):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / LAUNCHES)
-    return min(times)
+    return min(sample(TorchClock(), captured(launches), 0.01)) * 1e3 / LAUNCHES
 
 
 def _measured(case: Case, suited: Sequence[str]) -> list[str]:
@@ -213,12 +196,3 @@ def _line(kind: str, dtype: DType, layer: Convolution, batch: int, place: Path) 
     side = layer.size[0] * layer.stride
     sizes = (batch, side, layer.channels, layer.filters, layer.kernel, layer.stride)
     return " ".join(map(str, (kind, dtype.name, *sizes, place)))
-
-
-def _run(program: Path, listed: Path, lines: Sequence[str]) -> dict[int, tuple[float, float]]:
-    listed.write_text("".join(f"{line}\n" for line in lines))
-    done = subprocess.run([program.resolve(), listed], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise DeviceError(f"bench sparse failed on the GPU: {done.stderr.strip()[-300:]}")
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("row ")]
-    return {int(row): (float(us), float(error)) for _, row, us, error in rows}

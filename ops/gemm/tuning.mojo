@@ -1,6 +1,6 @@
 """Which tile a product gets on Hopper: measured rows, and the nearest one for all others.
 
-`maxvision bench tune` writes the rows. A row holds M, F, the steps of K (128 bytes of channels,
+`python -m maxvision.ops.gemm.tune` writes the rows. A row holds M, F, the steps of K (128 bytes of channels,
 tap by tap), the epilogue as far as it costs time, the tile, the blocks that share it, and in the comment
 the microseconds of a launch in a CUDA graph. A product that is not in the table takes the tile of
 the row nearest in log2 M + log2 F + log2 steps: of products left out of the table, 97 % ran within
@@ -68,7 +68,7 @@ struct Row(TrivialRegisterPassable):
 
 
 comptime ROWS: List[Row] = [
-    # rows: maxvision bench tune, 2026-11-21, NVIDIA H200
+    # rows: ops/gemm/tune.py, 2026-11-21, NVIDIA H200
     Row(1, 1000, 6, "none", 3, 1),  # 2.71
     Row(1, 1000, 8, "none", 4, 4),  # 2.77
     Row(2, 1000, 8, "none", 4, 4),  # 2.81

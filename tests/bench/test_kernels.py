@@ -18,6 +18,7 @@ from maxvision.graphs.target import Target
 HOPPER = Target.parse("sm_90a")
 PROGRAM = """#!{python}
 import pathlib, sys
+print("# Some GPU")
 for i, line in enumerate(open(sys.argv[1])):
     kernel, dtype, n, side, c, f, k, stride, folder = line.split()
     size = int(c) * int(f) * int(k) ** 2 * {{"bfloat16": 2, "float32": 4}}[dtype]
@@ -76,5 +77,5 @@ def test_blocks_and_fours_are_what_they_say() -> None:
 
 def test_a_program_that_fails_is_told(program: Path) -> None:
     program.write_text(f"#!{sys.executable}\nraise SystemExit('no such GPU')\n")
-    with pytest.raises(DeviceError, match="bench sparse failed on the GPU: no such GPU"):
+    with pytest.raises(DeviceError, match="measure failed on the GPU: no such GPU"):
         list(kernels.measure(cases()[:1], (1,), HOPPER, DType.bfloat16, program))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from maxvision.bench import tune
-from maxvision.bench.__main__ import main
+from maxvision.common.errors import DeviceError
+from maxvision.ops import measure
+from maxvision.ops.gemm import tune
+
+ORIGINAL = tune.TABLE
 
 
 def sweep(seed: int = 0) -> str:
@@ -38,14 +42,14 @@ def test_a_sweep_becomes_the_table(
 ) -> None:
     measured = tmp_path / "sweep.txt"
     measured.write_text(sweep())
-    assert main(["tune", "--from", str(measured), "--check"]) == 1
+    assert tune.main(["--from", str(measured), "--check"]) == 1
     assert "holds other rows" in capsys.readouterr().out
-    assert table.read_text() == (tune.ROOT / "ops/gemm/tuning.mojo").read_text()
-    assert main(["tune", "--from", str(measured)]) == 0
-    assert main(["tune", "--from", str(measured), "--check"]) == 0
+    assert table.read_text() == ORIGINAL.read_text()
+    assert tune.main(["--from", str(measured)]) == 0
+    assert tune.main(["--from", str(measured), "--check"]) == 0
     text = table.read_text()
-    assert re.search(r"# rows: maxvision bench tune, \d{4}-\d\d-\d\d, Some GPU\n", text)
-    before = (tune.ROOT / "ops/gemm/tuning.mojo").read_text()
+    assert re.search(r"# rows: ops/gemm/tune.py, \d{4}-\d\d-\d\d, Some GPU\n", text)
+    before = ORIGINAL.read_text()
     assert text.split(tune.BEGIN)[0] == before.split(tune.BEGIN)[0]
     assert text.split(tune.END)[1] == before.split(tune.END)[1]
 
@@ -65,8 +69,8 @@ def test_a_table_that_predicts_badly_is_not_written(table: Path, tmp_path: Path)
     ]
     measured = tmp_path / "sweep.txt"
     measured.write_text("\n".join(noise))
-    assert main(["tune", "--from", str(measured)]) == 1
-    assert table.read_text() == (tune.ROOT / "ops/gemm/tuning.mojo").read_text()
+    assert tune.main(["--from", str(measured)]) == 1
+    assert table.read_text() == ORIGINAL.read_text()
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,24 @@ def test_mistakes_get_one_sentence(
     measured = tmp_path / "sweep.txt"
     if text is not None:
         measured.write_text(text)
-    assert main(["tune", "--from", str(measured)]) == 2
+    assert tune.main(["--from", str(measured)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and re.search(message, said), said
+
+
+def test_another_gpu_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune, "accelerator_count", lambda: 0)
+    assert tune.main([]) == 2
+    assert "tune expects a Hopper GPU, sm_90a, but this is no GPU" in capsys.readouterr().err
+
+
+def test_a_program_is_built_and_gets_its_lines(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"#!{sys.executable}\nimport sys\nprint(open(sys.argv[1]).read(), end='')\n")
+    program.chmod(0o755)
+    assert measure.run("gemm.tune", ["a", "b"], program) == "a\nb\n"
+    program.write_text(f"#!{sys.executable}\nraise SystemExit('no such GPU')\n")
+    with pytest.raises(DeviceError, match=r"ops.gemm.tune failed on the GPU: no such GPU"):
+        measure.run("gemm.tune", [], program)

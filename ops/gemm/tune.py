@@ -1,7 +1,7 @@
-"""Chooses Hopper's tiles by measurement: ``maxvision bench tune`` writes ops/gemm/tuning.mojo.
+"""Chooses Hopper's tiles by measurement: ``python -m maxvision.ops.gemm.tune`` writes tuning.mojo.
 
-Times every tile (bench/tune.mojo) on every product of the networks at several batch sizes, takes
-the fastest, drops the rows that their neighbours imply, and writes the rest as the table that the
+Times every tile (tune.mojo) on every product of products.txt at several batch sizes, takes the
+fastest, drops the rows that their neighbours imply, and writes the rest as the table that the
 kernels look their tile up in. Says how well the table predicts products that it does not hold.
 """
 
@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import argparse
 import math
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from maxvision.common.errors import ArgumentError, DeviceError
-from maxvision.graphs.cvt import CVTS
-from maxvision.graphs.resnet import RESNETS
-from maxvision.runtime.session import find_device
+from max.driver import accelerator_architecture_name, accelerator_count
 
-ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "ops" / "gemm" / "tuning.mojo"
-BEGIN, END = "# rows: maxvision bench tune", "# end of rows"
+from maxvision.common.errors import ArgumentError, DeviceError, UserError
+from maxvision.ops import measure
+
+MODULE = "gemm.tune"
+PRODUCTS = Path(__file__).with_name("products.txt")
+TABLE = Path(__file__).with_name("tuning.mojo")
+BEGIN, END = "# rows: ops/gemm/tune.py", "# end of rows"
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 SLACK = 1.03
 """How much slower than its best tile a product may run for its row to be dropped."""
@@ -33,7 +33,7 @@ CLOSE, NEAR = 1.2, 0.95
 STEP = 64
 """Channels of a step of K, in 16 bits."""
 COSTS = {"relu": "none", "add_relu": "add", "gelu": "gelu"}
-"""What bench/tune.mojo times, and the epilogue of a row: relu costs nothing."""
+"""What tune.mojo times, and the epilogue of a row: relu costs nothing."""
 
 
 class Layer(NamedTuple):
@@ -70,46 +70,11 @@ Times = dict[Product, dict[Tile, float]]
 def layers(batch: int) -> list[Layer]:
     """Lists the products of ResNet-18, ResNet-50 and CvT-13 at 224 px but the stems'."""
     found = []
-    for name in ("resnet18", "resnet50"):
-        spec = RESNETS[name]
-        side, c = 56, spec.stem_width
-        for i, width in enumerate(spec.widths):
-            stride = spec.stage_stride(i)
-            out = side // stride
-            if spec.block == "basic":
-                found += [
-                    Layer(batch, side, c, width, 3, stride),
-                    Layer(batch, out, width, width, 3),
-                    Layer(batch, out, width, width, 3, 1, "add_relu"),
-                ]
-            else:
-                inner = width // 4
-                found += [
-                    Layer(batch, side, c, inner),
-                    Layer(batch, side, inner, inner, 3, stride),
-                    Layer(batch, out, inner, width, 1, 1, "add_relu"),
-                    Layer(batch, out, width, inner),
-                    Layer(batch, out, inner, inner, 3),
-                ]
-            found.append(Layer(batch, side, c, width, 1, stride))
-            side, c = out, width
-        found.append(Layer(batch, 1, c, spec.classes))
-    side, c = 224, 3
-    for stage in CVTS["cvt-13"].stages:
-        if c > 3:
-            found.append(Layer(batch, side, c, stage.width, stage.patch, stage.stride))
-        side, c = side // stage.stride, stage.width
-        tokens = side**2 + stage.cls_token
-        keys = (-(-side // stage.stride_kv)) ** 2 + stage.cls_token
-        found += [
-            Layer(batch * tokens, 1, c, c),
-            Layer(batch * keys, 1, c, c),
-            Layer(batch * tokens, 1, c, c, 1, 1, "add_relu"),
-            Layer(batch * tokens, 1, c, stage.hidden, 1, 1, "gelu"),
-            Layer(batch * tokens, 1, stage.hidden, c, 1, 1, "add_relu"),
-        ]
-    found.append(Layer(batch, 1, c, 1000))
-    return list(dict.fromkeys(found))
+    for line in PRODUCTS.read_text().splitlines()[1:]:
+        *sizes, epilogue = line.split()
+        images, side, channels, filters, kernel, stride = map(int, sizes)
+        found.append(Layer(batch * images, side, channels, filters, kernel, stride, epilogue))
+    return found
 
 
 def product(layer: Layer) -> Product:
@@ -119,15 +84,42 @@ def product(layer: Layer) -> Product:
     return Product(layer.images * out**2, layer.filters, steps, COSTS[layer.epilogue])
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code; a user's mistake is one line on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m maxvision.ops.gemm.tune", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--from", dest="sweep", type=Path, metavar="FILE", help="read a sweep instead of measuring"
+    )
+    parser.add_argument("--on", metavar="'DATE, GPU'", help="where a sweep is from, if it says not")
+    parser.add_argument("--raw", type=Path, metavar="FILE", help="keep what was measured")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the table that is there, write nothing"
+    )
+    parser.add_argument(
+        "--program", type=Path, metavar="FILE", help="only build what measures, for sm_90a"
+    )
+    try:
+        return run(parser.parse_args(arguments))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
 def run(options: argparse.Namespace) -> int:
     """Measures, or reads a sweep, and writes or checks the table."""
+    lines = [
+        " ".join(map(str, layer))
+        for layer in dict.fromkeys(layer for batch in BATCHES for layer in layers(batch))
+    ]
     if options.program:
-        compile_program("tune", options.program, "sm_90a")
+        measure.build(MODULE, options.program, "sm_90a")
         listed = options.program.with_suffix(".layers")
-        write_layers(listed)
+        listed.write_text("".join(f"{line}\n" for line in lines))
         print(
             f"on a Hopper GPU run {options.program.name} {listed.name} > sweep.txt;"
-            " then here maxvision bench tune --from sweep.txt"
+            " then pass sweep.txt to --from here"
         )
         return 0
     if options.sweep:
@@ -136,7 +128,10 @@ def run(options: argparse.Namespace) -> int:
         except (OSError, UnicodeDecodeError) as problem:
             raise ArgumentError(f"from expects a sweep but {options.sweep}: {problem}") from None
     else:
-        text = measure()
+        here = accelerator_architecture_name() if accelerator_count() else "no GPU"
+        if here != "sm_90a":
+            raise DeviceError(f"tune expects a Hopper GPU, sm_90a, but this is {here}")
+        text = measure.run(MODULE, lines)
         if options.raw:
             options.raw.write_text(text)
     times = read(text)
@@ -162,53 +157,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def measure() -> str:
-    """Builds bench/tune.mojo and runs it on this machine's GPU; returns what it prints.
-
-    Raises:
-        DeviceError: If the GPU is no Hopper, or the program fails.
-    """
-    device = find_device("gpu")
-    if device.architecture_name != "sm_90a":
-        raise DeviceError(
-            f"bench tune expects a Hopper GPU, sm_90a, but this is {device.architecture_name}"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        listed, program = Path(folder) / "layers.txt", Path(folder) / "tune"
-        write_layers(listed)
-        compile_program("tune", program)
-        done = subprocess.run([program, listed], capture_output=True, text=True)
-    if done.returncode:
-        raise DeviceError(f"bench tune failed on the GPU: {done.stderr.strip()[-200:]}")
-    return done.stdout
-
-
-def compile_program(name: str, program: Path, target: str = "") -> None:
-    """Builds bench/NAME.mojo, for a GPU that is elsewhere if a target is named.
-
-    Raises:
-        ArgumentError: If it cannot be built.
-    """
-    beside = Path(sys.executable).with_name("mojo")
-    source = str(ROOT / "bench" / f"{name}.mojo")
-    mojo = str(beside) if beside.is_file() else "mojo"
-    command = [mojo, "build", "-I", str(ROOT), source, "-o", str(program)]
-    if target:
-        command += ["--target-accelerator", target]
-    try:
-        subprocess.run(command, check=True)
-    except (OSError, subprocess.CalledProcessError) as problem:
-        raise ArgumentError(f"bench {name} expects mojo to build {program}: {problem}") from None
-
-
-def write_layers(path: Path) -> None:
-    """Writes the lines that bench/tune.mojo reads."""
-    every = dict.fromkeys(layer for batch in BATCHES for layer in layers(batch))
-    path.write_text("".join(" ".join(map(str, layer)) + "\n" for layer in every))
-
-
 def read(text: str) -> Times:
-    """Reads what bench/tune.mojo printed.
+    """Reads what tune.mojo printed.
 
     Raises:
         ArgumentError: If a line is none, or a tile computed something else than the CUDA cores.
@@ -306,3 +256,7 @@ def with_rows(text: str, times: Times, table: dict[Product, Tile], about: str) -
 def rows_of(text: str) -> list[str]:
     """Lists the rows of the text of ops/gemm/tuning.mojo."""
     return text.split(BEGIN)[1].split(END)[0].splitlines()[1:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
