@@ -72,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"maxvision {name} needs the package {package}, which is not installed; run"
             f" pip install '.[{command.extra}]' in the checkout"
         )
+    except KeyboardInterrupt:  # while a command is imported; it answers for itself after that
+        return 130
 
 
 def _meant(word: str) -> str | None:

@@ -47,11 +47,11 @@ def files(folder: Path) -> set[str]:
 def environment(folder: Path) -> Path:
     """Makes a virtual environment with everything but maxvision, and returns its Python."""
     venv.create(folder, symlinks=True)
-    paths = sysconfig.get_paths()
-    places = {paths["purelib"], paths["platlib"]}  # their own .pth files do not count there
-    site = sysconfig.get_path("purelib", vars={"base": str(folder)})
-    Path(site, "dependencies.pth").write_text("\n".join(places))
     python = folder / "bin/python"
+    site = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder)
+    borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    # One of the .pth files there leads to the checkout; those of a borrowed folder do not count.
+    Path(site.strip(), "dependencies.pth").write_text("\n".join(borrowed))
     code = "import importlib.util as u; print(u.find_spec('maxvision'))"
     assert run([python, "-c", code], folder) == "None\n", "the checkout is still found"
     return python
