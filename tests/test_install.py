@@ -163,6 +163,8 @@ def test_it_runs_elsewhere(installed: Path, package: Path, user: Path) -> None:
     code = """if True:
         import sys
         from maxvision.commands.main import main
+        from maxvision.common.host import HOME
+        assert str(HOME / "maxvision") == sys.argv[1], HOME  # from where servers start processes
         code = main(sys.argv[2:])
         for name, module in list(sys.modules.items()):
             path = getattr(module, "__file__", None)
@@ -186,11 +188,10 @@ def test_max_serve_finds_it(installed: Path, package: Path, user: Path) -> None:
         "--model", str(package / "weights/bundled/resnet-cifar10"), "--devices", "cpu",
         "--host", "127.0.0.1", "--port", "0", "--max-batch-size", "2",
     ]  # fmt: skip
-    environ = {"MAXVISION_FRONT_PROCESSES": "2", "MAX_SERVE_DISABLE_TELEMETRY": "1"}
+    environ = {"MAXVISION_FRONT_PROCESSES": "1", "MAX_SERVE_DISABLE_TELEMETRY": "1"}
     log = user / "log"
     with serving(argv, log, None, installed, user, PYTHONPATH="", **environ) as server:
         headers = {"Content-Type": "image/jpeg"}
         answer = server.client.post("/v1/classify", content=CAT.read_bytes(), headers=headers)
         assert answer.json()["data"][0]["predictions"][0]["label"] == "cat"
-        assert len(server.children("maxvision.serve.front")) == 2
         assert server.stop() == 0
