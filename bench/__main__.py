@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from maxvision.common.errors import ArgumentError, UserError
 from maxvision.runtime.session import DTYPES
@@ -20,7 +21,7 @@ Measure maxvision beside its peers, on one machine, in one run.
   profile   where one run's time goes, kernel by kernel, layer by layer
   compile   graphs for a GPU that is elsewhere: --precompiled takes them where no compiler is
   serve     our server under load, beside LitServe: latency, throughput, what bounds them
-  report    docs/performance.md and the curves of docs/sparsity.md, from bench/results/*.json
+  report    the tables and plots of files that --json wrote, such as bench/results/*.json
 """
 _EXAMPLES = """\
 examples:
@@ -33,7 +34,7 @@ examples:
   maxvision bench serve --servers ray --replicas 1,2 --device gpu --replica-cores 12
   maxvision bench sparse --model r50-90 --device cpu
   maxvision bench sparse --model resnet-50 --device cpu --densities 0.5,0.2,0.1,0.05,0.01 --table
-  maxvision bench report
+  maxvision bench report bench/results/2026-11-21-h200-models.json --plots .
 
 exit codes: 0 done; 1 a result was wrong; 2 a wrong argument, device or model
 """
@@ -67,212 +68,128 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(required=True, dest="command", metavar="COMMAND")
 
-    models = commands.add_parser("models", help="whole networks beside their peers")
-    _what(models, batches="1,32,256")
-    _threads(models)
-    models.add_argument(
-        "--sparse",
-        default="auto",
-        choices=["auto", "always", "never"],
-        help="what runs pruned layers of ours (default: auto)",
-    )
-    models.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
-    models.add_argument(
-        "--against",
-        type=_list,
-        metavar="A,B",
-        help="these peers alone",
-    )
-    models.add_argument(
-        "--autotune", action="store_true", help="torch.compile's max-autotune too: minutes a cell"
-    )
-    models.add_argument(
-        "--seconds", type=_positive, default=2.0, help="of samples, an engine and cell"
-    )
-    models.add_argument(
-        "--together",
-        action="store_true",
-        help="set the engines of a cell up at once, as on a GPU; they are timed in turn",
-    )
-    models.add_argument("--energy", action=argparse.BooleanOptionalAction, default=True)
-    models.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    def command(name: str, help: str, *shared: str, **defaults: Any) -> Callable[..., Any]:
+        """Adds a command with options that others have too; returns what adds its own."""
+        made = commands.add_parser(name, help=help)
+        for option in shared:
+            alias = ["--model"] * (option == "models")
+            made.add_argument(f"--{option}", *alias, **_shared(option))
+        made.set_defaults(**defaults)
+        return made.add_argument
 
-    layers = commands.add_parser("ops", help="each distinct layer beside torch's operator")
-    _what(layers, batches="1,32,256")
-    _threads(layers)
-    layers.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
-    layers.add_argument(
-        "--seconds", type=_positive, default=0.2, help="of samples, a layer and side"
-    )
-    layers.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    # fmt: off
+    measured = ("models", "dtypes", "batches", "device", "tf32", "precompiled", "json")
 
-    sparse = commands.add_parser("sparse", help="a pruned model dense and sparse")
-    _what(sparse, batches="1,16")
-    _threads(sparse)
-    _batch_size(sparse)
-    sparse.add_argument(
-        "--densities",
-        type=_densities,
-        metavar="D,E",
-        help="shares of nonzeros to draw layers at, such as 0.5,0.1; the model's own if left out",
-    )
-    sparse.add_argument(
-        "--target", metavar="T", help="cpu:x86-64-v3 or the like: run layers on this CPU as on that"
-    )
-    sparse.add_argument("--layers", action=argparse.BooleanOptionalAction, default=True)
-    sparse.add_argument("--network", action=argparse.BooleanOptionalAction, default=True)
-    sparse.add_argument(
-        "--table", action="store_true", help="write what --sparse auto looks up on this device"
-    )
-    sparse.add_argument(
-        "--seconds", type=_positive, default=0.3, help="of samples, a layer, density and side"
-    )
-    sparse.add_argument(
-        "--program",
-        type=Path,
-        metavar="FILE",
-        help="ops.sparse_conv2d.measure, built elsewhere, for a GPU without a compiler",
-    )
-    sparse.add_argument(
-        "--data", type=Path, metavar="NPZ", help="pictures that networks classify (bench.accuracy)"
-    )
-    sparse.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    add = command("models", "whole networks beside their peers", *measured, "threads", "peers",
+                  "seconds", batches=[1, 32, 256], seconds=2.0)
+    add("--sparse", default="auto", choices=["auto", "always", "never"],
+        help="what runs pruned layers of ours (default: auto)")
+    add("--against", type=_list, metavar="A,B", help="these peers alone")
+    add("--autotune", action="store_true", help="torch.compile's max-autotune too: minutes a cell")
+    add("--together", action="store_true",
+        help="set a cell's engines up at once, as on a GPU; they are timed in turn")
+    add("--energy", action=_SWITCH, default=True)
 
-    profile = commands.add_parser("profile", help="where one run's time goes")
-    _what(profile, batches="1")
-    profile.add_argument(
-        "--engine", default="maxvision", help="maxvision, or a peer: torch-compile, ..."
-    )
-    profile.add_argument("--rows", type=int, default=40, help="of the table; 0 for all")
-    profile.add_argument("--runs", type=int, default=10, help="to average over")
-    profile.add_argument("--trace", type=Path, metavar="FILE", help="for Perfetto or Chrome")
-    profile.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    command("ops", "each distinct layer beside torch's operator", *measured, "threads", "peers",
+            "seconds", batches=[1, 32, 256], seconds=0.2)
 
-    serving = commands.add_parser("serve", help="our server under load, beside LitServe")
-    serving.add_argument("--model", default="resnet-50", metavar="M", help="as bench models")
-    serving.add_argument("--device", default="cpu", help="cpu, gpu or gpu:N")
-    serving.add_argument("--dtype", help="of ours; bfloat16 on a GPU, float32 on a CPU if left out")
-    serving.add_argument(
-        "--servers",
-        type=_list,
-        default=["maxvision", "litserve"],
-        metavar="A,B",
-        help="of these, and ray: serve.ray_app in a cluster of its own",
-    )
-    serving.add_argument("--url", metavar="URL", help="drive the server of ours that is there")
-    serving.add_argument(
-        "--bodies", type=_list, default=["bytes", "json"], metavar="A,B",
-        help="bytes, json (LitServe takes json only)",
-    )  # fmt: skip
-    serving.add_argument(
-        "--concurrency", type=_batches, default=[1, 8, 32], metavar="N,M", help="closed loops"
-    )
-    serving.add_argument(
-        "--rates", type=_batches, default=[], metavar="N,M", help="open loops, requests/s"
-    )
-    serving.add_argument("--seconds", type=_positive, default=5.0, help="of each load")
-    serving.add_argument("--slo-ms", type=_positive, default=50.0, help="for the goodput")
-    serving.add_argument("--size", type=_size, default=(500, 375), metavar="WxH", help="500x375")
-    serving.add_argument("--pictures", type=int, default=16, help="different ones")
-    serving.add_argument("--senders", type=int, default=1, help="processes that send")
-    serving.add_argument(
-        "--serve", dest="serve_options", action="append", default=[], metavar="--OPTION=V",
-        help="an option of maxvision serve; may be repeated",
-    )  # fmt: skip
-    serving.add_argument(
-        "--replicas", type=_batches, default=[1, 2], metavar="N,M", help="on Ray, a GPU each"
-    )
-    serving.add_argument("--replica-cores", type=_count, default=1, metavar="N", help="of each")
-    serving.add_argument(
-        "--bounds", action=argparse.BooleanOptionalAction, default=True,
-        help="measure first what senders and decoding alone reach",
-    )  # fmt: skip
-    serving.add_argument(
-        "--litserve", default="{}", metavar="JSON", help="batch, delay_ms, workers, fronts, compile"
-    )
-    serving.add_argument(
-        "--precompiled", type=Path, metavar="DIR", help="graphs that bench compile wrote"
-    )
-    serving.add_argument("--patience", type=_positive, default=300, help="s for a server's start")
-    serving.add_argument("--verbose", action="store_true", help="print what the servers say")
-    serving.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    add = command("sparse", "a pruned model dense and sparse", *measured, "threads", "batch-size",
+                  "seconds", batches=[1, 16], seconds=0.3)
+    add("--densities", type=_densities, metavar="D,E",
+        help="shares of nonzeros to draw layers at, as 0.5,0.1; the model's own if left out")
+    add("--target", metavar="T",
+        help="cpu:x86-64-v3 or the like: run layers on this CPU as on that")
+    add("--layers", action=_SWITCH, default=True)
+    add("--network", action=_SWITCH, default=True)
+    add("--table", action="store_true", help="write what --sparse auto looks up on this device")
+    add("--program", type=Path, metavar="FILE",
+        help="ops.sparse_conv2d.measure, built elsewhere, for a GPU without a compiler")
+    add("--data", type=Path, metavar="NPZ", help="pictures that networks classify (bench.accuracy)")
 
-    report = commands.add_parser("report", help="docs/performance.md and its plots")
-    report.add_argument(
-        "--results", type=Path, default=Path("bench/results"), metavar="DIR", help="bench/results"
-    )
-    report.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="docs")
-    report.add_argument("--no-plots", action="store_true", help="tables only, without matplotlib")
+    add = command("profile", "where one run's time goes", *measured, batches=[1])
+    add("--engine", default="maxvision", help="maxvision, or a peer: torch-compile, ...")
+    add("--rows", type=int, default=40, help="of the table; 0 for all")
+    add("--runs", type=int, default=10, help="to average over")
+    add("--trace", type=Path, metavar="FILE", help="for Perfetto or Chrome")
 
-    compiling = commands.add_parser("compile", help="graphs for a GPU that is elsewhere")
-    compiling.add_argument(
-        "--target", required=True, help="sm_80, sm_90a, gfx942, cpu:sapphirerapids, ..."
-    )
-    compiling.add_argument("--models", type=_list, default=["resnet-50", "cvt-13"], metavar="A,B")
-    compiling.add_argument("--dtypes", type=_list, default=["bfloat16"], metavar="A,B")
-    compiling.add_argument(
-        "--layers", action="store_true", help="their layers too, which bench ops times"
-    )
-    compiling.add_argument(
-        "--sparse",
-        type=_list,
-        default=["auto"],
-        metavar="A,B",
-        help="auto, always, never: graphs for bench sparse, one each (default: auto)",
-    )
-    _batch_size(compiling)
-    _tf32(compiling)
-    compiling.add_argument("--out", type=Path, required=True, metavar="DIR")
+    add = command("serve", "our server under load, beside LitServe", "device", "precompiled",
+                  "seconds", "json", device="cpu", seconds=5.0)
+    add("--model", default="resnet-50", metavar="M", help="as bench models")
+    add("--dtype", help="of ours; bfloat16 on a GPU, float32 on a CPU if left out")
+    add("--servers", type=_list, default=["maxvision", "litserve"], metavar="A,B",
+        help="of these, and ray: serve.ray_app in a cluster of its own")
+    add("--url", metavar="URL", help="drive the server of ours that is there")
+    add("--bodies", type=_list, default=["bytes", "json"], metavar="A,B",
+        help="bytes, json (LitServe takes json only)")
+    add("--concurrency", type=_batches, default=[1, 8, 32], metavar="N,M", help="closed loops")
+    add("--rates", type=_batches, default=[], metavar="N,M", help="open loops, requests/s")
+    add("--slo-ms", type=_positive, default=50.0, help="for the goodput")
+    add("--size", type=_size, default=(500, 375), metavar="WxH", help="500x375")
+    add("--pictures", type=int, default=16, help="different ones")
+    add("--senders", type=int, default=1, help="processes that send")
+    add("--serve", dest="serve_options", action="append", default=[], metavar="--OPTION=V",
+        help="an option of maxvision serve; may be repeated")
+    add("--replicas", type=_batches, default=[1, 2], metavar="N,M", help="on Ray, a GPU each")
+    add("--replica-cores", type=_count, default=1, metavar="N", help="of each")
+    add("--bounds", action=_SWITCH, default=True,
+        help="measure first what senders and decoding alone reach")
+    add("--litserve", default="{}", metavar="JSON",
+        help="batch, delay_ms, workers, fronts, compile")
+    add("--patience", type=_positive, default=300, help="s for a server's start")
+    add("--verbose", action="store_true", help="print what the servers say")
+
+    add = command("report", "the tables and plots of files of results")
+    add("files", type=Path, nargs="+", metavar="FILE", help="that --json wrote")
+    add("--plots", type=Path, metavar="DIR", help="draw SVGs there too")
+
+    add = command("compile", "graphs for a GPU that is elsewhere", "models", "dtypes", "batch-size",
+                  "tf32", dtypes=["bfloat16"])
+    add("--target", required=True, help="sm_80, sm_90a, gfx942, cpu:sapphirerapids, ...")
+    add("--layers", action="store_true", help="their layers too, which bench ops times")
+    add("--sparse", type=_list, default=["auto"], metavar="A,B",
+        help="auto, always, never: graphs for bench sparse, one each (default: auto)")
+    add("--out", type=Path, required=True, metavar="DIR")
+    # fmt: on
     return top
 
 
-def _what(command: argparse.ArgumentParser, batches: str) -> None:
-    command.add_argument(
-        "--models",
-        "--model",
-        type=_list,
-        default=["resnet-50", "cvt-13"],
-        metavar="A,B",
-        help="resnet-18 to -152, cvt-13, -21, -w24 (random weights), bundled models, folders",
-    )
-    command.add_argument(
-        "--dtypes",
-        type=_list,
-        metavar="A,B",
-        help="bfloat16 on a GPU, float32 on a CPU if left out",
-    )
-    command.add_argument(
-        "--batches", type=_batches, default=_batches(batches), metavar="N,M", help=batches
-    )
-    command.add_argument("--device", default="auto", help="auto, cpu, gpu or gpu:N")
-    _tf32(command)
-    command.add_argument(
-        "--precompiled", type=Path, metavar="DIR", help="graphs that bench compile wrote"
-    )
+_SWITCH = argparse.BooleanOptionalAction
 
 
-def _threads(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--threads", type=_count, metavar="N", help="cores to keep to; all if left out"
-    )
-
-
-def _batch_size(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--batch-size",
-        type=_count,
-        metavar="N",
-        help="images that run together, which --sparse auto chooses for; any if left out",
-    )
-
-
-def _tf32(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--tf32",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="round float32 to TF32 for tensor cores, ours and the peers'",
-    )
+def _shared(option: str) -> dict[str, Any]:
+    """Describes an option that several commands have."""
+    described: dict[str, dict[str, Any]] = {
+        "models": {
+            "type": _list,
+            "default": ["resnet-50", "cvt-13"],
+            "metavar": "A,B",
+            "help": "resnet-18 to -152, cvt-13, -21, -w24 (random weights), bundled models,"
+            " folders",
+        },
+        "dtypes": {
+            "type": _list,
+            "metavar": "A,B",
+            "help": "bfloat16 on a GPU, float32 on a CPU if left out",
+        },
+        "batches": {"type": _batches, "metavar": "N,M", "help": "images that run together"},
+        "device": {"default": "auto", "help": "auto, cpu, gpu or gpu:N"},
+        "tf32": {
+            "action": _SWITCH,
+            "default": True,
+            "help": "round float32 to TF32 for tensor cores, ours and the peers'",
+        },
+        "precompiled": {"type": Path, "metavar": "DIR", "help": "graphs that bench compile wrote"},
+        "json": {"type": Path, "metavar": "FILE", "help": "write every figure"},
+        "threads": {"type": _count, "metavar": "N", "help": "cores to keep to; all if left out"},
+        "peers": {"action": _SWITCH, "default": True, "help": "beside which ours runs"},
+        "seconds": {"type": _positive, "help": "of samples, each"},
+        "batch-size": {
+            "type": _count,
+            "metavar": "N",
+            "help": "images that run together, which --sparse auto chooses for; any if left out",
+        },
+    }
+    return described[option]
 
 
 def dtypes(options: argparse.Namespace, gpu: bool) -> list[str]:

@@ -54,6 +54,16 @@ class Case:
     filters: np.ndarray
     pattern: str = ""
 
+    def about(self, batch: int) -> dict[str, Any]:
+        """Begins the record of a measurement."""
+        layer = self.layer
+        return {
+            "kind": "sparse layer", "batch": batch, "layer": layer.title(),
+            "kernel": layer.kernel, "stride": layer.stride,
+            "channels": layer.channels, "filters": layer.filters, "pixels": layer.pixels,
+            "count": len(self.names), "names": self.names, "density": rounded(self.density, 3),
+        }  # fmt: skip
+
 
 def patterned(case: Case) -> Iterator[Case]:
     """Draws the layer of a case with 2:4 sparse channels, and in blocks."""
@@ -136,12 +146,8 @@ def _measure(
         dense_us = times[dense[case.layer, "dense"]][0]
         exact = dense.get((case.layer, "exact"))
         yield {
-            "kind": "sparse layer", "batch": batch, "layer": case.layer.title(),
-            "kernel": case.layer.kernel, "stride": case.layer.stride,
-            "channels": case.layer.channels, "filters": case.layer.filters,
-            "pixels": case.layer.pixels, "count": len(case.names), "names": case.names,
+            **case.about(batch),
             "pattern": case.pattern, "format": kind, "suited": suits_case,
-            "density": rounded(case.density, 3),
             "dense_us": rounded(dense_us), "sparse_us": rounded(us),
             "dense_p10_us": rounded(dense_us), "sparse_p10_us": rounded(us),
             "exact_us": None if exact is None else rounded(times[exact][0]),

@@ -1,6 +1,6 @@
 """The peer of bench serve: the same network in torch behind LitServe.
 
-    maxvision bench.litserved '{"model": "resnet-50", "port": 8000, ...}'
+    python -m maxvision.bench.litserved '{"model": "resnet-50", "port": 8000, ...}'
 
 Its settings, by its documentation the faster ones, not swept: ``fast_queue`` (ZeroMQ); several
 HTTP processes and workers a device, so that decoding overlaps with the network; pictures of a batch

@@ -16,7 +16,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +24,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from maxvision.bench import tables
 from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
 from maxvision.bench.ceilings import Ceilings, ceilings
@@ -34,6 +33,7 @@ from maxvision.bench.engines import TORCH, Images, peer_names
 from maxvision.bench.records import write
 from maxvision.bench.references import checkpoint, find_artifact, precision, reference_model
 from maxvision.bench.stand import CHECKED, Cell, Stand
+from maxvision.bench.tables import grouped, number, percent
 from maxvision.bench.tf32 import RoundedProducts, allow_tf32
 from maxvision.bench.timing import percentiles, rest, rounded
 from maxvision.bench.workers import Lost, Worker
@@ -48,6 +48,7 @@ CPU_ROUNDS = 12
 EPS = 64 * float(np.finfo(np.float32).eps)
 CHUNK = 64
 """Images at a time through the float32 reference."""
+COPIES = ("host_to_device", "device_to_host")
 
 
 class Callee(Protocol):
@@ -107,7 +108,7 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
                     operations = 2.0 * macs(model.spec, images.size[0]) * batch
                     found = list(measure(cell, reference, callees, operations, limits, options))
                     records += found
-                    print_cell(found)
+                    show(found)
                     if options.json:
                         write(options.json, facts, records)
     finally:
@@ -296,43 +297,34 @@ def traffic(reference: Any, size: tuple[int, int], batch: int, itemsize: int) ->
     return float(batch * (2 * outputs * itemsize + image) + held * itemsize)
 
 
-def print_cell(records: list[dict[str, Any]]) -> None:
-    """Prints a row an engine."""
-    first = records[0]
-    dtype = "float32 by TF32" if first["tf32"] else first["dtype"]
-    title = f"{first['model']}, {dtype}, batch {first['batch']}, {first['device']}"
-    table = Table("engine", title=title, title_justify="left")
-    for heading in (
-        "p50 ms", "p90", "p99", "p10", "cpu p10", "images/s", "TFLOP/s", "roofline",
-        "to device", "to host", "request p50", "J", "MHz", "MB", "error", "ours is",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    ours = first.get("p50_ms")
-    for record in records:
-        if not record["passed"]:
-            error = f"{record['max_rel_err']:.1e}" if "max_rel_err" in record else ""
-            told = "LOST" if "lost" in record else "WRONG"
-            table.add_row(record["engine"], *[""] * 14, error, told)
-            continue
-        ratio = f"{ours / record['p50_ms']:.2f} x" if ours else ""
-        table.add_row(
-            record["engine"],
-            *(f"{record[f'p{p}_ms']:.3f}" for p in (50, 90, 99)),
-            *(f"{record[key]:.3f}" if key in record else "" for key in ("p10_ms", "cpu_p10_ms")),
-            f"{record['images_per_s']:,.0f}",
-            f"{record['tflops_per_s']:.4g}",
-            f"{record['share_of_roofline']:.0%}",
-            f"{record['host_to_device_ms']:.3f}",
-            f"{record['device_to_host_ms']:.3f}",
-            f"{record['request']['p50_ms']:.3f}",
-            f"{record['joules_per_batch']:.3g}" if "joules_per_batch" in record else "",
-            str(record.get("sm_mhz", "")),
-            str(record["memory_mb"] or ""),
-            f"{record['max_rel_err']:.1e}",
-            "" if record["engine"] == "maxvision" else ratio,
-        )
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    console.print(table)
-    if "of_best_peer" in first:
-        low = f", {p10:.2f} at p10" if (p10 := first.get("of_best_peer_p10")) else ""
-        console.print(f"ours takes {first['of_best_peer']:.2f} times the best peer's time{low}\n")
+HEAD = ("model", "dtype", "batch", "engine", "p50 ms", "p90", "p99", "p10", "CPU p10", "images/s",
+        "TFLOP/s", "of roofline", "to device", "to host", "request p50", "J/image", "MHz", "MB",
+        "set-up s", "error", "ours is", "")  # fmt: skip
+
+
+def show(records: Sequence[dict[str, Any]]) -> None:
+    """Prints a row an engine, with our time over its; over the best peer's in our own."""
+    rows = []
+    for cell in grouped(records, "model", "dtype", "batch").values():
+        right = {r["engine"]: r["p50_ms"] for r in cell if r["passed"] and "p50_ms" in r}
+        ours = right.pop("maxvision", None)
+        for r in cell:
+            batch, joules = r["batch"], r.get("joules_per_batch")
+            peer = min(right.values(), default=None) if r["engine"] == "maxvision" else None
+            peer = right.get(r["engine"], peer)
+            error = r.get("max_rel_err")
+            requests = r.get("request", {})
+            rows.append([
+                r["model"], f"{r['dtype']}{' by TF32' * r.get('tf32', False)}", str(batch),
+                r["engine"], *(number(r.get(f"p{p}_ms"), "ms") for p in (50, 90, 99, 10)),
+                number(r.get("cpu_p10_ms"), "ms"), number(r.get("images_per_s")),
+                number(r.get("tflops_per_s")), percent(r.get("share_of_roofline")),
+                *(number(r.get(f"{way}_ms"), "ms") for way in COPIES),
+                number(requests.get("p50_ms"), "ms"), number(joules and joules / batch),
+                str(r.get("sm_mhz", "")), number(r.get("memory_mb")),
+                number(r["setup_s"] + r.get("load_s", 0) if "setup_s" in r else None),
+                "" if error is None else f"{error:.1e}",
+                f"{ours / peer:.2f} x" if ours and peer else "",
+                f"LOST: {r['lost']}" if "lost" in r else "" if r["passed"] else "WRONG",
+            ])  # fmt: skip
+    tables.show("Networks; ours over the best peer in our own rows", HEAD, rows, left=4)

@@ -23,20 +23,19 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
 
-from maxvision.bench import load, records
+from maxvision.bench import load, records, tables
 from maxvision.bench.compile import compiled_note
 from maxvision.bench.environment import environment
 from maxvision.bench.references import NETWORKS, find_artifact, reference_model
+from maxvision.bench.tables import number
 from maxvision.common.errors import ArgumentError
 from maxvision.common.host import cores
 from maxvision.runtime.preprocess import Preprocess
@@ -114,7 +113,7 @@ class _Stage:
                 kinds = ("bytes", "json") if name == "maxvision" else ("json",)
                 for kind in [k for k in options.bodies if k in kinds]:
                     self._measure(name, server, kind)
-        self._print()
+        show(self._records)
         return 1 if self._wrong else 0
 
     def _saved(self, reference: Any) -> str:
@@ -227,7 +226,7 @@ class _Stage:
         if not options.precompiled:
             return "maxvision.serve.ray_app:app", given
         graph = find_artifact(options.precompiled, options.model, given["dtype"])
-        return "bench.rayed:app", {**given, "graph": str(graph.absolute())}
+        return "maxvision.bench.rayed:app", {**given, "graph": str(graph.absolute())}
 
     def _check(self, plan: load.Plan, name: str) -> None:
         """Asks for each picture once, before anything is measured."""
@@ -288,9 +287,9 @@ class _Stage:
         told = [f"--dtype={dtype}", f"--device={options.device}", *options.serve_options]
         if options.precompiled:
             graph = find_artifact(options.precompiled, options.model, dtype)
-            argv = ["bench.served", str(graph)]
+            argv = ["maxvision.bench.served", str(graph)]
         else:
-            argv = ["serve", "--no-embeddings"]
+            argv = ["maxvision.serve", "--no-embeddings"]
         argv += [f"--model={self._source}", f"--port={port}", *told]
         return argv, {"options": " ".join(told)}
 
@@ -310,24 +309,26 @@ class _Stage:
             "fronts": max(1, self._cores // 4) if gpu else 1,
             "compile": not gpu,
         } | json.loads(self._options.litserve)
-        return ["bench.litserved", json.dumps({**settings, "port": port})], settings
+        return ["maxvision.bench.litserved", json.dumps({**settings, "port": port})], settings
 
-    def _print(self) -> None:
-        table = Table("server", "body", "load", title=self._facts["model"], title_justify="left")
-        for heading in ("requests/s", "goodput", "p50 ms", "p90", "p99", "p99.9", "cores",
-                        "CPU ms", "times", "statuses"):  # fmt: skip
-            table.add_column(heading, justify="right")
-        for record in self._records:
-            size = record.get("rate") or record.get("concurrency")
-            table.add_row(
-                record["server"], record["body"], f"{record['loop']} {size:g}",
-                f"{record['requests_per_s']:,.0f}", f"{record['goodput_per_s']:,.0f}",
-                *(f"{record.get(f'p{p}_ms', float('nan')):.1f}" for p in (50, 90, 99, 99.9)),
-                str(record.get("cpu_cores", "")), str(record.get("cpu_ms_per_request", "")),
-                str(record.get("times", "")),
-                " ".join(f"{k}:{v}" for k, v in record["statuses"].items()),
-            )  # fmt: skip
-        Console(width=None if sys.stdout.isatty() else 170).print(table)
+
+HEAD = ("server", "body", "load", "requests/s", "goodput", "p50 ms", "p90", "p99", "p99.9",
+        "cores", "CPU ms", "times", "statuses")  # fmt: skip
+
+
+def show(records: Sequence[dict[str, Any]]) -> None:
+    """Prints a row a server and load."""
+    rows = [
+        [
+            r["server"], r["body"], f"{r['loop']} {r.get('rate') or r.get('concurrency'):g}",
+            number(r["requests_per_s"]), number(r["goodput_per_s"]),
+            *(number(r.get(f"p{p}_ms")) for p in (50, 90, 99, 99.9)),
+            *(str(r.get(key, "")) for key in ("cpu_cores", "cpu_ms_per_request", "times")),
+            " ".join(f"{k}:{v}" for k, v in r["statuses"].items()),
+        ]
+        for r in records
+    ]  # fmt: skip
+    tables.show("Servers", HEAD, rows, left=3)
 
 
 def pictures(width: int, height: int, count: int) -> list[bytes]:

@@ -1,6 +1,6 @@
 """Our server, for bench serve, with a graph that was compiled elsewhere.
 
-maxvision bench.served GRAPH.mef --model DIR --dtype bfloat16 ...
+python -m maxvision.bench.served GRAPH.mef --model DIR --dtype bfloat16 ...
 """
 
 from __future__ import annotations

@@ -33,17 +33,15 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, Module, TensorType
-from rich.console import Console
-from rich.table import Table
 
-from maxvision.bench import accuracy, kernels
+from maxvision.bench import accuracy, curves, kernels, tables
 from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
-from maxvision.bench.curves import to_row
 from maxvision.bench.engines import TORCH
 from maxvision.bench.kernels import Case
 from maxvision.bench.records import write
 from maxvision.bench.references import find_artifact, load, precision
+from maxvision.bench.tables import number
 from maxvision.bench.timing import Clock, HostClock, MaxClock, rounded, sample
 from maxvision.common.errors import ArgumentError, DeviceError, ModelError
 from maxvision.graphs import nodes, sparsity
@@ -221,11 +219,7 @@ def measure_layers(
                 idle = figures[2] if call else 0.0
                 figures[:2] = [rounded(max(us - idle, 0.1)) for us in figures[:2]]
             yield {
-                "kind": "sparse layer", "batch": batch, "layer": case.layer.title(),
-                "kernel": case.layer.kernel, "stride": case.layer.stride,
-                "channels": case.layer.channels, "filters": case.layer.filters,
-                "pixels": case.layer.pixels, "count": len(case.names), "names": case.names,
-                "density": rounded(case.density, 3),
+                **case.about(batch),
                 "dense_us": p50[0], "sparse_us": p50[1],
                 "dense_p10_us": p10[0], "sparse_p10_us": p10[1],
                 "call_us": p50[2] if call else 0.0, "gain": rounded(p10[0] / p10[1], 3),
@@ -430,7 +424,7 @@ def write_table(
             cells.setdefault(tuple(map(record.get, keys)), []).append(record)
     if not cells:
         raise ArgumentError("--table expects layers but none were measured; leave --no-layers out")
-    lines = [json.dumps(asdict(to_row(cell, dense))) for cell in cells.values()]
+    lines = [json.dumps(asdict(curves.to_row(cell, dense))) for cell in cells.values()]
     name = sparsity.table_name(target, dtype)
     device = name.removesuffix(f"-{dtype}.json")
     kept = ("cpu", "gpu", "commit", "date", "command")
@@ -443,34 +437,23 @@ def write_table(
     sys.stderr.write(f"wrote {path}\n")
 
 
-def show(records: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a table of the layers, one row each and a column each density, and of networks."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    if not records:
-        return
-    first = records[0]
-    title = f"{first['model']}, {first['dtype']}, {first['device']}"
-    table = Table(title=f"{title}: layers", title_justify="left")
-    names = ("layer", "times", "batch", "zeros", "density", "dense µs", "sparse µs", "gain", "")
-    for name in names:
-        table.add_column(name, justify="left" if name == "layer" else "right")
-    for r in (each for each in records if each["kind"] == "sparse layer"):
-        table.add_row(
-            r["layer"], str(r["count"]), str(r["batch"]),
-            r.get("format", "at random"), f"{r['density']:.3g}",
-            f"{r['dense_us']:,.4g}", f"{r['sparse_us']:,.4g}", f"{r['gain']:.2f} x",
-            "" if r["passed"] else "WRONG",
-        )  # fmt: skip
-    if table.row_count:
-        console.print(table)
-    table = Table(title=f"{title}: networks", title_justify="left")
-    for name in ("batch", "density", "sparse", "layers", "p50 ms", "p10", "gain", ""):
-        table.add_column(name, justify="right")
+def show(records: Sequence[dict[str, Any]]) -> None:
+    """Prints the layers, a table a model, batch and format, and the networks."""
+    for title, group in curves.parts(records):
+        tables.show(title, curves.HEAD, map(curves.line, curves.layers(group)))
+    rows = []
     for r in (each for each in records if each["kind"] == "sparse network"):
-        table.add_row(
-            str(r["batch"]), "its own" if r["density"] is None else f"{r['density']:.3g}",
-            r["sparse"], str(r["sparse_layers"]), f"{r['ms']:,.4g}", f"{r['p10_ms']:,.4g}",
-            f"{r['gain']:.2f} x", "" if r["passed"] else "WRONG",
-        )  # fmt: skip
-    if table.row_count:
-        console.print(table)
+        formats = sorted((r.get("formats") or {}).items())
+        rows.append([
+            r["model"], f"{curves.zeros_of(r):.3g}", str(r["batch"]), r["sparse"],
+            ", ".join(f"{count} {name}" for name, count in formats) or str(r["sparse_layers"]),
+            f"{r['accuracy']:.2%}" if "accuracy" in r else "",
+            f"{r['weight_bytes'] / 1e6:.2f}" if "weight_bytes" in r else "",
+            number(r["ms"], "ms"), number(r["p10_ms"], "ms"), f"{r['gain']:.2f}",
+            "" if r["passed"] else "WRONG",
+        ])  # fmt: skip
+    head = ("model", "zeros", "batch", "--sparse", "sparse layers", "top-1", "weights, MB", "ms",
+            "p10", "of dense", "")  # fmt: skip
+    if rows:
+        first = records[0]
+        tables.show(f"Networks, {first['dtype']}, {first['device']}", head, rows)

@@ -10,7 +10,7 @@ import pytest
 from max.dtype import DType
 
 from maxvision import weights
-from maxvision.bench import curves, kernels, sparse
+from maxvision.bench import kernels, sparse
 from maxvision.common.errors import DeviceError
 from maxvision.graphs.networks import convolutions
 from maxvision.graphs.target import Target
@@ -43,7 +43,9 @@ def cases() -> list[kernels.Case]:
     return drawn + [each for full in sparse.drawn(layers, (1,)) for each in kernels.patterned(full)]
 
 
-def test_every_format_is_measured_beside_dense(program: Path) -> None:
+def test_every_format_is_measured_beside_dense(
+    program: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     drawn = cases()
     records = list(kernels.measure(drawn, (1, 8), HOPPER, DType.bfloat16, program))
     taken = [r for r in records if r["channels"] > 3 and r["filters"] % 8 == 0]
@@ -55,8 +57,10 @@ def test_every_format_is_measured_beside_dense(program: Path) -> None:
     }  # fmt: skip
     assert all(r["passed"] == (r["format"] != "two_four") for r in records)
     assert {(r["dense_us"], r["sparse_us"], r["gain"]) for r in records} == {(10, 4, 2.5)}
-    table = curves.layers_table([r for r in records if r["format"] == "tiles" and r["batch"] == 1])
-    assert "cuDNN" in table and "2.50" in table
+    sparse.show([{**r, "model": "net", "dtype": "bfloat16"} for r in records if r["batch"] == 1])
+    said = capsys.readouterr().out
+    assert "Layers of net, bfloat16, batch 1, unstructured zeros as tiles\n" in said
+    assert "cuDNN" in said and "2.50" in said and "WRONG" in said
 
 
 def test_float32_has_a_dense_kernel_more(program: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pruned networks, measured: what is a case, the table that is made, the page that is filled."""
+"""Pruned networks, measured: what is a case, the tables that are written and shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from max.driver import CPU
 from max.dtype import DType
 
 from maxvision import weights
-from maxvision.bench import accuracy, curves, report, sparse
+from maxvision.bench import accuracy, sparse
 from maxvision.bench.__main__ import main, parser
 from maxvision.commands.weights import main as weights_command
 from maxvision.common.errors import ArgumentError, ModelError
@@ -117,50 +117,22 @@ def test_what_a_lesser_cpu_lacks_is_told() -> None:
     assert sparse.kept_to(less, less) == ", as x86-64-v3"
 
 
-@pytest.fixture
-def filled(tmp_path: Path) -> Path:
-    """Lays results and a page out; gives the folder of the page."""
-    results, out = tmp_path / "results", tmp_path / "docs"
-    results.mkdir()
-    out.mkdir()
-    facts = {"environment": FACTS, "records": RECORDS}
-    (results / "swept.json").write_text(json.dumps(facts))
-    page = out / "sparsity.md"
-    page.write_text(f"before\n{curves.BEGIN}\nold\n{curves.END}\nafter\n")
-    return out
-
-
-def reported(out: Path, *options: str) -> int:
-    return main(["report", "--results", str(out.parent / "results"), "--out", str(out), *options])
-
-
-def test_the_page_is_filled_between_its_comments(
-    filled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert reported(filled, "--no-plots") == 0
-    page = filled / "sparsity.md"
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "### Some CPU, 2 cores, 2026-11-22" in text and "`maxvision bench sparse`" in text
-    row = next(line for line in text.splitlines() if line.startswith("| 3x3/1 64"))
+def test_the_tables_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    sparse.show([*RECORDS, layer(0.05, 30.0, batch=4, passed=False)])
+    said = capsys.readouterr().out.split("\n\n")
+    assert said[0] == "\nLayers of net, float32, batch 1"
+    row = [cell.strip() for cell in said[1].splitlines()[2].split("|")]
     even = 1 - (0.2 + 0.3 * 20 / 80)  # where 80 to 160 us reach 100
-    assert f"| {even:.0%} |" in row and "| 2.50 |" in row and "| 1.25 |" in row
-    expected = "| net | 0.9 | 1 | auto | 2 tiles | 90.50% | 1.23 | 1.500 | 1.400 | 1.80 |"
-    assert expected in text and "| net | 0 | 1 | never | 0 |" in text
-    assert "swept.json`, Some CPU, 2 cores: in [sparsity.md]" in (
-        (filled / report.PAGE).read_text()
-    )
-    page.write_text("nothing")
-    assert reported(filled, "--no-plots") == 2
-    assert "docs/sparsity.md expects the lines" in capsys.readouterr().err
-
-
-def test_the_curve_is_drawn(filled: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert reported(filled) == 0
-    assert "times as fast as dense" in (filled / "sparsity-swept.svg").read_text()
-    assert "](sparsity-swept.svg)" in (filled / "sparsity.md").read_text()
-    assert "top-1, %" in (filled / "sparsity-swept-accuracy.svg").read_text()
+    assert row[1:5] == ["3x3/1 64 at 1024 px", "2", "100", f"{even:.0%}"]
+    assert row[5:] == ["0.62", "0.94", "1.25", "2.50", ""]
+    alone = [cell.strip() for cell in said[3].splitlines()[2].split("|")]
+    assert alone[4:] == ["0.95", "30.0", "3.33", "WRONG", ""]
+    assert said[4] == "Networks, float32, cpu"
+    networks = [[cell.strip() for cell in line.split("|")] for line in said[5].splitlines()[2:]]
+    assert [each[2:-1] for each in networks] == [
+        ["0", "1", "never", "0", "90.50%", "1.23", "1.500", "1.400", "1.00"],
+        ["0.9", "1", "auto", "2 tiles", "90.50%", "1.23", "1.500", "1.400", "1.80"],
+    ]
 
 
 def test_both_kernels_give_the_same_and_are_timed() -> None:

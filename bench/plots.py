@@ -1,0 +1,117 @@
+"""The plots of files of results, the same on every machine."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from maxvision.bench import curves
+from maxvision.bench.tables import Record, grouped
+
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "maxvision", "svg.fonttype": "none", "font.size": 9, "axes.grid": True,
+    "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
+    "figure.constrained_layout.use": True, "savefig.facecolor": "white",
+}  # fmt: skip
+
+
+def draw(stem: str, records: Sequence[Record], out: Path) -> list[Path]:
+    """Draws what ``records`` hold as STEM-KIND.svg; returns the files."""
+    matplotlib.use("svg")
+    drawn = []
+    with matplotlib.rc_context(STYLE):
+        for plot in ratios, gains, accuracy:
+            if figure := plot(records):
+                drawn.append(out / f"{stem}-{plot.__name__}.svg")
+                figure.savefig(drawn[-1], metadata={"Date": None, "Creator": None})
+    return drawn
+
+
+def ratios(records: Sequence[Record]) -> Figure | None:
+    """Draws every engine's time over ours, a bar each."""
+    timed = [r for r in records if "engine" in r and "p50_ms" in r and r.get("passed")]
+    labels, values = [], []
+    for cell in grouped(timed, "model", "dtype", "batch").values():
+        ours = next((r["p50_ms"] for r in cell if r["engine"] == "maxvision"), None)
+        for r in cell if ours else ():
+            if r["engine"] != "maxvision":
+                labels.append(f"{r['model']}, {r['dtype']}, batch {r['batch']}: {r['engine']}")
+                values.append(r["p50_ms"] / ours)
+    if not values:
+        return None
+    figure = Figure(figsize=(8, 0.8 + 0.22 * len(values)))
+    axes = figure.subplots()
+    colours = ["tab:green" if value >= 1 else "tab:red" for value in values]
+    bars = axes.barh(labels, values, color=colours, height=0.7)
+    axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.set(xlabel="time over maxvision's: beyond 1 maxvision is faster")
+    axes.margins(x=0.1)
+    return figure
+
+
+def gains(records: Sequence[Record]) -> Figure | None:
+    """Draws gain against the share of zeros: a panel a model and batch, a line a layer."""
+    sparse = [r for r in records if r.get("kind") == "sparse layer"]
+    panels = {
+        title: [each for each in curves.layers(group) if len(each) > 1]
+        for title, group in curves.parts(sparse)
+    }
+    panels = {title: layers for title, layers in panels.items() if layers and "64x64" not in title}
+    if not panels:
+        return None
+    wide = min(2, len(panels))
+    high = math.ceil(len(panels) / wide)
+    figure = Figure(figsize=(5.2 * wide, 4 * high))
+    all_axes = figure.subplots(high, wide, squeeze=False).flat
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (title, layers) in zip(all_axes, panels.items(), strict=False):
+        named = set[str]()
+        for row in map(curves.to_row, layers):
+            kind = f"{row.kernel}x{row.kernel}"
+            label = {} if kind in named else {"label": kind}
+            named.add(kind)
+            axes.plot(
+                [1 - density for density, _ in row.sparse_us],
+                [row.dense_us / us for _, us in row.sparse_us],
+                color={1: "tab:blue", 3: "tab:orange"}.get(row.kernel, "tab:green"),
+                linewidth=1, marker=".", alpha=0.7, **label,
+            )  # fmt: skip
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+        title = title.removeprefix("Layers of ")
+        axes.set(title=title, xlabel="share of zeros", ylabel="times as fast as dense")
+        axes.legend(frameon=False)
+    return figure
+
+
+def accuracy(records: Sequence[Record]) -> Figure | None:
+    """Draws accuracy against gain: a panel a batch, a line an architecture from dense on."""
+    measured = [r for r in records if "accuracy" in r]
+    if not measured:
+        return None
+    panels = grouped(measured, "batch")
+    figure = Figure(figsize=(5.2 * len(panels), 4))
+    all_axes = figure.subplots(1, len(panels), squeeze=False).flat
+    for axes, ((batch,), group) in zip(all_axes, panels.items(), strict=True):
+        lines: dict[str, list[Record]] = {}
+        for record in sorted(group, key=curves.zeros_of):
+            lines.setdefault(re.sub(r"-p\d+$", "", record["model"]), []).append(record)
+        for name, line in lines.items():
+            x, y = [r["gain"] for r in line], [100 * r["accuracy"] for r in line]
+            axes.plot(x, y, linewidth=1, marker=".", label=name)
+            for r, *place in zip(line, x, y, strict=True):
+                axes.annotate(f" {curves.zeros_of(r):.0%}", place, fontsize=7)
+        title = f"batch {batch}, {measured[0]['dtype']}"
+        axes.set(title=title, xlabel="times as fast as dense", ylabel="top-1, %")
+        axes.legend(frameon=False)
+    return figure
