@@ -16,11 +16,11 @@ import gc
 import importlib
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,12 +45,12 @@ HOST_RING = 3
 L2_UNKNOWN = 64 << 20
 
 
-class Engine(Protocol):
+class Engine:
     """Runs batches; all but ``answer`` only enqueue, on a GPU."""
 
     name: str
     clock: Clock
-    memory: int | None
+    memory: int | None = None
     """Bytes that it holds on a GPU: weights, activations, and what its allocator keeps."""
 
     def feed(self, turn: int) -> None:
@@ -58,15 +58,17 @@ class Engine(Protocol):
 
     def upload(self, turn: int) -> None:
         """Puts a batch of the host's ring there."""
+        self.feed(turn)
 
     def compute(self) -> None:
         """Runs the network."""
 
     def download(self) -> None:
-        """Brings the logits to the host."""
+        """Brings the logits to the host, if ``compute`` did not."""
 
     def answer(self, turn: int) -> np.ndarray:
         """A whole request, as a user has it: host array in, host array out."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Gives memory back."""
@@ -132,47 +134,42 @@ class Images:
         return ((levels - mean) / std).to(dtype).permute(0, 3, 1, 2)
 
 
-class Maxvision:
+class Maxvision(Engine):
     """Our graph: captured on a GPU, executed on a CPU."""
 
     name = "maxvision"
 
     def __init__(self, model: Model, device: Device, images: Images) -> None:
-        self._images = images
-        self._turn = images.host[0]
-        self.memory: int | None = None
         executable = model.executable()
+        self._levels = images.host
         plain = Execution(executable, device)
         self._run: Any = plain
+        self._put: Callable[[Any], None] = plain.upload
+        self._ring: Sequence[Any] = images.host
+        self._host: Sequence[Any] = images.host
         if not captures(device):
-            self.clock: Clock = HostClock()
+            self.clock = HostClock()
             return
         self.clock = MaxClock(device)
         plain.upload(images.host[0])
         plain.run()
         plain.result()  # what a run still holds, the capture would take anew
         self._run = Replay(executable, device, images.host[0].shape, DType.uint8, images.batch)
+        self._put = self._run.input.inplace_copy_from
         self.memory = device.stats["total_memory"] - device.stats["free_memory"]
         self._ring = [Buffer.from_dlpack(each) for each in images.device_levels()]
-        self._host = []
-        for levels in images.host:
-            self._host.append(Buffer(DType.uint8, levels.shape, device, PINNED))
-            np.copyto(self._host[-1].to_numpy(), levels)
+        self._host = [Buffer(DType.uint8, x.shape, device, PINNED) for x in images.host]
+        for pinned, levels in zip(self._host, images.host, strict=True):
+            np.copyto(pinned.to_numpy(), levels)
         torch.cuda.synchronize()
 
     def feed(self, turn: int) -> None:
         """See ``Engine``."""
-        if isinstance(self._run, Replay):
-            self._run.input.inplace_copy_from(self._ring[turn % len(self._ring)])
-        else:
-            self._run.upload(self._images.host[turn % HOST_RING])
+        self._put(self._ring[turn % len(self._ring)])
 
     def upload(self, turn: int) -> None:
         """See ``Engine``."""
-        if isinstance(self._run, Replay):
-            self._run.input.inplace_copy_from(self._host[turn % HOST_RING])
-        else:
-            self._run.upload(self._images.host[turn % HOST_RING])
+        self._put(self._host[turn % HOST_RING])
 
     def compute(self) -> None:
         """See ``Engine``."""
@@ -184,7 +181,7 @@ class Maxvision:
 
     def answer(self, turn: int) -> np.ndarray:
         """See ``Engine``."""
-        self._run.upload(self._images.host[turn % HOST_RING])
+        self._run.upload(self._levels[turn % HOST_RING])
         self._run.run()
         self._run.download()
         return np.asarray(self._run.result()[0])
@@ -195,7 +192,7 @@ class Maxvision:
             self._run.release()
 
 
-class Torch:
+class Torch(Engine):
     """A torch module, channels_last, from one input tensor that never moves.
 
     Args:
@@ -213,9 +210,10 @@ class Torch:
         prepare: Callable[[torch.Tensor], Callable[[], torch.Tensor]],
     ) -> None:
         self.name = name
-        self.clock: Clock = TorchClock() if images.gpu else HostClock()
-        self._host = [images.pixels(i, dtype) for i in range(HOST_RING)]
-        self._input = self._host[0].clone(memory_format=torch.channels_last)
+        self.clock = TorchClock() if images.gpu else HostClock()
+        self._gpu = images.gpu
+        self._host = self._pinned = self._ring = [images.pixels(i, dtype) for i in range(HOST_RING)]
+        self._input = self._staged = self._host[0].clone(memory_format=torch.channels_last)
         if images.gpu:
             self._pinned = [_pinned(x) for x in self._host]
             self._staged = _pinned(self._host[0])
@@ -230,16 +228,14 @@ class Torch:
         self.memory = torch.cuda.max_memory_reserved() - before if images.gpu else None
         shape, kind = self._output.shape, self._output.dtype
         self._fetched = torch.empty(shape, dtype=kind, pin_memory=images.gpu)
-        self._gpu = images.gpu
 
     def feed(self, turn: int) -> None:
         """See ``Engine``."""
-        self._input.copy_(self._ring[turn % len(self._ring)] if self._gpu else self._at(turn))
+        self._input.copy_(self._ring[turn % len(self._ring)])
 
     def upload(self, turn: int) -> None:
         """See ``Engine``."""
-        source = self._pinned[turn % HOST_RING] if self._gpu else self._at(turn)
-        self._input.copy_(source, non_blocking=True)
+        self._input.copy_(self._pinned[turn % HOST_RING], non_blocking=True)
 
     @torch.inference_mode()
     def compute(self) -> None:
@@ -252,11 +248,9 @@ class Torch:
 
     def answer(self, turn: int) -> np.ndarray:
         """See ``Engine``."""
+        self._staged.copy_(self._host[turn % HOST_RING])
         if self._gpu:
-            self._staged.copy_(self._at(turn))
             self._input.copy_(self._staged, non_blocking=True)
-        else:
-            self._input.copy_(self._at(turn))
         self.compute()
         self.download()
         self.clock.wait()
@@ -271,11 +265,8 @@ class Torch:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _at(self, turn: int) -> torch.Tensor:
-        return self._host[turn % HOST_RING]
 
-
-class Runtime:
+class Runtime(Engine):
     """A runtime of its own on a CPU: numpy in, numpy out, [N, C, H, W] as it came from torch.
 
     Args:
@@ -291,8 +282,7 @@ class Runtime:
         prepare: Callable[[np.ndarray], Callable[[], np.ndarray]],
     ) -> None:
         self.name = name
-        self.clock: Clock = HostClock()
-        self.memory: int | None = None
+        self.clock = HostClock()
         pixels = [images.pixels(i, torch.float32) for i in range(HOST_RING)]
         self._host = [np.ascontiguousarray(x.numpy()) for x in pixels]
         self._input = self._host[0].copy()
@@ -303,16 +293,9 @@ class Runtime:
         """See ``Engine``."""
         np.copyto(self._input, self._host[turn % HOST_RING])
 
-    def upload(self, turn: int) -> None:
-        """See ``Engine``."""
-        self.feed(turn)
-
     def compute(self) -> None:
         """See ``Engine``."""
         self._output = self._call()
-
-    def download(self) -> None:
-        """See ``Engine``; ``compute`` does it."""
 
     def answer(self, turn: int) -> np.ndarray:
         """See ``Engine``."""
