@@ -36,11 +36,7 @@ from maxvision.runtime.preprocess import Preprocess
 from maxvision.runtime.replay import PINNED, Execution, Replay, captures
 from maxvision.runtime.session import Model
 
-TORCH = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HOST_RING = 3
 L2_UNKNOWN = 64 << 20
 
@@ -276,10 +272,7 @@ class Runtime(Engine):
     """
 
     def __init__(
-        self,
-        name: str,
-        images: Images,
-        prepare: Callable[[np.ndarray], Callable[[], np.ndarray]],
+        self, name: str, images: Images, prepare: Callable[[np.ndarray], Callable[[], np.ndarray]]
     ) -> None:
         self.name = name
         self.clock = HostClock()

@@ -317,7 +317,8 @@ def show(records: Sequence[dict[str, Any]]) -> None:
             rows.append([
                 r["model"], f"{r['dtype']}{' by TF32' * r.get('tf32', False)}", str(batch),
                 r["engine"], *(number(r.get(f"p{p}_ms"), "ms") for p in (50, 90, 99, 10)),
-                number(r.get("cpu_p10_ms"), "ms"), number(r.get("images_per_s")),
+                number(r.get("cpu_p10_ms"), "ms"),
+                number(1e3 * batch / r["p50_ms"] if "p50_ms" in r else None),
                 number(r.get("tflops_per_s")), percent(r.get("share_of_roofline")),
                 *(number(r.get(f"{way}_ms"), "ms") for way in COPIES),
                 number(requests.get("p50_ms"), "ms"), number(joules and joules / batch),

@@ -195,11 +195,7 @@ def own(model: Checkpoint, layers: Sequence[Convolution]) -> Iterator[Case]:
 
 
 def measure_layers(
-    cases: Sequence[Case],
-    device: Device,
-    dtype: DType,
-    options: argparse.Namespace,
-    target: Target,
+    cases: Sequence[Case], device: Device, dtype: DType, options: argparse.Namespace, target: Target
 ) -> Iterator[dict[str, Any]]:
     """Compiles all cases at once, and measures one after the other."""
     *models, (nothing, _) = compile_cases(cases, device, dtype, target)

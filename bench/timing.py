@@ -91,10 +91,7 @@ class TorchClock:
 
 
 def sample(
-    clock: Clock,
-    step: Callable[[], Any],
-    seconds: float,
-    before: Callable[[], Any] = lambda: None,
+    clock: Clock, step: Callable[[], Any], seconds: float, before: Callable[[], Any] = lambda: None
 ) -> list[float]:
     """Times ``step`` for about ``seconds``, at least three times; ``before`` is not in the time.
 
