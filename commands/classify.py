@@ -28,7 +28,7 @@ from maxvision.runtime.pipeline import Answer, Times, answers
 from maxvision.runtime.results import json_line, open_results
 
 if TYPE_CHECKING:
-    from maxvision.runtime import Model
+    from maxvision.runtime import Classifier
 
 
 def classify(args: argparse.Namespace, started: float) -> int:
@@ -233,7 +233,7 @@ def _compact() -> Callable[[Answer], None]:
     return show
 
 
-def _summary(model: Model, times: Times, tally: Tally) -> str:
+def _summary(model: Classifier, times: Times, tally: Tally) -> str:
     precision = "float32 by TF32" if model.tf32 else model.dtype
     parts = [f"{clean(model.name)} on {model.device}, {precision}"]
     if model.sparse.told:

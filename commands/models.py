@@ -10,11 +10,11 @@ from dataclasses import asdict
 from rich.table import Table
 
 from maxvision.common.console import console
+from maxvision.graphs.layers import macs
 from maxvision.runtime.preprocess import Preprocess
 from maxvision.weights import source
 from maxvision.weights.catalog import HUB, Row, trained
 from maxvision.weights.checkpoint import interpret
-from maxvision.weights.macs import macs
 
 
 def list_models(as_json: bool) -> int:
@@ -56,7 +56,7 @@ def _row(name: str) -> Row:
         name,
         trained(found.state),
         size,
-        macs(checkpoint.spec, size),
+        macs(checkpoint.program((size, size))),
         float(top1[1]) if top1 else None,
         "its model card" if top1 else "",
     )

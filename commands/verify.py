@@ -17,6 +17,7 @@ from maxvision.common.errors import ModelError
 from maxvision.runtime.preprocess import Preprocess
 from maxvision.weights.checkpoint import interpret
 from maxvision.weights.convert import convert
+from maxvision.weights.family import known
 from maxvision.weights.layout import Array, Shape
 from maxvision.weights.source import Source, find
 
@@ -65,7 +66,7 @@ def verify(name: str, device: str, seed: int = 0) -> list[Comparison]:
     found = find(name)
     checkpoint = interpret(found)
     prepared = Preprocess.from_config(checkpoint.preprocess)
-    shape = (BATCH, prepared.height, prepared.width, checkpoint.spec.channels)
+    shape = (BATCH, prepared.height, prepared.width, checkpoint.channels)
     pixels = np.random.default_rng(seed).standard_normal(shape, np.float32)
     expected = _reference(found, pixels)
 
@@ -98,7 +99,7 @@ def _reference(found: Source, pixels: Array) -> list[Array]:
     """Runs transformers: each stage as NHWC, then the logits."""
     try:
         import torch
-        from transformers import CvtForImageClassification, ResNetForImageClassification
+        import transformers
         from transformers.utils import logging
     except ImportError as error:
         raise ModelError(
@@ -110,13 +111,10 @@ def _reference(found: Source, pixels: Array) -> list[Array]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         convert(found, folder)
-        classes: dict[str, Any] = {
-            "resnet": ResNetForImageClassification,
-            "cvt": CvtForImageClassification,
-        }
-        family = interpret(found).family
-        model = classes[family].from_pretrained(folder, dtype=torch.float32).eval()
+        family = known()[interpret(found).family]
+        kind: Any = getattr(transformers, family.architectures[0])
+        model = kind.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.inference_mode():
             out = model(torch.from_numpy(pixels).permute(0, 3, 1, 2), output_hidden_states=True)
-    stages = out.hidden_states[1:] if family == "resnet" else out.hidden_states
+    stages = out.hidden_states[family.first_stage :]
     return [stage.permute(0, 2, 3, 1).numpy() for stage in stages] + [out.logits.numpy()]

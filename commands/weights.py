@@ -20,7 +20,7 @@ _MODEL = "a bundled model's name, a folder, a .safetensors/.bin/.pth/.pt file, o
 _FAILED, _WRONG = 1, 2  # exit codes
 
 _HELP = """\
-Look into trained ResNet and CvT models, convert and prune them, and check that they run right.
+Look into trained models, convert and prune them, and check that they run right.
 
 X is one of
   microsoft/resnet-50       an id on the Hugging Face hub, downloaded once into its cache
@@ -195,8 +195,9 @@ def _inspect_pruned(
     """Prints the pruned layers, how they are pruned, and what would run them."""
     from maxvision.graphs.sparsity import load_table
     from maxvision.graphs.target import Target
+    from maxvision.runtime.classifier import choose_sparse
+    from maxvision.runtime.devices import find_device, find_dtype
     from maxvision.runtime.preprocess import Preprocess
-    from maxvision.runtime.session import choose_sparse, find_device, find_dtype
     from maxvision.weights.patterns import pattern
     from maxvision.weights.prune import prunable
 
@@ -214,7 +215,7 @@ def _inspect_pruned(
     for name in ("convolution", "zeros", "pattern", "runs", "gain"):
         table.add_column(name, justify="left" if name in ("pattern", "runs") else "right")
     form, _ = identify(found)
-    stored = {layer: form.key(weight) for layer, weight in prunable(found).items()}
+    stored = {layer: form.key(f"{layer}.weight") for layer in prunable(checkpoint)}
     for each in pruned:
         layer = each.layer
         tensor = found.state.tensors.get(stored.get(layer.name, ""))

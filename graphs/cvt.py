@@ -1,35 +1,29 @@
-"""CvT (Wu et al. 2021, arXiv:2103.15808) as a graph of maxvision ops.
-
-Activations are NHWC, so tokens ``[N, H*W, C]`` and feature maps ``[N, H, W, C]`` are the same
-memory. The batch norm of the convolutional projections is folded at weight import.
-"""
+"""CvT (Wu et al. 2021, arXiv:2103.15808)."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from max.graph import TensorValue
-
-from maxvision.graphs.convolution import Convolution, windows
-from maxvision.graphs.nodes import (
-    attention,
-    avgpool,
-    class_token,
-    conv2d,
-    depthwise_qkv,
-    layernorm,
-    layernorm_first,
-    layernorm_mlp,
-    linear,
-    qkv_linear,
-    stem_layernorm,
-)
-from maxvision.graphs.outputs import Outputs
-from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.net import Net, Value
 
 Shape = tuple[int, ...]
+
+_KEYS: dict[str, tuple[str, Any]] = {  # ours -> the configuration's, with its default
+    "patch": ("patch_sizes", (7, 3, 3)),
+    "stride": ("patch_stride", (4, 2, 2)),
+    "padding": ("patch_padding", (2, 1, 1)),
+    "width": ("embed_dim", (64, 192, 384)),
+    "heads": ("num_heads", (1, 3, 6)),
+    "depth": ("depth", (1, 2, 10)),
+    "mlp_ratio": ("mlp_ratio", (4.0, 4.0, 4.0)),
+    "qkv_bias": ("qkv_bias", (True, True, True)),
+    "cls_token": ("cls_token", (False, False, True)),
+    "kernel_qkv": ("kernel_qkv", (3, 3, 3)),
+    "padding_q": ("padding_q", (1, 1, 1)),
+    "padding_kv": ("padding_kv", (1, 1, 1)),
+    "stride_kv": ("stride_kv", (2, 2, 2)),
+}
 
 
 @dataclass(frozen=True)
@@ -107,27 +101,12 @@ class CvtSpec:
         Raises:
             ValueError: If the configuration asks for what this graph does not compute.
         """
-        keys = {  # ours -> the configuration's, with its default
-            "patch": ("patch_sizes", (7, 3, 3)),
-            "stride": ("patch_stride", (4, 2, 2)),
-            "padding": ("patch_padding", (2, 1, 1)),
-            "width": ("embed_dim", (64, 192, 384)),
-            "heads": ("num_heads", (1, 3, 6)),
-            "depth": ("depth", (1, 2, 10)),
-            "mlp_ratio": ("mlp_ratio", (4.0, 4.0, 4.0)),
-            "qkv_bias": ("qkv_bias", (True, True, True)),
-            "cls_token": ("cls_token", (False, False, True)),
-            "kernel_qkv": ("kernel_qkv", (3, 3, 3)),
-            "padding_q": ("padding_q", (1, 1, 1)),
-            "padding_kv": ("padding_kv", (1, 1, 1)),
-            "stride_kv": ("stride_kv", (2, 2, 2)),
-        }
-        columns = {ours: config.get(key, default) for ours, (key, default) in keys.items()}
+        columns = {ours: config.get(key, default) for ours, (key, default) in _KEYS.items()}
         count = len(columns["depth"])
         for ours, column in columns.items():
             if len(column) < count:
                 raise ValueError(
-                    f"cvt: {keys[ours][0]} expects an entry for each of {count} stages"
+                    f"cvt: {_KEYS[ours][0]} expects an entry for each of {count} stages"
                     f" but has {len(column)}"
                 )
         for key, value in (("qkv_projection_method", "dw_bn"), ("stride_q", 1)):
@@ -142,6 +121,18 @@ class CvtSpec:
             channels=config.get("num_channels", 3),
             classes=classes,
         )
+
+    def to_config(self) -> dict[str, Any]:
+        """Describes it as a ``CvtConfig`` does."""
+        count = len(self.stages)
+        return {
+            **{key: [getattr(s, ours) for s in self.stages] for ours, (key, _) in _KEYS.items()},
+            "stride_q": [1] * count,
+            "qkv_projection_method": ["dw_bn"] * count,
+            "drop_rate": [0.0] * count,
+            "attention_drop_rate": [0.0] * count,
+            "drop_path_rate": [0.0] * count,
+        }
 
 
 def _cvt(widths: Shape, heads: Shape, depths: Shape) -> CvtSpec:
@@ -162,153 +153,73 @@ CVTS = {  # Wu et al. 2021, table 2
 }
 
 
-def parameters(spec: CvtSpec) -> dict[str, Shape]:
-    """Lists every weight of the network: its name and shape.
-
-    Filters are ``[R, S, C, F]`` (depthwise ``[R, S, 1, F]``), linear weights ``[in, out]``,
-    biases, layer norm's weights and the class token vectors.
-    """
-    shapes: dict[str, Shape] = {}
-
-    def conv(name: str, kernel: int, c: int, f: int) -> None:
-        shapes[f"{name}.filter"] = (kernel, kernel, c, f)
-        shapes[f"{name}.bias"] = (f,)
-
-    def linear(name: str, c: int, f: int, bias: bool = True) -> None:
-        shapes[f"{name}.weight"] = (c, f)
-        if bias:
-            shapes[f"{name}.bias"] = (f,)
-
-    def norm(name: str, c: int) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (c,)
-
-    c = spec.channels
-    for i, stage in enumerate(spec.stages):
-        f = stage.width
-        conv(f"stages.{i}.embed", stage.patch, c, f)
-        norm(f"stages.{i}.embed.norm", f)
-        if stage.cls_token:
-            shapes[f"stages.{i}.cls_token"] = (f,)
-        for j in range(stage.depth):
-            name = f"stages.{i}.{j}"
-            norm(f"{name}.norm1", f)
-            for part in ("query", "key", "value"):
-                conv(f"{name}.attention.{part}.conv", stage.kernel_qkv, 1, f)
-                linear(f"{name}.attention.{part}", f, f, stage.qkv_bias)
-            linear(f"{name}.attention.output", f, f)
-            norm(f"{name}.norm2", f)
-            linear(f"{name}.mlp.fc1", f, stage.hidden)
-            linear(f"{name}.mlp.fc2", stage.hidden, f)
-        c = f
-    norm("norm", c)
-    linear("head", c, spec.classes)
-    return shapes
-
-
-def convolutions(spec: CvtSpec, size: tuple[int, int]) -> list[Convolution]:
-    """Lists every convolution and linear layer, on images of ``size`` px, in the graph's order."""
-    found: list[Convolution] = []
-    c = spec.channels
-    for i, stage in enumerate(spec.stages):
-        f, taps = stage.width, stage.kernel_qkv
-        size = windows(size, stage.patch, stage.stride, stage.padding)
-        found.append(Convolution(f"stages.{i}.embed", stage.patch, stage.stride, c, f, size))
-        reduced = windows(size, taps, stage.stride_kv, stage.padding_kv)
-        tokens = (1, math.prod(size) + stage.cls_token)
-        keys = (1, math.prod(reduced) + stage.cls_token)
-        for j in range(stage.depth):
-            name = f"stages.{i}.{j}"
-            for part, stride, image, row in (
-                ("query", 1, size, tokens),
-                ("key", stage.stride_kv, reduced, keys),
-                ("value", stage.stride_kv, reduced, keys),
-            ):
-                linear = f"{name}.attention.{part}"
-                found += [
-                    Convolution(f"{linear}.conv", taps, stride, f, f, image, groups=f),
-                    Convolution(linear, 1, 1, f, f, row),
-                ]
-            found += [
-                Convolution(f"{name}.attention.output", 1, 1, f, f, tokens),
-                Convolution(f"{name}.mlp.fc1", 1, 1, f, stage.hidden, tokens),
-                Convolution(f"{name}.mlp.fc2", 1, 1, stage.hidden, f, tokens),
-            ]
-        c = f
-    found.append(Convolution("head", 1, 1, c, spec.classes, (1, 1)))
-    return found
-
-
-def cvt(spec: CvtSpec, x: TensorValue, w: Parameters) -> Outputs:
-    """Builds the network on pixels x[N, H, W, C]: uint8 levels, or normalised already."""
-    stages = []
+def cvt(spec: CvtSpec, net: Net, x: Value) -> None:
+    """Writes the network down on images x[N, C, H, W]."""
     tokens = x
-    for i, stage in enumerate(spec.stages):  # 56, 28, 14 squared
-        at = w.at(f"stages.{i}")
-        stride, padding = stage.stride, stage.padding
-        if i == 0:
-            weight, bias = at.vector("embed.norm.weight"), at.vector("embed.norm.bias")
-            x = stem_layernorm(
-                x, at.stem("embed", stride), w.levels(x), weight, bias, spec.eps,
-                stride=stride, padding=padding,
-            )  # fmt: skip
-        else:
-            x = conv2d(x, at.filter("embed"), stride=stride, padding=padding)
-            x = norm(x, at, "embed.norm", spec)
-        n, h, width, c = x.shape
-        tokens = x.reshape((n, h * width, c))
-        if stage.cls_token:
-            tokens = class_token(tokens, at.vector("cls_token", tokens.dtype))
-        for j in range(stage.depth):
-            tokens = block(spec, stage, tokens, at.at(str(j)), int(h), int(width))
-        x = image(tokens, stage, int(h), int(width))
-        stages.append(x)
+    for i, stage in enumerate(spec.stages):  # 56, 28, 14 px squared
+        with net.at("stages"), net.at(i):
+            x = net.conv2d(
+                x, "embed", stage.width, stage.patch, stride=stage.stride, padding=stage.padding
+            )
+            size = n, h, w, c = *x.shape[:1], x.size(2), x.size(3), x.size(1)
+            x = net.layer_norm(net.permute(x, 0, 2, 3, 1), "embed.norm", spec.eps)
+            tokens = net.reshape(x, n, h * w, c)
+            if stage.cls_token:
+                token = net.expand(net.weight("cls_token", 1, 1, c), n, 1, c)
+                tokens = net.concat([token, tokens], axis=1)
+            for j in range(stage.depth):
+                with net.at(j):
+                    tokens = block(spec, stage, net, tokens, (h, w))
+            rest = without_class(net, stage, tokens)
+            last = net.reshape(rest, *size)
+            x = net.permute(last, 0, 3, 1, 2)
+        net.output(f"stages.{i}", x)
     if spec.stages[-1].cls_token:
-        last = layernorm_first(tokens, w.vector("norm.weight"), w.vector("norm.bias"), spec.eps)
+        token = net.reshape(net.slice(tokens, 1, 0, 1), n, c)
+        x = net.layer_norm(token, "norm", spec.eps)
     else:
-        last = avgpool(norm(x, w, "norm", spec)).reshape((x.shape[0], x.shape[3]))
-    return Outputs(linear(last, w.filter("head")), last, stages)
+        last = net.permute(net.layer_norm(last, "norm", spec.eps), 0, 3, 1, 2)
+        x = net.flatten(net.avg_pool2d(last))
+    net.output("features", x)
+    net.output("logits", net.linear(x, "head", spec.classes))
 
 
-def block(
-    spec: CvtSpec, stage: CvtStage, x: TensorValue, w: Parameters, height: int, width: int
-) -> TensorValue:
+def block(spec: CvtSpec, stage: CvtStage, net: Net, x: Value, size: tuple[int, int]) -> Value:
     """Adds a convolutional transformer block (figure 2b) to the tokens [N, T, C]."""
-    y = attend(spec, stage, x, w, (height, width))
-    x = linear(y, w.filter("attention.output"), epilogue="add", residual=x)
-    norm2 = w.vector("norm2.weight"), w.vector("norm2.bias")
-    return layernorm_mlp(x, norm2, (w.filter("mlp.fc1"), w.filter("mlp.fc2")), spec.eps)
+    x = x + attend(stage, net, net.layer_norm(x, "norm1", spec.eps), size)
+    y = net.layer_norm(x, "norm2", spec.eps)
+    y = net.gelu(net.linear(y, "mlp.fc1", stage.hidden))
+    return x + net.linear(y, "mlp.fc2", stage.width)
 
 
-def attend(
-    spec: CvtSpec, stage: CvtStage, x: TensorValue, w: Parameters, size: tuple[int, int]
-) -> TensorValue:
-    """Attends over the normalised tokens [N, T, C] by convolutional projections (section 3.2)."""
-    parts = [f"attention.{part}" for part in ("query", "key", "value")]
-    query, key, value = (w.filter(f"{part}.conv", groups=stage.width) for part in parts)
-    local = depthwise_qkv(
-        x,
-        size,
-        (w.vector("norm1.weight"), w.vector("norm1.bias")),
-        (query, key, value),
-        eps=spec.eps,
-        padding_q=stage.padding_q,
-        padding_kv=stage.padding_kv,
-        stride_kv=stage.stride_kv,
-        class_token=stage.cls_token,
-    )
-    query, key, value = (w.filter(part) for part in parts)
-    q, k, v = qkv_linear(local, (query, key, value))
+def attend(stage: CvtStage, net: Net, x: Value, size: tuple[int, int]) -> Value:
+    """Attends over the tokens [N, T, C] by convolutional projections (section 3.2)."""
+    n, c = x.shape[0], stage.width
+    image = net.permute(net.reshape(without_class(net, stage, x), n, *size, c), 0, 3, 1, 2)
+    token = [net.slice(x, 1, 0, 1)] if stage.cls_token else []
+    heads = []
+    for part in ("query", "key", "value"):
+        stride = 1 if part == "query" else stage.stride_kv
+        padding = stage.padding_q if part == "query" else stage.padding_kv
+        with net.at("attention"):
+            y = net.conv2d(
+                image, f"{part}.conv", c, stage.kernel_qkv,
+                stride=stride, padding=padding, groups=c, bias=False,
+            )  # fmt: skip
+            y = net.permute(net.batch_norm(y, f"{part}.conv.batchnorm"), 0, 2, 3, 1)
+            y = net.reshape(y, n, y.size(1) * y.size(2), c)
+            y = net.concat([*token, y], axis=1) if token else y
+            y = net.linear(y, part, c, bias=stage.qkv_bias)
+        y = net.reshape(y, n, y.size(1), stage.heads, c // stage.heads)
+        heads.append(net.permute(y, 0, 2, 1, 3))
     # The paper's code scales by the width of the tokens, not of a head; so does transformers.
-    return attention(q, k, v, stage.heads, scale=stage.width**-0.5)
+    query, key, value = heads
+    y = net.scaled_dot_product_attention(query, key, value, scale=c**-0.5)
+    y = net.reshape(net.permute(y, 0, 2, 1, 3), n, x.size(1), c)
+    with net.at("attention"):
+        return net.linear(y, "output", c)
 
 
-def norm(x: TensorValue, w: Parameters, name: str, spec: CvtSpec) -> TensorValue:
-    """Normalises the last axis with the layer norm called ``name``."""
-    return layernorm(x, w.vector(f"{name}.weight"), w.vector(f"{name}.bias"), spec.eps)
-
-
-def image(tokens: TensorValue, stage: CvtStage, height: int, width: int) -> TensorValue:
-    """Lays tokens [N, T, C] out as [N, height, width, C], the class token left away."""
-    if stage.cls_token:
-        tokens = tokens[:, 1:]
-    return tokens.reshape((tokens.shape[0], height, width, stage.width))
+def without_class(net: Net, stage: CvtStage, tokens: Value) -> Value:
+    """Leaves the class token [N, 0] away, where the stage has one."""
+    return net.slice(tokens, 1, 1, tokens.size(1)) if stage.cls_token else tokens

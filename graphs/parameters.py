@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,7 @@ class Bound:
 class Parameters:
     """Weights by name, for one device and dtype.
 
-    Filters are [R, S, C, F] float32, linear weights [in, out], all others vectors; see
-    ``parameters()`` of graphs/resnet.py and graphs/cvt.py for the names.
+    Filters are [R, S, C, F] float32, linear weights [in, out], all others vectors.
 
     Args:
         tensors: The weights; one is made when it is asked for, perhaps.
@@ -90,8 +89,6 @@ class Parameters:
         prefix: What the names here begin with in ``tensors``.
         shapes: The shapes of ``tensors``, if those are to be left alone while the graph is built.
         tf32: Whether a GPU may round float32 to TF32 for products.
-        sparse: The layers, by their whole names, whose filters ``filter`` makes sparse unasked, and
-            perhaps the format of each.
     """
 
     def __init__(
@@ -103,7 +100,6 @@ class Parameters:
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         *,
         tf32: bool = True,
-        sparse: Collection[str] | Mapping[str, str] = (),
     ) -> None:
         self.tensors = tensors
         self.device = device
@@ -111,7 +107,6 @@ class Parameters:
         self.prefix = prefix
         self.shapes = shapes
         self.tf32 = tf32
-        self.sparse = sparse if isinstance(sparse, Mapping) else dict.fromkeys(sparse, "")
         self.bound: dict[str, Bound] = {}
 
     def at(self, prefix: str) -> Parameters:
@@ -129,51 +124,64 @@ class Parameters:
     ) -> Filter:
         """Returns ``name.filter`` (or the linear ``name.weight``) with ``name.bias``.
 
-        A missing bias is zeros. With ``sparse``, or if it is one of the sparse layers, only the
-        filter's nonzeros are kept, in ``format`` or else the device's general one.
+        A missing bias is zeros. With ``sparse``, only the filter's nonzeros are kept, in ``format``
+        or else the device's general one.
         """
         key = f"{name}.filter" if self.has(f"{name}.filter") else f"{name}.weight"
-        sparse = sparse or self.prefix + name in self.sparse
-        format = format or self.sparse.get(self.prefix + name, "")
-        shape = self._filter_shape(key)
-        bias_key = f"{name}.bias"
-        if self.has(bias_key):
-            bias = self.vector(bias_key)
-        else:
-            bias = self._bind(bias_key, lambda: np.zeros(shape[3]), (shape[3],), DType.float32)
         if sparse:
             format = format or formats.general("cpu" if self.device.is_cpu() else "gpu")
-            arrays = formats.arranged(format, self._filter(key), groups, self.dtype)
+        return self.layer(key, f"{name}.bias", groups, format)
+
+    def layer(self, filter: str, bias: str = "", groups: int = 1, format: str = "") -> Filter:
+        """Returns a filter and a bias by their own names.
+
+        Args:
+            filter: [R, S, C, F], or linear weights [in, out].
+            bias: [F]; zeros if there is none of that name.
+            groups: Groups of channels.
+            format: How the nonzeros of a sparse filter lie; nothing of a dense one.
+        """
+        shape = self._filter_shape(filter)
+        given = self._bias(filter, bias, shape[3])
+        if format:
+            arrays = formats.arranged(format, self._filter(filter), groups, self.dtype)
             rows = tuple(
-                self._bind(f"{key}.{part}", lambda array=array: array, array.shape, kind)  # type: ignore[misc]
+                self._bind(f"{filter}.{part}", lambda array=array: array, array.shape, kind)  # type: ignore[misc]
                 for part, array, kind in arrays
             )
-            return Filter(shape, groups, bias, self.dtype, rows=rows, format=format)
+            return Filter(shape, groups, given, self.dtype, rows=rows, format=format)
         make, size = self._arrangement(shape, groups)
-        dense = self._bind(key, lambda: make(self._filter(key)), (size,), self.dtype)
-        return Filter(shape, groups, bias, self.dtype, dense=dense, tf32=self.tf32)
+        dense = self._bind(filter, lambda: make(self._filter(filter)), (size,), self.dtype)
+        return Filter(shape, groups, given, self.dtype, dense=dense, tf32=self.tf32)
 
     def stem(self, name: str, stride: int) -> Filter:
         """Returns ``filter(name)`` for a stem: as the fused one reads it if the device has it."""
         key = f"{name}.filter"
-        shape = self._filter_shape(key)
         fused = (
             not self.device.is_cpu()
             and accelerator_api() == "cuda"
             and self.dtype in (DType.bfloat16, DType.float16)
-            and arrange.has_stem(shape, stride)
-            and self.prefix + name not in self.sparse
+            and arrange.has_stem(self._filter_shape(key), stride)
         )
-        if not fused:
-            return self.filter(name)
-        bias = self.vector(f"{name}.bias")
+        return self.fragments(key, f"{name}.bias") if fused else self.filter(name)
+
+    def fragments(self, filter: str, bias: str = "") -> Filter:
+        """Returns a filter as the fused stem reads it, and a bias; see ``layer``."""
+        shape = self._filter_shape(filter)
+        given = self._bias(filter, bias, shape[3])
         fragments = self._bind(
-            key,
-            lambda: arrange.stem_fragments(self._filter(key)),
+            filter,
+            lambda: arrange.stem_fragments(self._filter(filter)),
             (arrange.stem_size(shape),),
             self.dtype,
         )
-        return Filter(shape, 1, bias, self.dtype, fragments=fragments)
+        return Filter(shape, 1, given, self.dtype, fragments=fragments)
+
+    def _bias(self, filter: str, bias: str, size: int) -> TensorValue:
+        if bias and self.has(bias):
+            return self.vector(bias)
+        name = bias or f"{filter.removesuffix('.weight').removesuffix('.filter')}.bias"
+        return self._bind(name, lambda: np.zeros(size), (size,), DType.float32)
 
     def levels(self, x: TensorValue) -> tuple[TensorValue, TensorValue] | None:
         """Returns mean and scale of uint8 pixels x; others are normalised already: None."""
@@ -184,6 +192,10 @@ class Parameters:
     def vector(self, name: str, dtype: DType = DType.float32) -> TensorValue:
         """Returns the vector ``name``: layer norm's weights, a class token, a pixel mean."""
         return self._bind(name, lambda: self._tensor(name), self._shape(name), dtype)
+
+    def shape(self, filter: str) -> tuple[int, int, int, int]:
+        """Gives R, S, C and F of a filter, or of linear weights as one of 1 x 1."""
+        return self._filter_shape(filter)
 
     def registry(self, device: Device) -> dict[str, Buffer]:
         """Makes the weights that the graph asked for, on ``device``, for ``session.init``."""

@@ -1,28 +1,11 @@
-"""ResNet (He et al. 2015, arXiv:1512.03385) as a graph of maxvision ops.
-
-Activations are NHWC. Batch normalisation is folded into the filters at weight import
-(weights/layout.py), so every convolution here is filter, bias and an epilogue.
-"""
+"""ResNet (He et al. 2015, arXiv:1512.03385)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from max.graph import TensorValue
-
-from maxvision.graphs.arrange import CHAINS
-from maxvision.graphs.convolution import Convolution, windows
-from maxvision.graphs.nodes import (
-    avgpool,
-    conv2d,
-    conv2d_chain,
-    conv2d_shortcut,
-    linear,
-    stem_maxpool,
-)
-from maxvision.graphs.outputs import Outputs
-from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.net import Net, Value
 
 Shape = tuple[int, ...]
 
@@ -86,6 +69,18 @@ class ResNetSpec:
             classes=classes,
         )
 
+    def to_config(self) -> dict[str, Any]:
+        """Describes it as a ``ResNetConfig`` does."""
+        return {
+            "layer_type": self.block,
+            "depths": list(self.depths),
+            "hidden_sizes": list(self.widths),
+            "embedding_size": self.stem_width,
+            "hidden_act": "relu",
+            "downsample_in_bottleneck": self.stride_on_1x1,
+            "downsample_in_first_stage": self.downsample_first_stage,
+        }
+
     def stage_stride(self, stage: int) -> int:
         """Returns the stride of the first block of ``stage`` (0-based)."""
         return 2 if stage or self.downsample_first_stage else 1
@@ -100,137 +95,36 @@ RESNETS = {  # He et al. 2015, table 1; stride on the 3x3 (v1.5)
 }
 
 
-def parameters(spec: ResNetSpec) -> dict[str, Shape]:
-    """Lists every weight of the network: its name and shape.
-
-    Filters are ``[R, S, C, F]``, linear weights ``[in, out]``, biases ``[F]``.
-    """
-    shapes: dict[str, Shape] = {}
-
-    def conv(name: str, kernel: int, c: int, f: int) -> None:
-        shapes[f"{name}.filter"] = (kernel, kernel, c, f)
-        shapes[f"{name}.bias"] = (f,)
-
-    conv("stem", 7, spec.channels, spec.stem_width)
-    c = spec.stem_width
+def resnet(spec: ResNetSpec, net: Net, x: Value) -> None:
+    """Writes the network down on images x[N, C, H, W]."""
+    x = net.relu(conv(net, x, "stem", spec.stem_width, 7, stride=2))  # 112 px squared
+    x = net.max_pool2d(x, 3, stride=2, padding=1)
     for i, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
-        for j in range(depth):
-            name, stride = f"stages.{i}.{j}", spec.stage_stride(i) if j == 0 else 1
-            if spec.block == "basic":
-                conv(f"{name}.conv1", 3, c, width)
-                conv(f"{name}.conv2", 3, width, width)
-            else:
-                inner = width // 4
-                conv(f"{name}.conv1", 1, c, inner)
-                conv(f"{name}.conv2", 3, inner, inner)
-                conv(f"{name}.conv3", 1, inner, width)
-            if stride != 1 or c != width:
-                conv(f"{name}.shortcut", 1, c, width)
-            c = width
-    shapes["head.weight"] = (c, spec.classes)
-    shapes["head.bias"] = (spec.classes,)
-    return shapes
+        for j in range(depth):  # 56, 28, 14, 7
+            with net.at("stages"), net.at(i), net.at(j):
+                x = block(spec, net, x, width, spec.stage_stride(i) if j == 0 else 1)
+        net.output(f"stages.{i}", x)
+    x = net.flatten(net.avg_pool2d(x))
+    net.output("features", x)
+    net.output("logits", net.linear(x, "head", spec.classes))
 
 
-def convolutions(spec: ResNetSpec, size: tuple[int, int]) -> list[Convolution]:
-    """Lists every convolution and linear layer, on images of ``size`` px, in the graph's order."""
-    found: list[Convolution] = []
-
-    def conv(
-        name: str, kernel: int, stride: int, c: int, f: int, size: tuple[int, int], joins: str = ""
-    ) -> tuple[int, int]:
-        size = windows(size, kernel, stride, kernel // 2)
-        found.append(Convolution(name, kernel, stride, c, f, size, partner=joins))
-        return size
-
-    def chain(inner: int) -> None:
-        """Ties a block's last convolution and the next one's first where one op has both."""
-        last, following = found[-2:]
-        if not last.partner and (last.channels, inner) in CHAINS:
-            found[-2:] = replace(last, chain=following.name), replace(following, chain=last.name)
-
-    size = windows(conv("stem", 7, 2, spec.channels, spec.stem_width, size), 3, 2, 1)
-    c = spec.stem_width
-    for i, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
-        for j in range(depth):
-            name, stride = f"stages.{i}.{j}", spec.stage_stride(i) if j == 0 else 1
-            before = size
-            projected = stride != 1 or c != width
-            shortcut = f"{name}.shortcut" if projected else ""
-            if spec.block == "basic":
-                size = conv(f"{name}.conv1", 3, stride, c, width, size)
-                last = f"{name}.conv2"
-                conv(last, 3, 1, width, width, size, shortcut)
-            else:
-                inner = width // 4
-                first, second = (stride, 1) if spec.stride_on_1x1 else (1, stride)
-                size = conv(f"{name}.conv1", 1, first, c, inner, size)
-                if first == 1 and (i, j) != (0, 0):
-                    chain(inner)
-                size = conv(f"{name}.conv2", 3, second, inner, inner, size)
-                last = f"{name}.conv3"
-                conv(last, 1, 1, inner, width, size, shortcut)
-            if projected:
-                conv(shortcut, 1, stride, c, width, before, last)
-            c = width
-    found.append(Convolution("head", 1, 1, c, spec.classes, (1, 1)))
-    return found
+def block(spec: ResNetSpec, net: Net, x: Value, width: int, stride: int) -> Value:
+    """Adds a residual block: two 3x3, or 1x1, 3x3 and 1x1 (figure 5)."""
+    if spec.block == "basic":
+        y = net.relu(conv(net, x, "conv1", width, 3, stride=stride))
+        y = conv(net, y, "conv2", width, 3)
+    else:
+        first, second = (stride, 1) if spec.stride_on_1x1 else (1, stride)
+        y = net.relu(conv(net, x, "conv1", width // 4, 1, stride=first))
+        y = net.relu(conv(net, y, "conv2", width // 4, 3, stride=second))
+        y = conv(net, y, "conv3", width, 1)
+    if stride != 1 or x.size(1) != width:  # option B of section 3.3
+        x = conv(net, x, "shortcut", width, 1, stride=stride)
+    return net.relu(y + x)
 
 
-def resnet(spec: ResNetSpec, x: TensorValue, w: Parameters) -> Outputs:
-    """Builds the network on pixels x[N, H, W, C]: uint8 levels, or normalised already."""
-    x = stem_maxpool(x, w.stem("stem", 2), w.levels(x), stride=2, padding=3)  # 112, 56 squared
-    stages: list[TensorValue] = []
-    begun = None  # the block's first convolution, if the block before has computed it
-    for i, depth in enumerate(spec.depths):  # 56, 28, 14, 7 squared
-        for j in range(depth):
-            at, stride = w.at(f"stages.{i}.{j}"), spec.stage_stride(i) if j == 0 else 1
-            if spec.block == "basic":
-                x = basic(x, at, stride)
-            else:
-                x, begun = bottleneck(spec, x, at, stride, begun, following(spec, w, i, j))
-        stages.append(x)
-    features = avgpool(x).reshape((x.shape[0], x.shape[3]))
-    return Outputs(linear(features, w.filter("head")), features, stages)
-
-
-def basic(x: TensorValue, w: Parameters, stride: int) -> TensorValue:
-    """Adds a block of two 3x3 convolutions (figure 5, left)."""
-    y = conv2d(x, w.filter("conv1"), stride=stride, padding=1, epilogue="relu")
-    return join(x, y, w, "conv2", stride, padding=1)
-
-
-def bottleneck(
-    spec: ResNetSpec,
-    x: TensorValue,
-    w: Parameters,
-    stride: int,
-    begun: TensorValue | None,
-    following: Parameters | None,
-) -> tuple[TensorValue, TensorValue | None]:
-    """Adds a block of 1x1, 3x3 and 1x1 (figure 5, right), and begins the following one."""
-    first, second = (stride, 1) if spec.stride_on_1x1 else (1, stride)
-    y = conv2d(x, w.filter("conv1"), stride=first, epilogue="relu") if begun is None else begun
-    y = conv2d(y, w.filter("conv2"), stride=second, padding=1, epilogue="relu")
-    if following is None or w.has("shortcut.filter"):
-        return join(x, y, w, "conv3", stride), None
-    return conv2d_chain(y, w.filter("conv3"), x, following.filter("conv1"))
-
-
-def following(spec: ResNetSpec, w: Parameters, stage: int, block: int) -> Parameters | None:
-    """Finds the weights of the block after this one, if its first 1x1 has no stride."""
-    if block + 1 < spec.depths[stage]:
-        return w.at(f"stages.{stage}.{block + 1}")
-    if stage + 1 < len(spec.depths) and not spec.stride_on_1x1:
-        return w.at(f"stages.{stage + 1}.0")
-    return None
-
-
-def join(
-    x: TensorValue, y: TensorValue, w: Parameters, last: str, stride: int, padding: int = 0
-) -> TensorValue:
-    """Adds x to the last convolution of y, projected where the block changes its shape."""
-    if w.has("shortcut.filter"):  # option B of section 3.3
-        shortcut = w.filter("shortcut")
-        return conv2d_shortcut(y, w.filter(last), x, shortcut, padding=padding, stride=stride)
-    return conv2d(y, w.filter(last), padding=padding, epilogue="add_relu", residual=x)
+def conv(net: Net, x: Value, layer: str, width: int, kernel: int, stride: int = 1) -> Value:
+    """Adds a convolution that keeps the size but for its stride, and its batch norm."""
+    x = net.conv2d(x, layer, width, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return net.batch_norm(x, f"{layer}.batchnorm")

@@ -28,8 +28,8 @@ import numpy as np
 from max.dtype import DType
 
 from maxvision.common.errors import ArgumentError, DeviceError, ModelError
-from maxvision.graphs.convolution import Convolution
 from maxvision.graphs.formats import general
+from maxvision.graphs.layers import Layer
 from maxvision.graphs.target import Target, base
 
 MODES = ("auto", "always", "never")
@@ -97,7 +97,7 @@ class Row:
                 last += (self.dense_us - times[low]) / slope
         return last
 
-    def distance(self, layer: Convolution, format: str) -> float | None:
+    def distance(self, layer: Layer, format: str) -> float | None:
         """Tells how far the row is from ``layer``, 0 if it is its own; None if too far."""
         if (self.kernel, self.stride, self.format) != (layer.kernel, layer.stride, format):
             return None
@@ -126,14 +126,14 @@ class Table:
     measured: Mapping[str, Any]
     rows: tuple[Row, ...]
 
-    def find(self, layer: Convolution, format: str) -> list[Row]:
+    def find(self, layer: Layer, format: str) -> list[Row]:
         """Finds the rows of ``layer``, or else all that stand for it; perhaps none."""
         distances = [(row.distance(layer, format), row) for row in self.rows]
         near = [(apart, row) for apart, row in distances if apart is not None]
         return [row for apart, row in near if apart == 0] or [row for _, row in near]
 
     def gain(
-        self, layer: Convolution, format: str, density: float, batch: int | None = None
+        self, layer: Layer, format: str, density: float, batch: int | None = None
     ) -> float | None:
         """Gives the least gain of ``layer``; None if nothing stands for it.
 
@@ -146,7 +146,7 @@ class Table:
         return min((row.gain(density) for row in rows), default=None)
 
     def best(
-        self, layer: Convolution, kinds: Sequence[str], density: float, batch: int | None
+        self, layer: Layer, kinds: Sequence[str], density: float, batch: int | None
     ) -> tuple[str, float | None]:
         """Finds the format of the largest gain, and that gain; the first if none was measured."""
         gains = {kind: self.gain(layer, kind, density, batch) for kind in kinds}
@@ -184,7 +184,7 @@ class Verdict:
         format: How its nonzeros would lie in memory (graphs/formats.py).
     """
 
-    layer: Convolution
+    layer: Layer
     zeros: float
     sparse: bool
     gain: float | None = None
@@ -261,14 +261,14 @@ def check_mode(mode: str) -> None:
 
 def choose(
     name: str,
-    layers: Sequence[Convolution],
+    layers: Sequence[Layer],
     zeros: Mapping[str, float],
     mode: str,
     target: Target,
     dtype: DType,
     *,
     tf32: bool = True,
-    formats_of: Callable[[Convolution], Sequence[str]] | None = None,
+    formats_of: Callable[[Layer], Sequence[str]] | None = None,
     batch: int | None = None,
 ) -> Choice:
     """Chooses what runs each layer.
@@ -308,7 +308,7 @@ def choose(
         each.name: _weigh(each, zeros[each.name], kinds[each.name], table, batch) for each in layers
     }
     for each in verdicts.values():
-        tied = each.layer.partner or (each.layer.chain if target.api != "cpu" else "")
+        tied = each.layer.partner
         other = verdicts.get(tied)
         if each.sparse and other and not other.sparse:
             why = f"one dense kernel computes it with {tied}"
@@ -321,7 +321,7 @@ def choose(
 
 def _all(
     name: str,
-    layers: Sequence[Convolution],
+    layers: Sequence[Layer],
     zeros: Mapping[str, float],
     kinds: Mapping[str, Sequence[str]],
     target: Target,
@@ -348,14 +348,12 @@ def _all(
     return Choice("always", tuple(verdicts))
 
 
-def _none(
-    mode: str, layers: Sequence[Convolution], zeros: Mapping[str, float], note: str
-) -> Choice:
+def _none(mode: str, layers: Sequence[Layer], zeros: Mapping[str, float], note: str) -> Choice:
     return Choice(mode, tuple(Verdict(each, zeros[each.name], False) for each in layers), note)
 
 
 def _weigh(
-    layer: Convolution, zeros: float, kinds: Sequence[str], table: Table, batch: int | None
+    layer: Layer, zeros: float, kinds: Sequence[str], table: Table, batch: int | None
 ) -> Verdict:
     if zeros < PRUNED:
         return Verdict(layer, zeros, False, why="not pruned")
@@ -368,7 +366,7 @@ def _weigh(
     return Verdict(layer, zeros, gain >= MARGIN, gain, why, format)
 
 
-def _depthwise(layer: Convolution) -> bool:
+def _depthwise(layer: Layer) -> bool:
     return layer.groups > 1
 
 

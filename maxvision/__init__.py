@@ -17,21 +17,21 @@ if TYPE_CHECKING:
         ModelError,
         UserError,
     )
-    from maxvision.runtime.session import Features, Model, Prediction, load
+    from maxvision.runtime.classifier import Classifier, Features, Prediction, load
 
 _PLACES = {
     **dict.fromkeys(
         ("ArgumentError", "DeviceError", "ImageError", "ModelError", "UserError"), "common.errors"
     ),
-    **dict.fromkeys(("Features", "Model", "Prediction", "load"), "runtime.session"),
+    **dict.fromkeys(("Classifier", "Features", "Prediction", "load"), "runtime.classifier"),
 }
 
 __all__ = [
     "ArgumentError",
+    "Classifier",
     "DeviceError",
     "Features",
     "ImageError",
-    "Model",
     "ModelError",
     "Prediction",
     "UserError",

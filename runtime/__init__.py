@@ -7,13 +7,13 @@ from typing import Any
 # 1.2 GB of an H200 with these, and up to 3.2 with those. Read when a GPU is opened.
 os.environ.setdefault("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_VMM_PAGE_MB", "2")
 
-__all__ = ["Features", "Model", "Prediction", "load"]
+__all__ = ["Classifier", "Features", "Prediction", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the session, and with it MAX, when one of its names is first used."""
+    """Imports the classifier, and with it MAX, when one of its names is first used."""
     if name in __all__:
-        from maxvision.runtime import session
+        from maxvision.runtime import classifier
 
-        return getattr(session, name)
+        return getattr(classifier, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

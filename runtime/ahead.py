@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from max.dtype import DType
-from max.engine import CompiledModel, InferenceSession
-from max.graph import DeviceRef, Graph, KernelLibrary
 
 from maxvision import weights
 from maxvision.common import __version__
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.common.folder import new_folder
-from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.target import Target
-from maxvision.runtime import artifact as package
-from maxvision.runtime import cache
+from maxvision.runtime import artifact
 from maxvision.runtime.artifact import Package
+from maxvision.runtime.classifier import choose_sparse, network, weights_of
+from maxvision.runtime.devices import find_dtype
+from maxvision.runtime.executor import Lowering, compiled
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.runtime.session import Unchecked, build, choose_sparse, find_dtype
-from maxvision.weights.convert import configuration
 
 
 def compile(
@@ -34,6 +31,7 @@ def compile(
     sparse: str = "auto",
     revision: str | None = None,
     force: bool = False,
+    off: Collection[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Package:
     """Compiles a model for ``target`` and writes ``folder``, which ``runtime.load`` runs.
@@ -50,6 +48,7 @@ def compile(
         sparse: What runs pruned layers, as in ``runtime.load``.
         revision: Branch, tag or commit on the hub.
         force: Replace ``folder`` if it holds a compiled model.
+        off: Passes to leave out (graphs/passes).
         progress: Called with a sentence before each step that takes time.
 
     Raises:
@@ -59,19 +58,20 @@ def compile(
             and is not pruned.
     """
     wanted = Target.parse(target)
-    if package.is_here(source):
+    say = progress or (lambda _: None)
+    if artifact.is_here(source):
         raise ModelError(f"{source}: expected a model but it is compiled already; run it as it is")
     checkpoint = weights.load(source, revision=revision, progress=progress)
     preprocess = Preprocess.from_config(checkpoint.preprocess)
-    if checkpoint.spec.channels != len(preprocess.mean):
+    if checkpoint.channels != len(preprocess.mean):
         raise ModelError(
             f"{checkpoint.name}: expected a model of {len(preprocess.mean)} channels, for pictures,"
-            f" but it takes {checkpoint.spec.channels}; load it where it runs"
+            f" but it takes {checkpoint.channels}; load it where it runs"
         )
     size = (preprocess.height, preprocess.width)
 
     def replaces(existing: Path) -> bool:
-        if force and not package.is_here(existing):
+        if force and not artifact.is_here(existing):
             raise ArgumentError(
                 f"{existing}: expected a compiled model to replace but it is something else;"
                 " choose another folder"
@@ -81,39 +81,32 @@ def compile(
     path = Path(folder)
     with new_folder(path, "the model", replaces) as draft, wanted.device() as device:
         kind = find_dtype(dtype, device)
-        place = DeviceRef.from_device(device)
         rounds = tf32 and kind == DType.float32 and wanted.api == "cuda"
         choice = choose_sparse(checkpoint, sparse, wanted, kind, size, tf32=tf32)
 
-        def built(kernels: KernelLibrary | None = None) -> tuple[Graph, Parameters]:
-            layers = choice.formats
-            return build(
-                checkpoint, place, kind, size=size, tf32=rounds, sparse=layers, kernels=kernels
-            )
-
-        graph, parameters = built(Unchecked())
-
-        def compiled() -> CompiledModel:
-            if progress:
-                progress(f"compiling {checkpoint.name} for {wanted.name}")
-            checked, _ = built()
-            return InferenceSession(devices=[device]).compile(checked)
-
-        mef = cache.compiled(graph, wanted, compiled)
-        if progress:
-            progress(f"writing {path}")
-        package.write(
+        program = network(checkpoint, size, kind.name)
+        lowering = Lowering(kind.name, rounds, choice.formats, off)
+        mef, parameters, final = compiled(
+            program,
+            weights_of(checkpoint),
+            device,
+            lowering,
+            target=wanted,
+            starting=lambda: say(f"compiling {checkpoint.name} for {wanted.name}"),
+        )
+        say(f"writing {path}")
+        artifact.write(
             draft,
             name=checkpoint.name,
-            family=checkpoint.family,
+            program=final,
             target=wanted,
             dtype=kind,
             tf32=rounds,
             sparse=choice.short,
             graph=mef,
             weights=parameters.bound,
-            config=configuration(checkpoint.spec, checkpoint.labels),
+            labels=checkpoint.labels,
             preprocess=checkpoint.preprocess,
             versions={"maxvision": __version__},
         )
-    return package.read(path)
+    return artifact.read(path)

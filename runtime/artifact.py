@@ -5,7 +5,8 @@
 | manifest.json            | format, target, dtype, sparse layers, versions; sums of the others   |
 | graph.mef                | the compiled graph: uint8 pixels [N, H, W, C] to logits               |
 | weights.safetensors      | its weights, arranged for the target                                |
-| config.json              | the network and the labels, as on the Hugging Face hub              |
+| program.json             | the network as it was compiled (graphs/program.py)                  |
+| config.json              | the labels, as on the Hugging Face hub                              |
 | preprocessor_config.json | how an image is prepared, likewise                                  |
 
 The weights are mapped: a CPU computes on the file's own pages, so that a start reads nothing twice
@@ -18,7 +19,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,15 @@ from max.dtype import DType
 from max.engine import __version__ as max_version
 
 from maxvision.common.errors import ModelError
-from maxvision.graphs.cvt import CvtSpec
 from maxvision.graphs.parameters import ALIGNMENT, Bound, buffer
-from maxvision.graphs.resnet import ResNetSpec
+from maxvision.graphs.program import Program
 from maxvision.graphs.sparsity import Chosen
 from maxvision.graphs.target import Target
 
 FORMAT = "maxvision compiled model"
-VERSION = 2
+VERSION = 3
 MANIFEST, GRAPH, WEIGHTS = "manifest.json", "graph.mef", "weights.safetensors"
-CONFIG, PREPROCESS = "config.json", "preprocessor_config.json"
+PROGRAM, CONFIG, PREPROCESS = "program.json", "config.json", "preprocessor_config.json"
 
 _CODES = {
     DType.float32: "F32",
@@ -48,7 +48,6 @@ _CODES = {
     DType.uint32: "U32",
     DType.uint8: "U8",
 }
-_SPECS: dict[str, Any] = {"resnet": ResNetSpec, "cvt": CvtSpec}
 _AGAIN = "compile it again with maxvision compile"
 
 
@@ -59,8 +58,7 @@ class Package:
     Attributes:
         folder: Where it is.
         name: What the model was called when it was compiled.
-        family: ``resnet`` or ``cvt``.
-        spec: The network's shape.
+        program: The network as it was compiled.
         labels: The name of each class.
         preprocess: As in a ``preprocessor_config.json``.
         target: What it was compiled for.
@@ -73,8 +71,7 @@ class Package:
 
     folder: Path
     name: str
-    family: str
-    spec: Any
+    program: Program
     labels: list[str]
     preprocess: dict[str, Any]
     target: Target
@@ -83,6 +80,17 @@ class Package:
     sparse: Chosen
     versions: dict[str, str]
     files: dict[str, dict[str, Any]]
+
+    @property
+    def family(self) -> str:
+        """What its network is called."""
+        return self.program.name
+
+    @property
+    def channels(self) -> int:
+        """Channels of its images."""
+        (pixels,) = self.program.inputs.values()
+        return int(pixels.shape[-1])
 
     def load(self, device: Device) -> tuple[bytes, dict[str, Buffer]]:
         """Reads the compiled graph, and the weights on ``device``, for ``session.init``.
@@ -146,7 +154,9 @@ def read(source: str | os.PathLike[str]) -> Package:
                 f"{folder}: was compiled with MAX {versions['max']} but this is MAX {max_version};"
                 f" {_AGAIN}, or pip install max=={versions['max']}"
             )
-        files = {name: manifest["files"][name] for name in (GRAPH, WEIGHTS, CONFIG, PREPROCESS)}
+        files = {
+            name: manifest["files"][name] for name in (GRAPH, WEIGHTS, PROGRAM, CONFIG, PREPROCESS)
+        }
         config, preprocess = (
             json.loads(_read(folder, name, files[name])) for name in (CONFIG, PREPROCESS)
         )
@@ -155,8 +165,7 @@ def read(source: str | os.PathLike[str]) -> Package:
         return Package(
             folder=folder,
             name=manifest["model"],
-            family=manifest["family"],
-            spec=_SPECS[manifest["family"]].from_config(config, len(labels)),
+            program=Program.from_json(_read(folder, PROGRAM, files[PROGRAM])),
             labels=labels,
             preprocess=preprocess,
             target=Target(**{**target, "features": tuple(target["features"])}),
@@ -174,14 +183,14 @@ def write(
     folder: Path,
     *,
     name: str,
-    family: str,
+    program: Program,
     target: Target,
     dtype: DType,
     tf32: bool,
     sparse: Chosen,
     graph: bytes,
     weights: Mapping[str, Bound],
-    config: dict[str, Any],
+    labels: Sequence[str],
     preprocess: dict[str, Any],
     versions: dict[str, str],
 ) -> None:
@@ -192,13 +201,14 @@ def write(
     """
     (folder / GRAPH).write_bytes(graph)
     _write_weights(folder / WEIGHTS, weights)
-    (folder / CONFIG).write_text(_json(config), encoding="utf-8")
+    (folder / PROGRAM).write_text(program.to_json(), encoding="utf-8")
+    names = {"id2label": {str(i): label for i, label in enumerate(labels)}}
+    (folder / CONFIG).write_text(_json(names), encoding="utf-8")
     (folder / PREPROCESS).write_text(_json(preprocess), encoding="utf-8")
     manifest = {
         "format": FORMAT,
         "version": VERSION,
         "model": name,
-        "family": family,
         "target": asdict(target),
         "dtype": dtype.name,
         "tf32": tf32,

@@ -25,7 +25,7 @@ from maxvision.common.host import cores
 from maxvision.runtime.preprocess import Pixels, Source
 
 if TYPE_CHECKING:
-    from maxvision.runtime import Model, Prediction
+    from maxvision.runtime import Classifier, Prediction
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -71,7 +71,7 @@ class Times:
 
 
 def answers(
-    model: Model, items: Sequence[Item], top_k: int, times: Times, workers: int | None = None
+    model: Classifier, items: Sequence[Item], top_k: int, times: Times, workers: int | None = None
 ) -> Generator[list[Answer], None, None]:
     """Answers for ``items``, in order, a batch at a time.
 
@@ -153,7 +153,7 @@ def _ahead(
 
 
 def _finish(
-    model: Model,
+    model: Classifier,
     items: Sequence[Item],
     loaded: Sequence[Pixels | ImageError],
     future: Future[npt.NDArray[np.float32]] | None,

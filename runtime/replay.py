@@ -26,7 +26,7 @@ import itertools
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -40,14 +40,15 @@ from maxvision.common.host import cores
 IMAGES = 1024
 """Images that the captures of one graph may hold together."""
 
+Shapes = tuple[tuple[int, ...], ...]
 PINNED = Usage.STAGING | Usage.UNTRACKED
 
 
 class Run(Protocol):
     """One run of a graph at a time: every step but ``result`` only enqueues, on a GPU."""
 
-    def upload(self, pixels: np.ndarray) -> None:
-        """Hands pixels [N, H, W, C] to the device; they may be overwritten afterwards."""
+    def upload(self, *arrays: np.ndarray) -> None:
+        """Hands the inputs to the device; they may be overwritten afterwards."""
 
     def run(self) -> None:
         """Computes."""
@@ -56,93 +57,115 @@ class Run(Protocol):
         """Brings the outputs to the host."""
 
     def result(self) -> list[np.ndarray]:
-        """Waits for what was downloaded and returns it as float32, the caller's to keep."""
+        """Waits for what was downloaded and returns it, the caller's to keep; floats as float32."""
 
 
 class Execution:
-    """A ``Run`` of any batch size, kernel by kernel; all that a CPU needs.
+    """A ``Run`` of any shapes, kernel by kernel; all that a CPU needs.
 
-    A CPU goes through the network with one image a core at a time, so that what a layer leaves is
-    in the caches when the next one reads it; docs/kernels.md has the figures.
+    A CPU goes through a network with one image a core at a time, so that what a layer leaves is in
+    the caches when the next one reads it; docs/kernels.md has the figures.
+
+    Args:
+        executable: The compiled graph.
+        device: Where it runs.
+        batched: Whether every input and output begins with the batch.
     """
 
-    def __init__(self, executable: Executable, device: Device) -> None:
+    def __init__(self, executable: Executable, device: Device, batched: bool = True) -> None:
         self._executable = executable
         self._device = device
-        self._inputs: list[Buffer] = []
+        self._batched = batched
+        self._inputs: list[list[Buffer]] = []
         self._outputs: list[list[Buffer]] = []
 
-    def upload(self, pixels: np.ndarray) -> None:
-        """See ``Run``; on a CPU the pixels are read in place, by ``run``."""
-        step = cores() if self._device.is_host else max(1, len(pixels))
-        parts = [pixels[i : i + step] for i in range(0, len(pixels), step)] or [pixels]
+    def upload(self, *arrays: np.ndarray) -> None:
+        """See ``Run``; on a CPU they are read in place, by ``run``."""
+        count = len(arrays[0]) if self._batched and self._device.is_host else 0
+        parts = [[a[i : i + cores()] for a in arrays] for i in range(0, count, cores())]
         self._inputs = [
-            Buffer.from_numpy(np.ascontiguousarray(part)).to(self._device) for part in parts
+            [Buffer.from_numpy(np.ascontiguousarray(a)).to(self._device) for a in part]
+            for part in parts or [list(arrays)]
         ]
 
     def run(self) -> None:
         """See ``Run``."""
         with _patient_threads() if self._device.is_host else nullcontext():
-            self._outputs = [self._executable.execute(part) for part in self._inputs]
+            self._outputs = [self._executable.execute(*part) for part in self._inputs]
 
     def download(self) -> None:
         """See ``Run``; ``result`` does it."""
 
     def result(self) -> list[np.ndarray]:
         """See ``Run``."""
-        return [
-            np.concatenate([float32(part.to(CPU())) for part in parts])
-            for parts in zip(*self._outputs, strict=True)
-        ]
+        wholes = zip(*self._outputs, strict=True)
+        arrays = ([float32(part.to(CPU())) for part in parts] for parts in wholes)
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in arrays]
 
 
 class Replay:
-    """A ``Run`` of one batch size as one launch, for one thread at a time; smaller ones fit in.
+    """A ``Run`` of one set of shapes as one launch, for one thread at a time.
 
-    It holds a pinned host buffer and a device buffer for the pixels, the outputs that were
-    captured, and a pinned host buffer for each of those.
+    Smaller batches fit in. It holds a pinned host buffer and a device buffer for each input, the
+    outputs that were captured, and a pinned host buffer for each of those.
 
     Args:
-        executable: The compiled graph, of one input; it has run at this shape before.
+        executable: The compiled graph; it has run at these shapes before.
         device: A GPU.
-        shape: [N, H, W, C] of the pixels.
-        dtype: Of the pixels.
+        types: The dtype and the shape of each input.
         key: A number that no other live capture of ``executable`` has.
+        batched: Whether every input and output begins with the batch.
+
+    Attributes:
+        inputs: The device's buffers.
+        shapes: Those of the inputs.
+        images: What it counts for among captures: the batch.
     """
 
     def __init__(
         self,
         executable: Executable,
         device: Device,
-        shape: tuple[int, ...],
-        dtype: DType,
+        types: Sequence[tuple[DType, tuple[int, ...]]],
         key: int,
+        batched: bool = True,
     ) -> None:
-        self.batch = self._count = shape[0]
-        self.input = Buffer(dtype, shape, device)
+        self.shapes = tuple(shape for _, shape in types)
+        self.images = images_of(self.shapes)
+        self.inputs = [Buffer(dtype, shape, device) for dtype, shape in types]
+        self._count = self.images if batched else None
         self._executable = executable
         self._queue = device.default_queue
         self._key = key
-        self._staged = Buffer(dtype, shape, device, PINNED)
-        self._pixels = self._staged.to_numpy()
-        self._pixels.fill(0)
-        self.input.inplace_copy_from(self._staged)
-        self._outputs = executable.capture(key, self.input)
+        self._staged = [Buffer(dtype, shape, device, PINNED) for dtype, shape in types]
+        self._arrays = [staged.to_numpy() for staged in self._staged]
+        for array in self._arrays:
+            array.fill(0)
+        self._send()
+        self._outputs = executable.capture(key, *self.inputs)
         self._fetched = [Buffer(o.dtype, o.shape, device, PINNED) for o in self._outputs]
         self._uploaded: DeviceEvent = self._queue.record_event()
         self._downloaded: DeviceEvent = self._uploaded
 
-    def upload(self, pixels: np.ndarray) -> None:
+    def upload(self, *arrays: np.ndarray) -> None:
         """See ``Run``."""
         self._uploaded.synchronize()
-        self._count = len(pixels)
-        np.copyto(self._pixels[: self._count], pixels)
-        self.input.inplace_copy_from(self._staged)
+        for array, given in zip(self._arrays, arrays, strict=True):
+            if self._count is None:
+                np.copyto(array, given)
+            else:
+                self._count = len(given)
+                np.copyto(array[: self._count], given)
+        self._send()
         self._uploaded = self._queue.record_event()
+
+    def _send(self) -> None:
+        for buffer, staged in zip(self.inputs, self._staged, strict=True):
+            buffer.inplace_copy_from(staged)
 
     def run(self) -> None:
         """See ``Run``."""
-        self._executable.replay(self._key, self.input)
+        self._executable.replay(self._key, *self.inputs)
 
     def download(self) -> None:
         """See ``Run``."""
@@ -162,42 +185,50 @@ class Replay:
 
 
 class Replays:
-    """Runs a graph on batches of any size from any thread, captured where that pays.
+    """Runs a graph on inputs of any shapes from any thread, captured where that pays.
 
     Args:
-        executable: The compiled graph, of one input.
+        executable: The compiled graph.
         device: Where it runs.
         images: How many images its captures may hold together; 0 captures nothing.
+        batched: Whether every input and output begins with the batch.
     """
 
-    def __init__(self, executable: Executable, device: Device, images: int = IMAGES) -> None:
+    def __init__(
+        self,
+        executable: Executable,
+        device: Device,
+        images: int = IMAGES,
+        batched: bool = True,
+    ) -> None:
         self._executable = executable
         self._device = device
         self._images = images if captures(device) else 0
+        self._batched = batched
         self._gate = _gates[device.id, device.is_host]
         self._lock = threading.Lock()
         self._keys = itertools.count()
-        self._seen: set[int] = set()
+        self._seen: set[Shapes] = set()
         self._sizes: list[int] = []  # that were prepared, ascending
         self._idle: list[Replay] = []  # the least recently used first
         self._held = 0  # images of the idle ones and of those in use
 
-    def __call__(self, pixels: np.ndarray) -> list[np.ndarray]:
-        """Computes the outputs of pixels [N, H, W, C]."""
-        with self.take(pixels) as run, self._gate.running():
-            run.upload(pixels)
+    def __call__(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """Computes the outputs of arrays, such as pixels [N, H, W, C]."""
+        with self.take(*arrays) as run, self._gate.running():
+            run.upload(*arrays)
             run.run()
             run.download()
             return run.result()
 
-    def prepare(self, pixels: np.ndarray) -> None:
-        """Captures the batch sizes of ``sizes`` up to that of ``pixels``, as far as they fit.
+    def prepare(self, *arrays: np.ndarray) -> None:
+        """Captures the batch sizes of ``sizes`` up to that of ``arrays``, as far as they fit.
 
         From then on others run as the next larger one. Still larger ones are executed: their
         kernels take longer than the launches. If it raises, for want of memory, what it has
         captured is used: that begins with the largest, as what all others of them can run.
         """
-        asked = sizes(len(pixels))
+        asked = sizes(len(arrays[0]))
         images = itertools.accumulate(asked)
         fitting = [size for size, held in zip(asked, images, strict=True) if held <= self._images]
         prepared: list[int] = []
@@ -205,19 +236,23 @@ class Replays:
         try:
             for size in reversed(fitting):
                 for _ in range(2):  # the second time it is captured
-                    self(pixels[:size])
+                    self(*(array[:size] for array in arrays))
                 prepared.insert(0, size)
         finally:
             self._sizes = prepared
 
     @contextmanager
-    def take(self, pixels: np.ndarray) -> Iterator[Run]:
-        """Lends the run for batches such as ``pixels``: the captured one if there is one."""
-        count = pixels.shape[0]
-        size = next((size for size in self._sizes if size >= count > 0), count)
-        run = self._find(size)
+    def take(self, *arrays: np.ndarray) -> Iterator[Run]:
+        """Lends the run for inputs such as ``arrays``: the captured one if there is one."""
+        shapes = tuple(array.shape for array in arrays)
+        if self._sizes and self._batched:
+            count = len(arrays[0])
+            size = next((size for size in self._sizes if size >= count > 0), count)
+            shapes = tuple((size, *shape[1:]) for shape in shapes)
+        run = self._find(shapes)
         if run is None:
-            run = self._capture(size, pixels)
+            kinds = (DType.from_numpy(array.dtype) for array in arrays)
+            run = self._capture(list(zip(kinds, shapes, strict=True)))
         try:
             yield run
         finally:
@@ -225,37 +260,43 @@ class Replays:
                 with self._lock:
                     self._idle.append(run)
 
-    def _find(self, batch: int) -> Run | None:
+    def _find(self, shapes: Shapes) -> Run | None:
         """Finds an idle capture, or says that plain it is; None if a capture shall be made."""
+        images = images_of(shapes)
         with self._lock:
             for replay in reversed(self._idle):
-                if replay.batch == batch:
+                if replay.shapes == shapes:
                     self._idle.remove(replay)
                     return replay
-            busy = self._held - sum(replay.batch for replay in self._idle)
-            again = batch in self._seen
-            self._seen.add(batch)
-            larger = bool(self._sizes) and batch > self._sizes[-1]
-            if not batch or not again or larger or busy + batch > self._images:
-                return Execution(self._executable, self._device)
-            self._held += batch
+            busy = self._held - sum(replay.images for replay in self._idle)
+            again = shapes in self._seen
+            self._seen.add(shapes)
+            larger = bool(self._sizes) and images > self._sizes[-1]
+            if not images or not again or larger or busy + images > self._images:
+                return Execution(self._executable, self._device, self._batched)
+            self._held += images
             return None
 
-    def _capture(self, size: int, pixels: np.ndarray) -> Replay:
-        """Captures a size, which ``_held`` counts already, in the place of idle ones."""
+    def _capture(self, types: Sequence[tuple[DType, tuple[int, ...]]]) -> Replay:
+        """Captures shapes, which ``_held`` counts already, in the place of idle ones."""
         with self._gate.capturing():
             with self._lock:
                 while self._held > self._images and self._idle:
                     oldest = self._idle.pop(0)
-                    self._held -= oldest.batch
+                    self._held -= oldest.images
                     oldest.release()
-            shape, kind = (size, *pixels.shape[1:]), DType.from_numpy(pixels.dtype)
+            key = next(self._keys)
             try:
-                return Replay(self._executable, self._device, shape, kind, next(self._keys))
+                return Replay(self._executable, self._device, types, key, self._batched)
             except BaseException:
                 with self._lock:
-                    self._held -= size
+                    self._held -= images_of(tuple(shape for _, shape in types))
                 raise
+
+
+def images_of(shapes: Shapes) -> int:
+    """Tells what inputs count for among captures: the first size of the first of them."""
+    return shapes[0][0] if shapes and shapes[0] else 1
 
 
 def sizes(most: int) -> list[int]:
@@ -268,14 +309,15 @@ def sizes(most: int) -> list[int]:
 
 
 def float32(buffer: Buffer) -> np.ndarray:
-    """Copies a host buffer of bfloat16, float16 or float32, exactly.
+    """Copies a host buffer; bfloat16 and float16 become float32, exactly.
 
     The host widens the few logits of a batch; on the GPU it would be a kernel of its own.
     """
     if buffer.dtype == DType.bfloat16:
         bits = buffer.view(DType.uint16).to_numpy().astype(np.uint32)
         return (bits << 16).view(np.float32)
-    return buffer.to_numpy().astype(np.float32)
+    array = buffer.to_numpy()
+    return array.astype(np.float32 if buffer.dtype == DType.float16 else array.dtype)
 
 
 @contextmanager

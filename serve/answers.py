@@ -14,7 +14,7 @@ Function: TypeAlias = Literal["softmax", "sigmoid", "none"]
 def score(logits: np.ndarray, function: Function = "softmax") -> np.ndarray:
     """Makes float64 scores of logits [classes].
 
-    The softmax is that of ``Model.predictions``; ``none`` scores by the logit itself.
+    The softmax is that of ``Classifier.predictions``; ``none`` scores by the logit itself.
     """
     if function == "softmax":
         return softmax(logits)

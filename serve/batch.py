@@ -197,14 +197,14 @@ def _check(args: argparse.Namespace, device: str) -> None:
 
     from maxvision import weights
     from maxvision.runtime import artifact as package
-    from maxvision.runtime import session
+    from maxvision.runtime import devices
 
     if package.is_here(args.model):
         package.read(args.model)
     else:
         weights.load(args.model, revision=args.revision)
         if device == "cpu":
-            session.find_dtype(args.dtype, CPU())
+            devices.find_dtype(args.dtype, CPU())
 
 
 def _room(have: dict[str, float], needs: dict[str, int]) -> int:
@@ -345,7 +345,7 @@ class _Worker:
     def __init__(self, settings: dict[str, Any]) -> None:
         import pyarrow.parquet  # noqa: F401  before MAX, see runtime/results.py
 
-        from maxvision.runtime.session import load
+        from maxvision.runtime.classifier import load
 
         self._args = args = argparse.Namespace(**settings)
         if args.device == "cpu":

@@ -40,7 +40,7 @@ class Options:
     """What a server is told; ``parse`` checks it and has the defaults.
 
     Attributes:
-        model: What ``runtime.session.load`` takes.
+        model: What ``runtime.classifier.load`` takes.
         served_model_name: What clients call the model; by default its name without the folder.
         revision: Branch, tag or commit on the hub.
         host: Address to listen on.

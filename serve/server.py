@@ -37,7 +37,7 @@ def run(options: Options, load: Callable[..., Any] | None = None) -> int:
 
     Args:
         options: What to serve, and how.
-        load: Makes the model, in its process; called as ``runtime.session.load`` is, which it is
+        load: Makes the model, in its process; called as ``runtime.classifier.load`` is, which it is
             if None. It travels by its name.
 
     Returns:
@@ -142,7 +142,7 @@ def make_supervisor(
         ModelError: If the model cannot be found or read.
         DeviceError: If the device is not to be had.
     """
-    from maxvision.runtime import session
+    from maxvision.runtime import classifier
     from maxvision.serve import engine
     from maxvision.serve.supervisor import Supervisor
 
@@ -150,7 +150,7 @@ def make_supervisor(
     settings = engine.settings(options.log_level)
     card = read_card(options)
     make = functools.partial(
-        load or session.load,
+        load or classifier.load,
         options.model,
         device=card.device,
         dtype=options.dtype,
@@ -205,7 +205,7 @@ def read_card(options: Options) -> Card:
 
     from maxvision import weights
     from maxvision.runtime import artifact as package
-    from maxvision.runtime import session
+    from maxvision.runtime import devices
     from maxvision.serve.core import Card
 
     device, dtype = options.device, options.dtype.replace("auto", "float32")
@@ -220,10 +220,10 @@ def read_card(options: Options) -> Card:
         if device == "auto":
             device = "gpu" if accelerator_count() else "cpu"
     if device == "cpu":
-        session.find_dtype(dtype, CPU())
+        devices.find_dtype(dtype, CPU())
     elif int(device.partition(":")[2] or 0) >= accelerator_count():
-        session.find_device(device)  # which says what is wrong; a GPU that is there stays closed
-    if source.spec.channels != 3:
+        devices.find_device(device)  # which says what is wrong; a GPU that is there stays closed
+    if source.channels != 3:
         raise ModelError(f"{source.name}: a model of pictures with 3 channels was expected")
     name = options.served_model_name or source.name
     if options.served_model_name is None and os.path.exists(options.model):

@@ -55,7 +55,7 @@ def is_memory(error: Exception) -> bool:
 
 
 class Classifier(Protocol):
-    """What a server needs of ``runtime.session.Model``."""
+    """What a server needs of ``runtime.classifier.Classifier``."""
 
     preprocess: Any
 

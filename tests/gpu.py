@@ -39,9 +39,10 @@ from maxvision.bench.references import artifact, checkpoint, precision, referenc
 from maxvision.bench.tf32 import RoundedProducts, allow_tf32
 from maxvision.common.host import leave
 from maxvision.graphs.target import Target, base
+from maxvision.runtime.classifier import Classifier, build, load
+from maxvision.runtime.executor import Unchecked
 from maxvision.runtime.preprocess import EXTENSIONS
 from maxvision.runtime.replay import Execution, sizes
-from maxvision.runtime.session import Model, Unchecked, build, load
 from maxvision.weights import bundled as bundled_names
 from tests.ops.cases import CASES, PACKED, TORCH, Case, build_graph, check, draw
 
@@ -227,7 +228,7 @@ def models(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any
     for name, chosen in itertools.product(MODELS, precisions):
         dtype, tf32 = PRECISIONS[chosen]
         reference = reference_model(name)
-        ours = Model(checkpoint(name, reference), Accelerator(), dtype, tf32=tf32)
+        ours = Classifier(checkpoint(name, reference), Accelerator(), dtype, tf32=tf32)
         for suffix, (pixels, everything) in GRAPHS.items() if folder else ():
             path = artifact(folder, name, precision(dtype.name, tf32) + suffix)
             ours.adopt(path, pixels, everything)
@@ -239,7 +240,7 @@ def models(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any
         torch.cuda.empty_cache()
 
 
-def errors(ours: Model, reference: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+def errors(ours: Classifier, reference: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """Measures logits and stages against float64; the bound is twice torch's own error.
 
     The float64 reference starts from the same rounded weights and pixels as torch at ``dtype``;
@@ -265,7 +266,7 @@ def errors(ours: Model, reference: torch.nn.Module, dtype: torch.dtype) -> dict[
     return record
 
 
-def captured(ours: Model, calls: int = 200) -> Iterator[dict[str, Any]]:
+def captured(ours: Classifier, calls: int = 200) -> Iterator[dict[str, Any]]:
     """Calls a model with random batch sizes from four threads; compares with plain execution.
 
     Then again with the sizes captured that a server prepares, of which the next larger one runs.

@@ -38,8 +38,8 @@ from maxvision.bench.environment import environment
 from maxvision.bench.records import check_path, write
 from maxvision.bench.references import our_model, reference_model
 from maxvision.common.host import leave
+from maxvision.runtime.classifier import Classifier
 from maxvision.runtime.replay import Execution, float32
-from maxvision.runtime.session import Model
 from tests import gpu
 from tests.ops.cases import draw
 
@@ -138,7 +138,7 @@ def inside(tool: str, what: str, chosen: str, folder: Path | None) -> int:
     device = Accelerator()
     dtype, tf32 = gpu.PRECISIONS[chosen]
 
-    def network(name: str) -> Model:
+    def network(name: str) -> Classifier:
         return our_model(name, reference_model(name), device, dtype, folder, tf32=tf32)
 
     if what == SHORT:
@@ -175,7 +175,7 @@ def ops(device: Device, dtype: DType, tf32: bool, folder: Path | None) -> Output
     return run
 
 
-def running(model: Model, device: Device) -> Outputs:
+def running(model: Classifier, device: Device) -> Outputs:
     """Returns what runs a network, kernel by kernel, on the same images each time."""
     shape = max(max(BATCHES.values())), *gpu.SIZE, 3
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
@@ -189,7 +189,7 @@ def running(model: Model, device: Device) -> Outputs:
     return run
 
 
-def run_short(model: Model) -> int:
+def run_short(model: Classifier) -> int:
     """Says of one image that it is three, which memcheck has to notice."""
     image = torch.zeros((1, *gpu.SIZE, 3), dtype=torch.uint8, device="cuda")
     three = SimpleNamespace(

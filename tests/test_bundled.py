@@ -13,10 +13,10 @@ from maxvision import weights
 from maxvision.bench.accuracy import correct
 from maxvision.commands.models import bundled
 from maxvision.graphs import sparsity
-from maxvision.graphs.networks import convolutions
+from maxvision.graphs.layers import layers
 from maxvision.graphs.target import Target
 from maxvision.runtime import load
-from maxvision.runtime.session import choose_sparse
+from maxvision.runtime.classifier import choose_sparse
 from tests.graphs.reference import DATA
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.jpg"))
@@ -37,8 +37,8 @@ def test_accuracy(name: str) -> None:
 def test_the_pruned_model_has_its_zeros_and_runs_sparse() -> None:
     model = weights.load("resnet-cifar10-p80")
     target, size = Target.parse("cpu"), (128, 128)
-    named = [each.name for each in convolutions(model.spec, size)]
-    filters = [model.filter(name) for name in named if name not in ("stem", "head")]
+    named = [each.name for each in layers(model.program(size))]
+    filters = [model.tensors[f"{name}.weight"] for name in named if name not in ("stem", "head")]
     zeros = sum(each.size - np.count_nonzero(each) for each in filters)
     assert zeros / sum(each.size for each in filters) == pytest.approx(0.8, abs=1e-3)
     top1 = {row.name: row.top1 for row in bundled()}

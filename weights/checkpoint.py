@@ -1,58 +1,58 @@
-"""Loads a checkpoint of any supported format into the weights of a graph."""
+"""Loads a checkpoint of any supported format: a network, and the weights that it asks for."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from maxvision.common.errors import ModelError
-from maxvision.graphs.networks import Spec, parameters
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.constants import EVALUATE
+from maxvision.graphs.layers import layers
+from maxvision.graphs.passes.fold import batch_norm
+from maxvision.graphs.program import Program
 from maxvision.weights import metadata
-from maxvision.weights.formats import Format, recognise, specify
-from maxvision.weights.layout import Folded, fold, share_of_zeros, unfold
+from maxvision.weights.family import Family, Format, known
+from maxvision.weights.formats import recognise, specify
+from maxvision.weights.layout import Stored, is_finite
 from maxvision.weights.rules import apply
 from maxvision.weights.source import Source, find
+
+SIZE = (224, 224)
+"""The images of a program that is made for its weights alone, px."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds everything that a graph needs to run a trained model.
+    """Holds everything that is needed to run a trained model.
 
     Attributes:
         name: What the user called it.
-        family: ``"resnet"`` or ``"cvt"``.
-        spec: The network's shape.
-        tensors: Every weight of ``graphs.<family>.parameters(spec)``: float32, contiguous, batch
-            norm folded, filters ``[R, S, C, F]``. Each is made anew whenever it is asked for.
+        family: What its network is called.
+        channels: Of its images.
+        program: Writes its network down for images of a size, px.
+        tensors: Every weight of the program.
         labels: The name of each class.
         preprocess: How an image is prepared, as in a ``preprocessor_config.json``.
+        spec: The network's shape, a row of its family's table.
     """
 
     name: str
     family: str
-    spec: Spec
-    tensors: Mapping[str, NDArray[np.float32]]
+    channels: int
+    program: Callable[[tuple[int, int]], Program]
+    tensors: Stored
     labels: list[str]
     preprocess: dict[str, Any]
+    spec: Any = None
 
     def zeros(self, layer: str) -> float:
-        """Tells the share of zeros of a convolution's filter or a linear layer's weights."""
-        name = self._filter_name(layer)
-        if isinstance(self.tensors, Folded):
-            return self.tensors.zeros(name)
-        return share_of_zeros(self.tensors[name])
-
-    def filter(self, layer: str) -> np.ndarray:
-        """Gives a convolution's filter [R, S, C, F], or a linear layer's weights [in, out]."""
-        return np.asarray(self.tensors[self._filter_name(layer)])
-
-    def _filter_name(self, layer: str) -> str:
-        return f"{layer}.filter" if f"{layer}.filter" in self.tensors else f"{layer}.weight"
+        """Tells the share of zeros of a layer's weights."""
+        return self.tensors.zeros(f"{layer}.weight")
 
 
 def load(
@@ -71,8 +71,8 @@ def load(
         progress: Called with a sentence before something slow, such as a download.
 
     Raises:
-        ModelError: If there is no such model, it cannot be read, or its tensors are not those of
-            a ResNet or a CvT; one message names everything that is wrong.
+        ModelError: If there is no such model, it cannot be read, or its tensors are those of no
+            known family; one message names everything that is wrong.
     """
     return interpret(find(source, revision, progress))
 
@@ -84,36 +84,65 @@ def interpret(found: Source) -> Checkpoint:
         ModelError: See `load`.
     """
     form, spec = identify(found)
+    family = known()[form.family]
+    program = family.program(spec, SIZE)
+    shapes = {name: each.shape for name, each in program.weights.items()}
     with found.state.reading():
-        parts = apply(
-            form.rules,
-            found.state.tensors,
-            unfold(parameters(spec), form.normalised),
-            found.name,
-        )
-    tensors = fold(parts, found.state.reading)
-    bad = [name for name in tensors if not tensors.finite(name)]
-    if bad:
-        raise ModelError(
-            f"{found.name}: expected finite weights but folding the batch norm of {', '.join(bad)}"
-            " gives NaN or infinity (a negative variance?); use another checkpoint"
-        )
+        parts = apply(form.rules, found.state.tensors, shapes, found.name)  # type: ignore[arg-type]
+    tensors = Stored(parts, found.state.reading)
+    check_folding(program, tensors, found.name)
     return Checkpoint(
         name=found.name,
-        family=form.family,
-        spec=spec,
+        family=family.name,
+        channels=spec.channels,
+        program=lambda size: family.program(spec, size),
         tensors=tensors,
         labels=metadata.labels(form, found.config, spec.classes, found.name),
         preprocess=metadata.preprocess(form, found.preprocess, found.config, found.name),
+        spec=spec,
     )
 
 
-def identify(found: Source) -> tuple[Format, Spec]:
+def identify(found: Source) -> tuple[Format, Any]:
     """Tells the format of what was found, and the network's shape.
 
     Raises:
-        ModelError: If it is neither a ResNet nor a CvT.
+        ModelError: If it is of no known family.
     """
     tensors, config = found.state.tensors, found.config
     form = recognise(tensors, config, found.name)
     return form, specify(form, tensors, config, found.name)
+
+
+def check_folding(program: Program, tensors: Stored, name: str) -> None:
+    """Makes sure that folding batch norms gives numbers; filters are not computed for it.
+
+    Raises:
+        ModelError: If it gives NaN or infinity.
+    """
+    folded = batch_norm(program, Backend("cpu", "float32"))
+    values: dict[str, np.ndarray] = {}
+    bad = []
+    for node in folded.nodes:
+        if not node.at_load:
+            continue
+        if node.op == "scale_filter":
+            weight, scale = node.inputs
+            with np.errstate(over="ignore", invalid="ignore"):
+                value = (tensors.largest(weight) * values[scale]).astype(np.float32)
+        else:
+            given = [values[n] if n in values else tensors[n] for n in node.inputs]
+            value = EVALUATE[node.op](*given, **node.attributes)
+            values[node.output] = value
+        if not is_finite(value) and node.op != "batch_norm_scale":
+            bad.append(node.output)
+    if bad:
+        raise ModelError(
+            f"{name}: expected finite weights but folding the batch norm of {', '.join(bad)}"
+            " gives NaN or infinity (a negative variance?); use another checkpoint"
+        )
+
+
+def layer_names(family: Family, spec: Any) -> list[str]:
+    """Names the convolutions and linear layers of a network, in its order."""
+    return [each.name for each in layers(family.program(spec, SIZE))]

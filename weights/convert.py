@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from maxvision.common.folder import new_folder
-from maxvision.graphs.networks import Spec
-from maxvision.graphs.resnet import ResNetSpec
 from maxvision.weights.checkpoint import Checkpoint, interpret
-from maxvision.weights.formats import HUGGING_FACE, recognise
+from maxvision.weights.family import known
+from maxvision.weights.formats import recognise
 from maxvision.weights.layout import Array
 from maxvision.weights.rules import rename
 from maxvision.weights.source import Source
@@ -61,7 +60,7 @@ def write(
         OSError: If it cannot be written.
     """
     config = found.config if found.config and "model_type" in found.config else None
-    config = config or configuration(checkpoint.spec, checkpoint.labels)
+    config = config or configuration(checkpoint)
     _write_json(folder / "config.json", {**config, **(notes or {})})
     _write_json(folder / "preprocessor_config.json", checkpoint.preprocess)
     try:
@@ -73,7 +72,7 @@ def write(
 def hugging_face_tensors(found: Source) -> dict[str, Array]:
     """Renames a checkpoint's tensors to Hugging Face's keys, widened to float32."""
     form = recognise(found.state.tensors, found.config, found.name)
-    target = HUGGING_FACE[form.family]
+    target = known()[form.family].formats[0]
     tensors = {
         target.key(weight): np.ascontiguousarray(found.state.tensors[key], dtype=np.float32)
         for key, weight in rename(form.rules, found.state.tensors).items()
@@ -84,53 +83,23 @@ def hugging_face_tensors(found: Source) -> dict[str, Array]:
     }
 
 
-def configuration(spec: Spec, labels: list[str]) -> dict[str, Any]:
+def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     """Describes a network as a Hugging Face config.json does."""
-    shared = {
+    return {
+        "model_type": checkpoint.family,
+        "architectures": list(known()[checkpoint.family].architectures),
+        **named(checkpoint.labels),
+        "dtype": "float32",
+        "num_channels": checkpoint.channels,
+        **checkpoint.spec.to_config(),
+    }
+
+
+def named(labels: Sequence[str]) -> dict[str, Any]:
+    """Names the classes as a config.json does."""
+    return {
         "id2label": {str(i): label for i, label in enumerate(labels)},
         "label2id": {label: i for i, label in enumerate(labels)},
-        "dtype": "float32",
-        "num_channels": spec.channels,
-    }
-    if isinstance(spec, ResNetSpec):
-        return {
-            "model_type": "resnet",
-            "architectures": ["ResNetForImageClassification"],
-            **shared,
-            "layer_type": spec.block,
-            "depths": list(spec.depths),
-            "hidden_sizes": list(spec.widths),
-            "embedding_size": spec.stem_width,
-            "hidden_act": "relu",
-            "downsample_in_bottleneck": spec.stride_on_1x1,
-            "downsample_in_first_stage": spec.downsample_first_stage,
-        }
-    columns = {  # the configuration's -> ours
-        "patch_sizes": "patch",
-        "patch_stride": "stride",
-        "patch_padding": "padding",
-        "embed_dim": "width",
-        "num_heads": "heads",
-        "depth": "depth",
-        "mlp_ratio": "mlp_ratio",
-        "qkv_bias": "qkv_bias",
-        "cls_token": "cls_token",
-        "kernel_qkv": "kernel_qkv",
-        "padding_q": "padding_q",
-        "padding_kv": "padding_kv",
-        "stride_kv": "stride_kv",
-    }
-    count = len(spec.stages)
-    return {
-        "model_type": "cvt",
-        "architectures": ["CvtForImageClassification"],
-        **shared,
-        **{key: [getattr(s, ours) for s in spec.stages] for key, ours in columns.items()},
-        "stride_q": [1] * count,
-        "qkv_projection_method": ["dw_bn"] * count,
-        "drop_rate": [0.0] * count,
-        "attention_drop_rate": [0.0] * count,
-        "drop_path_rate": [0.0] * count,
     }
 
 

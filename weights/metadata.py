@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maxvision.common.errors import ModelError
-from maxvision.weights.formats import Format
+from maxvision.weights.family import Format
 
 _IMAGENET = {
     "do_resize": True,
@@ -86,16 +86,13 @@ def preprocess(
     """Describes how an image is prepared.
 
     That is ``given`` (a preprocessor_config.json) if there is one; timm's ``pretrained_cfg``,
-    translated; or the family's default: ImageNet's mean and deviation, 224 px cut from 256 px,
-    bicubic, but bilinear for torchvision's ResNets.
+    translated; or the format's default: ImageNet's mean and deviation, 224 px cut from 256 px.
     """
     if given is not None:
         return dict(given)
-    if config is not None and not found.hugging_face:
+    if config is not None and not found.has_config:
         return _timm(config.get("pretrained_cfg") or config, where)
-    if found.family == "resnet" and not found.hugging_face:
-        return _cropped(224, 256, "bilinear")
-    return _cropped(224, 256, "bicubic")
+    return _cropped(224, 256, found.resample)
 
 
 def _cropped(edge: int, resized: int, interpolation: str) -> dict[str, Any]:

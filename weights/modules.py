@@ -1,11 +1,14 @@
-"""The rules of one torch module each: what its tensors are called and how they are laid out.
+"""The rules of one torch module each: what its tensors are called; and what their shapes tell.
 
 ``module`` is the module's path in the checkpoint as a pattern, ``target`` the path in the model.
 """
 
 from __future__ import annotations
 
-from maxvision.weights.layout import oihw_to_rscf, out_in_to_in_out
+import re
+from collections.abc import Mapping
+
+from maxvision.weights.layout import Shape
 from maxvision.weights.rules import Ignore, Rule
 
 COUNTERS = Ignore(r".*\.num_batches_tracked", why="batch norm counts its training steps")
@@ -13,7 +16,7 @@ COUNTERS = Ignore(r".*\.num_batches_tracked", why="batch norm counts its trainin
 
 def conv(module: str, target: str) -> list[Rule]:
     """Maps a ``Conv2d`` without a bias."""
-    return [Rule(rf"{module}\.weight", f"{target}.filter", oihw_to_rscf)]
+    return [Rule(rf"{module}\.weight", f"{target}.weight")]
 
 
 def batchnorm(module: str, target: str) -> list[Rule]:
@@ -30,6 +33,22 @@ def layernorm(module: str, target: str) -> list[Rule]:
 def linear(module: str, target: str) -> list[Rule]:
     """Maps a ``Linear``."""
     return [
-        Rule(rf"{module}\.weight", f"{target}.weight", out_in_to_in_out),
+        Rule(rf"{module}\.weight", f"{target}.weight"),
         Rule(rf"{module}\.bias", f"{target}.bias"),
     ]
+
+
+def depths(shapes: Mapping[str, Shape]) -> tuple[int, ...]:
+    """Counts the blocks of each stage."""
+    blocks = {
+        (int(match[1]), int(match[2]))
+        for match in (re.match(r"stages\.(\d+)\.(\d+)\.", name) for name in shapes)
+        if match
+    }
+    stages = len({stage for stage, _ in blocks})
+    return tuple(len([block for stage, block in blocks if stage == i]) for i in range(stages))
+
+
+def first(shapes: Mapping[str, Shape], weight: str) -> int:
+    """Returns the first dimension of what is stored for ``weight``, or 1 if it is missing."""
+    return shapes.get(weight, (1,))[0]

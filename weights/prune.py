@@ -33,11 +33,11 @@ from numpy.typing import NDArray
 
 from maxvision.common.errors import ArgumentError
 from maxvision.common.folder import new_folder
-from maxvision.weights.checkpoint import interpret
+from maxvision.graphs.layers import layers as layers_of
+from maxvision.weights.checkpoint import SIZE, Checkpoint, interpret
 from maxvision.weights.convert import hugging_face_tensors, write
-from maxvision.weights.formats import HUGGING_FACE, recognise
+from maxvision.weights.family import known
 from maxvision.weights.layout import Array
-from maxvision.weights.rules import rename
 from maxvision.weights.source import Source
 
 SCOPES = ("global", "layer")
@@ -48,8 +48,6 @@ PATTERNS = {  # group: F, K
     "8x1": (8, 1),
     "64x64": (64, 64),
 }
-SKIPPED = {"resnet": ("stem", "head"), "cvt": ("stages.0.embed", "head")}
-"""Layers that stay dense by default: few weights, on which all others depend."""
 NONE = "none"
 
 Mask = NDArray[np.bool_]
@@ -94,7 +92,8 @@ def prune(
         scope: ``global``: one threshold for all layers, which end at different shares;
             ``layer``: the same share in each.
         pattern: A key of ``PATTERNS``.
-        skip: Layers to leave as they are, by name, with * for any part; ``SKIPPED``'s if None.
+        skip: Layers to leave as they are, by name, with * for any part; those that
+            the family leaves dense if None.
         force: Replace ``folder`` if it is there.
 
     Returns:
@@ -106,9 +105,9 @@ def prune(
     """
     share = _check(sparsity, scope, pattern)
     checkpoint = interpret(found)
-    target = HUGGING_FACE[checkpoint.family]
-    layers = {layer: target.key(weight) for layer, weight in prunable(found).items()}
-    skipped = SKIPPED[checkpoint.family] if skip is None else skip
+    family = known()[checkpoint.family]
+    layers = {each: family.formats[0].key(f"{each}.weight") for each in prunable(checkpoint)}
+    skipped = family.dense if skip is None else skip
     chosen = {layer: key for layer, key in layers.items() if not _matches(layer, skipped)}
     _check_skip(skipped, list(layers))
     if not chosen:
@@ -135,20 +134,9 @@ def prune(
     return rows
 
 
-def prunable(found: Source) -> dict[str, str]:
-    """Maps the layers that may be pruned to their weights, both as the graphs call them.
-
-    These are the convolutions and linear layers but for depthwise ones.
-    """
-    form = recognise(found.state.tensors, found.config, found.name)
-    layers = {}
-    for key, weight in rename(form.rules, found.state.tensors).items():
-        layer, _, kind = weight.rpartition(".")
-        shape = found.state.tensors[key].shape
-        linear = kind == "weight" and len(shape) == 2
-        if linear or (kind == "filter" and len(shape) == 4 and shape[1] > 1):
-            layers[layer] = weight
-    return layers
+def prunable(checkpoint: Checkpoint) -> list[str]:
+    """Names the layers that may be pruned: convolutions and linear layers but depthwise ones."""
+    return [each.name for each in layers_of(checkpoint.program(SIZE)) if each.groups == 1]
 
 
 def keep(
@@ -251,9 +239,9 @@ def _block_sums(rows: Array, starts: Starts) -> Array:
 
 
 def _check(sparsity: float | None, scope: str, pattern: str) -> float:
-    for name, value, known in ("scope", scope, SCOPES), ("pattern", pattern, tuple(PATTERNS)):
-        if value not in known:
-            raise ArgumentError(f"{name} expects {', '.join(known)} but is {value!r}")
+    for name, value, takes in ("scope", scope, SCOPES), ("pattern", pattern, tuple(PATTERNS)):
+        if value not in takes:
+            raise ArgumentError(f"{name} expects {', '.join(takes)} but is {value!r}")
     if pattern == "2:4":
         if sparsity not in (None, 0.5):
             raise ArgumentError(

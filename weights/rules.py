@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from maxvision.common.errors import ModelError
-from maxvision.weights.layout import Array, Layout, Shape, as_is, is_finite
+from maxvision.weights.layout import Array, Shape, is_finite
 
 LISTED = 8  # problems of one kind that a message shows before "and N more"
 
@@ -28,12 +28,10 @@ class Rule:
     Attributes:
         pattern: Regular expression for the whole key.
         target: The weight's name, with ``\1`` for the first group.
-        layout: How the stored tensor becomes the weight.
     """
 
     pattern: str
     target: str
-    layout: Layout = as_is
 
     @cached_property
     def _forward(self) -> re.Pattern[str]:
@@ -104,11 +102,11 @@ def apply(
     Args:
         rules: The format's rules.
         tensors: The checkpoint's state dict.
-        expected: Every weight to fill, with its shape after the rule's layout.
+        expected: Every weight to fill, with its shape.
         where: What the message starts with, such as the checkpoint's name.
 
     Returns:
-        The weights, as views of ``tensors``.
+        The weights: tensors of ``tensors``.
 
     Raises:
         ModelError: Listing every missing, unexpected, misshapen, ambiguous and non-finite tensor.
@@ -136,13 +134,13 @@ def apply(
             ambiguous.append(f"{weight!r} is filled by {source[weight]!r} and {key!r}")
             continue
         source[weight] = key
-        shape = rule.layout.stored(expected[weight])
+        shape = expected[weight]
         if stored.shape != shape:
             misshapen.append(f"{key!r} expects {list(shape)} but is {list(stored.shape)}")
         elif not is_finite(stored):
             not_finite.append(repr(key))
         else:
-            filled[weight] = rule.layout(stored)
+            filled[weight] = stored
 
     missing = [key_for(rules, weight) for weight in expected if weight not in source]
     problems = [

@@ -2,7 +2,7 @@
 
 The command runs transformers in float64 with its own preprocessing, and writes goldens.json: the
 five largest logits of each picture, and the versions that made them. Run it when a bundled model
-or an example changes; test_session.py compares.
+or an example changes; test_classifier.py compares.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_answers_as_the_model_does(folder: Path) -> None:
     packed, model = runtime.load(str(folder), batch_size=2), runtime.load(MODEL, device="cpu")
     assert (packed.name, packed.family, packed.device) == (MODEL, "resnet", "cpu")
-    assert (packed.dtype, packed.batch_size, packed.spec) == ("float32", 2, model.spec)
+    assert (packed.dtype, packed.batch_size, packed.channels) == ("float32", 2, 3)
     assert packed.labels == model.labels and packed.preprocess == model.preprocess
     pixels = np.random.default_rng(0).integers(0, 256, (3, 128, 128, 3), np.uint8)
     assert np.array_equal(packed(pixels), model(pixels))
@@ -49,7 +49,7 @@ def test_it_answers_as_the_model_does(folder: Path) -> None:
 
 def test_it_holds_what_it_says_and_nothing_else(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
-        "config.json", "graph.mef", "manifest.json", "preprocessor_config.json",
+        "config.json", "graph.mef", "manifest.json", "preprocessor_config.json", "program.json",
         "weights.safetensors",
     ]  # fmt: skip
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
@@ -179,7 +179,7 @@ def test_the_program_ends_well(tmp_path: Path) -> None:
     done = program("-m", "maxvision", "compile", MODEL, "-o", str(tmp_path / "model"))
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert program("-m", "maxvision", "compile", MODEL).returncode == 2
-    assert "targets:" in program("-m", "maxvision", "--help").stdout
+    assert "targets:" in program("-m", "maxvision", "compile", "--help").stdout
 
 
 @more

@@ -20,8 +20,8 @@ from maxvision.graphs.parameters import ALIGNMENT, Bound
 from maxvision.graphs.sparsity import Chosen
 from maxvision.graphs.target import Target
 from maxvision.runtime import artifact as package
-from maxvision.runtime.session import Unchecked, build
-from maxvision.weights.convert import configuration
+from maxvision.runtime.classifier import build
+from maxvision.runtime.executor import Unchecked
 
 RNG = np.random.default_rng(0)
 ARRAYS = {
@@ -44,14 +44,14 @@ def write(folder: Path, target: str = "cpu", dtype: DType = DType.float32, **cha
         folder,
         **{
             "name": checkpoint.name,
-            "family": checkpoint.family,
+            "program": checkpoint.program((128, 128)),
             "target": Target.parse(target),
             "dtype": dtype,
             "tf32": False,
             "sparse": Chosen("always", ("stages.0.0.conv1",), "1 of 1 pruned layers sparse"),
             "graph": b"graph",
             "weights": bound,
-            "config": configuration(checkpoint.spec, checkpoint.labels),
+            "labels": checkpoint.labels,
             "preprocess": checkpoint.preprocess,
             "versions": {"maxvision": "1"},
             **changes,
@@ -81,7 +81,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
     found = package.read(folder)
     found.verify()
     assert (found.name, found.family, found.dtype) == ("resnet-cifar10", "resnet", "float32")
-    assert found.spec == checkpoint.spec and found.labels == checkpoint.labels
+    assert found.program == checkpoint.program((128, 128)) and found.labels == checkpoint.labels
     assert found.preprocess == checkpoint.preprocess
     assert found.target == Target.parse("cpu")
     graph, registry = found.load(CPU())
@@ -95,9 +95,15 @@ def test_what_is_written_is_read(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["resnet", "cvt"])
 def test_every_bundled_network_is_described_in_full(tmp_path: Path, family: str) -> None:
-    checkpoint = weights.load(f"{family}-cifar10")
-    config = configuration(checkpoint.spec, checkpoint.labels)
-    assert package.read(write(tmp_path / "m", family=family, config=config)).spec == checkpoint.spec
+    program = weights.load(f"{family}-cifar10").program((128, 128))
+    found = package.read(write(tmp_path / "m", program=program))
+    assert found.program == program and found.family == family
+
+
+def test_folders_of_before_are_refused_in_a_sentence(folder: Path) -> None:
+    edit(folder, lambda manifest: manifest.update(version=2))
+    with pytest.raises(ModelError, match=r"expected version 3 .* but it is 2; compile it again"):
+        package.read(folder)
 
 
 def test_other_programs_read_the_weights(folder: Path) -> None:
@@ -177,10 +183,10 @@ def test_an_edited_manifest(folder: Path) -> None:
     ("change", "match"),
     [
         (lambda m: m["versions"].update(max="1.0"), r"MAX 1\.0 but this is MAX .*max==1\.0"),
-        (lambda m: m.update(version=1), "expected version 2 .* but it is 1; compile it again"),
+        (lambda m: m.update(version=1), "expected version 3 .* but it is 1; compile it again"),
         (lambda m: m.pop("target"), "has a gap"),
         (lambda m: m["files"].pop("graph.mef"), "has a gap"),
-        (lambda m: m.update(family="vit"), "has a gap"),
+        (lambda m: m["files"].pop("program.json"), "has a gap"),
     ],
 )
 def test_other_versions_and_gaps(folder: Path, change: Any, match: str) -> None:

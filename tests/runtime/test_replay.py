@@ -28,7 +28,7 @@ class Plain:
     def __init__(self, *_: Any) -> None:
         self.pixels = np.empty(0)
 
-    def upload(self, pixels: np.ndarray) -> None:
+    def upload(self, pixels: np.ndarray, *_: np.ndarray) -> None:
         self.pixels = pixels.copy()
 
     def run(self) -> None:
@@ -46,14 +46,15 @@ class Captured(Plain):
 
     broken = False
 
-    def __init__(self, executable: Any, device: Any, shape: tuple[int, ...], *_: Any) -> None:
-        self.batch = shape[0]
-        self.log.append(("capture", self.batch))
+    def __init__(self, executable: Any, device: Any, types: Any, *_: Any) -> None:
+        self.shapes = tuple(shape for _, shape in types)
+        self.images = self.shapes[0][0]
+        self.log.append(("capture", self.images))
         if self.broken:
             raise RuntimeError("out of memory")
 
     def release(self) -> None:
-        self.log.append(("release", self.batch))
+        self.log.append(("release", self.images))
 
 
 @pytest.fixture
@@ -121,9 +122,9 @@ def test_what_was_prepared_before_a_failure_is_used(
     log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Scarce(Captured):
-        def __init__(self, executable: Any, device: Any, shape: tuple[int, ...], *_: Any) -> None:
-            super().__init__(executable, device, shape)
-            if self.batch == 5:
+        def __init__(self, executable: Any, device: Any, types: Any, *_: Any) -> None:
+            super().__init__(executable, device, types)
+            if self.images == 5:
                 raise RuntimeError("out of memory")
 
     run = replays()
@@ -134,7 +135,7 @@ def test_what_was_prepared_before_a_failure_is_used(
     for count in (2, 6, 7):
         assert np.array_equal(run(batch(count))[0], batch(count))
     assert log == [("Scarce", count) for count in (2, 6, 7)]
-    assert {each.batch for each in run._idle} == {6, 7}
+    assert {each.images for each in run._idle} == {6, 7}
 
 
 def test_nothing_is_prepared_where_nothing_is_captured(log: list[tuple[str, int]]) -> None:
@@ -183,6 +184,24 @@ def test_a_capture_that_fails_keeps_no_room(
     assert log == [("Plain", 10), ("capture", 10), ("capture", 10), ("Captured", 10)]
 
 
+def test_several_inputs_are_captured_by_all_their_shapes(log: list[tuple[str, int]]) -> None:
+    run = replays()
+    pair = batch(3), np.zeros((3, 7), np.float32)
+    for arrays in (pair, pair, (batch(3), np.zeros((3, 8), np.float32)), pair):
+        assert np.array_equal(run(*arrays)[0], batch(3))
+    assert log == [("Plain", 3), ("capture", 3), ("Captured", 3), ("Plain", 3), ("Captured", 3)]
+    assert run._idle[0].shapes == ((3, 2, 2, 3), (3, 7))
+
+
+def test_sizes_that_are_no_batch_run_as_they_are(log: list[tuple[str, int]]) -> None:
+    device: Any = SimpleNamespace(api="cuda", id=0, is_host=False)
+    run = Replays(None, device, 100, batched=False)  # type: ignore[arg-type]
+    run._sizes = [8]
+    run(batch(3))
+    run(batch(3))
+    assert log == [("Plain", 3), ("capture", 3), ("Captured", 3)]
+
+
 def test_two_at_once_get_a_capture_each(log: list[tuple[str, int]]) -> None:
     run = replays(images=9)
     run(batch(4))
@@ -201,7 +220,7 @@ def test_random_sizes_from_many_threads(log: list[tuple[str, int]]) -> None:
         answers = list(pool.map(lambda n: run(batch(n))[0], sizes))
     assert all(np.array_equal(a, batch(n)) for a, n in zip(answers, sizes, strict=True))
     counts = {kind: sum(n for k, n in log if k == kind) for kind in ("capture", "release")}
-    assert counts["capture"] - counts["release"] == run._held == sum(r.batch for r in run._idle)
+    assert counts["capture"] - counts["release"] == run._held == sum(r.images for r in run._idle)
     assert run._held <= 60
 
 
@@ -262,7 +281,7 @@ def test_a_replay_has_buffers_of_its_own() -> None:
         def release_captured_graph(self, key: int) -> None:
             self.live.remove(key)
 
-    run = replay.Replay(Doubling(), CPU(), (3, 2, 2, 3), DType.uint8, 7)  # type: ignore[arg-type]
+    run = replay.Replay(Doubling(), CPU(), [(DType.uint8, (3, 2, 2, 3))], 7)  # type: ignore[arg-type]
     answers = []
     for value in (1, 2):
         pixels = batch(3)[::-1] * value

@@ -14,7 +14,7 @@ import numpy as np
 
 from maxvision.common.errors import DeviceError
 from maxvision.common.host import leave
-from maxvision.runtime import session
+from maxvision.runtime import classifier
 
 RAISE, SLOW, EXIT, HANG, MEMORY, NAN, BREAK = ((1, 2, i) for i in range(3, 10))
 SLOW_SECONDS = 0.5
@@ -23,7 +23,7 @@ SLOW_SECONDS = 0.5
 class Faulty:
     """The bundled model, but for pictures of some colours."""
 
-    def __init__(self, model: session.Model) -> None:
+    def __init__(self, model: classifier.Classifier) -> None:
         self._model = model
         self._broken = False
         self.preprocess = model.preprocess
@@ -60,7 +60,7 @@ class Faulty:
 def load(source: str, **options: Any) -> Faulty:
     if "FAULTY_START" in os.environ:
         raise DeviceError("the device is on holiday; wait")
-    return Faulty(session.load(source, **options))
+    return Faulty(classifier.load(source, **options))
 
 
 if __name__ == "__main__":

@@ -102,9 +102,9 @@ def test_options_are_taken_in_every_form(server: Server) -> None:
 
 
 def test_embeddings_are_the_features(server: Server) -> None:
-    from maxvision.runtime import session
+    from maxvision.runtime import classifier
 
-    model = session.load("resnet-cifar10", device="cpu")
+    model = classifier.load("resnet-cifar10", device="cpu")
     wanted = model.features(model.preprocess(CAT)[None]).features[0]
     url = f"data:image/jpeg;base64,{b64(CAT)}"
     answer = server.client.post("/v1/embeddings", json={"input": url, "model": "resnet-cifar10"})

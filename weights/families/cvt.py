@@ -6,11 +6,23 @@ transformers takes the exact one, also for weights converted from there, and so 
 
 from __future__ import annotations
 
-from maxvision.weights.layout import token
-from maxvision.weights.modules import COUNTERS, batchnorm, conv, layernorm, linear
+from collections.abc import Mapping
+
+from maxvision.graphs.cvt import CvtSpec, CvtStage, cvt
+from maxvision.weights.family import Family, Format
+from maxvision.weights.layout import Shape
+from maxvision.weights.modules import (
+    COUNTERS,
+    batchnorm,
+    conv,
+    depths,
+    first,
+    layernorm,
+    linear,
+)
 from maxvision.weights.rules import Rule, Rules
 
-NORMALISED = r".*\.attention\.(query|key|value)\.conv"  # the convolutions a batch norm follows
+HEAD_WIDTH = 64  # of every CvT in the paper
 
 
 def _hugging_face() -> Rules:
@@ -31,7 +43,7 @@ def _hugging_face() -> Rules:
         *conv(rf"{embedding}\.projection", r"stages.\1.embed"),
         Rule(rf"{embedding}\.projection\.bias", r"stages.\1.embed.bias"),
         *layernorm(rf"{embedding}\.normalization", r"stages.\1.embed.norm"),
-        Rule(rf"{stage}\.cls_token", r"stages.\1.cls_token", token),
+        Rule(rf"{stage}\.cls_token", r"stages.\1.cls_token"),
         *layernorm(rf"{block}\.layernorm_before", r"stages.\1.\2.norm1"),
         *projection("query"),
         *projection("key"),
@@ -61,7 +73,7 @@ def _original() -> Rules:
         *conv(rf"{stage}\.patch_embed\.proj", r"stages.\1.embed"),
         Rule(rf"{stage}\.patch_embed\.proj\.bias", r"stages.\1.embed.bias"),
         *layernorm(rf"{stage}\.patch_embed\.norm", r"stages.\1.embed.norm"),
-        Rule(rf"{stage}\.cls_token", r"stages.\1.cls_token", token),
+        Rule(rf"{stage}\.cls_token", r"stages.\1.cls_token"),
         *layernorm(rf"{block}\.norm1", r"stages.\1.\2.norm1"),
         *projection("q", "query"),
         *projection("k", "key"),
@@ -76,5 +88,48 @@ def _original() -> Rules:
     ]
 
 
-HUGGING_FACE = _hugging_face()
-ORIGINAL = _original()
+def _infer(shapes: Mapping[str, Shape], classes: int) -> CvtSpec:
+    """Counts blocks and widths; heads are 64 wide, embeddings as in the paper's table 2."""
+
+    def stage(i: int, depth: int) -> CvtStage:
+        width, _, patch, _ = _embedding(shapes, i)
+        if width % HEAD_WIDTH:
+            raise ValueError(
+                f"cvt: stage {i} expects a multiple of {HEAD_WIDTH} channels, for heads of that"
+                f" width, but has {width}"
+            )
+        kernel = shapes.get(f"stages.{i}.0.attention.query.conv.weight", (width, 1, 3, 3))[-1]
+        return CvtStage(
+            patch=patch,
+            stride=2 if i else 4,
+            padding=1 if i else 2,
+            width=width,
+            heads=width // HEAD_WIDTH,
+            depth=depth,
+            mlp_ratio=first(shapes, f"stages.{i}.0.mlp.fc1.weight") / width,
+            qkv_bias=f"stages.{i}.0.attention.query.bias" in shapes,
+            cls_token=f"stages.{i}.cls_token" in shapes,
+            kernel_qkv=kernel,
+            padding_q=kernel // 2,
+            padding_kv=kernel // 2,
+        )
+
+    stages = tuple(stage(i, depth) for i, depth in enumerate(depths(shapes)))
+    return CvtSpec(stages, channels=_embedding(shapes, 0)[1], classes=classes)
+
+
+def _embedding(shapes: Mapping[str, Shape], stage: int) -> Shape:
+    return shapes.get(f"stages.{stage}.embed.weight", (HEAD_WIDTH, 3, 3, 3))
+
+
+FAMILY = Family(
+    name="cvt",
+    read=CvtSpec.from_config,
+    write=cvt,
+    formats=(
+        Format("Hugging Face CvT", "cvt", _hugging_face()),
+        Format("original CvT", "cvt", _original(), _infer),
+    ),
+    architectures=("CvtForImageClassification",),
+    dense=("stages.0.embed", "head"),
+)

@@ -1,51 +1,44 @@
-"""Build, compile and run: a checkpoint becomes a ``Model``.
+"""Pictures become labels: a checkpoint, compiled, with its preprocessing.
 
-    model = load("microsoft/resnet-50", device="gpu")
-    model.classify("cat.jpg", top_k=5)
-
-The compiled graph holds no weights, so a second checkpoint of the same architecture, and the
-second start of the same model, find it in a cache (runtime/cache.py).
+model = load("microsoft/resnet-50", device="gpu")
+model.classify("cat.jpg", top_k=5)
 """
 
 from __future__ import annotations
 
-import io
 import os
 import threading
-import time
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
-from max.driver import CPU, Accelerator, Device, accelerator_count
+from max.driver import Device
 from max.dtype import DType
-from max.engine import CompiledModel, InferenceSession, read
 from max.engine import Model as Executable
-from max.graph import DeviceRef, Graph, KernelLibrary, TensorType
+from max.graph import DeviceRef, Graph, KernelLibrary
 
 from maxvision.common.errors import ArgumentError, DeviceError, ImageError, ModelError
-from maxvision.graphs import formats, networks, nodes, sparsity
-from maxvision.graphs.convolution import Convolution
+from maxvision.graphs import formats, passes, sparsity
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.layers import Layer, layers
 from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.pixels import MEAN, SCALE, from_pixels
+from maxvision.graphs.program import Program
 from maxvision.graphs.sparsity import Choice, Chosen
 from maxvision.graphs.target import Target
-from maxvision.runtime import artifact as package
-from maxvision.runtime import cache
+from maxvision.runtime import artifact
 from maxvision.runtime.artifact import Package
+from maxvision.runtime.devices import find_device, find_dtype, parse_device
+from maxvision.runtime.executor import Executor, Lowering, Unchecked, Watch
 from maxvision.runtime.predictions import Prediction, softmax
 from maxvision.runtime.preprocess import Preprocess, Source, load_batch
-from maxvision.runtime.replay import Replays
+from maxvision.runtime.replay import IMAGES
 
 if TYPE_CHECKING:
     from maxvision.weights import Checkpoint
-
-DTYPES = {
-    "float32": DType.float32,
-    "bfloat16": DType.bfloat16,
-    "float16": DType.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,14 @@ class Features:
     stages: list[np.ndarray]
 
 
+class Key(NamedTuple):
+    """What a classifier's executors differ in; see ``network``."""
+
+    size: tuple[int, int]
+    pixels: str
+    everything: bool
+
+
 def load(
     source: str,
     *,
@@ -73,7 +74,7 @@ def load(
     batch_size: int | None = None,
     revision: str | None = None,
     progress: Callable[[str], None] | None = None,
-) -> Model:
+) -> Classifier:
     """Loads a classifier and compiles it.
 
     Args:
@@ -99,7 +100,7 @@ def load(
     if batch_size is not None and batch_size < 1:
         raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
     sparsity.check_mode(sparse)  # before anything that takes long
-    if package.is_here(source):
+    if artifact.is_here(source):
         return _unpack(source, device, dtype, batch_size, tf32, sparse)
     from maxvision import weights
 
@@ -108,19 +109,19 @@ def load(
     watch = Watch()
     checkpoint = weights.load(source, revision=revision, progress=progress)
     watch.lap("weights")
-    model = Model(checkpoint, place, kind, batch_size, watch, tf32=tf32, sparse=sparse)
+    model = Classifier(checkpoint, place, kind, batch_size, watch, tf32=tf32, sparse=sparse)
     model.compile(progress)
     return model
 
 
 def _unpack(
     source: str, device: str, dtype: str, batch_size: int | None, tf32: bool, sparse: str
-) -> Model:
+) -> Classifier:
     """Loads a model that was compiled ahead of time."""
     watch = Watch()
-    packed = package.read(source)
+    packed = artifact.read(source)
     watch.lap("weights")
-    kind, index = _parse_device(device)
+    kind, index = parse_device(device)
     if kind not in ("auto", "cpu" if packed.target.api == "cpu" else "gpu"):
         raise DeviceError(
             f"{packed.name}: was compiled for {packed.target.name} but device is {device};"
@@ -141,56 +142,51 @@ def _unpack(
             f" leave it out or compile with --sparse {sparse}"
         )
     place = packed.target.open(index)
-    model = Model(packed, place, DTYPES[packed.dtype], batch_size, watch, tf32=packed.tf32)
+    model = Classifier(packed, place, DType[packed.dtype], batch_size, watch, tf32=packed.tf32)
     model.compile()
     return model
 
 
-def find_device(name: str) -> Device:
-    """Opens the device called ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.
+def network(
+    checkpoint: Checkpoint,
+    size: tuple[int, int],
+    dtype: str,
+    *,
+    pixels: str = "uint8",
+    everything: bool = False,
+) -> Program:
+    """Writes a checkpoint's network down for pictures of one size, any batch.
+
+    Args:
+        checkpoint: The model.
+        size: Height and width in px.
+        dtype: Of activations.
+        pixels: ``uint8`` levels, which the program normalises, or ``float32``, normalised already.
+        everything: Give features and stages beside the logits.
 
     Raises:
-        ArgumentError: If it is none of these.
-        DeviceError: If there is no such GPU.
+        ModelError: If levels cannot be normalised, as the model has other channels than pictures.
     """
-    kind, index = _parse_device(name)
-    count = accelerator_count()
-    if kind == "cpu" or (kind == "auto" and count == 0):
-        return CPU()
-    if count == 0:
-        raise DeviceError(
-            "device gpu expects a GPU that MAX supports but this machine shows none;"
-            " use cpu, or check the driver with nvidia-smi or rocm-smi"
+    mean = Preprocess.from_config(checkpoint.preprocess).mean
+    if pixels == "uint8" and checkpoint.channels != len(mean):
+        raise ModelError(
+            f"{checkpoint.name}: pictures have {len(mean)} channels but the model takes"
+            f" {checkpoint.channels}; give it float32 pixels that are normalised already"
         )
-    if (index or 0) >= count:
-        raise DeviceError(
-            f"device {name} expects more than {index} GPUs but this machine has {count};"
-            f" use gpu:0 to gpu:{count - 1}"
-        )
-    return Accelerator(index or 0)
+    program = checkpoint.program(size)
+    stages = [name for name in program.outputs if name.startswith("stages.")]
+    outputs = ["logits", "features", *stages] if everything else ["logits"]
+    return from_pixels(program.keep(outputs), pixels, dtype)
 
 
-def _parse_device(name: str) -> tuple[str, int | None]:
-    kind, colon, index = name.partition(":")
-    if kind not in ("auto", "cpu", "gpu") or (colon and (kind != "gpu" or not index.isdecimal())):
-        raise ArgumentError(f"device expects auto, cpu, gpu or gpu:N but is {name!r}")
-    return kind, int(index) if index else None
-
-
-def find_dtype(name: str, device: Device) -> DType:
-    """Looks up the dtype called ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-
-    Raises:
-        ArgumentError: If it is none of these.
-        DeviceError: If the device's kernels do not take it.
-    """
-    if name == "auto":
-        return DType.float32
-    if name not in DTYPES:
-        raise ArgumentError(f"dtype expects auto, {', '.join(DTYPES)} but is {name!r}")
-    if not nodes.supported(DTYPES[name], DeviceRef.from_device(device)):
-        raise DeviceError(f"dtype {name} runs on a GPU only; use float32 or bfloat16 on a CPU")
-    return DTYPES[name]
+def weights_of(checkpoint: Checkpoint) -> Mapping[str, np.ndarray]:
+    """Gives what ``network`` asks for: the checkpoint's weights, and how pixels are normalised."""
+    preprocess = Preprocess.from_config(checkpoint.preprocess)
+    levels: dict[str, np.ndarray] = {
+        MEAN: np.array(preprocess.mean, np.float32),
+        SCALE: 1 / np.array(preprocess.std, np.float32),
+    }
+    return ChainMap(levels, checkpoint.tensors)  # type: ignore[arg-type]
 
 
 def build(
@@ -202,53 +198,18 @@ def build(
     pixels: DType = DType.uint8,
     everything: bool = False,
     tf32: bool = True,
-    sparse: Collection[str] | Mapping[str, str] = (),
+    sparse: Mapping[str, str] | None = None,
+    off: Collection[str] = (),
     kernels: KernelLibrary | None = None,
 ) -> tuple[Graph, Parameters]:
-    """Builds the graph of a checkpoint's network for images of one size, any batch.
-
-    Args:
-        checkpoint: The model.
-        device: Where the graph runs.
-        dtype: Of activations and filters.
-        size: Height and width in px.
-        pixels: uint8 levels, which the graph normalises, or float32, normalised already.
-        everything: Give features and stages beside the logits.
-        tf32: Whether products of float32 may be rounded to TF32 on a GPU.
-        sparse: The layers that run as sparse convolutions, and perhaps the format of each; see
-            ``choose_sparse``.
-        kernels: The ops; maxvision's own, compiled if need be, if None.
+    """Builds the graph of a checkpoint's network; see ``network`` and ``Lowering``.
 
     Returns:
         The graph, and the weights that it asks for.
     """
-    spec = checkpoint.spec
-    preprocess = Preprocess.from_config(checkpoint.preprocess)
-    if pixels == DType.uint8 and spec.channels != len(preprocess.mean):
-        raise ModelError(
-            f"{checkpoint.name}: pictures have {len(preprocess.mean)} channels but the model takes"
-            f" {spec.channels}; give it float32 pixels that are normalised already"
-        )
-    levels: dict[str, np.ndarray] = {
-        "pixels.mean": np.array(preprocess.mean, np.float32),
-        "pixels.scale": 1 / np.array(preprocess.std, np.float32),
-    }
-    shapes = {**networks.parameters(spec), **{name: levels[name].shape for name in levels}}
-    tensors: Mapping[str, np.ndarray] = ChainMap(levels, checkpoint.tensors)  # type: ignore[arg-type]
-    parameters = Parameters(tensors, device, dtype, shapes=shapes, tf32=tf32, sparse=sparse)
-    image = TensorType(pixels, ["batch", *size, spec.channels], device=device)
-    extensions = [] if kernels else [cache.library(gpu=device.is_gpu())]
-    with Graph(
-        checkpoint.family,
-        input_types=[image],
-        custom_extensions=extensions,
-        kernel_library=kernels,
-    ) as graph:
-        outputs = networks.network(spec, graph.inputs[0].tensor, parameters)
-        ends = [outputs.logits]
-        if everything:
-            ends += [outputs.features, *outputs.stages]
-        graph.output(*ends)
+    program = network(checkpoint, size, dtype.name, pixels=pixels.name, everything=everything)
+    lowering = Lowering(dtype.name, tf32, sparse or {}, off)
+    graph, parameters, _ = lowering.build(program, weights_of(checkpoint), device, kernels)
     return graph, parameters
 
 
@@ -278,17 +239,20 @@ def choose_sparse(
         DeviceError: If ``always`` is asked of a device that has no sparse kernel for the dtype.
         ModelError: If ``always`` is asked of a model without a pruned layer.
     """
-    layers = networks.convolutions(checkpoint.spec, size)
-    zeros = {each.name: checkpoint.zeros(each.name) for each in layers}
+    program = checkpoint.program(size)
+    found = layers(program)
+    zeros = {each.name: checkpoint.zeros(each.name) for each in found}
+    if mode == "auto" and max(zeros.values(), default=0) >= sparsity.PRUNED:
+        found = layers(program, passes.run(program, Backend(target.api, dtype.name)))
 
-    def formats_of(layer: Convolution) -> tuple[str, ...]:
-        shape = (layer.kernel, layer.kernel, layer.channels // layer.groups, layer.filters)
-        filters = checkpoint.filter(layer.name).reshape(shape)
+    def formats_of(layer: Layer) -> tuple[str, ...]:
+        stored = checkpoint.tensors[f"{layer.name}.weight"]
+        filters = stored.transpose(2, 3, 1, 0) if stored.ndim == 4 else stored.T[None, None]
         return formats.suited(filters, layer.groups, target, dtype)
 
     return sparsity.choose(
         checkpoint.name,
-        layers,
+        found,
         zeros,
         mode,
         target,
@@ -299,38 +263,13 @@ def choose_sparse(
     )
 
 
-class Watch:
-    """Adds up the seconds of steps that follow one another.
-
-    Attributes:
-        seconds: Of each step, in the order of their first ends.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """Gives the time since the last call, or since the beginning, to ``name``."""
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-
-class Unchecked(KernelLibrary):
-    """Takes every op on trust: for a graph that is built for the names of its weights alone."""
-
-    def verify_custom_op(self, custom_op: Any) -> None:
-        """Does nothing."""
-
-
-class Model:
+class Classifier:
     """A classifier on a device.
 
     Attributes:
         name: What it was loaded as.
-        family: ``resnet`` or ``cvt``.
-        spec: The network's shape.
+        family: What its network is called, such as ``resnet``.
+        channels: Of its images.
         device: ``cpu`` or ``gpu:N``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         tf32: Whether products of float32 are rounded to TF32 first.
@@ -351,9 +290,11 @@ class Model:
         *,
         tf32: bool = True,
         sparse: str = "auto",
+        off: Collection[str] = (),
     ) -> None:
         self.name = source.name
         self.family = source.family
+        self.channels = source.channels
         self.device = "cpu" if device.is_host else f"gpu:{device.id}"
         self.dtype = dtype.name
         self.tf32 = tf32 and dtype == DType.float32 and device.api == "cuda"
@@ -361,15 +302,12 @@ class Model:
         self.preprocess = Preprocess.from_config(source.preprocess)
         self._asked = batch_size
         self.batch_size = batch_size or (8 if device.is_host else 32)
-        self.spec = source.spec
         self._source = source
         self._sparse = sparse
+        self._off = frozenset(off)
         self._choices: dict[tuple[int, int], Choice] = {}
         self._device = device
-        self._dtype = dtype
-        self._session = InferenceSession(devices=[device])
-        self._executables: dict[tuple[Any, ...], Executable] = {}
-        self._replays: dict[tuple[Any, ...], Replays] = {}
+        self._executors: dict[Key, Executor] = {}
         self._lock = threading.Lock()
         self._watch = watch or Watch()
         self.seconds = self._watch.seconds
@@ -452,29 +390,26 @@ class Model:
 
         A model of other than three channels takes no pictures: it compiles at its first call.
         """
-        if self.spec.channels != len(self.preprocess.mean):
-            return
-        self._executable(*self._usual, progress)
+        if self.channels == len(self.preprocess.mean):
+            self.executor(progress=progress)
 
     def prepare(self, batch: int) -> None:
         """Makes ready, on a GPU, for batches of up to ``batch`` images that ``preprocess`` makes.
 
-        Sizes are captured (``graphs.replay.Replays.prepare``), so that no batch to come waits.
+        Sizes are captured (``Replays.prepare``), so that no batch to come waits.
         """
-        size, _, _ = self._usual
-        pixels = np.zeros((batch, *size, self.spec.channels), np.uint8)
-        self._replayed(*self._usual).prepare(pixels)
+        self.executor().prepare(np.zeros((batch, *self._size, self.channels), np.uint8))
 
     def executable(self) -> Executable:
         """Gives the compiled graph for the images that ``preprocess`` makes: uint8 to logits."""
-        return self._executable(*self._usual)
+        return self.executor().executable
 
     @property
     def sparse(self) -> Chosen:
         """Says which layers run as sparse convolutions on images that ``preprocess`` makes."""
         if isinstance(self._source, Package):
             return self._source.sparse
-        return self._choose(self._usual[0]).short
+        return self._choose(self._size).short
 
     @property
     def formats(self) -> dict[str, str]:
@@ -485,142 +420,125 @@ class Model:
         """
         if isinstance(self._source, Package):
             raise ModelError(f"{self.name}: formats expects a checkpoint but this is compiled")
-        return self._choose(self._usual[0]).formats
+        return self._choose(self._size).formats
 
-    def _choose(self, size: tuple[int, int]) -> Choice:
-        assert not isinstance(self._source, Package)
-        if size not in self._choices:
-            target = Target.of(self._device)
-            self._choices[size] = choose_sparse(
-                self._source,
-                self._sparse,
-                target,
-                self._dtype,
-                size,
-                self._asked,
-                tf32=self.tf32,
-            )
-        return self._choices[size]
+    def program(self, *, everything: bool = False) -> Program:
+        """Gives the network as it runs on the images that ``preprocess`` makes."""
+        return self.executor(everything=everything).program
 
-    @property
-    def _usual(self) -> tuple[tuple[int, int], DType, bool]:
-        return (self.preprocess.height, self.preprocess.width), DType.uint8, False
+    def executor(
+        self,
+        size: tuple[int, int] | None = None,
+        pixels: str = "uint8",
+        *,
+        everything: bool = False,
+        progress: Callable[[str], None] | None = None,
+    ) -> Executor:
+        """Gives what runs images of a size, px, of a dtype; it is compiled at its first use."""
+        key = Key(size or self._size, pixels, everything)
+        with self._lock:
+            if key not in self._executors:
+                self._executors[key] = self._make(key, progress)
+            return self._executors[key]
 
     def adopt(
-        self,
-        path: str | os.PathLike[str],
-        pixels: DType = DType.uint8,
-        everything: bool = False,
+        self, path: str | os.PathLike[str], pixels: str = "uint8", everything: bool = False
     ) -> None:
         """Takes the graph for images of ``preprocess``'s size from a file, compiling nothing.
 
         Args:
             path: What ``CompiledModel.export_mef`` wrote of this architecture and dtype, compiled
                 for this device (``maxvision bench compile``).
-            pixels: What ``build`` was given for that file; so is the next.
+            pixels: What the network was given for that file; so is the next.
             everything: Whether it gives features and stages.
 
         Raises:
             ModelError: If the file cannot be read.
         """
-        size, _, _ = self._usual
-        _, parameters = self._build(size, pixels, everything, Unchecked())
+        key = Key(self._size, pixels, everything)
+        program, lowering = self._network(key)
+        place = DeviceRef.from_device(self._device)
+        _, weights, final = lowering.build(program, self._weights, place, Unchecked())
         try:
-            compiled = read(path)
-        except RuntimeError as problem:
+            mef = Path(path).read_bytes()
+            registry = weights.registry(self._device)
+            executor = Executor(mef, registry, self._device, final, self._images(key))
+        except (OSError, RuntimeError) as problem:
             raise ModelError(f"{path}: expected a compiled graph; {problem}") from problem
-        registry = parameters.registry(self._device)
-        executable = self._session.init(compiled, weights_registry=registry)
         with self._lock:
-            self._executables[(*size, pixels, everything)] = executable
+            self._executors[key] = executor
 
-    def _run(self, pixels: np.ndarray, everything: bool) -> list[np.ndarray]:
-        channels = self.spec.channels
-        pixels = np.asarray(pixels)
-        if pixels.ndim != 4 or pixels.shape[3] != channels:
-            raise ArgumentError(
-                f"pixels expect the shape [N, H, W, {channels}] but have {list(pixels.shape)}"
+    @property
+    def _size(self) -> tuple[int, int]:
+        return self.preprocess.height, self.preprocess.width
+
+    @property
+    def _weights(self) -> Mapping[str, np.ndarray]:
+        assert not isinstance(self._source, Package)
+        return weights_of(self._source)
+
+    def _choose(self, size: tuple[int, int]) -> Choice:
+        assert not isinstance(self._source, Package)
+        if size not in self._choices:
+            self._choices[size] = choose_sparse(
+                self._source,
+                self._sparse,
+                Target.of(self._device),
+                DType[self.dtype],
+                size,
+                self._asked,
+                tf32=self.tf32,
             )
-        if pixels.dtype not in (np.uint8, np.float32):
-            raise ArgumentError(f"pixels expect uint8 or float32 but are {pixels.dtype}")
-        kind = DType.uint8 if pixels.dtype == np.uint8 else DType.float32
-        return self._replayed(pixels.shape[1:3], kind, everything)(pixels)
+        return self._choices[size]
 
-    def _replayed(self, size: Sequence[int], pixels: DType, everything: bool) -> Replays:
-        key = (*size, pixels, everything)
-        executable = self._executable(size, pixels, everything)
-        with self._lock:
-            if key not in self._replays:
-                limit = {"images": 0} if everything else {}  # stages are for looking into, once
-                self._replays[key] = Replays(executable, self._device, **limit)
-            return self._replays[key]
+    def _images(self, key: Key) -> int:
+        return 0 if key.everything else IMAGES  # stages are for looking into, once
 
-    def _executable(
-        self,
-        size: Sequence[int],
-        pixels: DType,
-        everything: bool,
-        progress: Callable[[str], None] | None = None,
-    ) -> Executable:
-        key = (*size, pixels, everything)
-        with self._lock:
-            if key not in self._executables:
-                self._executables[key] = self._make(size, pixels, everything, progress)
-            return self._executables[key]
+    def _network(self, key: Key) -> tuple[Program, Lowering]:
+        assert not isinstance(self._source, Package)
+        program = network(
+            self._source, key.size, self.dtype, pixels=key.pixels, everything=key.everything
+        )
+        return program, Lowering(self.dtype, self.tf32, self._choose(key.size).formats, self._off)
 
-    def _make(
-        self,
-        size: Sequence[int],
-        pixels: DType,
-        everything: bool,
-        progress: Callable[[str], None] | None,
-    ) -> Executable:
+    def _make(self, key: Key, progress: Callable[[str], None] | None) -> Executor:
         if isinstance(self._source, Package):
-            if (tuple(size), pixels, everything) != self._usual:
-                height, width = self._usual[0]
+            if key != Key(self._size, "uint8", False):
+                height, width = self._size
                 raise ArgumentError(
                     f"{self.name}: was compiled for the logits of uint8 pixels [N, {height},"
-                    f" {width}, {self.spec.channels}] and nothing else; load the model that it was"
+                    f" {width}, {self.channels}] and nothing else; load the model that it was"
                     " compiled from"
                 )
             self._watch.lap("graph")
             mef, registry = self._source.load(self._device)
-        else:
-            graph, parameters = self._build(size, pixels, everything, Unchecked())
+            executor = Executor(mef, registry, self._device, self._source.program)
+            self._watch.lap("load")
+            return executor
 
-            def compile() -> CompiledModel:
-                self._watch.lap("graph")
-                if progress:
-                    progress(f"compiling {self.name} for {self.device}, once")
-                checked, _ = self._build(size, pixels, everything)
-                compiled = self._session.compile(checked)
-                self._watch.lap("compile")
-                return compiled
+        def starting() -> None:
+            if progress:
+                progress(f"compiling {self.name} for {self.device}, once")
 
-            mef = cache.compiled(graph, Target.of(self._device), compile)
-            self._watch.lap("graph")
-            registry = parameters.registry(self._device)
-        executable = self._session.init(read(io.BytesIO(mef)), weights_registry=registry)
-        self._watch.lap("load")
-        return executable
-
-    def _build(
-        self,
-        size: Sequence[int],
-        pixels: DType,
-        everything: bool = False,
-        kernels: KernelLibrary | None = None,
-    ) -> tuple[Graph, Parameters]:
-        assert not isinstance(self._source, Package)
-        height, width = size
-        return build(
-            self._source,
-            DeviceRef.from_device(self._device),
-            self._dtype,
-            size=(height, width),
-            pixels=pixels,
-            everything=everything,
-            tf32=self.tf32,
-            sparse=self._choose((height, width)).formats,
-            kernels=kernels,
+        program, lowering = self._network(key)
+        return Executor.compile(
+            program,
+            self._weights,
+            self._device,
+            lowering,
+            images=self._images(key),
+            watch=self._watch,
+            starting=starting,
         )
+
+    def _run(self, pixels: np.ndarray, everything: bool) -> list[np.ndarray]:
+        pixels = np.asarray(pixels)
+        if pixels.ndim != 4 or pixels.shape[3] != self.channels:
+            raise ArgumentError(
+                f"pixels expect the shape [N, H, W, {self.channels}] but have {list(pixels.shape)}"
+            )
+        if pixels.dtype not in (np.uint8, np.float32):
+            raise ArgumentError(f"pixels expect uint8 or float32 but are {pixels.dtype}")
+        _, height, width, _ = pixels.shape
+        executor = self.executor((height, width), pixels.dtype.name, everything=everything)
+        return executor(pixels)

@@ -19,8 +19,8 @@ from PIL import Image
 
 from maxvision import runtime, weights
 from maxvision.common.errors import ArgumentError, DeviceError, ImageError, ModelError
-from maxvision.runtime import cache, session
-from maxvision.runtime.session import find_device, find_dtype
+from maxvision.runtime import cache, devices, executor
+from maxvision.runtime.devices import find_device, find_dtype
 from tests.graphs import goldens, reference
 
 PREPROCESS = {**reference.PREPROCESS, "size": 32}
@@ -64,18 +64,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
 
 
 @pytest.fixture(scope="module")
-def model(saved: Callable[[int], str]) -> runtime.Model:
+def model(saved: Callable[[int], str]) -> runtime.Classifier:
     return runtime.load(saved(0), device="cpu", batch_size=2)
 
 
-def test_a_model_describes_itself(model: runtime.Model) -> None:
+def test_a_model_describes_itself(model: runtime.Classifier) -> None:
     assert (model.family, model.device, model.dtype) == ("resnet", "cpu", "float32")
     assert model.labels == ["ant", "bee", "cat", "dog", "eel", "fly"]
     assert (model.preprocess.height, model.preprocess.width) == (32, 32)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
-def test_any_batch_of_levels(model: runtime.Model, count: int) -> None:
+def test_any_batch_of_levels(model: runtime.Classifier, count: int) -> None:
     pixels = levels(count)
     logits = model(pixels)
     assert logits.shape == (count, 6) and logits.dtype == np.float32
@@ -84,11 +84,11 @@ def test_any_batch_of_levels(model: runtime.Model, count: int) -> None:
 
 
 def test_what_is_compiled_is_said_once(
-    model: runtime.Model, saved: Callable[[int], str], monkeypatch: pytest.MonkeyPatch
+    model: runtime.Classifier, saved: Callable[[int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find, kept = cache.find, {}
     monkeypatch.setattr(cache, "find", kept.get)
-    monkeypatch.setattr(session.InferenceSession, "compile", lambda *_: "by the fixture")
+    monkeypatch.setattr(executor.InferenceSession, "compile", lambda *_: "by the fixture")
     monkeypatch.setattr(cache, "store", lambda name, _: kept.setdefault(name, find(name)))
     folder, pixels = saved(2), levels(1)
     said: list[str] = []
@@ -98,12 +98,12 @@ def test_what_is_compiled_is_said_once(
         assert close(other(pixels), theirs(pixels, seed=2).logits)
 
 
-def test_pixels_need_not_be_contiguous(model: runtime.Model) -> None:
+def test_pixels_need_not_be_contiguous(model: runtime.Classifier) -> None:
     pixels = levels(4)
     assert np.array_equal(model(pixels[::-1, :, ::-1]), model(pixels[::-1, :, ::-1].copy()))
 
 
-def test_two_threads_ask_first_for_another_size_in_float32(model: runtime.Model) -> None:
+def test_two_threads_ask_first_for_another_size_in_float32(model: runtime.Classifier) -> None:
     batches = [levels(n, 24, 40, seed=n) for n in (1, 3)]
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(model.features, map(normalised, batches)))
@@ -115,7 +115,7 @@ def test_two_threads_ask_first_for_another_size_in_float32(model: runtime.Model)
     assert len(model.stages(normalised(batches[0]))) == 2
 
 
-def test_threads_do_not_mix_their_images(model: runtime.Model) -> None:
+def test_threads_do_not_mix_their_images(model: runtime.Classifier) -> None:
     batches = [levels(n % 5 + 1, seed=n) for n in range(40)]
     alone = [model(batch) for batch in batches]
     with ThreadPoolExecutor(4) as pool:
@@ -124,7 +124,7 @@ def test_threads_do_not_mix_their_images(model: runtime.Model) -> None:
 
 
 def test_weights_are_not_part_of_the_compilation(
-    model: runtime.Model, saved: Callable[[int], str]
+    model: runtime.Classifier, saved: Callable[[int], str]
 ) -> None:
     other = runtime.load(saved(1), device="cpu")
     pixels = levels(2)
@@ -133,7 +133,7 @@ def test_weights_are_not_part_of_the_compilation(
     assert not np.allclose(other(pixels), model(pixels), rtol=0.1)
 
 
-def test_classify_takes_one_image_or_a_list(model: runtime.Model, tmp_path: Path) -> None:
+def test_classify_takes_one_image_or_a_list(model: runtime.Classifier, tmp_path: Path) -> None:
     pictures = [picture(seed) for seed in range(5)]  # three batches: two, two and one
     answers = model.classify(pictures, top_k=3)
     assert [len(answer) for answer in answers] == [3] * 5
@@ -145,7 +145,7 @@ def test_classify_takes_one_image_or_a_list(model: runtime.Model, tmp_path: Path
     assert model.classify([]) == []
 
 
-def test_classify_names_the_likeliest_first(model: runtime.Model) -> None:
+def test_classify_names_the_likeliest_first(model: runtime.Classifier) -> None:
     answer = model.classify(picture(0), top_k=100)  # more than there are
     assert sorted(p.class_id for p in answer) == list(range(6))
     assert all(p.label == model.labels[p.class_id] for p in answer)
@@ -157,18 +157,18 @@ def test_classify_names_the_likeliest_first(model: runtime.Model) -> None:
     assert scores == pytest.approx(sorted(softmax, reverse=True), abs=1e-6)
 
 
-def test_predictions_of_large_logits_are_finite(model: runtime.Model) -> None:
+def test_predictions_of_large_logits_are_finite(model: runtime.Classifier) -> None:
     (answer,) = model.predictions(np.array([[1e4, -1e4, 0, 1e4, 0, 0]], np.float32), 2)
     assert [(p.class_id, p.score) for p in answer] == [(0, 0.5), (3, 0.5)]
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
-def test_top_k_is_at_least_one(model: runtime.Model, top_k: int) -> None:
+def test_top_k_is_at_least_one(model: runtime.Classifier, top_k: int) -> None:
     with pytest.raises(ArgumentError, match=f"top_k expects a number of at least 1 but is {top_k}"):
         model.classify(picture(0), top_k=top_k)
 
 
-def test_a_bad_image_in_a_list_is_named(model: runtime.Model, tmp_path: Path) -> None:
+def test_a_bad_image_in_a_list_is_named(model: runtime.Classifier, tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=r"missing\.jpg"):
         model.classify([picture(0), str(tmp_path / "missing.jpg")])
 
@@ -185,14 +185,16 @@ def test_a_bad_image_in_a_list_is_named(model: runtime.Model, tmp_path: Path) ->
         (np.zeros((1, 0, 32, 3), np.uint8), "at least 1 px but has 0"),
     ],
 )
-def test_pixels_that_do_not_fit(model: runtime.Model, pixels: np.ndarray, message: str) -> None:
+def test_pixels_that_do_not_fit(
+    model: runtime.Classifier, pixels: np.ndarray, message: str
+) -> None:
     with pytest.raises(ArgumentError, match=message):
         model(pixels)
     assert model(levels(1)).shape == (1, 6), "a mistake must not harm the next call"
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="NO /proc to read memory from")
-def test_calls_keep_no_memory(model: runtime.Model) -> None:
+def test_calls_keep_no_memory(model: runtime.Classifier) -> None:
     def resident() -> float:
         """Reads this process's memory, in MB."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -210,7 +212,12 @@ def test_calls_keep_no_memory(model: runtime.Model) -> None:
 LOADING = """
 import sys
 from maxvision import weights
-from maxvision.runtime.session import CPU, DType, DeviceRef, InferenceSession, Unchecked, build
+from max.driver import CPU
+from max.dtype import DType
+from max.graph import DeviceRef
+from max.engine import InferenceSession
+from maxvision.runtime.executor import Unchecked
+from maxvision.runtime.classifier import build
 
 def memory(what):
     lines = dict(line.split(":") for line in open("/proc/self/status"))
@@ -261,13 +268,13 @@ def test_devices_that_are_none(name: str) -> None:
 def test_gpus_that_are_missing(
     monkeypatch: pytest.MonkeyPatch, gpus: int, name: str, message: str
 ) -> None:
-    monkeypatch.setattr(session, "accelerator_count", lambda: gpus)
+    monkeypatch.setattr(devices, "accelerator_count", lambda: gpus)
     with pytest.raises(DeviceError, match=message):
         find_device(name)
 
 
 def test_auto_is_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "accelerator_count", lambda: 0)
+    monkeypatch.setattr(devices, "accelerator_count", lambda: 0)
     assert find_device("auto").is_host and find_device("cpu").is_host
 
 

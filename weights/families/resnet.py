@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from maxvision.weights.modules import COUNTERS, batchnorm, conv, linear
-from maxvision.weights.rules import Rules
+from collections.abc import Mapping
 
-NORMALISED = r"stem|.*\.conv\d|.*\.shortcut"  # the convolutions that a batch norm follows
+from maxvision.graphs.resnet import ResNetSpec, resnet
+from maxvision.weights.family import Family, Format
+from maxvision.weights.layout import Shape
+from maxvision.weights.modules import COUNTERS, batchnorm, conv, depths, first, linear
+from maxvision.weights.rules import Rules
 
 
 def _hugging_face() -> Rules:
@@ -74,6 +77,37 @@ def _sparseml() -> Rules:
     ]
 
 
-HUGGING_FACE = _hugging_face()
-TORCHVISION = _torchvision()  # timm's plain ResNets have the same names
-SPARSEML = _sparseml()  # of its own ResNets v1; masks are in the weights already
+def _infer(shapes: Mapping[str, Shape], classes: int) -> ResNetSpec:
+    """Counts blocks and widths; the stride is on the 3x3 ("v1.5") wherever no config says it."""
+    bottleneck = "stages.0.0.conv3.weight" in shapes
+    last = "conv3" if bottleneck else "conv2"
+    blocks = depths(shapes)
+    stem = shapes.get("stem.weight", (64, 3, 7, 7))
+    return ResNetSpec(
+        block="bottleneck" if bottleneck else "basic",
+        depths=blocks,
+        widths=tuple(first(shapes, f"stages.{i}.0.{last}.weight") for i in range(len(blocks))),
+        stem_width=stem[0],
+        channels=stem[1],
+        classes=classes,
+    )
+
+
+# timm's ResNets that differ in numbers only. Others have another stem, pooling or activation, some
+# of it invisible in the tensors (resnetaa50, resnetblur50).
+TIMM = ("resnet18", "resnet26", "resnet34", "resnet50", "resnet101", "resnet152", "resnet200")
+
+FAMILY = Family(
+    name="resnet",
+    read=ResNetSpec.from_config,
+    write=resnet,
+    formats=(
+        Format("Hugging Face ResNet", "resnet", _hugging_face()),
+        Format("torchvision or timm ResNet", "resnet", _torchvision(), _infer, "bilinear", TIMM),
+        # SparseML's own ResNets v1; masks are in the weights already.
+        Format("SparseML ResNet", "resnet", _sparseml(), _infer, "bilinear"),
+    ),
+    architectures=("ResNetForImageClassification",),
+    dense=("stem", "head"),
+    first_stage=1,  # behind that of the stem
+)

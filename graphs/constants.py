@@ -1,0 +1,93 @@
+"""The values that a program computes when the model loads, in numpy, each when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxvision.graphs.program import Node, Program
+
+Array = NDArray[Any]
+
+
+class Constants(Mapping[str, Array]):
+    """The weights of a program and what is made of them, by name; nothing is kept.
+
+    So a model loads in little more memory than its weights take in the end.
+
+    Args:
+        program: Where the names come from.
+        tensors: Its weights, as the checkpoint stores them; each is read when it is asked for.
+    """
+
+    def __init__(self, program: Program, tensors: Mapping[str, Array]) -> None:
+        self._program = program
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Array:
+        """Computes a value."""
+        node = self._program.producers.get(name)
+        if node is None:
+            return self._tensors[name]
+        if not node.at_load:
+            raise KeyError(name)
+        given = [self[value] if value else None for value in node.inputs]
+        return np.asarray(EVALUATE[node.op](*given, **node.attributes))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._program.constants))
+
+    def __len__(self) -> int:
+        return len(self._program.constants)
+
+    def layer_weight(self, node: Node) -> str:
+        """Names the weight of a layer from which its filter is made: before anything is folded."""
+        name = node.inputs[1]
+        while (maker := self._program.producers.get(name)) is not None:
+            name = maker.inputs[0]
+        return name
+
+
+def batch_norm_scale(weight: Array, var: Array, *, eps: float) -> Array:
+    """Computes weight / sqrt(var + eps) in float64; NaN where the variance is negative."""
+    with np.errstate(invalid="ignore"):
+        scale: Array = weight.astype(np.float64) / np.sqrt(var.astype(np.float64) + eps)
+    return scale
+
+
+def batch_norm_shift(bias: Array, mean: Array, scale: Array, before: Array | None = None) -> Array:
+    """Computes bias + (before - mean) * scale; ``before`` is the convolution's own bias."""
+    moved = mean.astype(np.float64)
+    if before is not None:
+        moved = moved - before
+    shift: Array = bias.astype(np.float64) - moved * scale
+    return shift.astype(np.float32)
+
+
+def scale_filter(filters: Array, scale: Array) -> Array:
+    """Multiplies a filter [F, C, R, S] by a scale [F], rounded once."""
+    scaled = np.empty(filters.shape, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.multiply(
+            filters, scale[:, None, None, None], out=scaled, dtype=np.float64, casting="same_kind"
+        )
+    return scaled
+
+
+EVALUATE: dict[str, Callable[..., Array]] = {
+    "batch_norm_scale": batch_norm_scale,
+    "batch_norm_shift": batch_norm_shift,
+    "scale_filter": scale_filter,
+    "add": np.add,
+    "mul": np.multiply,
+    "relu": lambda x: np.maximum(x, 0),
+    "reshape": lambda x, *, shape: x.reshape(shape),
+    "permute": lambda x, *, axes: x.transpose(axes),
+    "slice": lambda x, *, axis, start, stop: x.take(range(start, stop), axis),
+    "concat": lambda *parts, axis: np.concatenate(parts, axis),
+    "expand": lambda x, *, shape: np.broadcast_to(x, shape),
+}
+"""How ops are computed of weights."""

@@ -1,0 +1,110 @@
+"""What is read off a program: its layers, their sizes and partners, its multiplications."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from maxvision.graphs.program import Node, Program
+from maxvision.graphs.shapes import pair
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution, or a linear layer over tokens as one of 1 x 1.
+
+    Attributes:
+        name: Of its weights, without ``.weight``.
+        kernel: R and S.
+        stride: Pixels between windows.
+        channels: Of the input.
+        filters: Channels of the output.
+        size: Of the output, P and Q; tokens are a row.
+        groups: Groups of channels.
+        partner: Another layer that the same op computes with it on a device, or nothing.
+    """
+
+    name: str
+    kernel: int
+    stride: int
+    channels: int
+    filters: int
+    size: tuple[int, int]
+    groups: int = 1
+    partner: str = ""
+
+    @property
+    def pixels(self) -> int:
+        """Counts the pixels of the output."""
+        return self.size[0] * self.size[1]
+
+    @property
+    def weights(self) -> int:
+        """Counts its weights."""
+        return self.kernel**2 * self.channels // self.groups * self.filters
+
+    @property
+    def macs(self) -> int:
+        """Counts the multiply-accumulates of one image."""
+        return self.pixels * self.weights
+
+    def title(self) -> str:
+        """Describes it as bench/layers.py does: window, channels, pixels."""
+        channels = f"{self.channels}-{self.filters}"
+        if self.channels == self.filters:
+            channels = str(self.channels)
+        return f"{self.kernel}x{self.kernel}/{self.stride} {channels} at {self.pixels} px"
+
+
+def layers(program: Program, final: Program | None = None) -> list[Layer]:
+    """Lists every convolution and linear layer of a plain program, in its order.
+
+    Args:
+        program: The plain one.
+        final: The program as it is rewritten for a device; it says which layers are partners.
+    """
+    partners = _partners(final.nodes) if final else {}
+    found = (_layer(program, node) for node in program.nodes if node.op in ("conv2d", "linear"))
+    return [replace(each, partner=partners.get(each.name, "")) for each in found if each]
+
+
+def _layer(program: Program, node: Node) -> Layer | None:
+    """Describes a node; None if its weights are computed from activations."""
+    if node.inputs[1] not in program.constants:
+        return None
+    x, weight = program.shape(node.inputs[0]), program.shape(node.inputs[1])
+    if node.op == "linear":
+        *between, channels = x
+        size = (1, math.prod(between))
+        return Layer(node.name, 1, 1, channels, weight[0], size)
+    _, p, q = program.shape(node.output)
+    stride, _ = pair(node.attributes.get("stride", 1))
+    groups = int(node.attributes.get("groups", 1))  # type: ignore[arg-type]
+    return Layer(node.name, weight[2], stride, x[0], weight[0], (p, q), groups)
+
+
+def _partners(nodes: Iterable[Node]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for node in nodes:
+        if node.op in ("conv2d_shortcut", "conv2d_chain"):
+            first, second = node.layers
+            found |= {first: second, second: first}
+    return found
+
+
+def macs(program: Program) -> int:
+    """Counts the multiply-accumulates of one image.
+
+    Convolutions, linear layers, products and attention's two count; norms, activations, pooling and
+    softmax do not, as in torch's FlopCounterMode (which counts two FLOPs for each).
+    """
+    total = sum(each.macs for each in layers(program))
+    for node in program.nodes:
+        if node.op == "scaled_dot_product_attention":
+            heads, queries, depth = program.shape(node.inputs[0])
+            _, keys, width = program.shape(node.inputs[2])
+            total += heads * queries * keys * (depth + width)
+        if node.op == "matmul":
+            total += math.prod(program.shape(node.output)) * program.shape(node.inputs[0])[-1]
+    return total

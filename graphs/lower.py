@@ -1,0 +1,316 @@
+"""A program becomes a MAX graph: each op is one typed function of graphs/nodes.py.
+
+Ops on shapes alone are MAX's own, as they compute nothing. So are those that a pass would have
+folded or fused away (``OTHERS``): they run when that pass was left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from max.driver import accelerator_api
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, KernelLibrary, TensorType, TensorValue, ops
+
+from maxvision.graphs import nodes, passes
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.constants import Constants
+from maxvision.graphs.parameters import Filter, Parameters
+from maxvision.graphs.program import Node, Program
+
+OTHERS = ("add", "mul", "batch_norm", "expand", "scaled_dot_product_attention")
+"""Ops that MAX's own kernels compute, wholly or in part."""
+
+
+class Canonical(Mapping[str, np.ndarray]):
+    """A program's constants as graphs/arrange.py takes them.
+
+    Filters are [R, S, C, F], linear weights [in, out], all others vectors.
+    """
+
+    def __init__(self, constants: Constants, program: Program) -> None:
+        self._constants = constants
+        self._names = program.constants
+        self.shapes = {
+            name: _canonical_shape(program.types[name].shape) for name in program.constants
+        }
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Makes a constant."""
+        value = self._constants[name]
+        return value.T if value.ndim == 2 else _canonical(value)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._constants)
+
+    def __len__(self) -> int:
+        return len(self._constants)
+
+
+def _canonical(value: np.ndarray) -> np.ndarray:
+    return value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.reshape(-1)
+
+
+def _canonical_shape(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    if len(shape) == 2:
+        return shape[::-1]
+    return _canonical(np.broadcast_to(np.int8(0), shape)).shape
+
+
+def lower(
+    program: Program,
+    tensors: Mapping[str, np.ndarray],
+    device: DeviceRef,
+    *,
+    formats: Mapping[str, str] | None = None,
+    off: Collection[str] = (),
+    dtype: str = "float32",
+    tf32: bool = True,
+    kernels: KernelLibrary | None = None,
+    extensions: Sequence[Any] = (),
+) -> tuple[Graph, Parameters, Program]:
+    """Rewrites a program for a device, and builds its graph.
+
+    Args:
+        program: A plain one, with inputs of the dtypes that it will be given.
+        tensors: Its weights, as the checkpoint stores them; none is read but sparse ones.
+        device: Where the graph runs.
+        formats: The layers that run sparse, and the format of each.
+        off: Passes to leave out (graphs/passes).
+        dtype: Of filters; activations have that of the program's values.
+        tf32: Whether products of float32 may be rounded to TF32 on a GPU.
+        kernels: The ops as a library that is loaded already; so are extensions.
+        extensions: The ops as paths.
+
+    Returns:
+        The graph, the weights that it asks for, and the program as it was rewritten.
+    """
+    api = "cpu" if device.is_cpu() else accelerator_api()
+    final = passes.run(program, Backend(api, dtype, formats or {}), off)
+    canonical = Canonical(Constants(final, tensors), final)
+    weights = Parameters(canonical, device, DType[dtype], shapes=canonical.shapes, tf32=tf32)
+    types = [TensorType(DType[t.dtype], t.shape, device=device) for t in final.inputs.values()]
+    with Graph(
+        program.name,
+        input_types=types,
+        custom_extensions=list(extensions),
+        kernel_library=kernels,
+    ) as graph:
+        graph.output(*emit(final, [x.tensor for x in graph.inputs], weights))
+    return graph, weights, final
+
+
+def emit(program: Program, inputs: Sequence[TensorValue], weights: Parameters) -> list[TensorValue]:
+    """Adds a program's ops to the graph that is being built; returns its outputs."""
+    values = dict(zip(program.inputs, inputs, strict=True))
+    for node in program.nodes:
+        if not node.at_load:
+            given = _Given(program, node, values, weights)
+            made = EMIT[node.op](given, **node.attributes)
+            results = [made] if isinstance(made, TensorValue) else made
+            values.update(zip(node.outputs, results, strict=True))
+    return [values[name] for name in program.outputs.values()]
+
+
+class _Given:
+    """The inputs of a node, in the graph."""
+
+    def __init__(
+        self,
+        program: Program,
+        node: Node,
+        values: Mapping[str, TensorValue],
+        weights: Parameters,
+    ) -> None:
+        self._program = program
+        self._node = node
+        self._values = values
+        self.weights = weights
+
+    def value(self, i: int) -> TensorValue:
+        """Gives an activation, or a constant as one."""
+        name = self._node.inputs[i]
+        if name in self._values:
+            return self._values[name]
+        like = self._program.types[self._node.output].dtype
+        flat = self.weights.vector(name, DType[like])
+        return flat.reshape(self._program.types[name].shape)
+
+    def optional(self, i: int) -> TensorValue | None:
+        """Gives an input that may be absent."""
+        return self.value(i) if len(self._node.inputs) > i and self._node.inputs[i] else None
+
+    def name(self, i: int) -> str:
+        """Names an input; nothing if it is absent."""
+        return self._node.inputs[i] if len(self._node.inputs) > i else ""
+
+    def vector(self, i: int, dtype: DType = DType.float32) -> TensorValue:
+        """Gives a constant vector."""
+        return self.weights.vector(self.name(i), dtype)
+
+    def layer(self, i: int, groups: int = 1, format: str = "") -> Filter:
+        """Gives a filter and the bias behind it."""
+        return self.weights.layer(self.name(i), self.name(i + 1), groups, format)
+
+    def rank(self, i: int) -> int:
+        """Gives the rank of an input."""
+        return len(self._program.types[self.name(i)].shape)
+
+    @property
+    def values(self) -> list[TensorValue]:
+        """All of them."""
+        return [self.value(i) for i in range(len(self._node.inputs))]
+
+
+def _layouts(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
+    """Takes images of either layout: [N, C, H, W] are permuted before an op, and back behind it."""
+
+    def emit(given: _Given, *, layout: str = "NCHW", **attributes: Any) -> TensorValue:
+        if layout == "NHWC":
+            return op(given, **attributes)
+        y = op(_Permuted(given), **attributes)
+        return y.permute([0, 3, 1, 2])
+
+    return emit
+
+
+class _Permuted:
+    """The inputs of a node with images as [N, H, W, C]."""
+
+    def __init__(self, given: _Given) -> None:
+        self._given = given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given, name)
+
+    def value(self, i: int) -> TensorValue:
+        return self._given.value(i).permute([0, 2, 3, 1])
+
+    def optional(self, i: int) -> TensorValue | None:
+        value = self._given.optional(i)
+        return None if value is None else value.permute([0, 2, 3, 1])
+
+
+@_layouts
+def _conv2d(
+    given: _Given, *, groups: int = 1, format: str = "", epilogue: str = "none", **window: Any
+) -> TensorValue:
+    filter = given.layer(1, groups, format)
+    residual = given.optional(3)
+    return nodes.conv2d(given.value(0), filter, epilogue=epilogue, residual=residual, **window)
+
+
+@_layouts
+def _batch_norm(given: _Given, *, eps: float) -> TensorValue:
+    weight, bias, mean, var = (given.vector(i) for i in range(1, 5))
+    x = given.value(0)
+    scale = weight * ops.rsqrt(var + eps)
+    return (x.cast(DType.float32) * scale + (bias - mean * scale)).cast(x.dtype)
+
+
+def _linear(given: _Given, *, format: str = "", epilogue: str = "none") -> TensorValue:
+    weight = given.layer(1, format=format)
+    return nodes.linear(given.value(0), weight, epilogue=epilogue, residual=given.optional(3))
+
+
+def _matmul(given: _Given, **attributes: Any) -> TensorValue:
+    bias, residual = (given.vector(2) if given.name(2) else None), given.optional(3)
+    a, b = given.value(0), given.value(1)
+    return nodes.bmm(a, b, bias=bias, residual=residual, tf32=given.weights.tf32, **attributes)
+
+
+def _heads_attention(given: _Given, *, scale: float) -> TensorValue:
+    q, k, v = given.values
+    tf32 = given.weights.tf32
+    scores = nodes.softmax(nodes.bmm(q, k, alpha=scale, transpose_b=True, tf32=tf32))
+    return nodes.bmm(scores, v, tf32=tf32)
+
+
+def _normalize(given: _Given, *, dtype: str) -> TensorValue:
+    return nodes.normalize(given.value(0), given.vector(1), given.vector(2), DType[dtype])
+
+
+def _stem(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
+    def emit(given: _Given, *, dtype: str, **attributes: Any) -> TensorValue:
+        filter = given.weights.fragments(given.name(3), given.name(4))
+        levels = (given.vector(1), given.vector(2)) if given.name(1) else None
+        norm = [given.vector(5), given.vector(6)] if given.name(5) else []
+        return op(given.value(0), filter, levels, *norm, **attributes)
+
+    return emit
+
+
+def _slice(given: _Given, *, axis: int, start: int, stop: int) -> TensorValue:
+    x = given.value(0)
+    whole: list[Any] = [slice(None)] * x.rank
+    whole[axis] = slice(start, stop if stop != int(x.shape[axis]) else None)
+    return x[tuple(whole)]
+
+
+def _depthwise(given: _Given, *, size: tuple[int, int], kernel: int, **rest: Any) -> Any:
+    c = int(given.value(0).shape[2])
+    filters = given.layer(3, c), given.layer(5, c), given.layer(7, c)
+    norm = (given.vector(1), given.vector(2))
+    return nodes.depthwise_qkv(given.value(0), size, norm, filters, **rest)
+
+
+def _shortcut(given: _Given, **window: Any) -> TensorValue:
+    first, second = given.layer(1), given.layer(4)
+    return nodes.conv2d_shortcut(given.value(0), first, given.value(3), second, **window)
+
+
+def _norm(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
+    return lambda given, **rest: op(given.value(0), given.vector(1), given.vector(2), **rest)
+
+
+EMIT: dict[str, Callable[..., Any]] = {
+    "conv2d": _conv2d,
+    "batch_norm": _batch_norm,
+    "linear": _linear,
+    "matmul": _matmul,
+    "relu": lambda given: nodes.relu(given.value(0)),
+    "gelu": lambda given: nodes.gelu(given.value(0)),
+    "softmax": lambda given: nodes.softmax(given.value(0)),
+    "log_softmax": lambda given: nodes.log_softmax(given.value(0)),
+    "add": lambda given: given.value(0) + given.value(1),
+    "mul": lambda given: given.value(0) * given.value(1),
+    "max_pool2d": _layouts(lambda given, **window: nodes.maxpool(given.value(0), **window)),
+    "avg_pool2d": _layouts(lambda given, **window: nodes.avgpool(given.value(0), **window)),
+    "layer_norm": _norm(nodes.layernorm),
+    "layernorm_first": _norm(nodes.layernorm_first),
+    "scaled_dot_product_attention": _heads_attention,
+    "attention": lambda given, **rest: nodes.attention(*given.values, **rest),
+    "normalize": _normalize,
+    "reshape": lambda given, *, shape: given.value(0).reshape(shape),
+    "permute": lambda given, *, axes: given.value(0).permute(list(axes)),
+    "slice": _slice,
+    "concat": lambda given, *, axis: ops.concat(given.values, axis=axis),
+    "expand": lambda given, *, shape: ops.broadcast_to(given.value(0), shape),
+    "cast": lambda given, *, dtype: given.value(0).cast(DType[dtype]),
+    "conv2d_shortcut": _shortcut,
+    "conv2d_chain": lambda given: nodes.conv2d_chain(
+        given.value(0), given.layer(1), given.value(3), given.layer(4)
+    ),
+    "qkv_linear": lambda given: nodes.qkv_linear(
+        (given.value(0), given.value(1), given.value(2)),
+        (given.layer(3), given.layer(5), given.layer(7)),
+    ),
+    "layernorm_mlp": lambda given, **rest: nodes.layernorm_mlp(
+        given.value(0),
+        (given.vector(1), given.vector(2)),
+        (given.layer(3), given.layer(5)),
+        **rest,
+    ),
+    "depthwise_qkv": _depthwise,
+    "class_token": lambda given: nodes.class_token(
+        given.value(0), given.vector(1, given.value(0).dtype)
+    ),
+    "stem_maxpool": _stem(nodes.stem_maxpool),
+    "stem_layernorm": _stem(nodes.stem_layernorm),
+}
+"""How each op is added to a graph."""

@@ -1,0 +1,89 @@
+"""What rewrites a program for a device: each pass by its name, in this order.
+
+| pass          | what becomes of what                                                       |
+| ------------- | -------------------------------------------------------------------------- |
+| constants     | ops on weights alone run when the model loads                               |
+| batch_norm    | a convolution and its batch norm: one convolution                           |
+| attention     | heads split, attended and joined: one op on tokens [N, T, C]                |
+| channels_last | images as [N, H, W, C]; permutes and reshapes that cancel out go            |
+| tokens        | a class token put before others, the norm of the first token: one op each   |
+| sparse        | convolutions and linear layers that run on their nonzeros alone             |
+| epilogues     | + residual, relu, gelu behind a product: its epilogue                       |
+| stem          | pixels, first convolution, and max pool or layer norm: one op               |
+| shortcut      | a residual block's last convolution and its shortcut's: one op              |
+| chain         | a block's last 1 x 1 and the next one's first: one op                       |
+| qkv           | the linear layers of query, key and value: one op                           |
+| depthwise     | a norm and depthwise convolutions into query, key and value: one op         |
+| mlp           | a norm and an MLP: one op                                                   |
+
+A program means the same before and after a pass, and runs with any of them left out: that finds
+the one to blame for a wrong answer (``--passes``).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection
+
+from maxvision.common.errors import ArgumentError
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.passes import fold, fuse, layout
+from maxvision.graphs.program import Program
+
+Pass = Callable[[Program, Backend], Program]
+
+
+PASSES: dict[str, Pass] = {
+    "constants": fold.constants,
+    "batch_norm": fold.batch_norm,
+    "attention": fuse.attention,
+    "channels_last": layout.channels_last,
+    "tokens": fuse.tokens,
+    "sparse": fuse.sparse,
+    "epilogues": fuse.epilogues,
+    "stem": fuse.stem,
+    "shortcut": fuse.shortcut,
+    "chain": fuse.chain,
+    "qkv": fuse.qkv,
+    "depthwise": fuse.depthwise,
+    "mlp": fuse.mlp,
+}
+"""The passes by name, in their order."""
+
+
+def run(program: Program, backend: Backend, off: Collection[str] = ()) -> Program:
+    """Rewrites a program for a device.
+
+    Args:
+        program: A plain one.
+        backend: What is known of the device.
+        off: Passes to leave out.
+    """
+    for name, rewrite in PASSES.items():
+        if name not in off:
+            program = rewrite(program, backend)
+    return program
+
+
+def parse(text: str) -> frozenset[str]:
+    """Reads ``--passes``: ``all``, ``none``, ``-stem,-chain`` (all but these) or ``qkv,mlp``.
+
+    Returns:
+        The passes to leave out.
+
+    Raises:
+        ArgumentError: If there is no such pass.
+    """
+    known = list(PASSES)
+    named = [part.strip() for part in text.split(",") if part.strip()]
+    for name in named:
+        bare = name.removeprefix("-")
+        if bare not in known and name not in ("all", "none"):
+            close = difflib.get_close_matches(bare, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"they are {', '.join(known)}"
+            raise ArgumentError(f"--passes: there is no pass {bare!r}; {hint}")
+    off = frozenset(name[1:] for name in named if name.startswith("-"))
+    on = {name for name in named if not name.startswith("-")} - {"all", "none"}
+    if "none" in named or (on and "all" not in named):
+        return frozenset(known) - on | off
+    return off

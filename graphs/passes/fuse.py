@@ -1,0 +1,452 @@
+"""Several ops become one, where a device has a kernel for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TypeGuard
+
+from maxvision.graphs.arrange import CHAINS, MLPS, has_stem
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.program import Attribute, Node, Program, Rewrite
+from maxvision.graphs.shapes import pair
+
+PRODUCTS = ("conv2d", "linear", "matmul")
+"""The ops that have an epilogue; their residual is the fourth input."""
+
+
+def sparse(program: Program, on: Backend) -> Program:
+    """Notes the format of each layer that runs sparse."""
+    rewrite = Rewrite(program)
+    for node in program.nodes:
+        for layer in node.layers:
+            if layer in on.formats and node.op in ("conv2d", "linear"):
+                rewrite.replace([node], node.with_attributes(format=on.formats[layer]))
+    return rewrite.done()
+
+
+def attention(program: Program, _: Backend) -> Program:
+    """Attends to tokens [N, T, C] whose heads lie side by side: nothing is split or joined."""
+    rewrite = Rewrite(program)
+    for node in program.nodes:
+        if node.op != "scaled_dot_product_attention":
+            continue
+        split = [_split(program, value, node) for value in node.inputs]
+        join = _joined(program, node)
+        if not join or not all(split):
+            continue
+        heads = {program.types[value].shape[1] for value in node.inputs}
+        widths = {program.shape(value)[2] for value in node.inputs}
+        if len(heads) > 1 or len(widths) > 1:
+            continue
+        tokens = tuple(found[0].inputs[0] for found in split if found)
+        parts = [each for found in split if found for each in found]
+        (count,) = heads
+        new = Node(
+            "attention",
+            tokens,
+            join[-1].outputs,
+            {"heads": count, "scale": node.attributes["scale"]},
+        )
+        rewrite.replace([*parts, node, *join], new)
+    return rewrite.done()
+
+
+def _split(program: Program, value: str, user: Node) -> list[Node] | None:
+    """Finds what splits tokens [N, T, C] into heads [N, heads, T, D]: reshape, permute."""
+    permute = program.producers.get(value)
+    if not _is(permute, "permute", axes=(0, 2, 1, 3)) or program.only_user(value) is not user:
+        return None
+    reshape = program.producers.get(permute.inputs[0])
+    if not _is(reshape, "reshape") or program.only_user(reshape.output) is not permute:
+        return None
+    (_, t, c), shape = program.types[reshape.inputs[0]].shape, program.types[reshape.output].shape
+    return [reshape, permute] if shape[1] == t and shape[2] * shape[3] == c else None  # type: ignore[operator]
+
+
+def _joined(program: Program, node: Node) -> list[Node] | None:
+    """Finds what joins heads [N, heads, T, D] to tokens: permute, reshape."""
+    permute = program.only_user(node.output)
+    if not _is(permute, "permute", axes=(0, 2, 1, 3)):
+        return None
+    reshape = program.only_user(permute.output)
+    n, t, h, d = program.types[permute.output].shape
+    if not _is(reshape, "reshape") or program.types[reshape.output].shape != (n, t, h * d):  # type: ignore[operator]
+        return None
+    return [permute, reshape]
+
+
+def tokens(program: Program, _: Backend) -> Program:
+    """Puts a class token before the others in one copy, and norms the first token in its place."""
+    rewrite = Rewrite(program)
+    for node in program.nodes:
+        if _is(node, "concat", axis=1) and len(node.inputs) == 2:
+            expand = program.producers.get(node.inputs[0])
+            if _is(expand, "expand") and expand.inputs[0] in program.constants:
+                token = expand.inputs[0]
+                if len(program.types[node.output].shape) == 3 and program.shape(token)[:2] == (
+                    1,
+                    1,
+                ):
+                    gone = [expand] if program.only_user(expand.output) is node else []
+                    new = Node("class_token", (node.inputs[1], token), node.outputs)
+                    rewrite.replace([*gone, node], new)
+        elif node.op == "layer_norm" and (found := _first_token(program, node)):
+            inputs = (found[0].inputs[0], *node.inputs[1:])
+            rewrite.replace([*found, node], replace(node, op="layernorm_first", inputs=inputs))
+    return rewrite.done()
+
+
+def _first_token(program: Program, norm: Node) -> list[Node] | None:
+    """Finds what takes the first token [N, C] of tokens [N, T, C] for a norm: slice, reshape."""
+    reshape = program.producers.get(norm.inputs[0])
+    if not _is(reshape, "reshape") or program.only_user(reshape.output) is not norm:
+        return None
+    taken = program.producers.get(reshape.inputs[0])
+    if not _is(taken, "slice", axis=1, start=0, stop=1):
+        return None
+    ranks = [len(program.types[each.output].shape) for each in (taken, reshape)]
+    alone = program.only_user(taken.output) is reshape
+    return [taken, reshape] if ranks == [3, 2] and alone else None
+
+
+def epilogues(program: Program, _: Backend) -> Program:
+    """Gives a product what follows it: + residual, relu, gelu."""
+    rewrite = Rewrite(program)
+    for node in program.nodes:
+        if node.op == "add":
+            _add(program, rewrite, node)
+    for node in program.nodes:
+        if node.op in ("relu", "gelu") and not rewrite.has(node):
+            product = program.producers.get(node.inputs[0])
+            if product and _is_bare(program, product, node) and not rewrite.has(product):
+                fused = product.with_attributes(epilogue=node.op)
+                rewrite.replace([product, node], replace(fused, outputs=node.outputs))
+    return rewrite.done()
+
+
+def _add(program: Program, rewrite: Rewrite, node: Node) -> None:
+    for value, residual in (node.inputs, node.inputs[::-1]):
+        product = program.producers.get(value)
+        if (
+            product is None
+            or value == residual
+            or not _is_bare(program, product, node)
+            or program.types[residual] != program.types[value]
+            or residual in program.constants
+        ):
+            continue
+        relu = program.only_user(node.output)
+        last = [relu] if _is(relu, "relu") else []
+        inputs = (*product.inputs, "", "")[:3]
+        fused = product.with_attributes(epilogue="add_relu" if last else "add")
+        outputs = (last or [node])[0].outputs
+        new = replace(fused, inputs=(*inputs, residual), outputs=outputs)
+        rewrite.replace([product, node, *last], new)
+        return
+
+
+def _is_bare(program: Program, product: Node, user: Node) -> bool:
+    """Tells whether a product has no epilogue yet, and its result goes to ``user`` alone."""
+    return (
+        product.op in PRODUCTS
+        and not product.at_load
+        and product.attributes.get("epilogue", "none") == "none"
+        and program.only_user(product.output) is user
+    )
+
+
+def stem(program: Program, on: Backend) -> Program:
+    """Makes the first layer of pixels in one go: normalise, convolve, then relu and pool, or norm.
+
+    On an NVIDIA GPU, in 16 bits (ops/stem).
+    """
+    if on.api != "cuda" or on.dtype not in ("bfloat16", "float16"):
+        return program
+    rewrite = Rewrite(program)
+    for conv in program.nodes:
+        last = program.only_user(conv.output)
+        if last is None or not _is_plain_conv(conv) or conv.inputs[0] in program.constants:
+            continue
+        f, c, r, s = program.shape(conv.inputs[1])
+        stride, padding = (pair(conv.attributes[name]) for name in ("stride", "padding"))
+        square = stride[0] == stride[1] and padding[0] == padding[1]
+        op = _stem_with(conv, last)
+        if not op or not square or not has_stem((r, s, c, f), stride[0]):
+            continue
+        before = program.producers.get(conv.inputs[0])
+        pixels, levels, gone = conv.inputs[0], ("", ""), [conv, last]
+        if before and before.op in ("normalize", "cast"):
+            if program.only_user(before.output) is not conv:
+                continue
+            pixels, mean, scale = (*before.inputs, "", "")[:3]
+            levels, gone = (mean, scale), [before, conv, last]
+        if pixels not in program.inputs:
+            continue
+        attributes: dict[str, Attribute] = {
+            "stride": stride[0],
+            "padding": padding[0],
+            "dtype": on.dtype,
+        }
+        if op == "stem_layernorm":
+            attributes["eps"] = last.attributes["eps"]
+        new = Node(
+            op,
+            (pixels, *levels, *(*conv.inputs, "")[1:3], *last.inputs[1:]),
+            last.outputs,
+            attributes,
+            (*conv.layers, *last.layers),
+        )
+        rewrite.replace(gone, new)
+    return rewrite.done()
+
+
+def _stem_with(conv: Node, last: Node) -> str:
+    """Names the op of a first convolution with what follows it; nothing if there is none."""
+    epilogue = conv.attributes.get("epilogue", "none")
+    if _is(last, "layer_norm") and epilogue == "none":
+        return "stem_layernorm"
+    if not _is(last, "max_pool2d", layout="NHWC") or epilogue != "relu":
+        return ""
+    window = [pair(last.attributes.get(n, 1)) for n in ("kernel", "stride", "padding", "dilation")]
+    usual = window == [(3, 3), (2, 2), (1, 1), (1, 1)] and not last.attributes.get("ceil_mode")
+    return "stem_maxpool" if usual else ""
+
+
+def shortcut(program: Program, _: Backend) -> Program:
+    """Sums a block's last convolution and its shortcut's in one op, which stores no shortcut."""
+    rewrite = Rewrite(program)
+    for conv in program.nodes:
+        if not _is_plain_conv(conv, epilogue="add_relu", stride=(1, 1)):
+            continue
+        other = program.producers.get(conv.inputs[3])
+        if (
+            other is None
+            or not _is_plain_conv(other, epilogue="none", padding=(0, 0))
+            or program.shape(other.inputs[1])[2:] != (1, 1)
+            or program.only_user(other.output) is not conv
+        ):
+            continue
+        new = Node(
+            "conv2d_shortcut",
+            (*conv.inputs[:3], *(*other.inputs, "")[:3]),
+            conv.outputs,
+            {"padding": conv.attributes["padding"], "stride": other.attributes["stride"]},
+            (*conv.layers, *other.layers),
+        )
+        rewrite.replace([other, conv], new)
+    return rewrite.done()
+
+
+def chain(program: Program, on: Backend) -> Program:
+    """Computes a block's last 1 x 1 and the next one's first in one op, on a GPU."""
+    rewrite = Rewrite(program)
+    for conv in program.nodes if on.is_gpu else ():
+        if not _is_pointwise(program, conv, "add_relu"):
+            continue
+        c = program.shape(conv.inputs[1])[1]
+        for following in program.users.get(conv.output, ()):
+            if (
+                _is_pointwise(program, following, "relu")
+                and following.inputs[0] == conv.output
+                and (c, program.shape(following.inputs[1])[0]) in CHAINS
+                and not rewrite.has(conv, following)
+            ):
+                x, filters, bias, residual = conv.inputs
+                new = Node(
+                    "conv2d_chain",
+                    (x, filters, bias, residual, *(*following.inputs, "")[1:3]),
+                    (conv.output, following.output),
+                    {},
+                    (*conv.layers, *following.layers),
+                )
+                rewrite.replace([conv, following], new, place=conv)
+                break
+    return rewrite.done()
+
+
+def _is_pointwise(program: Program, node: Node, epilogue: str) -> bool:
+    plain = _is_plain_conv(node, epilogue=epilogue, stride=(1, 1), padding=(0, 0))
+    return plain and program.shape(node.inputs[1])[2:] == (1, 1)
+
+
+def _is_plain_conv(node: Node, epilogue: str = "", **window: tuple[int, int]) -> bool:
+    """Tells whether a convolution is dense, of one group and no dilation, and as asked for."""
+    given = node.attributes
+    return (
+        node.op == "conv2d"
+        and given.get("layout") == "NHWC"
+        and not given.get("format")
+        and given.get("groups", 1) == 1
+        and pair(given.get("dilation", 1)) == (1, 1)
+        and (not epilogue or given.get("epilogue", "none") == epilogue)
+        and all(pair(given[name]) == value for name, value in window.items())
+    )
+
+
+def qkv(program: Program, _: Backend) -> Program:
+    """Multiplies query, key and value tokens by their weights in one op."""
+    rewrite = Rewrite(program)
+    for node in program.nodes:
+        if node.op != "attention":
+            continue
+        found = [program.producers.get(value) for value in node.inputs]
+        linears = [
+            each
+            for each in found
+            if _is_dense_linear(each, "none") and program.only_user(each.output) is node
+        ]
+        if len(linears) < 3:
+            continue
+        given = [program.types[each.inputs[0]] for each in linears]
+        shapes = {program.types[each.inputs[1]].shape for each in linears}
+        if len(shapes) > 1 or given[1] != given[2] or any(len(x.shape) != 3 for x in given):
+            continue
+        inputs = [each.inputs[0] for each in linears]
+        for each in linears:
+            inputs += (*each.inputs, "")[1:3]
+        new = Node(
+            "qkv_linear",
+            tuple(inputs),
+            tuple(each.output for each in linears),
+            {},
+            tuple(layer for each in linears for layer in each.layers),
+        )
+        order = {n.output: i for i, n in enumerate(program.nodes)}
+        rewrite.replace(linears, new, place=max(linears, key=lambda each: order[each.output]))
+    return rewrite.done()
+
+
+def depthwise(program: Program, on: Backend) -> Program:
+    """Norms tokens and convolves them, channel by channel, into query, key and value in one op.
+
+    The class token, if there is one, is normed and passes by the convolutions. For odd windows of
+    up to 5, on a CPU, and on an NVIDIA GPU if C is a multiple of 16 bytes.
+    """
+    rewrite = Rewrite(program)
+    for norm in program.nodes:
+        if norm.op != "layer_norm" or len(program.types[norm.inputs[0]].shape) != 3:
+            continue
+        if found := _projections(program, norm, on):
+            rewrite.replace([norm, *found[0]], found[1], place=norm)
+    return rewrite.done()
+
+
+def _projections(program: Program, norm: Node, on: Backend) -> tuple[list[Node], Node] | None:
+    t, c = program.shape(norm.output)
+    bytes = 4 if on.dtype == "float32" else 2
+    if on.is_gpu and (on.api != "cuda" or c * bytes % 16 or c > 128 * 16 // bytes):
+        return None
+    users = list(program.users.get(norm.output, ()))
+    first = [each for each in users if _is(each, "slice", axis=1, start=0, stop=1)]
+    rest = [each for each in users if _is(each, "slice", axis=1, start=1, stop=t)]
+    image = program.only_user(rest[0].output if rest else norm.output)
+    if (first or rest) and (len(first), len(rest), len(users)) != (1, 1, 2):
+        return None
+    if not _is(image, "reshape") or len(program.types[image.output].shape) != 4:
+        return None
+    _, h, w, channels = program.types[image.output].shape
+    gone, outputs, convs = [*first, *rest, image], [], program.users.get(image.output, ())
+    if len(convs) != 3 or channels != c or norm.output in program.outputs.values():
+        return None
+    for conv in convs:
+        reshape = program.only_user(conv.output)
+        if not _is(reshape, "reshape") or len(program.types[reshape.output].shape) != 3:
+            return None
+        last = reshape
+        if first:
+            concat = program.only_user(reshape.output)
+            if not _is(concat, "concat", axis=1, inputs=(first[0].output, reshape.output)):
+                return None
+            last = concat
+        gone += [conv, reshape] + ([last] if first else [])
+        outputs.append(last.output)
+    query, key, value = convs
+    kernel = program.shape(query.inputs[1])[2]
+    windows = [[pair(each.attributes[part]) for part in ("stride", "padding")] for each in convs]
+    (stride, across), (padding, beside) = windows[1]
+    if (
+        kernel not in (1, 3, 5)
+        or any(not _is_depthwise(program, each, c, kernel) for each in convs)
+        or windows[0] != [(1, 1), (kernel // 2, kernel // 2)]
+        or windows[1] != windows[2]
+        or (stride, padding) != (across, beside)
+        or 2 * padding >= kernel
+    ):
+        return None
+    filters = [name for each in (query, key, value) for name in (*each.inputs, "")[1:3]]
+    new = Node(
+        "depthwise_qkv",
+        (*norm.inputs, *filters),
+        tuple(outputs),
+        {
+            "size": (h, w),
+            "kernel": kernel,
+            "padding_q": kernel // 2,
+            "padding_kv": padding,
+            "stride_kv": stride,
+            "class_token": bool(first),
+            "eps": norm.attributes["eps"],
+        },
+        (*norm.layers, *(layer for each in convs for layer in each.layers)),
+    )
+    return gone, new
+
+
+def _is_depthwise(program: Program, node: Node, c: int, kernel: int) -> bool:
+    given = node.attributes
+    return (
+        _is(node, "conv2d", layout="NHWC", groups=c)
+        and program.shape(node.inputs[1]) == (c, 1, kernel, kernel)
+        and given.get("epilogue", "none") == "none"
+        and pair(given.get("dilation", 1)) == (1, 1)
+        and not given.get("format")
+    )
+
+
+def mlp(program: Program, on: Backend) -> Program:
+    """Norms tokens and sends them through an MLP in one op, which stores no hidden layer.
+
+    On a GPU, for the widths of ops/gemm/chain.mojo.
+    """
+    rewrite = Rewrite(program)
+    for norm in program.nodes if on.is_gpu else ():
+        first = program.only_user(norm.output) if norm.op == "layer_norm" else None
+        second = first and program.only_user(first.output)
+        x = norm.inputs[0]
+        if (
+            _is_dense_linear(first, "gelu")
+            and _is_dense_linear(second, "add")
+            and second.inputs[3] == x
+            and len(program.types[x].shape) == 3
+            and program.shape(x)[1] in MLPS
+        ):
+            new = Node(
+                "layernorm_mlp",
+                (*norm.inputs, *(*first.inputs, "")[1:3], *second.inputs[1:3]),
+                second.outputs,
+                {"eps": norm.attributes["eps"]},
+                (*norm.layers, *first.layers, *second.layers),
+            )
+            rewrite.replace([norm, first, second], new)
+    return rewrite.done()
+
+
+def _is_dense_linear(node: Node | None, epilogue: str) -> TypeGuard[Node]:
+    return (
+        _is(node, "linear")
+        and not node.attributes.get("format")
+        and node.attributes.get("epilogue", "none") == epilogue
+    )
+
+
+def _is(
+    node: Node | None, op: str, inputs: Iterable[str] = (), **attributes: object
+) -> TypeGuard[Node]:
+    """Tells whether there is a node of an op, perhaps with these inputs and attributes."""
+    return (
+        node is not None
+        and node.op == op
+        and (not inputs or node.inputs == tuple(inputs))
+        and all(node.attributes.get(name) == value for name, value in attributes.items())
+    )

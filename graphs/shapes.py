@@ -1,0 +1,681 @@
+"""The ops of a program: what each takes, and the types of what it gives.
+
+``infer`` checks an op and computes the types of its outputs; the program, the passes and the nodes
+of a MAX graph (graphs/nodes.py) all ask it. Images are [N, C, H, W], or [N, H, W, C] where an op
+has ``layout="NHWC"``; filters are [F, C, R, S], C of one group; linear weights [out, in].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from maxvision.common.errors import ArgumentError
+from maxvision.graphs.program import Size, Type
+
+EPILOGUES = ("none", "relu", "gelu", "add", "add_relu")
+"""What a product may end with; the two that add take a residual."""
+MOST_DEPTH = 256
+"""Channels of a head that attention's plain GPU kernel has room for in shared memory."""
+
+Pair = int | tuple[int, int]
+Window = tuple[int, int]
+
+
+def infer(op: str, given: Sequence[Type | None], attributes: Mapping[str, Any]) -> list[Type]:
+    """Computes the types of an op's outputs.
+
+    Args:
+        op: Its name.
+        given: The types of its inputs; None for one that is absent.
+        attributes: Its settings.
+
+    Raises:
+        ArgumentError: If there is no such op, or it does not take these.
+    """
+    if op not in OPS:
+        raise ArgumentError(f"{op}: there is no such op; graphs/shapes.py lists them")
+    found = OPS[op](*given, **attributes)
+    return [found] if isinstance(found, Type) else list(found)
+
+
+def pair(value: Any) -> Window:
+    """Makes a pair (height, width) of one number for both."""
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def windows(
+    name: str,
+    size: Window,
+    taps: Window,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    ceil_mode: bool = False,
+) -> Window:
+    """Counts the windows down and across an image of ``size`` px, as torch does.
+
+    Raises:
+        ArgumentError: If the geometry does not fit.
+    """
+    strides, pads, dilations = pair(stride), pair(padding), pair(dilation)
+    if min(taps + strides + dilations) < 1 or min(pads) < 0:
+        raise ArgumentError(
+            f"{name}: expects kernel, stride and dilation of at least 1 and padding of at least 0"
+            f" but has {taps}, {strides}, {dilations} and {pads}"
+        )
+    out = []
+    for length, tap, step, pad, spread in zip(size, taps, strides, pads, dilations, strict=True):
+        room = length + 2 * pad - spread * (tap - 1) - 1
+        if room < 0:
+            raise ArgumentError(
+                f"{name}: expects an input of at least {spread * (tap - 1) + 1 - 2 * pad} px"
+                f" but has {length}"
+            )
+        count = (room + (step - 1 if ceil_mode else 0)) // step + 1
+        if ceil_mode and (count - 1) * step >= length + pad:
+            count -= 1  # a window has to begin inside the image or its left padding
+        out.append(count)
+    return out[0], out[1]
+
+
+def channels_last(x: Type) -> Type:
+    """Permutes [N, C, H, W] to [N, H, W, C]."""
+    n, c, h, w = x.shape
+    return x._replace(shape=(n, h, w, c))
+
+
+def channels_first(x: Type) -> Type:
+    """Permutes [N, H, W, C] to [N, C, H, W]."""
+    n, h, w, c = x.shape
+    return x._replace(shape=(n, c, h, w))
+
+
+def _image(name: str, x: Type, layout: str = "NHWC") -> tuple[Size, int, int, int]:
+    """Gives N, H, W and C of an image."""
+    if len(x.shape) != 4:
+        raise ArgumentError(f"{name}: expects x[N, H, W, C] but x has rank {len(x.shape)}")
+    n, h, w, c = x.shape if layout == "NHWC" else channels_last(x).shape
+    return n, *(_known(name, size, "x[N, H, W, C]") for size in (h, w, c))  # type: ignore[return-value]
+
+
+def _known(name: str, size: Size, what: str) -> int:
+    if not isinstance(size, int):
+        raise ArgumentError(f"{name}: expects a known {what} but it is {size}")
+    return size
+
+
+def _as(x: Type, shape: Sequence[Size], layout: str = "NHWC") -> Type:
+    found = Type(tuple(shape), x.dtype)
+    return found if layout == "NHWC" else channels_first(found)
+
+
+def _epilogue(name: str, epilogue: str, residual: Type | None, out: Type) -> None:
+    if epilogue not in EPILOGUES:
+        raise ArgumentError(
+            f"{name}: epilogue expects one of {', '.join(EPILOGUES)} but is {epilogue!r}"
+        )
+    adds = epilogue.startswith("add")
+    if adds != (residual is not None):
+        raise ArgumentError(
+            f"{name}: epilogue {epilogue!r} expects {'a' if adds else 'no'} residual"
+        )
+    if residual is not None and residual.shape != out.shape:
+        raise ArgumentError(
+            f"{name}: residual expects the output's shape {_list(out)} but has {_list(residual)}"
+        )
+
+
+def _list(x: Type) -> str:
+    return f"[{', '.join(map(str, x.shape))}]"
+
+
+def conv2d(
+    x: Type,
+    filter: Type,
+    bias: Type | None = None,
+    residual: Type | None = None,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    epilogue: str = "none",
+    layout: str = "NCHW",
+    format: str = "",
+    name: str = "conv2d",
+) -> Type:
+    """Types torch's conv2d, then act(. + residual); ``format`` is that of a sparse filter."""
+    n, h, w, c = _image(name, x, layout)
+    f, filter_c, r, s = (_known(name, size, "filter") for size in filter.shape)
+    if c != filter_c * groups:
+        raise ArgumentError(
+            f"{name}: filter w[R, S, C, F] expects C={filter_c * groups}"
+            f" but input x[N, H, W, C] has C={c}"
+        )
+    p, q = windows(name, (h, w), (r, s), stride, padding, dilation)
+    out = _as(x, (n, p, q, f), layout)
+    _vector(name, "bias", f, bias)
+    _epilogue(name, epilogue, residual, out)
+    return out
+
+
+def conv2d_shortcut(
+    x: Type,
+    filter: Type,
+    bias: Type | None,
+    source: Type,
+    shortcut: Type,
+    shortcut_bias: Type | None,
+    *,
+    padding: Pair = 0,
+    stride: Pair = 1,
+) -> Type:
+    """Types relu(conv2d(x, filter, padding) + conv2d(source, shortcut, stride)), in NHWC."""
+    name, f = "conv2d_shortcut", filter.shape[0]
+    if shortcut.shape[2:] != (1, 1) or shortcut.shape[0] != f:
+        raise ArgumentError(
+            f"{name}: expects a shortcut [1, 1, C, {f}] but it is {_rscf(shortcut)}"
+        )
+    out = conv2d(x, filter, bias, padding=padding, layout="NHWC", name=name)
+    other = conv2d(source, shortcut, shortcut_bias, stride=stride, layout="NHWC", name=name)
+    if out.shape[1:3] != other.shape[1:3]:
+        raise ArgumentError(
+            f"{name}: expects a shortcut of {list(out.shape[1:3])} px"
+            f" but it gives {list(other.shape[1:3])}"
+        )
+    return out
+
+
+def _rscf(filter: Type) -> list[Size]:
+    f, c, r, s = filter.shape
+    return [r, s, c, f]
+
+
+def conv2d_chain(
+    x: Type,
+    filter: Type,
+    bias: Type | None,
+    residual: Type,
+    following: Type,
+    following_bias: Type | None,
+) -> tuple[Type, Type]:
+    """Types h = relu(conv2d(x, filter) + residual) and relu(conv2d(h, following)), 1 x 1, NHWC."""
+    name, k = "conv2d_chain", filter.shape[0]
+    if following.shape[1] != k:
+        raise ArgumentError(
+            f"{name}: expects a following filter [1, 1, {k}, F] but it is {_rscf(following)}"
+        )
+    h = conv2d(x, filter, bias, residual, epilogue="add_relu", layout="NHWC", name=name)
+    return h, conv2d(h, following, following_bias, layout="NHWC", name=name)
+
+
+def linear(
+    x: Type,
+    weight: Type,
+    bias: Type | None = None,
+    residual: Type | None = None,
+    *,
+    epilogue: str = "none",
+    format: str = "",
+) -> Type:
+    """Types torch's linear of x[..., C], then act(. + residual)."""
+    c = _known("linear", x.shape[-1], "C of x[..., C]")
+    f, weight_c = weight.shape
+    if c != weight_c:
+        raise ArgumentError(
+            f"linear: weight [C, F] expects C={weight_c} but input x[..., C] has C={c}"
+        )
+    out = Type((*x.shape[:-1], f), x.dtype)
+    _vector("linear", "bias", f, bias)
+    _epilogue("linear", epilogue, residual, out)
+    return out
+
+
+def qkv_linear(*given: Type | None) -> tuple[Type, ...]:
+    """Types ``linear`` thrice: tokens of query, key and value, then the weight and bias of each."""
+    name, tokens, weights = "qkv_linear", given[:3], given[3:9:2]
+    assert weights[0] is not None
+    f, c = weights[0].shape
+    for y, weight in zip(tokens, weights, strict=True):
+        assert y is not None and weight is not None
+        if len(y.shape) != 3 or _known(name, y.shape[2], "C of tokens[N, T, C]") != c:
+            raise ArgumentError(f"{name}: expects tokens [N, T, {c}] but one is {_list(y)}")
+        if weight.shape != (f, c):
+            raise ArgumentError(
+                f"{name}: expects weights [{c}, {f}] but one is {list(weight.shape[::-1])}"
+            )
+    _, k, v = tokens
+    assert k is not None and v is not None
+    if k.shape != v.shape:
+        raise ArgumentError(
+            f"{name}: expects as many keys as values but has {k.shape[1]} and {v.shape[1]}"
+        )
+    return tuple(Type((*y.shape[:2], f), y.dtype) for y in tokens if y is not None)
+
+
+def matmul(
+    a: Type,
+    b: Type,
+    bias: Type | None = None,
+    residual: Type | None = None,
+    *,
+    alpha: float = 1.0,
+    transpose_b: bool = False,
+    epilogue: str = "none",
+) -> Type:
+    """Types act(alpha * a @ b + bias + residual) for a[..., M, K] and b[..., K, N]."""
+    if len(a.shape) < 2 or len(b.shape) < 2:
+        raise ArgumentError(
+            f"bmm: a[..., M, K] and b expect rank 2 or more but have {len(a.shape)} and"
+            f" {len(b.shape)}"
+        )
+    k = _known("bmm", a.shape[-1], "K of a[..., M, K]")
+    b_k, b_n = b.shape[-1 if transpose_b else -2], b.shape[-2 if transpose_b else -1]
+    n = _known("bmm", b_n, "N of b")
+    if b_k != k:
+        raise ArgumentError(f"bmm: a[..., M, K] has K={k} but b has K={b_k}")
+    shared = all(size == 1 for size in b.shape[:-2])
+    if not shared and b.shape[:-2] != a.shape[:-2]:
+        raise ArgumentError(
+            f"bmm: b expects the batch {list(a.shape[:-2])} of a, or 1,"
+            f" but has {list(b.shape[:-2])}"
+        )
+    out = Type((*a.shape[:-1], n), a.dtype)
+    _vector("bmm", "bias", n, bias)
+    _epilogue("bmm", epilogue, residual, out)
+    return out
+
+
+def batch_norm(
+    x: Type,
+    weight: Type,
+    bias: Type,
+    mean: Type,
+    var: Type,
+    *,
+    eps: float = 1e-5,
+    layout: str = "NCHW",
+) -> Type:
+    """Types (x - mean) / sqrt(var + eps) * weight + bias, by channel."""
+    *_, c = _image("batch_norm", x, layout)
+    for part, value in (("weight", weight), ("bias", bias), ("mean", mean), ("var", var)):
+        _vector("batch_norm", part, c, value)
+    return x
+
+
+def max_pool2d(x: Type, *, name: str = "maxpool", **window: Any) -> Type:
+    """Types torch's max_pool2d; so does ``avg_pool2d`` torch's."""
+    return _pool(name, x, **window)
+
+
+def avg_pool2d(
+    x: Type, *, kernel: Pair | None = None, count_include_pad: bool = True, **window: Any
+) -> Type:
+    """Types torch's avg_pool2d; without a kernel it is the whole image."""
+    if kernel is None:
+        _, h, w, _ = _image("avgpool", x, window.get("layout", "NCHW"))
+        kernel = (h, w)
+    return _pool("avgpool", x, kernel=kernel, **window)
+
+
+def _pool(
+    name: str,
+    x: Type,
+    *,
+    kernel: Pair,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    ceil_mode: bool = False,
+    layout: str = "NCHW",
+) -> Type:
+    n, h, w, c = _image(name, x, layout)
+    taps = pair(kernel)
+    for side, pad in zip(taps, pair(padding), strict=True):
+        if 2 * pad > side:
+            raise ArgumentError(
+                f"{name}: padding expects at most half the kernel {side} but is {pad}"
+            )
+    step = kernel if stride is None else stride
+    p, q = windows(name, (h, w), taps, step, padding, dilation, ceil_mode)
+    return _as(x, (n, p, q, c), layout)
+
+
+def unary(x: Type, **_: Any) -> Type:
+    """Types what changes no shape."""
+    return x
+
+
+def binary(a: Type, b: Type) -> Type:
+    """Types what broadcasts two values, as numpy does."""
+    shape: list[Size] = []
+    longest = max(len(a.shape), len(b.shape))
+    sides = [(1,) * (longest - len(x.shape)) + x.shape for x in (a, b)]
+    for ours, theirs in zip(*sides, strict=True):
+        if ours != theirs and 1 not in (ours, theirs):
+            raise ArgumentError(f"add: expects shapes that broadcast but has {a} and {b}")
+        shape.append(theirs if ours == 1 else ours)
+    return Type(tuple(shape), _narrower(a, b))
+
+
+def layer_norm(x: Type, weight: Type, bias: Type, *, eps: float = 1e-5) -> Type:
+    """Types torch's layer_norm over the last axis of x[..., C]."""
+    _norm("layernorm", x.shape[-1], weight, bias)
+    return x
+
+
+def layernorm_first(x: Type, weight: Type, bias: Type, *, eps: float = 1e-5) -> Type:
+    """Types the layer norm of the first token of each image of x[N, T, C]: [N, C]."""
+    if len(x.shape) != 3 or x.shape[1] == 0:
+        raise ArgumentError(f"layernorm_first: expects tokens x[N, T, C] but x has {_list(x)}")
+    _norm("layernorm_first", x.shape[2], weight, bias)
+    return Type((x.shape[0], x.shape[2]), x.dtype)
+
+
+def layernorm_mlp(
+    x: Type,
+    weight: Type,
+    bias: Type,
+    first: Type,
+    first_bias: Type | None,
+    second: Type,
+    second_bias: Type | None,
+    *,
+    eps: float = 1e-5,
+) -> Type:
+    """Types x + linear(gelu(linear(layer_norm(x)))) of tokens x[N, T, C]."""
+    name = "layernorm_mlp"
+    if len(x.shape) != 3:
+        raise ArgumentError(f"{name}: expects tokens x[N, T, C] but x has {_list(x)}")
+    c = _known(name, x.shape[2], "C of x[N, T, C]")
+    _norm(name, c, weight, bias)
+    k = first.shape[0]
+    if first.shape != (k, c) or second.shape != (c, k):
+        raise ArgumentError(
+            f"{name}: expects weights [{c}, K] and [K, {c}]"
+            f" but has {list(first.shape[::-1])} and {list(second.shape[::-1])}"
+        )
+    return x
+
+
+def _vector(name: str, part: str, size: Size, value: Type | None) -> None:
+    if value is not None and value.shape != (size,):
+        raise ArgumentError(f"{name}: {part} expects the shape [{size}] but has {_list(value)}")
+
+
+def _norm(name: str, c: Size, weight: Type, bias: Type) -> None:
+    for part, value in (("weight", weight), ("bias", bias)):
+        if value.shape != (c,):
+            raise ArgumentError(
+                f"{name}: {part} expects the shape [{c}] of x[..., C] but has {_list(value)}"
+            )
+
+
+def attention(q: Type, k: Type, v: Type, *, heads: int, scale: float) -> Type:
+    """Types attention from q[N, T, C] to k and v[N, S, C], the heads side by side in C."""
+    for name, value in (("q[N, T, C]", q), ("k[N, S, C]", k), ("v[N, S, C]", v)):
+        if len(value.shape) != 3:
+            raise ArgumentError(f"attention: expects {name} but it has rank {len(value.shape)}")
+    n = q.shape[0]
+    c = _known("attention", q.shape[2], "C of q[N, T, C]")
+    s = _known("attention", k.shape[1], "S of k[N, S, C]")
+    for name, value in (("k", k), ("v", v)):
+        if value.shape != (n, s, c):
+            raise ArgumentError(
+                f"attention: {name} expects the shape {_list(Type((n, s, c)))} of q's N, k's S and"
+                f" q's C but has {_list(value)}"
+            )
+    if heads < 1 or c % heads:
+        raise ArgumentError(f"attention: expects heads that divide C={c} but has {heads}")
+    if s < 1:
+        raise ArgumentError("attention: expects at least one key but has S=0")
+    if c // heads > MOST_DEPTH:
+        raise ArgumentError(
+            f"attention: expects heads of at most {MOST_DEPTH} channels but they have {c // heads}"
+        )
+    if not scale >= 0:
+        raise ArgumentError(f"attention: expects a scale of at least 0 but it is {scale}")
+    return q
+
+
+def scaled_dot_product_attention(q: Type, k: Type, v: Type, *, scale: float) -> Type:
+    """Types torch's attention of q[N, heads, T, D], k[N, heads, S, D] and v[N, heads, S, E]."""
+    name = "scaled_dot_product_attention"
+    fits = len(q.shape) == len(k.shape) == len(v.shape) == 4
+    if not fits or q.shape[-1] != k.shape[-1] or k.shape[:3] != v.shape[:3]:
+        raise ArgumentError(
+            f"{name}: expects q[N, heads, T, D], k[N, heads, S, D] and v[N, heads, S, E] but has"
+            f" {_list(q)}, {_list(k)} and {_list(v)}"
+        )
+    return Type((*q.shape[:3], v.shape[3]), q.dtype)
+
+
+def normalize(pixels: Type, mean: Type, scale: Type, *, dtype: str = "float32") -> Type:
+    """Types (pixels[N, H, W, C] - mean[C]) * scale[C] as ``dtype``."""
+    *_, c = _image("normalize", pixels)
+    _levels("normalize", c, mean, scale)
+    return Type(pixels.shape, dtype)
+
+
+def _levels(name: str, c: Size, mean: Type, scale: Type) -> None:
+    for part, value in (("mean", mean), ("scale", scale)):
+        if value.shape != (c,):
+            raise ArgumentError(
+                f"{name}: {part} expects the shape [{c}] of pixels[N, H, W, C]"
+                f" but has {_list(value)}"
+            )
+
+
+def stem(
+    name: str,
+    x: Type,
+    mean: Type | None,
+    scale: Type | None,
+    filter: Type,
+    bias: Type | None,
+    *,
+    stride: int,
+    padding: int,
+    dtype: str = "float32",
+) -> Type:
+    """Types conv2d(normalize(x)) of pixels x[N, H, W, C]: uint8 levels, or floats as they are."""
+    if (mean is not None) != (x.dtype == "uint8"):
+        expects = "mean and scale of" if mean is None else "no levels with"
+        raise ArgumentError(f"{name}: expects {expects} {x.dtype} pixels")
+    *_, c = _image(name, x)
+    if c != filter.shape[1]:
+        raise ArgumentError(
+            f"{name}: filter w[R, S, C, F] expects C={filter.shape[1]}"
+            f" but input x[N, H, W, C] has C={c}"
+        )
+    if mean is not None and scale is not None:
+        _levels(name, c, mean, scale)
+    out = conv2d(x, filter, bias, stride=stride, padding=padding, layout="NHWC", name=name)
+    return out._replace(dtype=dtype)
+
+
+def stem_maxpool(*given: Any, **attributes: Any) -> Type:
+    """Types maxpool(relu(conv2d(normalize(x))), 3, stride=2, padding=1); see ``stem``."""
+    out = stem("stem_maxpool", *given, **attributes)
+    return _pool("stem_maxpool", out, kernel=3, stride=2, padding=1, layout="NHWC")
+
+
+def stem_layernorm(*given: Any, eps: float = 1e-5, **attributes: Any) -> Type:
+    """Types layer_norm(conv2d(normalize(x))); see ``stem``, then the norm's weight and bias."""
+    *inputs, weight, bias = given
+    _norm("stem_layernorm", inputs[3].shape[0], weight, bias)
+    return stem("stem_layernorm", *inputs, **attributes)
+
+
+def depthwise_qkv(
+    x: Type,
+    weight: Type,
+    bias: Type,
+    *filters: Type | None,
+    size: Window,
+    kernel: int,
+    padding_q: int = 1,
+    padding_kv: int = 1,
+    stride_kv: int = 2,
+    class_token: bool = False,
+    eps: float = 1e-5,
+) -> tuple[Type, Type, Type]:
+    """Types three depthwise convolutions of normalised tokens x[N, T, C], each then as tokens."""
+    name = "depthwise_qkv"
+    if len(x.shape) != 3:
+        raise ArgumentError(f"{name}: expects tokens x[N, T, C] but x has rank {len(x.shape)}")
+    tokens, c = (_known(name, size, "T and C of x[N, T, C]") for size in x.shape[1:])
+    if tokens != size[0] * size[1] + class_token:
+        raise ArgumentError(
+            f"{name}: expects {size[0]} * {size[1]}{' + 1' * class_token} tokens"
+            f" but x[N, T, C] has T={tokens}"
+        )
+    _norm(name, c, weight, bias)
+    for each in filters[::2]:
+        if each is None or each.shape != (c, 1, kernel, kernel):
+            raise ArgumentError(
+                f"{name}: expects depthwise filters [{kernel}, {kernel}, 1, {c}]"
+                f" but one is {each and _rscf(each)}"
+            )
+    if 2 * padding_q != kernel - 1:
+        raise ArgumentError(
+            f"{name}: expects a padding_q that keeps the size, {(kernel - 1) / 2:g},"
+            f" but it is {padding_q}"
+        )
+    p, q = windows(name, size, (kernel, kernel), stride_kv, padding_kv)
+    keys = Type((x.shape[0], p * q + class_token, c), x.dtype)
+    return x, keys, keys
+
+
+def class_token(tokens: Type, token: Type) -> Type:
+    """Types token[C] before the tokens [N, T, C] of each image."""
+    if len(tokens.shape) != 3 or math.prod(map(int, token.shape)) != tokens.shape[2]:
+        raise ArgumentError(
+            f"class_token: expects tokens [N, T, C] and a token [C]"
+            f" but has {_list(tokens)} and {_list(token)}"
+        )
+    n, t, c = tokens.shape
+    return Type((n, _known("class_token", t, "T") + 1, c), tokens.dtype)
+
+
+def reshape(x: Type, *, shape: tuple[Size, ...]) -> Type:
+    """Types the same numbers in another shape."""
+    sides = []
+    for sizes in (x.shape, shape):
+        named = sorted(size for size in sizes if isinstance(size, str))
+        sides.append((named, math.prod(size for size in sizes if isinstance(size, int))))
+    if sides[0] != sides[1]:
+        raise ArgumentError(
+            f"reshape: {_list(Type(shape))} expects as many numbers as {_list(x)} has"
+        )
+    return Type(tuple(shape), x.dtype)
+
+
+def permute(x: Type, *, axes: tuple[int, ...]) -> Type:
+    """Types torch's permute."""
+    if sorted(axes) != list(range(len(x.shape))):
+        raise ArgumentError(f"permute: {axes} expects each axis of {_list(x)} once")
+    return Type(tuple(x.shape[axis] for axis in axes), x.dtype)
+
+
+def slice_(x: Type, *, axis: int, start: int, stop: int) -> Type:
+    """Types x[start:stop] along an axis."""
+    length = _known("slice", x.shape[axis], f"axis {axis}")
+    if not 0 <= start < stop <= length:
+        raise ArgumentError(f"slice: {start}:{stop} expects to be within the {length} of an axis")
+    shape = list(x.shape)
+    shape[axis] = stop - start
+    return Type(tuple(shape), x.dtype)
+
+
+def concat(*given: Type, axis: int) -> Type:
+    """Types values one behind the other along an axis."""
+    shape = list(given[0].shape)
+    for other in given[1:]:
+        sides = zip(shape, other.shape, strict=True)
+        if any(ours != theirs for i, (ours, theirs) in enumerate(sides) if i != axis):
+            raise ArgumentError(f"concat: {_list(given[0])} does not fit {_list(other)}")
+    shape[axis] = sum(_known("concat", each.shape[axis], f"axis {axis}") for each in given)
+    return Type(tuple(shape), _narrower(*given))
+
+
+def expand(x: Type, *, shape: tuple[Size, ...]) -> Type:
+    """Types torch's expand: sizes of 1 repeated."""
+    if len(x.shape) != len(shape) or any(
+        a not in (1, b) for a, b in zip(x.shape, shape, strict=True)
+    ):
+        raise ArgumentError(f"expand: {_list(x)} does not expand to {_list(Type(shape))}")
+    return Type(tuple(shape), x.dtype)
+
+
+def cast(x: Type, *, dtype: str) -> Type:
+    """Types the same numbers in another dtype."""
+    return Type(x.shape, dtype)
+
+
+def batch_norm_scale(weight: Type, var: Type, *, eps: float) -> Type:
+    """Types weight / sqrt(var + eps), in float64."""
+    return Type(weight.shape, "float64")
+
+
+def batch_norm_shift(bias: Type, mean: Type, scale: Type, before: Type | None = None) -> Type:
+    """Types bias + (before - mean) * scale: the bias of a convolution with its batch norm."""
+    return Type(bias.shape, "float32")
+
+
+def scale_filter(filter: Type, scale: Type) -> Type:
+    """Types a filter [F, C, R, S] times a scale [F]."""
+    return Type(filter.shape, "float32")
+
+
+def _narrower(*given: Type) -> str:
+    """Names the dtype of what is computed of several: weights, in float32, follow the others."""
+    order = ("bfloat16", "float16", "float32", "float64")
+    dtypes = {each.dtype for each in given}
+    if len(dtypes) > 1 and not dtypes <= set(order):
+        raise ArgumentError(f"expects values of one dtype but has {', '.join(sorted(dtypes))}")
+    return min(dtypes, key=order.index) if len(dtypes) > 1 else dtypes.pop()
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    # plain
+    "conv2d": conv2d,
+    "batch_norm": batch_norm,
+    "linear": linear,
+    "matmul": matmul,
+    "relu": unary,
+    "gelu": unary,
+    "softmax": unary,
+    "log_softmax": unary,
+    "add": binary,
+    "mul": binary,
+    "max_pool2d": max_pool2d,
+    "avg_pool2d": avg_pool2d,
+    "layer_norm": layer_norm,
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+    "normalize": normalize,
+    "reshape": reshape,
+    "permute": permute,
+    "slice": slice_,
+    "concat": concat,
+    "expand": expand,
+    "cast": cast,
+    # at load
+    "batch_norm_scale": batch_norm_scale,
+    "batch_norm_shift": batch_norm_shift,
+    "scale_filter": scale_filter,
+    # fused
+    "conv2d_shortcut": conv2d_shortcut,
+    "conv2d_chain": conv2d_chain,
+    "qkv_linear": qkv_linear,
+    "attention": attention,
+    "layernorm_first": layernorm_first,
+    "layernorm_mlp": layernorm_mlp,
+    "depthwise_qkv": depthwise_qkv,
+    "class_token": class_token,
+    "stem_maxpool": stem_maxpool,
+    "stem_layernorm": stem_layernorm,
+}
+"""Every op: plain ones, which networks are written in; what folds weights; what passes make."""

@@ -1,0 +1,68 @@
+"""Devices and dtypes by their names."""
+
+from __future__ import annotations
+
+from max.driver import CPU, Accelerator, Device, accelerator_count
+from max.dtype import DType
+from max.graph import DeviceRef
+
+from maxvision.common.errors import ArgumentError, DeviceError
+from maxvision.graphs import nodes
+
+DTYPES = {
+    "float32": DType.float32,
+    "bfloat16": DType.bfloat16,
+    "float16": DType.float16,
+}
+
+
+def find_device(name: str) -> Device:
+    """Opens the device called ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.
+
+    Raises:
+        ArgumentError: If it is none of these.
+        DeviceError: If there is no such GPU.
+    """
+    kind, index = parse_device(name)
+    count = accelerator_count()
+    if kind == "cpu" or (kind == "auto" and count == 0):
+        return CPU()
+    if count == 0:
+        raise DeviceError(
+            "device gpu expects a GPU that MAX supports but this machine shows none;"
+            " use cpu, or check the driver with nvidia-smi or rocm-smi"
+        )
+    if (index or 0) >= count:
+        raise DeviceError(
+            f"device {name} expects more than {index} GPUs but this machine has {count};"
+            f" use gpu:0 to gpu:{count - 1}"
+        )
+    return Accelerator(index or 0)
+
+
+def parse_device(name: str) -> tuple[str, int | None]:
+    """Reads ``auto``, ``cpu``, ``gpu`` or ``gpu:N``: the kind, and N.
+
+    Raises:
+        ArgumentError: If it is none of these.
+    """
+    kind, colon, index = name.partition(":")
+    if kind not in ("auto", "cpu", "gpu") or (colon and (kind != "gpu" or not index.isdecimal())):
+        raise ArgumentError(f"device expects auto, cpu, gpu or gpu:N but is {name!r}")
+    return kind, int(index) if index else None
+
+
+def find_dtype(name: str, device: Device) -> DType:
+    """Looks up the dtype called ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+
+    Raises:
+        ArgumentError: If it is none of these.
+        DeviceError: If the device's kernels do not take it.
+    """
+    if name == "auto":
+        return DType.float32
+    if name not in DTYPES:
+        raise ArgumentError(f"dtype expects auto, {', '.join(DTYPES)} but is {name!r}")
+    if not nodes.supported(DTYPES[name], DeviceRef.from_device(device)):
+        raise DeviceError(f"dtype {name} runs on a GPU only; use float32 or bfloat16 on a CPU")
+    return DTYPES[name]

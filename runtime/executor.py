@@ -1,0 +1,241 @@
+"""Runs a program: compiled once, or found in a cache, for any number of inputs and outputs.
+
+    executor = Executor.compile(program, tensors, CPU())
+    logits, features = executor(pixels)
+
+The compiled graph holds no weights, so a second checkpoint of the same architecture, and the
+second start of the same model, find it in a cache (runtime/cache.py).
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from max.driver import Buffer, Device
+from max.dtype import DType
+from max.engine import CompiledModel, InferenceSession, read
+from max.engine import Model as Executable
+from max.graph import DeviceRef, Graph, KernelLibrary
+
+from maxvision.common.errors import ArgumentError
+from maxvision.graphs.lower import lower
+from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.program import BATCH, Program
+from maxvision.graphs.target import Target
+from maxvision.runtime import cache
+from maxvision.runtime.replay import IMAGES, Replays
+
+
+class Watch:
+    """Adds up the seconds of steps that follow one another.
+
+    Attributes:
+        seconds: Of each step, in the order of their first ends.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Gives the time since the last call, or since the beginning, to ``name``."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+class Unchecked(KernelLibrary):
+    """Takes every op on trust: for a graph that is built for the names of its weights alone."""
+
+    def verify_custom_op(self, custom_op: Any) -> None:
+        """Does nothing."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How a program becomes a graph.
+
+    Attributes:
+        dtype: Of filters; activations have that of the program's values.
+        tf32: Whether products of float32 may be rounded to TF32 on a GPU.
+        formats: The layers that run sparse, and the format of each.
+        off: Passes to leave out (graphs/passes).
+    """
+
+    dtype: str = "float32"
+    tf32: bool = True
+    formats: Mapping[str, str] = field(default_factory=dict)
+    off: Collection[str] = ()
+
+    def build(
+        self,
+        program: Program,
+        tensors: Mapping[str, np.ndarray],
+        device: DeviceRef,
+        kernels: KernelLibrary | None = None,
+    ) -> tuple[Graph, Parameters, Program]:
+        """Builds the graph of a program; see ``graphs.lower.lower``.
+
+        Without ``kernels`` it is checked against maxvision's own, compiled if need be.
+        """
+        extensions = [] if kernels else [cache.library(gpu=device.is_gpu())]
+        return lower(
+            program,
+            tensors,
+            device,
+            formats=self.formats,
+            off=self.off,
+            dtype=self.dtype,
+            tf32=self.tf32,
+            kernels=kernels,
+            extensions=extensions,
+        )
+
+
+def compiled(
+    program: Program,
+    tensors: Mapping[str, np.ndarray],
+    device: Device,
+    lowering: Lowering,
+    *,
+    target: Target | None = None,
+    watch: Watch | None = None,
+    starting: Callable[[], None] = lambda: None,
+) -> tuple[bytes, Parameters, Program]:
+    """Compiles a program, or finds in the cache what it compiles to.
+
+    Args:
+        program: A plain one.
+        tensors: Its weights, as the checkpoint stores them.
+        device: What it is for; perhaps a virtual one.
+        lowering: How it becomes a graph.
+        target: What it is for, if the device is virtual.
+        watch: Adds up the time.
+        starting: Called before something is compiled.
+
+    Returns:
+        The compiled graph, the weights that it asks for, and the program as it was rewritten.
+    """
+    watch = watch or Watch()
+    place = DeviceRef.from_device(device)
+    graph, weights, final = lowering.build(program, tensors, place, Unchecked())
+
+    def compile() -> CompiledModel:
+        watch.lap("graph")
+        starting()
+        checked, _, _ = lowering.build(program, tensors, place)
+        made = InferenceSession(devices=[device]).compile(checked)
+        watch.lap("compile")
+        return made
+
+    mef = cache.compiled(graph, target or Target.of(device), compile)
+    watch.lap("graph")
+    return mef, weights, final
+
+
+class Executor:
+    """Runs a program on a device; any thread may call.
+
+    On a GPU shapes are captured when they come for the second time (runtime/replay.py), or by
+    ``prepare``.
+
+    Args:
+        mef: The compiled graph.
+        weights: What it asks for, on the device.
+        device: Where it runs.
+        program: What it was compiled from, as it was rewritten; only the types of its inputs and
+            outputs count here.
+        images: How many images captures may hold together; 0 captures nothing.
+
+    Attributes:
+        program: See above.
+        executable: The compiled graph.
+    """
+
+    def __init__(
+        self,
+        mef: bytes,
+        weights: Mapping[str, Buffer],
+        device: Device,
+        program: Program,
+        images: int = IMAGES,
+    ) -> None:
+        self.program = program
+        session = InferenceSession(devices=[device])
+        self.executable: Executable = session.init(
+            read(io.BytesIO(mef)), weights_registry=dict(weights)
+        )
+        ends = [*program.inputs.values(), *(program.types[v] for v in program.outputs.values())]
+        batched = all(each.shape[:1] == (BATCH,) for each in ends)
+        self._replays = Replays(self.executable, device, images, batched)
+
+    @classmethod
+    def compile(
+        cls,
+        program: Program,
+        tensors: Mapping[str, np.ndarray],
+        device: Device,
+        lowering: Lowering | None = None,
+        *,
+        images: int = IMAGES,
+        watch: Watch | None = None,
+        starting: Callable[[], None] = lambda: None,
+    ) -> Executor:
+        """Compiles a plain program and loads its weights; see ``compiled``."""
+        watch = watch or Watch()
+        mef, weights, final = compiled(
+            program, tensors, device, lowering or Lowering(), watch=watch, starting=starting
+        )
+        executor = cls(mef, weights.registry(device), device, final, images)
+        watch.lap("load")
+        return executor
+
+    def __call__(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """Computes the outputs; what is bfloat16 or float16 comes as float32.
+
+        Args:
+            arrays: The inputs, in the program's order.
+
+        Raises:
+            ArgumentError: If they are not of the program's types.
+        """
+        self._check(arrays)
+        return self._replays(*arrays)
+
+    def prepare(self, *arrays: np.ndarray) -> None:
+        """Captures, on a GPU, batches up to that of ``arrays``, so that none to come waits."""
+        self._check(arrays)
+        self._replays.prepare(*arrays)
+
+    def _check(self, arrays: tuple[np.ndarray, ...]) -> None:
+        types = self.program.inputs
+        if len(arrays) != len(types):
+            raise ArgumentError(
+                f"{self.program.name} takes {len(types)} inputs ({', '.join(types)}) but got"
+                f" {len(arrays)}"
+            )
+        named: dict[str, int] = {}
+        for array, (name, wanted) in zip(arrays, types.items(), strict=True):
+            if (
+                not _fits(array.shape, wanted.shape, named)
+                or DType.from_numpy(array.dtype) != DType[wanted.dtype]
+            ):
+                shape = ", ".join(map(str, array.shape))
+                raise ArgumentError(
+                    f"{self.program.name}: {name} is {array.dtype}[{shape}] but has to be {wanted}"
+                )
+
+
+def _fits(given: tuple[int, ...], wanted: tuple[int | str, ...], named: dict[str, int]) -> bool:
+    """Compares a shape; sizes that are named have to be equal wherever the name stands."""
+    if len(given) != len(wanted):
+        return False
+    return all(
+        size == (named.setdefault(want, size) if isinstance(want, str) else want)
+        for size, want in zip(given, wanted, strict=True)
+    )

@@ -1,0 +1,99 @@
+"""Programs of several inputs, outputs and dtypes; what is compiled once; what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from max.driver import CPU
+
+from maxvision.common.errors import ArgumentError
+from maxvision.graphs.net import Net
+from maxvision.graphs.program import BATCH, Program
+from maxvision.runtime import cache, executor
+from maxvision.runtime.executor import Executor, Lowering
+
+RNG = np.random.default_rng(0)
+TENSORS = {
+    "head.weight": RNG.standard_normal((5, 8), np.float32),
+    "head.bias": RNG.standard_normal(5, np.float32),
+}
+
+
+def program() -> Program:
+    net = Net("several")
+    a, b = (net.input(name, (BATCH, 8)) for name in "ab")
+    c = net.input("c", (BATCH, 4), "int32")
+    net.output("head", net.relu(net.linear(a, "head", 5)))
+    net.output("sum", a + b)
+    net.output("turned", net.concat([net.slice(c, 1, 2, 4), net.slice(c, 1, 0, 2)], axis=1))
+    return net.program()
+
+
+def arrays(count: int) -> list[np.ndarray]:
+    a, b = RNG.standard_normal((2, count, 8), np.float32)
+    return [a, b, RNG.integers(-9, 9, (count, 4), np.int32)]
+
+
+@pytest.fixture(scope="module")
+def several() -> Executor:
+    return Executor.compile(program(), TENSORS, CPU())
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_it_computes_every_output_in_its_dtype(several: Executor, count: int) -> None:
+    a, b, c = given = arrays(count)
+    head, sum_, turned = several(*given)
+    expected = np.maximum(a @ TENSORS["head.weight"].T + TENSORS["head.bias"], 0)
+    np.testing.assert_allclose(head, expected, rtol=1e-5, atol=1e-5)
+    assert np.array_equal(sum_, a + b) and sum_.dtype == np.float32
+    assert np.array_equal(turned, np.roll(c, 2, axis=1)) and turned.dtype == np.int32
+
+
+def test_what_it_gives_is_the_callers(several: Executor) -> None:
+    a, b, c = arrays(1)
+    _, first, _ = several(a, b, c)
+    kept = first.copy()
+    several(a + 1, b, c)
+    assert np.array_equal(first, kept)
+
+
+def test_it_compiles_once(several: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(*_: object) -> None:
+        raise AssertionError("it was compiled before")
+
+    if cache._folder() is None:
+        pytest.skip("NO CACHE can be written here")
+    monkeypatch.setattr(executor.InferenceSession, "compile", compile)
+    other = {name: -tensor for name, tensor in TENSORS.items()}
+    again = Executor.compile(program(), other, CPU())
+    a, b, c = arrays(2)
+    expected = np.maximum(-(a @ TENSORS["head.weight"].T + TENSORS["head.bias"]), 0)
+    np.testing.assert_allclose(again(a, b, c)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, b, c: (a, b), r"several takes 3 inputs \(a, b, c\) but got 2"),
+        (lambda a, b, c: (a[:, :7], b, c), r"a is float32\[2, 7\] but has to be float32\[batch, 8"),
+        (lambda a, b, c: (a, b[0], c), r"b is float32\[8\] but has to be float32\[batch, 8\]"),
+        (lambda a, b, c: (a, b[:1], c), r"b is float32\[1, 8\] but has to be"),
+        (lambda a, b, c: (a, b, c * 1.0), r"c is float64\[2, 4\] but has to be int32\[batch, 4\]"),
+    ],
+)
+def test_inputs_that_do_not_fit(
+    several: Executor, change: Callable[..., tuple[np.ndarray, ...]], message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        several(*change(*arrays(2)))
+
+
+def test_without_a_batch_it_runs_as_a_whole() -> None:
+    net = Net("whole")
+    x = net.input("x", (2, 3, 4))
+    net.output("turned", net.permute(x, 2, 0, 1))
+    run = Executor.compile(net.program(), {}, CPU(), Lowering(off=("channels_last",)))
+    given = RNG.standard_normal((2, 3, 4), np.float32)
+    assert np.array_equal(run(given)[0], given.transpose(2, 0, 1))

@@ -1,0 +1,123 @@
+"""What a family of networks is: its table, its network, and how checkpoints store it.
+
+A family is a file in weights/families, which gives one ``FAMILY``; or an entry point of another
+package in the group ``maxvision.families``. docs/adding-a-model.md shows one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from maxvision.graphs.net import Net, Value
+from maxvision.graphs.program import BATCH, Program
+from maxvision.weights import families
+from maxvision.weights.layout import Shape
+from maxvision.weights.rules import Rules, key_for
+
+GROUP = "maxvision.families"
+"""The entry points of families in other packages."""
+
+
+class Spec(Protocol):
+    """A network's shape: a row of a family's table."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of the image."""
+
+    @property
+    def classes(self) -> int:
+        """Number of logits."""
+
+    def to_config(self) -> dict[str, Any]:
+        """Describes it as a config.json does; labels and channels are added to that."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store a family.
+
+    Attributes:
+        title: What a message calls it.
+        family: The family's name.
+        rules: Its name map.
+        infer: Reads the network's shape off the shapes of the weights, by their names here, and the
+            number of classes; None where a config.json must describe it.
+        resample: How its pictures are resized where nothing says it.
+        timm: The architectures of timm's config.json that are stored like this.
+    """
+
+    title: str
+    family: str
+    rules: Rules
+    infer: Callable[[Mapping[str, Shape], int], Any] | None = None
+    resample: str = "bicubic"
+    timm: tuple[str, ...] = ()
+
+    @property
+    def has_config(self) -> bool:
+        """Whether a config.json must describe it, as on the Hugging Face hub."""
+        return self.infer is None
+
+    def key(self, weight: str) -> str:
+        """Returns the checkpoint key of ``weight``."""
+        return key_for(self.rules, weight)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of networks.
+
+    Attributes:
+        name: What config.json calls it, its ``model_type``.
+        read: Makes a spec of a config.json and the number of classes.
+        write: Writes the network of a spec down on images x[N, C, H, W] (graphs/net.py). Its
+            outputs are ``logits``, ``features`` and ``stages.0``, ...
+        formats: How it is stored; the first is with a config.json, as ``convert`` writes it.
+        architectures: Of config.json: the class of transformers.
+        dense: Layers that pruning leaves dense by default: few weights, on which all depend.
+        first_stage: Which of transformers' hidden states is that behind the first stage.
+    """
+
+    name: str
+    read: Callable[[dict[str, Any], int], Any]
+    write: Callable[[Any, Net, Value], None]
+    formats: tuple[Format, ...]
+    architectures: tuple[str, ...] = ()
+    dense: tuple[str, ...] = ("head",)
+    first_stage: int = 0
+
+    def program(self, spec: Any, size: tuple[int, int]) -> Program:
+        """Writes the network of a spec down for images of ``size`` px."""
+        net = Net(self.name)
+        self.write(spec, net, net.input("x", (BATCH, spec.channels, *size)))
+        return net.program()
+
+
+@cache
+def known() -> dict[str, Family]:
+    """Lists the families by name: those of weights/families, then other packages'."""
+    found = {}
+    for module in pkgutil.iter_modules(families.__path__):
+        family = importlib.import_module(f"{families.__name__}.{module.name}").FAMILY
+        found[family.name] = family
+    for entry in entry_points(group=GROUP):
+        family = entry.load()
+        found.setdefault(family.name, family)
+    return found
+
+
+def formats() -> list[Format]:
+    """Lists the formats of all families."""
+    return [form for family in known().values() for form in family.formats]
+
+
+def names() -> str:
+    """Names the families, for messages."""
+    return ", ".join(known())
