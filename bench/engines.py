@@ -32,9 +32,9 @@ from max.dtype import DType
 
 from maxvision.bench.timing import Clock, HostClock, MaxClock, TorchClock
 from maxvision.common.errors import ArgumentError
+from maxvision.runtime.classifier import Classifier
 from maxvision.runtime.preprocess import Preprocess
 from maxvision.runtime.replay import PINNED, Execution, Replay, captures
-from maxvision.runtime.session import Model
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HOST_RING = 3
@@ -135,7 +135,7 @@ class Maxvision(Engine):
 
     name = "maxvision"
 
-    def __init__(self, model: Model, device: Device, images: Images) -> None:
+    def __init__(self, model: Classifier, device: Device, images: Images) -> None:
         executable = model.executable()
         self._levels = images.host
         plain = Execution(executable, device)
@@ -150,8 +150,9 @@ class Maxvision(Engine):
         plain.upload(images.host[0])
         plain.run()
         plain.result()  # what a run still holds, the capture would take anew
-        self._run = Replay(executable, device, images.host[0].shape, DType.uint8, images.batch)
-        self._put = self._run.input.inplace_copy_from
+        types = [(DType.uint8, images.host[0].shape)]
+        self._run = Replay(executable, device, types, images.batch)
+        self._put = self._run.inputs[0].inplace_copy_from
         self.memory = device.stats["total_memory"] - device.stats["free_memory"]
         self._ring = [Buffer.from_dlpack(each) for each in images.device_levels()]
         self._host = [Buffer(DType.uint8, x.shape, device, PINNED) for x in images.host]

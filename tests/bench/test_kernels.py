@@ -12,7 +12,7 @@ from max.dtype import DType
 from maxvision import weights
 from maxvision.bench import kernels, sparse
 from maxvision.common.errors import DeviceError
-from maxvision.graphs.networks import convolutions
+from maxvision.graphs.layers import layers as layers_of
 from maxvision.graphs.target import Target
 
 HOPPER = Target.parse("sm_90a")
@@ -38,7 +38,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cases() -> list[kernels.Case]:
-    layers = convolutions(weights.load("resnet-cifar10").spec, (128, 128))
+    layers = layers_of(weights.load("resnet-cifar10").program((128, 128)))
     drawn = list(sparse.drawn(layers, (0.5, 0.1)))
     return drawn + [each for full in sparse.drawn(layers, (1,)) for each in kernels.patterned(full)]
 

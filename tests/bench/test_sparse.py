@@ -21,7 +21,7 @@ from maxvision.bench.__main__ import main, parser
 from maxvision.commands.weights import main as weights_command
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs import sparsity
-from maxvision.graphs.networks import convolutions
+from maxvision.graphs.layers import layers as layers_of
 from maxvision.graphs.target import Target
 from tests.graphs import reference
 
@@ -59,7 +59,7 @@ def test_options() -> None:
 
 def test_layers_are_drawn_at_their_density_with_nested_zeros() -> None:
     model = weights.load("resnet-cifar10")
-    layers = convolutions(model.spec, (128, 128))
+    layers = layers_of(model.program((128, 128)))
     cases = list(sparse.drawn(layers, (0.5, 0.1)))
     assert {name for case in cases for name in case.names} == {each.name for each in layers}
     for wide, narrow in zip(cases[::2], cases[1::2], strict=True):
@@ -73,7 +73,7 @@ def test_a_pruned_models_own_layers(tmp_path: Path) -> None:
     arguments = ["prune", "resnet-cifar10", "--sparsity", "0.8", "--scope", "layer", "-o", out]
     assert weights_command(arguments) == 0
     model = weights.load(out)
-    layers = convolutions(model.spec, (128, 128))
+    layers = layers_of(model.program((128, 128)))
     names = [name for case in sparse.own(model, layers) for name in case.names]
     assert sorted(names) == sorted({each.name for each in layers} - {"stem", "head"})
     with pytest.raises(ModelError, match="bench sparse expects a pruned model"):
@@ -137,7 +137,7 @@ def test_the_tables_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_both_kernels_give_the_same_and_are_timed() -> None:
     model = weights.load("resnet-cifar10")
-    layers = [each for each in convolutions(model.spec, (128, 128)) if "stages.3" in each.name]
+    layers = [each for each in layers_of(model.program((128, 128))) if "stages.3" in each.name]
     cases = list(sparse.drawn(layers, (0.1,)))
     options = argparse.Namespace(batches=[2], seconds=0.01)
     found = list(sparse.measure_layers(cases, CPU(), DType.float32, options, Target.of(CPU())))
