@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from max.driver import CPU
 from max.dtype import DType
 from max.engine import InferenceSession
-from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, TensorType
 
 from maxvision.common.errors import ArgumentError, DeviceError
@@ -20,65 +19,79 @@ from maxvision.graphs import nodes
 from maxvision.graphs.arrange import has_stem
 from maxvision.graphs.parameters import Parameters
 from maxvision.runtime import cache
-from tests.ops.cases import CASES, Case, build_graph, check, conv, dense, draw, pool, product
+from tests.ops.cases import (
+    CASES,
+    TORCH,
+    Case,
+    build_graph,
+    check,
+    conv,
+    dense,
+    draw,
+    pool,
+    product,
+)
+from tests.ops.eager import Trace, compile_ops
 
 # A sparse convolution on a CPU is float32 only.
 NARROW = [case for case in CASES if not case.name.startswith("sparse")]
 
 
-def compile_cases(cases: Sequence[Case], dtype: DType = DType.float32) -> Executable:
+Run = Callable[[Case, DType, int], torch.Tensor]
+"""Computes a case at a dtype for a batch."""
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """Compiles the ops of all cases, for both dtypes and the random ones too."""
+    traces = {(case.name, DType.float32): Trace(case, DType.float32) for case in CASES}
+    traces |= {(case.name, DType.bfloat16): Trace(case, DType.bfloat16) for case in NARROW}
+    kinds = [Trace(case, DType.float32) for case in KINDS]
+    executables = compile_ops([*traces.values(), *kinds])
+
+    def run(case: Case, dtype: DType, batch: int) -> torch.Tensor:
+        trace = traces.get((case.name, dtype)) or Trace(case, dtype)
+        return trace.run(executables, batch)
+
+    return run
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_torch(run: Run, case: Case, batch: int) -> None:
+    check(case, run(case, DType.float32, batch), batch, torch.float32)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", NARROW, ids=lambda case: case.name)
+def test_equals_torch_in_bfloat16(run: Run, case: Case, batch: int) -> None:
+    check(case, run(case, DType.bfloat16, batch), batch, torch.bfloat16)
+
+
+def test_takes_an_empty_batch(run: Run) -> None:
+    for case in CASES:
+        assert run(case, DType.float32, 0).shape[0] == 0, case.name
+    for case in NARROW:
+        assert run(case, DType.bfloat16, 0).shape[0] == 0, case.name
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("dtype", "cases"), [(DType.float32, CASES), (DType.bfloat16, NARROW)], ids=["f32", "bf16"]
+)
+def test_known_sizes_equal_torch(dtype: DType, cases: list[Case]) -> None:
+    """As a network has them: one graph of all cases, compiled for their sizes."""
     graph, parameters = build_graph(cases, DeviceRef.CPU(), dtype)
     session = InferenceSession(devices=[CPU()])
     registry = {k: v for w in parameters for k, v in w.registry(CPU()).items()}
-    return session.init(session.compile(graph), weights_registry=registry)
-
-
-def run_cases(
-    executable: Executable, cases: Sequence[Case], batch: int, dtype: DType = DType.float32
-) -> list[torch.Tensor]:
-    inputs = draw(cases, batch, dtype, CPU())
-    return [torch.from_dlpack(y).clone() for y in executable.execute(*inputs)]
-
-
-@pytest.fixture(scope="module")
-def executable() -> Executable:
-    return compile_cases(CASES)
-
-
-@pytest.fixture(scope="module", params=[1, 3])
-def results(executable: Executable, request: pytest.FixtureRequest) -> tuple[int, dict]:
-    outputs = run_cases(executable, CASES, request.param)
-    return request.param, dict(zip([c.name for c in CASES], outputs, strict=True))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_torch(results: tuple[int, dict[str, torch.Tensor]], case: Case) -> None:
-    batch, outputs = results
-    check(case, outputs[case.name], batch, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def narrow_results() -> dict[int, dict[str, torch.Tensor]]:
-    executable = compile_cases(NARROW, DType.bfloat16)
-    names = [case.name for case in NARROW]
-    batches = {n: run_cases(executable, NARROW, n, DType.bfloat16) for n in (0, 1, 3)}
-    return {n: dict(zip(names, outputs, strict=True)) for n, outputs in batches.items()}
-
-
-@pytest.mark.parametrize("case", NARROW, ids=lambda case: case.name)
-def test_equals_torch_in_bfloat16(
-    narrow_results: dict[int, dict[str, torch.Tensor]], case: Case
-) -> None:
-    for batch, outputs in narrow_results.items():
-        if batch:
-            check(case, outputs[case.name], batch, torch.bfloat16)
-        else:
-            assert outputs[case.name].shape[0] == 0
-
-
-def test_takes_an_empty_batch(executable: Executable) -> None:
-    for case, output in zip(CASES, run_cases(executable, CASES, 0), strict=True):
-        assert output.shape[0] == 0, case.name
+    executable = session.init(session.compile(graph), weights_registry=registry)
+    for batch in (0, 1, 3):
+        outputs = executable.execute(*draw(cases, batch, dtype, CPU()))
+        for case, output in zip(cases, outputs, strict=True):
+            if batch:
+                check(case, torch.from_dlpack(output), batch, TORCH[dtype])
+            else:
+                assert output.shape[0] == 0, case.name
 
 
 def test_names_are_unique() -> None:
@@ -140,21 +153,30 @@ def others(draw: st.DrawFn) -> Case:
     return pool(name, size, n, kernel, stride=stride, padding=padding, ceil_mode=ceil)
 
 
+KINDS = [  # one case of each op and epilogue that are drawn
+    *(
+        conv(f"kind {then} {sparsity}", (3, 3), 4, 4, (1, 1), then=then, sparsity=sparsity)
+        for then in nodes.EPILOGUES
+        for sparsity in (None, 0.9)
+    ),
+    *(
+        product(f"kind {then} {transpose}", (1, 4, 4), (1, 4, 4), then=then, transpose=transpose)
+        for then in nodes.EPILOGUES
+        for transpose in (False, True)
+    ),
+    *(dense(f"kind dense {then}", (4, 4), 4, then) for then in nodes.EPILOGUES),
+]
+
+
 @settings(
-    max_examples=1,
+    max_examples=100,
     deadline=None,
     derandomize=True,
-    phases=[Phase.generate],  # every example is a compilation: shrinking would take an hour
     suppress_health_check=list(HealthCheck),
 )
-@given(
-    st.lists(convs(), min_size=24, max_size=24, unique_by=lambda case: case.name),
-    st.lists(others(), min_size=16, max_size=16, unique_by=lambda case: case.name),
-)
-def test_awkward_shapes_equal_torch(some: list[Case], more: list[Case]) -> None:
-    cases = some + more
-    for case, output in zip(cases, run_cases(compile_cases(cases), cases, 2), strict=True):
-        check(case, output, 2, torch.float32)
+@given(convs() | others())
+def test_awkward_shapes_equal_torch(run: Run, case: Case) -> None:
+    check(case, run(case, DType.float32, 2), 2, torch.float32)
 
 
 def graph_of(

@@ -1,0 +1,49 @@
+"""Which tests run, and in which order.
+
+A test marked ``nightly`` takes minutes and is skipped, unless pytest runs with ``--all``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# The files that take longest where nothing is compiled yet, the longest first: pytest-xdist hands
+# out files in this order (--no-loadscope-reorder), and the short ones fill the gaps at the end.
+LONGEST = (
+    "ops/test_targets.py",
+    "ops/test_ops.py",
+    "graphs/test_models.py",
+    "runtime/test_classifier.py",
+    "ptx/test_kernels.py",
+    "test_bundled.py",
+    "serve/test_server.py",
+    "bench/test_models.py",
+    "bench/test_sparse.py",
+    "bench/test_ops.py",
+    "graphs/test_sparsity.py",
+    "serve/test_dialects.py",
+    "serve/test_soak.py",
+    "serve/test_start.py",
+    "bench/test_serve.py",
+    "commands/test_weights.py",
+    "serve/test_fuzz.py",
+    "serve/test_fronts.py",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the nightly tests too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "nightly: takes minutes; needs --all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ranks = {f"tests/{name}": rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.location[0], len(ranks)))  # stable
+    if not config.getoption("all"):
+        skip = pytest.mark.skip(reason="nightly: pytest --all runs it")
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(skip)
