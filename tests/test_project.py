@@ -131,6 +131,8 @@ def _imports(path: Path, modules: dict[str, Path]) -> Iterator[str]:
 def test_ci_runs_the_command_of_the_readme() -> None:
     assert "exec script/test\n" in (ROOT / ".ci/run").read_text()
     assert "script/test" in (ROOT / "README.md").read_text()
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert "run: script/test --all\n" in nightly
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

@@ -27,7 +27,6 @@ from maxvision.runtime import artifact as package
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "resnet-cifar10"
 CAT = ROOT / "examples" / "cat.jpg"
-more = pytest.mark.skipif(not os.environ.get("ALL_TARGETS"), reason="ALL_TARGETS=1 compiles it")
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +181,7 @@ def test_the_program_ends_well(tmp_path: Path) -> None:
     assert "targets:" in program("-m", "maxvision", "compile", "--help").stdout
 
 
-@more
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("target", "dtype"),
     [("cpu:x86-64-v3", "float32"), ("sm_90a", "bfloat16"), ("gfx942", "float16")],
