@@ -65,8 +65,10 @@ NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm"}
 # Ops for Hopper's.
 HOPPER = {"sparse_conv2d_packed", "sparse_conv2d_packed_add"}
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
-# epilogues of products and what shares their launch do not.
+# epilogues of products and what shares their launch do not. (In float32 both stems with a pool are
+# the same ops.)
 FLOAT32 = NAMES - {
+    "stem_maxpool floats",
     "conv2d 3x3",
     "conv2d_chain",
     "conv2d_shortcut",
