@@ -111,6 +111,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sparse", default="auto", choices=["auto", "always", "never"],
         help="what runs a pruned model's layers: sparse convolutions where they were measured to be"
         " faster (auto), always, or never")  # fmt: skip
+    add("--passes", default="all", metavar="P", help="how the network is rewritten: all, none,"
+        " -stem,-chain or qkv,mlp; finds the one to blame (docs/architecture.md)")  # fmt: skip
     add("--batch-size", type=_count, metavar="N",
         help="images that run together (default: 8 on a CPU, 32 on a GPU)")  # fmt: skip
     add("--top-k", type=_count, default=5, metavar="K", help="labels an image (default: 5)")

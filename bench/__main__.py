@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maxvision.common.errors import ArgumentError, UserError
-from maxvision.runtime.session import DTYPES
+from maxvision.runtime.devices import DTYPES
 
 _HELP = """\
 Measure maxvision beside its peers, on one machine, in one run.

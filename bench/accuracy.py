@@ -16,8 +16,8 @@ import numpy as np
 from rich.progress import track
 
 from maxvision.common.errors import ArgumentError, ImageError, UserError
+from maxvision.runtime.classifier import Classifier, load
 from maxvision.runtime.preprocess import load_batch
-from maxvision.runtime.session import Model, load
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def correct(
-    model: Model, data: Path, count: int | None = None, *, progress: bool = False
+    model: Classifier, data: Path, count: int | None = None, *, progress: bool = False
 ) -> Iterator[list[bool]]:
     """Classifies the first ``count`` pictures of ``data``; tells batch by batch which were right.
 

@@ -12,7 +12,8 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from maxvision.bench.layers import Layer, Node
+from maxvision.bench.layers import Layer, Named
+from maxvision.graphs.formats import PACKED
 
 STEPS = 200_000
 """Tries before an assignment is given up."""
@@ -28,11 +29,20 @@ def _gemm(epilogue: str, shape: str = "1x1") -> str:
     return rf"{kernel}_{epilogue}{fused}_(bfloat16|float16|float32)_\w+"
 
 
-def symbols(layer: Layer) -> list[list[re.Pattern[str]]]:
-    """Describes the kernels of a layer: the symbols of one after another, in each way to run it."""
-    op, epilogue = layer.op, dict(layer.parameters).get("epilogue", "")
+def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.Pattern[str]]]:
+    """Describes the kernels of an op: the symbols of one after another, in each way to run it.
+
+    Args:
+        op: As programs call it.
+        epilogue: Of a product.
+        format: Of a sparse filter.
+    """
+    op = {"layer_norm": "layernorm"}.get(op, op)
     ways = [[rf"{op}_\w+"]]
-    if op in ("conv2d", "conv2d_add", "bmm", "bmm_add"):
+    if format:
+        kernel = rf"{format}_\w+_" if format in PACKED else ""
+        ways = [[rf"sparse_conv2d_{kernel}{epilogue}_(bfloat16|float16|float32)_\w+"]]
+    elif op in ("conv2d", "linear", "matmul"):
         ways = [[_gemm(epilogue)]]
     elif op == "conv2d_shortcut":
         ways = [[_gemm("relu", "1x2")], [_gemm("none"), _gemm("add_relu")]]
@@ -42,15 +52,11 @@ def symbols(layer: Layer) -> list[list[re.Pattern[str]]]:
         ways += [[r"layernorm_(?!mlp)\w+", _gemm("gelu"), _gemm("add")]]
     elif op == "qkv_linear":
         ways = [[_gemm("none", "3x1")], [_gemm("none")] * 3]
-    elif op.startswith("sparse_conv2d"):
-        format = dict(layer.parameters).get("format", "")
-        kernel = rf"{format}_\w+_" if format else ""
-        ways = [[rf"sparse_conv2d_{kernel}{epilogue}_(bfloat16|float16|float32)_\w+"]]
     elif op in ("log_softmax", "layernorm_first"):
         ways = [[r"(softmax|layernorm)_(?!mlp)\w+"]]
-    elif op == "avgpool":
+    elif op == "avg_pool2d":
         ways += [[_ELEMENTWISE]]
-    elif op in ("relu", "gelu", "normalize", "class_token", "maxpool"):
+    elif op in ("relu", "gelu", "normalize", "class_token", "max_pool2d"):
         ways = [[_ELEMENTWISE]]
     return [[re.compile(symbol) for symbol in way] for way in ways]
 
@@ -62,13 +68,16 @@ class Recorded(NamedTuple):
     shape: Hashable
 
 
-def attribute(launches: Sequence[Recorded], nodes: Sequence[Node]) -> list[str] | None:
+def attribute(launches: Sequence[Recorded], nodes: Sequence[Named]) -> list[str] | None:
     """Finds each launch's node; MAX's own kernels (a copy, a slice) belong to none.
 
     Returns:
         A name a launch, empty for MAX's own; None if the launches are not those of the nodes.
     """
-    ways = [symbols(node.layer) for node in nodes]
+    ways = [
+        symbols(node.layer.op, node.layer.epilogue, node.layer.setting("format", ""))
+        for node in nodes
+    ]
     known: dict[Layer, Sequence[Recorded]] = {}
     done: set[int] = set()
     # A choice after another: what else could be tried, the node taken and its launches, and

@@ -14,7 +14,7 @@ from maxvision.bench.environment import environment
 from maxvision.bench.records import check_path
 from maxvision.bench.tf32 import allow_tf32
 from maxvision.common.errors import ArgumentError, DeviceError
-from maxvision.runtime.session import find_device
+from maxvision.runtime.devices import find_device
 
 
 def begin(options: argparse.Namespace, doc: str | None) -> tuple[Device, dict[str, Any]]:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from max.driver import Device
 from max.engine import InferenceSession
-from max.graph import DeviceRef, Graph, Module
+from max.graph import DeviceRef, Module
 
 from maxvision.bench.environment import environment
 from maxvision.bench.layers import COPIES, distinct, layer_module, network_nodes
 from maxvision.bench.references import artifact, load, precision
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs import nodes
+from maxvision.graphs.program import Program
 from maxvision.graphs.target import Target
+from maxvision.runtime.classifier import choose_sparse, network, weights_of
+from maxvision.runtime.devices import DTYPES
+from maxvision.runtime.executor import Lowering, compiled
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.runtime.session import DTYPES, build, choose_sparse
 
 NOTE = "compiled.json"
 
@@ -45,15 +52,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace, device: Device) -> int:
-    place = DeviceRef.from_device(device)
+    place, target = DeviceRef.from_device(device), Target.parse(options.target)
     options.out.mkdir(parents=True, exist_ok=True)
     seconds = dict(compiled_note(options.out).get("compiled", {}).get("seconds", {}))
 
-    def export(path: Path, graph: Graph | Module) -> None:
+    def export(path: Path, compile: Callable[[], bytes]) -> None:
         start = time.perf_counter()
-        session = InferenceSession(devices=[device])
-        extensions = [nodes.OPS] if isinstance(graph, Module) else None  # a graph names its own
-        session.compile(graph, custom_extensions=extensions).export_mef(path)
+        path.write_bytes(compile())
         seconds[path.name] = round(time.perf_counter() - start, 1)
         print(f"{path}: {seconds[path.name]:.0f} s", flush=True)
         note = {"target": options.target, **environment(), "seconds": seconds}
@@ -65,15 +70,39 @@ def _compile(options: argparse.Namespace, device: Device) -> int:
         size = (prepare.height, prepare.width)
         for dtype in options.dtypes:
             kind, tf32 = DTYPES[dtype], options.tf32
-            target = Target.parse(options.target)
             file = precision(dtype, tf32)
             for mode in options.sparse:
                 asked = target, kind, size, options.batch_size
                 sparse = choose_sparse(model, mode, *asked, tf32=tf32).formats
-                graph, _ = build(model, place, kind, size=size, tf32=tf32, sparse=sparse)
-                export(artifact(options.out, name, file, mode), graph)
+                program, tensors = network(model, size, dtype), weights_of(model)
+                lowering = Lowering(dtype, tf32, sparse)
+                export(
+                    artifact(options.out, name, file, mode),
+                    partial(mef, program, tensors, device, lowering, target),
+                )
             if options.layers:
                 layers = distinct(network_nodes(model, place, kind, size, tf32=tf32))
-                module, *_ = layer_module(list(layers), place, kind, COPIES)
-                export(artifact(options.out, name, file, "layers"), module)
+                module, *_ = layer_module(list(layers), place, kind, COPIES, tf32=tf32)
+                export(
+                    artifact(options.out, name, file, "layers"), partial(exported, module, device)
+                )
     return 0
+
+
+def mef(
+    program: Program,
+    tensors: Mapping[str, np.ndarray],
+    device: Device,
+    lowering: Lowering,
+    target: Target,
+) -> bytes:
+    """Compiles a program, or finds what it compiled to before."""
+    return compiled(program, tensors, device, lowering, target=target)[0]
+
+
+def exported(module: Module, device: Device) -> bytes:
+    """Compiles the graphs of a module."""
+    made = InferenceSession(devices=[device]).compile(module, custom_extensions=[nodes.OPS])
+    with tempfile.TemporaryDirectory() as folder:
+        made.export_mef(Path(folder) / "module.mef")
+        return (Path(folder) / "module.mef").read_bytes()

@@ -23,7 +23,7 @@ from maxvision.bench.engines import TORCH, captured
 from maxvision.bench.timing import TorchClock, rounded, sample
 from maxvision.common.host import cores
 from maxvision.graphs import arrange, formats
-from maxvision.graphs.convolution import Convolution
+from maxvision.graphs.layers import Layer
 from maxvision.graphs.target import Target
 from maxvision.ops import measure as measuring
 
@@ -48,7 +48,7 @@ class Case:
         pattern: Where its zeros are: ``unstructured``, ``2:4``, ``64x64``; nothing if unknown.
     """
 
-    layer: Convolution
+    layer: Layer
     names: tuple[str, ...]
     density: float
     filters: np.ndarray
@@ -128,7 +128,7 @@ def _measure(
 ) -> Iterator[dict[str, Any]]:
     """Measures one batch size."""
     lines: list[str] = []
-    dense: dict[tuple[Convolution, str], int] = {}
+    dense: dict[tuple[Layer, str], int] = {}
     wanted: list[tuple[Case, str, bool, int]] = []
     for case, suits, place in zip(cases, suited, places, strict=True):
         for kind in ["dense", "exact"] if dtype == DType.float32 else ["dense"]:
@@ -156,7 +156,7 @@ def _measure(
         }  # fmt: skip
 
 
-def cudnn_us(layer: Convolution, batch: int, dtype: DType) -> float:
+def cudnn_us(layer: Layer, batch: int, dtype: DType) -> float:
     """Times cuDNN's convolution with bias and relu, channels last, µs."""
     torch.backends.cudnn.benchmark = True
     options: dict[str, Any] = {"device": "cuda", "dtype": TORCH[dtype.name]}
@@ -198,7 +198,7 @@ def _write(place: Path, case: Case, kinds: Sequence[str], dtype: DType) -> None:
             arrange.rounded(array, wanted).tofile(place / kind / str(i))
 
 
-def _line(kind: str, dtype: DType, layer: Convolution, batch: int, place: Path) -> str:
+def _line(kind: str, dtype: DType, layer: Layer, batch: int, place: Path) -> str:
     side = layer.size[0] * layer.stride
     sizes = (batch, side, layer.channels, layer.filters, layer.kernel, layer.stride)
     return " ".join(map(str, (kind, dtype.name, *sizes, place)))

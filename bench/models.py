@@ -38,9 +38,9 @@ from maxvision.bench.tf32 import RoundedProducts, allow_tf32
 from maxvision.bench.timing import percentiles, rest, rounded
 from maxvision.bench.workers import Lost, Worker
 from maxvision.common.errors import ArgumentError
+from maxvision.graphs.layers import macs
+from maxvision.runtime.devices import find_dtype
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.runtime.session import find_dtype
-from maxvision.weights.macs import macs
 
 ROUNDS = 4
 CPU_ROUNDS = 12
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
                     for engine in engines:
                         if engine not in callees or not callees[engine].alive:
                             callees[engine] = start()
-                    operations = 2.0 * macs(model.spec, images.size[0]) * batch
+                    operations = 2.0 * macs(model.program(images.size)) * batch
                     found = list(measure(cell, reference, callees, operations, limits, options))
                     records += found
                     show(found)

@@ -36,7 +36,7 @@ from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
 from maxvision.bench.ceilings import Ceilings, ceilings
 from maxvision.bench.engines import TORCH, captured
-from maxvision.bench.layers import COPIES, Layer, distinct, layer_module, network_nodes
+from maxvision.bench.layers import COPIES, Layer, distinct, layer_module, network_nodes, sizes
 from maxvision.bench.profile import launches_of, short
 from maxvision.bench.records import write
 from maxvision.bench.references import checkpoint, find_artifact, precision, reference_model
@@ -52,8 +52,8 @@ from maxvision.bench.timing import (
     sample,
 )
 from maxvision.graphs import nodes
+from maxvision.runtime.devices import DTYPES, find_dtype
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.runtime.session import DTYPES, find_dtype
 
 REPEATS = 4
 """Times that a graph is replayed between two marks on a GPU, so that they weigh less."""
@@ -63,7 +63,7 @@ CHECKED = 8
 EPS = 64 * float(np.finfo(np.float32).eps)
 
 Tensors = list[torch.Tensor]
-Weights = dict[str, torch.Tensor]
+Weights = dict[int, torch.Tensor]
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Network:
 
     layers: dict[Layer, list[str]]
     executables: list[Executable]
-    weights: list[list[dict[str, np.ndarray]]]
+    weights: list[list[dict[int, np.ndarray]]]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -123,7 +123,7 @@ def network(
     prepare = Preprocess.from_config(model.preprocess)
     place, size = DeviceRef.from_device(device), (prepare.height, prepare.width)
     layers = distinct(network_nodes(model, place, dtype, size, tf32=tf32))
-    module, parameters, weights = layer_module(list(layers), place, dtype, copies)
+    module, parameters, weights = layer_module(list(layers), place, dtype, copies, tf32=tf32)
     session = InferenceSession(devices=[device])
     compiled = read(path) if path else session.compile(module, custom_extensions=[nodes.OPS])
     models = session.init_all(compiled, weights_registry=parameters.registry(device))
@@ -143,11 +143,11 @@ def measure(
     place = "cuda" if gpu else "cpu"
     layer, names = list(found.layers.items())[index]
     copies = len(found.weights[index])
-    dtype = TORCH[next(y.dtype.name for y in layer.outputs)]
+    dtype = TORCH[layer.dtype]
     values = [_values(layer, batch, place, seed) for seed in range(copies)]
     record: dict[str, Any] = {
         "engine": "maxvision", "layer": layer.title(), "op": layer.op, "tf32": layer.by_tf32,
-        "epilogue": dict(layer.parameters).get("epilogue", ""),
+        "epilogue": layer.epilogue,
         "count": len(names), "names": names,
     }  # fmt: skip
     executable = found.executables[index]
@@ -173,7 +173,7 @@ def measure(
     clock.wait()
     each = len(layer.outputs)
     last = copies - 1
-    results = outputs[last * each :][: len(layer.results)]
+    results = outputs[last * each :]
     got = [torch.from_dlpack(y)[:CHECKED].float().cpu() for y in results]
     record |= _check(layer, got, values[last], found.weights[index][last], dtype)
     timed: dict[str, tuple[Clock, Callable[[], Any]]] = {"ours": (clock, ours)}
@@ -228,7 +228,7 @@ def _peer(
     operator: Operator,
     layer: Layer,
     values: list[Tensors],
-    weights: list[dict[str, np.ndarray]],
+    weights: list[dict[int, np.ndarray]],
     dtype: torch.dtype,
 ) -> Callable[[], Any]:
     """Makes torch's run of all copies of a layer, captured on a GPU."""
@@ -256,21 +256,19 @@ def _values(layer: Layer, batch: int, place: str, seed: int) -> Tensors:
     random = torch.Generator(place).manual_seed(seed)
     found = []
     for each in layer.values:
-        shape = each.sizes(batch)
-        if each.dtype == DType.uint8:
+        shape = sizes(each, batch)
+        if each.dtype == "uint8":
             x = torch.randint(0, 256, shape, generator=random, device=place, dtype=torch.uint8)
         else:
-            x = torch.randn(shape, generator=random, device=place, dtype=TORCH[each.dtype.name])
+            x = torch.randn(shape, generator=random, device=place, dtype=TORCH[each.dtype])
         found.append(x)
     return found
 
 
 def _weight(array: np.ndarray, place: str, dtype: torch.dtype) -> torch.Tensor:
-    """Makes torch's weight: [F, C, R, S], channels last, of a filter [R, S, C, F]."""
+    """Makes torch's weight; filters lie channels last."""
     made = torch.from_numpy(array).to(place, dtype)
-    if made.ndim != 4:
-        return made
-    return made.permute(3, 2, 0, 1).contiguous(memory_format=torch.channels_last)
+    return made.contiguous(memory_format=torch.channels_last) if made.ndim == 4 else made
 
 
 @torch.inference_mode()
@@ -278,7 +276,7 @@ def _check(
     layer: Layer,
     got: Tensors,
     values: Tensors,
-    weights: dict[str, np.ndarray],
+    weights: dict[int, np.ndarray],
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Compares the first images with torch in float32, or float64, from the same rounded numbers.
@@ -330,44 +328,46 @@ def _ended(layer: Layer, y: torch.Tensor, residual: Tensors) -> torch.Tensor:
     """Adds the residual and the activation of an epilogue."""
     for each in residual:
         y = y + each
-    name = layer.parameter("epilogue")
+    name = layer.epilogue
     return F.relu(y) if "relu" in name else F.gelu(y) if name == "gelu" else y
 
 
+def _bias(w: Weights, place: int, whole: bool) -> torch.Tensor | None:
+    return w.get(place) if whole else None
+
+
 def _conv2d(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
-    _, _, *pairs, groups = layer.window
-    bias = w["1.bias"] if whole else None
-    y = F.conv2d(_nchw(x[0]), w["1.filter"], bias, pairs[:2], pairs[2:4], pairs[4:6], groups)
-    y = y.permute(0, 2, 3, 1)
+    window = [layer.setting(name, default) for name, default in _WINDOW.items()]
+    y = F.conv2d(_nchw(x[0]), w[1], _bias(w, 2, whole), *window).permute(0, 2, 3, 1)
     return _ended(layer, y, x[1:]) if whole else y
 
 
+_WINDOW = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
 def _shortcut(layer: Layer, x: Tensors, w: Weights, whole: bool) -> Any:
-    padding, stride = layer.window[4:6], layer.setting()[2:4]
-    y = F.conv2d(_nchw(x[0]), w["1.filter"], w["1.bias"] if whole else None, 1, padding)
-    beside = F.conv2d(_nchw(x[1]), w["4.filter"], w["4.bias"] if whole else None, stride)
+    padding, stride = layer.setting("padding"), layer.setting("stride")
+    y = F.conv2d(_nchw(x[0]), w[1], _bias(w, 2, whole), 1, padding)
+    beside = F.conv2d(_nchw(x[1]), w[4], _bias(w, 5, whole), stride)
     return F.relu(y + beside).permute(0, 2, 3, 1) if whole else (y, beside)
 
 
 def _chain(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
-    h = F.conv2d(_nchw(x[0]), w["1.filter"], w["1.bias"] if whole else None)
+    h = F.conv2d(_nchw(x[0]), w[1], _bias(w, 2, whole))
     h = F.relu(h + _nchw(x[1])) if whole else h
-    z = F.conv2d(h, w["4.filter"], w["4.bias"] if whole else None)
+    z = F.conv2d(h, w[4], _bias(w, 5, whole))
     return h.permute(0, 2, 3, 1), (F.relu(z) if whole else z).permute(0, 2, 3, 1)
 
 
 def _mlp(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
-    y = F.layer_norm(x[0], x[0].shape[-1:], w["1"], w["2"], layer.inputs[-1].numbers[0])
-    h = F.linear(y, w["3.filter"][:, :, 0, 0], w["3.bias"] if whole else None)
-    z = F.linear(F.gelu(h), w["5.filter"][:, :, 0, 0], w["5.bias"] if whole else None)
+    h = F.linear(_layernorm(layer, x, w, whole), w[3], _bias(w, 4, whole))
+    z = F.linear(F.gelu(h), w[5], _bias(w, 6, whole))
     return x[0] + z if whole else z
 
 
 def _qkv_linear(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        F.linear(each, w[f"{j}.filter"][:, :, 0, 0], w[f"{j}.bias"] if whole else None)
-        for each, j in zip(x, (3, 5, 7), strict=True)
-    )
+    places = zip(x, (3, 5, 7), strict=True)
+    return tuple(F.linear(each, w[i], _bias(w, i + 1, whole)) for each, i in places)
 
 
 def _layernorm_first(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
@@ -375,59 +375,58 @@ def _layernorm_first(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch
 
 
 def _linear(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
-    y = F.linear(x[0], w["1.filter"][:, :, 0, 0], w["1.bias"] if whole else None)
+    y = F.linear(x[0], w[1], _bias(w, 2, whole))
     return _ended(layer, y, x[1:]) if whole else y
 
 
 def _attention(layer: Layer, x: Tensors, _: Weights, whole: bool) -> torch.Tensor:
-    depth, scale = layer.parameter("depth"), layer.inputs[-1].numbers[0]
-    q, k, v = (each.unflatten(2, (-1, depth)).transpose(1, 2) for each in x)
+    heads, scale = layer.setting("heads"), layer.setting("scale")
+    q, k, v = (each.unflatten(2, (heads, -1)).transpose(1, 2) for each in x)
     y = F.scaled_dot_product_attention(q, k, v, scale=scale)
     return y.transpose(1, 2).flatten(2) if whole else y
 
 
 def _layernorm(layer: Layer, x: Tensors, w: Weights, _: bool) -> torch.Tensor:
-    return F.layer_norm(x[0], x[0].shape[-1:], w["1"], w["2"], layer.inputs[3].numbers[0])
+    return F.layer_norm(x[0], x[0].shape[-1:], w[1], w[2], layer.setting("eps", 1e-5))
 
 
 def _stem(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
     """Takes pixels that are normalised already."""
-    stride, padding = layer.setting()[2], layer.setting()[4]
-    y = F.conv2d(_nchw(x[0]), w["3.filter"], w["3.bias"] if whole else None, stride, padding)
+    window = layer.setting("stride"), layer.setting("padding")
+    y = F.conv2d(_nchw(x[0]), w[3], _bias(w, 4, whole), *window)
     if layer.op == "stem_maxpool":
         y = F.max_pool2d(F.relu(y) if whole else y, 3, 2, 1)
         return y.permute(0, 2, 3, 1)
     y = y.permute(0, 2, 3, 1)
-    return F.layer_norm(y, y.shape[-1:], w["5"], w["6"], layer.inputs[7].numbers[0])
+    return F.layer_norm(y, y.shape[-1:], w[5], w[6], layer.setting("eps", 1e-5))
 
 
 def _qkv(layer: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
-    token, h, width, _, pad_q, pad_kv, stride = layer.setting()
-    c = x[0].shape[-1]
-    y = F.layer_norm(x[0], (c,), w["1"], w["2"], layer.inputs[-2].numbers[0])
-    image = _nchw(y[:, token:].unflatten(1, (h, width)))
+    token = int(layer.setting("class_token"))
+    y = _layernorm(layer, x, w, whole)
+    image = _nchw(y[:, token:].unflatten(1, layer.setting("size")))
     found = []
-    for j, step, pad in ((3, 1, pad_q), (5, stride, pad_kv), (7, stride, pad_kv)):
-        bias = w[f"{j}.bias"] if whole else None
-        part = F.conv2d(image, w[f"{j}.filter"], bias, step, pad, groups=c)
-        part = part.permute(0, 2, 3, 1)
-        found.append(torch.cat([y[:, :token], part.flatten(1, 2)], 1) if whole else part)
+    for i, part in ((3, "q"), (5, "kv"), (7, "kv")):
+        stride = layer.setting(f"stride_{part}", 1)
+        padding = layer.setting(f"padding_{part}")
+        z = F.conv2d(image, w[i], _bias(w, i + 1, whole), stride, padding, groups=y.shape[-1])
+        z = z.permute(0, 2, 3, 1)
+        found.append(torch.cat([y[:, :token], z.flatten(1, 2)], 1) if whole else z)
     return tuple(found)
 
 
 def _pool(layer: Layer, x: Tensors, _: Weights, __: bool) -> torch.Tensor:
-    pool = F.max_pool2d if layer.op == "maxpool" else F.avg_pool2d
-    numbers = layer.setting()
-    return pool(_nchw(x[0]), numbers[:2], numbers[2:4], numbers[4:6]).permute(0, 2, 3, 1)
+    pool = F.max_pool2d if layer.op == "max_pool2d" else F.avg_pool2d
+    kernel, stride, padding = (layer.setting(name) for name in ("kernel", "stride", "padding"))
+    return pool(_nchw(x[0]), kernel, stride, padding).permute(0, 2, 3, 1)
 
 
 def _normalize(layer: Layer, x: Tensors, w: Weights, _: bool) -> torch.Tensor:
-    return ((x[0] - w["1"]) * w["2"]).to(TORCH[layer.outputs[0].dtype.name])
+    return ((x[0] - w[1]) * w[2]).to(TORCH[layer.outputs[0].dtype])
 
 
 def _token(_: Layer, x: Tensors, w: Weights, __: bool) -> torch.Tensor:
-    token = w["1"].expand(len(x[0]), 1, -1)
-    return torch.cat([token, x[0]], 1)
+    return torch.cat([w[1].expand(len(x[0]), 1, -1).to(x[0].dtype), x[0]], 1)
 
 
 def _as_it_is(_: Layer, x: Tensors, __: Weights, ___: torch.dtype) -> Tensors:
@@ -435,7 +434,7 @@ def _as_it_is(_: Layer, x: Tensors, __: Weights, ___: torch.dtype) -> Tensors:
 
 
 def _normalised(_: Layer, x: Tensors, w: Weights, dtype: torch.dtype) -> Tensors:
-    return [((x[0].float() - w["1"].float()) * w["2"].float()).to(dtype)]
+    return [((x[0].float() - w[1].float()) * w[2].float()).to(dtype)]
 
 
 @dataclass(frozen=True)
@@ -455,21 +454,19 @@ class Operator:
 
 OPERATORS = {
     "conv2d": Operator("conv2d", _conv2d),
-    "conv2d_add": Operator("conv2d", _conv2d),
-    "bmm": Operator("linear", _linear),
-    "bmm_add": Operator("linear", _linear),
+    "linear": Operator("linear", _linear),
     "conv2d_shortcut": Operator("2 conv2d", _shortcut),
     "conv2d_chain": Operator("2 conv2d", _chain),
     "layernorm_mlp": Operator("layer_norm, 2 linear, gelu", _mlp),
     "qkv_linear": Operator("3 linear", _qkv_linear),
     "layernorm_first": Operator("layer_norm", _layernorm_first),
     "attention": Operator("scaled_dot_product_attention", _attention),
-    "layernorm": Operator("layer_norm", _layernorm),
+    "layer_norm": Operator("layer_norm", _layernorm),
     "stem_maxpool": Operator("conv2d, max_pool2d", _stem, _normalised),
     "stem_layernorm": Operator("conv2d, layer_norm", _stem, _normalised),
     "depthwise_qkv": Operator("layer_norm, 3 conv2d", _qkv),
-    "maxpool": Operator("max_pool2d", _pool),
-    "avgpool": Operator("avg_pool2d", _pool),
+    "max_pool2d": Operator("max_pool2d", _pool),
+    "avg_pool2d": Operator("avg_pool2d", _pool),
     "normalize": Operator("sub, mul", _normalize),
     "class_token": Operator("cat", _token),
 }
@@ -489,7 +486,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         kernel = ", ".join(f"{k['name']} in {k['blocks']}" for k in row.get("kernel", ()))
         table.add_row(
             f"{row['layer']}",
-            f"{row['op'].removesuffix('_add')} {row['epilogue']}".removesuffix(" none").strip(),
+            f"{row['op']} {row['epilogue']}".removesuffix(" none").strip(),
             str(row["count"]),
             f"{row['us']:.2f}",
             f"{row['peer_us']:.2f}" if "peer_us" in row else "",

@@ -39,8 +39,8 @@ from maxvision.bench.references import checkpoint, our_model, reference_model
 from maxvision.bench.tf32 import allow_tf32
 from maxvision.bench.timing import rounded
 from maxvision.common.errors import ArgumentError, DeviceError
+from maxvision.runtime.devices import DTYPES, find_device, find_dtype
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.runtime.session import DTYPES, find_device, find_dtype
 
 KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 

@@ -16,7 +16,7 @@ from max.dtype import DType
 
 from maxvision import weights
 from maxvision.common.errors import ArgumentError
-from maxvision.runtime.session import Model
+from maxvision.runtime.classifier import Classifier
 from maxvision.weights import Checkpoint
 from maxvision.weights.source import BUNDLED
 
@@ -98,13 +98,13 @@ def our_model(
     *,
     tf32: bool = True,
     sparse: str = "auto",
-) -> Model:
+) -> Classifier:
     """Makes our model of the same weights, from ``precompiled`` if that is a folder of graphs.
 
     Raises:
         ArgumentError: If the folder has no such graph.
     """
-    model = Model(checkpoint(name, reference), device, dtype, tf32=tf32, sparse=sparse)
+    model = Classifier(checkpoint(name, reference), device, dtype, tf32=tf32, sparse=sparse)
     if precompiled is None:
         model.compile()
         return model

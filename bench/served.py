@@ -12,12 +12,15 @@ from typing import Any
 
 from maxvision import weights
 from maxvision.common.host import leave
-from maxvision.runtime.session import DTYPES, Model, find_device
+from maxvision.runtime.classifier import Classifier
+from maxvision.runtime.devices import DTYPES, find_device
 
 
-def load(source: str, graph: Path, dtype: str, device: str, **options: Any) -> Model:
+def load(source: str, graph: Path, dtype: str, device: str, **options: Any) -> Classifier:
     """Loads a model's weights and takes its graph from a file."""
-    model = Model(weights.load(source), find_device(device), DTYPES[dtype], tf32=options["tf32"])
+    model = Classifier(
+        weights.load(source), find_device(device), DTYPES[dtype], tf32=options["tf32"]
+    )
     model.adopt(graph)
     return model
 

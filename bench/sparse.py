@@ -45,13 +45,15 @@ from maxvision.bench.tables import number
 from maxvision.bench.timing import Clock, HostClock, MaxClock, rounded, sample
 from maxvision.common.errors import ArgumentError, DeviceError, ModelError
 from maxvision.graphs import nodes, sparsity
-from maxvision.graphs.convolution import Convolution
-from maxvision.graphs.networks import convolutions
+from maxvision.graphs.layers import Layer, layers
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.target import Target
+from maxvision.runtime.classifier import Classifier, build
+from maxvision.runtime.devices import DTYPES, find_dtype
+from maxvision.runtime.executor import Unchecked
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.runtime.session import DTYPES, Model, Unchecked, build, find_dtype
 from maxvision.weights import Checkpoint
+from maxvision.weights.layout import Stored
 
 DENSITIES = (0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.02, 0.01)
 """Those of a table, unless others are asked for."""
@@ -140,22 +142,22 @@ def kept_to(target: Target, here: Target) -> str:
     return f", as {target.name.removeprefix('cpu:')}{without}"
 
 
-def layers_of(model: Checkpoint) -> list[Convolution]:
+def layers_of(model: Checkpoint) -> list[Layer]:
     """Lists a model's layers, on images as its preprocessor makes them."""
     prepare = Preprocess.from_config(model.preprocess)
-    return convolutions(model.spec, (prepare.height, prepare.width))
+    return layers(model.program((prepare.height, prepare.width)))
 
 
-def kinds(layers: Sequence[Convolution]) -> dict[Convolution, list[str]]:
+def kinds(layers: Sequence[Layer]) -> dict[Layer, list[str]]:
     """Groups the layers that have a sparse kernel by all but their names."""
-    found: dict[Convolution, list[str]] = {}
+    found: dict[Layer, list[str]] = {}
     for layer in layers:
         if layer.groups == 1:
-            found.setdefault(replace(layer, name="", partner="", chain=""), []).append(layer.name)
+            found.setdefault(replace(layer, name="", partner=""), []).append(layer.name)
     return found
 
 
-def drawn(layers: Sequence[Convolution], densities: Sequence[float]) -> Iterator[Case]:
+def drawn(layers: Sequence[Layer], densities: Sequence[float]) -> Iterator[Case]:
     """Draws each kind of layer at each density."""
     rng = np.random.default_rng(0)
     for layer, names in kinds(layers).items():
@@ -168,14 +170,14 @@ def drawn(layers: Sequence[Convolution], densities: Sequence[float]) -> Iterator
             yield Case(named, tuple(names), density, kept, "unstructured")
 
 
-def own(model: Checkpoint, layers: Sequence[Convolution]) -> Iterator[Case]:
+def own(model: Checkpoint, layers: Sequence[Layer]) -> Iterator[Case]:
     """Takes the pruned layers of a model, those of one kind and density (in percent) once.
 
     Raises:
         ModelError: If there are none.
     """
     zeros = {layer.name: model.zeros(layer.name) for layer in layers}
-    found: dict[tuple[Convolution, int], list[str]] = {}
+    found: dict[tuple[Layer, int], list[str]] = {}
     for layer, names in kinds(layers).items():
         for name in names:
             if zeros[name] >= sparsity.PRUNED:
@@ -187,9 +189,8 @@ def own(model: Checkpoint, layers: Sequence[Convolution]) -> Iterator[Case]:
             " --densities"
         )
     for (layer, _), names in found.items():
-        key = f"{names[0]}.filter"
-        filters = model.tensors[key if key in model.tensors else f"{names[0]}.weight"]
-        filters = filters.reshape(layer.kernel, layer.kernel, layer.channels, layer.filters)
+        shape = (layer.filters, layer.channels, layer.kernel, layer.kernel)
+        filters = model.tensors[f"{names[0]}.weight"].reshape(shape).transpose(2, 3, 1, 0)
         density = np.count_nonzero(filters) / max(filters.size, 1)
         yield Case(replace(layer, name=names[0]), tuple(names), density, filters)
 
@@ -288,7 +289,7 @@ def measure_networks(
         rng = np.random.default_rng(0)
         for batch in options.batches:
             size = made["never"].preprocess
-            shape = (batch, size.height, size.width, model.spec.channels)
+            shape = (batch, size.height, size.width, model.channels)
             levels = rng.integers(0, 256, shape, np.uint8)
             x = Buffer.from_numpy(levels).to(device)
             executables = [made[mode].executable() for mode in made]
@@ -315,17 +316,17 @@ def compiled(
     device: Device,
     dtype: DType,
     options: argparse.Namespace,
-) -> Model:
+) -> Classifier:
     """Compiles a network for ``--sparse mode``, or reads it from ``--precompiled``."""
     tf32 = options.tf32
-    made = Model(model, device, dtype, options.batch_size, tf32=tf32, sparse=mode)
+    made = Classifier(model, device, dtype, options.batch_size, tf32=tf32, sparse=mode)
     if options.precompiled:
         kind = precision(dtype.name, tf32)
         made.adopt(find_artifact(options.precompiled, name, kind, mode))
     return made
 
 
-def weigh(source: Checkpoint, model: Model, device: Device) -> dict[str, Any]:
+def weigh(source: Checkpoint, model: Classifier, device: Device) -> dict[str, Any]:
     """Counts the bytes that the weights of ``model`` take on the device, and layers by format."""
     place, kernels = DeviceRef.from_device(device), Unchecked()
     size = model.preprocess.height, model.preprocess.width
@@ -361,10 +362,9 @@ def thinned(model: Checkpoint, density: float) -> Checkpoint:
     names = {layer.name for layer in layers_of(model)[1:-1] if layer.groups == 1}
     tensors = {}
     for name, tensor in model.tensors.items():
-        layer, _, kind = name.rpartition(".")
-        thin = layer in names and kind in ("filter", "weight")
+        thin = name.removesuffix(".weight") in names
         tensors[name] = tensor * (rng.random(tensor.shape) < density) if thin else tensor
-    return replace(model, tensors={k: v.astype(np.float32) for k, v in tensors.items()})
+    return replace(model, tensors=Stored(tensors))
 
 
 def in_turn(clock: Clock, steps: Sequence[Callable[[], Any]], seconds: float) -> list[list[float]]:
@@ -376,7 +376,7 @@ def in_turn(clock: Clock, steps: Sequence[Callable[[], Any]], seconds: float) ->
     return samples
 
 
-def _input(layer: Convolution, batch: int, dtype: DType, device: Device) -> list[Buffer]:
+def _input(layer: Layer, batch: int, dtype: DType, device: Device) -> list[Buffer]:
     h, w = (side * layer.stride for side in layer.size)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((batch, h, w, layer.channels), generator=generator).to(TORCH[dtype.name])

@@ -17,7 +17,8 @@ from maxvision.bench.engines import Engine, Images, Maxvision, peers
 from maxvision.bench.references import our_model, reference_model
 from maxvision.bench.tf32 import allow_tf32
 from maxvision.bench.timing import HostClock, rounded, sample
-from maxvision.runtime.session import DTYPES, Model, find_device
+from maxvision.runtime.classifier import Classifier
+from maxvision.runtime.devices import DTYPES, find_device
 
 CHECKED = (1, 0)
 """Batches of the host's ring; an engine is set up with batch 0, and might have kept its answer."""
@@ -53,7 +54,7 @@ class Stand:
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
-        self._ours: dict[tuple[str, str], Model] = {}
+        self._ours: dict[tuple[str, str], Classifier] = {}
         self._turns = itertools.count()
         self._bare = memory.resident() or 0
 

@@ -57,6 +57,7 @@ def classify(args: argparse.Namespace, started: float) -> int:
             sparse=args.sparse,
             batch_size=args.batch_size,
             revision=args.revision,
+            passes=args.passes,
             progress=say,
         )
     times = Times()

@@ -81,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what runs pruned layers: sparse convolutions where they were measured to be faster"
         " on such a device (auto), always, or never",
     )
+    compiling.add_argument(
+        "--passes",
+        default="all",
+        metavar="P",
+        help="how the network is rewritten: all, none, -stem,-chain (all but these) or qkv,mlp",
+    )
     compiling.add_argument("--revision", metavar="R", help="branch, tag or commit of a hub model")
     compiling.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     compiling.add_argument(
@@ -90,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = commands.add_parser("inspect", description=_INSPECT)
     inspect.add_argument("folder", metavar="DIR", type=Path)
+    inspect.add_argument(
+        "--program", action="store_true", help="print the network as it was compiled, an op a line"
+    )
     inspect.set_defaults(run=_inspect)
     return parser
 
@@ -106,6 +115,7 @@ def _compile(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             tf32=options.tf32,
             sparse=options.sparse,
+            passes=options.passes,
             revision=options.revision,
             force=options.force,
             progress=say,
@@ -141,4 +151,6 @@ def _inspect(options: argparse.Namespace) -> int:
         rows[name] = f"{file['bytes']:,} bytes, as written"
     for name, text in rows.items():
         print(f"{name:24} {text}")
+    if options.program:
+        print(f"\n{found.program}")
     return 0

@@ -6,6 +6,7 @@ folded or fused away (``OTHERS``): they run when that pass was left out.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -90,10 +91,8 @@ def lower(
     Returns:
         The graph, the weights that it asks for, and the program as it was rewritten.
     """
-    api = "cpu" if device.is_cpu() else accelerator_api()
-    final = passes.run(program, Backend(api, dtype, formats or {}), off)
-    canonical = Canonical(Constants(final, tensors), final)
-    weights = Parameters(canonical, device, DType[dtype], shapes=canonical.shapes, tf32=tf32)
+    final = passes.run(program, backend(device, dtype, formats), off)
+    weights = bind([final], tensors, device, dtype, tf32)
     types = [TensorType(DType[t.dtype], t.shape, device=device) for t in final.inputs.values()]
     with Graph(
         program.name,
@@ -103,6 +102,27 @@ def lower(
     ) as graph:
         graph.output(*emit(final, [x.tensor for x in graph.inputs], weights))
     return graph, weights, final
+
+
+def backend(device: DeviceRef, dtype: str, formats: Mapping[str, str] | None = None) -> Backend:
+    """Says what passes know of a device; a GPU that is not there is of no kind."""
+    api = "cpu" if device.is_cpu() else accelerator_api()
+    if not device.is_cpu() and api not in ("cuda", "hip"):
+        api = "gpu"
+    return Backend(api, dtype, formats or {})
+
+
+def bind(
+    programs: Sequence[Program],
+    tensors: Mapping[str, np.ndarray],
+    device: DeviceRef,
+    dtype: str,
+    tf32: bool = True,
+) -> Parameters:
+    """Hands the weights of programs that were rewritten out; see ``lower``."""
+    parts = [Canonical(Constants(program, tensors), program) for program in programs]
+    shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
+    return Parameters(ChainMap(*parts), device, DType[dtype], shapes=shapes, tf32=tf32)  # type: ignore[arg-type]
 
 
 def emit(program: Program, inputs: Sequence[TensorValue], weights: Parameters) -> list[TensorValue]:
@@ -138,8 +158,10 @@ class _Given:
         if name in self._values:
             return self._values[name]
         like = self._program.types[self._node.output].dtype
-        flat = self.weights.vector(name, DType[like])
-        return flat.reshape(self._program.types[name].shape)
+        held, shape = self.weights.vector(name, DType[like]), self._program.types[name].shape
+        if len(shape) == 2:  # as Canonical turned it
+            return held.permute([1, 0])
+        return held.permute([3, 2, 0, 1]) if len(shape) == 4 else held.reshape(shape)
 
     def optional(self, i: int) -> TensorValue | None:
         """Gives an input that may be absent."""
@@ -206,7 +228,7 @@ def _conv2d(
 
 
 @_layouts
-def _batch_norm(given: _Given, *, eps: float) -> TensorValue:
+def _batch_norm(given: _Given, *, eps: float = 1e-5) -> TensorValue:
     weight, bias, mean, var = (given.vector(i) for i in range(1, 5))
     x = given.value(0)
     scale = weight * ops.rsqrt(var + eps)

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from maxvision.graphs.program import Attribute, Node, Program, Size, Type, rebuilt
+from maxvision.graphs.program import Attribute, Node, Program, rebuilt
 from maxvision.graphs.shapes import Pair, infer
+from maxvision.graphs.types import Size, Type
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,8 @@ class Parameters:
         if bias and self.has(bias):
             return self.vector(bias)
         name = bias or f"{filter.removesuffix('.weight').removesuffix('.filter')}.bias"
+        if self.has(name):  # another layer's, of the same filter
+            name = f"{filter}.zeros"
         return self._bind(name, lambda: np.zeros(size), (size,), DType.float32)
 
     def levels(self, x: TensorValue) -> tuple[TensorValue, TensorValue] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from maxvision.graphs.program import Node, Program, Type, rebuilt
+from maxvision.graphs.program import Node, Program, rebuilt
+from maxvision.graphs.types import Type
 
 MEAN, SCALE = "pixels.mean", "pixels.scale"
 """The weights that normalise: 1 / the standard deviation is the scale."""
@@ -28,11 +29,14 @@ def from_pixels(program: Program, pixels: str, dtype: str) -> Program:
         before.append(Node("cast", (name,), ("pixels.x",), {"dtype": dtype}))
     last = before[-1].output if before else name
     before.append(Node("permute", (last,), (image,), {"axes": (0, 3, 1, 2)}))
-    behind, outputs = [], {}
+    behind: list[Node] = []
+    outputs: dict[str, str] = {}
     for output, value in program.outputs.items():
         if len(program.types[value].shape) == 4:
-            behind.append(Node("permute", (value,), (f"{value}.last",), {"axes": (0, 2, 3, 1)}))
-            value = f"{value}.last"
+            last = f"{value}.last"
+            if last not in (node.output for node in behind):  # a value may be two outputs
+                behind.append(Node("permute", (value,), (last,), {"axes": (0, 2, 3, 1)}))
+            value = last
         outputs[output] = value
     return rebuilt(
         program,

@@ -14,25 +14,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from maxvision.common.errors import ModelError
+from maxvision.graphs.shapes import infer
+from maxvision.graphs.types import Type
 
-BATCH = "batch"
-"""The symbolic size of a batch."""
-
-Size = int | str
 Attribute = bool | int | float | str | tuple[int | str, ...]
-
-
-class Type(NamedTuple):
-    """The shape of a value, sizes known or named, and its dtype by its name in numpy or MAX."""
-
-    shape: tuple[Size, ...]
-    dtype: str = "float32"
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True)
@@ -220,8 +208,6 @@ def made(
         ArgumentError: If an op does not take what it is given.
         ModelError: If an op reads what is not there.
     """
-    from maxvision.graphs.shapes import infer
-
     known = known or {}
     types: dict[str, Type] = {**inputs, **weights}
     for node in nodes:
@@ -229,6 +215,8 @@ def made(
             given = [types[value] if value else None for value in node.inputs]
         except KeyError as missing:
             raise ModelError(f"{name}: {node.name} reads {missing}, which is not there") from None
+        if twice := [value for value in node.outputs if value in types]:
+            raise ModelError(f"{name}: {node.name} gives {twice[0]!r}, which is there already")
         if node.output in known:
             types.update((value, known[value]) for value in node.outputs)
             continue

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from maxvision.common.errors import ArgumentError
-from maxvision.graphs.program import Size, Type
+from maxvision.graphs.types import Size, Type
 
 EPILOGUES = ("none", "relu", "gelu", "add", "add_relu")
 """What a product may end with; the two that add take a residual."""
@@ -36,7 +36,11 @@ def infer(op: str, given: Sequence[Type | None], attributes: Mapping[str, Any]) 
     """
     if op not in OPS:
         raise ArgumentError(f"{op}: there is no such op; graphs/shapes.py lists them")
-    found = OPS[op](*given, **attributes)
+    try:
+        found = OPS[op](*given, **attributes)
+    except (TypeError, ValueError, AttributeError, IndexError, AssertionError) as error:
+        inputs = ", ".join(str(each) if each else "-" for each in given)
+        raise ArgumentError(f"{op}: does not take {inputs} with {attributes} ({error})") from error
     return [found] if isinstance(found, Type) else list(found)
 
 

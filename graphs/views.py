@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from maxvision.graphs.program import Size
+from maxvision.graphs.types import Size
 
 Factors = tuple[int, ...]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from max.dtype import DType
@@ -12,6 +12,7 @@ from maxvision import weights
 from maxvision.common import __version__
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.common.folder import new_folder
+from maxvision.graphs import passes as rewriting
 from maxvision.graphs.target import Target
 from maxvision.runtime import artifact
 from maxvision.runtime.artifact import Package
@@ -31,7 +32,7 @@ def compile(
     sparse: str = "auto",
     revision: str | None = None,
     force: bool = False,
-    off: Collection[str] = (),
+    passes: str = "all",
     progress: Callable[[str], None] | None = None,
 ) -> Package:
     """Compiles a model for ``target`` and writes ``folder``, which ``runtime.load`` runs.
@@ -48,7 +49,7 @@ def compile(
         sparse: What runs pruned layers, as in ``runtime.load``.
         revision: Branch, tag or commit on the hub.
         force: Replace ``folder`` if it holds a compiled model.
-        off: Passes to leave out (graphs/passes).
+        passes: How the network is rewritten, as in ``load``.
         progress: Called with a sentence before each step that takes time.
 
     Raises:
@@ -57,7 +58,7 @@ def compile(
         ModelError: If the model cannot be read, or takes no pictures, or is asked to run sparse
             and is not pruned.
     """
-    wanted = Target.parse(target)
+    wanted, off = Target.parse(target), rewriting.parse(passes)
     say = progress or (lambda _: None)
     if artifact.is_here(source):
         raise ModelError(f"{source}: expected a model but it is compiled already; run it as it is")

@@ -21,7 +21,8 @@ from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary
 
 from maxvision.common.errors import ArgumentError, DeviceError, ImageError, ModelError
-from maxvision.graphs import formats, passes, sparsity
+from maxvision.graphs import formats, sparsity
+from maxvision.graphs import passes as rewriting
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.layers import Layer, layers
 from maxvision.graphs.parameters import Parameters
@@ -73,6 +74,7 @@ def load(
     sparse: str = "auto",
     batch_size: int | None = None,
     revision: str | None = None,
+    passes: str = "all",
     progress: Callable[[str], None] | None = None,
 ) -> Classifier:
     """Loads a classifier and compiles it.
@@ -90,6 +92,8 @@ def load(
         batch_size: Images that ``classify`` runs at a time; 32 on a GPU and 8 on a CPU if None. If
             given, ``auto`` chooses for batches of that size.
         revision: Branch, tag or commit on the hub.
+        passes: How the network is rewritten (graphs/passes): ``all``, ``none``, ``-stem,-chain``
+            for all but these, ``qkv,mlp`` for these alone. To find the one to blame for an answer.
         progress: Called with a sentence before each step that takes time.
 
     Raises:
@@ -100,7 +104,12 @@ def load(
     if batch_size is not None and batch_size < 1:
         raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
     sparsity.check_mode(sparse)  # before anything that takes long
+    off = rewriting.parse(passes)
     if artifact.is_here(source):
+        if off:
+            raise ArgumentError(
+                f"{source} is compiled already; leave --passes out, or compile it again with them"
+            )
         return _unpack(source, device, dtype, batch_size, tf32, sparse)
     from maxvision import weights
 
@@ -109,7 +118,9 @@ def load(
     watch = Watch()
     checkpoint = weights.load(source, revision=revision, progress=progress)
     watch.lap("weights")
-    model = Classifier(checkpoint, place, kind, batch_size, watch, tf32=tf32, sparse=sparse)
+    model = Classifier(
+        checkpoint, place, kind, batch_size, watch, tf32=tf32, sparse=sparse, off=off
+    )
     model.compile(progress)
     return model
 
@@ -243,7 +254,7 @@ def choose_sparse(
     found = layers(program)
     zeros = {each.name: checkpoint.zeros(each.name) for each in found}
     if mode == "auto" and max(zeros.values(), default=0) >= sparsity.PRUNED:
-        found = layers(program, passes.run(program, Backend(target.api, dtype.name)))
+        found = layers(program, rewriting.run(program, Backend(target.api, dtype.name)))
 
     def formats_of(layer: Layer) -> tuple[str, ...]:
         stored = checkpoint.tensors[f"{layer.name}.weight"]

@@ -25,8 +25,9 @@ from max.graph import DeviceRef, Graph, KernelLibrary
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.lower import lower
 from maxvision.graphs.parameters import Parameters
-from maxvision.graphs.program import BATCH, Program
+from maxvision.graphs.program import Program
 from maxvision.graphs.target import Target
+from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache
 from maxvision.runtime.replay import IMAGES, Replays
 

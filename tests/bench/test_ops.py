@@ -15,11 +15,11 @@ from max.graph import DeviceRef
 from maxvision.bench import ops
 from maxvision.bench.__main__ import main
 from maxvision.bench.ceilings import Ceilings
-from maxvision.bench.layers import distinct, network_nodes
+from maxvision.bench.layers import distinct, network_nodes, sizes
 from maxvision.bench.references import checkpoint, reference_model
 from tests.graphs import reference
 
-UNCOUNTED = ("normalize", "layernorm", "layernorm_first", "class_token")  # no products in them
+UNCOUNTED = ("normalize", "layer_norm", "layernorm_first", "class_token")  # no products in them
 CVT = {
     "num_channels": 3, "embed_dim": [32], "num_heads": [2], "depth": [1], "patch_sizes": [7],
     "patch_stride": [4], "patch_padding": [2], "cls_token": [True], "mlp_ratio": [2.0],
@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "ceilings", lambda *_: Ceilings(1e11, 1e10))
-        patch.setitem(ops.OPERATORS, "bmm", ops.Operator("linear", linear))
+        patch.setitem(ops.OPERATORS, "linear", ops.Operator("linear", linear))
         arguments = ["--device", "cpu", "--models", model, "--batches", "3", "--seconds", "0.01"]
         code = main(["ops", *arguments, "--json", str(path)])
     return code, path.read_text()
@@ -54,7 +54,7 @@ def test_every_layer_is_right_and_timed(run: tuple[int, str]) -> None:
     records = json.loads(text)["records"]
     assert sum(r["count"] for r in records) == len({name for r in records for name in r["names"]})
     assert {r["op"] for r in records} == {
-        "normalize", "conv2d", "layernorm", "class_token", "bmm", "bmm_add", "attention",
+        "normalize", "conv2d", "layer_norm", "class_token", "linear", "attention",
         "layernorm_first", "depthwise_qkv", "qkv_linear",
     }  # fmt: skip
     for r in records:
@@ -95,7 +95,7 @@ def test_torch_has_every_layer_of_a_gpu(name: str) -> None:
             results = operator.run(layer, values, weights, True)
             operator.run(layer, values, weights, False)
         results = results if isinstance(results, tuple) else (results,)
-        assert [tuple(y.shape) for y in results] == [y.sizes(1) for y in layer.results], layer.op
+        assert [tuple(y.shape) for y in results] == [sizes(y, 1) for y in layer.outputs], layer.op
     fused = {
         "resnet-18": {"conv2d_shortcut"},
         "resnet-50": {"conv2d_chain"},

@@ -9,7 +9,7 @@ from max.driver import CPU
 from max.dtype import DType
 from max.graph import DeviceRef
 
-from maxvision.bench.layers import network_nodes
+from maxvision.bench.layers import network_nodes, sizes
 from maxvision.bench.profile import launches, named, short, show, trace
 from maxvision.bench.references import checkpoint, reference_model
 from maxvision.common.errors import DeviceError
@@ -48,7 +48,7 @@ def test_launches_are_named_after_layers(capsys: pytest.CaptureFixture[str]) -> 
     )
     recorded = [event(i, symbol(node), 1) for i, node in enumerate(nodes)]
     for each, node in zip(recorded, nodes, strict=True):
-        each["args"]["grid"] = list(node.layer.outputs[0].sizes(1))
+        each["args"]["grid"] = list(sizes(node.layer.outputs[0], 1))
     found = launches({"traceEvents": recorded}, runs=1)
     with_names = named(found, "resnet-18", network, DType.float32, CPU())
     assert [x.layer for x in with_names] == [node.name for node in nodes]

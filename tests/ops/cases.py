@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from max.driver import Buffer, Device
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, KernelLibrary, TensorType, ops
+from max.graph import DeviceRef, Graph, KernelLibrary, StaticDim, TensorType, ops
 
 from maxvision.bench.tf32 import RoundedProducts
-from maxvision.graphs import nodes
+from maxvision.graphs import nodes, passes, shapes
+from maxvision.graphs.lower import backend, emit
+from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters
 from maxvision.runtime import cache
 
@@ -257,6 +259,33 @@ def norm(name: str, x: Shape, eps: float, *, first: bool = False) -> Case:
     )
 
 
+def rewritten(write: Callable[..., Sequence[Value]], axis: int) -> Callable[..., Any]:
+    """Builds what the passes make of plain ops: one where the device has it, else several.
+
+    Args:
+        write: Writes the ops down, of a net and its inputs; images are [N, C, H, W].
+        axis: Along which several outputs lie one behind the other.
+    """
+
+    def build(w: Parameters, *inputs: Any) -> Any:
+        net, values = Net("case"), []
+        for i, x in enumerate(inputs):
+            shape = [int(dim) if isinstance(dim, StaticDim) else str(dim) for dim in x.shape]
+            value = net.input(f"x{i}", shape, x.dtype.name)
+            values.append(to_first(value) if len(shape) == 4 and x.dtype != DType.uint8 else value)
+        for i, y in enumerate(write(net, *values)):
+            net.output(f"y{i}", net.permute(y, 0, 2, 3, 1) if len(y.shape) == 4 else y)
+        program = passes.run(net.program(), backend(w.device, w.dtype.name))
+        outputs = emit(program, inputs, w)
+        return outputs[0] if len(outputs) == 1 else ops.concat(outputs, axis=axis)
+
+    return build
+
+
+def to_first(x: Value) -> Value:
+    return x.net.permute(x, 0, 3, 1, 2)
+
+
 def stem(
     name: str,
     size: tuple[int, int],
@@ -273,18 +302,24 @@ def stem(
     geometry = {"stride": stride, "padding": padding}
     mean = 100 + 10 * np.arange(c, dtype=np.float32)
     scale = 1 / (60 + 3 * np.arange(c, dtype=np.float32))
-    weights: dict[str, Shape] = {"w.filter": (*kernel, c, f), "w.bias": (f,)}
+    weights: dict[str, Shape] = {"w.weight": (*kernel, c, f), "w.bias": (f,)}
     if levels:
         weights |= {"pixels.mean": (c,), "pixels.scale": (c,)}
     if not pools:
-        weights |= {"weight": (f,), "bias": (f,)}
+        weights |= {"norm.weight": (f,), "norm.bias": (f,)}
 
     def build(w: Parameters, x: Any) -> Any:
-        filter = w.stem("w", stride)
-        if pools:
-            return nodes.stem_maxpool(x, filter, w.levels(x), **geometry)
-        weight, bias = w.vector("weight"), w.vector("bias")
-        return nodes.stem_layernorm(x, filter, w.levels(x), weight, bias, **geometry)
+        def write(net: Net, x: Value) -> list[Value]:
+            if levels:
+                normal = [net.weight(f"pixels.{part}", c) for part in ("mean", "scale")]
+                x = to_first(net.op("normalize", [x, *normal], dtype=w.dtype.name))
+            weights = [net.weight("w.weight", f, c, *kernel), net.weight("w.bias", f)]
+            y = net.op("conv2d", [x, *weights], "w", **geometry)
+            if pools:
+                return [net.max_pool2d(net.relu(y), 3, stride=2, padding=1)]
+            return [to_first(net.layer_norm(net.permute(y, 0, 2, 3, 1), "norm"))]
+
+        return rewritten(write, 3)(w, x)
 
     def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         if levels:  # in float32 at least, as normalize does
@@ -292,11 +327,12 @@ def stem(
             means, scales = (torch.from_numpy(v).to(x.device, wide) for v in (mean, scale))
             x = ((x.to(wide) - means) * scales).to(x.dtype)
         y = F.conv2d(
-            x.permute(0, 3, 1, 2), w["w.filter"].permute(3, 2, 0, 1), w["w.bias"], **geometry
+            x.permute(0, 3, 1, 2), w["w.weight"].permute(3, 2, 0, 1), w["w.bias"], **geometry
         )
         if pools:
             return F.max_pool2d(y.relu(), 3, 2, 1).permute(0, 2, 3, 1)
-        return F.layer_norm(y.permute(0, 2, 3, 1), (f,), w["weight"].to(y), w["bias"].to(y))
+        norm = w["norm.weight"].to(y), w["norm.bias"].to(y)
+        return F.layer_norm(y.permute(0, 2, 3, 1), (f,), *norm)
 
     def set_levels(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
         if levels:
@@ -359,41 +395,41 @@ def joined(
 def chained(name: str, size: tuple[int, int], c: int, k: int, f: int) -> Case:
     """Makes a case of conv2d_chain: x [size, c], a residual [size, k]; h and z side by side."""
     weights: dict[str, Shape] = {
-        "last.filter": (1, 1, c, k),
+        "last.weight": (1, 1, c, k),
         "last.bias": (k,),
-        "next.filter": (1, 1, k, f),
+        "next.weight": (1, 1, k, f),
         "next.bias": (f,),
     }
 
-    def build(w: Parameters, x: Any, residual: Any) -> Any:
-        outputs = nodes.conv2d_chain(x, w.filter("last"), residual, w.filter("next"))
-        return ops.concat(outputs, axis=3)
+    def write(net: Net, x: Value, residual: Value) -> list[Value]:
+        h = net.relu(net.conv2d(x, "last", k, 1) + residual)
+        return [h, net.relu(net.conv2d(h, "next", f, 1))]
 
     def reference(
         w: dict[str, torch.Tensor], x: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor:
-        h = (x @ w["last.filter"][0, 0] + w["last.bias"].to(x) + residual).relu()
-        z = (h @ w["next.filter"][0, 0] + w["next.bias"].to(x)).relu()
+        h = (x @ w["last.weight"][0, 0] + w["last.bias"].to(x) + residual).relu()
+        z = (h @ w["next.weight"][0, 0] + w["next.bias"].to(x)).relu()
         return torch.cat([h, z], dim=3)
 
-    return Case(name, [(*size, c), (*size, k)], weights, build, reference)
+    return Case(name, [(*size, c), (*size, k)], weights, rewritten(write, 3), reference)
 
 
 def mlp(name: str, tokens: int, c: int, k: int) -> Case:
     """Makes a case of layernorm_mlp on [tokens, c]."""
-    weights: dict[str, Shape] = {"weight": (c,), "bias": (c,)}
+    weights: dict[str, Shape] = {"norm.weight": (c,), "norm.bias": (c,)}
     weights |= {"fc1.weight": (c, k), "fc1.bias": (k,), "fc2.weight": (k, c), "fc2.bias": (c,)}
 
-    def build(w: Parameters, x: Any) -> Any:
-        norm = w.vector("weight"), w.vector("bias")
-        return nodes.layernorm_mlp(x, norm, (w.filter("fc1"), w.filter("fc2")))
+    def write(net: Net, x: Value) -> list[Value]:
+        h = net.gelu(net.linear(net.layer_norm(x, "norm"), "fc1", k))
+        return [x + net.linear(h, "fc2", c)]
 
     def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        y = F.layer_norm(x, (c,), w["weight"].to(x), w["bias"].to(x))
+        y = F.layer_norm(x, (c,), w["norm.weight"].to(x), w["norm.bias"].to(x))
         h = F.gelu(y @ w["fc1.weight"] + w["fc1.bias"].to(x))
         return x + h @ w["fc2.weight"] + w["fc2.bias"].to(x)
 
-    return Case(name, [(tokens, c)], weights, build, reference)
+    return Case(name, [(tokens, c)], weights, rewritten(write, 1), reference)
 
 
 def projections(name: str, tokens: int, keys: int, c: int, f: int) -> Case:
@@ -429,35 +465,36 @@ def project(
 ) -> Case:
     """Makes a case of depthwise_qkv; its three outputs one after the other."""
     parts = ("q", "k", "v")
-    weights: dict[str, Shape] = {"weight": (c,), "bias": (c,)}
+    weights: dict[str, Shape] = {"norm.weight": (c,), "norm.bias": (c,)}
     for part in parts:
-        weights |= {f"{part}.filter": (kernel, kernel, 1, c), f"{part}.bias": (c,)}
+        weights |= {f"{part}.weight": (kernel, kernel, 1, c), f"{part}.bias": (c,)}
     padding_q = (kernel - 1) // 2
-    geometry = {"padding_q": padding_q, "padding_kv": padding_kv, "stride_kv": stride_kv}
 
-    def build(w: Parameters, x: Any) -> Any:
-        outputs = nodes.depthwise_qkv(
-            x,
-            size,
-            (w.vector("weight"), w.vector("bias")),
-            tuple(w.filter(part, groups=c) for part in parts),
-            class_token=token,
-            **geometry,
-        )
-        return ops.concat(outputs, axis=1)
+    def write(net: Net, x: Value) -> list[Value]:
+        y, found = net.layer_norm(x, "norm"), []
+        image = net.slice(y, 1, 1, y.size(1)) if token else y
+        image = to_first(net.reshape(image, y.shape[0], *size, c))
+        first = [net.slice(y, 1, 0, 1)] if token else []
+        for part in parts:
+            stride, padding = (1, padding_q) if part == "q" else (stride_kv, padding_kv)
+            z = net.conv2d(image, part, c, kernel, stride=stride, padding=padding, groups=c)
+            z = net.permute(z, 0, 2, 3, 1)
+            z = net.reshape(z, z.shape[0], z.size(1) * z.size(2), c)
+            found.append(net.concat([*first, z], axis=1) if token else z)
+        return found
 
     def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        y = F.layer_norm(x, (c,), w["weight"].to(x), w["bias"].to(x))
+        y = F.layer_norm(x, (c,), w["norm.weight"].to(x), w["norm.bias"].to(x))
         image = y[:, int(token) :].unflatten(1, size).permute(0, 3, 1, 2)
         rows = []
         for part in parts:
             stride, padding = (1, padding_q) if part == "q" else (stride_kv, padding_kv)
-            filter, bias = w[f"{part}.filter"].permute(3, 2, 0, 1), w[f"{part}.bias"].to(x)
+            filter, bias = w[f"{part}.weight"].permute(3, 2, 0, 1), w[f"{part}.bias"].to(x)
             z = F.conv2d(image, filter, bias, stride=stride, padding=padding, groups=c)
             rows += [y[:, : int(token)], z.flatten(2).permute(0, 2, 1)]
         return torch.cat(rows, dim=1)
 
-    return Case(name, [(size[0] * size[1] + token, c)], weights, build, reference)
+    return Case(name, [(size[0] * size[1] + token, c)], weights, rewritten(write, 1), reference)
 
 
 CASES = [
@@ -488,7 +525,7 @@ CASES = [
     # Epilogues.
     *(
         conv(f"conv2d epilogue {e}", (5, 6), 24, 40, (3, 3), padding=1, then=e)
-        for e in nodes.EPILOGUES
+        for e in shapes.EPILOGUES
     ),
     conv("conv2d depthwise add", (6, 5), 20, 20, (3, 3), padding=1, groups=20, then="add"),
     conv("conv2d no bias", (6, 6), 16, 16, (1, 1), bias=False),

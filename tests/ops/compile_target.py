@@ -22,7 +22,6 @@ from max.engine import CompiledModel, InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
 from maxvision.bench.attribution import symbols as symbols_of
-from maxvision.bench.layers import nodes as layer_nodes
 from maxvision.graphs import nodes
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.target import Target
@@ -60,7 +59,7 @@ NAMES = {
     "stem_layernorm 32 x 32",
     "depthwise_qkv 64",
 }
-# Ops for NVIDIA's tensor cores: elsewhere graphs/nodes.py takes others in their place.
+# Ops for NVIDIA's tensor cores: elsewhere the passes leave others in their place.
 NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm"}
 # Ops for Hopper's.
 HOPPER = {"sparse_conv2d_packed", "sparse_conv2d_packed_add"}
@@ -87,6 +86,14 @@ FLOAT16 = {
 }
 # float32 without TF32, where the others have it.
 EXACT = {"conv2d 3x3", "bmm add"}
+IN_PROGRAMS = {  # what programs call an op
+    "bmm": "linear",
+    "layernorm": "layer_norm",
+    "maxpool": "max_pool2d",
+    "avgpool": "avg_pool2d",
+    "sparse_conv2d": "conv2d",
+    "sparse_conv2d_packed": "conv2d",
+}
 DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 
 
@@ -132,14 +139,15 @@ def ops_without_symbols(graph: Graph, compiled: CompiledModel) -> set[str]:
         compiled.export_mef(file.name)
         found = set(re.findall(rb"[a-z]\w+_[0-9a-f]{8}(?!\w)", Path(file.name).read_bytes()))
     symbols = {symbol.decode() for symbol in found}
-    return {
-        node.layer.op
-        for node in layer_nodes(graph)
-        if not any(
-            all(any(map(kernel.fullmatch, symbols)) for kernel in way)
-            for way in symbols_of(node.layer)
-        )
-    }
+    unnamed = set()
+    for name, line in re.findall(r'symbol = "(\w+)"(.*)', str(graph)):
+        given = dict(re.findall(r'(epilogue|format) = "(\w+)"', line))
+        format = given.get("format", "steps" if name.startswith("sparse") else "")
+        op = name.removesuffix("_add")
+        ways = symbols_of(IN_PROGRAMS.get(op, op), given.get("epilogue", "none"), format)
+        if not any(all(any(map(k.fullmatch, symbols)) for k in way) for way in ways):
+            unnamed.add(name)
+    return unnamed
 
 
 def precisions(case: Case) -> list[tuple[DType, bool]]:

@@ -15,7 +15,7 @@ from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
 from maxvision.common.errors import ArgumentError, DeviceError
-from maxvision.graphs import nodes
+from maxvision.graphs import nodes, shapes
 from maxvision.graphs.arrange import has_stem
 from maxvision.graphs.parameters import Parameters
 from maxvision.runtime import cache
@@ -123,7 +123,7 @@ def convs(draw: st.DrawFn) -> Case:
         max(1, d * (k - 1) + 1 - 2 * p) + draw(st.integers(0, 9))
         for d, k, p in zip(dilation, kernel, padding, strict=True)
     )
-    then = draw(st.sampled_from(nodes.EPILOGUES))
+    then = draw(st.sampled_from(shapes.EPILOGUES))
     sparsity = draw(st.sampled_from([None, None, 0.9]))
     name = f"{size} {c} {f} {kernel} {stride} {padding} {dilation} {groups} {then} {sparsity}"
     return conv(
@@ -136,7 +136,7 @@ def convs(draw: st.DrawFn) -> Case:
 def others(draw: st.DrawFn) -> Case:
     """Draws a product, a linear layer or a pool of awkward shape."""
     m, k, n, b = (draw(st.integers(1, 99)) for _ in range(4))
-    then = draw(st.sampled_from(nodes.EPILOGUES))
+    then = draw(st.sampled_from(shapes.EPILOGUES))
     kind = draw(st.sampled_from(["bmm", "linear", "maxpool", "avgpool"]))
     if kind == "bmm":
         transpose, heads = draw(st.booleans()), b % 4 + 1
@@ -156,15 +156,15 @@ def others(draw: st.DrawFn) -> Case:
 KINDS = [  # one case of each op and epilogue that are drawn
     *(
         conv(f"kind {then} {sparsity}", (3, 3), 4, 4, (1, 1), then=then, sparsity=sparsity)
-        for then in nodes.EPILOGUES
+        for then in shapes.EPILOGUES
         for sparsity in (None, 0.9)
     ),
     *(
         product(f"kind {then} {transpose}", (1, 4, 4), (1, 4, 4), then=then, transpose=transpose)
-        for then in nodes.EPILOGUES
+        for then in shapes.EPILOGUES
         for transpose in (False, True)
     ),
-    *(dense(f"kind dense {then}", (4, 4), 4, then) for then in nodes.EPILOGUES),
+    *(dense(f"kind dense {then}", (4, 4), 4, then) for then in shapes.EPILOGUES),
 ]
 
 

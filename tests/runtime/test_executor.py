@@ -10,7 +10,8 @@ from max.driver import CPU
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.net import Net
-from maxvision.graphs.program import BATCH, Program
+from maxvision.graphs.program import Program
+from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache, executor
 from maxvision.runtime.executor import Executor, Lowering
 
