@@ -106,13 +106,18 @@ def _reference(found: Source, pixels: Array) -> list[Array]:
             f"{found.name}: expected torch and transformers, the reference, to be installed but"
             f" {error.name} is not; install both"
         ) from None
+    family = known()[interpret(found).family]
+    kind: Any = next((getattr(transformers, n, None) for n in family.architectures), None)
+    if kind is None:
+        raise ModelError(
+            f"{found.name}: transformers, the reference, has no network of the family"
+            f" {family.name}; compare it with its own reference instead"
+        )
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         convert(found, folder)
-        family = known()[interpret(found).family]
-        kind: Any = getattr(transformers, family.architectures[0])
         model = kind.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.inference_mode():
             out = model(torch.from_numpy(pixels).permute(0, 3, 1, 2), output_hidden_states=True)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from maxvision.common.errors import UserError
 from maxvision.weights.checkpoint import Checkpoint, identify, interpret
+from maxvision.weights.family import known
 from maxvision.weights.prune import PATTERNS, SCOPES
 from maxvision.weights.source import Source, find
 
@@ -43,8 +44,8 @@ exit codes: 0 done; 1 verify found an error beyond the bound; 2 a wrong model or
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code; a user's mistake is one line on stderr."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         return int(options.run(options))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -125,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_names,
         metavar="A,B",
         help="layers that stay dense, * for any part of a name, or none (default: the first"
-        " convolution and the classifier: stem,head; of a CvT stages.0.embed,head)",
+        f" convolution and the classifier: {_dense()})",
     )
     prune.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     prune.add_argument("--force", action="store_true", help="replace DIR if it is there")
@@ -141,6 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--seed", type=int, default=0, help="of the images (default: 0)")
     verify.set_defaults(run=_verify)
     return parser
+
+
+def _dense() -> str:
+    """Says which layers pruning leaves dense by default."""
+    return "; ".join(f"of a {name} {','.join(each.dense)}" for name, each in known().items())
 
 
 def _share(text: str) -> float:
@@ -182,7 +188,7 @@ def _inspect(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     console.print(f"{trained(found.state):,} parameters (all tensors but batch norm's statistics)")
-    form, spec = identify(found)
+    _, form, spec = identify(found)
     console.print(f"{form.title}: {spec}", highlight=False)
     checkpoint = interpret(found)  # says what is wrong with it, if anything
     _inspect_pruned(found, checkpoint, options, console)
@@ -214,7 +220,7 @@ def _inspect_pruned(
     table.add_column("layer", overflow="fold")
     for name in ("convolution", "zeros", "pattern", "runs", "gain"):
         table.add_column(name, justify="left" if name in ("pattern", "runs") else "right")
-    form, _ = identify(found)
+    _, form, _ = identify(found)
     stored = {layer: form.key(f"{layer}.weight") for layer in prunable(checkpoint)}
     for each in pruned:
         layer = each.layer

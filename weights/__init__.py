@@ -1,4 +1,4 @@
-"""Trained weights: found, read, checked, and laid out for the graphs.
+"""Trained weights: found, read and checked.
 
 ``maxvision weights --help`` inspects, converts, prunes and verifies them.
 """

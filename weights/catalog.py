@@ -12,7 +12,7 @@ class Row:
     """Describes one known model.
 
     Attributes:
-        family: ``"resnet"`` or ``"cvt"``.
+        family: Of which family it is.
         name: A hub id, or a bundled model's name.
         parameters: Trained numbers, as torch counts them (batch norm not folded).
         size: Side of the input image, px.

@@ -11,12 +11,11 @@ import numpy as np
 
 from maxvision.common.errors import ModelError
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.constants import EVALUATE
-from maxvision.graphs.layers import layers
+from maxvision.graphs.constants import EVALUATE, Constants
 from maxvision.graphs.passes.fold import batch_norm
 from maxvision.graphs.program import Program
 from maxvision.weights import metadata
-from maxvision.weights.family import Family, Format, known
+from maxvision.weights.family import Family, Format
 from maxvision.weights.formats import recognise, specify
 from maxvision.weights.layout import Stored, is_finite
 from maxvision.weights.rules import apply
@@ -83,14 +82,18 @@ def interpret(found: Source) -> Checkpoint:
     Raises:
         ModelError: See `load`.
     """
-    form, spec = identify(found)
-    family = known()[form.family]
-    program = family.program(spec, SIZE)
-    shapes = {name: each.shape for name, each in program.weights.items()}
+    family, form, spec = identify(found)
+    try:
+        program = family.program(spec, SIZE)
+    except Exception as error:  # whatever the numbers of a config.json lead to
+        raise ModelError(
+            f"{found.name}: the configuration makes no {family.name} ({error}); repair config.json"
+        ) from error
+    shapes = {name: program.shape(name) for name in program.weights}
     with found.state.reading():
-        parts = apply(form.rules, found.state.tensors, shapes, found.name)  # type: ignore[arg-type]
+        parts = apply(form.rules, found.state.tensors, shapes, found.name)
     tensors = Stored(parts, found.state.reading)
-    check_folding(program, tensors, found.name)
+    check_norms(program, tensors, found.name)
     return Checkpoint(
         name=found.name,
         family=family.name,
@@ -103,46 +106,43 @@ def interpret(found: Source) -> Checkpoint:
     )
 
 
-def identify(found: Source) -> tuple[Format, Any]:
-    """Tells the format of what was found, and the network's shape.
+def identify(found: Source) -> tuple[Family, Format, Any]:
+    """Tells the family and the format of what was found, and the network's shape.
 
     Raises:
         ModelError: If it is of no known family.
     """
     tensors, config = found.state.tensors, found.config
-    form = recognise(tensors, config, found.name)
-    return form, specify(form, tensors, config, found.name)
+    family, form = recognise(tensors, config, found.name)
+    return family, form, specify(family, form, tensors, config, found.name)
 
 
-def check_folding(program: Program, tensors: Stored, name: str) -> None:
-    """Makes sure that folding batch norms gives numbers; filters are not computed for it.
+def check_norms(program: Program, tensors: Stored, name: str) -> None:
+    """Makes sure that batch norms give numbers, folded or not; no filter is copied for it.
 
     Raises:
-        ModelError: If it gives NaN or infinity.
+        ModelError: If one gives NaN or infinity.
     """
     folded = batch_norm(program, Backend("cpu", "float32"))
-    values: dict[str, np.ndarray] = {}
-    bad = []
+    constants = Constants(folded, tensors)
+    bad: dict[str, None] = {}
     for node in folded.nodes:
-        if not node.at_load:
-            continue
         if node.op == "scale_filter":
             weight, scale = node.inputs
             with np.errstate(over="ignore", invalid="ignore"):
-                value = (tensors.largest(weight) * values[scale]).astype(np.float32)
+                value = (tensors.largest(weight) * constants[scale]).astype(np.float32)
+        elif node.op == "batch_norm_shift":
+            value = constants[node.output]
+        elif node.op == "batch_norm":
+            _, weight, _, _, var = node.inputs
+            scaled = EVALUATE["batch_norm_scale"]
+            value = scaled(constants[weight], constants[var], **node.attributes)
         else:
-            given = [values[n] if n in values else tensors[n] for n in node.inputs]
-            value = EVALUATE[node.op](*given, **node.attributes)
-            values[node.output] = value
-        if not is_finite(value) and node.op != "batch_norm_scale":
-            bad.append(node.output)
+            continue
+        if not is_finite(value):
+            bad[folded.users[node.output][0].name if node.at_load else node.name] = None
     if bad:
         raise ModelError(
             f"{name}: expected finite weights but folding the batch norm of {', '.join(bad)}"
             " gives NaN or infinity (a negative variance?); use another checkpoint"
         )
-
-
-def layer_names(family: Family, spec: Any) -> list[str]:
-    """Names the convolutions and linear layers of a network, in its order."""
-    return [each.name for each in layers(family.program(spec, SIZE))]

@@ -71,8 +71,8 @@ def write(
 
 def hugging_face_tensors(found: Source) -> dict[str, Array]:
     """Renames a checkpoint's tensors to Hugging Face's keys, widened to float32."""
-    form = recognise(found.state.tensors, found.config, found.name)
-    target = known()[form.family].formats[0]
+    family, form = recognise(found.state.tensors, found.config, found.name)
+    target = family.formats[0]
     tensors = {
         target.key(weight): np.ascontiguousarray(found.state.tensors[key], dtype=np.float32)
         for key, weight in rename(form.rules, found.state.tensors).items()

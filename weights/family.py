@@ -11,11 +11,13 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
+from maxvision.common.errors import ModelError
 from maxvision.graphs.net import Net, Value
-from maxvision.graphs.program import BATCH, Program
+from maxvision.graphs.program import Program
+from maxvision.graphs.types import BATCH
 from maxvision.weights import families
 from maxvision.weights.layout import Shape
 from maxvision.weights.rules import Rules, key_for
@@ -45,16 +47,14 @@ class Format:
 
     Attributes:
         title: What a message calls it.
-        family: The family's name.
         rules: Its name map.
-        infer: Reads the network's shape off the shapes of the weights, by their names here, and the
-            number of classes; None where a config.json must describe it.
+        infer: Makes a spec of the shapes of the weights, by their names here, and the number of
+            classes; None where a config.json must describe the network.
         resample: How its pictures are resized where nothing says it.
         timm: The architectures of timm's config.json that are stored like this.
     """
 
     title: str
-    family: str
     rules: Rules
     infer: Callable[[Mapping[str, Shape], int], Any] | None = None
     resample: str = "bicubic"
@@ -78,7 +78,8 @@ class Family:
         name: What config.json calls it, its ``model_type``.
         read: Makes a spec of a config.json and the number of classes.
         write: Writes the network of a spec down on images x[N, C, H, W] (graphs/net.py). Its
-            outputs are ``logits``, ``features`` and ``stages.0``, ...
+            outputs are ``logits``, ``features`` and ``stages.0``, ...; its classifier is the layer
+            ``head``, and no weight's shape depends on the images' size.
         formats: How it is stored; the first is with a config.json, as ``convert`` writes it.
         architectures: Of config.json: the class of transformers.
         dense: Layers that pruning leaves dense by default: few weights, on which all depend.
@@ -93,6 +94,13 @@ class Family:
     dense: tuple[str, ...] = ("head",)
     first_stage: int = 0
 
+    def __post_init__(self) -> None:
+        if not self.formats or not self.formats[0].has_config:
+            raise ValueError(
+                f"{self.name}: the first of formats is the one with a config.json, so it has no"
+                " infer"
+            )
+
     def program(self, spec: Any, size: tuple[int, int]) -> Program:
         """Writes the network of a spec down for images of ``size`` px."""
         net = Net(self.name)
@@ -102,22 +110,43 @@ class Family:
 
 @cache
 def known() -> dict[str, Family]:
-    """Lists the families by name: those of weights/families, then other packages'."""
+    """Lists the families by name: those of weights/families, then other packages'.
+
+    The first of a name counts.
+
+    Raises:
+        ModelError: If a package's family cannot be loaded.
+    """
     found = {}
     for module in pkgutil.iter_modules(families.__path__):
         family = importlib.import_module(f"{families.__name__}.{module.name}").FAMILY
         found[family.name] = family
     for entry in entry_points(group=GROUP):
-        family = entry.load()
+        family = _load(entry)
         found.setdefault(family.name, family)
     return found
 
 
-def formats() -> list[Format]:
+def _load(entry: EntryPoint) -> Family:
+    try:
+        family = entry.load()
+        if not isinstance(family, Family):
+            raise TypeError(f"it is a {type(family).__name__}, not a Family")
+    except Exception as error:
+        package = entry.dist.name if entry.dist else "its package"
+        raise ModelError(
+            f"the family {entry.name} ({entry.value}) cannot be loaded: {error!r}; repair or"
+            f" uninstall {package}"
+        ) from error
+    return family
+
+
+def formats() -> list[tuple[Family, Format]]:
     """Lists the formats of all families."""
-    return [form for family in known().values() for form in family.formats]
+    return [(family, form) for family in known().values() for form in family.formats]
 
 
 def names() -> str:
     """Names the families, for messages."""
-    return ", ".join(known())
+    *rest, last = known()
+    return f"{', '.join(rest)} and {last}"

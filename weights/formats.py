@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxvision.common.errors import ModelError
-from maxvision.weights.family import Format, formats, known, names
+from maxvision.weights.family import Family, Format, formats, known, names
 from maxvision.weights.layout import Array
 from maxvision.weights.rules import rename
 
@@ -19,32 +19,35 @@ _HARMLESS = {"num_classes", "in_chans", "drop_rate", "drop_path_rate", "drop_blo
 _PLAIN = {"global_pool": "avg", "output_stride": 32}
 
 
-def recognise(tensors: Mapping[str, Array], config: Mapping[str, Any] | None, where: str) -> Format:
-    """Tells which format a checkpoint is in, by its config.json or else by its tensors' names.
+def recognise(
+    tensors: Mapping[str, Array], config: Mapping[str, Any] | None, where: str
+) -> tuple[Family, Format]:
+    """Tells the family and format of a checkpoint, by config.json or else by its tensors' names.
 
     Raises:
         ModelError: If it is in none, or has no classifier.
     """
-    found = _by_names(tensors, where) if config is None else _by_config(config, where)
-    heads = [found.key("head.weight"), found.key("head.bias")]
+    family, form = _by_names(tensors, where) if config is None else _by_config(config, where)
+    heads = [form.key("head.weight"), form.key("head.bias")]
     if not any(key in tensors for key in heads):
         raise ModelError(
             f"{where}: expected a classifier, {heads[0]!r}, but has none (a backbone without a"
             " head?); use a checkpoint for image classification"
         )
-    return found
+    return family, form
 
 
-def _by_config(config: Mapping[str, Any], where: str) -> Format:
-    family, architecture = config.get("model_type"), config.get("architecture")
-    if isinstance(family, str) and family in known():
-        return known()[family].formats[0]
-    if family is None and architecture is not None:
-        timm = {name: form for form in formats() for name in form.timm}
+def _by_config(config: Mapping[str, Any], where: str) -> tuple[Family, Format]:
+    named, architecture = config.get("model_type"), config.get("architecture")
+    if isinstance(named, str) and named in known():
+        family = known()[named]
+        return family, family.formats[0]
+    if named is None and architecture is not None:
+        timm = {name: (family, form) for family, form in formats() for name in form.timm}
         if architecture not in timm:
             raise ModelError(
-                f"{where}: expected one of timm's plain ResNets ({', '.join(timm)}) but config.json"
-                f" has the architecture {architecture!r}; use one of them"
+                f"{where}: config.json has timm's architecture {architecture!r}, but of timm's only"
+                f" {', '.join(timm)} run here; use one of them"
             )
         given = config.get("model_args")
         arguments = given if isinstance(given, dict) else {}
@@ -59,51 +62,65 @@ def _by_config(config: Mapping[str, Any], where: str) -> Format:
                 f" {', '.join(changed)}; use a checkpoint without that"
             )
         return timm[architecture]
+    given = "has no model_type" if named is None else f"has the model_type {named!r}"
     raise ModelError(
-        f"{where}: expected a model_type of {names()} in config.json but it has {family!r};"
-        " no other family runs here"
+        f"{where}: config.json {given}, but the families that run here are {names()}; use a"
+        " checkpoint of one of them"
     )
 
 
-def _by_names(tensors: Mapping[str, Array], where: str) -> Format:
-    shares = [(len(rename(form.rules, tensors)), form) for form in formats()]
-    matched, found = max(shares, key=lambda share: share[0])
-    if not matched:
+def _by_names(tensors: Mapping[str, Array], where: str) -> tuple[Family, Format]:
+    """Takes the format that knows the most tensors; of equal ones one that needs no config.json."""
+    shares = [(len(rename(form.rules, tensors)), not form.has_config) for _, form in formats()]
+    best = max(shares)
+    family, form = formats()[shares.index(best)]
+    if not best[0]:
         given = ", ".join(repr(key) for key in list(tensors)[:3]) or "none at all"
         raise ModelError(
             f"{where}: expected a checkpoint in one of the formats"
-            f" {', '.join(form.title for form in formats())} but its tensors are {given}; the"
+            f" {', '.join(form.title for _, form in formats())} but its tensors are {given}; the"
             f" families that run here are {names()}"
         )
-    if found.has_config:
+    if form.has_config:
         raise ModelError(
-            f"{where}: expected a config.json beside a {found.title} checkpoint but there is none;"
+            f"{where}: expected a config.json beside a {form.title} checkpoint but there is none;"
             " put the model's config.json into the same folder"
         )
-    return found
+    return family, form
 
 
 def specify(
-    found: Format, tensors: Mapping[str, Array], config: Mapping[str, Any] | None, where: str
+    family: Family,
+    form: Format,
+    tensors: Mapping[str, Array],
+    config: Mapping[str, Any] | None,
+    where: str,
 ) -> Any:
-    """Describes the network: from config.json in Hugging Face's formats, else from the tensors.
+    """Describes the network: from config.json where the format has one, else from the tensors.
 
     What the tensors leave open takes the default of the family, for the rules to report on.
 
     Raises:
         ModelError: If config.json asks for what the graphs do not compute.
     """
-    shapes = {weight: tensors[key].shape for key, weight in rename(found.rules, tensors).items()}
+    shapes = {weight: tensors[key].shape for key, weight in rename(form.rules, tensors).items()}
     shapes = {weight: shape for weight, shape in shapes.items() if shape}
     head = shapes.get("head.weight") or shapes.get("head.bias") or (1,)
     try:
-        if found.infer:
-            return found.infer(shapes, head[0])
-        return known()[found.family].read(dict(config or {}), head[0])
+        if form.infer:
+            return form.infer(shapes, head[0])
+        return family.read(dict(config or {}), head[0])
     except ValueError as error:
         raise ModelError(f"{where}: {error}; use another checkpoint") from None
-    except (TypeError, AttributeError, IndexError, ArithmeticError) as error:
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        if form.infer:
+            raise ModelError(
+                f"{where}: expected the tensors of a {form.title} but the network cannot be read"
+                f" off their shapes ({error!r}); use another checkpoint"
+            ) from None
+        missing = isinstance(error, KeyError)
+        wrong = f"has no {error}" if missing else f"has a value of another kind ({error})"
         raise ModelError(
-            f"{where}: expected the configuration of a {found.family} but config.json has a value"
-            f" of another kind ({error}); repair config.json"
+            f"{where}: expected the configuration of a {family.name} but config.json {wrong};"
+            " repair config.json"
         ) from None

@@ -63,8 +63,11 @@ def share_of_zeros(array: Array) -> float:
 
 
 def is_finite(array: Array) -> bool:
-    """Tells whether an array has neither NaN nor infinity, in no memory of its own."""
-    return not array.size or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
+    """Tells whether an array, as float32, has neither NaN nor infinity; no copy of it is made."""
+    if not array.size:
+        return True
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(np.array([array.min(), array.max()], np.float32)).all())
 
 
 def merge_masks(tensors: dict[str, Array]) -> dict[str, Array]:

@@ -14,15 +14,16 @@ from maxvision.weights.rules import Ignore, Rule
 COUNTERS = Ignore(r".*\.num_batches_tracked", why="batch norm counts its training steps")
 
 
-def conv(module: str, target: str) -> list[Rule]:
-    """Maps a ``Conv2d`` without a bias."""
-    return [Rule(rf"{module}\.weight", f"{target}.weight")]
+def conv(module: str, target: str, *, bias: bool = False) -> list[Rule]:
+    """Maps a ``Conv2d``."""
+    parts = ("weight", "bias") if bias else ("weight",)
+    return [Rule(rf"{module}\.{part}", f"{target}.{part}") for part in parts]
 
 
 def batchnorm(module: str, target: str) -> list[Rule]:
-    """Maps a ``BatchNorm2d`` that will be folded into the convolution ``target``."""
+    """Maps a ``BatchNorm2d``."""
     names = {"weight": "weight", "bias": "bias", "running_mean": "mean", "running_var": "var"}
-    return [Rule(rf"{module}\.{key}", f"{target}.batchnorm.{part}") for key, part in names.items()]
+    return [Rule(rf"{module}\.{key}", f"{target}.{part}") for key, part in names.items()]
 
 
 def layernorm(module: str, target: str) -> list[Rule]:
@@ -47,6 +48,12 @@ def depths(shapes: Mapping[str, Shape]) -> tuple[int, ...]:
     }
     stages = len({stage for stage, _ in blocks})
     return tuple(len([block for stage, block in blocks if stage == i]) for i in range(stages))
+
+
+def filters(shapes: Mapping[str, Shape], weight: str, default: Shape) -> Shape:
+    """Returns the shape [F, C, R, S] of ``weight``, or the default where none of four is stored."""
+    shape = shapes.get(weight, default)
+    return shape if len(shape) == 4 else default
 
 
 def first(shapes: Mapping[str, Shape], weight: str) -> int:

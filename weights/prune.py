@@ -92,8 +92,8 @@ def prune(
         scope: ``global``: one threshold for all layers, which end at different shares;
             ``layer``: the same share in each.
         pattern: A key of ``PATTERNS``.
-        skip: Layers to leave as they are, by name, with * for any part; those that
-            the family leaves dense if None.
+        skip: Layers to leave as they are, by name, with * for any part; the family's ``dense`` if
+            None.
         force: Replace ``folder`` if it is there.
 
     Returns:
@@ -136,7 +136,8 @@ def prune(
 
 def prunable(checkpoint: Checkpoint) -> list[str]:
     """Names the layers that may be pruned: convolutions and linear layers but depthwise ones."""
-    return [each.name for each in layers_of(checkpoint.program(SIZE)) if each.groups == 1]
+    found = layers_of(checkpoint.program(SIZE))
+    return [each.name for each in found if each.groups == 1 or each.groups < each.channels]
 
 
 def keep(

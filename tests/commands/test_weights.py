@@ -10,10 +10,11 @@ from transformers import AutoModelForImageClassification, BitImageProcessorPil
 from maxvision.commands import models as commands
 from maxvision.commands.weights import main
 from maxvision.graphs.cvt import CVTS
+from maxvision.graphs.layers import macs
 from maxvision.graphs.resnet import RESNETS, ResNetSpec
 from maxvision.weights import bundled, convert, load
 from maxvision.weights.catalog import HUB
-from maxvision.weights.macs import macs
+from maxvision.weights.family import known
 from tests.weights import models
 from tests.weights.test_formats import assert_same
 
@@ -152,7 +153,8 @@ def test_default_preprocessing_is_imagenets(tmp_path):
 def test_counted_multiplications_are_torchs(row):
     name = row.name.removeprefix("microsoft/")
     spec = RESNETS.get(name.replace("-", "")) or CVTS["-".join(name.split("-")[:2])]
-    assert macs(spec, row.size) == pytest.approx(row.flops, rel=3e-4)
+    program = known()[row.family].program(spec, (row.size, row.size))
+    assert macs(program) == pytest.approx(row.flops, rel=3e-4)
 
 
 @pytest.mark.parametrize("block", ["basic", "bottleneck"])
@@ -163,7 +165,8 @@ def test_counting_an_odd_network(block):
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         net(torch.zeros(1, 3, 70, 70))
     spec = ResNetSpec.from_config(net.config.to_dict(), 5)
-    assert 2 * macs(spec, 70) == counter.get_total_flops()
+    program = known()["resnet"].program(spec, (70, 70))
+    assert 2 * macs(program) == counter.get_total_flops()
 
 
 def test_bundled_models_have_rows():

@@ -1,7 +1,7 @@
 """Small models of random weights, and their tensors under other formats' names.
 
-The renaming here is written apart from `weights.resnet` and `weights.cvt`, as plain substitutions
-on Hugging Face's names, so that a wrong rule there cannot be repeated here.
+The renaming here is written apart from the rules in weights/families, as plain substitutions on
+Hugging Face's names, so that a wrong rule there cannot be repeated here.
 """
 
 from __future__ import annotations

@@ -62,7 +62,16 @@ def test_not_finite(folder, value):
 def test_a_negative_variance(folder):
     key = "resnet.embedder.embedder.normalization.running_var"
     rewrite(folder, lambda tensors: tensors[key].__setitem__(0, -1.0))
-    with pytest.raises(ModelError, match="folding the batch norm of stem"):
+    with pytest.raises(ModelError, match="folding the batch norm of stem gives NaN or infinity"):
+        load(folder)
+
+
+def test_a_batch_norm_beyond_float32(folder):
+    part = "resnet.encoder.stages.0.layers.0.layer.0"
+    rewrite(folder, lambda t: t[f"{part}.convolution.weight"].__setitem__((3, 1, 1, 1), 1e38))
+    rewrite(folder, lambda t: t[f"{part}.normalization.weight"].__setitem__(3, 100))
+    rewrite(folder, lambda t: t[f"{part}.normalization.running_mean"].__setitem__(3, 0))
+    with pytest.raises(ModelError, match=r"of stages\.0\.0\.conv1 gives NaN or infinity"):
         load(folder)
 
 
@@ -95,13 +104,15 @@ def test_imagenet_has_its_names():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "vit"}, "'resnet' or 'cvt' in config.json but it has 'vit'"),
-        ({"model_type": ...}, "'resnet' or 'cvt' in config.json but it has None"),
-        ({"model_type": ["resnet"]}, "'resnet' or 'cvt' in config.json"),
+        ({"model_type": "vit"}, "has the model_type 'vit', but the families .* cvt and resnet;"),
+        ({"model_type": ...}, "has no model_type, but the families .* cvt and resnet;"),
+        ({"model_type": ["resnet"]}, r"the model_type \['resnet'\], but .* cvt and resnet;"),
         ({"hidden_act": "silu"}, "hidden_act expects 'relu' but is 'silu'"),
         ({"depths": 3}, "config.json has a value of another kind"),
         ({"depths": [1, 2]}, "one entry a stage"),
-        ({"model_type": ..., "architecture": "resnet50d"}, "plain ResNets .* 'resnet50d'"),
+        ({"depths": [1.5, 2, 1, 1]}, r"the configuration makes no resnet \(.*repair config\.json"),
+        ({"num_channels": "a"}, r"the configuration makes no resnet \(.*repair config\.json"),
+        ({"model_type": ..., "architecture": "resnet50d"}, "'resnet50d', but .* resnet18, "),
         (
             {"model_type": ..., "architecture": "resnet50", "model_args": {"act_layer": "silu"}},
             "changes act_layer",
@@ -129,6 +140,25 @@ def test_hugging_face_tensors_without_a_config(folder):
 def test_another_architecture(tmp_path):
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "net.pth")
     with pytest.raises(ModelError, match="its tensors are 'weight', 'bias'"):
+        load(tmp_path / "net.pth")
+
+
+@pytest.mark.parametrize("key", ["conv1.weight", "layer1.0.conv1.weight"])
+@pytest.mark.parametrize("shape", [(8,), (8, 3, 7), (8, 3, 7, 7, 1), ()])
+def test_a_tensor_of_another_rank(key, shape, tmp_path):
+    state = models.torchvision_names(models.resnet())
+    state[key] = torch.zeros(shape)
+    torch.save(state, tmp_path / "net.pth")
+    with pytest.raises(ModelError, match=rf"misshapen: .*{key!r} expects \[.*\] but is \["):
+        load(tmp_path / "net.pth")
+
+
+def test_a_cvt_tensor_of_another_rank(tmp_path):
+    state = models.original_cvt_names(models.cvt())
+    state["stage1.patch_embed.proj.weight"] = torch.zeros(64, 9)
+    state["stage0.blocks.0.attn.conv_proj_q.conv.weight"] = torch.zeros(64)
+    torch.save(state, tmp_path / "net.pth")
+    with pytest.raises(ModelError, match=r"misshapen: .*'stage1.patch_embed.proj.weight' expects"):
         load(tmp_path / "net.pth")
 
 

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from maxvision.common.errors import ModelError
-from maxvision.graphs import cvt as cvt_graph
-from maxvision.graphs import resnet as resnet_graph
-from maxvision.graphs.resnet import ResNetSpec
+from maxvision.graphs.resnet import RESNETS, ResNetSpec
 from maxvision.weights import load
+from maxvision.weights.family import known
+from maxvision.weights.formats import specify
 from tests.weights import models
 
 
@@ -37,16 +37,18 @@ def test_hugging_face_resnet(resnet, tmp_path):
     loaded = load(models.save(resnet, tmp_path / "net"))
     assert (loaded.name, loaded.family) == ("net", "resnet")
     assert loaded.labels == [f"label {i}" for i in range(5)]
-    assert_weights(loaded, resnet_graph.parameters(loaded.spec))
+    assert_weights(loaded)
 
 
 def test_hugging_face_cvt(cvt, tmp_path):
     loaded = load(models.save(cvt, tmp_path / "net"))
     assert loaded.family == "cvt"
-    assert_weights(loaded, cvt_graph.parameters(loaded.spec))
+    assert_weights(loaded)
 
 
-def assert_weights(loaded, expected):
+def assert_weights(loaded):
+    weights = known()[loaded.family].program(loaded.spec, (64, 96)).weights
+    expected = {name: each.shape for name, each in weights.items()}
     assert {name: value.shape for name, value in loaded.tensors.items()} == expected
     for value in loaded.tensors.values():
         assert value.dtype == np.float32
@@ -100,21 +102,19 @@ def test_original_cvt(cvt, tmp_path):
     "spec",
     [
         ResNetSpec("basic", (1, 1, 1, 1), (8, 8, 8, 8), 4, channels=1, classes=3),
-        resnet_graph.RESNETS["resnet18"],
-        resnet_graph.RESNETS["resnet50"],
+        RESNETS["resnet18"],
+        RESNETS["resnet50"],
     ],
 )
-def test_the_spec_is_read_off_the_tensors(spec):
-    from maxvision.weights.formats import TORCHVISION, specify
-    from maxvision.weights.layout import as_is, oihw_to_rscf, out_in_to_in_out, unfold
-
-    layouts = {"filter": oihw_to_rscf, "weight": out_in_to_in_out}
-    tensors = {}
-    for name, shape in unfold(resnet_graph.parameters(spec), r"stem|stages.*").items():
-        kind = "" if ".batchnorm." in name else name.rpartition(".")[2]
-        stored = layouts.get(kind, as_is).stored(shape)
-        tensors[TORCHVISION.key(name)] = np.broadcast_to(np.float32(0), stored)
-    assert specify(TORCHVISION, tensors, None, "x") == spec
+@pytest.mark.parametrize("title", ["torchvision or timm ResNet", "SparseML ResNet"])
+def test_the_spec_is_read_off_the_tensors(title, spec):
+    family = known()["resnet"]
+    form = next(each for each in family.formats if each.title == title)
+    tensors = {
+        form.key(name): np.broadcast_to(np.float32(0), each.shape)
+        for name, each in family.program(spec, (224, 224)).weights.items()
+    }
+    assert specify(family, form, tensors, None, "x") == spec
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_sparseml(resnet, tmp_path):
     torch.save(content, tmp_path / "model.pth")
     loaded = load(tmp_path / "model.pth")
     assert_same(loaded, load(models.save(resnet, tmp_path / "hf")))
-    assert 0.7 < np.mean(loaded.tensors["stages.1.0.conv1.filter"] == 0) < 0.9
+    assert 0.7 < np.mean(loaded.tensors["stages.1.0.conv1.weight"] == 0) < 0.9
 
 
 def test_pruned(tmp_path):
@@ -199,7 +199,7 @@ def test_pruned(tmp_path):
         if isinstance(module, torch.nn.Conv2d):
             prune.remove(module, "weight")
     assert_same(loaded, load(models.save(net, tmp_path / "hf")))
-    assert np.mean(loaded.tensors["stages.0.0.conv1.filter"] == 0) == 0.75
+    assert np.mean(loaded.tensors["stages.0.0.conv1.weight"] == 0) == 0.75
 
 
 def test_weights_outlive_their_file(tmp_path):
@@ -213,4 +213,4 @@ def test_weights_of_a_file_that_is_overwritten(tmp_path, content):
     loaded = load(models.save(models.resnet(), tmp_path / "net"))
     Path(tmp_path / "net" / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors: .* overwritten; load the model ag"):
-        loaded.tensors["stem.filter"]
+        loaded.tensors["stem.weight"]

@@ -1,74 +1,98 @@
-"""Layouts and folding, against torch in float64."""
+"""Tensors as they are stored, and masks multiplied in; tests/graphs/test_fold.py folds them."""
+
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
-from maxvision.weights.layout import BATCHNORM_PARTS, fold, merge_masks, oihw_to_rscf, unfold
-
-
-@pytest.mark.parametrize("groups", [1, 6])
-def test_folding_equals_convolution_then_batch_norm(groups):
-    generator = torch.Generator().manual_seed(0)
-    conv = torch.nn.Conv2d(6, 6, 3, groups=groups, bias=False).double()
-    norm = torch.nn.BatchNorm2d(6).double().eval()
-    for tensor in (conv.weight, norm.weight, norm.bias, norm.running_mean):
-        tensor.data.normal_(generator=generator)
-    norm.running_var.uniform_(1e-4, 3.0, generator=generator)
-    x = torch.randn(2, 6, 9, 9, dtype=torch.float64, generator=generator)
-
-    parts = {
-        "conv.filter": oihw_to_rscf(conv.weight.detach().float().numpy()),
-        "conv.batchnorm.weight": norm.weight.detach().float().numpy(),
-        "conv.batchnorm.bias": norm.bias.detach().float().numpy(),
-        "conv.batchnorm.mean": norm.running_mean.float().numpy(),
-        "conv.batchnorm.var": norm.running_var.float().numpy(),
-    }
-    weights = fold(parts)
-    assert set(weights) == {"conv.filter", "conv.bias"}
-    assert weights["conv.filter"].shape == (3, 3, 6 // groups, 6)
-
-    conv, norm = conv.float().double(), norm.float().double()  # what a float32 checkpoint holds
-    expected = norm(conv(x))
-    filters = torch.from_numpy(weights["conv.filter"]).permute(3, 2, 0, 1).double()
-    folded = F.conv2d(x, filters, torch.from_numpy(weights["conv.bias"]).double(), groups=groups)
-    scale = expected.abs().max()
-    assert (folded - expected).abs().max() <= 1e-6 * scale  # the folded weights' own rounding
+from maxvision.graphs.net import Net
+from maxvision.graphs.types import BATCH
+from maxvision.weights.checkpoint import check_norms
+from maxvision.weights.layout import Stored, is_finite, merge_masks
 
 
-def test_folded_weights_are_float32_contiguous_and_their_own():
-    stored = np.ones((4, 3, 5, 5), np.float16)
-    weights = fold({"embed.filter": oihw_to_rscf(stored), "norm.bias": np.ones(3, np.float64)})
+def test_weights_are_float32_contiguous_and_their_own():
+    filters = np.ones((4, 3, 5, 5), np.float16).transpose(1, 0, 3, 2)
+    already = np.ones(3, np.float32)
+    weights = Stored({"embed.weight": filters, "norm.bias": np.ones(3), "norm.weight": already})
+    assert weights.keys() == {"embed.weight", "norm.bias", "norm.weight"}
+    assert "embed.weight" in weights and "embed.bias" not in weights and len(weights) == 3
     for value in weights.values():
         assert value.dtype == np.float32
         assert value.flags.c_contiguous
-    assert not np.shares_memory(weights["embed.filter"], stored)
+    assert weights["embed.weight"].shape == (3, 4, 5, 5)
+    assert not np.shares_memory(weights["embed.weight"], filters)
+    assert not np.shares_memory(weights["norm.weight"], already)
+    with pytest.raises(KeyError):
+        weights["embed.bias"]
 
 
-def test_folding_keeps_zeros_and_counts_them():
+def test_tensors_are_read_when_they_are_asked_for_and_inside_the_context():
+    log = []
+
+    class Parts(dict):
+        def __getitem__(self, name):
+            log.append(name)
+            return super().__getitem__(name)
+
+    @contextmanager
+    def reading():
+        log.append("open")
+        yield
+        log.append("close")
+
+    weights = Stored(Parts({"a.weight": np.eye(4), "b.weight": np.ones((2, 3))}), reading)
+    assert list(weights) == ["a.weight", "b.weight"] and len(weights) == 2
+    assert log == []
+    read = ["open", "a.weight", "close"]
+    assert weights["a.weight"].sum() == 4 and log == read
+    assert weights["a.weight"].sum() == 4 and log == 2 * read  # nothing is kept
+    assert weights.zeros("a.weight") == 0.75 and log == 3 * read
+    assert weights.zeros("a.weight") == 0.75 and log == 3 * read  # but for this number
+    assert list(weights.largest("a.weight")) == [1, 1, 1, 1] and log == 4 * read
+
+
+def test_zeros_are_counted_when_norms_are_checked_or_later():
     rng = np.random.default_rng(0)
     filters = rng.standard_normal((8, 6, 3, 3), np.float32)
     filters[rng.random(filters.shape) < 0.7] = 0
-    parts = {f"conv.batchnorm.{part}": np.full(8, 3.0, np.float32) for part in BATCHNORM_PARTS}
-    parts["conv.filter"] = oihw_to_rscf(filters)
-    parts["head.weight"] = np.eye(4, dtype=np.float32)
-    weights = fold(parts)
-    assert np.array_equal(weights["conv.filter"] == 0, parts["conv.filter"] == 0)
-    for _ in range(2):  # whether it was counted when it was checked, or not
-        assert weights.zeros("conv.filter") == pytest.approx(np.mean(filters == 0))
-        assert weights.finite("conv.filter")
-    assert weights.zeros("head.weight") == 0.75
+    net = Net("convnet")
+    x = net.batch_norm(
+        net.conv2d(net.input("x", (BATCH, 6, 9, 9)), "conv", 8, 3, bias=False), "norm"
+    )
+    net.output("logits", net.linear(net.flatten(net.avg_pool2d(x)), "head", 8, bias=False))
+    program = net.program()
+    parts = {f"norm.{part}": np.full(8, 3.0) for part in ("weight", "bias", "mean", "var")}
+    parts |= {"conv.weight": filters, "head.weight": np.eye(8)}
+    counted, later = Stored(parts), Stored(parts)
+    check_norms(program, counted, "x")
+    for weights in counted, later:
+        for _ in range(2):
+            assert weights.zeros("conv.weight") == pytest.approx(np.mean(filters == 0))
+            assert weights.zeros("head.weight") == 0.875
 
 
-def test_unfolding_names_the_parts_of_normalised_convolutions_only():
-    weights = {"stem.filter": (7, 7, 3, 8), "stem.bias": (8,), "head.bias": (5,)}
-    assert unfold(weights, "stem") == {
-        "stem.filter": (7, 7, 3, 8),
-        **{f"stem.batchnorm.{part}": (8,) for part in ("weight", "bias", "mean", "var")},
-        "head.bias": (5,),
-    }
-    assert unfold(weights, "other") == weights
+def test_the_largest_magnitudes_of_filters():
+    filters = np.random.default_rng(0).standard_normal((5, 4, 3, 3), np.float32)
+    np.testing.assert_array_equal(
+        Stored({"w": filters}).largest("w"), np.abs(filters).max((1, 2, 3))
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([], True),
+        ([1e38, -1e38], True),
+        ([0, np.nan, 0], False),
+        ([np.inf, 0], False),
+        ([0, -np.inf], False),
+        ([0, -1e300], False),  # as float32
+    ],
+)
+def test_finite(values, finite):
+    assert is_finite(np.array(values)) == finite
 
 
 def test_pruning_masks_are_multiplied_in():

@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 
 from maxvision.common.errors import ModelError
-from maxvision.weights.layout import as_is, oihw_to_rscf, token
 from maxvision.weights.rules import Ignore, Rule, apply, key_for
 
 RULES = [
-    Rule(r"layer(\d)\.(\d+)\.conv\.weight", r"stages.\1.\2.filter", oihw_to_rscf),
+    Rule(r"layer(\d)\.(\d+)\.conv\.weight", r"stages.\1.\2.weight"),
     Rule(r"fc\.(weight|bias)", r"head.\1"),
     Ignore(r".*\.num_batches_tracked", why="counter"),
 ]
-SHAPES = {"stages.1.0.filter": (3, 3, 2, 4), "head.weight": (5,), "head.bias": (5,)}
+SHAPES = {"stages.1.0.weight": (4, 2, 3, 3), "head.weight": (5,), "head.bias": (5,)}
 
 
 def tensors(**changes):
@@ -25,18 +24,23 @@ def tensors(**changes):
     return given | changes
 
 
-def test_fills_every_weight_in_its_layout():
-    filled = apply(RULES, tensors(), SHAPES, "x")
+def test_fills_every_weight_as_it_is_stored():
+    given = tensors()
+    filled = apply(RULES, given, SHAPES, "x")
     assert {name: value.shape for name, value in filled.items()} == SHAPES
-    stored = tensors()["layer1.0.conv.weight"]
-    assert filled["stages.1.0.filter"][2, 1, 0, 3] == stored[3, 0, 2, 1]
+    for key, weight in (
+        ("layer1.0.conv.weight", "stages.1.0.weight"),
+        ("fc.weight", "head.weight"),
+        ("fc.bias", "head.bias"),
+    ):
+        assert filled[weight] is given[key]
 
 
 @pytest.mark.parametrize(
     ("weight", "key"),
     [
-        ("stages.12.0.filter", None),  # the pattern takes one digit
-        ("stages.1.12.filter", "layer1.12.conv.weight"),
+        ("stages.12.0.weight", None),  # the pattern takes one digit
+        ("stages.1.12.weight", "layer1.12.conv.weight"),
         ("head.bias", "fc.bias"),
         ("head.var", None),
     ],
@@ -83,7 +87,8 @@ def test_patterns_are_anchored():
         apply(RULES, tensors(**{"model.fc.bias": np.ones(5)}), SHAPES, "x")
 
 
-@pytest.mark.parametrize("layout", [as_is, oihw_to_rscf, token])
-def test_a_layout_undoes_itself_in_shape(layout):
-    shape = (3, 5, 2, 7) if layout is not token else (7,)
-    assert layout(np.zeros(layout.stored(shape))).shape == shape
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+def test_what_float32_does_not_hold_is_not_finite(value):
+    given = tensors(**{"fc.bias": np.array([0, 1, value, 2, 3], np.float64)})
+    with pytest.raises(ModelError, match=r"1 with NaN or infinity: 'fc\.bias'"):
+        apply(RULES, given, SHAPES, "x")

@@ -16,6 +16,7 @@ from maxvision.weights.modules import (
     batchnorm,
     conv,
     depths,
+    filters,
     first,
     layernorm,
     linear,
@@ -35,13 +36,12 @@ def _hugging_face() -> Rules:
         target = rf"stages.\1.\2.attention.{part}"
         return [
             *conv(rf"{convolution}\.convolution", f"{target}.conv"),
-            *batchnorm(rf"{convolution}\.normalization", f"{target}.conv"),
+            *batchnorm(rf"{convolution}\.normalization", f"{target}.conv.batchnorm"),
             *linear(rf"{module}\.projection_{part}", target),
         ]
 
     return [
-        *conv(rf"{embedding}\.projection", r"stages.\1.embed"),
-        Rule(rf"{embedding}\.projection\.bias", r"stages.\1.embed.bias"),
+        *conv(rf"{embedding}\.projection", r"stages.\1.embed", bias=True),
         *layernorm(rf"{embedding}\.normalization", r"stages.\1.embed.norm"),
         Rule(rf"{stage}\.cls_token", r"stages.\1.cls_token"),
         *layernorm(rf"{block}\.layernorm_before", r"stages.\1.\2.norm1"),
@@ -65,13 +65,12 @@ def _original() -> Rules:
         target = rf"stages.\1.\2.attention.{part}"
         return [
             *conv(rf"{block}\.attn\.conv_proj_{letter}\.conv", f"{target}.conv"),
-            *batchnorm(rf"{block}\.attn\.conv_proj_{letter}\.bn", f"{target}.conv"),
+            *batchnorm(rf"{block}\.attn\.conv_proj_{letter}\.bn", f"{target}.conv.batchnorm"),
             *linear(rf"{block}\.attn\.proj_{letter}", target),
         ]
 
     return [
-        *conv(rf"{stage}\.patch_embed\.proj", r"stages.\1.embed"),
-        Rule(rf"{stage}\.patch_embed\.proj\.bias", r"stages.\1.embed.bias"),
+        *conv(rf"{stage}\.patch_embed\.proj", r"stages.\1.embed", bias=True),
         *layernorm(rf"{stage}\.patch_embed\.norm", r"stages.\1.embed.norm"),
         Rule(rf"{stage}\.cls_token", r"stages.\1.cls_token"),
         *layernorm(rf"{block}\.norm1", r"stages.\1.\2.norm1"),
@@ -98,7 +97,7 @@ def _infer(shapes: Mapping[str, Shape], classes: int) -> CvtSpec:
                 f"cvt: stage {i} expects a multiple of {HEAD_WIDTH} channels, for heads of that"
                 f" width, but has {width}"
             )
-        kernel = shapes.get(f"stages.{i}.0.attention.query.conv.weight", (width, 1, 3, 3))[-1]
+        kernel = filters(shapes, f"stages.{i}.0.attention.query.conv.weight", (width, 1, 3, 3))[-1]
         return CvtStage(
             patch=patch,
             stride=2 if i else 4,
@@ -119,7 +118,7 @@ def _infer(shapes: Mapping[str, Shape], classes: int) -> CvtSpec:
 
 
 def _embedding(shapes: Mapping[str, Shape], stage: int) -> Shape:
-    return shapes.get(f"stages.{stage}.embed.weight", (HEAD_WIDTH, 3, 3, 3))
+    return filters(shapes, f"stages.{stage}.embed.weight", (HEAD_WIDTH, 3, 3, 3))
 
 
 FAMILY = Family(
@@ -127,8 +126,8 @@ FAMILY = Family(
     read=CvtSpec.from_config,
     write=cvt,
     formats=(
-        Format("Hugging Face CvT", "cvt", _hugging_face()),
-        Format("original CvT", "cvt", _original(), _infer),
+        Format("Hugging Face CvT", _hugging_face()),
+        Format("original CvT", _original(), _infer),
     ),
     architectures=("CvtForImageClassification",),
     dense=("stages.0.embed", "head"),

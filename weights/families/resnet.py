@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from maxvision.graphs.resnet import ResNetSpec, resnet
 from maxvision.weights.family import Family, Format
 from maxvision.weights.layout import Shape
-from maxvision.weights.modules import COUNTERS, batchnorm, conv, depths, first, linear
+from maxvision.weights.modules import COUNTERS, batchnorm, conv, depths, filters, first, linear
 from maxvision.weights.rules import Rules
 
 
@@ -15,7 +15,7 @@ def _hugging_face() -> Rules:
     def layer(module: str, target: str) -> Rules:
         return [
             *conv(rf"{module}\.convolution", target),
-            *batchnorm(rf"{module}\.normalization", target),
+            *batchnorm(rf"{module}\.normalization", f"{target}.batchnorm"),
         ]
 
     block, target = r"resnet\.encoder\.stages\.(\d+)\.layers\.(\d+)", r"stages.\1.\2"
@@ -38,16 +38,16 @@ def _torchvision() -> Rules:
             for i in (1, 2, 3)
             for rule in (
                 *conv(rf"{block}\.conv{i}", f"{target}.conv{i}"),
-                *batchnorm(rf"{block}\.bn{i}", f"{target}.conv{i}"),
+                *batchnorm(rf"{block}\.bn{i}", f"{target}.conv{i}.batchnorm"),
             )
         ] + [
             *conv(rf"{block}\.downsample\.0", f"{target}.shortcut"),
-            *batchnorm(rf"{block}\.downsample\.1", f"{target}.shortcut"),
+            *batchnorm(rf"{block}\.downsample\.1", f"{target}.shortcut.batchnorm"),
         ]
 
     return [
         *conv("conv1", "stem"),
-        *batchnorm("bn1", "stem"),
+        *batchnorm("bn1", "stem.batchnorm"),
         *stage(1),
         *stage(2),
         *stage(3),
@@ -61,17 +61,17 @@ def _sparseml() -> Rules:
     block, target = r"sections\.(\d+)\.(\d+)", r"stages.\1.\2"
     return [
         *conv(r"input\.conv", "stem"),
-        *batchnorm(r"input\.bn", "stem"),
+        *batchnorm(r"input\.bn", "stem.batchnorm"),
         *[
             rule
             for i in (1, 2, 3)
             for rule in (
                 *conv(rf"{block}\.conv{i}", f"{target}.conv{i}"),
-                *batchnorm(rf"{block}\.bn{i}", f"{target}.conv{i}"),
+                *batchnorm(rf"{block}\.bn{i}", f"{target}.conv{i}.batchnorm"),
             )
         ],
         *conv(rf"{block}\.identity\.conv", f"{target}.shortcut"),
-        *batchnorm(rf"{block}\.identity\.bn", f"{target}.shortcut"),
+        *batchnorm(rf"{block}\.identity\.bn", f"{target}.shortcut.batchnorm"),
         *linear(r"classifier\.fc", "head"),
         COUNTERS,
     ]
@@ -82,7 +82,7 @@ def _infer(shapes: Mapping[str, Shape], classes: int) -> ResNetSpec:
     bottleneck = "stages.0.0.conv3.weight" in shapes
     last = "conv3" if bottleneck else "conv2"
     blocks = depths(shapes)
-    stem = shapes.get("stem.weight", (64, 3, 7, 7))
+    stem = filters(shapes, "stem.weight", (64, 3, 7, 7))
     return ResNetSpec(
         block="bottleneck" if bottleneck else "basic",
         depths=blocks,
@@ -102,10 +102,10 @@ FAMILY = Family(
     read=ResNetSpec.from_config,
     write=resnet,
     formats=(
-        Format("Hugging Face ResNet", "resnet", _hugging_face()),
-        Format("torchvision or timm ResNet", "resnet", _torchvision(), _infer, "bilinear", TIMM),
+        Format("Hugging Face ResNet", _hugging_face()),
+        Format("torchvision or timm ResNet", _torchvision(), _infer, "bilinear", TIMM),
         # SparseML's own ResNets v1; masks are in the weights already.
-        Format("SparseML ResNet", "resnet", _sparseml(), _infer, "bilinear"),
+        Format("SparseML ResNet", _sparseml(), _infer, "bilinear"),
     ),
     architectures=("ResNetForImageClassification",),
     dense=("stem", "head"),

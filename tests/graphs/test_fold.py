@@ -1,0 +1,314 @@
+"""What is computed when a model loads: batch norms folded into convolutions, against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from maxvision.common.errors import ModelError
+from maxvision.graphs import passes
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.constants import EVALUATE, Constants
+from maxvision.graphs.net import Net, Value
+from maxvision.graphs.passes import fold
+from maxvision.graphs.program import Program
+from maxvision.graphs.types import BATCH
+from maxvision.weights.checkpoint import check_norms
+from maxvision.weights.layout import Stored
+
+CPU = Backend("cpu", "float32")
+PARTS = ("weight", "bias", "mean", "var")
+
+
+class Tensors(Mapping[str, np.ndarray]):
+    """Weights that note which of them were read."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self.tensors = tensors
+        self.read: list[str] = []
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        self.read.append(name)
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def convnet(groups: int = 1, bias: bool = False, eps: float = 1e-5) -> Program:
+    """Writes down a convolution of 6 channels and its batch norm, named as in a ResNet."""
+    net = Net("convnet")
+    x = net.input("x", (BATCH, 6, 9, 9))
+    x = net.conv2d(x, "conv", 6, 3, groups=groups, bias=bias)
+    net.output("y", net.batch_norm(x, "conv.batchnorm", eps))
+    return net.program()
+
+
+def drawn(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
+    """Draws every weight; variances are positive, and some are near zero."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.uniform(1e-4, 3.0, each.shape).astype(np.float32)
+        if name.endswith(".var")
+        else rng.standard_normal(each.shape).astype(np.float32)
+        for name, each in program.weights.items()
+    }
+
+
+def filter_and_bias(program: Program) -> tuple[str, str]:
+    """Names what the only convolution reads."""
+    (conv,) = (node for node in program.nodes if node.op == "conv2d")
+    _, filters, bias = conv.inputs
+    return filters, bias
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("eps", [1e-5, 1e-3])
+def test_folding_equals_convolution_then_batch_norm(groups: int, bias: bool, eps: float) -> None:
+    program = convnet(groups, bias, eps)
+    tensors = drawn(program)
+    exact = {name: torch.from_numpy(value).double() for name, value in tensors.items()}
+    x = torch.randn(2, 6, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = F.conv2d(x, exact["conv.weight"], exact.get("conv.bias"), groups=groups)
+    weight, shift, mean, var = (exact[f"conv.batchnorm.{part}"] for part in PARTS)
+    expected = F.batch_norm(y, mean, var, weight, shift, eps=eps)
+
+    folded = fold.batch_norm(program, CPU)
+    assert [node.op for node in folded.nodes if not node.at_load] == ["conv2d"]
+    constants = Constants(folded, tensors)
+    filters, biases = (torch.from_numpy(constants[n]).double() for n in filter_and_bias(folded))
+    assert filters.shape == (6, 6 // groups, 3, 3)
+    computed = F.conv2d(x, filters, biases, groups=groups)
+    scale = expected.abs().max()
+    assert (computed - expected).abs().max() <= 1e-6 * scale  # the folded weights' own rounding
+
+
+def test_folded_weights_are_rounded_once() -> None:
+    program = convnet()
+    tensors = drawn(program)
+    constants = Constants(fold.batch_norm(program, CPU), tensors)
+    filters, bias = filter_and_bias(fold.batch_norm(program, CPU))
+    wide = {name: value.astype(np.float64) for name, value in tensors.items()}
+    weight, shift, mean, var = (wide[f"conv.batchnorm.{part}"] for part in PARTS)
+    scale = weight / np.sqrt(var + 1e-5)
+    exact = wide["conv.weight"] * scale[:, None, None, None]
+    np.testing.assert_array_equal(constants[filters], exact.astype(np.float32))
+    np.testing.assert_array_equal(constants[bias], (shift - mean * scale).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_folded_weights_are_float32_contiguous_and_their_own(dtype: type) -> None:
+    program = convnet()
+    tensors = {name: value.astype(dtype) for name, value in drawn(program).items()}
+    folded = fold.batch_norm(program, CPU)
+    constants = Constants(folded, tensors)
+    for name in filter_and_bias(folded):
+        value = constants[name]
+        assert value.dtype == np.float32
+        assert value.flags.c_contiguous
+        assert value.shape == folded.types[name].shape
+        assert folded.types[name].dtype == "float32"
+        assert not any(np.shares_memory(value, stored) for stored in tensors.values())
+
+
+def test_folding_keeps_zeros() -> None:
+    program = convnet()
+    tensors = drawn(program)
+    tensors["conv.weight"][np.random.default_rng(1).random((6, 6, 3, 3)) < 0.7] = 0
+    folded = fold.batch_norm(program, CPU)
+    filters, _ = filter_and_bias(folded)
+    zeros = Constants(folded, tensors)[filters] == 0
+    assert np.array_equal(zeros, tensors["conv.weight"] == 0)
+
+
+# --- what is folded ---------------------------------------------------------------------------
+
+
+def test_weights_are_what_a_checkpoint_holds_folded_or_not() -> None:
+    net = Net("convnet")
+    x = net.input("x", (BATCH, 3, 32, 32))
+    x = net.batch_norm(net.conv2d(x, "stem", 8, 7, bias=False), "stem.batchnorm")
+    net.output("logits", net.linear(net.flatten(net.avg_pool2d(x)), "head", 5))
+    program = net.program()
+    shapes = {name: each.shape for name, each in program.weights.items()}
+    assert shapes == {
+        "stem.weight": (8, 3, 7, 7),
+        **{f"stem.batchnorm.{part}": (8,) for part in PARTS},
+        "head.weight": (5, 8),
+        "head.bias": (5,),
+    }
+    folded = fold.batch_norm(program, CPU)
+    assert folded.weights == program.weights
+    assert folded.outputs == program.outputs
+    (conv,) = (node for node in folded.nodes if node.op == "conv2d")
+    assert conv.layers == ("stem",)
+    assert Constants(folded, {}).layer_weight(conv) == "stem.weight"
+
+
+def _norm_alone(net: Net, x: Value) -> Value:
+    return net.batch_norm(net.relu(x), "norm")
+
+
+def _read_twice(net: Net, x: Value) -> Value:
+    y = net.conv2d(x, "conv", 6, 1, bias=False)
+    return net.batch_norm(y, "norm") + y
+
+
+def _norm_of_an_output(net: Net, x: Value) -> Value:
+    y = net.conv2d(x, "conv", 6, 1, bias=False)
+    net.output("features", y)
+    return net.batch_norm(y, "norm")
+
+
+@pytest.mark.parametrize("write", [_norm_alone, _read_twice, _norm_of_an_output])
+def test_other_batch_norms_stay(write: object) -> None:
+    net = Net("convnet")
+    net.output("y", write(net, net.input("x", (BATCH, 6, 4, 4))))  # type: ignore[operator]
+    program = net.program()
+    assert fold.batch_norm(program, CPU) is program
+
+
+def test_a_bias_of_the_name_that_folding_gives_stays_apart() -> None:
+    """A convolution with a bias reads ``conv.bias`` to make another one."""
+    program = convnet(bias=True)
+    folded = fold.batch_norm(program, CPU)
+    _, bias = filter_and_bias(folded)
+    assert bias != "conv.bias" and "conv.bias" in folded.weights
+    tensors = drawn(program)
+    moved = Constants(folded, tensors | {"conv.bias": tensors["conv.bias"] + 1})
+    assert not np.array_equal(moved[bias], Constants(folded, tensors)[bias])
+
+
+def test_what_reads_weights_alone_runs_at_load() -> None:
+    net = Net("tokens")
+    x = net.input("x", (BATCH, 4, 6))
+    table = net.permute(net.reshape(net.weight("table", 2, 12), 1, 6, 4), 0, 2, 1)
+    token = net.expand(net.weight("token", 1, 1, 6), BATCH, 4, 6)  # of a size that is not known
+    net.output("y", (x + net.expand(table, 1, 4, 6)) + token)
+    program = fold.constants(net.program(), CPU)
+    assert [node.op for node in program.nodes if node.at_load] == ["reshape", "permute", "expand"]
+    assert [node.op for node in program.nodes if not node.at_load] == ["expand", "add", "add"]
+    tensors = drawn(program)
+    (folded,) = (node.output for node in program.nodes if node.op == "expand" and node.at_load)
+    expected = tensors["table"].reshape(1, 6, 4).transpose(0, 2, 1)
+    np.testing.assert_array_equal(Constants(program, tensors)[folded], expected)
+
+
+def test_every_op_at_load_is_known_to_the_program() -> None:
+    from maxvision.graphs.shapes import OPS
+
+    assert set(EVALUATE) <= set(OPS)
+
+
+# --- when it is computed ----------------------------------------------------------------------
+
+
+def test_nothing_is_read_before_it_is_asked_for() -> None:
+    program = convnet()
+    tensors = Tensors(drawn(program))
+    folded = passes.run(program, CPU, off=["channels_last"])
+    constants = Constants(folded, tensors)
+    assert set(constants) == folded.constants and len(constants) == len(folded.constants)
+    assert tensors.read == []
+    filters, bias = filter_and_bias(folded)
+    first = constants[bias]
+    assert sorted(tensors.read) == [f"conv.batchnorm.{part}" for part in sorted(PARTS)]
+    tensors.read.clear()
+    second = constants[filters]
+    assert sorted(tensors.read) == ["conv.batchnorm.var", "conv.batchnorm.weight", "conv.weight"]
+    tensors.read.clear()
+    assert constants[filters] is not second and constants[bias] is not first  # nothing is kept
+    assert tensors.read.count("conv.weight") == 1
+
+
+def test_a_value_that_runs_with_the_images_is_no_constant() -> None:
+    folded = fold.batch_norm(convnet(), CPU)
+    constants = Constants(folded, drawn(folded))
+    assert folded.outputs["y"] not in set(constants)
+    for name in (folded.outputs["y"], "nothing"):
+        with pytest.raises(KeyError):
+            constants[name]
+
+
+# --- what gives no numbers --------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_negative_variance_gives_nan_without_a_warning() -> None:
+    program = convnet()
+    tensors = drawn(program)
+    tensors["conv.batchnorm.var"][2] = -1
+    folded = fold.batch_norm(program, CPU)
+    for name in filter_and_bias(folded):
+        value = Constants(folded, tensors)[name]
+        assert np.isnan(value[2]).all()
+        assert np.isfinite(np.delete(value, 2, axis=0)).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_filter_beyond_float32_gives_infinity_without_a_warning() -> None:
+    program = convnet()
+    tensors = drawn(program)
+    tensors["conv.weight"][1, 2, 0, 0] = -1e38
+    tensors["conv.batchnorm.weight"][1] = 1e3
+    folded = fold.batch_norm(program, CPU)
+    filters, _ = filter_and_bias(folded)
+    value = Constants(folded, tensors)[filters]
+    assert value[1, 2, 0, 0] == -np.inf
+    assert np.isinf(value).sum() == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("batchnorm.var", -1.0), ("weight", 1e38), ("weight", -1e38), ("batchnorm.bias", np.inf)],
+)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_what_folds_to_no_number_is_told(part: str, value: float, bias: bool) -> None:
+    program = convnet(bias=bias)
+    tensors = drawn(program)
+    tensors["conv.batchnorm.weight"][:] = 100
+    check_norms(program, Stored(tensors, nullcontext), "net")
+    tensors[f"conv.{part}"].reshape(-1)[3] = value
+    with pytest.raises(ModelError, match=r"^net: .* the batch norm of conv gives NaN or inf"):
+        check_norms(program, Stored(tensors, nullcontext), "net")
+
+
+def test_a_batch_norm_that_stays_is_checked_too() -> None:
+    net = Net("convnet")
+    net.output("y", net.batch_norm(net.relu(net.input("x", (BATCH, 6, 4, 4))), "norm"))
+    program = net.program()
+    tensors = drawn(program)
+    check_norms(program, Stored(tensors), "net")
+    tensors["norm.var"][0] = -1
+    with pytest.raises(ModelError, match=r"the batch norm of norm gives NaN"):
+        check_norms(program, Stored(tensors), "net")
+
+
+def test_the_filter_itself_is_not_folded_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = convnet()
+
+    def fails(*_: object) -> np.ndarray:
+        raise AssertionError("a filter was folded")
+
+    monkeypatch.setitem(EVALUATE, "scale_filter", fails)
+    check_norms(program, Stored(drawn(program)), "net")
+
+
+def test_what_is_replaced_keeps_where_it_came_from() -> None:
+    program = convnet()
+    marked = replace(
+        program, nodes=tuple(replace(node, origin="net.py:7") for node in program.nodes)
+    )
+    folded = fold.batch_norm(marked, CPU)
+    assert {node.origin for node in folded.nodes} == {"net.py:7"}
