@@ -6,6 +6,7 @@ runs a graph compiled elsewhere makes the same weights itself.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from max.driver import Device
 from max.dtype import DType
 
 from maxvision import weights
+from maxvision.bench.torchnet import TorchNet
 from maxvision.common.errors import ArgumentError
 from maxvision.runtime.classifier import Classifier
 from maxvision.weights import Checkpoint
+from maxvision.weights.family import find
 from maxvision.weights.source import BUNDLED
 
 _WIDE = {"num_heads": [3, 12, 16], "embed_dim": [192, 768, 1024], "depth": [2, 2, 20]}
@@ -36,7 +39,8 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {  # He et al. 2015, table 1; 
 def reference_model(name: str) -> Any:
     """Makes a network of ``NETWORKS`` with random weights, the same at every call.
 
-    Any other ``name`` is a bundled model or a folder in Hugging Face format, with its weights.
+    Any other ``name`` is a bundled model or a folder in Hugging Face format, with its weights. A
+    family that transformers has not runs by its program.
 
     Raises:
         ArgumentError: If it is none of these.
@@ -51,6 +55,9 @@ def reference_model(name: str) -> Any:
                 f"models expects {', '.join(NETWORKS)}, a bundled model or a folder with a"
                 f" config.json but is {name!r}"
             )
+        family = find(json.loads((folder / "config.json").read_text()).get("model_type", ""))
+        if family and not family.architectures:
+            return TorchNet(weights.load(folder)).eval()
         return transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
     kind, options = NETWORKS[name]
     if options.get("layer_type") == "basic":

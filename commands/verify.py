@@ -15,9 +15,8 @@ import numpy as np
 
 from maxvision.common.errors import ModelError
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.weights.checkpoint import interpret
+from maxvision.weights.checkpoint import identify, interpret
 from maxvision.weights.convert import convert
-from maxvision.weights.family import known
 from maxvision.weights.layout import Array, Shape
 from maxvision.weights.source import Source, find
 
@@ -106,7 +105,7 @@ def _reference(found: Source, pixels: Array) -> list[Array]:
             f"{found.name}: expected torch and transformers, the reference, to be installed but"
             f" {error.name} is not; install both"
         ) from None
-    family = known()[interpret(found).family]
+    family, _, _ = identify(found)
     kind: Any = next((getattr(transformers, n, None) for n in family.architectures), None)
     if kind is None:
         raise ModelError(

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from maxvision.common.errors import UserError
 from maxvision.weights.checkpoint import Checkpoint, identify, interpret
-from maxvision.weights.family import known
 from maxvision.weights.prune import PATTERNS, SCOPES
 from maxvision.weights.source import Source, find
 
@@ -126,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_names,
         metavar="A,B",
         help="layers that stay dense, * for any part of a name, or none (default: the first"
-        f" convolution and the classifier: {_dense()})",
+        " convolution and the classifier; inspect lists the layers' names)",
     )
     prune.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     prune.add_argument("--force", action="store_true", help="replace DIR if it is there")
@@ -142,11 +141,6 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--seed", type=int, default=0, help="of the images (default: 0)")
     verify.set_defaults(run=_verify)
     return parser
-
-
-def _dense() -> str:
-    """Says which layers pruning leaves dense by default."""
-    return "; ".join(f"of a {name} {','.join(each.dense)}" for name, each in known().items())
 
 
 def _share(text: str) -> float:

@@ -6,9 +6,7 @@ model = load("microsoft/resnet-50", device="gpu")
 model.classify("cat.jpg", top_k=5)
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's, whose import would take longer than all that --help needs
 if TYPE_CHECKING:
     from maxvision.common.errors import (
         ArgumentError,
@@ -19,12 +17,8 @@ if TYPE_CHECKING:
     )
     from maxvision.runtime.classifier import Classifier, Features, Prediction, load
 
-_PLACES = {
-    **dict.fromkeys(
-        ("ArgumentError", "DeviceError", "ImageError", "ModelError", "UserError"), "common.errors"
-    ),
-    **dict.fromkeys(("Classifier", "Features", "Prediction", "load"), "runtime.classifier"),
-}
+_ERRORS = ("ArgumentError", "DeviceError", "ImageError", "ModelError", "UserError")
+_RUNTIME = ("Classifier", "Features", "Prediction", "load")
 
 __all__ = [
     "ArgumentError",
@@ -39,8 +33,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Imports what the API names when it is first used: MAX takes 0.2 s."""
-    if name in _PLACES:
-        return getattr(importlib.import_module(f"maxvision.{_PLACES[name]}"), name)
+    if name in _ERRORS:
+        from maxvision.common import errors
+
+        return getattr(errors, name)
+    if name in _RUNTIME:
+        from maxvision.runtime import classifier
+
+        return getattr(classifier, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

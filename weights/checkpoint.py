@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,6 @@ from maxvision.weights.layout import Stored, is_finite
 from maxvision.weights.rules import apply
 from maxvision.weights.source import Source, find
 
-SIZE = (224, 224)
-"""The images of a program that is made for its weights alone, px."""
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -33,6 +31,7 @@ class Checkpoint:
         name: What the user called it.
         family: What its network is called.
         channels: Of its images.
+        size: Of the images that ``preprocess`` makes, px.
         program: Writes its network down for images of a size, px.
         tensors: Every weight of the program.
         labels: The name of each class.
@@ -43,6 +42,7 @@ class Checkpoint:
     name: str
     family: str
     channels: int
+    size: tuple[int, int]
     program: Callable[[tuple[int, int]], Program]
     tensors: Stored
     labels: list[str]
@@ -83,8 +83,11 @@ def interpret(found: Source) -> Checkpoint:
         ModelError: See `load`.
     """
     family, form, spec = identify(found)
+    preprocess = metadata.preprocess(form, found.preprocess, found.config, found.name)
+    size = metadata.size(preprocess)
+    write = cache(partial(family.program, spec))
     try:
-        program = family.program(spec, SIZE)
+        program = write(size)
     except Exception as error:  # whatever the numbers of a config.json lead to
         raise ModelError(
             f"{found.name}: the configuration makes no {family.name} ({error}); repair config.json"
@@ -98,10 +101,11 @@ def interpret(found: Source) -> Checkpoint:
         name=found.name,
         family=family.name,
         channels=spec.channels,
-        program=lambda size: family.program(spec, size),
+        size=size,
+        program=write,
         tensors=tensors,
         labels=metadata.labels(form, found.config, spec.classes, found.name),
-        preprocess=metadata.preprocess(form, found.preprocess, found.config, found.name),
+        preprocess=preprocess,
         spec=spec,
     )
 

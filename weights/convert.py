@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from maxvision.common.folder import new_folder
 from maxvision.weights.checkpoint import Checkpoint, interpret
-from maxvision.weights.family import known
+from maxvision.weights.family import find as find_family
 from maxvision.weights.formats import recognise
 from maxvision.weights.layout import Array
 from maxvision.weights.rules import rename
@@ -85,21 +85,15 @@ def hugging_face_tensors(found: Source) -> dict[str, Array]:
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     """Describes a network as a Hugging Face config.json does."""
+    family = find_family(checkpoint.family)
     return {
         "model_type": checkpoint.family,
-        "architectures": list(known()[checkpoint.family].architectures),
-        **named(checkpoint.labels),
+        "architectures": list(family.architectures) if family else [],
+        "id2label": {str(i): label for i, label in enumerate(checkpoint.labels)},
+        "label2id": {label: i for i, label in enumerate(checkpoint.labels)},
         "dtype": "float32",
         "num_channels": checkpoint.channels,
         **checkpoint.spec.to_config(),
-    }
-
-
-def named(labels: Sequence[str]) -> dict[str, Any]:
-    """Names the classes as a config.json does."""
-    return {
-        "id2label": {str(i): label for i, label in enumerate(labels)},
-        "label2id": {label: i for i, label in enumerate(labels)},
     }
 
 

@@ -7,12 +7,12 @@ package in the group ``maxvision.families``. docs/adding-a-model.md shows one.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from maxvision.common.errors import ModelError
 from maxvision.graphs.net import Net, Value
@@ -21,6 +21,9 @@ from maxvision.graphs.types import BATCH
 from maxvision.weights import families
 from maxvision.weights.layout import Shape
 from maxvision.weights.rules import Rules, key_for
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "maxvision.families"
 """The entry points of families in other packages."""
@@ -109,22 +112,35 @@ class Family:
 
 
 @cache
-def known() -> dict[str, Family]:
-    """Lists the families by name: those of weights/families, then other packages'.
+def ours(name: str) -> Family | None:
+    """Imports a family of weights/families, a file of its name."""
+    if importlib.util.find_spec(f"{families.__name__}.{name}") is None:
+        return None
+    family: Family = importlib.import_module(f"{families.__name__}.{name}").FAMILY
+    return family
 
-    The first of a name counts.
+
+@cache
+def known() -> dict[str, Family]:
+    """Lists all families by name: ours, then other packages'. The first of a name counts.
 
     Raises:
         ModelError: If a package's family cannot be loaded.
     """
-    found = {}
-    for module in pkgutil.iter_modules(families.__path__):
-        family = importlib.import_module(f"{families.__name__}.{module.name}").FAMILY
-        found[family.name] = family
+    from importlib.metadata import entry_points
+
+    names = [module.name for module in pkgutil.iter_modules(families.__path__)]
+    found = {family.name: family for name in names if (family := ours(name))}
     for entry in entry_points(group=GROUP):
         family = _load(entry)
         found.setdefault(family.name, family)
     return found
+
+
+def find(name: str) -> Family | None:
+    """Finds a family; other packages are asked only for one that is not ours."""
+    family = ours(name) if name.isidentifier() else None
+    return family or known().get(name)
 
 
 def _load(entry: EntryPoint) -> Family:

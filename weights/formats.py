@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxvision.common.errors import ModelError
-from maxvision.weights.family import Family, Format, formats, known, names
+from maxvision.weights.family import Family, Format, find, formats, names
 from maxvision.weights.layout import Array
 from maxvision.weights.rules import rename
 
@@ -39,8 +39,8 @@ def recognise(
 
 def _by_config(config: Mapping[str, Any], where: str) -> tuple[Family, Format]:
     named, architecture = config.get("model_type"), config.get("architecture")
-    if isinstance(named, str) and named in known():
-        family = known()[named]
+    family = find(named) if isinstance(named, str) else None
+    if family:
         return family, family.formats[0]
     if named is None and architecture is not None:
         timm = {name: (family, form) for family, form in formats() for name in form.timm}
@@ -103,13 +103,14 @@ def specify(
     Raises:
         ModelError: If config.json asks for what the graphs do not compute.
     """
-    shapes = {weight: tensors[key].shape for key, weight in rename(form.rules, tensors).items()}
-    shapes = {weight: shape for weight, shape in shapes.items() if shape}
-    head = shapes.get("head.weight") or shapes.get("head.bias") or (1,)
+    heads = (tensors.get(form.key(f"head.{part}")) for part in ("weight", "bias"))
+    classes = next((each.shape[0] for each in heads if each is not None and each.ndim), 1)
     try:
         if form.infer:
-            return form.infer(shapes, head[0])
-        return family.read(dict(config or {}), head[0])
+            renamed = rename(form.rules, tensors).items()
+            shapes = {weight: tensors[key].shape for key, weight in renamed if tensors[key].ndim}
+            return form.infer(shapes, classes)
+        return family.read(dict(config or {}), classes)
     except ValueError as error:
         raise ModelError(f"{where}: {error}; use another checkpoint") from None
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:

@@ -95,6 +95,18 @@ def preprocess(
     return _cropped(224, 256, found.resample)
 
 
+def size(preprocess: Mapping[str, Any]) -> tuple[int, int]:
+    """Gives the height and width of the images that come of a description, px; 224 if it is bad."""
+    for key in ("crop_size", "size"):
+        given = preprocess.get(key)
+        edges = given if isinstance(given, Mapping) else {"shortest_edge": given}
+        height = edges.get("height", edges.get("shortest_edge"))
+        width = edges.get("width", height)
+        if isinstance(height, int) and isinstance(width, int) and min(height, width) > 0:
+            return height, width
+    return 224, 224
+
+
 def _cropped(edge: int, resized: int, interpolation: str) -> dict[str, Any]:
     """Resizes the shorter edge to ``resized`` px and cuts a square of ``edge`` px out of it."""
     return {

@@ -34,9 +34,8 @@ from numpy.typing import NDArray
 from maxvision.common.errors import ArgumentError
 from maxvision.common.folder import new_folder
 from maxvision.graphs.layers import layers as layers_of
-from maxvision.weights.checkpoint import SIZE, Checkpoint, interpret
+from maxvision.weights.checkpoint import Checkpoint, identify, interpret
 from maxvision.weights.convert import hugging_face_tensors, write
-from maxvision.weights.family import known
 from maxvision.weights.layout import Array
 from maxvision.weights.source import Source
 
@@ -105,7 +104,7 @@ def prune(
     """
     share = _check(sparsity, scope, pattern)
     checkpoint = interpret(found)
-    family = known()[checkpoint.family]
+    family, _, _ = identify(found)
     layers = {each: family.formats[0].key(f"{each}.weight") for each in prunable(checkpoint)}
     skipped = family.dense if skip is None else skip
     chosen = {layer: key for layer, key in layers.items() if not _matches(layer, skipped)}
@@ -136,7 +135,7 @@ def prune(
 
 def prunable(checkpoint: Checkpoint) -> list[str]:
     """Names the layers that may be pruned: convolutions and linear layers but depthwise ones."""
-    found = layers_of(checkpoint.program(SIZE))
+    found = layers_of(checkpoint.program(checkpoint.size))
     return [each.name for each in found if each.groups == 1 or each.groups < each.channels]
 
 

@@ -38,20 +38,32 @@ class Rule:
         return re.compile(self.pattern)
 
     @cached_property
+    def _ending(self) -> str:
+        """The literal text behind the last group, which tells most keys apart at once."""
+        return self.pattern.rpartition(")")[2].replace("\\", "")
+
+    @cached_property
     def _backward(self) -> re.Pattern[str]:
         groups = re.findall(r"\([^()]*\)", self.pattern)
-        pieces = re.split(r"\\(\d)", self.target)  # literal, number, literal, number, ..., literal
         return re.compile(
             "".join(
                 f"(?P<group{piece}>{groups[int(piece) - 1][1:]}" if i % 2 else re.escape(piece)
-                for i, piece in enumerate(pieces)
+                for i, piece in enumerate(self._pieces)
             )
         )
 
+    @cached_property
+    def _pieces(self) -> list[str]:
+        """The target as literal, number, literal, number, ..., literal."""
+        return re.split(r"\\(\d)", self.target)
+
     def weight(self, key: str) -> str | None:
         """Returns the weight that ``key`` holds, or None if this rule does not match it."""
-        match = self._forward.fullmatch(key)
-        return match and match.expand(self.target)
+        match = key.endswith(self._ending) and self._forward.fullmatch(key)
+        if not match:
+            return None
+        pieces = enumerate(self._pieces)
+        return "".join(match[int(piece)] if i % 2 else piece for i, piece in pieces)
 
     def key(self, weight: str) -> str | None:
         """Returns the key that holds ``weight``, or None if this rule does not fill it."""

@@ -180,14 +180,14 @@ def test_arguments_reach_load(fake: Fake, folder: Path, run: Run) -> None:
     assert callable(progress)
     assert fake.asked == {
         "source": "resnet-small", "device": "auto", "dtype": "auto", "batch_size": None,
-        "revision": None, "tf32": True, "sparse": "auto",
+        "revision": None, "tf32": True, "sparse": "auto", "passes": "all",
     }  # fmt: skip
     run("--model", "o/m", "--device=gpu:1", "--dtype", "float16", "all/r.png", "--revision", "v1",
-        "--batch-size", "3", "--no-tf32", "--sparse=never")  # fmt: skip
+        "--batch-size", "3", "--no-tf32", "--sparse=never", "--passes=-stem,-qkv")  # fmt: skip
     fake.asked.pop("progress")
     assert fake.asked == {
         "source": "o/m", "device": "gpu:1", "dtype": "float16", "batch_size": 3, "revision": "v1",
-        "tf32": False, "sparse": "never",
+        "tf32": False, "sparse": "never", "passes": "-stem,-qkv",
     }  # fmt: skip
 
 
