@@ -17,11 +17,13 @@ from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType, ops
 
 from maxvision import runtime, weights
-from maxvision.graphs import nodes
-from maxvision.graphs.networks import network
+from maxvision.graphs import nodes, passes
+from maxvision.graphs.constants import Constants
+from maxvision.graphs.lower import Canonical, backend, emit
 from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.program import Program
 from maxvision.runtime import Features, cache
-from maxvision.runtime.session import build
+from maxvision.runtime.classifier import build, network, weights_of
 from tests.graphs import reference
 
 BOUND = 1e-5  # of float32: the largest difference over the largest number
@@ -88,6 +90,17 @@ def checkpoints(
 
 
 @pytest.fixture(scope="module")
+def programs(checkpoints: dict[str, weights.Checkpoint]) -> dict[str, Program]:
+    """Writes the networks down, and rewrites them for a CPU."""
+    found = {}
+    for name, checkpoint in checkpoints.items():
+        size = NETWORKS[name].size
+        plain = network(checkpoint, size, "float32", pixels="float32", everything=True)
+        found[name] = passes.run(plain, backend(DeviceRef.CPU(), "float32"))
+    return found
+
+
+@pytest.fixture(scope="module")
 def pixels() -> dict[str, np.ndarray]:
     """Draws three images for each network."""
     random = np.random.default_rng(0)
@@ -109,7 +122,7 @@ def expected(models: dict[str, Any], pixels: dict[str, np.ndarray]) -> dict[str,
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one image", "three images"])
 def computed(
-    checkpoints: dict[str, weights.Checkpoint],
+    programs: dict[str, Program],
     pixels: dict[str, np.ndarray],
     request: pytest.FixtureRequest,
 ) -> dict[str, Features]:
@@ -118,17 +131,16 @@ def computed(
     results = executable.execute(*(pixels[name][: request.param] for name in NETWORKS))
     arrays = iter(result.to_numpy() for result in results)
     outputs = {}
-    for name, checkpoint in checkpoints.items():
-        logits, features = next(arrays), next(arrays)
-        spec: Any = checkpoint.spec
-        depths = spec.stages if checkpoint.family == "cvt" else spec.depths
-        stages = [next(arrays) for _ in depths]
-        outputs[name] = Features(logits, features, stages)
+    for name, program in programs.items():
+        found = {output: next(arrays) for output in program.outputs}
+        stages = [found[output] for output in found if output.startswith("stages.")]
+        outputs[name] = Features(found["logits"], found["features"], stages)
+    assert next(arrays, None) is None
     return outputs
 
 
 @pytest.fixture(scope="module")
-def executable(checkpoints: dict[str, weights.Checkpoint]) -> Any:
+def executable(checkpoints: dict[str, weights.Checkpoint], programs: dict[str, Program]) -> Any:
     """Compiles one graph of all the networks; the batch is symbolic."""
     device = DeviceRef.CPU()
     types = [
@@ -139,11 +151,11 @@ def executable(checkpoints: dict[str, weights.Checkpoint]) -> Any:
     library = cache.library(gpu=False)
     with Graph("networks", input_types=types, custom_extensions=[library]) as graph:
         outputs = []
-        for (name, checkpoint), x in zip(checkpoints.items(), graph.inputs, strict=True):
-            tensors = {f"{name}.{key}": value for key, value in checkpoint.tensors.items()}
+        for (name, program), x in zip(programs.items(), graph.inputs, strict=True):
+            constants = Canonical(Constants(program, weights_of(checkpoints[name])), program)
+            tensors = {f"{name}.{key}": value for key, value in constants.items()}
             parameters = Parameters(tensors, device, DType.float32).at(name)
-            logits, features, stages = network(checkpoint.spec, x.tensor, parameters)
-            outputs += [logits, features, *stages]
+            outputs += emit(program, [x.tensor], parameters)
             registry |= parameters.registry(CPU())
         graph.output(*outputs)
     session = InferenceSession(devices=[CPU()])

@@ -13,7 +13,7 @@ from max.graph import DeviceRef, Graph
 
 from maxvision.graphs import arrange, parameters
 from maxvision.graphs.parameters import ALIGNMENT, Parameters
-from maxvision.runtime.session import Unchecked
+from maxvision.runtime.executor import Unchecked
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,29 @@ def test_a_graph_reads_no_weight(device: DeviceRef) -> None:
         assert bound.bytes == bound.array().nbytes
     assert not registry["conv.bias"].to_numpy().any()
     assert np.array_equal(registry["norm.weight"].to_numpy(), tensors["norm.weight"])
+
+
+def test_layers_are_asked_for_by_the_names_of_their_weights() -> None:
+    rng = np.random.default_rng(0)
+    sizes = {"stem": (7, 7, 3, 64), "a.weight": (3, 3, 8, 40), "a.bias": (40,), "w": (9, 10)}
+    tensors = {name: rng.standard_normal(shape, np.float32) for name, shape in sizes.items()}
+    with Graph("layers", kernel_library=Unchecked()) as graph:
+        w = Parameters(tensors, DeviceRef.CPU(), DType.float32)
+        assert (w.shape("a.weight"), w.shape("w")) == ((3, 3, 8, 40), (1, 1, 9, 10))
+        biased, plain = w.layer("a.weight", "a.bias", 1), w.layer("a.weight")
+        sparse = w.layer("w", format="stream")
+        stem = w.fragments("stem")
+        graph.output()
+    assert biased.shape == plain.shape == (3, 3, 8, 40) and biased.groups == 1
+    assert (sparse.dense, sparse.format, stem.dense, stem.rows) == (None, "stream", None, None)
+    assert set(w.bound) == {
+        "stem", "stem.bias", "a.weight", "a.bias", "a.weight.zeros", "w.bias",
+        "w.values", "w.columns", "w.starts",
+    }  # fmt: skip
+    assert np.array_equal(w.bound["a.bias"].array(), tensors["a.bias"])
+    for zeros in ("a.weight.zeros", "w.bias", "stem.bias"):
+        assert not w.bound[zeros].array().any()
+    assert np.array_equal(w.bound["stem"].array(), arrange.stem_fragments(tensors["stem"]))
 
 
 def test_bfloat16_is_rounded_to_nearest_even() -> None:

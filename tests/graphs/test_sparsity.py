@@ -19,23 +19,25 @@ from maxvision.commands import classify as cli
 from maxvision.commands import compile as command
 from maxvision.commands.weights import main as weights_command
 from maxvision.common.errors import ArgumentError, DeviceError, ModelError
-from maxvision.graphs import sparsity
-from maxvision.graphs.convolution import Convolution
-from maxvision.graphs.networks import convolutions
+from maxvision.graphs import passes, sparsity
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.layers import Layer, layers
 from maxvision.graphs.resnet import RESNETS
 from maxvision.graphs.sparsity import MARGIN, TABLES, Row, choose, read_table, table_name
 from maxvision.graphs.target import Target
 from maxvision.runtime import ahead, cache
 from maxvision.runtime import artifact as package
+from maxvision.runtime.classifier import build, choose_sparse
+from maxvision.runtime.executor import Unchecked
 from maxvision.runtime.pipeline import Times
-from maxvision.runtime.session import Unchecked, build, choose_sparse
+from maxvision.weights.family import known
 from tests.graphs import reference
-from tests.runtime.test_session import PREPROCESS, SMALL, levels
+from tests.runtime.test_classifier import PREPROCESS, SMALL, levels
 
 HERE = Target.of(CPU())
 KINDS = (".weight", ".filter")
 ROW = Row(3, 1, 64, 64, 1024, 1, 100.0, ((0.1, 40.0), (0.2, 70.0), (0.4, 130.0)))
-LAYER = Convolution("a", 3, 1, 64, 64, (32, 32))
+LAYER = Layer("a", 3, 1, 64, 64, (32, 32))
 
 
 def tabled(*rows: Row) -> dict[str, Any]:
@@ -59,9 +61,9 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     read_table.cache_clear()
 
 
-def chosen(layers: list[Convolution], density: float, mode: str = "auto") -> sparsity.Choice:
-    zeros = {layer.name: 1 - density for layer in layers}
-    return choose("net", layers, zeros, mode, HERE, DType.float32)
+def chosen(found: list[Layer], density: float, mode: str = "auto") -> sparsity.Choice:
+    zeros = {layer.name: 1 - density for layer in found}
+    return choose("net", found, zeros, mode, HERE, DType.float32)
 
 
 def test_gains_lie_between_what_was_measured() -> None:
@@ -132,9 +134,8 @@ def test_of_formats_that_suit_the_fastest_is_taken(tables: Callable[..., None]) 
     tables(replace(ROW, format="blocks"), replace(ROW, format="tiles", dense_us=200.0))
 
     def formats(*suited: str) -> dict[str, str]:
-        layers, zeros = [LAYER], {"a": 0.9}
         return choose(
-            "net", layers, zeros, "auto", HERE, DType.float32, formats_of=lambda layer: suited
+            "net", [LAYER], {"a": 0.9}, "auto", HERE, DType.float32, formats_of=lambda layer: suited
         ).formats
 
     assert formats("blocks") == {"a": "blocks"}
@@ -148,17 +149,22 @@ def test_of_formats_that_suit_the_fastest_is_taken(tables: Callable[..., None]) 
      ("two_four", 0.5, 32, 16), ("two_four", 0.5, 1, 0), ("blocks", 0.75, None, 30)],
 )  # fmt: skip
 def test_auto_on_hopper(format: str, zeros: float, batch: int | None, least: int) -> None:
-    layers = convolutions(RESNETS["resnet50"], (224, 224))
+    program = known()["resnet"].program(RESNETS["resnet50"], (224, 224))
+    found = layers(program, passes.run(program, Backend("cuda", "bfloat16")))
     choice = choose(
-        "net", layers, {each.name: zeros for each in layers}, "auto", Target.parse("sm_90a"),
+        "net", found, {each.name: zeros for each in found}, "auto", Target.parse("sm_90a"),
         DType.bfloat16, formats_of=lambda layer: (format,), batch=batch,
     )  # fmt: skip
     assert least <= len(choice.layers) <= 52 * (least > 0)
     for each in choice.verdicts:
-        ties = {each.layer.partner, each.layer.chain} - {""}
+        ties = {each.layer.partner} - {""}
         assert not each.sparse or ties <= choice.layers
         assert not each.sparse or (each.gain or 0) >= MARGIN
-    chained = [each.layer.name for each in choice.verdicts if each.layer.chain]
+    beside = {name for each in found if each.name.endswith("shortcut")
+              for name in (each.name, each.partner)}  # fmt: skip
+    assert len(beside) == 8
+    chained = [each.name for each in found if each.partner and each.name not in beside]
+    assert len(chained) == 8
     assert chained[:4] == [
         "stages.0.1.conv3", "stages.0.2.conv1", "stages.0.2.conv3", "stages.1.0.conv1",
     ]  # fmt: skip
@@ -264,7 +270,7 @@ def test_auto_always_and_never_answer_alike(
     checkpoint = weights.load(pruned[0.9])
     tables(*(  # that says of every layer that sparse is faster: the graph of always
         Row(x.kernel, x.stride, x.channels, x.filters, x.pixels, 1, 10.0, ((0.5, 1.0),))
-        for x in convolutions(checkpoint.spec, (32, 32))
+        for x in layers(checkpoint.program((32, 32)))
     ))  # fmt: skip
     auto = runtime.load(pruned[0.9], device="cpu")
     assert auto.sparse.layers == always.sparse.layers and "compile" not in auto.seconds
@@ -284,7 +290,7 @@ def test_the_cache_tells_sparse_graphs_apart(pruned: dict[float, str]) -> None:
         checkpoint, size = weights.load(pruned[share]), (32, 32)
         choice = choose_sparse(checkpoint, mode, HERE, DType.float32, size)
         graph, _ = build(
-            checkpoint, DeviceRef.CPU(), DType.float32, size=size, sparse=choice.layers,
+            checkpoint, DeviceRef.CPU(), DType.float32, size=size, sparse=choice.formats,
             kernels=Unchecked(),
         )  # fmt: skip
         return cache.key(graph, HERE)
@@ -298,12 +304,12 @@ def test_linear_layers_run_sparse_too() -> None:
     checkpoint = weights.load("cvt-cifar10")
     names = {"stages.1.0.attention.query", "stages.0.0.mlp.fc1", "stages.1.embed", "head"}
     _, parameters = build(
-        checkpoint, DeviceRef.CPU(), DType.float32, size=(128, 128), sparse=names,
+        checkpoint, DeviceRef.CPU(), DType.float32, size=(128, 128),
+        sparse=dict.fromkeys(names, "stream"),
         kernels=Unchecked(),
     )  # fmt: skip
     dense = {name.rpartition(".")[0] for name in parameters.bound if name.endswith(KINDS)}
-    layers = {each.name for each in convolutions(checkpoint.spec, (128, 128))}
-    assert layers - dense == names
+    assert {each.name for each in layers(checkpoint.program((128, 128)))} - dense == names
 
 
 def test_the_command_line_takes_the_mode(
@@ -328,7 +334,7 @@ def test_inspect_names_patterns_and_what_runs_them(
     said = capsys.readouterr().out
     assert "unstructured" in said and "for want of a break-even table" in said
     (first,) = [
-        x for x in convolutions(weights.load(pruned[0.9]).spec, (32, 32))
+        x for x in layers(weights.load(pruned[0.9]).program((32, 32)))
         if x.name == "stages.0.0.conv1"
     ]  # fmt: skip
     tables(

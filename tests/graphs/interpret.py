@@ -1,0 +1,279 @@
+"""Runs programs in torch's float64, op by op: what a program means, before and after a pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from maxvision.graphs.program import Program
+
+BATCH = 2
+
+
+def weights(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
+    """Draws the weights of a program: products keep their scale, variances are above 0."""
+    random = np.random.default_rng(seed)
+    made = {}
+    for name, (shape, _) in program.weights.items():
+        value = random.standard_normal(shape)
+        if name.endswith("var"):
+            value = random.uniform(0.5, 2, shape)
+        elif len(shape) in (2, 4):
+            value /= math.sqrt(math.prod(shape[1:]))
+        made[name] = value.astype(np.float32)
+    return made
+
+
+def inputs(program: Program, seed: int = 0, batch: int = BATCH) -> list[np.ndarray]:
+    """Draws the inputs of a program."""
+    random = np.random.default_rng(seed + 1)
+    made = []
+    for shape, dtype in program.inputs.values():
+        sizes = [batch if isinstance(size, str) else size for size in shape]
+        if dtype == "uint8":
+            made.append(random.integers(0, 256, sizes, np.uint8))
+        else:
+            made.append(random.standard_normal(sizes).astype(np.float32))
+    return made
+
+
+def interpret(
+    program: Program, given: list[np.ndarray], tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Computes the outputs of a program, plain or rewritten, in float64 throughout.
+
+    By one thread: several would wait for each other far longer than they compute.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _interpret(program, given, tensors)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _interpret(
+    program: Program, given: list[np.ndarray], tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    values: dict[str, Tensor] = {}
+    for name, array in zip(program.inputs, given, strict=True):
+        values[name] = torch.from_numpy(array).double()
+    values |= {name: torch.from_numpy(tensors[name]).double() for name in program.weights}
+    with torch.inference_mode():
+        for node in program.nodes:
+            read = [values[name] if name else None for name in node.inputs]
+            sizes = [
+                tuple(values[next(iter(program.inputs))].shape[0] if isinstance(s, str) else s
+                      for s in program.types[name].shape)
+                for name in node.outputs
+            ]  # fmt: skip
+            attributes = dict(node.attributes)
+            if node.op in ("reshape", "expand"):
+                attributes["shape"] = sizes[0]
+            made = OPS[node.op](*read, **attributes)
+            results = [made] if isinstance(made, Tensor) else list(made)
+            for name, size, value in zip(node.outputs, sizes, results, strict=True):
+                assert tuple(value.shape) == size, f"{node.op} gives {value.shape}, not {size}"
+                assert name not in values, f"{name} is made twice"
+                values[name] = value
+    return {name: values[value].numpy() for name, value in program.outputs.items()}
+
+
+def _images(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Makes an op of images [N, C, H, W] take both layouts; its residual is the fourth input."""
+
+    def run(x: Tensor, *rest: Any, layout: str = "NCHW", **attributes: Any) -> Tensor:
+        if layout == "NCHW":
+            return op(x, *rest, **attributes)
+        rest = tuple(_first(y) if i == 2 and y.ndim == 4 else y for i, y in enumerate(rest))
+        return _last(op(_first(x), *rest, **attributes))
+
+    return run
+
+
+def _first(x: Tensor) -> Tensor:
+    return x.permute(0, 3, 1, 2)
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1)
+
+
+def _end(y: Tensor, residual: Tensor | None, epilogue: str) -> Tensor:
+    assert (residual is not None) == epilogue.startswith("add")
+    if residual is not None:
+        assert residual.shape == y.shape
+        y = y + residual
+    if epilogue.endswith("relu"):
+        return y.relu()
+    return F.gelu(y) if epilogue == "gelu" else y
+
+
+@_images
+def _conv2d(
+    x: Tensor, filter: Tensor, bias: Any = None, residual: Any = None, *, epilogue: str = "none",
+    format: str = "", **window: Any,
+) -> Tensor:  # fmt: skip
+    return _end(F.conv2d(x, filter, bias, **window), residual, epilogue)
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Any = None, residual: Any = None, *, epilogue: str = "none",
+    format: str = "",
+) -> Tensor:  # fmt: skip
+    return _end(F.linear(x, weight, bias), residual, epilogue)
+
+
+def _matmul(
+    a: Tensor, b: Tensor, bias: Any = None, residual: Any = None, *, alpha: float = 1.0,
+    transpose_b: bool = False, epilogue: str = "none",
+) -> Tensor:  # fmt: skip
+    y = alpha * (a @ (b.mT if transpose_b else b))
+    return _end(y if bias is None else y + bias, residual, epilogue)
+
+
+@_images
+def _batch_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *, eps: float = 1e-5
+) -> Tensor:
+    return F.batch_norm(x, mean, var, weight, bias, eps=eps)
+
+
+@_images
+def _max_pool2d(x: Tensor, *, kernel: Any, **window: Any) -> Tensor:
+    return F.max_pool2d(x, kernel, **window)
+
+
+@_images
+def _avg_pool2d(x: Tensor, *, kernel: Any = None, **window: Any) -> Tensor:
+    return F.avg_pool2d(x, x.shape[2:] if kernel is None else kernel, **window)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *, heads: int, scale: float) -> Tensor:
+    q, k, v = (y.unflatten(2, (heads, -1)).transpose(1, 2) for y in (q, k, v))
+    return _heads(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    return (scale * (q @ k.mT)).softmax(-1) @ v
+
+
+def _normalize(pixels: Tensor, mean: Tensor, scale: Tensor, *, dtype: str = "") -> Tensor:
+    return (pixels - mean) * scale
+
+
+def _stem(
+    x: Tensor, mean: Any, scale: Any, filter: Tensor, bias: Any, *, stride: int, padding: int
+) -> Tensor:
+    x = x if mean is None else _normalize(x, mean, scale)
+    return F.conv2d(_first(x), filter, bias, stride, padding)
+
+
+def _stem_maxpool(*given: Any, dtype: str, **window: int) -> Tensor:
+    return _last(F.max_pool2d(_stem(*given, **window).relu(), 3, 2, 1))
+
+
+def _stem_layernorm(*given: Any, dtype: str, eps: float = 1e-5, **window: int) -> Tensor:
+    *rest, weight, bias = given
+    return _layer_norm(_last(_stem(*rest, **window)), weight, bias, eps=eps)
+
+
+def _shortcut(
+    x: Tensor, filter: Tensor, bias: Any, source: Tensor, shortcut: Tensor, shortcut_bias: Any,
+    *, padding: Any = 0, stride: Any = 1,
+) -> Tensor:  # fmt: skip
+    y = F.conv2d(_first(x), filter, bias, padding=padding)
+    return _last((y + F.conv2d(_first(source), shortcut, shortcut_bias, stride)).relu())
+
+
+def _chain(
+    x: Tensor, filter: Tensor, bias: Any, residual: Tensor, following: Tensor, following_bias: Any
+) -> tuple[Tensor, Tensor]:
+    h = (F.conv2d(_first(x), filter, bias) + _first(residual)).relu()
+    return _last(h), _last(F.conv2d(h, following, following_bias).relu())
+
+
+def _qkv_linear(*given: Any) -> list[Tensor]:
+    return [F.linear(given[i], given[3 + 2 * i], given[4 + 2 * i]) for i in range(3)]
+
+
+def _layernorm_mlp(
+    x: Tensor, weight: Tensor, bias: Tensor, first: Tensor, first_bias: Any, second: Tensor,
+    second_bias: Any, *, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    y = F.gelu(F.linear(_layer_norm(x, weight, bias, eps=eps), first, first_bias))
+    return x + F.linear(y, second, second_bias)
+
+
+def _depthwise_qkv(
+    x: Tensor, weight: Tensor, bias: Tensor, *filters: Any, size: tuple[int, int], kernel: int,
+    padding_q: int, padding_kv: int, stride_kv: int, class_token: bool, eps: float = 1e-5,
+) -> list[Tensor]:  # fmt: skip
+    y, c = _layer_norm(x, weight, bias, eps=eps), x.shape[2]
+    image = _first(y[:, int(class_token) :].unflatten(1, size))
+    made = []
+    for i, (stride, padding) in enumerate([(1, padding_q), *[(stride_kv, padding_kv)] * 2]):
+        assert filters[2 * i].shape == (c, 1, kernel, kernel)
+        out = F.conv2d(image, filters[2 * i], filters[2 * i + 1], stride, padding, groups=c)
+        made.append(torch.cat([y[:, : int(class_token)], _last(out).flatten(1, 2)], 1))
+    return made
+
+
+def _class_token(tokens: Tensor, token: Tensor) -> Tensor:
+    return torch.cat([token.reshape(1, 1, -1).expand(len(tokens), 1, -1), tokens], 1)
+
+
+def _slice(x: Tensor, *, axis: int, start: int, stop: int) -> Tensor:
+    return x.narrow(axis, start, stop - start)
+
+
+def _shift(bias: Tensor, mean: Tensor, scale: Tensor, before: Tensor | None = None) -> Tensor:
+    return bias + ((0 if before is None else before) - mean) * scale
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "conv2d": _conv2d,
+    "batch_norm": _batch_norm,
+    "linear": _linear,
+    "matmul": _matmul,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "add": torch.add,
+    "mul": torch.mul,
+    "max_pool2d": _max_pool2d,
+    "avg_pool2d": _avg_pool2d,
+    "layer_norm": _layer_norm,
+    "scaled_dot_product_attention": _heads,
+    "normalize": _normalize,
+    "reshape": lambda x, *, shape: x.reshape(shape),
+    "permute": lambda x, *, axes: x.permute(axes),
+    "slice": _slice,
+    "concat": lambda *parts, axis: torch.cat(parts, axis),
+    "expand": lambda x, *, shape: x.expand(shape),
+    "cast": lambda x, *, dtype: x,
+    "batch_norm_scale": lambda weight, var, *, eps: weight / (var + eps).sqrt(),
+    "batch_norm_shift": _shift,
+    "scale_filter": lambda filter, scale: filter * scale[:, None, None, None],
+    "conv2d_shortcut": _shortcut,
+    "conv2d_chain": _chain,
+    "qkv_linear": _qkv_linear,
+    "attention": _attention,
+    "layernorm_first": lambda x, *norm, eps=1e-5: _layer_norm(x[:, 0], *norm, eps=eps),
+    "layernorm_mlp": _layernorm_mlp,
+    "depthwise_qkv": _depthwise_qkv,
+    "class_token": _class_token,
+    "stem_maxpool": _stem_maxpool,
+    "stem_layernorm": _stem_layernorm,
+}

@@ -1,0 +1,77 @@
+"""What is read off programs: layers, their partners, multiplications."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from maxvision.graphs import passes
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.cvt import CVTS
+from maxvision.graphs.layers import Layer, layers, macs
+from maxvision.graphs.net import Net
+from maxvision.graphs.program import Program
+from maxvision.graphs.resnet import RESNETS
+from maxvision.graphs.types import BATCH
+from maxvision.weights.family import known
+from tests.graphs import nets
+from tests.graphs.interpret import inputs, interpret, weights
+
+RESNET = known()["resnet"].program(RESNETS["resnet50"], (224, 224))
+CVT = known()["cvt"].program(CVTS["cvt-13"], (224, 224))
+
+
+def test_the_layers_of_resnet_50() -> None:
+    found = {each.name: each for each in layers(RESNET)}
+    assert len(found) == 54
+    assert found["stem"] == Layer("stem", 7, 2, 3, 64, (112, 112))
+    assert found["stages.1.0.conv2"] == Layer("stages.1.0.conv2", 3, 2, 128, 128, (28, 28))
+    assert found["head"] == Layer("head", 1, 1, 2048, 1000, (1, 1))
+    assert found["stem"].title() == "7x7/2 3-64 at 12544 px"
+    assert found["stages.1.0.conv2"].title() == "3x3/2 128 at 784 px"
+    assert round(sum(each.weights for each in found.values()) / 1e6, 1) == 25.5
+    assert sum(each.macs for each in found.values()) == macs(RESNET) == 4_089_184_256
+
+
+def test_the_layers_of_cvt_13() -> None:
+    found = {each.name: each for each in layers(CVT)}
+    query = found["stages.2.9.attention.query.conv"]
+    assert (query.groups, query.channels, query.weights) == (384, 384, 9 * 384)
+    assert found["stages.2.0.mlp.fc1"].size == (1, 197)
+    assert found["stages.2.0.attention.key"].size == (1, 50)
+
+
+def test_a_device_makes_partners() -> None:
+    gpu = passes.run(RESNET, Backend("cuda", "bfloat16"))
+    partners = {each.name: each.partner for each in layers(RESNET, gpu) if each.partner}
+    assert partners["stages.0.0.conv3"] == "stages.0.0.shortcut"
+    assert partners["stages.0.1.conv3"] == "stages.0.2.conv1"
+    assert all(partners[other] == name for name, other in partners.items())
+    assert len(partners) == 2 * (4 + 4)
+    cpu = passes.run(RESNET, Backend("cpu", "float32"))
+    assert sum(bool(each.partner) for each in layers(RESNET, cpu)) == 2 * 4
+    assert not any(each.partner for each in layers(RESNET))
+
+
+def test_weights_that_are_computed_of_activations_are_no_layers() -> None:
+    net = Net("net")
+    x, filters = net.input("x", (BATCH, 3, 6, 6)), net.input("filters", (4, 3, 3, 3))
+    net.output("y", net.op("conv2d", [x, filters]))
+    assert layers(net.program()) == []
+
+
+@pytest.mark.parametrize("name", ["resnet basic", "resnet odd", "cvt", "cvt odd", "vit", "gated"])
+def test_multiplications_are_those_that_torch_counts(name: str) -> None:
+    write, shape = nets.NETS[name]
+    program: Program = nets.program(write, *shape)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        interpret(program, inputs(program, batch=1), weights(program))
+    assert 2 * macs(program) == counter.get_total_flops()
+
+
+def test_products_count() -> None:
+    net = Net("net")
+    x = net.input("x", (BATCH, 5, 7))
+    net.output("y", net.op("matmul", [x, x], transpose_b=True))
+    assert macs(net.program()) == 5 * 5 * 7

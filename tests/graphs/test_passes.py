@@ -1,0 +1,875 @@
+"""Each pass: where it applies, where it must not, and that no program means anything else after."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from maxvision.common.errors import ArgumentError
+from maxvision.graphs import passes
+from maxvision.graphs.arrange import CHAINS, MLPS
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.cvt import CVTS
+from maxvision.graphs.net import Net, Value
+from maxvision.graphs.passes import PASSES, fuse
+from maxvision.graphs.pixels import from_pixels
+from maxvision.graphs.program import Program
+from maxvision.graphs.resnet import RESNETS
+from maxvision.graphs.types import BATCH
+from tests.graphs import nets
+from tests.graphs.interpret import inputs, interpret, weights
+
+CPU, CUDA, HIP = Backend("cpu", "float32"), Backend("cuda", "bfloat16"), Backend("hip", "float16")
+BACKENDS = {"cpu": CPU, "cuda": CUDA, "hip": HIP}
+Write = Callable[[Net, Value], Any]
+
+
+def kept(program: Program, backend: Backend, names: Iterable[str] = PASSES) -> Program:
+    """Rewrites a program; every pass has to keep what it means, and every op what it takes."""
+    tensors, given = weights(program), inputs(program)
+    wanted, types = interpret(program, given, tensors), ends(program)
+    for name in names:
+        after = PASSES[name](program, backend)
+        read = Program.from_json(after.to_json())
+        assert read == after, f"{name}: {read.difference(after)}"
+        assert ends(after) == types, name
+        if after != program:
+            found = interpret(after, given, tensors)
+            for output, want in wanted.items():
+                scale = 1e-9 * max(1, np.abs(want).max())
+                np.testing.assert_allclose(found[output], want, 1e-7, scale, err_msg=name)
+        program = after
+    return program
+
+
+def ends(program: Program) -> dict[str, Any]:
+    return {name: program.types[value] for name, value in program.outputs.items()}
+
+
+def ops(program: Program) -> Counter[str]:
+    return Counter(node.op for node in program.nodes if not node.at_load)
+
+
+def both(name: str, program: Program, backend: Backend) -> tuple[Program, Program]:
+    """Runs a pass behind those before it: the program before and after."""
+    names = list(PASSES)
+    before = kept(program, backend, names[: names.index(name)])
+    return before, kept(before, backend, [name])
+
+
+# --- every network, every device ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", BACKENDS)
+@pytest.mark.parametrize("pixels", ["", "uint8", "float32"])
+@pytest.mark.parametrize("name", nets.NETS)
+def test_a_network_means_the_same_after_each_pass(name: str, api: str, pixels: str) -> None:
+    write, shape = nets.NETS[name]
+    program, backend = nets.program(write, *shape), BACKENDS[api]
+    if pixels:
+        program = from_pixels(program, pixels, backend.dtype)
+    else:
+        program = program.retyped(dict.fromkeys(program.inputs, backend.dtype))
+    final = kept(program, backend)
+    assert passes.run(program, backend) == final
+    if not pixels:
+        kept(final, backend)  # a second time, there is little to do
+
+
+@pytest.mark.parametrize("off", PASSES)
+@pytest.mark.parametrize("name", ["resnet basic", "resnet wide", "cvt", "vit"])
+def test_the_others_keep_the_meaning_where_one_pass_is_left_out(name: str, off: str) -> None:
+    write, shape = nets.NETS[name]
+    program = from_pixels(nets.program(write, *shape), "uint8", "bfloat16")
+    assert passes.run(program, CUDA, {off}) == kept(program, CUDA, [n for n in PASSES if n != off])
+
+
+def test_with_all_passes_left_out_nothing_changes() -> None:
+    write, shape = nets.NETS["cvt"]
+    program = nets.program(write, *shape)
+    assert passes.run(program, CUDA, set(PASSES)) == program
+
+
+@pytest.fixture
+def any_width() -> Iterator[None]:
+    """Lets kernels of few widths take the small ones of random networks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuse, "CHAINS", tuple((c, f) for c in (2, 4, 6) for f in (2, 4, 6)))
+        patch.setattr(fuse, "MLPS", (2, 4, 6))
+        patch.setattr(fuse, "has_stem", lambda shape, stride: True)
+        yield
+
+
+@pytest.mark.usefixtures("any_width")
+@settings(
+    max_examples=120, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(
+    seed=st.integers(0, 2**32),
+    steps=st.integers(1, 14),
+    backend=st.sampled_from([CPU, CUDA, HIP, Backend("cuda", "float32")]),
+    pixels=st.sampled_from(["", "", "uint8", "float32"]),
+    order=st.one_of(
+        st.just(list(PASSES)), st.permutations(list(PASSES)), st.lists(st.sampled_from([*PASSES]))
+    ),
+)
+def test_random_networks_mean_the_same_after_any_passes_in_any_order(
+    seed: int, steps: int, backend: Backend, pixels: str, order: list[str]
+) -> None:
+    program = nets.Random(random.Random(seed)).program(steps)
+    if pixels:
+        program = from_pixels(program, pixels, backend.dtype)
+    kept(program, backend, order)
+
+
+def test_random_networks_meet_every_op(any_width: None) -> None:
+    found: Counter[str] = Counter()
+    for seed in range(400):
+        program = nets.Random(random.Random(seed)).program(10)
+        backend = CPU if seed % 2 else CUDA
+        found += ops(passes.run(from_pixels(program, "uint8", backend.dtype), backend))
+    fused = {
+        "attention", "layernorm_first", "class_token", "qkv_linear", "depthwise_qkv",
+        "conv2d_shortcut", "conv2d_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm",
+    }  # fmt: skip
+    assert fused <= set(found)
+
+
+# --- where a pass applies ------------------------------------------------------------------------
+
+
+def a_conv(net: Net, x: Value, name: str = "a", filters: int = 4, **rest: Any) -> Value:
+    kernel = rest.pop("kernel", 3)
+    return net.conv2d(x, name, filters, kernel, padding=rest.pop("padding", kernel // 2), **rest)
+
+
+def raw(net: Net, x: Value, name: str, filters: int, kernel: int, **window: Any) -> Value:
+    """Adds a convolution that says of its window what it must, as an importer may."""
+    c = x.size(1) // window.get("groups", 1)
+    weight = net.weight(f"{name}.weight", filters, c, kernel, kernel)
+    return net.op("conv2d", [x, weight], name, **window)
+
+
+def pool(net: Net, x: Value) -> Value:
+    return net.max_pool2d(x, 3, stride=2, padding=1)
+
+
+def last(net: Net, x: Value) -> Value:
+    return net.permute(x, 0, 2, 3, 1)
+
+
+def to_tokens(net: Net, x: Value) -> Value:
+    return net.reshape(last(net, x), BATCH, x.size(2) * x.size(3), x.size(1))
+
+
+def split(net: Net, x: Value, heads: int = 2) -> Value:
+    return net.permute(net.reshape(x, BATCH, x.size(1), heads, x.size(2) // heads), 0, 2, 1, 3)
+
+
+def join(net: Net, x: Value) -> Value:
+    y = net.permute(x, 0, 2, 1, 3)
+    return net.reshape(y, BATCH, y.size(1), y.size(2) * y.size(3))
+
+
+def attended(net: Net, x: Value, heads: int = 2, scale: float | None = None) -> Value:
+    return nets.attend(net, [x] * 3, heads, scale)
+
+
+def token(net: Net, c: int, *shape: int, count: int = 1) -> Value:
+    return net.expand(net.weight("token", *(shape or (1, 1, c))), BATCH, count, c)
+
+
+def first(net: Net, x: Value, at: int = 0) -> Value:
+    return net.reshape(net.slice(x, 1, at, at + 1), BATCH, x.size(2))
+
+
+def projections(
+    net: Net, x: Value, size: tuple[int, int] = (3, 4), *, kernel: int = 3, token: bool = False,
+    stride: int = 2, biased: bool = False, padding: int = -1, seen: str = "",
+    flatten: Callable[[Value], Value] | None = None, count: int = 3, swapped: bool = False,
+) -> Value:  # fmt: skip
+    """Norms tokens [N, T, C] and convolves them three times; gives the sum of what it can."""
+    c = x.size(2)
+    y = net.layer_norm(x, "norm")
+    one = net.slice(y, 1, 0, 1) if token else None
+    rest = net.slice(y, 1, 1, x.size(1)) if token else y
+    image = net.permute(net.reshape(rest, BATCH, *size, c), 0, 3, 1, 2)
+    parts = []
+    for i, name in enumerate("qkv"[:count]):
+        z = net.conv2d(
+            image, name, c, kernel, stride=stride if i else 1, groups=c, bias=biased,
+            padding=padding if i and padding >= 0 else kernel // 2,
+        )  # fmt: skip
+        if seen == "conv" and not i:
+            net.output("seen", z)
+        z = last(net, z)
+        z = flatten(z) if flatten else net.reshape(z, BATCH, z.size(1) * z.size(2), c)
+        if one:
+            z = net.concat([z, one] if swapped else [one, z], 1)
+        net.output(name, z)
+        parts.append(z)
+    if seen in ("norm", "token", "rest"):
+        net.output("seen", {"norm": y, "token": one, "rest": rest}[seen] or y)
+    if seen == "norm as well":
+        net.output("seen", net.relu(y))
+    if seen == "token as well":
+        assert one
+        net.output("seen", net.relu(one))
+    if seen == "image":
+        net.output("seen", net.permute(image, 0, 2, 3, 1))
+    return net.linear(parts[0], "end", 2)
+
+
+def block(
+    net: Net, x: Value, *, kernel: int = 3, stride: int = 2, flip: bool = False, end: str = "relu",
+    size: int = 1, one: int = 0, two: Any = None, tell: Any = None, **shortcut: Any,
+) -> Value:  # fmt: skip
+    """Adds a residual block with a shortcut, in the settings of an importer."""
+    y = net.relu(raw(net, x, "one", 4, 3, stride=one or stride, padding=1))
+    y = raw(net, y, "two", 6, kernel, **(two or {"padding": kernel // 2}))
+    if stride != 1 or shortcut:
+        shortcut = {"stride": stride, **shortcut}
+    x = raw(net, x, "shortcut", 6, size, **shortcut)
+    x = tell(net, x) if tell else x
+    y = x + y if flip else y + x
+    return y if end == "none" else getattr(net, end)(y)
+
+
+def links(
+    net: Net, x: Value, c: int = 64, f: int = 64, *, end: str = "relu", follow: str = "relu",
+    kernel: int = 1, stride: int = 1, **window: Any,
+) -> Value:  # fmt: skip
+    """Adds a block's last 1 x 1 convolution, its residual, and the next one's first."""
+    y = net.relu(raw(net, x, "before", c, 1))
+    y = getattr(net, end)(raw(net, y, "link", x.size(1), 1) + x)
+    net.output("block", y)
+    next = raw(net, y, "next", f, kernel, stride=stride, padding=kernel // 2, **window)
+    return getattr(net, follow)(next)
+
+
+def mlp(net: Net, x: Value, *, between: str = "gelu", seen: str = "", **rest: Any) -> Value:
+    """Adds an MLP with its norm to tokens."""
+    c = x.size(-1)
+    y = net.layer_norm(x, "norm")
+    if seen == "norm":
+        net.output("seen", net.relu(y))
+    y = getattr(net, between)(net.linear(y, "fc1", 2 * c, bias=rest.get("bias", True)))
+    if seen == "hidden":
+        net.output("seen", y)
+    y = net.linear(y, "fc2", c)
+    if rest.get("elsewhere"):
+        return net.relu(x) + y
+    return y + x if rest.get("flip") else x + y
+
+
+Case = tuple[str, Backend, Write, tuple[int, ...], str]
+IMAGE, TOKENS = (3, 6, 8), (5, 4)
+
+
+APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what comes
+    "weights added": (
+        "constants", CPU, lambda n, x: x + (n.weight("a", 4) + n.weight("b", 4)), TOKENS,
+        "add ->",
+    ),
+    "a weight computed in steps": (
+        "constants", CPU,
+        lambda n, x: x + n.relu(n.reshape(n.permute(n.weight("a", 2, 2), 1, 0), 4)), TOKENS,
+        "permute reshape relu ->",
+    ),
+    "a norm behind a convolution": (
+        "batch_norm", CPU, lambda n, x: n.batch_norm(a_conv(n, x), "n"), IMAGE, "batch_norm ->",
+    ),
+    "a norm behind one without a bias, in groups": (
+        "batch_norm", CPU,
+        lambda n, x: n.batch_norm(a_conv(n, x, groups=3, filters=6, bias=False), "n"), IMAGE,
+        "batch_norm ->",
+    ),
+    "a norm whose epsilon goes without saying": (
+        "batch_norm", CPU,
+        lambda n, x: n.op(
+            "batch_norm", [a_conv(n, x), *(n.weight(p, 4) for p in ("w", "b", "m", "var"))]
+        ), IMAGE, "batch_norm ->",
+    ),
+    "heads": (
+        "attention", CPU, attended, TOKENS,
+        "reshape reshape reshape reshape permute permute permute permute"
+        " scaled_dot_product_attention -> attention",
+    ),
+    "heads of one value": (
+        "attention", CPU,
+        lambda n, x: join(n, n.scaled_dot_product_attention(*[split(n, n.relu(x))] * 3)), TOKENS,
+        "reshape permute scaled_dot_product_attention permute reshape -> attention",
+    ),
+    "permutes to and fro": (
+        "channels_last", CPU,
+        lambda n, x: n.relu(n.permute(n.gelu(last(n, x)), 0, 3, 1, 2)), IMAGE,
+        "permute permute ->",
+    ),
+    "a class token": (
+        "tokens", CPU, lambda n, x: n.concat([token(n, 4), x], 1), TOKENS,
+        "expand concat -> class_token",
+    ),
+    "a class token with another use": (
+        "tokens", CPU,
+        lambda n, x: n.concat([(t := token(n, 4)), n.concat([x, t], 1)], 1), TOKENS,
+        "concat -> class_token",
+    ),
+    "the norm of the first token": (
+        "tokens", CPU, lambda n, x: n.layer_norm(first(n, x), "n"), TOKENS,
+        "slice reshape layer_norm -> layernorm_first",
+    ),
+    "relu": ("epilogues", CPU, lambda n, x: n.relu(a_conv(n, x)), IMAGE, "relu ->"),
+    "gelu": ("epilogues", CPU, lambda n, x: n.gelu(n.linear(x, "a", 3)), TOKENS, "gelu ->"),
+    "a residual": ("epilogues", CPU, lambda n, x: a_conv(n, x, filters=3) + x, IMAGE, "add ->"),
+    "a residual, swapped": (
+        "epilogues", CPU, lambda n, x: x + a_conv(n, x, filters=3), IMAGE, "add ->",
+    ),
+    "a residual and relu": (
+        "epilogues", CPU, lambda n, x: n.relu(x + n.linear(x, "a", 4)), TOKENS, "add relu ->",
+    ),
+    "a residual and gelu": (
+        "epilogues", CPU, lambda n, x: n.gelu(x + n.linear(x, "a", 4)), TOKENS, "add ->",
+    ),
+    "the sum of two products": (
+        "epilogues", CPU, lambda n, x: n.relu(n.linear(x, "a", 3) + n.linear(x, "b", 3)), TOKENS,
+        "add relu ->",
+    ),
+    "a sum of sums": (
+        "epilogues", CPU,
+        lambda n, x: n.linear(x, "a", 4) + x + n.linear(x, "b", 4) + n.relu(n.linear(x, "c", 4)),
+        TOKENS, "add add relu ->",
+    ),
+    "a product of activations": (
+        "epilogues", CPU,
+        lambda n, x: x + n.op("matmul", [n.op("matmul", [x, x], transpose_b=True), x]), TOKENS,
+        "add ->",
+    ),
+    "a shortcut": ("shortcut", CPU, block, IMAGE, "conv2d conv2d -> conv2d_shortcut"),
+    "a shortcut, swapped, behind a 1 x 1": (
+        "shortcut", HIP, lambda n, x: block(n, x, flip=True, kernel=1, stride=1), IMAGE,
+        "conv2d conv2d -> conv2d_shortcut",
+    ),
+    "a chain": ("chain", HIP, links, (80, 2, 3), "conv2d conv2d -> conv2d_chain"),
+    "two that follow, of which one is chained": (
+        "chain", CUDA,
+        lambda n, x: n.output("a", links(n, x, 64, 128)) or n.relu(
+            raw(n, Value(n, "relu_2", x.type), "b", 64, 1)
+        ), (80, 2, 3), "conv2d conv2d -> conv2d_chain",
+    ),
+    "query, key and value": ("qkv", CPU, attended, TOKENS, "linear linear linear -> qkv_linear"),
+    "query, key and value of other tokens": (
+        "qkv", CPU, lambda n, x: nets.attend(n, [x, *[n.slice(x, 1, 1, 4)] * 2], 2), TOKENS,
+        "linear linear linear -> qkv_linear",
+    ),
+    "projections": (
+        "depthwise", CPU, projections, (12, 4),
+        "layer_norm reshape reshape reshape reshape conv2d conv2d conv2d -> depthwise_qkv",
+    ),
+    "projections of 5 x 5 with a token, and biases": (
+        "depthwise", CUDA,
+        lambda n, x: projections(n, x, token=True, kernel=5, biased=True, stride=3), (13, 8),
+        "slice slice layer_norm reshape reshape reshape reshape concat concat concat"
+        " conv2d conv2d conv2d -> depthwise_qkv",
+    ),
+    "projections whose padding differs": (
+        "depthwise", CPU, lambda n, x: projections(n, x, padding=0, stride=1), (12, 4),
+        "layer_norm reshape reshape reshape reshape conv2d conv2d conv2d -> depthwise_qkv",
+    ),
+    "an MLP": ("mlp", HIP, mlp, (3, 64), "layer_norm linear linear -> layernorm_mlp"),
+    "an MLP, swapped, without a bias": (
+        "mlp", CUDA, lambda n, x: mlp(n, x, flip=True, bias=False), (3, 192),
+        "layer_norm linear linear -> layernorm_mlp",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", APPLIES)
+def test_it_applies(name: str) -> None:
+    run, backend, write, shape, change = APPLIES[name]
+    program = nets.program(write, *shape).retyped({"x": backend.dtype})
+    before, after = both(run, program, backend)
+    gone, come = change.split("->")
+    found, wanted = ops(before), ops(after)
+    assert (found - wanted, wanted - found) == (Counter(gone.split()), Counter(come.split()))
+    layers = {layer for node in program.nodes for layer in node.layers}
+    stays = {layer for node in after.nodes for layer in node.layers}
+    folded = {node.layers[0] for node in program.nodes if node.op == "batch_norm" and node.layers}
+    assert layers - folded <= stays, "a layer is forgotten"
+
+
+def test_every_pass_is_seen_to_apply() -> None:
+    assert {case[0] for case in APPLIES.values()} | {"sparse", "stem"} == set(PASSES)
+
+
+# --- where it must not ---------------------------------------------------------------------------
+
+
+def seen(net: Net, x: Value) -> Value:
+    """Makes a value an output as well."""
+    net.output("seen", x)
+    return x
+
+
+def used(net: Net, x: Value) -> Value:
+    """Uses a value elsewhere as well."""
+    net.output("used", net.relu(x))
+    return x
+
+
+def sdpa(net: Net, x: Value, q: int, k: int, v: int, **rest: Any) -> Value:
+    """Attends from one head, with depths of ``q`` = ``k`` and ``v``."""
+    parts = [split(net, net.linear(x, n, c), 1) for n, c in (("q", q), ("k", k), ("v", v))]
+    return join(net, net.scaled_dot_product_attention(*parts, **rest))
+
+
+def of_image(net: Net, x: Value) -> Value:
+    """Attends to heads that are split off an image [N, C, H, W]."""
+    y = net.permute(net.reshape(x, BATCH, 6, 2, 12), 0, 2, 1, 3)
+    return join(net, net.scaled_dot_product_attention(y, y, y))
+
+
+def itself(net: Net, x: Value) -> Value:
+    """Adds a 1 x 1 convolution to the 3 x 3 of its own result."""
+    y = raw(net, x, "one", 4, 1)
+    return net.relu(raw(net, y, "two", 4, 3, padding=1) + y)
+
+
+def given_filters(net: Net, x: Value) -> Value:
+    """Convolves with filters that are an input, and norms that."""
+    y = net.op("conv2d", [x, net.input("filters", (4, 3, 3, 3))], "a", padding=1)
+    return pool(net, net.relu(net.batch_norm(y, "n")))
+
+
+def rows(x: Value) -> Value:
+    """Makes rows of an image [N, H, W, C]: [N, H, W * C]."""
+    return x.net.reshape(x, BATCH, x.size(1), x.size(2) * x.size(3))
+
+
+def last_two(x: Value) -> Value:
+    """Makes [N, C, H * W] of an image [N, H, W, C], without moving a number."""
+    return x.net.reshape(x, BATCH, x.size(3), x.size(1) * x.size(2))
+
+
+def no_convolutions(net: Net, x: Value) -> Value:
+    """Norms tokens, and reads them as an image three times."""
+    y = net.reshape(net.layer_norm(x, "norm"), BATCH, 3, 4, x.size(2))
+    parts = [net.relu(y), net.gelu(y), net.op("softmax", [y])]
+    parts = [net.reshape(each, BATCH, 12, x.size(2)) for each in parts]
+    return parts[0] + parts[1] + parts[2]
+
+
+def with_format(write: Write, *layers: str, backend: Backend = CPU) -> tuple[Backend, Write]:
+    return Backend(backend.api, backend.dtype, dict.fromkeys(layers, "steps")), write
+
+
+REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
+    "an activation": ("constants", CPU, lambda n, x: x + n.weight("a", 4), TOKENS),
+    "a size that is not known": ("constants", CPU, lambda n, x: x + token(n, 4, count=5), TOKENS),
+    "batch_norm: another reads the convolution": (
+        "batch_norm", CPU, lambda n, x: n.batch_norm(used(n, a_conv(n, x)), "n"), IMAGE,
+    ),
+    "batch_norm: the convolution is an output": (
+        "batch_norm", CPU, lambda n, x: n.batch_norm(seen(n, a_conv(n, x)), "n"), IMAGE,
+    ),
+    "batch_norm: something is in between": (
+        "batch_norm", CPU, lambda n, x: n.batch_norm(n.relu(a_conv(n, x)), "n"), IMAGE,
+    ),
+    "batch_norm: it comes first": ("batch_norm", CPU, lambda n, x: n.batch_norm(x, "n"), IMAGE),
+    "batch_norm: filters are an input": ("batch_norm", CPU, given_filters, IMAGE),
+    "attention: values of another depth": (
+        "attention", CPU, lambda n, x: sdpa(n, x, 4, 4, 6), TOKENS,
+    ),
+    "attention: too deep heads": (
+        "attention", CPU, lambda n, x: sdpa(n, x, 300, 300, 300), TOKENS,
+    ),
+    "attention: a scale below 0": (
+        "attention", CPU, lambda n, x: sdpa(n, x, 4, 4, 4, scale=-1.0), TOKENS,
+    ),
+    "attention: heads of an image": ("attention", CPU, of_image, (6, 4, 6)),
+    "attention: heads are not joined": (
+        "attention", CPU, lambda n, x: n.scaled_dot_product_attention(*[split(n, x)] * 3), TOKENS,
+    ),
+    "attention: heads are joined across": (
+        "attention", CPU,
+        lambda n, x: n.reshape(
+            n.permute(n.scaled_dot_product_attention(*[split(n, x)] * 3), 0, 2, 1, 3), BATCH, 4, 5
+        ), TOKENS,
+    ),
+    "attention: heads are an output": (
+        "attention", CPU,
+        lambda n, x: join(n, seen(n, n.scaled_dot_product_attention(*[split(n, x)] * 3))), TOKENS,
+    ),
+    "attention: another reads the keys": (
+        "attention", CPU,
+        lambda n, x: join(
+            n, n.scaled_dot_product_attention(split(n, x), used(n, split(n, x)), split(n, x))
+        ), TOKENS,
+    ),
+    "attention: tokens and heads change places": (
+        "attention", CPU,
+        lambda n, x: join(n, n.scaled_dot_product_attention(*[n.reshape(x, BATCH, 2, 5, 2)] * 3)),
+        TOKENS,
+    ),
+    "channels_last: no image": (
+        "channels_last", CPU, lambda n, x: n.relu(n.layer_norm(x, "n")), TOKENS,
+    ),
+    "tokens: two class tokens": (
+        "tokens", CPU, lambda n, x: n.concat([token(n, 4, count=2), x], 1), TOKENS,
+    ),
+    "tokens: a token of one number": (
+        "tokens", CPU, lambda n, x: n.concat([token(n, 4, 1, 1, 1), x], 1), TOKENS,
+    ),
+    "tokens: a token behind others": (
+        "tokens", CPU, lambda n, x: n.concat([x, token(n, 4)], 1), TOKENS,
+    ),
+    "tokens: beside the others": (
+        "tokens", CPU, lambda n, x: n.concat([token(n, 4, count=5), x], 2), TOKENS,
+    ),
+    "tokens: three values": (
+        "tokens", CPU, lambda n, x: n.concat([token(n, 4), x, x], 1), TOKENS,
+    ),
+    "tokens: a token that was computed": (
+        "tokens", CPU,
+        lambda n, x: n.concat([n.expand(n.slice(x, 1, 0, 1), BATCH, 1, 4), x], 1), TOKENS,
+    ),
+    "tokens: the norm of the second": (
+        "tokens", CPU, lambda n, x: n.layer_norm(first(n, x, 1), "n"), TOKENS,
+    ),
+    "tokens: another reads the first": (
+        "tokens", CPU, lambda n, x: n.layer_norm(used(n, first(n, x)), "n"), TOKENS,
+    ),
+    "tokens: the first is an output": (
+        "tokens", CPU, lambda n, x: n.layer_norm(seen(n, first(n, x)), "n"), TOKENS,
+    ),
+    "tokens: the norm of a row of an image": (
+        "tokens", CPU,
+        lambda n, x: n.layer_norm(n.reshape(n.slice(x, 1, 0, 1), BATCH, 48), "n"), IMAGE,
+    ),
+    "epilogues: another reads the product": (
+        "epilogues", CPU, lambda n, x: used(n, n.linear(x, "a", 4)) + x, TOKENS,
+    ),
+    "epilogues: the product is an output": (
+        "epilogues", CPU, lambda n, x: n.gelu(seen(n, a_conv(n, x))), IMAGE,
+    ),
+    "epilogues: a product is added to itself": (
+        "epilogues", CPU, lambda n, x: (y := n.linear(x, "a", 4)) + y, TOKENS,
+    ),
+    "epilogues: the sum broadcasts the product": (
+        "epilogues", CPU, lambda n, x: x + n.linear(n.slice(x, 1, 0, 1), "a", 4), TOKENS,
+    ),
+    "epilogues: the sum broadcasts the other": (
+        "epilogues", CPU, lambda n, x: n.slice(x, 1, 0, 1) + n.linear(x, "a", 4), TOKENS,
+    ),
+    "epilogues: a weight is added": (
+        "epilogues", CPU, lambda n, x: n.linear(x, "a", 4) + n.weight("b", 4), TOKENS,
+    ),
+    "epilogues: a norm is no product": (
+        "epilogues", CPU, lambda n, x: n.relu(n.layer_norm(x, "a") + x), TOKENS,
+    ),
+    **{
+        f"shortcut: {why}": ("shortcut", CPU, lambda n, x, rest=rest: block(n, x, **rest), IMAGE)
+        for why, rest in {
+            "of 3 x 3": {"size": 3, "padding": 1},
+            "of groups": {"groups": 3},
+            "it reads further apart": {"two": {"padding": 2, "dilation": 2}},
+            "the last has groups": {"two": {"padding": 1, "groups": 2}},
+            "the last has a stride": {"stride": 4, "one": 2, "two": {"padding": 1, "stride": 2}},
+            "no relu": {"end": "none"},
+            "gelu": {"end": "gelu"},
+            "it is an output": {"tell": seen},
+            "another reads it": {"tell": used},
+        }.items()
+    },
+    "shortcut: padded": (
+        "shortcut", CPU,
+        lambda n, x: n.relu(
+            raw(n, x, "a", 4, 3, padding=2) + raw(n, x, "b", 4, 1, padding=1)
+        ), IMAGE,
+    ),
+    "shortcut: what it gives is convolved too": ("shortcut", CPU, itself, IMAGE),
+    "shortcut: sparse": (
+        "shortcut", *with_format(block, "shortcut"), IMAGE,
+    ),
+    "shortcut: the last is sparse": ("shortcut", *with_format(block, "two"), IMAGE),
+    "chain: a CPU": ("chain", CPU, links, (80, 2, 3)),
+    "chain: sparse": ("chain", *with_format(links, "link", backend=CUDA), (80, 2, 3)),
+    "chain: the next is sparse": ("chain", *with_format(links, "next", backend=CUDA), (80, 2, 3)),
+    **{
+        f"chain: {why}": ("chain", CUDA, lambda n, x, rest=rest: links(n, x, **rest), (80, 3, 4))
+        for why, rest in {
+            "wide": {"f": 256}, "narrow": {"c": 32}, "not in the table": {"c": 128, "f": 64},
+            "a stride": {"stride": 2}, "3 x 3": {"kernel": 3}, "groups": {"groups": 2},
+            "gelu": {"end": "gelu"}, "gelu follows": {"follow": "gelu"},
+        }.items()
+    },
+    "qkv: keys are values": (
+        "qkv", CPU,
+        lambda n, x: join(n, n.scaled_dot_product_attention(*[split(n, n.linear(x, "a", 4))] * 3)),
+        TOKENS,
+    ),
+    "qkv: another reads the keys": (
+        "qkv", CPU,
+        lambda n, x: join(n, n.scaled_dot_product_attention(
+            split(n, n.linear(x, "q", 4)), split(n, used(n, n.linear(x, "k", 4))),
+            split(n, n.linear(x, "v", 4)),
+        )), TOKENS,
+    ),
+    "qkv: not linear": (
+        "qkv", CPU,
+        lambda n, x: join(n, n.scaled_dot_product_attention(
+            split(n, n.linear(x, "q", 4)), split(n, n.relu(n.linear(x, "k", 4))), split(n, x)
+        )), TOKENS,
+    ),
+    "qkv: of other widths": (
+        "qkv", CPU,
+        lambda n, x: join(n, n.scaled_dot_product_attention(
+            split(n, n.linear(x, "q", 4)), split(n, n.linear(n.concat([x, x], 2), "k", 4)),
+            split(n, n.linear(x, "v", 4)),
+        )), TOKENS,
+    ),
+    "qkv: sparse": ("qkv", *with_format(attended, "v"), TOKENS),
+    **{
+        f"depthwise: {why}": (
+            "depthwise", CPU, lambda n, x, rest=rest: projections(n, x, **rest),
+            (12 + rest.get("token", False), 4),
+        )
+        for why, rest in {
+            "the norm is an output": {"seen": "norm"},
+            "another reads the norm": {"seen": "norm as well"},
+            "the image is an output": {"seen": "image"},
+            "the token is an output": {"token": True, "seen": "token"},
+            "the token goes elsewhere": {"token": True, "seen": "token as well"},
+            "the rest is an output": {"token": True, "seen": "rest"},
+            "a convolution is an output": {"seen": "conv"},
+            "of 7 x 7": {"kernel": 7},
+            "two of them": {"count": 2},
+            "a wide padding": {"padding": 2},
+            "the token comes last": {"token": True, "swapped": True},
+            "rows stay": {"flatten": rows, "stride": 1},
+            "nothing is flattened": {"flatten": last_two, "stride": 1},
+        }.items()
+    },
+    "depthwise: no convolutions": ("depthwise", CPU, no_convolutions, (12, 4)),
+    "depthwise: an AMD GPU": ("depthwise", HIP, projections, (12, 8)),
+    "depthwise: an odd width": ("depthwise", CUDA, projections, (12, 12)),
+    "depthwise: sparse": ("depthwise", *with_format(projections, "k"), (12, 4)),
+    "mlp: a CPU": ("mlp", CPU, mlp, (3, 64)),
+    "mlp: another width": ("mlp", CUDA, mlp, (3, 128)),
+    "mlp: no tokens": ("mlp", CUDA, mlp, (2, 3, 64)),
+    "mlp: sparse": ("mlp", *with_format(mlp, "fc2", backend=CUDA), (3, 64)),
+    **{
+        f"mlp: {why}": ("mlp", CUDA, lambda n, x, rest=rest: mlp(n, x, **rest), (3, 64))
+        for why, rest in {
+            "relu": {"between": "relu"}, "another reads the norm": {"seen": "norm"},
+            "the hidden layer is an output": {"seen": "hidden"},
+            "another residual": {"elsewhere": True},
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSES)
+def test_it_does_not_apply(name: str) -> None:
+    run, backend, write, shape = REFUSES[name]
+    program = nets.program(write, *shape)
+    program = program.retyped(dict.fromkeys(program.inputs, backend.dtype))
+    before, after = both(run, program, backend)
+    assert before.difference(after) == ""
+
+
+# --- sparse layers, and pixels -------------------------------------------------------------------
+
+
+def test_sparse_layers_are_noted_and_take_epilogues() -> None:
+    write, shape = nets.NETS["resnet basic"]
+    formats = {"stages.0.0.conv2": "tiles", "head": "steps", "gone": "steps"}
+    backend = Backend("cuda", "bfloat16", formats)
+    program = nets.program(write, *shape).retyped({"x": "bfloat16"})
+    final = kept(program, backend)
+    found = {
+        node.layers[0]: node.attributes for node in final.nodes if node.attributes.get("format")
+    }
+    assert {name: each["format"] for name, each in found.items()} == {
+        "stages.0.0.conv2": "tiles", "head": "steps"
+    }  # fmt: skip
+    assert found["stages.0.0.conv2"]["epilogue"] == "add_relu"
+
+
+def pixels_of(write: Write, pixels: str, dtype: str, *shape: int) -> Program:
+    return from_pixels(nets.program(write, *shape), pixels, dtype)
+
+
+def pooled(net: Net, x: Value, filters: int = 32, kernel: int = 3, **window: Any) -> Value:
+    return pool(net, net.relu(raw(net, x, "stem", filters, kernel, **window)))
+
+
+def normed(net: Net, x: Value) -> Value:
+    y = net.layer_norm(last(net, a_conv(net, x, "stem", 32, stride=2)), "norm")
+    return net.permute(y, 0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("pixels", ["uint8", "float32", "bfloat16"])
+@pytest.mark.parametrize("write", [pooled, normed])
+def test_a_stem_is_one_op(write: Write, pixels: str) -> None:
+    shape = (2, 7, 9)
+    program = pixels_of(write, pixels, "bfloat16", *shape)
+    before, after = both("stem", program, CUDA)
+    assert len(ops(before)) == 2 + (pixels != "bfloat16")
+    (node,) = after.nodes
+    assert node.op == ("stem_maxpool" if write is pooled else "stem_layernorm")
+    assert node.attributes["dtype"] == "bfloat16"
+    assert node.layers == (("stem",) if write is pooled else ("stem", "norm"))
+
+
+def pooled_as(pooling: str, **window: Any) -> Write:
+    def write(net: Net, x: Value) -> Value:
+        return net.op(pooling, [net.relu(raw(net, x, "stem", 32, 3))], **window)
+
+    return write
+
+
+USUAL = {"kernel": 3, "stride": 2, "padding": 1}
+NO_STEM: dict[str, Write] = {
+    "a window that does not fit": lambda n, x: pooled(n, x, 32, 1, stride=5),
+    "filters that a warp does not take": lambda n, x: pooled(n, x, 33),
+    "dilated": lambda n, x: pooled(n, x, dilation=2),
+    "in groups": lambda n, x: pooled(n, x, groups=2),
+    "a stride across": lambda n, x: pooled(n, x, stride=(2, 1)),
+    "a padding across": lambda n, x: pooled(n, x, padding=(0, 1)),
+    "an average": pooled_as("avg_pool2d", **USUAL),
+    "a pool of 2": pooled_as("max_pool2d", kernel=2),
+    "a pool without padding": pooled_as("max_pool2d", kernel=3, stride=2),
+    "a dilated pool": pooled_as("max_pool2d", **USUAL, dilation=2),
+    "a pool rounded up": pooled_as("max_pool2d", **USUAL, ceil_mode=True),
+    "no relu": lambda n, x: pool(n, raw(n, x, "stem", 32, 3)),
+    "gelu": lambda n, x: pool(n, n.gelu(raw(n, x, "stem", 32, 3))),
+    "relu is an output": lambda n, x: pool(n, seen(n, n.relu(raw(n, x, "stem", 32, 3)))),
+    "relu before a norm": lambda n, x: n.layer_norm(
+        last(n, n.relu(raw(n, x, "stem", 32, 3))), "norm"
+    ),
+    "another reads the pixels": lambda n, x: pooled(n, used(n, x)),
+    "not of pixels": lambda n, x: pooled(n, n.relu(x)),
+}
+
+
+@pytest.mark.parametrize("name", NO_STEM)
+def test_no_stem(name: str) -> None:
+    program = pixels_of(NO_STEM[name], "uint8", "bfloat16", 2, 13, 16)
+    before, after = both("stem", program, CUDA)
+    assert before.difference(after) == ""
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "formats"),
+    [(CPU, "float32", {}), (HIP, "bfloat16", {}), (Backend("cuda", "float32"), "float32", {}),
+     (CUDA, "float32", {}), (CUDA, "bfloat16", {"stem": "steps"})],
+)  # fmt: skip
+@pytest.mark.parametrize("pixels", ["uint8", "float32"])
+def test_no_stem_on(backend: Backend, dtype: str, formats: dict[str, str], pixels: str) -> None:
+    program = pixels_of(pooled, pixels, dtype, 2, 7, 9)
+    before, after = both("stem", program, Backend(backend.api, backend.dtype, formats))
+    assert before.difference(after) == ""
+
+
+@pytest.mark.parametrize(
+    ("pixels", "node"),
+    [("uint8", ("cast", {"dtype": "bfloat16"})), ("float32", ("normalize", {"dtype": "bfloat16"}))],
+)
+def test_no_stem_of_levels_that_are_cast_or_floats_that_are_normalised(
+    pixels: str, node: tuple[str, dict[str, Any]]
+) -> None:
+    net = Net("net")
+    x = net.input("pixels", (BATCH, 7, 9, 2), pixels)
+    levels = [net.weight("mean", 2), net.weight("scale", 2)] if node[0] == "normalize" else []
+    x = net.permute(net.op(node[0], [x, *levels], **node[1]), 0, 3, 1, 2)
+    net.output("y", pooled(net, x))
+    before, after = both("stem", net.program(), CUDA)
+    assert before.difference(after) == ""
+
+
+# --- what every network becomes ------------------------------------------------------------------
+
+
+def counted(family: str, spec: Any, backend: Backend, pixels: str = "uint8") -> Counter[str]:
+    from maxvision.weights.family import known
+
+    program = known()[family].program(spec, (224, 224)).keep(["logits"])
+    return ops(passes.run(from_pixels(program, pixels, backend.dtype), backend))
+
+
+def test_resnet_50_on_nvidia() -> None:
+    assert counted("resnet", RESNETS["resnet50"], CUDA) == {
+        "stem_maxpool": 1, "conv2d": 53 - 1 - 8 - 8, "conv2d_shortcut": 4, "conv2d_chain": 4,
+        "avg_pool2d": 1, "reshape": 1, "linear": 1,
+    }  # fmt: skip
+
+
+def test_resnet_50_on_a_cpu() -> None:
+    assert counted("resnet", RESNETS["resnet50"], CPU) == {
+        "normalize": 1, "conv2d": 53 - 8, "max_pool2d": 1, "conv2d_shortcut": 4, "avg_pool2d": 1,
+        "reshape": 1, "linear": 1,
+    }  # fmt: skip
+
+
+def test_cvt_13_on_nvidia() -> None:
+    found = counted("cvt", CVTS["cvt-13"], CUDA)
+    assert found == {
+        "stem_layernorm": 1, "conv2d": 2, "layer_norm": 2 + 10, "depthwise_qkv": 13,
+        "qkv_linear": 13, "attention": 13, "layernorm_mlp": 3, "linear": 13 + 2 * 10 + 1,
+        "class_token": 1, "layernorm_first": 1, "reshape": found["reshape"],
+    }  # fmt: skip
+    assert found["reshape"] == 5  # images to tokens, and back twice: nothing is permuted
+
+
+# --- --passes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "off"),
+    [
+        ("all", set()),
+        ("", set()),
+        ("none", set(PASSES)),
+        ("-stem", {"stem"}),
+        ("-stem, -chain", {"stem", "chain"}),
+        ("all,-mlp", {"mlp"}),
+        ("qkv,mlp", set(PASSES) - {"qkv", "mlp"}),
+        ("qkv,mlp,-mlp", set(PASSES) - {"qkv"}),
+        ("none,qkv", set(PASSES) - {"qkv"}),
+    ],
+)
+def test_passes_are_asked_for_by_name(text: str, off: set[str]) -> None:
+    assert passes.parse(text) == off
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("chains", r"there is no pass 'chains'; did you mean chain\?"),
+        ("all,-steam", r"there is no pass 'steam'; did you mean stem\?"),
+        ("-all", "there is no pass 'all'; they are constants, batch_norm, .*, mlp"),
+        ("xyzzy", "there is no pass 'xyzzy'; they are constants, .*, mlp"),
+    ],
+)
+def test_a_pass_that_is_not_there(text: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^--passes: {said}$"):
+        passes.parse(text)
+
+
+def test_the_table_names_every_pass_in_its_order() -> None:
+    rows = [line.split("|")[1].strip() for line in (passes.__doc__ or "").splitlines()
+            if line.startswith("| ")]  # fmt: skip
+    assert rows[2:] == list(PASSES)
+
+
+def test_widths_of_the_tables_are_those_of_the_tests() -> None:
+    assert (64, 64) in CHAINS and (64, 128) in CHAINS and (128, 64) not in CHAINS
+    assert MLPS == (64, 192)

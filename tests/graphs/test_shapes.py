@@ -1,0 +1,244 @@
+"""The types of what ops give: those of torch, and mistakes told in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from maxvision.common.errors import ArgumentError
+from maxvision.graphs.passes import PASSES
+from maxvision.graphs.shapes import MOST_DEPTH, OPS, infer, windows
+from maxvision.graphs.types import BATCH, Type
+from tests.graphs import interpret, nets
+
+SEEDED = settings(derandomize=True, deadline=None)
+X = Type((BATCH, 6, 8, 9))
+TOKENS = Type((BATCH, 5, 4))
+
+
+def one(op: str, *given: Type | None, **attributes: Any) -> Type:
+    (found,) = infer(op, given, attributes)
+    return found
+
+
+# --- as torch has it -----------------------------------------------------------------------------
+
+
+@SEEDED
+@given(
+    size=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    taps=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    dilation=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_windows_are_those_of_torchs_convolution(**window: tuple[int, int]) -> None:
+    size, taps = window.pop("size"), window.pop("taps")
+    x, filter = torch.zeros(1, 1, *size), torch.zeros(1, 1, *taps)
+    try:
+        wanted = tuple(F.conv2d(x, filter, **window).shape[2:])  # type: ignore[arg-type]
+    except RuntimeError:
+        with pytest.raises(ArgumentError, match=r"^a: expects an input of at least \d+ px but has"):
+            windows("a", size, taps, **window)
+    else:
+        assert windows("a", size, taps, **window) == wanted
+
+
+@SEEDED
+@given(
+    size=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    kernel=st.integers(1, 4),
+    stride=st.integers(1, 5),
+    padding=st.integers(0, 2),
+    ceil_mode=st.booleans(),
+    op=st.sampled_from(["max_pool2d", "avg_pool2d"]),
+)
+def test_pools_are_torchs(size: tuple[int, int], op: str, **window: Any) -> None:
+    assume(2 * window["padding"] <= window["kernel"])
+    if window["ceil_mode"]:  # torch lets a window be larger than the padded image; we do not
+        assume(min(size) + 2 * window["padding"] >= window["kernel"])
+    x = torch.zeros(1, 2, *size)
+    arguments = {name: value for name, value in window.items() if name != "kernel"}
+    try:
+        wanted = tuple(getattr(F, op)(x, window["kernel"], **arguments).shape)
+    except RuntimeError:
+        with pytest.raises(ArgumentError):
+            one(op, Type((1, 2, *size)), **window)
+        return
+    assert one(op, Type((1, 2, *size)), **window).shape == wanted
+    n, c, h, w = wanted
+    assert one(op, Type((1, *size, 2)), layout="NHWC", **window).shape == (n, h, w, c)
+
+
+@SEEDED
+@given(st.data())
+def test_broadcasting_is_numpys(data: st.DataObject) -> None:
+    sizes = st.lists(st.sampled_from([1, 1, 2, 3]), max_size=4)
+    a, b = data.draw(sizes), data.draw(sizes)
+    try:
+        wanted = np.broadcast_shapes(tuple(a), tuple(b))
+    except ValueError:
+        with pytest.raises(ArgumentError, match="expects shapes that broadcast"):
+            one("add", Type(tuple(a)), Type(tuple(b)))
+    else:
+        assert one("mul", Type(tuple(a)), Type(tuple(b))).shape == wanted
+
+
+@pytest.mark.parametrize("name", nets.NETS)
+def test_the_types_of_networks_are_those_of_torchs_results(name: str) -> None:
+    """``interpret`` compares the shape of each value with its type."""
+    write, shape = nets.NETS[name]
+    program = nets.program(write, *shape)
+    interpret.interpret(program, interpret.inputs(program, batch=3), interpret.weights(program))
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (one("conv2d", X, Type((4, 3, 3, 1)), groups=2, padding=(1, 0)), (BATCH, 4, 8, 9)),
+        (one("linear", TOKENS, Type((7, 4))), (BATCH, 5, 7)),
+        (one("linear", TOKENS, Type((4, 4)), None, TOKENS, epilogue="add"), (BATCH, 5, 4)),
+        (one("matmul", TOKENS, TOKENS, transpose_b=True), (BATCH, 5, 5)),
+        (one("matmul", TOKENS, Type((4, 3))), (BATCH, 5, 3)),
+        (one("avg_pool2d", X), (BATCH, 6, 1, 1)),
+        (one("reshape", X, shape=(BATCH, 432)), (BATCH, 432)),
+        (one("permute", X, axes=(3, 0, 1, 2)), (9, BATCH, 6, 8)),
+        (one("slice", X, axis=2, start=3, stop=8), (BATCH, 6, 5, 9)),
+        (one("concat", TOKENS, TOKENS, axis=2), (BATCH, 5, 8)),
+        (one("expand", Type((1, 1, 4)), shape=(BATCH, 5, 4)), (BATCH, 5, 4)),
+        (one("class_token", TOKENS, Type((1, 1, 4))), (BATCH, 6, 4)),
+        (one("layernorm_first", TOKENS, Type((4,)), Type((4,))), (BATCH, 4)),
+    ],
+)
+def test_types(found: Type, wanted: tuple[int | str, ...]) -> None:
+    assert found == Type(wanted)
+
+
+def test_weights_follow_the_dtype_of_activations() -> None:
+    half = TOKENS._replace(dtype="bfloat16")
+    assert one("add", half, Type((5, 4))).dtype == "bfloat16"
+    assert one("concat", Type((BATCH, 1, 4)), half, axis=1).dtype == "bfloat16"
+    assert one("linear", half, Type((7, 4))).dtype == "bfloat16"
+    with pytest.raises(ArgumentError, match="expects values of one dtype but has float32, uint8"):
+        one("add", TOKENS, TOKENS._replace(dtype="uint8"))
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+HEADS = Type((BATCH, 2, 5, 4))
+F33 = Type((4, 6, 3, 3))
+MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
+    "there is no such op": ("conv3d", (X,), {}),
+    r"filter w\[R, S, C, F\] expects C=6 but input x\[N, H, W, C\] has C=9": (
+        "conv2d", (X, F33), {"layout": "NHWC"},
+    ),
+    "expects a known filter but it is n": ("conv2d", (X, Type(("n", 6, 3, 3))), {}),
+    r"bias expects the shape \[4\] but has \[5\]": ("conv2d", (X, F33, Type((5,))), {}),
+    "epilogue expects one of none, relu, gelu, add, add_relu but is 'swish'": (
+        "conv2d", (X, F33), {"epilogue": "swish"},
+    ),
+    "epilogue 'add' expects a residual": ("conv2d", (X, F33), {"epilogue": "add"}),
+    "epilogue 'none' expects no residual": ("conv2d", (X, F33, None, X), {}),
+    "residual expects the output's shape": (
+        "conv2d", (X, F33, None, X), {"epilogue": "add"},
+    ),
+    "expects kernel, stride and dilation of at least 1 and padding of at least 0": (
+        "conv2d", (X, F33), {"stride": 0},
+    ),
+    r"expects x\[N, H, W, C\] but x has rank 3": ("conv2d", (TOKENS, F33), {}),
+    "padding expects at most half the kernel 3 but is 2": (
+        "max_pool2d", (X,), {"kernel": 3, "padding": 2},
+    ),
+    r"weight \[C, F\] expects C=5 but input x\[..., C\] has C=4": (
+        "linear", (TOKENS, Type((7, 5))), {},
+    ),
+    "has K=4 but b has K=5": ("matmul", (TOKENS, TOKENS), {}),
+    r"a\[..., M, K\] and b expect rank 2 or more": ("matmul", (TOKENS, Type((4,))), {}),
+    r"weight expects the shape \[4\] of x\[..., C\] but has \[5\]": (
+        "layer_norm", (TOKENS, Type((5,)), Type((4,))), {},
+    ),
+    r"mean expects the shape \[6\]": (
+        "batch_norm", (X, Type((6,)), Type((6,)), Type((5,)), Type((6,))), {},
+    ),
+    r"expects q\[N, heads, T, D\]": (
+        "scaled_dot_product_attention", (HEADS, HEADS, TOKENS), {"scale": 1.0},
+    ),
+    "expects heads that divide C=4 but has 3": (
+        "attention", (TOKENS, TOKENS, TOKENS), {"heads": 3, "scale": 1.0},
+    ),
+    "expects a scale of at least 0 but it is -1": (
+        "attention", (TOKENS, TOKENS, TOKENS), {"heads": 1, "scale": -1.0},
+    ),
+    f"expects heads of at most {MOST_DEPTH} channels but they have 300": (
+        "attention", (Type((BATCH, 5, 300)),) * 3, {"heads": 1, "scale": 1.0},
+    ),
+    "expects as many numbers as": ("reshape", (X,), {"shape": (BATCH, 431)}),
+    "expects each axis of": ("permute", (X,), {"axes": (0, 1, 2)}),
+    "3:9 expects to be within the 8 of an axis": (
+        "slice", (X,), {"axis": 2, "start": 3, "stop": 9},
+    ),
+    "does not fit": ("concat", (TOKENS, Type((BATCH, 6, 4))), {"axis": 2}),
+    "does not expand to": ("expand", (TOKENS,), {"shape": (BATCH, 5, 8)}),
+    r"mean and scale of uint8 pixels": (
+        "stem_maxpool", (X._replace(dtype="uint8"), None, None, F33, None),
+        {"stride": 1, "padding": 1},
+    ),
+    "no levels with float32 pixels": (
+        "stem_maxpool", (X, Type((9,)), Type((9,)), F33, None), {"stride": 1, "padding": 1},
+    ),
+    r"expects a shortcut \[1, 1, C, 4\]": (
+        "conv2d_shortcut", (X, F33, None, X, F33, None), {},
+    ),
+    r"expects tokens \[N, T, C\] and a token \[C\]": ("class_token", (TOKENS, Type((3,))), {}),
+    r"expects 2 \* 2 \+ 1 tokens but x\[N, T, C\] has T=4": (
+        "depthwise_qkv", (Type((BATCH, 4, 8)), Type((8,)), Type((8,))),
+        {"size": (2, 2), "kernel": 3, "class_token": True},
+    ),
+    "relu: does not take": ("relu", (X, X), {}),
+    r"conv2d: does not take .* with \{'strides': 2\}": ("conv2d", (X, F33), {"strides": 2}),
+    "batch_norm: does not take": ("batch_norm", (X,), {}),
+    "qkv_linear: does not take": ("qkv_linear", (TOKENS, TOKENS), {}),
+    "concat: does not take": ("concat", (TOKENS, Type((BATCH, 5, 4, 1))), {"axis": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_mistakes_are_told(said: str) -> None:
+    op, inputs, attributes = MISTAKES[said]
+    with pytest.raises(ArgumentError, match=f"^{op}|^bmm|^maxpool|^layernorm") as raised:
+        infer(op, inputs, attributes)
+    raised.match(said)
+
+
+SIZES = st.sampled_from([1, 2, 4, BATCH])
+ANY = st.one_of(
+    st.none(), st.builds(Type, st.lists(SIZES, max_size=5).map(tuple), st.just("float32"))
+)
+VALUES = st.sampled_from([0, 1, 2, -1, 1.0, True, "NHWC", "add", (), (1, 2), (1, BATCH)])
+NAMES = st.sampled_from(
+    ["stride", "padding", "kernel", "groups", "epilogue", "axis", "axes", "shape", "start", "stop",
+     "heads", "scale", "size", "eps", "layout", "dtype"]
+)  # fmt: skip
+
+
+@SEEDED
+@given(st.sampled_from([*OPS]), st.lists(ANY, max_size=6), st.dictionaries(NAMES, VALUES))
+def test_nothing_but_a_mistake_is_raised(
+    op: str, given: list[Type | None], attributes: dict[str, Any]
+) -> None:
+    try:
+        found = infer(op, given, attributes)
+    except ArgumentError as problem:
+        assert str(problem)
+    else:
+        assert all(isinstance(each, Type) for each in found)
+
+
+def test_no_pass_is_called_as_an_op() -> None:
+    assert not set(OPS) & set(PASSES) - {"attention", "batch_norm"}
