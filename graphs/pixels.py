@@ -44,4 +44,5 @@ def from_pixels(program: Program, pixels: str, dtype: str) -> Program:
         inputs={name: Type((n, h, w, c), pixels)},
         weights=weights,
         outputs=outputs,
+        known=dtype == program.inputs[image].dtype,
     )

@@ -122,10 +122,10 @@ class Program:
         needed = set(kept.values())
         nodes: list[Node] = []
         for node in reversed(self.nodes):
-            if needed & set(node.outputs):
+            if not needed.isdisjoint(node.outputs):
                 nodes.append(node)
-                needed |= set(node.inputs)
-        names = {*needed, *(value for node in nodes for value in node.outputs), *self.inputs}
+                needed.update(node.inputs)
+        names = needed.union(self.inputs, *(node.outputs for node in nodes))
         return replace(
             self,
             weights={name: each for name, each in self.weights.items() if name in needed},
@@ -137,7 +137,7 @@ class Program:
     def retyped(self, dtypes: Mapping[str, str]) -> Program:
         """Gives inputs other dtypes, and values those that follow."""
         inputs = {n: t._replace(dtype=dtypes.get(n, t.dtype)) for n, t in self.inputs.items()}
-        return rebuilt(self, self.nodes, inputs=inputs)
+        return rebuilt(self, self.nodes, inputs=inputs, known=False)
 
     def __str__(self) -> str:
         """Writes it down for a reader: a line an op."""
@@ -190,7 +190,7 @@ class Program:
             )
             nodes = tuple(_node_from_json(each) for each in found["nodes"])
             return made(found["program"], inputs, weights, nodes, dict(found["outputs"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(f"the program cannot be read ({error!r})") from None
 
 
@@ -200,30 +200,30 @@ def made(
     weights: Mapping[str, Type],
     nodes: Sequence[Node],
     outputs: Mapping[str, str],
-    known: Mapping[str, Type] | None = None,
 ) -> Program:
-    """Makes a program; the types of values are inferred, but for those that are known.
+    """Makes a program; the types of values are inferred.
 
     Raises:
         ArgumentError: If an op does not take what it is given.
         ModelError: If an op reads what is not there.
     """
-    known = known or {}
     types: dict[str, Type] = {**inputs, **weights}
     for node in nodes:
-        try:
-            given = [types[value] if value else None for value in node.inputs]
-        except KeyError as missing:
-            raise ModelError(f"{name}: {node.name} reads {missing}, which is not there") from None
         if twice := [value for value in node.outputs if value in types]:
             raise ModelError(f"{name}: {node.name} gives {twice[0]!r}, which is there already")
-        if node.output in known:
-            types.update((value, known[value]) for value in node.outputs)
-            continue
-        types.update(zip(node.outputs, infer(node.op, given, node.attributes), strict=True))
+        _infer(name, node, types)
     if gone := [value for value in outputs.values() if value not in types]:
         raise ModelError(f"{name}: no op gives the outputs {', '.join(gone)}")
     return Program(name, dict(inputs), dict(weights), tuple(nodes), dict(outputs), types)
+
+
+def _infer(name: str, node: Node, types: dict[str, Type]) -> None:
+    """Adds the types of a node's outputs."""
+    try:
+        given = [types[value] if value else None for value in node.inputs]
+    except KeyError as missing:
+        raise ModelError(f"{name}: {node.name} reads {missing}, which is not there") from None
+    types.update(zip(node.outputs, infer(node.op, given, node.attributes), strict=True))
 
 
 def rebuilt(
@@ -247,14 +247,22 @@ def rebuilt(
         outputs: See ``inputs``.
         known: Whether values that keep their names keep their types.
     """
-    whole = made(
-        program.name,
-        inputs or program.inputs,
-        weights or program.weights,
-        sorted(nodes, key=lambda node: not node.at_load),
-        outputs or program.outputs,
-        known=program.types if known and inputs is None else None,
-    )
+    ordered = sorted(nodes, key=lambda node: not node.at_load)
+    given = inputs or program.inputs, weights or program.weights
+    ends = outputs or program.outputs
+    if known:
+        types = {**program.types, **given[0], **given[1]}
+        there = {"", *given[0], *given[1]}
+        for node in ordered:
+            if not there.issuperset(node.inputs):
+                gone = ", ".join(value for value in node.inputs if value not in there)
+                raise ModelError(f"{program.name}: {node.name} reads {gone}, which is not there")
+            if node.output not in types:
+                _infer(program.name, node, types)
+            there.update(node.outputs)
+        whole = Program(program.name, *given, tuple(ordered), ends, types)
+    else:
+        whole = made(program.name, *given, ordered, ends)
     return whole.keep(whole.outputs)
 
 

@@ -38,10 +38,10 @@ def infer(op: str, given: Sequence[Type | None], attributes: Mapping[str, Any]) 
         raise ArgumentError(f"{op}: there is no such op; graphs/shapes.py lists them")
     try:
         found = OPS[op](*given, **attributes)
+        return [found] if isinstance(found, Type) else list(found)
     except (TypeError, ValueError, AttributeError, IndexError, AssertionError) as error:
         inputs = ", ".join(str(each) if each else "-" for each in given)
         raise ArgumentError(f"{op}: does not take {inputs} with {attributes} ({error})") from error
-    return [found] if isinstance(found, Type) else list(found)
 
 
 def pair(value: Any) -> Window:

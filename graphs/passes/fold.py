@@ -29,13 +29,14 @@ def batch_norm(program: Program, _: Backend) -> Program:
     With s = weight / sqrt(var + eps), computed in float64: filter' = filter * s over the output
     channels, bias' = bias + (the convolution's bias - mean) * s.
     """
-    rewrite = Rewrite(program)
+    rewrite, taken = Rewrite(program), set(program.types)
     for norm in program.nodes:
         conv = program.producers.get(norm.inputs[0])
         if (
             norm.op != "batch_norm"
             or conv is None
             or conv.op != "conv2d"
+            or conv.attributes.get("epilogue", "none") != "none"
             or program.only_user(conv.output) is not norm
             or not program.constants.issuperset(filter(None, (*conv.inputs[1:], *norm.inputs[1:])))
         ):
@@ -43,7 +44,7 @@ def batch_norm(program: Program, _: Backend) -> Program:
         x, filters, before = (*conv.inputs, "")[:3]
         weight, bias, mean, var = norm.inputs[1:]
         scale, scaled, shift = (
-            _free(program, f"{conv.name}.{part}") for part in ("scale", "filter", "bias")
+            _free(taken, f"{conv.name}.{part}") for part in ("scale", "filter", "bias")
         )
         eps = norm.attributes.get("eps", 1e-5)
         given = (bias, mean, scale, before) if before else (bias, mean, scale)
@@ -57,8 +58,9 @@ def batch_norm(program: Program, _: Backend) -> Program:
     return rewrite.done()
 
 
-def _free(program: Program, name: str) -> str:
-    """Finds a name that no value has."""
-    while name in program.types:
+def _free(taken: set[str], name: str) -> str:
+    """Takes a name that no value has; a layer that is used twice comes twice."""
+    while name in taken:
         name += ".folded"
+    taken.add(name)
     return name

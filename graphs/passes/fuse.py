@@ -9,10 +9,12 @@ from typing import TypeGuard
 from maxvision.graphs.arrange import CHAINS, MLPS, has_stem
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite
-from maxvision.graphs.shapes import pair
+from maxvision.graphs.shapes import MOST_DEPTH, pair
 
 PRODUCTS = ("conv2d", "linear", "matmul")
 """The ops that have an epilogue; their residual is the fourth input."""
+EPS = 1e-5
+"""What a layer norm that does not say otherwise adds to the variance."""
 
 
 def sparse(program: Program, on: Backend) -> Program:
@@ -37,8 +39,11 @@ def attention(program: Program, _: Backend) -> Program:
             continue
         heads = {program.types[value].shape[1] for value in node.inputs}
         widths = {program.shape(value)[2] for value in node.inputs}
-        if len(heads) > 1 or len(widths) > 1:
+        if len(heads) > 1 or len(widths) > 1 or max(widths) > MOST_DEPTH:
             continue
+        scale = node.attributes["scale"]
+        if not scale >= 0:  # type: ignore[operator]
+            continue  # the op's softmax begins at the largest product, before it is scaled
         tokens = tuple(found[0].inputs[0] for found in split if found)
         parts = [each for found in split if found for each in found]
         (count,) = heads
@@ -46,7 +51,7 @@ def attention(program: Program, _: Backend) -> Program:
             "attention",
             tokens,
             join[-1].outputs,
-            {"heads": count, "scale": node.attributes["scale"]},
+            {"heads": count, "scale": scale},
         )
         rewrite.replace([*parts, node, *join], new)
     return rewrite.done()
@@ -60,8 +65,10 @@ def _split(program: Program, value: str, user: Node) -> list[Node] | None:
     reshape = program.producers.get(permute.inputs[0])
     if not _is(reshape, "reshape") or program.only_user(reshape.output) is not permute:
         return None
-    (_, t, c), shape = program.types[reshape.inputs[0]].shape, program.types[reshape.output].shape
-    return [reshape, permute] if shape[1] == t and shape[2] * shape[3] == c else None  # type: ignore[operator]
+    tokens, shape = program.types[reshape.inputs[0]].shape, program.types[reshape.output].shape
+    if len(tokens) != 3 or shape[:2] != tokens[:2]:  # so heads * D is C
+        return None
+    return [reshape, permute]
 
 
 def _joined(program: Program, node: Node) -> list[Node] | None:
@@ -84,10 +91,8 @@ def tokens(program: Program, _: Backend) -> Program:
             expand = program.producers.get(node.inputs[0])
             if _is(expand, "expand") and expand.inputs[0] in program.constants:
                 token = expand.inputs[0]
-                if len(program.types[node.output].shape) == 3 and program.shape(token)[:2] == (
-                    1,
-                    1,
-                ):
+                size = program.types[expand.output].shape
+                if len(size) == 3 and program.shape(token) == (1, 1, size[2]) and size[1] == 1:
                     gone = [expand] if program.only_user(expand.output) is node else []
                     new = Node("class_token", (node.inputs[1], token), node.outputs)
                     rewrite.replace([*gone, node], new)
@@ -105,9 +110,9 @@ def _first_token(program: Program, norm: Node) -> list[Node] | None:
     taken = program.producers.get(reshape.inputs[0])
     if not _is(taken, "slice", axis=1, start=0, stop=1):
         return None
-    ranks = [len(program.types[each.output].shape) for each in (taken, reshape)]
+    one, flat = (program.types[each.output].shape for each in (taken, reshape))
     alone = program.only_user(taken.output) is reshape
-    return [taken, reshape] if ranks == [3, 2] and alone else None
+    return [taken, reshape] if len(one) == 3 and flat == (one[0], one[2]) and alone else None
 
 
 def epilogues(program: Program, _: Backend) -> Program:
@@ -166,10 +171,10 @@ def stem(program: Program, on: Backend) -> Program:
     rewrite = Rewrite(program)
     for conv in program.nodes:
         last = program.only_user(conv.output)
-        if last is None or not _is_plain_conv(conv) or conv.inputs[0] in program.constants:
+        if last is None or not _is_plain_conv(program, conv):
             continue
         f, c, r, s = program.shape(conv.inputs[1])
-        stride, padding = (pair(conv.attributes[name]) for name in ("stride", "padding"))
+        stride, padding = _setting(conv, "stride"), _setting(conv, "padding")
         square = stride[0] == stride[1] and padding[0] == padding[1]
         op = _stem_with(conv, last)
         if not op or not square or not has_stem((r, s, c, f), stride[0]):
@@ -181,7 +186,10 @@ def stem(program: Program, on: Backend) -> Program:
                 continue
             pixels, mean, scale = (*before.inputs, "", "")[:3]
             levels, gone = (mean, scale), [before, conv, last]
-        if pixels not in program.inputs:
+        in_levels = program.types[pixels].dtype == "uint8"
+        if pixels not in program.inputs or in_levels != bool(levels[0]):
+            continue
+        if program.types[last.output].dtype != on.dtype:
             continue
         attributes: dict[str, Attribute] = {
             "stride": stride[0],
@@ -189,7 +197,7 @@ def stem(program: Program, on: Backend) -> Program:
             "dtype": on.dtype,
         }
         if op == "stem_layernorm":
-            attributes["eps"] = last.attributes["eps"]
+            attributes["eps"] = last.attributes.get("eps", EPS)
         new = Node(
             op,
             (pixels, *levels, *(*conv.inputs, "")[1:3], *last.inputs[1:]),
@@ -208,7 +216,7 @@ def _stem_with(conv: Node, last: Node) -> str:
         return "stem_layernorm"
     if not _is(last, "max_pool2d", layout="NHWC") or epilogue != "relu":
         return ""
-    window = [pair(last.attributes.get(n, 1)) for n in ("kernel", "stride", "padding", "dilation")]
+    window = [_setting(last, name) for name in ("kernel", "stride", "padding", "dilation")]
     usual = window == [(3, 3), (2, 2), (1, 1), (1, 1)] and not last.attributes.get("ceil_mode")
     return "stem_maxpool" if usual else ""
 
@@ -217,21 +225,25 @@ def shortcut(program: Program, _: Backend) -> Program:
     """Sums a block's last convolution and its shortcut's in one op, which stores no shortcut."""
     rewrite = Rewrite(program)
     for conv in program.nodes:
-        if not _is_plain_conv(conv, epilogue="add_relu", stride=(1, 1)):
+        if not _is_plain_conv(program, conv, epilogue="add_relu", stride=(1, 1)):
             continue
         other = program.producers.get(conv.inputs[3])
         if (
             other is None
-            or not _is_plain_conv(other, epilogue="none", padding=(0, 0))
+            or not _is_plain_conv(program, other, epilogue="none", padding=(0, 0))
             or program.shape(other.inputs[1])[2:] != (1, 1)
             or program.only_user(other.output) is not conv
+            or conv.inputs[0] == other.output
         ):
             continue
         new = Node(
             "conv2d_shortcut",
             (*conv.inputs[:3], *(*other.inputs, "")[:3]),
             conv.outputs,
-            {"padding": conv.attributes["padding"], "stride": other.attributes["stride"]},
+            {
+                "padding": conv.attributes.get("padding", 0),
+                "stride": other.attributes.get("stride", 1),
+            },
             (*conv.layers, *other.layers),
         )
         rewrite.replace([other, conv], new)
@@ -266,22 +278,30 @@ def chain(program: Program, on: Backend) -> Program:
 
 
 def _is_pointwise(program: Program, node: Node, epilogue: str) -> bool:
-    plain = _is_plain_conv(node, epilogue=epilogue, stride=(1, 1), padding=(0, 0))
+    plain = _is_plain_conv(program, node, epilogue=epilogue, stride=(1, 1), padding=(0, 0))
     return plain and program.shape(node.inputs[1])[2:] == (1, 1)
 
 
-def _is_plain_conv(node: Node, epilogue: str = "", **window: tuple[int, int]) -> bool:
+def _is_plain_conv(
+    program: Program, node: Node, epilogue: str = "", **window: tuple[int, int]
+) -> bool:
     """Tells whether a convolution is dense, of one group and no dilation, and as asked for."""
     given = node.attributes
     return (
         node.op == "conv2d"
+        and node.inputs[1] in program.constants
         and given.get("layout") == "NHWC"
         and not given.get("format")
         and given.get("groups", 1) == 1
-        and pair(given.get("dilation", 1)) == (1, 1)
+        and _setting(node, "dilation") == (1, 1)
         and (not epilogue or given.get("epilogue", "none") == epilogue)
-        and all(pair(given[name]) == value for name, value in window.items())
+        and all(_setting(node, name) == value for name, value in window.items())
     )
+
+
+def _setting(node: Node, name: str) -> tuple[int, int]:
+    """Gives a window's size, stride, padding or dilation; one that is not said is 0 or 1."""
+    return pair(node.attributes.get(name, 0 if name == "padding" else 1))
 
 
 def qkv(program: Program, _: Backend) -> Program:
@@ -294,9 +314,9 @@ def qkv(program: Program, _: Backend) -> Program:
         linears = [
             each
             for each in found
-            if _is_dense_linear(each, "none") and program.only_user(each.output) is node
+            if _is_dense_linear(each, program, "none") and program.only_user(each.output) is node
         ]
-        if len(linears) < 3:
+        if len(linears) < 3 or len({each.output for each in linears}) < 3:
             continue
         given = [program.types[each.inputs[0]] for each in linears]
         shapes = {program.types[each.inputs[1]].shape for each in linears}
@@ -345,13 +365,23 @@ def _projections(program: Program, norm: Node, on: Backend) -> tuple[list[Node],
         return None
     if not _is(image, "reshape") or len(program.types[image.output].shape) != 4:
         return None
-    _, h, w, channels = program.types[image.output].shape
+    n, h, w, channels = program.types[image.output].shape
     gone, outputs, convs = [*first, *rest, image], [], program.users.get(image.output, ())
-    if len(convs) != 3 or channels != c or norm.output in program.outputs.values():
+    hidden = {norm.output, image.output, *(each.output for each in first)}
+    if [each.op for each in convs] != ["conv2d"] * 3:
         return None
+    if not hidden.isdisjoint(program.outputs.values()):
+        return None
+    if (n, channels) != (program.types[norm.output].shape[0], c):
+        return None
+    if first and len(program.users.get(first[0].output, ())) != 3:
+        return None  # the class token goes elsewhere too
     for conv in convs:
         reshape = program.only_user(conv.output)
-        if not _is(reshape, "reshape") or len(program.types[reshape.output].shape) != 3:
+        if not _is(reshape, "reshape"):
+            return None
+        p, q = program.types[conv.output].shape[1:3]
+        if program.types[reshape.output].shape != (n, p * q, c):  # type: ignore[operator]
             return None
         last = reshape
         if first:
@@ -363,7 +393,7 @@ def _projections(program: Program, norm: Node, on: Backend) -> tuple[list[Node],
         outputs.append(last.output)
     query, key, value = convs
     kernel = program.shape(query.inputs[1])[2]
-    windows = [[pair(each.attributes[part]) for part in ("stride", "padding")] for each in convs]
+    windows = [[_setting(each, part) for part in ("stride", "padding")] for each in convs]
     (stride, across), (padding, beside) = windows[1]
     if (
         kernel not in (1, 3, 5)
@@ -386,7 +416,7 @@ def _projections(program: Program, norm: Node, on: Backend) -> tuple[list[Node],
             "padding_kv": padding,
             "stride_kv": stride,
             "class_token": bool(first),
-            "eps": norm.attributes["eps"],
+            "eps": norm.attributes.get("eps", EPS),
         },
         (*norm.layers, *(layer for each in convs for layer in each.layers)),
     )
@@ -399,7 +429,8 @@ def _is_depthwise(program: Program, node: Node, c: int, kernel: int) -> bool:
         _is(node, "conv2d", layout="NHWC", groups=c)
         and program.shape(node.inputs[1]) == (c, 1, kernel, kernel)
         and given.get("epilogue", "none") == "none"
-        and pair(given.get("dilation", 1)) == (1, 1)
+        and node.inputs[1] in program.constants
+        and _setting(node, "dilation") == (1, 1)
         and not given.get("format")
     )
 
@@ -415,8 +446,8 @@ def mlp(program: Program, on: Backend) -> Program:
         second = first and program.only_user(first.output)
         x = norm.inputs[0]
         if (
-            _is_dense_linear(first, "gelu")
-            and _is_dense_linear(second, "add")
+            _is_dense_linear(first, program, "gelu")
+            and _is_dense_linear(second, program, "add")
             and second.inputs[3] == x
             and len(program.types[x].shape) == 3
             and program.shape(x)[1] in MLPS
@@ -425,16 +456,17 @@ def mlp(program: Program, on: Backend) -> Program:
                 "layernorm_mlp",
                 (*norm.inputs, *(*first.inputs, "")[1:3], *second.inputs[1:3]),
                 second.outputs,
-                {"eps": norm.attributes["eps"]},
+                {"eps": norm.attributes.get("eps", EPS)},
                 (*norm.layers, *first.layers, *second.layers),
             )
             rewrite.replace([norm, first, second], new)
     return rewrite.done()
 
 
-def _is_dense_linear(node: Node | None, epilogue: str) -> TypeGuard[Node]:
+def _is_dense_linear(node: Node | None, program: Program, epilogue: str) -> TypeGuard[Node]:
     return (
         _is(node, "linear")
+        and node.inputs[1] in program.constants
         and not node.attributes.get("format")
         and node.attributes.get("epilogue", "none") == epilogue
     )

@@ -57,7 +57,7 @@ class _Layout:
         elif node.op in IMAGES and node.attributes.get("layout", "NCHW") == "NCHW":
             images = {0, 3} if node.op == "conv2d" else {0}  # a residual too
             inputs = tuple(
-                self.read(value, TO_LAST) if value and i in images else value
+                self.read(value, TO_LAST if i in images else None) if value else ""
                 for i, value in enumerate(node.inputs)
             )
             self.nodes.append(replace(node.with_attributes(layout="NHWC"), inputs=inputs))
