@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from maxvision.graphs.net import Net, Value
+from maxvision.graphs.types import Size
 
 Shape = tuple[int, ...]
 
@@ -155,36 +157,33 @@ CVTS = {  # Wu et al. 2021, table 2
 
 def cvt(spec: CvtSpec, net: Net, x: Value) -> None:
     """Writes the network down on images x[N, C, H, W]."""
-    tokens = x
     for i, stage in enumerate(spec.stages):  # 56, 28, 14 px squared
-        with net.at("stages"), net.at(i):
+        with net.at(f"stages.{i}"):
             x = net.conv2d(
                 x, "embed", stage.width, stage.patch, stride=stage.stride, padding=stage.padding
             )
-            size = n, h, w, c = *x.shape[:1], x.size(2), x.size(3), x.size(1)
-            x = net.layer_norm(net.permute(x, 0, 2, 3, 1), "embed.norm", spec.eps)
-            tokens = net.reshape(x, n, h * w, c)
+            n, c, *size = x.shape
+            x = net.layer_norm(net.channels_last(x), "embed.norm", spec.eps)
+            tokens = net.reshape(x, n, x.size(1) * x.size(2), c)
             if stage.cls_token:
-                token = net.expand(net.weight("cls_token", 1, 1, c), n, 1, c)
+                token = net.expand(net.weight("cls_token", 1, 1, stage.width), n, 1, c)
                 tokens = net.concat([token, tokens], axis=1)
             for j in range(stage.depth):
                 with net.at(j):
-                    tokens = block(spec, stage, net, tokens, (h, w))
-            rest = without_class(net, stage, tokens)
-            last = net.reshape(rest, *size)
-            x = net.permute(last, 0, 3, 1, 2)
+                    tokens = block(spec, stage, net, tokens, size)
+            last = net.reshape(without_class(net, stage, tokens), n, *size, c)
+            x = net.channels_first(last)
         net.output(f"stages.{i}", x)
-    if spec.stages[-1].cls_token:
-        token = net.reshape(net.slice(tokens, 1, 0, 1), n, c)
-        x = net.layer_norm(token, "norm", spec.eps)
+    if stage.cls_token:
+        x = net.layer_norm(net.reshape(net.slice(tokens, 1, 0, 1), n, c), "norm", spec.eps)
     else:
-        last = net.permute(net.layer_norm(last, "norm", spec.eps), 0, 3, 1, 2)
-        x = net.flatten(net.avg_pool2d(last))
+        x = net.channels_first(net.layer_norm(last, "norm", spec.eps))
+        x = net.flatten(net.avg_pool2d(x))
     net.output("features", x)
     net.output("logits", net.linear(x, "head", spec.classes))
 
 
-def block(spec: CvtSpec, stage: CvtStage, net: Net, x: Value, size: tuple[int, int]) -> Value:
+def block(spec: CvtSpec, stage: CvtStage, net: Net, x: Value, size: Sequence[Size]) -> Value:
     """Adds a convolutional transformer block (figure 2b) to the tokens [N, T, C]."""
     x = x + attend(stage, net, net.layer_norm(x, "norm1", spec.eps), size)
     y = net.layer_norm(x, "norm2", spec.eps)
@@ -192,10 +191,10 @@ def block(spec: CvtSpec, stage: CvtStage, net: Net, x: Value, size: tuple[int, i
     return x + net.linear(y, "mlp.fc2", stage.width)
 
 
-def attend(stage: CvtStage, net: Net, x: Value, size: tuple[int, int]) -> Value:
+def attend(stage: CvtStage, net: Net, x: Value, size: Sequence[Size]) -> Value:
     """Attends over the tokens [N, T, C] by convolutional projections (section 3.2)."""
     n, c = x.shape[0], stage.width
-    image = net.permute(net.reshape(without_class(net, stage, x), n, *size, c), 0, 3, 1, 2)
+    image = net.channels_first(net.reshape(without_class(net, stage, x), n, *size, c))
     token = [net.slice(x, 1, 0, 1)] if stage.cls_token else []
     heads = []
     for part in ("query", "key", "value"):
@@ -206,7 +205,7 @@ def attend(stage: CvtStage, net: Net, x: Value, size: tuple[int, int]) -> Value:
                 image, f"{part}.conv", c, stage.kernel_qkv,
                 stride=stride, padding=padding, groups=c, bias=False,
             )  # fmt: skip
-            y = net.permute(net.batch_norm(y, f"{part}.conv.batchnorm"), 0, 2, 3, 1)
+            y = net.channels_last(net.batch_norm(y, f"{part}.conv.batchnorm"))
             y = net.reshape(y, n, y.size(1) * y.size(2), c)
             y = net.concat([*token, y], axis=1) if token else y
             y = net.linear(y, part, c, bias=stage.qkv_bias)

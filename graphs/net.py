@@ -188,6 +188,14 @@ class Net:
         """Permutes the axes."""
         return self.op("permute", [x], axes=axes)
 
+    def channels_last(self, x: Value) -> Value:
+        """Permutes [N, C, H, W] to [N, H, W, C]."""
+        return self.permute(x, 0, 2, 3, 1)
+
+    def channels_first(self, x: Value) -> Value:
+        """Permutes [N, H, W, C] to [N, C, H, W]."""
+        return self.permute(x, 0, 3, 1, 2)
+
     def slice(self, x: Value, axis: int, start: int, stop: int) -> Value:
         """Takes start:stop of an axis."""
         return self.op("slice", [x], axis=axis, start=start, stop=stop)

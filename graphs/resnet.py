@@ -101,7 +101,7 @@ def resnet(spec: ResNetSpec, net: Net, x: Value) -> None:
     x = net.max_pool2d(x, 3, stride=2, padding=1)
     for i, (depth, width) in enumerate(zip(spec.depths, spec.widths, strict=True)):
         for j in range(depth):  # 56, 28, 14, 7
-            with net.at("stages"), net.at(i), net.at(j):
+            with net.at(f"stages.{i}.{j}"):
                 x = block(spec, net, x, width, spec.stage_stride(i) if j == 0 else 1)
         net.output(f"stages.{i}", x)
     x = net.flatten(net.avg_pool2d(x))
