@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from max.driver import Buffer, Device, accelerator_api
+from max.driver import Buffer, Device
 from max.dtype import DType
 from max.graph import DeviceRef, TensorType, TensorValue, ops
 
@@ -154,17 +154,6 @@ class Parameters:
         dense = self._bind(filter, lambda: make(self._filter(filter)), (size,), self.dtype)
         return Filter(shape, groups, given, self.dtype, dense=dense, tf32=self.tf32)
 
-    def stem(self, name: str, stride: int) -> Filter:
-        """Returns ``filter(name)`` for a stem: as the fused one reads it if the device has it."""
-        key = f"{name}.filter"
-        fused = (
-            not self.device.is_cpu()
-            and accelerator_api() == "cuda"
-            and self.dtype in (DType.bfloat16, DType.float16)
-            and arrange.has_stem(self._filter_shape(key), stride)
-        )
-        return self.fragments(key, f"{name}.bias") if fused else self.filter(name)
-
     def fragments(self, filter: str, bias: str = "") -> Filter:
         """Returns a filter as the fused stem reads it, and a bias; see ``layer``."""
         shape = self._filter_shape(filter)
@@ -185,19 +174,9 @@ class Parameters:
             name = f"{filter}.zeros"
         return self._bind(name, lambda: np.zeros(size), (size,), DType.float32)
 
-    def levels(self, x: TensorValue) -> tuple[TensorValue, TensorValue] | None:
-        """Returns mean and scale of uint8 pixels x; others are normalised already: None."""
-        if x.dtype != DType.uint8:
-            return None
-        return self.vector("pixels.mean"), self.vector("pixels.scale")
-
     def vector(self, name: str, dtype: DType = DType.float32) -> TensorValue:
         """Returns the vector ``name``: layer norm's weights, a class token, a pixel mean."""
         return self._bind(name, lambda: self._tensor(name), self._shape(name), dtype)
-
-    def shape(self, filter: str) -> tuple[int, int, int, int]:
-        """Gives R, S, C and F of a filter, or of linear weights as one of 1 x 1."""
-        return self._filter_shape(filter)
 
     def registry(self, device: Device) -> dict[str, Buffer]:
         """Makes the weights that the graph asked for, on ``device``, for ``session.init``."""
