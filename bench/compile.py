@@ -20,9 +20,9 @@ from maxvision.bench.environment import environment
 from maxvision.bench.layers import COPIES, distinct, layer_module, network_nodes
 from maxvision.bench.references import artifact, load, precision
 from maxvision.common.errors import ArgumentError
-from maxvision.graphs import nodes
 from maxvision.graphs.program import Program
 from maxvision.graphs.target import Target
+from maxvision.runtime import cache
 from maxvision.runtime.classifier import choose_sparse, network, weights_of
 from maxvision.runtime.devices import DTYPES
 from maxvision.runtime.executor import Lowering, compiled
@@ -102,7 +102,8 @@ def mef(
 
 def exported(module: Module, device: Device) -> bytes:
     """Compiles the graphs of a module."""
-    made = InferenceSession(devices=[device]).compile(module, custom_extensions=[nodes.OPS])
+    library = cache.library(gpu=not device.is_host)
+    made = InferenceSession(devices=[device]).compile(module, custom_extensions=[library])
     with tempfile.TemporaryDirectory() as folder:
         made.export_mef(Path(folder) / "module.mef")
         return (Path(folder) / "module.mef").read_bytes()

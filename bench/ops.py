@@ -51,7 +51,7 @@ from maxvision.bench.timing import (
     rounded,
     sample,
 )
-from maxvision.graphs import nodes
+from maxvision.runtime import cache
 from maxvision.runtime.devices import DTYPES, find_dtype
 from maxvision.runtime.preprocess import Preprocess
 
@@ -125,7 +125,8 @@ def network(
     layers = distinct(network_nodes(model, place, dtype, size, tf32=tf32))
     module, parameters, weights = layer_module(list(layers), place, dtype, copies, tf32=tf32)
     session = InferenceSession(devices=[device])
-    compiled = read(path) if path else session.compile(module, custom_extensions=[nodes.OPS])
+    library = [] if path else [cache.library(gpu=not device.is_host)]
+    compiled = read(path) if path else session.compile(module, custom_extensions=library)
     models = session.init_all(compiled, weights_registry=parameters.registry(device))
     return Network(layers, [models[f"layer{i}"] for i in range(len(layers))], weights)
 

@@ -51,8 +51,8 @@ NETWORKS = {
         (64, 80),
         {"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]},
     ),
-    "resnet-50": Network(reference.resnet, (64, 80), {"num_labels": 1000}),
-    "cvt-13": Network(reference.cvt, (64, 96), {"num_labels": 1000}),
+    "resnet-26": Network(reference.resnet, (64, 80), {"depths": [2] * 4, "num_labels": 1000}),
+    "cvt-6": Network(reference.cvt, (64, 96), {"depth": [1, 2, 3], "num_labels": 1000}),
     "resnet-odd": Network(  # "v1" strides, widths that nothing divides, grey images
         reference.resnet,
         (75, 58),
@@ -224,7 +224,7 @@ def strangers(graph: Graph) -> set[str]:
     return set(operations(graph._mlir_op)) - OURS - MOVES
 
 
-@pytest.mark.parametrize("name", ["resnet-50", "cvt-13"])
+@pytest.mark.parametrize("name", ["resnet-26", "cvt-6"])
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [(DeviceRef.CPU(), DType.float32), (DeviceRef.GPU(), DType.bfloat16)],
@@ -251,13 +251,20 @@ def test_other_nodes_are_noticed() -> None:
 
 
 @pytest.mark.skipif(not PHOTOS.is_dir(), reason=f"NO PHOTOS at {PHOTOS}; set MAXVISION_TEST_DATA")
-@pytest.mark.parametrize("name", ["resnet-50", "cvt-13"])
-def test_photos_get_the_answers_of_transformers(
-    models: dict[str, Any], name: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "net",
+    [
+        NETWORKS["resnet-26"],
+        NETWORKS["cvt-6"],
+        pytest.param(Network(reference.resnet, (224, 224)), marks=pytest.mark.nightly),
+        pytest.param(Network(reference.cvt, (224, 224)), marks=pytest.mark.nightly),
+    ],
+    ids=["resnet-26", "cvt-6", "resnet-50", "cvt-13"],
+)
+def test_photos_get_the_answers_of_transformers(net: Network, tmp_path: Path) -> None:
     photos = sorted(PHOTOS.iterdir())
     assert len(photos) == 62
-    theirs = models[name]
+    theirs = net.make(**{**net.config, "num_labels": 1000})
     prepared = reference.processed(photos)
     reference.spread(theirs, prepared[:16])
     logits = [reference.run(theirs, batch).logits for batch in np.array_split(prepared, 8)]

@@ -1,5 +1,7 @@
 """Compiles every op for a GPU that is not here: ``python -m tests.ops.compile_target sm_90a``.
 
+At bfloat16 and float32; with ``--all`` at float16, and at float32 without TF32, too.
+
 One process compiles for one architecture, since MAX's virtual device is a setting of the process.
 Exits with 1 if a registered op is in no case, or if a kernel's symbol does not name its op, by
 which bench profile finds its layer; a failed compilation raises.
@@ -97,19 +99,19 @@ IN_PROGRAMS = {  # what programs call an op
 DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 
 
-def main(architecture: str) -> int:
+def main(architecture: str, everything: bool) -> int:
     """Compiles for one architecture and says how long it took."""
     with Target.parse(architecture).device() as device:
-        return compile_for(architecture, device)
+        return compile_for(architecture, device, everything)
 
 
-def compile_for(architecture: str, device: Device) -> int:
+def compile_for(architecture: str, device: Device, everything: bool) -> int:
     """Compiles every op for ``device``, which is of that architecture."""
     hopper = architecture.startswith("sm_90")
     cases = [case for case in CASES if case.name in NAMES]
     if hopper:
         cases += [case for case in PACKED if case.name in BFLOAT16]
-    graph = graph_of(cases, DeviceRef.from_device(device))
+    graph = graph_of(cases, DeviceRef.from_device(device), everything)
     ours = set(re.findall(r'symbol = "(\w+)"', str(graph)))
     registered = {
         name
@@ -129,7 +131,8 @@ def compile_for(architecture: str, device: Device) -> int:
     if architecture.startswith("sm_") and (unnamed := ops_without_symbols(graph, compiled)):
         print(f"{architecture}: no kernel is named after {', '.join(sorted(unnamed))}")
         return 1
-    print(f"{architecture}: {len(ours)} ops at {len(DTYPES)} dtypes compiled in {took:.0f} s")
+    dtypes = "every dtype" if everything else "bfloat16 and float32"
+    print(f"{architecture}: {len(ours)} ops at {dtypes} compiled in {took:.0f} s")
     return 0
 
 
@@ -150,20 +153,17 @@ def ops_without_symbols(graph: Graph, compiled: CompiledModel) -> set[str]:
     return unnamed
 
 
-def precisions(case: Case) -> list[tuple[DType, bool]]:
+def precisions(case: Case, everything: bool) -> list[tuple[DType, bool]]:
     """Lists the dtypes at which a case is compiled, and whether its products may be TF32."""
-    found = {
-        (DType.bfloat16, False): NAMES | BFLOAT16,
-        (DType.float32, True): FLOAT32,
-        (DType.float16, False): FLOAT16,
-        (DType.float32, False): EXACT,
-    }
+    found = {(DType.bfloat16, False): NAMES | BFLOAT16, (DType.float32, True): FLOAT32}
+    if everything:
+        found |= {(DType.float16, False): FLOAT16, (DType.float32, False): EXACT}
     return [precision for precision, names in found.items() if case.name in names]
 
 
-def graph_of(cases: Sequence[Case], device: DeviceRef) -> Graph:
+def graph_of(cases: Sequence[Case], device: DeviceRef, everything: bool) -> Graph:
     """Builds one graph of the cases, and of the pixels' normalisation."""
-    instances = [(case, *precision) for case in cases for precision in precisions(case)]
+    instances = [(case, *precision) for case in cases for precision in precisions(case, everything)]
     types = [
         TensorType(DType.uint8 if case.levels else dtype, ["batch", *shape], device=device)
         for case, dtype, _ in instances
@@ -180,7 +180,8 @@ def graph_of(cases: Sequence[Case], device: DeviceRef) -> Graph:
             outputs.append(case.build(w, *itertools.islice(inputs, len(case.inputs))))
         pixels = next(inputs)
         three = np.ones(3, np.float32)
-        for i, dtype in enumerate(DTYPES, start=len(instances)):
+        dtypes = DTYPES if everything else DTYPES[:2]
+        for i, dtype in enumerate(dtypes, start=len(instances)):
             w = Parameters({f"{i}.mean": three, f"{i}.scale": three}, device, dtype).at(str(i))
             outputs.append(nodes.normalize(pixels, w.vector("mean"), w.vector("scale"), dtype))
         graph.output(*outputs)
@@ -188,4 +189,4 @@ def graph_of(cases: Sequence[Case], device: DeviceRef) -> Graph:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], "--all" in sys.argv[2:]))

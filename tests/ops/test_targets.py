@@ -1,6 +1,7 @@
 """Kernels compile for GPUs and CPUs that are not here.
 
-Every op for sm_90a, and every night for the others; always the products, which have a kernel of
+Every op for sm_90a at bfloat16 and float32, and every night at all dtypes and for the others;
+always the products, which have a kernel of
 their own there, and those in bfloat16 for CPUs, which are run where this one can.
 """
 
@@ -19,10 +20,15 @@ OTHERS = ("sm_80", "sm_89", "gfx942")
 
 
 @pytest.mark.parametrize(
-    "architecture", ["sm_90a", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)]
+    "arguments",
+    [
+        ["sm_90a"],
+        *(pytest.param([x, "--all"], marks=pytest.mark.nightly) for x in ("sm_90a", *OTHERS)),
+    ],
+    ids=" ".join,
 )
-def test_compiles_for(architecture: str, pytestconfig: pytest.Config) -> None:
-    command = [sys.executable, "-m", "tests.ops.compile_target", architecture]
+def test_compiles_for(arguments: list[str], pytestconfig: pytest.Config) -> None:
+    command = [sys.executable, "-m", "tests.ops.compile_target", *arguments]
     print(output(command, pytestconfig.rootpath), end="")
 
 
