@@ -15,6 +15,7 @@ from max.driver import accelerator_api
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, KernelLibrary, TensorType, TensorValue, ops
 
+from maxvision.common.errors import ArgumentError
 from maxvision.graphs import nodes, passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
@@ -90,8 +91,18 @@ def lower(
 
     Returns:
         The graph, the weights that it asks for, and the program as it was rewritten.
+
+    Raises:
+        ArgumentError: If activations have another dtype than filters.
     """
     final = passes.run(program, backend(device, dtype, formats), off)
+    for node in final.nodes:
+        computes = final.types[node.output].dtype
+        if node.op in ("conv2d", "linear") and not node.at_load and computes != dtype:
+            raise ArgumentError(
+                f"{program.name}: {node.name} computes in {computes} but its filter would be"
+                f" {dtype}; make the two the same (Program.retyped, Lowering.dtype)"
+            )
     weights = bind([final], tensors, device, dtype, tf32)
     types = [TensorType(DType[t.dtype], t.shape, device=device) for t in final.inputs.values()]
     with Graph(

@@ -91,6 +91,11 @@ def test_inputs_that_do_not_fit(
         several(*change(*arrays(2)))
 
 
+def test_filters_have_the_dtype_of_activations() -> None:
+    with pytest.raises(ArgumentError, match="head computes in float32 but its filter would be bf"):
+        Executor.compile(program(), TENSORS, CPU(), Lowering("bfloat16"))
+
+
 def test_without_a_batch_it_runs_as_a_whole() -> None:
     net = Net("whole")
     x = net.input("x", (2, 3, 4))
