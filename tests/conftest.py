@@ -31,6 +31,7 @@ LONGEST = (
     "commands/test_weights.py",
     "serve/test_fuzz.py",
     "serve/test_fronts.py",
+    "ptx/test_machine.py",  # its kernels are those of test_kernels: it would wait for their build
 )
 
 
