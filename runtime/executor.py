@@ -167,8 +167,8 @@ class Executor:
         images: int = IMAGES,
     ) -> None:
         self.program = program
-        session = InferenceSession(devices=[device])
-        self.executable: Executable = session.init(
+        self._session = InferenceSession(devices=[device])
+        self.executable: Executable = self._session.init(
             read(io.BytesIO(mef)), weights_registry=dict(weights)
         )
         ends = [*program.inputs.values(), *(program.types[v] for v in program.outputs.values())]
