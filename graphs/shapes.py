@@ -160,7 +160,8 @@ def conv2d(
         )
     p, q = windows(name, (h, w), (r, s), stride, padding, dilation)
     out = _as(x, (n, p, q, f), layout)
-    _vector(name, "bias", f, bias)
+    if bias is not None:
+        _vectors(name, f, bias=bias)
     _epilogue(name, epilogue, residual, out)
     return out
 
@@ -232,7 +233,8 @@ def linear(
             f"linear: weight [C, F] expects C={weight_c} but input x[..., C] has C={c}"
         )
     out = Type((*x.shape[:-1], f), x.dtype)
-    _vector("linear", "bias", f, bias)
+    if bias is not None:
+        _vectors("linear", f, bias=bias)
     _epilogue("linear", epilogue, residual, out)
     return out
 
@@ -287,7 +289,8 @@ def matmul(
             f" but has {list(b.shape[:-2])}"
         )
     out = Type((*a.shape[:-1], n), a.dtype)
-    _vector("bmm", "bias", n, bias)
+    if bias is not None:
+        _vectors("bmm", n, bias=bias)
     _epilogue("bmm", epilogue, residual, out)
     return out
 
@@ -304,8 +307,7 @@ def batch_norm(
 ) -> Type:
     """Types (x - mean) / sqrt(var + eps) * weight + bias, by channel."""
     *_, c = _image("batch_norm", x, layout)
-    for part, value in (("weight", weight), ("bias", bias), ("mean", mean), ("var", var)):
-        _vector("batch_norm", part, c, value)
+    _vectors("batch_norm", c, weight=weight, bias=bias, mean=mean, var=var)
     return x
 
 
@@ -404,17 +406,17 @@ def layernorm_mlp(
     return x
 
 
-def _vector(name: str, part: str, size: Size, value: Type | None) -> None:
-    if value is not None and value.shape != (size,):
-        raise ArgumentError(f"{name}: {part} expects the shape [{size}] but has {_list(value)}")
+def _vectors(name: str, size: Size, of: str = "", **parts: Type) -> None:
+    """Checks that each part is a vector; ``of`` says where its size comes from."""
+    for part, value in parts.items():
+        if value.shape != (size,):
+            raise ArgumentError(
+                f"{name}: {part} expects the shape [{size}]{of} but has {_list(value)}"
+            )
 
 
 def _norm(name: str, c: Size, weight: Type, bias: Type) -> None:
-    for part, value in (("weight", weight), ("bias", bias)):
-        if value.shape != (c,):
-            raise ArgumentError(
-                f"{name}: {part} expects the shape [{c}] of x[..., C] but has {_list(value)}"
-            )
+    _vectors(name, c, " of x[..., C]", weight=weight, bias=bias)
 
 
 def attention(q: Type, k: Type, v: Type, *, heads: int, scale: float) -> Type:
@@ -464,12 +466,7 @@ def normalize(pixels: Type, mean: Type, scale: Type, *, dtype: str = "float32") 
 
 
 def _levels(name: str, c: Size, mean: Type, scale: Type) -> None:
-    for part, value in (("mean", mean), ("scale", scale)):
-        if value.shape != (c,):
-            raise ArgumentError(
-                f"{name}: {part} expects the shape [{c}] of pixels[N, H, W, C]"
-                f" but has {_list(value)}"
-            )
+    _vectors(name, c, " of pixels[N, H, W, C]", mean=mean, scale=scale)
 
 
 def stem(
