@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from maxvision.common import __version__
-from maxvision.common.arguments import device
+from maxvision.common.arguments import DTYPES, SPARSE, device
 
 STARTED = time.perf_counter()
 """When this program began, but for Python's own start."""
@@ -104,11 +104,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--revision", metavar="R", help="branch, tag or commit of a hub model")
     add("--device", default="auto", type=device, metavar="D",
         help="auto, cpu, gpu or gpu:N (default: auto, a GPU if there is one)")  # fmt: skip
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+    add("--dtype", default="auto", choices=DTYPES,
         help="precision of the model (default: auto, what suits the device)")  # fmt: skip
     add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU;"
         " else NVIDIA's tensor cores round it to TF32")  # fmt: skip
-    add("--sparse", default="auto", choices=["auto", "always", "never"],
+    add("--sparse", default="auto", choices=SPARSE,
         help="what runs a pruned model's layers: sparse convolutions where they were measured to be"
         " faster (auto), always, or never")  # fmt: skip
     add("--passes", default="all", metavar="P", help="how the network is rewritten: all, none,"

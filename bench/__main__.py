@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxvision.common.arguments import SPARSE
 from maxvision.common.errors import ArgumentError, UserError
 from maxvision.runtime.devices import DTYPES
 
@@ -82,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("models", "whole networks beside their peers", *measured, "threads", "peers",
                   "seconds", batches=[1, 32, 256], seconds=2.0)
-    add("--sparse", default="auto", choices=["auto", "always", "never"],
+    add("--sparse", default="auto", choices=SPARSE,
         help="what runs pruned layers of ours (default: auto)")
     add("--against", type=_list, metavar="A,B", help="these peers alone")
     add("--autotune", action="store_true", help="torch.compile's max-autotune too: minutes a cell")

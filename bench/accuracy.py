@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
+from maxvision.common.arguments import SPARSE
 from maxvision.common.errors import ArgumentError, ImageError, UserError
 from maxvision.runtime.classifier import Classifier, load
 from maxvision.runtime.preprocess import load_batch
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="NPZ")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--sparse", default="auto", choices=["auto", "always", "never"])
+    parser.add_argument("--sparse", default="auto", choices=SPARSE)
     options = parser.parse_args()
     how = {key: getattr(options, key) for key in ("device", "dtype", "sparse")}
     try:

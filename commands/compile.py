@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxvision.common.arguments import DTYPES, SPARSE
 from maxvision.common.console import complain, working
 from maxvision.common.errors import ModelError, UserError
 
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     compiling.add_argument(
         "--dtype",
         default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
+        choices=DTYPES,
         help="precision of the model (default: auto, float32)",
     )
     compiling.add_argument(
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     compiling.add_argument(
         "--sparse",
         default="auto",
-        choices=["auto", "always", "never"],
+        choices=SPARSE,
         help="what runs pruned layers: sparse convolutions where they were measured to be faster"
         " on such a device (auto), always, or never",
     )

@@ -11,6 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from maxvision.common.arguments import DTYPES
+from maxvision.common.console import complain
 from maxvision.common.errors import UserError
 from maxvision.weights.checkpoint import Checkpoint, identify, interpret
 from maxvision.weights.prune import PATTERNS, SCOPES
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         return int(options.run(options))
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        complain(str(error))
         return _WRONG
     except KeyboardInterrupt:
         return 130
@@ -78,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--dtype",
         default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
+        choices=DTYPES,
         help="that the model would run in (default: auto, float32)",
     )
     inspect.add_argument("--all", action="store_true", help="biases, norms and statistics too")
@@ -297,5 +299,5 @@ def _verify(options: argparse.Namespace) -> int:
     Console().print(table)
     if all(row.within for row in rows):
         return 0
-    sys.stderr.write(f"error: {options.model}: expected relative errors up to {BOUND:g}\n")
+    complain(f"{options.model}: expected relative errors up to {BOUND:g}")
     return _FAILED

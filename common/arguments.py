@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SPARSE = ("auto", "always", "never")
+"""What runs pruned layers: sparse convolutions where they are faster, always, or never."""
+
 
 def device(text: str) -> str:
     """Takes the name of a device: auto, cpu, gpu or gpu:N."""

@@ -111,7 +111,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--revision", metavar="R", help="branch, tag or commit of a hub model")
     add("--device", default="auto", type=arguments.device, metavar="D", help="cpu, gpu or auto: gpu"
         " if this machine has one")  # fmt: skip
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    add("--dtype", default="auto", choices=arguments.DTYPES)
     add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
     add("--workers", type=_whole(1, 100_000), metavar="N", help="models that run at a time"
         " (default: what the cluster has room for)")  # fmt: skip

@@ -113,9 +113,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
         " 0.0.0.0 for every network)")  # fmt: skip
     add("--port", type=_whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")
     add("--device", type=arguments.device, metavar="D", help="auto, cpu, gpu or gpu:N")
-    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"])
+    add("--dtype", choices=arguments.DTYPES)
     add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
-    add("--sparse", choices=["auto", "always", "never"], help="what runs pruned layers: sparse"
+    add("--sparse", choices=arguments.SPARSE, help="what runs pruned layers: sparse"
         " convolutions where they were measured to be faster (auto), always, or never")  # fmt: skip
     add("--no-embeddings", dest="embeddings", action="store_false", help="compile and hold no"
         " graph for /v1/embeddings")  # fmt: skip
