@@ -159,7 +159,7 @@ def linear(
         return _sparse_linear(x, weight, epilogue, residual)
     layout = "packed" if x.device.is_cpu() else "nk"
     weights, scale = [weight.dense, weight.bias], _host([1.0], DType.float32)
-    parameters = {"layout": layout, "tf32": _tf32(x, weight.tf32)}
+    parameters = {"layout": layout, "tf32": _tf32(x, weight.tf32), "constant": True}
     return _fused("bmm", x, weights, residual, [scale], out, epilogue, parameters)
 
 
@@ -246,7 +246,7 @@ def bmm(
         [_host([alpha], DType.float32)],
         out,
         epilogue,
-        {"layout": "nk" if transpose_b else "kn", "tf32": _tf32(a, tf32)},
+        {"layout": "nk" if transpose_b else "kn", "tf32": _tf32(a, tf32), "constant": False},
     )
 
 

@@ -8,7 +8,7 @@ from extensibility import InputTensor, OutputTensor, foreach, register
 from layout import Coord
 from max.gpu.host import DeviceContext
 
-from .epilogue import gelu
+from .epilogue import gelu, relu
 from .operands import narrowed, widened
 
 
@@ -35,7 +35,7 @@ struct Relu:
         """
 
         def body[width: Int](at: Coord[...]) {var x} -> SIMD[y.dtype, width]:
-            return narrowed[y.dtype](max(widened(x.load[width](at)), 0))
+            return narrowed[y.dtype](relu(widened(x.load[width](at))))
 
         foreach[target=target](body, y, ctx)
 

@@ -10,7 +10,8 @@ All of it in float32; the result is rounded once, to the output's dtype.
 """
 
 from std.math import exp, exp2
-from std.sys import is_gpu
+from std.sys import CompilationTarget, is_gpu
+from std.sys.intrinsics import llvm_intrinsic
 
 from .operands import F32
 
@@ -32,6 +33,27 @@ beyond, it falls to -inf as the logarithm does.
 
 
 @always_inline
+def relu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
+    """Computes max(v, 0), in one instruction.
+
+    Parameters:
+        width: Lanes.
+
+    Args:
+        v: Any number in each lane.
+
+    Returns:
+        The greater one; NaN for NaN, which `max` would turn into 0.
+    """
+    comptime if CompilationTarget.is_x86():
+        return v.lt(0).select(
+            SIMD[F32, width](0), v
+        )  # maxps takes the second of two that do not compare
+    else:
+        return llvm_intrinsic["llvm.maximum", SIMD[F32, width]](v, SIMD[F32, width](0))
+
+
+@always_inline
 def gelu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
     """Computes the exact GELU (Hendrycks and Gimpel 2016, section 2), to 5e-7 absolutely.
 
@@ -45,9 +67,10 @@ def gelu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
         v: Any number in each lane.
 
     Returns:
-        The GELU of each lane; 0 for -inf.
+        The GELU of each lane; NaN for -inf and NaN, as in torch.
     """
-    var a = min(abs(v), 64)
+    # |v|, at most 64 where v > 0: infinity times the tail's 0 is NaN.
+    var a = max(-v, min(v, 64))
     comptime coefficients = LOG2_TAIL
     comptime first = coefficients[0]
     var tail = SIMD[F32, width](first)
@@ -55,13 +78,13 @@ def gelu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
         comptime coefficient = coefficients[i]
         tail = tail.fma(a, coefficient)
     comptime if is_gpu():
-        return (-a).fma(exp2(tail), max(v, 0))
+        return (-a).fma(exp2(tail), relu(v))
     else:  # where exp2 is good to 3e-6 only
-        return (-a).fma(exp(tail * LN_2), max(v, 0))
+        return (-a).fma(exp(tail * LN_2), relu(v))
 
 
-comptime REACH: Float32 = 4.4
-"""Beyond it the GELU is 0 or v, to 3e-5."""
+comptime REACH: Float32 = 4.41
+"""Beyond it the GELU is 0 or v, to 3e-5; the polynomial gives P(X < -REACH) < 0."""
 comptime HALF_TAIL: List[Float32] = [
     3.5694288e-11,
     -3.7540486e-09,
@@ -75,7 +98,7 @@ comptime HALF_TAIL: List[Float32] = [
 ]
 """(P(X < v) - 1/2) / v, a polynomial of degree 8 in v^2.
 
-Fitted as LOG2_TAIL on [0, REACH], for the least largest error of v * P(X < v), which is 3e-5.
+Fitted as LOG2_TAIL on [0, 4.4], for the least largest error of v * P(X < v), which is 3e-5.
 """
 
 
@@ -90,10 +113,9 @@ def gelu_narrow[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
         v: Any number in each lane.
 
     Returns:
-        The GELU of each lane.
+        The GELU of each lane; NaN for -inf and NaN, as in torch.
     """
-    var low = max(v, -REACH)
-    var inside = min(low, REACH)
+    var inside = max(min(v, REACH), -REACH)
     var square = inside * inside
     comptime coefficients = HALF_TAIL
     comptime first = coefficients[0]
@@ -101,7 +123,7 @@ def gelu_narrow[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
     comptime for i in range(1, len(coefficients)):
         comptime coefficient = coefficients[i]
         slope = slope.fma(square, coefficient)
-    return low * inside.fma(slope, 0.5)
+    return v * max(inside.fma(slope, 0.5), 0)
 
 
 struct Epilogue(TrivialRegisterPassable):
@@ -171,7 +193,7 @@ def activate[
         The result, before it is rounded.
     """
     comptime if epilogue.relu:
-        return max(v, 0)
+        return relu(v)
     elif epilogue.gelu:
         comptime if narrow:
             return gelu_narrow(v)

@@ -45,6 +45,7 @@ def gemm_gpu[
     w_step: Int,
     y_step: Int,
     bias_step: Int,
+    constant: Bool,
 ) raises:
     comptime assert False, REASON
 

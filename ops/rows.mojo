@@ -16,7 +16,7 @@ from max.runtime.asyncrt import parallelism_level
 from std.bit import log2_floor
 from std.math import ceildiv, exp, log
 from std.sys import simd_width_of
-from std.utils.numerics import neg_inf
+from std.utils.numerics import isnan, neg_inf
 
 from .operands import F32, ON_CPU, Data, data, narrowed, widened
 from .parallel import over_cores
@@ -65,6 +65,22 @@ def over_lanes[lanes: Int](value: Float32) -> Float32:
     return sum
 
 
+@always_inline
+def exp_cpu[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
+    """Computes exp on a CPU, where std's gives 0 or 1 for NaN.
+
+    Parameters:
+        width: Lanes.
+
+    Args:
+        x: Any number in each lane.
+
+    Returns:
+        The exponentials; NaN for NaN.
+    """
+    return isnan(x).select(x, exp(x))
+
+
 # Softmax
 
 
@@ -98,24 +114,24 @@ def softmax_cpu[
 
         var sums = SIMD[F32, WIDTH](0)
         for c in range(0, whole, WIDTH):
-            sums += exp(widened(source.unsafe_load[width=WIDTH](c)) - top)
+            sums += exp_cpu(widened(source.unsafe_load[width=WIDTH](c)) - top)
         var sum = sums.reduce_add()
         for c in range(whole, columns):
-            sum += exp(widened(source[unsafe_offset=c]) - top)
+            sum += exp_cpu(widened(source[unsafe_offset=c]) - top)
 
-        var shift = top + log(sum)
+        var shift = sum if isnan(sum) else top + log(sum)
         for c in range(0, whole, WIDTH):
             var value = widened(source.unsafe_load[width=WIDTH](c))
             comptime if logarithm:
                 to.unsafe_store(c, narrowed[dtype](value - shift))
             else:
-                to.unsafe_store(c, narrowed[dtype](exp(value - top) / sum))
+                to.unsafe_store(c, narrowed[dtype](exp_cpu(value - top) / sum))
         for c in range(whole, columns):
             var value = widened(source[unsafe_offset=c])
             comptime if logarithm:
                 to[unsafe_offset=c] = narrowed[dtype](value - shift)
             else:
-                to[unsafe_offset=c] = narrowed[dtype](exp(value - top) / sum)
+                to[unsafe_offset=c] = narrowed[dtype](exp_cpu(value - top) / sum)
 
     over_rows(row, rows)
 

@@ -44,10 +44,12 @@ from maxvision.runtime.executor import Unchecked
 from maxvision.runtime.preprocess import EXTENSIONS
 from maxvision.runtime.replay import Execution, sizes
 from maxvision.weights import bundled as bundled_names
-from tests.ops.cases import CASES, PACKED, TORCH, Case, build_graph, check, draw
+from tests.ops.cases import CASES, PACKED, TORCH, Case, build_graph, check, draw, poisoned
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES = (1, 3)
+POISONED = 4
+"""Images of the batch in which all but the second hold NaN or infinity."""
 MOST = 16
 """Images of the largest batch of the calls from threads."""
 MODELS = ("resnet-18", "resnet-50", "cvt-13")
@@ -193,14 +195,18 @@ def load_cases(
 
 
 def ops(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
-    """Compares every case of tests/ops/cases.py with torch, and a replay with its run."""
+    """Compares every case of tests/ops/cases.py with torch, and a replay with its run.
+
+    The last batch holds NaN and infinity.
+    """
     device = Accelerator()
     for dtype, tf32 in (PRECISIONS[name] for name in precisions):
         cases, executable = load_cases(device, dtype, tf32, folder)
-        for batch in BATCHES:
-            inputs = draw(cases, batch, dtype, device)
+        for batch in (*BATCHES, POISONED):
+            given = [poisoned(case) for case in cases] if batch == POISONED else cases
+            inputs = draw(given, batch, dtype, device)
             outputs = [torch.from_dlpack(y) for y in executable.execute(*inputs)]
-            for case, output in zip(cases, outputs, strict=True):
+            for case, output in zip(given, outputs, strict=True):
                 record = {"case": case.name, "dtype": dtype.name, "tf32": tf32, "batch": batch}
                 try:
                     error = check(case, output, batch, TORCH[dtype], "cuda", tf32=tf32)
@@ -212,7 +218,8 @@ def ops(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
             executable.replay(key, *inputs)
             device.synchronize()
             same = all(
-                torch.equal(torch.from_dlpack(a), b) for a, b in zip(replayed, outputs, strict=True)
+                torch.equal(torch.from_dlpack(a).nan_to_num(), b.nan_to_num())
+                for a, b in zip(replayed, outputs, strict=True)
             )
             yield {
                 "case": "capture and replay",

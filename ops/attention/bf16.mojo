@@ -10,13 +10,13 @@ side) once, and takes them up to 256 keys at a time, running maximum and sum of 
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
 from std.memory import Layout, alloc, bitcast, dealloc
-from std.utils.numerics import neg_inf
+from std.utils.numerics import nan, neg_inf
 
 from ..gemm.bf16 import BLOCK, SIDE, STEP, TILE, WIDTH
 from ..gemm.bf16 import Left, amx_granted, begin_tiles, end_tiles, multiply
 from ..operands import BF16, F32, Data, narrowed
 from ..parallel import over_cores
-from .config import LOG2_E, Attention
+from .config import LOG2_E, LOWEST, Attention
 
 comptime KEYS = 256
 """Keys of a tile at most."""
@@ -29,8 +29,8 @@ comptime POWER: List[Float32] = [0.055171682, 0.24261116, 0.69326099, 0.99992807
 
 @always_inline
 def _exp2[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
-    """Computes 2^x for x of at most 0; as good as 0 below -126."""
-    var inside = max(x, -126)
+    """Computes 2^x for x of at most 0, as good as 0 below -126; NaN for NaN."""
+    var inside = x.lt(-126).select(SIMD[F32, width](-126), x)  # max would drop NaN
     var shifted = inside + ROUNDER
     var part = inside - (shifted - ROUNDER)
     comptime coefficients = POWER
@@ -142,7 +142,7 @@ def _weigh[
         var scores = s.scores.unsafe_offset(row * BLOCK)
         for key in range(count, wide):
             scores[unsafe_offset=key // BLOCK * BLOCK * BLOCK + key % BLOCK] = neg_inf[F32]()
-        var highest = Array[SIMD[F32, WIDTH], BLOCK // WIDTH](fill=neg_inf[F32]())
+        var highest = Array[SIMD[F32, WIDTH], BLOCK // WIDTH](fill=LOWEST)
         for at in range(0, wide * BLOCK, BLOCK * BLOCK):
             comptime for v in range(BLOCK // WIDTH):
                 var score = scores.unsafe_load[width=WIDTH](at + v * WIDTH)
@@ -251,7 +251,8 @@ def attention_bf16[depth: Int](o: Attention[BF16]):
                         amx,
                     )
             for i in range(begin - row, min(rows, t - row)):
-                var inverse = 1 / s.total[unsafe_offset=i]
+                var some = s.top[unsafe_offset=i] > LOWEST * scale
+                var inverse = 1 / s.total[unsafe_offset=i] if some else nan[F32]()
                 var y = o.y.unsafe_offset(start + (row + i) * c)
                 comptime for d in range(0, depth, WIDTH):
                     var sum = s.sums.unsafe_load[width=WIDTH](

@@ -7,6 +7,10 @@ from ..operands import Data
 comptime LOG2_E = Float32(1.4426950408889634)
 """Exponentials are powers of two: exp(x) = 2^(x log2 e)."""
 
+comptime LOWEST = Float32(-1e36)
+"""Where the running maximum of a row's scores starts. It is finite, so that rows whose first keys all
+score -inf, as masked ones do, come to no inf - inf; a row of -inf alone gives 0 / 0, as in torch."""
+
 
 struct Attention[dtype: DType](DevicePassable, TrivialRegisterPassable):
     """The tensors and sizes of y = softmax(scale * q k^T) v, head by head.
@@ -37,7 +41,7 @@ struct Attention[dtype: DType](DevicePassable, TrivialRegisterPassable):
     var heads: Int32
     """Heads."""
     var scale: Float32
-    """Scales the scores; not negative."""
+    """Scales the scores; positive."""
 
     def __init__(
         out self,
@@ -65,12 +69,13 @@ struct Attention[dtype: DType](DevicePassable, TrivialRegisterPassable):
             s: Keys of an image.
             c: Channels.
             heads: Heads.
-            scale: Scale of the scores.
+            scale: Scale of the scores, at least 0; for 0 there is a number whose products with
+                scores vanish beside 1, since 0 times the -inf of a masked score is NaN.
         """
         self.q, self.k, self.v, self.y = q, k, v, y
         self.n, self.t, self.s, self.c = Int32(n), Int32(t), Int32(s), Int32(c)
         self.heads = Int32(heads)
-        self.scale = scale
+        self.scale = max(scale, 1e-37)
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)

@@ -7,14 +7,15 @@ rows x 4 vectors (2 on AVX2), as ops/gemm/cpu.mojo does. Running maximum and sum
 Bound by the FMA units and, a quarter of the time, by the exponentials.
 """
 
-from std.math import ceildiv, exp
+from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
-from std.utils.numerics import neg_inf
+from std.utils.numerics import nan, neg_inf
 
 from ..operands import F32, Data, narrowed, widened
 from ..parallel import over_cores
-from .config import Attention
+from ..rows import exp_cpu
+from .config import LOWEST, Attention
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
@@ -137,10 +138,10 @@ def _attend[
         var top = highest.reduce_max()
         var total = SIMD[F32, WIDTH](0)
         comptime for i in range(KEYS // WIDTH):
-            var p = exp((scores.unsafe_load[width=WIDTH](i * WIDTH) - top) * scale)
+            var p = exp_cpu((scores.unsafe_load[width=WIDTH](i * WIDTH) - top) * scale)
             scores.unsafe_store(i * WIDTH, p)
             total += p
-        var factor = exp((s.top[unsafe_offset=first + row] - top) * scale)
+        var factor = exp_cpu((s.top[unsafe_offset=first + row] - top) * scale)
         s.top[unsafe_offset=first + row] = top
         s.total[unsafe_offset=first + row] = (
             s.total[unsafe_offset=first + row] * factor + total.reduce_add()
@@ -186,7 +187,7 @@ def attention_cpu[dtype: DType, //, depth: Int](o: Attention[dtype]):
         for i in range(_Scratch[depth].COUNT):
             s.keys[unsafe_offset=i] = 0
         for i in range(queries):
-            s.top[unsafe_offset=i] = neg_inf[F32]()
+            s.top[unsafe_offset=i] = LOWEST
 
         for first_key in range(0, Int(o.s), KEYS):
             var count = min(KEYS, Int(o.s) - first_key)
@@ -199,7 +200,8 @@ def attention_cpu[dtype: DType, //, depth: Int](o: Attention[dtype]):
                 _attend[depth, 1](q.unsafe_offset(i * c), c, i, count, o.scale, s)
 
         for i in range(queries):
-            var inverse = 1 / s.total[unsafe_offset=i]
+            var some = s.top[unsafe_offset=i] > LOWEST
+            var inverse = 1 / s.total[unsafe_offset=i] if some else nan[F32]()
             for d in range(depth):
                 o.y[unsafe_offset=start + i * c + d] = narrowed[dtype](
                     s.sums[unsafe_offset=i * s.PITCH + d] * inverse

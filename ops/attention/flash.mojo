@@ -34,7 +34,7 @@ from std.utils.numerics import neg_inf
 
 from ..gemm.ptx import mma_sync
 from ..operands import F32, Data
-from .config import LOG2_E, Attention
+from .config import LOG2_E, LOWEST, Attention
 
 comptime U32 = DType.uint32
 """A register: two neighbours of a half type."""
@@ -562,7 +562,7 @@ def flash_kernel[
         var mine = stages.unsafe_offset(STAGES * STAGE + Int(slot) * (QUERIES * depth))
         var q = Array[SIMD[U32, 4], rows * depth // 16](fill=0)
         var acc = Array[SIMD[F32, 4], rows * (depth // 8)](fill=0)
-        var top = Array[Float32, 2 * rows](fill=neg_inf[F32]())
+        var top = Array[Float32, 2 * rows](fill=LOWEST)
         var sum = Array[Float32, 2 * rows](fill=0)
         for tile in range(tiles):
             _wait()

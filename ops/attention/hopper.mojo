@@ -61,7 +61,7 @@ from ..gemm.ptx import (
 )
 from ..operands import F32, Data
 from ..rows import over_lanes
-from .config import LOG2_E, Attention
+from .config import LOG2_E, LOWEST, Attention
 from .flash import U32, packed, reciprocal
 
 comptime DEPTH = 64
@@ -387,7 +387,7 @@ def _consume[
             continue
 
         var acc = StaticTuple[Float32, SUMS](fill=0)
-        var top = SIMD[F32, 2](neg_inf[F32]())
+        var top = SIMD[F32, 2](LOWEST)
         var sum = SIMD[F32, 2](0)
         barrier_wait(came, parity)
         parity ^= 1

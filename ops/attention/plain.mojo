@@ -22,7 +22,7 @@ from std.math import ceildiv, exp
 from std.utils.numerics import neg_inf
 
 from ..operands import F32, Data
-from .config import Attention
+from .config import LOWEST, Attention
 
 comptime GROUPS = 4
 """Groups of lanes in a block."""
@@ -96,7 +96,7 @@ def plain_kernel[dtype: DType, depth: Int](o: Attention[dtype], blocks: Int32):
         q[unsafe_offset=i] = value
 
     var acc = Array[SIMD[F32, ROWS], OUT](fill=0)
-    var top = SIMD[F32, ROWS](neg_inf[F32]())
+    var top = SIMD[F32, ROWS](LOWEST)
     var sum = SIMD[F32, ROWS](0)
     for key0 in range(0, Int(o.s), LANES):
         barrier()

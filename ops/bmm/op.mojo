@@ -19,7 +19,13 @@ from .cpu import bmm_cpu
 
 @always_inline
 def _bmm[
-    dtype: DType, //, target: StaticString, name: StaticString, layout: StaticString, tf32: Bool
+    dtype: DType,
+    //,
+    target: StaticString,
+    name: StaticString,
+    layout: StaticString,
+    tf32: Bool,
+    constant: Bool,
 ](y_size: Int, m: Int, k: Int, n: Int, b_size: Int, o: Operands[dtype], ctx: DeviceContext,) raises:
     comptime assert Epilogue.known(name), "bmm: epilogue expects none, relu, gelu, add or add_relu"
     comptime assert (
@@ -44,6 +50,7 @@ def _bmm[
             w_step=b_step,
             y_step=m * n,
             bias_step=0,
+            constant=constant,
         )
 
 
@@ -53,7 +60,11 @@ struct Bmm:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString, layout: StaticString, tf32: Bool
+        target: StaticString,
+        epilogue: StaticString,
+        layout: StaticString,
+        tf32: Bool,
+        constant: Bool,
     ](
         y: OutputTensor,
         a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
@@ -69,6 +80,7 @@ struct Bmm:
             epilogue: "none", "relu" or "gelu".
             layout: "kn", "nk" or "packed".
             tf32: Whether a GPU may round float32 to TF32 for the products.
+            constant: Whether b is a weight, which no other op writes.
 
         Args:
             y: Result [..., M, N].
@@ -82,7 +94,7 @@ struct Bmm:
             If a launch fails.
         """
         comptime assert not Epilogue(epilogue).adds, "bmm: bmm_add takes the residual"
-        _bmm[target, epilogue, layout, tf32](
+        _bmm[target, epilogue, layout, tf32, constant](
             y.size(),
             a.shape()[a.rank - 2],
             a.shape()[a.rank - 1],
@@ -106,7 +118,11 @@ struct BmmAdd:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString, layout: StaticString, tf32: Bool
+        target: StaticString,
+        epilogue: StaticString,
+        layout: StaticString,
+        tf32: Bool,
+        constant: Bool,
     ](
         y: OutputTensor,
         a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
@@ -123,6 +139,7 @@ struct BmmAdd:
             epilogue: "add" or "add_relu".
             layout: "kn", "nk" or "packed".
             tf32: Whether a GPU may round float32 to TF32 for the products.
+            constant: Whether b is a weight, which no other op writes.
 
         Args:
             y: Result [..., M, N].
@@ -137,7 +154,7 @@ struct BmmAdd:
             If a launch fails.
         """
         comptime assert Epilogue(epilogue).adds, "bmm: an epilogue that adds is expected here"
-        _bmm[target, epilogue, layout, tf32](
+        _bmm[target, epilogue, layout, tf32, constant](
             y.size(),
             a.shape()[a.rank - 2],
             a.shape()[a.rank - 1],

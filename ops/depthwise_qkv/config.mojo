@@ -64,6 +64,23 @@ struct QkvOperands[dtype: DType](DevicePassable, TrivialRegisterPassable):
         self.q_bias, self.k_bias, self.v_bias = biases[0], biases[1], biases[2]
         self.q, self.k, self.v = outputs[0], outputs[1], outputs[2]
 
+    def from_image(self, n: Int, g: QkvSizes) -> Self:
+        """Moves on to an image.
+
+        Args:
+            n: Its number.
+            g: Sizes.
+
+        Returns:
+            The operands from there on.
+        """
+        var o = self
+        var queries = n * Int((g.h * g.w + g.first) * g.c)
+        var keys = n * Int((g.p * g.q + g.first) * g.c)
+        o.x, o.q = self.x.unsafe_offset(queries), self.q.unsafe_offset(queries)
+        o.k, o.v = self.k.unsafe_offset(keys), self.v.unsafe_offset(keys)
+        return o
+
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
 

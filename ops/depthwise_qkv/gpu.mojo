@@ -46,6 +46,8 @@ comptime RESIDENT = 2
 """Blocks that a multiprocessor holds at a time; bounds the registers."""
 comptime SHARED = 112 * 1024
 """Bytes of shared memory that a block takes at most."""
+comptime MOST_IMAGES = 65535
+"""Images of a launch: what a grid's second and third axes count."""
 comptime QUAD = 4
 """Channels that lie together in shared memory."""
 
@@ -451,6 +453,16 @@ def depthwise_qkv_gpu[
     Raises:
         If the launch fails.
     """
+    for first in range(0, Int(g.images), MOST_IMAGES):
+        var some = g
+        some.images = Int32(min(MOST_IMAGES, Int(g.images) - first))
+        _enqueue_some[dtype, kernel](o.from_image(first, g), some, ctx)
+
+
+def _enqueue_some[
+    dtype: DType, kernel: Int
+](o: QkvOperands[dtype], g: QkvSizes, ctx: DeviceContext) raises:
+    """Enqueues the projections of as many images as a grid can count."""
     comptime if IS_HOPPER and kernel == KERNEL and size_of[dtype]() == 2:
         if enqueue_hopper(o, g, ctx):
             return

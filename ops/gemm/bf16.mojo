@@ -22,7 +22,7 @@ around it, so that a row of pixels is followed by the next at the same distance:
             from its pixel
     rows    other channels, the stem's 3 above all: a tap is a row of the window, S * C numbers; those
             that fill it up are multiplied by zeros
-    patches groups, or rows with holes: [m, K]
+    patches groups, rows with holes, and rows with NaN or infinity, which zeros would spread: [m, K]
 """
 
 from max.runtime.asyncrt import parallelism_level
@@ -805,6 +805,24 @@ def _lay(
     return left, _Pixels(first, (rows - 1) * width + g.q, width, g.q, 0)
 
 
+def _are_finite(g: Geometry, x: Data[BF16], first: Int, last: Int) -> Bool:
+    """Tells whether the rows of x that whole rows of pixels read hold neither NaN nor infinity."""
+    var n, pixel = divmod(first, g.p * g.q)
+    var p, rows = pixel // g.q, (last - first) // g.q
+    var top = max(p * g.stride_h - g.pad_h, 0)
+    var bottom = min((p + rows - 1) * g.stride_h - g.pad_h + (g.r - 1) * g.dilation_h + 1, g.h)
+    var at = x.unsafe_offset((n * g.h + top) * g.w * g.c)
+    var count = max(bottom - top, 0) * g.w * g.c
+    var whole = count // STEP * STEP
+    var most = SIMD[DType.uint16, STEP](0)
+    for i in range(0, whole, STEP):
+        most = max(most, bitcast[DType.uint16, STEP](at.unsafe_load[width=STEP](i)) & 0x7FFF)
+    var highest = most.reduce_max()
+    for i in range(whole, count):
+        highest = max(highest, bitcast[DType.uint16, 1](at[unsafe_offset=i]) & 0x7FFF)
+    return highest < 0x7F80
+
+
 def gemm_block[
     epilogue: Epilogue
 ](
@@ -834,10 +852,13 @@ def gemm_block[
         end: One beyond the last filter.
         amx: Whether AMX is granted.
     """
-    var room = _room(g, kind, last - first)
+    var way = kind
+    if kind == Plan.ROWS and not _are_finite(g, o.x, first, last):
+        way = Plan.PATCHES
+    var room = _room(g, way, last - first)
     var memory = alloc(Layout[UInt8](count=_Scratch.FIXED + 64 + 2 * room))
     var s = _Scratch(rebind[Data[DType.uint8]](memory.unsafe_ptr()))
-    var left, m = _lay(g, o, kind, first, last - first, channel, s.offsets, s.room)
+    var left, m = _lay(g, o, way, first, last - first, channel, s.offsets, s.room)
     _columns[epilogue, 1]([left], [o.w], [o.bias], o, m, g.f, column, end, s, amx)
     dealloc(memory^)
 

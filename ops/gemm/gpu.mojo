@@ -222,6 +222,7 @@ def gemm[
     w_step: Int = 0,
     y_step: Int = 0,
     bias_step: Int = 0,
+    constant: Bool = True,
 ) raises:
     """Enqueues the products of a batch, or the groups of a convolution, in one launch.
 
@@ -240,6 +241,7 @@ def gemm[
         w_step: Elements of w from one product to the next.
         y_step: Elements of y from one product to the next.
         bias_step: Elements of the bias from one product to the next.
+        constant: Whether w is a weight: a kernel may then load it while the one that writes x runs.
 
     Raises:
         If the launch fails.
@@ -250,7 +252,9 @@ def gemm[
             var row = choose(g, ROW // size_of[dtype](), epilogue)
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
-                    hopper_gemm[dtype, epilogue, CONFIGS[i]](g, o, row.splits, ctx)
+                    hopper_gemm[dtype, epilogue, CONFIGS[i]](
+                        g, o, row.splits, ctx, constant=constant
+                    )
             return
     comptime kernel = (
         mma_gemm[dtype, epilogue, k_major] if rounds

@@ -23,7 +23,8 @@ two sources, a convolution and the 1 x 1 of the shortcut beside it: the steps of
 those of the first, and their sum never leaves the registers.
 
 Blocks start while the kernel before them still runs (programmatic dependent launch): barriers,
-tensor maps and the first filters are loaded before they wait for the activations.
+tensor maps and the first filters, where these are weights, are loaded before they wait for the
+activations.
 
 float32 is multiplied as TF32: the copy engine rounds x and w to 10 bits of mantissa on their way,
 to nearest even (CUDA's driver API; triton-lang/triton#11751).
@@ -377,6 +378,8 @@ struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
     """Rows of the second source between pixels."""
     var more_stride_w: Int32
     """Columns of the second source between pixels."""
+    var early: Int32
+    """1 if the filters may be loaded before the kernel ahead is done, as it does not write them."""
 
     def __init__(
         out self,
@@ -387,6 +390,7 @@ struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
         tiles: Int,
         splits: Int,
         alpha: Float32,
+        constant: Bool = True,
     ):
         """Takes the sizes of a convolution, or of several products.
 
@@ -397,6 +401,7 @@ struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
             tiles: Tiles of filters.
             splits: Blocks that share a tile.
             alpha: Scale of the product.
+            constant: Whether the filters are weights, which no kernel writes.
         """
         var g = sizes[0]
         self.pixels = StaticTuple[Int32, Self.products](fill=0)
@@ -414,6 +419,7 @@ struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
         self.dilation_h, self.dilation_w = Int32(g.dilation_h), Int32(g.dilation_w)
         self.tiles, self.splits, self.blocks = Int32(tiles), Int32(splits), Int32(blocks)
         self.plain = Int32(1 if is_plain(g) else 0)
+        self.early = Int32(1 if constant else 0)
 
     @always_inline
     def place(self, tile: Int32) -> Place:
@@ -656,8 +662,8 @@ def _produce[
     var first_tap = min(first // walk.chunks, walk.taps)
     var first_c = first - first_tap * walk.chunks
 
-    # The filters of the first stages do not depend on the kernel before.
-    var early = min(last - first, Int32(config.stages))
+    # Filters that are weights do not depend on the kernel before.
+    var early = min(last - first, Int32(config.stages) * walk.early)
     var tap = first_tap
     var c = first_c
     for i in range(early):
@@ -1058,7 +1064,14 @@ def _map_dtype[dtype: DType, multiplied: Bool]() -> Int32:
 
 def hopper_gemm[
     dtype: DType, epilogue: Epilogue, config: Config
-](g: Geometry, o: Operands[dtype], splits: Int, ctx: DeviceContext) raises:
+](
+    g: Geometry,
+    o: Operands[dtype],
+    splits: Int,
+    ctx: DeviceContext,
+    *,
+    constant: Bool = True,
+) raises:
     """Enqueues a convolution, or a matrix product.
 
     Parameters:
@@ -1071,11 +1084,12 @@ def hopper_gemm[
         o: The tensors.
         splits: Blocks that share a tile; 1 unless the config splits.
         ctx: The GPU.
+        constant: Whether w is a weight, which no kernel writes.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    hopper_gemms[dtype, epilogue, config, 1]([g], [o], splits, ctx)
+    hopper_gemms[dtype, epilogue, config, 1]([g], [o], splits, ctx, constant=constant)
 
 
 def hopper_gemms[
@@ -1085,6 +1099,8 @@ def hopper_gemms[
     operands: Array[Operands[dtype], products],
     splits: Int,
     ctx: DeviceContext,
+    *,
+    constant: Bool = True,
 ) raises:
     """Enqueues matrix products of the same K and F in one launch.
 
@@ -1099,6 +1115,7 @@ def hopper_gemms[
         operands: The tensors of each; all have the alpha of the first.
         splits: Blocks that share a tile; 1 unless the config splits.
         ctx: The GPU.
+        constant: Whether w of each is a weight, which no kernel writes.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
@@ -1109,7 +1126,7 @@ def hopper_gemms[
     _enqueue[dtype, epilogue, config, products, 1](
         maps,
         Ends[dtype, products](operands),
-        _walk[dtype, config](sizes, splits, operands[0].alpha),
+        _walk[dtype, config](sizes, splits, operands[0].alpha, constant),
         ctx,
     )
 
@@ -1190,7 +1207,9 @@ def _add_maps[
 
 def _walk[
     dtype: DType, config: Config, products: Int
-](sizes: Array[Geometry, products], splits: Int, alpha: Float32) -> Walk[products]:
+](sizes: Array[Geometry, products], splits: Int, alpha: Float32, constant: Bool = True) -> Walk[
+    products
+]:
     """Divides products into tiles and steps."""
     return Walk[products](
         sizes,
@@ -1199,6 +1218,7 @@ def _walk[
         tiles=ceildiv(sizes[0].f, config.columns),
         splits=splits,
         alpha=alpha,
+        constant=constant,
     )
 
 

@@ -267,9 +267,12 @@ def arrive_threads(id: UInt32, threads: UInt32):
 
 @always_inline
 def cluster_sync():
-    """Waits for all threads of the cluster; what they wrote to shared memory is visible after."""
+    """Waits for all threads of the cluster; what they wrote to shared memory is visible after.
+
+    Warps may have diverged, as a producer's has whose first lane drives the copy engine.
+    """
     inlined_assembly[
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;",
+        "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;",
         NOTHING,
         constraints="~{memory}",
     ]()
@@ -278,13 +281,13 @@ def cluster_sync():
 @always_inline
 def cluster_arrive():
     """Arrives where the cluster waits; of writes, those that prepared barriers are seen after."""
-    inlined_assembly["barrier.cluster.arrive.relaxed.aligned;", NOTHING, constraints="~{memory}"]()
+    inlined_assembly["barrier.cluster.arrive.relaxed;", NOTHING, constraints="~{memory}"]()
 
 
 @always_inline
 def cluster_wait():
     """Waits until all threads of the cluster have arrived."""
-    inlined_assembly["barrier.cluster.wait.acquire.aligned;", NOTHING, constraints="~{memory}"]()
+    inlined_assembly["barrier.cluster.wait.acquire;", NOTHING, constraints="~{memory}"]()
 
 
 @always_inline

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,24 @@ class Case:
         return inputs, weights
 
 
+def poisoned(case: Case) -> Case:
+    """Puts NaN, infinity and -infinity into all images of a case but the second.
+
+    Each into the first, the middle and the last number of one of the inputs of an image. What is
+    beside them in memory, such as the second image, has to stay as it is.
+    """
+
+    def poison(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        case.change(inputs, weights)
+        batch, turn = len(inputs[0]), zlib.crc32(case.name.encode())
+        for image in range(batch if not case.levels else 0):
+            flat = inputs[image % len(inputs)][image].reshape(-1)
+            if image != 1 and flat.size:
+                flat[[0, flat.size // 2, -1]] = (np.nan, np.inf, -np.inf)[(image + turn) % 3]
+
+    return replace(case, change=poison)
+
+
 def epilogue(y: torch.Tensor, name: str, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Finishes the product as the fused epilogues do."""
     if residual is not None:
@@ -104,7 +122,8 @@ def conv(
     """Makes a case of conv2d, or of sparse_conv2d with a share ``sparsity`` of zeros.
 
     Every third filter of a sparse one is empty; the number at ``spared`` stays. With ``format`` it
-    is sparse_conv2d_packed: two of four channels are zeros, or ``sparsity`` is of blocks.
+    is sparse_conv2d_packed: two of four channels are zeros, or ``sparsity`` is of blocks. Zeros of
+    a sparse filter may be multiplied by infinity and NaN, or skipped; references do it both ways.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation}
     weights = {"w.filter": (*kernel, c // groups, f)}
@@ -112,7 +131,8 @@ def conv(
         weights["w.bias"] = (f,)
 
     def torch_conv(w: dict[str, torch.Tensor], x: torch.Tensor, *residual: Any) -> torch.Tensor:
-        y = F.conv2d(
+        skips = sparsity is not None and x.dtype == torch.float64
+        y = (skipping_conv2d if skips else F.conv2d)(
             x.permute(0, 3, 1, 2),
             w["w.filter"].permute(3, 2, 0, 1),
             w["w.bias"] if bias else None,
@@ -152,6 +172,22 @@ def conv(
         )
         inputs.append(tuple(meta.shape[1:]))
     return Case(name, inputs, weights, build, torch_conv, prune)
+
+
+def skipping_conv2d(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, **geometry: Any
+) -> torch.Tensor:
+    """Convolves as if zeros of the filter were not there: 0 times infinity is 0."""
+    y = F.conv2d(x.nan_to_num(0, 0, 0), w, bias, **geometry)
+
+    def meets(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x.to(y), w.to(y), **geometry) > 0
+
+    up, down = x == torch.inf, x == -torch.inf
+    most = meets(up, w > 0) | meets(down, w < 0)
+    least = meets(up, w < 0) | meets(down, w > 0)
+    y = y.where(~most, torch.inf).where(~least, -torch.inf)
+    return y.where(~(most & least | meets(x.isnan(), w != 0)), torch.nan)
 
 
 def product(
@@ -667,6 +703,7 @@ CASES = [
     attend("attention many heads of 32", 256, 129, 140, 32),
     attend("attention many heads of 96", 65, 129, 140, 96),
     attend("attention sharp", 65, 33, 2, 64, 4.0),
+    *(attend(f"attention {d} scale 0", 65, 70, 2, d, 0.0) for d in (24, 64)),
 ]  # fmt: skip
 
 
@@ -723,7 +760,8 @@ def check(
     """Compares with torch in float64; raises AssertionError beyond the bound.
 
     The bound is twice the error that torch makes at this dtype, and 8 float32 ulp of the largest
-    number. With ``tf32`` torch's error is that of operands rounded to TF32.
+    number. NaN and infinities are where torch has them, in float64 or at this dtype.
+    With ``tf32`` torch's error is that of operands rounded to TF32.
 
     Returns:
         Our largest error over the largest number of the result.
@@ -744,13 +782,22 @@ def check(
     )
     if truth.numel() == 0:
         return 0.0
-    finite = truth.isfinite()
-    assert torch.equal(ours[~finite], truth[~finite]), f"{case.name}: infinities differ"
+    finite = truth.isfinite() & ours.isfinite()
+    fits = [(ours == t) | (ours.isnan() & t.isnan()) for t in (truth, theirs)]
+    wrong = torch.where(
+        ours.isfinite(), ~(truth.isfinite() | theirs.isfinite()), ~(fits[0] | fits[1])
+    )
+    assert not wrong.any(), (
+        f"{case.name}: {wrong.sum()} of {wrong.numel()} are finite where torch's are not, or the"
+        f" reverse: {ours[wrong][:3].tolist()} instead of {truth[wrong][:3].tolist()}, first at"
+        f" {wrong.nonzero()[0].tolist()}"
+    )
+    if not finite.any():
+        return 0.0
     scale = truth[finite].abs().max().item()
     error = (ours - truth)[finite].abs().max().item()
-    allowed = (
-        2 * (theirs - truth)[finite].abs().max().item() + 8 * torch.finfo(torch.float32).eps * scale
-    )
+    rounding = (theirs - truth)[finite].nan_to_num(0, 0, 0).abs().max().item()
+    allowed = 2 * rounding + 8 * torch.finfo(torch.float32).eps * scale
     assert error <= allowed, f"{case.name}: error {error:.3g} but torch's allows {allowed:.3g}"
     return error / scale if scale else error
 

@@ -26,7 +26,7 @@ from max.graph import DeviceRef, Graph, Module, StaticDim, TensorType, TensorVal
 
 from maxvision.graphs.parameters import Parameters
 from maxvision.runtime.cache import library
-from tests.ops.cases import Case, draw
+from tests.ops.cases import Case
 
 Kind = tuple[DType, int]
 """Dtype and rank."""
@@ -143,14 +143,14 @@ class Trace:
         self.concatenated[result.to_mlir()] = values, axis
         return result
 
-    def run(self, executables: dict[Op, Executable], batch: int) -> torch.Tensor:
-        """Computes the case's output for a batch."""
+    def run(self, executables: dict[Op, Executable], given: Sequence[Buffer]) -> torch.Tensor:
+        """Computes the case's output for a batch of inputs."""
+        batch = given[0].shape[0]
         registry = self.parameters.registry(CPU())
         tensors: dict[Any, Buffer] = {
             **{at: Buffer.from_dlpack(value) for at, value in self.constants.items()},
             **{at: registry[name] for at, name in self.weights.items()},
         }
-        given = draw([self.case], batch, self.dtype, CPU())
         tensors.update(zip((value.to_mlir() for value in self.inputs), given, strict=True))
         for node in self.nodes:
             sizes = [

@@ -28,6 +28,7 @@ from tests.ops.cases import (
     conv,
     dense,
     draw,
+    poisoned,
     pool,
     product,
 )
@@ -51,7 +52,7 @@ def run() -> Run:
 
     def run(case: Case, dtype: DType, batch: int) -> torch.Tensor:
         trace = traces.get((case.name, dtype)) or Trace(case, dtype)
-        return trace.run(executables, batch)
+        return trace.run(executables, draw([case], batch, dtype, CPU()))
 
     return run
 
@@ -73,6 +74,13 @@ def test_takes_an_empty_batch(run: Run) -> None:
         assert run(case, DType.float32, 0).shape[0] == 0, case.name
     for case in NARROW:
         assert run(case, DType.bfloat16, 0).shape[0] == 0, case.name
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_nan_and_infinity_are_torchs(run: Run, case: Case, dtype: DType) -> None:
+    if dtype == DType.float32 or case in NARROW:
+        check(poisoned(case), run(poisoned(case), dtype, 4), 4, TORCH[dtype])
 
 
 @pytest.mark.nightly

@@ -49,15 +49,27 @@ class Tensors:
 
     def __init__(self) -> None:
         self.slots: dict[int, Buffer] = {}
+        self._late: list[tuple[Buffer, Array]] = []
 
-    def add(self, array: Array, offset: int = 0) -> int:
-        """Copies an array in, `offset` bytes after an aligned address, and gives its address."""
+    def add(self, array: Array, offset: int = 0, late: bool = False) -> int:
+        """Copies an array in, `offset` bytes after an aligned address, and gives its address.
+
+        What is ``late`` the kernel ahead writes: it is NaN until a thread waits for that kernel.
+        """
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         slot = (GLOBAL // SLOT) + len(self.slots)
         buffer = Buffer(offset + len(data))
-        buffer.bytes[offset : offset + len(data)] = data
+        buffer.bytes[offset : offset + len(data)] = 0xFF if late else data
+        if late:
+            self._late.append((buffer, np.pad(data, (offset, 0))))
         self.slots[slot] = buffer
         return slot * SLOT + offset
+
+    def settle(self) -> None:
+        """Ends the kernel ahead."""
+        while self._late:
+            buffer, data = self._late.pop()
+            buffer.bytes[: len(data)] = data
 
     def array(self, address: int, like: Array) -> Array:
         """Views what lies at an address as an array of this shape and dtype."""
@@ -421,6 +433,13 @@ class Gang:
 
     def _turned(self, number: int, turn: int) -> bool:
         return self.block.named[number][1] > turn
+
+    def dependencies(self, where: Mask) -> None:
+        if self._mask(where).any():
+            copies = self.block.cluster.copies
+            while copies:  # they may have read before the kernel ahead has written
+                copies.pop()()
+            self.block.launch.tensors.settle()
 
     def cluster_arrive(self, where: Mask) -> None:
         cluster = self.block.cluster

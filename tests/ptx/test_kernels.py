@@ -7,6 +7,7 @@ each case says that float32 sums, or results that are rounded on the way, may ad
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -236,6 +237,33 @@ def test_hopper_gelu(find: Find, rng: np.random.Generator, tile: Tile) -> None:
     run_hopper(find, rng, tile, "gelu", [Conv(1, 70, 1, 64, 72)])
 
 
+@pytest.mark.parametrize(
+    ("tile", "epilogue"), [(TILES[2], "add_relu"), (TILES[2], "gelu"), (TILES[5], "add_relu")]
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_hopper_keeps_nan_and_infinity(
+    find: Find, rng: np.random.Generator, tile: Tile, epilogue: str
+) -> None:
+    p = product(rng, Conv(1, 70, 1, 72, 72), BF16)
+    x = wide(p.x, BF16)
+    x[0, [3, 30, 69], 0, [5, 71, 0]] = np.nan, np.inf, -np.inf
+    run_hopper(find, rng, tile, epilogue, [replace(p, x=rounded(x, BF16))], splits=2)
+
+
+@pytest.mark.parametrize("tile", [TILES[0], TILES[2]], ids=lambda tile: tile.label)
+def test_hopper_waits_for_a_right_side_that_is_computed(
+    find: Find, rng: np.random.Generator, tile: Tile
+) -> None:
+    p = product(rng, Conv(1, 70, 1, 200, 72), BF16)
+    kernel, want = find(f"gemm_hopper_{tile.label}_none_1x1_{BF16}"), convolved(p, BF16)
+
+    def run(*, constant: bool) -> Array:
+        return hopper(kernel, tile, [p], dtype=BF16, constant=constant, late=True)[0]
+
+    check(run(constant=False), finished(want, p, "none", BF16), BF16, SUMS)
+    assert np.isnan(wide(run(constant=True), BF16)).any()
+
+
 def test_hopper_float16(find: Find, rng: np.random.Generator) -> None:
     run_hopper(find, rng, TILES[2], "add_relu", [Conv(1, 70, 1, 72, 72)], dtype="float16")
 
@@ -245,14 +273,14 @@ def run_hopper(
     rng: np.random.Generator,
     tile: Tile,
     epilogue: str,
-    sizes: list[Conv],
+    sizes: Sequence[Conv | Product],
     beside: Conv | None = None,
     *,
     dtype: str = BF16,
     alpha: float = 1,
     splits: int = 1,
 ) -> None:
-    products = [product(rng, g, dtype) for g in sizes]
+    products = [g if isinstance(g, Product) else product(rng, g, dtype) for g in sizes]
     more = product(rng, beside, dtype) if beside else None
     sources = 2 if more else 1
     got = hopper(
@@ -526,6 +554,36 @@ def check_attention(
     want = (e / e.sum(-1, keepdims=True) @ heads[2]).swapaxes(1, 2).reshape(y.shape)
     # Probabilities are rounded before the second product.
     check(y, want, dtype, 2**-9)
+
+
+NOT_FINITE = [
+    ("flash_64_2x1", Heads(3, 33, 70, 1, 64)),
+    ("flash_64_1x4", Heads(3, 33, 300, 1, 64)),
+    ("plain_24", Heads(3, 40, 70, 1, 24)),
+    ("hopper", Heads(3, 65, 170, 1, 64)),
+]
+
+
+@pytest.mark.parametrize(("name", "g"), NOT_FINITE, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_attention_where_scores_are_not_finite(
+    find: Find, rng: np.random.Generator, name: str, g: Heads
+) -> None:
+    q, k, v = (wide(a, BF16) for a in attention_inputs(rng, g, BF16))
+    q[:, :, 0] = 1
+    k[0, : g.s // 2, 0] = -np.inf  # scores of whole tiles, and of a part of one
+    k[0, -1, 0] = -np.inf
+    q[0, 1, 0], q[0, 2, 0] = -1, np.nan
+    k[2, :, 0], v[2, 0, 3] = -np.inf, np.nan  # every score; image 1 ends in a tile before it
+    q, k, v = (rounded(a, BF16) for a in (q, k, v))
+    if name.startswith("hopper"):
+        kernel = find(f"attention_hopper_{'x'.join(map(str, LONG))}_bfloat16")
+        y = hopper_attention(kernel, g, LONG, q, k, v, 0.125, period=3, processors=1)
+    else:
+        rows, splits = {"2x1": (2, 1), "1x4": (1, 4)}.get(name[-3:], (0, 1))
+        kernel = find(f"attention_{name}_bfloat16")
+        y = attention(kernel, g, q, k, v, 0.125, rows=rows, splits=splits)
+    check_attention(y, g, q, k, v, 0.125, BF16)
 
 
 @pytest.mark.parametrize("dtype", [BF16, "float32"])

@@ -24,7 +24,7 @@ WIDER = {"s32": "s64", "u32": "u64", "u16": "u32", "s16": "s32"}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
-IGNORED: tuple[str, ...] = ("griddepcontrol", "fence", "membar", "prefetch", "wgmma.fence")
+IGNORED: tuple[str, ...] = ("griddepcontrol.launch", "fence", "membar", "prefetch", "wgmma.fence")
 IGNORED += ("setmaxnreg",)
 """Without an effect here: blocks run one after another, and memory is coherent."""
 COLLECTIVE = ("shfl", "mma", "ldmatrix", "movmatrix", "wgmma", "bar", "vote", "stmatrix")
@@ -193,6 +193,8 @@ class Translator:
         def registers(args: str, kind: str) -> str:
             return "[" + ", ".join(v(n, kind) for n in args.strip("{}").split(",")) + "]"
 
+        if base == "griddepcontrol":
+            return ["g.dependencies(w)"]
         if base == "bra":
             return [f"g.go({self.number.get(self.kernel.labels[a[0]], self.end)}, w)"]
         if base in ("ret", "exit"):
@@ -345,7 +347,7 @@ class Translator:
             rounded = f"to_{to[:-2]}"
             high, low = (self.value(n, "f32") for n in a[1:3])
             if "relu" in i.parts:
-                high, low = f"np.fmax({high}, 0)", f"np.fmax({low}, 0)"
+                high, low = f"np.maximum({high}, 0)", f"np.maximum({low}, 0)"
             return [self.put(a[0], f"packed([{rounded}({low}), {rounded}({high})], u32_)", "u32")]
         source, to = TYPES.get(source, source), TYPES.get(to, to)
         x = self.value(a[1], source)
