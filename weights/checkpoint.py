@@ -94,7 +94,13 @@ def interpret(found: Source) -> Checkpoint:
         ) from error
     shapes = {name: program.shape(name) for name in program.weights}
     with found.state.reading():
-        parts = apply(form.rules, found.state.tensors, shapes, found.name)
+        parts = apply(
+            form.rules,
+            found.state.tensors,
+            shapes,
+            found.name,
+            configured=found.config is not None,
+        )
     tensors = Stored(parts, found.state.reading)
     check_norms(program, tensors, found.name)
     return Checkpoint(

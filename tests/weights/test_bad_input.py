@@ -163,12 +163,96 @@ def test_a_cvt_tensor_of_another_rank(tmp_path):
         load(tmp_path / "net.pth")
 
 
-def test_another_stem(tmp_path):
-    state = models.torchvision_names(models.resnet())
-    state["conv1.0.weight"] = state.pop("conv1.weight")
-    torch.save(state, tmp_path / "net.pth")
-    with pytest.raises(ModelError, match=r"missing: 'conv1.weight' \(did you mean 'conv1.0.wei"):
+def relative(names):
+    """Makes the tensors of a bottleneck ResNet under torchvision's names, some of them changed."""
+    state = models.torchvision_names(models.resnet("bottleneck"))
+    for key, shape in names.items():
+        if shape is None:
+            state = {name: each for name, each in state.items() if not re.fullmatch(key, name)}
+        else:
+            state[key] = torch.ones(shape)
+    return state
+
+
+DEEP_STEM = {"conv1.weight": None, "conv1.0.weight": (4, 3, 3, 3), "conv1.3.weight": (8, 4, 3, 3)}
+POOLED = {r"layer1\.0\.downsample\..*": None, "layer1.0.downsample.1.weight": (16, 8, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            {"layer1.0.conv2.weight": (4, 1, 3, 3)},
+            "a ResNeXt, whose grouped convolutions of 4 groups ('layer1.0.conv2.weight')",
+        ),
+        (
+            DEEP_STEM | POOLED,
+            "a ResNet-D, whose average pooling in shortcuts ('layer1.0.downsample.1.weight') and"
+            " stem of several convolutions ('conv1.0.weight')",
+        ),
+        (DEEP_STEM, "a ResNet-C, whose stem of several convolutions ('conv1.0.weight')"),
+        (
+            {"layer1.0.se.fc1.weight": (4, 16, 1, 1), "layer1.0.conv2.weight": (4, 2, 3, 3)},
+            "an SE-ResNet and a ResNeXt, whose squeeze-and-excitation ('layer1.0.se.fc1.weight')"
+            " and grouped convolutions of 2 groups ('layer1.0.conv2.weight')",
+        ),
+        (
+            {"layer1.0.se.conv.weight": (1, 1, 3)},
+            "an ECA-ResNet, whose channel attention ('layer1.0.se.conv.weight')",
+        ),
+        (
+            {"layer1.0.conv2.fc1.weight": (4, 2, 1, 1)},
+            "a ResNeSt, whose split attention ('layer1.0.conv2.fc1.weight')",
+        ),
+        (
+            {"layer1.0.convs.0.weight": (4, 2, 3, 3)},
+            "a Res2Net, whose 3x3 convolutions in steps ('layer1.0.convs.0.weight')",
+        ),
+        (
+            {"conv1.weight": (8, 3, 3, 3)},
+            "a ResNet for small images, whose stem of one 3x3 ('conv1.weight')",
+        ),
+        (
+            {".*running_.*": None},
+            "a ResNet without batch norms, whose norms without running_mean ('bn1.weight')",
+        ),
+        (
+            {
+                f"layer{i + 1}.{j}.conv{k}.weight": shape
+                for i, j in [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0)]
+                for k, shape in {
+                    1: (8 * (i + 1), 8, 1, 1),
+                    2: (8 * (i + 1), 8 * (i + 1), 3, 3),
+                    3: (16 * (i + 1), 8 * (i + 1), 1, 1),
+                }.items()
+            },
+            "a Wide ResNet, whose 3x3 convolutions 2 times as wide as a ResNet's"
+            " ('layer1.0.conv2.weight')",
+        ),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_a_relative_of_resnet(names, message, suffix, tmp_path):
+    state, path = relative(names), tmp_path / f"net.{suffix}"
+    if suffix == "pth":
+        torch.save(state, path)
+    else:
+        save_file({key: value.numpy() for key, value in state.items()}, path)
+    with pytest.raises(ModelError) as caught:
+        load(path)
+    assert str(caught.value) == f"net: this is {message} cannot run here; use another checkpoint"
+
+
+def test_a_file_without_a_config_is_not_told_to_correct_it(tmp_path):
+    torch.save(relative({"layer2.0.bn1.bias": None}), tmp_path / "net.pth")
+    with pytest.raises(ModelError, match=r"'layer2.0.bn1.bias'; give .* of this architecture$"):
         load(tmp_path / "net.pth")
+
+
+def test_a_folder_with_a_config_is(folder):
+    rewrite(folder, lambda tensors: tensors.pop(STEM))
+    with pytest.raises(ModelError, match=r"of this architecture, or correct its config\.json$"):
+        load(folder)
 
 
 # --- files ------------------------------------------------------------------------------------
