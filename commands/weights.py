@@ -18,7 +18,7 @@ from maxvision.weights.checkpoint import Checkpoint, identify, interpret
 from maxvision.weights.prune import PATTERNS, SCOPES
 from maxvision.weights.source import Source, find
 
-_MODEL = "a bundled model's name, a folder, a .safetensors/.bin/.pth/.pt file, or a hub id"
+_MODEL = "a bundled model's name, a folder, a checkpoint file, or a hub id"
 _FAILED, _WRONG = 1, 2  # exit codes
 
 _HELP = """\
@@ -27,7 +27,8 @@ Look into trained models, convert and prune them, and check that they run right.
 X is one of
   microsoft/resnet-50       an id on the Hugging Face hub, downloaded once into its cache
   ./my-model                a folder in Hugging Face format, or with one checkpoint file
-  resnet18-f37072fd.pth     a file of torchvision, timm or the original CvT (.pth needs torch)
+  resnet18-f37072fd.pth     a file of torchvision, timm or the original CvT: .safetensors,
+                            .pth, .pt, .bin, .ckpt or .pth.tar
   a bundled model's name    see maxvision --list-models
 """
 
@@ -89,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     convert = command(
         "convert",
         "Write a model as a folder in Hugging Face format",
-        "The folder (config.json, model.safetensors, preprocessor_config.json) loads here without"
-        " torch, and in transformers. It appears when it is complete.",
+        "The folder (config.json, model.safetensors, preprocessor_config.json) loads here and"
+        " in transformers. It appears when it is complete.",
     )
     convert.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     convert.add_argument("--force", action="store_true", help="replace DIR if it is there")

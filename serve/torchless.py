@@ -16,7 +16,7 @@ def hide() -> None:
 
 
 def show() -> None:
-    """Ends that: a checkpoint in torch's own format needs it."""
+    """Ends that, for what a program imports of its own."""
     if "torch" in sys.modules and sys.modules["torch"] is None:
         del sys.modules["torch"]
 

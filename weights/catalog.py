@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maxvision.weights.files import State
+from maxvision.weights.state import State
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def load(
 
     Args:
         source: The name of a bundled model, a folder, a checkpoint file (``.safetensors``,
-            ``.bin``, ``.pth``, ``.pt``), or a Hugging Face hub id such as
+            ``.bin``, ``.pth``, ``.pt``, ``.ckpt``, ``.pth.tar``), or a Hugging Face hub id such as
             ``microsoft/resnet-50``. A name of several kinds is taken in this order.
         revision: Branch, tag or commit on the hub.
         progress: Called with a sentence before something slow, such as a download.
@@ -94,7 +94,13 @@ def interpret(found: Source) -> Checkpoint:
         ) from error
     shapes = {name: program.shape(name) for name in program.weights}
     with found.state.reading():
-        parts = apply(form.rules, found.state.tensors, shapes, found.name)
+        parts = apply(
+            form.rules,
+            found.state.tensors,
+            shapes,
+            found.name,
+            configured=found.config is not None,
+        )
     tensors = Stored(parts, found.state.reading)
     check_norms(program, tensors, found.name)
     return Checkpoint(

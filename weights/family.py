@@ -55,6 +55,8 @@ class Format:
             classes; None where a config.json must describe the network.
         resample: How its pictures are resized where nothing says it.
         timm: The architectures of timm's config.json that are stored like this.
+        unlike: Says of tensors (shapes by their keys) what network they are, if it is a relative
+            that does not run here: ``"this is a ResNeXt, whose ... cannot run"``; else None.
     """
 
     title: str
@@ -62,6 +64,7 @@ class Format:
     infer: Callable[[Mapping[str, Shape], int], Any] | None = None
     resample: str = "bicubic"
     timm: tuple[str, ...] = ()
+    unlike: Callable[[Mapping[str, Shape]], str | None] | None = None
 
     @property
     def has_config(self) -> bool:

@@ -25,9 +25,12 @@ def recognise(
     """Tells the family and format of a checkpoint, by config.json or else by its tensors' names.
 
     Raises:
-        ModelError: If it is in none, or has no classifier.
+        ModelError: If it is in none, is a relative that does not run here, or has no classifier.
     """
     family, form = _by_names(tensors, where) if config is None else _by_config(config, where)
+    shapes = {key: tensor.shape for key, tensor in tensors.items()}
+    if form.unlike and (other := form.unlike(shapes)):
+        raise ModelError(f"{where}: {other} here; use another checkpoint")
     heads = [form.key("head.weight"), form.key("head.bias")]
     if not any(key in tensors for key in heads):
         raise ModelError(

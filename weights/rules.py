@@ -107,7 +107,12 @@ def rename(rules: Rules, tensors: Iterable[str]) -> dict[str, str]:
 
 
 def apply(
-    rules: Rules, tensors: Mapping[str, Array], expected: Mapping[str, Shape], where: str
+    rules: Rules,
+    tensors: Mapping[str, Array],
+    expected: Mapping[str, Shape],
+    where: str,
+    *,
+    configured: bool = True,
 ) -> dict[str, Array]:
     """Fills every weight of ``expected`` (name to shape) from ``tensors``.
 
@@ -116,6 +121,7 @@ def apply(
         tensors: The checkpoint's state dict.
         expected: Every weight to fill, with its shape.
         where: What the message starts with, such as the checkpoint's name.
+        configured: Whether a config.json told what to expect, which may be what is wrong.
 
     Returns:
         The weights: tensors of ``tensors``.
@@ -165,8 +171,8 @@ def apply(
     if any(problems):
         raise ModelError(
             f"{where}: expected the tensors of this architecture, one for each weight, but"
-            f" {'; '.join(filter(None, problems))}; give a checkpoint of this architecture, or"
-            " correct its config.json"
+            f" {'; '.join(filter(None, problems))}; give a checkpoint of this architecture"
+            + (", or correct its config.json" if configured else "")
         )
     return filled
 

@@ -12,8 +12,16 @@ from typing import Any
 
 from maxvision.common.errors import ModelError
 from maxvision.weights.catalog import HUB
-from maxvision.weights.files import PICKLES, SAFETENSORS, State, read_file, read_json, read_shards
+from maxvision.weights.files import (
+    PICKLES,
+    SAFETENSORS,
+    ending,
+    read_file,
+    read_json,
+    read_shards,
+)
 from maxvision.weights.layout import merge_masks
+from maxvision.weights.state import State
 
 BUNDLED = Path(__file__).with_name("bundled")
 
@@ -66,8 +74,8 @@ def find(
     if path.is_dir():
         return _read_folder(path, path.resolve().name)
     if path.is_file():
-        return _read(path, path.parent, path.stem)
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix not in SAFETENSORS + PICKLES:
+        return _read(path, path.parent, path.name.removesuffix(ending(path) or path.suffix))
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not ending(path):
         from maxvision.weights import hub
 
         folder = hub.download(name, revision, progress)
@@ -97,7 +105,7 @@ def weights_in(folder: Path, where: str) -> Path:
             if path.is_file():
                 return path
     for suffixes in (SAFETENSORS, PICKLES):
-        found = sorted(path for path in folder.iterdir() if path.suffix in suffixes)
+        found = sorted(path for path in folder.iterdir() if ending(path) in suffixes)
         if len(found) == 1:
             return found[0]
         if found:

@@ -48,6 +48,17 @@ def test_converted_folders_load_here_and_in_transformers(model, tmp_path):
         assert torch.equal(tensor, theirs.state_dict()[key]), key
 
 
+@pytest.mark.parametrize("name", ["my nets/model_best.pth.tar", "last.ckpt"])
+def test_training_checkpoints_convert(name, tmp_path):
+    net = models.resnet()
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    state = {f"model.{key}": value for key, value in models.torchvision_names(net).items()}
+    torch.save({"epoch": 3, "state_dict": state}, path)
+    assert main(["convert", str(path), "-o", str(tmp_path / "out")]) == 0
+    assert_same(load(tmp_path / "out"), load(models.save(net, tmp_path / "hf")))
+
+
 def test_convert_does_not_overwrite_unless_forced(model, tmp_path, capsys):
     path, _ = model
     target = tmp_path / "there"
