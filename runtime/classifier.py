@@ -106,6 +106,8 @@ def load(
     sparsity.check_mode(sparse)  # before anything that takes long
     off = rewriting.parse(passes)
     if artifact.is_here(source):
+        if revision is not None:
+            raise ArgumentError(f"{source} is compiled already and has no revision; leave it out")
         if off:
             raise ArgumentError(
                 f"{source} is compiled already; leave --passes out, or compile it again with them"
@@ -529,7 +531,9 @@ class Classifier:
 
         def starting() -> None:
             if progress:
-                progress(f"compiling {self.name} for {self.device}, once")
+                progress(
+                    f"compiling {self.name} for {self.device}, about half a minute, this time only"
+                )
 
         program, lowering = self._network(key)
         return Executor.compile(
