@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             passes=options.passes,
             progress=say,
         )
-        device, executable = find_device(model.device), model.executable()
+        device, executable = model.place, model.executable()
     shape = (model.preprocess.height, model.preprocess.width, model.channels)
     facts = {
         **environment(),

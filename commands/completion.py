@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from maxvision.common.arguments import Parser
+from maxvision.common.arguments import Parser, device
 from maxvision.common.console import exit_code
+from maxvision.common.host import HOME
 
 _HELP = """\
 Print what makes a shell complete maxvision's commands, options and their values. Put it into the
@@ -66,7 +67,7 @@ def complete(commands: Collection[str], parser_of: Callable[[str], Parser]) -> N
     elif not typed:
         for action in made._actions:
             if action.dest == "images":
-                action.completer = partial(_words_and_files, commands)  # type: ignore[attr-defined]
+                _complete(action, _words_and_files, commands)
     answer(made)
 
 
@@ -76,7 +77,37 @@ def answer(made: Parser) -> None:
         import argcomplete
     except ModuleNotFoundError:
         os._exit(1)  # the shell shows nothing
-    argcomplete.autocomplete(made, always_complete_options="long")
+    for action in _actions(made):
+        if action.dest in ("model", "models"):
+            _complete(action, _words_and_files, bundled())
+        elif action.type is device:
+            _complete(action, _words, ("auto", "cpu", "gpu", "gpu:0"))
+    argcomplete.autocomplete(made, always_complete_options=False)
+
+
+def _actions(made: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Walks over the options and arguments of a parser and of the commands in it."""
+    for action in made._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for part in action.choices.values():
+                yield from _actions(part)
+
+
+def _complete(
+    action: argparse.Action, completer: Callable[..., list[str]], words: Collection[str]
+) -> None:
+    action.completer = partial(completer, words)  # type: ignore[attr-defined]
+
+
+def bundled() -> list[str]:
+    """Lists the bundled models, without the imports that weights/source.py takes."""
+    folder = HOME / "maxvision" / "weights" / "bundled"
+    return sorted(path.parent.name for path in folder.glob("*/config.json"))
+
+
+def _words(words: Collection[str], prefix: str, **_: Any) -> list[str]:
+    return list(words)
 
 
 def _words_and_files(words: Collection[str], prefix: str, **_: Any) -> list[str]:

@@ -7,7 +7,6 @@ time.
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -61,6 +60,8 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
+    import difflib
+
     plain = _plain(word)
     if (alias := ALIASES.get(word.strip().lower(), "")) in known:
         return alias

@@ -418,6 +418,11 @@ class Classifier:
         return self.executor().executable
 
     @property
+    def place(self) -> Device:
+        """The device itself, whose queue its graphs run in."""
+        return self._device
+
+    @property
     def sparse(self) -> Chosen:
         """Says which layers run as sparse convolutions on images that ``preprocess`` makes."""
         if isinstance(self._source, Package):

@@ -71,7 +71,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     model = SimpleNamespace(
         name="m", device="gpu:1", dtype="float32", tf32=True, channels=3, seconds={"load": 0.5},
         preprocess=SimpleNamespace(height=2, width=4), sparse=SimpleNamespace(told="1 of 2 sparse"),
-        executable=lambda: None,
+        executable=lambda: None, place=SimpleNamespace(is_host=False),
     )  # fmt: skip
 
     def load(source: str, **options: Any) -> Any:
