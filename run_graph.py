@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from maxvision.common import __version__
 from maxvision.common.arguments import (
     DEFAULT_MODEL,
-    DTYPES,
     MODEL,
-    SPARSE,
     Parser,
-    device,
     whole,
 )
 from maxvision.common.console import exit_code
@@ -96,18 +93,7 @@ def parser() -> Parser:
     add("images", nargs="*", metavar="IMAGE", help="an image file, a folder, or - for stdin")
     add("--model", default=DEFAULT_MODEL, metavar="M", help=f"{MODEL} (default: %(default)s, which"
         " is bundled and knows ten classes)")  # fmt: skip
-    add("--revision", metavar="R", help="branch, tag or commit of a hub model")
-    add("--device", default="auto", type=device, metavar="D",
-        help="auto, cpu, gpu or gpu:N (default: auto, a GPU if there is one)")  # fmt: skip
-    add("--dtype", default="auto", choices=DTYPES,
-        help="precision of the model (default: auto, what suits the device)")  # fmt: skip
-    add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU;"
-        " else NVIDIA's tensor cores round it to TF32")  # fmt: skip
-    add("--sparse", default="auto", choices=SPARSE,
-        help="what runs a pruned model's layers: sparse convolutions where they were measured to be"
-        " faster (auto), always, or never")  # fmt: skip
-    add("--passes", default="all", metavar="P", help="how the network is rewritten: all, none,"
-        " -stem,-chain or qkv,mlp; finds the one to blame (docs/architecture.md)")  # fmt: skip
+    made.add_shared("revision", "device", "dtype", "tf32", "sparse", "passes")
     add("--batch-size", type=whole(1, 999_999), metavar="N",
         help="images that run together (default: 8 on a CPU, 32 on a GPU)")  # fmt: skip
     add(

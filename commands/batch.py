@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from maxvision.common.arguments import DEFAULT_MODEL, DTYPES, Parser, device, whole
+from maxvision.common.arguments import DEFAULT_MODEL, Parser, device, whole
 from maxvision.common.console import complain, exit_code
 
 _HELP = """\
@@ -39,11 +39,9 @@ def parser() -> Parser:
     add("-o", "--output", required=True, metavar="DIR", help="the folder of answers")
     add("--model", default=DEFAULT_MODEL, metavar="M", help="a bundled model's name, a hub id, a"
         " folder or a file (default: %(default)s)")  # fmt: skip
-    add("--revision", metavar="R", help="branch, tag or commit of a hub model")
+    made.add_shared("revision", "dtype", "tf32")
     add("--device", default="auto", type=device, metavar="D", help="cpu, gpu or auto: gpu"
         " if this machine has one")  # fmt: skip
-    add("--dtype", default="auto", choices=DTYPES)
-    add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
     add("--workers", type=whole(1, 100_000), metavar="N", help="models that run at a time"
         " (default: what the cluster has room for)")  # fmt: skip
     add("--cores", type=whole(1, 1024), default=1, metavar="N", help="of each; they also decode"

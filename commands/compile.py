@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxvision.common.arguments import DTYPES, SPARSE, Parser
+from maxvision.common.arguments import Parser
 from maxvision.common.console import exit_code, working
 
 _HELP = """\
@@ -39,32 +39,7 @@ def parser() -> Parser:
         "model", metavar="MODEL", help="a bundled model's name, a hub id, a folder or a file"
     )
     made.add_argument("--target", default="cpu", metavar="T", help="see below (default: cpu)")
-    made.add_argument(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="precision of the model (default: auto, float32)",
-    )
-    made.add_argument(
-        "--no-tf32",
-        dest="tf32",
-        action="store_false",
-        help="multiply float32 exactly on a GPU; by default NVIDIA's tensor cores round to TF32",
-    )
-    made.add_argument(
-        "--sparse",
-        default="auto",
-        choices=SPARSE,
-        help="what runs pruned layers: sparse convolutions where they were measured to be faster"
-        " on such a device (auto), always, or never",
-    )
-    made.add_argument(
-        "--passes",
-        default="all",
-        metavar="P",
-        help="how the network is rewritten: all, none, -stem,-chain (all but these) or qkv,mlp",
-    )
-    made.add_argument("--revision", metavar="R", help="branch, tag or commit of a hub model")
+    made.add_shared("dtype", "tf32", "sparse", "passes", "revision")
     made.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="to write")
     made.add_argument(
         "--force", action="store_true", help="replace DIR if it holds a compiled model"

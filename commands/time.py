@@ -8,12 +8,9 @@ from pathlib import Path
 
 from maxvision.common.arguments import (
     DEFAULT_MODEL,
-    DTYPES,
     MODEL,
-    SPARSE,
     Parser,
     counts,
-    device,
     number,
     whole,
 )
@@ -44,20 +41,10 @@ def parser() -> Parser:
     add = made.add_argument
     add("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL",
         help=f"{MODEL} (default: %(default)s)")  # fmt: skip
-    add("--revision", metavar="R", help="branch, tag or commit of a hub model")
-    add("--device", default="auto", type=device, metavar="D",
-        help="auto, cpu, gpu or gpu:N (default: auto, a GPU if there is one)")  # fmt: skip
-    add("--dtype", default="auto", choices=DTYPES,
-        help="precision of the model (default: auto, float32)")  # fmt: skip
-    add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
-    add("--sparse", default="auto", choices=SPARSE,
-        help="what runs a pruned model's layers (default: auto, chosen for the batch size if there"
-        " is one)")  # fmt: skip
-    add("--passes", default="all", metavar="P",
-        help="how the network is rewritten: all, none, -stem,-chain (all but these) or"
-        " qkv,mlp")  # fmt: skip
+    made.add_shared("revision", "device", "dtype", "tf32", "sparse", "passes")
     add("--batch-size", type=counts, default=[1], metavar="N,M",
-        help="images that run together; several are measured in turn (default: 1)")  # fmt: skip
+        help="images that run together; several are measured in turn (default: 1); --sparse auto"
+        " chooses for the size if there is one")  # fmt: skip
     add("--warm-up", type=number(0, 3600), default=1.0, metavar="S",
         help="seconds to run before anything is timed (default: 1)")  # fmt: skip
     long = made.add_mutually_exclusive_group()

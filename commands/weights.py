@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxvision.common.arguments import DTYPES, Parser, device, names
+from maxvision.common.arguments import Parser, device, names
 from maxvision.common.console import complain, exit_code
 
 if TYPE_CHECKING:
@@ -69,19 +69,7 @@ def parser() -> Parser:
         " (out, in, height, width), stored dtype, share of zeros, and numbers. Of a pruned model"
         " also its pruned layers: the pattern of their zeros, and what runs them on a device.",
     )
-    inspect.add_argument(
-        "--device",
-        default="auto",
-        type=device,
-        metavar="D",
-        help="auto, cpu, gpu or gpu:N (default: auto)",
-    )
-    inspect.add_argument(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="that the model would run in (default: auto, float32)",
-    )
+    inspect.add_shared("device", "dtype")
     inspect.add_argument("--all", action="store_true", help="biases, norms and statistics too")
     inspect.set_defaults(run=_inspect)
 

@@ -75,6 +75,50 @@ def _plain(word: str) -> str:
     return re.sub(r"[-_ ]", "", word.lower())
 
 
+def device(text: str) -> str:
+    """Takes the name of a device: auto, cpu, gpu or gpu:N."""
+    if not re.fullmatch(r"auto|cpu|gpu(:\d{1,4})?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(
+            f"auto, cpu, gpu or gpu:N was expected but {text!r} came"
+            f"{meant(text, ('auto', 'cpu', 'gpu'))}"
+        )
+    return text
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "revision": {"metavar": "R", "help": "branch, tag or commit of a hub model"},
+    "device": {
+        "default": "auto",
+        "type": device,
+        "metavar": "D",
+        "help": "auto, cpu, gpu or gpu:N (default: auto, a GPU if there is one)",
+    },
+    "dtype": {
+        "default": "auto",
+        "choices": DTYPES,
+        "help": "precision of the model (default: auto, float32)",
+    },
+    "tf32": {
+        "dest": "tf32",
+        "action": "store_false",
+        "help": "multiply float32 exactly on a GPU; else NVIDIA's tensor cores round it to TF32",
+    },
+    "sparse": {
+        "default": "auto",
+        "choices": SPARSE,
+        "help": "what runs a pruned model's layers: sparse convolutions where they were measured"
+        " to be faster (auto), always, or never",
+    },
+    "passes": {
+        "default": "all",
+        "metavar": "P",
+        "help": "how the network is rewritten: all, none, -stem,-chain (all but these) or qkv,mlp;"
+        " finds the one to blame for an answer",
+    },
+}
+"""The options that several commands have, for ``Parser.add_shared``."""
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that tells a mistake in a sentence, with what was perhaps meant, and exits with 2.
 
@@ -92,6 +136,12 @@ class Parser(argparse.ArgumentParser):
             default=argparse.SUPPRESS,  # or a command would undo what stands before its name
             help="show a traceback in place of an error's sentence",
         )
+
+    def add_shared(self, *names: str) -> None:
+        """Adds options that several commands have: names of ``SHARED``."""
+        for name in names:
+            option = "--no-tf32" if name == "tf32" else f"--{name}"
+            self.add_argument(option, **SHARED[name])
 
     def error(self, message: str) -> NoReturn:
         """Says what is wrong and where the options are listed, and exits with 2."""
@@ -131,16 +181,6 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(
             action, f"{value!r} is none of {', '.join(known)}{meant(str(value), known)}"
         )
-
-
-def device(text: str) -> str:
-    """Takes the name of a device: auto, cpu, gpu or gpu:N."""
-    if not re.fullmatch(r"auto|cpu|gpu(:\d{1,4})?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(
-            f"auto, cpu, gpu or gpu:N was expected but {text!r} came"
-            f"{meant(text, ('auto', 'cpu', 'gpu'))}"
-        )
-    return text
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:

@@ -14,11 +14,8 @@ from dataclasses import dataclass, fields
 
 from maxvision.common.arguments import (
     DEFAULT_MODEL,
-    DTYPES,
     MODEL,
-    SPARSE,
     Parser,
-    device,
     number,
     whole,
 )
@@ -112,15 +109,10 @@ def parser() -> Parser:
     add("--model", metavar="M", help=f"{MODEL} (default: %(default)s, which is bundled and knows"
         " ten classes)")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call it")
-    add("--revision", metavar="R", help="branch, tag or commit of a hub model")
+    made.add_shared("revision", "device", "dtype", "tf32", "sparse")
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"
         " 0.0.0.0 for every network)")  # fmt: skip
     add("--port", type=whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")
-    add("--device", type=device, metavar="D", help="auto, cpu, gpu or gpu:N")
-    add("--dtype", choices=DTYPES)
-    add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
-    add("--sparse", choices=SPARSE, help="what runs pruned layers: sparse"
-        " convolutions where they were measured to be faster (auto), always, or never")  # fmt: skip
     add("--no-embeddings", dest="embeddings", action="store_false", help="compile and hold no"
         " graph for /v1/embeddings")  # fmt: skip
     add("--max-batch-size", type=whole(1, 4096), metavar="N",
