@@ -91,8 +91,8 @@ def parser() -> Parser:
     made = Parser(prog=PROGRAM, description=HELP, epilog=EXAMPLES.replace("run_graph.py", PROGRAM))
     add = made.add_argument
     add("images", nargs="*", metavar="IMAGE", help="an image file, a folder, or - for stdin")
-    add("--model", default=DEFAULT_MODEL, metavar="M", help=f"{MODEL} (default: %(default)s, which"
-        " is bundled and knows ten classes)")  # fmt: skip
+    add("--model", metavar="M", help=f"{MODEL} (default: {DEFAULT_MODEL}, which is bundled and"
+        " knows ten classes)")  # fmt: skip
     made.add_shared("revision", "device", "dtype", "tf32", "sparse", "passes")
     add("--batch-size", type=whole(1, 999_999), metavar="N",
         help="images that run together (default: 8 on a CPU, 32 on a GPU)")  # fmt: skip

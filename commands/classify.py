@@ -19,6 +19,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from maxvision.common.arguments import DEFAULT_MODEL
 from maxvision.common.console import complain, console, progress_bar, working
 from maxvision.common.errors import ArgumentError, ImageError
 from maxvision.common.text import clean, utf8
@@ -46,17 +47,18 @@ def classify(args: argparse.Namespace, started: float) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     if args.output:
         results.check(args.output, args.resume)
+    source = args.model or DEFAULT_MODEL
     items = collect(args.images)
     if missing := _missing(items):
         for each in missing:
             if args.json:
-                print(end=json_line(each, args.model, args.logits))
+                print(end=json_line(each, source, args.logits))
             else:
                 complain(str(each.error))
         return 1
-    with working(f"loading {args.model}") as say:
+    with working(f"loading {source}") as say:
         model = load(
-            args.model,
+            source,
             device=args.device,
             dtype=args.dtype,
             tf32=args.tf32,
