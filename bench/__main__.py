@@ -9,9 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxvision.common.arguments import SPARSE
-from maxvision.common.errors import ArgumentError, UserError
-from maxvision.runtime.devices import DTYPES
+from maxvision.common.arguments import (
+    DTYPES,
+    SPARSE,
+    Parser,
+    counts,
+    device,
+    meant,
+    names,
+    number,
+    whole,
+)
+from maxvision.common.console import exit_code
+from maxvision.common.errors import ArgumentError
 
 _HELP = """\
 Measure maxvision beside its peers, on one machine, in one run.
@@ -39,34 +49,22 @@ examples:
 
 exit codes: 0 done; 1 a result was wrong; 2 a wrong argument, device or model
 """
-FAILED, WRONG = 1, 2
+FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code; a user's mistake is one line on stderr."""
-    try:
-        options = parser().parse_args(arguments)
-        return int(importlib.import_module(f"maxvision.bench.{options.command}").run(options))
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return WRONG
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("torch", "transformers", "matplotlib", "uvloop"):
-            raise
-        sys.stderr.write(f"error: bench expects the package {missing.name}; pip install it\n")
-        return WRONG
-    except KeyboardInterrupt:
-        return 130
+    options = parser().parse_args(arguments)
+    return exit_code(lambda: _run(options), options, "maxvision bench", "bench")
 
 
-def parser() -> argparse.ArgumentParser:
+def _run(options: argparse.Namespace) -> int:
+    return int(importlib.import_module(f"maxvision.bench.{options.command}").run(options))
+
+
+def parser() -> Parser:
     """Describes every option."""
-    top = argparse.ArgumentParser(
-        prog="maxvision bench",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    top = Parser(prog="maxvision bench", description=_HELP, epilog=_EXAMPLES)
     commands = top.add_subparsers(required=True, dest="command", metavar="COMMAND")
 
     def command(name: str, help: str, *shared: str, **defaults: Any) -> Callable[..., Any]:
@@ -85,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
                   "seconds", batches=[1, 32, 256], seconds=2.0)
     add("--sparse", default="auto", choices=SPARSE,
         help="what runs pruned layers of ours (default: auto)")
-    add("--against", type=_list, metavar="A,B", help="these peers alone")
+    add("--against", type=names, metavar="A,B", help="these peers alone")
     add("--autotune", action="store_true", help="torch.compile's max-autotune too: minutes a cell")
     add("--together", action="store_true",
         help="set a cell's engines up at once, as on a GPU; they are timed in turn")
@@ -117,26 +115,26 @@ def parser() -> argparse.ArgumentParser:
                   "seconds", "json", device="cpu", seconds=5.0)
     add("--model", default="resnet-50", metavar="M", help="as bench models")
     add("--dtype", help="of ours; bfloat16 on a GPU, float32 on a CPU if left out")
-    add("--servers", type=_list, default=["maxvision", "litserve"], metavar="A,B",
+    add("--servers", type=names, default=["maxvision", "litserve"], metavar="A,B",
         help="of these, and ray: serve.ray_app in a cluster of its own")
     add("--url", metavar="URL", help="drive the server of ours that is there")
-    add("--bodies", type=_list, default=["bytes", "json"], metavar="A,B",
+    add("--bodies", type=names, default=["bytes", "json"], metavar="A,B",
         help="bytes, json (LitServe takes json only)")
-    add("--concurrency", type=_batches, default=[1, 8, 32], metavar="N,M", help="closed loops")
-    add("--rates", type=_batches, default=[], metavar="N,M", help="open loops, requests/s")
-    add("--slo-ms", type=_positive, default=50.0, help="for the goodput")
+    add("--concurrency", type=counts, default=[1, 8, 32], metavar="N,M", help="closed loops")
+    add("--rates", type=counts, default=[], metavar="N,M", help="open loops, requests/s")
+    add("--slo-ms", type=_SECONDS, default=50.0, help="for the goodput")
     add("--size", type=_size, default=(500, 375), metavar="WxH", help="500x375")
     add("--pictures", type=int, default=16, help="different ones")
     add("--senders", type=int, default=1, help="processes that send")
     add("--serve", dest="serve_options", action="append", default=[], metavar="--OPTION=V",
         help="an option of maxvision serve; may be repeated")
-    add("--replicas", type=_batches, default=[1, 2], metavar="N,M", help="on Ray, a GPU each")
-    add("--replica-cores", type=_count, default=1, metavar="N", help="of each")
+    add("--replicas", type=counts, default=[1, 2], metavar="N,M", help="on Ray, a GPU each")
+    add("--replica-cores", type=_COUNT, default=1, metavar="N", help="of each")
     add("--bounds", action=_SWITCH, default=True,
         help="measure first what senders and decoding alone reach")
     add("--litserve", default="{}", metavar="JSON",
         help="batch, delay_ms, workers, fronts, compile")
-    add("--patience", type=_positive, default=300, help="s for a server's start")
+    add("--patience", type=_SECONDS, default=300, help="s for a server's start")
     add("--verbose", action="store_true", help="print what the servers say")
 
     add = command("report", "the tables and plots of files of results")
@@ -147,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
                   "tf32", dtypes=["bfloat16"])
     add("--target", required=True, help="sm_80, sm_90a, gfx942, cpu:sapphirerapids, ...")
     add("--layers", action="store_true", help="their layers too, which bench ops times")
-    add("--sparse", type=_list, default=["auto"], metavar="A,B",
+    add("--sparse", type=names, default=["auto"], metavar="A,B",
         help="auto, always, never: graphs for bench sparse, one each (default: auto)")
     add("--out", type=Path, required=True, metavar="DIR")
     # fmt: on
@@ -155,25 +153,32 @@ def parser() -> argparse.ArgumentParser:
 
 
 _SWITCH = argparse.BooleanOptionalAction
+_COUNT = whole(1, 1_000_000)
+_SECONDS = number(1e-3, 3600)
 
 
 def _shared(option: str) -> dict[str, Any]:
     """Describes an option that several commands have."""
     described: dict[str, dict[str, Any]] = {
         "models": {
-            "type": _list,
+            "type": names,
             "default": ["resnet-50", "cvt-13"],
             "metavar": "A,B",
             "help": "resnet-18 to -152, cvt-13, -21, -w24 (random weights), bundled models,"
             " folders",
         },
         "dtypes": {
-            "type": _list,
+            "type": names,
             "metavar": "A,B",
             "help": "bfloat16 on a GPU, float32 on a CPU if left out",
         },
-        "batches": {"type": _batches, "metavar": "N,M", "help": "images that run together"},
-        "device": {"default": "auto", "help": "auto, cpu, gpu or gpu:N"},
+        "batches": {"type": counts, "metavar": "N,M", "help": "images that run together"},
+        "device": {
+            "default": "auto",
+            "type": device,
+            "metavar": "D",
+            "help": "auto, cpu, gpu or gpu:N",
+        },
         "tf32": {
             "action": _SWITCH,
             "default": True,
@@ -181,11 +186,11 @@ def _shared(option: str) -> dict[str, Any]:
         },
         "precompiled": {"type": Path, "metavar": "DIR", "help": "graphs that bench compile wrote"},
         "json": {"type": Path, "metavar": "FILE", "help": "write every figure"},
-        "threads": {"type": _count, "metavar": "N", "help": "cores to keep to; all if left out"},
+        "threads": {"type": _COUNT, "metavar": "N", "help": "cores to keep to; all if left out"},
         "peers": {"action": _SWITCH, "default": True, "help": "beside which ours runs"},
-        "seconds": {"type": _positive, "help": "of samples, each"},
+        "seconds": {"type": _SECONDS, "help": "of samples, each"},
         "batch-size": {
-            "type": _count,
+            "type": _COUNT,
             "metavar": "N",
             "help": "images that run together, which --sparse auto chooses for; any if left out",
         },
@@ -199,27 +204,19 @@ def dtypes(options: argparse.Namespace, gpu: bool) -> list[str]:
     Raises:
         ArgumentError: If one is none.
     """
-    names: list[str] = options.dtypes or ["bfloat16" if gpu else "float32"]
-    for name in names:
-        if name not in DTYPES:
-            raise ArgumentError(f"dtypes expects {', '.join(DTYPES)} but has {name!r}")
-    return names
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _batches(text: str) -> list[int]:
-    numbers = [int(part) if part.isdecimal() else 0 for part in _list(text)]
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expects numbers of at least 1 but is {text!r}")
-    return numbers
+    asked: list[str] = options.dtypes or ["bfloat16" if gpu else "float32"]
+    known = [name for name in DTYPES if name != "auto"]
+    for name in asked:
+        if name not in known:
+            raise ArgumentError(
+                f"dtypes expects {', '.join(known)} but has {name!r}{meant(name, known)}"
+            )
+    return asked
 
 
 def _densities(text: str) -> list[float]:
     try:
-        numbers = [float(part) for part in _list(text)]
+        numbers = [float(part) for part in names(text)]
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number <= 1 for number in numbers):
@@ -227,24 +224,11 @@ def _densities(text: str) -> list[float]:
     return numbers
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expects a number of at least 1 but is {text!r}")
-    return int(text)
-
-
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
         raise argparse.ArgumentTypeError(f"expects a size such as 500x375 but is {text!r}")
     return int(width), int(height)
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 3600:
-        raise argparse.ArgumentTypeError(f"expects a number of seconds but is {text!r}")
-    return number
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import gc
 import importlib
 import importlib.util
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,46 +28,14 @@ import torch._dynamo
 import torch._inductor.config
 import torch._inductor.cudagraph_trees
 from max.driver import Buffer, Device
-from max.dtype import DType
 
-from maxvision.bench.timing import Clock, HostClock, MaxClock, TorchClock
+from maxvision.bench.ours import HOST_RING, L2_UNKNOWN, Engine, Maxvision, pictures, ring_size
+from maxvision.bench.timing import HostClock, TorchClock
 from maxvision.common.errors import ArgumentError
 from maxvision.runtime.classifier import Classifier
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.runtime.replay import PINNED, Execution, Replay, captures
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-HOST_RING = 3
-L2_UNKNOWN = 64 << 20
-
-
-class Engine:
-    """Runs batches; all but ``answer`` only enqueue, on a GPU."""
-
-    name: str
-    clock: Clock
-    memory: int | None = None
-    """Bytes that it holds on a GPU: weights, activations, and what its allocator keeps."""
-
-    def feed(self, turn: int) -> None:
-        """Puts a batch of the device's ring where ``compute`` reads it."""
-
-    def upload(self, turn: int) -> None:
-        """Puts a batch of the host's ring there."""
-        self.feed(turn)
-
-    def compute(self) -> None:
-        """Runs the network."""
-
-    def download(self) -> None:
-        """Brings the logits to the host, if ``compute`` did not."""
-
-    def answer(self, turn: int) -> np.ndarray:
-        """A whole request, as a user has it: host array in, host array out."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Gives memory back."""
 
 
 @dataclass
@@ -97,14 +65,12 @@ class Images:
     @cached_property
     def host(self) -> list[np.ndarray]:
         """The host's ring: uint8 [N, H, W, C]."""
-        rng = np.random.default_rng(0)
-        shape = (self.batch, *self.size, len(self.mean))
-        return [rng.integers(0, 256, shape, np.uint8) for _ in range(HOST_RING)]
+        return pictures((self.batch, *self.size, len(self.mean)), HOST_RING)
 
     def count(self, bytes_a_batch: int) -> int:
         """How many batches a ring on the device has: twice its L2 cache, and at least three."""
         cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or L2_UNKNOWN
-        return max(3, -(-2 * cache // bytes_a_batch))
+        return ring_size(bytes_a_batch, cache)
 
     def device_levels(self) -> list[torch.Tensor]:
         """A ring on the GPU: uint8 [N, H, W, C]."""
@@ -130,63 +96,15 @@ class Images:
         return ((levels - mean) / std).to(dtype).permute(0, 3, 1, 2)
 
 
-class Maxvision(Engine):
-    """Our graph: captured on a GPU, executed on a CPU."""
+def ours(model: Classifier, device: Device, images: Images) -> Maxvision:
+    """Makes our engine, on the same pictures as the peers."""
 
-    name = "maxvision"
-
-    def __init__(self, model: Classifier, device: Device, images: Images) -> None:
-        executable = model.executable()
-        self._levels = images.host
-        plain = Execution(executable, device)
-        self._run: Any = plain
-        self._put: Callable[[Any], None] = plain.upload
-        self._ring: Sequence[Any] = images.host
-        self._host: Sequence[Any] = images.host
-        if not captures(device):
-            self.clock = HostClock()
-            return
-        self.clock = MaxClock(device)
-        plain.upload(images.host[0])
-        plain.run()
-        plain.result()  # what a run still holds, the capture would take anew
-        types = [(DType.uint8, images.host[0].shape)]
-        self._run = Replay(executable, device, types, images.batch)
-        self._put = self._run.inputs[0].inplace_copy_from
-        self.memory = device.stats["total_memory"] - device.stats["free_memory"]
-        self._ring = [Buffer.from_dlpack(each) for each in images.device_levels()]
-        self._host = [Buffer(DType.uint8, x.shape, device, PINNED) for x in images.host]
-        for pinned, levels in zip(self._host, images.host, strict=True):
-            np.copyto(pinned.to_numpy(), levels)
+    def ring() -> list[Buffer]:
+        buffers = [Buffer.from_dlpack(each) for each in images.device_levels()]
         torch.cuda.synchronize()
+        return buffers
 
-    def feed(self, turn: int) -> None:
-        """See ``Engine``."""
-        self._put(self._ring[turn % len(self._ring)])
-
-    def upload(self, turn: int) -> None:
-        """See ``Engine``."""
-        self._put(self._host[turn % HOST_RING])
-
-    def compute(self) -> None:
-        """See ``Engine``."""
-        self._run.run()
-
-    def download(self) -> None:
-        """See ``Engine``."""
-        self._run.download()
-
-    def answer(self, turn: int) -> np.ndarray:
-        """See ``Engine``."""
-        self._run.upload(self._levels[turn % HOST_RING])
-        self._run.run()
-        self._run.download()
-        return np.asarray(self._run.result()[0])
-
-    def close(self) -> None:
-        """See ``Engine``."""
-        if isinstance(self._run, Replay):
-            self._run.release()
+    return Maxvision(model.executable(), device, images.host, ring)
 
 
 class Torch(Engine):

@@ -36,8 +36,8 @@ from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
 from maxvision.bench.ceilings import Ceilings, ceilings
 from maxvision.bench.engines import TORCH, captured
+from maxvision.bench.launches import launches_of, short
 from maxvision.bench.layers import COPIES, Layer, distinct, layer_module, network_nodes, sizes
-from maxvision.bench.profile import launches_of, short
 from maxvision.bench.records import write
 from maxvision.bench.references import checkpoint, find_artifact, precision, reference_model
 from maxvision.bench.tf32 import RoundedProducts

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from maxvision.bench import memory, power
-from maxvision.bench.engines import Engine, Images, Maxvision, peers
+from maxvision.bench.engines import Images, ours, peers
+from maxvision.bench.ours import Engine
 from maxvision.bench.references import our_model, reference_model
 from maxvision.bench.tf32 import allow_tf32
 from maxvision.bench.timing import HostClock, rounded, sample
@@ -82,7 +83,7 @@ class Stand:
                 )
                 record["load_s"] = rounded(time.perf_counter() - start, 3)
                 start = time.perf_counter()
-            self._engine = Maxvision(self._ours[key], device, cell.images)
+            self._engine = ours(self._ours[key], device, cell.images)
         else:
             self._engine = peers(reference, cell.images, cell.dtype)[name]()
         held = self._engine.memory

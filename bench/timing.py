@@ -7,7 +7,7 @@ work between them. On a CPU a mark is the moment itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,9 +91,15 @@ class TorchClock:
 
 
 def sample(
-    clock: Clock, step: Callable[[], Any], seconds: float, before: Callable[[], Any] = lambda: None
+    clock: Clock,
+    step: Callable[[], Any],
+    seconds: float,
+    before: Callable[[], Any] = lambda: None,
+    runs: int | None = None,
 ) -> list[float]:
-    """Times ``step`` for about ``seconds``, at least three times; ``before`` is not in the time.
+    """Times ``step`` for about ``seconds``, at least three times, or so many ``runs`` if given.
+
+    ``before`` goes before each and is not in the time.
 
     Runs are enqueued back to back, at most ``CHUNK`` at a time, so that the device and not the
     host is what is timed. Each chunk begins with one run that is not counted: it hides the time
@@ -101,8 +107,13 @@ def sample(
     """
     samples: list[float] = []
     end = time.perf_counter() + seconds
-    chunk = 3
-    while len(samples) < 3 or time.perf_counter() < end:
+    chunk = 3 if runs is None else min(3, runs)
+
+    def enough() -> bool:
+        done = len(samples)
+        return done >= 3 and time.perf_counter() >= end if runs is None else done >= runs
+
+    while not enough():
         marks = []
         started = time.perf_counter()
         for _ in range(chunk + 1):
@@ -113,7 +124,8 @@ def sample(
         clock.wait()
         samples += [clock.between(*pair) for pair in marks[1:]]
         each = (time.perf_counter() - started) / (chunk + 1)
-        chunk = max(1, min(CHUNK, int((end - time.perf_counter()) / max(each, 1e-6))))
+        left = int((end - time.perf_counter()) / max(each, 1e-6))
+        chunk = max(1, min(CHUNK, left if runs is None else runs - len(samples)))
     return samples
 
 
@@ -126,6 +138,15 @@ def percentiles(samples: Iterable[float]) -> dict[str, float]:
     """Gives p50, p90 and p99 of samples in ms, named as the records name them."""
     values = np.percentile(list(samples), (50, 90, 99))
     return {f"p{p}_ms": round(float(v), 5) for p, v in zip((50, 90, 99), values, strict=True)}
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Gives the extremes, the mean and percentiles of samples in ms, and their number."""
+    values = {"min": min(samples), "mean": float(np.mean(samples))}
+    for p in (50, 90, 95, 99):
+        values[f"p{p}"] = float(np.percentile(samples, p))
+    values["max"] = max(samples)
+    return {"runs": len(samples), **{f"{k}_ms": round(v, 5) for k, v in values.items()}}
 
 
 def rounded(value: float, digits: int = 4) -> float:

@@ -19,12 +19,13 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from maxvision.common.console import clean, complain, console, progress_bar, working
-from maxvision.common.errors import ArgumentError
-from maxvision.common.text import utf8
+from maxvision.common.arguments import DEFAULT_MODEL
+from maxvision.common.console import complain, console, progress_bar, working
+from maxvision.common.errors import ArgumentError, ImageError
+from maxvision.common.text import clean, utf8
 from maxvision.runtime import results
 from maxvision.runtime.collect import collect
-from maxvision.runtime.pipeline import Answer, Times, answers
+from maxvision.runtime.pipeline import Answer, Item, Times, answers
 from maxvision.runtime.results import json_line, open_results
 
 if TYPE_CHECKING:
@@ -46,8 +47,15 @@ def classify(args: argparse.Namespace, started: float) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     if args.output:
         results.check(args.output, args.resume)
+    source = args.model or DEFAULT_MODEL
     items = collect(args.images)
-    source = args.model or _default_model()
+    if missing := _missing(items):
+        for each in missing:
+            if args.json:
+                print(end=json_line(each, source, args.logits))
+            else:
+                complain(str(each.error))
+        return 1
     with working(f"loading {source}") as say:
         model = load(
             source,
@@ -65,6 +73,8 @@ def classify(args: argparse.Namespace, started: float) -> int:
     if args.output:
         writer = open_results(args.output, model.name, args.top_k, args.logits, args.resume)
         items = [item for item in items if utf8(item.name) not in writer.done]
+        if not items:
+            complain(f"nothing is left to do: {args.output} holds every answer", kind="")
     quiet = args.json or args.output
     show = _shower(args, model.name, len(items))
     tally = Tally(len(items), len(writer.done) if writer else 0)
@@ -153,13 +163,11 @@ class Tally:
         return text + (f"; --resume goes on with {output}" if output else "")
 
 
-def _default_model() -> str:
-    from maxvision.weights import bundled
-
-    names = bundled()
-    if not names:
-        raise ArgumentError("--model: a bundled model was expected but none is here; name one")
-    return next((name for name in names if "resnet" in name), names[0])
+def _missing(items: Sequence[Item]) -> list[Answer]:
+    """Answers for the images if there is none to run a model for; nothing if there is one."""
+    if any(not isinstance(item.source, ImageError) for item in items):
+        return []
+    return [Answer(item.name, str(item.source)) for item in items]
 
 
 # --- printing ---------------------------------------------------------------------------------

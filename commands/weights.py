@@ -6,20 +6,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from rich.console import Console
-from rich.table import Table
+from maxvision.common.arguments import Parser, device, names
+from maxvision.common.console import complain, exit_code
 
-from maxvision.common.arguments import DTYPES
-from maxvision.common.console import complain
-from maxvision.common.errors import UserError
-from maxvision.weights.checkpoint import Checkpoint, identify, interpret
-from maxvision.weights.prune import PATTERNS, SCOPES
-from maxvision.weights.source import Source, find
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from maxvision.weights.checkpoint import Checkpoint
+    from maxvision.weights.source import Source
 
 _MODEL = "a bundled model's name, a folder, a checkpoint file, or a hub id"
-_FAILED, _WRONG = 1, 2  # exit codes
+PATTERNS = ("unstructured", "2:4", "1x8", "8x1", "64x64")
+SCOPES = ("global", "layer")
+"""What weights/prune.py takes; to import it takes too long for --help."""
+_FAILED = 1  # exit code
 
 _HELP = """\
 Look into trained models, convert and prune them, and check that they run right.
@@ -46,29 +48,20 @@ exit codes: 0 done; 1 verify found an error beyond the bound; 2 a wrong model or
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code; a user's mistake is one line on stderr."""
-    try:
-        options = _parser().parse_args(arguments)
-        return int(options.run(options))
-    except UserError as error:
-        complain(str(error))
-        return _WRONG
-    except KeyboardInterrupt:
-        return 130
+    options = parser().parse_args(arguments)
+    return exit_code(lambda: options.run(options), options, "maxvision weights", "torch")
 
 
-def _parser() -> argparse.ArgumentParser:
-    def command(name: str, summary: str, details: str) -> argparse.ArgumentParser:
+def parser() -> Parser:
+    """Describes the arguments."""
+
+    def command(name: str, summary: str, details: str) -> Any:
         added = commands.add_parser(name, help=summary, description=f"{summary}. {details}")
         added.add_argument("model", metavar="X", help=_MODEL)
         return added
 
-    parser = argparse.ArgumentParser(
-        prog="maxvision weights",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    made = Parser(prog="maxvision weights", description=_HELP, epilog=_EXAMPLES)
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
 
     inspect = command(
         "inspect",
@@ -77,13 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         " (out, in, height, width), stored dtype, share of zeros, and numbers. Of a pruned model"
         " also its pruned layers: the pattern of their zeros, and what runs them on a device.",
     )
-    inspect.add_argument("--device", default="auto", help="auto, cpu, gpu or gpu:N (default: auto)")
-    inspect.add_argument(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="that the model would run in (default: auto, float32)",
-    )
+    inspect.add_shared("device", "dtype")
     inspect.add_argument("--all", action="store_true", help="biases, norms and statistics too")
     inspect.set_defaults(run=_inspect)
 
@@ -117,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     prune.add_argument(
         "--pattern",
-        choices=tuple(PATTERNS),
+        choices=PATTERNS,
         default="unstructured",
         help="single weights; two of four along K; blocks of eight along K (1x8), of eight filters"
         " (8x1), or of 64 filters by 64 input channels of a tap (64x64); the last block of a row"
@@ -125,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     prune.add_argument(
         "--skip",
-        type=_names,
+        type=names,
         metavar="A,B",
         help="layers that stay dense, * for any part of a name, or none (default: the first"
         " convolution and the classifier; inspect lists the layers' names)",
@@ -140,10 +127,16 @@ def _parser() -> argparse.ArgumentParser:
         "Each stage and the logits, in float32; torch and transformers must be installed. An error"
         " is the largest difference over the largest value.",
     )
-    verify.add_argument("--device", default="cpu", help="where the graph runs (default: cpu)")
+    verify.add_argument(
+        "--device",
+        default="cpu",
+        type=device,
+        metavar="D",
+        help="where the graph runs (default: cpu)",
+    )
     verify.add_argument("--seed", type=int, default=0, help="of the images (default: 0)")
     verify.set_defaults(run=_verify)
-    return parser
+    return made
 
 
 def _share(text: str) -> float:
@@ -152,19 +145,23 @@ def _share(text: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"a share such as 0.9 was expected but {text!r} came"
+            f"{f'; did you mean --pattern {text}?' if text in PATTERNS else ''}"
         ) from None
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _find(name: str) -> Source:
+    from maxvision.weights.source import find
+
     return find(name, progress=lambda step: print(step, file=sys.stderr))
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
     from maxvision.weights.catalog import trained
+    from maxvision.weights.checkpoint import identify, interpret
 
     found = _find(options.model)
     table = Table(title=f"{found.name} ({found.weights.name})", title_justify="left")
@@ -196,11 +193,14 @@ def _inspect_pruned(
     found: Source, checkpoint: Checkpoint, options: argparse.Namespace, console: Console
 ) -> None:
     """Prints the pruned layers, how they are pruned, and what would run them."""
+    from rich.table import Table
+
     from maxvision.graphs.sparsity import load_table
     from maxvision.graphs.target import Target
     from maxvision.runtime.classifier import choose_sparse
     from maxvision.runtime.devices import find_device, find_dtype
     from maxvision.runtime.preprocess import Preprocess
+    from maxvision.weights.checkpoint import identify
     from maxvision.weights.patterns import pattern
     from maxvision.weights.prune import prunable
 
@@ -282,6 +282,9 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
     from maxvision.commands.verify import BOUND, verify
 
     rows = verify(options.model, options.device, options.seed)

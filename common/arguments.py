@@ -1,17 +1,228 @@
-"""What command lines take, checked before anything heavy is imported."""
+"""What command lines share: one parser, how a mistake is told, and the values that several take.
+
+Nothing heavy is imported here, so that ``--help``, a mistake and the completion of a shell take no
+time.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
+from maxvision.common.console import complain
+
+DEFAULT_MODEL = "resnet-cifar10"
+"""The bundled model that runs where none is named; it knows ten classes."""
+MODEL = "a bundled model's name, a hub id, a folder or a file, or what maxvision compile wrote"
+"""What ``--model`` takes."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SPARSE = ("auto", "always", "never")
 """What runs pruned layers: sparse convolutions where they are faster, always, or never."""
+
+ALIASES = {
+    **dict.fromkeys(("fp32", "f32", "float", "single", "tf32"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    "bf16": "bfloat16",
+    **dict.fromkeys(("cuda", "nvidia", "rocm", "hip", "amd"), "gpu"),
+    **dict.fromkeys(("h100", "h200", "gh200", "hopper"), "sm_90a"),
+    **dict.fromkeys(("b200", "gb200", "blackwell"), "sm_100a"),
+    **dict.fromkeys(("a100", "ampere"), "sm_80"),
+    **dict.fromkeys(("l4", "l40", "l40s", "ada"), "sm_89"),
+    **dict.fromkeys(("mi300", "mi300x", "mi300a"), "gfx942"),
+    **dict.fromkeys(("mi350", "mi355x"), "gfx950"),
+    **dict.fromkeys(("mi200", "mi250", "mi250x"), "gfx90a"),
+    **dict.fromkeys(("avx2", "cpu:avx2"), "cpu:x86-64-v3"),
+    **dict.fromkeys(("avx512", "avx-512", "cpu:avx512"), "cpu:x86-64-v4"),
+}
+"""What others call the values of our options, or the GPUs that targets stand for."""
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """Tells which of the known words somebody seems to have meant.
+
+    Args:
+        word: What came.
+        known: What could have come.
+
+    Returns:
+        ``"; did you mean float16?"``, to go on with in a message; nothing if no word is near.
+    """
+    words = list(known)
+    found = _nearest(word, words)
+    if not found and ":" in word:  # cuda:1 is gpu:1
+        kind, _, number = word.partition(":")
+        near = _nearest(kind, words)
+        found = f"{near}:{number}" if near == "gpu" and number.isdecimal() else ""
+    return f"; did you mean {found}?" if found else ""
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    import difflib
+
+    plain = _plain(word)
+    if (alias := ALIASES.get(word.strip().lower(), "")) in known:
+        return alias
+    same = [each for each in known if _plain(each) == plain]
+    begun = [each for each in known if len(plain) > 1 and _plain(each).startswith(plain)]
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
+    return next(iter([*same, *(begun[:1] if len(begun) == 1 else []), *close, *begun]), "")
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[-_ ]", "", word.lower())
 
 
 def device(text: str) -> str:
     """Takes the name of a device: auto, cpu, gpu or gpu:N."""
     if not re.fullmatch(r"auto|cpu|gpu(:\d{1,4})?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"auto, cpu, gpu or gpu:N was expected but {text!r} came")
+        raise argparse.ArgumentTypeError(
+            f"auto, cpu, gpu or gpu:N was expected but {text!r} came"
+            f"{meant(text, ('auto', 'cpu', 'gpu'))}"
+        )
     return text
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "revision": {"metavar": "R", "help": "branch, tag or commit of a hub model"},
+    "device": {
+        "default": "auto",
+        "type": device,
+        "metavar": "D",
+        "help": "auto, cpu, gpu or gpu:N (default: auto, a GPU if there is one)",
+    },
+    "dtype": {
+        "default": "auto",
+        "choices": DTYPES,
+        "help": "precision of the model (default: auto, float32)",
+    },
+    "tf32": {
+        "dest": "tf32",
+        "action": "store_false",
+        "help": "multiply float32 exactly on a GPU; else NVIDIA's tensor cores round it to TF32",
+    },
+    "sparse": {
+        "default": "auto",
+        "choices": SPARSE,
+        "help": "what runs a pruned model's layers: sparse convolutions where they were measured"
+        " to be faster (auto), always, or never",
+    },
+    "passes": {
+        "default": "all",
+        "metavar": "P",
+        "help": "how the network is rewritten: all, none, -stem,-chain (all but these) or qkv,mlp;"
+        " finds the one to blame for an answer",
+    },
+}
+"""The options that several commands have, for ``Parser.add_shared``."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that tells a mistake in a sentence, with what was perhaps meant, and exits with 2.
+
+    Every command has ``--debug``, which ``console.exit_code`` obeys. Options are not abbreviated.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        if "\n" in settings.get("description", ""):  # it has lines of its own
+            settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*arguments, **{**settings, "allow_abbrev": False})
+        self._mixed = False
+        self.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,  # or a command would undo what stands before its name
+            help="show a traceback in place of an error's sentence",
+        )
+
+    def add_shared(self, *names: str) -> None:
+        """Adds options that several commands have: names of ``SHARED``."""
+        for name in names:
+            option = "--no-tf32" if name == "tf32" else f"--{name}"
+            self.add_argument(option, **SHARED[name])
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong and where the options are listed, and exits with 2."""
+        complain(re.sub(r"^argument ([^:]+): ", r"\1: ", message))
+        complain(f"{self.prog} --help lists what it takes", kind="")
+        self.exit(2)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses; what is left over is a mistake here already, where the options are known."""
+        namespace, left = super().parse_known_args(args, namespace)
+        if left and not self._mixed:
+            self._refuse(left)
+        return namespace, left
+
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses options and images in any order, in two steps, of which the first leaves some."""
+        self._mixed = True
+        try:
+            namespace, left = super().parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixed = False
+        if left:
+            self._refuse(left)
+        return namespace, left
+
+    def _refuse(self, left: Sequence[str]) -> NoReturn:
+        option = next((word.partition("=")[0] for word in left if word.startswith("-")), "")
+        if not option:
+            self.error(f"unrecognized argument: {left[0]}")
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        self.error(f"there is no option {option}{meant(option, known)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        raise argparse.ArgumentError(
+            action, f"{value!r} is none of {', '.join(known)}{meant(str(value), known)}"
+        )
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Makes what takes a whole number from ``low`` to ``high``."""
+
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"\d{1,12}", text, re.ASCII) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(
+                f"a whole number from {low} to {high} was expected but {text!r} came"
+            )
+        return int(text)
+
+    return convert
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """Makes what takes a number from ``low`` to ``high``."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"a number from {low} to {high} was expected but {text!r} came"
+            )
+        return value
+
+    return convert
+
+
+def names(text: str) -> list[str]:
+    """Takes names with commas between them."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def counts(text: str) -> list[int]:
+    """Takes whole numbers of at least 1, with commas between them."""
+    numbers = [int(part) if re.fullmatch(r"\d{1,6}", part, re.ASCII) else 0 for part in names(text)]
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(
+            f"whole numbers of at least 1, such as 1,16, were expected but {text!r} came"
+        )
+    return numbers

@@ -1,60 +1,130 @@
-"""What the command lines print: messages, and what is going on meanwhile."""
+"""What the command lines print, what is going on meanwhile, and how they end.
+
+rich, which draws tables and progress, is imported where something is drawn.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from functools import cache
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rich.console import Console
-from rich.progress import (
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.text import Text
+from maxvision.common.errors import UserError
+from maxvision.common.host import HOME
+from maxvision.common.text import clean
 
-from maxvision.common.text import utf8
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
 
-
-class _Console(Console):
-    def on_broken_pipe(self) -> NoReturn:
-        raise BrokenPipeError  # and not rich's SystemExit(1)
+_REQUIRED = ("max", "mojo", "numpy", "PIL", "huggingface_hub", "safetensors", "rich")
+"""Packages that maxvision always needs, by the names they are imported by."""
 
 
 def console(stream: Any) -> Console:
     """Makes a console that prints plain text to a stream, as wide as the terminal."""
     # Not a terminal: nothing wraps or is cut short, whoever reads it wants the lines whole.
     width = None if stream.isatty() else 10_000
-    return _Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
+    return _plain()(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
-def clean(text: str) -> str:
-    r"""Writes control characters as \x.. too: a terminal would obey them."""
-    text = utf8(text)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+@cache
+def _plain() -> type[Console]:
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> NoReturn:
+            raise BrokenPipeError  # and not rich's SystemExit(1)
+
+    return Plain
 
 
 def complain(message: str, kind: str = "error: ") -> None:
     """Writes one line to standard error, if that takes it: the disk may be full."""
-    text = Text(kind, style="bold red").append(clean(message), style="default not bold")
+    if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
+        kind = kind and f"\x1b[1;31m{kind}\x1b[0m"
     with contextlib.suppress(OSError):
-        console(sys.stderr).print(text, soft_wrap=True)
+        sys.stderr.write(f"{kind}{clean(message)}\n")
+        sys.stderr.flush()
+
+
+def exit_code(
+    work: Callable[[], int], options: Any, program: str, extra: str = "", internal: int = 2
+) -> int:
+    """Runs a command, tells what goes wrong in a sentence, and returns the exit code.
+
+    Args:
+        work: The command; it returns its exit code.
+        options: The command line; with ``debug`` an error is a traceback.
+        program: What the user has called.
+        extra: The extra of pyproject.toml that holds what the command needs beyond the rest.
+        internal: The code of an error that is no mistake of the user's.
+
+    Returns:
+        What ``work`` returns; 2 for a mistake, 130 for Ctrl-C, 141 if nobody reads any more.
+    """
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130  # as a shell reports SIGINT
+    except BrokenPipeError:  # the reader, say `head`, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell reports SIGPIPE
+    except Exception as error:
+        told = str(error) if isinstance(error, UserError) else _missing(error, program, extra)
+        if getattr(options, "debug", False):
+            import traceback
+
+            traceback.print_exception(error)
+        elif told:
+            complain(told)
+        else:
+            first = str(error).strip().partition("\n")[0] or "no message"
+            complain(f"internal error: {type(error).__name__}: {first}; --debug shows where")
+        return 2 if told else internal
+
+
+def _missing(error: Exception, program: str, extra: str) -> str:
+    """Says how to get a package that an import did not find; nothing if that is not the error."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "maxvision"):
+        return ""
+    checkout = (HOME / "script" / "bootstrap").is_file()
+    ours = checkout and os.path.realpath(sys.prefix) == os.path.realpath(HOME / ".venv")
+    name = "" if package in _REQUIRED else extra
+    if ours:
+        way = f"run script/bootstrap {name}".strip()
+    elif checkout and not name:
+        way = "activate the environment that script/run sets up: . .venv/bin/activate"
+    elif checkout:
+        way = f"run pip install '.[{name}]' in the checkout"
+    else:
+        way = f"run pip install 'maxvision[{name}]'" if name else "install maxvision again"
+    return f"{program} needs the package {package}, which this Python does not have; {way}"
 
 
 @contextlib.contextmanager
 def working(message: str) -> Iterator[Callable[[str], None]]:
-    """Shows what is going on, and for how long, while standard error is a terminal.
+    """Shows what is going on, and for how long.
+
+    On a terminal that is a line that goes when it is done. Elsewhere what is said meanwhile, which
+    is what takes long, is a line each on standard error.
 
     Yields:
         A function that changes the message.
     """
     if not sys.stderr.isatty():  # rich alone would also obey FORCE_COLOR
-        yield lambda _: None
+        yield lambda text: complain(text, kind="")
         return
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
     text = TextColumn("{task.description}", markup=False)
     with progress_bar(SpinnerColumn(), text, TimeElapsedColumn()) as progress:
         task = progress.add_task(clean(message), total=None)
@@ -63,6 +133,8 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
 
 def progress_bar(*columns: ProgressColumn) -> Progress:
     """Makes a display of progress on standard error that goes when it is done."""
+    from rich.progress import Progress
+
     return Progress(
         *columns,
         console=console(sys.stderr),

@@ -18,6 +18,7 @@ from pathlib import Path
 import max.driver as driver
 from max.driver import CPU, Accelerator, Device
 
+from maxvision.common.arguments import meant
 from maxvision.common.errors import ArgumentError, DeviceError
 
 GPUS = tuple("sm_80 sm_86 sm_89 sm_90a sm_100a sm_120a gfx90a gfx942 gfx950".split())
@@ -76,7 +77,9 @@ class Target:
         if name in GPUS:
             return cls(name, "hip" if name.startswith("gfx") else "cuda", machine, ())
         names = ["cpu", *(f"cpu:{kind}" for kind in kinds), *GPUS]
-        raise ArgumentError(f"target expects {', '.join(names)} but is {name!r}")
+        raise ArgumentError(
+            f"target expects {', '.join(names)} but is {name!r}{meant(name, names)}"
+        )
 
     @classmethod
     def of(cls, device: Device) -> Target:

@@ -59,7 +59,6 @@ def compile(
             and is not pruned.
     """
     wanted, off = Target.parse(target), rewriting.parse(passes)
-    say = progress or (lambda _: None)
     if artifact.is_here(source):
         raise ModelError(f"{source}: expected a model but it is compiled already; run it as it is")
     checkpoint = weights.load(source, revision=revision, progress=progress)
@@ -79,6 +78,10 @@ def compile(
             )
         return force
 
+    def starting() -> None:
+        if progress:
+            progress(f"compiling {checkpoint.name} for {wanted.name}, about half a minute")
+
     path = Path(folder)
     with new_folder(path, "the model", replaces) as draft, wanted.device() as device:
         kind = find_dtype(dtype, device)
@@ -93,9 +96,8 @@ def compile(
             device,
             lowering,
             target=wanted,
-            starting=lambda: say(f"compiling {checkpoint.name} for {wanted.name}"),
+            starting=starting,
         )
-        say(f"writing {path}")
         artifact.write(
             draft,
             name=checkpoint.name,

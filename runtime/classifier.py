@@ -106,6 +106,8 @@ def load(
     sparsity.check_mode(sparse)  # before anything that takes long
     off = rewriting.parse(passes)
     if artifact.is_here(source):
+        if revision is not None:
+            raise ArgumentError(f"{source} is compiled already and has no revision; leave it out")
         if off:
             raise ArgumentError(
                 f"{source} is compiled already; leave --passes out, or compile it again with them"
@@ -416,6 +418,11 @@ class Classifier:
         return self.executor().executable
 
     @property
+    def place(self) -> Device:
+        """The device itself, whose queue its graphs run in."""
+        return self._device
+
+    @property
     def sparse(self) -> Chosen:
         """Says which layers run as sparse convolutions on images that ``preprocess`` makes."""
         if isinstance(self._source, Package):
@@ -529,7 +536,9 @@ class Classifier:
 
         def starting() -> None:
             if progress:
-                progress(f"compiling {self.name} for {self.device}, once")
+                progress(
+                    f"compiling {self.name} for {self.device}, about half a minute, this time only"
+                )
 
         program, lowering = self._network(key)
         return Executor.compile(

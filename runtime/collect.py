@@ -20,8 +20,18 @@ def collect(arguments: Sequence[str]) -> list[Item]:
         elif os.path.isdir(argument):
             items.extend(_folder(argument))
         else:
-            items.append(Item(argument, argument))
+            items.append(Item(argument, _file(argument)))
     return items
+
+
+def _file(path: str) -> Source | ImageError:
+    """Says at once that a file is not there: a model may take half a minute to compile."""
+    if not os.path.exists(path):
+        try:
+            read_image(path)
+        except ImageError as error:
+            return error
+    return path
 
 
 def _stdin() -> Source | ImageError:

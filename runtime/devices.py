@@ -6,6 +6,7 @@ from max.driver import CPU, Accelerator, Device, accelerator_count
 from max.dtype import DType
 from max.graph import DeviceRef
 
+from maxvision.common.arguments import meant
 from maxvision.common.errors import ArgumentError, DeviceError
 from maxvision.graphs import nodes
 
@@ -48,7 +49,10 @@ def parse_device(name: str) -> tuple[str, int | None]:
     """
     kind, colon, index = name.partition(":")
     if kind not in ("auto", "cpu", "gpu") or (colon and (kind != "gpu" or not index.isdecimal())):
-        raise ArgumentError(f"device expects auto, cpu, gpu or gpu:N but is {name!r}")
+        raise ArgumentError(
+            f"device expects auto, cpu, gpu or gpu:N but is {name!r}"
+            f"{meant(name, ('auto', 'cpu', 'gpu'))}"
+        )
     return kind, int(index) if index else None
 
 
@@ -62,7 +66,9 @@ def find_dtype(name: str, device: Device) -> DType:
     if name == "auto":
         return DType.float32
     if name not in DTYPES:
-        raise ArgumentError(f"dtype expects auto, {', '.join(DTYPES)} but is {name!r}")
+        raise ArgumentError(
+            f"dtype expects auto, {', '.join(DTYPES)} but is {name!r}{meant(name, DTYPES)}"
+        )
     if not nodes.supported(DTYPES[name], DeviceRef.from_device(device)):
         raise DeviceError(f"dtype {name} runs on a GPU only; use float32 or bfloat16 on a CPU")
     return DTYPES[name]

@@ -4,7 +4,9 @@ import sys
 from collections.abc import Sequence
 
 from maxvision.common.host import leave
-from maxvision.serve.options import parse
+from maxvision.serve.options import parse, parser
+
+__all__ = ["main", "parser"]
 
 
 def main(arguments: Sequence[str]) -> int:

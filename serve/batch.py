@@ -20,35 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from maxvision.common import arguments
 from maxvision.common.errors import ArgumentError, ImageError, ModelError, UserError
-from maxvision.common.host import leave
 from maxvision.runtime.pipeline import Answer, Item, Times, answers
 from maxvision.runtime.preprocess import Source
 from maxvision.runtime.results import record, schema, utf8
 from maxvision.serve.cores import claim
-
-_HELP = """\
-Classifies images with Ray Data: files, folders, and Parquet files with a column of encoded images.
-Without a cluster (RAY_ADDRESS) this machine is one. On a cluster every node has to see the images
-and the folder of answers at the same path."""
-
-_EXAMPLES = """\
-examples:
-  maxvision batch photos/ -o answers
-  maxvision batch shards/*.parquet -o answers --model microsoft/resnet-50 --device gpu
-  RAY_ADDRESS=10.0.0.1:6379 maxvision batch photos/ -o answers --workers 8 --cores 4
-
-answers:
-  Columns image, model, error and predictions, as run_graph.py writes them: read the folder as one
-  data set. An image that cannot be read is a row with an error. A row of Parquet is called
-  FILE#ROW, counted from 0. The same command after a stop goes on with what is not answered.
-
-exit codes:
-  0  every image was classified
-  1  some images could not be read; the others were answered
-  2  the model, the device or the arguments are wrong; the message says what to do
-  130  interrupted; what was answered is written"""
 
 
 @dataclass(frozen=True)
@@ -76,55 +52,6 @@ class Group:
     index: int
     first: int
     done: frozenset[int]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code; a user's mistake is one line on stderr."""
-    from maxvision.common.console import complain
-
-    args = _parse(argv)
-    try:
-        return classify(args)
-    except UserError as error:
-        complain(str(error))
-        return 2
-    except KeyboardInterrupt:
-        complain(f"interrupted; the same command goes on with {args.output}", kind="")
-        return 130
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    from maxvision.serve.options import _whole
-
-    parser = argparse.ArgumentParser(
-        prog="maxvision batch",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("images", nargs="+", metavar="IMAGES", help="an image file, a folder or a Parquet file")
-    add("-o", "--output", required=True, metavar="DIR", help="the folder of answers")
-    add("--model", default="resnet-cifar10", metavar="M", help="a bundled model's name, a hub id, a"
-        " folder or a file (default: %(default)s)")  # fmt: skip
-    add("--revision", metavar="R", help="branch, tag or commit of a hub model")
-    add("--device", default="auto", type=arguments.device, metavar="D", help="cpu, gpu or auto: gpu"
-        " if this machine has one")  # fmt: skip
-    add("--dtype", default="auto", choices=arguments.DTYPES)
-    add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
-    add("--workers", type=_whole(1, 100_000), metavar="N", help="models that run at a time"
-        " (default: what the cluster has room for)")  # fmt: skip
-    add("--cores", type=_whole(1, 1024), default=1, metavar="N", help="of each; they also decode"
-        " (default: %(default)s)")  # fmt: skip
-    add("--batch-size", type=_whole(1, 4096), metavar="N", help="images that run together")
-    add("--top-k", type=_whole(1, 100_000), default=5, metavar="K", help="labels an image")
-    add("--logits", action="store_true", help="the model's raw output too")
-    add("--column", default="image", metavar="NAME", help="of Parquet: bytes, or a struct with"
-        " bytes, as data sets of the Hugging Face hub have (default: %(default)s)")  # fmt: skip
-    add("--rows", type=_whole(1, 1_000_000), default=512, metavar="N", help="images a file of"
-        " answers, which a stop may cost (default: %(default)s)")  # fmt: skip
-    return parser.parse_args(argv)
 
 
 def classify(args: argparse.Namespace) -> int:
@@ -430,9 +357,3 @@ def _named(answer: Answer) -> Answer:
     if answer.error is None or not answer.error.startswith("image: "):
         return answer
     return replace(answer, error=f"{answer.name}: {answer.error[7:]}")
-
-
-if __name__ == "__main__":
-    from maxvision.serve import batch  # by its name, which the workers import
-
-    leave(batch.main())

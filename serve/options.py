@@ -7,20 +7,25 @@ Every option is also a variable of the environment, ``--max-queue-size`` for exa
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from maxvision.common import arguments
+from maxvision.common.arguments import (
+    DEFAULT_MODEL,
+    MODEL,
+    Parser,
+    number,
+    whole,
+)
 
 HELP = """\
 Serves a ResNet or CvT over HTTP: POST an image to /v1/classify, see /docs for the rest."""
 
 EXAMPLES = """\
 examples:
-  maxvision serve --model resnet-cifar10
+  maxvision serve                                    a small bundled model: ten classes
   maxvision serve --model microsoft/resnet-50 --device gpu --dtype bfloat16 --host 0.0.0.0
   MAXVISION_API_KEY=secret maxvision serve --model ./my-cvt
   curl -s localhost:8000/v1/classify -H 'Content-Type: image/jpeg' --data-binary @cat.jpg
@@ -65,9 +70,10 @@ class Options:
         api_key: What a client has to know; None for no check.
         allow_media_domain: Hosts that image URLs may name; none for no URLs.
         log_level: Of what goes to standard error.
+        debug: Whether an error is shown as a traceback.
     """
 
-    model: str
+    model: str = DEFAULT_MODEL
     served_model_name: str | None = None
     revision: str | None = None
     host: str = "127.0.0.1"
@@ -91,76 +97,72 @@ class Options:
     api_key: str | None = None
     allow_media_domain: tuple[str, ...] = ()
     log_level: str = "warning"
+    debug: bool = False
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Options:
-    """Parses the arguments; says in one sentence what is wrong and exits with 2 if they are."""
-    environ = os.environ if environ is None else environ
-    parser = argparse.ArgumentParser(
-        prog="maxvision serve",
-        usage="%(prog)s --model MODEL [options]",
-        description=HELP,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def parser() -> Parser:
+    """Describes the arguments."""
+    made = Parser(
+        prog="maxvision serve", usage="%(prog)s [options]", description=HELP, epilog=EXAMPLES
     )
-    add = parser.add_argument
-    add("--model", metavar="M", help="a bundled model's name, a hub id, a folder or a file,"
-        " or what maxvision compile wrote")  # fmt: skip
+    add = made.add_argument
+    add("--model", metavar="M", help=f"{MODEL} (default: %(default)s, which is bundled and knows"
+        " ten classes)")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call it")
-    add("--revision", metavar="R", help="branch, tag or commit of a hub model")
+    made.add_shared("revision", "device", "dtype", "tf32", "sparse")
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"
         " 0.0.0.0 for every network)")  # fmt: skip
-    add("--port", type=_whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")
-    add("--device", type=arguments.device, metavar="D", help="auto, cpu, gpu or gpu:N")
-    add("--dtype", choices=arguments.DTYPES)
-    add("--no-tf32", dest="tf32", action="store_false", help="multiply float32 exactly on a GPU")
-    add("--sparse", choices=arguments.SPARSE, help="what runs pruned layers: sparse"
-        " convolutions where they were measured to be faster (auto), always, or never")  # fmt: skip
+    add("--port", type=whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")
     add("--no-embeddings", dest="embeddings", action="store_false", help="compile and hold no"
         " graph for /v1/embeddings")  # fmt: skip
-    add("--max-batch-size", type=_whole(1, 4096), metavar="N",
+    add("--max-batch-size", type=whole(1, 4096), metavar="N",
         help="images that run together (default: 8 on a CPU, 64 on a GPU)")  # fmt: skip
-    add("--max-batch-delay-ms", type=_number(0, 10_000), metavar="MS",
+    add("--max-batch-delay-ms", type=number(0, 10_000), metavar="MS",
         help="how long a batch waits to fill (default: %(default)s)")  # fmt: skip
-    add("--max-queue-size", type=_whole(1, 1_000_000), metavar="N",
+    add("--max-queue-size", type=whole(1, 1_000_000), metavar="N",
         help="images under way at once, more are answered 429 (default: 32 batches)")  # fmt: skip
-    add("--max-images-per-request", type=_whole(1, 10_000), metavar="N", help="%(default)s")
-    add("--max-connections", type=_whole(1, 1_000_000), metavar="N",
+    add("--max-images-per-request", type=whole(1, 10_000), metavar="N", help="%(default)s")
+    add("--max-connections", type=whole(1, 1_000_000), metavar="N",
         help="open at once, more are answered 503 (default: %(default)s)")  # fmt: skip
-    add("--max-body-bytes", type=_whole(1, 2**33), metavar="N", help="%(default)s")
-    add("--max-pixels", type=_whole(1, 100_000_000), metavar="N",
+    add("--max-body-bytes", type=whole(1, 2**33), metavar="N", help="%(default)s")
+    add("--max-pixels", type=whole(1, 100_000_000), metavar="N",
         help="of one image, counted before it is decoded (default: %(default)s)")  # fmt: skip
-    add("--front-processes", type=_whole(1, 1024), metavar="N", help="processes that decode and"
+    add("--front-processes", type=whole(1, 1024), metavar="N", help="processes that decode and"
         " speak HTTP (default: a quarter of the cores, all but one beside a GPU)")  # fmt: skip
-    add("--decode-threads", type=_whole(1, 1024), metavar="N",
+    add("--decode-threads", type=whole(1, 1024), metavar="N",
         help="of each of them (default: one a core, together)")  # fmt: skip
-    add("--body-timeout", type=_number(0.1, 3600), metavar="S",
+    add("--body-timeout", type=number(0.1, 3600), metavar="S",
         help="seconds a client has to send its request (default: %(default)s)")  # fmt: skip
-    add("--drain-timeout", type=_number(0, 3600), metavar="S",
+    add("--drain-timeout", type=number(0, 3600), metavar="S",
         help="seconds that requests have to end after SIGTERM (default: %(default)s)")  # fmt: skip
     add("--api-key", metavar="KEY", help="ask every client for it, as a bearer token;"
         " better set as MAXVISION_API_KEY, which other users cannot see")  # fmt: skip
     add("--allow-media-domain", action="append", metavar="HOST", help="let clients name images"
         " by URL on this host; may be repeated")  # fmt: skip
     add("--log-level", choices=LEVELS)
-    parser.set_defaults(**{f.name: f.default for f in fields(Options)[1:]})
-    parser.set_defaults(allow_media_domain=None)
-    args = parser.parse_args([*_from(environ, parser), *argv])
-    if not args.model:
-        parser.error("a model was expected but none came; try --model resnet-cifar10")
+    made.set_defaults(**{f.name: f.default for f in fields(Options) if f.name != "debug"})
+    made.set_defaults(allow_media_domain=None)
+    return made
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Options:
+    """Parses the arguments; says in one sentence what is wrong and exits with 2 if they are."""
+    environ = os.environ if environ is None else environ
+    made = parser()
+    args = made.parse_args([*_from(environ, made), *argv])
     if args.api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", args.api_key):
-        parser.error("--api-key expects visible ASCII characters without spaces")
+        made.error("--api-key expects visible ASCII characters without spaces")
     hosts = tuple(host.lower() for host in args.allow_media_domain or ())
     for host in hosts:
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", host):
-            parser.error(f"--allow-media-domain expects a host such as example.org not {host!r}")
+            made.error(f"--allow-media-domain expects a host such as example.org not {host!r}")
     if args.max_queue_size and args.max_queue_size < args.max_images_per_request:
-        parser.error(
+        made.error(
             f"--max-queue-size expects at least --max-images-per-request"
             f" ({args.max_images_per_request}) but is {args.max_queue_size}; change either"
         )
-    return Options(**{**vars(args), "allow_media_domain": hosts})
+    model = args.model or DEFAULT_MODEL  # MAXVISION_MODEL= is none, too
+    return Options(**{**vars(args), "model": model, "allow_media_domain": hosts})
 
 
 def _from(environ: Mapping[str, str], parser: argparse.ArgumentParser) -> list[str]:
@@ -177,29 +179,3 @@ def _from(environ: Mapping[str, str], parser: argparse.ArgumentParser) -> list[s
         else:
             argv.append(f"{name}={value}")
     return argv
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not re.fullmatch(r"\d{1,12}", text, re.ASCII) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(
-                f"a whole number from {low} to {high} was expected but {text!r} came"
-            )
-        return int(text)
-
-    return convert
-
-
-def _number(low: float, high: float) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(
-                f"a number from {low} to {high} was expected but {text!r} came"
-            )
-        return value
-
-    return convert

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import numpy as np
 
+from maxvision.common.console import complain, exit_code
 from maxvision.common.errors import DeviceError, ModelError, UserError
 from maxvision.common.host import cores
 from maxvision.runtime.preprocess import Preprocess
@@ -43,23 +44,16 @@ def run(options: Options, load: Callable[..., Any] | None = None) -> int:
     Returns:
         The exit code, see ``maxvision serve --help``.
     """
-    from maxvision.common.console import complain
-
     torchless.hide()
-    try:
-        server_socket = bind(options.host, options.port)
-        return _serve(options, server_socket, load)
-    except UserError as error:
-        complain(str(error))
-        return 2
-    except ImportError as error:
-        complain(f"serve: {error.name} was expected; run pip install '.[serve]'")
-        return 2
+
+    def serve() -> int:
+        return _serve(options, bind(options.host, options.port), load)
+
+    return exit_code(serve, options, "maxvision serve", "serve", internal=1)
 
 
 def take_over() -> int:
     """Serves in the place of ``max serve``, with what its command line said."""
-    from maxvision.common.console import complain
     from maxvision.serve import engine
 
     try:
@@ -359,7 +353,10 @@ class _Server:
 
     async def run(self) -> int:
         """Serves until a signal comes or the model cannot be run; returns the exit code."""
-        self._announce(f"loading {self._card.name}; {self._url()} answers 503 until then")
+        name, count = self._card.name, len(self._card.labels)
+        self._announce(
+            f"loading {name}, which knows {count:,} classes; {self._url()} answers 503 until then"
+        )
         keeping = asyncio.ensure_future(self._supervisor.run())
         saying = asyncio.ensure_future(self._say_ready())
         keeping.add_done_callback(self._ended)

@@ -2,8 +2,8 @@
 
 Needs a GPU, torch with CUDA and transformers. Every op of tests/ops/cases.py, and ResNet-18,
 ResNet-50 and CvT-13 of random weights, at float32 (by TF32, and exact), bfloat16 and float16,
-against torch in float64; the bundled models on examples/ and --photos; graph capture. Exits with 1
-if anything fails. How fast it is: ``maxvision bench``.
+against torch in float64; the bundled models on examples/ and --photos; graph capture; what
+``maxvision time`` measures. Exits with 1 if anything fails. How fast it is: ``maxvision bench``.
 
 The machine with the GPU needs no compiler: ``python -m tests.gpu --compile sm_90a --compiled DIR``
 compiles on any other, and ``--compiled DIR`` takes what it wrote.
@@ -33,6 +33,7 @@ from max.engine import InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef
 
+from maxvision.bench import latency
 from maxvision.bench.environment import environment
 from maxvision.bench.records import check_path, write
 from maxvision.bench.references import artifact, checkpoint, precision, reference_model
@@ -96,6 +97,7 @@ def main() -> int:
         partial(ops, options.compiled, options.precisions),
         partial(models, options.compiled, options.precisions),
         partial(bundled, options.compiled, options.photos, options.precisions),
+        partial(timed, options.compiled, options.precisions),
     ]
     facts = environment()
     records = []
@@ -286,7 +288,7 @@ def captured(ours: Classifier, calls: int = 200) -> Iterator[dict[str, Any]]:
     def agree(held: list[int]) -> bool:
         alone = []
         for pixels, rows in zip(batches, held, strict=True):
-            plain = Execution(ours.executable(), ours._device)
+            plain = Execution(ours.executable(), ours.place)
             plain.upload(np.concatenate([pixels, np.zeros((rows - len(pixels), *size), np.uint8)]))
             plain.run()
             alone.append(plain.result()[0][: len(pixels)])
@@ -342,6 +344,27 @@ def bundled(
                 "largest_score_difference": max(abs(a.score - b.score) for a, b in pairs),
                 "passed": not different,
             }
+
+
+def timed(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
+    """Checks that what ``maxvision time`` measures of a bundled model hangs together."""
+    name = bundled_names()[0]
+    for dtype in packaged(precisions)[:1]:
+        source = str(folder / f"{name}-gpu-{dtype}") if folder else name
+        model = load(source, device="gpu", dtype=dtype)
+        shape = (8, model.preprocess.height, model.preprocess.width, 3)
+        options = argparse.Namespace(warm_up=0.2, duration=1.0, iterations=None, kernels=3)
+        found = latency.measure(model.executable(), model.place, shape, options)
+        times = {kind: found[kind]["p50_ms"] for kind in latency.SHARES}
+        share = sum(each["us"] for each in found["kernels"]) / 1e3 / times["compute"]
+        right = min(times.values()) > 0 and times["request"] > times["compute"]
+        yield {
+            "case": "maxvision time",
+            "dtype": dtype,
+            "p50_ms": times,
+            "kernels_share": round(share, 2),
+            "passed": bool(right and found["device_mb"] and 0 < share < 1.5),
+        }
 
 
 if __name__ == "__main__":

@@ -157,6 +157,56 @@ def test_set_up_says_what_is_missing(tmp_path: Path, python: str) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
+PYTHON = """#!/bin/bash
+# Takes the place of Python, in .venv too: what pip does is up to $PIP.
+case $1$2 in
+  -mvenv) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  -mpip)
+    case $PIP in
+      interrupted) kill -TERM $PPID; exit 1 ;;
+      *) echo "pip ${@: -2:1}" >>log ;;
+    esac ;;
+  -c*) [[ $2 != *"import maxvision"* || ! $BROKEN ]] ;;
+  --version) echo Python ;;
+esac
+"""
+
+
+def test_a_set_up_that_is_interrupted_leaves_what_was_there(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "script", tmp_path / "script")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def bootstrap(*extra: str, **environ: str) -> tuple[int, list[str], str]:
+        """Returns the exit code, what pip installed, and what was said."""
+        log.write_text("")
+        done = subprocess.run(
+            [tmp_path / "script/bootstrap", *extra],
+            env={**os.environ, "PYTHON": str(python), **environ},
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, log.read_text().splitlines(), done.stderr
+
+    assert bootstrap(PIP="interrupted")[0] and not (tmp_path / ".venv/ready").exists()
+    (tmp_path / ".venv/half").touch()
+    code, installed, said = bootstrap()
+    assert (code, installed) == (0, ["pip ."])
+    assert ". .venv/bin/activate gives this shell the command maxvision" in said
+    assert not (tmp_path / ".venv/half").exists(), "what was half there is begun anew"
+    assert bootstrap() == (0, [], "")
+    (tmp_path / ".venv/kept").touch()
+    assert bootstrap("test", PIP="interrupted")[0]
+    assert bootstrap() == (0, [], ""), "without the tests it is as it was"
+    assert bootstrap("test", PIP="interrupted")[0]
+    assert bootstrap(BROKEN="1")[:2] == (0, ["pip ."]), "it is mended"
+    assert bootstrap("test")[:2] == (0, ["pip .[test]"])
+    assert bootstrap("test") == bootstrap() == (0, [], "")
+    assert (tmp_path / ".venv/kept").exists(), "and never thrown away"
+
+
 def test_nothing_names_one_machine() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

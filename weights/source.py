@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxvision.common.errors import ModelError
+from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.weights.catalog import HUB
 from maxvision.weights.files import (
     PICKLES,
@@ -66,9 +66,16 @@ def find(
 
     Raises:
         ModelError: If there is no such model or it cannot be read.
+        ArgumentError: If there is a revision, and the model is not on the hub.
     """
     name = os.fspath(source)
     path = Path(name).expanduser()
+    here = "bundled" if name in bundled() else "a file or a folder" if path.exists() else ""
+    if here and revision is not None:
+        raise ArgumentError(
+            f"{name} is {here}, and only models of the Hugging Face hub have revisions; leave"
+            " --revision out"
+        )
     if name in bundled():
         return _read_folder(BUNDLED / name, name)
     if path.is_dir():

@@ -50,7 +50,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
         (["models", "--dtypes", "int3", "--device", "cpu"], "dtypes expects float32, .* 'int3'"),
         (["models", "--dtypes", "float16", "--device", "cpu"], "runs on a GPU only"),
-        (["models", "--device", "tpu"], "device expects auto, cpu, gpu or gpu:N but is 'tpu'"),
+        (["models", "--dtypes", "bf16", "--device", "cpu"], "'bf16'; did you mean bfloat16"),
         (["profile", "--device", "cpu"], "profile expects a GPU, because MAX records no time"),
         (["compile", "--target", "sm_90a", "--out", "x", "--dtypes", "int3"], "dtypes expects"),
         (

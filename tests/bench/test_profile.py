@@ -9,8 +9,9 @@ from max.driver import CPU
 from max.dtype import DType
 from max.graph import DeviceRef
 
+from maxvision.bench.launches import by_kernel, launches, short
 from maxvision.bench.layers import network_nodes, sizes
-from maxvision.bench.profile import launches, named, short, show, trace
+from maxvision.bench.profile import named, show, trace
 from maxvision.bench.references import checkpoint, reference_model
 from maxvision.common.errors import DeviceError
 from tests.bench.test_layers import symbol
@@ -39,6 +40,11 @@ def test_a_launch_adds_what_no_other_hides() -> None:
     found = launches({"traceEvents": recorded}, runs=1)
     assert [x.adds_us for x in found] == [10, 2, 0, 5]
     assert sum(x.adds_us for x in found) == 17
+
+
+def test_launches_are_summed_up_by_kernel() -> None:
+    recorded = [event(0, "a", 2), event(2, "b", 5), event(7, "a", 1)]
+    assert by_kernel(launches({"traceEvents": recorded}, runs=1)) == [("b", 1, 5), ("a", 2, 3)]
 
 
 def test_launches_are_named_after_layers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maxvision.bench.timing import HostClock, percentiles, rounded, sample
+from maxvision.bench.timing import CHUNK, HostClock, percentiles, rounded, sample, summary
 
 
 class Queue:
@@ -49,6 +49,18 @@ def test_one_run_of_a_chunk_is_not_counted_and_nor_is_what_comes_before_each() -
 def test_a_step_longer_than_its_time_is_sampled_three_times() -> None:
     steps = []
     assert len(sample(HostClock(), lambda: steps.append(1), 0)) == 3 == len(steps) - 1
+
+
+@pytest.mark.parametrize("runs", [1, 3, CHUNK, 2 * CHUNK + 5])
+def test_runs_may_be_counted_instead(runs: int) -> None:
+    assert len(sample(HostClock(), lambda: None, 0, runs=runs)) == runs
+
+
+def test_a_summary_is_of_individual_runs() -> None:
+    assert summary([float(x) for x in range(101)]) == {
+        "runs": 101, "min_ms": 0, "mean_ms": 50, "p50_ms": 50, "p90_ms": 90, "p95_ms": 95,
+        "p99_ms": 99, "max_ms": 100,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("value", "said"), [(123456.0, 123500.0), (0.00012345, 0.0001234)])

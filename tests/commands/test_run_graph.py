@@ -24,9 +24,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maxvision import run_graph, runtime, weights
+from maxvision import run_graph, runtime
 from maxvision.commands import classify as cli
 from maxvision.commands import models
+from maxvision.common.arguments import DEFAULT_MODEL
 from maxvision.common.errors import DeviceError, ModelError
 from maxvision.graphs.sparsity import Chosen
 from maxvision.runtime.preprocess import Preprocess
@@ -47,6 +48,7 @@ class Fake:
     labels: list[str] = field(default_factory=lambda: list(LABELS))
     preprocess: Preprocess = field(default_factory=lambda: Preprocess(8, 8, 8))
     batch_size: int = 8
+    compiles: bool = False
     batches: list[int] = field(default_factory=list)
     asked: dict[str, Any] = field(default_factory=dict)
     spoil: Callable[[np.ndarray], None] = lambda _: None
@@ -77,13 +79,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     model = Fake()
 
     def load(source: str, **options: Any) -> Fake:
-        options["progress"]("compiling")
+        if model.compiles:
+            options["progress"]("compiling fake")
         model.asked = {"source": source, **options}
         model.batch_size = options["batch_size"] or model.batch_size
         return model
 
     monkeypatch.setattr(runtime, "load", load, raising=False)
-    monkeypatch.setattr(weights, "bundled", lambda: ["cvt-small", "resnet-small"])
     return model
 
 
@@ -179,7 +181,7 @@ def test_arguments_reach_load(fake: Fake, folder: Path, run: Run) -> None:
     progress = fake.asked.pop("progress")
     assert callable(progress)
     assert fake.asked == {
-        "source": "resnet-small", "device": "auto", "dtype": "auto", "batch_size": None,
+        "source": DEFAULT_MODEL, "device": "auto", "dtype": "auto", "batch_size": None,
         "revision": None, "tf32": True, "sparse": "auto", "passes": "all",
     }  # fmt: skip
     run("--model", "o/m", "--device=gpu:1", "--dtype", "float16", "all/r.png", "--revision", "v1",
@@ -253,7 +255,7 @@ def test_an_interrupted_run_goes_on(
     assert code == 0 and fake.batches == [2] * 5 and "10 images in " in err
     assert (folder / name).read_text() == (folder / f"whole{name}").read_text()
     code, _, err = run(*images, *options, name, "--resume")
-    assert code == 0 and "fake on cpu, float32\n" in err
+    assert code == 0 and f"nothing is left to do: {name} holds every answer\n" in err
 
 
 def test_timing(fake: Fake, folder: Path, run: Run) -> None:
@@ -262,7 +264,6 @@ def test_timing(fake: Fake, folder: Path, run: Run) -> None:
     said = rf"first answer after [\d.]+ s: {parts}"
     assert (code, err) == (0, "") and re.fullmatch(said, out.splitlines()[-1]), out
     assert re.search(said, run("all/r.png", "--timing", "--json")[2])
-    assert run("missing.png", "--timing")[0] == 1
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="NO /dev/full to write to")
@@ -325,7 +326,14 @@ def test_images_that_fail_do_not_stop_the_others(fake: Fake, folder: Path, run: 
 def test_all_images_fail(fake: Fake, folder: Path, run: Run) -> None:
     (folder / "none").mkdir()
     code, out, err = run("missing.png")
-    assert code == 1 and "no such file" in err and fake.batches == []
+    assert (code, out) == (1, "") and "no such file" in err
+    code, out, err = run("missing.png", "none", "--json")
+    assert [line["image"] for line in lines(out)] == ["missing.png", "none"] and not err
+    code, out, err = run("missing.png", "--output", "a.csv")
+    assert (code, out) == (1, "") and "no such file" in err and not (folder / "a.csv").exists()
+    assert not fake.asked, "a model may take half a minute to compile"
+    code, out, err = run("text.jpg")
+    assert code == 1 and "it holds text" in err and fake.batches == []
     assert out.strip() == "fake on cpu, float32"
     code, _, err = run("none")
     assert code == 1 and "none: a folder with images was expected but none is in it" in err
@@ -351,12 +359,13 @@ def test_logits_that_are_not_finite(fake: Fake, folder: Path, run: Run) -> None:
         (["x.png", "--top-k", "0"], "--top-k: a whole number from 1 to 999999 was .* but '0'"),
         (["x.png", "--top-k", "-1"], "--top-k"),
         (["x.png", "--batch-size", "many"], "--batch-size: a whole number"),
-        (["x.png", "--dtype", "int3"], "--dtype: invalid choice: 'int3' .*float32"),
+        (["x.png", "--dtype", "int3"], "--dtype: 'int3' is none of .*float32"),
         (["x.png", "--device", "tpu"], "--device: auto, cpu, gpu or gpu:N was expected but 'tpu'"),
         (["x.png", "--device", "gpu:x"], "--device: .*'gpu:x'"),
         (["x.png", "--logits"], "--logits was expected with --json"),
         (["-", "-"], "- was expected once"),
-        (["x.png", "--jso"], "unrecognized arguments: --jso"),
+        (["x.png", "--jso"], "there is no option --jso; did you mean --json"),
+        (["x.png", "--topk", "3"], "there is no option --topk; did you mean --top-k"),
         (["x.png", "--output", "a.txt"], "ends in .csv, .jsonl or .parquet but is 'a.txt'"),
         (["x.png", "--output", "a.csv", "--json"], "--json was expected without --output"),
         (["x.png", "--output", "a.csv", "--logits"], "--logits was expected with --json or an"),
@@ -372,19 +381,13 @@ def test_wrong_arguments(fake: Fake, run: Run, arguments: list[str], match: str)
 
 @pytest.mark.parametrize("error", [ModelError("m: expected a model"), DeviceError("gpu: none")])
 def test_wrong_model_or_device(
-    run: Run, fake: Fake, monkeypatch: pytest.MonkeyPatch, error: Exception
+    run: Run, fake: Fake, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr(runtime, "load", load, raising=False)
-    assert run("x.png", "--json") == (2, "", f"error: {error}\n")
-
-
-def test_no_bundled_model(run: Run, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "bundled", lambda: [])
-    code, _, err = run("x.png")
-    assert code == 2 and "--model: a bundled model was expected but none is here" in err
+    assert run("all/r.png", "--json") == (2, "", f"error: {error}\n")
 
 
 def test_internal_error(
@@ -422,8 +425,14 @@ def test_progress_is_shown_on_a_terminal_only(
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     assert run_graph.main(["all", "--json", "--batch-size", "2"]) == 0
     shown = terminal.getvalue()
-    assert "compiling" in shown or "loading resnet-small" in shown
+    assert f"loading {DEFAULT_MODEL}" in shown
     assert "classifying 2 of 3" in shown and "classifying 3 of 3" in shown
+
+
+def test_a_pipe_hears_that_the_model_compiles(fake: Fake, folder: Path, run: Run) -> None:
+    fake.compiles = True
+    code, out, err = run("all/r.png", "--json")
+    assert code == 0 and len(lines(out)) == 1 and err.startswith("compiling fake\n")
 
 
 def test_list_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,11 +531,10 @@ def test_version_is_that_of_the_project() -> None:
 
 PIPED = """
 import sys, types, numpy
-from maxvision import run_graph, runtime, weights
+from maxvision import run_graph, runtime
 sys.path.insert(0, {tests!r})
 from tests.commands.test_run_graph import Fake
 runtime.load = lambda *_, **__: Fake()
-weights.bundled = lambda: ["fake"]
 sys.exit(run_graph.main(sys.argv[1:]))
 """
 

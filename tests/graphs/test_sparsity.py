@@ -316,11 +316,11 @@ def test_the_command_line_takes_the_mode(
     pruned: dict[float, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
-    arguments = ["compile", pruned[0.0], "--sparse", "always", "-o", out]
+    arguments = [pruned[0.0], "--sparse", "always", "-o", out]
     assert command.main(arguments) == 2
     assert "prune it with maxvision weights prune, or leave --sparse" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        command.main([*arguments[:3], "sometimes", "-o", out])
+        command.main([*arguments[:2], "sometimes", "-o", out])
     assert run_graph.parse(["x.jpg", "--sparse", "never"]).sparse == "never"
     assert run_graph.parse(["x.jpg"]).sparse == "auto"
 

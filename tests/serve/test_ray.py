@@ -32,8 +32,8 @@ import pyarrow as pa  # noqa: E402
 from pyarrow import parquet  # noqa: E402
 
 from maxvision.bench.rayed import Cluster  # noqa: E402
+from maxvision.commands import batch  # noqa: E402
 from maxvision.common.errors import ArgumentError  # noqa: E402
-from maxvision.serve import batch  # noqa: E402
 from maxvision.serve.app import PAGES, ROUTERS  # noqa: E402
 from maxvision.serve.ray_app import app, decoding, read  # noqa: E402
 from tests.serve.conftest import EXAMPLES  # noqa: E402
@@ -288,7 +288,7 @@ def test_what_was_interrupted_goes_on(
         of[f"{shards / 'a.parquet'}#{i}"] = labels[i] if i < len(labels) else None
 
     argv = [
-        sys.executable, "-m", "serve.batch", str(images), str(shards), "-o", str(out),
+        sys.executable, "-m", "maxvision", "batch", str(images), str(shards), "-o", str(out),
         "--rows=2", "--device=cpu", "--workers=1",
     ]  # fmt: skip
     process = subprocess.Popen(argv, cwd=ROOT, env=cluster.environ)
@@ -309,7 +309,7 @@ def test_what_was_interrupted_goes_on(
             assert row["error"].startswith(f"{row['image']}: ")
         else:
             assert row["predictions"][0]["label"] == of[row["image"]]
-    assert batch.main(argv[3:]) == 1  # nothing is left: no cluster is asked
+    assert batch.main(argv[4:]) == 1  # nothing is left: no cluster is asked
 
 
 def test_mistakes_of_a_batch_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

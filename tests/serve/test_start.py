@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
+from maxvision.common.arguments import DEFAULT_MODEL
 from maxvision.serve.options import parse
 from maxvision.serve.worker import end_with_parent
 from tests.serve import faulty
@@ -50,10 +52,12 @@ def has_torch(process: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what is mapped is read in /proc")
-def test_a_server_holds_no_torch(tmp_path: Path) -> None:
+def test_a_server_without_options_says_what_it_serves_and_holds_no_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    argv = ["-m", "serve", "--model", "resnet-cifar10", "--device", "cpu", "--port", "0"]
-    with serving(argv, tmp_path / "log") as server:
+    with serving(["-m", "serve", "--port", "0"], tmp_path / "log") as server:
+        first = server.log.read_text().partition("\n")[0]
+        said = r"loading resnet-cifar10, which knows 10 classes; http://\S+ answers 503 until then"
+        assert re.fullmatch(said, first)
         assert not has_torch(server.process.pid)
         assert not has_torch(server.worker())
 
@@ -74,7 +78,7 @@ def test_torch_comes_back_for_whoever_needs_it() -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "a model was expected"),
+        (["--prot", "1"], "there is no option --prot; did you mean --port?"),
         (["--model", "no-such-model"], "no-such-model"),
         (["--model", "resnet-cifar10", "--port", "99999"], "from 0 to 65535"),
         (["--model", "resnet-cifar10", "--device", "tpu"], "auto, cpu, gpu or gpu:N"),
@@ -171,6 +175,26 @@ def test_options_come_from_the_environment_too() -> None:
     assert (options.model, options.max_batch_size) == ("resnet-cifar10", 5)
     assert options.allow_media_domain == ("a.org", "b.org")
     assert options.tf32 is False
+
+
+@pytest.mark.parametrize("environ", [{}, {"MAXVISION_MODEL": ""}])
+def test_without_a_model_it_is_the_bundled_one(environ: dict[str, str]) -> None:
+    assert parse([], environ).model == DEFAULT_MODEL
+    assert parse(["--model", "m"], environ).model == "m"
+
+
+def test_debug_is_an_option_of_servers_too() -> None:
+    assert parse([], {"MAXVISION_DEBUG": "1"}).debug and parse(["--debug"], {}).debug
+    assert not parse([], {}).debug
+
+
+def test_with_debug_a_mistake_is_a_traceback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        argv = [f"--port={taken.getsockname()[1]}", "--debug"]
+        done = subprocess.run(
+            [sys.executable, "-m", "serve", *argv], cwd=ROOT, capture_output=True, text=True
+        )
+    assert done.returncode == 2 and done.stderr.startswith("Traceback"), done.stderr
 
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from maxvision.common.errors import ModelError
+from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.weights import load
 from tests.weights import models
 
@@ -358,6 +358,12 @@ def python(code, **environment):
         check=False,
         timeout=60,
     )
+
+
+def test_only_the_hub_has_revisions(folder):
+    for source, what in [("resnet-cifar10", "bundled"), (folder, "a file or a folder")]:
+        with pytest.raises(ArgumentError, match=f"is {what}, and only models of the Hugging Face"):
+            load(source, revision="v1")
 
 
 def test_an_unknown_id_offline(tmp_path):

@@ -172,6 +172,12 @@ def test_mistakes_get_one_sentence(
     assert not out.exists()
 
 
+def test_a_pattern_is_no_sparsity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["prune", "resnet-cifar10", "--sparsity", "2:4", "-o", str(tmp_path / "out")])
+    assert "'2:4' came; did you mean --pattern 2:4?" in capsys.readouterr().err
+
+
 def test_a_full_disk_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
