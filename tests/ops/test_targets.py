@@ -1,8 +1,8 @@
 """Kernels compile for GPUs and CPUs that are not here.
 
-Every op for sm_90a at bfloat16 and float32, and every night at all dtypes and for the others;
-always the products, which have a kernel of
-their own there, and those in bfloat16 for CPUs, which are run where this one can.
+Every op for sm_90a at bfloat16, and every night at all dtypes and for the others; always the
+products, which have a kernel of their own there (float32's for sm_90a is in tests/ptx), and those
+in bfloat16 for CPUs, which are run where this one can.
 """
 
 from __future__ import annotations

@@ -145,6 +145,9 @@ def main() raises:
     hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[2]](
         g, Operands[F16](half2, half2, full, half2, half2), 1, ctx
     )
+    hopper_gemm[F32, Epilogue("add_relu"), CONFIGS[2]](
+        g, Operands[F32](full, full, full, full, full), 1, ctx
+    )
     cores[BF16](g, o, ctx)
     cores[F32](g, Operands[F32](full, full, full, full, full), ctx)
     gemm_portable[F32, Epilogue("none"), False](

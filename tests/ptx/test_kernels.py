@@ -50,6 +50,7 @@ from .launches import (
     two_four,
     wide,
 )
+from .semantics import to_tf32
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BF16 = "bfloat16"
@@ -266,6 +267,12 @@ def test_hopper_waits_for_a_right_side_that_is_computed(
 
 def test_hopper_float16(find: Find, rng: np.random.Generator) -> None:
     run_hopper(find, rng, TILES[2], "add_relu", [Conv(1, 70, 1, 72, 72)], dtype="float16")
+
+
+def test_hopper_float32(find: Find, rng: np.random.Generator) -> None:
+    p = product(rng, Conv(1, 70, 1, 72, 72), "float32")
+    x, w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))  # as the copy engine does
+    run_hopper(find, rng, TILES[2], "add_relu", [replace(p, x=x, w=w)], dtype="float32")
 
 
 def run_hopper(
