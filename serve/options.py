@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from maxvision.common import arguments
+from maxvision.common.pictures import MAX_PIXELS
 
 HELP = """\
 Serves a ResNet or CvT over HTTP: POST an image to /v1/classify, see /docs for the rest."""
@@ -83,7 +84,7 @@ class Options:
     max_images_per_request: int = 32
     max_connections: int = 4096
     max_body_bytes: int = 32 * 2**20
-    max_pixels: int = 50_000_000
+    max_pixels: int = MAX_PIXELS
     front_processes: int | None = None
     decode_threads: int | None = None
     body_timeout: float = 30.0
@@ -129,7 +130,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     add("--max-connections", type=_whole(1, 1_000_000), metavar="N",
         help="open at once, more are answered 503 (default: %(default)s)")  # fmt: skip
     add("--max-body-bytes", type=_whole(1, 2**33), metavar="N", help="%(default)s")
-    add("--max-pixels", type=_whole(1, 100_000_000), metavar="N",
+    add("--max-pixels", type=_whole(1, MAX_PIXELS), metavar="N",
         help="of one image, counted before it is decoded (default: %(default)s)")  # fmt: skip
     add("--front-processes", type=_whole(1, 1024), metavar="N", help="processes that decode and"
         " speak HTTP (default: a quarter of the cores, all but one beside a GPU)")  # fmt: skip
