@@ -7,6 +7,7 @@ Every option is also a variable of the environment, ``--max-queue-size`` for exa
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass, fields
 
 from maxvision.common import arguments
 from maxvision.common.pictures import MAX_PIXELS
+from maxvision.serve.access import STYLES
 
 HELP = """\
 Serves a ResNet or CvT over HTTP: POST an image to /v1/classify, see /docs for the rest."""
@@ -65,6 +67,8 @@ class Options:
         drain_timeout: Seconds that requests may take to end after SIGTERM.
         api_key: What a client has to know; None for no check.
         allow_media_domain: Hosts that image URLs may name; none for no URLs.
+        forwarded_allow_ips: Addresses and networks of proxies whose X-Forwarded-For is believed.
+        access_log: ``text``, ``json`` or ``off``: what goes to standard output, a line a request.
         log_level: Of what goes to standard error.
     """
 
@@ -91,6 +95,8 @@ class Options:
     drain_timeout: float = 30.0
     api_key: str | None = None
     allow_media_domain: tuple[str, ...] = ()
+    forwarded_allow_ips: tuple[str, ...] = ()
+    access_log: str = "text"
     log_level: str = "warning"
 
 
@@ -144,9 +150,14 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
         " better set as MAXVISION_API_KEY, which other users cannot see")  # fmt: skip
     add("--allow-media-domain", action="append", metavar="HOST", help="let clients name images"
         " by URL on this host; may be repeated")  # fmt: skip
-    add("--log-level", choices=LEVELS)
+    add("--forwarded-allow-ips", action="append", metavar="IP", help="believe X-Forwarded-For of"
+        " this proxy, an address, a network such as 10.0.0.0/8, or *; may be repeated")  # fmt: skip
+    add("--access-log", choices=STYLES, help="a line a request on standard output"
+        " (default: %(default)s)")  # fmt: skip
+    add("--log-level", choices=LEVELS, help="of what goes to standard error"
+        " (default: %(default)s)")  # fmt: skip
     parser.set_defaults(**{f.name: f.default for f in fields(Options)[1:]})
-    parser.set_defaults(allow_media_domain=None)
+    parser.set_defaults(allow_media_domain=None, forwarded_allow_ips=None)
     args = parser.parse_args([*_from(environ, parser), *argv])
     if not args.model:
         parser.error("a model was expected but none came; try --model resnet-cifar10")
@@ -156,12 +167,20 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     for host in hosts:
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", host):
             parser.error(f"--allow-media-domain expects a host such as example.org not {host!r}")
+    proxies = tuple(args.forwarded_allow_ips or ())
+    for proxy in proxies:
+        if proxy != "*" and not _is_network(proxy):
+            parser.error(
+                f"--forwarded-allow-ips: {proxy!r} is neither an address nor a network; write"
+                " 10.0.0.1, 10.0.0.0/8 or *"
+            )
     if args.max_queue_size and args.max_queue_size < args.max_images_per_request:
         parser.error(
             f"--max-queue-size expects at least --max-images-per-request"
             f" ({args.max_images_per_request}) but is {args.max_queue_size}; change either"
         )
-    return Options(**{**vars(args), "allow_media_domain": hosts})
+    given = {**vars(args), "allow_media_domain": hosts, "forwarded_allow_ips": proxies}
+    return Options(**given)
 
 
 def _from(environ: Mapping[str, str], parser: argparse.ArgumentParser) -> list[str]:
@@ -178,6 +197,14 @@ def _from(environ: Mapping[str, str], parser: argparse.ArgumentParser) -> list[s
         else:
             argv.append(f"{name}={value}")
     return argv
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _whole(low: int, high: int) -> Callable[[str], int]:
