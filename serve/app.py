@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from maxvision.serve.access import Entry
 from maxvision.serve.core import Service, Work, request_id, work
@@ -72,6 +73,9 @@ def make_app(service: Service) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     app.add_middleware(Gate, service=service)
+    if proxies := service.options.forwarded_allow_ips:
+        hosts = ["*"] if "*" in proxies else list(proxies)
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=hosts)  # before the gate
     app.add_exception_handler(Refusal, _refuse)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)

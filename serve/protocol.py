@@ -177,9 +177,6 @@ def http_server(app: Any) -> Any:
         service.metrics.rejected.labels(refusal.code).inc()
         service.access.add(Entry(client, refusal.status, size))
 
-    proxies = list(options.forwarded_allow_ips)
-    if "*" in proxies:
-        proxies = ["*"]
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -189,8 +186,7 @@ def http_server(app: Any) -> Any:
             date_header=False,
             lifespan="off",
             http=protocol(options.body_timeout, connections, refused),
-            proxy_headers=bool(proxies),
-            forwarded_allow_ips=proxies,
+            proxy_headers=False,  # the app believes what it was told to
             log_level="error",  # what is not HTTP is no line each
             ws="none",
             timeout_keep_alive=120,
