@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -95,6 +96,31 @@ def test_nothing_is_sent_to_the_builder_that_it_does_not_copy() -> None:
     assert {rule[1:] for rule in rules if rule.startswith("!")} == set(copied())
     last = max(i for i, rule in enumerate(rules) if rule.startswith("!"))
     assert {"**/__pycache__", "bench/results"} <= set(rules[last:]), "the last rule that fits wins"
+
+
+def test_the_image_is_built_of_what_it_gets(tmp_path: Path) -> None:
+    """What is copied, links as links, makes a package that is whole."""
+    pytest.importorskip("hatchling", reason="THE PACKAGE IS NOT BUILT: pip install hatchling")
+    source, made = tmp_path / "src", tmp_path / "made"
+    source.mkdir()
+    unsent = shutil.ignore_patterns("results", "__pycache__", "*.mef", "*.mojoc")
+    for name in copied():
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=unsent)
+        else:
+            shutil.copy(ROOT / name, source)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", made]
+    done = subprocess.run(build, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = made.iterdir()
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("serve", "graphs", "runtime", "common", "commands", "weights/bundled", "ops"):
+        wanted = {
+            f"maxvision/{path.relative_to(ROOT)}"
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".py", ".mojo", ".json", ".safetensors", ".html", ".js")
+        }
+        assert wanted and wanted <= packed, folder
 
 
 def test_the_image_starts_a_server() -> None:
