@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from maxvision.common import __version__
+from maxvision.common import __version__, pictures
 from maxvision.common.arguments import (
     DEFAULT_MODEL,
     MODEL,
@@ -43,7 +43,7 @@ examples:
   run_graph.py --list-models
 
 images:
-  JPEG, PNG, WebP, GIF, BMP and TIFF, up to 100 megapixels. A folder is read with all that is
+  IMAGES. A folder is read with all that is
   in it, in name order, but for hidden files and other extensions. - reads standard input.
 
 --json writes one line an image to standard output and everything else to standard error:
@@ -55,7 +55,9 @@ exit codes:
   0  every image was classified
   1  some images could not be read; the others were answered
   2  the model, the device or the arguments are wrong; the message says what to do
-  130  interrupted; what was answered is written"""
+  130  interrupted; what was answered is written""".replace(
+    "IMAGES", f"{pictures.names('and')}, up to {pictures.MAX_PIXELS // 10**6} megapixels"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,5 +17,9 @@ class ImageError(UserError):
     """An image that cannot be read. The other images of a batch are not affected."""
 
 
+class TooLargeError(ImageError):
+    """An image that is larger than what is decoded."""
+
+
 class ArgumentError(UserError):
     """An argument outside of what the function or command takes."""

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from maxvision.common.errors import ImageError
+from maxvision.common.pictures import EXTENSIONS
 from maxvision.runtime.pipeline import Item
-from maxvision.runtime.preprocess import EXTENSIONS, Source, read_image
+from maxvision.runtime.preprocess import Source, read_image
 
 
 def collect(arguments: Sequence[str]) -> list[Item]:

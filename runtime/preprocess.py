@@ -7,8 +7,9 @@ so what travels to the device is one byte a channel.
 from __future__ import annotations
 
 import io
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,26 +18,22 @@ from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 from PIL import WebPImagePlugin as _  # noqa: F401  registers WebP: Pillow imports it only on demand
 
-from maxvision.common.errors import ImageError, ModelError
+from maxvision.common import pictures
+from maxvision.common.errors import ImageError, ModelError, TooLargeError
 from maxvision.common.host import cores
+from maxvision.common.pictures import FORMATS, MAX_PIXELS
+from maxvision.runtime import tiff
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Source: TypeAlias = "str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | npt.NDArray[Any]"
 
-FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF")
-"""The formats Pillow may open, the common ones first; its many others stay closed to input."""
+_PILLOW = tuple(each.name.upper() for each in FORMATS)
+_WANTED = f"a {pictures.names('or')} picture was expected"
 
-EXTENSIONS = frozenset(
-    ".jpg .jpeg .jpe .jfif .png .apng .gif .bmp .webp .tif .tiff".split()  # lower case
-)
-
-MAX_PIXELS = 100_000_000
-"""Largest picture decoded, in pixels, by the size its header declares (300 MB as RGB)."""
-
-_WANTED = "a JPEG, PNG, WebP, GIF, BMP or TIFF picture was expected"
+_BLOCK = 2**20  # numbers that are scaled at a time
 
 _UPRIGHT = {  # EXIF orientation: what makes it upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -69,7 +66,7 @@ def read_image(source: Source, name: str | None = None) -> Image.Image:
 
     Raises:
         ImageError: If the picture is missing, unreadable, damaged, larger than ``MAX_PIXELS``
-            or of another format than ``FORMATS``.
+            or of another format than ``common.pictures.FORMATS``.
     """
     if isinstance(source, (str, os.PathLike)):
         where = name or os.fspath(source)
@@ -105,24 +102,52 @@ def _open(path: str | os.PathLike[str], where: str) -> IO[bytes]:
 
 
 def _decode(file: IO[bytes], where: str) -> Image.Image:
+    with open_image(file, where) as image:
+        return _load(image, where)
+
+
+def open_image(
+    file: IO[bytes], where: str = "image", max_pixels: int = MAX_PIXELS
+) -> ImageFile.ImageFile:
+    """Opens a picture, and checks its header; nothing is decoded yet.
+
+    Args:
+        file: An open binary file.
+        where: What errors call it.
+        max_pixels: Of the largest picture that is taken, and of a TIFF's largest tile.
+
+    Raises:
+        TooLargeError: If its header says that it is larger.
+        ImageError: If it is of another format than ``common.pictures.FORMATS``, or damaged.
+    """
+    tile = 0
     try:
         if not file.seekable():  # a pipe
             file = io.BytesIO(file.read())
-        image = Image.open(file, formats=FORMATS)
+        if tiff.is_tiff(file.read(4)):
+            tile = tiff.tile_pixels(file)
+        file.seek(0)
+        image = Image.open(file, formats=_PILLOW)
     except UnidentifiedImageError:
         file.seek(0)
         raise ImageError(f"{where}: {_WANTED} but {_describe(file.read(64))}") from None
     except Image.DecompressionBombError:  # Pillow's own limit, above ours
-        raise _too_large(where, f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels") from None
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        raise _too_large(where, f"more than {most:,} pixels", max_pixels) from None
     except Exception as error:
         raise _damaged(where, error) from error
-    with image:
-        return _load(image, where)
+    if image.width * image.height > max_pixels:
+        image.close()
+        raise _too_large(where, f"{image.width:,} x {image.height:,}", max_pixels)
+    if tile > max_pixels:
+        image.close()
+        raise _too_large(where, f"tiles of {tile:,} pixels", max_pixels)
+    return image
 
 
 def _load(image: Image.Image, where: str) -> Image.Image:
     if image.width * image.height > MAX_PIXELS:
-        raise _too_large(where, f"{image.width:,} x {image.height:,}")
+        raise _too_large(where, f"{image.width:,} x {image.height:,}", MAX_PIXELS)
     if not image.width * image.height:
         raise ImageError(f"{where}: a picture was expected but it has no pixels; check its source")
     if image.mode == "LAB":
@@ -188,21 +213,39 @@ def _to_8_bit(values: npt.NDArray[Any], top: int | None = None) -> Pixels:
     """Scales numbers so that 0 is level 0 and ``top`` is level 255 (`read_image` has the rule)."""
     if top == 255:
         return values.astype(np.uint8, copy=False)
-    scaled = values.astype(np.float32)
-    low, high = 0.0, float(top or 0)
-    if top is None:
-        finite = scaled[np.isfinite(scaled)]
-        if not finite.size:
-            raise ValueError("no finite value in the picture")
-        low, high = float(finite.min()), float(finite.max())
-        scaled = np.nan_to_num(scaled, nan=low, posinf=high, neginf=low)
-        for white in (1, 255, 65535) if values.dtype.kind == "f" else (255, 65535):
-            if low >= 0 and high <= white:
-                low, high = 0.0, white
-                break
-    scaled -= low
-    scaled *= 255 / ((high - low) or 1)
-    return (scaled + 0.5).clip(0, 255).astype(np.uint8)
+    low, high = (0.0, float(top)) if top is not None else _range(values)
+    levels = np.empty(values.shape, np.uint8)
+    for rows in _rows(values):
+        scaled = values[rows].astype(np.float32)
+        if top is None:
+            scaled = np.nan_to_num(scaled, nan=low, posinf=high, neginf=low)
+        scaled -= low
+        scaled *= 255 / ((high - low) or 1)
+        scaled += 0.5
+        levels[rows] = scaled.clip(0, 255)
+    return levels
+
+
+def _range(values: npt.NDArray[Any]) -> tuple[float, float]:
+    """Finds which numbers are black and white where the dtype does not say."""
+    low, high = math.inf, -math.inf
+    for rows in _rows(values):
+        part = values[rows].astype(np.float32)
+        finite = part[np.isfinite(part)]
+        if finite.size:
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+    if low > high:
+        raise ValueError("no finite value in the picture")
+    for white in (1, 255, 65535) if values.dtype.kind == "f" else (255, 65535):
+        if low >= 0 and high <= white:
+            return 0.0, white
+    return low, high
+
+
+def _rows(values: npt.NDArray[Any]) -> Iterator[slice]:
+    """Cuts an array into blocks of rows: float32 copies of all of it would be 400 MB each."""
+    step = max(1, _BLOCK // max(1, values[:1].size))
+    return (slice(at, at + step) for at in range(0, len(values), step))
 
 
 _SIGNATURES = (  # where in the file, what stands there, what it is
@@ -230,10 +273,11 @@ def _describe(head: bytes) -> str:
     return "it holds something else; convert it to one of these"
 
 
-def _too_large(where: str, size: str) -> ImageError:
-    return ImageError(
-        f"{where}: a picture of at most {MAX_PIXELS // 1_000_000} megapixels was expected but its"
-        f" header says {size}; scale it down first"
+def _too_large(where: str, size: str, limit: int) -> ImageError:
+    most = f"{limit:,} pixels" if limit % 1_000_000 else f"{limit // 1_000_000} megapixels"
+    return TooLargeError(
+        f"{where}: a picture of at most {most} was expected but its header says {size}; scale it"
+        " down first"
     )
 
 

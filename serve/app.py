@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import json
 import logging
+import time
 import uuid
 from contextlib import suppress
 from typing import Any
@@ -21,8 +22,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from maxvision.serve.core import Service, request_id
+from maxvision.serve.access import Entry
+from maxvision.serve.core import Service, Work, request_id, work
 from maxvision.serve.errors import Refusal, ending
 from maxvision.serve.requests import HELD
 from maxvision.serve.routes import huggingface, kserve, openai, page, state, vllm
@@ -42,7 +45,7 @@ ROUTERS = (
 OFTEN = {"/v1/classify": openai.classify}
 """Endpoints that take the request alone and are called past FastAPI, which only describes them."""
 
-PROBES = ("/health", "/ready", "/v2/health/live", "/v2/health/ready")
+PROBES = ("/health", "/ready", "/ping", "/v2/health/live", "/v2/health/ready")
 """What needs no key, and is answered while the server drains."""
 
 PAGES = page.PATHS
@@ -70,6 +73,9 @@ def make_app(service: Service) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     app.add_middleware(Gate, service=service)
+    if proxies := service.options.forwarded_allow_ips:
+        hosts = ["*"] if "*" in proxies else list(proxies)
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=hosts)  # before the gate
     app.add_exception_handler(Refusal, _refuse)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -129,6 +135,10 @@ class Gate:
             return
         exchange = _Exchange(self._service, scope, receive, send)
         request_id.set(exchange.id)
+        doing = None
+        if self._service.access.on:
+            doing = Work()
+            work.set(doing)
         probe = scope["path"] in PROBES
         board = self._service.board
         board.add(board.REQUESTS, not probe)
@@ -146,6 +156,8 @@ class Gate:
         finally:
             board.add(board.REQUESTS, -(not probe))
             self._service.bodies.free(scope.get(HELD, 0))
+            if doing is not None:
+                exchange.log(doing)
 
     def _check(self, scope: Scope) -> None:
         guarded = self._key is not None and not _is_open(scope["method"], scope["path"])
@@ -183,6 +195,8 @@ class _Exchange:
             for name, value in scope["headers"]
         )
         self._status = 0
+        self._size = 0
+        self._begun = time.perf_counter()
 
     async def receive(self) -> Message:
         """Passes a message on."""
@@ -201,7 +215,11 @@ class _Exchange:
             if not self._read or self._service.draining:
                 message["headers"].append((b"connection", b"close"))
             self._service.metrics.requests.labels(str(self._status)).inc()
-        elif not message.get("more_body", False) and not self._read:
+        else:
+            self._size += len(message.get("body", b""))
+        if message["type"] == "http.response.body" and not (
+            message.get("more_body", False) or self._read
+        ):
             await self._send({**message, "more_body": True})
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._discard(), LINGER)
@@ -222,6 +240,29 @@ class _Exchange:
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self.send({"type": "http.response.start", "status": refusal.status, "headers": raw})
         await self.send({"type": "http.response.body", "body": body})
+
+    def log(self, work: Work) -> None:
+        """Writes the line of the access log."""
+        scope, timing = self._scope, work.timing
+        client = scope.get("client")
+        self._service.access.add(
+            Entry(
+                client=client[0] if client else None,
+                method=scope["method"],
+                path=scope.get("raw_path", b"").decode("latin-1"),
+                version=scope["http_version"],
+                status=self._status or 499,
+                size=self._size,
+                ms=1e3 * (time.perf_counter() - self._begun),
+                id=self.id,
+                images=work.images,
+                model=self._service.card.name if timing else None,
+                batch=timing.batch if timing else None,
+                decode_ms=timing.decode_ms if timing else None,
+                queue_ms=timing.queue_ms if timing else None,
+                inference_ms=timing.inference_ms if timing else None,
+            )
+        )
 
     async def _discard(self) -> None:
         while not self._read:

@@ -19,6 +19,7 @@ import numpy as np
 
 from maxvision.runtime.predictions import Prediction
 from maxvision.runtime.preprocess import Preprocess
+from maxvision.serve.access import AccessLog
 from maxvision.serve.answers import Function, rank
 from maxvision.serve.errors import Refusal, not_ready
 from maxvision.serve.images import SMALL, Decoder, is_small, unwrap
@@ -59,6 +60,23 @@ class Timing:
     inference_ms: float
     total_ms: float
     batch: int
+
+
+@dataclass
+class Work:
+    """What a request has asked of the model, for the access log.
+
+    Attributes:
+        images: How many it has.
+        timing: What they took, once they are answered.
+    """
+
+    images: int = 0
+    timing: Timing | None = None
+
+
+work: ContextVar[Work] = ContextVar("work")
+"""That of the request that is being answered, if the app wants to know."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +135,7 @@ class Service:
         admission: Counts the images that are under way.
         bodies: Counts the bytes of requests that are held.
         metrics: The figures.
+        access: The access log.
         board: What is under way, in numbers that the processes of a server share.
         draining: Whether the server is about to end and takes nothing new.
         created: When it began, in seconds since 1970.
@@ -142,10 +161,11 @@ class Service:
             {
                 "images_in_flight": (lambda: self.admission.held, "Images under way."),
                 "ready": (lambda: self.ready, "1 if a picture would be classified."),
-                "batch_limit": (lambda: remote.batch_limit, "Images that run together at most."),
+                "batch_limit": (lambda: self.batch_limit, "Images that run together at most."),
                 "worker_starts": (lambda: remote.starts, "Starts of the model's process."),
             },
         )
+        self.access = AccessLog(options.access_log)
         self.draining = False
         self.created = int(time.time())
         self._number = itertools.count()  # of images: a client may use a request's id again
@@ -158,6 +178,11 @@ class Service:
     def ready(self) -> bool:
         """Whether a picture would be classified: the model's process lives and has run one."""
         return self._remote.ready and self._decoder.ready and not self.draining
+
+    @property
+    def batch_limit(self) -> int:
+        """Images that run together at most."""
+        return self._remote.batch_limit
 
     async def classify(
         self, images: Sequence[Image], top_k: int = 5, function: Function = "softmax"
@@ -196,8 +221,9 @@ class Service:
         return await self._decoder.run(function, *args)
 
     def close(self) -> None:
-        """Lets the decoding threads end."""
+        """Lets the threads end: those that decode, and that of the access log."""
         self._decoder.close()
+        self.access.close()
 
     def check_ready(self, retry_after: float = 5) -> None:
         """Refuses while no picture would be classified, for some seconds.
@@ -237,23 +263,33 @@ class Service:
             raise too_many_images(len(images), self.options.max_images_per_request)
         self.check_ready()
         begun = time.perf_counter()
+        doing = work.get(None)
+        if doing is not None:
+            doing.images = len(images)
         request = request_id.get(None) or uuid.uuid4().hex
-        with self.admission.take(len(images)):
-            each = [
-                self._one(image, f"{request}.{next(self._number)}", i, len(images), features)
-                for i, image in enumerate(images)
-            ]
-            done = [await each[0]] if len(each) == 1 else await _together(each)
+        try:
+            with self.admission.take(len(images)):
+                each = [
+                    self._one(image, f"{request}.{next(self._number)}", i, len(images), features)
+                    for i, image in enumerate(images)
+                ]
+                done = [await each[0]] if len(each) == 1 else await _together(each)
+        except Refusal:
+            self.metrics.failed.observe(time.perf_counter() - begun)
+            raise
         total = time.perf_counter() - begun
         results = [result for result, _ in done]
         self._record(done, total)
-        return results, Timing(
+        timing = Timing(
             decode_ms=1e3 * max(seconds for _, seconds in done),
             queue_ms=max(r.queue_ms for r in results),
             inference_ms=max(r.inference_ms for r in results),
             total_ms=1e3 * total,
             batch=max(r.batch for r in results),
         )
+        if doing is not None:
+            doing.timing = timing
+        return results, timing
 
     async def _one(
         self, image: Image, id: str, index: int, of: int, features: bool
@@ -293,7 +329,9 @@ class Service:
         metrics = self.metrics
         metrics.images.inc(len(done))
         metrics.total.observe(total)
+        metrics.last.set_to_current_time()
         for result, seconds in done:
+            metrics.batches.inc(1 / result.batch)
             metrics.decode.observe(seconds)
             metrics.queue.observe(result.queue_ms / 1e3)
             metrics.inference.observe(result.inference_ms / 1e3)

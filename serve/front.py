@@ -109,6 +109,7 @@ class Front:
         loop.add_reader(self._channel.fileno(), self._read)
         board.add(board.UP, 1)
         await self._http.serve(sockets=[])
+        self._service.close()
 
     def _read(self) -> None:
         while True:

@@ -7,23 +7,21 @@ import base64
 import binascii
 import io
 import re
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from maxvision.common.errors import ImageError
-from maxvision.runtime.preprocess import Preprocess, read_image
+from maxvision.common.errors import ImageError, TooLargeError
+from maxvision.runtime.preprocess import Preprocess, open_image
 from maxvision.serve.errors import Refusal
 from maxvision.serve.resample import prepare
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
-"""The formats that are decoded; of an animation the first picture."""
-
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _DATA_URL = re.compile(r"data:(?:image/[\w.+-]+|application/octet-stream)?(?:;[\w.+=-]+)*,", re.I)
 
 SMALL = 2**20
@@ -40,7 +38,8 @@ class Decoder:
 
     Args:
         preprocess: Turns a picture into the pixels that the model takes.
-        max_pixels: Pixels of a picture, counted by its header before it is decoded.
+        max_pixels: Pixels of a picture, counted by its header before it is decoded; and of all
+            pictures that are decoded at once, but for those of up to ``SMALL``.
         threads: How many.
     """
 
@@ -48,10 +47,12 @@ class Decoder:
         self.ready = True
         self._preprocess = preprocess
         self._max_pixels = max_pixels
+        self._room = _Room(max_pixels)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         Image.preinit()  # or the first picture would wait for Pillow's readers to be imported
         prepare(preprocess, Image.new("RGB", (500, 375)))  # or it would wait for numba
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels says it
+        warnings.filterwarnings("ignore", category=UserWarning, module="PIL")  # of damaged files
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Runs a function on a thread."""
@@ -71,38 +72,47 @@ class Decoder:
             uint8 [H, W, C], the same as run_graph.py's.
 
         Raises:
-            Refusal: If it is not a picture of ``FORMATS``, is damaged or too large.
+            Refusal: 400, if it is no picture of ``common.pictures.FORMATS`` or damaged; 413, if it
+                is too large.
         """
         data = unwrap(image) if isinstance(image, str) else image
-        if data.startswith(_TIFF):
-            raise _bad("a JPEG, PNG, WebP, BMP or GIF picture was expected but a TIFF came")
         try:
-            picture = Image.open(io.BytesIO(data), formats=FORMATS)
-        except Image.DecompressionBombError:
-            raise self._too_large("more") from None
-        except UnidentifiedImageError:
-            raise _bad(_sentence(data)) from None
-        except Exception:  # Pillow's readers raise nearly anything on damaged data
-            raise _bad("a whole picture was expected but its header is damaged") from None
-        with picture:
-            if picture.width * picture.height > self._max_pixels:
-                raise self._too_large(f"{picture.width} x {picture.height}")
-            try:
+            with (
+                open_image(io.BytesIO(data), max_pixels=self._max_pixels) as picture,
+                self._room.take(picture.width * picture.height),
+            ):
                 return prepare(self._preprocess, picture)
-            except ImageError as error:
-                raise _bad(str(error).removeprefix("image: ")) from None
+        except ImageError as error:
+            message = str(error).removeprefix("image: ")
+            if isinstance(error, TooLargeError):
+                raise Refusal(413, "image_too_large", message) from None
+            raise _bad(message) from None
 
     def close(self) -> None:
         """Lets the threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _too_large(self, size: str) -> Refusal:
-        return Refusal(
-            413,
-            "image_too_large",
-            f"a picture of at most {self._max_pixels:,} pixels was expected but its header says"
-            f" {size}; scale it down first",
-        )
+
+class _Room:
+    """Pixels that threads decode at once: large pictures one after another, small ones at will."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+        self._freed = threading.Condition()
+
+    @contextmanager
+    def take(self, pixels: int) -> Iterator[None]:
+        """Waits until there is room for a picture, and holds it while the block runs."""
+        held = pixels if pixels > SMALL else 0
+        with self._freed:
+            self._freed.wait_for(lambda: not held or self._left >= held)
+            self._left -= held
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._left += held
+                self._freed.notify_all()
 
 
 def is_small(image: bytes | str) -> bool:
@@ -146,14 +156,6 @@ def unwrap(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise _bad("base64 of an image file was expected but the text is not base64") from None
-
-
-def _sentence(data: bytes) -> str:
-    try:
-        read_image(data)
-    except ImageError as error:
-        return str(error).removeprefix("image: ").replace(", BMP or TIFF", " or BMP")
-    return "a JPEG, PNG, WebP, BMP or GIF picture was expected but something else came"
 
 
 def _bad(message: str) -> Refusal:

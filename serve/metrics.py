@@ -11,7 +11,14 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Summary,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -41,11 +48,25 @@ class Metrics:
             "registry": None if many else self.registry,
             "namespace": "maxvision",
         }
-        self.images = self._counter("images", "Images that were answered.").labels(model)
+        self.images = self._counter("images", "Images that were answered.", model)
         self.decode = self._seconds("decode", "Decoding and preprocessing of an image.", model)
         self.queue = self._seconds("queue", "An image's wait for its batch.", model)
         self.inference = self._seconds("inference", "A batch on the device, by image.", model)
         self.total = self._seconds("total", "A request from its body's end to its answer.", model)
+        self.failed = Summary(
+            "failed_seconds",
+            "A request whose images were refused or failed.",
+            ["model"],
+            **self._all,
+        ).labels(model)
+        self.batches = self._counter("batches", "Batches that ran; an image is its share.", model)
+        self.last = Gauge(
+            "last_inference_timestamp_seconds",
+            "When images were answered last, in seconds since 1970.",
+            ["model"],
+            multiprocess_mode="max",
+            **self._all,
+        ).labels(model)
         self.batch = Histogram(
             "batch_size",
             "Images that ran together with an image, itself included.",
@@ -64,8 +85,18 @@ class Metrics:
         """Makes the text of all figures, and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, ["model"], **self._all)
+    def totals(self) -> dict[str, float]:
+        """Reads counters, sums and states by name, such as ``queue_seconds_sum``."""
+        found: dict[str, float] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if "le" not in sample.labels:  # a histogram's bucket
+                    name = sample.name.removeprefix("maxvision_")
+                    found[name] = found.get(name, 0.0) + sample.value
+        return found
+
+    def _counter(self, name: str, text: str, model: str) -> Counter:
+        return Counter(name, text, ["model"], **self._all).labels(model)
 
     def _seconds(self, name: str, text: str, model: str) -> Histogram:
         family = Histogram(f"{name}_seconds", text, ["model"], buckets=_SECONDS, **self._all)

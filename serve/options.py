@@ -7,6 +7,7 @@ Every option is also a variable of the environment, ``--max-queue-size`` for exa
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from maxvision.common.arguments import (
     number,
     whole,
 )
+from maxvision.common.pictures import MAX_PIXELS
+from maxvision.serve.access import STYLES
 
 HELP = """\
 Serves a ResNet or CvT over HTTP: POST an image to /v1/classify, see /docs for the rest."""
@@ -69,6 +72,8 @@ class Options:
         drain_timeout: Seconds that requests may take to end after SIGTERM.
         api_key: What a client has to know; None for no check.
         allow_media_domain: Hosts that image URLs may name; none for no URLs.
+        forwarded_allow_ips: Addresses and networks of proxies whose X-Forwarded-For is believed.
+        access_log: ``text``, ``json`` or ``off``: what goes to standard output, a line a request.
         log_level: Of what goes to standard error.
         debug: Whether an error is shown as a traceback.
     """
@@ -89,13 +94,15 @@ class Options:
     max_images_per_request: int = 32
     max_connections: int = 4096
     max_body_bytes: int = 32 * 2**20
-    max_pixels: int = 50_000_000
+    max_pixels: int = MAX_PIXELS
     front_processes: int | None = None
     decode_threads: int | None = None
     body_timeout: float = 30.0
     drain_timeout: float = 30.0
     api_key: str | None = None
     allow_media_domain: tuple[str, ...] = ()
+    forwarded_allow_ips: tuple[str, ...] = ()
+    access_log: str = "text"
     log_level: str = "warning"
     debug: bool = False
 
@@ -125,7 +132,7 @@ def parser() -> Parser:
     add("--max-connections", type=whole(1, 1_000_000), metavar="N",
         help="open at once, more are answered 503 (default: %(default)s)")  # fmt: skip
     add("--max-body-bytes", type=whole(1, 2**33), metavar="N", help="%(default)s")
-    add("--max-pixels", type=whole(1, 100_000_000), metavar="N",
+    add("--max-pixels", type=whole(1, MAX_PIXELS), metavar="N",
         help="of one image, counted before it is decoded (default: %(default)s)")  # fmt: skip
     add("--front-processes", type=whole(1, 1024), metavar="N", help="processes that decode and"
         " speak HTTP (default: a quarter of the cores, all but one beside a GPU)")  # fmt: skip
@@ -139,9 +146,14 @@ def parser() -> Parser:
         " better set as MAXVISION_API_KEY, which other users cannot see")  # fmt: skip
     add("--allow-media-domain", action="append", metavar="HOST", help="let clients name images"
         " by URL on this host; may be repeated")  # fmt: skip
-    add("--log-level", choices=LEVELS)
+    add("--forwarded-allow-ips", action="append", metavar="IP", help="believe X-Forwarded-For of"
+        " this proxy, an address, a network such as 10.0.0.0/8, or *; may be repeated")  # fmt: skip
+    add("--access-log", choices=STYLES, help="a line a request on standard output"
+        " (default: %(default)s)")  # fmt: skip
+    add("--log-level", choices=LEVELS, help="of what goes to standard error"
+        " (default: %(default)s)")  # fmt: skip
     made.set_defaults(**{f.name: f.default for f in fields(Options) if f.name != "debug"})
-    made.set_defaults(allow_media_domain=None)
+    made.set_defaults(allow_media_domain=None, forwarded_allow_ips=None)
     return made
 
 
@@ -156,13 +168,21 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     for host in hosts:
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", host):
             made.error(f"--allow-media-domain expects a host such as example.org not {host!r}")
+    proxies = tuple(args.forwarded_allow_ips or ())
+    for proxy in proxies:
+        if proxy != "*" and not _is_network(proxy):
+            made.error(
+                f"--forwarded-allow-ips: {proxy!r} is neither an address nor a network; write"
+                " 10.0.0.1, 10.0.0.0/8 or *"
+            )
     if args.max_queue_size and args.max_queue_size < args.max_images_per_request:
         made.error(
             f"--max-queue-size expects at least --max-images-per-request"
             f" ({args.max_images_per_request}) but is {args.max_queue_size}; change either"
         )
     model = args.model or DEFAULT_MODEL  # MAXVISION_MODEL= is none, too
-    return Options(**{**vars(args), "model": model, "allow_media_domain": hosts})
+    given = {**vars(args), "allow_media_domain": hosts, "forwarded_allow_ips": proxies}
+    return Options(**{**given, "model": model})
 
 
 def _from(environ: Mapping[str, str], parser: argparse.ArgumentParser) -> list[str]:
@@ -179,3 +199,11 @@ def _from(environ: Mapping[str, str], parser: argparse.ArgumentParser) -> list[s
         else:
             argv.append(f"{name}={value}")
     return argv
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True

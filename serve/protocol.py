@@ -7,11 +7,12 @@ import json
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeAlias
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from maxvision.serve.access import Entry
 from maxvision.serve.errors import Refusal, too_many_connections
 from maxvision.serve.limits import open_files
 
@@ -27,18 +28,22 @@ LINGER = 1.0
 """Seconds for which a connection too many is read on, so that its client sees the answer."""
 
 
+Refused: TypeAlias = Callable[[Refusal, "str | None", int], None]
+
+
 class Protocol(HttpToolsProtocol):
     """Reads the requests of one connection.
 
     Attributes:
         seconds: What a head may take, from the connection's beginning or its own first byte.
         most: Connections that this process may hold.
-        refused: Is called with the code of what is refused here, where no app counts it.
+        refused: Is called with what is refused here, where no app counts and logs it, with the
+            client's address and the bytes of the answer's body.
     """
 
     seconds = 30.0
     most = 4096
-    refused: Callable[[str], None] = staticmethod(lambda code: None)
+    refused: Refused = staticmethod(lambda *_: None)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -140,8 +145,8 @@ class Protocol(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def _write(self, refusal: Refusal) -> None:
-        self.refused(refusal.code)
         body = json.dumps(refusal.body("")).encode()
+        self.refused(refusal, self.client[0] if self.client else None, len(body))
         status = HTTPStatus(refusal.status)
         headers = {
             "Content-Type": "application/json",
@@ -153,7 +158,7 @@ class Protocol(HttpToolsProtocol):
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
 
 
-def protocol(seconds: float, connections: int, refused: Callable[[str], None]) -> type[Protocol]:
+def protocol(seconds: float, connections: int, refused: Refused) -> type[Protocol]:
     """Makes a protocol with its bounds; see the attributes of ``Protocol``."""
     bounds = {"seconds": seconds, "most": connections, "refused": staticmethod(refused)}
     return type("Protocol", (Protocol,), bounds)
@@ -167,6 +172,11 @@ def http_server(app: Any) -> Any:
     connections = min(share, open_files(share + FILES) - FILES)
     if connections < share:
         log.warning("room for %d files: %d connections at most", connections + FILES, connections)
+
+    def refused(refusal: Refusal, client: str | None, size: int) -> None:
+        service.metrics.rejected.labels(refusal.code).inc()
+        service.access.add(Entry(client, refusal.status, size))
+
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -175,11 +185,8 @@ def http_server(app: Any) -> Any:
             server_header=False,
             date_header=False,
             lifespan="off",
-            http=protocol(
-                options.body_timeout,
-                connections,
-                lambda code: service.metrics.rejected.labels(code).inc(),
-            ),
+            http=protocol(options.body_timeout, connections, refused),
+            proxy_headers=False,  # the app believes what it was told to
             log_level="error",  # what is not HTTP is no line each
             ws="none",
             timeout_keep_alive=120,

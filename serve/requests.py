@@ -32,15 +32,21 @@ def media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def read_body(request: Request, service: Service) -> bytes:
+async def read_body(request: Request, service: Service, *, images: bool = True) -> bytes:
     """Reads the body, if there is room for what it asks; its bytes count until the answer is sent.
 
+    Args:
+        request: Whose body.
+        service: Whose bounds.
+        images: Whether it asks for images to be classified.
+
     Raises:
-        Refusal: 429 or 503 before it is read; 429 as soon as all bodies together are too large;
-            413 if it is too large itself, by its header or by count; 415 if it is compressed; 408
-            if it does not come in time.
+        Refusal: 429 or 503 before it is read, if it is of images; 429 as soon as all bodies
+            together are too large; 413 if it is too large itself, by its header or by count; 415 if
+            it is compressed; 408 if it does not come in time.
     """
-    service.check_room()
+    if images:
+        service.check_room()
     limit = service.options.max_body_bytes
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Refusal(

@@ -39,10 +39,10 @@ from maxvision.bench.records import check_path, write
 from maxvision.bench.references import artifact, checkpoint, precision, reference_model
 from maxvision.bench.tf32 import RoundedProducts, allow_tf32
 from maxvision.common.host import leave
+from maxvision.common.pictures import EXTENSIONS
 from maxvision.graphs.target import Target, base
 from maxvision.runtime.classifier import Classifier, build, load
 from maxvision.runtime.executor import Unchecked
-from maxvision.runtime.preprocess import EXTENSIONS
 from maxvision.runtime.replay import Execution, sizes
 from maxvision.weights import bundled as bundled_names
 from tests.ops.cases import CASES, PACKED, TORCH, Case, build_graph, check, draw, poisoned

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from maxvision.common.pictures import FORMATS
 from maxvision.serve.core import Image, Service, Timing
 from maxvision.serve.errors import Refusal
 from maxvision.serve.requests import media_type, read_body
@@ -17,8 +18,8 @@ from maxvision.serve.requests import media_type, read_body
 EXAMPLE = "R0lGODdhCAAIAIEAADyM3Ch4KAAAAAAAACwAAAAACAAIAAAIFQABCBxIsKDBgwgJBljIsKHDhwwDAgA7"
 """A picture of 8 x 8 pixels, a GIF in base64: the examples of the description can be sent."""
 
-RAW = ("image/jpeg", "image/png", "image/webp", "image/bmp", "image/gif")
-ALIASES = ("image/jpg", "image/pjpeg", "image/x-ms-bmp", "application/octet-stream")
+RAW = tuple(each.media_type for each in FORMATS)
+ALIASES = ("image/jpg", "image/pjpeg", "image/x-ms-bmp", "image/tif", "application/octet-stream")
 
 
 class InputRequest(BaseModel):

@@ -39,8 +39,16 @@ LENGTH = "inference-header-content-length"
 """The header that says how much of a body is JSON; behind it are tensors as bytes."""
 
 VERSION = "1"
+PLATFORM = "max"
 OUTPUTS: dict[str, Function] = {"logits": "none", "probabilities": "softmax"}
 MOST_OUTPUTS = 4
+EXTENSIONS = (
+    "classification",
+    "binary_tensor_data",
+    "model_repository",
+    "model_configuration",
+    "statistics",
+)
 _TYPES = {"UINT8": "<u1", "FP32": "<f4"}
 
 
@@ -147,7 +155,7 @@ async def server() -> dict[str, Any]:
     return {
         "name": "maxvision",
         "version": VERSION,
-        "extensions": ["classification", "binary_tensor_data"],
+        "extensions": list(EXTENSIONS),
     }
 
 
@@ -223,6 +231,101 @@ async def infer(model: str, request: Request, version: str = VERSION) -> Respons
 
 
 @router.get(
+    "/models/stats",
+    summary="Count what the models have done",
+    responses=errors(PlainError, 401),
+)
+async def statistics(request: Request) -> dict[str, Any]:
+    """Counts as ``/v2/models/{model}/stats`` does."""
+    return {"model_stats": [_statistics(service_of(request))]}
+
+
+@router.get(
+    "/models/{model:path}/stats",
+    summary="Count what a model has done",
+    responses=errors(PlainError, 401, 404),
+)
+@router.get("/models/{model:path}/versions/{version}/stats", include_in_schema=False)
+async def model_statistics(model: str, request: Request, version: str = VERSION) -> dict[str, Any]:
+    """Counts images, batches, requests and the time that they took, since the server started.
+
+    ``success``, ``fail`` count requests; ``queue``, ``compute_input`` (decoding) and
+    ``compute_infer`` images. ``/metrics`` has the same figures as histograms.
+    """
+    service = service_of(request)
+    _check(service, model, version)
+    return {"model_stats": [_statistics(service)]}
+
+
+@router.get(
+    "/models/{model:path}/config",
+    summary="Configure a model, as Triton would",
+    responses=errors(PlainError, 401, 404),
+)
+@router.get("/models/{model:path}/versions/{version}/config", include_in_schema=False)
+async def config(model: str, request: Request, version: str = VERSION) -> dict[str, Any]:
+    """Gives the model's configuration in the form of Triton's ``config.pbtxt``, as JSON.
+
+    ``dims`` leave the batch out. A request gives one of the inputs, so both are optional.
+    """
+    service = service_of(request)
+    _check(service, model, version)
+    return _config(service)
+
+
+class IndexRequest(msgspec.Struct):
+    """Which models are asked for: those that are ready, or all."""
+
+    ready: bool = False
+
+
+@router.post(
+    "/repository/index",
+    summary="List the models",
+    responses=errors(PlainError, 400, 401, 408, 413, 415, 429),
+    openapi_extra={
+        "requestBody": {
+            "content": {
+                "application/json": {
+                    "schema": _object([], ready={"type": "boolean"}),
+                    "example": {"ready": True},
+                }
+            }
+        }
+    },
+)
+async def index(request: Request) -> list[dict[str, str]]:
+    """Lists the one model that is served, and whether it is ready."""
+    service = service_of(request)
+    sent = await read_body(request, service, images=False)
+    try:
+        asked = msgspec.json.decode(sent, type=IndexRequest) if sent.strip() else IndexRequest()
+    except msgspec.ValidationError as wrong:
+        raise _wrong(str(wrong)[0].lower() + str(wrong)[1:300]) from None
+    except (ValueError, RecursionError):
+        raise not_json() from None
+    if service.ready:
+        return [{"name": service.card.name, "version": VERSION, "state": "READY", "reason": ""}]
+    row = {"state": "UNAVAILABLE", "reason": "the model is being made ready, or the server ends"}
+    return [] if asked.ready else [{"name": service.card.name, "version": VERSION, **row}]
+
+
+@router.post("/repository/models/{model:path}/load", include_in_schema=False)
+@router.post("/repository/models/{model:path}/unload", include_in_schema=False)
+async def change(model: str, request: Request) -> None:
+    """Refuses: a server has one model, for as long as it runs.
+
+    Raises:
+        Refusal: 400, or 404 if there is no such model.
+    """
+    service_of(request).check_model(model)
+    raise _wrong(
+        f"the model {model} is loaded as long as this server runs; start a server for each model,"
+        " and end it to unload one"
+    )
+
+
+@router.get(
     "/models/{model:path}",
     summary="Describe a model",
     responses=errors(PlainError, 401, 404, 503),
@@ -236,7 +339,7 @@ async def metadata(model: str, request: Request, version: str = VERSION) -> dict
     return {
         "name": model,
         "versions": [VERSION],
-        "platform": "max",
+        "platform": PLATFORM,
         "inputs": [
             {"name": "image", "datatype": "BYTES", "shape": [-1]},
             {"name": "pixels", "datatype": "UINT8", "shape": [-1, *_picture(service.card)]},
@@ -262,6 +365,65 @@ def _picture(card: Card) -> tuple[int, int, int]:
 
 def _wrong(message: str) -> Refusal:
     return Refusal(400, "invalid_request", message)
+
+
+# --- what Triton's clients ask of a model ---------------------------------------------------
+
+
+def _config(service: Service) -> dict[str, Any]:
+    card, options = service.card, service.options
+    inputs = [
+        _tensor("image", "TYPE_STRING", [1], format="FORMAT_NONE", optional=True),
+        _tensor("pixels", "TYPE_UINT8", list(_picture(card)), format="FORMAT_NHWC", optional=True),
+    ]
+    kind, _, number = card.device.partition(":")
+    group = {"name": card.name, "kind": f"KIND_{kind.upper()}", "count": 1}
+    return {
+        "name": card.name,
+        "platform": PLATFORM,
+        "backend": PLATFORM,
+        "version_policy": {"specific": {"versions": [int(VERSION)]}},
+        "max_batch_size": options.max_images_per_request,
+        "input": inputs,
+        "output": [_tensor(name, "TYPE_FP32", [len(card.labels)]) for name in OUTPUTS],
+        "dynamic_batching": {
+            "preferred_batch_size": [service.batch_limit],
+            "max_queue_delay_microseconds": round(1e3 * options.max_batch_delay_ms),
+        },
+        "instance_group": [group | {"gpus": [int(number)] if number else []}],
+    }
+
+
+def _tensor(name: str, data_type: str, dims: list[int], **more: Any) -> dict[str, Any]:
+    return {"name": name, "data_type": data_type, "dims": dims, **more}
+
+
+def _statistics(service: Service) -> dict[str, Any]:
+    found = service.metrics.totals()
+
+    def took(name: str) -> dict[str, int]:
+        seconds = found.get(f"{name}_seconds_sum", 0.0)
+        return {"count": round(found.get(f"{name}_seconds_count", 0)), "ns": round(1e9 * seconds)}
+
+    nothing = {"count": 0, "ns": 0}  # what is not measured apart, and a cache that is not there
+    return {
+        "name": service.card.name,
+        "version": VERSION,
+        "last_inference": round(1e3 * found.get("last_inference_timestamp_seconds", 0)),
+        "inference_count": round(found.get("images_total", 0)),
+        "execution_count": round(found.get("batches_total", 0)),
+        "inference_stats": {
+            "success": took("total"),
+            "fail": took("failed"),
+            "queue": took("queue"),
+            "compute_input": took("decode"),
+            "compute_infer": took("inference"),
+            "compute_output": nothing,
+            "cache_hit": nothing,
+            "cache_miss": nothing,
+        },
+        "batch_stats": [],  # /metrics has the sizes
+    }
 
 
 # --- a body becomes images --------------------------------------------------------------------

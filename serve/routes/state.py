@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from maxvision.serve.requests import service_of
+from maxvision.serve.routes.common import ErrorAnswer, errors
 
 router = APIRouter(tags=["state"])
 
@@ -28,6 +29,17 @@ async def ready(request: Request) -> dict[str, str]:
     """Answers 200 if the model's process lives and has run a picture, else 503."""
     service_of(request).check_ready(1)
     return {"status": "ready"}
+
+
+@router.get(
+    "/ping",
+    summary="Would a picture be classified now? (SageMaker, TorchServe)",
+    responses=errors(ErrorAnswer, 503),
+)
+async def ping(request: Request) -> dict[str, str]:
+    """Answers as ``/ready`` does, in TorchServe's words."""
+    service_of(request).check_ready(1)
+    return {"status": "Healthy"}
 
 
 @router.get("/metrics", summary="Figures for Prometheus", response_class=Response)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 PICTURE = bytes.fromhex("47494638376108000800")  # the beginning of a GIF
 PATHS = ("/", "/classify", "/v1/classify", "/v1/embeddings", "/models/resnet-cifar10",
          "/v2/models/resnet-cifar10/infer", "/health", "/metrics", "/v1/models/x", "/docs",
-         "/nothing", "/../../etc/passwd", "/%2e%2e/%00", "//", "*", "http://x/y")  # fmt: skip
+         "/nothing", "/ping", "/v2/repository/index", "/v2/models/resnet-cifar10/stats",
+         "/../../etc/passwd", "/%2e%2e/%00", "//", "*", "http://x/y")  # fmt: skip
 KINDS = ("application/json", "image/jpeg", "multipart/form-data; boundary=x", "text/plain", "",
          "multipart/form-data", "application/json; charset=\xff")  # fmt: skip
 BODIES = (b"", b"{", b"{}", b'{"images": ["aGk="]}', b"[" * 5000, b"\0" * 300, PICTURE,

@@ -27,6 +27,7 @@ from maxvision.serve import decoders
 from maxvision.serve.decoders import Decoders
 from maxvision.serve.errors import Refusal
 from maxvision.serve.images import Decoder, is_small
+from tests.runtime.test_tiff import tiled
 from tests.serve.started import ROOT, children, picture
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
@@ -84,13 +85,14 @@ GOOD = [
     CAT,
     saved_as("PNG"),
     saved_as("WEBP"),
+    saved_as("TIFF", compression="tiff_lzw"),
     saved_as("JPEG", progressive=True),
     base64.b64encode(CAT).decode(),
     "data:image/jpeg;base64," + base64.b64encode(CAT).decode(),
 ]
 BAD: list[bytes | str] = [
     b"", "", b"hello", CAT[:2000], CAT[:100], b"II*\0 a TIFF", WIDE, "no base64", "\ud800", "é",
-    "data:text/html,x",
+    "data:text/html,x", tiled(2000),
 ]  # fmt: skip
 
 

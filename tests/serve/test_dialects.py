@@ -7,6 +7,7 @@ import json
 import re
 import struct
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_the_description_has_examples_that_work(plain: Server) -> None:
             answer = plain.client.post(path.replace("{model}", MODEL), json=example)
             assert answer.status_code == 200, f"{path}: {answer.text}"
             sent += 1
-    assert sent == 5
+    assert sent == 6
 
 
 def test_the_commands_of_the_document_work(plain: Server) -> None:
@@ -164,7 +165,7 @@ def outputs(answer: httpx.Response) -> dict[str, np.ndarray]:
 
 def test_kserve_describes_itself(plain: Server) -> None:
     get = plain.client.get
-    assert get("/v2").json()["extensions"] == ["classification", "binary_tensor_data"]
+    assert {"classification", "binary_tensor_data"} <= set(get("/v2").json()["extensions"])
     assert get("/v2/health/live").json() == {"live": True}
     assert get("/v2/health/ready").json() == {"ready": True}
     for path in (f"/v2/models/{MODEL}", f"/v2/models/{MODEL}/versions/1"):
@@ -174,6 +175,79 @@ def test_kserve_describes_itself(plain: Server) -> None:
         assert described["outputs"][0]["shape"] == [-1, len(LABELS)]
         assert get(f"{path}/ready").json() == {"name": MODEL, "ready": True}
     refused(get(f"/v2/models/{MODEL}/versions/2"), 404, "version 1")
+
+
+def test_triton_gives_a_configuration(plain: Server) -> None:
+    get = plain.client.get
+    made = get(f"/v2/models/{MODEL}/config").json()
+    assert get(f"/v2/models/{MODEL}/versions/1/config").json() == made
+    assert (made["name"], made["platform"], made["backend"]) == (MODEL, "max", "max")
+    assert made["max_batch_size"] == IMAGES
+    described = get(f"/v2/models/{MODEL}").json()
+    types = {"TYPE_STRING": "BYTES", "TYPE_UINT8": "UINT8", "TYPE_FP32": "FP32"}
+    for ours, theirs in (("input", "inputs"), ("output", "outputs")):
+        for tensor, same in zip(made[ours], described[theirs], strict=True):
+            assert (tensor["name"], types[tensor["data_type"]]) == (same["name"], same["datatype"])
+            assert tensor["dims"] == (same["shape"][1:] or [1])
+    assert made["instance_group"][0]["kind"] == "KIND_CPU"
+    assert made["dynamic_batching"]["preferred_batch_size"] == [8]
+    refused(get("/v2/models/other/config"), 404, MODEL)
+    refused(get(f"/v2/models/{MODEL}/versions/2/config"), 404, "version 1")
+
+
+def statistics(server: Server, path: str = f"/v2/models/{MODEL}/stats") -> dict:
+    answer = server.client.get(path)
+    assert answer.status_code == 200, answer.text
+    (made,) = answer.json()["model_stats"]
+    assert (made["name"], made["version"]) == (MODEL, "1")
+    return made
+
+
+def test_triton_counts(plain: Server) -> None:
+    before = statistics(plain)
+    began = time.time()
+    content = {"inputs": [b64(CAT)] * IMAGES}
+    assert plain.client.post("/", json=content).status_code == 200
+    assert plain.client.post("/", content=b"no picture").status_code == 400
+    after = statistics(plain, "/v2/models/stats")
+    assert statistics(plain, f"/v2/models/{MODEL}/versions/1/stats") == after
+    assert after["inference_count"] - before["inference_count"] == IMAGES
+    assert 1 <= after["execution_count"] - before["execution_count"] <= IMAGES
+    assert began - 1 < after["last_inference"] / 1e3 < time.time() + 1
+    requests = {"success": 1, "fail": 1}
+    images = dict.fromkeys(("queue", "compute_input", "compute_infer"), IMAGES)
+    nothing = dict.fromkeys(("compute_output", "cache_hit", "cache_miss"), 0)
+    for phase, count in (requests | images | nothing).items():
+        old, new = before["inference_stats"][phase], after["inference_stats"][phase]
+        assert new["count"] - old["count"] == count, phase
+        assert 0 <= new["ns"] - old["ns"] < 60e9
+        assert (new["ns"] > old["ns"]) == bool(count), phase
+    refused(plain.client.get("/v2/models/other/stats"), 404, MODEL)
+
+
+def test_triton_lists_its_models(plain: Server) -> None:
+    post = plain.client.post
+    row = {"name": MODEL, "version": "1", "state": "READY", "reason": ""}
+    for content in (b"", b"{}", b'{"ready": true}'):
+        assert post("/v2/repository/index", content=content).json() == [row]
+    refused(post("/v2/repository/index", content=b"{"), 400, "JSON")
+    refused(post("/v2/repository/index", content=b'{"ready": 7}'), 400, ".ready")
+    for what in ("load", "unload"):
+        refused(post(f"/v2/repository/models/{MODEL}/{what}"), 400, "as long as this server runs")
+        refused(post(f"/v2/repository/models/other/{what}"), 404, MODEL)
+
+
+def test_the_client_of_triton_is_answered(plain: Server) -> None:
+    http = pytest.importorskip(
+        "tritonclient.http", reason="not in '.[test]': pip install 'tritonclient[http]'"
+    )
+    client = http.InferenceServerClient(plain.url.removeprefix("http://"))
+    assert client.get_model_config(MODEL, "1")["name"] == MODEL
+    assert client.get_inference_statistics()["model_stats"][0]["name"] == MODEL
+    assert client.get_inference_statistics(MODEL, "1")["model_stats"][0]["version"] == "1"
+    assert client.get_model_repository_index()[0]["state"] == "READY"
+    with pytest.raises(Exception, match="as long as this server runs"):
+        client.load_model(MODEL)
 
 
 @pytest.mark.parametrize("datatype", ["UINT8", "FP32"])

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,7 +70,13 @@ def test_connections_are_shared_out_and_figures_added_up(server: Server) -> None
         text = client.get("/metrics").text
         total = re.search(r"^maxvision_images_total\{.*\} ([\d.]+)", text, re.M)
         assert total and float(total[1]) == before + len(clients)
+        (stats,) = client.get("/v2/models/stats").json()["model_stats"]
+        assert stats["inference_count"] == before + len(clients)
+        assert 1 <= stats["execution_count"] <= stats["inference_count"]
+        assert time.time() - 600 < stats["last_inference"] / 1e3 < time.time() + 1
         client.close()
+    line = "POST /v1/classify HTTP/1.1"
+    server.until(lambda: server.log.read_text().count(line) >= len(clients), "lines of all", 10)
 
 
 def test_too_much_is_counted_over_all(server: Server) -> None:

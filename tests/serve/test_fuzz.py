@@ -122,7 +122,7 @@ def test_nothing_is_written_after_the_end() -> None:
         transport.close.side_effect = lambda: closing.append(True)
         transport.is_closing.side_effect = lambda: bool(closing)
         config = uvicorn.Config(app, lifespan="off", log_config=None)
-        made = protocol(1.0, 9, lambda code: None)(
+        made = protocol(1.0, 9, lambda *_: None)(
             config=config, server_state=ServerState(), app_state={}
         )
         made.connection_made(transport)
