@@ -13,7 +13,7 @@ from std.math import exp, exp2
 from std.sys import CompilationTarget, is_gpu
 from std.sys.intrinsics import llvm_intrinsic
 
-from .operands import F32
+from .operands import BF16, F32
 
 comptime LN_2 = 0.69314718055994530942
 """The natural logarithm of 2."""
@@ -30,6 +30,13 @@ comptime LOG2_TAIL: List[Float32] = [
 Fitted on [0, 6] by Lawson's iteration for the least largest error of a * P(X > a), which is 5e-7;
 beyond, it falls to -inf as the logarithm does.
 """
+comptime LOG2_TAIL_NARROW: List[Float32] = [
+    -2.4873953e-02,
+    -4.9885349e-01,
+    -1.1292197,
+    -1.0035367,
+]
+"""The same of degree 3, to 5.5e-5."""
 
 
 @always_inline
@@ -46,22 +53,24 @@ def relu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
         The greater one; NaN for NaN, which `max` would turn into 0.
     """
     comptime if CompilationTarget.is_x86():
-        return v.lt(0).select(
-            SIMD[F32, width](0), v
-        )  # maxps takes the second of two that do not compare
+        # maxps takes the second of two that do not compare.
+        return v.lt(0).select(SIMD[F32, width](0), v)
     else:
         return llvm_intrinsic["llvm.maximum", SIMD[F32, width]](v, SIMD[F32, width](0))
 
 
 @always_inline
-def gelu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
+def gelu[
+    width: SIMDLength, //, log2_tail: List[Float32] = LOG2_TAIL
+](v: SIMD[F32, width]) -> SIMD[F32, width]:
     """Computes the exact GELU (Hendrycks and Gimpel 2016, section 2), to 5e-7 absolutely.
 
-    v P(X < v) = max(v, 0) - |v| P(X > |v|), by one exponential and seven multiplications: the
+    v P(X < v) = max(v, 0) - |v| P(X > |v|), by one exponential and few multiplications: the
     epilogue of CvT's widest layers issues as many instructions as all the rest of the kernel.
 
     Parameters:
         width: Lanes.
+        log2_tail: The polynomial.
 
     Args:
         v: Any number in each lane.
@@ -71,11 +80,10 @@ def gelu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
     """
     # |v|, at most 64 where v > 0: infinity times the tail's 0 is NaN.
     var a = max(-v, min(v, 64))
-    comptime coefficients = LOG2_TAIL
-    comptime first = coefficients[0]
+    comptime first = log2_tail[0]
     var tail = SIMD[F32, width](first)
-    comptime for i in range(1, len(coefficients)):
-        comptime coefficient = coefficients[i]
+    comptime for i in range(1, len(log2_tail)):
+        comptime coefficient = log2_tail[i]
         tail = tail.fma(a, coefficient)
     comptime if is_gpu():
         return (-a).fma(exp2(tail), relu(v))
@@ -104,7 +112,7 @@ Fitted as LOG2_TAIL on [0, 4.4], for the least largest error of v * P(X < v), wh
 
 @always_inline
 def gelu_narrow[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
-    """Computes the exact GELU to 5e-5 absolutely, for results of 8 bits: half the instructions.
+    """Computes the exact GELU to 5.5e-5 absolutely, for results of 8 bits: fewer instructions.
 
     Parameters:
         width: Lanes.
@@ -115,6 +123,8 @@ def gelu_narrow[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
     Returns:
         The GELU of each lane; NaN for -inf and NaN, as in torch.
     """
+    comptime if is_gpu():  # where an exponential is one instruction
+        return gelu[log2_tail=LOG2_TAIL_NARROW](v)
     var inside = max(min(v, REACH), -REACH)
     var square = inside * inside
     comptime coefficients = HALF_TAIL
@@ -177,14 +187,14 @@ struct Epilogue(TrivialRegisterPassable):
 
 @always_inline
 def activate[
-    width: SIMDLength, //, epilogue: Epilogue, narrow: Bool = False
+    width: SIMDLength, //, epilogue: Epilogue, dtype: DType
 ](v: SIMD[F32, width]) -> SIMD[F32, width]:
     """Applies the epilogue's activation.
 
     Parameters:
         width: Lanes.
         epilogue: The epilogue.
-        narrow: Whether 8 bits of the result count.
+        dtype: What the result is rounded to.
 
     Args:
         v: The sum alpha * acc + bias, and the residual if the epilogue adds.
@@ -195,7 +205,7 @@ def activate[
     comptime if epilogue.relu:
         return relu(v)
     elif epilogue.gelu:
-        comptime if narrow:
+        comptime if dtype == BF16:
             return gelu_narrow(v)
         else:
             return gelu(v)

@@ -69,4 +69,4 @@ def _depthwise_pixel[
     var to = ((n * g.p + p) * g.q + q) * g.f + c
     comptime if epilogue.adds:
         acc += widened(o.residual.unsafe_load[width=width](to))
-    o.y.unsafe_store(to, narrowed[dtype](activate[epilogue](acc)))
+    o.y.unsafe_store(to, narrowed[dtype](activate[epilogue, dtype](acc)))

@@ -103,4 +103,4 @@ def depthwise_kernel[dtype: DType, epilogue: Epilogue, width: Int](o: Operands[d
     var to = pixel * g.c + c
     comptime if epilogue.adds:
         acc += o.residual.unsafe_load[width=width, alignment=align](to).cast[F32]()
-    o.y.unsafe_store[alignment=align](to, activate[epilogue](acc).cast[dtype]())
+    o.y.unsafe_store[alignment=align](to, activate[epilogue, dtype](acc).cast[dtype]())

@@ -323,7 +323,7 @@ def _finish[
     var value = sum.fma(o.alpha, bias)
     comptime if epilogue.adds:
         value += widened(o.residual.unsafe_load[width=width](to))
-    o.y.unsafe_store(to, narrowed[BF16](activate[epilogue, True](value)))
+    o.y.unsafe_store(to, narrowed[BF16](activate[epilogue, BF16](value)))
 
 
 @no_inline

@@ -639,10 +639,10 @@ def _consume[
                 var v = hidden.slice[8, offset=8 * k]()
                 comptime if config.chunks > 0:
                     v += widened(_load_rows[dtype, k](h_at + warp_rows, lane))
-                    h[k] = activate[first](v).cast[dtype]()
+                    h[k] = activate[first, dtype](v).cast[dtype]()
                     _store_rows[k](h_at + warp_rows, lane, h[k])
                 else:
-                    h[k] = activate[first](v).cast[dtype]()
+                    h[k] = activate[first, dtype](v).cast[dtype]()
             comptime if config.chunks > 0:
                 fence_async()
                 sync_threads(group + 1, UInt32(GROUP))
@@ -680,7 +680,7 @@ def _consume[
                 var v = SIMD[F32, 8](0)
                 comptime for i in range(8):
                     v[i] = sums[f][8 * k + i]
-                v = activate[second](v)
+                v = activate[second, dtype](v)
                 _store_rows[4 * f + k](x_at + warp_rows, lane, v.cast[dtype]())
         fence_async()
         sync_threads(group + 1, UInt32(GROUP))

@@ -139,12 +139,12 @@ def _store_pixel[
         )
         comptime if epilogue.adds:
             value += o.residual.unsafe_load[width=WIDTH](to + j)
-        o.y.unsafe_store(to + j, activate[epilogue](value))
+        o.y.unsafe_store(to + j, activate[epilogue, F32](value))
     for j in range(whole, columns):
         var value = sums[unsafe_offset=j] * o.alpha + o.bias[unsafe_offset=f + j]
         comptime if epilogue.adds:
             value += o.residual[unsafe_offset=to + j]
-        o.y[unsafe_offset=to + j] = activate[epilogue](value)
+        o.y[unsafe_offset=to + j] = activate[epilogue, F32](value)
 
 
 @no_inline

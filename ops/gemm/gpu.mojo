@@ -200,14 +200,14 @@ def gemm_kernel[
                 comptime if epilogue.adds:
                     value += _load4(o.residual.unsafe_offset(to))
                 o.y.unsafe_store[alignment=4 * size_of[dtype]()](
-                    to, activate[epilogue](value).cast[dtype]()
+                    to, activate[epilogue, dtype](value).cast[dtype]()
                 )
             else:
                 for j in range(min(4, columns - f)):
                     var value = acc[i][j] * o.alpha + o.bias[unsafe_offset=f + j]
                     comptime if epilogue.adds:
                         value += o.residual[unsafe_offset=to + j].cast[F32]()
-                    o.y[unsafe_offset=to + j] = activate[epilogue](value).cast[dtype]()
+                    o.y[unsafe_offset=to + j] = activate[epilogue, dtype](value).cast[dtype]()
 
 
 def gemm[

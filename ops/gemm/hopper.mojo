@@ -877,12 +877,12 @@ def _consume[
                     comptime if size_of[dtype]() == 2:
                         comptime if epilogue.adds:
                             value += bitcast[dtype, 2](shared_load(at)).cast[F32]()
-                        value = activate[epilogue](value)
+                        value = activate[epilogue, dtype](value)
                         shared_store(at, bitcast[DType.uint32, 1](value.cast[dtype]()))
                     else:
                         comptime if epilogue.adds:
                             value += shared_load2(at)
-                        value = activate[epilogue](value)
+                        value = activate[epilogue, dtype](value)
                         shared_store2(at, value[0], value[1])
             fence_async()
             sync_threads(UInt32(group) + 1, UInt32(GROUP))
@@ -940,7 +940,7 @@ def _share[
             var to = Int(m) * Int(walk.filters) + Int(f)
             comptime if epilogue.adds:
                 value += end.residual[0].unsafe_load[width=8, alignment=16](to).cast[F32]()
-            end.y[0].unsafe_store[alignment=16](to, activate[epilogue](value).cast[dtype]())
+            end.y[0].unsafe_store[alignment=16](to, activate[epilogue, dtype](value).cast[dtype]())
     cluster_sync()
 
 

@@ -839,14 +839,18 @@ def _finish[
                     value = value.fma(SIMD[F32, 8](o.alpha), bias)
                     comptime if epilogue.adds:
                         value += added[index % (2 * PARTS)].cast[F32]()
-                    o.y.unsafe_store[alignment=16](here, activate[epilogue](value).cast[dtype]())
+                    o.y.unsafe_store[alignment=16](
+                        here, activate[epilogue, dtype](value).cast[dtype]()
+                    )
                 else:
                     comptime for e in range(8):
                         if f + Int32(e) < p.columns:
                             var one = value[e].fma(o.alpha, o.bias[unsafe_offset=Int(f) + e])
                             comptime if epilogue.adds:
                                 one += o.residual[unsafe_offset=here + e].cast[F32]()
-                            o.y[unsafe_offset=here + e] = activate[epilogue](one).cast[dtype]()
+                            o.y[unsafe_offset=here + e] = activate[epilogue, dtype](one).cast[
+                                dtype
+                            ]()
         _sync_warp()
 
 

@@ -572,7 +572,7 @@ def _turn16[
             value = value.fma(SIMD[F32, 2](alpha), SIMD[F32, 2](bias[i % 2]))
             comptime if epilogue.adds:
                 value += widened(bitcast[dtype, 2](bits[i]))
-            bits[i] = bitcast[DType.uint32, 1](activate[epilogue](value).cast[dtype]())
+            bits[i] = bitcast[DType.uint32, 1](activate[epilogue, dtype](value).cast[dtype]())
         shared_store_matrices[True](at, bits)
 
 
@@ -593,7 +593,7 @@ def _turn32[
             var value = sums[4 * (first + j) + e].fma(alpha, bias[e // 2])
             comptime if epilogue.adds:
                 value += shared_load_float(at)
-            shared_store_float(at, activate[epilogue](value))
+            shared_store_float(at, activate[epilogue, F32](value))
 
 
 @always_inline
@@ -632,7 +632,7 @@ def _share[
             var to = Int(m) * Int(walk.filters) + Int(f)
             comptime if epilogue.adds:
                 value += ends.residual[0].unsafe_load[width=8, alignment=16](to).cast[F32]()
-            ends.y[0].unsafe_store[alignment=16](to, activate[epilogue](value).cast[dtype]())
+            ends.y[0].unsafe_store[alignment=16](to, activate[epilogue, dtype](value).cast[dtype]())
     cluster_sync()
 
 

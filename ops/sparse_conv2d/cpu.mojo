@@ -413,7 +413,7 @@ def _finish[
                         prefetch[PrefetchOptions().for_read().high_locality().to_data_cache()](
                             o.residual.unsafe_offset(to + f + WIDTH)
                         )
-                    o.y.unsafe_store(to + f, activate[epilogue](value))
+                    o.y.unsafe_store(to + f, activate[epilogue, F32](value))
                     prefetch[PrefetchOptions().for_write().high_locality().to_data_cache()](
                         o.y.unsafe_offset(to + f + WIDTH)
                     )
@@ -426,4 +426,4 @@ def _finish[
                         var value = column[j - f] + o.bias[unsafe_offset=j]
                         comptime if epilogue.adds:
                             value += o.residual[unsafe_offset=to + j]
-                        o.y[unsafe_offset=to + j] = activate[epilogue](value)
+                        o.y[unsafe_offset=to + j] = activate[epilogue, F32](value)

@@ -408,11 +408,11 @@ def sparse_conv2d_kernel[
             value += bias.unsafe_load[width=8, alignment=16](Int(f))
             comptime if epilogue.adds:
                 value += widened(residual.unsafe_load[width=8, alignment=PIECE](to))
-            y.unsafe_store[alignment=PIECE](to, activate[epilogue](value).cast[dtype]())
+            y.unsafe_store[alignment=PIECE](to, activate[epilogue, dtype](value).cast[dtype]())
         else:
             comptime for j in range(8):
                 if f + Int32(j) < Int32(g.f):
                     var one = value[j] + bias[unsafe_offset=Int(f) + j]
                     comptime if epilogue.adds:
                         one += residual[unsafe_offset=to + j].cast[F32]()
-                    y[unsafe_offset=to + j] = activate[epilogue](one).cast[dtype]()
+                    y[unsafe_offset=to + j] = activate[epilogue, dtype](one).cast[dtype]()

@@ -944,7 +944,8 @@ def _multiply[
             comptime if epilogue.adds:
                 value += residual[i].cast[F32]()
             ends.y[0].unsafe_store[alignment=4](
-                Int(pixel) * Int(walk.filters) + Int(f), activate[epilogue](value).cast[dtype]()
+                Int(pixel) * Int(walk.filters) + Int(f),
+                activate[epilogue, dtype](value).cast[dtype](),
             )
 
 

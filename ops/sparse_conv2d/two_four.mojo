@@ -616,7 +616,7 @@ def _consume[
                     value = value.fma(SIMD[F32, 2](walk.alpha), SIMD[F32, 2](bias[half]))
                     comptime if epilogue.adds:
                         value += bitcast[dtype, 2](bits[i]).cast[F32]()
-                    value = activate[epilogue](value)
+                    value = activate[epilogue, dtype](value)
                     bits[i] = bitcast[DType.uint32, 1](value.cast[dtype]())
                 shared_store_matrices[turned=True](at, bits)
             var m = m0 + Int32(part * PART)
