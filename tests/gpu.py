@@ -51,6 +51,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BATCHES = (1, 3)
 POISONED = 4
 """Images of the batch in which all but the second hold NaN or infinity."""
+MANY = 65_600
+"""Images of a batch that a grid's second axis does not count."""
+COUNTED = ("depthwise_qkv 1 x 1", "depthwise_qkv 2 x 2")
+"""The cases that are run with it, each by a kernel that counts images so."""
 MOST = 16
 """Images of the largest batch of the calls from threads."""
 MODELS = ("resnet-18", "resnet-50", "cvt-13")
@@ -134,13 +138,14 @@ def compile_everything(folder: Path, target: Target, precisions: list[str]) -> N
 
 
 def compile_ops(folder: Path, target: Target, dtype: str, tf32: bool) -> None:
-    """Compiles the graph of all cases."""
+    """Compiles the graphs of the cases."""
     with target.device() as device:
         place = DeviceRef.from_device(device)
         kind = getattr(DType, dtype)
-        graph, _ = build_graph(cases_of(kind, device), place, kind, tf32=tf32)
-        compiled = InferenceSession(devices=[device]).compile(graph)
-        compiled.export_mef(artifact(folder, "ops", precision(dtype, tf32)))
+        for name in ("ops", "counted"):
+            graph, _ = build_graph(cases_of(kind, device, name), place, kind, tf32=tf32)
+            compiled = InferenceSession(devices=[device]).compile(graph)
+            compiled.export_mef(artifact(folder, name, precision(dtype, tf32)))
 
 
 def compile_model(folder: Path, target: Target, name: str, dtype: str, tf32: bool) -> None:
@@ -176,21 +181,23 @@ def package(folder: Path, name: str, target: str, dtype: str) -> None:
     compile(name, folder / f"{name}-{kind}-{dtype}", target=target, dtype=dtype, force=True)
 
 
-def cases_of(dtype: DType, device: Device) -> list[Case]:
-    """Lists the cases that a GPU runs at a dtype."""
+def cases_of(dtype: DType, device: Device, name: str = "ops") -> list[Case]:
+    """Lists the cases that a GPU runs at a dtype: all, or those of ``counted``."""
+    if name == "counted":
+        return [case for case in CASES if case.name in COUNTED]
     hopper = base(device.architecture_name) == "sm_90"
     return CASES + PACKED if hopper and dtype != DType.float32 else CASES
 
 
 def load_cases(
-    device: Device, dtype: DType, tf32: bool, folder: Path | None
+    device: Device, dtype: DType, tf32: bool, folder: Path | None, name: str = "ops"
 ) -> tuple[list[Case], Executable]:
-    """Loads the graph of all cases, or compiles it where there is no ``folder``."""
-    cases = cases_of(dtype, device)
+    """Loads the graph of the cases, or compiles it where there is no ``folder``."""
+    cases = cases_of(dtype, device, name)
     kernels = Unchecked() if folder else None
     graph, parameters = build_graph(cases, DeviceRef.GPU(), dtype, tf32=tf32, kernels=kernels)
     session = InferenceSession(devices=[device])
-    path = folder and artifact(folder, "ops", precision(dtype.name, tf32))
+    path = folder and artifact(folder, name, precision(dtype.name, tf32))
     registry = {k: v for w in parameters for k, v in w.registry(device).items()}
     compiled = read(path) if path else session.compile(graph)
     return cases, session.init(compiled, weights_registry=registry)
@@ -210,11 +217,7 @@ def ops(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
             outputs = [torch.from_dlpack(y) for y in executable.execute(*inputs)]
             for case, output in zip(given, outputs, strict=True):
                 record = {"case": case.name, "dtype": dtype.name, "tf32": tf32, "batch": batch}
-                try:
-                    error = check(case, output, batch, TORCH[dtype], "cuda", tf32=tf32)
-                    yield {**record, "max_rel_err": error, "passed": True}
-                except AssertionError as problem:
-                    yield {**record, "passed": False, "why": str(problem)}
+                yield {**record, **checked(case, output, batch, dtype, tf32)}
             key = batch
             replayed = executable.capture(key, *inputs)
             executable.replay(key, *inputs)
@@ -230,6 +233,22 @@ def ops(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
                 "batch": batch,
                 "passed": same,
             }
+        cases, executable = load_cases(device, dtype, tf32, folder, "counted")
+        outputs = executable.execute(*draw(cases, MANY, dtype, device))
+        for case, output in zip(cases, outputs, strict=True):
+            record = {"case": case.name, "dtype": dtype.name, "tf32": tf32, "batch": MANY}
+            yield {**record, **checked(case, torch.from_dlpack(output), MANY, dtype, tf32)}
+
+
+def checked(
+    case: Case, output: torch.Tensor, batch: int, dtype: DType, tf32: bool
+) -> dict[str, Any]:
+    """Compares an output with torch's: a part of a record."""
+    try:
+        error = check(case, output, batch, TORCH[dtype], "cuda", tf32=tf32)
+    except AssertionError as problem:
+        return {"passed": False, "why": str(problem)}
+    return {"max_rel_err": error, "passed": True}
 
 
 def models(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:

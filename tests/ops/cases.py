@@ -47,6 +47,7 @@ class Case:
         reference: The same from a dictionary of tensors and the tensors.
         change: Alters the random data in place.
         levels: The inputs are uint8 pixels.
+        finite: NaN and infinity are not tried.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Case:
     reference: Callable[..., torch.Tensor]
     change: Callable[[list[np.ndarray], dict[str, np.ndarray]], None] = lambda x, w: None
     levels: bool = False
+    finite: bool = False
 
     def data(self, batch: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         """Draws the activations [batch, ...] and the weights, float32."""
@@ -85,7 +87,7 @@ def poisoned(case: Case) -> Case:
     def poison(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
         case.change(inputs, weights)
         batch, turn = len(inputs[0]), zlib.crc32(case.name.encode())
-        for image in range(batch if not case.levels else 0):
+        for image in range(0 if case.levels or case.finite else batch):
             flat = inputs[image % len(inputs)][image].reshape(-1)
             if image != 1 and flat.size:
                 flat[[0, flat.size // 2, -1]] = (np.nan, np.inf, -np.inf)[(image + turn) % 3]
@@ -378,7 +380,10 @@ def stem(
 
 
 def attend(name: str, t: int, s: int, heads: int, depth: int, scale: float | None = None) -> Case:
-    """Makes a case of attention from t queries to s keys."""
+    """Makes a case of attention from t queries to s keys.
+
+    With a scale of 0, scores of -inf count as masked, and torch's as NaN.
+    """
     c = heads * depth
 
     def reference(w: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -392,6 +397,7 @@ def attend(name: str, t: int, s: int, heads: int, depth: int, scale: float | Non
         {},
         lambda w, q, k, v: nodes.attention(q, k, v, heads, scale=scale),
         reference,
+        finite=scale == 0,
     )
 
 
@@ -648,6 +654,7 @@ CASES = [
     project("depthwise_qkv 384", (14, 14), 384, token=True),
     project("depthwise_qkv many tiles", (57, 115), 384, token=True),
     project("depthwise_qkv kernel 5", (9, 8), 24, kernel=5, padding_kv=2, stride_kv=1),
+    project("depthwise_qkv 2 x 2", (2, 2), 64),
     project("depthwise_qkv 1 x 1", (1, 1), 80, kernel=1, padding_kv=0, stride_kv=1, token=True),
     project("depthwise_qkv no padding", (8, 7), 72, padding_kv=0, stride_kv=3),
     project("depthwise_qkv odd channels", (5, 6), 5, token=True),
