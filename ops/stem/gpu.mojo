@@ -221,7 +221,7 @@ def _transposed(a: UInt32) -> UInt32:
 
 @always_inline
 def _multiply[
-    dtype: DType, stem: Stem, rows: Int
+    dtype: DType, pixel: DType, stem: Stem, rows: Int
 ](
     at: Shared[DType.uint32],
     w: Array[UInt32, 8 * stem.depths()],
@@ -229,9 +229,15 @@ def _multiply[
 ) -> Array[SIMD[F32, 4], 2 * rows]:
     """Multiplies 32 filters by 8 columns of each of some rows, into [row][m-tile].
 
-    Input row i is under tap r of row j where i = j * stride + r.
+    Input row i is under tap r of row j where i = j * stride + r. Numbers that fill a run up meet
+    zeros; those that may be infinite or NaN, which uint8 cannot, are set to 0 before.
     """
     comptime UNITS = stem.row_units()
+    comptime LEFT = stem.s * stem.c - 8 * (UNITS - 1)
+    var first = Int(thread_idx.x) % 4 * 2
+    var mask = UInt32(0xFFFF if first < LEFT else 0) | UInt32(
+        0xFFFF0000 if first + 1 < LEFT else 0
+    )
     comptime PAIRS = UNITS // 2
     comptime PITCH = stem.pitch() // 2
     var acc = Array[SIMD[F32, 4], 2 * rows](uninitialized=True)
@@ -249,6 +255,8 @@ def _multiply[
             var b = SIMD[DType.uint32, 2](
                 at[unsafe_offset=i * PITCH + 8 * pair], at[unsafe_offset=i * PITCH + 8 * pair + 4]
             )
+            comptime if pixel != DType.uint8 and UNITS % 2 == 0 and pair == PAIRS - 1:
+                b[1] &= mask
             comptime for j in range(rows):
                 comptime r = i - j * stem.stride
                 comptime if r >= 0 and r < stem.r:
@@ -261,6 +269,8 @@ def _multiply[
             var b = SIMD[DType.uint32, 2](at[unsafe_offset=i * PITCH + 8 * PAIRS], 0)
             comptime if i + 1 < stem.input_rows(rows):
                 b[1] = at[unsafe_offset=(i + 1) * PITCH + 8 * PAIRS]
+            comptime if pixel != DType.uint8:
+                b &= mask
             comptime for j in range(rows):
                 comptime r = i - j * stem.stride
                 comptime if r >= 0 and r < stem.r and r % 2 == 0:
@@ -277,7 +287,7 @@ def _multiply[
 
 @always_inline
 def _pool[
-    dtype: DType, stem: Stem
+    dtype: DType, pixel: DType, stem: Stem
 ](
     o: Data[dtype],
     t: Tiling,
@@ -332,14 +342,14 @@ def _pool[
         var carry = Array[UInt32, 4](fill=0)
         if t.lead_p > 0:
             if p0 > 0:
-                var z = _multiply[dtype, stem, 1](at, w, bias)
+                var z = _multiply[dtype, pixel, stem, 1](at, w, bias)
                 comptime for i in range(4):
                     carry[i] = kept & _rectified[dtype](
                         z[i // 2][i % 2 * 2], z[i // 2][i % 2 * 2 + 1]
                     )
             at = at.unsafe_offset(stem.stride * stem.pitch() // 2)
         for step in range(t.steps):
-            var z = _multiply[dtype, stem, STEP_ROWS](at, w, bias)
+            var z = _multiply[dtype, pixel, stem, STEP_ROWS](at, w, bias)
             at = at.unsafe_offset(Int(STEP))
             var pairs = Array[UInt32, 4 * STEP_ROWS](uninitialized=True)
             comptime for j in range(STEP_ROWS):
@@ -438,7 +448,7 @@ def _layernorm[
                 + group * Int32(GROUP * stem.stride * stem.c // 2)
             )
         )
-        var z = _multiply[dtype, stem, STEP_ROWS](at, w, bias)
+        var z = _multiply[dtype, pixel, stem, STEP_ROWS](at, w, bias)
         # Turned over: a lane has 8 filters of column lane / 4 in each row.
         var tokens = Array[SIMD[dtype, 8], STEP_ROWS](uninitialized=True)
         var mine = SIMD[F32, 2](0)
@@ -560,7 +570,7 @@ def stem_kernel[
     )
     var beyond = tile.unsafe_offset(Int(rows) * stem.pitch()).unsafe_bitcast[UInt32]()
     comptime if stem.pools:
-        _pool[dtype, stem](o.y, t, n, row0, column0, w, bias, lanes, beyond)
+        _pool[dtype, pixel, stem](o.y, t, n, row0, column0, w, bias, lanes, beyond)
     else:
         _layernorm[dtype, pixel, stem](o, t, n, row0, column0, w, bias, lanes, beyond, eps)
 
