@@ -102,6 +102,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", metavar="M", help="a bundled model's name, a hub id, a folder or a file"
         " (default: the bundled ResNet)")  # fmt: skip
     add("--revision", metavar="R", help="branch, tag or commit of a hub model")
+    add("--labels", metavar="FILE", help="names for the classes: a text file with one a line, or a"
+        " .json file with a list or with id2label (default: the model's own)")  # fmt: skip
     add("--device", default="auto", type=device, metavar="D",
         help="auto, cpu, gpu or gpu:N (default: auto, a GPU if there is one)")  # fmt: skip
     add("--dtype", default="auto", choices=DTYPES,

@@ -57,8 +57,15 @@ def classify(args: argparse.Namespace, started: float) -> int:
             sparse=args.sparse,
             batch_size=args.batch_size,
             revision=args.revision,
+            labels=args.labels,
             passes=args.passes,
             progress=say,
+        )
+    if args.model is None:
+        complain(
+            f"{model.name}, the default model, knows {len(model.labels):,} classes only;"
+            " --model microsoft/resnet-50 knows 1,000",
+            kind="warning: ",
         )
     times = Times()
     writer = None

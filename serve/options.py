@@ -43,6 +43,7 @@ class Options:
         model: What ``runtime.classifier.load`` takes.
         served_model_name: What clients call the model; by default its name without the folder.
         revision: Branch, tag or commit on the hub.
+        labels: A file with a name for each class, in place of the model's (weights.read_labels).
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         device: ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.
@@ -70,6 +71,7 @@ class Options:
     model: str
     served_model_name: str | None = None
     revision: str | None = None
+    labels: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     device: str = "auto"
@@ -109,6 +111,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
         " or what maxvision compile wrote")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call it")
     add("--revision", metavar="R", help="branch, tag or commit of a hub model")
+    add("--labels", metavar="FILE", help="names for the classes: a text file with one a line, or a"
+        " .json file with a list or with id2label (default: the model's own)")  # fmt: skip
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"
         " 0.0.0.0 for every network)")  # fmt: skip
     add("--port", type=_whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")

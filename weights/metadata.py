@@ -5,12 +5,14 @@ Preprocessing is described by the dictionary of a Hugging Face ``preprocessor_co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from maxvision.common.errors import ModelError
+from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.weights.family import Format
 
 _IMAGENET = {
@@ -41,6 +43,70 @@ def labels(found: Format, config: Mapping[str, Any] | None, classes: int, where:
             f" {found.key('head.weight')!r}, but has {len(names)}; complete config.json"
         )
     return names
+
+
+def read_labels(source: str | os.PathLike[str] | Sequence[str]) -> list[str]:
+    """Reads the names of a model's classes, in order, that a user gives in place of the model's.
+
+    Args:
+        source: A text file with one label a line; a ``.json`` file with a list, with a dictionary
+            such as ``{"0": "cat", "1": "dog"}``, or with such a dictionary as ``id2label``, as in
+            a config.json; or the labels themselves.
+
+    Raises:
+        ArgumentError: If the file cannot be read or holds something else.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return _texts(list(source), "labels")
+    path = Path(source).expanduser()
+    where = f"labels {path}"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ArgumentError(f"{where}: the file cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ArgumentError(
+            f"{where}: this is not a text file; give one with a label on each line, or a .json file"
+        ) from None
+    if path.suffix.lower() != ".json":
+        return _texts([line.strip() for line in text.rstrip().split("\n")], where)
+    try:
+        given = json.loads(text)
+        given = given.get("id2label", given) if isinstance(given, dict) else given
+        if isinstance(given, dict):
+            by_class = {int(number): name for number, name in given.items()}
+            given = [by_class[i] for i in range(len(by_class))]
+    except (ValueError, KeyError, RecursionError):
+        given = None
+    if not isinstance(given, list):
+        raise ArgumentError(
+            f'{where}: the file must hold a JSON list of labels, or {{"0": "cat", "1": "dog"}} with'
+            " every class from 0 on"
+        )
+    return _texts(given, where)
+
+
+def match_labels(given: list[str], labels: list[str], name: str) -> list[str]:
+    """Gives the labels that take the place of a model's.
+
+    Raises:
+        ArgumentError: If they are more or fewer than the model's.
+    """
+    if len(given) != len(labels):
+        raise ArgumentError(
+            f"labels: there are {len(given):,} but {name} has {len(labels):,} classes; give one"
+            " label for each class, in their order"
+        )
+    return given
+
+
+def _texts(labels: list[Any], where: str) -> list[str]:
+    for number, label in enumerate(labels):
+        if not isinstance(label, str) or not label:
+            raise ArgumentError(
+                f"{where}: the label of class {number} is {label!r}; give every class a name"
+            )
+    return labels
 
 
 def _named(config: Mapping[str, Any], where: str) -> tuple[str, list[str] | None]:

@@ -32,6 +32,8 @@ from maxvision.graphs.sparsity import Chosen
 from maxvision.runtime.preprocess import Preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
+NAMED = ["--model", "m"]
+"""Names a model: the default one comes with a warning."""
 LABELS = ["tabby, tabby cat", "[bold]tiger[/bold]", "käfer", "frog"]
 
 
@@ -130,7 +132,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 def test_one_image_is_a_table(fake: Fake, folder: Path, run: Run) -> None:
-    code, out, err = run("all/r.png")
+    code, out, err = run("all/r.png", *NAMED)
     assert (code, err) == (0, "")
     assert "all/r.png" in out and "rank" in out and "label" in out and "score" in out
     assert re.search(r"1 .*tabby, tabby cat .* 1\.0000", out)
@@ -147,7 +149,7 @@ def test_names_are_no_markup(fake: Fake, folder: Path, run: Run) -> None:
 
 
 def test_several_images_are_a_line_each(fake: Fake, folder: Path, run: Run) -> None:
-    code, out, err = run("all", "--top-k", "2")
+    code, out, err = run("all", "--top-k", "2", *NAMED)
     assert (code, err) == (0, "")
     names = [line.split("  ")[0] for line in out.splitlines()]
     assert names[:3] == ["all/g.JPG", "all/r.png", "all/sub/b.webp"]
@@ -180,15 +182,28 @@ def test_arguments_reach_load(fake: Fake, folder: Path, run: Run) -> None:
     assert callable(progress)
     assert fake.asked == {
         "source": "resnet-small", "device": "auto", "dtype": "auto", "batch_size": None,
-        "revision": None, "tf32": True, "sparse": "auto", "passes": "all",
+        "revision": None, "labels": None, "tf32": True, "sparse": "auto", "passes": "all",
     }  # fmt: skip
     run("--model", "o/m", "--device=gpu:1", "--dtype", "float16", "all/r.png", "--revision", "v1",
-        "--batch-size", "3", "--no-tf32", "--sparse=never", "--passes=-stem,-qkv")  # fmt: skip
+        "--labels", "l.txt", "--batch-size", "3", "--no-tf32", "--sparse=never",
+        "--passes=-stem,-qkv")  # fmt: skip
     fake.asked.pop("progress")
     assert fake.asked == {
         "source": "o/m", "device": "gpu:1", "dtype": "float16", "batch_size": 3, "revision": "v1",
+        "labels": "l.txt",
         "tf32": False, "sparse": "never", "passes": "-stem,-qkv",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--output", "a.csv"]])
+def test_the_default_model_says_once_how_little_it_knows(
+    fake: Fake, folder: Path, run: Run, options: list[str]
+) -> None:
+    _, out, err = run("all", *options)
+    said = "warning: fake, the default model, knows 4 classes only; --model microsoft/resnet-50"
+    assert err.splitlines()[0].startswith(said) and err.count("warning") == 1
+    assert "warning" not in out
+    assert "warning" not in "".join(map(str, run("all/r.png", *NAMED)))
 
 
 def test_batches(fake: Fake, folder: Path, run: Run) -> None:
@@ -236,7 +251,7 @@ def test_an_interrupted_run_goes_on(
     images = [f"{i}.png" for i in range(20)]
     for image in images:
         (folder / image).write_bytes((folder / "all/r.png").read_bytes())
-    options = ["--batch-size", "2", "--output"]
+    options = [*NAMED, "--batch-size", "2", "--output"]
     assert run(*images, *options, f"whole{name}")[0] == 0
 
     def spoil(_: np.ndarray) -> None:
@@ -257,7 +272,7 @@ def test_an_interrupted_run_goes_on(
 
 
 def test_timing(fake: Fake, folder: Path, run: Run) -> None:
-    code, out, err = run("all/r.png", "--timing")
+    code, out, err = run("all/r.png", "--timing", *NAMED)
     parts = r"imports [\d.]+ s, weights 0\.25 s, graph 1\.50 s, first run 0\.0\d s"
     said = rf"first answer after [\d.]+ s: {parts}"
     assert (code, err) == (0, "") and re.fullmatch(said, out.splitlines()[-1]), out
@@ -394,7 +409,7 @@ def test_internal_error(
         raise RuntimeError("out of memory\nand much more")
 
     fake.spoil = spoil
-    code, out, err = run("all/r.png")
+    code, out, err = run("all/r.png", *NAMED)
     assert (code, out) == (2, "")
     assert err == "error: internal error: RuntimeError: out of memory; --debug shows where\n"
     assert run_graph.main(["all/r.png", "--debug"]) == 2
@@ -406,7 +421,7 @@ def test_interrupt(run: Run, fake: Fake, folder: Path) -> None:
         raise KeyboardInterrupt
 
     fake.spoil = spoil
-    assert run("all/r.png") == (130, "", "")
+    assert run("all/r.png", *NAMED) == (130, "", "")
 
 
 def test_progress_is_shown_on_a_terminal_only(
@@ -540,7 +555,15 @@ def piped(folder: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         code = PIPED.format(tests=str(ROOT))
         started.append(
             subprocess.Popen(
-                [sys.executable, "-c", code, *["all/r.png"] * 20_000, "--batch-size=1", *options],
+                [
+                    sys.executable,
+                    "-c",
+                    code,
+                    *["all/r.png"] * 20_000,
+                    *NAMED,
+                    "--batch-size=1",
+                    *options,
+                ],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -46,6 +46,15 @@ def test_it_answers_as_the_model_does(folder: Path) -> None:
     assert packed.classify(CAT) == model.classify(CAT)
 
 
+def test_labels_in_place_of_the_models(folder: Path) -> None:
+    packed = runtime.load(str(folder), labels=[f"kind {i}" for i in range(10)])
+    assert packed.classify(CAT, top_k=1)[0].label == "kind 3"
+    said = f"Classifier({MODEL!r}, resnet, 10 classes, 128 x 128 px, float32 on cpu)"
+    assert repr(packed) == said
+    with pytest.raises(ArgumentError, match=f"labels: there are 1 but {MODEL} has 10 classes"):
+        runtime.load(str(folder), labels=["kind"])
+
+
 def test_it_holds_what_it_says_and_nothing_else(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         "config.json", "graph.mef", "manifest.json", "preprocessor_config.json", "program.json",

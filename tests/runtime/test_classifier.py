@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,6 +73,26 @@ def test_a_model_describes_itself(model: runtime.Classifier) -> None:
     assert (model.family, model.device, model.dtype) == ("resnet", "cpu", "float32")
     assert model.labels == ["ant", "bee", "cat", "dog", "eel", "fly"]
     assert (model.preprocess.height, model.preprocess.width) == (32, 32)
+    said = f"Classifier({model.name!r}, resnet, 6 classes, 32 x 32 px, float32 on cpu)"
+    assert repr(model) == said
+    said = (
+        r"Executor\('resnet', \w+ uint8\[batch, 32, 32, 3\] -> logits float32\[batch, 6\], \d+ ops"
+    )
+    assert re.fullmatch(said + r" on cpu\)", repr(model.executor()))
+
+
+def test_labels_in_place_of_the_models(
+    model: runtime.Classifier, saved: Callable[[int], str], tmp_path: Path
+) -> None:
+    (tmp_path / "labels.txt").write_text("A\nB\nC\nD\nE\nF\n")
+    for labels in (tmp_path / "labels.txt", list("ABCDEF")):
+        renamed = runtime.load(saved(0), device="cpu", labels=labels)
+        ours, theirs = (each.classify(picture(0)) for each in (renamed, model))
+        assert [p.label for p in ours] == ["ABCDEF"[p.class_id] for p in theirs]
+    with pytest.raises(ArgumentError, match=r"labels: there are 5 but .* has 6 classes; give one"):
+        runtime.load(saved(0), device="cpu", labels=list("ABCDE"))
+    with pytest.raises(ArgumentError, match=r"labels none\.txt: the file cannot be read"):
+        runtime.load("no-such-model", labels="none.txt")
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])

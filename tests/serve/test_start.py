@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,9 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
+from maxvision.common.errors import ArgumentError
 from maxvision.serve.options import parse
+from maxvision.serve.server import read_card
 from maxvision.serve.worker import end_with_parent
 from tests.serve import faulty
 from tests.serve.started import ROOT, children, picture, serving
@@ -171,6 +174,16 @@ def test_options_come_from_the_environment_too() -> None:
     assert (options.model, options.max_batch_size) == ("resnet-cifar10", 5)
     assert options.allow_media_domain == ("a.org", "b.org")
     assert options.tf32 is False
+
+
+def test_labels_in_place_of_the_models(tmp_path: Path) -> None:
+    labels = [f"kind {i}" for i in range(10)]
+    (tmp_path / "labels.json").write_text(json.dumps(labels))
+    argv = ["--model", "resnet-cifar10", "--device", "cpu", "--labels"]
+    assert read_card(parse([*argv, str(tmp_path / "labels.json")], {})).labels == labels
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+    with pytest.raises(ArgumentError, match="there are 2 but resnet-cifar10 has 10 classes"):
+        read_card(parse([*argv, str(tmp_path / "labels.txt")], {}))
 
 
 SPAWN = multiprocessing.get_context("spawn")
