@@ -21,6 +21,7 @@ from maxvision.common.errors import ArgumentError
 from maxvision.runtime.classifier import Classifier
 from maxvision.weights import Checkpoint
 from maxvision.weights.family import find
+from maxvision.weights.reference import references
 from maxvision.weights.source import BUNDLED
 
 _WIDE = {"num_heads": [3, 12, 16], "embed_dim": [192, 768, 1024], "depth": [2, 2, 20]}
@@ -36,6 +37,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {  # He et al. 2015, table 1; 
 }
 
 
+@references("bench")
 def reference_model(name: str) -> Any:
     """Makes a network of ``NETWORKS`` with random weights, the same at every call.
 
@@ -44,6 +46,7 @@ def reference_model(name: str) -> Any:
 
     Raises:
         ArgumentError: If it is none of these.
+        ModelError: If transformers cannot be imported.
     """
     import transformers
 

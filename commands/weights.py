@@ -13,7 +13,7 @@ from rich.table import Table
 
 from maxvision.common.arguments import DTYPES
 from maxvision.common.console import complain
-from maxvision.common.errors import UserError
+from maxvision.common.errors import ModelError, UserError
 from maxvision.weights.checkpoint import Checkpoint, identify, interpret
 from maxvision.weights.prune import PATTERNS, SCOPES
 from maxvision.weights.source import Source, find
@@ -158,14 +158,32 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _find(name: str) -> Source:
-    return find(name, progress=lambda step: print(step, file=sys.stderr))
+def _find(options: argparse.Namespace) -> Source:
+    _refuse_compiled(options)
+    return find(options.model, progress=lambda step: print(step, file=sys.stderr))
+
+
+def _refuse_compiled(options: argparse.Namespace) -> None:
+    """Says what to do with the folder of a compiled model, whose weights are arranged.
+
+    Raises:
+        ModelError: If the model is one.
+    """
+    from maxvision.runtime.artifact import is_here
+
+    if not is_here(options.model):
+        return
+    if options.run is _inspect:
+        what = f"look into it with maxvision inspect {options.model}"
+    else:
+        what = "name the checkpoint that it was compiled from"
+    raise ModelError(f"{options.model} is a compiled model and not a checkpoint; {what}")
 
 
 def _inspect(options: argparse.Namespace) -> int:
     from maxvision.weights.catalog import trained
 
-    found = _find(options.model)
+    found = _find(options)
     table = Table(title=f"{found.name} ({found.weights.name})", title_justify="left")
     table.add_column("tensor", overflow="fold")
     for name in ("shape", "dtype", "zeros", "numbers"):
@@ -250,7 +268,7 @@ def _inspect_pruned(
 def _convert(options: argparse.Namespace) -> int:
     from maxvision.weights.convert import convert
 
-    convert(_find(options.model), options.output, options.force)
+    convert(_find(options), options.output, options.force)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0
 
@@ -259,7 +277,7 @@ def _prune(options: argparse.Namespace) -> int:
     from maxvision.weights.prune import prune
 
     rows = prune(
-        _find(options.model),
+        _find(options),
         options.output,
         options.sparsity,
         scope=options.scope,
@@ -283,6 +301,7 @@ def _prune(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from maxvision.commands.verify import BOUND, verify
 
+    _refuse_compiled(options)
     rows = verify(options.model, options.device, options.seed)
     table = Table(title=f"{options.model} on {options.device} against transformers, float32")
     for name in ("output", "shape", "largest value", "largest error", "relative", ""):

@@ -48,6 +48,7 @@ def files(*suffixes: str) -> Iterator[Path]:
         folders[:] = [
             n for n in folders if (n[0] != "." or n in SHOWN) and n not in ("__pycache__", "build")
         ]
+        names = [n for n in names if n[0] != "." or n in SHOWN]  # a worktree's .git is a file
         for path in (Path(folder, name) for name in names):
             if not suffixes or path.suffix in suffixes:
                 yield path

@@ -19,6 +19,7 @@ import pytest
 
 from maxvision import runtime
 from maxvision.commands import compile as command
+from maxvision.commands import weights as weights_command
 from maxvision.common.errors import ArgumentError, DeviceError, ModelError
 from maxvision.graphs.target import Target, cpu_features
 from maxvision.runtime import ahead
@@ -53,6 +54,23 @@ def test_labels_in_place_of_the_models(folder: Path) -> None:
     assert repr(packed) == said
     with pytest.raises(ArgumentError, match=f"labels: there are 1 but {MODEL} has 10 classes"):
         runtime.load(str(folder), labels=["kind"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["inspect"], "look into it with maxvision inspect {}"),
+        (["verify"], "name the checkpoint that it was compiled from"),
+        (["convert", "-o", "new"], "name the checkpoint that it was compiled from"),
+    ],
+)
+def test_it_is_no_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], says: str
+) -> None:
+    assert weights_command.main([argv[0], str(folder), *argv[1:]]) == 2
+    out, err = capsys.readouterr()
+    said = f"error: {folder} is a compiled model and not a checkpoint; {says.format(folder)}\n"
+    assert (out, err) == ("", said)
 
 
 def test_it_holds_what_it_says_and_nothing_else(folder: Path) -> None:
