@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as missing:
         if missing.name not in ("torch", "transformers", "matplotlib", "uvloop"):
             raise
-        sys.stderr.write(f"error: bench expects the package {missing.name}; pip install it\n")
+        sys.stderr.write(f"error: bench needs the package {missing.name}; pip install it\n")
         return WRONG
     except KeyboardInterrupt:
         return 130
@@ -202,7 +202,7 @@ def dtypes(options: argparse.Namespace, gpu: bool) -> list[str]:
     names: list[str] = options.dtypes or ["bfloat16" if gpu else "float32"]
     for name in names:
         if name not in DTYPES:
-            raise ArgumentError(f"dtypes expects {', '.join(DTYPES)} but has {name!r}")
+            raise ArgumentError(f"--dtypes must be of {', '.join(DTYPES)} but has {name!r}")
     return names
 
 
@@ -213,7 +213,7 @@ def _list(text: str) -> list[str]:
 def _batches(text: str) -> list[int]:
     numbers = [int(part) if part.isdecimal() else 0 for part in _list(text)]
     if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expects numbers of at least 1 but is {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of at least 1")
     return numbers
 
 
@@ -223,27 +223,27 @@ def _densities(text: str) -> list[float]:
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number <= 1 for number in numbers):
-        raise argparse.ArgumentTypeError(f"expects shares above 0 and up to 1 but is {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of shares above 0 and up to 1")
     return numbers
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expects a number of at least 1 but is {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
 
 
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
-        raise argparse.ArgumentTypeError(f"expects a size such as 500x375 but is {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500x375")
     return int(width), int(height)
 
 
 def _positive(text: str) -> float:
     number = float(text)
     if not 0 < number < 3600:
-        raise argparse.ArgumentTypeError(f"expects a number of seconds but is {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return number
 
 

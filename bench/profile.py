@@ -81,11 +81,11 @@ def run(options: argparse.Namespace) -> int:
     device = find_device(options.device)
     if device.is_host:
         raise DeviceError(
-            "bench profile expects a GPU, because MAX records no time by node on a CPU;"
+            "bench profile needs a GPU, because MAX does not record the time of each node on a CPU;"
             " use bench ops --device cpu, which times each layer"
         )
     if not torch.cuda.is_available():
-        raise DeviceError("bench profile expects a torch with CUDA, whose profiler reads CUPTI")
+        raise DeviceError("bench profile needs a torch with CUDA, whose profiler reads CUPTI")
     check_path(options.json)
     check_path(options.trace)
     records: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ def _engine(
     names = peer_names(gpu=True, autotune=True)
     if options.engine not in names:
         raise ArgumentError(
-            f"engine expects maxvision, {', '.join(names)} but is {options.engine!r}"
+            f"--engine must be maxvision, {', '.join(names)} but is {options.engine!r}"
         )
     allow_tf32(options.tf32)
     return peers(reference, images, dtype)[options.engine]()
@@ -186,8 +186,8 @@ def launches(trace: dict[str, Any], runs: int) -> list[Launch]:
     columns = [found[place::each] for place in range(each)] if each and not rest else []
     if not columns or any(len({event["name"] for event in column}) > 1 for column in columns):
         raise DeviceError(
-            f"bench profile expects {runs} runs of the same launches but CUPTI recorded"
-            f" {len(found)}; run it again, with nothing else in this process on the GPU"
+            f"bench profile: CUPTI recorded {len(found)} launches, which are not {runs} equal runs;"
+            " run it again"
         )
     starts = [event["ts"] for event in columns[0]]
     ends = list(starts)  # of each run, so far

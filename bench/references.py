@@ -55,8 +55,8 @@ def reference_model(name: str) -> Any:
         folder = BUNDLED / name if name in weights.bundled() else Path(name)
         if not (folder / "config.json").is_file():
             raise ArgumentError(
-                f"models expects {', '.join(NETWORKS)}, a bundled model or a folder with a"
-                f" config.json but is {name!r}"
+                f"--models {name}: there is no such model; name {', '.join(NETWORKS)}, a bundled"
+                " model, or a folder with a config.json"
             )
         family = find(json.loads((folder / "config.json").read_text()).get("model_type", ""))
         if family and not family.architectures:
@@ -134,8 +134,8 @@ def find_artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path
     if not path.is_file():
         how = {"": "", "auto": "", "layers": " --layers"}.get(option, f" --sparse {option}")
         raise ArgumentError(
-            f"precompiled expects {path.name} in {folder} but it is not there;"
-            f" make it with maxvision bench compile{how}"
+            f"--precompiled {folder}: {path.name} is not there; make it with maxvision bench"
+            f" compile{how}"
         )
     return path
 

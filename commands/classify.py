@@ -123,8 +123,8 @@ def _saved(output: str, write: Callable[[], None]) -> None:
         write()
     except OSError as error:
         raise ArgumentError(
-            f"--output {output}: room to write was expected but writing failed"
-            f" ({error.strerror or error}); free some space, then --resume goes on"
+            f"--output {output}: writing failed ({error.strerror or error}); free some space, then"
+            " continue with --resume"
         ) from None
 
 
@@ -165,7 +165,7 @@ def _default_model() -> str:
 
     names = bundled()
     if not names:
-        raise ArgumentError("--model: a bundled model was expected but none is here; name one")
+        raise ArgumentError("there is no bundled model here; name one with --model")
     return next((name for name in names if "resnet" in name), names[0])
 
 

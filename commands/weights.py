@@ -72,16 +72,16 @@ def _parser() -> argparse.ArgumentParser:
     inspect = command(
         "inspect",
         "Show a model's tensors",
-        "One row for each filter and matrix: its name in the checkpoint, its shape there"
-        " (out, in, height, width), stored dtype, share of zeros, and numbers. Of a pruned model"
-        " also its pruned layers: the pattern of their zeros, and what runs them on a device.",
+        "One row for each filter and matrix: its name and shape (out, in, height, width) in the"
+        " checkpoint, stored dtype, share of zeros, and number of weights. For a pruned model also"
+        " its pruned layers: the pattern of their zeros, and what runs them on a device.",
     )
     inspect.add_argument("--device", default="auto", help="auto, cpu, gpu or gpu:N (default: auto)")
     inspect.add_argument(
         "--dtype",
         default="auto",
         choices=DTYPES,
-        help="that the model would run in (default: auto, float32)",
+        help="dtype that the model would run in (default: auto, float32)",
     )
     inspect.add_argument("--all", action="store_true", help="biases, norms and statistics too")
     inspect.set_defaults(run=_inspect)
@@ -99,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     prune = command(
         "prune",
         "Set the smallest weights to zero, and write the model as convert does",
-        "Filters are seen as [F, K] with K = (r * S + s) * C + c, the input channels of a tap side"
-        " by side. The model is not trained after it: expect to lose accuracy, and measure it.",
+        "Filters are matrices [F, K] with K = (r * S + s) * C + c: the input channels of a tap are"
+        " adjacent. The model is not trained afterwards: expect to lose accuracy, and measure it.",
     )
     prune.add_argument(
         "--sparsity",
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scope",
         choices=SCOPES,
         default="global",
-        help="one threshold for all layers, or the same share in each (default: global)",
+        help="one threshold for all layers, or the same share in each layer (default: global)",
     )
     prune.add_argument(
         "--pattern",
@@ -126,8 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         "--skip",
         type=_names,
         metavar="A,B",
-        help="layers that stay dense, * for any part of a name, or none (default: the first"
-        " convolution and the classifier; inspect lists the layers' names)",
+        help="layers that stay dense, with * as a wildcard, or none (default: the first convolution"
+        " and the classifier; inspect lists the layers' names)",
     )
     prune.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     prune.add_argument("--force", action="store_true", help="replace DIR if it is there")
@@ -150,7 +150,7 @@ def _share(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"a share such as 0.9 was expected but {text!r} came"
+            f"{text!r} is not a number; give a share such as 0.9"
         ) from None
 
 
@@ -290,11 +290,11 @@ def _prune(options: argparse.Namespace) -> int:
     print(
         f"wrote {options.output}: {zeros:,} of {weights:,} weights of {len(rows)} layers are zeros"
         f" ({zeros / weights:.1%}), from {least.zeros / least.weights:.1%} in {least.name} to"
-        f" {most.zeros / most.weights:.1%} in {most.name}; what accuracy is left is not known"
+        f" {most.zeros / most.weights:.1%} in {most.name}; its accuracy was not measured"
     )
     empty = [row.name for row in rows if row.zeros == row.weights]
     if empty:
-        print(f"warning: nothing is left of {', '.join(empty)}; prune less", file=sys.stderr)
+        print(f"warning: all weights of {', '.join(empty)} are zeros; prune less", file=sys.stderr)
     return 0
 
 
@@ -318,5 +318,5 @@ def _verify(options: argparse.Namespace) -> int:
     Console().print(table)
     if all(row.within for row in rows):
         return 0
-    complain(f"{options.model}: expected relative errors up to {BOUND:g}")
+    complain(f"{options.model}: a relative error is above {BOUND:g}")
     return _FAILED

@@ -76,7 +76,7 @@ class Target:
         if name in GPUS:
             return cls(name, "hip" if name.startswith("gfx") else "cuda", machine, ())
         names = ["cpu", *(f"cpu:{kind}" for kind in kinds), *GPUS]
-        raise ArgumentError(f"target expects {', '.join(names)} but is {name!r}")
+        raise ArgumentError(f"target must be one of {', '.join(names)} but is {name!r}")
 
     @classmethod
     def of(cls, device: Device) -> Target:

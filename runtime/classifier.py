@@ -109,7 +109,7 @@ def load(
         ArgumentError: If an argument is none of the above, or the labels do not fit the model.
     """
     if batch_size is not None and batch_size < 1:
-        raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
+        raise ArgumentError(f"batch_size must be at least 1 but is {batch_size}")
     sparsity.check_mode(sparse)  # before anything that takes long
     off = rewriting.parse(passes)
     names: list[str] | None = None
@@ -120,7 +120,7 @@ def load(
     if artifact.is_here(source):
         if off:
             raise ArgumentError(
-                f"{source} is compiled already; leave --passes out, or compile it again with them"
+                f"{source} is compiled already; omit --passes, or compile it again with them"
             )
         return _unpack(source, device, dtype, batch_size, tf32, sparse, names)
     from maxvision import weights
@@ -161,22 +161,22 @@ def _unpack(
     kind, index = parse_device(device)
     if kind not in ("auto", "cpu" if packed.target.api == "cpu" else "gpu"):
         raise DeviceError(
-            f"{packed.name}: was compiled for {packed.target.name} but device is {device};"
-            " leave --device out or compile it for that device"
+            f"{packed.name} was compiled for {packed.target.name} but device is {device};"
+            " omit --device, or compile it for that device"
         )
     if dtype not in ("auto", packed.dtype):
         raise DeviceError(
-            f"{packed.name}: was compiled in {packed.dtype} but dtype is {dtype};"
-            " leave --dtype out or compile it in that dtype"
+            f"{packed.name} was compiled in {packed.dtype} but dtype is {dtype};"
+            " omit --dtype, or compile it in that dtype"
         )
     if packed.tf32 and not tf32:
         raise DeviceError(
-            f"{packed.name}: was compiled to round float32 to TF32; compile it with --no-tf32"
+            f"{packed.name} was compiled to round float32 to TF32; compile it with --no-tf32"
         )
     if sparse not in ("auto", packed.sparse.mode):
         raise DeviceError(
-            f"{packed.name}: was compiled with sparse {packed.sparse.mode} but sparse is {sparse};"
-            f" leave it out or compile with --sparse {sparse}"
+            f"{packed.name} was compiled with sparse {packed.sparse.mode} but sparse is {sparse};"
+            f" omit it, or compile with --sparse {sparse}"
         )
     place = packed.target.open(index)
     model = Classifier(packed, place, DType[packed.dtype], batch_size, watch, tf32=packed.tf32)
@@ -408,7 +408,7 @@ class Classifier:
             ArgumentError: If ``top_k`` is below 1.
         """
         if top_k < 1:
-            raise ArgumentError(f"top_k expects a number of at least 1 but is {top_k}")
+            raise ArgumentError(f"top_k must be at least 1 but is {top_k}")
         sources: Sequence[Source] = images if isinstance(images, list) else [images]
         answers: list[list[Prediction]] = []
         for start in range(0, len(sources), self.batch_size):
@@ -427,7 +427,7 @@ class Classifier:
             ArgumentError: If ``top_k`` is below 1.
         """
         if top_k < 1:
-            raise ArgumentError(f"top_k expects a number of at least 1 but is {top_k}")
+            raise ArgumentError(f"top_k must be at least 1 but is {top_k}")
         scores = softmax(logits)
         order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
         return [
@@ -469,7 +469,9 @@ class Classifier:
             ModelError: If the model was compiled ahead of time, which keeps the names alone.
         """
         if isinstance(self._source, Package):
-            raise ModelError(f"{self.name}: formats expects a checkpoint but this is compiled")
+            raise ModelError(
+                f"{self.name}: a model that was compiled ahead of time does not know formats"
+            )
         return self._choose(self._size).formats
 
     def program(self, *, everything: bool = False) -> Program:
@@ -514,7 +516,9 @@ class Classifier:
             registry = weights.registry(self._device)
             executor = Executor(mef, registry, self._device, final, self._images(key))
         except (OSError, RuntimeError) as problem:
-            raise ModelError(f"{path}: expected a compiled graph; {problem}") from problem
+            raise ModelError(
+                f"{path} is not a compiled graph that runs here ({problem})"
+            ) from problem
         with self._lock:
             self._executors[key] = executor
 
@@ -556,7 +560,7 @@ class Classifier:
             if key != Key(self._size, "uint8", False):
                 height, width = self._size
                 raise ArgumentError(
-                    f"{self.name}: was compiled for the logits of uint8 pixels [N, {height},"
+                    f"{self.name} was compiled for the logits of uint8 pixels [N, {height},"
                     f" {width}, {self.channels}] and nothing else; load the model that it was"
                     " compiled from"
                 )

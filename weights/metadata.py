@@ -39,8 +39,8 @@ def labels(found: Format, config: Mapping[str, Any] | None, classes: int, where:
         return imagenet() if classes == 1000 else [f"class {i}" for i in range(classes)]
     if len(names) != classes:
         raise ModelError(
-            f"{where}: {key} in config.json expects {classes} labels, one for each output of"
-            f" {found.key('head.weight')!r}, but has {len(names)}; complete config.json"
+            f"{where}: {key} in config.json has {len(names)} labels but"
+            f" {found.key('head.weight')!r} has {classes} outputs; correct config.json"
         )
     return names
 
@@ -130,8 +130,8 @@ def _ordered(key: str, names: Any, where: str) -> list[str]:
         return [by_class[i] for i in range(len(by_class))]
     except (AttributeError, ValueError, KeyError):
         raise ModelError(
-            f"{where}: {key} in config.json expects the classes 0, 1, 2, ... without a gap, each"
-            " with a name, but has others; correct config.json"
+            f"{where}: {key} in config.json must name the classes 0, 1, 2, ... without a gap;"
+            " correct config.json"
         ) from None
 
 
@@ -201,7 +201,7 @@ def _timm(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
         described["image_std"] = list(cfg.get("std", _IMAGENET["image_std"]))
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(
-            f"{where}: expected a square center crop in config.json's 'pretrained_cfg' but it asks"
-            f" for {error}; add a preprocessor_config.json"
+            f"{where}: 'pretrained_cfg' in config.json asks for {error}, and only a square center"
+            " crop is supported; add a preprocessor_config.json"
         ) from None
     return described

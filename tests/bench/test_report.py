@@ -148,12 +148,12 @@ def test_a_broken_file_is_named(
         file.write_text(content)
     assert main(["report", str(file)]) == 2
     said = capsys.readouterr().err
-    assert re.search(r"^error: report expects a JSON object .* but .*new\.json is none", said)
+    assert re.search(r"^error: .*new\.json is not a file that bench --json wrote", said)
 
 
 def test_plots_need_a_folder(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(file), "--plots", "nowhere"]) == 2
-    assert "plots expects a folder but nowhere is none" in capsys.readouterr().err
+    assert "--plots nowhere: there is no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_answers_in_a_file(fake: Fake, folder: Path, run: Run) -> None:
     printed = run("all", "text.jpg", "--json", "--top-k", "1")[1]
     assert (folder / "a.jsonl").read_text() == printed and len(lines(printed)) == 4
     code, _, err = run("all", "--output", "a.jsonl")
-    assert code == 2 and "a new file was expected but it is there already; add --resume" in err
+    assert code == 2 and "the file exists already; continue it with --resume" in err
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
@@ -299,7 +299,7 @@ def test_standard_input(
     assert line["image"] == "-" and line["predictions"][0]["class_id"] == 0
     assert feed(b"")[0]["error"].startswith("-: ") and "empty" in feed(b"")[0]["error"]
     monkeypatch.setattr(sys, "stdin", None)
-    assert "nothing is piped in" in lines(run("-", "--json")[1])[0]["error"]
+    assert "no image comes on standard input" in lines(run("-", "--json")[1])[0]["error"]
 
 
 def test_folders_are_read_in_name_order(fake: Fake, tmp_path: Path, run: Run) -> None:
@@ -343,7 +343,7 @@ def test_all_images_fail(fake: Fake, folder: Path, run: Run) -> None:
     assert code == 1 and "no such file" in err and fake.batches == []
     assert out.strip() == "fake on cpu, float32"
     code, _, err = run("none")
-    assert code == 1 and "none: a folder with images was expected but none is in it" in err
+    assert code == 1 and "none: the folder holds no images" in err
 
 
 def test_logits_that_are_not_finite(fake: Fake, folder: Path, run: Run) -> None:
@@ -356,7 +356,9 @@ def test_logits_that_are_not_finite(fake: Fake, folder: Path, run: Run) -> None:
         code, out, _ = run("all", "--json")
     good, bad, other = lines(out)
     assert code == 1 and "predictions" in good and "predictions" in other
-    assert "finite logits were expected" in bad["error"] and "--dtype float32" in bad["error"]
+    assert (
+        "fake gave NaN or infinity in float32" in bad["error"] and "--dtype float32" in bad["error"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -376,7 +378,7 @@ def test_logits_that_are_not_finite(fake: Fake, folder: Path, run: Run) -> None:
         (["x.png", "--output", "a.csv", "--json"], "--json was expected without --output"),
         (["x.png", "--output", "a.csv", "--logits"], "--logits was expected with --json or an"),
         (["x.png", "--resume"], "--resume was expected with --output but came alone"),
-        (["x.png", "--output", "none/a.csv"], "there is no such folder; choose another place"),
+        (["x.png", "--output", "none/a.csv"], "its folder does not exist; choose another place"),
     ],
 )
 def test_wrong_arguments(fake: Fake, run: Run, arguments: list[str], match: str) -> None:
@@ -399,7 +401,7 @@ def test_wrong_model_or_device(
 def test_no_bundled_model(run: Run, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "bundled", lambda: [])
     code, _, err = run("x.png")
-    assert code == 2 and "--model: a bundled model was expected but none is here" in err
+    assert code == 2 and "there is no bundled model here; name one with --model" in err
 
 
 def test_internal_error(
