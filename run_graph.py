@@ -95,7 +95,7 @@ def parser() -> Parser:
     add("images", nargs="*", metavar="IMAGE", help="an image file, a folder, or - for stdin")
     add("--model", metavar="M", help=f"{MODEL} (default: {DEFAULT_MODEL}, which is bundled and"
         " knows ten classes)")  # fmt: skip
-    made.add_shared("revision", "device", "dtype", "tf32", "sparse", "passes")
+    made.add_shared("revision", "labels", "device", "dtype", "tf32", "sparse", "passes")
     add("--batch-size", type=whole(1, 999_999), metavar="N",
         help="images that run together (default: 8 on a CPU, 32 on a GPU)")  # fmt: skip
     add(
@@ -125,23 +125,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         answer(made)
     args = made.parse_intermixed_args(argv)
     if not (args.images or args.list_models or args.version):
-        made.error("an image, a folder or - was expected but none came; try examples/")
+        made.error("name an image, a folder or -; try examples/")
     if args.images.count("-") > 1:
-        made.error("- was expected once but came twice; standard input holds one image")
+        made.error("- may come once only: standard input holds one image")
     ending = os.path.splitext(args.output or "")[1].lower()
     if args.output and ending not in (".csv", ".jsonl", ".parquet"):
         made.error(
-            f"--output expects a name that ends in .csv, .jsonl or .parquet but is {args.output!r}"
+            f"--output takes a name that ends in .csv, .jsonl or .parquet, not {args.output!r}"
         )
     if args.output and args.json:
-        made.error("--json was expected without --output; FILE.jsonl holds the same lines")
+        made.error("--json does not go with --output; FILE.jsonl holds the same lines")
     if args.resume and not args.output:
-        made.error("--resume was expected with --output but came alone; name the file")
+        made.error("--resume needs --output, which names the file to go on with")
     if args.logits and not (args.json or ending in (".jsonl", ".parquet")):
-        made.error(
-            "--logits was expected with --json or an --output of .jsonl or .parquet but came"
-            " without; add one"
-        )
+        made.error("--logits needs --json or an --output of .jsonl or .parquet; add one")
     return args
 
 

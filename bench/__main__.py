@@ -28,9 +28,9 @@ Measure maxvision beside its peers, on one machine, in one run.
 
   models    whole networks: model x dtype x batch, beside torch.compile and eager torch
   ops       each distinct layer of a network, beside torch's operator (cuDNN, cuBLAS, oneDNN)
-  sparse    a pruned model dense and sparse, layer by layer and whole; break-even tables
+  sparse    a pruned model, dense and sparse: each layer and the whole; break-even tables
   profile   where one run's time goes, kernel by kernel, layer by layer
-  compile   graphs for a GPU that is elsewhere: --precompiled takes them where no compiler is
+  compile   graphs for a GPU on another machine, which needs no compiler with --precompiled
   serve     our server under load, beside LitServe: latency, throughput, what bounds them
   report    the tables and plots of files that --json wrote, such as bench/results/*.json
 """
@@ -83,10 +83,10 @@ def parser() -> Parser:
                   "seconds", batches=[1, 32, 256], seconds=2.0)
     add("--sparse", default="auto", choices=SPARSE,
         help="what runs pruned layers of ours (default: auto)")
-    add("--against", type=names, metavar="A,B", help="these peers alone")
+    add("--against", type=names, metavar="A,B", help="only these peers")
     add("--autotune", action="store_true", help="torch.compile's max-autotune too: minutes a cell")
     add("--together", action="store_true",
-        help="set a cell's engines up at once, as on a GPU; they are timed in turn")
+        help="set up all engines of a cell at once, as on a GPU; they are timed in turn")
     add("--energy", action=_SWITCH, default=True)
 
     command("ops", "each distinct layer beside torch's operator", *measured, "threads", "peers",
@@ -95,56 +95,56 @@ def parser() -> Parser:
     add = command("sparse", "a pruned model dense and sparse", *measured, "threads", "batch-size",
                   "seconds", batches=[1, 16], seconds=0.3)
     add("--densities", type=_densities, metavar="D,E",
-        help="shares of nonzeros to draw layers at, as 0.5,0.1; the model's own if left out")
+        help="shares of nonzeros to test, such as 0.5,0.1 (default: the model's own)")
     add("--target", metavar="T",
-        help="cpu:x86-64-v3 or the like: run layers on this CPU as on that")
+        help="run layers on this CPU with code for another, such as cpu:x86-64-v3")
     add("--layers", action=_SWITCH, default=True)
     add("--network", action=_SWITCH, default=True)
-    add("--table", action="store_true", help="write what --sparse auto looks up on this device")
+    add("--table", action="store_true", help="write the table for --sparse auto on this device")
     add("--program", type=Path, metavar="FILE",
         help="ops.sparse_conv2d.measure, built elsewhere, for a GPU without a compiler")
     add("--data", type=Path, metavar="NPZ", help="pictures that networks classify (bench.accuracy)")
 
     add = command("profile", "where one run's time goes", *measured, batches=[1])
     add("--engine", default="maxvision", help="maxvision, or a peer: torch-compile, ...")
-    add("--rows", type=int, default=40, help="of the table; 0 for all")
-    add("--runs", type=int, default=10, help="to average over")
+    add("--rows", type=int, default=40, help="rows of the table to print; 0 for all")
+    add("--runs", type=int, default=10, help="runs to average over")
     add("--trace", type=Path, metavar="FILE", help="for Perfetto or Chrome")
 
     add = command("serve", "our server under load, beside LitServe", "device", "precompiled",
                   "seconds", "json", device="cpu", seconds=5.0)
     add("--model", default="resnet-50", metavar="M", help="as bench models")
-    add("--dtype", help="of ours; bfloat16 on a GPU, float32 on a CPU if left out")
+    add("--dtype", help="of our server (default: bfloat16 on a GPU, float32 on a CPU)")
     add("--servers", type=names, default=["maxvision", "litserve"], metavar="A,B",
-        help="of these, and ray: serve.ray_app in a cluster of its own")
-    add("--url", metavar="URL", help="drive the server of ours that is there")
+        help="maxvision, litserve, or ray: serve.ray_app in a cluster of its own")
+    add("--url", metavar="URL", help="send requests to our server at this address")
     add("--bodies", type=names, default=["bytes", "json"], metavar="A,B",
         help="bytes, json (LitServe takes json only)")
     add("--concurrency", type=counts, default=[1, 8, 32], metavar="N,M", help="closed loops")
     add("--rates", type=counts, default=[], metavar="N,M", help="open loops, requests/s")
-    add("--slo-ms", type=_SECONDS, default=50.0, help="for the goodput")
+    add("--slo-ms", type=_SECONDS, default=50.0, help="latency limit that counts for the goodput")
     add("--size", type=_size, default=(500, 375), metavar="WxH", help="500x375")
-    add("--pictures", type=int, default=16, help="different ones")
-    add("--senders", type=int, default=1, help="processes that send")
+    add("--pictures", type=int, default=16, help="number of different pictures")
+    add("--senders", type=int, default=1, help="processes that send requests")
     add("--serve", dest="serve_options", action="append", default=[], metavar="--OPTION=V",
         help="an option of maxvision serve; may be repeated")
     add("--replicas", type=counts, default=[1, 2], metavar="N,M", help="on Ray, a GPU each")
-    add("--replica-cores", type=_COUNT, default=1, metavar="N", help="of each")
+    add("--replica-cores", type=_COUNT, default=1, metavar="N", help="cores of each replica")
     add("--bounds", action=_SWITCH, default=True,
         help="measure first what senders and decoding alone reach")
     add("--litserve", default="{}", metavar="JSON",
         help="batch, delay_ms, workers, fronts, compile")
-    add("--patience", type=_SECONDS, default=300, help="s for a server's start")
+    add("--patience", type=_SECONDS, default=300, help="seconds that a server may take to start")
     add("--verbose", action="store_true", help="print what the servers say")
 
     add = command("report", "the tables and plots of files of results")
-    add("files", type=Path, nargs="+", metavar="FILE", help="that --json wrote")
-    add("--plots", type=Path, metavar="DIR", help="draw SVGs there too")
+    add("files", type=Path, nargs="+", metavar="FILE", help="a file that --json wrote")
+    add("--plots", type=Path, metavar="DIR", help="also draw SVGs into this folder")
 
     add = command("compile", "graphs for a GPU that is elsewhere", "models", "dtypes", "batch-size",
                   "tf32", dtypes=["bfloat16"])
     add("--target", required=True, help="sm_80, sm_90a, gfx942, cpu:sapphirerapids, ...")
-    add("--layers", action="store_true", help="their layers too, which bench ops times")
+    add("--layers", action="store_true", help="compile their layers too, for bench ops")
     add("--sparse", type=names, default=["auto"], metavar="A,B",
         help="auto, always, never: graphs for bench sparse, one each (default: auto)")
     add("--out", type=Path, required=True, metavar="DIR")
@@ -170,7 +170,7 @@ def _shared(option: str) -> dict[str, Any]:
         "dtypes": {
             "type": names,
             "metavar": "A,B",
-            "help": "bfloat16 on a GPU, float32 on a CPU if left out",
+            "help": "dtypes (default: bfloat16 on a GPU, float32 on a CPU)",
         },
         "batches": {"type": counts, "metavar": "N,M", "help": "images that run together"},
         "device": {
@@ -184,15 +184,23 @@ def _shared(option: str) -> dict[str, Any]:
             "default": True,
             "help": "round float32 to TF32 for tensor cores, ours and the peers'",
         },
-        "precompiled": {"type": Path, "metavar": "DIR", "help": "graphs that bench compile wrote"},
-        "json": {"type": Path, "metavar": "FILE", "help": "write every figure"},
-        "threads": {"type": _COUNT, "metavar": "N", "help": "cores to keep to; all if left out"},
-        "peers": {"action": _SWITCH, "default": True, "help": "beside which ours runs"},
-        "seconds": {"type": _SECONDS, "help": "of samples, each"},
+        "precompiled": {
+            "type": Path,
+            "metavar": "DIR",
+            "help": "use the graphs that bench compile wrote",
+        },
+        "json": {"type": Path, "metavar": "FILE", "help": "write all measurements to FILE"},
+        "threads": {
+            "type": _COUNT,
+            "metavar": "N",
+            "help": "number of cores to use (default: all)",
+        },
+        "peers": {"action": _SWITCH, "default": True, "help": "measure the peers too"},
+        "seconds": {"type": _SECONDS, "help": "seconds of samples for each measurement"},
         "batch-size": {
             "type": _COUNT,
             "metavar": "N",
-            "help": "images that run together, which --sparse auto chooses for; any if left out",
+            "help": "batch size that --sparse auto chooses for (default: any)",
         },
     }
     return described[option]
@@ -209,7 +217,7 @@ def dtypes(options: argparse.Namespace, gpu: bool) -> list[str]:
     for name in asked:
         if name not in known:
             raise ArgumentError(
-                f"dtypes expects {', '.join(known)} but has {name!r}{meant(name, known)}"
+                f"--dtypes must be of {', '.join(known)} but has {name!r}{meant(name, known)}"
             )
     return asked
 
@@ -220,14 +228,14 @@ def _densities(text: str) -> list[float]:
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number <= 1 for number in numbers):
-        raise argparse.ArgumentTypeError(f"expects shares above 0 and up to 1 but is {text!r}")
+        raise argparse.ArgumentTypeError(f"takes shares above 0 and up to 1, not {text!r}")
     return numbers
 
 
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
-        raise argparse.ArgumentTypeError(f"expects a size such as 500x375 but is {text!r}")
+        raise argparse.ArgumentTypeError(f"takes a size such as 500x375, not {text!r}")
     return int(width), int(height)
 
 

@@ -59,8 +59,8 @@ def correct(
     names = [str(name) for name in stored["names"]]
     if unknown := [name for name in names if name not in model.labels]:
         raise ArgumentError(
-            f"{data}: expected pictures of the classes of {model.name} but {unknown[0]!r} is none;"
-            " take the data that the model was trained for"
+            f"{data}: {model.name} has no class {unknown[0]!r}; use the data that the model was"
+            " trained for"
         )
     ids = [model.labels.index(name) for name in names]
     starts = range(0, count or len(labels), 64)
@@ -89,7 +89,7 @@ def check(data: Path) -> None:
         found = set()
     if not {"jpeg", "offset", "label", "names"} <= found:
         raise ArgumentError(
-            f"data expects an npz file of jpeg, offset, label and names but {data} is none"
+            f"{data} is not an npz file with the arrays jpeg, offset, label and names"
         )
 
 

@@ -32,7 +32,9 @@ def begin(options: argparse.Namespace, doc: str | None) -> tuple[Device, dict[st
         _keep_to(options.threads)
     device = find_device(options.device)
     if not device.is_host and not torch.cuda.is_available():
-        raise DeviceError(f"bench {options.command} expects a torch with CUDA on a GPU")
+        raise DeviceError(
+            f"bench {options.command} needs a torch with CUDA on a GPU, and this torch has none"
+        )
     check_path(options.json)
     allow_tf32(options.tf32)
     facts: dict[str, Any] = {**environment(), **compiled_note(options.precompiled)}
@@ -45,5 +47,5 @@ def _keep_to(cores: int) -> None:
     """Keeps this process, and those that it starts, to so many cores: as many threads have all."""
     free = sorted(os.sched_getaffinity(0))
     if len(free) < cores:
-        raise ArgumentError(f"threads expects at most {len(free)}, the cores here, but is {cores}")
+        raise ArgumentError(f"--threads {cores}: only {len(free)} cores are available")
     os.sched_setaffinity(0, free[:cores])

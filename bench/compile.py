@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     """
     for name in options.dtypes:
         if name not in DTYPES:
-            raise ArgumentError(f"dtypes expects {', '.join(DTYPES)} but has {name!r}")
+            raise ArgumentError(f"--dtypes must be of {', '.join(DTYPES)} but has {name!r}")
     with Target.parse(options.target).device() as device:
         return _compile(options, device)
 

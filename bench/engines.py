@@ -392,5 +392,5 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         raise ArgumentError(
-            f"expects the package {name}; pip install 'maxvision[peers]' has it"
+            f"this engine needs the package {name}; pip install '.[peers]' in the checkout"
         ) from None

@@ -85,8 +85,8 @@ def launches(trace: dict[str, Any], runs: int) -> list[Launch]:
     columns = [found[place::each] for place in range(each)] if each and not rest else []
     if not columns or any(len({event["name"] for event in column}) > 1 for column in columns):
         raise DeviceError(
-            f"{runs} runs of the same launches were expected but CUPTI recorded"
-            f" {len(found)}; run it again, with nothing else in this process on the GPU"
+            f"CUPTI recorded {len(found)} launches, which are not {runs} equal runs; run it again,"
+            " with nothing else in this process on the GPU"
         )
     starts = [event["ts"] for event in columns[0]]
     ends = list(starts)  # of each run, so far

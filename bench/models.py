@@ -127,7 +127,7 @@ def _peers(options: argparse.Namespace, gpu: bool) -> list[str]:
     names = peer_names(gpu, options.autotune) if options.peers else []
     for name in options.against or ():
         if name not in names:
-            raise ArgumentError(f"against expects {', '.join(names)} but has {name!r}")
+            raise ArgumentError(f"--against must be of {', '.join(names)} but has {name!r}")
     return [name for name in names if options.against is None or name in options.against]
 
 

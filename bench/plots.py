@@ -87,6 +87,8 @@ def gains(records: Sequence[Record]) -> Figure | None:
             )  # fmt: skip
         axes.axhline(1, color="black", linewidth=1)
         axes.set_yscale("log", base=2)
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, 0.45), max(high, 2.2))  # at least the ticks 0.5, 1 and 2
         axes.yaxis.set_major_formatter("{x:g}")
         title = title.removeprefix("Layers of ")
         axes.set(title=title, xlabel="share of zeros", ylabel="times as fast as dense")

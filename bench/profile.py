@@ -42,11 +42,11 @@ def run(options: argparse.Namespace) -> int:
     device = find_device(options.device)
     if device.is_host:
         raise DeviceError(
-            "bench profile expects a GPU, because MAX records no time by node on a CPU;"
+            "bench profile needs a GPU, because MAX does not record the time of each node on a CPU;"
             " use bench ops --device cpu, which times each layer"
         )
     if not torch.cuda.is_available():
-        raise DeviceError("bench profile expects a torch with CUDA, whose profiler reads CUPTI")
+        raise DeviceError("bench profile needs a torch with CUDA, whose profiler reads CUPTI")
     check_path(options.json)
     check_path(options.trace)
     records: list[dict[str, Any]] = []
@@ -91,7 +91,7 @@ def _engine(
     names = peer_names(gpu=True, autotune=True)
     if options.engine not in names:
         raise ArgumentError(
-            f"engine expects maxvision, {', '.join(names)} but is {options.engine!r}"
+            f"--engine must be maxvision, {', '.join(names)} but is {options.engine!r}"
         )
     allow_tf32(options.tf32)
     return peers(reference, images, dtype)[options.engine]()

@@ -25,6 +25,4 @@ def check_path(path: Path | None) -> None:
         ArgumentError: If its folder is none.
     """
     if path and not path.absolute().parent.is_dir():
-        raise ArgumentError(
-            f"json expects a file in a folder that exists but {path.parent} does not; make it first"
-        )
+        raise ArgumentError(f"{path}: the folder {path.parent} does not exist; create it first")

@@ -21,6 +21,7 @@ from maxvision.common.errors import ArgumentError
 from maxvision.runtime.classifier import Classifier
 from maxvision.weights import Checkpoint
 from maxvision.weights.family import find
+from maxvision.weights.reference import references
 from maxvision.weights.source import BUNDLED
 
 _WIDE = {"num_heads": [3, 12, 16], "embed_dim": [192, 768, 1024], "depth": [2, 2, 20]}
@@ -36,6 +37,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {  # He et al. 2015, table 1; 
 }
 
 
+@references("bench")
 def reference_model(name: str) -> Any:
     """Makes a network of ``NETWORKS`` with random weights, the same at every call.
 
@@ -44,6 +46,7 @@ def reference_model(name: str) -> Any:
 
     Raises:
         ArgumentError: If it is none of these.
+        ModelError: If transformers cannot be imported.
     """
     import transformers
 
@@ -52,8 +55,8 @@ def reference_model(name: str) -> Any:
         folder = BUNDLED / name if name in weights.bundled() else Path(name)
         if not (folder / "config.json").is_file():
             raise ArgumentError(
-                f"models expects {', '.join(NETWORKS)}, a bundled model or a folder with a"
-                f" config.json but is {name!r}"
+                f"--models {name}: there is no such model; name {', '.join(NETWORKS)}, a bundled"
+                " model, or a folder with a config.json"
             )
         family = find(json.loads((folder / "config.json").read_text()).get("model_type", ""))
         if family and not family.architectures:
@@ -131,8 +134,8 @@ def find_artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path
     if not path.is_file():
         how = {"": "", "auto": "", "layers": " --layers"}.get(option, f" --sparse {option}")
         raise ArgumentError(
-            f"precompiled expects {path.name} in {folder} but it is not there;"
-            f" make it with maxvision bench compile{how}"
+            f"--precompiled {folder}: {path.name} is not there; make it with maxvision bench"
+            f" compile{how}"
         )
     return path
 

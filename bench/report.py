@@ -19,7 +19,7 @@ VERSIONS = {"max": "MAX", "torch": "torch", "onnxruntime": "ONNX Runtime", "open
 def run(options: argparse.Namespace) -> int:
     """Prints what the files hold, one after another, and draws what can be drawn."""
     if options.plots and not options.plots.is_dir():
-        raise ArgumentError(f"plots expects a folder but {options.plots} is none")
+        raise ArgumentError(f"--plots {options.plots}: there is no such folder; create it first")
     for path in options.files:
         facts, records = read(path)
         print(f"# {path.name}\n\n{about(facts)}")
@@ -45,7 +45,7 @@ def read(path: Path) -> tuple[Record, list[Record]]:
         return dict(content["environment"]), list(content["records"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ArgumentError(
-            f"report expects a JSON object with an environment and records but {path} is none"
+            f"{path} is not a file that bench --json wrote: JSON with environment and records"
         ) from None
 
 

@@ -298,7 +298,9 @@ class _Stage:
 
     def _litserve(self, port: int) -> tuple[list[str], dict[str, Any]]:
         if importlib.util.find_spec("litserve") is None:
-            raise ArgumentError("bench serve expects litserve; pip install '.[peers]'")
+            raise ArgumentError(
+                "bench serve needs the package litserve; pip install '.[peers]' in the checkout"
+            )
         gpu = self._options.device != "cpu"
         settings = {
             "model": self._options.model,

@@ -76,10 +76,12 @@ def run(options: argparse.Namespace) -> int:
     if options.data:
         accuracy.check(options.data)
     if options.data and densities:
-        raise ArgumentError("data expects no --densities: zeros at random leave no accuracy")
+        raise ArgumentError(
+            "--data does not go with --densities: random zeros leave no accuracy to measure"
+        )
     if options.precompiled and (densities or options.layers):
         raise ArgumentError(
-            "precompiled expects --no-layers and no --densities; bench sparse compiles layers"
+            "--precompiled holds whole networks; add --no-layers and omit --densities"
         )
     models = [load(name) for name in options.models]
     place = "cpu" if device.is_host else f"gpu:{device.id}"
@@ -87,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     for dtype in dtypes(options, gpu=not device.is_host):
         kind = find_dtype(dtype, device)
         if device.is_host and kind != DType.float32:
-            raise DeviceError(f"bench sparse expects float32 on a CPU but dtypes has {dtype}")
+            raise DeviceError(f"bench sparse runs in float32 on a CPU, not in {dtype}")
         begun = len(records)
 
         def keep(model: Checkpoint, found: Iterator[dict[str, Any]], dtype: str = dtype) -> None:
@@ -131,7 +133,7 @@ def chosen(options: argparse.Namespace, device: Device) -> Target:
         return Target.of(device)
     target = Target.parse(options.target)
     if target.api != "cpu" or not device.is_host or options.network:
-        raise ArgumentError("target expects a kind of CPU, --device cpu and --no-network")
+        raise ArgumentError("--target takes a kind of CPU, with --device cpu and --no-network")
     target.open()
     return target
 
@@ -184,7 +186,7 @@ def own(model: Checkpoint, layers: Sequence[Layer]) -> Iterator[Case]:
                 found.setdefault((layer, round(100 * zeros[name])), []).append(name)
     if not found:
         raise ModelError(
-            f"{model.name}: bench sparse expects a pruned model but no layer has"
+            f"{model.name}: the model is not pruned, no layer has"
             f" {sparsity.PRUNED:.0%} zeros; prune it with maxvision weights prune, or give"
             " --densities"
         )
@@ -419,7 +421,7 @@ def write_table(
         if layer and record["passed"]:
             cells.setdefault(tuple(map(record.get, keys)), []).append(record)
     if not cells:
-        raise ArgumentError("--table expects layers but none were measured; leave --no-layers out")
+        raise ArgumentError("--table needs layers, and none was measured; omit --no-layers")
     lines = [json.dumps(asdict(curves.to_row(cell, dense))) for cell in cells.values()]
     name = sparsity.table_name(target, dtype)
     device = name.removesuffix(f"-{dtype}.json")

@@ -65,8 +65,15 @@ def classify(args: argparse.Namespace, started: float) -> int:
             sparse=args.sparse,
             batch_size=args.batch_size,
             revision=args.revision,
+            labels=args.labels,
             passes=args.passes,
             progress=say,
+        )
+    if args.model is None:
+        complain(
+            f"{model.name}, the default model, knows {len(model.labels):,} classes only;"
+            " --model microsoft/resnet-50 knows 1,000",
+            kind="warning: ",
         )
     times = Times()
     writer = None
@@ -126,8 +133,8 @@ def _saved(output: str, write: Callable[[], None]) -> None:
         write()
     except OSError as error:
         raise ArgumentError(
-            f"--output {output}: room to write was expected but writing failed"
-            f" ({error.strerror or error}); free some space, then --resume goes on"
+            f"--output {output}: writing failed ({error.strerror or error}); free some space, then"
+            " continue with --resume"
         ) from None
 
 

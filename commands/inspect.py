@@ -36,8 +36,8 @@ def _inspect(options: argparse.Namespace) -> int:
 
     if not package.is_here(options.folder):
         raise ModelError(
-            f"{options.folder}: expected a folder that maxvision compile wrote but it is"
-            " none; check the path"
+            f"{options.folder} is not a folder that maxvision compile wrote; for a checkpoint use"
+            " maxvision weights inspect"
         )
     found = package.read(options.folder)
     found.verify()

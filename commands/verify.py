@@ -18,6 +18,7 @@ from maxvision.runtime.preprocess import Preprocess
 from maxvision.weights.checkpoint import identify, interpret
 from maxvision.weights.convert import convert
 from maxvision.weights.layout import Array, Shape
+from maxvision.weights.reference import references
 from maxvision.weights.source import Source, find
 
 BOUND = 1e-5  # of float32: the largest difference over the largest value
@@ -69,15 +70,8 @@ def verify(name: str, device: str, seed: int = 0) -> list[Comparison]:
     pixels = np.random.default_rng(seed).standard_normal(shape, np.float32)
     expected = _reference(found, pixels)
 
-    try:
-        from maxvision import runtime
+    from maxvision.runtime import load
 
-        load = runtime.load
-    except ImportError as error:
-        raise ModelError(
-            f"{name}: expected MAX, which runs the graphs, but it cannot be imported ({error});"
-            " install this project's dependencies"
-        ) from None
     model = load(name, device=device, dtype="float32")
     computed = [*model.stages(pixels), model(pixels)]
     outputs = [f"stage {i + 1}" for i in range(len(expected) - 1)] + ["logits"]
@@ -94,17 +88,13 @@ def _compare(output: str, ours: Array, theirs: Array) -> Comparison:
     return Comparison(output, theirs.shape, float(np.abs(theirs).max()), float(error))
 
 
+@references("weights verify")
 def _reference(found: Source, pixels: Array) -> list[Array]:
     """Runs transformers: each stage as NHWC, then the logits."""
-    try:
-        import torch
-        import transformers
-        from transformers.utils import logging
-    except ImportError as error:
-        raise ModelError(
-            f"{found.name}: expected torch and transformers, the reference, to be installed but"
-            f" {error.name} is not; install both"
-        ) from None
+    import torch
+    import transformers
+    from transformers.utils import logging
+
     family, _, _ = identify(found)
     kind: Any = next((getattr(transformers, n, None) for n in family.architectures), None)
     if kind is None:

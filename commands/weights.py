@@ -66,9 +66,9 @@ def parser() -> Parser:
     inspect = command(
         "inspect",
         "Show a model's tensors",
-        "One row for each filter and matrix: its name in the checkpoint, its shape there"
-        " (out, in, height, width), stored dtype, share of zeros, and numbers. Of a pruned model"
-        " also its pruned layers: the pattern of their zeros, and what runs them on a device.",
+        "One row for each filter and matrix: its name and shape (out, in, height, width) in the"
+        " checkpoint, stored dtype, share of zeros, and number of weights. For a pruned model also"
+        " its pruned layers: the pattern of their zeros, and what runs them on a device.",
     )
     inspect.add_shared("device", "dtype")
     inspect.add_argument("--all", action="store_true", help="biases, norms and statistics too")
@@ -87,8 +87,8 @@ def parser() -> Parser:
     prune = command(
         "prune",
         "Set the smallest weights to zero, and write the model as convert does",
-        "Filters are seen as [F, K] with K = (r * S + s) * C + c, the input channels of a tap side"
-        " by side. The model is not trained after it: expect to lose accuracy, and measure it.",
+        "Filters are matrices [F, K] with K = (r * S + s) * C + c: the input channels of a tap are"
+        " adjacent. The model is not trained afterwards: expect to lose accuracy, and measure it.",
     )
     prune.add_argument(
         "--sparsity",
@@ -100,7 +100,7 @@ def parser() -> Parser:
         "--scope",
         choices=SCOPES,
         default="global",
-        help="one threshold for all layers, or the same share in each (default: global)",
+        help="one threshold for all layers, or the same share in each layer (default: global)",
     )
     prune.add_argument(
         "--pattern",
@@ -114,8 +114,8 @@ def parser() -> Parser:
         "--skip",
         type=names,
         metavar="A,B",
-        help="layers that stay dense, * for any part of a name, or none (default: the first"
-        " convolution and the classifier; inspect lists the layers' names)",
+        help="layers that stay dense, with * as a wildcard, or none (default: the first convolution"
+        " and the classifier; inspect lists the layers' names)",
     )
     prune.add_argument("-o", "--output", metavar="DIR", type=Path, required=True)
     prune.add_argument("--force", action="store_true", help="replace DIR if it is there")
@@ -144,15 +144,34 @@ def _share(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"a share such as 0.9 was expected but {text!r} came"
+            f"takes a share such as 0.9, not {text!r}"
             f"{f'; did you mean --pattern {text}?' if text in PATTERNS else ''}"
         ) from None
 
 
-def _find(name: str) -> Source:
+def _find(options: argparse.Namespace) -> Source:
     from maxvision.weights.source import find
 
-    return find(name, progress=lambda step: print(step, file=sys.stderr))
+    _refuse_compiled(options)
+    return find(options.model, progress=lambda step: print(step, file=sys.stderr))
+
+
+def _refuse_compiled(options: argparse.Namespace) -> None:
+    """Says what to do with the folder of a compiled model, whose weights are arranged.
+
+    Raises:
+        ModelError: If the model is one.
+    """
+    from maxvision.common.errors import ModelError
+    from maxvision.runtime.artifact import is_here
+
+    if not is_here(options.model):
+        return
+    if options.run is _inspect:
+        what = f"look into it with maxvision inspect {options.model}"
+    else:
+        what = "name the checkpoint that it was compiled from"
+    raise ModelError(f"{options.model} is a compiled model and not a checkpoint; {what}")
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -163,7 +182,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from maxvision.weights.catalog import trained
     from maxvision.weights.checkpoint import identify, interpret
 
-    found = _find(options.model)
+    found = _find(options)
     table = Table(title=f"{found.name} ({found.weights.name})", title_justify="left")
     table.add_column("tensor", overflow="fold")
     for name in ("shape", "dtype", "zeros", "numbers"):
@@ -251,7 +270,7 @@ def _inspect_pruned(
 def _convert(options: argparse.Namespace) -> int:
     from maxvision.weights.convert import convert
 
-    convert(_find(options.model), options.output, options.force)
+    convert(_find(options), options.output, options.force)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0
 
@@ -260,7 +279,7 @@ def _prune(options: argparse.Namespace) -> int:
     from maxvision.weights.prune import prune
 
     rows = prune(
-        _find(options.model),
+        _find(options),
         options.output,
         options.sparsity,
         scope=options.scope,
@@ -273,11 +292,11 @@ def _prune(options: argparse.Namespace) -> int:
     print(
         f"wrote {options.output}: {zeros:,} of {weights:,} weights of {len(rows)} layers are zeros"
         f" ({zeros / weights:.1%}), from {least.zeros / least.weights:.1%} in {least.name} to"
-        f" {most.zeros / most.weights:.1%} in {most.name}; what accuracy is left is not known"
+        f" {most.zeros / most.weights:.1%} in {most.name}; its accuracy was not measured"
     )
     empty = [row.name for row in rows if row.zeros == row.weights]
     if empty:
-        print(f"warning: nothing is left of {', '.join(empty)}; prune less", file=sys.stderr)
+        print(f"warning: all weights of {', '.join(empty)} are zeros; prune less", file=sys.stderr)
     return 0
 
 
@@ -287,6 +306,7 @@ def _verify(options: argparse.Namespace) -> int:
 
     from maxvision.commands.verify import BOUND, verify
 
+    _refuse_compiled(options)
     rows = verify(options.model, options.device, options.seed)
     table = Table(title=f"{options.model} on {options.device} against transformers, float32")
     for name in ("output", "shape", "largest value", "largest error", "relative", ""):
@@ -303,5 +323,5 @@ def _verify(options: argparse.Namespace) -> int:
     Console().print(table)
     if all(row.within for row in rows):
         return 0
-    complain(f"{options.model}: expected relative errors up to {BOUND:g}")
+    complain(f"{options.model}: a relative error is above {BOUND:g}")
     return _FAILED

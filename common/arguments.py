@@ -79,14 +79,18 @@ def device(text: str) -> str:
     """Takes the name of a device: auto, cpu, gpu or gpu:N."""
     if not re.fullmatch(r"auto|cpu|gpu(:\d{1,4})?", text, re.ASCII):
         raise argparse.ArgumentTypeError(
-            f"auto, cpu, gpu or gpu:N was expected but {text!r} came"
-            f"{meant(text, ('auto', 'cpu', 'gpu'))}"
+            f"takes auto, cpu, gpu or gpu:N, not {text!r}{meant(text, ('auto', 'cpu', 'gpu'))}"
         )
     return text
 
 
 SHARED: dict[str, dict[str, Any]] = {
     "revision": {"metavar": "R", "help": "branch, tag or commit of a hub model"},
+    "labels": {
+        "metavar": "FILE",
+        "help": "names for the classes: a text file with one a line, or a .json file with a list or"
+        " with id2label (default: the model's own)",
+    },
     "device": {
         "default": "auto",
         "type": device,
@@ -145,7 +149,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Says what is wrong and where the options are listed, and exits with 2."""
-        complain(re.sub(r"^argument ([^:]+): ", r"\1: ", message))
+        told = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
+        complain(told.replace(": takes ", " takes ", 1))
         complain(f"{self.prog} --help lists what it takes", kind="")
         self.exit(2)
 
@@ -189,7 +194,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         if not re.fullmatch(r"\d{1,12}", text, re.ASCII) or not low <= int(text) <= high:
             raise argparse.ArgumentTypeError(
-                f"a whole number from {low} to {high} was expected but {text!r} came"
+                f"takes a whole number from {low} to {high}, not {text!r}"
             )
         return int(text)
 
@@ -205,9 +210,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(
-                f"a number from {low} to {high} was expected but {text!r} came"
-            )
+            raise argparse.ArgumentTypeError(f"takes a number from {low} to {high}, not {text!r}")
         return value
 
     return convert
@@ -223,6 +226,6 @@ def counts(text: str) -> list[int]:
     numbers = [int(part) if re.fullmatch(r"\d{1,6}", part, re.ASCII) else 0 for part in names(text)]
     if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(
-            f"whole numbers of at least 1, such as 1,16, were expected but {text!r} came"
+            f"takes whole numbers of at least 1, such as 1,16, not {text!r}"
         )
     return numbers

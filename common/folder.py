@@ -32,8 +32,7 @@ def new_folder(
         taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
         if taken and not replaces(folder):
             raise ArgumentError(
-                f"{folder}: expected a folder that does not exist yet but it does; choose another"
-                " or pass --force"
+                f"{folder} exists already and is not empty; choose another folder, or pass --force"
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -54,8 +53,8 @@ def new_folder(
     except OSError as error:
         full = "No space left" in str(error)
         raise ArgumentError(
-            f"{folder}: expected room to write {content} but "
-            + ("the disk is full" if full else f"writing failed ({error})")
+            f"{folder}: {content} cannot be written: "
+            + ("the disk is full" if full else str(error))
             + "; nothing was written, choose another place"
         ) from None
     finally:

@@ -53,7 +53,7 @@ def page() -> None:
     from tests.serve.browser import browsing, until
     from tests.serve.started import serving
 
-    argv = ["-m", "serve", "--model", "resnet-cifar10", "--device", "cpu", "--port", "0"]
+    argv = ["-m", "maxvision.serve", "--model", "resnet-cifar10", "--device", "cpu", "--port", "0"]
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(argv, Path(folder, "log")) as server,

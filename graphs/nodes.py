@@ -618,8 +618,8 @@ def _custom(
         takes = takes[:1]
     if dtype not in takes:
         raise DeviceError(
-            f"{name}: a {'CPU' if device.is_cpu() else 'GPU'} expects"
-            f" {', '.join(d.name for d in takes)} but the dtype is {dtype.name}"
+            f"{name}: on a {'CPU' if device.is_cpu() else 'GPU'} the dtype must be one of"
+            f" {', '.join(d.name for d in takes)} but is {dtype.name}"
         )
     types = [TensorType(DType[out.dtype], out.shape, device=device) for out in outs]
     results = ops.custom(name, device=device, values=values, out_types=types, parameters=parameters)

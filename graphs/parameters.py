@@ -229,7 +229,7 @@ class Parameters:
         try:
             return table[self.prefix + name]
         except KeyError:
-            raise ModelError(f"the graph expects the weight {self.prefix}{name}") from None
+            raise ModelError(f"the weight {self.prefix}{name} is missing") from None
 
     def _bind(
         self, name: str, make: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: DType

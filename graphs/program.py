@@ -139,6 +139,16 @@ class Program:
         inputs = {n: t._replace(dtype=dtypes.get(n, t.dtype)) for n, t in self.inputs.items()}
         return rebuilt(self, self.nodes, inputs=inputs, known=False)
 
+    @property
+    def signature(self) -> str:
+        """Its name, inputs, outputs and number of ops, in a line."""
+        taken = ", ".join(f"{name} {each}" for name, each in self.inputs.items())
+        given = ", ".join(f"{name} {self.types[value]}" for name, value in self.outputs.items())
+        return f"{self.name!r}, {taken} -> {given}, {len(self.nodes)} ops"
+
+    def __repr__(self) -> str:
+        return f"Program({self.signature})"
+
     def __str__(self) -> str:
         """Writes it down for a reader: a line an op."""
         inputs = ", ".join(f"{name}: {each}" for name, each in self.inputs.items())

@@ -256,7 +256,7 @@ def check_mode(mode: str) -> None:
         ArgumentError: If it is none of them.
     """
     if mode not in MODES:
-        raise ArgumentError(f"sparse expects {', '.join(MODES)} but is {mode!r}")
+        raise ArgumentError(f"sparse must be one of {', '.join(MODES)} but is {mode!r}")
 
 
 def choose(
@@ -303,7 +303,7 @@ def choose(
     table = None if _unable(target, dtype) else load_table(target, kind)
     if table is None:
         where = f"{'a CPU' if target.api == 'cpu' else target.name} in {kind}"
-        return _none(mode, layers, zeros, f"for want of a break-even table for {where}")
+        return _none(mode, layers, zeros, f"because there is no break-even table for {where}")
     verdicts = {
         each.name: _weigh(each, zeros[each.name], kinds[each.name], table, batch) for each in layers
     }
@@ -330,7 +330,7 @@ def _all(
     batch: int | None,
 ) -> Choice:
     if problem := _unable(target, dtype):
-        raise DeviceError(f"{name}: sparse always expects {problem}; take that, or sparse auto")
+        raise DeviceError(f"{name}: sparse always needs {problem}; use that, or sparse auto")
     table = load_table(target, precision(target, dtype, tf32))
     verdicts = []
     for each in layers:
@@ -342,8 +342,8 @@ def _all(
         verdicts.append(Verdict(each, share, sparse, gain, why, format))
     if not any(each.sparse for each in verdicts):
         raise ModelError(
-            f"{name}: sparse always expects a pruned model but no layer has {PRUNED:.0%} zeros;"
-            " prune it with maxvision weights prune, or leave --sparse out"
+            f"{name}: the model is not pruned: no layer has {PRUNED:.0%} zeros; prune it with"
+            " maxvision weights prune, or omit --sparse"
         )
     return Choice("always", tuple(verdicts))
 

@@ -78,7 +78,7 @@ class Target:
             return cls(name, "hip" if name.startswith("gfx") else "cuda", machine, ())
         names = ["cpu", *(f"cpu:{kind}" for kind in kinds), *GPUS]
         raise ArgumentError(
-            f"target expects {', '.join(names)} but is {name!r}{meant(name, names)}"
+            f"target must be one of {', '.join(names)} but is {name!r}{meant(name, names)}"
         )
 
     @classmethod

@@ -60,21 +60,21 @@ def compile(
     """
     wanted, off = Target.parse(target), rewriting.parse(passes)
     if artifact.is_here(source):
-        raise ModelError(f"{source}: expected a model but it is compiled already; run it as it is")
+        raise ModelError(f"{source} is compiled already; run it as it is")
     checkpoint = weights.load(source, revision=revision, progress=progress)
     preprocess = Preprocess.from_config(checkpoint.preprocess)
     if checkpoint.channels != len(preprocess.mean):
         raise ModelError(
-            f"{checkpoint.name}: expected a model of {len(preprocess.mean)} channels, for pictures,"
-            f" but it takes {checkpoint.channels}; load it where it runs"
+            f"{checkpoint.name}: pictures have {len(preprocess.mean)} channels but the model takes"
+            f" {checkpoint.channels}, which cannot be compiled ahead of time; use runtime.load"
         )
     size = (preprocess.height, preprocess.width)
 
     def replaces(existing: Path) -> bool:
         if force and not artifact.is_here(existing):
             raise ArgumentError(
-                f"{existing}: expected a compiled model to replace but it is something else;"
-                " choose another folder"
+                f"{existing}: --force replaces compiled models only, not this one; choose"
+                " another folder"
             )
         return force
 

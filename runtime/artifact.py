@@ -144,8 +144,8 @@ def read(source: str | os.PathLike[str]) -> Package:
     manifest = _manifest(folder)
     if manifest.get("version") != VERSION:
         raise ModelError(
-            f"{folder}: expected version {VERSION} of a compiled model's folder but it is"
-            f" {manifest.get('version')}; {_AGAIN}"
+            f"{folder}: this compiled model has format version {manifest.get('version')}, and"
+            f" version {VERSION} is supported; {_AGAIN}"
         )
     try:
         versions = manifest["versions"]
@@ -176,7 +176,7 @@ def read(source: str | os.PathLike[str]) -> Package:
             files=files,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(folder, f"{MANIFEST} has a gap ({error!r})") from None
+        raise _damaged(folder, f"{MANIFEST} is incomplete ({error!r})") from None
 
 
 def write(
@@ -278,7 +278,7 @@ def _read(folder: Path, name: str, expected: dict[str, Any]) -> bytes:
 
 def _compare(folder: Path, name: str, expected: dict[str, Any], content: Any) -> None:
     if len(content) != expected["bytes"]:
-        problem = f"{name} has {len(content):,} bytes and not {expected['bytes']:,}"
+        problem = f"{name} has {len(content):,} bytes instead of {expected['bytes']:,}"
     elif hashlib.sha256(content).hexdigest() != expected["sha256"]:
         problem = f"{name} is not what was written (its SHA-256 differs)"
     else:
@@ -288,8 +288,7 @@ def _compare(folder: Path, name: str, expected: dict[str, Any], content: Any) ->
 
 def _damaged(folder: Path, problem: str) -> ModelError:
     return ModelError(
-        f"{folder}: expected a compiled model, whole, but {problem}; copy the folder again, or"
-        f" {_AGAIN}"
+        f"{folder}: the compiled model is damaged: {problem}; copy the folder again, or {_AGAIN}"
     )
 
 

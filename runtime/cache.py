@@ -67,8 +67,8 @@ def library(*, gpu: bool) -> Path:
             )
         except (OSError, RuntimeError):
             raise ModelError(
-                "the compiler that max installs was expected but it is not here; pip install max,"
-                " or take a model that maxvision compile has compiled"
+                "compiling needs the compiler of the package max, which is not here; pip install"
+                " max, or use a model that maxvision compile has compiled"
             ) from None
         if done.returncode:
             raise RuntimeError(f"mojo precompile {OPS}: {done.stderr.strip()}")
@@ -134,8 +134,8 @@ def compiled(graph: Graph, target: Target, compile: Callable[[], CompiledModel])
         if folder is None or _free(folder) > ROOM:
             raise
         raise ModelError(
-            f"{folder}: some {ROOM >> 20} MB of room to compile in were expected but the disk is"
-            " full; make room there, or set MODULAR_CACHE_DIR to a folder that has it"
+            f"{folder}: compiling needs some {ROOM >> 20} MB here but the disk is full; free some"
+            " space, or set MODULAR_CACHE_DIR to a folder on another disk"
         ) from None
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
 
 import numpy as np
 from max.driver import Device
@@ -40,6 +40,9 @@ from maxvision.runtime.replay import IMAGES
 
 if TYPE_CHECKING:
     from maxvision.weights import Checkpoint
+
+SomeSource = TypeVar("SomeSource", bound=Source)
+"""An image of one kind; ``list`` is invariant, so that list[str] is no list[Source]."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def load(
     sparse: str = "auto",
     batch_size: int | None = None,
     revision: str | None = None,
+    labels: str | os.PathLike[str] | Sequence[str] | None = None,
     passes: str = "all",
     progress: Callable[[str], None] | None = None,
 ) -> Classifier:
@@ -92,6 +96,9 @@ def load(
         batch_size: Images that ``classify`` runs at a time; 32 on a GPU and 8 on a CPU if None. If
             given, ``auto`` chooses for batches of that size.
         revision: Branch, tag or commit on the hub.
+        labels: A name for each class, in order, or a file of them (``weights.read_labels``). If
+            None, those of the model's config.json; without any, ImageNet's for 1,000 classes, else
+            "class 0", "class 1", ....
         passes: How the network is rewritten (graphs/passes): ``all``, ``none``, ``-stem,-chain``
             for all but these, ``qkv,mlp`` for these alone. To find the one to blame for an answer.
         progress: Called with a sentence before each step that takes time.
@@ -99,20 +106,25 @@ def load(
     Raises:
         ModelError: If the model cannot be found, read or run.
         DeviceError: If the device or the dtype is not to be had.
-        ArgumentError: If an argument is none of the above.
+        ArgumentError: If an argument is none of the above, or the labels do not fit the model.
     """
     if batch_size is not None and batch_size < 1:
-        raise ArgumentError(f"batch_size expects a number of at least 1 but is {batch_size}")
+        raise ArgumentError(f"batch_size must be at least 1 but is {batch_size}")
     sparsity.check_mode(sparse)  # before anything that takes long
     off = rewriting.parse(passes)
+    names: list[str] | None = None
+    if labels is not None:
+        from maxvision.weights import read_labels
+
+        names = read_labels(labels)
     if artifact.is_here(source):
         if revision is not None:
             raise ArgumentError(f"{source} is compiled already and has no revision; leave it out")
         if off:
             raise ArgumentError(
-                f"{source} is compiled already; leave --passes out, or compile it again with them"
+                f"{source} is compiled already; omit --passes, or compile it again with them"
             )
-        return _unpack(source, device, dtype, batch_size, tf32, sparse)
+        return _unpack(source, device, dtype, batch_size, tf32, sparse, names)
     from maxvision import weights
 
     place = find_device(device)
@@ -120,6 +132,10 @@ def load(
     watch = Watch()
     checkpoint = weights.load(source, revision=revision, progress=progress)
     watch.lap("weights")
+    if names is not None:
+        checkpoint = replace(
+            checkpoint, labels=weights.match_labels(names, checkpoint.labels, checkpoint.name)
+        )
     model = Classifier(
         checkpoint, place, kind, batch_size, watch, tf32=tf32, sparse=sparse, off=off
     )
@@ -128,31 +144,41 @@ def load(
 
 
 def _unpack(
-    source: str, device: str, dtype: str, batch_size: int | None, tf32: bool, sparse: str
+    source: str,
+    device: str,
+    dtype: str,
+    batch_size: int | None,
+    tf32: bool,
+    sparse: str,
+    names: list[str] | None,
 ) -> Classifier:
     """Loads a model that was compiled ahead of time."""
     watch = Watch()
     packed = artifact.read(source)
+    if names is not None:
+        from maxvision.weights import match_labels
+
+        packed = replace(packed, labels=match_labels(names, packed.labels, packed.name))
     watch.lap("weights")
     kind, index = parse_device(device)
     if kind not in ("auto", "cpu" if packed.target.api == "cpu" else "gpu"):
         raise DeviceError(
-            f"{packed.name}: was compiled for {packed.target.name} but device is {device};"
-            " leave --device out or compile it for that device"
+            f"{packed.name} was compiled for {packed.target.name} but device is {device};"
+            " omit --device, or compile it for that device"
         )
     if dtype not in ("auto", packed.dtype):
         raise DeviceError(
-            f"{packed.name}: was compiled in {packed.dtype} but dtype is {dtype};"
-            " leave --dtype out or compile it in that dtype"
+            f"{packed.name} was compiled in {packed.dtype} but dtype is {dtype};"
+            " omit --dtype, or compile it in that dtype"
         )
     if packed.tf32 and not tf32:
         raise DeviceError(
-            f"{packed.name}: was compiled to round float32 to TF32; compile it with --no-tf32"
+            f"{packed.name} was compiled to round float32 to TF32; compile it with --no-tf32"
         )
     if sparse not in ("auto", packed.sparse.mode):
         raise DeviceError(
-            f"{packed.name}: was compiled with sparse {packed.sparse.mode} but sparse is {sparse};"
-            f" leave it out or compile with --sparse {sparse}"
+            f"{packed.name} was compiled with sparse {packed.sparse.mode} but sparse is {sparse};"
+            f" omit it, or compile with --sparse {sparse}"
         )
     place = packed.target.open(index)
     model = Classifier(packed, place, DType[packed.dtype], batch_size, watch, tf32=packed.tf32)
@@ -325,6 +351,14 @@ class Classifier:
         self._watch = watch or Watch()
         self.seconds = self._watch.seconds
 
+    def __repr__(self) -> str:
+        height, width = self._size
+        precision = f"{self.dtype}, TF32," if self.tf32 else self.dtype
+        return (
+            f"Classifier({self.name!r}, {self.family}, {len(self.labels):,} classes,"
+            f" {height} x {width} px, {precision} on {self.device})"
+        )
+
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """Computes the logits [N, classes] of pixels [N, H, W, C]; any thread may call.
 
@@ -355,11 +389,17 @@ class Classifier:
     @overload
     def classify(self, images: list[Source], top_k: int = 5) -> list[list[Prediction]]: ...
 
-    def classify(self, images: Any, top_k: int = 5) -> Any:
+    @overload
+    def classify(self, images: list[SomeSource], top_k: int = 5) -> list[list[Prediction]]: ...
+
+    def classify(
+        self, images: Source | list[SomeSource], top_k: int = 5
+    ) -> list[Prediction] | list[list[Prediction]]:
         """Classifies an image, or a list of images.
 
         Args:
-            images: A path, bytes, a file, a PIL image or an array; or a list of them.
+            images: A path; the bytes of a file; an open binary file; a PIL image; or an array
+                [H, W], [H, W, 1], [H, W, 3] (RGB) or [H, W, 4] (RGBA). Or a list of them.
             top_k: Classes to name, the likeliest first.
 
         Returns:
@@ -370,9 +410,8 @@ class Classifier:
             ArgumentError: If ``top_k`` is below 1.
         """
         if top_k < 1:
-            raise ArgumentError(f"top_k expects a number of at least 1 but is {top_k}")
-        several = isinstance(images, list)
-        sources: list[Source] = images if several else [images]
+            raise ArgumentError(f"top_k must be at least 1 but is {top_k}")
+        sources: Sequence[Source] = images if isinstance(images, list) else [images]
         answers: list[list[Prediction]] = []
         for start in range(0, len(sources), self.batch_size):
             pixels = []
@@ -381,7 +420,7 @@ class Classifier:
                     raise item
                 pixels.append(item)
             answers += self.predictions(self(np.stack(pixels)), top_k)
-        return answers if several else answers[0]
+        return answers if isinstance(images, list) else answers[0]
 
     def predictions(self, logits: np.ndarray, top_k: int = 5) -> list[list[Prediction]]:
         """Names the likeliest classes of each row of logits, with their softmax.
@@ -390,7 +429,7 @@ class Classifier:
             ArgumentError: If ``top_k`` is below 1.
         """
         if top_k < 1:
-            raise ArgumentError(f"top_k expects a number of at least 1 but is {top_k}")
+            raise ArgumentError(f"top_k must be at least 1 but is {top_k}")
         scores = softmax(logits)
         order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
         return [
@@ -437,7 +476,9 @@ class Classifier:
             ModelError: If the model was compiled ahead of time, which keeps the names alone.
         """
         if isinstance(self._source, Package):
-            raise ModelError(f"{self.name}: formats expects a checkpoint but this is compiled")
+            raise ModelError(
+                f"{self.name}: a model that was compiled ahead of time does not know formats"
+            )
         return self._choose(self._size).formats
 
     def program(self, *, everything: bool = False) -> Program:
@@ -482,7 +523,9 @@ class Classifier:
             registry = weights.registry(self._device)
             executor = Executor(mef, registry, self._device, final, self._images(key))
         except (OSError, RuntimeError) as problem:
-            raise ModelError(f"{path}: expected a compiled graph; {problem}") from problem
+            raise ModelError(
+                f"{path} is not a compiled graph that runs here ({problem})"
+            ) from problem
         with self._lock:
             self._executors[key] = executor
 
@@ -524,7 +567,7 @@ class Classifier:
             if key != Key(self._size, "uint8", False):
                 height, width = self._size
                 raise ArgumentError(
-                    f"{self.name}: was compiled for the logits of uint8 pixels [N, {height},"
+                    f"{self.name} was compiled for the logits of uint8 pixels [N, {height},"
                     f" {width}, {self.channels}] and nothing else; load the model that it was"
                     " compiled from"
                 )

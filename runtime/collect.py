@@ -39,7 +39,7 @@ def _stdin() -> Source | ImageError:
     try:
         if sys.stdin is None or sys.stdin.isatty():
             raise ImageError(
-                "-: an image on standard input was expected but nothing is piped in; pipe one in"
+                "-: no image comes on standard input; pipe one in, as in curl ... | maxvision -"
             )
         return read_image(sys.stdin.buffer.read(), name="-")
     except ImageError as error:
@@ -51,7 +51,7 @@ def _folder(folder: str) -> list[Item]:
 
     def refuse(error: OSError) -> None:
         path = error.filename or folder
-        problem = f"{path}: a folder was expected but it cannot be read ({error.strerror});"
+        problem = f"{path}: the folder cannot be read ({error.strerror});"
         found.append(_sorted(path, ImageError(f"{problem} check its permissions")))
 
     for path, folders, files in os.walk(folder, onerror=refuse):
@@ -61,7 +61,7 @@ def _folder(folder: str) -> list[Item]:
                 image = os.path.join(path, name)
                 found.append(_sorted(image, image))
     if not found:
-        problem = f"{folder}: a folder with images was expected but none is in it;"
+        problem = f"{folder}: the folder holds no images;"
         found.append(_sorted(folder, ImageError(f"{problem} check the path")))
     return [item for _, item in sorted(found, key=lambda pair: pair[0])]
 

@@ -30,13 +30,13 @@ def find_device(name: str) -> Device:
         return CPU()
     if count == 0:
         raise DeviceError(
-            "device gpu expects a GPU that MAX supports but this machine shows none;"
+            "device gpu: MAX finds no GPU that it supports on this machine;"
             " use cpu, or check the driver with nvidia-smi or rocm-smi"
         )
     if (index or 0) >= count:
         raise DeviceError(
-            f"device {name} expects more than {index} GPUs but this machine has {count};"
-            f" use gpu:0 to gpu:{count - 1}"
+            f"device {name}: this machine has {count} GPU{'s' * (count > 1)} only; use gpu:0"
+            + f" to gpu:{count - 1}" * (count > 1)
         )
     return Accelerator(index or 0)
 
@@ -50,7 +50,7 @@ def parse_device(name: str) -> tuple[str, int | None]:
     kind, colon, index = name.partition(":")
     if kind not in ("auto", "cpu", "gpu") or (colon and (kind != "gpu" or not index.isdecimal())):
         raise ArgumentError(
-            f"device expects auto, cpu, gpu or gpu:N but is {name!r}"
+            f"device must be auto, cpu, gpu or gpu:N but is {name!r}"
             f"{meant(name, ('auto', 'cpu', 'gpu'))}"
         )
     return kind, int(index) if index else None
@@ -67,7 +67,7 @@ def find_dtype(name: str, device: Device) -> DType:
         return DType.float32
     if name not in DTYPES:
         raise ArgumentError(
-            f"dtype expects auto, {', '.join(DTYPES)} but is {name!r}{meant(name, DTYPES)}"
+            f"dtype must be auto, {', '.join(DTYPES)} but is {name!r}{meant(name, DTYPES)}"
         )
     if not nodes.supported(DTYPES[name], DeviceRef.from_device(device)):
         raise DeviceError(f"dtype {name} runs on a GPU only; use float32 or bfloat16 on a CPU")

@@ -167,6 +167,7 @@ class Executor:
         images: int = IMAGES,
     ) -> None:
         self.program = program
+        self._place = "cpu" if device.is_host else f"gpu:{device.id}"
         self._session = InferenceSession(devices=[device])
         self.executable: Executable = self._session.init(
             read(io.BytesIO(mef)), weights_registry=dict(weights)
@@ -195,6 +196,9 @@ class Executor:
         executor = cls(mef, weights.registry(device), device, final, images)
         watch.lap("load")
         return executor
+
+    def __repr__(self) -> str:
+        return f"Executor({self.program.signature} on {self._place})"
 
     def __call__(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Computes the outputs; what is bfloat16 or float16 comes as float32.

@@ -176,8 +176,8 @@ def _finish(
             done.append(
                 Answer(
                     item.name,
-                    f"{item.name}: finite logits were expected but {model.name} gave NaN or"
-                    f" infinity in {model.dtype}; try --dtype float32 or check the weights",
+                    f"{item.name}: {model.name} gave NaN or infinity in {model.dtype}; try"
+                    " --dtype float32, or check the weights",
                 )
             )
     return done

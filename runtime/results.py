@@ -61,8 +61,7 @@ def open_results(path: str, model: str, top_k: int, logits: bool, resume: bool) 
         return kinds[Path(path).suffix.lower()](Path(path), model, top_k, logits, resume)
     except OSError as error:
         raise ArgumentError(
-            f"--output {path}: a file to write was expected but it cannot be opened"
-            f" ({error.strerror}); choose another place"
+            f"--output {path}: the file cannot be opened ({error.strerror}); choose another place"
         ) from None
 
 
@@ -76,14 +75,14 @@ def check(path: str, resume: bool) -> None:
         _pyarrow()
     if os.path.isdir(path) or not Path(path).resolve().parent.is_dir():
         raise ArgumentError(
-            f"--output {path}: a file in a folder that exists was expected but"
-            f" {'this is a folder' if os.path.isdir(path) else 'there is no such folder'};"
-            " choose another place"
+            f"--output {path}: "
+            + ("this is a folder" if os.path.isdir(path) else "its folder does not exist")
+            + "; choose another place"
         )
     if os.path.exists(path) and os.path.getsize(path) and not resume:
         raise ArgumentError(
-            f"--output {path}: a new file was expected but it is there already; add --resume to go"
-            " on with it, or choose another name"
+            f"--output {path}: the file exists already; continue it with --resume, or choose"
+            " another name"
         )
 
 
@@ -157,8 +156,8 @@ class _Lines:
     def _other(self, what: str) -> ArgumentError:
         self._file.close()
         return ArgumentError(
-            f"--output {self._path}: answers of this run were expected, to go on with, but it"
-            f" holds {what}; choose another name"
+            f"--output {self._path}: this run cannot continue the file, because it holds {what};"
+            " choose another name"
         )
 
 
@@ -275,8 +274,8 @@ class _Parquet:
 
     def _other(self, what: str) -> ArgumentError:
         return ArgumentError(
-            f"--output {self._path}: answers of this run were expected, to go on with, but it"
-            f" holds {what}; choose another name"
+            f"--output {self._path}: this run cannot continue the file, because it holds {what};"
+            " choose another name"
         )
 
 
@@ -286,7 +285,7 @@ def _pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError:
         raise ArgumentError(
-            "--output: pyarrow was expected, which writes Parquet, but it is not installed;"
+            "--output: Parquet files need the package pyarrow, which is not installed;"
             " pip install pyarrow, or choose .csv or .jsonl"
         ) from None
     return pyarrow

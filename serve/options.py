@@ -51,6 +51,7 @@ class Options:
         model: What ``runtime.classifier.load`` takes.
         served_model_name: What clients call the model; by default its name without the folder.
         revision: Branch, tag or commit on the hub.
+        labels: A file with a name for each class, in place of the model's (weights.read_labels).
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         device: ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.
@@ -81,6 +82,7 @@ class Options:
     model: str = DEFAULT_MODEL
     served_model_name: str | None = None
     revision: str | None = None
+    labels: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     device: str = "auto"
@@ -116,7 +118,7 @@ def parser() -> Parser:
     add("--model", metavar="M", help=f"{MODEL} (default: %(default)s, which is bundled and knows"
         " ten classes)")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call it")
-    made.add_shared("revision", "device", "dtype", "tf32", "sparse")
+    made.add_shared("revision", "labels", "device", "dtype", "tf32", "sparse")
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"
         " 0.0.0.0 for every network)")  # fmt: skip
     add("--port", type=whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")

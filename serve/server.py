@@ -222,9 +222,12 @@ def read_card(options: Options) -> Card:
     name = options.served_model_name or source.name
     if options.served_model_name is None and os.path.exists(options.model):
         name = os.path.basename(os.path.abspath(options.model))  # the folder is nobody's business
+    labels = source.labels
+    if options.labels is not None:
+        labels = weights.match_labels(weights.read_labels(options.labels), labels, name)
     return Card(
         name=name,
-        labels=source.labels,
+        labels=labels,
         preprocess=Preprocess.from_config(source.preprocess),
         embeds=options.embeddings and not packed,
         family=source.family,

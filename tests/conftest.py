@@ -23,6 +23,7 @@ LONGEST = (
     "graphs/test_sparsity.py",
     "serve/test_dialects.py",
     "test_third_family.py",
+    "test_docs.py",
     "graphs/test_lower.py",
     "test_install.py",
     "serve/test_soak.py",

@@ -4,6 +4,7 @@
 """
 
 from maxvision.weights.checkpoint import Checkpoint, load
+from maxvision.weights.metadata import match_labels, read_labels
 from maxvision.weights.source import bundled
 
-__all__ = ["Checkpoint", "bundled", "load"]
+__all__ = ["Checkpoint", "bundled", "load", "match_labels", "read_labels"]

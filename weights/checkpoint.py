@@ -90,7 +90,7 @@ def interpret(found: Source) -> Checkpoint:
         program = write(size)
     except Exception as error:  # whatever the numbers of a config.json lead to
         raise ModelError(
-            f"{found.name}: the configuration makes no {family.name} ({error}); repair config.json"
+            f"{found.name}: config.json does not describe a {family.name} ({error}); correct it"
         ) from error
     shapes = {name: program.shape(name) for name in program.weights}
     with found.state.reading():
@@ -153,6 +153,6 @@ def check_norms(program: Program, tensors: Stored, name: str) -> None:
             bad[folded.users[node.output][0].name if node.at_load else node.name] = None
     if bad:
         raise ModelError(
-            f"{name}: expected finite weights but folding the batch norm of {', '.join(bad)}"
-            " gives NaN or infinity (a negative variance?); use another checkpoint"
+            f"{name}: folding the batch norm of {', '.join(bad)} gives NaN or infinity (a negative"
+            " variance?); use another checkpoint"
         )

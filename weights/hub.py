@@ -36,8 +36,8 @@ def download(
             if folder is not None and _complete(folder, local):
                 return folder
     raise ModelError(
-        f"{repo}: expected model.safetensors or pytorch_model.bin on the Hugging Face hub but the"
-        " repository has neither; use another model"
+        f"{repo}: the repository on the Hugging Face hub has neither model.safetensors nor"
+        " pytorch_model.bin; use another model"
     )
 
 
@@ -104,20 +104,24 @@ def _sentence(repo: str, error: Exception) -> str:
         RevisionNotFoundError,
     )
 
-    where = f"{repo}: expected a model on the Hugging Face hub but"
+    hub = "the Hugging Face hub"
     if isinstance(error, GatedRepoError):
-        return f"{where} it is gated; accept its terms on its page and set HF_TOKEN"
+        return (
+            f"{repo}: {hub} asks for a licence first; accept it on the model's page, set HF_TOKEN"
+        )
     if isinstance(error, RepositoryNotFoundError):
-        return f"{where} there is none of that id; check its spelling, or set HF_TOKEN if private"
+        return (
+            f"{repo}: {hub} has no such model; check the spelling, or set HF_TOKEN if it is private"
+        )
     if isinstance(error, RevisionNotFoundError):
-        return f"{where} it has no such revision; check its spelling"
+        return f"{repo}: the model on {hub} has no such revision; check its spelling"
     if isinstance(error, HFValidationError):
-        return f"{where} this is no id; write it as owner/name"
+        return f"{repo}: this is not an id of {hub}; write it as owner/name"
     if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
-        return f"{where} HF_HUB_OFFLINE is set and the cache has no such model; unset it once"
+        return f"{repo}: HF_HUB_OFFLINE is set and the model is not in the cache; unset it once"
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
-        return f"{where} the disk is full; free some space or set HF_HOME to another disk"
+        return f"{repo}: the disk is full; free some space or set HF_HOME to another disk"
     if isinstance(error, PermissionError):
-        return f"{where} its cache cannot be written; set HF_HOME to a folder of yours"
+        return f"{repo}: the cache of {hub} cannot be written; set HF_HOME to a folder of yours"
     reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return f"{where} it cannot be reached ({reason}); check the network, or use a local folder"
+    return f"{repo}: {hub} cannot be reached ({reason}); check the network, or use a local folder"

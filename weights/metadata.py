@@ -5,12 +5,14 @@ Preprocessing is described by the dictionary of a Hugging Face ``preprocessor_co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from maxvision.common.errors import ModelError
+from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.weights.family import Format
 
 _IMAGENET = {
@@ -37,10 +39,74 @@ def labels(found: Format, config: Mapping[str, Any] | None, classes: int, where:
         return imagenet() if classes == 1000 else [f"class {i}" for i in range(classes)]
     if len(names) != classes:
         raise ModelError(
-            f"{where}: {key} in config.json expects {classes} labels, one for each output of"
-            f" {found.key('head.weight')!r}, but has {len(names)}; complete config.json"
+            f"{where}: {key} in config.json has {len(names)} labels but"
+            f" {found.key('head.weight')!r} has {classes} outputs; correct config.json"
         )
     return names
+
+
+def read_labels(source: str | os.PathLike[str] | Sequence[str]) -> list[str]:
+    """Reads the names of a model's classes, in order, that a user gives in place of the model's.
+
+    Args:
+        source: A text file with one label a line; a ``.json`` file with a list, with a dictionary
+            such as ``{"0": "cat", "1": "dog"}``, or with such a dictionary as ``id2label``, as in
+            a config.json; or the labels themselves.
+
+    Raises:
+        ArgumentError: If the file cannot be read or holds something else.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return _texts(list(source), "labels")
+    path = Path(source).expanduser()
+    where = f"labels {path}"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ArgumentError(f"{where}: the file cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ArgumentError(
+            f"{where}: this is not a text file; give one with a label on each line, or a .json file"
+        ) from None
+    if path.suffix.lower() != ".json":
+        return _texts([line.strip() for line in text.rstrip().split("\n")], where)
+    try:
+        given = json.loads(text)
+        given = given.get("id2label", given) if isinstance(given, dict) else given
+        if isinstance(given, dict):
+            by_class = {int(number): name for number, name in given.items()}
+            given = [by_class[i] for i in range(len(by_class))]
+    except (ValueError, KeyError, RecursionError):
+        given = None
+    if not isinstance(given, list):
+        raise ArgumentError(
+            f'{where}: the file must hold a JSON list of labels, or {{"0": "cat", "1": "dog"}} with'
+            " every class from 0 on"
+        )
+    return _texts(given, where)
+
+
+def match_labels(given: list[str], labels: list[str], name: str) -> list[str]:
+    """Gives the labels that take the place of a model's.
+
+    Raises:
+        ArgumentError: If they are more or fewer than the model's.
+    """
+    if len(given) != len(labels):
+        raise ArgumentError(
+            f"labels: there are {len(given):,} but {name} has {len(labels):,} classes; give one"
+            " label for each class, in their order"
+        )
+    return given
+
+
+def _texts(labels: list[Any], where: str) -> list[str]:
+    for number, label in enumerate(labels):
+        if not isinstance(label, str) or not label:
+            raise ArgumentError(
+                f"{where}: the label of class {number} is {label!r}; give every class a name"
+            )
+    return labels
 
 
 def _named(config: Mapping[str, Any], where: str) -> tuple[str, list[str] | None]:
@@ -64,8 +130,8 @@ def _ordered(key: str, names: Any, where: str) -> list[str]:
         return [by_class[i] for i in range(len(by_class))]
     except (AttributeError, ValueError, KeyError):
         raise ModelError(
-            f"{where}: {key} in config.json expects the classes 0, 1, 2, ... without a gap, each"
-            " with a name, but has others; correct config.json"
+            f"{where}: {key} in config.json must name the classes 0, 1, 2, ... without a gap;"
+            " correct config.json"
         ) from None
 
 
@@ -135,7 +201,7 @@ def _timm(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
         described["image_std"] = list(cfg.get("std", _IMAGENET["image_std"]))
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(
-            f"{where}: expected a square center crop in config.json's 'pretrained_cfg' but it asks"
-            f" for {error}; add a preprocessor_config.json"
+            f"{where}: 'pretrained_cfg' in config.json asks for {error}, and only a square center"
+            " crop is supported; add a preprocessor_config.json"
         ) from None
     return described

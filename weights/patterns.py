@@ -8,6 +8,9 @@ from maxvision.graphs.sparsity import PRUNED
 from maxvision.weights.layout import Array
 from maxvision.weights.prune import Mask, as_rows, block_starts, spread
 
+BY_CHANCE = 5
+"""Fours that zeros at random would leave with three or more; none is left by chance in 0.7 %."""
+
 
 def pattern(tensor: Array) -> str:
     """Names the pattern of a filter [F, C, R, S] or linear weights [out, in].
@@ -15,7 +18,8 @@ def pattern(tensor: Array) -> str:
     That is the coarsest of: ``channels`` (whole filters or input channels), ``64x64``, ``8x1`` and
     ``1x8`` (weights/prune.py), ``unstructured``. Zeros that it does not explain must be fewer than
     ``PRUNED`` of what is left. ``2:4`` is added, or takes the place of ``unstructured``, where no
-    four weights that follow one another in K hold more than two nonzeros.
+    four weights that follow one another in K hold more than two nonzeros, and that is no chance:
+    zeros at random, as many, would leave three or more in at least ``BY_CHANCE`` of the fours.
 
     Returns:
         The pattern; nothing if fewer than ``PRUNED`` of the weights are zeros.
@@ -24,16 +28,16 @@ def pattern(tensor: Array) -> str:
     if _full(nonzero):
         return ""
     rows = as_rows(nonzero)
-    found = "unstructured"
+    found, alike = "unstructured", 1  # rows of K that share their zeros
     if _full(_without_channels(nonzero)):
-        found = "channels"
+        found, alike = "channels", len(rows) * nonzero[0, 0].size
     else:
         for name in ("64x64", "8x1", "1x8"):
             blocks = _filled(nonzero, name)
             if _full(rows[blocks]):
-                found = name
+                found, alike = name, 8 if name == "8x1" else 1
                 break
-    if _two_of_four(rows):
+    if _two_of_four(rows, alike):
         return "2:4" if found == "unstructured" else f"{found}, 2:4"
     return found
 
@@ -58,6 +62,10 @@ def _filled(nonzero: Array, name: str) -> Mask:
     return spread(blocks, starts, rows.shape)
 
 
-def _two_of_four(rows: Array) -> bool:
+def _two_of_four(rows: Array, alike: int) -> bool:
     counts = np.add.reduceat(rows.astype(np.uint8), np.arange(0, rows.shape[1], 4), axis=1)
-    return bool(counts.max() <= 2)
+    if counts.max() > 2:
+        return False
+    share = float(rows.mean())
+    three_or_four = 4 * share**3 * (1 - share) + share**4
+    return counts.size / alike * three_or_four >= BY_CHANCE

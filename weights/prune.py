@@ -110,7 +110,7 @@ def prune(
     chosen = {layer: key for layer, key in layers.items() if not _matches(layer, skipped)}
     _check_skip(skipped, list(layers))
     if not chosen:
-        raise ArgumentError("--skip expects to leave a layer to prune but names them all")
+        raise ArgumentError("--skip names every layer, so none is left to prune; skip fewer")
     tensors = hugging_face_tensors(found)
     masks = keep({layer: tensors[key] for layer, key in chosen.items()}, share, scope, pattern)
     rows = []
@@ -241,18 +241,18 @@ def _block_sums(rows: Array, starts: Starts) -> Array:
 def _check(sparsity: float | None, scope: str, pattern: str) -> float:
     for name, value, takes in ("scope", scope, SCOPES), ("pattern", pattern, tuple(PATTERNS)):
         if value not in takes:
-            raise ArgumentError(f"{name} expects {', '.join(takes)} but is {value!r}")
+            raise ArgumentError(f"{name} must be one of {', '.join(takes)} but is {value!r}")
     if pattern == "2:4":
         if sparsity not in (None, 0.5):
             raise ArgumentError(
-                f"pattern 2:4 expects a sparsity of 0.5, which it always gives, but it is"
-                f" {sparsity:g}; leave the sparsity out, or take another pattern"
+                f"pattern 2:4 always gives a sparsity of 0.5, not {sparsity:g}; omit the sparsity,"
+                " or choose another pattern"
             )
         return 0.5
     if sparsity is None or not 0 <= sparsity < 1:  # NaN is not
-        told = "none came" if sparsity is None else f"is {sparsity:g}"
+        told = "is missing" if sparsity is None else f"is {sparsity:g}"
         raise ArgumentError(
-            f"sparsity expects a share of zeros from 0 to below 1 but {told}; try --sparsity 0.9"
+            f"sparsity {told}; give the share of zeros, from 0 to below 1, such as --sparsity 0.9"
         )
     return sparsity
 
@@ -266,6 +266,4 @@ def _check_skip(patterns: Sequence[str], layers: Sequence[str]) -> None:
         if pattern != NONE and not any(fnmatchcase(layer, pattern) for layer in layers):
             close = difflib.get_close_matches(pattern, layers, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"they begin with {layers[0]!r}"
-            raise ArgumentError(
-                f"--skip expects layers of the model, or {NONE}, but has {pattern!r}; {hint}"
-            )
+            raise ArgumentError(f"--skip {pattern}: the model has no such layer; {hint}")

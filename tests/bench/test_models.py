@@ -46,28 +46,28 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         (
             ["models", "--models", "nothing", "--device", "cpu"],
-            "models expects resnet-18, .* 'noth",
+            "--models nothing.*: there is no such model; name resnet-18, ",
         ),
-        (["models", "--dtypes", "int3", "--device", "cpu"], "dtypes expects float32, .* 'int3'"),
+        (["models", "--dtypes", "int3", "--device", "cpu"], "dtypes must be of float32, .* 'int3'"),
         (["models", "--dtypes", "float16", "--device", "cpu"], "runs on a GPU only"),
         (["models", "--dtypes", "bf16", "--device", "cpu"], "'bf16'; did you mean bfloat16"),
-        (["profile", "--device", "cpu"], "profile expects a GPU, because MAX records no time"),
-        (["compile", "--target", "sm_90a", "--out", "x", "--dtypes", "int3"], "dtypes expects"),
+        (["profile", "--device", "cpu"], "profile needs a GPU, because MAX does not record"),
+        (["compile", "--target", "sm_90a", "--out", "x", "--dtypes", "int3"], "dtypes must be of"),
         (
             ["models", "--models", "resnet-18", "--device", "cpu", "--precompiled", "none"],
-            "precompiled expects resnet-18-float32.mef in none .* bench compile$",
+            "--precompiled none: resnet-18-float32.mef is not .* bench compile$",
         ),
         (
             ["models", "--device", "cpu", "--against", "caffe"],
-            "against expects torch-eager, .* but has 'caffe'",
+            "--against must be of torch-eager, .* but has 'caffe'",
         ),
         (
             ["models", "--device", "cpu", "--threads", "99999"],
-            r"threads expects at most \d+, the cores here, but is 99999",
+            r"--threads 99999: only \d+ cores are available",
         ),
         (
             ["models", "--device", "cpu", "--json", "none/such.json"],
-            "json expects a file in a folder that exists but none does not",
+            "the folder none does not exist; create it first",
         ),
     ],
 )
@@ -105,7 +105,7 @@ print(memory.peak() - before)
 def test_batches_are_numbers(capsys: pytest.CaptureFixture[str], batches: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["models", "--batches", batches])
-    assert "expects numbers of at least 1" in capsys.readouterr().err
+    assert "--batches takes whole numbers of at least 1" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named(
@@ -115,7 +115,7 @@ def test_a_missing_package_is_named(
     monkeypatch.delitem(sys.modules, "maxvision.bench.models", raising=False)
     monkeypatch.delitem(sys.modules, "maxvision.bench.ceilings", raising=False)
     assert main(["models", "--device", "cpu"]) == 2
-    assert "expects the package torch" in capsys.readouterr().err
+    assert "needs the package torch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
@@ -123,7 +123,7 @@ def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     monkeypatch.setitem(sys.modules, name, None)
     images = Images(1, (32, 32), np.zeros(3, np.float32), np.ones(3, np.float32), gpu=False)
     make = peers(reference_model("resnet-18"), images, "float32")[name]
-    with pytest.raises(ArgumentError, match=rf"expects the package {name}; pip install 'maxvi"):
+    with pytest.raises(ArgumentError, match=rf"needs the package {name}; pip install '.\[peers"):
         make()
 
 
@@ -285,7 +285,9 @@ def test_nan_is_an_error() -> None:
 def test_the_random_networks_are_the_same_at_every_call() -> None:
     one, other = (reference_model("resnet-18").state_dict() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
-    with pytest.raises(ArgumentError, match=r"models expects resnet-18.* but is 'vit'"):
+    with pytest.raises(
+        ArgumentError, match=r"--models vit: there is no such model; name resnet-18"
+    ):
         reference_model("vit")
     assert set(NETWORKS) >= {"resnet-18", "resnet-50", "cvt-13"}
 

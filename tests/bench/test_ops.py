@@ -110,5 +110,5 @@ def test_layers_that_were_not_compiled_are_missed(
     arguments = ["--models", "resnet-18", "--device", "cpu", "--precompiled", str(tmp_path)]
     assert main(["ops", *arguments]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: precompiled expects resnet-18-float32-layers.mef in")
+    assert said.startswith("error: --precompiled")
     assert said.endswith("make it with maxvision bench compile --layers\n")

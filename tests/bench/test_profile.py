@@ -68,7 +68,7 @@ def test_launches_are_named_after_layers(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("names", ["", "aba", "abba"])
 def test_runs_that_differ_are_refused(names: str) -> None:
     recorded = [event(i, name, 1) for i, name in enumerate(names)]
-    with pytest.raises(DeviceError, match=f"2 runs of the same launches .* {len(names)};"):
+    with pytest.raises(DeviceError, match=f"CUPTI recorded {len(names)} launches"):
         launches({"traceEvents": recorded}, runs=2)
 
 

@@ -102,6 +102,30 @@ def test_plots(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert first == drawn.read_bytes()
 
 
+def test_labels_of_an_axis_do_not_overlap() -> None:
+    pytest.importorskip("matplotlib", reason="THE PLOTS' LABELS ARE NOT TESTED: no matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    records = report.read(RESULTS[0].with_name("2026-11-22-h200-sparse-bfloat16.json"))[1]
+    figure = plots.gains(records)
+    assert figure
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            labels = [*axis.get_ticklabels(), *axis.get_ticklabels(minor=True)]
+            places = [*axis.get_majorticklocs(), *axis.get_minorticklocs()]
+            low, high = sorted(axis.get_view_interval())
+            boxes = [
+                label.get_window_extent()
+                for label, at in zip(labels, places, strict=True)
+                if label.get_text() and low <= at <= high
+            ]
+            assert len(boxes) >= 3, axes.get_title()
+            for i, box in enumerate(boxes):
+                assert not any(map(box.overlaps, boxes[i + 1 :])), axes.get_title()
+
+
 def test_the_plots_of_the_docs_are_of_the_committed_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     docs = RESULTS[0].parents[2] / "docs"
@@ -124,12 +148,12 @@ def test_a_broken_file_is_named(
         file.write_text(content)
     assert main(["report", str(file)]) == 2
     said = capsys.readouterr().err
-    assert re.search(r"^error: report expects a JSON object .* but .*new\.json is none", said)
+    assert re.search(r"^error: .*new\.json is not a file that bench --json wrote", said)
 
 
 def test_plots_need_a_folder(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(file), "--plots", "nowhere"]) == 2
-    assert "plots expects a folder but nowhere is none" in capsys.readouterr().err
+    assert "--plots nowhere: there is no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

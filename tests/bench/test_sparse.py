@@ -76,7 +76,7 @@ def test_a_pruned_models_own_layers(tmp_path: Path) -> None:
     layers = layers_of(model.program((128, 128)))
     names = [name for case in sparse.own(model, layers) for name in case.names]
     assert sorted(names) == sorted({each.name for each in layers} - {"stem", "head"})
-    with pytest.raises(ModelError, match="bench sparse expects a pruned model"):
+    with pytest.raises(ModelError, match="the model is not pruned"):
         list(sparse.own(weights.load("resnet-cifar10"), layers))
 
 
@@ -90,7 +90,7 @@ def test_the_table_is_what_auto_reads(tmp_path: Path, monkeypatch: pytest.Monkey
     assert table and [row.batch for row in table.rows] == [1, 16]
     assert table.rows[0].sparse_us == ((0.1, 40.0), (0.2, 80.0), (0.5, 160.0))
     assert table.rows[0].dense_us == 100.0 and table.measured["command"] == FACTS["command"]
-    with pytest.raises(ArgumentError, match="--table expects layers but none were measured"):
+    with pytest.raises(ArgumentError, match="--table needs layers, and none was measured"):
         sparse.write_table([NETWORK], target, "float32", FACTS)
     sparsity.read_table.cache_clear()
 
@@ -98,9 +98,9 @@ def test_the_table_is_what_auto_reads(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--target", "sm_90a", "--no-network"], "target expects a kind of CPU"),
+        (["--target", "sm_90a", "--no-network"], "--target takes a kind of CPU"),
         (["--target", "cpu:generic"], "and --no-network"),
-        (["--target", "cpu:z80", "--no-network"], "target expects cpu, "),
+        (["--target", "cpu:z80", "--no-network"], "target must be one of cpu, "),
     ],
 )
 def test_a_target_is_a_lesser_cpu(
@@ -158,12 +158,12 @@ def test_data_are_pictures_of_the_models_classes(
         if content:
             path.write_bytes(content)
         assert main([*argv, "--data", str(path)]) == 2
-        assert "data expects an npz file of jpeg, offset" in capsys.readouterr().err
+        assert "is not an npz file with the arrays jpeg, offset" in capsys.readouterr().err
     np.savez(path, jpeg=np.zeros(1, np.uint8), offset=[0, 1], label=[0], names=["unicorn"])
     assert main([*argv, "--data", str(path), "--densities", "0.5"]) == 2
-    assert "data expects no --densities" in capsys.readouterr().err
+    assert "--data does not go with --densities" in capsys.readouterr().err
     model = SimpleNamespace(name="net", labels=["cat"])
-    with pytest.raises(ArgumentError, match="classes of net but 'unicorn' is none"):
+    with pytest.raises(ArgumentError, match="net has no class 'unicorn'; use"):
         list(accuracy.correct(model, path))  # type: ignore[arg-type]
 
 
@@ -182,9 +182,9 @@ def test_networks_that_were_compiled_elsewhere(
     run += ["--precompiled", "made", "--json", "found.json"]
     capsys.readouterr()
     assert main(run) == 2
-    assert "precompiled expects --no-layers and no --densities" in capsys.readouterr().err
+    assert "--precompiled holds whole networks; add --no-layers" in capsys.readouterr().err
     assert main([*run, "--no-layers"]) == 2
-    expected = "precompiled expects net-float32-never.mef in made .* compile --sparse never"
+    expected = "--precompiled made: net-float32-never.mef is not .* compile --sparse never"
     assert re.search(expected, capsys.readouterr().err)
     modes = ["--target", "cpu", "--sparse", "never,auto,always", "--out", "made"]
     assert main(["compile", *options, *modes]) == 0

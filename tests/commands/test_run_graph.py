@@ -33,6 +33,8 @@ from maxvision.graphs.sparsity import Chosen
 from maxvision.runtime.preprocess import Preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
+NAMED = ["--model", "m"]
+"""Names a model: the default one comes with a warning."""
 LABELS = ["tabby, tabby cat", "[bold]tiger[/bold]", "käfer", "frog"]
 
 
@@ -132,7 +134,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 def test_one_image_is_a_table(fake: Fake, folder: Path, run: Run) -> None:
-    code, out, err = run("all/r.png")
+    code, out, err = run("all/r.png", *NAMED)
     assert (code, err) == (0, "")
     assert "all/r.png" in out and "rank" in out and "label" in out and "score" in out
     assert re.search(r"1 .*tabby, tabby cat .* 1\.0000", out)
@@ -149,7 +151,7 @@ def test_names_are_no_markup(fake: Fake, folder: Path, run: Run) -> None:
 
 
 def test_several_images_are_a_line_each(fake: Fake, folder: Path, run: Run) -> None:
-    code, out, err = run("all", "--top-k", "2")
+    code, out, err = run("all", "--top-k", "2", *NAMED)
     assert (code, err) == (0, "")
     names = [line.split("  ")[0] for line in out.splitlines()]
     assert names[:3] == ["all/g.JPG", "all/r.png", "all/sub/b.webp"]
@@ -182,15 +184,28 @@ def test_arguments_reach_load(fake: Fake, folder: Path, run: Run) -> None:
     assert callable(progress)
     assert fake.asked == {
         "source": DEFAULT_MODEL, "device": "auto", "dtype": "auto", "batch_size": None,
-        "revision": None, "tf32": True, "sparse": "auto", "passes": "all",
+        "revision": None, "labels": None, "tf32": True, "sparse": "auto", "passes": "all",
     }  # fmt: skip
     run("--model", "o/m", "--device=gpu:1", "--dtype", "float16", "all/r.png", "--revision", "v1",
-        "--batch-size", "3", "--no-tf32", "--sparse=never", "--passes=-stem,-qkv")  # fmt: skip
+        "--labels", "l.txt", "--batch-size", "3", "--no-tf32", "--sparse=never",
+        "--passes=-stem,-qkv")  # fmt: skip
     fake.asked.pop("progress")
     assert fake.asked == {
         "source": "o/m", "device": "gpu:1", "dtype": "float16", "batch_size": 3, "revision": "v1",
+        "labels": "l.txt",
         "tf32": False, "sparse": "never", "passes": "-stem,-qkv",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--output", "a.csv"]])
+def test_the_default_model_says_once_how_little_it_knows(
+    fake: Fake, folder: Path, run: Run, options: list[str]
+) -> None:
+    _, out, err = run("all", *options)
+    said = "warning: fake, the default model, knows 4 classes only; --model microsoft/resnet-50"
+    assert err.splitlines()[0].startswith(said) and err.count("warning") == 1
+    assert "warning" not in out
+    assert "warning" not in "".join(map(str, run("all/r.png", *NAMED)))
 
 
 def test_batches(fake: Fake, folder: Path, run: Run) -> None:
@@ -228,7 +243,7 @@ def test_answers_in_a_file(fake: Fake, folder: Path, run: Run) -> None:
     printed = run("all", "text.jpg", "--json", "--top-k", "1")[1]
     assert (folder / "a.jsonl").read_text() == printed and len(lines(printed)) == 4
     code, _, err = run("all", "--output", "a.jsonl")
-    assert code == 2 and "a new file was expected but it is there already; add --resume" in err
+    assert code == 2 and "the file exists already; continue it with --resume" in err
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
@@ -238,7 +253,7 @@ def test_an_interrupted_run_goes_on(
     images = [f"{i}.png" for i in range(20)]
     for image in images:
         (folder / image).write_bytes((folder / "all/r.png").read_bytes())
-    options = ["--batch-size", "2", "--output"]
+    options = [*NAMED, "--batch-size", "2", "--output"]
     assert run(*images, *options, f"whole{name}")[0] == 0
 
     def spoil(_: np.ndarray) -> None:
@@ -259,7 +274,7 @@ def test_an_interrupted_run_goes_on(
 
 
 def test_timing(fake: Fake, folder: Path, run: Run) -> None:
-    code, out, err = run("all/r.png", "--timing")
+    code, out, err = run("all/r.png", "--timing", *NAMED)
     parts = r"imports [\d.]+ s, weights 0\.25 s, graph 1\.50 s, first run 0\.0\d s"
     said = rf"first answer after [\d.]+ s: {parts}"
     assert (code, err) == (0, "") and re.fullmatch(said, out.splitlines()[-1]), out
@@ -285,7 +300,7 @@ def test_standard_input(
     assert line["image"] == "-" and line["predictions"][0]["class_id"] == 0
     assert feed(b"")[0]["error"].startswith("-: ") and "empty" in feed(b"")[0]["error"]
     monkeypatch.setattr(sys, "stdin", None)
-    assert "nothing is piped in" in lines(run("-", "--json")[1])[0]["error"]
+    assert "no image comes on standard input" in lines(run("-", "--json")[1])[0]["error"]
 
 
 def test_folders_are_read_in_name_order(fake: Fake, tmp_path: Path, run: Run) -> None:
@@ -336,7 +351,7 @@ def test_all_images_fail(fake: Fake, folder: Path, run: Run) -> None:
     assert code == 1 and "it holds text" in err and fake.batches == []
     assert out.strip() == "fake on cpu, float32"
     code, _, err = run("none")
-    assert code == 1 and "none: a folder with images was expected but none is in it" in err
+    assert code == 1 and "none: the folder holds no images" in err
 
 
 def test_logits_that_are_not_finite(fake: Fake, folder: Path, run: Run) -> None:
@@ -349,28 +364,30 @@ def test_logits_that_are_not_finite(fake: Fake, folder: Path, run: Run) -> None:
         code, out, _ = run("all", "--json")
     good, bad, other = lines(out)
     assert code == 1 and "predictions" in good and "predictions" in other
-    assert "finite logits were expected" in bad["error"] and "--dtype float32" in bad["error"]
+    assert (
+        "fake gave NaN or infinity in float32" in bad["error"] and "--dtype float32" in bad["error"]
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ([], "an image, a folder or - was expected but none came"),
-        (["x.png", "--top-k", "0"], "--top-k: a whole number from 1 to 999999 was .* but '0'"),
+        ([], "name an image, a folder or -; try"),
+        (["x.png", "--top-k", "0"], "--top-k takes a whole number from 1 to 999999, not '0'"),
         (["x.png", "--top-k", "-1"], "--top-k"),
-        (["x.png", "--batch-size", "many"], "--batch-size: a whole number"),
+        (["x.png", "--batch-size", "many"], "--batch-size takes a whole number"),
         (["x.png", "--dtype", "int3"], "--dtype: 'int3' is none of .*float32"),
-        (["x.png", "--device", "tpu"], "--device: auto, cpu, gpu or gpu:N was expected but 'tpu'"),
-        (["x.png", "--device", "gpu:x"], "--device: .*'gpu:x'"),
-        (["x.png", "--logits"], "--logits was expected with --json"),
-        (["-", "-"], "- was expected once"),
+        (["x.png", "--device", "tpu"], "--device takes auto, cpu, gpu or gpu:N, not 'tpu'"),
+        (["x.png", "--device", "gpu:x"], "--device takes .*'gpu:x'"),
+        (["x.png", "--logits"], "--logits needs --json or an"),
+        (["-", "-"], "- may come once only"),
         (["x.png", "--jso"], "there is no option --jso; did you mean --json"),
         (["x.png", "--topk", "3"], "there is no option --topk; did you mean --top-k"),
-        (["x.png", "--output", "a.txt"], "ends in .csv, .jsonl or .parquet but is 'a.txt'"),
-        (["x.png", "--output", "a.csv", "--json"], "--json was expected without --output"),
-        (["x.png", "--output", "a.csv", "--logits"], "--logits was expected with --json or an"),
-        (["x.png", "--resume"], "--resume was expected with --output but came alone"),
-        (["x.png", "--output", "none/a.csv"], "there is no such folder; choose another place"),
+        (["x.png", "--output", "a.txt"], "ends in .csv, .jsonl or .parquet, not 'a.txt'"),
+        (["x.png", "--output", "a.csv", "--json"], "--json does not go with --output"),
+        (["x.png", "--output", "a.csv", "--logits"], "--logits needs --json or an --output"),
+        (["x.png", "--resume"], "--resume needs --output"),
+        (["x.png", "--output", "none/a.csv"], "its folder does not exist; choose another place"),
     ],
 )
 def test_wrong_arguments(fake: Fake, run: Run, arguments: list[str], match: str) -> None:
@@ -397,7 +414,7 @@ def test_internal_error(
         raise RuntimeError("out of memory\nand much more")
 
     fake.spoil = spoil
-    code, out, err = run("all/r.png")
+    code, out, err = run("all/r.png", *NAMED)
     assert (code, out) == (2, "")
     assert err == "error: internal error: RuntimeError: out of memory; --debug shows where\n"
     assert run_graph.main(["all/r.png", "--debug"]) == 2
@@ -409,7 +426,7 @@ def test_interrupt(run: Run, fake: Fake, folder: Path) -> None:
         raise KeyboardInterrupt
 
     fake.spoil = spoil
-    assert run("all/r.png") == (130, "", "")
+    assert run("all/r.png", *NAMED) == (130, "", "")
 
 
 def test_progress_is_shown_on_a_terminal_only(
@@ -548,7 +565,15 @@ def piped(folder: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         code = PIPED.format(tests=str(ROOT))
         started.append(
             subprocess.Popen(
-                [sys.executable, "-c", code, *["all/r.png"] * 20_000, "--batch-size=1", *options],
+                [
+                    sys.executable,
+                    "-c",
+                    code,
+                    *["all/r.png"] * 20_000,
+                    *NAMED,
+                    "--batch-size=1",
+                    *options,
+                ],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

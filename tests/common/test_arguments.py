@@ -42,12 +42,13 @@ def nested() -> Parser:
         (["--dtype", "bf16"], "did you mean bfloat16?"),
         (["--dtype", "flaot32"], "did you mean float32?"),
         (["--dtype", "int3"], "'int3' is none of auto, float32, bfloat16, float16"),
-        (["--device", "cuda"], "--device: auto, cpu, gpu or gpu:N was expected but 'cuda' came; did"
-         " you mean gpu?"),
+        (["--device", "cuda"], "--device takes auto, cpu, gpu or gpu:N, not 'cuda'; did you mean"
+         " gpu?"),
         (["--device", "cuda:1"], "did you mean gpu:1?"),
-        (["--device", "tpu"], "but 'tpu' came"),
-        (["--top-k", "0"], "--top-k: a whole number from 1 to 9 was expected but '0' came"),
-        (["--batch-size", "1,x"], "--batch-size: whole numbers of at least 1, such as 1,16, were"),
+        (["--device", "tpu"], "gpu:N, not 'tpu'"),
+        (["--top-k", "0"], "--top-k takes a whole number from 1 to 9, not '0'"),
+        (["--batch-size", "1,x"], "--batch-size takes whole numbers of at least 1, such as 1,16,"
+         " not '1,x'"),
         (["--top-k"], "--top-k: expected one argument"),
     ],
 )  # fmt: skip
@@ -119,7 +120,7 @@ def test_numbers() -> None:
     assert whole(0, 5)("5") == 5 and number(0, 1)("0.5") == 0.5 and counts("1, 16") == [1, 16]
     for take, text in [(whole(0, 5), "6"), (number(0, 1), "nan"), (number(0, 1), "x"),
                        (counts, ""), (counts, "0"), (whole(0, 5), "٣")]:  # fmt: skip
-        with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"^takes .*, not"):
             take(text)
 
 

@@ -47,6 +47,13 @@ program net(x: float32[batch, 3, 8, 8])
   return maps=block.relu, logits=head"""  # noqa: E501
 
 
+def test_repr_is_a_line() -> None:
+    assert repr(SMALL) == (
+        "Program('net', x float32[batch, 3, 8, 8] -> maps float32[batch, 4, 4, 4],"
+        " logits float32[batch, 2], 6 ops)"
+    )
+
+
 def networks() -> dict[str, Program]:
     """Writes ResNet-50 and CvT-13 down, and every step of their way to a device."""
     found = {}

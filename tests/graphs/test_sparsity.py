@@ -195,7 +195,7 @@ def test_two_that_run_as_one_dense_kernel_are_both_sparse_or_neither(
 
 def test_devices_without_a_table_run_dense_and_say_so(tables: Callable[..., None]) -> None:
     assert chosen([LAYER], 0.1).short.told == (
-        "pruned, runs dense for want of a break-even table for a CPU in float32"
+        "pruned, runs dense because there is no break-even table for a CPU in float32"
     )
     tables(ROW)
     zeros = {"a": 0.9}
@@ -220,11 +220,13 @@ def test_tables_are_named_by_vectors_and_architectures() -> None:
 
 
 def test_always_is_refused_where_nothing_can_be_sparse() -> None:
-    with pytest.raises(DeviceError, match=r"expects float32 on a CPU but .* bfloat16; take that"):
+    with pytest.raises(DeviceError, match=r"needs float32 on a CPU but .* bfloat16; use that"):
         choose("net", [LAYER], {"a": 0.9}, "always", HERE, DType.bfloat16)
-    with pytest.raises(ModelError, match=r"expects a pruned model but no layer has 5% zeros"):
+    with pytest.raises(ModelError, match=r"is not pruned: no layer has 5% zeros"):
         chosen([LAYER], 1.0, "always")
-    with pytest.raises(ArgumentError, match="sparse expects auto, always, never but is 'maybe'"):
+    with pytest.raises(
+        ArgumentError, match="sparse must be one of auto, always, never but is 'maybe'"
+    ):
         chosen([LAYER], 0.1, "maybe")
 
 
@@ -318,7 +320,7 @@ def test_the_command_line_takes_the_mode(
     out = str(tmp_path / "out")
     arguments = [pruned[0.0], "--sparse", "always", "-o", out]
     assert command.main(arguments) == 2
-    assert "prune it with maxvision weights prune, or leave --sparse" in capsys.readouterr().err
+    assert "prune it with maxvision weights prune, or omit --sparse" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main([*arguments[:2], "sometimes", "-o", out])
     assert run_graph.parse(["x.jpg", "--sparse", "never"]).sparse == "never"
@@ -332,7 +334,7 @@ def test_inspect_names_patterns_and_what_runs_them(
     assert "Pruned layers" not in capsys.readouterr().out
     assert weights_command(["inspect", pruned[0.9], "--device", "cpu"]) == 0
     said = capsys.readouterr().out
-    assert "unstructured" in said and "for want of a break-even table" in said
+    assert "unstructured" in said and "because there is no break-even table" in said
     (first,) = [
         x for x in layers(weights.load(pruned[0.9]).program((32, 32)))
         if x.name == "stages.0.0.conv1"

@@ -28,7 +28,9 @@ def test_targets_have_names(name: str) -> None:
     "name", ["", "tpu", "cpu:", "cpu:native", "cpu:nonsense", "sm_77", "SM_90"]
 )
 def test_targets_that_are_none(name: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"target expects cpu, .*sm_90a.* but is '{name}'"):
+    with pytest.raises(
+        ArgumentError, match=rf"target must be one of cpu, .*sm_90a.* but is '{name}'"
+    ):
         Target.parse(name)
 
 

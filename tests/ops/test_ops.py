@@ -324,7 +324,7 @@ def test_errors_of_qkv_linear_name_the_shapes() -> None:
 
 
 def test_errors_name_the_dtypes_of_a_cpu() -> None:
-    expects = "relu: a CPU expects float32, bfloat16 but the dtype is float16"
+    expects = "relu: on a CPU the dtype must be one of float32, bfloat16 but is float16"
     with (
         graph_of(["n", 4], dtype=DType.float16) as graph,
         pytest.raises(DeviceError, match=expects),
@@ -332,7 +332,7 @@ def test_errors_name_the_dtypes_of_a_cpu() -> None:
         nodes.relu(graph.inputs[0].tensor)
     filters = {"w.filter": np.ones((1, 1, 3, 4))}
     w = Parameters(filters, DeviceRef.CPU(), DType.bfloat16)
-    expects = "sparse_conv2d: a CPU expects float32 but the dtype is bfloat16"
+    expects = "sparse_conv2d: on a CPU the dtype must be one of float32 but is bfloat16"
     with (
         graph_of(["n", 8, 8, 3], dtype=DType.bfloat16) as graph,
         pytest.raises(DeviceError, match=expects),

@@ -20,6 +20,7 @@ import pytest
 from maxvision import runtime
 from maxvision.commands import compile as compiling
 from maxvision.commands import inspect as inspecting
+from maxvision.commands import weights as weights_command
 from maxvision.common.errors import ArgumentError, DeviceError, ModelError
 from maxvision.graphs.target import Target, cpu_features
 from maxvision.runtime import ahead
@@ -47,6 +48,32 @@ def test_it_answers_as_the_model_does(folder: Path) -> None:
     assert packed.classify(CAT) == model.classify(CAT)
 
 
+def test_labels_in_place_of_the_models(folder: Path) -> None:
+    packed = runtime.load(str(folder), labels=[f"kind {i}" for i in range(10)])
+    assert packed.classify(CAT, top_k=1)[0].label == "kind 3"
+    said = f"Classifier({MODEL!r}, resnet, 10 classes, 128 x 128 px, float32 on cpu)"
+    assert repr(packed) == said
+    with pytest.raises(ArgumentError, match=f"labels: there are 1 but {MODEL} has 10 classes"):
+        runtime.load(str(folder), labels=["kind"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["inspect"], "look into it with maxvision inspect {}"),
+        (["verify"], "name the checkpoint that it was compiled from"),
+        (["convert", "-o", "new"], "name the checkpoint that it was compiled from"),
+    ],
+)
+def test_it_is_no_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], says: str
+) -> None:
+    assert weights_command.main([argv[0], str(folder), *argv[1:]]) == 2
+    out, err = capsys.readouterr()
+    said = f"error: {folder} is a compiled model and not a checkpoint; {says.format(folder)}\n"
+    assert (out, err) == ("", said)
+
+
 def test_it_holds_what_it_says_and_nothing_else(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         "config.json", "graph.mef", "manifest.json", "preprocessor_config.json", "program.json",
@@ -67,11 +94,11 @@ def test_what_it_was_not_compiled_for(folder: Path) -> None:
     for call, pixels in others:
         with pytest.raises(ArgumentError, match=r"uint8 pixels \[N, 128, 128, 3\] and nothing els"):
             call(pixels)
-    with pytest.raises(DeviceError, match="was compiled for cpu but device is gpu; leave --device"):
+    with pytest.raises(DeviceError, match="was compiled for cpu but device is gpu; omit --device"):
         runtime.load(str(folder), device="gpu")
     with pytest.raises(DeviceError, match="was compiled in float32 but dtype is bfloat16"):
         runtime.load(str(folder), dtype="bfloat16")
-    with pytest.raises(ArgumentError, match="device expects auto"):
+    with pytest.raises(ArgumentError, match="device must be auto"):
         runtime.load(str(folder), device="tpu")
     with pytest.raises(ArgumentError, match="is compiled already and has no revision"):
         runtime.load(str(folder), revision="v1")
@@ -84,7 +111,7 @@ def test_folders_in_the_way(folder: Path, tmp_path: Path) -> None:
     taken.mkdir()
     ahead.compile(MODEL, taken)  # empty: nobody misses it
     before = (taken / "manifest.json").stat().st_ino
-    with pytest.raises(ArgumentError, match=r"does not exist yet but it does; .*--force"):
+    with pytest.raises(ArgumentError, match=r"exists already and is not empty; .*--force"):
         ahead.compile(MODEL, taken)
     assert (taken / "manifest.json").stat().st_ino == before
     ahead.compile(MODEL, taken, force=True)
@@ -93,7 +120,7 @@ def test_folders_in_the_way(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "photos" / "cat.jpg").touch()
     (tmp_path / "file").touch()
     for name in ("photos", "file"):
-        with pytest.raises(ArgumentError, match="a compiled model to replace but it is something"):
+        with pytest.raises(ArgumentError, match="--force replaces compiled models only"):
             ahead.compile(MODEL, tmp_path / name, force=True)
     assert sorted(os.listdir(tmp_path)) == ["file", "photos", "taken"]
     assert (tmp_path / "photos" / "cat.jpg").exists()
@@ -104,7 +131,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(package, "_write_weights", full)
-    with pytest.raises(ArgumentError, match="room to write the model but the disk is full"):
+    with pytest.raises(ArgumentError, match="the model cannot be written: the disk is full"):
         ahead.compile(MODEL, tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
@@ -112,7 +139,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"target": "tpu"}, ArgumentError, "target expects cpu, .* but is 'tpu'"),
+        ({"target": "tpu"}, ArgumentError, "target must be one of cpu, .* but is 'tpu'"),
         ({"dtype": "float16"}, DeviceError, "dtype float16 runs on a GPU only"),
         ({"source": "no-such-model"}, ModelError, "no-such-model: expected a bundled model"),
     ],
@@ -145,7 +172,8 @@ def test_it_runs_without_the_compiler_the_cache_and_the_checkpoint(
     line = json.loads(done.stdout)
     assert line["model"] == MODEL and line["predictions"][0]["label"] == "cat"
     done = program("run_graph.py", str(CAT), **bare)
-    assert done.returncode == 2 and "\nerror: the compiler that max installs" in done.stderr
+    assert done.returncode == 2
+    assert "\nerror: compiling needs the compiler of the package max" in done.stderr
     assert done.stderr.startswith(f"compiling {MODEL} for cpu, about half a minute")
 
 
@@ -170,9 +198,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "weights.safetensors" in said and f"{MODEL} (resnet, 10 classes)" in said
     assert compiling.main([MODEL, "-o", made]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {made}: expected a folder that does not")
+    assert capsys.readouterr().err.startswith(f"error: {made} exists already and is not empty")
     assert inspecting.main([str(tmp_path)]) == 2
-    assert "expected a folder that maxvision compile wrote" in capsys.readouterr().err
+    assert "is not a folder that maxvision compile wrote" in capsys.readouterr().err
     (tmp_path / "model" / "graph.mef").write_bytes(b"")
     assert inspecting.main([made]) == 2
     assert "graph.mef has 0 bytes" in capsys.readouterr().err

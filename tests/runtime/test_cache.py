@@ -161,7 +161,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("free", "error", "says"),
     [
-        (0, RuntimeError("Failed to compile"), "full; make room there, or set MODULAR_CACHE_DIR"),
+        (0, RuntimeError("Failed to compile"), "full; free some space, or set MODULAR_CACHE_DIR"),
         (0, ModelError("no compiler"), "no compiler"),
         (1 << 40, RuntimeError("Failed to compile"), "Failed to compile"),
     ],

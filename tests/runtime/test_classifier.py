@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,6 +73,26 @@ def test_a_model_describes_itself(model: runtime.Classifier) -> None:
     assert (model.family, model.device, model.dtype) == ("resnet", "cpu", "float32")
     assert model.labels == ["ant", "bee", "cat", "dog", "eel", "fly"]
     assert (model.preprocess.height, model.preprocess.width) == (32, 32)
+    said = f"Classifier({model.name!r}, resnet, 6 classes, 32 x 32 px, float32 on cpu)"
+    assert repr(model) == said
+    said = (
+        r"Executor\('resnet', \w+ uint8\[batch, 32, 32, 3\] -> logits float32\[batch, 6\], \d+ ops"
+    )
+    assert re.fullmatch(said + r" on cpu\)", repr(model.executor()))
+
+
+def test_labels_in_place_of_the_models(
+    model: runtime.Classifier, saved: Callable[[int], str], tmp_path: Path
+) -> None:
+    (tmp_path / "labels.txt").write_text("A\nB\nC\nD\nE\nF\n")
+    for labels in (tmp_path / "labels.txt", list("ABCDEF")):
+        renamed = runtime.load(saved(0), device="cpu", labels=labels)
+        ours, theirs = (each.classify(picture(0)) for each in (renamed, model))
+        assert [p.label for p in ours] == ["ABCDEF"[p.class_id] for p in theirs]
+    with pytest.raises(ArgumentError, match=r"labels: there are 5 but .* has 6 classes; give one"):
+        runtime.load(saved(0), device="cpu", labels=list("ABCDE"))
+    with pytest.raises(ArgumentError, match=r"labels none\.txt: the file cannot be read"):
+        runtime.load("no-such-model", labels="none.txt")
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
@@ -164,7 +185,7 @@ def test_predictions_of_large_logits_are_finite(model: runtime.Classifier) -> No
 
 @pytest.mark.parametrize("top_k", [0, -1])
 def test_top_k_is_at_least_one(model: runtime.Classifier, top_k: int) -> None:
-    with pytest.raises(ArgumentError, match=f"top_k expects a number of at least 1 but is {top_k}"):
+    with pytest.raises(ArgumentError, match=f"top_k must be at least 1 but is {top_k}"):
         model.classify(picture(0), top_k=top_k)
 
 
@@ -251,7 +272,7 @@ def test_loading_peaks_little_above_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tpu", "", "GPU", "gpu:x", "gpu:-1", "cpu:0", "auto:0", "0"])
 def test_devices_that_are_none(name: str) -> None:
     with pytest.raises(
-        ArgumentError, match=f"device expects auto, cpu, gpu or gpu:N but is '{name}'"
+        ArgumentError, match=f"device must be auto, cpu, gpu or gpu:N but is '{name}'"
     ):
         find_device(name)
 
@@ -259,10 +280,10 @@ def test_devices_that_are_none(name: str) -> None:
 @pytest.mark.parametrize(
     ("gpus", "name", "message"),
     [
-        (0, "gpu", "this machine shows none; use cpu"),
-        (0, "gpu:0", "this machine shows none; use cpu"),
-        (1, "gpu:1", "device gpu:1 expects more than 1 GPUs but this machine has 1"),
-        (2, "gpu:7", "expects more than 7 GPUs but this machine has 2; use gpu:0 to gpu:1"),
+        (0, "gpu", "MAX finds no GPU that it supports on this machine; use cpu"),
+        (0, "gpu:0", "MAX finds no GPU that it supports on this machine; use cpu"),
+        (1, "gpu:1", "device gpu:1: this machine has 1 GPU only; use gpu:0$"),
+        (2, "gpu:7", "device gpu:7: this machine has 2 GPUs only; use gpu:0 to gpu:1$"),
     ],
 )
 def test_gpus_that_are_missing(
@@ -281,7 +302,7 @@ def test_auto_is_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dtypes() -> None:
     assert find_dtype("auto", CPU()) == find_dtype("float32", CPU()) == DType.float32
     for name in ("int3", "float64", "fp32", ""):
-        with pytest.raises(ArgumentError, match=f"expects auto, float32, .* but is '{name}'"):
+        with pytest.raises(ArgumentError, match=f"must be auto, float32, .* but is '{name}'"):
             find_dtype(name, CPU())
     assert find_dtype("bfloat16", CPU()) == DType.bfloat16
     with pytest.raises(DeviceError, match="float16 runs on a GPU only; use float32 or bfloat16"):
@@ -291,10 +312,10 @@ def test_dtypes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"device": "tpu"}, ArgumentError, "device expects .* but is 'tpu'"),
-        ({"dtype": "int3", "device": "cpu"}, ArgumentError, "dtype expects .* but is 'int3'"),
+        ({"device": "tpu"}, ArgumentError, "device must be .* but is 'tpu'"),
+        ({"dtype": "int3", "device": "cpu"}, ArgumentError, "dtype must be .* but is 'int3'"),
         ({"dtype": "float16", "device": "cpu"}, DeviceError, "runs on a GPU only"),
-        ({"batch_size": 0, "device": "cpu"}, ArgumentError, "batch_size expects .* but is 0"),
+        ({"batch_size": 0, "device": "cpu"}, ArgumentError, "batch_size must be .* but is 0"),
         ({"device": "cpu"}, ModelError, "no-such-model: expected a bundled model"),
     ],
 )

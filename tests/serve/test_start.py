@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -20,7 +21,9 @@ import pytest
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
 from maxvision.common.arguments import DEFAULT_MODEL
+from maxvision.common.errors import ArgumentError
 from maxvision.serve.options import parse
+from maxvision.serve.server import read_card
 from maxvision.serve.worker import end_with_parent
 from tests.serve import faulty
 from tests.serve.started import ROOT, children, picture, serving
@@ -195,6 +198,16 @@ def test_with_debug_a_mistake_is_a_traceback() -> None:
             [sys.executable, "-m", "serve", *argv], cwd=ROOT, capture_output=True, text=True
         )
     assert done.returncode == 2 and done.stderr.startswith("Traceback"), done.stderr
+
+
+def test_labels_in_place_of_the_models(tmp_path: Path) -> None:
+    labels = [f"kind {i}" for i in range(10)]
+    (tmp_path / "labels.json").write_text(json.dumps(labels))
+    argv = ["--model", "resnet-cifar10", "--device", "cpu", "--labels"]
+    assert read_card(parse([*argv, str(tmp_path / "labels.json")], {})).labels == labels
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+    with pytest.raises(ArgumentError, match="there are 2 but resnet-cifar10 has 10 classes"):
+        read_card(parse([*argv, str(tmp_path / "labels.txt")], {}))
 
 
 SPAWN = multiprocessing.get_context("spawn")

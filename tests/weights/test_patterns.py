@@ -26,10 +26,20 @@ def test_what_prune_makes_is_found(name: str, shape: tuple[int, ...]) -> None:
     assert pattern(tensor * mask).startswith(name)
 
 
-def test_zeros_by_chance_are_no_blocks() -> None:
-    for share in (0.3, 0.9, 0.98):
-        mask = keep({"w": drawn()}, share, "layer", "unstructured")["w"]
-        assert pattern(drawn() * mask).startswith("unstructured") or share == 0.98
+@pytest.mark.parametrize("shape", [*SMALL, *LARGE])
+def test_zeros_by_chance_are_no_pattern(shape: tuple[int, ...]) -> None:
+    for share in (0.3, 0.9, 0.98, 0.999):
+        mask = keep({"w": drawn(shape)}, share, "layer", "unstructured")["w"]
+        assert "2:4" not in pattern(drawn(shape) * mask), share
+        if share <= 0.9:
+            assert pattern(drawn(shape) * mask) == "unstructured"
+
+
+def test_two_of_four_is_told_down_to_few_nonzeros() -> None:
+    tensor = drawn((64, 64, 3, 3))
+    mask = keep({"w": tensor}, 0.5, "layer", "2:4")["w"]
+    fewer = keep({"w": tensor * mask}, 0.8, "layer", "unstructured")["w"]
+    assert pattern(tensor * mask * fewer) == "2:4"
 
 
 def test_whole_channels() -> None:

@@ -130,7 +130,7 @@ def test_a_pruned_folder_loads_here_and_in_transformers(
         zeros, total = zeros + (new == 0).sum(), total + new.size
     assert zeros == round(0.9 * total)
     said = capsys.readouterr().out
-    assert f"{zeros:,} of {total:,} weights" in said and "accuracy is left is not known" in said
+    assert f"{zeros:,} of {total:,} weights" in said and "accuracy was not measured" in said
 
     notes = json.loads((out / "config.json").read_text())["pruning"]
     assert notes["accuracy"] == "not measured" and notes["of"] == "net"
@@ -155,12 +155,18 @@ def test_layers_to_skip_are_named_with_wildcards(saved: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sparsity", "1"], "sparsity expects a share of zeros from 0 to below 1 but is 1"),
-        (["--sparsity", "nan"], "from 0 to below 1 but is nan"),
-        ([], "but none came; try --sparsity 0.9"),
-        (["--pattern", "2:4", "--sparsity", "0.9"], "pattern 2:4 expects a sparsity of 0.5"),
-        (["--sparsity", "0.5", "--skip", "haed"], "has 'haed'; did you mean 'head'?"),
-        (["--sparsity", "0.5", "--skip", "*"], "but names them all"),
+        (["--sparsity", "1"], "sparsity is 1; give the share of zeros, from 0 to below 1"),
+        (["--sparsity", "nan"], "sparsity is nan; give the share"),
+        ([], "sparsity is missing; give the share"),
+        (
+            ["--pattern", "2:4", "--sparsity", "0.9"],
+            "pattern 2:4 always gives a sparsity of 0.5, not 0.9",
+        ),
+        (
+            ["--sparsity", "0.5", "--skip", "haed"],
+            "--skip haed: the model has no such layer; did you mean 'head'?",
+        ),
+        (["--sparsity", "0.5", "--skip", "*"], "--skip names every layer"),
     ],
 )
 def test_mistakes_get_one_sentence(
@@ -175,7 +181,7 @@ def test_mistakes_get_one_sentence(
 def test_a_pattern_is_no_sparsity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["prune", "resnet-cifar10", "--sparsity", "2:4", "-o", str(tmp_path / "out")])
-    assert "'2:4' came; did you mean --pattern 2:4?" in capsys.readouterr().err
+    assert "not '2:4'; did you mean --pattern 2:4?" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_nothing(
