@@ -252,7 +252,7 @@ LANGUAGES = {"", "sh", "python", "mojo", "json", "toml"}
 def test_every_block_of_code_is_run() -> None:
     """The tests below run these and no others: a new one needs a test of its own."""
     found = {path.name: len(each) for path in DOCS if (each := blocks(path, "python", "mojo"))}
-    assert found == {"README.md": 2, "adding-a-model.md": 2, "adding-an-op.md": 7}
+    assert found == {"README.md": 1, "guide.md": 1, "adding-a-model.md": 2, "adding-an-op.md": 7}
     languages = {block.language for path in DOCS for block in blocks(path)}
     assert languages <= {
         "",
@@ -288,7 +288,7 @@ def test_the_readmes_api(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "compiling", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["lowered", "run"]
 )
-def test_the_readmes_network(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_network(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     tensors = {
         "stem.weight": rng.standard_normal((64, 3, 3, 3), np.float32),
@@ -309,7 +309,7 @@ def test_the_readmes_network(compiling: bool, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(Executor, "compile", lower)
     images = rng.standard_normal((2, 3, 32, 32), np.float32)
     names = run_code(
-        blocks(ROOT / "README.md", "python")[1], {"tensors": tensors, "images": images}
+        blocks(ROOT / "docs/guide.md", "python")[0], {"tensors": tensors, "images": images}
     )
     assert names["logits"].shape == (2, 10) and len(lowered) == (not compiling)
     if compiling:

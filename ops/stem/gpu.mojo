@@ -235,9 +235,7 @@ def _multiply[
     comptime UNITS = stem.row_units()
     comptime LEFT = stem.s * stem.c - 8 * (UNITS - 1)
     var first = Int(thread_idx.x) % 4 * 2
-    var mask = UInt32(0xFFFF if first < LEFT else 0) | UInt32(
-        0xFFFF0000 if first + 1 < LEFT else 0
-    )
+    var mask = UInt32(0xFFFF if first < LEFT else 0) | UInt32(0xFFFF0000 if first + 1 < LEFT else 0)
     comptime PAIRS = UNITS // 2
     comptime PITCH = stem.pitch() // 2
     var acc = Array[SIMD[F32, 4], 2 * rows](uninitialized=True)

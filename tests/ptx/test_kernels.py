@@ -685,8 +685,14 @@ def test_stem_maxpool(find: Find, rng: np.random.Generator, g: StemCase, offset:
     ],
     ids=str,
 )
-def test_stem_layernorm(find: Find, rng: np.random.Generator, g: StemCase) -> None:
+@pytest.mark.parametrize("odd", [None, np.nan, -np.inf])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_stem_layernorm(
+    find: Find, rng: np.random.Generator, g: StemCase, odd: float | None
+) -> None:
     x = rounded(rng.standard_normal((g.n, g.h, g.w, g.c)), BF16)
+    if odd is not None:
+        x[0, [0, g.h // 2], [g.w - 1, g.w // 2], [0, 1]] = rounded(np.array(odd), BF16)
     inputs, z = stem_inputs(rng, g, x)
     z = wide(rounded(z, BF16), BF16)
     want = normalised(z, inputs[5], inputs[6])
