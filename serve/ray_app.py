@@ -124,7 +124,8 @@ def read(given: Mapping[str, Any]) -> Options:
         with contextlib.redirect_stderr(said):
             options = parse(argv)
     except SystemExit:
-        raise ArgumentError(said.getvalue().strip().rpartition("error: ")[2]) from None
+        sentence = said.getvalue().partition("error: ")[2].partition("\n")[0]
+        raise ArgumentError(sentence) from None
     if options.device.startswith("gpu:"):
         raise ArgumentError("device expects gpu or cpu: Ray says which GPU a replica has")
     if options.device == "auto":
