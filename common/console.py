@@ -6,6 +6,7 @@ rich, which draws tables and progress, is imported where something is drawn.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -40,6 +41,47 @@ def _plain() -> type[Console]:
             raise BrokenPipeError  # and not rich's SystemExit(1)
 
     return Plain
+
+
+class Unbuffered(io.TextIOBase):
+    """Writes text to a file descriptor at once; what a full disk does not take is lost.
+
+    Python's own streams keep it and raise at the next flush, which every start of a process does.
+
+    Args:
+        fd: The file descriptor.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def of(cls, stream: Any) -> Any:
+        """Makes one for a stream's file; returns the stream if it has none."""
+        try:
+            return cls(stream.fileno())
+        except (OSError, ValueError, AttributeError):  # a test's, or None
+            return stream
+
+    def fileno(self) -> int:
+        """Returns the file descriptor."""
+        return self._fd
+
+    def isatty(self) -> bool:
+        """Tells whether it is a terminal's."""
+        return os.isatty(self._fd)
+
+    def writable(self) -> bool:
+        """Tells that it takes text."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Writes text, as far as that goes."""
+        with contextlib.suppress(OSError):
+            os.write(self._fd, text.encode(errors="backslashreplace"))
+        return len(text)
 
 
 def complain(message: str, kind: str = "error: ") -> None:

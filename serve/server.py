@@ -10,13 +10,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import numpy as np
 
-from maxvision.common.console import complain, exit_code
+from maxvision.common.console import Unbuffered, complain, exit_code
 from maxvision.common.errors import DeviceError, ModelError, UserError
 from maxvision.common.host import cores
 from maxvision.runtime.preprocess import Preprocess
@@ -49,7 +49,8 @@ def run(options: Options, load: Callable[..., Any] | None = None) -> int:
     def serve() -> int:
         return _serve(options, bind(options.host, options.port), load)
 
-    return exit_code(serve, options, "maxvision serve", "serve", internal=1)
+    with redirect_stdout(Unbuffered.of(sys.stdout)), redirect_stderr(Unbuffered.of(sys.stderr)):
+        return exit_code(serve, options, "maxvision serve", "serve", internal=1)
 
 
 def take_over() -> int:

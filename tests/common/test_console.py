@@ -6,12 +6,13 @@ import io
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from maxvision.common import console
-from maxvision.common.console import complain, exit_code, working
+from maxvision.common.console import Unbuffered, complain, exit_code, working
 from maxvision.common.errors import ModelError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,3 +136,15 @@ def test_only_a_terminal_gets_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     complain("a")
     assert terminal.getvalue() == "error: a\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="NO /dev/full to write to")
+def test_a_full_disk_takes_what_it_can() -> None:
+    with open("/dev/full", "w") as full:
+        stream = Unbuffered.of(full)
+        print("lost", file=stream, flush=True)
+        with pytest.raises(OSError, match="No space left"):
+            print("kept", file=full, flush=True)
+        with suppress(OSError):
+            full.close()
+    assert Unbuffered.of(None) is None

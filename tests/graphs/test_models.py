@@ -54,7 +54,7 @@ NETWORKS = {
     "resnet-14": Network(
         reference.resnet, (64, 80), {"depths": [1, 1, 1, 1], "num_labels": 1000}
     ),
-    "cvt-4": Network(reference.cvt, (64, 96), {"depth": [1, 1, 2], "num_labels": 1000}),
+    "cvt-6": Network(reference.cvt, (64, 96), {"depth": [1, 2, 3], "num_labels": 1000}),
     "resnet-odd": Network(  # "v1" strides, widths that nothing divides, grey images
         reference.resnet,
         (75, 58),
@@ -226,7 +226,7 @@ def strangers(graph: Graph) -> set[str]:
     return set(operations(graph._mlir_op)) - OURS - MOVES
 
 
-@pytest.mark.parametrize("name", ["resnet-14", "cvt-4"])
+@pytest.mark.parametrize("name", ["resnet-14", "cvt-6"])
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [(DeviceRef.CPU(), DType.float32), (DeviceRef.GPU(), DType.bfloat16)],
@@ -256,11 +256,16 @@ def test_other_nodes_are_noticed() -> None:
 @pytest.mark.parametrize(
     "net",
     [
-        NETWORKS["cvt-4"],
+        Network(
+            reference.resnet,
+            (224, 224),
+            {"layer_type": "basic", "depths": [1, 1], "hidden_sizes": [64, 128]},
+        ),
+        pytest.param(NETWORKS["cvt-6"], marks=pytest.mark.nightly),
         pytest.param(Network(reference.resnet, (224, 224)), marks=pytest.mark.nightly),
         pytest.param(Network(reference.cvt, (224, 224)), marks=pytest.mark.nightly),
     ],
-    ids=["cvt-4", "resnet-50", "cvt-13"],
+    ids=["resnet-6", "cvt-6", "resnet-50", "cvt-13"],
 )
 def test_photos_get_the_answers_of_transformers(net: Network, tmp_path: Path) -> None:
     photos = sorted(PHOTOS.iterdir())

@@ -32,7 +32,9 @@ def test_compiles_for(arguments: list[str], pytestconfig: pytest.Config) -> None
     print(output(command, pytestconfig.rootpath), end="")
 
 
-@pytest.mark.parametrize("architecture", OTHERS)
+@pytest.mark.parametrize(
+    "architecture", ["sm_80", pytest.param("sm_89", marks=pytest.mark.nightly), "gfx942"]
+)
 def test_products_compile_for(
     architecture: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
