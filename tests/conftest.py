@@ -32,8 +32,9 @@ LONGEST = (
     "commands/test_weights.py",
     "serve/test_fuzz.py",
     "serve/test_fronts.py",
-    "ptx/test_machine.py",  # its kernels are those of test_kernels: it would wait for their build
 )
+LAST = "tests/ptx/test_machine.py"
+"""Its kernels are those of test_kernels.py: sooner, it would wait for their build."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ranks = {f"tests/{name}": rank for rank, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: ranks.get(item.location[0], len(ranks)))  # stable
+    ranks[LAST] = len(ranks) + 1
+    items.sort(key=lambda item: ranks.get(item.location[0], len(ranks) - 1))  # stable
     if not config.getoption("all"):
         skip = pytest.mark.skip(reason="nightly: pytest --all runs it")
         for item in items:
