@@ -44,7 +44,7 @@ def _plain() -> type[Console]:
 
 
 class Unbuffered(io.TextIOBase):
-    """Writes text to a file descriptor at once; what a full disk does not take is lost.
+    """Writes text to a file descriptor at once; what a full disk, or nobody, takes is lost.
 
     Python's own streams keep it and raise at the next flush, which every start of a process does.
 
@@ -79,8 +79,10 @@ class Unbuffered(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Writes text, as far as that goes."""
+        data = memoryview(text.encode(errors="backslashreplace"))
         with contextlib.suppress(OSError):
-            os.write(self._fd, text.encode(errors="backslashreplace"))
+            while data:
+                data = data[os.write(self._fd, data) :]
         return len(text)
 
 

@@ -9,14 +9,14 @@ or a pipe that nobody reads holds up no request, and only its lines are lost.
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from maxvision.common.console import Unbuffered
 
 STYLES = ("text", "json", "off")
 
@@ -83,7 +83,7 @@ class AccessLog:
     def __init__(self, style: str = "text", fd: int = 1) -> None:
         self.on = style != "off"
         self._format = _as_json if style == "json" else _as_text
-        self._fd = fd
+        self._out = Unbuffered(fd)
         self._lines: deque[str] = deque()
         self._time = "%Y-%m-%dT%H:%M:%SZ" if style == "json" else "%d/%b/%Y:%H:%M:%S +0000"
         self._some = threading.Event()
@@ -121,10 +121,7 @@ class AccessLog:
             self._closed.wait(PERIOD)
             self._some.clear()
             lines = [self._lines.popleft() for _ in range(len(self._lines))]
-            data = memoryview("".join(lines).encode())
-            with suppress(OSError):  # a full disk, or nobody who reads
-                while data:
-                    data = data[os.write(self._fd, data) :]
+            self._out.write("".join(lines))
             if self._closed.is_set() and not self._lines:
                 return
 

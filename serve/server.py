@@ -10,9 +10,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -211,7 +211,9 @@ def read_card(options: Options) -> Card:
         device = "cpu" if source.target.api == "cpu" else device.replace("auto", "gpu")
         dtype = source.dtype
     else:
-        source = weights.load(options.model, revision=options.revision, progress=_say)
+        source = weights.load(
+            options.model, revision=options.revision, progress=functools.partial(complain, kind="")
+        )
         if device == "auto":
             device = "gpu" if accelerator_count() else "cpu"
     if device == "cpu":
@@ -235,12 +237,6 @@ def read_card(options: Options) -> Card:
         device="gpu:0" if device == "gpu" else device,
         dtype=dtype,
     )
-
-
-def _say(text: str, stream: TextIO | None = None) -> None:
-    """Writes a line to standard error or another stream, if there is room on its disk."""
-    with suppress(OSError):
-        os.write((stream or sys.stderr).fileno(), f"{text}\n".encode())
 
 
 Told: TypeAlias = Callable[[int, "FrameType | None"], None]
@@ -422,4 +418,4 @@ class _Server:
 
     @staticmethod
     def _announce(line: str) -> None:
-        _say(line, sys.stdout)
+        sys.stdout.write(f"{line}\n")  # at once: threads write there, too

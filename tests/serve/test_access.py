@@ -21,6 +21,7 @@ from PIL import Image
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 httpx = pytest.importorskip("httpx")
 
+from maxvision.common.console import Unbuffered  # noqa: E402
 from maxvision.runtime.preprocess import Preprocess  # noqa: E402
 from maxvision.serve import access  # noqa: E402
 from maxvision.serve.access import LONGEST, AccessLog, Entry  # noqa: E402
@@ -77,7 +78,7 @@ def lines_of(written: Any, *argv: str, client: str = "10.0.0.7", requests: Any) 
     """Sends requests to an app of its own, and returns the lines that it logs."""
     service, app = served(*argv)
     fd, read = written
-    service.access._fd = fd
+    service.access._out = Unbuffered(fd)
 
     async def run() -> None:
         transport = httpx.ASGITransport(app=app, client=(client, 1234))
