@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 SomeSource = TypeVar("SomeSource", bound=Source)
 """An image of one kind; ``list`` is invariant, so that list[str] is no list[Source]."""
 
+Described = TypeVar("Described", "Checkpoint", Package)
+"""What says of a model how its pictures are prepared, and what its classes are called."""
+
 
 @dataclass(frozen=True)
 class Features:
@@ -132,10 +135,7 @@ def load(
     watch = Watch()
     checkpoint = weights.load(source, revision=revision, progress=progress)
     watch.lap("weights")
-    if names is not None:
-        checkpoint = replace(
-            checkpoint, labels=weights.match_labels(names, checkpoint.labels, checkpoint.name)
-        )
+    checkpoint = _relabelled(checkpoint, names)
     model = Classifier(
         checkpoint, place, kind, batch_size, watch, tf32=tf32, sparse=sparse, off=off
     )
@@ -154,11 +154,7 @@ def _unpack(
 ) -> Classifier:
     """Loads a model that was compiled ahead of time."""
     watch = Watch()
-    packed = artifact.read(source)
-    if names is not None:
-        from maxvision.weights import match_labels
-
-        packed = replace(packed, labels=match_labels(names, packed.labels, packed.name))
+    packed = _relabelled(artifact.read(source), names)
     watch.lap("weights")
     kind, index = parse_device(device)
     if kind not in ("auto", "cpu" if packed.target.api == "cpu" else "gpu"):
@@ -184,6 +180,15 @@ def _unpack(
     model = Classifier(packed, place, DType[packed.dtype], batch_size, watch, tf32=packed.tf32)
     model.compile()
     return model
+
+
+def _relabelled(model: Described, names: list[str] | None) -> Described:
+    """Gives a model's description with the user's labels, if there are any."""
+    if names is None:
+        return model
+    from maxvision.weights import match_labels
+
+    return replace(model, labels=match_labels(names, model.labels, model.name))
 
 
 def network(

@@ -28,9 +28,10 @@ def recognise(
         ModelError: If it is in none, is a relative that does not run here, or has no classifier.
     """
     family, form = _by_names(tensors, where) if config is None else _by_config(config, where)
-    shapes = {key: tensor.shape for key, tensor in tensors.items()}
-    if form.unlike and (other := form.unlike(shapes)):
-        raise ModelError(f"{where}: {other} here; use another checkpoint")
+    if form.unlike:
+        other = form.unlike({key: tensor.shape for key, tensor in tensors.items()})
+        if other:
+            raise ModelError(f"{where}: {other} here; use another checkpoint")
     heads = [form.key("head.weight"), form.key("head.bias")]
     if not any(key in tensors for key in heads):
         raise ModelError(

@@ -184,8 +184,7 @@ async def ready(request: Request) -> dict[str, bool]:
 @router.get("/models/{model:path}/versions/{version}/ready", include_in_schema=False)
 async def model_ready(model: str, request: Request, version: str = VERSION) -> dict[str, Any]:
     """Answers as ``/ready`` does, for the model that is served."""
-    service = service_of(request)
-    _check(service, model, version)
+    service = _serving(request, model, version)
     service.check_ready(1)
     return {"name": model, "ready": True}
 
@@ -212,8 +211,7 @@ async def infer(model: str, request: Request, version: str = VERSION) -> Respons
     With the header Inference-Header-Content-Length, JSON of that length comes first and the input
     as bytes behind it; ``binary_data`` asks for an output in the same way.
     """
-    service = service_of(request)
-    _check(service, model, version)
+    service = _serving(request, model, version)
     kind = media_type(request)
     if kind not in ("", "application/json", "application/octet-stream"):
         raise unexpected("application/json or application/octet-stream", kind)
@@ -252,8 +250,7 @@ async def model_statistics(model: str, request: Request, version: str = VERSION)
     ``success``, ``fail`` count requests; ``queue``, ``compute_input`` (decoding) and
     ``compute_infer`` images. ``/metrics`` has the same figures as histograms.
     """
-    service = service_of(request)
-    _check(service, model, version)
+    service = _serving(request, model, version)
     return {"model_stats": [_statistics(service)]}
 
 
@@ -268,8 +265,7 @@ async def config(model: str, request: Request, version: str = VERSION) -> dict[s
 
     ``dims`` leave the batch out. A request gives one of the inputs, so both are optional.
     """
-    service = service_of(request)
-    _check(service, model, version)
+    service = _serving(request, model, version)
     return _config(service)
 
 
@@ -333,8 +329,7 @@ async def change(model: str, request: Request) -> None:
 @router.get("/models/{model:path}/versions/{version}", include_in_schema=False)
 async def metadata(model: str, request: Request, version: str = VERSION) -> dict[str, Any]:
     """Names inputs and outputs, with their shapes."""
-    service = service_of(request)
-    _check(service, model, version)
+    service = _serving(request, model, version)
     classes = len(service.card.labels)
     return {
         "name": model,
@@ -353,10 +348,13 @@ def error(refusal: Refusal) -> dict[str, Any]:
     return {"error": refusal.message}
 
 
-def _check(service: Service, model: str, version: str) -> None:
+def _serving(request: Request, model: str, version: str) -> Service:
+    """Gives the service, if it serves that model in that version."""
+    service = service_of(request)
     service.check_model(model)
     if version != VERSION:
         raise Refusal(404, "model_not_found", f"version {VERSION} is served here, no other")
+    return service
 
 
 def _picture(card: Card) -> tuple[int, int, int]:
