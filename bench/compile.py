@@ -16,10 +16,10 @@ from max.driver import Device
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Module
 
+from maxvision.bench.__main__ import dtypes
 from maxvision.bench.environment import environment
 from maxvision.bench.layers import COPIES, distinct, layer_module, network_nodes
 from maxvision.bench.references import artifact, load, precision
-from maxvision.common.errors import ArgumentError
 from maxvision.graphs.program import Program
 from maxvision.graphs.target import Target
 from maxvision.runtime import cache
@@ -44,9 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
     A graph that is in MAX's cache takes seconds only.
     """
-    for name in options.dtypes:
-        if name not in DTYPES:
-            raise ArgumentError(f"--dtypes must be of {', '.join(DTYPES)} but has {name!r}")
+    dtypes(options, gpu=True)
     with Target.parse(options.target).device() as device:
         return _compile(options, device)
 

@@ -134,19 +134,21 @@ def rest() -> None:
     time.sleep(REST)
 
 
-def percentiles(samples: Iterable[float]) -> dict[str, float]:
-    """Gives p50, p90 and p99 of samples in ms, named as the records name them."""
-    values = np.percentile(list(samples), (50, 90, 99))
-    return {f"p{p}_ms": round(float(v), 5) for p, v in zip((50, 90, 99), values, strict=True)}
+def percentiles(samples: Iterable[float], points: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
+    """Gives percentiles of samples in ms, named as the records name them."""
+    values = np.percentile(list(samples), points)
+    return {f"p{p}_ms": round(float(v), 5) for p, v in zip(points, values, strict=True)}
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
     """Gives the extremes, the mean and percentiles of samples in ms, and their number."""
-    values = {"min": min(samples), "mean": float(np.mean(samples))}
-    for p in (50, 90, 95, 99):
-        values[f"p{p}"] = float(np.percentile(samples, p))
-    values["max"] = max(samples)
-    return {"runs": len(samples), **{f"{k}_ms": round(v, 5) for k, v in values.items()}}
+    return {
+        "runs": len(samples),
+        "min_ms": round(min(samples), 5),
+        "mean_ms": round(float(np.mean(samples)), 5),
+        **percentiles(samples, (50, 90, 95, 99)),
+        "max_ms": round(max(samples), 5),
+    }
 
 
 def rounded(value: float, digits: int = 4) -> float:

@@ -85,7 +85,6 @@ class Trace:
 
     def __init__(self, case: Case, dtype: DType) -> None:
         here = DeviceRef.CPU()
-        self.case, self.dtype = case, dtype
         self.nodes: list[Node] = []
         self.constants: dict[Any, torch.Tensor] = {}
         self.weights: dict[Any, str] = {}
