@@ -211,3 +211,34 @@ def activate[
             return gelu(v)
     else:
         return v
+
+
+@always_inline
+def apply[
+    width: SIMDLength, //, epilogue: Epilogue, dtype: DType
+](
+    sum: SIMD[F32, width],
+    alpha: Float32,
+    bias: SIMD[F32, width],
+    residual: SIMD[F32, width] = 0,
+) -> SIMD[F32, width]:
+    """Computes act(alpha * sum + bias + residual).
+
+    Parameters:
+        width: Lanes.
+        epilogue: The epilogue.
+        dtype: What the result is rounded to.
+
+    Args:
+        sum: The accumulator.
+        alpha: Scale of the product.
+        bias: Of each lane.
+        residual: Of each lane; counts if the epilogue adds.
+
+    Returns:
+        The result, before it is rounded.
+    """
+    var value = sum.fma(SIMD[F32, width](alpha), bias)
+    comptime if epilogue.adds:
+        value += residual
+    return activate[epilogue, dtype](value)

@@ -3,17 +3,14 @@
 One alphabet everywhere: N H W C come in, R S is the window, P Q F go out.
 """
 
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.utils import IndexList
 
+from .kernel_argument import KernelArgument
 from .operands import Data
 
 
-struct Geometry(DevicePassable, TrivialRegisterPassable):
+struct Geometry(KernelArgument, TrivialRegisterPassable):
     """Sizes of a sliding window, all at run time: one kernel serves every layer."""
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var n: Int
     """Images."""
@@ -146,15 +143,3 @@ struct Geometry(DevicePassable, TrivialRegisterPassable):
             and self.pad_w == 0
             and self.groups == 1
         )
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Geometry"

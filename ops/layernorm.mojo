@@ -21,11 +21,11 @@ from max.gpu.primitives.grid_controls import (
     pdl_launch_attributes,
     wait_on_dependent_grids,
 )
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv, rsqrt, sqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from .kernel_argument import KernelArgument
 from .operands import F32, ON_CPU, Data, data, narrowed, widened
 from .rows import WIDTH, over_lanes, over_rows
 
@@ -33,7 +33,7 @@ comptime THREADS = 128
 """Threads of a GPU's block."""
 
 
-struct NormTensors[dtype: DType](DevicePassable, TrivialRegisterPassable):
+struct NormTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The tensors of a layer norm.
 
     Nothing but pointers: LLVM then knows that a kernel's are global memory.
@@ -41,9 +41,6 @@ struct NormTensors[dtype: DType](DevicePassable, TrivialRegisterPassable):
     Parameters:
         dtype: Of x and y.
     """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var x: Data[Self.dtype]
     """Rows to normalise."""
@@ -72,24 +69,9 @@ struct NormTensors[dtype: DType](DevicePassable, TrivialRegisterPassable):
         """
         self.x, self.weight, self.bias, self.y = x, weight, bias, y
 
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
 
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "NormTensors"
-
-
-struct NormSizes(DevicePassable, TrivialRegisterPassable):
+struct NormSizes(KernelArgument, TrivialRegisterPassable):
     """The sizes of a layer norm."""
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var rows: Int32
     """Rows to normalise."""
@@ -111,18 +93,6 @@ struct NormSizes(DevicePassable, TrivialRegisterPassable):
         """
         self.rows, self.columns, self.stride = Int32(rows), Int32(columns), Int64(stride)
         self.eps = eps
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "NormSizes"
 
 
 @always_inline

@@ -1,10 +1,11 @@
 """What the kernels with a fused epilogue read and write, handed around as one value."""
 
 from extensibility import ManagedTensorSlice
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.memory import bitcast
 from std.sys import CompilationTarget, is_gpu
 from std.utils.numerics import isnan
+
+from .kernel_argument import KernelArgument
 
 comptime F32 = DType.float32
 """What every kernel accumulates in."""
@@ -88,15 +89,12 @@ def narrowed[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
     return value.cast[dtype]()
 
 
-struct Operands[dtype: DType](DevicePassable, TrivialRegisterPassable):
+struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The tensors of y = act(alpha * x w + bias + residual).
 
     Parameters:
         dtype: Of all of them but the bias.
     """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var x: Data[Self.dtype]
     """Activations: x[N, H, W, C], or the left side a[..., M, K] of a product."""
@@ -154,15 +152,3 @@ struct Operands[dtype: DType](DevicePassable, TrivialRegisterPassable):
             self.y.unsafe_offset(y),
             self.alpha,
         )
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Operands"

@@ -1,7 +1,7 @@
 """What the attention kernels are given: tensors, sizes, and how a launch is divided."""
 
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
+from ..kernel_argument import KernelArgument
 from ..operands import Data
 
 comptime LOG2_E = Float32(1.4426950408889634)
@@ -12,15 +12,12 @@ comptime LOWEST = Float32(-1e36)
 score -inf, as masked ones do, come to no inf - inf; a row of -inf alone gives 0 / 0, as in torch."""
 
 
-struct Attention[dtype: DType](DevicePassable, TrivialRegisterPassable):
+struct Attention[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The tensors and sizes of y = softmax(scale * q k^T) v, head by head.
 
     Parameters:
         dtype: Of all tensors.
     """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var q: Data[Self.dtype]
     """Queries q[N, T, C], the heads side by side in C."""
@@ -76,15 +73,3 @@ struct Attention[dtype: DType](DevicePassable, TrivialRegisterPassable):
         self.n, self.t, self.s, self.c = Int32(n), Int32(t), Int32(s), Int32(c)
         self.heads = Int32(heads)
         self.scale = max(scale, 1e-37)
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Attention"

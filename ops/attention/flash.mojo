@@ -32,7 +32,7 @@ from std.sys import _RegisterPackType, inlined_assembly
 from std.utils import StaticTuple
 from std.utils.numerics import neg_inf
 
-from ..gemm.ptx import mma_sync
+from ..hopper.ptx import mma_sync
 from ..operands import F32, Data
 from .config import LOG2_E, LOWEST, Attention
 

@@ -38,13 +38,13 @@ from max.gpu.primitives.grid_controls import (
     pdl_launch_attributes,
     wait_on_dependent_grids,
 )
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv, exp2
 from std.utils.numerics import neg_inf
 from std.utils.static_tuple import StaticTuple
 
-from ..gemm.hopper import GROUP, MAP, ROW, ROWS, Maps, Ring, tensor_map
-from ..gemm.ptx import (
+from ..gemm.old import GROUP, MAP, ROW, ROWS, Maps, Ring, tensor_map
+from ..hopper.mma import mma_registers, settled
+from ..hopper.ptx import (
     arrive_threads,
     barrier_arrive,
     barrier_expect,
@@ -52,13 +52,12 @@ from ..gemm.ptx import (
     barrier_wait,
     fence_barrier_init,
     load_3d,
-    multiply_registers,
     prefetch_map,
     registers_give,
     registers_take,
-    settled,
     sync_threads,
 )
+from ..kernel_argument import KernelArgument
 from ..operands import F32, Data
 from ..rows import over_lanes
 from .config import LOG2_E, LOWEST, Attention
@@ -150,11 +149,8 @@ comptime LONG = Config(3, 80, 9)
 
 
 @fieldwise_init
-struct Walk(DevicePassable, TrivialRegisterPassable):
+struct Walk(KernelArgument, TrivialRegisterPassable):
     """How items and tiles run over the tensors."""
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var t: Int32
     """Queries of an image."""
@@ -174,18 +170,6 @@ struct Walk(DevicePassable, TrivialRegisterPassable):
     """Items of all heads and images."""
     var scale: Float32
     """Scales the scores, for powers of two."""
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Walk"
 
 
 struct _Pass(TrivialRegisterPassable):
@@ -485,7 +469,7 @@ def _mix[
     """Starts adding the products of probabilities and a tile of values."""
     var sums = acc
     comptime for step in range(keys // 16):
-        sums = multiply_registers[dtype, turned=True](
+        sums = mma_registers[dtype, turned=True](
             SIMD[U32, 4](p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]),
             _matrix(v, 16 * ROW * step),
             sums,

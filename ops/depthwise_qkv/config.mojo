@@ -1,19 +1,16 @@
 """Tensors and sizes of depthwise_qkv."""
 
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
+from ..kernel_argument import KernelArgument
 from ..operands import F32, Data
 
 
-struct QkvOperands[dtype: DType](DevicePassable, TrivialRegisterPassable):
+struct QkvOperands[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The tensors; see gpu.mojo for their shapes.
 
     Parameters:
         dtype: Of tokens and filters.
     """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var x: Data[Self.dtype]
     """Tokens."""
@@ -81,24 +78,9 @@ struct QkvOperands[dtype: DType](DevicePassable, TrivialRegisterPassable):
         o.k, o.v = self.k.unsafe_offset(keys), self.v.unsafe_offset(keys)
         return o
 
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
 
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "QkvOperands"
-
-
-struct QkvSizes(DevicePassable, TrivialRegisterPassable):
+struct QkvSizes(KernelArgument, TrivialRegisterPassable):
     """Sizes, all at run time."""
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var images: Int32
     """N."""
@@ -192,15 +174,3 @@ struct QkvSizes(DevicePassable, TrivialRegisterPassable):
     @always_inline
     def _around(self) -> Int32:
         return self.kernel - 1 + self.margin() - min(self.pad_q, self.pad_kv)
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "QkvSizes"

@@ -33,7 +33,7 @@ from std.math import ceildiv, rsqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
-from ..gemm.hopper import PROCESSORS
+from ..gemm.old import PROCESSORS
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
 from ..target import IS_HOPPER

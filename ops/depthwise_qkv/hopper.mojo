@@ -35,8 +35,8 @@ from std.math import ceildiv, rsqrt
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
-from ..gemm.hopper import PROCESSORS
-from ..gemm.ptx import (
+from ..gemm.old import PROCESSORS
+from ..hopper.ptx import (
     barrier_expect,
     barrier_init,
     barrier_wait,

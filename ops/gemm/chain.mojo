@@ -35,16 +35,17 @@ from max.gpu.primitives.grid_controls import (
     pdl_launch_attributes,
     wait_on_dependent_grids,
 )
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv, rsqrt
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, activate
+from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
-from .hopper import GROUP, MAP, MATRIX, PROCESSORS, ROW, ROWS, Maps, Ring, tensor_map
-from .ptx import (
+from .old import GROUP, MAP, MATRIX, PROCESSORS, ROW, ROWS, Maps, Ring, tensor_map
+from ..hopper.mma import mma_registers
+from ..hopper.ptx import (
     barrier_arrive,
     barrier_expect,
     barrier_init,
@@ -52,7 +53,6 @@ from .ptx import (
     fence_async,
     fence_barrier_init,
     load_2d,
-    multiply_registers,
     prefetch_map,
     registers_give,
     registers_take,
@@ -240,11 +240,8 @@ def chain_config(mlp: Bool, c: Int, f: Int) -> ChainConfig:
     return ChainConfig(groups=0, c=0, f=0, stages=0, resident=False, rows=0)
 
 
-struct ChainEnds(DevicePassable, TrivialRegisterPassable):
+struct ChainEnds(KernelArgument, TrivialRegisterPassable):
     """The vectors that the sums meet: pointers alone, so that LLVM knows their memory is global."""
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var bias1: Data[F32]
     """Of h."""
@@ -266,24 +263,9 @@ struct ChainEnds(DevicePassable, TrivialRegisterPassable):
         """
         self.bias1, self.bias2, self.weight, self.bias = bias1, bias2, weight, bias
 
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
 
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "ChainEnds"
-
-
-struct ChainSizes(DevicePassable, TrivialRegisterPassable):
+struct ChainSizes(KernelArgument, TrivialRegisterPassable):
     """The sizes of a chain."""
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var tiles: Int32
     """Tiles of rows."""
@@ -304,18 +286,6 @@ struct ChainSizes(DevicePassable, TrivialRegisterPassable):
         """
         self.tiles, self.hidden, self.eps = Int32(tiles), Int32(hidden), eps
         self.chunks = Int32(ceildiv(hidden, WIDTH))
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "ChainSizes"
 
 
 @__name(t"{op}_hopper_{config.label()}_{dtype}")
@@ -661,7 +631,7 @@ def _consume[
             wgmma_fence_aligned()
             comptime for k in range(4):
                 comptime for f in range(F):
-                    sums[f] = multiply_registers[dtype](
+                    sums[f] = mma_registers[dtype](
                         bitcast[DType.uint32, 4](h[k]),
                         w2 + Int64((f * BOX + k * 32) // 16),
                         sums[f],

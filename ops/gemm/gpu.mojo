@@ -25,9 +25,11 @@ from std.sys import size_of
 
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
+from ..hopper.conv import takes
+from ..hopper.shared import ROW
 from ..operands import F32, Data, Operands
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
-from .hopper import ROW, hopper_gemm, hopper_gemms, hopper_shortcut, takes
+from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
 from .tuning import CONFIGS, choose
 

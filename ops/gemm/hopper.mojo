@@ -32,65 +32,44 @@ C has to be a multiple of 16 bytes, and F one of 8.
 After Osama et al. 2023 (arXiv:2301.03598) and the PTX ISA 8.0, sections 5.5 and 9.7.14.
 """
 
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, grid_dim, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
 from max.gpu.compute.mma import (
-    WGMMADescriptor,
-    wgmma_async,
     wgmma_commit_group_sync,
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
-from max.gpu.host import DeviceBuffer, DeviceContext, Dim, FuncAttribute
+from max.gpu.host import DeviceContext, Dim, FuncAttribute
 from max.gpu.host.nvidia.tma import TMADescriptor
-from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
     launch_dependent_grids,
     pdl_launch_attributes,
     wait_on_dependent_grids,
 )
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv
-from std.memory import bitcast
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
-from ..epilogue import Epilogue, activate
+from ..device import Device
+from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..operands import F32, Data, Operands
-from .ptx import (
-    barrier_arrive,
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
-    cluster_load4,
-    cluster_sync,
+from ..hopper.accumulator import Fragment
+from ..hopper.conv import Conv, Corner, Step, load_pixels, pixels_map
+from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
+from ..hopper.mma import ROWS, Matrix, mma
+from ..hopper.pipeline import Pipeline, Storing
+from ..hopper.ptx import (
     fence_async,
     fence_barrier_init,
-    load_2d,
-    load_3d,
-    load_im2col,
-    prefetch_map,
-    shared_load,
-    shared_load2,
-    shared_store,
-    shared_store2,
-    store_2d,
     stores_commit,
     stores_read,
     sync_threads,
 )
-
-comptime ROW = 128
-"""Bytes of K in a stage, for each pixel and each filter: one row of the 128-byte swizzle."""
-comptime GROUP = 128
-"""Threads of a consumer, a warpgroup."""
-comptime ROWS = 64
-"""Pixels of a consumer: the M of wgmma."""
-comptime PROCESSORS = 132
-"""Multiprocessors of an H100 or H200."""
-comptime MATRIX = (Int64(1) << 62) | (Int64(64) << 32) | (Int64(1) << 16)
-"""A matrix descriptor: 128-byte swizzle, 1024 bytes from eight rows to the next eight."""
+from ..hopper.scheduler import TileScheduler
+from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
+from ..kernel_argument import KernelArgument
+from ..operands import F32, Data, Operands
 
 
 struct Config(TrivialRegisterPassable):
@@ -157,7 +136,7 @@ struct Config(TrivialRegisterPassable):
         Returns:
             A warpgroup for each consumer, and the producer's warp.
         """
-        return GROUP * self.groups + 32
+        return WARPGROUP * self.groups + WARP
 
     @always_inline
     def stage(self) -> Int:
@@ -202,242 +181,70 @@ struct Config(TrivialRegisterPassable):
         Returns:
             The ring, its barriers, and what aligning it may take.
         """
-        return self.stages * self.stage() + 16 * self.stages + 1024
+        return self.stages * self.stage() + Pipeline.BARRIERS * self.stages + 1024
 
 
-comptime MAP = UInt64(128)
-"""Bytes of a tensor map."""
-
-
-struct Maps[count: Int](Copyable, DevicePassable):
-    """The tensor maps of x, w, y and the residual of each product; x and w of a second source.
-
-    Parameters:
-        count: How many there are.
-    """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
-
-    var maps: Array[TMADescriptor, Self.count]
-    """In this order."""
-
-    def __init__(out self):
-        """Makes room for them."""
-        self.maps = Array[TMADescriptor, Self.count](fill=TMADescriptor())
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Maps"
-
-
-struct Ends[dtype: DType, products: Int](DevicePassable, TrivialRegisterPassable):
-    """What a tile's end reads and writes without the copy engine, product by product.
-
-    Nothing but pointers: LLVM then knows that a kernel's are global memory.
-
-    Parameters:
-        dtype: Of the residual and y.
-        products: Products of the launch.
-    """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
-
-    var bias: StaticTuple[Data[F32], Self.products]
-    """[F]."""
-    var more: StaticTuple[Data[F32], Self.products]
-    """[F], the bias of a second source; any pointer if there is none."""
-    var residual: StaticTuple[Data[Self.dtype], Self.products]
-    """[M, F]."""
-    var y: StaticTuple[Data[Self.dtype], Self.products]
-    """[M, F]."""
-
-    def __init__(out self, o: Array[Operands[Self.dtype], Self.products]):
-        """Takes them from the operands.
-
-        Args:
-            o: The tensors.
-        """
-        self.bias = StaticTuple[Data[F32], Self.products](fill=o[0].bias)
-        self.more = self.bias
-        self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].residual)
-        self.y = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].y)
-        comptime for i in range(1, Self.products):
-            self.bias[i], self.residual[i], self.y[i] = o[i].bias, o[i].residual, o[i].y
-
-    @always_inline
-    def of(self, product: Int32) -> Ends[Self.dtype, 1]:
-        """Chooses a product's.
-
-        Args:
-            product: Its number.
-
-        Returns:
-            Its tensors.
-        """
-        var one = Ends[Self.dtype, 1](self.bias[0], self.more[0], self.residual[0], self.y[0])
-        comptime for i in range(1, Self.products):
-            if product == Int32(i):
-                one = Ends[Self.dtype, 1](self.bias[i], self.more[i], self.residual[i], self.y[i])
-        return one
-
-    @always_inline
-    def __init__(
-        out self,
-        bias: Data[F32],
-        more: Data[F32],
-        residual: Data[Self.dtype],
-        y: Data[Self.dtype],
-    ):
-        """Names the tensors of one product.
-
-        Args:
-            bias: [F].
-            more: [F], of a second source.
-            residual: [M, F].
-            y: [M, F].
-        """
-        self.bias = StaticTuple[Data[F32], Self.products](fill=bias)
-        self.more = StaticTuple[Data[F32], Self.products](fill=more)
-        self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=residual)
-        self.y = StaticTuple[Data[Self.dtype], Self.products](fill=y)
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Ends"
-
-
-struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
-    """How the tiles and the steps of K run over the tensors.
+struct Problem[products: Int](KernelArgument, TrivialRegisterPassable):
+    """The sizes of a convolution, or of several products of the same K and F.
 
     Parameters:
         products: Products of the launch.
     """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var pixels: StaticTuple[Int32, Self.products]
     """M of each product."""
-    var first: StaticTuple[Int32, Self.products]
-    """The first tile of each product."""
+    var schedule: TileScheduler[Self.products]
+    """The tiles."""
+    var conv: Conv
+    """Pixels, taps and channels of x."""
     var filters: Int32
     """F."""
-    var q: Int32
-    """Output columns of an image."""
-    var pq: Int32
-    """Output pixels of an image."""
-    var s: Int32
-    """Taps of a window's row."""
-    var taps: Int32
-    """Taps of a window."""
-    var chunks: Int32
-    """Steps of 128 bytes over the channels."""
-    var stride_h: Int32
-    """Input rows between windows."""
-    var stride_w: Int32
-    """Input columns between windows."""
-    var pad_h: Int32
-    """Rows of padding."""
-    var pad_w: Int32
-    """Columns of padding."""
-    var dilation_h: Int32
-    """Input rows between taps."""
-    var dilation_w: Int32
-    """Input columns between taps."""
-    var tiles: Int32
-    """Tiles of filters; they run before the tiles of pixels."""
-    var splits: Int32
-    """Blocks that share a tile."""
-    var blocks: Int32
-    """Tiles of pixels and filters of all products."""
-    var plain: Int32
-    """1 if x is a matrix [M, C], read without im2col."""
     var alpha: Float32
     """Scale of the product."""
-    var more: Int32
+    var steps2: Int32
     """Steps of the second source; 0 if there is none."""
-    var more_stride_h: Int32
+    var stride2_h: Int32
     """Rows of the second source between pixels."""
-    var more_stride_w: Int32
+    var stride2_w: Int32
     """Columns of the second source between pixels."""
-    var early: Int32
-    """1 if the filters may be loaded before the kernel ahead is done, as it does not write them."""
+    var constant: Int32
+    """1 if no kernel writes the filters: they may be loaded before the kernel ahead is done."""
 
     def __init__(
         out self,
         sizes: Array[Geometry, Self.products],
         *,
         rows: Int,
-        chunks: Int,
-        tiles: Int,
+        columns: Int,
+        width: Int,
         splits: Int,
         alpha: Float32,
         constant: Bool = True,
     ):
-        """Takes the sizes of a convolution, or of several products.
+        """Takes the sizes.
 
         Args:
             sizes: Of each product; they differ in M alone.
             rows: Pixels of a tile.
-            chunks: Steps over the channels.
-            tiles: Tiles of filters.
+            columns: Filters of a tile.
+            width: Channels of a step of K.
             splits: Blocks that share a tile.
             alpha: Scale of the product.
             constant: Whether the filters are weights, which no kernel writes.
         """
-        var g = sizes[0]
         self.pixels = StaticTuple[Int32, Self.products](fill=0)
-        self.first = StaticTuple[Int32, Self.products](fill=0)
-        var blocks = 0
+        var tiles = Array[Int, Self.products](fill=0)
         comptime for i in range(Self.products):
-            self.pixels[i], self.first[i] = Int32(sizes[i].pixels()), Int32(blocks)
-            blocks += ceildiv(sizes[i].pixels(), rows) * tiles
+            self.pixels[i] = Int32(sizes[i].pixels())
+            tiles[i] = ceildiv(sizes[i].pixels(), rows)
+        var g = sizes[0]
+        self.schedule = TileScheduler[Self.products](
+            tiles, columns=ceildiv(g.f, columns), splits=splits
+        )
+        self.conv = Conv(g, chunks=ceildiv(g.c, width))
         self.filters, self.alpha = Int32(g.f), alpha
-        self.more, self.more_stride_h, self.more_stride_w = 0, 1, 1
-        self.q, self.pq = Int32(g.q), Int32(g.p * g.q)
-        self.s, self.taps, self.chunks = Int32(g.s), Int32(g.r * g.s), Int32(chunks)
-        self.stride_h, self.stride_w = Int32(g.stride_h), Int32(g.stride_w)
-        self.pad_h, self.pad_w = Int32(g.pad_h), Int32(g.pad_w)
-        self.dilation_h, self.dilation_w = Int32(g.dilation_h), Int32(g.dilation_w)
-        self.tiles, self.splits, self.blocks = Int32(tiles), Int32(splits), Int32(blocks)
-        self.plain = Int32(1 if is_plain(g) else 0)
-        self.early = Int32(1 if constant else 0)
-
-    @always_inline
-    def place(self, tile: Int32) -> Place:
-        """Finds what a tile is of.
-
-        Args:
-            tile: Its number.
-
-        Returns:
-            Product, tile of pixels and tile of filters.
-        """
-        var product = Int32(0)
-        var first = Int32(0)
-        comptime for i in range(1, Self.products):
-            if tile >= self.first[i]:
-                product, first = Int32(i), self.first[i]
-        var row = (tile - first) // self.tiles
-        return Place(product, row, tile - first - row * self.tiles)
+        self.steps2, self.stride2_h, self.stride2_w = 0, 1, 1
+        self.constant = Int32(1 if constant else 0)
 
     @always_inline
     def steps(self) -> Int32:
@@ -446,7 +253,7 @@ struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
         Returns:
             Those of all taps, and of the second source.
         """
-        return self.taps * self.chunks + self.more
+        return self.conv.steps() + self.steps2
 
     @always_inline
     def rows_of(self, product: Int32) -> Int32:
@@ -464,72 +271,6 @@ struct Walk[products: Int](DevicePassable, TrivialRegisterPassable):
                 pixels = self.pixels[i]
         return pixels
 
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Walk"
-
-
-@fieldwise_init
-struct Place(TrivialRegisterPassable):
-    """What a tile is of."""
-
-    var product: Int32
-    """Number of the product."""
-    var row: Int32
-    """Tile of pixels."""
-    var column: Int32
-    """Tile of filters."""
-
-
-def is_plain(g: Geometry) -> Bool:
-    """Tells whether a convolution is a matrix product.
-
-    Args:
-        g: Sizes.
-
-    Returns:
-        True for 1 x 1 windows without stride or padding.
-    """
-    return g.r * g.s * g.stride_h * g.stride_w == 1 and g.pad_h + g.pad_w == 0
-
-
-def takes[dtype: DType](g: Geometry) -> Bool:
-    """Tells whether the copy engine can walk over a convolution's tensors.
-
-    Parameters:
-        dtype: Of x, w and y.
-
-    Args:
-        g: Sizes.
-
-    Returns:
-        True if there is one group, C is a multiple of 16 bytes, F one of 8, and the windows'
-        strides, corners and taps are in the range of a tensor map (PTX ISA 8.0, section 5.5.4;
-        CUDA's driver API).
-    """
-    comptime wide = 16 // size_of[dtype]()
-    if g.groups != 1 or g.c % wide != 0 or g.f % 8 != 0:
-        return False
-    if is_plain(g):
-        return True
-    var right = (g.q - 1) * g.stride_w - g.pad_w - (g.w - 1)
-    var bottom = (g.p - 1) * g.stride_h - g.pad_h - (g.h - 1)
-    return (
-        max(g.stride_h, g.stride_w) <= 8
-        and max(g.pad_h, g.pad_w) <= 128
-        and min(right, bottom) >= -128
-        and max(right, bottom) <= 127
-        and max((g.s - 1) * g.dilation_w, (g.r - 1) * g.dilation_h) <= 255
-    )
-
 
 @__name(t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
@@ -543,7 +284,11 @@ def hopper_kernel[
     config: Config,
     products: Int,
     sources: Int,
-](maps: Maps[4 * products + 2 * (sources - 1)], ends: Ends[dtype, products], walk: Walk[products]):
+](
+    maps: TensorMaps[4 * products + 2 * (sources - 1)],
+    tensors: EpilogueTensors[dtype, products],
+    problem: Problem[products],
+):
     """Computes tiles, or a cluster's share of one.
 
     Parameters:
@@ -554,217 +299,161 @@ def hopper_kernel[
         sources: 2 if a second convolution is added, of windows of 1 x 1; else 1.
 
     Args:
-        maps: Tensor maps of x (im2col, or a matrix), w[F, R * S, C], y[M, F] and the residual.
-        ends: Bias, residual and y.
-        walk: How tiles and steps run over them.
+        maps: Tensor maps of x (im2col, or a matrix), w[F, R * S, C], y[M, F] and the residual of each
+            product; x and w of a second source.
+        tensors: Bias, residual and y.
+        problem: Sizes.
     """
-    var memory = external_memory[
-        UInt8, address_space=AddressSpace.SHARED, alignment=1024, name="hopper_gemm"
-    ]()
-    var ring = (UInt32(Int(memory)) + 1023) & ~UInt32(1023)
-    var full = ring + UInt32(config.stages * config.stage())
-    var empty = full + 8 * UInt32(config.stages)
+    var data = shared_memory["hopper_gemm"]()
+    var pipeline = Pipeline(
+        data,
+        data + UInt32(config.stages * config.stage()),
+        stages=Int32(config.stages),
+        bytes=UInt32(config.stage()),
+    )
     var t = Int32(thread_idx.x)
     if t == 0:
-        comptime for i in range(config.stages):
-            barrier_init(full + 8 * UInt32(i), 1)
-            barrier_init(empty + 8 * UInt32(i), UInt32(config.groups))
+        pipeline.init(consumers=config.groups)
         fence_barrier_init()
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
-    var rank = Int32(0)
-    var tile = Int32(block_idx.x)
-    comptime if config.split:
-        rank = tile % walk.splits
-        tile = tile // walk.splits
-    if t // 32 == Int32(config.groups * 4):
+    if t // Int32(WARP) == Int32(4 * config.groups):
         # One thread drives the copy engine.
-        if t % 32 == 0:
-            _produce[dtype, epilogue, config, sources](
-                UInt64(Int(Pointer(to=maps))), walk, Ring(ring, full, empty), tile, rank
-            )
+        if t % Int32(WARP) == 0:
+            _produce[dtype, epilogue, config, sources](maps.address(), problem, pipeline)
     else:
         _consume[dtype, epilogue, config, sources](
-            UInt64(Int(Pointer(to=maps))), ends, walk, Ring(ring, full, empty), t, tile, rank
+            maps.address(), tensors, problem, pipeline, Fragment(t)
         )
     comptime if config.split:
-        _share[dtype, epilogue, config, sources](ends, walk, ring, t, tile, rank)
-
-
-struct Ring(TrivialRegisterPassable):
-    """Where a warp is in the ring of stages: addresses in shared memory, and the phase."""
-
-    var stages: UInt32
-    """The first stage."""
-    var full: UInt32
-    """The barriers that tell that stages are filled."""
-    var empty: UInt32
-    """The barriers that tell that stages are read."""
-    var slot: UInt32
-    """The stage that is next."""
-    var parity: UInt32
-    """The phase of its `full`; its `empty` is a phase behind."""
-
-    def __init__(out self, stages: UInt32, full: UInt32, empty: UInt32):
-        """Begins at the first stage.
-
-        Args:
-            stages: The first stage.
-            full: The first barrier of filled stages.
-            empty: The first barrier of read stages.
-        """
-        self.stages, self.full, self.empty = stages, full, empty
-        self.slot = self.parity = 0
-
-    @always_inline
-    def advance[count: Int](mut self):
-        """Goes on to the next stage.
-
-        Parameters:
-            count: Stages of the ring.
-        """
-        self.slot += 1
-        if self.slot == UInt32(count):
-            self.slot = 0
-            self.parity ^= 1
-
-
-@always_inline
-def _share_of(steps: Int32, rank: Int32, splits: Int32) -> Int32:
-    """Computes where the share of a block of a cluster begins."""
-    return steps * rank // splits
+        var tile = problem.schedule.tile(problem.schedule.block[True]())
+        reduce_cluster[
+            dtype,
+            epilogue,
+            rows=ROWS,
+            columns=config.columns,
+            pad=PAD,
+            threads=config.threads(),
+            sources=sources,
+        ](
+            tensors.of(tile.product),
+            data,
+            problem.schedule,
+            m0=tile.row * Int32(ROWS),
+            m=problem.rows_of(tile.product),
+            f0=tile.column * Int32(config.columns),
+            f=problem.filters,
+            alpha=problem.alpha,
+        )
 
 
 @always_inline
 def _produce[
     dtype: DType, epilogue: Epilogue, config: Config, sources: Int
-](maps: UInt64, walk: Walk[_], at_start: Ring, first_tile: Int32, rank: Int32,):
+](maps: UInt64, problem: Problem[_], at_start: Pipeline):
     """Fills the ring, tile after tile, as stages become free."""
     comptime WIDTH = Int32(ROW // size_of[dtype]())
     comptime STAGE = UInt32(config.stage())
     comptime W_AT = UInt32(config.rows() * ROW)
     comptime BOXES = config.part[dtype]() // Int(WIDTH)
-    var place = walk.place(first_tile)
-    var x_map = maps + UInt64(place.product) * 4 * MAP
-    prefetch_map(x_map)
-    prefetch_map(x_map + MAP)
+    var conv = problem.conv
+    var schedule = problem.schedule
+    var tile = schedule.tile(schedule.block[config.split]())
+    var x = TileLoader(maps, 4 * tile.product)
+    var w = TileLoader(maps, 4 * tile.product + 1)
+    var x2 = TileLoader(maps, 4)
+    var w2 = TileLoader(maps, 5)
+    x.prefetch_descriptor()
+    w.prefetch_descriptor()
     comptime if sources == 2:
-        prefetch_map(x_map + 4 * MAP)
-        prefetch_map(x_map + 5 * MAP)
-    var steps = walk.steps()
-    var first = Int32(0)
-    var last = steps
-    comptime if config.split:
-        first = _share_of(steps, rank, walk.splits)
-        last = _share_of(steps, rank + 1, walk.splits)
-    # The second source counts as the tap after the last one.
-    var first_tap = min(first // walk.chunks, walk.taps)
-    var first_c = first - first_tap * walk.chunks
+        x2.prefetch_descriptor()
+        w2.prefetch_descriptor()
+    var steps = schedule.share[config.split](problem.steps())
+    var first = Step(conv, steps.begin)
 
     # Filters that are weights do not depend on the kernel before.
-    var early = min(last - first, Int32(config.stages) * walk.early)
-    var tap = first_tap
-    var c = first_c
-    for i in range(early):
-        var full = at_start.full + 8 * UInt32(i)
-        var to = at_start.stages + UInt32(i) * STAGE + W_AT
-        barrier_expect(full, STAGE)
-        var f0 = place.column * Int32(config.columns)
-        if sources == 2 and tap == walk.taps:
-            load_3d(to, x_map + 5 * MAP, full, c * WIDTH, 0, f0)
-        else:
-            load_3d(to, x_map + MAP, full, c * WIDTH, tap, f0)
-        c += 1
-        if c == walk.chunks and tap < walk.taps:
-            c = 0
-            tap += 1
+    var pipeline = at_start
+    var k = first
+    var f0 = tile.column * Int32(config.columns)
+    var ahead = pipeline
+    for _ in range(pipeline.prefetch(steps.count() * problem.constant)):
+        ahead.expect(STAGE)
+        _load_filters[sources](w, w2, conv, ahead.stage() + W_AT, ahead.barrier(), k, WIDTH, f0)
+        ahead.advance()
+        k.advance(conv)
     wait_on_dependent_grids()
 
-    var ring = at_start
-    for tile in range(first_tile, walk.blocks, Int32(grid_dim.x)):
-        place = walk.place(tile)
-        x_map = maps + UInt64(place.product) * 4 * MAP
-        var m0 = place.row * Int32(config.rows())
-        var f0 = place.column * Int32(config.columns)
-        var image = m0 // walk.pq
-        var pixel = m0 - image * walk.pq
-        var p = pixel // walk.q
-        var h0 = p * walk.stride_h - walk.pad_h
-        var column = pixel - p * walk.q
-        var w0 = column * walk.stride_w - walk.pad_w
-        var r = first_tap // walk.s
-        var s = first_tap - r * walk.s
-        tap = first_tap
-        c = first_c
-        for _ in range(last - first):
-            var to = ring.stages + ring.slot * STAGE
-            var full = ring.full + 8 * ring.slot
-            var second = sources == 2 and tap == walk.taps
-            if early > 0:
-                early -= 1
-            else:
-                barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
-                barrier_expect(full, STAGE)
-                if second:
-                    load_3d(to + W_AT, x_map + 5 * MAP, full, c * WIDTH, 0, f0)
-                else:
-                    load_3d(to + W_AT, x_map + MAP, full, c * WIDTH, tap, f0)
-            if second:
-                load_im2col(
+    for number in schedule.turns[config.split]():
+        tile = schedule.tile(number)
+        x = TileLoader(maps, 4 * tile.product)
+        w = TileLoader(maps, 4 * tile.product + 1)
+        var m0 = tile.row * Int32(config.rows())
+        f0 = tile.column * Int32(config.columns)
+        var pixel = conv.pixel(m0)
+        var corner = conv.corner(pixel)
+        k = first
+        for _ in range(steps.count()):
+            var to = pipeline.stage()
+            var full = pipeline.barrier()
+            if pipeline.acquire_or_prefetched():
+                pipeline.expect(STAGE)
+                _load_filters[sources](w, w2, conv, to + W_AT, full, k, WIDTH, f0)
+            if sources == 2 and k.tap == conv.taps:
+                x2.load_im2col(
                     to,
-                    x_map + 4 * MAP,
                     full,
-                    c * WIDTH,
-                    column * walk.more_stride_w,
-                    p * walk.more_stride_h,
-                    image,
+                    k.c * WIDTH,
+                    pixel.q * problem.stride2_w,
+                    pixel.p * problem.stride2_h,
+                    pixel.n,
                     0,
                     0,
                 )
-            elif walk.plain == 1:
-                load_2d(to, x_map, full, c * WIDTH, m0)
             else:
-                load_im2col(
-                    to,
-                    x_map,
-                    full,
-                    c * WIDTH,
-                    w0,
-                    h0,
-                    image,
-                    UInt16(s * walk.dilation_w),
-                    UInt16(r * walk.dilation_h),
+                load_pixels(
+                    x, to, full, conv, pixel, corner, channel=k.c * WIDTH, r=k.r, s=k.s
                 )
-            ring.advance[config.stages]()
-            c += 1
-            if c == walk.chunks and not second:
-                c = 0
-                tap += 1
-                s += 1
-                if s == walk.s:
-                    s = 0
-                    r += 1
+            pipeline.advance()
+            k.advance(conv)
         comptime if config.split:
             return
         comptime for part in range(config.parts[dtype]()):
-            var to = ring.stages + ring.slot * STAGE
-            var full = ring.full + 8 * ring.slot
-            barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
+            pipeline.acquire()
             comptime if epilogue.adds:
-                barrier_expect(full, UInt32(config.rows() * BOXES * ROW))
+                var residual = TileLoader(maps, 4 * tile.product + 3)
+                pipeline.expect(UInt32(config.rows() * BOXES * ROW))
                 comptime for i in range(config.groups):
                     comptime for j in range(BOXES):
-                        load_2d(
-                            to + UInt32((i * BOXES + j) * ROWS * ROW),
-                            x_map + 3 * MAP,
-                            full,
+                        residual.load(
+                            pipeline.stage() + UInt32((i * BOXES + j) * ROWS * ROW),
+                            pipeline.barrier(),
                             f0 + Int32(part * BOXES + j) * WIDTH,
                             m0 + Int32(i * ROWS),
                         )
             else:
-                barrier_arrive(full)
-            ring.advance[config.stages]()
+                pipeline.commit()
+            pipeline.advance()
+
+
+@always_inline
+def _load_filters[
+    sources: Int
+](
+    w: TileLoader,
+    w2: TileLoader,
+    conv: Conv,
+    to: UInt32,
+    barrier: UInt32,
+    k: Step,
+    width: Int32,
+    f0: Int32,
+):
+    """Starts copying the filters of a step; a second source counts as a tap more."""
+    if sources == 2 and k.tap == conv.taps:
+        w2.load(to, barrier, k.c * width, 0, f0)
+    else:
+        w.load(to, barrier, k.c * width, k.tap, f0)
 
 
 @always_inline
@@ -772,294 +461,86 @@ def _consume[
     dtype: DType, epilogue: Epilogue, config: Config, sources: Int
 ](
     maps: UInt64,
-    ends: Ends[dtype, _],
-    walk: Walk[_],
-    at_start: Ring,
-    t: Int32,
-    first_tile: Int32,
-    rank: Int32,
+    tensors: EpilogueTensors[dtype, _],
+    problem: Problem[_],
+    at_start: Pipeline,
+    at: Fragment,
 ):
     """Multiplies the stages of the tiles; finishes a tile, or leaves its sums in shared memory."""
     comptime WIDTH = ROW // size_of[dtype]()
-    comptime DEPTH = 32 // size_of[dtype]()
     comptime COLUMNS = config.columns
-    comptime STAGE = UInt32(config.stage())
-    comptime W_AT = UInt32(config.rows() * ROW)
-    comptime SUMS = COLUMNS // 2
-    comptime BOXES = config.part[dtype]() // WIDTH
+    comptime PART = config.part[dtype]()
+    comptime PARTS = config.parts[dtype]()
+    var group = UInt32(at.group())
+    var leads = at.leads()
+    var steps = problem.schedule.share[config.split](problem.steps()).count()
 
-    var group = t // Int32(GROUP)
-    var leads = t % Int32(GROUP) == 0
-    # Thread 4 a + b of warp d holds the columns 8 j + 2 b, and one more, of rows 16 d + a and 8 on.
-    var row = t % Int32(GROUP) // 32 * 16 + t % 32 // 4
-    var pair = t % 4
-    var steps = walk.steps()
-    comptime if config.split:
-        var end = _share_of(steps, rank + 1, walk.splits)
-        steps = end - _share_of(steps, rank, walk.splits)
-
-    var ring = at_start
-    var storing = UInt32(0)  # The `empty` of the stages that are being stored, and how many.
-    for tile in range(first_tile, walk.blocks, Int32(grid_dim.x)):
-        var place = walk.place(tile)
-        var end = ends.of(place.product)
-        var m0 = place.row * Int32(config.rows())
-        var f0 = place.column * Int32(COLUMNS)
-        var sums = StaticTuple[Float32, SUMS](fill=0)
-        var before = ring.slot
+    var pipeline = at_start
+    var storing = Storing[PARTS]()
+    for number in problem.schedule.turns[config.split]():
+        var tile = problem.schedule.tile(number)
+        var m0 = tile.row * Int32(config.rows())
+        var f0 = tile.column * Int32(COLUMNS)
+        var sums = StaticTuple[Float32, COLUMNS // 2](fill=0)
+        var before = pipeline.index
         for i in range(steps):
-            barrier_wait(ring.full + 8 * ring.slot, ring.parity)
-            var at = ring.stages + ring.slot * STAGE
-            var x = MATRIX | Int64((at + UInt32(group) * UInt32(ROWS * ROW)) >> 4)
-            var w = MATRIX | Int64((at + W_AT) >> 4)
+            pipeline.wait()
+            var x = Matrix(pipeline.stage() + group * UInt32(ROWS * ROW))
+            var w = Matrix(pipeline.stage() + UInt32(config.rows() * ROW))
             wgmma_fence_aligned()
-            comptime for k in range(4):
-                sums = wgmma_async[64, COLUMNS, DEPTH, a_type=dtype, b_type=dtype](
-                    WGMMADescriptor[dtype](x + Int64(2 * k)),
-                    WGMMADescriptor[dtype](w + Int64(2 * k)),
-                    sums,
-                )
+            sums = mma[dtype, COLUMNS](x, w, sums)
             wgmma_commit_group_sync()
-            if i == 0 and storing != 0 and leads:
-                # The tile before has left shared memory by now, or soon will have.
-                stores_read()
-                comptime for part in range(config.parts[dtype]()):
-                    barrier_arrive(
-                        ring.empty + 8 * ((storing - 1 + UInt32(part)) % UInt32(config.stages))
-                    )
-                storing = 0
+            if i == 0 and leads:
+                storing.release(pipeline)
             comptime if config.overlap:
                 if i > 0:
                     wgmma_wait_group_sync[1]()
                     if leads:
-                        barrier_arrive(ring.empty + 8 * before)
-                before = ring.slot
+                        pipeline.release(before)
+                before = pipeline.index
             else:
                 wgmma_wait_group_sync[0]()
                 if leads:
-                    barrier_arrive(ring.empty + 8 * ring.slot)
-            ring.advance[config.stages]()
+                    pipeline.release()
+            pipeline.advance()
         comptime if config.overlap:
             wgmma_wait_group_sync[0]()
             if leads:
-                barrier_arrive(ring.empty + 8 * before)
+                pipeline.release(before)
 
         comptime if config.split:
-            comptime PITCH = (COLUMNS + 8) * 4
-            var to = ring.stages + UInt32(row) * UInt32(PITCH) + UInt32(pair) * 8
-            comptime for j in range(COLUMNS // 8):
-                comptime for half in range(2):
-                    var at = to + UInt32(half * 8 * PITCH + j * 32)
-                    shared_store2(at, sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
+            leave_rows[COLUMNS](at_start.data, at, sums)
             return
 
-        storing = ring.slot + 1
-        comptime for part in range(config.parts[dtype]()):
-            barrier_wait(ring.full + 8 * ring.slot, ring.parity)
-            var to = ring.stages + ring.slot * STAGE + UInt32(group) * UInt32(BOXES * ROWS * ROW)
-            comptime for jj in range(BOXES * WIDTH // 8):
-                comptime j = part * BOXES * WIDTH // 8 + jj
-                var f = f0 + Int32(8 * j) + pair * 2
-                var bias = SIMD[F32, 2](0)
-                if f < walk.filters:
-                    bias = end.bias[0].unsafe_load[width=2, alignment=8](Int(f))
-                    comptime if sources == 2:
-                        bias += end.more[0].unsafe_load[width=2, alignment=8](Int(f))
-                comptime for half in range(2):
-                    var value = SIMD[F32, 2](sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
-                    value = value.fma(SIMD[F32, 2](walk.alpha), bias)
-                    var at = (
-                        to
-                        + UInt32(8 * jj // WIDTH * ROWS * ROW)
-                        + (UInt32(row) + UInt32(8 * half)) * UInt32(ROW)
-                        + _swizzled[dtype](UInt32(8 * jj % WIDTH) + 2 * UInt32(pair), UInt32(row))
-                    )
-                    comptime if size_of[dtype]() == 2:
-                        comptime if epilogue.adds:
-                            value += bitcast[dtype, 2](shared_load(at)).cast[F32]()
-                        value = activate[epilogue, dtype](value)
-                        shared_store(at, bitcast[DType.uint32, 1](value.cast[dtype]()))
-                    else:
-                        comptime if epilogue.adds:
-                            value += shared_load2(at)
-                        value = activate[epilogue, dtype](value)
-                        shared_store2(at, value[0], value[1])
+        var end = tensors.of(tile.product)
+        var y = TileStore(maps, 4 * tile.product + 2)
+        storing.begin(pipeline)
+        comptime for part in range(PARTS):
+            pipeline.wait()
+            var to = pipeline.stage() + group * UInt32(PART * ROWS * size_of[dtype]())
+            var bias = StaticTuple[SIMD[F32, 2], PART // 8](fill=SIMD[F32, 2](0))
+            comptime for j in range(PART // 8):
+                var f = f0 + Int32(part * PART + 8 * j) + at.column()
+                if f < problem.filters:
+                    bias[j] = end.bias_of[2, sources](f)
+            finish_rows[dtype, epilogue, PART, part * PART, ROWS * ROW](
+                to, at, sums, problem.alpha, bias
+            )
             fence_async()
-            sync_threads(UInt32(group) + 1, UInt32(GROUP))
+            sync_threads(group + 1, UInt32(WARPGROUP))
             if leads:
-                comptime for j in range(BOXES):
-                    store_2d(
-                        maps + (UInt64(place.product) * 4 + 2) * MAP,
+                comptime for j in range(PART // WIDTH):
+                    y.store(
                         to + UInt32(j * ROWS * ROW),
-                        f0 + Int32((part * BOXES + j) * WIDTH),
-                        m0 + group * Int32(ROWS),
+                        f0 + Int32(part * PART + j * WIDTH),
+                        m0 + Int32(group) * Int32(ROWS),
                     )
                 stores_commit()
-            ring.advance[config.stages]()
+            pipeline.advance()
     stores_read()
 
 
-@always_inline
-def _swizzled[dtype: DType](column: UInt32, row: UInt32) -> UInt32:
-    """Computes the byte of a column in a row of 128 bytes, whose sixteenths change places."""
-    var byte = column * UInt32(size_of[dtype]())
-    return byte ^ (row % 8 * 16)
-
-
-@always_inline
-def _share[
-    dtype: DType, epilogue: Epilogue, config: Config, sources: Int
-](ends: Ends[dtype, _], walk: Walk[_], ring: UInt32, t: Int32, tile: Int32, rank: Int32):
-    """Adds up a cluster's sums: each block some rows of the tile, 8 columns a thread at a time."""
-    comptime PITCH = (config.columns + 8) * 4
-    comptime EIGHTS = config.columns // 8
-    cluster_sync()
-    var place = walk.place(tile)
-    var end = ends.of(place.product)
-    var pixels = walk.rows_of(place.product)
-    var m0 = place.row * Int32(ROWS)
-    var f0 = place.column * Int32(config.columns)
-    var rows = Int32(ROWS) // walk.splits
-    for unit in range(t, rows * Int32(EIGHTS), Int32(config.threads())):
-        var row = rank * rows + unit // Int32(EIGHTS)
-        var column = unit % Int32(EIGHTS) * 8
-        var m = m0 + row
-        var f = f0 + column
-        if m < pixels and f < walk.filters:
-            var at = ring + UInt32(row) * UInt32(PITCH) + UInt32(column) * 4
-            var low = SIMD[F32, 4](0)
-            var high = SIMD[F32, 4](0)
-            for peer in range(walk.splits):
-                low += cluster_load4(at, UInt32(peer))
-                high += cluster_load4(at + 16, UInt32(peer))
-            var value = low.join(high)
-            var bias = end.bias[0].unsafe_load[width=8, alignment=16](Int(f))
-            comptime if sources == 2:
-                bias += end.more[0].unsafe_load[width=8, alignment=16](Int(f))
-            value = value.fma(SIMD[F32, 8](walk.alpha), bias)
-            var to = Int(m) * Int(walk.filters) + Int(f)
-            comptime if epilogue.adds:
-                value += end.residual[0].unsafe_load[width=8, alignment=16](to).cast[F32]()
-            end.y[0].unsafe_store[alignment=16](to, activate[epilogue, dtype](value).cast[dtype]())
-    cluster_sync()
-
-
 # The host's side
-
-
-def tensor_map[
-    dtype: DType, rank: Int, multiplied: Bool = False
-](
-    ctx: DeviceContext,
-    at: Data[dtype],
-    var sizes: Array[Int64, rank],
-    var box: Array[Int32, rank],
-) raises -> TMADescriptor:
-    """Makes the tensor map of a dense tensor, its last axis first in `sizes` and `box`.
-
-    Parameters:
-        dtype: Of the tensor.
-        rank: Axes.
-        multiplied: Whether float32 is rounded to TF32 on its way.
-
-    Args:
-        ctx: The GPU.
-        at: The tensor.
-        sizes: Of the tensor.
-        box: Of a copy; 128 bytes along the last axis, which are swizzled.
-
-    Returns:
-        The map.
-
-    Raises:
-        If the driver refuses it.
-    """
-    var map = TMADescriptor()
-    var strides = Array[Int64, rank](fill=0)
-    var ones = Array[Int32, rank](fill=1)
-    var bytes = Int64(size_of[dtype]())
-    comptime for i in range(rank):
-        bytes *= sizes[i]
-        strides[i] = bytes
-    DeviceBuffer[dtype](ctx, at, 1, owning=False)._tensor_map_encode_tiled(
-        Pointer(to=map).unsafe_bitcast[NoneType](),
-        _map_dtype[dtype, multiplied](),
-        Int32(rank),
-        sizes.unsafe_ptr(),
-        strides.unsafe_ptr(),
-        box.unsafe_ptr(),
-        ones.unsafe_ptr(),
-        0,
-        3,
-        2,
-        0,
-    )
-    return map
-
-
-def im2col_map[
-    dtype: DType
-](ctx: DeviceContext, at: Data[dtype], g: Geometry, rows: Int) raises -> TMADescriptor:
-    """Makes the tensor map that reads x[N, H, W, C] window by window.
-
-    Parameters:
-        dtype: Of x.
-
-    Args:
-        ctx: The GPU.
-        at: The tensor.
-        g: Sizes.
-        rows: Pixels of a copy.
-
-    Returns:
-        The map.
-
-    Raises:
-        If the driver refuses it.
-    """
-    var map = TMADescriptor()
-    var bytes = Int64(size_of[dtype]())
-    var dims = Array[Int64, 4](fill=0)
-    dims[0], dims[1], dims[2], dims[3] = Int64(g.c), Int64(g.w), Int64(g.h), Int64(g.n)
-    var strides = Array[Int64, 4](fill=0)
-    comptime for i in range(4):
-        bytes *= dims[i]
-        strides[i] = bytes
-    var lower = Array[Int32, 2](fill=0)
-    lower[0], lower[1] = Int32(-g.pad_w), Int32(-g.pad_h)
-    var upper = Array[Int32, 2](fill=0)
-    # The corner of the last window, as far from the image's end.
-    upper[0] = Int32((g.q - 1) * g.stride_w - g.pad_w - (g.w - 1))
-    upper[1] = Int32((g.p - 1) * g.stride_h - g.pad_h - (g.h - 1))
-    var steps = Array[Int32, 4](fill=1)
-    steps[1], steps[2] = Int32(g.stride_w), Int32(g.stride_h)
-    DeviceBuffer[dtype](ctx, at, 1, owning=False)._tensor_map_encode_im2col(
-        Pointer(to=map).unsafe_bitcast[NoneType](),
-        _map_dtype[dtype, True](),
-        4,
-        dims.unsafe_ptr(),
-        strides.unsafe_ptr(),
-        lower.unsafe_ptr(),
-        upper.unsafe_ptr(),
-        Int32(ROW // size_of[dtype]()),
-        Int32(rows),
-        steps.unsafe_ptr(),
-        0,
-        3,
-        2,
-        0,
-    )
-    return map
-
-
-def _map_dtype[dtype: DType, multiplied: Bool]() -> Int32:
-    """Numbers a dtype as CUtensorMapDataType does; float32 to be multiplied is rounded to TF32."""
-    comptime if dtype == F32:
-        return 11 if multiplied else 7
-    elif dtype == DType.float16:
-        return 6
-    else:
-        return 9
 
 
 def hopper_gemm[
@@ -1120,13 +601,13 @@ def hopper_gemms[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    var maps = Maps[4 * products]()
+    var maps = TensorMaps[4 * products]()
     comptime for i in range(products):
         _add_maps[dtype, epilogue, config, 4 * i](ctx, maps, sizes[i], operands[i])
     _enqueue[dtype, epilogue, config, products, 1](
         maps,
-        Ends[dtype, products](operands),
-        _walk[dtype, config](sizes, splits, operands[0].alpha, constant),
+        EpilogueTensors[dtype, products](operands),
+        _problem[dtype, config](sizes, splits, operands[0].alpha, constant),
         ctx,
     )
 
@@ -1161,15 +642,16 @@ def hopper_shortcut[
     """
     comptime WIDTH = ROW // size_of[dtype]()
     comptime assert not epilogue.adds, "hopper_gemm: a second source is what is added"
-    var maps = Maps[6]()
+    var maps = TensorMaps[6]()
     _add_maps[dtype, epilogue, config, 0](ctx, maps, g, o)
     maps.maps[4] = im2col_map[dtype](ctx, more.x, beside, config.rows())
     maps.maps[5] = _filter_map[dtype, config](ctx, more.w, beside)
-    var ends = Ends[dtype, 1](o.bias, more.bias, o.residual, o.y)
-    var walk = _walk[dtype, config, 1]([g], splits, o.alpha)
-    walk.more = Int32(ceildiv(beside.c, WIDTH))
-    walk.more_stride_h, walk.more_stride_w = Int32(beside.stride_h), Int32(beside.stride_w)
-    _enqueue[dtype, epilogue, config, 1, 2](maps, ends, walk, ctx)
+    var problem = _problem[dtype, config, 1]([g], splits, o.alpha)
+    problem.steps2 = Int32(ceildiv(beside.c, WIDTH))
+    problem.stride2_h, problem.stride2_w = Int32(beside.stride_h), Int32(beside.stride_w)
+    _enqueue[dtype, epilogue, config, 1, 2](
+        maps, EpilogueTensors[dtype](o.bias, more.bias, o.residual, o.y), problem, ctx
+    )
 
 
 def _filter_map[
@@ -1187,35 +669,27 @@ def _filter_map[
 
 def _add_maps[
     dtype: DType, epilogue: Epilogue, config: Config, at: Int
-](ctx: DeviceContext, mut maps: Maps[_], g: Geometry, o: Operands[dtype]) raises:
+](ctx: DeviceContext, mut maps: TensorMaps[_], g: Geometry, o: Operands[dtype]) raises:
     """Makes the tensor maps of a product: of x, w, y and the residual."""
-    comptime WIDTH = ROW // size_of[dtype]()
-    var c, f, m = Int64(g.c), Int64(g.f), Int64(g.pixels())
-    if is_plain(g):
-        maps.maps[at] = tensor_map[dtype, 2, True](
-            ctx, o.x, [c, m], [Int32(WIDTH), Int32(config.rows())]
-        )
-    else:
-        maps.maps[at] = im2col_map[dtype](ctx, o.x, g, config.rows())
+    var m = g.pixels()
+    maps.maps[at] = pixels_map[dtype](ctx, o.x, g, config.rows())
     maps.maps[at + 1] = _filter_map[dtype, config](ctx, o.w, g)
-    maps.maps[at + 2] = tensor_map[dtype, 2](ctx, o.y, [f, m], [Int32(WIDTH), Int32(ROWS)])
+    maps.maps[at + 2] = matrix_map[dtype](ctx, o.y, rows=m, columns=g.f, box=ROWS)
     comptime if epilogue.adds:
-        maps.maps[at + 3] = tensor_map[dtype, 2](
-            ctx, o.residual, [f, m], [Int32(WIDTH), Int32(ROWS)]
-        )
+        maps.maps[at + 3] = matrix_map[dtype](ctx, o.residual, rows=m, columns=g.f, box=ROWS)
 
 
-def _walk[
+def _problem[
     dtype: DType, config: Config, products: Int
-](sizes: Array[Geometry, products], splits: Int, alpha: Float32, constant: Bool = True) -> Walk[
-    products
-]:
+](
+    sizes: Array[Geometry, products], splits: Int, alpha: Float32, constant: Bool = True
+) -> Problem[products]:
     """Divides products into tiles and steps."""
-    return Walk[products](
+    return Problem[products](
         sizes,
         rows=config.rows(),
-        chunks=ceildiv(sizes[0].c, ROW // size_of[dtype]()),
-        tiles=ceildiv(sizes[0].f, config.columns),
+        columns=config.columns,
+        width=ROW // size_of[dtype](),
         splits=splits,
         alpha=alpha,
         constant=constant,
@@ -1225,21 +699,19 @@ def _walk[
 def _enqueue[
     dtype: DType, epilogue: Epilogue, config: Config, products: Int, sources: Int
 ](
-    maps: Maps[4 * products + 2 * (sources - 1)],
-    ends: Ends[dtype, products],
-    walk: Walk[products],
+    maps: TensorMaps[4 * products + 2 * (sources - 1)],
+    tensors: EpilogueTensors[dtype, products],
+    problem: Problem[products],
     ctx: DeviceContext,
 ) raises:
-    # A block of a cluster has one tile; others go from tile to tile.
-    var blocks, splits = Int(walk.blocks), Int(walk.splits)
-    var grid = blocks * splits if config.split else min(blocks, PROCESSORS * config.blocks)
+    var resident = Device(ctx).multiprocessors * config.blocks
     ctx.enqueue_function[hopper_kernel[dtype, epilogue, config, products, sources]](
         maps,
-        ends,
-        walk,
-        grid_dim=grid,
+        tensors,
+        problem,
+        grid_dim=problem.schedule.blocks(resident),
         block_dim=config.threads(),
-        cluster_dim=Dim(splits),
+        cluster_dim=Dim(Int(problem.schedule.splits)),
         shared_mem_bytes=config.shared(),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),

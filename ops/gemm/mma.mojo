@@ -40,7 +40,6 @@ from max.gpu.compute.mma import ld_matrix, mma
 from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.sync import syncwarp
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv
 from std.memory import bitcast, unsafe_stack_allocation
 from std.sys import inlined_assembly, size_of
@@ -48,10 +47,11 @@ from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
+from ..hopper.conv import is_plain
+from ..hopper.ptx import mma_sync
+from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands
 from ..target import IS_HOPPER, IS_NVIDIA
-from .hopper import is_plain
-from .ptx import mma_sync
 
 comptime U32 = DType.uint32
 """Half a fragment's 8 bytes."""
@@ -187,11 +187,8 @@ comptime NARROW = Config(64, 64, warps_m=2, warps_n=2, chunks=4, stages=2, block
 """The tile of products whose rows are no multiples of 16 bytes."""
 
 
-struct Problem(DevicePassable, TrivialRegisterPassable):
+struct Problem(KernelArgument, TrivialRegisterPassable):
     """Sizes of a product of a batch, or of a group, as a kernel wants them."""
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var pixels: Int32
     """M."""
@@ -277,18 +274,6 @@ struct Problem(DevicePassable, TrivialRegisterPassable):
             # One column of pixels: their places need no division.
             self.h, self.w, self.q, self.pq = self.pixels, 1, 1, self.pixels
         self.y_step, self.bias_step = Int64(y_step), Int64(bias_step)
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Problem"
 
 
 # Instructions

@@ -47,7 +47,7 @@ from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, activate
-from ..gemm.hopper import (
+from ..gemm.old import (
     GROUP,
     MAP,
     MATRIX,
@@ -62,7 +62,7 @@ from ..gemm.hopper import (
     is_plain,
     tensor_map,
 )
-from ..gemm.ptx import (
+from ..hopper.ptx import (
     barrier_arrive,
     barrier_expect,
     barrier_init,

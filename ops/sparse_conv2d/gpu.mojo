@@ -25,8 +25,8 @@ from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, activate
-from ..gemm.hopper import PROCESSORS
-from ..gemm.ptx import cluster_load4, cluster_sync
+from ..gemm.old import PROCESSORS
+from ..hopper.ptx import cluster_load4, cluster_sync
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands, widened
 from ..target import IS_HOPPER

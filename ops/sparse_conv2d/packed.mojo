@@ -13,7 +13,7 @@ from std.math import ceildiv
 from std.sys import size_of
 
 from ..epilogue import Epilogue
-from ..gemm.hopper import ROW
+from ..gemm.old import ROW
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands, data
 from ..target import IS_HOPPER

@@ -45,7 +45,6 @@ from max.gpu.primitives.grid_controls import (
     wait_on_dependent_grids,
 )
 from max.gpu.sync import syncwarp
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.bit import pop_count
 from std.math import ceildiv
 from std.memory import bitcast
@@ -53,7 +52,7 @@ from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, activate
-from ..gemm.hopper import (
+from ..gemm.old import (
     GROUP,
     MATRIX,
     ROW,
@@ -66,7 +65,7 @@ from ..gemm.hopper import (
     takes,
     tensor_map,
 )
-from ..gemm.ptx import (
+from ..hopper.ptx import (
     barrier_arrive,
     barrier_expect,
     barrier_init,
@@ -92,6 +91,7 @@ from ..gemm.ptx import (
     sync_threads,
 )
 from ..geometry import Geometry
+from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands
 from .tuning import CONFIGS, choose
 
@@ -205,11 +205,8 @@ struct Config(TrivialRegisterPassable):
         return self.rows() * self.columns * 4 if self.split else 0
 
 
-struct Words(DevicePassable, TrivialRegisterPassable):
+struct Words(KernelArgument, TrivialRegisterPassable):
     """The compressed filters: nothing but pointers, as in `Ends`."""
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var words: Data[U32]
     """Nonzeros, tile by tile."""
@@ -225,24 +222,9 @@ struct Words(DevicePassable, TrivialRegisterPassable):
         """
         self.words, self.starts = words, starts
 
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
 
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Words"
-
-
-struct Plan(DevicePassable, TrivialRegisterPassable):
+struct Plan(KernelArgument, TrivialRegisterPassable):
     """How a block's shared memory is divided, and how rows of the product lie on an image."""
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var w_stages: Int32
     """Stages of expanded filters."""
@@ -317,18 +299,6 @@ struct Plan(DevicePassable, TrivialRegisterPassable):
         var starts = 4 * config.parts() * (ceildiv(steps, splits) + 1)
         var list = 4 + 8 * ceildiv(steps, splits)
         return x + w + config.inbox() + 8 + 4 * config.columns + starts + list + 1024
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Plan"
 
 
 def _is_box(g: Geometry, config: Config) -> Bool:

@@ -41,13 +41,12 @@ from max.gpu.primitives.grid_controls import (
     pdl_launch_attributes,
     wait_on_dependent_grids,
 )
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, activate
-from ..gemm.hopper import (
+from ..gemm.old import (
     GROUP,
     MAP,
     MATRIX,
@@ -61,18 +60,17 @@ from ..gemm.hopper import (
     is_plain,
     tensor_map,
 )
-from ..gemm.ptx import (
+from ..hopper.mma import hold, mma_sparse
+from ..hopper.ptx import (
     barrier_arrive,
     barrier_expect,
     barrier_init,
     barrier_wait,
     fence_async,
     fence_barrier_init,
-    hold,
     load_2d,
     load_bytes,
     load_im2col,
-    multiply_sparse,
     prefetch_map,
     shared_load,
     shared_load4,
@@ -84,6 +82,7 @@ from ..gemm.ptx import (
     sync_threads,
 )
 from ..geometry import Geometry
+from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands
 
 comptime STEP = 64
@@ -102,7 +101,7 @@ struct Sparse(TrivialRegisterPassable):
     var groups: Int
     """Consumers, of 64 filters each."""
     var pixels: Int
-    """Pixels of a tile: what multiply_sparse takes; a group's share is a multiple of 16."""
+    """Pixels of a tile: what mma_sparse takes; a group's share is a multiple of 16."""
     var windows: Int
     """Windows of pixels in shared memory, the ones for the epilogue among them."""
     var steps: Int
@@ -205,11 +204,8 @@ comptime MEMORY = 228 * 1024
 """Bytes of shared memory of a multiprocessor, of which a block takes 1024 more than it asks for."""
 
 
-struct Reach(DevicePassable, TrivialRegisterPassable):
+struct Reach(KernelArgument, TrivialRegisterPassable):
     """How windows lie in shared memory, and which of their sums are stored."""
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var window: Int32
     """Bytes from a window to the next."""
@@ -244,28 +240,13 @@ struct Reach(DevicePassable, TrivialRegisterPassable):
         self.pixels, self.window = Int32(pixels), Int32(ceildiv(pixels, 8) * 8 * ROW)
         self.never = 0
 
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
 
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Reach"
-
-
-struct Filters[dtype: DType](DevicePassable, TrivialRegisterPassable):
+struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """What the kernel reads without tensor maps: nothing but pointers.
 
     Parameters:
         dtype: Of the values.
     """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var values: Data[Self.dtype]
     """[K / 64, F / 128, 2, 4, 64, 8]."""
@@ -284,18 +265,6 @@ struct Filters[dtype: DType](DevicePassable, TrivialRegisterPassable):
             indices: Which two.
         """
         self.values, self.indices, self.bias, self.y = o.w, indices, o.bias, o.y
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Filters"
 
 
 @__name(t"sparse_conv2d_two_four_{config.label()}_{epilogue.label()}_{dtype}")
@@ -552,7 +521,7 @@ def _consume[
                     indices[odd] = shared_load(at + UInt32(config.groups * VALUES) + UInt32(t) * 4)
                     wgmma_fence_aligned()
                     comptime for k in range(2):
-                        sums = multiply_sparse[dtype, config.pixels, k == 1](
+                        sums = mma_sparse[dtype, config.pixels, k == 1](
                             w + Int64(128 * k), x + Int64(4 * k), indices[odd], sums
                         )
                     wgmma_commit_group_sync()

@@ -1,9 +1,9 @@
 """What the stem's kernel knows at compile time, and how an output is cut into tiles."""
 
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv
 from std.utils import IndexList
 
+from ..kernel_argument import KernelArgument
 from ..operands import Data
 
 comptime WARP_FILTERS = 32
@@ -117,7 +117,7 @@ struct Stem(TrivialRegisterPassable):
         return ((self.pitch() - 8 * self.row_units()) // (self.stride * self.c) + 1) // GROUP
 
 
-struct Tiling(DevicePassable, TrivialRegisterPassable):
+struct Tiling(KernelArgument, TrivialRegisterPassable):
     """Sizes of the tensors and of a block's tile, at run time.
 
     A tile is `steps` times 4 rows and `groups` times 8 columns of the convolution. Where a pool
@@ -125,9 +125,6 @@ struct Tiling(DevicePassable, TrivialRegisterPassable):
     (`lead_p`); where it has more than one across, its first column of outputs belongs to the
     tile to the left (`lead_q`): what the windows of neighbours share is computed twice.
     """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var h: Int32
     """Input height, px."""
@@ -236,20 +233,8 @@ struct Tiling(DevicePassable, TrivialRegisterPassable):
         """
         return n * Int(self.tiles_p * self.tiles_q)
 
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
 
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "Tiling"
-
-
-struct StemOperands[dtype: DType, pixel: DType](DevicePassable, TrivialRegisterPassable):
+struct StemOperands[dtype: DType, pixel: DType](KernelArgument, TrivialRegisterPassable):
     """The tensors of a stem.
 
     Nothing but pointers: LLVM then knows that a kernel's are global memory.
@@ -258,9 +243,6 @@ struct StemOperands[dtype: DType, pixel: DType](DevicePassable, TrivialRegisterP
         dtype: Of the filter and y.
         pixel: Of x: uint8 levels are normalised, floats are taken as they are.
     """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     var x: Data[Self.pixel]
     """Pixels x[N, H, W, C]."""
@@ -304,15 +286,3 @@ struct StemOperands[dtype: DType, pixel: DType](DevicePassable, TrivialRegisterP
         """
         self.x, self.mean, self.scale, self.w, self.bias = x, mean, scale, w, bias
         self.gamma, self.beta, self.y = gamma, beta, y
-
-    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Names the type for the errors of a launch.
-
-        Returns:
-            The name.
-        """
-        return "StemOperands"

@@ -42,7 +42,7 @@ from std.memory import bitcast
 from std.sys import inlined_assembly, is_nvidia_gpu, llvm_intrinsic, size_of
 from std.utils import IndexList, StaticTuple
 
-from ..gemm.ptx import mma_sync, mma_sync_short
+from ..hopper.ptx import mma_sync, mma_sync_short
 from ..operands import F32, Data
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
 

@@ -1,0 +1,13 @@
+"""The parts of which kernels for Hopper (sm_90a) are made, one idea a file.
+
+    ptx          the instructions, one function each
+    shared       a block's shared memory, and its 128-byte swizzle
+    pipeline     a ring of stages between a producer and consumers
+    tma          tensor maps, and what copies tiles through them
+    mma          wgmma: matrix descriptors, and products of a stage
+    accumulator  which sums a thread holds, and how they leave through shared memory
+    scheduler    which block computes what: persistent blocks, clusters that share a tile
+    conv         an implicit GEMM's sizes, and how its tiles of pixels are loaded
+
+The names are CUTLASS 3's and the PTX manual's.
+"""

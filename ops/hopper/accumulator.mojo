@@ -1,0 +1,101 @@
+"""Which sums of a product a thread holds.
+
+A warpgroup's sums of 64 x N lie in its threads so (PTX ISA 8.0, section 9.7.14.5.1, figure of D):
+thread 4 a + b of warp d holds, of every eight columns, 2 b and 2 b + 1, of rows 16 d + a and
+16 d + a + 8. The sums of a thread are numbered
+
+    4 j + 2 half + e     row 16 d + a + 8 half, column 8 j + 2 b + e
+"""
+
+from std.utils.static_tuple import StaticTuple
+
+from ..operands import F32
+from .shared import WARP, WARPGROUP
+
+
+struct Fragment(TrivialRegisterPassable):
+    """A thread's place in its warpgroup's sums."""
+
+    var t: Int32
+    """The thread, counted from the block's first warpgroup."""
+
+    @always_inline
+    def __init__(out self, t: Int32):
+        """Places a thread.
+
+        Args:
+            t: Counted from the block's first warpgroup.
+        """
+        self.t = t
+
+    @always_inline
+    def group(self) -> Int32:
+        """Numbers the warpgroup.
+
+        Returns:
+            From 0 on.
+        """
+        return self.t // Int32(WARPGROUP)
+
+    @always_inline
+    def leads(self) -> Bool:
+        """Tells whether the thread is the one that speaks for its warpgroup.
+
+        Returns:
+            True for its first.
+        """
+        return self.t % Int32(WARPGROUP) == 0
+
+    @always_inline
+    def warp(self) -> Int32:
+        """Numbers the warp in its warpgroup.
+
+        Returns:
+            From 0 to 3.
+        """
+        return self.t % Int32(WARPGROUP) // Int32(WARP)
+
+    @always_inline
+    def lane(self) -> Int32:
+        """Numbers the thread in its warp.
+
+        Returns:
+            From 0 to 31.
+        """
+        return self.t % Int32(WARP)
+
+    @always_inline
+    def row(self) -> Int32:
+        """Gives the first of the thread's two rows; the other is 8 further on.
+
+        Returns:
+            From 0 to 55.
+        """
+        return self.warp() * 16 + self.lane() // 4
+
+    @always_inline
+    def column(self) -> Int32:
+        """Gives the first of the thread's two neighbouring columns of every eight.
+
+        Returns:
+            0, 2, 4 or 6.
+        """
+        return self.t % 4 * 2
+
+
+@always_inline
+def pair[count: Int, //, j: Int, half: Int](sums: StaticTuple[Float32, count]) -> SIMD[F32, 2]:
+    """Takes the sums of two neighbouring columns.
+
+    Parameters:
+        count: Sums of the thread.
+        j: Which eight columns.
+        half: Which of the thread's two rows.
+
+    Args:
+        sums: Of the thread.
+
+    Returns:
+        Both.
+    """
+    return SIMD[F32, 2](sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])

@@ -1,0 +1,275 @@
+"""The sizes of an implicit GEMM, and how its tiles of pixels are loaded.
+
+M = N * P * Q output pixels, K = R * S * C: the taps of a window one after the other, and the
+channels of a tap in steps of 128 bytes. What a tap sees of a tile's pixels is one copy: TMA's im2col
+mode walks over rows and images, steps with the stride and fills the padding with zeros.
+"""
+
+from max.gpu.host import DeviceContext
+from max.gpu.host.nvidia.tma import TMADescriptor
+from std.math import ceildiv
+from std.sys import size_of
+
+from ..geometry import Geometry
+from ..kernel_argument import KernelArgument
+from ..operands import Data
+from .shared import ROW
+from .tma import TileLoader, im2col_map, matrix_map
+
+
+struct Conv(KernelArgument, TrivialRegisterPassable):
+    """A convolution, or a product of matrices, as a kernel walks over it."""
+
+    var q: Int32
+    """Output columns of an image."""
+    var pq: Int32
+    """Output pixels of an image."""
+    var s: Int32
+    """Taps of a window's row."""
+    var taps: Int32
+    """Taps of a window."""
+    var chunks: Int32
+    """Steps of 128 bytes over the channels."""
+    var stride_h: Int32
+    """Input rows between windows."""
+    var stride_w: Int32
+    """Input columns between windows."""
+    var pad_h: Int32
+    """Rows of padding."""
+    var pad_w: Int32
+    """Columns of padding."""
+    var dilation_h: Int32
+    """Input rows between taps."""
+    var dilation_w: Int32
+    """Input columns between taps."""
+    var plain: Int32
+    """1 if x is a matrix [M, C], read without im2col."""
+
+    def __init__(out self, g: Geometry, *, chunks: Int):
+        """Takes the sizes.
+
+        Args:
+            g: Of the convolution.
+            chunks: Steps over the channels.
+        """
+        self.q, self.pq = Int32(g.q), Int32(g.p * g.q)
+        self.s, self.taps, self.chunks = Int32(g.s), Int32(g.r * g.s), Int32(chunks)
+        self.stride_h, self.stride_w = Int32(g.stride_h), Int32(g.stride_w)
+        self.pad_h, self.pad_w = Int32(g.pad_h), Int32(g.pad_w)
+        self.dilation_h, self.dilation_w = Int32(g.dilation_h), Int32(g.dilation_w)
+        self.plain = Int32(1 if is_plain(g) else 0)
+
+    @always_inline
+    def steps(self) -> Int32:
+        """Counts the steps of K.
+
+        Returns:
+            Those of all taps.
+        """
+        return self.taps * self.chunks
+
+    @always_inline
+    def pixel(self, m: Int32) -> Pixel:
+        """Finds an output pixel.
+
+        Args:
+            m: Its number.
+
+        Returns:
+            Image, row and column.
+        """
+        var n = m // self.pq
+        var rest = m - n * self.pq
+        var p = rest // self.q
+        return Pixel(m, n, p, rest - p * self.q)
+
+    @always_inline
+    def corner(self, at: Pixel) -> Corner:
+        """Finds the corner of a pixel's window.
+
+        Args:
+            at: The pixel.
+
+        Returns:
+            Row and column of the input; negative in the padding.
+        """
+        return Corner(
+            at.p * self.stride_h - self.pad_h, at.q * self.stride_w - self.pad_w
+        )
+
+
+@fieldwise_init
+struct Pixel(TrivialRegisterPassable):
+    """An output pixel."""
+
+    var m: Int32
+    """Its number."""
+    var n: Int32
+    """Image."""
+    var p: Int32
+    """Row."""
+    var q: Int32
+    """Column."""
+
+
+@fieldwise_init
+struct Corner(TrivialRegisterPassable):
+    """The corner of a window."""
+
+    var h: Int32
+    """Input row."""
+    var w: Int32
+    """Input column."""
+
+
+struct Step(TrivialRegisterPassable):
+    """A step of K: a chunk of the channels of a tap."""
+
+    var tap: Int32
+    """Number of the tap."""
+    var r: Int32
+    """Its row of the window."""
+    var s: Int32
+    """Its column of the window."""
+    var c: Int32
+    """Number of the chunk."""
+
+    @always_inline
+    def __init__(out self, conv: Conv, number: Int32):
+        """Finds a step; those after the last tap's count as chunks of a tap more.
+
+        Args:
+            conv: Sizes.
+            number: Of the step.
+        """
+        self.tap = min(number // conv.chunks, conv.taps)
+        self.c = number - self.tap * conv.chunks
+        self.r = self.tap // conv.s
+        self.s = self.tap - self.r * conv.s
+
+    @always_inline
+    def advance(mut self, conv: Conv):
+        """Goes on to the next step.
+
+        Args:
+            conv: Sizes.
+        """
+        self.c += 1
+        if self.c == conv.chunks and self.tap < conv.taps:
+            self.c = 0
+            self.tap += 1
+            self.s += 1
+            if self.s == conv.s:
+                self.s = 0
+                self.r += 1
+
+
+@always_inline
+def load_pixels(
+    x: TileLoader,
+    to: UInt32,
+    barrier: UInt32,
+    conv: Conv,
+    at: Pixel,
+    corner: Corner,
+    *,
+    channel: Int32,
+    r: Int32,
+    s: Int32,
+):
+    """Starts copying what a tap sees of a run of pixels, 128 bytes of channels of each.
+
+    Args:
+        x: The activations, of `pixels_map`.
+        to: Where to, in shared memory.
+        barrier: Told of the bytes that have come.
+        conv: Sizes.
+        at: The first pixel.
+        corner: Of its window.
+        channel: The first channel.
+        r: Row of the tap.
+        s: Column of the tap.
+    """
+    if conv.plain == 1:
+        x.load(to, barrier, channel, at.m)
+    else:
+        x.load_im2col(
+            to,
+            barrier,
+            channel,
+            corner.w,
+            corner.h,
+            at.n,
+            s * conv.dilation_w,
+            r * conv.dilation_h,
+        )
+
+
+# The host's side
+
+
+def pixels_map[
+    dtype: DType
+](ctx: DeviceContext, x: Data[dtype], g: Geometry, rows: Int) raises -> TMADescriptor:
+    """Makes the tensor map of activations that `load_pixels` reads.
+
+    Parameters:
+        dtype: Of x.
+
+    Args:
+        ctx: The GPU.
+        x: Activations [N, H, W, C].
+        g: Sizes.
+        rows: Pixels of a copy.
+
+    Returns:
+        The map: of a matrix [M, C] where windows are single pixels, else im2col.
+
+    Raises:
+        If the driver refuses it.
+    """
+    if is_plain(g):
+        return matrix_map[dtype, True](ctx, x, rows=g.pixels(), columns=g.c, box=rows)
+    return im2col_map[dtype](ctx, x, g, rows)
+
+
+def is_plain(g: Geometry) -> Bool:
+    """Tells whether a convolution is a matrix product.
+
+    Args:
+        g: Sizes.
+
+    Returns:
+        True for 1 x 1 windows without stride or padding.
+    """
+    return g.r * g.s * g.stride_h * g.stride_w == 1 and g.pad_h + g.pad_w == 0
+
+
+def takes[dtype: DType](g: Geometry) -> Bool:
+    """Tells whether the copy engine can walk over a convolution's tensors.
+
+    Parameters:
+        dtype: Of x, w and y.
+
+    Args:
+        g: Sizes.
+
+    Returns:
+        True if there is one group, C is a multiple of 16 bytes, F one of 8, and the windows'
+        strides, corners and taps are in the range of a tensor map (PTX ISA 8.0, section 5.5.4;
+        CUDA's driver API).
+    """
+    comptime wide = 16 // size_of[dtype]()
+    if g.groups != 1 or g.c % wide != 0 or g.f % 8 != 0:
+        return False
+    if is_plain(g):
+        return True
+    var right = (g.q - 1) * g.stride_w - g.pad_w - (g.w - 1)
+    var bottom = (g.p - 1) * g.stride_h - g.pad_h - (g.h - 1)
+    return (
+        max(g.stride_h, g.stride_w) <= 8
+        and max(g.pad_h, g.pad_w) <= 128
+        and min(right, bottom) >= -128
+        and max(right, bottom) <= 127
+        and max((g.s - 1) * g.dilation_w, (g.r - 1) * g.dilation_h) <= 255
+    )

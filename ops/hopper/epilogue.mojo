@@ -1,0 +1,348 @@
+"""How a tile's sums become the result: y = act(alpha * sum + bias + residual).
+
+Sums leave in rows of 128 bytes in shared memory, swizzled, which the copy engine stores:
+`finish_rows` where rows of the product are rows of the result, `finish_columns` where they are its
+columns, as when filters are the left side. What lies there before is the residual, and is
+overwritten. Where a cluster shares a tile, `leave_rows` or `leave_columns` leaves each block's sums
+in its shared memory, and `reduce_cluster` adds them up and finishes them.
+"""
+
+from max.gpu import thread_idx
+from std.memory import bitcast
+from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
+
+from ..epilogue import Epilogue, apply
+from ..kernel_argument import KernelArgument
+from ..operands import F32, Data, Operands, widened
+from .accumulator import Fragment, pair
+from .ptx import (
+    cluster_load4,
+    cluster_sync,
+    shared_load,
+    shared_load2,
+    shared_load_float,
+    shared_load_matrices,
+    shared_store,
+    shared_store2,
+    shared_store_float,
+    shared_store_matrices,
+)
+from .scheduler import TileScheduler
+from .shared import ROW, swizzle
+
+
+struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialRegisterPassable):
+    """What an epilogue reads and writes without the copy engine, product by product.
+
+    Parameters:
+        dtype: Of the residual and y.
+        products: Products of the launch.
+    """
+
+    var bias: StaticTuple[Data[F32], Self.products]
+    """[F]."""
+    var bias2: StaticTuple[Data[F32], Self.products]
+    """[F], the bias of a second source; any pointer if there is none."""
+    var residual: StaticTuple[Data[Self.dtype], Self.products]
+    """[M, F]."""
+    var y: StaticTuple[Data[Self.dtype], Self.products]
+    """[M, F]."""
+
+    def __init__(out self, o: Array[Operands[Self.dtype], Self.products]):
+        """Takes them from the operands.
+
+        Args:
+            o: The tensors.
+        """
+        self.bias = StaticTuple[Data[F32], Self.products](fill=o[0].bias)
+        self.bias2 = self.bias
+        self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].residual)
+        self.y = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].y)
+        comptime for i in range(1, Self.products):
+            self.bias[i], self.residual[i], self.y[i] = o[i].bias, o[i].residual, o[i].y
+
+    @always_inline
+    def __init__(
+        out self,
+        bias: Data[F32],
+        bias2: Data[F32],
+        residual: Data[Self.dtype],
+        y: Data[Self.dtype],
+    ):
+        """Names the tensors of one product.
+
+        Args:
+            bias: [F].
+            bias2: [F], of a second source.
+            residual: [M, F].
+            y: [M, F].
+        """
+        self.bias = StaticTuple[Data[F32], Self.products](fill=bias)
+        self.bias2 = StaticTuple[Data[F32], Self.products](fill=bias2)
+        self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=residual)
+        self.y = StaticTuple[Data[Self.dtype], Self.products](fill=y)
+
+    @always_inline
+    def of(self, product: Int32) -> EpilogueTensors[Self.dtype]:
+        """Chooses a product's.
+
+        Args:
+            product: Its number.
+
+        Returns:
+            Its tensors.
+        """
+        comptime One = EpilogueTensors[Self.dtype]
+        var one = One(self.bias[0], self.bias2[0], self.residual[0], self.y[0])
+        comptime for i in range(1, Self.products):
+            if product == Int32(i):
+                one = One(self.bias[i], self.bias2[i], self.residual[i], self.y[i])
+        return one
+
+    @always_inline
+    def bias_of[width: SIMDLength, sources: Int = 1](self, f: Int32) -> SIMD[F32, width]:
+        """Loads the bias of neighbouring filters of the first product.
+
+        Parameters:
+            width: Filters.
+            sources: 2 if there is a second bias to be added.
+
+        Args:
+            f: The first filter, a multiple of `width`.
+
+        Returns:
+            Of each filter.
+        """
+        comptime align = min(16, 4 * Int(width))
+        var bias = self.bias[0].unsafe_load[width=width, alignment=align](Int(f))
+        comptime if sources == 2:
+            bias += self.bias2[0].unsafe_load[width=width, alignment=align](Int(f))
+        return bias
+
+
+@always_inline
+def finish_rows[
+    dtype: DType, epilogue: Epilogue, columns: Int, first: Int, pitch: Int
+](
+    to: UInt32,
+    at: Fragment,
+    sums: StaticTuple[Float32, _],
+    alpha: Float32,
+    bias: StaticTuple[SIMD[F32, 2], columns // 8],
+):
+    """Finishes 64 rows x `columns` columns in shared memory, boxes of 64 rows of 128 bytes.
+
+    Parameters:
+        dtype: Of the residual and the result.
+        epilogue: What the sums go through.
+        columns: How many, a multiple of a row's.
+        first: The first of the sums' columns, a multiple of 8.
+        pitch: Bytes from a box to the next.
+
+    Args:
+        to: The first box; it holds the residual, and then the result.
+        at: The thread's place.
+        sums: Of the thread.
+        alpha: Scale of the product.
+        bias: Of the thread's two columns of every eight.
+    """
+    comptime WIDTH = ROW // size_of[dtype]()
+    comptime for j in range(columns // 8):
+        comptime for half in range(2):
+            var row = UInt32(at.row()) + UInt32(8 * half)
+            var byte = (UInt32(8 * j % WIDTH) + UInt32(at.column())) * UInt32(size_of[dtype]())
+            var place = to + UInt32(8 * j // WIDTH * pitch) + row * UInt32(ROW)
+            # Rows 8 further on are swizzled alike.
+            place += swizzle(byte, UInt32(at.row()))
+            var sum = pair[first // 8 + j, half](sums)
+            comptime if size_of[dtype]() == 2:
+                var residual = SIMD[F32, 2](0)
+                comptime if epilogue.adds:
+                    residual = bitcast[dtype, 2](shared_load(place)).cast[F32]()
+                var y = apply[epilogue, dtype](sum, alpha, bias[j], residual)
+                shared_store(place, bitcast[DType.uint32, 1](y.cast[dtype]()))
+            else:
+                var residual = SIMD[F32, 2](0)
+                comptime if epilogue.adds:
+                    residual = shared_load2(place)
+                var y = apply[epilogue, dtype](sum, alpha, bias[j], residual)
+                shared_store2(place, y[0], y[1])
+
+
+@always_inline
+def finish_columns[
+    dtype: DType, epilogue: Epilogue, columns: Int, first: Int
+](
+    to: UInt32,
+    at: Fragment,
+    sums: StaticTuple[Float32, _],
+    alpha: Float32,
+    bias: SIMD[F32, 2],
+):
+    """Finishes `columns` columns of 64 rows, turned over: a column becomes a row of shared memory.
+
+    Parameters:
+        dtype: Of the residual and the result: of 16 bits, when the columns are rows of 128 bytes, or
+            float32, when the warps' halves have boxes of their own.
+        epilogue: What the sums go through.
+        columns: How many, a multiple of 16.
+        first: The first of the sums' columns, a multiple of 8.
+
+    Args:
+        to: The first box; it holds the residual, and then the result.
+        at: The thread's place.
+        sums: Of the thread.
+        alpha: Scale of the product.
+        bias: Of the thread's two rows.
+    """
+    comptime if size_of[dtype]() == 2:
+        # Eight lanes name the rows of a matrix of stmatrix: 8 columns, 16 bytes of 8 rows.
+        var lane = UInt32(at.lane())
+        var byte = UInt32(at.warp() * 32) + lane // 8 % 2 * 16
+        var mine = to + (lane // 16 * 8 + lane % 8) * UInt32(ROW) + swizzle(byte, lane)
+        comptime for j in range(columns // 16):
+            var place = mine + UInt32(j * 16 * ROW)
+            var bits = SIMD[DType.uint32, 4](0)
+            comptime if epilogue.adds:
+                bits = shared_load_matrices[turned=True](place)
+            comptime for i in range(4):
+                var residual = SIMD[F32, 2](0)
+                comptime if epilogue.adds:
+                    residual = widened(bitcast[dtype, 2](bits[i]))
+                var sum = pair[first // 8 + 2 * j + i // 2, i % 2](sums)
+                var y = apply[epilogue, dtype](sum, alpha, SIMD[F32, 2](bias[i % 2]), residual)
+                bits[i] = bitcast[DType.uint32, 1](y.cast[dtype]())
+            shared_store_matrices[turned=True](place, bits)
+    else:
+        var box = to + UInt32(at.warp() // 2 * Int32(columns * ROW))
+        var byte = UInt32(at.warp() % 2 * 64 + at.lane() // 4 * 4)
+        comptime for j in range(columns // 8):
+            comptime for e in range(4):
+                var column = UInt32(at.column()) + UInt32(e % 2)
+                var place = box + (column + UInt32(8 * j)) * UInt32(ROW)
+                place += swizzle(byte + UInt32(e // 2 * 32), column)
+                var residual = Float32(0)
+                comptime if epilogue.adds:
+                    residual = shared_load_float(place)
+                var sum = sums[first // 2 + 4 * j + e]
+                shared_store_float(
+                    place, apply[epilogue, dtype](sum, alpha, bias[e // 2], residual)
+                )
+
+
+comptime PAD = 8
+"""Numbers that follow a row of sums in shared memory, so that rows begin in different banks."""
+
+
+@always_inline
+def leave_rows[
+    columns: Int
+](data: UInt32, at: Fragment, sums: StaticTuple[Float32, columns // 2]):
+    """Stores 64 rows of sums in shared memory, as `reduce_cluster` reads them.
+
+    Parameters:
+        columns: Of the product.
+
+    Args:
+        data: Where to.
+        at: The thread's place.
+        sums: Of the thread.
+    """
+    comptime PITCH = (columns + PAD) * 4
+    var to = data + UInt32(at.row()) * UInt32(PITCH) + UInt32(at.column()) * 4
+    comptime for j in range(columns // 8):
+        comptime for half in range(2):
+            var v = pair[j, half](sums)
+            shared_store2(to + UInt32(half * 8 * PITCH + j * 32), v[0], v[1])
+
+
+@always_inline
+def leave_columns[
+    rows: Int, columns: Int
+](data: UInt32, at: Fragment, sums: StaticTuple[Float32, columns // 2]):
+    """Stores the sums of 64 rows of each warpgroup turned over, as `reduce_cluster` reads them.
+
+    Parameters:
+        rows: Of the product, of all warpgroups: columns of what is stored.
+        columns: Of the product.
+
+    Args:
+        data: Where to.
+        at: The thread's place.
+        sums: Of the thread.
+    """
+    comptime PITCH = (rows + PAD // 2) * 4
+    var row = at.group() * 64 + at.row()
+    var to = data + UInt32(at.column() * Int32(PITCH) + row * 4)
+    comptime for j in range(columns // 8):
+        comptime for e in range(4):
+            shared_store_float(
+                to + UInt32((8 * j + e % 2) * PITCH + e // 2 * 32), sums[4 * j + e]
+            )
+
+
+@always_inline
+def reduce_cluster[
+    dtype: DType,
+    epilogue: Epilogue,
+    *,
+    rows: Int,
+    columns: Int,
+    pad: Int,
+    threads: Int,
+    sources: Int = 1,
+](
+    tensors: EpilogueTensors[dtype],
+    data: UInt32,
+    schedule: TileScheduler[_],
+    *,
+    m0: Int32,
+    m: Int32,
+    f0: Int32,
+    f: Int32,
+    alpha: Float32,
+):
+    """Adds up a cluster's sums: each block some rows of the tile, 8 columns a thread at a time.
+
+    Parameters:
+        dtype: Of the residual and y.
+        epilogue: What the sums go through.
+        rows: Of the tile.
+        columns: Of the tile.
+        pad: Numbers that follow a row of sums.
+        threads: Of a block; all of them call this.
+        sources: 2 if there is a second bias.
+
+    Args:
+        tensors: Of the tile's product.
+        data: Where each block has left its sums.
+        schedule: How many blocks share the tile.
+        m0: The tile's first row.
+        m: Rows of the product.
+        f0: The tile's first column.
+        f: Columns of the product.
+        alpha: Scale of the product.
+    """
+    comptime PITCH = (columns + pad) * 4
+    comptime EIGHTS = Int32(columns // 8)
+    cluster_sync()
+    var part = Int32(rows) // schedule.splits
+    for unit in range(Int32(thread_idx.x), part * EIGHTS, Int32(threads)):
+        var row = schedule.rank[True]() * part + unit // EIGHTS
+        var column = unit % EIGHTS * 8
+        if m0 + row < m and f0 + column < f:
+            var at = data + UInt32(row) * UInt32(PITCH) + UInt32(column) * 4
+            var low = SIMD[F32, 4](0)
+            var high = SIMD[F32, 4](0)
+            for peer in range(schedule.splits):
+                low += cluster_load4(at, UInt32(peer))
+                high += cluster_load4(at + 16, UInt32(peer))
+            var bias = tensors.bias_of[8, sources](f0 + column)
+            var to = Int(m0 + row) * Int(f) + Int(f0 + column)
+            var residual = SIMD[F32, 8](0)
+            comptime if epilogue.adds:
+                residual = tensors.residual[0].unsafe_load[width=8, alignment=16](to).cast[F32]()
+            var y = apply[epilogue, dtype](low.join(high), alpha, bias, residual)
+            tensors.y[0].unsafe_store[alignment=16](to, y.cast[dtype]())
+    cluster_sync()

@@ -1,0 +1,361 @@
+"""Products by wgmma: matrices in shared memory or registers, dense or 2:4 sparse.
+
+A warpgroup multiplies A[64, K] by B[K, N] and adds to sums that its threads hold (accumulator.mojo
+says which thread holds what). B, and mostly A, lie in shared memory as the copy engine leaves them:
+rows of 128 bytes of K, swizzled. A stage is one such row for each row of A and column of B: four
+instructions of 32 bytes of K.
+
+    fence, products, commit, ...    wgmma_fence_aligned orders the registers before the products
+    wait[n]                         until all but the last n committed groups are done
+
+Sums are float32. PTX ISA 8.0, section 9.7.14.
+"""
+
+from max.gpu.compute.mma import WGMMADescriptor, wgmma_async
+from std.memory import bitcast
+from std.sys import _RegisterPackType, size_of
+from std.sys._assembly import inlined_assembly
+from std.utils.static_tuple import StaticTuple
+
+from .ptx import NOTHING
+
+comptime ROWS = 64
+"""The M of wgmma: rows of A."""
+
+struct Matrix(TrivialRegisterPassable):
+    """Describes a matrix of swizzled rows of 128 bytes: eight rows are 1024 bytes.
+
+    Of the descriptor's halves only the lower one, the address, is computed.
+    """
+
+    comptime HIGH = UInt32(0x40000040)
+    """128-byte swizzle, and 1024 / 16 from eight rows to the next eight."""
+
+    var low: UInt32
+    """Address in sixteenths; a leading dimension that this swizzle does not use."""
+
+    @always_inline
+    def __init__(out self, at: UInt32):
+        """Takes a matrix.
+
+        Args:
+            at: Its address in shared memory, a multiple of 16; where it is no multiple of 1024, rows
+                are swizzled as their addresses say.
+        """
+        self.low = (at >> 4) | (1 << 16)
+
+    @always_inline
+    def after(self, bytes: Int) -> Int64:
+        """Describes what lies further on: the next numbers of K, or other rows.
+
+        Args:
+            bytes: How far, a multiple of 16.
+
+        Returns:
+            The descriptor.
+        """
+        return bitcast[DType.int64, 1](
+            SIMD[DType.uint32, 2](self.low + UInt32(bytes >> 4), Self.HIGH)
+        )
+
+
+@always_inline
+def mma[
+    dtype: DType, columns: Int, boxes: Int = 1, pitch: Int = 0, clear: Bool = False
+](a: Matrix, b: Matrix, sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
+    Float32, columns // 2
+]:
+    """Starts adding A[64, K] B[K, columns], both in shared memory, K 128 bytes of each box.
+
+    Parameters:
+        dtype: Of the factors: bfloat16, float16, float8_e4m3fn, float8_e5m2, or float32, which is
+            multiplied as TF32.
+        columns: N, a multiple of 8, at most 256.
+        boxes: How many boxes of 128 bytes of K follow one another.
+        pitch: Bytes from a box to the next, of A and of B.
+        clear: Whether the sums begin at 0; then `sums` lends its registers only.
+
+    Args:
+        a: A, row by row.
+        b: B, column by column.
+        sums: What the products are added to.
+
+    Returns:
+        The sums, once the group has been waited for.
+    """
+    comptime assert columns % 8 == 0 and columns <= 256, "wgmma: N is a multiple of 8, at most 256"
+    comptime DEPTH = 32 // size_of[dtype]()
+    var total = sums
+    comptime for k in range(4 * boxes):
+        comptime at = k // 4 * pitch + k % 4 * 32
+        total = wgmma_async[
+            ROWS,
+            columns,
+            DEPTH,
+            a_type=dtype,
+            b_type=dtype,
+            scale_d=0 if clear and k == 0 else 1,
+        ](WGMMADescriptor[dtype](a.after(at)), WGMMADescriptor[dtype](b.after(at)), total)
+    return total
+
+
+@always_inline
+def mma_registers[
+    dtype: DType, turned: Bool = False
+](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, 32]) -> StaticTuple[Float32, 32]:
+    """Starts adding a 64 x 16 by 16 x 64 product: wgmma of registers and a matrix.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        turned: Whether the right side lies as 16 rows of 64 numbers, not as 64 of 16.
+
+    Args:
+        a: This thread's part of the left side.
+        b: Descriptor of the right side.
+        acc: What the product is added to.
+
+    Returns:
+        The sums, once the group has been waited for.
+    """
+    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    # fmt: off
+    var r = inlined_assembly[
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32."
+        + kind
+        + """ {$0, $1, $2, $3, $4, $5, $6, $7,
+        $8, $9, $10, $11, $12, $13, $14, $15,
+        $16, $17, $18, $19, $20, $21, $22, $23,
+        $24, $25, $26, $27, $28, $29, $30, $31}, {$32, $33, $34, $35},
+        $36, 1, 1, 1, """
+        + ("1;" if turned else "0;"),
+        _RegisterPackType[
+            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+        ],
+        constraints="=f," * 32 + "r,r,r,r,l,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,~{memory}",
+    ](
+        a[0], a[1], a[2], a[3], b,
+        acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+        acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+        acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+        acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+    )
+    # fmt: on
+    var sums = StaticTuple[Float32, 32](fill=0)
+    comptime for i in range(32):
+        sums[i] = r[i]
+    return sums
+
+
+def _numbered[count: Int](sign: StaticString) -> String:
+    """Lists the operands of an instruction from 0 on, each after a sign."""
+    var names = String(sign) + "0"
+    for i in range(1, count):
+        names += String(t",{sign}{i}")
+    return names
+
+
+@always_inline
+def mma_sparse[
+    dtype: DType, columns: Int, second: Bool
+](a: Int64, b: Int64, indices: UInt32, acc: StaticTuple[Float32, columns // 2]) -> StaticTuple[
+    Float32, columns // 2
+]:
+    """Starts adding a 64 x 32 by 32 x columns product, the left side of which is 2:4 sparse.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        columns: Columns of the right side: 96, 192, 208 or 224.
+        second: Whether the odd pairs of threads hold the indices of this product, not the even.
+
+    Args:
+        a: Descriptor of the two of each four numbers of the left side.
+        b: Descriptor of the right side.
+        indices: Which two they are, for eight fours.
+        acc: What the product is added to.
+
+    Returns:
+        The sums, once the group has been waited for.
+    """
+    comptime COUNT = columns // 2
+    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    comptime start = "wgmma.mma_async.sp.sync.aligned.m64n"
+    comptime end = ", 1, 1, 1, 1, 0, 0;" if second else ", 0, 1, 1, 1, 0, 0;"
+    var sums = StaticTuple[Float32, COUNT](fill=0)
+    # fmt: off
+    comptime assert (
+        columns == 96 or columns == 192 or columns == 208 or columns == 224
+    ), "mma_sparse: 96, 192, 208 or 224 columns are expected"
+    comptime if columns == 96:
+        var r = inlined_assembly[
+            start + "96k32.f32." + kind + " {" + _numbered[48]("$") + "}, $48, $49, $50" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 48 + "l,l,r," + _numbered[48]("") + ",~{memory}",
+        ](
+            a, b, indices,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+        )
+        comptime for i in range(48):
+            sums[i] = r[i]
+    elif columns == 192:
+        var r = inlined_assembly[
+            start + "192k32.f32." + kind + " {" + _numbered[96]("$") + "}, $96, $97, $98" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 96 + "l,l,r," + _numbered[96]("") + ",~{memory}",
+        ](
+            a, b, indices,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+            acc[48], acc[49], acc[50], acc[51], acc[52], acc[53], acc[54], acc[55],
+            acc[56], acc[57], acc[58], acc[59], acc[60], acc[61], acc[62], acc[63],
+            acc[64], acc[65], acc[66], acc[67], acc[68], acc[69], acc[70], acc[71],
+            acc[72], acc[73], acc[74], acc[75], acc[76], acc[77], acc[78], acc[79],
+            acc[80], acc[81], acc[82], acc[83], acc[84], acc[85], acc[86], acc[87],
+            acc[88], acc[89], acc[90], acc[91], acc[92], acc[93], acc[94], acc[95],
+        )
+        comptime for i in range(96):
+            sums[i] = r[i]
+    elif columns == 208:
+        var r = inlined_assembly[
+            start + "208k32.f32." + kind + " {" + _numbered[104]("$") + "}, $104, $105, $106" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 104 + "l,l,r," + _numbered[104]("") + ",~{memory}",
+        ](
+            a, b, indices,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+            acc[48], acc[49], acc[50], acc[51], acc[52], acc[53], acc[54], acc[55],
+            acc[56], acc[57], acc[58], acc[59], acc[60], acc[61], acc[62], acc[63],
+            acc[64], acc[65], acc[66], acc[67], acc[68], acc[69], acc[70], acc[71],
+            acc[72], acc[73], acc[74], acc[75], acc[76], acc[77], acc[78], acc[79],
+            acc[80], acc[81], acc[82], acc[83], acc[84], acc[85], acc[86], acc[87],
+            acc[88], acc[89], acc[90], acc[91], acc[92], acc[93], acc[94], acc[95],
+            acc[96], acc[97], acc[98], acc[99], acc[100], acc[101], acc[102], acc[103],
+        )
+        comptime for i in range(104):
+            sums[i] = r[i]
+    elif columns == 224:
+        var r = inlined_assembly[
+            start + "224k32.f32." + kind + " {" + _numbered[112]("$") + "}, $112, $113, $114" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 112 + "l,l,r," + _numbered[112]("") + ",~{memory}",
+        ](
+            a, b, indices,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+            acc[48], acc[49], acc[50], acc[51], acc[52], acc[53], acc[54], acc[55],
+            acc[56], acc[57], acc[58], acc[59], acc[60], acc[61], acc[62], acc[63],
+            acc[64], acc[65], acc[66], acc[67], acc[68], acc[69], acc[70], acc[71],
+            acc[72], acc[73], acc[74], acc[75], acc[76], acc[77], acc[78], acc[79],
+            acc[80], acc[81], acc[82], acc[83], acc[84], acc[85], acc[86], acc[87],
+            acc[88], acc[89], acc[90], acc[91], acc[92], acc[93], acc[94], acc[95],
+            acc[96], acc[97], acc[98], acc[99], acc[100], acc[101], acc[102], acc[103],
+            acc[104], acc[105], acc[106], acc[107], acc[108], acc[109], acc[110], acc[111],
+        )
+        comptime for i in range(112):
+            sums[i] = r[i]
+    # fmt: on
+    return sums
+
+
+@always_inline
+def hold(word: UInt32, at: UInt32, never: UInt32):
+    """Keeps a register as it is until here: wgmma reads indices when it runs, not when it starts.
+
+    Args:
+        word: The register.
+        at: An address in shared memory, never written.
+        never: 0, which the compiler must not know.
+    """
+    inlined_assembly[
+        """{
+        .reg .pred any;
+        setp.ne.b32 any, $2, 0;
+        @any st.shared.b32 [$1], $0;
+        }""",
+        NOTHING,
+        constraints="r,r,r,~{memory}",
+    ](word, at, never)
+
+
+@always_inline
+def settled(x: Float32) -> Float32:
+    """Marks where a register that wgmma has written may be read: not before the wait above.
+
+    Args:
+        x: The register.
+
+    Returns:
+        Its number.
+    """
+    return inlined_assembly["", Float32, constraints="=f,0"](x)
+
+

@@ -1,0 +1,42 @@
+"""A block's shared memory, and the order of 16-byte chunks in its rows of 128 bytes."""
+
+from max.gpu.memory import AddressSpace, external_memory
+
+comptime ROW = 128
+"""Bytes of a row of the 128-byte swizzle: of K for each row and column of a product, in a stage."""
+comptime SWIZZLED = 1024
+"""Bytes after which the swizzle repeats: a stage of swizzled rows begins at a multiple of them."""
+comptime WARP = 32
+"""Threads of a warp."""
+comptime WARPGROUP = 128
+"""Threads of a warpgroup, which issues wgmma together."""
+
+
+@always_inline
+def shared_memory[name: StaticString]() -> UInt32:
+    """Finds the dynamic shared memory of a block.
+
+    Parameters:
+        name: Of the symbol.
+
+    Returns:
+        Its first address that is a multiple of `SWIZZLED`; a launch asks for as many bytes more.
+    """
+    var memory = external_memory[
+        UInt8, address_space=AddressSpace.SHARED, alignment=SWIZZLED, name=name
+    ]()
+    return (UInt32(Int(memory)) + UInt32(SWIZZLED - 1)) & ~UInt32(SWIZZLED - 1)
+
+
+@always_inline
+def swizzle(byte: UInt32, row: UInt32) -> UInt32:
+    """Finds a byte of a row under the 128-byte swizzle (PTX ISA 8.0, section 5.5.6).
+
+    Args:
+        byte: Of the row, from 0 to 127.
+        row: Counted from a multiple of `SWIZZLED` bytes.
+
+    Returns:
+        Where it lies in the row: rows permute their eight chunks of 16 bytes.
+    """
+    return byte ^ (row % 8 * 16)
