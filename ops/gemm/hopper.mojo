@@ -54,7 +54,7 @@ from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
-from ..hopper.conv import Conv, Corner, Step, load_pixels, pixels_map
+from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
 from ..hopper.mma import ROWS, Matrix, mma
 from ..hopper.pipeline import Pipeline, Storing
@@ -65,10 +65,8 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
-from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands
 
 
@@ -182,94 +180,6 @@ struct Config(TrivialRegisterPassable):
             The ring, its barriers, and what aligning it may take.
         """
         return self.stages * self.stage() + Pipeline.BARRIERS * self.stages + 1024
-
-
-struct Problem[products: Int](KernelArgument, TrivialRegisterPassable):
-    """The sizes of a convolution, or of several products of the same K and F.
-
-    Parameters:
-        products: Products of the launch.
-    """
-
-    var pixels: StaticTuple[Int32, Self.products]
-    """M of each product."""
-    var schedule: TileScheduler[Self.products]
-    """The tiles."""
-    var conv: Conv
-    """Pixels, taps and channels of x."""
-    var filters: Int32
-    """F."""
-    var alpha: Float32
-    """Scale of the product."""
-    var steps2: Int32
-    """Steps of the second source; 0 if there is none."""
-    var stride2_h: Int32
-    """Rows of the second source between pixels."""
-    var stride2_w: Int32
-    """Columns of the second source between pixels."""
-    var constant: Int32
-    """1 if no kernel writes the filters: they may be loaded before the kernel ahead is done."""
-
-    def __init__(
-        out self,
-        sizes: Array[Geometry, Self.products],
-        *,
-        rows: Int,
-        columns: Int,
-        width: Int,
-        splits: Int,
-        alpha: Float32,
-        constant: Bool = True,
-    ):
-        """Takes the sizes.
-
-        Args:
-            sizes: Of each product; they differ in M alone.
-            rows: Pixels of a tile.
-            columns: Filters of a tile.
-            width: Channels of a step of K.
-            splits: Blocks that share a tile.
-            alpha: Scale of the product.
-            constant: Whether the filters are weights, which no kernel writes.
-        """
-        self.pixels = StaticTuple[Int32, Self.products](fill=0)
-        var tiles = Array[Int, Self.products](fill=0)
-        comptime for i in range(Self.products):
-            self.pixels[i] = Int32(sizes[i].pixels())
-            tiles[i] = ceildiv(sizes[i].pixels(), rows)
-        var g = sizes[0]
-        self.schedule = TileScheduler[Self.products](
-            tiles, columns=ceildiv(g.f, columns), splits=splits
-        )
-        self.conv = Conv(g, chunks=ceildiv(g.c, width))
-        self.filters, self.alpha = Int32(g.f), alpha
-        self.steps2, self.stride2_h, self.stride2_w = 0, 1, 1
-        self.constant = Int32(1 if constant else 0)
-
-    @always_inline
-    def steps(self) -> Int32:
-        """Counts the steps of K.
-
-        Returns:
-            Those of all taps, and of the second source.
-        """
-        return self.conv.steps() + self.steps2
-
-    @always_inline
-    def rows_of(self, product: Int32) -> Int32:
-        """Counts the pixels of a product.
-
-        Args:
-            product: Its number.
-
-        Returns:
-            M.
-        """
-        var pixels = self.pixels[0]
-        comptime for i in range(1, Self.products):
-            if product == Int32(i):
-                pixels = self.pixels[i]
-        return pixels
 
 
 @__name(t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{dtype}")

@@ -251,26 +251,26 @@ def pixels_of(x: Array, g: Conv, rows: int, width: int) -> Tiled | Im2col:
     return Tiled(x.reshape(-1, g.c), (rows, width)) if g.plain else windows(x, g, rows, width)
 
 
-def walked(
+def problem(
     g: Conv,
     pixels: Sequence[int],
     firsts: Sequence[int],
     *,
     width: int,
-    tiles: int,
+    columns: int,
     splits: int,
-    blocks: int,
+    tiles: int,
     out: tuple[int, int] | None = None,
     alpha: float = 1,
-    extra: int = 0,
-    step: tuple[int, int] = (1, 1),
+    steps2: int = 0,
+    stride2: tuple[int, int] = (1, 1),
     constant: bool = True,
 ) -> bytes:
-    """Packs a Walk of ops/gemm/hopper.mojo; ``extra`` and ``step`` are of a second source."""
+    """Packs a Problem of ops/hopper/conv.mojo; ``steps2`` and ``stride2`` are of a second source."""
     p_, q_ = out or g.out
-    walk = [*pixels, *firsts, g.f, q_, p_ * q_, g.s, g.r * g.s, -(-g.c // width), *g.stride]
-    walk += [*g.pad, *g.dilation, tiles, splits, blocks, int(g.plain)]
-    return pack(f"{len(walk)}if4i", *walk, alpha, extra, *step, constant)
+    conv = [q_, p_ * q_, g.s, g.r * g.s, -(-g.c // width), *g.stride, *g.pad, *g.dilation]
+    sizes = [*pixels, *firsts, columns, tiles, splits, *conv, int(g.plain), g.f]
+    return pack(f"{len(sizes)}if4i", *sizes, alpha, steps2, *stride2, constant)
 
 
 def hopper(
@@ -334,13 +334,13 @@ def hopper(
         pixels.append(p.g.pixels)
         firsts.append(blocks)
         blocks += -(-p.g.pixels // rows) * tiles
-    extra, step = 0, (1, 1)
+    steps2, stride2 = 0, (1, 1)
     if beside:
         maps += [source(beside), filters(beside)]
-        extra, step = -(-beside.g.c // width), beside.g.stride
-    walk = walked(
-        g, pixels, firsts, width=width, tiles=tiles, splits=splits, blocks=blocks, alpha=alpha,
-        extra=extra, step=step, constant=constant,
+        steps2, stride2 = -(-beside.g.c // width), beside.g.stride
+    sizes = problem(
+        g, pixels, firsts, width=width, columns=tiles, splits=splits, tiles=blocks, alpha=alpha,
+        steps2=steps2, stride2=stride2, constant=constant,
     )  # fmt: skip
     grid = blocks * splits if tile.kind == "split" else min(blocks, processors)
     launch = Launch(
@@ -348,7 +348,7 @@ def hopper(
         [
             bytes(128 * len(maps)),
             pack(f"{4 * len(products)}Q", *(at for end in ends for at in end)),
-            walk,
+            sizes,
         ],
         memory,
         grid=(grid,),
@@ -430,7 +430,7 @@ def two_four(
         maps[2] = Tiled(residual, (part, 64)) if adds else None
     m, tiles = g.n * p_ * q_, -(-g.f // (64 * tile.groups))
     blocks = -(-m // tile.pixels) * tiles
-    walk = walked(g, [m], [0], width=64, tiles=tiles, splits=1, blocks=blocks, out=out)
+    sizes = problem(g, [m], [0], width=64, columns=tiles, splits=1, tiles=blocks, out=out)
     window = -(-box // 8) * 1024
     filters = [memory.add(a) for a in (*arrays, p.bias)]
     launch = Launch(
