@@ -53,7 +53,7 @@ from std.utils.static_tuple import StaticTuple
 from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..hopper.accumulator import Fragment
+from ..hopper.accumulator import Fragment, Sums
 from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
 from ..hopper.mma import ROWS, Matrix, mma
@@ -67,7 +67,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
-from ..operands import F32, Data, Operands
+from ..operands import Data, Operands
 
 
 struct Config(TrivialRegisterPassable):
@@ -391,7 +391,7 @@ def _consume[
         var tile = problem.schedule.tile(number)
         var m0 = tile.row * Int32(config.rows())
         var f0 = tile.column * Int32(COLUMNS)
-        var sums = StaticTuple[Float32, COLUMNS // 2](fill=0)
+        var sums = Sums[COLUMNS](fill=0)
         var before = pipeline.index
         for i in range(steps):
             pipeline.wait()
@@ -428,11 +428,7 @@ def _consume[
         comptime for part in range(PARTS):
             pipeline.wait()
             var to = pipeline.stage() + group * UInt32(PART * ROWS * size_of[dtype]())
-            var bias = StaticTuple[SIMD[F32, 2], PART // 8](fill=SIMD[F32, 2](0))
-            comptime for j in range(PART // 8):
-                var f = f0 + Int32(part * PART + 8 * j) + at.column()
-                if f < problem.filters:
-                    bias[j] = end.bias_of[2, sources](f)
+            var bias = end.biases[PART, sources](at, f0 + Int32(part * PART), problem.filters)
             finish_rows[dtype, epilogue, PART, part * PART, ROWS * ROW](
                 to, at, sums, problem.alpha, bias
             )

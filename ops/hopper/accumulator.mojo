@@ -12,6 +12,13 @@ from std.utils.static_tuple import StaticTuple
 from ..operands import F32
 from .shared import WARP, WARPGROUP
 
+comptime Sums[columns: Int] = StaticTuple[Float32, columns // 2]
+"""A thread's sums of 64 x `columns`.
+
+Parameters:
+    columns: Of the product, all told.
+"""
+
 
 struct Fragment(TrivialRegisterPassable):
     """A thread's place in its warpgroup's sums."""

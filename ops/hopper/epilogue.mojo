@@ -32,6 +32,14 @@ from .scheduler import TileScheduler
 from .shared import ROW, swizzle
 
 
+comptime Biases[columns: Int] = StaticTuple[SIMD[F32, 2], columns // 8]
+"""The bias of a thread's two columns of every eight.
+
+Parameters:
+    columns: Of the product.
+"""
+
+
 struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialRegisterPassable):
     """What an epilogue reads and writes without the copy engine, product by product.
 
@@ -120,6 +128,31 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
             bias += self.bias2[0].unsafe_load[width=width, alignment=align](Int(f))
         return bias
 
+    @always_inline
+    def biases[
+        columns: Int, sources: Int = 1
+    ](self, at: Fragment, first: Int32, limit: Int32) -> Biases[columns]:
+        """Loads the bias of a thread's columns of the first product.
+
+        Parameters:
+            columns: How many columns.
+            sources: 2 if there is a second bias to be added.
+
+        Args:
+            at: The thread's place.
+            first: The first column.
+            limit: Columns of the result; the bias of others is 0.
+
+        Returns:
+            Of the thread's two columns of every eight.
+        """
+        var found = Biases[columns](fill=SIMD[F32, 2](0))
+        comptime for j in range(columns // 8):
+            var f = first + Int32(8 * j) + at.column()
+            if f < limit:
+                found[j] = self.bias_of[2, sources](f)
+        return found
+
 
 @always_inline
 def finish_rows[
@@ -129,7 +162,7 @@ def finish_rows[
     at: Fragment,
     sums: StaticTuple[Float32, _],
     alpha: Float32,
-    bias: StaticTuple[SIMD[F32, 2], columns // 8],
+    bias: Biases[columns],
 ):
     """Finishes 64 rows x `columns` columns in shared memory, boxes of 64 rows of 128 bytes.
 

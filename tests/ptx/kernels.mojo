@@ -23,6 +23,8 @@ from ops.sparse_conv2d.two_four import TILES, two_four_tile
 from ops.sparse_conv2d.blocks import NARROW, WIDE, enqueue_blocks
 from ops.stem.config import Stem, StemOperands, Tiling
 from ops.stem.gpu import enqueue_stem
+from page_gemm import enqueue_gemm
+from parts import enqueue_parts
 from std.sys import argv
 from std.utils import IndexList
 
@@ -156,6 +158,13 @@ def main() raises:
         1,
         ctx,
     )
+
+    enqueue_parts(n, ctx)
+    comptime for dtype in [BF16, F16, F32, DType.float8_e4m3fn, DType.float8_e5m2]:
+        comptime out = F32 if dtype == F32 else BF16
+        var a = rebind[Data[dtype]](ctx.enqueue_create_buffer[dtype](1).unsafe_ptr())
+        var y = rebind[Data[out]](ctx.enqueue_create_buffer[out](1).unsafe_ptr())
+        enqueue_gemm[dtype, out, Epilogue("relu")](n, n, n, a, a, full, y, ctx)
 
     var qkv = QkvOperands[BF16](
         x=half,
