@@ -7,7 +7,7 @@ from .attention.config import Attention
 from .depthwise_qkv.config import QkvOperands, QkvSizes
 from .epilogue import Epilogue
 from .geometry import Geometry
-from .operands import Data, Operands
+from .operands import Batch, Data, Operands
 
 comptime REASON = "these ops were compiled for a CPU; a GPU's graph takes the folder ops itself"
 """What whoever instantiates one is told."""
@@ -38,13 +38,9 @@ def gemm_gpu[
 ](
     g: Geometry,
     o: Operands[dtype],
-    products: Int,
+    batch: Batch,
     ctx: DeviceContext,
     *,
-    x_step: Int,
-    w_step: Int,
-    y_step: Int,
-    bias_step: Int,
     constant: Bool,
 ) raises:
     comptime assert False, REASON

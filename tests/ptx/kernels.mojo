@@ -14,7 +14,7 @@ from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.tuning import CONFIGS
 from ops.geometry import Geometry
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
-from ops.operands import F32, Data, Operands
+from ops.operands import F32, Batch, Data, Operands
 from ops.pool import mean_kernel
 from ops.rows import softmax_kernel
 from ops.sparse_conv2d.tiled import enqueue_tiled
@@ -102,7 +102,7 @@ def chains[
 
 
 def cores[dtype: DType](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
-    gemm_portable[dtype, Epilogue("add_relu"), True](g, o, 1, ctx)
+    gemm_portable[dtype, Epilogue("add_relu"), True](g, o, Batch(), ctx)
 
 
 def main() raises:
@@ -155,7 +155,7 @@ def main() raises:
     gemm_portable[F32, Epilogue("none"), False](
         g,
         Operands[F32](full, full, full, full, full),
-        1,
+        Batch(),
         ctx,
     )
 

@@ -832,16 +832,16 @@ def gemm_cores(
     window = (g.r, g.s, *g.out, g.f, *g.stride, *g.pad, *g.dilation, groups)
     tiles = -(-g.pixels // 64)
     c, f = g.c // groups, g.f // groups
-    steps = (c, f * g.r * g.s * c, f, f)
+    steps = (c, f * g.r * g.s * c, f, f)  # of x, w, the bias, y
     if products > 1:
-        steps = (g.h * g.w * g.c, g.f * g.c, g.pixels * g.f, 0)
+        steps = (g.h * g.w * g.c, g.f * g.c, 0, g.pixels * g.f)
     launch = Launch(
         kernel,
         [
             pack("5Qf", *at, alpha),
             pack("16q", g.n, g.h, g.w, g.c, *window),
             pack("i", tiles),
-            *(pack("q", step) for step in steps),
+            pack("5q", max(products, groups), *steps),
         ],
         memory,
         grid=(tiles * max(products, groups), -(-f // 64)),
