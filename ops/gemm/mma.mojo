@@ -28,7 +28,7 @@ mfma: lane l of 64 gives row l % 16 of either operand, at k = 4 (l / 16) to k + 
 4 (l / 16) to + 3 of column l % 16 ("CDNA3 ISA", section 7). A lane reads 8 neighbours of K and
 gives 4 to each of two instructions: any order of K will do if it is that of both operands. The
 filters are the rows, so that a lane has 4 neighbouring filters of one pixel.
-The 16-bit path ran on an H200; on an sm_80, sm_89 or gfx942, and in float32, IT HAS NOT RUN YET.
+It ran on an H200, at 16 bits and as TF32; on an sm_80, sm_89 or gfx942 IT HAS NOT RUN YET.
 
 Bound by the latency of fragments and copies on Hopper, where mma.sync reaches less of the tensor
 cores than the wgmma of gemm/hopper.mojo; short K is bound by device memory. docs/kernels.md has
