@@ -35,14 +35,7 @@ def depthwise_qkv_gpu[
 @doc_hidden
 def gemm_gpu[
     dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool
-](
-    g: Geometry,
-    o: Operands[dtype],
-    batch: Batch,
-    ctx: DeviceContext,
-    *,
-    constant: Bool,
-) raises:
+](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext, *, constant: Bool,) raises:
     comptime assert False, REASON
 
 

@@ -96,6 +96,9 @@ struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
         dtype: Of all of them but the bias.
     """
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var x: Data[Self.dtype]
     """Activations: x[N, H, W, C], or the left side a[..., M, K] of a product."""
     var w: Data[Self.dtype]
@@ -157,6 +160,9 @@ struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
 struct Batch(KernelArgument, TrivialRegisterPassable):
     """Products of one launch, such as those of a batch or of a convolution's groups."""
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var products: Int64
     """How many there are."""
     var x: Int64
@@ -168,9 +174,7 @@ struct Batch(KernelArgument, TrivialRegisterPassable):
     var y: Int64
     """Elements of y, and of the residual, from one product to the next."""
 
-    def __init__(
-        out self, products: Int = 1, *, x: Int = 0, w: Int = 0, bias: Int = 0, y: Int = 0
-    ):
+    def __init__(out self, products: Int = 1, *, x: Int = 0, w: Int = 0, bias: Int = 0, y: Int = 0):
         """Says how far apart the products' tensors are.
 
         Args:

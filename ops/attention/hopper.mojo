@@ -152,6 +152,9 @@ comptime LONG = Config(3, 80, 9)
 struct Walk(KernelArgument, TrivialRegisterPassable):
     """How items and tiles run over the tensors."""
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var t: Int32
     """Queries of an image."""
     var s: Int32

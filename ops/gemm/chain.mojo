@@ -243,6 +243,9 @@ def chain_config(mlp: Bool, c: Int, f: Int) -> ChainConfig:
 struct ChainEnds(KernelArgument, TrivialRegisterPassable):
     """The vectors that the sums meet: pointers alone, so that LLVM knows their memory is global."""
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var bias1: Data[F32]
     """Of h."""
     var bias2: Data[F32]
@@ -266,6 +269,9 @@ struct ChainEnds(KernelArgument, TrivialRegisterPassable):
 
 struct ChainSizes(KernelArgument, TrivialRegisterPassable):
     """The sizes of a chain."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var tiles: Int32
     """Tiles of rows."""

@@ -107,12 +107,7 @@ def _filters[
 @__name(t"gemm_cores_{epilogue.label()}_{dtype}")
 def gemm_kernel[
     dtype: DType, epilogue: Epilogue, k_major: Bool
-](
-    all: Operands[dtype],
-    g: Geometry,
-    tiles: Int32,
-    batch: Batch,
-):
+](all: Operands[dtype], g: Geometry, tiles: Int32, batch: Batch,):
     """Computes one 64 x 64 tile of one product; block_idx.y counts tiles of filters.
 
     Parameters:
@@ -326,12 +321,7 @@ def gemm_shortcut[
 
 def gemm_portable[
     dtype: DType, epilogue: Epilogue, k_major: Bool
-](
-    g: Geometry,
-    o: Operands[dtype],
-    batch: Batch,
-    ctx: DeviceContext,
-) raises:
+](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext,) raises:
     """Enqueues products on the CUDA cores, whatever their sizes.
 
     Parameters:

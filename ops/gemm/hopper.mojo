@@ -321,9 +321,7 @@ def _produce[
                     0,
                 )
             else:
-                load_pixels(
-                    x, to, full, conv, pixel, corner, channel=k.c * WIDTH, r=k.r, s=k.s
-                )
+                load_pixels(x, to, full, conv, pixel, corner, channel=k.c * WIDTH, r=k.r, s=k.s)
             pipeline.advance()
             k.advance(conv)
         comptime if config.split:
@@ -587,9 +585,9 @@ def _add_maps[
 
 def _problem[
     dtype: DType, config: Config, products: Int
-](
-    sizes: Array[Geometry, products], splits: Int, alpha: Float32, constant: Bool = True
-) -> Problem[products]:
+](sizes: Array[Geometry, products], splits: Int, alpha: Float32, constant: Bool = True) -> Problem[
+    products
+]:
     """Divides products into tiles and steps."""
     return Problem[products](
         sizes,

@@ -191,6 +191,9 @@ comptime NARROW = Config(64, 64, warps_m=2, warps_n=2, chunks=4, stages=2, block
 struct Problem(KernelArgument, TrivialRegisterPassable):
     """Sizes of a product of a batch, or of a group, as a kernel wants them."""
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var pixels: Int32
     """M."""
     var columns: Int32
@@ -942,12 +945,7 @@ def mma_kernel[
 
 def mma_gemm[
     dtype: DType, epilogue: Epilogue, k_major: Bool
-](
-    g: Geometry,
-    o: Operands[dtype],
-    batch: Batch,
-    ctx: DeviceContext,
-) raises:
+](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext,) raises:
     """Enqueues the products of a batch, or the groups of a convolution, in one launch.
 
     Parameters:
@@ -982,7 +980,10 @@ def _choose(g: Geometry, products: Int, device: Device) -> Int:
         comptime config = CONFIGS[i]
         var tiles = ceildiv(g.pixels(), config.rows) * ceildiv(g.group_f(), config.columns)
         var time = (
-            ceildiv(tiles * products, device.multiprocessors) * config.rows * config.columns * config.pace
+            ceildiv(tiles * products, device.multiprocessors)
+            * config.rows
+            * config.columns
+            * config.pace
         )
         if time < least:
             best, least = i, time
@@ -991,12 +992,7 @@ def _choose(g: Geometry, products: Int, device: Device) -> Int:
 
 def mma_enqueue[
     dtype: DType, epilogue: Epilogue, k_major: Bool, config: Config, wide: Bool
-](
-    g: Geometry,
-    o: Operands[dtype],
-    batch: Batch,
-    ctx: DeviceContext,
-) raises:
+](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext,) raises:
     """Enqueues products with tiles of one size.
 
     Parameters:

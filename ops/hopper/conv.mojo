@@ -22,6 +22,9 @@ from .tma import TileLoader, im2col_map, matrix_map
 struct Conv(KernelArgument, TrivialRegisterPassable):
     """A convolution, or a product of matrices, as a kernel walks over it."""
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var q: Int32
     """Output columns of an image."""
     var pq: Int32
@@ -95,9 +98,7 @@ struct Conv(KernelArgument, TrivialRegisterPassable):
         Returns:
             Row and column of the input; negative in the padding.
         """
-        return Corner(
-            at.p * self.stride_h - self.pad_h, at.q * self.stride_w - self.pad_w
-        )
+        return Corner(at.p * self.stride_h - self.pad_h, at.q * self.stride_w - self.pad_w)
 
 
 struct Problem[products: Int = 1](KernelArgument, TrivialRegisterPassable):
@@ -106,6 +107,9 @@ struct Problem[products: Int = 1](KernelArgument, TrivialRegisterPassable):
     Parameters:
         products: Products of the launch.
     """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var pixels: StaticTuple[Int32, Self.products]
     """M of each product."""

@@ -48,6 +48,9 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
         products: Products of the launch.
     """
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var bias: StaticTuple[Data[F32], Self.products]
     """[F]."""
     var bias2: StaticTuple[Data[F32], Self.products]
@@ -157,13 +160,7 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
 @always_inline
 def finish_rows[
     dtype: DType, epilogue: Epilogue, columns: Int, first: Int, pitch: Int
-](
-    to: UInt32,
-    at: Fragment,
-    sums: StaticTuple[Float32, _],
-    alpha: Float32,
-    bias: Biases[columns],
-):
+](to: UInt32, at: Fragment, sums: StaticTuple[Float32, _], alpha: Float32, bias: Biases[columns],):
     """Finishes 64 rows x `columns` columns in shared memory, boxes of 64 rows of 128 bytes.
 
     Parameters:
@@ -206,13 +203,7 @@ def finish_rows[
 @always_inline
 def finish_columns[
     dtype: DType, epilogue: Epilogue, columns: Int, first: Int
-](
-    to: UInt32,
-    at: Fragment,
-    sums: StaticTuple[Float32, _],
-    alpha: Float32,
-    bias: SIMD[F32, 2],
-):
+](to: UInt32, at: Fragment, sums: StaticTuple[Float32, _], alpha: Float32, bias: SIMD[F32, 2],):
     """Finishes `columns` columns of 64 rows, turned over: a column becomes a row of shared memory.
 
     Parameters:
@@ -269,9 +260,7 @@ comptime PAD = 8
 
 
 @always_inline
-def leave_rows[
-    columns: Int
-](data: UInt32, at: Fragment, sums: StaticTuple[Float32, columns // 2]):
+def leave_rows[columns: Int](data: UInt32, at: Fragment, sums: StaticTuple[Float32, columns // 2]):
     """Stores 64 rows of sums in shared memory, as `reduce_cluster` reads them.
 
     Parameters:
@@ -310,9 +299,7 @@ def leave_columns[
     var to = data + UInt32(at.column() * Int32(PITCH) + row * 4)
     comptime for j in range(columns // 8):
         comptime for e in range(4):
-            shared_store_float(
-                to + UInt32((8 * j + e % 2) * PITCH + e // 2 * 32), sums[4 * j + e]
-            )
+            shared_store_float(to + UInt32((8 * j + e % 2) * PITCH + e // 2 * 32), sums[4 * j + e])
 
 
 @always_inline

@@ -22,6 +22,7 @@ from .ptx import NOTHING
 comptime ROWS = 64
 """The M of wgmma: rows of A."""
 
+
 struct Matrix(TrivialRegisterPassable):
     """Describes a matrix of swizzled rows of 128 bytes: eight rows are 1024 bytes.
 
@@ -357,5 +358,3 @@ def settled(x: Float32) -> Float32:
         Its number.
     """
     return inlined_assembly["", Float32, constraints="=f,0"](x)
-
-

@@ -55,6 +55,9 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
         products: Products of the launch.
     """
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var first: StaticTuple[Int32, Self.products]
     """The first tile of each product."""
     var columns: Int32

@@ -26,7 +26,9 @@ def drawn(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> tuple
         return bits, table[bits]
     x = rounded(rng.standard_normal(shape), dtype)
     # The copy engine rounds float32 to TF32.
-    return (x, wide(to_tf32(x).view(np.float32), dtype)) if dtype == "float32" else (x, wide(x, dtype))
+    return (
+        (x, wide(to_tf32(x).view(np.float32), dtype)) if dtype == "float32" else (x, wide(x, dtype))
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 8), (150, 200, 136), (64, 640, 64)], ids=str)
@@ -134,9 +136,7 @@ def test_finishes_columns(find: Find, rng: np.random.Generator, dtype: str) -> N
 
 @pytest.mark.parametrize("splits", [2, 4])
 @pytest.mark.parametrize("turned", [False, True])
-def test_cluster_adds_up(
-    find: Find, rng: np.random.Generator, turned: bool, splits: int
-) -> None:
+def test_cluster_adds_up(find: Find, rng: np.random.Generator, turned: bool, splits: int) -> None:
     m, f = 70, 72
     bias = rng.standard_normal(f).astype(np.float32)
     residual = rng.standard_normal((m, f)).astype(np.float32)
