@@ -83,9 +83,9 @@ struct Conv(KernelArgument, TrivialRegisterPassable):
         Returns:
             Image, row and column.
         """
-        var n = m // self.pq
+        var n = Int32(UInt32(m) // UInt32(self.pq))
         var rest = m - n * self.pq
-        var p = rest // self.q
+        var p = Int32(UInt32(rest) // UInt32(self.q))
         return Pixel(m, n, p, rest - p * self.q)
 
     @always_inline
@@ -236,9 +236,9 @@ struct Step(TrivialRegisterPassable):
             conv: Sizes.
             number: Of the step.
         """
-        self.tap = min(number // conv.chunks, conv.taps)
+        self.tap = min(Int32(UInt32(number) // UInt32(conv.chunks)), conv.taps)
         self.c = number - self.tap * conv.chunks
-        self.r = self.tap // conv.s
+        self.r = Int32(UInt32(self.tap) // UInt32(conv.s))
         self.s = self.tap - self.r * conv.s
 
     @always_inline

@@ -28,16 +28,8 @@ from .ptx import (
     shared_store_float,
     shared_store_matrices,
 )
-from .scheduler import TileScheduler
+from .scheduler import Start
 from .shared import ROW, swizzle
-
-
-comptime Biases[columns: Int] = StaticTuple[SIMD[F32, 2], columns // 8]
-"""The bias of a thread's two columns of every eight.
-
-Parameters:
-    columns: Of the product.
-"""
 
 
 struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialRegisterPassable):
@@ -131,36 +123,19 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
             bias += self.bias2[0].unsafe_load[width=width, alignment=align](Int(f))
         return bias
 
-    @always_inline
-    def biases[
-        columns: Int, sources: Int = 1
-    ](self, at: Fragment, first: Int32, limit: Int32) -> Biases[columns]:
-        """Loads the bias of a thread's columns of the first product.
-
-        Parameters:
-            columns: How many columns.
-            sources: 2 if there is a second bias to be added.
-
-        Args:
-            at: The thread's place.
-            first: The first column.
-            limit: Columns of the result; the bias of others is 0.
-
-        Returns:
-            Of the thread's two columns of every eight.
-        """
-        var found = Biases[columns](fill=SIMD[F32, 2](0))
-        comptime for j in range(columns // 8):
-            var f = first + Int32(8 * j) + at.column()
-            if f < limit:
-                found[j] = self.bias_of[2, sources](f)
-        return found
-
 
 @always_inline
 def finish_rows[
-    dtype: DType, epilogue: Epilogue, columns: Int, first: Int, pitch: Int
-](to: UInt32, at: Fragment, sums: StaticTuple[Float32, _], alpha: Float32, bias: Biases[columns],):
+    dtype: DType, epilogue: Epilogue, columns: Int, *, first: Int = 0, pitch: Int, sources: Int = 1
+](
+    to: UInt32,
+    at: Fragment,
+    sums: StaticTuple[Float32, _],
+    alpha: Float32,
+    tensors: EpilogueTensors[dtype],
+    f0: Int32,
+    f: Int32,
+):
     """Finishes 64 rows x `columns` columns in shared memory, boxes of 64 rows of 128 bytes.
 
     Parameters:
@@ -169,16 +144,22 @@ def finish_rows[
         columns: How many, a multiple of a row's.
         first: The first of the sums' columns, a multiple of 8.
         pitch: Bytes from a box to the next.
+        sources: 2 if there is a second bias.
 
     Args:
         to: The first box; it holds the residual, and then the result.
         at: The thread's place.
         sums: Of the thread.
         alpha: Scale of the product.
-        bias: Of the thread's two columns of every eight.
+        tensors: Have the bias.
+        f0: The first column of the result.
+        f: Columns of the result; the bias of others is not read.
     """
     comptime WIDTH = ROW // size_of[dtype]()
     comptime for j in range(columns // 8):
+        var bias = SIMD[F32, 2](0)
+        if f0 + Int32(8 * j) + at.column() < f:
+            bias = tensors.bias_of[2, sources](f0 + Int32(8 * j) + at.column())
         comptime for half in range(2):
             var row = UInt32(at.row()) + UInt32(8 * half)
             var byte = (UInt32(8 * j % WIDTH) + UInt32(at.column())) * UInt32(size_of[dtype]())
@@ -190,13 +171,13 @@ def finish_rows[
                 var residual = SIMD[F32, 2](0)
                 comptime if epilogue.adds:
                     residual = bitcast[dtype, 2](shared_load(place)).cast[F32]()
-                var y = apply[epilogue, dtype](sum, alpha, bias[j], residual)
+                var y = apply[epilogue, dtype](sum, alpha, bias, residual)
                 shared_store(place, bitcast[DType.uint32, 1](y.cast[dtype]()))
             else:
                 var residual = SIMD[F32, 2](0)
                 comptime if epilogue.adds:
                     residual = shared_load2(place)
-                var y = apply[epilogue, dtype](sum, alpha, bias[j], residual)
+                var y = apply[epilogue, dtype](sum, alpha, bias, residual)
                 shared_store2(place, y[0], y[1])
 
 
@@ -315,7 +296,8 @@ def reduce_cluster[
 ](
     tensors: EpilogueTensors[dtype],
     data: UInt32,
-    schedule: TileScheduler[_],
+    start: Start,
+    splits: Int32,
     *,
     m0: Int32,
     m: Int32,
@@ -337,7 +319,8 @@ def reduce_cluster[
     Args:
         tensors: Of the tile's product.
         data: Where each block has left its sums.
-        schedule: How many blocks share the tile.
+        start: Has the block's rank in the cluster.
+        splits: How many blocks share the tile.
         m0: The tile's first row.
         m: Rows of the product.
         f0: The tile's first column.
@@ -347,15 +330,15 @@ def reduce_cluster[
     comptime PITCH = (columns + pad) * 4
     comptime EIGHTS = Int32(columns // 8)
     cluster_sync()
-    var part = Int32(rows) // schedule.splits
+    var part = Int32(UInt32(rows) // UInt32(splits))
     for unit in range(Int32(thread_idx.x), part * EIGHTS, Int32(threads)):
-        var row = schedule.rank[True]() * part + unit // EIGHTS
+        var row = start.rank * part + unit // EIGHTS
         var column = unit % EIGHTS * 8
         if m0 + row < m and f0 + column < f:
             var at = data + UInt32(row) * UInt32(PITCH) + UInt32(column) * 4
             var low = SIMD[F32, 4](0)
             var high = SIMD[F32, 4](0)
-            for peer in range(schedule.splits):
+            for peer in range(splits):
                 low += cluster_load4(at, UInt32(peer))
                 high += cluster_load4(at + 16, UInt32(peer))
             var bias = tensors.bias_of[8, sources](f0 + column)

@@ -54,16 +54,25 @@ struct Pipeline(TrivialRegisterPassable):
         self.prefetched = 0
 
     @always_inline
-    def init(self, *, consumers: Int, producers: Int = 1):
+    def init[count: Int = 0](self, *, consumers: Int, producers: Int = 1):
         """Prepares the barriers, by one thread; `fence_barrier_init` has to follow.
+
+        Parameters:
+            count: The stages, if it is known at compile time how many there are: a loop would take
+                longer.
 
         Args:
             consumers: How many arrivals release a stage.
             producers: How many arrivals fill it.
         """
-        for i in range(self.stages):
-            barrier_init(self.full + 8 * i, UInt32(producers))
-            barrier_init(self.empty + 8 * i, UInt32(consumers))
+        comptime if count > 0:
+            comptime for i in range(count):
+                barrier_init(self.full + UInt32(8 * i), UInt32(producers))
+                barrier_init(self.empty + UInt32(8 * i), UInt32(consumers))
+        else:
+            for i in range(self.stages):
+                barrier_init(self.full + 8 * i, UInt32(producers))
+                barrier_init(self.empty + 8 * i, UInt32(consumers))
 
     @always_inline
     def stage(self) -> UInt32:
@@ -82,6 +91,30 @@ struct Pipeline(TrivialRegisterPassable):
             In shared memory.
         """
         return self.full + 8 * self.index
+
+    @always_inline
+    def stage(self, index: Int32) -> UInt32:
+        """Gives the address of a stage.
+
+        Args:
+            index: Which.
+
+        Returns:
+            In shared memory.
+        """
+        return self.data + UInt32(index) * self.bytes
+
+    @always_inline
+    def barrier(self, index: Int32) -> UInt32:
+        """Gives the address of a stage's `full`.
+
+        Args:
+            index: Which.
+
+        Returns:
+            In shared memory.
+        """
+        return self.full + 8 * UInt32(index)
 
     @always_inline
     def advance(mut self):
@@ -108,6 +141,16 @@ struct Pipeline(TrivialRegisterPassable):
         barrier_expect(self.barrier(), bytes)
 
     @always_inline
+    def expect(self, index: Int32, bytes: UInt32):
+        """Announces what loads will bring into a stage.
+
+        Args:
+            index: Which.
+            bytes: Of all of them.
+        """
+        barrier_expect(self.barrier(index), bytes)
+
+    @always_inline
     def commit(self):
         """Declares the stage filled, or its part of it, where nothing was announced."""
         barrier_arrive(self.barrier())
@@ -117,7 +160,8 @@ struct Pipeline(TrivialRegisterPassable):
         """Allows the first stages to be filled before the kernel ahead is done.
 
         What is loaded then has to be constant, such as weights: the kernel ahead must not write it.
-        `acquire_or_prefetched` tells later which stages have that part already.
+        For each of the stages 0, 1, ... the caller announces all that it will hold and loads what is
+        constant; `acquire_or_prefetched` tells later which stages have that part already.
 
         Args:
             stages: How many stages the block will fill.

@@ -90,7 +90,7 @@ def produce[
     var w = TileLoader(maps, 1)
     var pipeline = at_start
     wait_on_dependent_grids()
-    for number in schedule.turns():
+    for number in schedule.turns(schedule.start()):
         var tile = schedule.tile(number)
         for k in range(steps):
             pipeline.acquire()
@@ -118,7 +118,7 @@ def consume[
     """Multiplies the stages, and stores the tiles."""
     var y = TileStore(maps, 2)
     var pipeline = at_start
-    for number in schedule.turns():
+    for number in schedule.turns(schedule.start()):
         var tile = schedule.tile(number)
         var sums = Sums[TILE](fill=0)
         for _ in range(steps):
@@ -134,8 +134,9 @@ def consume[
             pipeline.advance()
 
         pipeline.wait()
-        var biases = tensors.biases[TILE](at, tile.column * TILE, columns)
-        finish_rows[out, epilogue, TILE, 0, HALF](pipeline.stage(), at, sums, 1, biases)
+        finish_rows[out, epilogue, TILE, pitch=HALF](
+            pipeline.stage(), at, sums, 1, tensors, tile.column * TILE, columns
+        )
         fence_async()
         sync_threads(1, WARPGROUP)
         if at.leads():

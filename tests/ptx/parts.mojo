@@ -37,10 +37,11 @@ def scheduler_kernel[
 ](seen: Data[DType.int32], schedule: TileScheduler[products], steps: Int32):
     """Writes, for each tile that a block takes, block, product, row, column and its part of K."""
     if thread_idx.x == 0:
-        for number in schedule.turns[split]():
+        var start = schedule.start[split]()
+        for number in schedule.turns(start):
             var tile = schedule.tile(number)
-            var share = schedule.share[split](steps)
-            var at = Int(number * schedule.splits + schedule.rank[split]()) * 6
+            var share = schedule.share[split](start, steps)
+            var at = Int(number * schedule.splits + start.rank) * 6
             seen[unsafe_offset=at] = Int32(block_idx.x)
             seen[unsafe_offset=at + 1] = tile.product
             seen[unsafe_offset=at + 2] = tile.row
@@ -106,6 +107,7 @@ def cluster_kernel[
     """Adds up rank + 1 times 100 row + column over a cluster, rows and columns of a product."""
     var data = shared_memory["parts"]()
     var at = Fragment(Int32(thread_idx.x))
+    var start = schedule.start[True]()
     var sums = Sums[64](fill=0)
     comptime for j in range(8):
         comptime for half in range(2):
@@ -113,15 +115,15 @@ def cluster_kernel[
                 var row = at.row() + Int32(8 * half)
                 var column = Int32(8 * j) + at.column() + Int32(e)
                 var value = Float32(100 * row + column)
-                sums[4 * j + 2 * half + e] = value * Float32(schedule.rank[True]() + 1)
+                sums[4 * j + 2 * half + e] = value * Float32(start.rank + 1)
     comptime if turned:
         leave_columns[64, 64](data, at, sums)
     else:
         leave_rows[64](data, at, sums)
-    var tile = schedule.tile(schedule.block[True]())
+    var tile = schedule.tile(start.tile)
     reduce_cluster[
         F32, Epilogue("add"), rows=64, columns=64, pad=PAD // 2 if turned else PAD, threads=WARPGROUP
-    ](tensors, data, schedule, m0=tile.row * 64, m=m, f0=tile.column * 64, f=f, alpha=0.5)
+    ](tensors, data, start, schedule.splits, m0=tile.row * 64, m=m, f0=tile.column * 64, f=f, alpha=0.5)
 
 
 def enqueue_parts(n: Int, ctx: DeviceContext) raises:
