@@ -5,9 +5,12 @@ Sums leave in rows of 128 bytes in shared memory, swizzled, which the copy engin
 columns, as when filters are the left side. What lies there before is the residual, and is
 overwritten. Where a cluster shares a tile, `leave_rows` or `leave_columns` leaves each block's sums
 in its shared memory, and `reduce_cluster` adds them up and finishes them.
+
+Or `store_rows` stores the sums where they belong, without shared memory.
 """
 
 from max.gpu import thread_idx
+from max.gpu.primitives import warp
 from std.memory import bitcast
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -349,3 +352,76 @@ def reduce_cluster[
             var y = apply[epilogue, dtype](low.join(high), alpha, bias, residual)
             tensors.y[0].unsafe_store[alignment=16](to, y.cast[dtype]())
     cluster_sync()
+
+
+@always_inline
+def store_rows[
+    dtype: DType, columns: Int
+](
+    y: Data[dtype],
+    at: Fragment,
+    sums: StaticTuple[Float32, _],
+    scale: SIMD[F32, 2],
+    *,
+    row: Int32,
+    rows: Int32,
+    column: Int32,
+    pitch: Int32,
+):
+    """Stores 64 rows of sums in global memory, 16 bytes a thread at a time.
+
+    Of every 32 columns the four threads of a row hold 2 of each eight; they exchange them, so that
+    each stores 8 neighbours.
+
+    Parameters:
+        dtype: Of the result, 16 bits.
+        columns: How many, a multiple of 32.
+
+    Args:
+        y: The result, a matrix.
+        at: The thread's place.
+        sums: Of the thread.
+        scale: Of each of the thread's two rows.
+        row: The first row of y.
+        rows: How many rows are to be stored; all if 64 or more.
+        column: The first column of y, a multiple of 8.
+        pitch: Columns of y, a multiple of 8.
+    """
+    comptime assert size_of[dtype]() == 2 and columns % 32 == 0, "store_rows: 32 numbers of 16 bits"
+    var b = at.t % 4
+    comptime for half in range(2):
+        comptime for k in range(columns // 32):
+            var r = SIMD[DType.uint32, 4](0)
+            comptime for j in range(4):
+                var scaled = pair[4 * k + j, half](sums) * scale[half]
+                r[j] = bitcast[DType.uint32, 1](scaled.cast[dtype]())
+            r = _turned(r, b)
+            if at.row() + Int32(8 * half) < rows:
+                var to = (
+                    Int(row + at.row() + Int32(8 * half)) * Int(pitch)
+                    + Int(column)
+                    + Int(32 * k)
+                    + Int(8 * b)
+                )
+                y.unsafe_offset(to).unsafe_bitcast[UInt32]().unsafe_store[alignment=16](0, r)
+
+
+@always_inline
+def _turned(square: SIMD[DType.uint32, 4], b: Int32) -> SIMD[DType.uint32, 4]:
+    """Turns over a 4 x 4 square: four neighbouring threads, this one the b-th, hold a row each."""
+    var r = square
+    var odd = b & 1 != 0
+    var upper = b & 2 != 0
+    comptime for j in range(0, 4, 2):
+        var got = warp.shuffle_xor(r[j] if odd else r[j + 1], 1)
+        if odd:
+            r[j] = got
+        else:
+            r[j + 1] = got
+    comptime for j in range(2):
+        var got = warp.shuffle_xor(r[j] if upper else r[j + 2], 2)
+        if upper:
+            r[j] = got
+        else:
+            r[j + 2] = got
+    return r

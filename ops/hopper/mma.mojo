@@ -12,7 +12,6 @@ Sums are float32. PTX ISA 8.0, section 9.7.14.
 """
 
 from max.gpu.compute.mma import WGMMADescriptor, wgmma_async
-from std.memory import bitcast
 from std.sys import _RegisterPackType, size_of
 from std.sys._assembly import inlined_assembly
 from std.utils.static_tuple import StaticTuple
@@ -26,7 +25,8 @@ comptime ROWS = 64
 struct Matrix(TrivialRegisterPassable):
     """Describes a matrix of swizzled rows of 128 bytes: eight rows are 1024 bytes.
 
-    Of the descriptor's halves only the lower one, the address, is computed.
+    Of the descriptor's halves only the lower one, the address, is computed. They are joined as
+    integers, not as a vector, so that the compiler folds offsets into the constant half.
     """
 
     comptime HIGH = UInt32(0x40000040)
@@ -55,9 +55,7 @@ struct Matrix(TrivialRegisterPassable):
         Returns:
             The descriptor.
         """
-        return bitcast[DType.int64, 1](
-            SIMD[DType.uint32, 2](self.low + UInt32(bytes >> 4), Self.HIGH)
-        )
+        return Int64(Self.HIGH) << 32 | Int64(self.low + UInt32(bytes >> 4))
 
 
 @always_inline
@@ -358,3 +356,22 @@ def settled(x: Float32) -> Float32:
         Its number.
     """
     return inlined_assembly["", Float32, constraints="=f,0"](x)
+
+
+@always_inline
+def settled[count: Int, //](x: StaticTuple[Float32, count]) -> StaticTuple[Float32, count]:
+    """Marks where registers that wgmma has written may be read, as `settled` of one does.
+
+    Parameters:
+        count: How many there are.
+
+    Args:
+        x: The registers.
+
+    Returns:
+        Their numbers.
+    """
+    var y = x
+    comptime for i in range(count):
+        y[i] = settled(x[i])
+    return y

@@ -798,15 +798,16 @@ def hopper_attention(
     maps = [Tiled(a, (1, r, 64)) for r, (_, a) in zip(rows, held, strict=False)]
     parts = -(-g.t // (64 * period))
     items = g.n * g.heads * parts
-    sizes = (g.t, g.s, g.heads * g.depth, g.heads, -(-g.s // keys), period, parts, items)
+    sizes = (g.t, g.s, g.heads * g.depth, g.heads, -(-g.s // keys), period)
+    schedule = pack("4i", 0, parts, items, 1)
     y_at, y = held[3]
     launch = Launch(
         kernel,
-        [bytes(128 * 3), pack("Q", y_at), pack("8if", *sizes, scale * np.log2(np.e))],
+        [bytes(128 * 3), pack("Q", y_at), pack("6if", *sizes, scale * np.log2(np.e)) + schedule],
         memory,
         grid=(min(items, processors),),
         threads=128 * (groups + 1),
-        shared_bytes=stages * (keys * 256 + 24) + groups * (8192 + 8) + 1024,
+        shared_bytes=stages * (keys * 256 + 24) + groups * (8192 + 16) + 1024,
         maps=maps,
     )
     launch.run(seed)
