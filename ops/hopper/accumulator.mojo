@@ -5,6 +5,8 @@ thread 4 a + b of warp d holds, of every eight columns, 2 b and 2 b + 1, of rows
 16 d + a + 8. The sums of a thread are numbered
 
     4 j + 2 half + e     row 16 d + a + 8 half, column 8 j + 2 b + e
+
+and its pairs of neighbouring columns 2 j + half.
 """
 
 from std.utils.static_tuple import StaticTuple

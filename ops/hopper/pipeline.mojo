@@ -182,6 +182,15 @@ struct Pipeline(TrivialRegisterPassable):
         self.index = index % self.stages
         self.phase ^= index // self.stages & 1
 
+    @always_inline
+    def follow(mut self, other: Self):
+        """Goes to the stage at which another ring is.
+
+        Args:
+            other: Of as many stages.
+        """
+        self.index, self.phase = other.index, other.phase
+
     # The producer's side
 
     @always_inline
@@ -207,6 +216,22 @@ struct Pipeline(TrivialRegisterPassable):
             bytes: Of all of them.
         """
         barrier_expect(self.barrier(index), bytes)
+
+    @always_inline
+    def expect_first(self, bytes: UInt32, count: Int32) -> Int32:
+        """Announces what loads will bring into the first stages, before there is anything to load.
+
+        Args:
+            bytes: Of the loads of a stage.
+            count: How many stages the block will fill.
+
+        Returns:
+            How many of them have been announced: they are neither acquired nor expected again.
+        """
+        var stages = min(count, Int32(self.stages))
+        for i in range(stages):
+            barrier_expect(self.full + 8 * UInt32(i), bytes)
+        return stages
 
     @always_inline
     def commit(self):
@@ -249,6 +274,16 @@ struct Pipeline(TrivialRegisterPassable):
     def wait(self):
         """Waits until the stage is filled."""
         barrier_wait(self.barrier(), self.phase)
+
+    @always_inline
+    def wait_first(self, count: Int32):
+        """Waits until the first stages are filled for the first time.
+
+        Args:
+            count: How many.
+        """
+        for i in range(count):
+            barrier_wait(self.full + 8 * UInt32(i), 0)
 
     @always_inline
     def release(self):
