@@ -22,10 +22,15 @@ from .ptx import NOTHING
 comptime ROWS = 64
 """The M of wgmma: rows of A."""
 
-struct Matrix(TrivialRegisterPassable):
+
+struct Matrix[wide: Bool = False](TrivialRegisterPassable):
     """Describes a matrix of swizzled rows of 128 bytes: eight rows are 1024 bytes.
 
     Of the descriptor's halves only the lower one, the address, is computed.
+
+    Parameters:
+        wide: Whether `after` adds to both halves, as one number of 64 bits: fewer instructions where
+            one side of the products stays in place for a whole loop.
     """
 
     comptime HIGH = UInt32(0x40000040)
@@ -54,15 +59,18 @@ struct Matrix(TrivialRegisterPassable):
         Returns:
             The descriptor.
         """
-        return bitcast[DType.int64, 1](
-            SIMD[DType.uint32, 2](self.low + UInt32(bytes >> 4), Self.HIGH)
-        )
+        comptime if Self.wide:
+            return (Int64(Self.HIGH) << 32 | Int64(self.low)) + Int64(bytes >> 4)
+        else:
+            return bitcast[DType.int64, 1](
+                SIMD[DType.uint32, 2](self.low + UInt32(bytes >> 4), Self.HIGH)
+            )
 
 
 @always_inline
 def mma[
     dtype: DType, columns: Int, boxes: Int = 1, pitch: Int = 0, clear: Bool = False
-](a: Matrix, b: Matrix, sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
+](a: Matrix[_], b: Matrix[_], sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
     Float32, columns // 2
 ]:
     """Starts adding A[64, K] B[K, columns], both in shared memory, K 128 bytes of each box.
@@ -101,11 +109,14 @@ def mma[
 
 @always_inline
 def mma_registers[
-    dtype: DType, turned: Bool = False
-](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, 32]) -> StaticTuple[Float32, 32]:
+    count: Int, //, dtype: DType, turned: Bool = False
+](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, count]) -> StaticTuple[
+    Float32, count
+]:
     """Starts adding a 64 x 16 by 16 x 64 product: wgmma of registers and a matrix.
 
     Parameters:
+        count: Sums of a thread: 32.
         dtype: Either bfloat16 or float16.
         turned: Whether the right side lies as 16 rows of 64 numbers, not as 64 of 16.
 
@@ -117,6 +128,7 @@ def mma_registers[
     Returns:
         The sums, once the group has been waited for.
     """
+    comptime assert count == 32, "mma_registers: 64 columns are expected"
     comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
     # fmt: off
     var r = inlined_assembly[
@@ -143,7 +155,7 @@ def mma_registers[
         acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
     )
     # fmt: on
-    var sums = StaticTuple[Float32, 32](fill=0)
+    var sums = StaticTuple[Float32, count](fill=0)
     comptime for i in range(32):
         sums[i] = r[i]
     return sums
@@ -357,5 +369,3 @@ def settled(x: Float32) -> Float32:
         Its number.
     """
     return inlined_assembly["", Float32, constraints="=f,0"](x)
-
-
