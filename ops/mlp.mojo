@@ -11,7 +11,7 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from .epilogue import Epilogue
-from .gemm.chain import ChainEnds, ChainTensors, try_chain
+from .gemm.chain import ChainTensors, ChainVectors, try_chain
 from .gemm.gpu import gemm
 from .geometry import Geometry
 from .layernorm import NormSizes, NormTensors, layernorm_gpu
@@ -75,7 +75,7 @@ struct LayernormMlp:
                 m,
                 k,
                 ChainTensors[z.dtype](data(x), data(w1), data(w2), data(z), data(x), data(x)),
-                ChainEnds(data(bias1), data(bias2), data(weight), data(bias)),
+                ChainVectors(data(bias1), data(bias2), data(weight), data(bias)),
                 ctx,
                 epsilon,
             ):

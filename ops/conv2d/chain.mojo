@@ -10,7 +10,7 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
-from ..gemm.chain import ChainEnds, ChainTensors, try_chain
+from ..gemm.chain import ChainTensors, ChainVectors, try_chain
 from ..geometry import Geometry
 from ..operands import F32, Operands, data
 from ..target import IS_HOPPER
@@ -69,7 +69,7 @@ struct Conv2dChain:
                 ChainTensors[h.dtype](
                     data(x), data(filter), data(next), data(z), data(residual), data(h)
                 ),
-                ChainEnds(data(bias), data(next_bias), data(bias), data(bias)),
+                ChainVectors(data(bias), data(next_bias), data(bias), data(bias)),
                 ctx,
             ):
                 return

@@ -12,23 +12,20 @@ registers where they are, which are, rounded to 16 bits, the left side of the se
 FlashAttention-3, Shah et al. 2024, arXiv:2407.08608). Its sums stay in registers until the last
 chunk. Tokens are normalised in shared memory, where they lie.
 
-One thread, the producer, has the copy engine (TMA) bring in rows of x, weights and the residual
-of each chunk. Weights that fit stay in shared memory for the whole launch; others come through a
-ring of stages, chunk after chunk, for all consumers of a block. The chunk of h overwrites its
-residual, z its x, and both leave by the copy engine. Consumers wait for one another nowhere else,
-so that activations of one overlap products of another.
+One thread, the producer, has the copy engine (TMA) fill three kinds of pipelines: one of weights,
+which all consumers of a block read, and for each consumer one of tiles of x and one of chunks of the
+residual. Weights that fit stay in shared memory for the whole launch; others come chunk after chunk.
+The chunk of h overwrites its residual, z its x, and both leave by the copy engine. Consumers wait for
+one another nowhere else, so that activations of one overlap products of another.
 """
 
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, grid_dim, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
 from max.gpu.compute.mma import (
-    WGMMADescriptor,
-    wgmma_async,
     wgmma_commit_group_sync,
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
 from max.gpu.host import DeviceContext, FuncAttribute
-from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
     launch_dependent_grids,
@@ -39,43 +36,35 @@ from std.math import ceildiv, rsqrt
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
+from ..device import Device
 from ..epilogue import Epilogue, activate
-from ..kernel_argument import KernelArgument
-from ..operands import F32, Data, widened
-from ..rows import over_lanes
-from .old import GROUP, MAP, MATRIX, PROCESSORS, ROW, ROWS, Maps, Ring, tensor_map
-from ..hopper.mma import mma_registers
+from ..hopper.accumulator import Fragment, Sums, load_16x16, store_16x16, sums_16x16
+from ..hopper.mma import ROWS, Matrix, mma, mma_registers
+from ..hopper.pipeline import Pipeline, StoringStage
 from ..hopper.ptx import (
-    barrier_arrive,
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
     fence_async,
     fence_barrier_init,
-    load_2d,
-    prefetch_map,
     registers_give,
     registers_take,
     shared_load2,
     shared_load4,
-    shared_load_matrices,
     shared_store_float,
-    shared_store_matrices,
-    store_2d,
     stores_commit,
     stores_read,
     sync_threads,
 )
+from ..hopper.scheduler import TileScheduler
+from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
+from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
+from ..kernel_argument import KernelArgument
+from ..operands import F32, Data, widened
+from ..rows import over_lanes
 
 comptime WIDTH = 64
 """Numbers of 128 bytes: columns of a box, and of a chunk of h."""
 comptime BOX = ROWS * ROW
 """Bytes of 64 rows of a box."""
-comptime SUMS = 32
-"""Sums of a thread, of 64 rows x 64 columns by a warpgroup."""
-comptime SHARED = 227 * 1024
-"""Bytes of shared memory that a block may have."""
-comptime KEPT = 24
+comptime PRODUCER_REGISTERS = 24
 """Registers of a thread of the producer's warpgroup."""
 
 
@@ -88,13 +77,13 @@ struct ChainConfig(TrivialRegisterPassable):
     """Boxes of 64 columns of x."""
     var f: Int
     """Boxes of 64 columns of z."""
-    var stages: Int
+    var w_stages: Int
     """Stages of weights: a chunk has one of w1 and one of w2."""
     var resident: Bool
-    """Whether the stages hold all weights."""
-    var rows: Int
+    """Whether these hold all weights."""
+    var x_stages: Int
     """Tiles of x that each consumer has room for."""
-    var chunks: Int
+    var h_stages: Int
     """Chunks of h that each consumer has room for; 0 if h is not stored."""
 
     def __init__(
@@ -103,10 +92,10 @@ struct ChainConfig(TrivialRegisterPassable):
         groups: Int,
         c: Int,
         f: Int,
-        stages: Int,
+        w_stages: Int,
         resident: Bool,
-        rows: Int,
-        chunks: Int = 0,
+        x_stages: Int,
+        h_stages: Int = 0,
     ):
         """Names the parts.
 
@@ -114,13 +103,14 @@ struct ChainConfig(TrivialRegisterPassable):
             groups: Consumers.
             c: Boxes of x.
             f: Boxes of z.
-            stages: Stages of weights.
-            resident: Whether the stages hold all weights.
-            rows: Tiles of x.
-            chunks: Chunks of h.
+            w_stages: Stages of weights.
+            resident: Whether these hold all weights.
+            x_stages: Tiles of x.
+            h_stages: Chunks of h.
         """
-        self.groups, self.c, self.f, self.stages = groups, c, f, stages
-        self.resident, self.rows, self.chunks = resident, rows, chunks
+        self.groups, self.c, self.f = groups, c, f
+        self.w_stages, self.resident = w_stages, resident
+        self.x_stages, self.h_stages = x_stages, h_stages
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -128,8 +118,17 @@ struct ChainConfig(TrivialRegisterPassable):
         Returns:
             Rows, C, F and stages.
         """
-        var sizes = t"{ROWS * self.groups}x{WIDTH * self.c}x{WIDTH * self.f}x{self.stages}"
+        var sizes = t"{self.rows()}x{WIDTH * self.c}x{WIDTH * self.f}x{self.w_stages}"
         return String(sizes)
+
+    @always_inline
+    def rows(self) -> Int:
+        """Counts the rows of a tile.
+
+        Returns:
+            64 for each consumer.
+        """
+        return ROWS * self.groups
 
     @always_inline
     def threads(self) -> Int:
@@ -138,7 +137,7 @@ struct ChainConfig(TrivialRegisterPassable):
         Returns:
             A warpgroup for each consumer, and the producer's.
         """
-        return GROUP * (self.groups + 1)
+        return WARPGROUP * (self.groups + 1)
 
     @always_inline
     def registers(self) -> Int:
@@ -148,67 +147,15 @@ struct ChainConfig(TrivialRegisterPassable):
             What the producer's threads leave of those that a launch is given.
         """
         var each = 65536 // self.threads() // 8 * 8
-        return min((each * (self.groups + 1) - KEPT) // self.groups // 8 * 8, 240)
-
-    @always_inline
-    def stage(self, index: Int) -> Int:
-        """Finds a stage of weights.
-
-        Args:
-            index: Its number.
-
-        Returns:
-            Bytes from the first stage; stages of w1 and w2 take turns.
-        """
-        return (index // 2 * (self.c + self.f) + index % 2 * self.c) * BOX
-
-    @always_inline
-    def unit(self) -> Int:
-        """Counts the bytes of 64 rows of x, and of z in their place.
-
-        Returns:
-            Of the wider.
-        """
-        return max(self.c, self.f) * BOX
-
-    @always_inline
-    def barriers(self) -> Int:
-        """Counts the stages that have a pair of barriers.
-
-        Returns:
-            Weights, tiles of x and chunks of h.
-        """
-        return self.stages + self.groups * (self.rows + self.chunks)
-
-    @always_inline
-    def buffers(self) -> Int:
-        """Counts the bytes of all stages.
-
-        Returns:
-            Weights, tiles of x and chunks of h.
-        """
-        return self.stage(self.stages) + self.groups * (self.rows * self.unit() + self.chunks * BOX)
-
-    @always_inline
-    def shared(self, hidden: Int) -> Int:
-        """Counts the bytes of shared memory.
-
-        Args:
-            hidden: Chunks of h.
-
-        Returns:
-            The stages, their barriers, biases and norm, and what aligning them may take.
-        """
-        var vectors = (2 * hidden + self.f + 2 * self.c) * WIDTH * 4
-        return self.buffers() + 16 * self.barriers() + vectors + 1024
+        return min((each * (self.groups + 1) - PRODUCER_REGISTERS) // self.groups // 8 * 8, 240)
 
 
-comptime LEAST = PROCESSORS // 4
-"""Tiles of a launch from which on it pays to keep all weights; with fewer, split-K does better.
+comptime PER_TILE = 4
+"""Multiprocessors a tile, at most, where all weights stay; with fewer tiles, split-K does better.
 
 H200, 2026-11-21: ResNet-50 at batch 1, 17 to 25 tiles, 0.210 ms and 0.207 by parts.
 """
-comptime LEAST_STREAMED = PROCESSORS // 2
+comptime PER_TILE_STREAMED = 2
 """The same where weights stream in.
 
 H200, 2026-11-21: MLP 192 -> 768 -> 192, 49 tiles 21 µs, as much as its parts; 98 tiles 22 of 37.
@@ -228,20 +175,220 @@ def chain_config(mlp: Bool, c: Int, f: Int) -> ChainConfig:
         The tile; `groups` is 0 where there is none.
     """
     if mlp and c == 64 and f == 64:
-        return ChainConfig(groups=4, c=1, f=1, stages=8, resident=True, rows=3)
+        return ChainConfig(groups=4, c=1, f=1, w_stages=8, resident=True, x_stages=3)
     if mlp and c == 192 and f == 192:
-        return ChainConfig(groups=2, c=3, f=3, stages=5, resident=False, rows=2)
+        return ChainConfig(groups=2, c=3, f=3, w_stages=5, resident=False, x_stages=2)
     if not mlp and c == 64 and f == 64:
-        return ChainConfig(groups=3, c=1, f=1, stages=8, resident=True, rows=2, chunks=4)
+        return ChainConfig(groups=3, c=1, f=1, w_stages=8, resident=True, x_stages=2, h_stages=4)
     if not mlp and c == 64 and f == 128:
-        return ChainConfig(groups=2, c=1, f=2, stages=8, resident=True, rows=2, chunks=3)
+        return ChainConfig(groups=2, c=1, f=2, w_stages=8, resident=True, x_stages=2, h_stages=3)
     if not mlp and c == 128 and f == 128:
-        return ChainConfig(groups=2, c=2, f=2, stages=5, resident=False, rows=2, chunks=4)
-    return ChainConfig(groups=0, c=0, f=0, stages=0, resident=False, rows=0)
+        return ChainConfig(groups=2, c=2, f=2, w_stages=5, resident=False, x_stages=2, h_stages=4)
+    return ChainConfig(groups=0, c=0, f=0, w_stages=0, resident=False, x_stages=0)
 
 
-struct ChainEnds(KernelArgument, TrivialRegisterPassable):
-    """The vectors that the sums meet: pointers alone, so that LLVM knows their memory is global."""
+struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
+    """A block's shared memory: stages of the pipelines, their barriers, then vectors.
+
+    Parameters:
+        config: Sizes of the tile.
+    """
+
+    comptime PAIR = (Self.config.c + Self.config.f) * BOX
+    """Bytes of a stage of w1 and one of w2."""
+    comptime TILE = max(Self.config.c, Self.config.f) * BOX
+    """Bytes of a tile of x, and of z in its place."""
+    comptime X = Self.config.w_stages // 2 * Self.PAIR + (
+        Self.config.w_stages % 2 * Self.config.c * BOX
+    )
+    """Where tiles of x lie, behind the weights."""
+    comptime H = Self.X + Self.config.groups * Self.config.x_stages * Self.TILE
+    """Where chunks of h lie."""
+    comptime W_BARRIERS = Self.H + Self.config.groups * Self.config.h_stages * BOX
+    """Where the barriers of the weights lie."""
+    comptime X_BARRIERS = Self.W_BARRIERS + Self.config.w_stages * Pipeline.BARRIERS
+    """Where those of tiles of x lie."""
+    comptime H_BARRIERS = Self.X_BARRIERS + (
+        Self.config.groups * Self.config.x_stages * Pipeline.BARRIERS
+    )
+    """Where those of chunks of h lie."""
+    comptime BIAS2 = Self.H_BARRIERS + (
+        Self.config.groups * Self.config.h_stages * Pipeline.BARRIERS
+    )
+    """Where the bias of z lies."""
+    comptime NORM = Self.BIAS2 + Self.config.f * WIDTH * 4
+    """Where the layer norm's weight lies, and its bias behind it."""
+    comptime BIAS1 = Self.NORM + 2 * Self.config.c * WIDTH * 4
+    """Where the bias of h lies: each pair of columns twice, as a thread's sums of two rows have it."""
+
+    var data: UInt32
+    """Its address."""
+
+    @always_inline
+    def __init__(out self, data: UInt32):
+        """Divides it.
+
+        Args:
+            data: Its address.
+        """
+        self.data = data
+
+    @staticmethod
+    def bytes(chunks: Int) -> Int:
+        """Counts the bytes.
+
+        Args:
+            chunks: Of h.
+
+        Returns:
+            Of all parts, and what aligning them may take.
+        """
+        return Self.BIAS1 + 2 * chunks * WIDTH * 4 + SWIZZLED
+
+    @always_inline
+    def weights(self) -> Pipeline:
+        """Begins the pipeline of weights: w1 and w2 have a stage of each chunk in turns.
+
+        Returns:
+            At the first stage; `weights_stage` finds their addresses.
+        """
+        return self._pipeline(0, Self.W_BARRIERS, 0, Self.config.w_stages, Self.config.c * BOX)
+
+    @always_inline
+    def weights_stage(self, weights: Pipeline) -> UInt32:
+        """Gives the address of the next stage of weights, of which w1 and w2 have two sizes.
+
+        Args:
+            weights: The pipeline.
+
+        Returns:
+            In shared storage.
+        """
+        comptime if Self.config.c == Self.config.f:
+            return weights.stage()
+        else:
+            comptime assert Self.config.w_stages % 2 == 0, "chain: weights are expected in pairs"
+            var pair = weights.data + weights.index // 2 * UInt32(Self.PAIR)
+            return pair + weights.index % 2 * weights.bytes
+
+    @always_inline
+    def x(self, group: UInt32) -> Pipeline:
+        """Begins a consumer's pipeline of tiles of x.
+
+        Args:
+            group: The consumer.
+
+        Returns:
+            At the first stage.
+        """
+        return self._pipeline(Self.X, Self.X_BARRIERS, group, Self.config.x_stages, Self.TILE)
+
+    @always_inline
+    def h(self, group: UInt32) -> Pipeline:
+        """Begins a consumer's pipeline of chunks of h.
+
+        Args:
+            group: The consumer.
+
+        Returns:
+            At the first stage; there are none if h is not stored.
+        """
+        return self._pipeline(Self.H, Self.H_BARRIERS, group, Self.config.h_stages, BOX)
+
+    @always_inline
+    def _pipeline(
+        self, data: Int, barriers: Int, group: UInt32, stages: Int, bytes: Int
+    ) -> Pipeline:
+        """Finds a consumer's pipeline among those of its kind."""
+        return Pipeline(
+            self.data + UInt32(data) + group * UInt32(stages * bytes),
+            self.data + UInt32(barriers) + group * UInt32(stages * Pipeline.BARRIERS),
+            stages=Int32(stages),
+            bytes=UInt32(bytes),
+        )
+
+    @always_inline
+    def init_barriers(self):
+        """Prepares the barriers of all pipelines, by one thread."""
+        self.weights().init[Self.config.w_stages](consumers=Self.config.groups)
+        comptime for g in range(Self.config.groups):
+            self.x(UInt32(g)).init[Self.config.x_stages](consumers=1)
+            self.h(UInt32(g)).init[Self.config.h_stages](consumers=1)
+        fence_barrier_init()
+
+    @always_inline
+    def load_vectors[norm: Bool](self, vectors: ChainVectors, problem: ChainProblem, t: Int32):
+        """Copies the vectors, by all threads of the block.
+
+        Parameters:
+            norm: Whether there is a layer norm.
+
+        Args:
+            vectors: In global storage.
+            problem: Sizes.
+            t: The thread.
+        """
+        comptime THREADS = Int32(Self.config.threads())
+        comptime C = Self.config.c * WIDTH
+        for i in range(t, problem.chunks * Int32(WIDTH), THREADS):
+            var value = Float32(0)
+            if i < problem.hidden:
+                value = vectors.bias1[unsafe_offset=Int(i)]
+            var at = self.data + UInt32(Self.BIAS1) + UInt32(i // 2 * 16 + i % 2 * 4)
+            shared_store_float(at, value)
+            shared_store_float(at + 8, value)
+        for i in range(t, Int32(Self.config.f * WIDTH), THREADS):
+            var at = self.data + UInt32(Self.BIAS2) + UInt32(i) * 4
+            shared_store_float(at, vectors.bias2[unsafe_offset=Int(i)])
+        comptime if norm:
+            for i in range(t, Int32(C), THREADS):
+                var at = self.data + UInt32(Self.NORM) + UInt32(i) * 4
+                shared_store_float(at, vectors.weight[unsafe_offset=Int(i)])
+                shared_store_float(at + UInt32(C * 4), vectors.bias[unsafe_offset=Int(i)])
+
+    @always_inline
+    def bias1(self, chunk: Int32, at: Fragment) -> Sums[WIDTH]:
+        """Begins the sums of a chunk of h.
+
+        Args:
+            chunk: Its number.
+            at: The thread's place.
+
+        Returns:
+            The bias of each.
+        """
+        var sums = Sums[WIDTH](fill=0)
+        var mine = self.data + UInt32(Self.BIAS1) + UInt32(at.column()) * 8
+        comptime for j in range(WIDTH // 8):
+            var bias = shared_load4(mine + UInt32(chunk) * UInt32(2 * WIDTH * 4) + UInt32(64 * j))
+            comptime for i in range(4):
+                sums[4 * j + i] = bias[i]
+        return sums
+
+    @always_inline
+    def bias2[box: Int](self, at: Fragment) -> Sums[WIDTH]:
+        """Begins the sums of a box of z.
+
+        Parameters:
+            box: Its number.
+
+        Args:
+            at: The thread's place.
+
+        Returns:
+            The bias of each.
+        """
+        var sums = Sums[WIDTH](fill=0)
+        var mine = self.data + UInt32(Self.BIAS2) + UInt32(at.column()) * 4
+        comptime for j in range(WIDTH // 8):
+            var bias = shared_load2(mine + UInt32((box * WIDTH + 8 * j) * 4))
+            comptime for i in range(4):
+                sums[4 * j + i] = bias[i % 2]
+        return sums
+
+
+struct ChainVectors(KernelArgument, TrivialRegisterPassable):
+    """Biases and norm of a chain: pointers alone, so that LLVM knows their memory is global."""
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
@@ -267,14 +414,14 @@ struct ChainEnds(KernelArgument, TrivialRegisterPassable):
         self.bias1, self.bias2, self.weight, self.bias = bias1, bias2, weight, bias
 
 
-struct ChainSizes(KernelArgument, TrivialRegisterPassable):
+struct ChainProblem(KernelArgument, TrivialRegisterPassable):
     """The sizes of a chain."""
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
 
-    var tiles: Int32
-    """Tiles of rows."""
+    var schedule: TileScheduler[]
+    """The tiles of rows."""
     var chunks: Int32
     """Chunks of 64 columns of h."""
     var hidden: Int32
@@ -283,15 +430,16 @@ struct ChainSizes(KernelArgument, TrivialRegisterPassable):
     """Added to the variance of the layer norm."""
 
     def __init__(out self, *, tiles: Int, hidden: Int, eps: Float32):
-        """Names the sizes.
+        """Takes the sizes.
 
         Args:
             tiles: Tiles of rows.
             hidden: Columns of h.
             eps: Added to the variance.
         """
-        self.tiles, self.hidden, self.eps = Int32(tiles), Int32(hidden), eps
+        self.schedule = TileScheduler[]([tiles], columns=1)
         self.chunks = Int32(ceildiv(hidden, WIDTH))
+        self.hidden, self.eps = Int32(hidden), eps
 
 
 @__name(t"{op}_hopper_{config.label()}_{dtype}")
@@ -302,7 +450,7 @@ struct ChainSizes(KernelArgument, TrivialRegisterPassable):
 )
 def chain_kernel[
     dtype: DType, op: StaticString, config: ChainConfig
-](maps: Maps[6], ends: ChainEnds, sizes: ChainSizes):
+](maps: TensorMaps[6], vectors: ChainVectors, problem: ChainProblem):
     """Computes tiles.
 
     Parameters:
@@ -312,364 +460,238 @@ def chain_kernel[
 
     Args:
         maps: Tensor maps of x, w1[K, C], w2[F, K], z, the residual and h.
-        ends: Biases and norm.
-        sizes: How many tiles and chunks there are.
+        vectors: Biases and norm.
+        problem: Sizes.
     """
-    var memory = external_memory[
-        UInt8, address_space=AddressSpace.SHARED, alignment=1024, name="hopper_chain"
-    ]()
-    var at = (UInt32(Int(memory)) + 1023) & ~UInt32(1023)
-    var barriers = at + UInt32(config.buffers())
-    var vectors = barriers + UInt32(16 * config.barriers())
+    comptime MLP = op == "layernorm_mlp"
+    var storage = ChainStorage[config](shared_memory["hopper_chain"]())
     var t = Int32(thread_idx.x)
     if t == 0:
-        comptime for i in range(2 * config.barriers()):
-            comptime readers = config.groups if i // config.stages == 1 else 1
-            barrier_init(barriers + UInt32(8 * i), UInt32(readers))
-        fence_barrier_init()
-    for i in range(t, sizes.chunks * Int32(WIDTH), Int32(config.threads())):
-        var value = Float32(0)
-        if i < sizes.hidden:
-            value = ends.bias1[unsafe_offset=Int(i)]
-        # Twice, as a thread's sums of two rows have it.
-        comptime for row in range(2):
-            shared_store_float(vectors + UInt32(i // 2 * 16 + i % 2 * 4 + Int32(8 * row)), value)
-    var after = vectors + UInt32(sizes.chunks) * UInt32(WIDTH * 8)
-    for i in range(t, Int32(config.f * WIDTH), Int32(config.threads())):
-        shared_store_float(after + UInt32(i) * 4, ends.bias2[unsafe_offset=Int(i)])
-    comptime if op == "layernorm_mlp":
-        for i in range(t, Int32(config.c * WIDTH), Int32(config.threads())):
-            var to = after + UInt32(config.f * WIDTH * 4) + UInt32(i) * 4
-            shared_store_float(to, ends.weight[unsafe_offset=Int(i)])
-            shared_store_float(to + UInt32(config.c * WIDTH * 4), ends.bias[unsafe_offset=Int(i)])
+        storage.init_barriers()
+    storage.load_vectors[MLP](vectors, problem, t)
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
-    if t // Int32(GROUP) == Int32(config.groups):
-        registers_give[KEPT]()
+    if t // Int32(WARPGROUP) == Int32(config.groups):
+        registers_give[PRODUCER_REGISTERS]()
         # One thread drives the copy engine.
-        if t % Int32(GROUP) == 0:
-            _produce[dtype, op, config](UInt64(Int(Pointer(to=maps))), sizes, at, barriers)
+        if t % Int32(WARPGROUP) == 0:
+            _produce[MLP](maps.address(), problem, storage)
     else:
         registers_take[config.registers()]()
-        _consume[dtype, op, config](UInt64(Int(Pointer(to=maps))), sizes, at, barriers, vectors, t)
-
-
-@always_inline
-def _ring(at: UInt32, barriers: UInt32, count: Int) -> Ring:
-    """Makes a ring whose barriers of filled stages lie before those of read ones."""
-    return Ring(at, barriers, barriers + UInt32(8 * count))
-
-
-@always_inline
-def _tiles_of[config: ChainConfig](at: UInt32, barriers: UInt32, group: UInt32) -> Ring:
-    """Finds a consumer's tiles of x."""
-    comptime first = config.stage(config.stages)
-    return _ring(
-        at + UInt32(first) + group * UInt32(config.rows * config.unit()),
-        barriers + UInt32(16 * config.stages) + group * UInt32(16 * config.rows),
-        config.rows,
-    )
-
-
-@always_inline
-def _chunks_of[config: ChainConfig](at: UInt32, barriers: UInt32, group: UInt32) -> Ring:
-    """Finds a consumer's chunks of h."""
-    comptime first = config.stage(config.stages) + config.groups * config.rows * config.unit()
-    comptime pairs = config.stages + config.groups * config.rows
-    return _ring(
-        at + UInt32(first) + group * UInt32(config.chunks * BOX),
-        barriers + UInt32(16 * pairs) + group * UInt32(16 * config.chunks),
-        config.chunks,
-    )
-
-
-@always_inline
-def _load_weights[config: ChainConfig](maps: UInt64, at: UInt32, full: UInt32, stage: Int32):
-    """Starts copying the weights of a stage: even ones are of w1, odd ones of w2."""
-    var chunk = stage // 2
-    if stage % 2 == 0:
-        barrier_expect(full, UInt32(config.c * BOX))
-        comptime for i in range(config.c):
-            load_2d(
-                at + UInt32(i * BOX),
-                maps + MAP,
-                full,
-                Int32(i * WIDTH),
-                chunk * Int32(WIDTH),
-            )
-    else:
-        barrier_expect(full, UInt32(config.f * BOX))
-        load_2d(at, maps + 2 * MAP, full, chunk * Int32(WIDTH), 0)
-
-
-@always_inline
-def _stage[config: ChainConfig](at: UInt32, slot: UInt32) -> UInt32:
-    """Finds a stage of weights."""
-    comptime if config.c == config.f:
-        return at + slot * UInt32(config.c * BOX)
-    else:
-        comptime assert config.stages % 2 == 0, "chain: stages of two sizes come in pairs"
-        var pair = at + slot // 2 * UInt32((config.c + config.f) * BOX)
-        return pair + slot % 2 * UInt32(config.c * BOX)
+        _consume[dtype, MLP](maps.address(), problem, storage, Fragment(t))
 
 
 @always_inline
 def _produce[
-    dtype: DType, op: StaticString, config: ChainConfig
-](maps: UInt64, sizes: ChainSizes, at: UInt32, barriers: UInt32):
-    """Fills the rings, tile after tile, as stages become free."""
-    comptime if op == "conv2d_chain":
-        prefetch_map(maps + 4 * MAP)
-    prefetch_map(maps)
-    var weights = _ring(at, barriers, config.stages)
+    config: ChainConfig, //, mlp: Bool
+](maps: UInt64, problem: ChainProblem, storage: ChainStorage[config]):
+    """Fills the pipelines, tile after tile, as stages become free."""
+    var x = TileLoader(maps)
+    var residual = TileLoader(maps, 4)
+    comptime if not mlp:
+        residual.prefetch_descriptor()
+    x.prefetch_descriptor()
+
     # Weights do not depend on the kernel before.
-    var early = min(2 * sizes.chunks, Int32(config.stages))
-    for i in range(early):
-        _load_weights[config](maps, _stage[config](at, UInt32(i)), weights.full + 8 * UInt32(i), i)
+    var weights = storage.weights()
+    var ahead = weights
+    for stage in range(weights.prefetch(2 * problem.chunks)):
+        _load_weights(maps, storage, ahead, stage)
+        ahead.advance()
     wait_on_dependent_grids()
 
-    var rows = Array[Ring, config.groups](fill=weights)
-    var chunks = Array[Ring, config.groups](fill=weights)
+    var tiles = Array[Pipeline, config.groups](fill=weights)
+    var chunks = Array[Pipeline, config.groups](fill=weights)
     comptime for g in range(config.groups):
-        rows[g] = _tiles_of[config](at, barriers, UInt32(g))
-        comptime if config.chunks > 0:
-            chunks[g] = _chunks_of[config](at, barriers, UInt32(g))
-    for tile in range(Int32(block_idx.x), sizes.tiles, Int32(grid_dim.x)):
-        var m0 = tile * Int32(ROWS * config.groups)
+        tiles[g], chunks[g] = storage.x(UInt32(g)), storage.h(UInt32(g))
+    for tile in problem.schedule.turns(problem.schedule.start()):
+        var m0 = tile * Int32(config.rows())
         comptime for g in range(config.groups):
-            var full = rows[g].full + 8 * rows[g].slot
-            barrier_wait(rows[g].empty + 8 * rows[g].slot, rows[g].parity ^ 1)
-            barrier_expect(full, UInt32(config.c * BOX))
+            var to = tiles[g].stage()
+            var full = tiles[g].barrier()
+            tiles[g].acquire()
+            tiles[g].expect(UInt32(config.c * BOX))
             comptime for i in range(config.c):
-                load_2d(
-                    rows[g].stages + rows[g].slot * UInt32(config.unit()) + UInt32(i * BOX),
-                    maps,
-                    full,
-                    Int32(i * WIDTH),
-                    m0 + Int32(g * ROWS),
-                )
-            rows[g].advance[config.rows]()
-        for chunk in range(sizes.chunks):
+                x.load(to + UInt32(i * BOX), full, Int32(i * WIDTH), m0 + Int32(g * ROWS))
+            tiles[g].advance()
+        for chunk in range(problem.chunks):
             comptime if not config.resident:
                 comptime for half in range(2):
-                    if early > 0:
-                        early -= 1
-                    else:
-                        barrier_wait(weights.empty + 8 * weights.slot, weights.parity ^ 1)
-                        _load_weights[config](
-                            maps,
-                            _stage[config](at, weights.slot),
-                            weights.full + 8 * weights.slot,
-                            2 * chunk + Int32(half),
-                        )
-                    weights.advance[config.stages]()
-            comptime if config.chunks > 0:
+                    if weights.acquire_or_prefetched():
+                        _load_weights(maps, storage, weights, 2 * chunk + Int32(half))
+                    weights.advance()
+            comptime if not mlp:
                 comptime for g in range(config.groups):
-                    var full = chunks[g].full + 8 * chunks[g].slot
-                    barrier_wait(chunks[g].empty + 8 * chunks[g].slot, chunks[g].parity ^ 1)
-                    barrier_expect(full, UInt32(BOX))
-                    load_2d(
-                        chunks[g].stages + chunks[g].slot * UInt32(BOX),
-                        maps + 4 * MAP,
-                        full,
-                        chunk * Int32(WIDTH),
-                        m0 + Int32(g * ROWS),
+                    var to = chunks[g].stage()
+                    var full = chunks[g].barrier()
+                    chunks[g].acquire()
+                    chunks[g].expect(UInt32(BOX))
+                    residual.load(to, full, chunk * Int32(WIDTH), m0 + Int32(g * ROWS))
+                    chunks[g].advance()
+
+
+@always_inline
+def _load_weights[
+    config: ChainConfig, //
+](maps: UInt64, storage: ChainStorage[config], weights: Pipeline, stage: Int32):
+    """Starts copying the weights of a stage: even ones are of w1, odd ones of w2."""
+    var to = storage.weights_stage(weights)
+    var column = stage // 2 * Int32(WIDTH)
+    if stage % 2 == 0:
+        var w1 = TileLoader(maps, 1)
+        weights.expect(UInt32(config.c * BOX))
+        comptime for i in range(config.c):
+            w1.load(to + UInt32(i * BOX), weights.barrier(), Int32(i * WIDTH), column)
+    else:
+        var w2 = TileLoader(maps, 2)
+        weights.expect(UInt32(config.f * BOX))
+        w2.load(to, weights.barrier(), column, 0)
+
+
+@always_inline
+def _consume[
+    config: ChainConfig, //, dtype: DType, mlp: Bool
+](maps: UInt64, problem: ChainProblem, storage: ChainStorage[config], at: Fragment):
+    """Multiplies tile after tile, 64 rows of each."""
+    comptime C = config.c
+    comptime F = config.f
+    comptime first = Epilogue("gelu" if mlp else "relu")
+    comptime second = Epilogue("none" if mlp else "relu")
+    var group = UInt32(at.group())
+    var leads = at.leads()
+    var z_map = TileStore(maps, 3)
+    var h_map = TileStore(maps, 5)
+
+    var weights = storage.weights()
+    var tiles = storage.x(group)
+    var chunks = storage.h(group)
+    var storing = StoringStage()
+    for tile in problem.schedule.turns(problem.schedule.start()):
+        var m0 = tile * Int32(config.rows()) + Int32(group) * Int32(ROWS)
+        tiles.wait()
+        var x = tiles.stage()
+        var z = Array[Sums[WIDTH], F](fill=Sums[WIDTH](fill=0))
+        comptime for f in range(F):
+            z[f] = storage.bias2[f](at)
+        comptime if mlp:
+            comptime for k in range(4 * C):
+                var v = widened(load_16x16[dtype, k](x, at))
+                comptime for i in range(8):
+                    z[k // 4][k % 4 * 8 + i] += v[i]
+            _normalise[dtype](x, storage, at, problem.eps)
+            fence_async()
+            sync_threads(group + 1, UInt32(WARPGROUP))
+
+        comptime if config.resident:
+            weights.index = 0
+        for chunk in range(problem.chunks):
+            var sums = storage.bias1(chunk, at)
+            weights.wait()
+            wgmma_fence_aligned()
+            sums = mma[dtype, WIDTH, C, BOX](
+                Matrix(x), Matrix(storage.weights_stage(weights)), sums
+            )
+            wgmma_commit_group_sync()
+            wgmma_wait_group_sync[0]()
+            comptime if not config.resident:
+                if leads:
+                    weights.release()
+                    if chunk > 0:
+                        weights.release(weights.previous())
+            _advance[config.resident](weights)
+
+            var h = Array[SIMD[dtype, 8], 4](fill=0)
+            comptime if not mlp:
+                chunks.wait()
+            comptime for k in range(4):
+                var v = sums_16x16[k](sums)
+                comptime if not mlp:
+                    v += widened(load_16x16[dtype, k](chunks.stage(), at))
+                h[k] = activate[first, dtype](v).cast[dtype]()
+                comptime if not mlp:
+                    store_16x16[k](chunks.stage(), at, h[k])
+            comptime if not mlp:
+                fence_async()
+                sync_threads(group + 1, UInt32(WARPGROUP))
+                if leads:
+                    storing.release()
+                    h_map.store(chunks.stage(), chunk * Int32(WIDTH), m0)
+                    stores_commit()
+                storing.begin(chunks)
+                chunks.advance()
+
+            weights.wait()
+            var w2 = Matrix(storage.weights_stage(weights))
+            wgmma_fence_aligned()
+            comptime for k in range(4):
+                comptime for f in range(F):
+                    z[f] = mma_registers[dtype](
+                        bitcast[DType.uint32, 4](h[k]), w2.after(f * BOX + k * 32), z[f]
                     )
-                    chunks[g].advance[config.chunks]()
+            wgmma_commit_group_sync()
+            _advance[config.resident](weights)
+        wgmma_wait_group_sync[0]()
+        comptime if not config.resident:
+            if leads:
+                weights.release(weights.previous())
+
+        comptime for k in range(4 * F):
+            var v = activate[second, dtype](sums_16x16[k % 4](z[k // 4]))
+            store_16x16[k](x, at, v.cast[dtype]())
+        fence_async()
+        sync_threads(group + 1, UInt32(WARPGROUP))
+        if leads:
+            storing.release()
+            comptime for f in range(F):
+                z_map.store(x + UInt32(f * BOX), Int32(f * WIDTH), m0)
+            stores_commit()
+        storing.begin(tiles)
+        tiles.advance()
+    stores_read()
+
+
+@always_inline
+def _advance[resident: Bool](mut weights: Pipeline):
+    """Goes on to the next weights; resident ones are filled once, and so stay in their phase."""
+    comptime if resident:
+        weights.index += 1
+    else:
+        weights.advance()
 
 
 @always_inline
 def _normalise[
-    dtype: DType, config: ChainConfig
-](x: UInt32, weight: UInt32, lane: UInt32, eps: Float32):
-    """Normalises 16 rows in shared memory; a thread has a quarter of two of them."""
+    config: ChainConfig, //, dtype: DType
+](x: UInt32, storage: ChainStorage[config], at: Fragment, eps: Float32):
+    """Normalises 64 rows in shared memory, 16 a warp; a thread has a quarter of two of them."""
     comptime C = Float32(config.c * WIDTH)
     var mean = SIMD[F32, 2](0)
     comptime for k in range(4 * config.c):
-        var v = widened(_load_rows[dtype, k](x, lane))
+        var v = widened(load_16x16[dtype, k](x, at))
         mean[0] += v[0] + v[1] + v[4] + v[5]
         mean[1] += v[2] + v[3] + v[6] + v[7]
     comptime for half in range(2):
         mean[half] = over_lanes[4](mean[half]) / C
     var scale = SIMD[F32, 2](0)
     comptime for k in range(4 * config.c):
-        var v = widened(_load_rows[dtype, k](x, lane))
+        var v = widened(load_16x16[dtype, k](x, at))
         comptime for i in range(8):
             var d = v[i] - mean[i // 2 % 2]
             scale[i // 2 % 2] = d.fma(d, scale[i // 2 % 2])
     comptime for half in range(2):
         scale[half] = rsqrt(over_lanes[4](scale[half]) / C + eps)
+    var mine = storage.data + UInt32(storage.NORM) + UInt32(at.column()) * 4
     comptime for k in range(4 * config.c):
-        var v = widened(_load_rows[dtype, k](x, lane))
+        var v = widened(load_16x16[dtype, k](x, at))
         comptime for j in range(2):
-            var at = weight + UInt32(4 * (16 * k + 8 * j)) + lane % 4 * 8
-            var w = shared_load2(at)
-            var b = shared_load2(at + UInt32(config.c * WIDTH * 4))
+            var weight = mine + UInt32((16 * k + 8 * j) * 4)
+            var w = shared_load2(weight)
+            var b = shared_load2(weight + UInt32(config.c * WIDTH * 4))
             comptime for i in range(4):
                 comptime n = 4 * j + i
                 v[n] = ((v[n] - mean[i // 2]) * scale[i // 2]).fma(w[i % 2], b[i % 2])
-        _store_rows[k](x, lane, v.cast[dtype]())
-
-
-@always_inline
-def _place[k: Int](at: UInt32, lane: UInt32) -> UInt32:
-    """Finds the row of 16 bytes that a lane names for 16 rows x 16 columns, the k-th of a tile.
-
-    Lanes 0 to 15 name the rows' first eight columns, the others the next eight.
-    """
-    var row = lane % 16
-    var sixteenth = UInt32(k % 4 * 2) + lane // 16
-    return at + UInt32(k // 4 * BOX) + row * UInt32(ROW) + (sixteenth ^ row % 8) * 16
-
-
-@always_inline
-def _load_rows[dtype: DType, k: Int](at: UInt32, lane: UInt32) -> SIMD[dtype, 8]:
-    """Loads two numbers of two rows, and two that are eight columns on, into each lane."""
-    return bitcast[dtype, 8](shared_load_matrices(_place[k](at, lane)))
-
-
-@always_inline
-def _store_rows[k: Int](at: UInt32, lane: UInt32, value: SIMD[_, 8]):
-    """Stores what `_load_rows` loads."""
-    shared_store_matrices(_place[k](at, lane), bitcast[DType.uint32, 4](value))
-
-
-@always_inline
-def _consume[
-    dtype: DType, op: StaticString, config: ChainConfig
-](maps: UInt64, sizes: ChainSizes, at: UInt32, barriers: UInt32, vectors: UInt32, t: Int32,):
-    """Multiplies tile after tile, 64 rows of each."""
-    comptime MLP = op == "layernorm_mlp"
-    comptime C = config.c
-    comptime F = config.f
-    comptime first = Epilogue("gelu" if MLP else "relu")
-    comptime second = Epilogue("none" if MLP else "relu")
-    var group = UInt32(t // Int32(GROUP))
-    var leads = t % Int32(GROUP) == 0
-    var lane = UInt32(t % 32)
-    # Thread 4 a + b of warp d holds the columns 8 j + 2 b, and one more, of rows 16 d + a and 8 on.
-    var warp_rows = UInt32(t % Int32(GROUP) // 32) * UInt32(16 * ROW)
-    var pair = lane % 4
-    var bias2 = vectors + UInt32(sizes.chunks) * UInt32(WIDTH * 8)
-
-    var weights = _ring(at, barriers, config.stages)
-    var rows = _tiles_of[config](at, barriers, group)
-    var chunks = rows
-    comptime if config.chunks > 0:
-        chunks = _chunks_of[config](at, barriers, group)
-    var storing = UInt32(0)  # The `empty` of what is being stored.
-    for tile in range(Int32(block_idx.x), sizes.tiles, Int32(grid_dim.x)):
-        var m0 = tile * Int32(ROWS * config.groups) + Int32(group) * Int32(ROWS)
-        barrier_wait(rows.full + 8 * rows.slot, rows.parity)
-        var x_at = rows.stages + rows.slot * UInt32(config.unit())
-        var sums = Array[StaticTuple[Float32, SUMS], F](fill=StaticTuple[Float32, SUMS](fill=0))
-        comptime for f in range(F):
-            comptime for j in range(8):
-                var bias = shared_load2(bias2 + UInt32((f * WIDTH + 8 * j) * 4) + pair * 8)
-                comptime for i in range(4):
-                    sums[f][4 * j + i] = bias[i % 2]
-        comptime if MLP:
-            comptime for k in range(4 * C):
-                var v = widened(_load_rows[dtype, k](x_at + warp_rows, lane))
-                comptime for i in range(8):
-                    sums[k // 4][k % 4 * 8 + i] += v[i]
-            _normalise[dtype, config](
-                x_at + warp_rows, bias2 + UInt32(F * WIDTH * 4), lane, sizes.eps
-            )
-            fence_async()
-            sync_threads(group + 1, UInt32(GROUP))
-        var x = MATRIX | Int64(x_at >> 4)
-
-        for chunk in range(sizes.chunks):
-            var hidden = SIMD[F32, SUMS](0)
-            comptime for j in range(8):
-                var at = vectors + UInt32(chunk) * UInt32(WIDTH * 8) + UInt32(64 * j) + pair * 16
-                var bias = shared_load4(at)
-                comptime for i in range(4):
-                    hidden[4 * j + i] = bias[i]
-            var slot = UInt32(2 * chunk) if config.resident else weights.slot
-            barrier_wait(weights.full + 8 * slot, weights.parity)
-            var w1 = MATRIX | Int64(_stage[config](at, slot) >> 4)
-            wgmma_fence_aligned()
-            comptime for k in range(4 * C):
-                comptime step = Int64((k // 4 * BOX + k % 4 * 32) // 16)
-                hidden = wgmma_async[64, WIDTH, 16, a_type=dtype, b_type=dtype](
-                    WGMMADescriptor[dtype](x + step), WGMMADescriptor[dtype](w1 + step), hidden
-                )
-            wgmma_commit_group_sync()
-            wgmma_wait_group_sync[0]()
-            comptime if not config.resident:
-                if leads:
-                    barrier_arrive(weights.empty + 8 * slot)
-                    if chunk > 0:
-                        var before = slot - 1 if slot > 0 else UInt32(config.stages - 1)
-                        barrier_arrive(weights.empty + 8 * before)
-                weights.advance[config.stages]()
-
-            var h = Array[SIMD[dtype, 8], 4](fill=0)
-            var h_at = chunks.stages + chunks.slot * UInt32(BOX)
-            comptime if config.chunks > 0:
-                barrier_wait(chunks.full + 8 * chunks.slot, chunks.parity)
-            comptime for k in range(4):
-                var v = hidden.slice[8, offset=8 * k]()
-                comptime if config.chunks > 0:
-                    v += widened(_load_rows[dtype, k](h_at + warp_rows, lane))
-                    h[k] = activate[first, dtype](v).cast[dtype]()
-                    _store_rows[k](h_at + warp_rows, lane, h[k])
-                else:
-                    h[k] = activate[first, dtype](v).cast[dtype]()
-            comptime if config.chunks > 0:
-                fence_async()
-                sync_threads(group + 1, UInt32(GROUP))
-                if leads:
-                    if storing != 0:
-                        stores_read()
-                        barrier_arrive(storing)
-                    store_2d(maps + 5 * MAP, h_at, chunk * Int32(WIDTH), m0)
-                    stores_commit()
-                storing = chunks.empty + 8 * chunks.slot
-                chunks.advance[config.chunks]()
-
-            slot = UInt32(2 * chunk + 1) if config.resident else weights.slot
-            barrier_wait(weights.full + 8 * slot, weights.parity)
-            var w2 = MATRIX | Int64(_stage[config](at, slot) >> 4)
-            wgmma_fence_aligned()
-            comptime for k in range(4):
-                comptime for f in range(F):
-                    sums[f] = mma_registers[dtype](
-                        bitcast[DType.uint32, 4](h[k]),
-                        w2 + Int64((f * BOX + k * 32) // 16),
-                        sums[f],
-                    )
-            wgmma_commit_group_sync()
-            comptime if not config.resident:
-                weights.advance[config.stages]()
-        wgmma_wait_group_sync[0]()
-        comptime if not config.resident:
-            if leads:
-                var before = weights.slot - 1 if weights.slot > 0 else UInt32(config.stages - 1)
-                barrier_arrive(weights.empty + 8 * before)
-
-        comptime for f in range(F):
-            comptime for k in range(4):
-                var v = SIMD[F32, 8](0)
-                comptime for i in range(8):
-                    v[i] = sums[f][8 * k + i]
-                v = activate[second, dtype](v)
-                _store_rows[4 * f + k](x_at + warp_rows, lane, v.cast[dtype]())
-        fence_async()
-        sync_threads(group + 1, UInt32(GROUP))
-        if leads:
-            if storing != 0:
-                stores_read()
-                barrier_arrive(storing)
-            comptime for f in range(F):
-                store_2d(maps + 3 * MAP, x_at + UInt32(f * BOX), Int32(f * WIDTH), m0)
-            stores_commit()
-        storing = rows.empty + 8 * rows.slot
-        rows.advance[config.rows]()
-    stores_read()
+        store_16x16[k](x, at, v.cast[dtype]())
 
 
 # The host's side
@@ -703,7 +725,7 @@ def try_chain[
     m: Int,
     hidden: Int,
     o: ChainTensors[dtype],
-    ends: ChainEnds,
+    vectors: ChainVectors,
     ctx: DeviceContext,
     eps: Float32 = 0,
 ) raises -> Bool:
@@ -719,7 +741,7 @@ def try_chain[
         m: Rows.
         hidden: Columns of h.
         o: The tensors.
-        ends: Biases and norm.
+        vectors: Biases and norm.
         ctx: The GPU.
         eps: Added to the variance of the layer norm.
 
@@ -730,65 +752,50 @@ def try_chain[
         If a tensor map cannot be made or the launch fails.
     """
     comptime config = chain_config(op == "layernorm_mlp", c, f)
-    if hidden % 8 != 0 or config.shared(ceildiv(hidden, WIDTH)) > SHARED:
+    comptime if config.groups == 0:
         return False
-    comptime least = LEAST if config.resident else LEAST_STREAMED
-    if ceildiv(m, ROWS * config.groups) < least:
-        return False
-    comptime if config.resident:
-        if 2 * ceildiv(hidden, WIDTH) > config.stages:
+    else:
+        comptime most = PER_TILE if config.resident else PER_TILE_STREAMED
+        var device = Device(ctx)
+        var problem = ChainProblem(tiles=ceildiv(m, config.rows()), hidden=hidden, eps=eps)
+        var chunks = Int(problem.chunks)
+        var fits = ChainStorage[config].bytes(chunks) <= device.shared
+        comptime if config.resident:
+            fits = fits and 2 * chunks <= config.w_stages
+        var enough = Int(problem.schedule.tiles) >= device.multiprocessors // most
+        if hidden % 8 != 0 or not fits or not enough:
             return False
-    hopper_chain[dtype, op, config](m, hidden, o, ends, ctx, eps)
-    return True
+        _enqueue[dtype, op, config](m, problem, o, vectors, device, ctx)
+        return True
 
 
-def hopper_chain[
+def _enqueue[
     dtype: DType, op: StaticString, config: ChainConfig
 ](
     m: Int,
-    hidden: Int,
+    problem: ChainProblem,
     o: ChainTensors[dtype],
-    ends: ChainEnds,
+    vectors: ChainVectors,
+    device: Device,
     ctx: DeviceContext,
-    eps: Float32 = 0,
 ) raises:
-    """Enqueues a chain.
-
-    Parameters:
-        dtype: Of 16 bits.
-        op: "layernorm_mlp" or "conv2d_chain".
-        config: Sizes of the tile.
-
-    Args:
-        m: Rows.
-        hidden: Columns of h.
-        o: The tensors.
-        ends: Biases and norm.
-        ctx: The GPU.
-        eps: Added to the variance of the layer norm.
-
-    Raises:
-        If a tensor map cannot be made or the launch fails.
-    """
     comptime C = config.c * WIDTH
     comptime F = config.f * WIDTH
-    var maps = Maps[6]()
-    var rows = Int64(m)
-    var k = Int64(hidden)
-    maps.maps[0] = tensor_map[dtype, 2](ctx, o.x, [Int64(C), rows], [Int32(WIDTH), Int32(ROWS)])
-    maps.maps[1] = tensor_map[dtype, 2](ctx, o.w1, [Int64(C), k], [Int32(WIDTH), Int32(WIDTH)])
-    maps.maps[2] = tensor_map[dtype, 2](ctx, o.w2, [k, Int64(F)], [Int32(WIDTH), Int32(F)])
-    maps.maps[3] = tensor_map[dtype, 2](ctx, o.z, [Int64(F), rows], [Int32(WIDTH), Int32(ROWS)])
-    comptime if config.chunks > 0:
-        maps.maps[4] = tensor_map[dtype, 2](ctx, o.residual, [k, rows], [Int32(WIDTH), Int32(ROWS)])
-        maps.maps[5] = tensor_map[dtype, 2](ctx, o.h, [k, rows], [Int32(WIDTH), Int32(ROWS)])
-    var tiles = ceildiv(m, ROWS * config.groups)
-    var shared = config.shared(ceildiv(hidden, WIDTH))
+    var hidden = Int(problem.hidden)
+    var maps = TensorMaps[6]()
+    maps.maps[0] = matrix_map[dtype](ctx, o.x, rows=m, columns=C, box=ROWS)
+    maps.maps[1] = matrix_map[dtype](ctx, o.w1, rows=hidden, columns=C, box=WIDTH)
+    maps.maps[2] = matrix_map[dtype](ctx, o.w2, rows=F, columns=hidden, box=F)
+    maps.maps[3] = matrix_map[dtype](ctx, o.z, rows=m, columns=F, box=ROWS)
+    comptime if config.h_stages > 0:
+        maps.maps[4] = matrix_map[dtype](ctx, o.residual, rows=m, columns=hidden, box=ROWS)
+        maps.maps[5] = matrix_map[dtype](ctx, o.h, rows=m, columns=hidden, box=ROWS)
+    var shared = ChainStorage[config].bytes(Int(problem.chunks))
     ctx.enqueue_function[chain_kernel[dtype, op, config]](
         maps,
-        ends,
-        ChainSizes(tiles=tiles, hidden=hidden, eps=eps),
-        grid_dim=min(tiles, PROCESSORS),
+        vectors,
+        problem,
+        grid_dim=problem.schedule.blocks(device.multiprocessors),
         block_dim=config.threads(),
         shared_mem_bytes=shared,
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),

@@ -7,12 +7,19 @@ thread 4 a + b of warp d holds, of every eight columns, 2 b and 2 b + 1, of rows
     4 j + 2 half + e     row 16 d + a + 8 half, column 8 j + 2 b + e
 
 and its pairs of neighbouring columns 2 j + half.
+
+`load_16x16` and `store_16x16` copy numbers of 16 bits between shared memory and the threads that hold
+such sums, 16 rows x 16 columns of each warp at a time (ldmatrix, stmatrix). There they lie as the copy
+engine leaves them: in boxes of 64 rows of 128 bytes, swizzled.
 """
 
+from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32
-from .shared import WARP, WARPGROUP
+from .mma import ROWS
+from .ptx import shared_load_matrices, shared_store_matrices
+from .shared import ROW, WARP, WARPGROUP, swizzle
 
 comptime Sums[columns: Int] = StaticTuple[Float32, columns // 2]
 """A thread's sums of 64 x `columns`.
@@ -108,3 +115,67 @@ def pair[count: Int, //, j: Int, half: Int](sums: StaticTuple[Float32, count]) -
         Both.
     """
     return SIMD[F32, 2](sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
+
+
+@always_inline
+def sums_16x16[count: Int, //, k: Int](sums: StaticTuple[Float32, count]) -> SIMD[F32, 8]:
+    """Takes the sums of sixteen columns.
+
+    Parameters:
+        count: Sums of the thread.
+        k: Which sixteen columns.
+
+    Args:
+        sums: Of the thread.
+
+    Returns:
+        All eight, in their order.
+    """
+    var taken = SIMD[F32, 8](0)
+    comptime for i in range(8):
+        taken[i] = sums[8 * k + i]
+    return taken
+
+
+@always_inline
+def load_16x16[dtype: DType, k: Int](rows: UInt32, at: Fragment) -> SIMD[dtype, 8]:
+    """Loads numbers of sixteen columns from where the thread has sums.
+
+    Parameters:
+        dtype: Of 16 bits.
+        k: Which sixteen columns.
+
+    Args:
+        rows: The warpgroup's 64 rows, in boxes.
+        at: The thread's place.
+
+    Returns:
+        Eight numbers, in the order of the sums.
+    """
+    return bitcast[dtype, 8](shared_load_matrices(_row_16x16[k](rows, at)))
+
+
+@always_inline
+def store_16x16[k: Int](rows: UInt32, at: Fragment, value: SIMD[_, 8]):
+    """Stores what `load_16x16` loads.
+
+    Parameters:
+        k: Which sixteen columns.
+
+    Args:
+        rows: The warpgroup's 64 rows, in boxes.
+        at: The thread's place.
+        value: Eight numbers of 16 bits, in the order of the sums.
+    """
+    shared_store_matrices(_row_16x16[k](rows, at), bitcast[DType.uint32, 4](value))
+
+
+@always_inline
+def _row_16x16[k: Int](rows: UInt32, at: Fragment) -> UInt32:
+    """Finds the 16 bytes of a row that a lane names to ldmatrix and stmatrix.
+
+    Lanes 0 to 15 name the rows' first eight columns, the others the next eight.
+    """
+    var row = UInt32(at.warp() * 16 + at.lane() % 16)
+    var byte = UInt32(k % 4 * 32) + UInt32(at.lane() // 16 * 16)
+    return rows + UInt32(k // 4 * ROWS * ROW) + row * UInt32(ROW) + swizzle(byte, row)

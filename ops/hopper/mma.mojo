@@ -100,11 +100,14 @@ def mma[
 
 @always_inline
 def mma_registers[
-    dtype: DType, turned: Bool = False
-](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, 32]) -> StaticTuple[Float32, 32]:
+    count: Int, //, dtype: DType, turned: Bool = False
+](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, count]) -> StaticTuple[
+    Float32, count
+]:
     """Starts adding a 64 x 16 by 16 x 64 product: wgmma of registers and a matrix.
 
     Parameters:
+        count: Sums of a thread: 32.
         dtype: Either bfloat16 or float16.
         turned: Whether the right side lies as 16 rows of 64 numbers, not as 64 of 16.
 
@@ -116,6 +119,7 @@ def mma_registers[
     Returns:
         The sums, once the group has been waited for.
     """
+    comptime assert count == 32, "mma_registers: 64 columns are expected"
     comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
     # fmt: off
     var r = inlined_assembly[
@@ -142,7 +146,7 @@ def mma_registers[
         acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
     )
     # fmt: on
-    var sums = StaticTuple[Float32, 32](fill=0)
+    var sums = StaticTuple[Float32, count](fill=0)
     comptime for i in range(32):
         sums[i] = r[i]
     return sums

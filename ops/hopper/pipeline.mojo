@@ -191,6 +191,15 @@ struct Pipeline(TrivialRegisterPassable):
         """
         self.index, self.phase = other.index, other.phase
 
+    @always_inline
+    def previous(self) -> UInt32:
+        """Finds the stage before the next one.
+
+        Returns:
+            Its index, to `release`.
+        """
+        return self.index - 1 if self.index > 0 else self.stages - 1
+
     # The producer's side
 
     @always_inline
@@ -376,3 +385,34 @@ struct OrderedSequence(TrivialRegisterPassable):
     def arrive(self):
         """Passes the turn on; all of the consumer's threads call it."""
         arrive_threads(self.next, Self.THREADS)
+
+
+struct StoringStage(TrivialRegisterPassable):
+    """The stage, of any ring, from which the copy engine still stores a result.
+
+    For a consumer that stores a stage at a time: its first thread releases each before the next.
+    """
+
+    var empty: UInt32
+    """Address of the stage's `empty`; 0 if there is none."""
+
+    @always_inline
+    def __init__(out self):
+        """Begins with none."""
+        self.empty = 0
+
+    @always_inline
+    def begin(mut self, pipeline: Pipeline):
+        """Notes that the next stage is being stored.
+
+        Args:
+            pipeline: Where the consumer is.
+        """
+        self.empty = pipeline.empty + 8 * pipeline.index
+
+    @always_inline
+    def release(self):
+        """Gives the stage back, once the copy engine has read it."""
+        if self.empty != 0:
+            stores_read()
+            barrier_arrive(self.empty)

@@ -8,7 +8,7 @@ from ops.attention.plain import enqueue_plain
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
 from ops.epilogue import Epilogue
-from ops.gemm.chain import ChainEnds, ChainTensors, try_chain
+from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
 from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.tuning import CONFIGS
@@ -92,13 +92,13 @@ def tiled[
 
 def chains[
     dtype: DType
-](n: Int, o: ChainTensors[dtype], ends: ChainEnds, ctx: DeviceContext) raises:
-    _ = try_chain[dtype, "layernorm_mlp", 64, 64](n, n, o, ends, ctx)
-    _ = try_chain[dtype, "conv2d_chain", 64, 128](n, n, o, ends, ctx)
+](n: Int, o: ChainTensors[dtype], vectors: ChainVectors, ctx: DeviceContext) raises:
+    _ = try_chain[dtype, "layernorm_mlp", 64, 64](n, n, o, vectors, ctx)
+    _ = try_chain[dtype, "conv2d_chain", 64, 128](n, n, o, vectors, ctx)
     comptime if dtype == BF16:
-        _ = try_chain[dtype, "layernorm_mlp", 192, 192](n, n, o, ends, ctx)
-        _ = try_chain[dtype, "conv2d_chain", 64, 64](n, n, o, ends, ctx)
-        _ = try_chain[dtype, "conv2d_chain", 128, 128](n, n, o, ends, ctx)
+        _ = try_chain[dtype, "layernorm_mlp", 192, 192](n, n, o, vectors, ctx)
+        _ = try_chain[dtype, "conv2d_chain", 64, 64](n, n, o, vectors, ctx)
+        _ = try_chain[dtype, "conv2d_chain", 128, 128](n, n, o, vectors, ctx)
 
 
 def cores[dtype: DType](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
@@ -135,13 +135,13 @@ def main() raises:
     chains(
         n,
         ChainTensors[BF16](half, half, half, half, half, half),
-        ChainEnds(full, full, full, full),
+        ChainVectors(full, full, full, full),
         ctx,
     )
     chains(
         n,
         ChainTensors[F16](half2, half2, half2, half2, half2, half2),
-        ChainEnds(full, full, full, full),
+        ChainVectors(full, full, full, full),
         ctx,
     )
     hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[2]](

@@ -637,18 +637,18 @@ class Chain:
     groups: int
     c: int
     f: int
-    stages: int
-    rows: int
-    chunks: int = 0
+    w_stages: int
+    x_stages: int
+    h_stages: int = 0
 
     @property
     def label(self) -> str:
-        return f"{64 * self.groups}x{64 * self.c}x{64 * self.f}x{self.stages}"
+        return f"{64 * self.groups}x{64 * self.c}x{64 * self.f}x{self.w_stages}"
 
     @property
     def buffers(self) -> int:
-        weights = self.stages // 2 * (self.c + self.f) + self.stages % 2 * self.c
-        boxes = self.rows * max(self.c, self.f) + self.chunks
+        weights = self.w_stages // 2 * (self.c + self.f) + self.w_stages % 2 * self.c
+        boxes = self.x_stages * max(self.c, self.f) + self.h_stages
         return 8192 * (weights + self.groups * boxes)
 
 
@@ -695,13 +695,13 @@ def chain(
         else [None] * 2
     )
     tiles, chunks = -(-m // (64 * tile.groups)), -(-hidden // 64)
-    barriers = 16 * (tile.stages + tile.groups * (tile.rows + tile.chunks))
+    barriers = 16 * (tile.w_stages + tile.groups * (tile.x_stages + tile.h_stages))
     launch = Launch(
         kernel,
         [
             bytes(128 * len(maps)),
             pack("4Q", *(memory.add(v) for v in vectors)),
-            pack("3if", tiles, chunks, hidden, 1e-5),
+            pack("6if", 0, 1, tiles, 1, chunks, hidden, 1e-5),
         ],
         memory,
         grid=(min(tiles, processors),),
