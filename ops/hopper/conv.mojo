@@ -95,9 +95,7 @@ struct Conv(KernelArgument, TrivialRegisterPassable):
         Returns:
             Row and column of the input; negative in the padding.
         """
-        return Corner(
-            at.p * self.stride_h - self.pad_h, at.q * self.stride_w - self.pad_w
-        )
+        return Corner(at.p * self.stride_h - self.pad_h, at.q * self.stride_w - self.pad_w)
 
 
 struct Problem[products: Int = 1](KernelArgument, TrivialRegisterPassable):
@@ -225,6 +223,11 @@ struct Step(TrivialRegisterPassable):
     """Number of the chunk."""
 
     @always_inline
+    def __init__(out self):
+        """Begins with the first step."""
+        self.tap = self.r = self.s = self.c = 0
+
+    @always_inline
     def __init__(out self, conv: Conv, number: Int32):
         """Finds a step; those after the last tap's count as chunks of a tap more.
 
@@ -238,14 +241,17 @@ struct Step(TrivialRegisterPassable):
         self.s = self.tap - self.r * conv.s
 
     @always_inline
-    def advance(mut self, conv: Conv):
+    def advance[sources: Int = 2](mut self, conv: Conv):
         """Goes on to the next step.
+
+        Parameters:
+            sources: 2 if steps of a second source may follow those of the last tap.
 
         Args:
             conv: Sizes.
         """
         self.c += 1
-        if self.c == conv.chunks and self.tap < conv.taps:
+        if self.c == conv.chunks and (sources == 1 or self.tap < conv.taps):
             self.c = 0
             self.tap += 1
             self.s += 1

@@ -120,6 +120,25 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
             bias += self.bias2[0].unsafe_load[width=width, alignment=align](Int(f))
         return bias
 
+    @always_inline
+    def row_biases(self, at: Fragment, first: Int32, limit: Int32) -> SIMD[F32, 2]:
+        """Loads the bias of a thread's rows of the first product, where filters are the left side.
+
+        Args:
+            at: The thread's place.
+            first: The warpgroup's first row.
+            limit: Rows of the product; the bias of others is 0.
+
+        Returns:
+            Of the thread's two rows.
+        """
+        var biases = SIMD[F32, 2](0)
+        comptime for half in range(2):
+            var f = first + at.row() + Int32(8 * half)
+            if f < limit:
+                biases[half] = self.bias_of[1](f)[0]
+        return biases
+
 
 @always_inline
 def finish_rows[
@@ -173,13 +192,7 @@ def finish_rows[
 @always_inline
 def finish_columns[
     dtype: DType, epilogue: Epilogue, columns: Int, first: Int
-](
-    to: UInt32,
-    at: Fragment,
-    sums: StaticTuple[Float32, _],
-    alpha: Float32,
-    bias: SIMD[F32, 2],
-):
+](to: UInt32, at: Fragment, sums: StaticTuple[Float32, _], alpha: Float32, bias: SIMD[F32, 2]):
     """Finishes `columns` columns of 64 rows, turned over: a column becomes a row of shared memory.
 
     Parameters:
@@ -236,9 +249,7 @@ comptime PAD = 8
 
 
 @always_inline
-def leave_rows[
-    columns: Int
-](data: UInt32, at: Fragment, sums: StaticTuple[Float32, columns // 2]):
+def leave_rows[columns: Int](data: UInt32, at: Fragment, sums: StaticTuple[Float32, columns // 2]):
     """Stores 64 rows of sums in shared memory, as `reduce_cluster` reads them.
 
     Parameters:
@@ -277,9 +288,7 @@ def leave_columns[
     var to = data + UInt32(at.column() * Int32(PITCH) + row * 4)
     comptime for j in range(columns // 8):
         comptime for e in range(4):
-            shared_store_float(
-                to + UInt32((8 * j + e % 2) * PITCH + e // 2 * 32), sums[4 * j + e]
-            )
+            shared_store_float(to + UInt32((8 * j + e % 2) * PITCH + e // 2 * 32), sums[4 * j + e])
 
 
 @always_inline

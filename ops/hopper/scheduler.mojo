@@ -79,8 +79,11 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
             tiles += rows[i] * columns
         self.columns, self.tiles, self.splits = Int32(columns), Int32(tiles), Int32(splits)
 
-    def blocks(self, resident: Int) -> Int:
+    def blocks[split: Bool = False](self, resident: Int) -> Int:
         """Counts the blocks of a launch.
+
+        Parameters:
+            split: Whether a cluster shares a tile, be it of a single block.
 
         Args:
             resident: Blocks that the GPU holds at a time; each goes from tile to tile, unless a
@@ -90,7 +93,7 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
             The grid's size.
         """
         var tiles, splits = Int(self.tiles), Int(self.splits)
-        return tiles * splits if splits > 1 else min(tiles, resident)
+        return tiles * splits if split or splits > 1 else min(tiles, resident)
 
     @always_inline
     def block[split: Bool](self) -> Int32:
