@@ -377,7 +377,7 @@ def _produce[config: Config](maps: UInt64, problem: Problem, at_start: Pipeline)
     v.prefetch_descriptor()
     wait_on_dependent_grids()
     var pipeline = at_start
-    for number in problem.schedule.turns(problem.schedule.start()):
+    for number in problem.schedule.turns():
         var item = problem.item(number)
         for tile in range(problem.key_tiles):
             var first = tile * Int32(config.keys)

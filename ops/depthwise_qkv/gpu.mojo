@@ -21,7 +21,7 @@ Hopper, by latency at batch 1; docs/kernels.md has the figures.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
-from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
@@ -33,7 +33,7 @@ from std.math import ceildiv, rsqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
-from ..gemm.old import PROCESSORS
+from ..device import Device
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
 from ..target import IS_HOPPER
@@ -374,7 +374,7 @@ def _bytes[dtype: DType](g: QkvSizes) -> Int:
     return Int(g.pitch() * g.c) * size_of[dtype]()
 
 
-def _cost(g: QkvSizes) -> Float64:
+def _cost(g: QkvSizes, device: Device) -> Float64:
     """Estimates the clocks that all tiles take: latency a wave, then the instructions.
 
     Counted for 8 channels of a token: 100 to normalise it, 190 for its query, 410 for a key and
@@ -387,17 +387,22 @@ def _cost(g: QkvSizes) -> Float64:
         + 410 * tokens / Float64(Int(g.stride) ** 2)
     )
     var blocks = Int(g.images) * _blocks(g)
-    var turns = Float64(ceildiv(blocks, PROCESSORS))
-    var waves = Float64(ceildiv(blocks, PROCESSORS * RESIDENT))
+    var turns = Float64(ceildiv(blocks, device.multiprocessors))
+    var waves = Float64(ceildiv(blocks, device.multiprocessors * RESIDENT))
     return waves * 4000 + turns * work * Float64(Int(g.c)) / (8 * 32 * 2.8)
 
 
-def _tiled[dtype: DType](sizes: QkvSizes, room: Int) -> QkvSizes:
-    """Chooses the tile: the least estimate of those that fit into `room` bytes of shared memory."""
+def _room(device: Device) -> Int:
+    """Counts the bytes of shared memory that a block may take: sm_86 and sm_89 give it 99 KB."""
+    return min(SHARED, device.shared)
+
+
+def _tiled[dtype: DType](sizes: QkvSizes, device: Device) -> QkvSizes:
+    """Chooses the tile: the least estimate of those that fit into shared memory."""
     var g = sizes
     var best = sizes
     best.rows = best.columns = 1
-    var least = _cost(best)
+    var least = _cost(best, device)
     for down in range(1, Int(g.h) + 1):
         var rows = Int32(ceildiv(Int(g.h), down))
         if rows == g.rows:
@@ -409,8 +414,8 @@ def _tiled[dtype: DType](sizes: QkvSizes, room: Int) -> QkvSizes:
             if columns == g.columns:
                 continue
             g.columns = columns
-            if _bytes[dtype](g) <= room:
-                var cost = _cost(g)
+            if _bytes[dtype](g) <= _room(device):
+                var cost = _cost(g, device)
                 if cost < least:
                     least = cost
                     best = g
@@ -420,11 +425,8 @@ def _tiled[dtype: DType](sizes: QkvSizes, room: Int) -> QkvSizes:
 def _enqueue[
     dtype: DType, kernel: Int, lanes: Int, vectors: Int
 ](o: QkvOperands[dtype], sizes: QkvSizes, ctx: DeviceContext) raises:
-    # sm_86 and sm_89 give a block 99 KB.
-    var room = min(
-        SHARED, Int(ctx.get_attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN))
-    )
-    var g = _tiled[dtype](sizes, room)
+    var device = Device(ctx)
+    var g = _tiled[dtype](sizes, device)
     ctx.enqueue_function[qkv_kernel[dtype, kernel, lanes, vectors]](
         o,
         g,
@@ -432,7 +434,7 @@ def _enqueue[
         block_dim=THREADS,
         shared_mem_bytes=_bytes[dtype](g),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(room)),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(_room(device))),
     )
 
 

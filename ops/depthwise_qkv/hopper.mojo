@@ -35,7 +35,7 @@ from std.math import ceildiv, rsqrt
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
-from ..gemm.old import PROCESSORS
+from ..device import Device
 from ..hopper.ptx import (
     barrier_expect,
     barrier_init,
@@ -613,7 +613,7 @@ def _bytes(g: QkvSizes) -> Int:
     return weights + tokens * (2 * Int(g.c) + 16) + (high + 1) // 2 * 16
 
 
-def _tiled[c: Int](sizes: QkvSizes) -> QkvSizes:
+def _tiled[c: Int](sizes: QkvSizes, device: Device) -> QkvSizes:
     """Cuts the map into equal tiles; the largest are H200's of 2026-11-21 (docs/kernels.md)."""
     comptime ROWS = 14 if c < 384 else 7
     comptime COLUMNS = 28 if c == 64 else 14
@@ -621,7 +621,7 @@ def _tiled[c: Int](sizes: QkvSizes) -> QkvSizes:
     g.rows = Int32(ceildiv(Int(g.h), ceildiv(Int(g.h), ROWS)))
     g.columns = Int32(ceildiv(Int(g.w), ceildiv(Int(g.w), COLUMNS)))
     # Few tiles leave multiprocessors idle: two blocks share a tile.
-    g.parts = 2 if 2 * _tiles(g) <= PROCESSORS else 1
+    g.parts = 2 if 2 * _tiles(g) <= device.multiprocessors else 1
     return g
 
 
@@ -687,11 +687,13 @@ def enqueue_hopper[
         if Int(sizes.c) == c:
             # From where on it is the faster one (batch 32 of CvT-13; batch 8 is not yet).
             comptime LEAST = 256 if c == 64 else 128 if c == 192 else 64
-            var g = _tiled[c](sizes)
+            var device = Device(ctx)
+            var g = _tiled[c](sizes, device)
             if _tiles(g) < LEAST or _bytes(g) > SHARED:
                 return False
             # Three small blocks instead of two, if there are enough to keep them coming.
-            var small = 3 * (_bytes(g) + 1024) <= 228 * 1024 and _tiles(g) >= 8 * PROCESSORS
+            var many = _tiles(g) >= 8 * device.multiprocessors
+            var small = many and 3 * (_bytes(g) + 1024) <= 228 * 1024
             enqueue_tiles[dtype, c](o, g, 256 if small else THREADS, ctx)
             return True
     return False

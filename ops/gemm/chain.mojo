@@ -505,7 +505,7 @@ def _produce[
     var chunks = Array[Pipeline, config.groups](fill=weights)
     comptime for g in range(config.groups):
         tiles[g], chunks[g] = storage.x(UInt32(g)), storage.h(UInt32(g))
-    for tile in problem.schedule.turns(problem.schedule.start()):
+    for tile in problem.schedule.turns():
         var m0 = tile * Int32(config.rows())
         comptime for g in range(config.groups):
             var to = tiles[g].stage()
@@ -567,7 +567,7 @@ def _consume[
     var tiles = storage.x(group)
     var chunks = storage.h(group)
     var storing = StoringStage()
-    for tile in problem.schedule.turns(problem.schedule.start()):
+    for tile in problem.schedule.turns():
         var m0 = tile * Int32(config.rows()) + Int32(group) * Int32(ROWS)
         tiles.wait()
         var x = tiles.stage()

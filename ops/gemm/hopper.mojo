@@ -33,11 +33,6 @@ After Osama et al. 2023 (arXiv:2301.03598) and the PTX ISA 8.0, sections 5.5 and
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
-from max.gpu.compute.mma import (
-    wgmma_commit_group_sync,
-    wgmma_fence_aligned,
-    wgmma_wait_group_sync,
-)
 from max.gpu.host import DeviceContext, Dim, FuncAttribute
 from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.primitives.grid_controls import (
@@ -53,10 +48,11 @@ from std.utils.static_tuple import StaticTuple
 from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..hopper.accumulator import Fragment, Sums
+from ..hopper.accumulator import Fragment
 from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
-from ..hopper.mma import ROWS, Matrix, mma
+from ..hopper.mainloop import multiply_stages
+from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline, Storing
 from ..hopper.ptx import (
     fence_async,
@@ -393,33 +389,14 @@ def _consume[
         var tile = problem.schedule.tile(number)
         var m0 = tile.row * Int32(config.rows())
         var f0 = tile.column * Int32(COLUMNS)
-        var sums = Sums[COLUMNS](fill=0)
-        var before = pipeline.index
-        for i in range(steps):
-            pipeline.wait()
-            var x = Matrix(pipeline.stage() + group * UInt32(ROWS * ROW))
-            var w = Matrix(pipeline.stage() + UInt32(config.rows() * ROW))
-            wgmma_fence_aligned()
-            sums = mma[dtype, COLUMNS](x, w, sums)
-            wgmma_commit_group_sync()
-            if i == 0 and leads:
-                storing.release(pipeline)
-            comptime if config.overlap:
-                if i > 0:
-                    wgmma_wait_group_sync[1]()
-                    if leads:
-                        pipeline.release(before)
-                before = pipeline.index
-            else:
-                wgmma_wait_group_sync[0]()
-                if leads:
-                    pipeline.release()
-            pipeline.advance()
-        comptime if config.overlap:
-            wgmma_wait_group_sync[0]()
-            if leads:
-                pipeline.release(before)
-
+        var sums = multiply_stages[dtype, COLUMNS, overlap=config.overlap](
+            pipeline,
+            storing,
+            steps,
+            a=group * UInt32(ROWS * ROW),
+            b=UInt32(config.rows() * ROW),
+            leads=leads,
+        )
         comptime if config.split:
             leave_rows[COLUMNS](at_start.data, at, sums)
             return
@@ -616,7 +593,7 @@ def _enqueue[
         maps,
         tensors,
         problem,
-        grid_dim=problem.schedule.blocks(resident),
+        grid_dim=problem.schedule.blocks[config.split](resident),
         block_dim=config.threads(),
         cluster_dim=Dim(Int(problem.schedule.splits)),
         shared_mem_bytes=config.shared(),

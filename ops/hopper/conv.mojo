@@ -229,6 +229,11 @@ struct Step(TrivialRegisterPassable):
     """Number of the chunk."""
 
     @always_inline
+    def __init__(out self):
+        """Begins with the first step."""
+        self.tap = self.r = self.s = self.c = 0
+
+    @always_inline
     def __init__(out self, conv: Conv, number: Int32):
         """Finds a step; those after the last tap's count as chunks of a tap more.
 
@@ -242,14 +247,17 @@ struct Step(TrivialRegisterPassable):
         self.s = self.tap - self.r * conv.s
 
     @always_inline
-    def advance(mut self, conv: Conv):
+    def advance[sources: Int = 2](mut self, conv: Conv):
         """Goes on to the next step.
+
+        Parameters:
+            sources: 2 if steps of a second source may follow those of the last tap.
 
         Args:
             conv: Sizes.
         """
         self.c += 1
-        if self.c == conv.chunks and self.tap < conv.taps:
+        if self.c == conv.chunks and (sources == 1 or self.tap < conv.taps):
             self.c = 0
             self.tap += 1
             self.s += 1

@@ -128,6 +128,25 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
             bias += self.bias2[0].unsafe_load[width=width, alignment=align](Int(f))
         return bias
 
+    @always_inline
+    def row_biases(self, at: Fragment, first: Int32, limit: Int32) -> SIMD[F32, 2]:
+        """Loads the bias of a thread's rows of the first product, where filters are the left side.
+
+        Args:
+            at: The thread's place.
+            first: The warpgroup's first row.
+            limit: Rows of the product; the bias of others is 0.
+
+        Returns:
+            Of the thread's two rows.
+        """
+        var biases = SIMD[F32, 2](0)
+        comptime for half in range(2):
+            var f = first + at.row() + Int32(8 * half)
+            if f < limit:
+                biases[half] = self.bias_of[1](f)[0]
+        return biases
+
 
 @always_inline
 def finish_rows[
@@ -189,7 +208,7 @@ def finish_rows[
 @always_inline
 def finish_columns[
     dtype: DType, epilogue: Epilogue, columns: Int, first: Int
-](to: UInt32, at: Fragment, sums: StaticTuple[Float32, _], alpha: Float32, bias: SIMD[F32, 2],):
+](to: UInt32, at: Fragment, sums: StaticTuple[Float32, _], alpha: Float32, bias: SIMD[F32, 2]):
     """Finishes `columns` columns of 64 rows, turned over: a column becomes a row of shared memory.
 
     Parameters:

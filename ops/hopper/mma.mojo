@@ -22,18 +22,25 @@ comptime ROWS = 64
 """The M of wgmma: rows of A."""
 
 
-struct Matrix(TrivialRegisterPassable):
-    """Describes a matrix of swizzled rows of 128 bytes: eight rows are 1024 bytes.
+struct Matrix[swizzled: Bool = True, leading: Int = 16, stride: Int = 1024](
+    TrivialRegisterPassable
+):
+    """Describes a matrix in shared memory: swizzled rows of 128 bytes, or core matrices of 8 x 16.
 
     Of the descriptor's halves only the lower one, the address, is computed. They are joined as
     integers, not as a vector, so that the compiler folds offsets into the constant half.
+
+    Parameters:
+        swizzled: Whether rows are swizzled; otherwise eight rows of 16 bytes follow one another.
+        leading: Bytes from 16 bytes of K to the next 16; swizzled rows do not use it.
+        stride: Bytes from eight rows to the next eight.
     """
 
-    comptime HIGH = UInt32(0x40000040)
-    """128-byte swizzle, and 1024 / 16 from eight rows to the next eight."""
+    comptime HIGH = UInt32((1 << 30 if Self.swizzled else 0) | Self.stride >> 4)
+    """The swizzle, and how far eight rows are from the next eight."""
 
     var low: UInt32
-    """Address in sixteenths; a leading dimension that this swizzle does not use."""
+    """Address and leading dimension, in sixteenths."""
 
     @always_inline
     def __init__(out self, at: UInt32):
@@ -43,7 +50,7 @@ struct Matrix(TrivialRegisterPassable):
             at: Its address in shared memory, a multiple of 16; where it is no multiple of 1024, rows
                 are swizzled as their addresses say.
         """
-        self.low = (at >> 4) | (1 << 16)
+        self.low = (at >> 4) | UInt32(Self.leading >> 4 << 16)
 
     @always_inline
     def after(self, bytes: Int) -> Int64:
@@ -162,26 +169,45 @@ def _numbered[count: Int](sign: StaticString) -> String:
 
 @always_inline
 def mma_sparse[
-    dtype: DType, columns: Int, second: Bool
-](a: Int64, b: Int64, indices: UInt32, acc: StaticTuple[Float32, columns // 2]) -> StaticTuple[
-    Float32, columns // 2
-]:
-    """Starts adding a 64 x 32 by 32 x columns product, the left side of which is 2:4 sparse.
+    dtype: DType, columns: Int
+](
+    a: Matrix[...],
+    b: Matrix,
+    indices: UInt32,
+    sums: StaticTuple[Float32, columns // 2],
+) -> StaticTuple[Float32, columns // 2]:
+    """Starts adding A[64, K] B[K, columns], both in shared memory, A 2:4 sparse, K 128 bytes of B.
 
     Parameters:
         dtype: Either bfloat16 or float16.
-        columns: Columns of the right side: 96, 192, 208 or 224.
-        second: Whether the odd pairs of threads hold the indices of this product, not the even.
+        columns: N: 96, 192, 208 or 224.
 
     Args:
-        a: Descriptor of the two of each four numbers of the left side.
-        b: Descriptor of the right side.
-        indices: Which two they are, for eight fours.
-        acc: What the product is added to.
+        a: The two of each four numbers of A, in core matrices.
+        b: B, column by column.
+        indices: Which two they are, for eight fours; even pairs of threads hold those of the first
+            half of K, odd ones those of the second.
+        sums: What the products are added to.
 
     Returns:
         The sums, once the group has been waited for.
     """
+    comptime assert not a.swizzled, "mma_sparse: A is expected in core matrices"
+    var total = sums
+    comptime for k in range(2):
+        total = _mma_sparse[dtype, columns, k == 1](
+            a.after(2 * k * a.leading), b.after(k * 64), indices, total
+        )
+    return total
+
+
+@always_inline
+def _mma_sparse[
+    dtype: DType, columns: Int, second: Bool
+](a: Int64, b: Int64, indices: UInt32, acc: StaticTuple[Float32, columns // 2]) -> StaticTuple[
+    Float32, columns // 2
+]:
+    """Starts adding a 64 x 32 by 32 x columns product; `second` where odd pairs hold the indices."""
     comptime COUNT = columns // 2
     comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
     comptime start = "wgmma.mma_async.sp.sync.aligned.m64n"

@@ -92,8 +92,11 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
             tiles += rows[i] * columns
         self.columns, self.tiles, self.splits = Int32(columns), Int32(tiles), Int32(splits)
 
-    def blocks(self, resident: Int) -> Int:
+    def blocks[split: Bool = False](self, resident: Int) -> Int:
         """Counts the blocks of a launch.
+
+        Parameters:
+            split: Whether a cluster shares a tile, be it of a single block.
 
         Args:
             resident: Blocks that the GPU holds at a time; each goes from tile to tile, unless a
@@ -103,7 +106,7 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
             The grid's size.
         """
         var tiles, splits = Int(self.tiles), Int(self.splits)
-        return tiles * splits if splits > 1 else min(tiles, resident)
+        return tiles * splits if split or splits > 1 else min(tiles, resident)
 
     @always_inline
     def start[split: Bool = False](self) -> Start:
@@ -132,6 +135,15 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
             Their numbers, in order.
         """
         return range(start.tile, self.tiles, Int32(grid_dim.x))
+
+    @always_inline
+    def turns(self) -> Turns:
+        """Numbers the block's tiles, where no cluster shares one.
+
+        Returns:
+            Their numbers, in order.
+        """
+        return self.turns(self.start())
 
     @always_inline
     def tile(self, number: Int32) -> Tile:

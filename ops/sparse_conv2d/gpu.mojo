@@ -24,10 +24,10 @@ from std.memory import bitcast, unsafe_stack_allocation
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..device import Device
 from ..epilogue import Epilogue, activate
-from ..gemm.old import PROCESSORS
-from ..hopper.ptx import cluster_load4, cluster_sync
 from ..geometry import Geometry
+from ..hopper.ptx import cluster_load4, cluster_sync
 from ..operands import F32, Data, Operands, widened
 from ..target import IS_HOPPER
 
@@ -136,7 +136,7 @@ def sparse_conv2d_gpu[
         var tiles = ceildiv(g.pixels(), small.pixels()) * ceildiv(g.f, small.rows())
         var steps = g.r * g.s * ceildiv(g.c, ROW // size_of[dtype]())
         var splits = 4 if steps >= 4 else 1
-        if tiles * splits <= 2 * PROCESSORS:
+        if tiles * splits <= 2 * Device(ctx).multiprocessors:
             _enqueue[dtype, epilogue, small](g, o, columns, starts, splits, ctx)
             return
     _enqueue[dtype, epilogue, Tiling(width=4, filters=4, warps=16, blocks=2)](

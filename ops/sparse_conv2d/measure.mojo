@@ -14,8 +14,8 @@ from std.sys import size_of
 from ..conv2d.gpu import conv2d_gpu
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm_portable
-from ..gemm.old import ROW
 from ..geometry import Geometry
+from ..hopper.shared import ROW
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands
 from .blocks import blocks_conv2d

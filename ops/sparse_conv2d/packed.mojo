@@ -13,8 +13,8 @@ from std.math import ceildiv
 from std.sys import size_of
 
 from ..epilogue import Epilogue
-from ..gemm.old import ROW
 from ..geometry import Geometry
+from ..hopper.shared import ROW
 from ..operands import F32, Data, Operands, data
 from ..target import IS_HOPPER
 from .blocks import blocks_conv2d

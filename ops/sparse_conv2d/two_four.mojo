@@ -27,14 +27,13 @@ and multiply them in 128, beside what the copies write; and by power: 0.9 to 1.0
 zeros counted (H200, 2026-11-21). C has to be a multiple of 8, and F one of 8.
 """
 
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, grid_dim, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
 from max.gpu.compute.mma import (
     wgmma_commit_group_sync,
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
 from max.gpu.host import DeviceContext, FuncAttribute
-from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
     launch_dependent_grids,
@@ -45,45 +44,28 @@ from std.math import ceildiv
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
-from ..epilogue import Epilogue, activate
-from ..gemm.old import (
-    GROUP,
-    MAP,
-    MATRIX,
-    PROCESSORS,
-    ROW,
-    ROWS,
-    Maps,
-    Ring,
-    Walk,
-    im2col_map,
-    is_plain,
-    tensor_map,
-)
-from ..hopper.mma import hold, mma_sparse
+from ..device import Device
+from ..epilogue import Epilogue
+from ..geometry import Geometry
+from ..hopper.accumulator import Fragment
+from ..hopper.conv import Problem, Step, load_pixels, pixels_map
+from ..hopper.epilogue import EpilogueTensors, finish_columns
+from ..hopper.mma import ROWS, Matrix, hold, mma_sparse
+from ..hopper.pipeline import Pipeline, Storing
 from ..hopper.ptx import (
-    barrier_arrive,
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
     fence_async,
     fence_barrier_init,
-    load_2d,
     load_bytes,
-    load_im2col,
-    prefetch_map,
     shared_load,
     shared_load4,
-    shared_load_matrices,
-    shared_store_matrices,
-    store_2d,
     stores_commit,
     stores_read,
     sync_threads,
 )
-from ..geometry import Geometry
+from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory, swizzle
+from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map
 from ..kernel_argument import KernelArgument
-from ..operands import F32, Data, Operands
+from ..operands import Data, Operands
 
 comptime STEP = 64
 """Channels of a stage."""
@@ -91,11 +73,11 @@ comptime VALUES = 4096
 """Bytes of values of a stage, for 64 filters."""
 comptime INDICES = 512
 """Bytes of indices of a stage, for 64 filters."""
-comptime LEFT = (Int64(8) << 32) | (Int64(64) << 16)
-"""A matrix descriptor: no swizzle, 128 bytes to eight rows on, 1024 to eight numbers of K on."""
+comptime ValueMatrix = Matrix[swizzled=False, leading=1024, stride=128]
+"""The values of a stage, for 64 filters: 1024 bytes to eight numbers of K on."""
 
 
-struct Sparse(TrivialRegisterPassable):
+struct Config(TrivialRegisterPassable):
     """How a block works: a compile-time value."""
 
     var groups: Int
@@ -159,7 +141,7 @@ struct Sparse(TrivialRegisterPassable):
         Returns:
             A warpgroup for each consumer, and two warps that produce.
         """
-        return GROUP * self.groups + 64
+        return WARPGROUP * self.groups + 2 * WARP
 
     @always_inline
     def step(self) -> Int:
@@ -189,22 +171,24 @@ struct Sparse(TrivialRegisterPassable):
         Returns:
             The rings, their barriers, and what aligning them may take.
         """
-        return 2048 + self.windows * window + self.steps * self.step()
+        return SWIZZLED + BARRIERS + self.windows * window + self.steps * self.step()
 
 
-comptime TILES: List[Sparse] = [
+comptime BARRIERS = 1024
+"""Bytes before the stages, for the barriers of both rings: the swizzle begins again after them."""
+comptime TILES: List[Config] = [
     # H200, 2026-11-21, fitted to the 3x3 and 1x1 layers of ResNet-50 at batch 32 to 128
-    Sparse(2, 192, 6, 6, 1, tile_us=2.86, step_us=0.351),
-    Sparse(2, 96, 9, 9, 1, tile_us=1.20, step_us=0.234),
-    Sparse(1, 208, 2, 5, 2, tile_us=2.27, step_us=0.331, shares=True),
-    Sparse(1, 224, 2, 4, 2, tile_us=2.26, step_us=0.356, shares=True),
+    Config(2, 192, 6, 6, 1, tile_us=2.86, step_us=0.351),
+    Config(2, 96, 9, 9, 1, tile_us=1.20, step_us=0.234),
+    Config(1, 208, 2, 5, 2, tile_us=2.27, step_us=0.331, shares=True),
+    Config(1, 224, 2, 4, 2, tile_us=2.26, step_us=0.356, shares=True),
 ]
 """The tiles that are compiled."""
 comptime MEMORY = 228 * 1024
 """Bytes of shared memory of a multiprocessor, of which a block takes 1024 more than it asks for."""
 
 
-struct Reach(KernelArgument, TrivialRegisterPassable):
+struct WindowLayout(KernelArgument, TrivialRegisterPassable):
     """How windows lie in shared memory, and which of their sums are stored."""
 
     comptime device_type: AnyType = Self
@@ -227,7 +211,7 @@ struct Reach(KernelArgument, TrivialRegisterPassable):
     var q: Int32
     """Output columns that are stored."""
 
-    def __init__(out self, g: Geometry, config: Sparse):
+    def __init__(out self, g: Geometry, config: Config):
         """Takes the sizes.
 
         Args:
@@ -245,7 +229,7 @@ struct Reach(KernelArgument, TrivialRegisterPassable):
 
 
 struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
-    """What the kernel reads without tensor maps: nothing but pointers.
+    """The filters, which are read without tensor maps.
 
     Parameters:
         dtype: Of the values.
@@ -258,19 +242,15 @@ struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """[K / 64, F / 128, 2, 4, 64, 8]."""
     var indices: Data[DType.uint32]
     """[K / 64, F / 128, 2, 128]."""
-    var bias: Data[F32]
-    """[F]."""
-    var y: Data[Self.dtype]
-    """[N, P, Q, F]."""
 
-    def __init__(out self, o: Operands[Self.dtype], indices: Data[DType.uint32]):
+    def __init__(out self, values: Data[Self.dtype], indices: Data[DType.uint32]):
         """Names the arrays.
 
         Args:
-            o: The tensors; w holds the values.
+            values: Two of each four.
             indices: Which two.
         """
-        self.values, self.indices, self.bias, self.y = o.w, indices, o.bias, o.y
+        self.values, self.indices = values, indices
 
 
 @__name(t"sparse_conv2d_two_four_{config.label()}_{epilogue.label()}_{dtype}")
@@ -280,8 +260,14 @@ struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
     `nvvm.minctasm`=SIMDLength(config.blocks),
 )
 def two_four_kernel[
-    dtype: DType, epilogue: Epilogue, config: Sparse
-](maps: Maps[3], filters: Filters[dtype], walk: Walk[1], reach: Reach):
+    dtype: DType, epilogue: Epilogue, config: Config
+](
+    maps: TensorMaps[3],
+    filters: Filters[dtype],
+    tensors: EpilogueTensors[dtype],
+    problem: Problem[1],
+    layout: WindowLayout,
+):
     """Computes tiles.
 
     Parameters:
@@ -291,324 +277,243 @@ def two_four_kernel[
 
     Args:
         maps: Tensor maps of x (im2col, or a matrix), y[M, F] and the residual.
-        filters: Values, indices and bias.
-        walk: How tiles and steps run over them.
-        reach: How far taps lie apart.
+        filters: Values and indices.
+        tensors: Bias, residual and y.
+        problem: Sizes.
+        layout: How windows lie in shared memory.
     """
-    var memory = external_memory[
-        UInt8, address_space=AddressSpace.SHARED, alignment=1024, name="two_four"
-    ]()
-    var barriers = (UInt32(Int(memory)) + 1023) & ~UInt32(1023)
-    var steps_full = barriers + 16 * UInt32(config.windows)
-    var stages = barriers + 1024
-    var windows = Ring(stages, barriers, barriers + 8 * UInt32(config.windows))
-    var steps = Ring(
-        stages + UInt32(config.windows) * UInt32(reach.window),
-        steps_full,
-        steps_full + 8 * UInt32(config.steps),
+    var barriers = shared_memory["two_four"]()
+    var stages = barriers + BARRIERS
+    var windows = Pipeline(
+        stages, barriers, stages=Int32(config.windows), bytes=UInt32(layout.window)
+    )
+    var steps = Pipeline(
+        stages + UInt32(config.windows) * UInt32(layout.window),
+        barriers + UInt32(Pipeline.BARRIERS * config.windows),
+        stages=Int32(config.steps),
+        bytes=UInt32(config.step()),
     )
     var t = Int32(thread_idx.x)
     if t == 0:
-        comptime for i in range(config.windows):
-            barrier_init(windows.full + 8 * UInt32(i), 1)
-            barrier_init(windows.empty + 8 * UInt32(i), UInt32(config.groups))
-        comptime for i in range(config.steps):
-            barrier_init(steps.full + 8 * UInt32(i), 1)
-            barrier_init(steps.empty + 8 * UInt32(i), UInt32(config.groups))
+        windows.init[config.windows](consumers=config.groups)
+        steps.init[config.steps](consumers=config.groups)
         fence_barrier_init()
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
-    var at = UInt64(Int(Pointer(to=maps)))
-    var warp = t // 32 - Int32(config.groups * 4)
+    var warp = t // Int32(WARP) - Int32(4 * config.groups)
     if warp < 0:
-        _consume[dtype, epilogue, config](at, filters, walk, reach, windows, steps, t)
-    elif t % 32 == 0:
+        _consume[dtype, epilogue, config](
+            maps.address(), tensors, problem, layout, windows, steps, Fragment(t)
+        )
+    elif t % Int32(WARP) == 0:
         # Two threads drive the copy engine.
         if warp == 0:
-            _bring_pixels[dtype, epilogue, config](at, walk, reach, windows)
+            _produce_windows[dtype, epilogue, config](maps.address(), problem, layout, windows)
         else:
-            _bring_filters[dtype, config](filters, walk, steps)
+            _produce_steps[dtype, config](filters, problem, steps)
 
 
 @always_inline
-def _bring_filters[
-    dtype: DType, config: Sparse
-](filters: Filters[dtype], walk: Walk[1], at_start: Ring):
+def _produce_steps[
+    dtype: DType, config: Config
+](filters: Filters[dtype], problem: Problem[1], at_start: Pipeline):
     """Fills the ring of filters, tile after tile; they do not depend on the kernel before."""
-    var all = (walk.filters + Int32(2 * ROWS - 1)) // Int32(2 * ROWS) * 2
-    var ring = at_start
-    for tile in range(Int32(block_idx.x), walk.blocks, Int32(grid_dim.x)):
-        var first = walk.place(tile).column * Int32(config.groups)
-        var tap = Int32(0)
-        var c = Int32(0)
-        for _ in range(walk.taps * walk.chunks):
-            var to = ring.stages + ring.slot * UInt32(config.step())
-            var full = ring.full + 8 * ring.slot
-            barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
-            barrier_expect(full, UInt32(config.step()))
-            var at = Int((tap * walk.chunks + c) * all + first)
+    var conv = problem.conv
+    # Filters are arranged by pairs of 64.
+    var groups = (problem.filters + Int32(2 * ROWS - 1)) // Int32(2 * ROWS) * 2
+    var pipeline = at_start
+    for number in problem.schedule.turns():
+        var first = problem.schedule.tile(number).column * Int32(config.groups)
+        var k = Int32(0)
+        for _ in range(conv.steps()):
+            var to = pipeline.stage()
+            pipeline.acquire()
+            pipeline.expect(UInt32(config.step()))
+            var at = Int(k * groups + first)
             load_bytes(
                 to,
                 filters.values.unsafe_offset(at * (VALUES // 2)),
                 UInt32(config.groups * VALUES),
-                full,
+                pipeline.barrier(),
             )
             load_bytes(
                 to + UInt32(config.groups * VALUES),
                 filters.indices.unsafe_offset(at * (INDICES // 4)),
                 UInt32(config.groups * INDICES),
-                full,
+                pipeline.barrier(),
             )
-            ring.advance[config.steps]()
+            pipeline.advance()
             comptime if config.shares:
-                tap += 1
-                if tap == walk.taps:
-                    tap = 0
-                    c += 1
+                # All taps of 64 channels, and then those of the next.
+                k += conv.chunks
+                if k >= conv.steps():
+                    k -= conv.steps() - 1
             else:
-                c += 1
-                if c == walk.chunks:
-                    c = 0
-                    tap += 1
-
-
-@fieldwise_init
-struct Pixel(TrivialRegisterPassable):
-    """Where an output pixel is."""
-
-    var n: Int32
-    """Image."""
-    var p: Int32
-    """Row."""
-    var q: Int32
-    """Column."""
+                k += 1
 
 
 @always_inline
-def _pixel(walk: Walk[1], m: Int32) -> Pixel:
-    """Finds where an output pixel is."""
-    var n = m // walk.pq
-    var rest = m - n * walk.pq
-    var p = rest // walk.q
-    return Pixel(n, p, rest - p * walk.q)
-
-
-@always_inline
-def _bring_pixels[
-    dtype: DType, epilogue: Epilogue, config: Sparse
-](maps: UInt64, walk: Walk[1], reach: Reach, at_start: Ring):
+def _produce_windows[
+    dtype: DType, epilogue: Epilogue, config: Config
+](maps: UInt64, problem: Problem[1], layout: WindowLayout, at_start: Pipeline):
     """Fills the ring of windows, tile after tile, and brings the residual."""
     comptime PART = config.part()
-    prefetch_map(maps)
+    var x = TileLoader(maps, 0)
+    var residual = TileLoader(maps, 2)
+    x.prefetch_descriptor()
     wait_on_dependent_grids()
-    var loads = walk.chunks if config.shares else walk.chunks * walk.taps
-    var ring = at_start
-    for tile in range(Int32(block_idx.x), walk.blocks, Int32(grid_dim.x)):
-        var place = walk.place(tile)
-        var m0 = place.row * Int32(config.pixels)
-        var at = _pixel(walk, m0)
-        var h0 = at.p * walk.stride_h - walk.pad_h
-        var w0 = at.q * walk.stride_w - walk.pad_w
-        var r = Int32(0)
-        var s = Int32(0)
-        var c = Int32(0)
+    var conv = problem.conv
+    var loads = conv.chunks if config.shares else conv.steps()
+    var pipeline = at_start
+    for number in problem.schedule.turns():
+        var tile = problem.schedule.tile(number)
+        var m0 = tile.row * Int32(config.pixels)
+        var pixel = conv.pixel(m0)
+        var corner = conv.corner(pixel)
+        var k = Step()
         for _ in range(loads):
-            var to = ring.stages + ring.slot * UInt32(reach.window)
-            var full = ring.full + 8 * ring.slot
-            barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
-            barrier_expect(full, UInt32(reach.pixels) * UInt32(ROW))
-            if walk.plain == 1:
-                load_2d(to, maps, full, c * Int32(STEP), m0)
+            pipeline.acquire()
+            pipeline.expect(UInt32(layout.pixels) * UInt32(ROW))
+            load_pixels(
+                x,
+                pipeline.stage(),
+                pipeline.barrier(),
+                conv,
+                pixel,
+                corner,
+                channel=k.c * Int32(STEP),
+                r=k.r,
+                s=k.s,
+            )
+            pipeline.advance()
+            comptime if config.shares:
+                k.c += 1
             else:
-                load_im2col(
-                    to,
-                    maps,
-                    full,
-                    c * Int32(STEP),
-                    w0,
-                    h0,
-                    at.n,
-                    UInt16(s * walk.dilation_w),
-                    UInt16(r * walk.dilation_h),
-                )
-            ring.advance[config.windows]()
-            c += 1
-            comptime if not config.shares:
-                if c == walk.chunks:
-                    c = 0
-                    s += 1
-                    if s == walk.s:
-                        s = 0
-                        r += 1
+                k.advance[sources=1](conv)
         comptime for part in range(config.groups):
-            var to = ring.stages + ring.slot * UInt32(reach.window)
-            var full = ring.full + 8 * ring.slot
-            barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
+            pipeline.acquire()
             var m = m0 + Int32(part * PART)
-            if epilogue.adds and m < walk.pixels[0]:
-                barrier_expect(full, UInt32(config.groups * PART * ROW))
-                var end = _pixel(walk, m)
+            if epilogue.adds and m < problem.rows_of(0):
+                pipeline.expect(UInt32(config.groups * PART * ROW))
+                var begin = conv.pixel(m)
                 comptime for i in range(config.groups):
-                    var f = (place.column * Int32(config.groups) + Int32(i)) * Int32(ROWS)
+                    var to = pipeline.stage() + UInt32(i * PART * ROW)
+                    var f = (tile.column * Int32(config.groups) + Int32(i)) * Int32(ROWS)
                     comptime if config.shares:
-                        load_im2col(
-                            to + UInt32(i * PART * ROW),
-                            maps + 2 * MAP,
-                            full,
-                            f,
-                            end.q,
-                            end.p,
-                            end.n,
-                            0,
-                            0,
+                        residual.load_im2col(
+                            to, pipeline.barrier(), f, begin.q, begin.p, begin.n, 0, 0
                         )
                     else:
-                        load_2d(to + UInt32(i * PART * ROW), maps + 2 * MAP, full, f, m)
+                        residual.load(to, pipeline.barrier(), f, m)
             else:
-                barrier_arrive(full)
-            ring.advance[config.windows]()
+                pipeline.commit()
+            pipeline.advance()
 
 
 @always_inline
 def _consume[
-    dtype: DType, epilogue: Epilogue, config: Sparse
+    dtype: DType, epilogue: Epilogue, config: Config
 ](
     maps: UInt64,
-    filters: Filters[dtype],
-    walk: Walk[1],
-    reach: Reach,
-    first_window: Ring,
-    first_step: Ring,
-    t: Int32,
+    tensors: EpilogueTensors[dtype],
+    problem: Problem[1],
+    layout: WindowLayout,
+    windows_at_start: Pipeline,
+    steps_at_start: Pipeline,
+    at: Fragment,
 ):
     """Multiplies the stages of the tiles, and finishes each."""
     comptime PART = config.part()
+    var conv = problem.conv
+    var group = UInt32(at.group())
+    var leads = at.leads()
+    var y = TileStore(maps, 1)
 
-    var group = t // Int32(GROUP)
-    var lane = t % 32
-    var warp = t % Int32(GROUP) // 32
-    var leads = t % Int32(GROUP) == 0
-    # Thread 4 a + b of warp d holds pixels 8 j + 2 b, and one more, of filters 16 d + a and 8 on.
-    var row = warp * 16 + lane // 4
-    # It names the row of a matrix that stmatrix takes: pixel (i / 2) * 8 + lane % 8 of 16, and 8
-    # filters, 16 bytes, that change places by the pixel.
-    var chunk = UInt32(warp * 2 + lane // 8 % 2)
-    var name = UInt32(lane // 16 * 8 + lane % 8)
-    var place_of_row = name * UInt32(ROW) + (chunk ^ (name % 8)) * 16
-    var count = walk.taps * walk.chunks
-
-    var windows = first_window
-    var ring = first_step
-    var storing = UInt32(0)  # The first of the windows that are being stored, plus one.
-    for tile in range(Int32(block_idx.x), walk.blocks, Int32(grid_dim.x)):
-        var place = walk.place(tile)
-        var m0 = place.row * Int32(config.pixels)
-        var f0 = (place.column * Int32(config.groups) + group) * Int32(ROWS)
+    var windows = windows_at_start
+    var steps = steps_at_start
+    var storing = Storing[config.groups]()
+    for number in problem.schedule.turns():
+        var tile = problem.schedule.tile(number)
+        var m0 = tile.row * Int32(config.pixels)
+        var f0 = (tile.column * Int32(config.groups) + at.group()) * Int32(ROWS)
         var sums = StaticTuple[Float32, config.pixels // 2](fill=0)
-        var before = ring.slot
-        var window_before = windows.slot
+        var step_before = steps.index
+        var window_before = windows.index
         var indices = StaticTuple[UInt32, 2](fill=0)
         var r = Int32(0)
         var s = Int32(0)
-        for i in range(Int32(0), count, Int32(2)):
+        for i in range(Int32(0), conv.steps(), Int32(2)):
             comptime for odd in range(2):
-                if i + Int32(odd) < count:
+                if i + Int32(odd) < conv.steps():
                     var begins = not config.shares or r + s == 0
                     if begins:
-                        barrier_wait(windows.full + 8 * windows.slot, windows.parity)
-                    barrier_wait(ring.full + 8 * ring.slot, ring.parity)
-                    var pixels = windows.stages + windows.slot * UInt32(reach.window)
+                        windows.wait()
+                    steps.wait()
+                    var pixels = windows.stage()
                     comptime if config.shares:
-                        pixels += UInt32(r * reach.row + s * reach.tap)
-                    var at = ring.stages + ring.slot * UInt32(config.step())
-                    var w = LEFT | Int64((at + UInt32(group) * UInt32(VALUES)) >> 4)
-                    var x = MATRIX | Int64(pixels >> 4)
-                    indices[odd] = shared_load(at + UInt32(config.groups * VALUES) + UInt32(t) * 4)
+                        pixels += UInt32(r * layout.row + s * layout.tap)
+                    var x = Matrix(pixels)
+                    var w = ValueMatrix(steps.stage() + group * UInt32(VALUES))
+                    indices[odd] = shared_load(
+                        steps.stage() + UInt32(config.groups * VALUES) + UInt32(at.t) * 4
+                    )
                     wgmma_fence_aligned()
-                    comptime for k in range(2):
-                        sums = mma_sparse[dtype, config.pixels, k == 1](
-                            w + Int64(128 * k), x + Int64(4 * k), indices[odd], sums
-                        )
+                    sums = mma_sparse[dtype, config.pixels](w, x, indices[odd], sums)
                     wgmma_commit_group_sync()
-                    if odd == 0 and i == 0 and storing != 0 and leads:
-                        # The tile before has left shared memory by now, or soon will have.
-                        stores_read()
-                        comptime for part in range(config.groups):
-                            barrier_arrive(
-                                windows.empty
-                                + 8 * ((storing - 1 + UInt32(part)) % UInt32(config.windows))
-                            )
-                        storing = 0
+                    if odd == 0 and i == 0 and leads:
+                        storing.release(windows)
                     wgmma_wait_group_sync[1]()
-                    hold(indices[1 - odd], first_window.full, UInt32(reach.never))
+                    hold(indices[1 - odd], windows.full, UInt32(layout.never))
                     # The copy engine may overwrite what is released, and ordinary loads read the
                     # indices of that step: racecheck wants a proxy fence. But they had come when
                     # the wgmma began that is done now.
                     if (odd == 1 or i > 0) and leads:
-                        barrier_arrive(ring.empty + 8 * before)
+                        steps.release(step_before)
                         if begins:
-                            barrier_arrive(windows.empty + 8 * window_before)
-                    before = ring.slot
-                    window_before = windows.slot
-                    ring.advance[config.steps]()
+                            windows.release(window_before)
+                    step_before = steps.index
+                    window_before = windows.index
+                    steps.advance()
                     comptime if config.shares:
                         s += 1
-                        if s == walk.s:
+                        if s == conv.s:
                             s = 0
                             r += 1
-                            if r * walk.s == walk.taps:
+                            if r * conv.s == conv.taps:
                                 r = 0
-                                windows.advance[config.windows]()
+                                windows.advance()
                     else:
-                        windows.advance[config.windows]()
+                        windows.advance()
         wgmma_wait_group_sync[0]()
         comptime for odd in range(2):
-            hold(indices[odd], first_window.full, UInt32(reach.never))
+            hold(indices[odd], windows.full, UInt32(layout.never))
         if leads:
-            barrier_arrive(ring.empty + 8 * before)
-            barrier_arrive(windows.empty + 8 * window_before)
+            steps.release(step_before)
+            windows.release(window_before)
 
-        var bias = SIMD[F32, 2](0)
-        comptime for half in range(2):
-            var f = f0 + row + Int32(8 * half)
-            if f < walk.filters:
-                bias[half] = filters.bias[unsafe_offset=Int(f)]
-        storing = UInt32(0) if config.shares else windows.slot + 1
+        var bias = tensors.row_biases(at, f0, problem.filters)
+        comptime if not config.shares:
+            storing.begin(windows)
         comptime for part in range(config.groups):
-            barrier_wait(windows.full + 8 * windows.slot, windows.parity)
-            var to = windows.stages + windows.slot * UInt32(reach.window)
-            to += UInt32(group) * UInt32(PART * ROW)
-            comptime for pair in range(PART // 16):
-                var at = to + UInt32(pair * 16 * ROW) + place_of_row
-                var bits = SIMD[DType.uint32, 4](0)
-                comptime if epilogue.adds:
-                    bits = shared_load_matrices[turned=True](at)
-                comptime for i in range(4):
-                    comptime half = i % 2
-                    comptime j = part * PART // 8 + 2 * pair + i // 2
-                    var value = SIMD[F32, 2](sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
-                    value = value.fma(SIMD[F32, 2](walk.alpha), SIMD[F32, 2](bias[half]))
-                    comptime if epilogue.adds:
-                        value += bitcast[dtype, 2](bits[i]).cast[F32]()
-                    value = activate[epilogue, dtype](value)
-                    bits[i] = bitcast[DType.uint32, 1](value.cast[dtype]())
-                shared_store_matrices[turned=True](at, bits)
+            windows.wait()
+            var to = windows.stage() + group * UInt32(PART * ROW)
+            finish_columns[dtype, epilogue, PART, part * PART](to, at, sums, problem.alpha, bias)
             var m = m0 + Int32(part * PART)
             comptime if config.shares:
-                sync_threads(UInt32(group) + 1, UInt32(GROUP))
-                _store[dtype, PART](filters, walk, reach, to, m, f0, t % Int32(GROUP))
+                sync_threads(group + 1, UInt32(WARPGROUP))
+                _store[dtype, PART](tensors, problem, layout, to, m, f0, at)
                 fence_async()
-                sync_threads(UInt32(group) + 1, UInt32(GROUP))
+                sync_threads(group + 1, UInt32(WARPGROUP))
                 if leads:
-                    barrier_arrive(windows.empty + 8 * windows.slot)
+                    windows.release()
             else:
                 fence_async()
-                sync_threads(UInt32(group) + 1, UInt32(GROUP))
-                if leads and m < walk.pixels[0]:
-                    store_2d(maps + MAP, to, f0, m)
+                sync_threads(group + 1, UInt32(WARPGROUP))
+                if leads and m < problem.rows_of(0):
+                    y.store(to, f0, m)
                     stores_commit()
-            windows.advance[config.windows]()
+            windows.advance()
     stores_read()
 
 
@@ -616,32 +521,36 @@ def _consume[
 def _store[
     dtype: DType, count: Int
 ](
-    filters: Filters[dtype],
-    walk: Walk[1],
-    reach: Reach,
+    tensors: EpilogueTensors[dtype],
+    problem: Problem[1],
+    layout: WindowLayout,
     source: UInt32,
     m: Int32,
     f0: Int32,
-    t: Int32,
+    at: Fragment,
 ):
     """Stores pixels that are not padding, 16 bytes a thread at a time: 8 threads a pixel."""
-    var at = _pixel(walk, m + t // 8)
+    var conv = problem.conv
+    var t = at.t % Int32(WARPGROUP)
+    var row = UInt32(t // 8)
+    var pixel = conv.pixel(m + t // 8)
     var f = f0 + t % 8 * 8
-    var source_row = source + UInt32(t // 8 * Int32(ROW) + (t % 8 ^ t // 8 % 8) * 16)
+    var mine = source + row * UInt32(ROW) + swizzle(UInt32(t % 8 * 16), row)
     comptime for i in range(count // 16):
-        if at.q < reach.q and at.p < reach.p and at.n < reach.n and f < walk.filters:
-            var pixel = (at.n * reach.p + at.p) * reach.q + at.q
-            var bits = shared_load4(source_row + UInt32(i * 16 * ROW))
-            filters.y.unsafe_store[alignment=16](
-                Int(pixel) * Int(walk.filters) + Int(f), bitcast[dtype, 8](bits)
+        var inside = pixel.q < layout.q and pixel.p < layout.p and pixel.n < layout.n
+        if inside and f < problem.filters:
+            var to = (pixel.n * layout.p + pixel.p) * layout.q + pixel.q
+            var bits = shared_load4(mine + UInt32(i * 16 * ROW))
+            tensors.y[0].unsafe_store[alignment=16](
+                Int(to) * Int(problem.filters) + Int(f), bitcast[dtype, 8](bits)
             )
-        at.q += 16
-        while at.q >= walk.q:
-            at.q -= walk.q
-            at.p += 1
-            if at.p * walk.q == walk.pq:
-                at.p = 0
-                at.n += 1
+        pixel.q += 16
+        while pixel.q >= conv.q:
+            pixel.q -= conv.q
+            pixel.p += 1
+            if pixel.p * conv.q == conv.pq:
+                pixel.p = 0
+                pixel.n += 1
 
 
 # The host's side
@@ -662,11 +571,11 @@ def _stored(g: Geometry) -> Geometry:
     return y
 
 
-def fits(g: Geometry, config: Sparse) -> Bool:
+def fits(g: Geometry, config: Config) -> Bool:
     """Tells whether a tile can compute a convolution.
 
     Args:
-        g: Sizes; ops/gemm/hopper.mojo takes them.
+        g: Sizes; `takes` of ops/hopper/conv.mojo is true of them.
         config: Of the tile.
 
     Returns:
@@ -677,7 +586,7 @@ def fits(g: Geometry, config: Sparse) -> Bool:
         return True
     var right = g.q - 1 + (g.s - 1) * g.dilation_w - g.pad_w - (g.w - 1)
     var bottom = g.p - 1 + (g.r - 1) * g.dilation_h - g.pad_h - (g.h - 1)
-    var shared = config.shared(Int(Reach(g, config).window))
+    var shared = config.shared(Int(WindowLayout(g, config).window))
     return (
         g.r * g.s > 1
         and g.stride_h * g.stride_w == 1
@@ -689,11 +598,12 @@ def fits(g: Geometry, config: Sparse) -> Bool:
     )
 
 
-def choose_two_four(g: Geometry) -> Int:
+def choose_two_four(g: Geometry, device: Device) -> Int:
     """Chooses the tile of a convolution, by what its waves of tiles cost.
 
     Args:
         g: Sizes.
+        device: The GPU.
 
     Returns:
         An index in TILES.
@@ -706,7 +616,7 @@ def choose_two_four(g: Geometry) -> Int:
         if fits(g, config):
             var pixels = _padded(g).pixels() if config.shares else g.pixels()
             var tiles = ceildiv(pixels, config.pixels) * ceildiv(g.f, ROWS * config.groups)
-            var waves = Float64(ceildiv(tiles, PROCESSORS * config.blocks))
+            var waves = Float64(ceildiv(tiles, device.multiprocessors * config.blocks))
             var cost = waves * (config.tile_us + config.step_us * steps)
             if cost < least:
                 best, least = i, cost
@@ -723,7 +633,7 @@ def two_four_conv2d[
         epilogue: What the accumulator goes through.
 
     Args:
-        g: Sizes; `takes` of ops/gemm/hopper.mojo is true of them.
+        g: Sizes; `takes` of ops/hopper/conv.mojo is true of them.
         o: The tensors; w holds the values as `two_four` of graphs/arrange.py orders them.
         indices: Which two of each four the values are, from there, too.
         ctx: The GPU.
@@ -731,14 +641,14 @@ def two_four_conv2d[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    var tile = choose_two_four(g)
+    var tile = choose_two_four(g, Device(ctx))
     comptime for i in range(len(TILES)):
         if tile == i:
             two_four_tile[dtype, epilogue, TILES[i]](g, o, indices, ctx)
 
 
 def two_four_tile[
-    dtype: DType, epilogue: Epilogue, config: Sparse
+    dtype: DType, epilogue: Epilogue, config: Config
 ](g: Geometry, o: Operands[dtype], indices: Data[DType.uint32], ctx: DeviceContext) raises:
     """Enqueues a convolution with a tile.
 
@@ -748,7 +658,7 @@ def two_four_tile[
         config: Of the tile; it `fits`.
 
     Args:
-        g: Sizes; `takes` of ops/gemm/hopper.mojo is true of them.
+        g: Sizes; `takes` of ops/hopper/conv.mojo is true of them.
         o: The tensors; w holds the values as `two_four` of graphs/arrange.py orders them.
         indices: Which two of each four the values are, from there, too.
         ctx: The GPU.
@@ -760,37 +670,37 @@ def two_four_tile[
     comptime assert PART % 16 == 0, "two_four: stmatrix stores 16 pixels at a time"
     comptime assert config.groups < config.windows, "two_four: a tile's results fill the ring"
     comptime assert config.groups <= 2, "two_four: filters are arranged by pairs of 64"
-    var maps = Maps[3]()
-    var c, f, m = Int64(g.c), Int64(g.f), Int64(g.pixels())
-    var reach = Reach(g, config)
+    var layout = WindowLayout(g, config)
     var walked = g
+    var maps = TensorMaps[3]()
     comptime if config.shares:
         walked = _padded(g)
         comptime if epilogue.adds:
             maps.maps[2] = im2col_map[dtype](ctx, o.residual, _stored(g), PART)
     else:
-        maps.maps[1] = tensor_map[dtype, 2](ctx, o.y, [f, m], [Int32(STEP), Int32(PART)])
+        maps.maps[1] = matrix_map[dtype](ctx, o.y, rows=g.pixels(), columns=g.f, box=PART)
         comptime if epilogue.adds:
-            maps.maps[2] = tensor_map[dtype, 2](ctx, o.residual, [f, m], [Int32(STEP), Int32(PART)])
-    if is_plain(g):
-        maps.maps[0] = tensor_map[dtype, 2](ctx, o.x, [c, m], [Int32(STEP), Int32(config.pixels)])
-    else:
-        maps.maps[0] = im2col_map[dtype](ctx, o.x, walked, Int(reach.pixels))
-    var walk = Walk[1](
+            maps.maps[2] = matrix_map[dtype](
+                ctx, o.residual, rows=g.pixels(), columns=g.f, box=PART
+            )
+    maps.maps[0] = pixels_map[dtype](ctx, o.x, walked, Int(layout.pixels))
+    var problem = Problem[1](
         [walked],
         rows=config.pixels,
-        chunks=ceildiv(g.c, STEP),
-        tiles=ceildiv(g.f, ROWS * config.groups),
+        columns=ROWS * config.groups,
+        width=STEP,
         splits=1,
         alpha=o.alpha,
     )
-    var shared = config.shared(Int(reach.window))
+    var resident = Device(ctx).multiprocessors * config.blocks
+    var shared = config.shared(Int(layout.window))
     ctx.enqueue_function[two_four_kernel[dtype, epilogue, config]](
         maps,
-        Filters[dtype](o, indices),
-        walk,
-        reach,
-        grid_dim=min(Int(walk.blocks), PROCESSORS * config.blocks),
+        Filters[dtype](o.w, indices),
+        EpilogueTensors[dtype]([o]),
+        problem,
+        layout,
+        grid_dim=problem.schedule.blocks(resident),
         block_dim=config.threads(),
         shared_mem_bytes=shared,
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),

@@ -363,7 +363,7 @@ def hopper(
 
 @dataclass(frozen=True)
 class Sparse:
-    """A Sparse of ops/sparse_conv2d/two_four.mojo: one of its TILES."""
+    """A Config of ops/sparse_conv2d/two_four.mojo: one of its TILES."""
 
     groups: int
     pixels: int
@@ -413,7 +413,7 @@ def two_four(
     """
     memory, g = Tensors(), p.g
     (high, broad), (ph, pw) = g.out, g.pad
-    x, residual = held(memory, p.x)[1], held(memory, p.residual)[1]
+    x, (residual_at, residual) = held(memory, p.x)[1], held(memory, p.residual)
     y_at, y = held(memory, unwritten((g.pixels, g.f), dtype))
     part, box = tile.pixels // tile.groups, tile.pixels
     row = g.dilation[0] * (g.w + pw)
@@ -432,13 +432,14 @@ def two_four(
     blocks = -(-m // tile.pixels) * tiles
     sizes = problem(g, [m], [0], width=64, columns=tiles, splits=1, tiles=blocks, out=out)
     window = -(-box // 8) * 1024
-    filters = [memory.add(a) for a in (*arrays, p.bias)]
+    filters, bias_at = [memory.add(a) for a in arrays], memory.add(p.bias)
     launch = Launch(
         kernel,
         [
             bytes(128 * len(maps)),
-            pack("4Q", *filters, y_at),
-            walk,
+            pack("2Q", *filters),
+            pack("4Q", bias_at, bias_at, residual_at, y_at),
+            sizes,
             pack("8i", window, box, row * 128, g.dilation[1] * 128, 0, g.n, high, broad),
         ],
         memory,
@@ -453,7 +454,7 @@ def two_four(
 
 @dataclass(frozen=True)
 class Blocks:
-    """A Tile of ops/sparse_conv2d/blocks.mojo: one of NARROW and WIDE."""
+    """A Config of ops/sparse_conv2d/blocks.mojo: one of NARROW and WIDE."""
 
     columns: int
     pixels: int
@@ -513,8 +514,8 @@ def blocks(
     ]
     bias_at = memory.add(p.bias)
     tall, wide_ = -(-g.pixels // tile.pixels), len(lists)
-    walk = walked(
-        g, [g.pixels], [0], width=width, tiles=wide_, splits=splits, blocks=tall * wide_,
+    sizes = problem(
+        g, [g.pixels], [0], width=width, columns=wide_, splits=splits, tiles=tall * wide_,
         alpha=alpha,
     )  # fmt: skip
     launch = Launch(
@@ -523,7 +524,7 @@ def blocks(
             bytes(128 * 4),
             pack("4Q", bias_at, bias_at, residual_at, y_at),
             pack("Q", memory.add(lists)),
-            walk,
+            sizes,
             pack("i", lists.shape[1]),
         ],
         memory,

@@ -90,7 +90,7 @@ def produce[
     var w = TileLoader(maps, 1)
     var pipeline = at_start
     wait_on_dependent_grids()
-    for number in schedule.turns(schedule.start()):
+    for number in schedule.turns():
         var tile = schedule.tile(number)
         for k in range(steps):
             pipeline.acquire()
@@ -118,7 +118,7 @@ def consume[
     """Multiplies the stages, and stores the tiles."""
     var y = TileStore(maps, 2)
     var pipeline = at_start
-    for number in schedule.turns(schedule.start()):
+    for number in schedule.turns():
         var tile = schedule.tile(number)
         var sums = Sums[TILE](fill=0)
         for _ in range(steps):

@@ -1,0 +1,77 @@
+"""The loop over K of a consumer: wait for a stage, multiply it, release it.
+
+CUTLASS calls this a collective mainloop (sm90_mma_tma_gmma_ss_warpspecialized).
+"""
+
+from max.gpu.compute.mma import (
+    wgmma_commit_group_sync,
+    wgmma_fence_aligned,
+    wgmma_wait_group_sync,
+)
+
+from .accumulator import Sums
+from .mma import Matrix, mma
+from .pipeline import Pipeline, Storing
+
+
+@always_inline
+def multiply_stages[
+    results: Int, //, dtype: DType, columns: Int, *, overlap: Bool
+](
+    mut pipeline: Pipeline,
+    mut storing: Storing[results],
+    steps: Int32,
+    *,
+    a: UInt32,
+    b: UInt32,
+    leads: Bool,
+) -> Sums[columns]:
+    """Sums the products of a tile, A[64, K] B[K, columns] by a warpgroup.
+
+    Parameters:
+        results: Stages that a result takes.
+        dtype: Of the factors.
+        columns: Of B.
+        overlap: Whether a stage's products are issued before those of the last one are done: it is
+            released later, so the ring has to be longer.
+
+    Args:
+        pipeline: The ring of stages; goes on by `steps`.
+        storing: The result of the tile before; its stages are released under the first products.
+        steps: Stages of the tile.
+        a: Where the warpgroup's A lies in a stage.
+        b: Where B lies in a stage.
+        leads: Whether the thread speaks for its warpgroup.
+
+    Returns:
+        The thread's sums.
+    """
+    var sums = Sums[columns](fill=0)
+    var before = pipeline.index
+    for i in range(steps):
+        pipeline.wait()
+        wgmma_fence_aligned()
+        sums = mma[dtype, columns](
+            Matrix(pipeline.stage() + a), Matrix(pipeline.stage() + b), sums
+        )
+        wgmma_commit_group_sync()
+        if i == 0 and leads:
+            storing.release(pipeline)
+        comptime if overlap:
+            if i > 0:
+                wgmma_wait_group_sync[1]()
+                if leads:
+                    pipeline.release(before)
+            before = pipeline.index
+        else:
+            wgmma_wait_group_sync[0]()
+            if leads:
+                pipeline.release()
+        pipeline.advance()
+    comptime if overlap:
+        wgmma_wait_group_sync[0]()
+        if leads and steps > 0:
+            pipeline.release(before)
+    if leads and steps == 0:
+        storing.release(pipeline)
+    return sums
