@@ -16,7 +16,7 @@ from max.driver import Device, DeviceEvent
 CHUNK = 32
 """Runs in a queue before they are waited for."""
 REST = 0.3
-"""Seconds between the turns of two engines on a CPU: MAX's threads spin for 0.1 s after a run."""
+"""Seconds between the turns of two engines on a CPU: MAX's threads spin for a while after a run."""
 
 
 class Clock(Protocol):

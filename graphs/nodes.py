@@ -85,7 +85,7 @@ def conv2d_shortcut(
 ) -> TensorValue:
     """Ends a residual block that changes its shape: relu(conv2d(x) + conv2d(source)).
 
-    It is one launch, and on a GPU the shortcut's result is never stored.
+    On Hopper it is one launch, and the shortcut's result is never stored.
 
     Args:
         x: The activations [N, H, W, C]; the stride is 1.

@@ -21,6 +21,4 @@ struct Device(TrivialRegisterPassable):
             If the driver does not answer.
         """
         self.multiprocessors = Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
-        self.shared = Int(
-            ctx.get_attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
-        )
+        self.shared = Int(ctx.get_attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN))

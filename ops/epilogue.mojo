@@ -112,7 +112,7 @@ Fitted as LOG2_TAIL on [0, 4.4], for the least largest error of v * P(X < v), wh
 
 @always_inline
 def gelu_narrow[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
-    """Computes the exact GELU to 5.5e-5 absolutely, for results of 8 bits: fewer instructions.
+    """Computes the exact GELU to 5.5e-5 absolutely, enough for bfloat16: fewer instructions.
 
     Parameters:
         width: Lanes.

@@ -12,6 +12,9 @@ from .operands import Data
 struct Geometry(KernelArgument, TrivialRegisterPassable):
     """Sizes of a sliding window, all at run time: one kernel serves every layer."""
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var n: Int
     """Images."""
     var h: Int

@@ -8,11 +8,9 @@ trait KernelArgument(DevicePassable):
     """A struct that the host hands to a kernel byte by byte.
 
     A struct of nothing but pointers is best: LLVM then knows that those of a kernel's arguments
-    are global memory.
+    are global memory. Each struct says itself that `device_type` is `Self`: where a trait does, `mojo
+    doc` of Mojo 1.2.0 crashes.
     """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)

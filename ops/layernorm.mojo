@@ -42,6 +42,9 @@ struct NormTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
         dtype: Of x and y.
     """
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var x: Data[Self.dtype]
     """Rows to normalise."""
     var weight: Data[F32]
@@ -72,6 +75,9 @@ struct NormTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
 
 struct NormSizes(KernelArgument, TrivialRegisterPassable):
     """The sizes of a layer norm."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var rows: Int32
     """Rows to normalise."""

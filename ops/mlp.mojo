@@ -15,7 +15,7 @@ from .gemm.chain import ChainTensors, ChainVectors, try_chain
 from .gemm.gpu import gemm
 from .geometry import Geometry
 from .layernorm import NormSizes, NormTensors, layernorm_gpu
-from .operands import F32, Operands, data
+from .operands import F32, Batch, Operands, data
 from .target import IS_HOPPER
 
 
@@ -88,12 +88,12 @@ struct LayernormMlp:
         gemm[z.dtype, Epilogue("gelu"), True, tf32](
             Geometry(rows=m, depth=c, columns=k),
             Operands[z.dtype](data(tokens), data(w1), data(bias1), data(tokens), data(h)),
-            1,
+            Batch(),
             ctx,
         )
         gemm[z.dtype, Epilogue("add"), True, tf32](
             Geometry(rows=m, depth=k, columns=c),
             Operands[z.dtype](data(h), data(w2), data(bias2), data(x), data(z)),
-            1,
+            Batch(),
             ctx,
         )

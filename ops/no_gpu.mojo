@@ -7,7 +7,7 @@ from .attention.config import Attention
 from .depthwise_qkv.config import QkvOperands, QkvSizes
 from .epilogue import Epilogue
 from .geometry import Geometry
-from .operands import Data, Operands
+from .operands import Batch, Data, Operands
 
 comptime REASON = "these ops were compiled for a CPU; a GPU's graph takes the folder ops itself"
 """What whoever instantiates one is told."""
@@ -35,18 +35,7 @@ def depthwise_qkv_gpu[
 @doc_hidden
 def gemm_gpu[
     dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool
-](
-    g: Geometry,
-    o: Operands[dtype],
-    products: Int,
-    ctx: DeviceContext,
-    *,
-    x_step: Int,
-    w_step: Int,
-    y_step: Int,
-    bias_step: Int,
-    constant: Bool,
-) raises:
+](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext, *, constant: Bool,) raises:
     comptime assert False, REASON
 
 

@@ -96,6 +96,9 @@ struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
         dtype: Of all of them but the bias.
     """
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var x: Data[Self.dtype]
     """Activations: x[N, H, W, C], or the left side a[..., M, K] of a product."""
     var w: Data[Self.dtype]
@@ -151,4 +154,56 @@ struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
             self.residual.unsafe_offset(y),
             self.y.unsafe_offset(y),
             self.alpha,
+        )
+
+
+struct Batch(KernelArgument, TrivialRegisterPassable):
+    """Products of one launch, such as those of a batch or of a convolution's groups."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var products: Int64
+    """How many there are."""
+    var x: Int64
+    """Elements of x from one product to the next."""
+    var w: Int64
+    """Elements of w from one product to the next."""
+    var bias: Int64
+    """Elements of the bias from one product to the next."""
+    var y: Int64
+    """Elements of y, and of the residual, from one product to the next."""
+
+    def __init__(out self, products: Int = 1, *, x: Int = 0, w: Int = 0, bias: Int = 0, y: Int = 0):
+        """Says how far apart the products' tensors are.
+
+        Args:
+            products: How many there are.
+            x: Elements of x from one product to the next.
+            w: Elements of w from one product to the next.
+            bias: Elements of the bias from one product to the next.
+            y: Elements of y from one product to the next.
+        """
+        self.products, self.x, self.w = Int64(products), Int64(x), Int64(w)
+        self.bias, self.y = Int64(bias), Int64(y)
+
+    @always_inline
+    def of[dtype: DType](self, o: Operands[dtype], product: Int) -> Operands[dtype]:
+        """Finds the tensors of a product.
+
+        Parameters:
+            dtype: Of the tensors.
+
+        Args:
+            o: The tensors of the first product.
+            product: Which.
+
+        Returns:
+            Its tensors.
+        """
+        return o.shifted(
+            x=product * Int(self.x),
+            w=product * Int(self.w),
+            bias=product * Int(self.bias),
+            y=product * Int(self.y),
         )

@@ -252,7 +252,7 @@ LANGUAGES = {"", "sh", "python", "mojo", "json", "toml"}
 def test_every_block_of_code_is_run() -> None:
     """The tests below run these and no others: a new one needs a test of its own."""
     found = {path.name: len(each) for path in DOCS if (each := blocks(path, "python", "mojo"))}
-    assert found == {"README.md": 1, "guide.md": 1, "adding-a-model.md": 2, "adding-an-op.md": 7}
+    assert found == {"README.md": 1, "guide.md": 1, "adding-a-model.md": 2, "adding-an-op.md": 8}
     languages = {block.language for path in DOCS for block in blocks(path)}
     assert languages <= {
         "",
@@ -406,6 +406,9 @@ def follow(copy: Path, block: Block) -> None:
     """Writes a block where the prose before it says: into the last file that this names."""
     name = re.findall(r"`((?:ops|graphs|tests)/[\w/]+\.\w+)`", block.before)[-1]
     path = copy / name
+    if name == "tests/ptx/page_gemm.mojo":  # which tests/ptx runs
+        assert path.read_text() == block.text
+        return
     if name in YOURS:
         assert not path.exists()
         path.write_text(block.text)

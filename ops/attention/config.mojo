@@ -19,6 +19,9 @@ struct Attention[dtype: DType](KernelArgument, TrivialRegisterPassable):
         dtype: Of all tensors.
     """
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var q: Data[Self.dtype]
     """Queries q[N, T, C], the heads side by side in C."""
     var k: Data[Self.dtype]

@@ -10,12 +10,11 @@ product, which reads the values as they lie, turned over by its matrix descripto
 product of a tile of keys runs under the exponentials of the next one, and all products of a
 consumer under the exponentials of the others: they take turns at issuing them.
 
-An item is a head, or a part of its queries: `period` blocks of 64 queries that share one filling of
+An item is a head, or a part of its queries: `period` tiles of 64 queries that share one filling of
 the ring. Where the ring holds the keys of two items or more, the multiprocessors' shares decide how
-long it is; elsewhere it is one block for each consumer. A block goes from item to item, its
-consumers from block of queries to block of queries, whichever item that is of. T and S need not fit
-the tiles: the copy engine fills what is missing with zeros, and scores of missing keys are minus
-infinity.
+long it is; elsewhere it is one tile for each consumer. A block goes from item to item, its consumers
+from tile of queries to tile of queries, whichever item that is of. T and S need not fit the tiles:
+the copy engine fills what is missing with zeros, and scores of missing keys are minus infinity.
 
 Exponentials and products take as long as each other in heads of 64 channels; docs/kernels.md has
 the figures.
@@ -23,14 +22,11 @@ the figures.
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, grid_dim, thread_idx
 from max.gpu.compute.mma import (
-    WGMMADescriptor,
-    wgmma_async,
     wgmma_commit_group_sync,
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
-from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
-from max.gpu.memory import AddressSpace, external_memory
+from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
@@ -42,21 +38,15 @@ from std.math import ceildiv, exp2
 from std.utils.numerics import neg_inf
 from std.utils.static_tuple import StaticTuple
 
-from ..gemm.old import GROUP, MAP, ROW, ROWS, Maps, Ring, tensor_map
-from ..hopper.mma import mma_registers, settled
-from ..hopper.ptx import (
-    arrive_threads,
-    barrier_arrive,
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
-    fence_barrier_init,
-    load_3d,
-    prefetch_map,
-    registers_give,
-    registers_take,
-    sync_threads,
-)
+from ..device import Device
+from ..hopper.accumulator import Fragment, pair
+from ..hopper.epilogue import store_rows
+from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
+from ..hopper.pipeline import OrderedSequence, Pipeline
+from ..hopper.ptx import fence_barrier_init, registers_give, registers_take, sync_threads
+from ..hopper.scheduler import TileScheduler
+from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
+from ..hopper.tma import TensorMaps, TileLoader, tensor_map
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data
 from ..rows import over_lanes
@@ -66,9 +56,7 @@ from .flash import U32, packed, reciprocal
 comptime DEPTH = 64
 """Channels of a head: a row of the 128-byte swizzle."""
 comptime QUERIES = ROWS * ROW
-"""Bytes of a consumer's queries."""
-comptime SUMS = DEPTH // 2
-"""Sums of values that a thread holds."""
+"""Bytes of a tile of queries."""
 
 
 struct Config(TrivialRegisterPassable):
@@ -79,7 +67,7 @@ struct Config(TrivialRegisterPassable):
     var keys: Int
     """Keys of a tile, a multiple of 16."""
     var stages: Int
-    """Tiles of keys and values in shared memory."""
+    """Stages of the ring, of a tile of keys and one of values."""
 
     def __init__(out self, groups: Int, keys: Int, stages: Int):
         """Names the parts.
@@ -87,7 +75,7 @@ struct Config(TrivialRegisterPassable):
         Args:
             groups: Consumers.
             keys: Keys of a tile.
-            stages: Tiles in shared memory.
+            stages: Stages of the ring.
         """
         self.groups, self.keys, self.stages = groups, keys, stages
 
@@ -106,7 +94,7 @@ struct Config(TrivialRegisterPassable):
         Returns:
             A warpgroup for each consumer, and the producer's.
         """
-        return GROUP * (self.groups + 1)
+        return WARPGROUP * (self.groups + 1)
 
     @always_inline
     def registers(self) -> Int:
@@ -128,6 +116,24 @@ struct Config(TrivialRegisterPassable):
         return self.keys * ROW
 
     @always_inline
+    def ring(self) -> Int:
+        """Counts the bytes of all stages.
+
+        Returns:
+            Those of their tiles.
+        """
+        return 2 * self.stages * self.tile()
+
+    @always_inline
+    def barriers(self) -> Int:
+        """Counts the bytes of the ring's barriers.
+
+        Returns:
+            Three of each stage: keys have come, values have, both have been read.
+        """
+        return (Pipeline.BARRIERS + Pipeline.PART) * self.stages
+
+    @always_inline
     def shared(self) -> Int:
         """Counts the bytes of shared memory.
 
@@ -135,10 +141,7 @@ struct Config(TrivialRegisterPassable):
             The ring, the queries, the barriers, and what aligning them may take.
         """
         return (
-            2 * self.stages * self.tile()
-            + self.groups * QUERIES
-            + 8 * (3 * self.stages + self.groups)
-            + 1024
+            self.ring() + self.groups * (QUERIES + Pipeline.BARRIERS) + self.barriers() + SWIZZLED
         )
 
 
@@ -148,9 +151,11 @@ comptime LONG = Config(3, 80, 9)
 """For more."""
 
 
-@fieldwise_init
-struct Walk(KernelArgument, TrivialRegisterPassable):
-    """How items and tiles run over the tensors."""
+struct Problem(KernelArgument, TrivialRegisterPassable):
+    """The sizes of an attention, and its items."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var t: Int32
     """Queries of an image."""
@@ -160,25 +165,79 @@ struct Walk(KernelArgument, TrivialRegisterPassable):
     """Channels of all heads."""
     var heads: Int32
     """Heads."""
-    var tiles: Int32
+    var key_tiles: Int32
     """Tiles of keys."""
     var period: Int32
-    """Blocks of queries of an item."""
-    var parts: Int32
-    """Items of a head."""
-    var items: Int32
-    """Items of all heads and images."""
+    """Tiles of queries of an item."""
     var scale: Float32
     """Scales the scores, for powers of two."""
+    var schedule: TileScheduler[]
+    """The items: rows are the heads of all images, columns the items of a head."""
+
+    def __init__(out self, o: Attention[_], config: Config, multiprocessors: Int):
+        """Divides an attention into tiles and items.
+
+        Args:
+            o: Sizes.
+            config: Sizes of the tiles.
+            multiprocessors: Of the GPU.
+        """
+        var heads = Int(o.n * o.heads)
+        var query_tiles = ceildiv(Int(o.t), ROWS)
+        var key_tiles = ceildiv(Int(o.s), config.keys)
+        var period = _period(query_tiles, key_tiles, heads, config, multiprocessors)
+        self.t, self.s, self.c, self.heads = o.t, o.s, o.c, o.heads
+        self.key_tiles, self.period = Int32(key_tiles), Int32(period)
+        self.scale = o.scale * LOG2_E
+        self.schedule = TileScheduler[]([heads], columns=ceildiv(query_tiles, period))
+
+    @always_inline
+    def item(self, number: Int32) -> Item:
+        """Finds what an item is of.
+
+        Args:
+            number: Of the item.
+
+        Returns:
+            Image, channel and tile of queries.
+        """
+        var item = self.schedule.tile(number)
+        var n = item.row // self.heads
+        return Item(n, (item.row - n * self.heads) * Int32(DEPTH), item.column * self.period)
+
+    @always_inline
+    def rounds(self, consumers: Int32) -> Int32:
+        """Counts the tiles of queries that the block's items leave to each consumer.
+
+        Args:
+            consumers: Of a block.
+
+        Returns:
+            How many; some consumers have one less.
+        """
+        var items = ceildiv(self.schedule.tiles - Int32(block_idx.x), Int32(grid_dim.x))
+        return ceildiv(items * self.period, consumers)
 
 
-struct _Pass(TrivialRegisterPassable):
-    """A block of queries of a consumer's."""
+@fieldwise_init
+struct Item(TrivialRegisterPassable):
+    """What an item is of."""
+
+    var n: Int32
+    """Image."""
+    var channel: Int32
+    """First channel of the head."""
+    var tile: Int32
+    """First tile of queries of the head."""
+
+
+struct QueryTile(TrivialRegisterPassable):
+    """A tile of a consumer's queries: consumers take turns at those of the block's items."""
 
     var turn: Int32
-    """How many items this block had before."""
-    var block: Int32
-    """Which of the item's."""
+    """How many items the block had before this tile's."""
+    var index: Int32
+    """Which of the item's tiles it is."""
     var n: Int32
     """Image."""
     var channel: Int32
@@ -187,40 +246,55 @@ struct _Pass(TrivialRegisterPassable):
     """First query; T or more if there is none."""
 
     @always_inline
-    def __init__(out self, group: Int32, walk: Walk):
-        self.turn, self.block = 0, group
+    def __init__(out self, problem: Problem, consumer: Int32):
+        """Begins with a consumer's first tile.
+
+        Args:
+            problem: Sizes.
+            consumer: Number of the consumer.
+        """
+        self.turn, self.index = 0, consumer
         self.n = self.channel = self.first = 0
-        self.find(walk)
+        self._find(problem)
 
     @always_inline
-    def item(self) -> Int32:
+    def _number(self) -> Int32:
         """Numbers the item."""
         return Int32(block_idx.x) + self.turn * Int32(grid_dim.x)
 
     @always_inline
-    def find(mut self, walk: Walk):
+    def _find(mut self, problem: Problem):
         """Finds the queries."""
-        var head = self.item() // walk.parts
-        self.n = head // walk.heads
-        self.channel = (head - self.n * walk.heads) * Int32(DEPTH)
-        self.first = ((self.item() - head * walk.parts) * walk.period + self.block) * Int32(ROWS)
+        var item = problem.item(self._number())
+        self.n, self.channel = item.n, item.channel
+        self.first = (item.tile + self.index) * Int32(ROWS)
 
     @always_inline
-    def advance(mut self, step: Int32, walk: Walk):
-        """Goes on to the consumer's next block; an item has one for each consumer at least."""
-        self.block += step
-        self.first += step * Int32(ROWS)
-        if self.block >= walk.period:
-            self.block -= walk.period
+    def advance(mut self, problem: Problem, consumers: Int32):
+        """Goes on to the consumer's next tile; an item has one for each consumer at least.
+
+        Args:
+            problem: Sizes.
+            consumers: How many there are.
+        """
+        self.index += consumers
+        self.first += consumers * Int32(ROWS)
+        if self.index >= problem.period:
+            self.index -= problem.period
             self.turn += 1
-            self.find(walk)
+            self._find(problem)
 
     @always_inline
-    def fetch(self, walk: Walk, map: UInt64, to: UInt32, barrier: UInt32):
-        """Starts copying the queries, if there is such a block."""
-        if self.item() < walk.items:
-            barrier_expect(barrier, UInt32(QUERIES))
-            load_3d(to, map, barrier, self.channel, self.first, self.n)
+    def has_item(self, problem: Problem) -> Bool:
+        """Tells whether there is such an item, whose keys and values come.
+
+        Args:
+            problem: Sizes.
+
+        Returns:
+            False after the block's last.
+        """
+        return self._number() < problem.schedule.tiles
 
 
 @__name(t"attention_hopper_{config.label()}_{dtype}")
@@ -231,7 +305,7 @@ struct _Pass(TrivialRegisterPassable):
 )
 def hopper_attention_kernel[
     dtype: DType, config: Config
-](maps: Maps[3], y: Data[dtype], walk: Walk):
+](maps: TensorMaps[3], y: Data[dtype], problem: Problem):
     """Computes every grid-th item.
 
     Parameters:
@@ -241,286 +315,315 @@ def hopper_attention_kernel[
     Args:
         maps: Tensor maps of q, k and v.
         y: Result y[N, T, C].
-        walk: How items and tiles run over the tensors.
+        problem: Sizes.
     """
     comptime assert config.keys % 16 == 0, "attention: a step of wgmma takes 16 keys"
-    comptime RING = 2 * config.stages * config.tile()
-    var memory = external_memory[
-        UInt8, address_space=AddressSpace.SHARED, alignment=1024, name="hopper_attention"
-    ]()
-    var ring = (UInt32(Int(memory)) + 1023) & ~UInt32(1023)
-    var full = ring + UInt32(RING + config.groups * QUERIES)
-    var empty = full + 16 * UInt32(config.stages)
-    var asked = empty + 8 * UInt32(config.stages)
+    var data = shared_memory["hopper_attention"]()
+    var pipeline = Pipeline(
+        data,
+        data + UInt32(config.ring() + config.groups * QUERIES),
+        stages=Int32(config.stages),
+        bytes=UInt32(2 * config.tile()),
+        parts=2,
+    )
     var t = Int32(thread_idx.x)
     if t == 0:
-        comptime for i in range(config.stages):
-            barrier_init(full + 16 * UInt32(i), 1)
-            barrier_init(full + 16 * UInt32(i) + 8, 1)
-            barrier_init(empty + 8 * UInt32(i), UInt32(walk.period))
+        pipeline.init[config.stages](consumers=Int(problem.period))
         comptime for i in range(config.groups):
-            barrier_init(asked + 8 * UInt32(i), 1)
+            _queries[config](data, Int32(i)).init[1](consumers=1)
         fence_barrier_init()
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
-    if t // Int32(GROUP) == Int32(config.groups):
+    if t // Int32(WARPGROUP) == Int32(config.groups):
         registers_give[24]()
         # One thread drives the copy engine.
-        if t % Int32(GROUP) == 0:
-            _produce[config](UInt64(Int(Pointer(to=maps))), walk, Ring(ring, full, empty))
+        if t % Int32(WARPGROUP) == 0:
+            _produce[config](maps.address(), problem, pipeline)
     else:
         registers_take[config.registers()]()
-        _consume[dtype, config](
-            UInt64(Int(Pointer(to=maps))), y, walk, Ring(ring, full, empty), asked, t
-        )
+        _consume[dtype, config](maps.address(), y, problem, pipeline, Fragment(t))
 
 
 @always_inline
-def _produce[config: Config](maps: UInt64, walk: Walk, at_start: Ring):
+def _queries[config: Config](data: UInt32, group: Int32) -> Pipeline:
+    """Finds the queries of a consumer, a ring of one stage.
+
+    Its first thread is the producer too: it knows when the queries have been read.
+    """
+    comptime AT = UInt32(config.ring())
+    comptime BARRIERS = UInt32(config.ring() + config.groups * QUERIES + config.barriers())
+    return Pipeline(
+        data + AT + UInt32(group) * UInt32(QUERIES),
+        data + BARRIERS + UInt32(group) * UInt32(Pipeline.BARRIERS),
+        stages=1,
+        bytes=UInt32(QUERIES),
+    )
+
+
+@always_inline
+def _values[config: Config](pipeline: Pipeline) -> Pipeline:
+    """Views the values of the stages, the second part; the pipeline itself shows the keys."""
+    return pipeline.part(1, UInt32(config.tile()))
+
+
+@always_inline
+def _produce[config: Config](maps: UInt64, problem: Problem, at_start: Pipeline):
     """Fills the ring with keys and values, item after item, as stages become free."""
     comptime TILE = UInt32(config.tile())
-    comptime VALUES = UInt32(8 * config.stages)
-    prefetch_map(maps + MAP)
-    prefetch_map(maps + 2 * MAP)
+    var k = TileLoader(maps, 1)
+    var v = TileLoader(maps, 2)
+    k.prefetch_descriptor()
+    v.prefetch_descriptor()
     wait_on_dependent_grids()
-    var ring = at_start
-    for item in range(Int32(block_idx.x), walk.items, Int32(grid_dim.x)):
-        var head = item // walk.parts
-        var n = head // walk.heads
-        var channel = (head - n * walk.heads) * Int32(DEPTH)
-        for tile in range(walk.tiles):
-            var to = ring.stages + ring.slot * (2 * TILE)
-            var full = ring.full + 8 * ring.slot
-            barrier_wait(ring.empty + 8 * ring.slot, ring.parity ^ 1)
-            barrier_expect(full, TILE)
-            load_3d(to, maps + MAP, full, channel, tile * Int32(config.keys), n)
-            full += VALUES
-            barrier_expect(full, TILE)
-            load_3d(to + TILE, maps + 2 * MAP, full, channel, tile * Int32(config.keys), n)
-            ring.advance[config.stages]()
+    var pipeline = at_start
+    for number in problem.schedule.turns(problem.schedule.start()):
+        var item = problem.item(number)
+        for tile in range(problem.key_tiles):
+            var first = tile * Int32(config.keys)
+            var values = _values[config](pipeline)
+            pipeline.acquire()
+            pipeline.expect(TILE)
+            k.load(pipeline.stage(), pipeline.barrier(), item.channel, first, item.n)
+            values.expect(TILE)
+            v.load(values.stage(), values.barrier(), item.channel, first, item.n)
+            pipeline.advance()
 
 
 @always_inline
 def _consume[
     dtype: DType, config: Config
-](maps: UInt64, y: Data[dtype], walk: Walk, at_start: Ring, asked: UInt32, t: Int32):
-    """Attends from every block of queries that is this consumer's."""
-    comptime TILE = UInt32(config.tile())
+](maps: UInt64, y: Data[dtype], problem: Problem, at_start: Pipeline, at: Fragment):
+    """Attends from every tile of queries that is this consumer's.
+
+    Values are multiplied a tile behind the keys, under the softmax of the next scores.
+    """
     comptime KEYS = config.keys
-    comptime STAGES = Int32(config.stages)
-    comptime VALUES = UInt32(8 * config.stages)
-    comptime STEP = Int32(config.groups)
-    comptime STEPS = UInt32(config.groups)
-    comptime BOTH = UInt32(2 * GROUP)
-    var group = t // Int32(GROUP)
-    var leads = t % Int32(GROUP) == 0
-    var pair = t % 4
-    var queries = (
-        at_start.stages + UInt32(2 * config.stages) * TILE + UInt32(group) * UInt32(QUERIES)
-    )
-    var came = asked + 8 * UInt32(group)
-    var parity = UInt32(0)
-
-    var now = _Pass(group, walk)
-    var next = now
-    next.advance(STEP, walk)
+    comptime GROUPS = Int32(config.groups)
+    var leads = at.leads()
+    var column = at.column()
+    var q = TileLoader(maps)
+    var queries = _queries[config](at_start.data, at.group())
+    var next = QueryTile(problem, at.group())
     if leads:
-        prefetch_map(maps)
+        q.prefetch_descriptor()
         wait_on_dependent_grids()
-        now.fetch(walk, maps, queries, came)
+        _load_queries(q, queries, next, problem)
 
-    # Consumers take turns at issuing products, so that one's run under the others' exponentials.
-    var turn = UInt32(group) + 1
-    var after = UInt32(group) + 2
-    if group == STEP - 1:
-        after = 1
-        arrive_threads(1, BOTH)
-    var rounds = ceildiv(
-        ceildiv(walk.items - Int32(block_idx.x), Int32(grid_dim.x)) * walk.period, STEP
-    )
+    # One consumer's products run under the others' exponentials.
+    var order = OrderedSequence(at.group(), GROUPS)
     var scores = StaticTuple[Float32, KEYS // 2](fill=0)
-    for _ in range(rounds):
-        var ring = at_start
-        var filled = now.turn * walk.tiles
-        ring.slot = UInt32(filled % STAGES)
-        ring.parity = UInt32(filled // STAGES) & 1
-        var there = now.item() < walk.items
-        if not there or now.first >= walk.t:
-            # Nothing to do but to let go of the stages, and to pass the turn on. Warps that no
-            # product keeps together must not be a phase behind.
-            for tile in range(walk.tiles):
-                if there:
-                    barrier_wait(ring.full + 8 * ring.slot, ring.parity)
-                    barrier_wait(ring.full + VALUES + 8 * ring.slot, ring.parity)
-                    sync_threads(turn + STEPS, UInt32(GROUP))
-                    if leads:
-                        barrier_arrive(ring.empty + 8 * ring.slot)
-                    ring.advance[config.stages]()
-                if tile > 0:
-                    sync_threads(turn, BOTH)
-                    arrive_threads(after, BOTH)
-            if there:
-                barrier_wait(came, parity)
-                parity ^= 1
-                sync_threads(turn + STEPS, UInt32(GROUP))
+    for _ in range(problem.rounds(GROUPS)):
+        var tile = next
+        next.advance(problem, GROUPS)
+        var pipeline = at_start
+        pipeline.advance(UInt32(tile.turn * problem.key_tiles))
+        if not tile.has_item(problem) or tile.first >= problem.t:
+            _skip[config](pipeline, queries, order, problem, tile, at)
             if leads:
-                next.fetch(walk, maps, queries, came)
-            now = next
-            next.advance(STEP, walk)
+                _load_queries(q, queries, next, problem)
             continue
 
-        var acc = StaticTuple[Float32, SUMS](fill=0)
-        var top = SIMD[F32, 2](LOWEST)
-        var sum = SIMD[F32, 2](0)
-        barrier_wait(came, parity)
-        parity ^= 1
-        barrier_wait(ring.full + 8 * ring.slot, ring.parity)
+        var softmax = Softmax(problem.scale)
+        var sums = StaticTuple[Float32, DEPTH // 2](fill=0)
+        queries.wait()
+        pipeline.wait()
         wgmma_fence_aligned()
-        scores = _score[dtype, KEYS](queries, ring.stages + ring.slot * (2 * TILE), scores)
+        scores = mma[dtype, KEYS, clear=True](
+            Matrix(queries.stage()), Matrix(pipeline.stage()), scores
+        )
         wgmma_commit_group_sync()
         wgmma_wait_group_sync[0]()
-        var before = ring.slot
-        for tile in range(walk.tiles - 1):
-            scores = _settled(scores)
-            var factor = _weigh[KEYS](scores, walk.scale, top, sum)
-            scores = _settled(scores)
-            barrier_wait(ring.full + VALUES + 8 * ring.slot, ring.parity)
-            var values = ring.stages + ring.slot * (2 * TILE) + TILE
-            var last = before
-            before = ring.slot
-            ring.advance[config.stages]()
-            barrier_wait(ring.full + 8 * ring.slot, ring.parity)
-            # The sums of the tile before.
+        var before = pipeline.index
+        for i in range(problem.key_tiles - 1):
+            scores = settled(scores)
+            var factor = softmax.update(scores)
+            scores = settled(scores)
+            var values = _values[config](pipeline)
+            values.wait()
+            var v = values.stage()
+            pipeline.advance()
+            pipeline.wait()
+            # The values of the tile before have been added.
             wgmma_wait_group_sync[0]()
-            acc = _settled(acc)
-            if leads and tile > 0:
-                barrier_arrive(ring.empty + 8 * last)
-            _shrink(acc, factor)
+            sums = settled(sums)
+            if leads and i > 0:
+                pipeline.release(before)
+            before = values.index
+            _rescale(sums, factor)
             var p = _rounded[dtype, KEYS](scores)
-            sync_threads(turn, BOTH)
+            order.wait()
             wgmma_fence_aligned()
-            scores = _score[dtype, KEYS](queries, ring.stages + ring.slot * (2 * TILE), scores)
+            scores = mma[dtype, KEYS, clear=True](
+                Matrix(queries.stage()), Matrix(pipeline.stage()), scores
+            )
             wgmma_commit_group_sync()
-            acc = _mix[dtype, KEYS](p, values, acc)
+            sums = _add_values[dtype, KEYS](p, v, sums)
             wgmma_commit_group_sync()
-            arrive_threads(after, BOTH)
+            order.arrive()
             wgmma_wait_group_sync[1]()
 
-        # All scores are there: the next queries may come in the place of these.
-        scores = _settled(scores)
+        # These queries have been read: the next ones may come in their place.
+        scores = settled(scores)
+        queries.advance()
         if leads:
-            next.fetch(walk, maps, queries, came)
-        var left = walk.s - (walk.tiles - 1) * Int32(KEYS)
-        if left < Int32(KEYS):
-            comptime for i in range(KEYS // 2):
-                if Int32(i // 4 * 8 + i % 2) + 2 * pair >= left:
-                    scores[i] = neg_inf[F32]()
-        var factor = _weigh[KEYS](scores, walk.scale, top, sum)
-        scores = _settled(scores)
-        barrier_wait(ring.full + VALUES + 8 * ring.slot, ring.parity)
+            _load_queries(q, queries, next, problem)
+        _mask(scores, column, problem.s - (problem.key_tiles - 1) * Int32(KEYS))
+        var factor = softmax.update(scores)
+        scores = settled(scores)
+        var values = _values[config](pipeline)
+        values.wait()
         wgmma_wait_group_sync[0]()
-        acc = _settled(acc)
-        if leads and walk.tiles > 1:
-            barrier_arrive(ring.empty + 8 * before)
-        _shrink(acc, factor)
+        sums = settled(sums)
+        if leads and problem.key_tiles > 1:
+            pipeline.release(before)
+        _rescale(sums, factor)
         var p = _rounded[dtype, KEYS](scores)
         wgmma_fence_aligned()
-        acc = _mix[dtype, KEYS](p, ring.stages + ring.slot * (2 * TILE) + TILE, acc)
+        sums = _add_values[dtype, KEYS](p, values.stage(), sums)
         wgmma_commit_group_sync()
         wgmma_wait_group_sync[0]()
-        acc = _settled(acc)
+        sums = settled(sums)
         if leads:
-            barrier_arrive(ring.empty + 8 * ring.slot)
-        _store[dtype](y, walk, now, t, acc, sum)
-        now = next
-        next.advance(STEP, walk)
-
-
-@always_inline
-def _matrix(at: UInt32, bytes: Int = 0) -> Int64:
-    """Describes a matrix `bytes` after an address: 128-byte swizzle, 1024 bytes for eight rows."""
-    return Int64(0x40000040 << 32) | Int64((at >> 4 | 1 << 16) + UInt32(bytes >> 4))
-
-
-@always_inline
-def _score[
-    dtype: DType, keys: Int
-](q: UInt32, k: UInt32, old: StaticTuple[Float32, keys // 2]) -> StaticTuple[Float32, keys // 2]:
-    """Starts the products of 64 queries and a tile of keys; `old` lends its registers."""
-    var scores = old
-    comptime for step in range(DEPTH // 16):
-        scores = wgmma_async[
-            64, keys, 16, a_type=dtype, b_type=dtype, scale_d=1 if step > 0 else 0
-        ](
-            WGMMADescriptor[dtype](_matrix(q, 32 * step)),
-            WGMMADescriptor[dtype](_matrix(k, 32 * step)),
-            scores,
-        )
-    return scores
-
-
-@always_inline
-def _mix[
-    dtype: DType, keys: Int
-](p: StaticTuple[UInt32, keys // 4], v: UInt32, acc: StaticTuple[Float32, SUMS]) -> StaticTuple[
-    Float32, SUMS
-]:
-    """Starts adding the products of probabilities and a tile of values."""
-    var sums = acc
-    comptime for step in range(keys // 16):
-        sums = mma_registers[dtype, turned=True](
-            SIMD[U32, 4](p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]),
-            _matrix(v, 16 * ROW * step),
+            pipeline.release()
+        store_rows[dtype, DEPTH](
+            y,
+            at,
             sums,
+            softmax.inverse_sums(),
+            row=tile.n * problem.t + tile.first,
+            rows=problem.t - tile.first,
+            column=tile.channel,
+            pitch=problem.c,
         )
-    return sums
 
 
 @always_inline
-def _settled[count: Int, //](x: StaticTuple[Float32, count]) -> StaticTuple[Float32, count]:
-    """Keeps what follows from being moved before the wait for these registers."""
-    var y = x
-    comptime for i in range(count):
-        y[i] = settled(x[i])
-    return y
+def _load_queries(q: TileLoader, queries: Pipeline, tile: QueryTile, problem: Problem):
+    """Starts copying the queries of a tile, if there is such an item."""
+    if tile.has_item(problem):
+        queries.expect(UInt32(QUERIES))
+        q.load(queries.stage(), queries.barrier(), tile.channel, tile.first, tile.n)
 
 
 @always_inline
-def _weigh[
-    keys: Int
+def _skip[
+    config: Config
 ](
-    mut scores: StaticTuple[Float32, keys // 2],
-    scale: Float32,
-    mut top: SIMD[F32, 2],
-    mut sum: SIMD[F32, 2],
-) -> SIMD[F32, 2]:
-    """Turns scores into powers of two below the rows' tops; gives what older sums shrink by."""
-    var factor = SIMD[F32, 2](0)
-    comptime for h in range(2):
-        var highest = top[h]
-        comptime for i in range(keys // 8):
-            highest = max(highest, max(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]))
-        highest = max(highest, warp.shuffle_xor(highest, 1))
-        highest = max(highest, warp.shuffle_xor(highest, 2))
-        var shift = highest * scale
-        factor[h] = exp2(top[h].fma(scale, -shift))
-        top[h] = highest
-        var total = sum[h] * factor[h]
-        comptime for i in range(keys // 8):
-            comptime for j in range(2):
-                var e = exp2(scores[4 * i + 2 * h + j].fma(scale, -shift))
-                scores[4 * i + 2 * h + j] = e
-                total += e
-        sum[h] = total
-    return factor
+    at_start: Pipeline,
+    mut queries: Pipeline,
+    order: OrderedSequence,
+    problem: Problem,
+    tile: QueryTile,
+    at: Fragment,
+):
+    """Lets go of the stages and passes the turn on, for a tile without queries.
+
+    Warps that no product keeps together must not be a phase behind.
+    """
+    var own = UInt32(at.group()) + UInt32(config.groups) + 1
+    var pipeline = at_start
+    var has_item = tile.has_item(problem)
+    for i in range(problem.key_tiles):
+        if has_item:
+            pipeline.wait()
+            _values[config](pipeline).wait()
+            sync_threads(own, UInt32(WARPGROUP))
+            if at.leads():
+                pipeline.release()
+            pipeline.advance()
+        if i > 0:
+            order.wait()
+            order.arrive()
+    if has_item:
+        queries.wait()
+        queries.advance()
+        sync_threads(own, UInt32(WARPGROUP))
+
+
+struct Softmax(TrivialRegisterPassable):
+    """The softmax of a thread's two rows of scores, tile after tile.
+
+    The online softmax of Milakov and Gimelshein (2018, arXiv:1805.02867). Four threads share a row.
+    """
+
+    var scale: Float32
+    """Scales the scores, for powers of two."""
+    var highest: SIMD[F32, 2]
+    """The rows' highest scores so far."""
+    var sum: SIMD[F32, 2]
+    """Sums of this thread's probabilities, which are not yet divided by the rows' sums."""
+
+    @always_inline
+    def __init__(out self, scale: Float32):
+        """Begins before the first tile.
+
+        Args:
+            scale: Scales the scores, for powers of two.
+        """
+        self.scale = scale
+        self.highest = SIMD[F32, 2](LOWEST)
+        self.sum = SIMD[F32, 2](0)
+
+    @always_inline
+    def update[count: Int, //](mut self, mut scores: StaticTuple[Float32, count]) -> SIMD[F32, 2]:
+        """Turns a tile's scores into powers of two below the rows' highest.
+
+        Parameters:
+            count: Scores of the thread.
+
+        Args:
+            scores: Of the thread.
+
+        Returns:
+            What sums of the tiles before are to be multiplied by.
+        """
+        var factor = SIMD[F32, 2](0)
+        comptime for half in range(2):
+            var highest = self.highest[half]
+            comptime for j in range(count // 4):
+                var two = pair[j, half](scores)
+                highest = max(highest, max(two[0], two[1]))
+            highest = max(highest, warp.shuffle_xor(highest, 1))
+            highest = max(highest, warp.shuffle_xor(highest, 2))
+            var shift = highest * self.scale
+            factor[half] = exp2(self.highest[half].fma(self.scale, -shift))
+            self.highest[half] = highest
+            var sum = self.sum[half] * factor[half]
+            comptime for j in range(count // 4):
+                comptime for e in range(2):
+                    comptime i = 4 * j + 2 * half + e
+                    scores[i] = exp2(scores[i].fma(self.scale, -shift))
+                    sum += scores[i]
+            self.sum[half] = sum
+        return factor
+
+    @always_inline
+    def inverse_sums(self) -> SIMD[F32, 2]:
+        """Divides 1 by the rows' sums.
+
+        Returns:
+            Of the two rows.
+        """
+        return SIMD[F32, 2](
+            reciprocal(over_lanes[4](self.sum[0])), reciprocal(over_lanes[4](self.sum[1]))
+        )
 
 
 @always_inline
-def _shrink(mut acc: StaticTuple[Float32, SUMS], factor: SIMD[F32, 2]):
+def _mask[count: Int, //](mut scores: StaticTuple[Float32, count], column: Int32, keys: Int32):
+    """Makes the scores of all but the tile's first keys minus infinity; `column` is the thread's."""
+    if keys < Int32(2 * count):
+        comptime for i in range(count):
+            if Int32(i // 4 * 8 + i % 2) + column >= keys:
+                scores[i] = neg_inf[F32]()
+
+
+@always_inline
+def _rescale[count: Int, //](mut sums: StaticTuple[Float32, count], factor: SIMD[F32, 2]):
     """Multiplies the rows' sums."""
-    comptime for i in range(SUMS):
-        acc[i] *= factor[i // 2 % 2]
+    comptime for i in range(count):
+        sums[i] *= factor[i // 2 % 2]
 
 
 @always_inline
@@ -535,78 +638,43 @@ def _rounded[
 
 
 @always_inline
-def _store[
-    dtype: DType
+def _add_values[
+    dtype: DType, keys: Int
 ](
-    y: Data[dtype],
-    walk: Walk,
-    place: _Pass,
-    t: Int32,
-    acc: StaticTuple[Float32, SUMS],
-    sums: SIMD[F32, 2],
-):
-    """Divides by the sums and stores the rows that are there.
-
-    Thread 4 a + b of warp d holds the channels 8 j + 2 b, and one more, of rows 16 d + a and 8 on;
-    the four threads of a row exchange them, so that each stores 8 neighbours.
-    """
-    var b = t % 4
-    var odd = b & 1 != 0
-    var upper = b & 2 != 0
-    var row = place.first + t % Int32(GROUP) // 32 * 16 + t % 32 // 4
-    comptime for h in range(2):
-        var inverse = reciprocal(over_lanes[4](sums[h]))
-        comptime for half in range(2):
-            var r = SIMD[U32, 4](0)
-            comptime for j in range(4):
-                comptime at = 16 * half + 4 * j + 2 * h
-                r[j] = packed[dtype](acc[at] * inverse, acc[at + 1] * inverse)
-            # Turns over a 4 x 4 square: columns j of threads b.
-            comptime for j in range(0, 4, 2):
-                var got = warp.shuffle_xor(r[j] if odd else r[j + 1], 1)
-                if odd:
-                    r[j] = got
-                else:
-                    r[j + 1] = got
-            comptime for j in range(2):
-                var got = warp.shuffle_xor(r[j] if upper else r[j + 2], 2)
-                if upper:
-                    r[j] = got
-                else:
-                    r[j + 2] = got
-            if row + Int32(8 * h) < walk.t:
-                var at = (
-                    Int(place.n * walk.t + row + Int32(8 * h)) * Int(walk.c)
-                    + Int(place.channel)
-                    + Int(32 * half)
-                    + Int(8 * b)
-                )
-                y.unsafe_offset(at).unsafe_bitcast[UInt32]().unsafe_store[alignment=16](0, r)
+    p: StaticTuple[UInt32, keys // 4], v: UInt32, sums: StaticTuple[Float32, DEPTH // 2]
+) -> StaticTuple[Float32, DEPTH // 2]:
+    """Starts adding the products of probabilities and a tile of values."""
+    var total = sums
+    comptime for step in range(keys // 16):
+        total = mma_registers[dtype, turned=True](
+            SIMD[U32, 4](p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]),
+            Matrix(v).after(16 * ROW * step),
+            total,
+        )
+    return total
 
 
-def period(blocks: Int, heads: Int, tiles: Int, config: Config, processors: Int) -> Int:
-    """Chooses how many blocks of queries share one filling of the ring.
+# The host's side
 
-    Args:
-        blocks: Blocks of 64 queries of a head.
-        heads: Heads of all images.
-        tiles: Tiles of keys.
-        config: Sizes of the tiles.
-        processors: Multiprocessors.
 
-    Returns:
-        Blocks: one for each consumer, or, where the ring holds the keys of two items, as many as
-        leave the multiprocessors the least to do.
+def _period(
+    query_tiles: Int, key_tiles: Int, heads: Int, config: Config, multiprocessors: Int
+) -> Int:
+    """Chooses how many tiles of queries share one filling of the ring.
+
+    There is one for each consumer, or, where the ring holds the keys of two items, as many as leave
+    the multiprocessors the least to do.
     """
     var best = config.groups
-    if 2 * tiles > config.stages:
+    if 2 * key_tiles > config.stages:
         # Consumers that take turns must not wait for different items.
         return best
     var least = 0
-    for parts in range(1, blocks + 1):
-        var each = max(ceildiv(blocks, parts), config.groups)
-        # A filling costs about as much as a block of each consumer.
-        var most = ceildiv(heads * ceildiv(blocks, each), processors) * (each + config.groups)
+    for parts in range(1, query_tiles + 1):
+        var each = max(ceildiv(query_tiles, parts), config.groups)
+        var items = heads * ceildiv(query_tiles, each)
+        # A filling costs about as much as a tile of each consumer.
+        var most = ceildiv(items, multiprocessors) * (each + config.groups)
         if least == 0 or most < least:
             best, least = each, most
     return best
@@ -626,14 +694,9 @@ def enqueue_hopper[dtype: DType, config: Config](o: Attention[dtype], ctx: Devic
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    var processors = Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
-    var heads = Int(o.n * o.heads)
-    var blocks = ceildiv(Int(o.t), ROWS)
-    var tiles = ceildiv(Int(o.s), config.keys)
-    var each = period(blocks, heads, tiles, config, processors)
-    var parts = ceildiv(blocks, each)
-    var items = heads * parts
-    var maps = Maps[3]()
+    var multiprocessors = Device(ctx).multiprocessors
+    var problem = Problem(o, config, multiprocessors)
+    var maps = TensorMaps[3]()
     var n, t, s, c = Int64(o.n), Int64(o.t), Int64(o.s), Int64(o.c)
     maps.maps[0] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [Int32(DEPTH), Int32(ROWS), 1])
     maps.maps[1] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [Int32(DEPTH), Int32(config.keys), 1])
@@ -641,18 +704,8 @@ def enqueue_hopper[dtype: DType, config: Config](o: Attention[dtype], ctx: Devic
     ctx.enqueue_function[hopper_attention_kernel[dtype, config]](
         maps,
         o.y,
-        Walk(
-            o.t,
-            o.s,
-            o.c,
-            o.heads,
-            Int32(tiles),
-            Int32(each),
-            Int32(parts),
-            Int32(items),
-            o.scale * LOG2_E,
-        ),
-        grid_dim=min(items, processors),
+        problem,
+        grid_dim=problem.schedule.blocks(multiprocessors),
         block_dim=config.threads(),
         shared_mem_bytes=config.shared(),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),

@@ -13,7 +13,7 @@ from max.gpu.host import DeviceContext
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..gpu import gemm_gpu
-from ..operands import F32, ON_CPU, Operands, data
+from ..operands import F32, ON_CPU, Batch, Operands, data
 from .cpu import bmm_cpu
 
 
@@ -44,12 +44,8 @@ def _bmm[
         gemm_gpu[dtype, Epilogue(name), layout == "nk", tf32](
             Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
             o,
-            batch if b_step else 1,
+            Batch(batch, x=m * k, w=b_step, y=m * n) if b_step else Batch(),
             ctx,
-            x_step=m * k,
-            w_step=b_step,
-            y_step=m * n,
-            bias_step=0,
             constant=constant,
         )
 

@@ -12,7 +12,7 @@ from std.sys import size_of
 from ..epilogue import Epilogue, activate
 from ..gemm.gpu import gemm
 from ..geometry import Geometry
-from ..operands import F32, Operands
+from ..operands import F32, Batch, Operands
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -40,12 +40,14 @@ def conv2d_gpu[
         gemm[dtype, epilogue, True, tf32](
             g,
             o,
-            g.groups,
+            Batch(
+                g.groups,
+                x=g.group_c(),
+                w=g.group_f() * g.depth(),
+                bias=g.group_f(),
+                y=g.group_f(),
+            ),
             ctx,
-            x_step=g.group_c(),
-            w_step=g.group_f() * g.depth(),
-            y_step=g.group_f(),
-            bias_step=g.group_f(),
         )
     elif g.c % 4 == 0:
         _enqueue_depthwise[dtype, epilogue, 4](g, o, ctx)

@@ -3,7 +3,7 @@
     y[n, p, q, f] = relu(bias[f] + sum_rsc x[n, p * stride - pad + r * dilation, ..., c] w[r, s, c, f]
                          + shortcut_bias[f] + sum_c source[n, p * step, q * step, c] v[c, f])
 
-He et al. 2015, section 3.3, option B. A GPU never stores the shortcut's result.
+He et al. 2015, section 3.3, option B. Hopper's kernel never stores the shortcut's result.
 """
 
 from extensibility import InputTensor, OutputTensor, register

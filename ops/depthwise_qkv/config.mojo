@@ -12,6 +12,9 @@ struct QkvOperands[dtype: DType](KernelArgument, TrivialRegisterPassable):
         dtype: Of tokens and filters.
     """
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var x: Data[Self.dtype]
     """Tokens."""
     var weight: Data[F32]
@@ -81,6 +84,9 @@ struct QkvOperands[dtype: DType](KernelArgument, TrivialRegisterPassable):
 
 struct QkvSizes(KernelArgument, TrivialRegisterPassable):
     """Sizes, all at run time."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var images: Int32
     """N."""

@@ -23,11 +23,11 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 
-from ..epilogue import Epilogue, activate
+from ..epilogue import Epilogue, apply
 from ..geometry import Geometry
 from ..hopper.conv import takes
 from ..hopper.shared import ROW
-from ..operands import F32, Data, Operands
+from ..operands import F32, Batch, Data, Operands
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
@@ -107,15 +107,7 @@ def _filters[
 @__name(t"gemm_cores_{epilogue.label()}_{dtype}")
 def gemm_kernel[
     dtype: DType, epilogue: Epilogue, k_major: Bool
-](
-    all: Operands[dtype],
-    g: Geometry,
-    tiles: Int32,
-    x_step: Int64,
-    w_step: Int64,
-    y_step: Int64,
-    bias_step: Int64,
-):
+](all: Operands[dtype], g: Geometry, tiles: Int32, batch: Batch,):
     """Computes one 64 x 64 tile of one product; block_idx.y counts tiles of filters.
 
     Parameters:
@@ -127,21 +119,13 @@ def gemm_kernel[
         all: The tensors of all products (groups, or a batch).
         g: Sizes of one product.
         tiles: Tiles of pixels of a product; block_idx.x counts them, product after product.
-        x_step: Elements of x from one product to the next.
-        w_step: Elements of w from one product to the next.
-        y_step: Elements of y from one product to the next.
-        bias_step: Elements of the bias from one product to the next.
+        batch: Where each product's tensors are.
     """
     var t = Int(thread_idx.x)
     var product = Int(block_idx.x) // Int(tiles)
     var m0 = (Int(block_idx.x) - product * Int(tiles)) * TILE
     var f0 = Int(block_idx.y) * TILE
-    var o = all.shifted(
-        x=product * Int(x_step),
-        w=product * Int(w_step),
-        bias=product * Int(bias_step),
-        y=product * Int(y_step),
-    )
+    var o = batch.of(all, product)
     var pixels = g.pixels()
     var columns = g.group_f()
     var depth = g.depth()
@@ -198,18 +182,22 @@ def gemm_kernel[
         if m_out < pixels and f < columns:
             var to = m_out * g.f + f
             if g.f % 4 == 0 and columns % 4 == 0:
-                var value = acc[i].fma(o.alpha, _load4(o.bias.unsafe_offset(f)))
+                var residual = SIMD[F32, 4](0)
                 comptime if epilogue.adds:
-                    value += _load4(o.residual.unsafe_offset(to))
-                o.y.unsafe_store[alignment=4 * size_of[dtype]()](
-                    to, activate[epilogue, dtype](value).cast[dtype]()
+                    residual = _load4(o.residual.unsafe_offset(to))
+                var y = apply[epilogue, dtype](
+                    acc[i], o.alpha, _load4(o.bias.unsafe_offset(f)), residual
                 )
+                o.y.unsafe_store[alignment=4 * size_of[dtype]()](to, y.cast[dtype]())
             else:
                 for j in range(min(4, columns - f)):
-                    var value = acc[i][j] * o.alpha + o.bias[unsafe_offset=f + j]
+                    var residual = Float32(0)
                     comptime if epilogue.adds:
-                        value += o.residual[unsafe_offset=to + j].cast[F32]()
-                    o.y[unsafe_offset=to + j] = activate[epilogue, dtype](value).cast[dtype]()
+                        residual = o.residual[unsafe_offset=to + j].cast[F32]()
+                    var y = apply[epilogue, dtype](
+                        acc[i][j], o.alpha, o.bias[unsafe_offset=f + j], residual
+                    )
+                    o.y[unsafe_offset=to + j] = y.cast[dtype]()
 
 
 def gemm[
@@ -217,13 +205,9 @@ def gemm[
 ](
     g: Geometry,
     o: Operands[dtype],
-    products: Int,
+    batch: Batch,
     ctx: DeviceContext,
     *,
-    x_step: Int = 0,
-    w_step: Int = 0,
-    y_step: Int = 0,
-    bias_step: Int = 0,
     constant: Bool = True,
 ) raises:
     """Enqueues the products of a batch, or the groups of a convolution, in one launch.
@@ -236,13 +220,9 @@ def gemm[
 
     Args:
         g: Sizes of one product.
-        o: The tensors of all of them.
-        products: How many there are.
+        o: The tensors of the first.
+        batch: How many there are, and where.
         ctx: The GPU.
-        x_step: Elements of x from one product to the next.
-        w_step: Elements of w from one product to the next.
-        y_step: Elements of y from one product to the next.
-        bias_step: Elements of the bias from one product to the next.
         constant: Whether w is a weight: a kernel may then load it while the one that writes x runs.
 
     Raises:
@@ -250,7 +230,7 @@ def gemm[
     """
     comptime rounds = dtype.is_half_float() or (tf32 and HAS_MMA)
     comptime if IS_HOPPER and rounds and k_major:
-        if products == 1 and takes[dtype](g):
+        if batch.products == 1 and takes[dtype](g):
             var row = choose(g, ROW // size_of[dtype](), epilogue)
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
@@ -262,16 +242,7 @@ def gemm[
         mma_gemm[dtype, epilogue, k_major] if rounds
         and (HAS_MMA or HAS_MFMA) else gemm_portable[dtype, epilogue, k_major]
     )
-    kernel(
-        g,
-        o,
-        products,
-        ctx,
-        x_step=x_step,
-        w_step=w_step,
-        y_step=y_step,
-        bias_step=bias_step,
-    )
+    kernel(g, o, batch, ctx)
 
 
 def gemm_group[
@@ -308,7 +279,7 @@ def gemm_group[
                     )
             return
     comptime for i in range(products):
-        gemm[dtype, Epilogue("none"), True, tf32](sizes[i], operands[i], 1, ctx)
+        gemm[dtype, Epilogue("none"), True, tf32](sizes[i], operands[i], Batch(), ctx)
 
 
 def gemm_shortcut[
@@ -342,25 +313,15 @@ def gemm_shortcut[
                         g, o, beside, more, row.splits, ctx
                     )
             return
-    gemm[dtype, Epilogue("none"), True, tf32](beside, more, 1, ctx)
+    gemm[dtype, Epilogue("none"), True, tf32](beside, more, Batch(), ctx)
     # A thread reads what it is about to overwrite, and nothing else of y.
     var sum = Operands[dtype](o.x, o.w, o.bias, more.y, o.y)
-    gemm[dtype, Epilogue("add_relu"), True, tf32](g, sum, 1, ctx)
+    gemm[dtype, Epilogue("add_relu"), True, tf32](g, sum, Batch(), ctx)
 
 
 def gemm_portable[
     dtype: DType, epilogue: Epilogue, k_major: Bool
-](
-    g: Geometry,
-    o: Operands[dtype],
-    products: Int,
-    ctx: DeviceContext,
-    *,
-    x_step: Int = 0,
-    w_step: Int = 0,
-    y_step: Int = 0,
-    bias_step: Int = 0,
-) raises:
+](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext,) raises:
     """Enqueues products on the CUDA cores, whatever their sizes.
 
     Parameters:
@@ -370,13 +331,9 @@ def gemm_portable[
 
     Args:
         g: Sizes of one product.
-        o: The tensors of all of them.
-        products: How many there are.
+        o: The tensors of the first.
+        batch: How many there are, and where.
         ctx: The GPU.
-        x_step: Elements of x from one product to the next.
-        w_step: Elements of w from one product to the next.
-        y_step: Elements of y from one product to the next.
-        bias_step: Elements of the bias from one product to the next.
 
     Raises:
         If the launch fails.
@@ -386,10 +343,7 @@ def gemm_portable[
         o,
         g,
         Int32(tiles),
-        Int64(x_step),
-        Int64(w_step),
-        Int64(y_step),
-        Int64(bias_step),
-        grid_dim=(tiles * products, ceildiv(g.group_f(), TILE)),
+        batch,
+        grid_dim=(tiles * Int(batch.products), ceildiv(g.group_f(), TILE)),
         block_dim=THREADS,
     )

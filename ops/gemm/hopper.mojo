@@ -53,7 +53,7 @@ from std.utils.static_tuple import StaticTuple
 from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..hopper.accumulator import Fragment
+from ..hopper.accumulator import Fragment, Sums
 from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
 from ..hopper.mma import ROWS, Matrix, mma
@@ -65,9 +65,10 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
+from ..hopper.scheduler import Start
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
-from ..operands import F32, Data, Operands
+from ..operands import Data, Operands
 
 
 struct Config(TrivialRegisterPassable):
@@ -223,21 +224,22 @@ def hopper_kernel[
     )
     var t = Int32(thread_idx.x)
     if t == 0:
-        pipeline.init(consumers=config.groups)
+        pipeline.init[config.stages](consumers=config.groups)
         fence_barrier_init()
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
+    var start = problem.schedule.start[config.split]()
     if t // Int32(WARP) == Int32(4 * config.groups):
         # One thread drives the copy engine.
         if t % Int32(WARP) == 0:
-            _produce[dtype, epilogue, config, sources](maps.address(), problem, pipeline)
+            _produce[dtype, epilogue, config, sources](maps.address(), problem, start, pipeline)
     else:
         _consume[dtype, epilogue, config, sources](
-            maps.address(), tensors, problem, pipeline, Fragment(t)
+            maps.address(), tensors, problem, start, pipeline, Fragment(t)
         )
     comptime if config.split:
-        var tile = problem.schedule.tile(problem.schedule.block[True]())
+        var tile = problem.schedule.tile(start.tile)
         reduce_cluster[
             dtype,
             epilogue,
@@ -249,7 +251,8 @@ def hopper_kernel[
         ](
             tensors.of(tile.product),
             data,
-            problem.schedule,
+            start,
+            problem.schedule.splits,
             m0=tile.row * Int32(ROWS),
             m=problem.rows_of(tile.product),
             f0=tile.column * Int32(config.columns),
@@ -261,7 +264,7 @@ def hopper_kernel[
 @always_inline
 def _produce[
     dtype: DType, epilogue: Epilogue, config: Config, sources: Int
-](maps: UInt64, problem: Problem[_], at_start: Pipeline):
+](maps: UInt64, problem: Problem[_], start: Start, at_start: Pipeline):
     """Fills the ring, tile after tile, as stages become free."""
     comptime WIDTH = Int32(ROW // size_of[dtype]())
     comptime STAGE = UInt32(config.stage())
@@ -269,7 +272,7 @@ def _produce[
     comptime BOXES = config.part[dtype]() // Int(WIDTH)
     var conv = problem.conv
     var schedule = problem.schedule
-    var tile = schedule.tile(schedule.block[config.split]())
+    var tile = schedule.tile(start.tile)
     var x = TileLoader(maps, 4 * tile.product)
     var w = TileLoader(maps, 4 * tile.product + 1)
     var x2 = TileLoader(maps, 4)
@@ -279,22 +282,22 @@ def _produce[
     comptime if sources == 2:
         x2.prefetch_descriptor()
         w2.prefetch_descriptor()
-    var steps = schedule.share[config.split](problem.steps())
+    var steps = schedule.share[config.split](start, problem.steps())
     var first = Step(conv, steps.begin)
 
     # Filters that are weights do not depend on the kernel before.
     var pipeline = at_start
     var k = first
     var f0 = tile.column * Int32(config.columns)
-    var ahead = pipeline
-    for _ in range(pipeline.prefetch(steps.count() * problem.constant)):
-        ahead.expect(STAGE)
-        _load_filters[sources](w, w2, conv, ahead.stage() + W_AT, ahead.barrier(), k, WIDTH, f0)
-        ahead.advance()
+    for i in range(pipeline.prefetch(steps.count() * problem.constant)):
+        pipeline.expect(i, STAGE)
+        _load_filters[sources](
+            w, w2, conv, pipeline.stage(i) + W_AT, pipeline.barrier(i), k, WIDTH, f0
+        )
         k.advance(conv)
     wait_on_dependent_grids()
 
-    for number in schedule.turns[config.split]():
+    for number in schedule.turns(start):
         tile = schedule.tile(number)
         x = TileLoader(maps, 4 * tile.product)
         w = TileLoader(maps, 4 * tile.product + 1)
@@ -321,9 +324,7 @@ def _produce[
                     0,
                 )
             else:
-                load_pixels(
-                    x, to, full, conv, pixel, corner, channel=k.c * WIDTH, r=k.r, s=k.s
-                )
+                load_pixels(x, to, full, conv, pixel, corner, channel=k.c * WIDTH, r=k.r, s=k.s)
             pipeline.advance()
             k.advance(conv)
         comptime if config.split:
@@ -373,6 +374,7 @@ def _consume[
     maps: UInt64,
     tensors: EpilogueTensors[dtype, _],
     problem: Problem[_],
+    start: Start,
     at_start: Pipeline,
     at: Fragment,
 ):
@@ -383,15 +385,15 @@ def _consume[
     comptime PARTS = config.parts[dtype]()
     var group = UInt32(at.group())
     var leads = at.leads()
-    var steps = problem.schedule.share[config.split](problem.steps()).count()
+    var steps = problem.schedule.share[config.split](start, problem.steps()).count()
 
     var pipeline = at_start
     var storing = Storing[PARTS]()
-    for number in problem.schedule.turns[config.split]():
+    for number in problem.schedule.turns(start):
         var tile = problem.schedule.tile(number)
         var m0 = tile.row * Int32(config.rows())
         var f0 = tile.column * Int32(COLUMNS)
-        var sums = StaticTuple[Float32, COLUMNS // 2](fill=0)
+        var sums = Sums[COLUMNS](fill=0)
         var before = pipeline.index
         for i in range(steps):
             pipeline.wait()
@@ -428,14 +430,9 @@ def _consume[
         comptime for part in range(PARTS):
             pipeline.wait()
             var to = pipeline.stage() + group * UInt32(PART * ROWS * size_of[dtype]())
-            var bias = StaticTuple[SIMD[F32, 2], PART // 8](fill=SIMD[F32, 2](0))
-            comptime for j in range(PART // 8):
-                var f = f0 + Int32(part * PART + 8 * j) + at.column()
-                if f < problem.filters:
-                    bias[j] = end.bias_of[2, sources](f)
-            finish_rows[dtype, epilogue, PART, part * PART, ROWS * ROW](
-                to, at, sums, problem.alpha, bias
-            )
+            finish_rows[
+                dtype, epilogue, PART, first=part * PART, pitch=ROWS * ROW, sources=sources
+            ](to, at, sums, problem.alpha, end, f0 + Int32(part * PART), problem.filters)
             fence_async()
             sync_threads(group + 1, UInt32(WARPGROUP))
             if leads:
@@ -591,9 +588,9 @@ def _add_maps[
 
 def _problem[
     dtype: DType, config: Config, products: Int
-](
-    sizes: Array[Geometry, products], splits: Int, alpha: Float32, constant: Bool = True
-) -> Problem[products]:
+](sizes: Array[Geometry, products], splits: Int, alpha: Float32, constant: Bool = True) -> Problem[
+    products
+]:
     """Divides products into tiles and steps."""
     return Problem[products](
         sizes,

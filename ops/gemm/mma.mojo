@@ -28,7 +28,7 @@ mfma: lane l of 64 gives row l % 16 of either operand, at k = 4 (l / 16) to k + 
 4 (l / 16) to + 3 of column l % 16 ("CDNA3 ISA", section 7). A lane reads 8 neighbours of K and
 gives 4 to each of two instructions: any order of K will do if it is that of both operands. The
 filters are the rows, so that a lane has 4 neighbouring filters of one pixel.
-The 16-bit path ran on an H200; on an sm_80, sm_89 or gfx942, and in float32, IT HAS NOT RUN YET.
+It ran on an H200, at 16 bits and as TF32; on an sm_80, sm_89 or gfx942 IT HAS NOT RUN YET.
 
 Bound by the latency of fragments and copies on Hopper, where mma.sync reaches less of the tensor
 cores than the wgmma of gemm/hopper.mojo; short K is bound by device memory. docs/kernels.md has
@@ -37,7 +37,7 @@ the figures.
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
 from max.gpu.compute.mma import ld_matrix, mma
-from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.sync import syncwarp
 from std.math import ceildiv
@@ -45,12 +45,13 @@ from std.memory import bitcast, unsafe_stack_allocation
 from std.sys import inlined_assembly, size_of
 from std.utils.static_tuple import StaticTuple
 
-from ..epilogue import Epilogue, activate
+from ..device import Device
+from ..epilogue import Epilogue, apply
 from ..geometry import Geometry
 from ..hopper.conv import is_plain
 from ..hopper.ptx import mma_sync
 from ..kernel_argument import KernelArgument
-from ..operands import F32, Data, Operands
+from ..operands import F32, Batch, Data, Operands
 from ..target import IS_HOPPER, IS_NVIDIA
 
 comptime U32 = DType.uint32
@@ -190,6 +191,9 @@ comptime NARROW = Config(64, 64, warps_m=2, warps_n=2, chunks=4, stages=2, block
 struct Problem(KernelArgument, TrivialRegisterPassable):
     """Sizes of a product of a batch, or of a group, as a kernel wants them."""
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var pixels: Int32
     """M."""
     var columns: Int32
@@ -230,34 +234,16 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
     """Tiles of pixels."""
     var tiles_n: Int32
     """Tiles of filters; they run first, then tiles of pixels, then products."""
-    var x_step: Int64
-    """Elements of x from one product to the next."""
-    var w_step: Int64
-    """Elements of w from one product to the next."""
-    var y_step: Int64
-    """Elements of y from one product to the next."""
-    var bias_step: Int64
-    """Elements of the bias from one product to the next."""
+    var batch: Batch
+    """Where each product's tensors are."""
 
-    def __init__(
-        out self,
-        g: Geometry,
-        config: Config,
-        *,
-        x_step: Int,
-        w_step: Int,
-        y_step: Int,
-        bias_step: Int,
-    ):
+    def __init__(out self, g: Geometry, config: Config, batch: Batch):
         """Takes the sizes of a convolution.
 
         Args:
             g: Sizes.
             config: The tile.
-            x_step: Elements of x from one product to the next.
-            w_step: Elements of w from one product to the next.
-            y_step: Elements of y from one product to the next.
-            bias_step: Elements of the bias from one product to the next.
+            batch: Where each product's tensors are.
         """
         self.pixels, self.columns = Int32(g.pixels()), Int32(g.group_f())
         self.depth = Int32(g.depth())
@@ -269,11 +255,10 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
         self.dilation_h, self.dilation_w = Int32(g.dilation_h), Int32(g.dilation_w)
         self.tiles_m = Int32(ceildiv(g.pixels(), config.rows))
         self.tiles_n = Int32(ceildiv(g.group_f(), config.columns))
-        self.x_step, self.w_step = Int64(x_step), Int64(w_step)
         if is_plain(g):
             # One column of pixels: their places need no division.
             self.h, self.w, self.q, self.pq = self.pixels, 1, 1, self.pixels
-        self.y_step, self.bias_step = Int64(y_step), Int64(bias_step)
+        self.batch = batch
 
 
 # Instructions
@@ -821,21 +806,20 @@ def _finish[
                 var value = mine.unsafe_load[width=8, alignment=16](from_ + part * STEP * PITCH)
                 var here = to + index * STEP * Int(p.all_f)
                 if vectors:
-                    value = value.fma(SIMD[F32, 8](o.alpha), bias)
-                    comptime if epilogue.adds:
-                        value += added[index % (2 * PARTS)].cast[F32]()
-                    o.y.unsafe_store[alignment=16](
-                        here, activate[epilogue, dtype](value).cast[dtype]()
+                    var y = apply[epilogue, dtype](
+                        value, o.alpha, bias, added[index % (2 * PARTS)].cast[F32]()
                     )
+                    o.y.unsafe_store[alignment=16](here, y.cast[dtype]())
                 else:
                     comptime for e in range(8):
                         if f + Int32(e) < p.columns:
-                            var one = value[e].fma(o.alpha, o.bias[unsafe_offset=Int(f) + e])
+                            var residual = Float32(0)
                             comptime if epilogue.adds:
-                                one += o.residual[unsafe_offset=here + e].cast[F32]()
-                            o.y[unsafe_offset=here + e] = activate[epilogue, dtype](one).cast[
-                                dtype
-                            ]()
+                                residual = o.residual[unsafe_offset=here + e].cast[F32]()
+                            var y = apply[epilogue, dtype](
+                                value[e], o.alpha, o.bias[unsafe_offset=Int(f) + e], residual
+                            )
+                            o.y[unsafe_offset=here + e] = y.cast[dtype]()
         _sync_warp()
 
 
@@ -884,12 +868,7 @@ def mma_kernel[
     var f0 = (tile - row_tile * p.tiles_n) * Int32(config.columns)
     var product = row_tile // p.tiles_m
     var m0 = (row_tile - product * p.tiles_m) * Int32(config.rows)
-    var o = all.shifted(
-        x=Int(product) * Int(p.x_step),
-        w=Int(product) * Int(p.w_step),
-        bias=Int(product) * Int(p.bias_step),
-        y=Int(product) * Int(p.y_step),
-    )
+    var o = p.batch.of(all, Int(product))
     comptime if epilogue.adds:
         # The residual is wanted last, but comes from far.
         comptime LINE = 128 // size_of[dtype]()
@@ -966,17 +945,7 @@ def mma_kernel[
 
 def mma_gemm[
     dtype: DType, epilogue: Epilogue, k_major: Bool
-](
-    g: Geometry,
-    o: Operands[dtype],
-    products: Int,
-    ctx: DeviceContext,
-    *,
-    x_step: Int = 0,
-    w_step: Int = 0,
-    y_step: Int = 0,
-    bias_step: Int = 0,
-) raises:
+](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext,) raises:
     """Enqueues the products of a batch, or the groups of a convolution, in one launch.
 
     Parameters:
@@ -986,55 +955,35 @@ def mma_gemm[
 
     Args:
         g: Sizes of one product.
-        o: The tensors of all of them.
-        products: How many there are.
+        o: The tensors of the first.
+        batch: How many there are, and where.
         ctx: The GPU.
-        x_step: Elements of x from one product to the next.
-        w_step: Elements of w from one product to the next.
-        y_step: Elements of y from one product to the next.
-        bias_step: Elements of the bias from one product to the next.
 
     Raises:
         If the launch fails.
     """
     comptime WIDTH = 16 // size_of[dtype]()
     if g.group_c() % WIDTH == 0 and (k_major or g.group_f() % WIDTH == 0):
-        var config = _choose(g, products, ctx)
+        var config = _choose(g, Int(batch.products), Device(ctx))
         comptime for i in range(len(CONFIGS)):
             if config == i:
-                mma_enqueue[dtype, epilogue, k_major, CONFIGS[i], True](
-                    g,
-                    o,
-                    products,
-                    ctx,
-                    x_step=x_step,
-                    w_step=w_step,
-                    y_step=y_step,
-                    bias_step=bias_step,
-                )
+                mma_enqueue[dtype, epilogue, k_major, CONFIGS[i], True](g, o, batch, ctx)
         return
-    mma_enqueue[dtype, epilogue, k_major, NARROW, False](
-        g,
-        o,
-        products,
-        ctx,
-        x_step=x_step,
-        w_step=w_step,
-        y_step=y_step,
-        bias_step=bias_step,
-    )
+    mma_enqueue[dtype, epilogue, k_major, NARROW, False](g, o, batch, ctx)
 
 
-def _choose(g: Geometry, products: Int, ctx: DeviceContext) raises -> Int:
+def _choose(g: Geometry, products: Int, device: Device) -> Int:
     """Chooses the tile whose waves over the multiprocessors take least."""
-    var processors = Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
     var best = 0
     var least = Int.MAX
     comptime for i in range(len(CONFIGS)):
         comptime config = CONFIGS[i]
         var tiles = ceildiv(g.pixels(), config.rows) * ceildiv(g.group_f(), config.columns)
         var time = (
-            ceildiv(tiles * products, processors) * config.rows * config.columns * config.pace
+            ceildiv(tiles * products, device.multiprocessors)
+            * config.rows
+            * config.columns
+            * config.pace
         )
         if time < least:
             best, least = i, time
@@ -1043,17 +992,7 @@ def _choose(g: Geometry, products: Int, ctx: DeviceContext) raises -> Int:
 
 def mma_enqueue[
     dtype: DType, epilogue: Epilogue, k_major: Bool, config: Config, wide: Bool
-](
-    g: Geometry,
-    o: Operands[dtype],
-    products: Int,
-    ctx: DeviceContext,
-    *,
-    x_step: Int,
-    w_step: Int,
-    y_step: Int,
-    bias_step: Int,
-) raises:
+](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext,) raises:
     """Enqueues products with tiles of one size.
 
     Parameters:
@@ -1065,19 +1004,15 @@ def mma_enqueue[
 
     Args:
         g: Sizes of one product.
-        o: The tensors of all of them.
-        products: How many there are.
+        o: The tensors of the first.
+        batch: How many there are, and where.
         ctx: The GPU.
-        x_step: Elements of x from one product to the next.
-        w_step: Elements of w from one product to the next.
-        y_step: Elements of y from one product to the next.
-        bias_step: Elements of the bias from one product to the next.
 
     Raises:
         If the launch fails.
     """
-    var p = Problem(g, config, x_step=x_step, w_step=w_step, y_step=y_step, bias_step=bias_step)
-    var grid = Int(p.tiles_m) * Int(p.tiles_n) * products
+    var p = Problem(g, config, batch)
+    var grid = Int(p.tiles_m) * Int(p.tiles_n) * Int(batch.products)
     comptime if IS_NVIDIA:
         ctx.enqueue_function[mma_kernel[dtype, epilogue, k_major, config, wide]](
             o,

@@ -216,6 +216,9 @@ struct Maps[count: Int](Copyable, KernelArgument):
         count: How many there are.
     """
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var maps: Array[TMADescriptor, Self.count]
     """In this order."""
 
@@ -233,6 +236,9 @@ struct Ends[dtype: DType, products: Int](KernelArgument, TrivialRegisterPassable
         dtype: Of the residual and y.
         products: Products of the launch.
     """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var bias: StaticTuple[Data[F32], Self.products]
     """[F]."""
@@ -300,6 +306,9 @@ struct Walk[products: Int](KernelArgument, TrivialRegisterPassable):
     Parameters:
         products: Products of the launch.
     """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var pixels: StaticTuple[Int32, Self.products]
     """M of each product."""

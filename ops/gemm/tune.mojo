@@ -12,7 +12,7 @@ from std.math import ceildiv
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..measure import Bench, launches_of, read_lines, square
-from ..operands import F32, Data, Operands
+from ..operands import F32, Batch, Data, Operands
 from .gpu import gemm_portable
 from .hopper import hopper_gemm
 from .tuning import CONFIGS
@@ -107,7 +107,7 @@ struct Tuner:
         """
         var count = g.pixels() * g.f
         var ctx = self.bench.ctx
-        gemm_portable[HALF, epilogue, True](g, self.operands(self.bench.expected, 0), 1, ctx)
+        gemm_portable[HALF, epilogue, True](g, self.operands(self.bench.expected, 0), Batch(), ctx)
         var steps = g.r * g.s * ceildiv(g.c, 64)
         comptime for i in range(len(CONFIGS)):
             comptime config = CONFIGS[i]

@@ -5,7 +5,8 @@
     pipeline     a ring of stages between a producer and consumers
     tma          tensor maps, and what copies tiles through them
     mma          wgmma: matrix descriptors, and products of a stage
-    accumulator  which sums a thread holds, and how they leave through shared memory
+    accumulator  which sums a thread holds
+    epilogue     how the sums become the result, and leave
     scheduler    which block computes what: persistent blocks, clusters that share a tile
     conv         an implicit GEMM's sizes, and how its tiles of pixels are loaded
 

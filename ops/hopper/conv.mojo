@@ -22,6 +22,9 @@ from .tma import TileLoader, im2col_map, matrix_map
 struct Conv(KernelArgument, TrivialRegisterPassable):
     """A convolution, or a product of matrices, as a kernel walks over it."""
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var q: Int32
     """Output columns of an image."""
     var pq: Int32
@@ -80,9 +83,9 @@ struct Conv(KernelArgument, TrivialRegisterPassable):
         Returns:
             Image, row and column.
         """
-        var n = m // self.pq
+        var n = Int32(UInt32(m) // UInt32(self.pq))
         var rest = m - n * self.pq
-        var p = rest // self.q
+        var p = Int32(UInt32(rest) // UInt32(self.q))
         return Pixel(m, n, p, rest - p * self.q)
 
     @always_inline
@@ -95,9 +98,7 @@ struct Conv(KernelArgument, TrivialRegisterPassable):
         Returns:
             Row and column of the input; negative in the padding.
         """
-        return Corner(
-            at.p * self.stride_h - self.pad_h, at.q * self.stride_w - self.pad_w
-        )
+        return Corner(at.p * self.stride_h - self.pad_h, at.q * self.stride_w - self.pad_w)
 
 
 struct Problem[products: Int = 1](KernelArgument, TrivialRegisterPassable):
@@ -106,6 +107,9 @@ struct Problem[products: Int = 1](KernelArgument, TrivialRegisterPassable):
     Parameters:
         products: Products of the launch.
     """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var pixels: StaticTuple[Int32, Self.products]
     """M of each product."""
@@ -232,9 +236,9 @@ struct Step(TrivialRegisterPassable):
             conv: Sizes.
             number: Of the step.
         """
-        self.tap = min(number // conv.chunks, conv.taps)
+        self.tap = min(Int32(UInt32(number) // UInt32(conv.chunks)), conv.taps)
         self.c = number - self.tap * conv.chunks
-        self.r = self.tap // conv.s
+        self.r = Int32(UInt32(self.tap) // UInt32(conv.s))
         self.s = self.tap - self.r * conv.s
 
     @always_inline

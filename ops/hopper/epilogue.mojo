@@ -5,9 +5,12 @@ Sums leave in rows of 128 bytes in shared memory, swizzled, which the copy engin
 columns, as when filters are the left side. What lies there before is the residual, and is
 overwritten. Where a cluster shares a tile, `leave_rows` or `leave_columns` leaves each block's sums
 in its shared memory, and `reduce_cluster` adds them up and finishes them.
+
+Or `store_rows` stores the sums where they belong, without shared memory.
 """
 
 from max.gpu import thread_idx
+from max.gpu.primitives import warp
 from std.memory import bitcast
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -28,7 +31,7 @@ from .ptx import (
     shared_store_float,
     shared_store_matrices,
 )
-from .scheduler import TileScheduler
+from .scheduler import Start
 from .shared import ROW, swizzle
 
 
@@ -39,6 +42,9 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
         dtype: Of the residual and y.
         products: Products of the launch.
     """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var bias: StaticTuple[Data[F32], Self.products]
     """[F]."""
@@ -123,13 +129,15 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
 
 @always_inline
 def finish_rows[
-    dtype: DType, epilogue: Epilogue, columns: Int, first: Int, pitch: Int
+    dtype: DType, epilogue: Epilogue, columns: Int, *, first: Int = 0, pitch: Int, sources: Int = 1
 ](
     to: UInt32,
     at: Fragment,
     sums: StaticTuple[Float32, _],
     alpha: Float32,
-    bias: StaticTuple[SIMD[F32, 2], columns // 8],
+    tensors: EpilogueTensors[dtype],
+    f0: Int32,
+    f: Int32,
 ):
     """Finishes 64 rows x `columns` columns in shared memory, boxes of 64 rows of 128 bytes.
 
@@ -139,16 +147,22 @@ def finish_rows[
         columns: How many, a multiple of a row's.
         first: The first of the sums' columns, a multiple of 8.
         pitch: Bytes from a box to the next.
+        sources: 2 if there is a second bias.
 
     Args:
         to: The first box; it holds the residual, and then the result.
         at: The thread's place.
         sums: Of the thread.
         alpha: Scale of the product.
-        bias: Of the thread's two columns of every eight.
+        tensors: Have the bias.
+        f0: The first column of the result.
+        f: Columns of the result; the bias of others is not read.
     """
     comptime WIDTH = ROW // size_of[dtype]()
     comptime for j in range(columns // 8):
+        var bias = SIMD[F32, 2](0)
+        if f0 + Int32(8 * j) + at.column() < f:
+            bias = tensors.bias_of[2, sources](f0 + Int32(8 * j) + at.column())
         comptime for half in range(2):
             var row = UInt32(at.row()) + UInt32(8 * half)
             var byte = (UInt32(8 * j % WIDTH) + UInt32(at.column())) * UInt32(size_of[dtype]())
@@ -160,26 +174,20 @@ def finish_rows[
                 var residual = SIMD[F32, 2](0)
                 comptime if epilogue.adds:
                     residual = bitcast[dtype, 2](shared_load(place)).cast[F32]()
-                var y = apply[epilogue, dtype](sum, alpha, bias[j], residual)
+                var y = apply[epilogue, dtype](sum, alpha, bias, residual)
                 shared_store(place, bitcast[DType.uint32, 1](y.cast[dtype]()))
             else:
                 var residual = SIMD[F32, 2](0)
                 comptime if epilogue.adds:
                     residual = shared_load2(place)
-                var y = apply[epilogue, dtype](sum, alpha, bias[j], residual)
+                var y = apply[epilogue, dtype](sum, alpha, bias, residual)
                 shared_store2(place, y[0], y[1])
 
 
 @always_inline
 def finish_columns[
     dtype: DType, epilogue: Epilogue, columns: Int, first: Int
-](
-    to: UInt32,
-    at: Fragment,
-    sums: StaticTuple[Float32, _],
-    alpha: Float32,
-    bias: SIMD[F32, 2],
-):
+](to: UInt32, at: Fragment, sums: StaticTuple[Float32, _], alpha: Float32, bias: SIMD[F32, 2],):
     """Finishes `columns` columns of 64 rows, turned over: a column becomes a row of shared memory.
 
     Parameters:
@@ -236,9 +244,7 @@ comptime PAD = 8
 
 
 @always_inline
-def leave_rows[
-    columns: Int
-](data: UInt32, at: Fragment, sums: StaticTuple[Float32, columns // 2]):
+def leave_rows[columns: Int](data: UInt32, at: Fragment, sums: StaticTuple[Float32, columns // 2]):
     """Stores 64 rows of sums in shared memory, as `reduce_cluster` reads them.
 
     Parameters:
@@ -277,9 +283,7 @@ def leave_columns[
     var to = data + UInt32(at.column() * Int32(PITCH) + row * 4)
     comptime for j in range(columns // 8):
         comptime for e in range(4):
-            shared_store_float(
-                to + UInt32((8 * j + e % 2) * PITCH + e // 2 * 32), sums[4 * j + e]
-            )
+            shared_store_float(to + UInt32((8 * j + e % 2) * PITCH + e // 2 * 32), sums[4 * j + e])
 
 
 @always_inline
@@ -295,7 +299,8 @@ def reduce_cluster[
 ](
     tensors: EpilogueTensors[dtype],
     data: UInt32,
-    schedule: TileScheduler[_],
+    start: Start,
+    splits: Int32,
     *,
     m0: Int32,
     m: Int32,
@@ -317,7 +322,8 @@ def reduce_cluster[
     Args:
         tensors: Of the tile's product.
         data: Where each block has left its sums.
-        schedule: How many blocks share the tile.
+        start: Has the block's rank in the cluster.
+        splits: How many blocks share the tile.
         m0: The tile's first row.
         m: Rows of the product.
         f0: The tile's first column.
@@ -327,15 +333,15 @@ def reduce_cluster[
     comptime PITCH = (columns + pad) * 4
     comptime EIGHTS = Int32(columns // 8)
     cluster_sync()
-    var part = Int32(rows) // schedule.splits
+    var part = Int32(UInt32(rows) // UInt32(splits))
     for unit in range(Int32(thread_idx.x), part * EIGHTS, Int32(threads)):
-        var row = schedule.rank[True]() * part + unit // EIGHTS
+        var row = start.rank * part + unit // EIGHTS
         var column = unit % EIGHTS * 8
         if m0 + row < m and f0 + column < f:
             var at = data + UInt32(row) * UInt32(PITCH) + UInt32(column) * 4
             var low = SIMD[F32, 4](0)
             var high = SIMD[F32, 4](0)
-            for peer in range(schedule.splits):
+            for peer in range(splits):
                 low += cluster_load4(at, UInt32(peer))
                 high += cluster_load4(at + 16, UInt32(peer))
             var bias = tensors.bias_of[8, sources](f0 + column)
@@ -346,3 +352,76 @@ def reduce_cluster[
             var y = apply[epilogue, dtype](low.join(high), alpha, bias, residual)
             tensors.y[0].unsafe_store[alignment=16](to, y.cast[dtype]())
     cluster_sync()
+
+
+@always_inline
+def store_rows[
+    dtype: DType, columns: Int
+](
+    y: Data[dtype],
+    at: Fragment,
+    sums: StaticTuple[Float32, _],
+    scale: SIMD[F32, 2],
+    *,
+    row: Int32,
+    rows: Int32,
+    column: Int32,
+    pitch: Int32,
+):
+    """Stores 64 rows of sums in global memory, 16 bytes a thread at a time.
+
+    Of every 32 columns the four threads of a row hold 2 of each eight; they exchange them, so that
+    each stores 8 neighbours.
+
+    Parameters:
+        dtype: Of the result, 16 bits.
+        columns: How many, a multiple of 32.
+
+    Args:
+        y: The result, a matrix.
+        at: The thread's place.
+        sums: Of the thread.
+        scale: Of each of the thread's two rows.
+        row: The first row of y.
+        rows: How many rows are to be stored; all if 64 or more.
+        column: The first column of y, a multiple of 8.
+        pitch: Columns of y, a multiple of 8.
+    """
+    comptime assert size_of[dtype]() == 2 and columns % 32 == 0, "store_rows: 32 numbers of 16 bits"
+    var b = at.t % 4
+    comptime for half in range(2):
+        comptime for k in range(columns // 32):
+            var r = SIMD[DType.uint32, 4](0)
+            comptime for j in range(4):
+                var scaled = pair[4 * k + j, half](sums) * scale[half]
+                r[j] = bitcast[DType.uint32, 1](scaled.cast[dtype]())
+            r = _turned(r, b)
+            if at.row() + Int32(8 * half) < rows:
+                var to = (
+                    Int(row + at.row() + Int32(8 * half)) * Int(pitch)
+                    + Int(column)
+                    + Int(32 * k)
+                    + Int(8 * b)
+                )
+                y.unsafe_offset(to).unsafe_bitcast[UInt32]().unsafe_store[alignment=16](0, r)
+
+
+@always_inline
+def _turned(square: SIMD[DType.uint32, 4], b: Int32) -> SIMD[DType.uint32, 4]:
+    """Turns over a 4 x 4 square: four neighbouring threads, this one the b-th, hold a row each."""
+    var r = square
+    var odd = b & 1 != 0
+    var upper = b & 2 != 0
+    comptime for j in range(0, 4, 2):
+        var got = warp.shuffle_xor(r[j] if odd else r[j + 1], 1)
+        if odd:
+            r[j] = got
+        else:
+            r[j + 1] = got
+    comptime for j in range(2):
+        var got = warp.shuffle_xor(r[j] if upper else r[j + 2], 2)
+        if upper:
+            r[j] = got
+        else:
+            r[j + 2] = got
+    return r

@@ -12,7 +12,6 @@ Sums are float32. PTX ISA 8.0, section 9.7.14.
 """
 
 from max.gpu.compute.mma import WGMMADescriptor, wgmma_async
-from std.memory import bitcast
 from std.sys import _RegisterPackType, size_of
 from std.sys._assembly import inlined_assembly
 from std.utils.static_tuple import StaticTuple
@@ -26,11 +25,12 @@ comptime ROWS = 64
 struct Matrix[wide: Bool = False](TrivialRegisterPassable):
     """Describes a matrix of swizzled rows of 128 bytes: eight rows are 1024 bytes.
 
-    Of the descriptor's halves only the lower one, the address, is computed.
+    Of the descriptor's halves only the lower one, the address, is computed. They are joined as
+    integers, not as a vector, so that the compiler folds offsets into the constant half.
 
     Parameters:
-        wide: Whether `after` adds to both halves, as one number of 64 bits: fewer instructions where
-            one side of the products stays in place for a whole loop.
+        wide: Whether `after` adds to both halves, as one number of 64 bits: fewer instructions
+            where one side of the products stays in place for a whole loop.
     """
 
     comptime HIGH = UInt32(0x40000040)
@@ -62,9 +62,7 @@ struct Matrix[wide: Bool = False](TrivialRegisterPassable):
         comptime if Self.wide:
             return (Int64(Self.HIGH) << 32 | Int64(self.low)) + Int64(bytes >> 4)
         else:
-            return bitcast[DType.int64, 1](
-                SIMD[DType.uint32, 2](self.low + UInt32(bytes >> 4), Self.HIGH)
-            )
+            return Int64(Self.HIGH) << 32 | Int64(self.low + UInt32(bytes >> 4))
 
 
 @always_inline
@@ -369,3 +367,22 @@ def settled(x: Float32) -> Float32:
         Its number.
     """
     return inlined_assembly["", Float32, constraints="=f,0"](x)
+
+
+@always_inline
+def settled[count: Int, //](x: StaticTuple[Float32, count]) -> StaticTuple[Float32, count]:
+    """Marks where registers that wgmma has written may be read, as `settled` of one does.
+
+    Parameters:
+        count: How many there are.
+
+    Args:
+        x: The registers.
+
+    Returns:
+        Their numbers.
+    """
+    var y = x
+    comptime for i in range(count):
+        y[i] = settled(x[i])
+    return y

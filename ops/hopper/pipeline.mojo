@@ -9,10 +9,22 @@ it announced have come; `empty` when all consumers have read the stage. A produc
 and a consumer `wait, products, release, advance`. Both walk over the stages in the same order, each
 with a copy of the ring that says where it is: the stage's index, and the parity of its phase.
 
+A stage may have parts that consumers wait for one by one, such as keys and values: each part has a
+`full` of its own, and is seen through `part`; the stage has one `empty`.
+
 CUTLASS calls this PipelineTmaAsync with its PipelineState; PTX ISA 8.0, section 9.7.12.15 (mbarrier).
 """
 
-from .ptx import barrier_arrive, barrier_expect, barrier_init, barrier_wait, stores_read
+from .ptx import (
+    arrive_threads,
+    barrier_arrive,
+    barrier_expect,
+    barrier_init,
+    barrier_wait,
+    stores_read,
+    sync_threads,
+)
+from .shared import WARPGROUP
 
 
 struct Pipeline(TrivialRegisterPassable):
@@ -20,6 +32,8 @@ struct Pipeline(TrivialRegisterPassable):
 
     comptime BARRIERS = 16
     """Bytes of a stage's two barriers."""
+    comptime PART = 8
+    """Bytes of a barrier more, for each part of a stage but the first."""
 
     var data: UInt32
     """Address of the first stage in shared memory."""
@@ -31,6 +45,8 @@ struct Pipeline(TrivialRegisterPassable):
     """Address of the first stage's `empty`, likewise."""
     var stages: UInt32
     """How many stages there are."""
+    var parts: UInt32
+    """How many parts a stage has; `full` of the next part follow those of all stages."""
     var index: UInt32
     """The stage that is next."""
     var phase: UInt32
@@ -39,31 +55,71 @@ struct Pipeline(TrivialRegisterPassable):
     """Of a producer: stages that it need not wait for, as `prefetch` began to fill them."""
 
     @always_inline
-    def __init__(out self, data: UInt32, barriers: UInt32, *, stages: Int32, bytes: UInt32):
+    def __init__(
+        out self,
+        data: UInt32,
+        barriers: UInt32,
+        *,
+        stages: Int32,
+        bytes: UInt32,
+        parts: Int32 = 1,
+    ):
         """Begins at the first stage.
 
         Args:
             data: Address of the stages.
-            barriers: Address of the barriers, `BARRIERS` bytes a stage.
+            barriers: Address of the barriers, `BARRIERS` bytes a stage, and `PART` for each part but
+                the first.
             stages: How many stages there are.
             bytes: From a stage to the next.
+            parts: How many parts of a stage have a `full` of their own.
         """
         self.data, self.bytes, self.stages = data, bytes, UInt32(stages)
-        self.full, self.empty = barriers, barriers + 8 * UInt32(stages)
+        self.parts = UInt32(parts)
+        self.full, self.empty = barriers, barriers + 8 * UInt32(parts * stages)
         self.index = self.phase = 0
         self.prefetched = 0
 
     @always_inline
-    def init(self, *, consumers: Int, producers: Int = 1):
+    def init[count: Int = 0](self, *, consumers: Int, producers: Int = 1):
         """Prepares the barriers, by one thread; `fence_barrier_init` has to follow.
+
+        Parameters:
+            count: The stages, if it is known at compile time how many there are: a loop would take
+                longer.
 
         Args:
             consumers: How many arrivals release a stage.
-            producers: How many arrivals fill it.
+            producers: How many arrivals fill it, or each of its parts.
         """
-        for i in range(self.stages):
-            barrier_init(self.full + 8 * i, UInt32(producers))
-            barrier_init(self.empty + 8 * i, UInt32(consumers))
+        comptime if count > 0:
+            comptime for i in range(count):
+                self._init(UInt32(i), consumers, producers)
+        else:
+            for i in range(self.stages):
+                self._init(i, consumers, producers)
+
+    @always_inline
+    def _init(self, index: UInt32, consumers: Int, producers: Int):
+        for part in range(self.parts):
+            barrier_init(self.full + 8 * (part * self.stages + index), UInt32(producers))
+        barrier_init(self.empty + 8 * index, UInt32(consumers))
+
+    @always_inline
+    def part(self, number: UInt32, at: UInt32) -> Self:
+        """Views a part of the stages, to fill it or to wait for it.
+
+        Args:
+            number: Of the part; this is the first, 0.
+            at: Where it begins in a stage.
+
+        Returns:
+            The part's stages and `full`; `acquire` and `release` are of whole stages as before.
+        """
+        var view = self
+        view.data += at
+        view.full += 8 * number * self.stages
+        return view
 
     @always_inline
     def stage(self) -> UInt32:
@@ -84,12 +140,47 @@ struct Pipeline(TrivialRegisterPassable):
         return self.full + 8 * self.index
 
     @always_inline
+    def stage(self, index: Int32) -> UInt32:
+        """Gives the address of a stage.
+
+        Args:
+            index: Which.
+
+        Returns:
+            In shared memory.
+        """
+        return self.data + UInt32(index) * self.bytes
+
+    @always_inline
+    def barrier(self, index: Int32) -> UInt32:
+        """Gives the address of a stage's `full`.
+
+        Args:
+            index: Which.
+
+        Returns:
+            In shared memory.
+        """
+        return self.full + 8 * UInt32(index)
+
+    @always_inline
     def advance(mut self):
         """Goes on to the stage after."""
         self.index += 1
         if self.index == self.stages:
             self.index = 0
             self.phase ^= 1
+
+    @always_inline
+    def advance(mut self, count: UInt32):
+        """Goes on by any number of stages.
+
+        Args:
+            count: How many.
+        """
+        var index = self.index + count
+        self.index = index % self.stages
+        self.phase ^= index // self.stages & 1
 
     @always_inline
     def previous(self) -> UInt32:
@@ -117,6 +208,16 @@ struct Pipeline(TrivialRegisterPassable):
         barrier_expect(self.barrier(), bytes)
 
     @always_inline
+    def expect(self, index: Int32, bytes: UInt32):
+        """Announces what loads will bring into a stage.
+
+        Args:
+            index: Which.
+            bytes: Of all of them.
+        """
+        barrier_expect(self.barrier(index), bytes)
+
+    @always_inline
     def commit(self):
         """Declares the stage filled, or its part of it, where nothing was announced."""
         barrier_arrive(self.barrier())
@@ -126,7 +227,8 @@ struct Pipeline(TrivialRegisterPassable):
         """Allows the first stages to be filled before the kernel ahead is done.
 
         What is loaded then has to be constant, such as weights: the kernel ahead must not write it.
-        `acquire_or_prefetched` tells later which stages have that part already.
+        For each of the stages 0, 1, ... the caller announces all that it will hold and loads what is
+        constant; `acquire_or_prefetched` tells later which stages have that part already.
 
         Args:
             stages: How many stages the block will fill.
@@ -241,3 +343,41 @@ struct StoringStage(TrivialRegisterPassable):
         if self.empty != 0:
             stores_read()
             barrier_arrive(self.empty)
+
+
+struct OrderedSequence(TrivialRegisterPassable):
+    """Has consumers take turns, so that one's products run under what the others compute.
+
+    A consumer goes `wait, products, arrive`. CUTLASS calls this OrderedSequenceBarrier.
+    """
+
+    comptime THREADS = UInt32(2 * WARPGROUP)
+    """The consumer that waits, and the one before it, which arrives."""
+
+    var own: UInt32
+    """The barrier at which this consumer waits."""
+    var next: UInt32
+    """The barrier of the consumer after it."""
+
+    @always_inline
+    def __init__(out self, consumer: Int32, consumers: Int32):
+        """Begins with the first consumer's turn, for which the last arrives.
+
+        Args:
+            consumer: Number of this one.
+            consumers: How many there are; they take as many of `sync_threads`' barriers, from 1 on.
+        """
+        self.own, self.next = UInt32(consumer) + 1, UInt32(consumer) + 2
+        if consumer == consumers - 1:
+            self.next = 1
+            self.arrive()
+
+    @always_inline
+    def wait(self):
+        """Waits for this consumer's turn; all of its threads call it."""
+        sync_threads(self.own, Self.THREADS)
+
+    @always_inline
+    def arrive(self):
+        """Passes the turn on; all of the consumer's threads call it."""
+        arrive_threads(self.next, Self.THREADS)

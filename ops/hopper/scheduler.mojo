@@ -30,6 +30,16 @@ struct Tile(TrivialRegisterPassable):
 
 
 @fieldwise_init
+struct Start(TrivialRegisterPassable):
+    """Where a block begins."""
+
+    var tile: Int32
+    """Number of its first tile."""
+    var rank: Int32
+    """The block's rank in the cluster that shares its tile."""
+
+
+@fieldwise_init
 struct Share(TrivialRegisterPassable):
     """A block's part of something that a cluster divides."""
 
@@ -54,6 +64,9 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
     Parameters:
         products: Products of the launch.
     """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var first: StaticTuple[Int32, Self.products]
     """The first tile of each product."""
@@ -93,46 +106,32 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
         return tiles * splits if splits > 1 else min(tiles, resident)
 
     @always_inline
-    def block[split: Bool](self) -> Int32:
-        """Numbers the block's first tile.
+    def start[split: Bool = False](self) -> Start:
+        """Finds where a block begins.
 
         Parameters:
             split: Whether a cluster shares a tile.
 
         Returns:
-            Its number.
+            Its first tile, and its rank in the cluster.
         """
         comptime if split:
-            return Int32(block_idx.x) // self.splits
+            var tile = UInt32(block_idx.x) // UInt32(self.splits)
+            return Start(Int32(tile), Int32(UInt32(block_idx.x) - tile * UInt32(self.splits)))
         else:
-            return Int32(block_idx.x)
+            return Start(Int32(block_idx.x), 0)
 
     @always_inline
-    def rank[split: Bool](self) -> Int32:
-        """Numbers the block in its cluster.
-
-        Parameters:
-            split: Whether a cluster shares a tile.
-
-        Returns:
-            From 0 on.
-        """
-        comptime if split:
-            return Int32(block_idx.x) % self.splits
-        else:
-            return 0
-
-    @always_inline
-    def turns[split: Bool = False](self) -> Turns:
+    def turns(self, start: Start) -> Turns:
         """Numbers the block's tiles.
 
-        Parameters:
-            split: Whether a cluster shares a tile.
+        Args:
+            start: Where it begins.
 
         Returns:
             Their numbers, in order.
         """
-        return range(self.block[split](), self.tiles, Int32(grid_dim.x))
+        return range(start.tile, self.tiles, Int32(grid_dim.x))
 
     @always_inline
     def tile(self, number: Int32) -> Tile:
@@ -149,24 +148,26 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
         comptime for i in range(1, Self.products):
             if number >= self.first[i]:
                 product, first = Int32(i), self.first[i]
-        var row = (number - first) // self.columns
+        var row = Int32(UInt32(number - first) // UInt32(self.columns))
         return Tile(product, row, number - first - row * self.columns)
 
     @always_inline
-    def share[split: Bool](self, count: Int32) -> Share:
+    def share[split: Bool](self, start: Start, count: Int32) -> Share:
         """Divides something among the blocks of a cluster.
 
         Parameters:
             split: Whether a cluster shares a tile.
 
         Args:
+            start: Has the block's rank.
             count: Of all, such as the steps of K.
 
         Returns:
             This block's part: all of it, unless a cluster shares a tile.
         """
         comptime if split:
-            var rank = self.rank[split]()
-            return Share(count * rank // self.splits, count * (rank + 1) // self.splits)
+            var splits = UInt32(self.splits)
+            var begin = UInt32(count * start.rank) // splits
+            return Share(Int32(begin), Int32(UInt32(count * (start.rank + 1)) // splits))
         else:
             return Share(0, count)

@@ -27,6 +27,9 @@ struct TensorMaps[count: Int](Copyable, KernelArgument):
         count: How many there are.
     """
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var maps: Array[TMADescriptor, Self.count]
     """In the kernel's order."""
 
@@ -120,7 +123,15 @@ struct TileLoader(TrivialRegisterPassable):
 
     @always_inline
     def load_im2col(
-        self, to: UInt32, barrier: UInt32, c: Int32, w: Int32, h: Int32, n: Int32, s: Int32, r: Int32
+        self,
+        to: UInt32,
+        barrier: UInt32,
+        c: Int32,
+        w: Int32,
+        h: Int32,
+        n: Int32,
+        s: Int32,
+        r: Int32,
     ):
         """Starts copying what a tap sees of a run of windows.
 
@@ -224,7 +235,9 @@ def tensor_map[
 
 def matrix_map[
     dtype: DType, multiplied: Bool = False
-](ctx: DeviceContext, at: Data[dtype], *, rows: Int, columns: Int, box: Int) raises -> TMADescriptor:
+](
+    ctx: DeviceContext, at: Data[dtype], *, rows: Int, columns: Int, box: Int
+) raises -> TMADescriptor:
     """Makes the tensor map of a matrix [rows, columns].
 
     Parameters:

@@ -17,7 +17,7 @@ from ..gemm.gpu import gemm_portable
 from ..gemm.old import ROW
 from ..geometry import Geometry
 from ..measure import Bench, launches_of, read_lines, square
-from ..operands import F32, Data, Operands
+from ..operands import F32, Batch, Data, Operands
 from .blocks import blocks_conv2d
 from .gpu import sparse_conv2d_gpu
 from .packed import FILTERS
@@ -216,7 +216,7 @@ struct Timer[dtype: DType]:
         var whole = kernel == "dense" or kernel == "exact"
         var dense = Copied(folder + "/dense", self.bench.ctx, COPIES if whole else 1)
         gemm_portable[Self.dtype, RELU, True](
-            g, self.operands(self.bench.expected, dense.at[Self.dtype](0)), 1, self.bench.ctx
+            g, self.operands(self.bench.expected, dense.at[Self.dtype](0)), Batch(), self.bench.ctx
         )
         var arrays = List[Copied]()
         if whole:

@@ -208,6 +208,9 @@ struct Config(TrivialRegisterPassable):
 struct Words(KernelArgument, TrivialRegisterPassable):
     """The compressed filters: nothing but pointers, as in `Ends`."""
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var words: Data[U32]
     """Nonzeros, tile by tile."""
     var starts: Data[I32]
@@ -225,6 +228,9 @@ struct Words(KernelArgument, TrivialRegisterPassable):
 
 struct Plan(KernelArgument, TrivialRegisterPassable):
     """How a block's shared memory is divided, and how rows of the product lie on an image."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var w_stages: Int32
     """Stages of expanded filters."""

@@ -207,6 +207,9 @@ comptime MEMORY = 228 * 1024
 struct Reach(KernelArgument, TrivialRegisterPassable):
     """How windows lie in shared memory, and which of their sums are stored."""
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var window: Int32
     """Bytes from a window to the next."""
     var pixels: Int32
@@ -247,6 +250,9 @@ struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
     Parameters:
         dtype: Of the values.
     """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var values: Data[Self.dtype]
     """[K / 64, F / 128, 2, 4, 64, 8]."""

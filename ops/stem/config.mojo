@@ -126,6 +126,9 @@ struct Tiling(KernelArgument, TrivialRegisterPassable):
     tile to the left (`lead_q`): what the windows of neighbours share is computed twice.
     """
 
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
     var h: Int32
     """Input height, px."""
     var w: Int32
@@ -243,6 +246,9 @@ struct StemOperands[dtype: DType, pixel: DType](KernelArgument, TrivialRegisterP
         dtype: Of the filter and y.
         pixel: Of x: uint8 levels are normalised, floats are taken as they are.
     """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
 
     var x: Data[Self.pixel]
     """Pixels x[N, H, W, C]."""

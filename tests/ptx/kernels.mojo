@@ -14,7 +14,7 @@ from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.tuning import CONFIGS
 from ops.geometry import Geometry
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
-from ops.operands import F32, Data, Operands
+from ops.operands import F32, Batch, Data, Operands
 from ops.pool import mean_kernel
 from ops.rows import softmax_kernel
 from ops.sparse_conv2d.tiled import enqueue_tiled
@@ -23,6 +23,8 @@ from ops.sparse_conv2d.two_four import TILES, two_four_tile
 from ops.sparse_conv2d.blocks import NARROW, WIDE, enqueue_blocks
 from ops.stem.config import Stem, StemOperands, Tiling
 from ops.stem.gpu import enqueue_stem
+from page_gemm import enqueue_gemm
+from parts import enqueue_parts
 from std.sys import argv
 from std.utils import IndexList
 
@@ -100,7 +102,7 @@ def chains[
 
 
 def cores[dtype: DType](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
-    gemm_portable[dtype, Epilogue("add_relu"), True](g, o, 1, ctx)
+    gemm_portable[dtype, Epilogue("add_relu"), True](g, o, Batch(), ctx)
 
 
 def main() raises:
@@ -153,9 +155,16 @@ def main() raises:
     gemm_portable[F32, Epilogue("none"), False](
         g,
         Operands[F32](full, full, full, full, full),
-        1,
+        Batch(),
         ctx,
     )
+
+    enqueue_parts(n, ctx)
+    comptime for dtype in [BF16, F16, F32, DType.float8_e4m3fn, DType.float8_e5m2]:
+        comptime out = F32 if dtype == F32 else BF16
+        var a = rebind[Data[dtype]](ctx.enqueue_create_buffer[dtype](1).unsafe_ptr())
+        var y = rebind[Data[out]](ctx.enqueue_create_buffer[out](1).unsafe_ptr())
+        enqueue_gemm[dtype, out, Epilogue("relu")](n, n, n, a, a, full, y, ctx)
 
     var qkv = QkvOperands[BF16](
         x=half,

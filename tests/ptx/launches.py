@@ -798,15 +798,16 @@ def hopper_attention(
     maps = [Tiled(a, (1, r, 64)) for r, (_, a) in zip(rows, held, strict=False)]
     parts = -(-g.t // (64 * period))
     items = g.n * g.heads * parts
-    sizes = (g.t, g.s, g.heads * g.depth, g.heads, -(-g.s // keys), period, parts, items)
+    sizes = (g.t, g.s, g.heads * g.depth, g.heads, -(-g.s // keys), period)
+    schedule = pack("4i", 0, parts, items, 1)
     y_at, y = held[3]
     launch = Launch(
         kernel,
-        [bytes(128 * 3), pack("Q", y_at), pack("8if", *sizes, scale * np.log2(np.e))],
+        [bytes(128 * 3), pack("Q", y_at), pack("6if", *sizes, scale * np.log2(np.e)) + schedule],
         memory,
         grid=(min(items, processors),),
         threads=128 * (groups + 1),
-        shared_bytes=stages * (keys * 256 + 24) + groups * (8192 + 8) + 1024,
+        shared_bytes=stages * (keys * 256 + 24) + groups * (8192 + 16) + 1024,
         maps=maps,
     )
     launch.run(seed)
@@ -832,16 +833,16 @@ def gemm_cores(
     window = (g.r, g.s, *g.out, g.f, *g.stride, *g.pad, *g.dilation, groups)
     tiles = -(-g.pixels // 64)
     c, f = g.c // groups, g.f // groups
-    steps = (c, f * g.r * g.s * c, f, f)
+    steps = (c, f * g.r * g.s * c, f, f)  # of x, w, the bias, y
     if products > 1:
-        steps = (g.h * g.w * g.c, g.f * g.c, g.pixels * g.f, 0)
+        steps = (g.h * g.w * g.c, g.f * g.c, 0, g.pixels * g.f)
     launch = Launch(
         kernel,
         [
             pack("5Qf", *at, alpha),
             pack("16q", g.n, g.h, g.w, g.c, *window),
             pack("i", tiles),
-            *(pack("q", step) for step in steps),
+            pack("5q", max(products, groups), *steps),
         ],
         memory,
         grid=(tiles * max(products, groups), -(-f // 64)),

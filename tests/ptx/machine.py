@@ -699,7 +699,7 @@ class Gang:
         swizzle = descriptor >> 62
         if swizzle > 1 or (swizzle == 1 and stride != 1024):
             raise AccessError(f"wgmma: a descriptor that is not known: {descriptor:#x}")
-        size = 4 if kind == "tf32" else 2
+        size = {"tf32": 4, "e4m3": 1, "e5m2": 1}.get(kind, 2)
         row, byte = np.arange(rows)[:, None], np.arange(depth * size)
         if swizzle:
             at = start + row // 8 * stride + row % 8 * 128 + byte
@@ -712,6 +712,8 @@ class Gang:
             numbers = semantics.from_bf16(raw.view(np.uint16))
         elif kind == "f16":
             numbers = raw.view(np.float16)
+        elif kind in ("e4m3", "e5m2"):
+            numbers = semantics.FLOAT8["float8_e5m2" if kind == "e5m2" else "float8_e4m3fn"][raw]
         else:
             numbers = (raw.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
         return numbers.astype(np.float64)

@@ -40,6 +40,22 @@ def to_tf32(x: Array) -> Array:
     return (b + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
 
 
+def _float8(exponent: int, mantissa: int, bias: int) -> Array:
+    """Lists the numbers of 8 bits that have so many bits of exponent and mantissa, without specials."""
+    bits = np.arange(256)
+    power = bits >> mantissa & (1 << exponent) - 1
+    part = (bits & (1 << mantissa) - 1) / (1 << mantissa)
+    size = np.where(power > 0, 1 + part, 2 * part) * 2.0 ** (power - bias)
+    return np.where(bits > 127, -size, size)
+
+
+FLOAT8 = {"float8_e4m3fn": _float8(4, 3, 7), "float8_e5m2": _float8(5, 2, 15)}
+"""Each byte's number (PTX ISA 8.0, 5.2.3): e4m3 has no infinity, e5m2 is the upper half of float16."""
+FLOAT8["float8_e4m3fn"][[0x7F, 0xFF]] = np.nan
+FLOAT8["float8_e5m2"][[0x7C, 0xFC]] = np.inf, -np.inf
+FLOAT8["float8_e5m2"][[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+
+
 def fma(x: Array, y: Array, z: Array) -> Array:
     """Exact products in float64, so that the sum is rounded once but for rare double rounding."""
     return (np.float64(1) * x * y + z).astype(np.float32)

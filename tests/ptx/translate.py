@@ -431,7 +431,7 @@ class Translator:
                 # Scales, then which sides are transposed: the right one may be beside registers.
                 held = a[1].startswith("{")
                 turned = held and a[6] == "1"
-                sides = (a[6],) if held else () if parts[-1] == "tf32" else ("0", "0")
+                sides = (a[6],) if held else ("0", "0") if parts[-1] in ("bf16", "f16") else ()
                 if a[4:] != ("1", "1", *sides):
                     raise ValueError("wgmma: operands that are scaled or transposed")
                 shape, kind = parts[4], parts[-1]

@@ -1,0 +1,183 @@
+"""A GEMM from the parts of ops/hopper: y[m, f] = act(sum_k x[m, k] w[f, k] + bias[f]).
+
+A block computes tiles of 64 x 64. One thread, the producer, loads 64 rows of x and of w, 128 bytes
+of K each, into a ring of stages. A warpgroup, the consumer, multiplies the stages; the result leaves
+through the stage after a tile's last one.
+"""
+
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
+from max.gpu.compute.mma import (
+    wgmma_commit_group_sync,
+    wgmma_fence_aligned,
+    wgmma_wait_group_sync,
+)
+from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.primitives.grid_controls import (
+    PDLLevel,
+    launch_dependent_grids,
+    pdl_launch_attributes,
+    wait_on_dependent_grids,
+)
+from ops.device import Device
+from ops.epilogue import Epilogue
+from ops.hopper.accumulator import Fragment, Sums
+from ops.hopper.epilogue import EpilogueTensors, finish_rows
+from ops.hopper.mma import Matrix, mma
+from ops.hopper.pipeline import Pipeline
+from ops.hopper.ptx import (
+    fence_async,
+    fence_barrier_init,
+    stores_commit,
+    stores_read,
+    sync_threads,
+)
+from ops.hopper.scheduler import TileScheduler
+from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from ops.hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
+from ops.operands import F32, Data
+from std.math import ceildiv
+from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
+
+comptime TILE = 64
+"""Rows and columns of a tile."""
+comptime HALF = TILE * ROW
+"""Bytes of x, or of w, in a stage."""
+comptime STAGES = 4
+"""Stages of the ring."""
+comptime THREADS = WARPGROUP + WARP
+"""The consumer and the producer's warp."""
+
+
+@__name(t"page_gemm_{epilogue.label()}_{dtype}")
+@__llvm_arg_metadata(maps, `nvvm.grid_constant`)
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
+def gemm_kernel[
+    dtype: DType, out: DType, epilogue: Epilogue
+](
+    maps: TensorMaps[3],
+    tensors: EpilogueTensors[out],
+    schedule: TileScheduler[],
+    steps: Int32,
+    columns: Int32,
+):
+    """Computes tiles; the maps are of x[M, K], w[F, K] and y[M, F]."""
+    var data = shared_memory["page_gemm"]()
+    var pipeline = Pipeline(
+        data, data + STAGES * 2 * HALF, stages=STAGES, bytes=2 * HALF
+    )
+    var t = Int32(thread_idx.x)
+    if t == 0:
+        pipeline.init(consumers=1)
+        fence_barrier_init()
+    sync_threads(0, THREADS)
+    launch_dependent_grids()
+    if t == Int32(WARPGROUP):
+        produce[dtype](maps.address(), schedule, steps, pipeline)
+    elif t < Int32(WARPGROUP):
+        consume[dtype, out, epilogue](
+            maps.address(), tensors, schedule, steps, columns, pipeline, Fragment(t)
+        )
+
+
+@always_inline
+def produce[
+    dtype: DType
+](maps: UInt64, schedule: TileScheduler[], steps: Int32, at_start: Pipeline):
+    """Fills the stages, once the kernel ahead has written x."""
+    comptime WIDTH = Int32(ROW // size_of[dtype]())
+    var x = TileLoader(maps, 0)
+    var w = TileLoader(maps, 1)
+    var pipeline = at_start
+    wait_on_dependent_grids()
+    for number in schedule.turns(schedule.start()):
+        var tile = schedule.tile(number)
+        for k in range(steps):
+            pipeline.acquire()
+            pipeline.expect(2 * HALF)
+            x.load(pipeline.stage(), pipeline.barrier(), k * WIDTH, tile.row * TILE)
+            w.load(pipeline.stage() + HALF, pipeline.barrier(), k * WIDTH, tile.column * TILE)
+            pipeline.advance()
+        pipeline.acquire()  # for the result; a residual would be loaded here
+        pipeline.commit()
+        pipeline.advance()
+
+
+@always_inline
+def consume[
+    dtype: DType, out: DType, epilogue: Epilogue
+](
+    maps: UInt64,
+    tensors: EpilogueTensors[out],
+    schedule: TileScheduler[],
+    steps: Int32,
+    columns: Int32,
+    at_start: Pipeline,
+    at: Fragment,
+):
+    """Multiplies the stages, and stores the tiles."""
+    var y = TileStore(maps, 2)
+    var pipeline = at_start
+    for number in schedule.turns(schedule.start()):
+        var tile = schedule.tile(number)
+        var sums = Sums[TILE](fill=0)
+        for _ in range(steps):
+            pipeline.wait()
+            wgmma_fence_aligned()
+            sums = mma[dtype, TILE](
+                Matrix(pipeline.stage()), Matrix(pipeline.stage() + HALF), sums
+            )
+            wgmma_commit_group_sync()
+            wgmma_wait_group_sync[0]()
+            if at.leads():
+                pipeline.release()
+            pipeline.advance()
+
+        pipeline.wait()
+        finish_rows[out, epilogue, TILE, pitch=HALF](
+            pipeline.stage(), at, sums, 1, tensors, tile.column * TILE, columns
+        )
+        fence_async()
+        sync_threads(1, WARPGROUP)
+        if at.leads():
+            comptime for box in range(TILE * size_of[out]() // ROW):
+                comptime WIDTH = ROW // size_of[out]()
+                var f0 = tile.column * TILE + Int32(box * WIDTH)
+                y.store(pipeline.stage() + UInt32(box * HALF), f0, tile.row * TILE)
+            stores_commit()
+            stores_read()
+            pipeline.release()
+        pipeline.advance()
+
+
+def enqueue_gemm[
+    dtype: DType, out: DType, epilogue: Epilogue
+](
+    m: Int,
+    k: Int,
+    f: Int,
+    x: Data[dtype],
+    w: Data[dtype],
+    bias: Data[F32],
+    y: Data[out],
+    ctx: DeviceContext,
+) raises:
+    """Enqueues y[m, f] = act(x[m, k] w[f, k] + bias[f]); F is a multiple of 8, K one of 16 bytes."""
+    var maps = TensorMaps[3]()
+    maps.maps[0] = matrix_map[dtype, True](ctx, x, rows=m, columns=k, box=TILE)
+    maps.maps[1] = matrix_map[dtype, True](ctx, w, rows=f, columns=k, box=TILE)
+    maps.maps[2] = matrix_map[out](ctx, y, rows=m, columns=f, box=TILE)
+    var schedule = TileScheduler[]([ceildiv(m, TILE)], columns=ceildiv(f, TILE))
+    comptime SHARED = STAGES * (2 * HALF + Pipeline.BARRIERS) + 1024
+    ctx.enqueue_function[gemm_kernel[dtype, out, epilogue]](
+        maps,
+        EpilogueTensors[out](bias, bias, y, y),
+        schedule,
+        Int32(ceildiv(k * size_of[dtype](), ROW)),
+        Int32(f),
+        grid_dim=schedule.blocks(3 * Device(ctx).multiprocessors),
+        block_dim=THREADS,
+        shared_mem_bytes=SHARED,
+        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
+    )
