@@ -8,7 +8,9 @@
     accumulator  which sums a thread holds
     epilogue     how the sums become the result, and leave
     scheduler    which block computes what: persistent blocks, clusters that share a tile
+    cluster      how blocks that share a tile send each other their sums
     conv         an implicit GEMM's sizes, and how its tiles of pixels are loaded
+    window       one box of pixels for all taps of a window, and the loop over K for it
 
 The names are CUTLASS 3's and the PTX manual's.
 """

@@ -6,7 +6,9 @@ columns, as when filters are the left side. What lies there before is the residu
 overwritten. Where a cluster shares a tile, `leave_rows` or `leave_columns` leaves each block's sums
 in its shared memory, and `reduce_cluster` adds them up and finishes them.
 
-Or `store_rows` stores the sums where they belong, without shared memory.
+Or they leave the registers straight for the result, pair by pair (`Outputs`, `finish_pairs`), or 16
+bytes a thread at a time (`store_rows`): more instructions, but none waits for shared memory or the
+copy engine, as suits one small tile a block.
 """
 
 from max.gpu import thread_idx
@@ -31,7 +33,7 @@ from .ptx import (
     shared_store_float,
     shared_store_matrices,
 )
-from .scheduler import Start
+from .scheduler import Share, Start
 from .shared import ROW, swizzle
 
 
@@ -425,3 +427,162 @@ def _turned(square: SIMD[DType.uint32, 4], b: Int32) -> SIMD[DType.uint32, 4]:
         else:
             r[j + 2] = got
     return r
+
+
+struct Outputs[count: Int](TrivialRegisterPassable):
+    """Where in y[M, F] the pairs of sums belong that a thread stores straight from its registers.
+
+    Parameters:
+        count: Pairs at most.
+    """
+
+    var low: Int32
+    """The pixel of the thread's first row; -1 if there is none."""
+    var high: Int32
+    """The pixel of its second row, likewise."""
+    var f0: Int32
+    """The tile's first filter."""
+    var filters: Int32
+    """F."""
+    var column: Int32
+    """The thread's first column."""
+    var pairs: Share
+    """Those that the thread stores, as accumulator.mojo numbers them."""
+
+    @always_inline
+    def __init__(
+        out self,
+        at: Fragment,
+        *,
+        low: Int32,
+        high: Int32,
+        f0: Int32,
+        filters: Int32,
+        pairs: Share,
+    ):
+        """Takes the thread's place.
+
+        Args:
+            at: The place.
+            low: Pixel of its first row; -1 if there is none.
+            high: Pixel of its second row, likewise.
+            f0: The tile's first filter.
+            filters: F.
+            pairs: Those that the thread stores: all, or a block's part of those of a cluster.
+        """
+        self.low, self.high, self.f0, self.filters = low, high, f0, filters
+        self.column, self.pairs = at.column(), pairs
+
+    @always_inline
+    def column_of(self, i: Int) -> Int32:
+        """Finds the first column of a pair.
+
+        Args:
+            i: Which of those that the thread stores.
+
+        Returns:
+            In the tile.
+        """
+        return ((self.pairs.begin + Int32(i)) & ~1) * 4 + self.column
+
+    @always_inline
+    def pixel_of(self, i: Int) -> Int32:
+        """Finds the pixel of a pair.
+
+        Args:
+            i: Which of those that the thread stores.
+
+        Returns:
+            Its number; -1 if there is none.
+        """
+        return self.high if (self.pairs.begin + Int32(i)) & 1 == 1 else self.low
+
+    @always_inline
+    def stores(self, i: Int) -> Bool:
+        """Tells whether a pair is one of y.
+
+        Args:
+            i: Which, below `count`.
+
+        Returns:
+            False beyond its edges, and beyond the pairs that the thread stores.
+        """
+        return (
+            Int32(i) < self.pairs.count()
+            and self.pixel_of(i) >= 0
+            and self.f0 + self.column_of(i) < self.filters
+        )
+
+    @always_inline
+    def place(self, i: Int) -> Int:
+        """Finds a pair in y.
+
+        Args:
+            i: Which of those that the thread stores.
+
+        Returns:
+            Where it begins.
+        """
+        return Int(self.pixel_of(i)) * Int(self.filters) + Int(self.f0 + self.column_of(i))
+
+    @always_inline
+    def load_residual[
+        dtype: DType, epilogue: Epilogue
+    ](self, tensors: EpilogueTensors[dtype]) -> StaticTuple[SIMD[dtype, 2], Self.count]:
+        """Reads the residual ahead: before its sums are there.
+
+        Parameters:
+            dtype: Of the residual.
+            epilogue: What the sums go through; without a residual nothing is read.
+
+        Args:
+            tensors: Of the product.
+
+        Returns:
+            Of each pair.
+        """
+        var residual = StaticTuple[SIMD[dtype, 2], Self.count](fill=SIMD[dtype, 2](0))
+        comptime if epilogue.adds:
+            comptime for i in range(Self.count):
+                if self.stores(i):
+                    residual[i] = tensors.residual[0].unsafe_load[
+                        width=2, alignment=2 * size_of[dtype]()
+                    ](self.place(i))
+        return residual
+
+
+@always_inline
+def finish_pairs[
+    dtype: DType, epilogue: Epilogue, count: Int
+](
+    to: Outputs[count],
+    tensors: EpilogueTensors[dtype],
+    sums: StaticTuple[Float32, _],
+    alpha: Float32,
+    bias: UInt32,
+    residual: StaticTuple[SIMD[dtype, 2], count],
+):
+    """Finishes pairs of sums and stores them in y.
+
+    Parameters:
+        dtype: Of the residual and y.
+        epilogue: What the sums go through.
+        count: Pairs at most.
+
+    Args:
+        to: Where they belong.
+        tensors: Of the product.
+        sums: Of the pairs.
+        alpha: Scale of the product.
+        bias: Address in shared memory of the bias of the tile's first filter.
+        residual: What `Outputs.load_residual` has read.
+    """
+    comptime for i in range(count):
+        if to.stores(i):
+            var y = apply[epilogue, dtype](
+                SIMD[F32, 2](sums[2 * i], sums[2 * i + 1]),
+                alpha,
+                shared_load2(bias + 4 * UInt32(to.column_of(i))),
+                residual[i].cast[F32](),
+            )
+            tensors.y[0].unsafe_store[alignment=2 * size_of[dtype]()](to.place(i), y.cast[dtype]())

@@ -183,6 +183,15 @@ struct Pipeline(TrivialRegisterPassable):
         self.phase ^= index // self.stages & 1
 
     @always_inline
+    def follow(mut self, other: Self):
+        """Goes to the stage at which another ring is.
+
+        Args:
+            other: Of as many stages.
+        """
+        self.index, self.phase = other.index, other.phase
+
+    @always_inline
     def previous(self) -> UInt32:
         """Finds the stage before the next one.
 
@@ -216,6 +225,22 @@ struct Pipeline(TrivialRegisterPassable):
             bytes: Of all of them.
         """
         barrier_expect(self.barrier(index), bytes)
+
+    @always_inline
+    def expect_first(self, bytes: UInt32, count: Int32) -> Int32:
+        """Announces what loads will bring into the first stages, before there is anything to load.
+
+        Args:
+            bytes: Of the loads of a stage.
+            count: How many stages the block will fill.
+
+        Returns:
+            How many of them have been announced: they are neither acquired nor expected again.
+        """
+        var stages = min(count, Int32(self.stages))
+        for i in range(stages):
+            barrier_expect(self.full + 8 * UInt32(i), bytes)
+        return stages
 
     @always_inline
     def commit(self):
@@ -258,6 +283,16 @@ struct Pipeline(TrivialRegisterPassable):
     def wait(self):
         """Waits until the stage is filled."""
         barrier_wait(self.barrier(), self.phase)
+
+    @always_inline
+    def wait_first(self, count: Int32):
+        """Waits until the first stages are filled for the first time.
+
+        Args:
+            count: How many.
+        """
+        for i in range(count):
+            barrier_wait(self.full + 8 * UInt32(i), 0)
 
     @always_inline
     def release(self):
@@ -314,37 +349,6 @@ struct Storing[count: Int](TrivialRegisterPassable):
             self.first = 0
 
 
-struct StoringStage(TrivialRegisterPassable):
-    """The stage, of any ring, from which the copy engine still stores a result.
-
-    For a consumer that stores a stage at a time: its first thread releases each before the next.
-    """
-
-    var empty: UInt32
-    """Address of the stage's `empty`; 0 if there is none."""
-
-    @always_inline
-    def __init__(out self):
-        """Begins with none."""
-        self.empty = 0
-
-    @always_inline
-    def begin(mut self, pipeline: Pipeline):
-        """Notes that the next stage is being stored.
-
-        Args:
-            pipeline: Where the consumer is.
-        """
-        self.empty = pipeline.empty + 8 * pipeline.index
-
-    @always_inline
-    def release(self):
-        """Gives the stage back, once the copy engine has read it."""
-        if self.empty != 0:
-            stores_read()
-            barrier_arrive(self.empty)
-
-
 struct OrderedSequence(TrivialRegisterPassable):
     """Has consumers take turns, so that one's products run under what the others compute.
 
@@ -381,3 +385,34 @@ struct OrderedSequence(TrivialRegisterPassable):
     def arrive(self):
         """Passes the turn on; all of the consumer's threads call it."""
         arrive_threads(self.next, Self.THREADS)
+
+
+struct StoringStage(TrivialRegisterPassable):
+    """The stage, of any ring, from which the copy engine still stores a result.
+
+    For a consumer that stores a stage at a time: its first thread releases each before the next.
+    """
+
+    var empty: UInt32
+    """Address of the stage's `empty`; 0 if there is none."""
+
+    @always_inline
+    def __init__(out self):
+        """Begins with none."""
+        self.empty = 0
+
+    @always_inline
+    def begin(mut self, pipeline: Pipeline):
+        """Notes that the next stage is being stored.
+
+        Args:
+            pipeline: Where the consumer is.
+        """
+        self.empty = pipeline.empty + 8 * pipeline.index
+
+    @always_inline
+    def release(self):
+        """Gives the stage back, once the copy engine has read it."""
+        if self.empty != 0:
+            stores_read()
+            barrier_arrive(self.empty)

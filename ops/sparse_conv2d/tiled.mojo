@@ -7,20 +7,21 @@
     starts          where the words of each tile begin: 32 filters x 64 channels of one tap
     y[N, P, Q, F]   result, and the residual
 
-M = N * P * Q output pixels, N = F filters, K = taps of 64 channels after one another. A block
-computes `64 * groups` pixels x `columns` filters. Its expanders, a warp for each tile, clear a
-stage of w, store the tile's nonzeros in it and so make the dense, swizzled matrix that wgmma reads
-(Xia et al. 2023, arXiv:2309.10285, section 4). All of that happens before the kernel in front has
-ended (programmatic dependent launch), as far as the stages go. Tiles without nonzeros are skipped,
-and so are their pixels.
+M = N * P * Q output pixels, N = F filters, K = C * R * S: the taps of 64 channels, then those of the
+next 64. A block computes a tile of `64 * groups` pixels x `columns` filters, by three kinds of warps:
 
-One thread has the copy engine bring x. Of a window of several taps with stride 1 it brings 64
-channels of the pixels once, a box of whole rows with their padding: the output pixels of a row and
-S - 1 more are rows of the product, and a tap is a shift of the matrix's first row. Other windows
-come tap by tap (im2col), matrices as they are.
+    expanders   clear a stage of w and store the nonzeros of a tile in it, which makes the dense,
+                swizzled matrix that wgmma reads (Xia et al. 2023, arXiv:2309.10285, section 4)
+    producer    one thread has the copy engine bring x (hopper/window.mojo): one box of pixels for
+                all taps of a window where strides are 1, else the pixels of each tap
+    consumers   multiply the stages, 64 pixels a warpgroup, and store y from their registers
+
+Steps of K whose filters are all zeros are skipped, and so are their pixels. Filters are weights:
+as many as there are stages for are expanded before the kernel ahead is done (programmatic dependent
+launch).
 
 A cluster of `splits` blocks shares a tile: each sums a part of K and sends each peer the columns
-that the peer adds up and finishes.
+that the peer adds up and finishes (hopper/cluster.mojo).
 
 Accumulation in float32. C and F have to be multiples of 8. On ResNet-50's layers of 7 x 7 to 28 x
 28 pixels at batch 1 it is 1.1 to 1.4 times as fast as the dense kernel (H200, 2026-11-22), with
@@ -28,16 +29,9 @@ Accumulation in float32. C and F have to be multiples of 8. On ResNet-50's layer
 batch 32 the dense kernel is faster: here every tile of pixels expands the filters anew.
 """
 
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
-from max.gpu.compute.mma import (
-    WGMMADescriptor,
-    wgmma_async,
-    wgmma_commit_group_sync,
-    wgmma_fence_aligned,
-    wgmma_wait_group_sync,
-)
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
+from max.gpu.compute.mma import wgmma_wait_group_sync
 from max.gpu.host import DeviceContext, Dim, FuncAttribute
-from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
     launch_dependent_grids,
@@ -45,52 +39,34 @@ from max.gpu.primitives.grid_controls import (
     wait_on_dependent_grids,
 )
 from max.gpu.sync import syncwarp
-from std.bit import pop_count
 from std.math import ceildiv
-from std.memory import bitcast
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
-from ..epilogue import Epilogue, activate
-from ..gemm.old import (
-    GROUP,
-    MATRIX,
-    ROW,
-    ROWS,
-    Ends,
-    Maps,
-    Walk,
-    im2col_map,
-    is_plain,
-    takes,
-    tensor_map,
-)
+from ..epilogue import Epilogue
+from ..geometry import Geometry
+from ..hopper.accumulator import Fragment
+from ..hopper.cluster import Inbox
+from ..hopper.conv import Problem, takes
+from ..hopper.epilogue import EpilogueTensors, Outputs, finish_pairs
+from ..hopper.mma import ROWS
+from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
-    barrier_arrive,
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
-    ballot,
-    cluster_address,
     cluster_arrive,
-    cluster_send,
     cluster_wait,
     fence_async,
     fence_barrier_init,
-    load_2d,
-    load_4d,
-    load_im2col,
-    prefetch_map,
     shared_clear,
     shared_load,
-    shared_load2,
-    shared_load4,
     shared_store,
     shared_store_float,
     shared_store_low,
     sync_threads,
 )
-from ..geometry import Geometry
+from ..hopper.scheduler import Share, Start, Tile, TileScheduler
+from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.tma import TensorMaps, TileLoader
+from ..hopper.window import PixelBox, Steps, StepWriter, box_map, multiply_steps, produce_pixels
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands
 from .tuning import CONFIGS, choose
@@ -105,8 +81,6 @@ comptime FILTERS = 32
 """Filters of a tile."""
 comptime TILE = FILTERS * ROW
 """Bytes of an expanded tile."""
-comptime BOX = 384
-"""Rows of 128 bytes that a stage of x has at most, where it is a box."""
 comptime EXPANDERS = 8
 """Warps that expand tiles."""
 comptime AHEAD = 4
@@ -119,7 +93,7 @@ struct Config(TrivialRegisterPassable):
     var groups: Int
     """Consumers, of 64 pixels each: 1 or 2."""
     var columns: Int
-    """Filters of a block: 32, 64 or 128."""
+    """Filters of a block: 32, 64 or, without a cluster, 128."""
     var split: Bool
     """Whether a cluster shares a tile."""
 
@@ -193,20 +167,11 @@ struct Config(TrivialRegisterPassable):
         Returns:
             A warpgroup for each consumer, the expanders, and the warp that loads x.
         """
-        return GROUP * self.groups + 32 * EXPANDERS + 32
-
-    @always_inline
-    def inbox(self) -> Int:
-        """Counts the bytes that a cluster's blocks send to one of them.
-
-        Returns:
-            As many as a block has sums.
-        """
-        return self.rows() * self.columns * 4 if self.split else 0
+        return WARPGROUP * self.groups + WARP * (EXPANDERS + 1)
 
 
 struct Words(KernelArgument, TrivialRegisterPassable):
-    """The compressed filters: nothing but pointers, as in `Ends`."""
+    """The compressed filters: nothing but pointers, as in `EpilogueTensors`."""
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
@@ -226,237 +191,147 @@ struct Words(KernelArgument, TrivialRegisterPassable):
         self.words, self.starts = words, starts
 
 
-struct Plan(KernelArgument, TrivialRegisterPassable):
-    """How a block's shared memory is divided, and how rows of the product lie on an image."""
+struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
+    """How a block's shared memory is divided.
+
+    Parameters:
+        config: Sizes of the block.
+    """
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
 
+    comptime W_BYTES = Self.config.columns * ROW
+    """Of a stage of filters."""
+    comptime INBOX = Inbox[
+        Self.config.columns, Self.config.groups
+    ].BYTES if Self.config.split else 0
+    """Bytes that a cluster's blocks send to one of them."""
+
+    var box: PixelBox[Self.config.rows()]
+    """What a stage of activations holds."""
     var w_stages: Int32
     """Stages of expanded filters."""
     var x_stages: Int32
     """Stages of activations."""
-    var x_bytes: Int32
-    """Bytes of a stage of activations, a multiple of 1024."""
-    var x_loads: Int32
-    """Bytes of them that the copy engine brings."""
-    var width: Int32
-    """Rows of the product from one row of an image to the next; 0 if x comes tap by tap."""
-    var height: Int32
-    """Rows of an image in a tile."""
-    var bands: Int32
-    """Tiles of an image."""
-    var blocks: Int32
-    """Tiles of pixels and filters."""
-    var lists: Int32
+    var tiles: Int32
     """Tiles that there are words of."""
 
-    def __init__(out self, g: Geometry, config: Config, splits: Int):
+    def __init__(out self, g: Geometry, splits: Int):
         """Plans a convolution.
 
         Args:
             g: Sizes.
-            config: Sizes of the block.
             splits: Blocks that share a tile.
         """
         var taps = g.r * g.s
         var steps = taps * ceildiv(g.c, WIDTH)
         var share = ceildiv(steps, splits)
-        var w_bytes = config.columns * ROW
-        var room = config.room() - config.inbox() - 2048 - 4 * (config.parts() + 2) * (share + 2)
-        var width = g.q + g.s - 1
-        if not _is_box(g, config):
-            var x_bytes = config.rows() * ROW
-            var stages = max(1, min(share, room // (x_bytes + w_bytes + 32)))
-            self.w_stages, self.x_stages = Int32(stages), Int32(stages)
-            self.x_bytes, self.x_loads = Int32(x_bytes), Int32(x_bytes)
-            self.width, self.height, self.bands = 0, 0, 0
-            self.blocks = Int32(ceildiv(g.pixels(), config.rows()))
+        var room = Self.config.room() - Self.INBOX - 2048
+        room -= 4 * (Self.config.parts() + 2) * (share + 2)
+        self.box = PixelBox[Self.config.rows()](g)
+        self.tiles = Int32(ceildiv(g.f, FILTERS) * steps)
+        var w_bytes = Self.W_BYTES + Pipeline.BARRIERS
+        var x_bytes = Int(self.box.bytes) + Pipeline.BARRIERS
+        if self.box.all_taps():
+            var boxes = 1 if splits * taps == steps else min(3, ceildiv(share - 1, taps) + 1)
+            while boxes > 1 and boxes * x_bytes + Self.config.turns() * w_bytes > room:
+                boxes -= 1
+            var stages = (room - boxes * x_bytes) // w_bytes
+            self.w_stages, self.x_stages = Int32(max(1, min(share, stages))), Int32(boxes)
         else:
-            var bands = ceildiv(g.p, min(g.p, config.rows() // width))
-            var height = ceildiv(g.p, bands)
-            var last = (g.r - 1) * width + g.s - 1 + config.rows()
-            var x_loads = (height + g.r - 1) * width * ROW
-            var x_bytes = ceildiv(max(x_loads, last * ROW), 1024) * 1024
-            var chunks = 1 if splits * taps == steps else min(3, ceildiv(share - 1, taps) + 1)
-            while chunks > 1 and chunks * x_bytes + config.turns() * (w_bytes + 32) > room:
-                chunks -= 1
-            var stages = (room - chunks * (x_bytes + 16)) // (w_bytes + 16)
-            self.w_stages, self.x_stages = Int32(max(1, min(share, stages))), Int32(chunks)
-            self.x_bytes, self.x_loads = Int32(x_bytes), Int32(x_loads)
-            self.width, self.height, self.bands = Int32(width), Int32(height), Int32(bands)
-            self.blocks = Int32(g.n * bands)
-        self.blocks *= Int32(ceildiv(g.f, config.columns))
-        self.lists = Int32(ceildiv(g.f, FILTERS) * steps)
+            self.w_stages = Int32(max(1, min(share, room // (x_bytes + w_bytes))))
+            self.x_stages = self.w_stages
 
-    def shared(self, config: Config, steps: Int, splits: Int) -> Int:
+    def shared(self, share: Int) -> Int:
         """Counts the bytes of shared memory.
 
         Args:
-            config: Sizes of the block.
-            steps: Of K.
-            splits: Blocks that share a tile.
+            share: Steps of K of a block at most.
 
         Returns:
-            Stages, what peers send, barriers, where words begin, and what aligning them may take.
+            What `Storage` divides, and what aligning it may take.
         """
-        var x = Int(self.x_stages) * (Int(self.x_bytes) + 16)
-        var w = Int(self.w_stages) * (config.columns * ROW + 16)
-        var starts = 4 * config.parts() * (ceildiv(steps, splits) + 1)
-        var list = 4 + 8 * ceildiv(steps, splits)
-        return x + w + config.inbox() + 8 + 4 * config.columns + starts + list + 1024
+        var x = Int(self.x_stages) * (Int(self.box.bytes) + Pipeline.BARRIERS)
+        var w = Int(self.w_stages) * (Self.W_BYTES + Pipeline.BARRIERS)
+        var inbox = Self.INBOX + 8
+        var tables = 4 * Self.config.columns + 4 * Self.config.parts() * (share + 1)
+        return x + w + inbox + tables + Steps.bytes(share) + SWIZZLED
 
 
-def _is_box(g: Geometry, config: Config) -> Bool:
-    """Tells whether whole rows of an image, with their padding, serve all taps of a window."""
-    var width = g.q + g.s - 1
-    if g.r * g.s == 1 or width > config.rows():
-        return False
-    var below = (g.r - 1) * width + g.s - 1
-    var near = max(g.stride_h, g.stride_w, g.dilation_h, g.dilation_w) == 1
-    return near and below + config.rows() <= BOX
-
-
-@__name(t"sparse_conv2d_tiles_{config.label()}_{epilogue.label()}_{dtype}")
-@__llvm_arg_metadata(maps, `nvvm.grid_constant`)
-@__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
-    `nvvm.minctasm`=SIMDLength(config.blocks()),
-)
-def tiled_kernel[
-    dtype: DType, epilogue: Epilogue, config: Config
-](maps: Maps[1], ends: Ends[dtype, 1], lists: Words, walk: Walk[1], plan: Plan):
-    """Computes a tile, or a cluster's share of one.
-
-    Parameters:
-        dtype: Of x, w and y.
-        epilogue: What the accumulator goes through.
-        config: Sizes of the block.
-
-    Args:
-        maps: Tensor map of x: boxes of an image, im2col, or a matrix.
-        ends: Bias, residual and y.
-        lists: The filters.
-        walk: How tiles and steps run over them.
-        plan: How shared memory is divided.
-    """
-    var memory = external_memory[
-        UInt8, address_space=AddressSpace.SHARED, alignment=1024, name="sparse_conv2d"
-    ]()
-    var base = (UInt32(Int(memory)) + 1023) & ~UInt32(1023)
-    launch_dependent_grids()
-    var t = Int32(thread_idx.x)
-    var rank = Int32(0)
-    var tile = Int32(block_idx.x)
-    comptime if config.split:
-        rank = tile % walk.splits
-        tile = tile // walk.splits
-    var block = Block[config](base, walk, plan, tile, rank)
-    if t == 0:
-        for i in range(plan.w_stages):
-            barrier_init(block.w_full + 8 * UInt32(i), UInt32(config.parts()))
-            barrier_init(block.w_empty + 8 * UInt32(i), UInt32(config.groups))
-        for i in range(plan.x_stages):
-            barrier_init(block.x_full + 8 * UInt32(i), 1)
-            barrier_init(block.x_empty + 8 * UInt32(i), UInt32(config.groups))
-        comptime if config.split:
-            barrier_init(block.sums, 1)
-        fence_barrier_init()
-        comptime if config.split:
-            barrier_expect(block.sums, UInt32(block.sent(walk, plan)))
-    var entries = block.count + 1
-    for i in range(t, entries * Int32(config.parts()), Int32(config.threads())):
-        var part = i // entries
-        var list = (block.column * Int32(config.parts()) + part) * walk.steps()
-        var at = min(list + block.first + i - part * entries, plan.lists)
-        shared_store(block.starts + 4 * UInt32(i), UInt32(lists.starts[unsafe_offset=Int(at)]))
-    # By the last warps: of the first one, which lists the steps, ptxas would make a path with
-    # barriers of its own, and synccheck takes those for others.
-    var i = t - Int32(config.threads() - config.columns)
-    if i >= 0:
-        var f = min(block.column * Int32(config.columns) + i, walk.filters - 1)
-        shared_store_float(block.bias + 4 * UInt32(i), ends.bias[0][unsafe_offset=Int(f)])
-    sync_threads(0, UInt32(config.threads()))
-    comptime if config.split:
-        cluster_arrive()
-    if t < 32:
-        block.list_steps(walk, plan)
-    sync_threads(0, UInt32(config.threads()))
-
-    if t < Int32(GROUP * config.groups):
-        _multiply[dtype, epilogue, config](block, ends, walk, plan, t, rank)
-    elif t < Int32(GROUP * config.groups + 32 * EXPANDERS):
-        _expand[config](block, lists, plan, t - Int32(GROUP * config.groups))
-    elif t % 32 == 0:
-        _load[dtype, config](block, UInt64(Int(Pointer(to=maps))), walk, plan)
-
-
-struct Block[config: Config](TrivialRegisterPassable):
-    """What a block computes and where things lie in its shared memory.
+struct Storage[config: Config](TrivialRegisterPassable):
+    """What a block has in its shared memory.
 
     Parameters:
         config: Sizes of the block.
     """
 
-    var row: Int32
-    """Tile of pixels."""
-    var column: Int32
-    """Tile of filters."""
-    var first: Int32
-    """First step of K."""
-    var count: Int32
-    """Steps of K."""
-    var w: UInt32
-    """Stages of filters."""
-    var x: UInt32
-    """Stages of activations."""
-    var inbox: UInt32
+    var w: Pipeline
+    """Expanded filters, a stage a step."""
+    var x: Pipeline
+    """Activations."""
+    var inbox: Inbox[Self.config.columns, Self.config.groups]
     """What the cluster's blocks send."""
-    var w_full: UInt32
-    """Barriers that tell that filters are expanded."""
-    var w_empty: UInt32
-    """Barriers that tell that they are read."""
-    var x_full: UInt32
-    """Barriers that tell that activations have come."""
-    var x_empty: UInt32
-    """Barriers that tell that they are read."""
-    var sums: UInt32
-    """The barrier of the inbox."""
     var bias: UInt32
-    """Of the block's filters."""
+    """Address of the bias of the block's filters."""
     var starts: UInt32
-    """Where the words of the block's tiles begin, and the last one's end, part by part."""
-    var list: UInt32
-    """How many steps have filters that are not all zeros; for each its number and what it reads."""
+    """Address of where the words of the block's tiles begin, and the last one's end, part by part."""
+    var steps: Steps
+    """The steps of which filters are not all zeros."""
 
     @always_inline
-    def __init__(out self, base: UInt32, walk: Walk[1], plan: Plan, tile: Int32, rank: Int32):
+    def __init__(
+        out self,
+        data: UInt32,
+        schedule: TileScheduler,
+        start: Start,
+        share: Share,
+        plan: Plan[Self.config],
+    ):
         """Divides shared memory.
 
         Args:
-            base: Where it begins.
-            walk: How tiles and steps run.
+            data: Its address.
+            schedule: The tiles.
+            start: Has the block's rank in its cluster.
+            share: The block's steps of K.
             plan: How many stages there are.
-            tile: Number of the tile.
-            rank: In the cluster.
         """
-        self.row = tile // walk.tiles
-        self.column = tile - self.row * walk.tiles
-        self.first, self.count = 0, walk.steps()
-        comptime if Self.config.split:
-            self.first = walk.steps() * rank // walk.splits
-            self.count = walk.steps() * (rank + 1) // walk.splits - self.first
-        self.w = base
-        self.x = self.w + UInt32(plan.w_stages) * UInt32(Self.config.columns * ROW)
-        self.inbox = self.x + UInt32(plan.x_stages) * UInt32(plan.x_bytes)
-        self.w_full = self.inbox + UInt32(Self.config.inbox())
-        self.w_empty = self.w_full + 8 * UInt32(plan.w_stages)
-        self.x_full = self.w_empty + 8 * UInt32(plan.w_stages)
-        self.x_empty = self.x_full + 8 * UInt32(plan.x_stages)
-        self.sums = self.x_empty + 8 * UInt32(plan.x_stages)
-        self.bias = self.sums + 8
+        comptime Received = Inbox[Self.config.columns, Self.config.groups]
+        comptime W_BYTES = UInt32(Plan[Self.config].W_BYTES)
+        var x = data + UInt32(plan.w_stages) * W_BYTES
+        var inbox = x + UInt32(plan.x_stages) * UInt32(plan.box.bytes)
+        var barriers = inbox + UInt32(Plan[Self.config].INBOX)
+        self.w = Pipeline(data, barriers, stages=plan.w_stages, bytes=W_BYTES)
+        barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.w_stages)
+        self.x = Pipeline(x, barriers, stages=plan.x_stages, bytes=UInt32(plan.box.bytes))
+        barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.x_stages)
+        self.inbox = Received(inbox, barriers, splits=schedule.splits, rank=start.rank)
+        self.bias = barriers + 8
         self.starts = self.bias + UInt32(4 * Self.config.columns)
-        self.list = self.starts + UInt32((self.count + 1) * Int32(4 * Self.config.parts()))
+        var entries = (share.count() + 1) * Int32(Self.config.parts())
+        self.steps = Steps(self.starts + 4 * UInt32(entries), share)
+
+    @always_inline
+    def load_starts(
+        self, t: Int32, words: Words, problem: Problem[1], plan: Plan[Self.config], column: Int32
+    ):
+        """Copies where the words of the block's tiles begin, by all threads.
+
+        Args:
+            t: The thread.
+            words: The filters.
+            problem: Sizes.
+            plan: How many tiles there are words of.
+            column: The block's tile of filters.
+        """
+        comptime PARTS = Int32(Self.config.parts())
+        var entries = self.steps.share.count() + 1
+        for i in range(t, entries * PARTS, Int32(Self.config.threads())):
+            var part = i // entries
+            var list = (column * PARTS + part) * problem.steps()
+            var at = min(list + self.steps.share.begin + i - part * entries, plan.tiles)
+            shared_store(self.starts + 4 * UInt32(i), UInt32(words.starts[unsafe_offset=Int(at)]))
 
     @always_inline
     def start(self, part: Int32, step: Int32) -> UInt32:
@@ -469,237 +344,126 @@ struct Block[config: Config](TrivialRegisterPassable):
         Returns:
             The first word.
         """
-        return shared_load(self.starts + 4 * UInt32(part * (self.count + 1) + step))
+        var entries = self.steps.share.count() + 1
+        return shared_load(self.starts + 4 * UInt32(part * entries + step))
 
     @always_inline
-    def list_steps(self, walk: Walk[1], plan: Plan):
-        """Lists the steps whose filters are not all zeros, by one warp.
+    def has_words(self, step: Int32) -> Bool:
+        """Tells whether a step's filters are not all zeros.
 
         Args:
-            walk: How steps run.
-            plan: How rows lie on an image.
-        """
-        var lane = Int32(thread_idx.x)
-        var first = self.first // walk.taps
-        var total = UInt32(0)
-        for from_step in range(Int32(0), self.count, Int32(32)):
-            var i = from_step + lane
-            var bits = UInt32(0)
-            if i < self.count:
-                comptime for part in range(Self.config.parts()):
-                    bits |= self.start(Int32(part), i) ^ self.start(Int32(part), i + 1)
-            var live = ballot(bits != 0)
-            if bits != 0:
-                var c = (self.first + i) // walk.taps
-                var tap = self.first + i - c * walk.taps
-                var r = tap // walk.s
-                var s = tap - r * walk.s
-                var reads = c | s << 16 | r << 24
-                if plan.width != 0:
-                    reads = (c - first) << 16 | (r * plan.width + s) * Int32(ROW // 16)
-                var below = live & ((UInt32(1) << UInt32(lane)) - 1)
-                var at = self.list + 4 + 8 * (total + UInt32(pop_count(below)))
-                shared_store(at, UInt32(i))
-                shared_store(at + 4, UInt32(reads))
-            total += UInt32(pop_count(live))
-        if lane == 0:
-            shared_store(self.list, total)
-
-    @always_inline
-    def chunks(self) -> Int32:
-        """Counts the boxes that the listed steps read, and those between them.
+            step: Counted from the block's first.
 
         Returns:
-            From the block's first channels to the last that are read.
+            True if any of its tiles has a word.
         """
-        var steps = self.steps()
-        return Int32(self.reads(steps - 1) >> 16) + 1 if steps > 0 else Int32(0)
-
-    @always_inline
-    def steps(self) -> Int32:
-        """Counts the steps that are listed.
-
-        Returns:
-            How many.
-        """
-        return Int32(shared_load(self.list))
-
-    @always_inline
-    def step(self, k: Int32) -> Int32:
-        """Looks a step up.
-
-        Args:
-            k: Which of those that are listed.
-
-        Returns:
-            Its number, from the block's first.
-        """
-        return Int32(shared_load(self.list + 4 + 8 * UInt32(k)))
-
-    @always_inline
-    def reads(self, k: Int32) -> UInt32:
-        """Looks up what a step reads.
-
-        Args:
-            k: Which of those that are listed.
-
-        Returns:
-            Channels, in steps of 64, and tap: column, row. Of a box: sixteenths of rows of 128
-            bytes to the tap, and channels from the block's first.
-        """
-        return shared_load(self.list + 8 + 8 * UInt32(k))
-
-    @always_inline
-    def pixel(self, walk: Walk[1], plan: Plan, row: Int32) -> Int32:
-        """Finds the output pixel of a row of the product.
-
-        Args:
-            walk: How tiles run.
-            plan: How rows lie on an image.
-            row: In the tile.
-
-        Returns:
-            Its number; -1 if the row is none.
-        """
-        if plan.width == 0:
-            var m = self.row * Int32(Self.config.rows()) + row
-            return m if m < walk.pixels[0] else -1
-        var image = self.row // plan.bands
-        var down = row // plan.width
-        var q = row - down * plan.width
-        var p = (self.row - image * plan.bands) * plan.height + down
-        if q >= walk.q or down >= plan.height or p * walk.q >= walk.pq:
-            return -1
-        return image * walk.pq + p * walk.q + q
-
-    @always_inline
-    def sent(self, walk: Walk[1], plan: Plan) -> Int32:
-        """Counts the bytes that come into the inbox: those of warps that have a pixel.
-
-        Args:
-            walk: How tiles run.
-            plan: How rows lie on an image.
-
-        Returns:
-            Of all blocks of the cluster.
-        """
-        return self.warps(walk, plan) * Int32(32 * 16 * (Self.config.columns // 8))
-
-    @always_inline
-    def warps(self, walk: Walk[1], plan: Plan) -> Int32:
-        """Counts the warps that have a pixel.
-
-        Args:
-            walk: How tiles run.
-            plan: How rows lie on an image.
-
-        Returns:
-            At least one, of 16 rows each.
-        """
-        var rows = walk.pixels[0] - self.row * Int32(Self.config.rows())
-        if plan.width != 0:
-            rows = plan.height * plan.width
-        return min((rows + 15) // 16, Int32(Self.config.rows() // 16))
+        var bits = UInt32(0)
+        comptime for part in range(Self.config.parts()):
+            bits |= self.start(Int32(part), step) ^ self.start(Int32(part), step + 1)
+        return bits != 0
 
 
-struct Slot(TrivialRegisterPassable):
-    """A stage of a ring, and the phase of its `full`; its `empty` is a phase behind."""
+@__name(t"sparse_conv2d_tiles_{config.label()}_{epilogue.label()}_{dtype}")
+@__llvm_arg_metadata(maps, `nvvm.grid_constant`)
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    `nvvm.minctasm`=SIMDLength(config.blocks()),
+)
+def tiled_kernel[
+    dtype: DType, epilogue: Epilogue, config: Config
+](
+    maps: TensorMaps[1],
+    tensors: EpilogueTensors[dtype],
+    words: Words,
+    problem: Problem[1],
+    plan: Plan[config],
+):
+    """Computes a tile, or a cluster's share of one.
 
-    var index: UInt32
-    """Of the stage."""
-    var parity: UInt32
-    """Of the phase."""
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        config: Sizes of the block.
 
-    @always_inline
-    def __init__(out self):
-        """Begins at the first stage."""
-        self.index = self.parity = 0
+    Args:
+        maps: Tensor map of x: boxes of an image, im2col, or a matrix.
+        tensors: Bias, residual and y.
+        words: The filters.
+        problem: Sizes.
+        plan: How shared memory is divided.
+    """
+    comptime CONSUMERS = Int32(WARPGROUP * config.groups)
+    launch_dependent_grids()
+    var t = Int32(thread_idx.x)
+    var schedule = problem.schedule
+    var start = schedule.start[config.split]()
+    var tile = schedule.tile(start.tile)
+    var share = schedule.share[config.split](start, problem.steps())
+    var storage = Storage[config](shared_memory["sparse_conv2d"](), schedule, start, share, plan)
+    if t == 0:
+        storage.w.init(consumers=config.groups, producers=config.parts())
+        storage.x.init(consumers=config.groups)
+        comptime if config.split:
+            storage.inbox.init()
+        fence_barrier_init()
+        comptime if config.split:
+            storage.inbox.expect(plan.box.warps(problem.pixels[0], tile.row))
+    storage.load_starts(t, words, problem, plan, tile.column)
+    # By the last warps: of the first one, which lists the steps, ptxas would make a path with
+    # barriers of its own, and synccheck takes those for others.
+    var i = t - Int32(config.threads() - config.columns)
+    if i >= 0:
+        var f = min(tile.column * Int32(config.columns) + i, problem.filters - 1)
+        shared_store_float(storage.bias + 4 * UInt32(i), tensors.bias_of[1](f))
+    sync_threads(0, UInt32(config.threads()))
+    comptime if config.split:
+        cluster_arrive()
+    if t < Int32(WARP):
+        _list_steps(storage, problem, plan, t)
+    sync_threads(0, UInt32(config.threads()))
 
-    @always_inline
-    def advance(mut self, count: Int32):
-        """Goes on to the next stage.
-
-        Args:
-            count: Stages of the ring.
-        """
-        self.index += 1
-        if self.index == UInt32(count):
-            self.index = 0
-            self.parity ^= 1
+    if t < CONSUMERS:
+        _consume[epilogue](storage, tensors, problem, plan, tile, Fragment(t))
+    elif t < CONSUMERS + Int32(WARP * EXPANDERS):
+        _expand(storage, words, t - CONSUMERS)
+    elif t % Int32(WARP) == 0:
+        produce_pixels[dtype](
+            TileLoader(maps.address()), storage.x, storage.steps, problem.conv, plan.box, tile.row
+        )
 
 
 @always_inline
-def _load[
-    dtype: DType, config: Config
-](block: Block[config], map: UInt64, walk: Walk[1], plan: Plan):
-    """Has the copy engine fill the stages of x."""
-    prefetch_map(map)
-    var image: Int32
-    var h0: Int32
-    var w0 = -walk.pad_w
-    var m0 = block.row * Int32(config.rows())
-    if plan.width != 0:
-        image = block.row // plan.bands
-        h0 = (block.row - image * plan.bands) * plan.height - walk.pad_h
-    else:
-        image = m0 // walk.pq
-        var pixel = m0 - image * walk.pq
-        var p = pixel // walk.q
-        h0 = p * walk.stride_h - walk.pad_h
-        w0 += (pixel - p * walk.q) * walk.stride_w
-    var c = block.first // walk.taps
-    var loads = block.steps()
-    if plan.width != 0:
-        loads = block.chunks()
-    var early = min(loads, plan.x_stages)
-    for i in range(early):
-        barrier_expect(block.x_full + 8 * UInt32(i), UInt32(plan.x_loads))
-    wait_on_dependent_grids()
-
-    var slot = Slot()
-    for i in range(loads):
-        var to = block.x + slot.index * UInt32(plan.x_bytes)
-        var full = block.x_full + 8 * slot.index
-        if i >= early:
-            barrier_wait(block.x_empty + 8 * slot.index, slot.parity ^ 1)
-            barrier_expect(full, UInt32(plan.x_loads))
-        if plan.width != 0:
-            load_4d(to, map, full, (c + i) * Int32(WIDTH), w0, h0, image)
-        else:
-            var reads = block.reads(i)
-            var channel = Int32(reads & 0xFFFF) * Int32(WIDTH)
-            if walk.plain == 1:
-                load_2d(to, map, full, channel, m0)
-            else:
-                load_im2col(
-                    to,
-                    map,
-                    full,
-                    channel,
-                    w0,
-                    h0,
-                    image,
-                    UInt16(Int32(reads >> 16 & 0xFF) * walk.dilation_w),
-                    UInt16(Int32(reads >> 24) * walk.dilation_h),
-                )
-        slot.advance(plan.x_stages)
+def _list_steps[
+    config: Config, //
+](storage: Storage[config], problem: Problem[1], plan: Plan[config], lane: Int32):
+    """Lists the steps whose filters are not all zeros, by one warp."""
+    var writer = StepWriter(storage.steps, problem.conv)
+    var count = storage.steps.share.count()
+    for first in range(Int32(0), count, Int32(WARP)):
+        var step = first + lane
+        var listed = False
+        if step < count:
+            listed = storage.has_words(step)
+        writer.append(lane, step, listed, problem.conv, plan.box)
+    writer.finish(lane)
 
 
 @always_inline
-def _expand[config: Config](block: Block[config], lists: Words, plan: Plan, t: Int32):
+def _expand[config: Config, //](storage: Storage[config], words: Words, t: Int32):
     """Expands tiles, a part of a step by each warp; the next tile's words come in meanwhile.
 
     A warp sees one phase of a stage's barrier from the next: unless all steps have a stage of their
     own, there have to be as many stages as steps that are expanded at a time.
     """
     comptime TURNS = Int32(config.turns())
-    var lane = t % 32
-    var part = t // 32 % Int32(config.parts())
-    var first = t // 32 // Int32(config.parts())
-    var steps = block.steps()
-    var slot = Slot()
+    comptime PARTS = Int32(config.parts())
+    var lane = t % Int32(WARP)
+    var part = t // Int32(WARP) % PARTS
+    var first = t // Int32(WARP) // PARTS
+    var steps = storage.steps.count()
+    var pipeline = storage.w
     for _ in range(first):
-        slot.advance(plan.w_stages)
+        pipeline.advance()
     var held = Quads()
     var at = Int32(0)
     var end = Int32(0)
@@ -708,28 +472,27 @@ def _expand[config: Config](block: Block[config], lists: Words, plan: Plan, t: I
         var next_at = Int32(0)
         var next_end = Int32(0)
         if k + TURNS < steps:
-            var step = block.step(k + TURNS)
-            next_at = Int32(block.start(part, step)) + 4 * lane
-            next_end = Int32(block.start(part, step + 1))
-            next.load(lists, next_at, next_end)
+            var step = storage.steps.number(k + TURNS)
+            next_at = Int32(storage.start(part, step)) + 4 * lane
+            next_end = Int32(storage.start(part, step + 1))
+            next.load(words, next_at, next_end)
         if k >= 0:
-            var to = block.w + slot.index * UInt32(config.columns * ROW)
-            to += UInt32(part) * UInt32(TILE)
-            barrier_wait(block.w_empty + 8 * slot.index, slot.parity ^ 1)
+            var to = pipeline.stage() + UInt32(part) * UInt32(TILE)
+            pipeline.acquire()
             comptime for j in range(TILE // 512):
                 shared_clear(to + UInt32(512 * j) + UInt32(lane) * 16)
             syncwarp()
             held.place(to, at, end)
             while at - 4 * lane + Int32(128 * AHEAD) < end:
                 at += Int32(128 * AHEAD)
-                held.load(lists, at, end)
+                held.load(words, at, end)
                 held.place(to, at, end)
             fence_async()
             syncwarp()
             if lane == 0:
-                barrier_arrive(block.w_full + 8 * slot.index)
+                pipeline.commit()
             for _ in range(TURNS):
-                slot.advance(plan.w_stages)
+                pipeline.advance()
         held, at, end = next, next_at, next_end
 
 
@@ -745,17 +508,17 @@ struct Quads(TrivialRegisterPassable):
         self.words = StaticTuple[SIMD[U32, 4], AHEAD](fill=SIMD[U32, 4](0))
 
     @always_inline
-    def load(mut self, lists: Words, at: Int32, end: Int32):
+    def load(mut self, words: Words, at: Int32, end: Int32):
         """Loads the lane's words of AHEAD times 128.
 
         Args:
-            lists: The filters.
+            words: The filters.
             at: The lane's first word.
             end: Where the tile's end.
         """
         comptime for j in range(AHEAD):
             if at + Int32(128 * j) < end:
-                self.words[j] = lists.words.unsafe_load[width=4, alignment=16](Int(at) + 128 * j)
+                self.words[j] = words.words.unsafe_load[width=4, alignment=16](Int(at) + 128 * j)
 
     @always_inline
     def place(self, to: UInt32, at: Int32, end: Int32):
@@ -773,156 +536,57 @@ struct Quads(TrivialRegisterPassable):
 
 
 @always_inline
-def _products[
-    dtype: DType, columns: Int
-](left: UInt32, right: UInt32, sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
-    Float32, columns // 2
-]:
-    """Starts adding the products of a step, of matrices at sixteenths of addresses."""
-    comptime HIGH = UInt32(MATRIX >> 32)
-    comptime LOW = UInt32(MATRIX & 0xFFFFFFFF)
-    var next = sums
-    wgmma_fence_aligned()
-    comptime for k in range(4):
-        var a = SIMD[U32, 2](LOW + left + UInt32(2 * k), HIGH)
-        var b = SIMD[U32, 2](LOW + right + UInt32(2 * k), HIGH)
-        next = wgmma_async[64, columns, 16, a_type=dtype, b_type=dtype](
-            WGMMADescriptor[dtype](bitcast[DType.int64, 1](a)),
-            WGMMADescriptor[dtype](bitcast[DType.int64, 1](b)),
-            next,
-        )
-    wgmma_commit_group_sync()
-    return next
-
-
-@always_inline
-def _multiply[
-    dtype: DType, epilogue: Epilogue, config: Config
-](block: Block[config], ends: Ends[dtype, 1], walk: Walk[1], plan: Plan, t: Int32, rank: Int32,):
+def _consume[
+    dtype: DType, config: Config, //, epilogue: Epilogue
+](
+    storage: Storage[config],
+    tensors: EpilogueTensors[dtype],
+    problem: Problem[1],
+    plan: Plan[config],
+    tile: Tile,
+    at: Fragment,
+):
     """Multiplies the stages, and finishes the tile or what a cluster's block has of it."""
     comptime COLUMNS = config.columns
-    var group = t // Int32(GROUP)
-    var leads = t % Int32(GROUP) == 0
-    # Thread 4 a + b of warp d holds the columns 8 j + 2 b, and one more, of rows 16 d + a and 8 on.
-    var row = t // 32 * 16 + t % 32 // 4
-    # What a block finishes: units of 8 filters and 16 rows, or 8, UNIT numbers of each thread.
-    comptime UNIT = COLUMNS // 16 if config.split else 4
-    comptime MOST = 4 if config.split else COLUMNS // 8
-    comptime HALVES = UNIT // 2
-    var units = Int32(8) // walk.splits if config.split else Int32(MOST)
-    var first = rank * units
-    var f0 = block.column * Int32(COLUMNS) + t % 4 * 2
-    var low = block.pixel(walk, plan, row)
-    var high = block.pixel(walk, plan, row + 8)
+    comptime PAIRS = COLUMNS // 8 if config.split else COLUMNS // 4
+    var m = problem.pixels[0]
+    var row = at.group() * Int32(ROWS) + at.row()
+    var pairs = Share(0, Int32(PAIRS))
+    comptime if config.split:
+        pairs = storage.inbox.pairs()
+    var outputs = Outputs[PAIRS](
+        at,
+        low=plan.box.pixel(problem.conv, m, tile.row, row),
+        high=plan.box.pixel(problem.conv, m, tile.row, row + 8),
+        f0=tile.column * Int32(COLUMNS),
+        filters=problem.filters,
+        pairs=pairs,
+    )
     comptime if config.split:
         cluster_wait()
-    var steps = block.steps()
-    var x_row = block.x + UInt32(group * Int32(ROWS * ROW))
     # No stage is filled twice, and all are expanded before x comes.
-    var resident = steps <= plan.w_stages
+    var count = storage.steps.count()
+    var resident = count <= plan.w_stages
     if resident:
-        for i in range(steps):
-            barrier_wait(block.w_full + 8 * UInt32(i), 0)
+        storage.w.wait_first(count)
     wait_on_dependent_grids()
 
-    var sums = StaticTuple[Float32, COLUMNS // 2](fill=0)
-    var w = Slot()
-    var x = Slot()
-    var seen = Int32(-1)
-    var before = w.index
-    for k in range(steps):
-        var from_row = UInt32(0)
-        if plan.width != 0:
-            var reads = block.reads(k)
-            from_row = reads & 0xFFFF
-            while seen < Int32(reads >> 16):
-                if seen >= 0:
-                    wgmma_wait_group_sync[0]()
-                    if leads:
-                        barrier_arrive(block.x_empty + 8 * x.index)
-                    x.advance(plan.x_stages)
-                seen += 1
-                barrier_wait(block.x_full + 8 * x.index, x.parity)
-        else:
-            x = w
-            barrier_wait(block.x_full + 8 * x.index, x.parity)
-        if not resident:
-            barrier_wait(block.w_full + 8 * w.index, w.parity)
-        var left = (x_row + x.index * UInt32(plan.x_bytes)) >> 4
-        var right = (block.w + w.index * UInt32(COLUMNS * ROW)) >> 4
-        sums = _products[dtype, COLUMNS](left + from_row, right, sums)
-        wgmma_wait_group_sync[1]()
-        if leads and k > 0 and not resident:
-            barrier_arrive(block.w_empty + 8 * before)
-            if plan.width == 0:
-                barrier_arrive(block.x_empty + 8 * before)
-        before = w.index
-        w.advance(plan.w_stages)
-    var residual = StaticTuple[SIMD[dtype, 2], MOST * HALVES](fill=SIMD[dtype, 2](0))
-    comptime if epilogue.adds and not config.split:
-        comptime for i in range(MOST * HALVES):
-            var unit = first + Int32(i // HALVES)
-            var f = f0 + unit * Int32(HALVES) // 2 * 8
-            var pixel = high if (i if HALVES == 2 else Int(unit)) % 2 == 1 else low
-            if Int32(i // HALVES) < units and pixel >= 0 and f < walk.filters:
-                residual[i] = ends.residual[0].unsafe_load[width=2, alignment=4](
-                    Int(pixel) * Int(walk.filters) + Int(f)
-                )
-    wgmma_wait_group_sync[0]()
-
+    var sums = multiply_steps[dtype, COLUMNS](
+        storage.x, storage.w, storage.steps, count, plan.box, at, resident=resident
+    )
     comptime if config.split:
-        comptime PITCH = UInt32(GROUP * config.groups * 4 * UNIT)
-        var mine = block.inbox + UInt32(t) * UInt32(4 * UNIT)
-        var slot = mine + UInt32(first) * PITCH
-        if t // 32 < block.warps(walk, plan):
-            comptime for j in range(8):
-                var owner = UInt32(Int32(j) * walk.splits // 8)
-                var to = slot + UInt32(Int32(j) & (units - 1)) * PITCH
-                var values = SIMD[F32, UNIT](0)
-                comptime for k in range(UNIT):
-                    values[k] = sums[UNIT * j + k]
-                cluster_send[UNIT](
-                    cluster_address(to, owner), values, cluster_address(block.sums, owner)
-                )
-        comptime if epilogue.adds:
-            comptime for i in range(MOST * HALVES):
-                var unit = first + Int32(i // HALVES)
-                var f = f0 + unit * Int32(HALVES) // 2 * 8
-                var pixel = high if (i if HALVES == 2 else Int(unit)) % 2 == 1 else low
-                if Int32(i // HALVES) < units and pixel >= 0 and f < walk.filters:
-                    residual[i] = ends.residual[0].unsafe_load[width=2, alignment=4](
-                        Int(pixel) * Int(walk.filters) + Int(f)
-                    )
-        barrier_wait(block.sums, 0)
-        comptime for j in range(MOST):
-            if Int32(j) < units:
-                var parts = StaticTuple[SIMD[F32, UNIT], 8](fill=SIMD[F32, UNIT](0))
-                comptime for peer in range(8):
-                    if Int32(peer) < walk.splits:
-                        var at = mine + UInt32(Int32(peer) * units + Int32(j)) * PITCH
-                        comptime if UNIT == 2:
-                            parts[peer] = rebind[SIMD[F32, UNIT]](shared_load2(at))
-                        else:
-                            parts[peer] = rebind[SIMD[F32, UNIT]](shared_load4(at))
-                var total = SIMD[F32, UNIT](0)
-                comptime for peer in range(8):
-                    total += parts[peer]
-                comptime for k in range(UNIT):
-                    sums[UNIT * j + k] = total[k]
-    comptime for i in range(MOST * HALVES):
-        var unit = first + Int32(i // HALVES)
-        var f = f0 + unit * Int32(HALVES) // 2 * 8
-        var pixel = high if (i if HALVES == 2 else Int(unit)) % 2 == 1 else low
-        if Int32(i // HALVES) < units and pixel >= 0 and f < walk.filters:
-            var bias = shared_load2(block.bias + 4 * UInt32(f - block.column * Int32(COLUMNS)))
-            var value = SIMD[F32, 2](sums[2 * i], sums[2 * i + 1])
-            value = value.fma(SIMD[F32, 2](walk.alpha), bias)
-            comptime if epilogue.adds:
-                value += residual[i].cast[F32]()
-            ends.y[0].unsafe_store[alignment=4](
-                Int(pixel) * Int(walk.filters) + Int(f),
-                activate[epilogue, dtype](value).cast[dtype](),
-            )
+        wgmma_wait_group_sync[0]()
+        if at.t // Int32(WARP) < plan.box.warps(m, tile.row):
+            storage.inbox.send(at, sums)
+        var residual = outputs.load_residual[dtype, epilogue](tensors)
+        var total = storage.inbox.receive(at)
+        finish_pairs[dtype, epilogue](
+            outputs, tensors, total, problem.alpha, storage.bias, residual
+        )
+    else:
+        var residual = outputs.load_residual[dtype, epilogue](tensors)
+        wgmma_wait_group_sync[0]()
+        finish_pairs[dtype, epilogue](outputs, tensors, sums, problem.alpha, storage.bias, residual)
 
 
 # The host's side
@@ -938,7 +602,7 @@ def takes_tiled[dtype: DType](g: Geometry) -> Bool:
         g: Sizes.
 
     Returns:
-        True for 2 bytes a number, and what the copy engine walks over (gemm/hopper.mojo).
+        True for 2 bytes a number, and what the copy engine walks over (hopper/conv.mojo).
     """
     return size_of[dtype]() == 2 and takes[dtype](g)
 
@@ -1002,45 +666,36 @@ def enqueue_tiled[
         If a tensor map cannot be made or the launch fails.
     """
     comptime assert size_of[dtype]() == 2, "sparse_conv2d: tiled expects bfloat16 or float16"
-    var plan = Plan(g, config, splits)
+    var plan = Plan[config](g, splits)
     var steps = g.r * g.s * ceildiv(g.c, WIDTH)
-    if Int(plan.w_stages) < min(config.turns(), ceildiv(steps, splits)):
+    var share = ceildiv(steps, splits)
+    if Int(plan.w_stages) < min(config.turns(), share):
         raise Error(
             "sparse_conv2d: shared memory has too few stages for K = ", steps, " steps of 64"
         )
-    var maps = Maps[1]()
-    if plan.width != 0:
-        maps.maps[0] = tensor_map[dtype, 4, True](
-            ctx,
-            o.x,
-            [Int64(g.c), Int64(g.w), Int64(g.h), Int64(g.n)],
-            [Int32(WIDTH), plan.width, plan.height + Int32(g.r - 1), 1],
-        )
-    elif is_plain(g):
-        maps.maps[0] = tensor_map[dtype, 2, True](
-            ctx, o.x, [Int64(g.c), Int64(g.pixels())], [Int32(WIDTH), Int32(config.rows())]
-        )
-    else:
-        maps.maps[0] = im2col_map[dtype](ctx, o.x, g, config.rows())
-    var walk = Walk[1](
+    var maps = TensorMaps[1]()
+    maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box)
+    var problem = Problem[1](
         [g],
         rows=config.rows(),
-        chunks=ceildiv(g.c, WIDTH),
-        tiles=ceildiv(g.f, config.columns),
+        columns=config.columns,
+        width=WIDTH,
         splits=splits,
         alpha=o.alpha,
     )
-    var shared = plan.shared(config, steps, splits)
+    problem.schedule = TileScheduler[1](
+        [plan.box.tiles(g)], columns=ceildiv(g.f, config.columns), splits=splits
+    )
     ctx.enqueue_function[tiled_kernel[dtype, epilogue, config]](
         maps,
-        Ends[dtype, 1]([o]),
+        EpilogueTensors[dtype]([o]),
         Words(words, starts),
-        walk,
+        problem,
         plan,
-        grid_dim=Int(plan.blocks) * splits,
+        grid_dim=Int(problem.schedule.tiles) * splits,
         block_dim=config.threads(),
         cluster_dim=Dim(splits),
-        shared_mem_bytes=shared,
+        shared_mem_bytes=plan.shared(share),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.room())),
     )

@@ -596,18 +596,16 @@ def tiled(
         height = -(-high // bands)
         box = (height + g.r - 1) * width
         window = -(-max(box, (g.r - 1) * width + g.s - 1 + rows) // 8) * 1024
-        tiles, plan = g.n * bands, [*stages, window, box * 128, width, height, bands]
+        tiles, plan = g.n * bands, [window, box * 128, width, height, bands, *stages]
         map = Tiled(x, (1, height + g.r - 1, width, 64))
     else:
         tiles, window = -(-g.pixels // rows), rows * 128
         stages = (stages[0], stages[0])
-        plan = [*stages, window, window, 0, 0, 0]
+        plan = [window, window, 0, 0, 0, *stages]
         map = pixels_of(x, g, rows, 64)
     columns = -(-g.f // config.columns)
     blocks = tiles * columns
-    walk = walked(
-        g, [g.pixels], [0], width=64, tiles=columns, splits=splits, blocks=blocks
-    )  # fmt: skip
+    sizes = problem(g, [g.pixels], [0], width=64, columns=columns, splits=splits, tiles=blocks)
     filters, bias = [memory.add(a) for a in arrays], memory.add(p.bias)
     share, parts = -(-steps // splits), config.columns // 32
     shared = stages[0] * (config.columns * 128 + 16) + stages[1] * (window + 16) + 1024
@@ -618,8 +616,8 @@ def tiled(
             bytes(128),
             pack("4Q", bias, bias, residual_at, y_at),
             pack("2Q", *filters),
-            walk,
-            pack("9i", *plan, blocks, -(-g.f // 32) * steps),
+            sizes,
+            pack("8i", *plan, -(-g.f // 32) * steps),
         ],
         memory,
         grid=(blocks * splits,),

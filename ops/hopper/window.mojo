@@ -1,0 +1,551 @@
+"""Windows whose taps all read one box of pixels, and the loop over K for them.
+
+A tile is a band of an image: of each 128 bytes of channels the copy engine brings `height + R - 1`
+whole rows once, with their padding. The output pixels of a row and S - 1 more are rows of the
+product, so a tap is a shift of the matrix's first row (windows of several taps, stride 1). Of other
+windows the pixels come tap by tap, as load_pixels of conv.mojo brings them.
+
+    PixelBox         which pixels are a tile's, and what a stage of x holds
+    Steps            the steps of K that a block multiplies, a list in shared memory
+    produce_pixels   the producer of x
+    multiply_steps   the consumers' loop: x and the filters come through rings of their own
+
+K goes through the taps of 128 bytes of channels, then on to the next channels.
+"""
+
+from max.gpu.compute.mma import (
+    wgmma_commit_group_sync,
+    wgmma_fence_aligned,
+    wgmma_wait_group_sync,
+)
+from max.gpu.host import DeviceContext
+from max.gpu.host.nvidia.tma import TMADescriptor
+from max.gpu.primitives.grid_controls import wait_on_dependent_grids
+from std.bit import pop_count
+from std.math import ceildiv
+from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
+
+from ..geometry import Geometry
+from ..kernel_argument import KernelArgument
+from ..operands import Data
+from .accumulator import Fragment
+from .conv import Conv, Pixel, load_pixels, pixels_map
+from .mma import ROWS, Matrix, mma
+from .pipeline import Pipeline
+from .ptx import ballot, shared_load, shared_store
+from .scheduler import Share
+from .shared import ROW, SWIZZLED
+from .tma import TileLoader, tensor_map
+
+comptime BOX = 384
+"""Rows of 128 bytes that a stage has at most, where it is a box."""
+
+
+struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):
+    """How the rows of a product lie on the images, and what a stage of x holds.
+
+    Parameters:
+        rows: Of a tile of the product.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var bytes: Int32
+    """Of a stage."""
+    var loads: Int32
+    """Bytes of a stage that the copy engine brings."""
+    var width: Int32
+    """Rows of the product from one row of an image to the next; 0 if x comes tap by tap."""
+    var height: Int32
+    """Rows of an image in a tile."""
+    var bands: Int32
+    """Tiles of an image."""
+
+    def __init__(out self, g: Geometry):
+        """Chooses between a box and tap by tap.
+
+        Args:
+            g: Sizes of the convolution.
+        """
+        self.bytes = self.loads = Int32(Self.rows * ROW)
+        self.width = self.height = self.bands = 0
+        var width = g.q + g.s - 1
+        var last = (g.r - 1) * width + g.s - 1 + Self.rows
+        var near = max(g.stride_h, g.stride_w, g.dilation_h, g.dilation_w) == 1
+        if g.r * g.s > 1 and width <= Self.rows and near and last <= BOX:
+            var bands = ceildiv(g.p, min(g.p, Self.rows // width))
+            var height = ceildiv(g.p, bands)
+            var loads = (height + g.r - 1) * width * ROW
+            self.bytes = Int32(ceildiv(max(loads, last * ROW), SWIZZLED) * SWIZZLED)
+            self.loads = Int32(loads)
+            self.width, self.height, self.bands = Int32(width), Int32(height), Int32(bands)
+
+    def tiles(self, g: Geometry) -> Int:
+        """Counts the tiles of pixels.
+
+        Args:
+            g: Sizes of the convolution.
+
+        Returns:
+            Of all images.
+        """
+        return g.n * Int(self.bands) if self.all_taps() else ceildiv(g.pixels(), Self.rows)
+
+    @always_inline
+    def all_taps(self) -> Bool:
+        """Tells whether all taps read one box.
+
+        Returns:
+            False if x comes tap by tap.
+        """
+        return self.width != 0
+
+    @always_inline
+    def first(self, conv: Conv, tile: Int32) -> Pixel:
+        """Finds the first pixel of a tile.
+
+        Args:
+            conv: Sizes.
+            tile: Number of the tile.
+
+        Returns:
+            Its image, row and column.
+        """
+        if self.all_taps():
+            var n = tile // self.bands
+            var p = (tile - n * self.bands) * self.height
+            return Pixel(n * conv.pq + p * conv.q, n, p, 0)
+        return conv.pixel(tile * Int32(Self.rows))
+
+    @always_inline
+    def pixel(self, conv: Conv, pixels: Int32, tile: Int32, row: Int32) -> Int32:
+        """Finds the output pixel of a row of the product.
+
+        Args:
+            conv: Sizes.
+            pixels: M.
+            tile: Number of the tile.
+            row: In the tile.
+
+        Returns:
+            Its number; -1 if the row is none.
+        """
+        if self.all_taps():
+            var n = tile // self.bands
+            var down = row // self.width
+            var q = row - down * self.width
+            var p = (tile - n * self.bands) * self.height + down
+            if q >= conv.q or down >= self.height or p * conv.q >= conv.pq:
+                return -1
+            return n * conv.pq + p * conv.q + q
+        var m = tile * Int32(Self.rows) + row
+        return m if m < pixels else -1
+
+    @always_inline
+    def warps(self, pixels: Int32, tile: Int32) -> Int32:
+        """Counts the consumers' warps that have a pixel of the tile.
+
+        Args:
+            pixels: M.
+            tile: Number of the tile.
+
+        Returns:
+            At least one, of 16 rows each.
+        """
+        var used = self.height * self.width
+        if not self.all_taps():
+            used = pixels - tile * Int32(Self.rows)
+        return min((used + 15) // 16, Int32(Self.rows // 16))
+
+
+struct Reads(TrivialRegisterPassable):
+    """What a step of K reads of x, in 4 bytes."""
+
+    var bits: UInt32
+    """Of a box: its number above, bytes to the tap's first row below. Else row, column, channels."""
+
+    @always_inline
+    def __init__(out self, bits: UInt32):
+        """Takes what `box` or `tap` made.
+
+        Args:
+            bits: The bytes.
+        """
+        self.bits = bits
+
+    @staticmethod
+    @always_inline
+    def box(number: Int32, row: Int32) -> Self:
+        """Describes a tap of a box.
+
+        Args:
+            number: Of the box, counted from the block's first.
+            row: Of the box, at which the tap's rows begin.
+
+        Returns:
+            The step's.
+        """
+        return Self(UInt32(number << 16 | row * Int32(ROW)))
+
+    @staticmethod
+    @always_inline
+    def tap(chunk: Int32, r: Int32, s: Int32) -> Self:
+        """Describes the pixels of a tap.
+
+        Args:
+            chunk: Channels, in steps of 128 bytes.
+            r: Row of the tap.
+            s: Column of the tap.
+
+        Returns:
+            The step's.
+        """
+        return Self(UInt32(chunk | s << 16 | r << 24))
+
+    @always_inline
+    def number(self) -> Int32:
+        """Gives the number of the box.
+
+        Returns:
+            Counted from the block's first.
+        """
+        return Int32(self.bits >> 16)
+
+    @always_inline
+    def shift(self) -> UInt32:
+        """Gives the place of the tap's rows in the box.
+
+        Returns:
+            In bytes.
+        """
+        return self.bits & 0xFFFF
+
+    @always_inline
+    def chunk(self) -> Int32:
+        """Gives the channels of a tap's pixels.
+
+        Returns:
+            In steps of 128 bytes.
+        """
+        return Int32(self.bits & 0xFFFF)
+
+    @always_inline
+    def r(self) -> Int32:
+        """Gives the row of a tap.
+
+        Returns:
+            In the box.
+        """
+        return Int32(self.bits >> 24)
+
+    @always_inline
+    def s(self) -> Int32:
+        """Gives the column of a tap.
+
+        Returns:
+            In the box.
+        """
+        return Int32(self.bits >> 16 & 0xFF)
+
+
+struct Steps(TrivialRegisterPassable):
+    """The steps of K that a block multiplies: a list in shared memory.
+
+    A step whose filters are all zeros is not listed; a warp makes the list by a `StepWriter`.
+    """
+
+    var data: UInt32
+    """Address of how many there are; for each its number, from the block's first, and `Reads`."""
+    var share: Share
+    """The block's part of K."""
+
+    @always_inline
+    def __init__(out self, data: UInt32, share: Share):
+        """Takes a place.
+
+        Args:
+            data: Address in shared memory, for as many bytes as `bytes` counts.
+            share: The block's part of K.
+        """
+        self.data, self.share = data, share
+
+    @staticmethod
+    def bytes(count: Int) -> Int:
+        """Counts the bytes of a list.
+
+        Args:
+            count: Steps of a block at most.
+
+        Returns:
+            Of shared memory.
+        """
+        return 4 + 8 * count
+
+    @always_inline
+    def first_chunk(self, conv: Conv) -> Int32:
+        """Finds the channels of the block's first step.
+
+        Args:
+            conv: Sizes.
+
+        Returns:
+            In steps of 128 bytes.
+        """
+        return self.share.begin // conv.taps
+
+    @always_inline
+    def count(self) -> Int32:
+        """Counts the steps that are listed.
+
+        Returns:
+            How many.
+        """
+        return Int32(shared_load(self.data))
+
+    @always_inline
+    def number(self, k: Int32) -> Int32:
+        """Looks a step up.
+
+        Args:
+            k: Which of those that are listed.
+
+        Returns:
+            Its number, from the block's first.
+        """
+        return Int32(shared_load(self.data + 4 + 8 * UInt32(k)))
+
+    @always_inline
+    def reads(self, k: Int32) -> Reads:
+        """Looks up what a step reads.
+
+        Args:
+            k: Which of those that are listed.
+
+        Returns:
+            Of x.
+        """
+        return Reads(shared_load(self.data + 8 + 8 * UInt32(k)))
+
+    @always_inline
+    def boxes(self) -> Int32:
+        """Counts the boxes that the steps read, and those between them.
+
+        Returns:
+            From the block's first channels to the last that are read.
+        """
+        var count = self.count()
+        return self.reads(count - 1).number() + 1 if count > 0 else Int32(0)
+
+
+struct StepWriter(TrivialRegisterPassable):
+    """Lists steps, by a warp: a step by each lane at a time."""
+
+    var steps: Steps
+    """The list."""
+    var chunk: Int32
+    """Channels of the block's first step."""
+    var length: UInt32
+    """Steps that are listed so far."""
+
+    @always_inline
+    def __init__(out self, steps: Steps, conv: Conv):
+        """Begins with none.
+
+        Args:
+            steps: The list.
+            conv: Sizes.
+        """
+        self.steps, self.chunk, self.length = steps, steps.first_chunk(conv), 0
+
+    @always_inline
+    def append(mut self, lane: Int32, number: Int32, listed: Bool, conv: Conv, box: PixelBox[_]):
+        """Lists the lanes' steps, in the lanes' order.
+
+        Args:
+            lane: Of the warp; all of them call this.
+            number: The lane's step, from the block's first.
+            listed: Whether the lane has a step to list.
+            conv: Sizes.
+            box: What steps read.
+        """
+        var all = ballot(listed)
+        if listed:
+            var step = self.steps.share.begin + number
+            var chunk = step // conv.taps
+            var tap = step - chunk * conv.taps
+            var r = tap // conv.s
+            var s = tap - r * conv.s
+            var reads = Reads.tap(chunk, r, s)
+            if box.all_taps():
+                reads = Reads.box(chunk - self.chunk, r * box.width + s)
+            var before = all & ((UInt32(1) << UInt32(lane)) - 1)
+            var at = self.steps.data + 4 + 8 * (self.length + UInt32(pop_count(before)))
+            shared_store(at, UInt32(number))
+            shared_store(at + 4, reads.bits)
+        self.length += UInt32(pop_count(all))
+
+    @always_inline
+    def finish(self, lane: Int32):
+        """Ends the list.
+
+        Args:
+            lane: Of the warp.
+        """
+        if lane == 0:
+            shared_store(self.steps.data, self.length)
+
+
+@always_inline
+def produce_pixels[
+    dtype: DType
+](x: TileLoader, at_start: Pipeline, steps: Steps, conv: Conv, box: PixelBox[_], tile: Int32):
+    """Fills the ring of x, by one thread, once the kernel ahead is done.
+
+    Parameters:
+        dtype: Of x.
+
+    Args:
+        x: The activations, of `box_map`.
+        at_start: The ring.
+        steps: The list.
+        conv: Sizes.
+        box: What a stage holds.
+        tile: Number of the tile of pixels.
+    """
+    comptime WIDTH = Int32(ROW // size_of[dtype]())
+    x.prefetch_descriptor()
+    var first = box.first(conv, tile)
+    var corner = conv.corner(first)
+    var chunk = steps.first_chunk(conv)
+    var count = steps.boxes() if box.all_taps() else steps.count()
+    var pipeline = at_start
+    var expected = pipeline.expect_first(UInt32(box.loads), count)
+    wait_on_dependent_grids()
+
+    for i in range(count):
+        var to = pipeline.stage()
+        var full = pipeline.barrier()
+        if i >= expected:
+            pipeline.acquire()
+            pipeline.expect(UInt32(box.loads))
+        if box.all_taps():
+            x.load(to, full, (chunk + i) * WIDTH, corner.w, corner.h, first.n)
+        else:
+            var reads = steps.reads(i)
+            load_pixels(
+                x,
+                to,
+                full,
+                conv,
+                first,
+                corner,
+                channel=reads.chunk() * WIDTH,
+                r=reads.r(),
+                s=reads.s(),
+            )
+        pipeline.advance()
+
+
+@always_inline
+def multiply_steps[
+    dtype: DType, columns: Int
+](
+    x_at_start: Pipeline,
+    w_at_start: Pipeline,
+    steps: Steps,
+    count: Int32,
+    box: PixelBox[_],
+    at: Fragment,
+    *,
+    resident: Bool,
+) -> StaticTuple[Float32, columns // 2]:
+    """Multiplies the stages of x and of the filters, by all consumers.
+
+    Parameters:
+        dtype: Of x and the filters.
+        columns: Filters of the tile.
+
+    Args:
+        x_at_start: The ring of x; a stage is a box, or the pixels of a step.
+        w_at_start: The ring of the filters; a stage is that of a step.
+        steps: The list.
+        count: Steps that it has: looked up before the kernel ahead is done.
+        box: What a stage of x holds.
+        at: The thread's place.
+        resident: Whether the filters of all steps are there already, a stage of their own each.
+
+    Returns:
+        The sums, once the last group has been waited for.
+    """
+    var x = x_at_start
+    var w = w_at_start
+    x.data += UInt32(at.group() * Int32(ROWS * ROW))
+    var leads = at.leads()
+    var sums = StaticTuple[Float32, columns // 2](fill=0)
+    var current = Int32(-1)
+    var before = w.index
+    for k in range(count):
+        var shift = UInt32(0)
+        if box.all_taps():
+            var reads = steps.reads(k)
+            shift = reads.shift()
+            while current < reads.number():
+                if current >= 0:
+                    wgmma_wait_group_sync[0]()
+                    if leads:
+                        x.release()
+                    x.advance()
+                current += 1
+                x.wait()
+        else:
+            x.follow(w)
+            x.wait()
+        if not resident:
+            w.wait()
+        wgmma_fence_aligned()
+        sums = mma[dtype, columns](Matrix(x.stage() + shift), Matrix(w.stage()), sums)
+        wgmma_commit_group_sync()
+        wgmma_wait_group_sync[1]()
+        if leads and k > 0 and not resident:
+            w.release(before)
+            if not box.all_taps():
+                x.release(before)
+        before = w.index
+        w.advance()
+    return sums
+
+
+# The host's side
+
+
+def box_map[
+    dtype: DType, rows: Int
+](ctx: DeviceContext, x: Data[dtype], g: Geometry, box: PixelBox[rows]) raises -> TMADescriptor:
+    """Makes the tensor map of activations that `produce_pixels` reads.
+
+    Parameters:
+        dtype: Of x.
+        rows: Of a tile of the product.
+
+    Args:
+        ctx: The GPU.
+        x: Activations [N, H, W, C].
+        g: Sizes.
+        box: What a stage holds.
+
+    Returns:
+        The map: of boxes of an image, of windows (im2col), or of a matrix.
+
+    Raises:
+        If the driver refuses it.
+    """
+    if box.all_taps():
+        return tensor_map[dtype, 4, True](
+            ctx,
+            x,
+            [Int64(g.c), Int64(g.w), Int64(g.h), Int64(g.n)],
+            [Int32(ROW // size_of[dtype]()), box.width, box.height + Int32(g.r - 1), 1],
+        )
+    return pixels_map[dtype](ctx, x, g, rows)
