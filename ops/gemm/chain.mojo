@@ -13,10 +13,10 @@ FlashAttention-3, Shah et al. 2024, arXiv:2407.08608). Its sums stay in register
 chunk. Tokens are normalised in shared memory, where they lie.
 
 One thread, the producer, has the copy engine (TMA) fill three kinds of pipelines: one of weights,
-which all consumers of a block read, and for each consumer one of tiles of x and one of chunks of the
-residual. Weights that fit stay in shared memory for the whole launch; others come chunk after chunk.
-The chunk of h overwrites its residual, z its x, and both leave by the copy engine. Consumers wait for
-one another nowhere else, so that activations of one overlap products of another.
+which all consumers of a block read, and for each consumer one of tiles of x and one of chunks of
+the residual. Weights that fit stay in shared memory for the whole launch; others come chunk after
+chunk. The chunk of h overwrites its residual, z its x, and both leave by the copy engine. Consumers
+wait for one another nowhere else, so that activations of one overlap products of another.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
@@ -219,7 +219,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
     comptime NORM = Self.BIAS2 + Self.config.f * WIDTH * 4
     """Where the layer norm's weight lies, and its bias behind it."""
     comptime BIAS1 = Self.NORM + 2 * Self.config.c * WIDTH * 4
-    """Where the bias of h lies: each pair of columns twice, as a thread's sums of two rows have it."""
+    """Where the bias of h lies: each two columns twice, as a thread's sums of two rows have it."""
 
     var data: UInt32
     """Its address."""
@@ -255,21 +255,21 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         return self._pipeline(0, Self.W_BARRIERS, 0, Self.config.w_stages, Self.config.c * BOX)
 
     @always_inline
-    def weights_stage(self, weights: Pipeline) -> UInt32:
-        """Gives the address of the next stage of weights, of which w1 and w2 have two sizes.
+    def weights_stage(self, index: UInt32) -> UInt32:
+        """Gives the address of a stage of weights; those of w1 and w2 have two sizes.
 
         Args:
-            weights: The pipeline.
+            index: Which.
 
         Returns:
-            In shared storage.
+            In shared memory.
         """
+        comptime W1 = UInt32(Self.config.c * BOX)
         comptime if Self.config.c == Self.config.f:
-            return weights.stage()
+            return self.data + index * W1
         else:
             comptime assert Self.config.w_stages % 2 == 0, "chain: weights are expected in pairs"
-            var pair = weights.data + weights.index // 2 * UInt32(Self.PAIR)
-            return pair + weights.index % 2 * weights.bytes
+            return self.data + index // 2 * UInt32(Self.PAIR) + index % 2 * W1
 
     @always_inline
     def x(self, group: UInt32) -> Pipeline:
@@ -324,7 +324,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             norm: Whether there is a layer norm.
 
         Args:
-            vectors: In global storage.
+            vectors: In global memory.
             problem: Sizes.
             t: The thread.
         """
@@ -495,10 +495,8 @@ def _produce[
 
     # Weights do not depend on the kernel before.
     var weights = storage.weights()
-    var ahead = weights
     for stage in range(weights.prefetch(2 * problem.chunks)):
-        _load_weights(maps, storage, ahead, stage)
-        ahead.advance()
+        _load_weights(maps, storage, stage, stage)
     wait_on_dependent_grids()
 
     var tiles = Array[Pipeline, config.groups](fill=weights)
@@ -519,7 +517,7 @@ def _produce[
             comptime if not config.resident:
                 comptime for half in range(2):
                     if weights.acquire_or_prefetched():
-                        _load_weights(maps, storage, weights, 2 * chunk + Int32(half))
+                        _load_weights(maps, storage, Int32(weights.index), 2 * chunk + Int32(half))
                     weights.advance()
             comptime if not mlp:
                 comptime for g in range(config.groups):
@@ -534,19 +532,21 @@ def _produce[
 @always_inline
 def _load_weights[
     config: ChainConfig, //
-](maps: UInt64, storage: ChainStorage[config], weights: Pipeline, stage: Int32):
-    """Starts copying the weights of a stage: even ones are of w1, odd ones of w2."""
-    var to = storage.weights_stage(weights)
-    var column = stage // 2 * Int32(WIDTH)
-    if stage % 2 == 0:
+](maps: UInt64, storage: ChainStorage[config], stage: Int32, number: Int32):
+    """Fills a stage with weights: even numbers are of w1, odd ones of w2."""
+    var weights = storage.weights()
+    var to = storage.weights_stage(UInt32(stage))
+    var full = weights.barrier(stage)
+    var column = number // 2 * Int32(WIDTH)
+    if number % 2 == 0:
         var w1 = TileLoader(maps, 1)
-        weights.expect(UInt32(config.c * BOX))
+        weights.expect(stage, UInt32(config.c * BOX))
         comptime for i in range(config.c):
-            w1.load(to + UInt32(i * BOX), weights.barrier(), Int32(i * WIDTH), column)
+            w1.load(to + UInt32(i * BOX), full, Int32(i * WIDTH), column)
     else:
         var w2 = TileLoader(maps, 2)
-        weights.expect(UInt32(config.f * BOX))
-        w2.load(to, weights.barrier(), column, 0)
+        weights.expect(stage, UInt32(config.f * BOX))
+        w2.load(to, full, column, 0)
 
 
 @always_inline
@@ -590,7 +590,7 @@ def _consume[
             weights.wait()
             wgmma_fence_aligned()
             sums = mma[dtype, WIDTH, C, BOX](
-                Matrix(x), Matrix(storage.weights_stage(weights)), sums
+                Matrix[wide=True](x), Matrix[wide=True](storage.weights_stage(weights.index)), sums
             )
             wgmma_commit_group_sync()
             wgmma_wait_group_sync[0]()
@@ -622,7 +622,7 @@ def _consume[
                 chunks.advance()
 
             weights.wait()
-            var w2 = Matrix(storage.weights_stage(weights))
+            var w2 = Matrix[wide=True](storage.weights_stage(weights.index))
             wgmma_fence_aligned()
             comptime for k in range(4):
                 comptime for f in range(F):

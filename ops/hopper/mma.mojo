@@ -22,9 +22,9 @@ comptime ROWS = 64
 """The M of wgmma: rows of A."""
 
 
-struct Matrix[swizzled: Bool = True, leading: Int = 16, stride: Int = 1024](
-    TrivialRegisterPassable
-):
+struct Matrix[
+    swizzled: Bool = True, leading: Int = 16, stride: Int = 1024, *, wide: Bool = False
+](TrivialRegisterPassable):
     """Describes a matrix in shared memory: swizzled rows of 128 bytes, or core matrices of 8 x 16.
 
     Of the descriptor's halves only the lower one, the address, is computed. They are joined as
@@ -34,6 +34,8 @@ struct Matrix[swizzled: Bool = True, leading: Int = 16, stride: Int = 1024](
         swizzled: Whether rows are swizzled; otherwise eight rows of 16 bytes follow one another.
         leading: Bytes from 16 bytes of K to the next 16; swizzled rows do not use it.
         stride: Bytes from eight rows to the next eight.
+        wide: Whether `after` adds to both halves, as one number of 64 bits: fewer instructions
+            where one side of the products stays in place for a whole loop.
     """
 
     comptime HIGH = UInt32((1 << 30 if Self.swizzled else 0) | Self.stride >> 4)
@@ -62,13 +64,16 @@ struct Matrix[swizzled: Bool = True, leading: Int = 16, stride: Int = 1024](
         Returns:
             The descriptor.
         """
-        return Int64(Self.HIGH) << 32 | Int64(self.low + UInt32(bytes >> 4))
+        comptime if Self.wide:
+            return (Int64(Self.HIGH) << 32 | Int64(self.low)) + Int64(bytes >> 4)
+        else:
+            return Int64(Self.HIGH) << 32 | Int64(self.low + UInt32(bytes >> 4))
 
 
 @always_inline
 def mma[
     dtype: DType, columns: Int, boxes: Int = 1, pitch: Int = 0, clear: Bool = False
-](a: Matrix, b: Matrix, sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
+](a: Matrix[...], b: Matrix[...], sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
     Float32, columns // 2
 ]:
     """Starts adding A[64, K] B[K, columns], both in shared memory, K 128 bytes of each box.

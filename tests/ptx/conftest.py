@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from .ptx import Kernel, parse, texts
@@ -52,3 +53,8 @@ def find(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
         return parsed[name]
 
     return by_name
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)

@@ -63,11 +63,6 @@ EPSILON = 1e-5
 erf = np.vectorize(math.erf)
 
 
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(0)
-
-
 def normalised(x: Array, weight: Array, bias: Array) -> Array:
     centred = x - x.mean(-1, keepdims=True)
     return centred / np.sqrt(x.var(-1, keepdims=True) + EPSILON) * weight + bias
