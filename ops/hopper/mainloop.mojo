@@ -51,9 +51,7 @@ def multiply_stages[
     for i in range(steps):
         pipeline.wait()
         wgmma_fence_aligned()
-        sums = mma[dtype, columns](
-            Matrix(pipeline.stage() + a), Matrix(pipeline.stage() + b), sums
-        )
+        sums = mma[dtype, columns](Matrix(pipeline.stage() + a), Matrix(pipeline.stage() + b), sums)
         wgmma_commit_group_sync()
         if i == 0 and leads:
             storing.release(pipeline)

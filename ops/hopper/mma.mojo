@@ -22,9 +22,9 @@ comptime ROWS = 64
 """The M of wgmma: rows of A."""
 
 
-struct Matrix[
-    swizzled: Bool = True, leading: Int = 16, stride: Int = 1024, *, wide: Bool = False
-](TrivialRegisterPassable):
+struct Matrix[swizzled: Bool = True, leading: Int = 16, stride: Int = 1024, *, wide: Bool = False](
+    TrivialRegisterPassable
+):
     """Describes a matrix in shared memory: swizzled rows of 128 bytes, or core matrices of 8 x 16.
 
     Of the descriptor's halves only the lower one, the address, is computed. They are joined as

@@ -266,7 +266,7 @@ def problem(
     stride2: tuple[int, int] = (1, 1),
     constant: bool = True,
 ) -> bytes:
-    """Packs a Problem of ops/hopper/conv.mojo; ``steps2`` and ``stride2`` are of a second source."""
+    """Packs a Problem of ops/hopper/conv.mojo; ``steps2``, ``stride2``: of a second source."""
     p_, q_ = out or g.out
     conv = [q_, p_ * q_, g.s, g.r * g.s, -(-g.c // width), *g.stride, *g.pad, *g.dilation]
     sizes = [*pixels, *firsts, columns, tiles, splits, *conv, int(g.plain), g.f]

@@ -41,7 +41,7 @@ def to_tf32(x: Array) -> Array:
 
 
 def _float8(exponent: int, mantissa: int, bias: int) -> Array:
-    """Lists the numbers of 8 bits that have so many bits of exponent and mantissa, without specials."""
+    """Lists the finite numbers of 8 bits with so many bits of exponent and mantissa."""
     bits = np.arange(256)
     power = bits >> mantissa & (1 << exponent) - 1
     part = (bits & (1 << mantissa) - 1) / (1 << mantissa)
@@ -50,7 +50,7 @@ def _float8(exponent: int, mantissa: int, bias: int) -> Array:
 
 
 FLOAT8 = {"float8_e4m3fn": _float8(4, 3, 7), "float8_e5m2": _float8(5, 2, 15)}
-"""Each byte's number (PTX ISA 8.0, 5.2.3): e4m3 has no infinity, e5m2 is the upper half of float16."""
+"""Each byte's number (PTX ISA 8.0, 5.2.3); e4m3 has no infinity."""
 FLOAT8["float8_e4m3fn"][[0x7F, 0xFF]] = np.nan
 FLOAT8["float8_e5m2"][[0x7C, 0xFC]] = np.inf, -np.inf
 FLOAT8["float8_e5m2"][[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan

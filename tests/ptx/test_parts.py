@@ -1,4 +1,4 @@
-"""The parts of ops/hopper, each by itself: kernels of parts.mojo, and the GEMM of page_gemm.mojo."""
+"""The parts of ops/hopper by themselves: kernels of parts.mojo, and the GEMM of page_gemm.mojo."""
 
 from __future__ import annotations
 
