@@ -91,6 +91,8 @@ def command() -> None:
 def parser() -> Parser:
     """Describes the arguments."""
     made = Parser(prog=PROGRAM, description=HELP, epilog=EXAMPLES.replace("run_graph.py", PROGRAM))
+    if PROGRAM == "maxvision":
+        made.called = "maxvision classify"  # maxvision --help lists commands, not options
     add = made.add_argument
     add("images", nargs="*", metavar="IMAGE", help="an image file, a folder, or - for stdin")
     add("--model", metavar="M", help=f"{MODEL} (default: {DEFAULT_MODEL}, which is bundled and"

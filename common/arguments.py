@@ -127,7 +127,12 @@ class Parser(argparse.ArgumentParser):
     """A parser that tells a mistake in a sentence, with what was perhaps meant, and exits with 2.
 
     Every command has ``--debug``, which ``console.exit_code`` obeys. Options are not abbreviated.
+
+    Attributes:
+        called: The command that --help goes behind, where the program's name alone is another.
     """
+
+    called = ""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         if "\n" in settings.get("description", ""):  # it has lines of its own
@@ -151,7 +156,7 @@ class Parser(argparse.ArgumentParser):
         """Says what is wrong and where the options are listed, and exits with 2."""
         told = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
         complain(told.replace(": takes ", " takes ", 1))
-        complain(f"{self.prog} --help lists what it takes", kind="")
+        complain(f"{self.called or self.prog} --help lists what it takes", kind="")
         self.exit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -66,7 +66,7 @@ def check_version() -> None:
     version = metadata.version("max")
     if not version.startswith(VERSION):
         raise ModelError(
-            f"serve: MAX {VERSION}x was expected but {version} is installed;"
+            f"the server needs MAX {VERSION}x but MAX {version} is installed;"
             f" run pip install 'max[serve]=={VERSION}*'"
         )
 

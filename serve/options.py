@@ -165,11 +165,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     made = parser()
     args = made.parse_args([*_from(environ, made), *argv])
     if args.api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", args.api_key):
-        made.error("--api-key expects visible ASCII characters without spaces")
+        made.error("--api-key takes visible ASCII characters without spaces")
     hosts = tuple(host.lower() for host in args.allow_media_domain or ())
     for host in hosts:
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", host):
-            made.error(f"--allow-media-domain expects a host such as example.org not {host!r}")
+            made.error(f"--allow-media-domain takes a host such as example.org, not {host!r}")
     proxies = tuple(args.forwarded_allow_ips or ())
     for proxy in proxies:
         if proxy != "*" and not _is_network(proxy):
@@ -179,7 +179,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
             )
     if args.max_queue_size and args.max_queue_size < args.max_images_per_request:
         made.error(
-            f"--max-queue-size expects at least --max-images-per-request"
+            f"--max-queue-size must be at least --max-images-per-request"
             f" ({args.max_images_per_request}) but is {args.max_queue_size}; change either"
         )
     model = args.model or DEFAULT_MODEL  # MAXVISION_MODEL= is none, too

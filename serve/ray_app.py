@@ -29,7 +29,10 @@ from maxvision.serve.options import Options, parse
 try:
     from ray import serve as ray_serve
 except ImportError as error:
-    raise ModelError(f"ray: {error.name} was expected; run pip install '.[ray]'") from None
+    raise ModelError(
+        f"maxvision.serve.ray_app needs the package {error.name}, which is not installed; run pip"
+        " install '.[ray]'"
+    ) from None
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -74,7 +77,7 @@ def build(
     surge = _whole(rest, "surge", 100 if replicas == 1 < most else 0, low=0)
     if most < replicas:
         raise ArgumentError(
-            f"max_replicas expects at least replicas ({replicas}) but is {most}; change either"
+            f"max_replicas must be at least replicas ({replicas}) but is {most}; change either"
         )
     options = read(rest)
     on_gpu = options.device != "cpu"
@@ -127,7 +130,9 @@ def read(given: Mapping[str, Any]) -> Options:
         sentence = said.getvalue().partition("error: ")[2].partition("\n")[0]
         raise ArgumentError(sentence) from None
     if options.device.startswith("gpu:"):
-        raise ArgumentError("device expects gpu or cpu: Ray says which GPU a replica has")
+        raise ArgumentError(
+            f"device {options.device}: Ray chooses the GPU of each replica; use gpu or cpu"
+        )
     if options.device == "auto":
         from max.driver import accelerator_count
 
@@ -148,7 +153,7 @@ def decoding(options: Options, cores: int) -> int:
 def _whole(given: dict[str, Any], name: str, default: int, low: int = 1) -> int:
     value = given.pop(name, default)
     if not str(value).isdecimal() or int(value) < low:
-        raise ArgumentError(f"{name} expects a whole number of at least {low} but is {value!r}")
+        raise ArgumentError(f"{name} must be a whole number of at least {low} but is {value!r}")
     return int(value)
 
 
@@ -190,8 +195,8 @@ class Replica:
         from maxvision.serve.server import make_supervisor, queue_size
 
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
-            log.warning("RAY_SERVE_ENABLE_HA_PROXY=1 was expected: without it clients get errors"
-                " when a replica ends; see contrib/ray.env")  # fmt: skip
+            log.warning("RAY_SERVE_ENABLE_HA_PROXY=1 is not set: clients get errors when a replica"
+                " ends; set it as contrib/ray.env does")  # fmt: skip
         if options.device == "cpu":
             claim(cores)
         card, supervisor = make_supervisor(options, load)
@@ -229,7 +234,7 @@ class Replica:
         if self._service.ready:
             self._seen = now
         if self._keeping.done() or now - self._seen > PATIENCE:
-            raise ModelError("a model that is ready was expected; the replica's log says why not")
+            raise ModelError("the model is not ready; the replica's log says why")
 
     async def __del__(self) -> None:
         """Ends its processes; Ray calls and awaits this when every request is answered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
 import os
@@ -85,7 +86,7 @@ def _arguments(given: dict[str, Any]) -> list[str]:
     if isinstance(devices, int):
         devices = f"gpu:{devices}"
     if devices is not None and not isinstance(devices, str):
-        raise DeviceError("--devices expects one device; start a server for each GPU")
+        raise DeviceError("--devices takes one device; start a server for each GPU")
     return argv + ([f"--device={devices}"] if devices not in (None, "default") else [])
 
 
@@ -104,12 +105,22 @@ def bind(host: str, port: int) -> socket.socket:
         taken.bind(address)
         taken.listen(2048)
     except OSError as error:
-        raise UserError(
-            f"--port {port}: a free port of {host} was expected but {error.strerror or error};"
-            " choose another, or 0 for any"
-        ) from None
+        raise UserError(_not_bound(host, port, error)) from None
     taken.setblocking(False)
     return taken
+
+
+def _not_bound(host: str, port: int, error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"--host {host}: this machine has no such address ({error.strerror}); choose another,"
+            " or 0.0.0.0 for every network"
+        )
+    used = error.errno == errno.EADDRINUSE
+    problem = "is in use" if used else f"cannot be opened ({error.strerror or error})"
+    return (
+        f"--port {port}: port {port} of {host} {problem}; choose another with --port, or 0 for any"
+    )
 
 
 def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] | None) -> int:
@@ -221,7 +232,10 @@ def read_card(options: Options) -> Card:
     elif int(device.partition(":")[2] or 0) >= accelerator_count():
         devices.find_device(device)  # which says what is wrong; a GPU that is there stays closed
     if source.channels != 3:
-        raise ModelError(f"{source.name}: a model of pictures with 3 channels was expected")
+        raise ModelError(
+            f"{source.name}: the model takes pictures with {source.channels} channels but the"
+            " server decodes them to 3; use another model"
+        )
     name = options.served_model_name or source.name
     if options.served_model_name is None and os.path.exists(options.model):
         name = os.path.basename(os.path.abspath(options.model))  # the folder is nobody's business

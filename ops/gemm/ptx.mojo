@@ -698,7 +698,7 @@ def multiply_sparse[
     # fmt: off
     comptime assert (
         columns == 96 or columns == 192 or columns == 208 or columns == 224
-    ), "multiply_sparse: 96, 192, 208 or 224 columns are expected"
+    ), "multiply_sparse: columns must be 96, 192, 208 or 224"
     comptime if columns == 96:
         var r = inlined_assembly[
             start + "96k32.f32." + kind + " {" + _numbered[48]("$") + "}, $48, $49, $50" + end,

@@ -102,7 +102,7 @@ def test_inspect_shows_a_broken_model_and_says_why(tmp_path, capsys):
     assert main(["inspect", str(folder)]) == 2
     captured = capsys.readouterr()
     assert "classifier.1.weight" in captured.out
-    assert "error: net: expected the tensors of this architecture" in captured.err
+    assert "error: net: the tensors are not those of this architecture" in captured.err
 
 
 class Echo:

@@ -141,7 +141,11 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ({"target": "tpu"}, ArgumentError, "target must be one of cpu, .* but is 'tpu'"),
         ({"dtype": "float16"}, DeviceError, "dtype float16 runs on a GPU only"),
-        ({"source": "no-such-model"}, ModelError, "no-such-model: expected a bundled model"),
+        (
+            {"source": "no-such-model"},
+            ModelError,
+            "no-such-model: there is no bundled model",
+        ),
     ],
 )
 def test_wrong_arguments(

@@ -109,7 +109,7 @@ def test_a_dtype_that_the_device_lacks_is_told() -> None:
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        refuses("serve", ["--model", "resnet-cifar10", f"--port={port}"], "a free port")
+        refuses("serve", ["--model", "resnet-cifar10", f"--port={port}"], "is in use; choose")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NO /dev/full to write to")

@@ -204,7 +204,7 @@ def test_missing_tensors_are_named(bare: Path, tmp_path: Path) -> None:
 def test_a_shape_that_cannot_be_read(bare: Path, tmp_path: Path) -> None:
     state = {key: tensor for key, tensor in load_file(bare).items() if "norms" not in key}
     path = save(state, tmp_path / "net.safetensors")
-    with pytest.raises(ModelError, match="the tensors of a bare ConvNet but the network cannot be"):
+    with pytest.raises(ModelError, match="the tensors do not have the shapes of a bare ConvNet"):
         weights.load(path)
 
 
@@ -216,7 +216,7 @@ def test_a_configuration_that_cannot_be_read(
     config: dict[str, object], message: str, model: Path
 ) -> None:
     (model / "config.json").write_text(json.dumps({"model_type": "convnet"} | config))
-    with pytest.raises(ModelError, match=rf"configuration of a convnet but config\.json {message}"):
+    with pytest.raises(ModelError, match=rf"config\.json .* describe a convnet: it {message}"):
         weights.load(model)
 
 

@@ -476,15 +476,15 @@ def main():
     args = parser.parse_args()
     for share in args.prune:
         if not 0 < share < 1:
-            parser.error(f"--prune expects shares between 0 and 1 but one is {share}")
+            parser.error(f"--prune takes shares between 0 and 1, not {share}")
     if args.prune and args.model == "teacher":
-        parser.error("--prune expects a bundled model: resnet, cvt or all")
+        parser.error("--prune takes a bundled model: resnet, cvt or all")
 
     torch.manual_seed(args.seed)
     torch.backends.cudnn.allow_tf32 = False  # training runs in bfloat16, `evaluate` in float32
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.prune:
-        parser.error("training from random weights expects a CUDA GPU; --prune does not")
+        parser.error("training from random weights needs a CUDA GPU; --prune does not")
     images, labels, classes = load_split(args.data / "train.npz", device)
     test_images, test_labels, _ = load_split(args.data / "test.npz", device)
 
