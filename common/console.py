@@ -133,6 +133,18 @@ def exit_code(
         return 2 if told else internal
 
 
+def way_to(extra: str) -> str:
+    """Says how to install an extra of pyproject.toml, or what maxvision always needs if empty."""
+    checkout = (HOME / "script" / "bootstrap").is_file()
+    if checkout and os.path.realpath(sys.prefix) == os.path.realpath(HOME / ".venv"):
+        return f"run script/bootstrap {extra}".strip()  # no pip is in there
+    if checkout and not extra:
+        return "activate the environment that script/run sets up: . .venv/bin/activate"
+    if checkout:
+        return f"run pip install '.[{extra}]' in the checkout"
+    return f"run pip install 'maxvision[{extra}]'" if extra else "install maxvision again"
+
+
 def _missing(error: Exception, program: str, extra: str) -> str:
     """Says how to get a package that an import did not find; nothing if that is not the error."""
     if not isinstance(error, ModuleNotFoundError):
@@ -140,17 +152,7 @@ def _missing(error: Exception, program: str, extra: str) -> str:
     package = (error.name or "").partition(".")[0]
     if package in ("", "maxvision"):
         return ""
-    checkout = (HOME / "script" / "bootstrap").is_file()
-    ours = checkout and os.path.realpath(sys.prefix) == os.path.realpath(HOME / ".venv")
-    name = "" if package in _REQUIRED else extra
-    if ours:
-        way = f"run script/bootstrap {name}".strip()
-    elif checkout and not name:
-        way = "activate the environment that script/run sets up: . .venv/bin/activate"
-    elif checkout:
-        way = f"run pip install '.[{name}]' in the checkout"
-    else:
-        way = f"run pip install 'maxvision[{name}]'" if name else "install maxvision again"
+    way = way_to("" if package in _REQUIRED else extra)
     return f"{program} needs the package {package}, which this Python does not have; {way}"
 
 

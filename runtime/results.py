@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
 from maxvision.common.text import utf8
 from maxvision.runtime.pipeline import Answer
@@ -286,6 +287,6 @@ def _pyarrow() -> Any:
     except ImportError:
         raise ArgumentError(
             "--output: Parquet files need the package pyarrow, which is not installed;"
-            " pip install pyarrow, or choose .csv or .jsonl"
+            f" {way_to('parquet')}, or choose .csv or .jsonl"
         ) from None
     return pyarrow

@@ -56,12 +56,8 @@ class Group:
 
 def classify(args: argparse.Namespace) -> int:
     """Answers for all of ``args.images`` and returns the exit code: 1 if some failed, else 0."""
-    try:
-        import ray.data  # noqa: F401
-    except ImportError as error:
-        raise ModelError(
-            f"maxvision batch: {error.name} was expected; run pip install '.[ray]'"
-        ) from None
+    import ray.data  # noqa: F401  a Python without it is told before anything else
+
     device = args.device
     if device.startswith("gpu:"):
         raise ArgumentError("--device expects cpu or gpu: Ray says which GPU a model has")

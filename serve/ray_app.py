@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.serve.cores import claim
 from maxvision.serve.options import Options, parse
@@ -29,7 +30,7 @@ from maxvision.serve.options import Options, parse
 try:
     from ray import serve as ray_serve
 except ImportError as error:
-    raise ModelError(f"ray: {error.name} was expected; run pip install '.[ray]'") from None
+    raise ModelError(f"ray: needs the package {error.name}; {way_to('ray')}") from None
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
