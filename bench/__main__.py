@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from maxvision.common.arguments import (
     number,
     whole,
 )
-from maxvision.common.console import exit_code
+from maxvision.common.console import exit_code, run_program
 from maxvision.common.errors import ArgumentError
 
 _HELP = """\
@@ -240,4 +239,4 @@ def _size(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -100,7 +100,10 @@ def test_a_missing_package_is_one_sentence_with_the_way_to_it(
     )
 
 
-@pytest.mark.parametrize("argv", [["run_graph.py", "x.jpg"], ["-m", "maxvision", "inspect", "x"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["run_graph.py", "x.jpg"], ["-m", "maxvision", "inspect", "x"], ["-m", "serve"]],
+)
 def test_outside_of_the_environment_there_is_no_traceback(argv: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-S", *argv],  # no site-packages
@@ -111,6 +114,32 @@ def test_outside_of_the_environment_there_is_no_traceback(argv: list[str]) -> No
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "which this Python does not have; " in done.stderr
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="NO /dev/full to write to")
+
+
+@FULL
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("--version >/dev/full", 2, "error: standard output: the disk is full\n"),
+        ("nothere.jpg --json >/dev/full", 2, "error: standard output: the disk is full\n"),
+        ("serve --help >/dev/full", 2, "error: standard output: the disk is full\n"),
+        ("nothere.jpg --json >&-", 2, "error: standard output: it is closed\n"),
+        ("--version 2>/dev/full", 0, ""),
+        ("--version 2>&-", 0, ""),
+        ("nothere.jpg 2>/dev/full", 1, ""),
+        ("nothere.jpg 2>&-", 1, ""),
+        ("nothere.jpg >&-", 1, "error: nothere.jpg: "),
+        ("--version | true", 0, ""),
+    ],
+)
+def test_streams_that_take_nothing(command: str, code: int, said: str) -> None:
+    argv = ["bash", "-c", f"{sys.executable} -m maxvision {command}"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (code, bool(said)), done.stderr
+    assert done.stderr.startswith(said)
 
 
 def test_where_no_terminal_is_what_takes_long_is_said_in_a_line(
@@ -138,7 +167,7 @@ def test_only_a_terminal_gets_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == "error: a\n"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="NO /dev/full to write to")
+@FULL
 def test_a_full_disk_takes_what_it_can() -> None:
     with open("/dev/full", "w") as full:
         stream = Unbuffered.of(full)
@@ -148,3 +177,9 @@ def test_a_full_disk_takes_what_it_can() -> None:
         with suppress(OSError):
             full.close()
     assert Unbuffered.of(None) is None
+
+
+def test_the_log_has_the_encoding_of_the_terminal(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w", encoding="ascii") as file:
+        print("ü", file=Unbuffered.of(file))
+    assert (tmp_path / "log").read_bytes() == b"\\xfc\n"
