@@ -67,7 +67,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
         (
             ["models", "--device", "cpu", "--json", "none/such.json"],
-            "the folder none does not exist; create it first",
+            "its folder does not exist; choose another place",
         ),
     ],
 )
