@@ -367,7 +367,7 @@ from max.driver import CPU
 from maxvision.graphs.net import Net
 from maxvision.graphs import nodes, shapes
 from maxvision.runtime.executor import Executor
-from tests.ops.cases import CASES, check
+from tests.ops.cases import CASES, check, poisoned
 
 case = next(case for case in CASES if case.name == "silu")
 assert "silu" in shapes.OPS and nodes.__file__.startswith({root!r})
@@ -379,6 +379,11 @@ for batch in (0, 1, 3):
     assert y.shape == (batch, *case.inputs[0])
     if batch:
         check(case, torch.from_numpy(y), batch, torch.float32)
+poison = poisoned(case)
+(y,) = run(*poison.data(3)[0])
+check(poison, torch.from_numpy(y), 3, torch.float32)
+lost = np.full((1, *case.inputs[0]), -np.inf, np.float32)
+assert np.isnan(run(lost)[0]).all()
 print("followed")
 """
 
