@@ -157,6 +157,22 @@ def test_a_full_disk_under_the_log_stops_nothing(fronts: int) -> None:
             process.kill()
 
 
+@pytest.mark.parametrize("fronts", ["1", "2"])
+def test_ctrl_c_while_it_starts_is_a_quiet_end(fronts: str) -> None:
+    argv = [sys.executable, "-m", "serve", "--port=0", f"--front-processes={fronts}"]
+    with subprocess.Popen(
+        argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            assert process.stderr and process.stderr.readline().startswith(b"loading resnet-cifar")
+            time.sleep(0.2)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err.decode()) == (0, b"", "")
+
+
 def refuses(module: str, argv: list[str], says: str, **environ: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, *argv],
