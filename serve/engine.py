@@ -213,7 +213,7 @@ class _Process(process_control._DebugSpawnProcess):
         self.kill()
 
 
-process_control._DebugSpawnProcess = _Process  # type: ignore[misc]
+process_control._DebugSpawnProcess = _Process
 
 
 @asynccontextmanager
