@@ -106,10 +106,10 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     """
     if sys.stdout is None:  # take its number, or a file of ours gets it; to write to it fails
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
-        sys.stdout = open(1, "w", closefd=False)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        sys.stderr = open(2, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
     sys.stdout = _Output.of(sys.stdout)
     sys.stderr = Unbuffered.of(sys.stderr)
     try:

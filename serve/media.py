@@ -91,7 +91,8 @@ class Fetcher:
                 400,
                 "url_not_allowed",
                 "an image's bytes in base64, or a URL of a host that this server fetches from,"
-                " were expected but another URL came",
+                " were expected but another URL came"
+                "; --allow-media-domain HOST lets the server fetch from a host",
             )
 
     async def _follow(self, url: str) -> bytes:

@@ -73,7 +73,9 @@ def build(
         ArgumentError: If an argument is not right.
         ModelError: If there is no such model.
     """
-    long = [each for action in parser()._actions for each in action.option_strings if each[1] == "-"]
+    long = [
+        each for action in parser()._actions for each in action.option_strings if each[1] == "-"
+    ]
     known = [*OURS, *(each[2:].replace("-", "_") for each in long)]
     for name in given:
         if name.replace("-", "_") not in known:

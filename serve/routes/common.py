@@ -148,9 +148,9 @@ def not_json() -> Refusal:
 
 def unexpected(wanted: str, came: str) -> Refusal:
     """Says that another content type was expected."""
-    what = "another" if came else "none"
+    what = f"the Content-Type is {came[:60]!r}" if came else "there is no Content-Type"
     return Refusal(
         415,
         "content_type_not_supported",
-        f"a Content-Type of {wanted} was expected but {what} came",
+        f"{what}; set the header Content-Type to {wanted}",
     )

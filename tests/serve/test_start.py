@@ -196,6 +196,18 @@ def test_options_come_from_the_environment_too() -> None:
     assert options.tf32 is False
 
 
+def test_a_mistake_in_the_environment_names_the_variable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for argv in ([], ["--port", "1"]):
+        with pytest.raises(SystemExit, match="2"):
+            parse(argv, {"MAXVISION_PORT": "x"})
+        assert "error: MAXVISION_PORT takes a whole number from 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--port", "x"], {"MAXVISION_PORT": "1"})
+    assert "error: --port takes a whole number from 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("environ", [{}, {"MAXVISION_MODEL": ""}])
 def test_without_a_model_it_is_the_bundled_one(environ: dict[str, str]) -> None:
     assert parse([], environ).model == DEFAULT_MODEL
