@@ -137,7 +137,8 @@ def parser() -> Parser:
     add("--verbose", action="store_true", help="print what the servers say")
 
     add = command("report", "the tables and plots of files of results")
-    add("files", type=Path, nargs="+", metavar="FILE", help="a file that --json wrote")
+    add("files", type=Path, nargs="+", metavar="FILE",
+        help="a file that --json wrote, of maxvision time too; most others need torch")
     add("--plots", type=Path, metavar="DIR", help="also draw SVGs into this folder")
 
     add = command("compile", "graphs for a GPU that is elsewhere", "models", "dtypes", "batch-size",

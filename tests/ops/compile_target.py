@@ -1,6 +1,7 @@
 """Compiles every op for a GPU that is not here: ``python -m tests.ops.compile_target sm_90a``.
 
-At bfloat16, most cases; with ``--all`` all of them, and at float16, float32 and float32 without TF32.
+At bfloat16, most cases; with ``--all`` all of them, and at float16, float32 and float32 without
+TF32.
 
 One process compiles for one architecture, since MAX's virtual device is a setting of the process.
 Exits with 1 if a registered op is in no case, or if a kernel's symbol does not name its op, by
