@@ -9,7 +9,10 @@ import contextlib
 import errno
 import io
 import os
+import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 
 _REQUIRED = ("max", "mojo", "numpy", "PIL", "huggingface_hub", "safetensors", "rich")
 """Packages that maxvision always needs, by the names they are imported by."""
+
+
+PROMPT = 0.5
+"""Seconds in which Ctrl-C should end what is going on."""
 
 
 def console(stream: Any) -> Console:
@@ -238,14 +245,44 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
         A function that changes the message.
     """
     if not sys.stderr.isatty():  # rich alone would also obey FORCE_COLOR
-        yield lambda text: complain(text, kind="")
+        with _stopping(lambda text: complain(text, kind="")) as say:
+            yield say
         return
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
     text = TextColumn("{task.description}", markup=False)
     with progress_bar(SpinnerColumn(), text, TimeElapsedColumn()) as progress:
         task = progress.add_task(clean(message), total=None)
-        yield lambda text: progress.reset(task, description=clean(text))
+        with _stopping(lambda text: progress.reset(task, description=clean(text))) as say:
+            yield say
+
+
+@contextlib.contextmanager
+def _stopping(say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Lets Ctrl-C be answered at once: Python waits with it until the compiler returns."""
+    if threading.current_thread() is not threading.main_thread():
+        yield say
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    done = threading.Event()
+
+    def answer() -> None:
+        while signals := ours.recv(1):
+            if signals[0] == signal.SIGINT and not done.wait(PROMPT):
+                say("stopping when the compiler returns, which may take a minute")
+
+    before = signal.set_wakeup_fd(theirs.fileno())
+    answering = threading.Thread(target=answer, daemon=True)
+    answering.start()
+    try:
+        yield say
+    finally:
+        done.set()
+        signal.set_wakeup_fd(before)
+        theirs.close()
+        answering.join()
+        ours.close()
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:

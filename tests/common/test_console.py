@@ -151,6 +151,27 @@ def test_where_no_terminal_is_what_takes_long_is_said_in_a_line(
         assert capsys.readouterr().err == "compiling m; it may take a minute\n"
 
 
+def test_ctrl_c_is_answered_while_the_compiler_runs() -> None:
+    code = """if True:
+        import hashlib, os, signal, threading
+        from argparse import Namespace
+        from maxvision.common import console
+        console.PROMPT = 0.05
+        def work():
+            with console.working("loading m") as say:
+                say("compiling m")
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # native code, as compiling is
+        raise SystemExit(console.exit_code(work, Namespace(), "maxvision thing"))
+        """
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()) == (
+        130,
+        ["compiling m", "stopping when the compiler returns, which may take a minute"],
+    )
+
+
 def test_only_a_terminal_gets_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
