@@ -16,7 +16,7 @@ from maxvision.common.arguments import (
     Parser,
     whole,
 )
-from maxvision.common.console import exit_code
+from maxvision.common.console import exit_code, run_program
 
 STARTED = time.perf_counter()
 """When this program began, but for Python's own start."""
@@ -82,10 +82,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def command() -> None:
     """Runs the command line as a program."""
-    code = main()
-    from maxvision.common.host import leave
-
-    leave(code)
+    run_program(main)
 
 
 def parser() -> Parser:

@@ -139,6 +139,7 @@ class Parser(argparse.ArgumentParser):
             settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*arguments, **{**settings, "allow_abbrev": False})
         self._mixed = False
+        self.named: Callable[[str], str] = str  # how a mistake names an option
         self.add_argument(
             "--debug",
             action="store_true",
@@ -154,7 +155,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Says what is wrong and where the options are listed, and exits with 2."""
-        told = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
+        told = re.sub(r"^argument ([^:]+): ", lambda of: f"{self.named(of[1])}: ", message)
         complain(told.replace(": takes ", " takes ", 1))
         complain(f"{self.called or self.prog} --help lists what it takes", kind="")
         self.exit(2)

@@ -585,7 +585,7 @@ class Classifier:
         def starting() -> None:
             if progress:
                 progress(
-                    f"compiling {self.name} for {self.device}, about half a minute, this time only"
+                    f"compiling {self.name} for {self.device}, this time only; it may take a minute"
                 )
 
         program, lowering = self._network(key)

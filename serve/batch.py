@@ -56,13 +56,11 @@ class Group:
 
 def classify(args: argparse.Namespace) -> int:
     """Answers for all of ``args.images`` and returns the exit code: 1 if some failed, else 0."""
-    try:
-        import ray.data  # noqa: F401
-    except ImportError as error:
-        raise ModelError(
-            f"maxvision batch needs the package {error.name}, which is not installed; run pip"
-            " install '.[ray]'"
-        ) from None
+    for name in args.images:  # before anything that takes long
+        if name != "-" and not os.path.exists(name):
+            raise ArgumentError(f"{name}: there is no such file or folder; check the path")
+    import ray.data  # noqa: F401  a Python without it is told before the model is read
+
     device = args.device
     if device.startswith("gpu:"):
         raise ArgumentError(f"--device {device}: Ray chooses the GPU of each model; use gpu or cpu")
@@ -83,7 +81,8 @@ def classify(args: argparse.Namespace) -> int:
         images += row["images"]
         failed += row["failed"]
     earlier = f", {before:,} before" if before else ""
-    print(f"{images:,} images answered{earlier}; {failed:,} have an error; {args.output}")
+    answered = f"{images:,} image{'s' * (images != 1)} answered{earlier}"
+    print(f"{answered}; {failed:,} {'has' if failed == 1 else 'have'} an error; {args.output}")
     return 1 if failed else 0
 
 

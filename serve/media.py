@@ -91,7 +91,7 @@ class Fetcher:
                 400,
                 "url_not_allowed",
                 "this server does not fetch from that URL; send the image's bytes in base64, or a"
-                " URL of a host that the server allows",
+                " URL of a host that --allow-media-domain HOST allows",
             )
 
     async def _follow(self, url: str) -> bytes:

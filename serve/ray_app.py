@@ -22,16 +22,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from maxvision.common.arguments import meant
+from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.serve.cores import claim
-from maxvision.serve.options import Options, parse
+from maxvision.serve.options import Options, parse, parser
 
 try:
     from ray import serve as ray_serve
 except ImportError as error:
     raise ModelError(
-        f"maxvision.serve.ray_app needs the package {error.name}, which is not installed; run pip"
-        " install '.[ray]'"
+        f"maxvision.serve.ray_app needs the package {error.name}; {way_to('ray')}"
     ) from None
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ log = logging.getLogger("maxvision.serve")
 
 PATIENCE = 300.0
 """Seconds for which a replica may have no ready model before Ray puts another in its place."""
+
+OURS = ("replicas", "max_replicas", "cores", "surge")
+"""Arguments that ``maxvision serve`` has no option for."""
 
 ROOM = 1024
 """Requests beyond its queue that a replica takes, so that it is the one to refuse them."""
@@ -69,7 +73,15 @@ def build(
 
     Raises:
         ArgumentError: If an argument is not right.
+        ModelError: If there is no such model.
     """
+    long = [
+        each for action in parser()._actions for each in action.option_strings if each[1] == "-"
+    ]
+    known = [*OURS, *(each[2:].replace("-", "_") for each in long)]
+    for name in given:
+        if name.replace("-", "_") not in known:
+            raise ArgumentError(f"there is no argument {name}{meant(name, known)}")
     rest = dict(given)
     replicas = _whole(rest, "replicas", 1)
     most = _whole(rest, "max_replicas", replicas)
@@ -80,8 +92,13 @@ def build(
             f"max_replicas must be at least replicas ({replicas}) but is {most}; change either"
         )
     options = read(rest)
-    on_gpu = options.device != "cpu"
+    from maxvision.runtime import artifact
     from maxvision.serve.server import batch_size
+    from maxvision.weights import source
+
+    if not artifact.is_here(options.model):  # told here, and not out of each replica
+        source.find(options.model, options.revision)
+    on_gpu = options.device != "cpu"
 
     batch = batch_size(options, options.device)
     queue = options.max_queue_size or max(32 * batch, options.max_images_per_request)
@@ -238,6 +255,7 @@ class Replica:
 
     async def __del__(self) -> None:
         """Ends its processes; Ray calls and awaits this when every request is answered."""
-        self._keeping.cancel()
-        await asyncio.wait({self._keeping})
-        self._service.close()
+        if keeping := getattr(self, "_keeping", None):  # or __init__ has raised
+            keeping.cancel()
+            await asyncio.wait({keeping})
+            self._service.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import gc
 import logging
 import os
 import signal
@@ -48,7 +49,10 @@ def run(options: Options, load: Callable[..., Any] | None = None) -> int:
     torchless.hide()
 
     def serve() -> int:
-        return _serve(options, bind(options.host, options.port), load)
+        try:
+            return _serve(options, bind(options.host, options.port), load)
+        except KeyboardInterrupt:  # before its loop takes signals
+            return 0
 
     with redirect_stdout(Unbuffered.of(sys.stdout)), redirect_stderr(Unbuffered.of(sys.stderr)):
         return exit_code(serve, options, "maxvision serve", "serve", internal=1)
@@ -137,6 +141,7 @@ def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] 
         return uvloop.run(_Server(card, options, supervisor, listening, face).run())
     finally:
         face.close()
+        gc.collect()  # lets go of semaphores, which end with their objects and are told as leaked
 
 
 def make_supervisor(
@@ -417,7 +422,8 @@ class _Server:
         while not self._face.ready:
             await asyncio.sleep(0.05)
         card, url = self._card, self._url()
-        self._announce(f"{card.name} on {card.device}, {card.dtype}: {url}, Ctrl-C ends it")
+        every = ", on every network" if self._options.host in ("0.0.0.0", "::", "") else ""
+        self._announce(f"{card.name} on {card.device}, {card.dtype}: {url}{every}, Ctrl-C ends it")
         key = "-H 'Authorization: Bearer KEY' " if self._options.api_key else ""
         self._announce(
             f"  curl -s {url}/v1/classify {key}-H 'Content-Type: image/jpeg'"
@@ -432,4 +438,4 @@ class _Server:
 
     @staticmethod
     def _announce(line: str) -> None:
-        sys.stdout.write(f"{line}\n")  # at once: threads write there, too
+        sys.stderr.write(f"{line}\n")  # at once: threads write there, too; stdout is the log's

@@ -148,9 +148,9 @@ def not_json() -> Refusal:
 
 def unexpected(wanted: str, came: str) -> Refusal:
     """Says which content type is taken in place of the one that came, if one did."""
-    problem = "is not supported here" if came else "is missing"
+    what = f"the Content-Type is {came[:60]!r}" if came else "there is no Content-Type"
     return Refusal(
         415,
         "content_type_not_supported",
-        f"the Content-Type {problem}; send {wanted}",
+        f"{what}; set the header Content-Type to {wanted}",
     )

@@ -145,6 +145,14 @@ def test_a_command_that_cannot_be_imported(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_batch_of_what_is_not_there_ends_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["batch", str(tmp_path / "gone"), "-o", str(tmp_path / "out")]) == 2
+    assert f"{tmp_path}/gone: there is no such file or folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("module", ["maxvision", "serve", "bench"])
 def test_modules_run_in_a_checkout(module: str) -> None:
     argv = [sys.executable, "-m", module, "--help"]

@@ -50,6 +50,7 @@ def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(Refusal, match="does not fetch from that URL") as caught:
         fetch(url)
     assert caught.value.code == "url_not_allowed"
+    assert "--allow-media-domain" in str(caught.value)
 
 
 def test_redirects_are_checked() -> None:

@@ -1,6 +1,6 @@
 """A Ray cluster on this machine: two replicas of one core behind a port, and batches of images.
 
-pip install -e '.[ray,test]' && python -m pytest tests/serve/test_ray.py
+script/bootstrap ray test && python -m pytest tests/serve/test_ray.py
 
 Ray is not in the extra ``test``: it is 575 MB, and these tests take minutes.
 """
@@ -33,7 +33,7 @@ from pyarrow import parquet  # noqa: E402
 
 from maxvision.bench.rayed import Cluster  # noqa: E402
 from maxvision.commands import batch  # noqa: E402
-from maxvision.common.errors import ArgumentError  # noqa: E402
+from maxvision.common.errors import ArgumentError, ModelError  # noqa: E402
 from maxvision.serve.app import PAGES, ROUTERS  # noqa: E402
 from maxvision.serve.ray_app import app, decoding, read  # noqa: E402
 from tests.serve.conftest import EXAMPLES  # noqa: E402
@@ -244,13 +244,20 @@ def test_cores_decode(given: dict[str, Any], cores: int, count: int) -> None:
         ({"model": "x", "replicas": 0}, "replicas must be a whole number of at least 1"),
         ({"model": "x", "replicas": 3, "max_replicas": "2"}, "at least replicas (3)"),
         ({"model": "x", "max_batch_size": "many"}, "a whole number from 1 to 4096"),
-        ({"model": "x", "maximum": 2}, "there is no option --maximum"),
+        ({"model": "x", "maximum": 2}, "there is no argument maximum"),
+        ({"replcas": 2}, "there is no argument replcas; did you mean replicas?"),
+        ({"max-batch-sise": 2}, "did you mean max_batch_size?"),
         ({"model": "x", "device": "gpu:1"}, "device gpu:1: Ray chooses the GPU"),
     ],
 )
 def test_mistakes_are_told(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(says)):
         app(given)
+
+
+def test_a_model_that_is_not_there_is_told_once() -> None:
+    with pytest.raises(ModelError, match=r"^nope: "):
+        app({"model": "nope"})
 
 
 def test_arguments_become_options() -> None:

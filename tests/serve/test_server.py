@@ -270,7 +270,7 @@ def test_forms_that_are_not_right(server: Server) -> None:
 def test_headers_that_are_not_right(server: Server) -> None:
     post = server.client.post
     wrong = post("/v1/classify", content=CAT, headers={"Content-Type": "text/plain"})
-    refused(wrong, 415, "content_type_not_supported")
+    refused(wrong, 415, "content_type_not_supported", "the Content-Type is 'text/plain'; set")
     packed = post("/v1/classify", content=CAT, headers={**JPEG, "Content-Encoding": "gzip"})
     refused(packed, 415, "encoding_not_supported", "send it without Content-Encoding")
     refused(server.client.get("/v1/classify"), 405, "method_not_allowed")

@@ -97,7 +97,7 @@ def test_inspect(model: Path, bare: Path, capsys: pytest.CaptureFixture[str]) ->
         assert main(["weights", "inspect", str(path)]) == 0
         out = capsys.readouterr().out
         assert f"{trained:,} parameters" in out
-        assert f"\n{title}: ConvNetSpec(widths={WIDTHS}, channels=3, classes=10)" in out
+        assert f"\n{title}: widths {' '.join(map(str, WIDTHS))}, channels 3, classes 10" in out
         row = next(line for line in out.splitlines() if "convs.2.weight" in line)
         assert [cell for cell in row.replace("│", " ").split() if cell != "x"] == [
             "convs.2.weight", "64", "32", "3", "3", "float32", "0.0%", "18,432",
@@ -181,7 +181,7 @@ def test_another_process_sees_it(installed: third_family.Installed) -> None:
 
     done = inspect(third_family.environment(installed.site))
     assert done.returncode == 0, done.stderr
-    assert f"ConvNet: ConvNetSpec(widths={WIDTHS}, channels=3, classes=10)" in done.stdout
+    assert f"ConvNet: widths {' '.join(map(str, WIDTHS))}, channels 3, classes 10" in done.stdout
     without = inspect(dict(os.environ))
     assert without.returncode == 2
     assert without.stderr == (

@@ -32,19 +32,25 @@ import math
 import time
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from PIL import Image
-from safetensors.torch import save_file
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from transformers import (
-    ConvNextImageProcessorPil,
-    CvtConfig,
-    CvtForImageClassification,
-    ResNetConfig,
-    ResNetForImageClassification,
-)
+try:
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from PIL import Image
+    from safetensors.torch import save_file
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+    from transformers import (
+        ConvNextImageProcessorPil,
+        CvtConfig,
+        CvtForImageClassification,
+        ResNetConfig,
+        ResNetForImageClassification,
+    )
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"error: train.py needs the package {error.name}, which this Python does not have; run"
+        " script/bootstrap torch, and . .venv/bin/activate"
+    ) from None
 
 BUNDLED = Path(__file__).parent
 SIDE = 128  # px, the networks' input
