@@ -16,7 +16,7 @@ from maxvision.common.arguments import (
     Parser,
     whole,
 )
-from maxvision.common.console import exit_code
+from maxvision.common.console import exit_code, run_program
 
 STARTED = time.perf_counter()
 """When this program began, but for Python's own start."""
@@ -82,15 +82,14 @@ def _run(args: argparse.Namespace) -> int:
 
 def command() -> None:
     """Runs the command line as a program."""
-    code = main()
-    from maxvision.common.host import leave
-
-    leave(code)
+    run_program(main)
 
 
 def parser() -> Parser:
     """Describes the arguments."""
     made = Parser(prog=PROGRAM, description=HELP, epilog=EXAMPLES.replace("run_graph.py", PROGRAM))
+    if PROGRAM == "maxvision":
+        made.called = "maxvision classify"  # maxvision --help lists commands, not options
     add = made.add_argument
     add("images", nargs="*", metavar="IMAGE", help="an image file, a folder, or - for stdin")
     add("--model", metavar="M", help=f"{MODEL} (default: {DEFAULT_MODEL}, which is bundled and"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from maxvision.common.arguments import (
     number,
     whole,
 )
-from maxvision.common.console import exit_code
+from maxvision.common.console import exit_code, run_program
 from maxvision.common.errors import ArgumentError
 
 _HELP = """\
@@ -138,7 +137,8 @@ def parser() -> Parser:
     add("--verbose", action="store_true", help="print what the servers say")
 
     add = command("report", "the tables and plots of files of results")
-    add("files", type=Path, nargs="+", metavar="FILE", help="a file that --json wrote")
+    add("files", type=Path, nargs="+", metavar="FILE",
+        help="a file that --json wrote, of maxvision time too; most others need torch")
     add("--plots", type=Path, metavar="DIR", help="also draw SVGs into this folder")
 
     add = command("compile", "graphs for a GPU that is elsewhere", "models", "dtypes", "batch-size",
@@ -240,4 +240,4 @@ def _size(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

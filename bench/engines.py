@@ -31,6 +31,7 @@ from max.driver import Buffer, Device
 
 from maxvision.bench.ours import HOST_RING, L2_UNKNOWN, Engine, Maxvision, pictures, ring_size
 from maxvision.bench.timing import HostClock, TorchClock
+from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
 from maxvision.runtime.classifier import Classifier
 from maxvision.runtime.preprocess import Preprocess
@@ -391,6 +392,4 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
-        raise ArgumentError(
-            f"this engine needs the package {name}; pip install '.[peers]' in the checkout"
-        ) from None
+        raise ArgumentError(f"this engine needs the package {name}; {way_to('peers')}") from None

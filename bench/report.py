@@ -45,7 +45,8 @@ def read(path: Path) -> tuple[Record, list[Record]]:
         return dict(content["environment"]), list(content["records"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ArgumentError(
-            f"{path} is not a file that bench --json wrote: JSON with environment and records"
+            f"{path} is not a file that maxvision bench or time --json wrote: JSON with"
+            " environment and records"
         ) from None
 
 
@@ -74,6 +75,8 @@ def by_kind(records: list[Record]) -> dict[str, list[Record]]:
             kind = "serve"
         elif str(record.get("kind", "")).startswith("sparse"):
             kind = "sparse"
+        elif {"compute", "request"} <= set(record):
+            kind = "latency"
         elif {"place", "adds_us"} <= set(record):
             kind = "profile"
         elif {"layer", "us", "count"} <= set(record):

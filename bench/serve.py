@@ -36,6 +36,7 @@ from maxvision.bench.compile import compiled_note
 from maxvision.bench.environment import environment
 from maxvision.bench.references import NETWORKS, find_artifact, reference_model
 from maxvision.bench.tables import number
+from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
 from maxvision.common.host import cores
 from maxvision.runtime.preprocess import Preprocess
@@ -298,9 +299,7 @@ class _Stage:
 
     def _litserve(self, port: int) -> tuple[list[str], dict[str, Any]]:
         if importlib.util.find_spec("litserve") is None:
-            raise ArgumentError(
-                "bench serve needs the package litserve; pip install '.[peers]' in the checkout"
-            )
+            raise ArgumentError(f"bench serve needs the package litserve; {way_to('peers')}")
         gpu = self._options.device != "cpu"
         settings = {
             "model": self._options.model,

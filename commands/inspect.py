@@ -44,7 +44,7 @@ def _inspect(options: argparse.Namespace) -> int:
     rows = {
         "model": f"{found.name} ({found.family}, {len(found.labels):,} classes)",
         "target": f"{found.target.name} (on {found.target.machine})",
-        "needs": ", ".join(found.target.features) or "nothing beyond that",
+        "needs": ", ".join(found.target.features),
         "dtype": f"{found.dtype} by TF32" if found.tf32 else found.dtype,
         "sparse": f"{found.sparse.mode}: {found.sparse.told or 'not pruned'}",
         "compiled with": ", ".join(f"{name} {v}" for name, v in found.versions.items()),
@@ -52,7 +52,8 @@ def _inspect(options: argparse.Namespace) -> int:
     for name, file in found.files.items():
         rows[name] = f"{file['bytes']:,} bytes, as written"
     for name, text in rows.items():
-        print(f"{name:24} {text}")
+        if text:
+            print(f"{name:24} {text}")
     if options.program:
         print(f"\n{found.program}")
     return 0

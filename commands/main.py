@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maxvision.common.arguments import meant
-from maxvision.common.console import complain, exit_code
+from maxvision.common.console import complain, exit_code, run_program
 
 
 class Command(NamedTuple):
@@ -85,7 +85,4 @@ def _meant(word: str) -> str:
 
 def command() -> None:
     """Runs the command line as a program."""
-    code = main()
-    from maxvision.common.host import leave
-
-    leave(code)
+    run_program(main)

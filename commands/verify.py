@@ -7,6 +7,7 @@ renamed first, and torch folds nothing: its batch norms run as they were trained
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,18 +53,21 @@ class Comparison:
         return self.relative <= BOUND
 
 
-def verify(name: str, device: str, seed: int = 0) -> list[Comparison]:
+def verify(
+    name: str, device: str, seed: int = 0, progress: Callable[[str], None] | None = None
+) -> list[Comparison]:
     """Runs a model and its reference on the same random float32 images.
 
     Args:
         name: The model, as for ``weights.load``.
         device: Where the graph runs: ``"cpu"``, ``"gpu:0"``, ....
         seed: Of the images, which are normally distributed as normalised ones about are.
+        progress: Called with a sentence before each step that takes time.
 
     Raises:
         ModelError: If the model does not load, or torch or transformers is missing.
     """
-    found = find(name)
+    found = find(name, progress=progress)
     checkpoint = interpret(found)
     prepared = Preprocess.from_config(checkpoint.preprocess)
     shape = (BATCH, prepared.height, prepared.width, checkpoint.channels)
@@ -72,7 +76,9 @@ def verify(name: str, device: str, seed: int = 0) -> list[Comparison]:
 
     from maxvision.runtime import load
 
-    model = load(name, device=device, dtype="float32")
+    model = load(name, device=device, dtype="float32", progress=progress)
+    if progress:
+        progress(f"running {name}; to compile its stages may take another minute")
     computed = [*model.stages(pixels), model(pixels)]
     outputs = [f"stage {i + 1}" for i in range(len(expected) - 1)] + ["logits"]
     return [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxvision.common.arguments import Parser, device, names
-from maxvision.common.console import complain, exit_code
+from maxvision.common.console import complain, exit_code, working
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -202,10 +203,28 @@ def _inspect(options: argparse.Namespace) -> int:
     console.print(table)
     console.print(f"{trained(found.state):,} parameters (all tensors but batch norm's statistics)")
     _, form, spec = identify(found)
-    console.print(f"{form.title}: {spec}", highlight=False)
+    console.print(f"{form.title}: {_settings(spec)}", highlight=False, markup=False)
     checkpoint = interpret(found)  # says what is wrong with it, if anything
     _inspect_pruned(found, checkpoint, options, console)
     return 0
+
+
+def _settings(spec: Any) -> str:
+    """Writes a network's settings as text; those of stages are lines of their own."""
+    if not dataclasses.is_dataclass(spec):
+        return str(spec)
+    told, stages = [], ""
+    for field in dataclasses.fields(spec):
+        name, value = field.name.replace("_", " "), getattr(spec, field.name)
+        if isinstance(value, bool):
+            told.append(f"{'' if value else 'no '}{name}")
+        elif not isinstance(value, tuple):
+            told.append(f"{name} {value}")
+        elif value and dataclasses.is_dataclass(value[0]):
+            stages += "".join(f"\n  {name} {i}: {_settings(v)}" for i, v in enumerate(value))
+        else:
+            told.append(f"{name} {' '.join(map(str, value))}")
+    return ", ".join(told) + stages
 
 
 def _inspect_pruned(
@@ -289,10 +308,12 @@ def _prune(options: argparse.Namespace) -> int:
     )
     weights, zeros = (sum(getattr(row, part) for row in rows) for part in ("weights", "zeros"))
     least, most = (choose(rows, key=lambda row: row.zeros / row.weights) for choose in (min, max))
+    low, high = (f"{row.zeros / row.weights:.1%}" for row in (least, most))
+    spread = f"from {low} in {least.name} to {high} in {most.name}"
     print(
         f"wrote {options.output}: {zeros:,} of {weights:,} weights of {len(rows)} layers are zeros"
-        f" ({zeros / weights:.1%}), from {least.zeros / least.weights:.1%} in {least.name} to"
-        f" {most.zeros / most.weights:.1%} in {most.name}; its accuracy was not measured"
+        f" ({zeros / weights:.1%}), {'the same share in each' if low == high else spread}; its"
+        " accuracy was not measured"
     )
     empty = [row.name for row in rows if row.zeros == row.weights]
     if empty:
@@ -307,7 +328,8 @@ def _verify(options: argparse.Namespace) -> int:
     from maxvision.commands.verify import BOUND, verify
 
     _refuse_compiled(options)
-    rows = verify(options.model, options.device, options.seed)
+    with working(f"comparing {options.model} with transformers") as say:
+        rows = verify(options.model, options.device, options.seed, say)
     table = Table(title=f"{options.model} on {options.device} against transformers, float32")
     for name in ("output", "shape", "largest value", "largest error", "relative", ""):
         table.add_column(name, justify="left" if name == "output" else "right")

@@ -127,13 +127,19 @@ class Parser(argparse.ArgumentParser):
     """A parser that tells a mistake in a sentence, with what was perhaps meant, and exits with 2.
 
     Every command has ``--debug``, which ``console.exit_code`` obeys. Options are not abbreviated.
+
+    Attributes:
+        called: The command that --help goes behind, where the program's name alone is another.
     """
+
+    called = ""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         if "\n" in settings.get("description", ""):  # it has lines of its own
             settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*arguments, **{**settings, "allow_abbrev": False})
         self._mixed = False
+        self.named: Callable[[str], str] = str  # how a mistake names an option
         self.add_argument(
             "--debug",
             action="store_true",
@@ -149,9 +155,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Says what is wrong and where the options are listed, and exits with 2."""
-        told = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
+        told = re.sub(r"^argument ([^:]+): ", lambda of: f"{self.named(of[1])}: ", message)
         complain(told.replace(": takes ", " takes ", 1))
-        complain(f"{self.prog} --help lists what it takes", kind="")
+        complain(f"{self.called or self.prog} --help lists what it takes", kind="")
         self.exit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

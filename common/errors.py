@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """Says what was expected, what came and what to do, in one sentence for the user."""
+    """Says what is wrong and what to do, in one sentence for the user."""
 
 
 class ModelError(UserError):

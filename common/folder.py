@@ -1,4 +1,4 @@
-"""Folders that appear when they are complete, or not at all."""
+"""Folders that appear when they are complete, or not at all; and where a file may be written."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maxvision.common.errors import ArgumentError
+
+
+def no_place(path: str | Path) -> str:
+    """Says why a file cannot be written to a path, "this is a folder"; nothing if it can.
+
+    What is no regular file, a device or a pipe, is never read to go on with, nor replaced.
+    """
+    if os.path.isdir(path):
+        return "this is a folder"
+    if os.path.exists(path) and not os.path.isfile(path):
+        return "this is not a regular file"
+    return "" if Path(path).resolve().parent.is_dir() else "its folder does not exist"
 
 
 @contextmanager

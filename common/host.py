@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import suppress
@@ -17,12 +18,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def reason(error: OSError) -> str:
+    """Says why the system refused, as a sentence goes on: "the disk is full"."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full"
+    return error.strerror or str(error)
+
+
 def leave(code: int) -> NoReturn:
     """Ends the program at once with an exit code.
 
     Threads of MAX that are still at work, after a compilation say, abort an orderly exit of Python.
     """
-    sys.stdout.flush()
-    with suppress(OSError):  # a full disk may have the log
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):  # a full disk may have the log; None if closed
+            stream.flush()
     os._exit(code)

@@ -82,12 +82,12 @@ class CvtSpec:
             where = f"cvt: stage {i}"
             if stage.width % stage.heads:
                 raise ValueError(
-                    f"{where} expects a width that its {stage.heads} heads divide"
+                    f"{where} must have a width that its {stage.heads} heads divide"
                     f" but has {stage.width}"
                 )
             if 2 * stage.padding_q != stage.kernel_qkv - 1:
                 raise ValueError(
-                    f"{where} expects a query projection that keeps the size, but kernel_qkv="
+                    f"{where} must have a query projection that keeps the size, but kernel_qkv="
                     f"{stage.kernel_qkv} with padding_q={stage.padding_q} does not"
                 )
             if stage.cls_token and stage.width != self.stages[-1].width:
@@ -108,13 +108,13 @@ class CvtSpec:
         for ours, column in columns.items():
             if len(column) < count:
                 raise ValueError(
-                    f"cvt: {_KEYS[ours][0]} expects an entry for each of {count} stages"
+                    f"cvt: {_KEYS[ours][0]} must have an entry for each of {count} stages"
                     f" but has {len(column)}"
                 )
         for key, value in (("qkv_projection_method", "dw_bn"), ("stride_q", 1)):
             others = [v for v in config.get(key, ())[:count] if v != value]
             if others:
-                raise ValueError(f"cvt: {key} expects {value!r} in every stage but has {others}")
+                raise ValueError(f"cvt: {key} must be {value!r} in every stage but has {others}")
         return cls(
             stages=tuple(
                 CvtStage(**{ours: column[i] for ours, column in columns.items()})

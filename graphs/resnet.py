@@ -38,14 +38,14 @@ class ResNetSpec:
 
     def __post_init__(self) -> None:
         if self.block not in ("basic", "bottleneck"):
-            raise ValueError(f"resnet: block expects 'basic' or 'bottleneck' but is {self.block!r}")
+            raise ValueError(f"resnet: block must be 'basic' or 'bottleneck' but is {self.block!r}")
         if len(self.depths) != len(self.widths) or not self.depths:
             raise ValueError(
-                f"resnet: depths {self.depths} and widths {self.widths} expect one entry a stage"
+                f"resnet: depths {self.depths} and widths {self.widths} must have one entry a stage"
             )
         if min(self.depths + self.widths) < 1:
             raise ValueError(
-                f"resnet: depths {self.depths} and widths {self.widths} expect numbers above 0"
+                f"resnet: depths {self.depths} and widths {self.widths} must be numbers above 0"
             )
 
     @classmethod
@@ -57,7 +57,7 @@ class ResNetSpec:
         """
         activation = config.get("hidden_act", "relu")
         if activation != "relu":
-            raise ValueError(f"resnet: hidden_act expects 'relu' but is {activation!r}")
+            raise ValueError(f"resnet: hidden_act must be 'relu' but is {activation!r}")
         return cls(
             block=config.get("layer_type", "bottleneck"),
             depths=tuple(config.get("depths", (3, 4, 6, 3))),

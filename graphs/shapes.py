@@ -106,7 +106,7 @@ def _image(name: str, x: Type, layout: str = "NHWC") -> tuple[Size, int, int, in
 
 def _known(name: str, size: Size, what: str) -> int:
     if not isinstance(size, int):
-        raise ArgumentError(f"{name}: expects a known {what} but it is {size}")
+        raise ArgumentError(f"{name}: the size of {what} must be known but is {size}")
     return size
 
 
@@ -118,7 +118,7 @@ def _as(x: Type, shape: Sequence[Size], layout: str = "NHWC") -> Type:
 def _epilogue(name: str, epilogue: str, residual: Type | None, out: Type) -> None:
     if epilogue not in EPILOGUES:
         raise ArgumentError(
-            f"{name}: epilogue expects one of {', '.join(EPILOGUES)} but is {epilogue!r}"
+            f"{name}: epilogue must be one of {', '.join(EPILOGUES)} but is {epilogue!r}"
         )
     adds = epilogue.startswith("add")
     if adds != (residual is not None):
@@ -342,7 +342,7 @@ def _pool(
     for side, pad in zip(taps, pair(padding), strict=True):
         if 2 * pad > side:
             raise ArgumentError(
-                f"{name}: padding expects at most half the kernel {side} but is {pad}"
+                f"{name}: padding must be at most half the kernel {side} but is {pad}"
             )
     step = kernel if stride is None else stride
     p, q = windows(name, (h, w), taps, step, padding, dilation, ceil_mode)
@@ -361,7 +361,7 @@ def binary(a: Type, b: Type) -> Type:
     sides = [(1,) * (longest - len(x.shape)) + x.shape for x in (a, b)]
     for ours, theirs in zip(*sides, strict=True):
         if ours != theirs and 1 not in (ours, theirs):
-            raise ArgumentError(f"add: expects shapes that broadcast but has {a} and {b}")
+            raise ArgumentError(f"add: the shapes {a} and {b} do not broadcast")
         shape.append(theirs if ours == 1 else ours)
     return Type(tuple(shape), _narrower(a, b))
 
@@ -569,7 +569,7 @@ def reshape(x: Type, *, shape: tuple[Size, ...]) -> Type:
         sides.append((named, math.prod(size for size in sizes if isinstance(size, int))))
     if sides[0] != sides[1]:
         raise ArgumentError(
-            f"reshape: {_list(Type(shape))} expects as many numbers as {_list(x)} has"
+            f"reshape: {_list(Type(shape))} must have as many numbers as {_list(x)}"
         )
     return Type(tuple(shape), x.dtype)
 
@@ -577,7 +577,7 @@ def reshape(x: Type, *, shape: tuple[Size, ...]) -> Type:
 def permute(x: Type, *, axes: tuple[int, ...]) -> Type:
     """Types torch's permute."""
     if sorted(axes) != list(range(len(x.shape))):
-        raise ArgumentError(f"permute: {axes} expects each axis of {_list(x)} once")
+        raise ArgumentError(f"permute: {axes} must name each axis of {_list(x)} once")
     return Type(tuple(x.shape[axis] for axis in axes), x.dtype)
 
 
@@ -585,7 +585,7 @@ def slice_(x: Type, *, axis: int, start: int, stop: int) -> Type:
     """Types x[start:stop] along an axis."""
     length = _known("slice", x.shape[axis], f"axis {axis}")
     if not 0 <= start < stop <= length:
-        raise ArgumentError(f"slice: {start}:{stop} expects to be within the {length} of an axis")
+        raise ArgumentError(f"slice: {start}:{stop} is not within the {length} of an axis")
     shape = list(x.shape)
     shape[axis] = stop - start
     return Type(tuple(shape), x.dtype)
@@ -636,7 +636,7 @@ def _narrower(*given: Type) -> str:
     order = ("bfloat16", "float16", "float32", "float64")
     dtypes = {each.dtype for each in given}
     if len(dtypes) > 1 and not dtypes <= set(order):
-        raise ArgumentError(f"expects values of one dtype but has {', '.join(sorted(dtypes))}")
+        raise ArgumentError(f"the values must have one dtype but have {', '.join(sorted(dtypes))}")
     return min(dtypes, key=order.index) if len(dtypes) > 1 else dtypes.pop()
 
 

@@ -134,11 +134,14 @@ class Target:
         for gpu in found:
             if gpu.api == self.api and base(gpu.architecture_name) == base(self.name):
                 return gpu
-        here = found[0].architecture_name if found else "none"
-        where = "this machine's GPU" if index is None else f"gpu:{index}"
+        here = found[0].architecture_name if found else ""
+        if found:
+            there = f"{'the GPU of this machine' if index is None else f'gpu:{index}'} is {here}"
+        else:
+            there = "this machine has no GPU" if index is None else f"there is no gpu:{index}"
         again = next((name for name in GPUS if base(name) == base(here)), "cpu")
         raise DeviceError(
-            f"this model was compiled for the GPU {self.name} but {where} is {here}; run it where"
+            f"this model was compiled for the GPU {self.name} but {there}; run it where"
             f" such a GPU is, or compile it with --target {again}"
         )
 

@@ -80,7 +80,7 @@ def compile(
 
     def starting() -> None:
         if progress:
-            progress(f"compiling {checkpoint.name} for {wanted.name}, about half a minute")
+            progress(f"compiling {checkpoint.name} for {wanted.name}; it may take a minute")
 
     path = Path(folder)
     with new_folder(path, "the model", replaces) as draft, wanted.device() as device:

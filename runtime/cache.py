@@ -26,6 +26,7 @@ from max.engine import __version__ as max_version
 from max.graph import Graph
 from mojo.run import subprocess_run_mojo
 
+from maxvision.common.console import way_to
 from maxvision.common.errors import ModelError, UserError
 from maxvision.graphs.nodes import OPS
 from maxvision.graphs.target import Target
@@ -67,8 +68,8 @@ def library(*, gpu: bool) -> Path:
             )
         except (OSError, RuntimeError):
             raise ModelError(
-                "compiling needs the compiler of the package max, which is not here; pip install"
-                " max, or use a model that maxvision compile has compiled"
+                "compiling needs the compiler of the package max, which is not here;"
+                f" {way_to('')}, or use a model that maxvision compile has compiled"
             ) from None
         if done.returncode:
             raise RuntimeError(f"mojo precompile {OPS}: {done.stderr.strip()}")

@@ -585,7 +585,7 @@ class Classifier:
         def starting() -> None:
             if progress:
                 progress(
-                    f"compiling {self.name} for {self.device}, about half a minute, this time only"
+                    f"compiling {self.name} for {self.device}, this time only; it may take a minute"
                 )
 
         program, lowering = self._network(key)
@@ -603,10 +603,11 @@ class Classifier:
         pixels = np.asarray(pixels)
         if pixels.ndim != 4 or pixels.shape[3] != self.channels:
             raise ArgumentError(
-                f"pixels expect the shape [N, H, W, {self.channels}] but have {list(pixels.shape)}"
+                f"pixels must have the shape [N, H, W, {self.channels}] but have"
+                f" {list(pixels.shape)}"
             )
         if pixels.dtype not in (np.uint8, np.float32):
-            raise ArgumentError(f"pixels expect uint8 or float32 but are {pixels.dtype}")
+            raise ArgumentError(f"pixels must be uint8 or float32 but are {pixels.dtype}")
         _, height, width, _ = pixels.shape
         executor = self.executor((height, width), pixels.dtype.name, everything=everything)
         return executor(pixels)

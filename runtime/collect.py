@@ -26,7 +26,7 @@ def collect(arguments: Sequence[str]) -> list[Item]:
 
 
 def _file(path: str) -> Source | ImageError:
-    """Says at once that a file is not there: a model may take half a minute to compile."""
+    """Says at once that a file is not there: a model may take a minute to compile."""
     if not os.path.exists(path):
         try:
             read_image(path)
@@ -41,7 +41,10 @@ def _stdin() -> Source | ImageError:
             raise ImageError(
                 "-: no image comes on standard input; pipe one in, as in curl ... | maxvision -"
             )
-        return read_image(sys.stdin.buffer.read(), name="-")
+        data = sys.stdin.buffer.read()
+        if not data:
+            raise ImageError("-: standard input is empty; check the command before the pipe")
+        return read_image(data, name="-")
     except ImageError as error:
         return error
 

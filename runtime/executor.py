@@ -10,6 +10,7 @@ second start of the same model, find it in a cache (runtime/cache.py).
 from __future__ import annotations
 
 import io
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from maxvision.graphs.target import Target
 from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache
 from maxvision.runtime.replay import IMAGES, Replays
+
+log = logging.getLogger("maxvision")
 
 
 class Watch:
@@ -129,6 +132,7 @@ def compiled(
     def compile() -> CompiledModel:
         watch.lap("graph")
         starting()
+        log.info("compiling %s for %s, which may take a minute", program.name, place)
         checked, _, _ = lowering.build(program, tensors, place)
         made = InferenceSession(devices=[device]).compile(checked)
         watch.lap("compile")
@@ -188,7 +192,12 @@ class Executor:
         watch: Watch | None = None,
         starting: Callable[[], None] = lambda: None,
     ) -> Executor:
-        """Compiles a plain program and loads its weights; see ``compiled``."""
+        """Compiles a plain program and loads its weights; see ``compiled``.
+
+        Raises:
+            ArgumentError: If weights are missing, or not of the program's shapes.
+        """
+        _check_weights(program, tensors)
         watch = watch or Watch()
         mef, weights, final = compiled(
             program, tensors, device, lowering or Lowering(), watch=watch, starting=starting
@@ -226,6 +235,11 @@ class Executor:
             )
         named: dict[str, int] = {}
         for array, (name, wanted) in zip(arrays, types.items(), strict=True):
+            if not isinstance(array, np.ndarray):
+                raise ArgumentError(
+                    f"{self.program.name}: {name} has to be a numpy array of {wanted}, not"
+                    f" {type(array).__name__}"
+                )
             if (
                 not _fits(array.shape, wanted.shape, named)
                 or DType.from_numpy(array.dtype) != DType[wanted.dtype]
@@ -234,6 +248,21 @@ class Executor:
                 raise ArgumentError(
                     f"{self.program.name}: {name} is {array.dtype}[{shape}] but has to be {wanted}"
                 )
+
+
+def _check_weights(program: Program, tensors: Mapping[str, np.ndarray]) -> None:
+    wrong = []
+    for name, wanted in program.weights.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            wrong.append(f"{name} {wanted} is missing")
+        elif not isinstance(tensor, np.ndarray):
+            wrong.append(f"{name} has to be a numpy array, not {type(tensor).__name__}")
+        elif tensor.shape != wanted.shape:
+            shape = ", ".join(map(str, tensor.shape))
+            wrong.append(f"{name} is {tensor.dtype}[{shape}] but has to be {wanted}")
+    if wrong:
+        raise ArgumentError(f"{program.name}: {'; '.join(wrong)}")
 
 
 def _fits(given: tuple[int, ...], wanted: tuple[int | str, ...], named: dict[str, int]) -> bool:

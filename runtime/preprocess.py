@@ -31,7 +31,7 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]
 Source: TypeAlias = "str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | npt.NDArray[Any]"
 
 _PILLOW = tuple(each.name.upper() for each in FORMATS)
-_WANTED = f"a {pictures.names('or')} picture was expected"
+_NOT_READ = f"and not a {pictures.names('or')} picture"
 
 _BLOCK = 2**20  # numbers that are scaled at a time
 
@@ -82,8 +82,8 @@ def read_image(source: Source, name: str | None = None) -> Image.Image:
     if hasattr(source, "read"):
         return _decode(source, where)
     raise ImageError(
-        f"{where}: a path, bytes, a binary file, a PIL image or a NumPy array was expected"
-        f" but a {type(source).__name__} came; convert it to one of these"
+        f"{where}: the type {type(source).__name__} is not read as a picture; pass a path, bytes, a"
+        " binary file, a PIL image or a NumPy array"
     )
 
 
@@ -91,14 +91,15 @@ def _open(path: str | os.PathLike[str], where: str) -> IO[bytes]:
     try:
         return open(path, "rb")
     except FileNotFoundError:
-        came = "there is no such file; check the path"
+        problem = "there is no such file; check the path"
     except IsADirectoryError:
-        came = "this is a folder; name the pictures in it"
+        problem = "this is a folder; name the pictures in it"
     except PermissionError:
-        came = "you may not read it; check its permissions"
+        problem = "you may not read this file; check its permissions"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        came = f"it cannot be opened ({getattr(error, 'strerror', None) or error}); check the path"
-    raise ImageError(f"{where}: an image file was expected but {came}")
+        reason = getattr(error, "strerror", None) or error
+        problem = f"the file cannot be opened ({reason}); check the path"
+    raise ImageError(f"{where}: {problem}")
 
 
 def _decode(file: IO[bytes], where: str) -> Image.Image:
@@ -130,7 +131,7 @@ def open_image(
         image = Image.open(file, formats=_PILLOW)
     except UnidentifiedImageError:
         file.seek(0)
-        raise ImageError(f"{where}: {_WANTED} but {_describe(file.read(64))}") from None
+        raise ImageError(f"{where}: {_describe(file.read(64))}") from None
     except Image.DecompressionBombError:  # Pillow's own limit, above ours
         most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
         raise _too_large(where, f"more than {most:,} pixels", max_pixels) from None
@@ -149,11 +150,11 @@ def _load(image: Image.Image, where: str) -> Image.Image:
     if image.width * image.height > MAX_PIXELS:
         raise _too_large(where, f"{image.width:,} x {image.height:,}", MAX_PIXELS)
     if not image.width * image.height:
-        raise ImageError(f"{where}: a picture was expected but it has no pixels; check its source")
+        raise ImageError(f"{where}: the picture has no pixels; check its source")
     if image.mode == "LAB":
         raise ImageError(
-            f"{where}: RGB, grey, palette or CMYK colours were expected but they are CIELAB;"
-            " export it as RGB"
+            f"{where}: the picture has CIELAB colours, and only RGB, grey, palette and CMYK are"
+            " read; export it as RGB"
         )
     try:
         image.load()
@@ -197,12 +198,12 @@ def _from_array(array: npt.NDArray[Any], where: str) -> Image.Image:
         array = array[:, :, 0]
     if not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))) or not array.size:
         raise ImageError(
-            f"{where}: an array [H, W], [H, W, 1], [H, W, 3] or [H, W, 4] was expected but its"
-            f" shape is {list(array.shape)}; put the channels last and pass one picture"
+            f"{where}: an array of shape {list(array.shape)} is not a picture; pass one picture,"
+            " channels last: [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]"
         )
     if array.dtype.kind not in "biuf":
         raise ImageError(
-            f"{where}: an array of booleans, integers or floats was expected but its dtype is"
+            f"{where}: an array must hold booleans, integers or floats but this one's dtype is"
             f" {array.dtype}; convert it to uint8"
         )
     top = {"bool": 1, "uint8": 255, "uint16": 65535}.get(array.dtype.name)
@@ -248,16 +249,16 @@ def _rows(values: npt.NDArray[Any]) -> Iterator[slice]:
     return (slice(at, at + step) for at in range(0, len(values), step))
 
 
-_SIGNATURES = (  # where in the file, what stands there, what it is
-    (0, b"\xff\xd8\xff", "a JPEG header that is cut off or damaged; copy the file again"),
-    (0, b"\x89PNG", "a PNG header that is cut off or damaged; copy the file again"),
-    (8, b"WEBP", "a WebP file that is cut off or damaged; copy the file again"),
-    (0, b"GIF8", "a GIF header that is cut off or damaged; copy the file again"),
-    (0, b"BM", "a BMP header that is cut off or damaged; copy the file again"),
-    (0, b"II*\0", "a TIFF file that is cut off or damaged; copy the file again"),
-    (0, b"MM\0*", "a TIFF file that is cut off or damaged; copy the file again"),
-    (4, b"ftyp", "HEIC, AVIF or a video; convert it to JPEG"),
-    (0, b"%PDF", "a PDF; export its pictures as JPEG or PNG"),
+_SIGNATURES = (  # where in the file, what stands there, what is wrong
+    (0, b"\xff\xd8\xff", "the JPEG header is cut off or damaged; copy the file again"),
+    (0, b"\x89PNG", "the PNG header is cut off or damaged; copy the file again"),
+    (8, b"WEBP", "the WebP file is cut off or damaged; copy the file again"),
+    (0, b"GIF8", "the GIF header is cut off or damaged; copy the file again"),
+    (0, b"BM", "the BMP header is cut off or damaged; copy the file again"),
+    (0, b"II*\0", "the TIFF file is cut off or damaged; copy the file again"),
+    (0, b"MM\0*", "the TIFF file is cut off or damaged; copy the file again"),
+    (4, b"ftyp", f"this is HEIC, AVIF or a video {_NOT_READ}; convert it to JPEG"),
+    (0, b"%PDF", f"this is a PDF {_NOT_READ}; export its pictures as JPEG or PNG"),
 )
 
 
@@ -267,23 +268,23 @@ def _describe(head: bytes) -> str:
         return "the file is empty; copy it again"
     for start, magic, what in _SIGNATURES:
         if head[start:].startswith(magic):
-            return f"it holds {what}"
+            return what
     if all(byte in b"\t\n\r\f" or (byte >= 32 and byte != 127) for byte in head):
-        return "it holds text; check that it is the file you mean"
-    return "it holds something else; convert it to one of these"
+        return f"this is text {_NOT_READ}; check that it is the file you mean"
+    return f"this is not a picture that can be read; convert it to {pictures.names('or')}"
 
 
 def _too_large(where: str, size: str, limit: int) -> ImageError:
     most = f"{limit:,} pixels" if limit % 1_000_000 else f"{limit // 1_000_000} megapixels"
     return TooLargeError(
-        f"{where}: a picture of at most {most} was expected but its header says {size}; scale it"
-        " down first"
+        f"{where}: the picture is too large: its header says {size}, and the limit is {most};"
+        " scale it down first"
     )
 
 
 def _damaged(where: str, error: Exception) -> ImageError:
     return ImageError(
-        f"{where}: a whole picture was expected but it is cut off or damaged"
+        f"{where}: the picture is cut off or damaged"
         f" ({str(error).rstrip('.') or type(error).__name__}); copy or export it again"
     )
 
@@ -364,7 +365,11 @@ class Preprocess:
         for key in sorted(config.keys() - _READ - _NO_MATTER):
             if config[key] not in (None, False):
                 near = get_close_matches(key, _READ, 1)
-                raise _bad(key, "a setting that maxvision knows", config[key], *near)
+                hint = f"did you mean {near[0]}?" if near else "correct the file"
+                raise ModelError(
+                    f"preprocessor_config.json: maxvision does not know the setting {key}, which is"
+                    f" {config[key]!r}; {hint}"
+                )
         given = {key: value for key, value in config.items() if value is not None}
         setting = {**_COMMON, **_PROCESSORS[kind], **given}
 
@@ -526,8 +531,7 @@ def _channels(setting: dict[str, Any], key: str) -> tuple[float, ...]:
     return tuple(_number({key: each}, key) for each in values)
 
 
-def _bad(key: str, expected: str, came: Any, *near: str) -> ModelError:
+def _bad(key: str, takes: str, value: Any) -> ModelError:
     return ModelError(
-        f"preprocessor_config.json: {key} expects {expected} but is {came!r};"
-        f" {f'did you mean {near[0]}?' if near else 'correct the file'}"
+        f"preprocessor_config.json: {key} must be {takes} but is {value!r}; correct the file"
     )

@@ -16,7 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
+from maxvision.common.folder import no_place
 from maxvision.common.text import utf8
 from maxvision.runtime.pipeline import Answer
 
@@ -73,12 +75,8 @@ def check(path: str, resume: bool) -> None:
     """
     if Path(path).suffix.lower() == ".parquet":
         _pyarrow()
-    if os.path.isdir(path) or not Path(path).resolve().parent.is_dir():
-        raise ArgumentError(
-            f"--output {path}: "
-            + ("this is a folder" if os.path.isdir(path) else "its folder does not exist")
-            + "; choose another place"
-        )
+    if why := no_place(path):
+        raise ArgumentError(f"--output {path}: {why}; choose another place")
     if os.path.exists(path) and os.path.getsize(path) and not resume:
         raise ArgumentError(
             f"--output {path}: the file exists already; continue it with --resume, or choose"
@@ -286,6 +284,6 @@ def _pyarrow() -> Any:
     except ImportError:
         raise ArgumentError(
             "--output: Parquet files need the package pyarrow, which is not installed;"
-            " pip install pyarrow, or choose .csv or .jsonl"
+            f" {way_to('parquet')}, or choose .csv or .jsonl"
         ) from None
     return pyarrow

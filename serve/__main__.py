@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from maxvision.common.host import leave
+from maxvision.common.console import exit_code, run_program
 from maxvision.serve.options import parse, parser
 
 __all__ = ["main", "parser"]
@@ -12,10 +12,14 @@ __all__ = ["main", "parser"]
 def main(arguments: Sequence[str]) -> int:
     """Serves until it is told to end; returns the exit code."""
     options = parse(arguments)  # wrong arguments are told before anything heavy is imported
-    from maxvision.serve.server import run
 
-    return run(options)
+    def serve() -> int:
+        from maxvision.serve.server import run
+
+        return run(options)
+
+    return exit_code(serve, options, "maxvision serve", "serve", internal=1)
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    run_program(lambda: main(sys.argv[1:]))

@@ -165,7 +165,8 @@ class Gate:
             raise Refusal(
                 401,
                 "invalid_api_key",
-                "the header Authorization: Bearer KEY was expected, with this server's key",
+                "the API key is missing or wrong; send this server's key as KEY in the header"
+                " Authorization: Bearer KEY",
             )
         if self._service.draining:
             raise ending()

@@ -56,15 +56,14 @@ class Group:
 
 def classify(args: argparse.Namespace) -> int:
     """Answers for all of ``args.images`` and returns the exit code: 1 if some failed, else 0."""
-    try:
-        import ray.data  # noqa: F401
-    except ImportError as error:
-        raise ModelError(
-            f"maxvision batch: {error.name} was expected; run pip install '.[ray]'"
-        ) from None
+    for name in args.images:  # before anything that takes long
+        if name != "-" and not os.path.exists(name):
+            raise ArgumentError(f"{name}: there is no such file or folder; check the path")
+    import ray.data  # noqa: F401  a Python without it is told before the model is read
+
     device = args.device
     if device.startswith("gpu:"):
-        raise ArgumentError("--device expects cpu or gpu: Ray says which GPU a model has")
+        raise ArgumentError(f"--device {device}: Ray chooses the GPU of each model; use gpu or cpu")
     if device == "auto":
         from max.driver import accelerator_count
 
@@ -82,7 +81,8 @@ def classify(args: argparse.Namespace) -> int:
         images += row["images"]
         failed += row["failed"]
     earlier = f", {before:,} before" if before else ""
-    print(f"{images:,} images answered{earlier}; {failed:,} have an error; {args.output}")
+    answered = f"{images:,} image{'s' * (images != 1)} answered{earlier}"
+    print(f"{answered}; {failed:,} {'has' if failed == 1 else 'have'} an error; {args.output}")
     return 1 if failed else 0
 
 
@@ -138,9 +138,9 @@ def _room(have: dict[str, float], needs: dict[str, int]) -> int:
     room = int(min(have.get(name[4:-1].upper(), 0) // n for name, n in needs.items() if n))
     if not room:
         raise ArgumentError(
-            f"a cluster with {needs['num_cpus']} cores and {needs['num_gpus']} GPUs on a node was"
-            f" expected but it has {have.get('CPU', 0):g} cores and {have.get('GPU', 0):g} GPUs;"
-            " change --cores or --device"
+            f"a model needs {needs['num_cpus']} cores and {needs['num_gpus']} GPUs of one node but"
+            f" the cluster has {have.get('CPU', 0):g} cores and {have.get('GPU', 0):g} GPUs; change"
+            " --cores or --device"
         )
     return room
 
@@ -162,8 +162,8 @@ def _begin(folder: Path, args: argparse.Namespace) -> None:
         if not note.exists():
             if any(folder.iterdir()):
                 raise ArgumentError(
-                    f"--output {args.output}: a new folder, or one of this command, was expected"
-                    " but it holds something else; choose another name"
+                    f"--output {args.output}: the folder holds files that this command did not"
+                    " write; choose another name"
                 )
             draft = folder / "._run.json"
             draft.write_text(json.dumps(asked, indent=1) + "\n")
@@ -172,7 +172,7 @@ def _begin(folder: Path, args: argparse.Namespace) -> None:
         begun = json.loads(note.read_text())
     except (OSError, ValueError) as error:
         raise ArgumentError(
-            f"--output {args.output}: a folder to write was expected but it cannot be used"
+            f"--output {args.output}: the folder cannot be used"
             f" ({getattr(error, 'strerror', None) or error}); choose another place"
         ) from None
     for name, value in asked.items():
@@ -204,7 +204,10 @@ def _files(args: argparse.Namespace, done: set[str]) -> Iterator[Files]:
     sources: list[Source | ImageError] = []
     for argument in args.images:
         if argument == "-":
-            raise ArgumentError("IMAGES expects files and folders but - came; use run_graph.py -")
+            raise ArgumentError(
+                "-: maxvision batch does not read standard input; name files and folders, or use"
+                " maxvision classify -"
+            )
         items = [] if _is_parquet(argument) else collect([argument])
         for item in items:
             if utf8(item.name) in done or (item.name == argument and _parquets(argument)):
@@ -233,12 +236,12 @@ def _groups(args: argparse.Namespace, done: set[str]) -> Iterator[Group]:
             shard = parquet.ParquetFile(name)
         except (OSError, pa.ArrowInvalid) as error:
             raise ArgumentError(
-                f"{name}: a Parquet file was expected but it cannot be read ({error})"
+                f"{name}: the file cannot be read as Parquet ({error}); check it, or leave it out"
             ) from None
         if args.column not in shard.schema_arrow.names:
             raise ArgumentError(
-                f"{name}: a column {args.column} was expected but there are"
-                f" {', '.join(shard.schema_arrow.names)}; choose with --column"
+                f"{name}: there is no column {args.column}; choose one of"
+                f" {', '.join(shard.schema_arrow.names)} with --column"
             )
         first = 0
         for index in range(shard.num_row_groups):
@@ -348,8 +351,8 @@ def _item(name: str, value: Any) -> Item:
     data = value.get("bytes") if isinstance(value, dict) else value
     if isinstance(data, bytes):
         return Item(name, data)
-    came = "it is empty" if data is None else f"a {type(data).__name__} came"
-    return Item(name, ImageError(f"{name}: an image file's bytes were expected but {came}"))
+    what = "empty" if data is None else f"of the type {type(data).__name__}"
+    return Item(name, ImageError(f"{name}: the value is {what}; store an image file's bytes"))
 
 
 def _named(answer: Answer) -> Answer:

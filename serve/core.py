@@ -194,7 +194,7 @@ class Service:
                 is not ready or fails.
         """
         if top_k < 1:
-            raise Refusal(400, "invalid_request", f"top_k expects at least 1 but is {top_k}")
+            raise Refusal(400, "invalid_request", f"top_k must be at least 1 but is {top_k}")
         made = await self.infer(images)
         labels = self.card.labels
         return Answers([rank(row, labels, top_k, function) for row in made.logits], made.timing)
@@ -258,7 +258,7 @@ class Service:
         self, images: Sequence[Image], features: bool = False
     ) -> tuple[list[Result], Timing]:
         if not images:
-            raise Refusal(400, "no_image", "at least one image was expected but none came")
+            raise Refusal(400, "no_image", "the request has no image; send at least one")
         if len(images) > self.options.max_images_per_request:
             raise too_many_images(len(images), self.options.max_images_per_request)
         self.check_ready()
@@ -321,7 +321,7 @@ class Service:
             raise Refusal(
                 400,
                 "invalid_pixels",
-                f"pixels expect uint8 {list(shape)} but are {pixels.dtype} {list(pixels.shape)}",
+                f"pixels must be uint8 {list(shape)} but are {pixels.dtype} {list(pixels.shape)}",
             )
         return np.ascontiguousarray(pixels)
 

@@ -46,4 +46,4 @@ def claim(count: int) -> None:
         time.sleep(0.2)
     for file in mine.values():
         os.close(file)
-    log.warning("%d cores of its own were expected but others have them; it shares all", count)
+    log.warning("too few cores are free to claim %d of them; this process shares all", count)

@@ -129,7 +129,9 @@ class Decoders(Decoder):
                 if not self.ready:
                     self._refuse()
             else:
-                raise ModelError(f"a process that decodes was expected but it ended with {code}")
+                raise ModelError(
+                    f"a process that decodes ended with {code} as it started; the log says why"
+                )
             self._hand_out()
             await asyncio.sleep(pause)
 

@@ -14,10 +14,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
+from multiprocessing import resource_tracker
 from typing import Any, TypeAlias
 
 from max.driver import DeviceSpec
 from max.pipelines.lib import ProfilingConfig
+from max.serve import process_control
 from max.serve.config import MetricRecordingMethod, Settings
 from max.serve.pipelines import model_worker
 from max.serve.process_control import SubprocessExit
@@ -66,7 +68,7 @@ def check_version() -> None:
     version = metadata.version("max")
     if not version.startswith(VERSION):
         raise ModelError(
-            f"serve: MAX {VERSION}x was expected but {version} is installed;"
+            f"the server needs MAX {VERSION}x but MAX {version} is installed;"
             f" run pip install 'max[serve]=={VERSION}*'"
         )
 
@@ -192,6 +194,26 @@ class Spec:
 
         model_worker.load_scheduler = scheduler
         return runner
+
+
+class _Process(process_control._DebugSpawnProcess):
+    """A model's process, which Ctrl-C never reaches, not even while its Python starts."""
+
+    def start(self) -> None:
+        """Starts it with SIGINT blocked, which it inherits."""
+        resource_tracker.ensure_running()  # to start that unblocks it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def terminate(self) -> None:
+        """Kills it: it ignores SIGTERM, and nobody waits for its answers when this is called."""
+        self.kill()
+
+
+process_control._DebugSpawnProcess = _Process
 
 
 @asynccontextmanager

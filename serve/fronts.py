@@ -93,6 +93,7 @@ class Fronts:
                 pass_fds=[theirs.fileno()],
                 cwd=HOME,
                 env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._figures.name},
+                start_new_session=True,  # Ctrl-C is the server's to act upon
             )
             theirs.close()
             self._sent[row] = 0

@@ -150,12 +150,12 @@ def unwrap(text: str) -> bytes:
     if text[:5].lower() == "data:":
         head = _DATA_URL.match(text[:256])
         if head is None or not head[0].lower().endswith(";base64,"):
-            raise _bad("a data: URL of an image in base64 was expected; check its beginning")
+            raise _bad("the data: URL is not an image in base64; check its beginning")
         text = text[head.end() :]
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise _bad("base64 of an image file was expected but the text is not base64") from None
+        raise _bad("the text is not base64; send an image file in base64") from None
 
 
 def _bad(message: str) -> Refusal:

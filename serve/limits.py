@@ -129,5 +129,5 @@ def too_many_images(count: int, limit: int) -> Refusal:
     return Refusal(
         413,
         "too_many_images",
-        f"at most {limit} images were expected but {count} came; send them in several requests",
+        f"the request has {count} images but may have at most {limit}; send several requests",
     )

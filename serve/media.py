@@ -90,8 +90,8 @@ class Fetcher:
             raise Refusal(
                 400,
                 "url_not_allowed",
-                "an image's bytes in base64, or a URL of a host that this server fetches from,"
-                " were expected but another URL came",
+                "this server does not fetch from that URL; send the image's bytes in base64, or a"
+                " URL of a host that --allow-media-domain HOST allows",
             )
 
     async def _follow(self, url: str) -> bytes:
@@ -116,7 +116,7 @@ class Fetcher:
                 raise Refusal(
                     413,
                     "body_too_large",
-                    f"an image of at most {self._max_bytes:,} bytes was expected at the URL",
+                    f"the image at the URL is larger than {self._max_bytes:,} bytes; scale it down",
                 )
         return bytes(data)
 

@@ -163,13 +163,17 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     """Parses the arguments; says in one sentence what is wrong and exits with 2 if they are."""
     environ = os.environ if environ is None else environ
     made = parser()
-    args = made.parse_args([*_from(environ, made), *argv])
+    given = _from(environ, made)
+    made.named = _variable
+    made.parse_args(given)  # alone, for a mistake in them to name the variable
+    made.named = str
+    args = made.parse_args([*given, *argv])
     if args.api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", args.api_key):
-        made.error("--api-key expects visible ASCII characters without spaces")
+        made.error("--api-key takes visible ASCII characters without spaces")
     hosts = tuple(host.lower() for host in args.allow_media_domain or ())
     for host in hosts:
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", host):
-            made.error(f"--allow-media-domain expects a host such as example.org not {host!r}")
+            made.error(f"--allow-media-domain takes a host such as example.org, not {host!r}")
     proxies = tuple(args.forwarded_allow_ips or ())
     for proxy in proxies:
         if proxy != "*" and not _is_network(proxy):
@@ -179,19 +183,23 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
             )
     if args.max_queue_size and args.max_queue_size < args.max_images_per_request:
         made.error(
-            f"--max-queue-size expects at least --max-images-per-request"
+            f"--max-queue-size must be at least --max-images-per-request"
             f" ({args.max_images_per_request}) but is {args.max_queue_size}; change either"
         )
     model = args.model or DEFAULT_MODEL  # MAXVISION_MODEL= is none, too
-    given = {**vars(args), "allow_media_domain": hosts, "forwarded_allow_ips": proxies}
-    return Options(**{**given, "model": model})
+    lists = {"allow_media_domain": hosts, "forwarded_allow_ips": proxies}
+    return Options(**{**vars(args), **lists, "model": model})
+
+
+def _variable(option: str) -> str:
+    return "MAXVISION_" + option[2:].replace("-", "_").upper()
 
 
 def _from(environ: Mapping[str, str], parser: argparse.ArgumentParser) -> list[str]:
     argv = []
     for action in parser._actions:
         name = action.option_strings[-1]
-        value = environ.get("MAXVISION_" + name[2:].replace("-", "_").upper())
+        value = environ.get(_variable(name))
         if value is None or name == "--help":
             continue
         if isinstance(action, argparse._AppendAction):

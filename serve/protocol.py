@@ -79,7 +79,9 @@ class Protocol(HttpToolsProtocol):
         if self._quiet > HEAD_BYTES:
             self._end(
                 Refusal(
-                    431, "head_too_large", f"a head of at most {HEAD_BYTES:,} bytes was expected"
+                    431,
+                    "head_too_large",
+                    f"the head is larger than {HEAD_BYTES:,} bytes; send fewer or shorter headers",
                 )
             )
 
@@ -109,7 +111,9 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP."""
-        self._end(Refusal(400, "invalid_http", "a request of HTTP/1.1 was expected"))
+        self._end(
+            Refusal(400, "invalid_http", "the request is not valid HTTP/1.1; check the client")
+        )
 
     def _arm(self) -> None:
         if self._timer is None:
@@ -125,7 +129,7 @@ class Protocol(HttpToolsProtocol):
         if self._answering():
             self._arm()
         elif self._begun:
-            message = f"the head was expected within {self.seconds:g} s"
+            message = f"the head did not arrive within {self.seconds:g} s; send it faster"
             self._end(Refusal(408, "head_timeout", message))
         else:
             self.transport.close()

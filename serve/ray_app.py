@@ -22,14 +22,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from maxvision.common.arguments import meant
+from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.serve.cores import claim
-from maxvision.serve.options import Options, parse
+from maxvision.serve.options import Options, parse, parser
 
 try:
     from ray import serve as ray_serve
 except ImportError as error:
-    raise ModelError(f"ray: {error.name} was expected; run pip install '.[ray]'") from None
+    raise ModelError(
+        f"maxvision.serve.ray_app needs the package {error.name}; {way_to('ray')}"
+    ) from None
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -39,6 +43,9 @@ log = logging.getLogger("maxvision.serve")
 
 PATIENCE = 300.0
 """Seconds for which a replica may have no ready model before Ray puts another in its place."""
+
+OURS = ("replicas", "max_replicas", "cores", "surge")
+"""Arguments that ``maxvision serve`` has no option for."""
 
 ROOM = 1024
 """Requests beyond its queue that a replica takes, so that it is the one to refuse them."""
@@ -66,7 +73,15 @@ def build(
 
     Raises:
         ArgumentError: If an argument is not right.
+        ModelError: If there is no such model.
     """
+    long = [
+        each for action in parser()._actions for each in action.option_strings if each[1] == "-"
+    ]
+    known = [*OURS, *(each[2:].replace("-", "_") for each in long)]
+    for name in given:
+        if name.replace("-", "_") not in known:
+            raise ArgumentError(f"there is no argument {name}{meant(name, known)}")
     rest = dict(given)
     replicas = _whole(rest, "replicas", 1)
     most = _whole(rest, "max_replicas", replicas)
@@ -74,11 +89,16 @@ def build(
     surge = _whole(rest, "surge", 100 if replicas == 1 < most else 0, low=0)
     if most < replicas:
         raise ArgumentError(
-            f"max_replicas expects at least replicas ({replicas}) but is {most}; change either"
+            f"max_replicas must be at least replicas ({replicas}) but is {most}; change either"
         )
     options = read(rest)
-    on_gpu = options.device != "cpu"
+    from maxvision.runtime import artifact
     from maxvision.serve.server import batch_size
+    from maxvision.weights import source
+
+    if not artifact.is_here(options.model):  # told here, and not out of each replica
+        source.find(options.model, options.revision)
+    on_gpu = options.device != "cpu"
 
     batch = batch_size(options, options.device)
     queue = options.max_queue_size or max(32 * batch, options.max_images_per_request)
@@ -127,7 +147,9 @@ def read(given: Mapping[str, Any]) -> Options:
         sentence = said.getvalue().partition("error: ")[2].partition("\n")[0]
         raise ArgumentError(sentence) from None
     if options.device.startswith("gpu:"):
-        raise ArgumentError("device expects gpu or cpu: Ray says which GPU a replica has")
+        raise ArgumentError(
+            f"device {options.device}: Ray chooses the GPU of each replica; use gpu or cpu"
+        )
     if options.device == "auto":
         from max.driver import accelerator_count
 
@@ -148,7 +170,7 @@ def decoding(options: Options, cores: int) -> int:
 def _whole(given: dict[str, Any], name: str, default: int, low: int = 1) -> int:
     value = given.pop(name, default)
     if not str(value).isdecimal() or int(value) < low:
-        raise ArgumentError(f"{name} expects a whole number of at least {low} but is {value!r}")
+        raise ArgumentError(f"{name} must be a whole number of at least {low} but is {value!r}")
     return int(value)
 
 
@@ -190,8 +212,8 @@ class Replica:
         from maxvision.serve.server import make_supervisor, queue_size
 
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
-            log.warning("RAY_SERVE_ENABLE_HA_PROXY=1 was expected: without it clients get errors"
-                " when a replica ends; see contrib/ray.env")  # fmt: skip
+            log.warning("RAY_SERVE_ENABLE_HA_PROXY=1 is not set: clients get errors when a replica"
+                " ends; set it as contrib/ray.env does")  # fmt: skip
         if options.device == "cpu":
             claim(cores)
         card, supervisor = make_supervisor(options, load)
@@ -229,10 +251,11 @@ class Replica:
         if self._service.ready:
             self._seen = now
         if self._keeping.done() or now - self._seen > PATIENCE:
-            raise ModelError("a model that is ready was expected; the replica's log says why not")
+            raise ModelError("the model is not ready; the replica's log says why")
 
     async def __del__(self) -> None:
         """Ends its processes; Ray calls and awaits this when every request is answered."""
-        self._keeping.cancel()
-        await asyncio.wait({self._keeping})
-        self._service.close()
+        if keeping := getattr(self, "_keeping", None):  # or __init__ has raised
+            keeping.cancel()
+            await asyncio.wait({keeping})
+            self._service.close()

@@ -52,12 +52,12 @@ async def read_body(request: Request, service: Service, *, images: bool = True) 
         raise Refusal(
             415,
             "encoding_not_supported",
-            "a body without Content-Encoding was expected but a compressed one came; send it plain",
+            "the body is compressed; send it without Content-Encoding",
         )
     too_large = Refusal(
         413,
         "body_too_large",
-        f"a body of at most {limit:,} bytes was expected; send fewer or smaller images",
+        f"the body is larger than {limit:,} bytes; send fewer or smaller images",
     )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 18 or int(length) > limit):
@@ -85,7 +85,7 @@ async def read_body(request: Request, service: Service, *, images: bool = True) 
         raise Refusal(
             408,
             "body_timeout",
-            f"the body was expected within {service.options.body_timeout:g} s; send it faster",
+            f"the body did not arrive within {service.options.body_timeout:g} s; send it faster",
         ) from None
     except ClientDisconnect:
         raise gone() from None
@@ -108,9 +108,17 @@ async def read_form(headers: Headers, body: bytes, service: Service) -> FormData
     except MultiPartException as error:
         if "files" in error.message:
             raise too_many_images(limit + 1, limit) from None
-        raise Refusal(400, "invalid_form", "a whole multipart form was expected") from None
+        raise _bad_form() from None
     except Exception:
-        raise Refusal(400, "invalid_form", "a whole multipart form was expected") from None
+        raise _bad_form() from None
+
+
+def _bad_form() -> Refusal:
+    return Refusal(
+        400,
+        "invalid_form",
+        "the form is cut off or malformed; send a whole multipart/form-data body",
+    )
 
 
 class _InMemory(MultiPartParser):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
+import gc
 import logging
 import os
 import signal
@@ -47,7 +49,10 @@ def run(options: Options, load: Callable[..., Any] | None = None) -> int:
     torchless.hide()
 
     def serve() -> int:
-        return _serve(options, bind(options.host, options.port), load)
+        try:
+            return _serve(options, bind(options.host, options.port), load)
+        except KeyboardInterrupt:  # before its loop takes signals
+            return 0
 
     with redirect_stdout(Unbuffered.of(sys.stdout)), redirect_stderr(Unbuffered.of(sys.stderr)):
         return exit_code(serve, options, "maxvision serve", "serve", internal=1)
@@ -85,7 +90,7 @@ def _arguments(given: dict[str, Any]) -> list[str]:
     if isinstance(devices, int):
         devices = f"gpu:{devices}"
     if devices is not None and not isinstance(devices, str):
-        raise DeviceError("--devices expects one device; start a server for each GPU")
+        raise DeviceError("--devices takes one device; start a server for each GPU")
     return argv + ([f"--device={devices}"] if devices not in (None, "default") else [])
 
 
@@ -104,12 +109,22 @@ def bind(host: str, port: int) -> socket.socket:
         taken.bind(address)
         taken.listen(2048)
     except OSError as error:
-        raise UserError(
-            f"--port {port}: a free port of {host} was expected but {error.strerror or error};"
-            " choose another, or 0 for any"
-        ) from None
+        raise UserError(_not_bound(host, port, error)) from None
     taken.setblocking(False)
     return taken
+
+
+def _not_bound(host: str, port: int, error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"--host {host}: this machine has no such address ({error.strerror}); choose another,"
+            " or 0.0.0.0 for every network"
+        )
+    used = error.errno == errno.EADDRINUSE
+    problem = "is in use" if used else f"cannot be opened ({error.strerror or error})"
+    return (
+        f"--port {port}: port {port} of {host} {problem}; choose another with --port, or 0 for any"
+    )
 
 
 def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] | None) -> int:
@@ -126,6 +141,7 @@ def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] 
         return uvloop.run(_Server(card, options, supervisor, listening, face).run())
     finally:
         face.close()
+        gc.collect()  # lets go of semaphores, which end with their objects and are told as leaked
 
 
 def make_supervisor(
@@ -221,7 +237,10 @@ def read_card(options: Options) -> Card:
     elif int(device.partition(":")[2] or 0) >= accelerator_count():
         devices.find_device(device)  # which says what is wrong; a GPU that is there stays closed
     if source.channels != 3:
-        raise ModelError(f"{source.name}: a model of pictures with 3 channels was expected")
+        raise ModelError(
+            f"{source.name}: the model takes pictures with {source.channels} channels but the"
+            " server decodes them to 3; use another model"
+        )
     name = options.served_model_name or source.name
     if options.served_model_name is None and os.path.exists(options.model):
         name = os.path.basename(os.path.abspath(options.model))  # the folder is nobody's business
@@ -403,7 +422,8 @@ class _Server:
         while not self._face.ready:
             await asyncio.sleep(0.05)
         card, url = self._card, self._url()
-        self._announce(f"{card.name} on {card.device}, {card.dtype}: {url}, Ctrl-C ends it")
+        every = ", on every network" if self._options.host in ("0.0.0.0", "::", "") else ""
+        self._announce(f"{card.name} on {card.device}, {card.dtype}: {url}{every}, Ctrl-C ends it")
         key = "-H 'Authorization: Bearer KEY' " if self._options.api_key else ""
         self._announce(
             f"  curl -s {url}/v1/classify {key}-H 'Content-Type: image/jpeg'"
@@ -418,4 +438,4 @@ class _Server:
 
     @staticmethod
     def _announce(line: str) -> None:
-        sys.stdout.write(f"{line}\n")  # at once: threads write there, too
+        sys.stderr.write(f"{line}\n")  # at once: threads write there, too; stdout is the log's

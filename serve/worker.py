@@ -40,7 +40,7 @@ def end_with_parent() -> None:
     It may be an event of multiprocessing's, whose other side was killed while it waited: for ever.
     """
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a process that multiprocessing has started is expected"
+    assert parent is not None, "multiprocessing has not started this process"
 
     def watch() -> None:
         parent.join()

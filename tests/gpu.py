@@ -87,14 +87,14 @@ def main() -> int:
     options = parser.parse_args()
     for name in options.precisions:
         if name not in PRECISIONS:
-            parser.error(f"--precisions expects some of {', '.join(PRECISIONS)} but has {name!r}")
+            parser.error(f"--precisions takes some of {', '.join(PRECISIONS)}, not {name!r}")
     if options.compile:
         if not options.compiled:
-            parser.error("--compile was expected with --compiled DIR but came alone")
+            parser.error("--compile needs --compiled DIR")
         compile_everything(options.compiled, Target.parse(options.compile), options.precisions)
         return 0
     if not options.json:
-        parser.error("--json FILE was expected but did not come")
+        parser.error("name the file to write with --json FILE")
     check_path(options.json)
     allow_tf32(False)
     steps: list[Callable[[], Iterator[dict[str, Any]]]] = [

@@ -87,10 +87,10 @@ def main() -> int:
     if options.inside:
         return inside(*options.inside, options.precision, options.compiled)
     if not options.json:
-        parser.error("--json FILE was expected but did not come")
+        parser.error("name the file to write with --json FILE")
     if not shutil.which("compute-sanitizer"):
         parser.error(
-            "compute-sanitizer was expected on PATH but is not there; pip install"
+            "compute-sanitizer is not on PATH; pip install"
             " nvidia-cuda-sanitizer-api puts it into nvidia/cu13/compute-sanitizer"
         )
     check_path(options.json)
@@ -222,7 +222,7 @@ def spoil(device: Device) -> None:
     del held
     for size in sizes:
         fresh = Buffer(DType.uint8, (size,), device).to(CPU()).to_numpy()
-        assert (fresh == 255).all(), f"{size} bytes were expected to be NaN"
+        assert (fresh == 255).all(), f"{size} bytes are not all NaN"
 
 
 if __name__ == "__main__":

@@ -289,13 +289,6 @@ def test_the_readmes_api(monkeypatch: pytest.MonkeyPatch) -> None:
     "compiling", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["lowered", "run"]
 )
 def test_the_guides_network(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    tensors = {
-        "stem.weight": rng.standard_normal((64, 3, 3, 3), np.float32),
-        "stem.bias": rng.standard_normal(64, np.float32),
-        "head.weight": rng.standard_normal((10, 64), np.float32),
-        "head.bias": rng.standard_normal(10, np.float32),
-    }
     lowered: list[Program] = []
 
     def lower(program: Program, tensors: Any, device: Device) -> Callable[..., list[np.ndarray]]:
@@ -307,16 +300,17 @@ def test_the_guides_network(compiling: bool, monkeypatch: pytest.MonkeyPatch) ->
 
     if not compiling:
         monkeypatch.setattr(Executor, "compile", lower)
-    images = rng.standard_normal((2, 3, 32, 32), np.float32)
-    names = run_code(
-        blocks(ROOT / "docs/guide.md", "python")[0], {"tensors": tensors, "images": images}
-    )
+    names = run_code(blocks(ROOT / "docs/guide.md", "python")[0], {})
     assert names["logits"].shape == (2, 10) and len(lowered) == (not compiling)
     if compiling:
         import torch
         import torch.nn.functional as F
 
-        w = {name: torch.from_numpy(each) for name, each in tensors.items()}
+        w = {name: torch.from_numpy(each) for name, each in names["tensors"].items()}
+        random = np.random.default_rng(0).standard_normal
+        for each in names["tensors"].values():
+            random(each.shape, np.float32)  # drawn before the images
+        images = random((2, 3, 32, 32), np.float32)
         x = F.conv2d(torch.from_numpy(images), w["stem.weight"], w["stem.bias"], padding=1).relu()
         logits = F.linear(x.mean((2, 3)), w["head.weight"], w["head.bias"])
         np.testing.assert_allclose(names["logits"], logits.numpy(), rtol=1e-4, atol=1e-4)
@@ -367,7 +361,7 @@ from max.driver import CPU
 from maxvision.graphs.net import Net
 from maxvision.graphs import nodes, shapes
 from maxvision.runtime.executor import Executor
-from tests.ops.cases import CASES, check
+from tests.ops.cases import CASES, check, poisoned
 
 case = next(case for case in CASES if case.name == "silu")
 assert "silu" in shapes.OPS and nodes.__file__.startswith({root!r})
@@ -379,6 +373,11 @@ for batch in (0, 1, 3):
     assert y.shape == (batch, *case.inputs[0])
     if batch:
         check(case, torch.from_numpy(y), batch, torch.float32)
+poison = poisoned(case)
+(y,) = run(*poison.data(3)[0])
+check(poison, torch.from_numpy(y), 3, torch.float32)
+lost = np.full((1, *case.inputs[0]), -np.inf, np.float32)
+assert np.isnan(run(lost)[0]).all()
 print("followed")
 """
 

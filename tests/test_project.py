@@ -204,6 +204,36 @@ def test_a_set_up_that_is_interrupted_leaves_what_was_there(tmp_path: Path) -> N
     assert (tmp_path / ".venv/kept").exists(), "and never thrown away"
 
 
+def test_set_up_passes_over_the_environments_own_python(tmp_path: Path) -> None:
+    """Which comes first on PATH where it is active, and has no pip."""
+    shutil.copytree(ROOT / "script", tmp_path / "script")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    outside, inside = tmp_path / "outside", tmp_path / ".venv/bin"
+    for folder, text in ((outside, PYTHON), (inside, "#!/bin/bash\n[[ $1$2 != -mpip ]]\n")):
+        folder.mkdir(parents=True)
+        (folder / "python3.11").write_text(text)
+        (folder / "python3.11").chmod(0o755)
+    sum = subprocess.run(["cksum"], input=(tmp_path / "pyproject.toml").read_bytes(), stdout=-1)
+    (inside / "python").symlink_to("python3.11")
+    (inside.parent / "ready").write_text(f"{sum.stdout.decode().strip()} in {tmp_path} \n")
+
+    def bootstrap(*extras: str) -> subprocess.CompletedProcess[str]:
+        environ = {"PATH": f"{inside}:{outside}:/usr/bin:/bin", "HOME": str(tmp_path)}
+        argv = [tmp_path / "script/bootstrap", *extras]
+        return subprocess.run(argv, env=environ, capture_output=True, text=True)
+
+    def installed() -> list[str]:
+        return (tmp_path / "log").read_text().split()
+
+    done = bootstrap("serve")
+    assert done.returncode == 0, done.stderr
+    assert installed() == ["pip", ".[serve]"]
+    assert bootstrap("bench", "peers").returncode == 0
+    assert installed()[2:] == ["pip", ".[bench,peers,serve]"], "what was added stays"
+    done = bootstrap("srve")
+    assert done.returncode == 2 and "there is no extra srve" in done.stderr
+
+
 def test_nothing_names_one_machine() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

@@ -59,8 +59,8 @@ def _read(path: Path) -> State:
 
         return torch_file.read(path)
     raise ModelError(
-        f"{path}: expected a checkpoint ending in {', '.join(SAFETENSORS + PICKLES)}"
-        f" but it ends in {path.suffix or 'nothing'!r}; rename or convert it"
+        f"{path}: the name of a checkpoint must end in {', '.join(SAFETENSORS + PICKLES)}"
+        f" but this one ends in {path.suffix or 'nothing'!r}; rename or convert it"
     )
 
 
@@ -73,15 +73,15 @@ def read_shards(index: Path) -> State:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(
-            f"{index}: expected a 'weight_map' of tensors to files but has none; download the"
-            " model again"
+            f"{index}: there is no 'weight_map' of tensors to files in it; download the model again"
         )
     names = sorted({str(name) for name in weight_map.values()})
     missing = [name for name in names if not (index.parent / Path(name).name).is_file()]
     if missing:
         raise ModelError(
-            f"{index}: expected the files {', '.join(names)} beside it but"
-            f" {', '.join(missing)} is missing; download the model again"
+            f"{index}: the index names {', '.join(names)} but beside it"
+            f" {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; download the"
+            " model again"
         )
     state = State({}, {})
     for name in names:
@@ -101,10 +101,12 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: expected JSON but {reason(error)}; repair it") from None
+        raise ModelError(
+            f"{path}: this cannot be read as JSON ({reason(error)}); repair it"
+        ) from None
     if not isinstance(content, dict):
         raise ModelError(
-            f"{path}: expected a JSON object but it holds a {type(content).__name__}; repair it"
+            f"{path}: the JSON must be an object but is a {type(content).__name__}; repair it"
         )
     return content
 
@@ -116,12 +118,13 @@ def _read_safetensors(path: Path) -> State:
         mapped, tensors = map_safetensors(path)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{path}: expected a safetensors file but {reason(error)}; download it again"
+            f"{path}: this cannot be read as a safetensors file ({reason(error)}); download it"
+            " again"
         ) from None
     except KeyError as error:
         raise ModelError(
-            f"{path}: expected tensors of {', '.join(DTYPES)}"
-            f" but one has {error}; convert it to one of them"
+            f"{path}: a tensor has the dtype {error}, which is not read; convert it to one of"
+            f" {', '.join(DTYPES)}"
         ) from None
     state.maps.append(mapped)
     for key, (dtype, array) in tensors.items():

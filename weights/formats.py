@@ -35,8 +35,8 @@ def recognise(
     heads = [form.key("head.weight"), form.key("head.bias")]
     if not any(key in tensors for key in heads):
         raise ModelError(
-            f"{where}: expected a classifier, {heads[0]!r}, but has none (a backbone without a"
-            " head?); use a checkpoint for image classification"
+            f"{where}: there is no classifier, {heads[0]!r} (a backbone without a head?); use a"
+            " checkpoint for image classification"
         )
     return family, form
 
@@ -62,8 +62,8 @@ def _by_config(config: Mapping[str, Any], where: str) -> tuple[Family, Format]:
         )
         if changed:
             raise ModelError(
-                f"{where}: expected timm's {architecture} as it is but config.json changes"
-                f" {', '.join(changed)}; use a checkpoint without that"
+                f"{where}: config.json changes {', '.join(changed)} of timm's {architecture}, which"
+                " runs here only as it is; use a checkpoint without that"
             )
         return timm[architecture]
     given = "has no model_type" if named is None else f"has the model_type {named!r}"
@@ -81,13 +81,13 @@ def _by_names(tensors: Mapping[str, Array], where: str) -> tuple[Family, Format]
     if not best[0]:
         given = ", ".join(repr(key) for key in list(tensors)[:3]) or "none at all"
         raise ModelError(
-            f"{where}: expected a checkpoint in one of the formats"
-            f" {', '.join(form.title for _, form in formats())} but its tensors are {given}; the"
+            f"{where}: this is not a checkpoint in one of the formats"
+            f" {', '.join(form.title for _, form in formats())}: its tensors are {given}; the"
             f" families that run here are {names()}"
         )
     if form.has_config:
         raise ModelError(
-            f"{where}: expected a config.json beside a {form.title} checkpoint but there is none;"
+            f"{where}: a {form.title} checkpoint needs a config.json beside it but there is none;"
             " put the model's config.json into the same folder"
         )
     return family, form
@@ -120,12 +120,11 @@ def specify(
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         if form.infer:
             raise ModelError(
-                f"{where}: expected the tensors of a {form.title} but the network cannot be read"
-                f" off their shapes ({error!r}); use another checkpoint"
+                f"{where}: the tensors do not have the shapes of a {form.title} ({error!r}); use"
+                " another checkpoint"
             ) from None
         missing = isinstance(error, KeyError)
         wrong = f"has no {error}" if missing else f"has a value of another kind ({error})"
         raise ModelError(
-            f"{where}: expected the configuration of a {family.name} but config.json {wrong};"
-            " repair config.json"
+            f"{where}: config.json does not describe a {family.name}: it {wrong}; repair it"
         ) from None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
+from maxvision.common.console import way_to
 from maxvision.common.errors import ModelError
 
 PACKAGES = ("torch", "transformers")
@@ -33,8 +34,8 @@ def references(what: str) -> Iterator[None]:
         missing = next((e.name for e in chain if isinstance(e, ImportError) and e.name), None)
         if missing in PACKAGES:
             raise ModelError(
-                f"{what} needs torch and transformers but {missing} is not installed; run"
-                " pip install '.[torch]' in the checkout"
+                f"{what} needs torch and transformers but {missing} is not installed;"
+                f" {way_to('torch')}"
             ) from None
         reason = str(chain[-1]).partition("\n")[0]
         if "torchvision" in " ".join(map(str, chain)):
@@ -46,8 +47,8 @@ def references(what: str) -> Iterator[None]:
         if not isinstance(error, ImportError):
             raise
         raise ModelError(
-            f"{what}: transformers {_version('transformers')} cannot be imported ({reason}); run"
-            " pip install '.[torch]' in the checkout"
+            f"{what}: transformers {_version('transformers')} cannot be imported ({reason});"
+            f" {way_to('torch')}"
         ) from error
 
 

@@ -170,7 +170,7 @@ def apply(
     ]
     if any(problems):
         raise ModelError(
-            f"{where}: expected the tensors of this architecture, one for each weight, but"
+            f"{where}: the tensors are not those of this architecture, one for each weight:"
             f" {'; '.join(filter(None, problems))}; give a checkpoint of this architecture"
             + (", or correct its config.json" if configured else "")
         )

@@ -96,8 +96,8 @@ def _unknown(name: str) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {ids.get(close[0], close[0])!r}?" if close else "check its spelling"
     return (
-        f"{name}: expected a bundled model ({', '.join(bundled()) or 'none'}), a folder, a"
-        f" checkpoint file or a hub id (owner/name) but there is none of that name; {hint}"
+        f"{name}: there is no bundled model ({', '.join(bundled()) or 'none'}), folder, checkpoint"
+        f" file or hub id (owner/name) of that name; {hint}"
     )
 
 
@@ -118,13 +118,12 @@ def weights_in(folder: Path, where: str) -> Path:
         if found:
             names = ", ".join(path.name for path in found)
             raise ModelError(
-                f"{where}: expected one checkpoint in the folder but there are {names}; name the"
-                " file that you want"
+                f"{where}: the folder has several checkpoints, {names}; name the file that you want"
             )
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
     raise ModelError(
-        f"{where}: expected a checkpoint (model.safetensors, pytorch_model.bin or a .pth file) in"
-        f" the folder but it holds {names}; check the path"
+        f"{where}: the folder has no checkpoint (model.safetensors, pytorch_model.bin or a .pth"
+        f" file) but holds {names}; check the path"
     )
 
 
@@ -133,8 +132,7 @@ def _read_folder(folder: Path, name: str) -> Source:
         return _read(weights_in(folder, name), folder, name)
     except OSError as error:
         raise ModelError(
-            f"{name}: expected a folder with a model but it cannot be read ({error.strerror});"
-            " check its permissions"
+            f"{name}: the model's folder cannot be read ({error.strerror}); check its permissions"
         ) from None
 
 

@@ -97,8 +97,8 @@ class Mapped:
         """
         if self._stat() != self._stamp:
             raise ModelError(
-                f"{self._path}: expected the file as it was when it was loaded but it has"
-                " been overwritten; load the model again"
+                f"{self._path}: the file has been overwritten since it was loaded; load the model"
+                " again"
             )
 
     def _stat(self) -> tuple[int, int]:
@@ -115,9 +115,9 @@ def widen(bits: Array) -> Array:
 def reason(error: Exception) -> str:
     """Says in a few words why reading failed."""
     if isinstance(error, OSError):
-        return f"reading it failed ({error.strerror or error})"
+        return error.strerror or str(error)
     if isinstance(error, json.JSONDecodeError):
-        return f"it is not ({error.msg} at line {error.lineno})"
+        return f"{error.msg} at line {error.lineno}"
     if isinstance(error, UnicodeDecodeError):
         return "it is not text"
     return str(error) or "it is damaged"

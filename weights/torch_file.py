@@ -99,15 +99,15 @@ def read(path: Path) -> State:
                     raise PickleError("its tensors are the same numbers too often")
                 state.add(key, tensor.dtype, array)
     except OSError as error:
-        raise ModelError(f"{path}: expected a checkpoint but {reason(error)}") from None
+        raise ModelError(f"{path}: the checkpoint cannot be read ({reason(error)})") from None
     except PickleError as error:
         raise ModelError(
-            f"{path}: expected a state dict (names to tensors) but {error}; {_SAVE}"
+            f"{path}: this cannot be read as a state dict (names to tensors): {error}; {_SAVE}"
         ) from None
     except Exception:  # a file is damaged in as many ways as it can be written
         raise ModelError(
-            f"{path}: expected a state dict (names to tensors) but it is damaged or cut off;"
-            " download it again"
+            f"{path}: this cannot be read as a state dict (names to tensors): it is damaged or cut"
+            " off; download it again"
         ) from None
     return state
 

@@ -149,7 +149,7 @@ struct BmmAdd:
         Raises:
             If a launch fails.
         """
-        comptime assert Epilogue(epilogue).adds, "bmm: an epilogue that adds is expected here"
+        comptime assert Epilogue(epilogue).adds, "bmm: the epilogue must be one that adds"
         _bmm[target, epilogue, layout, tf32, constant](
             y.size(),
             a.shape()[a.rank - 2],

@@ -112,7 +112,7 @@ struct Conv2dAdd:
         Raises:
             If a launch fails.
         """
-        comptime assert Epilogue(epilogue).adds, "conv2d: an epilogue that adds is expected here"
+        comptime assert Epilogue(epilogue).adds, "conv2d: the epilogue must be one that adds"
         _conv2d[target, epilogue, tf32](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](

@@ -268,7 +268,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         comptime if Self.config.c == Self.config.f:
             return self.data + index * W1
         else:
-            comptime assert Self.config.w_stages % 2 == 0, "chain: weights are expected in pairs"
+            comptime assert Self.config.w_stages % 2 == 0, "chain: w_stages must be even"
             return self.data + index // 2 * UInt32(Self.PAIR) + index % 2 * W1
 
     @always_inline

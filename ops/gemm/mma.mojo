@@ -307,7 +307,7 @@ def _wait[left: Int]():
             "cp.async.wait_group 1;", NoneType, constraints="~{memory}", has_side_effect=True
         ]()
     else:
-        comptime assert left == 2, "mma: 2 to 4 stages are expected"
+        comptime assert left == 2, "mma: the number of stages must be 2 to 4"
         inlined_assembly[
             "cp.async.wait_group 2;", NoneType, constraints="~{memory}", has_side_effect=True
         ]()
@@ -423,20 +423,20 @@ struct _Filler[dtype: DType, k_major: Bool, config: Config, wide: Bool]:
     def __init__(out self, o: Operands[Self.dtype], p: Problem, m0: Int32, f0: Int32):
         comptime assert (
             Self.X_STEP * Self.X_COUNT == Self.config.rows and Self.X_STEP % 8 == 0
-        ), "mma: threads are expected to copy the same chunk of whole rows of x"
+        ), "mma: threads must copy the same chunk of whole rows of x"
         comptime assert Self.W_STEP * Self.W_COUNT == (
             Self.config.columns if Self.k_major else Self.DEPTH
-        ), "mma: threads are expected to copy whole rows of w"
+        ), "mma: threads must copy whole rows of w"
         comptime assert (
             Self.CHUNKS == 4 or Self.CHUNKS == 8
-        ), "mma: a stage of 4 or 8 chunks of K is expected"
+        ), "mma: a stage must have 4 or 8 chunks of K"
         comptime assert (
             Self.config.shared() <= (99 if IS_NVIDIA else 64) * 1024
         ), "mma: sm_89 gives a block 99 KB of shared memory, gfx942 64 KB"
         comptime assert (
             Self.config.warps_m * Self.config.warps_n * 64 * Self.config.pitch()
             <= Self.config.shared()
-        ), "mma: the epilogue's sums are expected to fit into the stages"
+        ), "mma: the epilogue's sums must fit into the stages"
         var t = Int32(thread_idx.x)
         self.k = 0
         self.tap = _Tap(t % Int32(Self.CHUNKS) * Int32(Self.WIDTH), p)
@@ -614,10 +614,10 @@ struct _Warp[dtype: DType, k_major: Bool, config: Config]:
             Self.ROWS * 16 * Self.config.warps_m == Self.config.rows
             and Self.COLUMNS * TILE_COLUMNS * Self.config.warps_n == Self.config.columns
             and Self.COLUMNS % 2 == 0
-        ), "mma: a warp is expected to have whole fragments, and pairs of them along F"
+        ), "mma: a warp must have whole fragments, and pairs of them along F"
         comptime assert Self.ROWS % 2 == 0 and (
             not IS_NVIDIA or Self.STEPS % 2 == 0
-        ), "mma: a stage is expected to end with the second of two fragments"
+        ), "mma: a stage must end with the second of two fragments"
         self.lane = Int32(thread_idx.x) % Int32(WARP)
         var warp = Int32(thread_idx.x) // Int32(WARP)
         self.row = warp % Int32(Self.config.warps_m) * Int32(Self.ROWS * 16)

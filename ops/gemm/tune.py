@@ -126,17 +126,21 @@ def run(options: argparse.Namespace) -> int:
         try:
             text = options.sweep.read_text()
         except (OSError, UnicodeDecodeError) as problem:
-            raise ArgumentError(f"from expects a sweep but {options.sweep}: {problem}") from None
+            raise ArgumentError(
+                f"--from {options.sweep}: the sweep cannot be read ({problem})"
+            ) from None
     else:
-        here = accelerator_architecture_name() if accelerator_count() else "no GPU"
+        here = accelerator_architecture_name() if accelerator_count() else "none"
         if here != "sm_90a":
-            raise DeviceError(f"tune expects a Hopper GPU, sm_90a, but this is {here}")
+            raise DeviceError(f"tune needs a Hopper GPU, sm_90a, but this machine has {here}")
         text = measure.run(MODULE, lines)
         if options.raw:
             options.raw.write_text(text)
     times = read(text)
     if not times:
-        raise ArgumentError(f"from expects lines 'row ...' of a sweep but {options.sweep} has none")
+        raise ArgumentError(
+            f"{options.sweep or 'what was measured'} has no lines 'row ...'; give a sweep"
+        )
     table = condense(times)
     before = TABLE.read_text()
     after = with_rows(before, times, table, options.on or origin(text))
@@ -174,9 +178,13 @@ def read(text: str) -> Times:
             tile = Tile(int(words[8]), int(words[9]))
             took, error = float(words[10]), float(words[11])
         except (ValueError, IndexError):
-            raise ArgumentError(f"a sweep expects twelve words a row but has {line!r}") from None
+            raise ArgumentError(
+                f"a row of a sweep must have twelve words but this is {line!r}"
+            ) from None
         if not error < 0.004:  # half an ulp of bfloat16
-            raise ArgumentError(f"a sweep expects errors below 0.004 but has {line!r}")
+            raise ArgumentError(
+                f"a row of a sweep must have an error below 0.004 but this is {line!r}"
+            )
         found = times[product(layer)]
         found[tile] = min(took, found.get(tile, math.inf))
     return times
@@ -237,7 +245,8 @@ def origin(text: str) -> str:
     first = text.partition("\n")[0]
     if not first.startswith("# "):
         raise ArgumentError(
-            'from expects a sweep that begins with a line "# GPU", or --on "DATE, GPU"'
+            'the sweep does not begin with a line "# GPU"; say where it is from with'
+            ' --on "DATE, GPU"'
         )
     return f"{time.strftime('%Y-%m-%d')}, {first[2:].strip()}"
 

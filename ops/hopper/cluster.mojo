@@ -113,7 +113,7 @@ struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
             at: The thread's place.
             sums: Of the thread.
         """
-        comptime assert Self.UNIT == 2 or Self.UNIT == 4, "cluster: 32 or 64 columns are expected"
+        comptime assert Self.UNIT == 2 or Self.UNIT == 4, "cluster: columns must be 32 or 64"
         var units = self.units()
         var mine = self._mine(at) + UInt32(self.rank * units) * Self.PITCH
         comptime for j in range(PEERS):

@@ -131,7 +131,7 @@ def mma_registers[
     Returns:
         The sums, once the group has been waited for.
     """
-    comptime assert count == 32, "mma_registers: 64 columns are expected"
+    comptime assert count == 32, "mma_registers: B must have 64 columns"
     comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
     # fmt: off
     var r = inlined_assembly[
@@ -197,7 +197,7 @@ def mma_sparse[
     Returns:
         The sums, once the group has been waited for.
     """
-    comptime assert not a.swizzled, "mma_sparse: A is expected in core matrices"
+    comptime assert not a.swizzled, "mma_sparse: A must lie in core matrices"
     var total = sums
     comptime for k in range(2):
         total = _mma_sparse[dtype, columns, k == 1](
@@ -221,7 +221,7 @@ def _mma_sparse[
     # fmt: off
     comptime assert (
         columns == 96 or columns == 192 or columns == 208 or columns == 224
-    ), "mma_sparse: 96, 192, 208 or 224 columns are expected"
+    ), "mma_sparse: columns must be 96, 192, 208 or 224"
     comptime if columns == 96:
         var r = inlined_assembly[
             start + "96k32.f32." + kind + " {" + _numbered[48]("$") + "}, $48, $49, $50" + end,

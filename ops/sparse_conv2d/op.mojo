@@ -142,9 +142,7 @@ struct SparseConv2dAdd:
         Raises:
             If a launch fails.
         """
-        comptime assert Epilogue(
-            epilogue
-        ).adds, "sparse_conv2d: an epilogue that adds is expected here"
+        comptime assert Epilogue(epilogue).adds, "sparse_conv2d: the epilogue must be one that adds"
         _sparse_conv2d[target, epilogue](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](

@@ -155,7 +155,7 @@ struct SparseConv2dPackedAdd:
         """
         comptime assert Epilogue(
             epilogue
-        ).adds, "sparse_conv2d_packed: an epilogue that adds is expected here"
+        ).adds, "sparse_conv2d_packed: the epilogue must be one that adds"
         _sparse_conv2d_packed[target, epilogue, format](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](data(x), data(x), data(bias), data(residual), data(y)),

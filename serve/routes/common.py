@@ -143,14 +143,14 @@ def invalid(errors: Sequence[Any]) -> Refusal:
 
 def not_json() -> Refusal:
     """Says that a body is no JSON."""
-    return Refusal(400, "invalid_json", "the body was expected to be JSON")
+    return Refusal(400, "invalid_json", "the body is not valid JSON; /docs has an example")
 
 
 def unexpected(wanted: str, came: str) -> Refusal:
-    """Says that another content type was expected."""
-    what = "another" if came else "none"
+    """Says which content type is taken in place of the one that came, if one did."""
+    what = f"the Content-Type is {came[:60]!r}" if came else "there is no Content-Type"
     return Refusal(
         415,
         "content_type_not_supported",
-        f"a Content-Type of {wanted} was expected but {what} came",
+        f"{what}; set the header Content-Type to {wanted}",
     )

@@ -218,11 +218,11 @@ async def infer(model: str, request: Request, version: str = VERSION) -> Respons
     sent = await read_body(request, service)
     asked, images = await service.in_thread(_read, service, request.headers.get(LENGTH), sent)
     if len(asked.outputs) > MOST_OUTPUTS:
-        raise _wrong(f"outputs: at most {MOST_OUTPUTS} were expected")
+        raise _wrong(f"outputs: {len(asked.outputs)} are too many; ask for at most {MOST_OUTPUTS}")
     for each in asked.outputs:
         if each.name not in OUTPUTS:
             raise _wrong(
-                f"outputs: logits or probabilities was expected but {each.name[:40]!r} came"
+                f"outputs: there is no {each.name[:40]!r}; ask for logits or probabilities"
             )
     made = await unless_gone(request, service.infer(images))
     return _answer(service.card, asked, made.logits)
@@ -432,8 +432,8 @@ def _read(service: Service, length: str | None, body: bytes) -> tuple[InferReque
     if length is not None:
         if not (length.isascii() and length.isdecimal()) or int(length[:18]) > len(body):
             raise _wrong(
-                f"the header Inference-Header-Content-Length expects at most {len(body)}, the bytes"
-                " of the body"
+                "the header Inference-Header-Content-Length must be a number of at most"
+                f" {len(body)}, the bytes of the body"
             )
         head, rest = body[: int(length)], body[int(length) :]
     try:
@@ -443,31 +443,35 @@ def _read(service: Service, length: str | None, body: bytes) -> tuple[InferReque
     except (ValueError, RecursionError):
         raise not_json() from None
     if len(asked.inputs) != 1:
-        raise _wrong(f"inputs: one was expected, image or pixels, but {len(asked.inputs)} came")
+        raise _wrong(f"inputs: there are {len(asked.inputs)}; send one, image or pixels")
     tensor = asked.inputs[0]
     size = tensor.parameters.binary_data_size
     if size is not None:
         if size != len(rest):
             raise _wrong(
-                f"{tensor.name}: binary_data_size expects {len(rest)}, the bytes behind the JSON"
+                f"{tensor.name}: binary_data_size must be {len(rest)}, the bytes behind the JSON,"
+                f" but is {size}"
             )
     elif rest:
-        raise _wrong(f"{tensor.name}: binary_data_size was expected, as bytes follow the JSON")
+        raise _wrong(
+            f"{tensor.name}: bytes follow the JSON but binary_data_size is missing; set it to"
+            f" {len(rest)}"
+        )
     data = rest if size is not None else None
     if tensor.name == "image" and tensor.datatype == "BYTES":
         return asked, _files(tensor, data)
     if tensor.name == "pixels" and tensor.datatype in _TYPES:
         return asked, _pixels(tensor, data, service)
     raise _wrong(
-        "inputs: image as BYTES, or pixels as UINT8 or FP32, was expected but"
-        f" {tensor.name[:40]!r} as {tensor.datatype[:40]!r} came"
+        f"inputs: there is no {tensor.name[:40]!r} of the datatype {tensor.datatype[:40]!r}; send"
+        " image as BYTES, or pixels as UINT8 or FP32"
     )
 
 
 def _files(tensor: InputTensor, data: bytes | None) -> list[Image]:
     count = tensor.shape[0] if tensor.shape else 0
     if tensor.shape not in ([count], [count, 1]):
-        raise _wrong(f"image: shape expects [N] but is {_short(tensor.shape)}")
+        raise _wrong(f"image: shape must be [N] but is {_short(tensor.shape)}")
     files: list[Image]
     if data is not None:
         files = list(_split(data))
@@ -475,7 +479,7 @@ def _files(tensor: InputTensor, data: bytes | None) -> list[Image]:
         texts = _decoded(tensor, list[str | tuple[str]], "a list of texts")
         files = [each if isinstance(each, str) else each[0] for each in texts]
     if len(files) != count:
-        raise _wrong(f"image: data expects {count} files, as its shape says, but has {len(files)}")
+        raise _wrong(f"image: shape says {count} files but data has {len(files)}")
     return files
 
 
@@ -487,7 +491,9 @@ def _split(data: bytes) -> list[bytes]:
         if end <= len(data):
             end += struct.unpack_from("<I", data, at)[0]
         if end > len(data):
-            raise _wrong("image: the length of each file was expected before it, as 4 bytes")
+            raise _wrong(
+                "image: the data is cut off; send the length of each file before it, as 4 bytes"
+            )
         files.append(data[at + 4 : end])
         at = end
     return files
@@ -498,7 +504,7 @@ def _pixels(tensor: InputTensor, data: bytes | None, service: Service) -> list[I
     limit = service.options.max_images_per_request
     if len(tensor.shape) != 4 or tuple(tensor.shape[1:]) != picture or tensor.shape[0] < 1:
         wanted = ", ".join(map(str, picture))
-        raise _wrong(f"pixels: shape expects [N, {wanted}] but is {_short(tensor.shape)}")
+        raise _wrong(f"pixels: shape must be [N, {wanted}] but is {_short(tensor.shape)}")
     if tensor.shape[0] > limit:
         raise too_many_images(tensor.shape[0], limit)
     count = math.prod(tensor.shape)
@@ -506,7 +512,8 @@ def _pixels(tensor: InputTensor, data: bytes | None, service: Service) -> list[I
     if data is not None:
         if len(data) != count * kind.itemsize:
             raise _wrong(
-                f"pixels: {count * kind.itemsize} bytes were expected but {len(data)} came"
+                f"pixels: {len(data)} bytes came but {_short(tensor.shape)} of {tensor.datatype}"
+                f" needs {count * kind.itemsize}"
             )
         values = np.frombuffer(data, kind)
     else:
@@ -516,8 +523,8 @@ def _pixels(tensor: InputTensor, data: bytes | None, service: Service) -> list[I
             whole = values.astype(np.uint8)
         if not np.array_equal(whole, values):
             raise _wrong(
-                "pixels: whole levels from 0 to 255 were expected but others came; the model"
-                " normalises them itself"
+                "pixels: some values are not whole levels from 0 to 255; send them as they are"
+                " decoded, because the model normalises them itself"
             )
         values = whole
     return list(values.reshape(tensor.shape))
@@ -526,7 +533,7 @@ def _pixels(tensor: InputTensor, data: bytes | None, service: Service) -> list[I
 def _numbers(tensor: InputTensor, count: int) -> np.ndarray:
     """Reads numbers, flat or nested, once their count is known to be right."""
     text = bytes(tensor.data)
-    wrong = _wrong(f"pixels: data expects {count} numbers, as its shape says")
+    wrong = _wrong(f"pixels: data must have {count} numbers, as its shape says")
     if text.count(b",") != count - 1:
         raise wrong
     try:
@@ -536,7 +543,7 @@ def _numbers(tensor: InputTensor, count: int) -> np.ndarray:
     if values.size != count or values.dtype.kind not in "iuf":
         raise wrong
     if tensor.datatype == "UINT8" and values.dtype.kind == "f":
-        raise _wrong("pixels: whole numbers were expected, as the datatype is UINT8")
+        raise _wrong("pixels: the datatype is UINT8 but data has floats; send whole numbers")
     return values
 
 
@@ -544,7 +551,7 @@ def _decoded(tensor: InputTensor, kind: Any, called: str) -> Any:
     try:
         return msgspec.json.decode(bytes(tensor.data), type=kind)
     except (ValueError, RecursionError):
-        raise _wrong(f"{tensor.name}: data was expected as {called}") from None
+        raise _wrong(f"{tensor.name}: data must be {called}") from None
 
 
 def _short(shape: list[int]) -> str:

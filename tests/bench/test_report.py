@@ -83,6 +83,17 @@ def test_a_file_is_shown_whole(file: Path, capsys: pytest.CaptureFixture[str]) -
     assert "| conv2d |   True |    0.001235 |" in said
 
 
+def test_what_maxvision_time_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("min", "mean", "p50", "p90", "p95", "p99", "max")
+    times = {"runs": 9, **{f"{name}_ms": 1.25 for name in names}}
+    record = {"batch": 2, "compute": times, "request": times, "host_mb": 300, "device_mb": None}
+    path = tmp_path / "time.json"
+    path.write_text(json.dumps({"environment": FACTS, "records": [record]}))
+    assert main(["report", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "Times in ms" in said and "1.250" in said and "{" not in said
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_the_committed_results_can_be_shown(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(path)]) == 0
@@ -148,7 +159,7 @@ def test_a_broken_file_is_named(
         file.write_text(content)
     assert main(["report", str(file)]) == 2
     said = capsys.readouterr().err
-    assert re.search(r"^error: .*new\.json is not a file that bench --json wrote", said)
+    assert re.search(r"^error: .*new\.json is not a file that maxvision bench", said)
 
 
 def test_plots_need_a_folder(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

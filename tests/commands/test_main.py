@@ -100,6 +100,37 @@ def test_a_typo_gets_a_suggestion(
     assert main([word, "x"]) == 0  # a folder of images
 
 
+@pytest.mark.parametrize(
+    ("words", "owner", "option"),
+    [
+        (["--topk", "3", "x.jpg"], "classify", "--top-k"),
+        (["x.jpg", "--topk=3"], "classify", "--top-k"),
+        (["classify", "--topk", "3", "x.jpg"], "classify", "--top-k"),
+        (["serve", "--prot", "1"], "serve", "--port"),
+    ],
+)
+def test_a_mistyped_option_points_to_the_help_that_lists_it(
+    words: list[str], owner: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: there is no option ")
+    assert first.endswith(f"; did you mean {option}?")
+    assert second == f"maxvision {owner} --help lists what it takes"
+    with pytest.raises(SystemExit):
+        main([owner, "--help"])
+    assert f"  {option} " in capsys.readouterr().out
+
+
+def test_a_script_points_to_its_own_help() -> None:
+    argv = [sys.executable, "run_graph.py", "--topk", "3", "x.jpg"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.endswith("\nrun_graph.py --help lists what it takes\n")
+
+
 def test_a_command_that_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +143,14 @@ def test_a_command_that_cannot_be_imported(
     assert said.startswith("error: maxvision serve needs the package a, which this Python does not")
     assert main(["serve", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_batch_of_what_is_not_there_ends_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["batch", str(tmp_path / "gone"), "-o", str(tmp_path / "out")]) == 2
+    assert f"{tmp_path}/gone: there is no such file or folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("module", ["maxvision", "serve", "bench"])

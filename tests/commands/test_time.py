@@ -160,8 +160,8 @@ def test_the_kernels_that_take_longest(
     ("argv", "said"),
     [
         (["--kernels", "3", "--device", "cpu"], "--kernels needs a GPU: MAX records no time"),
-        (["--json", "none/such.json"], "none/such.json: the folder none does not exist"),
-        (["no-such-model", "--device", "cpu"], "no-such-model: expected a bundled model"),
+        (["--json", "none/such.json"], "none/such.json: its folder does not exist; choose another"),
+        (["no-such-model", "--device", "cpu"], "no-such-model: there is no bundled model"),
         (["--batch-size", "0"], "--batch-size takes whole numbers of at least 1"),
         (["--duration", "1", "--iterations", "2"], "not allowed with argument"),
         (["--iter", "2"], "there is no option --iter; did you mean --iterations?"),

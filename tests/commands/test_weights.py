@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForImageClassification, BitImageProcessorPil
 
 from maxvision.commands import models as commands
-from maxvision.commands.weights import main
+from maxvision.commands.weights import _settings, main
 from maxvision.graphs.cvt import CVTS
 from maxvision.graphs.layers import macs
 from maxvision.graphs.resnet import RESNETS, ResNetSpec
@@ -102,7 +102,7 @@ def test_inspect_shows_a_broken_model_and_says_why(tmp_path, capsys):
     assert main(["inspect", str(folder)]) == 2
     captured = capsys.readouterr()
     assert "classifier.1.weight" in captured.out
-    assert "error: net: expected the tensors of this architecture" in captured.err
+    assert "error: net: the tensors are not those of this architecture" in captured.err
 
 
 class Echo:
@@ -137,6 +137,17 @@ def test_verify(change, code, tmp_path, monkeypatch, capsys):
         "stage 1", "stage 2", "stage 3", "logits",
     ]  # fmt: skip
     assert ("beyond" in out) == (code == 1)
+
+
+def test_settings_of_a_network_read_as_text() -> None:
+    resnet = _settings(ResNetSpec(depths=(3, 4), widths=(8, 16), stride_on_1x1=True))
+    assert resnet.startswith("block bottleneck, depths 3 4, widths 8 16, stem width 64")
+    assert ", stride on 1x1, no downsample first stage, " in resnet
+    first, *stages = _settings(CVTS["cvt-13"]).splitlines()
+    assert first == "channels 3, classes 1000, eps 1e-05"
+    assert len(stages) == 3 and stages[0].startswith(
+        "  stages 0: patch 7, stride 4, padding 2, width"
+    )
 
 
 def test_wrong_arguments_exit_with_2(capsys):

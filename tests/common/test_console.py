@@ -100,7 +100,10 @@ def test_a_missing_package_is_one_sentence_with_the_way_to_it(
     )
 
 
-@pytest.mark.parametrize("argv", [["run_graph.py", "x.jpg"], ["-m", "maxvision", "inspect", "x"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["run_graph.py", "x.jpg"], ["-m", "maxvision", "inspect", "x"], ["-m", "serve"]],
+)
 def test_outside_of_the_environment_there_is_no_traceback(argv: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-S", *argv],  # no site-packages
@@ -113,13 +116,60 @@ def test_outside_of_the_environment_there_is_no_traceback(argv: list[str]) -> No
     assert "which this Python does not have; " in done.stderr
 
 
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="NO /dev/full to write to")
+
+
+@FULL
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("--version >/dev/full", 2, "error: standard output: the disk is full\n"),
+        ("nothere.jpg --json >/dev/full", 2, "error: standard output: the disk is full\n"),
+        ("serve --help >/dev/full", 2, "error: standard output: the disk is full\n"),
+        ("nothere.jpg --json >&-", 2, "error: standard output: it is closed\n"),
+        ("--version 2>/dev/full", 0, ""),
+        ("--version 2>&-", 0, ""),
+        ("nothere.jpg 2>/dev/full", 1, ""),
+        ("nothere.jpg 2>&-", 1, ""),
+        ("nothere.jpg >&-", 1, "error: nothere.jpg: "),
+        ("--version | true", 0, ""),
+    ],
+)
+def test_streams_that_take_nothing(command: str, code: int, said: str) -> None:
+    argv = ["bash", "-c", f"{sys.executable} -m maxvision {command}"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (code, bool(said)), done.stderr
+    assert done.stderr.startswith(said)
+
+
 def test_where_no_terminal_is_what_takes_long_is_said_in_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with working("loading m") as say:
         assert capsys.readouterr().err == ""
-        say("compiling m, about half a minute")
-        assert capsys.readouterr().err == "compiling m, about half a minute\n"
+        say("compiling m; it may take a minute")
+        assert capsys.readouterr().err == "compiling m; it may take a minute\n"
+
+
+def test_ctrl_c_is_answered_while_the_compiler_runs() -> None:
+    code = """if True:
+        import hashlib, os, signal, threading
+        from argparse import Namespace
+        from maxvision.common import console
+        console.PROMPT = 0.05
+        def work():
+            with console.working("loading m") as say:
+                say("compiling m")
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # native code, as compiling is
+        raise SystemExit(console.exit_code(work, Namespace(), "maxvision thing"))
+        """
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()) == (
+        130,
+        ["compiling m", "stopping when the compiler returns, which may take a minute"],
+    )
 
 
 def test_only_a_terminal_gets_colour(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +188,7 @@ def test_only_a_terminal_gets_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == "error: a\n"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="NO /dev/full to write to")
+@FULL
 def test_a_full_disk_takes_what_it_can() -> None:
     with open("/dev/full", "w") as full:
         stream = Unbuffered.of(full)
@@ -148,3 +198,9 @@ def test_a_full_disk_takes_what_it_can() -> None:
         with suppress(OSError):
             full.close()
     assert Unbuffered.of(None) is None
+
+
+def test_the_log_has_the_encoding_of_the_terminal(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w", encoding="ascii") as file:
+        print("ü", file=Unbuffered.of(file))
+    assert (tmp_path / "log").read_bytes() == b"\\xfc\n"

@@ -75,12 +75,12 @@ def test_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
         (["sm_90"], None, 0),
         (["sm_80", "sm_90a"], None, 1),
         (["sm_90a", "sm_90a"], 1, 1),
-        ([], None, "machine's GPU is none; .*--target cpu"),
-        (["sm_80"], None, "machine's GPU is sm_80; .*--target sm_80"),
+        ([], None, "this machine has no GPU; .*--target cpu"),
+        (["sm_80"], None, "the GPU of this machine is sm_80; .*--target sm_80"),
         (["sm_90a", "sm_80"], 1, "gpu:1 is sm_80; .*--target sm_80"),
-        (["sm_100"], None, "GPU is sm_100; .*--target sm_100a"),
-        (["sm_75"], None, "GPU is sm_75; .*--target cpu"),
-        (["sm_90a"], 3, "gpu:3 is none"),
+        (["sm_100"], None, "machine is sm_100; .*--target sm_100a"),
+        (["sm_75"], None, "machine is sm_75; .*--target cpu"),
+        (["sm_90a"], 3, "there is no gpu:3; "),
     ],
 )
 def test_gpus(

@@ -219,7 +219,7 @@ def test_errors_name_the_shapes() -> None:
             nodes.conv2d(x, v, epilogue="add")
         with pytest.raises(ArgumentError, match="epilogue 'relu' expects no residual"):
             nodes.conv2d(x, v, epilogue="relu", residual=residual)
-        with pytest.raises(ArgumentError, match=r"expects one of none, relu.* but is 'swish'"):
+        with pytest.raises(ArgumentError, match=r"must be one of none, relu.* but is 'swish'"):
             nodes.conv2d(x, v, epilogue="swish")
         with pytest.raises(ArgumentError, match="at least 17 px but has 8"):
             nodes.conv2d(x, v, dilation=8)

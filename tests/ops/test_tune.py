@@ -76,12 +76,12 @@ def test_a_table_that_predicts_badly_is_not_written(table: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "from expects a sweep but .*: "),
-        ("nothing", "from expects lines 'row ...' of a sweep but"),
-        (sweep().partition("\n")[2], "from expects a sweep that begins with a line"),
-        ("# x\nrow 1 56 64 64 1 1 relu 0 1 3.84 0.5", "expects errors below 0.004 but has 'row"),
-        ("# x\nrow 1 56 64 64 1 1 relu 0 1 3.84 nan", "expects errors below 0.004 but has 'row"),
-        ("# x\nrow 1 56", "expects twelve words a row but has 'row 1 56'"),
+        (None, r"--from .*sweep.txt: the sweep cannot be read \("),
+        ("nothing", "sweep.txt has no lines 'row ...'; give a sweep"),
+        (sweep().partition("\n")[2], "the sweep does not begin with a line .*; say .* with --on"),
+        ("# x\nrow 1 56 64 64 1 1 relu 0 1 3.84 0.5", "an error below 0.004 but this is 'row"),
+        ("# x\nrow 1 56 64 64 1 1 relu 0 1 3.84 nan", "an error below 0.004 but this is 'row"),
+        ("# x\nrow 1 56", "must have twelve words but this is 'row 1 56'"),
     ],
 )
 def test_mistakes_get_one_sentence(
@@ -100,7 +100,7 @@ def test_another_gpu_is_named(
 ) -> None:
     monkeypatch.setattr(tune, "accelerator_count", lambda: 0)
     assert tune.main([]) == 2
-    assert "tune expects a Hopper GPU, sm_90a, but this is no GPU" in capsys.readouterr().err
+    assert "tune needs a Hopper GPU, sm_90a, but this machine has none" in capsys.readouterr().err
 
 
 def test_a_program_is_built_and_gets_its_lines(tmp_path: Path) -> None:

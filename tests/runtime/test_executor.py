@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,6 +82,10 @@ def test_it_compiles_once(several: Executor, monkeypatch: pytest.MonkeyPatch) ->
         (lambda a, b, c: (a[:, :7], b, c), r"a is float32\[2, 7\] but has to be float32\[batch, 8"),
         (lambda a, b, c: (a, b[0], c), r"b is float32\[8\] but has to be float32\[batch, 8\]"),
         (lambda a, b, c: (a, b[:1], c), r"b is float32\[1, 8\] but has to be"),
+        (
+            lambda a, b, c: (None, b, c),
+            r"a has to be a numpy array of float32\[batch, 8\], not None",
+        ),
         (lambda a, b, c: (a, b, c * 1.0), r"c is float64\[2, 4\] but has to be int32\[batch, 4\]"),
     ],
 )
@@ -89,6 +94,29 @@ def test_inputs_that_do_not_fit(
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
         several(*change(*arrays(2)))
+
+
+def test_weights_that_do_not_fit_are_named_together() -> None:
+    wrong: dict[str, Any] = {"head.weight": np.zeros((8, 5), np.float32), "head.bias": [0.0] * 5}
+    said = (
+        r"several: head.weight is float32\[8, 5\] but has to be float32\[5, 8\];"
+        " head.bias has to be a numpy array, not list"
+    )
+    with pytest.raises(ArgumentError, match=said):
+        Executor.compile(program(), wrong, CPU())
+    with pytest.raises(ArgumentError, match=r"several: head.bias float32\[5\] is missing"):
+        Executor.compile(program(), {"head.weight": TENSORS["head.weight"]}, CPU())
+
+
+def test_a_compilation_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(executor.cache, "compiled", lambda graph, target, compile: compile())
+    monkeypatch.setattr(executor.cache, "library", lambda gpu: 1 / 0)  # what begins one
+    caplog.set_level("INFO", "maxvision")
+    with pytest.raises(ZeroDivisionError):
+        Executor.compile(program(), TENSORS, CPU())
+    assert "compiling several for cpu" in caplog.text
 
 
 def test_filters_have_the_dtype_of_activations() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,12 @@ def test_places_that_cannot_be_written(path: Path) -> None:
         results.check(str(path), False)
     with pytest.raises(ArgumentError, match=r"cannot be opened|holds something else"):
         write_unchecked(path)
+    pipe, link = path.with_name("pipe"), path.with_name(f"link{path.suffix}")
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for resume in (False, True):
+        with pytest.raises(ArgumentError, match="this is not a regular file; choose another"):
+            results.check(str(link), resume)
 
 
 def write_unchecked(path: Path) -> None:
@@ -152,7 +159,5 @@ def write_unchecked(path: Path) -> None:
 
 def test_parquet_without_pyarrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        ArgumentError, match=r"need the package pyarrow.*pip install pyarrow, or choos"
-    ):
+    with pytest.raises(ArgumentError, match=r"need the package pyarrow.*run .*parquet.*, or choos"):
         results.check(str(tmp_path / "a.parquet"), False)

@@ -9,7 +9,7 @@ from typing import Any
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 MISSING = (
-    "Chromium with chromedriver and selenium were expected;"
+    "Chromium with chromedriver and selenium are needed;"
     " run apt install chromium chromium-driver and pip install selenium"
 )
 

@@ -219,7 +219,7 @@ def test_a_start_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             await until(lambda: made.ready)
             assert (await made.decode(RED)).any()
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(ModelError, match="it ended with 1"):
+        with pytest.raises(ModelError, match="ended with 1 as it started"):
             await Decoders(PREPROCESS, PIXELS, 2).keep()
 
     run(test())

@@ -1,6 +1,6 @@
 """A Ray cluster on this machine: two replicas of one core behind a port, and batches of images.
 
-pip install -e '.[ray,test]' && python -m pytest tests/serve/test_ray.py
+script/bootstrap ray test && python -m pytest tests/serve/test_ray.py
 
 Ray is not in the extra ``test``: it is 575 MB, and these tests take minutes.
 """
@@ -33,7 +33,7 @@ from pyarrow import parquet  # noqa: E402
 
 from maxvision.bench.rayed import Cluster  # noqa: E402
 from maxvision.commands import batch  # noqa: E402
-from maxvision.common.errors import ArgumentError  # noqa: E402
+from maxvision.common.errors import ArgumentError, ModelError  # noqa: E402
 from maxvision.serve.app import PAGES, ROUTERS  # noqa: E402
 from maxvision.serve.ray_app import app, decoding, read  # noqa: E402
 from tests.serve.conftest import EXAMPLES  # noqa: E402
@@ -241,16 +241,23 @@ def test_cores_decode(given: dict[str, Any], cores: int, count: int) -> None:
     [
         ({"model": "x", "port": 1}, "port: address and port are Ray's"),
         ({"model": "x", "front_processes": 2}, "front_processes: connections are Ray's"),
-        ({"model": "x", "replicas": 0}, "replicas expects a whole number of at least 1"),
+        ({"model": "x", "replicas": 0}, "replicas must be a whole number of at least 1"),
         ({"model": "x", "replicas": 3, "max_replicas": "2"}, "at least replicas (3)"),
         ({"model": "x", "max_batch_size": "many"}, "a whole number from 1 to 4096"),
-        ({"model": "x", "maximum": 2}, "there is no option --maximum"),
-        ({"model": "x", "device": "gpu:1"}, "Ray says which GPU"),
+        ({"model": "x", "maximum": 2}, "there is no argument maximum"),
+        ({"replcas": 2}, "there is no argument replcas; did you mean replicas?"),
+        ({"max-batch-sise": 2}, "did you mean max_batch_size?"),
+        ({"model": "x", "device": "gpu:1"}, "device gpu:1: Ray chooses the GPU"),
     ],
 )
 def test_mistakes_are_told(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(says)):
         app(given)
+
+
+def test_a_model_that_is_not_there_is_told_once() -> None:
+    with pytest.raises(ModelError, match=r"^nope: "):
+        app({"model": "nope"})
 
 
 def test_arguments_become_options() -> None:
@@ -317,11 +324,14 @@ def test_mistakes_of_a_batch_are_told(tmp_path: Path, capsys: pytest.CaptureFixt
     parquet.write_table(pa.table({"picture": [b""]}), tmp_path / "a.parquet")
     out, shard = str(tmp_path / "out"), str(tmp_path / "a.parquet")
     for argv, says in [
-        (["x", "-o", out, "--model", "nope"], "nope: expected a bundled model"),
+        (["x", "-o", out, "--model", "nope"], "nope: there is no bundled model"),
         (["x", "-o", out, "--dtype", "float16", "--device", "cpu"], "runs on a GPU only"),
-        (["x", "-o", out, "--device", "gpu:1"], "Ray says which GPU"),
-        (["x", "-o", str(tmp_path / "full")], "it holds something else"),
-        ([shard, "-o", out], "a column image was expected but there are picture"),
+        (["x", "-o", out, "--device", "gpu:1"], "--device gpu:1: Ray chooses the GPU"),
+        (
+            ["x", "-o", str(tmp_path / "full")],
+            "the folder holds files that this command did not write",
+        ),
+        ([shard, "-o", out], "there is no column image; choose one of picture with --column"),
         ([shard, "-o", out, "--top-k", "2"], "begun with top_k 5 but top_k is 2"),
     ]:
         assert batch.main(argv) == 2

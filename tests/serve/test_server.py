@@ -206,7 +206,7 @@ def bomb() -> bytes:
     ("data", "status", "code", "says"),
     [
         (b"", 400, "invalid_image", "empty"),
-        (b"hello", 400, "invalid_image", "it holds text"),
+        (b"hello", 400, "invalid_image", "this is text"),
         (b"%PDF-1.7", 400, "invalid_image", "a PDF"),
         (b"\x89PNG\r\n\x1a\n" + bytes(40), 400, "invalid_image", "damaged"),
         (CAT[: len(CAT) // 2], 400, "invalid_image", "cut off or damaged"),
@@ -240,7 +240,12 @@ def test_bytes_that_are_no_picture(
         ('{"images": ["aGk="], "function_to_apply": "x"}', 400, "invalid_request", "softmax"),
         ('{"images": ["aGk="], "topk": 1}', 400, "invalid_request", "topk"),
         ('{"images": ["aGk="], "model": "x"}', 404, "model_not_found", "resnet-cifar10"),
-        (json.dumps({"images": ["aGk="] * (IMAGES + 1)}), 413, "too_many_images", "8 images"),
+        (
+            json.dumps({"images": ["aGk="] * (IMAGES + 1)}),
+            413,
+            "too_many_images",
+            "9 images but may have at most 8;",
+        ),
     ],
 )
 def test_json_that_is_not_right(
@@ -265,9 +270,9 @@ def test_forms_that_are_not_right(server: Server) -> None:
 def test_headers_that_are_not_right(server: Server) -> None:
     post = server.client.post
     wrong = post("/v1/classify", content=CAT, headers={"Content-Type": "text/plain"})
-    refused(wrong, 415, "content_type_not_supported")
+    refused(wrong, 415, "content_type_not_supported", "the Content-Type is 'text/plain'; set")
     packed = post("/v1/classify", content=CAT, headers={**JPEG, "Content-Encoding": "gzip"})
-    refused(packed, 415, "encoding_not_supported")
+    refused(packed, 415, "encoding_not_supported", "send it without Content-Encoding")
     refused(server.client.get("/v1/classify"), 405, "method_not_allowed")
     refused(server.client.get("/nothing"), 404, "not_found")
     chunks = (bytes(100_000) for _ in range(BODY // 100_000 + 5))

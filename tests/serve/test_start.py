@@ -109,7 +109,7 @@ def test_a_dtype_that_the_device_lacks_is_told() -> None:
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        refuses("serve", ["--model", "resnet-cifar10", f"--port={port}"], "a free port")
+        refuses("serve", ["--model", "resnet-cifar10", f"--port={port}"], "is in use; choose")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NO /dev/full to write to")
@@ -157,6 +157,22 @@ def test_a_full_disk_under_the_log_stops_nothing(fronts: int) -> None:
             process.kill()
 
 
+@pytest.mark.parametrize("fronts", ["1", "2"])
+def test_ctrl_c_while_it_starts_is_a_quiet_end(fronts: str) -> None:
+    argv = [sys.executable, "-m", "serve", "--port=0", f"--front-processes={fronts}"]
+    with subprocess.Popen(
+        argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            assert process.stderr and process.stderr.readline().startswith(b"loading resnet-cifar")
+            time.sleep(0.2)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err.decode()) == (0, b"", "")
+
+
 def refuses(module: str, argv: list[str], says: str, **environ: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, *argv],
@@ -178,6 +194,18 @@ def test_options_come_from_the_environment_too() -> None:
     assert (options.model, options.max_batch_size) == ("resnet-cifar10", 5)
     assert options.allow_media_domain == ("a.org", "b.org")
     assert options.tf32 is False
+
+
+def test_a_mistake_in_the_environment_names_the_variable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for argv in ([], ["--port", "1"]):
+        with pytest.raises(SystemExit, match="2"):
+            parse(argv, {"MAXVISION_PORT": "x"})
+        assert "error: MAXVISION_PORT takes a whole number from 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--port", "x"], {"MAXVISION_PORT": "1"})
+    assert "error: --port takes a whole number from 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("environ", [{}, {"MAXVISION_MODEL": ""}])

@@ -110,8 +110,8 @@ def test_imagenet_has_its_names():
         ({"model_type": "vit"}, "has the model_type 'vit', but the families .* cvt and resnet;"),
         ({"model_type": ...}, "has no model_type, but the families .* cvt and resnet;"),
         ({"model_type": ["resnet"]}, r"the model_type \['resnet'\], but .* cvt and resnet;"),
-        ({"hidden_act": "silu"}, "hidden_act expects 'relu' but is 'silu'"),
-        ({"depths": 3}, "config.json has a value of another kind"),
+        ({"hidden_act": "silu"}, "hidden_act must be 'relu' but is 'silu'"),
+        ({"depths": 3}, r"config\.json does not describe a resnet: it has a value of another kind"),
         ({"depths": [1, 2]}, "one entry a stage"),
         ({"depths": [1.5, 2, 1, 1]}, r"config\.json does not describe a resnet \(.*correct it"),
         ({"num_channels": "a"}, r"config\.json does not describe a resnet \(.*correct it"),
@@ -130,13 +130,13 @@ def test_configurations_that_do_not_run(folder, config, message):
 
 def test_a_backbone_without_a_classifier(tmp_path):
     models.save(models.resnet().resnet, tmp_path / "net")
-    with pytest.raises(ModelError, match=r"expected a classifier, 'classifier\.1\.weight'"):
+    with pytest.raises(ModelError, match=r"there is no classifier, 'classifier\.1\.weight'"):
         load(tmp_path / "net")
 
 
 def test_hugging_face_tensors_without_a_config(folder):
     (folder / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"expected a config\.json beside a Hugging Face ResNet"):
+    with pytest.raises(ModelError, match=r"a Hugging Face ResNet .*needs a config\.json beside it"):
         load(folder)
 
 
@@ -288,7 +288,7 @@ def test_a_pickle_that_is_no_state_dict(tmp_path, content, message):
 def test_damaged_files(tmp_path, content, suffix):
     (tmp_path / f"net.{suffix}").write_bytes(content)
     path = tmp_path / f"net.{suffix}"
-    with pytest.raises(ModelError, match=rf"^{re.escape(str(path))}: expected a "):
+    with pytest.raises(ModelError, match=rf"^{re.escape(str(path))}: this cannot be read as a "):
         load(path)
 
 
@@ -296,7 +296,7 @@ def test_damaged_files(tmp_path, content, suffix):
 def test_truncated_safetensors(folder, kept):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ModelError, match=r"/model\.safetensors: .*(cut off|is not)"):
+    with pytest.raises(ModelError, match=r"/model\.safetensors: .*cut off"):
         load(folder)
 
 
@@ -304,7 +304,9 @@ def test_truncated_safetensors(folder, kept):
 def test_strange_safetensors(tmp_path, header):
     path = tmp_path / "net.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(ModelError, match=r"/net\.safetensors: expected"):
+    with pytest.raises(
+        ModelError, match=r"/net\.safetensors: (this cannot be read as|a tensor has the dtype)"
+    ):
         load(path)
 
 
@@ -318,27 +320,31 @@ def test_an_index_without_its_shards(tmp_path):
 
 def test_damaged_json(folder):
     (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json: expected JSON but it is not"):
+    with pytest.raises(
+        ModelError, match=r"config\.json: this cannot be read as JSON \(.* at line 1\)"
+    ):
         load(folder)
 
 
 def test_a_folder_without_a_model(tmp_path):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ModelError, match=r"expected a checkpoint .* but it holds notes\.txt"):
+    with pytest.raises(ModelError, match=r"the folder has no checkpoint .* but holds notes\.txt"):
         load(tmp_path)
 
 
 def test_a_folder_with_several_models(tmp_path):
     for name in ("a.pth", "b.pth"):
         (tmp_path / name).touch()
-    with pytest.raises(ModelError, match=r"there are a\.pth, b\.pth"):
+    with pytest.raises(ModelError, match=r"several checkpoints, a\.pth, b\.pth"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["resnet50", "no/such/folder", "net.pth", "a/net.pth"])
 def test_an_unknown_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="there is none of that name"):
+    with pytest.raises(
+        ModelError, match=r"there is no bundled model \(.*hub id \(owner/name\) of that name; "
+    ):
         load(name)
 
 

@@ -30,7 +30,7 @@ LAZY = "Could not import module 'ResNetModel'. Are this object's requirements de
         (
             ModuleNotFoundError(LAZY),
             ModuleNotFoundError("No module", name="transformers"),
-            "transformers is not installed; run pip install",
+            "transformers is not installed; run (pip|script/boot)",
         ),
         (ImportError("cannot"), OSError("no libfoo"), r"transformers \d.* cannot .*\(no libfoo\)"),
     ],

@@ -97,7 +97,7 @@ def test_inspect(model: Path, bare: Path, capsys: pytest.CaptureFixture[str]) ->
         assert main(["weights", "inspect", str(path)]) == 0
         out = capsys.readouterr().out
         assert f"{trained:,} parameters" in out
-        assert f"\n{title}: ConvNetSpec(widths={WIDTHS}, channels=3, classes=10)" in out
+        assert f"\n{title}: widths {' '.join(map(str, WIDTHS))}, channels 3, classes 10" in out
         row = next(line for line in out.splitlines() if "convs.2.weight" in line)
         assert [cell for cell in row.replace("│", " ").split() if cell != "x"] == [
             "convs.2.weight", "64", "32", "3", "3", "float32", "0.0%", "18,432",
@@ -181,7 +181,7 @@ def test_another_process_sees_it(installed: third_family.Installed) -> None:
 
     done = inspect(third_family.environment(installed.site))
     assert done.returncode == 0, done.stderr
-    assert f"ConvNet: ConvNetSpec(widths={WIDTHS}, channels=3, classes=10)" in done.stdout
+    assert f"ConvNet: widths {' '.join(map(str, WIDTHS))}, channels 3, classes 10" in done.stdout
     without = inspect(dict(os.environ))
     assert without.returncode == 2
     assert without.stderr == (
@@ -204,7 +204,7 @@ def test_missing_tensors_are_named(bare: Path, tmp_path: Path) -> None:
 def test_a_shape_that_cannot_be_read(bare: Path, tmp_path: Path) -> None:
     state = {key: tensor for key, tensor in load_file(bare).items() if "norms" not in key}
     path = save(state, tmp_path / "net.safetensors")
-    with pytest.raises(ModelError, match="the tensors of a bare ConvNet but the network cannot be"):
+    with pytest.raises(ModelError, match="the tensors do not have the shapes of a bare ConvNet"):
         weights.load(path)
 
 
@@ -216,7 +216,7 @@ def test_a_configuration_that_cannot_be_read(
     config: dict[str, object], message: str, model: Path
 ) -> None:
     (model / "config.json").write_text(json.dumps({"model_type": "convnet"} | config))
-    with pytest.raises(ModelError, match=rf"configuration of a convnet but config\.json {message}"):
+    with pytest.raises(ModelError, match=rf"config\.json .* describe a convnet: it {message}"):
         weights.load(model)
 
 

@@ -32,19 +32,25 @@ import math
 import time
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from PIL import Image
-from safetensors.torch import save_file
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from transformers import (
-    ConvNextImageProcessorPil,
-    CvtConfig,
-    CvtForImageClassification,
-    ResNetConfig,
-    ResNetForImageClassification,
-)
+try:
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from PIL import Image
+    from safetensors.torch import save_file
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+    from transformers import (
+        ConvNextImageProcessorPil,
+        CvtConfig,
+        CvtForImageClassification,
+        ResNetConfig,
+        ResNetForImageClassification,
+    )
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"error: train.py needs the package {error.name}, which this Python does not have; run"
+        " script/bootstrap torch, and . .venv/bin/activate"
+    ) from None
 
 BUNDLED = Path(__file__).parent
 SIDE = 128  # px, the networks' input
@@ -476,15 +482,15 @@ def main():
     args = parser.parse_args()
     for share in args.prune:
         if not 0 < share < 1:
-            parser.error(f"--prune expects shares between 0 and 1 but one is {share}")
+            parser.error(f"--prune takes shares between 0 and 1, not {share}")
     if args.prune and args.model == "teacher":
-        parser.error("--prune expects a bundled model: resnet, cvt or all")
+        parser.error("--prune takes a bundled model: resnet, cvt or all")
 
     torch.manual_seed(args.seed)
     torch.backends.cudnn.allow_tf32 = False  # training runs in bfloat16, `evaluate` in float32
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.prune:
-        parser.error("training from random weights expects a CUDA GPU; --prune does not")
+        parser.error("training from random weights needs a CUDA GPU; --prune does not")
     images, labels, classes = load_split(args.data / "train.npz", device)
     test_images, test_labels, _ = load_split(args.data / "test.npz", device)
 

@@ -94,7 +94,7 @@ def _infer(shapes: Mapping[str, Shape], classes: int) -> CvtSpec:
         width, _, patch, _ = _embedding(shapes, i)
         if width % HEAD_WIDTH:
             raise ValueError(
-                f"cvt: stage {i} expects a multiple of {HEAD_WIDTH} channels, for heads of that"
+                f"cvt: stage {i} must have a multiple of {HEAD_WIDTH} channels, for heads of that"
                 f" width, but has {width}"
             )
         kernel = filters(shapes, f"stages.{i}.0.attention.query.conv.weight", (width, 1, 3, 3))[-1]
