@@ -6,7 +6,9 @@ product, so a tap is a shift of the matrix's first row (windows of several taps,
 windows the pixels come tap by tap, as load_pixels of conv.mojo brings them.
 
     PixelBox         which pixels are a tile's, and what a stage of x holds
-    Steps            the steps of K that a block multiplies, a list in shared memory
+    StepCounter      the steps of K that a block multiplies: all of its part, counted
+    StepList         the same, where some are left out: a list in shared memory
+    ring_stages      how many stages of x and of the filters shared memory has room for
     produce_pixels   the producer of x
     multiply_steps   the consumers' loop: x and the filters come through rings of their own
 
@@ -250,7 +252,160 @@ struct Reads(TrivialRegisterPassable):
         return Int32(self.bits >> 16 & 0xFF)
 
 
-struct Steps(TrivialRegisterPassable):
+trait Steps(TrivialRegisterPassable):
+    """The steps of K that a block multiplies, one after another."""
+
+    def first_chunk(self, conv: Conv) -> Int32:
+        """Finds the channels of the first step of the block's part of K.
+
+        Args:
+            conv: Sizes.
+
+        Returns:
+            In steps of 128 bytes.
+        """
+        ...
+
+    def count(self) -> Int32:
+        """Counts the steps.
+
+        Returns:
+            How many.
+        """
+        ...
+
+    def boxes(self) -> Int32:
+        """Counts the boxes that the steps read, and those between them.
+
+        Returns:
+            From the block's first channels to the last that are read.
+        """
+        ...
+
+    def next(mut self, k: Int32) -> Reads:
+        """Tells what a step reads, and goes on to the next one.
+
+        Args:
+            k: Number of the step: of the first 0, then 1, 2, ...
+
+        Returns:
+            Of x.
+        """
+        ...
+
+
+struct StepCounter(Steps):
+    """All steps of a block's part of K, counted: nothing is looked up."""
+
+    var share: Share
+    """The block's part of K."""
+    var taps: Int32
+    """Taps of a window."""
+    var columns: Int32
+    """Taps of a window's row."""
+    var chunk: Int32
+    """Channels of the next step, in steps of 128 bytes."""
+    var tap: Int32
+    """Its tap."""
+    var column: Int32
+    """The tap's column of the window."""
+    var reads: UInt32
+    """`Reads` of the next step."""
+    var tap_more: UInt32
+    """What `reads` grows by from a tap to the next."""
+    var row_more: UInt32
+    """What it grows by, besides, at the end of a window's row."""
+    var chunk_more: UInt32
+    """What it grows by, besides, at the end of a window."""
+
+    @always_inline
+    def __init__(out self, share: Share, conv: Conv, box: PixelBox[_]):
+        """Begins at the first step.
+
+        Args:
+            share: The block's part of K.
+            conv: Sizes.
+            box: What steps read.
+        """
+        self.share, self.taps, self.columns = share, conv.taps, conv.s
+        self.chunk = Int32(UInt32(share.begin) // UInt32(conv.taps))
+        self.tap = share.begin - self.chunk * conv.taps
+        var r = Int32(UInt32(self.tap) // UInt32(conv.s))
+        self.column = self.tap - r * conv.s
+        var rows = Int32(UInt32(conv.taps) // UInt32(conv.s))
+        if box.all_taps():
+            self.reads = Reads.box(0, r * box.width + self.column).bits
+            self.tap_more = Reads.box(0, 1).bits
+            self.row_more = Reads.box(0, box.width - conv.s).bits
+            self.chunk_more = Reads.box(1, 0).bits - Reads.box(0, rows * box.width).bits
+        else:
+            self.reads = Reads.tap(self.chunk, r, self.column).bits
+            self.tap_more = Reads.tap(0, 0, 1).bits
+            self.row_more = Reads.tap(0, 1, 0).bits - Reads.tap(0, 0, conv.s).bits
+            self.chunk_more = Reads.tap(1, 0, 0).bits - Reads.tap(0, rows, 0).bits
+
+    @always_inline
+    def first_chunk(self, conv: Conv) -> Int32:
+        """Finds the channels of the first step of the block's part of K.
+
+        Args:
+            conv: Sizes.
+
+        Returns:
+            In steps of 128 bytes.
+        """
+        return Int32(UInt32(self.share.begin) // UInt32(conv.taps))
+
+    @always_inline
+    def count(self) -> Int32:
+        """Counts the steps.
+
+        Returns:
+            How many.
+        """
+        return self.share.count()
+
+    @always_inline
+    def boxes(self) -> Int32:
+        """Counts the boxes that the steps read.
+
+        Returns:
+            How many.
+        """
+        var taps = UInt32(self.taps)
+        var last = UInt32(self.share.end - 1) // taps
+        return Int32(last - UInt32(self.share.begin) // taps) + 1
+
+    @always_inline
+    def next(mut self, k: Int32) -> Reads:
+        """Tells what a step reads, and goes on to the next one.
+
+        Args:
+            k: Number of the step.
+
+        Returns:
+            Of x.
+        """
+        var reads = Reads(self.reads)
+        self.advance()
+        return reads
+
+    @always_inline
+    def advance(mut self):
+        """Goes on to the next step."""
+        self.tap += 1
+        self.column += 1
+        self.reads += self.tap_more
+        if self.column == self.columns:
+            self.column = 0
+            self.reads += self.row_more
+        if self.tap == self.taps:
+            self.tap = 0
+            self.chunk += 1
+            self.reads += self.chunk_more
+
+
+struct StepList(Steps):
     """The steps of K that a block multiplies: a list in shared memory.
 
     A step whose filters are all zeros is not listed; a warp makes the list by a `StepWriter`.
@@ -317,7 +472,7 @@ struct Steps(TrivialRegisterPassable):
         return Int32(shared_load(self.data + 4 + 8 * UInt32(k)))
 
     @always_inline
-    def reads(self, k: Int32) -> Reads:
+    def next(mut self, k: Int32) -> Reads:
         """Looks up what a step reads.
 
         Args:
@@ -326,6 +481,10 @@ struct Steps(TrivialRegisterPassable):
         Returns:
             Of x.
         """
+        return self._reads(k)
+
+    @always_inline
+    def _reads(self, k: Int32) -> Reads:
         return Reads(shared_load(self.data + 8 + 8 * UInt32(k)))
 
     @always_inline
@@ -336,13 +495,13 @@ struct Steps(TrivialRegisterPassable):
             From the block's first channels to the last that are read.
         """
         var count = self.count()
-        return self.reads(count - 1).number() + 1 if count > 0 else Int32(0)
+        return self._reads(count - 1).number() + 1 if count > 0 else Int32(0)
 
 
 struct StepWriter(TrivialRegisterPassable):
     """Lists steps, by a warp: a step by each lane at a time."""
 
-    var steps: Steps
+    var steps: StepList
     """The list."""
     var chunk: Int32
     """Channels of the block's first step."""
@@ -350,7 +509,7 @@ struct StepWriter(TrivialRegisterPassable):
     """Steps that are listed so far."""
 
     @always_inline
-    def __init__(out self, steps: Steps, conv: Conv):
+    def __init__(out self, steps: StepList, conv: Conv):
         """Begins with none.
 
         Args:
@@ -400,7 +559,14 @@ struct StepWriter(TrivialRegisterPassable):
 @always_inline
 def produce_pixels[
     dtype: DType
-](x: TileLoader, at_start: Pipeline, steps: Steps, conv: Conv, box: PixelBox[_], tile: Int32):
+](
+    x: TileLoader,
+    at_start: Pipeline,
+    steps_at_start: Some[Steps],
+    conv: Conv,
+    box: PixelBox[_],
+    tile: Int32,
+):
     """Fills the ring of x, by one thread, once the kernel ahead is done.
 
     Parameters:
@@ -409,7 +575,7 @@ def produce_pixels[
     Args:
         x: The activations, of `box_map`.
         at_start: The ring.
-        steps: The list.
+        steps_at_start: The steps of K.
         conv: Sizes.
         box: What a stage holds.
         tile: Number of the tile of pixels.
@@ -418,6 +584,7 @@ def produce_pixels[
     x.prefetch_descriptor()
     var first = box.first(conv, tile)
     var corner = conv.corner(first)
+    var steps = steps_at_start
     var chunk = steps.first_chunk(conv)
     var count = steps.boxes() if box.all_taps() else steps.count()
     var pipeline = at_start
@@ -433,7 +600,7 @@ def produce_pixels[
         if box.all_taps():
             x.load(to, full, (chunk + i) * WIDTH, corner.w, corner.h, first.n)
         else:
-            var reads = steps.reads(i)
+            var reads = steps.next(i)
             load_pixels(
                 x,
                 to,
@@ -454,7 +621,7 @@ def multiply_steps[
 ](
     x_at_start: Pipeline,
     w_at_start: Pipeline,
-    steps: Steps,
+    steps_at_start: Some[Steps],
     count: Int32,
     box: PixelBox[_],
     at: Fragment,
@@ -470,8 +637,8 @@ def multiply_steps[
     Args:
         x_at_start: The ring of x; a stage is a box, or the pixels of a step.
         w_at_start: The ring of the filters; a stage is that of a step.
-        steps: The list.
-        count: Steps that it has: looked up before the kernel ahead is done.
+        steps_at_start: The steps of K.
+        count: How many there are: looked up before the kernel ahead is done.
         box: What a stage of x holds.
         at: The thread's place.
         resident: Whether the filters of all steps are there already, a stage of their own each.
@@ -481,6 +648,7 @@ def multiply_steps[
     """
     var x = x_at_start
     var w = w_at_start
+    var steps = steps_at_start
     x.data += UInt32(at.group() * Int32(ROWS * ROW))
     var leads = at.leads()
     var sums = StaticTuple[Float32, columns // 2](fill=0)
@@ -489,7 +657,7 @@ def multiply_steps[
     for k in range(count):
         var shift = UInt32(0)
         if box.all_taps():
-            var reads = steps.reads(k)
+            var reads = steps.next(k)
             shift = reads.shift()
             while current < reads.number():
                 if current >= 0:
@@ -518,6 +686,36 @@ def multiply_steps[
 
 
 # The host's side
+
+
+def ring_stages(
+    box: PixelBox[_], *, taps: Int, chunks: Int, splits: Int, filters: Int, least: Int, room: Int
+) -> Tuple[Int, Int]:
+    """Divides shared memory between the rings of x and of the filters.
+
+    Args:
+        box: What a stage of x holds.
+        taps: Of a window.
+        chunks: Steps of 128 bytes over the channels.
+        splits: Blocks that share a tile.
+        filters: Bytes of a stage of filters.
+        least: Stages of filters before there is room for a second box.
+        room: Bytes to be divided.
+
+    Returns:
+        Stages of x, at least one: as many as of the filters, unless they are boxes; and of the
+        filters, at most a block's steps.
+    """
+    var share = ceildiv(taps * chunks, splits)
+    var x_bytes = Int(box.bytes) + Pipeline.BARRIERS
+    var w_bytes = filters + Pipeline.BARRIERS
+    if not box.all_taps():
+        var stages = max(1, min(share, room // (x_bytes + w_bytes)))
+        return stages, stages
+    var boxes = 1 if splits == chunks else min(3, ceildiv(share - 1, taps) + 1)
+    while boxes > 1 and boxes * x_bytes + least * w_bytes > room:
+        boxes -= 1
+    return boxes, max(1, min(share, (room - boxes * x_bytes) // w_bytes))
 
 
 def box_map[

@@ -66,7 +66,15 @@ from ..hopper.ptx import (
 from ..hopper.scheduler import Share, Start, Tile, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader
-from ..hopper.window import PixelBox, Steps, StepWriter, box_map, multiply_steps, produce_pixels
+from ..hopper.window import (
+    PixelBox,
+    StepList,
+    StepWriter,
+    box_map,
+    multiply_steps,
+    produce_pixels,
+    ring_stages,
+)
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands
 from .tuning import CONFIGS, choose
@@ -231,17 +239,16 @@ struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
         room -= 4 * (Self.config.parts() + 2) * (share + 2)
         self.box = PixelBox[Self.config.rows()](g)
         self.tiles = Int32(ceildiv(g.f, FILTERS) * steps)
-        var w_bytes = Self.W_BYTES + Pipeline.BARRIERS
-        var x_bytes = Int(self.box.bytes) + Pipeline.BARRIERS
-        if self.box.all_taps():
-            var boxes = 1 if splits * taps == steps else min(3, ceildiv(share - 1, taps) + 1)
-            while boxes > 1 and boxes * x_bytes + Self.config.turns() * w_bytes > room:
-                boxes -= 1
-            var stages = (room - boxes * x_bytes) // w_bytes
-            self.w_stages, self.x_stages = Int32(max(1, min(share, stages))), Int32(boxes)
-        else:
-            self.w_stages = Int32(max(1, min(share, room // (x_bytes + w_bytes))))
-            self.x_stages = self.w_stages
+        var stages = ring_stages(
+            self.box,
+            taps=taps,
+            chunks=ceildiv(g.c, WIDTH),
+            splits=splits,
+            filters=Self.W_BYTES,
+            least=Self.config.turns(),
+            room=room,
+        )
+        self.x_stages, self.w_stages = Int32(stages[0]), Int32(stages[1])
 
     def shared(self, share: Int) -> Int:
         """Counts the bytes of shared memory.
@@ -256,7 +263,7 @@ struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
         var w = Int(self.w_stages) * (Self.W_BYTES + Pipeline.BARRIERS)
         var inbox = Self.INBOX + 8
         var tables = 4 * Self.config.columns + 4 * Self.config.parts() * (share + 1)
-        return x + w + inbox + tables + Steps.bytes(share) + SWIZZLED
+        return x + w + inbox + tables + StepList.bytes(share) + SWIZZLED
 
 
 struct Storage[config: Config](TrivialRegisterPassable):
@@ -276,7 +283,7 @@ struct Storage[config: Config](TrivialRegisterPassable):
     """Address of the bias of the block's filters."""
     var starts: UInt32
     """Address of where the words of the block's tiles begin, and the last one's end, part by part."""
-    var steps: Steps
+    var steps: StepList
     """The steps of which filters are not all zeros."""
 
     @always_inline
@@ -310,7 +317,7 @@ struct Storage[config: Config](TrivialRegisterPassable):
         self.bias = barriers + 8
         self.starts = self.bias + UInt32(4 * Self.config.columns)
         var entries = (share.count() + 1) * Int32(Self.config.parts())
-        self.steps = Steps(self.starts + 4 * UInt32(entries), share)
+        self.steps = StepList(self.starts + 4 * UInt32(entries), share)
 
     @always_inline
     def load_starts(
