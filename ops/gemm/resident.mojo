@@ -24,7 +24,6 @@ of 16 bytes, and F one of 8.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
-from max.gpu.compute.mma import wgmma_wait_group_sync
 from max.gpu.host import DeviceContext, Dim, FuncAttribute
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
@@ -39,30 +38,16 @@ from std.utils.static_tuple import StaticTuple
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
-from ..hopper.cluster import Inbox
 from ..hopper.conv import Problem
-from ..hopper.epilogue import EpilogueTensors, Outputs, finish_pairs
+from ..hopper.epilogue import EpilogueTensors
 from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline
-from ..hopper.ptx import (
-    cluster_arrive,
-    cluster_wait,
-    fence_barrier_init,
-    shared_store_float,
-    sync_threads,
-)
-from ..hopper.scheduler import Share, Start, Tile, TileScheduler
+from ..hopper.ptx import cluster_arrive, sync_threads
+from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.tile import TilePlan, TileStorage, consume_tile
 from ..hopper.tma import TensorMaps, TileLoader
-from ..hopper.window import (
-    PixelBox,
-    StepCounter,
-    box_map,
-    multiply_steps,
-    produce_pixels,
-    ring_stages,
-)
-from ..kernel_argument import KernelArgument
+from ..hopper.window import StepCounter, box_map, produce_pixels
 from ..operands import Operands
 from .hopper import filter_map
 
@@ -132,102 +117,12 @@ struct Config(TrivialRegisterPassable):
         return WARPGROUP * self.groups + 2 * WARP
 
 
-struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
-    """How a block's shared memory is divided.
+comptime Plan[config: Config] = TilePlan[config.rows(), config.columns, config.split]
+"""How a block's shared memory is divided.
 
-    Parameters:
-        config: Sizes of the block.
-    """
-
-    comptime device_type: AnyType = Self
-    """A kernel receives it as it is."""
-
-    comptime W_BYTES = Self.config.columns * ROW
-    """Of a stage of filters."""
-    comptime INBOX = Inbox[
-        Self.config.columns, Self.config.groups
-    ].BYTES if Self.config.split else 0
-    """Bytes that a cluster's blocks send to one of them."""
-    comptime BIAS = 4 * Self.config.columns
-    """Bytes of the filters' bias."""
-
-    var box: PixelBox[Self.config.rows()]
-    """What a stage of activations holds."""
-    var w_stages: Int32
-    """Stages of filters."""
-    var x_stages: Int32
-    """Stages of activations."""
-
-    def __init__(out self, g: Geometry, *, chunks: Int, splits: Int):
-        """Plans a convolution.
-
-        Args:
-            g: Sizes.
-            chunks: Steps of 128 bytes over the channels.
-            splits: Blocks that share a tile.
-        """
-        self.box = PixelBox[Self.config.rows()](g)
-        var stages = ring_stages(
-            self.box,
-            taps=g.r * g.s,
-            chunks=chunks,
-            splits=splits,
-            filters=Self.W_BYTES,
-            least=4,
-            room=Self.config.room() - Self.INBOX - Self.BIAS - 8 - SWIZZLED,
-        )
-        self.x_stages, self.w_stages = Int32(stages[0]), Int32(stages[1])
-
-    def shared(self) -> Int:
-        """Counts the bytes of shared memory.
-
-        Returns:
-            What `Storage` divides, and what aligning it may take.
-        """
-        var x = Int(self.x_stages) * (Int(self.box.bytes) + Pipeline.BARRIERS)
-        var w = Int(self.w_stages) * (Self.W_BYTES + Pipeline.BARRIERS)
-        return x + w + Self.INBOX + 8 + Self.BIAS + SWIZZLED
-
-
-struct Storage[config: Config](TrivialRegisterPassable):
-    """What a block has in its shared memory.
-
-    Parameters:
-        config: Sizes of the block.
-    """
-
-    var w: Pipeline
-    """Filters, a stage a step."""
-    var x: Pipeline
-    """Activations."""
-    var inbox: Inbox[Self.config.columns, Self.config.groups]
-    """What the cluster's blocks send."""
-    var bias: UInt32
-    """Address of the bias of the block's filters."""
-
-    @always_inline
-    def __init__(
-        out self, data: UInt32, schedule: TileScheduler, start: Start, plan: Plan[Self.config]
-    ):
-        """Divides shared memory.
-
-        Args:
-            data: Its address.
-            schedule: The tiles.
-            start: Has the block's rank in its cluster.
-            plan: How many stages there are.
-        """
-        comptime Received = Inbox[Self.config.columns, Self.config.groups]
-        comptime W_BYTES = UInt32(Plan[Self.config].W_BYTES)
-        var x = data + UInt32(plan.w_stages) * W_BYTES
-        var inbox = x + UInt32(plan.x_stages) * UInt32(plan.box.bytes)
-        self.bias = inbox + UInt32(Plan[Self.config].INBOX)
-        var barriers = self.bias + UInt32(Plan[Self.config].BIAS)
-        self.w = Pipeline(data, barriers, stages=plan.w_stages, bytes=W_BYTES)
-        barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.w_stages)
-        self.x = Pipeline(x, barriers, stages=plan.x_stages, bytes=UInt32(plan.box.bytes))
-        barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.x_stages)
-        self.inbox = Received(inbox, barriers, splits=schedule.splits, rank=start.rank)
+Parameters:
+    config: Sizes of the block.
+"""
 
 
 @__name(t"gemm_resident_{config.label()}_{epilogue.label()}_{dtype}")
@@ -261,24 +156,27 @@ def resident_kernel[
     var start = schedule.start[config.split]()
     var tile = schedule.tile(start.tile)
     var share = schedule.share[config.split](start, problem.steps())
-    var storage = Storage[config](shared_memory["gemm_resident"](), schedule, start, plan)
+    var storage = TileStorage(shared_memory["gemm_resident"](), schedule, start, plan)
     if t == 0:
-        storage.w.init(consumers=config.groups)
-        storage.x.init(consumers=config.groups)
-        comptime if config.split:
-            storage.inbox.init()
-        fence_barrier_init()
-        comptime if config.split:
-            storage.inbox.expect(plan.box.warps(problem.pixels[0], tile.row))
+        storage.init(plan.box.warps(problem.pixels[0], tile.row))
     sync_threads(0, UInt32(config.threads()))
     comptime if config.split:
         cluster_arrive()
 
     var steps = StepCounter(share, problem.conv, plan.box)
     if t < CONSUMERS:
-        _consume[epilogue](storage, tensors, problem, plan, tile, steps, Fragment(t))
+        if problem.constant == 0:
+            wait_on_dependent_grids()
+        if t < Int32(config.columns):
+            storage.load_bias(t, tensors, tile, problem.filters)
+        sync_threads(1, UInt32(CONSUMERS))
+        consume_tile[epilogue](storage, steps, tensors, problem, plan.box, tile, Fragment(t))
     elif t == CONSUMERS:
-        _produce_filters[dtype](maps.address(), storage, problem, tile, steps)
+        if problem.constant == 0:
+            wait_on_dependent_grids()
+        _produce_filters[dtype](
+            TileLoader(maps.address(), 1), storage.w, steps, tile.column * Int32(config.columns)
+        )
     elif t == CONSUMERS + Int32(WARP):
         produce_pixels[dtype](
             TileLoader(maps.address()), storage.x, steps, problem.conv, plan.box, tile.row
@@ -287,97 +185,20 @@ def resident_kernel[
 
 @always_inline
 def _produce_filters[
-    config: Config, //, dtype: DType
-](
-    maps: UInt64,
-    storage: Storage[config],
-    problem: Problem[1],
-    tile: Tile,
-    steps_at_start: StepCounter,
-):
-    """Fills the ring of w, by one thread; weights do not depend on the kernel ahead."""
+    dtype: DType
+](w: TileLoader, at_start: Pipeline, steps_at_start: StepCounter, f0: Int32):
+    """Fills the ring of w, by one thread."""
     comptime WIDTH = Int32(ROW // size_of[dtype]())
-    var w = TileLoader(maps, 1)
-    var pipeline = storage.w
+    var pipeline = at_start
     var steps = steps_at_start
     w.prefetch_descriptor()
-    if problem.constant == 0:
-        wait_on_dependent_grids()
     for k in range(steps.count()):
         if k >= Int32(pipeline.stages):
             pipeline.acquire()
         pipeline.expect(pipeline.bytes)
-        w.load(
-            pipeline.stage(),
-            pipeline.barrier(),
-            steps.chunk * WIDTH,
-            steps.tap,
-            tile.column * Int32(config.columns),
-        )
+        w.load(pipeline.stage(), pipeline.barrier(), steps.chunk * WIDTH, steps.tap, f0)
         pipeline.advance()
         steps.advance()
-
-
-@always_inline
-def _consume[
-    dtype: DType, config: Config, //, epilogue: Epilogue
-](
-    storage: Storage[config],
-    tensors: EpilogueTensors[dtype],
-    problem: Problem[1],
-    plan: Plan[config],
-    tile: Tile,
-    steps: StepCounter,
-    at: Fragment,
-):
-    """Multiplies the stages, and finishes the tile or what a cluster's block has of it."""
-    comptime COLUMNS = config.columns
-    comptime PAIRS = COLUMNS // 8 if config.split else COLUMNS // 4
-    var m = problem.pixels[0]
-    var f0 = tile.column * Int32(COLUMNS)
-    if problem.constant == 0:
-        wait_on_dependent_grids()
-    if at.t < Int32(COLUMNS):
-        var f = min(f0 + at.t, problem.filters - 1)
-        shared_store_float(storage.bias + 4 * UInt32(at.t), tensors.bias_of[1](f))
-    var row = at.group() * Int32(ROWS) + at.row()
-    var pairs = Share(0, Int32(PAIRS))
-    comptime if config.split:
-        pairs = storage.inbox.pairs()
-    var outputs = Outputs[PAIRS](
-        at,
-        low=plan.box.pixel(problem.conv, m, tile.row, row),
-        high=plan.box.pixel(problem.conv, m, tile.row, row + 8),
-        f0=f0,
-        filters=problem.filters,
-        pairs=pairs,
-    )
-    sync_threads(1, UInt32(WARPGROUP * config.groups))
-    comptime if config.split:
-        cluster_wait()
-    # No stage is filled twice, and all are filled before x comes.
-    var count = steps.count()
-    var resident = count <= plan.w_stages
-    if resident:
-        storage.w.wait_first(count)
-    wait_on_dependent_grids()
-
-    var sums = multiply_steps[dtype, COLUMNS](
-        storage.x, storage.w, steps, count, plan.box, at, resident=resident
-    )
-    comptime if config.split:
-        wgmma_wait_group_sync[0]()
-        if at.t // Int32(WARP) < plan.box.warps(m, tile.row):
-            storage.inbox.send(at, sums)
-        var residual = outputs.load_residual[dtype, epilogue](tensors)
-        var total = storage.inbox.receive(at)
-        finish_pairs[dtype, epilogue](
-            outputs, tensors, total, problem.alpha, storage.bias, residual
-        )
-    else:
-        var residual = outputs.load_residual[dtype, epilogue](tensors)
-        wgmma_wait_group_sync[0]()
-        finish_pairs[dtype, epilogue](outputs, tensors, sums, problem.alpha, storage.bias, residual)
 
 
 # The host's side
@@ -412,7 +233,9 @@ def resident_gemm[
     """
     comptime WIDTH = ROW // size_of[dtype]()
     var chunks = ceildiv(g.c, WIDTH)
-    var plan = Plan[config](g, chunks=chunks, splits=splits)
+    var plan = Plan[config](
+        g, chunks=chunks, splits=splits, least=4, room=config.room() - SWIZZLED
+    )
     var maps = TensorMaps[2]()
     maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box)
     maps.maps[1] = filter_map[dtype](ctx, o.w, g, config.columns)
@@ -436,7 +259,7 @@ def resident_gemm[
         grid_dim=Int(problem.schedule.tiles) * splits,
         block_dim=config.threads(),
         cluster_dim=Dim(splits),
-        shared_mem_bytes=plan.shared(),
+        shared_mem_bytes=plan.bytes() + SWIZZLED,
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.room())),
     )

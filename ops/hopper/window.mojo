@@ -282,15 +282,19 @@ trait Steps(TrivialRegisterPassable):
         """
         ...
 
-    def next(mut self, k: Int32) -> Reads:
-        """Tells what a step reads, and goes on to the next one.
+    def reads(self, k: Int32) -> Reads:
+        """Tells what the next step reads.
 
         Args:
-            k: Number of the step: of the first 0, then 1, 2, ...
+            k: Its number: of the first 0, then 1, 2, ...
 
         Returns:
             Of x.
         """
+        ...
+
+    def advance(mut self):
+        """Goes on to the step after."""
         ...
 
 
@@ -309,10 +313,10 @@ struct StepCounter(Steps):
     """Its tap."""
     var column: Int32
     """The tap's column of the window."""
-    var reads: UInt32
+    var bits: UInt32
     """`Reads` of the next step."""
     var tap_more: UInt32
-    """What `reads` grows by from a tap to the next."""
+    """What `bits` grows by from a tap to the next."""
     var row_more: UInt32
     """What it grows by, besides, at the end of a window's row."""
     var chunk_more: UInt32
@@ -334,12 +338,12 @@ struct StepCounter(Steps):
         self.column = self.tap - r * conv.s
         var rows = Int32(UInt32(conv.taps) // UInt32(conv.s))
         if box.all_taps():
-            self.reads = Reads.box(0, r * box.width + self.column).bits
+            self.bits = Reads.box(0, r * box.width + self.column).bits
             self.tap_more = Reads.box(0, 1).bits
             self.row_more = Reads.box(0, box.width - conv.s).bits
             self.chunk_more = Reads.box(1, 0).bits - Reads.box(0, rows * box.width).bits
         else:
-            self.reads = Reads.tap(self.chunk, r, self.column).bits
+            self.bits = Reads.tap(self.chunk, r, self.column).bits
             self.tap_more = Reads.tap(0, 0, 1).bits
             self.row_more = Reads.tap(0, 1, 0).bits - Reads.tap(0, 0, conv.s).bits
             self.chunk_more = Reads.tap(1, 0, 0).bits - Reads.tap(0, rows, 0).bits
@@ -377,32 +381,30 @@ struct StepCounter(Steps):
         return Int32(last - UInt32(self.share.begin) // taps) + 1
 
     @always_inline
-    def next(mut self, k: Int32) -> Reads:
-        """Tells what a step reads, and goes on to the next one.
+    def reads(self, k: Int32) -> Reads:
+        """Tells what the next step reads.
 
         Args:
-            k: Number of the step.
+            k: Its number.
 
         Returns:
             Of x.
         """
-        var reads = Reads(self.reads)
-        self.advance()
-        return reads
+        return Reads(self.bits)
 
     @always_inline
     def advance(mut self):
-        """Goes on to the next step."""
+        """Goes on to the step after."""
         self.tap += 1
         self.column += 1
-        self.reads += self.tap_more
+        self.bits += self.tap_more
         if self.column == self.columns:
             self.column = 0
-            self.reads += self.row_more
+            self.bits += self.row_more
         if self.tap == self.taps:
             self.tap = 0
             self.chunk += 1
-            self.reads += self.chunk_more
+            self.bits += self.chunk_more
 
 
 struct StepList(Steps):
@@ -472,7 +474,7 @@ struct StepList(Steps):
         return Int32(shared_load(self.data + 4 + 8 * UInt32(k)))
 
     @always_inline
-    def next(mut self, k: Int32) -> Reads:
+    def reads(self, k: Int32) -> Reads:
         """Looks up what a step reads.
 
         Args:
@@ -481,11 +483,12 @@ struct StepList(Steps):
         Returns:
             Of x.
         """
-        return self._reads(k)
+        return Reads(shared_load(self.data + 8 + 8 * UInt32(k)))
 
     @always_inline
-    def _reads(self, k: Int32) -> Reads:
-        return Reads(shared_load(self.data + 8 + 8 * UInt32(k)))
+    def advance(mut self):
+        """Does nothing: the list is looked up by number."""
+        pass
 
     @always_inline
     def boxes(self) -> Int32:
@@ -495,7 +498,7 @@ struct StepList(Steps):
             From the block's first channels to the last that are read.
         """
         var count = self.count()
-        return self._reads(count - 1).number() + 1 if count > 0 else Int32(0)
+        return self.reads(count - 1).number() + 1 if count > 0 else Int32(0)
 
 
 struct StepWriter(TrivialRegisterPassable):
@@ -600,7 +603,7 @@ def produce_pixels[
         if box.all_taps():
             x.load(to, full, (chunk + i) * WIDTH, corner.w, corner.h, first.n)
         else:
-            var reads = steps.next(i)
+            var reads = steps.reads(i)
             load_pixels(
                 x,
                 to,
@@ -613,6 +616,7 @@ def produce_pixels[
                 s=reads.s(),
             )
         pipeline.advance()
+        steps.advance()
 
 
 @always_inline
@@ -657,7 +661,7 @@ def multiply_steps[
     for k in range(count):
         var shift = UInt32(0)
         if box.all_taps():
-            var reads = steps.next(k)
+            var reads = steps.reads(k)
             shift = reads.shift()
             while current < reads.number():
                 if current >= 0:
@@ -675,13 +679,15 @@ def multiply_steps[
         wgmma_fence_aligned()
         sums = mma[dtype, columns](Matrix(x.stage() + shift), Matrix(w.stage()), sums)
         wgmma_commit_group_sync()
-        wgmma_wait_group_sync[1]()
-        if leads and k > 0 and not resident:
-            w.release(before)
-            if not box.all_taps():
-                x.release(before)
+        if not resident:
+            wgmma_wait_group_sync[1]()
+            if leads and k > 0:
+                w.release(before)
+                if not box.all_taps():
+                    x.release(before)
         before = w.index
         w.advance()
+        steps.advance()
     return sums
 
 
