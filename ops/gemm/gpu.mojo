@@ -246,7 +246,9 @@ def gemm[
 
 def gemm_tile[
     dtype: DType, epilogue: Epilogue, index: Int
-](g: Geometry, o: Operands[dtype], splits: Int, ctx: DeviceContext, *, constant: Bool = True) raises:
+](
+    g: Geometry, o: Operands[dtype], splits: Int, ctx: DeviceContext, *, constant: Bool = True
+) raises:
     """Enqueues a product on Hopper, in one of the tiles that tuning.mojo lists.
 
     Parameters:

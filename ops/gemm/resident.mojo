@@ -133,9 +133,7 @@ Parameters:
 )
 def resident_kernel[
     dtype: DType, epilogue: Epilogue, config: Config
-](
-    maps: TensorMaps[2], tensors: EpilogueTensors[dtype], problem: Problem[1], plan: Plan[config],
-):
+](maps: TensorMaps[2], tensors: EpilogueTensors[dtype], problem: Problem[1], plan: Plan[config],):
     """Computes a tile, or a cluster's share of one.
 
     Parameters:
@@ -233,9 +231,7 @@ def resident_gemm[
     """
     comptime WIDTH = ROW // size_of[dtype]()
     var chunks = ceildiv(g.c, WIDTH)
-    var plan = Plan[config](
-        g, chunks=chunks, splits=splits, least=4, room=config.room() - SWIZZLED
-    )
+    var plan = Plan[config](g, chunks=chunks, splits=splits, least=4, room=config.room() - SWIZZLED)
     var maps = TensorMaps[2]()
     maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box)
     maps.maps[1] = filter_map[dtype](ctx, o.w, g, config.columns)

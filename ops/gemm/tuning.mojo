@@ -331,9 +331,10 @@ def alike(row: Row) -> Row:
     """
     var other = row
     comptime for i in range(len(RESIDENT)):
-        if row.config == len(CONFIGS) + i:
-            comptime like = ALIKE[i]
-            other.config = like
+        comptime number = len(CONFIGS) + i
+        comptime tile = ALIKE[i]
+        if row.config == number:
+            other.config = tile
     return other
 
 

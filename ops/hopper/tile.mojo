@@ -172,7 +172,14 @@ struct TileStorage[rows: Int, columns: Int, split: Bool](TrivialRegisterPassable
 
 @always_inline
 def consume_tile[
-    dtype: DType, rows: Int, columns: Int, split: Bool, //, epilogue: Epilogue, *, ahead: Bool = True
+    dtype: DType,
+    rows: Int,
+    columns: Int,
+    split: Bool,
+    //,
+    epilogue: Epilogue,
+    *,
+    ahead: Bool = True,
 ](
     storage: TileStorage[rows, columns, split],
     steps: Some[Steps],

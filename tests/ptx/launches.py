@@ -551,7 +551,7 @@ class Expanded:
 
 
 def pixel_box(x: Array, g: Conv, rows: int, width: int) -> tuple[Tiled | Im2col, list[int], int]:
-    """Makes a PixelBox of ops/hopper/window.mojo for tiles of `rows` pixels: its map first, tiles last."""
+    """Packs a PixelBox of ops/hopper/window.mojo, for `rows` pixels: map, numbers and tiles."""
     high, broad = g.out
     pitch = broad + g.s - 1
     if g.r * g.s == 1 or (*g.stride, *g.dilation) != (1, 1, 1, 1) or pitch > rows:

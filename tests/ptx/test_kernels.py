@@ -346,7 +346,11 @@ def test_resident(
 
 @pytest.mark.parametrize(
     ("config", "epilogue", "dtype"),
-    [(RESIDENT[0], "gelu", "float16"), (RESIDENT[1], "add", "float32"), (RESIDENT[4], "relu", "float32")],
+    [
+        (RESIDENT[0], "gelu", "float16"),
+        (RESIDENT[1], "add", "float32"),
+        (RESIDENT[4], "relu", "float32"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("g", [Conv(2, 7, 9, 72, 40, 3, 3, pad=(1, 1)), Conv(1, 70, 1, 136, 72)])
