@@ -76,7 +76,8 @@ struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):
         var width = g.q + g.s - 1
         var last = (g.r - 1) * width + g.s - 1 + Self.rows
         var near = max(g.stride_h, g.stride_w, g.dilation_h, g.dilation_w) == 1
-        if g.r * g.s > 1 and width <= Self.rows and near and last <= BOX:
+        # Along an axis a copy has at most 256 pixels.
+        if g.r * g.s > 1 and g.r <= 128 and width <= Self.rows and near and last <= BOX:
             var bands = ceildiv(g.p, min(g.p, Self.rows // width))
             var height = ceildiv(g.p, bands)
             var loads = (height + g.r - 1) * width * ROW
