@@ -6,7 +6,7 @@ M = N * P * Q output pixels, K = R * S * C taps and channels, N = F filters; see
     b[F, K]         filters, K ordered R, S, C (or b[K, F] for a product with b not transposed)
     y[N, P, Q, F]   result
 
-`gemm` chooses: wgmma (hopper.mojo) where the GPU has it and it takes the product, else mma.sync or
+`gemm` chooses: wgmma (hopper.mojo, resident.mojo) where the GPU has it and it takes the product, else mma.sync or
 mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the kernel of this file.
 
 That kernel: a block of 256 threads computes a 64 x 64 tile, each thread 4 x 4, from 16 steps of K
@@ -31,7 +31,8 @@ from ..operands import F32, Batch, Data, Operands
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
-from .tuning import CONFIGS, choose
+from .resident import resident_gemm
+from .tuning import CONFIGS, RESIDENT, alike, choose
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -232,17 +233,44 @@ def gemm[
     comptime if IS_HOPPER and rounds and k_major:
         if batch.products == 1 and takes[dtype](g):
             var row = choose(g, ROW // size_of[dtype](), epilogue)
-            comptime for i in range(len(CONFIGS)):
+            comptime for i in range(len(CONFIGS) + len(RESIDENT)):
                 if row.config == i:
-                    hopper_gemm[dtype, epilogue, CONFIGS[i]](
-                        g, o, row.splits, ctx, constant=constant
-                    )
+                    gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
             return
     comptime kernel = (
         mma_gemm[dtype, epilogue, k_major] if rounds
         and (HAS_MMA or HAS_MFMA) else gemm_portable[dtype, epilogue, k_major]
     )
     kernel(g, o, batch, ctx)
+
+
+def gemm_tile[
+    dtype: DType, epilogue: Epilogue, index: Int
+](
+    g: Geometry, o: Operands[dtype], splits: Int, ctx: DeviceContext, *, constant: Bool = True
+) raises:
+    """Enqueues a product on Hopper, in one of the tiles that tuning.mojo lists.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        index: As a row's `config`.
+
+    Args:
+        g: Sizes; one group.
+        o: The tensors.
+        splits: Blocks that share a tile.
+        ctx: The GPU.
+        constant: Whether w is a weight, which no kernel writes.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
+    comptime if index < len(CONFIGS):
+        hopper_gemm[dtype, epilogue, CONFIGS[index]](g, o, splits, ctx, constant=constant)
+    else:
+        comptime config = RESIDENT[index - len(CONFIGS)]
+        resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant)
 
 
 def gemm_group[
@@ -271,7 +299,7 @@ def gemm_group[
             comptime for i in range(products):
                 rows += sizes[i].pixels()
             var all = Geometry(rows=rows, depth=sizes[0].c, columns=sizes[0].f)
-            var row = choose(all, ROW // size_of[dtype](), Epilogue("none"))
+            var row = alike(choose(all, ROW // size_of[dtype](), Epilogue("none")))
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_gemms[dtype, Epilogue("none"), CONFIGS[i], products](
@@ -306,7 +334,7 @@ def gemm_shortcut[
     comptime if IS_HOPPER and (dtype.is_half_float() or tf32):
         if takes[dtype](g) and takes[dtype](beside):
             comptime WIDTH = ROW // size_of[dtype]()
-            var row = choose(g, WIDTH, Epilogue("relu"), more=ceildiv(beside.c, WIDTH))
+            var row = alike(choose(g, WIDTH, Epilogue("relu"), more=ceildiv(beside.c, WIDTH)))
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_shortcut[dtype, Epilogue("relu"), CONFIGS[i]](

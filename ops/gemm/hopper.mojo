@@ -529,7 +529,7 @@ def hopper_shortcut[
     var maps = TensorMaps[6]()
     _add_maps[dtype, epilogue, config, 0](ctx, maps, g, o)
     maps.maps[4] = im2col_map[dtype](ctx, more.x, beside, config.rows())
-    maps.maps[5] = _filter_map[dtype, config](ctx, more.w, beside)
+    maps.maps[5] = filter_map[dtype](ctx, more.w, beside, config.columns)
     var problem = _problem[dtype, config, 1]([g], splits, o.alpha)
     problem.steps2 = Int32(ceildiv(beside.c, WIDTH))
     problem.stride2_h, problem.stride2_w = Int32(beside.stride_h), Int32(beside.stride_w)
@@ -538,16 +538,32 @@ def hopper_shortcut[
     )
 
 
-def _filter_map[
-    dtype: DType, config: Config
-](ctx: DeviceContext, w: Data[dtype], g: Geometry) raises -> TMADescriptor:
-    """Makes the tensor map of w[F, R * S, C]."""
+def filter_map[
+    dtype: DType
+](ctx: DeviceContext, w: Data[dtype], g: Geometry, columns: Int) raises -> TMADescriptor:
+    """Makes the tensor map of w[F, R * S, C].
+
+    Parameters:
+        dtype: Of w.
+
+    Args:
+        ctx: The GPU.
+        w: The filters.
+        g: Sizes.
+        columns: Filters of a copy, which brings 128 bytes of channels of one tap.
+
+    Returns:
+        The map.
+
+    Raises:
+        If the driver refuses it.
+    """
     comptime WIDTH = ROW // size_of[dtype]()
     return tensor_map[dtype, 3, True](
         ctx,
         w,
         [Int64(g.c), Int64(g.r * g.s), Int64(g.f)],
-        [Int32(WIDTH), 1, Int32(config.columns)],
+        [Int32(WIDTH), 1, Int32(columns)],
     )
 
 
@@ -557,7 +573,7 @@ def _add_maps[
     """Makes the tensor maps of a product: of x, w, y and the residual."""
     var m = g.pixels()
     maps.maps[at] = pixels_map[dtype](ctx, o.x, g, config.rows())
-    maps.maps[at + 1] = _filter_map[dtype, config](ctx, o.w, g)
+    maps.maps[at + 1] = filter_map[dtype](ctx, o.w, g, config.columns)
     maps.maps[at + 2] = matrix_map[dtype](ctx, o.y, rows=m, columns=g.f, box=ROWS)
     comptime if epilogue.adds:
         maps.maps[at + 3] = matrix_map[dtype](ctx, o.residual, rows=m, columns=g.f, box=ROWS)

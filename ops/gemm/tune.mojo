@@ -11,11 +11,11 @@ from std.math import ceildiv
 
 from ..epilogue import Epilogue
 from ..geometry import Geometry
+from ..hopper.window import PixelBox
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands
-from .gpu import gemm_portable
-from .hopper import hopper_gemm
-from .tuning import CONFIGS
+from .gpu import gemm_portable, gemm_tile
+from .tuning import CONFIGS, RESIDENT
 
 comptime HALF = DType.bfloat16
 """What is timed; float16 takes as long."""
@@ -72,7 +72,7 @@ struct Tuner:
 
         Parameters:
             epilogue: What the accumulator goes through.
-            index: Of the tile in CONFIGS.
+            index: Of the tile, as a row's `config`.
 
         Args:
             g: Sizes.
@@ -89,7 +89,7 @@ struct Tuner:
         self.bench.begin()
         for i in range(launches):
             var o = self.operands(self.bench.y, i % (FILTERS // size) * size)
-            hopper_gemm[HALF, epilogue, CONFIGS[index]](g, o, splits, self.bench.ctx)
+            gemm_tile[HALF, epilogue, index](g, o, splits, self.bench.ctx)
         return self.bench.end(launches, rounds=1, repeats=5)
 
     def tune[epilogue: Epilogue](self, g: Geometry, line: String) raises:
@@ -105,23 +105,54 @@ struct Tuner:
         Raises:
             If a launch fails.
         """
-        var count = g.pixels() * g.f
-        var ctx = self.bench.ctx
-        gemm_portable[HALF, epilogue, True](g, self.operands(self.bench.expected, 0), Batch(), ctx)
-        var steps = g.r * g.s * ceildiv(g.c, 64)
+        gemm_portable[HALF, epilogue, True](
+            g, self.operands(self.bench.expected, 0), Batch(), self.bench.ctx
+        )
         comptime for i in range(len(CONFIGS)):
             comptime config = CONFIGS[i]
             var blocks = ceildiv(g.pixels(), config.rows()) * ceildiv(g.f, config.columns)
-            var splits = 1
-            while splits <= (8 if config.split else 1):
-                if splits > steps or (config.split and blocks * splits > 600):
-                    break
-                self.bench.fill(self.bench.y, count, 9, 3)
-                var o = self.operands(self.bench.y, 0)
-                hopper_gemm[HALF, epilogue, config](g, o, splits, ctx)
-                var error = self.bench.difference(count)
-                print("row", line, i, splits, self.timed[epilogue, i](g, splits), error)
-                splits *= 2
+            self.tune_splits[epilogue, i](g, line, blocks, 1, 8 if config.split else 1)
+        comptime for i in range(len(RESIDENT)):
+            comptime config = RESIDENT[i]
+            var blocks = PixelBox[config.rows()](g).tiles(g) * ceildiv(g.f, config.columns)
+            comptime least = 2 if config.split else 1
+            # Blocks do not go from tile to tile: of many, every one begins anew.
+            if blocks <= 1200:
+                self.tune_splits[epilogue, len(CONFIGS) + i](
+                    g, line, blocks, least, 8 if config.split else 1
+                )
+
+    def tune_splits[
+        epilogue: Epilogue, index: Int
+    ](self, g: Geometry, line: String, blocks: Int, least: Int, most: Int) raises:
+        """Times a tile, shared by 1, 2, 4, 8 blocks, and prints a row for each.
+
+        Parameters:
+            epilogue: What the accumulator goes through.
+            index: Of the tile, as a row's `config`.
+
+        Args:
+            g: Sizes.
+            line: What names the product.
+            blocks: How many there are if none is shared.
+            least: Blocks that share a tile at least.
+            most: Blocks that share a tile at most.
+
+        Raises:
+            If a launch fails.
+        """
+        var count = g.pixels() * g.f
+        var splits = least
+        while splits <= most:
+            if splits > g.r * g.s * ceildiv(g.c, 64) or (most > 1 and blocks * splits > 600):
+                break
+            self.bench.fill(self.bench.y, count, 9, 3)
+            gemm_tile[HALF, epilogue, index](
+                g, self.operands(self.bench.y, 0), splits, self.bench.ctx
+            )
+            var error = self.bench.difference(count)
+            print("row", line, index, splits, self.timed[epilogue, index](g, splits), error)
+            splits *= 2
 
 
 def program() raises:

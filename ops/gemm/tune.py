@@ -58,7 +58,7 @@ class Product(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """An index in CONFIGS of ops/gemm/tuning.mojo, and the blocks that share a tile."""
+    """A row's config as ops/gemm/tuning.mojo counts them, and the blocks that share a tile."""
 
     config: int
     splits: int

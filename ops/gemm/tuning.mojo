@@ -13,6 +13,7 @@ from std.math import ceildiv
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from .hopper import Config
+from .resident import Config as Resident
 
 comptime CONFIGS: List[Config] = [
     Config(groups=2, columns=128, stages=3, blocks=2),
@@ -22,7 +23,17 @@ comptime CONFIGS: List[Config] = [
     Config(groups=1, columns=64, stages=6, blocks=2, split=True),
     Config(groups=1, columns=32, stages=8, blocks=2, split=True),
 ]
-"""The tiles that are compiled."""
+"""The tiles of hopper.mojo that are compiled."""
+comptime RESIDENT: List[Resident] = [
+    Resident(groups=1, columns=64, split=True),
+    Resident(groups=1, columns=32, split=True),
+    Resident(groups=1, columns=64),
+    Resident(groups=1, columns=32),
+    Resident(groups=2, columns=64),
+]
+"""The blocks of resident.mojo that are compiled; rows count them on from CONFIGS."""
+comptime ALIKE: List[Int] = [4, 5, 3, 5, 2]
+"""The tile of CONFIGS that is most like each block of RESIDENT."""
 
 
 struct Row(TrivialRegisterPassable):
@@ -39,7 +50,7 @@ struct Row(TrivialRegisterPassable):
     var gelu: Bool
     """Whether the result goes through a GELU."""
     var config: Int
-    """Index in CONFIGS."""
+    """Index in CONFIGS, or the length of it more than one in RESIDENT."""
     var splits: Int
     """Blocks that share a tile."""
 
@@ -59,7 +70,7 @@ struct Row(TrivialRegisterPassable):
             filters: F.
             steps: Steps of K.
             epilogue: As far as it costs time: none, add or gelu.
-            config: Index in CONFIGS.
+            config: Index in CONFIGS, or the length of it more than one in RESIDENT.
             splits: Blocks that share a tile.
         """
         self.pixels, self.filters, self.steps = pixels, filters, steps
@@ -307,6 +318,24 @@ def choose(g: Geometry, width: Int, epilogue: Epilogue, more: Int = 0) -> Row:
     """
     var steps = g.r * g.s * ceildiv(g.c, width) + more
     return nearest(materialize[ROWS](), g, steps, epilogue)
+
+
+def alike(row: Row) -> Row:
+    """Finds a tile of CONFIGS, for what only hopper.mojo computes: several products, two sources.
+
+    Args:
+        row: Of the table.
+
+    Returns:
+        The row; with the tile most like its block if that is one of RESIDENT.
+    """
+    var other = row
+    comptime for i in range(len(RESIDENT)):
+        comptime number = len(CONFIGS) + i
+        comptime tile = ALIKE[i]
+        if row.config == number:
+            other.config = tile
+    return other
 
 
 def nearest(rows: List[Row], g: Geometry, steps: Int, epilogue: Epilogue) -> Row:

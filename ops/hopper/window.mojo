@@ -6,7 +6,9 @@ product, so a tap is a shift of the matrix's first row (windows of several taps,
 windows the pixels come tap by tap, as load_pixels of conv.mojo brings them.
 
     PixelBox         which pixels are a tile's, and what a stage of x holds
-    Steps            the steps of K that a block multiplies, a list in shared memory
+    StepCounter      the steps of K that a block multiplies: all of its part, counted
+    StepList         the same, where some are left out: a list in shared memory
+    ring_stages      how many stages of x and of the filters shared memory has room for
     produce_pixels   the producer of x
     multiply_steps   the consumers' loop: x and the filters come through rings of their own
 
@@ -74,7 +76,8 @@ struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):
         var width = g.q + g.s - 1
         var last = (g.r - 1) * width + g.s - 1 + Self.rows
         var near = max(g.stride_h, g.stride_w, g.dilation_h, g.dilation_w) == 1
-        if g.r * g.s > 1 and width <= Self.rows and near and last <= BOX:
+        # Along an axis a copy has at most 256 pixels.
+        if g.r * g.s > 1 and g.r <= 128 and width <= Self.rows and near and last <= BOX:
             var bands = ceildiv(g.p, min(g.p, Self.rows // width))
             var height = ceildiv(g.p, bands)
             var loads = (height + g.r - 1) * width * ROW
@@ -250,7 +253,162 @@ struct Reads(TrivialRegisterPassable):
         return Int32(self.bits >> 16 & 0xFF)
 
 
-struct Steps(TrivialRegisterPassable):
+trait Steps(TrivialRegisterPassable):
+    """The steps of K that a block multiplies, one after another."""
+
+    def first_chunk(self, conv: Conv) -> Int32:
+        """Finds the channels of the first step of the block's part of K.
+
+        Args:
+            conv: Sizes.
+
+        Returns:
+            In steps of 128 bytes.
+        """
+        ...
+
+    def count(self) -> Int32:
+        """Counts the steps.
+
+        Returns:
+            How many.
+        """
+        ...
+
+    def boxes(self) -> Int32:
+        """Counts the boxes that the steps read, and those between them.
+
+        Returns:
+            From the block's first channels to the last that are read.
+        """
+        ...
+
+    def reads(self, k: Int32) -> Reads:
+        """Tells what the next step reads.
+
+        Args:
+            k: Its number: of the first 0, then 1, 2, ...
+
+        Returns:
+            Of x.
+        """
+        ...
+
+    def advance(mut self):
+        """Goes on to the step after."""
+        ...
+
+
+struct StepCounter(Steps):
+    """All steps of a block's part of K, counted: nothing is looked up."""
+
+    var share: Share
+    """The block's part of K."""
+    var taps: Int32
+    """Taps of a window."""
+    var columns: Int32
+    """Taps of a window's row."""
+    var chunk: Int32
+    """Channels of the next step, in steps of 128 bytes."""
+    var tap: Int32
+    """Its tap."""
+    var column: Int32
+    """The tap's column of the window."""
+    var bits: UInt32
+    """`Reads` of the next step."""
+    var tap_more: UInt32
+    """What `bits` grows by from a tap to the next."""
+    var row_more: UInt32
+    """What it grows by, besides, at the end of a window's row."""
+    var chunk_more: UInt32
+    """What it grows by, besides, at the end of a window."""
+
+    @always_inline
+    def __init__(out self, share: Share, conv: Conv, box: PixelBox[_]):
+        """Begins at the first step.
+
+        Args:
+            share: The block's part of K.
+            conv: Sizes.
+            box: What steps read.
+        """
+        self.share, self.taps, self.columns = share, conv.taps, conv.s
+        self.chunk = Int32(UInt32(share.begin) // UInt32(conv.taps))
+        self.tap = share.begin - self.chunk * conv.taps
+        var r = Int32(UInt32(self.tap) // UInt32(conv.s))
+        self.column = self.tap - r * conv.s
+        var rows = Int32(UInt32(conv.taps) // UInt32(conv.s))
+        if box.all_taps():
+            self.bits = Reads.box(0, r * box.width + self.column).bits
+            self.tap_more = Reads.box(0, 1).bits
+            self.row_more = Reads.box(0, box.width - conv.s).bits
+            self.chunk_more = Reads.box(1, 0).bits - Reads.box(0, rows * box.width).bits
+        else:
+            self.bits = Reads.tap(self.chunk, r, self.column).bits
+            self.tap_more = Reads.tap(0, 0, 1).bits
+            self.row_more = Reads.tap(0, 1, 0).bits - Reads.tap(0, 0, conv.s).bits
+            self.chunk_more = Reads.tap(1, 0, 0).bits - Reads.tap(0, rows, 0).bits
+
+    @always_inline
+    def first_chunk(self, conv: Conv) -> Int32:
+        """Finds the channels of the first step of the block's part of K.
+
+        Args:
+            conv: Sizes.
+
+        Returns:
+            In steps of 128 bytes.
+        """
+        return Int32(UInt32(self.share.begin) // UInt32(conv.taps))
+
+    @always_inline
+    def count(self) -> Int32:
+        """Counts the steps.
+
+        Returns:
+            How many.
+        """
+        return self.share.count()
+
+    @always_inline
+    def boxes(self) -> Int32:
+        """Counts the boxes that the steps read.
+
+        Returns:
+            How many.
+        """
+        var taps = UInt32(self.taps)
+        var last = UInt32(self.share.end - 1) // taps
+        return Int32(last - UInt32(self.share.begin) // taps) + 1
+
+    @always_inline
+    def reads(self, k: Int32) -> Reads:
+        """Tells what the next step reads.
+
+        Args:
+            k: Its number.
+
+        Returns:
+            Of x.
+        """
+        return Reads(self.bits)
+
+    @always_inline
+    def advance(mut self):
+        """Goes on to the step after."""
+        self.tap += 1
+        self.column += 1
+        self.bits += self.tap_more
+        if self.column == self.columns:
+            self.column = 0
+            self.bits += self.row_more
+        if self.tap == self.taps:
+            self.tap = 0
+            self.chunk += 1
+            self.bits += self.chunk_more
+
+
+struct StepList(Steps):
     """The steps of K that a block multiplies: a list in shared memory.
 
     A step whose filters are all zeros is not listed; a warp makes the list by a `StepWriter`.
@@ -329,6 +487,11 @@ struct Steps(TrivialRegisterPassable):
         return Reads(shared_load(self.data + 8 + 8 * UInt32(k)))
 
     @always_inline
+    def advance(mut self):
+        """Does nothing: the list is looked up by number."""
+        pass
+
+    @always_inline
     def boxes(self) -> Int32:
         """Counts the boxes that the steps read, and those between them.
 
@@ -342,7 +505,7 @@ struct Steps(TrivialRegisterPassable):
 struct StepWriter(TrivialRegisterPassable):
     """Lists steps, by a warp: a step by each lane at a time."""
 
-    var steps: Steps
+    var steps: StepList
     """The list."""
     var chunk: Int32
     """Channels of the block's first step."""
@@ -350,7 +513,7 @@ struct StepWriter(TrivialRegisterPassable):
     """Steps that are listed so far."""
 
     @always_inline
-    def __init__(out self, steps: Steps, conv: Conv):
+    def __init__(out self, steps: StepList, conv: Conv):
         """Begins with none.
 
         Args:
@@ -400,7 +563,14 @@ struct StepWriter(TrivialRegisterPassable):
 @always_inline
 def produce_pixels[
     dtype: DType
-](x: TileLoader, at_start: Pipeline, steps: Steps, conv: Conv, box: PixelBox[_], tile: Int32):
+](
+    x: TileLoader,
+    at_start: Pipeline,
+    steps_at_start: Some[Steps],
+    conv: Conv,
+    box: PixelBox[_],
+    tile: Int32,
+):
     """Fills the ring of x, by one thread, once the kernel ahead is done.
 
     Parameters:
@@ -409,7 +579,7 @@ def produce_pixels[
     Args:
         x: The activations, of `box_map`.
         at_start: The ring.
-        steps: The list.
+        steps_at_start: The steps of K.
         conv: Sizes.
         box: What a stage holds.
         tile: Number of the tile of pixels.
@@ -418,6 +588,7 @@ def produce_pixels[
     x.prefetch_descriptor()
     var first = box.first(conv, tile)
     var corner = conv.corner(first)
+    var steps = steps_at_start
     var chunk = steps.first_chunk(conv)
     var count = steps.boxes() if box.all_taps() else steps.count()
     var pipeline = at_start
@@ -446,6 +617,7 @@ def produce_pixels[
                 s=reads.s(),
             )
         pipeline.advance()
+        steps.advance()
 
 
 @always_inline
@@ -454,7 +626,7 @@ def multiply_steps[
 ](
     x_at_start: Pipeline,
     w_at_start: Pipeline,
-    steps: Steps,
+    steps_at_start: Some[Steps],
     count: Int32,
     box: PixelBox[_],
     at: Fragment,
@@ -470,8 +642,8 @@ def multiply_steps[
     Args:
         x_at_start: The ring of x; a stage is a box, or the pixels of a step.
         w_at_start: The ring of the filters; a stage is that of a step.
-        steps: The list.
-        count: Steps that it has: looked up before the kernel ahead is done.
+        steps_at_start: The steps of K.
+        count: How many there are: looked up before the kernel ahead is done.
         box: What a stage of x holds.
         at: The thread's place.
         resident: Whether the filters of all steps are there already, a stage of their own each.
@@ -481,6 +653,7 @@ def multiply_steps[
     """
     var x = x_at_start
     var w = w_at_start
+    var steps = steps_at_start
     x.data += UInt32(at.group() * Int32(ROWS * ROW))
     var leads = at.leads()
     var sums = StaticTuple[Float32, columns // 2](fill=0)
@@ -507,17 +680,49 @@ def multiply_steps[
         wgmma_fence_aligned()
         sums = mma[dtype, columns](Matrix(x.stage() + shift), Matrix(w.stage()), sums)
         wgmma_commit_group_sync()
-        wgmma_wait_group_sync[1]()
-        if leads and k > 0 and not resident:
-            w.release(before)
-            if not box.all_taps():
-                x.release(before)
+        if not resident:
+            wgmma_wait_group_sync[1]()
+            if leads and k > 0:
+                w.release(before)
+                if not box.all_taps():
+                    x.release(before)
         before = w.index
         w.advance()
+        steps.advance()
     return sums
 
 
 # The host's side
+
+
+def ring_stages(
+    box: PixelBox[_], *, taps: Int, chunks: Int, splits: Int, filters: Int, least: Int, room: Int
+) -> Tuple[Int, Int]:
+    """Divides shared memory between the rings of x and of the filters.
+
+    Args:
+        box: What a stage of x holds.
+        taps: Of a window.
+        chunks: Steps of 128 bytes over the channels.
+        splits: Blocks that share a tile.
+        filters: Bytes of a stage of filters.
+        least: Stages of filters before there is room for a second box.
+        room: Bytes to be divided.
+
+    Returns:
+        Stages of x, at least one: as many as of the filters, unless they are boxes; and of the
+        filters, at most a block's steps.
+    """
+    var share = ceildiv(taps * chunks, splits)
+    var x_bytes = Int(box.bytes) + Pipeline.BARRIERS
+    var w_bytes = filters + Pipeline.BARRIERS
+    if not box.all_taps():
+        var stages = max(1, min(share, room // (x_bytes + w_bytes)))
+        return stages, stages
+    var boxes = 1 if splits == chunks else min(3, ceildiv(share - 1, taps) + 1)
+    while boxes > 1 and boxes * x_bytes + least * w_bytes > room:
+        boxes -= 1
+    return boxes, max(1, min(share, (room - boxes * x_bytes) // w_bytes))
 
 
 def box_map[

@@ -30,13 +30,11 @@ batch 32 the dense kernel is faster: here every tile of pixels expands the filte
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
-from max.gpu.compute.mma import wgmma_wait_group_sync
 from max.gpu.host import DeviceContext, Dim, FuncAttribute
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
     launch_dependent_grids,
     pdl_launch_attributes,
-    wait_on_dependent_grids,
 )
 from max.gpu.sync import syncwarp
 from std.math import ceildiv
@@ -46,27 +44,23 @@ from std.utils.static_tuple import StaticTuple
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
-from ..hopper.cluster import Inbox
 from ..hopper.conv import Problem, takes
-from ..hopper.epilogue import EpilogueTensors, Outputs, finish_pairs
+from ..hopper.epilogue import EpilogueTensors
 from ..hopper.mma import ROWS
-from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
     cluster_arrive,
-    cluster_wait,
     fence_async,
-    fence_barrier_init,
     shared_clear,
     shared_load,
     shared_store,
-    shared_store_float,
     shared_store_low,
     sync_threads,
 )
 from ..hopper.scheduler import Share, Start, Tile, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.tile import TilePlan, TileStorage, consume_tile
 from ..hopper.tma import TensorMaps, TileLoader
-from ..hopper.window import PixelBox, Steps, StepWriter, box_map, multiply_steps, produce_pixels
+from ..hopper.window import StepList, StepWriter, box_map, produce_pixels
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands
 from .tuning import CONFIGS, choose
@@ -191,6 +185,14 @@ struct Words(KernelArgument, TrivialRegisterPassable):
         self.words, self.starts = words, starts
 
 
+comptime Planned[config: Config] = TilePlan[config.rows(), config.columns, config.split]
+"""How the tile's shared memory is divided.
+
+Parameters:
+    config: Sizes of the block.
+"""
+
+
 struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
     """How a block's shared memory is divided.
 
@@ -201,19 +203,8 @@ struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
 
-    comptime W_BYTES = Self.config.columns * ROW
-    """Of a stage of filters."""
-    comptime INBOX = Inbox[
-        Self.config.columns, Self.config.groups
-    ].BYTES if Self.config.split else 0
-    """Bytes that a cluster's blocks send to one of them."""
-
-    var box: PixelBox[Self.config.rows()]
-    """What a stage of activations holds."""
-    var w_stages: Int32
-    """Stages of expanded filters."""
-    var x_stages: Int32
-    """Stages of activations."""
+    var tile: Planned[Self.config]
+    """Of the tile."""
     var tiles: Int32
     """Tiles that there are words of."""
 
@@ -224,24 +215,29 @@ struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
             g: Sizes.
             splits: Blocks that share a tile.
         """
-        var taps = g.r * g.s
-        var steps = taps * ceildiv(g.c, WIDTH)
-        var share = ceildiv(steps, splits)
-        var room = Self.config.room() - Self.INBOX - 2048
-        room -= 4 * (Self.config.parts() + 2) * (share + 2)
-        self.box = PixelBox[Self.config.rows()](g)
+        var chunks = ceildiv(g.c, WIDTH)
+        var steps = g.r * g.s * chunks
+        var lists = Self.lists(ceildiv(steps, splits))
+        self.tile = Planned[Self.config](
+            g,
+            chunks=chunks,
+            splits=splits,
+            least=Self.config.turns(),
+            room=Self.config.room() - lists - SWIZZLED,
+        )
         self.tiles = Int32(ceildiv(g.f, FILTERS) * steps)
-        var w_bytes = Self.W_BYTES + Pipeline.BARRIERS
-        var x_bytes = Int(self.box.bytes) + Pipeline.BARRIERS
-        if self.box.all_taps():
-            var boxes = 1 if splits * taps == steps else min(3, ceildiv(share - 1, taps) + 1)
-            while boxes > 1 and boxes * x_bytes + Self.config.turns() * w_bytes > room:
-                boxes -= 1
-            var stages = (room - boxes * x_bytes) // w_bytes
-            self.w_stages, self.x_stages = Int32(max(1, min(share, stages))), Int32(boxes)
-        else:
-            self.w_stages = Int32(max(1, min(share, room // (x_bytes + w_bytes))))
-            self.x_stages = self.w_stages
+
+    @staticmethod
+    def lists(share: Int) -> Int:
+        """Counts the bytes of a block's lists.
+
+        Args:
+            share: Steps of K of a block at most.
+
+        Returns:
+            Of where words begin, and of steps.
+        """
+        return 4 * Self.config.parts() * (share + 1) + StepList.bytes(share)
 
     def shared(self, share: Int) -> Int:
         """Counts the bytes of shared memory.
@@ -252,11 +248,7 @@ struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
         Returns:
             What `Storage` divides, and what aligning it may take.
         """
-        var x = Int(self.x_stages) * (Int(self.box.bytes) + Pipeline.BARRIERS)
-        var w = Int(self.w_stages) * (Self.W_BYTES + Pipeline.BARRIERS)
-        var inbox = Self.INBOX + 8
-        var tables = 4 * Self.config.columns + 4 * Self.config.parts() * (share + 1)
-        return x + w + inbox + tables + Steps.bytes(share) + SWIZZLED
+        return self.tile.bytes() + Self.lists(share) + SWIZZLED
 
 
 struct Storage[config: Config](TrivialRegisterPassable):
@@ -266,17 +258,11 @@ struct Storage[config: Config](TrivialRegisterPassable):
         config: Sizes of the block.
     """
 
-    var w: Pipeline
-    """Expanded filters, a stage a step."""
-    var x: Pipeline
-    """Activations."""
-    var inbox: Inbox[Self.config.columns, Self.config.groups]
-    """What the cluster's blocks send."""
-    var bias: UInt32
-    """Address of the bias of the block's filters."""
+    var tile: TileStorage[Self.config.rows(), Self.config.columns, Self.config.split]
+    """Rings, bias, and what the cluster's blocks send."""
     var starts: UInt32
     """Address of where the words of the block's tiles begin, and the last one's end, part by part."""
-    var steps: Steps
+    var steps: StepList
     """The steps of which filters are not all zeros."""
 
     @always_inline
@@ -297,20 +283,10 @@ struct Storage[config: Config](TrivialRegisterPassable):
             share: The block's steps of K.
             plan: How many stages there are.
         """
-        comptime Received = Inbox[Self.config.columns, Self.config.groups]
-        comptime W_BYTES = UInt32(Plan[Self.config].W_BYTES)
-        var x = data + UInt32(plan.w_stages) * W_BYTES
-        var inbox = x + UInt32(plan.x_stages) * UInt32(plan.box.bytes)
-        var barriers = inbox + UInt32(Plan[Self.config].INBOX)
-        self.w = Pipeline(data, barriers, stages=plan.w_stages, bytes=W_BYTES)
-        barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.w_stages)
-        self.x = Pipeline(x, barriers, stages=plan.x_stages, bytes=UInt32(plan.box.bytes))
-        barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.x_stages)
-        self.inbox = Received(inbox, barriers, splits=schedule.splits, rank=start.rank)
-        self.bias = barriers + 8
-        self.starts = self.bias + UInt32(4 * Self.config.columns)
+        self.tile = {data, schedule, start, plan.tile}
+        self.starts = self.tile.end
         var entries = (share.count() + 1) * Int32(Self.config.parts())
-        self.steps = Steps(self.starts + 4 * UInt32(entries), share)
+        self.steps = StepList(self.starts + 4 * UInt32(entries), share)
 
     @always_inline
     def load_starts(
@@ -401,20 +377,14 @@ def tiled_kernel[
     var share = schedule.share[config.split](start, problem.steps())
     var storage = Storage[config](shared_memory["sparse_conv2d"](), schedule, start, share, plan)
     if t == 0:
-        storage.w.init(consumers=config.groups, producers=config.parts())
-        storage.x.init(consumers=config.groups)
-        comptime if config.split:
-            storage.inbox.init()
-        fence_barrier_init()
-        comptime if config.split:
-            storage.inbox.expect(plan.box.warps(problem.pixels[0], tile.row))
+        var warps = plan.tile.box.warps(problem.pixels[0], tile.row)
+        storage.tile.init(warps, producers=config.parts())
     storage.load_starts(t, words, problem, plan, tile.column)
     # By the last warps: of the first one, which lists the steps, ptxas would make a path with
     # barriers of its own, and synccheck takes those for others.
     var i = t - Int32(config.threads() - config.columns)
     if i >= 0:
-        var f = min(tile.column * Int32(config.columns) + i, problem.filters - 1)
-        shared_store_float(storage.bias + 4 * UInt32(i), tensors.bias_of[1](f))
+        storage.tile.load_bias(i, tensors, tile, problem.filters)
     sync_threads(0, UInt32(config.threads()))
     comptime if config.split:
         cluster_arrive()
@@ -423,12 +393,19 @@ def tiled_kernel[
     sync_threads(0, UInt32(config.threads()))
 
     if t < CONSUMERS:
-        _consume[epilogue](storage, tensors, problem, plan, tile, Fragment(t))
+        consume_tile[epilogue, ahead=False](
+            storage.tile, storage.steps, tensors, problem, plan.tile.box, tile, Fragment(t)
+        )
     elif t < CONSUMERS + Int32(WARP * EXPANDERS):
         _expand(storage, words, t - CONSUMERS)
     elif t % Int32(WARP) == 0:
         produce_pixels[dtype](
-            TileLoader(maps.address()), storage.x, storage.steps, problem.conv, plan.box, tile.row
+            TileLoader(maps.address()),
+            storage.tile.x,
+            storage.steps,
+            problem.conv,
+            plan.tile.box,
+            tile.row,
         )
 
 
@@ -444,7 +421,7 @@ def _list_steps[
         var listed = False
         if step < count:
             listed = storage.has_words(step)
-        writer.append(lane, step, listed, problem.conv, plan.box)
+        writer.append(lane, step, listed, problem.conv, plan.tile.box)
     writer.finish(lane)
 
 
@@ -461,7 +438,7 @@ def _expand[config: Config, //](storage: Storage[config], words: Words, t: Int32
     var part = t // Int32(WARP) % PARTS
     var first = t // Int32(WARP) // PARTS
     var steps = storage.steps.count()
-    var pipeline = storage.w
+    var pipeline = storage.tile.w
     for _ in range(first):
         pipeline.advance()
     var held = Quads()
@@ -533,60 +510,6 @@ struct Quads(TrivialRegisterPassable):
             if at + Int32(128 * j) < end:
                 comptime for k in range(4):
                     shared_store_low(to + (self.words[j][k] >> 16), self.words[j][k])
-
-
-@always_inline
-def _consume[
-    dtype: DType, config: Config, //, epilogue: Epilogue
-](
-    storage: Storage[config],
-    tensors: EpilogueTensors[dtype],
-    problem: Problem[1],
-    plan: Plan[config],
-    tile: Tile,
-    at: Fragment,
-):
-    """Multiplies the stages, and finishes the tile or what a cluster's block has of it."""
-    comptime COLUMNS = config.columns
-    comptime PAIRS = COLUMNS // 8 if config.split else COLUMNS // 4
-    var m = problem.pixels[0]
-    var row = at.group() * Int32(ROWS) + at.row()
-    var pairs = Share(0, Int32(PAIRS))
-    comptime if config.split:
-        pairs = storage.inbox.pairs()
-    var outputs = Outputs[PAIRS](
-        at,
-        low=plan.box.pixel(problem.conv, m, tile.row, row),
-        high=plan.box.pixel(problem.conv, m, tile.row, row + 8),
-        f0=tile.column * Int32(COLUMNS),
-        filters=problem.filters,
-        pairs=pairs,
-    )
-    comptime if config.split:
-        cluster_wait()
-    # No stage is filled twice, and all are expanded before x comes.
-    var count = storage.steps.count()
-    var resident = count <= plan.w_stages
-    if resident:
-        storage.w.wait_first(count)
-    wait_on_dependent_grids()
-
-    var sums = multiply_steps[dtype, COLUMNS](
-        storage.x, storage.w, storage.steps, count, plan.box, at, resident=resident
-    )
-    comptime if config.split:
-        wgmma_wait_group_sync[0]()
-        if at.t // Int32(WARP) < plan.box.warps(m, tile.row):
-            storage.inbox.send(at, sums)
-        var residual = outputs.load_residual[dtype, epilogue](tensors)
-        var total = storage.inbox.receive(at)
-        finish_pairs[dtype, epilogue](
-            outputs, tensors, total, problem.alpha, storage.bias, residual
-        )
-    else:
-        var residual = outputs.load_residual[dtype, epilogue](tensors)
-        wgmma_wait_group_sync[0]()
-        finish_pairs[dtype, epilogue](outputs, tensors, sums, problem.alpha, storage.bias, residual)
 
 
 # The host's side
@@ -669,12 +592,12 @@ def enqueue_tiled[
     var plan = Plan[config](g, splits)
     var steps = g.r * g.s * ceildiv(g.c, WIDTH)
     var share = ceildiv(steps, splits)
-    if Int(plan.w_stages) < min(config.turns(), share):
+    if Int(plan.tile.w_stages) < min(config.turns(), share):
         raise Error(
             "sparse_conv2d: shared memory has too few stages for K = ", steps, " steps of 64"
         )
     var maps = TensorMaps[1]()
-    maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box)
+    maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.tile.box)
     var problem = Problem[1](
         [g],
         rows=config.rows(),
@@ -684,7 +607,7 @@ def enqueue_tiled[
         alpha=o.alpha,
     )
     problem.schedule = TileScheduler[1](
-        [plan.box.tiles(g)], columns=ceildiv(g.f, config.columns), splits=splits
+        [plan.tile.box.tiles(g)], columns=ceildiv(g.f, config.columns), splits=splits
     )
     ctx.enqueue_function[tiled_kernel[dtype, epilogue, config]](
         maps,

@@ -11,7 +11,8 @@ from ops.epilogue import Epilogue
 from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
 from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
-from ops.gemm.tuning import CONFIGS
+from ops.gemm.resident import resident_gemm
+from ops.gemm.tuning import CONFIGS, RESIDENT
 from ops.geometry import Geometry
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.operands import F32, Batch, Data, Operands
@@ -41,6 +42,17 @@ def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
         hopper_shortcut[BF16, Epilogue("relu"), config](g, o, g, o, 1, ctx)
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[2]](g, o, 1, ctx)
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[5]](g, o, 1, ctx)
+
+
+def resident(
+    g: Geometry, o: Operands[BF16], o16: Operands[F16], o32: Operands[F32], ctx: DeviceContext
+) raises:
+    comptime for i in range(len(RESIDENT)):
+        resident_gemm[BF16, Epilogue("none"), RESIDENT[i]](g, o, 1, ctx)
+        resident_gemm[BF16, Epilogue("add_relu"), RESIDENT[i]](g, o, 1, ctx)
+    resident_gemm[F16, Epilogue("gelu"), RESIDENT[0]](g, o16, 1, ctx)
+    resident_gemm[F32, Epilogue("add"), RESIDENT[1]](g, o32, 1, ctx)
+    resident_gemm[F32, Epilogue("relu"), RESIDENT[4]](g, o32, 1, ctx)
 
 
 def sparse[
@@ -117,6 +129,13 @@ def main() raises:
     var g = Geometry(rows=n * 7, depth=n * 64, columns=n * 64)
     var o = Operands[BF16](half, half, full, half, half)
     gemms(g, o, ctx)
+    resident(
+        g,
+        o,
+        Operands[F16](half2, half2, full, half2, half2),
+        Operands[F32](full, full, full, full, full),
+        ctx,
+    )
     var words = rebind[Data[DType.uint32]](ctx.enqueue_create_buffer[DType.uint32](1).unsafe_ptr())
     sparse[BF16](g, o, words, ctx)
     var starts = rebind[Data[DType.int32]](ctx.enqueue_create_buffer[DType.int32](1).unsafe_ptr())

@@ -551,6 +551,106 @@ class Expanded:
         return f"{64 * self.groups}x{self.columns}" + "split" * self.split
 
 
+def pixel_box(x: Array, g: Conv, rows: int, width: int) -> tuple[Tiled | Im2col, list[int], int]:
+    """Packs a PixelBox of ops/hopper/window.mojo, for `rows` pixels: map, numbers and tiles."""
+    high, broad = g.out
+    pitch = broad + g.s - 1
+    if g.r * g.s == 1 or (*g.stride, *g.dilation) != (1, 1, 1, 1) or pitch > rows:
+        return pixels_of(x, g, rows, width), [rows * 128] * 2 + [0] * 3, -(-g.pixels // rows)
+    bands = -(-high // min(high, rows // pitch))
+    height = -(-high // bands)
+    box = (height + g.r - 1) * pitch
+    window = -(-max(box, (g.r - 1) * pitch + g.s - 1 + rows) // 8) * 1024
+    map = Tiled(x, (1, height + g.r - 1, pitch, width))
+    return map, [window, box * 128, pitch, height, bands], g.n * bands
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A Config of ops/gemm/resident.mojo: one of RESIDENT in ops/gemm/tuning.mojo."""
+
+    groups: int
+    columns: int
+    split: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{64 * self.groups}x{self.columns}" + "split" * self.split
+
+
+RESIDENT = (
+    Resident(1, 64, split=True),
+    Resident(1, 32, split=True),
+    Resident(1, 64),
+    Resident(1, 32),
+    Resident(2, 64),
+)
+
+
+def resident(
+    kernel: Kernel,
+    config: Resident,
+    p: Product,
+    *,
+    dtype: str,
+    alpha: float = 1,
+    splits: int = 1,
+    stages: int = 9,
+    constant: bool = True,
+    late: bool = False,
+    seed: int = 0,
+) -> Array:
+    """Runs ops/gemm/resident.mojo. The kernel ahead writes x and the residual.
+
+    Args:
+        kernel: What runs.
+        config: Sizes of the block.
+        p: The convolution.
+        dtype: Of x, w and y.
+        alpha: Scale of the product.
+        splits: Blocks that share a tile.
+        stages: Stages of filters, unless a block has fewer steps.
+        constant: Whether the kernel is told that w are weights.
+        late: Whether the kernel ahead writes w, too.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        y[M, F].
+    """
+    memory, g = Tensors(), p.g
+    rows, width = 64 * config.groups, 128 // np.dtype(DTYPES[dtype]).itemsize
+    x, (y_at, y) = held(memory, p.x, late=True)[1], held(memory, unwritten((g.pixels, g.f), dtype))
+    w = held(memory, p.w.reshape(g.f, -1, g.c), late)[1]
+    residual_at, bias = held(memory, p.residual, late=True)[0], memory.add(p.bias)
+    map, box, tiles = pixel_box(x, g, rows, width)
+    filters = min(stages, -(-g.r * g.s * -(-g.c // width) // splits))
+    pixels = 2 if box[2] else filters
+    columns = -(-g.f // config.columns)
+    blocks = tiles * columns
+    sizes = problem(
+        g, [g.pixels], [0], width=width, columns=columns, splits=splits, tiles=blocks, alpha=alpha,
+        constant=constant,
+    )  # fmt: skip
+    shared = filters * (config.columns * 128 + 16) + pixels * (box[0] + 16) + 1024
+    launch = Launch(
+        kernel,
+        [
+            bytes(128 * 2),
+            pack("4Q", bias, bias, residual_at, y_at),
+            sizes,
+            pack("7i", *box, filters, pixels),
+        ],
+        memory,
+        grid=(blocks * splits,),
+        threads=128 * config.groups + 64,
+        shared_bytes=shared + config.split * rows * config.columns * 4 + 4 * config.columns + 8,
+        maps=[map, Tiled(w, (config.columns, 1, width))],
+        cluster=splits,
+    )
+    launch.run(seed)
+    return y
+
+
 EXPANDED = (
     Expanded(1, 64, split=True),
     Expanded(1, 32, split=True),
@@ -585,25 +685,13 @@ def tiled(
         y[M, F].
     """
     memory, g = Tensors(), p.g
-    high, broad = g.out
     rows, steps = 64 * config.groups, g.r * g.s * -(-g.c // 64)
-    stages = (8 * 32 // config.columns, 2)  # as few of filters as there may be
     x, (y_at, y) = held(memory, p.x)[1], held(memory, unwritten((g.pixels, g.f), dtype))
     residual_at = memory.add(p.residual)
-    width = broad + g.s - 1
-    map: Tiled | Im2col
-    if g.r * g.s > 1 and (*g.stride, *g.dilation) == (1, 1, 1, 1) and width <= rows:
-        bands = -(-high // min(high, rows // width))
-        height = -(-high // bands)
-        box = (height + g.r - 1) * width
-        window = -(-max(box, (g.r - 1) * width + g.s - 1 + rows) // 8) * 1024
-        tiles, plan = g.n * bands, [window, box * 128, width, height, bands, *stages]
-        map = Tiled(x, (1, height + g.r - 1, width, 64))
-    else:
-        tiles, window = -(-g.pixels // rows), rows * 128
-        stages = (stages[0], stages[0])
-        plan = [window, window, 0, 0, 0, *stages]
-        map = pixels_of(x, g, rows, 64)
+    map, box, tiles = pixel_box(x, g, rows, 64)
+    fewest = 8 * 32 // config.columns  # as few stages of filters as there may be
+    stages = (fewest, 2 if box[2] else fewest)
+    plan, window = [*box, *stages], box[0]
     columns = -(-g.f // config.columns)
     blocks = tiles * columns
     sizes = problem(g, [g.pixels], [0], width=64, columns=columns, splits=splits, tiles=blocks)

@@ -21,6 +21,7 @@ from .conftest import Find
 from .launches import (
     BLOCKS,
     EXPANDED,
+    RESIDENT,
     SPARSE,
     TILES,
     Blocks,
@@ -30,6 +31,7 @@ from .launches import (
     Heads,
     Product,
     Qkv,
+    Resident,
     Sparse,
     StemCase,
     Tile,
@@ -43,6 +45,7 @@ from .launches import (
     hopper_attention,
     layernorm,
     mean,
+    resident,
     rounded,
     softmax,
     stem,
@@ -302,6 +305,110 @@ def run_hopper(
         if more:
             sums = sums + alpha * convolved(more, dtype) + more.bias
         check(y, finished(sums, p, epilogue, dtype), dtype, GELU if epilogue == "gelu" else SUMS)
+
+
+WINDOWS = [
+    (Conv(2, 10, 9, 72, 40, 3, 3, pad=(1, 1)), 1, 2, 9),
+    (Conv(2, 7, 7, 520, 72, 3, 3, pad=(1, 1)), 1, 8, 9),
+    (Conv(1, 7, 7, 136, 72, 3, 3, pad=(1, 1)), 0.5, 4, 3),
+    (Conv(2, 5, 6, 200, 136, 5, 2, pad=(2, 1)), 1, 2, 4),
+    (Conv(1, 17, 130, 64, 24, 3, 3, pad=(1, 1)), 1, 2, 9),
+    (Conv(3, 9, 11, 64, 72, 3, 2, (1, 1), (2, 1), (2, 1)), 1, 4, 9),
+    (Conv(2, 9, 9, 136, 64, 3, 3, (2, 2), (1, 1)), 1, 8, 2),
+    (Conv(2, 9, 10, 264, 72, stride=(2, 2)), 1, 2, 9),
+    (Conv(1, 150, 1, 520, 136), 1, 8, 9),
+    (Conv(1, 75, 1, 520, 136), 0.5, 2, 2),
+    (Conv(1, 1, 1, 136, 8), 1, 2, 9),
+]
+"""Convolutions, alpha, the blocks that share a tile, and stages of filters at most."""
+
+
+@pytest.mark.parametrize("config", RESIDENT, ids=lambda config: config.label)
+@pytest.mark.parametrize("epilogue", ["none", "add_relu"])
+@pytest.mark.parametrize(("g", "alpha", "splits", "stages"), WINDOWS, ids=str)
+def test_resident(
+    find: Find,
+    rng: np.random.Generator,
+    config: Resident,
+    epilogue: str,
+    g: Conv,
+    alpha: float,
+    splits: int,
+    stages: int,
+) -> None:
+    run_resident(find, rng, config, epilogue, g, alpha=alpha, splits=splits, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("config", "epilogue", "dtype"),
+    [
+        (RESIDENT[0], "gelu", "float16"),
+        (RESIDENT[1], "add", "float32"),
+        (RESIDENT[4], "relu", "float32"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("g", [Conv(2, 7, 9, 72, 40, 3, 3, pad=(1, 1)), Conv(1, 70, 1, 136, 72)])
+def test_resident_of_other_dtypes(
+    find: Find, rng: np.random.Generator, config: Resident, epilogue: str, dtype: str, g: Conv
+) -> None:
+    run_resident(find, rng, config, epilogue, g, dtype=dtype, splits=2)
+
+
+@pytest.mark.parametrize("config", [RESIDENT[1], RESIDENT[2]], ids=lambda config: config.label)
+@pytest.mark.parametrize("stages", [9, 2])
+def test_resident_waits_for_a_right_side_that_is_computed(
+    find: Find, rng: np.random.Generator, config: Resident, stages: int
+) -> None:
+    p = product(rng, Conv(1, 70, 1, 264, 72), BF16)
+    kernel, want = find(f"gemm_resident_{config.label}_none_{BF16}"), convolved(p, BF16)
+
+    def run(seed: int, *, constant: bool) -> Array:
+        return resident(
+            kernel, config, p, dtype=BF16, splits=2 if config.split else 1, stages=stages,
+            constant=constant, late=True, seed=seed,
+        )  # fmt: skip
+
+    check(run(0, constant=False), finished(want, p, "none", BF16), BF16, SUMS)
+    # Copies may come late, and the thread that loads x wait first.
+    early = [run(seed, constant=True) for seed in range(4)]
+    assert np.isnan(wide(np.array(early), BF16)).any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_resident_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -> None:
+    p = product(rng, Conv(1, 70, 1, 72, 72), BF16)
+    x = wide(p.x, BF16)
+    x[0, [3, 30, 69], 0, [5, 71, 0]] = np.nan, np.inf, -np.inf
+    run_resident(find, rng, RESIDENT[1], "add_relu", replace(p, x=rounded(x, BF16)), splits=2)
+
+
+def run_resident(
+    find: Find,
+    rng: np.random.Generator,
+    config: Resident,
+    epilogue: str,
+    g: Conv | Product,
+    *,
+    dtype: str = BF16,
+    alpha: float = 1,
+    splits: int = 1,
+    stages: int = 9,
+) -> None:
+    p = g if isinstance(g, Product) else product(rng, g, dtype)
+    if dtype == "float32":  # rounded as by the copy engine
+        p.x, p.w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))
+    got = resident(
+        find(f"gemm_resident_{config.label}_{epilogue}_{dtype}"),
+        config,
+        p,
+        dtype=dtype,
+        alpha=alpha,
+        splits=splits if config.split else 1,
+        stages=stages,
+    )
+    sums = GELU if epilogue == "gelu" else SUMS
+    check(got, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, sums)
 
 
 TWO_FOUR = [

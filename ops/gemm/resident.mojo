@@ -1,0 +1,261 @@
+"""Implicit GEMM on Hopper's tensor cores for few tiles: filters come before the kernel ahead is done.
+
+    y[m, f] = act(alpha * sum_k x[m, k] w[f, k] + bias[f] + residual[m, f])
+
+    x[N, H, W, C]   activations
+    w[F, R, S, C]   filters
+    y[N, P, Q, F]   result, and the residual
+
+M = N * P * Q output pixels, N = F filters, K = C * R * S: the taps of 128 bytes of channels, then
+those of the next ones. A block computes one tile of `64 * groups` pixels x `columns` filters, where
+the kernel of hopper.mojo, made for many, goes from tile to tile:
+
+    two threads have the copy engine bring x and w, each through a ring of its own
+    (hopper/window.mojo): w as soon as the block begins (programmatic dependent launch), and all of
+    the block's share of it where shared memory has room; x, once the kernel ahead is done, as one
+    box of pixels for all taps of a window where strides are 1, else the pixels of each tap
+    consumers multiply the stages, 64 pixels a warpgroup, and store y from their registers
+
+A cluster of `splits` blocks shares a tile: each sums a part of K and sends each peer the columns
+that the peer adds up and finishes (hopper/cluster.mojo).
+
+float32 is multiplied as TF32, rounded by the copy engine as in hopper.mojo. C has to be a multiple
+of 16 bytes, and F one of 8.
+"""
+
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
+from max.gpu.host import DeviceContext, Dim, FuncAttribute
+from max.gpu.primitives.grid_controls import (
+    PDLLevel,
+    launch_dependent_grids,
+    pdl_launch_attributes,
+    wait_on_dependent_grids,
+)
+from std.math import ceildiv
+from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
+
+from ..epilogue import Epilogue
+from ..geometry import Geometry
+from ..hopper.accumulator import Fragment
+from ..hopper.conv import Problem
+from ..hopper.epilogue import EpilogueTensors
+from ..hopper.mma import ROWS
+from ..hopper.pipeline import Pipeline
+from ..hopper.ptx import cluster_arrive, sync_threads
+from ..hopper.scheduler import TileScheduler
+from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.tile import TilePlan, TileStorage, consume_tile
+from ..hopper.tma import TensorMaps, TileLoader
+from ..hopper.window import StepCounter, box_map, produce_pixels
+from ..operands import Operands
+from .hopper import filter_map
+
+
+struct Config(TrivialRegisterPassable):
+    """How a block works: a compile-time value."""
+
+    var groups: Int
+    """Consumers, of 64 pixels each: 1 or 2."""
+    var columns: Int
+    """Filters of a block: 32, 64 or, without a cluster, 128."""
+    var split: Bool
+    """Whether a cluster shares a tile."""
+
+    def __init__(out self, groups: Int, columns: Int, *, split: Bool = False):
+        """Names the parts.
+
+        Args:
+            groups: Consumers.
+            columns: Filters of a block.
+            split: Whether a cluster shares a tile.
+        """
+        self.groups, self.columns, self.split = groups, columns, split
+
+    def label(self) -> String:
+        """Names the block for a profiler, as a part of a kernel's symbol.
+
+        Returns:
+            Pixels and filters, and how it works.
+        """
+        return String(t"{self.rows()}x{self.columns}") + ("split" if self.split else "")
+
+    @always_inline
+    def rows(self) -> Int:
+        """Counts the pixels of a tile.
+
+        Returns:
+            64 for each consumer.
+        """
+        return ROWS * self.groups
+
+    @always_inline
+    def blocks(self) -> Int:
+        """Counts the blocks that a multiprocessor holds at a time; it bounds the registers.
+
+        Returns:
+            Two.
+        """
+        return 2
+
+    @always_inline
+    def room(self) -> Int:
+        """Counts the bytes of shared memory that a block may take.
+
+        Returns:
+            As many as leave room for another block.
+        """
+        return 113 * 1024
+
+    @always_inline
+    def threads(self) -> Int:
+        """Counts the threads of a block.
+
+        Returns:
+            A warpgroup for each consumer, and a warp for each of x and w.
+        """
+        return WARPGROUP * self.groups + 2 * WARP
+
+
+comptime Plan[config: Config] = TilePlan[config.rows(), config.columns, config.split]
+"""How a block's shared memory is divided.
+
+Parameters:
+    config: Sizes of the block.
+"""
+
+
+@__name(t"gemm_resident_{config.label()}_{epilogue.label()}_{dtype}")
+@__llvm_arg_metadata(maps, `nvvm.grid_constant`)
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    `nvvm.minctasm`=SIMDLength(config.blocks()),
+)
+def resident_kernel[
+    dtype: DType, epilogue: Epilogue, config: Config
+](maps: TensorMaps[2], tensors: EpilogueTensors[dtype], problem: Problem[1], plan: Plan[config],):
+    """Computes a tile, or a cluster's share of one.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        config: Sizes of the block.
+
+    Args:
+        maps: Tensor maps of x (boxes of an image, im2col, or a matrix) and w[F, R * S, C].
+        tensors: Bias, residual and y.
+        problem: Sizes.
+        plan: How shared memory is divided.
+    """
+    comptime CONSUMERS = Int32(WARPGROUP * config.groups)
+    launch_dependent_grids()
+    var t = Int32(thread_idx.x)
+    var schedule = problem.schedule
+    var start = schedule.start[config.split]()
+    var tile = schedule.tile(start.tile)
+    var share = schedule.share[config.split](start, problem.steps())
+    var storage = TileStorage(shared_memory["gemm_resident"](), schedule, start, plan)
+    if t == 0:
+        storage.init(plan.box.warps(problem.pixels[0], tile.row))
+    sync_threads(0, UInt32(config.threads()))
+    comptime if config.split:
+        cluster_arrive()
+
+    var steps = StepCounter(share, problem.conv, plan.box)
+    if t < CONSUMERS:
+        if problem.constant == 0:
+            wait_on_dependent_grids()
+        if t < Int32(config.columns):
+            storage.load_bias(t, tensors, tile, problem.filters)
+        sync_threads(1, UInt32(CONSUMERS))
+        consume_tile[epilogue](storage, steps, tensors, problem, plan.box, tile, Fragment(t))
+    elif t == CONSUMERS:
+        if problem.constant == 0:
+            wait_on_dependent_grids()
+        _produce_filters[dtype](
+            TileLoader(maps.address(), 1), storage.w, steps, tile.column * Int32(config.columns)
+        )
+    elif t == CONSUMERS + Int32(WARP):
+        produce_pixels[dtype](
+            TileLoader(maps.address()), storage.x, steps, problem.conv, plan.box, tile.row
+        )
+
+
+@always_inline
+def _produce_filters[
+    dtype: DType
+](w: TileLoader, at_start: Pipeline, steps_at_start: StepCounter, f0: Int32):
+    """Fills the ring of w, by one thread."""
+    comptime WIDTH = Int32(ROW // size_of[dtype]())
+    var pipeline = at_start
+    var steps = steps_at_start
+    w.prefetch_descriptor()
+    for k in range(steps.count()):
+        if k >= Int32(pipeline.stages):
+            pipeline.acquire()
+        pipeline.expect(pipeline.bytes)
+        w.load(pipeline.stage(), pipeline.barrier(), steps.chunk * WIDTH, steps.tap, f0)
+        pipeline.advance()
+        steps.advance()
+
+
+# The host's side
+
+
+def resident_gemm[
+    dtype: DType, epilogue: Epilogue, config: Config
+](
+    g: Geometry,
+    o: Operands[dtype],
+    splits: Int,
+    ctx: DeviceContext,
+    *,
+    constant: Bool = True,
+) raises:
+    """Enqueues a convolution, or a matrix product.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        config: Sizes of the block.
+
+    Args:
+        g: Sizes; one group.
+        o: The tensors.
+        splits: Blocks that share a tile: 1, or if the config splits 2, 4 or 8.
+        ctx: The GPU.
+        constant: Whether w is a weight, which no kernel writes.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
+    comptime WIDTH = ROW // size_of[dtype]()
+    var chunks = ceildiv(g.c, WIDTH)
+    var plan = Plan[config](g, chunks=chunks, splits=splits, least=4, room=config.room() - SWIZZLED)
+    var maps = TensorMaps[2]()
+    maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box)
+    maps.maps[1] = filter_map[dtype](ctx, o.w, g, config.columns)
+    var problem = Problem[1](
+        [g],
+        rows=config.rows(),
+        columns=config.columns,
+        width=WIDTH,
+        splits=splits,
+        alpha=o.alpha,
+        constant=constant,
+    )
+    problem.schedule = TileScheduler[1](
+        [plan.box.tiles(g)], columns=ceildiv(g.f, config.columns), splits=splits
+    )
+    ctx.enqueue_function[resident_kernel[dtype, epilogue, config]](
+        maps,
+        EpilogueTensors[dtype]([o]),
+        problem,
+        plan,
+        grid_dim=Int(problem.schedule.tiles) * splits,
+        block_dim=config.threads(),
+        cluster_dim=Dim(splits),
+        shared_mem_bytes=plan.bytes() + SWIZZLED,
+        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.room())),
+    )

@@ -1,0 +1,250 @@
+"""A block that computes one tile, or a cluster's share of one, from the filters to the result.
+
+Blocks that go from tile to tile hide what each tile begins and ends with; where there are no more
+tiles than blocks, that is most of the time. So what does not depend on the kernel ahead is done
+before it ends (programmatic dependent launch), and nothing waits for shared memory or a cluster on
+the way out:
+
+    TilePlan       how shared memory is divided: rings of x and of the filters (window.mojo)
+    TileStorage    the parts: rings, bias, and what a cluster's blocks send (cluster.mojo)
+    consume_tile   what the consumers do; the results leave the registers (epilogue.mojo)
+"""
+
+from max.gpu.compute.mma import wgmma_wait_group_sync
+from max.gpu.primitives.grid_controls import wait_on_dependent_grids
+from std.utils.static_tuple import StaticTuple
+
+from ..epilogue import Epilogue
+from ..geometry import Geometry
+from ..kernel_argument import KernelArgument
+from .accumulator import Fragment, Sums
+from .cluster import Inbox
+from .conv import Problem
+from .epilogue import EpilogueTensors, Outputs, finish_pairs
+from .mma import ROWS
+from .pipeline import Pipeline
+from .ptx import cluster_wait, fence_barrier_init, shared_store_float
+from .scheduler import Share, Start, Tile, TileScheduler
+from .shared import ROW, WARP
+from .window import PixelBox, Steps, multiply_steps, ring_stages
+
+
+struct TilePlan[rows: Int, columns: Int, split: Bool](KernelArgument, TrivialRegisterPassable):
+    """How a block's shared memory is divided.
+
+    Parameters:
+        rows: Of the tile: 64 for each consumer.
+        columns: Of the tile: filters.
+        split: Whether a cluster shares a tile.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    comptime W_BYTES = Self.columns * ROW
+    """Of a stage of filters."""
+    comptime INBOX = Inbox[Self.columns, Self.rows // ROWS].BYTES if Self.split else 0
+    """Bytes that a cluster's blocks send to one of them."""
+    comptime ENDS = Self.INBOX + 8 + 4 * Self.columns
+    """Bytes of all but the rings."""
+
+    var box: PixelBox[Self.rows]
+    """What a stage of activations holds."""
+    var w_stages: Int32
+    """Stages of filters."""
+    var x_stages: Int32
+    """Stages of activations."""
+
+    def __init__(out self, g: Geometry, *, chunks: Int, splits: Int, least: Int, room: Int):
+        """Plans a convolution.
+
+        Args:
+            g: Sizes.
+            chunks: Steps of 128 bytes over the channels.
+            splits: Blocks that share a tile.
+            least: Stages of filters before there is room for a second box.
+            room: Bytes to be divided.
+        """
+        self.box = PixelBox[Self.rows](g)
+        var stages = ring_stages(
+            self.box,
+            taps=g.r * g.s,
+            chunks=chunks,
+            splits=splits,
+            filters=Self.W_BYTES,
+            least=least,
+            room=room - Self.ENDS,
+        )
+        self.x_stages, self.w_stages = Int32(stages[0]), Int32(stages[1])
+
+    def bytes(self) -> Int:
+        """Counts the bytes of shared memory.
+
+        Returns:
+            What `TileStorage` divides.
+        """
+        var x = Int(self.x_stages) * (Int(self.box.bytes) + Pipeline.BARRIERS)
+        return x + Int(self.w_stages) * (Self.W_BYTES + Pipeline.BARRIERS) + Self.ENDS
+
+
+struct TileStorage[rows: Int, columns: Int, split: Bool](TrivialRegisterPassable):
+    """What a block has in its shared memory.
+
+    Parameters:
+        rows: Of the tile: 64 for each consumer.
+        columns: Of the tile: filters.
+        split: Whether a cluster shares a tile.
+    """
+
+    comptime GROUPS = Self.rows // ROWS
+    """Consumers."""
+
+    var w: Pipeline
+    """Filters, a stage a step."""
+    var x: Pipeline
+    """Activations."""
+    var inbox: Inbox[Self.columns, Self.GROUPS]
+    """What the cluster's blocks send."""
+    var bias: UInt32
+    """Address of the bias of the tile's filters."""
+    var end: UInt32
+    """Address of what follows."""
+
+    @always_inline
+    def __init__(
+        out self,
+        data: UInt32,
+        schedule: TileScheduler,
+        start: Start,
+        plan: TilePlan[Self.rows, Self.columns, Self.split],
+    ):
+        """Divides shared memory.
+
+        Args:
+            data: Its address.
+            schedule: The tiles.
+            start: Has the block's rank in its cluster.
+            plan: How many stages there are.
+        """
+        comptime Received = Inbox[Self.columns, Self.GROUPS]
+        comptime Planned = TilePlan[Self.rows, Self.columns, Self.split]
+        comptime W_BYTES = UInt32(Planned.W_BYTES)
+        var x = data + UInt32(plan.w_stages) * W_BYTES
+        var inbox = x + UInt32(plan.x_stages) * UInt32(plan.box.bytes)
+        var barriers = inbox + UInt32(Planned.INBOX)
+        self.w = Pipeline(data, barriers, stages=plan.w_stages, bytes=W_BYTES)
+        barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.w_stages)
+        self.x = Pipeline(x, barriers, stages=plan.x_stages, bytes=UInt32(plan.box.bytes))
+        barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.x_stages)
+        self.inbox = Received(inbox, barriers, splits=schedule.splits, rank=start.rank)
+        self.bias = barriers + 8
+        self.end = self.bias + UInt32(4 * Self.columns)
+
+    @always_inline
+    def init(self, warps: Int32, *, producers: Int = 1):
+        """Prepares the barriers, by one thread.
+
+        Args:
+            warps: Of consumers that have a pixel of the tile.
+            producers: How many arrivals fill a stage of filters.
+        """
+        self.w.init(consumers=Self.GROUPS, producers=producers)
+        self.x.init(consumers=Self.GROUPS)
+        comptime if Self.split:
+            self.inbox.init()
+        fence_barrier_init()
+        comptime if Self.split:
+            self.inbox.expect(warps)
+
+    @always_inline
+    def load_bias(self, i: Int32, tensors: EpilogueTensors, tile: Tile, filters: Int32):
+        """Copies the bias of one of the tile's filters.
+
+        Args:
+            i: Which of them, one a thread.
+            tensors: Have the bias.
+            tile: Of the block.
+            filters: F.
+        """
+        var f = min(tile.column * Int32(Self.columns) + i, filters - 1)
+        shared_store_float(self.bias + 4 * UInt32(i), tensors.bias_of[1](f))
+
+
+@always_inline
+def consume_tile[
+    dtype: DType,
+    rows: Int,
+    columns: Int,
+    split: Bool,
+    //,
+    epilogue: Epilogue,
+    *,
+    ahead: Bool = True,
+](
+    storage: TileStorage[rows, columns, split],
+    steps: Some[Steps],
+    tensors: EpilogueTensors[dtype],
+    problem: Problem[1],
+    box: PixelBox[rows],
+    tile: Tile,
+    at: Fragment,
+):
+    """Multiplies the stages, and finishes the tile or what a cluster's block has of it.
+
+    Parameters:
+        dtype: Of x, w and y.
+        rows: Of the tile: 64 for each consumer.
+        columns: Of the tile: filters.
+        split: Whether a cluster shares a tile.
+        epilogue: What the sums go through.
+        ahead: Whether the residual is read before the products, if there are registers for it.
+
+    Args:
+        storage: The block's shared memory.
+        steps: Of K.
+        tensors: Bias, residual and y.
+        problem: Sizes.
+        box: Where the tile's pixels lie.
+        tile: Of the block.
+        at: The thread's place.
+    """
+    comptime PAIRS = columns // 8 if split else columns // 4
+    var m = problem.pixels[0]
+    var row = at.group() * Int32(ROWS) + at.row()
+    var pairs = Share(0, Int32(PAIRS))
+    comptime if split:
+        pairs = storage.inbox.pairs()
+    var outputs = Outputs[PAIRS](
+        at,
+        low=box.pixel(problem.conv, m, tile.row, row),
+        high=box.pixel(problem.conv, m, tile.row, row + 8),
+        f0=tile.column * Int32(columns),
+        filters=problem.filters,
+        pairs=pairs,
+    )
+    comptime if split:
+        cluster_wait()
+    # No stage is filled twice, and all filters have come before x does.
+    var count = steps.count()
+    var resident = count <= Int32(storage.w.stages)
+    if resident:
+        storage.w.wait_first(count)
+    wait_on_dependent_grids()
+
+    var residual = StaticTuple[SIMD[dtype, 2], PAIRS](fill=SIMD[dtype, 2](0))
+    comptime if ahead:
+        residual = outputs.load_residual[dtype, epilogue](tensors)
+    var sums = multiply_steps[dtype, columns](
+        storage.x, storage.w, steps, count, box, at, resident=resident
+    )
+    comptime if not ahead:
+        residual = outputs.load_residual[dtype, epilogue](tensors)
+    wgmma_wait_group_sync[0]()
+    comptime if split:
+        if at.t // Int32(WARP) < box.warps(m, tile.row):
+            storage.inbox.send(at, sums)
+        finish_pairs[dtype, epilogue](
+            outputs, tensors, storage.inbox.receive(at), problem.alpha, storage.bias, residual
+        )
+    else:
+        finish_pairs[dtype, epilogue](outputs, tensors, sums, problem.alpha, storage.bias, residual)
