@@ -32,7 +32,7 @@ from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
 from .resident import resident_gemm
-from .tuning import CONFIGS, RESIDENT, alike, choose
+from .tuning import CONFIGS, RESIDENT, alike, choose, chosen
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -234,8 +234,9 @@ def gemm[
         if batch.products == 1 and takes[dtype](g):
             var row = choose(g, ROW // size_of[dtype](), epilogue)
             comptime for i in range(len(CONFIGS) + len(RESIDENT)):
-                if row.config == i:
-                    gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
+                comptime if chosen(i):
+                    if row.config == i:
+                        gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
             return
     comptime kernel = (
         mma_gemm[dtype, epilogue, k_major] if rounds

@@ -29,10 +29,9 @@ comptime RESIDENT: List[Resident] = [
     Resident(groups=1, columns=32, split=True),
     Resident(groups=1, columns=64),
     Resident(groups=1, columns=32),
-    Resident(groups=2, columns=64),
 ]
 """The blocks of resident.mojo that are compiled; rows count them on from CONFIGS."""
-comptime ALIKE: List[Int] = [4, 5, 3, 5, 2]
+comptime ALIKE: List[Int] = [4, 5, 3, 5]
 """The tile of CONFIGS that is most like each block of RESIDENT."""
 
 
@@ -126,7 +125,6 @@ comptime ROWS: List[Row] = [
     Row(588, 256, 2, "none", 9, 1),  # 1.85
     Row(588, 256, 16, "none", 6, 4),  # 3.94
     Row(588, 256, 36, "add", 6, 4),  # 6.10
-    Row(588, 256, 36, "none", 6, 4),  # 5.67
     Row(588, 512, 4, "none", 8, 1),  # 2.42
     Row(588, 512, 16, "none", 3, 1),  # 5.19
     Row(588, 512, 32, "none", 6, 2),  # 7.34
@@ -134,12 +132,13 @@ comptime ROWS: List[Row] = [
     Row(588, 1024, 8, "none", 3, 1),  # 3.92
     Row(588, 2048, 8, "add", 2, 1),  # 5.76
     Row(588, 2048, 16, "none", 1, 1),  # 7.57
-    Row(591, 384, 24, "add", 4, 2),  # 6.03
+    Row(591, 384, 24, "add", 6, 2),  # 6.15
     Row(591, 1536, 6, "gelu", 3, 1),  # 4.40
     Row(784, 128, 18, "none", 6, 4),  # 3.50
     Row(784, 192, 12, "add", 7, 2),  # 3.75
     Row(784, 256, 8, "none", 9, 1),  # 2.92
-    Row(784, 256, 36, "add", 4, 4),  # 6.96
+    Row(784, 256, 36, "add", 6, 2),  # 7.38
+    Row(784, 256, 36, "none", 6, 4),  # 6.49
     Row(784, 384, 27, "none", 6, 2),  # 6.69
     Row(784, 512, 4, "none", 3, 1),  # 2.91
     Row(784, 512, 72, "add", 6, 2),  # 13.02
@@ -149,6 +148,7 @@ comptime ROWS: List[Row] = [
     Row(788, 1536, 6, "gelu", 2, 1),  # 5.25
     Row(1176, 192, 3, "none", 9, 1),  # 2.34
     Row(1176, 256, 2, "none", 3, 1),  # 2.40
+    Row(1176, 256, 36, "none", 6, 2),  # 7.34
     Row(1176, 512, 4, "none", 3, 1),  # 2.96
     Row(1176, 512, 32, "none", 3, 1),  # 9.34
     Row(1176, 512, 72, "add", 8, 1),  # 18.42
@@ -172,6 +172,7 @@ comptime ROWS: List[Row] = [
     Row(2352, 192, 3, "none", 3, 1),  # 2.66
     Row(2352, 192, 12, "add", 3, 1),  # 4.78
     Row(2352, 256, 8, "none", 3, 1),  # 3.87
+    Row(2352, 256, 36, "add", 8, 1),  # 10.77
     Row(2352, 512, 72, "add", 1, 1),  # 24.49
     Row(2364, 384, 6, "add", 3, 1),  # 4.09
     Row(2364, 384, 24, "add", 3, 1),  # 8.66
@@ -184,7 +185,6 @@ comptime ROWS: List[Row] = [
     Row(3136, 256, 1, "gelu", 3, 1),  # 2.68
     Row(3136, 256, 2, "none", 3, 1),  # 2.69
     Row(3136, 256, 16, "none", 3, 1),  # 6.08
-    Row(3136, 256, 36, "add", 8, 1),  # 11.59
     Row(3136, 512, 2, "add", 2, 1),  # 3.82
     Row(3136, 512, 16, "none", 1, 1),  # 7.75
     Row(3136, 512, 36, "none", 1, 1),  # 14.04
@@ -198,7 +198,6 @@ comptime ROWS: List[Row] = [
     Row(4704, 192, 9, "none", 3, 1),  # 4.69
     Row(4704, 192, 12, "add", 3, 1),  # 5.82
     Row(4704, 256, 18, "none", 1, 1),  # 8.30
-    Row(4704, 256, 36, "add", 1, 1),  # 14.33
     Row(4704, 512, 4, "none", 2, 1),  # 5.70
     Row(4704, 768, 3, "gelu", 2, 1),  # 6.60
     Row(4728, 384, 6, "add", 2, 1),  # 5.42
@@ -249,7 +248,6 @@ comptime ROWS: List[Row] = [
     Row(12544, 1024, 4, "add", 0, 1),  # 22.75
     Row(12544, 2048, 8, "add", 0, 1),  # 60.06
     Row(12800, 384, 6, "none", 1, 1),  # 11.80
-    Row(18816, 64, 9, "add", 10, 1),  # 7.04
     Row(18816, 192, 3, "add", 2, 1),  # 7.45
     Row(18816, 192, 3, "none", 2, 1),  # 6.23
     Row(18816, 192, 9, "none", 2, 1),  # 12.12
@@ -269,7 +267,6 @@ comptime ROWS: List[Row] = [
     Row(25216, 384, 24, "add", 1, 1),  # 53.40
     Row(25216, 1536, 6, "gelu", 0, 1),  # 66.28
     Row(37632, 64, 4, "add", 2, 1),  # 7.30
-    Row(37632, 64, 9, "add", 3, 1),  # 11.67
     Row(37632, 128, 18, "add", 0, 1),  # 24.12
     Row(37632, 192, 3, "add", 3, 1),  # 13.56
     Row(37632, 192, 12, "add", 2, 1),  # 33.99
@@ -278,6 +275,7 @@ comptime ROWS: List[Row] = [
     Row(37632, 512, 4, "none", 1, 1),  # 23.47
     Row(37632, 768, 3, "gelu", 0, 1),  # 37.92
     Row(50176, 64, 4, "add", 3, 1),  # 8.34
+    Row(50176, 64, 9, "add", 3, 1),  # 13.12
     Row(50176, 128, 1, "none", 2, 1),  # 5.72
     Row(50176, 128, 4, "none", 1, 1),  # 9.07
     Row(50176, 128, 18, "add", 1, 1),  # 25.86
@@ -333,6 +331,21 @@ def choose(g: Geometry, width: Int, epilogue: Epilogue, more: Int = 0) -> Row:
     """
     var steps = g.r * g.s * ceildiv(g.c, width) + more
     return nearest(materialize[ROWS](), g, steps, epilogue)
+
+
+def chosen(config: Int) -> Bool:
+    """Tells whether the table has a tile; others are not compiled.
+
+    Args:
+        config: As a row's.
+
+    Returns:
+        Whether a row has it.
+    """
+    for row in materialize[ROWS]():
+        if row.config == config:
+            return True
+    return False
 
 
 def alike(row: Row) -> Row:
