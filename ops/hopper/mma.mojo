@@ -3,7 +3,7 @@
 A warpgroup multiplies A[64, K] by B[K, N] and adds to sums that its threads hold (accumulator.mojo
 says which thread holds what). B, and mostly A, lie in shared memory as the copy engine leaves them:
 rows of 128 bytes of K, swizzled. A stage is one such row for each row of A and column of B: four
-instructions of 32 bytes of K.
+instructions of 32 bytes of K. Rows may also be 64 bytes, of two instructions.
 
     fence, products, commit, ...    wgmma_fence_aligned orders the registers before the products
     wait[n]                         until all but the last n committed groups are done
@@ -17,33 +17,40 @@ from std.sys._assembly import inlined_assembly
 from std.utils.static_tuple import StaticTuple
 
 from .ptx import NOTHING
+from .shared import ROW
 
 comptime ROWS = 64
 """The M of wgmma: rows of A."""
 
 
-struct Matrix(TrivialRegisterPassable):
-    """Describes a matrix of swizzled rows of 128 bytes: eight rows are 1024 bytes.
+struct Matrix[row: Int = ROW](TrivialRegisterPassable):
+    """Describes a matrix of swizzled rows, 128 or 64 bytes each.
 
     Of the descriptor's halves only the lower one, the address, is computed. They are joined as
     integers, not as a vector, so that the compiler folds offsets into the constant half.
+
+    Parameters:
+        row: Bytes of a row, which names the swizzle.
     """
 
-    comptime HIGH = UInt32(0x40000040)
-    """128-byte swizzle, and 1024 / 16 from eight rows to the next eight."""
+    comptime HIGH = UInt32((1 if Self.row == ROW else 2) << 30 | Self.row * 8 >> 4)
+    """The swizzle, and sixteenths from eight rows to the next eight."""
 
     var low: UInt32
-    """Address in sixteenths; a leading dimension that this swizzle does not use."""
+    """Sixteenths: the address, and from a box to the next."""
 
     @always_inline
-    def __init__(out self, at: UInt32):
+    def __init__(out self, at: UInt32, pitch: Int = 16):
         """Takes a matrix.
 
         Args:
-            at: Its address in shared memory, a multiple of 16; where it is no multiple of 1024, rows
-                are swizzled as their addresses say.
+            at: Its address in shared memory, a multiple of 16; where it is no multiple of eight
+                rows, rows are swizzled as their addresses say.
+            pitch: Bytes from a box to the next, where the matrix is read turned over and its rows go
+                on in further boxes.
         """
-        self.low = (at >> 4) | (1 << 16)
+        comptime assert Self.row == ROW or Self.row == ROW // 2, "wgmma: rows of 128 or 64 bytes"
+        self.low = (at >> 4) | UInt32(pitch >> 4 << 16)
 
     @always_inline
     def after(self, bytes: Int) -> Int64:
@@ -60,19 +67,28 @@ struct Matrix(TrivialRegisterPassable):
 
 @always_inline
 def mma[
-    dtype: DType, columns: Int, boxes: Int = 1, pitch: Int = 0, clear: Bool = False
-](a: Matrix, b: Matrix, sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
+    row: Int,
+    //,
+    dtype: DType,
+    columns: Int,
+    boxes: Int = 1,
+    pitch: Int = 0,
+    clear: Bool = False,
+    pitch_b: Int = pitch,
+](a: Matrix[row], b: Matrix[row], sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
     Float32, columns // 2
 ]:
-    """Starts adding A[64, K] B[K, columns], both in shared memory, K 128 bytes of each box.
+    """Starts adding A[64, K] B[K, columns], both in shared memory, K a row of each box.
 
     Parameters:
+        row: Bytes of a row.
         dtype: Of the factors: bfloat16, float16, float8_e4m3fn, float8_e5m2, or float32, which is
             multiplied as TF32.
         columns: N, a multiple of 8, at most 256.
-        boxes: How many boxes of 128 bytes of K follow one another.
+        boxes: How many boxes of K follow one another.
         pitch: Bytes from a box to the next, of A and of B.
         clear: Whether the sums begin at 0; then `sums` lends its registers only.
+        pitch_b: Those of B, where they differ.
 
     Args:
         a: A, row by row.
@@ -85,8 +101,10 @@ def mma[
     comptime assert columns % 8 == 0 and columns <= 256, "wgmma: N is a multiple of 8, at most 256"
     comptime DEPTH = 32 // size_of[dtype]()
     var total = sums
-    comptime for k in range(4 * boxes):
-        comptime at = k // 4 * pitch + k % 4 * 32
+    comptime STEPS = row // 32
+    comptime for k in range(STEPS * boxes):
+        comptime box = k // STEPS
+        comptime step = k % STEPS * 32
         total = wgmma_async[
             ROWS,
             columns,
@@ -94,19 +112,34 @@ def mma[
             a_type=dtype,
             b_type=dtype,
             scale_d=0 if clear and k == 0 else 1,
-        ](WGMMADescriptor[dtype](a.after(at)), WGMMADescriptor[dtype](b.after(at)), total)
+        ](
+            WGMMADescriptor[dtype](a.after(box * pitch + step)),
+            WGMMADescriptor[dtype](b.after(box * pitch_b + step)),
+            total,
+        )
     return total
+
+
+def _numbered[count: Int](sign: StaticString) -> String:
+    """Lists the operands of an instruction from 0 on, each after a sign."""
+    var names = String(sign) + "0"
+    for i in range(1, count):
+        names += String(t",{sign}{i}")
+    return names
 
 
 @always_inline
 def mma_registers[
-    dtype: DType, turned: Bool = False
-](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, 32]) -> StaticTuple[Float32, 32]:
-    """Starts adding a 64 x 16 by 16 x 64 product: wgmma of registers and a matrix.
+    count: Int, //, dtype: DType, turned: Bool = False
+](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, count]) -> StaticTuple[
+    Float32, count
+]:
+    """Starts adding a 64 x 16 by 16 x N product: wgmma of registers and a matrix.
 
     Parameters:
+        count: Sums of the thread, N / 2: 16, 32, 48 or 64.
         dtype: Either bfloat16 or float16.
-        turned: Whether the right side lies as 16 rows of 64 numbers, not as 64 of 16.
+        turned: Whether the right side lies as 16 rows of N numbers, not as N of 16.
 
     Args:
         a: This thread's part of the left side.
@@ -117,43 +150,97 @@ def mma_registers[
         The sums, once the group has been waited for.
     """
     comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    comptime start = "wgmma.mma_async.sync.aligned.m64n"
+    comptime end = ", 1, 1, 1, 1;" if turned else ", 1, 1, 1, 0;"
+    var sums = StaticTuple[Float32, count](fill=0)
     # fmt: off
-    var r = inlined_assembly[
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32."
-        + kind
-        + """ {$0, $1, $2, $3, $4, $5, $6, $7,
-        $8, $9, $10, $11, $12, $13, $14, $15,
-        $16, $17, $18, $19, $20, $21, $22, $23,
-        $24, $25, $26, $27, $28, $29, $30, $31}, {$32, $33, $34, $35},
-        $36, 1, 1, 1, """
-        + ("1;" if turned else "0;"),
-        _RegisterPackType[
-            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-        ],
-        constraints="=f," * 32 + "r,r,r,r,l,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,~{memory}",
-    ](
-        a[0], a[1], a[2], a[3], b,
-        acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
-        acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
-        acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
-        acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
-    )
+    comptime assert count % 16 == 0 and count <= 64, "wgmma: registers by 32, 64, 96 or 128 columns"
+    comptime if count == 16:
+        var r = inlined_assembly[
+            start + "32k16.f32." + kind + " {" + _numbered[16]("$") + "}, {$16, $17, $18, $19}, $20" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 16 + "r,r,r,r,l," + _numbered[16]("") + ",~{memory}",
+        ](
+            a[0], a[1], a[2], a[3], b,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+        )
+        comptime for i in range(16):
+            sums[i] = r[i]
+    elif count == 32:
+        var r = inlined_assembly[
+            start + "64k16.f32." + kind + " {" + _numbered[32]("$") + "}, {$32, $33, $34, $35}, $36" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 32 + "r,r,r,r,l," + _numbered[32]("") + ",~{memory}",
+        ](
+            a[0], a[1], a[2], a[3], b,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+        )
+        comptime for i in range(32):
+            sums[i] = r[i]
+    elif count == 48:
+        var r = inlined_assembly[
+            start + "96k16.f32." + kind + " {" + _numbered[48]("$") + "}, {$48, $49, $50, $51}, $52" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 48 + "r,r,r,r,l," + _numbered[48]("") + ",~{memory}",
+        ](
+            a[0], a[1], a[2], a[3], b,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+        )
+        comptime for i in range(48):
+            sums[i] = r[i]
+    elif count == 64:
+        var r = inlined_assembly[
+            start + "128k16.f32." + kind + " {" + _numbered[64]("$") + "}, {$64, $65, $66, $67}, $68" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 64 + "r,r,r,r,l," + _numbered[64]("") + ",~{memory}",
+        ](
+            a[0], a[1], a[2], a[3], b,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+            acc[48], acc[49], acc[50], acc[51], acc[52], acc[53], acc[54], acc[55],
+            acc[56], acc[57], acc[58], acc[59], acc[60], acc[61], acc[62], acc[63],
+        )
+        comptime for i in range(64):
+            sums[i] = r[i]
     # fmt: on
-    var sums = StaticTuple[Float32, 32](fill=0)
-    comptime for i in range(32):
-        sums[i] = r[i]
     return sums
-
-
-def _numbered[count: Int](sign: StaticString) -> String:
-    """Lists the operands of an instruction from 0 on, each after a sign."""
-    var names = String(sign) + "0"
-    for i in range(1, count):
-        names += String(t",{sign}{i}")
-    return names
 
 
 @always_inline
