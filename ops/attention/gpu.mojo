@@ -6,7 +6,7 @@ from std.math import ceildiv
 from ..target import HAS_MMA, IS_HOPPER
 from .config import Attention
 from .flash import SPLITS, enqueue_flash, queries, shared_bytes
-from .hopper import DEPTH, LONG, SHORT, enqueue_hopper
+from .hopper import enqueue_hopper, long, short
 from .plain import enqueue_plain
 
 
@@ -37,11 +37,12 @@ def attention_gpu[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceCont
         ):
             enqueue_flash[dtype, depth, 1, SPLITS](o, ctx)
             return
-        comptime if IS_HOPPER and depth == DEPTH:
+        comptime if IS_HOPPER:
+            comptime SHORT = short(depth)
             if Int(o.s) <= SHORT.keys:
                 enqueue_hopper[dtype, SHORT](o, ctx)
             else:
-                enqueue_hopper[dtype, LONG](o, ctx)
+                enqueue_hopper[dtype, long(depth)](o, ctx)
         else:
             enqueue_flash[dtype, depth, rows, 1](o, ctx)
     else:

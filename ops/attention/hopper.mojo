@@ -1,6 +1,6 @@
-"""Attention on Hopper's tensor cores: y = softmax(scale * q k^T) v in one kernel, heads of 64.
+"""Attention on Hopper's tensor cores: y = softmax(scale * q k^T) v in one kernel.
 
-    q[N, T, C], k[N, S, C], v[N, S, C], y[N, T, C], each head 64 neighbouring channels of C
+    q[N, T, C], k[N, S, C], v[N, S, C], y[N, T, C], each head `depth` neighbouring channels of C
 
 FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608): one warp, the producer, has the copy engine
 (TMA) bring keys and values into a ring of stages in shared memory; `groups` warpgroups of 128
@@ -15,6 +15,10 @@ the ring. Where the ring holds the keys of two items or more, the multiprocessor
 long it is; elsewhere it is one tile for each consumer. A block goes from item to item, its consumers
 from tile of queries to tile of queries, whichever item that is of. T and S need not fit the tiles:
 the copy engine fills what is missing with zeros, and scores of missing keys are minus infinity.
+
+A head is one or more boxes of rows of 64 channels, or 32, side by side in shared memory: a tile of a
+matrix is a box after a box. The first product goes through the boxes as through K, the second finds
+its columns in them.
 
 Exponentials and products take as long as each other in heads of 64 channels; docs/kernels.md has
 the figures.
@@ -53,15 +57,12 @@ from ..rows import over_lanes
 from .config import LOG2_E, LOWEST, Attention
 from .flash import U32, packed, reciprocal
 
-comptime DEPTH = 64
-"""Channels of a head: a row of the 128-byte swizzle."""
-comptime QUERIES = ROWS * ROW
-"""Bytes of a tile of queries."""
-
 
 struct Config(TrivialRegisterPassable):
     """How a block works: a compile-time value."""
 
+    var depth: Int
+    """Channels of a head: 32, 64, 96 or 128."""
     var groups: Int
     """Consumers, of 64 queries each."""
     var keys: Int
@@ -69,23 +70,25 @@ struct Config(TrivialRegisterPassable):
     var stages: Int
     """Stages of the ring, of a tile of keys and one of values."""
 
-    def __init__(out self, groups: Int, keys: Int, stages: Int):
+    def __init__(out self, depth: Int, groups: Int, keys: Int, stages: Int):
         """Names the parts.
 
         Args:
+            depth: Channels of a head.
             groups: Consumers.
             keys: Keys of a tile.
             stages: Stages of the ring.
         """
+        self.depth = depth
         self.groups, self.keys, self.stages = groups, keys, stages
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
 
         Returns:
-            Consumers, keys and stages.
+            Channels, consumers, keys and stages.
         """
-        return String(t"{self.groups}x{self.keys}x{self.stages}")
+        return String(t"{self.depth}_{self.groups}x{self.keys}x{self.stages}")
 
     @always_inline
     def threads(self) -> Int:
@@ -107,13 +110,40 @@ struct Config(TrivialRegisterPassable):
         return (launched * (self.groups + 1) - 24) // self.groups // 8 * 8
 
     @always_inline
+    def row(self) -> Int:
+        """Counts the bytes of a box's row.
+
+        Returns:
+            128, or 64 where a head is no multiple of that.
+        """
+        return ROW if self.depth % 64 == 0 else ROW // 2
+
+    @always_inline
+    def boxes(self) -> Int:
+        """Counts the boxes of a tile of queries, keys or values.
+
+        Returns:
+            As many as rows make up a head.
+        """
+        return 2 * self.depth // self.row()
+
+    @always_inline
     def tile(self) -> Int:
         """Counts the bytes of a tile of keys, or of values.
 
         Returns:
-            128 for each.
+            Two for each channel.
         """
-        return self.keys * ROW
+        return self.keys * 2 * self.depth
+
+    @always_inline
+    def queries(self) -> Int:
+        """Counts the bytes of a tile of queries.
+
+        Returns:
+            Two for each channel.
+        """
+        return ROWS * 2 * self.depth
 
     @always_inline
     def ring(self) -> Int:
@@ -140,15 +170,40 @@ struct Config(TrivialRegisterPassable):
         Returns:
             The ring, the queries, the barriers, and what aligning them may take.
         """
-        return (
-            self.ring() + self.groups * (QUERIES + Pipeline.BARRIERS) + self.barriers() + SWIZZLED
-        )
+        var queries = self.groups * (self.queries() + Pipeline.BARRIERS)
+        return self.ring() + queries + self.barriers() + SWIZZLED
 
 
-comptime SHORT = Config(3, 64, 12)
-"""For up to 64 keys: one tile."""
-comptime LONG = Config(3, 80, 9)
-"""For more."""
+def short(depth: Int) -> Config:
+    """Chooses the tiles for up to 64 keys: one tile of them.
+
+    Args:
+        depth: Channels of a head.
+
+    Returns:
+        The sizes.
+    """
+    if depth == 96:
+        return Config(depth, 3, 64, 7)
+    if depth == 128:
+        return Config(depth, 2, 64, 6)
+    return Config(depth, 3, 64, 12)
+
+
+def long(depth: Int) -> Config:
+    """Chooses the tiles for more keys.
+
+    Args:
+        depth: Channels of a head.
+
+    Returns:
+        The sizes.
+    """
+    if depth == 96:
+        return Config(depth, 3, 80, 6)
+    if depth == 128:
+        return Config(depth, 2, 112, 3)
+    return Config(depth, 3, 80, 9)
 
 
 struct Problem(KernelArgument, TrivialRegisterPassable):
@@ -192,8 +247,11 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
         self.schedule = TileScheduler[]([heads], columns=ceildiv(query_tiles, period))
 
     @always_inline
-    def item(self, number: Int32) -> Item:
+    def item[depth: Int](self, number: Int32) -> Item:
         """Finds what an item is of.
+
+        Parameters:
+            depth: Channels of a head.
 
         Args:
             number: Of the item.
@@ -203,7 +261,7 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
         """
         var item = self.schedule.tile(number)
         var n = item.row // self.heads
-        return Item(n, (item.row - n * self.heads) * Int32(DEPTH), item.column * self.period)
+        return Item(n, (item.row - n * self.heads) * Int32(depth), item.column * self.period)
 
     @always_inline
     def rounds(self, consumers: Int32) -> Int32:
@@ -231,8 +289,12 @@ struct Item(TrivialRegisterPassable):
     """First tile of queries of the head."""
 
 
-struct QueryTile(TrivialRegisterPassable):
-    """A tile of a consumer's queries: consumers take turns at those of the block's items."""
+struct QueryTile[depth: Int](TrivialRegisterPassable):
+    """A tile of a consumer's queries: consumers take turns at those of the block's items.
+
+    Parameters:
+        depth: Channels of a head.
+    """
 
     var turn: Int32
     """How many items the block had before this tile's."""
@@ -265,7 +327,7 @@ struct QueryTile(TrivialRegisterPassable):
     @always_inline
     def _find(mut self, problem: Problem):
         """Finds the queries."""
-        var item = problem.item(self._number())
+        var item = problem.item[Self.depth](self._number())
         self.n, self.channel = item.n, item.channel
         self.first = (item.tile + self.index) * Int32(ROWS)
 
@@ -318,10 +380,11 @@ def hopper_attention_kernel[
         problem: Sizes.
     """
     comptime assert config.keys % 16 == 0, "attention: a step of wgmma takes 16 keys"
+    comptime assert config.depth % 32 == 0, "attention: a box has 32 channels, or 64"
     var data = shared_memory["hopper_attention"]()
     var pipeline = Pipeline(
         data,
-        data + UInt32(config.ring() + config.groups * QUERIES),
+        data + UInt32(config.ring() + config.groups * config.queries()),
         stages=Int32(config.stages),
         bytes=UInt32(2 * config.tile()),
         parts=2,
@@ -352,12 +415,12 @@ def _queries[config: Config](data: UInt32, group: Int32) -> Pipeline:
     Its first thread is the producer too: it knows when the queries have been read.
     """
     comptime AT = UInt32(config.ring())
-    comptime BARRIERS = UInt32(config.ring() + config.groups * QUERIES + config.barriers())
+    comptime BARRIERS = UInt32(config.ring() + config.groups * config.queries() + config.barriers())
     return Pipeline(
-        data + AT + UInt32(group) * UInt32(QUERIES),
+        data + AT + UInt32(group) * UInt32(config.queries()),
         data + BARRIERS + UInt32(group) * UInt32(Pipeline.BARRIERS),
         stages=1,
-        bytes=UInt32(QUERIES),
+        bytes=UInt32(config.queries()),
     )
 
 
@@ -365,6 +428,17 @@ def _queries[config: Config](data: UInt32, group: Int32) -> Pipeline:
 def _values[config: Config](pipeline: Pipeline) -> Pipeline:
     """Views the values of the stages, the second part; the pipeline itself shows the keys."""
     return pipeline.part(1, UInt32(config.tile()))
+
+
+@always_inline
+def _load[
+    config: Config, rows: Int
+](tensor: TileLoader, to: Pipeline, channel: Int32, row: Int32, n: Int32):
+    """Starts copying a head's channels of some rows to the next stage, box after box."""
+    comptime PITCH = rows * config.row()
+    comptime for box in range(config.boxes()):
+        var first = channel + Int32(box * config.row() // 2)
+        tensor.load(to.stage() + UInt32(box * PITCH), to.barrier(), first, row, n)
 
 
 @always_inline
@@ -378,15 +452,15 @@ def _produce[config: Config](maps: UInt64, problem: Problem, at_start: Pipeline)
     wait_on_dependent_grids()
     var pipeline = at_start
     for number in problem.schedule.turns():
-        var item = problem.item(number)
+        var item = problem.item[config.depth](number)
         for tile in range(problem.key_tiles):
             var first = tile * Int32(config.keys)
             var values = _values[config](pipeline)
             pipeline.acquire()
             pipeline.expect(TILE)
-            k.load(pipeline.stage(), pipeline.barrier(), item.channel, first, item.n)
+            _load[config, config.keys](k, pipeline, item.channel, first, item.n)
             values.expect(TILE)
-            v.load(values.stage(), values.barrier(), item.channel, first, item.n)
+            _load[config, config.keys](v, values, item.channel, first, item.n)
             pipeline.advance()
 
 
@@ -404,11 +478,11 @@ def _consume[
     var column = at.column()
     var q = TileLoader(maps)
     var queries = _queries[config](at_start.data, at.group())
-    var next = QueryTile(problem, at.group())
+    var next = QueryTile[config.depth](problem, at.group())
     if leads:
         q.prefetch_descriptor()
         wait_on_dependent_grids()
-        _load_queries(q, queries, next, problem)
+        _load_queries[config](q, queries, next, problem)
 
     # One consumer's products run under the others' exponentials.
     var order = OrderedSequence(at.group(), GROUPS)
@@ -421,17 +495,15 @@ def _consume[
         if not tile.has_item(problem) or tile.first >= problem.t:
             _skip[config](pipeline, queries, order, problem, tile, at)
             if leads:
-                _load_queries(q, queries, next, problem)
+                _load_queries[config](q, queries, next, problem)
             continue
 
         var softmax = Softmax(problem.scale)
-        var sums = StaticTuple[Float32, DEPTH // 2](fill=0)
+        var sums = StaticTuple[Float32, config.depth // 2](fill=0)
         queries.wait()
         pipeline.wait()
         wgmma_fence_aligned()
-        scores = mma[dtype, KEYS, clear=True](
-            Matrix(queries.stage()), Matrix(pipeline.stage()), scores
-        )
+        scores = _multiply[dtype, config](queries.stage(), pipeline.stage(), scores)
         wgmma_commit_group_sync()
         wgmma_wait_group_sync[0]()
         var before = pipeline.index
@@ -454,11 +526,9 @@ def _consume[
             var p = _rounded[dtype, KEYS](scores)
             order.wait()
             wgmma_fence_aligned()
-            scores = mma[dtype, KEYS, clear=True](
-                Matrix(queries.stage()), Matrix(pipeline.stage()), scores
-            )
+            scores = _multiply[dtype, config](queries.stage(), pipeline.stage(), scores)
             wgmma_commit_group_sync()
-            sums = _add_values[dtype, KEYS](p, v, sums)
+            sums = _add_values[dtype, config](p, v, sums)
             wgmma_commit_group_sync()
             order.arrive()
             wgmma_wait_group_sync[1]()
@@ -467,7 +537,7 @@ def _consume[
         scores = settled(scores)
         queries.advance()
         if leads:
-            _load_queries(q, queries, next, problem)
+            _load_queries[config](q, queries, next, problem)
         _mask(scores, column, problem.s - (problem.key_tiles - 1) * Int32(KEYS))
         var factor = softmax.update(scores)
         scores = settled(scores)
@@ -480,13 +550,13 @@ def _consume[
         _rescale(sums, factor)
         var p = _rounded[dtype, KEYS](scores)
         wgmma_fence_aligned()
-        sums = _add_values[dtype, KEYS](p, values.stage(), sums)
+        sums = _add_values[dtype, config](p, values.stage(), sums)
         wgmma_commit_group_sync()
         wgmma_wait_group_sync[0]()
         sums = settled(sums)
         if leads:
             pipeline.release()
-        store_rows[dtype, DEPTH](
+        store_rows[dtype, config.depth](
             y,
             at,
             sums,
@@ -499,11 +569,13 @@ def _consume[
 
 
 @always_inline
-def _load_queries(q: TileLoader, queries: Pipeline, tile: QueryTile, problem: Problem):
+def _load_queries[
+    config: Config
+](q: TileLoader, queries: Pipeline, tile: QueryTile[_], problem: Problem):
     """Starts copying the queries of a tile, if there is such an item."""
     if tile.has_item(problem):
-        queries.expect(UInt32(QUERIES))
-        q.load(queries.stage(), queries.barrier(), tile.channel, tile.first, tile.n)
+        queries.expect(UInt32(config.queries()))
+        _load[config, ROWS](q, queries, tile.channel, tile.first, tile.n)
 
 
 @always_inline
@@ -514,7 +586,7 @@ def _skip[
     mut queries: Pipeline,
     order: OrderedSequence,
     problem: Problem,
-    tile: QueryTile,
+    tile: QueryTile[_],
     at: Fragment,
 ):
     """Lets go of the stages and passes the turn on, for a tile without queries.
@@ -638,17 +710,39 @@ def _rounded[
 
 
 @always_inline
+def _multiply[
+    dtype: DType, config: Config
+](q: UInt32, k: UInt32, scores: StaticTuple[Float32, config.keys // 2]) -> StaticTuple[
+    Float32, config.keys // 2
+]:
+    """Starts the products of queries and a tile of keys; `scores` lends its registers."""
+    comptime ROW = config.row()
+    return mma[
+        dtype,
+        config.keys,
+        boxes=config.boxes(),
+        pitch=ROWS * ROW,
+        pitch_b=config.keys * ROW,
+        clear=True,
+    ](Matrix[ROW](q), Matrix[ROW](k), scores)
+
+
+@always_inline
 def _add_values[
-    dtype: DType, keys: Int
+    dtype: DType, config: Config
 ](
-    p: StaticTuple[UInt32, keys // 4], v: UInt32, sums: StaticTuple[Float32, DEPTH // 2]
-) -> StaticTuple[Float32, DEPTH // 2]:
+    p: StaticTuple[UInt32, config.keys // 4],
+    v: UInt32,
+    sums: StaticTuple[Float32, config.depth // 2],
+) -> StaticTuple[Float32, config.depth // 2]:
     """Starts adding the products of probabilities and a tile of values."""
+    comptime ROW = config.row()
+    var values = Matrix[ROW](v, pitch=config.keys * ROW if config.boxes() > 1 else 16)
     var total = sums
-    comptime for step in range(keys // 16):
+    comptime for step in range(config.keys // 16):
         total = mma_registers[dtype, turned=True](
             SIMD[U32, 4](p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]),
-            Matrix(v).after(16 * ROW * step),
+            values.after(16 * ROW * step),
             total,
         )
     return total
@@ -688,7 +782,7 @@ def enqueue_hopper[dtype: DType, config: Config](o: Attention[dtype], ctx: Devic
         config: Sizes of the tiles.
 
     Args:
-        o: Tensors and sizes; heads of 64 channels.
+        o: Tensors and sizes; heads of `config.depth` channels.
         ctx: The GPU.
 
     Raises:
@@ -698,9 +792,11 @@ def enqueue_hopper[dtype: DType, config: Config](o: Attention[dtype], ctx: Devic
     var problem = Problem(o, config, multiprocessors)
     var maps = TensorMaps[3]()
     var n, t, s, c = Int64(o.n), Int64(o.t), Int64(o.s), Int64(o.c)
-    maps.maps[0] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [Int32(DEPTH), Int32(ROWS), 1])
-    maps.maps[1] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [Int32(DEPTH), Int32(config.keys), 1])
-    maps.maps[2] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [Int32(DEPTH), Int32(config.keys), 1])
+    var channels = Int32(config.row() // 2)
+    var keys = Int32(config.keys)
+    maps.maps[0] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [channels, Int32(ROWS), 1])
+    maps.maps[1] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [channels, keys, 1])
+    maps.maps[2] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [channels, keys, 1])
     ctx.enqueue_function[hopper_attention_kernel[dtype, config]](
         maps,
         o.y,

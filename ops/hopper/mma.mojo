@@ -3,7 +3,7 @@
 A warpgroup multiplies A[64, K] by B[K, N] and adds to sums that its threads hold (accumulator.mojo
 says which thread holds what). B, and mostly A, lie in shared memory as the copy engine leaves them:
 rows of 128 bytes of K, swizzled. A stage is one such row for each row of A and column of B: four
-instructions of 32 bytes of K.
+instructions of 32 bytes of K. Rows may also be 64 bytes, of two instructions.
 
     fence, products, commit, ...    wgmma_fence_aligned orders the registers before the products
     wait[n]                         until all but the last n committed groups are done
@@ -17,42 +17,44 @@ from std.sys._assembly import inlined_assembly
 from std.utils.static_tuple import StaticTuple
 
 from .ptx import NOTHING
+from .shared import ROW
 
 comptime ROWS = 64
 """The M of wgmma: rows of A."""
 
 
-struct Matrix[swizzled: Bool = True, leading: Int = 16, stride: Int = 1024, *, wide: Bool = False](
-    TrivialRegisterPassable
-):
-    """Describes a matrix in shared memory: swizzled rows of 128 bytes, or core matrices of 8 x 16.
+struct Matrix[row: Int = ROW, *, wide: Bool = False](TrivialRegisterPassable):
+    """Describes a matrix in shared memory: rows of 128 or 64 bytes, swizzled, or of 16 bytes.
 
     Of the descriptor's halves only the lower one, the address, is computed. They are joined as
     integers, not as a vector, so that the compiler folds offsets into the constant half.
 
     Parameters:
-        swizzled: Whether rows are swizzled; otherwise eight rows of 16 bytes follow one another.
-        leading: Bytes from 16 bytes of K to the next 16; swizzled rows do not use it.
-        stride: Bytes from eight rows to the next eight.
+        row: Bytes of a row, which names the swizzle; eight rows of 16 bytes are a core matrix.
         wide: Whether `after` adds to both halves, as one number of 64 bits: fewer instructions
             where one side of the products stays in place for a whole loop.
     """
 
-    comptime HIGH = UInt32((1 << 30 if Self.swizzled else 0) | Self.stride >> 4)
-    """The swizzle, and how far eight rows are from the next eight."""
+    comptime SWIZZLE = 1 if Self.row == ROW else 2 if Self.row == ROW // 2 else 0
+    """As the descriptor has it: 128 bytes, 64 bytes, or none."""
+    comptime HIGH = UInt32(Self.SWIZZLE << 30 | Self.row * 8 >> 4)
+    """The swizzle, and sixteenths from eight rows to the next eight."""
 
     var low: UInt32
-    """Address and leading dimension, in sixteenths."""
+    """Sixteenths: the address, and from a box to the next."""
 
     @always_inline
-    def __init__(out self, at: UInt32):
+    def __init__(out self, at: UInt32, pitch: Int = 16):
         """Takes a matrix.
 
         Args:
-            at: Its address in shared memory, a multiple of 16; where it is no multiple of 1024, rows
-                are swizzled as their addresses say.
+            at: Its address in shared memory, a multiple of 16; where it is no multiple of eight
+                rows, rows are swizzled as their addresses say.
+            pitch: Bytes from a box to the next, where the matrix is read turned over and its rows go
+                on in further boxes; of core matrices, from 16 bytes of K to the next 16.
         """
-        self.low = (at >> 4) | UInt32(Self.leading >> 4 << 16)
+        comptime assert Self.SWIZZLE or Self.row == 16, "wgmma: rows have 128, 64 or 16 bytes"
+        self.low = (at >> 4) | UInt32(pitch >> 4 << 16)
 
     @always_inline
     def after(self, bytes: Int) -> Int64:
@@ -72,19 +74,28 @@ struct Matrix[swizzled: Bool = True, leading: Int = 16, stride: Int = 1024, *, w
 
 @always_inline
 def mma[
-    dtype: DType, columns: Int, boxes: Int = 1, pitch: Int = 0, clear: Bool = False
-](a: Matrix[...], b: Matrix[...], sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
+    row: Int,
+    //,
+    dtype: DType,
+    columns: Int,
+    boxes: Int = 1,
+    pitch: Int = 0,
+    clear: Bool = False,
+    pitch_b: Int = pitch,
+](a: Matrix[row, wide=_], b: Matrix[row, wide=_], sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
     Float32, columns // 2
 ]:
-    """Starts adding A[64, K] B[K, columns], both in shared memory, K 128 bytes of each box.
+    """Starts adding A[64, K] B[K, columns], both in shared memory, K a row of each box.
 
     Parameters:
+        row: Bytes of a row.
         dtype: Of the factors: bfloat16, float16, float8_e4m3fn, float8_e5m2, or float32, which is
             multiplied as TF32.
         columns: N, a multiple of 8, at most 256.
-        boxes: How many boxes of 128 bytes of K follow one another.
+        boxes: How many boxes of K follow one another.
         pitch: Bytes from a box to the next, of A and of B.
         clear: Whether the sums begin at 0; then `sums` lends its registers only.
+        pitch_b: Those of B, where they differ.
 
     Args:
         a: A, row by row.
@@ -97,8 +108,10 @@ def mma[
     comptime assert columns % 8 == 0 and columns <= 256, "wgmma: N is a multiple of 8, at most 256"
     comptime DEPTH = 32 // size_of[dtype]()
     var total = sums
-    comptime for k in range(4 * boxes):
-        comptime at = k // 4 * pitch + k % 4 * 32
+    comptime STEPS = row // 32
+    comptime for k in range(STEPS * boxes):
+        comptime box = k // STEPS
+        comptime step = k % STEPS * 32
         total = wgmma_async[
             ROWS,
             columns,
@@ -106,62 +119,12 @@ def mma[
             a_type=dtype,
             b_type=dtype,
             scale_d=0 if clear and k == 0 else 1,
-        ](WGMMADescriptor[dtype](a.after(at)), WGMMADescriptor[dtype](b.after(at)), total)
+        ](
+            WGMMADescriptor[dtype](a.after(box * pitch + step)),
+            WGMMADescriptor[dtype](b.after(box * pitch_b + step)),
+            total,
+        )
     return total
-
-
-@always_inline
-def mma_registers[
-    count: Int, //, dtype: DType, turned: Bool = False
-](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, count]) -> StaticTuple[
-    Float32, count
-]:
-    """Starts adding a 64 x 16 by 16 x 64 product: wgmma of registers and a matrix.
-
-    Parameters:
-        count: Sums of a thread: 32.
-        dtype: Either bfloat16 or float16.
-        turned: Whether the right side lies as 16 rows of 64 numbers, not as 64 of 16.
-
-    Args:
-        a: This thread's part of the left side.
-        b: Descriptor of the right side.
-        acc: What the product is added to.
-
-    Returns:
-        The sums, once the group has been waited for.
-    """
-    comptime assert count == 32, "mma_registers: B must have 64 columns"
-    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
-    # fmt: off
-    var r = inlined_assembly[
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32."
-        + kind
-        + """ {$0, $1, $2, $3, $4, $5, $6, $7,
-        $8, $9, $10, $11, $12, $13, $14, $15,
-        $16, $17, $18, $19, $20, $21, $22, $23,
-        $24, $25, $26, $27, $28, $29, $30, $31}, {$32, $33, $34, $35},
-        $36, 1, 1, 1, """
-        + ("1;" if turned else "0;"),
-        _RegisterPackType[
-            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-            Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
-        ],
-        constraints="=f," * 32 + "r,r,r,r,l,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,~{memory}",
-    ](
-        a[0], a[1], a[2], a[3], b,
-        acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
-        acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
-        acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
-        acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
-    )
-    # fmt: on
-    var sums = StaticTuple[Float32, count](fill=0)
-    comptime for i in range(32):
-        sums[i] = r[i]
-    return sums
 
 
 def _numbered[count: Int](sign: StaticString) -> String:
@@ -173,10 +136,125 @@ def _numbered[count: Int](sign: StaticString) -> String:
 
 
 @always_inline
+def mma_registers[
+    count: Int, //, dtype: DType, turned: Bool = False
+](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, count]) -> StaticTuple[
+    Float32, count
+]:
+    """Starts adding a 64 x 16 by 16 x N product: wgmma of registers and a matrix.
+
+    Parameters:
+        count: Sums of the thread, N / 2: 16, 32, 48 or 64.
+        dtype: Either bfloat16 or float16.
+        turned: Whether the right side lies as 16 rows of N numbers, not as N of 16.
+
+    Args:
+        a: This thread's part of the left side.
+        b: Descriptor of the right side.
+        acc: What the product is added to.
+
+    Returns:
+        The sums, once the group has been waited for.
+    """
+    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    comptime start = "wgmma.mma_async.sync.aligned.m64n"
+    comptime end = ", 1, 1, 1, 1;" if turned else ", 1, 1, 1, 0;"
+    var sums = StaticTuple[Float32, count](fill=0)
+    # fmt: off
+    comptime assert count % 16 == 0 and count <= 64, "wgmma: registers by 32, 64, 96 or 128 columns"
+    comptime if count == 16:
+        var r = inlined_assembly[
+            start + "32k16.f32." + kind + " {" + _numbered[16]("$") + "}, {$16, $17, $18, $19}, $20" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 16 + "r,r,r,r,l," + _numbered[16]("") + ",~{memory}",
+        ](
+            a[0], a[1], a[2], a[3], b,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+        )
+        comptime for i in range(16):
+            sums[i] = r[i]
+    elif count == 32:
+        var r = inlined_assembly[
+            start + "64k16.f32." + kind + " {" + _numbered[32]("$") + "}, {$32, $33, $34, $35}, $36" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 32 + "r,r,r,r,l," + _numbered[32]("") + ",~{memory}",
+        ](
+            a[0], a[1], a[2], a[3], b,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+        )
+        comptime for i in range(32):
+            sums[i] = r[i]
+    elif count == 48:
+        var r = inlined_assembly[
+            start + "96k16.f32." + kind + " {" + _numbered[48]("$") + "}, {$48, $49, $50, $51}, $52" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 48 + "r,r,r,r,l," + _numbered[48]("") + ",~{memory}",
+        ](
+            a[0], a[1], a[2], a[3], b,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+        )
+        comptime for i in range(48):
+            sums[i] = r[i]
+    elif count == 64:
+        var r = inlined_assembly[
+            start + "128k16.f32." + kind + " {" + _numbered[64]("$") + "}, {$64, $65, $66, $67}, $68" + end,
+            _RegisterPackType[
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+                Float32, Float32, Float32, Float32, Float32, Float32, Float32, Float32,
+            ],
+            constraints="=f," * 64 + "r,r,r,r,l," + _numbered[64]("") + ",~{memory}",
+        ](
+            a[0], a[1], a[2], a[3], b,
+            acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
+            acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
+            acc[16], acc[17], acc[18], acc[19], acc[20], acc[21], acc[22], acc[23],
+            acc[24], acc[25], acc[26], acc[27], acc[28], acc[29], acc[30], acc[31],
+            acc[32], acc[33], acc[34], acc[35], acc[36], acc[37], acc[38], acc[39],
+            acc[40], acc[41], acc[42], acc[43], acc[44], acc[45], acc[46], acc[47],
+            acc[48], acc[49], acc[50], acc[51], acc[52], acc[53], acc[54], acc[55],
+            acc[56], acc[57], acc[58], acc[59], acc[60], acc[61], acc[62], acc[63],
+        )
+        comptime for i in range(64):
+            sums[i] = r[i]
+    # fmt: on
+    return sums
+
+
+@always_inline
 def mma_sparse[
     dtype: DType, columns: Int
 ](
-    a: Matrix[...],
+    a: UInt32,
     b: Matrix,
     indices: UInt32,
     sums: StaticTuple[Float32, columns // 2],
@@ -188,7 +266,8 @@ def mma_sparse[
         columns: N: 96, 192, 208 or 224.
 
     Args:
-        a: The two of each four numbers of A, in core matrices.
+        a: Address of the two of each four numbers of A, in core matrices: 64 rows of 16 bytes, and
+            the next 16 bytes of K behind them.
         b: B, column by column.
         indices: Which two they are, for eight fours; even pairs of threads hold those of the first
             half of K, odd ones those of the second.
@@ -197,11 +276,12 @@ def mma_sparse[
     Returns:
         The sums, once the group has been waited for.
     """
-    comptime assert not a.swizzled, "mma_sparse: A must lie in core matrices"
+    comptime CORES = 16 * ROWS
+    var values = Matrix[16](a, pitch=CORES)
     var total = sums
     comptime for k in range(2):
         total = _mma_sparse[dtype, columns, k == 1](
-            a.after(2 * k * a.leading), b.after(k * 64), indices, total
+            values.after(2 * k * CORES), b.after(k * 64), indices, total
         )
     return total
 

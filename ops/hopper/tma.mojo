@@ -1,9 +1,9 @@
 """Tiles copied by the copy engine (TMA): tensor maps, and loads and stores through them.
 
 The host describes a tensor and the box of a copy (`tensor_map`, `im2col_map`), the kernel receives
-the maps as one argument, and one thread starts each copy. Boxes are 128 bytes wide and swizzled in
-shared memory as wgmma reads them; what lies outside a tensor is zero on the way in, and dropped on
-the way out. CUDA's driver API, cuTensorMapEncodeTiled and -Im2col; PTX ISA 8.0, section 5.5.
+the maps as one argument, and one thread starts each copy. Boxes are 128 bytes wide, or 64, and
+swizzled in shared memory as wgmma reads them; what lies outside a tensor is zero on the way in, and
+dropped on the way out. CUDA's driver API, cuTensorMapEncodeTiled and -Im2col; PTX ISA 8.0, section 5.5.
 """
 
 from max.gpu.host import DeviceBuffer, DeviceContext
@@ -202,7 +202,7 @@ def tensor_map[
         ctx: The GPU.
         at: The tensor.
         sizes: Of the tensor.
-        box: Of a copy; 128 bytes along the last axis, which are swizzled.
+        box: Of a copy; 128 or 64 bytes along the last axis, which name the swizzle.
 
     Returns:
         The map.
@@ -214,6 +214,7 @@ def tensor_map[
     var strides = Array[Int64, rank](fill=0)
     var ones = Array[Int32, rank](fill=1)
     var bytes = Int64(size_of[dtype]())
+    var swizzle = Int32(2 if Int(box[0]) * size_of[dtype]() == ROW // 2 else 3)
     comptime for i in range(rank):
         bytes *= sizes[i]
         strides[i] = bytes
@@ -226,7 +227,7 @@ def tensor_map[
         box.unsafe_ptr(),
         ones.unsafe_ptr(),
         0,
-        3,
+        swizzle,
         2,
         0,
     )

@@ -73,8 +73,6 @@ comptime VALUES = 4096
 """Bytes of values of a stage, for 64 filters."""
 comptime INDICES = 512
 """Bytes of indices of a stage, for 64 filters."""
-comptime ValueMatrix = Matrix[swizzled=False, leading=1024, stride=128]
-"""The values of a stage, for 64 filters: 1024 bytes to eight numbers of K on."""
 
 
 struct Config(TrivialRegisterPassable):
@@ -454,7 +452,7 @@ def _consume[
                     comptime if config.shares:
                         pixels += UInt32(r * layout.row + s * layout.tap)
                     var x = Matrix(pixels)
-                    var w = ValueMatrix(steps.stage() + group * UInt32(VALUES))
+                    var w = steps.stage() + group * UInt32(VALUES)
                     indices[odd] = shared_load(
                         steps.stage() + UInt32(config.groups * VALUES) + UInt32(at.t) * 4
                     )

@@ -695,8 +695,8 @@ CASES = [
         lambda w, x: nodes.class_token(x, w.vector("token", x.dtype)),
         lambda w, x: torch.cat([w["token"].to(x).expand(x.shape[0], 1, 20), x], dim=1),
     ),
-    # Tiles of attention: 128 or 32 queries, 64 keys (a GPU); 192 queries, 64 or 80 keys (Hopper);
-    # 96 in sixes, 64 keys (a CPU).
+    # Tiles of attention: 128 or 32 queries, 64 keys (a GPU); 192 or 128 queries, 64, 80 or 112 keys
+    # (Hopper); 96 in sixes, 64 keys (a CPU).
     attend("attention 64", 50, 13, 3, 64, 192**-0.5),
     attend("attention one key", 37, 1, 2, 64),
     attend("attention one query", 1, 70, 1, 64),
@@ -709,6 +709,9 @@ CASES = [
     *(attend(f"attention {d}", 67, 150, 2, d) for d in (1, 16, 20, 32, 80, 96, 128, 160)),
     attend("attention many heads of 32", 256, 129, 140, 32),
     attend("attention many heads of 96", 65, 129, 140, 96),
+    attend("attention many heads of 128", 65, 129, 140, 128),
+    *(attend(f"attention many heads of {d}, one tile", 129, 50, 140, d) for d in (32, 96, 128)),
+    *(attend(f"attention many queries of {d}", 2300, 330, 8, d) for d in (32, 96, 128)),
     attend("attention sharp", 65, 33, 2, 64, 4.0),
     *(attend(f"attention {d} scale 0", 65, 70, 2, d, 0.0) for d in (24, 64)),
 ]  # fmt: skip

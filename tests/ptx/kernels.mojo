@@ -3,7 +3,7 @@
 from max.gpu.host import DeviceContext
 from ops.attention.config import Attention
 from ops.attention.flash import enqueue_flash
-from ops.attention.hopper import LONG, SHORT, enqueue_hopper
+from ops.attention.hopper import enqueue_hopper, long, short
 from ops.attention.plain import enqueue_plain
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
@@ -52,7 +52,7 @@ def resident(
         resident_gemm[BF16, Epilogue("add_relu"), RESIDENT[i]](g, o, 1, ctx)
     resident_gemm[F16, Epilogue("gelu"), RESIDENT[0]](g, o16, 1, ctx)
     resident_gemm[F32, Epilogue("add"), RESIDENT[1]](g, o32, 1, ctx)
-    resident_gemm[F32, Epilogue("relu"), RESIDENT[4]](g, o32, 1, ctx)
+    resident_gemm[F32, Epilogue("relu"), RESIDENT[2]](g, o32, 1, ctx)
 
 
 def sparse[
@@ -204,11 +204,13 @@ def main() raises:
     enqueue_flash[BF16, 64, 1, 4](attention, ctx)
     enqueue_flash[BF16, 32, 2, 1](attention, ctx)
     enqueue_flash[BF16, 96, 1, 1](attention, ctx)
-    enqueue_hopper[BF16, SHORT](attention, ctx)
-    enqueue_hopper[BF16, LONG](attention, ctx)
-    enqueue_hopper[F16, LONG](
-        Attention[F16](half2, half2, half2, half2, n=n, t=n, s=n, c=n, heads=n, scale=1), ctx
+    var attention2 = Attention[F16](
+        half2, half2, half2, half2, n=n, t=n, s=n, c=n, heads=n, scale=1
     )
+    comptime for depth in [32, 64, 96, 128]:
+        enqueue_hopper[BF16, short(depth)](attention, ctx)
+        enqueue_hopper[BF16, long(depth)](attention, ctx)
+        enqueue_hopper[F16, long(depth)](attention2, ctx)
     enqueue_plain[BF16, 24](attention, ctx)
 
     var x = IndexList[4](n, n, n, 3)

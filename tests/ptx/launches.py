@@ -583,7 +583,6 @@ RESIDENT = (
     Resident(1, 32, split=True),
     Resident(1, 64),
     Resident(1, 32),
-    Resident(2, 64),
 )
 
 
@@ -881,8 +880,8 @@ def hopper_attention(
     for a in (q, k, v, unwritten(q.shape, dtype)):
         at = memory.add(a)
         held.append((at, memory.array(at, a)))
-    rows = (64, keys, keys)
-    maps = [Tiled(a, (1, r, 64)) for r, (_, a) in zip(rows, held, strict=False)]
+    rows, channels = (64, keys, keys), 32 if g.depth % 64 else 64
+    maps = [Tiled(a, (1, r, channels)) for r, (_, a) in zip(rows, held, strict=False)]
     parts = -(-g.t // (64 * period))
     items = g.n * g.heads * parts
     sizes = (g.t, g.s, g.heads * g.depth, g.heads, -(-g.s // keys), period)
@@ -894,7 +893,7 @@ def hopper_attention(
         memory,
         grid=(min(items, processors),),
         threads=128 * (groups + 1),
-        shared_bytes=stages * (keys * 256 + 24) + groups * (8192 + 16) + 1024,
+        shared_bytes=stages * (keys * 4 * g.depth + 24) + groups * (128 * g.depth + 16) + 1024,
         maps=maps,
     )
     launch.run(seed)

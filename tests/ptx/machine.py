@@ -44,6 +44,14 @@ class LaunchError(Exception):
     """A launch that does not fit the kernel."""
 
 
+def swizzled(at: Array, row: int) -> Array:
+    """Where bytes lie under the swizzle of rows of 128 or 64 bytes (5.5.7), or 16, which has none.
+
+    Sixteenths of 128 bytes change places.
+    """
+    return at ^ (((at >> 7) & {16: 0, 64: 3, 128: 7}[row]) << 4)
+
+
 class Tensors:
     """Global memory: a buffer for each array, none next to another."""
 
@@ -522,14 +530,13 @@ class Gang:
             raise AccessError(f"tensor map {address // MAP_BYTES}: the launch has not made it")
         return map_
 
-    def _swizzled(self, start: int, size: int) -> Array:
-        """Addresses of bytes in the 128-byte swizzle (5.5.7): sixteenths change places."""
-        if start % 1024:
-            raise AccessError(f"copy engine: {start:#x} is not aligned to the swizzle's 1024 bytes")
-        if start + size > self.block.shared.size:
-            raise AccessError(f"copy engine: {size} bytes at {start:#x} leave shared memory")
-        at = start + np.arange(size)
-        return at ^ (((at >> 7) & 7) << 4)
+    def _swizzled(self, start: int, box: Tiled | Im2col) -> Array:
+        """Addresses of a box's bytes."""
+        if start % (8 * box.row):
+            raise AccessError(f"copy engine: {start:#x} is not aligned to the swizzle's eight rows")
+        if start + box.bytes > self.block.shared.size:
+            raise AccessError(f"copy engine: {box.bytes} bytes at {start:#x} leave shared memory")
+        return swizzled(start + np.arange(box.bytes), box.row)
 
     def bulk_load(
         self,
@@ -547,7 +554,7 @@ class Gang:
             source = self._map(map_, lane)
             place = [number(c, lane) for c in at]
             taps = [number(c, lane) for c in offsets]
-            target = self._swizzled(number(to, lane), source.bytes)
+            target = self._swizzled(number(to, lane), source)
             signal = self.block.mbarrier(number(barrier, lane))
 
             self.block.cluster.copies.append(
@@ -606,7 +613,7 @@ class Gang:
         for lane in np.flatnonzero(self._mask(where)).tolist():
             tensor = self._map(map_, lane)
             place = [int(np.broadcast_to(c, self.lanes)[lane]) for c in at]
-            bytes = self._swizzled(int(np.broadcast_to(source, self.lanes)[lane]), tensor.bytes)
+            bytes = self._swizzled(int(np.broadcast_to(source, self.lanes)[lane]), tensor)
 
             self.stores.append(partial(self._leave, tensor, place, bytes))
 
@@ -693,21 +700,19 @@ class Gang:
     def _matrix(self, descriptor: int, rows: int, depth: int, kind: str) -> Array:
         """Reads [rows, depth] of a stage (9.7.14.5).
 
-        With a swizzle of 128 bytes and 1024 bytes for 8 rows, or by 8 rows of 16 bytes.
+        By 8 rows of 16 bytes; or swizzled, by 8 rows of 128 or 64 bytes, and what a row has beyond
+        them in the next box.
         """
         start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
-        swizzle = descriptor >> 62
-        if swizzle > 1 or (swizzle == 1 and stride != 1024):
+        width = (16, 128, 64, 0)[descriptor >> 62]
+        if width != 16 and stride != 8 * width:
             raise AccessError(f"wgmma: a descriptor that is not known: {descriptor:#x}")
         size = {"tf32": 4, "e4m3": 1, "e5m2": 1}.get(kind, 2)
         row, byte = np.arange(rows)[:, None], np.arange(depth * size)
-        if swizzle:
-            at = start + row // 8 * stride + row % 8 * 128 + byte
-        else:
-            at = start + row // 8 * stride + row % 8 * 16 + byte // 16 * leading + byte % 16
+        at = start + row // 8 * stride + row % 8 * width + byte // width * leading + byte % width
         if int(at.max()) >= self.block.shared.size:
             raise AccessError(f"wgmma: a matrix at {start:#x} leaves shared memory")
-        raw = self.block.shared.bytes[at ^ (((at >> 7) & 7) << 4) if swizzle else at]
+        raw = self.block.shared.bytes[swizzled(at, width)]
         if kind == "bf16":
             numbers = semantics.from_bf16(raw.view(np.uint16))
         elif kind == "f16":

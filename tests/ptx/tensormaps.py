@@ -16,6 +16,7 @@ class Tiled:
     def __init__(self, tensor: Array, box: Sequence[int]):
         self.tensor, self.box = tensor, tuple(box)
         self.bytes = int(np.prod(self.box)) * tensor.itemsize
+        self.row = self.box[-1] * tensor.itemsize
 
     def _parts(self, at: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         ours, theirs = [], []
@@ -53,7 +54,8 @@ class Im2col:
     ):
         self.tensor, self.lower, self.upper, self.stride = tensor, lower, upper, stride
         self.pixels, self.channels = pixels, channels
-        self.bytes = pixels * channels * tensor.itemsize
+        self.row = channels * tensor.itemsize
+        self.bytes = pixels * self.row
 
     def read(self, at: Sequence[int], offsets: Sequence[int]) -> Array:
         """Reads the pixels from a window's corner on, at the tap `offsets` (column, row).

@@ -344,7 +344,7 @@ def test_resident(
     [
         (RESIDENT[0], "gelu", "float16"),
         (RESIDENT[1], "add", "float32"),
-        (RESIDENT[4], "relu", "float32"),
+        (RESIDENT[2], "relu", "float32"),
     ],
     ids=str,
 )
@@ -614,20 +614,39 @@ def test_attention(
     check_attention(y, g, q, k, v, scale, BF16)
 
 
-SHORT, LONG = (3, 64, 12), (3, 80, 9)
+# Consumers, keys and stages, by the channels of a head: for up to 64 keys, and for more.
+HEADS = {
+    "short": {32: (3, 64, 12), 64: (3, 64, 12), 96: (3, 64, 7), 128: (2, 64, 6)},
+    "long": {32: (3, 80, 9), 64: (3, 80, 9), 96: (3, 80, 6), 128: (2, 112, 3)},
+}
 
 
 @pytest.mark.parametrize(
-    ("tile", "g", "period", "dtype"),
+    ("keys", "g", "period", "dtype"),
     [
-        (SHORT, Heads(2, 197, 50, 3, 64), 4, BF16),
-        (SHORT, Heads(3, 65, 1, 1, 64), 3, BF16),
-        (SHORT, Heads(1, 400, 64, 2, 64), 5, BF16),
-        (LONG, Heads(1, 784, 196, 1, 64), 13, BF16),
-        (LONG, Heads(2, 300, 81, 2, 64), 3, BF16),
-        (LONG, Heads(3, 200, 784, 1, 64), 3, BF16),
-        (LONG, Heads(2, 64, 160, 2, 64), 3, BF16),
-        (LONG, Heads(1, 257, 330, 2, 64), 3, "float16"),
+        ("short", Heads(2, 197, 50, 3, 64), 4, BF16),
+        ("short", Heads(3, 65, 1, 1, 64), 3, BF16),
+        ("short", Heads(1, 400, 64, 2, 64), 5, BF16),
+        ("long", Heads(1, 784, 196, 1, 64), 13, BF16),
+        ("long", Heads(2, 300, 81, 2, 64), 3, BF16),
+        ("long", Heads(3, 200, 784, 1, 64), 3, BF16),
+        ("long", Heads(2, 64, 160, 2, 64), 3, BF16),
+        ("long", Heads(1, 257, 330, 2, 64), 3, "float16"),
+        ("short", Heads(2, 197, 50, 3, 32), 4, BF16),
+        ("short", Heads(3, 65, 1, 2, 32), 3, BF16),
+        ("long", Heads(1, 500, 196, 2, 32), 8, BF16),
+        ("long", Heads(3, 200, 784, 1, 32), 3, BF16),
+        ("long", Heads(1, 257, 330, 3, 32), 3, "float16"),
+        ("short", Heads(2, 197, 50, 3, 96), 4, BF16),
+        ("short", Heads(3, 65, 1, 2, 96), 3, BF16),
+        ("long", Heads(1, 300, 197, 2, 96), 5, BF16),
+        ("long", Heads(3, 200, 500, 1, 96), 3, BF16),
+        ("long", Heads(1, 130, 330, 3, 96), 3, "float16"),
+        ("short", Heads(2, 197, 50, 3, 128), 4, BF16),
+        ("short", Heads(3, 65, 1, 2, 128), 2, BF16),
+        ("long", Heads(1, 300, 112, 2, 128), 5, BF16),
+        ("long", Heads(3, 200, 500, 1, 128), 2, BF16),
+        ("long", Heads(1, 130, 330, 3, 128), 2, "float16"),
     ],
     ids=str,
 )
@@ -635,7 +654,7 @@ SHORT, LONG = (3, 64, 12), (3, 80, 9)
 def test_hopper_attention(
     find: Find,
     rng: np.random.Generator,
-    tile: tuple[int, int, int],
+    keys: str,
     g: Heads,
     period: int,
     dtype: str,
@@ -643,7 +662,8 @@ def test_hopper_attention(
 ) -> None:
     """Items end within a round of the consumers, and parts of a head within an item."""
     q, k, v = attention_inputs(rng, g, dtype)
-    kernel = find(f"attention_hopper_{'x'.join(map(str, tile))}_{dtype}")
+    tile = HEADS[keys][g.depth]
+    kernel = find(f"attention_hopper_{g.depth}_{'x'.join(map(str, tile))}_{dtype}")
     y = hopper_attention(
         kernel, g, tile, q, k, v, 0.125, period=period, processors=1, dtype=dtype, seed=seed
     )
@@ -671,6 +691,7 @@ NOT_FINITE = [
     ("flash_64_2x1", Heads(3, 33, 70, 1, 64)),
     ("flash_64_1x4", Heads(3, 33, 300, 1, 64)),
     ("plain_24", Heads(3, 40, 70, 1, 24)),
+    *(("hopper", Heads(3, 65, 250, 1, depth)) for depth in (32, 96, 128)),
     ("hopper", Heads(3, 65, 170, 1, 64)),
 ]
 
@@ -688,8 +709,9 @@ def test_attention_where_scores_are_not_finite(
     k[2, :, 0], v[2, 0, 3] = -np.inf, np.nan  # every score; image 1 ends in a tile before it
     q, k, v = (rounded(a, BF16) for a in (q, k, v))
     if name.startswith("hopper"):
-        kernel = find(f"attention_hopper_{'x'.join(map(str, LONG))}_bfloat16")
-        y = hopper_attention(kernel, g, LONG, q, k, v, 0.125, period=3, processors=1)
+        tile = HEADS["long"][g.depth]
+        kernel = find(f"attention_hopper_{g.depth}_{'x'.join(map(str, tile))}_bfloat16")
+        y = hopper_attention(kernel, g, tile, q, k, v, 0.125, period=3, processors=1)
     else:
         rows, splits = {"2x1": (2, 1), "1x4": (1, 4)}.get(name[-3:], (0, 1))
         kernel = find(f"attention_{name}_bfloat16")

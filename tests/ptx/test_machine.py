@@ -262,7 +262,7 @@ def test_hopper_attention_needs_its_waits(
     rng, g, tile = np.random.default_rng(1), Heads(1, 400, 784, 1, 64), (3, 80, 9)
     shapes = ((1, 400, 64), (1, 784, 64), (1, 784, 64))
     q, k, v = (rounded(rng.standard_normal(shape), "bfloat16") for shape in shapes)
-    whole = find("attention_hopper_3x80x9_bfloat16")
+    whole = find("attention_hopper_64_3x80x9_bfloat16")
 
     def result(kernel: Kernel) -> Array:
         return hopper_attention(kernel, g, tile, q, k, v, 0.1, period=3, processors=1)
