@@ -237,12 +237,14 @@ def consume_tile[
     var sums = multiply_steps[dtype, columns](
         storage.x, storage.w, steps, count, box, at, resident=resident
     )
-    comptime if not ahead:
+    comptime if not ahead and not split:
         residual = outputs.load_residual[dtype, epilogue](tensors)
     wgmma_wait_group_sync[0]()
     comptime if split:
         if at.t // Int32(WARP) < box.warps(m, tile.row):
             storage.inbox.send(at, sums)
+        comptime if not ahead:
+            residual = outputs.load_residual[dtype, epilogue](tensors)
         finish_pairs[dtype, epilogue](
             outputs, tensors, storage.inbox.receive(at), problem.alpha, storage.bias, residual
         )
