@@ -56,6 +56,7 @@ from ..operands import F32, Data
 from ..rows import over_lanes
 from .config import LOG2_E, LOWEST, Attention
 from .flash import U32, packed, reciprocal
+from .mask import Mask, MaskSizes, MaskTensors, TileMask
 
 
 struct Config(TrivialRegisterPassable):
@@ -359,25 +360,34 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
         return self._number() < problem.schedule.tiles
 
 
-@__name(t"attention_hopper_{config.label()}_{dtype}")
+@__name(t"attention_hopper_{mask.label()}{config.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def hopper_attention_kernel[
-    dtype: DType, config: Config
-](maps: TensorMaps[3], y: Data[dtype], problem: Problem):
+    dtype: DType, config: Config, mask: Mask
+](
+    maps: TensorMaps[3],
+    y: Data[dtype],
+    problem: Problem,
+    tensors: MaskTensors[dtype],
+    sizes: MaskSizes,
+):
     """Computes every grid-th item.
 
     Parameters:
         dtype: Either bfloat16 or float16.
         config: Sizes of the tiles.
+        mask: What is done to the scores.
 
     Args:
         maps: Tensor maps of q, k and v.
         y: Result y[N, T, C].
         problem: Sizes.
+        tensors: What masks read.
+        sizes: Where that lies.
     """
     comptime assert config.keys % 16 == 0, "attention: a step of wgmma takes 16 keys"
     comptime assert config.depth % 32 == 0, "attention: a box has 32 channels, or 64"
@@ -402,10 +412,12 @@ def hopper_attention_kernel[
         registers_give[24]()
         # One thread drives the copy engine.
         if t % Int32(WARPGROUP) == 0:
-            _produce[config](maps.address(), problem, pipeline)
+            _produce[config, mask](maps.address(), problem, sizes, pipeline)
     else:
         registers_take[config.registers()]()
-        _consume[dtype, config](maps.address(), y, problem, pipeline, Fragment(t))
+        _consume[dtype, config, mask](
+            maps.address(), y, problem, tensors, sizes, pipeline, Fragment(t)
+        )
 
 
 @always_inline
@@ -442,8 +454,13 @@ def _load[
 
 
 @always_inline
-def _produce[config: Config](maps: UInt64, problem: Problem, at_start: Pipeline):
-    """Fills the ring with keys and values, item after item, as stages become free."""
+def _produce[
+    config: Config, mask: Mask
+](maps: UInt64, problem: Problem, sizes: MaskSizes, at_start: Pipeline):
+    """Fills the ring with keys and values, item after item, as stages become free.
+
+    Stages of keys that no query of the item sees come as they are.
+    """
     comptime TILE = UInt32(config.tile())
     var k = TileLoader(maps, 1)
     var v = TileLoader(maps, 2)
@@ -453,10 +470,20 @@ def _produce[config: Config](maps: UInt64, problem: Problem, at_start: Pipeline)
     var pipeline = at_start
     for number in problem.schedule.turns():
         var item = problem.item[config.depth](number)
+        var seen = problem.key_tiles
+        comptime if mask.causal:
+            var last = min((item.tile + problem.period) * Int32(ROWS), problem.t) - 1
+            seen = sizes.tiles[mask, config.keys](last, problem.key_tiles)
         for tile in range(problem.key_tiles):
             var first = tile * Int32(config.keys)
             var values = _values[config](pipeline)
             pipeline.acquire()
+            comptime if mask.causal:
+                if tile >= seen:
+                    pipeline.commit()
+                    values.commit()
+                    pipeline.advance()
+                    continue
             pipeline.expect(TILE)
             _load[config, config.keys](k, pipeline, item.channel, first, item.n)
             values.expect(TILE)
@@ -466,8 +493,16 @@ def _produce[config: Config](maps: UInt64, problem: Problem, at_start: Pipeline)
 
 @always_inline
 def _consume[
-    dtype: DType, config: Config
-](maps: UInt64, y: Data[dtype], problem: Problem, at_start: Pipeline, at: Fragment):
+    dtype: DType, config: Config, mask: Mask
+](
+    maps: UInt64,
+    y: Data[dtype],
+    problem: Problem,
+    tensors: MaskTensors[dtype],
+    sizes: MaskSizes,
+    at_start: Pipeline,
+    at: Fragment,
+):
     """Attends from every tile of queries that is this consumer's.
 
     Values are multiplied a tile behind the keys, under the softmax of the next scores.
@@ -483,6 +518,8 @@ def _consume[
         q.prefetch_descriptor()
         wait_on_dependent_grids()
         _load_queries[config](q, queries, next, problem)
+    comptime if mask.reads():
+        wait_on_dependent_grids()
 
     # One consumer's products run under the others' exponentials.
     var order = OrderedSequence(at.group(), GROUPS)
@@ -498,17 +535,31 @@ def _consume[
                 _load_queries[config](q, queries, next, problem)
             continue
 
-        var softmax = Softmax(problem.scale)
+        var masks = TileMask[dtype, mask, KEYS](
+            tensors,
+            sizes,
+            at,
+            n=tile.n,
+            head=tile.channel // Int32(config.depth),
+            first=tile.first,
+            t=problem.t,
+            s=problem.s,
+        )
+        var last = min(tile.first + Int32(ROWS), problem.t) - 1
+        var key_tiles = sizes.tiles[mask, KEYS](last, problem.key_tiles)
+        var softmax = Softmax(1 if mask.bias else problem.scale)
         var sums = StaticTuple[Float32, config.depth // 2](fill=0)
         queries.wait()
         pipeline.wait()
         wgmma_fence_aligned()
         scores = _multiply[dtype, config](queries.stage(), pipeline.stage(), scores)
         wgmma_commit_group_sync()
+        var bias = masks.load_bias(0)
         wgmma_wait_group_sync[0]()
         var before = pipeline.index
-        for i in range(problem.key_tiles - 1):
+        for i in range(key_tiles - 1):
             scores = settled(scores)
+            masks.apply(scores, bias, i * Int32(KEYS), problem.scale)
             var factor = softmax.update(scores)
             scores = settled(scores)
             var values = _values[config](pipeline)
@@ -531,6 +582,7 @@ def _consume[
             sums = _add_values[dtype, config](p, v, sums)
             wgmma_commit_group_sync()
             order.arrive()
+            bias = masks.load_bias((i + 1) * Int32(KEYS))
             wgmma_wait_group_sync[1]()
 
         # These queries have been read: the next ones may come in their place.
@@ -538,14 +590,16 @@ def _consume[
         queries.advance()
         if leads:
             _load_queries[config](q, queries, next, problem)
-        _mask(scores, column, problem.s - (problem.key_tiles - 1) * Int32(KEYS))
+        var first = (key_tiles - 1) * Int32(KEYS)
+        masks.apply(scores, bias, first, problem.scale)
+        _mask(scores, column, problem.s - first)
         var factor = softmax.update(scores)
         scores = settled(scores)
         var values = _values[config](pipeline)
         values.wait()
         wgmma_wait_group_sync[0]()
         sums = settled(sums)
-        if leads and problem.key_tiles > 1:
+        if leads and key_tiles > 1:
             pipeline.release(before)
         _rescale(sums, factor)
         var p = _rounded[dtype, KEYS](scores)
@@ -566,6 +620,9 @@ def _consume[
             column=tile.channel,
             pitch=problem.c,
         )
+        comptime if mask.causal:
+            pipeline.advance()
+            _skip_keys[config](pipeline, order, at, key_tiles, problem.key_tiles, filled=True)
 
 
 @always_inline
@@ -593,24 +650,45 @@ def _skip[
 
     Warps that no product keeps together must not be a phase behind.
     """
-    var own = UInt32(at.group()) + UInt32(config.groups) + 1
-    var pipeline = at_start
     var has_item = tile.has_item(problem)
-    for i in range(problem.key_tiles):
-        if has_item:
+    _skip_keys[config](at_start, order, at, 0, problem.key_tiles, filled=has_item)
+    if has_item:
+        queries.wait()
+        queries.advance()
+        sync_threads(_own[config](at), UInt32(WARPGROUP))
+
+
+@always_inline
+def _own[config: Config](at: Fragment) -> UInt32:
+    """Numbers the barrier of a consumer's own threads, after those of `OrderedSequence`."""
+    return UInt32(at.group()) + UInt32(config.groups) + 1
+
+
+@always_inline
+def _skip_keys[
+    config: Config
+](
+    at_start: Pipeline,
+    order: OrderedSequence,
+    at: Fragment,
+    begin: Int32,
+    end: Int32,
+    *,
+    filled: Bool,
+):
+    """Lets go of the stages of some tiles of keys, if they are filled, and passes the turns on."""
+    var pipeline = at_start
+    for i in range(begin, end):
+        if filled:
             pipeline.wait()
             _values[config](pipeline).wait()
-            sync_threads(own, UInt32(WARPGROUP))
+            sync_threads(_own[config](at), UInt32(WARPGROUP))
             if at.leads():
                 pipeline.release()
             pipeline.advance()
         if i > 0:
             order.wait()
             order.arrive()
-    if has_item:
-        queries.wait()
-        queries.advance()
-        sync_threads(own, UInt32(WARPGROUP))
 
 
 struct Softmax(TrivialRegisterPassable):
@@ -775,7 +853,7 @@ def _period(
 
 
 def enqueue_hopper[dtype: DType, config: Config](o: Attention[dtype], ctx: DeviceContext) raises:
-    """Enqueues the kernel.
+    """Enqueues the kernel without masks.
 
     Parameters:
         dtype: Either bfloat16 or float16.
@@ -783,6 +861,30 @@ def enqueue_hopper[dtype: DType, config: Config](o: Attention[dtype], ctx: Devic
 
     Args:
         o: Tensors and sizes; heads of `config.depth` channels.
+        ctx: The GPU.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
+    # Nothing is read of them.
+    var tensors = MaskTensors[dtype](o.q, o.q.unsafe_bitcast[UInt8]())
+    enqueue_hopper[dtype, config, Mask()](o, tensors, MaskSizes(), ctx)
+
+
+def enqueue_hopper[
+    dtype: DType, config: Config, mask: Mask
+](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
+    """Enqueues the kernel.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        config: Sizes of the tiles.
+        mask: What is done to the scores.
+
+    Args:
+        o: Tensors and sizes; heads of `config.depth` channels.
+        tensors: What masks read.
+        sizes: Where that lies.
         ctx: The GPU.
 
     Raises:
@@ -797,10 +899,12 @@ def enqueue_hopper[dtype: DType, config: Config](o: Attention[dtype], ctx: Devic
     maps.maps[0] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [channels, Int32(ROWS), 1])
     maps.maps[1] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [channels, keys, 1])
     maps.maps[2] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [channels, keys, 1])
-    ctx.enqueue_function[hopper_attention_kernel[dtype, config]](
+    ctx.enqueue_function[hopper_attention_kernel[dtype, config, mask]](
         maps,
         o.y,
         problem,
+        tensors,
+        sizes,
         grid_dim=problem.schedule.blocks(multiprocessors),
         block_dim=config.threads(),
         shared_mem_bytes=config.shared(),

@@ -4,6 +4,7 @@ from max.gpu.host import DeviceContext
 from ops.attention.config import Attention
 from ops.attention.flash import enqueue_flash
 from ops.attention.hopper import enqueue_hopper, long, short
+from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
@@ -211,6 +212,17 @@ def main() raises:
         enqueue_hopper[BF16, short(depth)](attention, ctx)
         enqueue_hopper[BF16, long(depth)](attention, ctx)
         enqueue_hopper[F16, long(depth)](attention2, ctx)
+    var mask = MaskTensors[BF16](half, bytes)
+    var places = MaskSizes(image=Int64(n), head=Int64(n), row=Int32(n), diagonal=Int32(n))
+    comptime for depth in [32, 64, 96, 128]:
+        comptime all = Mask(bias=True, keys=True, causal=True)
+        enqueue_hopper[BF16, long(depth), all](attention, mask, places, ctx)
+    comptime for one in [Mask(bias=True), Mask(keys=True), Mask(causal=True)]:
+        enqueue_hopper[BF16, short(64), one](attention, mask, places, ctx)
+        enqueue_hopper[BF16, long(64), one](attention, mask, places, ctx)
+    enqueue_hopper[F16, long(64), Mask(bias=True)](
+        attention2, MaskTensors[F16](half2, bytes), places, ctx
+    )
     enqueue_plain[BF16, 24](attention, ctx)
 
     var x = IndexList[4](n, n, n, 3)

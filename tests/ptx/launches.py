@@ -857,6 +857,20 @@ def attention(
     return memory.array(at[3], y)
 
 
+@dataclass(frozen=True)
+class Masks:
+    """What ops/attention/mask.mojo reads; axes of the bias of length 1 are shared."""
+
+    bias: Array | None = None  # [N or 1, heads or 1, T, S], 16 bits
+    keys: Array | None = None  # [N, S], zero for keys that are not seen
+    diagonal: int | None = None  # the last key that query 0 sees
+
+    @property
+    def label(self) -> str:
+        parts = {"bias": self.bias, "keys": self.keys, "causal": self.diagonal}
+        return "".join(f"{name}_" for name, part in parts.items() if part is not None)
+
+
 def hopper_attention(
     kernel: Kernel,
     g: Heads,
@@ -870,6 +884,7 @@ def hopper_attention(
     processors: int = 2,
     dtype: str = "bfloat16",
     seed: int = 0,
+    masks: Masks | None = None,
 ) -> Array:
     """Runs ops/attention/hopper.mojo, `period` blocks of queries an item.
 
@@ -889,7 +904,12 @@ def hopper_attention(
     y_at, y = held[3]
     launch = Launch(
         kernel,
-        [bytes(128 * 3), pack("Q", y_at), pack("6if", *sizes, scale * np.log2(np.e)) + schedule],
+        [
+            bytes(128 * 3),
+            pack("Q", y_at),
+            pack("6if", *sizes, scale * np.log2(np.e)) + schedule,
+            *_masks(memory, masks or Masks()),
+        ],
         memory,
         grid=(min(items, processors),),
         threads=128 * (groups + 1),
@@ -898,6 +918,22 @@ def hopper_attention(
     )
     launch.run(seed)
     return y
+
+
+def _masks(memory: Tensors, masks: Masks) -> tuple[bytes, bytes]:
+    """Packs MaskTensors and MaskSizes; rows of bias are as long as is even."""
+    bias, keys, image, head, row = 0, 0, 0, 0, 0
+    if masks.bias is not None:
+        n, heads, t, s = masks.bias.shape
+        row = s + s % 2
+        dtype = "float16" if masks.bias.dtype == np.float16 else "bfloat16"
+        held = unwritten((n, heads, t, row), dtype)
+        held[..., :s] = masks.bias
+        bias = memory.add(held, late=True)
+        image, head = heads * t * row * (n > 1), t * row * (heads > 1)
+    if masks.keys is not None:
+        keys = memory.add(masks.keys, late=True)
+    return pack("2Q", bias, keys), pack("2q2i", image, head, row, masks.diagonal or 0)
 
 
 def gemm_cores(

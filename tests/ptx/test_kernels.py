@@ -29,6 +29,7 @@ from .launches import (
     Conv,
     Expanded,
     Heads,
+    Masks,
     Product,
     Qkv,
     Resident,
@@ -670,6 +671,85 @@ def test_hopper_attention(
     check_attention(y, g, q, k, v, 0.125, dtype)
 
 
+@pytest.mark.parametrize(
+    ("keys", "g", "period", "masked", "diagonal"),
+    [
+        ("long", Heads(2, 200, 197, 2, 64), 3, "bias", None),
+        ("short", Heads(2, 130, 49, 3, 64), 4, "bias", None),
+        ("long", Heads(2, 70, 330, 1, 64), 3, "keys", None),
+        ("short", Heads(3, 65, 33, 1, 64), 3, "keys", None),
+        ("long", Heads(1, 400, 400, 2, 64), 3, "", 0),
+        ("long", Heads(1, 500, 240, 1, 64), 8, "", 0),
+        ("long", Heads(1, 130, 500, 1, 64), 3, "", 370),
+        ("short", Heads(2, 200, 64, 1, 64), 4, "", 0),
+        ("long", Heads(2, 300, 197, 1, 32), 5, "bias keys", 0),
+        ("long", Heads(1, 197, 197, 3, 64), 4, "bias keys", 3),
+        ("long", Heads(2, 130, 301, 1, 96), 3, "bias keys", 171),
+        ("long", Heads(1, 260, 260, 2, 128), 2, "bias keys", 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_hopper_attention_with_masks(
+    find: Find,
+    rng: np.random.Generator,
+    keys: str,
+    g: Heads,
+    period: int,
+    masked: str,
+    diagonal: int | None,
+    seed: int,
+) -> None:
+    """Masks end within tiles and between them, and hide whole tiles."""
+    q, k, v = attention_inputs(rng, g, BF16)
+    masks = Masks(
+        bias=rounded(rng.standard_normal((g.n, g.heads, g.t, g.s)), BF16)
+        if "bias" in masked
+        else None,
+        keys=rng.integers(0, 2, (g.n, g.s), np.uint8) if "keys" in masked else None,
+        diagonal=diagonal,
+    )
+    if masks.keys is not None:
+        masks.keys[:, 0] = 1
+        masks.keys[0, 1 : max(g.s - 20, 1)] = 0
+    tile = HEADS[keys][g.depth]
+    kernel = find(f"attention_hopper_{masks.label}{g.depth}_{'x'.join(map(str, tile))}_{BF16}")
+    y = hopper_attention(
+        kernel, g, tile, q, k, v, 0.125, period=period, processors=1, seed=seed, masks=masks
+    )
+    check_attention(y, g, q, k, v, 0.125, BF16, added(masks, g))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 3), (1, 1)], ids=str)
+def test_hopper_attention_shares_a_bias(
+    find: Find, rng: np.random.Generator, shape: tuple[int, int]
+) -> None:
+    """Of all heads or images, with rows of minus infinity, and in float16."""
+    g, dtype, tile = Heads(2, 70, 99, 3, 64), "float16", HEADS["long"][64]
+    q, k, v = attention_inputs(rng, g, dtype)
+    bias = rng.standard_normal((*shape, g.t, g.s))
+    bias[..., 3, ::2] = -np.inf
+    bias[..., 5, :90] = -np.inf
+    masks = Masks(bias=rounded(bias, dtype))
+    kernel = find(f"attention_hopper_bias_64_{'x'.join(map(str, tile))}_{dtype}")
+    y = hopper_attention(
+        kernel, g, tile, q, k, v, 0.125, period=3, processors=1, dtype=dtype, masks=masks
+    )
+    check_attention(y, g, q, k, v, 0.125, dtype, added(masks, g, dtype))
+
+
+def added(masks: Masks, g: Heads, dtype: str = BF16) -> Array:
+    """What masks add to the scores, [N, heads, T, S]."""
+    total = np.zeros((g.n, g.heads, g.t, g.s))
+    if masks.bias is not None:
+        total += wide(masks.bias, dtype)
+    if masks.keys is not None:
+        total[np.broadcast_to(masks.keys[:, None, None] == 0, total.shape)] = -np.inf
+    if masks.diagonal is not None:
+        total[..., ~np.tri(g.t, g.s, masks.diagonal, bool)] = -np.inf
+    return total
+
+
 def attention_inputs(rng: np.random.Generator, g: Heads, dtype: str) -> list[Array]:
     channels = g.heads * g.depth
     lengths = (g.t, g.s, g.s)
@@ -677,10 +757,17 @@ def attention_inputs(rng: np.random.Generator, g: Heads, dtype: str) -> list[Arr
 
 
 def check_attention(
-    y: Array, g: Heads, q: Array, k: Array, v: Array, scale: float, dtype: str
+    y: Array,
+    g: Heads,
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    dtype: str,
+    added: Array | float = 0.0,
 ) -> None:
     heads = [wide(a, dtype).reshape(g.n, -1, g.heads, g.depth).swapaxes(1, 2) for a in (q, k, v)]
-    scores = heads[0] @ heads[1].swapaxes(2, 3) * scale
+    scores = heads[0] @ heads[1].swapaxes(2, 3) * scale + added
     e = np.exp(scores - scores.max(-1, keepdims=True))
     want = (e / e.sum(-1, keepdims=True) @ heads[2]).swapaxes(1, 2).reshape(y.shape)
     # Probabilities are rounded before the second product.
