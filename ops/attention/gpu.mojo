@@ -1,12 +1,13 @@
 """Attention on a GPU: the choice of a kernel."""
 
-from max.gpu.host import DeviceAttribute, DeviceContext
+from max.gpu.host import DeviceContext
 from std.math import ceildiv
 
+from ..device import Device
 from ..target import HAS_MMA, IS_HOPPER
 from .config import Attention
 from .flash import SPLITS, enqueue_flash, queries, shared_bytes
-from .hopper import enqueue_hopper, long, short
+from .hopper import enqueue_hopper, least_keys, long, short
 from .plain import enqueue_plain
 
 
@@ -28,22 +29,22 @@ def attention_gpu[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceCont
         # 32 queries of a warp share the loads of keys and values, but leave no registers for heads
         # of more than 64 channels.
         comptime rows = 2 if depth <= 64 else 1
-        var processors = Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
+        var device = Device(ctx)
         var heads = Int(o.n * o.heads)
-        var room = Int(ctx.get_attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN))
         if (
-            ceildiv(Int(o.t), queries(rows, 1)) * heads < processors
-            and shared_bytes(depth, 1, SPLITS) <= room
+            ceildiv(Int(o.t), queries(rows, 1)) * heads < device.multiprocessors
+            and shared_bytes(depth, 1, SPLITS) <= device.shared
         ):
             enqueue_flash[dtype, depth, 1, SPLITS](o, ctx)
             return
         comptime if IS_HOPPER:
             comptime SHORT = short(depth)
-            if Int(o.s) <= SHORT.keys:
-                enqueue_hopper[dtype, SHORT](o, ctx)
-            else:
-                enqueue_hopper[dtype, long(depth)](o, ctx)
-        else:
-            enqueue_flash[dtype, depth, rows, 1](o, ctx)
+            if Int(o.s) >= least_keys(depth):
+                if Int(o.s) <= SHORT.keys:
+                    enqueue_hopper[dtype, SHORT](o, ctx)
+                else:
+                    enqueue_hopper[dtype, long(depth)](o, ctx)
+                return
+        enqueue_flash[dtype, depth, rows, 1](o, ctx)
     else:
         enqueue_plain[dtype, depth](o, ctx)

@@ -82,9 +82,9 @@ def mma[
     pitch: Int = 0,
     clear: Bool = False,
     pitch_b: Int = pitch,
-](a: Matrix[row, wide=_], b: Matrix[row, wide=_], sums: StaticTuple[Float32, columns // 2]) -> StaticTuple[
-    Float32, columns // 2
-]:
+](
+    a: Matrix[row, wide=_], b: Matrix[row, wide=_], sums: StaticTuple[Float32, columns // 2]
+) -> StaticTuple[Float32, columns // 2]:
     """Starts adding A[64, K] B[K, columns], both in shared memory, K a row of each box.
 
     Parameters:
@@ -258,7 +258,9 @@ def mma_sparse[
     b: Matrix,
     indices: UInt32,
     sums: StaticTuple[Float32, columns // 2],
-) -> StaticTuple[Float32, columns // 2]:
+) -> StaticTuple[
+    Float32, columns // 2
+]:
     """Starts adding A[64, K] B[K, columns], both in shared memory, A 2:4 sparse, K 128 bytes of B.
 
     Parameters:

@@ -618,7 +618,7 @@ def test_attention(
 # Consumers, keys and stages, by the channels of a head: for up to 64 keys, and for more.
 HEADS = {
     "short": {32: (3, 64, 12), 64: (3, 64, 12), 96: (3, 64, 7), 128: (2, 64, 6)},
-    "long": {32: (3, 80, 9), 64: (3, 80, 9), 96: (3, 80, 6), 128: (2, 112, 3)},
+    "long": {32: (3, 80, 9), 64: (3, 80, 9), 96: (2, 112, 4), 128: (2, 112, 3)},
 }
 
 
@@ -641,7 +641,7 @@ HEADS = {
         ("short", Heads(2, 197, 50, 3, 96), 4, BF16),
         ("short", Heads(3, 65, 1, 2, 96), 3, BF16),
         ("long", Heads(1, 300, 197, 2, 96), 5, BF16),
-        ("long", Heads(3, 200, 500, 1, 96), 3, BF16),
+        ("long", Heads(3, 200, 500, 1, 96), 2, BF16),
         ("long", Heads(1, 130, 330, 3, 96), 3, "float16"),
         ("short", Heads(2, 197, 50, 3, 128), 4, BF16),
         ("short", Heads(3, 65, 1, 2, 128), 2, BF16),
