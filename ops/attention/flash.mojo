@@ -16,7 +16,7 @@ the tensor cores where S is large, by memory where it is small; docs/kernels.md 
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
-from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import (
@@ -32,6 +32,7 @@ from std.sys import _RegisterPackType, inlined_assembly
 from std.utils import StaticTuple
 from std.utils.numerics import neg_inf
 
+from ..device import Device
 from ..hopper.ptx import mma_sync
 from ..operands import F32, Data
 from .config import LOG2_E, LOWEST, Attention
@@ -633,9 +634,7 @@ def enqueue_flash[
     comptime if splits == 1:
         # As many blocks as find room; each goes on to another block of queries.
         comptime room = min(most_threads(depth, rows, splits) // THREADS, 224 * 1024 // SHARED)
-        grid = min(
-            grid, max(room, 1) * Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
-        )
+        grid = min(grid, max(room, 1) * Device(ctx).multiprocessors)
     ctx.enqueue_function[flash_kernel[dtype, depth, rows, splits]](
         o,
         Int32(blocks),

@@ -27,7 +27,7 @@ are busy; CvT's: 126 us, bound by the filling of shared memory. docs/kernels.md 
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_dim, block_idx, thread_idx
-from max.gpu.host import DeviceAttribute, DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import (
@@ -42,6 +42,7 @@ from std.memory import bitcast
 from std.sys import inlined_assembly, is_nvidia_gpu, llvm_intrinsic, size_of
 from std.utils import IndexList, StaticTuple
 
+from ..device import Device
 from ..hopper.ptx import mma_sync, mma_sync_short
 from ..operands import F32, Data
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
@@ -682,8 +683,8 @@ def stem_gpu[
     Raises:
         If the launch fails.
     """
-    var processors = Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
-    enqueue_stem[dtype, pixel, stem](o, tiling[stem](x[0], x, y, pad, processors), x[0], eps, ctx)
+    var t = tiling[stem](x[0], x, y, pad, Device(ctx).multiprocessors)
+    enqueue_stem[dtype, pixel, stem](o, t, x[0], eps, ctx)
 
 
 def enqueue_stem[

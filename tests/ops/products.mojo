@@ -9,7 +9,7 @@ from std.sys import argv
 from ops.epilogue import Epilogue
 from ops.gemm.gpu import gemm
 from ops.geometry import Geometry
-from ops.operands import F32, Data, Operands
+from ops.operands import F32, Batch, Data, Operands
 
 
 def multiply[
@@ -36,7 +36,7 @@ def multiply[
     gemm[dtype, epilogue, k_major, tf32](
         Geometry(rows=size, depth=size, columns=size),
         Operands[dtype](all, all, rebind[Data[F32]](bias.unsafe_ptr()), all, all),
-        1,
+        Batch(),
         ctx,
     )
 

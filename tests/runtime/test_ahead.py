@@ -178,7 +178,7 @@ def test_it_runs_without_the_compiler_the_cache_and_the_checkpoint(
     done = program("run_graph.py", str(CAT), **bare)
     assert done.returncode == 2
     assert "\nerror: compiling needs the compiler of the package max" in done.stderr
-    assert done.stderr.startswith(f"compiling {MODEL} for cpu; it may take a minute")
+    assert done.stderr.startswith(f"compiling {MODEL} for cpu, this time only; it may take")
 
 
 def test_nothing_that_only_compiling_needs_is_imported(folder: Path) -> None:

@@ -62,7 +62,7 @@ def test_what_programs_write_is_read(order: str, big: bool) -> None:
 def test_a_tile_is_as_large_as_a_picture_may_be() -> None:
     with pytest.raises(TooLargeError, match="tiles of 100,020,001 pixels"):
         open_image(io.BytesIO(tiled(10_001)))
-    with pytest.raises(TooLargeError, match=r"at most 255 pixels .* tiles of 256"):
+    with pytest.raises(TooLargeError, match="tiles of 256 pixels, and the limit is 255"):
         open_image(io.BytesIO(tiled(16)), max_pixels=255)
 
 
