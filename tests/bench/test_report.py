@@ -117,7 +117,7 @@ def test_labels_of_an_axis_do_not_overlap() -> None:
     pytest.importorskip("matplotlib", reason="THE PLOTS' LABELS ARE NOT TESTED: no matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    records = report.read(RESULTS[0].with_name("2026-11-22-h200-sparse-bfloat16.json"))[1]
+    records = report.read(RESULTS[0].with_name("2026-11-23-h200-sparse-bfloat16.json"))[1]
     figure = plots.gains(records)
     assert figure
     canvas = FigureCanvasAgg(figure)
