@@ -12,6 +12,9 @@ from maxvision.graphs.program import Node, Program
 
 Array = NDArray[Any]
 
+MOST_BIAS = 1e30
+"""The largest finite number that is added to scores: beyond it kernels take it for infinity."""
+
 
 class Constants(Mapping[str, Array]):
     """The weights of a program and what is made of them, by name; nothing is kept.
@@ -68,16 +71,33 @@ def batch_norm_shift(bias: Array, mean: Array, scale: Array, before: Array | Non
 
 
 def scale_filter(filters: Array, scale: Array) -> Array:
-    """Multiplies a filter [F, C, R, S] by a scale [F], rounded once."""
+    """Multiplies a filter [F, C, R, S], or linear weights, by a scale [F], rounded once."""
     scaled = np.empty(filters.shape, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         np.multiply(
-            filters, scale[:, None, None, None], out=scaled, dtype=np.float64, casting="same_kind"
+            filters,
+            scale.reshape(-1, *(1,) * (filters.ndim - 1)),
+            out=scaled,
+            dtype=np.float64,
+            casting="same_kind",
         )
     return scaled
 
 
+def attention_bias(mask: Array, *, heads: int, queries: int, keys: int) -> Array:
+    """Lays a mask out as graphs/shapes.py says; finite numbers stay finite, padding is zeros."""
+    if mask.dtype == np.bool_:
+        added = np.where(mask, np.float32(0), np.float32(-np.inf))
+    else:
+        added = np.where(np.isinf(mask), mask, np.clip(mask, -MOST_BIAS, MOST_BIAS))
+    p, h, t, _ = sides = ((1,) * 4 + mask.shape)[-4:]
+    shape = p, h, queries if h != 1 else t, keys
+    rows = np.broadcast_to(added.reshape(sides), shape).reshape(p, h * shape[2], keys)
+    return np.pad(rows, ((0, 0), (0, 0), (0, keys % 2))).astype(np.float32)
+
+
 EVALUATE: dict[str, Callable[..., Array]] = {
+    "attention_bias": attention_bias,
     "batch_norm_scale": batch_norm_scale,
     "batch_norm_shift": batch_norm_shift,
     "scale_filter": scale_filter,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.shapes import pair
+from maxvision.graphs.types import split
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,18 @@ def _layer(program: Program, node: Node) -> Layer | None:
     x, weight = program.shape(node.inputs[0]), program.shape(node.inputs[1])
     if node.op == "linear":
         *between, channels = x
-        size = (1, math.prod(between))
+        size = (1, _parts(program, node) * math.prod(between))
         return Layer(node.name, 1, 1, channels, weight[0], size)
     _, p, q = program.shape(node.output)
     stride, _ = pair(node.attributes.get("stride", 1))
     groups = int(node.attributes.get("groups", 1))  # type: ignore[arg-type]
     return Layer(node.name, weight[2], stride, x[0], weight[0], (p, q), groups)
+
+
+def _parts(program: Program, node: Node) -> int:
+    """Counts the windows of an image, if the first size is a multiple of the batch."""
+    number, name = split(program.types[node.output].shape[0])
+    return number if name else 1
 
 
 def _partners(nodes: Iterable[Node]) -> dict[str, str]:
@@ -104,7 +111,8 @@ def macs(program: Program) -> int:
         if node.op == "scaled_dot_product_attention":
             heads, queries, depth = program.shape(node.inputs[0])
             _, keys, width = program.shape(node.inputs[2])
-            total += heads * queries * keys * (depth + width)
+            total += _parts(program, node) * heads * queries * keys * (depth + width)
         if node.op == "matmul":
-            total += math.prod(program.shape(node.output)) * program.shape(node.inputs[0])[-1]
+            numbers = _parts(program, node) * math.prod(program.shape(node.output))
+            total += numbers * program.shape(node.inputs[0])[-1]
     return total

@@ -1,11 +1,13 @@
 """A program becomes a MAX graph: each op is one typed function of graphs/nodes.py.
 
 Ops on shapes alone are MAX's own, as they compute nothing. So are those that a pass would have
-folded or fused away (``OTHERS``): they run when that pass was left out.
+folded or fused away (``OTHERS``), which run when that pass was left out, and elementwise ops on
+integers (``INTEGERS``).
 """
 
 from __future__ import annotations
 
+import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,17 +15,20 @@ from typing import Any
 import numpy as np
 from max.driver import accelerator_api
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, KernelLibrary, TensorType, TensorValue, ops
+from max.graph import DeviceRef, Dim, Graph, KernelLibrary, TensorType, TensorValue, ops
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs import nodes, passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
+from maxvision.graphs.elementwise import ELEMENTWISE, expression
 from maxvision.graphs.parameters import Filter, Parameters
 from maxvision.graphs.program import Node, Program
 
-OTHERS = ("add", "mul", "batch_norm", "expand", "scaled_dot_product_attention")
-"""Ops that MAX's own kernels compute, wholly or in part."""
+MOVES = ("reshape", "permute", "slice", "concat", "expand", "pad", "gather", "cast")
+"""Ops that compute nothing; MAX moves the numbers, where they have to move at all."""
+OTHERS = ("attention_bias", "batch_norm", "cumsum")
+"""Ops that MAX's own kernels compute."""
 
 
 class Canonical(Mapping[str, np.ndarray]):
@@ -33,7 +38,7 @@ class Canonical(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, constants: Constants, program: Program) -> None:
-        self._constants = constants
+        self.plain = self._constants = constants
         self._names = program.constants
         self.shapes = {
             name: _canonical_shape(program.types[name].shape) for name in program.constants
@@ -104,7 +109,10 @@ def lower(
                 f" {dtype}; make the two the same (Program.retyped, Lowering.dtype)"
             )
     weights = bind([final], tensors, device, dtype, tf32)
-    types = [TensorType(DType[t.dtype], t.shape, device=device) for t in final.inputs.values()]
+    types = [
+        TensorType(DType[t.dtype], nodes.dims(t.shape), device=device)
+        for t in final.inputs.values()
+    ]
     with Graph(
         program.name,
         input_types=types,
@@ -133,7 +141,16 @@ def bind(
     """Hands the weights of programs that were rewritten out; see ``lower``."""
     parts = [Canonical(Constants(program, tensors), program) for program in programs]
     shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
-    return Parameters(ChainMap(*parts), device, DType[dtype], shapes=shapes, tf32=tf32)  # type: ignore[arg-type]
+    plain: Any = ChainMap(*(part.plain for part in parts))  # type: ignore[arg-type]
+    return Parameters(
+        ChainMap(*parts),  # type: ignore[arg-type]
+        device,
+        DType[dtype],
+        shapes=shapes,
+        plain=plain,
+        plain_shapes={n: p.types[n].shape for p in programs for n in p.constants},  # type: ignore[misc]
+        tf32=tf32,
+    )
 
 
 def emit(program: Program, inputs: Sequence[TensorValue], weights: Parameters) -> list[TensorValue]:
@@ -163,16 +180,28 @@ class _Given:
         self._values = values
         self.weights = weights
 
-    def value(self, i: int) -> TensorValue:
-        """Gives an activation, or a constant as one."""
+    def value(self, i: int, dtype: str = "") -> TensorValue:
+        """Gives an activation, or a constant as one: by default in the dtype of those beside it."""
         name = self._node.inputs[i]
         if name in self._values:
             return self._values[name]
-        like = self._program.types[self._node.output].dtype
-        held, shape = self.weights.vector(name, DType[like]), self._program.types[name].shape
-        if len(shape) == 2:  # as Canonical turned it
-            return held.permute([1, 0])
-        return held.permute([3, 2, 0, 1]) if len(shape) == 4 else held.reshape(shape)
+        return self.weights.constant(name, DType[dtype or self._dtype(name)])
+
+    def _dtype(self, constant: str) -> str:
+        """Names what a constant is rounded to: the dtype of the activations beside it."""
+        kinds = [self._program.types[name].dtype for name in (constant, *self._node.inputs) if name]
+        if not kinds[0].startswith("float"):
+            return kinds[0]
+        beside = [
+            self._program.types[name].dtype
+            for name in (*self._node.inputs, self._node.output)
+            if name and name not in self._program.constants
+        ]
+        return next(kind for kind in beside if "float" in kind)
+
+    def shapes(self) -> list[list[Dim]]:
+        """Gives the shapes of the outputs."""
+        return [nodes.dims(self._program.types[name].shape) for name in self._node.outputs]
 
     def optional(self, i: int) -> TensorValue | None:
         """Gives an input that may be absent."""
@@ -190,6 +219,10 @@ class _Given:
         """Gives a filter and the bias behind it."""
         return self.weights.layer(self.name(i), self.name(i + 1), groups, format)
 
+    def dtype(self, i: int) -> str:
+        """Names the dtype of an input."""
+        return self._program.types[self.name(i)].dtype
+
     def rank(self, i: int) -> int:
         """Gives the rank of an input."""
         return len(self._program.types[self.name(i)].shape)
@@ -198,6 +231,17 @@ class _Given:
     def values(self) -> list[TensorValue]:
         """All of them."""
         return [self.value(i) for i in range(len(self._node.inputs))]
+
+    @property
+    def numbers(self) -> list[TensorValue]:
+        """All of them, constants in float32 whatever the others are."""
+        types = [self._program.types[name].dtype for name in self._node.inputs]
+        return [self.value(i, "float32" if "float" in t else "") for i, t in enumerate(types)]
+
+    @property
+    def floats(self) -> bool:
+        """Whether there are floats among them."""
+        return any("float" in self._program.types[name].dtype for name in self._node.inputs)
 
 
 def _layouts(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
@@ -257,11 +301,46 @@ def _matmul(given: _Given, **attributes: Any) -> TensorValue:
     return nodes.bmm(a, b, bias=bias, residual=residual, tf32=given.weights.tf32, **attributes)
 
 
-def _heads_attention(given: _Given, *, scale: float) -> TensorValue:
-    q, k, v = given.values
+def _heads_attention(given: _Given, *, scale: float, causal: bool = False) -> TensorValue:
+    q, k, v = (given.value(i) for i in range(3))
     tf32 = given.weights.tf32
-    scores = nodes.softmax(nodes.bmm(q, k, alpha=scale, transpose_b=True, tf32=tf32))
-    return nodes.bmm(scores, v, tf32=tf32)
+    scores = nodes.bmm(q, k, alpha=scale, transpose_b=True, tf32=tf32)
+    if (mask := given.optional(3)) is not None:
+        scores = _masked(scores, mask, given.dtype(3) == "bool")
+    if causal:
+        t, s = (int(size) for size in scores.shape[2:])
+        seen = np.tri(t, s, dtype=np.bool_)
+        scores = _masked(scores, ops.constant(seen, DType.bool, scores.device), True)
+    return nodes.bmm(nodes.softmax(scores), v, tf32=tf32)
+
+
+def _masked(scores: TensorValue, mask: TensorValue, seen: bool) -> TensorValue:
+    """Adds a mask to scores [N, heads, T, S], or hides the keys for which it is not true."""
+    n, *rest = shape = scores.shape
+    if mask.rank == 4 and mask.shape[0] not in (1, n):  # images take turns at it
+        period = int(mask.shape[0])
+        scores = scores.reshape([-1, period, *rest])
+    if not seen:
+        scores = scores + mask.cast(scores.dtype)
+    else:
+        true = mask if mask.dtype == DType.bool else ops.not_equal(mask, 0)
+        never = ops.constant(-math.inf, scores.dtype, scores.device)
+        scores = ops.where(true, scores, never)
+    return scores.rebind(shape) if scores.rank == 4 else scores.reshape(shape)
+
+
+def _attention(given: _Given, **attributes: Any) -> TensorValue:
+    q, k, v = (given.value(i) for i in range(3))
+    if (bias := given.optional(3)) is not None:
+        bias = bias.cast(q.dtype)
+    return nodes.attention(q, k, v, bias=bias, **attributes)
+
+
+def _attention_bias(given: _Given, **attributes: Any) -> TensorValue:
+    mask = given.value(0)
+    return nodes.attention_bias(
+        mask, DType.float32 if mask.dtype == DType.bool else mask.dtype, **attributes
+    )
 
 
 def _normalize(given: _Given, *, dtype: str) -> TensorValue:
@@ -278,11 +357,37 @@ def _stem(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
     return emit
 
 
-def _slice(given: _Given, *, axis: int, start: int, stop: int) -> TensorValue:
+def _slice(given: _Given, *, axis: int, start: int, stop: int, step: int = 1) -> TensorValue:
     x = given.value(0)
     whole: list[Any] = [slice(None)] * x.rank
-    whole[axis] = slice(start, stop if stop != int(x.shape[axis]) else None)
+    whole[axis] = slice(start, stop if stop != int(x.shape[axis]) else None, step)
     return x[tuple(whole)]
+
+
+def _pad(given: _Given, *, pads: tuple[int, ...], value: float = 0.0) -> TensorValue:
+    return ops.pad(given.value(0), list(pads), value=value)
+
+
+def _reduction(kind: str) -> Callable[..., TensorValue]:
+    """Reduces axes; MAX's own kernels do so of integers."""
+
+    def emit(given: _Given, *, axes: tuple[int, ...], keepdim: bool = False) -> TensorValue:
+        y = given.value(0)
+        if given.floats:
+            return nodes.reduce(kind, y, axes, keepdim)
+        for axis in axes:
+            y = INTEGERS[kind](y, axis=axis)
+        return y if keepdim else y.reshape(given.shapes()[0])
+
+    return emit
+
+
+def _group_norm(given: _Given, *, layout: str = "NCHW", **attributes: Any) -> TensorValue:
+    x, vectors = given.value(0), (given.vector(1), given.vector(2))
+    if layout == "NHWC" or x.rank == 2:
+        return nodes.group_norm(x, *vectors, **attributes)
+    to_last, to_first = [0, *range(2, x.rank), 1], [0, x.rank - 1, *range(1, x.rank - 1)]
+    return nodes.group_norm(x.permute(to_last), *vectors, **attributes).permute(to_first)
 
 
 def _depthwise(given: _Given, *, size: tuple[int, int], kernel: int, **rest: Any) -> Any:
@@ -301,29 +406,72 @@ def _norm(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
     return lambda given, **rest: op(given.value(0), given.vector(1), given.vector(2), **rest)
 
 
+def _elementwise(name: str) -> Callable[..., TensorValue]:
+    """Computes an op of graphs/elementwise.py; MAX's own kernels do so of integers."""
+
+    def emit(given: _Given, **attributes: Any) -> TensorValue:
+        if given.floats:
+            return nodes.pointwise(expression(name, attributes), given.numbers)
+        if name not in INTEGERS:
+            raise ArgumentError(f"{name}: expects floats but has {given.value(0).dtype.name}")
+        values: list[Any] = given.values
+        if (other := attributes.pop("other", None)) is not None:
+            values.append(ops.constant(other, values[0].dtype, values[0].device))
+        return INTEGERS[name](*values, **attributes)
+
+    return emit
+
+
+INTEGERS: dict[str, Callable[..., TensorValue]] = {
+    "neg": ops.negate,
+    "abs": ops.abs,
+    "add": ops.add,
+    "sub": ops.sub,
+    "mul": ops.mul,
+    "maximum": ops.max,
+    "minimum": ops.min,
+    "eq": ops.equal,
+    "ne": ops.not_equal,
+    "lt": lambda a, b: ops.greater(b, a),
+    "le": lambda a, b: ops.greater_equal(b, a),
+    "gt": ops.greater,
+    "ge": ops.greater_equal,
+    "where": ops.where,
+    "sum": ops.sum,
+    "amax": ops.max,
+    "amin": ops.min,
+}
+"""The ops that programs compute of integers and truth values, by MAX's own kernels."""
+
+
 EMIT: dict[str, Callable[..., Any]] = {
     "conv2d": _conv2d,
     "batch_norm": _batch_norm,
     "linear": _linear,
     "matmul": _matmul,
-    "relu": lambda given: nodes.relu(given.value(0)),
-    "gelu": lambda given: nodes.gelu(given.value(0)),
+    **{name: _elementwise(name) for name in ELEMENTWISE},
+    "pointwise": lambda given, *, expression: nodes.pointwise(expression, given.numbers),
     "softmax": lambda given: nodes.softmax(given.value(0)),
     "log_softmax": lambda given: nodes.log_softmax(given.value(0)),
-    "add": lambda given: given.value(0) + given.value(1),
-    "mul": lambda given: given.value(0) * given.value(1),
     "max_pool2d": _layouts(lambda given, **window: nodes.maxpool(given.value(0), **window)),
     "avg_pool2d": _layouts(lambda given, **window: nodes.avgpool(given.value(0), **window)),
     "layer_norm": _norm(nodes.layernorm),
     "layernorm_first": _norm(nodes.layernorm_first),
     "scaled_dot_product_attention": _heads_attention,
-    "attention": lambda given, **rest: nodes.attention(*given.values, **rest),
+    "attention": _attention,
+    "attention_bias": _attention_bias,
     "normalize": _normalize,
-    "reshape": lambda given, *, shape: given.value(0).reshape(shape),
+    "reshape": lambda given, **_: given.value(0).reshape(given.shapes()[0]),
     "permute": lambda given, *, axes: given.value(0).permute(list(axes)),
     "slice": _slice,
+    "pad": _pad,
+    "gather": lambda given, *, axis: ops.gather(given.value(0), given.value(1), axis=axis),
+    **{kind: _reduction(kind) for kind in ("sum", "mean", "amax", "amin")},
+    "cumsum": lambda given, *, axis: ops.cumsum(given.value(0), axis=axis),
+    "rms_norm": lambda given, *, eps: nodes.rms_norm(given.value(0), given.vector(1), eps),
+    "group_norm": _group_norm,
     "concat": lambda given, *, axis: ops.concat(given.values, axis=axis),
-    "expand": lambda given, *, shape: ops.broadcast_to(given.value(0), shape),
+    "expand": lambda given, **_: ops.broadcast_to(given.value(0), given.shapes()[0]),
     "cast": lambda given, *, dtype: given.value(0).cast(DType[dtype]),
     "conv2d_shortcut": _shortcut,
     "conv2d_chain": lambda given: nodes.conv2d_chain(

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from maxvision.common.errors import ArgumentError
 from maxvision.graphs.program import Attribute, Node, Program, rebuilt
-from maxvision.graphs.shapes import Pair, infer
+from maxvision.graphs.shapes import Padding, Pair, infer
 from maxvision.graphs.types import Size, Type
 
 
@@ -36,9 +37,14 @@ class Value:
         return self.type.shape
 
     def size(self, axis: int) -> int:
-        """Gives a size that is known."""
+        """Gives a size that is known.
+
+        Raises:
+            ArgumentError: If it is the batch.
+        """
         found = self.shape[axis]
-        assert isinstance(found, int), f"axis {axis} of {self.type} is the batch"
+        if not isinstance(found, int):
+            raise ArgumentError(f"axis {axis} of {self.type} is the batch")
         return found
 
     def __add__(self, other: Value) -> Value:
@@ -57,6 +63,8 @@ class Net:
         self._nodes: list[Node] = []
         self._outputs: dict[str, str] = {}
         self._prefix = ""
+        self.origin = ""
+        """Where the ops to come are from, such as a line of a torch module."""
 
     @contextmanager
     def at(self, part: str | int) -> Iterator[None]:
@@ -75,10 +83,10 @@ class Net:
         """Makes a value an output; they keep the order of these calls."""
         self._outputs[self._prefix + name] = value.name
 
-    def weight(self, name: str, *shape: int) -> Value:
+    def weight(self, name: str, *shape: int, dtype: str = "float32") -> Value:
         """Adds a weight, as the checkpoint stores it."""
         full = self._prefix + name
-        self._weights[full] = self._types[full] = Type(shape)
+        self._weights[full] = self._types[full] = Type(shape, dtype)
         return Value(self, full, self._types[full])
 
     def program(self) -> Program:
@@ -102,8 +110,18 @@ class Net:
         self._types[name] = found
         layers = (self._prefix + layer,) if layer else ()
         names = tuple(value.name if value else "" for value in inputs)
-        self._nodes.append(Node(op, names, (name,), attributes, layers))
+        self._nodes.append(Node(op, names, (name,), attributes, layers, self.origin))
         return Value(self, name, found)
+
+    def has(self, name: str) -> bool:
+        """Tells whether something has a name already."""
+        return self._prefix + name in self._types
+
+    def unknown(self, type: Type) -> Value:
+        """Stands in for what no op gives, in a program that cannot be made."""
+        name = f"unknown.{len(self._types)}"
+        self._types[name] = type
+        return Value(self, name, type)
 
     # --- layers --------------------------------------------------------------------------------
 
@@ -115,11 +133,14 @@ class Net:
         kernel: int,
         *,
         stride: int = 1,
-        padding: int = 0,
+        padding: Padding = 0,
         groups: int = 1,
         bias: bool = True,
     ) -> Value:
-        """Adds a ``Conv2d`` with ``layer.weight`` [F, C, R, S] and perhaps ``layer.bias``."""
+        """Adds a ``Conv2d`` with ``layer.weight`` [F, C, R, S] and perhaps ``layer.bias``.
+
+        The padding may differ from side to side: (above, left, below, right).
+        """
         shape = (filters, x.size(1) // groups, kernel, kernel)
         weights = [self.weight(f"{layer}.weight", *shape)]
         weights += [self.weight(f"{layer}.bias", filters)] if bias else []
@@ -157,6 +178,10 @@ class Net:
         """Computes the exact (erf) GELU."""
         return self.op("gelu", [x])
 
+    def relu6(self, x: Value) -> Value:
+        """Computes min(max(x, 0), 6)."""
+        return self.op("clamp", [x], min=0.0, max=6.0)
+
     def max_pool2d(self, x: Value, kernel: Pair, *, stride: Pair, padding: Pair = 0) -> Value:
         """Takes maxima over windows."""
         return self.op("max_pool2d", [x], kernel=kernel, stride=stride, padding=padding)
@@ -170,11 +195,22 @@ class Net:
         return self.op("avg_pool2d", [x], kernel=kernel, stride=stride, padding=padding)
 
     def scaled_dot_product_attention(
-        self, q: Value, k: Value, v: Value, scale: float | None = None
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        scale: float | None = None,
+        *,
+        mask: Value | None = None,
+        causal: bool = False,
     ) -> Value:
         """Attends from q[N, heads, T, D] to k[N, heads, S, D] and v; the scale is 1 / sqrt(D)."""
         scale = q.size(3) ** -0.5 if scale is None else scale
-        return self.op("scaled_dot_product_attention", [q, k, v], scale=scale)
+        given = [q, k, v] if mask is None else [q, k, v, mask]
+        name = "scaled_dot_product_attention"
+        if causal:
+            return self.op(name, given, scale=scale, causal=True)
+        return self.op(name, given, scale=scale)
 
     def reshape(self, x: Value, *shape: Size) -> Value:
         """Gives the same numbers another shape."""
@@ -196,9 +232,10 @@ class Net:
         """Permutes [N, H, W, C] to [N, C, H, W]."""
         return self.permute(x, 0, 3, 1, 2)
 
-    def slice(self, x: Value, axis: int, start: int, stop: int) -> Value:
-        """Takes start:stop of an axis."""
-        return self.op("slice", [x], axis=axis, start=start, stop=stop)
+    def slice(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
+        """Takes start:stop:step of an axis."""
+        more: dict[str, Attribute] = {"step": step} if step != 1 else {}
+        return self.op("slice", [x], axis=axis, start=start, stop=stop, **more)  # type: ignore[arg-type]
 
     def concat(self, values: Sequence[Value], axis: int) -> Value:
         """Puts values one behind the other."""

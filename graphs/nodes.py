@@ -12,19 +12,22 @@ symbolic, all other sizes are known.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from max.dtype import DType
-from max.graph import DeviceRef, StaticDim, TensorType, TensorValue, ops
+from max.graph import DeviceRef, Dim, StaticDim, SymbolicDim, TensorType, TensorValue, ops
 
 from maxvision.common.errors import ArgumentError, DeviceError
 from maxvision.graphs import formats, shapes
+from maxvision.graphs.constants import MOST_BIAS
+from maxvision.graphs.elementwise import MOST_VALUES
 from maxvision.graphs.parameters import Filter
-from maxvision.graphs.shapes import Pair
-from maxvision.graphs.types import Type
+from maxvision.graphs.shapes import Padding, Pair
+from maxvision.graphs.types import Size, Type, product, split
 
 OPS = Path(__file__).resolve().parent.parent / "ops"
 """The Mojo package, for ``Graph(custom_extensions=[OPS])``."""
@@ -38,7 +41,7 @@ def conv2d(
     filter: Filter,
     *,
     stride: Pair = 1,
-    padding: Pair = 0,
+    padding: Padding = 0,
     dilation: Pair = 1,
     epilogue: str = "none",
     residual: TensorValue | None = None,
@@ -49,10 +52,11 @@ def conv2d(
         x: The activations.
         filter: The weights; sparse ones run as the op of their format.
         stride: Pixels between windows, one number or (height, width); so are the next two.
-        padding: Zeros on each side.
+        padding: Zeros on each side; four numbers are those above, left, below and right.
         dilation: Pixels between the taps of a window.
-        epilogue: ``none``, ``relu``, ``gelu`` (exact), ``add``, ``add_relu``.
-        residual: [N, P, Q, F] for the two that add.
+        epilogue: ``none``, ``add``, ``relu``, ``add_relu``, ``0.0 6.0 clamp``, ...
+            (``activation`` of graphs/elementwise.py).
+        residual: [N, P, Q, F] for those that add.
 
     Raises:
         ArgumentError: If shapes, epilogue or geometry do not fit.
@@ -224,8 +228,8 @@ def bmm(
         alpha: Scales the product, before bias and residual.
         transpose_b: b is [..., N, K].
         bias: float32 [N].
-        epilogue: ``none``, ``relu``, ``gelu`` (exact), ``add``, ``add_relu``.
-        residual: [..., M, N] for the two that add.
+        epilogue: See ``conv2d``.
+        residual: [..., M, N] for those that add.
         tf32: Whether a GPU may round float32 to TF32.
 
     Raises:
@@ -292,10 +296,61 @@ def avgpool(
     out = shapes.avg_pool2d(
         _type(x), kernel=kernel, stride=stride, padding=padding, ceil_mode=ceil_mode, layout="NHWC"
     )
-    if kernel is None:
-        kernel = int(x.shape[1]), int(x.shape[2])
+    size = int(x.shape[1]), int(x.shape[2])
+    if kernel is None or (shapes.pair(kernel) == size and shapes.pair(padding) == (0, 0)):
+        return reduce("mean", x, (1, 2), keepdim=True)
     window = _window(shapes.pair(kernel), kernel if stride is None else stride, padding)
     return _custom("avgpool", [x, window], [out], {"padding_counts": count_include_pad})[0]
+
+
+def reduce(kind: str, x: TensorValue, axes: Sequence[int], keepdim: bool = False) -> TensorValue:
+    """Reduces axes to one number each, as torch's op of that name does; NaN goes through.
+
+    Axes that are not beside each other are permuted first, by MAX's own kernel.
+
+    Args:
+        kind: ``sum``, ``mean``, ``amax`` or ``amin``.
+        x: Of any shape.
+        axes: Those that go.
+        keepdim: Whether a size of 1 is left of each.
+
+    Raises:
+        ArgumentError: If there is no such axis, or its size is not known.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    out = shapes.reduction(_type(x), axes=tuple(axes), keepdim=keepdim)
+    sizes = _type(x).shape
+    wide = [axis for axis in sorted(axes) if sizes[axis] != 1] or [min(axes)]
+    first, last = wide[0], wide[-1]
+    between = [a for a in range(first, last) if a not in axes and sizes[a] != 1]
+    if between:
+        kept = [a for a in range(len(sizes)) if a not in wide]
+        x = x.permute([*kept, *wide])
+        sizes = tuple(sizes[a] for a in (*kept, *wide))
+        first, last = len(kept), len(sizes) - 1
+    shape = [product(sizes[:first]), product(sizes[first : last + 1]), product(sizes[last + 1 :])]
+    rows = Type((shape[0], shape[2]), x.dtype.name)
+    y = _custom("reduce", [x.reshape(dims(shape))], [rows], {"kind": kind})[0]
+    return y.reshape(dims(out.shape))
+
+
+def pointwise(expression: str, values: Sequence[TensorValue]) -> TensorValue:
+    """Computes an expression (graphs/elementwise.py) of values that broadcast, in one launch.
+
+    Args:
+        expression: Of ``x0``, ``x1``, ... in postfix order, computed in float32.
+        values: Activations of one dtype; float32 and bool may be among those of another.
+
+    Returns:
+        Of the activations' dtype; bool if the expression ends in a comparison.
+
+    Raises:
+        ArgumentError: If the expression or the shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    out = shapes.pointwise(*map(_type, values), expression=expression)
+    rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
+    return _custom("pointwise", [*values, *rest], [out], {"expression": expression})[0]
 
 
 def relu(x: TensorValue) -> TensorValue:
@@ -304,7 +359,7 @@ def relu(x: TensorValue) -> TensorValue:
     Raises:
         DeviceError: If the device has no kernel for the dtype.
     """
-    return _custom("relu", [x], [_type(x)])[0]
+    return pointwise("x0 relu", [x])
 
 
 def gelu(x: TensorValue) -> TensorValue:
@@ -313,7 +368,7 @@ def gelu(x: TensorValue) -> TensorValue:
     Raises:
         DeviceError: If the device has no kernel for the dtype.
     """
-    return _custom("gelu", [x], [_type(x)])[0]
+    return pointwise("x0 gelu", [x])
 
 
 def softmax(x: TensorValue) -> TensorValue:
@@ -345,6 +400,56 @@ def layernorm(
     """
     out = shapes.layer_norm(_type(x), _type(weight), _type(bias))
     return _custom("layernorm", [x, weight, bias, _host([eps], DType.float32)], [out])[0]
+
+
+def rms_norm(x: TensorValue, weight: TensorValue, eps: float = 1e-5) -> TensorValue:
+    """Divides the last axis of x[..., C] by its root mean square; weight is float32 [C].
+
+    Raises:
+        ArgumentError: If weight is not [C].
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    out = shapes.rms_norm(_type(x), _type(weight))
+    return _custom("rms_norm", [x, weight, _host([eps], DType.float32)], [out])[0]
+
+
+def group_norm(
+    x: TensorValue,
+    weight: TensorValue,
+    bias: TensorValue,
+    groups: int,
+    eps: float = 1e-5,
+    *,
+    epilogue: str = "none",
+) -> TensorValue:
+    """Normalises groups of channels of each image x[N, ..., C], as torch's group_norm does.
+
+    Args:
+        x: The activations, channels last.
+        weight: float32 [C].
+        bias: float32 [C].
+        groups: Of neighbouring channels, as many each.
+        eps: Added to the variance.
+        epilogue: ``none`` or an activation; see ``conv2d``.
+
+    Raises:
+        ArgumentError: If weight, bias, groups or epilogue do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    out = shapes.group_norm(
+        _type(x), _type(weight), _type(bias), groups=groups, eps=eps, epilogue=epilogue,
+        layout="NHWC",
+    )  # fmt: skip
+    n, *size, c = out.shape
+    pixels = product(size)
+    members = int(c) // groups
+    # Parts of a group: of 256 numbers at least, and as many as a GPU's kernels need at any width.
+    parts = 64 if isinstance(pixels, str) else min(64, pixels * members // 256)
+    rows = Type((n, pixels, c), out.dtype)
+    partials = Type((n, groups, max(parts, math.ceil(members / 32)), 3))
+    values = [x.reshape(dims(rows.shape)), weight, bias, _host([eps], DType.float32)]
+    y, _ = _custom("group_norm", values, [rows, partials], {"epilogue": epilogue})
+    return y.reshape(dims(out.shape))
 
 
 def layernorm_first(
@@ -387,9 +492,18 @@ def layernorm_mlp(
 
 
 def attention(
-    q: TensorValue, k: TensorValue, v: TensorValue, heads: int, *, scale: float | None = None
+    q: TensorValue,
+    k: TensorValue,
+    v: TensorValue,
+    heads: int,
+    *,
+    scale: float | None = None,
+    bias: TensorValue | None = None,
+    causal: bool = False,
 ) -> TensorValue:
     """Attends from q[N, T, C] to k[N, S, C] and v[N, S, C], the heads side by side in C.
+
+    A query whose scores are all minus infinity becomes NaN, as softmax does.
 
     Args:
         q: The queries.
@@ -397,6 +511,8 @@ def attention(
         v: The values.
         heads: How many heads C holds.
         scale: Scales the scores before the softmax; by default (C / heads) ** -0.5.
+        bias: Added to the scores then, as ``shapes.attention_bias`` lays it out.
+        causal: Whether query t sees only the keys up to t.
 
     Raises:
         ArgumentError: If shapes, heads or scale do not fit.
@@ -405,9 +521,34 @@ def attention(
     types = _type(q), _type(k), _type(v)
     if scale is None:
         scale = (int(q.shape[-1]) / heads) ** -0.5 if heads > 0 else 1.0
-    out = shapes.attention(*types, heads=heads, scale=scale)
-    values = [q, k, v, _host([scale], DType.float32)]
-    return _custom("attention", values, [out], {"depth": int(out.shape[2]) // heads})[0]
+    out = shapes.attention(*types, _optional(bias), heads=heads, scale=scale, causal=causal)
+    values = [q, k, v, *([] if bias is None else [bias]), _host([scale], DType.float32)]
+    parameters = {"depth": int(out.shape[2]) // heads, "causal": causal}
+    return _custom("attention" if bias is None else "attention_bias", values, [out], parameters)[0]
+
+
+def attention_bias(
+    mask: TensorValue, dtype: DType, *, heads: int, queries: int, keys: int
+) -> TensorValue:
+    """Lays a mask out as ``attention`` takes it, by MAX's own kernels; see ``shapes``."""
+    out = shapes.attention_bias(_type(mask), heads=heads, queries=queries, keys=keys)
+    if mask.dtype == DType.bool:
+        never = ops.constant(-math.inf, DType.float32, mask.device)
+        mask = ops.where(mask, ops.constant(0, DType.float32, mask.device), never)
+    else:  # finite numbers stay finite where kernels multiply them
+        mask = mask.cast(dtype)
+        if dtype != DType.float16:
+            least = ops.constant(-MOST_BIAS, dtype, mask.device)
+            infinite = ops.equal(mask, ops.constant(-math.inf, dtype, mask.device))
+            mask = ops.where(ops.greater(least, mask) & ~infinite, least, mask)
+    mask = mask.cast(dtype)
+    p, h, t, s = [1] * (4 - mask.rank) + list(mask.shape)
+    mask = mask.reshape((p, h, t, s))
+    shape = [p, h, queries if h != 1 else t, keys]
+    if [t, s] != shape[2:]:
+        mask = ops.broadcast_to(mask, shape)
+    mask = mask.reshape((p, int(out.shape[1]), keys))
+    return ops.pad(mask, [0, 0, 0, 0, 0, 1]) if keys % 2 else mask
 
 
 def normalize(
@@ -594,9 +735,16 @@ def _levels(levels: tuple[TensorValue, TensorValue] | None) -> tuple[Type | None
 
 
 def _window(
-    taps: tuple[int, int], stride: Pair = 1, padding: Pair = 0, dilation: Pair = 1, groups: int = 1
+    taps: tuple[int, int],
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
 ) -> TensorValue:
-    """Gives the nine numbers of ops/geometry.mojo."""
+    """Gives the nine numbers of ops/geometry.mojo; the padding below and right is not among them.
+
+    It follows from the sizes of the output.
+    """
     pairs = (shapes.pair(each) for each in (stride, padding, dilation))
     return _host([*taps, *(number for each in pairs for number in each), groups], DType.int64)
 
@@ -613,6 +761,8 @@ def _custom(
         DeviceError: If the device has no kernel for the dtype.
     """
     device, dtype = values[0].device, DType[outs[0].dtype]
+    if dtype == DType.bool:  # a mask; what it was computed of counts
+        dtype = next(value.dtype for value in values if value.dtype != DType.bool)
     takes = _dtypes(device)
     if device.is_cpu() and name.startswith("sparse"):
         takes = takes[:1]
@@ -621,7 +771,7 @@ def _custom(
             f"{name}: on a {'CPU' if device.is_cpu() else 'GPU'} the dtype must be one of"
             f" {', '.join(d.name for d in takes)} but is {dtype.name}"
         )
-    types = [TensorType(DType[out.dtype], out.shape, device=device) for out in outs]
+    types = [TensorType(DType[out.dtype], dims(out.shape), device=device) for out in outs]
     results = ops.custom(name, device=device, values=values, out_types=types, parameters=parameters)
     return [result.tensor for result in results]
 
@@ -632,8 +782,24 @@ def _optional(value: TensorValue | None) -> Type | None:
 
 def _type(value: TensorValue) -> Type:
     """Types a value of a graph as programs do."""
-    sizes = (int(dim) if isinstance(dim, StaticDim) else str(dim) for dim in value.shape)
-    return Type(tuple(sizes), value.dtype.name)
+    return Type(tuple(_size(dim) for dim in value.shape), value.dtype.name)
+
+
+def dims(shape: Iterable[Size]) -> list[Dim]:
+    """Writes a shape as MAX does; a multiple needs a graph around it."""
+    found = []
+    for number, name in map(split, shape):
+        dim = Dim(name) if name else Dim(number)
+        found.append(dim * number if name and number != 1 else dim)
+    return found
+
+
+def _size(dim: Dim) -> Size:
+    """Reads what ``dims`` wrote; MAX writes a multiple as ``Dim('batch') * Dim(64)``."""
+    if isinstance(dim, (StaticDim, SymbolicDim)):
+        return int(dim) if isinstance(dim, StaticDim) else str(dim)
+    parts = re.findall(r"Dim\(('?)(\w+)'?\)", repr(dim))
+    return product([part if quote else int(part) for quote, part in parts])
 
 
 def _filter(filter: Filter) -> Type:

@@ -88,6 +88,8 @@ class Parameters:
         dtype: Of activations and filters.
         prefix: What the names here begin with in ``tensors``.
         shapes: The shapes of ``tensors``, if those are to be left alone while the graph is built.
+        plain: The same tensors as the program has them, for ``constant``.
+        plain_shapes: The shapes of ``plain``.
         tf32: Whether a GPU may round float32 to TF32 for products.
     """
 
@@ -99,6 +101,8 @@ class Parameters:
         prefix: str = "",
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         *,
+        plain: Mapping[str, np.ndarray] | None = None,
+        plain_shapes: Mapping[str, tuple[int, ...]] | None = None,
         tf32: bool = True,
     ) -> None:
         self.tensors = tensors
@@ -106,6 +110,8 @@ class Parameters:
         self.dtype = dtype
         self.prefix = prefix
         self.shapes = shapes
+        self.plain = plain or {}
+        self.plain_shapes = plain_shapes or {}
         self.tf32 = tf32
         self.bound: dict[str, Bound] = {}
 
@@ -177,6 +183,13 @@ class Parameters:
     def vector(self, name: str, dtype: DType = DType.float32) -> TensorValue:
         """Returns the vector ``name``: layer norm's weights, a class token, a pixel mean."""
         return self._bind(name, lambda: self._tensor(name), self._shape(name), dtype)
+
+    def constant(self, name: str, dtype: DType) -> TensorValue:
+        """Returns the tensor ``name`` of any shape, laid out as the program has it."""
+        shape = self._look_up(self.plain_shapes, name)
+        return self._bind(
+            f"{name}.{dtype.name}", lambda: self._look_up(self.plain, name), shape, dtype
+        )
 
     def registry(self, device: Device) -> dict[str, Buffer]:
         """Makes the weights that the graph asked for, on ``device``, for ``session.init``."""

@@ -12,15 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from maxvision.common.errors import ArgumentError
-from maxvision.graphs.types import Size, Type
+from maxvision.graphs.elementwise import (
+    ELEMENTWISE,
+    MOST_VALUES,
+    activation,
+    is_truth,
+    values_of,
+)
+from maxvision.graphs.types import Size, Type, product, split
 
-EPILOGUES = ("none", "relu", "gelu", "add", "add_relu")
-"""What a product may end with; the two that add take a residual."""
+MOST_AXES = 6
+"""Axes of what an expression gives (ops/pointwise.mojo)."""
 MOST_DEPTH = 256
 """Channels of a head that attention's plain GPU kernel has room for in shared memory."""
 
 Pair = int | tuple[int, int]
 Window = tuple[int, int]
+Sides = tuple[int, int, int, int]
+"""The zeros above an image, left of it, below it and right of it."""
+Padding = Pair | Sides
 
 
 def infer(op: str, given: Sequence[Type | None], attributes: Mapping[str, Any]) -> list[Type]:
@@ -49,12 +59,30 @@ def pair(value: Any) -> Window:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
+def sides(padding: Any) -> Sides:
+    """Gives a padding on all four sides."""
+    top, left = pair(padding)
+    four = not isinstance(padding, int) and len(padding) == 4
+    return (top, left, padding[2], padding[3]) if four else (top, left, top, left)
+
+
+def same_padding(size: Window, kernel: int, stride: int) -> Padding:
+    """Chooses the zeros with which the output has ceil(size / stride) px, as TensorFlow does.
+
+    An odd number of them puts the one too many below and right.
+    """
+    totals = [max((-(-side // stride) - 1) * stride + kernel - side, 0) for side in size]
+    top, left = (total // 2 for total in totals)
+    bottom, right = totals[0] - top, totals[1] - left
+    return (top, left) if (top, left) == (bottom, right) else (top, left, bottom, right)
+
+
 def windows(
     name: str,
     size: Window,
     taps: Window,
     stride: Pair = 1,
-    padding: Pair = 0,
+    padding: Padding = 0,
     dilation: Pair = 1,
     ceil_mode: bool = False,
 ) -> Window:
@@ -63,18 +91,21 @@ def windows(
     Raises:
         ArgumentError: If the geometry does not fit.
     """
-    strides, pads, dilations = pair(stride), pair(padding), pair(dilation)
+    strides, pads, dilations = pair(stride), sides(padding), pair(dilation)
     if min(taps + strides + dilations) < 1 or min(pads) < 0:
         raise ArgumentError(
             f"{name}: expects kernel, stride and dilation of at least 1 and padding of at least 0"
-            f" but has {taps}, {strides}, {dilations} and {pads}"
+            f" but has {taps}, {strides}, {dilations} and {padding}"
         )
     out = []
-    for length, tap, step, pad, spread in zip(size, taps, strides, pads, dilations, strict=True):
-        room = length + 2 * pad - spread * (tap - 1) - 1
+    for i, (length, tap, step, spread) in enumerate(
+        zip(size, taps, strides, dilations, strict=True)
+    ):
+        pad, behind = pads[i], pads[i + 2]
+        room = length + pad + behind - spread * (tap - 1) - 1
         if room < 0:
             raise ArgumentError(
-                f"{name}: expects an input of at least {spread * (tap - 1) + 1 - 2 * pad} px"
+                f"{name}: expects an input of at least {spread * (tap - 1) + 1 - pad - behind} px"
                 f" but has {length}"
             )
         count = (room + (step - 1 if ceil_mode else 0)) // step + 1
@@ -116,10 +147,10 @@ def _as(x: Type, shape: Sequence[Size], layout: str = "NHWC") -> Type:
 
 
 def _epilogue(name: str, epilogue: str, residual: Type | None, out: Type) -> None:
-    if epilogue not in EPILOGUES:
-        raise ArgumentError(
-            f"{name}: epilogue must be one of {', '.join(EPILOGUES)} but is {epilogue!r}"
-        )
+    try:
+        activation(epilogue)
+    except ArgumentError as error:
+        raise ArgumentError(f"{name}: {error}") from None
     adds = epilogue.startswith("add")
     if adds != (residual is not None):
         raise ArgumentError(
@@ -142,7 +173,7 @@ def conv2d(
     residual: Type | None = None,
     *,
     stride: Pair = 1,
-    padding: Pair = 0,
+    padding: Padding = 0,
     dilation: Pair = 1,
     groups: int = 1,
     epilogue: str = "none",
@@ -150,7 +181,10 @@ def conv2d(
     format: str = "",
     name: str = "conv2d",
 ) -> Type:
-    """Types torch's conv2d, then act(. + residual); ``format`` is that of a sparse filter."""
+    """Types torch's conv2d, then act(. + residual); ``format`` is that of a sparse filter.
+
+    The padding may differ from side to side: (above, left, below, right).
+    """
     n, h, w, c = _image(name, x, layout)
     f, filter_c, r, s = (_known(name, size, "filter") for size in filter.shape)
     if c != filter_c * groups:
@@ -354,21 +388,88 @@ def unary(x: Type, **_: Any) -> Type:
     return x
 
 
-def binary(a: Type, b: Type) -> Type:
-    """Types what broadcasts two values, as numpy does."""
+def broadcast(name: str, *given: Type) -> tuple[Size, ...]:
+    """Gives the shape that several values broadcast to, as numpy does."""
     shape: list[Size] = []
-    longest = max(len(a.shape), len(b.shape))
-    sides = [(1,) * (longest - len(x.shape)) + x.shape for x in (a, b)]
-    for ours, theirs in zip(*sides, strict=True):
-        if ours != theirs and 1 not in (ours, theirs):
-            raise ArgumentError(f"add: the shapes {a} and {b} do not broadcast")
-        shape.append(theirs if ours == 1 else ours)
-    return Type(tuple(shape), _narrower(a, b))
+    longest = max(len(x.shape) for x in given)
+    sides = [(1,) * (longest - len(x.shape)) + x.shape for x in given]
+    for sizes in zip(*sides, strict=True):
+        found = {size for size in sizes if size != 1}
+        if len(found) > 1:
+            shapes = ", ".join(map(str, given))
+            raise ArgumentError(f"{name}: the shapes {shapes} do not broadcast")
+        shape.append(found.pop() if found else 1)
+    return tuple(shape)
+
+
+def elementwise(name: str) -> Callable[..., Type]:
+    """Types an op of graphs/elementwise.py."""
+    row = ELEMENTWISE[name]
+
+    def typed(*given: Type, other: float | None = None, **settings: float) -> Type:
+        if len(given) + (other is not None) != row.values:
+            raise TypeError(f"it takes {row.values} values")
+        if unknown := set(settings) - set(row.settings or {}):
+            raise TypeError(f"it has no setting {', '.join(sorted(unknown))}")
+        dtype = "bool" if row.truth else _narrower(*given[name == "where" :])
+        return Type(broadcast(name, *given), dtype)
+
+    return typed
+
+
+def pointwise(*given: Type, expression: str) -> Type:
+    """Types an expression of values that broadcast (graphs/elementwise.py)."""
+    count = values_of(expression)
+    if not count == len(given) <= MOST_VALUES:
+        raise ArgumentError(
+            f"pointwise: expects the {count} values of {expression!r}, at most {MOST_VALUES},"
+            f" but has {len(given)}"
+        )
+    shape = broadcast("pointwise", *given)
+    if len(shape) > MOST_AXES:
+        raise ArgumentError(f"pointwise: expects at most {MOST_AXES} axes but has {len(shape)}")
+    numbers = [each for each in given if each.dtype != "bool"]
+    if not numbers:
+        raise ArgumentError(f"pointwise: {expression!r} expects a value that is no mask")
+    dtype = _narrower(*numbers)
+    return Type(shape, "bool" if is_truth(expression) else dtype)
 
 
 def layer_norm(x: Type, weight: Type, bias: Type, *, eps: float = 1e-5) -> Type:
     """Types torch's layer_norm over the last axis of x[..., C]."""
     _norm("layernorm", x.shape[-1], weight, bias)
+    return x
+
+
+def rms_norm(x: Type, weight: Type, *, eps: float = 1e-5) -> Type:
+    """Types torch's rms_norm over the last axis of x[..., C]."""
+    _vectors("rms_norm", x.shape[-1], " of x[..., C]", weight=weight)
+    return x
+
+
+def group_norm(
+    x: Type,
+    weight: Type,
+    bias: Type,
+    *,
+    groups: int,
+    eps: float = 1e-5,
+    epilogue: str = "none",
+    layout: str = "NCHW",
+) -> Type:
+    """Types torch's group_norm of x[N, C, ...]: each group of channels by its own mean.
+
+    With ``layout="NHWC"`` x is [N, ..., C].
+    """
+    if len(x.shape) < 2:
+        raise ArgumentError(f"group_norm: expects x[N, C, ...] but x has {_list(x)}")
+    c = _known("group_norm", x.shape[-1 if layout == "NHWC" else 1], "C of x[N, C, ...]")
+    _vectors("group_norm", c, " of x[N, C, ...]", weight=weight, bias=bias)
+    if groups < 1 or c % groups:
+        raise ArgumentError(f"group_norm: expects groups that divide C={c} but has {groups}")
+    if epilogue.startswith("add"):
+        raise ArgumentError(f"group_norm: expects an activation as its epilogue, not {epilogue!r}")
+    _epilogue("group_norm", epilogue, None, x)
     return x
 
 
@@ -419,8 +520,20 @@ def _norm(name: str, c: Size, weight: Type, bias: Type) -> None:
     _vectors(name, c, " of x[..., C]", weight=weight, bias=bias)
 
 
-def attention(q: Type, k: Type, v: Type, *, heads: int, scale: float) -> Type:
-    """Types attention from q[N, T, C] to k and v[N, S, C], the heads side by side in C."""
+def attention(
+    q: Type,
+    k: Type,
+    v: Type,
+    bias: Type | None = None,
+    *,
+    heads: int,
+    scale: float,
+    causal: bool = False,
+) -> Type:
+    """Types attention from q[N, T, C] to k and v[N, S, C], the heads side by side in C.
+
+    The bias is what ``attention_bias`` gives.
+    """
     for name, value in (("q[N, T, C]", q), ("k[N, S, C]", k), ("v[N, S, C]", v)):
         if len(value.shape) != 3:
             raise ArgumentError(f"attention: expects {name} but it has rank {len(value.shape)}")
@@ -443,11 +556,53 @@ def attention(q: Type, k: Type, v: Type, *, heads: int, scale: float) -> Type:
         )
     if not scale >= 0:
         raise ArgumentError(f"attention: expects a scale of at least 0 but it is {scale}")
+    if bias is not None:
+        t = _known("attention", q.shape[1], "T of q[N, T, C]")
+        rows = {1, t, heads * t}
+        fits = len(bias.shape) == 3 and bias.shape[1] in rows and bias.shape[2] == s + s % 2
+        if not fits or not repeats(bias.shape[0], n):
+            raise ArgumentError(
+                f"attention: expects a bias [P, rows, {s + s % 2}] with P that divides N={n} and"
+                f" {', '.join(map(str, sorted(rows)))} rows but it has {_list(bias)}"
+            )
     return q
 
 
-def scaled_dot_product_attention(q: Type, k: Type, v: Type, *, scale: float) -> Type:
-    """Types torch's attention of q[N, heads, T, D], k[N, heads, S, D] and v[N, heads, S, E]."""
+def repeats(period: Size, size: Size) -> bool:
+    """Tells whether something of a known ``period``, or of that size, comes to ``size`` again."""
+    if isinstance(period, int):
+        return period > 0 and split(size)[0] % period == 0
+    return period == size
+
+
+def attention_bias(mask: Type, *, heads: int, queries: int, keys: int) -> Type:
+    """Types what the kernels of attention add to scores, for a mask that broadcasts to them.
+
+    It is [P, heads * T, S], [P, T, S] for all heads, or [P, 1, S] for all queries too, S of an even
+    length: image n has rows n % P. A mask is added, or true for the keys that are seen.
+    """
+    name = "attention_bias"
+    if len(mask.shape) > 4:
+        raise ArgumentError(f"{name}: expects a mask of rank 4 at most but it is {_list(mask)}")
+    p, h, t, s = ((1,) * 4 + mask.shape)[-4:]
+    if h not in (1, heads) or t not in (1, queries) or s not in (1, keys):
+        raise ArgumentError(
+            f"{name}: expects a mask that broadcasts to [N, {heads}, {queries}, {keys}]"
+            f" but it is {_list(mask)}"
+        )
+    rows = heads * queries if h != 1 else queries if t != 1 else 1
+    return Type((p, rows, keys + keys % 2), "float32" if mask.dtype == "bool" else mask.dtype)
+
+
+def scaled_dot_product_attention(
+    q: Type, k: Type, v: Type, mask: Type | None = None, *, scale: float, causal: bool = False
+) -> Type:
+    """Types torch's attention of q[N, heads, T, D], k[N, heads, S, D] and v[N, heads, S, E].
+
+    A mask is added to the scores, or true for the keys that are seen. It broadcasts to
+    [N, heads, T, S]; its first size may also divide N, as that of windows does: then image n has
+    mask n % P.
+    """
     name = "scaled_dot_product_attention"
     fits = len(q.shape) == len(k.shape) == len(v.shape) == 4
     if not fits or q.shape[-1] != k.shape[-1] or k.shape[:3] != v.shape[:3]:
@@ -455,6 +610,15 @@ def scaled_dot_product_attention(q: Type, k: Type, v: Type, *, scale: float) -> 
             f"{name}: expects q[N, heads, T, D], k[N, heads, S, D] and v[N, heads, S, E] but has"
             f" {_list(q)}, {_list(k)} and {_list(v)}"
         )
+    if mask is not None:
+        scores = (*q.shape[:3], k.shape[2])
+        sides = ((1,) * 4 + mask.shape)[-4:]
+        broadcasts = all(a in (1, b) for a, b in zip(sides[1:], scores[1:], strict=True))
+        if len(mask.shape) > 4 or not broadcasts or not repeats(sides[0], scores[0]):
+            raise ArgumentError(
+                f"{name}: expects a mask that broadcasts to {_list(Type(scores))}, or repeats along"
+                f" the first axis, but it is {_list(mask)}"
+            )
     return Type((*q.shape[:3], v.shape[3]), q.dtype)
 
 
@@ -563,11 +727,7 @@ def class_token(tokens: Type, token: Type) -> Type:
 
 def reshape(x: Type, *, shape: tuple[Size, ...]) -> Type:
     """Types the same numbers in another shape."""
-    sides = []
-    for sizes in (x.shape, shape):
-        named = sorted(size for size in sizes if isinstance(size, str))
-        sides.append((named, math.prod(size for size in sizes if isinstance(size, int))))
-    if sides[0] != sides[1]:
+    if product(x.shape) != product(shape):
         raise ArgumentError(
             f"reshape: {_list(Type(shape))} must have as many numbers as {_list(x)}"
         )
@@ -581,14 +741,51 @@ def permute(x: Type, *, axes: tuple[int, ...]) -> Type:
     return Type(tuple(x.shape[axis] for axis in axes), x.dtype)
 
 
-def slice_(x: Type, *, axis: int, start: int, stop: int) -> Type:
-    """Types x[start:stop] along an axis."""
+def slice_(x: Type, *, axis: int, start: int, stop: int, step: int = 1) -> Type:
+    """Types x[start:stop:step] along an axis."""
     length = _known("slice", x.shape[axis], f"axis {axis}")
-    if not 0 <= start < stop <= length:
-        raise ArgumentError(f"slice: {start}:{stop} is not within the {length} of an axis")
+    if not 0 <= start < stop <= length or step < 1:
+        part = f"{start}:{stop}" if step == 1 else f"{start}:{stop}:{step}"
+        raise ArgumentError(f"slice: {part} is not within the {length} of an axis")
     shape = list(x.shape)
-    shape[axis] = stop - start
+    shape[axis] = (stop - start + step - 1) // step
     return Type(tuple(shape), x.dtype)
+
+
+def pad(x: Type, *, pads: tuple[int, ...], value: float = 0.0) -> Type:
+    """Types x with a constant around it; ``pads`` is before and behind, axis by axis."""
+    if len(pads) != 2 * len(x.shape) or min(pads, default=0) < 0:
+        raise ArgumentError(f"pad: {pads} does not say what comes around {_list(x)}")
+    shape = []
+    for axis, size in enumerate(x.shape):
+        more = pads[2 * axis] + pads[2 * axis + 1]
+        shape.append(_known("pad", size, f"axis {axis}") + more if more else size)
+    return Type(tuple(shape), x.dtype)
+
+
+def gather(x: Type, indices: Type, *, axis: int) -> Type:
+    """Types torch's index_select for indices of any shape, which takes the place of the axis."""
+    if not indices.dtype.startswith("int"):
+        raise ArgumentError(f"gather: expects integers as indices but they are {indices.dtype}")
+    return Type((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]), x.dtype)
+
+
+def reduction(x: Type, *, axes: tuple[int, ...], keepdim: bool = False) -> Type:
+    """Types what leaves one number of several axes: their sum, mean, largest or smallest."""
+    if not axes or len(set(axes)) < len(axes) or not all(0 <= a < len(x.shape) for a in axes):
+        raise ArgumentError(f"the axes {axes} to reduce are not those of {_list(x)}")
+    for axis in axes:
+        _known("reduction", x.shape[axis], f"axis {axis}")
+    kept = [1 if a in axes else size for a, size in enumerate(x.shape)]
+    if not keepdim:
+        kept = [size for a, size in enumerate(kept) if a not in axes]
+    return Type(tuple(kept), x.dtype)
+
+
+def cumsum(x: Type, *, axis: int) -> Type:
+    """Types torch's cumsum."""
+    _known("cumsum", x.shape[axis], f"axis {axis}")
+    return x
 
 
 def concat(*given: Type, axis: int) -> Type:
@@ -646,20 +843,26 @@ OPS: dict[str, Callable[..., Any]] = {
     "batch_norm": batch_norm,
     "linear": linear,
     "matmul": matmul,
-    "relu": unary,
-    "gelu": unary,
+    **{name: elementwise(name) for name in ELEMENTWISE},
     "softmax": unary,
     "log_softmax": unary,
-    "add": binary,
-    "mul": binary,
     "max_pool2d": max_pool2d,
     "avg_pool2d": avg_pool2d,
     "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "group_norm": group_norm,
+    "sum": reduction,
+    "mean": reduction,
+    "amax": reduction,
+    "amin": reduction,
+    "cumsum": cumsum,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "normalize": normalize,
     "reshape": reshape,
     "permute": permute,
     "slice": slice_,
+    "pad": pad,
+    "gather": gather,
     "concat": concat,
     "expand": expand,
     "cast": cast,
@@ -668,10 +871,12 @@ OPS: dict[str, Callable[..., Any]] = {
     "batch_norm_shift": batch_norm_shift,
     "scale_filter": scale_filter,
     # fused
+    "pointwise": pointwise,
     "conv2d_shortcut": conv2d_shortcut,
     "conv2d_chain": conv2d_chain,
     "qkv_linear": qkv_linear,
     "attention": attention,
+    "attention_bias": attention_bias,
     "layernorm_first": layernorm_first,
     "layernorm_mlp": layernorm_mlp,
     "depthwise_qkv": depthwise_qkv,

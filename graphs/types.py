@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 BATCH = "batch"
 """The symbolic size of a batch."""
 
 Size = int | str
+"""A size: a number, the name of one that is not known yet, or a multiple of that: ``64*batch``."""
+
+
+def split(size: Size) -> tuple[int, str]:
+    """Divides a size into a number and a name: (64, "batch"), (1, "batch"), (64, "")."""
+    if isinstance(size, int):
+        return size, ""
+    number, times, name = size.partition("*")
+    return (int(number), name) if times else (1, size)
+
+
+def multiple(number: int, name: str) -> Size:
+    """Makes a size of what ``split`` gives."""
+    return (name if number == 1 else f"{number}*{name}") if name else number
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """Multiplies sizes, one of them named at most.
+
+    Raises:
+        ValueError: If two are.
+    """
+    parts = [split(size) for size in sizes]
+    names = [name for _, name in parts if name]
+    if len(names) > 1:
+        raise ValueError(f"the sizes {' and '.join(names)} are both unknown")
+    return multiple(math.prod(number for number, _ in parts), names[0] if names else "")
 
 
 class Type(NamedTuple):

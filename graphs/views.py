@@ -7,11 +7,10 @@ that it is made of. Axes of size 1 have none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from maxvision.graphs.types import Size
+from maxvision.graphs.types import Size, product, split
 
 Factors = tuple[int, ...]
 
@@ -36,8 +35,10 @@ class View:
         factors: list[Size] = []
         axes: list[Factors] = []
         for size in shape:
-            axes.append(() if size == 1 else (len(factors),))
-            factors += [] if size == 1 else [size]
+            number, name = split(size)  # a multiple of a batch is taken as images, then parts
+            parts = [part for part in (name, number) if part not in ("", 1)]
+            axes.append(tuple(range(len(factors), len(factors) + len(parts))))
+            factors += parts
         return cls(tuple(factors), tuple(axes), tuple(axes))
 
     @property
@@ -61,6 +62,19 @@ class View:
         """Whether nothing changes."""
         return self.keeps_order and self.shape == self.source_shape
 
+    @property
+    def axes(self) -> tuple[int, ...] | None:
+        """The axis of the source that each axis of the result is; None if some are divided."""
+        left = list(range(len(self.source)))
+        found: list[int] = []
+        for axis in self.result:
+            same = next((a for a in left if self.source[a] == axis), None)
+            if same is None:
+                return None
+            left.remove(same)
+            found.append(same)
+        return None if left else tuple(found)
+
     def inverse(self) -> View:
         """Gives the way back."""
         order = [factor for axis in self.result for factor in axis]
@@ -81,15 +95,17 @@ class View:
         left = [factor for axis in view.result for factor in axis]
         for size in shape:
             axis: list[int] = []
-            wanted = size
-            while wanted != 1:
+            wanted, named = split(size)
+            while named or wanted != 1:
                 if not left:
                     return None
                 held = view.factors[left[0]]
-                if isinstance(held, str) or isinstance(wanted, str):
-                    if held != wanted:
+                if isinstance(held, str):
+                    if held != named:
                         return None
-                    wanted = 1
+                    named = ""
+                elif wanted == 1:  # a batch is wanted, and something else comes first
+                    return None
                 elif wanted % held == 0:
                     wanted //= held
                 elif held % wanted == 0:
@@ -148,6 +164,4 @@ class View:
         return View(factors, moved(self.source), moved(self.result))
 
     def _size(self, axis: Factors) -> Size:
-        sizes = [self.factors[factor] for factor in axis]
-        named = [size for size in sizes if isinstance(size, str)]
-        return named[0] if named else math.prod(sizes)
+        return product(self.factors[factor] for factor in axis)

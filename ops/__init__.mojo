@@ -1,13 +1,15 @@
 """The ops of maxvision's graphs, loaded through MAX's `custom_extensions`."""
-from .activation import *
 from .attention import *
 from .bmm import *
 from .class_token import *
 from .conv2d import *
 from .depthwise_qkv import *
 from .gpu import *
+from .group_norm import *
 from .layernorm import *
 from .normalize import *
+from .pointwise import *
 from .pool import *
+from .reduce import *
 from .rows import *
 from .sparse_conv2d import *

@@ -6,139 +6,20 @@
     add       y = alpha * acc + bias + residual
     add_relu  y = max(alpha * acc + bias + residual, 0)
 
-All of it in float32; the result is rounded once, to the output's dtype.
+In the place of relu may be any op of one value of graphs/elementwise.py, its settings before it:
+`silu`, `add_0.0 6.0 clamp`. All of it in float32; the result is rounded once, to the output's dtype.
 """
 
-from std.math import exp, exp2
-from std.sys import CompilationTarget, is_gpu
-from std.sys.intrinsics import llvm_intrinsic
-
+from .expression import evaluate_words, is_expression, split
+from .functions import gelu, gelu_narrow, relu
 from .operands import BF16, F32
-
-comptime LN_2 = 0.69314718055994530942
-"""The natural logarithm of 2."""
-comptime LOG2_TAIL: List[Float32] = [
-    -4.7330931e-04,
-    7.0845573e-03,
-    -5.1827382e-02,
-    -4.5999244e-01,
-    -1.1507878,
-    -1.0000377,
-]
-"""The base-2 logarithm of the normal distribution's tail P(X > a), a polynomial of degree 5 in a.
-
-Fitted on [0, 6] by Lawson's iteration for the least largest error of a * P(X > a), which is 5e-7;
-beyond, it falls to -inf as the logarithm does.
-"""
-comptime LOG2_TAIL_NARROW: List[Float32] = [
-    -2.4873953e-02,
-    -4.9885349e-01,
-    -1.1292197,
-    -1.0035367,
-]
-"""The same of degree 3, to 5.5e-5."""
-
-
-@always_inline
-def relu[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
-    """Computes max(v, 0), in one instruction.
-
-    Parameters:
-        width: Lanes.
-
-    Args:
-        v: Any number in each lane.
-
-    Returns:
-        The greater one; NaN for NaN, which `max` would turn into 0.
-    """
-    comptime if CompilationTarget.is_x86():
-        # maxps takes the second of two that do not compare.
-        return v.lt(0).select(SIMD[F32, width](0), v)
-    else:
-        return llvm_intrinsic["llvm.maximum", SIMD[F32, width]](v, SIMD[F32, width](0))
-
-
-@always_inline
-def gelu[
-    width: SIMDLength, //, log2_tail: List[Float32] = LOG2_TAIL
-](v: SIMD[F32, width]) -> SIMD[F32, width]:
-    """Computes the exact GELU (Hendrycks and Gimpel 2016, section 2), to 5e-7 absolutely.
-
-    v P(X < v) = max(v, 0) - |v| P(X > |v|), by one exponential and few multiplications: the
-    epilogue of CvT's widest layers issues as many instructions as all the rest of the kernel.
-
-    Parameters:
-        width: Lanes.
-        log2_tail: The polynomial.
-
-    Args:
-        v: Any number in each lane.
-
-    Returns:
-        The GELU of each lane; NaN for -inf and NaN, as in torch.
-    """
-    # |v|, at most 64 where v > 0: infinity times the tail's 0 is NaN.
-    var a = max(-v, min(v, 64))
-    comptime first = log2_tail[0]
-    var tail = SIMD[F32, width](first)
-    comptime for i in range(1, len(log2_tail)):
-        comptime coefficient = log2_tail[i]
-        tail = tail.fma(a, coefficient)
-    comptime if is_gpu():
-        return (-a).fma(exp2(tail), relu(v))
-    else:  # where exp2 is good to 3e-6 only
-        return (-a).fma(exp(tail * LN_2), relu(v))
-
-
-comptime REACH: Float32 = 4.41
-"""Beyond it the GELU is 0 or v, to 3e-5; the polynomial gives P(X < -REACH) < 0."""
-comptime HALF_TAIL: List[Float32] = [
-    3.5694288e-11,
-    -3.7540486e-09,
-    1.7408473e-07,
-    -4.7248682e-06,
-    8.4293017e-05,
-    -1.0549926e-03,
-    9.6430285e-03,
-    -6.6076428e-02,
-    3.9876160e-01,
-]
-"""(P(X < v) - 1/2) / v, a polynomial of degree 8 in v^2.
-
-Fitted as LOG2_TAIL on [0, 4.4], for the least largest error of v * P(X < v), which is 3e-5.
-"""
-
-
-@always_inline
-def gelu_narrow[width: SIMDLength](v: SIMD[F32, width]) -> SIMD[F32, width]:
-    """Computes the exact GELU to 5.5e-5 absolutely, enough for bfloat16: fewer instructions.
-
-    Parameters:
-        width: Lanes.
-
-    Args:
-        v: Any number in each lane.
-
-    Returns:
-        The GELU of each lane; NaN for -inf and NaN, as in torch.
-    """
-    comptime if is_gpu():  # where an exponential is one instruction
-        return gelu[log2_tail=LOG2_TAIL_NARROW](v)
-    var inside = max(min(v, REACH), -REACH)
-    var square = inside * inside
-    comptime coefficients = HALF_TAIL
-    comptime first = coefficients[0]
-    var slope = SIMD[F32, width](first)
-    comptime for i in range(1, len(coefficients)):
-        comptime coefficient = coefficients[i]
-        slope = slope.fma(square, coefficient)
-    return v * max(inside.fma(slope, 0.5), 0)
 
 
 struct Epilogue(TrivialRegisterPassable):
     """One of the fused epilogues above, as a compile-time value."""
 
+    var name: StaticString
+    """As graphs/nodes.py passes it; see `known`."""
     var adds: Bool
     """Whether the residual is added."""
     var relu: Bool
@@ -152,19 +33,35 @@ struct Epilogue(TrivialRegisterPassable):
         Args:
             name: As graphs/nodes.py passes it; see `known`.
         """
-        self.adds = name == "add" or name == "add_relu"
+        self.name = name
+        self.adds = name.startswith("add")
         self.relu = name == "relu" or name == "add_relu"
-        self.gelu = name == "gelu"
+        self.gelu = name == "gelu" or name == "add_gelu"
+
+    def words(self) -> List[String]:
+        """Writes the activation down as an expression of the sum, x0.
+
+        Returns:
+            Its words; `x0` alone if there is no activation.
+        """
+        var found: List[String] = ["x0"]
+        if self.name != "none" and self.name != "add":
+            found.extend(split(self.name))
+            if self.adds:
+                var first = String(found[1].removeprefix("add_"))
+                found[1] = first^
+        return found^
 
     def label(self) -> String:
         """Names the epilogue for a profiler, as a part of a kernel's symbol.
 
         Returns:
-            What `known` lists.
+            The name without settings: `add_clamp`.
         """
-        if self.adds:
-            return "add_relu" if self.relu else "add"
-        return "relu" if self.relu else "gelu" if self.gelu else "none"
+        var words = self.words()
+        if len(words) == 1:
+            return "add" if self.adds else "none"
+        return String("add_" if self.adds else "", words[len(words) - 1])
 
     @staticmethod
     def known(name: StaticString) -> Bool:
@@ -174,15 +71,9 @@ struct Epilogue(TrivialRegisterPassable):
             name: Any name.
 
         Returns:
-            True for none, relu, gelu, add and add_relu.
+            True for none and add, and for an op of one value, alone or behind `add_`.
         """
-        return (
-            name == "none"
-            or name == "relu"
-            or name == "gelu"
-            or name == "add"
-            or name == "add_relu"
-        )
+        return is_expression(Self(name).words(), 1)
 
 
 @always_inline
@@ -209,6 +100,8 @@ def activate[
             return gelu_narrow(v)
         else:
             return gelu(v)
+    elif len(epilogue.words()) > 1:
+        return evaluate_words[epilogue.words()]([v])
     else:
         return v
 

@@ -142,6 +142,8 @@ struct Geometry(KernelArgument, TrivialRegisterPassable):
             and self.s == 1
             and self.stride_h == 1
             and self.stride_w == 1
+            and self.p == self.h  # no padding on either side
+            and self.q == self.w
             and self.pad_h == 0
             and self.pad_w == 0
             and self.groups == 1

@@ -1,9 +1,8 @@
-"""Layer norm over the last axis (Ba et al. 2016, section 3).
+"""Layer norm (Ba et al. 2016, section 3) and RMS norm (arXiv:1910.07467) over the last axis.
 
-    y = (x - mean) / sqrt(var + eps) * weight + bias
-
-    layernorm        y[..., C] of x[..., C]
+    layernorm        y[..., C] = (x - mean) / sqrt(var + eps) * weight + bias
     layernorm_first  y[N, C] of the first token of each image of x[N, T, C]
+    rms_norm         y[..., C] = x / sqrt(mean(x^2) + eps) * weight
 
 Statistics in float32; the variance is that of x - mean, never E[x^2] - mean^2. A CPU gives each core
 a block of rows and runs vectors along them. A GPU reads a row once, 16 bytes a thread at a time, and
@@ -103,7 +102,7 @@ struct NormSizes(KernelArgument, TrivialRegisterPassable):
 
 @always_inline
 def normalise_row[
-    x_dtype: DType, y_dtype: DType, //
+    x_dtype: DType, y_dtype: DType, //, norm: StaticString = "layernorm"
 ](
     x: Data[x_dtype],
     y: Data[y_dtype],
@@ -117,23 +116,26 @@ def normalise_row[
     Parameters:
         x_dtype: Of x.
         y_dtype: Of y.
+        norm: Which one: layernorm or rms_norm.
 
     Args:
         x: [columns].
         y: The result[columns].
         weight: [columns].
-        bias: [columns].
+        bias: [columns]; nobody reads that of an rms_norm.
         columns: Numbers of the row.
         eps: Added to the variance.
     """
     var whole = columns // WIDTH * WIDTH
     var sums = SIMD[F32, WIDTH](0)
-    for c in range(0, whole, WIDTH):
-        sums += widened(x.unsafe_load[width=WIDTH](c))
-    var sum = sums.reduce_add()
-    for c in range(whole, columns):
-        sum += widened(x[unsafe_offset=c])
-    var mean = sum / Float32(columns)
+    var mean = Float32(0)
+    comptime if norm == "layernorm":
+        for c in range(0, whole, WIDTH):
+            sums += widened(x.unsafe_load[width=WIDTH](c))
+        var sum = sums.reduce_add()
+        for c in range(whole, columns):
+            sum += widened(x[unsafe_offset=c])
+        mean = sum / Float32(columns)
 
     sums = 0
     for c in range(0, whole, WIDTH):
@@ -147,19 +149,25 @@ def normalise_row[
 
     for c in range(0, whole, WIDTH):
         var value = (widened(x.unsafe_load[width=WIDTH](c)) - mean) * scale
-        value = value.fma(weight.unsafe_load[width=WIDTH](c), bias.unsafe_load[width=WIDTH](c))
+        var shift = SIMD[F32, WIDTH](0)
+        comptime if norm == "layernorm":
+            shift = bias.unsafe_load[width=WIDTH](c)
+        value = value.fma(weight.unsafe_load[width=WIDTH](c), shift)
         y.unsafe_store(c, narrowed[y_dtype](value))
     for c in range(whole, columns):
         var value = (widened(x[unsafe_offset=c]) - mean) * scale
-        value = value * weight[unsafe_offset=c] + bias[unsafe_offset=c]
+        value *= weight[unsafe_offset=c]
+        comptime if norm == "layernorm":
+            value += bias[unsafe_offset=c]
         y[unsafe_offset=c] = narrowed[y_dtype](value)
 
 
-def layernorm_cpu[dtype: DType, //](o: NormTensors[dtype], g: NormSizes):
+def layernorm_cpu[dtype: DType, //, norm: StaticString](o: NormTensors[dtype], g: NormSizes):
     """Normalises each row on all cores.
 
     Parameters:
         dtype: Of the tensors, float32 or bfloat16.
+        norm: Which one: layernorm or rms_norm.
 
     Args:
         o: Tensors.
@@ -167,7 +175,7 @@ def layernorm_cpu[dtype: DType, //](o: NormTensors[dtype], g: NormSizes):
     """
 
     def row(index: Int) {var}:
-        normalise_row(
+        normalise_row[norm](
             o.x.unsafe_offset(index * Int(g.stride)),
             o.y.unsafe_offset(index * Int(g.columns)),
             o.weight,
@@ -179,12 +187,13 @@ def layernorm_cpu[dtype: DType, //](o: NormTensors[dtype], g: NormSizes):
     over_rows(row, Int(g.rows))
 
 
-@__name(t"layernorm_{dtype}")
-def layernorm_kernel[dtype: DType](o: NormTensors[dtype], g: NormSizes):
+@__name(t"{norm}_{dtype}")
+def layernorm_kernel[dtype: DType, norm: StaticString](o: NormTensors[dtype], g: NormSizes):
     """Normalises one row in each warp.
 
     Parameters:
         dtype: Of x and y.
+        norm: Which one: layernorm or rms_norm.
 
     Args:
         o: Tensors.
@@ -196,10 +205,12 @@ def layernorm_kernel[dtype: DType](o: NormTensors[dtype], g: NormSizes):
     var source = o.x.unsafe_offset(index * Int(g.stride))
     var columns = Int(g.columns)
     var to = o.y.unsafe_offset(index * columns)
-    var sum = Float32(0)
-    for c in range(Int(lane_id()), columns, WARP_SIZE):
-        sum += source[unsafe_offset=c].cast[F32]()
-    var mean = warp.sum(sum) / Float32(columns)
+    var mean = Float32(0)
+    comptime if norm == "layernorm":
+        var sum = Float32(0)
+        for c in range(Int(lane_id()), columns, WARP_SIZE):
+            sum += source[unsafe_offset=c].cast[F32]()
+        mean = warp.sum(sum) / Float32(columns)
     var squares = Float32(0)
     for c in range(Int(lane_id()), columns, WARP_SIZE):
         var d = source[unsafe_offset=c].cast[F32]() - mean
@@ -207,14 +218,17 @@ def layernorm_kernel[dtype: DType](o: NormTensors[dtype], g: NormSizes):
     var scale = 1 / sqrt(warp.sum(squares) / Float32(columns) + g.eps)
     for c in range(Int(lane_id()), columns, WARP_SIZE):
         var value = (source[unsafe_offset=c].cast[F32]() - mean) * scale
-        value = value * o.weight[unsafe_offset=c] + o.bias[unsafe_offset=c]
+        comptime if norm == "layernorm":
+            value = value * o.weight[unsafe_offset=c] + o.bias[unsafe_offset=c]
+        else:
+            value *= o.weight[unsafe_offset=c]
         to[unsafe_offset=c] = value.cast[dtype]()
 
 
-@__name(t"layernorm_{lanes}x{vectors}_{dtype}")
+@__name(t"{norm}_{lanes}x{vectors}_{dtype}")
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
 def layernorm_vector_kernel[
-    dtype: DType, lanes: Int, vectors: Int
+    dtype: DType, lanes: Int, vectors: Int, norm: StaticString
 ](o: NormTensors[dtype], g: NormSizes):
     """Normalises one row in each group of lanes, in one pass: the row stays in registers.
 
@@ -222,6 +236,7 @@ def layernorm_vector_kernel[
         dtype: Of x and y.
         lanes: Threads of a row: 8, 16 or 32.
         vectors: Vectors of 16 bytes of a thread; they cover the columns.
+        norm: Which one: layernorm or rms_norm.
 
     Args:
         o: Tensors.
@@ -246,27 +261,31 @@ def layernorm_vector_kernel[
     comptime for v in range(vectors):
         values[v] = widened(packed[v])
         sum += values[v].reduce_add()
-    var mean = over_lanes[lanes](sum) * share
+    comptime if norm == "layernorm":
+        var mean = over_lanes[lanes](sum) * share
+        comptime for v in range(vectors):
+            values[v] -= mean
     var squares = Float32(0)
     comptime for v in range(vectors):
-        values[v] -= mean
         if first + v * lanes * WIDE < columns:
             squares += (values[v] * values[v]).reduce_add()
     var scale = rsqrt(over_lanes[lanes](squares) * share + g.eps)
     comptime for v in range(vectors):
         var c = first + v * lanes * WIDE
         if inside and c < columns:
+            var shift = SIMD[F32, WIDE](0)
+            comptime if norm == "layernorm":
+                shift = o.bias.unsafe_load[width=WIDE, alignment=16](c)
             var value = (values[v] * scale).fma(
-                o.weight.unsafe_load[width=WIDE, alignment=16](c),
-                o.bias.unsafe_load[width=WIDE, alignment=16](c),
+                o.weight.unsafe_load[width=WIDE, alignment=16](c), shift
             )
             to.unsafe_store[alignment=16](c, value.cast[dtype]())
 
 
 def _enqueue_vectors[
-    dtype: DType, lanes: Int, vectors: Int
+    dtype: DType, lanes: Int, vectors: Int, norm: StaticString
 ](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
-    ctx.enqueue_function[layernorm_vector_kernel[dtype, lanes, vectors]](
+    ctx.enqueue_function[layernorm_vector_kernel[dtype, lanes, vectors, norm]](
         o,
         g,
         grid_dim=ceildiv(Int(g.rows), THREADS // lanes),
@@ -275,11 +294,14 @@ def _enqueue_vectors[
     )
 
 
-def layernorm_gpu[dtype: DType](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
+def layernorm_gpu[
+    dtype: DType, norm: StaticString = "layernorm"
+](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
     """Enqueues the kernel that holds a row in registers, or the one that takes any row.
 
     Parameters:
         dtype: Of x and y.
+        norm: Which one: layernorm or rms_norm.
 
     Args:
         o: Tensors.
@@ -293,33 +315,33 @@ def layernorm_gpu[dtype: DType](o: NormTensors[dtype], g: NormSizes, ctx: Device
     var vectors = Int(g.columns) // WIDE
     # The fewest threads that are idle: 64, 192, 384, 768 and 1024 columns of 16 bits leave none.
     if vectors * WIDE != Int(g.columns) or vectors > 128:
-        ctx.enqueue_function[layernorm_kernel[dtype]](
+        ctx.enqueue_function[layernorm_kernel[dtype, norm]](
             o,
             g,
             grid_dim=ceildiv(Int(g.rows), THREADS // WARP_SIZE),
             block_dim=THREADS,
         )
     elif vectors <= 8:
-        _enqueue_vectors[dtype, 8, 1](o, g, ctx)
+        _enqueue_vectors[dtype, 8, 1, norm](o, g, ctx)
     elif vectors <= 24:
-        _enqueue_vectors[dtype, 8, 3](o, g, ctx)
+        _enqueue_vectors[dtype, 8, 3, norm](o, g, ctx)
     elif vectors <= 48:
-        _enqueue_vectors[dtype, 16, 3](o, g, ctx)
+        _enqueue_vectors[dtype, 16, 3, norm](o, g, ctx)
     elif vectors <= 96:
-        _enqueue_vectors[dtype, 32, 3](o, g, ctx)
+        _enqueue_vectors[dtype, 32, 3, norm](o, g, ctx)
     else:
-        _enqueue_vectors[dtype, 32, 4](o, g, ctx)
+        _enqueue_vectors[dtype, 32, 4, norm](o, g, ctx)
 
 
 @always_inline
 def _run[
-    dtype: DType, //, target: StaticString, name: StaticString
+    dtype: DType, //, target: StaticString, name: StaticString, norm: StaticString = "layernorm"
 ](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
     comptime if target == "cpu":
         comptime assert ON_CPU[dtype], name + ": a CPU expects float32 or bfloat16"
-        layernorm_cpu(o, g)
+        layernorm_cpu[norm](o, g)
     else:
-        layernorm_gpu(o, g, ctx)
+        layernorm_gpu[dtype, norm](o, g, ctx)
 
 
 @register("layernorm")
@@ -408,3 +430,46 @@ struct LayerNormFirst:
             eps=data(eps)[unsafe_offset=0],
         )
         _run[target, "layernorm_first"](o, g, ctx)
+
+
+@register("rms_norm")
+struct RmsNorm:
+    """Divides each row of x[..., C] by its root mean square."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        y: OutputTensor,
+        x: InputTensor[dtype=y.dtype, rank=y.rank, ...],
+        weight: InputTensor[dtype=F32, rank=1, ...],
+        eps: InputTensor[dtype=F32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            y: Result, in the shape of x.
+            x: [..., C].
+            weight: [C].
+            eps: Added to the mean of the squares: one number in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        if x.size() == 0:
+            return
+        var columns = x.shape()[x.rank - 1]
+        var vector = data(weight)  # stands for the bias, which nobody reads
+        var o = NormTensors[y.dtype](x=data(x), weight=vector, bias=vector, y=data(y))
+        var g = NormSizes(
+            rows=x.size() // columns,
+            columns=columns,
+            stride=columns,
+            eps=data(eps)[unsafe_offset=0],
+        )
+        _run[target, "rms_norm", "rms_norm"](o, g, ctx)

@@ -4,9 +4,11 @@ from max.gpu.host import DeviceContext
 from std.documentation import doc_hidden
 
 from .attention.config import Attention
+from .attention.mask import Mask, MaskSizes, MaskTensors
 from .depthwise_qkv.config import QkvOperands, QkvSizes
 from .epilogue import Epilogue
 from .geometry import Geometry
+from .group_norm.config import GroupNormSizes, GroupNormTensors
 from .operands import Batch, Data, Operands
 
 comptime REASON = "these ops were compiled for a CPU; a GPU's graph takes the folder ops itself"
@@ -14,7 +16,9 @@ comptime REASON = "these ops were compiled for a CPU; a GPU's graph takes the fo
 
 
 @doc_hidden
-def attention_gpu[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceContext) raises:
+def attention_gpu[
+    dtype: DType, depth: Int, mask: Mask
+](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
     comptime assert False, REASON
 
 
@@ -53,6 +57,28 @@ def gemm_shortcut_gpu[
     dtype: DType, tf32: Bool
 ](
     g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
+) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def group_norm_gpu[
+    dtype: DType, epilogue: Epilogue
+](o: GroupNormTensors[dtype], g: GroupNormSizes, ctx: DeviceContext) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def reduce_gpu[
+    dtype: DType, kind: StaticString
+](
+    x: Data[dtype],
+    y: Data[dtype],
+    outer: Int,
+    reduced: Int,
+    inner: Int,
+    divisor: Float32,
+    ctx: DeviceContext,
 ) raises:
     comptime assert False, REASON
 

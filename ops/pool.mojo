@@ -2,28 +2,17 @@
 
 Vectors run over channels, so a window is R * S wide loads; bound by memory. Padding never wins
 the maximum and NaN does. With ceil_mode (P and Q are the graph's) the last window may hang over
-the padding: what hangs over counts for neither op. The average of a whole image on a GPU splits
-the image over the rows of a block, which reads 16 bytes a thread.
+the padding: what hangs over counts for neither op. The average of a whole image is `reduce`.
 """
 
 from extensibility import InputTensor, OutputTensor, foreach, register
 from layout import Coord
-from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.memory import AddressSpace
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
-from std.math import ceildiv, isnan
-from std.memory import unsafe_stack_allocation
-from std.sys import size_of
+from std.math import isnan
 from std.utils.numerics import neg_inf
 
 from .geometry import Geometry
-from .operands import F32, Data, data, narrowed, widened
+from .operands import F32, data, narrowed, widened
 
 
 @register("maxpool")
@@ -80,48 +69,6 @@ struct MaxPool:
         foreach[target=target](body, y, ctx)
 
 
-comptime SLICE = 32
-"""Vectors of channels of a block that averages images."""
-comptime PARTS = 8
-"""Parts of an image that a block sums apart."""
-
-
-@__name(t"avgpool_{dtype}")
-def mean_kernel[dtype: DType](x: Data[dtype], y: Data[dtype], pixels: Int32, channels: Int32):
-    """Averages the pixels of an image, 16 bytes of channels in each thread.
-
-    Parameters:
-        dtype: Of x and y.
-
-    Args:
-        x: [N, pixels, channels]; block_idx.y counts the images.
-        y: [N, channels]; block_idx.x counts slices of 32 vectors.
-        pixels: Of an image.
-        channels: A multiple of 16 bytes of them.
-    """
-    comptime wide = 16 // size_of[dtype]()
-    var slot = Int(thread_idx.x) % SLICE
-    var part = Int(thread_idx.x) // SLICE
-    var c = (Int(block_idx.x) * SLICE + slot) * wide
-    var source = x.unsafe_offset(Int(block_idx.y) * Int(pixels) * Int(channels) + c)
-    var sums = unsafe_stack_allocation[
-        PARTS * SLICE * wide, Float32, address_space=AddressSpace.SHARED, alignment=16
-    ]()
-    wait_on_dependent_grids()
-    launch_dependent_grids()
-    var sum = SIMD[F32, wide](0)
-    if c < Int(channels):
-        for p in range(part, Int(pixels), PARTS):
-            sum += source.unsafe_load[width=wide, alignment=16](p * Int(channels)).cast[F32]()
-    sums.unsafe_store[alignment=16](Int(thread_idx.x) * wide, sum)
-    barrier()
-    if part == 0 and c < Int(channels):
-        for i in range(1, PARTS):
-            sum += sums.unsafe_load[width=wide, alignment=16]((i * SLICE + slot) * wide)
-        var to = Int(block_idx.y) * Int(channels) + c
-        y.unsafe_store[alignment=16](to, (sum / Float32(pixels)).cast[dtype]())
-
-
 @register("avgpool")
 struct AvgPool:
     """Averages each window in float32; padding counts as in torch's count_include_pad."""
@@ -152,20 +99,6 @@ struct AvgPool:
         """
         var g = Geometry(x.shape(), y.shape(), data(window))
         var source = data(x)
-        comptime if target != "cpu":
-            comptime wide = 16 // size_of[y.dtype]()
-            var whole = g.r == g.h and g.s == g.w and g.pad_h + g.pad_w == 0
-            if whole and g.c % wide == 0 and 0 < g.n < 65536:
-                ctx.enqueue_function[mean_kernel[y.dtype]](
-                    source,
-                    data(y),
-                    Int32(g.h * g.w),
-                    Int32(g.c),
-                    grid_dim=(ceildiv(g.c, SLICE * wide), g.n),
-                    block_dim=SLICE * PARTS,
-                    attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-                )
-                return
 
         def body[width: Int](at: Coord[...]) {var g, var source} -> SIMD[y.dtype, width]:
             var image = Int(at[0].value()) * g.h

@@ -3,18 +3,22 @@
 | pass          | what becomes of what                                                       |
 | ------------- | -------------------------------------------------------------------------- |
 | constants     | ops on weights alone run when the model loads                               |
+| written_out   | activations and layer norms written out in smaller ops: one op              |
+| bias          | a constant vector added behind a product: its bias                          |
 | batch_norm    | a convolution and its batch norm: one convolution                           |
-| attention     | heads split, attended and joined: one op on tokens [N, T, C]                |
+| attention     | attention, written out or not, with its masks: one op on tokens [N, T, C]   |
 | channels_last | images as [N, H, W, C]; permutes and reshapes that cancel out go            |
+| scale         | a constant by channel behind a product, as LayerScale: into its weights     |
 | tokens        | a class token put before others, the norm of the first token: one op each   |
 | sparse        | convolutions and linear layers that run on their nonzeros alone             |
-| epilogues     | + residual, relu, gelu behind a product: its epilogue                       |
+| epilogues     | + residual and an activation behind a product: its epilogue                 |
 | stem          | pixels, first convolution, and max pool or layer norm: one op               |
 | shortcut      | a residual block's last convolution and its shortcut's: one op              |
 | chain         | a block's last 1 x 1 and the next one's first: one op                       |
 | qkv           | the linear layers of query, key and value: one op                           |
 | depthwise     | a norm and depthwise convolutions into query, key and value: one op         |
 | mlp           | a norm and an MLP: one op                                                   |
+| pointwise     | batch norms that are left and elementwise ops in a row: one expression      |
 
 A program means the same before and after a pass, and runs with any of them left out: that finds
 the one to blame for a wrong answer (``--passes``).
@@ -27,7 +31,7 @@ from collections.abc import Callable, Collection
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.passes import fold, fuse, layout
+from maxvision.graphs.passes import elementwise, fold, fuse, heads, layout, written
 from maxvision.graphs.program import Program
 
 Pass = Callable[[Program, Backend], Program]
@@ -35,9 +39,12 @@ Pass = Callable[[Program, Backend], Program]
 
 PASSES: dict[str, Pass] = {
     "constants": fold.constants,
+    "written_out": written.written_out,
+    "bias": fold.bias,
     "batch_norm": fold.batch_norm,
-    "attention": fuse.attention,
+    "attention": heads.attention,
     "channels_last": layout.channels_last,
+    "scale": fold.scale,
     "tokens": fuse.tokens,
     "sparse": fuse.sparse,
     "epilogues": fuse.epilogues,
@@ -47,6 +54,7 @@ PASSES: dict[str, Pass] = {
     "qkv": fuse.qkv,
     "depthwise": fuse.depthwise,
     "mlp": fuse.mlp,
+    "pointwise": elementwise.pointwise,
 }
 """The passes by name, in their order."""
 

@@ -23,6 +23,50 @@ def constants(program: Program, _: Backend) -> Program:
     return rebuilt(program, nodes)
 
 
+def bias(program: Program, _: Backend) -> Program:
+    """Takes a constant that is added to each channel of a product for its bias."""
+    rewrite, taken = Rewrite(program), set(program.types)
+    for node in program.nodes:
+        if node.op != "add" or len(node.inputs) != 2 or node.at_load:
+            continue
+        for value, constant in (node.inputs, node.inputs[::-1]):
+            product = program.producers.get(value)
+            if product is None or not _takes_bias(program, product, node, constant):
+                continue
+            shape, new = program.types[constant].shape, []
+            if len(shape) > 1:
+                flat = {"shape": (max(int(size) for size in shape),)}
+                vector = free(taken, f"{product.name}.bias")
+                new.append(Node("reshape", (constant,), (vector,), flat, at_load=True))
+                constant = vector
+            inputs = (*product.inputs[:2], constant)
+            rewrite.replace(
+                [product, node], *new, replace(product, inputs=inputs, outputs=node.outputs)
+            )
+            break
+    return rewrite.done()
+
+
+def _takes_bias(program: Program, product: Node, add: Node, constant: str) -> bool:
+    """Tells whether ``add`` gives a constant to each channel of a product that has no bias."""
+    if product.op not in ("linear", "conv2d") or product.at_load or any(product.inputs[2:]):
+        return False
+    out, held = program.types[product.output].shape, program.types[constant].shape
+    last = product.op == "linear" or product.attributes.get("layout") == "NHWC"
+    channels = out[-1] if last else out[1]
+    behind = 0 if last else len(out) - 2
+    place = len(held) - 1 - behind
+    return (
+        constant in program.constants
+        and product.attributes.get("epilogue", "none") == "none"
+        and program.only_user(product.output) is add
+        and program.types[add.output].shape == out
+        and place >= 0
+        and held[place] == channels
+        and all(size == 1 for axis, size in enumerate(held) if axis != place)
+    )
+
+
 def batch_norm(program: Program, _: Backend) -> Program:
     """Folds a batch norm into the convolution before it.
 
@@ -44,7 +88,7 @@ def batch_norm(program: Program, _: Backend) -> Program:
         x, filters, before = (*conv.inputs, "")[:3]
         weight, bias, mean, var = norm.inputs[1:]
         scale, scaled, shift = (
-            _free(taken, f"{conv.name}.{part}") for part in ("scale", "filter", "bias")
+            free(taken, f"{conv.name}.{part}") for part in ("scale", "filter", "bias")
         )
         eps = norm.attributes.get("eps", 1e-5)
         given = (bias, mean, scale, before) if before else (bias, mean, scale)
@@ -58,7 +102,55 @@ def batch_norm(program: Program, _: Backend) -> Program:
     return rewrite.done()
 
 
-def _free(taken: set[str], name: str) -> str:
+def scale(program: Program, _: Backend) -> Program:
+    """Folds a constant for each channel behind a convolution or linear layer into its weights.
+
+    LayerScale is one (Touvron et al. 2021, arXiv:2103.17239). Images have their channels last.
+    """
+    rewrite, taken = Rewrite(program), set(program.types)
+    for node in program.nodes:
+        if node.op != "mul" or len(node.inputs) != 2 or node.at_load:
+            continue
+        for value, factor in (node.inputs, node.inputs[::-1]):
+            product = program.producers.get(value)
+            if product is None or not _takes_scale(program, product, node, factor):
+                continue
+            x, weight, bias = (*product.inputs, "", "")[:3]
+            channels = program.types[value].shape[-1]
+            vector, scaled, shift = (
+                free(taken, f"{product.name}.{part}") for part in ("scale", "scaled", "shift")
+            )
+            at_load = [
+                Node("reshape", (factor,), (vector,), {"shape": (channels,)}, at_load=True),
+                Node("scale_filter", (weight, vector), (scaled,), at_load=True),
+            ]
+            inputs: tuple[str, ...] = (x, scaled)
+            if bias:
+                at_load.append(Node("mul", (bias, vector), (shift,), at_load=True))
+                inputs = (x, scaled, shift)
+            new = replace(product, inputs=inputs, outputs=node.outputs)
+            rewrite.replace([product, node], *at_load, new)
+            break
+    return rewrite.done()
+
+
+def _takes_scale(program: Program, product: Node, mul: Node, factor: str) -> bool:
+    """Tells whether ``mul`` multiplies all channels of a product by constants, and nothing else."""
+    given, out = product.attributes, program.types[product.output].shape
+    by_channel = program.types[factor].shape
+    return (
+        (product.op == "linear" or (product.op == "conv2d" and given.get("layout") == "NHWC"))
+        and not product.at_load
+        and given.get("epilogue", "none") == "none"
+        and program.constants.issuperset([factor, *filter(None, product.inputs[1:])])
+        and program.only_user(product.output) is mul
+        and len(by_channel) <= len(out)
+        and by_channel[-1:] == out[-1:]
+        and all(size == 1 for size in by_channel[:-1])
+    )
+
+
+def free(taken: set[str], name: str) -> str:
     """Takes a name that no value has; a layer that is used twice comes twice."""
     while name in taken:
         name += ".folded"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeGuard
 
 from maxvision.graphs.arrange import CHAINS, MLPS, has_stem
 from maxvision.graphs.backend import Backend
+from maxvision.graphs.elementwise import ELEMENTWISE, expression
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite
-from maxvision.graphs.shapes import MOST_DEPTH, pair
+from maxvision.graphs.shapes import pair, sides
 
 PRODUCTS = ("conv2d", "linear", "matmul")
 """The ops that have an epilogue; their residual is the fourth input."""
+ACTIVATED = (*PRODUCTS, "group_norm")
+"""The ops whose epilogue may be an activation."""
 EPS = 1e-5
 """What a layer norm that does not say otherwise adds to the variance."""
 
@@ -25,62 +29,6 @@ def sparse(program: Program, on: Backend) -> Program:
             if layer in on.formats and node.op in ("conv2d", "linear"):
                 rewrite.replace([node], node.with_attributes(format=on.formats[layer]))
     return rewrite.done()
-
-
-def attention(program: Program, _: Backend) -> Program:
-    """Attends to tokens [N, T, C] whose heads lie side by side: nothing is split or joined."""
-    rewrite = Rewrite(program)
-    for node in program.nodes:
-        if node.op != "scaled_dot_product_attention":
-            continue
-        split = [_split(program, value, node) for value in node.inputs]
-        join = _joined(program, node)
-        if not join or not all(split):
-            continue
-        heads = {program.types[value].shape[1] for value in node.inputs}
-        widths = {program.shape(value)[2] for value in node.inputs}
-        if len(heads) > 1 or len(widths) > 1 or max(widths) > MOST_DEPTH:
-            continue
-        scale = node.attributes["scale"]
-        if not scale >= 0:  # type: ignore[operator]
-            continue  # the op's softmax begins at the largest product, before it is scaled
-        tokens = tuple(found[0].inputs[0] for found in split if found)
-        parts = [each for found in split if found for each in found]
-        (count,) = heads
-        new = Node(
-            "attention",
-            tokens,
-            join[-1].outputs,
-            {"heads": count, "scale": scale},
-        )
-        rewrite.replace([*parts, node, *join], new)
-    return rewrite.done()
-
-
-def _split(program: Program, value: str, user: Node) -> list[Node] | None:
-    """Finds what splits tokens [N, T, C] into heads [N, heads, T, D]: reshape, permute."""
-    permute = program.producers.get(value)
-    if not _is(permute, "permute", axes=(0, 2, 1, 3)) or program.only_user(value) is not user:
-        return None
-    reshape = program.producers.get(permute.inputs[0])
-    if not _is(reshape, "reshape") or program.only_user(reshape.output) is not permute:
-        return None
-    tokens, shape = program.types[reshape.inputs[0]].shape, program.types[reshape.output].shape
-    if len(tokens) != 3 or shape[:2] != tokens[:2]:  # so heads * D is C
-        return None
-    return [reshape, permute]
-
-
-def _joined(program: Program, node: Node) -> list[Node] | None:
-    """Finds what joins heads [N, heads, T, D] to tokens: permute, reshape."""
-    permute = program.only_user(node.output)
-    if not _is(permute, "permute", axes=(0, 2, 1, 3)):
-        return None
-    reshape = program.only_user(permute.output)
-    n, t, h, d = program.types[permute.output].shape
-    if not _is(reshape, "reshape") or program.types[reshape.output].shape != (n, t, h * d):  # type: ignore[operator]
-        return None
-    return [permute, reshape]
 
 
 def tokens(program: Program, _: Backend) -> Program:
@@ -97,35 +45,47 @@ def tokens(program: Program, _: Backend) -> Program:
                     new = Node("class_token", (node.inputs[1], token), node.outputs)
                     rewrite.replace([*gone, node], new)
         elif node.op == "layer_norm" and (found := _first_token(program, node)):
-            inputs = (found[0].inputs[0], *node.inputs[1:])
-            rewrite.replace([*found, node], replace(node, op="layernorm_first", inputs=inputs))
+            taken, *others = found
+            inputs = (taken.inputs[0], *node.inputs[1:])
+            new = replace(node, op="layernorm_first", inputs=inputs, outputs=others[-1].outputs)
+            rewrite.replace(found, new)
     return rewrite.done()
 
 
 def _first_token(program: Program, norm: Node) -> list[Node] | None:
-    """Finds what takes the first token [N, C] of tokens [N, T, C] for a norm: slice, reshape."""
-    reshape = program.producers.get(norm.inputs[0])
-    if not _is(reshape, "reshape") or program.only_user(reshape.output) is not norm:
+    """Finds what norms the first token [N, C] of tokens [N, T, C]: slice, reshape and the norm.
+
+    The reshape may come last.
+    """
+    before = program.producers.get(norm.inputs[0])
+    after = program.only_user(norm.output)
+    if _is(before, "reshape"):
+        reshape, chain = before, [program.producers.get(before.inputs[0]), before, norm]
+    elif _is(after, "reshape"):
+        reshape, chain = after, [before, norm, after]
+    else:
         return None
-    taken = program.producers.get(reshape.inputs[0])
-    if not _is(taken, "slice", axis=1, start=0, stop=1):
+    found = [each for each in chain if each is not None]
+    if len(found) < 3 or not _is(found[0], "slice", axis=1, start=0, stop=1):
         return None
-    one, flat = (program.types[each.output].shape for each in (taken, reshape))
-    alone = program.only_user(taken.output) is reshape
-    return [taken, reshape] if len(one) == 3 and flat == (one[0], one[2]) and alone else None
+    if any(program.only_user(a.output) is not b for a, b in pairwise(found)):
+        return None
+    one, flat = (program.types[each.output].shape for each in (found[0], reshape))
+    return found if len(one) == 3 and flat == (one[0], one[2]) else None
 
 
 def epilogues(program: Program, _: Backend) -> Program:
-    """Gives a product what follows it: + residual, relu, gelu."""
+    """Gives a product, or a group norm, what follows it: + residual, then an op of one value."""
     rewrite = Rewrite(program)
     for node in program.nodes:
-        if node.op == "add":
+        if node.op == "add" and len(node.inputs) == 2:
             _add(program, rewrite, node)
     for node in program.nodes:
-        if node.op in ("relu", "gelu") and not rewrite.has(node):
+        if _is_activation(node) and not rewrite.has(node):
             product = program.producers.get(node.inputs[0])
-            if product and _is_bare(program, product, node) and not rewrite.has(product):
-                fused = product.with_attributes(epilogue=node.op)
+            bare = product and _is_bare(program, product, node, ACTIVATED)
+            if product and bare and not rewrite.has(product):
+                fused = product.with_attributes(epilogue=_activation(node))
                 rewrite.replace([product, node], replace(fused, outputs=node.outputs))
     return rewrite.done()
 
@@ -141,20 +101,30 @@ def _add(program: Program, rewrite: Rewrite, node: Node) -> None:
             or residual in program.constants
         ):
             continue
-        relu = program.only_user(node.output)
-        last = [relu] if _is(relu, "relu") else []
+        following = program.only_user(node.output)
+        last = [following] if following and _is_activation(following) else []
         inputs = (*product.inputs, "", "")[:3]
-        fused = product.with_attributes(epilogue="add_relu" if last else "add")
+        ends = "_".join(["add", *map(_activation, last)])
+        fused = product.with_attributes(epilogue=ends)
         outputs = (last or [node])[0].outputs
         new = replace(fused, inputs=(*inputs, residual), outputs=outputs)
         rewrite.replace([product, node, *last], new)
         return
 
 
-def _is_bare(program: Program, product: Node, user: Node) -> bool:
+def _is_activation(node: Node) -> bool:
+    """Tells whether a node is an elementwise op of one value: what an epilogue may end with."""
+    return node.op in ELEMENTWISE and ELEMENTWISE[node.op].values == 1 and not node.at_load
+
+
+def _activation(node: Node) -> str:
+    return expression(node.op, node.attributes).removeprefix("x0 ")
+
+
+def _is_bare(program: Program, product: Node, user: Node, ops: tuple[str, ...] = PRODUCTS) -> bool:
     """Tells whether a product has no epilogue yet, and its result goes to ``user`` alone."""
     return (
-        product.op in PRODUCTS
+        product.op in ops
         and not product.at_load
         and product.attributes.get("epilogue", "none") == "none"
         and program.only_user(product.output) is user
@@ -293,10 +263,17 @@ def _is_plain_conv(
         and given.get("layout") == "NHWC"
         and not given.get("format")
         and given.get("groups", 1) == 1
+        and _is_padded_evenly(node)
         and _setting(node, "dilation") == (1, 1)
         and (not epilogue or given.get("epilogue", "none") == epilogue)
         and all(_setting(node, name) == value for name, value in window.items())
     )
+
+
+def _is_padded_evenly(node: Node) -> bool:
+    """Tells whether a convolution has as many zeros below and right as above and left."""
+    zeros = sides(node.attributes.get("padding", 0))
+    return zeros[:2] == zeros[2:]
 
 
 def _setting(node: Node, name: str) -> tuple[int, int]:
@@ -310,7 +287,7 @@ def qkv(program: Program, _: Backend) -> Program:
     for node in program.nodes:
         if node.op != "attention":
             continue
-        found = [program.producers.get(value) for value in node.inputs]
+        found = [program.producers.get(value) for value in node.inputs[:3]]
         linears = [
             each
             for each in found
@@ -330,7 +307,7 @@ def qkv(program: Program, _: Backend) -> Program:
             tuple(inputs),
             tuple(each.output for each in linears),
             {},
-            tuple(layer for each in linears for layer in each.layers),
+            tuple(dict.fromkeys(layer for each in linears for layer in each.layers)),
         )
         order = {n.output: i for i, n in enumerate(program.nodes)}
         rewrite.replace(linears, new, place=max(linears, key=lambda each: order[each.output]))
@@ -391,6 +368,8 @@ def _projections(program: Program, norm: Node, on: Backend) -> tuple[list[Node],
             last = concat
         gone += [conv, reshape] + ([last] if first else [])
         outputs.append(last.output)
+    order = _order(program, outputs)
+    outputs, convs = [outputs[i] for i in order], tuple(convs[i] for i in order)
     query, key, value = convs
     kernel = program.shape(query.inputs[1])[2]
     windows = [[_setting(each, part) for part in ("stride", "padding")] for each in convs]
@@ -423,6 +402,14 @@ def _projections(program: Program, norm: Node, on: Backend) -> tuple[list[Node],
     return gone, new
 
 
+def _order(program: Program, values: list[str]) -> list[int]:
+    """Gives the places of query, key and value among values, which their linear layers tell."""
+    user = program.only_user(values[0])
+    if _is(user, "qkv_linear") and set(user.inputs[:3]) == set(values):
+        return [values.index(value) for value in user.inputs[:3]]
+    return [0, 1, 2]
+
+
 def _is_depthwise(program: Program, node: Node, c: int, kernel: int) -> bool:
     given = node.attributes
     return (
@@ -430,6 +417,7 @@ def _is_depthwise(program: Program, node: Node, c: int, kernel: int) -> bool:
         and program.shape(node.inputs[1]) == (c, 1, kernel, kernel)
         and given.get("epilogue", "none") == "none"
         and node.inputs[1] in program.constants
+        and _is_padded_evenly(node)
         and _setting(node, "dilation") == (1, 1)
         and not given.get("format")
     )

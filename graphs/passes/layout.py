@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from maxvision.graphs.backend import Backend
+from maxvision.graphs.elementwise import ELEMENTWISE
 from maxvision.graphs.program import Node, Program, rebuilt
 from maxvision.graphs.views import View
 
-IMAGES = ("conv2d", "batch_norm", "max_pool2d", "avg_pool2d")
+IMAGES = ("conv2d", "batch_norm", "max_pool2d", "avg_pool2d", "group_norm")
 """The ops that take images in either layout."""
-TO_LAST, TO_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
-ANY_LAYOUT = ("relu", "gelu")
-"""Ops that compute each number by itself."""
+REDUCTIONS = ("sum", "mean", "amax", "amin")
+ALONG_AXES = ("slice", "concat", "pad", "cumsum", *REDUCTIONS)
+"""Ops that name axes, and do the same wherever these lie."""
 
 
 def channels_last(program: Program, _: Backend) -> Program:
@@ -24,6 +26,11 @@ def channels_last(program: Program, _: Backend) -> Program:
     return _Layout(program).run()
 
 
+def views(program: Program) -> Program:
+    """Makes of permutes and reshapes in a row one permute at most, between two reshapes."""
+    return _Views(program).run()
+
+
 class _Layout:
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -31,6 +38,7 @@ class _Layout:
         self.seen: dict[str, tuple[str, View]] = {}  # value -> what holds its numbers, and how
         self.made: dict[tuple[str, View], str] = {}  # what was laid out already
         self.names = set(program.types)
+        self.constants = set(program.constants)
 
     def run(self) -> Program:
         for node in self.program.nodes:
@@ -40,10 +48,9 @@ class _Layout:
 
     def place(self, node: Node) -> None:
         """Puts a node down, or notes what it does to the view."""
-        if node.at_load or node.op in ("permute", "reshape"):
-            if node.at_load:
-                self.nodes.append(node)
-                return
+        if node.at_load:
+            self.nodes.append(node)
+        elif node.op in ("permute", "reshape"):
             source, view = self.view(node.inputs[0])
             after = (
                 view.permuted(node.attributes["axes"])  # type: ignore[arg-type]
@@ -56,47 +63,106 @@ class _Layout:
                 self.seen[node.output] = (source, after)
         elif node.op in IMAGES and node.attributes.get("layout", "NCHW") == "NCHW":
             images = {0, 3} if node.op == "conv2d" else {0}  # a residual too
+            n, c, *size = self.program.types[node.output].shape
+            last = 1 + len(size)
+            to_last, to_first = (0, *range(2, last + 1), 1), (0, last, *range(1, last))
             inputs = tuple(
-                self.read(value, TO_LAST if i in images else None) if value else ""
+                self.read(value, to_last if i in images else None) if value else ""
                 for i, value in enumerate(node.inputs)
             )
             self.nodes.append(replace(node.with_attributes(layout="NHWC"), inputs=inputs))
-            n, c, h, w = self.program.types[node.output].shape
-            self.seen[node.output] = (node.output, View.of((n, h, w, c)).permuted(TO_FIRST))
-        elif node.op in ANY_LAYOUT:
-            source, view = self.view(node.inputs[0])
-            self.elementwise(node, (source,), view)
-        elif node.op == "add" and self.same_shapes(node):
-            self.add(node)
-        else:
-            inputs = tuple(self.read(value) if value else "" for value in node.inputs)
-            self.nodes.append(replace(node, inputs=inputs))
+            self.seen[node.output] = (node.output, View.of((n, *size, c)).permuted(to_first))
+        elif not (
+            (node.op == "layer_norm" and self.of_pixels(node))
+            or (node.op in ELEMENTWISE and self.elementwise(node))
+            or (node.op in ALONG_AXES and self.along_axes(node))
+        ):
+            self.keep(node)
 
-    def same_shapes(self, node: Node) -> bool:
-        a, b = (self.program.types[value].shape for value in node.inputs)
-        return a == b
+    def keep(self, node: Node) -> None:
+        """Puts a node down that reads values as the program has them."""
+        inputs = tuple(self.read(value) if value else "" for value in node.inputs)
+        self.nodes.append(replace(node, inputs=inputs))
 
-    def add(self, node: Node) -> None:
-        """Adds two values where the first one that is permuted lies, and the other beside it."""
+    def of_pixels(self, node: Node) -> bool:
+        """Norms the pixels of an image as an image, where tokens are made of it for that."""
+        source, view = self.view(node.inputs[0])
+        held = view.source_shape
+        maker = next((each for each in reversed(self.nodes) if source in each.outputs), None)
+        if (
+            maker is None
+            or maker.op not in IMAGES
+            or not view.keeps_order
+            or held[-1] != view.shape[-1]
+        ):
+            return False
+        self.nodes.append(replace(node, inputs=(source, *node.inputs[1:])))
+        self.seen[node.output] = (node.output, view)
+        return True
+
+    def elementwise(self, node: Node) -> bool:
+        """Computes each number where it lies: in the layout of the first value that is permuted.
+
+        The others are laid out beside it; those that broadcast get its axes.
+        """
+        shape = self.program.types[node.output].shape
         views = [self.view(value) for value in node.inputs]
-        permuted = [view for _, view in views if not view.keeps_order]
+        permuted = [
+            view
+            for value, (_, view) in zip(node.inputs, views, strict=True)
+            if not view.keeps_order and self.program.types[value].shape == shape
+        ]
+        if len(views) == 1:
+            permuted = [views[0][1]]
         if not permuted:
-            inputs = tuple(self.read(value) for value in node.inputs)
-            self.nodes.append(replace(node, inputs=inputs))
-            return
-        view, back = permuted[0], permuted[0].inverse()
-        found = [(source, each.then(back)) for source, each in views]
-        if any(each is None for _, each in found):
-            inputs = tuple(self.read(value) for value in node.inputs)
-            self.nodes.append(replace(node, inputs=inputs))
-            return
-        inputs = tuple(self.lay(source, each) for source, each in found if each)
-        self.elementwise(node, inputs, view)
-
-    def elementwise(self, node: Node, inputs: tuple[str, ...], view: View) -> None:
-        """Computes each number where it lies."""
+            return False
+        view, back, axes = permuted[0], permuted[0].inverse(), permuted[0].axes
+        found: list[tuple[str, View]] = []
+        for value, (source, each) in zip(node.inputs, views, strict=True):
+            held = self.program.types[value].shape
+            moved: View | None = None
+            if held == shape:
+                moved = each.then(back)
+            elif axes is not None:
+                full = each.reshaped((*(1 for _ in range(len(shape) - len(held))), *held))
+                moved = full and full.permuted([axes.index(a) for a in range(len(axes))])
+            if moved is None:
+                return False
+            found.append((source, moved))
+        inputs = tuple(self.lay(source, each) for source, each in found)
         self.nodes.append(replace(node, inputs=inputs))
         self.seen[node.output] = (node.output, view)
+        return True
+
+    def along_axes(self, node: Node) -> bool:
+        """Cuts, joins, pads and reduces images where they lie, along the axes as they lie there."""
+        views = [self.view(value) for value in node.inputs]
+        permuted = [view.axes for _, view in views if not view.keeps_order]
+        if not permuted or permuted[0] is None:
+            return False
+        axes = permuted[0]
+        back = [axes.index(a) for a in range(len(axes))]
+        inputs = tuple(self.lay(source, each.permuted(back)) for source, each in views)
+        attributes = dict(node.attributes)
+        given: Any = node.attributes
+        if "axis" in given:
+            attributes["axis"] = axes[given["axis"]]
+        if "axes" in given:
+            attributes["axes"] = tuple(sorted(axes[a] for a in given["axes"]))
+            attributes["keepdim"] = True
+        if "pads" in given:
+            attributes["pads"] = tuple(n for a in back for n in given["pads"][2 * a : 2 * a + 2])
+        self.nodes.append(replace(node, inputs=inputs, attributes=attributes))
+        shape = list(self.program.types[node.output].shape)
+        full = shape
+        if node.op in REDUCTIONS:
+            held = self.program.types[node.inputs[0]].shape
+            full = [1 if a in given["axes"] else size for a, size in enumerate(held)]
+        view = View.of([full[a] for a in back]).permuted(axes)
+        seen = view.reshaped(shape)
+        assert seen is not None
+        self.seen[node.output] = (node.output, seen)
+        return True
 
     def view(self, value: str) -> tuple[str, View]:
         return self.seen.get(value) or (value, View.of(self.program.types[value].shape))
@@ -127,7 +193,10 @@ class _Layout:
 
     def emit(self, op: str, value: str, **attributes: tuple[int | str, ...]) -> str:
         name = self.free(f"{value}.{op}")
-        self.nodes.append(Node(op, (value,), (name,), attributes))
+        at_load = value in self.constants
+        self.nodes.append(Node(op, (value,), (name,), attributes, at_load=at_load))
+        if at_load:
+            self.constants.add(name)
         return name
 
     def free(self, name: str) -> str:
@@ -137,3 +206,13 @@ class _Layout:
             name = f"{base}_{number}"
         self.names.add(name)
         return name
+
+
+class _Views(_Layout):
+    """Lays every value out as the program has it."""
+
+    def place(self, node: Node) -> None:
+        if node.at_load or node.op in ("permute", "reshape"):
+            super().place(node)
+        else:
+            self.keep(node)

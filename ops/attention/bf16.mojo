@@ -1,4 +1,4 @@
-"""Attention on a CPU in bfloat16: y = softmax(scale * q k^T) v, a block of queries of one head a task.
+"""Attention on a CPU in bfloat16: y = softmax(scale * q k^T + bias) v, a block of queries of one head a task.
 
 Both products are those of ops/gemm/bf16.mojo: 32 queries at a time against panels of 32 keys, then
 their probabilities, rounded to bfloat16, against panels of 32 channels of the values. A task packs
@@ -14,9 +14,10 @@ from std.utils.numerics import nan, neg_inf
 
 from ..gemm.bf16 import BLOCK, SIDE, STEP, TILE, WIDTH
 from ..gemm.bf16 import Left, amx_granted, begin_tiles, end_tiles, multiply
-from ..operands import BF16, F32, Data, narrowed
+from ..operands import BF16, F32, Data, narrowed, widened
 from ..parallel import over_cores
 from .config import LOG2_E, LOWEST, Attention
+from .mask import Mask, MaskSizes, MaskTensors
 
 comptime KEYS = 256
 """Keys of a tile at most."""
@@ -130,18 +131,67 @@ struct _Scratch[depth: Int](TrivialRegisterPassable):
         self.values = self.keys.unsafe_offset(keys * Self.depth)
 
 
+struct _Masks[mask: Mask](TrivialRegisterPassable):
+    """The masks of a tile's queries and keys."""
+
+    var bias: Data[BF16]
+    """Of the first query and key."""
+    var row: Int
+    """Numbers of bias from a query to the next."""
+    var queries: Int
+    """Queries that are there."""
+    var seen: Int
+    """Keys of the tile that the first query sees, where attention is causal."""
+
+    def __init__(out self, bias: Data[BF16], row: Int, queries: Int, seen: Int):
+        self.bias, self.row, self.queries, self.seen = bias, row, queries, seen
+
+    def apply(self, query: Int, scores: Data[F32], count: Int, scale: Float32):
+        """Scales a query's scores and adds the bias, if there is one, and hides keys.
+
+        32 keys of a query lie side by side, those of 32 queries one after the other.
+        """
+        if query >= self.queries:
+            return
+        comptime if Self.mask.bias:
+            var bias = self.bias.unsafe_offset(query * self.row)
+            for key in range(0, count, WIDTH):
+                var to = scores.unsafe_offset(key // BLOCK * BLOCK * BLOCK + key % BLOCK)
+                if key + WIDTH <= count:
+                    var added = widened(bias.unsafe_load[width=WIDTH](key)) * LOG2_E
+                    var score = to.unsafe_load[width=WIDTH]()
+                    to.unsafe_store(0, score.fma(SIMD[F32, WIDTH](scale), added))
+                else:
+                    for i in range(count - key):
+                        var added = widened(bias[unsafe_offset=key + i]) * LOG2_E
+                        to[unsafe_offset=i] = to[unsafe_offset=i].fma(scale, added)
+        comptime if Self.mask.causal:
+            for key in range(max(0, self.seen + query), count):
+                scores[unsafe_offset=key // BLOCK * BLOCK * BLOCK + key % BLOCK] = neg_inf[F32]()
+
+
 @no_inline
 def _weigh[
-    depth: Int
-](s: _Scratch[depth], rows: Int, count: Int, wide: Int, scale: Float32, fresh: Bool):
+    depth: Int, mask: Mask
+](
+    s: _Scratch[depth],
+    masks: _Masks[mask],
+    rows: Int,
+    count: Int,
+    wide: Int,
+    scale_all: Float32,
+    fresh: Bool,
+):
     """Turns the scores of `rows` queries for `count` keys into probabilities, `wide` of them.
 
     Where the highest score rises, sums and total of the tiles before shrink.
     """
+    var scale = Float32(1) if mask.bias else scale_all
     for row in range(rows):
         var scores = s.scores.unsafe_offset(row * BLOCK)
         for key in range(count, wide):
             scores[unsafe_offset=key // BLOCK * BLOCK * BLOCK + key % BLOCK] = neg_inf[F32]()
+        masks.apply(row, scores, count, scale_all)
         var highest = Array[SIMD[F32, WIDTH], BLOCK // WIDTH](fill=LOWEST)
         for at in range(0, wide * BLOCK, BLOCK * BLOCK):
             comptime for v in range(BLOCK // WIDTH):
@@ -174,15 +224,21 @@ def _weigh[
         s.total[unsafe_offset=row] = total
 
 
-def attention_bf16[depth: Int](o: Attention[BF16]):
+def attention_bf16[
+    depth: Int, mask: Mask
+](o: Attention[BF16], tensors: MaskTensors[BF16], sizes: MaskSizes):
     """Attends on all cores.
 
     Parameters:
         depth: Channels of a head, a multiple of 32.
+        mask: What is done to the scores.
 
     Args:
         o: Tensors and sizes.
+        tensors: What masks read.
+        sizes: Where that lies.
     """
+    comptime assert not mask.keys, "attention: on a CPU a mask of keys is a bias"
     var t, keys, c = Int(o.t), Int(o.s), Int(o.c)
     var heads = Int(o.n * o.heads)
     var tiles = ceildiv(keys, KEYS)
@@ -224,6 +280,9 @@ def attention_bf16[depth: Int](o: Attention[BF16]):
             var begin = group * BLOCK
             var rows = BLOCK if t - begin > SIDE else SIDE
             var row = max(0, min(begin, t - rows))
+            var bias = tensors.bias
+            comptime if mask.bias:
+                bias = bias.unsafe_offset(sizes.place(n, channel, row))
             for first in range(0, keys, tile):
                 var count = min(tile, keys - first)
                 var wide = ceildiv(count, STEP) * STEP
@@ -238,7 +297,9 @@ def attention_bf16[depth: Int](o: Attention[BF16]):
                         True,
                         amx,
                     )
-                _weigh(s, rows, count, wide, scale, first == 0)
+                var seen = row + Int(sizes.diagonal) + 1 - first
+                var masks = _Masks[mask](bias.unsafe_offset(first), Int(sizes.row), t - row, seen)
+                _weigh(s, masks, rows, count, wide, scale, first == 0)
                 comptime for panel in range(depth // BLOCK):
                     multiply(
                         Left(s.shares, KEYS, s.zero, 1, wide),
@@ -251,7 +312,7 @@ def attention_bf16[depth: Int](o: Attention[BF16]):
                         amx,
                     )
             for i in range(begin - row, min(rows, t - row)):
-                var some = s.top[unsafe_offset=i] > LOWEST * scale
+                var some = s.top[unsafe_offset=i] > LOWEST * (Float32(1) if mask.bias else scale)
                 var inverse = 1 / s.total[unsafe_offset=i] if some else nan[F32]()
                 var y = o.y.unsafe_offset(start + (row + i) * c)
                 comptime for d in range(0, depth, WIDTH):

@@ -1,4 +1,4 @@
-"""Attention on a CPU: y = softmax(scale * q k^T) v, a block of queries of one head a task.
+"""Attention on a CPU: y = softmax(scale * q k^T + bias) v, a block of queries of one head a task.
 
 A task walks over the keys, KEYS at a time: it turns them over and packs them beside their values
 once for all its queries, then takes 6 queries at a time through both products in register tiles of 6
@@ -16,6 +16,7 @@ from ..operands import F32, Data, narrowed, widened
 from ..parallel import over_cores
 from ..rows import exp_cpu
 from .config import LOWEST, Attention
+from .mask import Mask, MaskSizes, MaskTensors
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
@@ -112,10 +113,53 @@ def _pack[
                 to[unsafe_offset=d * KEYS] = 0
 
 
+struct _Masks[dtype: DType, mask: Mask](TrivialRegisterPassable):
+    """The masks of some queries, and of the packed keys."""
+
+    var bias: Data[Self.dtype]
+    """Of the first query and key."""
+    var row: Int
+    """Numbers of bias from a query to the next."""
+    var seen: Int
+    """Keys that the first query sees, where attention is causal."""
+
+    def __init__(out self, bias: Data[Self.dtype], row: Int, seen: Int):
+        self.bias, self.row, self.seen = bias, row, seen
+
+    def from_query(self, query: Int) -> Self:
+        """Moves on to another query."""
+        return Self(self.bias.unsafe_offset(query * self.row), self.row, self.seen + query)
+
+    def apply(self, query: Int, scores: Data[F32], count: Int, scale: Float32):
+        """Scales a query's scores and adds the bias, if there is one, and hides keys."""
+        comptime if Self.mask.bias:
+            var bias = self.bias.unsafe_offset(query * self.row)
+            var whole = count // WIDTH * WIDTH
+            for key in range(0, whole, WIDTH):
+                var added = widened(bias.unsafe_load[width=WIDTH](key))
+                var score = scores.unsafe_load[width=WIDTH](key)
+                scores.unsafe_store(key, score.fma(SIMD[F32, WIDTH](scale), added))
+            for key in range(whole, count):
+                var score = scores[unsafe_offset=key]
+                scores[unsafe_offset=key] = score.fma(scale, widened(bias[unsafe_offset=key]))
+        comptime if Self.mask.causal:
+            for key in range(max(0, self.seen + query), count):
+                scores[unsafe_offset=key] = neg_inf[F32]()
+
+
 def _attend[
-    dtype: DType, //, depth: Int, rows: Int
-](q: Data[dtype], c: Int, first: Int, count: Int, scale: Float32, s: _Scratch[depth]):
+    dtype: DType, mask: Mask, //, depth: Int, rows: Int
+](
+    q: Data[dtype],
+    c: Int,
+    first: Int,
+    count: Int,
+    scale_all: Float32,
+    masks: _Masks[dtype, mask],
+    s: _Scratch[depth],
+):
     """Attends from `rows` queries, from number `first` of the block on, to the packed keys."""
+    var scale = Float32(1) if mask.bias else scale_all
     comptime COLUMNS = VECTORS * WIDTH
     for column in range(0, KEYS, COLUMNS):
         _multiply[rows, VECTORS](
@@ -132,6 +176,7 @@ def _attend[
         var scores = s.scores.unsafe_offset(row * KEYS)
         for key in range(count, KEYS):
             scores[unsafe_offset=key] = neg_inf[F32]()
+        masks.apply(row, scores, count, scale_all)
         var highest = SIMD[F32, WIDTH](s.top[unsafe_offset=first + row])
         comptime for i in range(KEYS // WIDTH):
             highest = max(highest, scores.unsafe_load[width=WIDTH](i * WIDTH))
@@ -161,16 +206,22 @@ def _attend[
         )
 
 
-def attention_cpu[dtype: DType, //, depth: Int](o: Attention[dtype]):
+def attention_cpu[
+    dtype: DType, //, depth: Int, mask: Mask
+](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes):
     """Attends on all cores.
 
     Parameters:
         dtype: Of the tensors, float32 or bfloat16.
         depth: Channels of a head.
+        mask: What is done to the scores.
 
     Args:
         o: Tensors and sizes.
+        tensors: What masks read.
+        sizes: Where that lies.
     """
+    comptime assert not mask.keys, "attention: on a CPU a mask of keys is a bias"
     var blocks = ceildiv(Int(o.t), BLOCK)
 
     def task(index: Int) {var}:
@@ -189,15 +240,27 @@ def attention_cpu[dtype: DType, //, depth: Int](o: Attention[dtype]):
         for i in range(queries):
             s.top[unsafe_offset=i] = LOWEST
 
+        var bias = tensors.bias
+        comptime if mask.bias:
+            bias = bias.unsafe_offset(sizes.place(n, head - n * Int(o.heads), begin))
         for first_key in range(0, Int(o.s), KEYS):
+            var seen = begin + Int(sizes.diagonal) + 1 - first_key
+            comptime if mask.causal:
+                if seen + queries <= 1:
+                    break
             var count = min(KEYS, Int(o.s) - first_key)
             var at = (n * Int(o.s) + first_key) * c + channel
             _pack(o.k.unsafe_offset(at), o.v.unsafe_offset(at), c, count, s)
+            var masks = _Masks[dtype, mask](bias.unsafe_offset(first_key), Int(sizes.row), seen)
             var whole = queries // ROWS * ROWS
             for i in range(0, whole, ROWS):
-                _attend[depth, ROWS](q.unsafe_offset(i * c), c, i, count, o.scale, s)
+                _attend[depth, ROWS](
+                    q.unsafe_offset(i * c), c, i, count, o.scale, masks.from_query(i), s
+                )
             for i in range(whole, queries):
-                _attend[depth, 1](q.unsafe_offset(i * c), c, i, count, o.scale, s)
+                _attend[depth, 1](
+                    q.unsafe_offset(i * c), c, i, count, o.scale, masks.from_query(i), s
+                )
 
         for i in range(queries):
             var some = s.top[unsafe_offset=i] > LOWEST

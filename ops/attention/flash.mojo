@@ -1,6 +1,6 @@
-"""Attention on NVIDIA's tensor cores: y = softmax(scale * q k^T) v in one kernel.
+"""Attention on NVIDIA's tensor cores: y = softmax(scale * q k^T + bias) v in one kernel.
 
-    q[N, T, C], k[N, S, C], v[N, S, C], y[N, T, C], each head `depth` neighbouring channels of C
+    q[N, T, C], k[N, S, C], v[N, S, C], y[N, T, C], each head `head` neighbouring channels of C
 
 FlashAttention-2 (Dao 2023, arXiv:2307.08691): a warp has 16 or 32 queries in registers and walks
 over the keys, 64 (or 32) at a time, with mma.sync. Scores, probabilities and the running maximum
@@ -9,7 +9,9 @@ probabilities are rounded to the dtype of v as the left side of the second produ
 come through three stages of shared memory, by cp.async, for all warps of a block.
 
 Where there are few queries, `splits` warps take one part each of every stage's keys, and add up
-their results at the end. Sizes are run-time numbers: T and S need not fit the tiles.
+their results at the end. Sizes are run-time numbers: T and S need not fit the tiles. A head of a
+multiple of 4 channels is taken as one of `depth`, the next multiple of 32: the channels that it lacks
+are zeros in shared memory, and are not stored.
 
 A scheduler holds 2 to 4 warps, whose exponentials run beside the products of others. Bound by
 the tensor cores where S is large, by memory where it is small; docs/kernels.md has the figures.
@@ -33,9 +35,12 @@ from std.utils import StaticTuple
 from std.utils.numerics import neg_inf
 
 from ..device import Device
+from ..hopper.accumulator import Fragment
 from ..hopper.ptx import mma_sync
 from ..operands import F32, Data
 from .config import LOG2_E, LOWEST, Attention
+from .mask import Mask, MaskSizes, MaskTensors
+from .tile_mask import BiasPairs, TileMask
 
 comptime U32 = DType.uint32
 """A register: two neighbours of a half type."""
@@ -52,6 +57,18 @@ comptime Shared[dtype: DType] = Pointer[
 Parameters:
     dtype: Of its elements.
 """
+
+
+def padded(head: Int) -> Int:
+    """Says how many channels a head takes in shared memory.
+
+    Args:
+        head: Channels of a head.
+
+    Returns:
+        The next multiple of 32.
+    """
+    return ceildiv(head, 32) * 32
 
 
 def threads(splits: Int) -> Int:
@@ -78,18 +95,19 @@ def warp_keys(depth: Int) -> Int:
     return 64 if depth <= 64 else 32
 
 
-def most_threads(depth: Int, rows: Int, splits: Int) -> Int:
+def most_threads(head: Int, rows: Int, splits: Int, mask: Mask) -> Int:
     """Says how many threads share a multiprocessor: a bound of 128 registers, or of all 255.
 
     Args:
-        depth: Channels of a head.
+        head: Channels of a head.
         rows: Queries of a warp, in units of 16.
         splits: Warps that share the keys of their queries.
+        mask: What is done to the scores.
 
     Returns:
         Threads.
     """
-    return 512 if rows == 1 and splits == 1 and depth <= 64 else 256
+    return 512 if rows == 1 and splits == 1 and head <= 64 and not mask.some() else 256
 
 
 def queries(rows: Int, splits: Int) -> Int:
@@ -151,6 +169,29 @@ def _copy[dtype: DType](to: Shared[dtype], source: Data[dtype], bytes: Int32):
         constraints="r,l,r,~{memory}",
         has_side_effect=True,
     ](UInt32(Int(to)), source, bytes)
+
+
+@always_inline
+def _copy_some[
+    dtype: DType, head: Int
+](to: Shared[dtype], source: Data[dtype], chunk: Int32, inside: Bool):
+    """Starts copying 8 channels of a head that may lack some of them, or all; those are zeros."""
+    comptime BYTES = 16 if head % 8 == 0 else 8
+    comptime kind = "cg" if BYTES == 16 else "ca"
+    comptime EACH = BYTES // 2
+    comptime for i in range(8 // EACH):
+        var part = chunk * Int32(8 // EACH) + Int32(i)
+        var there = inside and part < Int32(head // EACH)
+        inlined_assembly[
+            "cp.async." + kind + ".shared.global [$0], [$1], " + String(BYTES) + ", $2;",
+            NoneType,
+            constraints="r,l,r,~{memory}",
+            has_side_effect=True,
+        ](
+            UInt32(Int(to.unsafe_offset(i * EACH))),
+            source.unsafe_offset(i * EACH if there else -Int(chunk * 8)),
+            Int32(BYTES if there else 0),
+        )
 
 
 @always_inline
@@ -254,7 +295,7 @@ struct _Place(TrivialRegisterPassable):
             self.n += 1
 
 
-struct _Ahead[dtype: DType, depth: Int, rows: Int, splits: Int](TrivialRegisterPassable):
+struct _Ahead[dtype: DType, depth: Int, head: Int, rows: Int, splits: Int](TrivialRegisterPassable):
     """What a block copies next: a tile of keys and values, and the queries with the first."""
 
     comptime CHUNKS = Self.depth // 8
@@ -277,6 +318,16 @@ struct _Ahead[dtype: DType, depth: Int, rows: Int, splits: Int](TrivialRegisterP
         self.place, self.key, self.at, self.stage, self.slot = place, 0, 0, 0, 0
 
     @always_inline
+    def copy_chunk(
+        self, to: Shared[Self.dtype], source: Data[Self.dtype], chunk: Int32, inside: Bool
+    ):
+        """Starts copying 8 channels."""
+        comptime if Self.head == Self.depth:
+            _copy(to, source, Int32(16 if inside else 0))
+        else:
+            _copy_some[Self.dtype, Self.head](to, source, chunk, inside)
+
+    @always_inline
     def copy(
         mut self,
         o: Attention[Self.dtype],
@@ -289,7 +340,7 @@ struct _Ahead[dtype: DType, depth: Int, rows: Int, splits: Int](TrivialRegisterP
         var t = Int32(thread_idx.x)
         if self.place.n < o.n:
             if self.key == 0:
-                var channel = Int(self.place.head * Int32(Self.depth))
+                var channel = Int(self.place.head * Int32(Self.head))
                 self.at = Int(self.place.n * o.s) * Int(o.c) + channel
                 var first = self.place.block * Int32(Self.QUERIES)
                 var q = o.q.unsafe_offset(Int(self.place.n * o.t + first) * Int(o.c) + channel)
@@ -300,10 +351,11 @@ struct _Ahead[dtype: DType, depth: Int, rows: Int, splits: Int](TrivialRegisterP
                     var row = (t + Int32(i * Self.THREADS)) // Int32(Self.CHUNKS)
                     var chunk = (t + Int32(i * Self.THREADS)) % Int32(Self.CHUNKS)
                     var inside = first + row < o.t
-                    _copy(
+                    self.copy_chunk(
                         to.unsafe_offset(_place[Self.depth](row, chunk)),
                         q.unsafe_offset(Int(row if inside else 0) * Int(o.c) + Int(chunk * 8)),
-                        Int32(16 if inside else 0),
+                        chunk,
+                        inside,
                     )
                 self.slot = 0 if self.slot == STAGES - 1 else self.slot + 1
 
@@ -314,16 +366,17 @@ struct _Ahead[dtype: DType, depth: Int, rows: Int, splits: Int](TrivialRegisterP
                 var chunk = (t + Int32(i * Self.THREADS)) % Int32(Self.CHUNKS)
                 var inside = self.key + row < o.s
                 var from_ = self.at + Int(row if inside else 0) * Int(o.c) + Int(chunk * 8)
-                var bytes = Int32(16 if inside else 0)
-                _copy(
+                self.copy_chunk(
                     keys.unsafe_offset(_place[Self.depth](row, chunk)),
                     o.k.unsafe_offset(from_),
-                    bytes,
+                    chunk,
+                    inside,
                 )
-                _copy(
+                self.copy_chunk(
                     values.unsafe_offset(_place[Self.depth](row, chunk)),
                     o.v.unsafe_offset(from_),
-                    bytes,
+                    chunk,
+                    inside,
                 )
             self.stage = 0 if self.stage == STAGES - 1 else self.stage + 1
             self.key += Int32(Self.TILE)
@@ -336,12 +389,14 @@ struct _Ahead[dtype: DType, depth: Int, rows: Int, splits: Int](TrivialRegisterP
 
 @always_inline
 def _attend[
-    dtype: DType, depth: Int, rows: Int, keys: Int, masked: Bool
+    dtype: DType, mask: Mask, tile_keys: Int, //, depth: Int, rows: Int, keys: Int, masked: Bool
 ](
     k: Shared[dtype],
     v: Shared[dtype],
+    first_key: Int32,
     left: Int32,
-    scale: Float32,
+    scale_all: Float32,
+    masks: Array[TileMask[dtype, mask, tile_keys], rows],
     q: Array[SIMD[U32, 4], rows * depth // 16],
     mut acc: Array[SIMD[F32, 4], rows * (depth // 8)],
     mut top: Array[Float32, 2 * rows],
@@ -352,6 +407,11 @@ def _attend[
     comptime OUT = depth // 8
     var lane = Int32(thread_idx.x) & 31
     var quad = lane & 3
+    var scale = Float32(1) if mask.bias else scale_all
+    var bias = Array[BiasPairs[tile_keys], rows](uninitialized=True)
+    comptime if mask.bias:
+        comptime for r in range(rows):
+            bias[r] = masks[r].load_bias(first_key)
 
     var score = Array[SIMD[F32, 4], rows * TILES](fill=0)
     comptime for half in range(depth // 32):
@@ -363,6 +423,15 @@ def _attend[
                 comptime a = (r * (depth // 32) + half) * 2
                 score[s] = mma_sync[dtype](q[a], SIMD[U32, 2](b[0], b[1]), score[s])
                 score[s] = mma_sync[dtype](q[a + 1], SIMD[U32, 2](b[2], b[3]), score[s])
+    comptime if mask.some():
+        comptime assert keys == tile_keys, "attention: masks are of whole tiles"
+        comptime for r in range(rows):
+            var part = StaticTuple[Float32, tile_keys // 2](fill=0)
+            comptime for i in range(tile_keys // 2):
+                part[i] = score[r * TILES + i // 4][i % 4]
+            masks[r].apply(part, bias[r], first_key, scale_all)
+            comptime for i in range(tile_keys // 2):
+                score[r * TILES + i // 4][i % 4] = part[i]
     comptime if masked:
         comptime for tile in range(TILES):
             comptime for i in range(2):
@@ -479,7 +548,7 @@ def _combine[
 
 @always_inline
 def _store[
-    dtype: DType, depth: Int, rows: Int
+    dtype: DType, depth: Int, head: Int, rows: Int
 ](
     y: Data[dtype],
     left: Int32,
@@ -513,33 +582,55 @@ def _store[
         var chunk = (lane + Int32(32 * i)) % Int32(OUT)
         if row < left:
             var eight = shared.unsafe_load[width=8, alignment=16](_place[depth](first + row, chunk))
-            y.unsafe_store[alignment=16](Int(row) * Int(c) + Int(chunk * 8), eight)
+            var to = y.unsafe_offset(Int(row) * Int(c) + Int(chunk * 8))
+            comptime if head == depth:
+                to.unsafe_store[alignment=16](0, eight)
+            elif head % 8 == 0:
+                if chunk < Int32(head // 8):
+                    to.unsafe_store[alignment=16](0, eight)
+            else:
+                comptime for i in range(2):
+                    if 2 * chunk + Int32(i) < Int32(head // 4):
+                        to.unsafe_store[alignment=8](4 * i, eight.slice[4, offset=4 * i]())
 
 
-@__name(t"attention_flash_{depth}_{rows}x{splits}_{dtype}")
+@__name(t"attention_flash_{mask.label()}{head}_{rows}x{splits}_{dtype}")
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(most_threads(depth, rows, splits)))
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](
+        Int32(most_threads(head, rows, splits, mask))
+    )
 )
 def flash_kernel[
-    dtype: DType, depth: Int, rows: Int, splits: Int
-](o: Attention[dtype], blocks: Int32, step: SIMD[DType.int32, 4]):
+    dtype: DType, head: Int, rows: Int, splits: Int, mask: Mask
+](
+    o: Attention[dtype],
+    blocks: Int32,
+    step: SIMD[DType.int32, 4],
+    tensors: MaskTensors[dtype],
+    sizes: MaskSizes,
+):
     """Computes every grid-th block of queries of a head.
 
     Parameters:
         dtype: Either bfloat16 or float16.
-        depth: Channels of a head, a multiple of 32.
+        head: Channels of a head, a multiple of 4.
         rows: Queries of a warp, in units of 16.
         splits: Warps that share the keys of their queries.
+        mask: What is done to the scores.
 
     Args:
         o: Tensors and sizes.
         blocks: Blocks of queries of a head.
         step: Images, heads and blocks from one of this block's to the next.
+        tensors: What masks read.
+        sizes: Where that lies.
     """
-    comptime assert depth % 32 == 0, "attention: tensor cores expect heads of a multiple of 32"
+    comptime depth = padded(head)
+    comptime assert head % 4 == 0, "attention: 8 bytes are copied at a time"
     comptime KEYS = warp_keys(depth)
     comptime TILE = KEYS * splits
     comptime STAGE = 2 * TILE * depth
+    comptime SHORT = Int32(0) if mask.some() else Int32(16)
     wait_on_dependent_grids()
     launch_dependent_grids()
 
@@ -555,7 +646,7 @@ def flash_kernel[
     var stage = Int32(0)
     var slot = Int32(0)
     # Two tiles ahead.
-    var ahead = _Ahead[dtype, depth, rows, splits](place)
+    var ahead = _Ahead[dtype, depth, head, rows, splits](place)
     ahead.copy(o, blocks, step, stages)
     ahead.copy(o, blocks, step, stages)
     while place.n < o.n:
@@ -565,6 +656,20 @@ def flash_kernel[
         var acc = Array[SIMD[F32, 4], rows * (depth // 8)](fill=0)
         var top = Array[Float32, 2 * rows](fill=LOWEST)
         var sum = Array[Float32, 2 * rows](fill=0)
+        var masks = Array[TileMask[dtype, mask, KEYS], rows](uninitialized=True)
+        comptime if mask.some():
+            comptime for r in range(rows):
+                var lane = Int32(thread_idx.x) & 31
+                masks[r] = TileMask[dtype, mask, KEYS](
+                    tensors,
+                    sizes,
+                    Fragment(Int32(thread_idx.x)),
+                    n=place.n,
+                    head=place.head,
+                    query=first + Int32(16 * r) + (lane >> 2),
+                    t=o.t,
+                    s=o.s,
+                )
         for tile in range(tiles):
             _wait()
             barrier()
@@ -575,16 +680,25 @@ def flash_kernel[
             var values = keys.unsafe_offset(TILE * depth)
             stage = 0 if stage == STAGES - 1 else stage + 1
             var left = o.s - tile * Int32(TILE) - split * Int32(KEYS)
+            var key = o.s - left
             if first >= o.t:
                 continue
+            comptime if mask.causal:
+                if key > first + Int32(16 * rows - 1) + sizes.diagonal:
+                    continue
             if left >= Int32(KEYS):
-                _attend[dtype, depth, rows, KEYS, False](
-                    keys, values, left, scale, q, acc, top, sum
+                _attend[depth, rows, KEYS, False](
+                    keys, values, key, left, scale, masks, q, acc, top, sum
                 )
-            elif left > 16:
-                _attend[dtype, depth, rows, KEYS, True](keys, values, left, scale, q, acc, top, sum)
+            elif left > SHORT:
+                _attend[depth, rows, KEYS, True](
+                    keys, values, key, left, scale, masks, q, acc, top, sum
+                )
             elif left > 0:
-                _attend[dtype, depth, rows, 16, True](keys, values, left, scale, q, acc, top, sum)
+                comptime if not mask.some():
+                    _attend[depth, rows, 16, True](
+                        keys, values, key, left, scale, masks, q, acc, top, sum
+                    )
         slot = 0 if slot == STAGES - 1 else slot + 1
 
         comptime for i in range(2 * rows):
@@ -593,11 +707,16 @@ def flash_kernel[
         comptime if splits > 1:
             # Such a block has one item, so the stages are free.
             _combine[depth, rows, splits](
-                stages.unsafe_bitcast[Float32](), split, scale, acc, top, sum
+                stages.unsafe_bitcast[Float32](),
+                split,
+                Float32(1) if mask.bias else scale,
+                acc,
+                top,
+                sum,
             )
         if split == 0 and first < o.t:
-            var channel = Int(place.head * Int32(depth))
-            _store[dtype, depth, rows](
+            var channel = Int(place.head * Int32(head))
+            _store[dtype, depth, head, rows](
                 o.y.unsafe_offset(Int(place.n * o.t + first) * Int(o.c) + channel),
                 o.t - first,
                 o.c,
@@ -610,35 +729,42 @@ def flash_kernel[
 
 
 def enqueue_flash[
-    dtype: DType, depth: Int, rows: Int, splits: Int
-](o: Attention[dtype], ctx: DeviceContext) raises:
+    dtype: DType, head: Int, rows: Int, splits: Int, mask: Mask
+](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
     """Enqueues the kernel.
 
     Parameters:
         dtype: Either bfloat16 or float16.
-        depth: Channels of a head.
+        head: Channels of a head, a multiple of 4.
         rows: Queries of a warp, in units of 16.
         splits: Warps that share the keys of their queries.
+        mask: What is done to the scores.
 
     Args:
         o: Tensors and sizes.
+        tensors: What masks read.
+        sizes: Where that lies.
         ctx: The GPU.
 
     Raises:
         If the launch fails.
     """
     comptime THREADS = threads(splits)
-    comptime SHARED = shared_bytes(depth, rows, splits)
+    comptime SHARED = shared_bytes(padded(head), rows, splits)
     var blocks = ceildiv(Int(o.t), queries(rows, splits))
     var grid = blocks * Int(o.n * o.heads)
     comptime if splits == 1:
         # As many blocks as find room; each goes on to another block of queries.
-        comptime room = min(most_threads(depth, rows, splits) // THREADS, 224 * 1024 // SHARED)
+        comptime most = most_threads(head, rows, splits, mask)
+        comptime room = min(most // THREADS, 224 * 1024 // SHARED)
         grid = min(grid, max(room, 1) * Device(ctx).multiprocessors)
-    ctx.enqueue_function[flash_kernel[dtype, depth, rows, splits]](
+    var step = _Place(Int32(grid), o.heads, Int32(blocks)).steps()
+    ctx.enqueue_function[flash_kernel[dtype, head, rows, splits, mask]](
         o,
         Int32(blocks),
-        _Place(Int32(grid), o.heads, Int32(blocks)).steps(),
+        step,
+        tensors,
+        sizes,
         grid_dim=grid,
         block_dim=THREADS,
         shared_mem_bytes=SHARED,

@@ -6,26 +6,32 @@ from std.math import ceildiv
 from ..device import Device
 from ..target import HAS_MMA, IS_HOPPER
 from .config import Attention
-from .flash import SPLITS, enqueue_flash, queries, shared_bytes
+from .flash import SPLITS, enqueue_flash, padded, queries, shared_bytes
 from .hopper import enqueue_hopper, least_keys, long, short
+from .mask import Mask, MaskSizes, MaskTensors
 from .plain import enqueue_plain
 
 
-def attention_gpu[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceContext) raises:
+def attention_gpu[
+    dtype: DType, depth: Int, mask: Mask
+](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
     """Enqueues an attention.
 
     Parameters:
         dtype: Of all tensors.
         depth: Channels of a head.
+        mask: What is done to the scores.
 
     Args:
         o: Tensors and sizes.
+        tensors: What masks read.
+        sizes: Where that lies.
         ctx: The GPU.
 
     Raises:
         If the launch fails.
     """
-    comptime if HAS_MMA and dtype.is_half_float() and depth % 32 == 0 and depth <= 128:
+    comptime if HAS_MMA and dtype.is_half_float() and depth % 4 == 0 and depth <= 128:
         # 32 queries of a warp share the loads of keys and values, but leave no registers for heads
         # of more than 64 channels.
         comptime rows = 2 if depth <= 64 else 1
@@ -33,18 +39,19 @@ def attention_gpu[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceCont
         var heads = Int(o.n * o.heads)
         if (
             ceildiv(Int(o.t), queries(rows, 1)) * heads < device.multiprocessors
-            and shared_bytes(depth, 1, SPLITS) <= device.shared
+            and shared_bytes(padded(depth), 1, SPLITS) <= device.shared
         ):
-            enqueue_flash[dtype, depth, 1, SPLITS](o, ctx)
+            enqueue_flash[dtype, depth, 1, SPLITS, mask](o, tensors, sizes, ctx)
             return
-        comptime if IS_HOPPER:
+        # Hopper's copy engine brings whole boxes of 32 or 64 channels of a head.
+        comptime if IS_HOPPER and depth % 32 == 0:
             comptime SHORT = short(depth)
             if Int(o.s) >= least_keys(depth):
                 if Int(o.s) <= SHORT.keys:
-                    enqueue_hopper[dtype, SHORT](o, ctx)
+                    enqueue_hopper[dtype, SHORT, mask](o, tensors, sizes, ctx)
                 else:
-                    enqueue_hopper[dtype, long(depth)](o, ctx)
+                    enqueue_hopper[dtype, long(depth), mask](o, tensors, sizes, ctx)
                 return
-        enqueue_flash[dtype, depth, rows, 1](o, ctx)
+        enqueue_flash[dtype, depth, rows, 1, mask](o, tensors, sizes, ctx)
     else:
-        enqueue_plain[dtype, depth](o, ctx)
+        enqueue_plain[dtype, depth, mask](o, tensors, sizes, ctx)

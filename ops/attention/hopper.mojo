@@ -56,7 +56,8 @@ from ..operands import F32, Data
 from ..rows import over_lanes
 from .config import LOG2_E, LOWEST, Attention
 from .flash import U32, packed, reciprocal
-from .mask import Mask, MaskSizes, MaskTensors, TileMask
+from .mask import Mask, MaskSizes, MaskTensors
+from .tile_mask import TileMask
 
 
 struct Config(TrivialRegisterPassable):
@@ -553,7 +554,7 @@ def _consume[
             at,
             n=tile.n,
             head=tile.channel // Int32(config.depth),
-            first=tile.first,
+            query=tile.first + at.row(),
             t=problem.t,
             s=problem.s,
         )
@@ -862,25 +863,6 @@ def _period(
         if least == 0 or most < least:
             best, least = each, most
     return best
-
-
-def enqueue_hopper[dtype: DType, config: Config](o: Attention[dtype], ctx: DeviceContext) raises:
-    """Enqueues the kernel without masks.
-
-    Parameters:
-        dtype: Either bfloat16 or float16.
-        config: Sizes of the tiles.
-
-    Args:
-        o: Tensors and sizes; heads of `config.depth` channels.
-        ctx: The GPU.
-
-    Raises:
-        If a tensor map cannot be made or the launch fails.
-    """
-    # Nothing is read of them.
-    var tensors = MaskTensors[dtype](o.q, o.q.unsafe_bitcast[UInt8]())
-    enqueue_hopper[dtype, config, Mask()](o, tensors, MaskSizes(), ctx)
 
 
 def enqueue_hopper[

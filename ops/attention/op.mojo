@@ -1,7 +1,7 @@
 """Attention: registration, checks and the choice of a kernel.
 
     y[n, t, h D + d] = sum_s p[s] v[n, s, h D + d],
-    p = softmax_s(scale * sum_d q[n, t, h D + d] k[n, s, h D + d])
+    p = softmax_s(scale * sum_d q[n, t, h D + d] k[n, s, h D + d] + bias[n % P, h T + t, s])
 
 The heads h lie side by side in C = heads * D, as linear layers leave them: nothing is permuted, and
 no score goes to memory (Dao et al. 2022, arXiv:2205.14135).
@@ -15,6 +15,7 @@ from ..operands import BF16, F32, ON_CPU, data
 from .bf16 import attention_bf16
 from .config import Attention
 from .cpu import attention_cpu
+from .mask import Mask, MaskSizes, MaskTensors
 
 
 @register("attention")
@@ -23,7 +24,7 @@ struct MultiHeadAttention:
 
     @staticmethod
     def execute[
-        target: StaticString, depth: Int
+        target: StaticString, depth: Int, causal: Bool
     ](
         y: OutputTensor[rank=3, ...],
         q: InputTensor[dtype=y.dtype, rank=3, ...],
@@ -37,6 +38,7 @@ struct MultiHeadAttention:
         Parameters:
             target: "cpu" or "gpu".
             depth: Channels of a head.
+            causal: Whether a query sees no keys after it.
 
         Args:
             y: Result [N, T, C].
@@ -49,25 +51,96 @@ struct MultiHeadAttention:
         Raises:
             If a launch fails.
         """
-        if y.size() == 0:
-            return
-        var o = Attention[y.dtype](
-            data(q),
-            data(k),
-            data(v),
-            data(y),
-            n=q.shape()[0],
-            t=q.shape()[1],
-            s=k.shape()[1],
-            c=q.shape()[2],
-            heads=q.shape()[2] // depth,
-            scale=data(scale)[unsafe_offset=0],
+        # Nothing is read as a bias.
+        comptime mask = Mask(causal=causal)
+        _attend[target, depth, mask](y, q, k, v, scale, MaskTensors(data(q)), MaskSizes(), ctx)
+
+
+@register("attention_bias")
+struct BiasedAttention:
+    """Attends as `attention` does, with numbers added to the scores.
+
+    They are bias[P, heads * T, S], or [P, T, S] for all heads, or [P, 1, S] for all queries too; image
+    n has those of n % P. Rows may be longer than S; on a GPU they are of an even length.
+    """
+
+    @staticmethod
+    def execute[
+        target: StaticString, depth: Int, causal: Bool
+    ](
+        y: OutputTensor[rank=3, ...],
+        q: InputTensor[dtype=y.dtype, rank=3, ...],
+        k: InputTensor[dtype=y.dtype, rank=3, ...],
+        v: InputTensor[dtype=y.dtype, rank=3, ...],
+        bias: InputTensor[dtype=y.dtype, rank=3, ...],
+        scale: InputTensor[dtype=F32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+            depth: Channels of a head.
+            causal: Whether a query sees no keys after it.
+
+        Args:
+            y: Result [N, T, C].
+            q: Queries [N, T, C].
+            k: Keys [N, S, C].
+            v: Values [N, S, C].
+            bias: Added to the scores.
+            scale: Scale of the scores: one number in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        var rows, row = bias.shape()[1], bias.shape()[2]
+        var queries = q.shape()[1]
+        var sizes = MaskSizes(
+            image=rows * row,
+            images=bias.shape()[0],
+            head=0 if rows == 1 or rows == queries else queries * row,
+            row=0 if rows == 1 else row,
         )
-        comptime if target == "cpu":
-            comptime assert ON_CPU[y.dtype], "attention: a CPU expects float32 or bfloat16"
-            comptime if y.dtype == BF16 and depth % 32 == 0:
-                attention_bf16[depth](rebind[Attention[BF16]](o))
-            else:
-                attention_cpu[depth](o)
+        comptime mask = Mask(bias=True, causal=causal)
+        _attend[target, depth, mask](y, q, k, v, scale, MaskTensors(data(bias)), sizes, ctx)
+
+
+def _attend[
+    target: StaticString, depth: Int, mask: Mask
+](
+    y: OutputTensor[rank=3, ...],
+    q: InputTensor[dtype=y.dtype, rank=3, ...],
+    k: InputTensor[dtype=y.dtype, rank=3, ...],
+    v: InputTensor[dtype=y.dtype, rank=3, ...],
+    scale: InputTensor[dtype=F32, rank=1, ...],
+    tensors: MaskTensors[y.dtype],
+    sizes: MaskSizes,
+    ctx: DeviceContext,
+) raises:
+    """Chooses the kernel."""
+    if y.size() == 0:
+        return
+    var o = Attention[y.dtype](
+        data(q),
+        data(k),
+        data(v),
+        data(y),
+        n=q.shape()[0],
+        t=q.shape()[1],
+        s=k.shape()[1],
+        c=q.shape()[2],
+        heads=q.shape()[2] // depth,
+        scale=data(scale)[unsafe_offset=0],
+    )
+    comptime if target == "cpu":
+        comptime assert ON_CPU[y.dtype], "attention: a CPU expects float32 or bfloat16"
+        comptime if y.dtype == BF16 and depth % 32 == 0:
+            attention_bf16[depth, mask](
+                rebind[Attention[BF16]](o), rebind[MaskTensors[BF16]](tensors), sizes
+            )
         else:
-            attention_gpu[y.dtype, depth](o, ctx)
+            attention_cpu[depth, mask](o, tensors, sizes)
+    else:
+        attention_gpu[y.dtype, depth, mask](o, tensors, sizes, ctx)

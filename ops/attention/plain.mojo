@@ -1,6 +1,6 @@
 """Attention on any GPU, without tensor cores: float32 arithmetic throughout, heads of any depth.
 
-    y = softmax(scale * q k^T) v,  q[N, T, C], k[N, S, C], v[N, S, C], y[N, T, C]
+    y = softmax(scale * q k^T + bias) v,  q[N, T, C], k[N, S, C], v[N, S, C], y[N, T, C]
 
 A block takes 32 queries of a head, 8 for each of its 4 groups of 32 lanes, and walks over the keys, 32
 at a time, through shared memory. A lane scores one key for the 8 queries of its group, then sums up
@@ -23,6 +23,7 @@ from std.utils.numerics import neg_inf
 
 from ..operands import F32, Data
 from .config import LOWEST, Attention
+from .mask import Mask, MaskSizes, MaskTensors
 
 comptime GROUPS = 4
 """Groups of lanes in a block."""
@@ -56,18 +57,24 @@ def plain_shared_bytes(depth: Int) -> Int:
     return 4 * (pitch(depth) * (GROUPS * ROWS + 2 * LANES) + GROUPS * ROWS * LANES)
 
 
-@__name(t"attention_plain_{depth}_{dtype}")
-def plain_kernel[dtype: DType, depth: Int](o: Attention[dtype], blocks: Int32):
+@__name(t"attention_plain_{mask.label()}{depth}_{dtype}")
+def plain_kernel[
+    dtype: DType, depth: Int, mask: Mask
+](o: Attention[dtype], blocks: Int32, tensors: MaskTensors[dtype], sizes: MaskSizes):
     """Computes 32 queries of one head.
 
     Parameters:
         dtype: Of all tensors.
         depth: Channels of a head.
+        mask: What is done to the scores.
 
     Args:
         o: Tensors and sizes.
         blocks: Blocks of queries of a head.
+        tensors: What masks read.
+        sizes: Where that lies.
     """
+    comptime assert not mask.keys, "attention: here a mask of keys is a bias"
     comptime PITCH = pitch(depth)
     comptime QUERIES = GROUPS * ROWS
     comptime OUT = ceildiv(depth, LANES)
@@ -99,6 +106,9 @@ def plain_kernel[dtype: DType, depth: Int](o: Attention[dtype], blocks: Int32):
     var top = SIMD[F32, ROWS](LOWEST)
     var sum = SIMD[F32, ROWS](0)
     for key0 in range(0, Int(o.s), LANES):
+        comptime if mask.causal:
+            if key0 > first + QUERIES - 1 + Int(sizes.diagonal):
+                break
         barrier()
         for i in range(Int(thread_idx.x), LANES * PITCH, THREADS):
             var row = i // PITCH
@@ -121,6 +131,19 @@ def plain_kernel[dtype: DType, depth: Int](o: Attention[dtype], blocks: Int32):
                 comptime for i in range(4):
                     score[row] = query[i].fma(key[i], score[row])
         score *= o.scale
+        comptime if mask.bias:
+            var query = first + group * ROWS
+            var bias = tensors.bias.unsafe_offset(
+                sizes.place(n, head - n * Int(o.heads), query) + key0 + lane
+            )
+            comptime for row in range(ROWS):
+                if query + row < Int(o.t) and key0 + lane < Int(o.s):
+                    score[row] += bias[unsafe_offset=row * Int(sizes.row)].cast[F32]()
+        comptime if mask.causal:
+            var last = first + group * ROWS + Int(sizes.diagonal)
+            comptime for row in range(ROWS):
+                if key0 + lane > last + row:
+                    score[row] = neg_inf[F32]()
         if key0 + lane >= Int(o.s):
             score = neg_inf[F32]()
 
@@ -161,15 +184,20 @@ def plain_kernel[dtype: DType, depth: Int](o: Attention[dtype], blocks: Int32):
                     o.y[unsafe_offset=at] = (acc[column][row] / sum[row]).cast[dtype]()
 
 
-def enqueue_plain[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceContext) raises:
+def enqueue_plain[
+    dtype: DType, depth: Int, mask: Mask
+](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
     """Enqueues the kernel.
 
     Parameters:
         dtype: Of all tensors.
         depth: Channels of a head.
+        mask: What is done to the scores.
 
     Args:
         o: Tensors and sizes.
+        tensors: What masks read.
+        sizes: Where that lies.
         ctx: The GPU.
 
     Raises:
@@ -177,9 +205,11 @@ def enqueue_plain[dtype: DType, depth: Int](o: Attention[dtype], ctx: DeviceCont
     """
     var blocks = ceildiv(Int(o.t), GROUPS * ROWS)
     comptime SHARED = plain_shared_bytes(depth)
-    ctx.enqueue_function[plain_kernel[dtype, depth]](
+    ctx.enqueue_function[plain_kernel[dtype, depth, mask]](
         o,
         Int32(blocks),
+        tensors,
+        sizes,
         grid_dim=blocks * Int(o.n * o.heads),
         block_dim=GROUPS * LANES,
         shared_mem_bytes=SHARED,

@@ -27,7 +27,9 @@ def _bmm[
     tf32: Bool,
     constant: Bool,
 ](y_size: Int, m: Int, k: Int, n: Int, b_size: Int, o: Operands[dtype], ctx: DeviceContext,) raises:
-    comptime assert Epilogue.known(name), "bmm: epilogue expects none, relu, gelu, add or add_relu"
+    comptime assert Epilogue.known(
+        name
+    ), "bmm: there is no such epilogue; ops/epilogue.mojo says what there is"
     comptime assert (
         layout == "kn" or layout == "nk" or layout == "packed"
     ), "bmm: layout expects kn, nk or packed"
@@ -73,7 +75,7 @@ struct Bmm:
 
         Parameters:
             target: "cpu" or "gpu".
-            epilogue: "none", "relu" or "gelu".
+            epilogue: One that does not add (ops/epilogue.mojo).
             layout: "kn", "nk" or "packed".
             tf32: Whether a GPU may round float32 to TF32 for the products.
             constant: Whether b is a weight, which no other op writes.
@@ -132,7 +134,7 @@ struct BmmAdd:
 
         Parameters:
             target: "cpu" or "gpu".
-            epilogue: "add" or "add_relu".
+            epilogue: One that adds (ops/epilogue.mojo).
             layout: "kn", "nk" or "packed".
             tf32: Whether a GPU may round float32 to TF32 for the products.
             constant: Whether b is a weight, which no other op writes.

@@ -20,7 +20,7 @@ def _conv2d[
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     comptime assert Epilogue.known(
         name
-    ), "conv2d: epilogue expects none, relu, gelu, add or add_relu"
+    ), "conv2d: there is no such epilogue; ops/epilogue.mojo says what there is"
     if g.pixels() == 0:
         return
     comptime if target == "cpu":
@@ -49,7 +49,7 @@ struct Conv2d:
 
         Parameters:
             target: "cpu" or "gpu".
-            epilogue: "none", "relu" or "gelu".
+            epilogue: One that does not add (ops/epilogue.mojo).
             tf32: Whether a GPU may round float32 to TF32 for the products.
 
         Args:
@@ -97,7 +97,7 @@ struct Conv2dAdd:
 
         Parameters:
             target: "cpu" or "gpu".
-            epilogue: "add" or "add_relu".
+            epilogue: One that adds (ops/epilogue.mojo).
             tf32: Whether a GPU may round float32 to TF32 for the products.
 
         Args:

@@ -40,106 +40,54 @@ from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
 from ..hopper.conv import Problem
 from ..hopper.epilogue import EpilogueTensors
-from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import cluster_arrive, sync_threads
-from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
-from ..hopper.tile import TilePlan, TileStorage, consume_tile
+from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepCounter, box_map, produce_pixels
 from ..operands import Operands
 from .hopper import filter_map
 
 
-struct Config(TrivialRegisterPassable):
-    """How a block works: a compile-time value."""
-
-    var groups: Int
-    """Consumers, of 64 pixels each: 1 or 2."""
-    var columns: Int
-    """Filters of a block: 32, 64 or, without a cluster, 128."""
-    var split: Bool
-    """Whether a cluster shares a tile."""
-
-    def __init__(out self, groups: Int, columns: Int, *, split: Bool = False):
-        """Names the parts.
-
-        Args:
-            groups: Consumers.
-            columns: Filters of a block.
-            split: Whether a cluster shares a tile.
-        """
-        self.groups, self.columns, self.split = groups, columns, split
-
-    def label(self) -> String:
-        """Names the block for a profiler, as a part of a kernel's symbol.
-
-        Returns:
-            Pixels and filters, and how it works.
-        """
-        return String(t"{self.rows()}x{self.columns}") + ("split" if self.split else "")
-
-    @always_inline
-    def rows(self) -> Int:
-        """Counts the pixels of a tile.
-
-        Returns:
-            64 for each consumer.
-        """
-        return ROWS * self.groups
-
-    @always_inline
-    def blocks(self) -> Int:
-        """Counts the blocks that a multiprocessor holds at a time; it bounds the registers.
-
-        Returns:
-            Two.
-        """
-        return 2
-
-    @always_inline
-    def room(self) -> Int:
-        """Counts the bytes of shared memory that a block may take.
-
-        Returns:
-            As many as leave room for another block.
-        """
-        return 113 * 1024
-
-    @always_inline
-    def threads(self) -> Int:
-        """Counts the threads of a block.
-
-        Returns:
-            A warpgroup for each consumer, and a warp for each of x and w.
-        """
-        return WARPGROUP * self.groups + 2 * WARP
+comptime BLOCKS = 2
+"""Blocks that a multiprocessor holds at a time; it bounds the registers."""
+comptime ROOM = 113 * 1024
+"""Bytes of shared memory that a block may take: as many as leave room for another block."""
 
 
-comptime Plan[config: Config] = TilePlan[config.rows(), config.columns, config.split]
-"""How a block's shared memory is divided.
+def threads(config: TileConfig) -> Int:
+    """Counts the threads of a block.
 
-Parameters:
-    config: Sizes of the block.
-"""
+    Args:
+        config: The tile.
+
+    Returns:
+        A warpgroup for each consumer, and a warp for each of x and w.
+    """
+    return WARPGROUP * config.groups + 2 * WARP
 
 
 @__name(t"gemm_resident_{config.label()}_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
-    `nvvm.minctasm`=SIMDLength(config.blocks()),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(threads(config))),
+    `nvvm.minctasm`=SIMDLength(BLOCKS),
 )
 def resident_kernel[
-    dtype: DType, epilogue: Epilogue, config: Config
-](maps: TensorMaps[2], tensors: EpilogueTensors[dtype], problem: Problem[1], plan: Plan[config],):
+    dtype: DType, epilogue: Epilogue, config: TileConfig
+](
+    maps: TensorMaps[2],
+    tensors: EpilogueTensors[dtype],
+    problem: Problem[1],
+    plan: TilePlan[config],
+):
     """Computes a tile, or a cluster's share of one.
 
     Parameters:
         dtype: Of x, w and y.
         epilogue: What the accumulator goes through.
-        config: Sizes of the block.
+        config: The tile.
 
     Args:
         maps: Tensor maps of x (boxes of an image, im2col, or a matrix) and w[F, R * S, C].
@@ -157,7 +105,7 @@ def resident_kernel[
     var storage = TileStorage(shared_memory["gemm_resident"](), schedule, start, plan)
     if t == 0:
         storage.init(plan.box.warps(problem.pixels[0], tile.row))
-    sync_threads(0, UInt32(config.threads()))
+    sync_threads(0, UInt32(threads(config)))
     comptime if config.split:
         cluster_arrive()
 
@@ -203,7 +151,7 @@ def _produce_filters[
 
 
 def resident_gemm[
-    dtype: DType, epilogue: Epilogue, config: Config
+    dtype: DType, epilogue: Epilogue, config: TileConfig
 ](
     g: Geometry,
     o: Operands[dtype],
@@ -217,7 +165,7 @@ def resident_gemm[
     Parameters:
         dtype: Of x, w and y.
         epilogue: What the accumulator goes through.
-        config: Sizes of the block.
+        config: The tile.
 
     Args:
         g: Sizes; one group.
@@ -231,21 +179,12 @@ def resident_gemm[
     """
     comptime WIDTH = ROW // size_of[dtype]()
     var chunks = ceildiv(g.c, WIDTH)
-    var plan = Plan[config](g, chunks=chunks, splits=splits, least=4, room=config.room() - SWIZZLED)
+    var plan = TilePlan[config](g, chunks=chunks, splits=splits, least=4, room=ROOM - SWIZZLED)
     var maps = TensorMaps[2]()
     maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box)
     maps.maps[1] = filter_map[dtype](ctx, o.w, g, config.columns)
-    var problem = Problem[1](
-        [g],
-        rows=config.rows(),
-        columns=config.columns,
-        width=WIDTH,
-        splits=splits,
-        alpha=o.alpha,
-        constant=constant,
-    )
-    problem.schedule = TileScheduler[1](
-        [plan.box.tiles(g)], columns=ceildiv(g.f, config.columns), splits=splits
+    var problem = tile_problem[config](
+        g, plan.box, width=WIDTH, splits=splits, alpha=o.alpha, constant=constant
     )
     ctx.enqueue_function[resident_kernel[dtype, epilogue, config]](
         maps,
@@ -253,9 +192,9 @@ def resident_gemm[
         problem,
         plan,
         grid_dim=Int(problem.schedule.tiles) * splits,
-        block_dim=config.threads(),
+        block_dim=threads(config),
         cluster_dim=Dim(splits),
         shared_mem_bytes=plan.bytes() + SWIZZLED,
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.room())),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(ROOM)),
     )

@@ -12,8 +12,8 @@ from std.math import ceildiv
 
 from ..epilogue import Epilogue
 from ..geometry import Geometry
+from ..hopper.tile import TileConfig
 from .hopper import Config
-from .resident import Config as Resident
 
 comptime CONFIGS: List[Config] = [
     Config(groups=2, columns=128, stages=3, blocks=2),
@@ -24,11 +24,11 @@ comptime CONFIGS: List[Config] = [
     Config(groups=1, columns=32, stages=8, blocks=2, split=True),
 ]
 """The tiles of hopper.mojo that are compiled."""
-comptime RESIDENT: List[Resident] = [
-    Resident(groups=1, columns=64, split=True),
-    Resident(groups=1, columns=32, split=True),
-    Resident(groups=1, columns=64),
-    Resident(groups=1, columns=32),
+comptime RESIDENT: List[TileConfig] = [
+    TileConfig(groups=1, columns=64, split=True),
+    TileConfig(groups=1, columns=32, split=True),
+    TileConfig(groups=1, columns=64),
+    TileConfig(groups=1, columns=32),
 ]
 """The blocks of resident.mojo that are compiled; rows count them on from CONFIGS."""
 comptime ALIKE: List[Int] = [4, 5, 3, 5]

@@ -344,7 +344,12 @@ def is_plain(g: Geometry) -> Bool:
     Returns:
         True for 1 x 1 windows without stride or padding.
     """
-    return g.r * g.s * g.stride_h * g.stride_w == 1 and g.pad_h + g.pad_w == 0
+    return (
+        g.r * g.s * g.stride_h * g.stride_w == 1
+        and g.pad_h + g.pad_w == 0
+        and g.p == g.h
+        and g.q == g.w
+    )
 
 
 def takes[dtype: DType](g: Geometry) -> Bool:

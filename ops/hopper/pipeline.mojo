@@ -239,7 +239,7 @@ struct Pipeline(TrivialRegisterPassable):
         """
         var stages = min(count, Int32(self.stages))
         for i in range(stages):
-            barrier_expect(self.full + 8 * UInt32(i), bytes)
+            self.expect(i, bytes)
         return stages
 
     @always_inline
@@ -292,7 +292,7 @@ struct Pipeline(TrivialRegisterPassable):
             count: How many.
         """
         for i in range(count):
-            barrier_wait(self.full + 8 * UInt32(i), 0)
+            barrier_wait(self.barrier(i), 0)
 
     @always_inline
     def release(self):

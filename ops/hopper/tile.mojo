@@ -5,6 +5,8 @@ tiles than blocks, that is most of the time. So what does not depend on the kern
 before it ends (programmatic dependent launch), and nothing waits for shared memory or a cluster on
 the way out:
 
+    TileConfig     the tile, a compile-time value
+    tile_problem   the sizes, with the tiles of a PixelBox
     TilePlan       how shared memory is divided: rings of x and of the filters (window.mojo)
     TileStorage    the parts: rings, bias, and what a cluster's blocks send (cluster.mojo)
     consume_tile   what the consumers do; the results leave the registers (epilogue.mojo)
@@ -12,6 +14,7 @@ the way out:
 
 from max.gpu.compute.mma import wgmma_wait_group_sync
 from max.gpu.primitives.grid_controls import wait_on_dependent_grids
+from std.math import ceildiv
 from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue
@@ -29,26 +32,107 @@ from .shared import ROW, WARP
 from .window import PixelBox, Steps, multiply_steps, ring_stages
 
 
-struct TilePlan[rows: Int, columns: Int, split: Bool](KernelArgument, TrivialRegisterPassable):
+struct TileConfig(TrivialRegisterPassable):
+    """A block's tile: a compile-time value."""
+
+    var groups: Int
+    """Consumers, of 64 pixels each: 1 or 2."""
+    var columns: Int
+    """Filters: 32, 64 or, without a cluster, 128."""
+    var split: Bool
+    """Whether a cluster shares a tile."""
+
+    def __init__(out self, groups: Int, columns: Int, *, split: Bool = False):
+        """Names the parts.
+
+        Args:
+            groups: Consumers.
+            columns: Filters.
+            split: Whether a cluster shares a tile.
+        """
+        self.groups, self.columns, self.split = groups, columns, split
+
+    def label(self) -> String:
+        """Names the tile for a profiler, as a part of a kernel's symbol.
+
+        Returns:
+            Pixels and filters, and whether it is shared.
+        """
+        return String(t"{self.rows()}x{self.columns}") + ("split" if self.split else "")
+
+    @always_inline
+    def rows(self) -> Int:
+        """Counts the pixels: rows of the product.
+
+        Returns:
+            64 for each consumer.
+        """
+        return ROWS * self.groups
+
+
+def tile_problem[
+    config: TileConfig
+](
+    g: Geometry,
+    box: PixelBox[config.rows()],
+    *,
+    width: Int,
+    splits: Int,
+    alpha: Float32,
+    constant: Bool = True,
+) -> Problem[1]:
+    """Takes the sizes of a convolution, and the tiles that its pixels lie in.
+
+    Parameters:
+        config: The tile.
+
+    Args:
+        g: Sizes.
+        box: Where the pixels of tiles lie.
+        width: Channels of a step of K.
+        splits: Blocks that share a tile.
+        alpha: Scale of the product.
+        constant: Whether the filters are weights, which no kernel writes.
+
+    Returns:
+        The sizes.
+    """
+    var problem = Problem[1](
+        [g],
+        rows=config.rows(),
+        columns=config.columns,
+        width=width,
+        splits=splits,
+        alpha=alpha,
+        constant=constant,
+    )
+    # A tile of a box ends with an image, or before it.
+    problem.schedule = TileScheduler[1](
+        [box.tiles(g)], columns=ceildiv(g.f, config.columns), splits=splits
+    )
+    return problem
+
+
+struct TilePlan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
     """How a block's shared memory is divided.
 
     Parameters:
-        rows: Of the tile: 64 for each consumer.
-        columns: Of the tile: filters.
-        split: Whether a cluster shares a tile.
+        config: The tile.
     """
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
 
-    comptime W_BYTES = Self.columns * ROW
+    comptime W_BYTES = Self.config.columns * ROW
     """Of a stage of filters."""
-    comptime INBOX = Inbox[Self.columns, Self.rows // ROWS].BYTES if Self.split else 0
+    comptime INBOX = Inbox[
+        Self.config.columns, Self.config.groups
+    ].BYTES if Self.config.split else 0
     """Bytes that a cluster's blocks send to one of them."""
-    comptime ENDS = Self.INBOX + 8 + 4 * Self.columns
+    comptime ENDS = Self.INBOX + 8 + 4 * Self.config.columns
     """Bytes of all but the rings."""
 
-    var box: PixelBox[Self.rows]
+    var box: PixelBox[Self.config.rows()]
     """What a stage of activations holds."""
     var w_stages: Int32
     """Stages of filters."""
@@ -65,7 +149,7 @@ struct TilePlan[rows: Int, columns: Int, split: Bool](KernelArgument, TrivialReg
             least: Stages of filters before there is room for a second box.
             room: Bytes to be divided.
         """
-        self.box = PixelBox[Self.rows](g)
+        self.box = PixelBox[Self.config.rows()](g)
         var stages = ring_stages(
             self.box,
             taps=g.r * g.s,
@@ -87,23 +171,18 @@ struct TilePlan[rows: Int, columns: Int, split: Bool](KernelArgument, TrivialReg
         return x + Int(self.w_stages) * (Self.W_BYTES + Pipeline.BARRIERS) + Self.ENDS
 
 
-struct TileStorage[rows: Int, columns: Int, split: Bool](TrivialRegisterPassable):
+struct TileStorage[config: TileConfig](TrivialRegisterPassable):
     """What a block has in its shared memory.
 
     Parameters:
-        rows: Of the tile: 64 for each consumer.
-        columns: Of the tile: filters.
-        split: Whether a cluster shares a tile.
+        config: The tile.
     """
-
-    comptime GROUPS = Self.rows // ROWS
-    """Consumers."""
 
     var w: Pipeline
     """Filters, a stage a step."""
     var x: Pipeline
     """Activations."""
-    var inbox: Inbox[Self.columns, Self.GROUPS]
+    var inbox: Inbox[Self.config.columns, Self.config.groups]
     """What the cluster's blocks send."""
     var bias: UInt32
     """Address of the bias of the tile's filters."""
@@ -116,7 +195,7 @@ struct TileStorage[rows: Int, columns: Int, split: Bool](TrivialRegisterPassable
         data: UInt32,
         schedule: TileScheduler,
         start: Start,
-        plan: TilePlan[Self.rows, Self.columns, Self.split],
+        plan: TilePlan[Self.config],
     ):
         """Divides shared memory.
 
@@ -126,8 +205,8 @@ struct TileStorage[rows: Int, columns: Int, split: Bool](TrivialRegisterPassable
             start: Has the block's rank in its cluster.
             plan: How many stages there are.
         """
-        comptime Received = Inbox[Self.columns, Self.GROUPS]
-        comptime Planned = TilePlan[Self.rows, Self.columns, Self.split]
+        comptime Received = Inbox[Self.config.columns, Self.config.groups]
+        comptime Planned = TilePlan[Self.config]
         comptime W_BYTES = UInt32(Planned.W_BYTES)
         var x = data + UInt32(plan.w_stages) * W_BYTES
         var inbox = x + UInt32(plan.x_stages) * UInt32(plan.box.bytes)
@@ -138,7 +217,7 @@ struct TileStorage[rows: Int, columns: Int, split: Bool](TrivialRegisterPassable
         barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.x_stages)
         self.inbox = Received(inbox, barriers, splits=schedule.splits, rank=start.rank)
         self.bias = barriers + 8
-        self.end = self.bias + UInt32(4 * Self.columns)
+        self.end = self.bias + UInt32(4 * Self.config.columns)
 
     @always_inline
     def init(self, warps: Int32, *, producers: Int = 1):
@@ -148,12 +227,12 @@ struct TileStorage[rows: Int, columns: Int, split: Bool](TrivialRegisterPassable
             warps: Of consumers that have a pixel of the tile.
             producers: How many arrivals fill a stage of filters.
         """
-        self.w.init(consumers=Self.GROUPS, producers=producers)
-        self.x.init(consumers=Self.GROUPS)
-        comptime if Self.split:
+        self.w.init(consumers=Self.config.groups, producers=producers)
+        self.x.init(consumers=Self.config.groups)
+        comptime if Self.config.split:
             self.inbox.init()
         fence_barrier_init()
-        comptime if Self.split:
+        comptime if Self.config.split:
             self.inbox.expect(warps)
 
     @always_inline
@@ -166,26 +245,24 @@ struct TileStorage[rows: Int, columns: Int, split: Bool](TrivialRegisterPassable
             tile: Of the block.
             filters: F.
         """
-        var f = min(tile.column * Int32(Self.columns) + i, filters - 1)
+        var f = min(tile.column * Int32(Self.config.columns) + i, filters - 1)
         shared_store_float(self.bias + 4 * UInt32(i), tensors.bias_of[1](f))
 
 
 @always_inline
 def consume_tile[
     dtype: DType,
-    rows: Int,
-    columns: Int,
-    split: Bool,
+    config: TileConfig,
     //,
     epilogue: Epilogue,
     *,
     ahead: Bool = True,
 ](
-    storage: TileStorage[rows, columns, split],
+    storage: TileStorage[config],
     steps: Some[Steps],
     tensors: EpilogueTensors[dtype],
     problem: Problem[1],
-    box: PixelBox[rows],
+    box: PixelBox[config.rows()],
     tile: Tile,
     at: Fragment,
 ):
@@ -193,9 +270,7 @@ def consume_tile[
 
     Parameters:
         dtype: Of x, w and y.
-        rows: Of the tile: 64 for each consumer.
-        columns: Of the tile: filters.
-        split: Whether a cluster shares a tile.
+        config: The tile.
         epilogue: What the sums go through.
         ahead: Whether the residual is read before the products, if there are registers for it.
 
@@ -208,21 +283,22 @@ def consume_tile[
         tile: Of the block.
         at: The thread's place.
     """
-    comptime PAIRS = columns // 8 if split else columns // 4
+    comptime COLUMNS = config.columns
+    comptime PAIRS = COLUMNS // 8 if config.split else COLUMNS // 4
     var m = problem.pixels[0]
     var row = at.group() * Int32(ROWS) + at.row()
     var pairs = Share(0, Int32(PAIRS))
-    comptime if split:
+    comptime if config.split:
         pairs = storage.inbox.pairs()
     var outputs = Outputs[PAIRS](
         at,
         low=box.pixel(problem.conv, m, tile.row, row),
         high=box.pixel(problem.conv, m, tile.row, row + 8),
-        f0=tile.column * Int32(columns),
+        f0=tile.column * Int32(COLUMNS),
         filters=problem.filters,
         pairs=pairs,
     )
-    comptime if split:
+    comptime if config.split:
         cluster_wait()
     # No stage is filled twice, and all filters have come before x does.
     var count = steps.count()
@@ -234,13 +310,13 @@ def consume_tile[
     var residual = StaticTuple[SIMD[dtype, 2], PAIRS](fill=SIMD[dtype, 2](0))
     comptime if ahead:
         residual = outputs.load_residual[dtype, epilogue](tensors)
-    var sums = multiply_steps[dtype, columns](
+    var sums = multiply_steps[dtype, COLUMNS](
         storage.x, storage.w, steps, count, box, at, resident=resident
     )
-    comptime if not ahead and not split:
+    comptime if not ahead and not config.split:
         residual = outputs.load_residual[dtype, epilogue](tensors)
     wgmma_wait_group_sync[0]()
-    comptime if split:
+    comptime if config.split:
         if at.t // Int32(WARP) < box.warps(m, tile.row):
             storage.inbox.send(at, sums)
         comptime if not ahead:

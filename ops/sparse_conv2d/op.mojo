@@ -34,7 +34,7 @@ def _sparse_conv2d[
 ) raises:
     comptime assert Epilogue.known(
         name
-    ), "sparse_conv2d: epilogue expects none, relu, gelu, add or add_relu"
+    ), "sparse_conv2d: there is no such epilogue; ops/epilogue.mojo says what there is"
     if g.pixels() == 0:
         return
     comptime if target == "cpu":
@@ -70,7 +70,7 @@ struct SparseConv2d:
 
         Parameters:
             target: "cpu" or "gpu".
-            epilogue: "none", "relu" or "gelu".
+            epilogue: One that does not add (ops/epilogue.mojo).
 
         Args:
             y: Result [N, P, Q, F].
@@ -126,7 +126,7 @@ struct SparseConv2dAdd:
 
         Parameters:
             target: "cpu" or "gpu".
-            epilogue: "add" or "add_relu".
+            epilogue: One that adds (ops/epilogue.mojo).
 
         Args:
             y: Result [N, P, Q, F].

@@ -37,7 +37,7 @@ def _sparse_conv2d_packed[
 ) raises:
     comptime assert Epilogue.known(
         name
-    ), "sparse_conv2d_packed: epilogue expects none, relu, gelu, add or add_relu"
+    ), "sparse_conv2d_packed: there is no such epilogue; ops/epilogue.mojo says what there is"
     comptime assert (
         target == "gpu" and IS_HOPPER
     ), "sparse_conv2d_packed: expects a Hopper GPU; others take sparse_conv2d"
@@ -89,7 +89,7 @@ struct SparseConv2dPacked:
 
         Parameters:
             target: "gpu".
-            epilogue: "none", "relu" or "gelu".
+            epilogue: One that does not add (ops/epilogue.mojo).
             format: How the filter is packed.
 
         Args:
@@ -137,7 +137,7 @@ struct SparseConv2dPackedAdd:
 
         Parameters:
             target: "gpu".
-            epilogue: "add" or "add_relu".
+            epilogue: One that adds (ops/epilogue.mojo).
             format: How the filter is packed.
 
         Args:

@@ -46,7 +46,6 @@ from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
 from ..hopper.conv import Problem, takes
 from ..hopper.epilogue import EpilogueTensors
-from ..hopper.mma import ROWS
 from ..hopper.ptx import (
     cluster_arrive,
     fence_async,
@@ -58,7 +57,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.scheduler import Share, Start, Tile, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
-from ..hopper.tile import TilePlan, TileStorage, consume_tile
+from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepList, StepWriter, box_map, produce_pixels
 from ..kernel_argument import KernelArgument
@@ -81,87 +80,69 @@ comptime AHEAD = 4
 """Words, by fours, that a lane loads before it stores the first."""
 
 
-struct Config(TrivialRegisterPassable):
-    """How a block works: a compile-time value."""
+@always_inline
+def parts(config: TileConfig) -> Int:
+    """Counts the tiles of filters of a step.
 
-    var groups: Int
-    """Consumers, of 64 pixels each: 1 or 2."""
-    var columns: Int
-    """Filters of a block: 32, 64 or, without a cluster, 128."""
-    var split: Bool
-    """Whether a cluster shares a tile."""
+    Args:
+        config: The block's tile.
 
-    def __init__(out self, groups: Int, columns: Int, *, split: Bool = False):
-        """Names the parts.
+    Returns:
+        One for 32 filters.
+    """
+    return config.columns // FILTERS
 
-        Args:
-            groups: Consumers.
-            columns: Filters of a block.
-            split: Whether a cluster shares a tile.
-        """
-        self.groups, self.columns, self.split = groups, columns, split
 
-    def label(self) -> String:
-        """Names the block for a profiler, as a part of a kernel's symbol.
+@always_inline
+def turns(config: TileConfig) -> Int:
+    """Counts the steps that are expanded at a time.
 
-        Returns:
-            Pixels and filters, and how it works.
-        """
-        return String(t"{self.rows()}x{self.columns}") + ("split" if self.split else "")
+    Args:
+        config: The block's tile.
 
-    @always_inline
-    def rows(self) -> Int:
-        """Counts the rows of the product.
+    Returns:
+        As many as the expanders have warps for the tiles of.
+    """
+    return EXPANDERS // parts(config)
 
-        Returns:
-            64 for each consumer.
-        """
-        return ROWS * self.groups
 
-    @always_inline
-    def parts(self) -> Int:
-        """Counts the tiles of a step.
+@always_inline
+def blocks(config: TileConfig) -> Int:
+    """Counts the blocks that a multiprocessor holds at a time; it bounds the registers.
 
-        Returns:
-            One for 32 filters.
-        """
-        return self.columns // FILTERS
+    Args:
+        config: The block's tile.
 
-    @always_inline
-    def turns(self) -> Int:
-        """Counts the steps that are expanded at a time.
+    Returns:
+        Two of one consumer, or one of two.
+    """
+    return 3 - config.groups
 
-        Returns:
-            As many as the expanders have warps for the tiles of.
-        """
-        return EXPANDERS // self.parts()
 
-    @always_inline
-    def blocks(self) -> Int:
-        """Counts the blocks that a multiprocessor holds at a time; it bounds the registers.
+@always_inline
+def room(config: TileConfig) -> Int:
+    """Counts the bytes of shared memory that a block may take.
 
-        Returns:
-            Two of one consumer, or one of two.
-        """
-        return 3 - self.groups
+    Args:
+        config: The block's tile.
 
-    @always_inline
-    def room(self) -> Int:
-        """Counts the bytes of shared memory that a block may take.
+    Returns:
+        As many as leave room for the other block.
+    """
+    return 113 * 1024 if config.groups == 1 else 227 * 1024
 
-        Returns:
-            As many as leave room for the other block.
-        """
-        return 113 * 1024 if self.groups == 1 else 227 * 1024
 
-    @always_inline
-    def threads(self) -> Int:
-        """Counts the threads of a block.
+@always_inline
+def threads(config: TileConfig) -> Int:
+    """Counts the threads of a block.
 
-        Returns:
-            A warpgroup for each consumer, the expanders, and the warp that loads x.
-        """
-        return WARPGROUP * self.groups + WARP * (EXPANDERS + 1)
+    Args:
+        config: The block's tile.
+
+    Returns:
+        A warpgroup for each consumer, the expanders, and the warp that loads x.
+    """
+    return WARPGROUP * config.groups + WARP * (EXPANDERS + 1)
 
 
 struct Words(KernelArgument, TrivialRegisterPassable):
@@ -185,25 +166,17 @@ struct Words(KernelArgument, TrivialRegisterPassable):
         self.words, self.starts = words, starts
 
 
-comptime Planned[config: Config] = TilePlan[config.rows(), config.columns, config.split]
-"""How the tile's shared memory is divided.
-
-Parameters:
-    config: Sizes of the block.
-"""
-
-
-struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
+struct Plan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
     """How a block's shared memory is divided.
 
     Parameters:
-        config: Sizes of the block.
+        config: The block's tile.
     """
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
 
-    var tile: Planned[Self.config]
+    var tile: TilePlan[Self.config]
     """Of the tile."""
     var tiles: Int32
     """Tiles that there are words of."""
@@ -218,12 +191,12 @@ struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
         var chunks = ceildiv(g.c, WIDTH)
         var steps = g.r * g.s * chunks
         var lists = Self.lists(ceildiv(steps, splits))
-        self.tile = Planned[Self.config](
+        self.tile = TilePlan[Self.config](
             g,
             chunks=chunks,
             splits=splits,
-            least=Self.config.turns(),
-            room=Self.config.room() - lists - SWIZZLED,
+            least=turns(Self.config),
+            room=room(Self.config) - lists - SWIZZLED,
         )
         self.tiles = Int32(ceildiv(g.f, FILTERS) * steps)
 
@@ -237,7 +210,7 @@ struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
         Returns:
             Of where words begin, and of steps.
         """
-        return 4 * Self.config.parts() * (share + 1) + StepList.bytes(share)
+        return 4 * parts(Self.config) * (share + 1) + StepList.bytes(share)
 
     def shared(self, share: Int) -> Int:
         """Counts the bytes of shared memory.
@@ -251,14 +224,14 @@ struct Plan[config: Config](KernelArgument, TrivialRegisterPassable):
         return self.tile.bytes() + Self.lists(share) + SWIZZLED
 
 
-struct Storage[config: Config](TrivialRegisterPassable):
+struct Storage[config: TileConfig](TrivialRegisterPassable):
     """What a block has in its shared memory.
 
     Parameters:
-        config: Sizes of the block.
+        config: The block's tile.
     """
 
-    var tile: TileStorage[Self.config.rows(), Self.config.columns, Self.config.split]
+    var tile: TileStorage[Self.config]
     """Rings, bias, and what the cluster's blocks send."""
     var starts: UInt32
     """Address of where the words of the block's tiles begin, and the last one's end, part by part."""
@@ -285,7 +258,7 @@ struct Storage[config: Config](TrivialRegisterPassable):
         """
         self.tile = {data, schedule, start, plan.tile}
         self.starts = self.tile.end
-        var entries = (share.count() + 1) * Int32(Self.config.parts())
+        var entries = (share.count() + 1) * Int32(parts(Self.config))
         self.steps = StepList(self.starts + 4 * UInt32(entries), share)
 
     @always_inline
@@ -301,9 +274,9 @@ struct Storage[config: Config](TrivialRegisterPassable):
             plan: How many tiles there are words of.
             column: The block's tile of filters.
         """
-        comptime PARTS = Int32(Self.config.parts())
+        comptime PARTS = Int32(parts(Self.config))
         var entries = self.steps.share.count() + 1
-        for i in range(t, entries * PARTS, Int32(Self.config.threads())):
+        for i in range(t, entries * PARTS, Int32(threads(Self.config))):
             var part = i // entries
             var list = (column * PARTS + part) * problem.steps()
             var at = min(list + self.steps.share.begin + i - part * entries, plan.tiles)
@@ -334,7 +307,7 @@ struct Storage[config: Config](TrivialRegisterPassable):
             True if any of its tiles has a word.
         """
         var bits = UInt32(0)
-        comptime for part in range(Self.config.parts()):
+        comptime for part in range(parts(Self.config)):
             bits |= self.start(Int32(part), step) ^ self.start(Int32(part), step + 1)
         return bits != 0
 
@@ -342,11 +315,11 @@ struct Storage[config: Config](TrivialRegisterPassable):
 @__name(t"sparse_conv2d_tiles_{config.label()}_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
-    `nvvm.minctasm`=SIMDLength(config.blocks()),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(threads(config))),
+    `nvvm.minctasm`=SIMDLength(blocks(config)),
 )
 def tiled_kernel[
-    dtype: DType, epilogue: Epilogue, config: Config
+    dtype: DType, epilogue: Epilogue, config: TileConfig
 ](
     maps: TensorMaps[1],
     tensors: EpilogueTensors[dtype],
@@ -359,7 +332,7 @@ def tiled_kernel[
     Parameters:
         dtype: Of x, w and y.
         epilogue: What the accumulator goes through.
-        config: Sizes of the block.
+        config: The block's tile.
 
     Args:
         maps: Tensor map of x: boxes of an image, im2col, or a matrix.
@@ -378,19 +351,19 @@ def tiled_kernel[
     var storage = Storage[config](shared_memory["sparse_conv2d"](), schedule, start, share, plan)
     if t == 0:
         var warps = plan.tile.box.warps(problem.pixels[0], tile.row)
-        storage.tile.init(warps, producers=config.parts())
+        storage.tile.init(warps, producers=parts(config))
     storage.load_starts(t, words, problem, plan, tile.column)
     # By the last warps: of the first one, which lists the steps, ptxas would make a path with
     # barriers of its own, and synccheck takes those for others.
-    var i = t - Int32(config.threads() - config.columns)
+    var i = t - Int32(threads(config) - config.columns)
     if i >= 0:
         storage.tile.load_bias(i, tensors, tile, problem.filters)
-    sync_threads(0, UInt32(config.threads()))
+    sync_threads(0, UInt32(threads(config)))
     comptime if config.split:
         cluster_arrive()
     if t < Int32(WARP):
         _list_steps(storage, problem, plan, t)
-    sync_threads(0, UInt32(config.threads()))
+    sync_threads(0, UInt32(threads(config)))
 
     if t < CONSUMERS:
         consume_tile[epilogue, ahead=False](
@@ -411,7 +384,7 @@ def tiled_kernel[
 
 @always_inline
 def _list_steps[
-    config: Config, //
+    config: TileConfig, //
 ](storage: Storage[config], problem: Problem[1], plan: Plan[config], lane: Int32):
     """Lists the steps whose filters are not all zeros, by one warp."""
     var writer = StepWriter(storage.steps, problem.conv)
@@ -426,14 +399,14 @@ def _list_steps[
 
 
 @always_inline
-def _expand[config: Config, //](storage: Storage[config], words: Words, t: Int32):
+def _expand[config: TileConfig, //](storage: Storage[config], words: Words, t: Int32):
     """Expands tiles, a part of a step by each warp; the next tile's words come in meanwhile.
 
     A warp sees one phase of a stage's barrier from the next: unless all steps have a stage of their
     own, there have to be as many stages as steps that are expanded at a time.
     """
-    comptime TURNS = Int32(config.turns())
-    comptime PARTS = Int32(config.parts())
+    comptime TURNS = Int32(turns(config))
+    comptime PARTS = Int32(parts(config))
     var lane = t % Int32(WARP)
     var part = t // Int32(WARP) % PARTS
     var first = t // Int32(WARP) // PARTS
@@ -561,7 +534,7 @@ def sparse_conv2d_tiled[
 
 
 def enqueue_tiled[
-    dtype: DType, epilogue: Epilogue, config: Config
+    dtype: DType, epilogue: Epilogue, config: TileConfig
 ](
     g: Geometry,
     o: Operands[dtype],
@@ -575,7 +548,7 @@ def enqueue_tiled[
     Parameters:
         dtype: Of x, w and y: bfloat16 or float16.
         epilogue: What the accumulator goes through.
-        config: Sizes of the block.
+        config: The block's tile.
 
     Args:
         g: Sizes; one group.
@@ -592,23 +565,13 @@ def enqueue_tiled[
     var plan = Plan[config](g, splits)
     var steps = g.r * g.s * ceildiv(g.c, WIDTH)
     var share = ceildiv(steps, splits)
-    if Int(plan.tile.w_stages) < min(config.turns(), share):
+    if Int(plan.tile.w_stages) < min(turns(config), share):
         raise Error(
             "sparse_conv2d: shared memory has too few stages for K = ", steps, " steps of 64"
         )
     var maps = TensorMaps[1]()
     maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.tile.box)
-    var problem = Problem[1](
-        [g],
-        rows=config.rows(),
-        columns=config.columns,
-        width=WIDTH,
-        splits=splits,
-        alpha=o.alpha,
-    )
-    problem.schedule = TileScheduler[1](
-        [plan.tile.box.tiles(g)], columns=ceildiv(g.f, config.columns), splits=splits
-    )
+    var problem = tile_problem[config](g, plan.tile.box, width=WIDTH, splits=splits, alpha=o.alpha)
     ctx.enqueue_function[tiled_kernel[dtype, epilogue, config]](
         maps,
         EpilogueTensors[dtype]([o]),
@@ -616,9 +579,9 @@ def enqueue_tiled[
         problem,
         plan,
         grid_dim=Int(problem.schedule.tiles) * splits,
-        block_dim=config.threads(),
+        block_dim=threads(config),
         cluster_dim=Dim(splits),
         shared_mem_bytes=plan.shared(share),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.room())),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(room(config))),
     )

@@ -8,14 +8,14 @@ graph at 90 % zeros; from 50 to 95 % the fastest block stays the same or within 
 from ..epilogue import Epilogue
 from ..gemm.tuning import Row, nearest
 from ..geometry import Geometry
-from .tiled import Config
+from ..hopper.tile import TileConfig
 
-comptime CONFIGS: List[Config] = [
-    Config(groups=1, columns=64, split=True),
-    Config(groups=1, columns=32, split=True),
-    Config(groups=1, columns=64),
-    Config(groups=1, columns=32),
-    Config(groups=2, columns=64),
+comptime CONFIGS: List[TileConfig] = [
+    TileConfig(groups=1, columns=64, split=True),
+    TileConfig(groups=1, columns=32, split=True),
+    TileConfig(groups=1, columns=64),
+    TileConfig(groups=1, columns=32),
+    TileConfig(groups=2, columns=64),
 ]
 """The blocks that are compiled."""
 comptime ROWS: List[Row] = [

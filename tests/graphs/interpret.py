@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from maxvision.graphs.elementwise import ELEMENTWISE, activation
 from maxvision.graphs.program import Program
+from maxvision.graphs.shapes import sides
+from maxvision.graphs.types import Size, split
 
 BATCH = 2
 
@@ -35,12 +38,19 @@ def inputs(program: Program, seed: int = 0, batch: int = BATCH) -> list[np.ndarr
     random = np.random.default_rng(seed + 1)
     made = []
     for shape, dtype in program.inputs.values():
-        sizes = [batch if isinstance(size, str) else size for size in shape]
-        if dtype == "uint8":
+        sizes = [_size(size, batch) for size in shape]
+        if dtype == "bool":
+            made.append(random.integers(0, 4, sizes) > 0)
+        elif dtype == "uint8":
             made.append(random.integers(0, 256, sizes, np.uint8))
         else:
             made.append(random.standard_normal(sizes).astype(np.float32))
     return made
+
+
+def _size(size: Size, batch: int) -> int:
+    number, name = split(size)
+    return number * batch if name else number
 
 
 def interpret(
@@ -62,17 +72,18 @@ def _interpret(
     program: Program, given: list[np.ndarray], tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     values: dict[str, Tensor] = {}
+    first = next(iter(program.inputs.values())).shape[0]
+    batch = len(given[0]) // split(first)[0]
     for name, array in zip(program.inputs, given, strict=True):
-        values[name] = torch.from_numpy(array).double()
-    values |= {name: torch.from_numpy(tensors[name]).double() for name in program.weights}
+        values[name] = _wide(array)
+    values |= {name: _wide(tensors[name]) for name in program.weights}
     with torch.inference_mode():
         for node in program.nodes:
             read = [values[name] if name else None for name in node.inputs]
             sizes = [
-                tuple(values[next(iter(program.inputs))].shape[0] if isinstance(s, str) else s
-                      for s in program.types[name].shape)
+                tuple(n * batch if by else n for n, by in map(split, program.types[name].shape))
                 for name in node.outputs
-            ]  # fmt: skip
+            ]
             attributes = dict(node.attributes)
             if node.op in ("reshape", "expand"):
                 attributes["shape"] = sizes[0]
@@ -83,6 +94,20 @@ def _interpret(
                 assert name not in values, f"{name} is made twice"
                 values[name] = value
     return {name: values[value].numpy() for name, value in program.outputs.items()}
+
+
+def _wide(array: np.ndarray) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype in (torch.int64, torch.int32, torch.bool) else tensor.double()
+
+
+def _elementwise(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Makes an op of two values take a number for the second."""
+
+    def run(*given: Tensor, other: float | None = None, **settings: float) -> Tensor:
+        return op(*given, **settings) if other is None else op(*given, torch.tensor(other).double())
+
+    return run
 
 
 def _images(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -98,11 +123,11 @@ def _images(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _first(x: Tensor) -> Tensor:
-    return x.permute(0, 3, 1, 2)
+    return x.movedim(-1, 1)
 
 
 def _last(x: Tensor) -> Tensor:
-    return x.permute(0, 2, 3, 1)
+    return x.movedim(1, -1)
 
 
 def _end(y: Tensor, residual: Tensor | None, epilogue: str) -> Tensor:
@@ -110,16 +135,17 @@ def _end(y: Tensor, residual: Tensor | None, epilogue: str) -> Tensor:
     if residual is not None:
         assert residual.shape == y.shape
         y = y + residual
-    if epilogue.endswith("relu"):
-        return y.relu()
-    return F.gelu(y) if epilogue == "gelu" else y
+    words = activation(epilogue)
+    return _pointwise(y, expression=f"x0 {words}") if words else y
 
 
 @_images
 def _conv2d(
     x: Tensor, filter: Tensor, bias: Any = None, residual: Any = None, *, epilogue: str = "none",
-    format: str = "", **window: Any,
+    format: str = "", padding: Any = 0, **window: Any,
 ) -> Tensor:  # fmt: skip
+    top, left, bottom, right = sides(padding)
+    x = F.pad(x, (left, right, top, bottom))
     return _end(F.conv2d(x, filter, bias, **window), residual, epilogue)
 
 
@@ -155,17 +181,50 @@ def _avg_pool2d(x: Tensor, *, kernel: Any = None, **window: Any) -> Tensor:
     return F.avg_pool2d(x, x.shape[2:] if kernel is None else kernel, **window)
 
 
+@_images
+def _group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, *, groups: int, eps: float, epilogue: str = "none"
+) -> Tensor:
+    return _end(F.group_norm(x, groups, weight, bias, eps), None, epilogue)
+
+
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *, heads: int, scale: float) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any = None, *, heads: int, **rest: Any
+) -> Tensor:
     q, k, v = (y.unflatten(2, (heads, -1)).transpose(1, 2) for y in (q, k, v))
-    return _heads(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+    t, s = q.shape[2], k.shape[2]
+    if bias is not None:
+        rows = bias.shape[1]
+        sides = (1, 1) if rows == 1 else (1, t) if rows == t else (heads, t)
+        assert bias.shape[2] == s + s % 2
+        bias = bias[..., :s].unflatten(1, sides)
+    return _heads(q, k, v, bias, **rest).transpose(1, 2).flatten(2)
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    return (scale * (q @ k.mT)).softmax(-1) @ v
+def _heads(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *, scale: float, causal: bool = False
+) -> Tensor:
+    scores = scale * (q @ k.mT)
+    if mask is not None:
+        mask = mask.log() if mask.dtype == torch.bool else mask
+        if mask.ndim == 4 and len(mask) > 1:
+            mask = mask.repeat(len(q) // len(mask), 1, 1, 1)
+        scores = scores + mask
+    if causal:
+        scores = scores + torch.ones(scores.shape[2:]).tril().log()
+    return scores.softmax(-1) @ v
+
+
+def _bias(mask: Tensor, *, heads: int, queries: int, keys: int) -> Tensor:
+    mask = mask.double().log() if mask.dtype == torch.bool else mask
+    p, h, t, _ = ((1,) * 4 + mask.shape)[-4:]
+    sides = (p, heads, queries) if h > 1 else (p, 1, t)
+    rows = mask.reshape(((1,) * 4 + mask.shape)[-4:]).expand(*sides, keys).flatten(1, 2)
+    return F.pad(rows, (0, keys % 2))
 
 
 def _normalize(pixels: Tensor, mean: Tensor, scale: Tensor, *, dtype: str = "") -> Tensor:
@@ -233,8 +292,64 @@ def _class_token(tokens: Tensor, token: Tensor) -> Tensor:
     return torch.cat([token.reshape(1, 1, -1).expand(len(tokens), 1, -1), tokens], 1)
 
 
-def _slice(x: Tensor, *, axis: int, start: int, stop: int) -> Tensor:
-    return x.narrow(axis, start, stop - start)
+def _pointwise(*given: Tensor, expression: str) -> Tensor:
+    """Computes an expression word by word."""
+    stack: list[Any] = []
+    for word in expression.split(" "):
+        if word in ELEMENTWISE:
+            row = ELEMENTWISE[word]
+            names = list(row.settings or {})
+            last = [stack.pop() for _ in names][::-1]
+            values = [stack.pop() for _ in range(row.values)][::-1]
+            values = [torch.as_tensor(value) for value in values]
+            values[0] = values[0].bool() if word == "where" else values[0]
+            rest = {name: float(value) for name, value in zip(names, last, strict=True)}
+            stack.append(OPS[word](*values, **rest))
+        else:
+            is_value = word.startswith("x")
+            stack.append(given[int(word[1:])] if is_value else torch.tensor(float(word)).double())
+    (result,) = stack
+    return result
+
+
+def _slice(x: Tensor, *, axis: int, start: int, stop: int, step: int = 1) -> Tensor:
+    return x.index_select(axis, torch.arange(start, stop, step))
+
+
+def _pad(x: Tensor, *, pads: tuple[int, ...], value: float = 0.0) -> Tensor:
+    around = [n for a in reversed(range(x.ndim)) for n in pads[2 * a : 2 * a + 2]]
+    return F.pad(x, around, value=value)
+
+
+def _cast(x: Tensor, *, dtype: str) -> Tensor:
+    """Makes integers or truth values; floats are float64 whatever they are called."""
+    return x.double() if "float" in dtype else x.to(getattr(torch, dtype))
+
+
+def _gather(x: Tensor, indices: Tensor, *, axis: int) -> Tensor:
+    y = x.index_select(axis, indices.flatten())
+    return y.unflatten(axis, indices.shape) if indices.ndim != 1 else y
+
+
+def _reduction(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, *, axes, keepdim=False: op(x, dim=axes, keepdim=keepdim)
+
+
+ELEMENTS: dict[str, Callable[..., Tensor]] = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "clamp": lambda x, *, min=-math.inf, max=math.inf: x.clamp(min, max),
+    "leaky_relu": lambda x, *, slope=0.01: F.leaky_relu(x, slope),
+    "elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
+    "prelu": lambda x, slope: torch.where(x > 0, x, x * slope),
+}
+"""The elementwise ops that torch calls otherwise, or has elsewhere, than ``torch.<name>``."""
 
 
 def _shift(bias: Tensor, mean: Tensor, scale: Tensor, before: Tensor | None = None) -> Tensor:
@@ -246,12 +361,18 @@ OPS: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "linear": _linear,
     "matmul": _matmul,
-    "relu": torch.relu,
-    "gelu": F.gelu,
+    **{n: _elementwise(ELEMENTS.get(n) or getattr(torch, n)) for n in ELEMENTWISE},
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: x.log_softmax(-1),
-    "add": torch.add,
-    "mul": torch.mul,
+    "sum": _reduction(torch.sum),
+    "mean": _reduction(torch.mean),
+    "amax": _reduction(torch.amax),
+    "amin": _reduction(torch.amin),
+    "cumsum": lambda x, *, axis: x.cumsum(axis),
+    "rms_norm": lambda x, weight, *, eps: F.rms_norm(x, weight.shape, weight, eps),
+    "group_norm": _group_norm,
+    "pad": _pad,
+    "gather": _gather,
     "max_pool2d": _max_pool2d,
     "avg_pool2d": _avg_pool2d,
     "layer_norm": _layer_norm,
@@ -262,14 +383,16 @@ OPS: dict[str, Callable[..., Any]] = {
     "slice": _slice,
     "concat": lambda *parts, axis: torch.cat(parts, axis),
     "expand": lambda x, *, shape: x.expand(shape),
-    "cast": lambda x, *, dtype: x,
+    "cast": _cast,
     "batch_norm_scale": lambda weight, var, *, eps: weight / (var + eps).sqrt(),
     "batch_norm_shift": _shift,
-    "scale_filter": lambda filter, scale: filter * scale[:, None, None, None],
+    "scale_filter": lambda filter, scale: filter * scale.reshape(-1, *(1,) * (filter.ndim - 1)),
+    "pointwise": _pointwise,
     "conv2d_shortcut": _shortcut,
     "conv2d_chain": _chain,
     "qkv_linear": _qkv_linear,
     "attention": _attention,
+    "attention_bias": _bias,
     "layernorm_first": lambda x, *norm, eps=1e-5: _layer_norm(x[:, 0], *norm, eps=eps),
     "layernorm_mlp": _layernorm_mlp,
     "depthwise_qkv": _depthwise_qkv,

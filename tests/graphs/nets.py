@@ -8,6 +8,7 @@ from typing import Any
 
 from maxvision.common.errors import UserError
 from maxvision.graphs.cvt import CvtSpec, CvtStage, cvt
+from maxvision.graphs.efficientnet import EfficientNetSpec, Stage, efficientnet
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.program import Program
 from maxvision.graphs.resnet import ResNetSpec, resnet
@@ -161,6 +162,15 @@ NETS: dict[str, tuple[Callable[[Net, Value], Any], tuple[int, ...]]] = {
     "constants": (constants, (3, 4, 5)),
     "resnet basic": (resnet_of("basic", (2, 1), (8, 12), 8, classes=5), (3, 32, 40)),
     "resnet bottleneck": (resnet_of("bottleneck", (2, 2), (16, 32), 32, classes=5), (3, 24, 24)),
+    "efficientnet": (  # odd sizes, and even ones that are padded below and right alone
+        written(
+            efficientnet,
+            EfficientNetSpec(
+                (Stage(3, 1, 1, 6, 1), Stage(5, 2, 2, 8, 2), Stage(3, 2, 3, 8, 2)), 8, 20, classes=5
+            ),
+        ),
+        (3, 24, 30),
+    ),
     "resnet odd": (
         resnet_of("bottleneck", (2, 3), (12, 20), 6, 1, True, True, classes=3),
         (1, 37, 29),

@@ -142,7 +142,7 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     ),
     "the size of filter must be known but is n": ("conv2d", (X, Type(("n", 6, 3, 3))), {}),
     r"bias expects the shape \[4\] but has \[5\]": ("conv2d", (X, F33, Type((5,))), {}),
-    "epilogue must be one of none, relu, gelu, add, add_relu but is 'swish'": (
+    "epilogue must be none, add, an op of one value .* but is 'swish'": (
         "conv2d", (X, F33), {"epilogue": "swish"},
     ),
     "epilogue 'add' expects a residual": ("conv2d", (X, F33), {"epilogue": "add"}),
@@ -177,6 +177,15 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     "expects a scale of at least 0 but it is -1": (
         "attention", (TOKENS, TOKENS, TOKENS), {"heads": 1, "scale": -1.0},
     ),
+    r"expects a mask that broadcasts to \[batch, 2, 5, 5\]": (
+        "scaled_dot_product_attention", (HEADS,) * 3 + (Type((2, 1, 5, 5)),), {"scale": 1.0},
+    ),
+    r"expects a bias \[P, rows, 6\] with P that divides N=batch and 1, 5 rows": (
+        "attention", (TOKENS, TOKENS, TOKENS, Type((1, 4, 6))), {"heads": 1, "scale": 1.0},
+    ),
+    r"expects a mask that broadcasts to \[N, 2, 5, 5\]": (
+        "attention_bias", (Type((1, 3, 5, 5)),), {"heads": 2, "queries": 5, "keys": 5},
+    ),
     f"expects heads of at most {MOST_DEPTH} channels but they have 300": (
         "attention", (Type((BATCH, 5, 300)),) * 3, {"heads": 1, "scale": 1.0},
     ),
@@ -202,6 +211,14 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
         "depthwise_qkv", (Type((BATCH, 4, 8)), Type((8,)), Type((8,))),
         {"size": (2, 2), "kernel": 3, "class_token": True},
     ),
+    "expects the 2 values of 'x0 x1 add'": ("pointwise", (X,), {"expression": "x0 x1 add"}),
+    "add of 'x0 add' expects 2 values": ("pointwise", (X,), {"expression": "x0 add"}),
+    "has 'swish', which is no op": ("pointwise", (X,), {"expression": "x0 swish"}),
+    "'x0 x0' leaves 2 results": ("pointwise", (X,), {"expression": "x0 x0"}),
+    "a value that is no mask": (
+        "pointwise", (Type((BATCH, 4), "bool"),), {"expression": "x0 relu"},
+    ),
+    "at most 6 axes but has 7": ("pointwise", (Type((2,) * 7),), {"expression": "x0 relu"}),
     "relu: does not take": ("relu", (X, X), {}),
     r"conv2d: does not take .* with \{'strides': 2\}": ("conv2d", (X, F33), {"strides": 2}),
     "batch_norm: does not take": ("batch_norm", (X,), {}),
@@ -243,4 +260,4 @@ def test_nothing_but_a_mistake_is_raised(
 
 
 def test_no_pass_is_called_as_an_op() -> None:
-    assert not set(OPS) & set(PASSES) - {"attention", "batch_norm"}
+    assert not set(OPS) & set(PASSES) - {"attention", "batch_norm", "pointwise"}

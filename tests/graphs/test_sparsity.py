@@ -222,7 +222,7 @@ def test_tables_are_named_by_vectors_and_architectures() -> None:
 def test_always_is_refused_where_nothing_can_be_sparse() -> None:
     with pytest.raises(DeviceError, match=r"needs float32 on a CPU but .* bfloat16; use that"):
         choose("net", [LAYER], {"a": 0.9}, "always", HERE, DType.bfloat16)
-    with pytest.raises(ModelError, match=r"is not pruned: no layer has 5% zeros"):
+    with pytest.raises(ModelError, match=r"is not pruned: no layer has 10% zeros"):
         chosen([LAYER], 1.0, "always")
     with pytest.raises(
         ArgumentError, match="sparse must be one of auto, always, never but is 'maybe'"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +22,12 @@ from max.dtype import DType
 from max.graph import DeviceRef, Graph, KernelLibrary, StaticDim, TensorType, ops
 
 from maxvision.bench.tf32 import RoundedProducts
-from maxvision.graphs import nodes, passes, shapes
+from maxvision.graphs import nodes, passes
+from maxvision.graphs.elementwise import activation
 from maxvision.graphs.lower import backend, emit
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.shapes import sides
 from maxvision.runtime import cache
 
 Shape = tuple[int, ...]
@@ -99,9 +102,15 @@ def epilogue(y: torch.Tensor, name: str, residual: torch.Tensor | None = None) -
     """Finishes the product as the fused epilogues do."""
     if residual is not None:
         y = y + residual
-    if name.endswith("relu"):
-        y = y.relu()
-    return F.gelu(y) if name == "gelu" else y
+    words = activation(name)
+    return UNARY[words](y) if words else y
+
+
+EPILOGUES = (
+    "none", "relu", "gelu", "add", "add_relu", "silu", "add_gelu", "0.0 6.0 clamp",
+    "add_0.1 leaky_relu",
+)  # fmt: skip
+"""Those of products with every way of writing them."""
 
 
 def conv(
@@ -134,12 +143,13 @@ def conv(
 
     def torch_conv(w: dict[str, torch.Tensor], x: torch.Tensor, *residual: Any) -> torch.Tensor:
         skips = sparsity is not None and x.dtype == torch.float64
+        top, left, bottom, right = sides(geometry.get("padding", 0))
         y = (skipping_conv2d if skips else F.conv2d)(
-            x.permute(0, 3, 1, 2),
+            F.pad(x.permute(0, 3, 1, 2), (left, right, top, bottom)),
             w["w.filter"].permute(3, 2, 0, 1),
             w["w.bias"] if bias else None,
             groups=groups,
-            **geometry,
+            **{name: value for name, value in geometry.items() if name != "padding"},
         )
         return epilogue(y.permute(0, 2, 3, 1), then, *residual)
 
@@ -262,6 +272,23 @@ def pool(name: str, size: tuple[int, int], c: int, kernel: Any, **geometry: Any)
     )
 
 
+def reduction(kind: str, x: Shape, axes: Shape) -> Case:
+    """Makes a case of reduce; the mean of the numbers is not 0."""
+    theirs = getattr(torch, kind)
+
+    def shift(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        np.add(inputs[0], 0.5, out=inputs[0])
+
+    return Case(
+        f"reduce {kind} {x} {axes}",
+        [x],
+        {},
+        lambda w, a: nodes.reduce(kind, a, axes, keepdim=len(x) == 2),
+        lambda w, a: theirs(a, dim=axes, keepdim=len(x) == 2),
+        shift,
+    )
+
+
 def _negative(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
     """Leaves no positive number, so that a padding of zeros would win the maximum."""
     np.subtract(inputs[0], 8, out=inputs[0])
@@ -275,6 +302,82 @@ def _some_infinite(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> 
 def same(name: str, x: Shape, ours: Any, theirs: Any, **more: Any) -> Case:
     """Makes a case of an op with one input and no weights."""
     return Case(name, [x], {}, lambda w, a: ours(a), lambda w, a: theirs(a), **more)
+
+
+def pointwise(
+    expression: str, reference: Any, *inputs: Shape, vectors: Sequence[Shape] = (), spread: int = 4
+) -> Case:
+    """Makes a case of an expression; ``vectors`` are float32 weights, the last of its values."""
+    names = [f"{i}.bias" for i in range(len(vectors))]
+
+    def build(w: Parameters, *values: Any) -> Any:
+        return nodes.pointwise(expression, [*values, *(w.vector(name) for name in names)])
+
+    def wide(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        for x in inputs:
+            np.multiply(x, spread, out=x)
+
+    return Case(
+        f"pointwise {expression}: {' '.join(map(str, inputs))}",
+        inputs,
+        dict(zip(names, vectors, strict=True)),
+        build,
+        lambda w, *values: reference(*values, *(w[name].to(values[0]) for name in names)),
+        wide,
+    )
+
+
+def masked(name: str, a: Shape, b: Shape) -> Case:
+    """Makes a case of a mask, the result of one expression, that another one takes."""
+
+    def build(w: Parameters, x: Any, y: Any) -> Any:
+        mask = nodes.pointwise("x0 x1 lt", [x, y])
+        return nodes.pointwise("x0 x1 x2 where", [mask, x, y])
+
+    return Case(name, [a, b], {}, build, lambda w, x, y: torch.where(x < y, x, y))
+
+
+UNARY: dict[str, Any] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "0.0 6.0 clamp": F.relu6,
+    "-1.5 inf clamp": lambda x: x.clamp(min=-1.5),
+    "0.1 leaky_relu": lambda x: F.leaky_relu(x, 0.1),
+    "1.5 elu": lambda x: F.elu(x, 1.5),
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "neg abs": torch.abs,
+    "erf": torch.erf,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "floor": torch.floor,
+    "3.0 pow": lambda x: x**3,
+    "1e-05 sub": lambda x: x - 1e-5,
+}
+"""What may follow ``x0`` in an expression, and the same in torch."""
+BINARY: dict[str, Any] = {
+    "add": torch.add,
+    "div": torch.div,
+    "pow": torch.pow,
+    "prelu": lambda x, slope: torch.where(x > 0, x, x * slope),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    **{name: lambda a, b, op=op: op(a, b).to(a) for name, op in (
+        ("eq", torch.eq), ("ne", torch.ne), ("le", torch.le), ("gt", torch.gt), ("ge", torch.ge),
+    )},
+}  # fmt: skip
+"""What may follow ``x0 x1``."""
 
 
 def norm(name: str, x: Shape, eps: float, *, first: bool = False) -> Case:
@@ -292,6 +395,40 @@ def norm(name: str, x: Shape, eps: float, *, first: bool = False) -> Case:
         lambda w, a: op(a, w.vector("weight"), w.vector("bias"), eps),
         lambda w, a: F.layer_norm(
             a[:, 0] if first else a, (c,), w["weight"].to(a), w["bias"].to(a), eps
+        ),
+        shift,
+    )
+
+
+def rms(x: Shape) -> Case:
+    """Makes a case of rms_norm."""
+    return Case(
+        f"rms_norm {x[-1]}",
+        [x],
+        {"weight": x[-1:]},
+        lambda w, a: nodes.rms_norm(a, w.vector("weight"), 1e-6),
+        lambda w, a: F.rms_norm(a, x[-1:], w["weight"].to(a), 1e-6),
+    )
+
+
+def grouped(x: Shape, groups: int, then: str = "none") -> Case:
+    """Makes a case of group_norm of [..., C], with a mean far from 0."""
+
+    def shift(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        np.add(inputs[0], 3 + np.arange(x[-1], dtype=np.float32) % 5, out=inputs[0])
+
+    return Case(
+        f"group_norm {x} {groups} {then}",
+        [x],
+        {"weight": x[-1:], "bias": x[-1:]},
+        lambda w, a: nodes.group_norm(
+            a, w.vector("weight"), w.vector("bias"), groups, 1e-6, epilogue=then
+        ),
+        lambda w, a: epilogue(
+            F.group_norm(
+                a.movedim(-1, 1), groups, w["weight"].to(a), w["bias"].to(a), 1e-6
+            ).movedim(1, -1),
+            then,
         ),
         shift,
     )
@@ -379,26 +516,82 @@ def stem(
     return Case(name, [(*size, c)], weights, build, reference, set_levels, levels)
 
 
-def attend(name: str, t: int, s: int, heads: int, depth: int, scale: float | None = None) -> Case:
+def attend(
+    name: str,
+    t: int,
+    s: int,
+    heads: int,
+    depth: int,
+    scale: float | None = None,
+    *,
+    bias: tuple[int, int, int] | None = None,
+    keys: bool = False,
+    windows: int = 1,
+    causal: bool = False,
+    hidden: bool = False,
+) -> Case:
     """Makes a case of attention from t queries to s keys.
 
     With a scale of 0, scores of -inf count as masked, and torch's as NaN.
+
+    Args:
+        name: Of the case.
+        t: Queries.
+        s: Keys.
+        heads: Heads.
+        depth: Channels of a head.
+        scale: Of the scores.
+        bias: How many images, heads and queries have one of their own: 1, or all.
+        keys: Whether each image hides its last keys, by an input.
+        windows: Windows of t tokens in an image.
+        causal: Whether later keys are hidden.
+        hidden: Whether the bias hides keys, and from a query all of them.
     """
-    c = heads * depth
+    c, even = heads * depth, s + s % 2
+    inputs: list[Shape] = [(windows * t, c), (windows * s, c), (windows * s, c)]
+    inputs += [(1, even)] if keys else []
+    weights = {"rows": (bias[0], bias[1] * bias[2], even)} if bias else {}
 
-    def reference(w: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.reshape(x.shape[0], -1, heads, depth).transpose(1, 2) for x in (q, k, v))
+    def build(w: Parameters, q: Any, k: Any, v: Any, *seen: Any) -> Any:
+        n = q.shape[0]
+        if windows > 1:
+            q, k, v = (
+                x.reshape((n * windows, size, c))
+                for x, size in zip((q, k, v), (t, s, s), strict=True)
+            )
+        rows = w.vector("rows", q.dtype) if bias else seen[0] if seen else None
+        y = nodes.attention(q, k, v, heads, scale=scale, bias=rows, causal=causal)
+        return y.reshape((n, windows * t, c)) if windows > 1 else y
+
+    def reference(
+        w: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *seen: torch.Tensor
+    ) -> torch.Tensor:
+        n = len(q)
+        q, k, v = (x.reshape(n * windows, -1, heads, depth).transpose(1, 2) for x in (q, k, v))
         scores = q @ k.transpose(-1, -2) * (depth**-0.5 if scale is None else scale)
-        return (scores.softmax(-1) @ v).transpose(1, 2).reshape(-1, t, c)
+        if bias:
+            rows = w["rows"].to(q)[..., :s].unflatten(1, bias[1:])
+            scores = scores + (rows if bias[0] == 1 else rows.repeat(n, 1, 1, 1))
+        for rows in seen:
+            scores = scores + rows[:, None, :, :s]
+        if causal:
+            scores = scores + torch.ones(t, s).tril().log().to(scores)
+        return (scores.softmax(-1) @ v).transpose(1, 2).reshape(n, -1, c)
 
-    return Case(
-        name,
-        [(t, c), (s, c), (s, c)],
-        {},
-        lambda w, q, k, v: nodes.attention(q, k, v, heads, scale=scale),
-        reference,
-        finite=scale == 0,
-    )
+    def change(x: list[np.ndarray], w: dict[str, np.ndarray]) -> None:
+        if bias:
+            rows = w["rows"]
+            rows *= math.sqrt(rows.shape[0] * rows.shape[1])  # as large as scores
+            if hidden:
+                rows[rows > 1.5] = -np.inf
+                rows[:, rows.shape[1] // 2] = -np.inf
+                rows[:, -1, : s // 2] = -np.inf
+        for i, rows in enumerate(x[3] if keys else ()):
+            rows[:, max(1, s - 1 - 40 * i) :] = -np.inf
+
+    # What hidden keys hold is not read everywhere, so that NaN there may come to nothing.
+    finite = scale == 0 or keys or causal
+    return Case(name, inputs, weights, build, reference, change, finite=finite)
 
 
 def joined(
@@ -567,8 +760,18 @@ CASES = [
     # Epilogues.
     *(
         conv(f"conv2d epilogue {e}", (5, 6), 24, 40, (3, 3), padding=1, then=e)
-        for e in shapes.EPILOGUES
+        for e in EPILOGUES
     ),
+    conv("conv2d depthwise 3x3/2 below", (12, 14), 96, 96, (3, 3), stride=2, padding=(0, 0, 1, 1),
+         groups=96),
+    conv("conv2d depthwise 5x5/2 below", (14, 9), 40, 40, (5, 5), stride=2, padding=(1, 2, 2, 2),
+         groups=40, then="relu"),
+    conv("conv2d depthwise 5x5 tiles", (19, 23), 72, 72, (5, 5), padding=2, groups=72),
+    conv("conv2d depthwise dilated", (13, 11), 24, 24, (7, 7), padding=6, dilation=2, groups=24),
+    conv("conv2d depthwise 3x3/3", (16, 10), 16, 16, (3, 3), stride=3, padding=1, groups=16),
+    conv("conv2d 3x3/2 below", (12, 14), 3, 32, (3, 3), stride=2, padding=(0, 0, 1, 1)),
+    conv("conv2d 3x3 above", (9, 8), 64, 64, (3, 3), padding=(2, 1, 0, 1)),
+    conv("conv2d 1x1 padded", (5, 6), 64, 64, (1, 1), padding=(0, 0, 1, 2)),
     conv("conv2d depthwise add", (6, 5), 20, 20, (3, 3), padding=1, groups=20, then="add"),
     conv("conv2d no bias", (6, 6), 16, 16, (1, 1), bias=False),
     # Tile sizes and one more or less: 6 pixels, 64 columns, vectors of 16, 16 steps of K.
@@ -597,6 +800,7 @@ CASES = [
     conv("sparse_conv2d 1x1", (7, 7), 130, 70, (1, 1), sparsity=0.8, then="gelu"),
     conv("sparse_conv2d stem", (20, 20), 3, 65, (7, 7), stride=2, padding=3, sparsity=0.5),
     conv("sparse_conv2d add_relu", (6, 6), 20, 33, (1, 1), sparsity=0.9, then="add_relu"),
+    conv("sparse_conv2d silu", (7, 7), 20, 33, (1, 1), sparsity=0.8, then="silu"),
     conv("sparse_conv2d add", (6, 6), 20, 33, (1, 1), sparsity=0.95, then="add"),
     conv("sparse_conv2d groups", (6, 7), 15, 35, (3, 3), padding=1, groups=5, sparsity=0.7),
     conv("sparse_conv2d dilated", (9, 9), 8, 8, (3, 3), dilation=2, padding=1, sparsity=0.6),
@@ -627,11 +831,15 @@ CASES = [
     product("bmm tiles transposed", (2, 130, 72), (2, 133, 72), transpose=True, then="relu"),
     product("bmm one b", (4, 9, 20), (20, 70), shared=True, bias=True),
     product("bmm add", (2, 9, 20), (2, 20, 70), then="add"),
+    product("bmm hardswish", (2, 9, 20), (2, 20, 70), then="hardswish"),
+    conv("conv2d depthwise silu", (6, 5), 20, 20, (3, 3), padding=1, groups=20, then="silu"),
     product("bmm add_relu", (2, 9, 20), (2, 70, 20), transpose=True, bias=True, then="add_relu"),
     product("bmm 1x1", (1, 1, 1), (1, 1, 1)),
     dense("linear", (50, 64), 192),
     dense("linear gelu", (50, 96), 384, "gelu"),
     dense("linear add", (13, 384), 96, "add"),
+    dense("linear mish", (13, 40), 33, "mish"),
+    dense("linear add_gelu_tanh", (13, 40), 33, "add_gelu_tanh"),
     dense("linear head", (320,), 1000),
     dense("linear no bias", (17, 30), 70, bias=False),
     # Several tiles of each product, tiles that end within one, sizes that no tile fits.
@@ -666,9 +874,34 @@ CASES = [
     pool("avgpool ceil", (12, 11), 5, (3, 2), stride=(2, 3), padding=(1, 1), ceil_mode=True),
     pool("avgpool inside", (9, 9), 24, 3, stride=2, padding=1, count_include_pad=False),
     pool("avgpool global", (7, 7), 512, None),
+    # Reductions: sizes of no vector and one more or less, rows in parts, several slabs.
+    *(
+        reduction(kind, shape, axes)
+        for kind, shape, axes in (
+            ("mean", (14, 14, 672), (1, 2)), ("mean", (112, 112, 32), (1, 2)),
+            ("mean", (49, 192), (1,)), ("mean", (5, 7, 35), (1, 2)), ("mean", (4, 33), (2,)),
+            ("sum", (129, 130), (1,)), ("sum", (3, 2049), (2,)), ("sum", (70_001,), (1,)),
+            ("sum", (3, 4, 5, 6), (1, 3)), ("sum", (1, 6), (1,)), ("sum", (9, 3), (1, 2)),
+            ("amax", (6, 5, 40), (1, 2)), ("amax", (7, 100), (2,)), ("amax", (300, 7), (1,)),
+            ("amin", (200, 24), (1,)), ("amin", (2, 63), (2,)),
+        )
+    ),
     # Elementwise, rows.
-    same("relu", (3, 5, 7), nodes.relu, F.relu),
-    same("gelu", (3, 33), nodes.gelu, F.gelu),
+    *(pointwise(f"x0 {name}", op, (3, 33)) for name, op in UNARY.items()),
+    *(pointwise(f"x0 x1 {name}", op, (3, 7), (3, 7), spread=1) for name, op in BINARY.items()),
+    # How values broadcast: tasks and vectors that end in a row, gates, vectors, one number.
+    pointwise("x0 x1 mul", torch.mul, (9, 11, 24), (1, 1, 24)),
+    pointwise("x0 x1 add relu", lambda a, b: (a + b).relu(), (200, 100), (200, 1)),
+    pointwise("x0 x1 mul x2 add", lambda a, b, c: a * b + c, (9, 40), vectors=[(40,), (40,)]),
+    pointwise("x0 x1 div", torch.div, (50, 3), vectors=[(3,)]),
+    pointwise("x0 x1 sub", torch.sub, (1, 2, 1, 4, 5), (3, 1, 6, 4, 1), spread=1),
+    pointwise("x0 x1 sigmoid mul", lambda a, b: a * b.sigmoid(), (70001,), (70001,)),
+    pointwise(
+        "x0 x1 mul x2 sub x3 gt x4 x5 where",
+        lambda a, b, c, d, e, f: torch.where(a * b - c > d, e, f),
+        (5, 16), (5, 1), (1, 16), (1, 1), vectors=[(16,), (1,)],
+    ),
+    masked("pointwise masks", (5, 40), (5, 1)),
     *(
         same(f"{op.__name__} {c}", (5, c), op, torch_op)
         for (op, torch_op), c in itertools.product(
@@ -688,6 +921,19 @@ CASES = [
         for c in (1, 30, 64, 72, 192, 384, 768, 1000, 1024, 1032)
     ),
     norm("layernorm_first", (5, 192), 1e-5, first=True),
+    *(rms((5, c)) for c in (3, 64, 100, 384, 1030)),
+    # Groups of a vector, less, several and parts of one; all of an image, and single channels.
+    grouped((14, 14, 256), 32, "relu"),
+    grouped((9, 7, 64), 32, "silu"),
+    grouped((10, 10, 320), 1),
+    grouped((33, 31, 96), 1),
+    grouped((12, 11, 168), 8),
+    grouped((7, 5, 35), 5),
+    grouped((6, 6, 51), 51),
+    grouped((64, 64, 40), 40),
+    grouped((49, 64), 4, "relu"),
+    grouped((768,), 12),
+    grouped((1200,), 1),
     Case(
         "class_token",
         [(9, 20)],
@@ -714,6 +960,24 @@ CASES = [
     *(attend(f"attention many queries of {d}", 2300, 330, 8, d) for d in (32, 96, 128)),
     attend("attention sharp", 65, 33, 2, 64, 4.0),
     *(attend(f"attention {d} scale 0", 65, 70, 2, d, 0.0) for d in (24, 64)),
+    attend("attention bias", 197, 197, 3, 64, bias=(1, 3, 197)),
+    attend("attention windows", 49, 49, 3, 32, windows=4, bias=(4, 3, 49)),
+    attend("attention windows of all heads", 49, 49, 3, 32, windows=4, bias=(4, 1, 49)),
+    attend("attention many windows", 49, 49, 12, 32, windows=64, bias=(64, 12, 49)),
+    attend("attention rows hidden", 70, 150, 2, 64, bias=(1, 1, 70), hidden=True),
+    attend("attention rows hidden in many heads", 150, 171, 150, 64, bias=(1, 1, 150), hidden=True),
+    attend("attention keys hidden", 33, 150, 2, 64, keys=True),
+    attend("attention keys hidden in many heads", 130, 151, 140, 64, keys=True),
+    attend("attention a row for all", 60, 99, 2, 32, bias=(1, 1, 1)),
+    attend("attention causal", 150, 150, 2, 64, causal=True),
+    attend("attention causal, fewer queries", 70, 150, 2, 24, causal=True),
+    attend("attention causal, fewer keys", 300, 130, 2, 96, causal=True),
+    attend("attention causal in many heads", 200, 200, 140, 64, causal=True),
+    attend("attention causal with a bias", 120, 120, 2, 64, bias=(1, 2, 120), causal=True),
+    *(attend(f"attention {d} with a bias", 67, 151, 2, d, bias=(1, 2, 67))
+      for d in (6, 24, 48, 80, 96, 128, 256)),
+    *(attend(f"attention many heads of {d}", 130, 67, 150, d) for d in (20, 24, 36, 80, 88)),
+    *(attend(f"attention {d}", 67, 150, 2, d) for d in (6, 24, 36, 48, 60, 72, 256)),
 ]  # fmt: skip
 
 

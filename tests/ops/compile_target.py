@@ -32,9 +32,18 @@ from tests.ops.cases import CASES, PACKED, Case
 
 # Every op, both layouts of bmm's b, every branch an epilogue has: products of all ops share their
 # kernels, and sizes are run-time numbers, so these serve all other cases.
+POINTWISE = {
+    "pointwise x0 gelu: (3, 33)",
+    "pointwise x0 mish: (3, 33)",
+    "pointwise x0 sin: (3, 33)",
+    "pointwise x0 x1 pow: (3, 7) (3, 7)",
+    "pointwise x0 x1 mul x2 add: (9, 40)",
+    "pointwise masks",
+}
 NAMES = {
     "conv2d 3x3",
     "conv2d epilogue add_relu",
+    "conv2d epilogue silu",
     "conv2d_chain",
     "conv2d_shortcut",
     "sparse_conv2d 3x3",
@@ -42,17 +51,24 @@ NAMES = {
     "attention 64",
     "attention 16",
     "attention 96",
+    "attention 6",
+    "attention windows",
+    "attention causal with a bias",
     "bmm context",
     "bmm add",
     "linear gelu",
     "qkv_linear",
     "maxpool 3/2",
     "avgpool 3/2",
-    "relu",
-    "gelu",
+    "reduce mean (14, 14, 672) (1, 2)",
+    "reduce mean (4, 33) (2,)",
+    "reduce amax (6, 5, 40) (1, 2)",
+    *POINTWISE,
     "softmax 64",
     "log_softmax 64",
     "layernorm 384",
+    "rms_norm 384",
+    "group_norm (14, 14, 256) 32 relu",
     "layernorm_first",
     "layernorm_mlp",
     "class_token",
@@ -84,12 +100,14 @@ NIGHTLY = {
     "linear gelu",
     "attention 16",
     "attention 96",
+    "attention 6",
     "packed two_four 1x1",
 }
 FLOAT16 = {
     "conv2d epilogue add_relu",
     "bmm context",
     "attention 64",
+    "attention windows",
     "stem_maxpool 32 x 32",
     "stem_layernorm 32 x 32",
     "depthwise_qkv 64",
@@ -97,10 +115,12 @@ FLOAT16 = {
 # float32 without TF32, where the others have it.
 EXACT = {"conv2d 3x3", "bmm add"}
 IN_PROGRAMS = {  # what programs call an op
+    "attention_bias": "attention",
     "bmm": "linear",
     "layernorm": "layer_norm",
     "maxpool": "max_pool2d",
     "avgpool": "avg_pool2d",
+    "reduce": "mean",
     "sparse_conv2d": "conv2d",
     "sparse_conv2d_packed": "conv2d",
 }
@@ -154,7 +174,7 @@ def ops_without_symbols(graph: Graph, compiled: CompiledModel) -> set[str]:
     symbols = {symbol.decode() for symbol in found}
     unnamed = set()
     for name, line in re.findall(r'symbol = "(\w+)"(.*)', str(graph)):
-        given = dict(re.findall(r'(epilogue|format) = "(\w+)"', line))
+        given = dict(re.findall(r'(epilogue|format) = "([^"]+)"', line))
         format = given.get("format", "steps" if name.startswith("sparse") else "")
         op = name.removesuffix("_add")
         ways = symbols_of(IN_PROGRAMS.get(op, op), given.get("epilogue", "none"), format)

@@ -9,6 +9,7 @@ graphs of one module, since a compilation takes 12 s whatever it holds.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.engine import Model as Executable
-from max.graph import DeviceRef, Graph, Module, StaticDim, TensorType, TensorValue, ops
+from max.graph import DeviceRef, Dim, Graph, Module, StaticDim, TensorType, TensorValue, ops
 
 from maxvision.graphs.parameters import Parameters
 from maxvision.runtime.cache import library
@@ -65,11 +66,12 @@ class Op:
 
 @dataclass(frozen=True)
 class Node:
-    """An op between tensors of a case."""
+    """An op between tensors of a case; none permutes ``axes``, or gives one another shape."""
 
-    op: Op
+    op: Op | None
     inputs: Sequence[TensorValue]
     outputs: Sequence[TensorValue]
+    axes: Sequence[int] = ()
 
 
 class Trace:
@@ -92,7 +94,10 @@ class Trace:
         self.parameters = Parameters(case.data(1)[1], here, dtype)
         kind = DType.uint8 if case.levels else dtype
         types = [TensorType(kind, ["batch", *shape], here) for shape in case.inputs]
-        recorders = (self._custom, self._constant, self._constant_external, self._concat)
+        recorders = (
+            self._custom, self._constant, self._constant_external, self._concat, self._reshape,
+            self._permute,
+        )  # fmt: skip
         with ExitStack() as stack:
             extensions = [library(gpu=False)]
             graph = stack.enter_context(
@@ -142,6 +147,20 @@ class Trace:
         self.concatenated[result.to_mlir()] = values, axis
         return result
 
+    def _reshape(
+        self, reshape: Callable[..., TensorValue], x: TensorValue, shape: Any
+    ) -> TensorValue:
+        result = reshape(x, shape)
+        self.nodes.append(Node(None, [x], [result]))
+        return result
+
+    def _permute(
+        self, permute: Callable[..., TensorValue], x: TensorValue, axes: list[int]
+    ) -> TensorValue:
+        result = permute(x, axes)
+        self.nodes.append(Node(None, [x], [result], axes))
+        return result
+
     def run(self, executables: dict[Op, Executable], given: Sequence[Buffer]) -> torch.Tensor:
         """Computes the case's output for a batch of inputs."""
         batch = given[0].shape[0]
@@ -152,18 +171,27 @@ class Trace:
         }
         tensors.update(zip((value.to_mlir() for value in self.inputs), given, strict=True))
         for node in self.nodes:
-            sizes = [
-                _zeros(int(dim) if isinstance(dim, StaticDim) else batch)
-                for value in node.outputs
-                for dim in value.shape
-            ]
+            sizes = [_length(dim, batch) for value in node.outputs for dim in value.shape]
             inputs = [tensors[value.to_mlir()] for value in node.inputs]
-            results = executables[node.op].execute(*inputs, *sizes)
+            if node.axes:
+                moved = torch.from_dlpack(inputs[0]).permute(*node.axes).contiguous()
+                results = [Buffer.from_dlpack(moved)]
+            elif node.op is None:
+                results = [inputs[0].view(inputs[0].dtype, sizes)]
+            else:
+                results = executables[node.op].execute(*inputs, *map(_zeros, sizes))
             tensors.update(zip((v.to_mlir() for v in node.outputs), results, strict=True))
         output = self.output.to_mlir()
         values, axis = self.concatenated.get(output, ([self.output], 0))
         parts = [torch.from_dlpack(tensors[value.to_mlir()]) for value in values]
         return torch.cat(parts, axis)
+
+
+def _length(dim: Dim, batch: int) -> int:
+    """Evaluates a size: a number, or a multiple of the batch."""
+    numbers = [part for part in str(dim).split(" * ") if part.isdecimal()]
+    factor = 1 if isinstance(dim, StaticDim) else batch
+    return factor * math.prod(map(int, numbers))
 
 
 @cache
@@ -173,7 +201,7 @@ def _zeros(count: int) -> Buffer:
 
 def compile_ops(traces: Iterable[Trace]) -> dict[Op, Executable]:
     """Compiles the ops of the cases."""
-    names = {node.op: "" for trace in traces for node in trace.nodes}
+    names = {node.op: "" for trace in traces for node in trace.nodes if node.op}
     module = Module()
     for i, op in enumerate(names):
         names[op] = f"{op.name}_{i}"

@@ -16,12 +16,13 @@ from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
 from maxvision.common.errors import ArgumentError, DeviceError
-from maxvision.graphs import nodes, shapes
+from maxvision.graphs import nodes
 from maxvision.graphs.arrange import has_stem
 from maxvision.graphs.parameters import Parameters
 from maxvision.runtime import cache
 from tests.ops.cases import (
     CASES,
+    EPILOGUES,
     TORCH,
     Case,
     build_graph,
@@ -134,7 +135,7 @@ def convs(draw: st.DrawFn) -> Case:
         max(1, d * (k - 1) + 1 - 2 * p) + draw(st.integers(0, 9))
         for d, k, p in zip(dilation, kernel, padding, strict=True)
     )
-    then = draw(st.sampled_from(shapes.EPILOGUES))
+    then = draw(st.sampled_from(EPILOGUES))
     sparsity = draw(st.sampled_from([None, None, 0.9]))
     name = f"{size} {c} {f} {kernel} {stride} {padding} {dilation} {groups} {then} {sparsity}"
     return conv(
@@ -147,7 +148,7 @@ def convs(draw: st.DrawFn) -> Case:
 def others(draw: st.DrawFn) -> Case:
     """Draws a product, a linear layer or a pool of awkward shape."""
     m, k, n, b = (draw(st.integers(1, 99)) for _ in range(4))
-    then = draw(st.sampled_from(shapes.EPILOGUES))
+    then = draw(st.sampled_from(EPILOGUES))
     kind = draw(st.sampled_from(["bmm", "linear", "maxpool", "avgpool"]))
     if kind == "bmm":
         transpose, heads = draw(st.booleans()), b % 4 + 1
@@ -167,15 +168,15 @@ def others(draw: st.DrawFn) -> Case:
 KINDS = [  # one case of each op and epilogue that are drawn
     *(
         conv(f"kind {then} {sparsity}", (3, 3), 4, 4, (1, 1), then=then, sparsity=sparsity)
-        for then in shapes.EPILOGUES
+        for then in EPILOGUES
         for sparsity in (None, 0.9)
     ),
     *(
         product(f"kind {then} {transpose}", (1, 4, 4), (1, 4, 4), then=then, transpose=transpose)
-        for then in shapes.EPILOGUES
+        for then in EPILOGUES
         for transpose in (False, True)
     ),
-    *(dense(f"kind dense {then}", (4, 4), 4, then) for then in shapes.EPILOGUES),
+    *(dense(f"kind dense {then}", (4, 4), 4, then) for then in EPILOGUES),
 ]
 
 
@@ -219,7 +220,7 @@ def test_errors_name_the_shapes() -> None:
             nodes.conv2d(x, v, epilogue="add")
         with pytest.raises(ArgumentError, match="epilogue 'relu' expects no residual"):
             nodes.conv2d(x, v, epilogue="relu", residual=residual)
-        with pytest.raises(ArgumentError, match=r"must be one of none, relu.* but is 'swish'"):
+        with pytest.raises(ArgumentError, match=r"epilogue must be none, add.* but is 'swish'"):
             nodes.conv2d(x, v, epilogue="swish")
         with pytest.raises(ArgumentError, match="at least 17 px but has 8"):
             nodes.conv2d(x, v, dilation=8)
@@ -231,6 +232,25 @@ def test_errors_name_the_shapes() -> None:
             nodes.linear(x, w.filter("l"))
         with pytest.raises(ArgumentError, match="K=3 but b has K=16"):
             nodes.bmm(x, residual, transpose_b=True)
+
+
+def test_errors_of_reductions_and_group_norms_name_the_shapes() -> None:
+    with graph_of(["n", 8, 8, 12]) as graph:
+        x = graph.inputs[0].tensor
+        w = weights(weight=(12,), bias=(11,))
+        weight, few = w.vector("weight"), w.vector("bias")
+        with pytest.raises(ArgumentError, match=r"axes \(4,\) to reduce are not those of \[n, 8"):
+            nodes.reduce("sum", x, (4,))
+        with pytest.raises(ArgumentError, match="size of axis 0 must be known but is n"):
+            nodes.reduce("mean", x, (0, 1))
+        with pytest.raises(ArgumentError, match="groups that divide C=12 but has 5"):
+            nodes.group_norm(x, weight, weight, 5)
+        with pytest.raises(ArgumentError, match=r"group_norm: bias expects .*12.* but has .*11"):
+            nodes.group_norm(x, weight, few, 3)
+        with pytest.raises(ArgumentError, match="an activation as its epilogue, not 'add'"):
+            nodes.group_norm(x, weight, weight, 3, epilogue="add")
+        with pytest.raises(ArgumentError, match=r"weight expects .*12.* but has .*11"):
+            nodes.rms_norm(x, few)
 
 
 def test_errors_of_a_stem() -> None:
@@ -324,7 +344,7 @@ def test_errors_of_qkv_linear_name_the_shapes() -> None:
 
 
 def test_errors_name_the_dtypes_of_a_cpu() -> None:
-    expects = "relu: on a CPU the dtype must be one of float32, bfloat16 but is float16"
+    expects = "pointwise: on a CPU the dtype must be one of float32, bfloat16 but is float16"
     with (
         graph_of(["n", 4], dtype=DType.float16) as graph,
         pytest.raises(DeviceError, match=expects),

@@ -15,9 +15,11 @@ from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.resident import resident_gemm
 from ops.gemm.tuning import CONFIGS, RESIDENT
 from ops.geometry import Geometry
+from ops.group_norm.config import GroupNormSizes, GroupNormTensors
+from ops.group_norm.gpu import group_norm_gpu
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.operands import F32, Batch, Data, Operands
-from ops.pool import mean_kernel
+from ops.reduce.gpu import reduce_gpu
 from ops.rows import softmax_kernel
 from ops.sparse_conv2d.tiled import enqueue_tiled
 from ops.sparse_conv2d.tuning import CONFIGS as TILED
@@ -199,31 +201,41 @@ def main() raises:
     var sizes = NormSizes(rows=n, columns=n, stride=n, eps=1e-5)
     layernorm_gpu(NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx)
     layernorm_gpu(NormTensors[F32](x=full, weight=full, bias=full, y=full), sizes, ctx)
+    layernorm_gpu[BF16, "rms_norm"](
+        NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx
+    )
 
     var attention = Attention[BF16](half, half, half, half, n=n, t=n, s=n, c=n, heads=n, scale=1)
-    enqueue_flash[BF16, 64, 2, 1](attention, ctx)
-    enqueue_flash[BF16, 64, 1, 4](attention, ctx)
-    enqueue_flash[BF16, 32, 2, 1](attention, ctx)
-    enqueue_flash[BF16, 96, 1, 1](attention, ctx)
     var attention2 = Attention[F16](
         half2, half2, half2, half2, n=n, t=n, s=n, c=n, heads=n, scale=1
     )
-    comptime for depth in [32, 64, 96, 128]:
-        enqueue_hopper[BF16, short(depth)](attention, ctx)
-        enqueue_hopper[BF16, long(depth)](attention, ctx)
-        enqueue_hopper[F16, long(depth)](attention2, ctx)
     var mask = MaskTensors[BF16](half, bytes)
-    var places = MaskSizes(image=Int64(n), head=Int64(n), row=Int32(n), diagonal=Int32(n))
+    var mask2 = MaskTensors[F16](half2)
+    var places = MaskSizes(image=n, images=n, head=n, row=n, diagonal=n)
+    comptime no = Mask()
+    comptime all = Mask(bias=True, causal=True)
+    enqueue_flash[BF16, 64, 2, 1, no](attention, mask, places, ctx)
+    enqueue_flash[BF16, 64, 1, 4, no](attention, mask, places, ctx)
+    enqueue_flash[BF16, 32, 2, 1, no](attention, mask, places, ctx)
+    enqueue_flash[BF16, 96, 1, 1, no](attention, mask, places, ctx)
+    enqueue_flash[BF16, 36, 2, 1, no](attention, mask, places, ctx)
+    enqueue_flash[BF16, 80, 1, 1, no](attention, mask, places, ctx)
+    enqueue_flash[BF16, 32, 2, 1, Mask(bias=True)](attention, mask, places, ctx)
+    enqueue_flash[BF16, 64, 1, 4, all](attention, mask, places, ctx)
+    enqueue_flash[BF16, 24, 2, 1, all](attention, mask, places, ctx)
     comptime for depth in [32, 64, 96, 128]:
-        comptime all = Mask(bias=True, keys=True, causal=True)
-        enqueue_hopper[BF16, long(depth), all](attention, mask, places, ctx)
+        enqueue_hopper[BF16, short(depth), no](attention, mask, places, ctx)
+        enqueue_hopper[BF16, long(depth), no](attention, mask, places, ctx)
+        enqueue_hopper[F16, long(depth), no](attention2, mask2, places, ctx)
+    comptime for depth in [32, 64, 96, 128]:
+        comptime every = Mask(bias=True, keys=True, causal=True)
+        enqueue_hopper[BF16, long(depth), every](attention, mask, places, ctx)
     comptime for one in [Mask(bias=True), Mask(keys=True), Mask(causal=True)]:
         enqueue_hopper[BF16, short(64), one](attention, mask, places, ctx)
         enqueue_hopper[BF16, long(64), one](attention, mask, places, ctx)
-    enqueue_hopper[F16, long(64), Mask(bias=True)](
-        attention2, MaskTensors[F16](half2, bytes), places, ctx
-    )
-    enqueue_plain[BF16, 24](attention, ctx)
+    enqueue_hopper[F16, long(64), Mask(bias=True)](attention2, mask2, places, ctx)
+    enqueue_plain[BF16, 24, no](attention, mask, places, ctx)
+    enqueue_plain[BF16, 24, all](attention, mask, places, ctx)
 
     var x = IndexList[4](n, n, n, 3)
     comptime pooling = Stem(3, 7, 7, 2, True)
@@ -244,8 +256,12 @@ def main() raises:
         ctx,
     )
 
-    ctx.enqueue_function[mean_kernel[BF16]](
-        half, half, Int32(n), Int32(n), grid_dim=(n, n), block_dim=256
+    reduce_gpu[BF16, "sum"](half, half, n, n, n, 1, ctx)
+    reduce_gpu[F32, "amax"](full, full, n, n, n, 1, ctx)
+    group_norm_gpu[BF16, Epilogue("relu")](
+        GroupNormTensors[BF16](x=half, weight=full, bias=full, y=half, partials=full),
+        GroupNormSizes(images=n, pixels=n, channels=n, groups=n, entries=n, eps=1e-5),
+        ctx,
     )
     ctx.enqueue_function[softmax_kernel[BF16, False]](
         half, half, Int32(n), Int32(n), grid_dim=n, block_dim=128

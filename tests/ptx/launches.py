@@ -539,8 +539,8 @@ def blocks(
 
 
 @dataclass(frozen=True)
-class Expanded:
-    """A Config of ops/sparse_conv2d/tuning.mojo."""
+class OneTile:
+    """A TileConfig of ops/hopper/tile.mojo: of a block that computes one tile."""
 
     groups: int
     columns: int
@@ -549,6 +549,12 @@ class Expanded:
     @property
     def label(self) -> str:
         return f"{64 * self.groups}x{self.columns}" + "split" * self.split
+
+    def shared_bytes(self, box: Sequence[int], filters: int, pixels: int) -> int:
+        """Counts what a TileStorage divides, of so many stages, and what aligning it may take."""
+        rings = filters * (self.columns * 128 + 16) + pixels * (box[0] + 16)
+        inbox = self.split * 64 * self.groups * self.columns * 4 + 8
+        return rings + inbox + 4 * self.columns + 1024
 
 
 def pixel_box(x: Array, g: Conv, rows: int, width: int) -> tuple[Tiled | Im2col, list[int], int]:
@@ -565,30 +571,18 @@ def pixel_box(x: Array, g: Conv, rows: int, width: int) -> tuple[Tiled | Im2col,
     return map, [window, box * 128, pitch, height, bands], g.n * bands
 
 
-@dataclass(frozen=True)
-class Resident:
-    """A Config of ops/gemm/resident.mojo: one of RESIDENT in ops/gemm/tuning.mojo."""
-
-    groups: int
-    columns: int
-    split: bool = False
-
-    @property
-    def label(self) -> str:
-        return f"{64 * self.groups}x{self.columns}" + "split" * self.split
-
-
-RESIDENT = (
-    Resident(1, 64, split=True),
-    Resident(1, 32, split=True),
-    Resident(1, 64),
-    Resident(1, 32),
+RESIDENT = (  # of ops/gemm/tuning.mojo
+    OneTile(1, 64, split=True),
+    OneTile(1, 32, split=True),
+    OneTile(1, 64),
+    OneTile(1, 32),
 )
+EXPANDED = (*RESIDENT, OneTile(2, 64))  # of ops/sparse_conv2d/tuning.mojo
 
 
 def resident(
     kernel: Kernel,
-    config: Resident,
+    config: OneTile,
     p: Product,
     *,
     dtype: str,
@@ -630,7 +624,6 @@ def resident(
         g, [g.pixels], [0], width=width, columns=columns, splits=splits, tiles=blocks, alpha=alpha,
         constant=constant,
     )  # fmt: skip
-    shared = filters * (config.columns * 128 + 16) + pixels * (box[0] + 16) + 1024
     launch = Launch(
         kernel,
         [
@@ -642,7 +635,7 @@ def resident(
         memory,
         grid=(blocks * splits,),
         threads=128 * config.groups + 64,
-        shared_bytes=shared + config.split * rows * config.columns * 4 + 4 * config.columns + 8,
+        shared_bytes=config.shared_bytes(box, filters, pixels),
         maps=[map, Tiled(w, (config.columns, 1, width))],
         cluster=splits,
     )
@@ -650,18 +643,9 @@ def resident(
     return y
 
 
-EXPANDED = (
-    Expanded(1, 64, split=True),
-    Expanded(1, 32, split=True),
-    Expanded(1, 64),
-    Expanded(1, 32),
-    Expanded(2, 64),
-)
-
-
 def tiled(
     kernel: Kernel,
-    config: Expanded,
+    config: OneTile,
     p: Product,
     arrays: tuple[Array, Array],
     *,
@@ -690,14 +674,11 @@ def tiled(
     map, box, tiles = pixel_box(x, g, rows, 64)
     fewest = 8 * 32 // config.columns  # as few stages of filters as there may be
     stages = (fewest, 2 if box[2] else fewest)
-    plan, window = [*box, *stages], box[0]
     columns = -(-g.f // config.columns)
     blocks = tiles * columns
     sizes = problem(g, [g.pixels], [0], width=64, columns=columns, splits=splits, tiles=blocks)
     filters, bias = [memory.add(a) for a in arrays], memory.add(p.bias)
     share, parts = -(-steps // splits), config.columns // 32
-    shared = stages[0] * (config.columns * 128 + 16) + stages[1] * (window + 16) + 1024
-    shared += config.split * rows * config.columns * 4 + 8 + 4 * config.columns
     launch = Launch(
         kernel,
         [
@@ -705,12 +686,12 @@ def tiled(
             pack("4Q", bias, bias, residual_at, y_at),
             pack("2Q", *filters),
             sizes,
-            pack("8i", *plan, -(-g.f // 32) * steps),
+            pack("8i", *box, *stages, -(-g.f // 32) * steps),
         ],
         memory,
         grid=(blocks * splits,),
         threads=128 * config.groups + 8 * 32 + 32,
-        shared_bytes=shared + 4 * parts * (share + 1) + 4 + 8 * share,
+        shared_bytes=config.shared_bytes(box, *stages) + 4 * parts * (share + 1) + 4 + 8 * share,
         maps=[map],
         cluster=splits,
     )
@@ -824,6 +805,7 @@ def attention(
     splits: int = 1,
     grid: int = 0,
     seed: int = 0,
+    masks: Masks | None = None,
 ) -> Array:
     """Runs ops/attention/flash.mojo (or plain.mojo if rows is 0) on a grid of at most `grid`."""
     memory, y = Tensors(), unwritten(q.shape, "bfloat16")
@@ -833,7 +815,7 @@ def attention(
     if rows:
         queries = 16 * rows * threads // (32 * splits)
         keys = (64 if g.depth <= 64 else 32) * splits
-        shared = 3 * (2 * keys + queries) * g.depth * 2
+        shared = 3 * (2 * keys + queries) * -(-g.depth // 32) * 64
     else:
         queries, pitch = 32, -(-g.depth // 4) * 4 + 4
         shared = 4 * (pitch * 96 + 1024)
@@ -844,6 +826,7 @@ def attention(
     if rows:
         head, block = divmod(total, blocks)
         parameters.append(pack("4i", head // g.heads, head % g.heads, block, 0))
+    parameters += _masks(memory, masks or Masks())
     launch = Launch(
         kernel,
         parameters,
@@ -861,7 +844,7 @@ def attention(
 class Masks:
     """What ops/attention/mask.mojo reads; axes of the bias of length 1 are shared."""
 
-    bias: Array | None = None  # [N or 1, heads or 1, T, S], 16 bits
+    bias: Array | None = None  # [P, heads or 1, T or 1, S], 16 bits; image n has n % P
     keys: Array | None = None  # [N, S], zero for keys that are not seen
     diagonal: int | None = None  # the last key that query 0 sees
 
@@ -922,18 +905,20 @@ def hopper_attention(
 
 def _masks(memory: Tensors, masks: Masks) -> tuple[bytes, bytes]:
     """Packs MaskTensors and MaskSizes; rows of bias are as long as is even."""
-    bias, keys, image, head, row = 0, 0, 0, 0, 0
+    bias, keys, image, images, head, row = 0, 0, 0, 1, 0, 0
     if masks.bias is not None:
-        n, heads, t, s = masks.bias.shape
+        images, heads, t, s = masks.bias.shape
         row = s + s % 2
         dtype = "float16" if masks.bias.dtype == np.float16 else "bfloat16"
-        held = unwritten((n, heads, t, row), dtype)
+        held = unwritten((images, heads, t, row), dtype)
         held[..., :s] = masks.bias
         bias = memory.add(held, late=True)
-        image, head = heads * t * row * (n > 1), t * row * (heads > 1)
+        image, head = heads * t * row, t * row * (heads > 1)
+        row *= t > 1
     if masks.keys is not None:
         keys = memory.add(masks.keys, late=True)
-    return pack("2Q", bias, keys), pack("2q2i", image, head, row, masks.diagonal or 0)
+    sizes = pack("2iq2i", image, images, head, row, masks.diagonal or 0)
+    return pack("2Q", bias, keys), sizes
 
 
 def gemm_cores(
@@ -984,14 +969,92 @@ def softmax(kernel: Kernel, x: Array, dtype: str) -> Array:
     return memory.array(to, x)
 
 
-def mean(kernel: Kernel, x: Array) -> Array:
-    """Runs avgpool's kernel for whole images, on bfloat16 x[N, pixels, C]."""
-    n, pixels, c = x.shape
-    memory, y = Tensors(), unwritten((n, c), "bfloat16")
+@dataclass(frozen=True)
+class Reduction:
+    """x[outer, rows, inner] of ops/reduce/gpu.mojo, and how blocks divide it.
+
+    Attributes:
+        shape: Of x; rows that are folded are [outer, rows, width].
+        width: Numbers of a vector.
+        folded: Whether one number is left of a vector.
+        slice: Threads of a block along inner.
+        threads: Of a block.
+        splits: Blocks of a cluster.
+    """
+
+    shape: tuple[int, int, int]
+    width: int
+    folded: bool = False
+    slice: int = 1
+    threads: int = 64
+    splits: int = 1
+
+    def name(self, kind: str, dtype: str) -> str:
+        """Names the kernel."""
+        most = 8 if self.splits > 1 else 1
+        return f"reduce_{kind}_{self.width}x{1 if self.folded else self.width}_{most}_{dtype}"
+
+
+def reduce(kernel: Kernel, g: Reduction, x: Array, divisor: float, dtype: str) -> Array:
+    """Runs a kernel of ops/reduce/gpu.mojo."""
+    outer, rows, inner = g.shape
+    slabs = -(-inner // (g.slice * g.width))
+    memory, y = Tensors(), unwritten((outer, 1 if g.folded else inner), dtype)
     at, to = memory.add(x), memory.add(y)
-    parameters = [pack("Q", at), pack("Q", to), pack("i", pixels), pack("i", c)]
-    Launch(kernel, parameters, memory, grid=(-(-c // 256), n), threads=256).run()
+    sizes = pack("5if", rows, inner, slabs, g.slice, g.splits, divisor)
+    Launch(
+        kernel,
+        [pack("Q", at), pack("Q", to), sizes],
+        memory,
+        grid=(outer * slabs * g.splits,),
+        threads=g.threads,
+        cluster=g.splits,
+        together=2,
+    ).run()
     return memory.array(to, y)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """x[images, pixels, channels] of ops/group_norm/gpu.mojo, and how blocks divide it.
+
+    Attributes:
+        shape: Of x.
+        members: Channels of a group.
+        width: Channels of a vector.
+        slab: Channels of a block.
+        slice: Threads along them.
+        parts: Blocks along the pixels.
+    """
+
+    shape: tuple[int, int, int]
+    members: int
+    width: int
+    slab: int
+    slice: int
+    parts: int
+
+
+def group_norm(
+    kernels: Sequence[Kernel], g: Groups, x: Array, weight: Array, bias: Array, dtype: str
+) -> Array:
+    """Runs both kernels of ops/group_norm/gpu.mojo, one after the other."""
+    images, pixels, channels = g.shape
+    groups, pieces = channels // g.members, -(-g.members // g.slab)
+    slabs = groups * pieces if pieces > 1 else -(-channels // g.slab)
+    entries = g.parts * pieces + 1
+    memory, y = Tensors(), unwritten(g.shape, dtype)
+    partials = unwritten((images, groups, entries, 3), "float32")
+    at = [memory.add(a) for a in (x, weight, bias, y, partials)]
+    parameters = [
+        pack("5Q", *at),
+        pack("5if", images, pixels, channels, g.members, entries, 1e-5),
+        pack("6i", slabs, pieces, g.slab, g.slice, g.parts, -(-pixels // g.parts)),
+    ]
+    for kernel in kernels:
+        grid = (images * slabs * g.parts,)
+        Launch(kernel, parameters, memory, grid=grid, threads=256, together=8).run()
+    return memory.array(at[3], y)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,13 @@ from .launches import (
     Blocks,
     Chain,
     Conv,
-    Expanded,
+    Groups,
     Heads,
     Masks,
+    OneTile,
     Product,
     Qkv,
-    Resident,
+    Reduction,
     Sparse,
     StemCase,
     Tile,
@@ -42,10 +43,11 @@ from .launches import (
     check,
     depthwise_qkv,
     gemm_cores,
+    group_norm,
     hopper,
     hopper_attention,
     layernorm,
-    mean,
+    reduce,
     resident,
     rounded,
     softmax,
@@ -330,7 +332,7 @@ WINDOWS = [
 def test_resident(
     find: Find,
     rng: np.random.Generator,
-    config: Resident,
+    config: OneTile,
     epilogue: str,
     g: Conv,
     alpha: float,
@@ -351,7 +353,7 @@ def test_resident(
 )
 @pytest.mark.parametrize("g", [Conv(2, 7, 9, 72, 40, 3, 3, pad=(1, 1)), Conv(1, 70, 1, 136, 72)])
 def test_resident_of_other_dtypes(
-    find: Find, rng: np.random.Generator, config: Resident, epilogue: str, dtype: str, g: Conv
+    find: Find, rng: np.random.Generator, config: OneTile, epilogue: str, dtype: str, g: Conv
 ) -> None:
     run_resident(find, rng, config, epilogue, g, dtype=dtype, splits=2)
 
@@ -359,7 +361,7 @@ def test_resident_of_other_dtypes(
 @pytest.mark.parametrize("config", [RESIDENT[1], RESIDENT[2]], ids=lambda config: config.label)
 @pytest.mark.parametrize("stages", [9, 2])
 def test_resident_waits_for_a_right_side_that_is_computed(
-    find: Find, rng: np.random.Generator, config: Resident, stages: int
+    find: Find, rng: np.random.Generator, config: OneTile, stages: int
 ) -> None:
     p = product(rng, Conv(1, 70, 1, 264, 72), BF16)
     kernel, want = find(f"gemm_resident_{config.label}_none_{BF16}"), convolved(p, BF16)
@@ -387,7 +389,7 @@ def test_resident_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -
 def run_resident(
     find: Find,
     rng: np.random.Generator,
-    config: Resident,
+    config: OneTile,
     epilogue: str,
     g: Conv | Product,
     *,
@@ -519,7 +521,7 @@ def test_blocks_of_zeros_are_left_out(
     ids=str,
 )
 def test_tiled(
-    find: Find, rng: np.random.Generator, config: Expanded, g: Conv, density: float
+    find: Find, rng: np.random.Generator, config: OneTile, g: Conv, density: float
 ) -> None:
     dtype = "float16" if density == 0.5 else BF16
     p = product(rng, g, dtype)
@@ -596,6 +598,8 @@ FLASH = [
     (Heads(1, 130, 16, 2, 64), 2, 1, 1),
     (Heads(2, 200, 33, 1, 32), 2, 1, 3),
     (Heads(1, 70, 40, 2, 96), 1, 1, 1),
+    (Heads(2, 33, 70, 2, 36), 2, 1, 1),
+    (Heads(2, 33, 40, 3, 80), 1, 1, 1),
     (Heads(1, 33, 300, 2, 64), 1, 4, 0),
     (Heads(2, 1, 50, 1, 64), 1, 4, 0),
     (Heads(1, 40, 70, 2, 24), 0, 1, 0),
@@ -613,6 +617,41 @@ def test_attention(
     kernel = find(f"attention_{kind}_bfloat16")
     y = attention(kernel, g, q, k, v, scale, rows=rows, splits=splits, grid=grid)
     check_attention(y, g, q, k, v, scale, BF16)
+
+
+MASKED = [  # the shape of the bias but for S, and the last key that query 0 sees
+    (Heads(3, 33, 65, 2, 32), 2, 1, (1, 2, 33), None),
+    (Heads(4, 150, 49, 2, 32), 2, 1, (2, 1, 150), None),
+    (Heads(2, 20, 130, 1, 32), 2, 1, (2, 1, 1), None),
+    (Heads(2, 33, 99, 2, 24), 2, 1, (1, 2, 33), 0),
+    (Heads(1, 70, 300, 2, 64), 1, 4, (1, 2, 70), 0),
+    (Heads(2, 20, 300, 1, 64), 1, 4, (2, 1, 20), 280),
+    (Heads(4, 40, 70, 2, 24), 0, 1, (2, 2, 40), 0),
+    (Heads(2, 40, 33, 1, 24), 0, 1, (2, 1, 1), 5),
+]
+
+
+@pytest.mark.parametrize(("g", "rows", "splits", "shape", "diagonal"), MASKED, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_attention_with_masks(
+    find: Find,
+    rng: np.random.Generator,
+    g: Heads,
+    rows: int,
+    splits: int,
+    shape: tuple[int, int, int],
+    diagonal: int | None,
+) -> None:
+    """Of images that take turns, of all heads or queries, and with hidden keys and rows."""
+    q, k, v = attention_inputs(rng, g, BF16)
+    bias = rng.standard_normal((*shape, g.s))
+    bias[bias > 2] = -np.inf
+    bias[0, 0, shape[2] // 2] = -np.inf
+    masks = Masks(bias=rounded(bias, BF16), diagonal=diagonal)
+    kind = f"{masks.label}{g.depth}" + (f"_{rows}x{splits}" if rows else "")
+    kernel = find(f"attention_{'flash' if rows else 'plain'}_{kind}_bfloat16")
+    y = attention(kernel, g, q, k, v, 0.2, rows=rows, splits=splits, masks=masks)
+    check_attention(y, g, q, k, v, 0.2, BF16, added(masks, g))
 
 
 # Consumers, keys and stages, by the channels of a head: for up to 64 keys, and for more.
@@ -720,16 +759,18 @@ def test_hopper_attention_with_masks(
     check_attention(y, g, q, k, v, 0.125, BF16, added(masks, g))
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 3), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4, 1, 70), (2, 1, 70), (1, 3, 70), (1, 1, 70), (4, 1, 1)], ids=str
+)
 def test_hopper_attention_shares_a_bias(
-    find: Find, rng: np.random.Generator, shape: tuple[int, int]
+    find: Find, rng: np.random.Generator, shape: tuple[int, int, int]
 ) -> None:
-    """Of all heads or images, with rows of minus infinity, and in float16."""
-    g, dtype, tile = Heads(2, 70, 99, 3, 64), "float16", HEADS["long"][64]
+    """Of heads, images that take turns, or queries, with rows of minus infinity, and in float16."""
+    g, dtype, tile = Heads(4, 70, 99, 3, 64), "float16", HEADS["long"][64]
     q, k, v = attention_inputs(rng, g, dtype)
-    bias = rng.standard_normal((*shape, g.t, g.s))
-    bias[..., 3, ::2] = -np.inf
-    bias[..., 5, :90] = -np.inf
+    bias = rng.standard_normal((*shape, g.s))
+    bias[..., min(3, shape[2] - 1), ::2] = -np.inf
+    bias[..., min(5, shape[2] - 1), :90] = -np.inf
     masks = Masks(bias=rounded(bias, dtype))
     kernel = find(f"attention_hopper_bias_64_{'x'.join(map(str, tile))}_{dtype}")
     y = hopper_attention(
@@ -742,7 +783,7 @@ def added(masks: Masks, g: Heads, dtype: str = BF16) -> Array:
     """What masks add to the scores, [N, heads, T, S]."""
     total = np.zeros((g.n, g.heads, g.t, g.s))
     if masks.bias is not None:
-        total += wide(masks.bias, dtype)
+        total += np.tile(wide(masks.bias, dtype), (g.n // len(masks.bias), 1, 1, 1))
     if masks.keys is not None:
         total[np.broadcast_to(masks.keys[:, None, None] == 0, total.shape)] = -np.inf
     if masks.diagonal is not None:
@@ -854,10 +895,62 @@ def test_softmax(find: Find, rng: np.random.Generator, columns: int, dtype: str)
     check(softmax(find(f"softmax_{dtype}"), x, dtype), want, dtype, 2**-20)
 
 
-@pytest.mark.parametrize(("pixels", "channels"), [(49, 512), (1, 8), (7, 264), (8, 256)])
-def test_avgpool(find: Find, rng: np.random.Generator, pixels: int, channels: int) -> None:
-    x = rounded(rng.standard_normal((2, pixels, channels)), BF16)
-    check(mean(find("avgpool_bfloat16"), x), wide(x, BF16).mean(1), BF16, 2**-20)
+@pytest.mark.parametrize(
+    "g",
+    [
+        Reduction((2, 49, 264), 8, slice=32, threads=256),
+        Reduction((2, 19, 40), 8, slice=8, threads=128),
+        Reduction((1, 150, 24), 8, slice=4, threads=128, splits=4),
+        Reduction((2, 9, 35), 1, slice=32, threads=64),
+        Reduction((3, 50, 8), 8, folded=True),
+        Reduction((3, 67, 1), 1),
+    ],
+)
+@pytest.mark.parametrize(("kind", "dtype"), [("sum", BF16), ("amax", "float32")])
+def test_reduce(find: Find, rng: np.random.Generator, g: Reduction, kind: str, dtype: str) -> None:
+    if dtype == "float32" and g.width > 1:  # vectors of 16 bytes are half as many numbers
+        outer, rows, inner = g.shape
+        g = replace(g, shape=(outer, rows, inner // 2), width=4)
+    x = rounded(rng.standard_normal(g.shape) + 0.5, dtype)
+    if kind == "amax":
+        x[0, 5, 0] = np.nan
+    values = wide(x, dtype).reshape(g.shape[0], -1, 1) if g.folded else wide(x, dtype)
+    divisor = float(values.shape[1]) if kind == "sum" else 1.0
+    want = values.sum(1) / divisor if kind == "sum" else values.max(1)
+    y = reduce(find(g.name(kind, dtype)), g, x, divisor, dtype)
+    check(y, want, dtype, 2**-20)
+
+
+@pytest.mark.parametrize(
+    "g",
+    [
+        Groups((2, 30, 72), members=12, width=8, slab=72, slice=16, parts=2),
+        Groups((1, 70, 264), members=264, width=8, slab=256, slice=32, parts=3),
+        Groups((2, 9, 35), members=5, width=1, slab=30, slice=32, parts=1),
+    ],
+)
+def test_group_norm(find: Find, rng: np.random.Generator, g: Groups) -> None:
+    x = rounded(rng.standard_normal(g.shape) + 3, BF16)
+    weight, bias = rng.standard_normal((2, g.shape[2])).astype(np.float32)
+    kernels = [find(f"group_norm_{part}_{g.width}_{BF16}") for part in ("moments", "relu")]
+    values = wide(x, BF16).reshape(*g.shape[:2], -1, g.members)
+    centred = values - values.mean((1, 3), keepdims=True)
+    want = centred / np.sqrt((centred**2).mean((1, 3), keepdims=True) + EPSILON)
+    want = np.maximum(want.reshape(g.shape) * weight + bias, 0)
+    check(group_norm(kernels, g, x, weight, bias, BF16), want, BF16, 2**-19)
+
+
+@pytest.mark.parametrize(("kernel", "lanes", "columns"), [("8x3", 8, 192), ("", 32, 57)])
+def test_rms_norm(
+    find: Find, rng: np.random.Generator, kernel: str, lanes: int, columns: int
+) -> None:
+    x = rounded(rng.standard_normal((5, columns)) + 1, BF16)
+    weight = rng.standard_normal(columns).astype(np.float32)
+    name = f"rms_norm_{kernel}_{BF16}".replace("__", "_")
+    y = layernorm(find(name), lanes, x, columns, weight, weight, BF16)
+    values = wide(x, BF16)
+    want = values / np.sqrt((values**2).mean(1, keepdims=True) + EPSILON) * weight
+    check(y, want, BF16, 2**-20)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])

@@ -314,9 +314,11 @@ class Translator:
         x, y = self.value(i.args[1], kind), self.value(i.args[2], kind)
         how = i.parts[1]
         if kind.startswith("f"):
+            nan = f"(np.isnan({x}) | np.isnan({y}))"
+            if how in ("nan", "num"):
+                return [self.put(i.args[0], nan if how == "nan" else f"~{nan}", "p")]
             unordered = how[-1] == "u" and how[:-1] in COMPARE
             text = f"({x} {COMPARE[how[:-1] if unordered else how]} {y})"
-            nan = f"(np.isnan({x}) | np.isnan({y}))"
             text += f" | {nan}" if unordered else f" & ~{nan}"
         else:
             text = f"{x} {COMPARE[how]} {y}"

@@ -1,0 +1,167 @@
+"""The ops that compute each number by itself: one row each, in torch's terms.
+
+An expression writes several of them down as one, in postfix order: ``x0``, ``x1``, ... are values,
+numbers are themselves, and an op takes what stands before it. ``x0 x1 add 0.0 6.0 clamp`` is
+ReLU6(x0 + x1). ops/pointwise.mojo computes an expression in one launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from maxvision.common.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """An op.
+
+    Attributes:
+        values: How many it takes; they broadcast as torch's do.
+        settings: The attributes that follow them in an expression, with their defaults.
+        truth: Whether it gives truth values.
+    """
+
+    values: int = 1
+    settings: Mapping[str, float] | None = None
+    truth: bool = False
+
+
+ELEMENTWISE: dict[str, Elementwise] = {
+    # activations
+    "relu": Elementwise(),
+    "gelu": Elementwise(),  # the exact one, by erf
+    "gelu_tanh": Elementwise(),
+    "silu": Elementwise(),
+    "sigmoid": Elementwise(),
+    "tanh": Elementwise(),
+    "hardswish": Elementwise(),
+    "hardsigmoid": Elementwise(),
+    "mish": Elementwise(),
+    "softplus": Elementwise(),
+    "clamp": Elementwise(settings={"min": -math.inf, "max": math.inf}),  # ReLU6 and hardtanh too
+    "leaky_relu": Elementwise(settings={"slope": 0.01}),
+    "elu": Elementwise(settings={"alpha": 1.0}),
+    "prelu": Elementwise(2),  # x and its slope
+    # functions
+    "exp": Elementwise(),
+    "log": Elementwise(),
+    "sqrt": Elementwise(),
+    "rsqrt": Elementwise(),
+    "reciprocal": Elementwise(),
+    "neg": Elementwise(),
+    "abs": Elementwise(),
+    "erf": Elementwise(),
+    "sin": Elementwise(),
+    "cos": Elementwise(),
+    "floor": Elementwise(),
+    # arithmetic
+    "add": Elementwise(2),
+    "sub": Elementwise(2),
+    "mul": Elementwise(2),
+    "div": Elementwise(2),
+    "pow": Elementwise(2),
+    "maximum": Elementwise(2),
+    "minimum": Elementwise(2),
+    # comparisons
+    "eq": Elementwise(2, truth=True),
+    "ne": Elementwise(2, truth=True),
+    "lt": Elementwise(2, truth=True),
+    "le": Elementwise(2, truth=True),
+    "gt": Elementwise(2, truth=True),
+    "ge": Elementwise(2, truth=True),
+    "where": Elementwise(3),
+}
+"""The ops by name. Of two values the second may be a number, the attribute ``other``."""
+
+
+def expression(op: str, attributes: Mapping[str, Any]) -> str:
+    """Writes an op down as an expression of ``x0``, ``x1``, ..."""
+    row = ELEMENTWISE[op]
+    given = row.values - ("other" in attributes)
+    tokens = [f"x{i}" for i in range(given)]
+    if "other" in attributes:
+        tokens.append(repr(float(attributes["other"])))
+    settings = row.settings or {}
+    tokens += [repr(float(attributes.get(name, value))) for name, value in settings.items()]
+    return " ".join([*tokens, op])
+
+
+MOST_VALUES = 6
+"""How many values an expression of ops/pointwise.mojo may have."""
+
+
+def values_of(expression: str) -> int:
+    """Counts the values of an expression; checks it.
+
+    Raises:
+        ArgumentError: If a word is unknown, or an op lacks what it takes.
+    """
+    count = depth = 0
+    for word in expression.split(" "):
+        if word[:1] == "x" and word[1:].isdigit():
+            count = max(count, int(word[1:]) + 1)
+        elif word in ELEMENTWISE:
+            takes = arity(word)
+            if takes > depth:
+                raise ArgumentError(f"pointwise: {word} of {expression!r} expects {takes} values")
+            depth -= takes
+        elif not _is_number(word):
+            raise ArgumentError(f"pointwise: {expression!r} has {word!r}, which is no op")
+        depth += 1
+    if depth != 1:
+        raise ArgumentError(f"pointwise: {expression!r} leaves {depth} results")
+    return count
+
+
+def activation(epilogue: str) -> str:
+    """Gives what a product's epilogue does to the sum: an expression without its ``x0``, or "".
+
+    Epilogues are ``none``, ``add``, which adds a residual, and ops of one value with their settings
+    before them, alone or behind ``add_``: ``silu``, ``add_0.0 6.0 clamp``.
+
+    Raises:
+        ArgumentError: If there is no such epilogue.
+    """
+    if epilogue in ("none", "add"):
+        return ""
+    found = epilogue.removeprefix("add_")
+    *numbers, op = found.split(" ")
+    row = ELEMENTWISE.get(op)
+    fits = row and row.values == 1 and len(numbers) == arity(op) - 1
+    if not fits or not all(map(_is_number, numbers)):
+        raise ArgumentError(
+            f"epilogue must be none, add, an op of one value such as relu or '0.0 6.0 clamp', or"
+            f" that behind add_, but is {epilogue!r}"
+        )
+    return found
+
+
+def label(epilogue: str) -> str:
+    """Names an epilogue without its settings, as kernels' symbols do: ``add_clamp``."""
+    found = activation(epilogue).split(" ")[-1]
+    adds = epilogue.startswith("add")
+    return f"add_{found}" if adds and found else found or epilogue
+
+
+def arity(op: str) -> int:
+    """Counts what an op takes in an expression, its settings too."""
+    row = ELEMENTWISE[op]
+    return row.values + len(row.settings or {})
+
+
+def is_truth(expression: str) -> bool:
+    """Tells whether an expression gives truth values."""
+    last = expression.split(" ")[-1]
+    return last in ELEMENTWISE and ELEMENTWISE[last].truth
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,165 @@
+"""Elementwise ops in a row become one expression, which is one launch (ops/pointwise.mojo)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.elementwise import ELEMENTWISE, MOST_VALUES, expression
+from maxvision.graphs.passes.fold import free
+from maxvision.graphs.program import Attribute, Node, Program, Rewrite
+from maxvision.graphs.shapes import MOST_AXES, infer
+from maxvision.graphs.types import Type
+
+
+def pointwise(program: Program, _: Backend) -> Program:
+    """Fuses trees of elementwise ops, and batch norms that no convolution took.
+
+    A value goes into an expression if nobody else reads it and it has the shape of the result. Of
+    a batch norm, scale and shift are computed when the model loads.
+    """
+    return _Fusion(program).run()
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What an expression reads: a value, or the ``scale`` or ``shift`` of a batch norm's result."""
+
+    value: str
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """An expression.
+
+    Attributes:
+        words: In postfix order.
+        nodes: What it is made of, the root first.
+    """
+
+    words: tuple[str | _Read, ...]
+    nodes: tuple[Node, ...]
+
+    @property
+    def reads(self) -> list[_Read]:
+        """What it reads, each once."""
+        return list(dict.fromkeys(word for word in self.words if isinstance(word, _Read)))
+
+    def text(self) -> str:
+        """Writes it down."""
+        reads = self.reads
+        words = (f"x{reads.index(w)}" if isinstance(w, _Read) else w for w in self.words)
+        return " ".join(words)
+
+    def joined(self, read: _Read, under: _Tree) -> _Tree:
+        """Puts another expression in the place of a value."""
+        place = self.words.index(read)
+        words = (*self.words[:place], *under.words, *self.words[place + 1 :])
+        return _Tree(words, self.nodes + under.nodes)
+
+
+class _Fusion:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.taken = set(program.types)
+
+    def run(self) -> Program:
+        rewrite = Rewrite(self.program)
+        for node in reversed(self.program.nodes):  # a tree begins at its root
+            if not rewrite.has(node) and self.fits(node):
+                tree = self.grown(node)
+                if len(tree.nodes) > 1 or node.op == "batch_norm":
+                    rewrite.replace(tree.nodes, *self.written(tree), place=node)
+        return rewrite.done()
+
+    def fits(self, node: Node) -> bool:
+        """Tells whether a node may be part of an expression."""
+        types, constants = self.program.types, self.program.constants
+        if node.at_load or len(types[node.output].shape) > MOST_AXES:
+            return False
+        if node.op == "batch_norm":
+            return node.inputs[0] not in constants and constants.issuperset(node.inputs[1:])
+        if node.op not in ELEMENTWISE and node.op != "pointwise":
+            return False
+        dtypes = {types[value].dtype for value in node.inputs}
+        return (
+            all("float" in dtype or dtype == "bool" for dtype in dtypes)
+            and dtypes != {"bool"}
+            and not constants.issuperset(node.inputs)
+        )
+
+    def grown(self, root: Node) -> _Tree:
+        """Grows a tree from its root as far as it may."""
+        tree, left = self.leaf(root), True
+        while left:
+            left = False
+            for read in tree.reads:
+                under = self.program.producers.get(read.value)
+                if under and not read.part and self.joins(tree, read, under):
+                    larger = tree.joined(read, self.leaf(under))
+                    if self.is_typed_as(larger, root):
+                        tree, left = larger, True
+                        break
+        return tree
+
+    def joins(self, tree: _Tree, read: _Read, under: Node) -> bool:
+        """Tells whether what gives a value may become part of the tree that reads it."""
+        types, root = self.program.types, tree.nodes[0]
+        return (
+            self.program.only_user(read.value) in tree.nodes
+            and tree.words.count(read) == 1
+            and types[read.value].shape == types[root.output].shape
+            and self.fits(under)
+        )
+
+    def is_typed_as(self, tree: _Tree, root: Node) -> bool:
+        """Tells whether a tree has few enough values, and the type of its root's result."""
+        reads = tree.reads
+        if len(reads) > MOST_VALUES:
+            return False
+        vector = Type((1,))
+        types = [vector if read.part else self.program.types[read.value] for read in reads]
+        (found,) = infer("pointwise", types, {"expression": tree.text()})
+        return found == self.program.types[root.output]
+
+    def leaf(self, node: Node) -> _Tree:
+        """Writes one op down."""
+        if node.op == "batch_norm":
+            scale, shift = (_Read(node.output, part) for part in ("scale", "shift"))
+            return _Tree((_Read(node.inputs[0]), scale, "mul", shift, "add"), (node,))
+        text = str(node.attributes.get("expression") or expression(node.op, node.attributes))
+        words = (_Read(node.inputs[int(w[1:])]) if w[0] == "x" else w for w in text.split(" "))
+        return _Tree(tuple(words), (node,))
+
+    def written(self, tree: _Tree) -> list[Node]:
+        """Makes the nodes of a tree: those that run at load, and its own."""
+        made: list[Node] = []
+        names: dict[_Read, str] = {}
+        for node in tree.nodes:
+            if node.op == "batch_norm":
+                names |= self.parameters(node, made)
+        order = {node.output: i for i, node in enumerate(self.program.nodes)}
+        nodes = sorted(tree.nodes, key=lambda node: order[node.output])
+        inputs = tuple(names.get(read, read.value) for read in tree.reads)
+        layers = tuple(layer for node in nodes for layer in node.layers)
+        attributes: dict[str, Attribute] = {"expression": tree.text()}
+        return [*made, Node("pointwise", inputs, tree.nodes[0].outputs, attributes, layers)]
+
+    def parameters(self, norm: Node, made: list[Node]) -> dict[_Read, str]:
+        """Names the scale and the shift of a batch norm, and adds what makes them."""
+        weight, bias, mean, var = norm.inputs[1:]
+        scale, shift = (free(self.taken, f"{norm.name}.{part}") for part in ("scale", "shift"))
+        eps = norm.attributes.get("eps", 1e-5)
+        made += [
+            Node("batch_norm_scale", (weight, var), (scale,), {"eps": eps}, at_load=True),
+            Node("batch_norm_shift", (bias, mean, scale), (shift,), at_load=True),
+        ]
+        if norm.attributes.get("layout", "NCHW") == "NCHW":
+            shape = (*self.program.types[weight].shape, 1, 1)
+            flat, (scale, shift) = (scale, shift), (free(self.taken, n) for n in (scale, shift))
+            made += [
+                Node("reshape", (before,), (after,), {"shape": shape}, at_load=True)
+                for before, after in zip(flat, (scale, shift), strict=True)
+            ]
+        return {_Read(norm.output, "scale"): scale, _Read(norm.output, "shift"): shift}

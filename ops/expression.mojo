@@ -1,0 +1,383 @@
+"""Expressions of elementwise ops in postfix order, such as `x0 x1 add 0.0 6.0 clamp`.
+
+graphs/elementwise.py has the grammar and lists the ops. An expression is a compile-time text: what
+runs is straight code on vectors of float32.
+"""
+
+from std.math import erf, floor, rsqrt, sqrt
+from std.utils.numerics import inf, nan
+
+from .functions import (
+    at_least,
+    at_most,
+    exponential,
+    exponential_minus_1,
+    gelu,
+    gelu_tanh,
+    greater,
+    lesser,
+    logarithm,
+    mish,
+    power,
+    relu,
+    sigmoid,
+    sine,
+    softplus,
+    tanh,
+)
+from .operands import F32
+
+
+@always_inline
+def evaluate[
+    width: SIMDLength, count: Int, //, expression: StaticString
+](values: Array[SIMD[F32, width], count]) -> SIMD[F32, width]:
+    """Evaluates an expression.
+
+    Parameters:
+        width: Lanes.
+        count: How many values there are.
+        expression: Of `x0`, `x1`, ..., numbers and ops.
+
+    Args:
+        values: What `x0`, `x1`, ... stand for.
+
+    Returns:
+        The result; 1 and 0 for true and false.
+    """
+    return evaluate_words[split(expression)](values)
+
+
+@always_inline
+def evaluate_words[
+    width: SIMDLength, count: Int, //, words: List[String]
+](values: Array[SIMD[F32, width], count]) -> SIMD[F32, width]:
+    """Evaluates an expression whose words stand apart.
+
+    Parameters:
+        width: Lanes.
+        count: How many values there are.
+        words: `x0`, `x1`, ..., numbers and ops.
+
+    Args:
+        values: What `x0`, `x1`, ... stand for.
+
+    Returns:
+        The result; 1 and 0 for true and false.
+    """
+    var stack = Array[SIMD[F32, width], len(words)](fill=0)
+    comptime depth = _depths(words)
+    comptime for i in range(len(words)):
+        comptime word = words[i]
+        comptime top = depth[i]  # where the result of this word goes
+        comptime if _is_value(word):
+            comptime index = Int(_number(String(word.removeprefix("x"))))
+            stack[top] = values[index]
+        elif _is_number(word):
+            comptime number = Float32(_number(word))
+            stack[top] = number
+        else:
+            comptime arity = _arity(word)
+            comptime if arity == 1:
+                stack[top] = _unary[word](stack[top])
+            elif word == "clamp":
+                comptime low = Float32(_number(words[i - 2]))
+                comptime high = Float32(_number(words[i - 1]))
+                var value = stack[top]
+                comptime if low != -inf[F32]():
+                    value = at_least(value, low)
+                comptime if high != inf[F32]():
+                    value = at_most(value, high)
+                stack[top] = value
+            elif word == "pow" and _is_number(words[i - 1]):
+                comptime exponent = _number(words[i - 1])
+                stack[top] = _power_of[exponent](stack[top])
+            elif word == "where":
+                stack[top] = stack[top].ne(0).select(stack[top + 1], stack[top + 2])
+            else:
+                stack[top] = _binary[word](stack[top], stack[top + 1])
+    return stack[0]
+
+
+comptime UNARY: List[String] = [
+    "relu",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+    "sigmoid",
+    "tanh",
+    "hardswish",
+    "hardsigmoid",
+    "mish",
+    "softplus",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "neg",
+    "abs",
+    "erf",
+    "sin",
+    "cos",
+    "floor",
+]
+"""The ops that take one value."""
+comptime BINARY: List[String] = [
+    "leaky_relu",
+    "elu",
+    "prelu",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "pow",
+    "maximum",
+    "minimum",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+]
+"""Those that take two, or a value and a number."""
+
+
+def split(expression: StaticString) -> List[String]:
+    """Takes an expression apart.
+
+    Args:
+        expression: Any text.
+
+    Returns:
+        Its words.
+    """
+    var found = List[String]()
+    for word in expression.split(" "):
+        found.append(String(word))
+    return found^
+
+
+def _is_value(word: String) -> Bool:
+    return word.startswith("x")
+
+
+def _is_number(word: String) -> Bool:
+    var first = String(word.removeprefix("-"))
+    return first == "inf" or first == "nan" or (first.byte_length() > 0 and _digit(first, 0) < 10)
+
+
+def _digit(word: String, at: Int) -> Int:
+    """Gives a digit, and 10 or more for anything else."""
+    var byte = Int(word.as_bytes()[at])
+    return byte - 48 if byte >= 48 else 10 + byte
+
+
+def _number(word: String) -> Float64:
+    """Reads a number as Python writes it: `-0.5`, `1e-05`, `inf`."""
+    var text = String(word.removeprefix("-"))
+    var sign = Float64(-1) if text.byte_length() < word.byte_length() else Float64(1)
+    if text == "inf":
+        return sign * inf[DType.float64]()
+    if text == "nan":
+        return nan[DType.float64]()
+    var mantissa = Float64(0)
+    var exponent = 0
+    var behind = False
+    var at = 0
+    while at < text.byte_length():
+        var digit = _digit(text, at)
+        at += 1
+        if digit < 10:
+            mantissa = mantissa * 10 + Float64(digit)
+            exponent -= Int(behind)
+        elif digit == 10 + 46:
+            behind = True
+        else:  # e
+            var down = _digit(text, at) == 10 + 45
+            var written = 0
+            for i in range(at, text.byte_length()):
+                if _digit(text, i) < 10:
+                    written = 10 * written + _digit(text, i)
+            exponent += -written if down else written
+            break
+    var power = Float64(1)
+    for _ in range(abs(exponent)):
+        power *= 10
+    return sign * (mantissa / power if exponent < 0 else mantissa * power)
+
+
+def _arity(word: String) -> Int:
+    """Counts what an op takes; 0 where there is no such op."""
+    if word in materialize[UNARY]():
+        return 1
+    if word in materialize[BINARY]():
+        return 2
+    return 3 if word == "clamp" or word == "where" else 0
+
+
+def _depths(words: List[String]) -> List[Int]:
+    """Finds where on the stack the result of each word goes."""
+    var depth = 0
+    var found = List[Int]()
+    for word in words:
+        if not _is_value(word) and not _is_number(word):
+            depth -= _arity(word)
+        found.append(depth)
+        depth += 1
+    return found^
+
+
+def is_expression(words: List[String], values: Int) -> Bool:
+    """Tells whether words are an expression of so many values.
+
+    Args:
+        words: Any words.
+        values: How many there are: x0, x1, ...
+
+    Returns:
+        Whether every word is known and one result is left.
+    """
+    var depth = 0
+    for word in words:
+        if _is_value(word):
+            if Int(_number(String(word.removeprefix("x")))) >= values:
+                return False
+        elif not _is_number(word):
+            if _arity(word) == 0 or _arity(word) > depth:
+                return False
+            depth -= _arity(word)
+        depth += 1
+    return depth == 1
+
+
+def inputs_of(expression: StaticString) -> Int:
+    """Counts the values of an expression.
+
+    Args:
+        expression: An expression of x0, x1, ...
+
+    Returns:
+        One more than the highest number.
+    """
+    var count = 1
+    for word in split(expression):
+        if _is_value(word):
+            count = max(count, Int(_number(String(word.removeprefix("x")))) + 1)
+    return count
+
+
+@always_inline
+def _unary[width: SIMDLength, //, op: String](x: SIMD[F32, width]) -> SIMD[F32, width]:
+    comptime if op == "relu":
+        return relu(x)
+    elif op == "gelu":
+        return gelu(x)
+    elif op == "gelu_tanh":
+        return gelu_tanh(x)
+    elif op == "silu":
+        return x / (1 + exponential(-x))
+    elif op == "sigmoid":
+        return sigmoid(x)
+    elif op == "tanh":
+        return tanh(x)
+    elif op == "hardswish":
+        return x * (at_most(at_least(x + 3, 0), 6) * SIXTH)
+    elif op == "hardsigmoid":
+        return at_most(at_least(x + 3, 0), 6) * SIXTH
+    elif op == "mish":
+        return mish(x)
+    elif op == "softplus":
+        return softplus(x)
+    elif op == "exp":
+        return exponential(x)
+    elif op == "log":
+        return logarithm(x)
+    elif op == "sqrt":
+        return sqrt(x)
+    elif op == "rsqrt":
+        return rsqrt(x)
+    elif op == "reciprocal":
+        return 1 / x
+    elif op == "neg":
+        return -x
+    elif op == "abs":
+        return abs(x)
+    elif op == "erf":
+        return erf(x)
+    elif op == "sin":
+        return sine(x)
+    elif op == "cos":
+        return sine(x, 1)
+    else:
+        comptime assert op == "floor", "no such op of one value"
+        return floor(x)
+
+
+comptime SIXTH: Float32 = 1.0 / 6
+"""What hardswish and hardsigmoid end with."""
+
+
+@always_inline
+def _binary[
+    width: SIMDLength, //, op: String
+](a: SIMD[F32, width], b: SIMD[F32, width]) -> SIMD[F32, width]:
+    comptime if op == "add":
+        return a + b
+    elif op == "sub":
+        return a - b
+    elif op == "mul":
+        return a * b
+    elif op == "div":
+        return a / b
+    elif op == "leaky_relu" or op == "prelu":
+        return a.gt(0).select(a, a * b)
+    elif op == "elu":
+        return a.gt(0).select(a, b * exponential_minus_1(at_most(a, 0)))
+    elif op == "pow":
+        return power(a, b)
+    elif op == "maximum":
+        return greater(a, b)
+    elif op == "minimum":
+        return lesser(a, b)
+    else:
+        return _compared[op](a, b).select(SIMD[F32, width](1), SIMD[F32, width](0))
+
+
+@always_inline
+def _compared[
+    width: SIMDLength, //, op: String
+](a: SIMD[F32, width], b: SIMD[F32, width]) -> SIMD[DType.bool, width]:
+    comptime if op == "eq":
+        return a.eq(b)
+    elif op == "ne":
+        return ~a.eq(b)
+    elif op == "lt":
+        return a.lt(b)
+    elif op == "le":
+        return a.le(b)
+    elif op == "gt":
+        return a.gt(b)
+    else:
+        comptime assert op == "ge", "no such op of two values"
+        return a.ge(b)
+
+
+@always_inline
+def _power_of[width: SIMDLength, //, exponent: Float64](x: SIMD[F32, width]) -> SIMD[F32, width]:
+    """Raises to a power that is known, by products where these do."""
+    comptime if exponent == 0.5:
+        return sqrt(x)
+    elif exponent == -0.5:
+        return rsqrt(x)
+    elif exponent == -1:
+        return 1 / x
+    elif exponent == -2:
+        return 1 / (x * x)
+    elif exponent == 2:
+        return x * x
+    elif exponent == 3:
+        return x * x * x
+    else:
+        return power(x, SIMD[F32, width](Float32(exponent)))

@@ -1,0 +1,2 @@
+"""Group norm of images whose channels lie last."""
+from .op import *

@@ -1,0 +1,3 @@
+"""Sums, means, largest and smallest numbers over an axis."""
+
+from .op import *
