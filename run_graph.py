@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # PYTHON_ARGCOMPLETE_OK
-"""Classifies images with a ResNet or CvT: parses the command line, calls `commands.classify`."""
+"""Classifies images: parses the command line, calls `commands.classify`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ PROGRAM = "run_graph.py" if __name__ == "__main__" else "maxvision"
 """What the user has called."""
 
 HELP = """\
-Says what is in an image, with a ResNet or CvT that runs on Modular MAX.
+Says what is in an image, with an EfficientNet-Lite, ResNet or CvT that runs on Modular MAX.
 
-Without --model a small bundled model answers; it needs no network and knows ten kinds of
-things. A model of the Hugging Face hub is downloaded once and then read from the cache."""
+Without --model an EfficientNet-Lite0 answers, which was installed with maxvision and knows
+1,000 kinds of things. A model of the Hugging Face hub is downloaded once and then read from
+the cache."""
 
 EXAMPLES = """\
 examples:
-  run_graph.py cat.jpg                             the bundled model
+  run_graph.py cat.jpg                             with EfficientNet-Lite0
   run_graph.py cat.jpg --model microsoft/resnet-50 a model of the Hugging Face hub
   run_graph.py cat.jpg --model ./my-cvt            a folder: config.json, model.safetensors
   run_graph.py cat.jpg --model resnet18.pth        a torchvision or timm checkpoint
@@ -92,8 +93,8 @@ def parser() -> Parser:
         made.called = "maxvision classify"  # maxvision --help lists commands, not options
     add = made.add_argument
     add("images", nargs="*", metavar="IMAGE", help="an image file, a folder, or - for stdin")
-    add("--model", metavar="M", help=f"{MODEL} (default: {DEFAULT_MODEL}, which is bundled and"
-        " knows ten classes)")  # fmt: skip
+    add("--model", metavar="M", help=f"{MODEL} (default: {DEFAULT_MODEL}, which knows"
+        " 1,000 classes)")  # fmt: skip
     made.add_shared("revision", "labels", "device", "dtype", "tf32", "sparse", "passes")
     add("--batch-size", type=whole(1, 999_999), metavar="N",
         help="images that run together (default: 8 on a CPU, 32 on a GPU)")  # fmt: skip

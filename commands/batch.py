@@ -37,8 +37,8 @@ def parser() -> Parser:
     add = made.add_argument
     add("images", nargs="+", metavar="IMAGES", help="an image file, a folder or a Parquet file")
     add("-o", "--output", required=True, metavar="DIR", help="the folder of answers")
-    add("--model", default=DEFAULT_MODEL, metavar="M", help="a bundled model's name, a hub id, a"
-        " folder or a file (default: %(default)s)")  # fmt: skip
+    add("--model", default=DEFAULT_MODEL, metavar="M", help="a name that --list-models shows,"
+        " a hub id, a folder or a file (default: %(default)s)")  # fmt: skip
     made.add_shared("revision", "dtype", "tf32")
     add("--device", default="auto", type=device, metavar="D", help="cpu, gpu or auto: gpu"
         " if this machine has one")  # fmt: skip

@@ -47,7 +47,7 @@ def classify(args: argparse.Namespace, started: float) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     if args.output:
         results.check(args.output, args.resume)
-    source = args.model or DEFAULT_MODEL
+    source = DEFAULT_MODEL if args.model is None else args.model
     items = collect(args.images)
     if missing := _missing(items):
         for each in missing:
@@ -68,12 +68,6 @@ def classify(args: argparse.Namespace, started: float) -> int:
             labels=args.labels,
             passes=args.passes,
             progress=say,
-        )
-    if args.model is None:
-        complain(
-            f"{model.name}, the default model, knows {len(model.labels):,} classes only;"
-            " --model microsoft/resnet-50 knows 1,000",
-            kind="warning: ",
         )
     times = Times()
     writer = None

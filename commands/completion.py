@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from maxvision.common.arguments import Parser, device
+from maxvision.common.arguments import DEFAULT_MODEL, Parser, device
 from maxvision.common.console import exit_code
 from maxvision.common.host import HOME
 
@@ -79,7 +79,7 @@ def answer(made: Parser) -> None:
         os._exit(1)  # the shell shows nothing
     for action in _actions(made):
         if action.dest in ("model", "models"):
-            _complete(action, _words_and_files, bundled())
+            _complete(action, _words_and_files, named())
         elif action.type is device:
             _complete(action, _words, ("auto", "cpu", "gpu", "gpu:0"))
     argcomplete.autocomplete(made, always_complete_options=False)
@@ -100,10 +100,10 @@ def _complete(
     action.completer = partial(completer, words)  # type: ignore[attr-defined]
 
 
-def bundled() -> list[str]:
-    """Lists the bundled models, without the imports that weights/source.py takes."""
+def named() -> list[str]:
+    """Lists the models that have a name, without the imports that weights/source.py takes."""
     folder = HOME / "maxvision" / "weights" / "bundled"
-    return sorted(path.parent.name for path in folder.glob("*/config.json"))
+    return sorted([DEFAULT_MODEL, *(path.parent.name for path in folder.glob("*/config.json"))])
 
 
 def _words(words: Collection[str], prefix: str, **_: Any) -> list[str]:

@@ -32,6 +32,7 @@ COMMANDS = {
     "serve": Command("serve.__main__", "answer over HTTP"),
     "batch": Command("commands.batch", "classify folders and Parquet files with Ray"),
     "compile": Command("commands.compile", "compile a model ahead of time"),
+    "convert": Command("commands.convert", "put a torch or ONNX model onto our kernels"),
     "inspect": Command("commands.inspect", "show and check what was compiled"),
     "weights": Command("commands.weights", "inspect, convert, prune or verify a checkpoint"),
     "time": Command("commands.time", "measure a model's latency, throughput and memory"),
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         listed = "\n".join(f"  {name:11} {each.help}" for name, each in COMMANDS.items())
         print(_HELP.format(listed), end="", file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
+    if arguments[0] == "--debug" and arguments[1:] and arguments[1] in COMMANDS:
+        arguments.append(arguments.pop(0))
     if hint := _meant(arguments[0]):
         complain(f"{arguments[0]} is neither a command nor an image{hint}")
         return 2
@@ -80,6 +83,8 @@ def _meant(word: str) -> str:
     """Tells which command a word seems to misspell, if it is neither a command nor a path."""
     if word in COMMANDS or not word.isalpha() or os.path.exists(word):
         return ""
+    if word == "help":
+        return "; did you mean maxvision --help?"
     return meant(word, COMMANDS).replace("did you mean ", "did you mean maxvision ")
 
 

@@ -1,4 +1,4 @@
-"""What ``--list-models`` prints: the bundled models and those of the hub that are known to work."""
+"""What ``--list-models`` prints: models here, and those of the hub that are known to work."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from maxvision.common.console import console
 from maxvision.graphs.layers import macs
 from maxvision.runtime.preprocess import Preprocess
 from maxvision.weights import source
-from maxvision.weights.catalog import HUB, Row, trained
+from maxvision.weights.catalog import HUB, PACKAGED, Row, trained
 from maxvision.weights.checkpoint import interpret
 
 
 def list_models(as_json: bool) -> int:
     """Prints the known models as a table or as JSON Lines. Returns 0."""
     ours = bundled()
-    rows = [*ours, *HUB]
+    rows = [*packaged(), *ours, *HUB]
     if as_json:
         for row in rows:
             sys.stdout.write(json.dumps({**asdict(row), "bundled": row in ours}) + "\n")
         sys.stdout.flush()
         return 0
     table = Table(
-        caption="top-1: of ImageNet as published (ResNet: He et al. 2015, 10 crops; CvT: its"
+        caption="top-1: of ImageNet as published (ResNet: He et al. 2015, 10 crops; others: their"
         " authors); of CIFAR-10, as measured, if bundled"
     )
     for name in "family", "--model", "parameters", "FLOPs", "top-1":
@@ -41,24 +41,36 @@ def list_models(as_json: bool) -> int:
 
 def bundled() -> list[Row]:
     """Describes the bundled models; their accuracy is the one that their model cards state."""
-    return [_row(name) for name in source.bundled()]
+    rows = []
+    for name in source.bundled():
+        card = source.BUNDLED / name / "README.md"
+        text = card.read_text(encoding="utf-8") if card.is_file() else ""
+        top1 = re.search(r"type: accuracy\s+value: ([\d.]+)", text)  # of the model-index
+        rows.append(_row(name, float(top1[1]) if top1 else None, "its model card" if top1 else ""))
+    return rows
 
 
-def _row(name: str) -> Row:
+def packaged() -> list[Row]:
+    """Describes the models that installed packages bring."""
+    return [
+        _row(name, each.top1, each.source)
+        for name, each in PACKAGED.items()
+        if source.is_installed(each)
+    ]
+
+
+def _row(name: str, top1: float | None, where: str) -> Row:
     found = source.find(name)
     checkpoint = interpret(found)
     size = Preprocess.from_config(checkpoint.preprocess).height
-    card = source.BUNDLED / name / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    top1 = re.search(r"type: accuracy\s+value: ([\d.]+)", text)  # of the model-index
     return Row(
         checkpoint.family,
         name,
         trained(found.state),
         size,
         macs(checkpoint.program((size, size))),
-        float(top1[1]) if top1 else None,
-        "its model card" if top1 else "",
+        top1,
+        where,
     )
 
 

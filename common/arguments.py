@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from maxvision.common.console import complain
 
-DEFAULT_MODEL = "resnet-cifar10"
-"""The bundled model that runs where none is named; it knows ten classes."""
-MODEL = "a bundled model's name, a hub id, a folder or a file, or what maxvision compile wrote"
+DEFAULT_MODEL = "efficientnet-lite0"
+"""The model that runs where none is named; it knows ImageNet's 1,000 classes."""
+MODEL = (
+    "a name that --list-models shows, a hub id, a folder or a file, or what maxvision compile wrote"
+)
 """What ``--model`` takes."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SPARSE = ("auto", "always", "never")
@@ -170,6 +174,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses options and images in any order, in two steps, of which the first leaves some."""
         self._mixed = True
+        args = list(sys.argv[1:] if args is None else args)
+        if "--" in args:  # what follows are files; argparse loses the mark in its second step
+            at = args.index("--")
+            after = [f"./{each}" if each[:1] == "-" != each else each for each in args[at + 1 :]]
+            args[at:] = after
         try:
             namespace, left = super().parse_known_intermixed_args(args, namespace)
         finally:
@@ -180,10 +189,17 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, left: Sequence[str]) -> NoReturn:
         option = next((word.partition("=")[0] for word in left if word.startswith("-")), "")
-        if not option:
-            self.error(f"unrecognized argument: {left[0]}")
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        self.error(f"there is no option {option}{meant(option, known)}")
+        if not option:
+            hint = f"; did you mean --model {left[0]}?" if "--model" in known else ""
+            self.error(f"unrecognized argument: {left[0]}{hint}")
+        hint = meant(option, known)
+        if os.path.exists(option):
+            hint = f"; for the file of that name write ./{option}"
+        elif len(option) == 2:  # as other programs abbreviate it
+            of = [name for name in known if name.startswith(f"-{option}")]
+            hint = f"; did you mean {of[0]}?" if len(of) == 1 else ""
+        self.error(f"there is no option {option}{hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

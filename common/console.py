@@ -259,7 +259,10 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _stopping(say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Lets Ctrl-C be answered at once: Python waits with it until the compiler returns."""
+    """Lets Ctrl-C be answered at once: Python waits with it until the compiler returns.
+
+    A second Ctrl-C, after that was said, ends the process there and then, as SIGKILL would.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield say
         return
@@ -268,9 +271,16 @@ def _stopping(say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
     done = threading.Event()
 
     def answer() -> None:
+        said = False
         while signals := ours.recv(1):
-            if signals[0] == signal.SIGINT and not done.wait(PROMPT):
-                say("stopping when the compiler returns, which may take a minute")
+            if signals[0] != signal.SIGINT or done.wait(0 if said else PROMPT):
+                continue
+            if said:
+                if sys.stderr.isatty():
+                    sys.stderr.write("\x1b[?25h\n")  # the cursor, which a progress bar hides
+                leave(130)
+            say("stopping when the compiler returns, within a minute; Ctrl-C again stops at once")
+            said = True
 
     before = signal.set_wakeup_fd(theirs.fileno())
     answering = threading.Thread(target=answer, daemon=True)

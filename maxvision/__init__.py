@@ -4,10 +4,14 @@ from maxvision import load
 
 model = load("microsoft/resnet-50", device="gpu")
 model.classify("cat.jpg", top_k=5)
+
+fast = convert(torch_module, example_input, dtype="bfloat16")
+fast(x)
 """
 
 TYPE_CHECKING = False  # typing's, whose import would take longer than all that --help needs
 if TYPE_CHECKING:
+    from maxvision.bridge.convert import Converted, convert
     from maxvision.common.errors import (
         ArgumentError,
         DeviceError,
@@ -18,17 +22,20 @@ if TYPE_CHECKING:
     from maxvision.runtime.classifier import Classifier, Features, Prediction, load
 
 _ERRORS = ("ArgumentError", "DeviceError", "ImageError", "ModelError", "UserError")
+_BRIDGE = ("Converted", "convert")  # needs torch, but for ONNX files
 _RUNTIME = ("Classifier", "Features", "Prediction", "load")
 
 __all__ = [
     "ArgumentError",
     "Classifier",
+    "Converted",
     "DeviceError",
     "Features",
     "ImageError",
     "ModelError",
     "Prediction",
     "UserError",
+    "convert",
     "load",
 ]
 
@@ -39,6 +46,10 @@ def __getattr__(name: str) -> object:
         from maxvision.common import errors
 
         return getattr(errors, name)
+    if name in _BRIDGE:
+        from maxvision.bridge import convert
+
+        return getattr(convert, name)
     if name in _RUNTIME:
         from maxvision.runtime import classifier
 

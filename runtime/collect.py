@@ -57,12 +57,22 @@ def _folder(folder: str) -> list[Item]:
         problem = f"{path}: the folder cannot be read ({error.strerror});"
         found.append(_sorted(path, ImageError(f"{problem} check its permissions")))
 
-    for path, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            if os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith("."):
-                image = os.path.join(path, name)
-                found.append(_sorted(image, image))
+    folders = [folder]
+    while folders:
+        try:
+            entries = list(os.scandir(folders.pop()))
+        except OSError as error:
+            refuse(error)
+            continue
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+            elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS and (
+                entry.is_file(follow_symlinks=False) or entry.is_symlink()  # a pipe would hang
+            ):
+                found.append(_sorted(entry.path, entry.path))
     if not found:
         problem = f"{folder}: the folder holds no images;"
         found.append(_sorted(folder, ImageError(f"{problem} check the path")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -92,6 +93,10 @@ def _open(path: str | os.PathLike[str], where: str) -> IO[bytes]:
         return open(path, "rb")
     except FileNotFoundError:
         problem = "there is no such file; check the path"
+        if re.match(r"https?://", where):
+            problem = "URLs are not fetched; pipe the picture in: curl -s URL | maxvision -"
+        elif not where:
+            problem = "an empty name is no file; check the variable that it comes from"
     except IsADirectoryError:
         problem = "this is a folder; name the pictures in it"
     except PermissionError:

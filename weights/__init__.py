@@ -5,6 +5,6 @@
 
 from maxvision.weights.checkpoint import Checkpoint, load
 from maxvision.weights.metadata import match_labels, read_labels
-from maxvision.weights.source import bundled
+from maxvision.weights.source import bundled, named
 
-__all__ = ["Checkpoint", "bundled", "load", "match_labels", "read_labels"]
+__all__ = ["Checkpoint", "bundled", "load", "match_labels", "named", "read_labels"]

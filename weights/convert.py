@@ -11,11 +11,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from maxvision.common.errors import ArgumentError
 from maxvision.common.folder import new_folder
-from maxvision.weights.checkpoint import Checkpoint, interpret
+from maxvision.weights.checkpoint import Checkpoint, identify, interpret
 from maxvision.weights.family import find as find_family
-from maxvision.weights.formats import recognise
-from maxvision.weights.layout import Array
+from maxvision.weights.layout import Array, Stored
 from maxvision.weights.rules import rename
 from maxvision.weights.source import Source
 
@@ -32,9 +32,11 @@ def convert(found: Source, folder: Path, force: bool = False) -> None:
         force: Replace ``folder`` if it is there.
 
     Raises:
-        ArgumentError: If ``folder`` is there, or cannot be written.
+        ArgumentError: If ``folder`` is there, or cannot be written, or there is nothing to convert.
         ModelError: If the model does not load.
     """
+    if found.program is not None:
+        raise ArgumentError(f"{found.name} is converted already, and transformers cannot load it")
     checkpoint = interpret(found)  # refuses what would not load again
     with new_folder(folder, "the model", lambda _: force) as new:
         write(new, found, checkpoint, hugging_face_tensors(found))
@@ -63,6 +65,8 @@ def write(
     config = config or configuration(checkpoint)
     _write_json(folder / "config.json", {**config, **(notes or {})})
     _write_json(folder / "preprocessor_config.json", checkpoint.preprocess)
+    if found.program is not None:
+        (folder / "program.json").write_text(found.program.to_json(), encoding="utf-8")
     try:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:
@@ -71,12 +75,15 @@ def write(
 
 def hugging_face_tensors(found: Source) -> dict[str, Array]:
     """Renames a checkpoint's tensors to Hugging Face's keys, widened to float32."""
-    family, form = recognise(found.state.tensors, found.config, found.name)
+    family, form, _ = identify(found)
     target = family.formats[0]
+    stored = Stored(found.state.tensors, found.state.reading)
     tensors = {
-        target.key(weight): np.ascontiguousarray(found.state.tensors[key], dtype=np.float32)
+        target.key(weight): stored[key]
         for key, weight in rename(form.rules, found.state.tensors).items()
     }
+    if found.program is not None:
+        return tensors
     counters = [key.replace("running_var", "num_batches_tracked") for key in tensors]
     return tensors | {
         key: np.zeros((), np.int64) for key in counters if key.endswith("num_batches_tracked")

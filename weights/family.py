@@ -45,6 +45,25 @@ class Spec(Protocol):
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """How pictures are prepared for a network.
+
+    Attributes:
+        edge: Side of the square that is cut out of the middle, px.
+        resized: Shorter side before that, px.
+        resample: How they are resized: ``bicubic``, ``bilinear``, ....
+        mean: Of each channel, 1 is white; ImageNet's by default.
+        std: Deviation of each channel.
+    """
+
+    edge: int = 224
+    resized: int = 256
+    resample: str = "bicubic"
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
 class Format:
     """One way to store a family.
 
@@ -53,7 +72,7 @@ class Format:
         rules: Its name map.
         infer: Makes a spec of the shapes of the weights, by their names here, and the number of
             classes; None where a config.json must describe the network.
-        resample: How its pictures are resized where nothing says it.
+        pictures: Says how pictures are prepared for a spec, where nothing in the checkpoint does.
         timm: The architectures of timm's config.json that are stored like this.
         unlike: Says of tensors (shapes by their keys) what network they are, if it is a relative
             that does not run here: ``"this is a ResNeXt, whose ... cannot run"``; else None.
@@ -62,7 +81,7 @@ class Format:
     title: str
     rules: Rules
     infer: Callable[[Mapping[str, Shape], int], Any] | None = None
-    resample: str = "bicubic"
+    pictures: Callable[[Any], Pictures] = lambda _: Pictures()
     timm: tuple[str, ...] = ()
     unlike: Callable[[Mapping[str, Shape]], str | None] | None = None
 

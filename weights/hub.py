@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,4 +125,5 @@ def _sentence(repo: str, error: Exception) -> str:
     if isinstance(error, PermissionError):
         return f"{repo}: the cache of {hub} cannot be written; set HF_HOME to a folder of yours"
     reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+    reason = re.sub(r"^Got: (\w+: )?(\[.*?\] )?", "", reason)
     return f"{repo}: {hub} cannot be reached ({reason}); check the network, or use a local folder"

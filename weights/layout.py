@@ -17,7 +17,7 @@ Reading = Callable[[], AbstractContextManager[None]]
 class Stored(Mapping[str, Array]):
     """The weights of a model by name, as the checkpoint stores them.
 
-    Each is read when it is asked for: float32, in memory of its own.
+    Each is read when it is asked for, in memory of its own: floats as float32.
     """
 
     def __init__(self, parts: Mapping[str, Array], reading: Reading = nullcontext) -> None:
@@ -29,7 +29,8 @@ class Stored(Mapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         """Reads a weight."""
         with self._reading():
-            return np.array(self._parts[name], np.float32, order="C")
+            part = self._parts[name]
+            return np.array(part, np.float32 if part.dtype.kind == "f" else None, order="C")
 
     def __contains__(self, name: object) -> bool:
         return name in self._parts

@@ -13,21 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from maxvision.common.errors import ArgumentError, ModelError
-from maxvision.weights.family import Format
+from maxvision.weights.family import Format, Pictures
 
-_IMAGENET = {
-    "do_resize": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.485, 0.456, 0.406],
-    "image_std": [0.229, 0.224, 0.225],
-}
 _RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 
 
-def labels(found: Format, config: Mapping[str, Any] | None, classes: int, where: str) -> list[str]:
-    """Lists the name of each class in order.
+def labels(head: str, config: Mapping[str, Any] | None, classes: int, where: str) -> list[str]:
+    """Lists the name of each class in order; ``head`` is what has so many outputs.
 
     Names come from config.json; without any, ImageNet's for 1,000 classes, else "class 0", ....
 
@@ -40,7 +32,7 @@ def labels(found: Format, config: Mapping[str, Any] | None, classes: int, where:
     if len(names) != classes:
         raise ModelError(
             f"{where}: {key} in config.json has {len(names)} labels but"
-            f" {found.key('head.weight')!r} has {classes} outputs; correct config.json"
+            f" {head} has {classes} outputs; correct config.json"
         )
     return names
 
@@ -63,11 +55,15 @@ def read_labels(source: str | os.PathLike[str] | Sequence[str]) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ArgumentError(f"{where}: the file cannot be read ({error.strerror})") from None
+        raise ArgumentError(
+            f"{where}: the file cannot be read ({error.strerror}); check the path"
+        ) from None
     except UnicodeDecodeError:
         raise ArgumentError(
             f"{where}: this is not a text file; give one with a label on each line, or a .json file"
         ) from None
+    if not text.strip():
+        raise ArgumentError(f"{where}: the file is empty; write a label on each line")
     if path.suffix.lower() != ".json":
         return _texts([line.strip() for line in text.rstrip().split("\n")], where)
     try:
@@ -147,18 +143,23 @@ def imagenet() -> list[str]:
 
 
 def preprocess(
-    found: Format, given: Mapping[str, Any] | None, config: Mapping[str, Any] | None, where: str
+    found: Format,
+    spec: Any,
+    given: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None,
+    where: str,
 ) -> dict[str, Any]:
-    """Describes how an image is prepared.
+    """Describes how an image is prepared for the network of a spec.
 
     That is ``given`` (a preprocessor_config.json) if there is one; timm's ``pretrained_cfg``,
-    translated; or the format's default: ImageNet's mean and deviation, 224 px cut from 256 px.
+    translated; or what the format says, by default ImageNet's mean and deviation, 224 px cut from
+    256 px.
     """
     if given is not None:
         return dict(given)
     if config is not None and not found.has_config:
         return _timm(config.get("pretrained_cfg") or config, where)
-    return _cropped(224, 256, found.resample)
+    return _cropped(found.pictures(spec))
 
 
 def size(preprocess: Mapping[str, Any]) -> tuple[int, int]:
@@ -173,15 +174,20 @@ def size(preprocess: Mapping[str, Any]) -> tuple[int, int]:
     return 224, 224
 
 
-def _cropped(edge: int, resized: int, interpolation: str) -> dict[str, Any]:
-    """Resizes the shorter edge to ``resized`` px and cuts a square of ``edge`` px out of it."""
+def _cropped(pictures: Pictures) -> dict[str, Any]:
+    """Resizes the shorter side, and cuts a square out of the middle."""
     return {
         "image_processor_type": "BitImageProcessor",
-        **_IMAGENET,
-        "size": {"shortest_edge": resized},
-        "resample": _RESAMPLE[interpolation],
+        "do_resize": True,
+        "size": {"shortest_edge": pictures.resized},
+        "resample": _RESAMPLE[pictures.resample],
         "do_center_crop": True,
-        "crop_size": {"height": edge, "width": edge},
+        "crop_size": {"height": pictures.edge, "width": pictures.edge},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(pictures.mean),
+        "image_std": list(pictures.std),
     }
 
 
@@ -196,9 +202,9 @@ def _timm(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
         interpolation, mode = cfg.get("interpolation", "bilinear"), cfg.get("crop_mode", "center")
         if height != width or mode not in ("center", None) or interpolation not in _RESAMPLE:
             raise ValueError(f"a {mode} crop of {height}x{width} px, {interpolation}")
-        described = _cropped(width, int(width / cfg.get("crop_pct", 0.875)), interpolation)
-        described["image_mean"] = list(cfg.get("mean", _IMAGENET["image_mean"]))
-        described["image_std"] = list(cfg.get("std", _IMAGENET["image_std"]))
+        levels = {name: tuple(cfg[name]) for name in ("mean", "std") if name in cfg}
+        resized = int(width / cfg.get("crop_pct", 0.875))
+        described = _cropped(Pictures(width, resized, interpolation, **levels))
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(
             f"{where}: 'pretrained_cfg' in config.json asks for {error}, and only a square center"

@@ -67,8 +67,8 @@ def test_the_first_word_is_a_command_or_a_file(tmp_path: Path) -> None:
     assert completed("maxvision --li", tmp_path) == {"--list-models"}
 
 
-def test_the_bundled_models_are_those_that_load() -> None:
-    assert completion.bundled() == weights.bundled()
+def test_the_models_are_those_that_load() -> None:
+    assert completion.named() == weights.named()
 
 
 def test_it_takes_no_time() -> None:

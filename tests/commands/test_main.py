@@ -74,6 +74,11 @@ def test_help_takes_no_time() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_debug_may_stand_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--debug", "inspect", "nothing"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_images_need_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr("maxvision.run_graph.main", lambda argv: asked.append(argv) or 0)
@@ -85,7 +90,8 @@ def test_images_need_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"), [("srve", "serve"), ("wieghts", "weights"), ("Compile", "compile")]
+    ("word", "meant"),
+    [("srve", "serve"), ("wieghts", "weights"), ("Compile", "compile"), ("help", "--help")],
 )
 def test_a_typo_gets_a_suggestion(
     word: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys

@@ -1,7 +1,7 @@
 """The command line: what it prints and where, its exit codes, and what bad input gets.
 
 Most tests run `main` in this process with a stand-in for the model. The last ones start the real
-program with the bundled model.
+program with the default model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from maxvision.runtime.preprocess import Preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = ["--model", "m"]
-"""Names a model: the default one comes with a warning."""
+"""Names a model in place of the default one."""
 LABELS = ["tabby, tabby cat", "[bold]tiger[/bold]", "käfer", "frog"]
 
 
@@ -197,17 +197,6 @@ def test_arguments_reach_load(fake: Fake, folder: Path, run: Run) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [[], ["--json"], ["--output", "a.csv"]])
-def test_the_default_model_says_once_how_little_it_knows(
-    fake: Fake, folder: Path, run: Run, options: list[str]
-) -> None:
-    _, out, err = run("all", *options)
-    said = "warning: fake, the default model, knows 4 classes only; --model microsoft/resnet-50"
-    assert err.splitlines()[0].startswith(said) and err.count("warning") == 1
-    assert "warning" not in out
-    assert "warning" not in "".join(map(str, run("all/r.png", *NAMED)))
-
-
 def test_batches(fake: Fake, folder: Path, run: Run) -> None:
     images = ["all/r.png"] * 7
     assert run(*images, "--batch-size", "3", "--json")[0] == 0
@@ -354,6 +343,34 @@ def test_all_images_fail(fake: Fake, folder: Path, run: Run) -> None:
     assert code == 1 and "none: the folder holds no images" in err
 
 
+def test_a_folder_is_read_but_for_what_is_no_file(fake: Fake, folder: Path, run: Run) -> None:
+    """A pipe that nobody writes to would hang; a link is followed, and told if it leads nowhere."""
+    os.mkfifo(folder / "all/pipe.png")
+    (folder / "all/link.png").symlink_to("r.png")
+    (folder / "all/lost.png").symlink_to("nothing.png")
+    code, out, err = run("all", *NAMED)
+    assert code == 1 and "lost.png: there is no such file" in err
+    names = [line.split("  ")[0] for line in out.splitlines()]
+    assert names[:4] == ["all/g.JPG", "all/link.png", "all/r.png", "all/sub/b.webp"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("https://example.org/cat.jpg", "URLs are not fetched; pipe the picture in: curl -s URL |"),
+        ("", "an empty name is no file"),
+    ],
+)
+def test_what_is_no_path(fake: Fake, run: Run, name: str, said: str) -> None:
+    code, _, err = run(name, *NAMED)
+    assert code == 1 and err.startswith(f"error: {name}: {said}") and not fake.asked
+
+
+def test_an_empty_model_is_not_the_default(fake: Fake, folder: Path, run: Run) -> None:
+    run("all/r.png", "--model", "")
+    assert fake.asked["source"] == ""
+
+
 def test_logits_that_are_not_finite(fake: Fake, folder: Path, run: Run) -> None:
     def spoil(logits: np.ndarray) -> None:
         logits[1, 0] = np.nan
@@ -464,6 +481,7 @@ def test_list_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Row("resnet-small", "resnet", 550_000, 8.1e7, 0.91)
     theirs = Row("microsoft/resnet-50", "resnet", 25_557_032, 4.09e9, None)
     monkeypatch.setattr(models, "bundled", lambda: [ours])
+    monkeypatch.setattr(models, "packaged", lambda: [])
     monkeypatch.setattr(models, "HUB", [theirs])
     code, out, err = run("--list-models")
     assert (code, err) == (0, "")
@@ -622,7 +640,7 @@ real = pytest.mark.skipif(
 
 
 @real
-def test_bundled_model_answers_for_the_examples_and_a_missing_file() -> None:
+def test_the_default_model_answers_for_the_examples_and_a_missing_file() -> None:
     done = program(*map(str, EXAMPLES), "missing.jpg", "--json", "--logits", "--device", "cpu")
     assert done.returncode == 1, done.stderr.decode()
     *good, missing = lines(done.stdout.decode())
@@ -632,6 +650,8 @@ def test_bundled_model_answers_for_the_examples_and_a_missing_file() -> None:
         assert len(scores) == 5 and scores == sorted(scores, reverse=True)
         assert line["predictions"][0]["class_id"] == int(np.argmax(line["logits"]))
     assert "no such file" in missing["error"]
+    best = {Path(line["image"]).stem: line["predictions"][0]["label"] for line in good}
+    assert best["coffee"] == "espresso" and best["cat"] in ("tabby", "tiger cat", "Egyptian cat")
 
 
 @real

@@ -31,8 +31,8 @@ def test_it_needs_what_classifying_needs(tmp_path: Path) -> None:
     code = (
         "import sys\nsys.modules |= dict.fromkeys(('torch', 'transformers', 'matplotlib'))\n"
         "from maxvision.commands.time import main\n"
-        "sys.exit(main(['--device=cpu', '--batch-size=1,3', '--iterations=4', '--warm-up=0',"
-        " '--json', sys.argv[1]]))"
+        "sys.exit(main(['resnet-cifar10', '--device=cpu', '--batch-size=1,3', '--iterations=4',"
+        " '--warm-up=0', '--json', sys.argv[1]]))"
     )
     path = tmp_path / "figures.json"
     done = subprocess.run(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from maxvision.common.arguments import DTYPES, Parser, counts, device, meant, number, whole
 from maxvision.graphs.target import GPUS
-from maxvision.weights import bundled
+from maxvision.weights.catalog import PACKAGED
 from maxvision.weights.prune import PATTERNS, SCOPES
 
 
@@ -38,6 +39,8 @@ def nested() -> Parser:
         (["--top_k=3"], "there is no option --top_k; did you mean --top-k?"),
         (["--batch", "3"], "there is no option --batch; did you mean --batch-size?"),
         (["x", "--colour"], "there is no option --colour"),
+        (["x", "-t", "3"], "there is no option -t; did you mean --top-k?"),
+        (["x", "-d", "cpu"], "there is no option -d"),
         (["--dtype", "fp16"], "did you mean float16?"),
         (["--dtype", "bf16"], "did you mean bfloat16?"),
         (["--dtype", "flaot32"], "did you mean float32?"),
@@ -95,6 +98,27 @@ def test_options_and_images_in_any_order() -> None:
     assert (args.images, args.top_k, args.debug) == (["a", "b", "c"], 3, True)
 
 
+def test_files_that_begin_with_a_dash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-x.jpg").touch()
+    for words in ["--top-k", "3", "a", "--", "-x.jpg", "-"], ["a", "--top-k", "3", "./-x.jpg", "-"]:
+        assert parser().parse_intermixed_args(words).images == ["a", "./-x.jpg", "-"]
+    with pytest.raises(SystemExit):
+        parser().parse_intermixed_args(["-x.jpg"])
+    said = "there is no option -x.jpg; for the file of that name write ./-x.jpg\n"
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_without_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    made = Parser(prog="maxvision serve")
+    made.add_argument("--model")
+    with pytest.raises(SystemExit):
+        made.parse_args(["resnet-50"])
+    assert "resnet-50; did you mean --model resnet-50?\n" in capsys.readouterr().err
+
+
 def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["--\x1b[31m"])
@@ -130,6 +154,6 @@ def test_names_that_are_written_here_are_those_elsewhere() -> None:
     from maxvision.common.arguments import DEFAULT_MODEL
     from maxvision.runtime import devices
 
-    assert DEFAULT_MODEL in bundled()
+    assert DEFAULT_MODEL in PACKAGED
     assert set(DTYPES) == {"auto", *devices.DTYPES}
     assert (tuple(PATTERNS), SCOPES) == (weights.PATTERNS, weights.SCOPES)

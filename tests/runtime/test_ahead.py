@@ -21,6 +21,7 @@ from maxvision import runtime
 from maxvision.commands import compile as compiling
 from maxvision.commands import inspect as inspecting
 from maxvision.commands import weights as weights_command
+from maxvision.common.arguments import DEFAULT_MODEL
 from maxvision.common.errors import ArgumentError, DeviceError, ModelError
 from maxvision.graphs.target import Target, cpu_features
 from maxvision.runtime import ahead
@@ -178,7 +179,7 @@ def test_it_runs_without_the_compiler_the_cache_and_the_checkpoint(
     done = program("run_graph.py", str(CAT), **bare)
     assert done.returncode == 2
     assert "\nerror: compiling needs the compiler of the package max" in done.stderr
-    assert done.stderr.startswith(f"compiling {MODEL} for cpu, this time only; it may take")
+    assert done.stderr.startswith(f"compiling {DEFAULT_MODEL} for cpu, this time only; it may take")
 
 
 def test_nothing_that_only_compiling_needs_is_imported(folder: Path) -> None:

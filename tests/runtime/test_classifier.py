@@ -91,8 +91,11 @@ def test_labels_in_place_of_the_models(
         assert [p.label for p in ours] == ["ABCDEF"[p.class_id] for p in theirs]
     with pytest.raises(ArgumentError, match=r"labels: there are 5 but .* has 6 classes; give one"):
         runtime.load(saved(0), device="cpu", labels=list("ABCDE"))
-    with pytest.raises(ArgumentError, match=r"labels none\.txt: the file cannot be read"):
+    with pytest.raises(ArgumentError, match=r"labels none\.txt: the file cannot be read .*check"):
         runtime.load("no-such-model", labels="none.txt")
+    (tmp_path / "labels.txt").write_text("\n")
+    with pytest.raises(ArgumentError, match=r"labels\.txt: the file is empty; write a label on"):
+        runtime.load("no-such-model", labels=tmp_path / "labels.txt")
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])

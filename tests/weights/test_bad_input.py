@@ -107,9 +107,12 @@ def test_imagenet_has_its_names():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "vit"}, "has the model_type 'vit', but the families .* cvt and resnet;"),
-        ({"model_type": ...}, "has no model_type, but the families .* cvt and resnet;"),
-        ({"model_type": ["resnet"]}, r"the model_type \['resnet'\], but .* cvt and resnet;"),
+        ({"model_type": "vit"}, "has the model_type 'vit', but .* cvt, efficientnet and resnet;"),
+        ({"model_type": ...}, "has no model_type, but .* cvt, efficientnet and resnet;"),
+        (
+            {"model_type": ["resnet"]},
+            r"the model_type \['resnet'\], but .* cvt, efficientnet and resnet;",
+        ),
         ({"hidden_act": "silu"}, "hidden_act must be 'relu' but is 'silu'"),
         ({"depths": 3}, r"config\.json does not describe a resnet: it has a value of another kind"),
         ({"depths": [1, 2]}, "one entry a stage"),
@@ -339,7 +342,26 @@ def test_a_folder_with_several_models(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["resnet50", "no/such/folder", "net.pth", "a/net.pth"])
+@pytest.mark.parametrize("name", ["net.pth", "a/net.pth", "./net", "/no/net", "~/net"])
+def test_a_path_that_is_not_there(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=f"^{name}: there is no such file or folder; check the"):
+        load(name)
+
+
+def test_a_folder_without_a_model_is_named_as_it_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (".", "/", str(tmp_path)):
+        with pytest.raises(ModelError, match=f"^{re.escape(name)}: the folder has no checkpoint"):
+            load(name)
+
+
+def test_an_empty_name():
+    with pytest.raises(ModelError, match="the model's name is empty"):
+        load("")
+
+
+@pytest.mark.parametrize("name", ["resnet50", "no/such/folder"])
 def test_an_unknown_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
@@ -389,7 +411,7 @@ def test_no_network(tmp_path):
     code = "from maxvision.weights import load; load('no/such-model')"
     dead = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     done = python(code, **dead)
-    assert "the Hugging Face hub cannot be reached" in done.stderr
+    assert re.search(r"the Hugging Face hub cannot be reached \([A-Z][\w ]+\); check", done.stderr)
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])

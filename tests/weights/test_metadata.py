@@ -32,7 +32,7 @@ def test_files_of_labels(tmp_path: Path, name: str, content: str) -> None:
     ("name", "content", "says"),
     [
         ("l.txt", b"cat\n\ndog\n", "the label of class 1 is ''; give every class a name"),
-        ("l.txt", b"", "the label of class 0 is ''"),
+        ("l.txt", b"", "the file is empty; write a label on each line"),
         ("l.txt", b"\xff\xd8\xff\xe0", "this is not a text file; give one with a label on each"),
         ("l.json", b'["cat", ["dog"]]', r"the label of class 1 is \['dog'\]"),
         ("l.json", b'{"0": "cat", "2": "dog"}', "every class from 0 on"),

@@ -63,14 +63,14 @@ def assert_is_the_model(loaded: weights.Checkpoint) -> None:
 
 
 def test_it_is_known_while_it_is_installed(installed: third_family.Installed) -> None:
-    assert list(family.known()) == ["cvt", "resnet", "convnet"]
-    assert family.names() == "cvt, resnet and convnet"
+    assert list(family.known()) == ["cvt", "efficientnet", "resnet", "convnet"]
+    assert family.names() == "cvt, efficientnet, resnet and convnet"
 
 
 def test_without_the_package_it_is_not_known(tmp_path: Path) -> None:
     placed = third_family.install(tmp_path)
-    assert list(family.known()) == ["cvt", "resnet"]
-    with pytest.raises(ModelError, match=r"'convnet', but the families that run here are cvt and"):
+    assert list(family.known()) == ["cvt", "efficientnet", "resnet"]
+    with pytest.raises(ModelError, match=r"'convnet', but the families .* cvt, efficientnet and"):
         weights.load(placed.model)
 
 
@@ -186,7 +186,7 @@ def test_another_process_sees_it(installed: third_family.Installed) -> None:
     assert without.returncode == 2
     assert without.stderr == (
         "error: convnet: config.json has the model_type 'convnet', but the families that run here"
-        " are cvt and resnet; use a checkpoint of one of them\n"
+        " are cvt, efficientnet and resnet; use a checkpoint of one of them\n"
     )
 
 
@@ -261,7 +261,7 @@ def test_a_package_does_not_replace_our_families(installed: third_family.Install
     module = installed.site / "convnet_family.py"
     module.write_text(module.read_text().replace('name="convnet"', 'name="resnet"'))
     with third_family.use(installed.site):
-        assert list(family.known()) == ["cvt", "resnet"]
+        assert list(family.known()) == ["cvt", "efficientnet", "resnet"]
         assert weights.load("resnet-cifar10").family == "resnet"
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from maxvision.graphs.resnet import ResNetSpec, resnet
-from maxvision.weights.family import Family, Format
+from maxvision.weights.family import Family, Format, Pictures
 from maxvision.weights.layout import Shape
 from maxvision.weights.modules import COUNTERS, batchnorm, conv, depths, filters, first, linear
 from maxvision.weights.rules import Rules
@@ -157,6 +157,10 @@ def _widening(shapes: Mapping[str, Shape]) -> int:
     return int(share) if share.is_integer() else 1
 
 
+def _bilinear(_: ResNetSpec) -> Pictures:
+    return Pictures(resample="bilinear")
+
+
 # timm's ResNets that differ in numbers only. Others have another stem, pooling or activation, some
 # of it invisible in the tensors (resnetaa50, resnetblur50).
 TIMM = ("resnet18", "resnet26", "resnet34", "resnet50", "resnet101", "resnet152", "resnet200")
@@ -167,9 +171,9 @@ FAMILY = Family(
     write=resnet,
     formats=(
         Format("Hugging Face ResNet", _hugging_face()),
-        Format("torchvision or timm ResNet", _torchvision(), _infer, "bilinear", TIMM, _unlike),
+        Format("torchvision or timm ResNet", _torchvision(), _infer, _bilinear, TIMM, _unlike),
         # SparseML's own ResNets v1; masks are in the weights already.
-        Format("SparseML ResNet", _sparseml(), _infer, "bilinear"),
+        Format("SparseML ResNet", _sparseml(), _infer, _bilinear),
     ),
     architectures=("ResNetForImageClassification",),
     dense=("stem", "head"),

@@ -1,0 +1,1 @@
+"""What comes from other frameworks: torch modules and ONNX files become programs."""

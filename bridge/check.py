@@ -1,0 +1,133 @@
+"""Compares a program with the model that it came from: outputs, and every stage on the way.
+
+What to compare with is a ``Reference`` (bridge/importer.py): torch, or what runs ONNX files. The
+bound is that of float32: an error of 1e-5 of the largest value, or twice the reference's own error,
+which is its distance from itself in float64, where that is larger.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from max.driver import Device
+
+from maxvision.bridge.importer import AT, Traced
+from maxvision.graphs.program import Program
+from maxvision.runtime.executor import Executor, Lowering
+
+BOUND = 1e-5
+"""The largest error of float32 that passes, as a share of the largest value."""
+MOST_STAGES = 24
+"""Stages to compare; of more, some are left out."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one value is from the reference's.
+
+    Attributes:
+        name: Of the output, or of the module that it leaves.
+        shape: Of a batch of two.
+        error: The largest difference, as a share of the largest value of the reference's.
+        own: The same of its float32 and float64; 0 if it does not run in float64.
+        bound: The largest error that passes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    error: float
+    own: float
+    bound: float
+
+    @property
+    def within(self) -> bool:
+        """Whether the error is within the bound; NaN is not."""
+        return self.error <= self.bound
+
+
+def with_stages(traced: Traced) -> Program:
+    """Gives a program whose stages are outputs too, called ``at <path of the module>``."""
+    assert traced.program is not None
+    program = traced.program.keep(traced.outputs)
+    ends = set(program.outputs.values())
+    points = {path: value for path, value in traced.points.items() if value not in ends}
+    chosen: dict[str, str] = {}
+    for path, value in points.items():
+        if value in program.types and value not in chosen.values():
+            chosen[f"{AT}{path}"] = value
+    step = -(-len(chosen) // MOST_STAGES)
+    kept = dict(list(chosen.items())[::-1][:: step or 1][::-1])
+    return replace(program, outputs={**program.outputs, **kept})
+
+
+def compare(
+    traced: Traced,
+    example: Sequence[Any],
+    device: Device,
+    *,
+    stages: bool = True,
+    tolerance: float | None = None,
+    lowering: Lowering | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Difference], dict[str, float]]:
+    """Runs a program and its reference on the same inputs.
+
+    Args:
+        traced: The program and its reference.
+        example: The inputs.
+        device: Where the program runs; the reference runs on the CPU.
+        stages: Whether to compare the stages too.
+        tolerance: The bound in place of the two above.
+        lowering: How the program is compiled; float32 and exact products if None.
+        progress: Called with a sentence before each step.
+
+    Returns:
+        The differences, stages first, and the seconds that each took: the reference's name,
+        ``compile``, ``maxvision``.
+    """
+    reference = traced.reference
+    assert traced.program is not None and reference is not None
+    whole = with_stages(traced) if stages else traced.program.keep(traced.outputs)
+    lowering = lowering or Lowering(tf32=False)
+    seconds: dict[str, float] = {}
+    progress(f"running it in {reference.name}")
+    points = [name[len(AT) :] for name in whole.outputs if name.startswith(AT)]
+    start = time.perf_counter()
+    wanted = reference(example, points)
+    seconds[reference.name] = time.perf_counter() - start
+    try:
+        exact = reference(example, points, double=True)
+    except Exception:  # a model that names float32 somewhere
+        exact = {}
+    progress("compiling it, which may take a minute")
+    start = time.perf_counter()
+    executor = Executor.compile(whole, traced.tensors, device, lowering, images=0)
+    seconds["compile"] = time.perf_counter() - start
+    arrays = [np.asarray(each) for each in example]
+    start = time.perf_counter()
+    found = executor(*arrays)
+    seconds["maxvision"] = time.perf_counter() - start
+    made = []
+    for (name, _), array in zip(whole.outputs.items(), found, strict=True):
+        want = wanted[name]
+        best = exact.get(name, want)
+        own = _error(want, best) if name in exact else 0.0
+        bound = tolerance if tolerance is not None else max(BOUND, 2 * own)
+        made.append(Difference(name, array.shape, _error(array, best), own, bound))
+    made.sort(key=lambda each: not each.name.startswith(AT))
+    return made, seconds
+
+
+def _error(found: np.ndarray, wanted: np.ndarray) -> float:
+    if found.shape != wanted.shape:
+        return float("nan")
+    found, wanted = found.astype(np.float64), wanted.astype(np.float64)
+    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+    finite = np.isfinite(wanted)
+    largest = np.abs(wanted[finite]).max(initial=0.0)
+    error = np.abs(np.where(same, 0.0, found - wanted)).max(initial=0.0)
+    return float(error / largest) if largest else float(error)

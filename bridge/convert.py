@@ -1,0 +1,347 @@
+"""Torch modules and ONNX files as models of ours: converted, checked, written down.
+
+fast = maxvision.convert(module, example)
+fast = maxvision.convert("model.onnx")
+fast(x)
+print(fast.report)
+fast.save("my-model")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from max.graph import DeviceRef
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from maxvision.bridge import check
+from maxvision.bridge.coverage import Coverage, coverage
+from maxvision.bridge.importer import Missing, Traced
+from maxvision.bridge.model import Model, pictures
+from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.common.folder import new_folder
+from maxvision.graphs import passes as rewriting
+from maxvision.graphs.lower import backend
+from maxvision.graphs.program import Program
+from maxvision.runtime.devices import find_device, find_dtype
+from maxvision.runtime.executor import Executor, Lowering
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a model.
+
+    Attributes:
+        name: Of the model.
+        coverage: What runs it.
+        differences: How far outputs and stages are from the source's; empty if not compared.
+        seconds: What comparing took: in the source's framework, to compile, on our kernels.
+        bytes: Of the weights.
+    """
+
+    name: str
+    coverage: Coverage
+    differences: list[check.Difference] = field(default_factory=list)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes: int = 0
+
+    @property
+    def within(self) -> bool:
+        """Whether every error is within its bound."""
+        return all(each.within for each in self.differences)
+
+    def __str__(self) -> str:
+        found = self.coverage
+        lines = [
+            f"{self.name}: {found.macs / 1e9:.2f} GMAC, {self.bytes / 1e6:.1f} MB of weights",
+            f"  our kernels     {_counted(found.kernels)}",
+            f"  MAX's kernels   {_counted(found.others) or 'none'}",
+            f"  fused away      {found.fused} ops",
+        ]
+        for each in self.differences:
+            told = "" if each.within else f"  beyond the bound of {each.bound:.0e}"
+            lines.append(f"  {each.error:8.1e}  {each.name}{told}")
+        return "\n".join(lines)
+
+
+def _counted(ops: Mapping[str, int]) -> str:
+    ordered = sorted(ops.items(), key=lambda item: -item[1])
+    return ", ".join(f"{op} {count}" if count > 1 else op for op, count in ordered)
+
+
+def missing_error(name: str, missing: Sequence[Missing]) -> ModelError:
+    """Names every op that a model has and we have not, each once, with its first line."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in missing:
+        found.setdefault((each.op, each.why), []).append(each.origin)
+    told = "; ".join(
+        f"{op} ({why}), {len(places)} times, first at {places[0] or 'an unknown line'}"
+        for (op, why), places in found.items()
+    )
+    return ModelError(f"{name} cannot be converted: {told}; replace these ops in the model")
+
+
+class Converted:
+    """A model on our kernels: takes tensors of torch or numpy, and gives the same kind.
+
+    Attributes:
+        program: What it computes, in torch's terms.
+        tensors: Its weights by name.
+        report: What was fused, and how far it is from the source.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        traced: Traced,
+        executor: Executor | None,
+        dtype: str,
+        report: Report,
+    ) -> None:
+        assert traced.program is not None
+        self.program: Program = traced.program
+        self.tensors = traced.tensors
+        self.report = report
+        self._model = model
+        self._executor = executor
+        self._dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"Converted({self.program.signature})"
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Computes the outputs of a batch of any size: one, or a tuple in the module's order."""
+        assert self._executor is not None
+        wanted = self._executor.program.inputs.values()
+        arrays = [
+            np.ascontiguousarray(each.detach().cpu().numpy() if _is_tensor(each) else each)
+            for each in inputs
+        ]
+        arrays = [
+            a.astype(np.float32) if t.dtype == "float32" else a
+            for a, t in zip(arrays, wanted, strict=False)
+        ]
+        found: list[Any] = self._executor(*arrays)
+        if any(_is_tensor(each) for each in inputs):
+            import torch
+
+            found = [torch.from_numpy(each) for each in found]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def save(self, folder: Path | str, force: bool = False) -> None:
+        """Writes a folder that ``maxvision --model`` and ``load`` take.
+
+        Raises:
+            ArgumentError: If ``folder`` is there, or cannot be written.
+        """
+        with new_folder(Path(folder), "the model", lambda _: force) as new:
+            write(new, self._model, self.program, self.tensors)
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "detach")
+
+
+def write(folder: Path, model: Model, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a converted model into ``folder``, which is there and empty.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    config: dict[str, Any] = {"model_type": "program", "name": model.name}
+    if model.labels:
+        config["id2label"] = {str(i): label for i, label in enumerate(model.labels)}
+    _write_json(folder / "config.json", config)
+    if model.preprocess:
+        _write_json(folder / "preprocessor_config.json", model.preprocess)
+    (folder / "program.json").write_text(program.to_json(), encoding="utf-8")
+    held = {name: np.ascontiguousarray(tensors[name]) for name in program.weights}
+    try:
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def with_parts(traced: Traced) -> Traced:
+    """Gives a classifier's program the outputs that ours have: features, and stages of images."""
+    program = traced.program
+    assert program is not None
+    if "logits" not in program.outputs:
+        return traced
+    outputs = dict(program.outputs)
+    head = program.producers[outputs["logits"]]
+    if head.op == "linear" and len(program.types[head.inputs[0]].shape) == 2:
+        outputs["features"] = head.inputs[0]
+    for number, value in enumerate(_stages(traced, program)):
+        outputs[f"stages.{number}"] = value
+    return replace(traced, program=replace(program, outputs=outputs))
+
+
+def _stages(traced: Traced, program: Program) -> list[str]:
+    """Finds the stages: values of images that leave the modules of one numbered list."""
+    lists: dict[str, list[str]] = {}
+    for path, value in traced.points.items():
+        base = path.rstrip("0123456789")
+        if base != path and value in program.types and len(program.types[value].shape) == 4:
+            lists.setdefault(base, []).append(value)
+    sized = [each for each in lists.values() if 2 <= len(each) <= 8]
+    return min(sized, key=lambda each: abs(len(each) - 4)) if sized else []
+
+
+def translated(model: Model) -> Traced:
+    """Makes a program of a model.
+
+    Raises:
+        ModelError: If its framework cannot say what it computes, or it has ops that we have not:
+            all are named.
+    """
+    traced = model.trace()
+    if traced.missing:
+        raise missing_error(model.name, traced.missing)
+    return with_parts(traced)
+
+
+def rewritten(program: Program, device: str, dtype: str, off: Collection[str] = ()) -> Program:
+    """Gives a program as it would be rewritten for a device."""
+    place = DeviceRef.from_device(find_device(device))
+    return rewriting.run(program, backend(place, dtype), off)
+
+
+def report(
+    model: Model, traced: Traced, device: str, dtype: str, off: Collection[str] = ()
+) -> Report:
+    """Says what would run the outputs of a model; nothing is compared yet."""
+    assert traced.program is not None
+    program = traced.program.keep(traced.outputs)
+    found = coverage(program, rewritten(program, device, dtype, off))
+    return Report(model.name, found, bytes=sum(each.nbytes for each in traced.tensors.values()))
+
+
+def find(source: str | os.PathLike[str], *, random: bool = False, size: int | None = None) -> Model:
+    """Finds the model that a name stands for: an ONNX file, or what bridge/sources.py lists.
+
+    Args:
+        source: The name or path.
+        random: Draw a torch module's weights instead of loading trained ones.
+        size: Edge of the pictures, px; the model's own if None.
+
+    Raises:
+        ModelError: If there is none, or its library is missing.
+        ArgumentError: If it is of no known kind.
+    """
+    name = os.fspath(source)
+    if name.lower().endswith(".onnx"):
+        from maxvision.bridge import onnx_file
+
+        if random:
+            raise ArgumentError(f"{name}: an ONNX file has its own weights; leave --random out")
+        return onnx_file.read(Path(name).expanduser(), size)
+    from maxvision.bridge import sources
+
+    return sources.find(name, random=random, size=size)
+
+
+def _module(module: Any, example: Any) -> Model:
+    """Describes a torch module and its example inputs."""
+    from maxvision.bridge.sources import TorchModel
+
+    if example is None:
+        raise ArgumentError("convert: a torch module needs example inputs: (module, example)")
+    inputs = (example,) if _is_tensor(example) else tuple(example)
+    described: dict[str, Any] = {}
+    if len(inputs) == 1 and inputs[0].ndim == 4:
+        described = pictures((int(inputs[0].shape[2]), int(inputs[0].shape[3])))
+    if not inputs or len(inputs[0]) < 2:
+        raise ArgumentError("convert: the example inputs expect a batch of at least 2")
+    return TorchModel(type(module).__name__, module, inputs, (), described)
+
+
+def convert(
+    source: torch.nn.Module | str | os.PathLike[str],
+    example: Tensor | Sequence[Tensor] | None = None,
+    *,
+    dtype: str = "float32",
+    device: str = "auto",
+    passes: str = "all",
+    tf32: bool = True,
+    check_it: bool = True,
+    tolerance: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Converted:
+    """Puts a model onto our kernels.
+
+    Args:
+        source: Any module that torch.export can trace, with parameters in float32, or a name:
+            ``model.onnx``, ``timm/convnext_tiny``, what ``maxvision convert`` takes.
+        example: Of a module: one tensor an input, or a single tensor; the first axis is the batch,
+            at least 2.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        device: ``cpu``, ``gpu``, ``gpu:N`` or ``auto``.
+        passes: How the program is rewritten; see ``load``.
+        tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
+        check_it: Compare outputs and stages with the source, in float32.
+        tolerance: The largest relative error that passes; 1e-5, or twice the source's own, if None.
+        progress: Called with a sentence before each step.
+
+    Raises:
+        ModelError: If it cannot be converted, or an error is beyond the bound.
+        DeviceError: If the device or the dtype is not to be had.
+    """
+    named = isinstance(source, (str, os.PathLike))
+    model = find(source) if named else _module(source, example)  # type: ignore[arg-type]
+    progress("tracing it")
+    traced = translated(model)
+    assert traced.program is not None
+    off = rewriting.parse(passes)
+    place = find_device(device)
+    kind = find_dtype(dtype, place)
+    told = report(model, traced, device, kind.name, off)
+    if check_it:
+        found, seconds = check.compare(
+            traced, model.example, place, tolerance=tolerance,
+            lowering=Lowering(tf32=False, off=off), progress=progress,
+        )  # fmt: skip
+        told = replace(told, differences=found, seconds=seconds)
+        if not told.within:
+            worst = max(found, key=lambda each: each.error / each.bound)
+            raise ModelError(
+                f"{model.name}: {worst.name} differs from the source's by {worst.error:.1e} of the"
+                f" largest value, beyond {worst.bound:.0e}; find the guilty pass with passes=, or"
+                " raise tolerance="
+            )
+    progress("compiling it, which may take a minute")
+    names = [name for name in traced.outputs if name in traced.program.outputs]
+    program = traced.program.keep(names)
+    if kind.name != "float32":
+        floats = [name for name, each in program.inputs.items() if each.dtype == "float32"]
+        program = _casting(program, floats, kind.name)
+    executor = Executor.compile(program, traced.tensors, place, Lowering(kind.name, tf32, off=off))
+    return Converted(model, traced, executor, kind.name, told)
+
+
+def _casting(program: Program, names: Sequence[str], dtype: str) -> Program:
+    """Makes a program take float32 and compute in ``dtype``."""
+    from maxvision.graphs.program import Node, rebuilt
+
+    inner = program.retyped(dict.fromkeys(names, dtype))
+    casts = [Node("cast", (f"{name}.float32",), (name,), {"dtype": dtype}) for name in names]
+    inputs = {
+        (f"{name}.float32" if name in names else name): program.inputs[name]
+        for name in program.inputs
+    }
+    return rebuilt(inner, [*casts, *inner.nodes], inputs=inputs, known=False)

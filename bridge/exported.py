@@ -1,0 +1,406 @@
+"""A torch module becomes a program: exported, decomposed, op by op.
+
+    found = trace(module, (torch.zeros(2, 3, 224, 224),))
+    found.program, found.tensors
+
+``torch.export`` gives a graph of ATen ops; bridge/aten.py says what each is here. What no input
+decides is computed once, by torch, and becomes a weight: position tables, masks, filters that are
+standardised. torch is imported here and by what calls this, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+from torch.fx import Node
+
+from maxvision.bridge import aten
+from maxvision.bridge.fx import origin, size_of, type_of
+from maxvision.bridge.importer import AT, PROBES, Importer, Known, Missing, Traced, Unsupported
+from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.graphs.net import Value
+from maxvision.graphs.types import BATCH, Size, split
+
+MOST = 4096
+"""The largest batch that is asked of torch.export."""
+
+
+def export(module: torch.nn.Module, example: Sequence[Tensor]) -> ExportedProgram:
+    """Exports a module with a dynamic batch, the first axis of every input; decomposes its ops.
+
+    Raises:
+        ModelError: If torch cannot.
+    """
+    if any(each.ndim == 0 or len(each) != len(example[0]) for each in example):
+        raise ArgumentError("the example inputs expect one batch, their first axis, for all")
+    exported = isinstance(module, torch.fx.GraphModule)  # a .pt2 file, whose batch has bounds
+    batch: Any = Dim.AUTO if exported else Dim(BATCH, min=1, max=MOST)
+    shapes: Any = tuple({0: batch} for _ in example)
+    if _starred(module):
+        shapes = (shapes,)
+    module = module if exported else module.eval()
+    errors: list[Exception] = []
+    for strict in (False, True):  # the second reads the code: len(x) is the batch there, no number
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what torch warns of is torch's own code
+                whole = torch.export.export(
+                    module, tuple(example), dynamic_shapes=shapes, strict=strict
+                )
+                whole = whole.run_decompositions(aten.decompositions())
+            if _keeps_batch(whole):
+                return whole
+            errors.append(ValueError("its code takes one batch alone, or reads across it"))
+        except Exception as error:  # whatever the module's own code raises
+            errors.append(error)
+    raise ModelError(
+        f"{type(module).__name__}: torch.export cannot trace it ({_first_line(errors[0])}); see"
+        " https://docs.pytorch.org/docs/stable/export.html for what a module has to keep to"
+    ) from errors[0]
+
+
+def _keeps_batch(whole: ExportedProgram) -> bool:
+    """Tells whether every input still has any batch: code that is read may settle on one."""
+    inputs = [
+        node.meta["val"]
+        for node in whole.graph.find_nodes(op="placeholder")
+        if node.name in whole.graph_signature.user_inputs
+    ]
+    return all(isinstance(type_of(x).shape[0], str) for x in inputs if isinstance(x, Tensor))
+
+
+def _starred(module: torch.nn.Module) -> bool:
+    """Tells whether ``forward`` takes all inputs as one ``*args``."""
+    import inspect
+
+    kinds = [each.kind for each in inspect.signature(module.forward).parameters.values()]
+    return kinds[:1] == [inspect.Parameter.VAR_POSITIONAL]
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return re.sub(r"\s+", " ", text.split("\n\n")[0])[:300]
+
+
+def trace(
+    module: torch.nn.Module, example: Sequence[Tensor], name: str = "", names: Sequence[str] = ()
+) -> Traced:
+    """Makes a program of a module.
+
+    Args:
+        module: In eval mode; its parameters are float32.
+        example: One tensor an input, each of a batch of at least 2.
+        name: What to call the program; the module's class if nothing.
+        names: What to call the inputs; their names in ``forward`` if none are given.
+
+    Raises:
+        ModelError: If torch.export cannot trace the module.
+    """
+    return translate(export(module, example), name or type(module).__name__, names)
+
+
+def translate(whole: ExportedProgram, name: str, names: Sequence[str] = ()) -> Traced:
+    """Makes a program of what torch.export gave; see ``trace``."""
+    return Exported(whole, name).run(names)
+
+
+class Exported(Importer):
+    """Walks an exported graph; ``env`` holds what each of its nodes is."""
+
+    def __init__(self, whole: ExportedProgram, name: str) -> None:
+        super().__init__(name, set(whole.state_dict))
+        self.whole = whole
+        self.env: dict[Node, Any] = {}
+
+    def run(self, names: Sequence[str]) -> Traced:
+        """Walks the graph; ``names`` are those of the inputs."""
+        specs = self.whole.graph_signature.input_specs
+        given = list(names)
+        last: Node | None = None
+        with torch.no_grad():
+            for node, spec in zip(
+                self.whole.graph.find_nodes(op="placeholder"), specs, strict=False
+            ):
+                self.place(node, spec, given)
+            for node in self.whole.graph.nodes:
+                if node.op == "call_function":
+                    self.call(node)
+                elif node.op == "get_attr":
+                    self.env[node] = Known((getattr(self.whole.graph_module, node.target),))
+                elif node.op == "output":
+                    last = node
+            assert last is not None
+            outputs = self.finish(last)
+        points = {} if self.missing else self.points()
+        return Traced(
+            program=None if self.missing else self.net.program(),
+            tensors=self.tensors,
+            outputs=outputs,
+            points={path: value for path, (value, _) in points.items()},
+            missing=self.missing,
+            reference=TorchReference(
+                self.whole, outputs, {path: node for path, (_, node) in points.items()}
+            ),
+        )
+
+    def place(self, node: Node, spec: Any, names: list[str]) -> None:
+        """Puts an input, a parameter or a buffer into ``env``."""
+        if spec.kind.name == "USER_INPUT":
+            if node.meta.get("val") is None:
+                self.env[node] = None
+                return
+            kind = type_of(node.meta["val"])
+            label = names.pop(0) if names else node.name
+            self.env[node] = self.net.input(label, kind.shape, kind.dtype)
+            return
+        if spec.target in self.whole.state_dict:
+            value = self.whole.state_dict[spec.target]
+        else:
+            value = self.whole.constants[spec.target]
+        self.env[node] = Known((value.detach(),), spec.target)
+
+    def call(self, node: Node) -> None:
+        """Translates a node: computes it if it is known, else adds an op."""
+        self.net.origin = origin(node)
+        args, kwargs = self.given(node.args), self.given(node.kwargs)
+        target = node.target
+        if target is operator.getitem:
+            self.env[node] = args[0][args[1]]
+        elif _is_size(node.meta.get("val")):
+            self.env[node] = size_of(node.meta["val"])
+        elif target in aten.SHAPE_ONLY or not any(
+            isinstance(x, Value) for x in _leaves((args, kwargs))
+        ):
+            self.env[node] = self.compute(node)
+        elif (rule := aten.RULES.get(target)) is None:
+            self.miss(node, "there is no such op here")
+        else:
+            try:
+                self.env[node] = rule(self, node, *args, **kwargs)
+            except Unsupported as why:
+                self.miss(node, str(why))
+            except ArgumentError as why:
+                self.miss(node, str(why))
+
+    def given(self, value: Any) -> Any:
+        """Replaces the nodes of an argument by what they are."""
+        if isinstance(value, Node):
+            return self.env[value]
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.given(each) for each in value)
+        if isinstance(value, dict):
+            return {key: self.given(each) for key, each in value.items()}
+        return value
+
+    def miss(self, node: Node, why: str) -> None:
+        """Notes an op that cannot be translated, and goes on with the types that it gives."""
+        self.missing.append(Missing(str(node.target), why, self.net.origin))
+        found = node.meta["val"]
+        several = isinstance(found, (tuple, list))
+        values = [
+            self.net.unknown(type_of(each)) if isinstance(each, Tensor) else None
+            for each in (found if several else [found])
+        ]
+        self.env[node] = values if several else values[0]
+
+    # --- constants -----------------------------------------------------------------------------
+
+    def compute(self, node: Node) -> Any:
+        """Computes a node whose values no input decides, by torch."""
+        leaves = list(_leaves((self.given(node.args), self.given(node.kwargs))))
+        hangs = any(
+            isinstance(x, str) or (isinstance(x, Value) and _is_named(x.shape))
+            or (isinstance(x, Known) and len(x.values) > 1)
+            for x in leaves
+        )  # fmt: skip
+        found = []
+        for i, batch in enumerate(PROBES if hangs else PROBES[:1]):
+            args, kwargs = (
+                _concrete(self.given(part), i, batch) for part in (node.args, node.kwargs)
+            )
+            kwargs.pop("device", None)
+            found.append(node.target(*args, **kwargs))  # type: ignore[operator]
+        first = found[0]
+        if not isinstance(first, (tuple, list)):
+            return _folded(found)
+        return [_folded([each[i] for each in found]) for i in range(len(first))]
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def finish(self, last: Node) -> list[str]:
+        """Names the outputs: logits if it is a single matrix, else as the module does."""
+        returned = self.given(last.args[0])
+        specs = self.whole.graph_signature.output_specs
+        found = [
+            (spec, v)
+            for spec, v in zip(specs, returned, strict=True)
+            if spec.kind.name == "USER_OUTPUT"
+        ]
+        values = [value for _, value in found]
+        labels = _labels(self.whole, len(values))
+        names = []
+        for label, value in zip(labels, values, strict=True):
+            if value is None or not isinstance(value, (Value, Known)):
+                continue
+            made = self.value(value)
+            if len(values) == 1 and len(made.shape) == 2:
+                label = "logits"
+            self.net.output(label, made)
+            names.append(label)
+        return names
+
+    def points(self) -> dict[str, tuple[str, str]]:
+        """Finds what leaves the children and grandchildren of the module: its stages."""
+        found: dict[str, tuple[str, str]] = {}
+        for node in self.whole.graph.nodes:
+            value = self.env.get(node) if node.op == "call_function" else None
+            if not isinstance(value, Value) or not value.type.dtype.startswith("float"):
+                continue
+            for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+                if path and path.count(".") <= 1:
+                    found.pop(path, None)
+                    found[path] = (value.name, node.name)
+        return found
+
+
+def _labels(whole: ExportedProgram, count: int) -> list[str]:
+    from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+
+    tree = tree_unflatten(list(range(count)), whole.call_spec.out_spec)
+    labels = []
+    for path, _ in tree_flatten_with_path(tree)[0]:
+        parts = [
+            str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path
+        ]
+        labels.append(".".join(parts) or "output")
+    return [f"output_{label}" if label.isdigit() else label for label in labels]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool)
+
+
+def _is_named(shape: Sequence[Size]) -> bool:
+    return any(isinstance(size, str) for size in shape)
+
+
+def _concrete(value: Any, probe: int, batch: int) -> Any:
+    """Puts a batch in the place of its name, and tensors in that of what is known."""
+    if isinstance(value, Known):
+        return value.values[min(probe, len(value.values) - 1)]
+    if isinstance(value, Value):  # only its shape counts
+        shape = [_number(size, batch) for size in value.shape]
+        return torch.empty(shape, dtype=getattr(torch, value.type.dtype))
+    if isinstance(value, str) and value.endswith(BATCH):
+        return _number(value, batch)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_concrete(each, probe, batch) for each in value)
+    if isinstance(value, dict):
+        return {key: _concrete(each, probe, batch) for key, each in value.items()}
+    return value
+
+
+def _number(size: Size, batch: int) -> int:
+    number, name = split(size)
+    return number * batch if name else number
+
+
+def _folded(found: list[Any]) -> Any:
+    if not isinstance(found[0], Tensor):
+        return found[0]
+    if len(found) > 1 and found[0].shape == found[1].shape and _equal(*found):
+        found = found[:1]
+    return Known(tuple(found))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    same = a == b
+    if a.is_floating_point():
+        same = same | (a.isnan() & b.isnan())
+    return bool(same.all())
+
+
+# --- what torch computes itself ------------------------------------------------------------------
+
+
+class TorchReference:
+    """Runs an exported graph in torch.
+
+    Args:
+        whole: The graph.
+        outputs: What its outputs are called, in their order.
+        nodes: The name of the node for each path of a module.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self, whole: ExportedProgram, outputs: Sequence[str], nodes: Mapping[str, str]
+    ) -> None:
+        self.exported = whole
+        self._outputs = outputs
+        self._nodes = nodes
+
+    def __call__(
+        self, inputs: Sequence[Any], points: Collection[str], double: bool = False
+    ) -> dict[str, np.ndarray]:
+        """Computes the outputs, and the values that leave some modules."""
+        wanted: dict[str, list[str]] = {}
+        for path in points:
+            wanted.setdefault(self._nodes[path], []).append(f"{AT}{path}")
+        left = [torch.as_tensor(each) for each in inputs]
+        state = {**self.exported.constants, **self.exported.state_dict}
+        given = []
+        for spec in self.exported.graph_signature.input_specs:
+            value = left.pop(0) if spec.kind.name == "USER_INPUT" else state[spec.target]
+            given.append(_double(value) if double and isinstance(value, Tensor) else value)
+        graph = self.exported.graph_module
+        watching = _Watching(copy.deepcopy(graph) if double else graph, wanted)
+        with torch.no_grad():
+            returned = watching.run(*given)
+        specs = self.exported.graph_signature.output_specs
+        outputs = [
+            value
+            for spec, value in zip(specs, returned, strict=True)
+            if spec.kind.name == "USER_OUTPUT" and isinstance(value, Tensor)
+        ]
+        found = dict(zip(self._outputs, outputs, strict=True)) | watching.kept
+        return {name: value.detach().numpy() for name, value in found.items()}
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+class _Watching(torch.fx.Interpreter):
+    """Runs an exported graph, and keeps the values of some of its nodes."""
+
+    def __init__(self, module: torch.fx.GraphModule, wanted: Mapping[str, list[str]]) -> None:
+        super().__init__(module)
+        self.wanted = wanted
+        self.kept: dict[str, Tensor] = {}
+
+    def run_node(self, n: Node) -> Any:
+        found = super().run_node(n)
+        for name in self.wanted.get(n.name, ()):
+            self.kept[name] = found[0] if isinstance(found, (tuple, list)) else found
+        return found
