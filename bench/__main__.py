@@ -31,6 +31,7 @@ Measure maxvision beside its peers, on one machine, in one run.
   profile   where one run's time goes, kernel by kernel, layer by layer
   compile   graphs for a GPU on another machine, which needs no compiler with --precompiled
   serve     our server under load, beside LitServe: latency, throughput, what bounds them
+  universe  the classifiers of timm and torchvision: which convert, and how far from torch
   report    the tables and plots of files that --json wrote, such as bench/results/*.json
 """
 _EXAMPLES = """\
@@ -136,9 +137,15 @@ def parser() -> Parser:
     add("--patience", type=_SECONDS, default=300, help="seconds that a server may take to start")
     add("--verbose", action="store_true", help="print what the servers say")
 
+    add = command("universe", "which of the world's classifiers convert and agree with torch",
+                  "device", "json", device="cpu")
+    add("--models", type=names, metavar="A,B", help="as maxvision convert (default: all)")
+    add("--compare", action=_SWITCH, default=True, help="compile and compare with torch too")
+    add("--page", type=Path, metavar="FILE", help="print docs/models.md of what --json wrote")
+
     add = command("report", "the tables and plots of files of results")
     add("files", type=Path, nargs="+", metavar="FILE",
-        help="a file that --json wrote, of maxvision time too; most others need torch")
+        help="a file that --json wrote, of maxvision time too")
     add("--plots", type=Path, metavar="DIR", help="also draw SVGs into this folder")
 
     add = command("compile", "graphs for a GPU that is elsewhere", "models", "dtypes", "batch-size",

@@ -13,11 +13,14 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from maxvision.bench.layers import Layer, Named
+from maxvision.graphs.elementwise import ELEMENTWISE, label
 from maxvision.graphs.formats import PACKED
 
 STEPS = 200_000
 """Tries before an assignment is given up."""
-OURS = re.compile(r"(gemm|conv2d|depthwise|stem|attention|layernorm)_")
+OURS = re.compile(
+    r"(gemm|conv2d|depthwise|stem|attention|layernorm|rms_norm|group_norm|reduce|pointwise)_"
+)
 """Begins of symbols that are no kernel of MAX's own."""
 _ELEMENTWISE = r"mogg_for_?each_\w+"
 
@@ -37,7 +40,7 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         epilogue: Of a product.
         format: Of a sparse filter.
     """
-    op = {"layer_norm": "layernorm"}.get(op, op)
+    op, epilogue = {"layer_norm": "layernorm"}.get(op, op), label(epilogue)
     ways = [[rf"{op}_\w+"]]
     if format:
         kernel = rf"{format}_\w+_" if format in PACKED else ""
@@ -55,8 +58,14 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
     elif op in ("log_softmax", "layernorm_first"):
         ways = [[r"(softmax|layernorm)_(?!mlp)\w+"]]
     elif op == "avg_pool2d":
-        ways += [[_ELEMENTWISE]]
-    elif op in ("relu", "gelu", "normalize", "class_token", "max_pool2d"):
+        ways = [[r"reduce_sum_\w+"], [_ELEMENTWISE]]
+    elif op in ("sum", "mean", "amax", "amin"):
+        ways = [[rf"reduce_{'sum' if op == 'mean' else op}_\w+"]]
+    elif op == "group_norm":
+        ways = [[r"group_norm_moments_\w+", rf"group_norm_{epilogue}_\w+"]]
+    elif op in ELEMENTWISE:
+        ways = [[r"pointwise_\w+"]]
+    elif op in ("normalize", "class_token", "max_pool2d"):
         ways = [[_ELEMENTWISE]]
     return [[re.compile(symbol) for symbol in way] for way in ways]
 

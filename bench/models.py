@@ -16,7 +16,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from maxvision.bench import tables
+from maxvision.bench import summaries
 from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
 from maxvision.bench.ceilings import Ceilings, ceilings
@@ -33,7 +33,6 @@ from maxvision.bench.engines import TORCH, Images, peer_names
 from maxvision.bench.records import write
 from maxvision.bench.references import checkpoint, find_artifact, precision, reference_model
 from maxvision.bench.stand import CHECKED, Cell, Stand
-from maxvision.bench.tables import grouped, number, percent
 from maxvision.bench.tf32 import RoundedProducts, allow_tf32
 from maxvision.bench.timing import percentiles, rest, rounded
 from maxvision.bench.workers import Lost, Worker
@@ -48,7 +47,6 @@ CPU_ROUNDS = 12
 EPS = 64 * float(np.finfo(np.float32).eps)
 CHUNK = 64
 """Images at a time through the float32 reference."""
-COPIES = ("host_to_device", "device_to_host")
 
 
 class Callee(Protocol):
@@ -108,7 +106,7 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
                     operations = 2.0 * macs(model.program(images.size)) * batch
                     found = list(measure(cell, reference, callees, operations, limits, options))
                     records += found
-                    show(found)
+                    summaries.networks(found)
                     if options.json:
                         write(options.json, facts, records)
     finally:
@@ -295,37 +293,3 @@ def traffic(reference: Any, size: tuple[int, int], batch: int, itemsize: int) ->
     held = sum(weight.numel() for layer in layers for weight in layer.parameters())
     image = channels * size[0] * size[1]
     return float(batch * (2 * outputs * itemsize + image) + held * itemsize)
-
-
-HEAD = ("model", "dtype", "batch", "engine", "p50 ms", "p90", "p99", "p10", "CPU p10", "images/s",
-        "TFLOP/s", "of roofline", "to device", "to host", "request p50", "J/image", "MHz", "MB",
-        "set-up s", "error", "ours is", "")  # fmt: skip
-
-
-def show(records: Sequence[dict[str, Any]]) -> None:
-    """Prints a row an engine, with our time over its; over the best peer's in our own."""
-    rows = []
-    for cell in grouped(records, "model", "dtype", "batch").values():
-        right = {r["engine"]: r["p50_ms"] for r in cell if r["passed"] and "p50_ms" in r}
-        ours = right.pop("maxvision", None)
-        for r in cell:
-            batch, joules = r["batch"], r.get("joules_per_batch")
-            peer = min(right.values(), default=None) if r["engine"] == "maxvision" else None
-            peer = right.get(r["engine"], peer)
-            error = r.get("max_rel_err")
-            requests = r.get("request", {})
-            rows.append([
-                r["model"], f"{r['dtype']}{' by TF32' * r.get('tf32', False)}", str(batch),
-                r["engine"], *(number(r.get(f"p{p}_ms"), "ms") for p in (50, 90, 99, 10)),
-                number(r.get("cpu_p10_ms"), "ms"),
-                number(1e3 * batch / r["p50_ms"] if "p50_ms" in r else None),
-                number(r.get("tflops_per_s")), percent(r.get("share_of_roofline")),
-                *(number(r.get(f"{way}_ms"), "ms") for way in COPIES),
-                number(requests.get("p50_ms"), "ms"), number(joules and joules / batch),
-                str(r.get("sm_mhz", "")), number(r.get("memory_mb")),
-                number(r["setup_s"] + r.get("load_s", 0) if "setup_s" in r else None),
-                "" if error is None else f"{error:.1e}",
-                f"{ours / peer:.2f} x" if ours and peer else "",
-                f"LOST: {r['lost']}" if "lost" in r else "" if r["passed"] else "WRONG",
-            ])  # fmt: skip
-    tables.show("Networks; ours over the best peer in our own rows", HEAD, rows, left=4)

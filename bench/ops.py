@@ -29,9 +29,8 @@ from max.dtype import DType
 from max.engine import InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef
-from rich.console import Console
-from rich.table import Table
 
+from maxvision.bench import summaries
 from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
 from maxvision.bench.ceilings import Ceilings, ceilings
@@ -51,6 +50,8 @@ from maxvision.bench.timing import (
     rounded,
     sample,
 )
+from maxvision.graphs.elementwise import activation
+from maxvision.graphs.shapes import sides
 from maxvision.runtime import cache
 from maxvision.runtime.devices import DTYPES, find_dtype
 from maxvision.runtime.preprocess import Preprocess
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
                     if options.json:
                         write(options.json, facts, records + rows)
                 records += rows
-                show(rows)
+                summaries.ops(rows)
             del found
             gc.collect()
     return 0 if all(record["passed"] for record in records) else FAILED
@@ -329,8 +330,26 @@ def _ended(layer: Layer, y: torch.Tensor, residual: Tensors) -> torch.Tensor:
     """Adds the residual and the activation of an epilogue."""
     for each in residual:
         y = y + each
-    name = layer.epilogue
-    return F.relu(y) if "relu" in name else F.gelu(y) if name == "gelu" else y
+    *numbers, op = activation(layer.epilogue).split(" ")
+    return ACTIVATIONS[op](y, *map(float, numbers)) if op else y
+
+
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "clamp": torch.clamp,
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+}
+"""The activations of epilogues."""
 
 
 def _bias(w: Weights, place: int, whole: bool) -> torch.Tensor | None:
@@ -338,12 +357,13 @@ def _bias(w: Weights, place: int, whole: bool) -> torch.Tensor | None:
 
 
 def _conv2d(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
-    window = [layer.setting(name, default) for name, default in _WINDOW.items()]
-    y = F.conv2d(_nchw(x[0]), w[1], _bias(w, 2, whole), *window).permute(0, 2, 3, 1)
+    window = {name: layer.setting(name, 1) for name in ("stride", "dilation", "groups")}
+    top, left, bottom, right = sides(layer.setting("padding", 0))
+    image, padding = _nchw(x[0]), (top, left)
+    if (top, left) != (bottom, right):
+        image, padding = F.pad(image, (left, right, top, bottom)), (0, 0)
+    y = F.conv2d(image, w[1], _bias(w, 2, whole), padding=padding, **window).permute(0, 2, 3, 1)
     return _ended(layer, y, x[1:]) if whole else y
-
-
-_WINDOW = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
 def _shortcut(layer: Layer, x: Tensors, w: Weights, whole: bool) -> Any:
@@ -416,6 +436,10 @@ def _qkv(layer: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tenso
     return tuple(found)
 
 
+def _clamp(layer: Layer, x: Tensors, _: Weights, __: bool) -> torch.Tensor:
+    return x[0].clamp(layer.setting("min"), layer.setting("max"))
+
+
 def _pool(layer: Layer, x: Tensors, _: Weights, __: bool) -> torch.Tensor:
     pool = F.max_pool2d if layer.op == "max_pool2d" else F.avg_pool2d
     kernel, stride, padding = (layer.setting(name) for name in ("kernel", "stride", "padding"))
@@ -466,42 +490,9 @@ OPERATORS = {
     "stem_maxpool": Operator("conv2d, max_pool2d", _stem, _normalised),
     "stem_layernorm": Operator("conv2d, layer_norm", _stem, _normalised),
     "depthwise_qkv": Operator("layer_norm, 3 conv2d", _qkv),
+    "clamp": Operator("clamp", _clamp),
     "max_pool2d": Operator("max_pool2d", _pool),
     "avg_pool2d": Operator("avg_pool2d", _pool),
     "normalize": Operator("sub, mul", _normalize),
     "class_token": Operator("cat", _token),
 }
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    """Prints a row a layer in the network's order, and their sum."""
-    first = rows[0]
-    title = f"{first['model']}, {first['dtype']}, batch {first['batch']}, {first['device']}"
-    table = Table("layer", "op", title=title, title_justify="left")
-    gpu = any("kernel" in row for row in rows)
-    for heading in ("times", "us", "torch us", "ours is", "TFLOP/s", "GB/s", "roofline", "error"):
-        table.add_column(heading, justify="right")
-    if gpu:
-        table.add_column("kernel")
-    for row in rows:
-        kernel = ", ".join(f"{k['name']} in {k['blocks']}" for k in row.get("kernel", ()))
-        table.add_row(
-            f"{row['layer']}",
-            f"{row['op']} {row['epilogue']}".removesuffix(" none").strip(),
-            str(row["count"]),
-            f"{row['us']:.2f}",
-            f"{row['peer_us']:.2f}" if "peer_us" in row else "",
-            f"{row['of_peer']:.2f} x" if "of_peer" in row else "",
-            f"{row['tflops_per_s']:.3g}" if row["tflops_per_s"] else "",
-            f"{row['gb_per_s']:,.0f}",
-            f"{row['share_of_roofline']:.0%}",
-            ("" if row["passed"] else "WRONG ") + f"{row.get('max_rel_err', 0):.0e}",
-            *([kernel] if gpu else []),
-        )
-    both = [row for row in rows if "peer_us" in row]
-    ours, theirs = (sum(row["count"] * row[key] for row in both) for key in ("us", "peer_us"))
-    if theirs:
-        count = str(sum(row["count"] for row in both))
-        sums = (f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f} x")
-        table.add_row("all that torch has", "", count, *sums)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -18,15 +18,14 @@ import torch
 from max.driver import Device
 from max.dtype import DType
 from max.graph import DeviceRef
-from rich.console import Console
-from rich.table import Table
 
+from maxvision.bench import summaries
 from maxvision.bench.__main__ import dtypes
 from maxvision.bench.attribution import Recorded, attribute
 from maxvision.bench.compile import compiled_note
 from maxvision.bench.engines import Images, ours, peer_names, peers
 from maxvision.bench.environment import environment
-from maxvision.bench.launches import Launch, by_kernel, launches_of
+from maxvision.bench.launches import Launch, launches_of
 from maxvision.bench.layers import network_nodes
 from maxvision.bench.ours import Engine
 from maxvision.bench.records import check_path, write
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
                 title = f"{options.engine}: {name}, {dtype}, batch {batch}"
                 if options.engine == "maxvision":
                     launches = named(launches, name, reference, DTYPES[dtype], device)
-                show(launches, title, options.rows)
+                summaries.launches(launches, title, options.rows)
                 for launch in launches:
                     records.append(
                         {
@@ -127,37 +126,3 @@ def trace(launches: list[Launch], title: str, thread: int) -> list[dict[str, Any
         }
         for launch in launches
     ]  # fmt: skip
-
-
-def show(launches: list[Launch], title: str, rows: int) -> None:
-    """Prints the launches, those that add most to the run first, then their sum by name."""
-    span = sum(launch.adds_us for launch in launches)
-    idle = sum(max(0.0, launch.adds_us - launch.us) for launch in launches)
-    console = Console(width=None if Console().is_terminal else 180)
-    table = Table("place", "layer", "kernel", title=title, title_justify="left")
-    for heading in ("us", "adds us", "share", "grid", "block", "registers", "shared bytes"):
-        table.add_column(heading, justify="right")
-    for launch in sorted(launches, key=lambda launch: -launch.adds_us)[: rows or None]:
-        table.add_row(
-            str(launch.place),
-            launch.layer,
-            launch.name,
-            f"{launch.us:.2f}",
-            f"{launch.adds_us:.2f}",
-            f"{launch.adds_us / span:.1%}",
-            "x".join(map(str, launch.grid or [])),
-            "x".join(map(str, launch.block or [])),
-            "" if launch.registers is None else str(launch.registers),
-            "" if launch.shared_bytes is None else str(launch.shared_bytes),
-        )
-    console.print(table)
-    table = Table("kernel", title="by kernel", title_justify="left")
-    for heading in ("launches", "adds us", "share"):
-        table.add_column(heading, justify="right")
-    for name, count, time in by_kernel(launches):
-        table.add_row(name, str(count), f"{time:.2f}", f"{time / span:.1%}")
-    console.print(table)
-    console.print(
-        f"{len(launches)} launches in {span:.1f} us, as recorded;"
-        f" nothing runs in {idle / span:.1%} of it\n"
-    )

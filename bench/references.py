@@ -20,6 +20,7 @@ from maxvision.bench.torchnet import TorchNet
 from maxvision.common.errors import ArgumentError
 from maxvision.runtime.classifier import Classifier
 from maxvision.weights import Checkpoint
+from maxvision.weights.catalog import PACKAGED
 from maxvision.weights.family import find
 from maxvision.weights.reference import references
 from maxvision.weights.source import BUNDLED
@@ -41,8 +42,8 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {  # He et al. 2015, table 1; 
 def reference_model(name: str) -> Any:
     """Makes a network of ``NETWORKS`` with random weights, the same at every call.
 
-    Any other ``name`` is a bundled model or a folder in Hugging Face format, with its weights. A
-    family that transformers has not runs by its program.
+    Any other ``name`` is a bundled model, one that a package brings, or a folder in Hugging Face
+    format, with its weights. A family that transformers has not runs by its program.
 
     Raises:
         ArgumentError: If it is none of these.
@@ -51,6 +52,8 @@ def reference_model(name: str) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    if name in PACKAGED:
+        return TorchNet(weights.load(name)).eval()
     if name not in NETWORKS:
         folder = BUNDLED / name if name in weights.bundled() else Path(name)
         if not (folder / "config.json").is_file():
@@ -58,6 +61,8 @@ def reference_model(name: str) -> Any:
                 f"--models {name}: there is no such model; name {', '.join(NETWORKS)}, a bundled"
                 " model, or a folder with a config.json"
             )
+        if (folder / "program.json").is_file():  # maxvision convert wrote it
+            return TorchNet(weights.load(folder)).eval()
         family = find(json.loads((folder / "config.json").read_text()).get("model_type", ""))
         if family and not family.architectures:
             return TorchNet(weights.load(folder)).eval()

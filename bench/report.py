@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
-from maxvision.bench import tables
+from maxvision.bench import latency, summaries, tables
+from maxvision.bench.launches import Launch
 from maxvision.bench.tables import Record, grouped
 from maxvision.common.errors import ArgumentError
 
+SHOW = {
+    "models": summaries.networks,
+    "serve": summaries.servers,
+    "sparse": summaries.sparse,
+    "latency": latency.show,
+}
 VERSIONS = {"max": "MAX", "torch": "torch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 
 
@@ -98,17 +104,16 @@ def show(kind: str, records: list[Record]) -> None:
             rows = [[short(r[key]) for key in keys[0]] for r in group]
             tables.show("Records", keys[0], rows, left=0)
         return
-    module: Any = importlib.import_module(f"maxvision.bench.{kind}")
     if kind == "ops":
         for group in grouped(records, "model", "dtype", "batch").values():
-            module.show(group)
+            summaries.ops(group)
     elif kind == "profile":
-        names = [each.name for each in dataclasses.fields(module.Launch)]
+        names = [each.name for each in dataclasses.fields(Launch)]
         for cell, group in grouped(records, "engine", "model", "dtype", "batch").items():
-            launches = [module.Launch(**{name: r[name] for name in names}) for r in group]
-            module.show(launches, "{}: {}, {}, batch {}".format(*cell), 0)
+            found = [Launch(**{name: r[name] for name in names}) for r in group]
+            summaries.launches(found, "{}: {}, {}, batch {}".format(*cell), 0)
     else:
-        module.show(records)
+        SHOW[kind](records)
 
 
 def short(value: Any) -> str:

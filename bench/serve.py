@@ -23,7 +23,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from maxvision.bench import load, records, tables
+from maxvision.bench import load, records, summaries
 from maxvision.bench.compile import compiled_note
 from maxvision.bench.environment import environment
 from maxvision.bench.references import NETWORKS, find_artifact, reference_model
-from maxvision.bench.tables import number
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
 from maxvision.common.host import cores
@@ -114,7 +113,7 @@ class _Stage:
                 kinds = ("bytes", "json") if name == "maxvision" else ("json",)
                 for kind in [k for k in options.bodies if k in kinds]:
                     self._measure(name, server, kind)
-        show(self._records)
+        summaries.servers(self._records)
         return 1 if self._wrong else 0
 
     def _saved(self, reference: Any) -> str:
@@ -311,25 +310,6 @@ class _Stage:
             "compile": not gpu,
         } | json.loads(self._options.litserve)
         return ["maxvision.bench.litserved", json.dumps({**settings, "port": port})], settings
-
-
-HEAD = ("server", "body", "load", "requests/s", "goodput", "p50 ms", "p90", "p99", "p99.9",
-        "cores", "CPU ms", "times", "statuses")  # fmt: skip
-
-
-def show(records: Sequence[dict[str, Any]]) -> None:
-    """Prints a row a server and load."""
-    rows = [
-        [
-            r["server"], r["body"], f"{r['loop']} {r.get('rate') or r.get('concurrency'):g}",
-            number(r["requests_per_s"]), number(r["goodput_per_s"]),
-            *(number(r.get(f"p{p}_ms")) for p in (50, 90, 99, 99.9)),
-            *(str(r.get(key, "")) for key in ("cpu_cores", "cpu_ms_per_request", "times")),
-            " ".join(f"{k}:{v}" for k, v in r["statuses"].items()),
-        ]
-        for r in records
-    ]  # fmt: skip
-    tables.show("Servers", HEAD, rows, left=3)
 
 
 def pictures(width: int, height: int, count: int) -> list[bytes]:

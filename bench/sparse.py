@@ -34,14 +34,13 @@ from max.engine import InferenceSession
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, Module, TensorType
 
-from maxvision.bench import accuracy, curves, kernels, tables
+from maxvision.bench import accuracy, curves, kernels, summaries
 from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
 from maxvision.bench.engines import TORCH
 from maxvision.bench.kernels import Case
 from maxvision.bench.records import write
 from maxvision.bench.references import find_artifact, load, precision
-from maxvision.bench.tables import number
 from maxvision.bench.timing import Clock, HostClock, MaxClock, rounded, sample
 from maxvision.common.errors import ArgumentError, DeviceError, ModelError
 from maxvision.graphs import nodes, sparsity
@@ -99,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
                 records.append({**cell, **record})
                 if options.json:
                     write(options.json, facts, records)
-            show(records[begun:])
+            summaries.sparse(records[begun:])
 
         for model in models if options.layers else ():
             layers = layers_of(model)
@@ -433,25 +432,3 @@ def write_table(
     path.parent.mkdir(exist_ok=True)
     path.write_text(f'{{{head}\n"rows": [\n{text}\n]}}\n', encoding="utf-8")
     sys.stderr.write(f"wrote {path}\n")
-
-
-def show(records: Sequence[dict[str, Any]]) -> None:
-    """Prints the layers, a table a model, batch and format, and the networks."""
-    for title, group in curves.parts(records):
-        tables.show(title, curves.HEAD, map(curves.line, curves.layers(group)))
-    rows = []
-    for r in (each for each in records if each["kind"] == "sparse network"):
-        formats = sorted((r.get("formats") or {}).items())
-        rows.append([
-            r["model"], f"{curves.zeros_of(r):.3g}", str(r["batch"]), r["sparse"],
-            ", ".join(f"{count} {name}" for name, count in formats) or str(r["sparse_layers"]),
-            f"{r['accuracy']:.2%}" if "accuracy" in r else "",
-            f"{r['weight_bytes'] / 1e6:.2f}" if "weight_bytes" in r else "",
-            number(r["ms"], "ms"), number(r["p10_ms"], "ms"), f"{r['gain']:.2f}",
-            "" if r["passed"] else "WRONG",
-        ])  # fmt: skip
-    head = ("model", "zeros", "batch", "--sparse", "sparse layers", "top-1", "weights, MB", "ms",
-            "p10", "of dense", "")  # fmt: skip
-    if rows:
-        first = records[0]
-        tables.show(f"Networks, {first['dtype']}, {first['device']}", head, rows)

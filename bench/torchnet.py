@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from maxvision.common.errors import ArgumentError
+from maxvision.graphs.elementwise import ELEMENTWISE
 from maxvision.graphs.program import Node, Program
-from maxvision.graphs.shapes import pair
+from maxvision.graphs.shapes import pair, sides
+from maxvision.graphs.types import split
 from maxvision.weights import Checkpoint
 
 
@@ -33,7 +35,7 @@ class TorchNet(torch.nn.Module):
         super().__init__()
         program = checkpoint.program(checkpoint.size).keep(["logits"])
         self.config = SimpleNamespace(num_channels=checkpoint.channels)
-        self._steps: list[tuple[str, tuple[str, ...], Callable[..., torch.Tensor]]] = []
+        self._steps: list[tuple[str, tuple[str, ...], Callable[..., torch.Tensor], Any]] = []
         for i, node in enumerate(program.nodes):
             values = tuple(name for name in node.inputs if name and name not in program.weights)
             layer = _layer(program, node, checkpoint)
@@ -49,16 +51,18 @@ class TorchNet(torch.nn.Module):
                     self.register_buffer(_plain(name), torch.from_numpy(checkpoint.tensors[name]))
                 values = tuple(node.inputs)
                 step = FUNCTIONS[node.op](dict(node.attributes))
-            self._steps.append((node.output, values, step))
+            self._steps.append((node.output, values, step, node.attributes.get("shape")))
         (self._input,) = program.inputs
         self._output = program.outputs["logits"]
 
     def forward(self, pixel_values: torch.Tensor) -> Output:
         """Computes the logits."""
         values = {self._input: pixel_values}
-        for output, names, step in self._steps:
+        batch = len(pixel_values)
+        for output, names, step, shape in self._steps:
             given = [values[n] if n in values else getattr(self, _plain(n)) for n in names]
-            values[output] = step(*given)
+            more = [] if shape is None else [_sizes(shape, batch)]
+            values[output] = step(*given, *more)
         return Output(values[self._output])
 
 
@@ -74,16 +78,21 @@ def _layer(program: Program, node: Node, checkpoint: Checkpoint) -> torch.nn.Mod
     if node.op == "conv2d" and named:
         f, c, r, s = tensors[0].shape
         groups = int(given.get("groups", 1))  # type: ignore[arg-type]
+        top, left, bottom, right = sides(given.get("padding", 0))
+        even = (top, left) == (bottom, right)
         made = torch.nn.Conv2d(
             c * groups,
             f,
             (r, s),
             pair(given.get("stride", 1)),
-            pair(given.get("padding", 0)),
+            (top, left) if even else 0,
             pair(given.get("dilation", 1)),
             groups,
             bias=len(tensors) > 1,
         )
+        if not even:
+            zeros = torch.nn.ZeroPad2d((left, right, top, bottom))
+            made.register_forward_pre_hook(lambda _, x: zeros(x[0]))
     elif node.op == "linear" and named:
         f, c = tensors[0].shape
         made = torch.nn.Linear(c, f, len(tensors) > 1)
@@ -100,41 +109,115 @@ def _layer(program: Program, node: Node, checkpoint: Checkpoint) -> torch.nn.Mod
     return module
 
 
-def _sizes(x: torch.Tensor, shape: Any) -> list[int]:
-    return [len(x) if isinstance(size, str) else size for size in shape]
+def _sizes(shape: Any, batch: int) -> list[int]:
+    return [number * batch if name else number for number, name in map(split, shape)]
+
+
+def _elementwise(op: str) -> Callable[[dict[str, Any]], Callable[..., torch.Tensor]]:
+    """Computes an op of graphs/elementwise.py; a number takes the place of the second value."""
+    function = ELEMENTS.get(op) or getattr(torch, op)
+
+    def bound(given: dict[str, Any]) -> Callable[..., torch.Tensor]:
+        settings = {name: value for name, value in given.items() if name != "other"}
+        if "other" not in given:
+            return lambda *x: function(*x, **settings)
+        return lambda x: function(x, torch.as_tensor(given["other"], dtype=x.dtype), **settings)
+
+    return bound
+
+
+def _reduction(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    return lambda a: lambda x: function(x, dim=a["axes"], keepdim=a.get("keepdim", False))
+
+
+def _pad(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    pads, value = a["pads"], a.get("value", 0.0)
+    around = [n for axis in reversed(range(len(pads) // 2)) for n in pads[2 * axis : 2 * axis + 2]]
+    return lambda x: F.pad(x, around, value=value)
+
+
+def _without(given: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key != name}
+
+
+def _gather(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    def gather(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        y = x.index_select(a["axis"], indices.flatten())
+        return y.unflatten(a["axis"], indices.shape) if indices.ndim > 1 else y
+
+    return gather
+
+
+def _slice(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    whole = [slice(None)] * a["axis"] + [slice(a["start"], a["stop"], a.get("step", 1))]
+    return lambda x: x[tuple(whole)]
+
+
+ELEMENTS: dict[str, Callable[..., torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "clamp": lambda x, *, min=None, max=None: x.clamp(min, max),
+    "leaky_relu": lambda x, *, slope=0.01: F.leaky_relu(x, slope),
+    "elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
+    "prelu": lambda x, slope: torch.where(x > 0, x, x * slope),
+    "where": lambda seen, x, y: torch.where(seen.bool(), x, y),
+}
+"""The elementwise ops that torch calls otherwise, or has elsewhere, than ``torch.<name>``."""
+
+
+def _repeated(mask: torch.Tensor, images: int) -> torch.Tensor:
+    """Repeats a mask of windows for the windows of each image."""
+    again = images // len(mask) if mask.ndim == 4 and len(mask) > 1 else 1
+    return mask.repeat(again, 1, 1, 1) if again > 1 else mask
 
 
 FUNCTIONS: dict[str, Callable[[dict[str, Any]], Callable[..., torch.Tensor]]] = {
-    "relu": lambda _: F.relu,
-    "gelu": lambda _: F.gelu,
+    **{op: _elementwise(op) for op in ELEMENTWISE},
     "softmax": lambda _: lambda x: x.softmax(-1),
     "log_softmax": lambda _: lambda x: x.log_softmax(-1),
-    "add": lambda _: torch.add,
-    "mul": lambda _: torch.mul,
-    "max_pool2d": lambda a: (
-        lambda x: F.max_pool2d(
-            x, a["kernel"], a.get("stride"), a.get("padding", 0), a.get("dilation", 1)
-        )
+    "sum": _reduction(torch.sum),
+    "mean": _reduction(torch.mean),
+    "amax": _reduction(torch.amax),
+    "amin": _reduction(torch.amin),
+    "cumsum": lambda a: lambda x: x.cumsum(a["axis"]),
+    "group_norm": lambda a: lambda x, w, b: F.group_norm(x, a["groups"], w, b, a["eps"]),
+    "rms_norm": lambda a: lambda x, w: F.rms_norm(x, w.shape, w, a["eps"]),
+    "matmul": lambda a: (
+        lambda x, y: (x @ (y.mT if a.get("transpose_b") else y)) * a.get("alpha", 1.0)
     ),
+    "pad": _pad,
+    "gather": _gather,
+    "cast": lambda a: lambda x: x.to(getattr(torch, a["dtype"])),
+    "max_pool2d": lambda a: lambda x: F.max_pool2d(x, a["kernel"], **_without(a, "kernel")),
     "avg_pool2d": lambda a: (
-        lambda x: F.avg_pool2d(
-            x, a.get("kernel") or x.shape[2:], a.get("stride"), a.get("padding", 0)
-        )
+        lambda x: F.avg_pool2d(x, a.get("kernel") or x.shape[2:], **_without(a, "kernel"))
     ),
     "scaled_dot_product_attention": lambda a: (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=a["scale"])
+        lambda q, k, v, mask=None: F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            None if mask is None else _repeated(mask, len(q)),
+            is_causal=a.get("causal", False),
+            scale=a["scale"],
+        )
     ),
-    "reshape": lambda a: lambda x: x.reshape(_sizes(x, a["shape"])),
+    "reshape": lambda _: lambda x, shape: x.reshape(shape),
     "permute": lambda a: lambda x: x.permute(a["axes"]),
-    "slice": lambda a: lambda x: x.narrow(a["axis"], a["start"], a["stop"] - a["start"]),
+    "slice": _slice,
     "concat": lambda a: (
         lambda *x: torch.cat(
             [y.expand(x[-1].shape[0], *y.shape[1:]) for y in x] if a["axis"] else x, a["axis"]
         )
     ),
-    "expand": lambda a: lambda x: x.expand(*(-1 if isinstance(n, str) else n for n in a["shape"])),
+    "expand": lambda _: lambda x, shape: x.expand(shape),
 }
 """How ops without weights of their own are computed, by their attributes.
 
-A size that is the batch stays what it is; a value without one is repeated where others have it.
+Two take a shape besides. A value without a batch is repeated where others have one.
 """

@@ -10,7 +10,7 @@ import pytest
 from max.dtype import DType
 
 from maxvision import weights
-from maxvision.bench import kernels, sparse
+from maxvision.bench import kernels, sparse, summaries
 from maxvision.common.errors import DeviceError
 from maxvision.graphs.layers import layers as layers_of
 from maxvision.graphs.target import Target
@@ -57,7 +57,9 @@ def test_every_format_is_measured_beside_dense(
     }  # fmt: skip
     assert all(r["passed"] == (r["format"] != "two_four") for r in records)
     assert {(r["dense_us"], r["sparse_us"], r["gain"]) for r in records} == {(10, 4, 2.5)}
-    sparse.show([{**r, "model": "net", "dtype": "bfloat16"} for r in records if r["batch"] == 1])
+    summaries.sparse(
+        [{**r, "model": "net", "dtype": "bfloat16"} for r in records if r["batch"] == 1]
+    )
     said = capsys.readouterr().out
     assert "Layers of net, bfloat16, batch 1, unstructured zeros as tiles\n" in said
     assert "cuDNN" in said and "2.50" in said and "WRONG" in said

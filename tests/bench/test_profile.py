@@ -9,9 +9,10 @@ from max.driver import CPU
 from max.dtype import DType
 from max.graph import DeviceRef
 
+from maxvision.bench import summaries
 from maxvision.bench.launches import by_kernel, launches, short
 from maxvision.bench.layers import network_nodes, sizes
-from maxvision.bench.profile import named, show, trace
+from maxvision.bench.profile import named, trace
 from maxvision.bench.references import checkpoint, reference_model
 from maxvision.common.errors import DeviceError
 from tests.bench.test_layers import symbol
@@ -59,7 +60,7 @@ def test_launches_are_named_after_layers(capsys: pytest.CaptureFixture[str]) -> 
     with_names = named(found, "resnet-18", network, DType.float32, CPU())
     assert [x.layer for x in with_names] == [node.name for node in nodes]
     assert trace(with_names, "title", 0)[2]["name"] == "stem"
-    show(with_names, "title", 0)
+    summaries.launches(with_names, "title", 0)
     assert "stages.3.1.conv2" in capsys.readouterr().out
     assert named(found[:-1], "resnet-18", network, DType.float32, CPU()) == found[:-1]
     assert "layers are not named: 20 launches" in capsys.readouterr().err

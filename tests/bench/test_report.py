@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,21 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "new.json"
     path.write_text(json.dumps({"environment": FACTS, "records": RECORDS}))
     return path
+
+
+def test_a_report_needs_no_torch(file: Path) -> None:
+    """Of any kind of record: the tables are read where nothing was measured."""
+    code = (
+        "import sys; sys.modules.update(torch=None, transformers=None)\n"
+        "from maxvision.bench.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    files = [file, *RESULTS]
+    kinds = {kind for path in files for kind in report.by_kind(report.read(path)[1])}
+    assert kinds - {"", "latency"} == {"models", "ops", "profile", "serve", "sparse"}
+    argv = [sys.executable, "-c", code, "report", *map(str, files)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^# (.*)", done.stdout, re.M) == [path.name for path in files]
 
 
 def test_a_file_is_shown_whole(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

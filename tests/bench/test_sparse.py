@@ -16,7 +16,7 @@ from max.driver import CPU
 from max.dtype import DType
 
 from maxvision import weights
-from maxvision.bench import accuracy, sparse
+from maxvision.bench import accuracy, sparse, summaries
 from maxvision.bench.__main__ import main, parser
 from maxvision.commands.weights import main as weights_command
 from maxvision.common.errors import ArgumentError, ModelError
@@ -118,7 +118,7 @@ def test_what_a_lesser_cpu_lacks_is_told() -> None:
 
 
 def test_the_tables_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    sparse.show([*RECORDS, layer(0.05, 30.0, batch=4, passed=False)])
+    summaries.sparse([*RECORDS, layer(0.05, 30.0, batch=4, passed=False)])
     said = capsys.readouterr().out.split("\n\n")
     assert said[0] == "\nLayers of net, float32, batch 1"
     row = [cell.strip() for cell in said[1].splitlines()[2].split("|")]

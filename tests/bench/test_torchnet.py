@@ -1,0 +1,40 @@
+"""A program in torch, op by op, is the program."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from maxvision.bench.torchnet import TorchNet
+from maxvision.graphs.net import Net
+from maxvision.graphs.types import BATCH
+from tests.graphs.interpret import inputs, interpret, weights
+
+
+def test_ops_of_converted_models() -> None:
+    net = Net("some")
+    x = net.conv2d(net.input("x", (BATCH, 3, 8, 8)), "conv", 4, 3, padding=1)
+    gate = net.op("sigmoid", [net.op("mean", [x], axes=(2, 3), keepdim=True)])
+    x = net.op("mul", [net.op("silu", [x]), gate])
+    x = net.op("pad", [net.slice(x, 3, 0, 8, 2)], pads=(0, 0, 0, 0, 0, 0, 2, 2))
+    scale, shift = net.weight("scale", 4), net.weight("shift", 4)
+    x = net.op("group_norm", [x, scale, shift], groups=2, eps=1e-5)
+    x = net.reshape(x, f"4*{BATCH}", 64)  # windows
+    x = net.op("clamp", [net.op("add", [x], other=1.0)], min=0.0, max=6.0)
+    x = net.reshape(x, BATCH, 4, 64) + net.expand(net.weight("place", 1, 4, 64), BATCH, 4, 64)
+    x = net.op("where", [net.op("gt", [x], other=0.5), x, net.op("neg", [x])])
+    x = net.op("rms_norm", [x, net.weight("rms", 64)], eps=1e-6)
+    x = net.op("matmul", [x, net.permute(x, 0, 2, 1)], alpha=0.5)
+    net.output("logits", net.linear(net.op("amax", [x], axes=(2,)), "head", 5))
+    program = net.program()
+    given: Any = SimpleNamespace(
+        program=lambda size: program, size=(8, 8), channels=3, tensors=weights(program)
+    )
+    (pixels,) = inputs(program, batch=3)
+    with torch.no_grad():
+        found = TorchNet(given).eval()(torch.from_numpy(pixels)).logits.numpy()
+    wanted = interpret(program, [pixels], weights(program))["logits"]
+    np.testing.assert_allclose(found, wanted, 1e-4, 1e-4 * np.abs(wanted).max())
