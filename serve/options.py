@@ -24,11 +24,11 @@ from maxvision.common.pictures import MAX_PIXELS
 from maxvision.serve.access import STYLES
 
 HELP = """\
-Serves a ResNet or CvT over HTTP: POST an image to /v1/classify, see /docs for the rest."""
+Serves a classifier over HTTP: POST an image to /v1/classify, see /docs for the rest."""
 
 EXAMPLES = """\
 examples:
-  maxvision serve                                    a small bundled model: ten classes
+  maxvision serve                                    EfficientNet-Lite0: 1,000 classes
   maxvision serve --model microsoft/resnet-50 --device gpu --dtype bfloat16 --host 0.0.0.0
   MAXVISION_API_KEY=secret maxvision serve --model ./my-cvt
   curl -s localhost:8000/v1/classify -H 'Content-Type: image/jpeg' --data-binary @cat.jpg
@@ -115,8 +115,8 @@ def parser() -> Parser:
         prog="maxvision serve", usage="%(prog)s [options]", description=HELP, epilog=EXAMPLES
     )
     add = made.add_argument
-    add("--model", metavar="M", help=f"{MODEL} (default: %(default)s, which is bundled and knows"
-        " ten classes)")  # fmt: skip
+    add("--model", metavar="M", help=f"{MODEL} (default: %(default)s, which knows 1,000"
+        " classes)")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call it")
     made.add_shared("revision", "labels", "device", "dtype", "tf32", "sparse")
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"

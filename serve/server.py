@@ -168,6 +168,7 @@ def make_supervisor(
         tf32=options.tf32,
         sparse=options.sparse,
         revision=options.revision,
+        progress=functools.partial(complain, kind=""),
     )
     delay = options.max_batch_delay_ms / 1e3
     batch = batch_size(options, card.device)

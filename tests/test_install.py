@@ -174,7 +174,7 @@ def test_it_runs_elsewhere(installed: Path, package: Path, user: Path) -> None:
         """
     argv = [CAT, "--json", "--device", "cpu"]
     answer = json.loads(run([installed, "-c", code, package, *argv], user))
-    assert answer["predictions"][0]["label"] == "cat"
+    assert answer["predictions"][0]["label"] == "tiger cat"
     assert json.loads(run([installed, "-m", "maxvision", *argv], user)) == answer
 
 

@@ -154,17 +154,39 @@ def test_set_up_says_what_is_missing(tmp_path: Path, python: str) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
+EXTRAS = [
+    "serve",
+    "ray",
+    "torch",
+    "onnx",
+    "convert",
+    "bench",
+    "peers",
+    "parquet",
+    "completion",
+    "test",
+]
 PYTHON = """#!/bin/bash
 # Takes the place of Python, in .venv too: what pip does is up to $PIP.
 case $1$2 in
   -mvenv) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
-  -mpip)
+  */__pip-runner__.py*)
     case $PIP in
+      stopped) trap - INT; kill -INT $PPID; sleep 0.1; exit 2 ;;
       interrupted) kill -TERM $PPID; exit 1 ;;
       *) echo "pip ${@: -2:1}" >>log ;;
     esac ;;
   -c*) [[ $2 != *"import maxvision"* || ! $BROKEN ]] ;;
   --version) echo Python ;;
+esac
+"""
+
+
+INSIDE = """#!/bin/bash
+# Takes the place of .venv's own Python, which runs the pip of another one.
+case $1$2 in
+  */__pip-runner__.py*) echo "pip ${@: -2:1}" >>log ;;
+  -mpip | -c*"import pip"*) exit 1 ;;
 esac
 """
 
@@ -188,6 +210,10 @@ def test_a_set_up_that_is_interrupted_leaves_what_was_there(tmp_path: Path) -> N
         return done.returncode, log.read_text().splitlines(), done.stderr
 
     assert bootstrap(PIP="interrupted")[0] and not (tmp_path / ".venv/ready").exists()
+    code, _, said = bootstrap(PIP="stopped")
+    assert code == 130 and said.splitlines()[1:] == [
+        "maxvision: interrupted; the same command begins again"
+    ]
     (tmp_path / ".venv/half").touch()
     code, installed, said = bootstrap()
     assert (code, installed) == (0, ["pip ."])
@@ -209,7 +235,7 @@ def test_set_up_passes_over_the_environments_own_python(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "script", tmp_path / "script")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     outside, inside = tmp_path / "outside", tmp_path / ".venv/bin"
-    for folder, text in ((outside, PYTHON), (inside, "#!/bin/bash\n[[ $1$2 != -mpip ]]\n")):
+    for folder, text in ((outside, PYTHON), (inside, INSIDE)):
         folder.mkdir(parents=True)
         (folder / "python3.11").write_text(text)
         (folder / "python3.11").chmod(0o755)
@@ -231,7 +257,19 @@ def test_set_up_passes_over_the_environments_own_python(tmp_path: Path) -> None:
     assert bootstrap("bench", "peers").returncode == 0
     assert installed()[2:] == ["pip", ".[bench,peers,serve]"], "what was added stays"
     done = bootstrap("srve")
-    assert done.returncode == 2 and "there is no extra srve" in done.stderr
+    assert done.returncode == 2
+    assert f"there is no extra srve; the extras are {' '.join(EXTRAS)}\n" in done.stderr
+    done = bootstrap("--help")
+    assert done.returncode == 0 and f"of: {' '.join(EXTRAS)}\n" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["lint", "format"])
+def test_a_script_says_how_to_get_its_tools(name: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "script", tmp_path / "script")
+    environ = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run([tmp_path / "script" / name], env=environ, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    assert re.fullmatch(r"the \w+ are missing; run script/bootstrap test\n", done.stderr)
 
 
 def test_nothing_names_one_machine() -> None:

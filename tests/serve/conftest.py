@@ -46,7 +46,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def expected() -> list[dict]:
     """What run_graph.py says of the examples."""
     done = subprocess.run(
-        [sys.executable, "run_graph.py", *map(str, EXAMPLES), "--json", "--device", "cpu"],
+        [
+            sys.executable,
+            "run_graph.py",
+            *map(str, EXAMPLES),
+            "--model",
+            "resnet-cifar10",
+            "--json",
+            "--device",
+            "cpu",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -96,7 +96,16 @@ def pictures(folder: Path, seed: int) -> list[Path]:
 
 def answers_of(files: Sequence[Path]) -> list[list[dict]]:
     """Asks run_graph.py."""
-    command = [sys.executable, "run_graph.py", *map(str, files), "--json", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "run_graph.py",
+        *map(str, files),
+        "--model",
+        "resnet-cifar10",
+        "--json",
+        "--device",
+        "cpu",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return [json.loads(line)["predictions"] for line in done.stdout.splitlines()]
 

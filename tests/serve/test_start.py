@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import socket
@@ -23,7 +24,7 @@ pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 from maxvision.common.arguments import DEFAULT_MODEL
 from maxvision.common.errors import ArgumentError
 from maxvision.serve.options import parse
-from maxvision.serve.server import read_card
+from maxvision.serve.server import make_supervisor, read_card
 from maxvision.serve.worker import end_with_parent
 from tests.serve import faulty
 from tests.serve.started import ROOT, children, picture, serving
@@ -59,10 +60,18 @@ def test_a_server_without_options_says_what_it_serves_and_holds_no_torch(tmp_pat
     pytest.importorskip("torch")
     with serving(["-m", "serve", "--port", "0"], tmp_path / "log") as server:
         first = server.log.read_text().partition("\n")[0]
-        said = r"loading resnet-cifar10, which knows 10 classes; http://\S+ answers 503 until then"
-        assert re.fullmatch(said, first)
+        said = r"loading efficientnet-lite0, which knows 1,000 classes; http://\S+ answers 503"
+        assert re.fullmatch(f"{said} until then", first)
         assert not has_torch(server.process.pid)
         assert not has_torch(server.worker())
+
+
+def test_the_models_process_says_that_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
+    """Or the first start is silent for a minute."""
+    _, supervisor = make_supervisor(parse(["--device", "cpu"]))
+    load = pickle.loads(pickle.dumps(supervisor._spec.load))
+    load.keywords["progress"]("compiling m")
+    assert capsys.readouterr().err == "compiling m\n"
 
 
 def test_torch_comes_back_for_whoever_needs_it() -> None:
@@ -164,7 +173,9 @@ def test_ctrl_c_while_it_starts_is_a_quiet_end(fronts: str) -> None:
         argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as process:
         try:
-            assert process.stderr and process.stderr.readline().startswith(b"loading resnet-cifar")
+            assert process.stderr and process.stderr.readline().startswith(
+                b"loading efficientnet-lite0"
+            )
             time.sleep(0.2)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does
             out, err = process.communicate(timeout=30)
@@ -209,7 +220,7 @@ def test_a_mistake_in_the_environment_names_the_variable(
 
 
 @pytest.mark.parametrize("environ", [{}, {"MAXVISION_MODEL": ""}])
-def test_without_a_model_it_is_the_bundled_one(environ: dict[str, str]) -> None:
+def test_without_a_model_it_is_the_default_one(environ: dict[str, str]) -> None:
     assert parse([], environ).model == DEFAULT_MODEL
     assert parse(["--model", "m"], environ).model == "m"
 
