@@ -81,6 +81,18 @@ def _tile_steps(shape: tuple[int, ...]) -> int:
     return r * -(-s * c // STEP) if c % STEP else r * s * c // STEP
 
 
+def ungrouped(filters: np.ndarray, groups: int) -> np.ndarray:
+    """Writes [R, S, C, F] in groups as one filter of all channels, zero outside of the groups."""
+    if groups == 1:
+        return filters
+    r, s, c, f = filters.shape
+    whole = np.zeros((r, s, groups, c, groups, f // groups), filters.dtype)
+    apart = filters.reshape(r, s, c, groups, f // groups)
+    for group in range(groups):
+        whole[:, :, group, :, group] = apart[:, :, :, group]
+    return whole.reshape(r, s, groups * c, f)
+
+
 def filter_major(filters: np.ndarray) -> np.ndarray:
     """Arranges [R, S, C, F] for a GPU: [F, R, S, C], so that K = R*S*C is contiguous."""
     return np.ascontiguousarray(filters.transpose(3, 0, 1, 2)).reshape(-1)

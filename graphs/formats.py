@@ -8,7 +8,8 @@
 | two_four | Hopper, 16 bits | two of four neighbouring channels are 0  | sparse_conv2d_packed |
 | blocks   | Hopper, 16 bits | blocks of 64 filters x 64 channels are 0 | sparse_conv2d_packed |
 
-The last three do not take groups, and want C and F to be multiples of eight (the copy engine's).
+The last three want C and F to be multiples of eight (the copy engine's). They take groups as one
+filter of all channels that is zero outside of the groups.
 """
 
 from __future__ import annotations
@@ -36,11 +37,16 @@ def suited(filters: np.ndarray, groups: int, target: Target, dtype: DType) -> tu
     """Lists the formats of a filter [R, S, C, F] by where its zeros are, the most special first."""
     c, f = filters.shape[2:]
     hopper = base(target.name) == "sm_90" and dtype != DType.float32
-    if not hopper or groups > 1 or c % 8 or f % 8:
+    if not hopper or groups > 1 or not packable(c, f):
         return (general(target.api),)
     found = ["blocks"] if empty_blocks(filters) >= EMPTY else []
     found += ["two_four"] if arrange.is_two_four(filters) else []
     return (*found, "tiles")
+
+
+def packable(c: int, f: int) -> bool:
+    """Tells whether the copy engine reads activations of C channels, and writes those of F."""
+    return c % 8 == 0 and f % 8 == 0
 
 
 def empty_blocks(filters: np.ndarray) -> float:
@@ -60,6 +66,8 @@ def arranged(
         The arrays that its op reads: name, values, and the dtype they are rounded to.
     """
     channels = arrange.ROW // dtype.size_in_bytes
+    if format in PACKED:
+        filters = arrange.ungrouped(filters, groups)
     if format == "tiles":
         words, starts = arrange.coordinate_tiles(arrange.rounded(filters, dtype))
         arrays = [("packed", words, DType.uint32), ("places", starts, DType.int32)]

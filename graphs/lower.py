@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from max.driver import accelerator_api
+from max.driver import accelerator_api, accelerator_architecture_name
 from max.dtype import DType
 from max.graph import DeviceRef, Dim, Graph, KernelLibrary, TensorType, TensorValue, ops
 
@@ -128,7 +128,8 @@ def backend(device: DeviceRef, dtype: str, formats: Mapping[str, str] | None = N
     api = "cpu" if device.is_cpu() else accelerator_api()
     if not device.is_cpu() and api not in ("cuda", "hip"):
         api = "gpu"
-    return Backend(api, dtype, formats or {})
+    architecture = "" if device.is_cpu() else accelerator_architecture_name()
+    return Backend(api, dtype, formats or {}, architecture)
 
 
 def bind(

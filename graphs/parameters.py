@@ -155,6 +155,9 @@ class Parameters:
                 self._bind(f"{filter}.{part}", lambda array=array: array, array.shape, kind)  # type: ignore[misc]
                 for part, array, kind in arrays
             )
+            if format in formats.PACKED:
+                r, s, c, f = shape
+                shape, groups = (r, s, c * groups, f), 1
             return Filter(shape, groups, given, self.dtype, rows=rows, format=format)
         make, size = self._arrangement(shape, groups)
         dense = self._bind(filter, lambda: make(self._filter(filter)), (size,), self.dtype)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TypeGuard
 
-from maxvision.graphs.arrange import CHAINS, MLPS, has_stem
+from maxvision.graphs.arrange import CHAINS, MLPS, has_stem, is_depthwise
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE, expression
+from maxvision.graphs.formats import packable
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite
 from maxvision.graphs.shapes import pair, sides
 
@@ -22,13 +23,29 @@ EPS = 1e-5
 
 
 def sparse(program: Program, on: Backend) -> Program:
-    """Notes the format of each layer that runs sparse."""
+    """Notes the format of each layer that runs sparse.
+
+    Convolutions in groups do on Hopper: their filters are blocks of zeros but for the diagonal.
+    """
     rewrite = Rewrite(program)
     for node in program.nodes:
-        for layer in node.layers:
-            if layer in on.formats and node.op in ("conv2d", "linear"):
-                rewrite.replace([node], node.with_attributes(format=on.formats[layer]))
+        format = next((on.formats[layer] for layer in node.layers if layer in on.formats), "")
+        if not format and _in_blocks(program, node, on):
+            format = "blocks"
+        if format and node.op in ("conv2d", "linear"):
+            rewrite.replace([node], node.with_attributes(format=format))
     return rewrite.done()
+
+
+def _in_blocks(program: Program, node: Node, on: Backend) -> bool:
+    """Tells whether a convolution in groups is one of blocks on Hopper's tensor cores."""
+    groups = node.attributes.get("groups", 1)
+    if node.op != "conv2d" or groups == 1 or on.dtype == "float32" or not on.is_hopper:
+        return False
+    if node.inputs[1] not in program.constants:
+        return False
+    f, c, r, s = program.shape(node.inputs[1])
+    return not is_depthwise((r, s, c, f), groups) and packable(c * groups, f)
 
 
 def tokens(program: Program, _: Backend) -> Program:

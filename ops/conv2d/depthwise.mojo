@@ -4,9 +4,9 @@ With h = p * stride - pad + r and w = q * stride - pad + s; x[N, H, W, C], w[R, 
 A thread computes 16 bytes of channels of RUN neighbouring pixels of a row. It walks along each row
 of the window once, so a number of x that several of its pixels share is read once, and a row's
 weights, widened to float32, serve all of them. Neighbouring threads have neighbouring channels: a
-warp reads and writes whole lines of memory. For windows of 3 x 3 and 5 x 5 with stride 1 or 2, which
-are unrolled; a simpler kernel takes all others, and channels that no 16 bytes divide. Bound by
-device memory at large batches, by latency at batch 1.
+warp reads and writes whole lines of memory. For windows of 3 x 3 and 5 x 5 with stride 1 or 2, and
+of 7 x 7 with stride 1, which are unrolled; a simpler kernel takes all others, and channels that no
+16 bytes divide. Bound by device memory at large batches, by latency at batch 1.
 """
 
 from max.gpu import block_idx, thread_idx
@@ -52,19 +52,20 @@ def enqueue_depthwise[
     # The kernel counts in 32 bits.
     var counts = max(g.n * g.h * g.w, g.pixels()) * g.c < Int(Int32.MAX)
     if square and counts and g.c % wide == 0:
-        comptime for kernel in [3, 5]:
+        comptime for kernel in [3, 5, 7]:
             comptime for stride in [1, 2]:
-                if g.r == kernel and g.stride_h == stride:
-                    comptime run = 4 // stride
-                    var threads = g.n * g.p * ceildiv(g.q, run) * (g.c // wide)
-                    ctx.enqueue_function[depthwise_run_kernel[dtype, epilogue, kernel, stride]](
-                        o,
-                        g,
-                        grid_dim=ceildiv(threads, BLOCK),
-                        block_dim=BLOCK,
-                        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-                    )
-                    return
+                comptime if kernel < 7 or stride == 1:
+                    if g.r == kernel and g.stride_h == stride:
+                        comptime run = 4 // stride
+                        var threads = g.n * g.p * ceildiv(g.q, run) * (g.c // wide)
+                        ctx.enqueue_function[depthwise_run_kernel[dtype, epilogue, kernel, stride]](
+                            o,
+                            g,
+                            grid_dim=ceildiv(threads, BLOCK),
+                            block_dim=BLOCK,
+                            attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+                        )
+                        return
     if g.c % 4 == 0:
         _enqueue_simple[dtype, epilogue, 4](g, o, ctx)
     else:

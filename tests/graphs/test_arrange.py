@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from maxvision.graphs.arrange import block_steps
+from maxvision.graphs.arrange import block_steps, ungrouped
 
 SHAPES = [(3, 3, 128, 128), (1, 1, 512, 64), (3, 2, 72, 136), (1, 5, 8, 8), (1, 1, 64, 200)]
 
@@ -48,3 +48,13 @@ def test_a_filter_of_zeros_keeps_one_block_that_no_list_names() -> None:
     blocks, lists = block_steps(np.zeros((3, 3, 64, 100), np.float32), 64, 32)
     assert blocks.shape == (1, 64, 32) and not blocks.any()
     assert lists.shape == (2, 4) and not lists.any()
+
+
+@pytest.mark.parametrize(("groups", "c", "f"), [(1, 4, 6), (3, 2, 12), (5, 1, 5)])
+def test_a_filter_in_groups_is_one_of_all_channels(groups: int, c: int, f: int) -> None:
+    rng = np.random.default_rng(0)
+    filters = rng.standard_normal((3, 2, c, f)).astype(np.float32)
+    x = rng.standard_normal((3, 2, groups, c)).astype(np.float32)
+    apart = np.einsum("rsgc,rscgf->gf", x, filters.reshape(3, 2, c, groups, -1)).ravel()
+    whole = np.einsum("rsc,rscf->f", x.reshape(3, 2, -1), ungrouped(filters, groups))
+    np.testing.assert_allclose(whole, apart, rtol=1e-5)

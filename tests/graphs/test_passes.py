@@ -6,6 +6,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.graphs import nets
 from tests.graphs.interpret import inputs, interpret, weights
 
 CPU, CUDA, HIP = Backend("cpu", "float32"), Backend("cuda", "bfloat16"), Backend("hip", "float16")
+HOPPER = Backend("cuda", "bfloat16", architecture="sm_90a")
 BACKENDS = {"cpu": CPU, "cuda": CUDA, "hip": HIP}
 Write = Callable[[Net, Value], Any]
 
@@ -116,7 +118,7 @@ def any_width() -> Iterator[None]:
 @given(
     seed=st.integers(0, 2**32),
     steps=st.integers(1, 14),
-    backend=st.sampled_from([CPU, CUDA, HIP, Backend("cuda", "float32")]),
+    backend=st.sampled_from([CPU, CUDA, HIP, HOPPER, Backend("cuda", "float32")]),
     pixels=st.sampled_from(["", "", "uint8", "float32"]),
     order=st.one_of(
         st.just(list(PASSES)), st.permutations(list(PASSES)), st.lists(st.sampled_from([*PASSES]))
@@ -1038,6 +1040,31 @@ def test_sparse_layers_are_noted_and_take_epilogues() -> None:
         "stages.0.0.conv2": "tiles", "head": "steps"
     }  # fmt: skip
     assert found["stages.0.0.conv2"]["epilogue"] == "add_relu"
+
+
+@pytest.mark.parametrize(
+    ("backend", "c", "f", "groups", "format"),
+    [
+        (HOPPER, 64, 128, 16, "blocks"),
+        (HOPPER, 24, 24, 3, "blocks"),
+        (HOPPER, 24, 24, 24, None),  # depthwise
+        (HOPPER, 64, 64, 1, None),
+        (HOPPER, 12, 24, 3, None),  # not for the copy engine
+        (replace(HOPPER, dtype="float32"), 64, 128, 16, None),
+        (replace(HOPPER, formats={"a": "steps"}), 64, 128, 16, "steps"),
+        (replace(HOPPER, architecture="sm_80"), 64, 128, 16, None),
+        (CPU, 64, 128, 16, None),
+    ],
+)
+def test_convolutions_in_groups_are_of_blocks_on_hopper(
+    backend: Backend, c: int, f: int, groups: int, format: str | None
+) -> None:
+    def write(net: Net, x: Value) -> Value:
+        return net.relu(net.conv2d(x, "a", f, 3, groups=groups))
+
+    program = nets.program(write, c, 5, 6).retyped({"x": backend.dtype})
+    (node,) = (n for n in kept(program, backend).nodes if n.op == "conv2d")
+    assert node.attributes.get("format") == format and node.attributes["epilogue"] == "relu"
 
 
 def pixels_of(write: Write, pixels: str, dtype: str, *shape: int) -> Program:

@@ -144,11 +144,13 @@ def conv(
     def torch_conv(w: dict[str, torch.Tensor], x: torch.Tensor, *residual: Any) -> torch.Tensor:
         skips = sparsity is not None and x.dtype == torch.float64
         top, left, bottom, right = sides(geometry.get("padding", 0))
+        filters = w["w.filter"].permute(3, 2, 0, 1)
+        whole = bool(format) and not skips
         y = (skipping_conv2d if skips else F.conv2d)(
             F.pad(x.permute(0, 3, 1, 2), (left, right, top, bottom)),
-            w["w.filter"].permute(3, 2, 0, 1),
+            of_one_group(filters, groups) if whole else filters,
             w["w.bias"] if bias else None,
-            groups=groups,
+            groups=1 if whole else groups,
             **{name: value for name, value in geometry.items() if name != "padding"},
         )
         return epilogue(y.permute(0, 2, 3, 1), then, *residual)
@@ -184,6 +186,14 @@ def conv(
         )
         inputs.append(tuple(meta.shape[1:]))
     return Case(name, inputs, weights, build, torch_conv, prune)
+
+
+def of_one_group(filters: torch.Tensor, groups: int) -> torch.Tensor:
+    """Writes [F, C / groups, R, S] as [F, C, R, S], zero outside of the groups."""
+    f, c, *window = filters.shape
+    whole = filters.new_zeros(f, groups, c, *window)
+    whole[torch.arange(f), torch.arange(f) // (f // groups)] = filters
+    return whole.flatten(1, 2)
 
 
 def skipping_conv2d(
@@ -1100,5 +1110,11 @@ PACKED = [
          format="two_four"),
     conv("packed blocks 1x1/2", (15, 14), 200, 72, (1, 1), stride=2, sparsity=0.5, then="relu",
          format="blocks"),
+    conv("packed blocks 32 groups", (9, 9), 128, 128, (3, 3), padding=1, groups=32, sparsity=0,
+         then="relu", format="blocks"),
+    conv("packed blocks 13 groups/2", (9, 9), 104, 104, (3, 3), stride=2, padding=1, groups=13,
+         sparsity=0, format="blocks"),
+    conv("packed blocks 3 uneven groups", (7, 6), 72, 216, (3, 3), padding=1, groups=3, sparsity=0,
+         then="add_relu", format="blocks"),
 ]  # fmt: skip
 """Filters that are packed for Hopper's tensor cores, of 16 bits."""
