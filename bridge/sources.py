@@ -26,6 +26,7 @@ from torch import Tensor
 from maxvision.bridge.exported import trace
 from maxvision.bridge.importer import Traced
 from maxvision.bridge.model import Model, pictures
+from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError, ModelError
 
 
@@ -99,10 +100,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ModelError(
-            f"{name} cannot be imported ({error}); run script/bootstrap convert, or outside a"
-            " checkout pip install 'maxvision[convert]'"
-        ) from None
+        raise ModelError(f"{name} cannot be imported ({error}); {way_to('convert')}") from None
 
 
 def _is_timm(name: str) -> bool:

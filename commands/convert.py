@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxvision.common.arguments import Parser, device, names
-from maxvision.common.console import complain, exit_code, working
+from maxvision.common.console import complain, exit_code, way_to, working
 from maxvision.common.errors import ArgumentError, UserError
 
 if TYPE_CHECKING:
@@ -167,9 +167,6 @@ def _list() -> int:
             print("\n".join(f"{library}/{name}" for name in listed))
             found = True
     if not found:
-        raise ArgumentError(
-            "neither timm nor torchvision is installed; run script/bootstrap convert, or outside a"
-            " checkout pip install 'maxvision[convert]'"
-        )
+        raise ArgumentError(f"neither timm nor torchvision is installed; {way_to('convert')}")
     sys.stdout.flush()
     return 0

@@ -20,6 +20,7 @@ from maxvision.bridge.check import Difference
 from maxvision.bridge.convert import Report, convert, report, translated, write
 from maxvision.bridge.model import pictures
 from maxvision.commands.convert import main
+from maxvision.common import console
 from maxvision.common.errors import ArgumentError, ModelError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -249,6 +250,7 @@ def test_an_unknown_name_gets_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.setattr(sys, "prefix", str(console.HOME / ".venv"))
     with pytest.raises(
         ModelError, match=r"timm cannot be imported .*; run script/bootstrap convert"
     ):
