@@ -92,10 +92,8 @@ def run(options: argparse.Namespace) -> int:
 
 def convert(source: str, options: argparse.Namespace) -> dict[str, Any]:
     """Converts a model, and says what became of it."""
-    from maxvision.bridge import check, sources
-    from maxvision.bridge.convert import rewritten, translated
-    from maxvision.bridge.coverage import coverage
-    from maxvision.runtime.devices import find_device
+    from maxvision.bridge import sources
+    from maxvision.bridge.convert import compared, report, translated
 
     start = time.perf_counter()
     row: dict[str, Any] = {"model": source}
@@ -103,8 +101,8 @@ def convert(source: str, options: argparse.Namespace) -> dict[str, Any]:
         with working(f"converting {source}") as say:
             model = sources.find(source, random=True)
             traced = translated(model)
-            assert traced.program is not None
-            found = coverage(traced.program, rewritten(traced.program, options.device, "float32"))
+            told = report(model, traced, options.device, "float32")
+            found = told.coverage
             row |= {
                 "gmac": round(found.macs / 1e9, 3),
                 "kernels": dict(found.kernels),
@@ -112,15 +110,12 @@ def convert(source: str, options: argparse.Namespace) -> dict[str, Any]:
                 "convert_s": round(time.perf_counter() - start, 1),
             }
             if options.compare:
-                place = find_device(options.device)
-                differences, seconds = check.compare(
-                    traced, model.example, place, stages=False, progress=say
-                )
-                worst = max(differences, key=lambda each: each.error / each.bound)
+                told = compared(told, model, traced, options.device, stages=False, progress=say)
+                worst = told.worst
                 row |= {
                     "error": float(f"{worst.error:.2g}"),
                     "torch_error": float(f"{worst.own:.2g}"),
-                    "compile_s": round(seconds["compile"], 1),
+                    "compile_s": round(told.seconds["compile"], 1),
                 }
                 if not worst.within:
                     row["problem"] = f"{worst.name}: an error of {worst.error:.1e}"

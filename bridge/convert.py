@@ -61,6 +61,11 @@ class Report:
         """Whether every error is within its bound."""
         return all(each.within for each in self.differences)
 
+    @property
+    def worst(self) -> check.Difference:
+        """The difference that is the largest part, or multiple, of its bound."""
+        return max(self.differences, key=lambda each: each.error / each.bound)
+
     def __str__(self) -> str:
         found = self.coverage
         lines = [
@@ -216,20 +221,45 @@ def translated(model: Model) -> Traced:
     return with_parts(traced)
 
 
-def rewritten(program: Program, device: str, dtype: str, off: Collection[str] = ()) -> Program:
-    """Gives a program as it would be rewritten for a device."""
-    place = DeviceRef.from_device(find_device(device))
-    return rewriting.run(program, backend(place, dtype), off)
-
-
 def report(
     model: Model, traced: Traced, device: str, dtype: str, off: Collection[str] = ()
 ) -> Report:
     """Says what would run the outputs of a model; nothing is compared yet."""
     assert traced.program is not None
     program = traced.program.keep(traced.outputs)
-    found = coverage(program, rewritten(program, device, dtype, off))
+    place = DeviceRef.from_device(find_device(device))
+    found = coverage(program, rewriting.run(program, backend(place, dtype), off))
     return Report(model.name, found, bytes=sum(each.nbytes for each in traced.tensors.values()))
+
+
+def compared(
+    told: Report,
+    model: Model,
+    traced: Traced,
+    device: str,
+    off: Collection[str] = (),
+    *,
+    stages: bool = True,
+    tolerance: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Adds to a report how far outputs and stages are from the source's, in exact float32.
+
+    Args:
+        told: The report.
+        model: Whose example inputs are taken.
+        traced: Its program and reference.
+        device: Where the program runs.
+        off: Passes to leave out.
+        stages: Whether to compare the stages too.
+        tolerance: See ``convert``; so is ``progress``.
+        progress: See ``tolerance``.
+    """
+    found, seconds = check.compare(
+        traced, model.example, find_device(device), stages=stages, tolerance=tolerance,
+        lowering=Lowering(tf32=False, off=off), progress=progress,
+    )  # fmt: skip
+    return replace(told, differences=found, seconds=seconds)
 
 
 def find(source: str | os.PathLike[str], *, random: bool = False, size: int | None = None) -> Model:
@@ -312,13 +342,9 @@ def convert(
     kind = find_dtype(dtype, place)
     told = report(model, traced, device, kind.name, off)
     if check_it:
-        found, seconds = check.compare(
-            traced, model.example, place, tolerance=tolerance,
-            lowering=Lowering(tf32=False, off=off), progress=progress,
-        )  # fmt: skip
-        told = replace(told, differences=found, seconds=seconds)
+        told = compared(told, model, traced, device, off, tolerance=tolerance, progress=progress)
         if not told.within:
-            worst = max(found, key=lambda each: each.error / each.bound)
+            worst = told.worst
             raise ModelError(
                 f"{model.name}: {worst.name} differs from the source's by {worst.error:.1e} of the"
                 f" largest value, beyond {worst.bound:.0e}; find the guilty pass with passes=, or"

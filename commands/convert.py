@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,12 +100,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _one(source: str, folder: Path | None, options: argparse.Namespace) -> int:
     with working(f"converting {source}") as say:
-        from maxvision.bridge import check
-        from maxvision.bridge.convert import find, report, translated, write
+        from maxvision.bridge.convert import compared, find, report, translated, write
         from maxvision.common.folder import new_folder
         from maxvision.graphs import passes
-        from maxvision.runtime.devices import find_device
-        from maxvision.runtime.executor import Lowering
 
         off = passes.parse(options.passes)
         model = find(source, random=options.random, size=options.size)
@@ -116,15 +112,9 @@ def _one(source: str, folder: Path | None, options: argparse.Namespace) -> int:
         assert traced.program is not None
         told = report(model, traced, options.device, "float32", off)
         if options.check and not options.dry_run:
-            found, seconds = check.compare(
-                traced,
-                model.example,
-                find_device(options.device),
-                tolerance=options.tolerance,
-                lowering=Lowering(tf32=False, off=off),
-                progress=say,
+            told = compared(
+                told, model, traced, options.device, off, tolerance=options.tolerance, progress=say
             )
-            told = replace(told, differences=found, seconds=seconds)
         if folder is not None and told.within and not options.dry_run:
             with new_folder(folder, "the model", lambda _: bool(options.force)) as new:
                 write(new, model, traced.program, traced.tensors)
