@@ -14,8 +14,7 @@ from maxvision.graphs.types import BATCH, Size, Type, multiple
 
 def origin(node: Node) -> str:
     """Says which line of which module a node is from: ``layers.0.attn (swin.py:359)``."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
+    path = module_of(node)
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     where = f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
     return f"{path} ({where})" if path and where else path or where
