@@ -39,6 +39,13 @@ class Known:
     name: str = ""
 
 
+def known_weight(given: Any) -> Known:
+    """Makes sure that no input decides a weight."""
+    if not isinstance(given, Known):
+        raise Unsupported("weights that are computed from the input")
+    return given
+
+
 @dataclass(frozen=True)
 class Missing:
     """An op that has no counterpart here.
@@ -132,21 +139,19 @@ class Importer:
         if weight.shape == shape:
             return weight
         parts: list[Size] = []
-        for held, wanted in zip(weight.shape, shape, strict=True):
-            assert isinstance(held, int)
-            parts += [1, held] if held != wanted and held != 1 else [held]
         full: list[Size] = []
         for held, wanted in zip(weight.shape, shape, strict=True):
-            full += [BATCH, held] if held != wanted and held != 1 else [wanted]
+            assert isinstance(held, int)
+            several = held not in (1, wanted)
+            parts += [1, held] if several else [held]
+            full += [BATCH, held] if several else [wanted]
         y = weight if len(parts) == len(shape) else self.net.reshape(weight, *parts)
         y = self.net.expand(y, *full)
         return y if len(full) == len(shape) else self.net.reshape(y, *shape)
 
     def weight(self, given: Any) -> Value:
         """Gives a parameter; one that is computed from activations is none."""
-        if not isinstance(given, Known):
-            raise Unsupported("weights that are computed from the input")
-        return self.value(given)
+        return self.value(known_weight(given))
 
     def constant(self, tensor: Any) -> Value:
         """Makes a weight of a tensor that the source does not have; equal ones are one."""
@@ -158,9 +163,7 @@ class Importer:
 
     def applied(self, given: Any, change: Callable[[Any], Any]) -> Known:
         """Changes a tensor that is known."""
-        if not isinstance(given, Known):
-            raise Unsupported("weights that are computed from the input")
-        return Known(tuple(change(each) for each in given.values))
+        return Known(tuple(change(each) for each in known_weight(given).values))
 
     def layer(self, module: str, weight: Any, bias: Any = None) -> tuple[str, list[Value]]:
         """Names a layer, and gives its weights.
@@ -170,8 +173,7 @@ class Importer:
             weight: Its weight; so is the bias, if there is one.
             bias: See ``weight``.
         """
-        if not isinstance(weight, Known):
-            raise Unsupported("weights that are computed from the input")
+        weight = known_weight(weight)
         if not weight.name.endswith(".weight"):
             layer, number = module or "layer", 1
             while f"{layer}.weight" in self.reserved:

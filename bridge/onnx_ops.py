@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from maxvision.bridge import rules
-from maxvision.bridge.importer import Importer, Known, Unsupported, array
+from maxvision.bridge.importer import Importer, Known, Unsupported, array, known_weight
 from maxvision.bridge.resizing import matrix
 from maxvision.graphs.net import Value
 from maxvision.graphs.shapes import broadcast
@@ -291,13 +291,11 @@ def _same_pads(
     return (*before, *behind)
 
 
-def _lifted(weight: Any) -> Any:
+def _lifted(imp: Importer, weight: Known) -> Known:
     """Makes a filter of images of one of lines."""
-    if not isinstance(weight, Known):
-        raise Unsupported("weights that are computed from the input")
     if weight.values[0].ndim != 3:
         return weight
-    return Known(tuple(w[:, :, None] for w in weight.values))
+    return imp.applied(weight, lambda w: w[:, :, None])
 
 
 @_rule("Conv")
@@ -305,10 +303,9 @@ def _conv(
     imp: Importer, node: OnnxNode, x: Value, weight: Any, bias: Any = None, group: int = 1,
     kernel_shape: Any = None, **window: Any,
 ) -> Value:  # fmt: skip
-    if not isinstance(weight, Known):
-        raise Unsupported("weights that are computed from the input")
+    weight = known_weight(weight)
     found = _window(x, weight.values[0].shape[2:], window)
-    layer, weights = imp.layer(node.module, _lifted(weight), bias)
+    layer, weights = imp.layer(node.module, _lifted(imp, weight), bias)
     y = imp.net.op("conv2d", [_image(x), *weights], layer, **found.settings(), groups=group)
     return _line(x, y)
 
@@ -319,8 +316,7 @@ def _conv_transpose(
     kernel_shape: Any = None, output_padding: Any = None, output_shape: Any = None,
     auto_pad: str = "NOTSET", **window: Any,
 ) -> Value:  # fmt: skip
-    if not isinstance(weight, Known):
-        raise Unsupported("weights that are computed from the input")
+    weight = known_weight(weight)
     taps = weight.values[0].shape[2:]
     rank = len(taps)
     more = [*(output_padding or [0] * rank)]
@@ -341,7 +337,7 @@ def _conv_transpose(
     extra = (0, *more) if rank == 1 else tuple(more)
     pads = (*found.pads[:2], *(p - m for p, m in zip(found.pads[2:], extra, strict=True)))
     y = rules.conv_transpose2d(
-        imp, node.module, _image(x), _lifted(weight), bias, stride=found.stride,
+        imp, node.module, _image(x), _lifted(imp, weight), bias, stride=found.stride,
         pads=pads, dilation=found.dilation, groups=group,
     )  # fmt: skip
     return _line(x, y)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from maxvision.bridge.importer import Importer, Known, Unsupported, array
+from maxvision.bridge.importer import Importer, Known, Unsupported, array, known_weight
 from maxvision.graphs.net import Value
 from maxvision.graphs.shapes import broadcast
 from maxvision.graphs.types import Size, product
@@ -115,10 +115,8 @@ def conv_transpose2d(
         dilation: See ``stride``.
         groups: Of channels.
     """
-    if not isinstance(weight, Known):
-        raise Unsupported("weights that are computed from the input")
     c, h, w = x.size(1), x.size(2), x.size(3)
-    r, s = weight.values[0].shape[2:]
+    r, s = known_weight(weight).values[0].shape[2:]
     net = imp.net
     if max(stride) > 1:
         x = net.reshape(x, x.shape[0], c, h, 1, w, 1)
