@@ -9,7 +9,6 @@ fast.save("my-model")
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from max.graph import DeviceRef
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from maxvision.bridge import check
 from maxvision.bridge.coverage import Coverage, coverage
@@ -32,6 +29,7 @@ from maxvision.graphs.lower import backend
 from maxvision.graphs.program import Program
 from maxvision.runtime.devices import find_device, find_dtype
 from maxvision.runtime.executor import Executor, Lowering
+from maxvision.weights.convert import write_files
 
 if TYPE_CHECKING:
     import torch
@@ -167,19 +165,8 @@ def write(folder: Path, model: Model, program: Program, tensors: Mapping[str, np
     config: dict[str, Any] = {"model_type": "program", "name": model.name}
     if model.labels:
         config["id2label"] = {str(i): label for i, label in enumerate(model.labels)}
-    _write_json(folder / "config.json", config)
-    if model.preprocess:
-        _write_json(folder / "preprocessor_config.json", model.preprocess)
-    (folder / "program.json").write_text(program.to_json(), encoding="utf-8")
     held = {name: np.ascontiguousarray(tensors[name]) for name in program.weights}
-    try:
-        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_files(folder, config, model.preprocess or None, held, program)
 
 
 def with_parts(traced: Traced) -> Traced:

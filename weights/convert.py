@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from maxvision.common.errors import ArgumentError
 from maxvision.common.folder import new_folder
+from maxvision.graphs.program import Program
 from maxvision.weights.checkpoint import Checkpoint, identify, interpret
 from maxvision.weights.family import find as find_family
 from maxvision.weights.layout import Array, Stored
@@ -63,10 +64,33 @@ def write(
     """
     config = found.config if found.config and "model_type" in found.config else None
     config = config or configuration(checkpoint)
-    _write_json(folder / "config.json", {**config, **(notes or {})})
-    _write_json(folder / "preprocessor_config.json", checkpoint.preprocess)
-    if found.program is not None:
-        (folder / "program.json").write_text(found.program.to_json(), encoding="utf-8")
+    write_files(folder, {**config, **(notes or {})}, checkpoint.preprocess, tensors, found.program)
+
+
+def write_files(
+    folder: Path,
+    config: Mapping[str, Any],
+    preprocess: Mapping[str, Any] | None,
+    tensors: dict[str, Array],
+    program: Program | None = None,
+) -> None:
+    """Writes the files of a model's folder.
+
+    Args:
+        folder: Where to write.
+        config: config.json.
+        preprocess: preprocessor_config.json, if there is one.
+        tensors: model.safetensors.
+        program: program.json, of a model that was converted.
+
+    Raises:
+        OSError: If they cannot be written.
+    """
+    _write_json(folder / "config.json", config)
+    if preprocess is not None:
+        _write_json(folder / "preprocessor_config.json", preprocess)
+    if program is not None:
+        (folder / "program.json").write_text(program.to_json(), encoding="utf-8")
     try:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:
@@ -104,5 +128,5 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
