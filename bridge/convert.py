@@ -21,7 +21,7 @@ from max.graph import DeviceRef
 from maxvision.bridge import check
 from maxvision.bridge.coverage import Coverage, coverage
 from maxvision.bridge.importer import Missing, Traced
-from maxvision.bridge.model import Model, pictures
+from maxvision.bridge.model import Model, pictures_of
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.common.folder import new_folder
 from maxvision.graphs import passes as rewriting
@@ -280,12 +280,9 @@ def _module(module: Any, example: Any) -> Model:
     if example is None:
         raise ArgumentError("convert: a torch module needs example inputs: (module, example)")
     inputs = (example,) if _is_tensor(example) else tuple(example)
-    described: dict[str, Any] = {}
-    if len(inputs) == 1 and inputs[0].ndim == 4:
-        described = pictures((int(inputs[0].shape[2]), int(inputs[0].shape[3])))
     if not inputs or len(inputs[0]) < 2:
         raise ArgumentError("convert: the example inputs expect a batch of at least 2")
-    return TorchModel(type(module).__name__, module, inputs, (), described)
+    return TorchModel(type(module).__name__, module, inputs, (), pictures_of(inputs))
 
 
 def convert(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from maxvision.bridge.importer import Traced
-
-IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+from maxvision.weights.family import MEAN, STD
+from maxvision.weights.metadata import cropped
 
 
 @dataclass
@@ -46,8 +47,8 @@ class Model(ABC):
 def pictures(
     size: tuple[int, int],
     *,
-    mean: Any = IMAGENET["mean"],
-    std: Any = IMAGENET["std"],
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
     resize: int | None = None,
     interpolation: str = "bicubic",
 ) -> dict[str, Any]:
@@ -55,23 +56,18 @@ def pictures(
 
     Args:
         size: Of the picture that the network takes.
-        mean: Of each channel, of levels from 0 to 1; so is std.
+        mean: Of each channel, of levels from 0 to 1, ImageNet's by default; so is std.
         std: See ``mean``.
         resize: What the shorter edge becomes before the cut; ``size`` / 0.875 if None.
         interpolation: nearest, lanczos, bilinear, bicubic, box or hamming.
     """
-    names = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-    height, width = size
-    return {
-        "image_processor_type": "BitImageProcessor",
-        "do_resize": True,
-        "size": {"shortest_edge": resize or round(min(size) / 0.875)},
-        "resample": names.index(interpolation),
-        "do_center_crop": True,
-        "crop_size": {"height": height, "width": width},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(mean),
-        "image_std": list(std),
-    }
+    edge = resize or round(min(size) / 0.875)
+    return cropped(size, edge, interpolation, mean, std)
+
+
+def pictures_of(inputs: Sequence[Any]) -> dict[str, Any]:
+    """Describes pictures of the size of the only input [N, C, H, W]; other inputs are none."""
+    if len(inputs) != 1 or len(inputs[0].shape) != 4:
+        return {}
+    height, width = map(int, inputs[0].shape[2:])
+    return pictures((height, width))

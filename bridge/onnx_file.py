@@ -29,7 +29,7 @@ from maxvision.bridge.importer import (
     Traced,
     Unsupported,
 )
-from maxvision.bridge.model import Model, pictures
+from maxvision.bridge.model import Model, pictures_of
 from maxvision.bridge.onnx_ops import OnnxNode
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError, ModelError
@@ -136,9 +136,8 @@ def read(path: Path, size: int | None = None) -> OnnxModel:
         )
     _check_size(path, inputs, size)
     file = OnnxFile(proto, tuple(inputs), batches == {1}, opset)
-    described, note = {}, ""
-    if len(inputs) == 1 and len(inputs[0].shape) == 4:
-        described = pictures((int(inputs[0].shape[2]), int(inputs[0].shape[3])))
+    described, note = pictures_of(inputs), ""
+    if described:
         note = (
             "an ONNX file does not say how pictures are normalised: ImageNet's mean and deviation"
             " were taken; preprocessor_config.json holds them"

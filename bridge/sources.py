@@ -25,7 +25,7 @@ from torch import Tensor
 
 from maxvision.bridge.exported import trace
 from maxvision.bridge.importer import Traced
-from maxvision.bridge.model import Model, pictures
+from maxvision.bridge.model import Model, pictures, pictures_of
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError, ModelError
 
@@ -230,9 +230,7 @@ def _configured(kind: str, size: int | None) -> TorchModel:
     edge: Any = size or getattr(config, "image_size", 224)
     height, width = (edge, edge) if isinstance(edge, int) else edge
     inputs = _image(getattr(config, "num_channels", 3), height, width)
-    return TorchModel(
-        kind, _Logits(_drawn(module)).eval(), inputs, ("x",), pictures((height, width))
-    )
+    return TorchModel(kind, _Logits(_drawn(module)).eval(), inputs, ("x",), pictures_of(inputs))
 
 
 def _one_line(error: BaseException) -> str:
@@ -279,10 +277,7 @@ def _function(source: str, size: int | None) -> TorchModel:
         raise ModelError(f"{source}: expects example inputs as a tuple of tensors")
     edge = size or 224
     inputs = _image(3, edge, edge) if example is None else tuple(example)
-    described = pictures((edge, edge)) if example is None else {}
-    if len(inputs) == 1 and inputs[0].ndim == 4:
-        described = pictures((int(inputs[0].shape[2]), int(inputs[0].shape[3])))
-    return TorchModel(name, made.eval(), inputs, (), described)
+    return TorchModel(name, made.eval(), inputs, (), pictures_of(inputs))
 
 
 def _archive(path: Path) -> TorchModel:
@@ -295,11 +290,7 @@ def _archive(path: Path) -> TorchModel:
     if whole.example_inputs is None:
         raise ModelError(f"{path}: it holds no example inputs; save it with a newer torch")
     inputs = tuple(whole.example_inputs[0])
-    described = {}
-    if len(inputs) == 1 and inputs[0].ndim == 4:
-        described = pictures((int(inputs[0].shape[2]), int(inputs[0].shape[3])))
-    module = whole.module()
-    return TorchModel(path.stem, module, inputs, (), described)
+    return TorchModel(path.stem, whole.module(), inputs, (), pictures_of(inputs))
 
 
 def _image(channels: int, height: int, width: int) -> tuple[Tensor]:

@@ -44,6 +44,10 @@ class Spec(Protocol):
         """Describes it as a config.json does; labels and channels are added to that."""
 
 
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of ImageNet's pictures, channel by channel; 1 is white."""
+
+
 @dataclass(frozen=True)
 class Pictures:
     """How pictures are prepared for a network.
@@ -59,8 +63,8 @@ class Pictures:
     edge: int = 224
     resized: int = 256
     resample: str = "bicubic"
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
 
 
 @dataclass(frozen=True)

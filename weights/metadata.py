@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from maxvision.common.errors import ArgumentError, ModelError
-from maxvision.weights.family import Format, Pictures
+from maxvision.weights.family import MEAN, STD, Format, Pictures
 
 _RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 
@@ -159,7 +159,7 @@ def preprocess(
         return dict(given)
     if config is not None and not found.has_config:
         return _timm(config.get("pretrained_cfg") or config, where)
-    return _cropped(found.pictures(spec))
+    return _square(found.pictures(spec))
 
 
 def size(preprocess: Mapping[str, Any]) -> tuple[int, int]:
@@ -174,20 +174,40 @@ def size(preprocess: Mapping[str, Any]) -> tuple[int, int]:
     return 224, 224
 
 
-def _cropped(pictures: Pictures) -> dict[str, Any]:
-    """Resizes the shorter side, and cuts a square out of the middle."""
+def _square(pictures: Pictures) -> dict[str, Any]:
+    edges = pictures.edge, pictures.edge
+    return cropped(edges, pictures.resized, pictures.resample, pictures.mean, pictures.std)
+
+
+def cropped(
+    size: tuple[int, int],
+    resized: int,
+    resample: str,
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
+) -> dict[str, Any]:
+    """Describes that a picture is resized, cut out of the middle, and normalised.
+
+    Args:
+        size: Height and width that are cut out, px.
+        resized: Shorter side before that, px.
+        resample: ``nearest``, ``lanczos``, ``bilinear``, ``bicubic``, ``box`` or ``hamming``.
+        mean: Of each channel, 1 is white; so is std.
+        std: See ``mean``.
+    """
+    height, width = size
     return {
         "image_processor_type": "BitImageProcessor",
         "do_resize": True,
-        "size": {"shortest_edge": pictures.resized},
-        "resample": _RESAMPLE[pictures.resample],
+        "size": {"shortest_edge": resized},
+        "resample": _RESAMPLE[resample],
         "do_center_crop": True,
-        "crop_size": {"height": pictures.edge, "width": pictures.edge},
+        "crop_size": {"height": height, "width": width},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(pictures.mean),
-        "image_std": list(pictures.std),
+        "image_mean": list(mean),
+        "image_std": list(std),
     }
 
 
@@ -204,7 +224,7 @@ def _timm(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(f"a {mode} crop of {height}x{width} px, {interpolation}")
         levels = {name: tuple(cfg[name]) for name in ("mean", "std") if name in cfg}
         resized = int(width / cfg.get("crop_pct", 0.875))
-        described = _cropped(Pictures(width, resized, interpolation, **levels))
+        described = _square(Pictures(width, resized, interpolation, **levels))
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(
             f"{where}: 'pretrained_cfg' in config.json asks for {error}, and only a square center"
