@@ -15,6 +15,7 @@ import operator
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -140,17 +141,7 @@ class Exported(Importer):
                     last = node
             assert last is not None
             outputs = self.finish(last)
-        points = {} if self.missing else self.points()
-        return Traced(
-            program=None if self.missing else self.net.program(),
-            tensors=self.tensors,
-            outputs=outputs,
-            points={path: value for path, (value, _) in points.items()},
-            missing=self.missing,
-            reference=TorchReference(
-                self.whole, outputs, {path: node for path, (_, node) in points.items()}
-            ),
-        )
+        return self.traced(outputs, self.points(), partial(TorchReference, self.whole))
 
     def place(self, node: Node, spec: Any, names: list[str]) -> None:
         """Puts an input, a parameter or a buffer into ``env``."""

@@ -5,7 +5,7 @@ A rule of bridge/aten.py or bridge/onnx_ops.py takes an ``Importer``, whose ``ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol
@@ -187,6 +187,30 @@ class Importer:
                 bias = self._renamed(bias, f"{layer}.bias")
             found.append(self.weight(bias))
         return layer, found
+
+    def traced(
+        self,
+        outputs: list[str],
+        points: Mapping[str, tuple[str, str]],
+        reference: Callable[[list[str], dict[str, str]], Reference],
+    ) -> Traced:
+        """Gives what the model became.
+
+        Args:
+            outputs: The name of each output.
+            points: The path of a module, and what leaves it: the value, and its name in the source.
+            reference: Makes the reference, of the outputs and the names in the source.
+        """
+        if self.missing:
+            points = {}
+        return Traced(
+            program=None if self.missing else self.net.program(),
+            tensors=self.tensors,
+            outputs=outputs,
+            points={path: value for path, (value, _) in points.items()},
+            missing=self.missing,
+            reference=reference(outputs, {path: name for path, (_, name) in points.items()}),
+        )
 
     def _renamed(self, given: Known, name: str) -> Known:
         self.reserved.add(name)

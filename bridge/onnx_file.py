@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,21 +241,7 @@ class OnnxImporter(Importer):
             self.env[each.name] = self.net.input(each.name, each.shape, each.dtype)
         self.walk(graph)
         outputs = [] if self.missing else self.finish(graph)
-        points = {
-            path: (value, tensor)
-            for path, (value, tensor) in self.sources.items()
-            if not self.missing
-        }
-        return Traced(
-            program=None if self.missing else self.net.program(),
-            tensors=self.tensors,
-            outputs=outputs,
-            points={path: value for path, (value, _) in points.items()},
-            missing=self.missing,
-            reference=OnnxReference(
-                self.file, outputs, {path: tensor for path, (_, tensor) in points.items()}
-            ),
-        )
+        return self.traced(outputs, self.sources, partial(OnnxReference, self.file))
 
     def walk(self, graph: Any) -> None:
         """Translates the nodes of a graph, or of one in it."""
