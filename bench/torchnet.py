@@ -14,7 +14,7 @@ from maxvision.common.errors import ArgumentError
 from maxvision.graphs.elementwise import ELEMENTWISE
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.shapes import pair, sides
-from maxvision.graphs.types import split
+from maxvision.graphs.types import at_batch
 from maxvision.weights import Checkpoint
 
 
@@ -61,7 +61,7 @@ class TorchNet(torch.nn.Module):
         batch = len(pixel_values)
         for output, names, step, shape in self._steps:
             given = [values[n] if n in values else getattr(self, _plain(n)) for n in names]
-            more = [] if shape is None else [_sizes(shape, batch)]
+            more = [] if shape is None else [[at_batch(size, batch) for size in shape]]
             values[output] = step(*given, *more)
         return Output(values[self._output])
 
@@ -107,10 +107,6 @@ def _layer(program: Program, node: Node, checkpoint: Checkpoint) -> torch.nn.Mod
         setattr(made, name, torch.nn.Parameter(tensor, requires_grad=False))
     module: torch.nn.Module = made.eval()
     return module
-
-
-def _sizes(shape: Any, batch: int) -> list[int]:
-    return [number * batch if name else number for number, name in map(split, shape)]
 
 
 def _elementwise(op: str) -> Callable[[dict[str, Any]], Callable[..., torch.Tensor]]:

@@ -29,7 +29,7 @@ from maxvision.bridge.fx import origin, size_of, type_of
 from maxvision.bridge.importer import AT, PROBES, Importer, Known, Missing, Traced, Unsupported
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs.net import Value
-from maxvision.graphs.types import BATCH, Size, split
+from maxvision.graphs.types import BATCH, Size, at_batch
 
 MOST = 4096
 """The largest batch that is asked of torch.export."""
@@ -177,9 +177,7 @@ class Exported(Importer):
         else:
             try:
                 self.env[node] = rule(self, node, *args, **kwargs)
-            except Unsupported as why:
-                self.miss(node, str(why))
-            except ArgumentError as why:
+            except (Unsupported, ArgumentError) as why:
                 self.miss(node, str(why))
 
     def given(self, value: Any) -> Any:
@@ -299,20 +297,15 @@ def _concrete(value: Any, probe: int, batch: int) -> Any:
     if isinstance(value, Known):
         return value.values[min(probe, len(value.values) - 1)]
     if isinstance(value, Value):  # only its shape counts
-        shape = [_number(size, batch) for size in value.shape]
+        shape = [at_batch(size, batch) for size in value.shape]
         return torch.empty(shape, dtype=getattr(torch, value.type.dtype))
     if isinstance(value, str) and value.endswith(BATCH):
-        return _number(value, batch)
+        return at_batch(value, batch)
     if isinstance(value, (list, tuple)):
         return type(value)(_concrete(each, probe, batch) for each in value)
     if isinstance(value, dict):
         return {key: _concrete(each, probe, batch) for key, each in value.items()}
     return value
-
-
-def _number(size: Size, batch: int) -> int:
-    number, name = split(size)
-    return number * batch if name else number
 
 
 def _folded(found: list[Any]) -> Any:

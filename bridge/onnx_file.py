@@ -35,7 +35,7 @@ from maxvision.bridge.onnx_ops import OnnxNode
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs.net import Value
-from maxvision.graphs.types import BATCH, Size, split
+from maxvision.graphs.types import BATCH, Size, at_batch
 
 try:
     import onnx
@@ -324,7 +324,7 @@ class OnnxImporter(Importer):
         batches = (1,) if self.file.fixed else PROBES
         found = []
         for batch in batches:
-            numbers = [n * batch if name else n for n, name in map(split, sizes)]
+            numbers = [at_batch(size, batch) for size in sizes]
             found.append(np.array(numbers if op == "Shape" else math.prod(numbers), np.int64))
         return _folded(found)
 

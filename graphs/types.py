@@ -26,6 +26,12 @@ def multiple(number: int, name: str) -> Size:
     return (name if number == 1 else f"{number}*{name}") if name else number
 
 
+def at_batch(size: Size, batch: int) -> int:
+    """Gives the number that a size is, where its name stands for ``batch``."""
+    number, name = split(size)
+    return number * batch if name else number
+
+
 def product(sizes: Iterable[Size]) -> Size:
     """Multiplies sizes, one of them named at most.
 

@@ -22,7 +22,7 @@ from maxvision.graphs.constants import EVALUATE
 from maxvision.graphs.passes import layout
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite
 from maxvision.graphs.shapes import MOST_DEPTH, infer
-from maxvision.graphs.types import Size, Type, product, split
+from maxvision.graphs.types import Size, Type, at_batch, product, split
 
 ATTENTION = "scaled_dot_product_attention"
 SPLIT = (0, 2, 1, 3)
@@ -501,8 +501,7 @@ def _place(program: Program, chain: list[Node]) -> _Place | None:
 
 def _tried(value: Type) -> tuple[int, ...]:
     """Gives the sizes of a value for some images."""
-    parts = (split(size) for size in value.shape)
-    return tuple(number * IMAGES if name else number for number, name in parts)
+    return tuple(at_batch(size, IMAGES) for size in value.shape)
 
 
 def _part(writer: _Writer, place: _Place, heads: int, d: int, on: Backend) -> str | None:

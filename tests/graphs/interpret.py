@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from maxvision.graphs.elementwise import ELEMENTWISE, activation
 from maxvision.graphs.program import Program
 from maxvision.graphs.shapes import sides
-from maxvision.graphs.types import Size, split
+from maxvision.graphs.types import at_batch, split
 
 BATCH = 2
 
@@ -38,7 +38,7 @@ def inputs(program: Program, seed: int = 0, batch: int = BATCH) -> list[np.ndarr
     random = np.random.default_rng(seed + 1)
     made = []
     for shape, dtype in program.inputs.values():
-        sizes = [_size(size, batch) for size in shape]
+        sizes = [at_batch(size, batch) for size in shape]
         if dtype == "bool":
             made.append(random.integers(0, 4, sizes) > 0)
         elif dtype == "uint8":
@@ -46,11 +46,6 @@ def inputs(program: Program, seed: int = 0, batch: int = BATCH) -> list[np.ndarr
         else:
             made.append(random.standard_normal(sizes).astype(np.float32))
     return made
-
-
-def _size(size: Size, batch: int) -> int:
-    number, name = split(size)
-    return number * batch if name else number
 
 
 def interpret(
@@ -81,7 +76,7 @@ def _interpret(
         for node in program.nodes:
             read = [values[name] if name else None for name in node.inputs]
             sizes = [
-                tuple(n * batch if by else n for n, by in map(split, program.types[name].shape))
+                tuple(at_batch(size, batch) for size in program.types[name].shape)
                 for name in node.outputs
             ]
             attributes = dict(node.attributes)
