@@ -220,9 +220,7 @@ def _configured(kind: str, size: int | None) -> TorchModel:
         if isinstance(getattr(config, "num_hidden_layers", None), int):
             config.num_hidden_layers = min(4, config.num_hidden_layers)
         module = transformers.AutoModelForImageClassification.from_config(config)
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"transformers/{kind}: {_one_line(error)}") from None
-    except ImportError as error:  # a library that this kind needs
+    except (ValueError, KeyError, ImportError) as error:  # the last: this kind needs a library
         raise ModelError(f"transformers/{kind}: {_one_line(error)}") from None
     if module.main_input_name == "input_ids":  # colours by their numbers in a palette
         tokens = torch.randint(0, config.vocab_size - 1, (2, config.max_position_embeddings))
