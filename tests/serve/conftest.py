@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.started import ROOT, Server, serving
+from tests.serve.started import ROOT, Server, answers_of, serving
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.jpg"))
 KEY = "a-key"
@@ -45,20 +42,4 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def expected() -> list[dict]:
     """What run_graph.py says of the examples."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "run_graph.py",
-            *map(str, EXAMPLES),
-            "--model",
-            "resnet-cifar10",
-            "--json",
-            "--device",
-            "cpu",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [json.loads(line)["predictions"] for line in done.stdout.splitlines()]
+    return answers_of(EXAMPLES)

@@ -14,12 +14,10 @@ import io
 import json
 import math
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from PIL import Image, ImageOps
 from tests.serve import attacks
 from tests.serve.conftest import EXAMPLES
 from tests.serve.dialects import JSON, MODEL, Call, calls
-from tests.serve.started import ROOT, Server, serving
+from tests.serve.started import ROOT, Server, answers_of, serving
 
 BAD = 0.1  # of all requests
 PICTURES = 40
@@ -92,22 +90,6 @@ def pictures(folder: Path, seed: int) -> list[Path]:
         made.append(folder / f"{i}.{('jpg', 'png', 'webp')[i % 3]}")
         part.save(made[-1])
     return made
-
-
-def answers_of(files: Sequence[Path]) -> list[list[dict]]:
-    """Asks run_graph.py."""
-    command = [
-        sys.executable,
-        "run_graph.py",
-        *map(str, files),
-        "--model",
-        "resnet-cifar10",
-        "--json",
-        "--device",
-        "cpu",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [json.loads(line)["predictions"] for line in done.stdout.splitlines()]
 
 
 def labels() -> list[str]:
