@@ -50,7 +50,8 @@ from maxvision.bench.timing import (
     rounded,
     sample,
 )
-from maxvision.graphs.elementwise import activation
+from maxvision.bench.torchnet import FUNCTIONS
+from maxvision.graphs.elementwise import ELEMENTWISE, activation
 from maxvision.graphs.shapes import sides
 from maxvision.runtime import cache
 from maxvision.runtime.devices import DTYPES, find_dtype
@@ -331,25 +332,10 @@ def _ended(layer: Layer, y: torch.Tensor, residual: Tensors) -> torch.Tensor:
     for each in residual:
         y = y + each
     *numbers, op = activation(layer.epilogue).split(" ")
-    return ACTIVATIONS[op](y, *map(float, numbers)) if op else y
-
-
-ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "hardswish": F.hardswish,
-    "hardsigmoid": F.hardsigmoid,
-    "mish": F.mish,
-    "softplus": F.softplus,
-    "clamp": torch.clamp,
-    "leaky_relu": F.leaky_relu,
-    "elu": F.elu,
-}
-"""The activations of epilogues."""
+    if not op:
+        return y
+    settings = dict(zip(ELEMENTWISE[op].settings or {}, map(float, numbers), strict=True))
+    return FUNCTIONS[op](settings)(y)
 
 
 def _bias(w: Weights, place: int, whole: bool) -> torch.Tensor | None:
