@@ -1,4 +1,7 @@
-"""Runs programs in torch's float64, op by op: what a program means, before and after a pass."""
+"""Runs programs in torch's float64, op by op: what a program means, before and after a pass.
+
+It shares no table with bench/torchnet.py, which tests/bench/test_torchnet.py compares with it.
+"""
 
 from __future__ import annotations
 
