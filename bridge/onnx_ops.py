@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ class OnnxNode:
         outputs: How many it gives.
         opset: The version of ONNX's operators.
         fixed: Whether the file is for single images, and the batch takes the place of that 1.
-        attributes: Its settings.
     """
 
     op: str
@@ -40,7 +39,6 @@ class OnnxNode:
     outputs: int = 1
     opset: int = 13
     fixed: bool = False
-    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 RULES: dict[str, Callable[..., Any]] = {}
@@ -176,11 +174,6 @@ def _where(imp: Importer, node: OnnxNode, condition: Any, a: Any, b: Any) -> Val
 @_rule("Not", "And", "Or")
 def _logic(imp: Importer, node: OnnxNode, *given: Any) -> Value:
     return rules.logic(imp, node.op.lower(), *given)
-
-
-@_rule("Identity")
-def _same(imp: Importer, node: OnnxNode, x: Value) -> Value:
-    return x
 
 
 @_rule("Dropout")
@@ -660,7 +653,7 @@ def _resize(
         number = given.values[0].reshape(-1)[place]
         if axis < 2:
             held = 1 if node.fixed and isinstance(x.shape[axis], str) else x.shape[axis]
-            if (number != 1) if sizes is None else (_sizes(node, sizes)[place] != held):
+            if (number != 1) if sizes is None else (_sizes(sizes)[place] != held):
                 raise Unsupported("other than images, stretched")
             continue
         size = x.size(axis)
@@ -684,7 +677,7 @@ def _resize(
 # --- movement ----------------------------------------------------------------------------------
 
 
-def _sizes(node: OnnxNode, given: Any) -> list[Size]:
+def _sizes(given: Any) -> list[Size]:
     """Reads a shape that is known, perhaps but for the batch."""
     if not isinstance(given, Known):
         raise Unsupported("a shape that hangs on the numbers of the input")
@@ -702,7 +695,7 @@ def _sizes(node: OnnxNode, given: Any) -> list[Size]:
 
 @_rule("Reshape")
 def _reshape(imp: Importer, node: OnnxNode, x: Value, shape: Any, allowzero: int = 0) -> Value:
-    sizes = _sizes(node, shape)
+    sizes = _sizes(shape)
     sizes = [x.shape[i] if s == 0 and not allowzero else s for i, s in enumerate(sizes)]
     return rules.reshaped(imp, x, _filled(node, x.shape, sizes))
 
@@ -775,13 +768,13 @@ def _unsqueeze(imp: Importer, node: OnnxNode, x: Value, axes: Any) -> Value:
 
 @_rule("Expand")
 def _expand(imp: Importer, node: OnnxNode, x: Value, shape: Any) -> Value:
-    wanted = Type(tuple(_sizes(node, shape)))
+    wanted = Type(tuple(_sizes(shape)))
     return rules.spread(imp, x, broadcast("Expand", x.type, wanted))
 
 
 @_rule("Tile")
 def _tile(imp: Importer, node: OnnxNode, x: Value, repeats: Any) -> Value:
-    times = _sizes(node, repeats)
+    times = _sizes(repeats)
     shape = [product(pair) for pair in zip(x.shape, times, strict=True)]
     return rules.tiled(imp, x, times, shape)
 
