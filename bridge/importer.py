@@ -14,7 +14,7 @@ import numpy as np
 
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.program import Program
-from maxvision.graphs.types import BATCH, Size, multiple
+from maxvision.graphs.types import BATCH, Size, at_batch, multiple, split
 
 AT = "at "
 """What comes before the path of a module in the name of a point that is compared."""
@@ -217,6 +217,14 @@ class Importer:
         return Known(given.values, name)
 
 
+def size_from(sizes: Sequence[int]) -> Size | None:
+    """Gives the size that is these numbers for ``PROBES``; None if there is no such size."""
+    if len(set(sizes)) == 1:
+        return sizes[0]
+    size = multiple(sizes[0] // PROBES[0], BATCH)
+    return size if [at_batch(size, batch) for batch in PROBES] == [*sizes] else None
+
+
 def array(tensor: Any) -> np.ndarray:
     """Makes a numpy array of a tensor; floats become float32."""
     if hasattr(tensor, "detach"):
@@ -234,18 +242,17 @@ def _stored(given: Known) -> tuple[np.ndarray, tuple[Size, ...]]:
     found = [first, array(given.values[1])]
     shape: list[Size] = []
     for axis in range(first.ndim):
-        sizes = [each.shape[axis] for each in found]
-        if sizes[0] == sizes[1]:
-            shape.append(sizes[0])
-            continue
-        each = sizes[0] // PROBES[0]
-        if [each * batch for batch in PROBES] != sizes:
+        size = size_from([each.shape[axis] for each in found])
+        if size is None:
             raise Unsupported("a constant whose shape is not a multiple of the batch")
+        shape.append(size)
+        each, name = split(size)
+        if not name:
+            continue
         one = found[0].take(range(each), axis)
         nan = one.dtype.kind == "f"
         for x, batch in zip(found, PROBES, strict=True):
             if not np.array_equal(np.concatenate([one] * batch, axis), x, equal_nan=nan):
                 raise Unsupported("a constant that differs from image to image")
         found = [one, found[1].take(range(each), axis)]
-        shape.append(multiple(each, BATCH))
     return np.ascontiguousarray(found[0]), tuple(shape)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from maxvision.bridge import rules
-from maxvision.bridge.importer import Importer, Known, Unsupported, array, known_weight
+from maxvision.bridge.importer import Importer, Known, Unsupported, array, known_weight, size_from
 from maxvision.bridge.resizing import matrix
 from maxvision.graphs.net import Value
 from maxvision.graphs.shapes import broadcast
@@ -126,7 +126,7 @@ _BINARY = {
     "Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Pow": "pow", "Equal": "eq",
     "Less": "lt", "LessOrEqual": "le", "Greater": "gt", "GreaterOrEqual": "ge",
 }  # fmt: skip
-_SEVERAL = {"Max": "maximum", "Min": "minimum", "Sum": "add"}
+_SEVERAL = {"Max": "maximum", "Min": "minimum", "Sum": "add", "Mean": "add"}
 
 
 def _binary(imp: Importer, op: str, a: Any, b: Any) -> Value:
@@ -155,15 +155,7 @@ def _several(imp: Importer, node: OnnxNode, *given: Any) -> Value:
     y, *rest = given
     for each in rest:
         y = _binary(imp, _SEVERAL[node.op], y, each)
-    return imp.value(y)
-
-
-@_rule("Mean")
-def _mean_of(imp: Importer, node: OnnxNode, *given: Any) -> Value:
-    y, *rest = given
-    for each in rest:
-        y = _binary(imp, "add", y, each)
-    return rules.binary(imp, "div", y, len(given))
+    return rules.binary(imp, "div", y, len(given)) if node.op == "Mean" else imp.value(y)
 
 
 @_rule("Where")
@@ -233,6 +225,13 @@ class _Window:
     def even(self) -> bool:
         """Whether there is as much before as behind the image."""
         return self.pads[:2] == self.pads[2:]
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether torch's pools take the padding: even, and half the kernel at most."""
+        return self.even and all(
+            2 * p <= k for p, k in zip(self.pads, self.kernel * 2, strict=True)
+        )
 
     def settings(self) -> dict[str, Any]:
         """Gives stride, padding and dilation as ops take them."""
@@ -466,9 +465,12 @@ def _rms_norm(
     return imp.net.op("rms_norm", [x, weights[0]], eps=float(epsilon))
 
 
-@_rule("Softmax", "LogSoftmax")
+_SOFTMAX = {"Softmax": "softmax", "LogSoftmax": "log_softmax"}
+
+
+@_rule(*_SOFTMAX)
 def _softmax(imp: Importer, node: OnnxNode, x: Value, axis: int = -1) -> Value:
-    return rules.on_last(imp, {"Softmax": "softmax"}.get(node.op, "log_softmax"), x, axis)
+    return rules.on_last(imp, _SOFTMAX[node.op], x, axis)
 
 
 @_rule("LSTM")
@@ -533,8 +535,7 @@ def _max_pool(
 ) -> list[Any]:  # fmt: skip
     window, image = _window(x, kernel_shape, given), _image(x)
     settings = rules.plain({"kernel": window.kernel})
-    fits = all(2 * p <= k for p, k in zip(window.pads, window.kernel * 2, strict=True))
-    if window.even and fits:
+    if window.is_torchs:
         more: dict[str, Any] = {"ceil_mode": True} if ceil_mode else {}
         y = imp.net.op("max_pool2d", [image], **settings, **window.settings(), **more)
     else:
@@ -555,12 +556,11 @@ def _average_pool(
     count_include_pad: int = 0, **given: Any,
 ) -> Value:  # fmt: skip
     window, image = _window(x, kernel_shape, given), _image(x)
-    fits = all(2 * p <= k for p, k in zip(window.pads, window.kernel * 2, strict=True))
-    if window.even and fits and window.dilation == (1, 1):
+    if window.is_torchs and window.dilation == (1, 1):
         settings = rules.plain({"kernel": window.kernel}) | window.settings()
         settings.pop("dilation", None)
         more: dict[str, Any] = {"ceil_mode": True} if ceil_mode else {}
-        if (not count_include_pad and any(window.pads)) or (not count_include_pad and ceil_mode):
+        if not count_include_pad and (any(window.pads) or ceil_mode):
             more["count_include_pad"] = False
         y = imp.net.op("avg_pool2d", [image], **settings, **more)
     else:
@@ -684,12 +684,10 @@ def _sizes(given: Any) -> list[Size]:
     several = [[int(n) for n in np.ravel(each)] for each in given.values]
     found: list[Size] = []
     for sizes in zip(*several, strict=True):
-        if len(set(sizes)) == 1:
-            found.append(sizes[0])
-        elif sizes[0] * 3 == sizes[1] * 2:  # a multiple of PROBES
-            found.append(multiple(sizes[0] // 2, BATCH))
-        else:
+        size = size_from(sizes)
+        if size is None:
             raise Unsupported("a size that is no multiple of the batch")
+        found.append(size)
     return found
 
 
