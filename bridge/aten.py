@@ -97,7 +97,7 @@ def _gelu(imp: Importer, node: Node, x: Value, approximate: str = "none") -> Val
 
 @_rule(aten.hardtanh.default)
 def _hardtanh(imp: Importer, node: Node, x: Value, low: float = -1.0, high: float = 1.0) -> Value:
-    return imp.net.op("clamp", [x], min=float(low), max=float(high))
+    return rules.clamp(imp, x, low, high)
 
 
 @_rule(aten.clamp.default)
@@ -272,9 +272,8 @@ def _convolution(
     if transposed:
         if len(x.shape) != 3:
             raise Unsupported("a transposed convolution of other than images")
-        image = imp.net.reshape(x, x.shape[0], x.shape[1], 1, x.shape[2])
         y = _conv_transpose2d(
-            imp, node, image, imp.applied(weight, lambda w: w.unsqueeze(2)), bias,
+            imp, node, rules.image(x), imp.applied(weight, lambda w: w.unsqueeze(2)), bias,
             (1, *_one(stride)), (0, *_one(padding)), (0, *_one(output_padding)), groups,
             (1, *_one(dilation)),
         )  # fmt: skip
@@ -291,10 +290,9 @@ def _conv1d(
     imp: Importer, node: Node, x: Value, weight: Known, bias: Any = None, stride: Any = (1,),
     padding: Any = (0,), dilation: Any = (1,), groups: int = 1,
 ) -> Value:  # fmt: skip
-    image = imp.net.reshape(x, x.shape[0], x.shape[1], 1, x.shape[2])
     lifted = imp.applied(weight, lambda w: w.unsqueeze(2))
     y = _conv2d(
-        imp, node, image, lifted, bias, (1, *_one(stride)), (0, *_one(padding)),
+        imp, node, rules.image(x), lifted, bias, (1, *_one(stride)), (0, *_one(padding)),
         (1, *_one(dilation)), groups,
     )  # fmt: skip
     return imp.net.reshape(y, *_shape(node))
@@ -530,10 +528,9 @@ def _avg_pool1d(
     imp: Importer, node: Node, x: Value, kernel: Any, stride: Any = (), padding: Any = 0,
     ceil_mode: bool = False, count_include_pad: bool = True,
 ) -> Value:  # fmt: skip
-    image = imp.net.reshape(x, x.shape[0], x.shape[1], 1, x.shape[2])
     y = _avg_pool2d(
-        imp, node, image, (1, *_one(kernel)), (1, *_one(stride or kernel)), (0, *_one(padding)),
-        ceil_mode, count_include_pad,
+        imp, node, rules.image(x), (1, *_one(kernel)), (1, *_one(stride or kernel)),
+        (0, *_one(padding)), ceil_mode, count_include_pad,
     )  # fmt: skip
     return imp.net.reshape(y, *_shape(node))
 
@@ -578,38 +575,24 @@ def _averages(length: int, into: int) -> torch.Tensor:
     return F.adaptive_avg_pool1d(torch.eye(length), into).t().contiguous()
 
 
-@_rule(aten.mean.dim)
-def _mean(
-    imp: Importer, node: Node, x: Value, axes: Any = None, keepdim: bool = False, **_: Any
-) -> Value:
-    return rules.reduced(imp, "mean", x, axes, keepdim)
+_REDUCTIONS = {
+    "mean": aten.mean.dim, "sum": aten.sum.dim_IntList, "amax": aten.amax.default,
+    "amin": aten.amin.default,
+}  # fmt: skip
 
+for _name, _op in _REDUCTIONS.items():
+    _rule(_op)(
+        lambda imp, node, x, axes=(), keepdim=False, _name=_name, **_: rules.reduced(
+            imp, _name, x, axes, keepdim
+        )
+    )
 
-@_rule(aten.sum.dim_IntList)
-def _sum(
-    imp: Importer, node: Node, x: Value, axes: Any = None, keepdim: bool = False, **_: Any
-) -> Value:
-    return rules.reduced(imp, "sum", x, axes, keepdim)
-
-
-@_rule(aten.amax.default)
-def _amax(imp: Importer, node: Node, x: Value, axes: Any = (), keepdim: bool = False) -> Value:
-    return rules.reduced(imp, "amax", x, axes, keepdim)
-
-
-@_rule(aten.amin.default)
-def _amin(imp: Importer, node: Node, x: Value, axes: Any = (), keepdim: bool = False) -> Value:
-    return rules.reduced(imp, "amin", x, axes, keepdim)
-
-
-@_rule(aten.max.dim)
-def _max(imp: Importer, node: Node, x: Value, axis: int, keepdim: bool = False) -> list[Any]:
-    return [rules.reduced(imp, "amax", x, [axis], keepdim), None]
-
-
-@_rule(aten.min.dim)
-def _min(imp: Importer, node: Node, x: Value, axis: int, keepdim: bool = False) -> list[Any]:
-    return [rules.reduced(imp, "amin", x, [axis], keepdim), None]
+for _name, _op in {"amax": aten.max.dim, "amin": aten.min.dim}.items():  # and indices
+    _rule(_op)(
+        lambda imp, node, x, axis, keepdim=False, _name=_name: [
+            rules.reduced(imp, _name, x, [axis], keepdim), None
+        ]
+    )  # fmt: skip
 
 
 @_rule(aten.var.correction)
@@ -664,7 +647,7 @@ def _scales(size: Any, scales: Any) -> tuple[Any, Any]:
     aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact2d.default,
 )  # fmt: skip
 def _nearest(imp: Importer, node: Node, x: Value, size: Any, *scales: Any) -> Value:
-    net, into, factors = imp.net, _shape(node)[2:], _scales(size, scales)
+    into, factors = _shape(node)[2:], _scales(size, scales)
     op = node.target.overloadpacket.default  # type: ignore[union-attr]
     orders = []
     for held, out, factor in zip((x.size(2), x.size(3)), into, factors, strict=True):
@@ -675,7 +658,7 @@ def _nearest(imp: Importer, node: Node, x: Value, size: Any, *scales: Any) -> Va
     if all(torch.equal(a, b) for a, b in zip(orders, whole, strict=True)):
         return rules.enlarged(imp, x, (times[0], times[1]))
     for axis, order in zip((2, 3), orders, strict=True):
-        x = net.op("gather", [x, imp.constant(order)], axis=axis)
+        x = rules.picked(imp, x, axis, order)
     return x
 
 
@@ -699,12 +682,9 @@ def _interpolate(
 # --- movement ----------------------------------------------------------------------------------
 
 
-@_rule(
-    aten.view.default, aten.squeeze.dims, aten.unsqueeze.default,
-)  # fmt: skip
+@_rule(aten.view.default, aten.squeeze.dims, aten.unsqueeze.default)
 def _reshape(imp: Importer, node: Node, x: Value, *_: Any) -> Value:
-    shape = _shape(node)
-    return x if shape == x.shape else imp.net.reshape(x, *shape)
+    return rules.reshaped(imp, x, _shape(node))
 
 
 @_rule(aten.permute.default)
@@ -784,8 +764,7 @@ def _slice_scatter(
     if step != 1:
         order = torch.arange(x.size(axis))
         order[begin:end:step] = x.size(axis) + torch.arange(source.size(axis))
-        both = imp.net.concat([x, source], axis)
-        return imp.net.op("gather", [both, imp.constant(order)], axis=axis)
+        return rules.picked(imp, imp.net.concat([x, source], axis), axis, order)
     parts = [imp.net.slice(x, axis, 0, begin)] if begin else []
     parts.append(source)
     if end < x.size(axis):
@@ -867,7 +846,7 @@ def _index(imp: Importer, node: Node, x: Any, indices: list[Any]) -> Value:
     for each, size, stride in zip(given, sizes, strides, strict=True):
         order = order + (each.values[0] % size) * stride
     flat = net.reshape(x, *x.shape[: axes[0]], math.prod(sizes), *x.shape[axes[-1] + 1 :])
-    return net.op("gather", [flat, imp.constant(order)], axis=axes[0])
+    return rules.picked(imp, flat, axes[0], order)
 
 
 @_rule(aten.unfold.default)
@@ -875,7 +854,7 @@ def _unfold(imp: Importer, node: Node, x: Value, axis: int, size: int, step: int
     axis = rules.axis_of(x, axis)
     count = (x.size(axis) - size) // step + 1
     order = torch.arange(count)[:, None] * step + torch.arange(size)
-    y = imp.net.op("gather", [x, imp.constant(order)], axis=axis)  # the window behind its number
+    y = rules.picked(imp, x, axis, order)  # the window behind its number
     axes = [a for a in range(len(y.shape)) if a != axis + 1]
     return imp.net.permute(y, *axes, axis + 1)
 

@@ -191,15 +191,6 @@ def _cast(
 # --- layers ------------------------------------------------------------------------------------
 
 
-def _image(x: Value) -> Value:
-    """Makes images of lines [N, C, L]: their height is 1."""
-    return x.net.reshape(x, *_image_of(x.shape)) if len(x.shape) == 3 else x
-
-
-def _image_of(shape: Sequence[Size]) -> Sequence[Size]:
-    return shape if len(shape) == 4 else (*shape[:2], 1, shape[2])
-
-
 def _line(x: Value, y: Value) -> Value:
     """Makes lines of images again if ``x`` is lines."""
     return y.net.reshape(y, *y.shape[:2], y.shape[3]) if len(x.shape) == 3 else y
@@ -298,7 +289,7 @@ def _conv(
     weight = known_weight(weight)
     found = _window(x, weight.values[0].shape[2:], window)
     layer, weights = imp.layer(node.module, _lifted(imp, weight), bias)
-    y = imp.net.op("conv2d", [_image(x), *weights], layer, **found.settings(), groups=group)
+    y = imp.net.op("conv2d", [rules.image(x), *weights], layer, **found.settings(), groups=group)
     return _line(x, y)
 
 
@@ -329,7 +320,7 @@ def _conv_transpose(
     extra = (0, *more) if rank == 1 else tuple(more)
     pads = (*found.pads[:2], *(p - m for p, m in zip(found.pads[2:], extra, strict=True)))
     y = rules.conv_transpose2d(
-        imp, node.module, _image(x), _lifted(imp, weight), bias, stride=found.stride,
+        imp, node.module, rules.image(x), _lifted(imp, weight), bias, stride=found.stride,
         pads=pads, dilation=found.dilation, groups=group,
     )  # fmt: skip
     return _line(x, y)
@@ -533,7 +524,7 @@ def _max_pool(
     imp: Importer, node: OnnxNode, x: Value, kernel_shape: Any, ceil_mode: int = 0,
     storage_order: int = 0, **given: Any,
 ) -> list[Any]:  # fmt: skip
-    window, image = _window(x, kernel_shape, given), _image(x)
+    window, image = _window(x, kernel_shape, given), rules.image(x)
     settings = rules.plain({"kernel": window.kernel})
     if window.is_torchs:
         more: dict[str, Any] = {"ceil_mode": True} if ceil_mode else {}
@@ -555,7 +546,7 @@ def _average_pool(
     imp: Importer, node: OnnxNode, x: Value, kernel_shape: Any, ceil_mode: int = 0,
     count_include_pad: int = 0, **given: Any,
 ) -> Value:  # fmt: skip
-    window, image = _window(x, kernel_shape, given), _image(x)
+    window, image = _window(x, kernel_shape, given), rules.image(x)
     if window.is_torchs and window.dilation == (1, 1):
         settings = rules.plain({"kernel": window.kernel}) | window.settings()
         settings.pop("dilation", None)
@@ -588,7 +579,7 @@ def _averages(size: int, count: int, window: _Window, i: int, padded: bool) -> n
 
 @_rule("GlobalAveragePool")
 def _global_average_pool(imp: Importer, node: OnnxNode, x: Value) -> Value:
-    image = _image(x)
+    image = rules.image(x)
     size = (image.size(2), image.size(3))
     y = imp.net.op("avg_pool2d", [image], **rules.plain({"kernel": size, "stride": size}))
     return _line(x, y)
@@ -659,8 +650,11 @@ def _resize(
         size = x.size(axis)
         factors[axis] = float(number) if sizes is None else float(number) / size
         wanted[axis] = math.floor(size * factors[axis]) if sizes is None else int(number)
-    image = _image(x)
-    lengths, factors = [*_image_of(wanted)], factors if rank == 4 else [1.0, 1.0, 1.0, factors[2]]
+    image = rules.image(x)
+    lengths, factors = (
+        [*rules.image_of(wanted)],
+        factors if rank == 4 else [1.0, 1.0, 1.0, factors[2]],
+    )
     made = [matrix(mode, image.size(a), int(lengths[a]), factors[a], **how) for a in (2, 3)]
     times = tuple(m.shape[0] // m.shape[1] for m in made)
     repeats = [

@@ -86,6 +86,19 @@ def clamp(imp: Importer, x: Value, low: float | None, high: float | None) -> Val
     return imp.net.op("clamp", [x], **limits) if limits else x
 
 
+# --- lines as images ---------------------------------------------------------------------------
+
+
+def image(x: Value) -> Value:
+    """Makes images of lines [N, C, L]: their height is 1."""
+    return x.net.reshape(x, *image_of(x.shape)) if len(x.shape) == 3 else x
+
+
+def image_of(shape: Sequence[Size]) -> Sequence[Size]:
+    """Gives the shape of ``image``."""
+    return shape if len(shape) == 4 else (*shape[:2], 1, shape[2])
+
+
 # --- layers ------------------------------------------------------------------------------------
 
 
@@ -375,9 +388,9 @@ def joined(imp: Importer, parts: Sequence[Any], axis: int) -> Value:
     return imp.net.concat(values, axis) if len(values) > 1 else values[0]
 
 
-def picked(imp: Importer, x: Value, axis: int, order: np.ndarray) -> Value:
-    """Takes the numbers of an axis in an order."""
-    return imp.net.op("gather", [x, imp.constant(order.astype(np.int64))], axis=axis)
+def picked(imp: Importer, x: Value, axis: int, order: Any) -> Value:
+    """Takes the numbers of an axis in an order, an array or a tensor of any shape."""
+    return imp.net.op("gather", [x, imp.constant(array(order).astype(np.int64))], axis=axis)
 
 
 def padded(imp: Importer, x: Value, pads: Sequence[int], value: float = 0.0) -> Value:
