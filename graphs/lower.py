@@ -1,8 +1,7 @@
 """A program becomes a MAX graph: each op is one typed function of graphs/nodes.py.
 
-Ops on shapes alone are MAX's own, as they compute nothing. So are those that a pass would have
-folded or fused away (``OTHERS``), which run when that pass was left out, and elementwise ops on
-integers (``INTEGERS``).
+Ops that compute nothing are MAX's own (``MOVES``). So are a few that have no kernel here
+(``OTHERS``), and ops on integers and truth values (``INTEGERS``).
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ def bind(
     dtype: str,
     tf32: bool = True,
 ) -> Parameters:
-    """Hands the weights of programs that were rewritten out; see ``lower``."""
+    """Makes the weights that graphs of rewritten programs ask for; see ``lower``."""
     parts = [Canonical(Constants(program, tensors), program) for program in programs]
     shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
     plain: Any = ChainMap(*(part.plain for part in parts))  # type: ignore[arg-type]
@@ -223,10 +222,6 @@ class _Given:
     def dtype(self, i: int) -> str:
         """Names the dtype of an input."""
         return self._program.types[self.name(i)].dtype
-
-    def rank(self, i: int) -> int:
-        """Gives the rank of an input."""
-        return len(self._program.types[self.name(i)].shape)
 
     @property
     def values(self) -> list[TensorValue]:

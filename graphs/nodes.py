@@ -1,4 +1,4 @@
-"""The ops as typed functions on graph values: each is one launch of one of our kernels.
+"""The ops as typed functions on graph values; each adds one of our ops, or says otherwise.
 
 Shapes are checked and inferred by graphs/shapes.py, as those of programs are; dtypes here.
 

@@ -267,9 +267,9 @@ def _write(writer: _Writer, scores: _Scores, last: Node) -> bool:
             q, k, v = (_with_heads(writer, x) for x in (q, k, v))
         mask = _mask(writer, scores)
         inputs = (q, k, v, mask) if mask else (q, k, v)
-        alone = len(whole) == 4
-        y = writer.op(ATTENTION, inputs, last.output if alone else "", scale=scale)
-        if not alone:
+        apart = len(whole) == 4  # the heads have an axis of their own
+        y = writer.op(ATTENTION, inputs, last.output if apart else "", scale=scale)
+        if not apart:
             writer.op("reshape", (y,), last.output, shape=whole)
     except ArgumentError:
         return False

@@ -250,13 +250,15 @@ def _centred(find: _Finder, value: str) -> str | None:
 
 
 def _square(find: _Finder, value: str) -> str | tuple[str, str] | None:
-    """Reads d * d or d ** 2: d; or what it is centred of, as a module may compute that twice."""
+    """Reads d * d or d ** 2: d, or ("same", x) of x - mean(x), which a module may compute twice."""
     node = find.made(value, "pow", "mul")
     if node is None:
         return None
-    squared = _other(node) == 2 if "other" in node.attributes else False
-    twice = len(node.inputs) == 2 and node.inputs[0] == node.inputs[1]
-    if not (node.op == "pow" and squared) and not (node.op == "mul" and twice):
+    if node.op == "pow":
+        squared = "other" in node.attributes and _other(node) == 2
+    else:
+        squared = len(node.inputs) == 2 and node.inputs[0] == node.inputs[1]
+    if not squared:
         return None
     x = _centred(find, node.inputs[0])
     return node.inputs[0] if x is None else ("same", x)
