@@ -362,15 +362,6 @@ def relu(x: TensorValue) -> TensorValue:
     return pointwise("x0 relu", [x])
 
 
-def gelu(x: TensorValue) -> TensorValue:
-    """Computes the exact (erf) GELU of any shape.
-
-    Raises:
-        DeviceError: If the device has no kernel for the dtype.
-    """
-    return pointwise("x0 gelu", [x])
-
-
 def softmax(x: TensorValue) -> TensorValue:
     """Computes the softmax along the last axis of x[..., C].
 
