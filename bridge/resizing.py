@@ -40,7 +40,7 @@ def matrix(
         extrapolation_value: Unused; of crops, which are unsupported.
 
     Raises:
-        Unsupported: If there is no such mode here.
+        Unsupported: If coordinate_transformation_mode is ``tf_crop_and_resize`` or unknown.
     """
     if out == size and scale == 1:
         return np.eye(size)
