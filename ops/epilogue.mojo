@@ -101,7 +101,7 @@ def activate[
         else:
             return gelu(v)
     elif len(epilogue.words()) > 1:
-        return evaluate_words[epilogue.words()]([v])
+        return evaluate_words[epilogue.words(), narrow=dtype.is_half_float()]([v])
     else:
         return v
 

@@ -21,6 +21,7 @@ from .functions import (
     power,
     relu,
     sigmoid,
+    sigmoid_narrow,
     sine,
     softplus,
     tanh,
@@ -30,7 +31,7 @@ from .operands import F32
 
 @always_inline
 def evaluate[
-    width: SIMDLength, count: Int, //, expression: StaticString
+    width: SIMDLength, count: Int, //, expression: StaticString, *, narrow: Bool = False
 ](values: Array[SIMD[F32, width], count]) -> SIMD[F32, width]:
     """Evaluates an expression.
 
@@ -38,6 +39,7 @@ def evaluate[
         width: Lanes.
         count: How many values there are.
         expression: Of `x0`, `x1`, ..., numbers and ops.
+        narrow: Whether the result is rounded to 16 bits: some ops then take fewer instructions.
 
     Args:
         values: What `x0`, `x1`, ... stand for.
@@ -45,12 +47,12 @@ def evaluate[
     Returns:
         The result; 1 and 0 for true and false.
     """
-    return evaluate_words[split(expression)](values)
+    return evaluate_words[split(expression), narrow=narrow](values)
 
 
 @always_inline
 def evaluate_words[
-    width: SIMDLength, count: Int, //, words: List[String]
+    width: SIMDLength, count: Int, //, words: List[String], *, narrow: Bool = False
 ](values: Array[SIMD[F32, width], count]) -> SIMD[F32, width]:
     """Evaluates an expression whose words stand apart.
 
@@ -58,6 +60,7 @@ def evaluate_words[
         width: Lanes.
         count: How many values there are.
         words: `x0`, `x1`, ..., numbers and ops.
+        narrow: Whether the result is rounded to 16 bits.
 
     Args:
         values: What `x0`, `x1`, ... stand for.
@@ -79,7 +82,7 @@ def evaluate_words[
         else:
             comptime arity = _arity(word)
             comptime if arity == 1:
-                stack[top] = _unary[word](stack[top])
+                stack[top] = _unary[word, narrow](stack[top])
             elif word == "clamp":
                 comptime low = Float32(_number(words[i - 2]))
                 comptime high = Float32(_number(words[i - 1]))
@@ -269,9 +272,15 @@ def inputs_of(expression: StaticString) -> Int:
 
 
 @always_inline
-def _unary[width: SIMDLength, //, op: String](x: SIMD[F32, width]) -> SIMD[F32, width]:
+def _unary[
+    width: SIMDLength, //, op: String, narrow: Bool
+](x: SIMD[F32, width]) -> SIMD[F32, width]:
     comptime if op == "relu":
         return relu(x)
+    elif op == "silu" and narrow:
+        return x * sigmoid_narrow(x)
+    elif op == "sigmoid" and narrow:
+        return sigmoid_narrow(x)
     elif op == "gelu":
         return gelu(x)
     elif op == "gelu_tanh":

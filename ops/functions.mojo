@@ -7,7 +7,7 @@ selects: `min` and `max` drop NaN.
 
 from std.math import exp, exp2, floor
 from std.memory import bitcast
-from std.sys import CompilationTarget, is_gpu
+from std.sys import CompilationTarget, is_gpu, is_nvidia_gpu
 from std.sys.intrinsics import llvm_intrinsic
 from std.utils.numerics import inf, isinf, isnan, nan
 
@@ -262,6 +262,31 @@ def sigmoid[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
         Numbers from 0 to 1.
     """
     return 1 / (1 + exponential(-x))
+
+
+@always_inline
+def sigmoid_narrow[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
+    """Computes 1 / (1 + e^-x) to 1e-5 relatively, enough for 16 bits: on a GPU in two instructions.
+
+    Below -87 it may be 0.
+
+    Parameters:
+        width: Lanes.
+
+    Args:
+        x: Any numbers.
+
+    Returns:
+        Numbers from 0 to 1.
+    """
+    comptime if is_nvidia_gpu():
+        var all = 1 + exp2(x * -LOG2_E)
+        var value = SIMD[F32, width]()
+        comptime for i in range(width):
+            value[i] = llvm_intrinsic["llvm.nvvm.rcp.approx.ftz.f", Float32](all[i])
+        return value
+    else:
+        return sigmoid(x)
 
 
 @always_inline

@@ -91,12 +91,13 @@ struct Broadcast[count: Int](KernelArgument, TrivialRegisterPassable):
         """
         var rest = number
         var at = Int64(0)
-        for axis in range(Int(self.axes) - 1):
-            var whole = rest // self.sizes[axis]
-            at += Int64(rest - whole * self.sizes[axis]) * self.steps[index][axis]
-            rest = whole
-        if self.axes > 0:
-            at += Int64(rest) * self.steps[index][Int(self.axes) - 1]
+        comptime for axis in range(AXES):  # an index at run time would put the sizes in memory
+            if axis < Int(self.axes) - 1:
+                var whole = rest // self.sizes[axis]
+                at += Int64(rest - whole * self.sizes[axis]) * self.steps[index][axis]
+                rest = whole
+            elif axis == Int(self.axes) - 1:
+                at += Int64(rest) * self.steps[index][axis]
         return at
 
 
@@ -142,20 +143,24 @@ def _part[
             var numbers = from_[i].unsafe_bitcast[Scalar[source]]()
             var place = at * steps[i] if repeats else at
             values[i] = widened(numbers.unsafe_load[width=WIDTH](place))
-        y.unsafe_store(at, _rounded[dtype](evaluate[expression](values)))
+        y.unsafe_store(at, _evaluated[dtype, expression](values))
     if whole < length:
         var left = iota[DType.int32, WIDTH]().lt(Int32(length - whole))
         comptime for i in range(count):
             comptime source = dtypes[i]
             var numbers = from_[i].unsafe_bitcast[Scalar[source]]().unsafe_offset(whole * steps[i])
             values[i] = widened(masked_load[WIDTH](numbers, left, SIMD[source, WIDTH](0)))
-        var value = _rounded[dtype](evaluate[expression](values))
+        var value = _evaluated[dtype, expression](values)
         masked_store(value, y.unsafe_offset(whole), left)
 
 
 @always_inline
-def _rounded[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SIMD[dtype, width]:
-    """Rounds to a dtype; a byte is a mask's."""
+def _evaluated[
+    width: SIMDLength, count: Int, //, dtype: DType, expression: StaticString
+](values: Array[SIMD[F32, width], count]) -> SIMD[dtype, width]:
+    """Evaluates an expression, and rounds it to a dtype; a byte is a mask's."""
+    comptime narrow = dtype.is_half_float()
+    var value = evaluate[expression, narrow=narrow](values)
     comptime if dtype == BYTE:
         return value.ne(0).cast[dtype]()
     else:
@@ -263,9 +268,7 @@ def pointwise_kernel[
         else:
             values[i] = widened(numbers[unsafe_offset=0])
     comptime bytes = min(16, width * size_of[dtype]())
-    y.unsafe_store[alignment=bytes](
-        Int(vector) * width, _rounded[dtype](evaluate[expression](values))
-    )
+    y.unsafe_store[alignment=bytes](Int(vector) * width, _evaluated[dtype, expression](values))
 
 
 def pointwise_gpu[

@@ -287,7 +287,9 @@ def choose_sparse(
     found = layers(program)
     zeros = {each.name: checkpoint.zeros(each.name) for each in found}
     if mode == "auto" and max(zeros.values(), default=0) >= sparsity.PRUNED:
-        found = layers(program, rewriting.run(program, Backend(target.api, dtype.name, {}, target.name)))
+        found = layers(
+            program, rewriting.run(program, Backend(target.api, dtype.name, {}, target.name))
+        )
 
     def formats_of(layer: Layer) -> tuple[str, ...]:
         stored = checkpoint.tensors[f"{layer.name}.weight"]

@@ -8,11 +8,13 @@
 | batch_norm    | a convolution and its batch norm: one convolution                           |
 | attention     | attention, written out or not, with its masks: one op on tokens [N, T, C]   |
 | channels_last | images as [N, H, W, C]; permutes and reshapes that cancel out go            |
+| concats       | many values put together, most of which are already: two                    |
 | scale         | a constant by channel behind a product, as LayerScale: into its weights     |
 | tokens        | a class token put before others, the norm of the first token: one op each   |
 | sparse        | convolutions and linear layers that run on their nonzeros alone             |
 | epilogues     | + residual and an activation behind a product: its epilogue                 |
 | stem          | pixels, first convolution, and max pool or layer norm: one op               |
+| patches       | a convolution of patches that touch: one of their rows, as wider channels   |
 | shortcut      | a residual block's last convolution and its shortcut's: one op              |
 | chain         | a block's last 1 x 1 and the next one's first: one op                       |
 | qkv           | the linear layers of query, key and value: one op                           |
@@ -44,11 +46,13 @@ PASSES: dict[str, Pass] = {
     "batch_norm": fold.batch_norm,
     "attention": heads.attention,
     "channels_last": layout.channels_last,
+    "concats": layout.concats,
     "scale": fold.scale,
     "tokens": fuse.tokens,
     "sparse": fuse.sparse,
     "epilogues": fuse.epilogues,
     "stem": fuse.stem,
+    "patches": layout.patches,
     "shortcut": fuse.shortcut,
     "chain": fuse.chain,
     "qkv": fuse.qkv,

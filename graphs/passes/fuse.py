@@ -40,9 +40,9 @@ def sparse(program: Program, on: Backend) -> Program:
 def _in_blocks(program: Program, node: Node, on: Backend) -> bool:
     """Tells whether a convolution in groups is one of blocks on Hopper's tensor cores."""
     groups = node.attributes.get("groups", 1)
-    if node.op != "conv2d" or groups == 1 or on.dtype == "float32" or not on.is_hopper:
+    if node.op != "conv2d" or node.inputs[1] not in program.constants:
         return False
-    if node.inputs[1] not in program.constants:
+    if not isinstance(groups, int) or groups == 1 or on.dtype == "float32" or not on.is_hopper:
         return False
     f, c, r, s = program.shape(node.inputs[1])
     return not is_depthwise((r, s, c, f), groups) and packable(c * groups, f)

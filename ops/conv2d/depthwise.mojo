@@ -107,23 +107,26 @@ def depthwise_run_kernel[
     var w0 = q * stride - g.pad_w
     wait_on_dependent_grids()
     launch_dependent_grids()
-    comptime for r in range(kernel):
+    # What lies outside is read elsewhere and then dropped: no load waits for a branch. Rows are not
+    # unrolled, or the loads of all of them would be held in registers at a time.
+    for r in range(kernel):
         var h = h0 + r
-        if h >= 0 and h < g.h:
-            var weights = Array[SIMD[F32, WIDE], kernel](uninitialized=True)
-            comptime for s in range(kernel):
-                weights[s] = widened(
-                    o.w.unsafe_load[width=WIDE, alignment=16]((r * kernel + s) * g.c + c)
-                )
-            var line = o.x.unsafe_offset((Int(n) * g.h + h) * g.w * g.c + c)
-            comptime for column in range(COLUMNS):
-                var w = w0 + column
-                if w >= 0 and w < g.w:
-                    var value = widened(line.unsafe_load[width=WIDE, alignment=16](w * g.c))
-                    comptime for i in range(RUN):
-                        comptime s = column - i * stride
-                        comptime if 0 <= s and s < kernel:
-                            sums[i] = value.fma(weights[s], sums[i])
+        var row_inside = h >= 0 and h < g.h
+        var weights = Array[SIMD[F32, WIDE], kernel](uninitialized=True)
+        comptime for s in range(kernel):
+            weights[s] = widened(
+                o.w.unsafe_load[width=WIDE, alignment=16]((r * kernel + s) * g.c + c)
+            )
+        var line = o.x.unsafe_offset((Int(n) * g.h + (h if row_inside else 0)) * g.w * g.c + c)
+        comptime for column in range(COLUMNS):
+            var w = w0 + column
+            var inside = row_inside and w >= 0 and w < g.w
+            var loaded = line.unsafe_load[width=WIDE, alignment=16]((w if inside else 0) * g.c)
+            var value = widened(loaded if inside else SIMD[dtype, WIDE](0))
+            comptime for i in range(RUN):
+                comptime s = column - i * stride
+                comptime if 0 <= s and s < kernel:
+                    sums[i] = value.fma(weights[s], sums[i])
     comptime for i in range(RUN):
         if q + i < g.q:
             var to = (Int(row) * g.q + q + i) * g.c + c

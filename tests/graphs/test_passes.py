@@ -252,6 +252,21 @@ def block(
     return y if end == "none" else getattr(net, end)(y)
 
 
+def tiles(net: Net, x: Value, stride: tuple[int, int] = (2, 4), **window: Any) -> Value:
+    """Convolves patches of 2 x 4 pixels, or as the stride is: 2 x 2, 2 x 3, 1 x 1."""
+    kernel = stride if stride in ((2, 2), (2, 3), (1, 1)) else (2, 4)
+    weight = net.weight("tiles.weight", 6, x.size(1) // window.get("groups", 1), *kernel)
+    return net.op("conv2d", [x, weight], "tiles", stride=stride, **window)
+
+
+def dense_block(net: Net, x: Value) -> Value:
+    values = [x]
+    for i in range(3):
+        together = net.op("concat", values, axis=1) if len(values) > 1 else x
+        values.append(net.relu(raw(net, together, f"dense{i}", 2, 1)))
+    return net.op("concat", values, axis=1)
+
+
 def links(
     net: Net, x: Value, c: int = 64, f: int = 64, *, end: str = "relu", follow: str = "relu",
     kernel: int = 1, stride: int = 1, **window: Any,
@@ -612,6 +627,17 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         lambda n, x: x + n.op("matmul", [n.op("matmul", [x, x], transpose_b=True), x]), TOKENS,
         "add ->",
     ),
+    "patches of 2 x 4": (
+        "patches", CUDA, lambda n, x: n.relu(tiles(n, x)), IMAGE,
+        "-> reshape reshape",
+    ),
+    "patches of whole steps, more of which fit together": (
+        "patches", HIP, lambda n, x: tiles(n, x, stride=(2, 2)), (96, 6, 8),
+        "-> reshape reshape",
+    ),
+    "values that stand together": (
+        "concats", CPU, dense_block, IMAGE, "->",
+    ),
     "a shortcut": ("shortcut", CPU, block, IMAGE, "conv2d conv2d -> conv2d_shortcut"),
     "a shortcut, swapped, behind a 1 x 1": (
         "shortcut", HIP, lambda n, x: block(n, x, flip=True, kernel=1, stride=1), IMAGE,
@@ -718,6 +744,12 @@ def test_it_applies(name: str) -> None:
     stays = {layer for node in after.nodes for layer in node.layers}
     folded = {node.layers[0] for node in program.nodes if node.op == "batch_norm" and node.layers}
     assert layers - folded <= stays, "a layer is forgotten"
+
+
+def test_what_stands_together_is_put_together_once() -> None:
+    before, after = both("concats", nets.program(dense_block, *IMAGE), CPU)
+    inputs = [[len(n.inputs) for n in p.nodes if n.op == "concat"] for p in (before, after)]
+    assert inputs == [[2, 3, 4], [2, 2, 2]]
 
 
 def test_every_pass_is_seen_to_apply() -> None:
@@ -903,6 +935,19 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
         ), IMAGE,
     ),
     "shortcut: what it gives is convolved too": ("shortcut", CPU, itself, IMAGE),
+    "patches: a CPU": ("patches", CPU, tiles, IMAGE),
+    "patches: as many steps, of channels that the copy engine takes": (
+        "patches", CUDA, lambda n, x: tiles(n, x, stride=(2, 2)), (64, 6, 8),
+    ),
+    **{
+        f"patches: {why}": ("patches", CUDA, lambda n, x, rest=rest: tiles(n, x, **rest), IMAGE)
+        for why, rest in {
+            "some are left out": {"stride": (3, 4)}, "they overlap": {"stride": (1, 4)},
+            "padding": {"padding": (2, 4)}, "groups": {"groups": 3}, "1 x 1": {"stride": (1, 1)},
+            "apart": {"dilation": (2, 1)}, "a rest at the edge": {"stride": (2, 3)},
+        }.items()
+    },
+    "patches: sparse": ("patches", *with_format(tiles, "tiles", backend=CUDA), IMAGE),
     "shortcut: sparse": (
         "shortcut", *with_format(block, "shortcut"), IMAGE,
     ),

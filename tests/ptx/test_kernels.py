@@ -322,6 +322,7 @@ WINDOWS = [
     (Conv(1, 150, 1, 520, 136), 1, 8, 9),
     (Conv(1, 75, 1, 520, 136), 0.5, 2, 2),
     (Conv(1, 1, 1, 136, 8), 1, 2, 9),
+    (Conv(3, 7, 7, 136, 72, 7, 7), 1, 4, 9),
 ]
 """Convolutions, alpha, the blocks that share a tile, and stages of filters at most."""
 
