@@ -1,13 +1,20 @@
 """Pixels to activations: y[n, h, w, c] = (x[n, h, w, c] - mean[c]) * scale[c].
 
 x holds levels 0 to 255 (uint8), or anything else that the caller has normalised otherwise; mean and
-scale are in levels. Three channels fill no vector, so a CPU repeats mean and scale until they fill
-C of them, and goes over an image as one long row. Bound by memory.
+scale are in levels. Three channels fill no vector, so images are one long row: a CPU repeats mean
+and scale until they fill C vectors, and a thread of a GPU takes 16 numbers and looks each one's mean
+and scale up. Bound by memory.
 """
 
-from extensibility import InputTensor, OutputTensor, foreach, register
-from layout import Coord
+from extensibility import InputTensor, OutputTensor, register
+from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
+from max.gpu.primitives.grid_controls import (
+    PDLLevel,
+    launch_dependent_grids,
+    pdl_launch_attributes,
+    wait_on_dependent_grids,
+)
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
@@ -17,7 +24,11 @@ from .operands import F32, Data, data, narrowed
 from .parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
-"""Lanes of a vector."""
+"""Lanes of a CPU's vector."""
+comptime THREADS = 256
+"""Threads of a GPU's block."""
+comptime SHARE = 16
+"""Numbers of a thread."""
 
 
 @register("normalize")
@@ -49,19 +60,108 @@ struct Normalize:
         Raises:
             If a launch fails.
         """
-        var means = data(mean)
-        var scales = data(scale)
         comptime if target == "cpu":
-            _over_rows(data(y), data(x), means, scales, y.size(), y.shape()[3])
-            return
+            _over_rows(data(y), data(x), data(mean), data(scale), y.size(), y.shape()[3])
+        else:
+            if y.size() > 0:
+                normalize_gpu(
+                    data(y), data(x), data(mean), data(scale), y.size(), y.shape()[3], ctx
+                )
 
-        def body[width: Int](at: Coord[...]) {var x, var means, var scales} -> SIMD[y.dtype, width]:
-            var c = Int(at[3].value())
-            var level = x.load[width](at).cast[F32]()
-            var value = level - means.unsafe_load[width=width](c)
-            return narrowed[y.dtype](value * scales.unsafe_load[width=width](c))
 
-        foreach[target=target](body, y, ctx)
+# GPU
+
+
+@__name(t"normalize_{source}_{dtype}")
+def normalize_kernel[
+    dtype: DType, source: DType
+](
+    y: Data[dtype],
+    x: Data[source],
+    mean: Data[F32],
+    scale: Data[F32],
+    size: Int64,
+    channels: UInt32,
+):
+    """Normalises `SHARE` numbers in each thread.
+
+    Parameters:
+        dtype: Of the result.
+        source: Of the levels.
+
+    Args:
+        y: The result.
+        x: The levels.
+        mean: Of each channel.
+        scale: Of each channel.
+        size: Numbers in all.
+        channels: C.
+    """
+    launch_dependent_grids()
+    var at = (Int(block_idx.x) * THREADS + Int(thread_idx.x)) * SHARE
+    if at >= Int(size):
+        return
+    var c = UInt32(at % Int(channels))
+    var means = SIMD[F32, SHARE]()
+    var scales = SIMD[F32, SHARE]()
+    comptime for i in range(SHARE):
+        means[i] = mean[unsafe_offset=Int(c)]
+        scales[i] = scale[unsafe_offset=Int(c)]
+        c = UInt32(0) if c + 1 == channels else c + 1
+    wait_on_dependent_grids()
+    if at + SHARE <= Int(size):
+        var levels = x.unsafe_load[width=SHARE, alignment=16](at).cast[F32]()
+        y.unsafe_store[alignment=16](at, narrowed[dtype]((levels - means) * scales))
+    else:
+        comptime for i in range(SHARE):
+            if at + i < Int(size):
+                var level = x[unsafe_offset=at + i].cast[F32]()
+                y[unsafe_offset=at + i] = narrowed[dtype]((level - means[i]) * scales[i])
+
+
+def normalize_gpu[
+    dtype: DType, source: DType
+](
+    y: Data[dtype],
+    x: Data[source],
+    mean: Data[F32],
+    scale: Data[F32],
+    size: Int,
+    channels: Int,
+    ctx: DeviceContext,
+) raises:
+    """Enqueues the op.
+
+    Parameters:
+        dtype: Of the result.
+        source: Of the levels.
+
+    Args:
+        y: The result.
+        x: The levels.
+        mean: Of each channel.
+        scale: Of each channel.
+        size: Numbers in all.
+        channels: C.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails.
+    """
+    ctx.enqueue_function[normalize_kernel[dtype, source]](
+        y,
+        x,
+        mean,
+        scale,
+        Int64(size),
+        UInt32(channels),
+        grid_dim=ceildiv(size, SHARE * THREADS),
+        block_dim=THREADS,
+        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+    )
+
+
+# CPU
 
 
 def _over_rows[
