@@ -243,6 +243,7 @@ def _enqueue[
     # Four rows a thread; many blocks hide latency themselves.
     var most = min(1024 if blocks < 4 * multiprocessors else 256, SUMS // slice * WARP_SIZE)
     var threads = max(64, min(most, slice * next_power_of_two(ceildiv(rows, 4))))
+    threads = max(threads, slice * kept)  # each writes one result at most
     var splits = 1
     comptime if IS_HOPPER:
         while (
