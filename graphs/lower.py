@@ -466,7 +466,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "cumsum": lambda given, *, axis: ops.cumsum(given.value(0), axis=axis),
     "rms_norm": lambda given, *, eps: nodes.rms_norm(given.value(0), given.vector(1), eps),
     "group_norm": _group_norm,
-    "concat": lambda given, *, axis: ops.concat(given.values, axis=axis),
+    "concat": lambda given, *, axis: nodes.concat(given.values, axis),
     "expand": lambda given, **_: ops.broadcast_to(given.value(0), given.shapes()[0]),
     "cast": lambda given, *, dtype: given.value(0).cast(DType[dtype]),
     "conv2d_shortcut": _shortcut,

@@ -34,6 +34,8 @@ OPS = Path(__file__).resolve().parent.parent / "ops"
 
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
+CONCAT = 4
+"""Inputs of the op ``concat``, as in ops/concat.mojo."""
 
 
 def conv2d(
@@ -676,6 +678,26 @@ def class_token(tokens: TensorValue, token: TensorValue) -> TensorValue:
     """
     out = shapes.class_token(_type(tokens), _type(token))
     return _custom("class_token", [tokens, token], [out])[0]
+
+
+def concat(values: Sequence[TensorValue], axis: int) -> TensorValue:
+    """Puts tensors one behind the other along an axis.
+
+    More than four go in several launches. MAX's own op copies what our ops do not compute, such as
+    integers; of dozens of values it makes kernels that take its compiler gigabytes.
+
+    Raises:
+        ArgumentError: If the shapes do not fit.
+    """
+    if not supported(values[0].dtype, values[0].device):
+        return ops.concat(list(values), axis=axis)
+    axis %= len(values[0].shape)
+    while len(values) > CONCAT:
+        parts = [values[i : i + CONCAT] for i in range(0, len(values), CONCAT)]
+        values = [concat(part, axis) if len(part) > 1 else part[0] for part in parts]
+    out = shapes.concat(*map(_type, values), axis=axis)
+    inputs = [*values, *[values[0]] * (CONCAT - len(values))]
+    return _custom("concat", inputs, [out], {"axis": axis, "count": len(values)})[0]
 
 
 def supported(dtype: DType, device: DeviceRef) -> bool:

@@ -2,6 +2,7 @@
 from .attention import *
 from .bmm import *
 from .class_token import *
+from .concat import *
 from .conv2d import *
 from .depthwise_qkv import *
 from .gpu import *

@@ -889,7 +889,8 @@ CASES = [
         reduction(kind, shape, axes)
         for kind, shape, axes in (
             ("mean", (14, 14, 672), (1, 2)), ("mean", (112, 112, 32), (1, 2)),
-            ("mean", (2, 36864), (1,)), ("mean", (49, 192), (1,)), ("mean", (5, 7, 35), (1, 2)), ("mean", (4, 33), (2,)),
+            ("mean", (49, 192), (1,)), ("mean", (5, 7, 35), (1, 2)), ("mean", (4, 33), (2,)),
+            ("mean", (2, 36864), (1,)),  # few rows: each thread has one result
             ("sum", (129, 130), (1,)), ("sum", (3, 2049), (2,)), ("sum", (70_001,), (1,)),
             ("sum", (3, 4, 5, 6), (1, 3)), ("sum", (1, 6), (1,)), ("sum", (9, 3), (1, 2)),
             ("amax", (6, 5, 40), (1, 2)), ("amax", (7, 100), (2,)), ("amax", (300, 7), (1,)),
@@ -944,6 +945,20 @@ CASES = [
     grouped((49, 64), 4, "relu"),
     grouped((768,), 12),
     grouped((1200,), 1),
+    *(
+        Case(
+            f"concat {axis} {' '.join(map(str, shapes))}",
+            shapes,
+            {},
+            lambda _, *x, axis=axis: nodes.concat(x, axis),
+            lambda _, *x, axis=axis: torch.cat(x, axis),
+        )
+        for axis, shapes in (
+            (3, [(5, 7, 96), (5, 7, 32)]), (-1, [(6, 3), (6, 5), (6, 1)]),
+            (1, [(2, 9, 8), (1, 9, 8), (4, 9, 8), (3, 9, 8)]),
+            (2, [(3, 2, 4), (3, 1, 4), (3, 5, 4), (3, 1, 4), (3, 7, 4), (3, 2, 4)]),
+        )
+    ),
     Case(
         "class_token",
         [(9, 20)],
