@@ -224,7 +224,7 @@ def pointwise_cpu[
 # GPU
 
 
-@__name(t"pointwise_{dtype}")
+@__name(t"pointwise_{width}_{dtype}")
 def pointwise_kernel[
     dtype: DType, expression: StaticString, dtypes: List[DType], width: Int
 ](

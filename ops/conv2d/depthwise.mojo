@@ -147,7 +147,7 @@ def _enqueue_simple[
     )
 
 
-@__name(t"depthwise_{epilogue.label()}_{dtype}")
+@__name(t"depthwise_{width}_{epilogue.label()}_{dtype}")
 def depthwise_kernel[dtype: DType, epilogue: Epilogue, width: Int](o: Operands[dtype], g: Geometry):
     """Computes y[n, p, q, c : c + width] in each thread.
 

@@ -6,6 +6,7 @@ from ops.attention.flash import enqueue_flash
 from ops.attention.hopper import enqueue_hopper, long, short
 from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
+from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
 from ops.epilogue import Epilogue
@@ -18,7 +19,9 @@ from ops.geometry import Geometry
 from ops.group_norm.config import GroupNormSizes, GroupNormTensors
 from ops.group_norm.gpu import group_norm_gpu
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
+from ops.normalize import normalize_gpu
 from ops.operands import F32, Batch, Data, Operands
+from ops.pointwise import Broadcast, Sources, pointwise_gpu
 from ops.reduce.gpu import reduce_gpu
 from ops.rows import softmax_kernel
 from ops.sparse_conv2d.tiled import enqueue_tiled
@@ -118,6 +121,22 @@ def chains[
 
 def cores[dtype: DType](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     gemm_portable[dtype, Epilogue("add_relu"), True](g, o, Batch(), ctx)
+
+
+def depthwise(
+    g: Geometry, o: Operands[BF16], o32: Operands[F32], n: Int, ctx: DeviceContext
+) raises:
+    enqueue_depthwise[BF16, Epilogue("silu")](g, o, ctx)
+    comptime adds = Epilogue("add_relu")
+    ctx.enqueue_function[depthwise_run_kernel[F32, adds, 3, 2]](o32, g, grid_dim=n, block_dim=128)
+    ctx.enqueue_function[depthwise_kernel[F32, adds, 4]](o32, g, grid_dim=n, block_dim=256)
+
+
+def pointwise[
+    dtype: DType, expression: StaticString, dtypes: List[DType]
+](y: Data[dtype], bytes: Data[DType.uint8], ctx: DeviceContext) raises:
+    comptime count = len(dtypes)
+    pointwise_gpu[expression, dtypes](y, Sources[count](fill=bytes), Broadcast[count](), ctx)
 
 
 def main() raises:
@@ -269,3 +288,16 @@ def main() raises:
     ctx.enqueue_function[softmax_kernel[F32, True]](
         full, full, Int32(n), Int32(n), grid_dim=n, block_dim=128
     )
+
+    var window = rebind[Data[DType.int64]](ctx.enqueue_create_buffer[DType.int64](9).unsafe_ptr())
+    depthwise(
+        Geometry(IndexList[4](n, n, n, n), IndexList[4](n, n, n, n), window),
+        o,
+        Operands[F32](full, full, full, full, full),
+        n,
+        ctx,
+    )
+    pointwise[BF16, "x0 x1 mul x2 add silu", [BF16, BF16, F32]](half, bytes, ctx)
+    pointwise[DType.uint8, "x1 x0 x2 where 0.5 lt", [F32, DType.uint8, F32]](bytes, bytes, ctx)
+    normalize_gpu(half, bytes, full, full, n, n, ctx)
+    normalize_gpu(half, full, full, full, n, n, ctx)

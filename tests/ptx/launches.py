@@ -7,7 +7,7 @@ the parameters' sizes are checked against the kernel's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,7 +180,10 @@ TILES = (
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution x[N, H, W, C] by w[F, R, S, C]; height before width."""
+    """A convolution x[N, H, W, C] by w[F, R, S, C]; height before width.
+
+    ``after`` is what the padding has below and to the right beyond what it has on the other sides.
+    """
 
     n: int
     h: int
@@ -192,12 +195,13 @@ class Conv:
     stride: tuple[int, int] = (1, 1)
     pad: tuple[int, int] = (0, 0)
     dilation: tuple[int, int] = (1, 1)
+    after: tuple[int, int] = (0, 0)
 
     @property
     def out(self) -> tuple[int, int]:
-        (ph, pw), (gap_h, gap_w) = self.pad, self.dilation
-        p = (self.h + 2 * ph - (self.r - 1) * gap_h - 1) // self.stride[0] + 1
-        q = (self.w + 2 * pw - (self.s - 1) * gap_w - 1) // self.stride[1] + 1
+        (ph, pw), (gap_h, gap_w), (below, right) = self.pad, self.dilation, self.after
+        p = (self.h + 2 * ph + below - (self.r - 1) * gap_h - 1) // self.stride[0] + 1
+        q = (self.w + 2 * pw + right - (self.s - 1) * gap_w - 1) // self.stride[1] + 1
         return p, q
 
     @property
@@ -208,18 +212,35 @@ class Conv:
     def plain(self) -> bool:
         return self.r * self.s * self.stride[0] * self.stride[1] == 1 and not any(self.pad)
 
-    def apply(self, x: Array, w: Array) -> Array:
-        """Convolves in float64: [M, F]."""
-        (p, q), (ph, pw) = self.out, self.pad
-        padded = np.pad(x, ((0, 0), (ph, ph), (pw, pw), (0, 0)))
-        y = np.zeros((self.n, p, q, self.f))
+    def taps(self, x: Array) -> Iterator[tuple[int, int, Array]]:
+        """Gives each tap of the window, r and s, and what of x it meets: [N, P, Q, C]."""
+        (p, q), (ph, pw), (below, right) = self.out, self.pad, self.after
+        padded = np.pad(x, ((0, 0), (ph, ph + below), (pw, pw + right), (0, 0)))
         for r in range(self.r):
             for s in range(self.s):
                 h0, w0 = r * self.dilation[0], s * self.dilation[1]
                 rows = slice(h0, h0 + self.stride[0] * (p - 1) + 1, self.stride[0])
                 columns = slice(w0, w0 + self.stride[1] * (q - 1) + 1, self.stride[1])
-                y += padded[:, rows, columns] @ w[:, r, s].T
+                yield r, s, padded[:, rows, columns]
+
+    def apply(self, x: Array, w: Array) -> Array:
+        """Convolves in float64: [M, F]."""
+        y = np.zeros((self.n, *self.out, self.f))
+        for r, s, part in self.taps(x):
+            y += part @ w[:, r, s].T
         return y.reshape(-1, self.f)
+
+    def apply_depthwise(self, x: Array, w: Array) -> Array:
+        """Convolves each channel by itself, with w[R, S, C], in float64: [M, C]."""
+        y = np.zeros((self.n, *self.out, self.c))
+        for r, s, part in self.taps(x):
+            y += part * w[r, s]
+        return y.reshape(-1, self.c)
+
+    def packed(self, groups: int = 1) -> bytes:
+        """Packs a Geometry of ops/geometry.mojo."""
+        window = (self.r, self.s, *self.out, self.f, *self.stride, *self.pad, *self.dilation)
+        return pack("16q", self.n, self.h, self.w, self.c, *window, groups)
 
 
 @dataclass
@@ -937,7 +958,6 @@ def gemm_cores(
     g, memory = p.g, Tensors()
     y = unwritten((products * g.pixels, g.f), dtype)
     at = [memory.add(a) for a in (p.x, p.w, p.bias, p.residual, y)]
-    window = (g.r, g.s, *g.out, g.f, *g.stride, *g.pad, *g.dilation, groups)
     tiles = -(-g.pixels // 64)
     c, f = g.c // groups, g.f // groups
     steps = (c, f * g.r * g.s * c, f, f)  # of x, w, the bias, y
@@ -947,7 +967,7 @@ def gemm_cores(
         kernel,
         [
             pack("5Qf", *at, alpha),
-            pack("16q", g.n, g.h, g.w, g.c, *window),
+            g.packed(groups),
             pack("i", tiles),
             pack("5q", max(products, groups), *steps),
         ],
@@ -958,6 +978,86 @@ def gemm_cores(
     )
     launch.run()
     return memory.array(at[4], y)
+
+
+def depthwise(kernel: Kernel, p: Product, dtype: str, width: int, run: int = 0) -> Array:
+    """Runs the kernels of ops/conv2d/depthwise.mojo.
+
+    Args:
+        kernel: What runs.
+        p: The tensors; w[R, S, C].
+        dtype: Of x, w and y.
+        width: Channels of a thread.
+        run: Neighbouring pixels of a thread; 0 for the simple kernel, which takes one.
+
+    Returns:
+        y[M, C].
+    """
+    g, memory = p.g, Tensors()
+    y, late = unwritten((g.pixels, g.c), dtype), run > 0  # the simple one begins when all is there
+    x, residual = memory.add(p.x, late=late), memory.add(p.residual, late=late)
+    at = (x, memory.add(p.w), memory.add(p.bias), residual, memory.add(y))
+    operands, threads = pack("5Qf", *at, 1), 128 if run else 256
+    total = g.n * g.out[0] * -(-g.out[1] // max(run, 1)) * (g.c // width)
+    grid = (-(-total // threads),)
+    parameters = [operands, g.packed(g.c)]
+    Launch(kernel, parameters, memory, grid=grid, threads=threads, together=8).run()
+    return memory.array(at[4], y)
+
+
+def pointwise(
+    kernel: Kernel, inputs: Sequence[Array], shape: Sequence[int], width: int, dtype: str
+) -> Array:
+    """Runs the kernel of ops/pointwise.mojo.
+
+    Args:
+        kernel: What runs.
+        inputs: As many axes as `shape`, of length 1 where they repeat.
+        shape: Of the result; the last axis is a row.
+        width: Numbers of a thread.
+        dtype: Of the result; uint8 is a mask's.
+
+    Returns:
+        The result.
+    """
+    memory = Tensors()
+    y = np.full(shape, 2, np.uint8) if dtype == "uint8" else unwritten(shape, dtype)
+    sources, to = [memory.add(a, late=True) for a in inputs], memory.add(y)
+    *outer, inner = shape
+    sizes = outer[::-1] + [1] * (6 - len(outer))
+    steps, moves = [], []
+    for a in inputs:
+        *rows, column = (s // a.itemsize for s in np.broadcast_to(a, shape).strides)
+        steps += rows[::-1] + [0] * (6 - len(rows))
+        moves.append(column > 0)
+    count, vectors = len(inputs), y.size // width
+    numbers = (inner, y.size // inner, len(outer), *sizes, *steps, *moves)
+    axes = pack(f"2qi6I{6 * count}q{count}?", *numbers)
+    Launch(
+        kernel,
+        [
+            pack("Q", to),
+            pack(f"{count}Q", *sources),
+            axes,
+            pack("I", vectors),
+            pack("I", inner // width),
+        ],
+        memory,
+        grid=(-(-vectors // 256),),
+        threads=256,
+        together=8,
+    ).run()
+    return memory.array(to, y)
+
+
+def normalize(kernel: Kernel, x: Array, mean: Array, scale: Array, dtype: str) -> Array:
+    """Runs the kernel of ops/normalize.mojo on x[N, H, W, C]."""
+    memory, y = Tensors(), unwritten(x.shape, dtype)
+    at = [memory.add(y), memory.add(x, late=True), memory.add(mean), memory.add(scale)]
+    parameters = [*(pack("Q", a) for a in at), pack("q", x.size), pack("I", x.shape[3])]
+    grid = (-(-x.size // (16 * 256)),)
+    Launch(kernel, parameters, memory, grid=grid, threads=256, together=8).run()
+    return memory.array(at[0], y)
 
 
 def softmax(kernel: Kernel, x: Array, dtype: str) -> Array:

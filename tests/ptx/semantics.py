@@ -16,6 +16,8 @@ WINDOW = 24
 """Bits of an offset in a block's shared memory; above them its rank in the cluster, plus one."""
 u32_ = np.uint32
 LANES = np.arange(32)
+SMALLEST = np.finfo(np.float32).tiny
+"""The smallest number of float32 that is not subnormal."""
 
 
 def from_bf16(bits: Array) -> Array:
@@ -59,6 +61,11 @@ FLOAT8["float8_e5m2"][[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
 def fma(x: Array, y: Array, z: Array) -> Array:
     """Exact products in float64, so that the sum is rounded once but for rare double rounding."""
     return (np.float64(1) * x * y + z).astype(np.float32)
+
+
+def flushed(x: Array) -> Array:
+    """Makes subnormal numbers zeros of their sign (.ftz)."""
+    return x * (np.abs(x) >= SMALLEST)
 
 
 UNARY = {

@@ -41,12 +41,15 @@ from .launches import (
     blocks,
     chain,
     check,
+    depthwise,
     depthwise_qkv,
     gemm_cores,
     group_norm,
     hopper,
     hopper_attention,
     layernorm,
+    normalize,
+    pointwise,
     reduce,
     resident,
     rounded,
@@ -176,6 +179,10 @@ def test_depthwise_qkv(find: Find, rng: np.random.Generator, g: Qkv) -> None:
         check(y, want, BF16, 2**-9)
 
 
+def silu(y: Array) -> Array:
+    return y / (1 + np.exp(-y))
+
+
 def product(rng: np.random.Generator, g: Conv, dtype: str) -> Product:
     return Product(
         g,
@@ -192,6 +199,8 @@ def finished(sums: Array, p: Product, epilogue: str, dtype: str) -> Array:
         y = y + wide(p.residual, dtype)
     if "relu" in epilogue:
         y = np.maximum(y, 0)
+    if epilogue == "silu":
+        y = silu(y)
     return y / 2 * (1 + erf(y / math.sqrt(2))) if epilogue == "gelu" else y
 
 
@@ -882,6 +891,112 @@ def test_gemm_of_a_batch(find: Find, rng: np.random.Generator) -> None:
     got = gemm_cores(find("gemm_cores_none_float32"), p, "float32", 1, products=3)
     want = x.astype(np.float64) @ w.astype(np.float64)
     check(got.reshape(want.shape), want, "float32", 2**-20)
+
+
+def windows(kernel: int, stride: int) -> list[Conv]:
+    """Lists convolutions whose rows end within a run of pixels; padding may be on one side only."""
+    around, across, reach = kernel // 2, (stride, stride), kernel - 1
+    return [
+        Conv(2, 9, 10, 40, 40, kernel, kernel, across, (around, around)),
+        Conv(1, 8, 7, 24, 24, kernel, kernel, across, (0, 1), after=(reach, reach - 2)),
+        Conv(1, 9, 7, 16, 16, kernel, kernel, across, (reach, reach), after=(-reach, 1)),
+        Conv(3, 1, 2, 8, 8, kernel, kernel, across, (around, around)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("g", "name", "run"),
+    [
+        *((g, "3x3_1_silu_bfloat16", 4) for g in windows(3, 1)),
+        *((g, "3x3_2_silu_bfloat16", 2) for g in windows(3, 2)),
+        *((g, "3x3_2_add_relu_float32", 2) for g in windows(3, 2)),
+        *((g, "5x5_1_silu_bfloat16", 4) for g in windows(5, 1)),
+        *((g, "5x5_2_silu_bfloat16", 2) for g in windows(5, 2)),
+        *((g, "7x7_1_silu_bfloat16", 4) for g in windows(7, 1)),
+        *((g, "4_silu_bfloat16", 0) for g in windows(7, 2)),
+        (Conv(2, 9, 11, 12, 12, 3, 2, (2, 1), (1, 2), (2, 3), (1, 1)), "4_add_relu_float32", 0),
+        (Conv(2, 9, 11, 7, 7, 3, 2, (2, 1), (1, 2), (2, 3), (1, 1)), "1_silu_bfloat16", 0),
+        (Conv(1, 1, 1, 5, 5, 3, 3, pad=(1, 1)), "1_silu_bfloat16", 0),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_depthwise(find: Find, rng: np.random.Generator, g: Conv, name: str, run: int) -> None:
+    dtype = name.split("_")[-1]
+    p = product(rng, g, dtype)
+    p.w = rounded(rng.standard_normal((g.r, g.s, g.c)) / g.r, dtype)
+    x = wide(p.x, dtype)
+    # A tap outside the image reads its first pixel, or the row's, and drops it.
+    x[0, 0, 0, :2], x[-1, -1, -1, 2], x[-1, 0, -1, 1] = (np.nan, np.inf), -np.inf, np.nan
+    p.x = rounded(x, dtype)
+    width = 16 // p.x.itemsize if run else int(name[0])
+    got = depthwise(find(f"depthwise_{name}"), p, dtype, width, run)
+    epilogue = "add_relu" if "add_relu" in name else "silu"
+    want = finished(g.apply_depthwise(x, wide(p.w, dtype)), p, epilogue, dtype)
+    check(got, want, dtype, SUMS)
+
+
+BROADCASTS = [
+    [(5000,), (5000,), (5000,)],
+    [(33, 72), (1, 72), (1, 72)],
+    [(2, 35, 24), (2, 1, 24), (1, 1, 24)],
+    [(40, 56), (40, 1), (1, 1)],
+    [(2, 3, 5, 16), (1, 3, 1, 16), (2, 3, 5, 1)],
+    [(2, 1, 2, 3, 2, 8), (1, 3, 1, 3, 1, 1), (2, 3, 2, 1, 2, 8)],
+    [(33, 35), (1, 35), (33, 1)],
+    [(2, 5, 7), (2, 1, 7), (1, 1, 1)],
+    [(1,), (1,), (1,)],
+]
+"""Shapes of three inputs; rows that are no multiple of 16 bytes go number by number."""
+
+
+@pytest.mark.parametrize("shapes", BROADCASTS, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_pointwise(find: Find, rng: np.random.Generator, shapes: Sequence[tuple[int, ...]]) -> None:
+    numbers = odd_numbers(rng, shapes)
+    dtypes = (BF16, BF16, "float32")
+    inputs = [rounded(x, dtype) for x, dtype in zip(numbers, dtypes, strict=True)]
+    x0, x1, x2 = (wide(x, dtype) for x, dtype in zip(inputs, dtypes, strict=True))
+    want = silu(x0 * x1 + x2)
+    width = 1 if want.shape[-1] % 8 else 8
+    got = pointwise(find(f"pointwise_{width}_{BF16}"), inputs, want.shape, width, BF16)
+    check(got, want, BF16, SUMS)
+
+
+@pytest.mark.parametrize("shapes", BROADCASTS, ids=str)
+def test_pointwise_masks(
+    find: Find, rng: np.random.Generator, shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """A mask chooses between x0 and x2, and the result is one."""
+    x0, x1, x2 = (x.astype(np.float32) for x in odd_numbers(rng, shapes))
+    want = np.where(x1 > 0, x0, x2) < 0.5
+    inputs: list[Array] = [x0, (x1 > 0).astype(np.uint8), x2]
+    width = 1 if want.shape[-1] % 4 else 4
+    got = pointwise(find(f"pointwise_{width}_uint8"), inputs, want.shape, width, "uint8")
+    np.testing.assert_array_equal(got, want)
+
+
+def odd_numbers(rng: np.random.Generator, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Draws numbers; among those of the first shape are NaN and infinities."""
+    drawn = [rng.standard_normal(shape) for shape in shapes]
+    if drawn[0].size > 9:
+        drawn[0].flat[[0, -9, -2]] = np.nan, np.inf, -np.inf
+    return drawn
+
+
+@pytest.mark.parametrize("source", ["uint8", "float32"])
+@pytest.mark.parametrize("shape", [(1, 37, 41, 3), (2, 3, 5, 1), (1, 1, 1, 3), (2, 16, 128, 3)])
+def test_normalize(
+    find: Find, rng: np.random.Generator, source: str, shape: tuple[int, ...]
+) -> None:
+    """Three sizes end within the 16 numbers of a thread."""
+    x = rng.integers(0, 256, shape).astype(source)
+    if source == "float32":
+        x.reshape(-1)[[0, -1]] = np.nan, -np.inf
+    mean = (rng.random(shape[3]) * 50 + 100).astype(np.float32)
+    scale = (1 / (rng.random(shape[3]) * 50 + 50)).astype(np.float32)
+    got = normalize(find(f"normalize_{source}_{BF16}"), x, mean, scale, BF16)
+    check(got, (x.astype(np.float64) - mean) * scale, BF16, 2**-20)
 
 
 @pytest.mark.parametrize("columns", [1, 31, 33, 1000])

@@ -142,6 +142,11 @@ def test_shuffles(how: str, source: Array) -> None:
         ("cvt.rn.bf16x2.f32 %r1, 0f3F800000, 0f3F808000", 0x3F803F80),
         ("cvt.rn.bf16x2.f32 %r1, 0f3F818000, 0f00000000", 0x3F820000),
         ("min.relu.s32 %r1, -3, 4", 0),
+        ("rcp.approx.ftz.f32 %r1, 0fFF000000", 0x80000000),  # -2^-127
+        ("rcp.approx.ftz.f32 %r1, 0f00000001", 0x7F800000),
+        ("rcp.rn.f32 %r1, 0f7F000000", 0x00400000),
+        ("ex2.approx.ftz.f32 %r1, 0fC2FE0000", 0),  # 2^-127
+        ("ex2.approx.ftz.f32 %r1, 0f7F800000", 0x7F800000),
     ],
 )
 def test_instructions(line: str, want: int) -> None:

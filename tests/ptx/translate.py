@@ -277,6 +277,8 @@ class Translator:
         if base in ("neg", "abs", "not"):
             return {"neg": f"-{x}", "abs": f"np.abs({x})", "not": f"~{x}"}[base]
         if real and base in semantics.UNARY:
+            if "ftz" in parts:
+                return f"flushed(UNARY[{base!r}](flushed({x})))"
             return f"UNARY[{base!r}]({x})"
         y = self.value(a[2], "u32" if base in ("shl", "shr") else kind)
         if base in BINARY:
