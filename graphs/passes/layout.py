@@ -61,9 +61,9 @@ def concats(program: Program, _: Backend) -> Program:
 def patches(program: Program, on: Backend) -> Program:
     """Convolves patches that touch each other by their rows, as windows of one column.
 
-    An image [N, H, W, C] of patches of R x S pixels is one [N P, R, Q, S C] without a copy. On a
-    GPU, where that has fewer steps of 128 bytes of channels, or channels that the copy engine takes:
-    three colours by 16 columns are 48 channels.
+    An image [N, H, W, C] of patches of R x S pixels is one [N P, R, Q, S C] without a copy. It is
+    read so on a GPU where that has fewer steps of 128 bytes of channels, or channels that the copy
+    engine takes: three colours by 16 columns are 48 channels.
     """
     rewrite, taken = Rewrite(program), set(program.types)
     for conv in program.nodes if on.is_gpu else ():
