@@ -1,7 +1,7 @@
 """A program becomes a MAX graph: each op is one typed function of graphs/nodes.py.
 
-Ops that compute nothing are MAX's own (``MOVES``). So are a few that have no kernel here
-(``OTHERS``), and ops on integers and truth values (``INTEGERS``).
+Ops that compute nothing are MAX's own (``MOVES``), but for a GPU's permute. So are a few that have
+no kernel here (``OTHERS``), and ops on integers and truth values (``INTEGERS``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from maxvision.graphs.parameters import Filter, Parameters
 from maxvision.graphs.program import Node, Program
 
 MOVES = ("reshape", "permute", "slice", "concat", "expand", "pad", "gather", "cast")
-"""Ops that compute nothing; MAX moves the numbers, where they have to move at all."""
+"""Ops that compute nothing; MAX moves the numbers, where they have to move at all.
+
+A GPU permutes floats by a kernel of ours."""
 OTHERS = ("attention_bias", "batch_norm", "cumsum")
 """Ops that MAX's own kernels compute."""
 
@@ -247,7 +249,7 @@ def _layouts(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
         if layout == "NHWC":
             return op(given, **attributes)
         y = op(_Permuted(given), **attributes)
-        return y.permute([0, 3, 1, 2])
+        return nodes.permute(y, [0, 3, 1, 2])
 
     return emit
 
@@ -262,11 +264,11 @@ class _Permuted:
         return getattr(self._given, name)
 
     def value(self, i: int) -> TensorValue:
-        return self._given.value(i).permute([0, 2, 3, 1])
+        return nodes.permute(self._given.value(i), [0, 2, 3, 1])
 
     def optional(self, i: int) -> TensorValue | None:
         value = self._given.optional(i)
-        return None if value is None else value.permute([0, 2, 3, 1])
+        return None if value is None else nodes.permute(value, [0, 2, 3, 1])
 
 
 @_layouts
@@ -383,7 +385,8 @@ def _group_norm(given: _Given, *, layout: str = "NCHW", **attributes: Any) -> Te
     if layout == "NHWC" or x.rank == 2:
         return nodes.group_norm(x, *vectors, **attributes)
     to_last, to_first = [0, *range(2, x.rank), 1], [0, x.rank - 1, *range(1, x.rank - 1)]
-    return nodes.group_norm(x.permute(to_last), *vectors, **attributes).permute(to_first)
+    y = nodes.group_norm(nodes.permute(x, to_last), *vectors, **attributes)
+    return nodes.permute(y, to_first)
 
 
 def _depthwise(given: _Given, *, size: tuple[int, int], kernel: int, **rest: Any) -> Any:
@@ -458,7 +461,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "attention_bias": _attention_bias,
     "normalize": _normalize,
     "reshape": lambda given, **_: given.value(0).reshape(given.shapes()[0]),
-    "permute": lambda given, *, axes: given.value(0).permute(list(axes)),
+    "permute": lambda given, *, axes: nodes.permute(given.value(0), axes),
     "slice": _slice,
     "pad": _pad,
     "gather": lambda given, *, axis: ops.gather(given.value(0), given.value(1), axis=axis),

@@ -36,6 +36,8 @@ GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
 CONCAT = 4
 """Inputs of the op ``concat``, as in ops/concat.mojo."""
+MOST_AXES = 6
+"""Axes of what our permute takes."""
 
 
 def conv2d(
@@ -308,7 +310,7 @@ def avgpool(
 def reduce(kind: str, x: TensorValue, axes: Sequence[int], keepdim: bool = False) -> TensorValue:
     """Reduces axes to one number each, as torch's op of that name does; NaN goes through.
 
-    Axes that are not beside each other are permuted first, by MAX's own kernel.
+    Axes that are not beside each other are permuted first.
 
     Args:
         kind: ``sum``, ``mean``, ``amax`` or ``amin``.
@@ -327,7 +329,7 @@ def reduce(kind: str, x: TensorValue, axes: Sequence[int], keepdim: bool = False
     between = [a for a in range(first, last) if a not in axes and sizes[a] != 1]
     if between:
         kept = [a for a in range(len(sizes)) if a not in wide]
-        x = x.permute([*kept, *wide])
+        x = permute(x, [*kept, *wide])
         sizes = tuple(sizes[a] for a in (*kept, *wide))
         first, last = len(kept), len(sizes) - 1
     shape = [product(sizes[:first]), product(sizes[first : last + 1]), product(sizes[last + 1 :])]
@@ -353,6 +355,28 @@ def pointwise(expression: str, values: Sequence[TensorValue]) -> TensorValue:
     out = shapes.pointwise(*map(_type, values), expression=expression)
     rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
     return _custom("pointwise", [*values, *rest], [out], {"expression": expression})[0]
+
+
+def permute(x: TensorValue, axes: Sequence[int]) -> TensorValue:
+    """Lays axes out in another order, as torch's permute does and makes it contiguous.
+
+    A reshape where only axes of size 1 change places. MAX's own kernel runs on a CPU, and on a GPU
+    for masks, integers and more than six axes.
+
+    Args:
+        x: Of any shape.
+        axes: The axis of ``x`` that each axis of the result is.
+
+    Raises:
+        ArgumentError: If an axis is missing, or named twice.
+    """
+    out = shapes.permute(_type(x), axes=tuple(axes))
+    moved = [axis for axis in axes if x.shape[axis] != 1]
+    if moved == sorted(moved):
+        return x.reshape(dims(out.shape))
+    if x.device.is_cpu() or x.dtype not in GPU_DTYPES or x.rank > MOST_AXES:
+        return x.permute(list(axes))
+    return _custom("permute", [x, _host(axes, DType.int64)], [out])[0]
 
 
 def relu(x: TensorValue) -> TensorValue:

@@ -12,6 +12,7 @@ from .gemm.gpu import gemm_group as gemm_group_gpu
 from .gemm.gpu import gemm_shortcut as gemm_shortcut_gpu
 from .group_norm.gpu import group_norm_gpu
 from .mlp import *
+from .permute import *
 from .reduce.gpu import reduce_gpu
 from .sparse_conv2d.gpu import sparse_conv2d_gpu
 from .sparse_conv2d.packed import *

@@ -21,6 +21,7 @@ from ops.group_norm.gpu import group_norm_gpu
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.normalize import normalize_gpu
 from ops.operands import F32, Batch, Data, Operands
+from ops.permute import AXES, permute_gpu
 from ops.pointwise import Broadcast, Sources, pointwise_gpu
 from ops.reduce.gpu import reduce_gpu
 from ops.rows import softmax_kernel
@@ -34,6 +35,7 @@ from page_gemm import enqueue_gemm
 from parts import enqueue_parts
 from std.sys import argv
 from std.utils import IndexList
+from std.utils.static_tuple import StaticTuple
 
 comptime BF16 = DType.bfloat16
 comptime F16 = DType.float16
@@ -275,6 +277,15 @@ def main() raises:
         ctx,
     )
 
+    var axes = StaticTuple[Int, AXES](fill=n)
+    permute_gpu[DType.uint16](
+        rebind[Data[DType.uint16]](half.unsafe_bitcast[UInt16]()),
+        rebind[Data[DType.uint16]](half.unsafe_bitcast[UInt16]()),
+        axes,
+        axes,
+        ctx,
+    )
+    permute_gpu[DType.uint32](words, words, axes, axes, ctx)
     reduce_gpu[BF16, "sum"](half, half, n, n, n, 1, ctx)
     reduce_gpu[F32, "amax"](full, full, n, n, n, 1, ctx)
     group_norm_gpu[BF16, Epilogue("relu")](

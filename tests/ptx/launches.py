@@ -1114,6 +1114,52 @@ def reduce(kernel: Kernel, g: Reduction, x: Array, divisor: float, dtype: str) -
     return memory.array(to, y)
 
 
+def permute_rows(kernel: Kernel, x: Array, order: Sequence[int], width: int, grid: int) -> Array:
+    """Runs the kernel of ops/permute.mojo that copies pieces of rows; bits stay as they are."""
+    y = np.full_like(x.transpose(order), np.iinfo(x.dtype).max)
+    steps = [step // x.itemsize for step in x.transpose(order).strides]
+    axes = [(size, step // width) for size, step in zip(y.shape, steps, strict=True)]
+    if width > 1:  # the last axis stays the last
+        axes[-1] = (y.shape[-1] // width, 1)
+    memory, count = Tensors(), x.size // width
+    at, to = memory.add(x), memory.add(y)
+    sizes = _axes([(size, step, 0) for size, step in reversed(axes)])
+    parameters = [pack("Q", at), pack("Q", to), sizes, pack("I", count)]
+    Launch(kernel, parameters, memory, grid=(grid,), threads=256, together=8).run()
+    return memory.array(to, y)
+
+
+def permute_tiles(kernel: Kernel, x: Array, order: Sequence[int], wide: tuple[int, int]) -> Array:
+    """Runs the kernel of ops/permute.mojo that turns tiles over, by vectors of ``wide`` numbers."""
+    y = np.full_like(x.transpose(order), np.iinfo(x.dtype).max)
+    steps = [step // x.itemsize for step in x.transpose(order).strides]
+    steps_y = [int(np.prod(y.shape[axis + 1 :])) for axis in range(y.ndim)]
+    axes = list(zip(y.shape, steps, steps_y, strict=True))
+    (rows, *row), (columns, *column) = axes.pop(), axes.pop(order.index(x.ndim - 1))
+    tiles = (-(-rows * x.itemsize // 128), *row), (-(-columns // 64), *column)
+    axes = [*tiles, *reversed(axes)]
+    memory = Tensors()
+    parameters = [
+        *(pack("Q", memory.add(array)) for array in (x, y)),
+        _axes(axes),
+        *(pack("I", n) for n in (rows, columns, *wide, wide[0].bit_length() - 1)),
+    ]
+    grid = int(np.prod([size for size, _, _ in axes]))
+    Launch(kernel, parameters, memory, grid=(grid,), threads=256, together=8).run()
+    return memory.array(int.from_bytes(parameters[1], "little"), y)
+
+
+def _axes(axes: Sequence[tuple[int, int, int]]) -> bytes:
+    """Packs sizes, steps in x and steps in y, the last axis first, as Axes of ops/permute.mojo."""
+    rest = [(1, 0, 0)] * (6 - len(axes))
+    sizes, x, y = zip(*axes, *rest, strict=True)
+    shifts = [(size - 1).bit_length() for size in sizes]
+    factors = [
+        (((1 << shift) - size) << 32) // size + 1 for size, shift in zip(sizes, shifts, strict=True)
+    ]
+    return pack("12q18Ii", *x, *y, *sizes, *factors, *shifts, len(axes))
+
+
 @dataclass(frozen=True)
 class Groups:
     """x[images, pixels, channels] of ops/group_norm/gpu.mojo, and how blocks divide it.

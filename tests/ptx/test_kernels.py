@@ -48,6 +48,8 @@ from .launches import (
     hopper,
     hopper_attention,
     layernorm,
+    permute_rows,
+    permute_tiles,
     normalize,
     pointwise,
     reduce,
@@ -1035,6 +1037,67 @@ def test_reduce(find: Find, rng: np.random.Generator, g: Reduction, kind: str, d
     want = values.sum(1) / divisor if kind == "sum" else values.max(1)
     y = reduce(find(g.name(kind, dtype)), g, x, divisor, dtype)
     check(y, want, dtype, 2**-20)
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "width"),
+    [
+        ((3, 50, 4, 24), (2, 0, 1, 3), 8),
+        ((2, 3, 5, 2, 7, 12), (0, 4, 1, 3, 2, 5), 4),
+        ((5, 1, 7, 6), (2, 1, 0, 3), 2),
+        ((4, 5, 3), (1, 0, 2), 1),
+        ((3, 333, 5), (2, 0, 1), 1),
+        ((16, 32), (0, 1), 8),
+    ],
+)
+@pytest.mark.parametrize("bits", ["uint16", "uint32"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_permute_of_rows(
+    find: Find,
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    order: tuple[int, ...],
+    width: int,
+    bits: str,
+    whole: bool,
+) -> None:
+    """In a quarter of the blocks a thread copies four pieces."""
+    x = rng.integers(0, np.iinfo(bits).max, shape, bits)
+    width = min(width, 16 // x.itemsize)
+    kernel = f"permute_rows_{bits}x1" if width == 1 else f"permute_rows_uint32x{width // 2}"
+    if bits == "uint32":
+        kernel = f"permute_rows_uint32x{width}"
+    grid = -(-(x.size // width) // (256 if whole else 1024))
+    y = permute_rows(find(kernel), x, order, width, grid)
+    np.testing.assert_array_equal(y, x.transpose(order))
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "wide"),
+    [
+        ((128, 64), (1, 0), (8, 8)),
+        ((2, 72, 136), (0, 2, 1), (8, 8)),
+        ((100, 2, 3, 72), (3, 1, 2, 0), (8, 4)),
+        ((4, 5, 66, 3, 20), (4, 1, 3, 0, 2), (4, 2)),
+        ((2, 2, 3, 2, 49, 70), (5, 2, 0, 1, 3, 4), (2, 1)),
+        ((1, 196, 81), (2, 0, 1), (1, 4)),
+        ((9, 8), (1, 0), (8, 1)),
+    ],
+)
+@pytest.mark.parametrize("bits", ["uint16", "uint32"])
+def test_permute_of_tiles(
+    find: Find,
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    order: tuple[int, ...],
+    wide: tuple[int, int],
+    bits: str,
+) -> None:
+    x = rng.integers(0, np.iinfo(bits).max, shape, bits)
+    most = 16 // x.itemsize
+    wide = min(wide[0], most), min(wide[1], most)
+    y = permute_tiles(find(f"permute_tiles_{bits}"), x, order, wide)
+    np.testing.assert_array_equal(y, x.transpose(order))
 
 
 @pytest.mark.parametrize(
