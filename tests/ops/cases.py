@@ -314,6 +314,13 @@ def same(name: str, x: Shape, ours: Any, theirs: Any, **more: Any) -> Case:
     return Case(name, [x], {}, lambda w, a: ours(a), lambda w, a: theirs(a), **more)
 
 
+def permuted(x: Shape, *axes: int) -> Case:
+    """Makes a case of permute; axis 0 is the batch."""
+    return same(
+        f"permute {x} {axes}", x, lambda a: nodes.permute(a, axes), lambda a: a.permute(axes)
+    )
+
+
 def pointwise(
     expression: str, reference: Any, *inputs: Shape, vectors: Sequence[Shape] = (), spread: int = 4
 ) -> Case:
@@ -897,6 +904,25 @@ CASES = [
             ("amin", (200, 24), (1,)), ("amin", (2, 63), (2,)),
         )
     ),
+    # Permutes that keep rows: of vectors, of less; windows, heads, pixels.
+    permuted((2, 7, 2, 7, 24), 0, 1, 3, 2, 4, 5),
+    permuted((49, 3, 4, 8), 2, 0, 3, 1, 4),
+    permuted((300, 70, 24), 0, 2, 1, 3),
+    permuted((5, 7, 6), 0, 2, 1, 3),
+    permuted((5, 7, 3), 2, 1, 0, 3),
+    # Those that turn matrices over: whole tiles and parts, vectors of both sides, narrow images.
+    permuted((128, 64), 0, 2, 1),
+    permuted((196, 72), 0, 2, 1),
+    permuted((65, 129), 0, 2, 1),
+    permuted((2, 49, 50), 0, 1, 3, 2),
+    permuted((24, 9, 12), 0, 2, 3, 1),
+    permuted((30, 20, 3), 0, 3, 1, 2),
+    permuted((3, 30, 20), 0, 2, 3, 1),
+    permuted((33, 40), 2, 1, 0),
+    permuted((40, 2, 16), 3, 2, 0, 1),
+    permuted((2, 3, 17, 5, 18), 5, 3, 1, 0, 2, 4),
+    permuted((1, 9, 1, 11), 0, 4, 3, 1, 2),
+    permuted((9, 1, 8), 0, 2, 1, 3),
     # Elementwise, rows.
     *(pointwise(f"x0 {name}", op, (3, 33)) for name, op in UNARY.items()),
     *(pointwise(f"x0 x1 {name}", op, (3, 7), (3, 7), spread=1) for name, op in BINARY.items()),

@@ -63,6 +63,7 @@ NAMES = {
     "reduce mean (14, 14, 672) (1, 2)",
     "reduce mean (4, 33) (2,)",
     "reduce amax (6, 5, 40) (1, 2)",
+    "permute (196, 72) (0, 2, 1)",
     *POINTWISE,
     "softmax 64",
     "log_softmax 64",
