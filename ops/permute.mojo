@@ -156,18 +156,20 @@ def rows_kernel[word: DType, width: Int](x: Data[word], y: Data[word], axes: Axe
     comptime bytes = width * size_of[word]()
     var first = UInt32(block_idx.x) * THREADS + UInt32(thread_idx.x)
     var step = UInt32(grid_dim.x) * THREADS
-    var held = Array[SIMD[word, width], PIECES](fill=0)
     wait_on_dependent_grids()
     launch_dependent_grids()
-    comptime for i in range(PIECES):
-        var piece = first + UInt32(i) * step
-        if piece < count:
-            var at = Int(axes.of(piece)[0]) * width
+    if first + (PIECES - 1) * step < count:
+        var held = Array[SIMD[word, width], PIECES](fill=0)
+        comptime for i in range(PIECES):
+            var at = Int(axes.of(first + UInt32(i) * step)[0]) * width
             held[i] = x.unsafe_load[width=width, alignment=bytes](at)
-    comptime for i in range(PIECES):
-        var piece = first + UInt32(i) * step
-        if piece < count:
-            y.unsafe_store[alignment=bytes](Int(piece) * width, held[i])
+        comptime for i in range(PIECES):
+            y.unsafe_store[alignment=bytes](Int(first + UInt32(i) * step) * width, held[i])
+    else:  # no branch around each of several loads: they would wait for one another
+        for piece in range(first, count, step):
+            var at = Int(axes.of(piece)[0]) * width
+            var value = x.unsafe_load[width=width, alignment=bytes](at)
+            y.unsafe_store[alignment=bytes](Int(piece) * width, value)
 
 
 def _enqueue_rows[
@@ -177,7 +179,7 @@ def _enqueue_rows[
     if count >= 1 << 31:
         raise Error("permute: expects fewer than 2^31 pieces of rows but has ", count)
     var full = Device(ctx).multiprocessors * 2048
-    var pieces = min(PIECES, max(1, count // full))
+    var pieces = PIECES if count >= PIECES * full else 1
     ctx.enqueue_function[rows_kernel[word, width]](
         x,
         y,
@@ -244,20 +246,23 @@ def tiles_kernel[
     var lane = t % LANES
     var within = t // LANES % 4
     var group = t // 32
-    var p = p0 + (4 * group + within) * UInt32(pack)
-    var source = x.unsafe_offset(Int(skip[0] + Int64(p) * axes.x[0] + Int64(q0)))
+    # What lies outside of the matrix is read at its edge, and not stored: with a branch around each
+    # load, loads would wait for one another.
+    var source = Array[Data[bits], pack](fill=x)
+    comptime for j in range(pack):
+        var p = min(p0 + (4 * group + within) * UInt32(pack) + UInt32(j), rows - 1)
+        source[j] = x.unsafe_offset(Int(skip[0] + Int64(p) * axes.x[0]))
     comptime for log in range(logs):
         comptime width = 1 << log
         if wide_x & UInt32(width):  # equality would become a table of jumps
+            comptime bytes = width * size
             comptime rounds = TILE // (LANES * width)
             var held = Array[SIMD[bits, width], rounds * pack](fill=0)
             comptime for i in range(rounds):
-                var q = (UInt32(i * LANES) + lane) * UInt32(width)
+                var q = q0 + (UInt32(i * LANES) + lane) * UInt32(width)
+                var at = Int(min(q, columns - UInt32(width)))
                 comptime for j in range(pack):
-                    if q0 + q < columns and p + UInt32(j) < rows:
-                        held[i * pack + j] = source.unsafe_load[
-                            width=width, alignment=width * size
-                        ](Int(Int64(j) * axes.x[0]) + Int(q))
+                    held[i * pack + j] = source[j].unsafe_load[width=width, alignment=bytes](at)
             comptime for i in range(rounds):
                 var words: SIMD[U32, width]
                 comptime if pack == 1:
