@@ -126,11 +126,12 @@ def lower(
 
 def backend(device: DeviceRef, dtype: str, formats: Mapping[str, str] | None = None) -> Backend:
     """Says what passes know of a device; a GPU that is not there is of no kind."""
-    api = "cpu" if device.is_cpu() else accelerator_api()
-    if not device.is_cpu() and api not in ("cuda", "hip"):
-        api = "gpu"
-    architecture = "" if device.is_cpu() else accelerator_architecture_name()
-    return Backend(api, dtype, formats or {}, architecture)
+    if device.is_cpu():
+        return Backend("cpu", dtype, formats or {})
+    api = accelerator_api()
+    if api not in ("cuda", "hip"):
+        return Backend("gpu", dtype, formats or {})
+    return Backend(api, dtype, formats or {}, accelerator_architecture_name())
 
 
 def bind(
