@@ -11,7 +11,7 @@
 | concats       | many values put together, most of which are already: two                    |
 | scale         | a constant by channel behind a product, as LayerScale: into its weights     |
 | tokens        | a class token put before others, the norm of the first token: one op each   |
-| sparse        | convolutions and linear layers that run on their nonzeros alone             |
+| sparse        | layers that run on their nonzeros alone; on Hopper convolutions in groups  |
 | epilogues     | + residual and an activation behind a product: its epilogue                 |
 | stem          | pixels, first convolution, and max pool or layer norm: one op               |
 | patches       | a convolution of patches that touch: one of their rows, as wider channels   |
