@@ -96,7 +96,7 @@ def concat_cpu[dtype: DType](tensors: ConcatTensors[dtype], rows: Int):
     over_cores(task, ceildiv(rows, share))
 
 
-@__name(t"concat_{dtype}")
+@__name(t"concat_{width}_{dtype}")
 def concat_kernel[
     dtype: DType, width: Int
 ](tensors: ConcatTensors[dtype], vectors: Int64, per_row: UInt32):

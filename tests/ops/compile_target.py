@@ -64,6 +64,7 @@ NAMES = {
     "reduce mean (4, 33) (2,)",
     "reduce amax (6, 5, 40) (1, 2)",
     "permute (196, 72) (0, 2, 1)",
+    "concat 3 (5, 7, 96) (5, 7, 32)",
     *POINTWISE,
     "softmax 64",
     "log_softmax 64",

@@ -6,6 +6,7 @@ from ops.attention.flash import enqueue_flash
 from ops.attention.hopper import enqueue_hopper, long, short
 from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
+from ops.concat import ConcatTensors, concat_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
@@ -310,5 +311,9 @@ def main() raises:
     )
     pointwise[BF16, "x0 x1 mul x2 add silu", [BF16, BF16, F32]](half, bytes, ctx)
     pointwise[DType.uint8, "x1 x0 x2 where 0.5 lt", [F32, DType.uint8, F32]](bytes, bytes, ctx)
+    var parts = ConcatTensors[BF16](half)
+    for i in range(4):
+        parts.starts[i + 1] = Int64(n * i)
+    concat_gpu(parts, n, ctx)
     normalize_gpu(half, bytes, full, full, n, n, ctx)
     normalize_gpu(half, full, full, full, n, n, ctx)

@@ -1050,6 +1050,20 @@ def pointwise(
     return memory.array(to, y)
 
 
+def concat(kernel: Kernel, parts: Sequence[Array], width: int, dtype: str) -> Array:
+    """Runs the kernel of ops/concat.mojo on up to four x[rows, ...]."""
+    memory = Tensors()
+    starts = np.cumsum([0, *(part.shape[1] for part in parts)]).tolist()
+    starts += [starts[-1]] * (4 - len(parts))
+    y = unwritten((len(parts[0]), starts[-1]), dtype)
+    to, at = memory.add(y), [memory.add(part, late=True) for part in parts]
+    tensors = pack("10q", to, *at, *at[:1] * (4 - len(at)), *starts)
+    vectors = y.size // width
+    parameters = [tensors, pack("q", vectors), pack("I", starts[-1] // width)]
+    Launch(kernel, parameters, memory, grid=(-(-vectors // 256),), threads=256, together=8).run()
+    return memory.array(to, y)
+
+
 def normalize(kernel: Kernel, x: Array, mean: Array, scale: Array, dtype: str) -> Array:
     """Runs the kernel of ops/normalize.mojo on x[N, H, W, C]."""
     memory, y = Tensors(), unwritten(x.shape, dtype)

@@ -41,6 +41,7 @@ from .launches import (
     blocks,
     chain,
     check,
+    concat,
     depthwise,
     depthwise_qkv,
     gemm_cores,
@@ -984,6 +985,18 @@ def odd_numbers(rng: np.random.Generator, shapes: Sequence[tuple[int, ...]]) -> 
     if drawn[0].size > 9:
         drawn[0].flat[[0, -9, -2]] = np.nan, np.inf, -np.inf
     return drawn
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "lengths"),
+    [(8, 37, (96, 32)), (8, 1, (8, 2048, 16, 8)), (1, 50, (3, 5, 1)), (1, 3, (7, 8))],
+)
+def test_concat(
+    find: Find, rng: np.random.Generator, width: int, rows: int, lengths: tuple[int, ...]
+) -> None:
+    parts = [rounded(rng.standard_normal((rows, length)), BF16) for length in lengths]
+    got = concat(find(f"concat_{width}_{BF16}"), parts, width, BF16)
+    np.testing.assert_array_equal(got, np.concatenate(parts, 1))
 
 
 @pytest.mark.parametrize("source", ["uint8", "float32"])
