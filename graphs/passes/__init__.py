@@ -52,7 +52,7 @@ PASSES: dict[str, Pass] = {
     "sparse": fuse.sparse,
     "epilogues": fuse.epilogues,
     "stem": fuse.stem,
-    "patches": layout.patches,
+    "patches": fuse.patches,
     "shortcut": fuse.shortcut,
     "chain": fuse.chain,
     "qkv": fuse.qkv,

@@ -5,15 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from max.dtype import DType
-
-from maxvision.graphs import arrange
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE
-from maxvision.graphs.passes.fold import free
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, rebuilt
-from maxvision.graphs.shapes import pair, sides
-from maxvision.graphs.types import product
 from maxvision.graphs.views import View
 
 IMAGES = ("conv2d", "batch_norm", "max_pool2d", "avg_pool2d", "group_norm")
@@ -56,55 +50,6 @@ def concats(program: Program, _: Backend) -> Program:
                 break
         together.setdefault((axis, parts), node.output)
     return rewrite.done()
-
-
-def patches(program: Program, on: Backend) -> Program:
-    """Convolves patches that touch each other by their rows, as windows of one column.
-
-    An image [N, H, W, C] of patches of R x S pixels is one [N P, R, Q, S C] without a copy. It is
-    read so on a GPU where that has fewer steps of 128 bytes of channels, or channels that the copy
-    engine takes: three colours by 16 columns are 48 channels.
-    """
-    rewrite, taken = Rewrite(program), set(program.types)
-    for conv in program.nodes if on.is_gpu else ():
-        if conv.op != "conv2d" or not _is_of_patches(program, conv):
-            continue
-        x, filters, *bias = conv.inputs
-        f, c, r, s = program.shape(filters)
-        n, h, w, _ = program.types[x].shape
-        width = arrange.ROW // DType[on.dtype].size_in_bytes
-        if not isinstance(h, int) or not isinstance(w, int) or h % r or w % s:
-            continue
-        if s * -(-c // width) <= -(-s * c // width) and c % 8 == 0:
-            continue
-        turned, rows, image, result = (
-            free(taken, f"{conv.name}.{part}") for part in ("turned", "rows", "patches", "result")
-        )
-        window = {"layout": "NHWC", "epilogue": conv.attributes.get("epilogue", "none")}
-        rewrite.replace(
-            [conv],
-            Node("permute", (filters,), (turned,), {"axes": (0, 3, 1, 2)}, at_load=True),
-            Node("reshape", (turned,), (rows,), {"shape": (f, s * c, r, 1)}, at_load=True),
-            Node("reshape", (x,), (image,), {"shape": (product([n, h // r]), r, w // s, s * c)}),
-            replace(conv, inputs=(image, rows, *bias), outputs=(result,), attributes=window),
-            Node("reshape", (result,), conv.outputs, {"shape": (n, h // r, w // s, f)}),
-        )
-    return rewrite.done()
-
-
-def _is_of_patches(program: Program, conv: Node) -> bool:
-    """Tells whether a convolution steps from window to window, and leaves nothing out between."""
-    given = conv.attributes
-    return (
-        conv.inputs[1] in program.constants
-        and given.get("layout") == "NHWC"
-        and not given.get("format")
-        and given.get("groups", 1) == 1
-        and sides(given.get("padding", 0)) == (0, 0, 0, 0)
-        and pair(given.get("dilation", 1)) == (1, 1)
-        and pair(given.get("stride", 1)) == program.shape(conv.inputs[1])[2:] != (1, 1)
-        and len(conv.inputs) <= 3  # no residual
-    )
 
 
 class _Layout:
