@@ -10,6 +10,8 @@ import math
 import numpy as np
 from max.dtype import DType
 
+from maxvision.graphs.shapes import Padding, Pair, pair, sides
+
 PANEL = 64
 """Columns of a packed panel, the same number as in ops/gemm/cpu.mojo."""
 STEP = 32
@@ -34,6 +36,34 @@ def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
 def is_depthwise(shape: tuple[int, ...], groups: int) -> bool:
     """Tells whether a filter [R, S, C, F] in ``groups`` has the depthwise kernel."""
     return groups > 1 and shape[2] == 1 and shape[3] == groups
+
+
+def is_aligned(
+    shape: tuple[int, ...],
+    dtype: DType,
+    *,
+    groups: int = 1,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+) -> bool:
+    """Tells whether Hopper's copy engine takes a filter [R, S, C, F] on images of any size.
+
+    As ``takes`` of ops/hopper/conv.mojo, which knows the image too.
+    """
+    taps, (c, f) = shape[:2], shape[2:]
+    if groups != 1 or c * dtype.size_in_bytes % 16 or f % 8:
+        return False
+    before, after = sides(padding)[:2], sides(padding)[2:]
+    for tap, step, apart, first, last in zip(
+        taps, pair(stride), pair(dilation), before, after, strict=True
+    ):
+        reach = (tap - 1) * apart  # the last window begins up to `step - 1` before its place
+        if step > 8 or first > 128 or reach > 255 or last - reach > 127:
+            return False
+        if last - reach - (step - 1) < -128:
+            return False
+    return True
 
 
 def panels(filters: np.ndarray, groups: int = 1) -> np.ndarray:

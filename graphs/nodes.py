@@ -22,7 +22,7 @@ from max.dtype import DType
 from max.graph import DeviceRef, Dim, StaticDim, SymbolicDim, TensorType, TensorValue, ops
 
 from maxvision.common.errors import ArgumentError, DeviceError
-from maxvision.graphs import formats, shapes
+from maxvision.graphs import arrange, formats, shapes
 from maxvision.graphs.constants import MOST_BIAS
 from maxvision.graphs.elementwise import MOST_VALUES
 from maxvision.graphs.parameters import Filter
@@ -67,7 +67,14 @@ def conv2d(
         DeviceError: If the device has no kernel for the dtype.
     """
     name: str = "conv2d"
-    parameters: dict[str, Any] = {"tf32": _tf32(x, filter.tf32)}
+    groups = filter.groups
+    parameters: dict[str, Any] = {
+        "tf32": _tf32(x, filter.tf32),
+        "depthwise": arrange.is_depthwise(filter.shape, groups),
+        "aligned": _aligned(
+            x, filter, groups=groups, stride=stride, padding=padding, dilation=dilation
+        ),
+    }
     if filter.format in formats.PACKED:
         name, parameters = "sparse_conv2d_packed", {"format": filter.format}
     elif filter.format:
@@ -113,8 +120,9 @@ def conv2d_shortcut(
     )  # fmt: skip
     windows = [_window(filter.shape[:2], 1, padding), _window((1, 1), stride)]
     values = [x, filter.dense, filter.bias, source, shortcut.dense, shortcut.bias, *windows]
-    tf32 = _tf32(x, filter.tf32 and shortcut.tf32)
-    return _custom("conv2d_shortcut", values, [out], {"tf32": tf32})[0]
+    aligned = _aligned(x, filter, padding=padding) and _aligned(x, shortcut, stride=stride)
+    parameters = {"tf32": _tf32(x, filter.tf32 and shortcut.tf32), "aligned": aligned}
+    return _custom("conv2d_shortcut", values, [out], parameters)[0]
 
 
 def conv2d_chain(
@@ -142,8 +150,11 @@ def conv2d_chain(
     )
     c, f = filter.shape[2], following.shape[3]
     values = [x, filter.dense, filter.bias, residual, following.dense, following.bias]
-    tf32 = _tf32(x, filter.tf32 and following.tf32)
-    h, z = _custom("conv2d_chain", values, outs, {"tf32": tf32, "c": c, "f": f})
+    parameters = {
+        "tf32": _tf32(x, filter.tf32 and following.tf32),
+        "aligned": _aligned(x, filter) and _aligned(x, following),
+    }
+    h, z = _custom("conv2d_chain", values, outs, {**parameters, "c": c, "f": f})
     return h, z
 
 
@@ -167,7 +178,12 @@ def linear(
         return _sparse_linear(x, weight, epilogue, residual)
     layout = "packed" if x.device.is_cpu() else "nk"
     weights, scale = [weight.dense, weight.bias], _host([1.0], DType.float32)
-    parameters = {"layout": layout, "tf32": _tf32(x, weight.tf32), "constant": True}
+    parameters = {
+        "layout": layout,
+        "tf32": _tf32(x, weight.tf32),
+        "constant": True,
+        "aligned": _aligned(x, weight),
+    }
     return _fused("bmm", x, weights, residual, [scale], out, epilogue, parameters)
 
 
@@ -208,8 +224,11 @@ def qkv_linear(
         given += [_matrix(weight), None]
         values += [weight.dense, weight.bias]
     outs = shapes.qkv_linear(*given)
-    tf32 = _tf32(tokens[0], all(weight.tf32 for weight in weights))
-    q, k, v = _custom("qkv_linear", values, outs, {"tf32": tf32})
+    parameters = {
+        "tf32": _tf32(tokens[0], all(weight.tf32 for weight in weights)),
+        "aligned": _aligned(tokens[0], weights[0]),
+    }
+    q, k, v = _custom("qkv_linear", values, outs, parameters)
     return q, k, v
 
 
@@ -246,16 +265,14 @@ def bmm(
     )  # fmt: skip
     if bias is None:
         bias = _zeros(int(out.shape[-1]), a.device)
-    return _fused(
-        "bmm",
-        a,
-        [b, bias],
-        residual,
-        [_host([alpha], DType.float32)],
-        out,
-        epilogue,
-        {"layout": "nk" if transpose_b else "kn", "tf32": _tf32(a, tf32), "constant": False},
-    )
+    parameters = {
+        "layout": "nk" if transpose_b else "kn",
+        "tf32": _tf32(a, tf32),
+        "constant": False,
+        "aligned": False,
+    }
+    scale = _host([alpha], DType.float32)
+    return _fused("bmm", a, [b, bias], residual, [scale], out, epilogue, parameters)
 
 
 def maxpool(
@@ -504,7 +521,11 @@ def layernorm_mlp(
     hidden = Type((*out.shape[:2], first.shape[3]), out.dtype)
     values = [x, *norm, first.dense, first.bias, second.dense, second.bias]
     values.append(_host([eps], DType.float32))
-    parameters = {"tf32": _tf32(x, first.tf32 and second.tf32), "c": int(out.shape[2])}
+    parameters = {
+        "tf32": _tf32(x, first.tf32 and second.tf32),
+        "aligned": _aligned(x, first) and _aligned(x, second),
+        "c": int(out.shape[2]),
+    }
     return _custom("layernorm_mlp", values, [out, out, hidden], parameters)[0]
 
 
@@ -784,6 +805,11 @@ def _window(
     """
     pairs = (shapes.pair(each) for each in (stride, padding, dilation))
     return _host([*taps, *(number for each in pairs for number in each), groups], DType.int64)
+
+
+def _aligned(x: TensorValue, filter: Filter, **window: Any) -> bool:
+    """Tells whether a GPU needs only the kernels for aligned sizes."""
+    return not x.device.is_cpu() and arrange.is_aligned(filter.shape, x.dtype, **window)
 
 
 def _custom(

@@ -25,7 +25,7 @@ struct LayernormMlp:
 
     @staticmethod
     def execute[
-        target: StaticString, tf32: Bool, c: Int
+        target: StaticString, tf32: Bool, aligned: Bool, c: Int
     ](
         z: OutputTensor[rank=3, ...],
         tokens: OutputTensor[dtype=z.dtype, rank=3, ...],
@@ -45,6 +45,7 @@ struct LayernormMlp:
         Parameters:
             target: "gpu".
             tf32: Whether it may round float32 to TF32 for the products.
+            aligned: As of bmm, for both products.
             c: C.
 
         Args:
@@ -85,13 +86,13 @@ struct LayernormMlp:
             NormSizes(rows=m, columns=c, stride=c, eps=epsilon),
             ctx,
         )
-        gemm[z.dtype, Epilogue("gelu"), True, tf32](
+        gemm[z.dtype, Epilogue("gelu"), True, tf32, aligned](
             Geometry(rows=m, depth=c, columns=k),
             Operands[z.dtype](data(tokens), data(w1), data(bias1), data(tokens), data(h)),
             Batch(),
             ctx,
         )
-        gemm[z.dtype, Epilogue("add"), True, tf32](
+        gemm[z.dtype, Epilogue("add"), True, tf32, aligned](
             Geometry(rows=m, depth=k, columns=c),
             Operands[z.dtype](data(h), data(w2), data(bias2), data(x), data(z)),
             Batch(),

@@ -24,7 +24,7 @@ def attention_gpu[
 
 @doc_hidden
 def conv2d_gpu[
-    dtype: DType, epilogue: Epilogue, tf32: Bool
+    dtype: DType, epilogue: Epilogue, tf32: Bool, depthwise: Bool, aligned: Bool
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     comptime assert False, REASON
 
@@ -38,14 +38,14 @@ def depthwise_qkv_gpu[
 
 @doc_hidden
 def gemm_gpu[
-    dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool
+    dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool, aligned: Bool
 ](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext, *, constant: Bool,) raises:
     comptime assert False, REASON
 
 
 @doc_hidden
 def gemm_group_gpu[
-    dtype: DType, products: Int, tf32: Bool
+    dtype: DType, products: Int, tf32: Bool, aligned: Bool
 ](
     sizes: Array[Geometry, products], operands: Array[Operands[dtype], products], ctx: DeviceContext
 ) raises:
@@ -54,7 +54,7 @@ def gemm_group_gpu[
 
 @doc_hidden
 def gemm_shortcut_gpu[
-    dtype: DType, tf32: Bool
+    dtype: DType, tf32: Bool, aligned: Bool
 ](
     g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
 ) raises:

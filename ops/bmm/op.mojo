@@ -26,6 +26,7 @@ def _bmm[
     layout: StaticString,
     tf32: Bool,
     constant: Bool,
+    aligned: Bool,
 ](y_size: Int, m: Int, k: Int, n: Int, b_size: Int, o: Operands[dtype], ctx: DeviceContext,) raises:
     comptime assert Epilogue.known(
         name
@@ -43,7 +44,7 @@ def _bmm[
     else:
         comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
         # One b for all: the batch is more rows of one product.
-        gemm_gpu[dtype, Epilogue(name), layout == "nk", tf32](
+        gemm_gpu[dtype, Epilogue(name), layout == "nk", tf32, aligned](
             Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
             o,
             Batch(batch, x=m * k, w=b_step, y=m * n) if b_step else Batch(),
@@ -63,6 +64,7 @@ struct Bmm:
         layout: StaticString,
         tf32: Bool,
         constant: Bool,
+        aligned: Bool,
     ](
         y: OutputTensor,
         a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
@@ -79,6 +81,8 @@ struct Bmm:
             layout: "kn", "nk" or "packed".
             tf32: Whether a GPU may round float32 to TF32 for the products.
             constant: Whether b is a weight, which no other op writes.
+            aligned: Whether b is one for all, [N, K], and graphs/arrange.py calls K and N aligned:
+                a GPU then compiles the kernels for such sizes alone.
 
         Args:
             y: Result [..., M, N].
@@ -92,7 +96,7 @@ struct Bmm:
             If a launch fails.
         """
         comptime assert not Epilogue(epilogue).adds, "bmm: bmm_add takes the residual"
-        _bmm[target, epilogue, layout, tf32, constant](
+        _bmm[target, epilogue, layout, tf32, constant, aligned](
             y.size(),
             a.shape()[a.rank - 2],
             a.shape()[a.rank - 1],
@@ -121,6 +125,7 @@ struct BmmAdd:
         layout: StaticString,
         tf32: Bool,
         constant: Bool,
+        aligned: Bool,
     ](
         y: OutputTensor,
         a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
@@ -138,6 +143,8 @@ struct BmmAdd:
             layout: "kn", "nk" or "packed".
             tf32: Whether a GPU may round float32 to TF32 for the products.
             constant: Whether b is a weight, which no other op writes.
+            aligned: Whether b is one for all, [N, K], and graphs/arrange.py calls K and N aligned:
+                a GPU then compiles the kernels for such sizes alone.
 
         Args:
             y: Result [..., M, N].
@@ -152,7 +159,7 @@ struct BmmAdd:
             If a launch fails.
         """
         comptime assert Epilogue(epilogue).adds, "bmm: the epilogue must be one that adds"
-        _bmm[target, epilogue, layout, tf32, constant](
+        _bmm[target, epilogue, layout, tf32, constant, aligned](
             y.size(),
             a.shape()[a.rank - 2],
             a.shape()[a.rank - 1],

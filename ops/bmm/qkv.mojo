@@ -22,7 +22,7 @@ struct QkvLinear:
 
     @staticmethod
     def execute[
-        target: StaticString, tf32: Bool
+        target: StaticString, tf32: Bool, aligned: Bool
     ](
         q: OutputTensor[rank=3, ...],
         k: OutputTensor[dtype=q.dtype, rank=3, ...],
@@ -43,6 +43,7 @@ struct QkvLinear:
         Parameters:
             target: "cpu" or "gpu".
             tf32: Whether a GPU may round float32 to TF32 for the products.
+            aligned: As of bmm.
 
         Args:
             q: Query [N, T, F].
@@ -98,4 +99,6 @@ struct QkvLinear:
                     ],
                 )
         else:
-            gemm_group_gpu[q.dtype, 3, tf32]([queries, keys, keys], [query, key, value], ctx)
+            gemm_group_gpu[q.dtype, 3, tf32, aligned](
+                [queries, keys, keys], [query, key, value], ctx
+            )

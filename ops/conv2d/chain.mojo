@@ -23,7 +23,7 @@ struct Conv2dChain:
 
     @staticmethod
     def execute[
-        target: StaticString, tf32: Bool, c: Int, f: Int
+        target: StaticString, tf32: Bool, aligned: Bool, c: Int, f: Int
     ](
         h: OutputTensor[rank=4, ...],
         z: OutputTensor[dtype=h.dtype, rank=4, ...],
@@ -40,6 +40,7 @@ struct Conv2dChain:
         Parameters:
             target: "gpu".
             tf32: Whether it may round float32 to TF32 for the products.
+            aligned: As of conv2d, for both convolutions.
             c: C.
             f: F.
 
@@ -73,12 +74,12 @@ struct Conv2dChain:
                 ctx,
             ):
                 return
-        conv2d_gpu[h.dtype, Epilogue("add_relu"), tf32](
+        conv2d_gpu[h.dtype, Epilogue("add_relu"), tf32, aligned=aligned](
             Geometry(rows=m, depth=c, columns=k),
             Operands[h.dtype](data(x), data(filter), data(bias), data(residual), data(h)),
             ctx,
         )
-        conv2d_gpu[h.dtype, Epilogue("relu"), tf32](
+        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned](
             Geometry(rows=m, depth=k, columns=f),
             Operands[h.dtype](data(h), data(next), data(next_bias), data(h), data(z)),
             ctx,

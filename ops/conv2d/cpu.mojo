@@ -25,18 +25,21 @@ comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
 
 
-def conv2d_cpu[dtype: DType, //, epilogue: Epilogue](g: Geometry, o: Operands[dtype]):
+def conv2d_cpu[
+    dtype: DType, //, epilogue: Epilogue, depthwise: Bool
+](g: Geometry, o: Operands[dtype]):
     """Convolves on all cores.
 
     Parameters:
         dtype: Of the tensors, float32 or bfloat16.
         epilogue: What the accumulator goes through.
+        depthwise: Whether each channel is convolved by itself, with one filter.
 
     Args:
         g: Sizes.
         o: Tensors; the filter is w[R, S, C] if depthwise, packed panels otherwise.
     """
-    if g.depthwise():
+    comptime if depthwise:
         _depthwise[epilogue](g, o)
     else:
         comptime if dtype == F32:

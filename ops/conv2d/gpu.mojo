@@ -10,7 +10,11 @@ from .depthwise import enqueue_depthwise
 
 
 def conv2d_gpu[
-    dtype: DType, epilogue: Epilogue, tf32: Bool
+    dtype: DType,
+    epilogue: Epilogue,
+    tf32: Bool,
+    depthwise: Bool = False,
+    aligned: Bool = False,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     """Enqueues a convolution.
 
@@ -18,6 +22,8 @@ def conv2d_gpu[
         dtype: Of x, the filter and y.
         epilogue: What the accumulator goes through.
         tf32: Whether the products may round float32 to TF32.
+        depthwise: Whether each channel is convolved by itself, with one filter.
+        aligned: See `gemm` of ops/gemm/gpu.mojo.
 
     Args:
         g: Sizes.
@@ -27,8 +33,10 @@ def conv2d_gpu[
     Raises:
         If the launch fails.
     """
-    if not g.depthwise():
-        gemm[dtype, epilogue, True, tf32](
+    comptime if depthwise:
+        enqueue_depthwise[dtype, epilogue](g, o, ctx)
+    else:
+        gemm[dtype, epilogue, True, tf32, aligned](
             g,
             o,
             Batch(
@@ -40,5 +48,3 @@ def conv2d_gpu[
             ),
             ctx,
         )
-    else:
-        enqueue_depthwise[dtype, epilogue](g, o, ctx)

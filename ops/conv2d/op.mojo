@@ -16,7 +16,13 @@ from .cpu import conv2d_cpu
 
 @always_inline
 def _conv2d[
-    dtype: DType, //, target: StaticString, name: StaticString, tf32: Bool
+    dtype: DType,
+    //,
+    target: StaticString,
+    name: StaticString,
+    tf32: Bool,
+    depthwise: Bool,
+    aligned: Bool,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     comptime assert Epilogue.known(
         name
@@ -25,9 +31,9 @@ def _conv2d[
         return
     comptime if target == "cpu":
         comptime assert ON_CPU[dtype], "conv2d: a CPU expects float32 or bfloat16"
-        conv2d_cpu[Epilogue(name)](g, o)
+        conv2d_cpu[Epilogue(name), depthwise](g, o)
     else:
-        conv2d_gpu[dtype, Epilogue(name), tf32](g, o, ctx)
+        conv2d_gpu[dtype, Epilogue(name), tf32, depthwise, aligned](g, o, ctx)
 
 
 @register("conv2d")
@@ -36,7 +42,11 @@ struct Conv2d:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString, tf32: Bool
+        target: StaticString,
+        epilogue: StaticString,
+        tf32: Bool,
+        depthwise: Bool,
+        aligned: Bool,
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
@@ -51,6 +61,9 @@ struct Conv2d:
             target: "cpu" or "gpu".
             epilogue: One that does not add (ops/epilogue.mojo).
             tf32: Whether a GPU may round float32 to TF32 for the products.
+            depthwise: Whether each channel is convolved by itself, with one filter.
+            aligned: Whether graphs/arrange.py calls the sizes aligned: a GPU then compiles the
+                kernels for such sizes alone.
 
         Args:
             y: Result [N, P, Q, F].
@@ -64,7 +77,7 @@ struct Conv2d:
             If a launch fails.
         """
         comptime assert not Epilogue(epilogue).adds, "conv2d: conv2d_add takes the residual"
-        _conv2d[target, epilogue, tf32](
+        _conv2d[target, epilogue, tf32, depthwise, aligned](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](
                 data(x),
@@ -83,7 +96,11 @@ struct Conv2dAdd:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString, tf32: Bool
+        target: StaticString,
+        epilogue: StaticString,
+        tf32: Bool,
+        depthwise: Bool,
+        aligned: Bool,
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
@@ -99,6 +116,9 @@ struct Conv2dAdd:
             target: "cpu" or "gpu".
             epilogue: One that adds (ops/epilogue.mojo).
             tf32: Whether a GPU may round float32 to TF32 for the products.
+            depthwise: Whether each channel is convolved by itself, with one filter.
+            aligned: Whether graphs/arrange.py calls the sizes aligned: a GPU then compiles the
+                kernels for such sizes alone.
 
         Args:
             y: Result [N, P, Q, F].
@@ -113,7 +133,7 @@ struct Conv2dAdd:
             If a launch fails.
         """
         comptime assert Epilogue(epilogue).adds, "conv2d: the epilogue must be one that adds"
-        _conv2d[target, epilogue, tf32](
+        _conv2d[target, epilogue, tf32, depthwise, aligned](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](
                 data(x),

@@ -22,7 +22,7 @@ struct Conv2dShortcut:
 
     @staticmethod
     def execute[
-        target: StaticString, tf32: Bool
+        target: StaticString, tf32: Bool, aligned: Bool
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
@@ -40,6 +40,7 @@ struct Conv2dShortcut:
         Parameters:
             target: "cpu" or "gpu".
             tf32: Whether a GPU may round float32 to TF32 for the products.
+            aligned: As of conv2d, for both convolutions.
 
         Args:
             y: Result [N, P, Q, F].
@@ -73,4 +74,4 @@ struct Conv2dShortcut:
                     g, rebind[Operands[BF16]](o), side, rebind[Operands[BF16]](beside)
                 )
         else:
-            gemm_shortcut_gpu[y.dtype, tf32](g, o, side, beside, ctx)
+            gemm_shortcut_gpu[y.dtype, tf32, aligned](g, o, side, beside, ctx)

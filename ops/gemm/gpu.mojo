@@ -44,6 +44,8 @@ comptime PITCH = TILE + 4
 """Floats from one step of K to the next in shared memory; 4 more than needed, against conflicts."""
 comptime STAGE = DEPTH * PITCH
 """Floats of a stage of x, or of w."""
+comptime NOT_ALIGNED = "gemm: the copy engine does not take these sizes, though aligned says so"
+"""What a product is refused with that graphs/arrange.py should not have called aligned."""
 
 
 @always_inline
@@ -202,7 +204,7 @@ def gemm_kernel[
 
 
 def gemm[
-    dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool
+    dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool, aligned: Bool = False
 ](
     g: Geometry,
     o: Operands[dtype],
@@ -218,6 +220,8 @@ def gemm[
         epilogue: What the accumulator goes through.
         k_major: Whether w is [F, K], or else [K, F].
         tf32: Whether tensor cores may round float32 to TF32, where they have it.
+        aligned: Whether it is one product, of sizes that Hopper's copy engine is known to take
+            (graphs/arrange.py): the kernels for all others are then not compiled.
 
     Args:
         g: Sizes of one product.
@@ -227,10 +231,11 @@ def gemm[
         constant: Whether w is a weight: a kernel may then load it while the one that writes x runs.
 
     Raises:
-        If the launch fails.
+        If the launch fails, or the product is not aligned though it should be.
     """
     comptime rounds = dtype.is_half_float() or (tf32 and HAS_MMA)
-    comptime if IS_HOPPER and rounds and k_major:
+    comptime hopper = IS_HOPPER and rounds and k_major
+    comptime if hopper:
         if batch.products == 1 and takes[dtype](g):
             var row = choose(g, ROW // size_of[dtype](), epilogue)
             comptime for i in range(len(CONFIGS) + len(RESIDENT)):
@@ -238,11 +243,14 @@ def gemm[
                     if row.config == i:
                         gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
             return
-    comptime kernel = (
-        mma_gemm[dtype, epilogue, k_major] if rounds
-        and (HAS_MMA or HAS_MFMA) else gemm_portable[dtype, epilogue, k_major]
-    )
-    kernel(g, o, batch, ctx)
+    comptime if hopper and aligned:
+        raise Error(NOT_ALIGNED)
+    else:
+        comptime kernel = (
+            mma_gemm[dtype, epilogue, k_major] if rounds
+            and (HAS_MMA or HAS_MFMA) else gemm_portable[dtype, epilogue, k_major]
+        )
+        kernel(g, o, batch, ctx)
 
 
 def gemm_tile[
@@ -275,7 +283,7 @@ def gemm_tile[
 
 
 def gemm_group[
-    dtype: DType, products: Int, tf32: Bool
+    dtype: DType, products: Int, tf32: Bool, aligned: Bool = False
 ](
     sizes: Array[Geometry, products], operands: Array[Operands[dtype], products], ctx: DeviceContext
 ) raises:
@@ -285,6 +293,7 @@ def gemm_group[
         dtype: Of x, w and y.
         products: How many there are.
         tf32: Whether tensor cores may round float32 to TF32, where they have it.
+        aligned: See `gemm`; of each product.
 
     Args:
         sizes: Of each product.
@@ -292,9 +301,10 @@ def gemm_group[
         ctx: The GPU.
 
     Raises:
-        If a launch fails.
+        If a launch fails, or sizes are not aligned though they should be.
     """
-    comptime if IS_HOPPER and (dtype.is_half_float() or tf32):
+    comptime hopper = IS_HOPPER and (dtype.is_half_float() or tf32)
+    comptime if hopper:
         if takes[dtype](sizes[0]):
             var rows = 0
             comptime for i in range(products):
@@ -307,12 +317,15 @@ def gemm_group[
                         sizes, operands, row.splits, ctx
                     )
             return
-    comptime for i in range(products):
-        gemm[dtype, Epilogue("none"), True, tf32](sizes[i], operands[i], Batch(), ctx)
+    comptime if hopper and aligned:
+        raise Error(NOT_ALIGNED)
+    else:
+        comptime for i in range(products):
+            gemm[dtype, Epilogue("none"), True, tf32](sizes[i], operands[i], Batch(), ctx)
 
 
 def gemm_shortcut[
-    dtype: DType, tf32: Bool
+    dtype: DType, tf32: Bool, aligned: Bool = False
 ](
     g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
 ) raises:
@@ -321,6 +334,7 @@ def gemm_shortcut[
     Parameters:
         dtype: Of x, w and y.
         tf32: Whether tensor cores may round float32 to TF32, where they have it.
+        aligned: See `gemm`; of both convolutions.
 
     Args:
         g: Sizes; one group.
@@ -330,9 +344,10 @@ def gemm_shortcut[
         ctx: The GPU.
 
     Raises:
-        If a launch fails.
+        If a launch fails, or sizes are not aligned though they should be.
     """
-    comptime if IS_HOPPER and (dtype.is_half_float() or tf32):
+    comptime hopper = IS_HOPPER and (dtype.is_half_float() or tf32)
+    comptime if hopper:
         if takes[dtype](g) and takes[dtype](beside):
             comptime WIDTH = ROW // size_of[dtype]()
             var row = alike(choose(g, WIDTH, Epilogue("relu"), more=ceildiv(beside.c, WIDTH)))
@@ -342,10 +357,13 @@ def gemm_shortcut[
                         g, o, beside, more, row.splits, ctx
                     )
             return
-    gemm[dtype, Epilogue("none"), True, tf32](beside, more, Batch(), ctx)
-    # A thread reads what it is about to overwrite, and nothing else of y.
-    var sum = Operands[dtype](o.x, o.w, o.bias, more.y, o.y)
-    gemm[dtype, Epilogue("add_relu"), True, tf32](g, sum, Batch(), ctx)
+    comptime if hopper and aligned:
+        raise Error(NOT_ALIGNED)
+    else:
+        gemm[dtype, Epilogue("none"), True, tf32](beside, more, Batch(), ctx)
+        # A thread reads what it is about to overwrite, and nothing else of y.
+        var sum = Operands[dtype](o.x, o.w, o.bias, more.y, o.y)
+        gemm[dtype, Epilogue("add_relu"), True, tf32](g, sum, Batch(), ctx)
 
 
 def gemm_portable[

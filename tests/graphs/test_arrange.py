@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from max.dtype import DType
 
-from maxvision.graphs.arrange import block_steps, ungrouped
+from maxvision.common.errors import ArgumentError
+from maxvision.graphs import shapes
+from maxvision.graphs.arrange import block_steps, is_aligned, ungrouped
 
 SHAPES = [(3, 3, 128, 128), (1, 1, 512, 64), (3, 2, 72, 136), (1, 5, 8, 8), (1, 1, 64, 200)]
 
@@ -58,3 +65,45 @@ def test_a_filter_in_groups_is_one_of_all_channels(groups: int, c: int, f: int) 
     apart = np.einsum("rsgc,rscgf->gf", x, filters.reshape(3, 2, c, groups, -1)).ravel()
     whole = np.einsum("rsc,rscf->f", x.reshape(3, 2, -1), ungrouped(filters, groups))
     np.testing.assert_allclose(whole, apart, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "window", "aligned"),
+    [
+        ((1, 1, 64, 64), DType.bfloat16, {}, True),
+        ((1, 1, 12, 64), DType.bfloat16, {}, False),  # 24 bytes of channels
+        ((1, 1, 12, 64), DType.float32, {}, True),
+        ((1, 1, 64, 12), DType.bfloat16, {}, False),
+        ((3, 3, 64, 64), DType.bfloat16, {"padding": 1, "stride": 2}, True),
+        ((3, 3, 64, 128), DType.bfloat16, {"padding": 1, "groups": 2}, False),
+        ((16, 16, 8, 64), DType.bfloat16, {"stride": 16}, False),
+        ((3, 3, 64, 64), DType.bfloat16, {"dilation": 65}, False),
+    ],
+)
+def test_aligned_sizes_are_known(
+    shape: tuple[int, ...], dtype: DType, window: dict[str, Any], aligned: bool
+) -> None:
+    assert is_aligned(shape, dtype, **window) == aligned
+
+
+@settings(max_examples=2000, deadline=None)
+@given(data=st.data())
+def test_a_tensor_map_holds_what_is_called_aligned(data: st.DataObject) -> None:
+    """The limits of an im2col tensor map: cuTensorMapEncodeIm2col of CUDA's driver API."""
+
+    def pair(largest: int, least: int = 0) -> tuple[int, int]:
+        return data.draw(st.tuples(*[st.integers(least, largest)] * 2))
+
+    taps, stride, dilation = pair(12, 1), pair(10, 1), pair(40, 1)
+    padding, size = (*pair(140), *pair(140)), pair(300, 1)
+    window = {"stride": stride, "padding": padding, "dilation": dilation}
+    if not is_aligned((*taps, 64, 64), DType.bfloat16, **window):
+        return
+    try:
+        windows = shapes.windows("conv2d", size, taps, **window)
+    except ArgumentError:  # the window is larger than the image
+        return
+    for axis in range(2):
+        upper = (windows[axis] - 1) * stride[axis] - padding[axis] - (size[axis] - 1)
+        assert -128 <= -padding[axis] <= 127 and -128 <= upper <= 127
+        assert stride[axis] <= 8 and (taps[axis] - 1) * dilation[axis] <= 255
