@@ -181,6 +181,7 @@ FUNCTIONS: dict[str, Callable[[dict[str, Any]], Callable[..., torch.Tensor]]] = 
     "amax": _reduction(torch.amax),
     "amin": _reduction(torch.amin),
     "cumsum": lambda a: lambda x: x.cumsum(a["axis"]),
+    "roll": lambda a: lambda x: x.roll(a["shifts"], a["axes"]),
     "group_norm": lambda a: lambda x, w, b: F.group_norm(x, a["groups"], w, b, a["eps"]),
     "rms_norm": lambda a: lambda x, w: F.rms_norm(x, w.shape, w, a["eps"]),
     "matmul": lambda a: (

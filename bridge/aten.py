@@ -796,12 +796,14 @@ _MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 def _roll(imp: Importer, node: Node, x: Value, shifts: list[int], axes: list[int] = []) -> Value:  # noqa: B006
     if not axes:
         raise Unsupported("all axes as one")
+    by_axis: dict[int, int] = {}
     for shift, axis in zip(shifts, axes, strict=True):
         axis = rules.axis_of(x, axis)
-        size = x.size(axis)
-        if cut := -shift % size:
-            parts = [imp.net.slice(x, axis, cut, size), imp.net.slice(x, axis, 0, cut)]
-            x = imp.net.concat(parts, axis)
+        by_axis[axis] = (by_axis.get(axis, 0) + shift) % x.size(axis)
+    turns = sorted((axis, shift) for axis, shift in by_axis.items() if shift)
+    for i in range(0, len(turns), 2):  # the op takes two at a time
+        some, by = zip(*turns[i : i + 2], strict=True)
+        x = imp.net.op("roll", [x], shifts=by, axes=some)
     return x
 
 

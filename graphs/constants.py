@@ -106,6 +106,7 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     "relu": lambda x: np.maximum(x, 0),
     "reshape": lambda x, *, shape: x.reshape(shape),
     "permute": lambda x, *, axes: x.transpose(axes),
+    "roll": lambda x, *, shifts, axes: np.roll(x, shifts, axes),
     "slice": lambda x, *, axis, start, stop: x.take(range(start, stop), axis),
     "concat": lambda *parts, axis: np.concatenate(parts, axis),
     "expand": lambda x, *, shape: np.broadcast_to(x, shape),

@@ -463,6 +463,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "normalize": _normalize,
     "reshape": lambda given, **_: given.value(0).reshape(given.shapes()[0]),
     "permute": lambda given, *, axes: nodes.permute(given.value(0), axes),
+    "roll": lambda given, *, shifts, axes: nodes.roll(given.value(0), shifts, axes),
     "slice": _slice,
     "pad": _pad,
     "gather": lambda given, *, axis: ops.gather(given.value(0), given.value(1), axis=axis),

@@ -396,6 +396,31 @@ def permute(x: TensorValue, axes: Sequence[int]) -> TensorValue:
     return _custom("permute", [x, _host(axes, DType.int64)], [out])[0]
 
 
+def roll(x: TensorValue, shifts: Sequence[int], axes: Sequence[int]) -> TensorValue:
+    """Turns axes around, as torch's roll does: y[i] = x[(i - shift) mod the size].
+
+    MAX's own ops cut and join what our ops do not compute, such as integers.
+
+    Args:
+        x: Of any shape.
+        shifts: How far, for each axis.
+        axes: One or two, in order.
+
+    Raises:
+        ArgumentError: If there is no such axis, or its size is not known.
+    """
+    out = shapes.roll(_type(x), shifts=tuple(shifts), axes=tuple(axes))
+    if not supported(x.dtype, x.device):
+        for shift, axis in zip(shifts, axes, strict=True):
+            lengths = [shift % int(x.shape[axis])]
+            lengths.insert(0, int(x.shape[axis]) - lengths[0])
+            x = ops.concat(list(reversed(ops.split(x, lengths, axis))), axis)
+        return x
+    turns = [number for turn in zip(axes, shifts, strict=True) for number in turn]
+    turns = [axes[0], 0, *turns][-4:]
+    return _custom("roll", [x, _host(turns, DType.int64)], [out])[0]
+
+
 def relu(x: TensorValue) -> TensorValue:
     """Computes max(x, 0) of any shape.
 

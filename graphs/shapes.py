@@ -741,6 +741,15 @@ def permute(x: Type, *, axes: tuple[int, ...]) -> Type:
     return Type(tuple(x.shape[axis] for axis in axes), x.dtype)
 
 
+def roll(x: Type, *, shifts: tuple[int, ...], axes: tuple[int, ...]) -> Type:
+    """Types torch's roll of one or two axes, which are in order."""
+    if len(shifts) != len(axes) or len(axes) not in (1, 2) or sorted(set(axes)) != list(axes):
+        raise ArgumentError(f"roll: expects one or two axes in order but has {axes} by {shifts}")
+    for axis in axes:
+        _known("roll", x.shape[axis], f"axis {axis}")
+    return x
+
+
 def slice_(x: Type, *, axis: int, start: int, stop: int, step: int = 1) -> Type:
     """Types x[start:stop:step] along an axis."""
     length = _known("slice", x.shape[axis], f"axis {axis}")
@@ -860,6 +869,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "normalize": normalize,
     "reshape": reshape,
     "permute": permute,
+    "roll": roll,
     "slice": slice_,
     "pad": pad,
     "gather": gather,

@@ -12,5 +12,6 @@ from .normalize import *
 from .pointwise import *
 from .pool import *
 from .reduce import *
+from .roll import *
 from .rows import *
 from .sparse_conv2d import *

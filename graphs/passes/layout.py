@@ -13,7 +13,7 @@ from maxvision.graphs.views import View
 IMAGES = ("conv2d", "batch_norm", "max_pool2d", "avg_pool2d", "group_norm")
 """The ops that take images in either layout."""
 REDUCTIONS = ("sum", "mean", "amax", "amin")
-ALONG_AXES = ("slice", "concat", "pad", "cumsum", *REDUCTIONS)
+ALONG_AXES = ("slice", "concat", "pad", "roll", "cumsum", *REDUCTIONS)
 """Ops that name axes, and do the same wherever these lie."""
 
 
@@ -156,7 +156,7 @@ class _Layout:
         return True
 
     def along_axes(self, node: Node) -> bool:
-        """Cuts, joins, pads and reduces images where they lie, along the axes as they lie there."""
+        """Cuts, joins, pads, turns and reduces images along the axes as they lie there."""
         views = [self.view(value) for value in node.inputs]
         permuted = [view.axes for _, view in views if not view.keeps_order]
         if not permuted or permuted[0] is None:
@@ -168,9 +168,12 @@ class _Layout:
         given: Any = node.attributes
         if "axis" in given:
             attributes["axis"] = axes[given["axis"]]
-        if "axes" in given:
+        if node.op in REDUCTIONS:
             attributes["axes"] = tuple(sorted(axes[a] for a in given["axes"]))
             attributes["keepdim"] = True
+        if node.op == "roll":
+            turns = sorted(zip((axes[a] for a in given["axes"]), given["shifts"], strict=True))
+            attributes["axes"], attributes["shifts"] = zip(*turns, strict=True)
         if "pads" in given:
             attributes["pads"] = tuple(n for a in back for n in given["pads"][2 * a : 2 * a + 2])
         self.nodes.append(replace(node, inputs=inputs, attributes=attributes))

@@ -367,6 +367,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "amax": _reduction(torch.amax),
     "amin": _reduction(torch.amin),
     "cumsum": lambda x, *, axis: x.cumsum(axis),
+    "roll": lambda x, *, shifts, axes: x.roll(shifts, axes),
     "rms_norm": lambda x, weight, *, eps: F.rms_norm(x, weight.shape, weight, eps),
     "group_norm": _group_norm,
     "pad": _pad,

@@ -321,6 +321,16 @@ def permuted(x: Shape, *axes: int) -> Case:
     )
 
 
+def rolled(x: Shape, shifts: Sequence[int], axes: Sequence[int]) -> Case:
+    """Makes a case of roll; axis 0 is the batch."""
+    return same(
+        f"roll {x} {shifts} {axes}",
+        x,
+        lambda a: nodes.roll(a, shifts, axes),
+        lambda a: a.roll(tuple(shifts), tuple(axes)),
+    )
+
+
 def pointwise(
     expression: str, reference: Any, *inputs: Shape, vectors: Sequence[Shape] = (), spread: int = 4
 ) -> Case:
@@ -971,6 +981,9 @@ CASES = [
     grouped((49, 64), 4, "relu"),
     grouped((768,), 12),
     grouped((1200,), 1),
+    rolled((14, 14, 96), (-3, -3), (1, 2)),
+    rolled((5, 9, 7, 11), (2, 30), (2, 4)),
+    rolled((6, 33), (-8,), (1,)),
     *(
         Case(
             f"concat {axis} {' '.join(map(str, shapes))}",

@@ -7,6 +7,7 @@ from ops.attention.hopper import enqueue_hopper, long, short
 from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
 from ops.concat import ConcatTensors, concat_gpu
+from ops.roll import RollSizes, roll_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
@@ -315,5 +316,6 @@ def main() raises:
     for i in range(4):
         parts.starts[i + 1] = Int64(n * i)
     concat_gpu(parts, n, ctx)
+    roll_gpu(half, half, n, RollSizes(n, n, n), ctx)
     normalize_gpu(half, bytes, full, full, n, n, ctx)
     normalize_gpu(half, full, full, full, n, n, ctx)

@@ -7,6 +7,7 @@ the parameters' sizes are checked against the kernel's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -1060,6 +1061,23 @@ def concat(kernel: Kernel, parts: Sequence[Array], width: int, dtype: str) -> Ar
     tensors = pack("10q", to, *at, *at[:1] * (4 - len(at)), *starts)
     vectors = y.size // width
     parameters = [tensors, pack("q", vectors), pack("I", starts[-1] // width)]
+    Launch(kernel, parameters, memory, grid=(-(-vectors // 256),), threads=256, together=8).run()
+    return memory.array(to, y)
+
+
+def roll(
+    kernel: Kernel, x: Array, shifts: tuple[int, int], axes: tuple[int, int], width: int, dtype: str
+) -> Array:
+    """Runs the kernel of ops/roll.mojo; shifts are those of the two axes, and not negative."""
+    memory, y = Tensors(), unwritten(x.shape, dtype)
+    to, at = memory.add(y), memory.add(x, late=True)
+    first, second = axes
+    row = math.prod(x.shape[second + 1 :])
+    between = math.prod(x.shape[first + 1 : second])
+    sizes = (x.shape[first], shifts[0], between, x.shape[second], shifts[1], row)
+    vectors = x.size // width
+    parameters = [pack("Q", to), pack("Q", at), pack("6I", *sizes)]
+    parameters += [pack("I", vectors), pack("I", row // width)]
     Launch(kernel, parameters, memory, grid=(-(-vectors // 256),), threads=256, together=8).run()
     return memory.array(to, y)
 

@@ -55,6 +55,7 @@ from .launches import (
     pointwise,
     reduce,
     resident,
+    roll,
     rounded,
     softmax,
     stem,
@@ -997,6 +998,28 @@ def test_concat(
     parts = [rounded(rng.standard_normal((rows, length)), BF16) for length in lengths]
     got = concat(find(f"concat_{width}_{BF16}"), parts, width, BF16)
     np.testing.assert_array_equal(got, np.concatenate(parts, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "shifts", "axes", "width"),
+    [
+        ((2, 14, 14, 24), (11, 11), (1, 2), 8),
+        ((3, 1, 7, 16), (0, 3), (1, 2), 8),
+        ((2, 5, 3, 4, 9), (1, 3), (1, 3), 1),
+        ((4, 6, 11), (2, 10), (1, 2), 1),
+    ],
+)
+def test_roll(
+    find: Find,
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    shifts: tuple[int, int],
+    axes: tuple[int, int],
+    width: int,
+) -> None:
+    x = rounded(rng.standard_normal(shape), BF16)
+    got = roll(find(f"roll_{width}_{BF16}"), x, shifts, axes, width, BF16)
+    np.testing.assert_array_equal(got, np.roll(x, shifts, axes))
 
 
 @pytest.mark.parametrize("source", ["uint8", "float32"])
