@@ -1,18 +1,201 @@
 """Max and average pooling over x[N, H, W, C] into y[N, P, Q, C], torch's.
 
-Vectors run over channels, so a window is R * S wide loads; bound by memory. Padding never wins
-the maximum and NaN does. With ceil_mode (P and Q are the graph's) the last window may hang over
-the padding: what hangs over counts for neither op. The average of a whole image is `reduce`.
+Vectors run over channels, so a window is R * S wide loads; bound by memory. A CPU computes rows of
+the result on all cores, a GPU 16 bytes in each thread, or one number where C is no multiple of
+that. Padding never wins the maximum and NaN does. With ceil_mode (P and Q are the graph's) the last
+window may hang over the padding: what hangs over counts for neither op. The average of a whole
+image is `reduce`.
 """
 
-from extensibility import InputTensor, OutputTensor, foreach, register
-from layout import Coord
+from extensibility import InputTensor, OutputTensor, register
+from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from std.math import isnan
+from max.gpu.primitives.grid_controls import (
+    PDLLevel,
+    launch_dependent_grids,
+    pdl_launch_attributes,
+    wait_on_dependent_grids,
+)
+from std.math import ceildiv, isnan
+from std.sys import simd_width_of, size_of
 from std.utils.numerics import neg_inf
 
 from .geometry import Geometry
-from .operands import F32, data, narrowed, widened
+from .operands import F32, Data, data, narrowed, widened
+from .parallel import over_cores
+
+comptime THREADS = 256
+"""Threads of a GPU's block."""
+
+
+@always_inline
+def pooled[
+    dtype: DType, kind: StaticString, width: Int, align: Int = size_of[dtype]()
+](g: Geometry, x: Data[dtype], n: Int, p: Int, q: Int, c: Int) -> SIMD[dtype, width]:
+    """Computes y[n, p, q, c : c + width].
+
+    Parameters:
+        dtype: Of x.
+        kind: "max"; "mean", where zeros of the padding count; or "mean_inside", where none does.
+        width: Channels.
+        align: Bytes that they are known to be aligned to.
+
+    Args:
+        g: Sizes.
+        x: Activations [N, H, W, C].
+        n: Number of the image.
+        p: Row of the result.
+        q: Column of the result.
+        c: First channel.
+
+    Returns:
+        The maxima, or the averages, which are taken in float32.
+    """
+    var h0 = p * g.stride_h - g.pad_h
+    var w0 = q * g.stride_w - g.pad_w
+    var image = x.unsafe_offset(n * g.h * g.w * g.c + c)
+    comptime if kind == "max":
+        var best = SIMD[F32, width](neg_inf[F32]())
+        for r in range(g.r):
+            var h = h0 + r * g.dilation_h
+            if h < 0 or h >= g.h:
+                continue
+            for s in range(g.s):
+                var w = w0 + s * g.dilation_w
+                if w < 0 or w >= g.w:
+                    continue
+                var value = widened(
+                    image.unsafe_load[width=width, alignment=align]((h * g.w + w) * g.c)
+                )
+                best = (value.gt(best) | isnan(value)).select(value, best)
+        return narrowed[dtype](best)
+    else:
+        var top = max(h0, 0)
+        var left = max(w0, 0)
+        var bottom = min(h0 + g.r, g.h)
+        var right = min(w0 + g.s, g.w)
+        var sum = SIMD[F32, width](0)
+        for h in range(top, bottom):
+            for w in range(left, right):
+                sum += widened(image.unsafe_load[width=width, alignment=align]((h * g.w + w) * g.c))
+        comptime if kind == "mean":
+            bottom = min(h0 + g.r, g.h + g.pad_h)
+            right = min(w0 + g.s, g.w + g.pad_w)
+            top = h0
+            left = w0
+        return narrowed[dtype](sum / Float32((bottom - top) * (right - left)))
+
+
+def pool_cpu[dtype: DType, kind: StaticString](y: Data[dtype], x: Data[dtype], g: Geometry):
+    """Computes rows of the result on all cores.
+
+    Parameters:
+        dtype: Of the tensors.
+        kind: See `pooled`.
+
+    Args:
+        y: Result [N, P, Q, C].
+        x: Activations [N, H, W, C].
+        g: Sizes.
+    """
+
+    def task(row: Int) {imm}:
+        _pool_row[kind](y, x, g, row)
+
+    over_cores(task, g.n * g.p)
+
+
+@no_inline
+def _pool_row[
+    dtype: DType, //, kind: StaticString
+](y: Data[dtype], x: Data[dtype], g: Geometry, row: Int):
+    comptime WIDTH = simd_width_of[F32]()
+    var n, p = divmod(row, g.p)
+    for q in range(g.q):
+        var to = y.unsafe_offset((row * g.q + q) * g.c)
+        var whole = g.c // WIDTH * WIDTH
+        for c in range(0, whole, WIDTH):
+            to.unsafe_store(c, pooled[dtype, kind, WIDTH](g, x, n, p, q, c))
+        for c in range(whole, g.c):
+            to.unsafe_store(c, pooled[dtype, kind, 1](g, x, n, p, q, c))
+
+
+@__name(t"pool_{kind}_{width}_{dtype}")
+def pool_kernel[
+    dtype: DType, kind: StaticString, width: Int
+](y: Data[dtype], x: Data[dtype], g: Geometry):
+    """Computes `width` channels of a pixel in each thread.
+
+    Parameters:
+        dtype: Of the tensors.
+        kind: See `pooled`.
+        width: 16 bytes of channels, or 1.
+
+    Args:
+        y: Result [N, P, Q, C].
+        x: Activations [N, H, W, C].
+        g: Sizes; C is a multiple of the width.
+    """
+    wait_on_dependent_grids()
+    launch_dependent_grids()
+    var index = UInt32(block_idx.x) * THREADS + UInt32(thread_idx.x)
+    var vectors = UInt32(g.c // width)
+    var pixel = index // vectors
+    var c = Int(index - pixel * vectors) * width
+    var row = pixel // UInt32(g.q)
+    var q = Int(pixel - row * UInt32(g.q))
+    var n = row // UInt32(g.p)
+    if Int(n) >= g.n:
+        return
+    comptime bytes = width * size_of[dtype]()
+    var value = pooled[dtype, kind, width, bytes](g, x, Int(n), Int(row - n * UInt32(g.p)), q, c)
+    y.unsafe_store[alignment=bytes](Int(index) * width, value)
+
+
+def pool_gpu[
+    dtype: DType, kind: StaticString
+](y: Data[dtype], x: Data[dtype], g: Geometry, ctx: DeviceContext) raises:
+    """Enqueues a pooling.
+
+    Parameters:
+        dtype: Of the tensors.
+        kind: See `pooled`.
+
+    Args:
+        y: Result [N, P, Q, C].
+        x: Activations [N, H, W, C].
+        g: Sizes.
+        ctx: The GPU.
+
+    Raises:
+        If the result has 2^31 pieces of 16 bytes, or the launch fails.
+    """
+    comptime wide = 16 // size_of[dtype]()
+    comptime for width in [wide, 1]:
+        if (g.c % wide == 0) == (width == wide):
+            var vectors = g.pixels() * (g.c // width)
+            if vectors > Int(Int32.MAX):
+                raise Error("pooling: expects fewer than 2^31 pieces but has ", vectors)
+            ctx.enqueue_function[pool_kernel[dtype, kind, width]](
+                y,
+                x,
+                g,
+                grid_dim=ceildiv(vectors, THREADS),
+                block_dim=THREADS,
+                attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+            )
+
+
+@always_inline
+def _pool[
+    dtype: DType, //, target: StaticString, kind: StaticString
+](y: Data[dtype], x: Data[dtype], g: Geometry, ctx: DeviceContext) raises:
+    if g.pixels() * g.c == 0:
+        return
+    comptime if target == "cpu":
+        pool_cpu[dtype, kind](y, x, g)
+    else:
+        pool_gpu[dtype, kind](y, x, g, ctx)
 
 
 @register("maxpool")
@@ -40,33 +223,9 @@ struct MaxPool:
             ctx: The device.
 
         Raises:
-            If a launch fails.
+            If a launch fails, or the result is too large.
         """
-        var g = Geometry(x.shape(), y.shape(), data(window))
-        var source = data(x)
-
-        def body[width: Int](at: Coord[...]) {var g, var source} -> SIMD[y.dtype, width]:
-            var image = Int(at[0].value()) * g.h
-            var h0 = Int(at[1].value()) * g.stride_h - g.pad_h
-            var w0 = Int(at[2].value()) * g.stride_w - g.pad_w
-            var best = SIMD[F32, width](neg_inf[F32]())
-            for r in range(g.r):
-                var h = h0 + r * g.dilation_h
-                if h < 0 or h >= g.h:
-                    continue
-                for s in range(g.s):
-                    var w = w0 + s * g.dilation_w
-                    if w < 0 or w >= g.w:
-                        continue
-                    var value = widened(
-                        source.unsafe_load[width=width](
-                            ((image + h) * g.w + w) * g.c + Int(at[3].value())
-                        )
-                    )
-                    best = (value.gt(best) | isnan(value)).select(value, best)
-            return narrowed[y.dtype](best)
-
-        foreach[target=target](body, y, ctx)
+        _pool[target, "max"](data(y), data(x), Geometry(x.shape(), y.shape(), data(window)), ctx)
 
 
 @register("avgpool")
@@ -95,31 +254,7 @@ struct AvgPool:
             ctx: The device.
 
         Raises:
-            If a launch fails.
+            If a launch fails, or the result is too large.
         """
-        var g = Geometry(x.shape(), y.shape(), data(window))
-        var source = data(x)
-
-        def body[width: Int](at: Coord[...]) {var g, var source} -> SIMD[y.dtype, width]:
-            var image = Int(at[0].value()) * g.h
-            var h0 = Int(at[1].value()) * g.stride_h - g.pad_h
-            var w0 = Int(at[2].value()) * g.stride_w - g.pad_w
-            var top = max(h0, 0)
-            var left = max(w0, 0)
-            var bottom = min(h0 + g.r, g.h)
-            var right = min(w0 + g.s, g.w)
-            var sum = SIMD[F32, width](0)
-            for h in range(top, bottom):
-                for w in range(left, right):
-                    var value = source.unsafe_load[width=width](
-                        ((image + h) * g.w + w) * g.c + Int(at[3].value())
-                    )
-                    sum += widened(value)
-            comptime if padding_counts:
-                bottom = min(h0 + g.r, g.h + g.pad_h)
-                right = min(w0 + g.s, g.w + g.pad_w)
-                top = h0
-                left = w0
-            return narrowed[y.dtype](sum / Float32((bottom - top) * (right - left)))
-
-        foreach[target=target](body, y, ctx)
+        comptime kind = "mean" if padding_counts else "mean_inside"
+        _pool[target, kind](data(y), data(x), Geometry(x.shape(), y.shape(), data(window)), ctx)

@@ -7,6 +7,7 @@ from ops.attention.hopper import enqueue_hopper, long, short
 from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
 from ops.concat import ConcatTensors, concat_gpu
+from ops.pool import pool_gpu
 from ops.roll import RollSizes, roll_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
@@ -317,5 +318,7 @@ def main() raises:
         parts.starts[i + 1] = Int64(n * i)
     concat_gpu(parts, n, ctx)
     roll_gpu(half, half, n, RollSizes(n, n, n), ctx)
+    comptime for kind in ["max", "mean", "mean_inside"]:
+        pool_gpu[BF16, kind](half, half, Geometry(rows=n, depth=n, columns=n), ctx)
     normalize_gpu(half, bytes, full, full, n, n, ctx)
     normalize_gpu(half, full, full, full, n, n, ctx)

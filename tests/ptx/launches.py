@@ -1082,6 +1082,16 @@ def roll(
     return memory.array(to, y)
 
 
+def pool(kernel: Kernel, g: Conv, x: Array, width: int, dtype: str) -> Array:
+    """Runs the kernel of ops/pool.mojo on x[N, H, W, C]."""
+    memory, y = Tensors(), unwritten((g.n, *g.out, g.c), dtype)
+    to, at = memory.add(y), memory.add(x, late=True)
+    parameters = [pack("Q", to), pack("Q", at), g.packed(g.c)]
+    grid = (-(-y.size // width // 256),)
+    Launch(kernel, parameters, memory, grid=grid, threads=256, together=8).run()
+    return memory.array(to, y)
+
+
 def normalize(kernel: Kernel, x: Array, mean: Array, scale: Array, dtype: str) -> Array:
     """Runs the kernel of ops/normalize.mojo on x[N, H, W, C]."""
     memory, y = Tensors(), unwritten(x.shape, dtype)

@@ -53,6 +53,7 @@ from .launches import (
     permute_rows,
     permute_tiles,
     pointwise,
+    pool,
     reduce,
     resident,
     roll,
@@ -998,6 +999,35 @@ def test_concat(
     parts = [rounded(rng.standard_normal((rows, length)), BF16) for length in lengths]
     got = concat(find(f"concat_{width}_{BF16}"), parts, width, BF16)
     np.testing.assert_array_equal(got, np.concatenate(parts, 1))
+
+
+@pytest.mark.parametrize("kind", ["max", "mean", "mean_inside"])
+@pytest.mark.parametrize(
+    ("g", "width"),
+    [
+        (Conv(2, 9, 8, 24, 24, 3, 3, (2, 2), (1, 1)), 8),
+        (Conv(1, 6, 5, 16, 16, 2, 3, (2, 1), (0, 1), after=(1, -1)), 8),
+        (Conv(3, 4, 7, 5, 5, 2, 2, (2, 2)), 1),
+    ],
+    ids=str,
+)
+def test_pool(find: Find, rng: np.random.Generator, kind: str, g: Conv, width: int) -> None:
+    x = rounded(rng.standard_normal((g.n, g.h, g.w, g.c)), BF16)
+    got = pool(find(f"pool_{kind}_{width}_{BF16}"), g, x, width, BF16)
+    image = wide(x, BF16)
+    for p, q in np.ndindex(*g.out):
+        first = [p * g.stride[0] - g.pad[0], q * g.stride[1] - g.pad[1]]
+        last = [first[0] + g.r, first[1] + g.s]
+        inside = image[:, max(first[0], 0) : last[0], max(first[1], 0) : last[1]]
+        if kind == "max":
+            np.testing.assert_array_equal(wide(got[:, p, q], BF16), inside.max((1, 2)))
+            continue
+        count = inside.shape[1] * inside.shape[2]
+        if kind == "mean":
+            ends = [min(last[0], g.h + g.pad[0]), min(last[1], g.w + g.pad[1])]
+            count = (ends[0] - first[0]) * (ends[1] - first[1])
+        want = inside.sum((1, 2)) / count
+        check(got[:, p, q], want, BF16, SUMS)
 
 
 @pytest.mark.parametrize(

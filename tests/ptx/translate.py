@@ -315,7 +315,7 @@ class Translator:
     def compare(self, i: Instruction, kind: str) -> list[str]:
         x, y = self.value(i.args[1], kind), self.value(i.args[2], kind)
         how = i.parts[1]
-        if kind.startswith("f"):
+        if kind.startswith("f") or kind == "bf16":
             nan = f"(np.isnan({x}) | np.isnan({y}))"
             if how in ("nan", "num"):
                 return [self.put(i.args[0], nan if how == "nan" else f"~{nan}", "p")]
