@@ -289,7 +289,7 @@ def test_what_is_written_must_fit(tmp_path: Path) -> None:
     traced = translated(model)
     assert traced.program is not None
     (tmp_path / "net").mkdir()
-    write(tmp_path / "net", model, traced.program, traced.tensors)
+    write(tmp_path / "net", model, traced)
     from maxvision.weights import load
 
     with pytest.raises(ModelError, match="label"):

@@ -324,7 +324,10 @@ def _cast(x: Tensor, *, dtype: str) -> Tensor:
     return x.double() if "float" in dtype else x.to(getattr(torch, dtype))
 
 
-def _gather(x: Tensor, indices: Tensor, *, axis: int) -> Tensor:
+def _gather(x: Tensor, indices: Tensor, *, axis: int, batch_axes: int = 0) -> Tensor:
+    if batch_axes:
+        inner = {"axis": axis - 1, "batch_axes": batch_axes - 1}
+        return torch.stack([_gather(*each, **inner) for each in zip(x, indices, strict=True)])
     y = x.index_select(axis, indices.flatten())
     return y.unflatten(axis, indices.shape) if indices.ndim != 1 else y
 
@@ -371,6 +374,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "group_norm": _group_norm,
     "pad": _pad,
     "gather": _gather,
+    "scatter_add": lambda x, indices, y, *, axis: x.scatter_add(axis, indices.long(), y),
     "max_pool2d": _max_pool2d,
     "avg_pool2d": _avg_pool2d,
     "layer_norm": _layer_norm,
