@@ -397,6 +397,7 @@ def picked(imp: Importer, x: Value, axis: int, order: Any) -> Value:
 
 def taken(imp: Importer, x: Value, axis: int, index: Value, own: bool = False) -> Value:
     """Takes places of an axis; ``own`` says that every batch of the axes before has its own."""
+    _within_images(x, axis)
     held = imp.tensors.get(index.name)
     if held is not None and np.array_equal(held.reshape(-1), np.arange(x.shape[axis])):
         return reshaped(imp, x, (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]))
@@ -406,8 +407,14 @@ def taken(imp: Importer, x: Value, axis: int, index: Value, own: bool = False) -
 
 def scattered(imp: Importer, x: Value, axis: int, index: Value, values: Value) -> Value:
     """Adds values to the places of an axis; the index is broadcast to them."""
+    _within_images(x, axis)
     index = spread(imp, index, values.shape)
     return imp.net.op("scatter_add", [x, index, values], axis=axis)
+
+
+def _within_images(x: Value, axis: int) -> None:
+    if isinstance(x.shape[axis], str):
+        raise Unsupported(f"axis {axis} of {x.type} is the batch")
 
 
 def padded(imp: Importer, x: Value, pads: Sequence[int], value: float = 0.0) -> Value:

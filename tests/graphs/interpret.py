@@ -103,7 +103,10 @@ def _elementwise(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Makes an op of two values take a number for the second."""
 
     def run(*given: Tensor, other: float | None = None, **settings: float) -> Tensor:
-        return op(*given, **settings) if other is None else op(*given, torch.tensor(other).double())
+        if other is None:
+            return op(*given, **settings)
+        whole = not given[0].is_floating_point() and other == int(other)
+        return op(*given, torch.tensor(int(other)) if whole else torch.tensor(other).double())
 
     return run
 
