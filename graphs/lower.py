@@ -432,7 +432,7 @@ def _elementwise(name: str) -> Callable[..., TensorValue]:
             raise ArgumentError(f"{name}: expects floats but has {given.value(0).dtype.name}")
         values: list[Any] = given.values
         if (other := attributes.pop("other", None)) is not None:
-            values.append(ops.constant(int(other), values[0].dtype, values[0].device))
+            values.append(ops.constant(int(other), values[-1].dtype, values[-1].device))
         return INTEGERS[name](*values, **attributes)
 
     return emit

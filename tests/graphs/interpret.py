@@ -105,7 +105,7 @@ def _elementwise(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*given: Tensor, other: float | None = None, **settings: float) -> Tensor:
         if other is None:
             return op(*given, **settings)
-        whole = not given[0].is_floating_point() and other == int(other)
+        whole = given[-1].dtype in (torch.int32, torch.int64) and other % 1 == 0
         return op(*given, torch.tensor(int(other)) if whole else torch.tensor(other).double())
 
     return run
