@@ -138,6 +138,13 @@ def _without(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _gather(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
     def gather(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        if batch := a.get("batch_axes", 0):
+            places = indices.flatten(batch).reshape(
+                *x.shape[:batch], -1, *[1] * (x.ndim - batch - 1)
+            )
+            shape = (*x.shape[:batch], places.shape[batch], *x.shape[batch + 1 :])
+            y = x.gather(batch, places.long().expand(shape))
+            return y.unflatten(batch, indices.shape[batch:])
         y = x.index_select(a["axis"], indices.flatten())
         return y.unflatten(a["axis"], indices.shape) if indices.ndim > 1 else y
 
@@ -189,6 +196,7 @@ FUNCTIONS: dict[str, Callable[[dict[str, Any]], Callable[..., torch.Tensor]]] = 
     ),
     "pad": _pad,
     "gather": _gather,
+    "scatter_add": lambda a: lambda x, indices, y: x.scatter_add(a["axis"], indices.long(), y),
     "cast": lambda a: lambda x: x.to(getattr(torch, a["dtype"])),
     "max_pool2d": lambda a: lambda x: F.max_pool2d(x, a["kernel"], **_without(a, "kernel")),
     "avg_pool2d": lambda a: (

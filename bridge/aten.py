@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from maxvision.bridge import rules
 from maxvision.bridge.fx import module_of, type_of
-from maxvision.bridge.importer import Importer, Known, Unsupported
+from maxvision.bridge.importer import PROBES, Importer, Known, Unsupported
 from maxvision.graphs.net import Value
-from maxvision.graphs.types import Size, product
+from maxvision.graphs.types import Size, at_batch, product
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ KEPT = (
     aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default, aten.lstm.input,
     aten.instance_norm.default, aten.upsample_nearest2d.default,
     aten._adaptive_avg_pool2d.default, aten.log_sigmoid.default, aten.celu.default,
-    aten._upsample_nearest_exact2d.vec,
+    aten._upsample_nearest_exact2d.vec, aten.index_add.default,
 )  # fmt: skip
 """Ops that torch would take apart, and that are one here."""
 
@@ -216,6 +216,9 @@ def _not(imp: Importer, node: Node, x: Value) -> Value:
 
 @_rule(aten.logical_and.default, aten.bitwise_and.Tensor)
 def _and(imp: Importer, node: Node, a: Any, b: Any) -> Value:
+    for x, y in ((a, b), (b, a)):
+        if isinstance(y, Known) and all(bool(each.all()) for each in y.values):
+            return rules.spread(imp, imp.value(x), _shape(node))
     return rules.logic(imp, "and", a, b)
 
 
@@ -413,22 +416,24 @@ def _attention(
     elif rank > 4:
         q, k, v = (net.reshape(x, product(x.shape[:-3]), *x.shape[-3:]) for x in (q, k, v))
     found = _mask(imp, mask)
-    if rank > 4 and found is not None and len(found.shape) > 3:
+    if found is not None and rank == len(found.shape) == 3:
+        found = net.reshape(found, found.shape[0], 1, *found.shape[1:])
+    elif found is not None and rank > 4 and len(found.shape) > 3:
         whole = rules.spread(imp, found, (*shapes[0][:-3], *found.shape[-3:]))
         found = net.reshape(whole, product(shapes[0][:-3]), *found.shape[-3:])
-    if causal:
-        t, s = q.size(2), k.size(2)
-        hidden = ~torch.ones(t, s).tril().bool()
-        found = imp.constant(torch.zeros(t, s).masked_fill(hidden, -math.inf))
-    if found is None:
-        y = net.op("scaled_dot_product_attention", [q, k, v], scale=scale)
-    else:
-        scores = net.op("matmul", [q, rules.transposed(imp, k)], alpha=scale)
-        if rank == 3 and len(found.shape) == 3:
-            found = net.reshape(found, found.shape[0], 1, *found.shape[1:])
-        p = net.op("softmax", [net.op("add", [scores, found])])
-        y = net.op("matmul", [p, v])
+    more: dict[str, Any] = {"causal": True} if causal else {}
+    given = [q, k, v] if found is None else [q, k, v, found]
+    y = net.op("scaled_dot_product_attention", given, scale=scale, **more)
+    if found is not None and isinstance(mask, Value):
+        y = net.op("where", [_sees(imp, found), y], other=0.0)
     return y if rank == 4 else net.reshape(y, *shapes[0][:-1], shapes[2][-1])
+
+
+def _sees(imp: Importer, mask: Value) -> Value:
+    """Tells which queries see a key: torch gives zeros for the others."""
+    truth = mask.type.dtype == "bool"
+    largest = rules.reduced(imp, "amax", rules.floats(imp, mask), [-1], True)
+    return imp.net.op("gt", [largest], other=0.0 if truth else -math.inf)
 
 
 def _shared(imp: Importer, x: Value, heads: int) -> Value:
@@ -441,21 +446,14 @@ def _shared(imp: Importer, x: Value, heads: int) -> Value:
 
 
 def _mask(imp: Importer, mask: Any) -> Value | None:
-    """Makes what is added to the scores of a mask; one that hides nothing is none."""
+    """Makes a value of a mask; one that hides nothing and adds nothing is none."""
     if mask is None:
         return None
     if isinstance(mask, Known):
-        if mask.values[0].dtype == torch.bool:
-            if all(bool(each.all()) for each in mask.values):
-                return None
-            mask = imp.applied(mask, lambda m: torch.zeros(m.shape).masked_fill(~m, -math.inf))
-        elif all(not bool(each.any()) for each in mask.values):
+        truth = mask.values[0].dtype == torch.bool
+        if all(bool(each.all() if truth else not each.any()) for each in mask.values):
             return None
-        return imp.value(mask)
-    if mask.type.dtype == "bool":
-        zero, hidden = (imp.constant(torch.tensor(x)) for x in (0.0, -math.inf))
-        return imp.net.op("where", [mask, zero, hidden])
-    return mask
+    return imp.value(mask)
 
 
 @_rule(aten.softmax.int, aten._softmax.default)
@@ -825,30 +823,149 @@ def _embedding(imp: Importer, node: Node, table: Any, indices: Any, *_: Any) -> 
     return imp.net.op("gather", [imp.weight(table), imp.value(indices)], axis=0)
 
 
+@_rule(aten.gather.default)
+def _gather(imp: Importer, node: Node, x: Any, axis: int, indices: Any, **_: Any) -> Value | Known:
+    if isinstance(x, Known) and len({n for each in x.values for n in each.unique().tolist()}) == 1:
+        return _filled(x.values[0].flatten()[0], _shape(node))
+    x, indices = imp.value(x), imp.value(indices)
+    axis = rules.axis_of(x, axis)
+    for a, size in enumerate(indices.shape):
+        if a != axis and size != x.shape[a]:
+            x = imp.net.slice(x, a, 0, indices.size(a))
+    rows = _unspread(imp, node.args[2], axis)
+    if rows is not None and rows.shape[:axis] == x.shape[:axis]:
+        index = imp.net.reshape(rows, *rows.shape[: axis + 1])
+        return rules.taken(imp, x, axis, index, axis > 0)
+    last = len(x.shape) - 1
+    order = [a for a in range(last + 1) if a != axis] + [axis]
+    y = rules.taken(imp, imp.net.permute(x, *order), last, imp.net.permute(indices, *order), True)
+    return imp.net.permute(y, *(order.index(a) for a in range(last + 1)))
+
+
+def _unspread(imp: Any, node: Any, axis: int) -> Value | None:
+    """Gives what indices were expanded from, if all behind an axis are the same."""
+    while isinstance(node, Node) and node.target is aten.expand.default:
+        node = node.args[0]
+        found = imp.value(imp.env[node])
+        if all(size == 1 for size in found.shape[axis + 1 :]):
+            return found
+    return None
+
+
+def _filled(number: torch.Tensor, shape: tuple[Size, ...]) -> Known:
+    """Makes a tensor of one number."""
+    several = any(isinstance(size, str) for size in shape)
+    sizes = [[at_batch(size, n) for size in shape] for n in PROBES[: 1 + several]]
+    return Known(tuple(number.expand(each).contiguous() for each in sizes))
+
+
+@_rule(aten.scatter_add.default)
+def _scatter_add(imp: Importer, node: Node, x: Any, axis: int, indices: Any, values: Any) -> Value:
+    x, indices, values = (imp.value(each) for each in (x, indices, values))
+    for a, size in enumerate(indices.shape):  # of the values as many count as there are indices
+        if size != values.shape[a]:
+            values = imp.net.slice(values, a, 0, indices.size(a))
+    return rules.scattered(imp, x, rules.axis_of(x, axis), indices, values)
+
+
+@_rule(aten.scatter_reduce.two)
+def _scatter_reduce(
+    imp: Importer, node: Node, x: Any, axis: int, indices: Any, values: Any, reduce: str,
+    *, include_self: bool = True,
+) -> Value:  # fmt: skip
+    if reduce != "sum" or not include_self:
+        raise Unsupported(f"reduce={reduce!r}, include_self={include_self}")
+    return _scatter_add(imp, node, x, axis, indices, values)
+
+
+@_rule(aten.index_add.default)
+def _index_add(
+    imp: Importer, node: Node, x: Any, axis: int, indices: Any, values: Any, *, alpha: float = 1
+) -> Value:
+    x, indices = imp.value(x), imp.value(indices)
+    axis = rules.axis_of(x, axis)
+    along = [indices.shape[0] if a == axis else 1 for a in range(len(x.shape))]
+    values = rules.binary(imp, "mul", imp.value(values), alpha)
+    return rules.scattered(imp, x, axis, imp.net.reshape(indices, *along), values)
+
+
+@_rule(aten.index_put.default)
+def _index_put(
+    imp: Importer, node: Node, x: Any, indices: list[Any], values: Any, accumulate: bool = False
+) -> Value:
+    if not accumulate:
+        raise Unsupported("numbers that take the place of others")
+    shape = _shape(node)
+    x, axis, index, own = _indexed(imp, imp.value(x), indices)
+    index = imp.value(index)
+    front, places, behind = x.shape[:axis], index.shape[own:], x.shape[axis + 1 :]
+    values = rules.spread(imp, imp.value(values), (*front, *places, *behind))
+    values = rules.reshaped(imp, values, (*front, product(places), *behind))
+    lead = front if own else [1] * axis
+    index = imp.net.reshape(index, *lead, product(places), *[1] * len(behind))
+    return rules.reshaped(imp, rules.scattered(imp, x, axis, index, values), shape)
+
+
 @_rule(aten.index.Tensor)
 def _index(imp: Importer, node: Node, x: Any, indices: list[Any]) -> Value:
-    x, net = imp.value(x), imp.net
+    x, axis, index, own = _indexed(imp, imp.value(x), indices)
+    return rules.reshaped(imp, rules.taken(imp, x, axis, imp.value(index), own), _shape(node))
+
+
+def _indexed(imp: Importer, x: Value, indices: list[Any]) -> tuple[Value, int, Any, bool]:
+    """Makes one index of several.
+
+    Returns:
+        x, its indexed axes as one; the axis; its index; and whether that begins with the batch,
+        for each image of which it is another.
+    """
     axes = [a for a, index in enumerate(indices) if index is not None]
     given = [indices[a] for a in axes]
     if axes != [*range(axes[0], axes[0] + len(axes))]:
         raise Unsupported("indices of axes that are not neighbours")
-    if len(axes) == 1:
-        index = given[0]
-        if isinstance(index, Known) and index.values[0].dtype != torch.bool:
-            index = imp.applied(index, lambda i: i % x.size(axes[0]))  # those below 0
-        index = imp.value(index)
-        if index.type.dtype == "bool":
-            raise Unsupported("a mask as an index")
-        return net.op("gather", [x, index], axis=axes[0])
-    if not all(isinstance(each, Known) and len(each.values) == 1 for each in given):
-        raise Unsupported("several indices that hang on the input")
-    sizes = [x.size(a) for a in axes]
-    order: Any = 0
-    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    for each, size, stride in zip(given, sizes, strides, strict=True):
-        order = order + (each.values[0] % size) * stride
-    flat = net.reshape(x, *x.shape[: axes[0]], math.prod(sizes), *x.shape[axes[-1] + 1 :])
-    return rules.picked(imp, flat, axes[0], order)
+    rank = max(_rank(each) for each in given)
+    images = len(given) > 1 and axes[0] == 0 and _is_every_image(given[0], rank)
+    if images:
+        axes, given = axes[1:], given[1:]
+    index = given[0]
+    if len(given) > 1:
+        if not all(isinstance(each, Known) and len(each.values) == 1 for each in given):
+            raise Unsupported("several indices that hang on the input")
+        sizes = [x.size(a) for a in axes]
+        index = 0
+        for each, size in zip(given, sizes, strict=True):
+            index = index * size + each.values[0] % size
+        x = imp.net.reshape(x, *x.shape[: axes[0]], math.prod(sizes), *x.shape[axes[-1] + 1 :])
+        index = Known((index,))
+    elif isinstance(index, Known) and index.values[0].dtype != torch.bool:
+        index = imp.applied(index, lambda i: i % x.size(axes[0]))  # those below 0
+    if images and isinstance(index, Known) and len(index.values) == 1 and _rank(index) == rank:
+        index = imp.applied(index, lambda i: i[0])
+    index = imp.value(index)
+    if index.type.dtype == "bool":
+        raise Unsupported("a mask as an index")
+    own = images and len(index.shape) == rank and index.shape[0] == x.shape[0]
+    if images and not own and len(index.shape) == rank:  # the same for all images
+        index = imp.net.reshape(index, *index.shape[1:])
+    return x, axes[0], index, own
+
+
+def _rank(index: Any) -> int:
+    return len(index.shape) if isinstance(index, Value) else index.values[0].ndim
+
+
+def _is_every_image(index: Any, rank: int) -> bool:
+    """Tells whether an index names the images of the batch in their order, along its first axis."""
+    return (
+        isinstance(index, Known)
+        and len(index.values) == len(PROBES)
+        and all(
+            each.ndim == rank
+            and each.shape[0] == each.numel() == batch
+            and torch.equal(each.flatten(), torch.arange(batch))
+            for each, batch in zip(index.values, PROBES, strict=True)
+        )
+    )
 
 
 @_rule(aten.unfold.default)

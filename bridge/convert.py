@@ -5,6 +5,7 @@ fast = maxvision.convert("model.onnx")
 fast(x)
 print(fast.report)
 fast.save("my-model")
+fast = Converted.load("my-model")  # without torch
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from max.driver import Device
 from max.graph import DeviceRef
 
 from maxvision.bridge import check
@@ -106,35 +108,75 @@ class Converted:
 
     def __init__(
         self,
-        model: Model,
-        traced: Traced,
-        executor: Executor | None,
-        dtype: str,
+        program: Program,
+        tensors: Mapping[str, np.ndarray],
+        executor: Executor,
         report: Report,
+        described: _Described,
     ) -> None:
-        assert traced.program is not None
-        self.program: Program = traced.program
-        self.tensors = traced.tensors
+        self.program = program
+        self.tensors = tensors
         self.report = report
-        self._model = model
         self._executor = executor
-        self._dtype = dtype
+        self._described = described
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: str = "float32",
+        device: str = "auto",
+        passes: str = "all",
+        tf32: bool = True,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> Converted:
+        """Loads any model that ``save`` or ``maxvision convert`` wrote; torch is not needed.
+
+        Args:
+            folder: What was written.
+            dtype: See ``convert``; so are the others.
+            device: See ``dtype``.
+            passes: See ``dtype``.
+            tf32: See ``dtype``.
+            progress: See ``dtype``.
+
+        Raises:
+            ModelError: If there is no such folder, or it is not whole.
+            DeviceError: If the device or the dtype is not to be had.
+        """
+        from maxvision.weights.checkpoint import converted_tensors
+        from maxvision.weights.source import find as find_folder
+
+        found = find_folder(folder)
+        if found.program is None:
+            raise ModelError(
+                f"{found.name}: maxvision convert did not write this; run it with maxvision.load"
+            )
+        tensors = converted_tensors(found, found.program)
+        config = dict(found.config or {})
+        outputs = config.get("outputs") or [*found.program.outputs]
+        off, place = rewriting.parse(passes), find_device(device)
+        kind = find_dtype(dtype, place).name
+        told = _report(found.name, found.program, outputs, tensors, place, kind, off)
+        progress("compiling it, which may take a minute")
+        lowering = Lowering(kind, tf32, off=off)
+        executor = _executor(found.program.keep(outputs), tensors, place, lowering)
+        return cls(found.program, tensors, executor, told, (config, found.preprocess))
 
     def __repr__(self) -> str:
         return f"Converted({self.program.signature})"
 
     def __call__(self, *inputs: Any) -> Any:
         """Computes the outputs of a batch of any size: one, or a tuple in the module's order."""
-        assert self._executor is not None
-        wanted = self._executor.program.inputs.values()
+        wanted = [*self._executor.program.inputs.values()]
         arrays = [
             np.ascontiguousarray(each.detach().cpu().numpy() if _is_tensor(each) else each)
             for each in inputs
         ]
-        arrays = [
-            a.astype(np.float32) if t.dtype == "float32" else a
-            for a, t in zip(arrays, wanted, strict=False)
-        ]
+        for i, (array, each) in enumerate(zip(arrays, wanted, strict=False)):
+            if each.dtype == "float32" or np.can_cast(array.dtype, each.dtype):
+                arrays[i] = array.astype(each.dtype)
         found: list[Any] = self._executor(*arrays)
         if any(_is_tensor(each) for each in inputs):
             import torch
@@ -149,24 +191,41 @@ class Converted:
             ArgumentError: If ``folder`` is there, or cannot be written.
         """
         with new_folder(Path(folder), "the model", lambda _: force) as new:
-            write(new, self._model, self.program, self.tensors)
+            _write(new, self._described, self.program, self.tensors)
+
+
+_Described = tuple[dict[str, Any], dict[str, Any] | None]
+"""A model's config.json, and its preprocessor_config.json if it takes pictures."""
 
 
 def _is_tensor(value: Any) -> bool:
     return hasattr(value, "detach")
 
 
-def write(folder: Path, model: Model, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
+def write(folder: Path, model: Model, traced: Traced) -> None:
     """Writes a converted model into ``folder``, which is there and empty.
 
     Raises:
         OSError: If it cannot be written.
     """
+    assert traced.program is not None
+    _write(folder, _describe(model, traced), traced.program, traced.tensors)
+
+
+def _describe(model: Model, traced: Traced) -> _Described:
+    """Says what is known of a model besides its program; ``outputs`` are those of the source."""
     config: dict[str, Any] = {"model_type": "program", "name": model.name}
+    config["outputs"] = traced.outputs
     if model.labels:
         config["id2label"] = {str(i): label for i, label in enumerate(model.labels)}
+    return config, model.preprocess or None
+
+
+def _write(
+    folder: Path, described: _Described, program: Program, tensors: Mapping[str, np.ndarray]
+) -> None:
     held = {name: np.ascontiguousarray(tensors[name]) for name in program.weights}
-    write_files(folder, config, model.preprocess or None, held, program)
+    write_files(folder, *described, held, program)
 
 
 def with_parts(traced: Traced) -> Traced:
@@ -213,10 +272,22 @@ def report(
 ) -> Report:
     """Says what would run the outputs of a model; nothing is compared yet."""
     assert traced.program is not None
-    program = traced.program.keep(traced.outputs)
-    place = DeviceRef.from_device(find_device(device))
-    found = coverage(program, rewriting.run(program, backend(place, dtype), off))
-    return Report(model.name, found, bytes=sum(each.nbytes for each in traced.tensors.values()))
+    place = find_device(device)
+    return _report(model.name, traced.program, traced.outputs, traced.tensors, place, dtype, off)
+
+
+def _report(
+    name: str,
+    program: Program,
+    outputs: Sequence[str],
+    tensors: Mapping[str, np.ndarray],
+    place: Device,
+    dtype: str,
+    off: Collection[str],
+) -> Report:
+    whole = program.keep(outputs)
+    found = coverage(whole, rewriting.run(whole, backend(DeviceRef.from_device(place), dtype), off))
+    return Report(name, found, bytes=sum(tensors[each].nbytes for each in program.weights))
 
 
 def compared(
@@ -335,19 +406,34 @@ def convert(
                 " raise tolerance="
             )
     progress("compiling it, which may take a minute")
-    names = [name for name in traced.outputs if name in traced.program.outputs]
-    program = traced.program.keep(names)
-    if kind.name != "float32":
+    lowering = Lowering(kind.name, tf32, off=off)
+    executor = _executor(traced.program.keep(traced.outputs), traced.tensors, place, lowering)
+    return Converted(traced.program, traced.tensors, executor, told, _describe(model, traced))
+
+
+def _executor(
+    program: Program, tensors: Mapping[str, np.ndarray], place: Device, lowering: Lowering
+) -> Executor:
+    """Compiles a program that takes float32 and computes in the lowering's dtype."""
+    if lowering.dtype != "float32":
         floats = [name for name, each in program.inputs.items() if each.dtype == "float32"]
-        program = _casting(program, floats, kind.name)
-    executor = Executor.compile(program, traced.tensors, place, Lowering(kind.name, tf32, off=off))
-    return Converted(model, traced, executor, kind.name, told)
+        program = _casting(program, floats, lowering.dtype)
+    return Executor.compile(program, tensors, place, lowering)
 
 
 def _casting(program: Program, names: Sequence[str], dtype: str) -> Program:
-    """Makes a program take float32 and compute in ``dtype``."""
+    """Makes a program take float32 and compute in ``dtype``, what ids look up too."""
     from maxvision.graphs.program import Node, rebuilt
 
+    tables = {
+        node.inputs[0]: program.weights[node.inputs[0]]._replace(dtype=dtype)
+        for node in program.nodes
+        if node.op == "gather"
+        and node.inputs[1] not in program.constants
+        and node.inputs[0] in program.weights
+        and program.weights[node.inputs[0]].dtype == "float32"
+    }
+    program = replace(program, weights={**program.weights, **tables})
     inner = program.retyped(dict.fromkeys(names, dtype))
     casts = [Node("cast", (f"{name}.float32",), (name,), {"dtype": dtype}) for name in names]
     inputs = {

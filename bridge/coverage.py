@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from maxvision.graphs.layers import macs
-from maxvision.graphs.lower import MOVES, OTHERS
-from maxvision.graphs.program import Program
+from maxvision.graphs.lower import INTEGERS, MOVES, OTHERS
+from maxvision.graphs.program import Node, Program
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Coverage:
     Attributes:
         macs: Multiply-accumulates of an image; all of them are in our kernels.
         kernels: How often each of our ops comes.
-        others: How often MAX's own kernels compute an op.
+        others: How often MAX's own kernels compute an op; those on integers are among them.
         moves: How often numbers are moved, and nothing computed.
         fused: How many ops of the plain program are part of another one.
     """
@@ -35,11 +35,16 @@ def coverage(plain: Program, final: Program) -> Coverage:
     def count(program: Program) -> Counter[str]:
         return Counter(node.op for node in program.nodes if not node.at_load)
 
+    def of_integers(node: Node) -> bool:
+        types = [final.types[name].dtype for name in node.inputs if name]
+        return node.op in INTEGERS and not any("float" in each for each in types)
+
     found = count(final)
     before = count(plain)
     computing = sum(n for op, n in before.items() if op not in MOVES)
-    kernels = Counter({op: n for op, n in found.items() if op not in (*MOVES, *OTHERS)})
     others = Counter({op: n for op, n in found.items() if op in OTHERS})
+    others += Counter(node.op for node in final.nodes if not node.at_load and of_integers(node))
+    kernels = Counter({op: n for op, n in found.items() if op not in (*MOVES, *OTHERS)}) - others
     moves = Counter({op: n for op, n in found.items() if op in MOVES})
     left = sum(kernels.values()) + sum(others.values())
     return Coverage(macs(plain), kernels, others, moves, max(0, computing - left))

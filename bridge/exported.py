@@ -15,6 +15,7 @@ import operator
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,7 @@ def export(module: torch.nn.Module, example: Sequence[Tensor]) -> ExportedProgra
     errors: list[Exception] = []
     for strict in (False, True):  # the second reads the code: len(x) is the batch there, no number
         try:
-            with torch.no_grad(), warnings.catch_warnings():
+            with torch.no_grad(), _uncached(module), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what torch warns of is torch's own code
                 whole = torch.export.export(
                     module, tuple(example), dynamic_shapes=shapes, strict=strict
@@ -67,6 +68,20 @@ def export(module: torch.nn.Module, example: Sequence[Tensor]) -> ExportedProgra
         f"{type(module).__name__}: torch.export cannot trace it ({_first_line(errors[0])}); see"
         " https://docs.pytorch.org/docs/stable/export.html for what a module has to keep to"
     ) from errors[0]
+
+
+@contextmanager
+def _uncached(module: torch.nn.Module) -> Iterator[None]:
+    """Makes models of transformers return no keys and values for tokens to come."""
+    configs: list[Any] = [getattr(each, "config", None) for each in module.modules()]
+    cached = [each for each in configs if getattr(each, "use_cache", False) is True]
+    for config in cached:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in cached:
+            config.use_cache = True
 
 
 def _keeps_batch(whole: ExportedProgram) -> bool:
@@ -262,16 +277,27 @@ class Exported(Importer):
 
 
 def _labels(whole: ExportedProgram, count: int) -> list[str]:
-    from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+    """Names the outputs by where they stand in what the module returns."""
+    from torch.utils._pytree import tree_unflatten
 
+    assert whole.call_spec.out_spec is not None
     tree = tree_unflatten(list(range(count)), whole.call_spec.out_spec)
-    labels = []
-    for path, _ in tree_flatten_with_path(tree)[0]:
-        parts = [
-            str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path
-        ]
-        labels.append(".".join(parts) or "output")
+    paths = {number: ".".join(path) or "output" for path, number in _paths(tree)}
+    labels = [paths[number] for number in range(count)]
     return [f"output_{label}" if label.isdigit() else label for label in labels]
+
+
+def _paths(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Lists what containers hold, each behind the keys, fields and indices that lead to it."""
+    if isinstance(value, Mapping):
+        items: Any = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    else:
+        yield (), value
+        return
+    for key, part in items:
+        yield from (((str(key), *path), leaf) for path, leaf in _paths(part))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

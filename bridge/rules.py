@@ -33,6 +33,8 @@ def binary(imp: Importer, op: str, a: Any, b: Any) -> Value:
     """Adds an op of two values, or of a value and a number."""
     net = imp.net
     a, b = (_number(each) if _is_single(each) else each for each in (a, b))
+    if isinstance(b, (int, float)) and (op in ("div", "pow") or b % 1):
+        a = floats(imp, imp.value(a))  # what torch makes of integers then
     if isinstance(b, (int, float)):
         if _NOTHING.get(op) == b:
             return imp.value(a)
@@ -391,6 +393,28 @@ def joined(imp: Importer, parts: Sequence[Any], axis: int) -> Value:
 def picked(imp: Importer, x: Value, axis: int, order: Any) -> Value:
     """Takes the numbers of an axis in an order, an array or a tensor of any shape."""
     return imp.net.op("gather", [x, imp.constant(array(order).astype(np.int64))], axis=axis)
+
+
+def taken(imp: Importer, x: Value, axis: int, index: Value, own: bool = False) -> Value:
+    """Takes places of an axis; ``own`` says that every batch of the axes before has its own."""
+    _within_images(x, axis)
+    held = imp.tensors.get(index.name)
+    if held is not None and np.array_equal(held.reshape(-1), np.arange(x.shape[axis])):
+        return reshaped(imp, x, (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]))
+    more: dict[str, Any] = {"batch_axes": axis} if own else {}
+    return imp.net.op("gather", [x, index], axis=axis, **more)
+
+
+def scattered(imp: Importer, x: Value, axis: int, index: Value, values: Value) -> Value:
+    """Adds values to the places of an axis; the index is broadcast to them."""
+    _within_images(x, axis)
+    index = spread(imp, index, values.shape)
+    return imp.net.op("scatter_add", [x, index, values], axis=axis)
+
+
+def _within_images(x: Value, axis: int) -> None:
+    if isinstance(x.shape[axis], str):
+        raise Unsupported(f"axis {axis} of {x.type} is the batch")
 
 
 def padded(imp: Importer, x: Value, pads: Sequence[int], value: float = 0.0) -> Value:

@@ -117,7 +117,7 @@ def _one(source: str, folder: Path | None, options: argparse.Namespace) -> int:
             )
         if folder is not None and told.within and not options.dry_run:
             with new_folder(folder, "the model", lambda _: bool(options.force)) as new:
-                write(new, model, traced.program, traced.tensors)
+                write(new, model, traced)
     _print(told)
     if model.note:
         print(f"  {model.note}")

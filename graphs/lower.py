@@ -28,7 +28,7 @@ MOVES = ("reshape", "permute", "slice", "concat", "expand", "pad", "gather", "ca
 """Ops that compute nothing; MAX moves the numbers, where they have to move at all.
 
 A GPU permutes floats by a kernel of ours."""
-OTHERS = ("attention_bias", "batch_norm", "cumsum")
+OTHERS = ("attention_bias", "batch_norm", "cumsum", "scatter_add")
 """Ops that MAX's own kernels compute."""
 
 
@@ -363,6 +363,22 @@ def _slice(given: _Given, *, axis: int, start: int, stop: int, step: int = 1) ->
     return x[tuple(whole)]
 
 
+def _gather(given: _Given, *, axis: int, batch_axes: int = 0) -> TensorValue:
+    x, indices = given.value(0), given.value(1)
+    if not batch_axes:
+        return ops.gather(x, indices, axis=axis)
+    return ops.gather_nd(x, ops.unsqueeze(indices, -1), batch_dims=batch_axes)
+
+
+def _scatter_add(given: _Given, *, axis: int) -> TensorValue:
+    """Adds in float32, as all sums are."""
+    x, indices, values = (given.value(i) for i in range(3))
+    if not given.floats:
+        return ops.scatter_add(x, values, indices, axis=axis)
+    total = ops.scatter_add(x.cast(DType.float32), values.cast(DType.float32), indices, axis=axis)
+    return total.cast(x.dtype)
+
+
 def _pad(given: _Given, *, pads: tuple[int, ...], value: float = 0.0) -> TensorValue:
     return ops.pad(given.value(0), list(pads), value=value)
 
@@ -416,7 +432,7 @@ def _elementwise(name: str) -> Callable[..., TensorValue]:
             raise ArgumentError(f"{name}: expects floats but has {given.value(0).dtype.name}")
         values: list[Any] = given.values
         if (other := attributes.pop("other", None)) is not None:
-            values.append(ops.constant(other, values[0].dtype, values[0].device))
+            values.append(ops.constant(int(other), values[-1].dtype, values[-1].device))
         return INTEGERS[name](*values, **attributes)
 
     return emit
@@ -466,7 +482,8 @@ EMIT: dict[str, Callable[..., Any]] = {
     "roll": lambda given, *, shifts, axes: nodes.roll(given.value(0), shifts, axes),
     "slice": _slice,
     "pad": _pad,
-    "gather": lambda given, *, axis: ops.gather(given.value(0), given.value(1), axis=axis),
+    "gather": _gather,
+    "scatter_add": _scatter_add,
     **{kind: _reduction(kind) for kind in ("sum", "mean", "amax", "amin")},
     "cumsum": lambda given, *, axis: ops.cumsum(given.value(0), axis=axis),
     "rms_norm": lambda given, *, eps: nodes.rms_norm(given.value(0), given.vector(1), eps),

@@ -772,11 +772,32 @@ def pad(x: Type, *, pads: tuple[int, ...], value: float = 0.0) -> Type:
     return Type(tuple(shape), x.dtype)
 
 
-def gather(x: Type, indices: Type, *, axis: int) -> Type:
-    """Types torch's index_select for indices of any shape, which takes the place of the axis."""
+def gather(x: Type, indices: Type, *, axis: int, batch_axes: int = 0) -> Type:
+    """Types torch's index_select for indices of any shape, which takes the place of the axis.
+
+    With ``batch_axes``, all that stand before the axis, the indices of each batch are its own.
+    """
     if not indices.dtype.startswith("int"):
         raise ArgumentError(f"gather: expects integers as indices but they are {indices.dtype}")
-    return Type((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]), x.dtype)
+    if batch_axes not in (0, axis) or x.shape[:batch_axes] != indices.shape[:batch_axes]:
+        raise ArgumentError(
+            f"gather: expects indices with the axes of {_list(x)} before axis {axis} or none of"
+            f" them but has {batch_axes} and {_list(indices)}"
+        )
+    return Type((*x.shape[:axis], *indices.shape[batch_axes:], *x.shape[axis + 1 :]), x.dtype)
+
+
+def scatter_add(x: Type, indices: Type, values: Type, *, axis: int) -> Type:
+    """Types torch's scatter_add: x, and each of the values added where its index says."""
+    if not indices.dtype.startswith("int"):
+        raise ArgumentError(f"scatter_add: expects integers as indices, not {indices.dtype}")
+    sides = [[size for a, size in enumerate(y.shape) if a != axis] for y in (x, values)]
+    if indices.shape != values.shape or sides[0] != sides[1] or x.dtype != values.dtype:
+        raise ArgumentError(
+            f"scatter_add: expects values and indices of x's shape but for axis {axis} and its"
+            f" dtype but x is {x}, the indices {indices} and the values {values}"
+        )
+    return x
 
 
 def reduction(x: Type, *, axes: tuple[int, ...], keepdim: bool = False) -> Type:
@@ -873,6 +894,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "slice": slice_,
     "pad": pad,
     "gather": gather,
+    "scatter_add": scatter_add,
     "concat": concat,
     "expand": expand,
     "cast": cast,

@@ -133,16 +133,9 @@ def _converted(found: Source, program: Program) -> Checkpoint:
         gives = ", ".join(f"{name} {program.types[v]}" for name, v in program.outputs.items())
         raise ModelError(
             f"{found.name}: this model does not classify pictures, it takes {takes} and gives"
-            f" {gives}; run it with maxvision.convert in Python"
+            f" {gives}; run it with maxvision.Converted.load in Python"
         )
-    shapes = {name: tensor.shape for name, tensor in found.state.tensors.items()}
-    wrong = [
-        f"{name} is {shapes.get(name, 'missing')} but should be {wanted}"
-        for name, wanted in program.weights.items()
-        if shapes.get(name) != wanted.shape
-    ]
-    if wrong:
-        raise ModelError(f"{found.name}: {'; '.join(wrong[:3])}; convert the model again")
+    tensors = converted_tensors(found, program)
     _, channels, height, width = inputs[0].shape
     classes = program.shape(logits)[0]
 
@@ -154,9 +147,6 @@ def _converted(found: Source, program: Program) -> Checkpoint:
             )
         return program
 
-    parts = {name: found.state.tensors[name] for name in program.weights}
-    tensors = Stored(parts, found.state.reading)
-    check_norms(program, tensors, found.name)
     return Checkpoint(
         name=found.name,
         family=program.name,
@@ -167,6 +157,26 @@ def _converted(found: Source, program: Program) -> Checkpoint:
         labels=metadata.labels("logits", found.config, classes, found.name),
         preprocess=dict(found.preprocess),
     )
+
+
+def converted_tensors(found: Source, program: Program) -> Stored:
+    """Gives the weights of a folder that ``maxvision convert`` wrote.
+
+    Raises:
+        ModelError: If they are not the program's.
+    """
+    shapes = {name: tensor.shape for name, tensor in found.state.tensors.items()}
+    wrong = [
+        f"{name} is {shapes.get(name, 'missing')} but should be {wanted}"
+        for name, wanted in program.weights.items()
+        if shapes.get(name) != wanted.shape
+    ]
+    if wrong:
+        raise ModelError(f"{found.name}: {'; '.join(wrong[:3])}; convert the model again")
+    parts = {name: found.state.tensors[name] for name in program.weights}
+    tensors = Stored(parts, found.state.reading)
+    check_norms(program, tensors, found.name)
+    return tensors
 
 
 def identify(found: Source) -> tuple[Family, Format, Any]:

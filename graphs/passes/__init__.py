@@ -7,6 +7,7 @@
 | bias          | a constant vector added behind a product: its bias                          |
 | batch_norm    | a convolution and its batch norm: one convolution                           |
 | attention     | attention, written out or not, with its masks: one op on tokens [N, T, C]   |
+| common        | ops that compute the same of the same values, as of a mask: one             |
 | channels_last | images as [N, H, W, C]; permutes and reshapes that cancel out go            |
 | concats       | many values put together, most of which are already: two                    |
 | scale         | a constant by channel behind a product, as LayerScale: into its weights     |
@@ -45,6 +46,7 @@ PASSES: dict[str, Pass] = {
     "bias": fold.bias,
     "batch_norm": fold.batch_norm,
     "attention": heads.attention,
+    "common": fold.common,
     "channels_last": layout.channels_last,
     "concats": layout.concats,
     "scale": fold.scale,

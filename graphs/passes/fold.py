@@ -1,8 +1,9 @@
-"""What is known when the model loads is computed then, once."""
+"""What is known when the model loads is computed then; what is computed twice, once."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import EVALUATE
@@ -21,6 +22,30 @@ def constants(program: Program, _: Backend) -> Program:
             node = replace(node, at_load=True)
         nodes.append(node)
     return rebuilt(program, nodes)
+
+
+def common(program: Program, _: Backend) -> Program:
+    """Computes once what several ops compute of the same, such as each layer of a mask.
+
+    Where ops only say how numbers lie, other passes look for the one beside its layer.
+    """
+    names: dict[str, str] = {}
+    made: dict[Any, tuple[str, ...]] = {}
+    nodes, ends = [], set(program.outputs.values())
+    for node in program.nodes:
+        node = replace(node, inputs=tuple(names.get(value, value) for value in node.inputs))
+        key = node.op, node.inputs, tuple(sorted(node.attributes.items()))
+        if node.layers or node.at_load or node.op in _VIEWS or not ends.isdisjoint(node.outputs):
+            nodes.append(node)
+        elif key in made:
+            names.update(zip(node.outputs, made[key], strict=True))
+        else:
+            made[key] = node.outputs
+            nodes.append(node)
+    return rebuilt(program, nodes)
+
+
+_VIEWS = ("reshape", "permute", "slice", "expand", "concat")
 
 
 def bias(program: Program, _: Backend) -> Program:

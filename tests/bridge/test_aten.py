@@ -293,6 +293,17 @@ case(
     draw=whole,
 )
 case(
+    "attention of queries that see nothing",
+    lambda q, k, v, m: attend(q, k, v, m > 1),
+    *HEADS,
+    (1, 5, 7),
+    draw=whole,
+)
+case(
+    "a mask of all and another",
+    lambda x: x.masked_fill((x > 0) & torch.ones(8, dtype=torch.bool), 2.0),
+)
+case(
     "attention of one head with a bias",
     lambda q, k, v, m: attend(q, k, v, m),
     (5, 4),
@@ -473,6 +484,70 @@ case(
     i=torch.arange(56).view(7, 8) % 5,
 )
 case("embedding", nn.Embedding(11, 4), (7,), draw=ids)
+
+
+def graph(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
+    """Draws nodes [9, 4], and 12 places among 9 or [9, 3] among 4."""
+    if shape == (9, 4):
+        return torch.randn(shape, generator=random)
+    return torch.randint(0, 4 if len(shape) > 1 else 9, shape, generator=random)
+
+
+NODES, EDGES = (9, 4), (12,)
+FIXED = torch.tensor([0, 3, 3, 8, 1, 0, 5, 3, 2, 2, 7, 8])
+
+
+def rows(i: Tensor) -> Tensor:
+    return i[..., None].expand(-1, -1, 4)
+
+
+def every(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0])[:, None]
+
+
+case("gather of rows", lambda x, i: x.gather(1, rows(i)), NODES, EDGES, draw=graph)
+case("gather of numbers", lambda x, i: x.gather(2, i), NODES, (9, 3), draw=graph)
+case("gather of fewer", lambda x, i: x.gather(2, i[:, :5]), NODES, (9, 3), draw=graph)
+case(
+    "gather of equal numbers",
+    lambda x, i: x[:, 0] + torch.ones(1, 9).expand(x.shape[0], -1).gather(1, i)[:, :4],
+    NODES,
+    EDGES,
+    draw=graph,
+)
+case("index of each image", lambda x, i: x[every(x), i], NODES, EDGES, draw=graph)
+case("index of all images", lambda x, i: x[every(x), i], NODES, i=FIXED)
+case("index of all in order", lambda x: x[every(x), torch.arange(9)[None]], NODES)
+case(
+    "scatter_add",
+    lambda x, i: x.scatter_add(1, rows(i)[:, :6], x.repeat(1, 2, 1)),
+    NODES,
+    EDGES,
+    draw=graph,
+)
+case(
+    "scatter_reduce",
+    lambda x, i: x.scatter_reduce(2, i, 2 * x[..., :3], "sum"),
+    NODES,
+    (9, 3),
+    draw=graph,
+)
+case(
+    "index_add", lambda x, i: torch.zeros_like(x).index_add(1, i, x[:, i], alpha=2), NODES, i=FIXED
+)
+case(
+    "index_put",
+    lambda x, i: x.index_put((every(x), i), x[:, FIXED], True),
+    NODES,
+    EDGES,
+    draw=graph,
+)
+case(
+    "index_put of all",
+    lambda x: x.index_put((every(x), FIXED), x[:, FIXED], accumulate=True),
+    NODES,
+)
+case("integers", lambda x: x[:, 0] / 2 + (x[:, 1] * 0.5 > 2) + (2 * x[:, 2] + 1), EDGES, draw=ids)
 for mode in ("constant", "reflect", "replicate", "circular"):
     case(f"pad by {mode}", lambda x, m=mode: F.pad(x, (1, 2, 3, 0), mode=m))
     case(f"pad of a line by {mode}", lambda x, m=mode: F.pad(x, (3, 1), mode=m), LINE)

@@ -126,14 +126,22 @@ def test_a_converted_network_has_one_size(written: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_classifier_is_not_run_on_pictures(tmp_path: Path) -> None:
+def test_what_is_no_classifier_is_not_run_on_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from maxvision.weights import load
 
     folder = tmp_path / "scores"
     assert main([f"{HERE}:scores", "-o", str(folder), "--no-check"]) == 0
     assert not (folder / "preprocessor_config.json").exists()
-    with pytest.raises(ModelError, match=r"batch, 7, 4"):
+    with pytest.raises(ModelError, match=r"batch, 7, 4.*; run it with maxvision.Converted.load"):
         load(folder)
+    from maxvision.run_graph import main as run_graph
+
+    capsys.readouterr()
+    assert run_graph([str(CAT), "--model", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert "does not classify pictures" in told and told.count("\n") == 1
 
 
 def test_labels_are_kept(tmp_path: Path) -> None:
@@ -289,7 +297,7 @@ def test_what_is_written_must_fit(tmp_path: Path) -> None:
     traced = translated(model)
     assert traced.program is not None
     (tmp_path / "net").mkdir()
-    write(tmp_path / "net", model, traced.program, traced.tensors)
+    write(tmp_path / "net", model, traced)
     from maxvision.weights import load
 
     with pytest.raises(ModelError, match="label"):

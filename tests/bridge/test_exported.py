@@ -182,7 +182,9 @@ def test_all_that_is_missing_is_listed_at_once_with_its_line() -> None:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda x: x.gather(1, torch.zeros(x.shape[0], 1, 8, 6).long()), "no such op"),
+        (lambda x: x.gather(0, (x > 0).long()), "is the batch"),
+        (lambda x: x.scatter_add(0, (x > 0).long(), x), "is the batch"),
+        (lambda x: x.index_put((torch.tensor([0]),), x[:, :1, :1, :1].mean((1, 2))), ""),
         (lambda x: x[1:], ""),
         (lambda x: x[0], "one image of the batch"),
         (lambda x: x.sum(0), "a reduction over the batch"),

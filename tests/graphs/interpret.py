@@ -103,7 +103,10 @@ def _elementwise(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Makes an op of two values take a number for the second."""
 
     def run(*given: Tensor, other: float | None = None, **settings: float) -> Tensor:
-        return op(*given, **settings) if other is None else op(*given, torch.tensor(other).double())
+        if other is None:
+            return op(*given, **settings)
+        whole = given[-1].dtype in (torch.int32, torch.int64) and other % 1 == 0
+        return op(*given, torch.tensor(int(other)) if whole else torch.tensor(other).double())
 
     return run
 
@@ -324,7 +327,10 @@ def _cast(x: Tensor, *, dtype: str) -> Tensor:
     return x.double() if "float" in dtype else x.to(getattr(torch, dtype))
 
 
-def _gather(x: Tensor, indices: Tensor, *, axis: int) -> Tensor:
+def _gather(x: Tensor, indices: Tensor, *, axis: int, batch_axes: int = 0) -> Tensor:
+    if batch_axes:
+        inner = {"axis": axis - 1, "batch_axes": batch_axes - 1}
+        return torch.stack([_gather(*each, **inner) for each in zip(x, indices, strict=True)])
     y = x.index_select(axis, indices.flatten())
     return y.unflatten(axis, indices.shape) if indices.ndim != 1 else y
 
@@ -372,6 +378,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "group_norm": _group_norm,
     "pad": _pad,
     "gather": _gather,
+    "scatter_add": lambda x, indices, y, *, axis: x.scatter_add(axis, indices.long(), y),
     "max_pool2d": _max_pool2d,
     "avg_pool2d": _avg_pool2d,
     "layer_norm": _layer_norm,

@@ -97,6 +97,12 @@ def imported(net: Net, x: Value) -> None:
     chosen = net.op("clamp", [net.weight("chosen", 4)], min=0.0, max=2.0)
     index = net.op("cast", [chosen], dtype="int32")
     net.output("gather", net.op("gather", [x, index], axis=1))
+    places = net.op("add", [index], other=1.0)
+    own = net.expand(net.reshape(places, 1, 4), BATCH, 4)
+    rows = net.permute(x, 0, 2, 1, 3)
+    net.output("own", net.op("gather", [rows, own], axis=1, batch_axes=1))
+    full = net.expand(net.reshape(places, 1, 1, 4, 1), *x.shape)
+    net.output("scattered", net.op("scatter_add", [x, full, x], axis=2))
     weights = [net.weight(f"group.{part}", x.size(1)) for part in ("weight", "bias")]
     net.output("group", net.op("group_norm", [ends, *weights], groups=1, eps=1e-5))
     net.output("rms", net.op("rms_norm", [x, net.weight("rms.weight", x.size(3))], eps=1e-5))

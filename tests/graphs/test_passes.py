@@ -715,6 +715,11 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "bias", CPU, lambda n, x: n.linear(x, "a", 6, bias=False) + n.weight("g", 6), TOKENS,
         "add ->",
     ),
+    "what two ops compute of the same": (
+        "common", CPU,
+        lambda n, x: n.op("softmax", [x]) + n.op("mul", [x, n.op("softmax", [x])]), TOKENS,
+        "softmax ->",
+    ),
     "a scale by channel behind a linear layer": (
         "scale", CPU, lambda n, x: n.op("mul", [n.linear(x, "a", 6), n.weight("g", 6)]), TOKENS,
         "mul ->",
