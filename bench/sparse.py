@@ -47,6 +47,7 @@ from maxvision.graphs import nodes, sparsity
 from maxvision.graphs.layers import Layer, layers
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.target import Target
+from maxvision.runtime import cache
 from maxvision.runtime.classifier import Classifier, build
 from maxvision.runtime.devices import DTYPES, find_dtype
 from maxvision.runtime.executor import Unchecked
@@ -256,7 +257,8 @@ def compile_cases(
     with Graph("nothing", input_types=[one], kernel_library=Unchecked(), module=module) as graph:
         graph.output(nodes.relu(graph.inputs[0].tensor))
     with target.device() as alike:
-        compiled = InferenceSession(devices=[alike]).compile(module, custom_extensions=[nodes.OPS])
+        library = cache.library(gpu=not device.is_host)
+        compiled = InferenceSession(devices=[alike]).compile(module, custom_extensions=[library])
     session = InferenceSession(devices=[device])
     models = session.init_all(compiled, weights_registry=parameters.registry(device))
     pairs = [(models[f"dense{i}"], models[f"sparse{i}"]) for i in range(len(cases))]

@@ -16,6 +16,7 @@ LONGEST = (
     "runtime/test_classifier.py",
     "ptx/test_kernels.py",
     "test_bundled.py",
+    "bridge/test_convert.py",
     "serve/test_server.py",
     "bench/test_models.py",
     "bench/test_sparse.py",

@@ -24,6 +24,7 @@ from maxvision.graphs import sparsity
 from maxvision.graphs.layers import layers as layers_of
 from maxvision.graphs.target import Target
 from tests.graphs import reference
+from tests.runtime.test_classifier import PREPROCESS, SMALL
 
 FACTS = {"cpu": "Some CPU, 2 cores", "gpu": "none", "commit": "abc", "date": "2026-11-22",
          "command": "maxvision bench sparse", "ceilings": {}}  # fmt: skip
@@ -170,11 +171,8 @@ def test_data_are_pictures_of_the_models_classes(
 def test_networks_that_were_compiled_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    network = reference.resnet(
-        layer_type="basic", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=4
-    )
-    prepare = {**reference.PREPROCESS, "size": {"shortest_edge": 32}, "crop_pct": 1.0}
-    dense = reference.save(network, tmp_path / "dense", prepare)
+    """Compiles the graphs of tests/graphs/test_sparsity.py."""
+    dense = reference.save(reference.resnet(0, **SMALL), tmp_path / "dense", PREPROCESS)
     monkeypatch.chdir(tmp_path)
     assert weights_command(["prune", dense, "--sparsity", "0.9", "-o", "net"]) == 0
     options = ["--models", "net", "--dtypes", "float32"]

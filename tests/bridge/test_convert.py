@@ -22,6 +22,7 @@ from maxvision.bridge.model import pictures
 from maxvision.commands.convert import main
 from maxvision.common import console
 from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.weights.family import MEAN, STD
 
 ROOT = Path(__file__).resolve().parents[2]
 CAT = ROOT / "examples/cat.jpg"
@@ -65,7 +66,7 @@ SMALL = torch.randn(2, 3, 32, 32)
 def test_a_module_is_converted_saved_loaded_and_classifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiles once to compare and once to classify."""
+    """Compiles to compare, to run and to classify: once each."""
     steps: list[str] = []
     module = net()
     made = convert(module, SMALL, device="cpu", progress=steps.append)
@@ -88,10 +89,11 @@ def test_a_module_is_converted_saved_loaded_and_classifies(
     }  # fmt: skip
     model = maxvision.load(tmp_path / "net", device="cpu")
     (best, *_) = model.classify(CAT, top_k=3)
-    pixels = np.zeros((1, 32, 32, 3), np.float32)
+    levels = torch.randint(256, (2, 32, 32, 3), dtype=torch.uint8)
+    pixels = (levels / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
     with torch.no_grad():
-        wanted = module(torch.from_numpy(pixels).permute(0, 3, 1, 2)).numpy()
-    np.testing.assert_allclose(model(pixels), wanted, 1e-4, 1e-5)
+        wanted = module(pixels.permute(0, 3, 1, 2)).numpy()
+    np.testing.assert_allclose(model(levels.numpy()), wanted, 1e-4, 1e-5)
     assert 0 <= best.class_id < 3
 
 

@@ -38,23 +38,46 @@ class Network:
         make: Makes transformers' model.
         size: Height and width of the images, px: small, and not square.
         config: What differs from the family's default.
+        nightly: Whether its stages are compared every night only.
     """
 
     make: Callable[..., Any]
     size: tuple[int, int]
     config: Mapping[str, Any] = field(default_factory=dict)
+    nightly: bool = False
 
 
-NETWORKS = {
+NETWORKS = {  # a compilation takes as long as there are ops in all that run by day
+    "resnet-8": Network(
+        reference.resnet,
+        (64, 80),
+        {"layer_type": "basic", "depths": [1, 2], "hidden_sizes": [64, 128]},
+    ),
+    "resnet-8 of bottlenecks": Network(
+        reference.resnet,
+        (64, 80),
+        {"depths": [1, 1], "hidden_sizes": [256, 512], "num_labels": 1000},
+    ),
+    "cvt-3": Network(
+        reference.cvt,
+        (64, 96),
+        {
+            "depth": [1, 2], "embed_dim": [64, 192], "num_heads": [1, 3],
+            "cls_token": [False, True], "num_labels": 1000,
+        },
+    ),
     "resnet-12": Network(
         reference.resnet,
         (64, 80),
         {"layer_type": "basic", "depths": [1, 2, 1, 1], "hidden_sizes": [64, 128, 256, 512]},
+        nightly=True,
     ),
     "resnet-14": Network(
-        reference.resnet, (64, 80), {"depths": [1, 1, 1, 1], "num_labels": 1000}
+        reference.resnet, (64, 80), {"depths": [1, 1, 1, 1], "num_labels": 1000}, nightly=True
     ),
-    "cvt-6": Network(reference.cvt, (64, 96), {"depth": [1, 2, 3], "num_labels": 1000}),
+    "cvt-6": Network(
+        reference.cvt, (64, 96), {"depth": [1, 2, 3], "num_labels": 1000}, nightly=True
+    ),
     "resnet-odd": Network(  # "v1" strides, widths that nothing divides, grey images
         reference.resnet,
         (75, 58),
@@ -68,7 +91,7 @@ NETWORKS = {
         (45, 70),
         {
             "patch_sizes": [5, 3], "patch_stride": [3, 2], "patch_padding": [1, 0],
-            "embed_dim": [60, 60], "num_heads": [3, 5], "depth": [1, 3], "mlp_ratio": [2.0, 3.5],
+            "embed_dim": [60, 60], "num_heads": [3, 5], "depth": [1, 2], "mlp_ratio": [2.0, 3.5],
             "qkv_bias": [True, False], "cls_token": [True, False], "kernel_qkv": [5, 3],
             "padding_q": [2, 1], "padding_kv": [2, 0], "stride_kv": [3, 1], "num_labels": 5,
         },
@@ -92,11 +115,18 @@ def checkpoints(
 
 
 @pytest.fixture(scope="module")
-def programs(checkpoints: dict[str, weights.Checkpoint]) -> dict[str, Program]:
+def chosen(pytestconfig: pytest.Config) -> list[str]:
+    """Names the networks that run now."""
+    every = pytestconfig.getoption("--all")
+    return [name for name, net in NETWORKS.items() if every or not net.nightly]
+
+
+@pytest.fixture(scope="module")
+def programs(checkpoints: dict[str, weights.Checkpoint], chosen: list[str]) -> dict[str, Program]:
     """Writes the networks down, and rewrites them for a CPU."""
     found = {}
-    for name, checkpoint in checkpoints.items():
-        size = NETWORKS[name].size
+    for name in chosen:
+        checkpoint, size = checkpoints[name], NETWORKS[name].size
         plain = network(checkpoint, size, "float32", pixels="float32", everything=True)
         found[name] = passes.run(plain, backend(DeviceRef.CPU(), "float32"))
     return found
@@ -113,10 +143,13 @@ def pixels() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Any], pixels: dict[str, np.ndarray]) -> dict[str, Features]:
+def expected(
+    models: dict[str, Any], pixels: dict[str, np.ndarray], chosen: list[str]
+) -> dict[str, Features]:
     """Runs transformers' models in float64."""
     results = {}
-    for name, model in models.items():
+    for name in chosen:
+        model = models[name]
         results[name] = reference.run(model.double(), pixels[name])
         model.float()
     return results
@@ -130,7 +163,7 @@ def computed(
 ) -> dict[str, Features]:
     """Runs the networks, all in one graph: five compilations would take a minute more."""
     executable = request.getfixturevalue("executable")
-    results = executable.execute(*(pixels[name][: request.param] for name in NETWORKS))
+    results = executable.execute(*(pixels[name][: request.param] for name in programs))
     arrays = iter(result.to_numpy() for result in results)
     outputs = {}
     for name, program in programs.items():
@@ -146,8 +179,10 @@ def executable(checkpoints: dict[str, weights.Checkpoint], programs: dict[str, P
     """Compiles one graph of all the networks; the batch is symbolic."""
     device = DeviceRef.CPU()
     types = [
-        TensorType(DType.float32, ["batch", *NETWORKS[name].size, checkpoint.spec.channels], device)
-        for name, checkpoint in checkpoints.items()
+        TensorType(
+            DType.float32, ["batch", *NETWORKS[name].size, checkpoints[name].spec.channels], device
+        )
+        for name in programs
     ]
     registry: dict[str, Buffer] = {}
     library = cache.library(gpu=False)
@@ -176,7 +211,13 @@ def compare(ours: Features, theirs: Features) -> None:
         assert error <= BOUND, f"{name}: the error is {error:.3g}"
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if net.nightly else [])
+        for name, net in NETWORKS.items()
+    ],
+)
 def test_every_stage_equals_transformers(
     computed: dict[str, Features], expected: dict[str, Features], name: str
 ) -> None:

@@ -1094,12 +1094,13 @@ def check(
     device: str = "cpu",
     *,
     tf32: bool = False,
+    absolute: float = 0.0,
 ) -> float:
     """Compares with torch in float64; raises AssertionError beyond the bound.
 
-    The bound is twice the error that torch makes at this dtype, and 8 float32 ulp of the largest
-    number. NaN and infinities are where torch has them, in float64 or at this dtype.
-    With ``tf32`` torch's error is that of operands rounded to TF32.
+    The bound is twice the error that torch makes at this dtype, 8 float32 ulp of the largest
+    number, and ``absolute``. NaN and infinities are where torch has them, in float64 or at this
+    dtype. With ``tf32`` torch's error is that of operands rounded to TF32.
 
     Returns:
         Our largest error over the largest number of the result.
@@ -1135,7 +1136,7 @@ def check(
     scale = truth[finite].abs().max().item()
     error = (ours - truth)[finite].abs().max().item()
     rounding = (theirs - truth)[finite].nan_to_num(0, 0, 0).abs().max().item()
-    allowed = 2 * rounding + 8 * torch.finfo(torch.float32).eps * scale
+    allowed = 2 * rounding + 8 * torch.finfo(torch.float32).eps * scale + absolute
     assert error <= allowed, f"{case.name}: error {error:.3g} but torch's allows {allowed:.3g}"
     return error / scale if scale else error
 

@@ -100,11 +100,16 @@ BFLOAT16 = {"packed tiles 3x3", "packed two_four 1x1", "packed blocks 1x1/2"}
 # Other branches of ops that are in another case, too, and whose kernels tests/ptx compiles anyway.
 NIGHTLY = {
     "stem_maxpool floats",
+    "conv2d epilogue silu",
     "linear gelu",
     "attention 16",
     "attention 96",
     "attention 6",
+    "attention causal with a bias",
+    "reduce mean (4, 33) (2,)",
+    "reduce amax (6, 5, 40) (1, 2)",
     "packed two_four 1x1",
+    *(POINTWISE - {"pointwise x0 gelu: (3, 33)", "pointwise masks"}),
 }
 FLOAT16 = {
     "conv2d epilogue add_relu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -21,9 +22,11 @@ from maxvision.graphs.arrange import has_stem
 from maxvision.graphs.parameters import Parameters
 from maxvision.runtime import cache
 from tests.ops.cases import (
+    BINARY,
     CASES,
     EPILOGUES,
     TORCH,
+    UNARY,
     Case,
     build_graph,
     check,
@@ -40,19 +43,67 @@ from tests.ops.eager import Trace, compile_ops
 NARROW = [case for case in CASES if not case.name.startswith("sparse")]
 # What takes no time; tests/gpu.py runs all with NaN and infinity.
 SMALL = [case for case in CASES if sum(map(math.prod, case.inputs)) < 50_000]
+# What takes a second and more, of three images.
+LARGE = [case for case in CASES if sum(map(math.prod, case.inputs)) >= 100_000]
+# Of what a CPU compiles anew and of which it runs the same code for another case: by night.
+NIGHTLY = {  # depths of a head
+    *(f"attention {depth}" for depth in (6, 16, 20, 36, 48, 60, 72, 80, 128, 160)),
+    *(f"attention {depth} with a bias" for depth in (6, 48, 80, 96, 128, 256)),
+    *(f"attention many heads of {depth}" for depth in (20, 36, 80, 88, 128)),
+    "attention many heads of 128, one tile",
+    "attention many queries of 128",
+}
+# In bfloat16: what is computed in float32 as there, but for the load and the store.
+WIDENED = {
+    *(f"pointwise x0 {op}: (3, 33)" for op in UNARY if op not in ("relu", "sigmoid", "silu")),
+    *(f"pointwise x0 x1 {op}: (3, 7) (3, 7)" for op in BINARY if op not in ("add", "eq")),
+    *(f"conv2d epilogue {name}" for name in ("gelu", "add_gelu", "0.0 6.0 clamp")),
+    "conv2d epilogue add_0.1 leaky_relu",
+    "bmm hardswish",
+    "linear mish",
+    "linear add_gelu_tanh",
+}
+BY_NIGHT = {DType.float32: NIGHTLY, DType.bfloat16: NIGHTLY | WIDENED}
 
 
 Run = Callable[[Case, DType, int], torch.Tensor]
 """Computes a case at a dtype for a batch."""
 
 
+def by_day(dtype: DType, cases: Sequence[Case], batches: Sequence[int] = (1, 3)) -> list[Any]:
+    """Pairs cases and batches; by night only NIGHTLY's run, and several images of what is large."""
+    return [
+        pytest.param(
+            case,
+            batch,
+            id=f"{case.name}-{batch}",
+            marks=[pytest.mark.nightly]
+            if case.name in BY_NIGHT[dtype] or (batch > 1 and case in LARGE)
+            else [],
+        )
+        for case in cases
+        for batch in batches
+    ]
+
+
 @pytest.fixture(scope="module")
-def run() -> Run:
-    """Compiles the ops of all cases, for both dtypes and the random ones too."""
-    traces = {(case.name, DType.float32): Trace(case, DType.float32) for case in CASES}
-    traces |= {(case.name, DType.bfloat16): Trace(case, DType.bfloat16) for case in NARROW}
-    kinds = [Trace(case, DType.float32) for case in KINDS]
-    executables = compile_ops([*traces.values(), *kinds])
+def chosen(pytestconfig: pytest.Config) -> dict[DType, list[Case]]:
+    """Lists the cases that run now, by dtype."""
+    every = pytestconfig.getoption("--all")
+    return {
+        dtype: [case for case in cases if every or case.name not in BY_NIGHT[dtype]]
+        for dtype, cases in ((DType.float32, CASES), (DType.bfloat16, NARROW))
+    }
+
+
+@pytest.fixture(scope="module")
+def run(chosen: dict[DType, list[Case]], pytestconfig: pytest.Config) -> Run:
+    """Compiles the ops of these cases, and of the random ones."""
+    traces = {
+        (case.name, dtype): Trace(case, dtype) for dtype, cases in chosen.items() for case in cases
+    }
+    drawn = kinds(EPILOGUES if pytestconfig.getoption("--all") else COMMON)
+    executables = compile_ops([*traces.values(), *(Trace(case, DType.float32) for case in drawn)])
 
     def run(case: Case, dtype: DType, batch: int) -> torch.Tensor:
         trace = traces.get((case.name, dtype)) or Trace(case, dtype)
@@ -61,30 +112,29 @@ def run() -> Run:
     return run
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "batch"), by_day(DType.float32, CASES))
 def test_equals_torch(run: Run, case: Case, batch: int) -> None:
     check(case, run(case, DType.float32, batch), batch, torch.float32)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("case", NARROW, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "batch"), by_day(DType.bfloat16, NARROW))
 def test_equals_torch_in_bfloat16(run: Run, case: Case, batch: int) -> None:
     check(case, run(case, DType.bfloat16, batch), batch, torch.bfloat16)
 
 
-def test_takes_an_empty_batch(run: Run) -> None:
-    for case in CASES:
-        assert 0 in run(case, DType.float32, 0).shape, case.name
-    for case in NARROW:
-        assert 0 in run(case, DType.bfloat16, 0).shape, case.name
+def test_takes_an_empty_batch(run: Run, chosen: dict[DType, list[Case]]) -> None:
+    for dtype, cases in chosen.items():
+        for case in cases:
+            assert 0 in run(case, dtype, 0).shape, case.name
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_nan_and_infinity_are_torchs(run: Run, case: Case) -> None:
+@pytest.mark.parametrize(("case", "batch"), by_day(DType.float32, SMALL, [3]))
+def test_nan_and_infinity_are_torchs(
+    run: Run, chosen: dict[DType, list[Case]], case: Case, batch: int
+) -> None:
     poison = poisoned(case)
-    for dtype in (DType.float32, DType.bfloat16) if case in NARROW else (DType.float32,):
-        check(poison, run(poison, dtype, 3), 3, TORCH[dtype])
+    for dtype in (dtype for dtype, cases in chosen.items() if case in cases):
+        check(poison, run(poison, dtype, batch), batch, TORCH[dtype])
 
 
 @pytest.mark.nightly
@@ -107,7 +157,9 @@ def test_known_sizes_equal_torch(dtype: DType, cases: list[Case]) -> None:
 
 
 def test_names_are_unique() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
+    names = {case.name for case in CASES}
+    assert len(names) == len(CASES)
+    assert names >= NIGHTLY | WIDENED, "no case has this name"
 
 
 def test_the_check_can_fail() -> None:
@@ -122,8 +174,12 @@ def test_the_check_can_fail() -> None:
             check(case, wrong, 1, torch.float32)
 
 
+COMMON = ("none", "relu", "gelu", "add", "add_relu")
+"""Epilogues that are drawn by day; dense convolutions, which share their code, have all."""
+
+
 @st.composite
-def convs(draw: st.DrawFn) -> Case:
+def convs(draw: st.DrawFn, common: Sequence[str]) -> Case:
     """Draws a convolution of awkward shape whose window fits its image."""
     groups = draw(st.sampled_from([1, 1, 2, 3, 7]))
     c, f = (groups * draw(st.integers(1, 40)) for _ in range(2))
@@ -135,8 +191,8 @@ def convs(draw: st.DrawFn) -> Case:
         max(1, d * (k - 1) + 1 - 2 * p) + draw(st.integers(0, 9))
         for d, k, p in zip(dilation, kernel, padding, strict=True)
     )
-    then = draw(st.sampled_from(EPILOGUES))
     sparsity = draw(st.sampled_from([None, None, 0.9]))
+    then = draw(st.sampled_from(common if sparsity else EPILOGUES))
     name = f"{size} {c} {f} {kernel} {stride} {padding} {dilation} {groups} {then} {sparsity}"
     return conv(
         name, size, c, f, kernel, stride=stride, padding=padding, dilation=dilation,
@@ -145,10 +201,10 @@ def convs(draw: st.DrawFn) -> Case:
 
 
 @st.composite
-def others(draw: st.DrawFn) -> Case:
+def others(draw: st.DrawFn, common: Sequence[str]) -> Case:
     """Draws a product, a linear layer or a pool of awkward shape."""
     m, k, n, b = (draw(st.integers(1, 99)) for _ in range(4))
-    then = draw(st.sampled_from(EPILOGUES))
+    then = draw(st.sampled_from(common))
     kind = draw(st.sampled_from(["bmm", "linear", "maxpool", "avgpool"]))
     if kind == "bmm":
         transpose, heads = draw(st.booleans()), b % 4 + 1
@@ -165,30 +221,45 @@ def others(draw: st.DrawFn) -> Case:
     return pool(name, size, n, kernel, stride=stride, padding=padding, ceil_mode=ceil)
 
 
-KINDS = [  # one case of each op and epilogue that are drawn
-    *(
-        conv(f"kind {then} {sparsity}", (3, 3), 4, 4, (1, 1), then=then, sparsity=sparsity)
-        for then in EPILOGUES
-        for sparsity in (None, 0.9)
-    ),
-    *(
-        product(f"kind {then} {transpose}", (1, 4, 4), (1, 4, 4), then=then, transpose=transpose)
-        for then in EPILOGUES
-        for transpose in (False, True)
-    ),
-    *(dense(f"kind dense {then}", (4, 4), 4, then) for then in EPILOGUES),
-]
+def kinds(common: Sequence[str]) -> list[Case]:
+    """Lists one case of each op and epilogue that are drawn."""
+    return [
+        *(conv(f"kind {then}", (3, 3), 4, 4, (1, 1), then=then) for then in EPILOGUES),
+        *(conv(f"kind {x} sparse", (3, 3), 4, 4, (1, 1), then=x, sparsity=0.9) for x in common),
+        *(
+            product(f"kind {then} {flip}", (1, 4, 4), (1, 4, 4), then=then, transpose=flip)
+            for then in common
+            for flip in (False, True)
+        ),
+        *(dense(f"kind dense {then}", (4, 4), 4, then) for then in common),
+    ]
 
 
-@settings(
+awkward = settings(
     max_examples=100,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-@given(convs() | others())
+
+
+@awkward
+@given(convs(COMMON) | others(COMMON))
 def test_awkward_shapes_equal_torch(run: Run, case: Case) -> None:
-    check(case, run(case, DType.float32, 2), 2, torch.float32)
+    compare(run, case)
+
+
+@pytest.mark.nightly
+@awkward
+@given(convs(EPILOGUES) | others(EPILOGUES))
+def test_awkward_shapes_of_every_epilogue_equal_torch(run: Run, case: Case) -> None:
+    compare(run, case)
+
+
+def compare(run: Run, case: Case) -> None:
+    """Checks a random case; of few numbers all may be small, and a GELU's error is absolute."""
+    absolute = 5e-7 if "gelu" in case.name else 0.0  # as ops/functions.mojo says
+    check(case, run(case, DType.float32, 2), 2, torch.float32, absolute=absolute)
 
 
 def graph_of(
