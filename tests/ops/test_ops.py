@@ -192,7 +192,8 @@ def convs(draw: st.DrawFn, common: Sequence[str]) -> Case:
         for d, k, p in zip(dilation, kernel, padding, strict=True)
     )
     sparsity = draw(st.sampled_from([None, None, 0.9]))
-    then = draw(st.sampled_from(common if sparsity else EPILOGUES))
+    plain = not sparsity and not groups == c == f
+    then = draw(st.sampled_from(EPILOGUES if plain else common))
     name = f"{size} {c} {f} {kernel} {stride} {padding} {dilation} {groups} {then} {sparsity}"
     return conv(
         name, size, c, f, kernel, stride=stride, padding=padding, dilation=dilation,
@@ -226,6 +227,7 @@ def kinds(common: Sequence[str]) -> list[Case]:
     return [
         *(conv(f"kind {then}", (3, 3), 4, 4, (1, 1), then=then) for then in EPILOGUES),
         *(conv(f"kind {x} sparse", (3, 3), 4, 4, (1, 1), then=x, sparsity=0.9) for x in common),
+        *(conv(f"kind {x} depthwise", (3, 3), 4, 4, (1, 1), then=x, groups=4) for x in common),
         *(
             product(f"kind {then} {flip}", (1, 4, 4), (1, 4, 4), then=then, transpose=flip)
             for then in common
