@@ -254,17 +254,20 @@ def _stages(traced: Traced, program: Program) -> list[str]:
     return min(sized, key=lambda each: abs(len(each) - 4)) if sized else []
 
 
-def translated(model: Model) -> Traced:
-    """Makes a program of a model.
+def translated(model: Model, keep: Sequence[str] = ()) -> Traced:
+    """Makes a program of a model; ``keep`` names layers that stay in float32 (``Program.kept``).
 
     Raises:
+        ArgumentError: If there is no such layer.
         ModelError: If its framework cannot say what it computes, or it has ops that we have not:
             all are named.
     """
     traced = model.trace()
     if traced.missing:
         raise missing_error(model.name, traced.missing)
-    return with_parts(traced)
+    traced = with_parts(traced)
+    assert traced.program is not None
+    return replace(traced, program=traced.program.kept(keep)) if keep else traced
 
 
 def report(
@@ -364,6 +367,7 @@ def convert(
     device: str = "auto",
     passes: str = "all",
     tf32: bool = True,
+    keep: Sequence[str] = (),
     check_it: bool = True,
     tolerance: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -379,18 +383,21 @@ def convert(
         device: ``cpu``, ``gpu``, ``gpu:N`` or ``auto``.
         passes: How the program is rewritten; see ``load``.
         tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
+        keep: Layers, or modules with all in them, that compute in float32 where ``dtype`` is
+            narrower; ``*`` stands for anything.
         check_it: Compare outputs and stages with the source, in float32.
         tolerance: The largest relative error that passes; 1e-5, or twice the source's own, if None.
         progress: Called with a sentence before each step.
 
     Raises:
+        ArgumentError: If there is no layer to keep, or no such pass.
         ModelError: If it cannot be converted, or an error is beyond the bound.
         DeviceError: If the device or the dtype is not to be had.
     """
     named = isinstance(source, (str, os.PathLike))
     model = find(source) if named else _module(source, example)  # type: ignore[arg-type]
     progress("tracing it")
-    traced = translated(model)
+    traced = translated(model, keep)
     assert traced.program is not None
     off = rewriting.parse(passes)
     place = find_device(device)

@@ -65,6 +65,15 @@ def parser() -> Parser:
         help="the largest relative error that passes (default: 1e-5, or twice the source's own)",
     )
     made.add_argument(
+        "--keep",
+        type=_layer,
+        action="append",
+        default=[],
+        metavar="NAME=float32",
+        help="a layer, or a module with all in it, that stays in float32 where the model runs in 16"
+        " bits; * stands for anything; may be repeated",
+    )
+    made.add_argument(
         "--device", default="cpu", type=device, metavar="D",
         help="where it is compared: cpu, gpu or gpu:N (default: cpu)",
     )  # fmt: skip
@@ -108,7 +117,7 @@ def _one(source: str, folder: Path | None, options: argparse.Namespace) -> int:
         model = find(source, random=options.random, size=options.size)
         _relabel(model, options)
         say("tracing it")
-        traced = translated(model)
+        traced = translated(model, options.keep)
         assert traced.program is not None
         told = report(model, traced, options.device, "float32", off)
         if options.check and not options.dry_run:
@@ -119,6 +128,9 @@ def _one(source: str, folder: Path | None, options: argparse.Namespace) -> int:
             with new_folder(folder, "the model", lambda _: bool(options.force)) as new:
                 write(new, model, traced)
     _print(told)
+    if options.keep:
+        kept = sum(bool(node.dtype) for node in traced.program.nodes)
+        print(f"  in float32      {kept} ops, whatever the others compute in")
     if model.note:
         print(f"  {model.note}")
     if not told.within:
@@ -130,6 +142,18 @@ def _one(source: str, folder: Path | None, options: argparse.Namespace) -> int:
     if folder is not None and not options.dry_run:
         print(f"wrote {folder}")
     return 0
+
+
+def _layer(text: str) -> str:
+    """Reads NAME=float32."""
+    name, equals, dtype = text.rpartition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"takes NAME=float32, such as head=float32, not {text!r}")
+    if dtype != "float32":
+        raise argparse.ArgumentTypeError(
+            f"takes NAME=float32, not {dtype!r}: all else has the dtype that the model runs in"
+        )
+    return name
 
 
 def _relabel(model: Any, options: argparse.Namespace) -> None:

@@ -104,10 +104,11 @@ def lower(
     final = passes.run(program, backend(device, dtype, formats), off)
     for node in final.nodes:
         computes = final.types[node.output].dtype
-        if node.op in ("conv2d", "linear") and not node.at_load and computes != dtype:
+        wanted = node.dtype or dtype
+        if node.op in ("conv2d", "linear") and not node.at_load and computes != wanted:
             raise ArgumentError(
                 f"{program.name}: {node.name} computes in {computes} but its filter would be"
-                f" {dtype}; make the two the same (Program.retyped, Lowering.dtype)"
+                f" {wanted}; make the two the same (Program.retyped, Lowering.dtype)"
             )
     weights = bind([final], tensors, device, dtype, tf32)
     types = [
@@ -220,7 +221,8 @@ class _Given:
 
     def layer(self, i: int, groups: int = 1, format: str = "") -> Filter:
         """Gives a filter and the bias behind it."""
-        return self.weights.layer(self.name(i), self.name(i + 1), groups, format)
+        weights = self.weights.computing(self._node.dtype)
+        return weights.layer(self.name(i), self.name(i + 1), groups, format)
 
     def dtype(self, i: int) -> str:
         """Names the dtype of an input."""

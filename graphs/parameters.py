@@ -113,12 +113,21 @@ class Parameters:
         self.plain = plain or {}
         self.plain_shapes = plain_shapes or {}
         self.tf32 = tf32
+        self.suffix = ""
         self.bound: dict[str, Bound] = {}
 
     def at(self, prefix: str) -> Parameters:
         """Narrows to the names that begin with ``prefix`` and a dot."""
         inner = copy.copy(self)
         inner.prefix = f"{self.prefix}{prefix}."
+        return inner
+
+    def computing(self, dtype: str) -> Parameters:
+        """Gives the same weights for ops in a dtype of their own; nothing: in that of all."""
+        if not dtype or DType[dtype] == self.dtype:
+            return self
+        inner = copy.copy(self)
+        inner.dtype, inner.suffix = DType[dtype], f".{dtype}"
         return inner
 
     def has(self, name: str) -> bool:
@@ -250,7 +259,7 @@ class Parameters:
     def _bind(
         self, name: str, make: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: DType
     ) -> TensorValue:
-        full = self.prefix + name
+        full = self.prefix + name + self.suffix
         self.bound[full] = Bound(make, shape, dtype)
         return ops.constant_external(full, TensorType(dtype, shape, device=self.device))
 

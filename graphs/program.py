@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-from maxvision.common.errors import ModelError
+from maxvision.common.arguments import meant
+from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs.shapes import infer
 from maxvision.graphs.types import Type
 
@@ -35,6 +37,7 @@ class Node:
         layers: The layers that it computes, as the checkpoint calls them; perhaps none.
         origin: Where it came from, such as a line of a torch module; perhaps nothing.
         at_load: Whether it reads weights only, and runs once, when the model loads.
+        dtype: What it computes in where the others compute in less; nothing if it does as they do.
     """
 
     op: str
@@ -44,6 +47,7 @@ class Node:
     layers: tuple[str, ...] = ()
     origin: str = ""
     at_load: bool = False
+    dtype: str = ""
 
     @property
     def output(self) -> str:
@@ -134,6 +138,33 @@ class Program:
             types={name: each for name, each in self.types.items() if name in names},
         )
 
+    def kept(self, names: Iterable[str], dtype: str = "float32") -> Program:
+        """Makes layers compute in ``dtype`` when the program is given a narrower one.
+
+        Args:
+            names: Layers, or the modules that they came from, with all that is inside; ``*`` stands
+                for anything.
+            dtype: Of their values and filters.
+
+        Raises:
+            ArgumentError: If nothing has such a name.
+        """
+        nodes, known = list(self.nodes), [_names(node) for node in self.nodes]
+        for name in names:
+            found = [
+                i
+                for i, each in enumerate(known)
+                if any(fnmatchcase(one, name) or one.startswith(f"{name}.") for one in each)
+            ]
+            if not found:
+                paths = [one.split(".") for each in known for one in each if one]
+                words = {".".join(path[:i]) for path in paths for i in range(1, len(path) + 1)}
+                near = meant(name, sorted(words))
+                raise ArgumentError(f"{self.name}: there is no layer {name!r} to keep{near}")
+            for i in found:
+                nodes[i] = replace(nodes[i], dtype=dtype)
+        return replace(self, nodes=tuple(nodes))
+
     def retyped(self, dtypes: Mapping[str, str]) -> Program:
         """Gives inputs other dtypes, and values those that follow."""
         inputs = {n: t._replace(dtype=dtypes.get(n, t.dtype)) for n, t in self.inputs.items()}
@@ -160,6 +191,7 @@ class Program:
                 f"  {', '.join(node.outputs)} = {node.op}({', '.join(given)})"
                 f"  # {', '.join(str(self.types[value]) for value in node.outputs)}"
                 + ("; at load" if node.at_load else "")
+                + (f"; in {node.dtype}" if node.dtype else "")
                 + (f"; {node.origin}" if node.origin else "")
             )
         ends = (name if name == v else f"{name}={v}" for name, v in self.outputs.items())
@@ -272,8 +304,65 @@ def rebuilt(
             there.update(node.outputs)
         whole = Program(program.name, *given, tuple(ordered), ends, types)
     else:
-        whole = made(program.name, *given, ordered, ends)
+        whole = made(program.name, *given, _with_casts(program.name, *given, ordered), ends)
     return whole.keep(whole.outputs)
+
+
+def _with_casts(
+    name: str, inputs: Mapping[str, Type], weights: Mapping[str, Type], nodes: Sequence[Node]
+) -> list[Node]:
+    """Puts casts around the nodes that compute in a dtype of their own."""
+    types: dict[str, Type] = {**inputs, **weights}
+    constants = {*weights, *(value for node in nodes if node.at_load for value in node.outputs)}
+    wide: dict[str, str] = {}  # a value, and the same as such nodes read and give it
+    taken = {*types, *(value for node in nodes for value in node.outputs)}
+    found: list[Node] = []
+
+    def free(value: str) -> str:
+        name = f"{value}.wide"
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        return name
+
+    def add(node: Node) -> None:
+        _infer(name, node, types)
+        found.append(node)
+
+    for node in nodes:
+        narrow = [
+            value
+            for value in node.inputs
+            if node.dtype and value and value not in constants
+            and "float" in types[value].dtype and types[value].dtype != node.dtype
+        ]  # fmt: skip
+        if not narrow:
+            add(node)
+            continue
+        before = types[narrow[0]].dtype
+        for value in narrow:
+            if value not in wide:
+                wide[value] = free(value)
+                add(Node("cast", (value,), (wide[value],), {"dtype": node.dtype}))
+        given = tuple(wide[value] if value in narrow else value for value in node.inputs)
+        made_of = [types[value] if value else None for value in given]
+        kinds = infer(node.op, made_of, node.attributes)
+        outputs = tuple(
+            free(value) if kind.dtype == node.dtype else value
+            for value, kind in zip(node.outputs, kinds, strict=True)
+        )
+        add(replace(node, inputs=given, outputs=outputs))
+        for value, held in zip(node.outputs, outputs, strict=True):
+            if held != value:
+                wide[value] = held
+                add(Node("cast", (held,), (value,), {"dtype": before}))
+    return found
+
+
+def _names(node: Node) -> list[str]:
+    """Lists a node's layers, and the module that it came from; "" is the outermost."""
+    module, _, line = node.origin.partition(" (")
+    return [*node.layers, module if line else ""]
 
 
 def _short(value: Attribute) -> str:
@@ -291,6 +380,7 @@ def _node_as_json(node: Node) -> dict[str, Any]:
         "layers": node.layers,
         "origin": node.origin,
         "at_load": node.at_load,
+        "dtype": node.dtype,
     }
     return {name: value for name, value in whole.items() if value or name in ("op", "inputs")}
 
@@ -308,6 +398,7 @@ def _node_from_json(found: Mapping[str, Any]) -> Node:
         tuple(found.get("layers", ())),
         found.get("origin", ""),
         found.get("at_load", False),
+        found.get("dtype", ""),
     )
 
 
@@ -331,7 +422,10 @@ class Rewrite:
         """Replaces nodes; ``place`` is the last of ``old`` if it is left out."""
         self._gone.update(node.output for node in old)
         origin = next((node.origin for node in old if node.origin), "")
-        new = tuple(node if node.origin else replace(node, origin=origin) for node in new)
+        dtype = next((node.dtype for node in old if node.dtype), "")
+        new = tuple(
+            replace(node, origin=node.origin or origin, dtype=node.dtype or dtype) for node in new
+        )
         self._new.setdefault((place or old[-1]).output, []).extend(new)
 
     def done(self) -> Program:

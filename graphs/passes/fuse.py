@@ -46,7 +46,8 @@ def _in_blocks(program: Program, node: Node, on: Backend) -> bool:
     groups = node.attributes.get("groups", 1)
     if node.op != "conv2d" or node.inputs[1] not in program.constants:
         return False
-    if not isinstance(groups, int) or groups == 1 or on.dtype == "float32" or not on.is_hopper:
+    dtype = node.dtype or on.dtype
+    if not isinstance(groups, int) or groups == 1 or dtype == "float32" or not on.is_hopper:
         return False
     f, c, r, s = program.shape(node.inputs[1])
     return not is_depthwise((r, s, c, f), groups) and packable(c * groups, f)
@@ -228,7 +229,7 @@ def patches(program: Program, on: Backend) -> Program:
         if (r, s) == (1, 1) or _setting(conv, "stride") != (r, s):
             continue
         n, h, w, _ = program.types[x].shape
-        width = ROW // DType[on.dtype].size_in_bytes
+        width = ROW // DType[conv.dtype or on.dtype].size_in_bytes
         if not isinstance(h, int) or not isinstance(w, int) or h % r or w % s:
             continue
         if s * -(-c // width) <= -(-s * c // width) and c % 8 == 0:
@@ -388,7 +389,7 @@ def depthwise(program: Program, on: Backend) -> Program:
 
 def _projections(program: Program, norm: Node, on: Backend) -> tuple[list[Node], Node] | None:
     t, c = program.shape(norm.output)
-    bytes = 4 if on.dtype == "float32" else 2
+    bytes = DType[norm.dtype or on.dtype].size_in_bytes
     if on.is_gpu and (on.api != "cuda" or c * bytes % 16 or c > 128 * 16 // bytes):
         return None
     users = list(program.users.get(norm.output, ()))

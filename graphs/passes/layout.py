@@ -95,7 +95,7 @@ class _Layout:
             self.seen[node.output] = (node.output, View.of((n, *size, c)).permuted(to_first))
         elif not (
             (node.op == "layer_norm" and self.of_pixels(node))
-            or (node.op in ELEMENTWISE and self.elementwise(node))
+            or (node.op in (*ELEMENTWISE, "cast") and self.elementwise(node))
             or (node.op in ALONG_AXES and self.along_axes(node))
         ):
             self.keep(node)

@@ -120,6 +120,29 @@ def test_the_converted_folder_needs_no_torch(written: Path) -> None:
     assert "float32[batch, 3]" in done.stdout
 
 
+def test_layers_stay_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "net")
+    arguments = [f"{HERE}:net", "--size", "32", "-o", folder, "--no-check"]
+    assert main([*arguments, "--keep", "stem=float32", "--keep", "h*=float32"]) == 0
+    assert "in float32      4 ops" in capsys.readouterr().out
+    nodes = json.loads(Path(folder, "program.json").read_text())["nodes"]
+    assert sum(node.get("dtype") == "float32" for node in nodes) == 4
+
+    assert main([*arguments, "--force", "--keep", "stm=float32"]) == 2
+    assert "no layer 'stm' to keep; did you mean stem?" in capsys.readouterr().err
+    for given, told in (("stem=float16", "not 'float16'"), ("stem", "not 'stem'")):
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, "--force", "--keep", given])
+        assert told in capsys.readouterr().err
+
+    module, x = net(), SMALL.bfloat16()
+    made = convert(module, SMALL, dtype="bfloat16", device="cpu", check_it=False, keep=["*"])
+    with torch.no_grad():
+        once = module(x.float()).bfloat16().float()  # the result alone is rounded
+        assert not torch.equal(module.bfloat16()(x).float(), once)
+    assert torch.equal(torch.from_numpy(made(x.float().numpy())), once)
+
+
 def test_a_converted_network_has_one_size(written: Path) -> None:
     from maxvision.weights import load
 

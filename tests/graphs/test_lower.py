@@ -92,6 +92,7 @@ def imported(net: Net, x: Value) -> None:
     for op in ("sum", "mean", "amax", "amin"):
         net.output(op, net.op(op, [x], axes=(1, 3)))
     net.output("cumsum", net.op("cumsum", [x], axis=2))
+    net.output("roll", net.op("roll", [x], shifts=(1, -2), axes=(1, 3)))
     net.output("pad", net.op("pad", [x], pads=(0, 0, 0, 0, 1, 0, 0, 2), value=0.5))
     ends = net.op("where", [net.op("gt", [net.op("cumsum", [x], axis=3)], other=0.0), x, x])
     chosen = net.op("clamp", [net.weight("chosen", 4)], min=0.0, max=2.0)

@@ -232,6 +232,30 @@ def test_inputs_of_another_dtype_change_what_follows() -> None:
     assert other.retyped({"x": "float32"}) == SMALL == SMALL.retyped({})
 
 
+def test_layers_are_kept_in_float32() -> None:
+    net = Net("net")
+    x = net.input("x", (BATCH, 4))
+    for name in ("a.first", "a.second", "b"):
+        x = net.relu(net.linear(x, name, 4))
+    net.output("y", x)
+    program = net.program().kept(["a"])
+    assert [node.dtype for node in program.nodes] == ["float32", "", "float32", "", "", ""]
+    assert Program.from_json(program.to_json()) == program and "; in float32" in str(program)
+    assert program.retyped({}) == program  # nothing is narrower
+
+    half = program.retyped({"x": "bfloat16"})
+    assert [node.op for node in half.nodes] == [
+        "cast", "linear", "cast", "relu", "cast", "linear", "cast", "relu", "linear", "relu",
+    ]  # fmt: skip
+    kinds = [half.types[node.output].dtype for node in half.nodes if node.op != "cast"]
+    assert kinds == ["float32", "bfloat16", "float32", "bfloat16", "bfloat16", "bfloat16"]
+
+    ops = [node.op for node in net.program().kept(["*"]).retyped({"x": "bfloat16"}).nodes]
+    assert ops.count("cast") == 2 and ops[0] == ops[-1] == "cast"
+    with pytest.raises(ArgumentError, match=r"no layer 'a.frist' to keep; did you mean a.first\?"):
+        program.kept(["b", "a.frist"])
+
+
 def test_a_value_knows_who_gives_and_who_reads_it() -> None:
     net = Net("net")
     x = net.input("x", (BATCH, 2))
