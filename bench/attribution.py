@@ -19,10 +19,10 @@ from maxvision.graphs.formats import PACKED
 STEPS = 200_000
 """Tries before an assignment is given up."""
 OURS = re.compile(
-    r"(gemm|conv2d|depthwise|stem|attention|layernorm|rms_norm|group_norm|reduce|pointwise)_"
+    r"(gemm|conv2d|depthwise|stem|attention|layernorm|rms_norm|group_norm|reduce|pointwise|pool"
+    r"|normalize|roll)_"
 )
 """Begins of symbols that are no kernel of MAX's own."""
-_ELEMENTWISE = r"mogg_for_?each_\w+"
 
 
 def _gemm(epilogue: str, shape: str = "1x1") -> str:
@@ -58,15 +58,17 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
     elif op in ("log_softmax", "layernorm_first"):
         ways = [[r"(softmax|layernorm)_(?!mlp)\w+"]]
     elif op == "avg_pool2d":
-        ways = [[r"reduce_sum_\w+"], [_ELEMENTWISE]]
+        ways = [[r"reduce_sum_\w+"], [r"pool_mean_\w+"]]
+    elif op == "max_pool2d":
+        ways = [[r"pool_max_\w+"]]
     elif op in ("sum", "mean", "amax", "amin"):
         ways = [[rf"reduce_{'sum' if op == 'mean' else op}_\w+"]]
     elif op == "group_norm":
         ways = [[r"group_norm_moments_\w+", rf"group_norm_{epilogue}_\w+"]]
     elif op in ELEMENTWISE:
         ways = [[r"pointwise_\w+"]]
-    elif op in ("normalize", "class_token", "max_pool2d"):
-        ways = [[_ELEMENTWISE]]
+    elif op == "class_token":
+        ways = [[r"mogg_for_?each_\w+"]]
     return [[re.compile(symbol) for symbol in way] for way in ways]
 
 

@@ -16,7 +16,11 @@ from maxvision.bench.references import checkpoint, reference_model
 from maxvision.graphs.layers import macs
 from tests.ops.cases import EPILOGUES
 
-ELEMENTWISE = {"normalize", "max_pool2d", "avg_pool2d", "class_token"}
+OTHERS = {
+    "max_pool2d": "pool_max_8", "avg_pool2d": "pool_mean_8",
+    "class_token": "mogg_for_each_r4_w8_b256_gs_False",
+}  # fmt: skip
+"""Ops whose kernels are called otherwise."""
 
 
 PLACES = {"cpu": DeviceRef.CPU(), "gpu": DeviceRef.GPU()}  # to build a graph takes no device
@@ -59,8 +63,8 @@ def test_layers_add_up_to_the_network(network: tuple[Any, list[Named]]) -> None:
 
 def symbol(node: Named) -> str:
     op, epilogue = node.layer.op.replace("layer_norm", "layernorm"), node.layer.epilogue
-    if op in ELEMENTWISE:
-        return "mogg_for_each_r4_w8_b256_gs_False_17266de5"
+    if op in OTHERS:
+        return f"{OTHERS[op]}_bfloat16_17266de5"
     fused = {"conv2d_shortcut": "relu_1x2", "qkv_linear": "none_3x1"}
     if op in ("conv2d", "linear", *fused):
         kind = fused.get(op, f"{epilogue}_1x1")
