@@ -53,7 +53,10 @@ def library(*, gpu: bool) -> Path:
     folder = _folder()
     if folder is None:
         return OPS
-    path = folder / f"mojo_pkg_{_sources(gpu)[:32]}.mojoc"  # the stem names the package
+    # MAX reads all of a library's folder: the drafts, which come and go, are in another one.
+    libraries = folder / "ops"
+    libraries.mkdir(exist_ok=True)
+    path = libraries / f"mojo_pkg_{_sources(gpu)[:32]}.mojoc"  # the stem names the package
     if path.is_file():
         _touch(path)
         return path
@@ -74,7 +77,7 @@ def library(*, gpu: bool) -> Path:
         if done.returncode:
             raise RuntimeError(f"mojo precompile {OPS}: {done.stderr.strip()}")
         made.replace(path)
-    _prune(folder, "*.mojoc")
+    _prune(libraries, "*.mojoc")
     return path
 
 

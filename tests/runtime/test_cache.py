@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,3 +178,19 @@ def test_a_full_disk_is_told(
         graph.output(graph.inputs[0])
     with pytest.raises(ModelError if free == 0 else RuntimeError, match=says):
         cache.compiled(graph, CPU, compile)
+
+
+def test_nothing_is_beside_a_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MAX reads the folder of a library while it compiles, and drafts come and go."""
+
+    def precompile(command: list[str], **_: Any) -> Any:
+        draft = Path(command[-1])
+        assert draft.parent.parent == folder
+        draft.write_bytes(b"ops")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(cache, "subprocess_run_mojo", precompile)
+    stored(b"mef")
+    path = cache.library(gpu=False)
+    assert path.read_bytes() == b"ops" and [*path.parent.iterdir()] == [path]
+    assert path.parent != folder
