@@ -301,13 +301,7 @@ def _paths(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _leaves(each)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
+    return (leaf for _, leaf in _paths(value))
 
 
 def _is_size(value: Any) -> bool:

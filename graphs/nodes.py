@@ -66,25 +66,26 @@ def conv2d(
         ArgumentError: If shapes, epilogue or geometry do not fit.
         DeviceError: If the device has no kernel for the dtype.
     """
-    name: str = "conv2d"
-    groups = filter.groups
-    parameters: dict[str, Any] = {
-        "tf32": _tf32(x, filter.tf32),
-        "depthwise": arrange.is_depthwise(filter.shape, groups),
-        "aligned": _aligned(
-            x, filter, groups=groups, stride=stride, padding=padding, dilation=dilation
-        ),
-    }
+    name, groups = "conv2d", filter.groups
+    parameters: dict[str, Any] = {}
     if filter.format in formats.PACKED:
         name, parameters = "sparse_conv2d_packed", {"format": filter.format}
     elif filter.format:
-        name, parameters = "sparse_conv2d", {}
+        name = "sparse_conv2d"
+    else:
+        parameters = {
+            "tf32": _tf32(x, filter.tf32),
+            "depthwise": arrange.is_depthwise(filter.shape, groups),
+            "aligned": _aligned(
+                x, filter, groups=groups, stride=stride, padding=padding, dilation=dilation
+            ),
+        }
     out = shapes.conv2d(
         _type(x), _filter(filter), None, _optional(residual),
-        stride=stride, padding=padding, dilation=dilation, groups=filter.groups,
+        stride=stride, padding=padding, dilation=dilation, groups=groups,
         epilogue=epilogue, layout="NHWC", name=name,
     )  # fmt: skip
-    window = _window(filter.shape[:2], stride, padding, dilation, filter.groups)
+    window = _window(filter.shape[:2], stride, padding, dilation, groups)
     weights = [*(filter.rows or [filter.dense]), filter.bias]
     return _fused(name, x, weights, residual, [window], out, epilogue, parameters)
 

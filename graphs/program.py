@@ -318,13 +318,6 @@ def _with_casts(
     taken = {*types, *(value for node in nodes for value in node.outputs)}
     found: list[Node] = []
 
-    def free(value: str) -> str:
-        name = f"{value}.wide"
-        while name in taken:
-            name += "_"
-        taken.add(name)
-        return name
-
     def add(node: Node) -> None:
         _infer(name, node, types)
         found.append(node)
@@ -342,13 +335,13 @@ def _with_casts(
         before = types[narrow[0]].dtype
         for value in narrow:
             if value not in wide:
-                wide[value] = free(value)
+                wide[value] = free(taken, f"{value}.wide")
                 add(Node("cast", (value,), (wide[value],), {"dtype": node.dtype}))
         given = tuple(wide[value] if value in narrow else value for value in node.inputs)
         made_of = [types[value] if value else None for value in given]
         kinds = infer(node.op, made_of, node.attributes)
         outputs = tuple(
-            free(value) if kind.dtype == node.dtype else value
+            free(taken, f"{value}.wide") if kind.dtype == node.dtype else value
             for value, kind in zip(node.outputs, kinds, strict=True)
         )
         add(replace(node, inputs=given, outputs=outputs))
@@ -357,6 +350,14 @@ def _with_casts(
                 wide[value] = held
                 add(Node("cast", (held,), (value,), {"dtype": before}))
     return found
+
+
+def free(taken: set[str], name: str) -> str:
+    """Takes a name that no value has; a layer that is used twice comes twice."""
+    while name in taken:
+        name += ".folded"
+    taken.add(name)
+    return name
 
 
 def _names(node: Node) -> list[str]:

@@ -16,7 +16,8 @@ from max.gpu.primitives.grid_controls import (
 )
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
-from std.sys import simd_width_of, size_of
+from std.memory import unsafe_memcpy
+from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from .kernel_argument import KernelArgument
@@ -78,7 +79,6 @@ def concat_cpu[dtype: DType](tensors: ConcatTensors[dtype], rows: Int):
         tensors: The tensors.
         rows: How many rows there are.
     """
-    comptime WIDTH = simd_width_of[dtype]()
     var length = tensors.length()
     var share = max(ceildiv(PIECE, length), ceildiv(rows, 4 * parallelism_level(None)))
 
@@ -88,10 +88,7 @@ def concat_cpu[dtype: DType](tensors: ConcatTensors[dtype], rows: Int):
                 var count = Int(tensors.starts[i + 1] - tensors.starts[i])
                 var to = tensors.y.unsafe_offset(row * length + Int(tensors.starts[i]))
                 var from_ = tensors.x[i].unsafe_offset(row * count)
-                for at in range(0, count // WIDTH * WIDTH, WIDTH):
-                    to.unsafe_store(at, from_.unsafe_load[width=WIDTH](at))
-                for at in range(count // WIDTH * WIDTH, count):
-                    to[unsafe_offset=at] = from_[unsafe_offset=at]
+                unsafe_memcpy(dest=to, src=from_, count=count)
 
     over_cores(task, ceildiv(rows, share))
 

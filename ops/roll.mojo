@@ -16,7 +16,8 @@ from max.gpu.primitives.grid_controls import (
 )
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
-from std.sys import simd_width_of, size_of
+from std.memory import unsafe_memcpy
+from std.sys import size_of
 
 from .kernel_argument import KernelArgument
 from .operands import Data, data
@@ -106,7 +107,6 @@ def roll_cpu[dtype: DType](y: Data[dtype], x: Data[dtype], rows: Int, sizes: Rol
         rows: How many rows there are.
         sizes: The axes.
     """
-    comptime WIDTH = simd_width_of[dtype]()
     var length = Int(sizes.row)
     var share = max(ceildiv(PIECE, length), ceildiv(rows, 4 * parallelism_level(None)))
 
@@ -114,10 +114,7 @@ def roll_cpu[dtype: DType](y: Data[dtype], x: Data[dtype], rows: Int, sizes: Rol
         for row in range(index * share, min(index * share + share, rows)):
             var to = y.unsafe_offset(row * length)
             var from_ = x.unsafe_offset(Int(sizes.source(UInt32(row))) * length)
-            for at in range(0, length // WIDTH * WIDTH, WIDTH):
-                to.unsafe_store(at, from_.unsafe_load[width=WIDTH](at))
-            for at in range(length // WIDTH * WIDTH, length):
-                to[unsafe_offset=at] = from_[unsafe_offset=at]
+            unsafe_memcpy(dest=to, src=from_, count=length)
 
     over_cores(task, ceildiv(rows, share))
 

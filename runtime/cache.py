@@ -54,9 +54,7 @@ def library(*, gpu: bool) -> Path:
     if folder is None:
         return OPS
     # MAX reads all of a library's folder: the drafts, which come and go, are in another one.
-    libraries = folder / "ops"
-    libraries.mkdir(exist_ok=True)
-    path = libraries / f"mojo_pkg_{_sources(gpu)[:32]}.mojoc"  # the stem names the package
+    path = folder / "ops" / f"mojo_pkg_{_sources(gpu)[:32]}.mojoc"  # the stem names the package
     if path.is_file():
         _touch(path)
         return path
@@ -76,8 +74,9 @@ def library(*, gpu: bool) -> Path:
             ) from None
         if done.returncode:
             raise RuntimeError(f"mojo precompile {OPS}: {done.stderr.strip()}")
+        path.parent.mkdir(exist_ok=True)
         made.replace(path)
-    _prune(libraries, "*.mojoc")
+    _prune(path.parent, "*.mojoc")
     return path
 
 

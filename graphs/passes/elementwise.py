@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE, MOST_VALUES, expression
-from maxvision.graphs.passes.fold import free
-from maxvision.graphs.program import Attribute, Node, Program, Rewrite
+from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import MOST_AXES, infer
 from maxvision.graphs.types import Type
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import EVALUATE
-from maxvision.graphs.program import Node, Program, Rewrite, rebuilt
+from maxvision.graphs.program import Node, Program, Rewrite, free, rebuilt
 
 
 def constants(program: Program, _: Backend) -> Program:
@@ -173,11 +173,3 @@ def _takes_scale(program: Program, product: Node, mul: Node, factor: str) -> boo
         and by_channel[-1:] == out[-1:]
         and all(size == 1 for size in by_channel[:-1])
     )
-
-
-def free(taken: set[str], name: str) -> str:
-    """Takes a name that no value has; a layer that is used twice comes twice."""
-    while name in taken:
-        name += ".folded"
-    taken.add(name)
-    return name

@@ -13,8 +13,7 @@ from maxvision.graphs.arrange import CHAINS, MLPS, ROW, has_stem, is_depthwise
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE, expression
 from maxvision.graphs.formats import packable
-from maxvision.graphs.passes.fold import free
-from maxvision.graphs.program import Attribute, Node, Program, Rewrite
+from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import pair, sides
 from maxvision.graphs.types import product
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.passes.fold import free
-from maxvision.graphs.program import Attribute, Node, Program, Rewrite
+from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.types import Size
 
 

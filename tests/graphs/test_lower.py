@@ -100,6 +100,7 @@ def imported(net: Net, x: Value) -> None:
     net.output("gather", net.op("gather", [x, index], axis=1))
     places = net.op("add", [index], other=1.0)
     own = net.expand(net.reshape(places, 1, 4), BATCH, 4)
+    net.output("roll of integers", net.op("roll", [own], shifts=(-1,), axes=(1,)))
     rows = net.permute(x, 0, 2, 1, 3)
     net.output("own", net.op("gather", [rows, own], axis=1, batch_axes=1))
     full = net.expand(net.reshape(places, 1, 1, 4, 1), *x.shape)
