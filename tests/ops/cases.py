@@ -164,14 +164,15 @@ def conv(
     def prune(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
         if sparsity is not None:
             filters = weights["w.filter"]
+            within = filters.shape[2]  # a group's channels
             rng = np.random.default_rng(1)
             drop = rng.random(filters.shape) < sparsity
             if format == "two_four":
-                fours = rng.random((*kernel, -(-c // 4), 4, f)).argsort(axis=3) < 2
-                drop |= fours.reshape(*kernel, -1, f)[:, :, :c]
+                fours = rng.random((*kernel, -(-within // 4), 4, f)).argsort(axis=3) < 2
+                drop |= fours.reshape(*kernel, -1, f)[:, :, :within]
             if format == "blocks":
-                places = rng.random((*kernel, -(-c // 64), -(-f // 64))) < sparsity
-                drop = places.repeat(64, axis=2).repeat(64, axis=3)[:, :, :c, :f].copy()
+                places = rng.random((*kernel, -(-within // 64), -(-f // 64))) < sparsity
+                drop = places.repeat(64, axis=2).repeat(64, axis=3)[:, :, :within, :f].copy()
             drop[..., ::3] = True
             if spared:
                 drop[spared] = False
