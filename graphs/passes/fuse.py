@@ -217,7 +217,8 @@ def patches(program: Program, on: Backend) -> Program:
 
     An image [N, H, W, C] of patches of R x S pixels is one [N P, R, Q, S C] without a copy. It is
     read so on a GPU where that has fewer steps of 128 bytes of channels, or channels that the copy
-    engine takes: three colours by 16 columns are 48 channels.
+    engine takes: three colours by 16 columns are 48 channels. One patch that is the whole image is
+    a pixel of R S C channels: Hopper's tiles are of pixels of an image, and would have one each.
     """
     rewrite, taken = Rewrite(program), set(program.types)
     for conv in program.nodes if on.is_gpu else ():
@@ -225,23 +226,27 @@ def patches(program: Program, on: Backend) -> Program:
             continue
         x, filters, *bias = conv.inputs
         f, c, r, s = program.shape(filters)
-        if (r, s) == (1, 1) or _setting(conv, "stride") != (r, s):
-            continue
         n, h, w, _ = program.types[x].shape
+        whole = (h, w) == (r, s)
+        if (r, s) == (1, 1) or not (whole or _setting(conv, "stride") == (r, s)):
+            continue
         width = ROW // DType[conv.dtype or on.dtype].size_in_bytes
         if not isinstance(h, int) or not isinstance(w, int) or h % r or w % s:
             continue
-        if s * -(-c // width) <= -(-s * c // width) and c % 8 == 0:
+        if not whole and s * -(-c // width) <= -(-s * c // width) and c % 8 == 0:
             continue
+        high, wide = (1, r * s) if whole else (r, s)  # of a patch, as it is read
         turned, rows, image, result = (
             free(taken, f"{conv.name}.{part}") for part in ("turned", "rows", "patches", "result")
         )
+        order = (0, 2, 3, 1) if whole else (0, 3, 1, 2)
         window = {"layout": "NHWC", "epilogue": conv.attributes.get("epilogue", "none")}
+        seen = (product([n, h // r]), high, w // s, wide * c)
         rewrite.replace(
             [conv],
-            Node("permute", (filters,), (turned,), {"axes": (0, 3, 1, 2)}, at_load=True),
-            Node("reshape", (turned,), (rows,), {"shape": (f, s * c, r, 1)}, at_load=True),
-            Node("reshape", (x,), (image,), {"shape": (product([n, h // r]), r, w // s, s * c)}),
+            Node("permute", (filters,), (turned,), {"axes": order}, at_load=True),
+            Node("reshape", (turned,), (rows,), {"shape": (f, wide * c, high, 1)}, at_load=True),
+            Node("reshape", (x,), (image,), {"shape": seen}),
             replace(conv, inputs=(image, rows, *bias), outputs=(result,), attributes=window),
             Node("reshape", (result,), conv.outputs, {"shape": (n, h // r, w // s, f)}),
         )

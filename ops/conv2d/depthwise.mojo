@@ -1,15 +1,16 @@
 """Depthwise convolution on a GPU: y[n, p, q, c] = act(bias[c] + sum_rs x[n, h, w, c] w[r, s, c]).
 
 With h = p * stride - pad + r and w = q * stride - pad + s; x[N, H, W, C], w[R, S, C], y[N, P, Q, C].
-A thread computes 16 bytes of channels of RUN neighbouring pixels of a row. It walks along each row
-of the window once, so a number of x that several of its pixels share is read once, and a row's
-weights, widened to float32, serve all of them. Neighbouring threads have neighbouring channels: a
-warp reads and writes whole lines of memory. For windows of 3 x 3 and 5 x 5 with stride 1 or 2, and
-of 7 x 7 with stride 1, which are unrolled; a simpler kernel takes all others, and channels that no
-16 bytes divide. Bound by device memory at large batches, by latency at batch 1.
+A thread computes a few channels of neighbouring pixels of a row. It walks along each row of the
+window once, so a number of x that several of its pixels share is read once, and a row's weights,
+widened to float32, serve all of them. Neighbouring threads have neighbouring channels: a warp reads
+and writes whole lines of memory. For windows of 3 x 3 and 5 x 5 with stride 1 or 2, and of 7 x 7
+with stride 1, which are unrolled; a simpler kernel takes all others, and channels that are no
+multiple of 4. Bound by memory for 3 x 3, by the issue of instructions for 7 x 7, and by latency at
+batch 1.
 """
 
-from max.gpu import block_idx, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
@@ -19,7 +20,9 @@ from max.gpu.primitives.grid_controls import (
 )
 from std.math import ceildiv
 from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
 
+from ..device import Device
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
 from ..operands import F32, Operands, widened
@@ -28,6 +31,40 @@ comptime THREADS = 256
 """Threads of a block of the simple kernel."""
 comptime BLOCK = 128
 """Threads of a block of the other: few, so that small images have blocks for all multiprocessors."""
+comptime WIDE = 4
+"""Channels of a thread of it."""
+comptime NARROW = 2
+"""Channels where threads are so few that a 7 x 7 window's latency counts (H200, 2026-11-23: 5 us, 8 if wide)."""
+
+
+def run(stride: Int) -> Int:
+    """Gives how many neighbouring pixels a thread computes.
+
+    Args:
+        stride: Of the window.
+
+    Returns:
+        7 with stride 1, which divides the rows of images of 224 pixels at every stage; else 4.
+    """
+    return 7 if stride == 1 else 4
+
+
+def resident[dtype: DType](stride: Int) -> Int:
+    """Gives how many blocks a multiprocessor shall hold, which bounds the registers.
+
+    It has to be said: otherwise ptxas has the loads of a row take turns in the same registers, each
+    waiting for the one before it.
+
+    Parameters:
+        dtype: Of x.
+
+    Args:
+        stride: Of the window.
+
+    Returns:
+        The blocks; fewer with float32, whose loads are wider.
+    """
+    return (4 if stride == 1 else 5) - Int(dtype == F32)
 
 
 def enqueue_depthwise[
@@ -47,24 +84,19 @@ def enqueue_depthwise[
     Raises:
         If the launch fails.
     """
-    comptime wide = 16 // size_of[dtype]()
     var square = g.r == g.s and g.stride_h == g.stride_w and g.dilation_h * g.dilation_w == 1
     # The kernel counts in 32 bits.
     var counts = max(g.n * g.h * g.w, g.pixels()) * g.c < Int(Int32.MAX)
-    if square and counts and g.c % wide == 0:
+    if square and counts and g.c % WIDE == 0:
         comptime for kernel in [3, 5, 7]:
             comptime for stride in [1, 2]:
                 comptime if kernel < 7 or stride == 1:
                     if g.r == kernel and g.stride_h == stride:
-                        comptime run = 4 // stride
-                        var threads = g.n * g.p * ceildiv(g.q, run) * (g.c // wide)
-                        ctx.enqueue_function[depthwise_run_kernel[dtype, epilogue, kernel, stride]](
-                            o,
-                            g,
-                            grid_dim=ceildiv(threads, BLOCK),
-                            block_dim=BLOCK,
-                            attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-                        )
+                        comptime if kernel == 7:
+                            if _threads[stride, WIDE](g) < 2 * BLOCK * Device(ctx).multiprocessors:
+                                _enqueue_run[dtype, epilogue, kernel, stride, NARROW](g, o, ctx)
+                                return
+                        _enqueue_run[dtype, epilogue, kernel, stride, WIDE](g, o, ctx)
                         return
     if g.c % 4 == 0:
         _enqueue_simple[dtype, epilogue, 4](g, o, ctx)
@@ -72,68 +104,101 @@ def enqueue_depthwise[
         _enqueue_simple[dtype, epilogue, 1](g, o, ctx)
 
 
-@__name(t"depthwise_{kernel}x{kernel}_{stride}_{epilogue.label()}_{dtype}")
+def _threads[stride: Int, wide: Int](g: Geometry) -> Int:
+    return g.n * g.p * ceildiv(g.q, run(stride)) * (g.c // wide)
+
+
+def _enqueue_run[
+    dtype: DType, epilogue: Epilogue, kernel: Int, stride: Int, wide: Int
+](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
+    ctx.enqueue_function[depthwise_run_kernel[dtype, epilogue, kernel, stride, wide]](
+        o,
+        g,
+        grid_dim=ceildiv(_threads[stride, wide](g), BLOCK),
+        block_dim=BLOCK,
+        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+    )
+
+
+@__name(t"depthwise_{kernel}x{kernel}_{stride}x{wide}_{epilogue.label()}_{dtype}")
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(BLOCK)),
+    `nvvm.minctasm`=SIMDLength(resident[dtype](stride)),
+)
 def depthwise_run_kernel[
-    dtype: DType, epilogue: Epilogue, kernel: Int, stride: Int
+    dtype: DType, epilogue: Epilogue, kernel: Int, stride: Int, wide: Int
 ](o: Operands[dtype], g: Geometry):
-    """Computes y[n, p, q : q + RUN, c : c + WIDE] in each thread.
+    """Computes y[n, p, q : q + run(stride), c : c + wide] in each thread.
 
     Parameters:
         dtype: Of x, the filter and y.
         epilogue: What the sums go through.
         kernel: R and S.
         stride: Down and across.
+        wide: Channels of a thread.
 
     Args:
         o: Tensors; the filter is w[R, S, C].
-        g: Sizes; C is a multiple of 16 bytes.
+        g: Sizes; `wide` divides C.
     """
-    comptime WIDE = 16 // size_of[dtype]()
-    comptime RUN = 4 // stride
+    comptime RUN = run(stride)
     comptime COLUMNS = (RUN - 1) * stride + kernel
-    var vectors = UInt32(g.c // WIDE)
+    comptime ALIGN = wide * size_of[dtype]()
+    var vectors = UInt32(g.c // wide)
     var runs = UInt32(ceildiv(g.q, RUN))
     var index = UInt32(block_idx.x) * UInt32(BLOCK) + UInt32(thread_idx.x)
     var strip = index // vectors
-    var c = Int(index - strip * vectors) * WIDE
+    var c = Int32(index - strip * vectors) * Int32(wide)
     var row = strip // runs
-    var q = Int(strip - row * runs) * RUN
+    var q = Int32(strip - row * runs) * Int32(RUN)
     var n = row // UInt32(g.p)
-    var p = Int(row - n * UInt32(g.p))
+    var p = Int32(row - n * UInt32(g.p))
     if Int(n) >= g.n:
         return
-    var sums = Array[SIMD[F32, WIDE], RUN](fill=o.bias.unsafe_load[width=WIDE, alignment=16](c))
-    var h0 = p * stride - g.pad_h
-    var w0 = q * stride - g.pad_w
+    var bias = o.bias.unsafe_load[width=wide, alignment=wide * size_of[F32]()](c)
+    var sums = Array[SIMD[F32, wide], RUN](fill=bias)
+    var channels = Int32(g.c)
+    var pitch = Int32(g.w) * channels
+    var h0 = p * Int32(stride) - Int32(g.pad_h)
+    var w0 = q * Int32(stride) - Int32(g.pad_w)
+    # What lies left or right of the image is read at its edge and dropped: no load waits for a branch.
+    var inside = Array[Bool, COLUMNS](uninitialized=True)
+    var columns = Array[Int32, COLUMNS](uninitialized=True)
+    comptime for column in range(COLUMNS):
+        var w = w0 + Int32(column)
+        inside[column] = w >= 0 and w < Int32(g.w)
+        columns[column] = w * channels if inside[column] else 0
+    var image = o.x.unsafe_offset(Int(n) * g.h * g.w * g.c + Int(c))
     wait_on_dependent_grids()
     launch_dependent_grids()
-    # What lies outside is read elsewhere and then dropped: no load waits for a branch. Rows are not
-    # unrolled, or the loads of all of them would be held in registers at a time.
+    # Rows are not unrolled, or the loads of all of them would be held in registers at a time.
     for r in range(kernel):
-        var h = h0 + r
-        var row_inside = h >= 0 and h < g.h
-        var weights = Array[SIMD[F32, WIDE], kernel](uninitialized=True)
+        var h = h0 + Int32(r)
+        if h < 0 or h >= Int32(g.h):
+            continue
+        var taps = o.w.unsafe_offset(Int32(r * kernel) * channels + c)
+        var line = image.unsafe_offset(h * pitch)
+        var weights = Array[SIMD[F32, wide], kernel](uninitialized=True)
         comptime for s in range(kernel):
             weights[s] = widened(
-                o.w.unsafe_load[width=WIDE, alignment=16]((r * kernel + s) * g.c + c)
+                taps.unsafe_load[width=wide, alignment=ALIGN](Int32(s) * channels)
             )
-        var line = o.x.unsafe_offset((Int(n) * g.h + (h if row_inside else 0)) * g.w * g.c + c)
+        var loaded = Array[SIMD[dtype, wide], COLUMNS](uninitialized=True)
         comptime for column in range(COLUMNS):
-            var w = w0 + column
-            var inside = row_inside and w >= 0 and w < g.w
-            var loaded = line.unsafe_load[width=WIDE, alignment=16]((w if inside else 0) * g.c)
-            var value = widened(loaded if inside else SIMD[dtype, WIDE](0))
+            loaded[column] = line.unsafe_load[width=wide, alignment=ALIGN](columns[column])
+        comptime for column in range(COLUMNS):
+            var value = widened(loaded[column] if inside[column] else SIMD[dtype, wide](0))
             comptime for i in range(RUN):
                 comptime s = column - i * stride
                 comptime if 0 <= s and s < kernel:
                     sums[i] = value.fma(weights[s], sums[i])
     comptime for i in range(RUN):
-        if q + i < g.q:
-            var to = (Int(row) * g.q + q + i) * g.c + c
+        if Int(q) + i < g.q:
+            var to = (Int(row) * g.q + Int(q) + i) * g.c + Int(c)
             var sum = sums[i]
             comptime if epilogue.adds:
-                sum += widened(o.residual.unsafe_load[width=WIDE, alignment=16](to))
-            o.y.unsafe_store[alignment=16](to, activate[epilogue, dtype](sum).cast[dtype]())
+                sum += widened(o.residual.unsafe_load[width=wide, alignment=ALIGN](to))
+            o.y.unsafe_store[alignment=ALIGN](to, activate[epilogue, dtype](sum).cast[dtype]())
 
 
 def _enqueue_simple[

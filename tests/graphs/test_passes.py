@@ -635,6 +635,10 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "patches", HIP, lambda n, x: tiles(n, x, stride=(2, 2)), (96, 6, 8),
         "-> reshape reshape",
     ),
+    "a patch that is the whole image": (
+        "patches", CUDA, lambda n, x: n.relu(tiles(n, x, stride=(1, 3))), (64, 2, 4),
+        "-> reshape reshape",
+    ),
     "values that stand together": (
         "concats", CPU, dense_block, IMAGE, "->",
     ),

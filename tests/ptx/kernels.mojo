@@ -133,7 +133,7 @@ def depthwise(
 ) raises:
     enqueue_depthwise[BF16, Epilogue("silu")](g, o, ctx)
     comptime adds = Epilogue("add_relu")
-    ctx.enqueue_function[depthwise_run_kernel[F32, adds, 3, 2]](o32, g, grid_dim=n, block_dim=128)
+    ctx.enqueue_function[depthwise_run_kernel[F32, adds, 3, 2, 4]](o32, g, grid_dim=n, block_dim=128)
     ctx.enqueue_function[depthwise_kernel[F32, adds, 4]](o32, g, grid_dim=n, block_dim=256)
 
 

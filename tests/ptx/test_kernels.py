@@ -902,22 +902,23 @@ def windows(kernel: int, stride: int) -> list[Conv]:
     """Lists convolutions whose rows end within a run of pixels; padding may be on one side only."""
     around, across, reach = kernel // 2, (stride, stride), kernel - 1
     return [
-        Conv(2, 9, 10, 40, 40, kernel, kernel, across, (around, around)),
+        Conv(2, 9, 16, 40, 40, kernel, kernel, across, (around, around)),
         Conv(1, 8, 7, 24, 24, kernel, kernel, across, (0, 1), after=(reach, reach - 2)),
         Conv(1, 9, 7, 16, 16, kernel, kernel, across, (reach, reach), after=(-reach, 1)),
-        Conv(3, 1, 2, 8, 8, kernel, kernel, across, (around, around)),
+        Conv(3, 1, 2, 12, 12, kernel, kernel, across, (around, around)),
     ]
 
 
 @pytest.mark.parametrize(
     ("g", "name", "run"),
     [
-        *((g, "3x3_1_silu_bfloat16", 4) for g in windows(3, 1)),
-        *((g, "3x3_2_silu_bfloat16", 2) for g in windows(3, 2)),
-        *((g, "3x3_2_add_relu_float32", 2) for g in windows(3, 2)),
-        *((g, "5x5_1_silu_bfloat16", 4) for g in windows(5, 1)),
-        *((g, "5x5_2_silu_bfloat16", 2) for g in windows(5, 2)),
-        *((g, "7x7_1_silu_bfloat16", 4) for g in windows(7, 1)),
+        *((g, "3x3_1x4_silu_bfloat16", 7) for g in windows(3, 1)),
+        *((g, "3x3_2x4_silu_bfloat16", 4) for g in windows(3, 2)),
+        *((g, "3x3_2x4_add_relu_float32", 4) for g in windows(3, 2)),
+        *((g, "5x5_1x4_silu_bfloat16", 7) for g in windows(5, 1)),
+        *((g, "5x5_2x4_silu_bfloat16", 4) for g in windows(5, 2)),
+        *((g, "7x7_1x4_silu_bfloat16", 7) for g in windows(7, 1)),
+        *((g, "7x7_1x2_silu_bfloat16", 7) for g in windows(7, 1)),
         *((g, "4_silu_bfloat16", 0) for g in windows(7, 2)),
         (Conv(2, 9, 11, 12, 12, 3, 2, (2, 1), (1, 2), (2, 3), (1, 1)), "4_add_relu_float32", 0),
         (Conv(2, 9, 11, 7, 7, 3, 2, (2, 1), (1, 2), (2, 3), (1, 1)), "1_silu_bfloat16", 0),
@@ -934,7 +935,7 @@ def test_depthwise(find: Find, rng: np.random.Generator, g: Conv, name: str, run
     # A tap outside the image reads its first pixel, or the row's, and drops it.
     x[0, 0, 0, :2], x[-1, -1, -1, 2], x[-1, 0, -1, 1] = (np.nan, np.inf), -np.inf, np.nan
     p.x = rounded(x, dtype)
-    width = 16 // p.x.itemsize if run else int(name[0])
+    width = int(name.split("_")[1][-1] if run else name[0])
     got = depthwise(find(f"depthwise_{name}"), p, dtype, width, run)
     epilogue = "add_relu" if "add_relu" in name else "silu"
     want = finished(g.apply_depthwise(x, wide(p.w, dtype)), p, epilogue, dtype)
