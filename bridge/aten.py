@@ -512,6 +512,8 @@ def _avg_pool2d(
         y = _avg_pool2d(imp, node, x, kernel, stride, padding)
         return rules.binary(imp, "mul", y, math.prod(_two(kernel)) / divisor_override)
     kernel, stride = _two(kernel), _two(stride or kernel)
+    if kernel == stride == (1, 1) and _two(padding) == (0, 0):  # each pixel by itself
+        return x
     if ceil_mode and _two(padding) == (0, 0):  # what hangs over the edge does not count
         kernel = min(kernel[0], x.size(2)), min(kernel[1], x.size(3))
     window = {"kernel": kernel, "stride": stride, "padding": _two(padding)}
@@ -552,6 +554,8 @@ def _avg_pool3d(
 @_rule(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)
 def _adaptive_avg_pool2d(imp: Importer, node: Node, x: Value, size: Any) -> Value:
     held, into = (x.size(2), x.size(3)), _two([int(each) for each in _shape(node)[2:]])
+    if into == held:  # VGG's, of pictures of the size that it was trained for
+        return x
     if into == (1, 1):
         return imp.net.avg_pool2d(x)
     if not any(a % b for a, b in zip(held, into, strict=True)):

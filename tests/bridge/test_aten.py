@@ -369,6 +369,10 @@ case("adaptive avg pool of all", nn.AdaptiveAvgPool2d(1))
 case("adaptive avg pool, even", nn.AdaptiveAvgPool2d((3, 4)))
 case("adaptive avg pool, uneven", nn.AdaptiveAvgPool2d((2, 3)))
 case("adaptive avg pool, larger", nn.AdaptiveAvgPool2d((12, 7)))
+case(
+    "avg pools of a pixel each",
+    lambda x: F.avg_pool2d(F.adaptive_avg_pool2d(x, (9, 8)), 1, 1).relu(),
+)
 case("adaptive avg pool of lines", nn.AdaptiveAvgPool1d(5), LINE)
 case("adaptive avg pool of lines, uneven", nn.AdaptiveAvgPool1d(4), LINE)
 for op in ("mean", "sum", "amax", "amin"):
