@@ -110,5 +110,8 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     "slice": lambda x, *, axis, start, stop: x.take(range(start, stop), axis),
     "concat": lambda *parts, axis: np.concatenate(parts, axis),
     "expand": lambda x, *, shape: np.broadcast_to(x, shape),
+    "pad": lambda x, *, pads, value=0.0: np.pad(
+        x, list(zip(pads[::2], pads[1::2], strict=True)), constant_values=value
+    ),
 }
 """How ops are computed of weights."""

@@ -21,6 +21,7 @@
 | qkv           | the linear layers of query, key and value: one op                           |
 | depthwise     | a norm and depthwise convolutions into query, key and value: one op         |
 | mlp           | a norm and an MLP: one op                                                   |
+| align         | axes of linear layers that Hopper's copy engine does not take: padded       |
 | pointwise     | batch norms that are left and elementwise ops in a row: one expression      |
 
 A program means the same before and after a pass, and runs with any of them left out: that finds
@@ -34,7 +35,7 @@ from collections.abc import Callable, Collection
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.passes import elementwise, fold, fuse, heads, layout, written
+from maxvision.graphs.passes import align, elementwise, fold, fuse, heads, layout, written
 from maxvision.graphs.program import Program
 
 Pass = Callable[[Program, Backend], Program]
@@ -60,6 +61,7 @@ PASSES: dict[str, Pass] = {
     "qkv": fuse.qkv,
     "depthwise": fuse.depthwise,
     "mlp": fuse.mlp,
+    "align": align.align,
     "pointwise": elementwise.pointwise,
 }
 """The passes by name, in their order."""

@@ -86,6 +86,21 @@ def attend(net: Net, tokens: Sequence[Value], heads: int, scale: float | None = 
     return net.reshape(net.permute(y, 0, 2, 1, 3), BATCH, tokens[0].size(1), c)
 
 
+def mixer(net: Net, x: Value) -> Value:
+    """Multiplies tokens, then channels (Tolstikhin et al. 2021, MLP-Mixer, arXiv:2105.01601)."""
+    x = net.conv2d(x, "embed", 8, 4, stride=4)
+    c, t = x.size(1), x.size(2) * x.size(3)
+    x = net.permute(net.reshape(x, BATCH, c, t), 0, 2, 1)
+    for i in range(2):
+        with net.at(i):
+            y = net.permute(net.layer_norm(x, "norm1"), 0, 2, 1)
+            y = net.linear(net.gelu(net.linear(y, "tokens.fc1", 16)), "tokens.fc2", t)
+            x = x + net.permute(y, 0, 2, 1)
+            y = net.gelu(net.linear(net.layer_norm(x, "norm2"), "fc1", 16))
+            x = x + net.linear(y, "fc2", c)
+    return net.linear(net.op("mean", [net.layer_norm(x, "norm")], axes=(1,)), "head", 3)
+
+
 def dense(net: Net, x: Value) -> Value:
     """Joins channels: its batch norms follow no convolution (Huang et al. 2017, DenseNet)."""
     for i in range(3):
@@ -155,6 +170,7 @@ NETS: dict[str, tuple[Callable[[Net, Value], Any], tuple[int, ...]]] = {
     "two summed": (two_summed, (3, 6, 7)),
     "convnext": (convnext, (4, 8, 9)),
     "vit": (vit, (3, 8, 12)),
+    "mixer": (mixer, (3, 8, 12)),
     "dense": (dense, (3, 6, 8)),
     "gated": (gated, (3, 5, 6)),
     "heads": (heads, (3, 9, 8)),

@@ -204,6 +204,19 @@ def test_what_reads_weights_alone_runs_at_load() -> None:
     np.testing.assert_array_equal(Constants(program, tensors)[folded], expected)
 
 
+def test_weights_are_padded_at_load() -> None:
+    net = Net("padded")
+    x = net.input("x", (BATCH, 5, 6))
+    table = net.op("pad", [net.weight("table", 2, 6)], pads=(1, 2, 0, 0), value=-1.0)
+    net.output("y", x + table)
+    program = fold.constants(net.program(), CPU)
+    (node,) = (node for node in program.nodes if node.at_load)
+    tensors = drawn(program)
+    expected = np.full((5, 6), -1, np.float32)
+    expected[1:3] = tensors["table"]
+    np.testing.assert_array_equal(Constants(program, tensors)[node.output], expected)
+
+
 def test_every_op_at_load_is_known_to_the_program() -> None:
     from maxvision.graphs.shapes import OPS
 

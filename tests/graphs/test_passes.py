@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from max.dtype import DType
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs import passes
-from maxvision.graphs.arrange import CHAINS, MLPS
+from maxvision.graphs.arrange import CHAINS, MLPS, is_aligned
 from maxvision.graphs.backend import Backend
+from maxvision.graphs.constants import Constants
 from maxvision.graphs.cvt import CVTS
 from maxvision.graphs.net import Net, Value
-from maxvision.graphs.passes import PASSES, fuse
+from maxvision.graphs.passes import PASSES, align, fuse
 from maxvision.graphs.pixels import from_pixels
 from maxvision.graphs.program import Program
 from maxvision.graphs.resnet import RESNETS
@@ -107,6 +109,8 @@ def any_width() -> Iterator[None]:
         patch.setattr(fuse, "CHAINS", tuple((c, f) for c in (2, 4, 6) for f in (2, 4, 6)))
         patch.setattr(fuse, "MLPS", (2, 4, 6))
         patch.setattr(fuse, "has_stem", lambda shape, stride: True)
+        patch.setattr(align, "LEAST", 2)
+        patch.setattr(align, "pays", lambda edges, gained: gained > 0)
         yield
 
 
@@ -292,6 +296,43 @@ def mlp(net: Net, x: Value, *, between: str = "gelu", seen: str = "", **rest: An
     if rest.get("elsewhere"):
         return net.relu(x) + y
     return y + x if rest.get("flip") else x + y
+
+
+def mixed(
+    net: Net, x: Value, count: int = 3, hidden: int = 66, *, between: str = "gelu", tell: Any = None
+) -> Value:
+    """Adds MLPs of the last axis, each with its residual, and multiplies another axis in between.
+
+    Args:
+        net: The network.
+        x: Of [N, C, T].
+        count: How many.
+        hidden: Width of the layers between two linear ones.
+        between: The op that computes them.
+        tell: Makes what the next one reads of the sum.
+    """
+    size = x.size(2)
+    for i in range(count):
+        y = net.op(between, [net.linear(x, f"{i}.fc1", hidden)])
+        x = x + net.linear(y, f"{i}.fc2", size)
+        y = net.linear(turn3(net.relu(x)), f"{i}.across", x.size(1))
+        x = net.op("sub", [turn3(y), x])
+        x = tell(net, x) if tell else x
+    return x
+
+
+def tokens_of_norms(net: Net, x: Value) -> Value:
+    """Multiplies the tokens of an image and those of its norms, and adds them up."""
+    image = last(net, net.max_pool2d(x, 1, stride=1))
+    parts = [net.layer_norm(image, f"norm{i}") for i in range(2)]
+    tokens = [net.reshape(y, BATCH, 99, 4) for y in (*parts, image)]
+    return functools.reduce(
+        net.add, [net.linear(turn3(y), f"across{i}", 99) for i, y in enumerate(tokens)]
+    )
+
+
+def turn3(x: Value) -> Value:
+    return x.net.permute(x, 0, 2, 1)
 
 
 def times(x: Value, number: float, op: str = "mul") -> Value:
@@ -678,6 +719,34 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "mlp", CUDA, lambda n, x: mlp(n, x, flip=True, bias=False), (3, 192),
         "layer_norm linear linear -> layernorm_mlp",
     ),
+    "mixed tokens of an odd number": (
+        "align", HOPPER, nets.mixer, (3, 36, 36), "reshape -> pad slice",
+    ),
+    "tokens of an image and of two norms of it": (
+        "align", HOPPER, tokens_of_norms, (4, 9, 11), "reshape reshape -> pad slice",
+    ),
+    "an odd axis and hidden layers, which need no pad": (
+        "align", HOPPER, mixed, (4, 100), "-> pad slice",
+    ),
+    "an odd axis, and hidden layers that are not": (
+        "align", HOPPER, lambda n, x: mixed(n, x, 2, 64), (4, 100), "-> pad slice",
+    ),
+    "an odd axis that is also an output": (
+        "align", HOPPER, lambda n, x: mixed(n, seen(n, mixed(n, x))), (4, 100),
+        "-> pad slice slice",
+    ),
+    "an odd axis beside weights": (
+        "align", HOPPER,
+        lambda n, x: mixed(n, x + n.weight("a", 4, 100), tell=lambda n, y: n.op(
+            "mul", [n.weight("b", 4, 1), y + n.weight("c", 100)]
+        )), (4, 100), "-> pad slice",
+    ),
+    "an odd axis between reshapes that keep it": (
+        "align", HOPPER,
+        lambda n, x: mixed(n, x, tell=lambda n, y: n.reshape(
+            n.op("tanh", [n.reshape(y, BATCH, 2, 2, 100)]), BATCH, 4, 100
+        )), (4, 100), "-> pad slice",
+    ),
     "a chain of ops, one with a number, one with settings": (
         "pointwise", CPU,
         lambda n, x: n.op("clamp", [n.op("mul", [n.op("tanh", [x]), x])], min=0.0, max=6.0),
@@ -1035,6 +1104,60 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
             "another residual": {"elsewhere": True},
         }.items()
     },
+    **{
+        f"align: {why}": ("align", backend, mixed, (4, 100))
+        for why, backend in {
+            "a CPU": CPU, "no Hopper": CUDA, "AMD": HIP,
+            "float32": replace(HOPPER, dtype="float32"),
+        }.items()
+    },
+    "align: a multiple": ("align", HOPPER, lambda n, x: mixed(n, x, 3, 72), (4, 96)),
+    "align: too few numbers": ("align", HOPPER, lambda n, x: mixed(n, x, 3, 20), (4, 60)),
+    **{
+        f"align: {op}, which gives no finite numbers": (
+            "align", HOPPER, lambda n, x, op=op: mixed(n, x, between=op), (4, 100)
+        )
+        for op in ("exp", "log", "sqrt", "rsqrt", "reciprocal")
+    },
+    "align: a division": (
+        "align", HOPPER,
+        lambda n, x: mixed(n, x, tell=lambda n, y: n.op("div", [y, n.op("abs", [x])])), (4, 100),
+    ),
+    "align: a softmax along it": (
+        "align", HOPPER, lambda n, x: mixed(n, x, between="softmax"), (4, 100),
+    ),
+    "align: a norm along it": (
+        "align", HOPPER,
+        lambda n, x: mixed(n, x, tell=lambda n, y: n.layer_norm(y, f"n{len(n._weights)}")),
+        (4, 100),
+    ),
+    "align: a norm of zeros": (
+        "align", HOPPER,
+        lambda n, x: mixed(
+            n, x, tell=lambda n, y: turn3(n.layer_norm(turn3(y), f"n{len(n._weights)}", 0.0))
+        ), (4, 100),
+    ),
+    "align: a number that is infinite": (
+        "align", HOPPER,
+        lambda n, x: mixed(n, x, tell=lambda n, y: n.op("maximum", [y], other=-np.inf)), (4, 100),
+    ),
+    "align: a head": ("align", HOPPER, lambda n, x: n.linear(x, "head", 1001), (4, 96)),
+    "align: a head of what is cut": (
+        "align", HOPPER, lambda n, x: n.linear(x, "head", 1001), (4, 100),
+    ),
+    "align: a hidden layer of one row an image": (
+        "align", HOPPER, lambda n, x: n.linear(n.relu(n.linear(x, "a", 100)), "b", 8), (96,),
+    ),
+    "align: sparse": (
+        "align", replace(HOPPER, formats={f"{i}.fc{j}": "steps" for i in range(3) for j in (1, 2)}),
+        mixed, (4, 100),
+    ),
+    "align: weights that are computed": (
+        "align", HOPPER,
+        lambda n, x: functools.reduce(
+            lambda y, i: n.op("linear", [y, n.op("exp", [n.weight(f"{i}", 100, 100)])]), range(4), x
+        ), (4, 100),
+    ),
     "pointwise: one op": ("pointwise", CPU, lambda n, x: n.op("silu", [x]), TOKENS),
     "pointwise: another reads it": (
         "pointwise", CPU, lambda n, x: (y := n.op("exp", [x])) + n.linear(y, "a", 4), TOKENS,
@@ -1076,6 +1199,68 @@ def test_it_does_not_apply(name: str) -> None:
     program = program.retyped(dict.fromkeys(program.inputs, backend.dtype))
     before, after = both(run, program, backend)
     assert before.difference(after) == ""
+
+
+# --- linear layers of odd sizes ------------------------------------------------------------------
+
+
+def unaligned(program: Program) -> list[str]:
+    """Names the dense linear layers that run on older tensor cores."""
+    found = [n for n in program.nodes if n.op == "linear" and not n.attributes.get("format")]
+    shapes = [(n.output, program.shape(n.inputs[1])) for n in found]
+    return [name for name, (f, k) in shapes if not is_aligned((1, 1, k, f), DType.bfloat16)]
+
+
+def test_no_linear_layer_of_a_mixer_is_left_unaligned_but_the_head() -> None:
+    program = nets.program(nets.mixer, 3, 36, 36).retyped({"x": "bfloat16"})
+    before, after = (passes.run(program, HOPPER, off) for off in ({"align"}, set()))
+    assert len(unaligned(before)) == 5 and unaligned(after) == ["head"]
+    counts = ops(after)
+    assert (counts["pad"], counts["slice"]) == (1, 1)
+    ends = [
+        Counter(n.attributes.get("epilogue") for n in each.nodes if n.op == "linear")
+        for each in (before, after)
+    ]
+    assert ends[0] == ends[1] and ends[1]["gelu"] == 4
+
+
+def test_an_axis_is_padded_by_zeros_at_load() -> None:
+    program = nets.program(mixed, 4, 100).retyped({"x": "bfloat16"})
+    final, tensors = passes.run(program, HOPPER), weights(program)
+    made = Constants(final, tensors)
+    (first,) = (n for n in final.nodes if n.layers == ("0.fc1",))
+    weight, bias = (made[name] for name in first.inputs[1:3])
+    assert weight.shape == (72, 104) and bias.shape == (72,)
+    np.testing.assert_array_equal(weight[:66, :100], tensors["0.fc1.weight"])
+    assert not weight[66:].any() and not weight[:, 100:].any() and not bias[66:].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("write", "shape", "place"),
+    [(nets.mixer, (3, 36, 36), (1, 2, 35, 35)), (mixed, (4, 100), (1, 3, 99))],
+)
+def test_a_bad_number_stays_in_its_image(
+    write: Write, shape: tuple[int, ...], place: tuple[int, ...], bad: float
+) -> None:
+    program = nets.program(write, *shape).retyped({"x": "bfloat16"})
+    after, tensors = passes.run(program, HOPPER), weights(program)
+    (images,) = inputs(program, batch=3)
+    good = interpret(after, [images], tensors)["y"]
+    images[place] = bad
+    (wanted,) = interpret(program, [images], tensors).values()
+    (found,) = interpret(after, [images], tensors).values()
+    np.testing.assert_array_equal(found[[0, 2]], good[[0, 2]])
+    np.testing.assert_allclose(found[[0, 2]], wanted[[0, 2]], 1e-7, 1e-9)
+    np.testing.assert_array_equal(np.isfinite(found[1]), np.isfinite(wanted[1]))
+    assert not np.isfinite(found[1]).all()
+
+
+def test_layers_that_are_kept_in_float32_are_not_padded() -> None:
+    program = nets.program(lambda n, x: mixed(n, x, 2, 64), 4, 100)
+    whole = program.kept([node.layers[0] for node in program.nodes if node.layers])
+    final = passes.run(whole.retyped({"x": "bfloat16"}), HOPPER)
+    assert ops(final)["pad"] == 0 and ops(final)["linear"] == 6
 
 
 # --- sparse layers, and pixels -------------------------------------------------------------------
