@@ -18,15 +18,14 @@ from max.graph import DeviceRef, Module
 
 from maxvision.bench.__main__ import dtypes
 from maxvision.bench.environment import environment
-from maxvision.bench.layers import COPIES, distinct, layer_module, network_nodes
-from maxvision.bench.references import artifact, load, precision
+from maxvision.bench.layers import COPIES, distinct, layer_module, lowered
+from maxvision.bench.references import artifact, precision, subject
 from maxvision.graphs.program import Program
 from maxvision.graphs.target import Target
 from maxvision.runtime import cache
-from maxvision.runtime.classifier import choose_sparse, network, weights_of
+from maxvision.runtime.classifier import choose_sparse
 from maxvision.runtime.devices import DTYPES
 from maxvision.runtime.executor import Lowering, compiled
-from maxvision.runtime.preprocess import Preprocess
 
 NOTE = "compiled.json"
 
@@ -63,23 +62,23 @@ def _compile(options: argparse.Namespace, device: Device) -> int:
         (options.out / NOTE).write_text(json.dumps(note, indent=1) + "\n")
 
     for name in options.models:
-        model = load(name)
-        prepare = Preprocess.from_config(model.preprocess)
-        size = (prepare.height, prepare.width)
+        what = subject(name)
         for dtype in options.dtypes:
             kind, tf32 = DTYPES[dtype], options.tf32
             file = precision(dtype, tf32)
+            program, tensors = what.computing_in(dtype)
             for mode in options.sparse:
-                asked = target, kind, size, options.batch_size
-                sparse = choose_sparse(model, mode, *asked, tf32=tf32).formats
-                program, tensors = network(model, size, dtype), weights_of(model)
+                sparse: Mapping[str, str] = {}
+                if what.checkpoint:
+                    asked = target, kind, what.checkpoint.size, options.batch_size
+                    sparse = choose_sparse(what.checkpoint, mode, *asked, tf32=tf32).formats
                 lowering = Lowering(dtype, tf32, sparse)
                 export(
                     artifact(options.out, name, file, mode),
                     partial(mef, program, tensors, device, lowering, target),
                 )
             if options.layers:
-                layers = distinct(network_nodes(model, place, kind, size, tf32=tf32))
+                layers = distinct(lowered(program, place, kind, tf32=tf32))
                 module, *_ = layer_module(list(layers), place, kind, COPIES, tf32=tf32)
                 export(
                     artifact(options.out, name, file, "layers"), partial(exported, module, device)

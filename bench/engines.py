@@ -2,10 +2,9 @@
 
 On a CPU the peers are torch, ONNX Runtime and OpenVINO, all with as many threads as torch takes.
 
-Every engine takes its batches from rings of different random images: one on the device, larger
-than twice its L2 cache, from which each run's input is copied just before it, and one in pinned
-host memory, for the uploads. The engines of one cell see the same images. Peers take pixels that
-are normalised and in the model's dtype already, ours takes uint8 and normalises in its graph.
+Every engine takes its batches from rings of different random inputs (bench/inputs.py): one on the
+device, larger than twice its L2 cache, from which each run's input is copied just before it, and
+one in pinned host memory, for the uploads. The engines of one cell see the same inputs.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ import importlib
 import importlib.util
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,84 +25,26 @@ import torch._dynamo
 import torch._inductor.config
 import torch._inductor.cudagraph_trees
 from max.driver import Buffer, Device
+from max.engine import Model as Executable
 
-from maxvision.bench.ours import HOST_RING, L2_UNKNOWN, Engine, Maxvision, pictures, ring_size
+from maxvision.bench.inputs import Inputs
+from maxvision.bench.ours import HOST_RING, Engine, Maxvision
 from maxvision.bench.timing import HostClock, TorchClock
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
-from maxvision.runtime.classifier import Classifier
-from maxvision.runtime.preprocess import Preprocess
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass
-class Images:
-    """Random images of one batch size, in every form that an engine wants.
-
-    Attributes:
-        batch: Images in a batch.
-        size: Height and width, px.
-        mean: Of each channel, as levels.
-        std: Of each channel, as levels.
-        gpu: Whether rings lie on a GPU.
-    """
-
-    batch: int
-    size: tuple[int, int]
-    mean: np.ndarray
-    std: np.ndarray
-    gpu: bool
-
-    @classmethod
-    def of(cls, prepare: Preprocess, batch: int, gpu: bool) -> Images:
-        """Makes images of the size and normalisation that ``prepare`` has."""
-        mean, std = (np.array(values, np.float32) for values in (prepare.mean, prepare.std))
-        return cls(batch, (prepare.height, prepare.width), mean, std, gpu)
-
-    @cached_property
-    def host(self) -> list[np.ndarray]:
-        """The host's ring: uint8 [N, H, W, C]."""
-        return pictures((self.batch, *self.size, len(self.mean)), HOST_RING)
-
-    def count(self, bytes_a_batch: int) -> int:
-        """How many batches a ring on the device has: twice its L2 cache, and at least three."""
-        cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or L2_UNKNOWN
-        return ring_size(bytes_a_batch, cache)
-
-    def device_levels(self) -> list[torch.Tensor]:
-        """A ring on the GPU: uint8 [N, H, W, C]."""
-        first = torch.from_numpy(self.host[0])
-        count = self.count(first.numel())
-        ring = torch.randint(0, 256, (count, *first.shape), dtype=torch.uint8, device="cuda")
-        ring[0].copy_(first)
-        return list(ring)
-
-    def device_pixels(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """A ring on the GPU: normalised, [N, C, H, W], channels last."""
-        first = self.pixels(0, dtype)
-        count = self.count(first.numel() * first.element_size())
-        n, c, h, w = first.shape
-        ring = torch.randn((count, n, h, w, c), device="cuda", dtype=dtype)
-        ring[0].copy_(first.permute(0, 2, 3, 1))
-        return [each.permute(0, 3, 1, 2) for each in ring]
-
-    def pixels(self, turn: int, dtype: torch.dtype) -> torch.Tensor:
-        """A batch of the host's ring, normalised: [N, C, H, W], channels last."""
-        levels = torch.from_numpy(self.host[turn % HOST_RING]).float()
-        mean, std = torch.from_numpy(self.mean), torch.from_numpy(self.std)
-        return ((levels - mean) / std).to(dtype).permute(0, 3, 1, 2)
-
-
-def ours(model: Classifier, device: Device, images: Images) -> Maxvision:
-    """Makes our engine, on the same pictures as the peers."""
+def ours(executable: Executable, device: Device, inputs: Inputs) -> Maxvision:
+    """Makes our engine, on the same inputs as the peers."""
 
     def ring() -> list[Buffer]:
-        buffers = [Buffer.from_dlpack(each) for each in images.device_levels()]
+        buffers = [Buffer.from_dlpack(each) for each in inputs.host_ring_on_gpu()]
         torch.cuda.synchronize()
         return buffers
 
-    return Maxvision(model.executable(), device, images.host, ring)
+    return Maxvision(executable, device, inputs.host, ring)
 
 
 class Torch(Engine):
@@ -113,7 +52,7 @@ class Torch(Engine):
 
     Args:
         name: Of the engine.
-        images: What it runs on.
+        inputs: What it runs on.
         dtype: Of the module.
         prepare: Makes the call to measure of the input.
     """
@@ -121,29 +60,29 @@ class Torch(Engine):
     def __init__(
         self,
         name: str,
-        images: Images,
+        inputs: Inputs,
         dtype: torch.dtype,
         prepare: Callable[[torch.Tensor], Callable[[], torch.Tensor]],
     ) -> None:
         self.name = name
-        self.clock = TorchClock() if images.gpu else HostClock()
-        self._gpu = images.gpu
-        self._host = self._pinned = self._ring = [images.pixels(i, dtype) for i in range(HOST_RING)]
-        self._input = self._staged = self._host[0].clone(memory_format=torch.channels_last)
-        if images.gpu:
+        self.clock = TorchClock() if inputs.gpu else HostClock()
+        self._gpu = inputs.gpu
+        self._host = self._pinned = self._ring = [inputs.tensor(i, dtype) for i in range(HOST_RING)]
+        self._input = self._staged = self._host[0].clone()  # channels last, as pictures are
+        if inputs.gpu:
             self._pinned = [_pinned(x) for x in self._host]
             self._staged = _pinned(self._host[0])
             self._input = self._input.cuda()
-            self._ring = images.device_pixels(dtype)
+            self._ring = inputs.tensor_ring(dtype)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_reserved()
         self._call = prepare(self._input)
         with torch.inference_mode():
             self._output = self._call()
-        self.memory = torch.cuda.max_memory_reserved() - before if images.gpu else None
+        self.memory = torch.cuda.max_memory_reserved() - before if inputs.gpu else None
         shape, kind = self._output.shape, self._output.dtype
-        self._fetched = torch.empty(shape, dtype=kind, pin_memory=images.gpu)
+        self._fetched = torch.empty(shape, dtype=kind, pin_memory=inputs.gpu)
 
     def feed(self, turn: int) -> None:
         """See ``Engine``."""
@@ -187,17 +126,17 @@ class Runtime(Engine):
 
     Args:
         name: Of the engine.
-        images: What it runs on.
+        inputs: What it runs on.
         prepare: Makes the call to measure of the input, which never moves.
     """
 
     def __init__(
-        self, name: str, images: Images, prepare: Callable[[np.ndarray], Callable[[], np.ndarray]]
+        self, name: str, inputs: Inputs, prepare: Callable[[np.ndarray], Callable[[], np.ndarray]]
     ) -> None:
         self.name = name
         self.clock = HostClock()
-        pixels = [images.pixels(i, torch.float32) for i in range(HOST_RING)]
-        self._host = [np.ascontiguousarray(x.numpy()) for x in pixels]
+        tensors = [inputs.tensor(i, torch.float32) for i in range(HOST_RING)]
+        self._host = [np.ascontiguousarray(x.numpy()) for x in tensors]
         self._input = self._host[0].copy()
         self._call = prepare(self._input)
         self._output = self._call()
@@ -221,7 +160,7 @@ class Runtime(Engine):
         del self._call
 
 
-def peers(reference: Any, images: Images, dtype: str) -> dict[str, Callable[[], Engine]]:
+def peers(reference: Any, inputs: Inputs, dtype: str) -> dict[str, Callable[[], Engine]]:
     """Says how to make each peer of a model; making one may compile for minutes.
 
     ``torch-compile`` copies its input at each call, as it must for a user (10 us of ResNet-50's
@@ -232,15 +171,15 @@ def peers(reference: Any, images: Images, dtype: str) -> dict[str, Callable[[], 
 
     def placed() -> Any:
         module = copy.deepcopy(reference).to(kind)
-        return module.to("cuda" if images.gpu else "cpu", memory_format=torch.channels_last)
+        return module.to("cuda" if inputs.gpu else "cpu", memory_format=torch.channels_last)
 
     def made(name: str, prepare: Callable[..., Callable[[], torch.Tensor]], *more: Any) -> Any:
-        return lambda: Torch(name, images, kind, lambda x: prepare(placed(), x, *more))
+        return lambda: Torch(name, inputs, kind, lambda x: prepare(placed(), x, *more))
 
     ways: dict[str, Any] = {
         "torch-eager": (_eager,),
         "torch-eager-graph": (_graph,),
-        "torch-compile": (_compiled, "reduce-overhead" if images.gpu else "default"),
+        "torch-compile": (_compiled, "reduce-overhead" if inputs.gpu else "default"),
         "torch-compile-graph": (_compiled_graph, "default"),
         "torch-max-autotune": (_compiled, "max-autotune"),
         "torch-mojo-backend": (_mojo,),
@@ -248,7 +187,7 @@ def peers(reference: Any, images: Images, dtype: str) -> dict[str, Callable[[], 
     found = {name: made(name, *way) for name, way in ways.items()}
     for name, prepare in ("onnxruntime", _onnxruntime), ("openvino", _openvino):
         found[name] = functools.partial(
-            Runtime, name, images, functools.partial(prepare, reference, dtype)
+            Runtime, name, inputs, functools.partial(prepare, reference, dtype)
         )
     return found
 

@@ -232,7 +232,11 @@ def network_nodes(
     tf32: bool = True,
 ) -> list[Named]:
     """Lists the ops of a checkpoint's network as they are lowered for a device."""
-    program = network(checkpoint, size, dtype.name)
+    return lowered(network(checkpoint, size, dtype.name), device, dtype, tf32=tf32)
+
+
+def lowered(program: Program, device: DeviceRef, dtype: DType, *, tf32: bool = True) -> list[Named]:
+    """Lists the ops of a plain program as they are lowered for a device."""
     rounds = tf32 and dtype == DType.float32 and device.is_gpu()
     return listed(passes.run(program, backend(device, dtype.name)), dtype.name, rounds)
 

@@ -4,7 +4,7 @@ Every engine of a cell (model, dtype, batch) is checked first and then timed in 
 round, so that clocks and heat are the same for all. Each has a process of its own, which waits
 while another one's turn is; if it crashes, its cell is lost and nothing else. ``compute`` is what
 the device takes for one run, between two marks around each of many that are enqueued back to back;
-a fresh input is copied into place before each, outside the marks, from a ring of random images
+a fresh input is copied into place before each, outside the marks, from a ring of random inputs
 larger than twice the L2 cache. A ``request`` is what a caller waits for: host array in, host array
 out, one at a time. On a CPU a rest goes before each turn, in which the threads of the engine before
 stop spinning.
@@ -29,9 +29,10 @@ from maxvision.bench import summaries
 from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
 from maxvision.bench.ceilings import Ceilings, ceilings
-from maxvision.bench.engines import TORCH, Images, peer_names
+from maxvision.bench.engines import TORCH, peer_names
+from maxvision.bench.inputs import Inputs
 from maxvision.bench.records import write
-from maxvision.bench.references import checkpoint, find_artifact, precision, reference_model
+from maxvision.bench.references import find_artifact, precision, reference_model, subject
 from maxvision.bench.stand import CHECKED, Cell, Stand
 from maxvision.bench.tf32 import RoundedProducts, allow_tf32
 from maxvision.bench.timing import percentiles, rest, rounded
@@ -39,7 +40,6 @@ from maxvision.bench.workers import Lost, Worker
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.layers import macs
 from maxvision.runtime.devices import find_dtype
-from maxvision.runtime.preprocess import Preprocess
 
 ROUNDS = 4
 CPU_ROUNDS = 12
@@ -83,18 +83,17 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
     records: list[dict[str, Any]] = []
     try:
         for name, reference in references.items():
-            model = checkpoint(name, reference)
-            prepare = Preprocess.from_config(model.preprocess)
+            what = subject(name, reference)
             for dtype in names:
                 limits = ceilings(dtype, gpu)
                 facts["ceilings"].setdefault(dtype, limits.record())
                 for batch in options.batches:
-                    images = Images.of(prepare, batch, gpu)
+                    inputs = what.inputs(batch, gpu)
                     place = "cpu" if device.is_host else f"gpu:{device.id}"
                     cell = Cell(
                         name,
                         dtype,
-                        images,
+                        inputs,
                         place,
                         options.precompiled,
                         options.tf32,
@@ -103,7 +102,7 @@ def run(options: argparse.Namespace, start: Callable[[], Callee] = lambda: Worke
                     for engine in engines:
                         if engine not in callees or not callees[engine].alive:
                             callees[engine] = start()
-                    operations = 2.0 * macs(model.program(images.size)) * batch
+                    operations = 2.0 * macs(what.program) * batch
                     found = list(measure(cell, reference, callees, operations, limits, options))
                     records += found
                     summaries.networks(found)
@@ -141,14 +140,15 @@ def measure(
 
     An engine that raises or whose process ends is lost for this cell: its record says why.
     """
-    images, dtype = cell.images, cell.dtype
-    truth = [_logits(reference, images, turn, torch.float32) for turn in CHECKED]
-    tf32 = cell.tf32 and images.gpu and dtype == "float32"
+    inputs, dtype = cell.inputs, cell.dtype
+    truth = [_logits(reference, inputs, turn, torch.float32) for turn in CHECKED]
+    tf32 = cell.tf32 and inputs.gpu and dtype == "float32"
     with RoundedProducts() if tf32 else contextlib.nullcontext():
-        plain = [_logits(reference, images, turn, TORCH[dtype]) for turn in CHECKED]
+        plain = [_logits(reference, inputs, turn, TORCH[dtype]) for turn in CHECKED]
     eager = relative(plain, truth)
     size = TORCH[dtype].itemsize
-    floor = limits.floor(flops, traffic(reference, images.size, images.batch, size))
+    first = inputs.tensor(0, torch.float32)[:1]
+    floor = limits.floor(flops, traffic(reference, first, inputs.batch, size))
     records: dict[str, dict[str, Any]] = {}
     left = dict(callees)
 
@@ -177,10 +177,10 @@ def measure(
 
     def opened(name: str, callee: Callee) -> None:
         records[name] = {
-            "model": Path(cell.model).name, "dtype": dtype, "batch": images.batch,
+            "model": Path(cell.model).name, "dtype": dtype, "batch": inputs.batch,
             "device": cell.device, "engine": name, "tf32": tf32,
         }  # fmt: skip
-        bare = replace(cell, images=replace(images))  # without the pictures, which it makes itself
+        bare = replace(cell, inputs=inputs.fresh())
         records[name] |= callee.call("open", name, bare)
         error = relative(callee.call("answers"), truth)
         allowed = (2 if name == "maxvision" else 4) * eager + EPS
@@ -194,10 +194,10 @@ def measure(
             left.pop(name)
 
     samples: dict[str, dict[str, list[float]]] = {}
-    rounds = ROUNDS if images.gpu else CPU_ROUNDS
+    rounds = ROUNDS if inputs.gpu else CPU_ROUNDS
 
     def sampled(name: str, callee: Callee) -> None:
-        if not images.gpu:
+        if not inputs.gpu:
             rest()
         for kind, times in callee.call("sample", options.seconds / rounds).items():
             samples.setdefault(name, {}).setdefault(kind, []).extend(times)
@@ -214,19 +214,19 @@ def measure(
             "host_to_device_ms": percentiles(times["up"])["p50_ms"],
             "device_to_host_ms": percentiles(times["down"])["p50_ms"],
             "request": percentiles(times["request"]),
-            "images_per_s": rounded(images.batch / middle * 1e3),
+            "images_per_s": rounded(inputs.batch / middle * 1e3),
             "tflops_per_s": rounded(flops / middle / 1e9),
             "floor_ms": rounded(floor),
             "share_of_roofline": rounded(floor / middle, 3),
         }
-        if images.gpu and options.energy:
+        if inputs.gpu and options.energy:
             record |= callee.call("energy", int(cell.device.partition(":")[2] or 0))
         # Memory that another engine took over would show only now.
         error = relative(callee.call("answers"), truth)
         record["passed"] &= bool(error <= 2 * record["max_rel_err"] + EPS)
         callee.call("close")
 
-    each(opened, together=images.gpu or options.together)
+    each(opened, together=inputs.gpu or options.together)
     for _ in range(rounds):
         each(sampled)
     each(ended)
@@ -255,28 +255,28 @@ def relative(got: list[np.ndarray], truth: list[np.ndarray]) -> float:
 
 
 @torch.inference_mode()
-def _logits(reference: Any, images: Images, turn: int, dtype: torch.dtype) -> np.ndarray:
+def _logits(reference: Any, inputs: Inputs, turn: int, dtype: torch.dtype) -> np.ndarray:
     """Runs a batch of the host's ring eagerly; float32 without TF32."""
-    place = "cuda" if images.gpu else "cpu"
+    place = "cuda" if inputs.gpu else "cpu"
     allowed = torch.backends.cuda.matmul.allow_tf32
     if dtype == torch.float32:
         allow_tf32(False)
-    x = images.pixels(turn, dtype)
+    x = inputs.tensor(turn, dtype)
     module = reference.to(place, dtype)
     parts = [module(part.to(place)).logits.float().cpu() for part in x.split(CHUNK)]
     reference.to("cpu", torch.float32)
-    if images.gpu:
+    if inputs.gpu:
         torch.cuda.empty_cache()
     allow_tf32(allowed)
     return torch.cat(parts).numpy()
 
 
 @torch.inference_mode()
-def traffic(reference: Any, size: tuple[int, int], batch: int, itemsize: int) -> float:
+def traffic(reference: Any, first: torch.Tensor, batch: int, itemsize: int) -> float:
     """Counts the bytes that a batch has to move at least, if nothing but layers' outputs does.
 
-    Each output of a convolution or linear layer is written and read once, the image is read as
-    one byte a value, and every weight is read once.
+    Each output of a convolution or linear layer is written and read once, the input, of which
+    ``first`` is one image, is read as one byte a value, and every weight is read once.
     """
     outputs = 0
 
@@ -286,10 +286,8 @@ def traffic(reference: Any, size: tuple[int, int], batch: int, itemsize: int) ->
 
     layers = [m for m in reference.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
     hooks = [layer.register_forward_hook(count) for layer in layers]
-    channels = getattr(reference.config, "num_channels", 3)
-    reference(torch.zeros(1, channels, *size))
+    reference(first)
     for hook in hooks:
         hook.remove()
     held = sum(weight.numel() for layer in layers for weight in layer.parameters())
-    image = channels * size[0] * size[1]
-    return float(batch * (2 * outputs * itemsize + image) + held * itemsize)
+    return float(batch * (2 * outputs * itemsize + first.numel()) + held * itemsize)

@@ -23,17 +23,16 @@ from maxvision.bench import summaries
 from maxvision.bench.__main__ import dtypes
 from maxvision.bench.attribution import Recorded, attribute
 from maxvision.bench.compile import compiled_note
-from maxvision.bench.engines import Images, ours, peer_names, peers
+from maxvision.bench.engines import ours, peer_names, peers
 from maxvision.bench.environment import environment
 from maxvision.bench.launches import Launch, launches_of
-from maxvision.bench.layers import network_nodes
+from maxvision.bench.layers import lowered
 from maxvision.bench.ours import Engine
 from maxvision.bench.records import check_path, write
-from maxvision.bench.references import checkpoint, our_model, reference_model
+from maxvision.bench.references import our_executor, reference_model, subject
 from maxvision.bench.tf32 import allow_tf32
 from maxvision.common.errors import ArgumentError, DeviceError
 from maxvision.runtime.devices import DTYPES, find_device, find_dtype
-from maxvision.runtime.preprocess import Preprocess
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,30 +79,28 @@ def run(options: argparse.Namespace) -> int:
 def _engine(
     name: str, reference: Any, dtype: str, batch: int, device: Device, options: argparse.Namespace
 ) -> Engine:
-    prepare = Preprocess.from_config(checkpoint(name, reference).preprocess)
-    images = Images.of(prepare, batch, gpu=True)
+    inputs = subject(name, reference).inputs(batch, True)
     if options.engine == "maxvision":
-        model = our_model(
+        executor = our_executor(
             name, reference, device, DTYPES[dtype], options.precompiled, tf32=options.tf32
         )
-        return ours(model, device, images)
+        return ours(executor.executable, device, inputs)
     names = peer_names(gpu=True, autotune=True)
     if options.engine not in names:
         raise ArgumentError(
             f"--engine must be maxvision, {', '.join(names)} but is {options.engine!r}"
         )
     allow_tf32(options.tf32)
-    return peers(reference, images, dtype)[options.engine]()
+    return peers(reference, inputs, dtype)[options.engine]()
 
 
 def named(
     launches: list[Launch], name: str, reference: Any, dtype: DType, device: Device
 ) -> list[Launch]:
     """Names the node of our graph that each launch is of, if they can be told."""
-    model = checkpoint(name, reference)
-    prepare = Preprocess.from_config(model.preprocess)
-    place, size = DeviceRef.from_device(device), (prepare.height, prepare.width)
-    nodes = network_nodes(model, place, dtype, size)
+    place = DeviceRef.from_device(device)
+    program, _ = subject(name, reference).computing_in(dtype.name)
+    nodes = lowered(program, place, dtype)
     shapes = [(str(launch.grid), str(launch.block)) for launch in launches]
     recorded = [Recorded(x.symbol, shape) for x, shape in zip(launches, shapes, strict=True)]
     names = attribute(recorded, nodes)

@@ -8,22 +8,34 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from max.driver import Device
 from max.dtype import DType
+from max.graph import DeviceRef
 
 from maxvision import weights
+from maxvision.bench.inputs import Images, Inputs, Tokens
 from maxvision.bench.torchnet import TorchNet
+from maxvision.bridge.convert import computing_in
 from maxvision.common.errors import ArgumentError
-from maxvision.runtime.classifier import Classifier
+from maxvision.graphs.program import Program
+from maxvision.runtime.classifier import Classifier, network, weights_of
+from maxvision.runtime.executor import Executor, Lowering, Unchecked
+from maxvision.runtime.preprocess import Preprocess
 from maxvision.weights import Checkpoint
 from maxvision.weights.catalog import PACKAGED
+from maxvision.weights.checkpoint import converted_tensors
 from maxvision.weights.family import find
 from maxvision.weights.reference import references
 from maxvision.weights.source import BUNDLED
+from maxvision.weights.source import find as find_source
 
 _WIDE = {"num_heads": [3, 12, 16], "embed_dim": [192, 768, 1024], "depth": [2, 2, 20]}
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {  # He et al. 2015, table 1; Wu et al., table 2
@@ -43,7 +55,8 @@ def reference_model(name: str) -> Any:
     """Makes a network of ``NETWORKS`` with random weights, the same at every call.
 
     Any other ``name`` is a bundled model, one that a package brings, or a folder in Hugging Face
-    format, with its weights. A family that transformers has not runs by its program.
+    format or of ``maxvision convert``, with its weights. What transformers has not runs by its
+    program.
 
     Raises:
         ArgumentError: If it is none of these.
@@ -53,7 +66,7 @@ def reference_model(name: str) -> Any:
 
     transformers.utils.logging.disable_progress_bar()
     if name in PACKAGED:
-        return TorchNet(weights.load(name)).eval()
+        return _torchnet(weights.load(name))
     if name not in NETWORKS:
         folder = BUNDLED / name if name in weights.bundled() else Path(name)
         if not (folder / "config.json").is_file():
@@ -62,10 +75,11 @@ def reference_model(name: str) -> Any:
                 " model, or a folder with a config.json"
             )
         if (folder / "program.json").is_file():  # maxvision convert wrote it
-            return TorchNet(weights.load(folder)).eval()
+            converted = subject(str(folder))
+            return TorchNet(converted.program, converted.tensors).eval()
         family = find(json.loads((folder / "config.json").read_text()).get("model_type", ""))
         if family and not family.architectures:
-            return TorchNet(weights.load(folder)).eval()
+            return _torchnet(weights.load(folder))
         return transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
     kind, options = NETWORKS[name]
     if options.get("layer_type") == "basic":
@@ -75,6 +89,68 @@ def reference_model(name: str) -> Any:
     model = getattr(transformers, f"{kind}ForImageClassification")(config).eval()
     randomise(model)
     return model
+
+
+def _torchnet(model: Checkpoint) -> TorchNet:
+    program = model.program(model.size).keep(["logits"])
+    network: TorchNet = TorchNet(program, model.tensors).eval()
+    return network
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is measured.
+
+    Attributes:
+        program: What it computes: of one input, and one output.
+        tensors: Its weights.
+        inputs: Makes random inputs of a batch size, whose rings lie on a GPU or not.
+        checkpoint: The model, if it classifies pictures.
+    """
+
+    program: Program
+    tensors: Mapping[str, np.ndarray]
+    inputs: Callable[[int, bool], Inputs]
+    checkpoint: Checkpoint | None = None
+
+    def computing_in(self, dtype: str) -> tuple[Program, Mapping[str, np.ndarray]]:
+        """Gives the program that is compiled for a dtype, and its weights; pictures are levels."""
+        model = self.checkpoint
+        if model is None:
+            return computing_in(self.program, dtype), self.tensors
+        prepare = Preprocess.from_config(model.preprocess)
+        return network(model, (prepare.height, prepare.width), dtype), weights_of(model)
+
+
+def subject(name: str, reference: Any = None) -> Subject:
+    """Describes ``reference_model(name)``; a converted model may take texts instead of pictures.
+
+    Args:
+        name: Of it.
+        reference: Itself, where it is at hand.
+
+    Raises:
+        ArgumentError: If it takes something else.
+    """
+    folder = Path(name)
+    if (folder / "program.json").is_file():
+        found = find_source(folder)
+        assert found.program is not None
+        inputs = list(found.program.inputs.values())
+        if not found.preprocess:
+            if len(inputs) != 1 or len(inputs[0].shape) != 2 or "int" not in inputs[0].dtype:
+                takes = ", ".join(map(str, inputs))
+                raise ArgumentError(
+                    f"--models {name}: it takes {takes}; bench models runs networks of pictures,"
+                    " or of texts as int64[batch, tokens]"
+                )
+            program = found.program.keep([next(iter(found.program.outputs))])
+            tensors = converted_tensors(found, program)
+            return Subject(program, tensors, partial(Tokens.of, program))
+    model = checkpoint(name, reference)
+    prepare = Preprocess.from_config(model.preprocess)
+    program = model.program((prepare.height, prepare.width)).keep(["logits"])
+    return Subject(program, model.tensors, partial(Images.of, prepare), model)
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -89,19 +165,15 @@ def randomise(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(module.bias, std=0.2)
 
 
-def checkpoint(name: str, reference: Any) -> Checkpoint:
-    """Imports ``reference_model(name)`` as a user's checkpoint would be."""
+def checkpoint(name: str, reference: Any = None) -> Checkpoint:
+    """Imports ``reference_model(name)``, made anew if need be, as a user's checkpoint would be."""
     if name not in NETWORKS:
         return weights.load(name)
+    reference = reference or reference_model(name)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, name)
         reference.save_pretrained(folder)
         return weights.load(folder)
-
-
-def load(name: str) -> Checkpoint:
-    """Loads a bundled model or a folder, or makes one of ``NETWORKS``."""
-    return checkpoint(name, reference_model(name)) if name in NETWORKS else weights.load(name)
 
 
 def our_model(
@@ -125,6 +197,30 @@ def our_model(
         return model
     model.adopt(find_artifact(precompiled, name, precision(dtype.name, tf32)))
     return model
+
+
+def our_executor(
+    name: str,
+    reference: Any,
+    device: Device,
+    dtype: DType,
+    precompiled: Path | None = None,
+    *,
+    tf32: bool = True,
+    sparse: str = "auto",
+) -> Executor:
+    """Makes what runs our model; see ``our_model``, and ``subject`` for what is no classifier."""
+    what = subject(name, reference)
+    if what.checkpoint:
+        given = (name, reference, device, dtype, precompiled)
+        return our_model(*given, tf32=tf32, sparse=sparse).executor()
+    (program, tensors), lowering = what.computing_in(dtype.name), Lowering(dtype.name, tf32)
+    if precompiled is None:
+        return Executor.compile(program, tensors, device, lowering)
+    mef = find_artifact(precompiled, name, precision(dtype.name, tf32)).read_bytes()
+    place = DeviceRef.from_device(device)
+    _, parameters, final = lowering.build(program, tensors, place, Unchecked())
+    return Executor(mef, parameters.registry(device), device, final)
 
 
 def find_artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path:

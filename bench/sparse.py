@@ -40,7 +40,7 @@ from maxvision.bench.begin import begin
 from maxvision.bench.engines import TORCH
 from maxvision.bench.kernels import Case
 from maxvision.bench.records import write
-from maxvision.bench.references import find_artifact, load, precision
+from maxvision.bench.references import checkpoint, find_artifact, precision
 from maxvision.bench.timing import Clock, HostClock, MaxClock, rounded, sample
 from maxvision.common.errors import ArgumentError, DeviceError, ModelError
 from maxvision.graphs import nodes, sparsity
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(
             "--precompiled holds whole networks; add --no-layers and omit --densities"
         )
-    models = [load(name) for name in options.models]
+    models = [checkpoint(name) for name in options.models]
     place = "cpu" if device.is_host else f"gpu:{device.id}"
     records: list[dict[str, Any]] = []
     for dtype in dtypes(options, gpu=not device.is_host):

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from maxvision.bench import memory, power
-from maxvision.bench.engines import Images, ours, peers
+from maxvision.bench.engines import ours, peers
+from maxvision.bench.inputs import Inputs
 from maxvision.bench.ours import Engine
-from maxvision.bench.references import our_model, reference_model
+from maxvision.bench.references import our_executor, reference_model
 from maxvision.bench.tf32 import allow_tf32
 from maxvision.bench.timing import HostClock, rounded, sample
-from maxvision.runtime.classifier import Classifier
 from maxvision.runtime.devices import DTYPES, find_device
+from maxvision.runtime.executor import Executor
 
 CHECKED = (1, 0)
 """Batches of the host's ring; an engine is set up with batch 0, and might have kept its answer."""
@@ -34,7 +35,7 @@ class Cell:
     Attributes:
         model: As ``--models`` names it.
         dtype: Of activations and filters.
-        images: What it runs on.
+        inputs: What it runs on.
         device: As ``--device`` names it.
         precompiled: Folder of compiled graphs.
         tf32: Whether float32 may be multiplied as TF32 on a GPU.
@@ -43,7 +44,7 @@ class Cell:
 
     model: str
     dtype: str
-    images: Images
+    inputs: Inputs
     device: str
     precompiled: Path | None = None
     tf32: bool = False
@@ -55,7 +56,7 @@ class Stand:
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
-        self._ours: dict[tuple[str, str], Classifier] = {}
+        self._ours: dict[tuple[str, str], Executor] = {}
         self._turns = itertools.count()
         self._bare = memory.resident() or 0
 
@@ -72,7 +73,7 @@ class Stand:
             if key not in self._ours:
                 self._ours.clear()
                 dtype = DTYPES[cell.dtype]
-                self._ours[key] = our_model(
+                self._ours[key] = our_executor(
                     cell.model,
                     reference,
                     device,
@@ -83,9 +84,9 @@ class Stand:
                 )
                 record["load_s"] = rounded(time.perf_counter() - start, 3)
                 start = time.perf_counter()
-            self._engine = ours(self._ours[key], device, cell.images)
+            self._engine = ours(self._ours[key].executable, device, cell.inputs)
         else:
-            self._engine = peers(reference, cell.images, cell.dtype)[name]()
+            self._engine = peers(reference, cell.inputs, cell.dtype)[name]()
         held = self._engine.memory
         record["setup_s"] = rounded(time.perf_counter() - start, 3)
         record["memory_mb"] = held and round(held / 1e6)

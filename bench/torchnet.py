@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,30 +14,31 @@ from maxvision.graphs.elementwise import ELEMENTWISE
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.shapes import pair, sides
 from maxvision.graphs.types import at_batch
-from maxvision.weights import Checkpoint
 
 
 class Output(NamedTuple):
-    """What the network gives, as transformers' classifiers do."""
+    """What the network gives, as transformers' classifiers do; not always logits."""
 
     logits: torch.Tensor
 
 
 class TorchNet(torch.nn.Module):
-    """Runs the plain program of a checkpoint on images [N, C, H, W] of the size it prepares.
+    """Runs a plain program of one input, such as images [N, C, H, W], and one output.
+
+    Args:
+        program: The program.
+        tensors: Its weights.
 
     Raises:
         ArgumentError: If the program has an op that is not written here.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
         super().__init__()
-        program = checkpoint.program(checkpoint.size).keep(["logits"])
-        self.config = SimpleNamespace(num_channels=checkpoint.channels)
         self._steps: list[tuple[str, tuple[str, ...], Callable[..., torch.Tensor], Any]] = []
         for i, node in enumerate(program.nodes):
             values = tuple(name for name in node.inputs if name and name not in program.weights)
-            layer = _layer(program, node, checkpoint)
+            layer = _layer(program, node, tensors)
             step: Callable[..., torch.Tensor]
             if layer is not None:
                 self.add_module(str(i), layer)
@@ -48,17 +48,17 @@ class TorchNet(torch.nn.Module):
             else:
                 loose = [name for name in node.inputs if name in program.weights]
                 for name in loose:
-                    self.register_buffer(_plain(name), torch.from_numpy(checkpoint.tensors[name]))
+                    self.register_buffer(_plain(name), torch.from_numpy(tensors[name]))
                 values = tuple(node.inputs)
                 step = FUNCTIONS[node.op](dict(node.attributes))
             self._steps.append((node.output, values, step, node.attributes.get("shape")))
         (self._input,) = program.inputs
-        self._output = program.outputs["logits"]
+        (self._output,) = program.outputs.values()
 
-    def forward(self, pixel_values: torch.Tensor) -> Output:
-        """Computes the logits."""
-        values = {self._input: pixel_values}
-        batch = len(pixel_values)
+    def forward(self, x: torch.Tensor) -> Output:
+        """Computes the output."""
+        values = {self._input: x}
+        batch = len(x)
         for output, names, step, shape in self._steps:
             given = [values[n] if n in values else getattr(self, _plain(n)) for n in names]
             more = [] if shape is None else [[at_batch(size, batch) for size in shape]]
@@ -70,10 +70,10 @@ def _plain(name: str) -> str:
     return f"weight:{name.replace('.', ':')}"
 
 
-def _layer(program: Program, node: Node, checkpoint: Checkpoint) -> torch.nn.Module | None:
+def _layer(program: Program, node: Node, held: Mapping[str, np.ndarray]) -> torch.nn.Module | None:
     """Makes torch's module of an op with weights of its own."""
     given, named = node.attributes, [name for name in node.inputs[1:] if name in program.weights]
-    tensors = [torch.from_numpy(np.ascontiguousarray(checkpoint.tensors[n])) for n in named]
+    tensors = [torch.from_numpy(np.ascontiguousarray(held[n])) for n in named]
     made: Any
     if node.op == "conv2d" and named:
         f, c, r, s = tensors[0].shape

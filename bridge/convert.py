@@ -421,17 +421,16 @@ def convert(
 def _executor(
     program: Program, tensors: Mapping[str, np.ndarray], place: Device, lowering: Lowering
 ) -> Executor:
-    """Compiles a program that takes float32 and computes in the lowering's dtype."""
-    if lowering.dtype != "float32":
-        floats = [name for name, each in program.inputs.items() if each.dtype == "float32"]
-        program = _casting(program, floats, lowering.dtype)
-    return Executor.compile(program, tensors, place, lowering)
+    return Executor.compile(computing_in(program, lowering.dtype), tensors, place, lowering)
 
 
-def _casting(program: Program, names: Sequence[str], dtype: str) -> Program:
+def computing_in(program: Program, dtype: str) -> Program:
     """Makes a program take float32 and compute in ``dtype``, what ids look up too."""
     from maxvision.graphs.program import Node, rebuilt
 
+    if dtype == "float32":
+        return program
+    names = [name for name, each in program.inputs.items() if each.dtype == "float32"]
     tables = {
         node.inputs[0]: program.weights[node.inputs[0]]._replace(dtype=dtype)
         for node in program.nodes

@@ -180,9 +180,7 @@ def depthwise_run_kernel[
         var line = image.unsafe_offset(h * pitch)
         var weights = Array[SIMD[F32, wide], kernel](uninitialized=True)
         comptime for s in range(kernel):
-            weights[s] = widened(
-                taps.unsafe_load[width=wide, alignment=ALIGN](Int32(s) * channels)
-            )
+            weights[s] = widened(taps.unsafe_load[width=wide, alignment=ALIGN](Int32(s) * channels))
         var loaded = Array[SIMD[dtype, wide], COLUMNS](uninitialized=True)
         comptime for column in range(COLUMNS):
             loaded[column] = line.unsafe_load[width=wide, alignment=ALIGN](columns[column])

@@ -19,10 +19,13 @@ import torch
 from maxvision.bench import memory, models
 from maxvision.bench.__main__ import main, parser
 from maxvision.bench.ceilings import Ceilings
-from maxvision.bench.engines import Images, peers
-from maxvision.bench.references import NETWORKS, reference_model
+from maxvision.bench.engines import peers
+from maxvision.bench.inputs import Images
+from maxvision.bench.references import NETWORKS, reference_model, subject
 from maxvision.bench.stand import Cell, Stand
 from maxvision.bench.workers import Lost, Worker
+from maxvision.bridge import convert
+from maxvision.bridge.sources import TorchModel
 from maxvision.common.errors import ArgumentError
 from tests.graphs import reference
 
@@ -137,7 +140,7 @@ def test_a_runtime_answers_as_torch_does(tiny: str, name: str) -> None:
     engine = peers(network, images, "float32")[name]()
     for turn in (1, 0):
         with torch.inference_mode():
-            truth = network(images.pixels(turn, torch.float32)).logits.numpy()
+            truth = network(images.tensor(turn, torch.float32)).logits.numpy()
         assert models.relative([engine.answer(turn)], [truth]) < 1e-5
     engine.close()
 
@@ -292,9 +295,50 @@ def test_the_random_networks_are_the_same_at_every_call() -> None:
     assert set(NETWORKS) >= {"resnet-18", "resnet-50", "cvt-13"}
 
 
+class Texts(torch.nn.Module):
+    """Looks tokens up and mixes their channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.table(ids))
+
+
+def converted(folder: Path, module: torch.nn.Module, *example: torch.Tensor) -> str:
+    """Writes a module down as ``maxvision convert`` does, and compiles nothing."""
+    model = TorchModel("network", module, example)
+    folder.mkdir()
+    convert.write(folder, model, convert.translated(model))
+    return str(folder)
+
+
+def test_a_network_of_texts_is_measured_on_tokens(tmp_path: Path) -> None:
+    network = Texts().eval()
+    name = converted(tmp_path / "texts", network, torch.zeros(2, 5, dtype=torch.int64))
+    what, same = subject(name), reference_model(name)
+    inputs = what.inputs(3, False)
+    ids = inputs.tensor(1, torch.bfloat16)
+    assert ids.shape == (3, 5) and ids.dtype == torch.int64 and 0 <= ids.min() < ids.max() < 20
+    assert np.array_equal(inputs.fresh().host[1], ids)
+    with torch.inference_mode():
+        torch.testing.assert_close(same(ids).logits, network(ids))
+    program, _ = what.computing_in("bfloat16")
+    assert program.types[program.producers[program.outputs["output"]].inputs[0]].dtype == "bfloat16"
+
+
+def test_other_inputs_than_pictures_and_texts_are_refused(tmp_path: Path) -> None:
+    name = converted(tmp_path / "rows", torch.nn.Linear(4, 2).eval(), torch.zeros(2, 4))
+    with pytest.raises(
+        ArgumentError, match=r"rows: it takes float32\[batch, 4\]; bench models runs"
+    ):
+        subject(name)
+
+
 def test_traffic_counts_outputs_twice_and_weights_once() -> None:
     network = reference_model("resnet-18")
-    one, two = (models.traffic(network, (224, 224), batch, 2) for batch in (1, 2))
+    one, two = (models.traffic(network, torch.zeros(1, 3, 224, 224), batch, 2) for batch in (1, 2))
     weights = 2 * sum(
         weight.numel()
         for layer in network.modules()

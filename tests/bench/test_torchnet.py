@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -30,11 +27,8 @@ def test_ops_of_converted_models() -> None:
     x = net.op("matmul", [x, net.permute(x, 0, 2, 1)], alpha=0.5)
     net.output("logits", net.linear(net.op("amax", [x], axes=(2,)), "head", 5))
     program = net.program()
-    given: Any = SimpleNamespace(
-        program=lambda size: program, size=(8, 8), channels=3, tensors=weights(program)
-    )
     (pixels,) = inputs(program, batch=3)
     with torch.no_grad():
-        found = TorchNet(given).eval()(torch.from_numpy(pixels)).logits.numpy()
+        found = TorchNet(program, weights(program)).eval()(torch.from_numpy(pixels)).logits.numpy()
     wanted = interpret(program, [pixels], weights(program))["logits"]
     np.testing.assert_allclose(found, wanted, 1e-4, 1e-4 * np.abs(wanted).max())
