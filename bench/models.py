@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -262,9 +263,9 @@ def _logits(reference: Any, inputs: Inputs, turn: int, dtype: torch.dtype) -> np
     if dtype == torch.float32:
         allow_tf32(False)
     x = inputs.tensor(turn, dtype)
-    module = reference.to(place, dtype)
+    module = copy.deepcopy(reference).to(place, dtype)  # or 16 bits would be left of its weights
     parts = [module(part.to(place)).logits.float().cpu() for part in x.split(CHUNK)]
-    reference.to("cpu", torch.float32)
+    del module
     if inputs.gpu:
         torch.cuda.empty_cache()
     allow_tf32(allowed)

@@ -347,3 +347,11 @@ def test_traffic_counts_outputs_twice_and_weights_once() -> None:
     )
     assert two - one == one - weights
     assert one - weights == pytest.approx(4 * 2.48e6 + 224 * 224 * 3, rel=0.01)
+
+
+def test_a_reference_keeps_its_weights() -> None:
+    images = Images(1, (32, 32), np.zeros(3, np.float32), np.full(3, 64, np.float32), gpu=False)
+    network = reference_model("resnet-18")
+    before = models._logits(network, images, 0, torch.float32)
+    models._logits(network, images, 0, torch.bfloat16)
+    np.testing.assert_array_equal(models._logits(network, images, 0, torch.float32), before)
