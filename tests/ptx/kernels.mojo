@@ -138,10 +138,10 @@ def depthwise(
 
 
 def pointwise[
-    dtype: DType, expression: StaticString, dtypes: List[DType]
+    dtype: DType, expression: StaticString, dtypes: List[DType], most: Int
 ](y: Data[dtype], bytes: Data[DType.uint8], ctx: DeviceContext) raises:
     comptime count = len(dtypes)
-    pointwise_gpu[expression, dtypes](y, Sources[count](fill=bytes), Broadcast[count](), ctx)
+    pointwise_gpu[expression, dtypes, most](y, Sources[count](fill=bytes), Broadcast[count](), ctx)
 
 
 def main() raises:
@@ -311,8 +311,8 @@ def main() raises:
         n,
         ctx,
     )
-    pointwise[BF16, "x0 x1 mul x2 add silu", [BF16, BF16, F32]](half, bytes, ctx)
-    pointwise[DType.uint8, "x1 x0 x2 where 0.5 lt", [F32, DType.uint8, F32]](bytes, bytes, ctx)
+    pointwise[BF16, "x0 x1 mul x2 add silu", [BF16, BF16, F32], 3](half, bytes, ctx)
+    pointwise[DType.uint8, "x1 x0 x2 where 0.5 lt", [F32, DType.uint8, F32], 6](bytes, bytes, ctx)
     var parts = ConcatTensors[BF16](half)
     for i in range(4):
         parts.starts[i + 1] = Int64(n * i)
