@@ -133,7 +133,7 @@ Parameters:
 
 
 @always_inline
-def _part[
+def part_cpu[
     dtype: DType, //, expression: StaticString, dtypes: List[DType], repeats: Bool
 ](
     y: Data[dtype],
@@ -141,7 +141,20 @@ def _part[
     moves: StaticTuple[Bool, len(dtypes)],
     length: Int,
 ):
-    """Computes part of a row. If an input repeats one number, vectors of it are made first."""
+    """Computes part of a row. If an input repeats one number, vectors of it are made first.
+
+    Parameters:
+        dtype: Of the result.
+        expression: What is computed.
+        dtypes: Of the inputs.
+        repeats: Whether an input repeats one number.
+
+    Args:
+        y: The part.
+        sources: The same part of the inputs.
+        moves: Whether an input moves on along the row.
+        length: Numbers of the part.
+    """
     comptime count = len(dtypes)
     comptime ROOM = WIDTH * 4
     var vectors = unsafe_stack_allocation[count * ROOM if repeats else 1, UInt8, alignment=64]()
@@ -163,22 +176,35 @@ def _part[
             var numbers = from_[i].unsafe_bitcast[Scalar[source]]()
             var place = at * steps[i] if repeats else at
             values[i] = widened(numbers.unsafe_load[width=WIDTH](place))
-        y.unsafe_store(at, _evaluated[dtype, expression](values))
+        y.unsafe_store(at, evaluated[dtype, expression](values))
     if whole < length:
         var left = iota[DType.int32, WIDTH]().lt(Int32(length - whole))
         comptime for i in range(count):
             comptime source = dtypes[i]
             var numbers = from_[i].unsafe_bitcast[Scalar[source]]().unsafe_offset(whole * steps[i])
             values[i] = widened(masked_load[WIDTH](numbers, left, SIMD[source, WIDTH](0)))
-        var value = _evaluated[dtype, expression](values)
+        var value = evaluated[dtype, expression](values)
         masked_store(value, y.unsafe_offset(whole), left)
 
 
 @always_inline
-def _evaluated[
+def evaluated[
     width: SIMDLength, count: Int, //, dtype: DType, expression: StaticString
 ](values: Array[SIMD[F32, width], count]) -> SIMD[dtype, width]:
-    """Evaluates an expression, and rounds it to a dtype; a byte is a mask's."""
+    """Evaluates an expression, and rounds it to a dtype.
+
+    Parameters:
+        width: Lanes.
+        count: How many values there are.
+        dtype: Of the result; uint8 is a mask's.
+        expression: What is computed.
+
+    Args:
+        values: What `x0`, `x1`, ... stand for.
+
+    Returns:
+        The result.
+    """
     comptime narrow = dtype.is_half_float()
     var value = evaluate[expression, narrow=narrow](values)
     comptime if dtype == BYTE:
@@ -230,9 +256,9 @@ def pointwise_cpu[
                 run = min(stop - piece, Int(axes.sizes[0]) - row % Int(axes.sizes[0]))
             for _ in range(run):
                 if repeats:
-                    _part[expression, dtypes, True](to, from_, axes.moves, count)
+                    part_cpu[expression, dtypes, True](to, from_, axes.moves, count)
                 else:
-                    _part[expression, dtypes, False](to, from_, axes.moves, count)
+                    part_cpu[expression, dtypes, False](to, from_, axes.moves, count)
                 to = to.unsafe_offset(inner)
                 comptime for i in range(len(dtypes)):
                     var skip = Int(axes.steps[i][0]) * size_of[dtypes[i]]()
@@ -360,9 +386,9 @@ def pointwise_kernel[
                     comptime source = dtypes[i]
                     comptime if once[i] == (kind == 1):
                         var numbers = (
-                            sources[i].unsafe_bitcast[Scalar[source]]().unsafe_offset(
-                                Int(starts[i])
-                            )
+                            sources[i]
+                            .unsafe_bitcast[Scalar[source]]()
+                            .unsafe_offset(Int(starts[i]))
                         )
                         if way == 0 or axes.moves[i]:
                             numbers = numbers.unsafe_offset(column)
@@ -384,9 +410,7 @@ def pointwise_kernel[
                                 comptime for piece in range(pieces):
                                     var skip = piece * Int(threads.strides[i])
                                     var number = numbers[unsafe_offset=skip if there[piece] else 0]
-                                    held[piece * count + i] = as_words(
-                                        SIMD[source, width](number)
-                                    )
+                                    held[piece * count + i] = as_words(SIMD[source, width](number))
 
     # The compiler unrolls this where the expression is short. A vector leaves at the front.
     for _ in range(pieces):
@@ -396,16 +420,14 @@ def pointwise_kernel[
         comptime for i in range((pieces - 1) * count):
             held[i] = held[i + count]
         comptime bytes = min(16, width * size_of[dtype]())
-        y.unsafe_store[alignment=bytes](Int(vector) * width, _evaluated[dtype, expression](values))
+        y.unsafe_store[alignment=bytes](Int(vector) * width, evaluated[dtype, expression](values))
         vector += threads.step
         if vector >= threads.vectors:
             return
 
 
 @always_inline
-def load_words[
-    dtype: DType, //, width: Int
-](numbers: Data[dtype]) -> SIMD[U32, 4]:
+def load_words[dtype: DType, //, width: Int](numbers: Data[dtype]) -> SIMD[U32, 4]:
     """Loads a vector of up to 16 bytes into registers, and does not wait for it.
 
     Parameters:
@@ -428,6 +450,30 @@ def load_words[
         comptime for i in range(words):
             found[i] = loaded[i]
         return found
+
+
+@always_inline
+def store_words[dtype: DType, //, width: Int](numbers: Data[dtype], words: SIMD[U32, 4]):
+    """Stores a vector of up to 16 bytes.
+
+    Parameters:
+        dtype: Of the numbers.
+        width: How many there are.
+
+    Args:
+        numbers: Where to.
+        words: The bytes of the vector.
+    """
+    comptime bytes = width * size_of[dtype]()
+    comptime if bytes == 1:
+        numbers.unsafe_bitcast[UInt8]().unsafe_store(words[0].cast[DType.uint8]())
+    elif bytes == 2:
+        numbers.unsafe_bitcast[UInt16]().unsafe_store(words[0].cast[DType.uint16]())
+    else:
+        var some = SIMD[U32, bytes // 4](0)
+        comptime for i in range(bytes // 4):
+            some[i] = words[i]
+        numbers.unsafe_bitcast[UInt32]().unsafe_store[alignment=bytes](some)
 
 
 @always_inline
@@ -514,8 +560,8 @@ def pointwise_gpu[
     comptime for width in [wide, 1]:
         if fits == (width == wide):
             var vectors = Int(axes.rows) * Int(axes.inner) // width
-            comptime most = pieces_of(dtype, dtypes)
-            var pieces = pieces_for(vectors, most, ctx)
+            comptime limit = pieces_of(dtype, dtypes)
+            var pieces = pieces_for(vectors, limit, ctx)
             var threads = Threads[len(dtypes)](axes, width, pieces, materialize[once]())
             ctx.enqueue_function[pointwise_kernel[dtype, expression, dtypes, width, most]](
                 y,
@@ -593,9 +639,9 @@ def _narrowest(dtype: DType, dtypes: List[DType]) -> Int:
 @always_inline
 def _axes[
     count: Int
-](
-    y: ManagedTensorSlice, sizes: StaticTuple[StaticTuple[Int, AXES], count]
-) raises -> Broadcast[count]:
+](y: ManagedTensorSlice, sizes: StaticTuple[StaticTuple[Int, AXES], count]) raises -> Broadcast[
+    count
+]:
     """Joins the axes that lie alike in every input; `sizes` are the last axis first."""
     var found = Broadcast[count]()
     var inner = True

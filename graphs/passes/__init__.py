@@ -22,6 +22,7 @@
 | depthwise     | a norm and depthwise convolutions into query, key and value: one op         |
 | mlp           | a norm and an MLP: one op                                                   |
 | pointwise     | batch norms that are left and elementwise ops in a row: one expression      |
+| concat_pointwise | values put together and an expression of all by channel: one op          |
 
 A program means the same before and after a pass, and runs with any of them left out: that finds
 the one to blame for a wrong answer (``--passes``).
@@ -61,6 +62,7 @@ PASSES: dict[str, Pass] = {
     "depthwise": fuse.depthwise,
     "mlp": fuse.mlp,
     "pointwise": elementwise.pointwise,
+    "concat_pointwise": elementwise.concat_pointwise,
 }
 """The passes by name, in their order."""
 

@@ -1064,17 +1064,40 @@ def pointwise(
     return memory.array(to, y)
 
 
-def concat(kernel: Kernel, parts: Sequence[Array], width: int, dtype: str) -> Array:
-    """Runs the kernel of ops/concat.mojo on up to four x[rows, ...]."""
+def concat(
+    kernel: Kernel,
+    parts: Sequence[Array],
+    width: int,
+    dtype: str,
+    pieces: int = 1,
+    vectors: Sequence[Array] = (),
+) -> Array:
+    """Runs the kernel of ops/concat.mojo.
+
+    Args:
+        kernel: What runs.
+        parts: Up to eight x[rows, ...].
+        width: Numbers of a vector.
+        dtype: Of the result.
+        pieces: Vectors of a thread.
+        vectors: What an expression reads by channel.
+
+    Returns:
+        The result.
+    """
     memory = Tensors()
     starts = np.cumsum([0, *(part.shape[1] for part in parts)]).tolist()
-    starts += [starts[-1]] * (4 - len(parts))
+    starts += [starts[-1]] * (8 - len(parts))
     y = unwritten((len(parts[0]), starts[-1]), dtype)
     to, at = memory.add(y), [memory.add(part, late=True) for part in parts]
-    tensors = pack("10q", to, *at, *at[:1] * (4 - len(at)), *starts)
-    vectors = y.size // width
-    parameters = [tensors, pack("q", vectors), pack("I", starts[-1] // width)]
-    Launch(kernel, parameters, memory, grid=(-(-vectors // 256),), threads=256, together=8).run()
+    at += at[:1] * (8 - len(at))
+    beside = [memory.add(vector, late=True) for vector in vectors]
+    beside += at[:1] * (3 - len(beside))
+    tensors = pack("21q", to, *at, *beside, *(start // width for start in starts))
+    per_row, rows = starts[-1] // width, -(-len(y) // pieces)
+    threads = pack("6I", len(y) * per_row, rows * per_row, rows, per_row, *reciprocal(per_row))
+    grid = (-(-rows * per_row // 256),)
+    Launch(kernel, [tensors, threads], memory, grid=grid, threads=256, together=8).run()
     return memory.array(to, y)
 
 

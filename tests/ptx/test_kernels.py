@@ -996,16 +996,39 @@ def odd_numbers(rng: np.random.Generator, shapes: Sequence[tuple[int, ...]]) -> 
     return drawn
 
 
-@pytest.mark.parametrize(
-    ("width", "rows", "lengths"),
-    [(8, 37, (96, 32)), (8, 1, (8, 2048, 16, 8)), (1, 50, (3, 5, 1)), (1, 3, (7, 8))],
-)
+CONCATS = [
+    (8, 37, (96, 32)),
+    (8, 1, (8, 2048, 16, 8)),
+    (8, 130, (64, 8, 8, 8, 8, 8, 8, 8)),
+    (1, 50, (3, 5, 1)),
+    (1, 3, (7, 8)),
+    (1, 7, (2, 1, 3, 1, 4, 1, 5)),
+]
+"""Numbers of a vector, rows, and the lengths of several tensors' rows."""
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 4])
+@pytest.mark.parametrize(("width", "rows", "lengths"), CONCATS)
 def test_concat(
-    find: Find, rng: np.random.Generator, width: int, rows: int, lengths: tuple[int, ...]
+    find: Find, rng: np.random.Generator, width: int, rows: int, lengths: Sequence[int], pieces: int
 ) -> None:
     parts = [rounded(rng.standard_normal((rows, length)), BF16) for length in lengths]
-    got = concat(find(f"concat_{width}_{BF16}"), parts, width, BF16)
+    got = concat(find(f"concat_{width}_{BF16}"), parts, width, BF16, pieces)
     np.testing.assert_array_equal(got, np.concatenate(parts, 1))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize(("width", "rows", "lengths"), CONCATS)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_concat_pointwise(
+    find: Find, rng: np.random.Generator, width: int, rows: int, lengths: Sequence[int], pieces: int
+) -> None:
+    parts = [rounded(x, BF16) for x in odd_numbers(rng, [(rows, n) for n in lengths])]
+    scale, shift = (rng.standard_normal(sum(lengths), np.float32) for _ in range(2))
+    kernel = find(f"concat_pointwise_{width}_{BF16}")
+    got = concat(kernel, parts, width, BF16, pieces, [scale, shift])
+    x = np.concatenate([wide(part, BF16) for part in parts], 1)
+    check(got, np.maximum(x * scale + shift, 0), BF16, SUMS)
 
 
 @pytest.mark.parametrize("kind", ["max", "mean", "mean_inside"])
