@@ -1022,8 +1022,12 @@ CASES = [
             (2, [(3, 2, 4), *[(3, i, 4) for i in range(1, 10)]]),
         )
     ),
-    concatenated("x0 x1 mul x2 add relu", lambda x, a, b: (x * a + b).relu(), (5, 7, 96), (5, 7, 32)),
-    concatenated("x1 x0 sub x2 mul x3 add", lambda x, a, b, c: (a - x) * b + c, (6, 3), (6, 40), (6, 1)),
+    concatenated(
+        "x0 x1 mul x2 add relu", lambda x, a, b: (x * a + b).relu(), (5, 7, 96), (5, 7, 32)
+    ),
+    concatenated(
+        "x1 x0 sub x2 mul x3 add", lambda x, a, b, c: (a - x) * b + c, (6, 3), (6, 40), (6, 1)
+    ),
     concatenated("x0 silu", F.silu, *[(3, 2, 8 * i) for i in range(1, 12)]),
     Case(
         "class_token",

@@ -941,7 +941,7 @@ def test_depthwise(find: Find, rng: np.random.Generator, g: Conv, name: str, run
     check(got, want, dtype, SUMS)
 
 
-BROADCASTS = [
+BROADCASTS: list[list[tuple[int, ...]]] = [
     [(5000,), (5000,), (5000,)],
     [(33, 72), (1, 72), (1, 72)],
     [(2, 35, 24), (2, 1, 24), (1, 1, 24)],
