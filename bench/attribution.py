@@ -19,8 +19,8 @@ from maxvision.graphs.formats import PACKED
 STEPS = 200_000
 """Tries before an assignment is given up."""
 OURS = re.compile(
-    r"(gemm|conv2d|depthwise|stem|attention|layernorm|rms_norm|group_norm|reduce|pointwise|pool"
-    r"|normalize|roll)_"
+    r"(gemm|conv2d|depthwise|stem|attention|layernorm|rms_norm|group_norm|reduce|(concat_)?pointwise"
+    r"|pool|normalize|roll)_"
 )
 """Begins of symbols that are no kernel of MAX's own."""
 
@@ -67,6 +67,8 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[r"group_norm_moments_\w+", rf"group_norm_{epilogue}_\w+"]]
     elif op in ELEMENTWISE:
         ways = [[r"pointwise_\w+"]]
+    elif op == "concat":  # with an expression; without one it is no node that computes
+        ways = [[r"concat_pointwise_\w+"]]
     elif op == "class_token":
         ways = [[r"mogg_for_?each_\w+"]]
     return [[re.compile(symbol) for symbol in way] for way in ways]

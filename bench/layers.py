@@ -249,7 +249,7 @@ def listed(program: Program, dtype: str, tf32: bool = False) -> list[Named]:
         if node.at_load:
             continue
         before = frozenset[int]().union(*(sources.get(x, frozenset()) for x in node.inputs))
-        if node.op not in MOVES:
+        if node.op not in MOVES or "expression" in node.attributes:
             inputs = tuple(
                 Operand(program.types[x], x in program.constants) if x else None
                 for x in node.inputs

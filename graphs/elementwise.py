@@ -92,6 +92,10 @@ def expression(op: str, attributes: Mapping[str, Any]) -> str:
 
 MOST_VALUES = 6
 """How many values an expression of ops/pointwise.mojo may have."""
+MOST_PARTS = 8
+"""How many values ops/concat.mojo puts together in one launch."""
+MOST_VECTORS = 3
+"""How many vectors an expression may have that it computes on the way."""
 
 
 def values_of(expression: str) -> int:

@@ -20,7 +20,7 @@ from maxvision.common.errors import ArgumentError
 from maxvision.graphs import nodes, passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
-from maxvision.graphs.elementwise import ELEMENTWISE, expression
+from maxvision.graphs.elementwise import ELEMENTWISE, expression, values_of
 from maxvision.graphs.parameters import Filter, Parameters
 from maxvision.graphs.program import Node, Program
 
@@ -420,6 +420,12 @@ def _shortcut(given: _Given, **window: Any) -> TensorValue:
     return nodes.conv2d_shortcut(given.value(0), first, given.value(3), second, **window)
 
 
+def _concat(given: _Given, *, axis: int, expression: str = "x0") -> TensorValue:
+    count = len(given.values) - values_of(expression) + 1
+    vectors = [given.vector(i) for i in range(count, len(given.values))]
+    return nodes.concat(given.values[:count], axis, expression, vectors)
+
+
 def _norm(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
     return lambda given, **rest: op(given.value(0), given.vector(1), given.vector(2), **rest)
 
@@ -490,7 +496,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "cumsum": lambda given, *, axis: ops.cumsum(given.value(0), axis=axis),
     "rms_norm": lambda given, *, eps: nodes.rms_norm(given.value(0), given.vector(1), eps),
     "group_norm": _group_norm,
-    "concat": lambda given, *, axis: nodes.concat(given.values, axis),
+    "concat": _concat,
     "expand": lambda given, **_: ops.broadcast_to(given.value(0), given.shapes()[0]),
     "cast": lambda given, *, dtype: given.value(0).cast(DType[dtype]),
     "conv2d_shortcut": _shortcut,

@@ -24,7 +24,7 @@ from max.graph import DeviceRef, Dim, StaticDim, SymbolicDim, TensorType, Tensor
 from maxvision.common.errors import ArgumentError, DeviceError
 from maxvision.graphs import arrange, formats, shapes
 from maxvision.graphs.constants import MOST_BIAS
-from maxvision.graphs.elementwise import MOST_VALUES
+from maxvision.graphs.elementwise import MOST_PARTS, MOST_VALUES, MOST_VECTORS
 from maxvision.graphs.parameters import Filter
 from maxvision.graphs.shapes import Padding, Pair
 from maxvision.graphs.types import Size, Type, product, split
@@ -34,8 +34,6 @@ OPS = Path(__file__).resolve().parent.parent / "ops"
 
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
-CONCAT = 4
-"""Inputs of the op ``concat``, as in ops/concat.mojo."""
 MOST_AXES = 6
 """Axes of what our permute takes."""
 
@@ -751,24 +749,39 @@ def class_token(tokens: TensorValue, token: TensorValue) -> TensorValue:
     return _custom("class_token", [tokens, token], [out])[0]
 
 
-def concat(values: Sequence[TensorValue], axis: int) -> TensorValue:
-    """Puts tensors one behind the other along an axis.
+def concat(
+    values: Sequence[TensorValue],
+    axis: int,
+    expression: str = "x0",
+    vectors: Sequence[TensorValue] = (),
+) -> TensorValue:
+    """Puts tensors one behind the other along an axis, and computes an expression of that.
 
-    More than four go in several launches. MAX's own op copies what our ops do not compute, such as
+    More than eight go in several launches. MAX's own op copies what our ops do not compute, such as
     integers; of dozens of values it makes kernels that take its compiler gigabytes.
+
+    Args:
+        values: Tensors of one dtype.
+        axis: Along which; the last one if there are vectors.
+        expression: Of the concat, ``x0``, and of the vectors, ``x1``, ...
+        vectors: Up to three, [C], in float32.
 
     Raises:
         ArgumentError: If the shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype and there is an expression.
     """
-    if not supported(values[0].dtype, values[0].device):
-        return ops.concat(list(values), axis=axis)
     axis %= len(values[0].shape)
-    while len(values) > CONCAT:
-        parts = [values[i : i + CONCAT] for i in range(0, len(values), CONCAT)]
+    if expression == "x0" and not supported(values[0].dtype, values[0].device):
+        return ops.concat(list(values), axis=axis)
+    while len(values) > MOST_PARTS:
+        parts = [values[i : i + MOST_PARTS] for i in range(0, len(values), MOST_PARTS)]
         values = [concat(part, axis) if len(part) > 1 else part[0] for part in parts]
-    out = shapes.concat(*map(_type, values), axis=axis)
-    inputs = [*values, *[values[0]] * (CONCAT - len(values))]
-    return _custom("concat", inputs, [out], {"axis": axis, "count": len(values)})[0]
+    given = [*values, *vectors]
+    out = shapes.concat(*map(_type, given), axis=axis, expression=expression)
+    inputs = [*values, *[values[0]] * (MOST_PARTS - len(values))]
+    inputs += [*vectors, *[values[0]] * (MOST_VECTORS - len(vectors))]  # not read
+    settings = {"axis": axis, "count": len(values), "expression": expression}
+    return _custom("concat", inputs, [out], settings)[0]
 
 
 def supported(dtype: DType, device: DeviceRef) -> bool:

@@ -15,6 +15,7 @@ from maxvision.common.errors import ArgumentError
 from maxvision.graphs.elementwise import (
     ELEMENTWISE,
     MOST_VALUES,
+    MOST_VECTORS,
     activation,
     is_truth,
     values_of,
@@ -818,14 +819,27 @@ def cumsum(x: Type, *, axis: int) -> Type:
     return x
 
 
-def concat(*given: Type, axis: int) -> Type:
-    """Types values one behind the other along an axis."""
+def concat(*values: Type, axis: int, expression: str = "x0") -> Type:
+    """Types values one behind the other along an axis, and an expression of that and of vectors."""
+    count = len(values) - values_of(expression) + 1
+    given, vectors = values[:count], values[count:]
+    if not given or len(vectors) > MOST_VECTORS or is_truth(expression):
+        raise ArgumentError(
+            f"concat: expects values and the vectors of {expression!r}, at most {MOST_VECTORS},"
+            f" but has {len(values)} inputs"
+        )
     shape = list(given[0].shape)
     for other in given[1:]:
         sides = zip(shape, other.shape, strict=True)
         if any(ours != theirs for i, (ours, theirs) in enumerate(sides) if i != axis):
             raise ArgumentError(f"concat: {_list(given[0])} does not fit {_list(other)}")
     shape[axis] = sum(_known("concat", each.shape[axis], f"axis {axis}") for each in given)
+    for vector in vectors:
+        if axis != len(shape) - 1 or vector.shape != (shape[axis],):
+            raise ArgumentError(
+                f"concat: expects vectors of {shape[axis]} along the last axis but has"
+                f" {_list(vector)}, axis {axis}"
+            )
     return Type(tuple(shape), _narrower(*given))
 
 

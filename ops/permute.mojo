@@ -21,13 +21,13 @@ from max.gpu.primitives.grid_controls import (
     pdl_launch_attributes,
     wait_on_dependent_grids,
 )
-from std.bit import log2_ceil
 from std.math import ceildiv
 from std.memory import bitcast, unsafe_stack_allocation
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from .device import Device
+from .division import quotient, reciprocal
 from .kernel_argument import KernelArgument
 from .operands import Data, data
 
@@ -62,7 +62,7 @@ struct Axes(KernelArgument, TrivialRegisterPassable):
     var sizes: StaticTuple[UInt32, AXES]
     """Indices of an axis; fewer than 2^31."""
     var factors: StaticTuple[UInt32, AXES]
-    """What division by a size multiplies by (Granlund and Montgomery 1994, figure 4.1)."""
+    """What division by a size multiplies by (division.mojo)."""
     var shifts: StaticTuple[UInt32, AXES]
     """And what it shifts by then."""
     var count: Int32
@@ -86,11 +86,8 @@ struct Axes(KernelArgument, TrivialRegisterPassable):
             y: The same in y.
         """
         var axis = Int(self.count)
-        var shift = log2_ceil(UInt64(size))
-        var power = UInt64(1) << shift
         self.x[axis], self.y[axis], self.sizes[axis] = Int64(x), Int64(y), UInt32(size)
-        self.factors[axis] = UInt32(((power - UInt64(size)) << 32) // UInt64(size) + 1)
-        self.shifts[axis] = UInt32(shift)
+        self.factors[axis], self.shifts[axis] = reciprocal(size)
         self.count += 1
 
     @always_inline
@@ -106,8 +103,7 @@ struct Axes(KernelArgument, TrivialRegisterPassable):
         Returns:
             The quotient.
         """
-        var high = UInt32((UInt64(number) * UInt64(self.factors[axis])) >> 32)
-        return (high + number) >> self.shifts[axis]
+        return quotient(number, self.factors[axis], self.shifts[axis])
 
     @always_inline
     def of[first: Int = 0](self, number: UInt32) -> Tuple[Int64, Int64]:

@@ -5,12 +5,14 @@ Axes beside each other that every input has, or lacks, count as one. So tensors 
 long row; rows of C go with a vector [C]; images [N, H * W, C] with gates [N, 1, C]. The vectors run
 along the last of these axes, where an input moves on or repeats one number. Bound by memory.
 
-A CPU gives each core some thousand numbers at a time. A GPU gives each thread 16 bytes of the
-result, or one number where rows are no multiple of that.
+A CPU gives each core some thousand numbers at a time. A GPU's thread computes vectors of 16 bytes, or
+single numbers where rows are no multiple of that. Of large tensors it takes up to four, which lie apart by
+a part of the outermost axis: so an input lies at even steps and is divided for once, and what lies along
+rows alone is loaded once. All loads stand before the arithmetic.
 """
 
 from extensibility import InputTensor, ManagedTensorSlice, OutputTensor, register
-from max.gpu import block_dim, block_idx, thread_idx
+from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.primitives.grid_controls import (
     PDLLevel,
@@ -20,11 +22,13 @@ from max.gpu.primitives.grid_controls import (
 )
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv, iota
-from std.memory import unsafe_stack_allocation
+from std.memory import bitcast, unsafe_stack_allocation
 from std.sys import simd_width_of, size_of
 from std.sys.intrinsics import masked_load, masked_store
 from std.utils.static_tuple import StaticTuple
 
+from .device import Device
+from .division import quotient, reciprocal
 from .expression import evaluate, inputs_of, is_expression, split
 from .kernel_argument import KernelArgument
 from .operands import F32, ON_CPU, Data, data, narrowed, widened
@@ -40,6 +44,12 @@ comptime MOST = 6
 """Inputs of the op."""
 comptime AXES = 6
 """Axes of the result."""
+comptime FULL = 2048
+"""Threads that fill a multiprocessor."""
+comptime WORDS = 12
+"""Registers that the vectors of one thread may take before they are computed with, by four."""
+comptime U32 = DType.uint32
+"""A register."""
 comptime BYTE = DType.uint8
 """What pointers to tensors of several dtypes have in common, and how masks lie in memory."""
 
@@ -62,6 +72,10 @@ struct Broadcast[count: Int](KernelArgument, TrivialRegisterPassable):
     """Axes that number the rows."""
     var sizes: StaticTuple[UInt32, AXES]
     """Sizes of these."""
+    var factors: StaticTuple[UInt32, AXES]
+    """What division by a size multiplies by (division.mojo); 0 along the last axis and behind it."""
+    var shifts: StaticTuple[UInt32, AXES]
+    """And what it shifts by then; 31 there, which leaves 0."""
     var steps: StaticTuple[StaticTuple[Int64, AXES], Self.count]
     """Numbers from one to the next of such an axis, input by input; 0 where it repeats."""
     var moves: StaticTuple[Bool, Self.count]
@@ -71,34 +85,40 @@ struct Broadcast[count: Int](KernelArgument, TrivialRegisterPassable):
         """Begins with one row of one number."""
         self.inner, self.rows, self.axes = 1, 1, 0
         self.sizes = StaticTuple[UInt32, AXES](fill=1)
+        self.factors = StaticTuple[UInt32, AXES](fill=0)
+        self.shifts = StaticTuple[UInt32, AXES](fill=31)
         self.steps = StaticTuple[StaticTuple[Int64, AXES], Self.count](
             fill=StaticTuple[Int64, AXES](fill=0)
         )
         self.moves = StaticTuple[Bool, Self.count](fill=True)
 
     @always_inline
-    def row[index: Int](self, number: UInt32) -> Int64:
-        """Finds where a row of an input begins.
+    def row[most: Int = AXES](self, number: UInt32) -> StaticTuple[Int64, Self.count]:
+        """Finds where a row of each input begins.
 
         Parameters:
-            index: Which input.
+            most: Axes that may number the rows: each takes instructions, whether it is there or not.
 
         Args:
-            number: Of the row.
+            number: Of the row; less than 2^31.
 
         Returns:
-            Numbers to skip.
+            Numbers to skip, input by input.
         """
         var rest = number
-        var at = Int64(0)
-        comptime for axis in range(AXES):  # an index at run time would put the sizes in memory
-            if axis < Int(self.axes) - 1:
-                var whole = rest // self.sizes[axis]
-                at += Int64(rest - whole * self.sizes[axis]) * self.steps[index][axis]
-                rest = whole
-            elif axis == Int(self.axes) - 1:
-                at += Int64(rest) * self.steps[index][axis]
-        return at
+        var found = StaticTuple[Int64, Self.count](fill=0)
+        comptime for axis in range(most):  # an index at run time would put the sizes in memory
+            rest = self._add[axis](rest, found)
+        return found
+
+    @always_inline
+    def _add[axis: Int](self, number: UInt32, mut found: StaticTuple[Int64, Self.count]) -> UInt32:
+        """Steps along an axis; returns what numbers the axes after it."""
+        var rest = quotient(number, self.factors[axis], self.shifts[axis])
+        var index = Int64(number - rest * self.sizes[axis])
+        comptime for i in range(Self.count):
+            found[i] += index * self.steps[i][axis]
+        return rest
 
 
 comptime Sources[count: Int] = StaticTuple[Data[BYTE], count]
@@ -113,7 +133,7 @@ Parameters:
 
 
 @always_inline
-def _part[
+def part_cpu[
     dtype: DType, //, expression: StaticString, dtypes: List[DType], repeats: Bool
 ](
     y: Data[dtype],
@@ -121,7 +141,20 @@ def _part[
     moves: StaticTuple[Bool, len(dtypes)],
     length: Int,
 ):
-    """Computes part of a row. If an input repeats one number, vectors of it are made first."""
+    """Computes part of a row. If an input repeats one number, vectors of it are made first.
+
+    Parameters:
+        dtype: Of the result.
+        expression: What is computed.
+        dtypes: Of the inputs.
+        repeats: Whether an input repeats one number.
+
+    Args:
+        y: The part.
+        sources: The same part of the inputs.
+        moves: Whether an input moves on along the row.
+        length: Numbers of the part.
+    """
     comptime count = len(dtypes)
     comptime ROOM = WIDTH * 4
     var vectors = unsafe_stack_allocation[count * ROOM if repeats else 1, UInt8, alignment=64]()
@@ -143,22 +176,35 @@ def _part[
             var numbers = from_[i].unsafe_bitcast[Scalar[source]]()
             var place = at * steps[i] if repeats else at
             values[i] = widened(numbers.unsafe_load[width=WIDTH](place))
-        y.unsafe_store(at, _evaluated[dtype, expression](values))
+        y.unsafe_store(at, evaluated[dtype, expression](values))
     if whole < length:
         var left = iota[DType.int32, WIDTH]().lt(Int32(length - whole))
         comptime for i in range(count):
             comptime source = dtypes[i]
             var numbers = from_[i].unsafe_bitcast[Scalar[source]]().unsafe_offset(whole * steps[i])
             values[i] = widened(masked_load[WIDTH](numbers, left, SIMD[source, WIDTH](0)))
-        var value = _evaluated[dtype, expression](values)
+        var value = evaluated[dtype, expression](values)
         masked_store(value, y.unsafe_offset(whole), left)
 
 
 @always_inline
-def _evaluated[
+def evaluated[
     width: SIMDLength, count: Int, //, dtype: DType, expression: StaticString
 ](values: Array[SIMD[F32, width], count]) -> SIMD[dtype, width]:
-    """Evaluates an expression, and rounds it to a dtype; a byte is a mask's."""
+    """Evaluates an expression, and rounds it to a dtype.
+
+    Parameters:
+        width: Lanes.
+        count: How many values there are.
+        dtype: Of the result; uint8 is a mask's.
+        expression: What is computed.
+
+    Args:
+        values: What `x0`, `x1`, ... stand for.
+
+    Returns:
+        The result.
+    """
     comptime narrow = dtype.is_half_float()
     var value = evaluate[expression, narrow=narrow](values)
     comptime if dtype == BYTE:
@@ -200,8 +246,9 @@ def pointwise_cpu[
             var count = min(length, inner - start)
             var to = y.unsafe_offset(row * inner + start)
             var from_ = sources
+            var at = axes.row(UInt32(row))
             comptime for i in range(len(dtypes)):
-                var skip = Int(axes.row[i](UInt32(row))) + (start if axes.moves[i] else 0)
+                var skip = Int(at[i]) + (start if axes.moves[i] else 0)
                 from_[i] = from_[i].unsafe_offset(skip * size_of[dtypes[i]]())
             # Whole rows up to the end of the first axis that numbers them.
             var run = 1
@@ -209,9 +256,9 @@ def pointwise_cpu[
                 run = min(stop - piece, Int(axes.sizes[0]) - row % Int(axes.sizes[0]))
             for _ in range(run):
                 if repeats:
-                    _part[expression, dtypes, True](to, from_, axes.moves, count)
+                    part_cpu[expression, dtypes, True](to, from_, axes.moves, count)
                 else:
-                    _part[expression, dtypes, False](to, from_, axes.moves, count)
+                    part_cpu[expression, dtypes, False](to, from_, axes.moves, count)
                 to = to.unsafe_offset(inner)
                 comptime for i in range(len(dtypes)):
                     var skip = Int(axes.steps[i][0]) * size_of[dtypes[i]]()
@@ -224,55 +271,266 @@ def pointwise_cpu[
 # GPU
 
 
+struct Threads[count: Int](KernelArgument, TrivialRegisterPassable):
+    """The vectors of a GPU's threads: the first of each, and even steps on from it.
+
+    Parameters:
+        count: Inputs.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var vectors: UInt32
+    """What there is to compute."""
+    var step: UInt32
+    """Vectors from one of a thread to its next: threads that have a first one."""
+    var per_row: UInt32
+    """Vectors of a row."""
+    var factor: UInt32
+    """What division by that multiplies by (division.mojo)."""
+    var shift: UInt32
+    """And what it shifts by then."""
+    var strides: StaticTuple[Int64, Self.count]
+    """Numbers from one vector of a thread to its next, input by input."""
+
+    def __init__(
+        out self, axes: Broadcast[Self.count], width: Int, pieces: Int, once: List[Bool]
+    ) raises:
+        """Deals the vectors out.
+
+        Args:
+            axes: How the inputs lie.
+            width: Numbers of a vector.
+            pieces: Vectors of a thread, at most.
+            once: The inputs of which a thread loads one vector, whatever its number of them.
+
+        Raises:
+            If there are too many.
+        """
+        var per_row = Int(axes.inner) // width
+        var vectors = Int(axes.rows) * per_row
+        if vectors >= 1 << 31:
+            raise Error("pointwise: expects fewer than 2^31 vectors but has ", vectors)
+        var outer = Int(axes.axes) - 1
+        var size = per_row if outer < 0 else Int(axes.sizes[outer])
+        var share = ceildiv(size, pieces)
+        self.strides = StaticTuple[Int64, Self.count](fill=0)
+        for _ in range(2):
+            var even = True
+            comptime for i in range(Self.count):
+                self.strides[i] = (
+                    Int64(share * width) if axes.moves[i] else 0
+                ) if outer < 0 else Int64(share) * axes.steps[i][outer]
+                even &= self.strides[i] == 0 or not once[i]
+            if even:
+                break
+            share = size  # one vector a thread
+        self.vectors, self.step = UInt32(vectors), UInt32(vectors // size * share)
+        self.per_row = UInt32(per_row)
+        self.factor, self.shift = reciprocal(per_row)
+
+
 @__name(t"pointwise_{width}_{dtype}")
 def pointwise_kernel[
-    dtype: DType, expression: StaticString, dtypes: List[DType], width: Int
+    dtype: DType, expression: StaticString, dtypes: List[DType], width: Int, most: Int
 ](
     y: Data[dtype],
     sources: Sources[len(dtypes)],
     axes: Broadcast[len(dtypes)],
-    vectors: UInt32,
-    per_row: UInt32,
+    threads: Threads[len(dtypes)],
 ):
-    """Computes `width` numbers of an expression in each thread.
+    """Computes up to `pieces_of` vectors in each thread.
 
     Parameters:
         dtype: Of the result; uint8 for masks.
         expression: What is computed.
         dtypes: Of the inputs.
         width: 16 bytes of numbers, or 1.
+        most: Axes that may number the rows.
 
     Args:
         y: The result.
         sources: The inputs.
         axes: How they broadcast.
-        vectors: What there is to compute.
-        per_row: Vectors of a row.
+        threads: Which vectors a thread computes.
     """
+    comptime count = len(dtypes)
+    comptime pieces = pieces_of(dtype, dtypes)
+    comptime once = loaded_once(dtype, dtypes)
+    var vector = UInt32(block_idx.x) * THREADS + UInt32(thread_idx.x)
+    var row = quotient(vector, threads.factor, threads.shift)
+    var column = Int(vector - row * threads.per_row) * width
+    var starts = axes.row[most](row)
     wait_on_dependent_grids()
     launch_dependent_grids()
-    var vector = UInt32(block_idx.x) * THREADS + UInt32(thread_idx.x)
-    if vector >= vectors:
+    if vector >= threads.step:
         return
-    var row = UInt32(0) if axes.axes == 0 else vector // per_row
-    var column = Int(vector - row * per_row) * width
-    var values = Array[SIMD[F32, width], len(dtypes)](fill=0)
-    comptime for i in range(len(dtypes)):
-        comptime source = dtypes[i]
-        var numbers = (
-            sources[i].unsafe_bitcast[Scalar[source]]().unsafe_offset(Int(axes.row[i](row)))
-        )
-        if axes.moves[i]:
-            comptime bytes = min(16, width * size_of[source]())
-            values[i] = widened(numbers.unsafe_load[width=width, alignment=bytes](column))
-        else:
-            values[i] = widened(numbers[unsafe_offset=0])
-    comptime bytes = min(16, width * size_of[dtype]())
-    y.unsafe_store[alignment=bytes](Int(vector) * width, _evaluated[dtype, expression](values))
+
+    # What a thread lacks is its first vector again: with a branch around each load, loads would
+    # wait for one another.
+    var there = Array[Bool, pieces](fill=True)
+    var at = vector
+    comptime for piece in range(1, pieces):
+        at += threads.step
+        there[piece] = there[piece - 1] and at < threads.vectors
+    var held = Array[SIMD[U32, 4], pieces * count](fill=0)
+    var values = Array[SIMD[F32, width], count](fill=0)
+    var moves = True
+    comptime for i in range(count):
+        moves &= axes.moves[i]
+    comptime for way in range(2):
+        if moves == (way == 0):
+            comptime for kind in range(2):
+                comptime for i in range(count):
+                    comptime source = dtypes[i]
+                    comptime if once[i] == (kind == 1):
+                        var numbers = (
+                            sources[i]
+                            .unsafe_bitcast[Scalar[source]]()
+                            .unsafe_offset(Int(starts[i]))
+                        )
+                        if way == 0 or axes.moves[i]:
+                            numbers = numbers.unsafe_offset(column)
+                            comptime if once[i]:
+                                comptime bytes = min(16, width * size_of[source]())
+                                values[i] = widened(
+                                    numbers.unsafe_load[width=width, alignment=bytes]()
+                                )
+                            else:
+                                comptime for piece in range(pieces):
+                                    var skip = piece * Int(threads.strides[i])
+                                    held[piece * count + i] = load_words[width](
+                                        numbers.unsafe_offset(skip if there[piece] else 0)
+                                    )
+                        else:
+                            comptime if once[i]:
+                                values[i] = widened(numbers[unsafe_offset=0])
+                            else:
+                                comptime for piece in range(pieces):
+                                    var skip = piece * Int(threads.strides[i])
+                                    var number = numbers[unsafe_offset=skip if there[piece] else 0]
+                                    held[piece * count + i] = as_words(SIMD[source, width](number))
+
+    # The compiler unrolls this where the expression is short. A vector leaves at the front.
+    for _ in range(pieces):
+        comptime for i in range(count):
+            comptime if not once[i]:
+                values[i] = from_words[dtypes[i], width](held[i])
+        comptime for i in range((pieces - 1) * count):
+            held[i] = held[i + count]
+        comptime bytes = min(16, width * size_of[dtype]())
+        y.unsafe_store[alignment=bytes](Int(vector) * width, evaluated[dtype, expression](values))
+        vector += threads.step
+        if vector >= threads.vectors:
+            return
+
+
+@always_inline
+def load_words[dtype: DType, //, width: Int](numbers: Data[dtype]) -> SIMD[U32, 4]:
+    """Loads a vector of up to 16 bytes into registers, and does not wait for it.
+
+    Parameters:
+        dtype: Of the numbers.
+        width: How many there are.
+
+    Args:
+        numbers: A whole vector.
+
+    Returns:
+        The bytes of the vector.
+    """
+    comptime bytes = width * size_of[dtype]()
+    comptime if bytes < 4:
+        return as_words(numbers.unsafe_load[width=width]())
+    else:
+        comptime words = bytes // 4
+        var found = SIMD[U32, 4](0)
+        var loaded = numbers.unsafe_bitcast[UInt32]().unsafe_load[width=words, alignment=bytes]()
+        comptime for i in range(words):
+            found[i] = loaded[i]
+        return found
+
+
+@always_inline
+def store_words[dtype: DType, //, width: Int](numbers: Data[dtype], words: SIMD[U32, 4]):
+    """Stores a vector of up to 16 bytes.
+
+    Parameters:
+        dtype: Of the numbers.
+        width: How many there are.
+
+    Args:
+        numbers: Where to.
+        words: The bytes of the vector.
+    """
+    comptime bytes = width * size_of[dtype]()
+    comptime if bytes == 1:
+        numbers.unsafe_bitcast[UInt8]().unsafe_store(words[0].cast[DType.uint8]())
+    elif bytes == 2:
+        numbers.unsafe_bitcast[UInt16]().unsafe_store(words[0].cast[DType.uint16]())
+    else:
+        var some = SIMD[U32, bytes // 4](0)
+        comptime for i in range(bytes // 4):
+            some[i] = words[i]
+        numbers.unsafe_bitcast[UInt32]().unsafe_store[alignment=bytes](some)
+
+
+@always_inline
+def as_words[dtype: DType, width: Int, //](value: SIMD[dtype, width]) -> SIMD[U32, 4]:
+    """Lays a vector of up to 16 bytes in registers.
+
+    Parameters:
+        dtype: Of the vector.
+        width: Its length.
+
+    Args:
+        value: The vector.
+
+    Returns:
+        Its bytes.
+    """
+    comptime bytes = width * size_of[dtype]()
+    var found = SIMD[U32, 4](0)
+    comptime if bytes == 1:
+        found[0] = UInt32(bitcast[DType.uint8, 1](value))
+    elif bytes == 2:
+        found[0] = UInt32(bitcast[DType.uint16, 1](value))
+    else:
+        var words = bitcast[U32, bytes // 4](value)
+        comptime for i in range(bytes // 4):
+            found[i] = words[i]
+    return found
+
+
+@always_inline
+def from_words[dtype: DType, width: Int](words: SIMD[U32, 4]) -> SIMD[F32, width]:
+    """Widens what `as_words` gave.
+
+    Parameters:
+        dtype: Of the vector.
+        width: Its length.
+
+    Args:
+        words: Its bytes.
+
+    Returns:
+        Its numbers.
+    """
+    comptime bytes = width * size_of[dtype]()
+    comptime if bytes == 1:
+        return widened(bitcast[dtype, width](words[0].cast[DType.uint8]()))
+    elif bytes == 2:
+        return widened(bitcast[dtype, width](words[0].cast[DType.uint16]()))
+    else:
+        var some = SIMD[U32, bytes // 4](0)
+        comptime for i in range(bytes // 4):
+            some[i] = words[i]
+        return widened(bitcast[dtype, width](some))
 
 
 def pointwise_gpu[
-    dtype: DType, //, expression: StaticString, dtypes: List[DType]
+    dtype: DType, //, expression: StaticString, dtypes: List[DType], most: Int = AXES
 ](
     y: Data[dtype],
     sources: Sources[len(dtypes)],
@@ -285,6 +543,7 @@ def pointwise_gpu[
         dtype: Of the result; uint8 for masks.
         expression: What is computed.
         dtypes: Of the inputs.
+        most: Axes that may number the rows.
 
     Args:
         y: The result.
@@ -293,26 +552,76 @@ def pointwise_gpu[
         ctx: The GPU.
 
     Raises:
-        If the launch fails.
+        If the launch fails, or there are too many numbers.
     """
     comptime wide = 16 // _narrowest(dtype, dtypes)
-    var inner = Int(axes.inner)
-    var fits = inner % wide == 0
-    var per_row = inner // wide if fits else inner
-    var vectors = Int(axes.rows) * per_row
-    comptime for i in range(2):
-        comptime width = wide if i == 0 else 1
-        if fits == (i == 0):
-            ctx.enqueue_function[pointwise_kernel[dtype, expression, dtypes, width]](
+    comptime once = loaded_once(dtype, dtypes)
+    var fits = Int(axes.inner) % wide == 0
+    comptime for width in [wide, 1]:
+        if fits == (width == wide):
+            var vectors = Int(axes.rows) * Int(axes.inner) // width
+            comptime limit = pieces_of(dtype, dtypes)
+            var pieces = pieces_for(vectors, limit, ctx)
+            var threads = Threads[len(dtypes)](axes, width, pieces, materialize[once]())
+            ctx.enqueue_function[pointwise_kernel[dtype, expression, dtypes, width, most]](
                 y,
                 sources,
                 axes,
-                UInt32(vectors),
-                UInt32(per_row),
-                grid_dim=ceildiv(vectors, THREADS),
+                threads,
+                grid_dim=ceildiv(Int(threads.step), THREADS),
                 block_dim=THREADS,
                 attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
             )
+
+
+def pieces_for(vectors: Int, most: Int, ctx: DeviceContext) raises -> Int:
+    """Chooses how many vectors a thread takes: several if the GPU is full without.
+
+    Args:
+        vectors: What there is.
+        most: Vectors of a thread, at most.
+        ctx: The GPU.
+
+    Returns:
+        From 1 to `most`.
+
+    Raises:
+        If the driver does not say what the GPU has.
+    """
+    return max(1, min(most, vectors // (Device(ctx).multiprocessors * FULL)))
+
+
+def pieces_of(dtype: DType, dtypes: List[DType]) -> Int:
+    """Chooses how many vectors a thread takes at most: as many as its registers hold.
+
+    Args:
+        dtype: Of the result.
+        dtypes: Of the inputs.
+
+    Returns:
+        4, 2 or 1.
+    """
+    var words = 0
+    var once = loaded_once(dtype, dtypes)
+    for i in range(len(dtypes)):
+        words += 0 if once[i] else 4
+    return 4 if words <= WORDS else 2 if words <= 2 * WORDS else 1
+
+
+def loaded_once(dtype: DType, dtypes: List[DType]) -> List[Bool]:
+    """Tells of which inputs a thread loads one vector: float32 beside 16 bits, as constants are.
+
+    Args:
+        dtype: Of the result.
+        dtypes: Of the inputs.
+
+    Returns:
+        A truth value for each input.
+    """
+    var found = List[Bool]()
+    for each in dtypes:
+        found.append(each == F32 and _narrowest(dtype, dtypes) == 2)
+    return found^
 
 
 def _narrowest(dtype: DType, dtypes: List[DType]) -> Int:
@@ -330,7 +639,9 @@ def _narrowest(dtype: DType, dtypes: List[DType]) -> Int:
 @always_inline
 def _axes[
     count: Int
-](y: ManagedTensorSlice, sizes: StaticTuple[StaticTuple[Int, AXES], count]) -> Broadcast[count]:
+](y: ManagedTensorSlice, sizes: StaticTuple[StaticTuple[Int, AXES], count]) raises -> Broadcast[
+    count
+]:
     """Joins the axes that lie alike in every input; `sizes` are the last axis first."""
     var found = Broadcast[count]()
     var inner = True
@@ -366,6 +677,10 @@ def _axes[
         comptime for i in range(count):
             if lies[i]:
                 step[i] *= Int64(size)
+    if found.rows >= 1 << 31:
+        raise Error("pointwise: expects fewer than 2^31 rows but has ", found.rows)
+    for axis in range(Int(found.axes) - 1):
+        found.factors[axis], found.shifts[axis] = reciprocal(Int(found.sizes[axis]))
     return found
 
 
@@ -403,7 +718,7 @@ struct Pointwise:
             ctx: The device.
 
         Raises:
-            If a launch fails.
+            If there are too many rows, or a launch fails.
         """
         comptime assert is_expression(
             split(expression), MOST
@@ -433,7 +748,8 @@ struct Pointwise:
         comptime if target == "cpu":
             pointwise_cpu[expression, dtypes](to, used, axes)
         else:
-            pointwise_gpu[expression, dtypes](to, used, axes, ctx)
+            comptime most = AXES if y.rank > 4 else 3  # one kernel for tokens and images
+            pointwise_gpu[expression, dtypes, most](to, used, axes, ctx)
 
 
 def _in_memory(dtypes: List[DType], count: Int) -> List[DType]:

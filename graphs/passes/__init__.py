@@ -1,28 +1,29 @@
 """What rewrites a program for a device: each pass by its name, in this order.
 
-| pass          | what becomes of what                                                       |
-| ------------- | -------------------------------------------------------------------------- |
-| constants     | ops on weights alone run when the model loads                               |
-| written_out   | activations and layer norms written out in smaller ops: one op              |
-| bias          | a constant vector added behind a product: its bias                          |
-| batch_norm    | a convolution and its batch norm: one convolution                           |
-| attention     | attention, written out or not, with its masks: one op on tokens [N, T, C]   |
-| common        | ops that compute the same of the same values, as of a mask: one             |
-| channels_last | images as [N, H, W, C]; permutes and reshapes that cancel out go            |
-| concats       | many values put together, most of which are already: two                    |
-| scale         | a constant by channel behind a product, as LayerScale: into its weights     |
-| tokens        | a class token put before others, the norm of the first token: one op each   |
-| sparse        | layers that run on their nonzeros alone; on Hopper convolutions in groups  |
-| epilogues     | + residual and an activation behind a product: its epilogue                 |
-| stem          | pixels, first convolution, and max pool or layer norm: one op               |
-| patches       | a convolution of patches that touch: one of their rows, as wider channels   |
-| shortcut      | a residual block's last convolution and its shortcut's: one op              |
-| chain         | a block's last 1 x 1 and the next one's first: one op                       |
-| qkv           | the linear layers of query, key and value: one op                           |
-| depthwise     | a norm and depthwise convolutions into query, key and value: one op         |
-| mlp           | a norm and an MLP: one op                                                   |
-| align         | axes of linear layers that Hopper's copy engine does not take: padded       |
-| pointwise     | batch norms that are left and elementwise ops in a row: one expression      |
+| pass             | what becomes of what                                                         |
+|------------------|------------------------------------------------------------------------------|
+| constants        | ops on weights alone run when the model loads                                |
+| written_out      | activations and layer norms written out in smaller ops: one op               |
+| bias             | a constant vector added behind a product: its bias                           |
+| batch_norm       | a convolution and its batch norm: one convolution                            |
+| attention        | attention, written out or not, with its masks: one op on tokens [N, T, C]    |
+| common           | ops that compute the same of the same values, as of a mask: one              |
+| channels_last    | images as [N, H, W, C]; permutes and reshapes that cancel out go             |
+| concats          | more values put together than a launch takes, most of which are already: few |
+| scale            | a constant by channel behind a product, as LayerScale: into its weights      |
+| tokens           | a class token put before others, the norm of the first token: one op each    |
+| sparse           | layers that run on their nonzeros alone; on Hopper convolutions in groups    |
+| epilogues        | + residual and an activation behind a product: its epilogue                  |
+| stem             | pixels, first convolution, and max pool or layer norm: one op                |
+| patches          | a convolution of patches that touch: one of their rows, as wider channels    |
+| shortcut         | a residual block's last convolution and its shortcut's: one op               |
+| chain            | a block's last 1 x 1 and the next one's first: one op                        |
+| qkv              | the linear layers of query, key and value: one op                            |
+| depthwise        | a norm and depthwise convolutions into query, key and value: one op          |
+| mlp              | a norm and an MLP: one op                                                    |
+| align            | axes of linear layers that Hopper's copy engine does not take: padded        |
+| pointwise        | batch norms that are left and elementwise ops in a row: one expression       |
+| concat_pointwise | values put together and an expression of all by channel: one op              |
 
 A program means the same before and after a pass, and runs with any of them left out: that finds
 the one to blame for a wrong answer (``--passes``).
@@ -63,6 +64,7 @@ PASSES: dict[str, Pass] = {
     "mlp": fuse.mlp,
     "align": align.align,
     "pointwise": elementwise.pointwise,
+    "concat_pointwise": elementwise.concat_pointwise,
 }
 """The passes by name, in their order."""
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.elementwise import ELEMENTWISE, MOST_VALUES, expression
+from maxvision.graphs.elementwise import (
+    ELEMENTWISE,
+    MOST_PARTS,
+    MOST_VALUES,
+    MOST_VECTORS,
+    expression,
+)
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import MOST_AXES, infer
 from maxvision.graphs.types import Type
@@ -18,6 +24,62 @@ def pointwise(program: Program, _: Backend) -> Program:
     a batch norm, scale and shift are computed when the model loads.
     """
     return _Fusion(program).run()
+
+
+def concat_pointwise(program: Program, _: Backend) -> Program:
+    """Computes an expression while values are put together: they are read and written once.
+
+    Where nothing else reads the concat, which is along the last axis, and all else in the
+    expression are constants by channel: a batch norm and a ReLU in a dense block.
+    """
+    rewrite = Rewrite(program)
+    for node in program.nodes:
+        for value in dict.fromkeys(node.inputs):
+            concat = program.producers.get(value)
+            if concat and concat.op == "concat" and program.only_user(value) is node:
+                if fused := _with_expression(program, concat, node):
+                    rewrite.replace([concat, node], fused)
+                break
+    return rewrite.done()
+
+
+def _with_expression(program: Program, concat: Node, node: Node) -> Node | None:
+    """Makes one node of a concat and of what computes an expression of it, if one kernel does."""
+    types, value = program.types, concat.output
+    shape = types[value].shape
+    vectors = list(dict.fromkeys(each for each in node.inputs if each != value))
+    if (
+        (node.op not in ELEMENTWISE and node.op != "pointwise")
+        or node.at_load
+        or types[node.output] != types[value]
+        or "float" not in types[value].dtype
+        or any(types[each].dtype != types[value].dtype for each in concat.inputs)
+        or "expression" in concat.attributes
+        or concat.attributes["axis"] != len(shape) - 1
+        or len(concat.inputs) > MOST_PARTS
+        or len(vectors) > MOST_VECTORS
+        or not program.constants.issuperset(vectors)
+        or any(types[each].shape != shape[-1:] for each in vectors)
+        or any("float" not in types[each].dtype for each in vectors)
+    ):
+        return None
+    names = {each: f"x{i}" for i, each in enumerate([value, *vectors])}
+    words = (
+        names[node.inputs[int(word[1:])]] if word[0] == "x" else word
+        for word in _text(node).split(" ")
+    )
+    return Node(
+        "concat",
+        (*concat.inputs, *vectors),
+        node.outputs,
+        {**concat.attributes, "expression": " ".join(words)},
+        (*concat.layers, *node.layers),
+    )
+
+
+def _text(node: Node) -> str:
+    """Gives the expression that a node computes."""
+    return str(node.attributes.get("expression") or expression(node.op, node.attributes))
 
 
 @dataclass(frozen=True)
@@ -127,8 +189,8 @@ class _Fusion:
         if node.op == "batch_norm":
             scale, shift = (_Read(node.output, part) for part in ("scale", "shift"))
             return _Tree((_Read(node.inputs[0]), scale, "mul", shift, "add"), (node,))
-        text = str(node.attributes.get("expression") or expression(node.op, node.attributes))
-        words = (_Read(node.inputs[int(w[1:])]) if w[0] == "x" else w for w in text.split(" "))
+        text = _text(node).split(" ")
+        words = (_Read(node.inputs[int(w[1:])]) if w[0] == "x" else w for w in text)
         return _Tree(tuple(words), (node,))
 
     def written(self, tree: _Tree) -> list[Node]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.elementwise import ELEMENTWISE
+from maxvision.graphs.elementwise import ELEMENTWISE, MOST_PARTS
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, rebuilt
 from maxvision.graphs.views import View
 
@@ -35,19 +35,24 @@ def concats(program: Program, _: Backend) -> Program:
     """Puts what is new behind what stands together already, as in a dense block.
 
     Each layer of DenseNet (Huang et al. 2017, arXiv:1608.06993) reads all that came before: dozens
-    of inputs, of which all but the last are one value by then.
+    of inputs, of which all but the last are one value by then. As many as one launch takes stay as
+    they are: what only one expression reads is never written (``elementwise.concat_pointwise``). So
+    few values are read as those that stand together: one that is, or else the longest.
     """
     rewrite = Rewrite(program)
     together: dict[tuple[Attribute, tuple[str, ...]], str] = {}
+    read: set[tuple[Attribute, tuple[str, ...]]] = set()
     for node in program.nodes:
-        if node.op != "concat" or node.at_load:
+        if node.op != "concat" or node.at_load or "expression" in node.attributes:
             continue
         axis, parts = node.attributes["axis"], node.inputs
-        for end in range(len(parts) - 1, 1, -1):
-            if (axis, parts[:end]) in together:
+        if len(parts) > MOST_PARTS:
+            ends = [i for i in range(len(parts) - 1, 1, -1) if (axis, parts[:i]) in together]
+            near = [i for i in ends if len(parts) - i < MOST_PARTS and (axis, parts[:i]) in read]
+            for end in (near or ends)[:1]:
                 first = together[axis, parts[:end]]
+                read.add((axis, parts[:end]))
                 rewrite.replace([node], replace(node, inputs=(first, *parts[end:])))
-                break
         together.setdefault((axis, parts), node.output)
     return rewrite.done()
 
@@ -96,7 +101,11 @@ class _Layout:
         elif not (
             (node.op == "layer_norm" and self.of_pixels(node))
             or (node.op in (*ELEMENTWISE, "cast") and self.elementwise(node))
-            or (node.op in ALONG_AXES and self.along_axes(node))
+            or (
+                node.op in ALONG_AXES
+                and "expression" not in node.attributes  # which reads vectors of the last axis
+                and self.along_axes(node)
+            )
         ):
             self.keep(node)
 

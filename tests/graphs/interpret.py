@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from maxvision.graphs.elementwise import ELEMENTWISE, activation
+from maxvision.graphs.elementwise import ELEMENTWISE, activation, values_of
 from maxvision.graphs.program import Program
 from maxvision.graphs.shapes import sides
 from maxvision.graphs.types import at_batch, split
@@ -293,6 +293,11 @@ def _class_token(tokens: Tensor, token: Tensor) -> Tensor:
     return torch.cat([token.reshape(1, 1, -1).expand(len(tokens), 1, -1), tokens], 1)
 
 
+def _concat(*given: Tensor, axis: int, expression: str = "x0") -> Tensor:
+    count = len(given) - values_of(expression) + 1
+    return _pointwise(torch.cat(given[:count], axis), *given[count:], expression=expression)
+
+
 def _pointwise(*given: Tensor, expression: str) -> Tensor:
     """Computes an expression word by word."""
     stack: list[Any] = []
@@ -387,7 +392,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "reshape": lambda x, *, shape: x.reshape(shape),
     "permute": lambda x, *, axes: x.permute(axes),
     "slice": _slice,
-    "concat": lambda *parts, axis: torch.cat(parts, axis),
+    "concat": _concat,
     "expand": lambda x, *, shape: x.expand(shape),
     "cast": _cast,
     "batch_norm_scale": lambda weight, var, *, eps: weight / (var + eps).sqrt(),

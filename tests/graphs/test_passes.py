@@ -265,10 +265,15 @@ def tiles(net: Net, x: Value, stride: tuple[int, int] = (2, 4), **window: Any) -
 
 def dense_block(net: Net, x: Value) -> Value:
     values = [x]
-    for i in range(3):
+    for i in range(17):
         together = net.op("concat", values, axis=1) if len(values) > 1 else x
         values.append(net.relu(raw(net, together, f"dense{i}", 2, 1)))
     return net.op("concat", values, axis=1)
+
+
+def normed(net: Net, x: Value) -> Value:
+    y = net.max_pool2d(x, 2, stride=2)
+    return net.relu(net.batch_norm(net.concat([y, net.relu(y)], 1), "n"))
 
 
 def links(
@@ -801,6 +806,13 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "scale", CPU, lambda n, x: n.op("mul", [n.weight("g", 1, 4, 1, 1), a_conv(n, x)]), IMAGE,
         "mul ->",
     ),
+    "a norm and an activation of images put together": (
+        "concat_pointwise", CPU, normed, IMAGE, "pointwise ->",
+    ),
+    "an activation alone, of tokens put together": (
+        "concat_pointwise", CUDA, lambda n, x: n.relu(n.concat([x, x, x], 2)), TOKENS,
+        "relu ->",
+    ),
     "at most six values": (
         "pointwise", CPU,
         lambda n, x: functools.reduce(
@@ -827,7 +839,11 @@ def test_it_applies(name: str) -> None:
 def test_what_stands_together_is_put_together_once() -> None:
     before, after = both("concats", nets.program(dense_block, *IMAGE), CPU)
     inputs = [[len(n.inputs) for n in p.nodes if n.op == "concat"] for p in (before, after)]
-    assert inputs == [[2, 3, 4], [2, 2, 2]]
+    assert inputs[0] == list(range(2, 19))
+    assert inputs[1] == [*range(2, 9), *range(2, 9), 2, 3, 4]
+    # Of those of 9 to 15 all read the one of 8, and of those of 16 to 18 the one of 15.
+    first = [n.inputs[0] for n in after.nodes if n.op == "concat"]
+    assert [len(set(some)) for some in (first[:7], first[7:14], first[14:])] == [1, 1, 1]
 
 
 def test_every_pass_is_seen_to_apply() -> None:
@@ -1168,6 +1184,28 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     "pointwise: it is read twice": (
         "pointwise", CPU, lambda n, x: n.op("mul", [(y := n.op("exp", [x])), y]), TOKENS,
     ),
+    "concat_pointwise: another reads it": (
+        "concat_pointwise", CPU,
+        lambda n, x: n.relu(y := n.concat([x, x], 2)) + n.op("softmax", [y]), TOKENS,
+    ),
+    "concat_pointwise: it is an output": (
+        "concat_pointwise", CPU, lambda n, x: n.relu(seen(n, n.concat([x, x], 2))), TOKENS,
+    ),
+    "concat_pointwise: along another axis": (
+        "concat_pointwise", CPU, lambda n, x: n.relu(n.concat([x, x], 1)), TOKENS,
+    ),
+    "concat_pointwise: an activation beside it": (
+        "concat_pointwise", CPU, lambda n, x: n.concat([x, x], 2) + n.concat([x, x], 2), TOKENS,
+    ),
+    "concat_pointwise: nine values": (
+        "concat_pointwise", CPU, lambda n, x: n.relu(n.concat([x] * 9, 2)), TOKENS,
+    ),
+    "concat_pointwise: a number that repeats": (
+        "concat_pointwise", CPU, lambda n, x: n.concat([x, x], 2) + n.weight("b", 1), TOKENS,
+    ),
+    "concat_pointwise: a truth value": (
+        "concat_pointwise", CPU, lambda n, x: n.op("gt", [n.concat([x, x], 2)], other=0.5), TOKENS,
+    ),
     "pointwise: it broadcasts": (
         "pointwise", CPU, lambda n, x: x + n.op("exp", [n.slice(x, 1, 0, 1)]), TOKENS,
     ),
@@ -1458,8 +1496,8 @@ def test_passes_are_asked_for_by_name(text: str, off: set[str]) -> None:
     [
         ("chains", r"there is no pass 'chains'; did you mean chain\?"),
         ("all,-steam", r"there is no pass 'steam'; did you mean stem\?"),
-        ("-all", "there is no pass 'all'; they are constants, written_out, .*, pointwise"),
-        ("xyzzy", "there is no pass 'xyzzy'; they are constants, .*, pointwise"),
+        ("-all", "there is no pass 'all'; they are constants, written_out, .*, concat_pointwise"),
+        ("xyzzy", "there is no pass 'xyzzy'; they are constants, .*, concat_pointwise"),
     ],
 )
 def test_a_pass_that_is_not_there(text: str, said: str) -> None:

@@ -111,6 +111,7 @@ def test_the_types_of_networks_are_those_of_torchs_results(name: str) -> None:
         (one("permute", X, axes=(3, 0, 1, 2)), (9, BATCH, 6, 8)),
         (one("slice", X, axis=2, start=3, stop=8), (BATCH, 6, 5, 9)),
         (one("concat", TOKENS, TOKENS, axis=2), (BATCH, 5, 8)),
+        (one("concat", TOKENS, Type((4,)), axis=2, expression="x0 x1 add"), (BATCH, 5, 4)),
         (one("expand", Type((1, 1, 4)), shape=(BATCH, 5, 4)), (BATCH, 5, 4)),
         (one("class_token", TOKENS, Type((1, 1, 4))), (BATCH, 6, 4)),
         (one("layernorm_first", TOKENS, Type((4,)), Type((4,))), (BATCH, 4)),
@@ -223,6 +224,12 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     r"conv2d: does not take .* with \{'strides': 2\}": ("conv2d", (X, F33), {"strides": 2}),
     "batch_norm: does not take": ("batch_norm", (X,), {}),
     "qkv_linear: does not take": ("qkv_linear", (TOKENS, TOKENS), {}),
+    "concat: expects vectors of 8 along the last axis": (
+        "concat", (TOKENS, TOKENS, Type((4,))), {"axis": 2, "expression": "x0 x1 add"},
+    ),
+    "concat: expects values and the vectors of 'x0 x1 lt'": (
+        "concat", (TOKENS, TOKENS, Type((8,))), {"axis": 2, "expression": "x0 x1 lt"},
+    ),
     "concat: does not take": ("concat", (TOKENS, Type((BATCH, 5, 4, 1))), {"axis": 1}),
 }  # fmt: skip
 

@@ -355,6 +355,28 @@ def pointwise(
     )
 
 
+def concatenated(expression: str, reference: Any, *inputs: Shape) -> Case:
+    """Makes a case of an expression of a concat along the last axis, and of vectors."""
+    count = len(set(expression.split(" ")) & {"x1", "x2", "x3"})
+    names = [f"{i}.bias" for i in range(count)]
+
+    def build(w: Parameters, *values: Any) -> Any:
+        return nodes.concat(values, -1, expression, [w.vector(name) for name in names])
+
+    def theirs(w: dict[str, torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+        x = torch.cat(values, -1)
+        return reference(x, *(w[name].to(x) for name in names))
+
+    c = sum(shape[-1] for shape in inputs)
+    return Case(
+        f"concat {expression}: {' '.join(map(str, inputs))}",
+        inputs,
+        dict.fromkeys(names, (c,)),
+        build,
+        theirs,
+    )
+
+
 def masked(name: str, a: Shape, b: Shape) -> Case:
     """Makes a case of a mask, the result of one expression, that another one takes."""
 
@@ -997,8 +1019,16 @@ CASES = [
             (3, [(5, 7, 96), (5, 7, 32)]), (-1, [(6, 3), (6, 5), (6, 1)]),
             (1, [(2, 9, 8), (1, 9, 8), (4, 9, 8), (3, 9, 8)]),
             (2, [(3, 2, 4), (3, 1, 4), (3, 5, 4), (3, 1, 4), (3, 7, 4), (3, 2, 4)]),
+            (2, [(3, 2, 4), *[(3, i, 4) for i in range(1, 10)]]),
         )
     ),
+    concatenated(
+        "x0 x1 mul x2 add relu", lambda x, a, b: (x * a + b).relu(), (5, 7, 96), (5, 7, 32)
+    ),
+    concatenated(
+        "x1 x0 sub x2 mul x3 add", lambda x, a, b, c: (a - x) * b + c, (6, 3), (6, 40), (6, 1)
+    ),
+    concatenated("x0 silu", F.silu, *[(3, 2, 8 * i) for i in range(1, 12)]),
     Case(
         "class_token",
         [(9, 20)],

@@ -65,6 +65,7 @@ NAMES = {
     "reduce amax (6, 5, 40) (1, 2)",
     "permute (196, 72) (0, 2, 1)",
     "concat 3 (5, 7, 96) (5, 7, 32)",
+    "concat x0 x1 mul x2 add relu: (5, 7, 96) (5, 7, 32)",
     "roll (14, 14, 96) (-3, -3) (1, 2)",
     *POINTWISE,
     "softmax 64",

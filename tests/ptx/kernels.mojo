@@ -6,7 +6,7 @@ from ops.attention.flash import enqueue_flash
 from ops.attention.hopper import enqueue_hopper, long, short
 from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
-from ops.concat import ConcatTensors, concat_gpu
+from ops.concat import VECTORS, ConcatTensors, concat_gpu
 from ops.pool import pool_gpu
 from ops.roll import RollSizes, roll_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
@@ -138,10 +138,10 @@ def depthwise(
 
 
 def pointwise[
-    dtype: DType, expression: StaticString, dtypes: List[DType]
+    dtype: DType, expression: StaticString, dtypes: List[DType], most: Int
 ](y: Data[dtype], bytes: Data[DType.uint8], ctx: DeviceContext) raises:
     comptime count = len(dtypes)
-    pointwise_gpu[expression, dtypes](y, Sources[count](fill=bytes), Broadcast[count](), ctx)
+    pointwise_gpu[expression, dtypes, most](y, Sources[count](fill=bytes), Broadcast[count](), ctx)
 
 
 def main() raises:
@@ -311,12 +311,13 @@ def main() raises:
         n,
         ctx,
     )
-    pointwise[BF16, "x0 x1 mul x2 add silu", [BF16, BF16, F32]](half, bytes, ctx)
-    pointwise[DType.uint8, "x1 x0 x2 where 0.5 lt", [F32, DType.uint8, F32]](bytes, bytes, ctx)
-    var parts = ConcatTensors[BF16](half)
-    for i in range(4):
+    pointwise[BF16, "x0 x1 mul x2 add silu", [BF16, BF16, F32], 3](half, bytes, ctx)
+    pointwise[DType.uint8, "x1 x0 x2 where 0.5 lt", [F32, DType.uint8, F32], 6](bytes, bytes, ctx)
+    var parts = ConcatTensors[BF16](half, StaticTuple[Data[F32], VECTORS](fill=full))
+    for i in range(8):
         parts.starts[i + 1] = Int64(n * i)
-    concat_gpu(parts, n, ctx)
+    concat_gpu[BF16, "x0"](parts, n, ctx)
+    concat_gpu[BF16, "x0 x1 mul x2 add relu"](parts, n, ctx)
     roll_gpu(half, half, n, RollSizes(n, n, n), ctx)
     comptime for kind in ["max", "mean", "mean_inside"]:
         pool_gpu[BF16, kind](half, half, Geometry(rows=n, depth=n, columns=n), ctx)

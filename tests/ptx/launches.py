@@ -1006,8 +1006,19 @@ def depthwise(kernel: Kernel, p: Product, dtype: str, width: int, run: int = 0) 
     return memory.array(at[4], y)
 
 
+def reciprocal(size: int) -> tuple[int, int]:
+    """Finds the factor and the shift of a division, as ops/division.mojo does."""
+    shift = (size - 1).bit_length()
+    return (((1 << shift) - size) << 32) // size + 1, shift
+
+
 def pointwise(
-    kernel: Kernel, inputs: Sequence[Array], shape: Sequence[int], width: int, dtype: str
+    kernel: Kernel,
+    inputs: Sequence[Array],
+    shape: Sequence[int],
+    width: int,
+    dtype: str,
+    pieces: int = 1,
 ) -> Array:
     """Runs the kernel of ops/pointwise.mojo.
 
@@ -1017,6 +1028,7 @@ def pointwise(
         shape: Of the result; the last axis is a row.
         width: Numbers of a thread.
         dtype: Of the result; uint8 is a mask's.
+        pieces: Vectors of a thread.
 
     Returns:
         The result.
@@ -1026,42 +1038,66 @@ def pointwise(
     sources, to = [memory.add(a, late=True) for a in inputs], memory.add(y)
     *outer, inner = shape
     sizes = outer[::-1] + [1] * (6 - len(outer))
-    steps, moves = [], []
+    steps, moves, strides = [], [], []
+    size = outer[0] if outer else inner // width
+    share = -(-size // pieces)
     for a in inputs:
         *rows, column = (s // a.itemsize for s in np.broadcast_to(a, shape).strides)
         steps += rows[::-1] + [0] * (6 - len(rows))
         moves.append(column > 0)
-    count, vectors = len(inputs), y.size // width
-    numbers = (inner, y.size // inner, len(outer), *sizes, *steps, *moves)
-    axes = pack(f"2qi6I{6 * count}q{count}?", *numbers)
+        strides.append(share * (rows[0] if outer else width * column))
+    count, vectors, per_row = len(inputs), y.size // width, inner // width
+    step = vectors // size * share
+    inside = map(reciprocal, outer[:0:-1])  # of all axes but the outermost
+    factors, shifts = zip(*inside, *[(0, 31)] * (6 - max(len(outer) - 1, 0)), strict=True)
+    numbers = (inner, y.size // inner, len(outer), *sizes, *factors, *shifts, *steps, *moves)
+    axes = pack(f"2qi18I{6 * count}q{count}?", *numbers)
+    threads = pack(f"5I{count}q", vectors, step, per_row, *reciprocal(per_row), *strides)
     Launch(
         kernel,
-        [
-            pack("Q", to),
-            pack(f"{count}Q", *sources),
-            axes,
-            pack("I", vectors),
-            pack("I", inner // width),
-        ],
+        [pack("Q", to), pack(f"{count}Q", *sources), axes, threads],
         memory,
-        grid=(-(-vectors // 256),),
+        grid=(-(-step // 256),),
         threads=256,
         together=8,
     ).run()
     return memory.array(to, y)
 
 
-def concat(kernel: Kernel, parts: Sequence[Array], width: int, dtype: str) -> Array:
-    """Runs the kernel of ops/concat.mojo on up to four x[rows, ...]."""
+def concat(
+    kernel: Kernel,
+    parts: Sequence[Array],
+    width: int,
+    dtype: str,
+    pieces: int = 1,
+    vectors: Sequence[Array] = (),
+) -> Array:
+    """Runs the kernel of ops/concat.mojo.
+
+    Args:
+        kernel: What runs.
+        parts: Up to eight x[rows, ...].
+        width: Numbers of a vector.
+        dtype: Of the result.
+        pieces: Vectors of a thread.
+        vectors: What an expression reads by channel.
+
+    Returns:
+        The result.
+    """
     memory = Tensors()
     starts = np.cumsum([0, *(part.shape[1] for part in parts)]).tolist()
-    starts += [starts[-1]] * (4 - len(parts))
+    starts += [starts[-1]] * (8 - len(parts))
     y = unwritten((len(parts[0]), starts[-1]), dtype)
     to, at = memory.add(y), [memory.add(part, late=True) for part in parts]
-    tensors = pack("10q", to, *at, *at[:1] * (4 - len(at)), *starts)
-    vectors = y.size // width
-    parameters = [tensors, pack("q", vectors), pack("I", starts[-1] // width)]
-    Launch(kernel, parameters, memory, grid=(-(-vectors // 256),), threads=256, together=8).run()
+    at += at[:1] * (8 - len(at))
+    beside = [memory.add(vector, late=True) for vector in vectors]
+    beside += at[:1] * (3 - len(beside))
+    tensors = pack("21q", to, *at, *beside, *(start // width for start in starts))
+    per_row, rows = starts[-1] // width, -(-len(y) // pieces)
+    threads = pack("6I", len(y) * per_row, rows * per_row, rows, per_row, *reciprocal(per_row))
+    grid = (-(-rows * per_row // 256),)
+    Launch(kernel, [tensors, threads], memory, grid=grid, threads=256, together=8).run()
     return memory.array(to, y)
 
 
@@ -1195,10 +1231,7 @@ def _axes(axes: Sequence[tuple[int, int, int]]) -> bytes:
     """Packs sizes, steps in x and steps in y, the last axis first, as Axes of ops/permute.mojo."""
     rest = [(1, 0, 0)] * (6 - len(axes))
     sizes, x, y = zip(*axes, *rest, strict=True)
-    shifts = [(size - 1).bit_length() for size in sizes]
-    factors = [
-        (((1 << shift) - size) << 32) // size + 1 for size, shift in zip(sizes, shifts, strict=True)
-    ]
+    factors, shifts = zip(*map(reciprocal, sizes), strict=True)
     return pack("12q18Ii", *x, *y, *sizes, *factors, *shifts, len(axes))
 
 

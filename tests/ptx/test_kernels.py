@@ -942,7 +942,7 @@ def test_depthwise(find: Find, rng: np.random.Generator, g: Conv, name: str, run
     check(got, want, dtype, SUMS)
 
 
-BROADCASTS = [
+BROADCASTS: list[list[tuple[int, ...]]] = [
     [(5000,), (5000,), (5000,)],
     [(33, 72), (1, 72), (1, 72)],
     [(2, 35, 24), (2, 1, 24), (1, 1, 24)],
@@ -951,34 +951,41 @@ BROADCASTS = [
     [(2, 1, 2, 3, 2, 8), (1, 3, 1, 3, 1, 1), (2, 3, 2, 1, 2, 8)],
     [(33, 35), (1, 35), (33, 1)],
     [(2, 5, 7), (2, 1, 7), (1, 1, 1)],
+    [(9, 4, 3, 8), (9, 1, 3, 8), (1, 4, 1, 8)],
     [(1,), (1,), (1,)],
 ]
 """Shapes of three inputs; rows that are no multiple of 16 bytes go number by number."""
 
 
-@pytest.mark.parametrize("shapes", BROADCASTS, ids=str)
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("shapes", [s for s in BROADCASTS if len(s[0]) <= 4], ids=str)
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_pointwise(find: Find, rng: np.random.Generator, shapes: Sequence[tuple[int, ...]]) -> None:
+def test_pointwise(
+    find: Find, rng: np.random.Generator, shapes: Sequence[tuple[int, ...]], pieces: int
+) -> None:
+    """A thread loads one vector of x2, float32 beside 16 bits: it may not lie along the images."""
     numbers = odd_numbers(rng, shapes)
     dtypes = (BF16, BF16, "float32")
     inputs = [rounded(x, dtype) for x, dtype in zip(numbers, dtypes, strict=True)]
     x0, x1, x2 = (wide(x, dtype) for x, dtype in zip(inputs, dtypes, strict=True))
     want = silu(x0 * x1 + x2)
     width = 1 if want.shape[-1] % 8 else 8
-    got = pointwise(find(f"pointwise_{width}_{BF16}"), inputs, want.shape, width, BF16)
+    pieces = 1 if shapes[2][0] > 1 else pieces
+    got = pointwise(find(f"pointwise_{width}_{BF16}"), inputs, want.shape, width, BF16, pieces)
     check(got, want, BF16, SUMS)
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("shapes", BROADCASTS, ids=str)
 def test_pointwise_masks(
-    find: Find, rng: np.random.Generator, shapes: Sequence[tuple[int, ...]]
+    find: Find, rng: np.random.Generator, shapes: Sequence[tuple[int, ...]], pieces: int
 ) -> None:
     """A mask chooses between x0 and x2, and the result is one."""
     x0, x1, x2 = (x.astype(np.float32) for x in odd_numbers(rng, shapes))
     want = np.where(x1 > 0, x0, x2) < 0.5
     inputs: list[Array] = [x0, (x1 > 0).astype(np.uint8), x2]
     width = 1 if want.shape[-1] % 4 else 4
-    got = pointwise(find(f"pointwise_{width}_uint8"), inputs, want.shape, width, "uint8")
+    got = pointwise(find(f"pointwise_{width}_uint8"), inputs, want.shape, width, "uint8", pieces)
     np.testing.assert_array_equal(got, want)
 
 
@@ -990,16 +997,39 @@ def odd_numbers(rng: np.random.Generator, shapes: Sequence[tuple[int, ...]]) -> 
     return drawn
 
 
-@pytest.mark.parametrize(
-    ("width", "rows", "lengths"),
-    [(8, 37, (96, 32)), (8, 1, (8, 2048, 16, 8)), (1, 50, (3, 5, 1)), (1, 3, (7, 8))],
-)
+CONCATS = [
+    (8, 37, (96, 32)),
+    (8, 1, (8, 2048, 16, 8)),
+    (8, 130, (64, 8, 8, 8, 8, 8, 8, 8)),
+    (1, 50, (3, 5, 1)),
+    (1, 3, (7, 8)),
+    (1, 7, (2, 1, 3, 1, 4, 1, 5)),
+]
+"""Numbers of a vector, rows, and the lengths of several tensors' rows."""
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 4])
+@pytest.mark.parametrize(("width", "rows", "lengths"), CONCATS)
 def test_concat(
-    find: Find, rng: np.random.Generator, width: int, rows: int, lengths: tuple[int, ...]
+    find: Find, rng: np.random.Generator, width: int, rows: int, lengths: Sequence[int], pieces: int
 ) -> None:
     parts = [rounded(rng.standard_normal((rows, length)), BF16) for length in lengths]
-    got = concat(find(f"concat_{width}_{BF16}"), parts, width, BF16)
+    got = concat(find(f"concat_{width}_{BF16}"), parts, width, BF16, pieces)
     np.testing.assert_array_equal(got, np.concatenate(parts, 1))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize(("width", "rows", "lengths"), CONCATS)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_concat_pointwise(
+    find: Find, rng: np.random.Generator, width: int, rows: int, lengths: Sequence[int], pieces: int
+) -> None:
+    parts = [rounded(x, BF16) for x in odd_numbers(rng, [(rows, n) for n in lengths])]
+    scale, shift = (rng.standard_normal(sum(lengths), np.float32) for _ in range(2))
+    kernel = find(f"concat_pointwise_{width}_{BF16}")
+    got = concat(kernel, parts, width, BF16, pieces, [scale, shift])
+    x = np.concatenate([wide(part, BF16) for part in parts], 1)
+    check(got, np.maximum(x * scale + shift, 0), BF16, SUMS)
 
 
 @pytest.mark.parametrize("kind", ["max", "mean", "mean_inside"])
