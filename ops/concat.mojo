@@ -245,6 +245,7 @@ def concat_kernel[
             return
 
 
+@no_inline  # once, not for each node of a graph
 def concat_gpu[
     dtype: DType, expression: StaticString
 ](tensors: ConcatTensors[dtype], rows: Int, ctx: DeviceContext) raises:

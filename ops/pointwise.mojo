@@ -529,6 +529,7 @@ def from_words[dtype: DType, width: Int](words: SIMD[U32, 4]) -> SIMD[F32, width
         return widened(bitcast[dtype, width](some))
 
 
+@no_inline  # once, not for each node of a graph
 def pointwise_gpu[
     dtype: DType, //, expression: StaticString, dtypes: List[DType], most: Int = AXES
 ](
@@ -636,20 +637,20 @@ def _narrowest(dtype: DType, dtypes: List[DType]) -> Int:
 # Op
 
 
-@always_inline
+@no_inline  # once, not for each node of a graph
 def _axes[
     count: Int
-](y: ManagedTensorSlice, sizes: StaticTuple[StaticTuple[Int, AXES], count]) raises -> Broadcast[
+](y: StaticTuple[Int, AXES], sizes: StaticTuple[StaticTuple[Int, AXES], count]) raises -> Broadcast[
     count
 ]:
-    """Joins the axes that lie alike in every input; `sizes` are the last axis first."""
+    """Joins the axes that lie alike in every input; all sizes are the last axis first."""
     var found = Broadcast[count]()
     var inner = True
     var open = False
     var lies = StaticTuple[Bool, count](fill=True)
     var step = StaticTuple[Int64, count](fill=1)
-    for axis in range(y.rank):
-        var size = y.shape()[y.rank - 1 - axis]
+    for axis in range(AXES):
+        var size = y[axis]
         if size == 1:
             continue
         var same = True
@@ -743,7 +744,7 @@ struct Pointwise:
         var shapes = StaticTuple[StaticTuple[Int, AXES], count](fill=sizes[0])
         comptime for i in range(count):
             used[i], shapes[i] = sources[i], sizes[i]
-        var axes = _axes(y, shapes)
+        var axes = _axes(_sizes(y), shapes)
         var to = rebind[Data[result]](data(y).unsafe_bitcast[Scalar[result]]())
         comptime if target == "cpu":
             pointwise_cpu[expression, dtypes](to, used, axes)
