@@ -780,8 +780,7 @@ def concat(
     out = shapes.concat(*map(_type, given), axis=axis, expression=expression)
     inputs = [*values, *[values[0]] * (MOST_PARTS - len(values))]
     inputs += [*vectors, *[values[0]] * (MOST_VECTORS - len(vectors))]  # not read
-    settings = {"axis": axis, "count": len(values), "expression": expression}
-    return _custom("concat", inputs, [out], settings)[0]
+    return _custom("concat", inputs, [out], {"axis": axis, "expression": expression})[0]
 
 
 def supported(dtype: DType, device: DeviceRef) -> bool:

@@ -291,7 +291,7 @@ struct Concat:
 
     @staticmethod
     def execute[
-        target: StaticString, axis: Int, count: Int, expression: StaticString
+        target: StaticString, axis: Int, expression: StaticString
     ](
         y: OutputTensor,
         x0: InputTensor[dtype=y.dtype, rank=y.rank, ...],
@@ -312,13 +312,12 @@ struct Concat:
         Parameters:
             target: "cpu" or "gpu".
             axis: Along which.
-            count: Inputs that count; of the others nothing is read.
             expression: `x0`, or an expression of the concat, `x0`, and of vectors, `x1` to `x3`; its
                 axis is the last one then.
 
         Args:
             y: The result.
-            x0: The first input.
+            x0: The first input. Of inputs behind those that fill y nothing is read: there may be fewer.
             x1: The second.
             x2: The third.
             x3: The fourth.
@@ -336,7 +335,6 @@ struct Concat:
             If there are too many numbers, or the launch fails.
         """
         comptime assert 0 <= axis < y.rank, "concat: there is no such axis"
-        comptime assert 1 <= count <= MOST, "concat: takes up to eight inputs"
         comptime assert is_expression(
             split(expression), VECTORS + 1
         ), "concat: no expression of x0 to x3"
@@ -364,8 +362,8 @@ struct Concat:
         lengths[4], lengths[5] = _length[axis](x4), _length[axis](x5)
         lengths[6], lengths[7] = _length[axis](x6), _length[axis](x7)
         comptime for i in range(MOST):
-            var length = lengths[i] if i < count else 0
-            tensors.starts[i + 1] = tensors.starts[i] + Int64(length)
+            var left = _length[axis](y) - Int(tensors.starts[i])
+            tensors.starts[i + 1] = tensors.starts[i] + Int64(min(lengths[i], left))
         var rows = y.size() // tensors.length()
         comptime if target == "cpu":
             concat_cpu[y.dtype, expression](tensors, rows)

@@ -1,7 +1,7 @@
 """What rewrites a program for a device: each pass by its name, in this order.
 
 | pass             | what becomes of what                                                         |
-|------------------|------------------------------------------------------------------------------|
+| ---------------- | ---------------------------------------------------------------------------- |
 | constants        | ops on weights alone run when the model loads                                |
 | written_out      | activations and layer norms written out in smaller ops: one op               |
 | bias             | a constant vector added behind a product: its bias                           |
