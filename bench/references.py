@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from max.driver import Device
 from max.dtype import DType
-from max.graph import DeviceRef
 
 from maxvision import weights
 from maxvision.bench.inputs import Images, Inputs, Tokens
@@ -27,7 +26,7 @@ from maxvision.bridge.convert import computing_in
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.program import Program
 from maxvision.runtime.classifier import Classifier, network, weights_of
-from maxvision.runtime.executor import Executor, Lowering, Unchecked
+from maxvision.runtime.executor import Executor, Lowering
 from maxvision.runtime.preprocess import Preprocess
 from maxvision.weights import Checkpoint
 from maxvision.weights.catalog import PACKAGED
@@ -66,7 +65,7 @@ def reference_model(name: str) -> Any:
 
     transformers.utils.logging.disable_progress_bar()
     if name in PACKAGED:
-        return _torchnet(weights.load(name))
+        return _torchnet(name)
     if name not in NETWORKS:
         folder = BUNDLED / name if name in weights.bundled() else Path(name)
         if not (folder / "config.json").is_file():
@@ -75,11 +74,10 @@ def reference_model(name: str) -> Any:
                 " model, or a folder with a config.json"
             )
         if (folder / "program.json").is_file():  # maxvision convert wrote it
-            converted = subject(str(folder))
-            return TorchNet(converted.program, converted.tensors).eval()
+            return _torchnet(str(folder))
         family = find(json.loads((folder / "config.json").read_text()).get("model_type", ""))
         if family and not family.architectures:
-            return _torchnet(weights.load(folder))
+            return _torchnet(str(folder))
         return transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
     kind, options = NETWORKS[name]
     if options.get("layer_type") == "basic":
@@ -91,10 +89,10 @@ def reference_model(name: str) -> Any:
     return model
 
 
-def _torchnet(model: Checkpoint) -> TorchNet:
-    program = model.program(model.size).keep(["logits"])
-    network: TorchNet = TorchNet(program, model.tensors).eval()
-    return network
+def _torchnet(name: str) -> TorchNet:
+    what = subject(name)
+    made: TorchNet = TorchNet(what.program, what.tensors).eval()
+    return made
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,7 @@ class Subject:
         model = self.checkpoint
         if model is None:
             return computing_in(self.program, dtype), self.tensors
-        prepare = Preprocess.from_config(model.preprocess)
-        return network(model, (prepare.height, prepare.width), dtype), weights_of(model)
+        return network(model, model.size, dtype), weights_of(model)
 
 
 def subject(name: str, reference: Any = None) -> Subject:
@@ -149,7 +146,7 @@ def subject(name: str, reference: Any = None) -> Subject:
             return Subject(program, tensors, partial(Tokens.of, program))
     model = checkpoint(name, reference)
     prepare = Preprocess.from_config(model.preprocess)
-    program = model.program((prepare.height, prepare.width)).keep(["logits"])
+    program = model.program(model.size).keep(["logits"])
     return Subject(program, model.tensors, partial(Images.of, prepare), model)
 
 
@@ -176,29 +173,6 @@ def checkpoint(name: str, reference: Any = None) -> Checkpoint:
         return weights.load(folder)
 
 
-def our_model(
-    name: str,
-    reference: Any,
-    device: Device,
-    dtype: DType,
-    precompiled: Path | None = None,
-    *,
-    tf32: bool = True,
-    sparse: str = "auto",
-) -> Classifier:
-    """Makes our model of the same weights, from ``precompiled`` if that is a folder of graphs.
-
-    Raises:
-        ArgumentError: If the folder has no such graph.
-    """
-    model = Classifier(checkpoint(name, reference), device, dtype, tf32=tf32, sparse=sparse)
-    if precompiled is None:
-        model.compile()
-        return model
-    model.adopt(find_artifact(precompiled, name, precision(dtype.name, tf32)))
-    return model
-
-
 def our_executor(
     name: str,
     reference: Any,
@@ -209,18 +183,22 @@ def our_executor(
     tf32: bool = True,
     sparse: str = "auto",
 ) -> Executor:
-    """Makes what runs our model; see ``our_model``, and ``subject`` for what is no classifier."""
+    """Makes what runs our model of the same weights, from ``precompiled`` if that is a folder.
+
+    Raises:
+        ArgumentError: If the folder has no such graph.
+    """
     what = subject(name, reference)
+    path = precompiled and find_artifact(precompiled, name, precision(dtype.name, tf32))
     if what.checkpoint:
-        given = (name, reference, device, dtype, precompiled)
-        return our_model(*given, tf32=tf32, sparse=sparse).executor()
+        model = Classifier(what.checkpoint, device, dtype, tf32=tf32, sparse=sparse)
+        if path:
+            model.adopt(path)
+        return model.executor()
     (program, tensors), lowering = what.computing_in(dtype.name), Lowering(dtype.name, tf32)
-    if precompiled is None:
-        return Executor.compile(program, tensors, device, lowering)
-    mef = find_artifact(precompiled, name, precision(dtype.name, tf32)).read_bytes()
-    place = DeviceRef.from_device(device)
-    _, parameters, final = lowering.build(program, tensors, place, Unchecked())
-    return Executor(mef, parameters.registry(device), device, final)
+    if path:
+        return Executor.adopt(path, program, tensors, device, lowering)
+    return Executor.compile(program, tensors, device, lowering)
 
 
 def find_artifact(folder: Path, name: str, dtype: str, option: str = "") -> Path:

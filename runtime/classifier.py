@@ -11,7 +11,6 @@ import threading
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -33,7 +32,7 @@ from maxvision.graphs.target import Target
 from maxvision.runtime import artifact
 from maxvision.runtime.artifact import Package
 from maxvision.runtime.devices import find_device, find_dtype, parse_device
-from maxvision.runtime.executor import Executor, Lowering, Unchecked, Watch
+from maxvision.runtime.executor import Executor, Lowering, Watch
 from maxvision.runtime.predictions import Prediction, softmax
 from maxvision.runtime.preprocess import Preprocess, Source, load_batch
 from maxvision.runtime.replay import IMAGES
@@ -523,16 +522,8 @@ class Classifier:
         """
         key = Key(self._size, pixels, everything)
         program, lowering = self._network(key)
-        place = DeviceRef.from_device(self._device)
-        _, weights, final = lowering.build(program, self._weights, place, Unchecked())
-        try:
-            mef = Path(path).read_bytes()
-            registry = weights.registry(self._device)
-            executor = Executor(mef, registry, self._device, final, self._images(key))
-        except (OSError, RuntimeError) as problem:
-            raise ModelError(
-                f"{path} is not a compiled graph that runs here ({problem})"
-            ) from problem
+        given = program, self._weights, self._device, lowering
+        executor = Executor.adopt(path, *given, self._images(key))
         with self._lock:
             self._executors[key] = executor
 

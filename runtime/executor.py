@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from max.engine import CompiledModel, InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary
 
-from maxvision.common.errors import ArgumentError
+from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs.lower import lower
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.program import Program
@@ -205,6 +207,30 @@ class Executor:
         executor = cls(mef, weights.registry(device), device, final, images)
         watch.lap("load")
         return executor
+
+    @classmethod
+    def adopt(
+        cls,
+        path: str | os.PathLike[str],
+        program: Program,
+        tensors: Mapping[str, np.ndarray],
+        device: Device,
+        lowering: Lowering,
+        images: int = IMAGES,
+    ) -> Executor:
+        """Takes what a plain program was compiled to for this device from a file; see ``compiled``.
+
+        Raises:
+            ModelError: If the file cannot be read.
+        """
+        place = DeviceRef.from_device(device)
+        _, weights, final = lowering.build(program, tensors, place, Unchecked())
+        try:
+            return cls(Path(path).read_bytes(), weights.registry(device), device, final, images)
+        except (OSError, RuntimeError) as problem:
+            raise ModelError(
+                f"{path} is not a compiled graph that runs here ({problem})"
+            ) from problem
 
     def __repr__(self) -> str:
         return f"Executor({self.program.signature} on {self._place})"

@@ -36,9 +36,9 @@ from max.dtype import DType
 
 from maxvision.bench.environment import environment
 from maxvision.bench.records import check_path, write
-from maxvision.bench.references import our_model, reference_model
+from maxvision.bench.references import our_executor, reference_model
 from maxvision.common.host import leave
-from maxvision.runtime.classifier import Classifier
+from maxvision.runtime.executor import Executor
 from maxvision.runtime.replay import Execution, float32
 from tests import gpu
 from tests.ops.cases import draw
@@ -138,8 +138,8 @@ def inside(tool: str, what: str, chosen: str, folder: Path | None) -> int:
     device = Accelerator()
     dtype, tf32 = gpu.PRECISIONS[chosen]
 
-    def network(name: str) -> Classifier:
-        return our_model(name, reference_model(name), device, dtype, folder, tf32=tf32)
+    def network(name: str) -> Executor:
+        return our_executor(name, reference_model(name), device, dtype, folder, tf32=tf32)
 
     if what == SHORT:
         return run_short(network(MODELS[0]))
@@ -175,11 +175,11 @@ def ops(device: Device, dtype: DType, tf32: bool, folder: Path | None) -> Output
     return run
 
 
-def running(model: Classifier, device: Device) -> Outputs:
+def running(model: Executor, device: Device) -> Outputs:
     """Returns what runs a network, kernel by kernel, on the same images each time."""
     shape = max(max(BATCHES.values())), *gpu.SIZE, 3
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-    execution = Execution(model.executable(), device)
+    execution = Execution(model.executable, device)
 
     def run(batch: int) -> list[np.ndarray]:
         execution.upload(pixels[:batch])
@@ -189,7 +189,7 @@ def running(model: Classifier, device: Device) -> Outputs:
     return run
 
 
-def run_short(model: Classifier) -> int:
+def run_short(model: Executor) -> int:
     """Says of one image that it is three, which memcheck has to notice."""
     image = torch.zeros((1, *gpu.SIZE, 3), dtype=torch.uint8, device="cuda")
     three = SimpleNamespace(
@@ -201,7 +201,7 @@ def run_short(model: Classifier) -> int:
         }
     )
     said = torch.as_tensor(three, device="cuda")
-    model.executable().execute(Buffer.from_dlpack(said))
+    model.executable.execute(Buffer.from_dlpack(said))
     torch.cuda.synchronize()
     return 0
 
