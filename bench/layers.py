@@ -38,6 +38,7 @@ FILTERS = {
     "depthwise_qkv": (3, 5, 7),
     "stem_maxpool": (3,),
     "stem_layernorm": (3,),
+    "stem_conv2d": (3,),
 }
 """Which inputs of an op are filters or linear weights; the bias of each is the next one."""
 

@@ -405,6 +405,8 @@ def _stem(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
         y = F.max_pool2d(F.relu(y) if whole else y, 3, 2, 1)
         return y.permute(0, 2, 3, 1)
     y = y.permute(0, 2, 3, 1)
+    if layer.op == "stem_conv2d":
+        return _ended(layer, y, []) if whole else y
     return F.layer_norm(y, y.shape[-1:], w[5], w[6], layer.setting("eps", 1e-5))
 
 
@@ -475,6 +477,7 @@ OPERATORS = {
     "layer_norm": Operator("layer_norm", _layernorm),
     "stem_maxpool": Operator("conv2d, max_pool2d", _stem, _normalised),
     "stem_layernorm": Operator("conv2d, layer_norm", _stem, _normalised),
+    "stem_conv2d": Operator("conv2d", _stem, _normalised),
     "depthwise_qkv": Operator("layer_norm, 3 conv2d", _qkv),
     "clamp": Operator("clamp", _clamp),
     "max_pool2d": Operator("max_pool2d", _pool),

@@ -128,40 +128,44 @@ def filter_major(filters: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(filters.transpose(3, 0, 1, 2)).reshape(-1)
 
 
-def has_stem(shape: tuple[int, ...], stride: int) -> bool:
+def has_stem(shape: tuple[int, ...], stride: int, alone: bool = False) -> bool:
     """Tells whether ops/stem takes a filter [R, S, C, F]: what it needs fits its registers.
 
-    Windows have to begin at an even number of a row, and a warp takes 32 filters.
+    A warp takes 32 filters; ``alone``, without a pool or a norm after it, it may have fewer, of
+    which a lane stores 8 at a time.
     """
     r, s, c, f = shape
     return (
         c <= 4
         and stride <= 4
-        and stride * c % 2 == 0
-        and f % 32 == 0
+        and f % (8 if alone else 32) == 0
         and 0 < f <= 256
         and max(r, s) <= 11
-        and _stem_steps(shape) <= 12
+        and _stem_steps(shape, stride) <= 12
     )
 
 
-def stem_size(shape: tuple[int, ...]) -> int:
+def stem_size(shape: tuple[int, ...], stride: int) -> int:
     """Counts the numbers of ``stem_fragments`` of a filter of this shape."""
-    return shape[3] * _stem_steps(shape) * 16
+    return -(-shape[3] // 32) * 32 * _stem_steps(shape, stride) * 16
 
 
-def _stem_steps(shape: tuple[int, ...]) -> int:
+def _stem_steps(shape: tuple[int, ...], stride: int) -> int:
     r, s, c, _ = shape
-    units = -(-s * c // 8)
+    units = -(-s * (c + stride * c % 2) // 8)
     return r * (units // 2) + units % 2 * -(-r // 2)
 
 
-def stem_fragments(filters: np.ndarray) -> np.ndarray:
+def stem_fragments(filters: np.ndarray, stride: int) -> np.ndarray:
     """Arranges [R, S, C, F] for ops/stem: an mma's operand A as the lanes of a warp hold it.
 
+    Windows begin at even numbers: where the stride and C are odd, there is a channel of zeros more.
     A row of the window is filled up to units of 8 numbers; a step of K is a pair of units, of one
-    row, or the last of two rows if their number is odd. Flat [F / 32, steps, 2, 32 lanes, 4, 2].
+    row, or the last of two rows if their number is odd. Filters are filled up to a multiple of 32,
+    a warp's. Flat [F / 32, steps, 2, 32 lanes, 4, 2].
     """
+    odd = stride * filters.shape[2] % 2
+    filters = np.pad(filters, ((0, 0), (0, 0), (0, odd), (0, -filters.shape[3] % 32)))
     r, s, c, f = filters.shape
     count = -(-s * c // 8)
     rows = np.zeros((r + 1, count * 8, f), filters.dtype)

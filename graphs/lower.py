@@ -349,11 +349,11 @@ def _normalize(given: _Given, *, dtype: str) -> TensorValue:
 
 
 def _stem(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
-    def emit(given: _Given, *, dtype: str, **attributes: Any) -> TensorValue:
-        filter = given.weights.fragments(given.name(3), given.name(4))
+    def emit(given: _Given, *, dtype: str, stride: int, **attributes: Any) -> TensorValue:
+        filter = given.weights.fragments(given.name(3), given.name(4), stride=stride)
         levels = (given.vector(1), given.vector(2)) if given.name(1) else None
         norm = [given.vector(5), given.vector(6)] if given.name(5) else []
-        return op(given.value(0), filter, levels, *norm, **attributes)
+        return op(given.value(0), filter, levels, *norm, stride=stride, **attributes)
 
     return emit
 
@@ -519,5 +519,6 @@ EMIT: dict[str, Callable[..., Any]] = {
     ),
     "stem_maxpool": _stem(nodes.stem_maxpool),
     "stem_layernorm": _stem(nodes.stem_layernorm),
+    "stem_conv2d": _stem(nodes.stem_conv2d),
 }
 """How each op is added to a graph."""

@@ -687,6 +687,33 @@ def stem_layernorm(
     return _custom("stem_layernorm", values, [out], parameters)[0]
 
 
+def stem_conv2d(
+    x: TensorValue,
+    filter: Filter,
+    levels: tuple[TensorValue, TensorValue] | None,
+    *,
+    stride: int,
+    padding: int,
+    epilogue: str = "none",
+) -> TensorValue:
+    """Computes an EfficientNet's stem: act(conv2d(normalize(x))), of an activation or none.
+
+    See ``stem_maxpool``; the result is [N, P, Q, F].
+
+    Raises:
+        ArgumentError: If shapes or geometry do not fit, or levels are missing or too many.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    out = shapes.stem_conv2d(
+        _type(x), *_levels(levels), _filter(filter), None,
+        stride=stride, padding=padding, dtype=filter.dtype.name, epilogue=epilogue,
+    )  # fmt: skip
+    values, parameters = _stem(x, filter, levels, stride)
+    window = _window(filter.shape[:2], stride, padding)
+    parameters["epilogue"] = epilogue
+    return _custom("stem_conv2d", [*values, window], [out], parameters)[0]
+
+
 def depthwise_qkv(
     x: TensorValue,
     size: tuple[int, int],
@@ -818,7 +845,7 @@ def _stem(
     filter: Filter,
     levels: tuple[TensorValue, TensorValue] | None,
     stride: int,
-) -> tuple[list[Any], dict[str, int]]:
+) -> tuple[list[Any], dict[str, Any]]:
     """Gives a stem's inputs but for its window, and its parameters."""
     r, s, c, _ = filter.shape
     mean, scale = levels or (_zeros(c, x.device), _zeros(c, x.device))

@@ -172,14 +172,14 @@ class Parameters:
         dense = self._bind(filter, lambda: make(self._filter(filter)), (size,), self.dtype)
         return Filter(shape, groups, given, self.dtype, dense=dense, tf32=self.tf32)
 
-    def fragments(self, filter: str, bias: str = "") -> Filter:
-        """Returns a filter as the fused stem reads it, and a bias; see ``layer``."""
+    def fragments(self, filter: str, bias: str = "", *, stride: int) -> Filter:
+        """Returns a filter as the fused stem of a stride reads it, and a bias; see ``layer``."""
         shape = self._filter_shape(filter)
         given = self._bias(filter, bias, shape[3])
         fragments = self._bind(
             filter,
-            lambda: arrange.stem_fragments(self._filter(filter)),
-            (arrange.stem_size(shape),),
+            lambda: arrange.stem_fragments(self._filter(filter), stride),
+            (arrange.stem_size(shape, stride),),
             self.dtype,
         )
         return Filter(shape, 1, given, self.dtype, fragments=fragments)

@@ -163,6 +163,12 @@ def _epilogue(name: str, epilogue: str, residual: Type | None, out: Type) -> Non
         )
 
 
+def _activation(name: str, epilogue: str, out: Type) -> None:
+    if epilogue.startswith("add"):
+        raise ArgumentError(f"{name}: expects an activation as its epilogue, not {epilogue!r}")
+    _epilogue(name, epilogue, None, out)
+
+
 def _list(x: Type) -> str:
     return f"[{', '.join(map(str, x.shape))}]"
 
@@ -468,9 +474,7 @@ def group_norm(
     _vectors("group_norm", c, " of x[N, C, ...]", weight=weight, bias=bias)
     if groups < 1 or c % groups:
         raise ArgumentError(f"group_norm: expects groups that divide C={c} but has {groups}")
-    if epilogue.startswith("add"):
-        raise ArgumentError(f"group_norm: expects an activation as its epilogue, not {epilogue!r}")
-    _epilogue("group_norm", epilogue, None, x)
+    _activation("group_norm", epilogue, x)
     return x
 
 
@@ -673,6 +677,13 @@ def stem_layernorm(*given: Any, eps: float = 1e-5, **attributes: Any) -> Type:
     *inputs, weight, bias = given
     _norm("stem_layernorm", inputs[3].shape[0], weight, bias)
     return stem("stem_layernorm", *inputs, **attributes)
+
+
+def stem_conv2d(*given: Any, epilogue: str = "none", **attributes: Any) -> Type:
+    """Types act(conv2d(normalize(x))) of an activation; see ``stem``."""
+    out = stem("stem_conv2d", *given, **attributes)
+    _activation("stem_conv2d", epilogue, out)
+    return out
 
 
 def depthwise_qkv(
@@ -929,5 +940,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "class_token": class_token,
     "stem_maxpool": stem_maxpool,
     "stem_layernorm": stem_layernorm,
+    "stem_conv2d": stem_conv2d,
 }
 """Every op: plain ones, which networks are written in; what folds weights; what passes make."""

@@ -14,7 +14,7 @@
 | tokens           | a class token put before others, the norm of the first token: one op each    |
 | sparse           | layers that run on their nonzeros alone; on Hopper convolutions in groups    |
 | epilogues        | + residual and an activation behind a product: its epilogue                  |
-| stem             | pixels, first convolution, and max pool or layer norm: one op                |
+| stem             | pixels, first convolution, and activation, max pool or layer norm: one op    |
 | patches          | a convolution of patches that touch: one of their rows, as wider channels    |
 | shortcut         | a residual block's last convolution and its shortcut's: one op               |
 | chain            | a block's last 1 x 1 and the next one's first: one op                        |

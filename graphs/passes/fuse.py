@@ -155,32 +155,34 @@ def _is_bare(program: Program, product: Node, user: Node, ops: tuple[str, ...] =
 def stem(program: Program, on: Backend) -> Program:
     """Makes the first layer of pixels in one go: normalise, convolve, then relu and pool, or norm.
 
-    On an NVIDIA GPU, in 16 bits (ops/stem).
+    Without these, with the convolution's activation. On an NVIDIA GPU, in 16 bits (ops/stem).
     """
     if on.api != "cuda" or on.dtype not in ("bfloat16", "float16"):
         return program
     rewrite = Rewrite(program)
     for conv in program.nodes:
-        last = program.only_user(conv.output)
-        if last is None or not _is_plain_conv(program, conv):
+        epilogue = str(conv.attributes.get("epilogue", "none"))
+        if not _is_plain_conv(program, conv) or epilogue.startswith("add"):
             continue
         f, c, r, s = program.shape(conv.inputs[1])
         stride, padding = _setting(conv, "stride"), _setting(conv, "padding")
         square = stride[0] == stride[1] and padding[0] == padding[1]
-        op = _stem_with(conv, last)
-        if not op or not square or not has_stem((r, s, c, f), stride[0]):
+        if not square or not has_stem((r, s, c, f), stride[0], alone=True):
             continue
+        op, gone, last = "", [conv], program.only_user(conv.output)
+        if last and has_stem((r, s, c, f), stride[0]) and (op := _stem_with(conv, last)):
+            gone = [conv, last]
         before = program.producers.get(conv.inputs[0])
-        pixels, levels, gone = conv.inputs[0], ("", ""), [conv, last]
+        pixels, levels = conv.inputs[0], ("", "")
         if before and before.op in ("normalize", "cast"):
             if program.only_user(before.output) is not conv:
                 continue
             pixels, mean, scale = (*before.inputs, "", "")[:3]
-            levels, gone = (mean, scale), [before, conv, last]
+            levels, gone = (mean, scale), [before, *gone]
         in_levels = program.types[pixels].dtype == "uint8"
         if pixels not in program.inputs or in_levels != bool(levels[0]):
             continue
-        if program.types[last.output].dtype != on.dtype:
+        if program.types[gone[-1].output].dtype != on.dtype:
             continue
         attributes: dict[str, Attribute] = {
             "stride": stride[0],
@@ -188,20 +190,23 @@ def stem(program: Program, on: Backend) -> Program:
             "dtype": on.dtype,
         }
         if op == "stem_layernorm":
-            attributes["eps"] = last.attributes.get("eps", EPS)
+            attributes["eps"] = gone[-1].attributes.get("eps", EPS)
+        if not op:
+            op, attributes["epilogue"] = "stem_conv2d", epilogue
+        norm = gone[-1].inputs[1:] if op == "stem_layernorm" else ()
         new = Node(
             op,
-            (pixels, *levels, *(*conv.inputs, "")[1:3], *last.inputs[1:]),
-            last.outputs,
+            (pixels, *levels, *(*conv.inputs, "")[1:3], *norm),
+            gone[-1].outputs,
             attributes,
-            (*conv.layers, *last.layers),
+            tuple(layer for node in gone for layer in node.layers),
         )
         rewrite.replace(gone, new)
     return rewrite.done()
 
 
 def _stem_with(conv: Node, last: Node) -> str:
-    """Names the op of a first convolution with what follows it; nothing if there is none."""
+    """Names the op of a first convolution with the pool or norm after it, if there is one."""
     epilogue = conv.attributes.get("epilogue", "none")
     if _is(last, "layer_norm") and epilogue == "none":
         return "stem_layernorm"

@@ -3,6 +3,7 @@
 from std.math import ceildiv
 from std.utils import IndexList
 
+from ..epilogue import Epilogue
 from ..kernel_argument import KernelArgument
 from ..operands import Data
 
@@ -19,11 +20,18 @@ comptime SHARED = 72 * 1024
 
 
 struct Stem(TrivialRegisterPassable):
-    """Sizes of a stem that its kernel is compiled for.
+    """What a stem's kernel is compiled for.
 
     A row of the window is S * C neighbours in memory, filled up with zero filters to a multiple
     of 8: a unit is 8 of them, half of the depth of an mma.
     """
+
+    comptime MAXPOOL: StaticString = "maxpool"
+    """What follows the convolution: relu and the 3x3/2 maximum."""
+    comptime LAYERNORM: StaticString = "layernorm"
+    """What follows the convolution: layer norm over each pixel's F."""
+    comptime CONV2D: StaticString = "conv2d"
+    """What follows the convolution: its epilogue, and nothing else."""
 
     var c: Int
     """Input channels, 1 to 4."""
@@ -33,10 +41,20 @@ struct Stem(TrivialRegisterPassable):
     """Window width, taps."""
     var stride: Int
     """Input pixels from one window to the next, in both directions."""
-    var pools: Bool
-    """Whether relu and the 3x3/2 maximum follow; layer norm otherwise."""
+    var then: StaticString
+    """What follows: MAXPOOL, LAYERNORM or CONV2D; the second half of the op's name."""
+    var epilogue: Epilogue
+    """Of CONV2D: an activation, or none."""
 
-    def __init__(out self, c: Int, r: Int, s: Int, stride: Int, pools: Bool):
+    def __init__(
+        out self,
+        c: Int,
+        r: Int,
+        s: Int,
+        stride: Int,
+        then: StaticString,
+        epilogue: StaticString = "none",
+    ):
         """Names the sizes.
 
         Args:
@@ -44,17 +62,39 @@ struct Stem(TrivialRegisterPassable):
             r: Window height.
             s: Window width.
             stride: Stride.
-            pools: Whether the pool follows, or else layer norm.
+            then: What follows.
+            epilogue: Of CONV2D.
         """
-        self.c, self.r, self.s, self.stride, self.pools = c, r, s, stride, pools
+        self.c, self.r, self.s, self.stride = c, r, s, stride
+        self.then, self.epilogue = then, Epilogue(epilogue)
 
     def label(self) -> String:
         """Names what follows the convolution, as a part of a kernel's symbol.
 
         Returns:
-            The second half of the op's name.
+            The second half of the op's name, and its epilogue.
         """
-        return "maxpool" if self.pools else "layernorm"
+        if self.then == Self.CONV2D:
+            return String(self.then, "_", self.epilogue.label())
+        return String(self.then)
+
+    def pools(self) -> Bool:
+        """Tells whether the pool follows.
+
+        Returns:
+            Whether it does.
+        """
+        return self.then == Self.MAXPOOL
+
+    def cells(self) -> Int:
+        """Counts the numbers of a pixel in shared memory.
+
+        Windows begin at even numbers there, so that two of them are one load.
+
+        Returns:
+            C, or C + 1 if the stride and C are odd.
+        """
+        return self.c + self.stride * self.c % 2
 
     def row_units(self) -> Int:
         """Counts the units of a row of the window.
@@ -62,7 +102,7 @@ struct Stem(TrivialRegisterPassable):
         Returns:
             S * C / 8, rounded up.
         """
-        return ceildiv(self.s * self.c, 8)
+        return ceildiv(self.s * self.cells(), 8)
 
     def depths(self) -> Int:
         """Counts the steps of K, 16 deep: pairs of units.
@@ -82,7 +122,7 @@ struct Stem(TrivialRegisterPassable):
         Returns:
             A multiple of 8.
         """
-        return COLUMNS * self.c
+        return COLUMNS * self.cells()
 
     def input_rows(self, rows: Int) -> Int:
         """Counts the input rows under rows of the convolution.
@@ -104,9 +144,8 @@ struct Stem(TrivialRegisterPassable):
         Returns:
             Chunks, padding of the last units included.
         """
-        return ceildiv(
-            (groups * GROUP - 1) * self.stride * self.c + 8 * self.row_units(), 8 * self.c
-        )
+        var reach = (groups * GROUP - 1) * self.stride * self.cells()
+        return ceildiv(reach + 8 * self.row_units(), 8 * self.cells())
 
     def most_groups(self) -> Int:
         """Counts the groups of 8 columns that a row in shared memory has room for.
@@ -114,7 +153,8 @@ struct Stem(TrivialRegisterPassable):
         Returns:
             14 for the 7x7/2 stem, 7 for the 7x7/4 embedding.
         """
-        return ((self.pitch() - 8 * self.row_units()) // (self.stride * self.c) + 1) // GROUP
+        var step = self.stride * self.cells()
+        return ((self.pitch() - 8 * self.row_units()) // step + 1) // GROUP
 
 
 struct Tiling(KernelArgument, TrivialRegisterPassable):
@@ -189,11 +229,11 @@ struct Tiling(KernelArgument, TrivialRegisterPassable):
         self.p, self.q, self.out_p, self.out_q = Int32(p), Int32(q), Int32(out_p), Int32(out_q)
         self.f, self.pad = Int32(f), Int32(pad)
         self.steps, self.groups = Int32(steps), Int32(groups)
-        var scale = 2 if stem.pools else 1
+        var scale = 2 if stem.pools() else 1
         var rows = steps * STEP_ROWS // scale
         var columns = groups * GROUP // scale
-        var lead_p = Int(stem.pools and out_p > rows)
-        var lead_q = Int(stem.pools and out_q > columns)
+        var lead_p = Int(stem.pools() and out_p > rows)
+        var lead_q = Int(stem.pools() and out_q > columns)
         self.lead_p, self.lead_q = Int32(lead_p), Int32(lead_q)
         self.tiles_p = Int32(ceildiv(out_p, rows))
         self.tiles_q = Int32(ceildiv(out_q, columns - lead_q))
@@ -209,21 +249,31 @@ struct Tiling(KernelArgument, TrivialRegisterPassable):
         """
         return stem.input_rows(Int(self.steps) * STEP_ROWS + Int(self.lead_p))
 
-    def slices(self) -> Int:
+    def slices[stem: Stem](self) -> Int:
         """Counts the slices of filters: each is a warp's.
 
-        Returns:
-            F / 32.
-        """
-        return Int(self.f) // WARP_FILTERS
+        Parameters:
+            stem: Compile-time sizes.
 
-    def warps(self) -> Int:
+        Returns:
+            F / 32; a convolution alone rounds up.
+        """
+        comptime if stem.then == Stem.CONV2D:
+            return ceildiv(Int(self.f), WARP_FILTERS)
+        else:
+            return Int(self.f) // WARP_FILTERS
+
+    def warps[stem: Stem](self) -> Int:
         """Counts the warps of a block: four or more where the tile has groups for them.
+
+        Parameters:
+            stem: Compile-time sizes.
 
         Returns:
             A multiple of the slices.
         """
-        return self.slices() * min(max(1, 4 // self.slices()), Int(self.groups))
+        var slices = self.slices[stem]()
+        return slices * min(max(1, 4 // slices), Int(self.groups))
 
     def blocks(self, n: Int) -> Int:
         """Counts the tiles of a batch.
@@ -261,9 +311,9 @@ struct StemOperands[dtype: DType, pixel: DType](KernelArgument, TrivialRegisterP
     var bias: Data[DType.float32]
     """[F]."""
     var gamma: Data[DType.float32]
-    """[F], layer norm's weight; any pointer for a stem that pools."""
+    """[F], layer norm's weight; any pointer for other stems."""
     var beta: Data[DType.float32]
-    """[F], layer norm's bias; any pointer for a stem that pools."""
+    """[F], layer norm's bias; any pointer for other stems."""
     var y: Data[Self.dtype]
     """The result, NHWC."""
 

@@ -1,18 +1,21 @@
-"""A network's stem on NVIDIA's tensor cores, in one kernel from pixels to pooled maps or tokens.
+"""A network's stem on NVIDIA's tensor cores, in one kernel from pixels to maps or tokens.
 
     v[n, h, w, c] = (x[n, h, w, c] - mean[c]) * scale[c]      uint8 x; other x is v; zero outside
     z[n, p, q, f] = bias[f] + sum_rsc v[n, p * stride - pad + r, q * stride - pad + s, c] w[r, s, c, f]
     y = the maximum of relu(z) over 3x3 windows of stride 2, padding 1        (ResNet), or
-    y = (z - mean_f z) / sqrt(var_f z + eps) * gamma + beta                   (CvT)
+    y = (z - mean_f z) / sqrt(var_f z + eps) * gamma + beta                   (CvT), or
+    y = act(z)                                                                (EfficientNet)
 
     x[N, H, W, C]                        uint8, or floats that are normalised; C <= 4
     w[F / 32, K / 16, 2, 32, 4, 2]       filters in the order that the lanes of a warp hold them
-    y[N, P', Q', F]                      bfloat16 or float16; F a multiple of 32, at most 256
+    y[N, P', Q', F]                      bfloat16 or float16; F at most 256, a multiple of 32, or of
+                                         8 for act: w is filled up with zeros to 32
 
 An implicit GEMM (M = F, N pixels, K = R * S * C) whose patches need no building: with C channels
 side by side, a row of the window is one run of S * C numbers. The block normalises the input rows
 of its tile into shared memory, padding and all; a run begins at an even number there, so each
-register of an mma's B is one 32-bit load, free of bank conflicts at stride 2. Runs are filled up
+register of an mma's B is one 32-bit load, free of bank conflicts at stride 2 (where C and the stride
+are odd, a pixel takes C + 1 numbers there). Runs are filled up
 to a multiple of 8 with zero filters (21 to 24: K is 168). A warp keeps the fragments of its 32
 filters in registers and walks over the tile, 4 rows x 8 columns at a time: what it loads of an
 input row serves all rows of the convolution that see it. Accumulation in float32.
@@ -43,6 +46,7 @@ from std.sys import inlined_assembly, is_nvidia_gpu, llvm_intrinsic, size_of
 from std.utils import IndexList, StaticTuple
 
 from ..device import Device
+from ..epilogue import activate
 from ..hopper.ptx import mma_sync, mma_sync_short
 from ..operands import F32, Data
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
@@ -68,17 +72,33 @@ def _largest(a: UInt32, b: UInt32) -> UInt32:
 
 @always_inline
 def _normalised[
-    dtype: DType, pixel: DType, stem: Stem
-](level: SIMD[F32, 8], first: Int, mean: Array[Float32, 4], scale: Array[Float32, 4]) -> SIMD[
-    dtype, 8
-]:
-    """Normalises 8 neighbours; the channel of the first is `first` modulo C."""
+    dtype: DType, pixel: DType, stem: Stem, first: Int
+](level: SIMD[F32, 8], mean: Array[Float32, 4], scale: Array[Float32, 4]) -> SIMD[dtype, 8]:
+    """Normalises numbers `first` to `first + 7` of 8 pixels in shared memory."""
     comptime if pixel != DType.uint8:
         return level.cast[dtype]()
     var value = level
     comptime for i in range(8):
-        value[i] = (level[i] - mean[(first + i) % stem.c]) * scale[(first + i) % stem.c]
+        comptime cell = (first + i) % stem.cells()
+        value[i] = (level[i] - mean[cell]) * scale[cell]
     return value.cast[dtype]()
+
+
+@always_inline
+def _spread[
+    pixel: DType, size: Int, //, stem: Stem, first: Int
+](level: Array[SIMD[pixel, 8], size], start: Int) -> SIMD[F32, 8]:
+    """Gives numbers `first` to `first + 7` of 8 pixels in shared memory, from C vectors of them."""
+    comptime if stem.cells() == stem.c:
+        return level[start + first // 8].cast[F32]()
+    var value = SIMD[F32, 8](0)
+    comptime for i in range(8):
+        comptime at = (first + i) // stem.cells()
+        comptime c = (first + i) % stem.cells()
+        comptime if c < stem.c:
+            comptime source = at * stem.c + c
+            value[i] = level[start + source // 8][source % 8].cast[F32]()
+    return value
 
 
 @always_inline
@@ -122,6 +142,7 @@ def _fill[
 ):
     """Normalises the input rows from h0 on, from column w0 on, into shared memory."""
     comptime CHUNK = Int32(8 * stem.c)
+    comptime STORED = Int32(8 * stem.cells())
     # Chunks that a thread has on their way from memory at a time.
     comptime BATCH = 3 if pixel == DType.uint8 else 1
     var mean = Array[Float32, 4](fill=0)
@@ -166,10 +187,10 @@ def _fill[
         comptime for b in range(BATCH):
             if row[b] >= 0:
                 var h = h0 + row[b]
-                var to = tile.unsafe_offset(Int(row[b] * Int32(stem.pitch()) + chunk[b] * CHUNK))
-                comptime for i in range(stem.c):
-                    var value = _normalised[dtype, pixel, stem](
-                        level[b * stem.c + i].cast[F32](), 8 * i, mean, scale
+                var to = tile.unsafe_offset(Int(row[b] * Int32(stem.pitch()) + chunk[b] * STORED))
+                comptime for i in range(stem.cells()):
+                    var value = _normalised[dtype, pixel, stem, 8 * i](
+                        _spread[stem, 8 * i](level, b * stem.c), mean, scale
                     )
                     if h < 0 or h >= t.h:
                         value = 0
@@ -181,19 +202,21 @@ def _fill[
         var chunk = edge - row * rest
         if chunk >= low:
             chunk += span
-        var to = tile.unsafe_offset(Int(row * Int32(stem.pitch()) + chunk * CHUNK))
+        var to = tile.unsafe_offset(Int(row * Int32(stem.pitch()) + chunk * STORED))
         var h = h0 + row
         var first = start + chunk * CHUNK
         var at = (image + Int(h)) * Int(row_size) + Int(first)
-        comptime for i in range(stem.c):
+        comptime for i in range(stem.cells()):
             var value = SIMD[F32, 8](0)
             var inside = SIMD[DType.bool, 8](fill=False)
             comptime for j in range(8):
-                var index = first + Int32(8 * i + j)
-                if h >= 0 and h < t.h and index >= 0 and index < row_size:
-                    value[j] = o.x[unsafe_offset=at + 8 * i + j].cast[F32]()
+                comptime c = (8 * i + j) % stem.cells()
+                comptime source = (8 * i + j) // stem.cells() * stem.c + c
+                var index = first + Int32(source)
+                if c < stem.c and h >= 0 and h < t.h and index >= 0 and index < row_size:
+                    value[j] = o.x[unsafe_offset=at + source].cast[F32]()
                     inside[j] = True
-            var result = _normalised[dtype, pixel, stem](value, 8 * i, mean, scale)
+            var result = _normalised[dtype, pixel, stem, 8 * i](value, mean, scale)
             to.unsafe_store[alignment=16](8 * i, inside.select(result, SIMD[dtype, 8](0)))
 
 
@@ -234,7 +257,7 @@ def _multiply[
     zeros; those that may be infinite or NaN, which uint8 cannot, are set to 0 before.
     """
     comptime UNITS = stem.row_units()
-    comptime LEFT = stem.s * stem.c - 8 * (UNITS - 1)
+    comptime LEFT = stem.s * stem.cells() - 8 * (UNITS - 1)
     var first = Int(thread_idx.x) % 4 * 2
     var mask = UInt32(0xFFFF if first < LEFT else 0) | UInt32(0xFFFF0000 if first + 1 < LEFT else 0)
     comptime PAIRS = UNITS // 2
@@ -299,8 +322,8 @@ def _pool[
     beyond: Shared[DType.uint32],
 ):
     """Convolves the tile, rectifies and pools; the warps of a slice share its groups."""
-    var slices = Int32(t.slices())
-    var splits = Int32(t.warps()) // slices
+    var slices = Int32(t.slices[stem]())
+    var splits = Int32(t.warps[stem]()) // slices
     var warp_index = Int32(thread_idx.x) // 32
     var lane = Int32(thread_idx.x) % 32
     var g = lane // 4
@@ -311,7 +334,7 @@ def _pool[
     var q0 = column0 * 2
     var inside = q0 >= 0 and p0 + t.steps * STEP_ROWS <= t.p and q0 + t.groups * GROUP <= t.q
     comptime STEP = Int32(STEP_ROWS * stem.stride * stem.pitch() // 2)
-    comptime ACROSS = Int32(GROUP * stem.stride * stem.c // 2)
+    comptime ACROSS = Int32(GROUP * stem.stride * stem.cells() // 2)
     # For each warp and step, a column of two output rows: the last of the group to the left,
     # and the first of the warp's first group, which waits for another warp's last.
     var edge = beyond.unsafe_offset(Int((warp_index * t.steps) * 32 + g * 4))
@@ -424,8 +447,8 @@ def _layernorm[
     eps: Float32,
 ):
     """Convolves the tile and normalises its pixels; the warps of a slice share its steps."""
-    var slices = Int32(t.slices())
-    var splits = Int32(t.warps()) // slices
+    var slices = Int32(t.slices[stem]())
+    var splits = Int32(t.warps[stem]()) // slices
     var warp_index = Int32(thread_idx.x) // 32
     var lane = Int32(thread_idx.x) % 32
     var quad = lane % 4
@@ -444,7 +467,7 @@ def _layernorm[
         var at = lanes.unsafe_offset(
             Int(
                 step * Int32(STEP_ROWS * stem.stride * stem.pitch() // 2)
-                + group * Int32(GROUP * stem.stride * stem.c // 2)
+                + group * Int32(GROUP * stem.stride * stem.cells() // 2)
             )
         )
         var z = _multiply[dtype, pixel, stem, STEP_ROWS](at, w, bias)
@@ -469,7 +492,7 @@ def _layernorm[
             if quad == Int32(j):
                 mine = SIMD[F32, 2](sum / WARP_FILTERS, squares)
         var here = partial.unsafe_offset(
-            Int((turn * Int32(t.warps()) + split * slices) * 64 + lane * 2)
+            Int((turn * Int32(t.warps[stem]()) + split * slices) * 64 + lane * 2)
         )
         turn = 1 - turn
         here.unsafe_store[alignment=8](Int((warp_index - split * slices) * 64), mine)
@@ -504,6 +527,54 @@ def _layernorm[
             to = to.unsafe_offset(Int(t.q * t.f))
 
 
+@always_inline
+def _activated[
+    dtype: DType, pixel: DType, stem: Stem
+](
+    y: Data[dtype],
+    t: Tiling,
+    n: Int32,
+    p0: Int32,
+    q0: Int32,
+    w: Array[UInt32, 8 * stem.depths()],
+    bias: Array[SIMD[F32, 4], 2],
+    lanes: Shared[DType.uint32],
+):
+    """Convolves the tile and applies the epilogue; the warps of a slice share its steps."""
+    var slices = Int32(t.slices[stem]())
+    var splits = Int32(t.warps[stem]()) // slices
+    var warp_index = Int32(thread_idx.x) // 32
+    var lane = Int32(thread_idx.x) % 32
+    var split = warp_index // slices
+    var channel = (warp_index - split * slices) * WARP_FILTERS + lane % 4 * 8
+    for index in range(split, t.steps * t.groups, splits):
+        var group = Int32(UInt32(index) // UInt32(t.steps))
+        var step = index - group * t.steps
+        var at = lanes.unsafe_offset(
+            Int(
+                step * Int32(STEP_ROWS * stem.stride * stem.pitch() // 2)
+                + group * Int32(GROUP * stem.stride * stem.cells() // 2)
+            )
+        )
+        var z = _multiply[dtype, pixel, stem, STEP_ROWS](at, w, bias)
+        var q = q0 + group * GROUP + lane // 4
+        var p = p0 + step * STEP_ROWS
+        var inside = q < t.q and channel < t.f
+        var to = y.unsafe_offset(
+            ((Int(n) * Int(t.p) + Int(p)) * Int(t.q) + Int(q)) * Int(t.f) + Int(channel)
+        )
+        comptime for j in range(STEP_ROWS):
+            var eight = SIMD[DType.uint32, 4](0)
+            comptime for m in range(2):
+                var value = activate[stem.epilogue, dtype](z[2 * j + m]).cast[dtype]()
+                comptime for i in range(2):
+                    var two = SIMD[dtype, 2](value[2 * i], value[2 * i + 1])
+                    eight[2 * m + i] = _transposed(bitcast[DType.uint32, 1](two))
+            if inside and p + Int32(j) < t.p:
+                to.unsafe_store[alignment=16](0, bitcast[dtype, 8](eight))
+            to = to.unsafe_offset(Int(t.q * t.f))
+
+
 @__name(t"stem_{stem.label()}_{dtype}")
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](MOST_THREADS))
 def stem_kernel[
@@ -522,7 +593,7 @@ def stem_kernel[
         eps: Layer norm's, added to the variance.
     """
     comptime assert is_nvidia_gpu(), "stem: expects an NVIDIA GPU; others run separate ops"
-    var slice = Int32(thread_idx.x) // 32 % Int32(t.slices())
+    var slice = Int32(thread_idx.x) // 32 % Int32(t.slices[stem]())
     var lane = Int32(thread_idx.x) % 32
     var g = lane // 4
 
@@ -538,15 +609,21 @@ def stem_kernel[
     var bias = Array[SIMD[F32, 4], 2](uninitialized=True)
     comptime for m in range(2):
         var at = Int(slice * WARP_FILTERS + g // 2 * 8 + g % 2) + 4 * m
-        var low = o.bias[unsafe_offset=at]
-        var high = o.bias[unsafe_offset=at + 2]
+        var low = Float32(0)
+        var high = Float32(0)
+        comptime if stem.then == Stem.CONV2D:  # there may be fewer filters than the warps take
+            low = o.bias[unsafe_offset=min(at, Int(t.f) - 1)]
+            high = o.bias[unsafe_offset=min(at + 2, Int(t.f) - 1)]
+        else:
+            low = o.bias[unsafe_offset=at]
+            high = o.bias[unsafe_offset=at + 2]
         bias[m] = SIMD[F32, 4](low, low, high, high)
     wait_on_dependent_grids()
     launch_dependent_grids()
 
     var tile_row = Int32(block_idx.x) // t.tiles_q
     var n = tile_row // t.tiles_p
-    comptime scale = Int32(2 if stem.pools else 1)
+    comptime scale = Int32(2 if stem.pools() else 1)
     # The first output that the tile computes, whether its own or not.
     var row0 = (tile_row - n * t.tiles_p) * (t.steps * STEP_ROWS // scale)
     var column0 = Int32(block_idx.x) - tile_row * t.tiles_q
@@ -565,11 +642,13 @@ def stem_kernel[
     barrier()
 
     var lanes = tile.unsafe_bitcast[UInt32]().unsafe_offset(
-        Int(g * Int32(stem.stride * stem.c // 2) + lane % 4)
+        Int(g * Int32(stem.stride * stem.cells() // 2) + lane % 4)
     )
     var beyond = tile.unsafe_offset(Int(rows) * stem.pitch()).unsafe_bitcast[UInt32]()
-    comptime if stem.pools:
+    comptime if stem.pools():
         _pool[dtype, pixel, stem](o.y, t, n, row0, column0, w, bias, lanes, beyond)
+    elif stem.then == Stem.CONV2D:
+        _activated[dtype, pixel, stem](o.y, t, n, row0, column0, w, bias, lanes)
     else:
         _layernorm[dtype, pixel, stem](o, t, n, row0, column0, w, bias, lanes, beyond, eps)
 
@@ -587,10 +666,12 @@ def shared_bytes[stem: Stem](t: Tiling) -> Int:
         Bytes.
     """
     var tile = t.input_rows(stem) * stem.pitch() * 2
-    comptime if stem.pools:
-        return tile + 2 * t.warps() * Int(t.steps) * 128
+    comptime if stem.pools():
+        return tile + 2 * t.warps[stem]() * Int(t.steps) * 128
+    elif stem.then == Stem.LAYERNORM:
+        return tile + 2 * t.warps[stem]() * 256
     else:
-        return tile + 2 * t.warps() * 256
+        return tile
 
 
 def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
@@ -599,19 +680,22 @@ def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
     A multiprocessor is either busy (160 clocks for a step of a warp, 1.5 for each chunk of
     pixels), or waits for the few blocks that it holds at a time. Each block costs it 2,000 to begin.
     """
-    var warps = t.warps()
-    var splits = warps // t.slices()
+    var warps = t.warps[stem]()
+    var splits = warps // t.slices[stem]()
     var steps = Int(t.steps)
     var groups = Int(t.groups)
     var resident = max(1, min(12 // warps, 224 * 1024 // (shared + 1024)))
     var each = ceildiv(t.blocks(n), processors)
     var chunks = t.input_rows(stem) * stem.chunks(groups)
-    var busy = each * (steps * groups * t.slices() * 160 + chunks * 3 // 2)
+    comptime alone = stem.then == Stem.CONV2D
+    comptime step = 15 * stem.depths() + 60 if alone else 160
+    var busy = each * (steps * groups * t.slices[stem]() * step + chunks * 3 // 2)
     var waiting = 1500 + ceildiv(chunks, warps * 32) * 1000
-    comptime if stem.pools:
+    comptime if stem.pools():
         waiting += ceildiv(groups, splits) * (steps * 1900 + Int(t.lead_p) * 800)
     else:
-        waiting += ceildiv(groups * steps, splits) * 1900
+        comptime each_step = 150 * stem.depths() + 250 if alone else 1900
+        waiting += ceildiv(groups * steps, splits) * each_step
     # From two rounds of blocks on, one starts where another ends.
     var places = processors * resident
     var rounds = ceildiv(t.blocks(n), places)
@@ -677,7 +761,7 @@ def stem_gpu[
         x: Shape of x[N, H, W, C].
         y: Shape of y[N, P', Q', F].
         pad: Zeros on each side.
-        eps: Layer norm's, added to the variance; any number for a stem that pools.
+        eps: Layer norm's, added to the variance; any number for other stems.
         ctx: The GPU.
 
     Raises:
@@ -713,7 +797,7 @@ def enqueue_stem[
         t,
         eps,
         grid_dim=t.blocks(n),
-        block_dim=t.warps() * 32,
+        block_dim=t.warps[stem]() * 32,
         shared_mem_bytes=shared,
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(shared)),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_BEGINNING),

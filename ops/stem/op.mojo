@@ -4,6 +4,7 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 from std.utils import IndexList
 
+from ..epilogue import Epilogue
 from ..operands import F32, data
 from .config import Stem, StemOperands
 from .gpu import stem_gpu
@@ -22,9 +23,7 @@ def _stem[
 ) raises:
     comptime assert target != "cpu", "stem: a CPU runs separate ops"
     comptime assert dtype.is_half_float(), "stem: expects bfloat16 or float16"
-    comptime assert (
-        stem.c <= 4 and stem.stride * stem.c % 2 == 0
-    ), "stem: expects at most 4 channels, and windows that begin at an even number"
+    comptime assert stem.c <= 4, "stem: expects at most 4 channels"
     if y[0] * y[1] * y[2] > 0:
         stem_gpu[dtype, pixel, stem](o, x, y, pad, eps, ctx)
 
@@ -68,7 +67,7 @@ struct StemMaxPool:
         Raises:
             If a launch fails.
         """
-        _stem[target, Stem(c, r, s, stride, True)](
+        _stem[target, Stem(c, r, s, stride, Stem.MAXPOOL)](
             StemOperands[y.dtype, x.dtype](
                 data(x),
                 data(mean),
@@ -132,7 +131,7 @@ struct StemLayerNorm:
         Raises:
             If a launch fails.
         """
-        _stem[target, Stem(c, r, s, stride, False)](
+        _stem[target, Stem(c, r, s, stride, Stem.LAYERNORM)](
             StemOperands[y.dtype, x.dtype](
                 data(x),
                 data(mean),
@@ -147,5 +146,67 @@ struct StemLayerNorm:
             y.shape(),
             Int(data(window)[unsafe_offset=4]),
             data(eps)[unsafe_offset=0],
+            ctx,
+        )
+
+
+@register("stem_conv2d")
+struct StemConv2D:
+    """Normalises pixels, convolves them and applies an activation: an EfficientNet's stem."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, epilogue: StaticString, c: Int, r: Int, s: Int, stride: Int
+    ](
+        y: OutputTensor[rank=4, ...],
+        x: InputTensor[rank=4, ...],
+        mean: InputTensor[dtype=F32, rank=1, ...],
+        scale: InputTensor[dtype=F32, rank=1, ...],
+        filter: InputTensor[dtype=y.dtype, rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
+        window: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "gpu".
+            epilogue: Of epilogue.mojo, without a residual.
+            c: Input channels.
+            r: Window height.
+            s: Window width.
+            stride: Of the convolution.
+
+        Args:
+            y: Result [N, P, Q, F].
+            x: Pixels [N, H, W, C], uint8 levels or normalised floats.
+            mean: [C], in levels.
+            scale: [C], one over the deviation in levels.
+            filter: Flat, as `stem_fragments` of graphs/arrange.py lays it out.
+            bias: [F].
+            window: The nine numbers of geometry.mojo, in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        comptime assert (
+            Epilogue.known(epilogue) and not Epilogue(epilogue).adds
+        ), "stem_conv2d: expects an activation as its epilogue"
+        _stem[target, Stem(c, r, s, stride, Stem.CONV2D, epilogue)](
+            StemOperands[y.dtype, x.dtype](
+                data(x),
+                data(mean),
+                data(scale),
+                data(filter),
+                data(bias),
+                data(bias),
+                data(bias),
+                data(y),
+            ),
+            x.shape(),
+            y.shape(),
+            Int(data(window)[unsafe_offset=4]),
+            0,
             ctx,
         )

@@ -243,6 +243,10 @@ def _stem_maxpool(*given: Any, dtype: str, **window: int) -> Tensor:
     return _last(F.max_pool2d(_stem(*given, **window).relu(), 3, 2, 1))
 
 
+def _stem_conv2d(*given: Any, dtype: str, epilogue: str = "none", **window: int) -> Tensor:
+    return _end(_last(_stem(*given, **window)), None, epilogue)
+
+
 def _stem_layernorm(*given: Any, dtype: str, eps: float = 1e-5, **window: int) -> Tensor:
     *rest, weight, bias = given
     return _layer_norm(_last(_stem(*rest, **window)), weight, bias, eps=eps)
@@ -410,4 +414,5 @@ OPS: dict[str, Callable[..., Any]] = {
     "class_token": _class_token,
     "stem_maxpool": _stem_maxpool,
     "stem_layernorm": _stem_layernorm,
+    "stem_conv2d": _stem_conv2d,
 }

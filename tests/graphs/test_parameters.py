@@ -141,11 +141,12 @@ def test_tiles_are_pairs_of_depth_in_panels_of_32_columns(c: int, steps: int) ->
     assert np.count_nonzero(packed) == filters.size  # the rest is zeros
 
 
-@pytest.mark.parametrize("shape", [(7, 7, 3, 64), (3, 3, 3, 32), (5, 4, 2, 96), (1, 1, 4, 256)])
-def test_the_stems_size(shape: tuple[int, ...]) -> None:
-    assert arrange.has_stem(shape, 2)
-    fragments = arrange.stem_fragments(np.ones(shape, np.float32))
-    assert arrange.stem_size(shape) == fragments.size
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("shape", [(5, 5, 3, 64), (3, 3, 3, 16), (5, 4, 2, 96), (1, 1, 4, 256)])
+def test_the_stems_size(shape: tuple[int, ...], stride: int) -> None:
+    assert arrange.has_stem(shape, stride, alone=True)
+    fragments = arrange.stem_fragments(np.ones(shape, np.float32), stride)
+    assert arrange.stem_size(shape, stride) == fragments.size
 
 
 class Late(Mapping[str, np.ndarray]):
@@ -184,7 +185,7 @@ def test_a_graph_reads_no_weight(device: DeviceRef) -> None:
     tensors = Late({name: rng.standard_normal(s, np.float32) for name, s in shapes.items()})
     with Graph("weights", kernel_library=Unchecked()) as graph:
         w = Parameters(tensors, device, DType.float32, shapes=shapes)
-        w.fragments("stem.filter", "stem.bias")
+        w.fragments("stem.filter", "stem.bias", stride=2)
         w.filter("conv")
         w.filter("depthwise", groups=8)
         w.filter("head")
@@ -210,7 +211,7 @@ def test_layers_are_asked_for_by_the_names_of_their_weights() -> None:
         w = Parameters(tensors, DeviceRef.CPU(), DType.float32)
         biased, plain = w.layer("a.weight", "a.bias", 1), w.layer("a.weight")
         sparse = w.layer("w", format="stream")
-        stem = w.fragments("stem")
+        stem = w.fragments("stem", stride=2)
         graph.output()
     assert biased.shape == plain.shape == (3, 3, 8, 40) and biased.groups == 1
     assert (sparse.dense, sparse.format, stem.dense, stem.rows) == (None, "stream", None, None)
@@ -221,7 +222,7 @@ def test_layers_are_asked_for_by_the_names_of_their_weights() -> None:
     assert np.array_equal(w.bound["a.bias"].array(), tensors["a.bias"])
     for zeros in ("a.weight.zeros", "w.bias", "stem.bias"):
         assert not w.bound[zeros].array().any()
-    assert np.array_equal(w.bound["stem"].array(), arrange.stem_fragments(tensors["stem"]))
+    assert np.array_equal(w.bound["stem"].array(), arrange.stem_fragments(tensors["stem"], 2))
 
 
 def test_bfloat16_is_rounded_to_nearest_even() -> None:

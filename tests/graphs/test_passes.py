@@ -108,7 +108,7 @@ def any_width() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fuse, "CHAINS", tuple((c, f) for c in (2, 4, 6) for f in (2, 4, 6)))
         patch.setattr(fuse, "MLPS", (2, 4, 6))
-        patch.setattr(fuse, "has_stem", lambda shape, stride: True)
+        patch.setattr(fuse, "has_stem", lambda shape, stride, alone=False: True)
         patch.setattr(align, "LEAST", 2)
         patch.setattr(align, "pays", lambda edges, gained: gained > 0)
         yield
@@ -146,6 +146,7 @@ def test_random_networks_meet_every_op(any_width: None) -> None:
     fused = {
         "attention", "layernorm_first", "class_token", "qkv_linear", "depthwise_qkv",
         "conv2d_shortcut", "conv2d_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm",
+        "stem_conv2d",
     }  # fmt: skip
     assert fused <= set(found)
 
@@ -1357,17 +1358,27 @@ def normed(net: Net, x: Value) -> Value:
     return net.permute(y, 0, 3, 1, 2)
 
 
+def activated(net: Net, x: Value) -> Value:
+    return net.op("silu", [raw(net, x, "stem", 24, 3)])
+
+
+STEMS = {
+    "stem_maxpool": (pooled, ("stem",)),
+    "stem_layernorm": (normed, ("stem", "norm")),
+    "stem_conv2d": (activated, ("stem",)),
+}
+
+
 @pytest.mark.parametrize("pixels", ["uint8", "float32", "bfloat16"])
-@pytest.mark.parametrize("write", [pooled, normed])
-def test_a_stem_is_one_op(write: Write, pixels: str) -> None:
-    shape = (2, 7, 9)
-    program = pixels_of(write, pixels, "bfloat16", *shape)
-    before, after = both("stem", program, CUDA)
-    assert len(ops(before)) == 2 + (pixels != "bfloat16")
+@pytest.mark.parametrize("op", STEMS)
+def test_a_stem_is_one_op(op: str, pixels: str) -> None:
+    write, layers = STEMS[op]
+    before, after = both("stem", pixels_of(write, pixels, "bfloat16", 2, 7, 9), CUDA)
+    assert len(ops(before)) == 1 + (write is not activated) + (pixels != "bfloat16")
     (node,) = after.nodes
-    assert node.op == ("stem_maxpool" if write is pooled else "stem_layernorm")
+    assert node.op == op and node.layers == layers
     assert node.attributes["dtype"] == "bfloat16"
-    assert node.layers == (("stem",) if write is pooled else ("stem", "norm"))
+    assert node.attributes.get("epilogue") == ("silu" if write is activated else None)
 
 
 def pooled_as(pooling: str, **window: Any) -> Write:
@@ -1380,11 +1391,17 @@ def pooled_as(pooling: str, **window: Any) -> Write:
 USUAL = {"kernel": 3, "stride": 2, "padding": 1}
 NO_STEM: dict[str, Write] = {
     "a window that does not fit": lambda n, x: pooled(n, x, 32, 1, stride=5),
-    "filters that a warp does not take": lambda n, x: pooled(n, x, 33),
+    "filters that a lane does not store": lambda n, x: pooled(n, x, 36),
     "dilated": lambda n, x: pooled(n, x, dilation=2),
     "in groups": lambda n, x: pooled(n, x, groups=2),
     "a stride across": lambda n, x: pooled(n, x, stride=(2, 1)),
     "a padding across": lambda n, x: pooled(n, x, padding=(0, 1)),
+    "another reads the pixels": lambda n, x: pooled(n, used(n, x)),
+    "not of pixels": lambda n, x: pooled(n, n.relu(x)),
+}
+"""No stem at all."""
+ALONE: dict[str, Write] = {
+    "filters that a warp does not take": lambda n, x: pooled(n, x, 40),
     "an average": pooled_as("avg_pool2d", **USUAL),
     "a pool of 2": pooled_as("max_pool2d", kernel=2),
     "a pool without padding": pooled_as("max_pool2d", kernel=3, stride=2),
@@ -1396,9 +1413,16 @@ NO_STEM: dict[str, Write] = {
     "relu before a norm": lambda n, x: n.layer_norm(
         last(n, n.relu(raw(n, x, "stem", 32, 3))), "norm"
     ),
-    "another reads the pixels": lambda n, x: pooled(n, used(n, x)),
-    "not of pixels": lambda n, x: pooled(n, n.relu(x)),
 }
+"""A stem without the pool or the norm that follows."""
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_stem_leaves_what_it_does_not_know(name: str) -> None:
+    program = pixels_of(ALONE[name], "uint8", "bfloat16", 2, 13, 16)
+    before, after = both("stem", program, CUDA)
+    assert after.nodes[0].op == "stem_conv2d"
+    assert len(after.nodes) == len(before.nodes) - 1  # without the normalisation
 
 
 @pytest.mark.parametrize("name", NO_STEM)

@@ -521,16 +521,18 @@ def stem(
     stride: int,
     padding: int,
     levels: bool = True,
+    then: str = "none",
 ) -> Case:
-    """Makes a case of stem_maxpool or stem_layernorm, by the name's first word."""
-    pools = name.startswith("stem_maxpool")
+    """Makes a case of stem_maxpool, stem_layernorm or stem_conv2d, by the name's first word."""
+    op = name.split(" ")[0]
+    pools = op == "stem_maxpool"
     geometry = {"stride": stride, "padding": padding}
     mean = 100 + 10 * np.arange(c, dtype=np.float32)
     scale = 1 / (60 + 3 * np.arange(c, dtype=np.float32))
     weights: dict[str, Shape] = {"w.weight": (*kernel, c, f), "w.bias": (f,)}
     if levels:
         weights |= {"pixels.mean": (c,), "pixels.scale": (c,)}
-    if not pools:
+    if op == "stem_layernorm":
         weights |= {"norm.weight": (f,), "norm.bias": (f,)}
 
     def build(w: Parameters, x: Any) -> Any:
@@ -542,6 +544,8 @@ def stem(
             y = net.op("conv2d", [x, *weights], "w", **geometry)
             if pools:
                 return [net.max_pool2d(net.relu(y), 3, stride=2, padding=1)]
+            if op == "stem_conv2d":
+                return [y if then == "none" else net.op(then, [y])]
             return [to_first(net.layer_norm(net.permute(y, 0, 2, 3, 1), "norm"))]
 
         return rewritten(write, 3)(w, x)
@@ -556,6 +560,8 @@ def stem(
         )
         if pools:
             return F.max_pool2d(y.relu(), 3, 2, 1).permute(0, 2, 3, 1)
+        if op == "stem_conv2d":
+            return epilogue(y.permute(0, 2, 3, 1), then)
         norm = w["norm.weight"].to(y), w["norm.bias"].to(y)
         return F.layer_norm(y.permute(0, 2, 3, 1), (f,), *norm)
 
@@ -807,6 +813,8 @@ CASES = [
     stem("stem_maxpool 4 channels", (21, 19), 4, 96, (3, 3), stride=1, padding=0),
     stem("stem_maxpool 48 filters", (20, 20), 3, 48, (7, 7), stride=2, padding=3),
     stem("stem_layernorm 192", (60, 300), 3, 192, (7, 7), stride=4, padding=2),
+    stem("stem_conv2d silu", (35, 30), 3, 16, (3, 3), stride=2, padding=1, then="silu"),
+    stem("stem_conv2d floats", (35, 30), 3, 72, (3, 3), stride=1, padding=1, levels=False),
     # Epilogues.
     *(
         conv(f"conv2d epilogue {e}", (5, 6), 24, 40, (3, 3), padding=1, then=e)

@@ -79,10 +79,11 @@ NAMES = {
     "stem_maxpool 32 x 32",
     "stem_maxpool floats",
     "stem_layernorm 32 x 32",
+    "stem_conv2d silu",
     "depthwise_qkv 64",
 }
 # Ops for NVIDIA's tensor cores: elsewhere the passes leave others in their place.
-NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm"}
+NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
 # Ops for Hopper's.
 HOPPER = {"sparse_conv2d_packed", "sparse_conv2d_packed_add"}
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the

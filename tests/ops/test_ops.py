@@ -344,14 +344,18 @@ def test_errors_of_a_stem() -> None:
             nodes.stem_maxpool(x.cast(DType.uint8), filter, None, **geometry)
         with pytest.raises(ArgumentError, match=r"scale expects the shape .*3.* but has .*2"):
             nodes.stem_maxpool(x.cast(DType.uint8), filter, levels, **geometry)
+        with pytest.raises(ArgumentError, match="an activation as its epilogue, not 'add_relu'"):
+            nodes.stem_conv2d(x, filter, None, epilogue="add_relu", **geometry)
 
 
 def test_the_fused_stem_is_for_filters_that_fit() -> None:
     assert has_stem((7, 7, 3, 64), 2) and has_stem((7, 7, 3, 192), 4)
+    assert has_stem((3, 3, 3, 16), 2, alone=True) and has_stem((3, 3, 3, 64), 1)
+    assert not has_stem((3, 3, 3, 12), 2, alone=True)  # 8 filters of a lane
     for shape, stride in (
         ((7, 7, 3, 48), 2),  # warps of 32 filters
         ((7, 7, 3, 288), 2),  # a block's warps
-        ((7, 7, 3, 64), 1),  # windows at odd numbers
+        ((7, 7, 3, 64), 1),  # registers: windows at odd numbers take a channel more
         ((7, 7, 5, 64), 2),  # channels
         ((7, 7, 4, 64), 2),  # registers
         ((13, 3, 1, 64), 2),  # rows

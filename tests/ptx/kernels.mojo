@@ -262,8 +262,10 @@ def main() raises:
     enqueue_plain[BF16, 24, all](attention, mask, places, ctx)
 
     var x = IndexList[4](n, n, n, 3)
-    comptime pooling = Stem(3, 7, 7, 2, True)
-    comptime norming = Stem(3, 7, 7, 4, False)
+    comptime pooling = Stem(3, 7, 7, 2, Stem.MAXPOOL)
+    comptime norming = Stem(3, 7, 7, 4, Stem.LAYERNORM)
+    comptime even = Stem(3, 3, 3, 2, Stem.CONV2D, "silu")
+    comptime odd = Stem(3, 3, 3, 1, Stem.CONV2D, "relu")
     var tiling = Tiling(pooling, x, n, n, n, n, 64, 3, n, n)
     enqueue_stem[BF16, DType.uint8, pooling](
         StemOperands[BF16, DType.uint8](bytes, full, full, half, full, full, full, half),
@@ -277,6 +279,28 @@ def main() raises:
         tiling,
         n,
         1e-5,
+        ctx,
+    )
+    enqueue_stem[BF16, DType.uint8, even](
+        StemOperands[BF16, DType.uint8](bytes, full, full, half, full, full, full, half),
+        tiling,
+        n,
+        0,
+        ctx,
+    )
+    enqueue_stem[BF16, DType.uint8, odd](
+        StemOperands[BF16, DType.uint8](bytes, full, full, half, full, full, full, half),
+        tiling,
+        n,
+        0,
+        ctx,
+    )
+    comptime floats = Stem(3, 3, 3, 1, Stem.CONV2D)
+    enqueue_stem[BF16, BF16, floats](
+        StemOperands[BF16, BF16](half, full, full, half, full, full, full, half),
+        tiling,
+        n,
+        0,
         ctx,
     )
 

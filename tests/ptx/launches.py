@@ -1287,7 +1287,7 @@ class StemCase:
     w: int
     f: int
     stride: int
-    pools: bool
+    then: str
     pad: int
     steps: int
     groups: int
@@ -1303,7 +1303,7 @@ class StemCase:
     @property
     def out(self) -> tuple[int, int]:
         p, q = self.conv.out
-        return ((p + 1) // 2, (q + 1) // 2) if self.pools else (p, q)
+        return ((p + 1) // 2, (q + 1) // 2) if self.then == "maxpool" else (p, q)
 
 
 def stem(kernel: Kernel, g: StemCase, inputs: Sequence[Array], offset: int = 0) -> Array:
@@ -1314,14 +1314,16 @@ def stem(kernel: Kernel, g: StemCase, inputs: Sequence[Array], offset: int = 0) 
     memory, (out_p, out_q) = Tensors(), g.out
     y = unwritten((g.n, out_p, out_q, g.f), "bfloat16")
     at = [memory.add(a, 0 if i else offset) for i, a in enumerate((*inputs, y))]
-    scale = 2 if g.pools else 1
+    pools = g.then == "maxpool"
+    scale = 2 if pools else 1
     rows, columns = g.steps * 4 // scale, g.groups * 8 // scale
-    lead_p, lead_q = int(g.pools and out_p > rows), int(g.pools and out_q > columns)
+    lead_p, lead_q = int(pools and out_p > rows), int(pools and out_q > columns)
     tiles = (-(-out_p // rows), -(-out_q // (columns - lead_q)))
-    slices = g.f // 32
+    slices = -(-g.f // 32)
     warps = slices * min(max(1, 4 // slices), g.groups)
     input_rows = (g.steps * 4 + lead_p - 1) * g.stride + g.r
-    shared = input_rows * 232 * g.c * 2 + 2 * warps * (g.steps * 128 if g.pools else 256)
+    of_a_warp = {"maxpool": g.steps * 128, "layernorm": 256, "conv2d": 0}[g.then]
+    shared = input_rows * 232 * (g.c + g.stride * g.c % 2) * 2 + 2 * warps * of_a_warp
     sizes = (g.h, g.w, *g.conv.out, out_p, out_q, g.f, g.pad, g.steps, g.groups)
     launch = Launch(
         kernel,

@@ -1233,10 +1233,10 @@ def test_rms_norm(
 @pytest.mark.parametrize(
     "g",
     [
-        StemCase(2, 32, 32, 64, 2, True, 3, 2, 2),
-        StemCase(1, 37, 45, 64, 2, True, 3, 1, 2),
-        StemCase(1, 20, 64, 32, 2, True, 3, 3, 4),
-        StemCase(1, 9, 7, 64, 2, True, 3, 2, 2),
+        StemCase(2, 32, 32, 64, 2, "maxpool", 3, 2, 2),
+        StemCase(1, 37, 45, 64, 2, "maxpool", 3, 1, 2),
+        StemCase(1, 20, 64, 32, 2, "maxpool", 3, 3, 4),
+        StemCase(1, 9, 7, 64, 2, "maxpool", 3, 2, 2),
     ],
     ids=str,
 )
@@ -1258,10 +1258,10 @@ def test_stem_maxpool(find: Find, rng: np.random.Generator, g: StemCase, offset:
 @pytest.mark.parametrize(
     "g",
     [
-        StemCase(2, 32, 32, 64, 4, False, 2, 2, 2),
-        StemCase(1, 37, 61, 64, 4, False, 2, 1, 2),
-        StemCase(1, 30, 30, 192, 4, False, 2, 2, 2),
-        StemCase(1, 11, 9, 32, 4, False, 2, 1, 3),
+        StemCase(2, 32, 32, 64, 4, "layernorm", 2, 2, 2),
+        StemCase(1, 37, 61, 64, 4, "layernorm", 2, 1, 2),
+        StemCase(1, 30, 30, 192, 4, "layernorm", 2, 2, 2),
+        StemCase(1, 11, 9, 32, 4, "layernorm", 2, 1, 3),
     ],
     ids=str,
 )
@@ -1280,6 +1280,44 @@ def test_stem_layernorm(
     check(stem(find("stem_layernorm_bfloat16"), g, inputs), want, BF16, 2**-8)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "g"),
+    [
+        ("silu", StemCase(2, 21, 30, 32, 2, "conv2d", 1, 2, 1, r=3, s=3)),
+        ("silu", StemCase(1, 37, 45, 16, 2, "conv2d", 1, 1, 2, r=3, s=3)),
+        ("silu", StemCase(1, 9, 40, 72, 2, "conv2d", 0, 1, 3, r=3, s=3)),
+        ("relu", StemCase(2, 12, 19, 64, 1, "conv2d", 1, 2, 2, r=3, s=3)),
+        ("relu", StemCase(1, 5, 33, 24, 1, "conv2d", 0, 1, 4, r=3, s=3)),
+    ],
+    ids=str,
+)
+def test_stem_conv2d(find: Find, rng: np.random.Generator, kernel: str, g: StemCase) -> None:
+    x = rng.integers(0, 256, (g.n, g.h, g.w, g.c), np.uint8)
+    inputs, z = stem_inputs(rng, g, x)
+    want = z / (1 + np.exp(-z)) if kernel == "silu" else np.maximum(z, 0)
+    check(stem(find(f"stem_conv2d_{kernel}_bfloat16"), g, inputs, 1), want, BF16, SUMS)
+
+
+@pytest.mark.parametrize(
+    "g",
+    [
+        StemCase(2, 12, 19, 64, 1, "conv2d", 1, 2, 2, r=3, s=3),
+        StemCase(1, 6, 7, 8, 1, "conv2d", 1, 2, 1, r=3, s=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("odd", [None, np.nan, -np.inf])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_stem_conv2d_of_floats(
+    find: Find, rng: np.random.Generator, g: StemCase, odd: float | None
+) -> None:
+    x = rounded(rng.standard_normal((g.n, g.h, g.w, g.c)), BF16)
+    if odd is not None:
+        x[0, [0, g.h // 2], [g.w - 1, g.w // 2], [0, 1]] = rounded(np.array(odd), BF16)
+    inputs, want = stem_inputs(rng, g, x)
+    check(stem(find("stem_conv2d_none_bfloat16"), g, inputs), want, BF16, SUMS)
+
+
 def stem_inputs(rng: np.random.Generator, g: StemCase, x: Array) -> tuple[list[Array], Array]:
     """Makes a stem's tensors from x on, and z[N, P, Q, F] in float64."""
     means, scales = (rng.random(g.c) * 50 + 100).astype(np.float32), np.float32(1 / 60)
@@ -1290,5 +1328,5 @@ def stem_inputs(rng: np.random.Generator, g: StemCase, x: Array) -> tuple[list[A
     if x.dtype == np.uint8:
         values = wide(rounded((x - means).astype(np.float32) * scale, BF16), BF16)
     z = g.conv.apply(values, wide(w, BF16).transpose(3, 0, 1, 2)) + bias
-    inputs = [x, means, scale, stem_fragments(w), bias, gamma, beta]
+    inputs = [x, means, scale, stem_fragments(w, g.stride), bias, gamma, beta]
     return inputs, z.reshape(g.n, *g.conv.out, g.f)
