@@ -171,7 +171,11 @@ def peers(reference: Any, inputs: Inputs, dtype: str) -> dict[str, Callable[[], 
 
     def placed() -> Any:
         module = copy.deepcopy(reference).to(kind)
-        return module.to("cuda" if inputs.gpu else "cpu", memory_format=torch.channels_last)
+        module = module.to("cuda" if inputs.gpu else "cpu")
+        for each in [*module.parameters(), *module.buffers()]:
+            if each.ndim == 4:  # Module.to also takes those of 5 axes, which cannot be so
+                each.data = each.data.contiguous(memory_format=torch.channels_last)
+        return module
 
     def made(name: str, prepare: Callable[..., Callable[[], torch.Tensor]], *more: Any) -> Any:
         return lambda: Torch(name, inputs, kind, lambda x: prepare(placed(), x, *more))

@@ -65,7 +65,7 @@ class Maxvision(Engine):
     Args:
         executable: The compiled graph.
         device: Where it runs.
-        host: The host's ring: ``HOST_RING`` batches of uint8 [N, H, W, C].
+        host: The host's ring: ``HOST_RING`` batches as the graph takes them.
         ring: Makes the device's ring, on a GPU; of random images if None.
     """
 
@@ -91,7 +91,8 @@ class Maxvision(Engine):
         plain.upload(host[0])
         plain.run()
         plain.result()  # what a run still holds, the capture would take anew
-        self._run = Replay(executable, device, [(DType.uint8, host[0].shape)], len(host[0]))
+        dtype = DType.from_numpy(host[0].dtype)
+        self._run = Replay(executable, device, [(dtype, host[0].shape)], len(host[0]))
         self._put = self._run.inputs[0].inplace_copy_from
         self.memory = device.stats["total_memory"] - device.stats["free_memory"]
         if ring is None:
@@ -99,7 +100,7 @@ class Maxvision(Engine):
             self._ring = [Buffer.from_numpy(each).to(device) for each in drawn]
         else:
             self._ring = ring()
-        self._host = [Buffer(DType.uint8, x.shape, device, PINNED) for x in host]
+        self._host = [Buffer(dtype, x.shape, device, PINNED) for x in host]
         for pinned, levels in zip(self._host, host, strict=True):
             np.copyto(pinned.to_numpy(), levels)
         self.clock.wait()
