@@ -20,14 +20,14 @@ from typing import Any
 from max.driver import Device
 from max.engine import Model as Executable
 
-from maxvision.bench import memory, tables
+from maxvision.bench import tables
 from maxvision.bench.environment import environment
 from maxvision.bench.launches import by_kernel, launches_of
 from maxvision.bench.ours import HOST_RING, Maxvision, pictures
 from maxvision.bench.records import check_path, write
 from maxvision.bench.tables import number
 from maxvision.bench.timing import HostClock, rounded, sample, summary
-from maxvision.common import __version__
+from maxvision.common import __version__, memory
 from maxvision.common.console import working
 from maxvision.common.errors import DeviceError
 from maxvision.runtime import load

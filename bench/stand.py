@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from maxvision.bench import memory, power
+from maxvision.bench import power
 from maxvision.bench.engines import ours, peers
 from maxvision.bench.inputs import Inputs
 from maxvision.bench.ours import Engine
 from maxvision.bench.references import our_executor, reference_model
 from maxvision.bench.tf32 import allow_tf32
 from maxvision.bench.timing import HostClock, rounded, sample
+from maxvision.common import memory
 from maxvision.runtime.devices import DTYPES, find_device
 from maxvision.runtime.executor import Executor
 

@@ -112,10 +112,11 @@ def convert(source: str, options: argparse.Namespace) -> dict[str, Any]:
             if options.compare:
                 told = compared(told, model, traced, options.device, stages=False, progress=say)
                 worst = told.worst
+                assert told.cost
                 row |= {
                     "error": float(f"{worst.error:.2g}"),
                     "torch_error": float(f"{worst.own:.2g}"),
-                    "compile_s": round(told.seconds["compile"], 1),
+                    "compile_s": round(told.cost.seconds["compile"], 1),
                 }
                 if not worst.within:
                     row["problem"] = f"{worst.name}: an error of {worst.error:.1e}"

@@ -7,8 +7,9 @@ which is its distance from itself in float64, where that is larger.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from max.driver import Device
 
 from maxvision.bridge.importer import AT, Traced
+from maxvision.common import memory
 from maxvision.graphs.program import Program
 from maxvision.runtime.executor import Executor, Lowering
 
@@ -49,6 +51,20 @@ class Difference:
         return self.error <= self.bound
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What comparing took.
+
+    Attributes:
+        seconds: In the reference's framework, to ``compile``, and on our kernels (``maxvision``).
+        memory: The most bytes of host memory that these runs took beyond what was there, by the
+            same names; empty where the system does not count them.
+    """
+
+    seconds: Mapping[str, float]
+    memory: Mapping[str, int]
+
+
 def with_stages(traced: Traced) -> Program:
     """Gives a program whose stages are outputs too, called ``at <path of the module>``."""
     assert traced.program is not None
@@ -73,7 +89,7 @@ def compare(
     tolerance: float | None = None,
     lowering: Lowering | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> tuple[list[Difference], dict[str, float]]:
+) -> tuple[list[Difference], Cost]:
     """Runs a program and its reference on the same inputs.
 
     Args:
@@ -86,19 +102,28 @@ def compare(
         progress: Called with a sentence before each step.
 
     Returns:
-        The differences, stages first, and the seconds that each took: the reference's name,
-        ``compile``, ``maxvision``.
+        The differences, stages first, and what that cost.
     """
     reference = traced.reference
     assert traced.program is not None and reference is not None
     whole = with_stages(traced) if stages else traced.program.keep(traced.outputs)
     lowering = lowering or Lowering(tf32=False)
     seconds: dict[str, float] = {}
+    held: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def told(name: str) -> Iterator[None]:
+        memory.forget_peak()
+        before, start = memory.resident(), time.perf_counter()
+        yield
+        seconds[name] = time.perf_counter() - start
+        if before is not None and (peak := memory.peak()) is not None:
+            held[name] = max(peak - before, 0)
+
     progress(f"running it in {reference.name}")
     points = [name[len(AT) :] for name in whole.outputs if name.startswith(AT)]
-    start = time.perf_counter()
-    wanted = reference(example, points)
-    seconds[reference.name] = time.perf_counter() - start
+    with told(reference.name):
+        wanted = reference(example, points)
     try:
         exact = reference(example, points, double=True)
     except Exception:  # a model that names float32 somewhere
@@ -108,9 +133,8 @@ def compare(
     executor = Executor.compile(whole, traced.tensors, device, lowering, images=0)
     seconds["compile"] = time.perf_counter() - start
     arrays = [np.asarray(each) for each in example]
-    start = time.perf_counter()
-    found = executor(*arrays)
-    seconds["maxvision"] = time.perf_counter() - start
+    with told("maxvision"):
+        found = executor(*arrays)
     made = []
     for (name, _), array in zip(whole.outputs.items(), found, strict=True):
         want = wanted[name]
@@ -119,7 +143,7 @@ def compare(
         bound = tolerance if tolerance is not None else max(BOUND, 2 * own)
         made.append(Difference(name, array.shape, _error(array, best), own, bound))
     made.sort(key=lambda each: not each.name.startswith(AT))
-    return made, seconds
+    return made, Cost(seconds, held)
 
 
 def _error(found: np.ndarray, wanted: np.ndarray) -> float:

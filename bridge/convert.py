@@ -46,14 +46,15 @@ class Report:
         name: Of the model.
         coverage: What runs it.
         differences: How far outputs and stages are from the source's; empty if not compared.
-        seconds: What comparing took: in the source's framework, to compile, on our kernels.
+        cost: What comparing took, in the source's framework and on our kernels; None if nothing was
+            compared.
         bytes: Of the weights.
     """
 
     name: str
     coverage: Coverage
     differences: list[check.Difference] = field(default_factory=list)
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    cost: check.Cost | None = None
     bytes: int = 0
 
     @property
@@ -77,6 +78,12 @@ class Report:
         for each in self.differences:
             told = "" if each.within else f"  beyond the bound of {each.bound:.0e}"
             lines.append(f"  {each.error:8.1e}  {each.name}{told}")
+        if self.cost:
+            parts = [f"{name} {value:.2f} s" for name, value in self.cost.seconds.items()]
+            lines.append(f"  one run of the batch: {', '.join(parts)}")
+            parts = [f"{name} {value / 1e6:,.0f} MB" for name, value in self.cost.memory.items()]
+            if parts:
+                lines.append(f"  memory that it took: {', '.join(parts)}")
         return "\n".join(lines)
 
 
@@ -316,11 +323,11 @@ def compared(
         tolerance: See ``convert``; so is ``progress``.
         progress: See ``tolerance``.
     """
-    found, seconds = check.compare(
+    found, cost = check.compare(
         traced, model.example, find_device(device), stages=stages, tolerance=tolerance,
         lowering=Lowering(tf32=False, off=off), progress=progress,
     )  # fmt: skip
-    return replace(told, differences=found, seconds=seconds)
+    return replace(told, differences=found, cost=cost)
 
 
 def find(source: str | os.PathLike[str], *, random: bool = False, size: int | None = None) -> Model:

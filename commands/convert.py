@@ -6,14 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maxvision.common.arguments import Parser, device, names
 from maxvision.common.console import complain, exit_code, way_to, working
 from maxvision.common.errors import ArgumentError, UserError
-
-if TYPE_CHECKING:
-    from maxvision.bridge.convert import Report
 
 _BEYOND = 1  # exit code
 
@@ -127,7 +124,7 @@ def _one(source: str, folder: Path | None, options: argparse.Namespace) -> int:
         if folder is not None and told.within and not options.dry_run:
             with new_folder(folder, "the model", lambda _: bool(options.force)) as new:
                 write(new, model, traced)
-    _print(told)
+    print(told)
     if options.keep:
         kept = sum(bool(node.dtype) for node in traced.program.nodes)
         print(f"  in float32      {kept} ops, whatever the others compute in")
@@ -161,13 +158,6 @@ def _relabel(model: Any, options: argparse.Namespace) -> None:
         from maxvision.weights import read_labels
 
         model.labels = read_labels(options.labels)
-
-
-def _print(report: Report) -> None:
-    print(report)
-    if report.seconds:
-        told = ", ".join(f"{name} {value:.2f} s" for name, value in report.seconds.items())
-        print(f"  {told}")
 
 
 def _list() -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from maxvision.bench import memory, models
+from maxvision.bench import models
 from maxvision.bench.__main__ import main, parser
 from maxvision.bench.ceilings import Ceilings
 from maxvision.bench.engines import peers
@@ -26,6 +26,7 @@ from maxvision.bench.stand import Cell, Stand
 from maxvision.bench.workers import Lost, Worker
 from maxvision.bridge import convert
 from maxvision.bridge.sources import TorchModel
+from maxvision.common import memory
 from maxvision.common.errors import ArgumentError
 from tests.graphs import reference
 
@@ -87,7 +88,7 @@ def test_mistakes_get_one_sentence(
 def test_a_peak_outlives_its_memory_until_it_is_forgotten() -> None:
     """In a process of its own: of this one Linux may take memory at any time."""
     code = """
-from maxvision.bench import memory
+from maxvision.common import memory
 memory.forget_peak()
 before = memory.peak()
 b"1" * (64 << 20)

@@ -20,7 +20,7 @@ from maxvision.bridge.check import Difference
 from maxvision.bridge.convert import Report, convert, report, translated, write
 from maxvision.bridge.model import pictures
 from maxvision.commands.convert import main
-from maxvision.common import console
+from maxvision.common import console, memory
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.weights.family import MEAN, STD
 
@@ -78,6 +78,10 @@ def test_a_module_is_converted_saved_loaded_and_classifies(
     with torch.no_grad():
         torch.testing.assert_close(found, module(images), rtol=1e-5, atol=1e-6)
     assert made.report.within
+    assert made.report.cost and set(made.report.cost.seconds) == {"torch", "compile", "maxvision"}
+    if memory.resident() is not None:
+        assert set(made.report.cost.memory) == {"torch", "maxvision"}
+        assert "memory that it took: torch " in str(made.report)
     names = [each.name for each in made.report.differences]
     assert {"logits", "at stem"} <= set(names)
     made.save(tmp_path / "net")
@@ -192,10 +196,13 @@ def test_an_error_beyond_the_bound_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [Difference("logits", (2, 3), 1e-3, 1e-7, 1e-5)]
-    monkeypatch.setattr(check, "compare", lambda *_, **__: (found, {"torch": 0.1}))
+    cost = check.Cost({"torch": 0.1}, {"torch": 3_000_000})
+    monkeypatch.setattr(check, "compare", lambda *_, **__: (found, cost))
     assert main([f"{HERE}:net", "--size", "32", "-o", str(tmp_path / "net")]) == 1
     streams = capsys.readouterr()
     assert " 1.0e-03  logits  beyond the bound of 1e-05" in streams.out
+    assert "one run of the batch: torch 0.10 s" in streams.out
+    assert "memory that it took: torch 3 MB" in streams.out
     assert "an error is beyond its bound, and nothing was written" in streams.err
     assert not list(tmp_path.iterdir())
     with pytest.raises(ModelError, match=r"logits differs from the source's by 1\.0e-03 of the"):
