@@ -12,7 +12,7 @@
 | concats          | more values put together than a launch takes, most of which are already: few |
 | scale            | a constant by channel behind a product, as LayerScale: into its weights      |
 | tokens           | a class token put before others, the norm of the first token: one op each    |
-| sparse           | layers that run on their nonzeros alone; on Hopper convolutions in groups    |
+| sparse           | layers that run on their nonzeros; on Hopper groups, and few filters         |
 | epilogues        | + residual and an activation behind a product: its epilogue                  |
 | stem             | pixels, first convolution, and activation, max pool or layer norm: one op    |
 | patches          | a convolution of patches that touch: one of their rows, as wider channels    |

@@ -1326,7 +1326,9 @@ def test_sparse_layers_are_noted_and_take_epilogues() -> None:
         (HOPPER, 64, 128, 16, "blocks"),
         (HOPPER, 24, 24, 3, "blocks"),
         (HOPPER, 24, 24, 24, None),  # depthwise
-        (HOPPER, 64, 64, 1, None),
+        (HOPPER, 128, 32, 1, "blocks"),
+        (HOPPER, 128, 40, 1, None),
+        (HOPPER, 96, 32, 1, None),  # half a block
         (HOPPER, 12, 24, 3, None),  # not for the copy engine
         (replace(HOPPER, dtype="float32"), 64, 128, 16, None),
         (replace(HOPPER, formats={"a": "steps"}), 64, 128, 16, "steps"),
@@ -1334,7 +1336,7 @@ def test_sparse_layers_are_noted_and_take_epilogues() -> None:
         (CPU, 64, 128, 16, None),
     ],
 )
-def test_convolutions_in_groups_are_of_blocks_on_hopper(
+def test_convolutions_in_groups_and_of_few_filters_are_of_blocks_on_hopper(
     backend: Backend, c: int, f: int, groups: int, format: str | None
 ) -> None:
     def write(net: Net, x: Value) -> Value:
