@@ -293,20 +293,16 @@ def test_other_nodes_are_noticed() -> None:
 # --- what a model answers ----------------------------------------------------------------------
 
 
+@pytest.mark.nightly  # by day tests/test_bundled.py has photos for the default model
 @pytest.mark.skipif(not PHOTOS.is_dir(), reason=f"NO PHOTOS at {PHOTOS}; set MAXVISION_TEST_DATA")
 @pytest.mark.parametrize(
     "net",
     [
-        Network(
-            reference.resnet,
-            (224, 224),
-            {"layer_type": "basic", "depths": [1, 1], "hidden_sizes": [64, 128]},
-        ),
-        pytest.param(NETWORKS["cvt-6"], marks=pytest.mark.nightly),
-        pytest.param(Network(reference.resnet, (224, 224)), marks=pytest.mark.nightly),
-        pytest.param(Network(reference.cvt, (224, 224)), marks=pytest.mark.nightly),
+        NETWORKS["cvt-6"],
+        Network(reference.resnet, (224, 224)),
+        Network(reference.cvt, (224, 224)),
     ],
-    ids=["resnet-6", "cvt-6", "resnet-50", "cvt-13"],
+    ids=["cvt-6", "resnet-50", "cvt-13"],
 )
 def test_photos_get_the_answers_of_transformers(net: Network, tmp_path: Path) -> None:
     photos = sorted(PHOTOS.iterdir())

@@ -6,6 +6,7 @@ each case says that float32 sums, or results that are rounded on the way, may ad
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,6 +76,18 @@ GELU = 2**-14
 EPSILON = 1e-5
 
 erf = np.vectorize(math.erf)
+
+
+def of_all(days: int, *axes: Sequence[Any]) -> list[Any]:
+    """Combines axes: every combination runs each night, and one of ``days`` every day.
+
+    These are chosen along diagonals, so that each value of each axis is among them.
+    """
+    return [
+        pytest.param(*(x for _, x in each), marks=[pytest.mark.nightly] if turn % days else [])
+        for each in itertools.product(*(enumerate(axis) for axis in axes))
+        for turn in [sum(i for i, _ in each)]
+    ]
 
 
 def normalised(x: Array, weight: Array, bias: Array) -> Array:
@@ -341,19 +354,17 @@ WINDOWS = [
 """Convolutions, alpha, the blocks that share a tile, and stages of filters at most."""
 
 
-@pytest.mark.parametrize("config", RESIDENT, ids=lambda config: config.label)
-@pytest.mark.parametrize("epilogue", ["none", "add_relu"])
-@pytest.mark.parametrize(("g", "alpha", "splits", "stages"), WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    ("config", "epilogue", "window"), of_all(4, RESIDENT, ["none", "add_relu"], WINDOWS), ids=str
+)
 def test_resident(
     find: Find,
     rng: np.random.Generator,
     config: OneTile,
     epilogue: str,
-    g: Conv,
-    alpha: float,
-    splits: int,
-    stages: int,
+    window: tuple[Conv, float, int, int],
 ) -> None:
+    g, alpha, splits, stages = window
     run_resident(find, rng, config, epilogue, g, alpha=alpha, splits=splits, stages=stages)
 
 
@@ -486,23 +497,20 @@ ZEROS = [
 ]
 
 
-@pytest.mark.parametrize("tile", BLOCKS, ids=lambda tile: tile.label)
-@pytest.mark.parametrize(
-    ("epilogue", "dtype"),
-    [("none", BF16), ("add_relu", BF16), ("gelu", "float16"), ("add", "float32")],
-)
-@pytest.mark.parametrize(("g", "density", "alpha"), ZEROS, ids=str)
+ENDS = [("none", BF16), ("add_relu", BF16), ("gelu", "float16"), ("add", "float32")]
+"""Epilogues and dtypes."""
+
+
+@pytest.mark.parametrize(("tile", "end", "zeros"), of_all(3, BLOCKS, ENDS, ZEROS), ids=str)
 def test_blocks_of_zeros_are_left_out(
     find: Find,
     rng: np.random.Generator,
     tile: Blocks,
-    epilogue: str,
-    dtype: str,
-    g: Conv,
-    density: float,
-    alpha: float,
+    end: tuple[str, str],
+    zeros: tuple[Conv, float, float],
 ) -> None:
     """Lists differ in length, and some are empty."""
+    (epilogue, dtype), (g, density, alpha) = end, zeros
     p = product(rng, g, dtype)
     width = 32 if dtype == "float32" else 64
     grid = rng.random((-(-g.f // tile.columns), g.r, g.s, -(-g.c // width))) < density
@@ -522,22 +530,22 @@ def test_blocks_of_zeros_are_left_out(
     check(y, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, rounding)
 
 
-@pytest.mark.parametrize("config", EXPANDED, ids=lambda config: config.label)
-@pytest.mark.parametrize(
-    ("g", "density"),
-    [
-        (Conv(2, 10, 9, 72, 40, 3, 3, pad=(1, 1)), 0.2),
-        (Conv(2, 7, 7, 136, 72, 3, 3, pad=(1, 1)), 0.01),
-        (Conv(3, 9, 11, 64, 72, 3, 2, (1, 1), (2, 1), (2, 1)), 0.5),
-        (Conv(1, 75, 1, 520, 136), 1),
-        (Conv(1, 70, 1, 200, 136), 0.001),
-        (Conv(1, 1, 1, 136, 8), 0),
-    ],
-    ids=str,
-)
+DENSITIES = [
+    (Conv(2, 10, 9, 72, 40, 3, 3, pad=(1, 1)), 0.2),
+    (Conv(2, 7, 7, 136, 72, 3, 3, pad=(1, 1)), 0.01),
+    (Conv(3, 9, 11, 64, 72, 3, 2, (1, 1), (2, 1), (2, 1)), 0.5),
+    (Conv(1, 75, 1, 520, 136), 1),
+    (Conv(1, 70, 1, 200, 136), 0.001),
+    (Conv(1, 1, 1, 136, 8), 0),
+]
+"""Convolutions, and the shares of their filters that are not 0."""
+
+
+@pytest.mark.parametrize(("config", "layer"), of_all(3, EXPANDED, DENSITIES), ids=str)
 def test_tiled(
-    find: Find, rng: np.random.Generator, config: OneTile, g: Conv, density: float
+    find: Find, rng: np.random.Generator, config: OneTile, layer: tuple[Conv, float]
 ) -> None:
+    g, density = layer
     dtype = "float16" if density == 0.5 else BF16
     p = product(rng, g, dtype)
     p.w = np.where(rng.random(p.w.shape) < density, p.w, 0).astype(p.w.dtype)
