@@ -38,6 +38,22 @@ def is_depthwise(shape: tuple[int, ...], groups: int) -> bool:
     return groups > 1 and shape[2] == 1 and shape[3] == groups
 
 
+SMALL = (4, 8, 16)
+"""Channels of a group that the direct kernel for a CPU takes beside 1; vectors are of so many."""
+
+
+def members(shape: tuple[int, ...], groups: int, on_cpu: bool) -> int:
+    """Counts the channels of a group of a filter [R, S, C, F] that has a direct kernel; else 0.
+
+    1 is depthwise; ``on_cpu``, in float32, groups may be small ones with as many filters.
+    """
+    if is_depthwise(shape, groups):
+        return 1
+    c, f = shape[2:]
+    small = on_cpu and groups > 1 and c in SMALL and f == c * groups and f % max(SMALL) == 0
+    return c if small else 0
+
+
 def is_aligned(
     shape: tuple[int, ...],
     dtype: DType,

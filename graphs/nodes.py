@@ -73,7 +73,9 @@ def conv2d(
     else:
         parameters = {
             "tf32": _tf32(x, filter.tf32),
-            "depthwise": arrange.is_depthwise(filter.shape, groups),
+            "members": arrange.members(
+                filter.shape, groups, x.device.is_cpu() and x.dtype == DType.float32
+            ),
             "aligned": _aligned(
                 x, filter, groups=groups, stride=stride, padding=padding, dilation=dilation
             ),

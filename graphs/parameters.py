@@ -222,7 +222,7 @@ class Parameters:
         self, shape: tuple[int, int, int, int], groups: int
     ) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
         """Returns what arranges a filter [R, S, C, F] for the device, and how much that gives."""
-        if arrange.is_depthwise(shape, groups):
+        if arrange.members(shape, groups, self.device.is_cpu() and self.dtype == DType.float32):
             return np.ravel, math.prod(shape)
         if self.device.is_cpu() and self.dtype == DType.bfloat16:
             size = arrange.tiles_size(shape, groups)

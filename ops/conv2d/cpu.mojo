@@ -1,16 +1,21 @@
-"""Convolution on a CPU: the indirect GEMM of ops/gemm, and a kernel of its own for depthwise.
+"""Convolution on a CPU: the indirect GEMM of ops/gemm, and a direct kernel for small groups.
 
-Depthwise: y[n, p, q, c] = sum_rs x[n, p * stride + r, q * stride + s, c] w[r, s, c]. As the GEMM it
-is indirect: where the taps of PIXELS neighbouring pixels read is found once for all channels, and a
-tap in the padding reads zeros (Dukhan 2019, arXiv:1907.02129), so that one kernel takes every
-window, stride and edge. Vectors run over channels; PIXELS x VECTORS sums stay in registers, and a
-tap's weights serve all PIXELS. Bound by loads from the first-level cache: one for each FMA, and a
-sixth of one for the weights.
+Small groups have as many filters as channels, M: 1 (depthwise), or 4, 8 or 16 in float32.
+
+    y[n, p, q, f] = sum_rsc x[n, p * stride + r, q * stride + s, f // M * M + c] w[r, s, c, f]
+
+As the GEMM it is indirect: where the taps of PIXELS neighbouring pixels read is found once for all
+channels, and a tap in the padding reads zeros (Dukhan 2019, arXiv:1907.02129), so that one kernel
+takes every window, stride and edge. Vectors run over filters; a vector of x has the channels of
+their groups, and is shuffled within each group for every c. PIXELS x VECTORS sums stay in registers,
+and a tap's weights serve all PIXELS. Depthwise is bound by loads from the first-level cache: one for
+each FMA, and a sixth of one for the weights.
 """
 
 from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
+from std.utils import IndexList
 
 from max.runtime.asyncrt import parallelism_level
 
@@ -25,22 +30,20 @@ comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
 
 
-def conv2d_cpu[
-    dtype: DType, //, epilogue: Epilogue, depthwise: Bool
-](g: Geometry, o: Operands[dtype]):
+def conv2d_cpu[dtype: DType, //, epilogue: Epilogue, members: Int](g: Geometry, o: Operands[dtype]):
     """Convolves on all cores.
 
     Parameters:
         dtype: Of the tensors, float32 or bfloat16.
         epilogue: What the accumulator goes through.
-        depthwise: Whether each channel is convolved by itself, with one filter.
+        members: Channels, and filters, of a small group; 0 for other convolutions.
 
     Args:
         g: Sizes.
-        o: Tensors; the filter is w[R, S, C] if depthwise, packed panels otherwise.
+        o: Tensors; the filter is w[R, S, members, F], or packed panels if that is 0.
     """
-    comptime if depthwise:
-        _depthwise[epilogue](g, o)
+    comptime if members > 0:
+        _direct[epilogue, members](g, o)
     else:
         comptime if dtype == F32:
             gemm[epilogue](g, rebind[Operands[F32]](o))
@@ -51,24 +54,24 @@ def conv2d_cpu[
 comptime PIXELS = 6
 """Pixels that are computed together."""
 comptime VECTORS = 4 if CompilationTarget.has_avx512f() or CompilationTarget.has_neon() else 2
-"""Vectors of channels that are: 24 sums of 32 registers, or 12 of 16 (AVX2)."""
+"""Vectors of filters that are: 24 sums of 32 registers, or 12 of 16 (AVX2)."""
 
 
-def _depthwise[dtype: DType, //, epilogue: Epilogue](g: Geometry, o: Operands[dtype]):
+def _direct[dtype: DType, //, epilogue: Epilogue, members: Int](g: Geometry, o: Operands[dtype]):
     # Eight tasks a core even out their times.
     var tasks = 8 * parallelism_level(None)
     var block = ceildiv(ceildiv(g.pixels(), tasks), PIXELS) * PIXELS
 
     def task(index: Int) {var}:
         var last = min((index + 1) * block, g.pixels())
-        _depthwise_block[epilogue](g, o, index * block, last)
+        _direct_block[epilogue, members](g, o, index * block, last)
 
     over_cores(task, ceildiv(g.pixels(), block))
 
 
 @no_inline
-def _depthwise_block[
-    dtype: DType, //, epilogue: Epilogue
+def _direct_block[
+    dtype: DType, //, epilogue: Epilogue, members: Int
 ](g: Geometry, o: Operands[dtype], first: Int, last: Int):
     """Computes the pixels `first` to `last`."""
     var taps = g.r * g.s
@@ -80,18 +83,27 @@ def _depthwise_block[
         zeros[unsafe_offset=c] = 0
     var sources = rebind[Sources[dtype]](found.unsafe_ptr())
     var places = rebind[Places](used.unsafe_ptr())
-    var wide = g.c // (VECTORS * WIDTH) * VECTORS * WIDTH
-    var whole = g.c // WIDTH * WIDTH
+    # Shuffled, x takes registers beside the sums.
+    comptime AT_ONCE = VECTORS if members == 1 else VECTORS // 2
+    var wide = g.f // (AT_ONCE * WIDTH) * AT_ONCE * WIDTH
     for pixel in range(first, last, PIXELS):
         var pixels = min(PIXELS, last - pixel)
         var count = _find_taps(g, o.x, zeros, pixel, pixels, sources, places)
-        var here = o.shifted(y=pixel * g.c)
-        for c in range(0, wide, VECTORS * WIDTH):
-            _depthwise_tile[epilogue, VECTORS, WIDTH](g, here, sources, places, count, c, pixels)
-        for c in range(wide, whole, WIDTH):
-            _depthwise_tile[epilogue, 1, WIDTH](g, here, sources, places, count, c, pixels)
-        for c in range(whole, g.c):
-            _depthwise_tile[epilogue, 1, 1](g, here, sources, places, count, c, pixels)
+        var here = o.shifted(y=pixel * g.f)
+        for f in range(0, wide, AT_ONCE * WIDTH):
+            _direct_tile[epilogue, members, AT_ONCE, WIDTH](
+                g, here, sources, places, count, f, pixels
+            )
+        if g.f < WIDTH:
+            comptime if members == 1:
+                for f in range(g.f):
+                    _direct_tile[epilogue, 1, 1, 1](g, here, sources, places, count, f, pixels)
+        else:
+            # The last vector ends with the last filter: some results are computed twice.
+            for f in range(wide, g.f, WIDTH):
+                _direct_tile[epilogue, members, 1, WIDTH](
+                    g, here, sources, places, count, min(f, g.f - WIDTH), pixels
+                )
     dealloc(memory^)
     dealloc(used^)
     dealloc(found^)
@@ -155,38 +167,61 @@ def _find_taps[
     return count
 
 
+@always_inline
+def _shuffled[members: Int, c: Int, width: Int, dtype: DType](x: SIMD[dtype, width]) -> type_of(x):
+    """Gives each lane channel `c` of its group of `members`."""
+    comptime if members == 1:
+        return x
+    comptime lanes = _lanes[width](members, c)
+    return x.shuffle[mask=lanes]()
+
+
+def _lanes[width: Int](members: Int, c: Int) -> IndexList[width]:
+    var found = IndexList[width]()
+    for lane in range(width):
+        found[lane] = lane // members * members + c
+    return found
+
+
 @no_inline
-def _depthwise_tile[
-    dtype: DType, //, epilogue: Epilogue, vectors: Int, width: Int
+def _direct_tile[
+    dtype: DType, //, epilogue: Epilogue, members: Int, vectors: Int, width: Int
 ](
     g: Geometry,
     o: Operands[dtype],
     sources: Sources[dtype],
     places: Places,
     count: Int,
-    c: Int,
+    f: Int,
     pixels: Int,
 ):
-    """Computes `vectors` vectors of channels from `c` on of `pixels` pixels, where `o.y` begins."""
+    """Computes `vectors` vectors of filters from `f` on of `pixels` pixels, where `o.y` begins."""
     var sums = Array[SIMD[F32, width], PIXELS * vectors](uninitialized=True)
     comptime for v in range(vectors):
-        var bias = o.bias.unsafe_load[width=width](c + v * width)
+        var bias = o.bias.unsafe_load[width=width](f + v * width)
         comptime for i in range(PIXELS):
             sums[i * vectors + v] = bias
     for tap in range(count):
-        var weights = Array[SIMD[F32, width], vectors](uninitialized=True)
-        var place = places[unsafe_offset=tap] * g.c + c
-        comptime for v in range(vectors):
-            weights[v] = widened(o.w.unsafe_load[width=width](place + v * width))
-        comptime for i in range(PIXELS):
-            var source = sources[unsafe_offset=tap * PIXELS + i].unsafe_offset(c)
+        var place = places[unsafe_offset=tap] * members * g.f + f
+        comptime for c in range(members):
+            var weights = Array[SIMD[F32, width], vectors](uninitialized=True)
             comptime for v in range(vectors):
-                var value = widened(source.unsafe_load[width=width](v * width))
-                sums[i * vectors + v] = value.fma(weights[v], sums[i * vectors + v])
+                weights[v] = widened(o.w.unsafe_load[width=width](place + c * g.f + v * width))
+            comptime for i in range(PIXELS):
+                var source = sources[unsafe_offset=tap * PIXELS + i]
+                comptime for v in range(vectors):
+                    var value: SIMD[F32, width]
+                    comptime if members > width:  # they are all of one group
+                        var first = (f + v * width) // members * members
+                        value = widened(source[unsafe_offset=first + c])
+                    else:
+                        var x = widened(source.unsafe_load[width=width](f + v * width))
+                        value = _shuffled[members, c](x)
+                    sums[i * vectors + v] = value.fma(weights[v], sums[i * vectors + v])
     comptime for i in range(PIXELS):
         if i < pixels:
             comptime for v in range(vectors):
-                var to = i * g.c + c + v * width
+                var to = i * g.f + f + v * width
                 var sum = sums[i * vectors + v]
                 comptime if epilogue.adds:
                     sum += widened(o.residual.unsafe_load[width=width](to))

@@ -21,7 +21,7 @@ def _conv2d[
     target: StaticString,
     name: StaticString,
     tf32: Bool,
-    depthwise: Bool,
+    members: Int,
     aligned: Bool,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     comptime assert Epilogue.known(
@@ -31,9 +31,10 @@ def _conv2d[
         return
     comptime if target == "cpu":
         comptime assert ON_CPU[dtype], "conv2d: a CPU expects float32 or bfloat16"
-        conv2d_cpu[Epilogue(name), depthwise](g, o)
+        conv2d_cpu[Epilogue(name), members](g, o)
     else:
-        conv2d_gpu[dtype, Epilogue(name), tf32, depthwise, aligned](g, o, ctx)
+        comptime assert members <= 1, "conv2d: a GPU has no kernel for small groups but depthwise"
+        conv2d_gpu[dtype, Epilogue(name), tf32, members == 1, aligned](g, o, ctx)
 
 
 @register("conv2d")
@@ -45,7 +46,7 @@ struct Conv2d:
         target: StaticString,
         epilogue: StaticString,
         tf32: Bool,
-        depthwise: Bool,
+        members: Int,
         aligned: Bool,
     ](
         y: OutputTensor[rank=4, ...],
@@ -61,7 +62,8 @@ struct Conv2d:
             target: "cpu" or "gpu".
             epilogue: One that does not add (ops/epilogue.mojo).
             tf32: Whether a GPU may round float32 to TF32 for the products.
-            depthwise: Whether each channel is convolved by itself, with one filter.
+            members: Channels, and filters, of a small group, as graphs/arrange.py counts them: 1
+                is depthwise, 0 any other convolution.
             aligned: Whether graphs/arrange.py calls the sizes aligned: a GPU then compiles the
                 kernels for such sizes alone.
 
@@ -77,7 +79,7 @@ struct Conv2d:
             If a launch fails.
         """
         comptime assert not Epilogue(epilogue).adds, "conv2d: conv2d_add takes the residual"
-        _conv2d[target, epilogue, tf32, depthwise, aligned](
+        _conv2d[target, epilogue, tf32, members, aligned](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](
                 data(x),
@@ -99,7 +101,7 @@ struct Conv2dAdd:
         target: StaticString,
         epilogue: StaticString,
         tf32: Bool,
-        depthwise: Bool,
+        members: Int,
         aligned: Bool,
     ](
         y: OutputTensor[rank=4, ...],
@@ -116,7 +118,8 @@ struct Conv2dAdd:
             target: "cpu" or "gpu".
             epilogue: One that adds (ops/epilogue.mojo).
             tf32: Whether a GPU may round float32 to TF32 for the products.
-            depthwise: Whether each channel is convolved by itself, with one filter.
+            members: Channels, and filters, of a small group, as graphs/arrange.py counts them: 1
+                is depthwise, 0 any other convolution.
             aligned: Whether graphs/arrange.py calls the sizes aligned: a GPU then compiles the
                 kernels for such sizes alone.
 
@@ -133,7 +136,7 @@ struct Conv2dAdd:
             If a launch fails.
         """
         comptime assert Epilogue(epilogue).adds, "conv2d: the epilogue must be one that adds"
-        _conv2d[target, epilogue, tf32, depthwise, aligned](
+        _conv2d[target, epilogue, tf32, members, aligned](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](
                 data(x),

@@ -846,6 +846,9 @@ CASES = [
     conv("conv2d 4 wide groups", (9, 9), 128, 288, (3, 3), padding=1, groups=4, then="relu"),
     conv("conv2d 4 groups of 5 filters", (9, 9), 32, 20, (3, 3), padding=1, groups=4),
     conv("conv2d depthwise of 10", (7, 7), 10, 10, (5, 5), padding=2, groups=10),
+    conv("conv2d groups of 4", (9, 11), 48, 48, (3, 3), padding=1, groups=12, then="relu"),
+    conv("conv2d groups of 8", (8, 7), 96, 96, (3, 3), stride=2, padding=1, groups=12),
+    conv("conv2d groups of 16", (5, 6), 32, 32, (5, 3), padding=(2, 1), groups=2, then="add"),
     conv("conv2d depthwise twice", (7, 7), 12, 24, (3, 3), padding=1, groups=12),
     conv("conv2d 1x1 image", (1, 1), 16, 16, (3, 3), padding=1),
     # Two convolutions, one sum; sizes that the tensor cores' tiles do not fit.
