@@ -277,8 +277,8 @@ def gemm_block[
                         var rows = (end - begin) * (tile + 1) // tiles - m
                         var here_sums = sums.unsafe_offset(m * PANEL + offset)
                         comptime for size in range(1, ROWS + 1):
-                            comptime for vectors in [VECTORS // 2, VECTORS]:
-                                if rows == size and (width > TILE // 2) == (vectors == VECTORS):
+                            comptime for vectors in range(1, VECTORS + 1):
+                                if rows == size and ceildiv(width, WIDTH) == vectors:
                                     _tile[size, vectors](
                                         g,
                                         here,
