@@ -3,7 +3,7 @@
 | pass             | what becomes of what                                                         |
 | ---------------- | ---------------------------------------------------------------------------- |
 | constants        | ops on weights alone run when the model loads                                |
-| written_out      | activations and layer norms written out in smaller ops: one op               |
+| written_out      | activations, layer norms and RMS norms written out in smaller ops: one op    |
 | bias             | a constant vector added behind a product: its bias                           |
 | batch_norm       | a convolution and its batch norm: one convolution                            |
 | attention        | attention, written out or not, with its masks: one op on tokens [N, T, C]    |

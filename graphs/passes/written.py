@@ -1,8 +1,8 @@
-"""Activations and layer norms that are written out in smaller ops become one op each.
+"""Activations and norms that are written out in smaller ops become one op each.
 
 Exporters and hand-written modules spell them: GELU as x * 0.5 * (1 + erf(x / sqrt(2))), SiLU as
-x * sigmoid(x), a layer norm by means, a difference, a square and a root. As one op they run in one
-launch, and as the epilogue of the product before them.
+x * sigmoid(x), a layer norm by means, a difference, a square and a root, T5's RMS norm by the last
+three. As one op they run in one launch, and as the epilogue of the product before them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from maxvision.graphs.types import Size
 
 
 def written_out(program: Program, _: Backend) -> Program:
-    """Finds activations, then layer norms."""
-    return _norms(_activations(program))
+    """Finds activations, then layer norms, then RMS norms, which are parts of layer norms too."""
+    return _rms_norms(_norms(_activations(program)))
 
 
 def _is_near(value: float, wanted: float) -> bool:
@@ -167,12 +167,12 @@ def _is_cube(find: _Finder, factors: tuple[str, ...], x: str) -> bool:
     return power is not None and power.inputs == (x,) and _other(power) == 3
 
 
-# --- layer norms ---------------------------------------------------------------------------------
+# --- norms ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Normed:
-    """(x - mean) / sqrt(variance + eps) over an axis."""
+    """(x - mean) / sqrt(variance + eps) over an axis; or x / sqrt(mean square + eps)."""
 
     x: str
     axis: int
@@ -198,6 +198,38 @@ def _norms(program: Program) -> Program:
                 rewrite.replace([node], *_layer_norm(program, node, found, (weight, bias), taken))
                 break
     return rewrite.done()
+
+
+def _rms_norms(program: Program) -> Program:
+    rewrite, find, taken = Rewrite(program), _Finder(program), set(program.types)
+    for node in program.nodes:
+        if node.op != "mul" or len(node.inputs) != 2 or node.at_load:
+            continue
+        for value, weight in (node.inputs, node.inputs[::-1]):
+            found = _scaled(find, value) if weight in program.constants else None
+            if found is None or not _is_along(program, weight, found):
+                continue
+            if program.types[found.x] == program.types[node.output]:
+                vector = _vector(program, weight, taken)
+                inputs = (found.x, vector[-1].output if vector else weight)
+                norm = Node("rms_norm", inputs, node.outputs, {"eps": found.eps})
+                rewrite.replace([node], *vector, norm)
+                break
+    return rewrite.done()
+
+
+def _scaled(find: _Finder, value: str) -> _Normed | None:
+    """Reads what an RMS norm over the last axis multiplies by its weight."""
+    for x, root in _quotients(find, value):
+        total = find.plus(root)
+        mean = find.made(total[0], "mean") if total else None
+        if mean is None or total is None or not total[1] > 0:
+            continue
+        last = len(find.program.types[x].shape) - 1
+        over_last = mean.attributes["axes"] == (last,) and mean.attributes.get("keepdim")
+        if over_last and _squared(find, mean.inputs[0]) == x:
+            return _Normed(x, last, total[1])
+    return None
 
 
 def _normed(find: _Finder, value: str) -> _Normed | None:
@@ -248,19 +280,23 @@ def _centred(find: _Finder, value: str) -> str | None:
     return node.inputs[0] if mean and mean.inputs[0] == node.inputs[0] else None
 
 
-def _square(find: _Finder, value: str) -> str | tuple[str, str] | None:
-    """Reads d * d or d ** 2: d, or ("same", x) of x - mean(x), which a module may compute twice."""
+def _squared(find: _Finder, value: str) -> str | None:
+    """Reads d * d or d ** 2."""
     node = find.made(value, "pow", "mul")
     if node is None:
         return None
     if node.op == "pow":
-        squared = "other" in node.attributes and _other(node) == 2
+        found = "other" in node.attributes and _other(node) == 2
     else:
-        squared = len(node.inputs) == 2 and node.inputs[0] == node.inputs[1]
-    if not squared:
-        return None
-    x = _centred(find, node.inputs[0])
-    return node.inputs[0] if x is None else ("same", x)
+        found = len(node.inputs) == 2 and node.inputs[0] == node.inputs[1]
+    return node.inputs[0] if found else None
+
+
+def _square(find: _Finder, value: str) -> str | tuple[str, str] | None:
+    """Reads a square: d, or ("same", x) of x - mean(x), which a module may compute twice."""
+    d = _squared(find, value)
+    x = _centred(find, d) if d else None
+    return d if x is None else ("same", x)
 
 
 def _is_along(program: Program, constant: str, found: _Normed) -> bool:
@@ -273,6 +309,16 @@ def _is_along(program: Program, constant: str, found: _Normed) -> bool:
     )
 
 
+def _vector(program: Program, constant: str, taken: set[str]) -> list[Node]:
+    """Makes a constant of several axes, all but one of them 1, a vector; nothing if it is one."""
+    shape = program.types[constant].shape
+    if len(shape) == 1:
+        return []
+    attributes: dict[str, Attribute] = {"shape": (math.prod(shape),)}
+    name = free(taken, f"{constant}.vector")
+    return [Node("reshape", (constant,), (name,), attributes, at_load=True)]
+
+
 def _layer_norm(
     program: Program, last: Node, found: _Normed, parameters: tuple[str, str], taken: set[str]
 ) -> list[Node]:
@@ -280,18 +326,14 @@ def _layer_norm(
     nodes: list[Node] = []
 
     def add(op: str, inputs: tuple[str, ...], name: str, **attributes: Attribute) -> str:
-        at_load = inputs[0] in program.constants
-        nodes.append(Node(op, inputs, (name,), attributes, at_load=at_load))
+        nodes.append(Node(op, inputs, (name,), attributes))
         return name
 
     shape = program.types[found.x].shape
     rank, vectors = len(shape), []
     for each in parameters:
-        held = program.types[each].shape
-        if len(held) > 1:
-            name = free(taken, f"{each}.vector")
-            each = add("reshape", (each,), name, shape=(shape[found.axis],))
-        vectors.append(each)
+        nodes += (made := _vector(program, each, taken))
+        vectors.append(made[-1].output if made else each)
     if found.axis == rank - 1:
         add("layer_norm", (found.x, *vectors), last.output, eps=found.eps)
         return nodes

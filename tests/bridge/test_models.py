@@ -145,7 +145,7 @@ MODELS: dict[str, tuple[Make, Callable[[int], Any], dict[str, int], set[str]]] =
     ),
     "T5's encoder": (
         lambda: transformers.T5EncoderModel(transformers.T5Config(**T5)), padded,
-        {"attention": 2, "attention_bias": 1}, {"last_hidden_state"},
+        {"attention": 2, "attention_bias": 1, "rms_norm": 5}, {"last_hidden_state"},
     ),
     "graphs": (Messages, graphs, {"scatter_add": 2, "gather": 5}, {"logits"}),
     "maps": (

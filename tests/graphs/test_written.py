@@ -156,6 +156,43 @@ def test_a_layer_norm_that_is_written_out_is_one_op(square: str, twice: bool, ro
     assert node.attributes["eps"] == 1e-6
 
 
+def rms(net: Net, x: Value, *, square: str, root: str, axis: int = 2) -> Value:
+    """Writes T5's norm out."""
+    power = _number(net, "pow", x, 2.0) if square == "pow" else net.op("mul", [x, x])
+    total = _number(net, "add", net.op("mean", [power], axes=(axis,), keepdim=True), 1e-6)
+    weight = (
+        net.weight("norm.weight", 1, x.size(2)) if root == "div" else net.weight("w", x.size(2))
+    )
+    if root == "div":
+        return net.op("mul", [net.op("div", [x, net.op("sqrt", [total])]), weight])
+    return net.op("mul", [weight, net.op("mul", [x, net.op("rsqrt", [total])])])
+
+
+@pytest.mark.parametrize("root", ["div", "rsqrt"])
+@pytest.mark.parametrize("square", ["pow", "mul"])
+def test_an_rms_norm_that_is_written_out_is_one_op(square: str, root: str) -> None:
+    program = nets.program(lambda n, x: rms(n, x, square=square, root=root), 4, 6)
+    _, after = both("written_out", program, CPU)
+    assert ops(after) == {"rms_norm": 1}
+    (node,) = (each for each in after.nodes if each.op == "rms_norm")
+    assert node.attributes["eps"] == 1e-6
+
+
+def test_an_rms_norm_of_another_axis_stays() -> None:
+    program = nets.program(lambda n, x: rms(n, x, square="pow", root="rsqrt", axis=1), 4, 6)
+    before, after = both("written_out", program, CPU)
+    assert after == before
+
+
+def test_a_layer_norm_without_a_bias_is_an_rms_norm_of_what_is_centred() -> None:
+    def write(net: Net, x: Value) -> Value:
+        mean = net.op("mean", [x], axes=(2,), keepdim=True)
+        return rms(net, net.op("sub", [x, mean]), square="pow", root="rsqrt")
+
+    _, after = both("written_out", nets.program(write, 4, 6), CPU)
+    assert ops(after) == {"mean": 1, "sub": 1, "rms_norm": 1}
+
+
 def test_a_layer_norm_of_channels_is_one_op_between_permutes() -> None:
     _, after = both("written_out", nets.program(lambda n, x: norm(n, x, 1), 6, 5, 4), CPU)
     assert ops(after) == Counter({"permute": 2, "layer_norm": 1})
