@@ -1,6 +1,6 @@
 """A program becomes a MAX graph: each op is one typed function of graphs/nodes.py.
 
-Ops that compute nothing are MAX's own (``MOVES``), but for a GPU's permute. So are a few that have
+Ops that compute nothing are MAX's own (``MOVES``), but for permutes. So are a few that have
 no kernel here (``OTHERS``), and ops on integers and truth values (``INTEGERS``).
 """
 
@@ -27,7 +27,7 @@ from maxvision.graphs.program import Node, Program
 MOVES = ("reshape", "permute", "slice", "concat", "expand", "pad", "gather", "cast")
 """Ops that compute nothing; MAX moves the numbers, where they have to move at all.
 
-A GPU permutes floats by a kernel of ours."""
+Floats are permuted by a kernel of ours."""
 OTHERS = ("attention_bias", "batch_norm", "cumsum", "scatter_add")
 """Ops that MAX's own kernels compute."""
 

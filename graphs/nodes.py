@@ -378,8 +378,8 @@ def pointwise(expression: str, values: Sequence[TensorValue]) -> TensorValue:
 def permute(x: TensorValue, axes: Sequence[int]) -> TensorValue:
     """Lays axes out in another order, as torch's permute does and makes it contiguous.
 
-    A reshape where only axes of size 1 change places. MAX's own kernel runs on a CPU, and on a GPU
-    for masks, integers and more than six axes.
+    A reshape where only axes of size 1 change places. MAX's own kernel runs for masks, integers and
+    more than six axes.
 
     Args:
         x: Of any shape.
@@ -392,7 +392,7 @@ def permute(x: TensorValue, axes: Sequence[int]) -> TensorValue:
     moved = [axis for axis in axes if x.shape[axis] != 1]
     if moved == sorted(moved):
         return x.reshape(dims(out.shape))
-    if x.device.is_cpu() or x.dtype not in GPU_DTYPES or x.rank > MOST_AXES:
+    if x.dtype not in _dtypes(x.device) or x.rank > MOST_AXES:
         return x.permute(list(axes))
     return _custom("permute", [x, _host(axes, DType.int64)], [out])[0]
 

@@ -8,7 +8,8 @@ Axes of size 1 are dropped and axes that stay neighbours are joined. Then one of
   block takes a tile of 128 bytes along P and 64 numbers along Q through shared memory. Where numbers
   have 2 bytes, a thread pairs two rows of x, so that a word of shared memory is the same in y.
 
-Bound by memory. For GPUs; a CPU's permute is MAX's own.
+Bound by memory. A CPU copies rows too, and turns tiles of W x W numbers around in W registers: it
+interleaves vector i with vector i + W / 2, log2 W times.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -21,15 +22,18 @@ from max.gpu.primitives.grid_controls import (
     pdl_launch_attributes,
     wait_on_dependent_grids,
 )
+from max.runtime.asyncrt import parallelism_level
+from std.bit import log2_floor
 from std.math import ceildiv
-from std.memory import bitcast, unsafe_stack_allocation
-from std.sys import size_of
+from std.memory import bitcast, unsafe_memcpy, unsafe_stack_allocation
+from std.sys import simd_width_of, size_of
 from std.utils.static_tuple import StaticTuple
 
 from .device import Device
 from .division import quotient, reciprocal
 from .kernel_argument import KernelArgument
 from .operands import Data, data
+from .parallel import over_cores
 
 comptime AXES = 6
 """Axes of a tensor, at most."""
@@ -45,8 +49,74 @@ comptime ROW = 128
 """Bytes of a tile along P."""
 comptime LANES = 8
 """Lanes of a warp along Q while a tile is read; the other four are along P."""
+comptime PIECE = 4096
+"""Numbers that a task on a CPU copies, at least."""
 comptime U32 = DType.uint32
 """A word."""
+
+
+struct Joined(TrivialRegisterPassable):
+    """The axes of a permute, the last one of y first: none of size 1, and neighbours are one."""
+
+    var sizes: StaticTuple[Int, AXES]
+    """Indices of an axis."""
+    var x: StaticTuple[Int, AXES]
+    """From one index of an axis to the next in x."""
+    var y: StaticTuple[Int, AXES]
+    """The same in y."""
+    var count: Int
+    """How many axes there are."""
+    var last_of_x: Int
+    """Which axis is x's last."""
+    var numbers: Int
+    """Of the whole tensor."""
+
+    def __init__(out self, sizes: StaticTuple[Int, AXES], steps: StaticTuple[Int, AXES]):
+        """Joins axes.
+
+        Args:
+            sizes: Of y, the last axis first; no size is 0, and those of axes that are not there are
+                1.
+            steps: From one number of such an axis to the next in x.
+        """
+        self.sizes = StaticTuple[Int, AXES](fill=1)
+        self.x = StaticTuple[Int, AXES](fill=1)
+        self.y = StaticTuple[Int, AXES](fill=1)
+        self.count, self.last_of_x, self.numbers = 0, 0, 1
+        for axis in range(AXES):
+            var size, step = sizes[axis], steps[axis]
+            if size == 1:
+                continue
+            var last = self.count - 1
+            if last >= 0 and self.sizes[last] * self.x[last] == step:
+                self.sizes[last] *= size
+            else:
+                self.sizes[self.count], self.x[self.count] = size, step
+                self.y[self.count] = self.numbers
+                if step == 1:
+                    self.last_of_x = self.count
+                self.count += 1
+            self.numbers *= size
+
+    def of(self, number: Int, first: Int) -> Tuple[Int, Int]:
+        """Finds where something lies that the axes from one on number, but for x's last axis.
+
+        Args:
+            number: Of it.
+            first: The axis; from 1 on.
+
+        Returns:
+            What to skip in x, and in y.
+        """
+        var left, in_x, in_y = number, 0, 0
+        for axis in range(first, self.count):
+            if axis == self.last_of_x:
+                continue
+            var index: Int
+            left, index = divmod(left, self.sizes[axis])
+            in_x += index * self.x[axis]
+            in_y += index * self.y[axis]
+        return in_x, in_y
 
 
 struct Axes(KernelArgument, TrivialRegisterPassable):
@@ -313,6 +383,108 @@ def _enqueue_tiles[
     )
 
 
+# CPU
+
+
+@always_inline
+def transposed[
+    dtype: DType, side: SIMDLength, //
+](rows: Array[SIMD[dtype, side], side]) -> Array[SIMD[dtype, side], side]:
+    """Transposes a tile, by interleaving rows half a tile apart as often as it can be halved.
+
+    Parameters:
+        dtype: Of the numbers.
+        side: Of the tile; a power of two.
+
+    Args:
+        rows: The tile.
+
+    Returns:
+        Its columns.
+    """
+    var now = rows.copy()
+    comptime for _ in range(log2_floor(Int(side))):
+        var then = now.copy()
+        comptime for i in range(side // 2):
+            var both = now[i].interleave(now[i + side // 2])
+            then[2 * i] = both.slice[side]()
+            then[2 * i + 1] = both.slice[side, offset=side]()
+        now = then^
+    return now^
+
+
+@no_inline
+def permute_cpu[bits: DType](x: Data[bits], y: Data[bits], axes: Joined):
+    """Permutes on all cores.
+
+    Parameters:
+        bits: An unsigned integer of the numbers' size.
+
+    Args:
+        x: The tensor, dense.
+        y: The result.
+        axes: Where the numbers are.
+    """
+    var length, tiled = axes.sizes[0], axes.last_of_x > 0
+    var columns = axes.sizes[axes.last_of_x]
+    # A unit is a row of y, or tiles beside each other that give `SIDE` rows of it.
+    comptime SIDE = min(simd_width_of[bits](), 16)
+    var across = ceildiv(columns, SIDE)
+    var units = axes.numbers // length
+    if tiled:
+        units = units // columns * across
+    var share = max(
+        ceildiv(PIECE, axes.numbers // units), ceildiv(units, 4 * parallelism_level(None))
+    )
+
+    def task(index: Int) {imm}:
+        var first, last = index * share, min(index * share + share, units)
+        if tiled:
+            for unit in range(first, last):
+                var matrix, column = divmod(unit, across)
+                var in_x, in_y = axes.of(matrix, 1)
+                _turn_over[bits, SIDE](
+                    x.unsafe_offset(in_x), y.unsafe_offset(in_y), axes, column * SIDE
+                )
+            return
+        var row = first
+        while row < last:
+            var outer, at = divmod(row, axes.sizes[1])
+            var count = min(axes.sizes[1] - at, last - row)
+            var source = x.unsafe_offset(axes.of(outer, 2)[0])
+            for i in range(count):
+                unsafe_memcpy(
+                    dest=y.unsafe_offset((row + i) * length),
+                    src=source.unsafe_offset((at + i) * axes.x[1]),
+                    count=length,
+                )
+            row += count
+
+    over_cores(task, ceildiv(units, share))
+
+
+@no_inline
+def _turn_over[bits: DType, side: Int](x: Data[bits], y: Data[bits], axes: Joined, first: Int):
+    """Turns `side` columns of a matrix of x into rows of y, from `first` on."""
+    var rows, columns = axes.sizes[0], axes.sizes[axes.last_of_x]
+    var in_x, in_y = axes.x[0], axes.y[axes.last_of_x]
+    if rows < side or columns < side:
+        for column in range(first, min(first + side, columns)):
+            for row in range(rows):
+                y[unsafe_offset=column * in_y + row] = x[unsafe_offset=row * in_x + column]
+        return
+    # The last tile ends with the last row or column: some numbers are copied twice.
+    var column = min(first, columns - side)
+    for tile in range(0, rows, side):
+        var row = min(tile, rows - side)
+        var held = Array[SIMD[bits, side], side](fill=0)
+        comptime for i in range(side):
+            held[i] = x.unsafe_load[width=side]((row + i) * in_x + column)
+        var turned = transposed(held)
+        comptime for i in range(side):
+            y.unsafe_store((column + i) * in_y + row, turned[i])
+
+
 # Op
 
 
@@ -327,15 +499,7 @@ def _wide[bits: DType, //](tensor: Data[bits], length: Int) -> Int:
     return log
 
 
-def permute_gpu[
-    bits: DType
-](
-    x: Data[bits],
-    y: Data[bits],
-    sizes: StaticTuple[Int, AXES],
-    steps: StaticTuple[Int, AXES],
-    ctx: DeviceContext,
-) raises:
+def permute_gpu[bits: DType](x: Data[bits], y: Data[bits], axes: Joined, ctx: DeviceContext) raises:
     """Enqueues a permute.
 
     Parameters:
@@ -344,46 +508,29 @@ def permute_gpu[
     Args:
         x: The tensor, dense.
         y: The result.
-        sizes: Of y, the last axis first; no size is 0, and those of axes that are not there are 1.
-        steps: From one number of such an axis to the next in x.
+        axes: Where the numbers are.
         ctx: The GPU.
 
     Raises:
         If there are too many numbers, or the launch fails.
     """
-    # Each joined axis: its size, and from one index to the next in x and in y.
-    var joined = StaticTuple[StaticTuple[Int, 3], AXES](fill=StaticTuple[Int, 3](fill=1))
-    var count, numbers, last_of_x = 0, 1, 0
-    for axis in range(AXES):
-        var size, step = sizes[axis], steps[axis]
-        if size == 1:
-            continue
-        if count > 0 and joined[count - 1][0] * joined[count - 1][1] == step:
-            joined[count - 1][0] *= size
-        else:
-            joined[count] = StaticTuple[Int, 3](size, step, numbers)
-            if step == 1:
-                last_of_x = count
-            count += 1
-        numbers *= size
-
-    var rows, columns = joined[0][0], joined[last_of_x][0]
-    if last_of_x > 0 and min(rows, columns) >= FEW:
+    var rows, columns = axes.sizes[0], axes.sizes[axes.last_of_x]
+    if axes.last_of_x > 0 and min(rows, columns) >= FEW:
         var tiles = Axes()
-        tiles.add(ceildiv(rows, ROW // size_of[bits]()), joined[0][1], 1)
-        tiles.add(ceildiv(columns, TILE), 1, joined[last_of_x][2])
-        for axis in range(1, count):
-            if axis != last_of_x:
-                tiles.add(joined[axis][0], joined[axis][1], joined[axis][2])
+        tiles.add(ceildiv(rows, ROW // size_of[bits]()), axes.x[0], 1)
+        tiles.add(ceildiv(columns, TILE), 1, axes.y[axes.last_of_x])
+        for axis in range(1, axes.count):
+            if axis != axes.last_of_x:
+                tiles.add(axes.sizes[axis], axes.x[axis], axes.y[axis])
         _enqueue_tiles(x, y, tiles, rows, columns, ctx)
         return
 
-    var log = 0 if last_of_x > 0 else min(_wide(x, rows), _wide(y, rows))
+    var log = 0 if axes.last_of_x > 0 else min(_wide(x, rows), _wide(y, rows))
     var pieces = Axes()
     if rows >> log > 1:
-        pieces.add(rows >> log, joined[0][1], 0)
-    for axis in range(1, count):
-        pieces.add(joined[axis][0], joined[axis][1] >> log, 0)
+        pieces.add(rows >> log, axes.x[0], 0)
+    for axis in range(1, axes.count):
+        pieces.add(axes.sizes[axis], axes.x[axis] >> log, 0)
     comptime for i in range(4 if size_of[bits]() == 2 else 3):
         if log == i:
             comptime bytes = size_of[bits]() << i
@@ -393,7 +540,7 @@ def permute_gpu[
                 rebind[Data[word]](x.unsafe_bitcast[Scalar[word]]()),
                 rebind[Data[word]](y.unsafe_bitcast[Scalar[word]]()),
                 pieces,
-                numbers >> log,
+                axes.numbers >> log,
                 ctx,
             )
 
@@ -414,7 +561,7 @@ struct Permute:
         """Runs the op.
 
         Parameters:
-            target: "gpu".
+            target: "cpu" or "gpu".
 
         Args:
             y: The result, of up to 6 axes.
@@ -425,7 +572,6 @@ struct Permute:
         Raises:
             If there are too many numbers, or a launch fails.
         """
-        comptime assert target == "gpu", "permute: only a GPU runs it"
         comptime assert y.rank <= AXES, "permute: expects at most 6 axes"
         comptime size = size_of[y.dtype]()
         comptime assert size == 2 or size == 4, "permute: expects numbers of 2 or 4 bytes"
@@ -441,10 +587,9 @@ struct Permute:
             for inner in range(from_ + 1, y.rank):
                 steps[axis] *= x.shape()[inner]
         comptime bits = DType.uint16 if size == 2 else U32
-        permute_gpu[bits](
-            rebind[Data[bits]](data(x).unsafe_bitcast[Scalar[bits]]()),
-            rebind[Data[bits]](data(y).unsafe_bitcast[Scalar[bits]]()),
-            sizes,
-            steps,
-            ctx,
-        )
+        var source = rebind[Data[bits]](data(x).unsafe_bitcast[Scalar[bits]]())
+        var result = rebind[Data[bits]](data(y).unsafe_bitcast[Scalar[bits]]())
+        comptime if target == "cpu":
+            permute_cpu[bits](source, result, Joined(sizes, steps))
+        else:
+            permute_gpu[bits](source, result, Joined(sizes, steps), ctx)

@@ -16,6 +16,7 @@ from ..gemm.bf16 import BLOCK, SIDE, STEP, TILE, WIDTH
 from ..gemm.bf16 import Left, amx_granted, begin_tiles, end_tiles, multiply
 from ..operands import BF16, F32, Data, narrowed, widened
 from ..parallel import over_cores
+from ..permute import transposed
 from .config import LOG2_E, LOWEST, Attention
 from .mask import Mask, MaskSizes, MaskTensors
 
@@ -44,22 +45,6 @@ def _exp2[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
     return bitcast[F32, width](bitcast[DType.int32, width](power) + exponent)
 
 
-@always_inline
-def _turn_over(
-    rows: Array[SIMD[DType.uint32, SIDE], SIDE]
-) -> Array[SIMD[DType.uint32, SIDE], SIDE]:
-    """Transposes 16 x 16 words, by interleaving rows 8 apart four times."""
-    var now = rows.copy()
-    comptime for _ in range(4):
-        var then = now.copy()
-        comptime for i in range(SIDE // 2):
-            var both = now[i].interleave(now[i + SIDE // 2])
-            then[2 * i] = both.slice[SIDE]()
-            then[2 * i + 1] = both.slice[SIDE, offset=SIDE]()
-        now = then^
-    return now^
-
-
 def _pack_keys[depth: Int](k: Data[BF16], c: Int, count: Int, to: Data[BF16]):
     """Packs keys k[count, C] as columns: [count / 32, depth / 32, 2, 16, 16, 2], zero-padded."""
     for key in range(0, ceildiv(count, BLOCK) * BLOCK, SIDE):
@@ -70,7 +55,7 @@ def _pack_keys[depth: Int](k: Data[BF16], c: Int, count: Int, to: Data[BF16]):
                     rows[i] = bitcast[DType.uint32, SIDE](
                         k.unsafe_load[width=STEP]((key + i) * c + step * STEP)
                     )
-            var columns = _turn_over(rows)
+            var columns = transposed(rows)
             var tile = (key // BLOCK * (depth // STEP) + step) * 2 + key % BLOCK // SIDE
             comptime for i in range(SIDE):
                 to.unsafe_store(tile * TILE + i * STEP, bitcast[BF16, STEP](columns[i]))

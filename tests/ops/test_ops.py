@@ -394,8 +394,8 @@ def test_errors_of_layernorm_mlp_name_the_shapes() -> None:
 
 
 def test_only_axes_that_move_are_permuted() -> None:
-    """By our kernel on a GPU, by MAX's on a CPU and where there are too many axes."""
-    for device, runs in ((DeviceRef.GPU(), 'symbol = "permute"'), (DeviceRef.CPU(), "transpose")):
+    """By our kernel, or by MAX's where there are too many axes."""
+    for device in (DeviceRef.GPU(), DeviceRef.CPU()):
         with graph_of(["n", 1, 5, 6], device=device) as graph:
             x = graph.inputs[0].tensor
             with pytest.raises(ArgumentError, match=r"\(0, 1, 2, 2\) must name each axis"):
@@ -404,7 +404,7 @@ def test_only_axes_that_move_are_permuted() -> None:
             assert [*map(str, still.shape)] == ["1", "n", "5", "6"]
             assert [*map(str, nodes.permute(moved, (3, 0, 1, 2)).shape)] == ["6", "n", "5", "1"]
             graph.output(still)
-        assert str(graph).count(runs) == 1
+        assert str(graph).count('symbol = "permute"') == 1
     with graph_of(["n", 2, 2, 2, 2, 2, 2], device=DeviceRef.GPU()) as graph:
         graph.output(nodes.permute(graph.inputs[0].tensor, (6, 5, 4, 3, 2, 1, 0)))
     assert "transpose" in str(graph)
