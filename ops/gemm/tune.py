@@ -13,6 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,12 +27,16 @@ PRODUCTS = Path(__file__).with_name("products.txt")
 TABLE = Path(__file__).with_name("tuning.mojo")
 BEGIN, END = "# rows: ops/gemm/tune.py", "# end of rows"
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+FEWER = (1, 8, 32, 128)
+"""Batch sizes of the products behind the second comment of products.txt."""
 SLACK = 1.03
 """How much slower than its best tile a product may run for its row to be dropped."""
 CLOSE, NEAR = 1.2, 0.95
 """Of products without a row so many, at least, have to run within so much of their best tile."""
 STEP = 64
 """Channels of a step of K, in 16 bits."""
+WIDEST = 128
+"""Rows and columns of the largest tile."""
 COSTS = {"relu": "none", "add_relu": "add", "gelu": "gelu"}
 """What tune.mojo times, and the epilogue of a row: relu costs nothing."""
 
@@ -67,14 +72,16 @@ class Tile(NamedTuple):
 Times = dict[Product, dict[Tile, float]]
 
 
-def layers(batch: int) -> list[Layer]:
-    """Lists the products of ResNet-18, ResNet-50 and CvT-13 at 224 px but the stems'."""
+def layers() -> list[Layer]:
+    """Lists the products of products.txt at their batch sizes, each once."""
     found = []
-    for line in PRODUCTS.read_text().splitlines()[1:]:
-        *sizes, epilogue = line.split()
-        images, side, channels, filters, kernel, stride = map(int, sizes)
-        found.append(Layer(batch * images, side, channels, filters, kernel, stride, epilogue))
-    return found
+    _, *parts = PRODUCTS.read_text().split("# ")
+    for part, batches in zip(parts, (BATCHES, FEWER), strict=True):
+        for line in part.splitlines()[1:]:
+            *sizes, epilogue = line.split()
+            images, *rest = map(int, sizes)
+            found += [Layer(batch * images, *rest, epilogue) for batch in batches]
+    return list(dict.fromkeys(found))
 
 
 def product(layer: Layer) -> Product:
@@ -109,10 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, or reads a sweep, and writes or checks the table."""
-    lines = [
-        " ".join(map(str, layer))
-        for layer in dict.fromkeys(layer for batch in BATCHES for layer in layers(batch))
-    ]
+    lines = [" ".join(map(str, layer)) for layer in layers()]
     if options.program:
         measure.build(MODULE, options.program, "sm_90a")
         listed = options.program.with_suffix(".layers")
@@ -196,15 +200,24 @@ def log2(number: int) -> int:
     return (whole << 8) + ((number - (1 << whole)) << 8 >> whole)
 
 
+@cache
+def features(p: Product) -> tuple[int, ...]:
+    """Gives what tiles depend on, in logarithms: the same numbers as in ops/gemm/tuning.mojo."""
+    columns = -(-p.filters // WIDEST)
+    padding = log2(columns * WIDEST) - log2(p.filters)
+    tiles = log2(-(-p.pixels // WIDEST) * columns)
+    return log2(p.pixels), 2 * log2(p.filters), log2(p.steps), tiles, 2 * padding
+
+
 def distance(a: Product, b: Product) -> int:
-    """Tells how unlike two products are; the same number as in ops/gemm/tuning.mojo."""
-    unlike = sum(abs(log2(p) - log2(q)) for p, q in zip(a[:3], b[:3], strict=True))
+    """Tells how unlike two products are."""
+    unlike = sum(abs(p - q) for p, q in zip(features(a), features(b), strict=True))
     return unlike + 128 * (a.epilogue != b.epilogue)
 
 
 def look_up(table: dict[Product, Tile], wanted: Product) -> Tile:
     """Takes the tile of the nearest row whose splits the product has steps for."""
-    rows = sorted(table, key=lambda row: (distance(row, wanted), -row.pixels))
+    rows = sorted(table, key=lambda row: (distance(row, wanted), -row.pixels, row))
     return next(table[row] for row in rows if table[row].splits <= wanted.steps)
 
 

@@ -20,7 +20,7 @@ def sweep(seed: int = 0) -> str:
     """Times that grow with the tiles a product has, as on a GPU with 132 multiprocessors."""
     rng = random.Random(seed)
     lines = ["# Some GPU"]
-    for layer in (layer for batch in (1, 8, 64) for layer in tune.layers(batch)):
+    for layer in tune.layers()[:700:2]:
         p = tune.product(layer)
         for config, (rows, columns) in enumerate([(128, 128), (128, 64), (64, 64), (64, 32)]):
             tiles = -(-p.pixels // rows) * -(-p.filters // columns)
