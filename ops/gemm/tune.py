@@ -79,8 +79,9 @@ def layers() -> list[Layer]:
     for part, batches in zip(parts, (BATCHES, FEWER), strict=True):
         for line in part.splitlines()[1:]:
             *sizes, epilogue = line.split()
-            images, *rest = map(int, sizes)
-            found += [Layer(batch * images, *rest, epilogue) for batch in batches]
+            images, side, channels, filters, kernel, stride = map(int, sizes)
+            layer = Layer(images, side, channels, filters, kernel, stride, epilogue)
+            found += [layer._replace(images=batch * images) for batch in batches]
     return list(dict.fromkeys(found))
 
 

@@ -24,7 +24,7 @@ from ops.group_norm.gpu import group_norm_gpu
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.normalize import normalize_gpu
 from ops.operands import F32, Batch, Data, Operands
-from ops.permute import AXES, permute_gpu
+from ops.permute import AXES, Joined, permute_gpu
 from ops.pointwise import Broadcast, Sources, pointwise_gpu
 from ops.reduce.gpu import reduce_gpu
 from ops.rows import softmax_kernel
@@ -304,15 +304,10 @@ def main() raises:
         ctx,
     )
 
-    var axes = StaticTuple[Int, AXES](fill=n)
-    permute_gpu[DType.uint16](
-        rebind[Data[DType.uint16]](half.unsafe_bitcast[UInt16]()),
-        rebind[Data[DType.uint16]](half.unsafe_bitcast[UInt16]()),
-        axes,
-        axes,
-        ctx,
-    )
-    permute_gpu[DType.uint32](words, words, axes, axes, ctx)
+    var axes = Joined(StaticTuple[Int, AXES](fill=n), StaticTuple[Int, AXES](fill=n))
+    var bits = rebind[Data[DType.uint16]](half.unsafe_bitcast[UInt16]())
+    permute_gpu[DType.uint16](bits, bits, axes, ctx)
+    permute_gpu[DType.uint32](words, words, axes, ctx)
     reduce_gpu[BF16, "sum"](half, half, n, n, n, 1, ctx)
     reduce_gpu[F32, "amax"](full, full, n, n, n, 1, ctx)
     group_norm_gpu[BF16, Epilogue("relu")](
