@@ -138,14 +138,14 @@ def _line(row: dict[str, Any]) -> str:
 _PAGE = """\
 # Models that convert
 
-{good} of the {count} models below convert{agree}. They have random weights; `maxvision
-bench universe` lists more: a small model of each of timm's files, transformers' classifiers of
-pictures, and torchvision's classics. All multiplications of convolutions, linear layers, products
-and attention run in our kernels; "MAX's kernels" are the other ops that compute. The error is that
-of the logits in float32 against torch's float64, as a share of the largest logit. Beside it stands
-torch's own; without it, the model cannot run in float64, and torch's float32 is the reference.
-Measured on {date} ({cpu}, torch {torch}) by `maxvision bench universe`, and
-written by `maxvision bench universe --page FILE`.
+{good} of the {count} models below convert{agree}: a small model of each of timm's files,
+transformers' classifiers of pictures, and torchvision's classics, with random weights. All
+multiplications of convolutions, linear layers, products and attention run in our kernels; "MAX's
+kernels" are the other ops that compute. The error is that of the logits in float32 against torch's
+float64, as a share of the largest logit. Beside it stands torch's own; without it, the model cannot
+run in float64, and torch's float32 is the reference. Written by `maxvision bench universe --page
+FILE`; measured on {date} ({cpu};
+torch {torch}{note}).
 
 | model | GMAC | our kernels | MAX's kernels | error | torch's |
 | --- | --- | --- | --- | --- | --- |
@@ -156,7 +156,9 @@ def page(found: dict[str, Any]) -> str:
     """Writes the page docs/models.md of what ``--json`` holds."""
     rows = found["records"]
     good = [row for row in rows if "problem" not in row]
-    facts = {"date": "", "cpu": "", "torch": "", **found["environment"]}
+    facts = {"date": "", "cpu": "", "torch": "", "note": "", **found["environment"]}
+    if facts["note"]:
+        facts["note"] = f"; {facts['note']}"
     agree = " and agree with torch" * all("error" in row for row in good)
     text = _PAGE.format(good=len(good), count=len(rows), agree=agree, **facts)
     for row in sorted(good, key=lambda row: row["model"]):

@@ -406,7 +406,7 @@ def _attention(
     causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Value:  # fmt: skip
     q, k, v = (imp.value(each) for each in (q, k, v))
-    if enable_gqa:
+    if enable_gqa and (len(q.shape) == 3 or k.size(-3) > 1):
         k, v = (_shared(imp, each, q.size(-3)) for each in (k, v))
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
     rank, net = len(q.shape), imp.net
@@ -416,6 +416,11 @@ def _attention(
     elif rank > 4:
         q, k, v = (net.reshape(x, product(x.shape[:-3]), *x.shape[-3:]) for x in (q, k, v))
     found = _mask(imp, mask)
+    if k.size(1) == v.size(1) == 1 < q.size(1):
+        if found is None and not causal:  # multi-query: those of all heads are one's
+            q = net.reshape(q, q.shape[0], 1, q.size(1) * q.size(2), q.size(3))
+        else:
+            k, v = (_shared(imp, each, q.size(1)) for each in (k, v))
     if found is not None and rank == len(found.shape) == 3:
         found = net.reshape(found, found.shape[0], 1, *found.shape[1:])
     elif found is not None and rank > 4 and len(found.shape) > 3:
@@ -426,7 +431,8 @@ def _attention(
     y = net.op("scaled_dot_product_attention", given, scale=scale, **more)
     if found is not None and isinstance(mask, Value):
         y = net.op("where", [_sees(imp, found), y], other=0.0)
-    return y if rank == 4 else net.reshape(y, *shapes[0][:-1], shapes[2][-1])
+    shape = (*shapes[0][:-1], shapes[2][-1])
+    return y if y.shape == shape else net.reshape(y, *shape)
 
 
 def _sees(imp: Importer, mask: Value) -> Value:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.shapes import pair
-from maxvision.graphs.types import split
+from maxvision.graphs.types import at_batch
 
 
 @dataclass(frozen=True)
@@ -74,21 +74,21 @@ def _layer(program: Program, node: Node) -> Layer | None:
     """Describes a node; None if its weights are computed from activations."""
     if node.inputs[1] not in program.constants:
         return None
-    x, weight = program.shape(node.inputs[0]), program.shape(node.inputs[1])
+    x, weight = _image(program, node.inputs[0]), program.shape(node.inputs[1])
     if node.op == "linear":
-        *between, channels = x
-        size = (1, _parts(program, node) * math.prod(between))
-        return Layer(node.name, 1, 1, channels, weight[0], size)
-    _, p, q = program.shape(node.output)
+        *rows, channels = x
+        return Layer(node.name, 1, 1, channels, weight[0], (1, math.prod(rows)))
+    *_, p, q = _image(program, node.output)
     stride, _ = pair(node.attributes.get("stride", 1))
     groups = int(node.attributes.get("groups", 1))  # type: ignore[arg-type]
-    return Layer(node.name, weight[2], stride, x[0], weight[0], (p, q), groups)
+    return Layer(node.name, weight[2], stride, x[1], weight[0], (p, q), groups)
 
 
-def _parts(program: Program, node: Node) -> int:
-    """Counts the windows of an image, if the first size is a multiple of the batch."""
-    number, name = split(program.types[node.output].shape[0])
-    return number if name else 1
+def _image(program: Program, value: str) -> tuple[int, ...]:
+    """Gives the shape of a value for one image; without a named size the first is the batch."""
+    first, *rest = program.types[value].shape
+    named = not all(isinstance(size, int) for size in (first, *rest))
+    return tuple(at_batch(size, 1) for size in (first if named else 1, *rest))
 
 
 def _partners(nodes: Iterable[Node]) -> dict[str, str]:
@@ -109,10 +109,9 @@ def macs(program: Program) -> int:
     total = sum(each.macs for each in layers(program))
     for node in program.nodes:
         if node.op == "scaled_dot_product_attention":
-            heads, queries, depth = program.shape(node.inputs[0])
-            _, keys, width = program.shape(node.inputs[2])
-            total += _parts(program, node) * heads * queries * keys * (depth + width)
+            *rows, depth = _image(program, node.inputs[0])
+            *_, keys, width = _image(program, node.inputs[2])
+            total += math.prod(rows) * keys * (depth + width)
         if node.op == "matmul":
-            numbers = _parts(program, node) * math.prod(program.shape(node.output))
-            total += numbers * program.shape(node.inputs[0])[-1]
+            total += math.prod(_image(program, node.output)) * _image(program, node.inputs[0])[-1]
     return total

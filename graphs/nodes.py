@@ -26,7 +26,7 @@ from maxvision.graphs import arrange, formats, shapes
 from maxvision.graphs.constants import MOST_BIAS
 from maxvision.graphs.elementwise import MOST_PARTS, MOST_VALUES, MOST_VECTORS
 from maxvision.graphs.parameters import Filter
-from maxvision.graphs.shapes import Padding, Pair
+from maxvision.graphs.shapes import MOST_AXES, Padding, Pair
 from maxvision.graphs.types import Size, Type, product, split
 
 OPS = Path(__file__).resolve().parent.parent / "ops"
@@ -34,8 +34,6 @@ OPS = Path(__file__).resolve().parent.parent / "ops"
 
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
-MOST_AXES = 6
-"""Axes of what our permute takes."""
 
 
 def conv2d(

@@ -23,7 +23,7 @@ from maxvision.graphs.elementwise import (
 from maxvision.graphs.types import Size, Type, product, split
 
 MOST_AXES = 6
-"""Axes of what an expression gives (ops/pointwise.mojo)."""
+"""Axes of what an expression gives and a permute takes (ops/pointwise.mojo, ops/permute.mojo)."""
 MOST_DEPTH = 256
 """Channels of a head that attention's plain GPU kernel has room for in shared memory."""
 

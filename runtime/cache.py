@@ -123,7 +123,7 @@ def compiled(graph: Graph, target: Target, compile: Callable[[], CompiledModel])
     """Returns what ``graph`` compiles to for ``target``: found, or else compiled and kept.
 
     Raises:
-        ModelError: If the compiler finds no room on the disk.
+        ModelError: If the compiler finds no room on the disk, or cannot compile the graph.
     """
     name = key(graph, target)
     if mef := find(name):
@@ -132,14 +132,21 @@ def compiled(graph: Graph, target: Target, compile: Callable[[], CompiledModel])
         return store(name, compile())
     except UserError:
         raise
-    except Exception:
+    except Exception as error:
         folder = max_cache_dir()
-        if folder is None or _free(folder) > ROOM:
+        if folder is not None and _free(folder) <= ROOM:
+            raise ModelError(
+                f"{folder}: compiling needs some {ROOM >> 20} MB here but the disk is full; free"
+                " some space, or set MODULAR_CACHE_DIR to a folder on another disk"
+            ) from None
+        if not isinstance(error, RuntimeError):
             raise
+        lines = str(error.__cause__ or error).splitlines() or ["it does not say why"]
+        reason = next((line for line in lines if line.startswith("error: ")), lines[0])
         raise ModelError(
-            f"{folder}: compiling needs some {ROOM >> 20} MB here but the disk is full; free some"
-            " space, or set MODULAR_CACHE_DIR to a folder on another disk"
-        ) from None
+            f"{graph.name}: MAX cannot compile the graph ({reason.removeprefix('error: ')}); this"
+            " is a fault of ours: please report it with what --debug shows"
+        ) from error
 
 
 def _free(folder: Path) -> float:

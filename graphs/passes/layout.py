@@ -8,6 +8,7 @@ from typing import Any
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE, MOST_PARTS
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, rebuilt
+from maxvision.graphs.shapes import MOST_AXES
 from maxvision.graphs.views import View
 
 IMAGES = ("conv2d", "batch_norm", "max_pool2d", "avg_pool2d", "group_norm")
@@ -21,7 +22,8 @@ def channels_last(program: Program, _: Backend) -> Program:
     """Computes images as [N, H, W, C]; permutes and reshapes that come to nothing go.
 
     Values are looked at through views: a permute or a reshape makes no node by itself, but changes
-    the view, and only what an op reads in the end is laid out.
+    the view, and only what an op reads in the end is laid out. A view of more axes than a permute
+    takes is laid out before it grows.
     """
     return _Layout(program).run()
 
@@ -83,7 +85,7 @@ class _Layout:
                 if node.op == "permute"
                 else view.reshaped(node.attributes["shape"])  # type: ignore[arg-type]
             )
-            if after is None:
+            if after is None or len(after.steps()[1]) > MOST_AXES:
                 self.nodes.append(replace(node, inputs=(self.read(node.inputs[0]),)))
             else:
                 self.seen[node.output] = (source, after)

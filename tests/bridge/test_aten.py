@@ -326,6 +326,15 @@ case(
     (2, 7, 4),
     (2, 7, 3),
 )
+case("attention of heads that share keys", attend, (2, 5, 4), (1, 7, 4), (1, 7, 3))
+case(
+    "attention of heads that share keys, with a bias",
+    attend,
+    (2, 5, 4),
+    (1, 7, 4),
+    (1, 7, 3),
+    (2, 5, 7),
+)
 case(
     "multi-head attention",
     nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True),

@@ -75,3 +75,12 @@ def test_products_count() -> None:
     x = net.input("x", (BATCH, 5, 7))
     net.output("y", net.op("matmul", [x, x], transpose_b=True))
     assert macs(net.program()) == 5 * 5 * 7
+
+
+def test_the_batch_may_be_any_axis() -> None:
+    net = Net("sequences")
+    x = net.permute(net.input("x", (BATCH, 5, 8)), 1, 0, 2)
+    net.output("y", net.linear(x, "a", 6))
+    program = net.program()
+    assert [each.size for each in layers(program)] == [(1, 5)]
+    assert macs(program) == 5 * 8 * 6

@@ -368,6 +368,17 @@ WRITTEN = "matmul matmul softmax reshape reshape reshape reshape permute permute
 """What attention that is written out consists of, and splitting and joining its heads."""
 
 
+def unrolled(net: Net, x: Value, count: int = 3) -> Value:
+    """Makes quarters of an image [N, 8, 8, C] images, again and again, as Hiera does."""
+    images = 1
+    for _ in range(count):
+        _, h, w, c = x.shape
+        x = net.reshape(x, f"{images}*{BATCH}" if images > 1 else BATCH, h // 2, 2, w // 2, 2, c)
+        x, images = net.permute(x, 0, 2, 4, 1, 3, 5), 4 * images
+        x = net.reshape(x, f"{images}*{BATCH}", h // 2, w // 2, c)
+    return net.reshape(x, BATCH, 64, 2)
+
+
 def windows_of(net: Net, x: Value, count: int = 3) -> Value:
     return net.reshape(x, f"{count}*{BATCH}", x.size(1) // count, x.size(2))
 
@@ -613,6 +624,9 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "channels_last", CPU,
         lambda n, x: n.relu(n.permute(n.gelu(last(n, x)), 0, 3, 1, 2)), IMAGE,
         "permute permute ->",
+    ),
+    "permutes that would have ten axes together": (
+        "channels_last", CPU, unrolled, (8, 8, 2), "reshape reshape reshape reshape permute ->",
     ),
     "a group norm of tokens": (
         "channels_last", CPU,

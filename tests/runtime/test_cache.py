@@ -159,15 +159,26 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.library(gpu=False)
 
 
+FAILED = RuntimeError("Failed to compile the model.")
+FAILED.__cause__ = RuntimeError("Graph compilation failed:\nerror: 'rank' exceeds 8\n")
+
+
 @pytest.mark.parametrize(
     ("free", "error", "says"),
     [
         (0, RuntimeError("Failed to compile"), "full; free some space, or set MODULAR_CACHE_DIR"),
         (0, ModelError("no compiler"), "no compiler"),
-        (1 << 40, RuntimeError("Failed to compile"), "Failed to compile"),
+        (
+            1 << 40,
+            RuntimeError("Failed to compile"),
+            r"MAX cannot .* \(Failed to compile\); .*--debug",
+        ),
+        (1 << 40, RuntimeError(), "MAX cannot compile the graph"),
+        (1 << 40, FAILED, r"g: MAX cannot compile the graph \('rank' exceeds 8\)"),
+        (1 << 40, TypeError("a type"), "a type"),
     ],
 )
-def test_a_full_disk_is_told(
+def test_a_full_disk_and_a_graph_that_does_not_compile_are_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, error: Exception, says: str
 ) -> None:
     def compile() -> Any:
@@ -176,7 +187,7 @@ def test_a_full_disk_is_told(
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with Graph("g", input_types=[TensorType(DType.float32, [1], DeviceRef.CPU())]) as graph:
         graph.output(graph.inputs[0])
-    with pytest.raises(ModelError if free == 0 else RuntimeError, match=says):
+    with pytest.raises(TypeError if isinstance(error, TypeError) else ModelError, match=says):
         cache.compiled(graph, CPU, compile)
 
 
