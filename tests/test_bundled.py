@@ -65,13 +65,8 @@ def test_the_pruned_model_has_its_zeros_and_runs_sparse() -> None:
     assert bool(chosen) == table.exists()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "resnet-cifar10" else pytest.mark.nightly)
-        for name in weights.bundled()
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", weights.bundled())
 def test_bfloat16_gives_the_labels_of_float32(name: str) -> None:
     assert len(EXAMPLES) == 4
     exact, rounded = (

@@ -246,6 +246,7 @@ def test_an_engine_that_keeps_its_first_answer_is_caught(
     assert "WRONG" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("limits")
 def test_a_peer_that_crashes_takes_nothing_with_it(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

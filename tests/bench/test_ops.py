@@ -49,6 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]:
     return code, path.read_text()
 
 
+@pytest.mark.nightly
 def test_every_layer_is_right_and_timed(run: tuple[int, str]) -> None:
     code, text = run
     records = json.loads(text)["records"]
@@ -66,6 +67,7 @@ def test_every_layer_is_right_and_timed(run: tuple[int, str]) -> None:
     assert code == 1  # as the head was made wrong
 
 
+@pytest.mark.nightly
 def test_the_products_are_counted_by_hand(run: tuple[int, str]) -> None:
     by_name = {name: r for r in json.loads(run[1])["records"] for name in r["names"]}
     embed = by_name["stages.0.embed"]  # 32 px in strides of 4: 8 x 8

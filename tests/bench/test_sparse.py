@@ -136,6 +136,7 @@ def test_the_tables_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_both_kernels_give_the_same_and_are_timed() -> None:
     model = weights.load("resnet-cifar10")
     layers = [each for each in layers_of(model.program((128, 128))) if "stages.3" in each.name]
@@ -168,6 +169,7 @@ def test_data_are_pictures_of_the_models_classes(
         list(accuracy.correct(model, path))  # type: ignore[arg-type]
 
 
+@pytest.mark.nightly
 def test_networks_that_were_compiled_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,7 @@ NETWORKS = {  # a compilation takes as long as there are ops in all that run by 
         reference.resnet,
         (64, 80),
         {"layer_type": "basic", "depths": [1, 2], "hidden_sizes": [64, 128]},
+        nightly=True,  # tests/runtime/goldens are of such a one
     ),
     "resnet-8 of bottlenecks": Network(
         reference.resnet,
@@ -65,6 +66,7 @@ NETWORKS = {  # a compilation takes as long as there are ops in all that run by 
             "depth": [1, 2], "embed_dim": [64, 192], "num_heads": [1, 3],
             "cls_token": [False, True], "num_labels": 1000,
         },
+        nightly=True,
     ),
     "resnet-12": Network(
         reference.resnet,

@@ -255,6 +255,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> dict[float, str]:
     return made
 
 
+@pytest.mark.nightly
 def test_auto_always_and_never_answer_alike(
     pruned: dict[float, str], tables: Callable[..., None], tmp_path: Path
 ) -> None:

@@ -355,7 +355,7 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(
-    ("config", "epilogue", "window"), of_all(4, RESIDENT, ["none", "add_relu"], WINDOWS), ids=str
+    ("config", "epilogue", "window"), of_all(8, RESIDENT, ["none", "add_relu"], WINDOWS), ids=str
 )
 def test_resident(
     find: Find,
@@ -501,7 +501,7 @@ ENDS = [("none", BF16), ("add_relu", BF16), ("gelu", "float16"), ("add", "float3
 """Epilogues and dtypes."""
 
 
-@pytest.mark.parametrize(("tile", "end", "zeros"), of_all(3, BLOCKS, ENDS, ZEROS), ids=str)
+@pytest.mark.parametrize(("tile", "end", "zeros"), of_all(6, BLOCKS, ENDS, ZEROS), ids=str)
 def test_blocks_of_zeros_are_left_out(
     find: Find,
     rng: np.random.Generator,
@@ -541,7 +541,7 @@ DENSITIES = [
 """Convolutions, and the shares of their filters that are not 0."""
 
 
-@pytest.mark.parametrize(("config", "layer"), of_all(3, EXPANDED, DENSITIES), ids=str)
+@pytest.mark.parametrize(("config", "layer"), of_all(4, EXPANDED, DENSITIES), ids=str)
 def test_tiled(
     find: Find, rng: np.random.Generator, config: OneTile, layer: tuple[Conv, float]
 ) -> None:
@@ -713,7 +713,7 @@ HEADS = {
     ],
     ids=str,
 )
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_hopper_attention(
     find: Find,
     rng: np.random.Generator,

@@ -15,6 +15,7 @@ SECONDS = 20.0
 LEAST = 100  # requests in that time, on any machine
 
 
+@pytest.mark.nightly
 def test_good_ones_are_answered_among_bad_ones(tmp_path: Path) -> None:
     found = soak.soak(100_000, SECONDS, clients=8, seed=1, log=tmp_path / "log")
     assert not found.wrong, found
