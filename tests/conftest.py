@@ -34,8 +34,8 @@ LONGEST = (
     "serve/test_fuzz.py",
     "serve/test_fronts.py",
 )
-LAST = "tests/ptx/test_machine.py"
-"""Its kernels are those of test_kernels.py: sooner, it would wait for their build."""
+LAST = ("tests/ptx/test_machine.py", "tests/ptx/test_parts.py")
+"""Their kernels are those of test_kernels.py: sooner, they would wait for their build."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,8 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ranks = {f"tests/{name}": rank for rank, name in enumerate(LONGEST)}
-    ranks[LAST] = len(ranks) + 1
-    items.sort(key=lambda item: ranks.get(item.location[0], len(ranks) - 1))  # stable
+    others = len(ranks)
+    ranks |= dict.fromkeys(LAST, others + 1)
+    items.sort(key=lambda item: ranks.get(item.location[0], others))  # stable
     if not config.getoption("all"):
         skip = pytest.mark.skip(reason="nightly: pytest --all runs it")
         for item in items:

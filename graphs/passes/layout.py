@@ -133,22 +133,35 @@ class _Layout:
         return True
 
     def elementwise(self, node: Node) -> bool:
-        """Computes each number where it lies: in the layout of the first value that is permuted.
+        """Computes each number where it lies: in the layout that most values have.
 
-        The others are laid out beside it; those that broadcast get its axes.
+        The others are laid out beside it; those that broadcast get its axes. Where as many lie as
+        the program has them, images have their channels last, and what is cut up otherwise, as
+        windows are, is put together: who comes next reads it so.
         """
         shape = self.program.types[node.output].shape
         views = [self.view(value) for value in node.inputs]
-        permuted = [
-            view
-            for value, (_, view) in zip(node.inputs, views, strict=True)
-            if not view.keeps_order and self.program.types[value].shape == shape
+        whole = [
+            each
+            for value, each in zip(node.inputs, views, strict=True)
+            if self.program.types[value].shape == shape
         ]
+
+        def moves(layout: View) -> tuple[int, bool]:
+            back = layout.inverse()
+            moved = [(source, each.then(back)) for source, each in whole]
+            found = sum(not (m and (m.keeps_order or (s, m) in self.made)) for s, m in moved)
+            return found, layout.axes is None
+
+        permuted = [view for _, view in whole if not view.keeps_order]
         if len(views) == 1:
             permuted = [views[0][1]]
         if not permuted:
             return False
-        view, back, axes = permuted[0], permuted[0].inverse(), permuted[0].axes
+        view = min(permuted, key=moves)
+        if len(views) > 1 and moves(View.of(shape)) < moves(view):
+            return False
+        back, axes = view.inverse(), view.axes
         found: list[tuple[str, View]] = []
         for value, (source, each) in zip(node.inputs, views, strict=True):
             held = self.program.types[value].shape

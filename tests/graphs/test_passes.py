@@ -379,6 +379,16 @@ def unrolled(net: Net, x: Value, count: int = 3) -> Value:
     return net.reshape(x, BATCH, 64, 2)
 
 
+def in_windows(net: Net, x: Value) -> Value:
+    """Adds to an image what its windows give, as Swin does, and to that what its pixels give."""
+    _, h, w, c = x.shape
+    y = net.permute(net.reshape(x, BATCH, h // 2, 2, w // 4, 4, c), 0, 1, 3, 2, 4, 5)
+    y = net.linear(net.reshape(y, f"{h * w // 8}*{BATCH}", 8, c), "window", c)
+    y = net.permute(net.reshape(y, BATCH, h // 2, w // 4, 2, 4, c), 0, 1, 3, 2, 4, 5)
+    z = x + net.reshape(y, BATCH, h, w, c)
+    return z + net.linear(z, "pixel", c)
+
+
 def windows_of(net: Net, x: Value, count: int = 3) -> Value:
     return net.reshape(x, f"{count}*{BATCH}", x.size(1) // count, x.size(2))
 
@@ -627,6 +637,9 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
     ),
     "permutes that would have ten axes together": (
         "channels_last", CPU, unrolled, (8, 8, 2), "reshape reshape reshape reshape permute ->",
+    ),
+    "windows, whose results are added to the image": (
+        "channels_last", CPU, in_windows, (4, 8, 3), "->",
     ),
     "a group norm of tokens": (
         "channels_last", CPU,
