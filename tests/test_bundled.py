@@ -29,7 +29,13 @@ TEST = DATA / "cifar10" / "test.npz"
 
 @pytest.mark.skipif(not TEST.exists(), reason=f"NO CIFAR-10 at {TEST}: accuracy is not tested")
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", weights.bundled())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name.endswith("p80") else [])
+        for name in weights.bundled()
+    ],
+)
 def test_accuracy(name: str, count: int) -> None:
     """It is the card's, which is of all 10,000 pictures, less three standard deviations."""
     right = list(itertools.chain.from_iterable(correct(load(name), TEST, count)))
