@@ -265,6 +265,10 @@ def _write(writer: _Writer, scores: _Scores, last: Node) -> bool:
         whole = writer.shape(last.output)
         if len(whole) == 3:  # heads that are images, or images that are heads
             q, k, v = (_with_heads(writer, x) for x in (q, k, v))
+        elif len(whole) > 4:  # windows beside the heads
+            if scores.added or scores.seen:
+                return False
+            q, k, v = (_merged(writer, x, whole[:-2]) for x in (q, k, v))
         mask = _mask(writer, scores)
         inputs = (q, k, v, mask) if mask else (q, k, v)
         apart = len(whole) == 4  # the heads have an axis of their own
@@ -310,6 +314,18 @@ def _with_heads(writer: _Writer, value: str) -> str:
     size, *rest = writer.shape(value)
     number, name = split(size)
     return writer.reshape(value, (name or 1, number, *rest))
+
+
+def _merged(writer: _Writer, value: str, leading: tuple[Size, ...]) -> str:
+    """Makes [N, heads, T, D] of [N, .., T, D].
+
+    Raises:
+        ArgumentError: If other axes than ``leading`` come first, as those of what is shared.
+    """
+    *held, t, d = writer.shape(value)
+    if tuple(held) != leading:
+        raise ArgumentError("keys that are shared")
+    return writer.reshape(value, (held[0], product(held[1:]), t, d))
 
 
 def _mask(writer: _Writer, scores: _Scores) -> str:

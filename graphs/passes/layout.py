@@ -135,9 +135,9 @@ class _Layout:
     def elementwise(self, node: Node) -> bool:
         """Computes each number where it lies: in the layout that most values have.
 
-        The others are laid out beside it; those that broadcast get its axes. Where as many lie as
-        the program has them, images have their channels last, and what is cut up otherwise, as
-        windows are, is put together: who comes next reads it so.
+        The others are laid out beside it; those that broadcast get its axes. On a tie channels last
+        wins over the program's own layout, and that over axes that are cut up, as windows are: what
+        comes next reads the image whole.
         """
         shape = self.program.types[node.output].shape
         views = [self.view(value) for value in node.inputs]
@@ -147,19 +147,20 @@ class _Layout:
             if self.program.types[value].shape == shape
         ]
 
-        def moves(layout: View) -> tuple[int, bool]:
+        def cost(layout: View) -> tuple[int, bool]:
+            """Counts the values that have to be permuted for a layout, and says if it cuts axes."""
             back = layout.inverse()
             moved = [(source, each.then(back)) for source, each in whole]
-            found = sum(not (m and (m.keeps_order or (s, m) in self.made)) for s, m in moved)
-            return found, layout.axes is None
+            free = sum(bool(m and (m.keeps_order or (s, m) in self.made)) for s, m in moved)
+            return len(whole) - free, layout.axes is None
 
         permuted = [view for _, view in whole if not view.keeps_order]
         if len(views) == 1:
             permuted = [views[0][1]]
         if not permuted:
             return False
-        view = min(permuted, key=moves)
-        if len(views) > 1 and moves(View.of(shape)) < moves(view):
+        view = min(permuted, key=cost)
+        if len(views) > 1 and cost(View.of(shape)) < cost(view):
             return False
         back, axes = view.inverse(), view.axes
         found: list[tuple[str, View]] = []

@@ -364,6 +364,23 @@ def written(
     return join(net, net.op("matmul", [y, v]))
 
 
+def beside(net: Net, x: Value, *, masked: bool = False, shared: bool = False) -> Value:
+    """Writes attention out in windows that have an axis of their own, as in transformers' Hiera."""
+    t, c = x.size(1), x.size(2)
+    parts = [
+        net.permute(net.reshape(net.linear(x, name, c), BATCH, t // 2, 2, 2, c // 2), 0, 3, 2, 1, 4)
+        for name in "qkv"
+    ]
+    q, k, v = parts
+    if shared:
+        k = net.weight("keys", 1, 1, 1, t // 2, c // 2)
+    scores = net.op("matmul", [times(q, 0.5), net.permute(k, 0, 1, 2, 4, 3)])
+    if masked:
+        scores = net.add(scores, net.weight("mask", 2, 1, 1, t // 2))
+    y = net.op("matmul", [net.op("softmax", [scores]), v])
+    return net.reshape(net.permute(y, 0, 3, 2, 1, 4), BATCH, t, c)
+
+
 WRITTEN = "matmul matmul softmax reshape reshape reshape reshape permute permute permute permute"
 """What attention that is written out consists of, and splitting and joining its heads."""
 
@@ -616,6 +633,10 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
     "attention written out, windows": (
         "attention", CPU, lambda n, x: windowed(n, x), (12, 4),
         f"{WRITTEN} permute add add reshape reshape -> attention",
+    ),
+    "attention written out, windows beside heads": (
+        "attention", CPU, beside, (12, 4),
+        f"matmul matmul mul softmax -> attention {'permute ' * 3} {'reshape ' * 8}",
     ),
     "a mask of windows, expanded": (
         "attention", CPU, expanded, (12, 4),
@@ -953,6 +974,12 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
         "attention", CPU,
         lambda n, x: written(n, x, scores=lambda y: times(y + n.weight("bias", 2, 5, 5), 0.5)),
         TOKENS,
+    ),
+    "attention: windows beside heads, with a mask": (
+        "attention", CPU, lambda n, x: beside(n, x, masked=True), (12, 4),
+    ),
+    "attention: windows beside heads, of keys that all share": (
+        "attention", CPU, lambda n, x: beside(n, x, shared=True), (12, 4),
     ),
     "attention: scores are read elsewhere": (
         "attention", CPU, lambda n, x: written(n, x, scores=lambda y: used(n, y)), TOKENS,
