@@ -25,7 +25,7 @@ def find(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
     if mojo is None:
         pytest.skip("NO GPU KERNEL IS RUN: there is no Mojo compiler")
     folder = tmp_path_factory.getbasetemp()
-    if pytestconfig.getoption("numprocesses", default=None):
+    if hasattr(pytestconfig, "workerinput"):
         folder = folder.parent  # xdist gives each worker a folder of its own in it
     program = folder / "kernels"
     with open(folder / "kernels.lock", "w") as lock:
