@@ -71,9 +71,9 @@ struct Config(TrivialRegisterPassable):
     """How a block works: a compile-time value."""
 
     var groups: Int
-    """Consumers, of 64 pixels each: 1 or 2."""
+    """Consumers, of 64 pixels each: 1 to 3."""
     var columns: Int
-    """Filters of a tile: 32, 64, 128 or 256."""
+    """Filters of a tile: 32, or a multiple of 64."""
     var stages: Int
     """Stages of the ring, the one for the epilogue among them."""
     var blocks: Int
@@ -150,12 +150,16 @@ struct Config(TrivialRegisterPassable):
             dtype: Of the results.
 
         Returns:
-            All of them, a half or a quarter.
+            All of them, a half, a third or a quarter, in whole boxes of the copy engine.
         """
-        var columns = self.columns
-        while columns * self.rows() * size_of[dtype]() > self.stage():
-            columns //= 2
-        return columns
+        var box = min(self.columns, ROW // size_of[dtype]())
+        for parts in range(1, 5):
+            var part = self.columns // parts
+            if self.columns % (parts * box) == 0 and (
+                part * self.rows() * size_of[dtype]() <= self.stage()
+            ):
+                return part
+        return 0
 
     @always_inline
     def parts[dtype: DType](self) -> Int:
@@ -165,7 +169,7 @@ struct Config(TrivialRegisterPassable):
             dtype: Of the results.
 
         Returns:
-            A power of two.
+            At most four.
         """
         return self.columns // self.part[dtype]()
 
@@ -211,6 +215,7 @@ def hopper_kernel[
         tensors: Bias, residual and y.
         problem: Sizes.
     """
+    comptime assert config.part[dtype]() > 0, "hopper_gemm: columns are 32, or a multiple of 64"
     var data = shared_memory["hopper_gemm"]()
     var pipeline = Pipeline(
         data,

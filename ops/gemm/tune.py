@@ -36,7 +36,9 @@ CLOSE, NEAR = 1.2, 0.95
 STEP = 64
 """Channels of a step of K, in 16 bits."""
 WIDEST = 128
-"""Rows and columns of the largest tile."""
+"""Rows and columns of the tiles that are counted."""
+MULTIPROCESSORS = 132
+"""Of the GPU that is measured: an H100 or H200."""
 COSTS = {"relu": "none", "add_relu": "add", "gelu": "gelu"}
 """What tune.mojo times, and the epilogue of a row: relu costs nothing."""
 
@@ -207,13 +209,19 @@ def features(p: Product) -> tuple[int, ...]:
     columns = -(-p.filters // WIDEST)
     padding = log2(columns * WIDEST) - log2(p.filters)
     tiles = log2(-(-p.pixels // WIDEST) * columns)
-    return log2(p.pixels), 2 * log2(p.filters), log2(p.steps), tiles, 2 * padding
+    sizes = 2 * log2(p.pixels), 4 * log2(p.filters), 2 * log2(p.steps), 2 * tiles, 4 * padding
+    return *sizes, *(idle(-(-p.pixels // 192) * -(-p.filters // f)) for f in (192, 128))
+
+
+def idle(tiles: int) -> int:
+    """Compares the tiles that fit into all turns of the multiprocessors with those there are."""
+    return log2(-(-tiles // MULTIPROCESSORS) * MULTIPROCESSORS) - log2(tiles)
 
 
 def distance(a: Product, b: Product) -> int:
     """Tells how unlike two products are."""
     unlike = sum(abs(p - q) for p, q in zip(features(a), features(b), strict=True))
-    return unlike + 128 * (a.epilogue != b.epilogue)
+    return unlike + 256 * (a.epilogue != b.epilogue)
 
 
 def look_up(table: dict[Product, Tile], wanted: Product) -> Tile:

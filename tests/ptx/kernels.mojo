@@ -51,8 +51,8 @@ def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
         hopper_gemm[BF16, Epilogue("add_relu"), config](g, o, 1, ctx)
         hopper_gemms[BF16, Epilogue("none"), config, 3]([g, g, g], [o, o, o], 1, ctx)
         hopper_shortcut[BF16, Epilogue("relu"), config](g, o, g, o, 1, ctx)
-    hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[2]](g, o, 1, ctx)
-    hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[5]](g, o, 1, ctx)
+    hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[4]](g, o, 1, ctx)
+    hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[6]](g, o, 1, ctx)
 
 
 def resident(
@@ -190,10 +190,10 @@ def main() raises:
         ChainVectors(full, full, full, full),
         ctx,
     )
-    hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[2]](
+    hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[4]](
         g, Operands[F16](half2, half2, full, half2, half2), 1, ctx
     )
-    hopper_gemm[F32, Epilogue("add_relu"), CONFIGS[2]](
+    hopper_gemm[F32, Epilogue("add_relu"), CONFIGS[4]](
         g, Operands[F32](full, full, full, full, full), 1, ctx
     )
     cores[BF16](g, o, ctx)

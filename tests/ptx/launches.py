@@ -170,9 +170,10 @@ class Tile:
 
 
 TILES = (
-    Tile(2, 128, 3),
+    Tile(3, 192, 4, "overlap"),
+    Tile(3, 128, 5, "overlap"),
     Tile(2, 128, 6, "overlap"),
-    Tile(2, 64, 4),
+    Tile(3, 64, 7, "overlap"),
     Tile(1, 64, 6),
     Tile(1, 64, 6, "split"),
     Tile(1, 32, 8, "split"),
