@@ -96,10 +96,32 @@ def _drawn(module: Any) -> Any:
     return module
 
 
+_TORCHVISION: list[torch.library.Library] = []
+"""Holds the operators that `_declare_torchvision` declared: they go with the object."""
+
+
+def _declare_torchvision() -> None:
+    """Declares what torchvision expects of its compiled library when it is imported.
+
+    One that was built for another torch cannot load that library. What is in it finds boxes, which
+    no classifier does; timm and transformers import torchvision all the same.
+    """
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _TORCHVISION.append(library)
+
+
 def _library(name: str) -> Any:
     try:
-        return importlib.import_module(name)
-    except ImportError as error:
+        try:
+            return importlib.import_module(name)
+        except RuntimeError as error:
+            if "torchvision::" not in str(error) or _TORCHVISION:
+                raise
+            _declare_torchvision()
+            return importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:
         raise ModelError(f"{name} cannot be imported ({error}); {way_to('convert')}") from None
 
 
