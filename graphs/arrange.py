@@ -196,6 +196,11 @@ def stem_fragments(filters: np.ndarray, stride: int) -> np.ndarray:
     return np.ascontiguousarray(split.transpose(4, 0, 6, 5, 8, 2, 1, 7, 3)).reshape(-1)
 
 
+def has_squeeze(channels: int, hidden: int) -> bool:
+    """Tells whether ops/squeeze_excite takes so many channels: vectors that fit shared memory."""
+    return channels % 8 == 0 and channels <= 8192 and hidden <= 2048
+
+
 CHAINS = ((64, 64), (64, 128), (128, 128))
 """C and F of the chains of convolutions that ops/gemm/chain.mojo has a tile for."""
 MLPS = (64, 192)

@@ -553,6 +553,44 @@ def layernorm_mlp(
     return _custom("layernorm_mlp", values, [out, out, hidden], parameters)[0]
 
 
+def squeeze_excite(
+    x: TensorValue,
+    squeeze: tuple[TensorValue, TensorValue],
+    excite: tuple[TensorValue, TensorValue],
+    *,
+    activation: str,
+    gate: str,
+    epilogue: str = "none",
+    residual: TensorValue | None = None,
+) -> TensorValue:
+    """Computes x * gate(excite(activation(squeeze(mean of x)))) of images x[N, H, W, C].
+
+    On Hopper, in 16 bits, if C is a multiple of 8 (``arrange.has_squeeze``).
+
+    Args:
+        x: The images.
+        squeeze: Weights [K, C] and bias, float32 [K], of the first product.
+        excite: Weights [K, C] and bias, float32 [C], of the second.
+        activation: Between the products: ``none``, ``relu``, ...; see ``conv2d``.
+        gate: Behind the second.
+        epilogue: What the gated images go through; see ``conv2d``.
+        residual: [N, H, W, C] for those that add.
+
+    Raises:
+        ArgumentError: If shapes or epilogues do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    (first, first_bias), (second, second_bias) = squeeze, excite
+    turned = Type(_type(second).shape[::-1])
+    out = shapes.squeeze_excite(
+        _type(x), _type(first), _type(first_bias), turned, _type(second_bias), _optional(residual),
+        activation=activation, gate=gate, epilogue=epilogue,
+    )  # fmt: skip
+    parameters = {"activation": activation, "gate": gate}
+    weights = [first, first_bias, second, second_bias]
+    return _fused("squeeze_excite", x, weights, residual, [], out, epilogue, parameters)
+
+
 def attention(
     q: TensorValue,
     k: TensorValue,

@@ -322,6 +322,22 @@ class Random:
             self.values.append(y)
             return net.relu(net.conv2d(y, "next", 4, 1)) if dice.random() < 0.7 else y
 
+    def move_gate(self, x: Value) -> Value | None:
+        """Squeezes and excites images, perhaps with a residual."""
+        if len(x.shape) != 4:
+            return None
+        net, dice, c = self.net, self.dice, x.size(1)
+        with net.at(f"gate{len(self.values)}"):
+            y = net.op("mean", [x], axes=(2, 3), keepdim=True)
+            y = net.conv2d(y, "squeeze", dice.choice((1, 3)), 1)
+            y = net.conv2d(net.relu(y) if dice.random() < 0.8 else y, "excite", c, 1)
+            if dice.random() < 0.2:
+                self.values.append(y)
+            if dice.random() < 0.8:
+                y = net.op("sigmoid", [y])
+            y = net.op("mul", dice.sample([x, y], 2))
+        return self.move_add(y) if dice.random() < 0.5 else y
+
     def move_stem(self, x: Value) -> Value | None:
         """Begins as networks of pixels do."""
         net, dice, x = self.net, self.dice, self.values[0]
