@@ -2,6 +2,7 @@
 
 from std.math import ceildiv
 
+from ..division import quotient, reciprocal
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data
 
@@ -81,13 +82,17 @@ struct SqueezeSizes(KernelArgument, TrivialRegisterPassable):
     """C, a multiple of `WIDTH`."""
     var hidden: Int32
     """K, the numbers between the products."""
-    var together: Int32
-    """Images of a cluster; divides `BLOCKS`."""
+    var shift: Int32
+    """A cluster takes 2 images to the power of it: 1, 2, 4 or 8."""
     var split: Int32
-    """1 if each block of a cluster computes with weights of some channels, 0 if with all of its
-    own pixels' sums; then `together` is 1."""
+    """1 if each block of a cluster computes with weights of some channels; 0 if with all of them, of
+    the sums of its own pixels, and the cluster takes one image."""
     var kept: Int32
     """Pixels that a block keeps in shared memory, at most."""
+    var slice_factor: UInt32
+    """Divides by `slice` (division.mojo); so does the next one."""
+    var slice_shift: UInt32
+    """See `slice_factor`."""
 
     def __init__(
         out self,
@@ -96,7 +101,7 @@ struct SqueezeSizes(KernelArgument, TrivialRegisterPassable):
         pixels: Int,
         channels: Int,
         hidden: Int,
-        together: Int,
+        shift: Int,
         split: Bool,
         kept: Int,
     ):
@@ -107,13 +112,24 @@ struct SqueezeSizes(KernelArgument, TrivialRegisterPassable):
             pixels: Of an image.
             channels: C.
             hidden: K.
-            together: Images of a cluster.
+            shift: A cluster takes 2 images to the power of it.
             split: Whether each block of a cluster computes with weights of some channels.
             kept: Pixels that a block keeps in shared memory, at most.
         """
         self.images, self.pixels, self.channels = Int32(images), Int32(pixels), Int32(channels)
-        self.hidden, self.together, self.kept = Int32(hidden), Int32(together), Int32(kept)
-        self.split = Int32(1) if split else Int32(0)
+        self.hidden, self.kept = Int32(hidden), Int32(kept)
+        self.shift, self.split = Int32(shift), Int32(1) if split else Int32(0)
+        var slice = ceildiv(channels // WIDTH, BLOCKS) if split else channels // WIDTH
+        self.slice_factor, self.slice_shift = reciprocal(slice)
+
+    @always_inline
+    def together(self) -> Int32:
+        """Counts the images of a cluster.
+
+        Returns:
+            1, 2, 4 or 8.
+        """
+        return Int32(1) << self.shift
 
     @always_inline
     def vectors(self) -> Int32:
@@ -131,7 +147,19 @@ struct SqueezeSizes(KernelArgument, TrivialRegisterPassable):
         Returns:
             A share of them, or all.
         """
-        return ceildiv(self.vectors(), BLOCKS) if self.split == 1 else self.vectors()
+        return (self.vectors() + BLOCKS - 1) // BLOCKS if self.split == 1 else self.vectors()
+
+    @always_inline
+    def slice_of(self, vector: Int32) -> Int32:
+        """Divides by `slice`.
+
+        Args:
+            vector: A number of slices, one behind the other.
+
+        Returns:
+            Which of them it is in.
+        """
+        return Int32(quotient(UInt32(vector), self.slice_factor, self.slice_shift))
 
     @always_inline
     def parts(self) -> Int32:
@@ -140,7 +168,7 @@ struct SqueezeSizes(KernelArgument, TrivialRegisterPassable):
         Returns:
             Those of the cluster, divided by its images.
         """
-        return BLOCKS // self.together
+        return BLOCKS >> self.shift
 
     @always_inline
     def share(self) -> Int32:
@@ -149,7 +177,7 @@ struct SqueezeSizes(KernelArgument, TrivialRegisterPassable):
         Returns:
             A part of an image.
         """
-        return ceildiv(self.pixels, self.parts())
+        return (self.pixels + self.parts() - 1) >> (3 - self.shift)
 
     @always_inline
     def rows(self) -> Int32:
@@ -158,7 +186,19 @@ struct SqueezeSizes(KernelArgument, TrivialRegisterPassable):
         Returns:
             K times as many as there are images.
         """
-        return self.hidden * self.together
+        return self.hidden << self.shift
+
+    @always_inline
+    def product_row(self, row: Int32) -> Int32:
+        """Finds which of the first product's numbers one of `rows` is.
+
+        Args:
+            row: Of [K, together].
+
+        Returns:
+            From 0 to K - 1.
+        """
+        return row >> self.shift
 
 
 struct Room(TrivialRegisterPassable):
@@ -190,7 +230,7 @@ struct Room(TrivialRegisterPassable):
         comptime VECTOR = 4 * WIDTH
         self.scratch = (8 * BARRIERS + 15) // 16 * 16
         self.means = self.scratch + threads * VECTOR
-        self.hidden = self.means + g.together * g.slice() * VECTOR
+        self.hidden = self.means + g.together() * g.slice() * VECTOR
         self.gates = self.hidden + (4 * g.rows() + 15) // 16 * 16
         self.sums = self.gates + g.vectors() * VECTOR
         self.partial = self.sums + (BLOCKS * g.slice() * VECTOR if g.split == 1 else Int32(0))

@@ -62,6 +62,7 @@ from ..hopper.ptx import (
     load_bytes,
     prefetch_l2,
 )
+from ..hopper.shared import WARP
 from ..operands import F32, Data, narrowed, widened
 from .config import BARRIERS, BLOCKS, CHUNKS, WIDTH, Room, SqueezeSizes, SqueezeTensors
 
@@ -81,7 +82,7 @@ comptime FEW = 64 * 1024
 """Bytes of weights of which each block reads all where clusters leave multiprocessors idle."""
 comptime UNROLL = 4
 """Rows that a thread loads at a time."""
-comptime LINE = 128
+comptime LINE = Int32(128)
 """Bytes of a line of the second-level cache."""
 
 comptime Floats = Pointer[Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
@@ -102,7 +103,9 @@ struct Across(TrivialRegisterPassable):
     var vector: Int32
     """Which of a row the thread takes."""
     var team: Int32
-    """Lanes that add up what threads have of 4 channels; a power of two."""
+    """Lanes that add up what threads have of 4 channels: 2 to the power of `shift`."""
+    var shift: Int32
+    """See `team`."""
 
     @always_inline
     def __init__(out self, vectors: Int32, t: Int32, threads: Int32):
@@ -114,12 +117,13 @@ struct Across(TrivialRegisterPassable):
             threads: Of the block.
         """
         self.vectors = vectors
-        self.rows = threads // vectors
-        self.row = t // vectors
+        self.rows = _quotient(threads, vectors)
+        self.row = _quotient(t, vectors)
         self.vector = t - self.row * vectors
-        self.team = 1
-        while self.team < 32 and 4 * self.team * vectors <= threads:
-            self.team *= 2
+        self.shift = 0
+        while self.shift < 5 and (4 * vectors) << self.shift <= threads:
+            self.shift += 1
+        self.team = 1 << self.shift
 
     @always_inline
     def total(self, scratch: Floats, quad: Int32, member: Int32) -> SIMD[F32, 4]:
@@ -147,11 +151,17 @@ struct Across(TrivialRegisterPassable):
 
 
 @always_inline
+def _quotient(a: Int32, b: Int32) -> Int32:
+    """Divides numbers that are not negative, in fewer instructions than // takes."""
+    return Int32(UInt32(a) // UInt32(b))
+
+
+@always_inline
 def _sum_rows[
     dtype: DType, space: AddressSpace, //
 ](
     column: Pointer[Scalar[dtype], MutUntrackedOrigin, address_space=space],
-    pitch: Int,
+    pitch: Int32,
     begin: Int32,
     stop: Int32,
     step: Int32,
@@ -162,12 +172,12 @@ def _sum_rows[
     while row + (UNROLL - 1) * step < stop:
         var some = Array[SIMD[dtype, WIDTH], UNROLL](fill=0)
         comptime for i in range(UNROLL):
-            var at = Int(row + Int32(i) * step) * pitch
+            var at = Int((row + Int32(i) * step) * pitch)
             some[i] = column.unsafe_load[width=WIDTH, alignment=16](at)
         sum += (widened(some[0]) + widened(some[1])) + (widened(some[2]) + widened(some[3]))
         row += UNROLL * step
     while row < stop:
-        sum += widened(column.unsafe_load[width=WIDTH, alignment=16](Int(row) * pitch))
+        sum += widened(column.unsafe_load[width=WIDTH, alignment=16](Int(row * pitch)))
         row += step
     return sum
 
@@ -180,32 +190,34 @@ def _scale_rows[
     residual: Data[dtype],
     y: Data[dtype],
     gates: Vector,
-    pitch: Int,
+    pitch: Int32,
     begin: Int32,
     stop: Int32,
     step: Int32,
 ):
     """Multiplies every `step`-th row of a vector of channels by its gates."""
+    comptime rows = UNROLL // 2 if epilogue.adds else UNROLL
     var row = begin
     while row < stop:
-        var some = Array[SIMD[dtype, WIDTH], UNROLL](fill=0)
-        var more = Array[SIMD[dtype, WIDTH], UNROLL](fill=0)
-        comptime for i in range(UNROLL):
+        # What is not there is the first one again: loads do not wait for branches.
+        var at = StaticTuple[Int32, rows](fill=row * pitch)
+        var some = Array[SIMD[dtype, WIDTH], rows](fill=0)
+        var more = Array[SIMD[dtype, WIDTH], rows](fill=0)
+        comptime for i in range(rows):
             if row + Int32(i) * step < stop:
-                var at = Int(row + Int32(i) * step) * pitch
-                some[i] = column.unsafe_load[width=WIDTH, alignment=16](at)
-                comptime if epilogue.adds:
-                    more[i] = residual.unsafe_load[width=WIDTH, alignment=16](at)
-        comptime for i in range(UNROLL):
+                at[i] += Int32(i) * step * pitch
+            some[i] = column.unsafe_load[width=WIDTH, alignment=16](Int(at[i]))
+            comptime if epilogue.adds:
+                more[i] = residual.unsafe_load[width=WIDTH, alignment=16](Int(at[i]))
+        comptime for i in range(rows):
+            var value = widened(some[i]) * gates
+            comptime if epilogue.adds:
+                value += widened(more[i])
             if row + Int32(i) * step < stop:
-                var value = widened(some[i]) * gates
-                comptime if epilogue.adds:
-                    value += widened(more[i])
                 y.unsafe_store[alignment=16](
-                    Int(row + Int32(i) * step) * pitch,
-                    narrowed[dtype](activate[epilogue, dtype](value)),
+                    Int(at[i]), narrowed[dtype](activate[epilogue, dtype](value))
                 )
-        row += UNROLL * step
+        row += Int32(rows) * step
 
 
 struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
@@ -272,8 +284,9 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
         var number = Int32(block_idx.x)
         self.rank = number % BLOCKS
         var parts = g.parts()
-        var image = number // BLOCKS * g.together + self.rank // parts
-        var begin = min(self.rank % parts * g.share(), g.pixels)
+        var of = _quotient(self.rank, parts)
+        var image = (number // BLOCKS << g.shift) + of
+        var begin = min((self.rank - of * parts) * g.share(), g.pixels)
         self.count = min(g.share(), g.pixels - begin) if image < g.images else Int32(0)
         self.kept = min(self.count, g.kept)
         self.first = self.rank * g.slice() if g.split == 1 else Int32(0)
@@ -309,13 +322,12 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
     @always_inline
     def prefetch(self):
         """Brings the block's weights to the second-level cache."""
-        var row_lines = (self.mine * WIDTH * BYTES + LINE - 1) // LINE
-        for i in range(self.t, self.g.hidden * row_lines, self.threads):
-            var row = i // row_lines
-            var column = self.first * WIDTH + (i - row * row_lines) * (Int32(LINE) // BYTES)
-            var at = Int(row) * Int(self.g.channels) + Int(column)
-            prefetch_l2(self.o.squeeze.unsafe_offset(at))
-            prefetch_l2(self.o.excite.unsafe_offset(at))
+        comptime step = LINE // BYTES
+        for row in range(self.t // WARP, self.g.hidden, self.threads // WARP):
+            for column in range(self.t % WARP * step, self.mine * WIDTH, WARP * step):
+                var at = Int(row) * Int(self.g.channels) + Int(self.first * WIDTH + column)
+                prefetch_l2(self.o.squeeze.unsafe_offset(at))
+                prefetch_l2(self.o.excite.unsafe_offset(at))
 
     @always_inline
     def chunk(self) -> Int32:
@@ -332,8 +344,8 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
         var length = self.chunk()
         var pitch = self.g.channels * BYTES
         var to = UInt32(Int(self.pixels))
-        comptime for i in range(CHUNKS):
-            var begin = min(Int32(i) * length, self.kept)
+        for i in range(Int32(CHUNKS)):
+            var begin = min(i * length, self.kept)
             var bytes = (min(begin + length, self.kept) - begin) * pitch
             var signal = self.shared + UInt32(8 * i)
             barrier_expect(signal, UInt32(bytes))
@@ -348,7 +360,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
     @always_inline
     def add_up(self):
         """Adds up the block's pixels: into its means, or if split to who is responsible."""
-        var vectors, pitch = self.g.vectors(), Int(self.g.channels)
+        var vectors, pitch = self.g.vectors(), self.g.channels
         var length = self.chunk()
         for first in range(Int32(0), vectors, self.threads):
             var across = Across(min(vectors - first, self.threads), self.t, self.threads)
@@ -362,8 +374,8 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
                     self.count,
                     across.rows,
                 )
-                comptime for i in range(CHUNKS):
-                    var begin = min(Int32(i) * length, self.kept)
+                for i in range(Int32(CHUNKS)):
+                    var begin = min(i * length, self.kept)
                     barrier_wait(self.shared + UInt32(8 * i), 0)
                     sum += _sum_rows(
                         self.pixels.unsafe_offset(column),
@@ -375,15 +387,15 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
             self.scratch.unsafe_store[alignment=16](Int(self.t) * WIDTH, sum)
             barrier()
             var member = self.t & (across.team - 1)
-            for base in range(Int32(0), 2 * across.vectors, self.threads // across.team):
-                var quad = base + self.t // across.team
+            for base in range(Int32(0), 2 * across.vectors, self.threads >> across.shift):
+                var quad = base + (self.t >> across.shift)
                 var total = across.total(self.scratch, quad, member)
                 if quad < 2 * across.vectors and member == 0:
-                    var vector = first + quad // 2
                     if self.g.split == 1:
-                        var owner = vector // self.g.slice()
+                        var vector = first + (quad >> 1)
+                        var owner = self.g.slice_of(vector)
                         var place = (self.rank - owner) * self.g.slice() + vector
-                        var to = self.sums.unsafe_offset(Int(2 * place + quad % 2) * 4)
+                        var to = self.sums.unsafe_offset(Int(2 * place + (quad & 1)) * 4)
                         self.send[4](to, total, Self.SUMS, owner)
                     else:
                         self.means.unsafe_store[alignment=16](
@@ -395,40 +407,41 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
     def receive_means(self):
         """Adds up what blocks have sent of the channels that this one is responsible for."""
         barrier_wait(self.shared + Self.SUMS, 0)
-        var quads, parts = 2 * self.mine, self.g.parts()
-        for i in range(self.t, self.g.together * quads, self.threads):
-            var image = i // quads
-            var quad = i - image * quads
-            var total = SIMD[F32, 4](0)
-            for part in range(parts):
-                var place = 2 * (image * parts + part) * self.g.slice() + quad
-                total += self.sums.unsafe_load[width=4, alignment=16](Int(place) * 4)
-            self.means.unsafe_store[alignment=16](
-                Int(2 * image * self.g.slice() + quad) * 4, total / Float32(self.g.pixels)
-            )
+        var quads, parts = 2 * self.g.slice(), self.g.parts()
+        for i in range(self.t, quads << self.g.shift, self.threads):
+            var image = self.g.slice_of(i >> 1)
+            if i - image * quads < 2 * self.mine:
+                var total = SIMD[F32, 4](0)
+                for part in range(parts):
+                    var place = i + (image * (parts - 1) + part) * quads
+                    total += self.sums.unsafe_load[width=4, alignment=16](Int(place) * 4)
+                self.means.unsafe_store[alignment=16](
+                    Int(i) * 4, total / Float32(self.g.pixels)
+                )
         barrier()
 
     @always_inline
     def squeeze(self):
         """Multiplies means by the first weights, and sends the products to all blocks."""
         var rows, slice = self.g.rows(), self.g.slice()
-        var lanes = Int32(4)
-        while lanes < 32 and lanes < slice and lanes * rows < self.threads:
-            lanes *= 2
+        var shift = Int32(2)
+        while shift < 5 and 1 << shift < slice and rows << shift < self.threads:
+            shift += 1
+        var lanes = Int32(1) << shift
         var lane = self.t & (lanes - 1)
-        var step = self.threads // lanes
+        var step = self.threads >> shift
         var weights = self.o.squeeze.unsafe_offset(Int(self.first) * WIDTH)
-        for base in range(self.t // lanes, rows + self.t // lanes, UNROLL * step):
+        for base in range(self.t >> shift, rows + (self.t >> shift), UNROLL * step):
             var sums = StaticTuple[Float32, UNROLL](fill=0)
             for vector in range(lane, self.mine, lanes):
                 var packed = Array[SIMD[Self.dtype, WIDTH], UNROLL](fill=0)
                 comptime for i in range(UNROLL):
-                    var row = min(base + Int32(i) * step, rows - 1) // self.g.together
+                    var row = self.g.product_row(min(base + Int32(i) * step, rows - 1))
                     packed[i] = weights.unsafe_load[width=WIDTH, alignment=16](
                         Int(row) * Int(self.g.channels) + Int(vector) * WIDTH
                     )
                 comptime for i in range(UNROLL):
-                    var image = min(base + Int32(i) * step, rows - 1) % self.g.together
+                    var image = min(base + Int32(i) * step, rows - 1) & (self.g.together() - 1)
                     var means = self.means.unsafe_load[width=WIDTH, alignment=16](
                         Int(image * slice + vector) * WIDTH
                     )
@@ -462,7 +475,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
             var sum = Float32(0)
             comptime for peer in range(BLOCKS):
                 sum += self.partial[unsafe_offset=Int(Int32(peer) * rows + row)]
-            sum += self.o.squeeze_bias[unsafe_offset=Int(row // self.g.together)]
+            sum += self.o.squeeze_bias[unsafe_offset=Int(self.g.product_row(row))]
             self.hidden[unsafe_offset=Int(row)] = activate[activation, Self.dtype](
                 SIMD[F32, 1](sum)
             )[0]
@@ -475,9 +488,9 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
         Parameters:
             gate: Behind the second product.
         """
-        var slice, together = self.g.slice(), self.g.together
-        var across = Across(slice * together, self.t, self.threads)
-        var image = across.vector // slice
+        var slice = self.g.slice()
+        var across = Across(slice << self.g.shift, self.t, self.threads)
+        var image = self.g.slice_of(across.vector)
         var vector = across.vector - image * slice
         var sum = Vector(0)
         if across.row < across.rows and vector < self.mine:
@@ -493,19 +506,19 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
                 comptime for i in range(UNROLL):
                     var place = row + Int32(i) * across.rows
                     if place < self.g.hidden:
-                        var h = self.hidden[unsafe_offset=Int(place * together + image)]
+                        var h = self.hidden[unsafe_offset=Int((place << self.g.shift) + image)]
                         sum = widened(some[i]).fma(Vector(h), sum)
                 row += UNROLL * across.rows
         self.scratch.unsafe_store[alignment=16](Int(self.t) * WIDTH, sum)
         barrier()
 
         var member = self.t & (across.team - 1)
-        for base in range(Int32(0), 2 * across.vectors, self.threads // across.team):
-            var quad = base + self.t // across.team
+        for base in range(Int32(0), 2 * across.vectors, self.threads >> across.shift):
+            var quad = base + (self.t >> across.shift)
             var total = across.total(self.scratch, quad, member)
-            var of = quad // (2 * slice)
+            var of = self.g.slice_of(quad >> 1)
             var place = quad - of * 2 * slice
-            if of < together and place < 2 * self.mine:
+            if of < self.g.together() and place < 2 * self.mine:
                 var channel = Int(2 * self.first + place) * 4
                 var bias = self.o.excite_bias.unsafe_load[width=4, alignment=16](channel)
                 var gates = activate[gate, Self.dtype](total + bias)
@@ -527,7 +540,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
         Parameters:
             epilogue: What the products go through.
         """
-        var vectors, pitch = self.g.vectors(), Int(self.g.channels)
+        var vectors, pitch = self.g.vectors(), self.g.channels
         for first in range(Int32(0), vectors, self.threads):
             var across = Across(min(vectors - first, self.threads), self.t, self.threads)
             if across.row < across.rows:
@@ -658,17 +671,17 @@ def squeeze_excite_gpu[
     var full = images * BLOCKS > device.multiprocessors
     var few = image if full else max(image, BLOCKS * FEW)
     var split = BLOCKS * weights > few or channels > THREADS * WIDTH
-    var together = 1
+    var shift = 0
     while (
         split
-        and together < BLOCKS
-        and weights > together * image
-        and images * BLOCKS >= 2 * together * device.multiprocessors
-        and _fixed(channels, hidden, 2 * together, THREADS) <= SHARED // RESIDENT
-        and 2 * together * ceildiv(channels, BLOCKS * WIDTH) <= THREADS
+        and 1 << shift < BLOCKS
+        and weights > image << shift
+        and images * BLOCKS >= device.multiprocessors << (shift + 1)
+        and _fixed(channels, hidden, shift + 1, THREADS) <= SHARED // RESIDENT
+        and ceildiv(channels, BLOCKS * WIDTH) << (shift + 1) <= THREADS
     ):
-        together *= 2
-    var share = ceildiv(pixels, BLOCKS // together)
+        shift += 1
+    var share = ceildiv(pixels, BLOCKS >> shift)
     var threads = MOST_THREADS if share * channels > MANY * WIDTH else THREADS
 
     var bytes = channels * Int(BYTES)
@@ -677,7 +690,7 @@ def squeeze_excite_gpu[
         pixels=pixels,
         channels=channels,
         hidden=hidden,
-        together=together,
+        shift=shift,
         split=split,
         kept=0,
     )
@@ -689,14 +702,14 @@ def squeeze_excite_gpu[
     enqueue_squeeze_excite[dtype, activation, gate, epilogue](o, sizes, threads, ctx)
 
 
-def _fixed(channels: Int, hidden: Int, together: Int, threads: Int) -> Int:
+def _fixed(channels: Int, hidden: Int, shift: Int, threads: Int) -> Int:
     """Counts the bytes of shared memory without pixels, where blocks are split."""
     var sizes = SqueezeSizes(
         images=1,
         pixels=1,
         channels=channels,
         hidden=hidden,
-        together=together,
+        shift=shift,
         split=True,
         kept=0,
     )
@@ -728,7 +741,7 @@ def enqueue_squeeze_excite[
     ctx.enqueue_function[squeeze_excite_kernel[dtype, activation, gate, epilogue]](
         o,
         g,
-        grid_dim=ceildiv(Int(g.images), Int(g.together)) * BLOCKS,
+        grid_dim=ceildiv(Int(g.images), Int(g.together())) * BLOCKS,
         block_dim=threads,
         cluster_dim=Dim(BLOCKS),
         shared_mem_bytes=Int(Room(g, Int32(threads)).pixels) + pixels,

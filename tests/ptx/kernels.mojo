@@ -141,7 +141,7 @@ def depthwise(
 
 def squeezes(half: Data[BF16], half2: Data[F16], full: Data[F32], n: Int, ctx: DeviceContext) raises:
     var g = SqueezeSizes(
-        images=n, pixels=n, channels=n, hidden=n, together=n, split=n > 1, kept=n
+        images=n, pixels=n, channels=n, hidden=n, shift=n, split=n > 1, kept=n
     )
     enqueue_squeeze_excite[BF16, Epilogue("silu"), Epilogue("sigmoid"), Epilogue("none")](
         SqueezeTensors[BF16](

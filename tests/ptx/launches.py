@@ -1240,10 +1240,13 @@ def squeeze_excite(
     at = [memory.add(x, late=True), *map(memory.add, inputs[1:])]
     at.append(at[0] if residual is None else memory.add(residual, late=True))
     at.append(memory.add(unwritten(x.shape, dtype)))
-    numbers = (g.images, g.pixels, g.channels, g.hidden, g.together, g.split, g.most)
+    shift = g.together.bit_length() - 1
+    numbers = (g.images, g.pixels, g.channels, g.hidden, shift, g.split, g.most)
+    slice = -(-g.channels // 64) if g.split else g.channels // 8
+    numbers += reciprocal(slice)
     Launch(
         kernel,
-        [pack("7Q", *at), pack("7i", *numbers)],
+        [pack("7Q", *at), pack("7i2I", *numbers)],
         memory,
         grid=(-(-g.images // g.together) * 8,),
         threads=g.threads,
