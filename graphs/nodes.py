@@ -32,6 +32,8 @@ from maxvision.graphs.types import Size, Type, product, split
 OPS = Path(__file__).resolve().parent.parent / "ops"
 """The Mojo package, for ``Graph(custom_extensions=[OPS])``."""
 
+PARTS = 8
+"""Parts of an image that a CPU's cores add up in ``squeeze_excite``, at most."""
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
 
@@ -565,7 +567,7 @@ def squeeze_excite(
 ) -> TensorValue:
     """Computes x * gate(excite(activation(squeeze(mean of x)))) of images x[N, H, W, C].
 
-    On Hopper, in 16 bits, if C is a multiple of 8 (``arrange.has_squeeze``).
+    On a CPU, and on Hopper in 16 bits, if C is a multiple of 8 (``arrange.has_squeeze``).
 
     Args:
         x: The images.
@@ -586,9 +588,14 @@ def squeeze_excite(
         _type(x), _type(first), _type(first_bias), turned, _type(second_bias), _optional(residual),
         activation=activation, gate=gate, epilogue=epilogue,
     )  # fmt: skip
-    parameters = {"activation": activation, "gate": gate}
-    weights = [first, first_bias, second, second_bias]
-    return _fused("squeeze_excite", x, weights, residual, [], out, epilogue, parameters)
+    n, *_, c = out.shape
+    k = turned.shape[1]
+    room = Type((n, int(k) + PARTS * int(c)) if x.device.is_cpu() else (1, 1))
+    values = [x, first, first_bias, second, second_bias]
+    values += [] if residual is None else [residual]
+    op = "squeeze_excite" if residual is None else "squeeze_excite_add"
+    parameters = {"activation": activation, "gate": gate, "epilogue": epilogue}
+    return _custom(op, values, [out, room], parameters)[0]
 
 
 def attention(

@@ -159,17 +159,17 @@ def _is_bare(program: Program, product: Node, user: Node, ops: tuple[str, ...] =
 def squeeze_excite(program: Program, on: Backend) -> Program:
     """Scales the channels of images by gates that two products of their mean give, in one op.
 
-    With what follows: + residual, and an op of one value. On Hopper, in 16 bits
+    With what follows: + residual, and an op of one value. On a CPU, and on Hopper in 16 bits
     (ops/squeeze_excite).
     """
-    if not on.is_hopper or on.dtype not in ("bfloat16", "float16"):
+    if on.is_gpu and not (on.is_hopper and on.dtype in ("bfloat16", "float16")):
         return program
     rewrite = Rewrite(program)
     for node in program.nodes:
         if node.op != "mul" or len(node.inputs) != 2 or rewrite.has(node):
             continue
         for x, gate in (node.inputs, node.inputs[::-1]):
-            if found := _excitation(program, x, gate, node):
+            if found := _excitation(program, x, gate, node, on):
                 gone, squeeze, excite = found
                 residual, epilogue, ends = _ending(program, node)
                 attributes: dict[str, Attribute] = {
@@ -194,7 +194,7 @@ def squeeze_excite(program: Program, on: Backend) -> Program:
 
 
 def _excitation(
-    program: Program, x: str, gate: str, times: Node
+    program: Program, x: str, gate: str, times: Node, on: Backend
 ) -> tuple[list[Node], Node, Node] | None:
     """Finds what makes a gate [N, 1, 1, C] of images x[N, H, W, C], for ``times`` alone.
 
@@ -221,7 +221,7 @@ def _excitation(
         return None
     k, c = program.shape(squeeze.inputs[1])[:2]
     fits = c == shape[3] and program.shape(excite.inputs[1])[:2] == (c, k)
-    return (gone, squeeze, excite) if fits and has_squeeze(c, k) else None
+    return (gone, squeeze, excite) if fits and has_squeeze(c, k, not on.is_gpu) else None
 
 
 def _is_mean(program: Program, node: Node) -> bool:

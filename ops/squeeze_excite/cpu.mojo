@@ -1,6 +1,7 @@
-"""Squeeze and excitation on a CPU: an image by one core, which finds it in its cache again.
+"""Squeeze and excitation on a CPU: a core takes an image, which it finds in its cache again.
 
-Where there are fewer images than cores, parts of them are added up by all cores, and scaled by all.
+Where there are fewer images than cores, all cores add parts of them up, and later scale these; one
+core computes an image's gates in between.
 """
 
 from max.runtime.asyncrt import parallelism_level
@@ -10,62 +11,59 @@ from std.sys import simd_width_of
 from ..epilogue import Epilogue, activate
 from ..operands import F32, Data, narrowed, widened
 from ..parallel import over_cores
-from .config import SqueezeTensors
+from .config import WIDTH, SqueezeTensors
 
-comptime WIDTH = 8
-"""Channels of the last vectors; C is a multiple of it."""
 comptime LANES = max(WIDTH, simd_width_of[F32]())
-"""Lanes of a vector."""
-comptime PARTS = 8
-"""Parts of an image at most."""
+"""Channels of a vector; C is a multiple of `WIDTH`, of which the last vectors are."""
 comptime PIECE = 32768
-"""Numbers that are worth a task of their own."""
+"""Numbers of an image that are worth a task of their own."""
 
 
 @always_inline
-def _sums[
+def _sum_rows[
     dtype: DType, //, lanes: Int, vectors: Int
-](x: Data[dtype], rows: Int, pitch: Int, to: Data[F32]):
-    """Adds up rows of some vectors side by side; four rows at a time."""
-    comptime unroll = max(1, 8 // vectors)
-    var sums = Array[SIMD[F32, lanes], vectors * unroll](fill=0)
+](x: Data[dtype], rows: Int, pitch: Int, sums: Data[F32]):
+    """Adds up rows of some vectors side by side, eight vectors at a time."""
+    comptime unroll = 8 // vectors
+    var found = Array[SIMD[F32, lanes], vectors * unroll](fill=0)
     var row = 0
     while row + unroll <= rows:
         comptime for u in range(unroll):
             comptime for v in range(vectors):
-                sums[u * vectors + v] += widened(
+                found[u * vectors + v] += widened(
                     x.unsafe_load[width=lanes]((row + u) * pitch + v * lanes)
                 )
         row += unroll
     while row < rows:
         comptime for v in range(vectors):
-            sums[v] += widened(x.unsafe_load[width=lanes](row * pitch + v * lanes))
+            found[v] += widened(x.unsafe_load[width=lanes](row * pitch + v * lanes))
         row += 1
     comptime for v in range(vectors):
         comptime for u in range(1, unroll):
-            sums[v] += sums[u * vectors + v]
-        to.unsafe_store(v * lanes, sums[v])
+            found[v] += found[u * vectors + v]
+        sums.unsafe_store(v * lanes, found[v])
 
 
 @always_inline
-def _add_up[dtype: DType, //](x: Data[dtype], rows: Int, channels: Int, to: Data[F32]):
+def _sum_pixels[
+    dtype: DType, //
+](x: Data[dtype], pixels: Int, channels: Int, sums: Data[F32]):
+    """Adds up pixels, some channels after others."""
     var c = 0
-    while c + 8 * LANES <= channels:
-        _sums[LANES, 8](x.unsafe_offset(c), rows, channels, to.unsafe_offset(c))
-        c += 8 * LANES
-    while c + 2 * LANES <= channels:
-        _sums[LANES, 2](x.unsafe_offset(c), rows, channels, to.unsafe_offset(c))
-        c += 2 * LANES
-    while c + LANES <= channels:
-        _sums[LANES, 1](x.unsafe_offset(c), rows, channels, to.unsafe_offset(c))
-        c += LANES
+    comptime for vectors in [8, 2, 1]:
+        while c + vectors * LANES <= channels:
+            _sum_rows[LANES, vectors](
+                x.unsafe_offset(c), pixels, channels, sums.unsafe_offset(c)
+            )
+            c += vectors * LANES
     while c < channels:
-        _sums[WIDTH, 1](x.unsafe_offset(c), rows, channels, to.unsafe_offset(c))
+        _sum_rows[WIDTH, 1](x.unsafe_offset(c), pixels, channels, sums.unsafe_offset(c))
         c += WIDTH
 
 
 @always_inline
 def _dot[dtype: DType, //](w: Data[dtype], m: Data[F32], channels: Int) -> Float32:
+    """Multiplies two vectors."""
     var sum = SIMD[F32, LANES](0)
     var c = 0
     while c + LANES <= channels:
@@ -73,29 +71,37 @@ def _dot[dtype: DType, //](w: Data[dtype], m: Data[F32], channels: Int) -> Float
         c += LANES
     var total = sum.reduce_add()
     while c < channels:
-        total += (
-            widened(w.unsafe_load[width=WIDTH](c)) * m.unsafe_load[width=WIDTH](c)
-        ).reduce_add()
+        var last = widened(w.unsafe_load[width=WIDTH](c)) * m.unsafe_load[width=WIDTH](c)
+        total += last.reduce_add()
         c += WIDTH
     return total
 
 
 @always_inline
-def _excite[
+def _gate[
     dtype: DType, //, gate: Epilogue, lanes: Int, vectors: Int
-](
-    w: Data[dtype], bias: Data[F32], h: Data[F32], hidden: Int, channels: Int, to: Data[F32]
-):
+](w: Data[dtype], bias: Data[F32], h: Data[F32], hidden: Int, channels: Int, gates: Data[F32]):
+    """Computes the gates of some vectors of channels."""
     var sums = Array[SIMD[F32, lanes], vectors](fill=0)
     for k in range(hidden):
         var one = SIMD[F32, lanes](h[unsafe_offset=k])
         comptime for v in range(vectors):
-            sums[v] = widened(w.unsafe_load[width=lanes](k * channels + v * lanes)).fma(
-                one, sums[v]
-            )
+            var some = w.unsafe_load[width=lanes](k * channels + v * lanes)
+            sums[v] = widened(some).fma(one, sums[v])
     comptime for v in range(vectors):
         var value = sums[v] + bias.unsafe_load[width=lanes](v * lanes)
-        to.unsafe_store(v * lanes, activate[gate, dtype](value))
+        gates.unsafe_store(v * lanes, activate[gate, dtype](value))
+
+
+@always_inline
+def _scale[
+    dtype: DType, //, epilogue: Epilogue, lanes: Int
+](o: SqueezeTensors[dtype], at: Int, gates: Data[F32]):
+    """Multiplies a vector of channels by its gates."""
+    var value = widened(o.x.unsafe_load[width=lanes](at)) * gates.unsafe_load[width=lanes](0)
+    comptime if epilogue.adds:
+        value += widened(o.residual.unsafe_load[width=lanes](at))
+    o.y.unsafe_store(at, narrowed[dtype](activate[epilogue, dtype](value)))
 
 
 @no_inline
@@ -110,100 +116,98 @@ def squeeze_excite_cpu[
     room: Data[F32],
     pitch: Int,
 ):
-    """Gates images on all cores."""
+    """Gates images on all cores.
+
+    Parameters:
+        dtype: Of the images, float32 or bfloat16.
+        activation: Between the products.
+        gate: Behind the second product.
+        epilogue: What the gated images go through.
+
+    Args:
+        o: Tensors.
+        images: N.
+        pixels: Of an image.
+        channels: C, a multiple of 8.
+        hidden: K.
+        room: Of each image K hidden numbers and the sums of parts, the first of which become the
+            gates: [N, pitch].
+        pitch: K, and some times C.
+    """
     var cores = parallelism_level(None)
     var parts = 1
     if images < cores:
-        parts = max(
-            1, min(PARTS, min(ceildiv(2 * cores, images), pixels * channels // PIECE))
-        )
+        var most = min((pitch - hidden) // channels, ceildiv(2 * cores, images))
+        parts = max(1, min(most, pixels * channels // PIECE))
     var length = ceildiv(pixels, parts)
 
-    @always_inline
     def add_up(unit: Int) {var}:
         var image, part = unit // parts, unit % parts
         var first = min(part * length, pixels)
-        var rows = min(length, pixels - first)
-        _add_up(
+        _sum_pixels(
             o.x.unsafe_offset((image * pixels + first) * channels),
-            rows,
+            min(length, pixels - first),
             channels,
-            room.unsafe_offset(image * pitch + part * channels),
+            room.unsafe_offset(image * pitch + hidden + part * channels),
         )
 
-    @always_inline
-    def gates(image: Int) {var}:
-        var sums = room.unsafe_offset(image * pitch)
-        var h = sums.unsafe_offset(PARTS * channels)
+    def excite(image: Int) {var}:
+        var h = room.unsafe_offset(image * pitch)
+        var gates = h.unsafe_offset(hidden)  # and sums, means until then
         for c in range(0, channels, WIDTH):
-            var sum = sums.unsafe_load[width=WIDTH](c)
+            var sum = gates.unsafe_load[width=WIDTH](c)
             for part in range(1, parts):
-                sum += sums.unsafe_load[width=WIDTH](part * channels + c)
-            sums.unsafe_store(c, sum / Float32(pixels))
+                sum += gates.unsafe_load[width=WIDTH](part * channels + c)
+            gates.unsafe_store(c, sum / Float32(pixels))
         for k in range(hidden):
-            var sum = _dot(o.squeeze.unsafe_offset(k * channels), sums, channels)
-            h[unsafe_offset=k] = activate[activation, dtype](
-                SIMD[F32, 1](sum + o.squeeze_bias[unsafe_offset=k])
-            )[0]
+            var sum = _dot(o.squeeze.unsafe_offset(k * channels), gates, channels)
+            var value = SIMD[F32, 1](sum + o.squeeze_bias[unsafe_offset=k])
+            h[unsafe_offset=k] = activate[activation, dtype](value)[0]
         var c = 0
-        while c + 4 * LANES <= channels:
-            _excite[gate, LANES, 4](
-                o.excite.unsafe_offset(c),
-                o.excite_bias.unsafe_offset(c),
-                h,
-                hidden,
-                channels,
-                sums.unsafe_offset(c),
-            )
-            c += 4 * LANES
+        comptime for vectors in [4, 1]:
+            while c + vectors * LANES <= channels:
+                _gate[gate, LANES, vectors](
+                    o.excite.unsafe_offset(c),
+                    o.excite_bias.unsafe_offset(c),
+                    h,
+                    hidden,
+                    channels,
+                    gates.unsafe_offset(c),
+                )
+                c += vectors * LANES
         while c < channels:
-            _excite[gate, WIDTH, 1](
+            _gate[gate, WIDTH, 1](
                 o.excite.unsafe_offset(c),
                 o.excite_bias.unsafe_offset(c),
                 h,
                 hidden,
                 channels,
-                sums.unsafe_offset(c),
+                gates.unsafe_offset(c),
             )
             c += WIDTH
 
-    @always_inline
     def scale(unit: Int) {var}:
         var image, part = unit // parts, unit % parts
+        var gates = room.unsafe_offset(image * pitch + hidden)
         var first = min(part * length, pixels)
-        var rows = min(length, pixels - first)
-        var g = room.unsafe_offset(image * pitch)
-        var at = (image * pixels + first) * channels
-        for _ in range(rows):
+        for pixel in range(first, min(first + length, pixels)):
+            var at = (image * pixels + pixel) * channels
             var c = 0
             while c + LANES <= channels:
-                var value = widened(o.x.unsafe_load[width=LANES](at + c)) * g.unsafe_load[
-                    width=LANES
-                ](c)
-                comptime if epilogue.adds:
-                    value += widened(o.residual.unsafe_load[width=LANES](at + c))
-                o.y.unsafe_store(at + c, narrowed[dtype](activate[epilogue, dtype](value)))
+                _scale[epilogue, LANES](o, at + c, gates.unsafe_offset(c))
                 c += LANES
             while c < channels:
-                var value = widened(o.x.unsafe_load[width=WIDTH](at + c)) * g.unsafe_load[
-                    width=WIDTH
-                ](c)
-                comptime if epilogue.adds:
-                    value += widened(o.residual.unsafe_load[width=WIDTH](at + c))
-                o.y.unsafe_store(at + c, narrowed[dtype](activate[epilogue, dtype](value)))
+                _scale[epilogue, WIDTH](o, at + c, gates.unsafe_offset(c))
                 c += WIDTH
-            at += channels
+
+    def whole(image: Int) {var}:
+        add_up(image)
+        excite(image)
+        scale(image)
 
     if parts == 1:
-
-        def all(image: Int) {var}:
-            add_up(image)
-            gates(image)
-            scale(image)
-
-        over_cores(all, images)
+        over_cores(whole, images)
     else:
         over_cores(add_up, images * parts)
-        for image in range(images):
-            gates(image)
+        over_cores(excite, images)
         over_cores(scale, images * parts)

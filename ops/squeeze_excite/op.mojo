@@ -1,13 +1,23 @@
-"""Squeeze and excitation of images: registration and checks; hopper.mojo has the kernel."""
+"""Squeeze and excitation (Hu et al. 2018, arXiv:1709.01507) of images x[N, P, C].
+
+    m[n, c] = mean_p x[n, p, c]
+    h[n, k] = activation(sum_c squeeze[k, c] m[n, c] + squeeze_bias[k])
+    g[n, c] = gate(sum_k excite[k, c] h[n, k] + excite_bias[c])
+    y[n, p, c] = epilogue(x[n, p, c] * g[n, c])
+
+All of it is float32 and rounded once. Bound by memory: x is read twice, the second time from shared
+memory or a cache where it fits there.
+"""
 
 from extensibility import InputTensor, ManagedTensorSlice, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
-from ..operands import F32, data
+from ..gpu import squeeze_excite_gpu
+from ..operands import F32, ON_CPU, Data, data
 from ..target import IS_HOPPER
 from .config import WIDTH, SqueezeTensors
-from .hopper import squeeze_excite_gpu
+from .cpu import squeeze_excite_cpu
 
 
 @always_inline
@@ -22,23 +32,41 @@ def _squeeze_excite[
     o: SqueezeTensors[dtype],
     x: ManagedTensorSlice,
     squeeze: ManagedTensorSlice,
+    room: ManagedTensorSlice,
     ctx: DeviceContext,
 ) raises:
     comptime assert (
-        target == "gpu" and IS_HOPPER
-    ), "squeeze_excite: expects a Hopper GPU; others compute its ops one by one"
+        target == "cpu" or IS_HOPPER
+    ), "squeeze_excite: expects a CPU or a Hopper GPU; others compute its ops one by one"
     comptime assert (
         Epilogue.known(activation) and Epilogue.known(gate) and Epilogue.known(epilogue)
     ), "squeeze_excite: there is no such epilogue; ops/epilogue.mojo says what there is"
     comptime assert (
         not Epilogue(activation).adds and not Epilogue(gate).adds
     ), "squeeze_excite: expects an activation and a gate that do not add"
-    var shape = x.shape()
-    if shape[3] % WIDTH != 0:
-        raise Error("squeeze_excite: expects a multiple of ", WIDTH, " channels but has ", shape[3])
-    if x.size() > 0:
-        squeeze_excite_gpu[dtype, Epilogue(activation), Epilogue(gate), Epilogue(epilogue)](
-            o, shape[0], shape[1] * shape[2], shape[3], squeeze.shape()[0], ctx
+    var images, channels, hidden = x.shape()[0], x.shape()[3], squeeze.shape()[0]
+    var pixels = x.shape()[1] * x.shape()[2]
+    if channels % WIDTH != 0:
+        raise Error("squeeze_excite: expects a multiple of ", WIDTH, " channels but has ", channels)
+    if x.size() == 0:
+        return
+    comptime act = Epilogue(activation)
+    comptime gates = Epilogue(gate)
+    comptime end = Epilogue(epilogue)
+    comptime if target == "cpu":
+        comptime assert ON_CPU[dtype], "squeeze_excite: a CPU expects float32 or bfloat16"
+        squeeze_excite_cpu[act, gates, end](
+            o,
+            images,
+            pixels,
+            channels,
+            hidden,
+            rebind[Data[F32]](data(room)),
+            room.shape()[1],
+        )
+    else:
+        squeeze_excite_gpu[dtype, act, gates, end](
+            o, images, pixels, channels, hidden, ctx
         )
 
 
@@ -54,6 +82,7 @@ struct SqueezeExcite:
         epilogue: StaticString,
     ](
         y: OutputTensor[rank=4, ...],
+        room: OutputTensor[dtype=F32, rank=2, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
         squeeze: InputTensor[dtype=y.dtype, rank=2, ...],
         squeeze_bias: InputTensor[dtype=F32, rank=1, ...],
@@ -64,13 +93,14 @@ struct SqueezeExcite:
         """Runs the op.
 
         Parameters:
-            target: "gpu".
+            target: "cpu" or "gpu".
             activation: Between the products; of epilogue.mojo, so are the next two.
             gate: Behind the second product.
             epilogue: What the gated images go through; one that does not add.
 
         Args:
             y: Result [N, H, W, C].
+            room: On a CPU [N, K + some times C], which nobody else reads.
             x: Images [N, H, W, C].
             squeeze: Weights of the first product [K, C].
             squeeze_bias: [K].
@@ -96,6 +126,7 @@ struct SqueezeExcite:
             ),
             x,
             squeeze,
+            room,
             ctx,
         )
 
@@ -112,6 +143,7 @@ struct SqueezeExciteAdd:
         epilogue: StaticString,
     ](
         y: OutputTensor[rank=4, ...],
+        room: OutputTensor[dtype=F32, rank=2, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
         squeeze: InputTensor[dtype=y.dtype, rank=2, ...],
         squeeze_bias: InputTensor[dtype=F32, rank=1, ...],
@@ -123,13 +155,14 @@ struct SqueezeExciteAdd:
         """Runs the op.
 
         Parameters:
-            target: "gpu".
+            target: "cpu" or "gpu".
             activation: Between the products; of epilogue.mojo, so are the next two.
             gate: Behind the second product.
             epilogue: What the gated images go through; one that adds.
 
         Args:
             y: Result [N, H, W, C].
+            room: On a CPU [N, K + some times C], which nobody else reads.
             x: Images [N, H, W, C].
             squeeze: Weights of the first product [K, C].
             squeeze_bias: [K].
@@ -156,5 +189,6 @@ struct SqueezeExciteAdd:
             ),
             x,
             squeeze,
+            room,
             ctx,
         )

@@ -42,6 +42,15 @@ def two_summed(net: Net, x: Value) -> Value:
     return net.relu(a + b + net.conv2d(x, "c", 5, 1))
 
 
+def excited(net: Net, x: Value) -> Value:
+    """Squeezes and excites images (Hu et al. 2018, arXiv:1709.01507), and adds them to others."""
+    x = net.conv2d(x, "first", 24, 1)
+    y = net.conv2d(x, "second", 24, 3, padding=1)
+    gate = net.relu(net.conv2d(net.avg_pool2d(y), "squeeze", 3, 1))
+    gate = net.op("sigmoid", [net.conv2d(gate, "excite", 24, 1)])
+    return net.conv2d(net.relu(net.op("mul", [y, gate]) + x), "last", 4, 1)
+
+
 def convnext(net: Net, x: Value) -> Value:
     """Norms the channels of images between permutes, as ConvNeXt's LayerNorm2d does."""
     for i in range(2):
@@ -173,6 +182,7 @@ NETS: dict[str, tuple[Callable[[Net, Value], Any], tuple[int, ...]]] = {
     "mixer": (mixer, (3, 8, 12)),
     "dense": (dense, (3, 6, 8)),
     "gated": (gated, (3, 5, 6)),
+    "excited": (excited, (3, 5, 6)),
     "heads": (heads, (3, 9, 8)),
     "shared": (shared, (3, 6, 8)),
     "constants": (constants, (3, 4, 5)),

@@ -136,7 +136,12 @@ def variants() -> list[Variant]:
         found += [Variant(f"{name} without {off}", program, {off}, True) for off in PASSES]
         found += [Variant(f"{name} with all", program, ())]
         found += [Variant(f"{name} with none", program, set(PASSES), name == "cvt")]
-    some = {"constants": nets.constants, "gated": nets.gated, "dense": nets.dense}
+    some = {
+        "constants": nets.constants,
+        "gated": nets.gated,
+        "dense": nets.dense,
+        "excited": nets.excited,
+    }
     for name, write in some.items():
         found += [Variant(name, nets.program(write, 3, 4, 5), ())]
     for name, write in {"shared filter": shared, "strange": strange, "imported": imported}.items():
@@ -221,10 +226,7 @@ def test_the_rewritten_program_means_the_same(variant: Variant) -> None:
 def test_the_variants_run_every_op_of_a_cpu() -> None:
     daily = [each.final for each in VARIANTS if not each.nightly]
     ran = {node.op for final in daily for node in final.nodes if not node.at_load}
-    gpu = {
-        "conv2d_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm", "stem_conv2d",
-        "squeeze_excite",
-    }  # fmt: skip
+    gpu = {"conv2d_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
     assert ran | set(ELEMENTWISE) == set(EMIT) - gpu  # tests/ops has those that differ in a word
     assert set(OTHERS) <= ran
 

@@ -109,7 +109,7 @@ def any_width() -> Iterator[None]:
         patch.setattr(fuse, "CHAINS", tuple((c, f) for c in (2, 4, 6) for f in (2, 4, 6)))
         patch.setattr(fuse, "MLPS", (2, 4, 6))
         patch.setattr(fuse, "has_stem", lambda shape, stride, alone=False: True)
-        patch.setattr(fuse, "has_squeeze", lambda channels, hidden: True)
+        patch.setattr(fuse, "has_squeeze", lambda channels, hidden, on_cpu: True)
         patch.setattr(align, "LEAST", 2)
         patch.setattr(align, "pays", lambda edges, gained: gained > 0)
         yield
@@ -765,6 +765,9 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
              lambda n, x: gated(n, x) + n.max_pool2d(a_conv(n, x, "b", 16), 1, stride=1), "add "),
         ]
     },
+    "squeeze and excitation on a CPU": (
+        "squeeze_excite", CPU, gated, IMAGE, "mean conv2d conv2d mul -> squeeze_excite",
+    ),
     "squeeze and excitation by an average pool": (
         "squeeze_excite", HOPPER, lambda n, x: gated(n, x, mean=n.avg_pool2d), IMAGE,
         "avg_pool2d conv2d conv2d mul -> squeeze_excite",
@@ -1319,7 +1322,9 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     "squeeze_excite: an older GPU": (
         "squeeze_excite", Backend("cuda", "bfloat16", architecture="sm_89"), gated, IMAGE,
     ),
-    "squeeze_excite: a CPU": ("squeeze_excite", CPU, gated, IMAGE),
+    "squeeze_excite: many weights on a CPU": (
+        "squeeze_excite", CPU, lambda n, x: gated(n, x, hidden=2**14 + 1), IMAGE,
+    ),
     "align: weights that are computed": (
         "align", HOPPER,
         lambda n, x: functools.reduce(

@@ -71,13 +71,15 @@ ROUNDED = {
     "concat 3 (5, 7, 96) (5, 7, 32)",
     "concat x0 x1 mul x2 add relu: (5, 7, 96) (5, 7, 32)",
     "group_norm (14, 14, 256) 32 relu",
+    "squeeze_excite (7, 9) 256 16 relu sigmoid add_relu",
 }
 # The others: computed in float32 as there, but for the load and the store.
 WIDENED = {
     *(
         case.name
         for case in NARROW
-        if case.name.split()[0] in ("pointwise", "reduce", "roll", "concat", "group_norm")
+        if case.name.split()[0]
+        in ("pointwise", "reduce", "roll", "concat", "group_norm", "squeeze_excite")
         and case.name not in ROUNDED
     ),
     *(f"conv2d epilogue {name}" for name in ("gelu", "add_gelu", "0.0 6.0 clamp")),
