@@ -203,7 +203,7 @@ def _excitation(
     shape = program.types[x].shape
     if len(shape) != 4 or program.types[gate].shape != (shape[0], 1, 1, shape[3]):
         return None
-    gone, found, value = [times], [], gate
+    gone, found, value = [times], list[Node](), gate
     while len(found) < 3:
         node = program.producers.get(value)
         if node is None or node.at_load or program.only_user(value) is not gone[0]:

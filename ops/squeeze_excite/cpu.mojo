@@ -45,16 +45,12 @@ def _sum_rows[
 
 
 @always_inline
-def _sum_pixels[
-    dtype: DType, //
-](x: Data[dtype], pixels: Int, channels: Int, sums: Data[F32]):
+def _sum_pixels[dtype: DType, //](x: Data[dtype], pixels: Int, channels: Int, sums: Data[F32]):
     """Adds up pixels, some channels after others."""
     var c = 0
     comptime for vectors in [8, 2, 1]:
         while c + vectors * LANES <= channels:
-            _sum_rows[LANES, vectors](
-                x.unsafe_offset(c), pixels, channels, sums.unsafe_offset(c)
-            )
+            _sum_rows[LANES, vectors](x.unsafe_offset(c), pixels, channels, sums.unsafe_offset(c))
             c += vectors * LANES
     while c < channels:
         _sum_rows[WIDTH, 1](x.unsafe_offset(c), pixels, channels, sums.unsafe_offset(c))

@@ -415,9 +415,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
                 for part in range(parts):
                     var place = i + (image * (parts - 1) + part) * quads
                     total += self.sums.unsafe_load[width=4, alignment=16](Int(place) * 4)
-                self.means.unsafe_store[alignment=16](
-                    Int(i) * 4, total / Float32(self.g.pixels)
-                )
+                self.means.unsafe_store[alignment=16](Int(i) * 4, total / Float32(self.g.pixels))
         barrier()
 
     @always_inline
@@ -570,9 +568,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
                 )
 
     @always_inline
-    def send[
-        width: Int
-    ](self, to: Floats, values: SIMD[F32, width], signal: UInt32, peer: Int32):
+    def send[width: Int](self, to: Floats, values: SIMD[F32, width], signal: UInt32, peer: Int32):
         """Starts storing numbers in a block of the cluster.
 
         Parameters:

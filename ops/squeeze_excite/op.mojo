@@ -65,9 +65,7 @@ def _squeeze_excite[
             room.shape()[1],
         )
     else:
-        squeeze_excite_gpu[dtype, act, gates, end](
-            o, images, pixels, channels, hidden, ctx
-        )
+        squeeze_excite_gpu[dtype, act, gates, end](o, images, pixels, channels, hidden, ctx)
 
 
 @register("squeeze_excite")

@@ -753,7 +753,8 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
     ),
     **{
         f"squeeze and excitation, {what}": (
-            "squeeze_excite", HOPPER, write, IMAGE, f"mean conv2d conv2d mul {gone}-> squeeze_excite"
+            "squeeze_excite", HOPPER, write, IMAGE,
+            f"mean conv2d conv2d mul {gone}-> squeeze_excite",
         )
         for what, write, gone in [
             ("as it is", gated, ""),

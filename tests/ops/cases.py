@@ -723,9 +723,7 @@ def mlp(name: str, tokens: int, c: int, k: int) -> Case:
     return Case(name, [(tokens, c)], weights, rewritten(write, 1), reference)
 
 
-def gated(
-    size: tuple[int, int], c: int, k: int, act: str, gate: str, then: str = "none"
-) -> Case:
+def gated(size: tuple[int, int], c: int, k: int, act: str, gate: str, then: str = "none") -> Case:
     """Makes a case of squeeze_excite of x [size, c]; its residual is another input."""
     weights: dict[str, Shape] = {
         "squeeze.weight": (1, 1, c, k),

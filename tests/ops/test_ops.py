@@ -418,6 +418,24 @@ def test_errors_of_layernorm_mlp_name_the_shapes() -> None:
             nodes.layernorm_mlp(x, (norm, norm), (b, a))
 
 
+def test_errors_of_squeeze_excite_name_the_shapes() -> None:
+    with graph_of(["n", 3, 5, 16], ["n", 16]) as graph:
+        x, flat = (value.tensor for value in graph.inputs)
+        w = weights(a_weight=(1, 1, 16, 4), b_weight=(1, 1, 4, 16))
+        a, b = w.matrix("a.weight"), w.matrix("b.weight", by_input=True)
+        ends = {"activation": "relu", "gate": "sigmoid"}
+        with pytest.raises(ArgumentError, match=r"expects x\[N, H, W, C\] but x has rank 2"):
+            nodes.squeeze_excite(flat, a, b, **ends)
+        with pytest.raises(ArgumentError, match=r"\[16, K\] and \[K, 16\] .* has \[4, 16\]"):
+            nodes.squeeze_excite(x, w.matrix("b.weight"), b, **ends)
+        with pytest.raises(ArgumentError, match=r"bias expects the shape \[4\] but has \[16\]"):
+            nodes.squeeze_excite(x, (a[0], b[1]), b, **ends)
+        with pytest.raises(ArgumentError, match="an activation as its epilogue, not 'add'"):
+            nodes.squeeze_excite(x, a, b, activation="add", gate="sigmoid")
+        with pytest.raises(ArgumentError, match="'add_relu' expects a residual"):
+            nodes.squeeze_excite(x, a, b, **ends, epilogue="add_relu")
+
+
 def test_only_axes_that_move_are_permuted() -> None:
     """By our kernel, or by MAX's where there are too many axes."""
     for device in (DeviceRef.GPU(), DeviceRef.CPU()):

@@ -1224,7 +1224,7 @@ class Squeeze:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of a block's shared memory, as Room of ops/squeeze_excite/config.mojo counts them."""
+        """Bytes of a block's shared memory, as ops/squeeze_excite/config.mojo counts them."""
         vectors, rows = self.channels // 8, self.hidden * self.together
         slice = -(-vectors // 8) if self.split else vectors
         floats = 8 * (self.threads + self.together * slice + vectors) + -(-rows // 4) * 4
@@ -1241,9 +1241,8 @@ def squeeze_excite(
     at.append(at[0] if residual is None else memory.add(residual, late=True))
     at.append(memory.add(unwritten(x.shape, dtype)))
     shift = g.together.bit_length() - 1
-    numbers = (g.images, g.pixels, g.channels, g.hidden, shift, g.split, g.most)
     slice = -(-g.channels // 64) if g.split else g.channels // 8
-    numbers += reciprocal(slice)
+    numbers = (g.images, g.pixels, g.channels, g.hidden, shift, g.split, g.most, *reciprocal(slice))
     Launch(
         kernel,
         [pack("7Q", *at), pack("7i2I", *numbers)],

@@ -1166,7 +1166,7 @@ def test_squeeze_excite(find: Find, rng: np.random.Generator, g: Squeeze, dtype:
     c, k, adds = g.channels, g.hidden, dtype == "float16"
     x = rounded(rng.standard_normal((g.images, g.pixels, c)) + 0.5, dtype)
     if g.images > 1:
-        x[1, -1, 3] = rounded(np.array(np.inf), dtype)
+        x[1, -1, 3] = rounded(np.full(1, np.inf), dtype)[0]
     squeeze = rounded(rng.standard_normal((k, c)) / math.sqrt(c), dtype)
     excite = rounded(rng.standard_normal((k, c)) / math.sqrt(k), dtype)
     biases = [rng.standard_normal(size).astype(np.float32) for size in (k, c)]
