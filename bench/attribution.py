@@ -20,7 +20,7 @@ STEPS = 200_000
 """Tries before an assignment is given up."""
 OURS = re.compile(
     r"(gemm|conv2d|depthwise|stem|attention|layernorm|rms_norm|group_norm|reduce|(concat_)?pointwise"
-    r"|pool|normalize|roll)_"
+    r"|pool|normalize|roll|squeeze_excite)_"
 )
 """Begins of symbols that are no kernel of MAX's own."""
 

@@ -35,6 +35,7 @@ FILTERS = {
     "conv2d_chain": (1, 4),
     "qkv_linear": (3, 5, 7),
     "layernorm_mlp": (3, 5),
+    "squeeze_excite": (1, 3),
     "depthwise_qkv": (3, 5, 7),
     "stem_maxpool": (3,),
     "stem_layernorm": (3,),
@@ -115,7 +116,7 @@ class Layer:
         channels = f"{x[-1]}-{y[-1]}" if x[-1] != y[-1] else f"{x[-1]}"
         if self.op == "conv2d_chain":
             channels += f"-{self.outputs[1].shape[-1]}"
-        if self.op == "layernorm_mlp":
+        if self.op in ("layernorm_mlp", "squeeze_excite"):
             channels = f"{x[-1]}-{self.filters()[0][0]}-{y[-1]}"
         if self.op == "conv2d_shortcut":
             channels += f" and {self.values[1].shape[-1]}"
@@ -153,6 +154,9 @@ class Layer:
         if self.op == "layernorm_mlp":
             pixels = y[0] // filters[1][0]
             return sum(2.0 * pixels * f * c for f, c, _, _ in filters)
+        if self.op == "squeeze_excite":
+            images = sizes(self.outputs[0], batch)[0]
+            return sum(2.0 * images * f * c for f, c, _, _ in filters)
         if self.op.startswith("stem"):
             n, h, w, _ = sizes(self.values[0], batch)
             _, _, r, s = filters[0]

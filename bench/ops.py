@@ -331,7 +331,11 @@ def _ended(layer: Layer, y: torch.Tensor, residual: Tensors) -> torch.Tensor:
     """Adds the residual and the activation of an epilogue."""
     for each in residual:
         y = y + each
-    *numbers, op = activation(layer.epilogue).split(" ")
+    return _activated(layer.epilogue, y)
+
+
+def _activated(epilogue: str, y: torch.Tensor) -> torch.Tensor:
+    *numbers, op = activation(epilogue).split(" ")
     if not op:
         return y
     settings = dict(zip(ELEMENTWISE[op].settings or {}, map(float, numbers), strict=True))
@@ -370,6 +374,15 @@ def _mlp(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
     h = F.linear(_layernorm(layer, x, w, whole), w[3], _bias(w, 4, whole))
     z = F.linear(F.gelu(h), w[5], _bias(w, 6, whole))
     return x[0] + z if whole else z
+
+
+def _squeeze_excite(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
+    y = x[0].mean((1, 2))
+    for place, name in ((1, "activation"), (3, "gate")):
+        y = F.linear(y, w[place].flatten(1), _bias(w, place + 1, whole))
+        y = _activated(layer.setting(name), y)
+    y = x[0] * y[:, None, None]
+    return _ended(layer, y, x[1:]) if whole else y
 
 
 def _qkv_linear(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
@@ -471,6 +484,7 @@ OPERATORS = {
     "conv2d_shortcut": Operator("2 conv2d", _shortcut),
     "conv2d_chain": Operator("2 conv2d", _chain),
     "layernorm_mlp": Operator("layer_norm, 2 linear, gelu", _mlp),
+    "squeeze_excite": Operator("mean, 2 linear, mul", _squeeze_excite),
     "qkv_linear": Operator("3 linear", _qkv_linear),
     "layernorm_first": Operator("layer_norm", _layernorm_first),
     "attention": Operator("scaled_dot_product_attention", _attention),

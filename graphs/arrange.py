@@ -196,6 +196,16 @@ def stem_fragments(filters: np.ndarray, stride: int) -> np.ndarray:
     return np.ascontiguousarray(split.transpose(4, 0, 6, 5, 8, 2, 1, 7, 3)).reshape(-1)
 
 
+def has_squeeze(channels: int, hidden: int, on_cpu: bool) -> bool:
+    """Tells whether ops/squeeze_excite takes so many channels, and numbers between the products.
+
+    Hopper's shared memory has room for so many. On a CPU one core multiplies for an image, 30 us
+    with the most weights; more are faster multiplied by all cores, in ops of their own.
+    """
+    fits = channels * hidden <= 2**18 if on_cpu else channels <= 8192 and hidden <= 2048
+    return channels % 8 == 0 and fits
+
+
 CHAINS = ((64, 64), (64, 128), (128, 128))
 """C and F of the chains of convolutions that ops/gemm/chain.mojo has a tile for."""
 MLPS = (64, 192)

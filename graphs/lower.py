@@ -420,6 +420,13 @@ def _shortcut(given: _Given, **window: Any) -> TensorValue:
     return nodes.conv2d_shortcut(given.value(0), first, given.value(3), second, **window)
 
 
+def _squeeze_excite(given: _Given, **epilogues: Any) -> TensorValue:
+    squeeze = given.weights.matrix(given.name(1), given.name(2))
+    excite = given.weights.matrix(given.name(3), given.name(4), by_input=True)
+    residual = given.optional(5)
+    return nodes.squeeze_excite(given.value(0), squeeze, excite, residual=residual, **epilogues)
+
+
 def _concat(given: _Given, *, axis: int, expression: str = "x0") -> TensorValue:
     count = len(given.values) - values_of(expression) + 1
     vectors = [given.vector(i) for i in range(count, len(given.values))]
@@ -514,6 +521,7 @@ EMIT: dict[str, Callable[..., Any]] = {
         **rest,
     ),
     "depthwise_qkv": _depthwise,
+    "squeeze_excite": _squeeze_excite,
     "class_token": lambda given: nodes.class_token(
         given.value(0), given.vector(1, given.value(0).dtype)
     ),

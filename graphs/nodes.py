@@ -32,6 +32,8 @@ from maxvision.graphs.types import Size, Type, product, split
 OPS = Path(__file__).resolve().parent.parent / "ops"
 """The Mojo package, for ``Graph(custom_extensions=[OPS])``."""
 
+PARTS = 8
+"""Parts of an image that a CPU's cores add up in ``squeeze_excite``, at most."""
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
 
@@ -551,6 +553,49 @@ def layernorm_mlp(
         "c": int(out.shape[2]),
     }
     return _custom("layernorm_mlp", values, [out, out, hidden], parameters)[0]
+
+
+def squeeze_excite(
+    x: TensorValue,
+    squeeze: tuple[TensorValue, TensorValue],
+    excite: tuple[TensorValue, TensorValue],
+    *,
+    activation: str,
+    gate: str,
+    epilogue: str = "none",
+    residual: TensorValue | None = None,
+) -> TensorValue:
+    """Computes x * gate(excite(activation(squeeze(mean of x)))) of images x[N, H, W, C].
+
+    On a CPU, and on Hopper in 16 bits, if C is a multiple of 8 (``arrange.has_squeeze``).
+
+    Args:
+        x: The images.
+        squeeze: Weights [K, C] and bias, float32 [K], of the first product.
+        excite: Weights [K, C] and bias, float32 [C], of the second.
+        activation: Between the products: ``none``, ``relu``, ...; see ``conv2d``.
+        gate: Behind the second.
+        epilogue: What the gated images go through; see ``conv2d``.
+        residual: [N, H, W, C] for those that add.
+
+    Raises:
+        ArgumentError: If shapes or epilogues do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    (first, first_bias), (second, second_bias) = squeeze, excite
+    turned = Type(_type(second).shape[::-1])
+    out = shapes.squeeze_excite(
+        _type(x), _type(first), _type(first_bias), turned, _type(second_bias), _optional(residual),
+        activation=activation, gate=gate, epilogue=epilogue,
+    )  # fmt: skip
+    n, *_, c = out.shape
+    k = turned.shape[1]
+    room = Type((n, int(k) + PARTS * int(c)) if x.device.is_cpu() else (1, 1))
+    values = [x, first, first_bias, second, second_bias]
+    values += [] if residual is None else [residual]
+    op = "squeeze_excite" if residual is None else "squeeze_excite_add"
+    parameters = {"activation": activation, "gate": gate, "epilogue": epilogue}
+    return _custom(op, values, [out, room], parameters)[0]
 
 
 def attention(

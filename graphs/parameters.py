@@ -172,6 +172,24 @@ class Parameters:
         dense = self._bind(filter, lambda: make(self._filter(filter)), (size,), self.dtype)
         return Filter(shape, groups, given, self.dtype, dense=dense, tf32=self.tf32)
 
+    def matrix(
+        self, weight: str, bias: str = "", *, by_input: bool = False
+    ) -> tuple[TensorValue, TensorValue]:
+        """Returns a 1 x 1 filter or linear weights as [out, in], and a bias; see ``layer``.
+
+        Args:
+            weight: See ``filter`` of ``layer``.
+            bias: See ``layer``.
+            by_input: Whether they are [in, out] instead.
+        """
+        *_, inputs, outputs = self._filter_shape(weight)
+        given = self._bias(weight, bias, outputs)
+        if by_input:
+            name, shape = f"{weight}.by_input", (inputs, outputs)
+            return self._bind(name, lambda: self._filter(weight)[0, 0], shape, self.dtype), given
+        name, shape = f"{weight}.by_output", (outputs, inputs)
+        return self._bind(name, lambda: self._filter(weight)[0, 0].T, shape, self.dtype), given
+
     def fragments(self, filter: str, bias: str = "", *, stride: int) -> Filter:
         """Returns a filter as the fused stem of a stride reads it, and a bias; see ``layer``."""
         shape = self._filter_shape(filter)

@@ -512,6 +512,40 @@ def layernorm_mlp(
     return x
 
 
+def squeeze_excite(
+    x: Type,
+    squeeze: Type,
+    squeeze_bias: Type | None,
+    excite: Type,
+    excite_bias: Type | None,
+    residual: Type | None = None,
+    *,
+    activation: str,
+    gate: str,
+    epilogue: str = "none",
+) -> Type:
+    """Types x * gate(excite(activation(squeeze(mean of x)))) of images x[N, H, W, C].
+
+    Squeeze and excite are products, by weights [out, in] or [out, in, 1, 1].
+    """
+    name = "squeeze_excite"
+    *_, c = _image(name, x)
+    k = squeeze.shape[0]
+    sides = [weight.shape + (1,) * (4 - len(weight.shape)) for weight in (squeeze, excite)]
+    if sides != [(k, c, 1, 1), (c, k, 1, 1)]:
+        raise ArgumentError(
+            f"{name}: expects weights [{c}, K] and [K, {c}] of x[N, H, W, C]"
+            f" but has {list(squeeze.shape[1::-1])} and {list(excite.shape[1::-1])}"
+        )
+    for size, bias in ((k, squeeze_bias), (c, excite_bias)):
+        if bias is not None:
+            _vectors(name, size, bias=bias)
+    _activation(name, activation, x)
+    _activation(name, gate, x)
+    _epilogue(name, epilogue, residual, x)
+    return x
+
+
 def _vectors(name: str, size: Size, of: str = "", **parts: Type) -> None:
     """Checks that each part is a vector; ``of`` says where its size comes from."""
     for part, value in parts.items():
@@ -936,6 +970,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "attention_bias": attention_bias,
     "layernorm_first": layernorm_first,
     "layernorm_mlp": layernorm_mlp,
+    "squeeze_excite": squeeze_excite,
     "depthwise_qkv": depthwise_qkv,
     "class_token": class_token,
     "stem_maxpool": stem_maxpool,

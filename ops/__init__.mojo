@@ -15,3 +15,4 @@ from .reduce import *
 from .roll import *
 from .rows import *
 from .sparse_conv2d import *
+from .squeeze_excite import *

@@ -16,4 +16,5 @@ from .permute import *
 from .reduce.gpu import reduce_gpu
 from .sparse_conv2d.gpu import sparse_conv2d_gpu
 from .sparse_conv2d.packed import *
+from .squeeze_excite.hopper import squeeze_excite_gpu
 from .stem import *

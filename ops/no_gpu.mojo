@@ -10,6 +10,7 @@ from .epilogue import Epilogue
 from .geometry import Geometry
 from .group_norm.config import GroupNormSizes, GroupNormTensors
 from .operands import Batch, Data, Operands
+from .squeeze_excite.config import SqueezeTensors
 
 comptime REASON = "these ops were compiled for a CPU; a GPU's graph takes the folder ops itself"
 """What whoever instantiates one is told."""
@@ -91,6 +92,20 @@ def sparse_conv2d_gpu[
     o: Operands[dtype],
     columns: Data[DType.uint8],
     starts: Data[DType.int32],
+    ctx: DeviceContext,
+) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def squeeze_excite_gpu[
+    dtype: DType, activation: Epilogue, gate: Epilogue, epilogue: Epilogue
+](
+    o: SqueezeTensors[dtype],
+    images: Int,
+    pixels: Int,
+    channels: Int,
+    hidden: Int,
     ctx: DeviceContext,
 ) raises:
     comptime assert False, REASON

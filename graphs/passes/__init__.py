@@ -14,6 +14,7 @@
 | tokens           | a class token put before others, the norm of the first token: one op each    |
 | sparse           | layers that run on their nonzeros; on Hopper groups, and few filters         |
 | epilogues        | + residual and an activation behind a product: its epilogue                  |
+| squeeze_excite   | a mean of images, two products of it, and the images times that: one op      |
 | stem             | pixels, first convolution, and activation, max pool or layer norm: one op    |
 | patches          | a convolution of patches that touch: one of their rows, as wider channels    |
 | shortcut         | a residual block's last convolution and its shortcut's: one op               |
@@ -55,6 +56,7 @@ PASSES: dict[str, Pass] = {
     "tokens": fuse.tokens,
     "sparse": fuse.sparse,
     "epilogues": fuse.epilogues,
+    "squeeze_excite": fuse.squeeze_excite,
     "stem": fuse.stem,
     "patches": fuse.patches,
     "shortcut": fuse.shortcut,

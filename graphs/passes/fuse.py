@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from max.dtype import DType
 
-from maxvision.graphs.arrange import CHAINS, MLPS, ROW, has_stem, is_depthwise
+from maxvision.graphs.arrange import CHAINS, MLPS, ROW, has_squeeze, has_stem, is_depthwise
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE, expression
 from maxvision.graphs.formats import BLOCK, packable
@@ -154,6 +154,113 @@ def _is_bare(program: Program, product: Node, user: Node, ops: tuple[str, ...] =
         and product.attributes.get("epilogue", "none") == "none"
         and program.only_user(product.output) is user
     )
+
+
+def squeeze_excite(program: Program, on: Backend) -> Program:
+    """Scales the channels of images by gates that two products of their mean give, in one op.
+
+    With what follows: + residual, and an op of one value. On a CPU, and on Hopper in 16 bits
+    (ops/squeeze_excite).
+    """
+    if on.is_gpu and not (on.is_hopper and on.dtype in ("bfloat16", "float16")):
+        return program
+    rewrite = Rewrite(program)
+    for node in program.nodes:
+        if node.op != "mul" or len(node.inputs) != 2 or rewrite.has(node):
+            continue
+        for x, gate in (node.inputs, node.inputs[::-1]):
+            if found := _excitation(program, x, gate, node, on):
+                gone, squeeze, excite = found
+                residual, epilogue, ends = _ending(program, node)
+                attributes: dict[str, Attribute] = {
+                    "activation": squeeze.attributes.get("epilogue", "none"),
+                    "gate": excite.attributes.get("epilogue", "none"),
+                    "epilogue": epilogue,
+                }
+                gone += ends
+                if not all(program.types[each.output].dtype == on.dtype for each in gone):
+                    continue
+                weights = (*(*squeeze.inputs, "")[1:3], *(*excite.inputs, "")[1:3])
+                new = Node(
+                    "squeeze_excite",
+                    (x, *weights, *([residual] if residual else [])),
+                    gone[-1].outputs,
+                    attributes,
+                    tuple(layer for each in gone for layer in each.layers),
+                )
+                rewrite.replace(gone, new)
+                break
+    return rewrite.done()
+
+
+def _excitation(
+    program: Program, x: str, gate: str, times: Node, on: Backend
+) -> tuple[list[Node], Node, Node] | None:
+    """Finds what makes a gate [N, 1, 1, C] of images x[N, H, W, C], for ``times`` alone.
+
+    Gives all that goes, then the two products.
+    """
+    shape = program.types[x].shape
+    if len(shape) != 4 or program.types[gate].shape != (shape[0], 1, 1, shape[3]):
+        return None
+    gone, found, value = [times], list[Node](), gate
+    while len(found) < 3:
+        node = program.producers.get(value)
+        if node is None or node.at_load or program.only_user(value) is not gone[0]:
+            return None
+        if node.op != "reshape":
+            found.append(node)
+        elif program.types[value].shape[0] != shape[0]:
+            return None
+        gone.insert(0, node)
+        value = node.inputs[0]
+    excite, squeeze, mean = found
+    if value != x or not _is_mean(program, mean):
+        return None
+    if not all(_is_small_product(program, each) for each in (squeeze, excite)):
+        return None
+    k, c = program.shape(squeeze.inputs[1])[:2]
+    fits = c == shape[3] and program.shape(excite.inputs[1])[:2] == (c, k)
+    return (gone, squeeze, excite) if fits and has_squeeze(c, k, not on.is_gpu) else None
+
+
+def _is_mean(program: Program, node: Node) -> bool:
+    """Tells whether a node averages images [N, H, W, C]."""
+    if node.op == "mean":
+        axes = node.attributes["axes"]
+        return isinstance(axes, tuple) and sorted(map(str, axes)) == ["1", "2"]
+    if not _is(node, "avg_pool2d", layout="NHWC"):
+        return False
+    kernel, padding = node.attributes.get("kernel"), _setting(node, "padding")
+    size = program.shape(node.inputs[0])[:2]
+    return kernel is None or (pair(kernel) == size and padding == (0, 0))
+
+
+def _is_small_product(program: Program, node: Node) -> bool:
+    """Tells whether a node multiplies by weights alone: a linear layer, or a 1 x 1 convolution."""
+    if any(value and value not in program.constants for value in node.inputs[1:]):
+        return False
+    if node.op == "linear":
+        return not node.attributes.get("format")
+    plain = _is_plain_conv(program, node, stride=(1, 1), padding=(0, 0))
+    return plain and program.shape(node.inputs[1])[2:] == (1, 1)
+
+
+def _ending(program: Program, node: Node) -> tuple[str, str, list[Node]]:
+    """Finds what may be an epilogue behind a node: the residual, its name, and the nodes."""
+    residual, ends, words = "", [], []
+    after = program.only_user(node.output)
+    if after and after.op == "add" and len(after.inputs) == 2:
+        others = [value for value in after.inputs if value != node.output]
+        alike = others and program.types[others[0]] == program.types[node.output]
+        if alike and others[0] not in program.constants:
+            residual, words = others[0], ["add"]
+            ends.append(after)
+            after = program.only_user(after.output)
+    if after and _is_activation(after):
+        words.append(_activation(after))
+        ends.append(after)
+    return residual, "_".join(words) or "none", ends
 
 
 def stem(program: Program, on: Backend) -> Program:

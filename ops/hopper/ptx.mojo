@@ -244,6 +244,16 @@ def prefetch_map(map: UInt64):
 
 
 @always_inline
+def prefetch_l2(source: Pointer):
+    """Brings a line of global memory to the second-level cache.
+
+    Args:
+        source: An address in it.
+    """
+    inlined_assembly["prefetch.global.L2 [$0];", NOTHING, constraints="l,~{memory}"](source)
+
+
+@always_inline
 def sync_threads(id: UInt32, threads: UInt32):
     """Waits for some of a block's warps.
 
@@ -506,7 +516,7 @@ def cluster_send[
     """Starts storing numbers in the shared memory of a block of the cluster.
 
     Parameters:
-        width: 2 or 4.
+        width: 1, 2 or 4.
 
     Args:
         to: `cluster_address`, a multiple of the numbers' bytes.
@@ -514,7 +524,11 @@ def cluster_send[
         barrier: `cluster_address` of the barrier there that is told of the bytes that have come.
     """
     comptime SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
-    comptime if width == 2:
+    comptime if width == 1:
+        inlined_assembly[SEND + ".f32 [$0], $1, [$2];", NOTHING, constraints="r,f,r,~{memory}"](
+            to, values[0], barrier
+        )
+    elif width == 2:
         inlined_assembly[
             SEND + ".v2.f32 [$0], {$1, $2}, [$3];", NOTHING, constraints="r,f,f,r,~{memory}"
         ](to, values[0], values[1], barrier)

@@ -279,6 +279,15 @@ def _layernorm_mlp(
     return x + F.linear(y, second, second_bias)
 
 
+def _squeeze_excite(
+    x: Tensor, squeeze: Tensor, squeeze_bias: Any, excite: Tensor, excite_bias: Any,
+    residual: Any = None, *, activation: str, gate: str, epilogue: str = "none",
+) -> Tensor:  # fmt: skip
+    y = _end(F.linear(x.mean((1, 2)), squeeze.flatten(1), squeeze_bias), None, activation)
+    y = _end(F.linear(y, excite.flatten(1), excite_bias), None, gate)
+    return _end(x * y[:, None, None], residual, epilogue)
+
+
 def _depthwise_qkv(
     x: Tensor, weight: Tensor, bias: Tensor, *filters: Any, size: tuple[int, int], kernel: int,
     padding_q: int, padding_kv: int, stride_kv: int, class_token: bool, eps: float = 1e-5,
@@ -410,6 +419,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "attention_bias": _bias,
     "layernorm_first": lambda x, *norm, eps=1e-5: _layer_norm(x[:, 0], *norm, eps=eps),
     "layernorm_mlp": _layernorm_mlp,
+    "squeeze_excite": _squeeze_excite,
     "depthwise_qkv": _depthwise_qkv,
     "class_token": _class_token,
     "stem_maxpool": _stem_maxpool,

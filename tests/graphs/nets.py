@@ -42,6 +42,15 @@ def two_summed(net: Net, x: Value) -> Value:
     return net.relu(a + b + net.conv2d(x, "c", 5, 1))
 
 
+def excited(net: Net, x: Value) -> Value:
+    """Squeezes and excites images (Hu et al. 2018, arXiv:1709.01507), and adds them to others."""
+    x = net.conv2d(x, "first", 24, 1)
+    y = net.conv2d(x, "second", 24, 3, padding=1)
+    gate = net.relu(net.conv2d(net.avg_pool2d(y), "squeeze", 3, 1))
+    gate = net.op("sigmoid", [net.conv2d(gate, "excite", 24, 1)])
+    return net.conv2d(net.relu(net.op("mul", [y, gate]) + x), "last", 4, 1)
+
+
 def convnext(net: Net, x: Value) -> Value:
     """Norms the channels of images between permutes, as ConvNeXt's LayerNorm2d does."""
     for i in range(2):
@@ -173,6 +182,7 @@ NETS: dict[str, tuple[Callable[[Net, Value], Any], tuple[int, ...]]] = {
     "mixer": (mixer, (3, 8, 12)),
     "dense": (dense, (3, 6, 8)),
     "gated": (gated, (3, 5, 6)),
+    "excited": (excited, (3, 5, 6)),
     "heads": (heads, (3, 9, 8)),
     "shared": (shared, (3, 6, 8)),
     "constants": (constants, (3, 4, 5)),
@@ -321,6 +331,22 @@ class Random:
             y = net.relu(net.add(*dice.sample([x, y], 2)))
             self.values.append(y)
             return net.relu(net.conv2d(y, "next", 4, 1)) if dice.random() < 0.7 else y
+
+    def move_gate(self, x: Value) -> Value | None:
+        """Squeezes and excites images, perhaps with a residual."""
+        if len(x.shape) != 4:
+            return None
+        net, dice, c = self.net, self.dice, x.size(1)
+        with net.at(f"gate{len(self.values)}"):
+            y = net.op("mean", [x], axes=(2, 3), keepdim=True)
+            y = net.conv2d(y, "squeeze", dice.choice((1, 3)), 1)
+            y = net.conv2d(net.relu(y) if dice.random() < 0.8 else y, "excite", c, 1)
+            if dice.random() < 0.2:
+                self.values.append(y)
+            if dice.random() < 0.8:
+                y = net.op("sigmoid", [y])
+            y = net.op("mul", dice.sample([x, y], 2))
+        return self.move_add(y) if dice.random() < 0.5 else y
 
     def move_stem(self, x: Value) -> Value | None:
         """Begins as networks of pixels do."""

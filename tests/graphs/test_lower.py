@@ -136,7 +136,12 @@ def variants() -> list[Variant]:
         found += [Variant(f"{name} without {off}", program, {off}, True) for off in PASSES]
         found += [Variant(f"{name} with all", program, ())]
         found += [Variant(f"{name} with none", program, set(PASSES), name == "cvt")]
-    some = {"constants": nets.constants, "gated": nets.gated, "dense": nets.dense}
+    some = {
+        "constants": nets.constants,
+        "gated": nets.gated,
+        "dense": nets.dense,
+        "excited": nets.excited,
+    }
     for name, write in some.items():
         found += [Variant(name, nets.program(write, 3, 4, 5), ())]
     for name, write in {"shared filter": shared, "strange": strange, "imported": imported}.items():

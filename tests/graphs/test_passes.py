@@ -109,6 +109,7 @@ def any_width() -> Iterator[None]:
         patch.setattr(fuse, "CHAINS", tuple((c, f) for c in (2, 4, 6) for f in (2, 4, 6)))
         patch.setattr(fuse, "MLPS", (2, 4, 6))
         patch.setattr(fuse, "has_stem", lambda shape, stride, alone=False: True)
+        patch.setattr(fuse, "has_squeeze", lambda channels, hidden, on_cpu: True)
         patch.setattr(align, "LEAST", 2)
         patch.setattr(align, "pays", lambda edges, gained: gained > 0)
         yield
@@ -141,12 +142,12 @@ def test_random_networks_meet_every_op(any_width: None) -> None:
     found: Counter[str] = Counter()
     for seed in range(400):
         program = nets.Random(random.Random(seed)).program(10)
-        backend = CPU if seed % 2 else CUDA
+        backend = (CPU, CUDA, HOPPER)[seed % 3]
         found += ops(passes.run(from_pixels(program, "uint8", backend.dtype), backend))
     fused = {
         "attention", "layernorm_first", "class_token", "qkv_linear", "depthwise_qkv",
         "conv2d_shortcut", "conv2d_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm",
-        "stem_conv2d",
+        "stem_conv2d", "squeeze_excite",
     }  # fmt: skip
     assert fused <= set(found)
 
@@ -203,6 +204,34 @@ def token(net: Net, c: int, *shape: int, count: int = 1) -> Value:
 
 def first(net: Net, x: Value, at: int = 0) -> Value:
     return net.reshape(net.slice(x, 1, at, at + 1), BATCH, x.size(2))
+
+
+def gated(
+    net: Net,
+    x: Value,
+    *,
+    of: Value | None = None,
+    mean: Callable[[Value], Value] | None = None,
+    linear: bool = False,
+    hidden: int = 5,
+    between: Callable[[Value], Value] = lambda y: y,
+    gates: Callable[[Value], Value] = lambda y: y,
+    width: int = 0,
+    flip: bool = False,
+    **window: Any,
+) -> Value:
+    """Squeezes and excites the images of a convolution (Hu et al. 2018)."""
+    x = a_conv(net, x, "before", 16)
+    of, c = x if of is None else of, width or 16
+    y = mean(of) if mean else net.op("mean", [of], axes=(2, 3), keepdim=not linear)
+    if linear:
+        y = net.linear(between(net.relu(net.linear(y, "squeeze", hidden))), "excite", c)
+        y = net.reshape(gates(net.op("sigmoid", [y])), BATCH, c, 1, 1)
+    else:
+        y = net.conv2d(y, "squeeze", hidden, 1, **window)
+        y = net.conv2d(between(net.op("silu", [y])), "excite", c, 1, bias=False)
+        y = gates(net.op("hardsigmoid", [y]))
+    return net.op("mul", [y, x] if flip else [x, y])
 
 
 def projections(
@@ -722,6 +751,42 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         lambda n, x: x + n.op("matmul", [n.op("matmul", [x, x], transpose_b=True), x]), TOKENS,
         "add ->",
     ),
+    **{
+        f"squeeze and excitation, {what}": (
+            "squeeze_excite", HOPPER, write, IMAGE,
+            f"mean conv2d conv2d mul {gone}-> squeeze_excite",
+        )
+        for what, write, gone in [
+            ("as it is", gated, ""),
+            ("swapped", lambda n, x: gated(n, x, flip=True), ""),
+            ("read elsewhere", lambda n, x: used(n, gated(n, x)), ""),
+            ("an output", lambda n, x: n.relu(seen(n, gated(n, x))), ""),
+            ("and an activation", lambda n, x: n.relu(gated(n, x)), "relu "),
+            ("and a residual",
+             lambda n, x: gated(n, x) + n.max_pool2d(a_conv(n, x, "b", 16), 1, stride=1), "add "),
+        ]
+    },
+    "squeeze and excitation on a CPU": (
+        "squeeze_excite", CPU, gated, IMAGE, "mean conv2d conv2d mul -> squeeze_excite",
+    ),
+    "squeeze and excitation by an average pool": (
+        "squeeze_excite", HOPPER, lambda n, x: gated(n, x, mean=n.avg_pool2d), IMAGE,
+        "avg_pool2d conv2d conv2d mul -> squeeze_excite",
+    ),
+    "squeeze and excitation by a pool of a window as large": (
+        "squeeze_excite", HOPPER,
+        lambda n, x: gated(n, x, mean=lambda y: n.avg_pool2d(y, (6, 8))), IMAGE,
+        "avg_pool2d conv2d conv2d mul -> squeeze_excite",
+    ),
+    "squeeze and excitation by linear layers": (
+        "squeeze_excite", HOPPER, lambda n, x: gated(n, x, linear=True), IMAGE,
+        "mean reshape linear linear reshape mul -> squeeze_excite",
+    ),
+    "squeeze and excitation, a residual and an activation": (
+        "squeeze_excite", HOPPER,
+        lambda n, x: n.relu(n.max_pool2d(a_conv(n, x, "b", 16), 1, stride=1) + gated(n, x)), IMAGE,
+        "mean conv2d conv2d mul add relu -> squeeze_excite",
+    ),
     "patches of 2 x 4": (
         "patches", CUDA, lambda n, x: n.relu(tiles(n, x)), IMAGE,
         "-> reshape reshape",
@@ -1222,6 +1287,44 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     "align: sparse": (
         "align", replace(HOPPER, formats={f"{i}.fc{j}": "steps" for i in range(3) for j in (1, 2)}),
         mixed, (4, 100),
+    ),
+    **{
+        f"squeeze_excite: {what}": ("squeeze_excite", HOPPER, write, IMAGE)
+        for what, write in [
+            ("the gate is an output", lambda n, x: gated(n, x, gates=lambda y: seen(n, y))),
+            ("hidden numbers are read elsewhere",
+             lambda n, x: gated(n, x, between=lambda y: used(n, y))),
+            ("something is in between",
+             lambda n, x: gated(n, x, between=lambda y: n.op("softmax", [y]))),
+            ("the mean is another image's", lambda n, x: gated(
+                n, x, of=a_conv(n, x, "other", 16))),
+            ("a mean of rows", lambda n, x: gated(
+                n, x, mean=lambda y: n.op("mean", [y], axes=(2,), keepdim=True))),
+            ("the largest number", lambda n, x: gated(
+                n, x, mean=lambda y: n.op("amax", [y], axes=(2, 3), keepdim=True))),
+            ("a pool of a part", lambda n, x: gated(
+                n, x, mean=lambda y: n.avg_pool2d(n.slice(y, 2, 0, 5), (5, 8)))),
+            ("one gate for all channels", lambda n, x: gated(n, x, width=1)),
+            ("a padded product", lambda n, x: gated(
+                n, x, padding=1, between=lambda y: n.max_pool2d(y, 3, stride=1))),
+            ("products in groups", lambda n, x: gated(n, x, hidden=4, groups=2)),
+            ("too many hidden numbers", lambda n, x: gated(n, x, hidden=2056)),
+        ]
+    },
+    "squeeze_excite: channels that are no vectors": (
+        "squeeze_excite", HOPPER,
+        lambda n, x: n.op("mul", [y := a_conv(n, x, "a", 12), n.op("sigmoid", [n.conv2d(
+            n.conv2d(n.op("mean", [y], axes=(2, 3), keepdim=True), "b", 3, 1), "c", 12, 1
+        )])]), IMAGE,
+    ),
+    "squeeze_excite: float32": (
+        "squeeze_excite", Backend("cuda", "float32", architecture="sm_90a"), gated, IMAGE,
+    ),
+    "squeeze_excite: an older GPU": (
+        "squeeze_excite", Backend("cuda", "bfloat16", architecture="sm_89"), gated, IMAGE,
+    ),
+    "squeeze_excite: many weights on a CPU": (
+        "squeeze_excite", CPU, lambda n, x: gated(n, x, hidden=2**14 + 1), IMAGE,
     ),
     "align: weights that are computed": (
         "align", HOPPER,

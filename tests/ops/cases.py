@@ -723,6 +723,35 @@ def mlp(name: str, tokens: int, c: int, k: int) -> Case:
     return Case(name, [(tokens, c)], weights, rewritten(write, 1), reference)
 
 
+def gated(size: tuple[int, int], c: int, k: int, act: str, gate: str, then: str = "none") -> Case:
+    """Makes a case of squeeze_excite of x [size, c]; its residual is another input."""
+    weights: dict[str, Shape] = {
+        "squeeze.weight": (1, 1, c, k),
+        "squeeze.bias": (k,),
+        "excite.weight": (1, 1, k, c),
+        "excite.bias": (c,),
+    }
+
+    def write(net: Net, x: Value, *residual: Value) -> list[Value]:
+        y = net.op("mean", [x], axes=(2, 3), keepdim=True)
+        y = net.op(act, [net.conv2d(y, "squeeze", k, 1)])
+        y = net.op("mul", [x, net.op(gate, [net.conv2d(y, "excite", c, 1)])])
+        for each in residual:
+            y = y + each
+        words = activation(then)
+        return [net.op(words, [y]) if words else y]
+
+    def reference(w: dict[str, torch.Tensor], x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        y = x.mean((1, 2))
+        for name, end in (("squeeze", act), ("excite", gate)):
+            y = UNARY[end](y @ w[f"{name}.weight"][0, 0] + w[f"{name}.bias"].to(x))
+        return epilogue(x * y[:, None, None], then, *more)
+
+    inputs = [(*size, c)] * (2 if then.startswith("add") else 1)
+    name = f"squeeze_excite {size} {c} {k} {act} {gate} {then}"
+    return Case(name, inputs, weights, rewritten(write, 3), reference)
+
+
 def projections(name: str, tokens: int, keys: int, c: int, f: int) -> Case:
     """Makes a case of qkv_linear; its three outputs one after the other."""
     parts = ("q", "k", "v")
@@ -914,6 +943,15 @@ CASES = [
     mlp("layernorm_mlp few", 50, 192, 768),
     mlp("layernorm_mlp narrow", 8300, 64, 72),
     mlp("layernorm_mlp odd", 9, 12, 20),
+    gated((14, 14), 240, 10, "silu", "sigmoid"),
+    gated((7, 7), 1152, 48, "silu", "sigmoid"),
+    gated((7, 7), 1088, 240, "silu", "sigmoid"),
+    gated((90, 91), 128, 8, "silu", "sigmoid"),
+    gated((1, 2), 8, 1, "silu", "sigmoid"),
+    gated((28, 28), 72, 24, "relu", "hardsigmoid"),
+    gated((3, 2), 4104, 3, "relu", "hardsigmoid"),
+    gated((7, 9), 256, 16, "relu", "sigmoid", "add_relu"),
+    gated((5, 3), 2056, 127, "relu", "sigmoid", "add_relu"),
     projections("qkv_linear", 197, 50, 384, 384),
     projections("qkv_linear 64", 300, 70, 64, 64),
     projections("qkv_linear odd", 9, 4, 12, 20),

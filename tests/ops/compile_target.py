@@ -75,6 +75,8 @@ NAMES = {
     "group_norm (14, 14, 256) 32 relu",
     "layernorm_first",
     "layernorm_mlp",
+    "squeeze_excite (14, 14) 240 10 silu sigmoid none",
+    "squeeze_excite (7, 9) 256 16 relu sigmoid add_relu",
     "class_token",
     "stem_maxpool 32 x 32",
     "stem_maxpool floats",
@@ -85,7 +87,12 @@ NAMES = {
 # Ops for NVIDIA's tensor cores: elsewhere the passes leave others in their place.
 NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
 # Ops for Hopper's.
-HOPPER = {"sparse_conv2d_packed", "sparse_conv2d_packed_add"}
+HOPPER = {
+    "sparse_conv2d_packed",
+    "sparse_conv2d_packed_add",
+    "squeeze_excite",
+    "squeeze_excite_add",
+}
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
 # epilogues of products and what shares their launch do not. (In float32 both stems with a pool are
 # the same ops.)
@@ -95,6 +102,8 @@ FLOAT32 = NAMES - {
     "conv2d_chain",
     "conv2d_shortcut",
     "layernorm_mlp",
+    "squeeze_excite (14, 14) 240 10 silu sigmoid none",
+    "squeeze_excite (7, 9) 256 16 relu sigmoid add_relu",
     "linear gelu",
     "qkv_linear",
 }

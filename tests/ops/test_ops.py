@@ -71,13 +71,15 @@ ROUNDED = {
     "concat 3 (5, 7, 96) (5, 7, 32)",
     "concat x0 x1 mul x2 add relu: (5, 7, 96) (5, 7, 32)",
     "group_norm (14, 14, 256) 32 relu",
+    "squeeze_excite (7, 9) 256 16 relu sigmoid add_relu",
 }
 # The others: computed in float32 as there, but for the load and the store.
 WIDENED = {
     *(
         case.name
         for case in NARROW
-        if case.name.split()[0] in ("pointwise", "reduce", "roll", "concat", "group_norm")
+        if case.name.split()[0]
+        in ("pointwise", "reduce", "roll", "concat", "group_norm", "squeeze_excite")
         and case.name not in ROUNDED
     ),
     *(f"conv2d epilogue {name}" for name in ("gelu", "add_gelu", "0.0 6.0 clamp")),
@@ -414,6 +416,24 @@ def test_errors_of_layernorm_mlp_name_the_shapes() -> None:
             nodes.layernorm_mlp(x, (norm, few), (a, b))
         with pytest.raises(ArgumentError, match=r"\[12, K\] and \[K, 12\] but has \[20, 12\]"):
             nodes.layernorm_mlp(x, (norm, norm), (b, a))
+
+
+def test_errors_of_squeeze_excite_name_the_shapes() -> None:
+    with graph_of(["n", 3, 5, 16], ["n", 16]) as graph:
+        x, flat = (value.tensor for value in graph.inputs)
+        w = weights(a_weight=(1, 1, 16, 4), b_weight=(1, 1, 4, 16))
+        a, b = w.matrix("a.weight"), w.matrix("b.weight", by_input=True)
+        ends = {"activation": "relu", "gate": "sigmoid"}
+        with pytest.raises(ArgumentError, match=r"expects x\[N, H, W, C\] but x has rank 2"):
+            nodes.squeeze_excite(flat, a, b, **ends)
+        with pytest.raises(ArgumentError, match=r"\[16, K\] and \[K, 16\] .* has \[4, 16\]"):
+            nodes.squeeze_excite(x, w.matrix("b.weight"), b, **ends)
+        with pytest.raises(ArgumentError, match=r"bias expects the shape \[4\] but has \[16\]"):
+            nodes.squeeze_excite(x, (a[0], b[1]), b, **ends)
+        with pytest.raises(ArgumentError, match="an activation as its epilogue, not 'add'"):
+            nodes.squeeze_excite(x, a, b, activation="add", gate="sigmoid")
+        with pytest.raises(ArgumentError, match="'add_relu' expects a residual"):
+            nodes.squeeze_excite(x, a, b, **ends, epilogue="add_relu")
 
 
 def test_only_axes_that_move_are_permuted() -> None:

@@ -32,6 +32,8 @@ from ops.sparse_conv2d.tiled import enqueue_tiled
 from ops.sparse_conv2d.tuning import CONFIGS as TILED
 from ops.sparse_conv2d.two_four import TILES, two_four_tile
 from ops.sparse_conv2d.blocks import NARROW, WIDE, enqueue_blocks
+from ops.squeeze_excite.config import SqueezeSizes, SqueezeTensors
+from ops.squeeze_excite.hopper import enqueue_squeeze_excite
 from ops.stem.config import Stem, StemOperands, Tiling
 from ops.stem.gpu import enqueue_stem
 from page_gemm import enqueue_gemm
@@ -135,6 +137,40 @@ def depthwise(
     comptime adds = Epilogue("add_relu")
     ctx.enqueue_function[depthwise_run_kernel[F32, adds, 3, 2, 4]](o32, g, grid_dim=n, block_dim=128)
     ctx.enqueue_function[depthwise_kernel[F32, adds, 4]](o32, g, grid_dim=n, block_dim=256)
+
+
+def squeezes(half: Data[BF16], half2: Data[F16], full: Data[F32], n: Int, ctx: DeviceContext) raises:
+    var g = SqueezeSizes(
+        images=n, pixels=n, channels=n, hidden=n, shift=n, split=n > 1, kept=n
+    )
+    enqueue_squeeze_excite[BF16, Epilogue("silu"), Epilogue("sigmoid"), Epilogue("none")](
+        SqueezeTensors[BF16](
+            x=half,
+            squeeze=half,
+            squeeze_bias=full,
+            excite=half,
+            excite_bias=full,
+            residual=half,
+            y=half,
+        ),
+        g,
+        n,
+        ctx,
+    )
+    enqueue_squeeze_excite[F16, Epilogue("relu"), Epilogue("hardsigmoid"), Epilogue("add_relu")](
+        SqueezeTensors[F16](
+            x=half2,
+            squeeze=half2,
+            squeeze_bias=full,
+            excite=half2,
+            excite_bias=full,
+            residual=half2,
+            y=half2,
+        ),
+        g,
+        n,
+        ctx,
+    )
 
 
 def pointwise[
@@ -315,6 +351,7 @@ def main() raises:
         GroupNormSizes(images=n, pixels=n, channels=n, groups=n, entries=n, eps=1e-5),
         ctx,
     )
+    squeezes(half, half2, full, n, ctx)
     ctx.enqueue_function[softmax_kernel[BF16, False]](
         half, half, Int32(n), Int32(n), grid_dim=n, block_dim=128
     )

@@ -1193,6 +1193,70 @@ def reduce(kernel: Kernel, g: Reduction, x: Array, divisor: float, dtype: str) -
     return memory.array(to, y)
 
 
+@dataclass(frozen=True)
+class Squeeze:
+    """Sizes of a squeeze and excitation, and how ops/squeeze_excite divides it.
+
+    Attributes:
+        images: N.
+        pixels: Of an image.
+        channels: C.
+        hidden: Numbers between the products.
+        together: Images of a cluster.
+        split: Whether its blocks share weights.
+        kept: Pixels that a block keeps in shared memory; none is all.
+        threads: Of a block.
+    """
+
+    images: int
+    pixels: int
+    channels: int
+    hidden: int
+    together: int = 1
+    split: bool = False
+    kept: int | None = None
+    threads: int = 256
+
+    @property
+    def most(self) -> int:
+        """Pixels that a block keeps."""
+        share = -(-self.pixels * self.together // 8)
+        return share if self.kept is None else min(share, self.kept)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of a block's shared memory, as ops/squeeze_excite/config.mojo counts them."""
+        vectors, rows = self.channels // 8, self.hidden * self.together
+        slice = -(-vectors // 8) if self.split else vectors
+        floats = 8 * (self.threads + self.together * slice + vectors) + -(-rows // 4) * 4
+        floats += 8 * rows + (64 * slice if self.split else 0)
+        return 64 + 4 * floats + 2 * self.channels * self.most
+
+
+def squeeze_excite(
+    kernel: Kernel, g: Squeeze, inputs: Sequence[Array], residual: Array | None, dtype: str
+) -> Array:
+    """Runs the kernel of ops/squeeze_excite: x, then weights [K, C] and bias of both products."""
+    memory, x = Tensors(), inputs[0]
+    at = [memory.add(x, late=True), *map(memory.add, inputs[1:])]
+    at.append(at[0] if residual is None else memory.add(residual, late=True))
+    at.append(memory.add(unwritten(x.shape, dtype)))
+    shift = g.together.bit_length() - 1
+    slice = -(-g.channels // 64) if g.split else g.channels // 8
+    numbers = (g.images, g.pixels, g.channels, g.hidden, shift, g.split, g.most, *reciprocal(slice))
+    Launch(
+        kernel,
+        [pack("7Q", *at), pack("7i2I", *numbers)],
+        memory,
+        grid=(-(-g.images // g.together) * 8,),
+        threads=g.threads,
+        shared_bytes=g.shared_bytes,
+        cluster=8,
+        together=4,
+    ).run()
+    return memory.array(at[-1], x)
+
+
 def permute_rows(kernel: Kernel, x: Array, order: Sequence[int], width: int, grid: int) -> Array:
     """Runs the kernel of ops/permute.mojo that copies pieces of rows; bits stay as they are."""
     y = np.full_like(x.transpose(order), np.iinfo(x.dtype).max)

@@ -36,6 +36,7 @@ from .launches import (
     Qkv,
     Reduction,
     Sparse,
+    Squeeze,
     StemCase,
     Tile,
     attention,
@@ -60,6 +61,7 @@ from .launches import (
     roll,
     rounded,
     softmax,
+    squeeze_excite,
     stem,
     tiled,
     two_four,
@@ -1142,6 +1144,46 @@ def test_reduce(find: Find, rng: np.random.Generator, g: Reduction, kind: str, d
     want = values.sum(1) / divisor if kind == "sum" else values.max(1)
     y = reduce(find(g.name(kind, dtype)), g, x, divisor, dtype)
     check(y, want, dtype, 2**-20)
+
+
+@pytest.mark.parametrize(
+    "g",
+    [
+        Squeeze(2, 49, 40, 10),
+        Squeeze(1, 7, 8, 1),
+        Squeeze(1, 30, 96, 5, kept=2, threads=512),
+        Squeeze(2, 49, 40, 10, split=True),
+        Squeeze(1, 20, 200, 12, split=True, kept=1),
+        Squeeze(3, 13, 72, 20, together=2, split=True),
+        Squeeze(9, 6, 136, 34, together=8, split=True, kept=4),
+        Squeeze(1, 11, 2056, 3, split=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [BF16, "float16"])
+def test_squeeze_excite(find: Find, rng: np.random.Generator, g: Squeeze, dtype: str) -> None:
+    """The float16 kernel adds a residual, and has other activations."""
+    c, k, adds = g.channels, g.hidden, dtype == "float16"
+    x = rounded(rng.standard_normal((g.images, g.pixels, c)) + 0.5, dtype)
+    if g.images > 1:
+        x[1, -1, 3] = rounded(np.full(1, np.inf), dtype)[0]
+    squeeze = rounded(rng.standard_normal((k, c)) / math.sqrt(c), dtype)
+    excite = rounded(rng.standard_normal((k, c)) / math.sqrt(k), dtype)
+    biases = [rng.standard_normal(size).astype(np.float32) for size in (k, c)]
+    residual = rounded(rng.standard_normal(x.shape), dtype) if adds else None
+    name = "relu_hardsigmoid_add_relu" if adds else "silu_sigmoid_none"
+    inputs = [x, squeeze, biases[0], excite, biases[1]]
+    got = squeeze_excite(find(f"squeeze_excite_{name}_{dtype}"), g, inputs, residual, dtype)
+
+    with np.errstate(all="ignore"):
+        h = wide(x, dtype).mean(1) @ wide(squeeze, dtype).T + biases[0]
+        h = np.maximum(h, 0) if adds else h / (1 + np.exp(-h))
+        gates = h @ wide(excite, dtype) + biases[1]
+        gates = np.clip(gates / 6 + 0.5, 0, 1) if adds else 1 / (1 + np.exp(-gates))
+        want = wide(x, dtype) * gates[:, None]
+        if residual is not None:
+            want = np.maximum(want + wide(residual, dtype), 0)
+    check(got, want, dtype, 2**-16)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,2 @@
+"""Squeeze and excitation of images in one launch."""
+from .op import *
