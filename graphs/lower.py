@@ -296,6 +296,11 @@ def _linear(given: _Given, *, format: str = "", epilogue: str = "none") -> Tenso
     return nodes.linear(given.value(0), weight, epilogue=epilogue, residual=given.optional(3))
 
 
+def _token_linear(given: _Given, *, epilogue: str = "none") -> TensorValue:
+    residual = given.optional(3)
+    return nodes.token_linear(given.value(0), given.layer(1), epilogue=epilogue, residual=residual)
+
+
 def _matmul(given: _Given, **attributes: Any) -> TensorValue:
     bias, residual = (given.vector(2) if given.name(2) else None), given.optional(3)
     a, b = given.value(0), given.value(1)
@@ -507,6 +512,7 @@ EMIT: dict[str, Callable[..., Any]] = {
         (given.value(0), given.value(1), given.value(2)),
         (given.layer(3), given.layer(5), given.layer(7)),
     ),
+    "token_linear": _token_linear,
     "layernorm_mlp": lambda given, **rest: nodes.layernorm_mlp(
         given.value(0),
         (given.vector(1), given.vector(2)),

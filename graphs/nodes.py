@@ -203,6 +203,34 @@ def _sparse_linear(
     return y.reshape((x.shape[0], *between, weight.shape[3]))
 
 
+def token_linear(
+    x: TensorValue,
+    weight: Filter,
+    *,
+    epilogue: str = "none",
+    residual: TensorValue | None = None,
+) -> TensorValue:
+    """Multiplies the tokens of x[N, T, C] by a linear layer's weights into [N, F, C].
+
+    On Hopper, in 16 bits; no token is transposed.
+
+    Args:
+        x: The tokens; C is a multiple of 8.
+        weight: [K, F]; K is T rounded up to a multiple of 8.
+        epilogue: See ``conv2d``.
+        residual: [N, F, C] for those that add.
+
+    Raises:
+        ArgumentError: If shapes or epilogue do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    out = shapes.token_linear(
+        _type(x), _matrix(weight), None, _optional(residual), epilogue=epilogue
+    )
+    weights = [weight.dense, weight.bias]
+    return _fused("token_linear", x, weights, residual, [], out, epilogue, {})
+
+
 def qkv_linear(
     tokens: tuple[TensorValue, TensorValue, TensorValue], weights: tuple[Filter, Filter, Filter]
 ) -> tuple[TensorValue, TensorValue, TensorValue]:

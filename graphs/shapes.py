@@ -280,6 +280,36 @@ def linear(
     return out
 
 
+def token_linear(
+    x: Type,
+    weight: Type,
+    bias: Type | None = None,
+    residual: Type | None = None,
+    *,
+    epilogue: str = "none",
+) -> Type:
+    """Types torch's linear along the tokens of x[N, T, C], then act(. + residual): [N, F, C].
+
+    Rows of the weight [F, T] are filled up with zeros to a multiple of 8.
+    """
+    name = "token_linear"
+    if len(x.shape) != 3:
+        raise ArgumentError(f"{name}: expects tokens x[N, T, C] but x has {_list(x)}")
+    n, tokens, c = x.shape
+    t, (f, k) = _known(name, tokens, "T of x[N, T, C]"), weight.shape
+    if k != t + -t % 8:
+        raise ArgumentError(
+            f"{name}: expects a weight [F, {t + -t % 8}] for {t} tokens but has {_list(weight)}"
+        )
+    if _known(name, c, "C of x[N, T, C]") % 8:
+        raise ArgumentError(f"{name}: expects channels of a multiple of 8 but has {c}")
+    out = Type((n, f, c), x.dtype)
+    if bias is not None:
+        _vectors(name, f, bias=bias)
+    _epilogue(name, epilogue, residual, out)
+    return out
+
+
 def qkv_linear(*given: Type | None) -> tuple[Type, ...]:
     """Types ``linear`` thrice: tokens of query, key and value, then the weight and bias of each."""
     name, tokens, weights = "qkv_linear", given[:3], given[3:9:2]
@@ -932,6 +962,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "conv2d_shortcut": conv2d_shortcut,
     "conv2d_chain": conv2d_chain,
     "qkv_linear": qkv_linear,
+    "token_linear": token_linear,
     "attention": attention,
     "attention_bias": attention_bias,
     "layernorm_first": layernorm_first,

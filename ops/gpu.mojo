@@ -17,3 +17,4 @@ from .reduce.gpu import reduce_gpu
 from .sparse_conv2d.gpu import sparse_conv2d_gpu
 from .sparse_conv2d.packed import *
 from .stem import *
+from .token_linear import *

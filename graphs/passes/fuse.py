@@ -17,7 +17,7 @@ from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import pair, sides
 from maxvision.graphs.types import product
 
-PRODUCTS = ("conv2d", "linear", "matmul")
+PRODUCTS = ("conv2d", "linear", "token_linear", "matmul")
 """The ops that have an epilogue; their residual is the fourth input."""
 ACTIVATED = (*PRODUCTS, "group_norm")
 """The ops whose epilogue may be an activation."""

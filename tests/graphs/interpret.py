@@ -157,6 +157,12 @@ def _linear(
     return _end(F.linear(x, weight, bias), residual, epilogue)
 
 
+def _token_linear(x: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **ends: Any) -> Tensor:
+    y = F.linear(x.mT, weight[:, : x.shape[1]], bias).mT
+    assert not weight[:, x.shape[1] :].any()
+    return _end(y, *rest or (None,), **({"epilogue": "none"} | ends))
+
+
 def _matmul(
     a: Tensor, b: Tensor, bias: Any = None, residual: Any = None, *, alpha: float = 1.0,
     transpose_b: bool = False, epilogue: str = "none",
@@ -406,6 +412,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "conv2d_shortcut": _shortcut,
     "conv2d_chain": _chain,
     "qkv_linear": _qkv_linear,
+    "token_linear": _token_linear,
     "attention": _attention,
     "attention_bias": _bias,
     "layernorm_first": lambda x, *norm, eps=1e-5: _layer_norm(x[:, 0], *norm, eps=eps),

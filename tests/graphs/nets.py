@@ -86,10 +86,10 @@ def attend(net: Net, tokens: Sequence[Value], heads: int, scale: float | None = 
     return net.reshape(net.permute(y, 0, 2, 1, 3), BATCH, tokens[0].size(1), c)
 
 
-def mixer(net: Net, x: Value) -> Value:
+def mixer(net: Net, x: Value, c: int = 8) -> Value:
     """Multiplies tokens, then channels (Tolstikhin et al. 2021, MLP-Mixer, arXiv:2105.01601)."""
-    x = net.conv2d(x, "embed", 8, 4, stride=4)
-    c, t = x.size(1), x.size(2) * x.size(3)
+    x = net.conv2d(x, "embed", c, 4, stride=4)
+    t = x.size(2) * x.size(3)
     x = net.permute(net.reshape(x, BATCH, c, t), 0, 2, 1)
     for i in range(2):
         with net.at(i):

@@ -304,6 +304,12 @@ def mlp(net: Net, x: Value, *, between: str = "gelu", seen: str = "", **rest: An
     return y + x if rest.get("flip") else x + y
 
 
+def across(net: Net, x: Value, f: int = 9, **rest: Any) -> Value:
+    """Multiplies tokens [N, T, C], weighs the result by channel, and adds it to them (ResMLP)."""
+    y = net.linear(net.permute(x, 0, 2, 1), "tokens", f, **rest)
+    return x + net.op("mul", [net.permute(y, 0, 2, 1), net.weight("scale", x.size(2))])
+
+
 def mixed(
     net: Net, x: Value, count: int = 3, hidden: int = 66, *, between: str = "gelu", tell: Any = None
 ) -> Value:
@@ -774,10 +780,18 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "layer_norm linear linear -> layernorm_mlp",
     ),
     "mixed tokens of an odd number": (
-        "align", HOPPER, nets.mixer, (3, 36, 36), "reshape -> pad slice",
+        "align", HOPPER, lambda n, x: nets.mixer(n, x, 12), (3, 36, 36), "reshape -> pad slice",
     ),
     "tokens of an image and of two norms of it": (
         "align", HOPPER, tokens_of_norms, (4, 9, 11), "reshape reshape -> pad slice",
+    ),
+    "mixed tokens": (
+        "channels_last", HOPPER, nets.mixer, (3, 36, 36),
+        "permute permute permute permute linear linear linear linear -> reshape reshape reshape"
+        " token_linear token_linear token_linear token_linear",
+    ),
+    "tokens of a third axis, which are weighed by channel": (
+        "channels_last", HOPPER, across, (9, 16), "permute permute linear -> token_linear",
     ),
     "an odd axis and hidden layers, which need no pad": (
         "align", HOPPER, mixed, (4, 100), "-> pad slice",
@@ -1304,10 +1318,40 @@ def unaligned(program: Program) -> list[str]:
     return [name for name, (f, k) in shapes if not is_aligned((1, 1, k, f), DType.bfloat16)]
 
 
-def test_no_linear_layer_of_a_mixer_is_left_unaligned_but_the_head() -> None:
+def test_tokens_of_a_mixer_are_multiplied_where_they_lie() -> None:
     program = nets.program(nets.mixer, 3, 36, 36).retyped({"x": "bfloat16"})
+    found = passes.run(program, HOPPER)
+    ends = [n.attributes["epilogue"] for n in found.nodes if n.op == "token_linear"]
+    assert ends == ["gelu", "add"] * 2
+    assert unaligned(found) == ["head"]
+    assert not {"pad", "slice"} & set(ops(found))
+    assert ops(found)["permute"] == 1  # of the pixels
+
+
+@pytest.mark.parametrize(
+    ("on", "write", "c"),
+    [
+        (CPU, across, 16),
+        (CUDA, across, 16),
+        (replace(HOPPER, dtype="float32"), across, 16),
+        (replace(HOPPER, formats={"tokens": "tiles"}), across, 16),
+        (HOPPER, across, 12),
+        (HOPPER, lambda n, x: n.linear(x, "tokens", 9), 16),
+        (HOPPER, lambda n, x: n.op("linear", [turn3(x), n.input("w", (9, 9))]), 16),
+    ],
+)
+def test_tokens_are_transposed_where_no_kernel_multiplies_them(
+    on: Backend, write: Write, c: int
+) -> None:
+    program = nets.program(write, 9, c).retyped({"x": on.dtype})
+    assert ops(kept(program, on, ["channels_last"]))["token_linear"] == 0
+
+
+def test_no_linear_layer_of_tokens_is_left_unaligned() -> None:
+    write = functools.partial(nets.mixer, c=12)
+    program = nets.program(write, 3, 36, 36).retyped({"x": "bfloat16"})
     before, after = (passes.run(program, HOPPER, off) for off in ({"align"}, set()))
-    assert len(unaligned(before)) == 5 and unaligned(after) == ["head"]
+    assert len(unaligned(before)) == 9 and len(unaligned(after)) == 5
     counts = ops(after)
     assert (counts["pad"], counts["slice"]) == (1, 1)
     ends = [

@@ -269,6 +269,25 @@ def dense(name: str, x: Shape, f: int, then: str = "none", bias: bool = True) ->
     return Case(name, [x, (*x[:-1], f)] if adds else [x], weights, build, reference)
 
 
+def along_tokens(name: str, t: int, c: int, f: int, then: str = "none") -> Case:
+    """Makes a case of token_linear on [tokens, c]; the weight's last rows are zeros."""
+
+    def build(w: Parameters, x: Any, *residual: Any) -> Any:
+        weight = w.filter("w")
+        return nodes.token_linear(x, weight, epilogue=then, residual=next(iter(residual), None))
+
+    def reference(w: Any, x: Any, *residual: Any) -> torch.Tensor:
+        y = (x.mT @ w["w.weight"][:t] + w["w.bias"].to(x)).mT
+        return epilogue(y, then, *residual)
+
+    def fill(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        weights["w.weight"][t:] = 0
+
+    inputs = [(t, c), (f, c)] if then.startswith("add") else [(t, c)]
+    weights = {"w.weight": (t + -t % 8, f), "w.bias": (f,)}
+    return Case(name, inputs, weights, build, reference, fill)
+
+
 def pool(name: str, size: tuple[int, int], c: int, kernel: Any, **geometry: Any) -> Case:
     """Makes a case of maxpool or avgpool, by the name's first word."""
     max_ = name.startswith("maxpool")
@@ -1188,7 +1207,12 @@ def _kept(name: str) -> bool:
     return name.endswith("bias") or name == "weight"
 
 
-PACKED = [
+ON_HOPPER = [
+    along_tokens("token_linear gelu", 196, 768, 384, "gelu"),
+    along_tokens("token_linear add", 384, 768, 196, "add"),
+    along_tokens("token_linear many", 200, 8200, 130, "add_relu"),
+    along_tokens("token_linear odd", 65, 72, 129),
+    along_tokens("token_linear of a token", 1, 8, 1),
     conv("packed tiles 3x3", (9, 9), 72, 136, (3, 3), padding=1, sparsity=0.9, then="add_relu",
          format="tiles"),
     conv("packed tiles 1x1", (14, 13), 200, 72, (1, 1), sparsity=0.7, then="relu", format="tiles"),
@@ -1214,4 +1238,4 @@ PACKED = [
     conv("packed blocks 3 uneven groups", (7, 6), 72, 216, (3, 3), padding=1, groups=3, sparsity=0,
          then="add_relu", format="blocks"),
 ]  # fmt: skip
-"""Filters that are packed for Hopper's tensor cores, of 16 bits."""
+"""What runs on Hopper's tensor cores alone, in 16 bits: tokens where they lie, packed filters."""

@@ -34,6 +34,7 @@ from ops.sparse_conv2d.two_four import TILES, two_four_tile
 from ops.sparse_conv2d.blocks import NARROW, WIDE, enqueue_blocks
 from ops.stem.config import Stem, StemOperands, Tiling
 from ops.stem.gpu import enqueue_stem
+from ops.token_linear import LARGE, SMALL, enqueue_token_linear
 from page_gemm import enqueue_gemm
 from parts import enqueue_parts
 from std.sys import argv
@@ -195,6 +196,12 @@ def main() raises:
     )
     hopper_gemm[F32, Epilogue("add_relu"), CONFIGS[2]](
         g, Operands[F32](full, full, full, full, full), 1, ctx
+    )
+    comptime for config in [LARGE, SMALL]:
+        enqueue_token_linear[BF16, Epilogue("none"), config](n, n, n, n, o, ctx)
+        enqueue_token_linear[BF16, Epilogue("add_relu"), config](n, n, n, n, o, ctx)
+    enqueue_token_linear[F16, Epilogue("gelu"), SMALL](
+        n, n, n, n, Operands[F16](half2, half2, full, half2, half2), ctx
     )
     cores[BF16](g, o, ctx)
     cores[F32](g, Operands[F32](full, full, full, full, full), ctx)

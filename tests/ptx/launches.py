@@ -383,6 +383,62 @@ def hopper(
     return outputs
 
 
+def token_linear(
+    kernel: Kernel,
+    tile: Tile,
+    x: Array,
+    w: Array,
+    bias: Array,
+    residual: Array | None,
+    *,
+    dtype: str,
+    processors: int = 2,
+    seed: int = 0,
+) -> Array:
+    """Runs ops/token_linear.mojo. The kernel ahead writes x and the residual.
+
+    Args:
+        kernel: What runs.
+        tile: Its config.
+        x: Tokens [N, T, C].
+        w: Weights [F, K].
+        bias: [F].
+        residual: [N, F, C]; None if the kernel reads none.
+        dtype: Of x, w and y.
+        processors: Blocks of the grid, which go from tile to tile.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        y[N, F, C].
+    """
+    memory, (n, t, c), f, rows = Tensors(), x.shape, len(w), 64 * tile.groups
+    y_at, y = held(memory, unwritten((n, f, c), dtype))
+    added_at, added = (y_at, None) if residual is None else held(memory, residual, late=True)
+    maps: list[Tiled | Im2col | None] = [
+        Tiled(held(memory, w)[1], (rows, 64)),
+        Tiled(held(memory, x, late=True)[1], (1, 64, 64)),
+        Tiled(y, (1, 64, 64)),
+        None if added is None else Tiled(added, (1, 64, 64)),
+    ]
+    bias_at, wide_, high = memory.add(bias), -(-c // tile.columns), -(-f // rows)
+    tiles = n * wide_ * high
+    launch = Launch(
+        kernel,
+        [
+            bytes(128 * len(maps)),
+            pack("4Q", bias_at, bias_at, added_at, y_at),
+            pack("7i", 0, high, tiles, 1, f, -(-t // 64), wide_),
+        ],
+        memory,
+        grid=(min(tiles, processors),),
+        threads=128 * tile.groups + 32,
+        shared_bytes=tile.stages * (rows + tile.columns) * 128 + 16 * tile.stages + 1024,
+        maps=maps,
+    )
+    launch.run(seed)
+    return y
+
+
 @dataclass(frozen=True)
 class Sparse:
     """A Config of ops/sparse_conv2d/two_four.mojo: one of its TILES."""

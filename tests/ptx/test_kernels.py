@@ -62,6 +62,7 @@ from .launches import (
     softmax,
     stem,
     tiled,
+    token_linear,
     two_four,
     wide,
 )
@@ -303,6 +304,56 @@ def test_hopper_float32(find: Find, rng: np.random.Generator) -> None:
     p = product(rng, Conv(1, 70, 1, 72, 72), "float32")
     x, w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))  # as the copy engine does
     run_hopper(find, rng, TILES[2], "add_relu", [replace(p, x=x, w=w)], dtype="float32")
+
+
+TOKENS = [(2, 196, 136, 72), (1, 64, 64, 64), (3, 65, 8, 129), (1, 1, 200, 1), (1, 63, 72, 196)]
+"""N, T, C and F."""
+
+
+@pytest.mark.parametrize("tile", [TILES[0], TILES[3]], ids=lambda tile: tile.label)
+@pytest.mark.parametrize("epilogue", ["none", "add_relu"])
+@pytest.mark.parametrize("sizes", TOKENS, ids=str)
+def test_token_linear(
+    find: Find, rng: np.random.Generator, tile: Tile, epilogue: str, sizes: tuple[int, ...]
+) -> None:
+    run_tokens(find, rng, tile, epilogue, sizes)
+
+
+def test_token_linear_float16(find: Find, rng: np.random.Generator) -> None:
+    run_tokens(find, rng, TILES[3], "gelu", (2, 70, 72, 130), "float16")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_token_linear_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -> None:
+    run_tokens(find, rng, TILES[3], "add_relu", (3, 65, 72, 66), odd=True)
+
+
+def run_tokens(
+    find: Find,
+    rng: np.random.Generator,
+    tile: Tile,
+    epilogue: str,
+    sizes: tuple[int, ...],
+    dtype: str = BF16,
+    odd: bool = False,
+) -> None:
+    n, t, c, f = sizes
+    x, residual = rng.standard_normal((n, t, c)), rng.standard_normal((n, f, c))
+    if odd:  # not in the last image, nor in other channels
+        x[0, [0, 40, 64], [5, 71, 0]] = np.nan, np.inf, -np.inf
+        residual[1, 65, 71] = np.nan
+    w, bias = np.zeros((f, t + -t % 8)), rng.standard_normal(f).astype(np.float32)
+    w[:, :t] = rng.standard_normal((f, t)) * t**-0.5
+    x, w, residual = (rounded(a, dtype) for a in (x, w, residual))
+    got = token_linear(
+        find(f"token_linear_{tile.label}_{epilogue}_{dtype}"),
+        tile, x, w, bias, residual if "add" in epilogue else None, dtype=dtype,
+    )  # fmt: skip
+    y = np.einsum("ft,ntc->nfc", wide(w, dtype)[:, :t], wide(x, dtype)) + bias[:, None]
+    y = y + wide(residual, dtype) if "add" in epilogue else y
+    y = np.maximum(y, 0) if "relu" in epilogue else y
+    y = y / 2 * (1 + erf(y / math.sqrt(2))) if epilogue == "gelu" else y
+    check(got, y, dtype, SUMS)
 
 
 def run_hopper(
