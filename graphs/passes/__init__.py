@@ -8,7 +8,8 @@
 | batch_norm       | a convolution and its batch norm: one convolution                            |
 | attention        | attention, written out or not, with its masks: one op on tokens [N, T, C]    |
 | common           | ops that compute the same of the same values, as of a mask: one              |
-| channels_last    | images as [N, H, W, C]; permutes and reshapes that cancel out go             |
+| channels_last    | images as [N, H, W, C]; permutes that cancel out go, on Hopper those of      |
+|                  | tokens [N, T, C] for a linear layer too                                      |
 | concats          | more values put together than a launch takes, most of which are already: few |
 | scale            | a constant by channel behind a product, as LayerScale: into its weights      |
 | tokens           | a class token put before others, the norm of the first token: one op each    |
