@@ -425,6 +425,11 @@ def _shortcut(given: _Given, **window: Any) -> TensorValue:
     return nodes.conv2d_shortcut(given.value(0), first, given.value(3), second, **window)
 
 
+def _gather_rows(given: _Given, *, eps: float = 1e-5, **order: Any) -> list[TensorValue]:
+    norm = (given.vector(2), given.vector(3)) if given.name(2) else None
+    return nodes.gather_rows(given.value(0), onto=given.optional(1), norm=norm, eps=eps, **order)
+
+
 def _concat(given: _Given, *, axis: int, expression: str = "x0") -> TensorValue:
     count = len(given.values) - values_of(expression) + 1
     vectors = [given.vector(i) for i in range(count, len(given.values))]
@@ -513,6 +518,7 @@ EMIT: dict[str, Callable[..., Any]] = {
         (given.layer(3), given.layer(5), given.layer(7)),
     ),
     "token_linear": _token_linear,
+    "gather_rows": _gather_rows,
     "layernorm_mlp": lambda given, **rest: nodes.layernorm_mlp(
         given.value(0),
         (given.vector(1), given.vector(2)),

@@ -24,6 +24,8 @@ from maxvision.graphs.types import Size, Type, product, split
 
 MOST_AXES = 6
 """Axes of what an expression gives and a permute takes (ops/pointwise.mojo, ops/permute.mojo)."""
+MOST_ROW_AXES = 4
+"""Axes that rows are permuted by (ops/gather_rows.mojo)."""
 MOST_DEPTH = 256
 """Channels of a head that attention's plain GPU kernel has room for in shared memory."""
 
@@ -516,6 +518,51 @@ def layernorm_first(x: Type, weight: Type, bias: Type, *, eps: float = 1e-5) -> 
     return Type((x.shape[0], x.shape[2]), x.dtype)
 
 
+def gather_rows(
+    x: Type,
+    onto: Type | None = None,
+    weight: Type | None = None,
+    bias: Type | None = None,
+    *,
+    size: Window,
+    shifts: Window,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    rolls_first: bool,
+    eps: float = 1e-5,
+) -> tuple[Type, ...]:
+    """Types rows of x[N, R, C] in another order, what they are added to, and the layer norm of it.
+
+    Args:
+        x: The rows.
+        onto: What they are added to, if they are.
+        weight: Of the norm, if there is one.
+        bias: Of the norm.
+        size: Rows down and across the image that is rolled: R in all.
+        shifts: How far it is.
+        shape: The axes that the rows are permuted by: R in all.
+        axes: How they are.
+        rolls_first: Whether the permute comes behind the roll.
+        eps: Added to the variance.
+
+    Returns:
+        The result; before it the sum, if that is normed.
+    """
+    name = "gather_rows"
+    if len(x.shape) != 3:
+        raise ArgumentError(f"{name}: expects rows x[N, R, C] but x has {_list(x)}")
+    count = x.shape[1]
+    if not count == math.prod(size) == math.prod(shape):
+        raise ArgumentError(f"{name}: {list(size)} and {list(shape)} are not {count} rows")
+    if sorted(axes) != list(range(len(shape))) or len(shape) > MOST_ROW_AXES:
+        raise ArgumentError(f"{name}: axes {axes} must name each of {list(shape)}, 4 at most")
+    if onto is not None and onto != x:
+        raise ArgumentError(f"{name}: expects to add to {_list(x)} but has {_list(onto)}")
+    if weight is not None and bias is not None:
+        _norm(name, x.shape[2], weight, bias)
+    return (x, x) if onto and weight else (x,)
+
+
 def layernorm_mlp(
     x: Type,
     weight: Type,
@@ -966,6 +1013,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "attention_bias": attention_bias,
     "layernorm_first": layernorm_first,
+    "gather_rows": gather_rows,
     "layernorm_mlp": layernorm_mlp,
     "depthwise_qkv": depthwise_qkv,
     "class_token": class_token,

@@ -277,6 +277,24 @@ def _qkv_linear(*given: Any) -> list[Tensor]:
     return [F.linear(given[i], given[3 + 2 * i], given[4 + 2 * i]) for i in range(3)]
 
 
+def _gather_rows(
+    x: Tensor, onto: Any = None, weight: Any = None, bias: Any = None, *, size: Any, shifts: Any,
+    shape: Any, axes: Any, rolls_first: bool, eps: float = 1e-5,
+) -> list[Tensor]:  # fmt: skip
+    for rolls in (rolls_first, not rolls_first):
+        if rolls:
+            y = x.unflatten(1, size).roll(shifts, (1, 2))
+            x = y.flatten(1, 2)
+        else:
+            y = x.unflatten(1, shape).permute(0, *(1 + a for a in axes), len(axes) + 1)
+            x = y.flatten(1, len(axes))
+    x = x if onto is None else onto + x
+    if weight is None:
+        return [x]
+    y = _layer_norm(x, weight, bias, eps=eps)
+    return [y] if onto is None else [x, y]
+
+
 def _layernorm_mlp(
     x: Tensor, weight: Tensor, bias: Tensor, first: Tensor, first_bias: Any, second: Tensor,
     second_bias: Any, *, eps: float = 1e-5,
@@ -417,6 +435,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "attention_bias": _bias,
     "layernorm_first": lambda x, *norm, eps=1e-5: _layer_norm(x[:, 0], *norm, eps=eps),
     "layernorm_mlp": _layernorm_mlp,
+    "gather_rows": _gather_rows,
     "depthwise_qkv": _depthwise_qkv,
     "class_token": _class_token,
     "stem_maxpool": _stem_maxpool,

@@ -233,6 +233,18 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
         "token_linear", (Type((BATCH, 5, 8)), Type((3, 8)), None, Type((BATCH, 5, 8))),
         {"epilogue": "add"},
     ),
+    r"gather_rows: \[2, 3\] and \[5\] are not 5 rows": (
+        "gather_rows", (TOKENS,),
+        {"size": (2, 3), "shifts": (0, 0), "shape": (5,), "axes": (0,), "rolls_first": True},
+    ),
+    r"axes \(0, 0\) must name each of \[1, 5\]": (
+        "gather_rows", (TOKENS,),
+        {"size": (1, 5), "shifts": (0, 0), "shape": (1, 5), "axes": (0, 0), "rolls_first": True},
+    ),
+    r"gather_rows: expects to add to \[batch, 5, 4\]": (
+        "gather_rows", (TOKENS, Type((BATCH, 5, 8))),
+        {"size": (1, 5), "shifts": (0, 0), "shape": (5,), "axes": (0,), "rolls_first": True},
+    ),
     "concat: expects vectors of 8 along the last axis": (
         "concat", (TOKENS, TOKENS, Type((4,))), {"axis": 2, "expression": "x0 x1 add"},
     ),

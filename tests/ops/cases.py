@@ -341,6 +341,44 @@ def permuted(x: Shape, *axes: int) -> Case:
     )
 
 
+def gathered(
+    name: str,
+    size: tuple[int, int],
+    c: int,
+    shape: Shape,
+    axes: Shape,
+    shifts: tuple[int, int] = (0, 0),
+    *,
+    first: bool = True,
+    adds: bool = False,
+    norms: bool = False,
+) -> Case:
+    """Makes a case of gather_rows on [rows, c]; a sum and its norm one after the other."""
+    order = {"size": size, "shifts": shifts, "shape": shape, "axes": axes, "rolls_first": first}
+
+    def build(w: Parameters, x: Any, onto: Any = None) -> Any:
+        norm = (w.vector("weight"), w.vector("bias")) if norms else None
+        made = nodes.gather_rows(x, onto=onto, norm=norm, **order)  # type: ignore[arg-type]
+        return ops.concat(made, axis=1) if len(made) > 1 else made[0]
+
+    def reference(w: Any, x: torch.Tensor, onto: Any = None) -> torch.Tensor:
+        for rolls in (first, not first):
+            if rolls:
+                x = x.unflatten(1, size).roll(shifts, (1, 2)).flatten(1, 2)
+            else:
+                moved = x.unflatten(1, shape).movedim(
+                    [a + 1 for a in axes], list(range(1, len(axes) + 1))
+                )
+                x = moved.flatten(1, len(axes))
+        x = x if onto is None else onto + x
+        y = F.layer_norm(x, (c,), w["weight"].to(x), w["bias"].to(x)) if norms else x
+        return torch.cat([x, y], 1) if adds and norms else y
+
+    rows = (math.prod(size), c)
+    weights: dict[str, Shape] = {"weight": (c,), "bias": (c,)} if norms else {}
+    return Case(name, [rows, rows] if adds else [rows], weights, build, reference)
+
+
 def rolled(x: Shape, shifts: Sequence[int], axes: Sequence[int]) -> Case:
     """Makes a case of roll; axis 0 is the batch."""
     return same(
@@ -933,6 +971,13 @@ CASES = [
     mlp("layernorm_mlp few", 50, 192, 768),
     mlp("layernorm_mlp narrow", 8300, 64, 72),
     mlp("layernorm_mlp odd", 9, 12, 20),
+    gathered("gather_rows norm", (14, 21), 96, (2, 7, 3, 7), (0, 2, 1, 3), (-3, -2), norms=True),
+    gathered("gather_rows add and norm", (14, 21), 384, (2, 3, 7, 7), (0, 2, 1, 3), (3, 2),
+             first=False, adds=True, norms=True),
+    gathered("gather_rows add", (4, 6), 192, (2, 3, 4), (2, 0, 1), (1, 5), first=False, adds=True),
+    gathered("gather_rows copy", (6, 5), 512, (5, 6), (1, 0), (4, 0)),
+    gathered("gather_rows of a row", (1, 1), 8, (1,), (0,), norms=True),
+    gathered("gather_rows many", (56, 56), 8, (8, 7, 8, 7), (0, 2, 1, 3), (-3, -3), adds=True),
     projections("qkv_linear", 197, 50, 384, 384),
     projections("qkv_linear 64", 300, 70, 64, 64),
     projections("qkv_linear odd", 9, 4, 12, 20),
@@ -1207,6 +1252,11 @@ def _kept(name: str) -> bool:
     return name.endswith("bias") or name == "weight"
 
 
+ON_CPU = [
+    gathered("gather_rows odd", (2, 3), 37, (3, 2), (1, 0), (1, 1), adds=True, norms=True),
+    gathered("gather_rows odd copy", (3, 3), 5, (9,), (0,), (-1, 2), first=False),
+]
+"""Rows of a length that only a CPU takes."""
 ON_HOPPER = [
     along_tokens("token_linear gelu", 196, 768, 384, "gelu"),
     along_tokens("token_linear add", 384, 768, 196, "add"),

@@ -18,6 +18,7 @@ from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.resident import resident_gemm
 from ops.gemm.tuning import CONFIGS, RESIDENT
+from ops.gather_rows import GatherTensors, RowMap, gather_rows_gpu
 from ops.geometry import Geometry
 from ops.group_norm.config import GroupNormSizes, GroupNormTensors
 from ops.group_norm.gpu import group_norm_gpu
@@ -235,6 +236,17 @@ def main() raises:
     layernorm_gpu[BF16, "rms_norm"](
         NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx
     )
+
+    comptime for adds in [False, True]:
+        comptime for norms in [False, True]:
+            gather_rows_gpu[adds, norms](
+                GatherTensors[BF16](x=half, onto=half, weight=full, bias=full, sum=half, y=half),
+                RowMap(integers),
+                n,
+                n,
+                1e-5,
+                ctx,
+            )
 
     var attention = Attention[BF16](half, half, half, half, n=n, t=n, s=n, c=n, heads=n, scale=1)
     var attention2 = Attention[F16](

@@ -32,6 +32,7 @@ from .launches import (
     Heads,
     Masks,
     OneTile,
+    Order,
     Product,
     Qkv,
     Reduction,
@@ -45,6 +46,7 @@ from .launches import (
     concat,
     depthwise,
     depthwise_qkv,
+    gather_rows,
     gemm_cores,
     group_norm,
     hopper,
@@ -131,6 +133,46 @@ def test_layernorm(
     name = f"layernorm_{kernel}_{dtype}".replace("__", "_")
     y = layernorm(find(name), lanes, x, columns, weight, bias, dtype)
     check(y, normalised(wide(x, dtype)[:, :columns], weight, bias), dtype, 2**-20)
+
+
+ORDERS = [
+    ("4x3", 4, 96, Order((6, 8), (-2, -3), (3, 2, 2, 4), (0, 2, 1, 3))),
+    ("4x3", 4, 8, Order((6, 8), (2, 3), (3, 2, 2, 4), (0, 2, 1, 3), rolls_first=False)),
+    ("8x3", 8, 192, Order((6, 6), (0, -5), (3, 2, 2, 3), (0, 2, 1, 3))),
+    ("16x3", 16, 384, Order((5, 6), (4, 0), (2, 3, 5), (2, 0, 1), rolls_first=False)),
+    ("16x3", 16, 200, Order((1, 12), (0, 0), (3, 4), (1, 0))),
+    ("32x4", 32, 1024, Order((1, 1), (0, 0), (1,), (0,))),
+    ("32x4", 32, 392, Order((3, 3), (-1, 2), (9,), (0,))),
+]
+
+
+@pytest.mark.parametrize("kind", ["copy", "add", "layernorm", "add_layernorm"])
+@pytest.mark.parametrize(("kernel", "lanes", "columns", "order"), ORDERS, ids=str)
+def test_gather_rows(
+    find: Find,
+    rng: np.random.Generator,
+    kernel: str,
+    lanes: int,
+    columns: int,
+    order: Order,
+    kind: str,
+) -> None:
+    shape = (3, math.prod(order.size), columns)
+    x, onto = (rounded(rng.standard_normal(shape) + 3, BF16) for _ in range(2))
+    weight, bias = rng.standard_normal((2, columns)).astype(np.float32)
+    adds, norms = "add" in kind, "layernorm" in kind
+    total, y = gather_rows(
+        find(f"gather_rows_{kind}_{kernel}_{BF16}"),
+        lanes, order, x, onto if adds else None, (weight, bias) if norms else None,
+    )  # fmt: skip
+    want = order.apply(wide(x, BF16))
+    if adds:
+        want = wide(rounded(want + wide(onto, BF16), BF16), BF16)
+        np.testing.assert_array_equal(wide(total if norms else y, BF16), want)
+    if norms:
+        check(y, normalised(want, weight, bias), BF16, 2**-20)
+    elif not adds:
+        np.testing.assert_array_equal(wide(y, BF16), want)
 
 
 @pytest.mark.parametrize(
