@@ -20,7 +20,7 @@ STEPS = 200_000
 """Tries before an assignment is given up."""
 OURS = re.compile(
     r"(gemm|conv2d|depthwise|stem|attention|layernorm|rms_norm|group_norm|reduce|(concat_)?pointwise"
-    r"|pool|normalize|roll|squeeze_excite)_"
+    r"|pool|normalize|roll|squeeze_excite|token_linear|gather_rows)_"
 )
 """Begins of symbols that are no kernel of MAX's own."""
 
@@ -47,6 +47,8 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[rf"sparse_conv2d_{kernel}{epilogue}_(bfloat16|float16|float32)_\w+"]]
     elif op in ("conv2d", "linear", "matmul"):
         ways = [[_gemm(epilogue)]]
+    elif op == "token_linear":
+        ways = [[rf"token_linear_\w+_{epilogue}_(bfloat16|float16)_\w+"]]
     elif op == "conv2d_shortcut":
         ways = [[_gemm("relu", "1x2")], [_gemm("none"), _gemm("add_relu")]]
     elif op == "conv2d_chain":

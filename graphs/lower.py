@@ -296,6 +296,11 @@ def _linear(given: _Given, *, format: str = "", epilogue: str = "none") -> Tenso
     return nodes.linear(given.value(0), weight, epilogue=epilogue, residual=given.optional(3))
 
 
+def _token_linear(given: _Given, *, epilogue: str = "none") -> TensorValue:
+    residual = given.optional(3)
+    return nodes.token_linear(given.value(0), given.layer(1), epilogue=epilogue, residual=residual)
+
+
 def _matmul(given: _Given, **attributes: Any) -> TensorValue:
     bias, residual = (given.vector(2) if given.name(2) else None), given.optional(3)
     a, b = given.value(0), given.value(1)
@@ -427,6 +432,11 @@ def _squeeze_excite(given: _Given, **epilogues: Any) -> TensorValue:
     return nodes.squeeze_excite(given.value(0), squeeze, excite, residual=residual, **epilogues)
 
 
+def _gather_rows(given: _Given, *, eps: float = 1e-5, **order: Any) -> list[TensorValue]:
+    norm = (given.vector(2), given.vector(3)) if given.name(2) else None
+    return nodes.gather_rows(given.value(0), onto=given.optional(1), norm=norm, eps=eps, **order)
+
+
 def _concat(given: _Given, *, axis: int, expression: str = "x0") -> TensorValue:
     count = len(given.values) - values_of(expression) + 1
     vectors = [given.vector(i) for i in range(count, len(given.values))]
@@ -514,6 +524,8 @@ EMIT: dict[str, Callable[..., Any]] = {
         (given.value(0), given.value(1), given.value(2)),
         (given.layer(3), given.layer(5), given.layer(7)),
     ),
+    "token_linear": _token_linear,
+    "gather_rows": _gather_rows,
     "layernorm_mlp": lambda given, **rest: nodes.layernorm_mlp(
         given.value(0),
         (given.vector(1), given.vector(2)),

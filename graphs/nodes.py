@@ -26,7 +26,7 @@ from maxvision.graphs import arrange, formats, shapes
 from maxvision.graphs.constants import MOST_BIAS
 from maxvision.graphs.elementwise import MOST_PARTS, MOST_VALUES, MOST_VECTORS
 from maxvision.graphs.parameters import Filter
-from maxvision.graphs.shapes import MOST_AXES, Padding, Pair
+from maxvision.graphs.shapes import MOST_AXES, MOST_ROW_AXES, Padding, Pair
 from maxvision.graphs.types import Size, Type, product, split
 
 OPS = Path(__file__).resolve().parent.parent / "ops"
@@ -203,6 +203,34 @@ def _sparse_linear(
     residual = None if residual is None else image(residual)
     y = conv2d(image(x), weight, epilogue=epilogue, residual=residual)
     return y.reshape((x.shape[0], *between, weight.shape[3]))
+
+
+def token_linear(
+    x: TensorValue,
+    weight: Filter,
+    *,
+    epilogue: str = "none",
+    residual: TensorValue | None = None,
+) -> TensorValue:
+    """Multiplies the tokens of x[N, T, C] by a linear layer's weights into [N, F, C].
+
+    On Hopper, in 16 bits; no token is transposed.
+
+    Args:
+        x: The tokens; C is a multiple of 8.
+        weight: [K, F]; K is T rounded up to a multiple of 8.
+        epilogue: See ``conv2d``.
+        residual: [N, F, C] for those that add.
+
+    Raises:
+        ArgumentError: If shapes or epilogue do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    out = shapes.token_linear(
+        _type(x), _matrix(weight), None, _optional(residual), epilogue=epilogue
+    )
+    weights = [weight.dense, weight.bias]
+    return _fused("token_linear", x, weights, residual, [], out, epilogue, {})
 
 
 def qkv_linear(
@@ -420,6 +448,57 @@ def roll(x: TensorValue, shifts: Sequence[int], axes: Sequence[int]) -> TensorVa
     turns = [number for turn in zip(axes, shifts, strict=True) for number in turn]
     turns = [axes[0], 0, *turns][-4:]
     return _custom("roll", [x, _host(turns, DType.int64)], [out])[0]
+
+
+def gather_rows(
+    x: TensorValue,
+    *,
+    size: tuple[int, int],
+    shifts: tuple[int, int],
+    shape: Sequence[int],
+    axes: Sequence[int],
+    rolls_first: bool,
+    onto: TensorValue | None = None,
+    norm: tuple[TensorValue, TensorValue] | None = None,
+    eps: float = 1e-5,
+) -> list[TensorValue]:
+    """Gives rows of x[N, R, C] another order, adds them to others, norms them, or both.
+
+    The order is a roll of an image of rows and a permute of their axes, one after the other.
+
+    Args:
+        x: The rows.
+        size: Rows down and across the image that is rolled.
+        shifts: How far it is, as torch's roll has it.
+        shape: The axes that the rows are permuted by.
+        axes: How they are.
+        rolls_first: Whether the permute comes behind the roll.
+        onto: What the rows are added to [N, R, C].
+        norm: Weight and bias of a layer norm, float32 [C].
+        eps: Added to the variance.
+
+    Returns:
+        The result; before it the sum, if that is normed.
+
+    Raises:
+        ArgumentError: If shapes or the order do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    vectors = norm or (None, None)
+    outs = shapes.gather_rows(
+        _type(x), _optional(onto), *map(_optional, vectors), size=size, shifts=shifts,
+        shape=tuple(shape), axes=tuple(axes), rolls_first=rolls_first,
+    )  # fmt: skip
+    steps = [math.prod(shape[axis + 1 :]) for axis in axes][::-1]
+    lengths, rest = [shape[axis] for axis in axes][::-1], MOST_ROW_AXES - len(axes)
+    order = [*size, *shifts, rolls_first, *lengths, *[1] * rest, *steps, *[0] * rest]
+    nothing = Type((1, 1, 1), outs[0].dtype)  # where no sum goes
+    vectors = norm or (_zeros(1, x.device),) * 2
+    values = [x, x if onto is None else onto, *vectors, _host(order, DType.int64)]
+    values.append(_host([eps], DType.float32))
+    parameters = {"adds": onto is not None, "norms": norm is not None}
+    y, total = _custom("gather_rows", values, [outs[-1], *outs[:-1], nothing][:2], parameters)
+    return [total, y] if len(outs) > 1 else [y]
 
 
 def relu(x: TensorValue) -> TensorValue:

@@ -24,6 +24,8 @@ from maxvision.graphs.types import Size, Type, product, split
 
 MOST_AXES = 6
 """Axes of what an expression gives and a permute takes (ops/pointwise.mojo, ops/permute.mojo)."""
+MOST_ROW_AXES = 4
+"""Axes that rows are permuted by (ops/gather_rows.mojo)."""
 MOST_DEPTH = 256
 """Channels of a head that attention's plain GPU kernel has room for in shared memory."""
 
@@ -280,6 +282,36 @@ def linear(
     return out
 
 
+def token_linear(
+    x: Type,
+    weight: Type,
+    bias: Type | None = None,
+    residual: Type | None = None,
+    *,
+    epilogue: str = "none",
+) -> Type:
+    """Types torch's linear along the tokens of x[N, T, C], then act(. + residual): [N, F, C].
+
+    Rows of the weight [F, T] are filled up with zeros to a multiple of 8.
+    """
+    name = "token_linear"
+    if len(x.shape) != 3:
+        raise ArgumentError(f"{name}: expects tokens x[N, T, C] but x has {_list(x)}")
+    n, tokens, c = x.shape
+    t, (f, k) = _known(name, tokens, "T of x[N, T, C]"), weight.shape
+    if k != t + -t % 8:
+        raise ArgumentError(
+            f"{name}: expects a weight [F, {t + -t % 8}] for {t} tokens but has {_list(weight)}"
+        )
+    if _known(name, c, "C of x[N, T, C]") % 8:
+        raise ArgumentError(f"{name}: expects channels of a multiple of 8 but has {c}")
+    out = Type((n, f, c), x.dtype)
+    if bias is not None:
+        _vectors(name, f, bias=bias)
+    _epilogue(name, epilogue, residual, out)
+    return out
+
+
 def qkv_linear(*given: Type | None) -> tuple[Type, ...]:
     """Types ``linear`` thrice: tokens of query, key and value, then the weight and bias of each."""
     name, tokens, weights = "qkv_linear", given[:3], given[3:9:2]
@@ -484,6 +516,51 @@ def layernorm_first(x: Type, weight: Type, bias: Type, *, eps: float = 1e-5) -> 
         raise ArgumentError(f"layernorm_first: expects tokens x[N, T, C] but x has {_list(x)}")
     _norm("layernorm_first", x.shape[2], weight, bias)
     return Type((x.shape[0], x.shape[2]), x.dtype)
+
+
+def gather_rows(
+    x: Type,
+    onto: Type | None = None,
+    weight: Type | None = None,
+    bias: Type | None = None,
+    *,
+    size: Window,
+    shifts: Window,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    rolls_first: bool,
+    eps: float = 1e-5,
+) -> tuple[Type, ...]:
+    """Types rows of x[N, R, C] in another order, what they are added to, and the layer norm of it.
+
+    Args:
+        x: The rows.
+        onto: What they are added to, if they are.
+        weight: Of the norm, if there is one.
+        bias: Of the norm.
+        size: Rows down and across the image that is rolled: R in all.
+        shifts: How far it is.
+        shape: The axes that the rows are permuted by: R in all.
+        axes: How they are.
+        rolls_first: Whether the permute comes behind the roll.
+        eps: Added to the variance.
+
+    Returns:
+        The result; before it the sum, if that is normed.
+    """
+    name = "gather_rows"
+    if len(x.shape) != 3:
+        raise ArgumentError(f"{name}: expects rows x[N, R, C] but x has {_list(x)}")
+    count = x.shape[1]
+    if not count == math.prod(size) == math.prod(shape):
+        raise ArgumentError(f"{name}: {list(size)} and {list(shape)} are not {count} rows")
+    if sorted(axes) != list(range(len(shape))) or len(shape) > MOST_ROW_AXES:
+        raise ArgumentError(f"{name}: axes {axes} must name each of {list(shape)}, 4 at most")
+    if onto is not None and onto != x:
+        raise ArgumentError(f"{name}: expects to add to {_list(x)} but has {_list(onto)}")
+    if weight is not None and bias is not None:
+        _norm(name, x.shape[2], weight, bias)
+    return (x, x) if onto and weight else (x,)
 
 
 def layernorm_mlp(
@@ -966,9 +1043,11 @@ OPS: dict[str, Callable[..., Any]] = {
     "conv2d_shortcut": conv2d_shortcut,
     "conv2d_chain": conv2d_chain,
     "qkv_linear": qkv_linear,
+    "token_linear": token_linear,
     "attention": attention,
     "attention_bias": attention_bias,
     "layernorm_first": layernorm_first,
+    "gather_rows": gather_rows,
     "layernorm_mlp": layernorm_mlp,
     "squeeze_excite": squeeze_excite,
     "depthwise_qkv": depthwise_qkv,

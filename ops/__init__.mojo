@@ -5,6 +5,7 @@ from .class_token import *
 from .concat import *
 from .conv2d import *
 from .depthwise_qkv import *
+from .gather_rows import *
 from .gpu import *
 from .group_norm import *
 from .layernorm import *

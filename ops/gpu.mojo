@@ -18,3 +18,4 @@ from .sparse_conv2d.gpu import sparse_conv2d_gpu
 from .sparse_conv2d.packed import *
 from .squeeze_excite.hopper import squeeze_excite_gpu
 from .stem import *
+from .token_linear import *

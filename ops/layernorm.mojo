@@ -225,6 +225,67 @@ def layernorm_kernel[dtype: DType, norm: StaticString](o: NormTensors[dtype], g:
         to[unsafe_offset=c] = value.cast[dtype]()
 
 
+@always_inline
+def normalise_vectors[
+    dtype: DType, width: SIMDLength, vectors: Int, //, lanes: Int, norm: StaticString
+](
+    packed: Array[SIMD[dtype, width], vectors],
+    to: Data[dtype],
+    weight: Data[F32],
+    bias: Data[F32],
+    columns: Int,
+    *,
+    first: Int,
+    inside: Bool,
+    eps: Float32,
+):
+    """Normalises a row that a group of lanes holds, on a GPU.
+
+    Parameters:
+        dtype: Of the row.
+        width: Numbers of a vector: 16 bytes.
+        vectors: Vectors of a thread.
+        lanes: Threads of the row.
+        norm: Which one: layernorm or rms_norm.
+
+    Args:
+        packed: The thread's vectors, `lanes` vectors apart; zeros behind the columns.
+        to: The result[columns].
+        weight: [columns].
+        bias: [columns]; nobody reads that of an rms_norm.
+        columns: Numbers of the row.
+        first: Where the thread's first vector begins.
+        inside: Whether there is such a row; all lanes of a warp call this.
+        eps: Added to the variance.
+    """
+    comptime WIDE = Int(width)
+    var values = Array[SIMD[F32, width], vectors](fill=0)
+    var share = 1 / Float32(columns)
+    var sum = Float32(0)
+    comptime for v in range(vectors):
+        values[v] = widened(packed[v])
+        sum += values[v].reduce_add()
+    comptime if norm == "layernorm":
+        var mean = over_lanes[lanes](sum) * share
+        comptime for v in range(vectors):
+            values[v] -= mean
+    var squares = Float32(0)
+    comptime for v in range(vectors):
+        if first + v * lanes * WIDE < columns:
+            squares += (values[v] * values[v]).reduce_add()
+    var scale = rsqrt(over_lanes[lanes](squares) * share + eps)
+    comptime for v in range(vectors):
+        var c = first + v * lanes * WIDE
+        if inside and c < columns:
+            var shift = SIMD[F32, width](0)
+            comptime if norm == "layernorm":
+                shift = bias.unsafe_load[width=width, alignment=16](c)
+            var value = (values[v] * scale).fma(
+                weight.unsafe_load[width=width, alignment=16](c), shift
+            )
+            to.unsafe_store[alignment=16](c, value.cast[dtype]())
+
+
 @__name(t"{norm}_{lanes}x{vectors}_{dtype}")
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
 def layernorm_vector_kernel[
@@ -255,31 +316,9 @@ def layernorm_vector_kernel[
     comptime for v in range(vectors):
         if inside and first + v * lanes * WIDE < columns:
             packed[v] = source.unsafe_load[width=WIDE, alignment=16](first + v * lanes * WIDE)
-    var values = Array[SIMD[F32, WIDE], vectors](fill=0)
-    var share = 1 / Float32(columns)
-    var sum = Float32(0)
-    comptime for v in range(vectors):
-        values[v] = widened(packed[v])
-        sum += values[v].reduce_add()
-    comptime if norm == "layernorm":
-        var mean = over_lanes[lanes](sum) * share
-        comptime for v in range(vectors):
-            values[v] -= mean
-    var squares = Float32(0)
-    comptime for v in range(vectors):
-        if first + v * lanes * WIDE < columns:
-            squares += (values[v] * values[v]).reduce_add()
-    var scale = rsqrt(over_lanes[lanes](squares) * share + g.eps)
-    comptime for v in range(vectors):
-        var c = first + v * lanes * WIDE
-        if inside and c < columns:
-            var shift = SIMD[F32, WIDE](0)
-            comptime if norm == "layernorm":
-                shift = o.bias.unsafe_load[width=WIDE, alignment=16](c)
-            var value = (values[v] * scale).fma(
-                o.weight.unsafe_load[width=WIDE, alignment=16](c), shift
-            )
-            to.unsafe_store[alignment=16](c, value.cast[dtype]())
+    normalise_vectors[lanes, norm](
+        packed, to, o.weight, o.bias, columns, first=first, inside=inside, eps=g.eps
+    )
 
 
 def _enqueue_vectors[

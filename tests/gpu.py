@@ -45,7 +45,7 @@ from maxvision.runtime.classifier import Classifier, build, load
 from maxvision.runtime.executor import Unchecked
 from maxvision.runtime.replay import Execution, sizes
 from maxvision.weights import bundled as bundled_names
-from tests.ops.cases import CASES, PACKED, TORCH, Case, build_graph, check, draw, poisoned
+from tests.ops.cases import CASES, ON_HOPPER, TORCH, Case, build_graph, check, draw, poisoned
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES = (1, 3)
@@ -186,7 +186,7 @@ def cases_of(dtype: DType, device: Device, name: str = "ops") -> list[Case]:
     if name == "counted":
         return [case for case in CASES if case.name in COUNTED]
     hopper = base(device.architecture_name) == "sm_90"
-    return CASES + PACKED if hopper and dtype != DType.float32 else CASES
+    return CASES + ON_HOPPER if hopper and dtype != DType.float32 else CASES
 
 
 def load_cases(

@@ -8,7 +8,7 @@
 | batch_norm       | a convolution and its batch norm: one convolution                            |
 | attention        | attention, written out or not, with its masks: one op on tokens [N, T, C]    |
 | common           | ops that compute the same of the same values, as of a mask: one              |
-| channels_last    | images as [N, H, W, C]; permutes and reshapes that cancel out go             |
+| channels_last    | images as [N, H, W, C]; permutes that cancel out go; tokens as they lie      |
 | concats          | more values put together than a launch takes, most of which are already: few |
 | scale            | a constant by channel behind a product, as LayerScale: into its weights      |
 | tokens           | a class token put before others, the norm of the first token: one op each    |
@@ -22,6 +22,7 @@
 | qkv              | the linear layers of query, key and value: one op                            |
 | depthwise        | a norm and depthwise convolutions into query, key and value: one op          |
 | mlp              | a norm and an MLP: one op                                                    |
+| rows             | rows put in another order, as of windows, their norms and sums: one op       |
 | align            | axes of linear layers that Hopper's copy engine does not take: padded        |
 | pointwise        | batch norms that are left and elementwise ops in a row: one expression       |
 | concat_pointwise | values put together and an expression of all by channel: one op              |
@@ -37,7 +38,7 @@ from collections.abc import Callable, Collection
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.passes import align, elementwise, fold, fuse, heads, layout, written
+from maxvision.graphs.passes import align, elementwise, fold, fuse, heads, layout, rows, written
 from maxvision.graphs.program import Program
 
 Pass = Callable[[Program, Backend], Program]
@@ -64,6 +65,7 @@ PASSES: dict[str, Pass] = {
     "qkv": fuse.qkv,
     "depthwise": fuse.depthwise,
     "mlp": fuse.mlp,
+    "rows": rows.rows,
     "align": align.align,
     "pointwise": elementwise.pointwise,
     "concat_pointwise": elementwise.concat_pointwise,

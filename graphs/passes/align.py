@@ -31,8 +31,8 @@ ROWS = (*NORMS, "softmax")
 def align(program: Program, on: Backend) -> Program:
     """Pads axes of linear layers to a multiple of 8, for Hopper's tensor cores in 16 bits.
 
-    The copy engine takes rows of a multiple of 16 bytes, which the 196 tokens that MLP-Mixer
-    multiplies are not. Such an axis is padded where it begins and cut where it ends. In between it
+    The copy engine takes rows of a multiple of 16 bytes, which 196 tokens or a hidden layer of 1365
+    are not. Such an axis is padded where it begins and cut where it ends. In between it
     stays padded, through permutes, elementwise ops, norms of another axis and linear layers. This
     is done where it takes fewer pads and cuts than there are linear layers to gain.
 

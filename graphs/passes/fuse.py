@@ -17,7 +17,7 @@ from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import pair, sides
 from maxvision.graphs.types import product
 
-PRODUCTS = ("conv2d", "linear", "matmul")
+PRODUCTS = ("conv2d", "linear", "token_linear", "matmul")
 """The ops that have an epilogue; their residual is the fourth input."""
 ACTIVATED = (*PRODUCTS, "group_norm")
 """The ops whose epilogue may be an activation."""
@@ -100,11 +100,14 @@ def _first_token(program: Program, norm: Node) -> list[Node] | None:
 
 
 def epilogues(program: Program, _: Backend) -> Program:
-    """Gives a product, or a group norm, what follows it: + residual, then an op of one value."""
-    rewrite = Rewrite(program)
+    """Gives a product, or a group norm, what follows it: + residual, then an op of one value.
+
+    A residual may be added to a product that is reshaped first: it is reshaped instead.
+    """
+    rewrite, taken = Rewrite(program), set(program.types)
     for node in program.nodes:
         if node.op == "add" and len(node.inputs) == 2:
-            _add(program, rewrite, node)
+            _add(program, rewrite, node, taken)
     for node in program.nodes:
         if _is_activation(node) and not rewrite.has(node):
             product = program.producers.get(node.inputs[0])
@@ -115,13 +118,15 @@ def epilogues(program: Program, _: Backend) -> Program:
     return rewrite.done()
 
 
-def _add(program: Program, rewrite: Rewrite, node: Node) -> None:
+def _add(program: Program, rewrite: Rewrite, node: Node, taken: set[str]) -> None:
     for value, residual in (node.inputs, node.inputs[::-1]):
-        product = program.producers.get(value)
+        user, product = node, program.producers.get(value)
+        if _is(product, "reshape") and program.only_user(value) is node:
+            user, product = product, program.producers.get(product.inputs[0])
         if (
             product is None
             or value == residual
-            or not _is_bare(program, product, node)
+            or not _is_bare(program, product, user)
             or program.types[residual] != program.types[value]
             or residual in program.constants
         ):
@@ -132,8 +137,18 @@ def _add(program: Program, rewrite: Rewrite, node: Node) -> None:
         ends = "_".join(["add", *map(_activation, last)])
         fused = product.with_attributes(epilogue=ends)
         outputs = (last or [node])[0].outputs
-        new = replace(fused, inputs=(*inputs, residual), outputs=outputs)
-        rewrite.replace([product, node, *last], new)
+        if user is node:
+            new = [replace(fused, inputs=(*inputs, residual), outputs=outputs)]
+        else:
+            held, made = (free(taken, f"{name}.reshape") for name in (residual, outputs[0]))
+            shapes = (program.types[each.output].shape for each in (product, node))
+            before, after = ({"shape": shape} for shape in shapes)
+            new = [
+                Node("reshape", (residual,), (held,), before),
+                replace(fused, inputs=(*inputs, held), outputs=(made,)),
+                Node("reshape", (made,), outputs, after),
+            ]
+        rewrite.replace([product, *([user] if user is not node else []), node, *last], *new)
         return
 
 

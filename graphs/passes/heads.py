@@ -35,7 +35,7 @@ def attention(program: Program, on: Backend) -> Program:
     """Attends to tokens [N, T, C] whose heads lie side by side: nothing is split or joined."""
     found = _recognised(program)
     if any(node.op == "softmax" for node in found.nodes):  # perhaps einsum hides the heads
-        simpler = _recognised(layout.views(_unmerged(layout.views(found))))
+        simpler = _recognised(layout.views(_unmerged(layout.views(found, on)), on))
         found = max(found, simpler, key=_count)
     return _fused(found, on)
 

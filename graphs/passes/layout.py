@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from max.dtype import DType
+
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE, MOST_PARTS
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, rebuilt
@@ -14,23 +16,27 @@ from maxvision.graphs.views import View
 IMAGES = ("conv2d", "batch_norm", "max_pool2d", "avg_pool2d", "group_norm")
 """The ops that take images in either layout."""
 REDUCTIONS = ("sum", "mean", "amax", "amin")
+TURNED = (0, 2, 1)
+"""How tokens [N, T, C] are transposed, and back."""
 ALONG_AXES = ("slice", "concat", "pad", "roll", "cumsum", *REDUCTIONS)
 """Ops that name axes, and do the same wherever these lie."""
 
 
-def channels_last(program: Program, _: Backend) -> Program:
+def channels_last(program: Program, on: Backend) -> Program:
     """Computes images as [N, H, W, C]; permutes and reshapes that come to nothing go.
 
     Values are looked at through views: a permute or a reshape makes no node by itself, but changes
     the view, and only what an op reads in the end is laid out. A view of more axes than a permute
     takes is laid out before it grows.
+
+    On Hopper, linear layers of transposed tokens, as in MLP-Mixer, multiply them where they lie.
     """
-    return _Layout(program).run()
+    return _Layout(program, on).run()
 
 
-def views(program: Program) -> Program:
+def views(program: Program, on: Backend) -> Program:
     """Makes of permutes and reshapes in a row one permute at most, between two reshapes."""
-    return _Views(program).run()
+    return _Views(program, on).run()
 
 
 def concats(program: Program, _: Backend) -> Program:
@@ -60,8 +66,9 @@ def concats(program: Program, _: Backend) -> Program:
 
 
 class _Layout:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, on: Backend) -> None:
         self.program = program
+        self.on = on
         self.nodes: list[Node] = []
         self.seen: dict[str, tuple[str, View]] = {}  # value -> what holds its numbers, and how
         self.made: dict[tuple[str, View], str] = {}  # what was laid out already
@@ -102,6 +109,7 @@ class _Layout:
             self.seen[node.output] = (node.output, View.of((n, *size, c)).permuted(to_first))
         elif not (
             (node.op == "layer_norm" and self.of_pixels(node))
+            or (node.op == "linear" and self.along_tokens(node))
             or (node.op in (*ELEMENTWISE, "cast") and self.elementwise(node))
             or (
                 node.op in ALONG_AXES
@@ -130,6 +138,32 @@ class _Layout:
             return False
         self.nodes.append(replace(node, inputs=(source, *node.inputs[1:])))
         self.seen[node.output] = (node.output, view)
+        return True
+
+    def along_tokens(self, node: Node) -> bool:
+        """Multiplies tokens that are transposed for it where they lie."""
+        program, shape = self.program, self.program.types[node.inputs[0]].shape
+        weights = tuple(filter(None, node.inputs[1:]))
+        view = self.view(node.inputs[0])[1]
+        if (
+            not self.on.is_hopper
+            or DType[node.dtype or self.on.dtype].size_in_bytes != 2
+            or not program.constants.issuperset(weights)
+            or any(layer in self.on.formats for layer in node.layers)
+            or len(shape) != 3
+            or not isinstance(shape[1], int)
+            or shape[1] % 8
+            or view.keeps_order
+            or not view.permuted(TURNED).keeps_order
+        ):
+            return False
+        (f, t), name = program.shape(node.inputs[1]), node.inputs[1]
+        if t % 8:
+            name = self.emit("pad", name, pads=(0, 0, 0, -t % 8))
+        inputs = (self.read(node.inputs[0], TURNED), name, *node.inputs[2:])
+        self.nodes.append(replace(node, op="token_linear", inputs=inputs))
+        n, c, _ = shape
+        self.seen[node.output] = (node.output, View.of((n, f, c)).permuted(TURNED))
         return True
 
     def elementwise(self, node: Node) -> bool:

@@ -2,7 +2,7 @@
 
 Sums leave in rows of 128 bytes in shared memory, swizzled, which the copy engine stores:
 `finish_rows` where rows of the product are rows of the result, `finish_columns` where they are its
-columns, as when filters are the left side. What lies there before is the residual, and is
+columns, as when filters are the left side of a convolution. What lies there before is the residual, and is
 overwritten. Where a cluster shares a tile, `leave_rows` or `leave_columns` leaves each block's sums
 in its shared memory, and `reduce_cluster` adds them up and finishes them.
 
@@ -150,7 +150,14 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
 
 @always_inline
 def finish_rows[
-    dtype: DType, epilogue: Epilogue, columns: Int, *, first: Int = 0, pitch: Int, sources: Int = 1
+    dtype: DType,
+    epilogue: Epilogue,
+    columns: Int,
+    *,
+    first: Int = 0,
+    pitch: Int,
+    sources: Int = 1,
+    by_row: Bool = False,
 ](
     to: UInt32,
     at: Fragment,
@@ -169,6 +176,7 @@ def finish_rows[
         first: The first of the sums' columns, a multiple of 8.
         pitch: Bytes from a box to the next.
         sources: 2 if there is a second bias.
+        by_row: Whether filters are the rows, each with a bias; else they are the columns.
 
     Args:
         to: The first box; it holds the residual, and then the result.
@@ -176,15 +184,21 @@ def finish_rows[
         sums: Of the thread.
         alpha: Scale of the product.
         tensors: Have the bias.
-        f0: The first column of the result.
-        f: Columns of the result; the bias of others is not read.
+        f0: The first filter.
+        f: Filters of the result; the bias of others is not read.
     """
     comptime WIDTH = ROW // size_of[dtype]()
+    var biases = SIMD[F32, 2](0)
+    comptime if by_row:
+        biases = tensors.row_biases(at, f0, f)
     comptime for j in range(columns // 8):
         var bias = SIMD[F32, 2](0)
-        if f0 + Int32(8 * j) + at.column() < f:
-            bias = tensors.bias_of[2, sources](f0 + Int32(8 * j) + at.column())
+        comptime if not by_row:
+            if f0 + Int32(8 * j) + at.column() < f:
+                bias = tensors.bias_of[2, sources](f0 + Int32(8 * j) + at.column())
         comptime for half in range(2):
+            comptime if by_row:
+                bias = SIMD[F32, 2](biases[half])
             var row = UInt32(at.row()) + UInt32(8 * half)
             var byte = (UInt32(8 * j % WIDTH) + UInt32(at.column())) * UInt32(size_of[dtype]())
             var place = to + UInt32(8 * j // WIDTH * pitch) + row * UInt32(ROW)

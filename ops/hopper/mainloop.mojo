@@ -12,11 +12,12 @@ from max.gpu.compute.mma import (
 from .accumulator import Sums
 from .mma import Matrix, mma
 from .pipeline import Pipeline, Storing
+from .shared import ROW
 
 
 @always_inline
 def multiply_stages[
-    results: Int, //, dtype: DType, columns: Int, *, overlap: Bool
+    results: Int, //, dtype: DType, columns: Int, *, overlap: Bool, turned: Bool = False
 ](
     mut pipeline: Pipeline,
     mut storing: Storing[results],
@@ -34,6 +35,7 @@ def multiply_stages[
         columns: Of B.
         overlap: Whether a stage's products are issued before those of the last one are done: it is
             released later, so the ring has to be longer.
+        turned: Whether B lies turned over: boxes of 64 rows of K, by 64 columns of 16 bits.
 
     Args:
         pipeline: The ring of stages; goes on by `steps`.
@@ -51,7 +53,8 @@ def multiply_stages[
     for i in range(steps):
         pipeline.wait()
         wgmma_fence_aligned()
-        sums = mma[dtype, columns](Matrix(pipeline.stage() + a), Matrix(pipeline.stage() + b), sums)
+        var right = Matrix(pipeline.stage() + b, pitch=64 * ROW if turned else 16)
+        sums = mma[dtype, columns, turned=turned](Matrix(pipeline.stage() + a), right, sums)
         wgmma_commit_group_sync()
         if i == 0 and leads:
             storing.release(pipeline)

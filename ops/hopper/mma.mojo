@@ -82,6 +82,7 @@ def mma[
     pitch: Int = 0,
     clear: Bool = False,
     pitch_b: Int = pitch,
+    turned: Bool = False,
 ](
     a: Matrix[row, wide=_], b: Matrix[row, wide=_], sums: StaticTuple[Float32, columns // 2]
 ) -> StaticTuple[Float32, columns // 2]:
@@ -96,10 +97,11 @@ def mma[
         pitch: Bytes from a box to the next, of A and of B.
         clear: Whether the sums begin at 0; then `sums` lends its registers only.
         pitch_b: Those of B, where they differ.
+        turned: Whether B lies as rows of its columns, one for each number of K; of 16-bit factors.
 
     Args:
         a: A, row by row.
-        b: B, column by column.
+        b: B, column by column unless it is turned.
         sums: What the products are added to.
 
     Returns:
@@ -112,16 +114,18 @@ def mma[
     comptime for k in range(STEPS * boxes):
         comptime box = k // STEPS
         comptime step = k % STEPS * 32
+        comptime step_b = k % STEPS * DEPTH * row if turned else step
         total = wgmma_async[
             ROWS,
             columns,
             DEPTH,
             a_type=dtype,
             b_type=dtype,
+            layout_b="row" if turned else "col",
             scale_d=0 if clear and k == 0 else 1,
         ](
             WGMMADescriptor[dtype](a.after(box * pitch + step)),
-            WGMMADescriptor[dtype](b.after(box * pitch_b + step)),
+            WGMMADescriptor[dtype](b.after(box * pitch_b + step_b)),
             total,
         )
     return total

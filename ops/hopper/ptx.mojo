@@ -222,6 +222,24 @@ def store_2d(map: UInt64, at: UInt32, x: Int32, y: Int32):
 
 
 @always_inline
+def store_3d(map: UInt64, at: UInt32, x: Int32, y: Int32, z: Int32):
+    """Starts copying a box from shared memory into a tensor of rank 3; what lies outside is dropped.
+
+    Args:
+        map: Address of the tensor map.
+        at: Where from, in shared memory.
+        x: First index along the last axis.
+        y: First index along the middle axis.
+        z: First index along the first axis.
+    """
+    inlined_assembly[
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [$0, {$2, $3, $4}], [$1];",
+        NOTHING,
+        constraints="l,r,r,r,r,~{memory}",
+    ](map, at, x, y, z)
+
+
+@always_inline
 def stores_commit():
     """Makes the stores that this thread started a group."""
     inlined_assembly["cp.async.bulk.commit_group;", NOTHING, constraints="~{memory}"]()

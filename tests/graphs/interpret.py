@@ -157,6 +157,12 @@ def _linear(
     return _end(F.linear(x, weight, bias), residual, epilogue)
 
 
+def _token_linear(x: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **ends: Any) -> Tensor:
+    y = F.linear(x.mT, weight[:, : x.shape[1]], bias).mT
+    assert not weight[:, x.shape[1] :].any()
+    return _end(y, *rest or (None,), **({"epilogue": "none"} | ends))
+
+
 def _matmul(
     a: Tensor, b: Tensor, bias: Any = None, residual: Any = None, *, alpha: float = 1.0,
     transpose_b: bool = False, epilogue: str = "none",
@@ -269,6 +275,24 @@ def _chain(
 
 def _qkv_linear(*given: Any) -> list[Tensor]:
     return [F.linear(given[i], given[3 + 2 * i], given[4 + 2 * i]) for i in range(3)]
+
+
+def _gather_rows(
+    x: Tensor, onto: Any = None, weight: Any = None, bias: Any = None, *, size: Any, shifts: Any,
+    shape: Any, axes: Any, rolls_first: bool, eps: float = 1e-5,
+) -> list[Tensor]:  # fmt: skip
+    for rolls in (rolls_first, not rolls_first):
+        if rolls:
+            y = x.unflatten(1, size).roll(shifts, (1, 2))
+            x = y.flatten(1, 2)
+        else:
+            y = x.unflatten(1, shape).permute(0, *(1 + a for a in axes), len(axes) + 1)
+            x = y.flatten(1, len(axes))
+    x = x if onto is None else onto + x
+    if weight is None:
+        return [x]
+    y = _layer_norm(x, weight, bias, eps=eps)
+    return [y] if onto is None else [x, y]
 
 
 def _layernorm_mlp(
@@ -415,11 +439,13 @@ OPS: dict[str, Callable[..., Any]] = {
     "conv2d_shortcut": _shortcut,
     "conv2d_chain": _chain,
     "qkv_linear": _qkv_linear,
+    "token_linear": _token_linear,
     "attention": _attention,
     "attention_bias": _bias,
     "layernorm_first": lambda x, *norm, eps=1e-5: _layer_norm(x[:, 0], *norm, eps=eps),
     "layernorm_mlp": _layernorm_mlp,
     "squeeze_excite": _squeeze_excite,
+    "gather_rows": _gather_rows,
     "depthwise_qkv": _depthwise_qkv,
     "class_token": _class_token,
     "stem_maxpool": _stem_maxpool,

@@ -95,10 +95,10 @@ def attend(net: Net, tokens: Sequence[Value], heads: int, scale: float | None = 
     return net.reshape(net.permute(y, 0, 2, 1, 3), BATCH, tokens[0].size(1), c)
 
 
-def mixer(net: Net, x: Value) -> Value:
+def mixer(net: Net, x: Value, c: int = 8) -> Value:
     """Multiplies tokens, then channels (Tolstikhin et al. 2021, MLP-Mixer, arXiv:2105.01601)."""
-    x = net.conv2d(x, "embed", 8, 4, stride=4)
-    c, t = x.size(1), x.size(2) * x.size(3)
+    x = net.conv2d(x, "embed", c, 4, stride=4)
+    t = x.size(2) * x.size(3)
     x = net.permute(net.reshape(x, BATCH, c, t), 0, 2, 1)
     for i in range(2):
         with net.at(i):
@@ -108,6 +108,38 @@ def mixer(net: Net, x: Value) -> Value:
             y = net.gelu(net.linear(net.layer_norm(x, "norm2"), "fc1", 16))
             x = x + net.linear(y, "fc2", c)
     return net.linear(net.op("mean", [net.layer_norm(x, "norm")], axes=(1,)), "head", 3)
+
+
+def swin(net: Net, x: Value, norms: str = "before") -> Value:
+    """Multiplies windows of an image, which is rolled for it every other time (Swin, 2103.14030).
+
+    Args:
+        net: The network.
+        x: Pixels.
+        norms: Where the norms are: ``before`` the layers, or ``behind`` as in Swin v2 (2111.09883).
+    """
+    x = net.permute(net.conv2d(x, "embed", 8, 2, stride=2), 0, 2, 3, 1)
+    _, h, w, c = x.shape
+    for i, shift in enumerate((0, 1)):
+        with net.at(i):
+            y = net.layer_norm(x, "norm1") if norms == "before" else x
+            y = rolled(net, y, -shift)
+            y = net.permute(net.reshape(y, BATCH, h // 2, 2, w // 4, 4, c), 0, 1, 3, 2, 4, 5)
+            y = net.linear(net.reshape(y, f"{h * w // 8}*{BATCH}", 8, c), "window", c)
+            y = net.permute(net.reshape(y, BATCH, h // 2, w // 4, 2, 4, c), 0, 1, 3, 2, 4, 5)
+            y = rolled(net, net.reshape(y, BATCH, h, w, c), shift)
+            x = x + (net.layer_norm(y, "norm1") if norms == "behind" else y)
+            tokens = net.reshape(x, BATCH, h * w, c)
+            y = net.layer_norm(tokens, "norm2") if norms == "before" else tokens
+            y = net.linear(net.gelu(net.linear(y, "fc1", 16)), "fc2", c)
+            y = net.layer_norm(y, "norm2") if norms == "behind" else y
+            x = net.reshape(tokens + y, BATCH, h, w, c)
+    return net.op("mean", [x], axes=(1, 2))
+
+
+def rolled(net: Net, x: Value, shift: int) -> Value:
+    """Rolls an image [N, H, W, C] down and twice as far right."""
+    return net.op("roll", [x], shifts=(shift, 2 * shift), axes=(1, 2)) if shift else x
 
 
 def dense(net: Net, x: Value) -> Value:
@@ -180,6 +212,7 @@ NETS: dict[str, tuple[Callable[[Net, Value], Any], tuple[int, ...]]] = {
     "convnext": (convnext, (4, 8, 9)),
     "vit": (vit, (3, 8, 12)),
     "mixer": (mixer, (3, 8, 12)),
+    "swin": (swin, (3, 8, 24)),
     "dense": (dense, (3, 6, 8)),
     "gated": (gated, (3, 5, 6)),
     "excited": (excited, (3, 5, 6)),

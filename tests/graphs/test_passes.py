@@ -333,6 +333,12 @@ def mlp(net: Net, x: Value, *, between: str = "gelu", seen: str = "", **rest: An
     return y + x if rest.get("flip") else x + y
 
 
+def across(net: Net, x: Value, f: int = 9, **rest: Any) -> Value:
+    """Multiplies tokens [N, T, C], weighs the result by channel, and adds it to them (ResMLP)."""
+    y = net.linear(net.permute(x, 0, 2, 1), "tokens", f, **rest)
+    return x + net.op("mul", [net.permute(y, 0, 2, 1), net.weight("scale", x.size(2))])
+
+
 def mixed(
     net: Net, x: Value, count: int = 3, hidden: int = 66, *, between: str = "gelu", tell: Any = None
 ) -> Value:
@@ -728,6 +734,12 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         TOKENS, "add leaky_relu ->",
     ),
     "a residual": ("epilogues", CPU, lambda n, x: a_conv(n, x, filters=3) + x, IMAGE, "add ->"),
+    "a residual of a product that is reshaped": (
+        "epilogues", CPU, lambda n, x: n.relu(
+            n.op("softmax", [n.reshape(x, BATCH, x.size(1), 2, 2)])
+            + n.reshape(n.linear(x, "a", 4), BATCH, x.size(1), 2, 2)
+        ), TOKENS, "relu add -> reshape",
+    ),
     "a residual, swapped": (
         "epilogues", CPU, lambda n, x: x + a_conv(n, x, filters=3), IMAGE, "add ->",
     ),
@@ -839,10 +851,28 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "layer_norm linear linear -> layernorm_mlp",
     ),
     "mixed tokens of an odd number": (
-        "align", HOPPER, nets.mixer, (3, 36, 36), "reshape -> pad slice",
+        "align", HOPPER, lambda n, x: nets.mixer(n, x, 12), (3, 36, 36), "reshape -> pad slice",
     ),
     "tokens of an image and of two norms of it": (
         "align", HOPPER, tokens_of_norms, (4, 9, 11), "reshape reshape -> pad slice",
+    ),
+    "norms before windows and behind them": (
+        "rows", CUDA, nets.swin, (3, 8, 24),
+        "permute permute permute permute roll roll layer_norm layer_norm layer_norm layer_norm add"
+        " add -> reshape reshape gather_rows gather_rows gather_rows gather_rows",
+    ),
+    "windows that are normed when they are put together": (
+        "rows", CPU, lambda n, x: nets.swin(n, x, "behind"), (3, 8, 24),
+        "permute permute permute roll roll layer_norm layer_norm -> gather_rows gather_rows"
+        " gather_rows",
+    ),
+    "mixed tokens": (
+        "channels_last", HOPPER, nets.mixer, (3, 36, 36),
+        "permute permute permute permute linear linear linear linear -> reshape reshape reshape"
+        " token_linear token_linear token_linear token_linear",
+    ),
+    "tokens of a third axis, which are weighed by channel": (
+        "channels_last", HOPPER, across, (9, 16), "permute permute linear -> token_linear",
     ),
     "an odd axis and hidden layers, which need no pad": (
         "align", HOPPER, mixed, (4, 100), "-> pad slice",
@@ -950,6 +980,39 @@ def test_it_applies(name: str) -> None:
     assert layers - folded <= stays, "a layer is forgotten"
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_rows_in_any_order_are_the_same(seed: int) -> None:
+    """Rolls, windows and grids in a row, between norms and sums."""
+    draw = random.Random(seed)
+
+    def moved(net: Net, x: Value) -> Value:
+        n, h, w, c = x.shape
+        for kind in draw.choices(["roll", "windows", "turn"], k=draw.randint(1, 2)):
+            if kind == "roll":
+                axes = draw.choice([(1,), (2,), (1, 2)])
+                shifts = tuple(draw.randint(-4, 4) for _ in axes)
+                x = net.op("roll", [x], shifts=shifts, axes=axes)
+            elif kind == "windows":
+                order = draw.sample(range(1, 5), 4)
+                x = net.permute(net.reshape(x, n, 2, h // 2, 3, w // 3, c), 0, *order, 5)
+            else:
+                x = net.permute(x, 0, 2, 1, 3)
+            x = net.reshape(x, n, h, w, c)
+        return x
+
+    def write(net: Net, x: Value) -> Value:
+        y = moved(net, net.layer_norm(x, "norm"))
+        y = net.op("softmax", [y])
+        z = x + moved(net, y)
+        return net.op("softmax", [net.layer_norm(z, "behind")]) + z
+
+    program = nets.program(write, 4, 6, 8).retyped({"x": "bfloat16"})
+    found = kept(program, CUDA)
+    assert (
+        ops(found)["roll"] + ops(found)["permute"] < ops(program)["roll"] + ops(program)["permute"]
+    )
+
+
 def test_what_stands_together_is_put_together_once() -> None:
     before, after = both("concats", nets.program(dense_block, *IMAGE), CPU)
     inputs = [[len(n.inputs) for n in p.nodes if n.op == "concat"] for p in (before, after)]
@@ -971,6 +1034,12 @@ def sdpa(net: Net, x: Value, q: int, k: int, v: int, **rest: Any) -> Value:
     """Attends from one head, with depths of ``q`` = ``k`` and ``v``."""
     parts = [split(net, net.linear(x, n, c), 1) for n, c in (("q", q), ("k", k), ("v", v))]
     return join(net, net.scaled_dot_product_attention(*parts, **rest))
+
+
+def reordered(net: Net, x: Value, *axes: int, after: Any = None) -> Value:
+    """Norms an image [N, H, W, C], and permutes it."""
+    y = net.permute(net.layer_norm(x, "norm"), *axes)
+    return after(net, y) if after else y
 
 
 def scaled_twice(net: Net, x: Value) -> Value:
@@ -1012,6 +1081,22 @@ def no_convolutions(net: Net, x: Value) -> Value:
 REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     "an activation": ("constants", CPU, lambda n, x: x + n.weight("a", 4), TOKENS),
     "a size that is not known": ("constants", CPU, lambda n, x: x + token(n, 4, count=5), TOKENS),
+    "rows: the channels move": ("rows", CPU, lambda n, x: reordered(n, x, 0, 1, 3, 2), IMAGE),
+    "rows: the images move": ("rows", CPU, lambda n, x: reordered(n, x, 1, 0, 2, 3), IMAGE),
+    "rows: another reads the norm": (
+        "rows", CPU, lambda n, x: n.permute(used(n, n.layer_norm(x, "norm")), 0, 2, 1, 3), IMAGE,
+    ),
+    "rows: the channels are rolled": (
+        "rows", CPU,
+        lambda n, x: n.op("roll", [n.layer_norm(x, "norm")], shifts=(1,), axes=(3,)), IMAGE,
+    ),
+    "rows: of no multiple of 16 bytes": (
+        "rows", CUDA, lambda n, x: reordered(n, x, 0, 2, 1, 3), (4, 5, 12),
+    ),
+    "rows: of more than 2 KB": (
+        "rows", CUDA, lambda n, x: reordered(n, x, 0, 2, 1, 3), (2, 3, 1032),
+    ),
+    "rows: a permute alone": ("rows", CPU, lambda n, x: n.permute(x, 0, 2, 1, 3), IMAGE),
     "batch_norm: another reads the convolution": (
         "batch_norm", CPU, lambda n, x: n.batch_norm(used(n, a_conv(n, x)), "n"), IMAGE,
     ),
@@ -1407,10 +1492,40 @@ def unaligned(program: Program) -> list[str]:
     return [name for name, (f, k) in shapes if not is_aligned((1, 1, k, f), DType.bfloat16)]
 
 
-def test_no_linear_layer_of_a_mixer_is_left_unaligned_but_the_head() -> None:
+def test_tokens_of_a_mixer_are_multiplied_where_they_lie() -> None:
     program = nets.program(nets.mixer, 3, 36, 36).retyped({"x": "bfloat16"})
+    found = passes.run(program, HOPPER)
+    ends = [n.attributes["epilogue"] for n in found.nodes if n.op == "token_linear"]
+    assert ends == ["gelu", "add"] * 2
+    assert unaligned(found) == ["head"]
+    assert not {"pad", "slice"} & set(ops(found))
+    assert ops(found)["permute"] == 1  # of the pixels
+
+
+@pytest.mark.parametrize(
+    ("on", "write", "c"),
+    [
+        (CPU, across, 16),
+        (CUDA, across, 16),
+        (replace(HOPPER, dtype="float32"), across, 16),
+        (replace(HOPPER, formats={"tokens": "tiles"}), across, 16),
+        (HOPPER, across, 12),
+        (HOPPER, lambda n, x: n.linear(x, "tokens", 9), 16),
+        (HOPPER, lambda n, x: n.op("linear", [turn3(x), n.input("w", (9, 9))]), 16),
+    ],
+)
+def test_tokens_are_transposed_where_no_kernel_multiplies_them(
+    on: Backend, write: Write, c: int
+) -> None:
+    program = nets.program(write, 9, c).retyped({"x": on.dtype})
+    assert ops(kept(program, on, ["channels_last"]))["token_linear"] == 0
+
+
+def test_no_linear_layer_of_tokens_is_left_unaligned() -> None:
+    write = functools.partial(nets.mixer, c=12)
+    program = nets.program(write, 3, 36, 36).retyped({"x": "bfloat16"})
     before, after = (passes.run(program, HOPPER, off) for off in ({"align"}, set()))
-    assert len(unaligned(before)) == 5 and unaligned(after) == ["head"]
+    assert len(unaligned(before)) == 9 and len(unaligned(after)) == 5
     counts = ops(after)
     assert (counts["pad"], counts["slice"]) == (1, 1)
     ends = [

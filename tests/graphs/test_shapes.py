@@ -224,6 +224,27 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     r"conv2d: does not take .* with \{'strides': 2\}": ("conv2d", (X, F33), {"strides": 2}),
     "batch_norm: does not take": ("batch_norm", (X,), {}),
     "qkv_linear: does not take": ("qkv_linear", (TOKENS, TOKENS), {}),
+    r"a weight \[F, 8\] for 5 tokens but has \[3, 5\]": (
+        "token_linear", (Type((BATCH, 5, 8)), Type((3, 5))), {},
+    ),
+    "channels of a multiple of 8 but has 4": ("token_linear", (TOKENS, Type((3, 8))), {}),
+    r"tokens x\[N, T, C\] but x has \[batch, 6, 8, 9\]": ("token_linear", (X, Type((3, 8))), {}),
+    r"residual expects the output's shape \[batch, 3, 8\]": (
+        "token_linear", (Type((BATCH, 5, 8)), Type((3, 8)), None, Type((BATCH, 5, 8))),
+        {"epilogue": "add"},
+    ),
+    r"gather_rows: \[2, 3\] and \[5\] are not 5 rows": (
+        "gather_rows", (TOKENS,),
+        {"size": (2, 3), "shifts": (0, 0), "shape": (5,), "axes": (0,), "rolls_first": True},
+    ),
+    r"axes \(0, 0\) must name each of \[1, 5\]": (
+        "gather_rows", (TOKENS,),
+        {"size": (1, 5), "shifts": (0, 0), "shape": (1, 5), "axes": (0, 0), "rolls_first": True},
+    ),
+    r"gather_rows: expects to add to \[batch, 5, 4\]": (
+        "gather_rows", (TOKENS, Type((BATCH, 5, 8))),
+        {"size": (1, 5), "shifts": (0, 0), "shape": (5,), "axes": (0,), "rolls_first": True},
+    ),
     "concat: expects vectors of 8 along the last axis": (
         "concat", (TOKENS, TOKENS, Type((4,))), {"axis": 2, "expression": "x0 x1 add"},
     ),

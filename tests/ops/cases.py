@@ -269,6 +269,25 @@ def dense(name: str, x: Shape, f: int, then: str = "none", bias: bool = True) ->
     return Case(name, [x, (*x[:-1], f)] if adds else [x], weights, build, reference)
 
 
+def along_tokens(name: str, t: int, c: int, f: int, then: str = "none") -> Case:
+    """Makes a case of token_linear on [tokens, c]; the weight's last rows are zeros."""
+
+    def build(w: Parameters, x: Any, *residual: Any) -> Any:
+        weight = w.filter("w")
+        return nodes.token_linear(x, weight, epilogue=then, residual=next(iter(residual), None))
+
+    def reference(w: Any, x: Any, *residual: Any) -> torch.Tensor:
+        y = (x.mT @ w["w.weight"][:t] + w["w.bias"].to(x)).mT
+        return epilogue(y, then, *residual)
+
+    def fill(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        weights["w.weight"][t:] = 0
+
+    inputs = [(t, c), (f, c)] if then.startswith("add") else [(t, c)]
+    weights = {"w.weight": (t + -t % 8, f), "w.bias": (f,)}
+    return Case(name, inputs, weights, build, reference, fill)
+
+
 def pool(name: str, size: tuple[int, int], c: int, kernel: Any, **geometry: Any) -> Case:
     """Makes a case of maxpool or avgpool, by the name's first word."""
     max_ = name.startswith("maxpool")
@@ -320,6 +339,44 @@ def permuted(x: Shape, *axes: int) -> Case:
     return same(
         f"permute {x} {axes}", x, lambda a: nodes.permute(a, axes), lambda a: a.permute(axes)
     )
+
+
+def gathered(
+    name: str,
+    size: tuple[int, int],
+    c: int,
+    shape: Shape,
+    axes: Shape,
+    shifts: tuple[int, int] = (0, 0),
+    *,
+    first: bool = True,
+    adds: bool = False,
+    norms: bool = False,
+) -> Case:
+    """Makes a case of gather_rows on [rows, c]; a sum and its norm one after the other."""
+    order = {"size": size, "shifts": shifts, "shape": shape, "axes": axes, "rolls_first": first}
+
+    def build(w: Parameters, x: Any, onto: Any = None) -> Any:
+        norm = (w.vector("weight"), w.vector("bias")) if norms else None
+        made = nodes.gather_rows(x, onto=onto, norm=norm, **order)  # type: ignore[arg-type]
+        return ops.concat(made, axis=1) if len(made) > 1 else made[0]
+
+    def reference(w: Any, x: torch.Tensor, onto: Any = None) -> torch.Tensor:
+        for rolls in (first, not first):
+            if rolls:
+                x = x.unflatten(1, size).roll(shifts, (1, 2)).flatten(1, 2)
+            else:
+                moved = x.unflatten(1, shape).movedim(
+                    [a + 1 for a in axes], list(range(1, len(axes) + 1))
+                )
+                x = moved.flatten(1, len(axes))
+        x = x if onto is None else onto + x
+        y = F.layer_norm(x, (c,), w["weight"].to(x), w["bias"].to(x)) if norms else x
+        return torch.cat([x, y], 1) if adds and norms else y
+
+    rows = (math.prod(size), c)
+    weights: dict[str, Shape] = {"weight": (c,), "bias": (c,)} if norms else {}
+    return Case(name, [rows, rows] if adds else [rows], weights, build, reference)
 
 
 def rolled(x: Shape, shifts: Sequence[int], axes: Sequence[int]) -> Case:
@@ -952,6 +1009,13 @@ CASES = [
     gated((3, 2), 4104, 3, "relu", "hardsigmoid"),
     gated((7, 9), 256, 16, "relu", "sigmoid", "add_relu"),
     gated((5, 3), 2056, 127, "relu", "sigmoid", "add_relu"),
+    gathered("gather_rows norm", (14, 21), 96, (2, 7, 3, 7), (0, 2, 1, 3), (-3, -2), norms=True),
+    gathered("gather_rows add and norm", (14, 21), 384, (2, 3, 7, 7), (0, 2, 1, 3), (3, 2),
+             first=False, adds=True, norms=True),
+    gathered("gather_rows add", (4, 6), 192, (2, 3, 4), (2, 0, 1), (1, 5), first=False, adds=True),
+    gathered("gather_rows copy", (6, 5), 512, (5, 6), (1, 0), (4, 0)),
+    gathered("gather_rows of a row", (1, 1), 8, (1,), (0,), norms=True),
+    gathered("gather_rows many", (56, 56), 8, (8, 7, 8, 7), (0, 2, 1, 3), (-3, -3), adds=True),
     projections("qkv_linear", 197, 50, 384, 384),
     projections("qkv_linear 64", 300, 70, 64, 64),
     projections("qkv_linear odd", 9, 4, 12, 20),
@@ -1226,7 +1290,17 @@ def _kept(name: str) -> bool:
     return name.endswith("bias") or name == "weight"
 
 
-PACKED = [
+ON_CPU = [
+    gathered("gather_rows odd", (2, 3), 37, (3, 2), (1, 0), (1, 1), adds=True, norms=True),
+    gathered("gather_rows odd copy", (3, 3), 5, (9,), (0,), (-1, 2), first=False),
+]
+"""Rows of a length that only a CPU takes."""
+ON_HOPPER = [
+    along_tokens("token_linear gelu", 196, 768, 384, "gelu"),
+    along_tokens("token_linear add", 384, 768, 196, "add"),
+    along_tokens("token_linear many", 200, 8200, 130, "add_relu"),
+    along_tokens("token_linear odd", 65, 72, 129),
+    along_tokens("token_linear of a token", 1, 8, 1),
     conv("packed tiles 3x3", (9, 9), 72, 136, (3, 3), padding=1, sparsity=0.9, then="add_relu",
          format="tiles"),
     conv("packed tiles 1x1", (14, 13), 200, 72, (1, 1), sparsity=0.7, then="relu", format="tiles"),
@@ -1252,4 +1326,4 @@ PACKED = [
     conv("packed blocks 3 uneven groups", (7, 6), 72, 216, (3, 3), padding=1, groups=3, sparsity=0,
          then="add_relu", format="blocks"),
 ]  # fmt: skip
-"""Filters that are packed for Hopper's tensor cores, of 16 bits."""
+"""What runs on Hopper's tensor cores alone, in 16 bits: tokens where they lie, packed filters."""

@@ -28,7 +28,7 @@ from maxvision.graphs import nodes
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.target import Target
 from maxvision.runtime import cache
-from tests.ops.cases import CASES, PACKED, Case
+from tests.ops.cases import CASES, ON_HOPPER, Case
 
 # Every op, both layouts of bmm's b, every branch an epilogue has: products of all ops share their
 # kernels, and sizes are run-time numbers, so these serve all other cases.
@@ -71,6 +71,10 @@ NAMES = {
     "softmax 64",
     "log_softmax 64",
     "layernorm 384",
+    "gather_rows norm",
+    "gather_rows add and norm",
+    "gather_rows add",
+    "gather_rows copy",
     "rms_norm 384",
     "group_norm (14, 14, 256) 32 relu",
     "layernorm_first",
@@ -88,11 +92,9 @@ NAMES = {
 NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
 # Ops for Hopper's.
 HOPPER = {
-    "sparse_conv2d_packed",
-    "sparse_conv2d_packed_add",
-    "squeeze_excite",
-    "squeeze_excite_add",
-}
+    "sparse_conv2d_packed", "sparse_conv2d_packed_add", "squeeze_excite", "squeeze_excite_add",
+    "token_linear", "token_linear_add",
+}  # fmt: skip
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
 # epilogues of products and what shares their launch do not. (In float32 both stems with a pool are
 # the same ops.)
@@ -107,7 +109,10 @@ FLOAT32 = NAMES - {
     "linear gelu",
     "qkv_linear",
 }
-BFLOAT16 = {"packed tiles 3x3", "packed two_four 1x1", "packed blocks 1x1/2"}
+BFLOAT16 = {
+    "packed tiles 3x3", "packed two_four 1x1", "packed blocks 1x1/2", "token_linear gelu",
+    "token_linear add",
+}  # fmt: skip
 # Other branches of ops that are in another case, too, and whose kernels tests/ptx compiles anyway.
 NIGHTLY = {
     "stem_maxpool floats",
@@ -157,7 +162,7 @@ def compile_for(architecture: str, device: Device, everything: bool) -> int:
     hopper = architecture.startswith("sm_90")
     cases = [case for case in CASES if case.name in NAMES]
     if hopper:
-        cases += [case for case in PACKED if case.name in BFLOAT16]
+        cases += [case for case in ON_HOPPER if case.name in BFLOAT16]
     if not everything:
         cases = [case for case in cases if case.name not in NIGHTLY]
     graph = graph_of(cases, DeviceRef.from_device(device), everything)

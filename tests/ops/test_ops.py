@@ -22,8 +22,11 @@ from maxvision.graphs.arrange import has_stem
 from maxvision.graphs.parameters import Parameters
 from maxvision.runtime import cache
 from tests.ops.cases import (
-    CASES,
+    CASES as SHARED,
+)
+from tests.ops.cases import (
     EPILOGUES,
+    ON_CPU,
     TORCH,
     Case,
     build_graph,
@@ -37,6 +40,7 @@ from tests.ops.cases import (
 )
 from tests.ops.eager import Trace, compile_ops
 
+CASES = SHARED + ON_CPU
 # A sparse convolution on a CPU is float32 only.
 NARROW = [case for case in CASES if not case.name.startswith("sparse")]
 # What takes no time; tests/gpu.py runs all with NaN and infinity.

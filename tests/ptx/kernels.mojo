@@ -18,6 +18,7 @@ from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.resident import resident_gemm
 from ops.gemm.tuning import CONFIGS, RESIDENT
+from ops.gather_rows import GatherTensors, RowMap, gather_rows_gpu
 from ops.geometry import Geometry
 from ops.group_norm.config import GroupNormSizes, GroupNormTensors
 from ops.group_norm.gpu import group_norm_gpu
@@ -36,6 +37,7 @@ from ops.squeeze_excite.config import SqueezeSizes, SqueezeTensors
 from ops.squeeze_excite.hopper import enqueue_squeeze_excite
 from ops.stem.config import Stem, StemOperands, Tiling
 from ops.stem.gpu import enqueue_stem
+from ops.token_linear import LARGE, SMALL, enqueue_token_linear
 from page_gemm import enqueue_gemm
 from parts import enqueue_parts
 from std.sys import argv
@@ -232,6 +234,12 @@ def main() raises:
     hopper_gemm[F32, Epilogue("add_relu"), CONFIGS[4]](
         g, Operands[F32](full, full, full, full, full), 1, ctx
     )
+    comptime for config in [LARGE, SMALL]:
+        enqueue_token_linear[BF16, Epilogue("none"), config](n, n, n, n, o, ctx)
+        enqueue_token_linear[BF16, Epilogue("add_relu"), config](n, n, n, n, o, ctx)
+    enqueue_token_linear[F16, Epilogue("gelu"), SMALL](
+        n, n, n, n, Operands[F16](half2, half2, full, half2, half2), ctx
+    )
     cores[BF16](g, o, ctx)
     cores[F32](g, Operands[F32](full, full, full, full, full), ctx)
     gemm_portable[F32, Epilogue("none"), False](
@@ -264,6 +272,17 @@ def main() raises:
     layernorm_gpu[BF16, "rms_norm"](
         NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx
     )
+
+    comptime for adds in [False, True]:
+        comptime for norms in [False, True]:
+            gather_rows_gpu[adds, norms](
+                GatherTensors[BF16](x=half, onto=half, weight=full, bias=full, sum=half, y=half),
+                RowMap(integers),
+                n,
+                n,
+                1e-5,
+                ctx,
+            )
 
     var attention = Attention[BF16](half, half, half, half, n=n, t=n, s=n, c=n, heads=n, scale=1)
     var attention2 = Attention[F16](

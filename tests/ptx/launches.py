@@ -79,6 +79,68 @@ def layernorm(
     return memory.array(at[3], y)
 
 
+def divisor(size: int) -> tuple[int, int, int]:
+    """Gives a Divisor of ops/gather_rows.mojo."""
+    shift = (size - 1).bit_length()
+    return size, (((1 << shift) - size) << 32) // size + 1, shift
+
+
+@dataclass(frozen=True)
+class Order:
+    """A RowMap of ops/gather_rows.mojo: an image of rows, rolled and permuted."""
+
+    size: tuple[int, int]
+    shifts: tuple[int, int]
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    rolls_first: bool = True
+
+    def apply(self, x: Array) -> Array:
+        """Gives rows of x[N, R, C] that order."""
+        n, rows, c = x.shape
+        for rolls in (self.rolls_first, not self.rolls_first):
+            if rolls:
+                x = np.roll(x.reshape(n, *self.size, c), self.shifts, (1, 2))
+            else:
+                axes = (0, *(a + 1 for a in self.axes), len(self.axes) + 1)
+                x = x.reshape(n, *self.shape, c).transpose(axes)
+            x = x.reshape(n, rows, c)
+        return x
+
+    def packed(self) -> bytes:
+        """Packs the map."""
+        (high, wide_), (down, right) = self.size, self.shifts
+        lengths = [self.shape[a] for a in self.axes][::-1]
+        steps = [math.prod(self.shape[a + 1 :]) for a in self.axes][::-1]
+        rest = 4 - len(lengths)
+        sizes = [n for length in (*lengths, *[1] * rest) for n in divisor(length)]
+        whole = [*divisor(high * wide_), *divisor(wide_), high, down % high, right % wide_]
+        return pack("26I", *whole, self.rolls_first, *sizes, *steps, *[0] * rest)
+
+
+def gather_rows(
+    kernel: Kernel,
+    lanes: int,
+    order: Order,
+    x: Array,
+    onto: Array | None,
+    norm: tuple[Array, Array] | None,
+) -> tuple[Array, Array]:
+    """Runs ops/gather_rows.mojo on rows of bfloat16; gives the sum and the result."""
+    memory, y = Tensors(), unwritten(x.shape, "bfloat16")
+    nothing = np.zeros(1, np.float32)
+    given = (x, nothing if onto is None else onto, *(norm or (nothing, nothing)), y, y)
+    at = [memory.add(a) for a in given]
+    rows, columns = x.shape[0] * x.shape[1], x.shape[2]
+    sizes = [order.packed(), *(pack("i", n) for n in (rows, columns)), pack("f", 1e-5)]
+    grid = -(-rows * lanes // 128)
+    launch = Launch(
+        kernel, [pack("6Q", *at), *sizes], memory, grid=(grid,), threads=128, together=4
+    )
+    launch.run()
+    return memory.array(at[4], y), memory.array(at[5], y)
+
+
 @dataclass(frozen=True)
 class Qkv:
     """Sizes of a depthwise_qkv, and the tile of a block."""
@@ -382,6 +444,62 @@ def hopper(
     )
     launch.run(seed)
     return outputs
+
+
+def token_linear(
+    kernel: Kernel,
+    tile: Tile,
+    x: Array,
+    w: Array,
+    bias: Array,
+    residual: Array | None,
+    *,
+    dtype: str,
+    processors: int = 2,
+    seed: int = 0,
+) -> Array:
+    """Runs ops/token_linear.mojo. The kernel ahead writes x and the residual.
+
+    Args:
+        kernel: What runs.
+        tile: Its config.
+        x: Tokens [N, T, C].
+        w: Weights [F, K].
+        bias: [F].
+        residual: [N, F, C]; None if the kernel reads none.
+        dtype: Of x, w and y.
+        processors: Blocks of the grid, which go from tile to tile.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        y[N, F, C].
+    """
+    memory, (n, t, c), f, rows = Tensors(), x.shape, len(w), 64 * tile.groups
+    y_at, y = held(memory, unwritten((n, f, c), dtype))
+    added_at, added = (y_at, None) if residual is None else held(memory, residual, late=True)
+    maps: list[Tiled | Im2col | None] = [
+        Tiled(held(memory, w)[1], (rows, 64)),
+        Tiled(held(memory, x, late=True)[1], (1, 64, 64)),
+        Tiled(y, (1, 64, 64)),
+        None if added is None else Tiled(added, (1, 64, 64)),
+    ]
+    bias_at, wide_, high = memory.add(bias), -(-c // tile.columns), -(-f // rows)
+    tiles = n * wide_ * high
+    launch = Launch(
+        kernel,
+        [
+            bytes(128 * len(maps)),
+            pack("4Q", bias_at, bias_at, added_at, y_at),
+            pack("7i", 0, high, tiles, 1, f, -(-t // 64), wide_),
+        ],
+        memory,
+        grid=(min(tiles, processors),),
+        threads=128 * tile.groups + 32,
+        shared_bytes=tile.stages * (rows + tile.columns) * 128 + 16 * tile.stages + 1024,
+        maps=maps,
+    )
+    launch.run(seed)
+    return y
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from .launches import (
     Heads,
     Masks,
     OneTile,
+    Order,
     Product,
     Qkv,
     Reduction,
@@ -46,6 +47,7 @@ from .launches import (
     concat,
     depthwise,
     depthwise_qkv,
+    gather_rows,
     gemm_cores,
     group_norm,
     hopper,
@@ -64,6 +66,7 @@ from .launches import (
     squeeze_excite,
     stem,
     tiled,
+    token_linear,
     two_four,
     wide,
 )
@@ -132,6 +135,46 @@ def test_layernorm(
     name = f"layernorm_{kernel}_{dtype}".replace("__", "_")
     y = layernorm(find(name), lanes, x, columns, weight, bias, dtype)
     check(y, normalised(wide(x, dtype)[:, :columns], weight, bias), dtype, 2**-20)
+
+
+ORDERS = [
+    ("4x3", 4, 96, Order((6, 8), (-2, -3), (3, 2, 2, 4), (0, 2, 1, 3))),
+    ("4x3", 4, 8, Order((6, 8), (2, 3), (3, 2, 2, 4), (0, 2, 1, 3), rolls_first=False)),
+    ("8x3", 8, 192, Order((6, 6), (0, -5), (3, 2, 2, 3), (0, 2, 1, 3))),
+    ("16x3", 16, 384, Order((5, 6), (4, 0), (2, 3, 5), (2, 0, 1), rolls_first=False)),
+    ("16x3", 16, 200, Order((1, 12), (0, 0), (3, 4), (1, 0))),
+    ("32x4", 32, 1024, Order((1, 1), (0, 0), (1,), (0,))),
+    ("32x4", 32, 392, Order((3, 3), (-1, 2), (9,), (0,))),
+]
+
+
+@pytest.mark.parametrize("kind", ["copy", "add", "layernorm", "add_layernorm"])
+@pytest.mark.parametrize(("kernel", "lanes", "columns", "order"), ORDERS, ids=str)
+def test_gather_rows(
+    find: Find,
+    rng: np.random.Generator,
+    kernel: str,
+    lanes: int,
+    columns: int,
+    order: Order,
+    kind: str,
+) -> None:
+    shape = (3, math.prod(order.size), columns)
+    x, onto = (rounded(rng.standard_normal(shape) + 3, BF16) for _ in range(2))
+    weight, bias = rng.standard_normal((2, columns)).astype(np.float32)
+    adds, norms = "add" in kind, "layernorm" in kind
+    total, y = gather_rows(
+        find(f"gather_rows_{kind}_{kernel}_{BF16}"),
+        lanes, order, x, onto if adds else None, (weight, bias) if norms else None,
+    )  # fmt: skip
+    want = order.apply(wide(x, BF16))
+    if adds:
+        want = wide(rounded(want + wide(onto, BF16), BF16), BF16)
+        np.testing.assert_array_equal(wide(total if norms else y, BF16), want)
+    if norms:
+        check(y, normalised(want, weight, bias), BF16, 2**-20)
+    elif not adds:
+        np.testing.assert_array_equal(wide(y, BF16), want)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +348,56 @@ def test_hopper_float32(find: Find, rng: np.random.Generator) -> None:
     p = product(rng, Conv(1, 70, 1, 72, 72), "float32")
     x, w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))  # as the copy engine does
     run_hopper(find, rng, TILES[4], "add_relu", [replace(p, x=x, w=w)], dtype="float32")
+
+
+TOKENS = [(2, 196, 136, 72), (1, 64, 64, 64), (3, 65, 8, 129), (1, 1, 200, 1), (1, 63, 72, 196)]
+"""N, T, C and F."""
+
+
+@pytest.mark.parametrize("tile", [TILES[0], TILES[3]], ids=lambda tile: tile.label)
+@pytest.mark.parametrize("epilogue", ["none", "add_relu"])
+@pytest.mark.parametrize("sizes", TOKENS, ids=str)
+def test_token_linear(
+    find: Find, rng: np.random.Generator, tile: Tile, epilogue: str, sizes: tuple[int, ...]
+) -> None:
+    run_tokens(find, rng, tile, epilogue, sizes)
+
+
+def test_token_linear_float16(find: Find, rng: np.random.Generator) -> None:
+    run_tokens(find, rng, TILES[3], "gelu", (2, 70, 72, 130), "float16")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_token_linear_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -> None:
+    run_tokens(find, rng, TILES[3], "add_relu", (3, 65, 72, 66), odd=True)
+
+
+def run_tokens(
+    find: Find,
+    rng: np.random.Generator,
+    tile: Tile,
+    epilogue: str,
+    sizes: tuple[int, ...],
+    dtype: str = BF16,
+    odd: bool = False,
+) -> None:
+    n, t, c, f = sizes
+    x, residual = rng.standard_normal((n, t, c)), rng.standard_normal((n, f, c))
+    if odd:  # not in the last image, nor in other channels
+        x[0, [0, 40, 64], [5, 71, 0]] = np.nan, np.inf, -np.inf
+        residual[1, 65, 71] = np.nan
+    w, bias = np.zeros((f, t + -t % 8)), rng.standard_normal(f).astype(np.float32)
+    w[:, :t] = rng.standard_normal((f, t)) * t**-0.5
+    x, w, residual = (rounded(a, dtype) for a in (x, w, residual))
+    got = token_linear(
+        find(f"token_linear_{tile.label}_{epilogue}_{dtype}"),
+        tile, x, w, bias, residual if "add" in epilogue else None, dtype=dtype,
+    )  # fmt: skip
+    y = np.einsum("ft,ntc->nfc", wide(w, dtype)[:, :t], wide(x, dtype)) + bias[:, None]
+    y = y + wide(residual, dtype) if "add" in epilogue else y
+    y = np.maximum(y, 0) if "relu" in epilogue else y
+    y = y / 2 * (1 + erf(y / math.sqrt(2))) if epilogue == "gelu" else y
+    check(got, y, dtype, SUMS)
 
 
 def run_hopper(
