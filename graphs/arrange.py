@@ -199,10 +199,10 @@ def stem_fragments(filters: np.ndarray, stride: int) -> np.ndarray:
 def has_squeeze(channels: int, hidden: int, on_cpu: bool) -> bool:
     """Tells whether ops/squeeze_excite takes so many channels, and numbers between the products.
 
-    Hopper's shared memory has room for so many. On a CPU one core multiplies for an image, 30 us
-    with the most weights; more are faster multiplied by all cores, in ops of their own.
+    Hopper's shared memory has room for so many. On a CPU one core multiplies for an image; more
+    weights are faster multiplied by all cores, in ops of their own.
     """
-    fits = channels * hidden <= 2**18 if on_cpu else channels <= 8192 and hidden <= 2048
+    fits = channels * hidden <= 2**16 if on_cpu else channels <= 8192 and hidden <= 2048
     return channels % 8 == 0 and fits
 
 

@@ -15,9 +15,11 @@ from max.graph import DeviceRef
 from maxvision.bench import ops
 from maxvision.bench.__main__ import main
 from maxvision.bench.ceilings import Ceilings
-from maxvision.bench.layers import distinct, network_nodes, sizes
+from maxvision.bench.layers import Layer, Operand, distinct, network_nodes, sizes
 from maxvision.bench.references import checkpoint, reference_model
+from maxvision.graphs.types import Type
 from tests.graphs import reference
+from tests.graphs.interpret import OPS
 
 UNCOUNTED = ("normalize", "layer_norm", "layernorm_first", "class_token")  # no products in them
 CVT = {
@@ -104,6 +106,21 @@ def test_torch_has_every_layer_of_a_gpu(name: str) -> None:
         "cvt-13": {"layernorm_mlp", "qkv_linear", "layernorm_first"},
     }
     assert fused[name] <= {layer.op for layer in found}
+
+
+def test_torch_squeezes_and_excites() -> None:
+    """No network of the bench has it; its results are compared with what programs mean."""
+    rng, image = np.random.default_rng(0), Type(("batch", 4, 5, 16), "bfloat16")
+    inputs: list[Operand] = [Operand(image, False)]
+    inputs += [Operand(Type(shape), True) for shape in ((3, 16, 1, 1), (3,), (16, 3, 1, 1), (16,))]
+    settings = {"activation": "silu", "gate": "hardsigmoid", "epilogue": "add_relu"}
+    layer = Layer("squeeze_excite", (*settings.items(),), (*inputs, inputs[0]), (image,))
+    weights = {k: torch.from_numpy(a).double() for k, a in layer.weights(rng).items()}
+    x, residual = (torch.from_numpy(rng.standard_normal((2, 4, 5, 16))) for _ in range(2))
+    found = ops.OPERATORS[layer.op].run(layer, [x, residual], weights, True)
+    wanted = OPS["squeeze_excite"](x, *(weights[i] for i in range(1, 5)), residual, **settings)
+    torch.testing.assert_close(found, wanted)
+    assert layer.flops(2) == 2 * 2 * 2 * 3 * 16
 
 
 def test_layers_that_were_not_compiled_are_missed(

@@ -1257,13 +1257,14 @@ def test_reduce(find: Find, rng: np.random.Generator, g: Reduction, kind: str, d
 def test_squeeze_excite(find: Find, rng: np.random.Generator, g: Squeeze, dtype: str) -> None:
     """The float16 kernel adds a residual, and has other activations."""
     c, k, adds = g.channels, g.hidden, dtype == "float16"
-    x = rounded(rng.standard_normal((g.images, g.pixels, c)) + 0.5, dtype)
+    shape = (g.images, g.pixels, c)
+    x = rounded(rng.standard_normal(shape) + 0.5, dtype)
     if g.images > 1:
         x[1, -1, 3] = rounded(np.full(1, np.inf), dtype)[0]
     squeeze = rounded(rng.standard_normal((k, c)) / math.sqrt(c), dtype)
     excite = rounded(rng.standard_normal((k, c)) / math.sqrt(k), dtype)
     biases = [rng.standard_normal(size).astype(np.float32) for size in (k, c)]
-    residual = rounded(rng.standard_normal(x.shape), dtype) if adds else None
+    residual = rounded(rng.standard_normal(shape), dtype) if adds else None
     name = "relu_hardsigmoid_add_relu" if adds else "silu_sigmoid_none"
     inputs = [x, squeeze, biases[0], excite, biases[1]]
     got = squeeze_excite(find(f"squeeze_excite_{name}_{dtype}"), g, inputs, residual, dtype)
