@@ -146,6 +146,7 @@ def variants() -> list[Variant]:
         found += [Variant(name, nets.program(write, 3, 4, 5), ())]
     for name, write in {"shared filter": shared, "strange": strange, "imported": imported}.items():
         found += [Variant(name, nets.program(write, 3, 4, 5), set(PASSES))]
+    found.append(Variant("swin", nets.program(nets.swin, 3, 8, 24), ()))
     for name, off in {"masked": (), "masked with none": set(PASSES)}.items():
         found += [Variant(name, nets.program(masked, 3, 3, 4), off)]
     return found
