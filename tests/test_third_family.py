@@ -93,6 +93,7 @@ def test_it_is_served(
     assert answer["label"] in json.dumps(said)
 
 
+@pytest.mark.nightly  # by day bench times a family of ours
 def test_it_is_timed(
     installed: third_family.Installed, maxvision: Maxvision, tmp_path: Path
 ) -> None:
