@@ -26,7 +26,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> third_family.Installe
     return third_family.install(tmp_path_factory.mktemp("third"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def maxvision(installed: third_family.Installed) -> Maxvision:
     """Runs a command where the family's package is installed; gives what it prints."""
 
@@ -40,7 +40,7 @@ def maxvision(installed: third_family.Installed) -> Maxvision:
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def answer(installed: third_family.Installed, maxvision: Maxvision) -> dict[str, object]:
     """Says what the model says of a picture."""
     line = json.loads(maxvision(CAT, "--model", installed.model, "--device", "cpu", "--json"))

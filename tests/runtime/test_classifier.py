@@ -228,11 +228,11 @@ def test_calls_keep_no_memory(model: runtime.Classifier) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
-    pixels = levels(64)  # 0.2 MB: 100 calls that kept it would hold 20 MB
-    for _ in range(30):
+    pixels = levels(64)  # 0.2 MB: 70 calls that kept it would hold 14 MB
+    for _ in range(20):
         model(pixels)
     before = resident()
-    for _ in range(100):
+    for _ in range(70):
         model(pixels)
     assert resident() - before < 10
 
