@@ -32,7 +32,7 @@ TEST = DATA / "cifar10" / "test.npz"
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.nightly if name.endswith("p80") else [])
+        pytest.param(name, marks=[] if name == "resnet-cifar10" else pytest.mark.nightly)
         for name in weights.bundled()
     ],
 )

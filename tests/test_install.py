@@ -178,6 +178,7 @@ def test_it_runs_elsewhere(installed: Path, package: Path, user: Path) -> None:
     assert json.loads(run([installed, "-m", "maxvision", *argv], user)) == answer
 
 
+@pytest.mark.nightly  # by day tests/serve/test_start.py serves the checkout so
 def test_max_serve_finds_it(installed: Path, package: Path, user: Path) -> None:
     pytest.importorskip("fastapi", reason="MAX SERVE IS NOT TESTED: pip install '.[serve]'")
     from tests.serve.started import serving

@@ -26,7 +26,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> third_family.Installe
     return third_family.install(tmp_path_factory.mktemp("third"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def maxvision(installed: third_family.Installed) -> Maxvision:
     """Runs a command where the family's package is installed; gives what it prints."""
 
@@ -40,7 +40,7 @@ def maxvision(installed: third_family.Installed) -> Maxvision:
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def answer(installed: third_family.Installed, maxvision: Maxvision) -> dict[str, object]:
     """Says what the model says of a picture."""
     line = json.loads(maxvision(CAT, "--model", installed.model, "--device", "cpu", "--json"))
@@ -93,6 +93,7 @@ def test_it_is_served(
     assert answer["label"] in json.dumps(said)
 
 
+@pytest.mark.nightly  # by day bench times a family of ours
 def test_it_is_timed(
     installed: third_family.Installed, maxvision: Maxvision, tmp_path: Path
 ) -> None:

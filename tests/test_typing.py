@@ -39,8 +39,7 @@ def test_mypy_knows_the_api(tmp_path: Path) -> None:
     (tmp_path / "snippet.py").write_text(SNIPPET)
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context",
-         "--config-file", ROOT / "pyproject.toml", "--cache-dir", tmp_path,
-         tmp_path / "snippet.py"],
+         "--config-file", ROOT / "pyproject.toml", tmp_path / "snippet.py"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     said: dict[int, str] = {}

@@ -63,10 +63,8 @@ HERE = "tests.bridge.test_convert"
 SMALL = torch.randn(2, 3, 32, 32)
 
 
-def test_a_module_is_converted_saved_loaded_and_classifies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compiles to compare, to run and to classify: once each."""
+def test_a_module_is_converted_and_saved(tmp_path: Path) -> None:
+    """Compiles to compare and to run: once each."""
     steps: list[str] = []
     module = net()
     made = convert(module, SMALL, device="cpu", progress=steps.append)
@@ -91,14 +89,6 @@ def test_a_module_is_converted_saved_loaded_and_classifies(
     assert {path.name for path in (tmp_path / "net").iterdir()} == {
         "config.json", "preprocessor_config.json", "program.json", "model.safetensors",
     }  # fmt: skip
-    model = maxvision.load(tmp_path / "net", device="cpu")
-    (best, *_) = model.classify(CAT, top_k=3)
-    levels = torch.randint(256, (2, 32, 32, 3), dtype=torch.uint8)
-    pixels = (levels / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
-    with torch.no_grad():
-        wanted = module(pixels.permute(0, 3, 1, 2)).numpy()
-    np.testing.assert_allclose(model(levels.numpy()), wanted, 1e-4, 1e-5)
-    assert 0 <= best.class_id < 3
 
 
 @pytest.fixture
@@ -106,6 +96,18 @@ def written(tmp_path: Path) -> Path:
     """Gives a converted model that was not compared."""
     assert main([f"{HERE}:net", "--size", "32", "-o", str(tmp_path / "net"), "--no-check"]) == 0
     return tmp_path / "net"
+
+
+@pytest.mark.nightly  # by day test_onnx_file.py loads and runs what convert wrote
+def test_a_converted_folder_classifies(written: Path) -> None:
+    model = maxvision.load(written, device="cpu")
+    (best, *_) = model.classify(CAT, top_k=3)
+    levels = torch.randint(256, (2, 32, 32, 3), dtype=torch.uint8)
+    pixels = (levels / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+    with torch.no_grad():
+        wanted = net()(pixels.permute(0, 3, 1, 2)).numpy()
+    np.testing.assert_allclose(model(levels.numpy()), wanted, 1e-4, 1e-5)
+    assert 0 <= best.class_id < 3
 
 
 def test_the_converted_folder_needs_no_torch(written: Path) -> None:
@@ -139,6 +141,9 @@ def test_layers_stay_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[st
             main([*arguments, "--force", "--keep", given])
         assert told in capsys.readouterr().err
 
+
+@pytest.mark.nightly  # by day tests/graphs/test_program.py has the casts around what is kept
+def test_of_layers_in_float32_the_result_alone_is_rounded() -> None:
     module, x = net(), SMALL.bfloat16()
     made = convert(module, SMALL, dtype="bfloat16", device="cpu", check_it=False, keep=["*"])
     with torch.no_grad():

@@ -21,6 +21,7 @@ from maxvision.commands.convert import main  # noqa: E402
 from maxvision.common.errors import ArgumentError, ModelError  # noqa: E402
 from maxvision.runtime.classifier import load  # noqa: E402
 from maxvision.weights import checkpoint  # noqa: E402
+from maxvision.weights.family import MEAN, STD  # noqa: E402
 
 SIZE = 12
 
@@ -130,9 +131,10 @@ def test_a_file_is_converted_saved_loaded_and_run(
         )
         return
     classifier = load(folder, device="cpu")
-    x = np.random.default_rng(1).standard_normal((3, SIZE, SIZE, 3)).astype(np.float32)
+    levels = np.random.default_rng(1).integers(0, 256, (3, SIZE, SIZE, 3), np.uint8)
+    x = ((levels / 255 - MEAN) / STD).astype(np.float32)
     (wanted,) = ReferenceEvaluator(whole).run(None, {"x": x.transpose(0, 3, 1, 2)})
-    logits = classifier(x)
+    logits = classifier(levels)
     odds = np.exp(logits - logits.max(1, keepdims=True))
     np.testing.assert_allclose(odds / odds.sum(1, keepdims=True), wanted, 1e-5, 1e-6)
 

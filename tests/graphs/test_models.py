@@ -58,6 +58,7 @@ NETWORKS = {  # a compilation takes as long as there are ops in all that run by 
         reference.resnet,
         (64, 80),
         {"depths": [1, 1], "hidden_sizes": [256, 512], "num_labels": 1000},
+        nightly=True,
     ),
     "cvt-3": Network(
         reference.cvt,
@@ -84,7 +85,7 @@ NETWORKS = {  # a compilation takes as long as there are ops in all that run by 
         reference.resnet,
         (75, 58),
         {
-            "num_channels": 1, "embedding_size": 24, "hidden_sizes": [42, 136], "depths": [2, 3],
+            "num_channels": 1, "embedding_size": 24, "hidden_sizes": [42, 136], "depths": [1, 2],
             "downsample_in_bottleneck": True, "downsample_in_first_stage": True, "num_labels": 17,
         },
     ),

@@ -1,8 +1,8 @@
 """Kernels compile for GPUs and CPUs that are not here.
 
-Every op for sm_90a at bfloat16, and every night at all dtypes and for the others; always the
-products, which have a kernel of their own there (float32's for sm_90a is in tests/ptx), and those
-in bfloat16 for CPUs, which are run where this one can.
+Most ops for sm_90a at bfloat16, and every night all of them, at all dtypes and for the others too.
+Always the products for AMD, and in bfloat16 for CPUs, where they are run if this one can: both have
+a kernel of their own. The one of sm_80 runs in tests/ptx, compiled for sm_90a.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def test_compiles_for(arguments: list[str], pytestconfig: pytest.Config) -> None
 
 
 @pytest.mark.parametrize(
-    "architecture", ["sm_80", pytest.param("sm_89", marks=pytest.mark.nightly), "gfx942"]
+    "architecture",
+    [*(pytest.param(x, marks=pytest.mark.nightly) for x in ("sm_80", "sm_89")), "gfx942"],
 )
 def test_products_compile_for(
     architecture: str, tmp_path: Path, pytestconfig: pytest.Config
@@ -60,8 +61,8 @@ BF16 = {  # what multiplies pairs of bfloat16; Linux may refuse AMX, so the othe
     "cpu",
     [
         pytest.param("x86-64-v3", marks=pytest.mark.nightly),  # by day it says so when it runs
-        "znver4",
-        "sapphirerapids",
+        pytest.param("znver4", marks=pytest.mark.nightly),
+        "sapphirerapids",  # which has znver4's instruction beside its own
     ],
 )
 def test_bfloat16_products_on_a_cpu(cpu: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:

@@ -495,8 +495,8 @@ def test_resident_waits_for_a_right_side_that_is_computed(
 
     check(run(0, constant=False), finished(want, p, "none", BF16), BF16, SUMS)
     # Copies may come late, and the thread that loads x wait first.
-    early = [run(seed, constant=True) for seed in range(4)]
-    assert np.isnan(wide(np.array(early), BF16)).any()
+    early = (run(seed, constant=True) for seed in range(4))
+    assert any(np.isnan(wide(y, BF16)).any() for y in early)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -846,7 +846,7 @@ def test_hopper_attention(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_hopper_attention_with_masks(
     find: Find,
     rng: np.random.Generator,

@@ -21,8 +21,11 @@ from PIL import Image
 from maxvision import runtime, weights
 from maxvision.common.errors import ArgumentError, DeviceError, ImageError, ModelError
 from maxvision.runtime import cache, devices, executor
+from maxvision.runtime.classifier import network, weights_of
 from maxvision.runtime.devices import find_device, find_dtype
+from maxvision.runtime.preprocess import Preprocess
 from tests.graphs import goldens, reference
+from tests.graphs.interpret import interpret
 
 PREPROCESS = {**reference.PREPROCESS, "size": 32}
 SMALL = {
@@ -225,11 +228,11 @@ def test_calls_keep_no_memory(model: runtime.Classifier) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
-    pixels = levels(64)  # 0.2 MB: 100 calls that kept it would hold 20 MB
-    for _ in range(30):
+    pixels = levels(64)  # 0.2 MB: 70 calls that kept it would hold 14 MB
+    for _ in range(20):
         model(pixels)
     before = resident()
-    for _ in range(100):
+    for _ in range(70):
         model(pixels)
     assert resident() - before < 10
 
@@ -333,23 +336,36 @@ def test_load_checks_its_arguments(
 # --- the models that ship ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.nightly if name.endswith("p80") else [])
-        for name in weights.bundled()
-    ]
-    or [pytest.param("", marks=pytest.mark.skip("NO BUNDLED MODEL to test"))],
-)
-def test_bundled_models_give_their_goldens(name: str) -> None:
+def compare(name: str, run: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Raises AssertionError if the logits of the examples are not a bundled model's goldens."""
     golden = json.loads(goldens.FILE.read_text())["models"].get(name)
     assert golden and golden["sha256"] == goldens.digest(name), (
         f"{name} is not what goldens.json was made with: run python -m tests.graphs.goldens"
     )
-    model = runtime.load(name, device="cpu")
+    checkpoint = weights.load(name)
+    preprocess = Preprocess.from_config(checkpoint.preprocess)
     for picture, expected in golden["logits"].items():
-        logits = model(model.preprocess(goldens.EXAMPLES / picture)[None])[0]
+        logits = run(preprocess(goldens.EXAMPLES / picture)[None])[0]
         best = (-logits).argsort()[:5]
-        assert [model.labels[i] for i in best] == list(expected), picture
+        assert [checkpoint.labels[i] for i in best] == list(expected), picture
         assert logits[best] == pytest.approx(list(expected.values()), abs=1e-4), picture
+
+
+@pytest.mark.parametrize("name", weights.bundled())
+def test_bundled_programs_mean_their_goldens(name: str) -> None:
+    checkpoint = weights.load(name)
+    program = network(checkpoint, checkpoint.size, "float32")
+    compare(name, lambda x: interpret(program, [x], weights_of(checkpoint))["logits"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "resnet-cifar10" else pytest.mark.nightly)
+        for name in weights.bundled()
+    ],
+)
+def test_bundled_models_give_their_goldens(name: str) -> None:
+    model = runtime.load(name, device="cpu")
+    compare(name, model)
     assert model.classify(goldens.EXAMPLES / "cat.jpg")[0].label == "cat"

@@ -124,6 +124,7 @@ def test_filters_have_the_dtype_of_activations() -> None:
         Executor.compile(program(), TENSORS, CPU(), Lowering("bfloat16"))
 
 
+@pytest.mark.nightly  # by day test_replay.py runs what has no batch
 def test_without_a_batch_it_runs_as_a_whole() -> None:
     net = Net("whole")
     x = net.input("x", (2, 3, 4))

@@ -51,6 +51,10 @@ def test_max_serve_serves(tmp_path: Path) -> None:
 PNG = {"Content-Type": "image/png"}
 
 
+NO_SECOND_GRAPH = {"MAXVISION_NO_EMBEDDINGS": "1"}
+"""Spares the compilation of what tests/serve/test_server.py asks another model for."""
+
+
 def has_torch(process: int) -> bool:
     return "libtorch" in Path(f"/proc/{process}/maps").read_text()
 
@@ -58,7 +62,7 @@ def has_torch(process: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what is mapped is read in /proc")
 def test_a_server_without_options_says_what_it_serves_and_holds_no_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    with serving(["-m", "serve", "--port", "0"], tmp_path / "log") as server:
+    with serving(["-m", "serve", "--port", "0"], tmp_path / "log", **NO_SECOND_GRAPH) as server:
         first = server.log.read_text().partition("\n")[0]
         said = r"loading efficientnet-lite0, which knows 1,000 classes; http://\S+ answers 503"
         assert re.fullmatch(f"{said} until then", first)
@@ -122,7 +126,7 @@ def test_a_port_that_is_taken_is_told() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NO /dev/full to write to")
-@pytest.mark.parametrize("fronts", [1, 2])
+@pytest.mark.parametrize("fronts", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_full_disk_under_the_log_stops_nothing(fronts: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -166,11 +170,16 @@ def test_a_full_disk_under_the_log_stops_nothing(fronts: int) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("fronts", ["1", "2"])
+@pytest.mark.parametrize("fronts", ["1", pytest.param("2", marks=pytest.mark.nightly)])
 def test_ctrl_c_while_it_starts_is_a_quiet_end(fronts: str) -> None:
     argv = [sys.executable, "-m", "serve", "--port=0", f"--front-processes={fronts}"]
     with subprocess.Popen(
-        argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        argv,
+        cwd=ROOT,
+        env={**os.environ, **NO_SECOND_GRAPH},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     ) as process:
         try:
             assert process.stderr and process.stderr.readline().startswith(
