@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -302,8 +303,31 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         sources.find("timm/convnext_tiny")
 
 
+@pytest.mark.skipif(hasattr(torch.ops.torchvision, "nms"), reason="torchvision fits torch here")
+def test_a_torchvision_of_another_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> str:
+        if not hasattr(torch.ops.torchvision, "nms"):
+            raise RuntimeError("operator torchvision::nms does not exist")
+        return name
+
+    monkeypatch.setattr(sources, "_TORCHVISION", [])
+    monkeypatch.setattr(sources.importlib, "import_module", import_module)
+    assert sources._library("timm") == "timm"
+
+
+def test_an_import_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> None:
+        raise RuntimeError("CUDA is not there")
+
+    monkeypatch.setattr(sources.importlib, "import_module", import_module)
+    with pytest.raises(ModelError, match=r"timm cannot be imported \(CUDA is not there\)"):
+        sources._library("timm")
+
+
+@pytest.mark.skipif(
+    find_spec("timm") is None, reason="timm is not installed: its models are not converted here"
+)
 def test_random_weights_of_a_timm_model() -> None:
-    pytest.importorskip("timm", reason="timm is not installed: its models are not converted here")
     model = sources.find("timm/resnet10t", random=True, size=64)
     assert model.example[0].shape == (2, 3, 64, 64)
     assert translated(model).program is not None
