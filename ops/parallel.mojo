@@ -1,15 +1,21 @@
 """A loop over all cores of a CPU, which take one index after another from a counter.
 
 Whoever is faster does more: where cores are shared with other programs, even tasks end at uneven
-times. What does not depend on the closure is in functions that are never inlined: MAX compiles the
-rest for each op and shape of a graph.
+times. The caller takes part from the first moment on, and MAX's other threads help. They get the
+work by the task group of Mojo's runtime: in a device context for each loop, as
+`enqueue_cpu_range` needs, the first index waits 4 us longer (docs/kernels.md).
+
+What does not depend on the closure is in functions that are never inlined: MAX compiles the rest for
+each op and shape of a graph.
 """
 
-from max.gpu.host import DeviceContext
 from max.runtime.asyncrt import parallelism_level
 from std.atomic import Atomic
-from std.os import abort
+from std.runtime._asyncrt import TaskGroup
 from std.utils.numerics import FlushDenormals
+
+comptime Counter = Pointer[Int64, MutUntrackedOrigin]
+"""The next index, which threads share."""
 
 
 def over_cores[Body: def(Int) -> None](body: Body, count: Int):
@@ -23,37 +29,33 @@ def over_cores[Body: def(Int) -> None](body: Body, count: Int):
         count: How many indices there are.
     """
     var next = Int64(0)
-    var counter = Pointer(to=next)
-
-    def core(index_of_core: Int) {imm body, var counter, var count}:
-        with FlushDenormals():
-            var index = Int(Atomic.fetch_add(counter, 1))
-            while index < count:
-                body(index)
-                index = Int(Atomic.fetch_add(counter, 1))
-
+    var counter = Pointer(to=next).unsafe_origin_cast[MutUntrackedOrigin]()
+    var shared = Pointer(to=body).unsafe_origin_cast[ImmUntrackedOrigin]()
     var cores = min(count, parallelism_level(None))
     if cores <= 1:
-        core(0)
+        _work(shared, counter, count)
         return
-    try:
-        var ctx = _cpu()
-        ctx.enqueue_cpu_range(core, count=cores)
-        _join(ctx)
-    except problem:
-        _give_up(problem)
+    var helpers = TaskGroup()
+    for _ in range(cores - 1):
+        helpers.create_task(_help(shared, counter, count))
+    _work(shared, counter, count)
+    helpers.wait()
+    _ = next  # which they read until now
 
 
-@no_inline
-def _cpu() raises -> DeviceContext:
-    return DeviceContext(api="cpu")
+__async def _help[
+    Body: def(Int) -> None, //
+](body: Pointer[Body, ImmUntrackedOrigin], counter: Counter, count: Int):
+    _work(body, counter, count)
 
 
-@no_inline
-def _join(ctx: DeviceContext) raises:
-    ctx.synchronize()
-
-
-@no_inline
-def _give_up(problem: Error):
-    abort(String(problem))
+@always_inline
+def _work[
+    Body: def(Int) -> None, //
+](body: Pointer[Body, ImmUntrackedOrigin], counter: Counter, count: Int):
+    """Takes indices until there are no more."""
+    with FlushDenormals():
+        var index = Int(Atomic.fetch_add(counter, 1))
+        while index < count:
+            body[](index)
+            index = Int(Atomic.fetch_add(counter, 1))
