@@ -313,11 +313,9 @@ def gemm_block[
         for r in range(0, g.r, height):
             for start in range(0, run, length):
                 var share = _Share(r, min(r + height, g.r), start, min(start + length, run))
-                # The next share lies behind this one, or in the panel that this core takes next.
+                # The next share lies behind this one, or begins the panel behind this one.
                 var next = (share.r_end - share.r) * (share.end - share.start) * PANEL
                 var ends = share.r_end == g.r and share.end == run
-                if ends:
-                    next += (parallelism_level(None) - 1) * g.depth() * PANEL
                 for offset in range(0, columns, TILE):
                     var here = o.shifted(w=at + offset)
                     var width = min(columns - offset, TILE)
@@ -441,7 +439,8 @@ def _block(g: Geometry, work: Int) -> Int:
 def _task[epilogue: Epilogue](g: Geometry, o: Operands[F32], block: Int, index: Int):
     """Computes one panel of filters at one block of pixels."""
     var panels = ceildiv(g.group_f(), PANEL)
-    var slot, part = divmod(index, ceildiv(g.pixels(), block))
+    # All panels of a block of pixels follow one another: a core keeps to its pixels (ops/parallel.mojo).
+    var part, slot = divmod(index, panels * g.groups)
     var group, panel = divmod(slot, panels)
     gemm_block[epilogue](
         g,
