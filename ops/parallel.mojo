@@ -1,15 +1,26 @@
-"""A loop over all cores of a CPU, which take one index after another from a counter.
+"""A loop over all cores of a CPU, each of which takes the indices of its share, then those of others.
 
-Whoever is faster does more: where cores are shared with other programs, even tasks end at uneven
-times. What does not depend on the closure is in functions that are never inlined: MAX compiles the
-rest for each op and shape of a graph.
+The same core takes the same share of every loop: what it wrote in the layer before it finds in its
+own cache. Who is done first takes what is left: where cores are shared with other programs, even
+tasks end at uneven times. The caller takes part from the first moment on, and MAX's other threads help. They get the
+work by the task group of Mojo's runtime: in a device context for each loop, as
+`enqueue_cpu_range` needs, the first index waits 4 us longer (docs/kernels.md).
+
+What does not depend on the closure is in functions that are never inlined: MAX compiles the rest for
+each op and shape of a graph.
 """
 
-from max.gpu.host import DeviceContext
 from max.runtime.asyncrt import parallelism_level
 from std.atomic import Atomic
-from std.os import abort
+from std.ffi import external_call
+from std.runtime._asyncrt import TaskGroup
+from std.sys import CompilationTarget
 from std.utils.numerics import FlushDenormals
+
+comptime Shares = Pointer[Int64, MutUntrackedOrigin]
+"""The next index of each share, a cache line apart."""
+comptime LINE = 8
+"""Numbers of a cache line."""
 
 
 def over_cores[Body: def(Int) -> None](body: Body, count: Int):
@@ -22,38 +33,52 @@ def over_cores[Body: def(Int) -> None](body: Body, count: Int):
         body: What is called; denormals are flushed to zero in it.
         count: How many indices there are.
     """
-    var next = Int64(0)
-    var counter = Pointer(to=next)
-
-    def core(index_of_core: Int) {imm body, var counter, var count}:
-        with FlushDenormals():
-            var index = Int(Atomic.fetch_add(counter, 1))
-            while index < count:
-                body(index)
-                index = Int(Atomic.fetch_add(counter, 1))
-
+    var shared = Pointer(to=body).unsafe_origin_cast[ImmUntrackedOrigin]()
     var cores = min(count, parallelism_level(None))
     if cores <= 1:
-        core(0)
+        with FlushDenormals():
+            for index in range(count):
+                body(index)
         return
-    try:
-        var ctx = _cpu()
-        ctx.enqueue_cpu_range(core, count=cores)
-        _join(ctx)
-    except problem:
-        _give_up(problem)
+    var memory = List[Int64](length=cores * LINE, fill=0)
+    var shares = memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
+    for share in range(cores):
+        shares[unsafe_offset=share * LINE] = Int64(count * share // cores)
+    var helpers = TaskGroup()
+    for _ in range(cores - 1):
+        helpers.create_task(_help(shared, shares, cores, count))
+    _work(shared, shares, cores, count)
+    helpers.wait()
+    _ = memory^  # which they read until now
+
+
+__async def _help[
+    Body: def(Int) -> None, //
+](body: Pointer[Body, ImmUntrackedOrigin], shares: Shares, cores: Int, count: Int):
+    _work(body, shares, cores, count)
+
+
+@always_inline
+def _work[
+    Body: def(Int) -> None, //
+](body: Pointer[Body, ImmUntrackedOrigin], shares: Shares, cores: Int, count: Int):
+    """Takes the indices of this core's share, then what is left of others."""
+    with FlushDenormals():
+        var own = _core()
+        for turn in range(cores):
+            var share = (own + turn) % cores
+            var end = count * (share + 1) // cores
+            var next = shares.unsafe_offset(share * LINE)
+            var index = Int(Atomic.fetch_add(next, 1))
+            while index < end:
+                body[](index)
+                index = Int(Atomic.fetch_add(next, 1))
 
 
 @no_inline
-def _cpu() raises -> DeviceContext:
-    return DeviceContext(api="cpu")
-
-
-@no_inline
-def _join(ctx: DeviceContext) raises:
-    ctx.synchronize()
-
-
-@no_inline
-def _give_up(problem: Error):
-    abort(String(problem))
+def _core() -> Int:
+    """Numbers the core that this thread runs on; 0 where the system does not tell."""
+    comptime if CompilationTarget.is_linux():
+        return max(0, Int(external_call["sched_getcpu", Int32]()))
+    else:
+        return 0

@@ -14,6 +14,7 @@ from std.utils.numerics import nan, neg_inf
 
 from ..operands import F32, Data, narrowed, widened
 from ..parallel import over_cores
+from ..permute import transposed
 from ..rows import exp_cpu
 from .config import LOWEST, Attention
 from .mask import Mask, MaskSizes, MaskTensors
@@ -100,17 +101,29 @@ struct _Scratch[depth: Int](TrivialRegisterPassable):
 def _pack[
     dtype: DType, depth: Int, //
 ](k: Data[dtype], v: Data[dtype], c: Int, count: Int, s: _Scratch[depth]):
-    """Lays `count` keys and values out for the products; zeros after them."""
-    for key in range(KEYS):
-        var to = s.keys.unsafe_offset(key)
+    """Lays `count` keys and values out for the products; zeros after the keys."""
+    comptime WHOLE = depth // WIDTH * WIDTH
+    for key in range(0, KEYS, WIDTH):
+        var source = k.unsafe_offset(key * c)
+        for d in range(0, WHOLE, WIDTH):
+            var held = Array[SIMD[F32, WIDTH], WIDTH](fill=0)
+            comptime for i in range(WIDTH):
+                if key + i < count:
+                    held[i] = widened(source.unsafe_load[width=WIDTH](i * c + d))
+            var turned = transposed(held)
+            comptime for i in range(WIDTH):
+                s.keys.unsafe_store((d + i) * KEYS + key, turned[i])
+        for i in range(WIDTH):
+            comptime for d in range(WHOLE, depth):
+                var number = widened(source[unsafe_offset=i * c + d]) if key + i < count else 0
+                s.keys[unsafe_offset=d * KEYS + key + i] = number
+    for key in range(count):
+        var source = v.unsafe_offset(key * c)
         var row = s.values.unsafe_offset(key * s.PITCH)
-        if key < count:
-            for d in range(depth):
-                to[unsafe_offset=d * KEYS] = widened(k[unsafe_offset=key * c + d])
-                row[unsafe_offset=d] = widened(v[unsafe_offset=key * c + d])
-        else:
-            for d in range(depth):
-                to[unsafe_offset=d * KEYS] = 0
+        comptime for d in range(0, WHOLE, WIDTH):
+            row.unsafe_store(d, widened(source.unsafe_load[width=WIDTH](d)))
+        comptime for d in range(WHOLE, depth):
+            row[unsafe_offset=d] = widened(source[unsafe_offset=d])
 
 
 struct _Masks[dtype: DType, mask: Mask](TrivialRegisterPassable):
@@ -265,10 +278,13 @@ def attention_cpu[
         for i in range(queries):
             var some = s.top[unsafe_offset=i] > LOWEST
             var inverse = 1 / s.total[unsafe_offset=i] if some else nan[F32]()
-            for d in range(depth):
-                o.y[unsafe_offset=start + i * c + d] = narrowed[dtype](
-                    s.sums[unsafe_offset=i * s.PITCH + d] * inverse
-                )
+            var sums = s.sums.unsafe_offset(i * s.PITCH)
+            var to = o.y.unsafe_offset(start + i * c)
+            comptime WHOLE = depth // WIDTH * WIDTH
+            comptime for d in range(0, WHOLE, WIDTH):
+                to.unsafe_store(d, narrowed[dtype](sums.unsafe_load[width=WIDTH](d) * inverse))
+            comptime for d in range(WHOLE, depth):
+                to[unsafe_offset=d] = narrowed[dtype](sums[unsafe_offset=d] * inverse)
         dealloc(memory^)
 
     over_cores(task, blocks * Int(o.n * o.heads))

@@ -1,6 +1,7 @@
-"""Convolution on a CPU: the indirect GEMM of ops/gemm, and a direct kernel for small groups.
+"""Convolution on a CPU: the indirect GEMM of ops/gemm, and direct kernels for small groups.
 
-Small groups have as many filters as channels, M: 1 (depthwise), or 4, 8 or 16 in float32.
+Small groups have as many filters as channels, M: 1 (depthwise), or 4, 8 or 16 in float32. The usual
+windows go by strips of a row (strips.mojo); this is the kernel for all others, and short rows.
 
     y[n, p, q, f] = sum_rsc x[n, p * stride + r, q * stride + s, f // M * M + c] w[r, s, c, f]
 
@@ -15,7 +16,6 @@ each FMA, and a sixth of one for the weights.
 from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
-from std.utils import IndexList
 
 from max.runtime.asyncrt import parallelism_level
 
@@ -25,6 +25,7 @@ from ..gemm.cpu import gemm
 from ..geometry import Geometry
 from ..operands import BF16, F32, Data, Operands, narrowed, widened
 from ..parallel import over_cores
+from .strips import convolve_strips, shuffled, takes
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
@@ -43,7 +44,10 @@ def conv2d_cpu[dtype: DType, //, epilogue: Epilogue, members: Int](g: Geometry, 
         o: Tensors; the filter is w[R, S, members, F], or packed panels if that is 0.
     """
     comptime if members > 0:
-        _direct[epilogue, members](g, o)
+        if takes[members](g):
+            convolve_strips[epilogue, members](g, o)
+        else:
+            _direct[epilogue, members](g, o)
     else:
         comptime if dtype == F32:
             gemm[epilogue](g, rebind[Operands[F32]](o))
@@ -167,22 +171,6 @@ def _find_taps[
     return count
 
 
-@always_inline
-def _shuffled[members: Int, c: Int, width: Int, dtype: DType](x: SIMD[dtype, width]) -> type_of(x):
-    """Gives each lane channel `c` of its group of `members`."""
-    comptime if members == 1:
-        return x
-    comptime lanes = _lanes[width](members, c)
-    return x.shuffle[mask=lanes]()
-
-
-def _lanes[width: Int](members: Int, c: Int) -> IndexList[width]:
-    var found = IndexList[width]()
-    for lane in range(width):
-        found[lane] = lane // members * members + c
-    return found
-
-
 @no_inline
 def _direct_tile[
     dtype: DType, //, epilogue: Epilogue, members: Int, vectors: Int, width: Int
@@ -216,7 +204,7 @@ def _direct_tile[
                         value = widened(source[unsafe_offset=first + c])
                     else:
                         var x = widened(source.unsafe_load[width=width](f + v * width))
-                        value = _shuffled[members, c](x)
+                        value = shuffled[members, c](x)
                     sums[i * vectors + v] = value.fma(weights[v], sums[i * vectors + v])
     comptime for i in range(PIXELS):
         if i < pixels:

@@ -20,10 +20,10 @@ way of the weights from memory where a layer has few pixels; docs/kernels.md has
 """
 
 from max.runtime.asyncrt import parallelism_level
-from std.math import ceildiv
+from std.math import ceildiv, iota
 from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
-from std.sys.intrinsics import PrefetchOptions, prefetch
+from std.sys.intrinsics import PrefetchOptions, masked_load, masked_store, prefetch
 
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
@@ -148,6 +148,55 @@ def _store_pixel[
 
 
 @no_inline
+def _whole_tile[
+    epilogue: Epilogue, vectors: Int
+](g: Geometry, o: Operands[F32], first: Int, ahead: Int, column: Int, columns: Int):
+    """Computes ROWS pixels from `first` on, where a pixel's row of x is all of K.
+
+    The sums go through the epilogue in registers: where K is short, their way through memory takes
+    as long as the products. `o.w` points at the first of the tile's columns.
+    """
+    var tile = Array[SIMD[F32, WIDTH], ROWS * vectors](fill=0)
+    var source = Array[Data[F32], ROWS](uninitialized=True)
+    comptime for i in range(ROWS):
+        source[i] = o.x.unsafe_offset((first + i) * g.c)
+    var row = o.w
+    for k in range(g.c):
+        var b = Array[SIMD[F32, WIDTH], vectors](uninitialized=True)
+        comptime for v in range(vectors):
+            b[v] = row.unsafe_load[width=WIDTH](v * WIDTH)
+        comptime for i in range(ROWS):
+            var a = SIMD[F32, WIDTH](source[i][unsafe_offset=k])
+            comptime for v in range(vectors):
+                tile[i * vectors + v] = a.fma(b[v], tile[i * vectors + v])
+        prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
+            row.unsafe_offset(ahead)
+        )
+        row = row.unsafe_offset(PANEL)
+    var here = o.shifted(bias=column, y=first * g.f + column)
+    comptime for v in range(vectors):
+        comptime at = v * WIDTH
+        if columns - at >= WIDTH:
+            var bias = here.bias.unsafe_load[width=WIDTH](at)
+            comptime for i in range(ROWS):
+                var value = tile[i * vectors + v].fma(o.alpha, bias)
+                comptime if epilogue.adds:
+                    value += here.residual.unsafe_load[width=WIDTH](i * g.f + at)
+                here.y.unsafe_store(i * g.f + at, activate[epilogue, F32](value))
+        else:
+            var inside = iota[DType.int32, WIDTH]().lt(Int32(columns - at))
+            comptime NONE = SIMD[F32, WIDTH](0)
+            var bias = masked_load[WIDTH](here.bias.unsafe_offset(at), inside, NONE)
+            comptime for i in range(ROWS):
+                var value = tile[i * vectors + v].fma(o.alpha, bias)
+                comptime if epilogue.adds:
+                    var residual = here.residual.unsafe_offset(i * g.f + at)
+                    value += masked_load[WIDTH](residual, inside, NONE)
+                var to = here.y.unsafe_offset(i * g.f + at)
+                masked_store(activate[epilogue, F32](value), to, inside)
+
+
+@no_inline
 def _tile[
     rows: Int, vectors: Int
 ](
@@ -256,6 +305,7 @@ def gemm_block[
     # As many rows of the window as DEPTH holds, or else as even parts of one.
     var height = max(1, min(DEPTH // run, RUNS // g.s))
     var length = ceildiv(run, ceildiv(run, min(DEPTH, RUNS // 2 * g.group_c())))
+    var whole = g.pointwise() and g.c <= length
     for begin in range(first, last, PIXELS):
         var end = min(begin + PIXELS, last)
         var tiles = ceildiv(end - begin, ROWS)
@@ -263,11 +313,9 @@ def gemm_block[
         for r in range(0, g.r, height):
             for start in range(0, run, length):
                 var share = _Share(r, min(r + height, g.r), start, min(start + length, run))
-                # The next share lies behind this one, or in the panel that this core takes next.
+                # The next share lies behind this one, or begins the panel behind this one.
                 var next = (share.r_end - share.r) * (share.end - share.start) * PANEL
                 var ends = share.r_end == g.r and share.end == run
-                if ends:
-                    next += (parallelism_level(None) - 1) * g.depth() * PANEL
                 for offset in range(0, columns, TILE):
                     var here = o.shifted(w=at + offset)
                     var width = min(columns - offset, TILE)
@@ -275,6 +323,14 @@ def gemm_block[
                         # As even as they come: 49 pixels are 4 x 6 + 5 x 5, never 8 x 6 + 1.
                         var m = (end - begin) * tile // tiles
                         var rows = (end - begin) * (tile + 1) // tiles - m
+                        var ahead = next + tile * LINE if tile < PANEL // LINE else 0
+                        if whole and rows == ROWS:
+                            comptime for vectors in range(1, VECTORS + 1):
+                                if ceildiv(width, WIDTH) == vectors:
+                                    _whole_tile[epilogue, vectors](
+                                        g, here, begin + m, ahead, column + offset, width
+                                    )
+                            continue
                         var here_sums = sums.unsafe_offset(m * PANEL + offset)
                         comptime for size in range(1, ROWS + 1):
                             comptime for vectors in range(1, VECTORS + 1):
@@ -285,7 +341,7 @@ def gemm_block[
                                         begin + m,
                                         channel,
                                         share,
-                                        next + tile * LINE if tile < PANEL // LINE else 0,
+                                        ahead,
                                         here_sums,
                                         zeros,
                                     )
@@ -383,7 +439,8 @@ def _block(g: Geometry, work: Int) -> Int:
 def _task[epilogue: Epilogue](g: Geometry, o: Operands[F32], block: Int, index: Int):
     """Computes one panel of filters at one block of pixels."""
     var panels = ceildiv(g.group_f(), PANEL)
-    var slot, part = divmod(index, ceildiv(g.pixels(), block))
+    # All panels of a block of pixels follow one another: a core keeps to its pixels (ops/parallel.mojo).
+    var part, slot = divmod(index, panels * g.groups)
     var group, panel = divmod(slot, panels)
     gemm_block[epilogue](
         g,
