@@ -2,9 +2,9 @@
 
 The same core takes the same share of every loop: what it wrote in the layer before it finds in its
 own cache. Who is done first takes what is left: where cores are shared with other programs, even
-tasks end at uneven times. The caller takes part from the first moment on, and MAX's other threads help. They get the
-work by the task group of Mojo's runtime: in a device context for each loop, as
-`enqueue_cpu_range` needs, the first index waits 4 us longer (docs/kernels.md).
+tasks end at uneven times. The caller takes part from the first moment on; MAX's other threads help,
+and get the work by the task group of Mojo's runtime, which is quicker than a device context for each
+loop (docs/kernels.md).
 
 What does not depend on the closure is in functions that are never inlined: MAX compiles the rest for
 each op and shape of a graph.
