@@ -240,6 +240,8 @@ TILES = (
     Tile(1, 64, 6, "split"),
     Tile(1, 32, 8, "split"),
 )
+TOKEN_TILES = (Tile(2, 128, 3), Tile(1, 64, 6))
+"""LARGE and SMALL of ops/token_linear.mojo."""
 
 
 @dataclass(frozen=True)

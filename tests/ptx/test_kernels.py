@@ -25,6 +25,7 @@ from .launches import (
     RESIDENT,
     SPARSE,
     TILES,
+    TOKEN_TILES,
     Blocks,
     Chain,
     Conv,
@@ -354,7 +355,7 @@ TOKENS = [(2, 196, 136, 72), (1, 64, 64, 64), (3, 65, 8, 129), (1, 1, 200, 1), (
 """N, T, C and F."""
 
 
-@pytest.mark.parametrize("tile", [TILES[0], TILES[3]], ids=lambda tile: tile.label)
+@pytest.mark.parametrize("tile", TOKEN_TILES, ids=lambda tile: tile.label)
 @pytest.mark.parametrize("epilogue", ["none", "add_relu"])
 @pytest.mark.parametrize("sizes", TOKENS, ids=str)
 def test_token_linear(
@@ -364,12 +365,12 @@ def test_token_linear(
 
 
 def test_token_linear_float16(find: Find, rng: np.random.Generator) -> None:
-    run_tokens(find, rng, TILES[3], "gelu", (2, 70, 72, 130), "float16")
+    run_tokens(find, rng, TOKEN_TILES[1], "gelu", (2, 70, 72, 130), "float16")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_token_linear_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -> None:
-    run_tokens(find, rng, TILES[3], "add_relu", (3, 65, 72, 66), odd=True)
+    run_tokens(find, rng, TOKEN_TILES[1], "add_relu", (3, 65, 72, 66), odd=True)
 
 
 def run_tokens(
