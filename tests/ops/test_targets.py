@@ -34,7 +34,7 @@ def test_compiles_for(arguments: list[str], pytestconfig: pytest.Config) -> None
 
 @pytest.mark.parametrize(
     "architecture",
-    [*(pytest.param(x, marks=pytest.mark.nightly) for x in ("sm_80", "sm_89")), "gfx942"],
+    [pytest.param(x, marks=pytest.mark.nightly) for x in OTHERS],
 )
 def test_products_compile_for(
     architecture: str, tmp_path: Path, pytestconfig: pytest.Config
@@ -72,7 +72,7 @@ def test_bfloat16_products_on_a_cpu(cpu: str, tmp_path: Path, pytestconfig: pyte
     assert {name for name in ("vdpbf16ps", "tdpbf16ps") if name in assembly} == BF16[cpu]
 
 
-@pytest.mark.parametrize("cpu", [None, pytest.param("x86-64-v3", marks=x86)])
+@pytest.mark.parametrize("cpu", [None, pytest.param("x86-64-v3", marks=[x86, pytest.mark.nightly])])
 def test_bfloat16_products_equal_float64(
     cpu: str | None, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

@@ -285,24 +285,23 @@ RESIDUAL = [
 ]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.label)
-@pytest.mark.parametrize(("g", "alpha", "splits"), RESIDUAL, ids=str)
+@pytest.mark.parametrize(("tile", "case"), of_all(3, TILES, RESIDUAL), ids=str)
 def test_hopper_adds_a_residual(
-    find: Find, rng: np.random.Generator, tile: Tile, g: Conv, alpha: float, splits: int
+    find: Find, rng: np.random.Generator, tile: Tile, case: tuple[Conv, float, int]
 ) -> None:
+    g, alpha, splits = case
     run_hopper(find, rng, tile, "add_relu", [g], alpha=alpha, splits=splits)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.label)
-@pytest.mark.parametrize(("g", "beside"), SHORTCUTS, ids=str)
+@pytest.mark.parametrize(("tile", "convolutions"), of_all(3, TILES, SHORTCUTS), ids=str)
 def test_hopper_adds_a_shortcut(
-    find: Find, rng: np.random.Generator, tile: Tile, g: Conv, beside: Conv
+    find: Find, rng: np.random.Generator, tile: Tile, convolutions: tuple[Conv, Conv]
 ) -> None:
+    g, beside = convolutions
     run_hopper(find, rng, tile, "relu", [g], beside, splits=2)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.label)
-@pytest.mark.parametrize("rows", [(150,), (65, 1, 37)], ids=str)
+@pytest.mark.parametrize(("tile", "rows"), of_all(2, TILES, [(150,), (65, 1, 37)]), ids=str)
 def test_hopper_multiplies(
     find: Find, rng: np.random.Generator, tile: Tile, rows: tuple[int, ...]
 ) -> None:
