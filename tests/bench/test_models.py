@@ -233,6 +233,7 @@ def test_a_run_writes_what_the_report_reads(tiny: str, tmp_path: Path) -> None:
     assert "load_s" in records[0] and "load_s" not in records[2]
 
 
+@pytest.mark.nightly  # by day test_a_run_writes_what_the_report_reads runs the same networks
 @pytest.mark.usefixtures("limits")
 def test_an_engine_that_keeps_its_first_answer_is_caught(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
