@@ -112,15 +112,23 @@ def _declare_torchvision() -> None:
     _TORCHVISION.append(library)
 
 
+def _import_torchvision() -> None:
+    """Imports torchvision, if it is there, even one that was built for another torch."""
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError as error:
+        if "torchvision::" not in str(error) or _TORCHVISION:
+            raise
+        _declare_torchvision()
+        importlib.import_module("torchvision")
+
+
 def _library(name: str) -> Any:
     try:
-        try:
-            return importlib.import_module(name)
-        except RuntimeError as error:
-            if "torchvision::" not in str(error) or _TORCHVISION:
-                raise
-            _declare_torchvision()
-            return importlib.import_module(name)
+        _import_torchvision()  # before transformers, which hides why it cannot
+        return importlib.import_module(name)
     except (ImportError, RuntimeError) as error:
         raise ModelError(f"{name} cannot be imported ({error}); {way_to('convert')}") from None
 

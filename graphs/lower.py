@@ -229,6 +229,11 @@ class _Given:
         return self._program.types[self.name(i)].dtype
 
     @property
+    def result(self) -> DType:
+        """The dtype of the output."""
+        return DType[self._program.types[self._node.output].dtype]
+
+    @property
     def values(self) -> list[TensorValue]:
         """All of them."""
         return [self.value(i) for i in range(len(self._node.inputs))]
@@ -383,7 +388,7 @@ def _scatter_add(given: _Given, *, axis: int) -> TensorValue:
     if not given.floats:
         return ops.scatter_add(x, values, indices, axis=axis)
     total = ops.scatter_add(x.cast(DType.float32), values.cast(DType.float32), indices, axis=axis)
-    return total.cast(x.dtype)
+    return total.cast(given.result)
 
 
 def _pad(given: _Given, *, pads: tuple[int, ...], value: float = 0.0) -> TensorValue:

@@ -915,12 +915,12 @@ def scatter_add(x: Type, indices: Type, values: Type, *, axis: int) -> Type:
     if not indices.dtype.startswith("int"):
         raise ArgumentError(f"scatter_add: expects integers as indices, not {indices.dtype}")
     sides = [[size for a, size in enumerate(y.shape) if a != axis] for y in (x, values)]
-    if indices.shape != values.shape or sides[0] != sides[1] or x.dtype != values.dtype:
+    if indices.shape != values.shape or sides[0] != sides[1]:
         raise ArgumentError(
-            f"scatter_add: expects values and indices of x's shape but for axis {axis} and its"
-            f" dtype but x is {x}, the indices {indices} and the values {values}"
+            f"scatter_add: expects values and indices of x's shape but for axis {axis} but x is"
+            f" {x}, the indices {indices} and the values {values}"
         )
-    return x
+    return Type(x.shape, _narrower(x, values))
 
 
 def reduction(x: Type, *, axes: tuple[int, ...], keepdim: bool = False) -> Type:

@@ -312,6 +312,7 @@ def test_a_torchvision_of_another_torch_is_imported(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sources, "_TORCHVISION", [])
     monkeypatch.setattr(sources.importlib, "import_module", import_module)
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: name)
     assert sources._library("timm") == "timm"
 
 

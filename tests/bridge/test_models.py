@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maxvision
+from maxvision.bridge.convert import computing_in
 from maxvision.bridge.exported import trace
+from maxvision.bridge.importer import Traced
 from maxvision.common.errors import ModelError
 from maxvision.graphs import passes
 from maxvision.graphs.backend import Backend
@@ -162,11 +165,17 @@ def made(name: str) -> tuple[nn.Module, Callable[[int], Any]]:
     return make().eval(), draw
 
 
+@cache
+def traced(name: str) -> Traced:
+    module, draw = made(name)
+    return trace(module, draw(TRACED))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_it_means_the_same(name: str) -> None:
     module, draw = made(name)
     *_, counts, names = MODELS[name]
-    found = trace(module, draw(TRACED))
+    found = traced(name)
     assert found.program is not None, found.missing
     program = Program.from_json(found.program.to_json())
     assert set(found.outputs) == names
@@ -183,6 +192,25 @@ def test_it_means_the_same(name: str) -> None:
             want = wanted[output].numpy()
             largest = float(np.abs(want).max())
             np.testing.assert_allclose(values[output], want, 1e-5, 1e-5 * largest, err_msg=output)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_computes_in_bfloat16(name: str) -> None:
+    """What is made of no input, such as zeros to add to, takes the dtype of what it meets."""
+    module, draw = made(name)
+    found = traced(name)
+    assert found.program is not None
+    final = passes.run(computing_in(found.program, "bfloat16"), Backend("cpu", "bfloat16"))
+    given = draw(RUN)
+    with torch.no_grad():
+        wanted = module(*given)
+    wanted = {"logits": wanted} if isinstance(wanted, Tensor) else dict(wanted)
+    values = interpret(final, [x.numpy() for x in given], found.tensors)
+    for output in found.outputs:
+        want = wanted[output]
+        assert final.types[final.outputs[output]].dtype == "bfloat16"
+        error = np.abs(values[output] - want.numpy()).max() / want.abs().max()
+        assert error < 0.05, output
 
 
 class All(nn.Module):
