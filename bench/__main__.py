@@ -45,7 +45,7 @@ examples:
   maxvision bench serve --servers ray --replicas 1,2 --device gpu --replica-cores 12
   maxvision bench sparse --model r50-90 --device cpu
   maxvision bench sparse --model resnet-50 --device cpu --densities 0.5,0.2,0.1,0.05,0.01 --table
-  maxvision bench report bench/results/2026-11-23-h200-models.json --plots .
+  maxvision bench report bench/results/2026-11-24-h200-models.json --plots .
 
 exit codes: 0 done; 1 a result was wrong; 2 a wrong argument, device or model
 """

@@ -72,7 +72,7 @@ class Report:
         lines = [
             f"{self.name}: {found.macs / 1e9:.2f} GMAC, {self.bytes / 1e6:.1f} MB of weights",
             f"  our kernels     {_counted(found.kernels)}",
-            f"  MAX's kernels   {_counted(found.others) or 'none'}",
+            f"  MAX's kernels   {_counted(found.others) or 'none'}{self._share()}",
             f"  fused away      {found.fused} ops",
         ]
         for each in self.differences:
@@ -85,6 +85,12 @@ class Report:
             if parts:
                 lines.append(f"  memory that it took: {', '.join(parts)}")
         return "\n".join(lines)
+
+
+    def _share(self) -> str:
+        if not self.coverage.others or self.cost is None:
+            return ""
+        return f": none of the multiplications, {self.cost.others:.1%} of the time"
 
 
 def _counted(ops: Mapping[str, int]) -> str:

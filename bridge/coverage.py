@@ -29,21 +29,27 @@ class Coverage:
     fused: int
 
 
+def others_of(final: Program) -> list[Node]:
+    """Lists the ops that MAX's own kernels compute of a program as it is rewritten for a device."""
+
+    def of_integers(node: Node) -> bool:
+        types = [final.types[name].dtype for name in node.inputs if name]
+        return node.op in INTEGERS and not any("float" in each for each in types)
+
+    run = (node for node in final.nodes if not node.at_load)
+    return [node for node in run if node.op in OTHERS or of_integers(node)]
+
+
 def coverage(plain: Program, final: Program) -> Coverage:
     """Reads it off a program, and the same as it is rewritten for a device."""
 
     def count(program: Program) -> Counter[str]:
         return Counter(node.op for node in program.nodes if not node.at_load)
 
-    def of_integers(node: Node) -> bool:
-        types = [final.types[name].dtype for name in node.inputs if name]
-        return node.op in INTEGERS and not any("float" in each for each in types)
-
     found = count(final)
     before = count(plain)
     computing = sum(n for op, n in before.items() if op not in MOVES)
-    others = Counter({op: n for op, n in found.items() if op in OTHERS})
-    others += Counter(node.op for node in final.nodes if not node.at_load and of_integers(node))
+    others = Counter(node.op for node in others_of(final))
     kernels = Counter({op: n for op, n in found.items() if op not in (*MOVES, *OTHERS)}) - others
     moves = Counter({op: n for op, n in found.items() if op in MOVES})
     left = sum(kernels.values()) + sum(others.values())
