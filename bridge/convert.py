@@ -86,7 +86,6 @@ class Report:
                 lines.append(f"  memory that it took: {', '.join(parts)}")
         return "\n".join(lines)
 
-
     def _share(self) -> str:
         if not self.coverage.others or self.cost is None:
             return ""

@@ -11,7 +11,6 @@ standardised. torch is imported here and by what calls this, and nowhere else.
 from __future__ import annotations
 
 import copy
-import operator
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,11 +25,12 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 
 from maxvision.bridge import aten
-from maxvision.bridge.fx import origin, size_of, type_of
-from maxvision.bridge.importer import AT, PROBES, Importer, Known, Missing, Traced, Unsupported
+from maxvision.bridge.fx import type_of
+from maxvision.bridge.importer import AT, Known, Traced
+from maxvision.bridge.walker import Walker, paths
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs.net import Value
-from maxvision.graphs.types import BATCH, Size, at_batch
+from maxvision.graphs.types import BATCH
 
 MOST = 4096
 """The largest batch that is asked of torch.export."""
@@ -129,13 +129,12 @@ def translate(whole: ExportedProgram, name: str, names: Sequence[str] = ()) -> T
     return Exported(whole, name).run(names)
 
 
-class Exported(Importer):
-    """Walks an exported graph; ``env`` holds what each of its nodes is."""
+class Exported(Walker):
+    """Walks an exported graph."""
 
     def __init__(self, whole: ExportedProgram, name: str) -> None:
         super().__init__(name, set(whole.state_dict))
         self.whole = whole
-        self.env: dict[Node, Any] = {}
 
     def run(self, names: Sequence[str]) -> Traced:
         """Walks the graph; ``names`` are those of the inputs."""
@@ -148,12 +147,10 @@ class Exported(Importer):
             ):
                 self.place(node, spec, given)
             for node in self.whole.graph.nodes:
-                if node.op == "call_function":
-                    self.call(node)
-                elif node.op == "get_attr":
-                    self.env[node] = Known((getattr(self.whole.graph_module, node.target),))
-                elif node.op == "output":
+                if node.op == "output":
                     last = node
+                elif node.op != "placeholder":
+                    self.visit(node, self.whole.graph_module)
             assert last is not None
             outputs = self.finish(last)
         return self.traced(outputs, self.points(), partial(TorchReference, self.whole))
@@ -173,70 +170,6 @@ class Exported(Importer):
         else:
             value = self.whole.constants[spec.target]
         self.env[node] = Known((value.detach(),), spec.target)
-
-    def call(self, node: Node) -> None:
-        """Translates a node: computes it if it is known, else adds an op."""
-        self.net.origin = origin(node)
-        args, kwargs = self.given(node.args), self.given(node.kwargs)
-        target = node.target
-        if target is operator.getitem:
-            self.env[node] = args[0][args[1]]
-        elif _is_size(node.meta.get("val")):
-            self.env[node] = size_of(node.meta["val"])
-        elif target in aten.SHAPE_ONLY or not any(
-            isinstance(x, Value) for x in _leaves((args, kwargs))
-        ):
-            self.env[node] = self.compute(node)
-        elif (rule := aten.RULES.get(target)) is None:
-            self.miss(node, "there is no such op here")
-        else:
-            try:
-                self.env[node] = rule(self, node, *args, **kwargs)
-            except (Unsupported, ArgumentError) as why:
-                self.miss(node, str(why))
-
-    def given(self, value: Any) -> Any:
-        """Replaces the nodes of an argument by what they are."""
-        if isinstance(value, Node):
-            return self.env[value]
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.given(each) for each in value)
-        if isinstance(value, dict):
-            return {key: self.given(each) for key, each in value.items()}
-        return value
-
-    def miss(self, node: Node, why: str) -> None:
-        """Notes an op that cannot be translated, and goes on with the types that it gives."""
-        self.missing.append(Missing(str(node.target), why, self.net.origin))
-        found = node.meta["val"]
-        several = isinstance(found, (tuple, list))
-        values = [
-            self.net.unknown(type_of(each)) if isinstance(each, Tensor) else None
-            for each in (found if several else [found])
-        ]
-        self.env[node] = values if several else values[0]
-
-    # --- constants -----------------------------------------------------------------------------
-
-    def compute(self, node: Node) -> Any:
-        """Computes a node whose values no input decides, by torch."""
-        leaves = list(_leaves((self.given(node.args), self.given(node.kwargs))))
-        hangs = any(
-            isinstance(x, str) or (isinstance(x, Value) and _is_named(x.shape))
-            or (isinstance(x, Known) and len(x.values) > 1)
-            for x in leaves
-        )  # fmt: skip
-        found = []
-        for i, batch in enumerate(PROBES if hangs else PROBES[:1]):
-            args, kwargs = (
-                _concrete(self.given(part), i, batch) for part in (node.args, node.kwargs)
-            )
-            kwargs.pop("device", None)
-            found.append(node.target(*args, **kwargs))  # type: ignore[operator]
-        first = found[0]
-        if not isinstance(first, (tuple, list)):
-            return _folded(found)
-        return [_folded([each[i] for each in found]) for i in range(len(first))]
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -282,65 +215,9 @@ def _labels(whole: ExportedProgram, count: int) -> list[str]:
 
     assert whole.call_spec.out_spec is not None
     tree = tree_unflatten(list(range(count)), whole.call_spec.out_spec)
-    paths = {number: ".".join(path) or "output" for path, number in _paths(tree)}
-    labels = [paths[number] for number in range(count)]
+    found = {number: ".".join(path) or "output" for path, number in paths(tree)}
+    labels = [found[number] for number in range(count)]
     return [f"output_{label}" if label.isdigit() else label for label in labels]
-
-
-def _paths(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Lists what containers hold, each behind the keys, fields and indices that lead to it."""
-    if isinstance(value, Mapping):
-        items: Any = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
-    else:
-        yield (), value
-        return
-    for key, part in items:
-        yield from (((str(key), *path), leaf) for path, leaf in _paths(part))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    return (leaf for _, leaf in _paths(value))
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool)
-
-
-def _is_named(shape: Sequence[Size]) -> bool:
-    return any(isinstance(size, str) for size in shape)
-
-
-def _concrete(value: Any, probe: int, batch: int) -> Any:
-    """Puts a batch in the place of its name, and tensors in that of what is known."""
-    if isinstance(value, Known):
-        return value.values[min(probe, len(value.values) - 1)]
-    if isinstance(value, Value):  # only its shape counts
-        shape = [at_batch(size, batch) for size in value.shape]
-        return torch.empty(shape, dtype=getattr(torch, value.type.dtype))
-    if isinstance(value, str) and value.endswith(BATCH):
-        return at_batch(value, batch)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_concrete(each, probe, batch) for each in value)
-    if isinstance(value, dict):
-        return {key: _concrete(each, probe, batch) for key, each in value.items()}
-    return value
-
-
-def _folded(found: list[Any]) -> Any:
-    if not isinstance(found[0], Tensor):
-        return found[0]
-    if len(found) > 1 and found[0].shape == found[1].shape and _equal(*found):
-        found = found[:1]
-    return Known(tuple(found))
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    same = a == b
-    if a.is_floating_point():
-        same = same | (a.isnan() & b.isnan())
-    return bool(same.all())
 
 
 # --- what torch computes itself ------------------------------------------------------------------

@@ -250,9 +250,9 @@ class Replays:
             size = next((size for size in self._sizes if size >= count > 0), count)
             shapes = tuple((size, *shape[1:]) for shape in shapes)
         run = self._find(shapes)
-        if run is None:
+        if isinstance(run, list):
             kinds = (DType.from_numpy(array.dtype) for array in arrays)
-            run = self._capture(list(zip(kinds, shapes, strict=True)))
+            run = self._capture(list(zip(kinds, shapes, strict=True)), run)
         try:
             yield run
         finally:
@@ -260,8 +260,12 @@ class Replays:
                 with self._lock:
                     self._idle.append(run)
 
-    def _find(self, shapes: Shapes) -> Run | None:
-        """Finds an idle capture, or says that plain it is; None if a capture shall be made."""
+    def _find(self, shapes: Shapes) -> Run | list[Replay]:
+        """Finds an idle capture, or says that plain it is.
+
+        If a capture shall be made, ``_held`` counts it from here on, and those whose place it takes
+        are given, which nobody else finds any more.
+        """
         images = images_of(shapes)
         with self._lock:
             for replay in reversed(self._idle):
@@ -275,16 +279,19 @@ class Replays:
             if not images or not again or larger or busy + images > self._images:
                 return Execution(self._executable, self._device, self._batched)
             self._held += images
-            return None
+            replaced = []
+            while self._held > self._images:
+                replaced.append(self._idle.pop(0))
+                self._held -= replaced[-1].images
+            return replaced
 
-    def _capture(self, types: Sequence[tuple[DType, tuple[int, ...]]]) -> Replay:
-        """Captures shapes, which ``_held`` counts already, in the place of idle ones."""
+    def _capture(
+        self, types: Sequence[tuple[DType, tuple[int, ...]]], replaced: Sequence[Replay]
+    ) -> Replay:
+        """Captures shapes in the place of others, which are released."""
         with self._gate.capturing():
-            with self._lock:
-                while self._held > self._images and self._idle:
-                    oldest = self._idle.pop(0)
-                    self._held -= oldest.images
-                    oldest.release()
+            for oldest in replaced:
+                oldest.release()
             key = next(self._keys)
             try:
                 return Replay(self._executable, self._device, types, key, self._batched)

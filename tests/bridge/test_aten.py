@@ -608,7 +608,7 @@ case(
         + torch.full_like(x, 0.5)
         + x.new_ones(8)
         + torch.ones_like(x)
-        + x.new_empty(8) * 0
+        + torch.zeros_like(x.new_empty(8))  # what is empty may hold NaN
     ),
 )
 case("numbers of the shape", lambda x: x + torch.arange(x.shape[-1]) / x.shape[-2])

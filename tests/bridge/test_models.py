@@ -213,25 +213,42 @@ def test_it_computes_in_bfloat16(name: str) -> None:
         assert error < 0.05, output
 
 
-class All(nn.Module):
-    """Several of them, so that one graph is compiled."""
+class Text(nn.Module):
+    """A text and its mask in, two outputs out."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         config = transformers.GPT2Config(**{**GPT, "n_layer": 1})  # a compilation takes its ops
         self.text = Masked(transformers.GPT2LMHeadModel(config))
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
+        logits = self.text(ids, mask).logits
+        return logits, logits.mean(1)
+
+
+class Graphs(nn.Module):
+    """A graph of nodes and edges in, two outputs out."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.messages, _ = made("graphs")
 
-    def forward(self, ids: Tensor, mask: Tensor, kinds: Tensor, edges: Tensor) -> Any:
-        return self.text(ids, mask).logits, self.messages(kinds, edges)
+    def forward(self, kinds: Tensor, edges: Tensor) -> Any:
+        found = self.messages(kinds, edges)
+        return found, found.relu()
 
 
-def test_it_runs_and_its_folder_runs_without_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "draw"), [pytest.param(Text, led, marks=pytest.mark.nightly), (Graphs, graphs)]
+)
+def test_it_runs_and_its_folder_runs_without_torch(
+    tmp_path: Path, make: Callable[[], nn.Module], draw: Callable[[int], Any]
+) -> None:
     """Compiles one graph."""
-    module = All().eval()
-    fast = maxvision.convert(module, (*led(2), *graphs(2)), device="cpu", check_it=False)
-    given = (*led(3), *graphs(3))
+    module = make().eval()
+    fast = maxvision.convert(module, draw(2), device="cpu", check_it=False)
+    given = draw(3)
     with torch.no_grad():
         wanted = module(*given)
     found = fast(given[0].int(), *given[1:])  # ids of 32 bits are ids

@@ -138,6 +138,16 @@ NIGHTLY = {
     "reduce mean (4, 33) (2,)",
     "reduce amax (6, 5, 40) (1, 2)",
     "packed two_four 1x1",
+    "gather_rows norm",
+    "gather_rows add",
+    "gather_rows copy",
+    "squeeze_excite (14, 14) 240 10 silu sigmoid none",
+    "token_linear gelu",
+    "concat 3 (5, 7, 96) (5, 7, 32)",
+    "stem_layernorm 32 x 32",
+    "log_softmax 64",
+    "rms_norm 384",
+    "attention 64",  # its masks are in another case
     *(POINTWISE - {"pointwise x0 gelu: (3, 33)", "pointwise masks"}),
 }
 FLOAT16 = {

@@ -108,7 +108,16 @@ VARIED = {
     *(case.name for case in NARROW if case.name.startswith("permute") and len(case.inputs[0]) > 3),
     *(f"depthwise_qkv {name}" for name in ("kernel 5", "1 x 1")),
     "avgpool inside",
-}
+    "conv2d epilogue silu", "stem_conv2d silu", "stem_conv2d floats", "conv2d 1x1 of 88",
+    *(f"conv2d depthwise {name} strips" for name in ("3x3", "7x7")),
+    *(f"gather_rows {name}" for name in ("norm", "of a row", "add", "many", "copy", "odd copy")),
+    "pointwise masks", "concat 3 (5, 7, 96) (5, 7, 32)",
+    *(f"attention {name}" for name in ("32", "sharp")),
+    *(f"attention many heads of 32{name}" for name in ("", ", one tile")),
+    "attention many queries of 32",
+    *(f"attention {name}" for name in ("windows", "windows of all heads", "a row for all")),
+    "attention many windows",
+}  # fmt: skip
 BY_NIGHT = {DType.float32: NIGHTLY, DType.bfloat16: NIGHTLY | WIDENED | VARIED}
 
 

@@ -691,7 +691,7 @@ def chained(
     return ([z, h], [want, inner]) if keeps else ([z], [want])
 
 
-@pytest.mark.parametrize("m", [1, 150, 600])
+@pytest.mark.parametrize("m", [1, 150, pytest.param(600, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("op", "tile", "hidden"), CHAINS, ids=str)
 def test_chain(
     find: Find, rng: np.random.Generator, op: str, tile: Chain, hidden: int, m: int
@@ -1253,7 +1253,7 @@ def test_reduce(find: Find, rng: np.random.Generator, g: Reduction, kind: str, d
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [BF16, "float16"])
+@pytest.mark.parametrize("dtype", [BF16, pytest.param("float16", marks=pytest.mark.nightly)])
 def test_squeeze_excite(find: Find, rng: np.random.Generator, g: Squeeze, dtype: str) -> None:
     """The float16 kernel adds a residual, and has other activations."""
     c, k, adds = g.channels, g.hidden, dtype == "float16"
