@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.shapes import pair
-from maxvision.graphs.types import at_batch
+from maxvision.graphs.types import at_batch, split
 
 
 @dataclass(frozen=True)
@@ -115,3 +115,42 @@ def macs(program: Program) -> int:
         if node.op == "matmul":
             total += math.prod(_image(program, node.output)) * _image(program, node.inputs[0])[-1]
     return total
+
+
+def keeps_images_apart(program: Program) -> bool:
+    """Tells whether no op brings values of different images together.
+
+    Rows that stand before the batch may be merged with it, as of tokens [T, N, C] for a linear
+    layer, if they are divided again. After ``x.repeat(T, 1)`` alone row i is of image i modulo N,
+    and beside one that counts images first, values of several meet: what such a model gives for an
+    image hangs on the others of its batch, and it has to run whole.
+    """
+    merged: dict[str, int] = {}  # rows that the axis of the batch holds before each image
+
+    def rows(value: str) -> tuple[int, int]:
+        """Gives the product of the sizes before the batch, and the number in the batch's own."""
+        shape = program.types[value].shape
+        place = next(i for i, size in enumerate(shape) if isinstance(size, str))
+        before = math.prod(size for size in shape[:place] if isinstance(size, int))
+        return before, split(shape[place])[0]
+
+    for node in program.nodes:
+        inputs, outputs = (
+            [x for x in names if x and any(isinstance(s, str) for s in program.types[x].shape)]
+            for names in (node.inputs, node.outputs)
+        )
+        held = {merged[x] for x in inputs if x in merged}
+        if len(held | {1 for x in inputs if x not in merged}) > 1:
+            return False
+        count = max(held, default=1)
+        for value in outputs:
+            left = 0
+            if node.op == "reshape":
+                before, number = rows(value)
+                count, left = divmod(count * rows(node.inputs[0])[0], before)
+                left = left or number % count
+            if left:
+                return False
+            if count > 1:
+                merged[value] = count
+    return not any(value in merged for value in program.outputs.values())

@@ -26,6 +26,7 @@ from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary
 
 from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.graphs.layers import keeps_images_apart
 from maxvision.graphs.lower import lower
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.program import Program
@@ -179,7 +180,7 @@ class Executor:
             read(io.BytesIO(mef)), weights_registry=dict(weights)
         )
         ends = [*program.inputs.values(), *(program.types[v] for v in program.outputs.values())]
-        batched = all(each.shape[:1] == (BATCH,) for each in ends)
+        batched = all(each.shape[:1] == (BATCH,) for each in ends) and keeps_images_apart(program)
         self._replays = Replays(self.executable, device, images, batched)
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -9,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from maxvision.graphs import passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.cvt import CVTS
-from maxvision.graphs.layers import Layer, layers, macs
-from maxvision.graphs.net import Net
+from maxvision.graphs.layers import Layer, keeps_images_apart, layers, macs
+from maxvision.graphs.net import Net, Value
 from maxvision.graphs.program import Program
 from maxvision.graphs.resnet import RESNETS
 from maxvision.graphs.types import BATCH
@@ -84,3 +86,29 @@ def test_the_batch_may_be_any_axis() -> None:
     program = net.program()
     assert [each.size for each in layers(program)] == [(1, 5)]
     assert macs(program) == 5 * 8 * 6
+
+
+def test_images_stay_apart_unless_rows_before_the_batch_stay_merged() -> None:
+    def apart(write: Callable[[Net, Value], Value]) -> bool:
+        net = Net("net")
+        x = net.input("x", (BATCH, 6, 4))
+        net.output("y", write(net, x))
+        return keeps_images_apart(net.program())
+
+    def turned(net: Net, x: Value) -> Value:
+        return net.permute(x, 1, 0, 2)
+
+    def merged(net: Net, x: Value) -> Value:
+        return net.relu(net.reshape(turned(net, x), "6*batch", 4))
+
+    assert keeps_images_apart(RESNET) and keeps_images_apart(CVT)
+    assert apart(lambda net, x: net.reshape(x, BATCH, 24))
+    assert apart(lambda net, x: net.reshape(x, "2*batch", 3, 4))  # windows of an image
+    assert apart(lambda net, x: net.reshape(turned(net, x), 6, "2*batch", 2))
+    assert apart(lambda net, x: turned(net, net.reshape(merged(net, x), 6, BATCH, 4)))
+    assert apart(lambda net, x: net.reshape(merged(net, x), 2, 3, BATCH, 4))
+    assert not apart(merged)
+    assert not apart(lambda net, x: net.reshape(merged(net, x), BATCH, 6, 4))
+    assert not apart(lambda net, x: net.reshape(turned(net, x), BATCH, 24))
+    rows = ("6*batch", 4)
+    assert not apart(lambda net, x: net.op("add", [merged(net, x), net.reshape(x, *rows)]))
