@@ -23,7 +23,8 @@ def origin(node: Node) -> str:
 def module_of(node: Node) -> str:
     """Names the module that a node is from."""
     stack = node.meta.get("nn_module_stack") or {}
-    return list(stack.values())[-1][0] if stack else ""
+    path = list(stack.values())[-1][0] if stack else ""
+    return str(path).removeprefix("L['self']").removeprefix(".")  # TorchDynamo's name of the model
 
 
 def size_of(value: Any) -> Size:

@@ -12,6 +12,7 @@ fast(x)
 TYPE_CHECKING = False  # typing's, whose import would take longer than all that --help needs
 if TYPE_CHECKING:
     from maxvision.bridge.convert import Converted, convert
+    from maxvision.bridge.dynamo import Explanation, explain
     from maxvision.common.errors import (
         ArgumentError,
         DeviceError,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _ERRORS = ("ArgumentError", "DeviceError", "ImageError", "ModelError", "UserError")
 _BRIDGE = ("Converted", "convert")  # needs torch, but for ONNX files
+_DYNAMO = ("Explanation", "explain")  # needs torch
 _RUNTIME = ("Classifier", "Features", "Prediction", "load")
 
 __all__ = [
@@ -30,12 +32,14 @@ __all__ = [
     "Classifier",
     "Converted",
     "DeviceError",
+    "Explanation",
     "Features",
     "ImageError",
     "ModelError",
     "Prediction",
     "UserError",
     "convert",
+    "explain",
     "load",
 ]
 
@@ -50,6 +54,10 @@ def __getattr__(name: str) -> object:
         from maxvision.bridge import convert
 
         return getattr(convert, name)
+    if name in _DYNAMO:
+        from maxvision.bridge import dynamo
+
+        return getattr(dynamo, name)
     if name in _RUNTIME:
         from maxvision.runtime import classifier
 

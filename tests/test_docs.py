@@ -253,7 +253,7 @@ def test_every_block_of_code_is_run() -> None:
     """The tests below run these and no others: a new one needs a test of its own."""
     found = {path.name: len(each) for path in DOCS if (each := blocks(path, "python", "mojo"))}
     assert found == {
-        "README.md": 1, "guide.md": 1, "converting.md": 1, "adding-a-model.md": 2,
+        "README.md": 1, "guide.md": 1, "converting.md": 2, "adding-a-model.md": 2,
         "adding-an-op.md": 8,
     }  # fmt: skip
     languages = {block.language for path in DOCS for block in blocks(path)}
@@ -340,6 +340,23 @@ def test_a_module_is_converted(compiling: bool, monkeypatch: pytest.MonkeyPatch)
         )
     names = run_code(blocks(ROOT / "docs/converting.md", "python")[0], {})
     assert names["fast"].report.within and "linear 2" in str(names["fast"].report)
+
+
+def test_a_model_is_compiled_by_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    from maxvision.bridge import dynamo
+    from tests.bridge.test_dynamo import Interpreted
+
+    monkeypatch.setattr(dynamo, "Executor", Interpreted)
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
+    names = run_code(blocks(ROOT / "docs/converting.md", "python")[1], {})
+    assert Interpreted.made and "1 program on our kernels" in capsys.readouterr().out
+    x = torch.randn(7, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(names["fast"](x), names["model"](x), rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
 
 
 def test_the_tutorials_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,564 @@
+"""The backend of torch.compile: what our kernels compute of a model, and what torch computes.
+
+    fast = torch.compile(model.eval(), backend="maxvision")
+    with torch.no_grad():
+        fast(x)
+    print(explain(model, x))
+
+torch finds the backend by its name in any process once maxvision is installed (the entry point
+``torch_dynamo_backends`` in pyproject.toml). Each graph of TorchDynamo is exported with its weights
+frozen. Where every op has a kernel, it is one program, the same that ``maxvision.convert`` makes.
+Otherwise it is cut: connected ops that have kernels become programs, as few as can be, and torch
+runs the others. Tensors go both ways without a copy, but for the layout.
+
+It is for inference on a CPU. Where gradients are on, or tensors are on a GPU, torch runs the graph,
+and a warning says why, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.fx.traceback
+from max.driver import CPU, Buffer
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+from maxvision.bridge import aten
+from maxvision.bridge.coverage import Coverage, coverage
+from maxvision.bridge.fx import origin, size_of, type_of
+from maxvision.bridge.importer import Known, Missing
+from maxvision.bridge.walker import Walker
+from maxvision.common.errors import ModelError, UserError
+from maxvision.graphs import passes
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.layers import macs
+from maxvision.graphs.program import Program
+from maxvision.runtime.executor import Executor, Lowering
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What activations may be."""
+
+
+@dataclass
+class Explanation:
+    """What became of a model's graphs.
+
+    Attributes:
+        parts: What our kernels compute: a coverage for each program, in the order in which they
+            run.
+        left: The ops that torch runs, and why.
+        whole: Why torch runs all of a graph; one sentence each.
+    """
+
+    parts: list[Coverage] = field(default_factory=list)
+    left: list[Missing] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        total = sum(each.macs for each in self.parts)
+        programs = _several(len(self.parts), "program")
+        lines = [f"{programs} on our kernels, {total / 1e9:.2f} GMAC"]
+        for each in self.parts:
+            ops = ", ".join(f"{op} {n}" for op, n in each.kernels.most_common())
+            lines.append(f"  {ops or 'nothing but copies'}")
+        lines.append(f"{_several(len(self.left), 'op')} in torch{':' * bool(self.left)}")
+        lines += [f"  {each.op} at {each.origin or 'an unknown line'}: {each.why}"
+                  for each in self.left]  # fmt: skip
+        lines += [f"a graph in torch: {why}" for why in self.whole]
+        return "\n".join(lines)
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def backend(graph: fx.GraphModule, example: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """Compiles a graph of TorchDynamo; torch calls this.
+
+    Args:
+        graph: It, whose parameters and buffers are among its inputs.
+        example: Its inputs.
+        options: Of ``torch.compile``; there are none.
+
+    Raises:
+        ModelError: If there are options.
+    """
+    if given := options.get("options", options):
+        raise ModelError(f"backend maxvision of torch.compile has no option {min(given)}")
+    return _Graph(graph, example, Explanation(), run=True)
+
+
+def explain(model: Callable[..., Any], *inputs: Any) -> Explanation:
+    """Says what ``torch.compile(model, backend="maxvision")`` computes where; compiles nothing.
+
+    Args:
+        model: A module or function of tensors, which is called once.
+        inputs: What it takes.
+    """
+    found = Explanation()
+
+    def look(graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        _Graph(graph, example, found, run=False)
+        return graph.forward
+
+    given = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+    for x in given:
+        if isinstance(x, Tensor) and x.ndim:  # the batch, if its code lets it change
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=look)(*given)
+    torch._dynamo.reset()
+    return found
+
+
+class _Graph:
+    """A graph of TorchDynamo; a program for each set of sizes but the batch.
+
+    Args:
+        graph: The graph.
+        example: Its inputs.
+        told: Where to say what became of it.
+        run: Whether it shall run, or only be looked at.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, example: Sequence[Any], told: Explanation, *, run: bool
+    ) -> None:
+        self._graph = graph
+        self._told = told
+        self._run = run
+        self._made: dict[Any, Callable[..., Any]] = {}
+        self._frozen = why = _unfit(example) or _frozen(graph, example)
+        if isinstance(why, str):
+            self._left(why)
+        else:
+            self._made[why.key(example)] = self._make(why, example)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Computes the outputs; other sizes than before are compiled first."""
+        if isinstance(self._frozen, str):
+            return self._graph(*arguments)
+        key = self._frozen.key(arguments)
+        if (made := self._made.get(key)) is None:
+            made = self._made[key] = self._make(self._frozen, arguments)
+        return made(*arguments)
+
+    def _make(self, frozen: _Frozen, example: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            with torch._guards.tracing(None), torch.no_grad():
+                return _Compiled(frozen, example, self._told, self._run)
+        except UserError as error:
+            why = str(error)
+        except Exception as error:  # the model still runs, in torch
+            why = f"an internal error, please report it ({type(error).__name__}: {error})"
+        self._left(why)
+        return self._graph
+
+    def _left(self, why: str) -> None:
+        self._told.whole.append(why)
+        if self._run:
+            warnings.warn(f"backend maxvision leaves a graph to torch: {why}", stacklevel=2)
+
+
+def _frozen(graph: fx.GraphModule, example: Sequence[Any]) -> _Frozen | str:
+    try:
+        return _Frozen(graph, example)
+    except UserError as error:
+        return str(error)
+
+
+def _unfit(example: Sequence[Any]) -> str:
+    tensors = [each for each in example if isinstance(each, Tensor)]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return "gradients are on; call it under torch.no_grad()"
+    if places := {each.device.type for each in tensors} - {"cpu"}:
+        return f"its tensors are on {', '.join(sorted(places))}, and it computes on a CPU"
+    return ""
+
+
+class _Frozen(nn.Module):
+    """A graph of TorchDynamo that holds its weights, and takes the other tensors.
+
+    Attributes:
+        held: The weights by their names in the model.
+        taken: The inputs of the graph that are taken, by number.
+        numbers: The inputs that are numbers of the model's code, such as the epsilon of a norm.
+        batched: Of each of them, whether its first size is a batch that may change.
+    """
+
+    def __init__(self, graph: fx.GraphModule, example: Sequence[Any]) -> None:
+        super().__init__()
+        self.graph = self._given = graph
+        self.weights = nn.Module()
+        self.held: dict[str, Tensor] = {}
+        self._plan: list[tuple[str, Any]] = []
+        nodes = graph.graph.find_nodes(op="placeholder")
+        pairs = list(zip(nodes, example, strict=True))
+        self.taken = [
+            i
+            for i, (node, value) in enumerate(pairs)
+            if isinstance(value, Tensor) and not _is_weight(node, value) and not _is_float(node)
+        ]
+        self.numbers = [i for i, node in enumerate(nodes) if _is_float(node)]
+        sizes: dict[str, tuple[int, int]] = {}
+        shapes = [nodes[i].meta["example_value"].shape for i in self.taken]
+        for number, shape in enumerate(shapes):
+            for axis, size in enumerate(shape):
+                sizes.setdefault(str(size), (number, axis))
+        first = [str(shape[0]) for shape in shapes if len(shape) and not _is_number(shape[0])]
+        self.batched = [[str(size) for size in shape[:1]] == first[:1] != [] for shape in shapes]
+        for i, (node, value) in enumerate(pairs):
+            if i in self.taken:
+                self._plan.append(("given", self.taken.index(i)))
+            elif i in self.numbers:
+                self._plan.append(("nothing", None))
+            elif isinstance(value, Tensor):
+                name = _path(node)
+                self.held[name] = value.detach()
+                _hold(self.weights, name, value.detach())
+                self._plan.append(("held", name))
+            elif (place := sizes.get(str(node.meta["example_value"]))) is not None:
+                self._plan.append(("size", place))
+            elif not node.users:
+                self._plan.append(("nothing", None))
+            else:
+                raise ModelError(f"one of its inputs is a {type(value).__name__}")
+
+    def forward(self, *given: Tensor) -> Any:
+        """Computes what the graph does."""
+        arguments: list[Any] = []
+        for kind, what in self._plan:
+            if kind == "given":
+                arguments.append(given[what])
+            elif kind == "held":
+                arguments.append(self.get_buffer(f"weights.{what}"))
+            elif kind == "size":
+                arguments.append(given[what[0]].shape[what[1]])
+            else:
+                arguments.append(None)
+        with fx.traceback.preserve_node_meta():  # the lines of the model's code
+            return fx.Interpreter(self.graph).run(*arguments)
+
+    def key(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Gives what a program is made for: sizes, where they are not the batch, and numbers."""
+        shapes = [arguments[i].shape for i in self.taken]
+        sizes = (s[b:] for s, b in zip(shapes, self.batched, strict=True))
+        return (*sizes, *(float(arguments[i]) for i in self.numbers))
+
+    def exported(self, example: Sequence[Any]) -> ExportedProgram:
+        """Exports it: with any batch, if all it takes begins with one, even if it is fixed here.
+
+        Raises:
+            ModelError: If sizes change that are no multiples of one batch.
+        """
+        given = tuple(example[i] for i in self.taken)
+        self.graph = _with_numbers(self._given, {i: float(example[i]) for i in self.numbers})
+        firsts = {tuple(each.shape[:1]) for each in given}
+        if len(firsts) == 1 and max(*firsts, (0,)) > (1,):
+            with contextlib.suppress(ModelError):  # its code takes this batch alone
+                whole = self._exported(given, [True] * len(given))
+                if len(_symbols(whole)) <= 1:
+                    return whole
+        whole = self._exported(given, self.batched)
+        if len(_symbols(whole)) > 1:
+            raise ModelError("several of its sizes change, which are not one batch")
+        return whole
+
+    def _exported(self, given: tuple[Tensor, ...], batched: Sequence[bool]) -> ExportedProgram:
+        shapes = tuple({0: Dim.AUTO} if each else None for each in batched)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns of is torch's own code
+            try:
+                whole = torch.export.export(self, given, dynamic_shapes=(shapes,), strict=False)
+                return whole.run_decompositions(aten.decompositions())
+            except Exception as error:  # whatever the model's code raises
+                first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise ModelError(f"torch.export cannot trace it ({first})") from error
+
+
+def _symbols(whole: ExportedProgram) -> set[str]:
+    """Names the sizes of inputs that are not known."""
+    values = (node.meta["val"] for node in whole.graph.find_nodes(op="placeholder"))
+    tensors = (each for each in values if isinstance(each, Tensor))
+    return {str(size) for each in tensors for size in each.shape if not _is_number(size)}
+
+
+def _with_numbers(graph: fx.GraphModule, numbers: Mapping[int, float]) -> fx.GraphModule:
+    """Copies a graph with numbers in the place of inputs, each of which is read by ``item()``."""
+    if not numbers:
+        return graph
+    made = copy.deepcopy(graph)
+    nodes = made.graph.find_nodes(op="placeholder")
+    for i, number in numbers.items():
+        for read in list(nodes[i].users):
+            for user in list(read.users):
+                user.args = fx.map_arg(user.args, lambda x: number if x is read else x)  # noqa: B023
+                user.kwargs = fx.map_arg(user.kwargs, lambda x: number if x is read else x)  # noqa: B023
+            made.graph.erase_node(read)
+    made.recompile()
+    return made
+
+
+def _is_float(node: fx.Node) -> bool:
+    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
+
+
+def _is_number(size: Any) -> bool:
+    return isinstance(size, int)
+
+
+def _is_weight(node: fx.Node, value: Tensor) -> bool:
+    held = node.meta.get("tensor_dict") or {}
+    return isinstance(value, nn.Parameter) or "_dynamo_static_input_type" in held
+
+
+def _path(node: fx.Node) -> str:
+    """Gives the path in the model of what an input is; the input's own name if it has none."""
+    given = node.meta.get("grapharg")
+    name = given.source.name if given is not None and given.source is not None else ""
+    name = name() if callable(name) else name
+    parts = re.findall(r"\['(\w+)'\]|\.(\w+)|\[(\d+)\]", name)
+    path = [a or b or c for a, b, c in parts]
+    skipped = ("_modules", "_parameters", "_buffers", "self")
+    return ".".join(each for each in path if each not in skipped) or str(node.name)
+
+
+def _hold(root: nn.Module, path: str, value: Tensor) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in root._modules:
+            root.add_module(parent, nn.Module())
+        root = root.get_submodule(parent)
+    root.register_buffer(name, value)
+
+
+def _named(spec: Any) -> str:
+    return str(spec.target).removeprefix("weights.")
+
+
+class _Compiled:
+    """A graph that is cut into programs and what torch runs."""
+
+    def __init__(
+        self, frozen: _Frozen, example: Sequence[Any], told: Explanation, run: bool
+    ) -> None:
+        self.frozen = frozen
+        self.whole = whole = frozen.exported(example)
+        signature = whole.graph_signature
+        if any(spec.kind.name != "USER_OUTPUT" for spec in signature.output_specs):
+            raise ModelError("it changes its buffers; call eval() first")
+        self._specs = signature.input_specs
+        self._parts: list[_Part] = []
+        self._cut(told, run)
+        self._versions = self._seen()
+
+    def _cut(self, told: Explanation, run: bool) -> None:
+        """Replaces what has kernels by programs."""
+        module = self.whole.graph_module
+        nodes = module.graph.find_nodes(op="placeholder")
+        weights = {
+            node.name: Known((self._state(spec),), _named(spec))
+            for node, spec in zip(nodes, self._specs, strict=True)
+            if spec.kind.name != "USER_INPUT"
+        }
+        look = _Look(weights)
+        look.walk(module)
+        supported = _Supported(module, look.absent)
+        cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
+        module = cutter.fuse_partitions(cutter.propose_partitions(), prefix="part_")
+        names = [node.name for node in look.order]
+        reasons = dict(zip(names, look.missing, strict=True))
+        found = Explanation()
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                inner = module.get_submodule(str(node.target))
+                assert isinstance(inner, fx.GraphModule)
+                part = _Part(inner, [each.name for each in node.args], weights)
+                if macs(part.program):
+                    self._parts.append(part)
+                    found.parts.append(part.coverage())
+                    module.set_submodule(str(node.target), part)
+                else:  # to compile it takes longer than it saves
+                    found.left += [
+                        Missing(str(each.target), "no layer is beside it", origin(each))
+                        for each in inner.graph.nodes
+                        if each.op == "call_function"
+                    ]
+            elif node.name in reasons:
+                found.left.append(reasons[node.name])
+        if run:
+            for part in self._parts:
+                part.load()
+        self._module = module
+        told.parts += found.parts
+        told.left += found.left
+
+    def _state(self, spec: Any) -> Tensor:
+        held = self.frozen.held.get(_named(spec))
+        return held if held is not None else self.whole.constants[spec.target]
+
+    def _seen(self) -> list[int]:
+        return [each._version for each in self.frozen.held.values()]
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        """Runs it; weights that were changed in place since are packed anew."""
+        if (versions := self._seen()) != self._versions:
+            for part in self._parts:
+                part.load()
+            self._versions = versions
+        given = iter([arguments[i] for i in self.frozen.taken])
+        inputs = [
+            next(given) if spec.kind.name == "USER_INPUT" else self._state(spec)
+            for spec in self._specs
+        ]
+        with torch.no_grad():
+            return tuple(self._module(*inputs))
+
+
+class _Look(Walker):
+    """Walks a whole graph to find what has no kernel; ``order`` lists these nodes."""
+
+    def __init__(self, weights: Mapping[str, Known]) -> None:
+        super().__init__("graph", {each.name for each in weights.values()})
+        self.weights = weights
+        self.order: list[fx.Node] = []
+
+    def walk(self, module: fx.GraphModule) -> None:
+        """Walks it; nodes that are no tensors are sizes."""
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self.place(node, self.weights.get(node.name))
+            else:
+                self.visit(node, module)
+
+    def place(self, node: fx.Node, weight: Known | None) -> None:
+        """Makes an input of the graph a weight, a size or an input of the program."""
+        value = node.meta["val"]
+        if weight is not None:
+            self.env[node] = weight
+        elif isinstance(value, Tensor):
+            kind = type_of(value)
+            self.env[node] = self.net.input(node.name, kind.shape, kind.dtype)
+        else:
+            self.env[node] = size_of(value)
+
+    def miss(self, node: fx.Node, why: str) -> None:
+        """Notes the node too."""
+        self.order.append(node)
+        super().miss(node, why)
+
+
+class _Supported(OperatorSupportBase):
+    """Says which nodes may be in a program: those that were translated, of one float dtype."""
+
+    def __init__(self, module: fx.GraphModule, absent: set[fx.Node]) -> None:
+        self._absent = absent
+        kinds = [x.dtype for node in module.graph.nodes for x in _tensors(node)]
+        found = [kind for kind in kinds if kind in DTYPES]
+        self.dtype = max(DTYPES, key=found.count)
+
+    def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
+        """See above; torch calls this."""
+        tensors = list(_tensors(node))
+        return (
+            node.op == "call_function"
+            and node not in self._absent
+            and bool(tensors)
+            and all(x.dtype == self.dtype or not x.is_floating_point() for x in tensors)
+        )
+
+
+def _tensors(node: fx.Node) -> Iterator[Tensor]:
+    value = node.meta.get("val")
+    several = value if isinstance(value, (list, tuple)) else [value]
+    return (each for each in several if isinstance(each, Tensor))
+
+
+class _Part(nn.Module):
+    """A part of a graph on our kernels.
+
+    Args:
+        module: The part.
+        names: What each of its inputs is called in the graph.
+        weights: Of the graph, by those names.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, names: Sequence[str], weights: Mapping[str, Known]
+    ) -> None:
+        super().__init__()
+        self._graph = module
+        inputs = module.graph.find_nodes(op="placeholder")
+        self._held = {
+            node.name: weights[name]
+            for node, name in zip(inputs, names, strict=True)
+            if name in weights
+        }
+        (last,) = module.graph.find_nodes(op="output")
+        self._single = not isinstance(last.args[0], (list, tuple))
+        self._returned: list[fx.Node] = [last.args[0]] if self._single else [*last.args[0]]
+        self._orders = [_order(node.meta["val"]) for node in self._returned]
+        self.program, _ = self._translated()
+        self._taken = [i for i, node in enumerate(inputs) if node.name in self.program.inputs]
+        kinds = [each.dtype for each in self.program.inputs.values() if "float" in each.dtype]
+        self._dtype = kinds[0] if kinds else "float32"
+        self._executor: Executor | None = None
+
+    def _translated(self) -> tuple[Program, dict[str, np.ndarray]]:
+        """Gives its program, and the weights as they are now."""
+        walker = _Look(self._held)
+        walker.walk(self._graph)
+        assert not walker.missing, walker.missing
+        for i, node in enumerate(self._returned):
+            walker.net.output(f"y{i}", walker.value(walker.env[node]))
+        return walker.net.program(), walker.tensors
+
+    def coverage(self) -> Coverage:
+        """Says what computes it."""
+        final = passes.run(self.program, Backend("cpu", self._dtype))
+        return coverage(self.program, final)
+
+    def load(self) -> None:
+        """Compiles it if need be, and packs the weights as they are now."""
+        program, tensors = self._translated()
+        lowering = Lowering(self._dtype)
+        self._executor = Executor.compile(program, tensors, CPU(), lowering, images=0)
+
+    def forward(self, *given: Any) -> Any:
+        """Computes the outputs from torch's memory, into memory that torch then has."""
+        assert self._executor is not None
+        buffers = [Buffer.from_dlpack(given[i].detach().contiguous()) for i in self._taken]
+        made = self._executor.executable.execute(*buffers)
+        found = [
+            _laid_out(torch.from_dlpack(each), order)
+            for each, order in zip(made, self._orders, strict=True)
+        ]
+        return found[0] if self._single else found
+
+
+def _order(value: Tensor) -> tuple[int, ...] | None:
+    """Gives the axes in the order in which torch expects them in memory; None if as they are."""
+    order = sorted(range(value.ndim), key=lambda axis: -_number(value.stride(axis)))
+    return None if order == list(range(value.ndim)) else tuple(order)
+
+
+def _number(size: Any) -> int:
+    return int(size) if isinstance(size, int) else int(size.node.hint)
+
+
+def _laid_out(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    if order is None:
+        return x
+    return x.permute(order).contiguous().permute(*np.argsort(order).tolist())

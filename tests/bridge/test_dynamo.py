@@ -1,0 +1,187 @@
+"""The backend of torch.compile: cut where an op has no kernel, equal to torch, never silent."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from max.driver import Buffer
+from torch import Tensor, nn
+
+import maxvision
+from maxvision.bridge import dynamo
+from maxvision.graphs.program import Program
+from tests.graphs.interpret import interpret
+
+
+class Net(nn.Module):
+    """Has convolutions, tokens and a head; ``odd`` is called between them."""
+
+    def __init__(self, odd: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 5)
+        self.odd = odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.stem(x).relu().flatten(2).transpose(1, 2)
+        if self.odd:
+            tokens = self.odd(tokens)
+        return self.head(self.norm(tokens).mean(1))
+
+
+def ordered(x: Tensor) -> Tensor:
+    """Needs sorting, which has no kernel here; torch views what it gets."""
+    return x.sort(dim=1).values.view(x.shape)
+
+
+class Interpreted:
+    """Stands for an executor, which would take 12 s to compile."""
+
+    made: list[Interpreted]
+
+    def __init__(self, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
+        self.program, self.tensors = program, dict(tensors)
+        self.executable = self
+        Interpreted.made.append(self)
+
+    @classmethod
+    def compile(
+        cls, program: Program, tensors: Mapping[str, np.ndarray], *_: Any, **__: Any
+    ) -> Any:
+        return cls(program, tensors)
+
+    def execute(self, *buffers: Buffer) -> list[Buffer]:
+        arrays = [torch.from_dlpack(each).numpy() for each in buffers]
+        found = interpret(self.program, arrays, self.tensors)
+        kinds = (self.program.types[value].dtype for value in self.program.outputs.values())
+        pairs = zip(found.values(), kinds, strict=True)
+        return [Buffer.from_numpy(np.ascontiguousarray(y.astype(kind))) for y, kind in pairs]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "Executor", Interpreted)
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
+
+
+def same(model: nn.Module, fast: Any, *inputs: Tensor) -> None:
+    with torch.no_grad():
+        wanted, found = model(*inputs), fast(*inputs)
+    assert found.stride() == wanted.stride() and found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def images(batch: int) -> Tensor:
+    return torch.randn(batch, 3, 10, 12)
+
+
+def test_torch_knows_it() -> None:
+    assert "maxvision" in torch.compiler.list_backends(exclude_tags=())
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_model_with_kernels_for_all_is_one_program_for_every_batch() -> None:
+    model = Net().eval()
+    fast = torch.compile(model, backend=dynamo.backend, fullgraph=True)
+    for batch in (2, 3, 5, 1):
+        same(model, fast, images(batch))
+    shapes = [next(iter(each.program.inputs.values())).shape for each in Interpreted.made]
+    assert shapes == [("batch", 3, 10, 12), ("batch", 3, 10, 12), (1, 3, 10, 12)]
+    assert Interpreted.made[0].program == Interpreted.made[1].program  # compiled once
+    assert "stem.0.weight" in Interpreted.made[0].tensors
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_torch_runs_what_has_no_kernel() -> None:
+    model = Net(ordered).eval()
+    fast = torch.compile(model, backend=dynamo.backend, dynamic=True)
+    same(model, fast, images(2))
+    same(model, fast, images(4))
+    assert len(Interpreted.made) == 2
+
+
+def test_what_goes_where_is_explained() -> None:
+    found = maxvision.explain(Net(ordered).eval(), images(2))
+    assert isinstance(found, maxvision.Explanation)
+    assert [sorted(each.kernels) for each in found.parts] == [
+        ["conv2d"], ["layer_norm", "linear", "mean"],
+    ]  # fmt: skip
+    assert {each.op for each in found.left} >= {"aten.sort.default"}
+    said = str(found)
+    assert said.startswith("2 programs on our kernels")
+    assert "1 op in torch:\n  aten.sort.default at test_dynamo.py:" in said
+    assert not found.whole
+
+    found = maxvision.explain(lambda x: x.sort().values.relu(), images(2))
+    assert not found.parts and [each.why for each in found.left] == [
+        "there is no such op here", "no layer is beside it",
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_weights_that_change_are_packed_anew() -> None:
+    model = Net().eval()
+    fast = torch.compile(model, backend=dynamo.backend)
+    x = images(2)
+    same(model, fast, x)
+    with torch.no_grad():
+        model.head.weight.mul_(-3)
+        model.stem[1].running_var.add_(1)  # folded into the convolution
+    same(model, fast, x)
+    model.load_state_dict(Net().state_dict())
+    same(model, fast, x)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_layout_is_torchs() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).permute(0, 3, 1, 2)
+
+    model = Turned().eval()
+    fast = torch.compile(model, backend=dynamo.backend)
+    same(model, fast, images(2))
+    same(model, fast, images(2).to(memory_format=torch.channels_last))
+
+
+def test_with_gradients_torch_runs_it_and_a_warning_says_so() -> None:
+    model = Net().eval()
+    fast = torch.compile(model, backend=dynamo.backend)
+    with pytest.warns(UserWarning, match="leaves a graph to torch: gradients are on; call it"):
+        fast(images(2)).sum().backward()
+    assert model.head.weight.grad is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast(images(2))
+
+
+def test_an_option_is_refused() -> None:
+    fast = torch.compile(Net().eval(), backend=dynamo.backend, options={"speed": "high"})
+    with torch.no_grad(), pytest.raises(Exception, match="has no option speed"):
+        fast(images(2))
+
+
+def test_it_runs_on_our_kernels() -> None:
+    """Compiles one graph."""
+    model = Net().eval()
+    fast = torch.compile(model, backend="maxvision", dynamic=True)
+    for batch in (2, 5):
+        same(model, fast, images(batch))
