@@ -33,11 +33,12 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
+from torch.utils._pytree import tree_unflatten
 
 from maxvision.bridge import aten
 from maxvision.bridge.coverage import Coverage, coverage
 from maxvision.bridge.fx import origin, size_of, type_of
-from maxvision.bridge.importer import Known, Missing
+from maxvision.bridge.importer import Known, Missing, Unsupported
 from maxvision.bridge.walker import Walker
 from maxvision.common.errors import ModelError, UserError
 from maxvision.graphs import passes
@@ -144,18 +145,21 @@ class _Graph:
         if isinstance(why, str):
             self._left(why)
         else:
-            self._made[why.key(example)] = self._make(why, example)
+            self._make(why, example)
 
     def __call__(self, *arguments: Any) -> Any:
         """Computes the outputs; other sizes than before are compiled first."""
         if isinstance(self._frozen, str):
             return self._graph(*arguments)
-        key = self._frozen.key(arguments)
-        if (made := self._made.get(key)) is None:
-            made = self._made[key] = self._make(self._frozen, arguments)
-        return made(*arguments)
+        made = self._made.get(self._frozen.key(arguments))
+        return (made or self._make(self._frozen, arguments))(*arguments)
 
     def _make(self, frozen: _Frozen, example: Sequence[Any]) -> Callable[..., Any]:
+        made = self._compiled(frozen, example)
+        self._made[frozen.key(example)] = made  # which may have learned that the batch is fixed
+        return made
+
+    def _compiled(self, frozen: _Frozen, example: Sequence[Any]) -> Callable[..., Any]:
         try:
             with torch._guards.tracing(None), torch.no_grad():
                 return _Compiled(frozen, example, self._told, self._run)
@@ -274,6 +278,8 @@ class _Frozen(nn.Module):
         whole = self._exported(given, self.batched)
         if len(_symbols(whole)) > 1:
             raise ModelError("several of its sizes change, which are not one batch")
+        if not _symbols(whole):  # its code takes this batch alone
+            self.batched = [False] * len(given)
         return whole
 
     def _exported(self, given: tuple[Tensor, ...], batched: Sequence[bool]) -> ExportedProgram:
@@ -358,7 +364,7 @@ class _Compiled:
         self.whole = whole = frozen.exported(example)
         signature = whole.graph_signature
         if any(spec.kind.name != "USER_OUTPUT" for spec in signature.output_specs):
-            raise ModelError("it changes its buffers; call eval() first")
+            raise ModelError("it changes its inputs or buffers; call eval() first")
         self._specs = signature.input_specs
         self._parts: list[_Part] = []
         self._cut(told, run)
@@ -375,6 +381,7 @@ class _Compiled:
         }
         look = _Look(weights)
         look.walk(module)
+        look.store()
         supported = _Supported(module, look.absent)
         cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
         module = cutter.fuse_partitions(cutter.propose_partitions(), prefix="part_")
@@ -412,7 +419,7 @@ class _Compiled:
     def _seen(self) -> list[int]:
         return [each._version for each in self.frozen.held.values()]
 
-    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+    def __call__(self, *arguments: Any) -> Any:
         """Runs it; weights that were changed in place since are packed anew."""
         if (versions := self._seen()) != self._versions:
             for part in self._parts:
@@ -424,11 +431,12 @@ class _Compiled:
             for spec in self._specs
         ]
         with torch.no_grad():
-            return tuple(self._module(*inputs))
+            returned = self._module(*inputs)
+        return tree_unflatten(list(returned), self.whole.call_spec.out_spec)
 
 
 class _Look(Walker):
-    """Walks a whole graph to find what has no kernel; ``order`` lists these nodes."""
+    """Walks a graph, or a part of one; ``order`` lists what has no kernel."""
 
     def __init__(self, weights: Mapping[str, Known]) -> None:
         super().__init__("graph", {each.name for each in weights.values()})
@@ -450,14 +458,29 @@ class _Look(Walker):
             self.env[node] = weight
         elif isinstance(value, Tensor):
             kind = type_of(value)
-            self.env[node] = self.net.input(node.name, kind.shape, kind.dtype)
+            self.env[node] = self.net.input(_given(node), kind.shape, kind.dtype)
         else:
             self.env[node] = size_of(value)
+
+    def store(self) -> None:
+        """Leaves to torch what no input decides and no program can hold."""
+        for node, found in [*self.env.items()]:
+            if isinstance(found, Known) and len(found.values) > 1:
+                try:
+                    self.value(found)
+                except Unsupported as why:
+                    self.net.origin = origin(node)
+                    self.miss(node, str(why))
 
     def miss(self, node: fx.Node, why: str) -> None:
         """Notes the node too."""
         self.order.append(node)
         super().miss(node, why)
+
+
+def _given(node: fx.Node) -> str:
+    """Names an input as no op is called."""
+    return f"given.{node.name}"
 
 
 class _Supported(OperatorSupportBase):
@@ -511,7 +534,7 @@ class _Part(nn.Module):
         self._returned: list[fx.Node] = [last.args[0]] if self._single else [*last.args[0]]
         self._orders = [_order(node.meta["val"]) for node in self._returned]
         self.program, _ = self._translated()
-        self._taken = [i for i, node in enumerate(inputs) if node.name in self.program.inputs]
+        self._taken = [i for i, node in enumerate(inputs) if _given(node) in self.program.inputs]
         kinds = [each.dtype for each in self.program.inputs.values() if "float" in each.dtype]
         self._dtype = kinds[0] if kinds else "float32"
         self._executor: Executor | None = None

@@ -147,6 +147,42 @@ def test_weights_that_change_are_packed_anew() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_several_outputs_keep_their_places_and_a_batch_may_be_fixed() -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            y = self.linear(x)
+            table = y.new_zeros(x.shape[0], x.shape[0]) + y.sum()  # across the batch
+            return {"y": y, "none": None, "pair": (table, [y.relu()])}
+
+    model = Several().eval()
+    fast = torch.compile(model, backend=dynamo.backend)
+    for batch in (2, 3, 5):
+        x = torch.randn(batch, 4)
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wanted, found = model(x), fast(x)
+        assert found["none"] is None and len(found["pair"]) == 2
+        torch.testing.assert_close(found["y"], wanted["y"], rtol=1e-5, atol=1e-5)
+        for one, want in zip(
+            (found["pair"][0], found["pair"][1][0]), (wanted["pair"][0], wanted["pair"][1][0]),
+            strict=True,
+        ):  # fmt: skip
+            torch.testing.assert_close(one, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_model_that_changes_its_buffers_stays_in_torch() -> None:
+    model = Net().train()
+    with torch.no_grad(), pytest.warns(UserWarning, match="it changes its inputs or buffers"):
+        torch.compile(model, backend=dynamo.backend)(images(2))
+    assert model.stem[1].num_batches_tracked == 1
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_the_layout_is_torchs() -> None:
     class Turned(nn.Module):
         def __init__(self) -> None:
@@ -185,3 +221,24 @@ def test_it_runs_on_our_kernels() -> None:
     fast = torch.compile(model, backend="maxvision", dynamic=True)
     for batch in (2, 5):
         same(model, fast, images(batch))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_graph_is_cut_wherever_it_has_to_be() -> None:
+    """Inputs of a part are called like ops of another one."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).relu().transpose(1, 2)
+                x = x + ordered(x).transpose(1, 2).contiguous()
+            return x
+
+    model = Twice().eval()
+    same(model, torch.compile(model, backend=dynamo.backend), torch.randn(2, 6, 6))
+    assert len(Interpreted.made) == 4
