@@ -141,6 +141,8 @@ def parser() -> Parser:
                   "device", "json", device="cpu")
     add("--models", type=names, metavar="A,B", help="as maxvision convert (default: all)")
     add("--compare", action=_SWITCH, default=True, help="compile and compare with torch too")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
+        help="what both compute in (default: float32)")
     add("--page", type=Path, metavar="FILE", help="print docs/models.md of what --json wrote")
 
     add = command("report", "the tables and plots of files of results")

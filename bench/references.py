@@ -22,9 +22,8 @@ from max.dtype import DType
 from maxvision import weights
 from maxvision.bench.inputs import Images, Inputs, Tokens
 from maxvision.bench.torchnet import TorchNet
-from maxvision.bridge.convert import computing_in
 from maxvision.common.errors import ArgumentError
-from maxvision.graphs.program import Program
+from maxvision.graphs.program import Program, computing_in
 from maxvision.runtime.classifier import Classifier, network, weights_of
 from maxvision.runtime.executor import Executor, Lowering
 from maxvision.runtime.preprocess import Preprocess

@@ -1,8 +1,9 @@
 """Which of the world's classifiers convert, agree with torch, and run in our kernels.
 
 Each model has random weights and a seed of its own. It is exported with a dynamic batch, compiled
-in float32, and compared with torch on two random images; the error is the largest difference of
-the logits, as a share of their largest value. Beside it stands torch's own: float32 to float64.
+in float32 or another dtype, and compared with torch in float64 on two random images; the error is
+the largest difference of the logits, as a share of their largest value. Beside it stands torch's
+own error in that dtype.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ def convert(source: str, options: argparse.Namespace) -> dict[str, Any]:
                 "convert_s": round(time.perf_counter() - start, 1),
             }
             if options.compare:
-                told = compared(told, model, traced, options.device, stages=False, progress=say)
+                told = compared(
+                    told, model, traced, options.device, dtype=options.dtype, stages=False,
+                    progress=say,
+                )  # fmt: skip
                 worst = told.worst
                 assert told.cost
                 row |= {

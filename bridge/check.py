@@ -20,7 +20,7 @@ from maxvision.bridge.coverage import others_of
 from maxvision.bridge.importer import AT, Traced
 from maxvision.common import memory
 from maxvision.graphs.passes import PASSES
-from maxvision.graphs.program import Node, Program, rebuilt
+from maxvision.graphs.program import Node, Program, computing_in, rebuilt
 from maxvision.graphs.types import at_batch
 from maxvision.runtime.executor import Executor, Lowering
 
@@ -105,7 +105,8 @@ def compare(
         device: Where the program runs; the reference runs on the CPU.
         stages: Whether to compare the stages too.
         tolerance: The bound in place of the two above.
-        lowering: How the program is compiled; float32 and exact products if None.
+        lowering: How the program is compiled, and what both compute in; float32 and exact products
+            if None.
         progress: Called with a sentence before each step.
 
     Returns:
@@ -130,14 +131,15 @@ def compare(
     progress(f"running it in {reference.name}")
     points = [name[len(AT) :] for name in whole.outputs if name.startswith(AT)]
     with told(reference.name):
-        wanted = reference(example, points)
+        wanted = reference(example, points, lowering.dtype)
     try:
-        exact = reference(example, points, double=True)
+        exact = reference(example, points, "float64")
     except Exception:  # a model that names float32 somewhere
         exact = {}
     progress("compiling it, which may take a minute")
     start = time.perf_counter()
-    executor = Executor.compile(whole, traced.tensors, device, lowering, images=0)
+    program = computing_in(whole, lowering.dtype)
+    executor = Executor.compile(program, traced.tensors, device, lowering, images=0)
     seconds["compile"] = time.perf_counter() - start
     arrays = [np.asarray(each) for each in example]
     with told("maxvision"):

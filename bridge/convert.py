@@ -28,7 +28,7 @@ from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.common.folder import new_folder
 from maxvision.graphs import passes as rewriting
 from maxvision.graphs.lower import backend
-from maxvision.graphs.program import Program
+from maxvision.graphs.program import Program, computing_in
 from maxvision.runtime.devices import find_device, find_dtype
 from maxvision.runtime.executor import Executor, Lowering
 from maxvision.weights.convert import write_files
@@ -312,11 +312,12 @@ def compared(
     device: str,
     off: Collection[str] = (),
     *,
+    dtype: str = "float32",
     stages: bool = True,
     tolerance: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Adds to a report how far outputs and stages are from the source's, in exact float32.
+    """Adds to a report how far outputs and stages are from the source's.
 
     Args:
         told: The report.
@@ -324,13 +325,14 @@ def compared(
         traced: Its program and reference.
         device: Where the program runs.
         off: Passes to leave out.
+        dtype: What both compute in; products of float32 are exact.
         stages: Whether to compare the stages too.
         tolerance: See ``convert``; so is ``progress``.
         progress: See ``tolerance``.
     """
     found, cost = check.compare(
         traced, model.example, find_device(device), stages=stages, tolerance=tolerance,
-        lowering=Lowering(tf32=False, off=off), progress=progress,
+        lowering=Lowering(dtype, tf32=False, off=off), progress=progress,
     )  # fmt: skip
     return replace(told, differences=found, cost=cost)
 
@@ -434,28 +436,3 @@ def _executor(
     program: Program, tensors: Mapping[str, np.ndarray], place: Device, lowering: Lowering
 ) -> Executor:
     return Executor.compile(computing_in(program, lowering.dtype), tensors, place, lowering)
-
-
-def computing_in(program: Program, dtype: str) -> Program:
-    """Makes a program take float32 and compute in ``dtype``, what ids look up too."""
-    from maxvision.graphs.program import Node, rebuilt
-
-    if dtype == "float32":
-        return program
-    names = [name for name, each in program.inputs.items() if each.dtype == "float32"]
-    tables = {
-        node.inputs[0]: program.weights[node.inputs[0]]._replace(dtype=dtype)
-        for node in program.nodes
-        if node.op == "gather"
-        and node.inputs[1] not in program.constants
-        and node.inputs[0] in program.weights
-        and program.weights[node.inputs[0]].dtype == "float32"
-    }
-    program = replace(program, weights={**program.weights, **tables})
-    inner = program.retyped(dict.fromkeys(names, dtype))
-    casts = [Node("cast", (f"{name}.float32",), (name,), {"dtype": dtype}) for name in names]
-    inputs = {
-        (f"{name}.float32" if name in names else name): program.inputs[name]
-        for name in program.inputs
-    }
-    return rebuilt(inner, [*casts, *inner.nodes], inputs=inputs, known=False)

@@ -242,7 +242,7 @@ class TorchReference:
         self._nodes = nodes
 
     def __call__(
-        self, inputs: Sequence[Any], points: Collection[str], double: bool = False
+        self, inputs: Sequence[Any], points: Collection[str], dtype: str = "float32"
     ) -> dict[str, np.ndarray]:
         """Computes the outputs, and the values that leave some modules."""
         wanted: dict[str, list[str]] = {}
@@ -253,9 +253,9 @@ class TorchReference:
         given = []
         for spec in self.exported.graph_signature.input_specs:
             value = left.pop(0) if spec.kind.name == "USER_INPUT" else state[spec.target]
-            given.append(_double(value) if double and isinstance(value, Tensor) else value)
+            given.append(_cast(value, dtype) if isinstance(value, Tensor) else value)
         graph = self.exported.graph_module
-        watching = _Watching(copy.deepcopy(graph) if double else graph, wanted)
+        watching = _Watching(copy.deepcopy(graph) if dtype != "float32" else graph, wanted)
         with torch.no_grad():
             returned = watching.run(*given)
         specs = self.exported.graph_signature.output_specs
@@ -265,11 +265,15 @@ class TorchReference:
             if spec.kind.name == "USER_OUTPUT" and isinstance(value, Tensor)
         ]
         found = dict(zip(self._outputs, outputs, strict=True)) | watching.kept
-        return {name: value.detach().numpy() for name, value in found.items()}
+        return {name: _array(value.detach()) for name, value in found.items()}
 
 
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+def _array(tensor: Tensor) -> np.ndarray:
+    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy()
+
+
+def _cast(tensor: Tensor, dtype: str) -> Tensor:
+    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
 
 class _Watching(torch.fx.Interpreter):

@@ -68,14 +68,14 @@ class Reference(Protocol):
     """Who computes: ``torch``, ``onnxruntime``, ``onnx``."""
 
     def __call__(
-        self, inputs: Sequence[Any], points: Collection[str], double: bool = False
+        self, inputs: Sequence[Any], points: Collection[str], dtype: str = "float32"
     ) -> dict[str, np.ndarray]:
         """Computes the outputs by their names, and the points by ``AT`` and their paths.
 
         Args:
             inputs: The inputs in their order.
             points: Paths, of ``Traced.points``.
-            double: Compute in float64.
+            dtype: What to compute in.
         """
 
 

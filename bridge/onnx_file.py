@@ -449,9 +449,12 @@ class OnnxReference:
         self.name = "onnxruntime" if self._runtime else "onnx"
 
     def __call__(
-        self, inputs: Sequence[Any], points: Collection[str], double: bool = False
+        self, inputs: Sequence[Any], points: Collection[str], dtype: str = "float32"
     ) -> dict[str, np.ndarray]:
         """Computes the outputs, and the values that leave some modules."""
+        if dtype not in ("float32", "float64"):
+            raise ArgumentError(f"an ONNX file is not computed in {dtype}; compare in float32")
+        double = dtype == "float64"
         proto = onnx.ModelProto()
         proto.CopyFrom(self._file.proto)
         there = {each.name for each in proto.graph.output}

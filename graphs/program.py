@@ -439,3 +439,26 @@ class Rewrite:
             if node.output not in self._gone:
                 nodes.append(node)
         return rebuilt(self._program, nodes)
+
+
+def computing_in(program: Program, dtype: str) -> Program:
+    """Makes a program take float32 and compute in ``dtype``, what ids look up too."""
+    if dtype == "float32":
+        return program
+    names = [name for name, each in program.inputs.items() if each.dtype == "float32"]
+    tables = {
+        node.inputs[0]: program.weights[node.inputs[0]]._replace(dtype=dtype)
+        for node in program.nodes
+        if node.op == "gather"
+        and node.inputs[1] not in program.constants
+        and node.inputs[0] in program.weights
+        and program.weights[node.inputs[0]].dtype == "float32"
+    }
+    program = replace(program, weights={**program.weights, **tables})
+    inner = program.retyped(dict.fromkeys(names, dtype))
+    casts = [Node("cast", (f"{name}.float32",), (name,), {"dtype": dtype}) for name in names]
+    inputs = {
+        (f"{name}.float32" if name in names else name): program.inputs[name]
+        for name in program.inputs
+    }
+    return rebuilt(inner, [*casts, *inner.nodes], inputs=inputs, known=False)

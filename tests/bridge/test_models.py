@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maxvision
-from maxvision.bridge.convert import computing_in
 from maxvision.bridge.exported import trace
 from maxvision.bridge.importer import Traced
 from maxvision.common.errors import ModelError
 from maxvision.graphs import passes
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.program import Program
+from maxvision.graphs.program import Program, computing_in
 from tests.graphs.interpret import interpret
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -101,7 +101,7 @@ def test_the_reference_computes_outputs_and_stages(batch: Any, tmp_path: Path) -
     traced = found.trace()
     assert traced.reference is not None
     made = traced.reference(found.example, ["stem"])
-    exact = traced.reference(found.example, ["stem"], double=True)
+    exact = traced.reference(found.example, ["stem"], "float64")
     assert made["at stem"].shape == (2, 4, SIZE, SIZE) and made["logits"].shape == (2, 5)
     for name, want in exact.items():
         assert want.dtype == np.float64 and made[name].dtype == np.float32
@@ -148,7 +148,7 @@ from maxvision.commands.convert import main
 assert main([{str(path)!r}, "-o", {str(tmp_path / "made")!r}, "--no-check"]) == 0
 from maxvision.weights import checkpoint
 from maxvision.bridge.convert import find
-find({str(path)!r}).trace().reference(find({str(path)!r}).example, ["stem"], double=True)
+find({str(path)!r}).trace().reference(find({str(path)!r}).example, ["stem"], "float64")
 try:
     maxvision.convert({str(tmp_path / "none.onnx")!r})
 except maxvision.ModelError as error:
