@@ -80,6 +80,7 @@ def test_a_stall_counts_for_all_that_were_due() -> None:
     assert stalled["statuses"]["-1"] > 0
 
 
+@pytest.mark.nightly  # by day a stand-in is driven, and tests/serve asks our server
 def test_a_server_of_ours_is_driven(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     argv = [

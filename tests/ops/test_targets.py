@@ -1,8 +1,8 @@
 """Kernels compile for GPUs and CPUs that are not here.
 
-Most ops for sm_90a at bfloat16, and every night all of them, at all dtypes and for the others too.
-Always the products for AMD, and in bfloat16 for CPUs, where they are run if this one can: both have
-a kernel of their own. The one of sm_80 runs in tests/ptx, compiled for sm_90a.
+By day some ops for sm_90a at bfloat16, and the products in bfloat16 run on this CPU. Every night
+all ops, at all dtypes and for other GPUs too, and the products for AMD, sm_80 and other CPUs, which
+have kernels of their own. That of sm_80 also runs in tests/ptx, compiled for sm_90a.
 """
 
 from __future__ import annotations
@@ -57,14 +57,8 @@ BF16 = {  # what multiplies pairs of bfloat16; Linux may refuse AMX, so the othe
 
 
 @x86
-@pytest.mark.parametrize(
-    "cpu",
-    [
-        pytest.param("x86-64-v3", marks=pytest.mark.nightly),  # by day it says so when it runs
-        pytest.param("znver4", marks=pytest.mark.nightly),
-        "sapphirerapids",  # which has znver4's instruction beside its own
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("cpu", BF16)
 def test_bfloat16_products_on_a_cpu(cpu: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     command = ["mojo", "build", "--target-cpu", cpu, "-I", ".", "tests/ops/bf16_products.mojo"]
     output([*command, "--emit", "asm", "-o", str(tmp_path / "assembly.s")], pytestconfig.rootpath)
