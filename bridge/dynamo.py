@@ -21,7 +21,7 @@ import contextlib
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,8 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 from torch.utils._pytree import tree_unflatten
 
-from maxvision.bridge import aten
 from maxvision.bridge.coverage import Coverage, coverage
+from maxvision.bridge.exported import decomposed, first_line
 from maxvision.bridge.fx import origin, size_of, type_of
 from maxvision.bridge.importer import Known, Missing, Unsupported
 from maxvision.bridge.walker import Walker
@@ -141,15 +141,17 @@ class _Graph:
         self._told = told
         self._run = run
         self._made: dict[Any, Callable[..., Any]] = {}
-        self._frozen = why = _unfit(example) or _frozen(graph, example)
-        if isinstance(why, str):
-            self._left(why)
+        self._frozen: _Frozen | None = None
+        try:
+            self._frozen = _Frozen(graph, example)
+        except UserError as error:
+            self._left(str(error))
         else:
-            self._make(why, example)
+            self._make(self._frozen, example)
 
     def __call__(self, *arguments: Any) -> Any:
         """Computes the outputs; other sizes than before are compiled first."""
-        if isinstance(self._frozen, str):
+        if self._frozen is None:
             return self._graph(*arguments)
         made = self._made.get(self._frozen.key(arguments))
         return (made or self._make(self._frozen, arguments))(*arguments)
@@ -176,20 +178,14 @@ class _Graph:
             warnings.warn(f"backend maxvision leaves a graph to torch: {why}", stacklevel=2)
 
 
-def _frozen(graph: fx.GraphModule, example: Sequence[Any]) -> _Frozen | str:
-    try:
-        return _Frozen(graph, example)
-    except UserError as error:
-        return str(error)
-
-
-def _unfit(example: Sequence[Any]) -> str:
+def _check(example: Sequence[Any]) -> None:
     tensors = [each for each in example if isinstance(each, Tensor)]
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        return "gradients are on; call it under torch.no_grad()"
+        raise ModelError("gradients are on; call it under torch.no_grad()")
     if places := {each.device.type for each in tensors} - {"cpu"}:
-        return f"its tensors are on {', '.join(sorted(places))}, and it computes on a CPU"
-    return ""
+        raise ModelError(
+            f"its tensors are on {', '.join(sorted(places))}, and it computes on a CPU"
+        )
 
 
 class _Frozen(nn.Module):
@@ -199,11 +195,15 @@ class _Frozen(nn.Module):
         held: The weights by their names in the model.
         taken: The inputs of the graph that are taken, by number.
         numbers: The inputs that are numbers of the model's code, such as the epsilon of a norm.
-        batched: Of each of them, whether its first size is a batch that may change.
+        batched: Of each that is taken, whether its first size is a batch that may change.
+
+    Raises:
+        ModelError: If it is none for this backend.
     """
 
     def __init__(self, graph: fx.GraphModule, example: Sequence[Any]) -> None:
         super().__init__()
+        _check(example)
         self.graph = self._given = graph
         self.weights = nn.Module()
         self.held: dict[str, Tensor] = {}
@@ -221,7 +221,7 @@ class _Frozen(nn.Module):
         for number, shape in enumerate(shapes):
             for axis, size in enumerate(shape):
                 sizes.setdefault(str(size), (number, axis))
-        first = [str(shape[0]) for shape in shapes if len(shape) and not _is_number(shape[0])]
+        first = [str(shape[0]) for shape in shapes if len(shape) and not isinstance(shape[0], int)]
         self.batched = [[str(size) for size in shape[:1]] == first[:1] != [] for shape in shapes]
         for i, (node, value) in enumerate(pairs):
             if i in self.taken:
@@ -284,21 +284,17 @@ class _Frozen(nn.Module):
 
     def _exported(self, given: tuple[Tensor, ...], batched: Sequence[bool]) -> ExportedProgram:
         shapes = tuple({0: Dim.AUTO} if each else None for each in batched)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch warns of is torch's own code
-            try:
-                whole = torch.export.export(self, given, dynamic_shapes=(shapes,), strict=False)
-                return whole.run_decompositions(aten.decompositions())
-            except Exception as error:  # whatever the model's code raises
-                first = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise ModelError(f"torch.export cannot trace it ({first})") from error
+        try:
+            return decomposed(self, given, (shapes,))
+        except Exception as error:  # whatever the model's code raises
+            raise ModelError(f"torch.export cannot trace it ({first_line(error)})") from error
 
 
 def _symbols(whole: ExportedProgram) -> set[str]:
     """Names the sizes of inputs that are not known."""
     values = (node.meta["val"] for node in whole.graph.find_nodes(op="placeholder"))
     tensors = (each for each in values if isinstance(each, Tensor))
-    return {str(size) for each in tensors for size in each.shape if not _is_number(size)}
+    return {str(size) for each in tensors for size in each.shape if not isinstance(size, int)}
 
 
 def _with_numbers(graph: fx.GraphModule, numbers: Mapping[int, float]) -> fx.GraphModule:
@@ -319,10 +315,6 @@ def _with_numbers(graph: fx.GraphModule, numbers: Mapping[int, float]) -> fx.Gra
 
 def _is_float(node: fx.Node) -> bool:
     return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
-
-
-def _is_number(size: Any) -> bool:
-    return isinstance(size, int)
 
 
 def _is_weight(node: fx.Node, value: Tensor) -> bool:
@@ -350,10 +342,6 @@ def _hold(root: nn.Module, path: str, value: Tensor) -> None:
     root.register_buffer(name, value)
 
 
-def _named(spec: Any) -> str:
-    return str(spec.target).removeprefix("weights.")
-
-
 class _Compiled:
     """A graph that is cut into programs and what torch runs."""
 
@@ -365,28 +353,32 @@ class _Compiled:
         signature = whole.graph_signature
         if any(spec.kind.name != "USER_OUTPUT" for spec in signature.output_specs):
             raise ModelError("it changes its inputs or buffers; call eval() first")
-        self._specs = signature.input_specs
+        self._inputs = [self._weight(spec) for spec in signature.input_specs]
         self._parts: list[_Part] = []
         self._cut(told, run)
         self._versions = self._seen()
+
+    def _weight(self, spec: Any) -> Known | None:
+        """Gives the weight or constant that an input of the exported graph is."""
+        if spec.kind.name == "USER_INPUT":
+            return None
+        name = str(spec.target).removeprefix("weights.")
+        held = self.frozen.held.get(name)
+        return Known((self.whole.constants[spec.target] if held is None else held,), name)
 
     def _cut(self, told: Explanation, run: bool) -> None:
         """Replaces what has kernels by programs."""
         module = self.whole.graph_module
         nodes = module.graph.find_nodes(op="placeholder")
-        weights = {
-            node.name: Known((self._state(spec),), _named(spec))
-            for node, spec in zip(nodes, self._specs, strict=True)
-            if spec.kind.name != "USER_INPUT"
-        }
+        pairs = zip(nodes, self._inputs, strict=True)
+        weights = {node.name: weight for node, weight in pairs if weight is not None}
         look = _Look(weights)
         look.walk(module)
         look.store()
         supported = _Supported(module, look.absent)
         cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
         module = cutter.fuse_partitions(cutter.propose_partitions(), prefix="part_")
-        names = [node.name for node in look.order]
-        reasons = dict(zip(names, look.missing, strict=True))
+        reasons = {node.name: why for node, why in look.absent.items()}
         found = Explanation()
         for node in module.graph.nodes:
             if node.op == "call_module":
@@ -412,10 +404,6 @@ class _Compiled:
         told.parts += found.parts
         told.left += found.left
 
-    def _state(self, spec: Any) -> Tensor:
-        held = self.frozen.held.get(_named(spec))
-        return held if held is not None else self.whole.constants[spec.target]
-
     def _seen(self) -> list[int]:
         return [each._version for each in self.frozen.held.values()]
 
@@ -423,25 +411,22 @@ class _Compiled:
         """Runs it; weights that were changed in place since are packed anew."""
         if (versions := self._seen()) != self._versions:
             for part in self._parts:
+                part.translate()
                 part.load()
             self._versions = versions
         given = iter([arguments[i] for i in self.frozen.taken])
-        inputs = [
-            next(given) if spec.kind.name == "USER_INPUT" else self._state(spec)
-            for spec in self._specs
-        ]
+        inputs = [next(given) if each is None else each.values[0] for each in self._inputs]
         with torch.no_grad():
             returned = self._module(*inputs)
         return tree_unflatten(list(returned), self.whole.call_spec.out_spec)
 
 
 class _Look(Walker):
-    """Walks a graph, or a part of one; ``order`` lists what has no kernel."""
+    """Walks a graph, or a part of one."""
 
     def __init__(self, weights: Mapping[str, Known]) -> None:
         super().__init__("graph", {each.name for each in weights.values()})
         self.weights = weights
-        self.order: list[fx.Node] = []
 
     def walk(self, module: fx.GraphModule) -> None:
         """Walks it; nodes that are no tensors are sizes."""
@@ -472,11 +457,6 @@ class _Look(Walker):
                     self.net.origin = origin(node)
                     self.miss(node, str(why))
 
-    def miss(self, node: fx.Node, why: str) -> None:
-        """Notes the node too."""
-        self.order.append(node)
-        super().miss(node, why)
-
 
 def _given(node: fx.Node) -> str:
     """Names an input as no op is called."""
@@ -486,7 +466,7 @@ def _given(node: fx.Node) -> str:
 class _Supported(OperatorSupportBase):
     """Says which nodes may be in a program: those that were translated, of one float dtype."""
 
-    def __init__(self, module: fx.GraphModule, absent: set[fx.Node]) -> None:
+    def __init__(self, module: fx.GraphModule, absent: Container[fx.Node]) -> None:
         self._absent = absent
         kinds = [x.dtype for node in module.graph.nodes for x in _tensors(node)]
         found = [kind for kind in kinds if kind in DTYPES]
@@ -533,20 +513,21 @@ class _Part(nn.Module):
         self._single = not isinstance(last.args[0], (list, tuple))
         self._returned: list[fx.Node] = [last.args[0]] if self._single else [*last.args[0]]
         self._orders = [_order(node.meta["val"]) for node in self._returned]
-        self.program, _ = self._translated()
+        self.translate()
         self._taken = [i for i, node in enumerate(inputs) if _given(node) in self.program.inputs]
         kinds = [each.dtype for each in self.program.inputs.values() if "float" in each.dtype]
         self._dtype = kinds[0] if kinds else "float32"
         self._executor: Executor | None = None
 
-    def _translated(self) -> tuple[Program, dict[str, np.ndarray]]:
-        """Gives its program, and the weights as they are now."""
+    def translate(self) -> None:
+        """Makes its program, with the weights as they are now."""
         walker = _Look(self._held)
         walker.walk(self._graph)
         assert not walker.missing, walker.missing
         for i, node in enumerate(self._returned):
             walker.net.output(f"y{i}", walker.value(walker.env[node]))
-        return walker.net.program(), walker.tensors
+        self.program: Program = walker.net.program()
+        self._tensors = walker.tensors
 
     def coverage(self) -> Coverage:
         """Says what computes it."""
@@ -554,10 +535,9 @@ class _Part(nn.Module):
         return coverage(self.program, final)
 
     def load(self) -> None:
-        """Compiles it if need be, and packs the weights as they are now."""
-        program, tensors = self._translated()
+        """Compiles it if need be, and packs its weights."""
         lowering = Lowering(self._dtype)
-        self._executor = Executor.compile(program, tensors, CPU(), lowering, images=0)
+        self._executor = Executor.compile(self.program, self._tensors, CPU(), lowering, images=0)
 
     def forward(self, *given: Any) -> Any:
         """Computes the outputs from torch's memory, into memory that torch then has."""

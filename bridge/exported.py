@@ -3,9 +3,7 @@
     found = trace(module, (torch.zeros(2, 3, 224, 224),))
     found.program, found.tensors
 
-``torch.export`` gives a graph of ATen ops; bridge/aten.py says what each is here. What no input
-decides is computed once, by torch, and becomes a weight: position tables, masks, filters that are
-standardised. torch is imported here and by what calls this, and nowhere else.
+``torch.export`` gives a graph of ATen ops, which bridge/walker.py walks.
 """
 
 from __future__ import annotations
@@ -53,21 +51,34 @@ def export(module: torch.nn.Module, example: Sequence[Tensor]) -> ExportedProgra
     errors: list[Exception] = []
     for strict in (False, True):  # the second reads the code: len(x) is the batch there, no number
         try:
-            with torch.no_grad(), _uncached(module), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what torch warns of is torch's own code
-                whole = torch.export.export(
-                    module, tuple(example), dynamic_shapes=shapes, strict=strict
-                )
-                whole = whole.run_decompositions(aten.decompositions())
+            with _uncached(module):
+                whole = decomposed(module, example, shapes, strict)
             if _keeps_batch(whole):
                 return whole
             errors.append(ValueError("its code takes one batch alone, or reads across it"))
         except Exception as error:  # whatever the module's own code raises
             errors.append(error)
     raise ModelError(
-        f"{type(module).__name__}: torch.export cannot trace it ({_first_line(errors[0])}); see"
+        f"{type(module).__name__}: torch.export cannot trace it ({first_line(errors[0])}); see"
         " https://docs.pytorch.org/docs/stable/export.html for what a module has to keep to"
     ) from errors[0]
+
+
+def decomposed(
+    module: torch.nn.Module, example: Sequence[Tensor], shapes: Any, strict: bool = False
+) -> ExportedProgram:
+    """Exports a module for inference, and takes apart the ops that are none here.
+
+    Args:
+        module: The module.
+        example: Its inputs.
+        shapes: Their dynamic sizes, as torch.export takes them.
+        strict: Whether to read the module's code.
+    """
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch warns of is torch's own code
+        whole = torch.export.export(module, tuple(example), dynamic_shapes=shapes, strict=strict)
+        return whole.run_decompositions(aten.decompositions())
 
 
 @contextmanager
@@ -102,7 +113,8 @@ def _starred(module: torch.nn.Module) -> bool:
     return kinds[:1] == [inspect.Parameter.VAR_POSITIONAL]
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Gives the first paragraph of what an error of torch says, in one line."""
     text = str(error).strip() or type(error).__name__
     return re.sub(r"\s+", " ", text.split("\n\n")[0])[:300]
 

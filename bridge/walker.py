@@ -27,13 +27,13 @@ class Walker(Importer):
 
     Attributes:
         env: What each node of the graph is.
-        absent: The nodes that could not be translated.
+        absent: The nodes that could not be translated, and why; ``missing`` lists the same.
     """
 
     def __init__(self, name: str, reserved: set[str]) -> None:
         super().__init__(name, reserved)
         self.env: dict[Node, Any] = {}
-        self.absent: set[Node] = set()
+        self.absent: dict[Node, Missing] = {}
 
     def visit(self, node: Node, module: GraphModule) -> None:
         """Translates a node that is neither an input nor the output."""
@@ -75,8 +75,8 @@ class Walker(Importer):
 
     def miss(self, node: Node, why: str) -> None:
         """Notes an op that cannot be translated, and goes on with the types that it gives."""
-        self.absent.add(node)
-        self.missing.append(Missing(str(node.target), why, self.net.origin))
+        self.absent[node] = Missing(str(node.target), why, self.net.origin)
+        self.missing.append(self.absent[node])
         found = node.meta["val"]
         several = isinstance(found, (tuple, list))
         values = [

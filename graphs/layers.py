@@ -139,18 +139,15 @@ def keeps_images_apart(program: Program) -> bool:
             [x for x in names if x and any(isinstance(s, str) for s in program.types[x].shape)]
             for names in (node.inputs, node.outputs)
         )
-        held = {merged[x] for x in inputs if x in merged}
-        if len(held | {1 for x in inputs if x not in merged}) > 1:
+        counts = {merged.get(x, 1) for x in inputs}
+        if len(counts) > 1:
             return False
-        count = max(held, default=1)
+        count = max(counts, default=1)
         for value in outputs:
-            left = 0
             if node.op == "reshape":
                 before, number = rows(value)
-                count, left = divmod(count * rows(node.inputs[0])[0], before)
-                left = left or number % count
-            if left:
-                return False
-            if count > 1:
-                merged[value] = count
-    return not any(value in merged for value in program.outputs.values())
+                count, rest = divmod(count * rows(node.inputs[0])[0], before)
+                if rest or number % count:
+                    return False
+            merged[value] = count
+    return all(merged.get(value, 1) == 1 for value in program.outputs.values())
