@@ -64,16 +64,28 @@ struct Epilogue(TrivialRegisterPassable):
         return String("add_" if self.adds else "", words[len(words) - 1])
 
     @staticmethod
-    def known(name: StaticString) -> Bool:
+    def known[name: StaticString]() -> Bool:
         """Tells whether there is an epilogue of that name.
 
-        Args:
+        Parameters:
             name: Any name.
 
         Returns:
             True for none and add, and for an op of one value, alone or behind `add_`.
         """
-        return is_expression(Self(name).words(), 1)
+        # Reading an expression costs the compiler 1 s, so the usual names are told apart first.
+        comptime if Self(name).usual():
+            return True
+        else:
+            return is_expression(Self(name).words(), 1)
+
+    def usual(self) -> Bool:
+        """Tells whether the epilogue is one of those in the table above.
+
+        Returns:
+            False for the ops of graphs/elementwise.py.
+        """
+        return self.relu or self.gelu or self.name == "none" or self.name == "add"
 
 
 @always_inline
@@ -100,10 +112,10 @@ def activate[
             return gelu_narrow(v)
         else:
             return gelu(v)
-    elif len(epilogue.words()) > 1:
-        return evaluate_words[epilogue.words(), narrow=dtype.is_half_float()]([v])
-    else:
+    elif epilogue.usual():
         return v
+    else:
+        return evaluate_words[epilogue.words(), narrow=dtype.is_half_float()]([v])
 
 
 @always_inline

@@ -295,9 +295,9 @@ def _tokens_map[
 def _token_linear[
     dtype: DType, //, target: StaticString, name: StaticString
 ](n: Int, t: Int, c: Int, f: Int, o: Operands[dtype], ctx: DeviceContext) raises:
-    comptime assert Epilogue.known(
+    comptime assert Epilogue.known[
         name
-    ), "token_linear: there is no such epilogue; ops/epilogue.mojo says what there is"
+    ](), "token_linear: there is no such epilogue; ops/epilogue.mojo says what there is"
     comptime assert (
         target == "gpu" and IS_HOPPER and dtype.is_half_float()
     ), "token_linear: expects 16-bit floats on a Hopper GPU; elsewhere tokens are transposed"

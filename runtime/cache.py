@@ -37,14 +37,23 @@ KEPT = 64
 ROOM = 32 << 20
 """Bytes that a compilation may leave in MAX's caches; ResNet-50's leaves 16 MB."""
 
+Ops = frozenset[str] | None
+"""Names of ops; None stands for all."""
+LISTS = (Path("__init__.mojo"), Path("gpu.mojo"))
+"""The modules that import ops and nothing else."""
+
 _DIGEST = hashlib.sha256().digest_size
 _IMPORT = re.compile(r"^from (\.+)([\w.]*) import", re.MULTILINE)
+_REGISTERED = re.compile(r'^@register\("(\w+)"\)', re.MULTILINE)
+_CALLED = re.compile(r'mo\.custom \[symbol = "(\w+)"')
 
 
-def library(*, gpu: bool) -> Path:
+def library(ops: Ops = None, *, gpu: bool) -> Path:
     """Returns the ops for ``Graph(custom_extensions=...)``: compiled, if there is a cache.
 
     Args:
+        ops: Those that are needed, by the names that graphs call them; None for all. The library
+            may have more: all, if that one is compiled already.
         gpu: Whether with the kernels for GPUs: without, it takes less than half of the time.
 
     Raises:
@@ -54,18 +63,22 @@ def library(*, gpu: bool) -> Path:
     if folder is None:
         return OPS
     # MAX reads all of a library's folder: the drafts, which come and go, are in another one.
-    path = folder / "ops" / f"mojo_pkg_{_sources(gpu)[:32]}.mojoc"  # the stem names the package
-    if path.is_file():
-        _touch(path)
-        return path
+    whole, path = (
+        folder / "ops" / f"mojo_pkg_{_sources(some, gpu)[:32]}.mojoc"  # the stem names the package
+        for some in (None, ops)
+    )
+    for found in (path, whole):
+        if found.is_file():
+            _touch(found)
+            return found
     with tempfile.TemporaryDirectory(dir=folder) as draft:
-        made, ops = Path(draft) / path.name, Path(draft) / OPS.name
-        for place, source in _modules(gpu).items():
-            (ops / place).parent.mkdir(parents=True, exist_ok=True)
-            (ops / place).write_bytes(source)
+        made, copy = Path(draft) / path.name, Path(draft) / OPS.name
+        for place, source in _modules(ops, gpu).items():
+            (copy / place).parent.mkdir(parents=True, exist_ok=True)
+            (copy / place).write_bytes(source)
         try:
             done = subprocess_run_mojo(
-                ["precompile", str(ops), "-o", str(made)], capture_output=True, text=True
+                ["precompile", str(copy), "-o", str(made)], capture_output=True, text=True
             )
         except (OSError, RuntimeError):
             raise ModelError(
@@ -80,9 +93,14 @@ def library(*, gpu: bool) -> Path:
     return path
 
 
+def called(graph: Graph) -> frozenset[str]:
+    """Names the ops of ours that a graph calls."""
+    return frozenset(_CALLED.findall(str(graph)))
+
+
 def key(graph: Graph, target: Target) -> str:
     """Names what a graph compiles to, by all that has a part in it."""
-    sources = _sources(target.api != "cpu")
+    sources = _sources(called(graph), target.api != "cpu")
     parts = [str(graph), sources, max_version, repr(target), repr(_settings(os.environ))]
     return _hash(part.encode() for part in parts)
 
@@ -171,19 +189,19 @@ def _folder() -> Path | None:
 
 
 @cache
-def _sources(gpu: bool) -> str:
+def _sources(ops: Ops, gpu: bool) -> str:
     """Digests the ops' sources, for a GPU or for a CPU, and the compiler's version."""
-    modules = _modules(gpu)
+    modules = _modules(ops, gpu)
     names = (place.as_posix().encode() for place in modules)
     return _hash([max_version.encode(), *names, *modules.values()])
 
 
 @cache
-def _modules(gpu: bool) -> dict[Path, bytes]:
-    """Reads the ops' sources, by their places in the package.
+def _modules(ops: Ops, gpu: bool) -> dict[Path, bytes]:
+    """Reads the sources of ops by their places in the package.
 
-    For a CPU ops/no_gpu.mojo is in the place of ops/gpu.mojo, and no module is there that only the
-    latter imports.
+    For a CPU modules called no_gpu are in the place of those called gpu, and no module is there
+    that only the latter import.
     """
     found: dict[Path, bytes] = {}
     waiting = [Path("__init__.mojo")]
@@ -191,15 +209,35 @@ def _modules(gpu: bool) -> dict[Path, bytes]:
         place = waiting.pop()
         if place in found:
             continue
-        without = place == Path("gpu.mojo") and not gpu
-        source = found[place] = (OPS / ("no_gpu.mojo" if without else place)).read_bytes()
-        for dots, name in _IMPORT.findall(source.decode()):
+        without = place.name == "gpu.mojo" and not gpu
+        source = (OPS / (place.with_name("no_gpu.mojo") if without else place)).read_text()
+        if place in LISTS:
+            lines = source.splitlines(keepends=True)
+            source = "".join(line for line in lines if _wanted(_IMPORT.match(line), ops, gpu))
+        found[place] = source.encode()
+        for dots, name in _IMPORT.findall(source):
             module = place.parents[len(dots) - 1].joinpath(*name.split("."))
             if (OPS / module).is_dir():
                 waiting.append(module / "__init__.mojo")
             else:
                 waiting += [module.with_suffix(".mojo"), module.parent / "__init__.mojo"]
     return dict(sorted(found.items()))
+
+
+def _wanted(imports: re.Match[str] | None, ops: Ops, gpu: bool) -> bool:
+    """Says whether a line that lists ops is for a library; one that imports nothing is."""
+    if not imports:
+        return True
+    if imports[2] == "gpu":
+        return gpu
+    return ops is None or bool(ops & _registered(imports[2].replace(".", "/")))
+
+
+def _registered(name: str) -> set[str]:
+    """Names the ops that a module of the package registers, or those in a folder of it."""
+    folder = OPS / name
+    sources = folder.glob("*.mojo") if folder.is_dir() else [folder.with_suffix(".mojo")]
+    return {op for source in sources for op in _REGISTERED.findall(source.read_text())}
 
 
 def _settings(environment: Mapping[str, str]) -> list[tuple[str, str]]:

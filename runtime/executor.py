@@ -85,12 +85,13 @@ class Lowering:
         tensors: Mapping[str, np.ndarray],
         device: DeviceRef,
         kernels: KernelLibrary | None = None,
+        ops: cache.Ops = None,
     ) -> tuple[Graph, Parameters, Program]:
         """Builds the graph of a program; see ``graphs.lower.lower``.
 
-        Without ``kernels`` it is checked against maxvision's own, compiled if need be.
+        Without ``kernels`` it is checked against maxvision's own ``ops``, compiled if need be.
         """
-        extensions = [] if kernels else [cache.library(gpu=device.is_gpu())]
+        extensions = [] if kernels else [cache.library(ops, gpu=device.is_gpu())]
         return lower(
             program,
             tensors,
@@ -136,7 +137,7 @@ def compiled(
         watch.lap("graph")
         starting()
         log.info("compiling %s for %s, which may take a minute", program.name, place)
-        checked, _, _ = lowering.build(program, tensors, place)
+        checked, _, _ = lowering.build(program, tensors, place, ops=cache.called(graph))
         made = InferenceSession(devices=[device]).compile(checked)
         watch.lap("compile")
         return made

@@ -10,11 +10,11 @@ no score goes to memory (Dao et al. 2022, arXiv:2205.14135).
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
-from ..gpu import attention_gpu
 from ..operands import BF16, F32, ON_CPU, data
 from .bf16 import attention_bf16
 from .config import Attention
 from .cpu import attention_cpu
+from .gpu import attention_gpu
 from .mask import Mask, MaskSizes, MaskTensors
 
 

@@ -11,8 +11,8 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
+from ..gemm.gpu import gemm as gemm_gpu
 from ..geometry import Geometry
-from ..gpu import gemm_gpu
 from ..operands import F32, ON_CPU, Batch, Operands, data
 from .cpu import bmm_cpu
 
@@ -28,9 +28,9 @@ def _bmm[
     constant: Bool,
     aligned: Bool,
 ](y_size: Int, m: Int, k: Int, n: Int, b_size: Int, o: Operands[dtype], ctx: DeviceContext,) raises:
-    comptime assert Epilogue.known(
+    comptime assert Epilogue.known[
         name
-    ), "bmm: there is no such epilogue; ops/epilogue.mojo says what there is"
+    ](), "bmm: there is no such epilogue; ops/epilogue.mojo says what there is"
     comptime assert (
         layout == "kn" or layout == "nk" or layout == "packed"
     ), "bmm: layout expects kn, nk or packed"

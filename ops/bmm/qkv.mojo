@@ -11,8 +11,8 @@ from max.gpu.host import DeviceContext
 from ..epilogue import Epilogue
 from ..gemm.bf16 import gemm_group as gemm_group_bf16
 from ..gemm.cpu import gemm_group as gemm_group_cpu
+from ..gemm.gpu import gemm_group as gemm_group_gpu
 from ..geometry import Geometry
-from ..gpu import gemm_group_gpu
 from ..operands import BF16, F32, ON_CPU, Operands, data
 
 

@@ -9,9 +9,9 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..gpu import conv2d_gpu
 from ..operands import F32, ON_CPU, Operands, data
 from .cpu import conv2d_cpu
+from .gpu import conv2d_gpu
 
 
 @always_inline
@@ -24,9 +24,9 @@ def _conv2d[
     members: Int,
     aligned: Bool,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
-    comptime assert Epilogue.known(
+    comptime assert Epilogue.known[
         name
-    ), "conv2d: there is no such epilogue; ops/epilogue.mojo says what there is"
+    ](), "conv2d: there is no such epilogue; ops/epilogue.mojo says what there is"
     if g.pixels() == 0:
         return
     comptime if target == "cpu":

@@ -11,8 +11,8 @@ from max.gpu.host import DeviceContext
 
 from ..gemm.bf16 import gemm_shortcut as gemm_shortcut_bf16
 from ..gemm.cpu import gemm_shortcut as gemm_shortcut_cpu
+from ..gemm.gpu import gemm_shortcut as gemm_shortcut_gpu
 from ..geometry import Geometry
-from ..gpu import gemm_shortcut_gpu
 from ..operands import BF16, F32, ON_CPU, Operands, data
 
 

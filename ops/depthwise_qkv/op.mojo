@@ -3,10 +3,10 @@
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
-from ..gpu import depthwise_qkv_gpu
 from ..operands import F32, ON_CPU, data
 from .config import QkvOperands, QkvSizes
 from .cpu import depthwise_qkv_cpu
+from .gpu import depthwise_qkv_gpu
 
 
 @register("depthwise_qkv")

@@ -196,7 +196,7 @@ def _whole_tile[
                 masked_store(activate[epilogue, F32](value), to, inside)
 
 
-@no_inline
+@always_inline
 def _tile[
     rows: Int, vectors: Int
 ](
@@ -214,24 +214,16 @@ def _tile[
     `o.w` points at the first of the tile's columns in the share; x is read from `channel` on.
     """
     var runs = _Runs[rows]()
-    if g.pointwise():
-        comptime for i in range(rows):
-            runs.sources.unsafe_ptr()[unsafe_offset=i] = o.x.unsafe_offset(
-                (first + i) * g.c + share.start
-            )
-        runs.lengths.unsafe_ptr()[unsafe_offset=0] = share.end - share.start
-        runs.count = 1
-    else:
-        _find[rows](g, o, first, channel, share, zeros, runs)
+    _find[rows](g, o.x, first, channel, share, zeros, runs)
     _multiply[rows, vectors](runs, o.w, ahead, sums, share.r == 0 and share.start == 0)
 
 
-@always_inline
+@no_inline
 def _find[
     rows: Int
 ](
     g: Geometry,
-    o: Operands[F32],
+    x: Data[F32],
     first: Int,
     channel: Int,
     share: _Share,
@@ -239,6 +231,14 @@ def _find[
     mut runs: _Runs[rows],
 ):
     """Finds where `rows` pixels from `first` on read in a share of K."""
+    if g.pointwise():
+        comptime for i in range(rows):
+            runs.sources.unsafe_ptr()[unsafe_offset=i] = x.unsafe_offset(
+                (first + i) * g.c + share.start
+            )
+        runs.lengths.unsafe_ptr()[unsafe_offset=0] = share.end - share.start
+        runs.count = 1
+        return
     # Where the window of each pixel begins: row h0, column w0 (both may lie in the padding).
     var h0 = Array[Int, rows](uninitialized=True)
     var w0 = Array[Int, rows](uninitialized=True)
@@ -271,7 +271,7 @@ def _find[
                 var w = w0[i] + s * g.dilation_w
                 var source = zeros
                 if h >= 0 and h < g.h and w >= 0 and w < g.w:
-                    source = o.x.unsafe_offset(((image[i] + h) * g.w + w) * g.c + channel + c)
+                    source = x.unsafe_offset(((image[i] + h) * g.w + w) * g.c + channel + c)
                 runs.sources.unsafe_ptr()[unsafe_offset=runs.count * rows + i] = source
             runs.lengths.unsafe_ptr()[unsafe_offset=runs.count] = length
             runs.count += 1

@@ -11,10 +11,10 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
-from ..gpu import group_norm_gpu
 from ..operands import F32, ON_CPU, data
 from .config import GroupNormSizes, GroupNormTensors
 from .cpu import group_norm_cpu
+from .gpu import group_norm_gpu
 
 
 @register("group_norm")
@@ -52,7 +52,7 @@ struct GroupNorm:
             If a launch fails.
         """
         comptime then = Epilogue(epilogue)
-        comptime assert Epilogue.known(epilogue) and not then.adds, "group_norm: no such epilogue"
+        comptime assert Epilogue.known[epilogue]() and not then.adds, "group_norm: no such epilogue"
         if x.size() == 0:
             return
         var o = GroupNormTensors[y.dtype](

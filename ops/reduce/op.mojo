@@ -10,9 +10,9 @@ latency where there is little of it. Everything is float32 and rounded once.
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
-from ..gpu import reduce_gpu
 from ..operands import ON_CPU, data
 from .cpu import reduce_cpu
+from .gpu import reduce_gpu
 
 
 @register("reduce")

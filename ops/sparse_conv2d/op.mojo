@@ -16,9 +16,9 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..gpu import sparse_conv2d_gpu
 from ..operands import F32, Data, Operands, data
 from .cpu import Stream, sparse_conv2d_cpu
+from .gpu import sparse_conv2d_gpu
 
 
 @always_inline
@@ -32,9 +32,9 @@ def _sparse_conv2d[
     rows: Int,
     ctx: DeviceContext,
 ) raises:
-    comptime assert Epilogue.known(
+    comptime assert Epilogue.known[
         name
-    ), "sparse_conv2d: there is no such epilogue; ops/epilogue.mojo says what there is"
+    ](), "sparse_conv2d: there is no such epilogue; ops/epilogue.mojo says what there is"
     if g.pixels() == 0:
         return
     comptime if target == "cpu":

@@ -35,9 +35,9 @@ def _sparse_conv2d_packed[
     places: ManagedTensorSlice,
     ctx: DeviceContext,
 ) raises:
-    comptime assert Epilogue.known(
+    comptime assert Epilogue.known[
         name
-    ), "sparse_conv2d_packed: there is no such epilogue; ops/epilogue.mojo says what there is"
+    ](), "sparse_conv2d_packed: there is no such epilogue; ops/epilogue.mojo says what there is"
     comptime assert (
         target == "gpu" and IS_HOPPER
     ), "sparse_conv2d_packed: expects a Hopper GPU; others take sparse_conv2d"

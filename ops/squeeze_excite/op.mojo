@@ -13,11 +13,11 @@ from extensibility import InputTensor, ManagedTensorSlice, OutputTensor, registe
 from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
-from ..gpu import squeeze_excite_gpu
 from ..operands import F32, ON_CPU, Data, data
 from ..target import IS_HOPPER
 from .config import WIDTH, SqueezeTensors
 from .cpu import squeeze_excite_cpu
+from .gpu import squeeze_excite_gpu
 
 
 @always_inline
@@ -39,7 +39,7 @@ def _squeeze_excite[
         target == "cpu" or IS_HOPPER
     ), "squeeze_excite: expects a CPU or a Hopper GPU; others compute its ops one by one"
     comptime assert (
-        Epilogue.known(activation) and Epilogue.known(gate) and Epilogue.known(epilogue)
+        Epilogue.known[activation]() and Epilogue.known[gate]() and Epilogue.known[epilogue]()
     ), "squeeze_excite: there is no such epilogue; ops/epilogue.mojo says what there is"
     comptime assert (
         not Epilogue(activation).adds and not Epilogue(gate).adds

@@ -34,7 +34,7 @@ from ops.sparse_conv2d.tuning import CONFIGS as TILED
 from ops.sparse_conv2d.two_four import TILES, two_four_tile
 from ops.sparse_conv2d.blocks import NARROW, WIDE, enqueue_blocks
 from ops.squeeze_excite.config import SqueezeSizes, SqueezeTensors
-from ops.squeeze_excite.hopper import enqueue_squeeze_excite
+from ops.squeeze_excite.gpu import enqueue_squeeze_excite
 from ops.stem.config import Stem, StemOperands, Tiling
 from ops.stem.gpu import enqueue_stem
 from ops.token_linear import LARGE, SMALL, enqueue_token_linear

@@ -80,7 +80,7 @@ def test_everything_that_matters_is_in_the_key(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(cache, "max_version", "99")
         others.add(key())
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_sources", lambda gpu: "other kernels")
+        patch.setattr(cache, "_sources", lambda ops, gpu: "other kernels")
         others.add(key())
     assert len(others - {first}) == 6
     monkeypatch.setenv("MODULAR_CACHE_DIR", "/elsewhere")
@@ -99,7 +99,7 @@ def test_sources_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("c.mojo", ""),
     ):
         (tmp_path / name).write_text(text)
-    digests = {cache._sources.__wrapped__(gpu=True)}
+    digests = {cache._sources.__wrapped__(None, True)}
     for name, text in (
         ("a.mojo", "x"),
         ("sub/b.mojo", "from ..c import x\n"),
@@ -107,21 +107,59 @@ def test_sources_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("d.mojo", "x"),  # which nothing imports
     ):
         (tmp_path / name).write_text(text)
-        digests.add(cache._sources.__wrapped__(gpu=True))
+        digests.add(cache._sources.__wrapped__(None, True))
     assert len(digests) == 4
+
+
+def places(ops: cache.Ops, gpu: bool) -> set[str]:
+    return {place.as_posix() for place in cache._modules(ops, gpu)}
 
 
 def test_a_gpu_has_all_ops_and_a_cpu_none_of_its_kernels() -> None:
     every = {path.relative_to(cache.OPS).as_posix() for path in cache.OPS.rglob("*.mojo")}
-    for_a_gpu, for_a_cpu = (
-        {place.as_posix(): source for place, source in cache._modules(gpu).items()}
-        for gpu in (True, False)
-    )
     measuring = {name for name in every if name.endswith(("measure.mojo", "tune.mojo"))}
-    assert set(for_a_gpu) == every - {"no_gpu.mojo"} - measuring
-    assert for_a_cpu["gpu.mojo"] == (cache.OPS / "no_gpu.mojo").read_bytes()
-    assert {"gemm/cpu.mojo", "attention/op.mojo"} < set(for_a_cpu) < set(for_a_gpu)
-    assert not {"gemm/hopper.mojo", "conv2d/gpu.mojo", "mlp.mojo", "stem/op.mojo"} & set(for_a_cpu)
+    without = {name for name in every if name.endswith("no_gpu.mojo")}
+    for_a_gpu, for_a_cpu = places(None, True), places(None, False)
+    assert for_a_gpu == every - without - measuring
+    assert {"gemm/cpu.mojo", "attention/op.mojo"} < for_a_cpu - {"no_gpu.mojo"} < for_a_gpu
+    kernels = {"gpu.mojo", "gemm/hopper.mojo", "conv2d/chain.mojo", "mlp.mojo", "stem/op.mojo"}
+    assert not kernels & for_a_cpu
+    sources = cache._modules(None, False)
+    assert sources[Path("gemm/gpu.mojo")] == (cache.OPS / "gemm/no_gpu.mojo").read_bytes()
+
+
+def test_a_library_has_the_modules_of_the_ops_that_are_called() -> None:
+    ops = frozenset({"conv2d_add", "maxpool"})
+    few = places(ops, False)
+    assert {"conv2d/op.mojo", "pool.mojo", "gemm/cpu.mojo"} < few < places(None, False)
+    assert not {"attention/op.mojo", "reduce/op.mojo"} & few
+    assert "stem/op.mojo" not in places(ops, True) < places(None, True)
+    assert {"gpu.mojo", "stem/op.mojo"} < places(frozenset({"stem_conv2d"}), True)
+    assert places(frozenset(), False) == {"__init__.mojo"}
+
+
+def test_a_library_of_all_ops_is_taken_if_it_is_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def precompile(command: list[str], **_: Any) -> Any:
+        Path(command[-1]).write_bytes(b"ops")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(cache, "subprocess_run_mojo", precompile)
+    stored(b"mef")
+    few = cache.library(frozenset({"conv2d"}), gpu=False)
+    whole = cache.library(gpu=False)
+    assert few != whole and few == cache.library(frozenset({"conv2d"}), gpu=False)
+    assert cache.library(frozenset({"maxpool"}), gpu=False) == whole
+
+
+def test_the_ops_of_a_graph_are_found_in_its_text() -> None:
+    assert cache.called(graph()) == {"pointwise"}
+    image = TensorType(DType.float32, ["batch", 8, 8, 4], DeviceRef.CPU())
+    with Graph("two", input_types=[image], kernel_library=Unchecked()) as other:
+        x = nodes.maxpool(other.inputs[0].tensor, kernel=2, stride=2)
+        other.output(nodes.relu(x))
+    assert cache.called(other) == {"maxpool", "pointwise"}
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", None])

@@ -1,0 +1,15 @@
+"""The functions of gpu.mojo in a build for a CPU."""
+
+from max.gpu.host import DeviceContext
+from std.documentation import doc_hidden
+
+from ..no_gpu import REASON
+from .config import Attention
+from .mask import Mask, MaskSizes, MaskTensors
+
+
+@doc_hidden
+def attention_gpu[
+    dtype: DType, depth: Int, mask: Mask
+](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
+    comptime assert False, REASON

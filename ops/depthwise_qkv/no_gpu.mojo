@@ -1,0 +1,14 @@
+"""The functions of gpu.mojo in a build for a CPU."""
+
+from max.gpu.host import DeviceContext
+from std.documentation import doc_hidden
+
+from ..no_gpu import REASON
+from .config import QkvOperands, QkvSizes
+
+
+@doc_hidden
+def depthwise_qkv_gpu[
+    dtype: DType, kernel: Int
+](o: QkvOperands[dtype], g: QkvSizes, ctx: DeviceContext) raises:
+    comptime assert False, REASON

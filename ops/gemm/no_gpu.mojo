@@ -1,0 +1,34 @@
+"""The functions of gpu.mojo in a build for a CPU."""
+
+from max.gpu.host import DeviceContext
+from std.documentation import doc_hidden
+
+from ..epilogue import Epilogue
+from ..geometry import Geometry
+from ..no_gpu import REASON
+from ..operands import Batch, Operands
+
+
+@doc_hidden
+def gemm[
+    dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool, aligned: Bool
+](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext, *, constant: Bool,) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def gemm_group[
+    dtype: DType, products: Int, tf32: Bool, aligned: Bool
+](
+    sizes: Array[Geometry, products], operands: Array[Operands[dtype], products], ctx: DeviceContext
+) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def gemm_shortcut[
+    dtype: DType, tf32: Bool, aligned: Bool
+](
+    g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
+) raises:
+    comptime assert False, REASON
