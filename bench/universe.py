@@ -65,6 +65,11 @@ TRANSFORMERS = tuple(
     )
 )  # fmt: skip
 """transformers' classifiers as it configures them, but that stacks of equal layers have four."""
+TASKS = tuple(
+    f"maxvision.bench.tasks:{name}"
+    for name in ("bert", "roberta", "gpt2", "t5_encoder", "deeplabv3", "fpn", "messages")
+)
+"""Networks of texts, of graphs, and with maps for answers."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     done: list[dict[str, Any]] = []
     if options.json and options.json.is_file():  # goes on where it stopped
         done = json.loads(options.json.read_text())["records"]
-    named = options.models or [*TIMM, *TRANSFORMERS, *TORCHVISION]
+    named = options.models or [*TIMM, *TRANSFORMERS, *TORCHVISION, *TASKS]
     for source in named:
         if any(each["model"] == source for each in done):
             continue
@@ -143,11 +148,12 @@ _PAGE = """\
 # Models that convert
 
 {good} of the {count} models below convert{agree}: a small model of each of timm's files,
-transformers' classifiers of pictures, and torchvision's classics, with random weights. All
-multiplications of convolutions, linear layers, products and attention run in our kernels; "MAX's
-kernels" are the other ops that compute. The error is that of the logits in float32 against torch's
-float64, as a share of the largest logit. Beside it stands torch's own; without it, the model cannot
-run in float64, and torch's float32 is the reference. Written by `maxvision bench universe --page
+transformers' classifiers of pictures, torchvision's classics, and networks of texts, graphs and
+maps (bench/tasks.py), with random weights. All multiplications of convolutions, linear layers,
+products and attention run in our kernels; "MAX's kernels" are the other ops that compute. The error
+is that of the outputs in float32 against torch's float64, as a share of the largest. Beside it
+stands torch's own; without it, the model cannot run in float64, and torch's float32 is the
+reference. Written by `maxvision bench universe --page
 FILE`; measured on {date} ({cpu};
 torch {torch}{note}).
 

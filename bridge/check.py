@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from max.driver import Buffer, Device
+from max.dtype import DType
 
 from maxvision.bridge.coverage import others_of
 from maxvision.bridge.importer import AT, Traced
@@ -156,7 +157,8 @@ def compare(
     if others := others_of(executor.program):
         progress("timing MAX's own kernels alone")
         part = _others_alone(executor.program, others, traced.tensors, device, lowering)
-        part = min(part / _fastest(executor, arrays, device), 1.0)
+        given = [Buffer.from_numpy(np.ascontiguousarray(each)).to(device) for each in arrays]
+        part = min(part / _fastest(executor, given, device), 1.0)
     return made, Cost(seconds, held, part)
 
 
@@ -176,14 +178,14 @@ def _others_alone(
     alone = rebuilt(final, [*at_load, *nodes], inputs=inputs, outputs=outputs)
     executor = Executor.compile(alone, tensors, device, replace(lowering, off=PASSES), images=0)
     zeros = [
-        np.zeros([at_batch(size, 2) for size in shape], dtype) for shape, dtype in inputs.values()
+        Buffer.zeros([at_batch(size, 2) for size in shape], DType[dtype], device)
+        for shape, dtype in inputs.values()
     ]
     return _fastest(executor, zeros, device)
 
 
-def _fastest(executor: Executor, arrays: Sequence[np.ndarray], device: Device) -> float:
+def _fastest(executor: Executor, given: Sequence[Buffer], device: Device) -> float:
     """Returns the seconds of the fastest of some runs, of inputs that lie on the device."""
-    given = [Buffer.from_numpy(np.ascontiguousarray(each)).to(device) for each in arrays]
     found = []
     for _ in range(RUNS):
         start = time.perf_counter()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
+from torch.utils._pytree import tree_map
 
 from maxvision.bridge import aten
 from maxvision.bridge.fx import type_of
@@ -260,14 +261,15 @@ class TorchReference:
         wanted: dict[str, list[str]] = {}
         for path in points:
             wanted.setdefault(self._nodes[path], []).append(f"{AT}{path}")
+        kind = getattr(torch, dtype)
         left = [torch.as_tensor(each) for each in inputs]
         state = {**self.exported.constants, **self.exported.state_dict}
         given = []
         for spec in self.exported.graph_signature.input_specs:
             value = left.pop(0) if spec.kind.name == "USER_INPUT" else state[spec.target]
-            given.append(_cast(value, dtype) if isinstance(value, Tensor) else value)
+            given.append(_cast(value, kind) if isinstance(value, Tensor) else value)
         graph = self.exported.graph_module
-        watching = _Watching(copy.deepcopy(graph) if dtype != "float32" else graph, wanted)
+        watching = _Watching(copy.deepcopy(graph) if dtype != "float32" else graph, wanted, kind)
         with torch.no_grad():
             returned = watching.run(*given)
         specs = self.exported.graph_signature.output_specs
@@ -284,17 +286,47 @@ def _array(tensor: Tensor) -> np.ndarray:
     return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy()
 
 
-def _cast(tensor: Tensor, dtype: str) -> Tensor:
-    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+PRODUCTS = {
+    torch.ops.aten.linear, torch.ops.aten.matmul, torch.ops.aten.mm, torch.ops.aten.bmm,
+    torch.ops.aten.addmm, torch.ops.aten.conv1d, torch.ops.aten.conv2d,
+    torch.ops.aten.convolution, torch.ops.aten.scaled_dot_product_attention,
+}  # fmt: skip
+"""Operators whose tensors must be of one dtype."""
 
 
 class _Watching(torch.fx.Interpreter):
-    """Runs an exported graph, and keeps the values of some of its nodes."""
+    """Runs an exported graph in a dtype, and keeps the values of some of its nodes.
 
-    def __init__(self, module: torch.fx.GraphModule, wanted: Mapping[str, list[str]]) -> None:
+    A graph of float32 names that dtype where the module casts to it, and asserts it. In float64
+    that becomes float64; in 16 bits it stays, and products round what comes to them, as the module
+    itself does.
+    """
+
+    def __init__(
+        self, module: torch.fx.GraphModule, wanted: Mapping[str, list[str]], dtype: torch.dtype
+    ) -> None:
         super().__init__(module)
         self.wanted = wanted
+        self.dtype = dtype
         self.kept: dict[str, Tensor] = {}
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        packet = getattr(target, "overloadpacket", None)
+        if packet is torch.ops.aten._assert_tensor_metadata:
+            return None
+
+        def in_dtype(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return _cast(value, self.dtype) if packet in PRODUCTS else value
+            return self.dtype if value == torch.float32 and self.dtype == torch.float64 else value
+
+        if self.dtype != torch.float32:
+            args, kwargs = tree_map(in_dtype, (args, kwargs))
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         found = super().run_node(n)

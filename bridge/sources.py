@@ -17,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,8 @@ def _function(source: str, size: int | None) -> TorchModel:
     place, _, name = source.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    with suppress(Exception):  # transformers hides why it cannot; the module may do without
+        _import_torchvision()
     try:
         made = getattr(importlib.import_module(place), name)
     except (ImportError, AttributeError) as error:

@@ -208,3 +208,30 @@ def test_what_images_do_to_each_other_is_not_taken(function: Any, why: str) -> N
         return
     assert traced.program is None
     assert why in " ".join(each.why for each in traced.missing)
+
+
+class Norm(nn.Module):
+    """Computes a norm in float32 whatever comes, as T5 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        return self.linear(x * torch.rsqrt(square + 1e-6))
+
+
+def test_the_reference_computes_in_other_dtypes_where_the_module_names_float32() -> None:
+    torch.manual_seed(0)
+    module = Norm().eval()
+    x = torch.randn(3, 8)
+    reference = trace(module, (x,)).reference
+    assert reference is not None
+    exact = module.linear.double()(
+        x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6)
+    )
+    (found,) = reference((x,), [], "float64").values()
+    assert found.dtype == np.float64 and np.abs(found - exact.detach().numpy()).max() < 1e-14
+    (rounded,) = reference((x,), [], "bfloat16").values()
+    assert 1e-5 < np.abs(rounded - found).max() < 0.05
