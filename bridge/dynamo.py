@@ -11,14 +11,15 @@ frozen. Where every op has a kernel, it is one program, the same that ``maxvisio
 Otherwise it is cut: connected ops that have kernels become programs, as few as can be, and torch
 runs the others. Tensors go both ways without a copy, but for the layout.
 
-It is for inference on a CPU. Where gradients are on, or tensors are on a GPU, torch runs the graph,
-and a warning says why, once.
+It is for inference, on the CPU or the GPU where the tensors are. Where gradients are on, torch runs
+the graph, and a warning says why, once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -28,7 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.fx.traceback
-from max.driver import CPU, Buffer
+from max.driver import Device
+from max.graph import DeviceRef
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
@@ -39,16 +41,17 @@ from maxvision.bridge.coverage import Coverage, coverage
 from maxvision.bridge.exported import decomposed, first_line
 from maxvision.bridge.fx import origin, size_of, type_of
 from maxvision.bridge.importer import Known, Missing, Unsupported
+from maxvision.bridge.tensors import OnTensors, device_of
 from maxvision.bridge.walker import Walker
 from maxvision.common.errors import ModelError, UserError
-from maxvision.graphs import passes
-from maxvision.graphs.backend import Backend
+from maxvision.graphs import lower, passes
 from maxvision.graphs.layers import macs
-from maxvision.graphs.program import Program
+from maxvision.graphs.program import Program, in_dtype
 from maxvision.runtime.executor import Executor, Lowering
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What activations may be."""
+_VERSION = operator.attrgetter("_version")
 
 
 @dataclass
@@ -178,14 +181,19 @@ class _Graph:
             warnings.warn(f"backend maxvision leaves a graph to torch: {why}", stacklevel=2)
 
 
-def _check(example: Sequence[Any]) -> None:
-    tensors = [each for each in example if isinstance(each, Tensor)]
+def _place(tensors: Sequence[Tensor]) -> torch.device:
+    """Says where tensors are.
+
+    Raises:
+        ModelError: If they want gradients, or are not all on one device.
+    """
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         raise ModelError("gradients are on; call it under torch.no_grad()")
-    if places := {each.device.type for each in tensors} - {"cpu"}:
-        raise ModelError(
-            f"its tensors are on {', '.join(sorted(places))}, and it computes on a CPU"
-        )
+    places = {each.device for each in tensors}
+    if len(places) > 1:
+        names = " and ".join(sorted(map(str, places)))
+        raise ModelError(f"its tensors are on {names}; move them to one device")
+    return places.pop() if places else torch.device("cpu")
 
 
 class _Frozen(nn.Module):
@@ -196,14 +204,15 @@ class _Frozen(nn.Module):
         taken: The inputs of the graph that are taken, by number.
         numbers: The inputs that are numbers of the model's code, such as the epsilon of a norm.
         batched: Of each that is taken, whether its first size is a batch that may change.
+        device: Where the tensors are.
 
     Raises:
         ModelError: If it is none for this backend.
+        DeviceError: If MAX finds no such GPU.
     """
 
     def __init__(self, graph: fx.GraphModule, example: Sequence[Any]) -> None:
         super().__init__()
-        _check(example)
         self.graph = self._given = graph
         self.weights = nn.Module()
         self.held: dict[str, Tensor] = {}
@@ -216,6 +225,8 @@ class _Frozen(nn.Module):
             if isinstance(value, Tensor) and not _is_weight(node, value) and not _is_float(node)
         ]
         self.numbers = [i for i, node in enumerate(nodes) if _is_float(node)]
+        tensors = [x for node, x in pairs if isinstance(x, Tensor) and not _is_float(node)]
+        self.device = device_of(_place(tensors))
         sizes: dict[str, tuple[int, int]] = {}
         shapes = [nodes[i].meta["example_value"].shape for i in self.taken]
         for number, shape in enumerate(shapes):
@@ -353,6 +364,7 @@ class _Compiled:
         signature = whole.graph_signature
         if any(spec.kind.name != "USER_OUTPUT" for spec in signature.output_specs):
             raise ModelError("it changes its inputs or buffers; call eval() first")
+        self._structure = whole.call_spec.out_spec  # which torch makes anew at each access
         self._inputs = [self._weight(spec) for spec in signature.input_specs]
         self._parts: list[_Part] = []
         self._cut(told, run)
@@ -384,7 +396,9 @@ class _Compiled:
             if node.op == "call_module":
                 inner = module.get_submodule(str(node.target))
                 assert isinstance(inner, fx.GraphModule)
-                part = _Part(inner, [each.name for each in node.args], weights)
+                names = [each.name for each in node.args]
+                part = _Part(inner, names, weights, supported.name, self.frozen.device)
+                node.args = tuple(node.args[i] for i in part.taken)
                 if macs(part.program):
                     self._parts.append(part)
                     found.parts.append(part.coverage())
@@ -400,12 +414,18 @@ class _Compiled:
         if run:
             for part in self._parts:
                 part.load()
+        nodes = module.graph.find_nodes(op="placeholder")
+        held = [i for i, x in enumerate(self._inputs) if x is not None and not nodes[i].users]
+        for i in held:  # by programs alone
+            module.graph.erase_node(nodes[i])
+        self._inputs = [x for i, x in enumerate(self._inputs) if i not in held]
+        module.recompile()
         self._module = module
         told.parts += found.parts
         told.left += found.left
 
     def _seen(self) -> list[int]:
-        return [each._version for each in self.frozen.held.values()]
+        return list(map(_VERSION, self.frozen.held.values()))
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs it; weights that were changed in place since are packed anew."""
@@ -418,7 +438,7 @@ class _Compiled:
         inputs = [next(given) if each is None else each.values[0] for each in self._inputs]
         with torch.no_grad():
             returned = self._module(*inputs)
-        return tree_unflatten(list(returned), self.whole.call_spec.out_spec)
+        return tree_unflatten(list(returned), self._structure)
 
 
 class _Look(Walker):
@@ -439,11 +459,12 @@ class _Look(Walker):
     def place(self, node: fx.Node, weight: Known | None) -> None:
         """Makes an input of the graph a weight, a size or an input of the program."""
         value = node.meta["val"]
-        if weight is not None:
-            self.env[node] = weight
+        if weight is not None:  # what torch computes of it, it computes on the CPU
+            self.env[node] = Known(tuple(each.cpu() for each in weight.values), weight.name)
         elif isinstance(value, Tensor):
-            kind = type_of(value)
-            self.env[node] = self.net.input(_given(node), kind.shape, kind.dtype)
+            kind = type_of(value)  # floats as those of weights; ``in_dtype`` says what they are
+            dtype = "float32" if value.is_floating_point() else kind.dtype
+            self.env[node] = self.net.input(_given(node), kind.shape, dtype)
         else:
             self.env[node] = size_of(value)
 
@@ -471,6 +492,7 @@ class _Supported(OperatorSupportBase):
         kinds = [x.dtype for node in module.graph.nodes for x in _tensors(node)]
         found = [kind for kind in kinds if kind in DTYPES]
         self.dtype = max(DTYPES, key=found.count)
+        self.name = str(self.dtype).removeprefix("torch.")
 
     def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
         """See above; torch calls this."""
@@ -484,8 +506,13 @@ class _Supported(OperatorSupportBase):
 
 
 def _tensors(node: fx.Node) -> Iterator[Tensor]:
-    value = node.meta.get("val")
-    several = value if isinstance(value, (list, tuple)) else [value]
+    """Gives what a node computes, but for what nobody reads: a norm's statistics are float32."""
+    found = node.meta.get("val")
+    if isinstance(found, (list, tuple)):
+        read = {user.args[1] for user in node.users if user.target is operator.getitem}
+        several = [each for i, each in enumerate(found) if i in read]
+    else:
+        several = [found]
     return (each for each in several if isinstance(each, Tensor))
 
 
@@ -496,13 +523,26 @@ class _Part(nn.Module):
         module: The part.
         names: What each of its inputs is called in the graph.
         weights: Of the graph, by those names.
+        dtype: What it computes in.
+        device: Where it runs.
+
+    Attributes:
+        program: It.
+        taken: Which of its inputs are not weights, nor sizes.
     """
 
     def __init__(
-        self, module: fx.GraphModule, names: Sequence[str], weights: Mapping[str, Known]
+        self,
+        module: fx.GraphModule,
+        names: Sequence[str],
+        weights: Mapping[str, Known],
+        dtype: str,
+        device: Device,
     ) -> None:
         super().__init__()
         self._graph = module
+        self._dtype = dtype
+        self._device = device
         inputs = module.graph.find_nodes(op="placeholder")
         self._held = {
             node.name: weights[name]
@@ -514,10 +554,8 @@ class _Part(nn.Module):
         self._returned: list[fx.Node] = [last.args[0]] if self._single else [*last.args[0]]
         self._orders = [_order(node.meta["val"]) for node in self._returned]
         self.translate()
-        self._taken = [i for i, node in enumerate(inputs) if _given(node) in self.program.inputs]
-        kinds = [each.dtype for each in self.program.inputs.values() if "float" in each.dtype]
-        self._dtype = kinds[0] if kinds else "float32"
-        self._executor: Executor | None = None
+        self.taken = [i for i, node in enumerate(inputs) if _given(node) in self.program.inputs]
+        self._run: OnTensors | None = None
 
     def translate(self) -> None:
         """Makes its program, with the weights as they are now."""
@@ -526,29 +564,32 @@ class _Part(nn.Module):
         assert not walker.missing, walker.missing
         for i, node in enumerate(self._returned):
             walker.net.output(f"y{i}", walker.value(walker.env[node]))
-        self.program: Program = walker.net.program()
+        self.program: Program = in_dtype(walker.net.program(), self._dtype)
         self._tensors = walker.tensors
 
     def coverage(self) -> Coverage:
         """Says what computes it."""
-        final = passes.run(self.program, Backend("cpu", self._dtype))
+        place = DeviceRef.from_device(self._device)
+        final = passes.run(self.program, lower.backend(place, self._dtype))
         return coverage(self.program, final)
 
     def load(self) -> None:
         """Compiles it if need be, and packs its weights."""
-        lowering = Lowering(self._dtype)
-        self._executor = Executor.compile(self.program, self._tensors, CPU(), lowering, images=0)
+        lowering = Lowering(self._dtype, tf32=_tf32())
+        made = Executor.compile(self.program, self._tensors, self._device, lowering, images=0)
+        self._run = OnTensors(made.executable, self._device)
 
     def forward(self, *given: Any) -> Any:
-        """Computes the outputs from torch's memory, into memory that torch then has."""
-        assert self._executor is not None
-        buffers = [Buffer.from_dlpack(given[i].detach().contiguous()) for i in self._taken]
-        made = self._executor.executable.execute(*buffers)
-        found = [
-            _laid_out(torch.from_dlpack(each), order)
-            for each, order in zip(made, self._orders, strict=True)
-        ]
+        """Computes the outputs."""
+        assert self._run is not None
+        made = self._run(*(each.detach().contiguous() for each in given))
+        found = [_laid_out(each, order) for each, order in zip(made, self._orders, strict=True)]
         return found[0] if self._single else found
+
+
+def _tf32() -> bool:
+    """Says whether torch may round float32 to TF32 on a GPU, in products and in convolutions."""
+    return torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
 
 
 def _order(value: Tensor) -> tuple[int, ...] | None:

@@ -38,7 +38,8 @@ class Walker(Importer):
     def visit(self, node: Node, module: GraphModule) -> None:
         """Translates a node that is neither an input nor the output."""
         if node.op == "get_attr":
-            self.env[node] = Known((getattr(module, str(node.target)),))
+            constant = getattr(module, str(node.target))
+            self.env[node] = Known((constant.cpu() if isinstance(constant, Tensor) else constant,))
         elif node.op == "call_function":
             self.call(node)
 

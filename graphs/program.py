@@ -441,10 +441,8 @@ class Rewrite:
         return rebuilt(self._program, nodes)
 
 
-def computing_in(program: Program, dtype: str) -> Program:
-    """Makes a program take float32 and compute in ``dtype``, what ids look up too."""
-    if dtype == "float32":
-        return program
+def in_dtype(program: Program, dtype: str) -> Program:
+    """Makes a program take and compute in ``dtype`` instead of float32, what ids look up too."""
     names = [name for name, each in program.inputs.items() if each.dtype == "float32"]
     tables = {
         node.inputs[0]: program.weights[node.inputs[0]]._replace(dtype=dtype)
@@ -455,7 +453,15 @@ def computing_in(program: Program, dtype: str) -> Program:
         and program.weights[node.inputs[0]].dtype == "float32"
     }
     program = replace(program, weights={**program.weights, **tables})
-    inner = program.retyped(dict.fromkeys(names, dtype))
+    return program.retyped(dict.fromkeys(names, dtype))
+
+
+def computing_in(program: Program, dtype: str) -> Program:
+    """Makes a program take float32 and compute in ``dtype``; see ``in_dtype``."""
+    if dtype == "float32":
+        return program
+    names = [name for name, each in program.inputs.items() if each.dtype == "float32"]
+    inner = in_dtype(program, dtype)
     casts = [Node("cast", (f"{name}.float32",), (name,), {"dtype": dtype}) for name in names]
     inputs = {
         (f"{name}.float32" if name in names else name): program.inputs[name]

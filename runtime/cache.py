@@ -241,11 +241,12 @@ def _registered(name: str) -> set[str]:
 
 
 def _settings(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Lists the settings of MAX that may change what it compiles, its cache's place excepted."""
+    """Lists the settings of MAX that may change what it compiles."""
+    others = re.compile("CACHE|^MODULAR_HOME$|MEMORY_MANAGER")
     return sorted(
         (name, value)
         for name, value in environment.items()
-        if name.startswith("MODULAR_") and "CACHE" not in name and name != "MODULAR_HOME"
+        if name.startswith("MODULAR_") and not others.search(name)
     )
 
 

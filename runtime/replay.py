@@ -26,7 +26,7 @@ import itertools
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ PINNED = Usage.STAGING | Usage.UNTRACKED
 class Run(Protocol):
     """One run of a graph at a time: every step but ``result`` only enqueues, on a GPU."""
 
-    def upload(self, *arrays: np.ndarray) -> None:
+    def upload(self, *arrays: Any) -> None:
         """Hands the inputs to the device; they may be overwritten afterwards."""
 
     def run(self) -> None:
@@ -56,7 +56,7 @@ class Run(Protocol):
     def download(self) -> None:
         """Brings the outputs to the host."""
 
-    def result(self) -> list[np.ndarray]:
+    def result(self) -> list[Any]:
         """Waits for what was downloaded and returns it, the caller's to keep; floats as float32."""
 
 
@@ -103,21 +103,18 @@ class Execution:
         return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in arrays]
 
 
-class Replay:
-    """A ``Run`` of one set of shapes as one launch, for one thread at a time.
-
-    Smaller batches fit in. It holds a pinned host buffer and a device buffer for each input, the
-    outputs that were captured, and a pinned host buffer for each of those.
+class Capture:
+    """A graph that was recorded for one set of shapes: one launch, for one thread at a time.
 
     Args:
         executable: The compiled graph; it has run at these shapes before.
         device: A GPU.
         types: The dtype and the shape of each input.
         key: A number that no other live capture of ``executable`` has.
-        batched: Whether every input and output begins with the batch.
 
     Attributes:
         inputs: The device's buffers.
+        outputs: Those that a launch fills.
         shapes: Those of the inputs.
         images: What it counts for among captures: the batch.
     """
@@ -128,22 +125,53 @@ class Replay:
         device: Device,
         types: Sequence[tuple[DType, tuple[int, ...]]],
         key: int,
-        batched: bool = True,
     ) -> None:
         self.shapes = tuple(shape for _, shape in types)
         self.images = images_of(self.shapes)
-        self.inputs = [Buffer(dtype, shape, device) for dtype, shape in types]
-        self._count = self.images if batched else None
+        self.inputs = [Buffer.zeros(shape, dtype, device) for dtype, shape in types]
         self._executable = executable
-        self._queue = device.default_queue
         self._key = key
+        self.outputs = executable.capture(key, *self.inputs)
+
+    def run(self) -> None:
+        """Computes the outputs of what is in the inputs."""
+        self._executable.replay(self._key, *self.inputs)
+
+    def release(self) -> None:
+        """Gives the memory back; nothing else may be called afterwards."""
+        self.outputs.clear()
+        self._executable.release_captured_graph(self._key)
+
+
+class Replay(Capture):
+    """A ``Run`` of a capture; smaller batches fit in.
+
+    It holds a pinned host buffer for each input and output too.
+
+    Args:
+        executable: See ``Capture``; so are the next three.
+        device: A GPU.
+        types: The dtype and the shape of each input.
+        key: A number.
+        batched: Whether every input and output begins with the batch.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        device: Device,
+        types: Sequence[tuple[DType, tuple[int, ...]]],
+        key: int,
+        batched: bool = True,
+    ) -> None:
+        super().__init__(executable, device, types, key)
+        self._count = self.images if batched else None
+        self._queue = device.default_queue
         self._staged = [Buffer(dtype, shape, device, PINNED) for dtype, shape in types]
         self._arrays = [staged.to_numpy() for staged in self._staged]
         for array in self._arrays:
             array.fill(0)
-        self._send()
-        self._outputs = executable.capture(key, *self.inputs)
-        self._fetched = [Buffer(o.dtype, o.shape, device, PINNED) for o in self._outputs]
+        self._fetched = [Buffer(o.dtype, o.shape, device, PINNED) for o in self.outputs]
         self._uploaded: DeviceEvent = self._queue.record_event()
         self._downloaded: DeviceEvent = self._uploaded
 
@@ -163,13 +191,9 @@ class Replay:
         for buffer, staged in zip(self.inputs, self._staged, strict=True):
             buffer.inplace_copy_from(staged)
 
-    def run(self) -> None:
-        """See ``Run``."""
-        self._executable.replay(self._key, *self.inputs)
-
     def download(self) -> None:
         """See ``Run``."""
-        for fetched, output in zip(self._fetched, self._outputs, strict=True):
+        for fetched, output in zip(self._fetched, self.outputs, strict=True):
             fetched.inplace_copy_from(output)
         self._downloaded = self._queue.record_event()
 
@@ -177,11 +201,6 @@ class Replay:
         """See ``Run``."""
         self._downloaded.synchronize()
         return [float32(fetched)[: self._count] for fetched in self._fetched]
-
-    def release(self) -> None:
-        """Gives the memory back; nothing else may be called afterwards."""
-        self._outputs.clear()
-        self._executable.release_captured_graph(self._key)
 
 
 class Replays:
@@ -192,7 +211,11 @@ class Replays:
         device: Where it runs.
         images: How many images its captures may hold together; 0 captures nothing.
         batched: Whether every input and output begins with the batch.
+        plain: Makes what runs kernel by kernel; ``Execution`` if None.
+        captured: Makes what runs a capture; ``Replay`` if None. Both take the arguments of these.
     """
+
+    _keys = itertools.count()  # of all captures: others may record the same graph
 
     def __init__(
         self,
@@ -200,20 +223,24 @@ class Replays:
         device: Device,
         images: int = IMAGES,
         batched: bool = True,
+        *,
+        plain: Callable[..., Run] | None = None,
+        captured: Callable[..., Any] | None = None,
     ) -> None:
+        self._plain = plain or Execution
+        self._captured = captured or Replay
         self._executable = executable
         self._device = device
         self._images = images if captures(device) else 0
         self._batched = batched
         self._gate = _gates[device.id, device.is_host]
         self._lock = threading.Lock()
-        self._keys = itertools.count()
         self._seen: set[Shapes] = set()
         self._sizes: list[int] = []  # that were prepared, ascending
-        self._idle: list[Replay] = []  # the least recently used first
+        self._idle: list[Any] = []  # the least recently used first
         self._held = 0  # images of the idle ones and of those in use
 
-    def __call__(self, *arrays: np.ndarray) -> list[np.ndarray]:
+    def __call__(self, *arrays: Any) -> list[Any]:
         """Computes the outputs of arrays, such as pixels [N, H, W, C]."""
         with self.take(*arrays) as run, self._gate.running():
             run.upload(*arrays)
@@ -242,26 +269,28 @@ class Replays:
             self._sizes = prepared
 
     @contextmanager
-    def take(self, *arrays: np.ndarray) -> Iterator[Run]:
+    def take(self, *arrays: Any) -> Iterator[Run]:
         """Lends the run for inputs such as ``arrays``: the captured one if there is one."""
-        shapes = tuple(array.shape for array in arrays)
+        shapes = tuple(tuple(array.shape) for array in arrays)
         if self._sizes and self._batched:
             count = len(arrays[0])
             size = next((size for size in self._sizes if size >= count > 0), count)
             shapes = tuple((size, *shape[1:]) for shape in shapes)
         run = self._find(shapes)
+        if run is None:
+            yield self._plain(self._executable, self._device, self._batched)
+            return
         if isinstance(run, list):
-            kinds = (DType.from_numpy(array.dtype) for array in arrays)
+            kinds = (DType[str(array.dtype).removeprefix("torch.")] for array in arrays)
             run = self._capture(list(zip(kinds, shapes, strict=True)), run)
         try:
             yield run
         finally:
-            if isinstance(run, Replay):
-                with self._lock:
-                    self._idle.append(run)
+            with self._lock:
+                self._idle.append(run)
 
-    def _find(self, shapes: Shapes) -> Run | list[Replay]:
-        """Finds an idle capture, or says that plain it is.
+    def _find(self, shapes: Shapes) -> Any | list[Any] | None:
+        """Finds an idle capture; None if there shall be none.
 
         If a capture shall be made, ``_held`` counts it from here on, and those whose place it takes
         are given, which nobody else finds any more.
@@ -277,7 +306,7 @@ class Replays:
             self._seen.add(shapes)
             larger = bool(self._sizes) and images > self._sizes[-1]
             if not images or not again or larger or busy + images > self._images:
-                return Execution(self._executable, self._device, self._batched)
+                return None
             self._held += images
             replaced = []
             while self._held > self._images:
@@ -286,15 +315,15 @@ class Replays:
             return replaced
 
     def _capture(
-        self, types: Sequence[tuple[DType, tuple[int, ...]]], replaced: Sequence[Replay]
-    ) -> Replay:
+        self, types: Sequence[tuple[DType, tuple[int, ...]]], replaced: Sequence[Any]
+    ) -> Any:
         """Captures shapes in the place of others, which are released."""
         with self._gate.capturing():
             for oldest in replaced:
                 oldest.release()
             key = next(self._keys)
             try:
-                return Replay(self._executable, self._device, types, key, self._batched)
+                return self._captured(self._executable, self._device, types, key, self._batched)
             except BaseException:
                 with self._lock:
                     self._held -= images_of(tuple(shape for _, shape in types))

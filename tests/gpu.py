@@ -38,6 +38,7 @@ from maxvision.bench.environment import environment
 from maxvision.bench.records import check_path, write
 from maxvision.bench.references import artifact, checkpoint, precision, reference_model
 from maxvision.bench.tf32 import RoundedProducts, allow_tf32
+from maxvision.bridge.tensors import OnTensors
 from maxvision.common.host import leave
 from maxvision.common.pictures import EXTENSIONS
 from maxvision.graphs.target import Target, base
@@ -263,6 +264,7 @@ def models(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any
         what = {"model": name, "dtype": dtype.name, "tf32": tf32}
         yield {**what, **errors(ours, reference, TORCH[dtype])}
         yield from ({**what, **each} for each in captured(ours))
+        yield {**what, **beside_torch(ours)}
         del ours, reference
         gc.collect()
         torch.cuda.empty_cache()
@@ -323,6 +325,28 @@ def captured(ours: Classifier, calls: int = 200) -> Iterator[dict[str, Any]]:
     larger = [next(each for each in sizes(MOST) if each >= n) for n in exact]
     what = {"case": "calls of prepared sizes", "calls": calls, "prepared_s": spent}
     yield {**what, "passed": agree(larger)}
+
+
+def beside_torch(ours: Classifier, calls: int = 40) -> dict[str, Any]:
+    """Runs pixels that torch is still computing, in a stream of its own, which goes on behind."""
+    run = OnTensors(ours.executable(), ours.place)
+    shape = (3, ours.preprocess.height, ours.preprocess.width, 3)
+    pixels = [torch.randint(256, shape, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    alone = [run(each)[0].clone() for each in pixels]
+    busy = torch.randn(4096, 4096, device="cuda")
+    found = []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for call in range(calls):
+            for _ in range(4):
+                busy = (busy @ busy).sigmoid()
+            late = pixels[call % 4].clone()
+            found.append(run(late)[0] * 1)
+            del late
+            torch.full(shape, 255, dtype=torch.uint8, device="cuda")  # in the memory of `late`
+    torch.cuda.synchronize()
+    agree = all(torch.equal(each, alone[i % 4]) for i, each in enumerate(found))
+    return {"case": "in torch's order", "calls": calls, "passed": agree}
 
 
 @torch.inference_mode()

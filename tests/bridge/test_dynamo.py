@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import maxvision
 from maxvision.bridge import dynamo
+from maxvision.common.errors import ModelError
 from maxvision.graphs.program import Program
 from tests.graphs.interpret import interpret
 
@@ -130,6 +132,54 @@ def test_what_goes_where_is_explained() -> None:
     assert not found.parts and [each.why for each in found.left] == [
         "there is no such op here", "no layer is beside it",
     ]  # fmt: skip
+
+
+def test_a_model_of_16_bits_computes_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.randn(1, 1, 8))
+            self.place = nn.Parameter(torch.randn(1, 4, 8))
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.place
+            return self.linear(x).float().mean(1).to(x.dtype)
+
+    made = []
+
+    def compile(program: Program, *_: Any, **__: Any) -> Any:
+        made.append(program)
+        raise ModelError("that is enough")
+
+    monkeypatch.setattr(dynamo.Executor, "compile", compile)
+    model, x = Tokens().eval().bfloat16(), torch.randn(2, 3, 8).bfloat16()
+    with torch.no_grad(), pytest.warns(UserWarning, match="that is enough"):
+        torch.compile(model, backend=dynamo.backend)(x)
+    (program,) = made
+    assert {kind.dtype for kind in program.inputs.values()} == {"bfloat16"}
+    assert {node.op for node in program.nodes}.isdisjoint({"cast"})
+    assert program.types[program.nodes[-1].output].dtype == "bfloat16"
+
+
+def test_statistics_that_nobody_reads_cut_nothing() -> None:
+    """On a GPU those of a batch norm of bfloat16 are float32."""
+    graph = torch.fx.Graph()
+    norm = graph.call_function(torch.ops.aten._native_batch_norm_legit_no_training.default)
+    norm.meta["val"] = (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(0), torch.zeros(0))
+    first = graph.call_function(operator.getitem, (norm, 0))
+    first.meta["val"] = norm.meta["val"][0]
+    graph.output(first)
+    supported = dynamo._Supported(torch.fx.GraphModule(nn.Module(), graph), ())
+    assert supported.dtype == torch.bfloat16 and supported.is_node_supported({}, norm)
+
+
+def test_tensors_of_two_devices_stay_in_torch() -> None:
+    model = nn.Linear(4, 3, device="meta").eval()
+    found = maxvision.explain(lambda x: model(x.to("meta")), torch.randn(2, 4))
+    assert found.whole == ["its tensors are on cpu and meta; move them to one device"]
+    found = maxvision.explain(model, torch.randn(2, 4, device="meta"))
+    assert found.whole == ["its tensors are on meta, and it computes on a CPU or a GPU"]
 
 
 @pytest.mark.usefixtures("interpreted")

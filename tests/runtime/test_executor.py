@@ -112,7 +112,7 @@ def test_a_compilation_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(executor.cache, "compiled", lambda graph, target, compile: compile())
-    monkeypatch.setattr(executor.cache, "library", lambda gpu: 1 / 0)  # what begins one
+    monkeypatch.setattr(executor.cache, "library", lambda ops, gpu: 1 / 0)  # what begins one
     caplog.set_level("INFO", "maxvision")
     with pytest.raises(ZeroDivisionError):
         Executor.compile(program(), TENSORS, CPU())

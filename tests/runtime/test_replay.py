@@ -127,8 +127,8 @@ def test_what_was_prepared_before_a_failure_is_used(
             if self.images == 5:
                 raise RuntimeError("out of memory")
 
-    run = replays()
     monkeypatch.setattr(replay, "Replay", Scarce)
+    run = replays()
     with pytest.raises(RuntimeError, match="out of memory"):
         run.prepare(batch(7))
     del log[:]
