@@ -55,7 +55,16 @@ class OnTensors:
         self._replays = Replays(executable, device, batched=False, plain=_Plain, captured=_Recorded)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """Computes the outputs of dense tensors, which have the graph's dtypes."""
+        """Computes the outputs of dense tensors, which have the graph's dtypes.
+
+        Raises:
+            ModelError: If torch is recording a CUDA graph, of which MAX's stream is no part.
+        """
+        if tensors and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ModelError(
+                "a graph on maxvision's kernels cannot be part of a CUDA graph that torch records;"
+                " call it outside of it, where it is recorded by itself"
+            )
         found: list[Tensor] = self._replays(*tensors)
         return found
 
@@ -114,13 +123,19 @@ class _Recorded(Capture):
         self, executable: Any, device: Device, types: Sequence[Any], key: int, _: bool
     ) -> None:
         self._order = _Order(device)
-        torch.cuda.synchronize(device.id)  # nothing may be under way while it is recorded
+        self._place = torch.device("cuda", device.id)
+        torch.cuda.synchronize(self._place)  # nothing may be under way while it is recorded
         super().__init__(executable, device, types, key)
+        self._last = torch.cuda.current_stream(self._place)
         self._into = [torch.from_dlpack(each) for each in self.inputs]
         self._from = [torch.from_dlpack(each) for each in self.outputs]
         self._found: list[Tensor] = []
 
     def upload(self, *tensors: Tensor) -> None:
+        stream = torch.cuda.current_stream(self._place)
+        if stream != self._last:  # where the outputs before are read, once they are there
+            stream.wait_stream(self._last)
+            self._last = stream
         for into, tensor in zip(self._into, tensors, strict=True):
             into.copy_(tensor)
 
@@ -135,6 +150,7 @@ class _Recorded(Capture):
         return self._found
 
     def release(self) -> None:
+        torch.cuda.synchronize(self._place)
         self._into.clear()
         self._from.clear()
         super().release()

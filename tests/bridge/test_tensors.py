@@ -1,0 +1,97 @@
+"""Torch tensors into graphs and out of them: what is recorded, and in which order streams go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from max.driver import CPU, Buffer
+from max.dtype import DType
+
+from maxvision.bridge import tensors
+from maxvision.common.errors import ModelError
+
+
+class Doubling:
+    """Captures like a GPU's executable: fixed buffers in and out."""
+
+    def capture(self, key: int, given: Buffer) -> list[Buffer]:
+        self.made = Buffer(given.dtype, given.shape, CPU())
+        return [self.made]
+
+    def replay(self, key: int, given: Buffer) -> None:
+        np.copyto(self.made.to_numpy(), given.to_numpy() * 2)
+
+    def execute(self, given: Buffer) -> list[Buffer]:
+        return [Buffer.from_numpy(given.to_numpy() * 2)]
+
+    def release_captured_graph(self, key: int) -> None:
+        self.released = key
+
+
+class Stream:
+    """Notes what it waits for."""
+
+    def __init__(self) -> None:
+        self.waits: list[Any] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waits.append(other)
+
+
+def test_a_cpu_computes_in_torchs_memory() -> None:
+    run = tensors.OnTensors(Doubling(), CPU())  # type: ignore[arg-type]
+    for value in (1.0, 2.0, 3.0):
+        (found,) = run(torch.full((2, 3), value))
+        assert found.tolist() == [[2 * value] * 3] * 2
+
+
+def test_a_recording_serves_one_stream_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Stream(), Stream()
+    current = [first]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    executable = Doubling()
+    run = tensors._Recorded(executable, CPU(), [(DType.float32, (3,))], 7, False)
+
+    def call(value: float) -> torch.Tensor:
+        run.upload(torch.full((3,), value))
+        run.run()
+        run.download()
+        return run.result()[0]
+
+    one = call(1.0)
+    two = call(2.0)
+    assert one.tolist() == [2.0] * 3 and two.tolist() == [4.0] * 3
+    assert not first.waits
+    current[0] = second
+    three, four = call(3.0), call(4.0)
+    assert three.tolist() == [6.0] * 3 and four.tolist() == [8.0] * 3
+    assert second.waits == [first]
+    run.release()
+    assert executable.released == 7
+
+
+def test_torchs_own_recording_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tensors.OnTensors(Doubling(), CPU())  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    given: Any = SimpleNamespace(is_cuda=True)
+    with pytest.raises(ModelError, match="cannot be part of a CUDA graph that torch records"):
+        run(given)
+
+
+def test_devices_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(tensors, "find_device", asked.append)
+    monkeypatch.setenv(tensors.POOL, "")  # which is undone to what it was
+    monkeypatch.delenv(tensors.POOL)
+    tensors.device_of(torch.device("cpu"))
+    assert tensors.POOL not in tensors.os.environ
+    tensors.device_of(torch.device("cuda", 1))
+    assert tensors.os.environ[tensors.POOL] == tensors.SHARE
+    assert asked == ["cpu", "gpu:1"]
+    with pytest.raises(ModelError, match="its tensors are on meta, and it computes on a CPU or a"):
+        tensors.device_of(torch.device("meta"))
