@@ -238,9 +238,8 @@ class Graphs(nn.Module):
         return found, found.repeat(3, 1).view(found.shape[0], -1)
 
 
-@pytest.mark.parametrize(
-    ("make", "draw"), [pytest.param(Text, led, marks=pytest.mark.nightly), (Graphs, graphs)]
-)
+@pytest.mark.nightly  # by day test_convert does so with one input, test_lower runs these ops
+@pytest.mark.parametrize(("make", "draw"), [(Text, led), (Graphs, graphs)])
 def test_it_runs_and_its_folder_runs_without_torch(
     tmp_path: Path, make: Callable[[], nn.Module], draw: Callable[[int], Any]
 ) -> None:
