@@ -398,8 +398,8 @@ class _Compiled:
                 assert isinstance(inner, fx.GraphModule)
                 names = [each.name for each in node.args]
                 part = _Part(inner, names, weights, supported.name, self.frozen.device)
-                node.args = tuple(node.args[i] for i in part.taken)
                 if macs(part.program):
+                    node.args = tuple(node.args[i] for i in part.taken)
                     self._parts.append(part)
                     found.parts.append(part.coverage())
                     module.set_submodule(str(node.target), part)

@@ -116,6 +116,22 @@ def test_torch_runs_what_has_no_kernel() -> None:
     assert len(Interpreted.made) == 2
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_a_part_that_torch_runs_keeps_its_weights() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.scale = nn.Parameter(torch.randn(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x).sort(dim=-1).values * self.scale).relu()
+
+    model = Scaled().eval()
+    same(model, torch.compile(model, backend=dynamo.backend), torch.randn(2, 6))
+    assert len(Interpreted.made) == 1
+
+
 def test_what_goes_where_is_explained() -> None:
     found = maxvision.explain(Net(ordered).eval(), images(2))
     assert isinstance(found, maxvision.Explanation)
