@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 TOKENS = 128
-NODES, EDGES, KINDS, WIDTH = 64, 256, 32, 128
+NODES, EDGES, KINDS = 64, 256, 32
 
 
 def _tokens() -> Tensor:
@@ -63,19 +63,26 @@ def fpn() -> Made:
 
 
 class Messages(nn.Module):
-    """Each node of a graph adds up what the nodes before it send (Gilmer et al. 2017)."""
+    """Each node of a graph adds up what the nodes before it send (Gilmer et al. 2017).
 
-    def __init__(self) -> None:
+    Args:
+        kinds: Of nodes.
+        width: Numbers of a node.
+        rounds: Times that nodes send, each with layers of its own.
+        classes: Of graphs.
+    """
+
+    def __init__(self, kinds: int, width: int, rounds: int, classes: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(KINDS, WIDTH)
-        self.message = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
-        self.update = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
-        self.head = nn.Linear(WIDTH, 10)
+        self.embed = nn.Embedding(kinds, width)
+        self.message = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(rounds))
+        self.update = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(rounds))
+        self.head = nn.Linear(width, classes)
 
     def forward(self, kinds: Tensor, edges: Tensor) -> Tensor:
         """Takes the kinds [N, V] of nodes, and edges [N, E, 2] from and to them."""
         x = self.embed(kinds)
-        source, sink = (edges[..., i, None].expand(-1, -1, WIDTH) for i in range(2))
+        source, sink = (edges[..., i, None].expand(-1, -1, x.shape[-1]) for i in range(2))
         for message, update in zip(self.message, self.update, strict=True):
             sent = torch.cat([x.gather(1, source), x.gather(1, sink)], -1)
             added = torch.zeros_like(x).scatter_add(1, sink, message(sent).relu())
@@ -85,7 +92,7 @@ class Messages(nn.Module):
 
 def messages() -> Made:
     """A message-passing network of graphs."""
-    return Messages(), (
+    return Messages(KINDS, 128, rounds=4, classes=10), (
         torch.randint(0, KINDS, (2, NODES)),
         torch.randint(0, NODES, (2, EDGES, 2)),
     )

@@ -73,19 +73,19 @@ class _Order:
     """Puts what MAX enqueues on a device between what torch enqueues before and behind."""
 
     def __init__(self, device: Device) -> None:
+        self.place = torch.device("cuda", device.id)
         self._theirs: Any = None
         if not device.is_host:
             handle = device.default_queue.native_stream_handle
-            self._theirs = torch.cuda.ExternalStream(handle, device=f"cuda:{device.id}")
-            self._place = torch.device("cuda", device.id)
+            self._theirs = torch.cuda.ExternalStream(handle, device=self.place)
 
     def __enter__(self) -> None:
         if self._theirs is not None:
-            self._theirs.wait_stream(torch.cuda.current_stream(self._place))
+            self._theirs.wait_stream(torch.cuda.current_stream(self.place))
 
     def __exit__(self, *_: object) -> None:
         if self._theirs is not None:
-            torch.cuda.current_stream(self._place).wait_stream(self._theirs)
+            torch.cuda.current_stream(self.place).wait_stream(self._theirs)
 
 
 class _Plain:
@@ -123,16 +123,15 @@ class _Recorded(Capture):
         self, executable: Any, device: Device, types: Sequence[Any], key: int, _: bool
     ) -> None:
         self._order = _Order(device)
-        self._place = torch.device("cuda", device.id)
-        torch.cuda.synchronize(self._place)  # nothing may be under way while it is recorded
+        torch.cuda.synchronize(self._order.place)  # nothing may be under way while it is recorded
         super().__init__(executable, device, types, key)
-        self._last = torch.cuda.current_stream(self._place)
+        self._last = torch.cuda.current_stream(self._order.place)
         self._into = [torch.from_dlpack(each) for each in self.inputs]
         self._from = [torch.from_dlpack(each) for each in self.outputs]
         self._found: list[Tensor] = []
 
     def upload(self, *tensors: Tensor) -> None:
-        stream = torch.cuda.current_stream(self._place)
+        stream = torch.cuda.current_stream(self._order.place)
         if stream != self._last:  # where the outputs before are read, once they are there
             stream.wait_stream(self._last)
             self._last = stream
@@ -150,7 +149,7 @@ class _Recorded(Capture):
         return self._found
 
     def release(self) -> None:
-        torch.cuda.synchronize(self._place)
+        torch.cuda.synchronize(self._order.place)
         self._into.clear()
         self._from.clear()
         super().release()

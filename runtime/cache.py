@@ -93,15 +93,16 @@ def library(ops: Ops = None, *, gpu: bool) -> Path:
     return path
 
 
-def called(graph: Graph) -> frozenset[str]:
-    """Names the ops of ours that a graph calls."""
-    return frozenset(_CALLED.findall(str(graph)))
+def called(text: str) -> frozenset[str]:
+    """Names the ops of ours that a graph calls, by its text."""
+    return frozenset(_CALLED.findall(text))
 
 
 def key(graph: Graph, target: Target) -> str:
     """Names what a graph compiles to, by all that has a part in it."""
-    sources = _sources(called(graph), target.api != "cpu")
-    parts = [str(graph), sources, max_version, repr(target), repr(_settings(os.environ))]
+    text = str(graph)
+    sources = _sources(called(text), target.api != "cpu")
+    parts = [text, sources, max_version, repr(target), repr(_settings(os.environ))]
     return _hash(part.encode() for part in parts)
 
 
@@ -233,6 +234,7 @@ def _wanted(imports: re.Match[str] | None, ops: Ops, gpu: bool) -> bool:
     return ops is None or bool(ops & _registered(imports[2].replace(".", "/")))
 
 
+@cache
 def _registered(name: str) -> set[str]:
     """Names the ops that a module of the package registers, or those in a folder of it."""
     folder = OPS / name

@@ -137,7 +137,7 @@ def compiled(
         watch.lap("graph")
         starting()
         log.info("compiling %s for %s, which may take a minute", program.name, place)
-        checked, _, _ = lowering.build(program, tensors, place, ops=cache.called(graph))
+        checked, _, _ = lowering.build(program, tensors, place, ops=cache.called(str(graph)))
         made = InferenceSession(devices=[device]).compile(checked)
         watch.lap("compile")
         return made

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import maxvision
+from maxvision.bench.tasks import Messages
 from maxvision.bridge.exported import trace
 from maxvision.bridge.importer import Traced
 from maxvision.common.errors import ModelError
@@ -39,26 +40,6 @@ GPT = {
     "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 T5 = {"d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_heads": 2, "vocab_size": WORDS}
-
-
-class Messages(nn.Module):
-    """A network of graphs: each node adds up what the nodes before it send (Gilmer et al. 2017)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, 16)
-        self.message, self.update = nn.Linear(32, 16), nn.Linear(32, 16)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, kinds: Tensor, edges: Tensor) -> Tensor:
-        """Takes the kinds [N, V] of nodes, and edges [N, E, 2] from and to them."""
-        x = self.embed(kinds)
-        source, sink = (edges[..., i, None].expand(-1, -1, 16) for i in range(2))
-        for _ in range(2):
-            sent = torch.cat([x.gather(1, source), x.gather(1, sink)], -1)
-            added = torch.zeros_like(x).scatter_add(1, sink, self.message(sent).relu())
-            x = x + self.update(torch.cat([x, added], -1)).relu()
-        return self.head(x.mean(1))
 
 
 class Pyramid(nn.Module):
@@ -149,7 +130,10 @@ MODELS: dict[str, tuple[Make, Callable[[int], Any], dict[str, int], set[str]]] =
         lambda: transformers.T5EncoderModel(transformers.T5Config(**T5)), padded,
         {"attention": 2, "attention_bias": 1, "rms_norm": 5}, {"last_hidden_state"},
     ),
-    "graphs": (Messages, graphs, {"scatter_add": 2, "gather": 5}, {"logits"}),
+    "graphs": (
+        lambda: Messages(WORDS, 16, rounds=2, classes=3), graphs,
+        {"scatter_add": 2, "gather": 5}, {"logits"},
+    ),
     "maps": (
         Pyramid, lambda n: (torch.randn(n, 3, 32, 24),), {"conv2d": 10},
         {"out", "level 3", "level 6", "level 12"},
