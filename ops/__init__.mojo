@@ -10,6 +10,7 @@ from .gpu import *
 from .group_norm import *
 from .layernorm import *
 from .normalize import *
+from .permute import *
 from .pointwise import *
 from .pool import *
 from .reduce import *

@@ -1,7 +1,6 @@
 """The ops that only a GPU runs; a build for a CPU has none of them."""
 from .conv2d.chain import *
 from .mlp import *
-from .permute import *
 from .sparse_conv2d.packed import *
 from .stem import *
 from .token_linear import *

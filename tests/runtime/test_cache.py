@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,17 @@ def test_a_library_has_the_modules_of_the_ops_that_are_called() -> None:
     assert "stem/op.mojo" not in places(ops, True) < places(None, True)
     assert {"gpu.mojo", "stem/op.mojo"} < places(frozenset({"stem_conv2d"}), True)
     assert places(frozenset(), False) == {"__init__.mojo"}
+
+
+def test_every_op_is_in_a_library_for_it_alone() -> None:
+    """An op with a kernel for a CPU is in a CPU's, whatever other ops a graph calls."""
+    for source in sorted(nodes.OPS.rglob("*.mojo")):
+        text = source.read_text()
+        place = source.relative_to(nodes.OPS)
+        for op in re.findall(r'^@register\("(\w+)"\)', text, re.MULTILINE):
+            assert place in cache._modules(frozenset({op}), True), op
+            if 'target == "cpu"' in text:
+                assert place in cache._modules(frozenset({op}), False), op
 
 
 def test_a_library_of_all_ops_is_taken_if_it_is_there(
