@@ -6,6 +6,7 @@ Done once, at load; never per call. C is the channels of one group, and F the fi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from max.dtype import DType
@@ -142,6 +143,31 @@ def ungrouped(filters: np.ndarray, groups: int) -> np.ndarray:
 def filter_major(filters: np.ndarray) -> np.ndarray:
     """Arranges [R, S, C, F] for a GPU: [F, R, S, C], so that K = R*S*C is contiguous."""
     return np.ascontiguousarray(filters.transpose(3, 0, 1, 2)).reshape(-1)
+
+
+def arrangement(
+    shape: tuple[int, ...], groups: int, on_cpu: bool, dtype: DType
+) -> tuple[str, int]:
+    """Names how a filter [R, S, C, F] lies for a device's kernels, and counts its numbers there.
+
+    The name is a key of ``ARRANGE``, and a form of ops/arrange_filter.mojo.
+    """
+    if members(shape, groups, on_cpu and dtype == DType.float32):
+        return "taps", math.prod(shape)
+    if on_cpu and dtype == DType.bfloat16:
+        return "tiles", tiles_size(shape, groups)
+    if on_cpu:
+        return "panels", panels_size(shape, groups)
+    return "filter_major", math.prod(shape)
+
+
+ARRANGE: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "taps": lambda filters, _: filters.ravel(),
+    "tiles": tiles,
+    "panels": panels,
+    "filter_major": lambda filters, _: filter_major(filters),
+}
+"""What arranges a filter in so many groups."""
 
 
 def has_stem(shape: tuple[int, ...], stride: int, alone: bool = False) -> bool:

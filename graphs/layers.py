@@ -114,7 +114,17 @@ def macs(program: Program) -> int:
             total += math.prod(rows) * keys * (depth + width)
         if node.op == "matmul":
             total += math.prod(_image(program, node.output)) * _image(program, node.inputs[0])[-1]
+        if node.op in _COMPUTED and node.inputs[1] not in program.constants:
+            result, weight = _COMPUTED[node.op]
+            pixels = math.prod(_image(program, (*node.inputs, node.output)[result]))
+            filters, *window = _image(program, (*node.inputs, node.output)[weight])
+            total += pixels * math.prod(window)
     return total
+
+
+_COMPUTED = {"conv2d": (-1, 1), "conv2d_input_grad": (0, 1), "conv2d_weight_grad": (1, -1)}
+"""Convolutions whose filter is no weight, and their gradients: where the result or what stands for
+it is among the inputs and the output, and where the filter."""
 
 
 def keeps_images_apart(program: Program) -> bool:

@@ -23,6 +23,7 @@ from maxvision.graphs.constants import Constants
 from maxvision.graphs.elementwise import ELEMENTWISE, expression, values_of
 from maxvision.graphs.parameters import Filter, Parameters
 from maxvision.graphs.program import Node, Program
+from maxvision.graphs.shapes import pair
 
 MOVES = ("reshape", "permute", "slice", "concat", "expand", "pad", "gather", "cast")
 """Ops that compute nothing; MAX moves the numbers, where they have to move at all.
@@ -224,6 +225,16 @@ class _Given:
         weights = self.weights.computing(self._node.dtype)
         return weights.layer(self.name(i), self.name(i + 1), groups, format)
 
+    def computed_filter(self, i: int, groups: int, **layout: Any) -> Filter:
+        """Gives a filter that is a value, and the constant bias behind it if there is one."""
+        bias = self.vector(i + 1) if self.name(i + 1) else None
+        tf32 = self.weights.tf32
+        return nodes.computed_filter(self.value(i), bias, groups, tf32=tf32, **layout)
+
+    def is_constant(self, i: int) -> bool:
+        """Tells whether an input is a weight, or made of weights."""
+        return self.name(i) in self._program.constants
+
     def dtype(self, i: int) -> str:
         """Names the dtype of an input."""
         return self._program.types[self.name(i)].dtype
@@ -274,6 +285,9 @@ class _Permuted:
     def value(self, i: int) -> TensorValue:
         return nodes.permute(self._given.value(i), [0, 2, 3, 1])
 
+    def computed_filter(self, i: int, *settings: Any, **layout: Any) -> Filter:
+        return self._given.computed_filter(i, *settings, **layout)
+
     def optional(self, i: int) -> TensorValue | None:
         value = self._given.optional(i)
         return None if value is None else nodes.permute(value, [0, 2, 3, 1])
@@ -281,11 +295,28 @@ class _Permuted:
 
 @_layouts
 def _conv2d(
-    given: _Given, *, groups: int = 1, format: str = "", epilogue: str = "none", **window: Any
+    given: _Given,
+    *,
+    groups: int = 1,
+    format: str = "",
+    epilogue: str = "none",
+    filter_layout: str = "NCHW",
+    **window: Any,
 ) -> TensorValue:
-    filter = given.layer(1, groups, format)
+    if given.is_constant(1):
+        filter = given.layer(1, groups, format)
+    else:
+        filter = given.computed_filter(1, groups, layout=filter_layout)
     residual = given.optional(3)
     return nodes.conv2d(given.value(0), filter, epilogue=epilogue, residual=residual, **window)
+
+
+@_layouts
+def _conv2d_input_grad(
+    given: _Given, *, size: Any, groups: int = 1, filter_layout: str = "NCHW", **window: Any
+) -> TensorValue:
+    filter = given.computed_filter(1, groups, layout=filter_layout, turned=True)
+    return nodes.conv2d_input_grad(given.value(0), filter, pair(size), **window)
 
 
 @_layouts
@@ -492,6 +523,7 @@ INTEGERS: dict[str, Callable[..., TensorValue]] = {
 
 EMIT: dict[str, Callable[..., Any]] = {
     "conv2d": _conv2d,
+    "conv2d_input_grad": _conv2d_input_grad,
     "batch_norm": _batch_norm,
     "linear": _linear,
     "matmul": _matmul,

@@ -38,6 +38,42 @@ GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
 
 
+def computed_filter(
+    w: TensorValue,
+    bias: TensorValue | None = None,
+    groups: int = 1,
+    *,
+    layout: str = "NCHW",
+    turned: bool = False,
+    tf32: bool = True,
+) -> Filter:
+    """Makes a filter of a value, in place of weights that were laid out when the model loaded.
+
+    Args:
+        w: [F, C / groups, R, S]; or [F, R, S, C / groups].
+        bias: float32 [F]; zeros if there is none.
+        groups: Groups of channels.
+        layout: ``NCHW`` or ``NHWC``: which of the two w is.
+        turned: Whether it is for ``conv2d_input_grad``.
+        tf32: Whether a GPU may round float32 to TF32.
+
+    Raises:
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    sizes = [int(size) for size in w.shape]
+    f, c, r, s = sizes if layout == "NCHW" else (sizes[0], sizes[3], *sizes[1:3])
+    shape = (r, s, f // groups, c * groups) if turned else (r, s, c, f)
+    form, size = arrange.arrangement(shape, groups, w.device.is_cpu(), w.dtype)
+    if form == "filter_major" and layout == "NHWC" and not turned:
+        dense = w.reshape((size,))
+    else:
+        parameters = {"form": form, "channels_last": layout == "NHWC", "turned": turned}
+        given = [w, _host([f, c, r, s, groups], DType.int64)]
+        dense = _custom("arrange_filter", given, [Type((size,), w.dtype.name)], parameters)[0]
+    bias = _zeros(shape[3], w.device) if bias is None else bias
+    return Filter(shape, groups, bias, w.dtype, dense=dense, tf32=tf32, constant=False)
+
+
 def conv2d(
     x: TensorValue,
     filter: Filter,
@@ -79,6 +115,7 @@ def conv2d(
             "aligned": _aligned(
                 x, filter, groups=groups, stride=stride, padding=padding, dilation=dilation
             ),
+            "constant": filter.constant,
         }
     out = shapes.conv2d(
         _type(x), _filter(filter), None, _optional(residual),
@@ -88,6 +125,56 @@ def conv2d(
     window = _window(filter.shape[:2], stride, padding, dilation, groups)
     weights = [*(filter.rows or [filter.dense]), filter.bias]
     return _fused(name, x, weights, residual, [window], out, epilogue, parameters)
+
+
+def conv2d_input_grad(
+    dy: TensorValue,
+    filter: Filter,
+    size: tuple[int, int],
+    *,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+) -> TensorValue:
+    """Computes the gradient of x[N, H, W, C] from that of conv2d(x), dy[N, P, Q, F].
+
+    It is a convolution too, of the filter turned around, over dy with zeros between its pixels where
+    the stride leaves some out.
+
+    Args:
+        dy: The gradient of the result.
+        filter: As ``computed_filter`` turns it around.
+        size: H and W.
+        stride: Of the convolution; so are padding and dilation.
+        padding: See ``stride``.
+        dilation: See ``stride``.
+
+    Raises:
+        ArgumentError: If shapes or geometry do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    (n, p, q, f), steps = dy.shape, shapes.pair(stride)
+    if max(steps) > 1:
+        apart = dy.reshape((n, p, 1, q, 1, f))
+        apart = ops.pad(apart, [0, 0, 0, 0, 0, steps[0] - 1, 0, 0, 0, steps[1] - 1, 0, 0])
+        dy = apart.reshape((n, int(p) * steps[0], int(q) * steps[1], f))
+    reach = [d * (k - 1) for d, k in zip(shapes.pair(dilation), filter.shape[:2], strict=True)]
+    first = [r - before for r, before in zip(reach, shapes.sides(padding)[:2], strict=True)]
+    # What is below and right of dy follows from the size of x; it may be cut off.
+    held = int(dy.shape[1]), int(dy.shape[2])
+    last = [s + r - h - f for s, r, h, f in zip(size, reach, held, first, strict=True)]
+    dy = _cut(dy, [min(each, 0) for each in (*first, *last)])
+    pads = tuple(max(each, 0) for each in (*first, *last))
+    return conv2d(dy, filter, padding=pads, dilation=dilation)
+
+
+def _cut(x: TensorValue, sides: Sequence[int]) -> TensorValue:
+    """Cuts off pixels of x[N, H, W, C] above, left, below and right: as many as each is below 0."""
+    for axis in (1, 2):
+        first, last = -sides[axis - 1], int(x.shape[axis]) + sides[axis + 1]
+        if (first, last) != (0, int(x.shape[axis])):
+            x = x[tuple(slice(first, last) if a == axis else slice(None) for a in range(4))]
+    return x
 
 
 def conv2d_shortcut(

@@ -40,6 +40,7 @@ class Filter:
         fragments: The filter as the fused stem reads it, flat; the other two are None.
         tf32: Whether a GPU may round float32 to TF32 for its products.
         format: How the nonzeros lie (graphs/formats.py); nothing if dense.
+        constant: Whether it is a weight, which no other op writes.
     """
 
     shape: tuple[int, int, int, int]
@@ -51,6 +52,7 @@ class Filter:
     fragments: TensorValue | None = None
     tf32: bool = True
     format: str = ""
+    constant: bool = True
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,9 @@ class Parameters:
                 r, s, c, f = shape
                 shape, groups = (r, s, c * groups, f), 1
             return Filter(shape, groups, given, self.dtype, rows=rows, format=format)
-        make, size = self._arrangement(shape, groups)
-        dense = self._bind(filter, lambda: make(self._filter(filter)), (size,), self.dtype)
+        form, size = arrange.arrangement(shape, groups, self.device.is_cpu(), self.dtype)
+        make = arrange.ARRANGE[form]
+        dense = self._bind(filter, lambda: make(self._filter(filter), groups), (size,), self.dtype)
         return Filter(shape, groups, given, self.dtype, dense=dense, tf32=self.tf32)
 
     def matrix(
@@ -235,20 +238,6 @@ class Parameters:
             buffers[name] = buffer(place, weight.dtype)
             start += _padded(array.nbytes)
         return buffers
-
-    def _arrangement(
-        self, shape: tuple[int, int, int, int], groups: int
-    ) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
-        """Returns what arranges a filter [R, S, C, F] for the device, and how much that gives."""
-        if arrange.members(shape, groups, self.device.is_cpu() and self.dtype == DType.float32):
-            return np.ravel, math.prod(shape)
-        if self.device.is_cpu() and self.dtype == DType.bfloat16:
-            size = arrange.tiles_size(shape, groups)
-            return lambda filters: arrange.tiles(filters, groups), size
-        if self.device.is_cpu():
-            size = arrange.panels_size(shape, groups)
-            return lambda filters: arrange.panels(filters, groups), size
-        return arrange.filter_major, math.prod(shape)
 
     def _filter(self, name: str) -> np.ndarray:
         """Returns a filter [R, S, C, F], or linear weights [in, out] as a 1x1 one."""

@@ -187,15 +187,17 @@ def conv2d(
     groups: int = 1,
     epilogue: str = "none",
     layout: str = "NCHW",
+    filter_layout: str = "NCHW",
     format: str = "",
     name: str = "conv2d",
 ) -> Type:
     """Types torch's conv2d, then act(. + residual); ``format`` is that of a sparse filter.
 
-    The padding may differ from side to side: (above, left, below, right).
+    The padding may differ from side to side: (above, left, below, right). A filter that is computed
+    may lie as [F, R, S, C]: its layout is NHWC then.
     """
     n, h, w, c = _image(name, x, layout)
-    f, filter_c, r, s = (_known(name, size, "filter") for size in filter.shape)
+    f, filter_c, r, s = (_known(name, size, "filter") for size in _fcrs(filter, filter_layout))
     if c != filter_c * groups:
         raise ArgumentError(
             f"{name}: filter w[R, S, C, F] expects C={filter_c * groups}"
@@ -207,6 +209,34 @@ def conv2d(
         _vectors(name, f, bias=bias)
     _epilogue(name, epilogue, residual, out)
     return out
+
+
+def _fcrs(filter: Type, layout: str) -> Sequence[Size]:
+    f, *rest = filter.shape
+    return filter.shape if layout == "NCHW" else (f, rest[2], *rest[:2])
+
+
+def conv2d_input_grad(
+    dy: Type,
+    filter: Type,
+    *,
+    size: Pair,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    layout: str = "NCHW",
+    filter_layout: str = "NCHW",
+) -> Type:
+    """Types the gradient of x, of ``size`` px, from that of conv2d(x, filter)."""
+    name = "conv2d_input_grad"
+    n, p, q, f = _image(name, dy, layout)
+    filters, c, r, s = (_known(name, each, "filter") for each in _fcrs(filter, filter_layout))
+    if filters != f or windows(name, pair(size), (r, s), stride, padding, dilation) != (p, q):
+        raise ArgumentError(
+            f"{name}: dy {_list(dy)} does not fit a filter {_list(filter)} and {list(pair(size))} px"
+        )
+    return _as(dy, (n, *pair(size), c * groups), layout)
 
 
 def conv2d_shortcut(
@@ -1006,6 +1036,7 @@ def _narrower(*given: Type) -> str:
 OPS: dict[str, Callable[..., Any]] = {
     # plain
     "conv2d": conv2d,
+    "conv2d_input_grad": conv2d_input_grad,
     "batch_norm": batch_norm,
     "linear": linear,
     "matmul": matmul,

@@ -1,4 +1,5 @@
 """The ops of maxvision's graphs, loaded through MAX's `custom_extensions`."""
+from .arrange_filter import *
 from .attention import *
 from .bmm import *
 from .class_token import *

@@ -13,8 +13,12 @@ from maxvision.graphs.program import Attribute, Node, Program, Rewrite, rebuilt
 from maxvision.graphs.shapes import MOST_AXES
 from maxvision.graphs.views import View
 
-IMAGES = ("conv2d", "batch_norm", "max_pool2d", "avg_pool2d", "group_norm")
+IMAGES = ("conv2d", "conv2d_input_grad", "batch_norm", "max_pool2d", "avg_pool2d", "group_norm")
 """The ops that take images in either layout."""
+FILTERS = ("conv2d", "conv2d_input_grad")
+"""Those of them that read a filter, which may be computed."""
+LAST = (0, 2, 3, 1)
+"""How images and filters are permuted to have their channels last."""
 REDUCTIONS = ("sum", "mean", "amax", "amin")
 TURNED = (0, 2, 1)
 """How tokens [N, T, C] are transposed, and back."""
@@ -101,11 +105,16 @@ class _Layout:
             n, c, *size = self.program.types[node.output].shape
             last = 1 + len(size)
             to_last, to_first = (0, *range(2, last + 1), 1), (0, last, *range(1, last))
+            filter = node.inputs[1] if node.op in FILTERS else ""
+            computed = filter if filter not in self.constants else ""
             inputs = tuple(
-                self.read(value, to_last if i in images else None) if value else ""
+                self.read(value, to_last if i in images else None)
+                if value and value != computed
+                else value
                 for i, value in enumerate(node.inputs)
             )
-            self.nodes.append(replace(node.with_attributes(layout="NHWC"), inputs=inputs))
+            node = replace(node.with_attributes(layout="NHWC"), inputs=inputs)
+            self.nodes.append(self.with_filter(node) if computed else node)
             self.seen[node.output] = (node.output, View.of((n, *size, c)).permuted(to_first))
         elif not (
             (node.op == "layer_norm" and self.of_pixels(node))
@@ -118,6 +127,17 @@ class _Layout:
             )
         ):
             self.keep(node)
+
+    def with_filter(self, node: Node) -> Node:
+        """Reads a filter that is computed where it lies, be it [F, C, R, S] or [F, R, S, C]."""
+        value = node.inputs[1]
+        view = self.view(value)[1].permuted(LAST)
+        if view.keeps_order:
+            node = node.with_attributes(filter_layout="NHWC")
+            value = self.read(value, LAST)
+        else:
+            value = self.read(value)
+        return replace(node, inputs=(node.inputs[0], value, *node.inputs[2:]))
 
     def keep(self, node: Node) -> None:
         """Puts a node down that reads values as the program has them."""

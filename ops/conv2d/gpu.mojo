@@ -15,7 +15,7 @@ def conv2d_gpu[
     tf32: Bool,
     depthwise: Bool = False,
     aligned: Bool = False,
-](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
+](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool = True) raises:
     """Enqueues a convolution.
 
     Parameters:
@@ -29,6 +29,7 @@ def conv2d_gpu[
         g: Sizes.
         o: Tensors; the filter is w[R, S, C] if depthwise, w[F, R, S, C] otherwise.
         ctx: The GPU.
+        constant: Whether the filter is a weight, which no kernel writes.
 
     Raises:
         If the launch fails.
@@ -47,4 +48,5 @@ def conv2d_gpu[
                 y=g.group_f(),
             ),
             ctx,
+            constant=constant,
         )

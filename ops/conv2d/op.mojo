@@ -23,6 +23,7 @@ def _conv2d[
     tf32: Bool,
     members: Int,
     aligned: Bool,
+    constant: Bool,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     comptime assert Epilogue.known[
         name
@@ -34,7 +35,9 @@ def _conv2d[
         conv2d_cpu[Epilogue(name), members](g, o)
     else:
         comptime assert members <= 1, "conv2d: a GPU has no kernel for small groups but depthwise"
-        conv2d_gpu[dtype, Epilogue(name), tf32, members == 1, aligned](g, o, ctx)
+        conv2d_gpu[dtype, Epilogue(name), tf32, members == 1, aligned](
+            g, o, ctx, constant=constant
+        )
 
 
 @register("conv2d")
@@ -48,6 +51,7 @@ struct Conv2d:
         tf32: Bool,
         members: Int,
         aligned: Bool,
+        constant: Bool,
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
@@ -66,6 +70,7 @@ struct Conv2d:
                 is depthwise, 0 any other convolution.
             aligned: Whether graphs/arrange.py calls the sizes aligned: a GPU then compiles the
                 kernels for such sizes alone.
+            constant: Whether the filter is a weight, which no other op writes.
 
         Args:
             y: Result [N, P, Q, F].
@@ -79,7 +84,7 @@ struct Conv2d:
             If a launch fails.
         """
         comptime assert not Epilogue(epilogue).adds, "conv2d: conv2d_add takes the residual"
-        _conv2d[target, epilogue, tf32, members, aligned](
+        _conv2d[target, epilogue, tf32, members, aligned, constant](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](
                 data(x),
@@ -103,6 +108,7 @@ struct Conv2dAdd:
         tf32: Bool,
         members: Int,
         aligned: Bool,
+        constant: Bool,
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
@@ -122,6 +128,7 @@ struct Conv2dAdd:
                 is depthwise, 0 any other convolution.
             aligned: Whether graphs/arrange.py calls the sizes aligned: a GPU then compiles the
                 kernels for such sizes alone.
+            constant: Whether the filter is a weight, which no other op writes.
 
         Args:
             y: Result [N, P, Q, F].
@@ -136,7 +143,7 @@ struct Conv2dAdd:
             If a launch fails.
         """
         comptime assert Epilogue(epilogue).adds, "conv2d: the epilogue must be one that adds"
-        _conv2d[target, epilogue, tf32, members, aligned](
+        _conv2d[target, epilogue, tf32, members, aligned, constant](
             Geometry(x.shape(), y.shape(), data(window)),
             Operands[y.dtype](
                 data(x),
