@@ -103,8 +103,9 @@ def _partners(nodes: Iterable[Node]) -> dict[str, str]:
 def macs(program: Program) -> int:
     """Counts the multiply-accumulates of one image.
 
-    Convolutions, linear layers, products and attention's two count; norms, activations, pooling and
-    softmax do not, as in torch's FlopCounterMode (which counts two FLOPs for each).
+    Convolutions, the gradients of their filters, linear layers, products and attention's two count;
+    norms, activations, pooling and softmax do not, as in torch's FlopCounterMode (which counts two
+    FLOPs for each).
     """
     total = sum(each.macs for each in layers(program))
     for node in program.nodes:
@@ -114,6 +115,9 @@ def macs(program: Program) -> int:
             total += math.prod(rows) * keys * (depth + width)
         if node.op == "matmul":
             total += math.prod(_image(program, node.output)) * _image(program, node.inputs[0])[-1]
+        if node.op == "conv2d_weight_grad":
+            filter = program.shape(node.output)
+            total += math.prod(_image(program, node.inputs[1])) * math.prod(filter)
     return total
 
 
@@ -139,6 +143,8 @@ def keeps_images_apart(program: Program) -> bool:
             [x for x in names if x and any(isinstance(s, str) for s in program.types[x].shape)]
             for names in (node.inputs, node.outputs)
         )
+        if node.op == "conv2d_weight_grad" and inputs:
+            return False  # a sum over all images
         counts = {merged.get(x, 1) for x in inputs}
         if len(counts) > 1:
             return False

@@ -13,8 +13,15 @@ from maxvision.graphs.program import Attribute, Node, Program, Rewrite, rebuilt
 from maxvision.graphs.shapes import MOST_AXES
 from maxvision.graphs.views import View
 
-IMAGES = ("conv2d", "batch_norm", "max_pool2d", "avg_pool2d", "group_norm")
-"""The ops that take images in either layout."""
+IMAGES = {
+    "conv2d": {0, 3},  # a residual too
+    "conv2d_weight_grad": {0, 1},
+    "batch_norm": {0},
+    "max_pool2d": {0},
+    "avg_pool2d": {0},
+    "group_norm": {0},
+}
+"""The ops that take images in either layout, and which inputs are images."""
 REDUCTIONS = ("sum", "mean", "amax", "amin")
 TURNED = (0, 2, 1)
 """How tokens [N, T, C] are transposed, and back."""
@@ -97,7 +104,7 @@ class _Layout:
             else:
                 self.seen[node.output] = (source, after)
         elif node.op in IMAGES and node.attributes.get("layout", "NCHW") == "NCHW":
-            images = {0, 3} if node.op == "conv2d" else {0}  # a residual too
+            images = IMAGES[node.op]
             n, c, *size = self.program.types[node.output].shape
             last = 1 + len(size)
             to_last, to_first = (0, *range(2, last + 1), 1), (0, last, *range(1, last))
