@@ -156,6 +156,19 @@ def _slice(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
     return lambda x: x[tuple(whole)]
 
 
+def _weight_grad(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    top, left, bottom, right = sides(a.get("padding", 0))
+    window = {name: a[name] for name in ("stride", "dilation", "groups") if name in a}
+
+    def gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        shape = (dy.shape[1], x.shape[1] // a.get("groups", 1), *pair(a["kernel"]))
+        return torch.nn.grad.conv2d_weight(
+            F.pad(x, (left, right, top, bottom)), shape, dy, **window
+        )
+
+    return gradient
+
+
 ELEMENTS: dict[str, Callable[..., torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -191,6 +204,7 @@ FUNCTIONS: dict[str, Callable[[dict[str, Any]], Callable[..., torch.Tensor]]] = 
     "roll": lambda a: lambda x: x.roll(a["shifts"], a["axes"]),
     "group_norm": lambda a: lambda x, w, b: F.group_norm(x, a["groups"], w, b, a["eps"]),
     "rms_norm": lambda a: lambda x, w: F.rms_norm(x, w.shape, w, a["eps"]),
+    "conv2d_weight_grad": _weight_grad,
     "matmul": lambda a: (
         lambda x, y: (x @ (y.mT if a.get("transpose_b") else y)) * a.get("alpha", 1.0)
     ),

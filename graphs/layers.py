@@ -103,8 +103,9 @@ def _partners(nodes: Iterable[Node]) -> dict[str, str]:
 def macs(program: Program) -> int:
     """Counts the multiply-accumulates of one image.
 
-    Convolutions, linear layers, products and attention's two count; norms, activations, pooling and
-    softmax do not, as in torch's FlopCounterMode (which counts two FLOPs for each).
+    Convolutions and their gradients, linear layers, products and attention's two count; norms,
+    activations, pooling and softmax do not, as in torch's FlopCounterMode (which counts two FLOPs for
+    each).
     """
     total = sum(each.macs for each in layers(program))
     for node in program.nodes:
@@ -149,6 +150,8 @@ def keeps_images_apart(program: Program) -> bool:
             [x for x in names if x and any(isinstance(s, str) for s in program.types[x].shape)]
             for names in (node.inputs, node.outputs)
         )
+        if node.op == "conv2d_weight_grad" and inputs:
+            return False  # a sum over all images
         counts = {merged.get(x, 1) for x in inputs}
         if len(counts) > 1:
             return False

@@ -320,6 +320,11 @@ def _conv2d_input_grad(
 
 
 @_layouts
+def _conv2d_weight_grad(given: _Given, *, kernel: Any, **window: Any) -> TensorValue:
+    return nodes.conv2d_weight_grad(given.value(0), given.value(1), kernel, **window)
+
+
+@_layouts
 def _batch_norm(given: _Given, *, eps: float = 1e-5) -> TensorValue:
     weight, bias, mean, var = (given.vector(i) for i in range(1, 5))
     x = given.value(0)
@@ -524,6 +529,7 @@ INTEGERS: dict[str, Callable[..., TensorValue]] = {
 EMIT: dict[str, Callable[..., Any]] = {
     "conv2d": _conv2d,
     "conv2d_input_grad": _conv2d_input_grad,
+    "conv2d_weight_grad": _conv2d_weight_grad,
     "batch_norm": _batch_norm,
     "linear": _linear,
     "matmul": _matmul,

@@ -34,6 +34,10 @@ OPS = Path(__file__).resolve().parent.parent / "ops"
 
 PARTS = 8
 """Parts of an image that a CPU's cores add up in ``squeeze_excite``, at most."""
+GRADIENT_ROOM = 1 << 23
+"""Sums that the parts of a ``conv2d_weight_grad`` have on a GPU at most: 32 MB, of its L2."""
+GRADIENT_PARTS = 264
+"""Parts of its pixels at most: two for each multiprocessor of an H200."""
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
 
@@ -175,6 +179,44 @@ def _cut(x: TensorValue, sides: Sequence[int]) -> TensorValue:
         if (first, last) != (0, int(x.shape[axis])):
             x = x[tuple(slice(first, last) if a == axis else slice(None) for a in range(4))]
     return x
+
+
+def conv2d_weight_grad(
+    x: TensorValue,
+    dy: TensorValue,
+    kernel: Pair,
+    *,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+) -> TensorValue:
+    """Computes the gradient of a convolution's filter: [F, R, S, C / groups].
+
+    That of a linear layer's weights is the same, of tokens as [N, T, 1, C] and a kernel of 1.
+
+    Args:
+        x: What was convolved [N, H, W, C].
+        dy: The gradient of the result [N, P, Q, F].
+        kernel: R and S.
+        stride: Pixels between windows, one number or (height, width); so are the next two.
+        padding: Zeros on each side; four numbers are those above, left, below and right.
+        dilation: Pixels between the taps of a window.
+        groups: Groups of channels.
+
+    Raises:
+        ArgumentError: If the shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    out = shapes.conv2d_weight_grad(
+        _type(x), _type(dy), kernel=kernel,
+        stride=stride, padding=padding, dilation=dilation, groups=groups, layout="NHWC",
+    )  # fmt: skip
+    size = math.prod(map(int, out.shape))
+    parts = 0 if x.device.is_cpu() else max(1, min(GRADIENT_ROOM // max(size, 1), GRADIENT_PARTS))
+    room = Type((parts, size), "float32")
+    window = _window(shapes.pair(kernel), stride, padding, dilation, groups)
+    return _custom("conv2d_weight_grad", [x, dy, window], [out, room])[0]
 
 
 def conv2d_shortcut(

@@ -239,6 +239,38 @@ def conv2d_input_grad(
     return _as(dy, (n, *pair(size), c * groups), layout)
 
 
+def conv2d_weight_grad(
+    x: Type,
+    dy: Type,
+    *,
+    kernel: Pair,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    layout: str = "NCHW",
+) -> Type:
+    """Types the gradient of a convolution's filter: [F, C / groups, R, S], as torch has it.
+
+    With ``layout="NHWC"`` images are so, and the result is [F, R, S, C / groups].
+    """
+    name = "conv2d_weight_grad"
+    n, h, w, c = _image(name, x, layout)
+    rows, p, q, f = _image(name, dy, layout)
+    if c % groups or f % groups:
+        raise ArgumentError(
+            f"{name}: expects C and F of a multiple of {groups} groups but has {c} and {f}"
+        )
+    r, s = pair(kernel)
+    out = windows(name, (h, w), (r, s), stride, padding, dilation)
+    if n != rows or out != (p, q):
+        raise ArgumentError(
+            f"{name}: expects dy[N, P, Q, F] of {n} images of {list(out)} px"
+            f" but it has {rows} of {[p, q]} px"
+        )
+    return _as(x, (f, r, s, c // groups), layout)
+
+
 def conv2d_shortcut(
     x: Type,
     filter: Type,
@@ -1037,6 +1069,7 @@ OPS: dict[str, Callable[..., Any]] = {
     # plain
     "conv2d": conv2d,
     "conv2d_input_grad": conv2d_input_grad,
+    "conv2d_weight_grad": conv2d_weight_grad,
     "batch_norm": batch_norm,
     "linear": linear,
     "matmul": matmul,

@@ -5,6 +5,7 @@ from .bmm import *
 from .class_token import *
 from .concat import *
 from .conv2d import *
+from .conv2d_weight_grad import *
 from .depthwise_qkv import *
 from .gather_rows import *
 from .gpu import *

@@ -13,8 +13,16 @@ from maxvision.graphs.program import Attribute, Node, Program, Rewrite, rebuilt
 from maxvision.graphs.shapes import MOST_AXES
 from maxvision.graphs.views import View
 
-IMAGES = ("conv2d", "conv2d_input_grad", "batch_norm", "max_pool2d", "avg_pool2d", "group_norm")
-"""The ops that take images in either layout."""
+IMAGES = {
+    "conv2d": {0, 3},  # a residual too
+    "conv2d_input_grad": {0},
+    "conv2d_weight_grad": {0, 1},
+    "batch_norm": {0},
+    "max_pool2d": {0},
+    "avg_pool2d": {0},
+    "group_norm": {0},
+}
+"""The ops that take images in either layout, and which inputs are images."""
 FILTERS = ("conv2d", "conv2d_input_grad")
 """Those of them that read a filter, which may be computed."""
 LAST = (0, 2, 3, 1)
@@ -101,7 +109,7 @@ class _Layout:
             else:
                 self.seen[node.output] = (source, after)
         elif node.op in IMAGES and node.attributes.get("layout", "NCHW") == "NCHW":
-            images = {0, 3} if node.op == "conv2d" else {0}  # a residual too
+            images = IMAGES[node.op]
             n, c, *size = self.program.types[node.output].shape
             last = 1 + len(size)
             to_last, to_first = (0, *range(2, last + 1), 1), (0, last, *range(1, last))

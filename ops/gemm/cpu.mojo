@@ -68,11 +68,14 @@ struct _Runs[rows: Int]:
 
 @no_inline
 def _multiply[
-    rows: Int, vectors: Int
-](runs: _Runs[rows], panel: Data[F32], ahead: Int, sums: Data[F32], fresh: Bool):
+    rows: Int, vectors: Int, turned: Bool = False
+](
+    runs: _Runs[rows], panel: Data[F32], ahead: Int, sums: Data[F32], fresh: Bool, pitch: Int = 1
+):
     """Adds a share of K to the sums[rows, PANEL] of a register tile, or begins them if `fresh`.
 
-    A line of each row `ahead` of the panel's is prefetched.
+    A line of each row `ahead` of the panel's is prefetched. If `turned`, the numbers of a run are
+    `pitch` apart.
     """
     var tile = Array[SIMD[F32, WIDTH], rows * vectors](fill=0)
     if not fresh:
@@ -89,7 +92,7 @@ def _multiply[
             comptime for v in range(vectors):
                 b[v] = row.unsafe_load[width=WIDTH](v * WIDTH)
             comptime for i in range(rows):
-                var a = SIMD[F32, WIDTH](source[i][unsafe_offset=k])
+                var a = SIMD[F32, WIDTH](source[i][unsafe_offset=k * pitch if turned else k])
                 comptime for v in range(vectors):
                     tile[i * vectors + v] = a.fma(b[v], tile[i * vectors + v])
             prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
@@ -99,6 +102,52 @@ def _multiply[
     comptime for i in range(rows):
         comptime for v in range(vectors):
             sums.unsafe_store(i * PANEL + v * WIDTH, tile[i * vectors + v])
+
+
+def multiply_turned(
+    a: Data[F32],
+    pitch: Int,
+    rows: Int,
+    panel: Data[F32],
+    columns: Int,
+    depth: Int,
+    sums: Data[F32],
+    fresh: Bool,
+):
+    """Computes sums[rows, PANEL] (+)= a^T panel, where both lie as rows of one number of K.
+
+    Args:
+        a: [depth, rows].
+        pitch: Numbers from one row of a to the next.
+        rows: Columns of a.
+        panel: [depth, PANEL].
+        columns: Columns of the panel that count; those up to a whole vector are multiplied too.
+        depth: K.
+        sums: [rows, PANEL].
+        fresh: Whether the sums begin with 0.
+    """
+    var tiles = ceildiv(rows, ROWS)
+    for offset in range(0, columns, TILE):
+        var width = ceildiv(min(columns - offset, TILE), WIDTH)
+        for tile in range(tiles):
+            var first = rows * tile // tiles
+            var count = rows * (tile + 1) // tiles - first
+            comptime for size in range(1, ROWS + 1):
+                comptime for vectors in range(1, VECTORS + 1):
+                    if count == size and width == vectors:
+                        var runs = _Runs[size]()
+                        comptime for i in range(size):
+                            runs.sources.unsafe_ptr()[unsafe_offset=i] = a.unsafe_offset(first + i)
+                        runs.lengths.unsafe_ptr()[unsafe_offset=0] = depth
+                        runs.count = 1
+                        _multiply[size, vectors, turned=True](
+                            runs,
+                            panel.unsafe_offset(offset),
+                            0,
+                            sums.unsafe_offset(first * PANEL + offset),
+                            fresh,
+                            pitch,
+                        )
 
 
 struct _Share(TrivialRegisterPassable):

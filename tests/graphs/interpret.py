@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from maxvision.graphs.elementwise import ELEMENTWISE, activation, values_of
 from maxvision.graphs.program import Program
-from maxvision.graphs.shapes import sides
+from maxvision.graphs.shapes import pair, sides
 from maxvision.graphs.types import at_batch, split
 
 BATCH = 2
@@ -169,6 +169,19 @@ def _matmul(
 ) -> Tensor:  # fmt: skip
     y = alpha * (a @ (b.mT if transpose_b else b))
     return _end(y if bias is None else y + bias, residual, epilogue)
+
+
+def _conv2d_weight_grad(
+    x: Tensor, dy: Tensor, *, kernel: Any, layout: str = "NCHW", padding: Any = 0, groups: int = 1,
+    **window: Any,
+) -> Tensor:  # fmt: skip
+    last = layout == "NHWC"
+    x, dy = (_first(x), _first(dy)) if last else (x, dy)
+    top, left, bottom, right = sides(padding)
+    shape = (dy.shape[1], x.shape[1] // groups, *pair(kernel))
+    x = F.pad(x, (left, right, top, bottom))
+    dw = torch.nn.grad.conv2d_weight(x, shape, dy, groups=groups, **window)
+    return _last(dw) if last else dw
 
 
 @_images
@@ -404,6 +417,7 @@ def _shift(bias: Tensor, mean: Tensor, scale: Tensor, before: Tensor | None = No
 
 OPS: dict[str, Callable[..., Any]] = {
     "conv2d": _conv2d,
+    "conv2d_weight_grad": _conv2d_weight_grad,
     "batch_norm": _batch_norm,
     "linear": _linear,
     "matmul": _matmul,

@@ -72,6 +72,17 @@ def test_multiplications_are_those_that_torch_counts(name: str) -> None:
     assert 2 * macs(program) == counter.get_total_flops()
 
 
+def test_gradients_of_filters_count() -> None:
+    net = Net("net")
+    x, dy = net.input("x", (BATCH, 6, 8, 9)), net.input("dy", (BATCH, 4, 6, 9))
+    net.output("dw", net.op("conv2d_weight_grad", [x, dy], kernel=(3, 1)))
+    program = net.program()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        interpret(program, inputs(program, batch=1), {})
+    assert 2 * macs(program) == counter.get_total_flops() == 2 * (4 * 6 * 9) * (6 * 3 * 1)
+    assert not keeps_images_apart(program)
+
+
 def test_products_count() -> None:
     net = Net("net")
     x = net.input("x", (BATCH, 5, 7))

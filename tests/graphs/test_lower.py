@@ -68,6 +68,7 @@ def strange(net: Net, x: Value) -> None:
     net.output("mean", net.avg_pool2d(net.max_pool2d(x, 2, stride=(1, 2)), (2, 1)))
     net.output("raw", net.op("avg_pool2d", [x]))
     net.output("norm", net.relu(net.batch_norm(x, "norm")))
+    net.output("gradient", net.op("conv2d_weight_grad", [x, y], kernel=3, padding=1))
     net.output("attended", net.scaled_dot_product_attention(y, y, y))
 
 

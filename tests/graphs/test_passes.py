@@ -1835,6 +1835,22 @@ def densely(net: Net, x: Value) -> Value:
     return net.flatten(net.avg_pool2d(x))
 
 
+def training(net: Net, x: Value) -> Value:
+    """The gradient of a filter, and a step along it."""
+    y = net.relu(net.conv2d(x, "a", 6, 3, stride=2, padding=1))
+    dw = net.op("conv2d_weight_grad", [x, y], kernel=3, stride=2, padding=1)
+    net.output("step", net.op("mul", [dw], other=0.5))
+    return net.flatten(net.avg_pool2d(y))
+
+
+def test_the_gradient_of_a_filter_reads_images_as_they_lie() -> None:
+    final = kept(from_pixels(nets.program(training, 4, 6, 5), "uint8", "float32"), CPU)
+    (gradient,) = (node for node in final.nodes if node.op == "conv2d_weight_grad")
+    assert gradient.attributes["layout"] == "NHWC"
+    assert [final.types[value].shape[1:] for value in gradient.inputs] == [(6, 5, 4), (3, 3, 6)]
+    assert not ops(final)["permute"]  # the step is asked for with its channels last
+
+
 @pytest.mark.parametrize("write", [squeezed, densely])
 def test_no_image_is_permuted(write: Write) -> None:
     program = from_pixels(nets.program(write, 4, 6, 5), "uint8", "float32")

@@ -102,6 +102,22 @@ def test_the_types_of_networks_are_those_of_torchs_results(name: str) -> None:
     ("found", "wanted"),
     [
         (one("conv2d", X, Type((4, 3, 3, 1)), groups=2, padding=(1, 0)), (BATCH, 4, 8, 9)),
+        (
+            one(
+                "conv2d_weight_grad",
+                X,
+                Type((BATCH, 4, 8, 4)),
+                kernel=(3, 2),
+                stride=(1, 2),
+                padding=(1, 0),
+                groups=2,
+            ),
+            (4, 3, 3, 2),
+        ),
+        (
+            one("conv2d_weight_grad", X, Type((BATCH, 6, 8, 4)), kernel=1, layout="NHWC"),
+            (4, 1, 1, 9),
+        ),
         (one("linear", TOKENS, Type((7, 4))), (BATCH, 5, 7)),
         (one("linear", TOKENS, Type((4, 4)), None, TOKENS, epilogue="add"), (BATCH, 5, 4)),
         (one("matmul", TOKENS, TOKENS, transpose_b=True), (BATCH, 5, 5)),
@@ -189,6 +205,12 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     ),
     f"expects heads of at most {MOST_DEPTH} channels but they have 300": (
         "attention", (Type((BATCH, 5, 300)),) * 3, {"heads": 1, "scale": 1.0},
+    ),
+    r"expects dy\[N, P, Q, F\] of batch images of \[6, 7\] px but it has batch of \[8, 9\] px": (
+        "conv2d_weight_grad", (X, X), {"kernel": 3},
+    ),
+    "expects C and F of a multiple of 4 groups but has 6 and 6": (
+        "conv2d_weight_grad", (X, X), {"kernel": 1, "groups": 4},
     ),
     "must have as many numbers as": ("reshape", (X,), {"shape": (BATCH, 431)}),
     "must name each axis of": ("permute", (X,), {"axes": (0, 1, 2)}),

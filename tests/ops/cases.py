@@ -189,6 +189,39 @@ def conv(
     return Case(name, inputs, weights, build, torch_conv, prune)
 
 
+def weight_grad(
+    name: str,
+    size: tuple[int, int],
+    c: int,
+    f: int,
+    kernel: tuple[int, int],
+    *,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Case:
+    """Makes a case of conv2d_weight_grad; its sum is over the batch too."""
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    shape = (f, c // groups, *kernel)
+    meta = F.conv2d(
+        torch.empty(1, c, *size, device="meta"), torch.empty(shape, device="meta"), **window
+    )
+
+    def reference(w: dict[str, torch.Tensor], x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        images = (y.permute(0, 3, 1, 2) for y in (x, dy))
+        x, dy = (y.contiguous() for y in images)
+        return torch.nn.grad.conv2d_weight(x, shape, dy, **window).permute(0, 2, 3, 1)
+
+    return Case(
+        f"conv2d_weight_grad {name}",
+        [(*size, c), (*meta.shape[2:], f)],
+        {},
+        lambda w, x, dy: nodes.conv2d_weight_grad(x, dy, kernel, **window),
+        reference,
+    )
+
+
 def of_one_group(filters: torch.Tensor, groups: int) -> torch.Tensor:
     """Writes [F, C / groups, R, S] as [F, C, R, S], zero outside of the groups."""
     f, c, *window = filters.shape
@@ -944,6 +977,20 @@ CASES = [
     conv("conv2d groups of 16", (5, 6), 32, 32, (5, 3), padding=(2, 1), groups=2, then="add"),
     conv("conv2d depthwise twice", (7, 7), 12, 24, (3, 3), padding=1, groups=12),
     conv("conv2d 1x1 image", (1, 1), 16, 16, (3, 3), padding=1),
+    weight_grad("3x3", (14, 15), 64, 72, (3, 3), padding=1),
+    weight_grad("3x3/2", (15, 14), 40, 100, (3, 3), stride=2, padding=1),
+    weight_grad("1x1", (9, 7), 136, 64, (1, 1)),
+    weight_grad("1x1/2", (13, 14), 64, 24, (1, 1), stride=2),
+    weight_grad("linear", (37, 1), 33, 70, (1, 1)),
+    weight_grad("stem 7x7/2", (17, 15), 3, 16, (7, 7), stride=2, padding=3),
+    weight_grad("uneven", (11, 13), 6, 10, (3, 5), stride=(2, 3), padding=(2, 1), dilation=(3, 2)),
+    weight_grad("2 groups", (6, 6), 32, 144, (3, 3), padding=1, groups=2),
+    weight_grad("5 uneven groups", (6, 7), 15, 35, (3, 3), padding=1, groups=5),
+    weight_grad("depthwise 3x3", (9, 8), 72, 72, (3, 3), padding=1, groups=72),
+    weight_grad("depthwise 5x5/2", (14, 9), 20, 20, (5, 5), stride=2, padding=2, groups=20),
+    weight_grad("depthwise of 10", (7, 7), 10, 10, (3, 3), padding=2, dilation=2, groups=10),
+    weight_grad("depthwise twice", (7, 7), 12, 24, (3, 3), padding=1, groups=12),
+    weight_grad("1x1 image", (1, 1), 16, 17, (3, 3), padding=1),
     # Two convolutions, one sum; sizes that the tensor cores' tiles do not fit.
     joined("conv2d_shortcut", (14, 14), 64, 256, (28, 28, 128), stride=2),
     joined("conv2d_shortcut stride 1", (9, 8), 64, 136, (9, 8, 72)),

@@ -1,0 +1,2 @@
+"""The gradient of a convolution's filters."""
+from .op import *
