@@ -61,7 +61,9 @@ RULES: dict[Any, Callable[..., Any]] = {}
 """The rule of each op."""
 
 
-def _rule(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def rule(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function the rule of ops."""
+
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         RULES.update(dict.fromkeys(ops, function))
         return function
@@ -87,36 +89,36 @@ _UNARY: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 for _name, _ops in _UNARY.items():
-    _rule(*_ops)(lambda imp, node, x, _name=_name, **_: imp.net.op(_name, [x]))
+    rule(*_ops)(lambda imp, node, x, _name=_name, **_: imp.net.op(_name, [x]))
 
 
-@_rule(aten.gelu.default)
+@rule(aten.gelu.default)
 def _gelu(imp: Importer, node: Node, x: Value, approximate: str = "none") -> Value:
     return imp.net.op("gelu" if approximate == "none" else "gelu_tanh", [x])
 
 
-@_rule(aten.hardtanh.default)
+@rule(aten.hardtanh.default)
 def _hardtanh(imp: Importer, node: Node, x: Value, low: float = -1.0, high: float = 1.0) -> Value:
     return rules.clamp(imp, x, low, high)
 
 
-@_rule(aten.clamp.default)
+@rule(aten.clamp.default)
 def _clamp(imp: Importer, node: Node, x: Value, min: Any = None, max: Any = None) -> Value:
     return rules.clamp(imp, x, min, max)
 
 
-@_rule(aten.clamp.Tensor)
+@rule(aten.clamp.Tensor)
 def _clamp_tensor(imp: Importer, node: Node, x: Value, low: Any = None, high: Any = None) -> Value:
     y = x if low is None else rules.binary(imp, "maximum", x, low)
     return y if high is None else rules.binary(imp, "minimum", y, high)
 
 
-@_rule(aten.leaky_relu.default)
+@rule(aten.leaky_relu.default)
 def _leaky_relu(imp: Importer, node: Node, x: Value, slope: float = 0.01) -> Value:
     return imp.net.op("leaky_relu", [x], slope=float(slope))
 
 
-@_rule(aten.elu.default)
+@rule(aten.elu.default)
 def _elu(
     imp: Importer,
     node: Node,
@@ -131,13 +133,13 @@ def _elu(
     return y if scale == 1 else imp.net.op("mul", [y], other=float(scale))
 
 
-@_rule(aten.celu.default)
+@rule(aten.celu.default)
 def _celu(imp: Importer, node: Node, x: Value, alpha: float = 1.0) -> Value:
     y = imp.net.op("elu", [rules.binary(imp, "mul", x, 1 / alpha)])
     return rules.binary(imp, "mul", y, float(alpha))
 
 
-@_rule(aten.softplus.default)
+@rule(aten.softplus.default)
 def _softplus(imp: Importer, node: Node, x: Value, beta: float = 1, threshold: float = 20) -> Value:
     scaled = rules.binary(imp, "mul", x, float(beta))
     y = rules.binary(imp, "mul", imp.net.op("softplus", [scaled]), 1 / beta)
@@ -146,30 +148,30 @@ def _softplus(imp: Importer, node: Node, x: Value, beta: float = 1, threshold: f
     return imp.net.op("where", [imp.net.op("gt", [scaled], other=float(threshold)), x, y])
 
 
-@_rule(aten.log_sigmoid.default)
+@rule(aten.log_sigmoid.default)
 def _log_sigmoid(imp: Importer, node: Node, x: Value) -> Value:
     return imp.net.op("neg", [imp.net.op("softplus", [imp.net.op("neg", [x])])])
 
 
-@_rule(aten.sign.default)
+@rule(aten.sign.default)
 def _sign(imp: Importer, node: Node, x: Value) -> Value:
     above, below = (imp.net.op(op, [x], other=0.0) for op in ("gt", "lt"))
     return imp.net.op("sub", [rules.floats(imp, above), rules.floats(imp, below)])
 
 
-@_rule(aten.log2.default)
+@rule(aten.log2.default)
 def _log2(imp: Importer, node: Node, x: Value) -> Value:
     return imp.net.op("mul", [imp.net.op("log", [x])], other=1 / math.log(2))
 
 
-@_rule(aten.expm1.default)
+@rule(aten.expm1.default)
 def _expm1(imp: Importer, node: Node, x: Value) -> Value:
     """Computes exp(x) - 1 as tanh(x / 2) (exp(x) + 1), which loses nothing near 0."""
     half = imp.net.op("tanh", [imp.net.op("mul", [x], other=0.5)])
     return imp.net.op("mul", [half, imp.net.op("add", [imp.net.op("exp", [x])], other=1.0)])
 
 
-@_rule(aten.prelu.default)
+@rule(aten.prelu.default)
 def _prelu(imp: Importer, node: Node, x: Value, slope: Known) -> Value:
     weight = imp.weight(slope)
     shape = (weight.size(0), *(1 for _ in x.shape[2:]))
@@ -177,8 +179,8 @@ def _prelu(imp: Importer, node: Node, x: Value, slope: Known) -> Value:
 
 
 _BINARY: dict[str, tuple[Any, ...]] = {
-    "add": (aten.add.Tensor,), "sub": (aten.sub.Tensor,),
-    "mul": (aten.mul.Tensor,), "div": (aten.div.Tensor,),
+    "add": (aten.add.Tensor, aten.add.Scalar), "sub": (aten.sub.Tensor, aten.sub.Scalar),
+    "mul": (aten.mul.Tensor, aten.mul.Scalar), "div": (aten.div.Tensor, aten.div.Scalar),
     "pow": (aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor),
     "maximum": (aten.maximum.default,), "minimum": (aten.minimum.default,),
     "eq": (aten.eq.Tensor, aten.eq.Scalar), "ne": (aten.ne.Tensor, aten.ne.Scalar),
@@ -188,7 +190,9 @@ _BINARY: dict[str, tuple[Any, ...]] = {
 
 
 def _add_binary(op: str) -> Callable[..., Value]:
-    def rule(imp: Importer, node: Node, a: Any, b: Any, *, alpha: float = 1, **rest: Any) -> Value:
+    def binary(
+        imp: Importer, node: Node, a: Any, b: Any, *, alpha: float = 1, **rest: Any
+    ) -> Value:
         if rest.get("rounding_mode"):
             raise Unsupported(f"rounding_mode {rest['rounding_mode']}")
         if isinstance(b, str) or isinstance(a, str):
@@ -197,24 +201,24 @@ def _add_binary(op: str) -> Callable[..., Value]:
             b = b * alpha if isinstance(b, (int, float)) else rules.binary(imp, "mul", b, alpha)
         return rules.binary(imp, op, a, b)
 
-    return rule
+    return binary
 
 
 for _name, _ops in _BINARY.items():
-    _rule(*_ops)(_add_binary(_name))
+    rule(*_ops)(_add_binary(_name))
 
 
-@_rule(aten.where.self)
+@rule(aten.where.self)
 def _where(imp: Importer, node: Node, condition: Any, a: Any, b: Any) -> Value:
     return imp.net.op("where", [imp.value(each) for each in (condition, a, b)])
 
 
-@_rule(aten.logical_not.default, aten.bitwise_not.default)
+@rule(aten.logical_not.default, aten.bitwise_not.default)
 def _not(imp: Importer, node: Node, x: Value) -> Value:
     return rules.logic(imp, "not", x)
 
 
-@_rule(aten.logical_and.default, aten.bitwise_and.Tensor)
+@rule(aten.logical_and.default, aten.bitwise_and.Tensor)
 def _and(imp: Importer, node: Node, a: Any, b: Any) -> Value:
     for x, y in ((a, b), (b, a)):
         if isinstance(y, Known) and all(bool(each.all()) for each in y.values):
@@ -222,22 +226,22 @@ def _and(imp: Importer, node: Node, a: Any, b: Any) -> Value:
     return rules.logic(imp, "and", a, b)
 
 
-@_rule(aten.logical_or.default, aten.bitwise_or.Tensor)
+@rule(aten.logical_or.default, aten.bitwise_or.Tensor)
 def _or(imp: Importer, node: Node, a: Any, b: Any) -> Value:
     return rules.logic(imp, "or", a, b)
 
 
-@_rule(aten.clone.default, aten.alias.default)
+@rule(aten.clone.default, aten.alias.default)
 def _same(imp: Importer, node: Node, x: Value, *_: Any, **__: Any) -> Value:
     return x
 
 
-@_rule(aten.copy.default)
+@rule(aten.copy.default)
 def _copy(imp: Importer, node: Node, onto: Any, x: Any, *_: Any) -> Value:
     return rules.spread(imp, imp.value(x), _shape(node))
 
 
-@_rule(aten._to_copy.default)
+@rule(aten._to_copy.default)
 def _cast(imp: Importer, node: Node, x: Value, dtype: Any = None, **rest: Any) -> Value:
     wanted = str(node.meta["val"].dtype).removeprefix("torch.")
     if wanted == x.type.dtype or (x.type.dtype.startswith("float") and wanted.startswith("float")):
@@ -245,7 +249,7 @@ def _cast(imp: Importer, node: Node, x: Value, dtype: Any = None, **rest: Any) -
     return imp.net.op("cast", [x], dtype=wanted)
 
 
-@_rule(aten._assert_tensor_metadata.default)
+@rule(aten._assert_tensor_metadata.default)
 def _nothing(imp: Importer, node: Node, *_: Any, **__: Any) -> None:
     return None
 
@@ -257,17 +261,20 @@ def _layer(imp: Importer, node: Node, weight: Any, bias: Any) -> tuple[str, list
     return imp.layer(module_of(node), weight, bias)
 
 
-@_rule(aten.conv2d.default)
+@rule(aten.conv2d.default)
 def _conv2d(
     imp: Importer, node: Node, x: Value, weight: Any, bias: Any = None, stride: Any = (1, 1),
     padding: Any = (0, 0), dilation: Any = (1, 1), groups: int = 1,
 ) -> Value:  # fmt: skip
+    window = rules.window(stride, padding, dilation)
+    if isinstance(weight, Value):
+        y = imp.net.op("conv2d", [x, weight], **window, groups=groups)
+        return y if bias is None else rules.binary(imp, "add", y, rules.by_channel(imp, bias))
     layer, weights = _layer(imp, node, weight, bias)
-    window = {"stride": _two(stride), "padding": _two(padding), "dilation": _two(dilation)}
-    return imp.net.op("conv2d", [x, *weights], layer, **rules.plain(window), groups=groups)
+    return imp.net.op("conv2d", [x, *weights], layer, **window, groups=groups)
 
 
-@_rule(aten.convolution.default)
+@rule(aten.convolution.default)
 def _convolution(
     imp: Importer, node: Node, x: Value, weight: Any, bias: Any, stride: Any, padding: Any,
     dilation: Any, transposed: bool, output_padding: Any, groups: int,
@@ -288,7 +295,7 @@ def _convolution(
     return _conv2d(imp, node, x, weight, bias, stride, padding, dilation, groups)
 
 
-@_rule(aten.conv1d.default)
+@rule(aten.conv1d.default)
 def _conv1d(
     imp: Importer, node: Node, x: Value, weight: Known, bias: Any = None, stride: Any = (1,),
     padding: Any = (0,), dilation: Any = (1,), groups: int = 1,
@@ -301,7 +308,7 @@ def _conv1d(
     return imp.net.reshape(y, *_shape(node))
 
 
-@_rule(aten.conv_transpose2d.input)
+@rule(aten.conv_transpose2d.input)
 def _conv_transpose2d(
     imp: Importer, node: Node, x: Value, weight: Known, bias: Any = None, stride: Any = (1, 1),
     padding: Any = (0, 0), output_padding: Any = (0, 0), groups: int = 1, dilation: Any = (1, 1),
@@ -313,7 +320,7 @@ def _conv_transpose2d(
     )  # fmt: skip
 
 
-@_rule(aten.linear.default)
+@rule(aten.linear.default)
 def _linear(imp: Importer, node: Node, x: Any, weight: Any, bias: Any = None) -> Value:
     if isinstance(weight, Value):
         return _with_bias(imp, _matmul(imp, node, x, rules.transposed(imp, weight)), bias)
@@ -327,7 +334,7 @@ def _with_bias(imp: Importer, y: Value, bias: Any) -> Value:
     return y if bias is None else rules.binary(imp, "add", y, bias)
 
 
-@_rule(aten.addmm.default)
+@rule(aten.addmm.default)
 def _addmm(
     imp: Importer, node: Node, bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1
 ) -> Value:
@@ -335,12 +342,12 @@ def _addmm(
     return y if beta == 0 else _with_bias(imp, y, rules.binary(imp, "mul", imp.value(bias), beta))
 
 
-@_rule(aten.matmul.default, aten.mm.default, aten.bmm.default)
+@rule(aten.matmul.default, aten.mm.default, aten.bmm.default)
 def _matmul(imp: Importer, node: Node, a: Any, b: Any) -> Value:
     return rules.matmul(imp, module_of(node), a, b)
 
 
-@_rule(aten._native_batch_norm_legit_no_training.default)
+@rule(aten._native_batch_norm_legit_no_training.default)
 def _batch_norm(
     imp: Importer, node: Node, x: Value, weight: Any, bias: Any, mean: Any, var: Any,
     momentum: float, eps: float,
@@ -349,7 +356,7 @@ def _batch_norm(
     return [rules.batch_norm(imp, module_of(node), x, *given, eps=eps), None, None]
 
 
-@_rule(aten.layer_norm.default)
+@rule(aten.layer_norm.default)
 def _layer_norm(
     imp: Importer, node: Node, x: Value, shape: list[int], weight: Any = None, bias: Any = None,
     eps: float = 1e-5, cudnn: bool = True,
@@ -357,14 +364,14 @@ def _layer_norm(
     return rules.layer_norm(imp, module_of(node), x, len(shape), weight, bias, eps)
 
 
-@_rule(aten.native_layer_norm.default)
+@rule(aten.native_layer_norm.default)
 def _native_layer_norm(
     imp: Importer, node: Node, x: Value, shape: list[int], weight: Any, bias: Any, eps: float
 ) -> list[Any]:
     return [_layer_norm(imp, node, x, shape, weight, bias, eps), None, None]
 
 
-@_rule(aten.native_group_norm.default)
+@rule(aten.native_group_norm.default)
 def _native_group_norm(
     imp: Importer, node: Node, x: Value, weight: Any, bias: Any, n: Any, c: int, size: int,
     groups: int, eps: float,
@@ -372,7 +379,7 @@ def _native_group_norm(
     return [_group_norm(imp, node, x, groups, weight, bias, eps), None, None]
 
 
-@_rule(aten.rms_norm.default)
+@rule(aten.rms_norm.default)
 def _rms_norm(
     imp: Importer, node: Node, x: Value, shape: list[int], weight: Any = None, eps: Any = None
 ) -> Value:
@@ -382,7 +389,7 @@ def _rms_norm(
     return imp.net.reshape(y, *x.shape) if len(shape) > 1 else y
 
 
-@_rule(aten.group_norm.default)
+@rule(aten.group_norm.default)
 def _group_norm(
     imp: Importer, node: Node, x: Value, groups: int, weight: Any = None, bias: Any = None,
     eps: float = 1e-5, cudnn: bool = True,
@@ -390,7 +397,7 @@ def _group_norm(
     return rules.group_norm(imp, module_of(node), x, groups, weight, bias, eps)
 
 
-@_rule(aten.instance_norm.default)
+@rule(aten.instance_norm.default)
 def _instance_norm(
     imp: Importer, node: Node, x: Value, weight: Any, bias: Any, mean: Any, var: Any,
     use_input: bool, momentum: float, eps: float, cudnn: bool = True,
@@ -400,7 +407,7 @@ def _instance_norm(
     return _group_norm(imp, node, x, x.size(1), weight, bias, eps)
 
 
-@_rule(aten.scaled_dot_product_attention.default)
+@rule(aten.scaled_dot_product_attention.default)
 def _attention(
     imp: Importer, node: Node, q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0,
     causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
@@ -462,12 +469,12 @@ def _mask(imp: Importer, mask: Any) -> Value | None:
     return imp.value(mask)
 
 
-@_rule(aten.softmax.int, aten._softmax.default)
+@rule(aten.softmax.int, aten._softmax.default)
 def _softmax(imp: Importer, node: Node, x: Value, axis: int, *_: Any, **__: Any) -> Value:
     return rules.on_last(imp, "softmax", x, axis)
 
 
-@_rule(aten.log_softmax.int, aten._log_softmax.default)
+@rule(aten.log_softmax.int, aten._log_softmax.default)
 def _log_softmax(imp: Importer, node: Node, x: Value, axis: int, *_: Any, **__: Any) -> Value:
     return rules.on_last(imp, "log_softmax", x, axis)
 
@@ -475,17 +482,14 @@ def _log_softmax(imp: Importer, node: Node, x: Value, axis: int, *_: Any, **__: 
 # --- windows -----------------------------------------------------------------------------------
 
 
-def _two(value: Any) -> tuple[int, int]:
-    if isinstance(value, int):
-        return value, value
-    return (value[0], value[0]) if len(value) == 1 else (value[0], value[1])
+_two = rules.two
 
 
 def _one(value: Any) -> tuple[int]:
     return (value,) if isinstance(value, int) else (value[0],)
 
 
-@_rule(aten.max_pool2d_with_indices.default)
+@rule(aten.max_pool2d_with_indices.default)
 def _max_pool2d(
     imp: Importer, node: Node, x: Value, kernel: Any, stride: Any = (), padding: Any = 0,
     dilation: Any = 1, ceil_mode: bool = False,
@@ -498,7 +502,7 @@ def _max_pool2d(
     return [imp.net.op("max_pool2d", [x], **rules.plain(window), **more), None]
 
 
-@_rule(aten.adaptive_max_pool2d.default)
+@rule(aten.adaptive_max_pool2d.default)
 def _adaptive_max_pool2d(imp: Importer, node: Node, x: Value, size: Any) -> list[Any]:
     held, into = (x.size(2), x.size(3)), _two(size)
     if any(a % b for a, b in zip(held, into, strict=True)):
@@ -507,7 +511,7 @@ def _adaptive_max_pool2d(imp: Importer, node: Node, x: Value, size: Any) -> list
     return [imp.net.op("max_pool2d", [x], **rules.plain(window)), None]
 
 
-@_rule(aten.avg_pool2d.default)
+@rule(aten.avg_pool2d.default)
 def _avg_pool2d(
     imp: Importer, node: Node, x: Value, kernel: Any, stride: Any = (), padding: Any = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: Any = None,
@@ -529,7 +533,7 @@ def _avg_pool2d(
     return imp.net.op("avg_pool2d", [x], **rules.plain(window), **more)
 
 
-@_rule(aten.avg_pool1d.default)
+@rule(aten.avg_pool1d.default)
 def _avg_pool1d(
     imp: Importer, node: Node, x: Value, kernel: Any, stride: Any = (), padding: Any = 0,
     ceil_mode: bool = False, count_include_pad: bool = True,
@@ -541,7 +545,7 @@ def _avg_pool1d(
     return imp.net.reshape(y, *_shape(node))
 
 
-@_rule(aten.avg_pool3d.default)
+@rule(aten.avg_pool3d.default)
 def _avg_pool3d(
     imp: Importer, node: Node, x: Value, kernel: Any, stride: Any = (), padding: Any = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: Any = None,
@@ -557,7 +561,7 @@ def _avg_pool3d(
     return imp.net.reshape(y, *_shape(node))
 
 
-@_rule(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)
+@rule(aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default)
 def _adaptive_avg_pool2d(imp: Importer, node: Node, x: Value, size: Any) -> Value:
     held, into = (x.size(2), x.size(3)), _two([int(each) for each in _shape(node)[2:]])
     if into == held:  # VGG's, of pictures of the size that it was trained for
@@ -570,7 +574,7 @@ def _adaptive_avg_pool2d(imp: Importer, node: Node, x: Value, size: Any) -> Valu
     return rules.separable(imp, x, *(_averages(a, b) for a, b in zip(held, into, strict=True)))
 
 
-@_rule(aten.adaptive_avg_pool1d.default)
+@rule(aten.adaptive_avg_pool1d.default)
 def _adaptive_avg_pool1d(imp: Importer, node: Node, x: Value, size: Any) -> Value:
     length, into = x.size(-1), _one(size)[0]
     if length % into:
@@ -589,21 +593,21 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 for _name, _op in _REDUCTIONS.items():
-    _rule(_op)(
+    rule(_op)(
         lambda imp, node, x, axes=(), keepdim=False, _name=_name, **_: rules.reduced(
             imp, _name, x, axes, keepdim
         )
     )
 
 for _name, _op in {"amax": aten.max.dim, "amin": aten.min.dim}.items():  # and indices
-    _rule(_op)(
+    rule(_op)(
         lambda imp, node, x, axis, keepdim=False, _name=_name: [
             rules.reduced(imp, _name, x, [axis], keepdim), None
         ]
     )  # fmt: skip
 
 
-@_rule(aten.var.correction)
+@rule(aten.var.correction)
 def _var(
     imp: Importer,
     node: Node,
@@ -621,7 +625,7 @@ def _var(
     return imp.net.op("mul", [total], other=1 / (count - (1 if correction is None else correction)))
 
 
-@_rule(aten.linalg_vector_norm.default)
+@rule(aten.linalg_vector_norm.default)
 def _vector_norm(
     imp: Importer, node: Node, x: Value, order: float = 2, axes: Any = None, keepdim: bool = False,
     **_: Any,
@@ -635,7 +639,7 @@ def _vector_norm(
     return imp.net.op("sqrt", [rules.reduced(imp, "sum", square, axes, keepdim)])
 
 
-@_rule(aten.cumsum.default)
+@rule(aten.cumsum.default)
 def _cumsum(imp: Importer, node: Node, x: Value, axis: int, **_: Any) -> Value:
     return imp.net.op("cumsum", [x], axis=rules.axis_of(x, axis))
 
@@ -650,7 +654,7 @@ def _scales(size: Any, scales: Any) -> tuple[Any, Any]:
     return (*scales, None, None)[:2]
 
 
-@_rule(
+@rule(
     aten.upsample_nearest2d.vec, aten.upsample_nearest2d.default,
     aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact2d.default,
 )  # fmt: skip
@@ -670,7 +674,7 @@ def _nearest(imp: Importer, node: Node, x: Value, size: Any, *scales: Any) -> Va
     return x
 
 
-@_rule(
+@rule(
     aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec,
     aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.vec,
     aten._upsample_bicubic2d_aa.default,
@@ -690,27 +694,27 @@ def _interpolate(
 # --- movement ----------------------------------------------------------------------------------
 
 
-@_rule(aten.view.default, aten.squeeze.dims, aten.unsqueeze.default)
+@rule(aten.view.default, aten.squeeze.dims, aten.unsqueeze.default)
 def _reshape(imp: Importer, node: Node, x: Value, *_: Any) -> Value:
     return rules.reshaped(imp, x, _shape(node))
 
 
-@_rule(aten.permute.default)
+@rule(aten.permute.default)
 def _permute(imp: Importer, node: Node, x: Value, axes: list[int]) -> Value:
     return imp.net.permute(x, *(rules.axis_of(x, a) for a in axes))
 
 
-@_rule(aten.expand.default)
+@rule(aten.expand.default)
 def _expand(imp: Importer, node: Node, x: Value, *_: Any, **__: Any) -> Value:
     return rules.spread(imp, x, _shape(node))
 
 
-@_rule(aten.repeat.default)
+@rule(aten.repeat.default)
 def _repeat(imp: Importer, node: Node, x: Value, times: list[Any]) -> Value:
     return rules.tiled(imp, x, times, _shape(node))
 
 
-@_rule(aten.slice.Tensor)
+@rule(aten.slice.Tensor)
 def _slice(
     imp: Importer, node: Node, x: Value, axis: int = 0, start: Any = None, stop: Any = None,
     step: int = 1,
@@ -726,7 +730,7 @@ def _slice(
     return imp.net.slice(x, axis, begin, end, step)
 
 
-@_rule(aten.select.int)
+@rule(aten.select.int)
 def _select(imp: Importer, node: Node, x: Value, axis: int, index: int) -> Value:
     axis = rules.axis_of(x, axis)
     if isinstance(x.shape[axis], str):
@@ -736,18 +740,18 @@ def _select(imp: Importer, node: Node, x: Value, axis: int, index: int) -> Value
     return imp.net.reshape(y, *_shape(node))
 
 
-@_rule(aten.split_with_sizes.default)
+@rule(aten.split_with_sizes.default)
 def _split(imp: Importer, node: Node, x: Value, _: Any, axis: int = 0) -> list[Value]:
     axis = rules.axis_of(x, axis)
     return rules.cut(imp, x, axis, [int(each.shape[axis]) for each in node.meta["val"]])
 
 
-@_rule(aten.cat.default)
+@rule(aten.cat.default)
 def _cat(imp: Importer, node: Node, parts: list[Any], axis: int = 0) -> Value:
     return rules.joined(imp, parts, axis)
 
 
-@_rule(aten.stack.default)
+@rule(aten.stack.default)
 def _stack(imp: Importer, node: Node, parts: list[Any], axis: int = 0) -> Value:
     axis %= len(node.meta["val"].shape)
     values = []
@@ -757,7 +761,7 @@ def _stack(imp: Importer, node: Node, parts: list[Any], axis: int = 0) -> Value:
     return imp.net.concat(values, axis)
 
 
-@_rule(aten.slice_scatter.default)
+@rule(aten.slice_scatter.default)
 def _slice_scatter(
     imp: Importer, node: Node, x: Any, source: Any, axis: int = 0, start: Any = None,
     stop: Any = None, step: int = 1,
@@ -780,12 +784,12 @@ def _slice_scatter(
     return imp.net.concat(parts, axis)
 
 
-@_rule(aten.constant_pad_nd.default)
+@rule(aten.constant_pad_nd.default)
 def _constant_pad(imp: Importer, node: Node, x: Value, pads: list[int], value: float = 0) -> Value:
     return rules.padded(imp, x, pads, float(value))
 
 
-@_rule(aten.pad.default)
+@rule(aten.pad.default)
 def _pad(
     imp: Importer, node: Node, x: Value, pads: list[int], mode: str = "constant", value: Any = None
 ) -> Value:
@@ -800,7 +804,7 @@ _MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 """The modes of padding, as numpy calls them."""
 
 
-@_rule(aten.roll.default)
+@rule(aten.roll.default)
 def _roll(imp: Importer, node: Node, x: Value, shifts: list[int], axes: list[int] = []) -> Value:  # noqa: B006
     if not axes:
         raise Unsupported("all axes as one")
@@ -815,25 +819,25 @@ def _roll(imp: Importer, node: Node, x: Value, shifts: list[int], axes: list[int
     return x
 
 
-@_rule(aten.flip.default)
+@rule(aten.flip.default)
 def _flip(imp: Importer, node: Node, x: Value, axes: list[int]) -> Value:
     for axis in axes:
         x = rules.picked(imp, x, rules.axis_of(x, axis), np.arange(x.size(axis))[::-1])
     return x
 
 
-@_rule(aten.index_select.default)
+@rule(aten.index_select.default)
 def _index_select(imp: Importer, node: Node, x: Any, axis: int, indices: Any) -> Value:
     x = imp.value(x)
     return imp.net.op("gather", [x, imp.value(indices)], axis=rules.axis_of(x, axis))
 
 
-@_rule(aten.embedding.default)
+@rule(aten.embedding.default)
 def _embedding(imp: Importer, node: Node, table: Any, indices: Any, *_: Any) -> Value:
     return imp.net.op("gather", [imp.weight(table), imp.value(indices)], axis=0)
 
 
-@_rule(aten.gather.default)
+@rule(aten.gather.default)
 def _gather(imp: Importer, node: Node, x: Any, axis: int, indices: Any, **_: Any) -> Value | Known:
     if isinstance(x, Known) and len({n for each in x.values for n in each.unique().tolist()}) == 1:
         return _filled(x.values[0].flatten()[0], _shape(node))
@@ -869,7 +873,7 @@ def _filled(number: torch.Tensor, shape: tuple[Size, ...]) -> Known:
     return Known(tuple(number.expand(each).contiguous() for each in sizes))
 
 
-@_rule(aten.scatter_add.default)
+@rule(aten.scatter_add.default)
 def _scatter_add(imp: Importer, node: Node, x: Any, axis: int, indices: Any, values: Any) -> Value:
     x, indices, values = (imp.value(each) for each in (x, indices, values))
     for a, size in enumerate(indices.shape):  # of the values as many count as there are indices
@@ -878,7 +882,7 @@ def _scatter_add(imp: Importer, node: Node, x: Any, axis: int, indices: Any, val
     return rules.scattered(imp, x, rules.axis_of(x, axis), indices, values)
 
 
-@_rule(aten.scatter_reduce.two)
+@rule(aten.scatter_reduce.two)
 def _scatter_reduce(
     imp: Importer, node: Node, x: Any, axis: int, indices: Any, values: Any, reduce: str,
     *, include_self: bool = True,
@@ -888,7 +892,7 @@ def _scatter_reduce(
     return _scatter_add(imp, node, x, axis, indices, values)
 
 
-@_rule(aten.index_add.default)
+@rule(aten.index_add.default)
 def _index_add(
     imp: Importer, node: Node, x: Any, axis: int, indices: Any, values: Any, *, alpha: float = 1
 ) -> Value:
@@ -899,7 +903,7 @@ def _index_add(
     return rules.scattered(imp, x, axis, imp.net.reshape(indices, *along), values)
 
 
-@_rule(aten.index_put.default)
+@rule(aten.index_put.default)
 def _index_put(
     imp: Importer, node: Node, x: Any, indices: list[Any], values: Any, accumulate: bool = False
 ) -> Value:
@@ -916,7 +920,7 @@ def _index_put(
     return rules.reshaped(imp, rules.scattered(imp, x, axis, index, values), shape)
 
 
-@_rule(aten.index.Tensor)
+@rule(aten.index.Tensor)
 def _index(imp: Importer, node: Node, x: Any, indices: list[Any]) -> Value:
     x, axis, index, own = _indexed(imp, imp.value(x), indices)
     return rules.reshaped(imp, rules.taken(imp, x, axis, imp.value(index), own), _shape(node))
@@ -978,7 +982,7 @@ def _is_every_image(index: Any, rank: int) -> bool:
     )
 
 
-@_rule(aten.unfold.default)
+@rule(aten.unfold.default)
 def _unfold(imp: Importer, node: Node, x: Value, axis: int, size: int, step: int) -> Value:
     axis = rules.axis_of(x, axis)
     count = (x.size(axis) - size) // step + 1
@@ -988,7 +992,7 @@ def _unfold(imp: Importer, node: Node, x: Value, axis: int, size: int, step: int
     return imp.net.permute(y, *axes, axis + 1)
 
 
-@_rule(aten.im2col.default)
+@rule(aten.im2col.default)
 def _im2col(
     imp: Importer, node: Node, x: Value, kernel: Any, dilation: Any, padding: Any, stride: Any
 ) -> Value:
@@ -1007,7 +1011,7 @@ def _im2col(
     return net.reshape(net.concat(taps, 2), *_shape(node))
 
 
-@_rule(aten.col2im.default)
+@rule(aten.col2im.default)
 def _col2im(
     imp: Importer, node: Node, x: Value, size: Any, kernel: Any, dilation: Any, padding: Any,
     stride: Any,
@@ -1033,7 +1037,7 @@ def _col2im(
     return total
 
 
-@_rule(aten.lstm.input)
+@rule(aten.lstm.input)
 def _lstm(
     imp: Importer, node: Node, x: Value, state: list[Any], weights: list[Any], has_biases: bool,
     layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool,

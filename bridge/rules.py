@@ -300,6 +300,24 @@ def reduced(imp: Importer, op: str, x: Value, axes: Any, keepdim: bool) -> Value
     return imp.net.op(op, [x], axes=axes, **more)
 
 
+def two(value: Any) -> tuple[int, int]:
+    """Makes a pair of what torch takes for one."""
+    if isinstance(value, int):
+        return value, value
+    return (value[0], value[0]) if len(value) == 1 else (value[0], value[1])
+
+
+def window(stride: Any, padding: Any, dilation: Any) -> dict[str, Any]:
+    """Writes a convolution's window down; see ``plain``."""
+    return plain({"stride": two(stride), "padding": two(padding), "dilation": two(dilation)})
+
+
+def by_channel(imp: Importer, vector: Any, rank: int = 4) -> Value:
+    """Lays a vector [C] out to broadcast to [N, C, ...]."""
+    x = imp.value(vector)
+    return imp.net.reshape(x, 1, x.shape[0], *(1 for _ in range(rank - 2)))
+
+
 def plain(window: dict[str, tuple[int, int]]) -> dict[str, Any]:
     """Writes a window down as Net does: one number for two that are the same, no dilation of 1."""
     plain = {name: a if a == b else (a, b) for name, (a, b) in window.items()}

@@ -145,9 +145,7 @@ def filter_major(filters: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(filters.transpose(3, 0, 1, 2)).reshape(-1)
 
 
-def arrangement(
-    shape: tuple[int, ...], groups: int, on_cpu: bool, dtype: DType
-) -> tuple[str, int]:
+def arrangement(shape: tuple[int, ...], groups: int, on_cpu: bool, dtype: DType) -> tuple[str, int]:
     """Names how a filter [R, S, C, F] lies for a device's kernels, and counts its numbers there.
 
     The name is a key of ``ARRANGE``, and a form of ops/arrange_filter.mojo.

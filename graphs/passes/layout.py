@@ -127,6 +127,7 @@ class _Layout:
         elif not (
             (node.op == "layer_norm" and self.of_pixels(node))
             or (node.op == "linear" and self.along_tokens(node))
+            or (node.op == "matmul" and self.transposed(node))
             or (node.op in (*ELEMENTWISE, "cast") and self.elementwise(node))
             or (
                 node.op in ALONG_AXES
@@ -193,6 +194,47 @@ class _Layout:
         n, c, _ = shape
         self.seen[node.output] = (node.output, View.of((n, f, c)).permuted(TURNED))
         return True
+
+    def transposed(self, node: Node) -> bool:
+        """Multiplies by matrices that are transposed for it where they lie.
+
+        What a transposed matrix [M, K] is the left side of is the gradient of a layer's weights.
+        """
+        (a, b), rest = node.inputs[:2], node.inputs[2:]
+        shapes = [self.program.types[value].shape for value in (a, b)]
+        if node.attributes.get("transpose_b"):
+            return False
+        if len(shapes[0]) == len(shapes[1]) == 2 and set(node.attributes) <= {"alpha"}:
+            (f, m), c = shapes[0], shapes[1][1]
+            if self.is_transposed(a) and not any(rest) and "alpha" not in node.attributes:
+                (dy, turned), (x, plain) = self.view(a), self.view(b)
+                images = (
+                    turned.permuted((1, 0)).reshaped((1, m, 1, f)),
+                    plain.reshaped((1, m, 1, c)),
+                )
+                assert images[0] is not None and images[1] is not None
+                dy, x = self.lay(dy, images[0]), self.lay(x, images[1])
+                name = self.free(f"{node.output}.grad")
+                window = {"kernel": 1, "layout": "NHWC"}
+                self.nodes.append(Node("conv2d_weight_grad", (x, dy), (name,), window))
+                held = View.of((f, 1, 1, c)).reshaped((f, c))
+                assert held is not None
+                self.seen[node.output] = (name, held)
+                return True
+        if not self.is_transposed(b):
+            return False
+        swapped = (*range(len(shapes[1]) - 2), len(shapes[1]) - 1, len(shapes[1]) - 2)
+        inputs = (self.read(a), self.read(b, swapped), *(self.read(v) if v else "" for v in rest))
+        self.nodes.append(replace(node.with_attributes(transpose_b=True), inputs=inputs))
+        return True
+
+    def is_transposed(self, value: str) -> bool:
+        """Tells whether a value lies in memory with its last two axes swapped."""
+        view = self.view(value)[1]
+        rank = len(view.shape)
+        if rank < 2 or view.keeps_order:
+            return False
+        return view.permuted((*range(rank - 2), rank - 1, rank - 2)).keeps_order
 
     def elementwise(self, node: Node) -> bool:
         """Computes each number where it lies: in the layout that most values have.

@@ -1,0 +1,287 @@
+"""A graph of ATen ops is cut: what has kernels becomes programs, as few as can be, the rest is torch's.
+
+bridge/dynamo.py cuts graphs for inference, whose weights are known; bridge/training.py those of a
+step forward and backward, which are given the weights.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from max.driver import Device
+from max.graph import DeviceRef
+from torch import Tensor, fx, nn
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+from maxvision.bridge.coverage import Coverage, coverage
+from maxvision.bridge.fx import origin, size_of, type_of
+from maxvision.bridge.importer import Known, Missing, Unsupported
+from maxvision.bridge.tensors import OnTensors
+from maxvision.bridge.walker import Walker
+from maxvision.graphs import lower, passes
+from maxvision.graphs.layers import macs
+from maxvision.graphs.net import Value
+from maxvision.graphs.program import Program, in_dtype
+from maxvision.runtime.executor import Executor, Lowering
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What activations may be."""
+
+
+@dataclass
+class Explanation:
+    """What became of a model's graphs.
+
+    Attributes:
+        parts: What our kernels compute: a coverage for each program, in the order in which they
+            run.
+        left: The ops that torch runs, and why.
+        whole: Why torch runs all of a graph; one sentence each.
+    """
+
+    parts: list[Coverage] = field(default_factory=list)
+    left: list[Missing] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        total = sum(each.macs for each in self.parts)
+        programs = _several(len(self.parts), "program")
+        lines = [f"{programs} on our kernels, {total / 1e9:.2f} GMAC"]
+        for each in self.parts:
+            ops = ", ".join(f"{op} {n}" for op, n in each.kernels.most_common())
+            lines.append(f"  {ops or 'nothing but copies'}")
+        lines.append(f"{_several(len(self.left), 'op')} in torch{':' * bool(self.left)}")
+        lines += [f"  {each.op} at {each.origin or 'an unknown line'}: {each.why}"
+                  for each in self.left]  # fmt: skip
+        lines += [f"a graph in torch: {why}" for why in self.whole]
+        return "\n".join(lines)
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def cut(
+    module: fx.GraphModule, weights: Mapping[str, Known], device: Device, told: Explanation
+) -> tuple[fx.GraphModule, list[Part]]:
+    """Replaces what has kernels by programs.
+
+    Args:
+        module: The graph.
+        weights: Its inputs that are known, by name.
+        device: Where the tensors are.
+        told: Where to say what became of it.
+
+    Returns:
+        The graph, and its parts that are programs, which are not compiled yet.
+    """
+    look = _Look(weights)
+    look.walk(module)
+    look.store()
+    supported = _Supported(module, look.absent)
+    cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
+    module = cutter.fuse_partitions(cutter.propose_partitions(), prefix="part_")
+    reasons = {node.name: why for node, why in look.absent.items()}
+    found, parts = Explanation(), []
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            inner = module.get_submodule(str(node.target))
+            assert isinstance(inner, fx.GraphModule)
+            names = [each.name for each in node.args]
+            part = Part(inner, names, weights, supported.name, device)
+            if macs(part.program):
+                node.args = tuple(node.args[i] for i in part.taken)
+                parts.append(part)
+                found.parts.append(part.coverage())
+                module.set_submodule(str(node.target), part)
+            else:  # to compile it takes longer than it saves
+                found.left += [
+                    Missing(str(each.target), "no layer is beside it", origin(each))
+                    for each in inner.graph.nodes
+                    if each.op == "call_function"
+                ]
+        elif node.name in reasons:
+            found.left.append(reasons[node.name])
+    module.recompile()
+    told.parts += found.parts
+    told.left += found.left
+    return module, parts
+
+
+class _Look(Walker):
+    """Walks a graph, or a part of one."""
+
+    def __init__(self, weights: Mapping[str, Known]) -> None:
+        super().__init__("graph", {each.name for each in weights.values()})
+        self.weights = weights
+
+    def walk(self, module: fx.GraphModule) -> None:
+        """Walks it; nodes that are no tensors are sizes."""
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self.place(node, self.weights.get(node.name))
+            else:
+                self.visit(node, module)
+
+    def place(self, node: fx.Node, weight: Known | None) -> None:
+        """Makes an input of the graph a weight, a size or an input of the program."""
+        value = node.meta["val"]
+        if weight is not None:  # what torch computes of it, it computes on the CPU
+            self.env[node] = Known(tuple(each.cpu() for each in weight.values), weight.name)
+        elif isinstance(value, Tensor):
+            kind = type_of(value)  # floats as those of weights; ``in_dtype`` says what they are
+            dtype = "float32" if value.is_floating_point() else kind.dtype
+            order = _order(value)
+            lies = self.net.input(_given(node), [kind.shape[axis] for axis in order], dtype)
+            self.env[node] = _permuted(lies, _back(order))
+        else:
+            self.env[node] = size_of(value)
+
+    def store(self) -> None:
+        """Leaves to torch what no input decides and no program can hold."""
+        for node, found in [*self.env.items()]:
+            if isinstance(found, Known) and len(found.values) > 1:
+                try:
+                    self.value(found)
+                except Unsupported as why:
+                    self.net.origin = origin(node)
+                    self.miss(node, str(why))
+
+
+def _given(node: fx.Node) -> str:
+    """Names an input as no op is called."""
+    return f"given.{node.name}"
+
+
+class _Supported(OperatorSupportBase):
+    """Says which nodes may be in a program: those that were translated, of one float dtype."""
+
+    def __init__(self, module: fx.GraphModule, absent: Container[fx.Node]) -> None:
+        self._absent = absent
+        kinds = [x.dtype for node in module.graph.nodes for x in _tensors(node)]
+        found = [kind for kind in kinds if kind in DTYPES]
+        self.dtype = max(DTYPES, key=found.count)
+        self.name = str(self.dtype).removeprefix("torch.")
+
+    def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
+        """See above; torch calls this."""
+        tensors = list(_tensors(node))
+        return (
+            node.op == "call_function"
+            and node not in self._absent
+            and bool(tensors)
+            and all(x.dtype == self.dtype or not x.is_floating_point() for x in tensors)
+        )
+
+
+def _tensors(node: fx.Node) -> Iterator[Tensor]:
+    """Gives what a node computes, but for what nobody reads: a norm's statistics are float32."""
+    found = node.meta.get("val")
+    if isinstance(found, (list, tuple)):
+        read = {user.args[1] for user in node.users if user.target is operator.getitem}
+        several = [each for i, each in enumerate(found) if i in read]
+    else:
+        several = [found]
+    return (each for each in several if isinstance(each, Tensor))
+
+
+class Part(nn.Module):
+    """A part of a graph on our kernels.
+
+    Args:
+        module: The part.
+        names: What each of its inputs is called in the graph.
+        weights: Of the graph, by those names.
+        dtype: What it computes in.
+        device: Where it runs.
+
+    Attributes:
+        program: It.
+        taken: Which of its inputs are not weights, nor sizes.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        names: Sequence[str],
+        weights: Mapping[str, Known],
+        dtype: str,
+        device: Device,
+    ) -> None:
+        super().__init__()
+        self._graph = module
+        self._dtype = dtype
+        self._device = device
+        inputs = module.graph.find_nodes(op="placeholder")
+        self._held = {
+            node.name: weights[name]
+            for node, name in zip(inputs, names, strict=True)
+            if name in weights
+        }
+        (last,) = module.graph.find_nodes(op="output")
+        self._single = not isinstance(last.args[0], (list, tuple))
+        self._returned: list[fx.Node] = [last.args[0]] if self._single else [*last.args[0]]
+        self._orders = [_order(node.meta["val"]) for node in self._returned]
+        self.translate()
+        self.taken = [i for i, node in enumerate(inputs) if _given(node) in self.program.inputs]
+        self._lie = [_order(inputs[i].meta["val"]) for i in self.taken]
+        self._run: OnTensors | None = None
+
+    def translate(self) -> None:
+        """Makes its program, with the weights as they are now."""
+        walker = _Look(self._held)
+        walker.walk(self._graph)
+        assert not walker.missing, walker.missing
+        for i, node in enumerate(self._returned):
+            value = walker.value(walker.env[node])
+            walker.net.output(f"y{i}", _permuted(value, self._orders[i]))
+        self.program: Program = in_dtype(walker.net.program(), self._dtype)
+        self._tensors = walker.tensors
+
+    def coverage(self) -> Coverage:
+        """Says what computes it."""
+        place = DeviceRef.from_device(self._device)
+        final = passes.run(self.program, lower.backend(place, self._dtype))
+        return coverage(self.program, final)
+
+    def load(self) -> None:
+        """Compiles it if need be, and packs its weights."""
+        lowering = Lowering(self._dtype, tf32=_tf32())
+        made = Executor.compile(self.program, self._tensors, self._device, lowering, images=0)
+        self._run = OnTensors(made.executable, self._device)
+
+    def forward(self, *given: Any) -> Any:
+        """Computes the outputs."""
+        assert self._run is not None
+        pairs = zip(given, self._lie, strict=True)
+        made = self._run(*(x.detach().permute(order).contiguous() for x, order in pairs))
+        found = [y.permute(_back(order)) for y, order in zip(made, self._orders, strict=True)]
+        return found[0] if self._single else found
+
+
+def _tf32() -> bool:
+    """Says whether torch may round float32 to TF32 on a GPU, in products and in convolutions."""
+    return torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+
+
+def _order(value: Tensor) -> tuple[int, ...]:
+    """Gives the axes in the order in which they lie in memory, as torch has it."""
+    return tuple(sorted(range(value.ndim), key=lambda axis: -_number(value.stride(axis))))
+
+
+def _permuted(x: Value, order: Sequence[int]) -> Value:
+    return x if list(order) == sorted(order) else x.net.permute(x, *order)
+
+
+def _back(order: Sequence[int]) -> list[int]:
+    """Gives the permutation that undoes one."""
+    return [order.index(axis) for axis in range(len(order))]
+
+
+def _number(size: Any) -> int:
+    return int(size) if isinstance(size, int) else int(size.node.hint)

@@ -1,0 +1,80 @@
+"""A graph of TorchDynamo with gradients: its steps forward and backward on our kernels.
+
+AOTAutograd writes both down as graphs of ATen ops, which take the weights as inputs, as these change
+from step to step. Each is cut as a graph for inference is (bridge/parts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from maxvision.bridge import gradients
+from maxvision.bridge.parts import Explanation, cut
+from maxvision.bridge.tensors import device_of
+from maxvision.common.errors import ModelError
+
+
+def trained(
+    graph: fx.GraphModule, example: Sequence[Any], told: Explanation, *, run: bool
+) -> Callable[..., Any]:
+    """Compiles a graph with gradients.
+
+    Args:
+        graph: The graph, whose weights are among its inputs.
+        example: Its inputs.
+        told: Where to say what became of it.
+        run: Whether it shall run, or only be looked at.
+
+    Raises:
+        ModelError: If sizes of its inputs change.
+    """
+    if any(isinstance(each, torch.SymInt) for each in example):
+        raise ModelError("sizes change from step to step; give torch.compile dynamic=False")
+    compiler = partial(_compiled, told=told, run=run)
+    with sdpa_kernel(SDPBackend.MATH):  # what it saves has a rule here
+        made: Callable[..., Any] = aot_autograd(
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            decompositions=gradients.decompositions(),
+            partition_fn=_partitioned,
+        )(graph, example)
+    return made
+
+
+def _partitioned(joint: fx.GraphModule, *given: Any, **named: Any) -> Any:
+    """Divides a graph of both ways, so that little is saved in between."""
+    gradients.without_indices(joint.graph)
+    return min_cut_rematerialization_partition(joint, *given, **named)
+
+
+def _compiled(
+    module: fx.GraphModule, example: Sequence[Any], *, told: Explanation, run: bool
+) -> Callable[..., Any]:
+    places = {each.device for each in example if isinstance(each, Tensor)}
+    device = device_of(places.pop() if places else torch.device("cpu"))
+    whole = fx.GraphModule(module, module.graph)
+    found, parts = cut(whole, {}, device, told)
+    if run:
+        for part in parts:
+            part.load()
+    return _boxed(found if run else module)
+
+
+def _boxed(module: fx.GraphModule) -> Callable[..., Any]:
+    """Takes the inputs as one list, which it empties: what nobody needs any more is freed."""
+
+    def call(inputs: list[Any]) -> Any:
+        given = tuple(inputs)
+        inputs.clear()
+        return module(*given)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
