@@ -1,4 +1,4 @@
-"""What the ATen ops of training are in a program: norms by statistics of the batch, and backward ops.
+"""What the ATen ops of training are in a program: norms by the batch's statistics, backward ops.
 
 The rules are added to those of bridge/aten.py; ops that torch takes apart into others need none.
 """

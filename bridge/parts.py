@@ -1,4 +1,4 @@
-"""A graph of ATen ops is cut: what has kernels becomes programs, as few as can be, the rest is torch's.
+"""A graph of ATen ops is cut: what has kernels becomes programs, as few as can be.
 
 bridge/dynamo.py cuts graphs for inference, whose weights are known; bridge/training.py those of a
 step forward and backward, which are given the weights.

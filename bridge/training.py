@@ -1,7 +1,7 @@
 """A graph of TorchDynamo with gradients: its steps forward and backward on our kernels.
 
-AOTAutograd writes both down as graphs of ATen ops, which take the weights as inputs, as these change
-from step to step. Each is cut as a graph for inference is (bridge/parts.py).
+AOTAutograd writes both down as graphs of ATen ops, which take the weights as inputs, as these
+change from step to step. Each is cut as a graph for inference is (bridge/parts.py).
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def macs(program: Program) -> int:
     """Counts the multiply-accumulates of one image.
 
     Convolutions and their gradients, linear layers, products and attention's two count; norms,
-    activations, pooling and softmax do not, as in torch's FlopCounterMode (which counts two FLOPs for
-    each).
+    activations, pooling and softmax do not, as in torch's FlopCounterMode (which counts two FLOPs
+    for each).
     """
     total = sum(each.macs for each in layers(program))
     for node in program.nodes:
@@ -118,7 +118,7 @@ def macs(program: Program) -> int:
         if node.op in _COMPUTED and node.inputs[1] not in program.constants:
             result, weight = _COMPUTED[node.op]
             pixels = math.prod(_image(program, (*node.inputs, node.output)[result]))
-            filters, *window = _image(program, (*node.inputs, node.output)[weight])
+            window = _image(program, (*node.inputs, node.output)[weight])[1:]
             total += pixels * math.prod(window)
     return total
 

@@ -142,8 +142,8 @@ def conv2d_input_grad(
 ) -> TensorValue:
     """Computes the gradient of x[N, H, W, C] from that of conv2d(x), dy[N, P, Q, F].
 
-    It is a convolution too, of the filter turned around, over dy with zeros between its pixels where
-    the stride leaves some out.
+    It is a convolution too, of the filter turned around, over dy with zeros between its pixels
+    where the stride leaves some out.
 
     Args:
         dy: The gradient of the result.

@@ -234,7 +234,8 @@ def conv2d_input_grad(
     filters, c, r, s = (_known(name, each, "filter") for each in _fcrs(filter, filter_layout))
     if filters != f or windows(name, pair(size), (r, s), stride, padding, dilation) != (p, q):
         raise ArgumentError(
-            f"{name}: dy {_list(dy)} does not fit a filter {_list(filter)} and {list(pair(size))} px"
+            f"{name}: dy {_list(dy)} does not fit a filter {_list(filter)} and"
+            f" {list(pair(size))} px"
         )
     return _as(dy, (n, *pair(size), c * groups), layout)
 
