@@ -41,7 +41,8 @@ def _batch_norm(
     """Norms by the batch's own statistics: y, these, and the running statistics afterwards."""
     if not training:
         raise Unsupported("a batch norm in eval mode while it is trained")
-    net, axes = imp.net, [0, *range(2, len(x.shape))]
+    net, axes, given = imp.net, [0, *range(2, len(x.shape))], x.type.dtype
+    x = _cast(imp, x, "float32")
     count = 1
     for axis in axes:
         count *= x.size(axis)
@@ -63,7 +64,7 @@ def _batch_norm(
         ])
         for held, now in ((mean, flat[0]), (var, unbiased))
     ]  # fmt: skip
-    return [y, flat[0], flat[1], *running]
+    return [_cast(imp, y, given), flat[0], flat[1], *running]
 
 
 @rule(aten.native_layer_norm.default)
@@ -72,8 +73,9 @@ def _layer_norm(
 ) -> list[Any]:
     """Norms the last axes: y, and the mean and the inverse deviation, if anything reads them."""
     net, axes = imp.net, list(range(len(x.shape) - len(shape), len(x.shape)))
-    middle = rules.reduced(imp, "mean", x, axes, True)
-    centred = net.op("sub", [x, middle])
+    given, wide = x, _cast(imp, x, "float32")
+    middle = rules.reduced(imp, "mean", wide, axes, True)
+    centred = net.op("sub", [wide, middle])
     spread = rules.reduced(imp, "mean", net.op("mul", [centred, centred]), axes, True)
     inverse = net.op("rsqrt", [net.op("add", [spread], other=float(eps))])
     if all(each is None or not isinstance(each, Value) for each in (weight, bias)):
@@ -82,7 +84,12 @@ def _layer_norm(
     y = net.op("mul", [centred, inverse])
     y = y if weight is None else net.op("mul", [y, imp.value(weight)])
     y = y if bias is None else net.op("add", [y, imp.value(bias)])
-    return [y, middle, inverse]
+    return [_cast(imp, y, given.type.dtype), middle, inverse]
+
+
+def _cast(imp: Importer, x: Value, dtype: str) -> Value:
+    """Casts a value where values keep their dtypes."""
+    return x if not imp.exact or x.type.dtype == dtype else imp.net.op("cast", [x], dtype=dtype)
 
 
 @rule(aten.convolution_backward.default)

@@ -109,7 +109,10 @@ class Importer:
         tensors: The weights by name.
         reserved: Names that parameters of the source have.
         missing: What could not be translated.
+        exact: Whether values keep the dtypes of the source; else all floats have one.
     """
+
+    exact = False
 
     def __init__(self, name: str, reserved: set[str]) -> None:
         self.net = Net(name)

@@ -67,7 +67,12 @@ def _several(count: int, what: str) -> str:
 
 
 def cut(
-    module: fx.GraphModule, weights: Mapping[str, Known], device: Device, told: Explanation
+    module: fx.GraphModule,
+    weights: Mapping[str, Known],
+    device: Device,
+    told: Explanation,
+    *,
+    exact: bool = False,
 ) -> tuple[fx.GraphModule, list[Part]]:
     """Replaces what has kernels by programs.
 
@@ -76,14 +81,15 @@ def cut(
         weights: Its inputs that are known, by name.
         device: Where the tensors are.
         told: Where to say what became of it.
+        exact: Whether values keep torch's dtypes, as where float32 and bfloat16 are mixed.
 
     Returns:
         The graph, and its parts that are programs, which are not compiled yet.
     """
-    look = _Look(weights)
+    look = _Look(weights, exact)
     look.walk(module)
     look.store()
-    supported = _Supported(module, look.absent)
+    supported = _Supported(module, look.absent, exact)
     cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
     module = cutter.fuse_partitions(cutter.propose_partitions(), prefix="part_")
     reasons = {node.name: why for node, why in look.absent.items()}
@@ -93,7 +99,7 @@ def cut(
             inner = module.get_submodule(str(node.target))
             assert isinstance(inner, fx.GraphModule)
             names = [each.name for each in node.args]
-            part = Part(inner, names, weights, supported.name, device)
+            part = Part(inner, names, weights, supported.name, device, exact)
             if macs(part.program):
                 node.args = tuple(node.args[i] for i in part.taken)
                 parts.append(part)
@@ -116,9 +122,10 @@ def cut(
 class _Look(Walker):
     """Walks a graph, or a part of one."""
 
-    def __init__(self, weights: Mapping[str, Known]) -> None:
+    def __init__(self, weights: Mapping[str, Known], exact: bool) -> None:
         super().__init__("graph", {each.name for each in weights.values()})
         self.weights = weights
+        self.exact = exact
 
     def walk(self, module: fx.GraphModule) -> None:
         """Walks it; nodes that are no tensors are sizes."""
@@ -135,7 +142,8 @@ class _Look(Walker):
             self.env[node] = Known(tuple(each.cpu() for each in weight.values), weight.name)
         elif isinstance(value, Tensor):
             kind = type_of(value)  # floats as those of weights; ``in_dtype`` says what they are
-            dtype = "float32" if value.is_floating_point() else kind.dtype
+            floats = value.is_floating_point() and not self.exact
+            dtype = "float32" if floats else kind.dtype
             order = _order(value)
             lies = self.net.input(_given(node), [kind.shape[axis] for axis in order], dtype)
             self.env[node] = _permuted(lies, _back(order))
@@ -161,8 +169,11 @@ def _given(node: fx.Node) -> str:
 class _Supported(OperatorSupportBase):
     """Says which nodes may be in a program: those that were translated, of one float dtype."""
 
-    def __init__(self, module: fx.GraphModule, absent: Container[fx.Node]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, absent: Container[fx.Node], exact: bool = False
+    ) -> None:
         self._absent = absent
+        self._exact = exact
         kinds = [x.dtype for node in module.graph.nodes for x in _tensors(node)]
         found = [kind for kind in kinds if kind in DTYPES]
         self.dtype = max(DTYPES, key=found.count)
@@ -175,8 +186,11 @@ class _Supported(OperatorSupportBase):
             node.op == "call_function"
             and node not in self._absent
             and bool(tensors)
-            and all(x.dtype == self.dtype or not x.is_floating_point() for x in tensors)
+            and all(self._takes(x.dtype) or not x.is_floating_point() for x in tensors)
         )
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        return dtype in DTYPES if self._exact else dtype == self.dtype
 
 
 def _tensors(node: fx.Node) -> Iterator[Tensor]:
@@ -199,6 +213,7 @@ class Part(nn.Module):
         weights: Of the graph, by those names.
         dtype: What it computes in.
         device: Where it runs.
+        exact: See ``cut``.
 
     Attributes:
         program: It.
@@ -212,9 +227,11 @@ class Part(nn.Module):
         weights: Mapping[str, Known],
         dtype: str,
         device: Device,
+        exact: bool,
     ) -> None:
         super().__init__()
         self._graph = module
+        self._exact = exact
         self._dtype = dtype
         self._device = device
         inputs = module.graph.find_nodes(op="placeholder")
@@ -234,13 +251,17 @@ class Part(nn.Module):
 
     def translate(self) -> None:
         """Makes its program, with the weights as they are now."""
-        walker = _Look(self._held)
+        walker = _Look(self._held, self._exact)
         walker.walk(self._graph)
         assert not walker.missing, walker.missing
         for i, node in enumerate(self._returned):
             value = walker.value(walker.env[node])
+            wanted = str(node.meta["val"].dtype).removeprefix("torch.")
+            if self._exact and value.type.dtype != wanted:  # of weights, which are float32
+                value = walker.net.op("cast", [value], dtype=wanted)
             walker.net.output(f"y{i}", _permuted(value, self._orders[i]))
-        self.program: Program = in_dtype(walker.net.program(), self._dtype)
+        program = walker.net.program()
+        self.program: Program = program if self._exact else in_dtype(program, self._dtype)
         self._tensors = walker.tensors
 
     def coverage(self) -> Coverage:

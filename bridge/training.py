@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from maxvision.bridge import gradients
 from maxvision.bridge.parts import Explanation, cut
@@ -61,10 +62,11 @@ def _compiled(
     places = {each.device for each in example if isinstance(each, Tensor)}
     device = device_of(places.pop() if places else torch.device("cpu"))
     whole = fx.GraphModule(module, module.graph)
-    found, parts = cut(whole, {}, device, told)
-    if run:
-        for part in parts:
-            part.load()
+    with _disable_current_modes(), torch._guards.tracing(None):  # constants are computed, not traced
+        found, parts = cut(whole, {}, device, told, exact=True)
+        if run:
+            for part in parts:
+                part.load()
     return _boxed(found if run else module)
 
 

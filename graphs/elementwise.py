@@ -90,6 +90,8 @@ def expression(op: str, attributes: Mapping[str, Any]) -> str:
     return " ".join([*tokens, op])
 
 
+REDUCTIONS = ("sum", "mean", "amax", "amin")
+"""Ops that leave one number of several; like expressions they compute in float32."""
 MOST_VALUES = 6
 """How many values an expression of ops/pointwise.mojo may have."""
 MOST_PARTS = 8

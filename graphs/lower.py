@@ -106,7 +106,8 @@ def lower(
     for node in final.nodes:
         computes = final.types[node.output].dtype
         wanted = node.dtype or dtype
-        if node.op in ("conv2d", "linear") and not node.at_load and computes != wanted:
+        constant = node.op in ("conv2d", "linear") and node.inputs[1] in final.constants
+        if constant and not node.at_load and computes != wanted:
             raise ArgumentError(
                 f"{program.name}: {node.name} computes in {computes} but its filter would be"
                 f" {wanted}; make the two the same (Program.retyped, Lowering.dtype)"
@@ -434,10 +435,12 @@ def _pad(given: _Given, *, pads: tuple[int, ...], value: float = 0.0) -> TensorV
 def _reduction(kind: str) -> Callable[..., TensorValue]:
     """Reduces axes; MAX's own kernels do so of integers."""
 
-    def emit(given: _Given, *, axes: tuple[int, ...], keepdim: bool = False) -> TensorValue:
+    def emit(
+        given: _Given, *, axes: tuple[int, ...], keepdim: bool = False, dtype: str = ""
+    ) -> TensorValue:
         y = given.value(0)
         if given.floats:
-            return nodes.reduce(kind, y, axes, keepdim)
+            return nodes.reduce(kind, y, axes, keepdim, dtype)
         for axis in axes:
             y = INTEGERS[kind](y, axis=axis)
         return y if keepdim else y.reshape(given.shapes()[0])
@@ -534,7 +537,9 @@ EMIT: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "matmul": _matmul,
     **{name: _elementwise(name) for name in ELEMENTWISE},
-    "pointwise": lambda given, *, expression: nodes.pointwise(expression, given.numbers),
+    "pointwise": lambda given, *, expression, dtype="": nodes.pointwise(
+        expression, given.numbers, dtype
+    ),
     "softmax": lambda given: nodes.softmax(given.value(0)),
     "log_softmax": lambda given: nodes.log_softmax(given.value(0)),
     "max_pool2d": _layouts(lambda given, **window: nodes.maxpool(given.value(0), **window)),

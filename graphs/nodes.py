@@ -482,7 +482,9 @@ def avgpool(
     return _custom("avgpool", [x, window], [out], {"padding_counts": count_include_pad})[0]
 
 
-def reduce(kind: str, x: TensorValue, axes: Sequence[int], keepdim: bool = False) -> TensorValue:
+def reduce(
+    kind: str, x: TensorValue, axes: Sequence[int], keepdim: bool = False, dtype: str = ""
+) -> TensorValue:
     """Reduces axes to one number each, as torch's op of that name does; NaN goes through.
 
     Axes that are not beside each other are permuted first.
@@ -492,12 +494,13 @@ def reduce(kind: str, x: TensorValue, axes: Sequence[int], keepdim: bool = False
         x: Of any shape.
         axes: Those that go.
         keepdim: Whether a size of 1 is left of each.
+        dtype: Of the result: that of x, or float32.
 
     Raises:
         ArgumentError: If there is no such axis, or its size is not known.
         DeviceError: If the device has no kernel for the dtype.
     """
-    out = shapes.reduction(_type(x), axes=tuple(axes), keepdim=keepdim)
+    out = shapes.reduction(_type(x), axes=tuple(axes), keepdim=keepdim, dtype=dtype)
     sizes = _type(x).shape
     wide = [axis for axis in sorted(axes) if sizes[axis] != 1] or [min(axes)]
     first, last = wide[0], wide[-1]
@@ -508,26 +511,27 @@ def reduce(kind: str, x: TensorValue, axes: Sequence[int], keepdim: bool = False
         sizes = tuple(sizes[a] for a in (*kept, *wide))
         first, last = len(kept), len(sizes) - 1
     shape = [product(sizes[:first]), product(sizes[first : last + 1]), product(sizes[last + 1 :])]
-    rows = Type((shape[0], shape[2]), x.dtype.name)
+    rows = Type((shape[0], shape[2]), out.dtype)
     y = _custom("reduce", [x.reshape(dims(shape))], [rows], {"kind": kind})[0]
     return y.reshape(dims(out.shape))
 
 
-def pointwise(expression: str, values: Sequence[TensorValue]) -> TensorValue:
+def pointwise(expression: str, values: Sequence[TensorValue], dtype: str = "") -> TensorValue:
     """Computes an expression (graphs/elementwise.py) of values that broadcast, in one launch.
 
     Args:
         expression: Of ``x0``, ``x1``, ... in postfix order, computed in float32.
         values: Activations of one dtype; float32 and bool may be among those of another.
+        dtype: Of the result; that of the activations if it is not said.
 
     Returns:
-        Of the activations' dtype; bool if the expression ends in a comparison.
+        Of the dtype; bool if the expression ends in a comparison.
 
     Raises:
         ArgumentError: If the expression or the shapes do not fit.
         DeviceError: If the device has no kernel for the dtype.
     """
-    out = shapes.pointwise(*map(_type, values), expression=expression)
+    out = shapes.pointwise(*map(_type, values), expression=expression, dtype=dtype)
     rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
     return _custom("pointwise", [*values, *rest], [out], {"expression": expression})[0]
 

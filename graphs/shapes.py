@@ -519,8 +519,8 @@ def elementwise(name: str) -> Callable[..., Type]:
     return typed
 
 
-def pointwise(*given: Type, expression: str) -> Type:
-    """Types an expression of values that broadcast (graphs/elementwise.py)."""
+def pointwise(*given: Type, expression: str, dtype: str = "") -> Type:
+    """Types an expression of values that broadcast (graphs/elementwise.py), of any ``dtype``."""
     count = values_of(expression)
     if not count == len(given) <= MOST_VALUES:
         raise ArgumentError(
@@ -533,8 +533,7 @@ def pointwise(*given: Type, expression: str) -> Type:
     numbers = [each for each in given if each.dtype != "bool"]
     if not numbers:
         raise ArgumentError(f"pointwise: {expression!r} expects a value that is no mask")
-    dtype = _narrower(*numbers)
-    return Type(shape, "bool" if is_truth(expression) else dtype)
+    return Type(shape, "bool" if is_truth(expression) else dtype or _narrower(*numbers))
 
 
 def layer_norm(x: Type, weight: Type, bias: Type, *, eps: float = 1e-5) -> Type:
@@ -986,7 +985,7 @@ def scatter_add(x: Type, indices: Type, values: Type, *, axis: int) -> Type:
     return Type(x.shape, _narrower(x, values))
 
 
-def reduction(x: Type, *, axes: tuple[int, ...], keepdim: bool = False) -> Type:
+def reduction(x: Type, *, axes: tuple[int, ...], keepdim: bool = False, dtype: str = "") -> Type:
     """Types what leaves one number of several axes: their sum, mean, largest or smallest."""
     if not axes or len(set(axes)) < len(axes) or not all(0 <= a < len(x.shape) for a in axes):
         raise ArgumentError(f"the axes {axes} to reduce are not those of {_list(x)}")
@@ -995,7 +994,7 @@ def reduction(x: Type, *, axes: tuple[int, ...], keepdim: bool = False) -> Type:
     kept = [1 if a in axes else size for a, size in enumerate(x.shape)]
     if not keepdim:
         kept = [size for a, size in enumerate(kept) if a not in axes]
-    return Type(tuple(kept), x.dtype)
+    return Type(tuple(kept), dtype or x.dtype)
 
 
 def cumsum(x: Type, *, axis: int) -> Type:

@@ -24,6 +24,7 @@
 | mlp              | a norm and an MLP: one op                                                    |
 | rows             | rows put in another order, as of windows, their norms and sums: one op       |
 | align            | axes of linear layers that Hopper's copy engine does not take: padded        |
+| casts            | casts between floats beside expressions and reductions: part of these        |
 | pointwise        | batch norms that are left and elementwise ops in a row: one expression       |
 | concat_pointwise | values put together and an expression of all by channel: one op              |
 
@@ -67,6 +68,7 @@ PASSES: dict[str, Pass] = {
     "mlp": fuse.mlp,
     "rows": rows.rows,
     "align": align.align,
+    "casts": elementwise.casts,
     "pointwise": elementwise.pointwise,
     "concat_pointwise": elementwise.concat_pointwise,
 }

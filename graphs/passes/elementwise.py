@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import (
@@ -10,6 +11,7 @@ from maxvision.graphs.elementwise import (
     MOST_PARTS,
     MOST_VALUES,
     MOST_VECTORS,
+    REDUCTIONS,
     expression,
 )
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
@@ -24,6 +26,69 @@ def pointwise(program: Program, _: Backend) -> Program:
     a batch norm, scale and shift are computed when the model loads.
     """
     return _Fusion(program).run()
+
+
+def casts(program: Program, _: Backend) -> Program:
+    """Makes a cast between floats part of the expression before it, or of what is behind it.
+
+    Expressions and reductions compute in float32, whatever they read and whatever they write.
+    """
+    rewrite = Rewrite(program)
+    for node in program.nodes:
+        inputs = tuple(_before_cast(program, value) for value in node.inputs)
+        if not node.at_load and inputs != node.inputs and _mixes(program, node, inputs):
+            rewrite.replace([node], _computing(program, replace(node, inputs=inputs)))
+    program = rewrite.done()
+    rewrite = Rewrite(program)
+    for node in program.nodes:
+        source = program.producers.get(node.inputs[0]) if _is_cast(program, node) else None
+        if (
+            source is not None
+            and _is_expression(source)
+            and not rewrite.has(source)
+            and program.only_user(source.output) is node
+            and "float" in program.types[source.output].dtype
+        ):
+            made = _computing(program, replace(source, outputs=node.outputs))
+            rewrite.replace([source, node], made)
+    return rewrite.done()
+
+
+def _is_cast(program: Program, node: Node | None) -> bool:
+    """Tells whether a node casts floats to other floats."""
+    kinds = [program.types[v].dtype for v in (node.inputs[0], node.output)] if node else []
+    return bool(node and node.op == "cast" and all("float" in kind for kind in kinds))
+
+
+def _before_cast(program: Program, value: str) -> str:
+    """Gives what a value was before it was cast to float32."""
+    cast = program.producers.get(value)
+    wide = value and program.types[value].dtype == "float32"
+    return cast.inputs[0] if cast and wide and _is_cast(program, cast) else value
+
+
+def _is_expression(node: Node) -> bool:
+    return not node.at_load and (node.op in ELEMENTWISE or node.op == "pointwise")
+
+
+def _mixes(program: Program, node: Node, inputs: Sequence[str]) -> bool:
+    """Tells whether an op computes the same of inputs some of which have 16 bits."""
+    kinds = {program.types[value].dtype for value in inputs if value} - {"bool", "float32"}
+    if len(kinds) != 1:
+        return False
+    return node.op in REDUCTIONS or (
+        _is_expression(node) and len(program.types[node.output].shape) <= MOST_AXES
+    )
+
+
+def _computing(program: Program, node: Node) -> Node:
+    """Makes a node give its output in the dtype that this has, whatever it reads."""
+    dtype = program.types[node.output].dtype
+    if dtype == "bool":
+        return node
+    if node.op in REDUCTIONS:
+        return node.with_attributes(dtype=dtype)
+    return replace(node, op="pointwise", attributes={"expression": _text(node), "dtype": dtype})
 
 
 def concat_pointwise(program: Program, _: Backend) -> Program:
@@ -181,7 +246,8 @@ class _Fusion:
             return False
         vector = Type((1,))
         types = [vector if read.part else self.program.types[read.value] for read in reads]
-        (found,) = infer("pointwise", types, {"expression": tree.text()})
+        dtype = root.attributes.get("dtype", "")
+        (found,) = infer("pointwise", types, {"expression": tree.text(), "dtype": dtype})
         return found == self.program.types[root.output]
 
     def leaf(self, node: Node) -> _Tree:
@@ -205,6 +271,8 @@ class _Fusion:
         inputs = tuple(names.get(read, read.value) for read in tree.reads)
         layers = tuple(layer for node in nodes for layer in node.layers)
         attributes: dict[str, Attribute] = {"expression": tree.text()}
+        if "dtype" in (root := tree.nodes[0]).attributes:
+            attributes["dtype"] = root.attributes["dtype"]
         return [*made, Node("pointwise", inputs, tree.nodes[0].outputs, attributes, layers)]
 
     def parameters(self, norm: Node, made: list[Node]) -> dict[_Read, str]:

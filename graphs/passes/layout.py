@@ -8,7 +8,7 @@ from typing import Any
 from max.dtype import DType
 
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.elementwise import ELEMENTWISE, MOST_PARTS
+from maxvision.graphs.elementwise import ELEMENTWISE, MOST_PARTS, REDUCTIONS
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, rebuilt
 from maxvision.graphs.shapes import MOST_AXES
 from maxvision.graphs.views import View
@@ -27,7 +27,6 @@ FILTERS = ("conv2d", "conv2d_input_grad")
 """Those of them that read a filter, which may be computed."""
 LAST = (0, 2, 3, 1)
 """How images and filters are permuted to have their channels last."""
-REDUCTIONS = ("sum", "mean", "amax", "amin")
 TURNED = (0, 2, 1)
 """How tokens [N, T, C] are transposed, and back."""
 ALONG_AXES = ("slice", "concat", "pad", "roll", "cumsum", *REDUCTIONS)

@@ -91,12 +91,13 @@ def _row[dtype: DType, //, kind: StaticString](x: Data[dtype], length: Int) -> F
 
 @no_inline
 def reduce_cpu[
-    dtype: DType, //, kind: StaticString
-](x: Data[dtype], y: Data[dtype], outer: Int, reduced: Int, inner: Int, divisor: Float32):
+    dtype: DType, into: DType, //, kind: StaticString
+](x: Data[dtype], y: Data[into], outer: Int, reduced: Int, inner: Int, divisor: Float32):
     """Reduces on all cores.
 
     Parameters:
-        dtype: Of the tensors, float32 or bfloat16.
+        dtype: Of x, float32 or bfloat16.
+        into: Of y, likewise.
         kind: How numbers are joined: sum, amax or amin.
 
     Args:
@@ -134,7 +135,7 @@ def reduce_cpu[
             if flat:
                 var value = _row[kind](source, rows)
                 if parts == 1:
-                    y[unsafe_offset=to] = narrowed[dtype](value / divisor)
+                    y[unsafe_offset=to] = narrowed[into](value / divisor)
                 else:
                     put[unsafe_offset=to] = value
             elif slab == whole:
@@ -143,7 +144,7 @@ def reduce_cpu[
                 var inside = iota[DType.int32, WIDTH]().lt(Int32(columns))
                 var found = _rows[kind, 1, 4, True](source.unsafe_offset(c), rows, inner, columns)
                 if parts == 1:
-                    var value = narrowed[dtype](found[0] / divisor)
+                    var value = narrowed[into](found[0] / divisor)
                     masked_store(value, y.unsafe_offset(to + c), inside)
                 else:
                     masked_store(found[0], put.unsafe_offset(to + c), inside)
@@ -159,7 +160,7 @@ def reduce_cpu[
                         comptime for v in range(n):
                             var at = to + c + v * WIDTH
                             if parts == 1:
-                                y.unsafe_store(at, narrowed[dtype](found[v] / divisor))
+                                y.unsafe_store(at, narrowed[into](found[v] / divisor))
                             else:
                                 put.unsafe_store(at, found[v])
 
@@ -169,4 +170,4 @@ def reduce_cpu[
             var value = left[unsafe_offset=i]
             for part in range(1, parts):
                 value = joined[kind](value, left[unsafe_offset=part * outer * inner + i])
-            y[unsafe_offset=i] = narrowed[dtype](value / divisor)
+            y[unsafe_offset=i] = narrowed[into](value / divisor)

@@ -80,12 +80,18 @@ struct ReduceSizes(KernelArgument, TrivialRegisterPassable):
 
 @__name(t"reduce_{kind}_{width}x{kept}_{splits}_{dtype}")
 def reduce_kernel[
-    dtype: DType, kind: StaticString, width: Int, kept: Int, splits: Int
-](x: Data[dtype], y: Data[dtype], sizes: ReduceSizes):
+    dtype: DType,
+    into: DType,
+    kind: StaticString,
+    width: Int,
+    kept: Int,
+    splits: Int,
+](x: Data[dtype], y: Data[into], sizes: ReduceSizes):
     """Reduces a slab of rows in each block, or each cluster.
 
     Parameters:
-        dtype: Of x and y.
+        dtype: Of x.
+        into: Of y.
         kind: How numbers are joined: sum, amax or amin.
         width: Numbers of a vector: 16 bytes, or 1.
         kept: Numbers that are left of a vector: as many, or 1 where rows are folded.
@@ -164,7 +170,7 @@ def reduce_kernel[
     var limit = Int32(1) if kept < width else sizes.inner - first
     comptime if splits == 1:
         if t < min(count, limit):
-            result[unsafe_offset=Int(t)] = narrowed[dtype](value / sizes.divisor)
+            result[unsafe_offset=Int(t)] = narrowed[into](value / sizes.divisor)
     else:
         barrier()
         if t < count:
@@ -177,15 +183,15 @@ def reduce_kernel[
                 total = joined[kind](total, cluster_load4(at, UInt32(peer)))
             comptime for i in range(4):
                 if 4 * t + Int32(i) < min(count, limit):
-                    result[unsafe_offset=Int(4 * t) + i] = narrowed[dtype](total[i] / sizes.divisor)
+                    result[unsafe_offset=Int(4 * t) + i] = narrowed[into](total[i] / sizes.divisor)
         cluster_sync()
 
 
 def reduce_gpu[
-    dtype: DType, kind: StaticString
+    dtype: DType, into: DType, //, kind: StaticString
 ](
     x: Data[dtype],
-    y: Data[dtype],
+    y: Data[into],
     outer: Int,
     reduced: Int,
     inner: Int,
@@ -195,7 +201,8 @@ def reduce_gpu[
     """Enqueues a reduction.
 
     Parameters:
-        dtype: Of the tensors.
+        dtype: Of x.
+        into: Of y.
         kind: How numbers are joined: sum, amax or amin.
 
     Args:
@@ -212,20 +219,20 @@ def reduce_gpu[
     """
     comptime wide = 16 // size_of[dtype]()
     if inner == 1 and reduced % wide == 0:
-        _enqueue[dtype, kind, wide, 1](x, y, outer, reduced // wide, wide, divisor, ctx)
+        _enqueue[kind, wide, 1](x, y, outer, reduced // wide, wide, divisor, ctx)
     elif inner == 1:
-        _enqueue[dtype, kind, 1, 1](x, y, outer, reduced, 1, divisor, ctx)
+        _enqueue[kind, 1, 1](x, y, outer, reduced, 1, divisor, ctx)
     elif inner % wide == 0:
-        _enqueue[dtype, kind, wide, wide](x, y, outer, reduced, inner, divisor, ctx)
+        _enqueue[kind, wide, wide](x, y, outer, reduced, inner, divisor, ctx)
     else:
-        _enqueue[dtype, kind, 1, 1](x, y, outer, reduced, inner, divisor, ctx)
+        _enqueue[kind, 1, 1](x, y, outer, reduced, inner, divisor, ctx)
 
 
 def _enqueue[
-    dtype: DType, kind: StaticString, width: Int, kept: Int
+    dtype: DType, into: DType, //, kind: StaticString, width: Int, kept: Int
 ](
     x: Data[dtype],
-    y: Data[dtype],
+    y: Data[into],
     outer: Int,
     rows: Int,
     inner: Int,
@@ -258,7 +265,7 @@ def _enqueue[
             var cluster = Optional[Dim](None)
             if i == 1:
                 cluster = Dim(splits)
-            ctx.enqueue_function[reduce_kernel[dtype, kind, width, kept, most_splits]](
+            ctx.enqueue_function[reduce_kernel[dtype, into, kind, width, kept, most_splits]](
                 x,
                 y,
                 ReduceSizes(

@@ -9,10 +9,10 @@ from ..operands import Data
 
 @doc_hidden
 def reduce_gpu[
-    dtype: DType, kind: StaticString
+    dtype: DType, into: DType, //, kind: StaticString
 ](
     x: Data[dtype],
-    y: Data[dtype],
+    y: Data[into],
     outer: Int,
     reduced: Int,
     inner: Int,

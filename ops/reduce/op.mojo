@@ -24,7 +24,7 @@ struct Reduce:
         target: StaticString, kind: StaticString
     ](
         y: OutputTensor[rank=2, ...],
-        x: InputTensor[dtype=y.dtype, rank=3, ...],
+        x: InputTensor[rank=3, ...],
         ctx: DeviceContext,
     ) raises:
         """Runs the op.
@@ -34,7 +34,7 @@ struct Reduce:
             kind: What is left of the axis: sum, mean, amax or amin.
 
         Args:
-            y: Result [outer, inner].
+            y: Result [outer, inner], of the dtype of x or float32.
             x: [outer, reduced, inner].
             ctx: The device.
 
@@ -48,7 +48,9 @@ struct Reduce:
         var outer, reduced, inner = x.shape()[0], x.shape()[1], x.shape()[2]
         var divisor = Float32(reduced) if kind == "mean" else Float32(1)
         comptime if target == "cpu":
-            comptime assert ON_CPU[y.dtype], "reduce: a CPU expects float32 or bfloat16"
+            comptime assert (
+                ON_CPU[x.dtype] and ON_CPU[y.dtype]
+            ), "reduce: a CPU expects float32 or bfloat16"
             reduce_cpu[join](data(x), data(y), outer, reduced, inner, divisor)
         else:
-            reduce_gpu[y.dtype, join](data(x), data(y), outer, reduced, inner, divisor, ctx)
+            reduce_gpu[join](data(x), data(y), outer, reduced, inner, divisor, ctx)

@@ -348,7 +348,7 @@ def _concat(*given: Tensor, axis: int, expression: str = "x0") -> Tensor:
     return _pointwise(torch.cat(given[:count], axis), *given[count:], expression=expression)
 
 
-def _pointwise(*given: Tensor, expression: str) -> Tensor:
+def _pointwise(*given: Tensor, expression: str, dtype: str = "") -> Tensor:
     """Computes an expression word by word."""
     stack: list[Any] = []
     for word in expression.split(" "):
@@ -391,7 +391,7 @@ def _gather(x: Tensor, indices: Tensor, *, axis: int, batch_axes: int = 0) -> Te
 
 
 def _reduction(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, *, axes, keepdim=False: op(x, dim=axes, keepdim=keepdim)
+    return lambda x, *, axes, keepdim=False, dtype="": op(x, dim=axes, keepdim=keepdim)
 
 
 ELEMENTS: dict[str, Callable[..., Tensor]] = {

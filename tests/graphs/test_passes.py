@@ -339,6 +339,13 @@ def across(net: Net, x: Value, f: int = 9, **rest: Any) -> Value:
     return x + net.op("mul", [net.permute(y, 0, 2, 1), net.weight("scale", x.size(2))])
 
 
+def in_float32(net: Net, x: Value) -> Value:
+    """Squares the distance from the mean, in float32."""
+    wide = net.op("cast", [x], dtype="float32")
+    apart = net.op("sub", [wide, net.op("mean", [wide], axes=(2,), keepdim=True)])
+    return net.op("cast", [net.op("mul", [apart, apart])], dtype="bfloat16")
+
+
 def mixed(
     net: Net, x: Value, count: int = 3, hidden: int = 66, *, between: str = "gelu", tell: Any = None
 ) -> Value:
@@ -900,6 +907,9 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "pointwise", CPU,
         lambda n, x: n.op("clamp", [n.op("mul", [n.op("tanh", [x]), x])], min=0.0, max=6.0),
         TOKENS, "tanh mul clamp -> pointwise",
+    ),
+    "a mean and what is computed of it in float32": (
+        "casts", CUDA, in_float32, TOKENS, "cast sub mul cast -> pointwise pointwise",
     ),
     "an activation written out": (
         "written_out", CPU, lambda n, x: n.op("mul", [n.op("sigmoid", [x]), x]), TOKENS,

@@ -363,8 +363,8 @@ def main() raises:
     var bits = rebind[Data[DType.uint16]](half.unsafe_bitcast[UInt16]())
     permute_gpu[DType.uint16](bits, bits, axes, ctx)
     permute_gpu[DType.uint32](words, words, axes, ctx)
-    reduce_gpu[BF16, "sum"](half, half, n, n, n, 1, ctx)
-    reduce_gpu[F32, "amax"](full, full, n, n, n, 1, ctx)
+    reduce_gpu["sum"](half, half, n, n, n, 1, ctx)
+    reduce_gpu["amax"](full, full, n, n, n, 1, ctx)
     group_norm_gpu[BF16, Epilogue("relu")](
         GroupNormTensors[BF16](x=half, weight=full, bias=full, y=half, partials=full),
         GroupNormSizes(images=n, pixels=n, channels=n, groups=n, entries=n, eps=1e-5),
