@@ -32,7 +32,8 @@ from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
 from .resident import resident_gemm
-from .tuning import CONFIGS, RESIDENT, alike, choose, chosen
+from .turned import turned_gemm
+from .tuning import CONFIGS, RESIDENT, TURNED, alike, choose, chosen
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -277,9 +278,12 @@ def gemm_tile[
     """
     comptime if index < len(CONFIGS):
         hopper_gemm[dtype, epilogue, CONFIGS[index]](g, o, splits, ctx, constant=constant)
-    else:
+    elif index < len(CONFIGS) + len(RESIDENT):
         comptime config = RESIDENT[index - len(CONFIGS)]
         resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant)
+    elif dtype.is_half_float():
+        comptime config = TURNED[index - len(CONFIGS) - len(RESIDENT)]
+        turned_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
 
 
 def gemm_group[

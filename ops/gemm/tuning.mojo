@@ -17,6 +17,7 @@ from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..hopper.tile import TileConfig
 from .hopper import Config
+from .turned import TurnedConfig
 
 comptime CONFIGS: List[Config] = [
     Config(groups=3, columns=192, stages=4, blocks=1, overlap=True),
@@ -35,6 +36,15 @@ comptime RESIDENT: List[TileConfig] = [
     TileConfig(groups=1, columns=32),
 ]
 """The blocks of resident.mojo that are compiled; rows count them on from CONFIGS."""
+comptime TURNED: List[TurnedConfig] = [
+    TurnedConfig(64, 232, 2),
+    TurnedConfig(128, 208, 3),
+    TurnedConfig(128, 208, 2),
+    TurnedConfig(128, 200, 3, columns=1),
+    TurnedConfig(128, 200, 2, columns=1),
+    TurnedConfig(128, 224, 2),
+]
+"""The tiles of turned.mojo that are compiled, for 16 bits; rows count them on from RESIDENT."""
 comptime ALIKE: List[Int] = [5, 6, 4, 6]
 """The tile of CONFIGS that is most like each block of RESIDENT."""
 

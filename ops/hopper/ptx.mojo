@@ -240,6 +240,25 @@ def store_3d(map: UInt64, at: UInt32, x: Int32, y: Int32, z: Int32):
 
 
 @always_inline
+def store_4d(map: UInt64, at: UInt32, x: Int32, y: Int32, z: Int32, n: Int32):
+    """Starts copying a box from shared memory into a tensor of rank 4; what lies outside is dropped.
+
+    Args:
+        map: Address of the tensor map.
+        at: Where from, in shared memory.
+        x: First index along the last axis.
+        y: First index along the axis before it.
+        z: First index along the second axis.
+        n: First index along the first axis.
+    """
+    inlined_assembly[
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [$0, {$2, $3, $4, $5}], [$1];",
+        NOTHING,
+        constraints="l,r,r,r,r,r,~{memory}",
+    ](map, at, x, y, z, n)
+
+
+@always_inline
 def stores_commit():
     """Makes the stores that this thread started a group."""
     inlined_assembly["cp.async.bulk.commit_group;", NOTHING, constraints="~{memory}"]()
