@@ -129,10 +129,7 @@ def load_bytes(to: UInt32, source: Pointer, bytes: UInt32, barrier: UInt32):
         barrier: Told of the bytes that have come.
     """
     inlined_assembly[
-        (
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-            " [$0], [$1], $2, [$3];"
-        ),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
         NOTHING,
         constraints="r,l,r,r,~{memory}",
     ](to, source, bytes, barrier)

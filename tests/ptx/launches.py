@@ -798,15 +798,13 @@ class Turned:
 
     filters: int
     pixels: int
-    boxes: int
-    columns: int = 0
 
     @property
     def label(self) -> str:
-        return f"{self.filters}x{self.pixels}x{self.boxes}" + "columns" * bool(self.columns)
+        return f"{self.filters}x{self.pixels}"
 
 
-TURNED = (Turned(64, 232, 2), Turned(128, 208, 3), Turned(128, 200, 3, 1))
+TURNED = (Turned(64, 232), Turned(128, 200))  # of ops/gemm/tuning.mojo
 
 
 def turned(
@@ -815,6 +813,7 @@ def turned(
     p: Product,
     *,
     dtype: str,
+    columns: int = 0,
     alpha: float = 1,
     stages: int = 3,
     processors: int = 2,
@@ -828,6 +827,7 @@ def turned(
         config: Sizes of the block.
         p: The convolution.
         dtype: Of x, w and y.
+        columns: Columns of the window whose taps share a box; 0 for all of them.
         alpha: Scale of the product.
         stages: Stages of filters, unless they stay.
         processors: Blocks at most.
@@ -838,14 +838,14 @@ def turned(
         y[M, F].
     """
     memory, g = Tensors(), p.g
-    columns = config.columns or g.s
+    columns = columns or g.s
     map, box, tiles = pixel_box(held(memory, p.x, late=True)[1], g, config.pixels, 64, columns)
     w = held(memory, p.w.reshape(g.f, -1, g.c))[1]
     y_at, y = held(memory, unwritten((g.n, *g.out, g.f), dtype))
     residual_at, residual = held(memory, p.residual.reshape(y.shape), late=True)
     bias, band = memory.add(p.bias), (1, box[3], box[2], 64)
     if config.filters == 64:
-        stages = g.r * g.s
+        stages = g.r * g.s * -(-g.c // 64)
     wide_ = -(-g.f // config.filters)
     sizes = problem(
         g, [g.pixels], [0], width=64, columns=wide_, splits=1, tiles=tiles * wide_, alpha=alpha
@@ -862,7 +862,7 @@ def turned(
         memory,
         grid=(min(tiles * wide_, processors),),
         threads=256 + (96 if adds else 64),
-        shared_bytes=ends + config.boxes * (box[0] + 16) + stages * (config.filters * 128 + 16),
+        shared_bytes=ends + 2 * (box[0] + 16) + stages * (config.filters * 128 + 16),
         maps=[
             map,
             Tiled(w, (config.filters, 1, 64)),
