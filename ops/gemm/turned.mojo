@@ -21,8 +21,8 @@ residuals; two warpgroups, the consumers, have 64 filters each:
 
 Bound by the tensor cores, which take half a clock a column; shared memory is read and written in
 four fifths of that, where tiles of pixels as rows need 1.2 to 1.7 times what the tensor cores do. On
-an H100 at batch 256, 3 x 3, 64 -> 64 at 56 x 56 runs at 699 TFLOP/s, 128 -> 128 at 28 x 28 at 678 and
-256 -> 256 at 14 x 14 at 758 (2026-11-25).
+an H100 at batch 256, 3 x 3, 64 -> 64 at 56 x 56 runs at 707 TFLOP/s, 128 -> 128 at 28 x 28 at 724 and
+256 -> 256 at 14 x 14 at 778 (2026-11-25).
 
 Numbers have 16 bits. C has to be a multiple of 8, and F one of 8.
 """
