@@ -37,7 +37,7 @@ def conv2d_gpu[
     comptime if depthwise:
         enqueue_depthwise[dtype, epilogue](g, o, ctx)
     else:
-        gemm[dtype, epilogue, True, tf32, aligned](
+        gemm[dtype, epilogue, True, tf32, aligned, windows=True](
             g,
             o,
             Batch(

@@ -6,8 +6,9 @@ M = N * P * Q output pixels, K = R * S * C taps and channels, N = F filters; see
     b[F, K]         filters, K ordered R, S, C (or b[K, F] for a product with b not transposed)
     y[N, P, Q, F]   result
 
-`gemm` chooses: wgmma (hopper.mojo, resident.mojo) where the GPU has it and it takes the product, else mma.sync or
-mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the kernel of this file.
+`gemm` chooses: wgmma (hopper.mojo, resident.mojo, turned.mojo) where the GPU has it and it takes the
+product, else mma.sync or mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the kernel of
+this file.
 
 That kernel: a block of 256 threads computes a 64 x 64 tile, each thread 4 x 4, from 16 steps of K
 at a time in two alternating stages of shared memory; what the next stage needs is read from device
@@ -32,7 +33,8 @@ from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
 from .resident import resident_gemm
-from .tuning import CONFIGS, RESIDENT, alike, choose, chosen
+from .turned import turned_gemm
+from .tuning import CONFIGS, RESIDENT, TABLED, TURNED, alike, choose, chosen, turned
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -204,7 +206,12 @@ def gemm_kernel[
 
 
 def gemm[
-    dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool, aligned: Bool = False
+    dtype: DType,
+    epilogue: Epilogue,
+    k_major: Bool,
+    tf32: Bool,
+    aligned: Bool = False,
+    windows: Bool = False,
 ](
     g: Geometry,
     o: Operands[dtype],
@@ -222,6 +229,7 @@ def gemm[
         tf32: Whether tensor cores may round float32 to TF32, where they have it.
         aligned: Whether it is one product, of sizes that Hopper's copy engine is known to take
             (graphs/arrange.py): the kernels for all others are then not compiled.
+        windows: Whether there may be windows of several taps: turned.mojo is for nothing else.
 
     Args:
         g: Sizes of one product.
@@ -237,8 +245,12 @@ def gemm[
     comptime hopper = IS_HOPPER and rounds and k_major
     comptime if hopper:
         if batch.products == 1 and takes[dtype](g):
-            var row = choose(g, ROW // size_of[dtype](), epilogue)
-            comptime for i in range(len(CONFIGS) + len(RESIDENT)):
+            comptime WIDTH = ROW // size_of[dtype]()
+            comptime turns = windows and dtype.is_half_float()
+            var row = choose(g, WIDTH, epilogue)
+            comptime if turns:
+                row = turned(row, g, ceildiv(g.c, WIDTH))
+            comptime for i in range(TABLED + len(TURNED) if turns else TABLED):
                 comptime if chosen(i):
                     if row.config == i:
                         gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
@@ -277,9 +289,12 @@ def gemm_tile[
     """
     comptime if index < len(CONFIGS):
         hopper_gemm[dtype, epilogue, CONFIGS[index]](g, o, splits, ctx, constant=constant)
-    else:
+    elif index < TABLED:
         comptime config = RESIDENT[index - len(CONFIGS)]
         resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant)
+    else:
+        comptime config = TURNED[index - TABLED]
+        turned_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
 
 
 def gemm_group[

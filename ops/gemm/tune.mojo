@@ -2,8 +2,9 @@
 
 Reads lines `images side channels filters kernel stride epilogue` (images of side x side) and prints
 for each line and tile `row images side channels filters kernel stride epilogue config splits us
-error`: the time of a launch, with other filters each time; and the difference from the CUDA-core
-kernel, relative, in the Frobenius norm. The first line is `# ` and the GPU.
+error`, or of a tile of turned.mojo `turned` and the same: the time of a launch, with other filters
+each time; and the difference from the CUDA-core kernel, relative, in the Frobenius norm. The first
+line is `# ` and the GPU.
 """
 
 from max.gpu.host import DeviceBuffer
@@ -15,7 +16,8 @@ from ..hopper.window import PixelBox
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands
 from .gpu import gemm_portable, gemm_tile
-from .tuning import CONFIGS, RESIDENT
+from .tuning import CONFIGS, RESIDENT, TABLED, TURNED
+from .turned import turned_tiles
 
 comptime HALF = DType.bfloat16
 """What is timed; float16 takes as long."""
@@ -121,6 +123,9 @@ struct Tuner:
                 self.tune_splits[epilogue, len(CONFIGS) + i](
                     g, line, blocks, least, 8 if config.split else 1
                 )
+        comptime for i in range(len(TURNED)):
+            if turned_tiles[TURNED[i]](g, chunks=ceildiv(g.c, 64)) > 0:
+                self.tune_splits[epilogue, TABLED + i](g, line, 0, 1, 1)
 
     def tune_splits[
         epilogue: Epilogue, index: Int
@@ -151,7 +156,9 @@ struct Tuner:
                 g, self.operands(self.bench.y, 0), splits, self.bench.ctx
             )
             var error = self.bench.difference(count)
-            print("row", line, index, splits, self.timed[epilogue, index](g, splits), error)
+            # ops/gemm/tune.py makes the table of the rows; it has none of TURNED.
+            comptime kind = "row" if index < TABLED else "turned"
+            print(kind, line, index, splits, self.timed[epilogue, index](g, splits), error)
             splits *= 2
 
 

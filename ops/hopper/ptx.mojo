@@ -129,10 +129,7 @@ def load_bytes(to: UInt32, source: Pointer, bytes: UInt32, barrier: UInt32):
         barrier: Told of the bytes that have come.
     """
     inlined_assembly[
-        (
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-            " [$0], [$1], $2, [$3];"
-        ),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
         NOTHING,
         constraints="r,l,r,r,~{memory}",
     ](to, source, bytes, barrier)
@@ -237,6 +234,25 @@ def store_3d(map: UInt64, at: UInt32, x: Int32, y: Int32, z: Int32):
         NOTHING,
         constraints="l,r,r,r,r,~{memory}",
     ](map, at, x, y, z)
+
+
+@always_inline
+def store_4d(map: UInt64, at: UInt32, x: Int32, y: Int32, z: Int32, n: Int32):
+    """Starts copying a box from shared memory into a tensor of rank 4; what lies outside is dropped.
+
+    Args:
+        map: Address of the tensor map.
+        at: Where from, in shared memory.
+        x: First index along the last axis.
+        y: First index along the axis before it.
+        z: First index along the second axis.
+        n: First index along the first axis.
+    """
+    inlined_assembly[
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [$0, {$2, $3, $4, $5}], [$1];",
+        NOTHING,
+        constraints="l,r,r,r,r,r,~{memory}",
+    ](map, at, x, y, z, n)
 
 
 @always_inline

@@ -13,7 +13,7 @@ from std.sys import size_of
 from ..geometry import Geometry
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data
-from .ptx import load_2d, load_3d, load_4d, load_im2col, prefetch_map, store_2d, store_3d
+from .ptx import load_2d, load_3d, load_4d, load_im2col, prefetch_map, store_2d, store_3d, store_4d
 from .shared import ROW
 
 comptime MAP = 128
@@ -149,7 +149,7 @@ struct TileLoader(TrivialRegisterPassable):
 
 
 struct TileStore(TrivialRegisterPassable):
-    """Copies boxes from shared memory into a matrix, or a tensor of rank 3.
+    """Copies boxes from shared memory into a matrix, or a tensor of rank 3 or 4.
 
     Writes of other threads to the box need `fence_async` and a barrier before; `stores_commit` and
     `stores_read` tell when shared memory may be written again. One thread calls it.
@@ -190,6 +190,19 @@ struct TileStore(TrivialRegisterPassable):
             z: First index along the first axis.
         """
         store_3d(self.map, at, x, y, z)
+
+    @always_inline
+    def store(self, at: UInt32, x: Int32, y: Int32, z: Int32, n: Int32):
+        """Starts copying a box of a tensor of rank 4.
+
+        Args:
+            at: Where from, in shared memory.
+            x: First index along the last axis.
+            y: First index along the axis before it.
+            z: First index along the second axis.
+            n: First index along the first axis.
+        """
+        store_4d(self.map, at, x, y, z, n)
 
 
 # The host's side

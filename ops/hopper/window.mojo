@@ -65,20 +65,22 @@ struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):
     var bands: Int32
     """Tiles of an image."""
 
-    def __init__(out self, g: Geometry):
+    def __init__(out self, g: Geometry, *, columns: Int = 0):
         """Chooses between a box and tap by tap.
 
         Args:
             g: Sizes of the convolution.
+            columns: Columns of the window whose taps share a box; 0 for all of them.
         """
+        var s = columns if columns else g.s
         self.bytes = self.loads = Int32(Self.rows * ROW)
         self.width = self.height = self.bands = 0
-        var width = g.q + g.s - 1
-        var last = (g.r - 1) * width + g.s - 1 + Self.rows
+        var width = g.q + s - 1
+        var last = (g.r - 1) * width + s - 1 + Self.rows
         var near = max(g.stride_h, g.stride_w, g.dilation_h, g.dilation_w) == 1
         # Along an axis a copy has at most 256 pixels.
         if g.r * g.s > 1 and g.r <= 128 and width <= Self.rows and near and last <= BOX:
-            var bands = ceildiv(g.p, min(g.p, Self.rows // width))
+            var bands = ceildiv(g.p, min(g.p, (Self.rows + s - 1) // width))
             var height = ceildiv(g.p, bands)
             var loads = (height + g.r - 1) * width * ROW
             self.bytes = Int32(ceildiv(max(loads, last * ROW), SWIZZLED) * SWIZZLED)

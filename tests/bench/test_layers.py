@@ -119,6 +119,7 @@ def test_launches_find_their_nodes(
         ("gemm_hopper_64x32x8split_none_1x1_bfloat16_44630a41", "none"),
         ("gemm_hopper_128x128x6overlap_add_relu_1x1_float32_2d37c457", "add_relu"),
         ("gemm_resident_64x32split_add_relu_bfloat16_44630a41", "add_relu"),
+        ("gemm_turned_64x232_add_relu_bfloat16_44630a41", "add_relu"),
         ("gemm_mma_128x64x3_relu_float16_2d37c457", "relu"),
         ("gemm_cores_gelu_bfloat16_2d37c457", "gelu"),
         ("depthwise_add_bfloat16_2d37c457", "add"),

@@ -17,7 +17,8 @@ from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
 from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.resident import resident_gemm
-from ops.gemm.tuning import CONFIGS, RESIDENT
+from ops.gemm.tuning import CONFIGS, RESIDENT, TURNED
+from ops.gemm.turned import turned_gemm
 from ops.gather_rows import GatherTensors, RowMap, gather_rows_gpu
 from ops.geometry import Geometry
 from ops.group_norm.config import GroupNormSizes, GroupNormTensors
@@ -68,6 +69,12 @@ def resident(
     resident_gemm[F16, Epilogue("gelu"), RESIDENT[0]](g, o16, 1, ctx)
     resident_gemm[F32, Epilogue("add"), RESIDENT[1]](g, o32, 1, ctx)
     resident_gemm[F32, Epilogue("relu"), RESIDENT[2]](g, o32, 1, ctx)
+
+
+def turned(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
+    comptime for i in range(len(TURNED)):
+        turned_gemm[BF16, Epilogue("relu"), TURNED[i]](g, o, ctx)
+        turned_gemm[BF16, Epilogue("add_relu"), TURNED[i]](g, o, ctx)
 
 
 def sparse[
@@ -201,6 +208,7 @@ def main() raises:
         Operands[F32](full, full, full, full, full),
         ctx,
     )
+    turned(g, o, ctx)
     var words = rebind[Data[DType.uint32]](ctx.enqueue_create_buffer[DType.uint32](1).unsafe_ptr())
     sparse[BF16](g, o, words, ctx)
     var starts = rebind[Data[DType.int32]](ctx.enqueue_create_buffer[DType.int32](1).unsafe_ptr())

@@ -700,16 +700,22 @@ class OneTile:
         return rings + inbox + 4 * self.columns + 1024
 
 
-def pixel_box(x: Array, g: Conv, rows: int, width: int) -> tuple[Tiled | Im2col, list[int], int]:
-    """Packs a PixelBox of ops/hopper/window.mojo, for `rows` pixels: map, numbers and tiles."""
+def pixel_box(
+    x: Array, g: Conv, rows: int, width: int, columns: int = 0
+) -> tuple[Tiled | Im2col, list[int], int]:
+    """Packs a PixelBox of ops/hopper/window.mojo, for `rows` pixels: map, numbers and tiles.
+
+    Taps of ``columns`` columns of the window share a box; 0 for all of them.
+    """
     high, broad = g.out
-    pitch = broad + g.s - 1
+    extra = (columns or g.s) - 1
+    pitch = broad + extra
     if g.r * g.s == 1 or (*g.stride, *g.dilation) != (1, 1, 1, 1) or pitch > rows:
         return pixels_of(x, g, rows, width), [rows * 128] * 2 + [0] * 3, -(-g.pixels // rows)
-    bands = -(-high // min(high, rows // pitch))
+    bands = -(-high // min(high, (rows + extra) // pitch))
     height = -(-high // bands)
     box = (height + g.r - 1) * pitch
-    window = -(-max(box, (g.r - 1) * pitch + g.s - 1 + rows) // 8) * 1024
+    window = -(-max(box, (g.r - 1) * pitch + extra + rows) // 8) * 1024
     map = Tiled(x, (1, height + g.r - 1, pitch, width))
     return map, [window, box * 128, pitch, height, bands], g.n * bands
 
@@ -784,6 +790,88 @@ def resident(
     )
     launch.run(seed)
     return y
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A TurnedConfig of ops/gemm/turned.mojo."""
+
+    filters: int
+    pixels: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.filters}x{self.pixels}"
+
+
+TURNED = (Turned(64, 232), Turned(128, 200))  # of ops/gemm/tuning.mojo
+
+
+def turned(
+    kernel: Kernel,
+    config: Turned,
+    p: Product,
+    *,
+    dtype: str,
+    columns: int = 0,
+    alpha: float = 1,
+    stages: int = 3,
+    processors: int = 2,
+    adds: bool = False,
+    seed: int = 0,
+) -> Array:
+    """Runs ops/gemm/turned.mojo. The kernel ahead writes x and the residual.
+
+    Args:
+        kernel: What runs.
+        config: Sizes of the block.
+        p: The convolution.
+        dtype: Of x, w and y.
+        columns: Columns of the window whose taps share a box; 0 for all of them.
+        alpha: Scale of the product.
+        stages: Stages of filters, unless they stay.
+        processors: Blocks at most.
+        adds: Whether there is a residual.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        y[M, F].
+    """
+    memory, g = Tensors(), p.g
+    columns = columns or g.s
+    map, box, tiles = pixel_box(held(memory, p.x, late=True)[1], g, config.pixels, 64, columns)
+    w = held(memory, p.w.reshape(g.f, -1, g.c))[1]
+    y_at, y = held(memory, unwritten((g.n, *g.out, g.f), dtype))
+    residual_at, residual = held(memory, p.residual.reshape(y.shape), late=True)
+    bias, band = memory.add(p.bias), (1, box[3], box[2], 64)
+    if config.filters == 64:
+        stages = g.r * g.s * -(-g.c // 64)
+    wide_ = -(-g.f // config.filters)
+    sizes = problem(
+        g, [g.pixels], [0], width=64, columns=wide_, splits=1, tiles=tiles * wide_, alpha=alpha
+    )
+    ends = 2 * ((config.pixels + 8) * 128 + 16) + 1024
+    launch = Launch(
+        kernel,
+        [
+            bytes(128 * 4),
+            pack("4Q", bias, bias, residual_at, y_at),
+            sizes,
+            pack("9i", *box, stages, g.s // columns, g.r * columns, columns),
+        ],
+        memory,
+        grid=(min(tiles * wide_, processors),),
+        threads=256 + (96 if adds else 64),
+        shared_bytes=ends + 2 * (box[0] + 16) + stages * (config.filters * 128 + 16),
+        maps=[
+            map,
+            Tiled(w, (config.filters, 1, 64)),
+            Tiled(y, band),
+            Tiled(residual, band) if adds else None,
+        ],
+    )
+    launch.run(seed)
+    return y.reshape(-1, g.f)
 
 
 def tiled(

@@ -26,6 +26,7 @@ from .launches import (
     SPARSE,
     TILES,
     TOKEN_TILES,
+    TURNED,
     Blocks,
     Chain,
     Conv,
@@ -41,6 +42,7 @@ from .launches import (
     Squeeze,
     StemCase,
     Tile,
+    Turned,
     attention,
     blocks,
     chain,
@@ -68,6 +70,7 @@ from .launches import (
     stem,
     tiled,
     token_linear,
+    turned,
     two_four,
     wide,
 )
@@ -533,6 +536,34 @@ def run_resident(
     )
     sums = GELU if epilogue == "gelu" else SUMS
     check(got, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, sums)
+
+
+TURNED_WINDOWS = [
+    (TURNED[0], Conv(1, 17, 56, 64, 64, 3, 3, pad=(1, 1)), 0, "add_relu", 1),
+    (TURNED[0], Conv(2, 17, 40, 40, 24, 3, 2, pad=(1, 1), after=(0, -1)), 1, "relu", 0.5),
+    (TURNED[1], Conv(1, 14, 28, 72, 136, 3, 3, pad=(1, 1)), 0, "relu", 1),
+    (TURNED[1], Conv(2, 9, 13, 64, 72, 5, 2, pad=(2, 1)), 0, "add_relu", 0.5),
+    (TURNED[1], Conv(3, 14, 14, 72, 136, 3, 3, pad=(1, 1)), 1, "add_relu", 1),
+]
+"""Tiles of ops/gemm/turned.mojo, convolutions, columns that share a box, epilogues and alpha."""
+
+
+@pytest.mark.parametrize(("config", "g", "columns", "epilogue", "alpha"), TURNED_WINDOWS, ids=str)
+def test_turned(
+    find: Find,
+    rng: np.random.Generator,
+    config: Turned,
+    g: Conv,
+    columns: int,
+    epilogue: str,
+    alpha: float,
+) -> None:
+    p = product(rng, g, BF16)
+    got = turned(
+        find(f"gemm_turned_{config.label}_{epilogue}_{BF16}"),
+        config, p, dtype=BF16, columns=columns, alpha=alpha, adds="add" in epilogue,
+    )  # fmt: skip
+    check(got, finished(alpha * convolved(p, BF16), p, epilogue, BF16), BF16, SUMS)
 
 
 TWO_FOUR = [

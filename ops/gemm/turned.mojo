@@ -1,0 +1,572 @@
+"""Implicit GEMM on Hopper's tensor cores with filters as rows, and windows that come once.
+
+    y[m, f] = act(alpha * sum_k w[f, k] x[m, k] + bias[f] + residual[m, f])
+
+    x[N, H, W, C]   activations
+    w[F, R, S, C]   filters
+    y[N, P, Q, F]   result, and the residual
+
+M = F filters, N = N * P * Q output pixels, K = C * R * S: windows of several taps, stride 1. wgmma
+has 64 rows and up to 256 columns, and reads a column of shared memory once for all 64 rows; so the
+many pixels are its columns. A tile is a band of an image, as in hopper/window.mojo: a box of whole
+rows of it, 128 bytes of channels, serves all taps of the window, or those of a column of it. The
+sums leave turned over, by stmatrix, for the copy engine, which drops the padding's pixels.
+
+Blocks go from tile to tile. Three warps, the producers, have the copy engine bring boxes, filters and
+residuals; two warpgroups, the consumers, have 64 filters each:
+
+    of one tile, 128 filters, which stream through a ring of their own
+    or of two tiles in turns, 64 filters, which stay in shared memory for the whole launch: one
+    consumer's products run while the other stores its results
+
+Bound by the tensor cores, which take half a clock a column; shared memory is read and written in
+four fifths of that, where tiles of pixels as rows need 1.2 to 1.7 times what the tensor cores do. On
+an H100 at batch 256, 3 x 3, 64 -> 64 at 56 x 56 runs at 707 TFLOP/s, 128 -> 128 at 28 x 28 at 724 and
+256 -> 256 at 14 x 14 at 778 (2026-11-25).
+
+Numbers have 16 bits. C has to be a multiple of 8, and F one of 8.
+"""
+
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, grid_dim, thread_idx
+from max.gpu.compute.mma import (
+    wgmma_commit_group_sync,
+    wgmma_fence_aligned,
+    wgmma_wait_group_sync,
+)
+from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host.nvidia.tma import TMADescriptor
+from max.gpu.primitives.grid_controls import (
+    PDLLevel,
+    launch_dependent_grids,
+    pdl_launch_attributes,
+    wait_on_dependent_grids,
+)
+from std.math import ceildiv
+from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
+
+from ..device import Device
+from ..epilogue import Epilogue
+from ..geometry import Geometry
+from ..hopper.accumulator import Fragment, Sums
+from ..hopper.conv import Problem
+from ..hopper.epilogue import EpilogueTensors, finish_columns
+from ..hopper.mma import ROWS, Matrix, mma
+from ..hopper.pipeline import OrderedSequence, Pipeline, StoringStage
+from ..hopper.ptx import (
+    fence_async,
+    fence_barrier_init,
+    stores_commit,
+    stores_read,
+    sync_threads,
+)
+from ..hopper.scheduler import TileScheduler
+from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.tma import TensorMaps, TileLoader, TileStore, tensor_map
+from ..hopper.window import PixelBox, box_map
+from ..kernel_argument import KernelArgument
+from ..operands import Data, Operands
+from .hopper import filter_map
+
+comptime CONSUMERS = 2
+"""Warpgroups that multiply."""
+comptime BOXES = 2
+"""Boxes of pixels in shared memory."""
+comptime MEMORY = 227 * 1024
+"""Bytes of shared memory that a block may have."""
+
+
+struct TurnedConfig(TrivialRegisterPassable):
+    """How a block works: a compile-time value."""
+
+    var filters: Int
+    """Of a tile: 128; or 64, which stay while consumers compute tiles in turns."""
+    var pixels: Int
+    """Columns of the product, a multiple of 8: pixels of a tile, and the padding between rows."""
+
+    def __init__(out self, filters: Int, pixels: Int):
+        """Names the parts.
+
+        Args:
+            filters: Of a tile.
+            pixels: Columns of the product.
+        """
+        self.filters, self.pixels = filters, pixels
+
+    def label(self) -> String:
+        """Names the tile for a profiler, as a part of a kernel's symbol.
+
+        Returns:
+            Filters and pixels.
+        """
+        return String(t"{self.filters}x{self.pixels}")
+
+    @always_inline
+    def turns(self) -> Bool:
+        """Tells whether the consumers compute tiles in turns.
+
+        Returns:
+            False if they share each tile.
+        """
+        return self.filters == ROWS
+
+    @always_inline
+    def sharing(self) -> Int:
+        """Counts the consumers that share a tile.
+
+        Returns:
+            One for each 64 filters.
+        """
+        return self.filters // ROWS
+
+    @always_inline
+    def stored(self) -> Int:
+        """Counts the columns that leave the registers.
+
+        Returns:
+            A multiple of 16.
+        """
+        return ceildiv(self.pixels, 16) * 16
+
+    @always_inline
+    def stored_rows(self) -> Int:
+        """Counts the rows of a consumer's result, which columns become: 64 filters of each.
+
+        Returns:
+            Those of all columns, and of padding that may end the last row of a tile.
+        """
+        return self.pixels + 8
+
+    @always_inline
+    def result(self) -> Int:
+        """Counts the bytes of a consumer's result.
+
+        Returns:
+            128 of each row.
+        """
+        return self.stored_rows() * ROW
+
+    @always_inline
+    def threads(self, epilogue: Epilogue) -> Int:
+        """Counts the threads of a block.
+
+        Args:
+            epilogue: What the sums go through.
+
+        Returns:
+            The consumers', and a warp for each of boxes, filters and residuals.
+        """
+        return CONSUMERS * WARPGROUP + (3 if epilogue.adds else 2) * WARP
+
+
+struct TurnedPlan[config: TurnedConfig](KernelArgument, TrivialRegisterPassable):
+    """How K is walked through, and shared memory divided.
+
+    Parameters:
+        config: The tile.
+    """
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var box: PixelBox[Self.config.pixels]
+    """What a stage of pixels holds."""
+    var stages: Int32
+    """Stages of filters."""
+    var parts: Int32
+    """Boxes of the same channels: 1, or one for each column of the window."""
+    var taps: Int32
+    """Taps that read a box."""
+    var columns: Int32
+    """Of these, those of a row of the window."""
+
+    def __init__(out self, g: Geometry, *, chunks: Int):
+        """Plans a convolution.
+
+        Args:
+            g: Sizes.
+            chunks: Steps of 128 bytes over the channels.
+        """
+        comptime Box = PixelBox[Self.config.pixels]
+        self.box = Box(g)
+        self.columns = Int32(g.s)
+        var narrow = Box(g, columns=1)
+        var fewer = not self.box.all_taps() or narrow.tiles(g) < self.box.tiles(g)
+        if narrow.all_taps() and fewer:
+            self.box, self.columns = narrow, 1
+        self.parts = Int32(g.s) // self.columns
+        self.taps = Int32(g.r) * self.columns
+        var room = MEMORY - SWIZZLED - CONSUMERS * (Self.config.result() + Pipeline.BARRIERS)
+        room -= BOXES * (Int(self.box.bytes) + Pipeline.BARRIERS)
+        var most = room // (Self.config.filters * ROW + Pipeline.BARRIERS)
+        self.stages = Int32(min(g.r * g.s * chunks, most))
+
+    def bytes(self) -> Int:
+        """Counts the bytes of shared memory.
+
+        Returns:
+            What `TurnedStorage` divides, and what aligning it may take.
+        """
+        var w = Int(self.stages) * (Self.config.filters * ROW + Pipeline.BARRIERS)
+        var x = BOXES * (Int(self.box.bytes) + Pipeline.BARRIERS)
+        return SWIZZLED + w + x + CONSUMERS * (Self.config.result() + Pipeline.BARRIERS)
+
+
+struct TurnedStorage[config: TurnedConfig](TrivialRegisterPassable):
+    """What a block has in its shared memory.
+
+    Parameters:
+        config: The tile.
+    """
+
+    var w: Pipeline
+    """Filters, a stage a step."""
+    var x: Pipeline
+    """Boxes of pixels."""
+    var y: Pipeline
+    """A stage for the residual and the result of each consumer."""
+
+    @always_inline
+    def __init__(out self, data: UInt32, plan: TurnedPlan[Self.config]):
+        """Divides shared memory.
+
+        Args:
+            data: Its address.
+            plan: How.
+        """
+        comptime W = UInt32(Self.config.filters * ROW)
+        comptime Y = UInt32(Self.config.result())
+        var x = data + UInt32(plan.stages) * W
+        var y = x + UInt32(BOXES) * UInt32(plan.box.bytes)
+        var barriers = y + CONSUMERS * Y
+        self.x = Pipeline(x, barriers, stages=Int32(BOXES), bytes=UInt32(plan.box.bytes))
+        barriers += UInt32(BOXES * Pipeline.BARRIERS)
+        self.y = Pipeline(y, barriers, stages=CONSUMERS, bytes=Y)
+        barriers += UInt32(CONSUMERS * Pipeline.BARRIERS)
+        self.w = Pipeline(data, barriers, stages=plan.stages, bytes=W)
+
+    @always_inline
+    def init(self):
+        """Prepares the barriers, by one thread."""
+        self.x.init[BOXES](consumers=Self.config.sharing())
+        self.y.init[CONSUMERS](consumers=1)
+        self.w.init(consumers=CONSUMERS)
+        fence_barrier_init()
+
+
+@__name(t"gemm_turned_{config.label()}_{epilogue.label()}_{dtype}")
+@__llvm_arg_metadata(maps, `nvvm.grid_constant`)
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads(epilogue))),
+    `nvvm.minctasm`=SIMDLength(1),
+)
+def turned_kernel[
+    dtype: DType, epilogue: Epilogue, config: TurnedConfig
+](
+    maps: TensorMaps[4],
+    tensors: EpilogueTensors[dtype],
+    problem: Problem[1],
+    plan: TurnedPlan[config],
+):
+    """Computes tiles.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        config: The tile.
+
+    Args:
+        maps: Tensor maps of x (boxes of an image), w[F, R * S, C], y[N, P, Q, F] and the residual.
+        tensors: Bias, residual and y.
+        problem: Sizes.
+        plan: How K is walked through, and shared memory divided.
+    """
+    var storage = TurnedStorage(shared_memory["gemm_turned"](), plan)
+    var t = Int32(thread_idx.x)
+    if t == 0:
+        storage.init()
+    sync_threads(0, UInt32(config.threads(epilogue)))
+    launch_dependent_grids()
+
+    var warp = t // Int32(WARP) - Int32(CONSUMERS * WARPGROUP // WARP)
+    if warp < 0:
+        _consume[epilogue](maps.address(), tensors, problem, plan, storage, Fragment(t))
+    elif t % Int32(WARP) == 0:
+        if warp == 0:
+            _produce_boxes[dtype](TileLoader(maps.address()), problem, plan, storage.x)
+        elif warp == 1:
+            if problem.constant == 0:
+                wait_on_dependent_grids()
+            _produce_filters[dtype](TileLoader(maps.address(), 1), problem, plan, storage.w)
+        else:
+            _produce_residuals(TileLoader(maps.address(), 3), problem, plan, storage.y)
+
+
+@always_inline
+def _produce_boxes[
+    dtype: DType
+](x: TileLoader, problem: Problem[1], plan: TurnedPlan[_], at_start: Pipeline):
+    """Fills the ring of boxes, by one thread, once the kernel ahead is done."""
+    comptime WIDTH = Int32(ROW // size_of[dtype]())
+    x.prefetch_descriptor()
+    wait_on_dependent_grids()
+    var pipeline = at_start
+    for number in problem.schedule.turns():
+        var first = plan.box.first(problem.conv, problem.schedule.tile(number).row)
+        var corner = problem.conv.corner(first)
+        for chunk in range(problem.conv.chunks):
+            for part in range(plan.parts):
+                pipeline.acquire()
+                pipeline.expect(UInt32(plan.box.loads))
+                x.load(
+                    pipeline.stage(),
+                    pipeline.barrier(),
+                    chunk * WIDTH,
+                    corner.w + part,
+                    corner.h,
+                    first.n,
+                )
+                pipeline.advance()
+
+
+@always_inline
+def _produce_filters[
+    dtype: DType
+](w: TileLoader, problem: Problem[1], plan: TurnedPlan[_], at_start: Pipeline):
+    """Fills the ring of filters, by one thread; once, if they stay."""
+    comptime WIDTH = Int32(ROW // size_of[dtype]())
+    comptime config = plan.config
+    w.prefetch_descriptor()
+    var pipeline = at_start
+    for number in problem.schedule.turns():
+        var f0 = problem.schedule.tile(number).column * Int32(config.filters)
+        for chunk in range(problem.conv.chunks):
+            for part in range(plan.parts):
+                for tap in range(plan.taps):
+                    pipeline.acquire()
+                    pipeline.expect(UInt32(config.filters * ROW))
+                    w.load(
+                        pipeline.stage(),
+                        pipeline.barrier(),
+                        chunk * WIDTH,
+                        tap * plan.parts + part,
+                        f0,
+                    )
+                    pipeline.advance()
+        comptime if config.turns():
+            return
+
+
+@always_inline
+def _produce_residuals(
+    residual: TileLoader, problem: Problem[1], plan: TurnedPlan[_], at_start: Pipeline
+):
+    """Brings the residual of each consumer's tiles, by one thread, once the kernel ahead is done."""
+    comptime config = plan.config
+    residual.prefetch_descriptor()
+    wait_on_dependent_grids()
+    var pipeline = at_start
+    for number in problem.schedule.turns():
+        var tile = problem.schedule.tile(number)
+        var first = plan.box.first(problem.conv, tile.row)
+        comptime for i in range(config.sharing()):
+            pipeline.acquire()
+            pipeline.expect(UInt32(plan.box.height * plan.box.width * Int32(ROW)))
+            var f = tile.column * Int32(config.filters) + Int32(i * ROWS)
+            residual.load(pipeline.stage(), pipeline.barrier(), f, 0, first.p, first.n)
+            pipeline.advance()
+
+
+@always_inline
+def _consume[
+    dtype: DType, config: TurnedConfig, //, epilogue: Epilogue
+](
+    maps: UInt64,
+    tensors: EpilogueTensors[dtype],
+    problem: Problem[1],
+    plan: TurnedPlan[config],
+    storage: TurnedStorage[config],
+    at: Fragment,
+):
+    """Multiplies the boxes of the tiles, and stores the results."""
+    comptime COLUMNS = config.pixels
+    var group = at.group()
+    var leads = at.leads()
+    var own = UInt32(group) + 3  # after the barriers of `order`
+    var y = TileStore(maps, 2)
+    var schedule = problem.schedule
+    var start = schedule.start()
+    var blocks = Int32(grid_dim.x)
+    var every = blocks
+    var boxes = problem.conv.chunks * plan.parts
+    var w_first = UInt32(group) * UInt32(ROWS * ROW)
+    var x = storage.x
+    var w = storage.w
+    var result = storage.y
+    result.index = UInt32(group)
+    var storing = StoringStage()
+    comptime if config.turns():
+        start.tile += group * blocks
+        every *= CONSUMERS
+        w_first = 0
+        x.advance(UInt32(group * boxes))
+        w.wait_first(Int32(w.stages))
+    var order = OrderedSequence(group if config.turns() else 0, CONSUMERS)
+
+    for number in range(start.tile, schedule.tiles, every):
+        var tile = schedule.tile(number)
+        var f0 = tile.column * Int32(config.filters)
+        comptime if not config.turns():
+            f0 += group * Int32(ROWS)
+        var bias = tensors.row_biases(at, f0, problem.filters)
+        var sums = Sums[COLUMNS](fill=0)
+        comptime if config.turns():
+            order.wait()
+        var tap = Int32(0)
+        var column = Int32(0)
+        var shift = UInt32(0)
+        for k in range(problem.conv.steps()):
+            if tap == 0:
+                x.wait()
+            comptime if not config.turns():
+                w.wait()
+            wgmma_fence_aligned()
+            sums = mma[dtype, COLUMNS](Matrix(w.stage() + w_first), Matrix(x.stage() + shift), sums)
+            wgmma_commit_group_sync()
+            if k == 0 and leads:
+                storing.release()
+            wgmma_wait_group_sync[1]()
+            if k > 0 and leads:
+                if tap == 0:
+                    x.release(x.previous())
+                comptime if not config.turns():
+                    w.release(w.previous())
+            w.advance()
+            tap += 1
+            column += 1
+            shift += UInt32(ROW)
+            if column == plan.columns:
+                column = 0
+                shift += UInt32((plan.box.width - plan.columns) * Int32(ROW))
+            if tap == plan.taps:
+                tap = 0
+                shift = 0
+                x.advance()
+        comptime if config.turns():
+            if number + blocks < schedule.tiles:
+                order.arrive()
+        wgmma_wait_group_sync[0]()
+        if leads:
+            x.release(x.previous())
+            comptime if not config.turns():
+                w.release(w.previous())
+        comptime if config.turns():
+            x.advance(UInt32(boxes))  # those of the other consumer's tile
+
+        comptime if epilogue.adds:
+            result.wait()
+        else:
+            sync_threads(own, UInt32(WARPGROUP))
+        # Results are stored by sixteens; what fills up the last of them is dropped.
+        var filled = Sums[config.stored()](fill=0)
+        comptime for i in range(COLUMNS // 2):
+            filled[i] = sums[i]
+        finish_columns[dtype, epilogue, config.stored(), 0](
+            result.stage(), at, filled, problem.alpha, bias
+        )
+        fence_async()
+        sync_threads(own, UInt32(WARPGROUP))
+        if leads:
+            var first = plan.box.first(problem.conv, tile.row)
+            y.store(result.stage(), f0, 0, first.p, first.n)
+            stores_commit()
+        storing.begin(result)
+        result.advance(CONSUMERS)
+    stores_read()
+
+
+# The host's side
+
+
+def turned_tiles[config: TurnedConfig](g: Geometry, *, chunks: Int) -> Int:
+    """Counts the tiles of a convolution.
+
+    Parameters:
+        config: The tile.
+
+    Args:
+        g: Sizes; one group, of what the copy engine takes.
+        chunks: Steps of 128 bytes over the channels.
+
+    Returns:
+        0 if the tile does not take it: no box serves several taps, or shared memory has no room.
+    """
+    var plan = TurnedPlan[config](g, chunks=chunks)
+    var fits = plan.box.all_taps() and Int(plan.box.height * plan.box.width) <= config.stored_rows()
+    var staying = g.f <= ROWS and Int(plan.stages) == g.r * g.s * chunks
+    if not fits or plan.stages < 3 or (config.turns() and not staying):
+        return 0
+    return plan.box.tiles(g) * ceildiv(g.f, config.filters)
+
+
+def turned_gemm[
+    dtype: DType, epilogue: Epilogue, config: TurnedConfig
+](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool = True) raises:
+    """Enqueues a convolution of which the config has tiles.
+
+    Parameters:
+        dtype: Of x, w and y, of 16 bits.
+        epilogue: What the accumulator goes through.
+        config: The tile.
+
+    Args:
+        g: Sizes; one group.
+        o: The tensors.
+        ctx: The GPU.
+        constant: Whether w is a weight, which no kernel writes.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
+    comptime WIDTH = ROW // size_of[dtype]()
+    var chunks = ceildiv(g.c, WIDTH)
+    var plan = TurnedPlan[config](g, chunks=chunks)
+    var maps = TensorMaps[4]()
+    maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box)
+    maps.maps[1] = filter_map[dtype](ctx, o.w, g, config.filters)
+    maps.maps[2] = _result_map(ctx, o.y, g, plan.box)
+    comptime if epilogue.adds:
+        maps.maps[3] = _result_map(ctx, o.residual, g, plan.box)
+    var problem = Problem[1](
+        [g],
+        rows=config.pixels,
+        columns=config.filters,
+        width=WIDTH,
+        splits=1,
+        alpha=o.alpha,
+        constant=constant,
+    )
+    problem.schedule = TileScheduler[1]([plan.box.tiles(g)], columns=ceildiv(g.f, config.filters))
+    ctx.enqueue_function[turned_kernel[dtype, epilogue, config]](
+        maps,
+        EpilogueTensors[dtype]([o]),
+        problem,
+        plan,
+        grid_dim=problem.schedule.blocks(Device(ctx).multiprocessors),
+        block_dim=config.threads(epilogue),
+        shared_mem_bytes=plan.bytes(),
+        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(MEMORY)),
+    )
+
+
+def _result_map[
+    dtype: DType
+](ctx: DeviceContext, y: Data[dtype], g: Geometry, box: PixelBox[_]) raises -> TMADescriptor:
+    """Makes the tensor map of a band of the result, or of the residual, 64 filters of it."""
+    return tensor_map[dtype, 4](
+        ctx,
+        y,
+        [Int64(g.f), Int64(g.q), Int64(g.p), Int64(g.n)],
+        [Int32(ROWS), box.width, box.height, 1],
+    )
