@@ -30,6 +30,7 @@ Measure maxvision beside its peers, on one machine, in one run.
   sparse    a pruned model, dense and sparse: each layer and the whole; break-even tables
   profile   where one run's time goes, kernel by kernel, layer by layer
   compile   graphs for a GPU on another machine, which needs no compiler with --precompiled
+  training  steps of training: forward, backward and SGD, beside torch.compile and eager torch
   serve     our server under load, beside LitServe: latency, throughput, what bounds them
   universe  the classifiers of timm and torchvision: which convert, and how far from torch
   report    the tables and plots of files that --json wrote, such as bench/results/*.json
@@ -88,6 +89,12 @@ def parser() -> Parser:
     add("--together", action="store_true",
         help="set up all engines of a cell at once, as on a GPU; they are timed in turn")
     add("--energy", action=_SWITCH, default=True)
+
+    add = command("training", "steps of training beside torch.compile", "models", "dtypes",
+                  "batches", "device", "tf32", "json", "threads", "seconds",
+                  batches=[128], seconds=3.0, precompiled=None)
+    add("--engines", type=names, default=["maxvision", "torch-compile", "torch"], metavar="A,B",
+        help="maxvision, torch-compile and torch, or some of them")
 
     command("ops", "each distinct layer beside torch's operator", *measured, "threads", "peers",
             "seconds", batches=[1, 32, 256], seconds=0.2)

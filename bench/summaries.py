@@ -48,6 +48,25 @@ def networks(records: Sequence[Record]) -> None:
     tables.show("Networks; ours over the best peer in our own rows", _NETWORKS, rows, left=4)
 
 
+def training(records: Sequence[Record]) -> None:
+    """Prints a row an engine, with our time over its."""
+    rows = []
+    for cell in grouped(records, "model", "dtype", "batch").values():
+        ours = next((r["p50_ms"] for r in cell if r["engine"] == "maxvision"), None)
+        for r in cell:
+            rows.append([
+                r["model"], r["dtype"], str(r["batch"]), r["engine"],
+                *(number(r[f"p{p}_ms"], "ms") for p in (50, 90)), number(r["images_per_s"]),
+                number(r["tflops_per_s"]), number((r["memory_bytes"] or 0) / 1e6),
+                f"{r['error']:.1e}",
+                f"{ours / r['p50_ms']:.2f} x" if ours and r["engine"] != "maxvision" else "",
+                "" if r["passed"] else "WRONG",
+            ])  # fmt: skip
+    heads = ["model", "dtype", "batch", "engine", "p50 ms", "p90", "images/s", "TFLOP/s", "MB",
+             "error", "ours over", ""]  # fmt: skip
+    tables.show("Steps of training", heads, rows, left=4)
+
+
 def ops(rows: Sequence[Record]) -> None:
     """Prints a row a layer in the network's order, and their sum."""
     first = rows[0]

@@ -358,9 +358,8 @@ class _Compiled:
         pairs = zip(nodes, self._inputs, strict=True)
         weights = {node.name: weight for node, weight in pairs if weight is not None}
         module, self._parts = cut(module, weights, self.frozen.device, told)
-        if run:
-            for part in self._parts:
-                part.load()
+        for part in self._parts if run else ():
+            part.begin()
         nodes = module.graph.find_nodes(op="placeholder")
         held = [i for i, x in enumerate(self._inputs) if x is not None and not nodes[i].users]
         for i in held:  # by programs alone

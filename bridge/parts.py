@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ from maxvision.graphs.net import Value
 from maxvision.graphs.program import Program, in_dtype
 from maxvision.runtime.executor import Executor, Lowering
 
+_COMPILERS = ThreadPoolExecutor(4, thread_name_prefix="maxvision compiles")
+"""Compile parts side by side: MAX's compiler leaves cores idle for much of its time."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What activations may be."""
 
@@ -248,6 +251,7 @@ class Part(nn.Module):
         self.taken = [i for i, node in enumerate(inputs) if _given(node) in self.program.inputs]
         self._lie = [_order(inputs[i].meta["val"]) for i in self.taken]
         self._run: OnTensors | None = None
+        self._loading: Future[None] | None = None
 
     def translate(self) -> None:
         """Makes its program, with the weights as they are now."""
@@ -274,10 +278,17 @@ class Part(nn.Module):
         """Compiles it if need be, and packs its weights."""
         lowering = Lowering(self._dtype, tf32=_tf32())
         made = Executor.compile(self.program, self._tensors, self._device, lowering, images=0)
-        self._run = OnTensors(made.executable, self._device)
+        self._run = OnTensors(made.executable, self._device, records=not self._exact)
+
+    def begin(self) -> None:
+        """Compiles it beside what comes next; who calls it first waits for that."""
+        self._loading = _COMPILERS.submit(self.load)
 
     def forward(self, *given: Any) -> Any:
         """Computes the outputs."""
+        if self._run is None:
+            assert self._loading is not None
+            self._loading.result()
         assert self._run is not None
         pairs = zip(given, self._lie, strict=True)
         made = self._run(*(x.detach().permute(order).contiguous() for x, order in pairs))

@@ -4,7 +4,8 @@ MAX computes in a stream of its own. What torch enqueued before a call, in its c
 done before the graph begins, and the graph is done before what torch enqueues afterwards: the two
 streams wait for each other by events, the host for neither. On a CPU nothing is copied. On a GPU
 the second call with the same shapes records the graph as one launch (runtime/replay.py), and from
-then on inputs are copied into the buffers of that launch, and outputs out of them.
+then on inputs are copied into the buffers of that launch, and outputs out of them. Where there is
+more to copy than launches cost, as in training, a graph is not recorded, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from maxvision.common.errors import ModelError
 from maxvision.runtime.devices import find_device
-from maxvision.runtime.replay import Capture, Replays
+from maxvision.runtime.replay import IMAGES, Capture, Replays
 
 POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 """MAX's setting of the share of a GPU's memory that it takes at the first recording."""
@@ -49,10 +50,15 @@ class OnTensors:
     Args:
         executable: It.
         device: Where it runs, and the tensors are.
+        records: Whether a GPU records it. If not, outputs stay in MAX's memory, which no graph but
+            those of this class may use meanwhile: they wait for what torch has enqueued.
     """
 
-    def __init__(self, executable: Executable, device: Device) -> None:
-        self._replays = Replays(executable, device, batched=False, plain=_Plain, captured=_Recorded)
+    def __init__(self, executable: Executable, device: Device, *, records: bool = True) -> None:
+        plain, captured = (_Plain, _Recorded) if records else (_Kept, None)
+        self._replays = Replays(
+            executable, device, IMAGES if records else 0, False, plain=plain, captured=captured
+        )
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Computes the outputs of dense tensors, which have the graph's dtypes.
@@ -114,6 +120,13 @@ class _Plain:
 
     def result(self) -> list[Tensor]:
         return self._found
+
+
+class _Kept(_Plain):
+    """Runs it kernel by kernel, and gives the outputs as they lie in MAX's memory."""
+
+    def download(self) -> None:
+        pass
 
 
 class _Recorded(Capture):

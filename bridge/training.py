@@ -62,11 +62,13 @@ def _compiled(
     places = {each.device for each in example if isinstance(each, Tensor)}
     device = device_of(places.pop() if places else torch.device("cpu"))
     whole = fx.GraphModule(module, module.graph)
-    with _disable_current_modes(), torch._guards.tracing(None):  # constants are computed, not traced
+    with (
+        _disable_current_modes(),
+        torch._guards.tracing(None),
+    ):  # constants are computed, not traced
         found, parts = cut(whole, {}, device, told, exact=True)
-        if run:
-            for part in parts:
-                part.load()
+        for part in parts if run else ():
+            part.begin()
     return _boxed(found if run else module)
 
 

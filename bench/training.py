@@ -1,0 +1,165 @@
+"""``maxvision bench training``: steps of training, ours beside torch's, in one run.
+
+A step is a batch through the network, its loss and gradients, and an update of all weights by SGD
+with momentum, in torch's fused form for every engine. Networks are channels last, under autocast
+unless the dtype is float32. Each engine has a copy of the same weights. Before it is timed, the
+gradients of its first step are compared with those of eager torch in float32: their error, over all
+weights, may be at most twice that of eager torch in the same dtype. Then all are timed in turn,
+round after round: a time is that between two marks around a step, of steps that are enqueued back
+to back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maxvision.bench import summaries
+from maxvision.bench.__main__ import FAILED, dtypes
+from maxvision.bench.begin import begin
+from maxvision.bench.engines import TORCH
+from maxvision.bench.records import write
+from maxvision.bench.references import reference_model, subject
+from maxvision.bench.timing import HostClock, TorchClock, percentiles, rest, rounded, sample
+from maxvision.graphs.layers import macs
+
+ROUNDS = 3
+BOUND = 2.0
+"""How many times eager torch's error in a dtype may be ours, beside what float32 differs by."""
+EPS = 1e-5
+RATE = 1e-4
+"""Learning rate: small, so that weights are alike for all engines to the end."""
+ENGINES = ("maxvision", "torch-compile", "torch")
+
+
+class Trainer:
+    """A copy of a network that one engine trains.
+
+    Args:
+        engine: One of ``ENGINES``.
+        model: The network, in training mode.
+        batch: Images [N, C, H, W] and the class of each.
+        dtype: Of autocast; float32 is none.
+    """
+
+    def __init__(
+        self, engine: str, model: nn.Module, batch: tuple[Tensor, Tensor], dtype: torch.dtype
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self._x, self._labels = batch
+        self._dtype = dtype
+        self._call: Callable[..., Any] = self.model
+        if engine != "torch":
+            backend = "maxvision" if engine == "maxvision" else "inductor"
+            self._call = torch.compile(self.model, backend=backend, dynamic=False)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), RATE, 0.9, fused=True)
+
+    def backward(self) -> Tensor:
+        """Computes the loss and the gradients."""
+        mixed = self._dtype != torch.float32
+        with torch.autocast(self._x.device.type, self._dtype, enabled=mixed):
+            found = self._call(self._x)
+            logits = getattr(found, "logits", found)
+            loss = nn.functional.cross_entropy(logits.float(), self._labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def step(self) -> None:
+        """Trains on the batch once."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self.backward()
+        self._optimizer.step()
+
+    def gradients(self) -> list[Tensor]:
+        """Gives the gradients of a step; the weights stay as they are."""
+        self.backward()
+        found = [p.grad.double().cpu() for p in self.model.parameters() if p.grad is not None]
+        self._optimizer.zero_grad(set_to_none=True)
+        return found
+
+
+def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """Compares gradients in the Frobenius norm over all weights, relative."""
+    difference = sum(float((a - b).square().sum()) for a, b in zip(found, wanted, strict=True))
+    whole = sum(float(each.square().sum()) for each in wanted)
+    return float((difference / whole) ** 0.5)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures every model, dtype and batch that was asked for."""
+    device, facts = begin(options, __doc__)
+    gpu = not device.is_host
+    if gpu:
+        facts["cuda"], facts["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
+    place = torch.device("cuda", device.id) if gpu else torch.device("cpu")
+    records: list[dict[str, Any]] = []
+    for name in options.models:
+        model = reference_model(name).train()
+        operations = 6.0 * macs(subject(name).program)  # forward, and two products back for each
+        for dtype in dtypes(options, gpu):
+            for count in options.batches:
+                found = _cell(model, name, TORCH[dtype], count, place, operations, options)
+                records += found
+                summaries.training(found)
+                if options.json:
+                    write(options.json, facts, records)
+    return 0 if all(each["passed"] for each in records) else FAILED
+
+
+def _cell(
+    model: nn.Module,
+    name: str,
+    dtype: torch.dtype,
+    count: int,
+    place: torch.device,
+    operations: float,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    gpu = place.type == "cuda"
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layout = torch.channels_last
+    model = model.to(place, memory_format=layout)
+    x = torch.randn(count, 3, 224, 224, device=place).to(memory_format=layout)
+    batch = (x, torch.randint(0, 1000, (count,), device=place))
+    exact = Trainer("torch", model, batch, torch.float32).gradients()
+    clock = TorchClock() if gpu else HostClock()
+    found: dict[str, dict[str, Any]] = {}
+    trainers: dict[str, Trainer] = {}
+    for engine in ("torch", *(each for each in options.engines if each != "torch")):
+        sys.stderr.write(f"{name}, {dtype}, batch {count}: {engine}\n")
+        before = torch.cuda.mem_get_info(place)[0] if gpu else 0
+        trainers[engine] = Trainer(engine, model, batch, dtype)
+        error = distance(trainers[engine].gradients(), exact)
+        for _ in range(3):
+            trainers[engine].step()
+        clock.wait()
+        gc.collect()
+        memory = before - torch.cuda.mem_get_info(place)[0] if gpu else None
+        bound = BOUND * found["torch"]["error"] + EPS if found else float("inf")
+        found[engine] = {
+            "model": name, "dtype": str(dtype).removeprefix("torch."), "batch": count,
+            "engine": engine, "error": rounded(error), "passed": error <= bound,
+            "memory_bytes": memory,
+        }  # fmt: skip
+    samples: dict[str, list[float]] = {engine: [] for engine in options.engines}
+    for _ in range(ROUNDS):
+        for engine in options.engines:
+            if not gpu:
+                rest()
+            samples[engine] += sample(clock, trainers[engine].step, options.seconds / ROUNDS)
+    for engine, times in samples.items():
+        found[engine] |= percentiles(times)
+        ms = found[engine]["p50_ms"]
+        found[engine] |= {
+            "tflops_per_s": rounded(operations * count / ms / 1e9),
+            "images_per_s": rounded(count / ms * 1e3),
+        }
+    return [found[engine] for engine in options.engines]
