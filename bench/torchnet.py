@@ -169,6 +169,44 @@ def _weight_grad(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
     return gradient
 
 
+def _input_grad(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    top, left, bottom, right = sides(a.get("padding", 0))
+    window = {name: a[name] for name in ("stride", "dilation", "groups") if name in a}
+    h, w = pair(a["size"])
+
+    def gradient(dy: torch.Tensor, filter: torch.Tensor) -> torch.Tensor:
+        channels = filter.shape[1] * a.get("groups", 1)
+        shape = (len(dy), channels, top + h + bottom, left + w + right)
+        dx = torch.nn.grad.conv2d_input(shape, filter, dy, **window)
+        return F.pad(dx, (-left, -right, -top, -bottom))
+
+    return gradient
+
+
+def _max_pool_grad(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    kernel, stride = a["kernel"], a.get("stride", a["kernel"])
+    window = [pair(each) for each in (kernel, stride, a.get("padding", 0), a.get("dilation", 1))]
+    rest = (*window, a.get("ceil_mode", False))
+
+    def gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        _, indices = torch.ops.aten.max_pool2d_with_indices(x, *rest)
+        return torch.ops.aten.max_pool2d_with_indices_backward(dy, x, *rest, indices)
+
+    return gradient
+
+
+def _avg_pool_grad(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    kernel, stride = a["kernel"], a.get("stride", a["kernel"])
+    window = [pair(each) for each in (kernel, stride, a.get("padding", 0))]
+    rest = (*window, a.get("ceil_mode", False), a.get("count_include_pad", True), None)
+
+    def gradient(dy: torch.Tensor) -> torch.Tensor:
+        x = dy.new_empty(*dy.shape[:2], *pair(a["size"]))
+        return torch.ops.aten.avg_pool2d_backward(dy, x, *rest)
+
+    return gradient
+
+
 ELEMENTS: dict[str, Callable[..., torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -204,7 +242,10 @@ FUNCTIONS: dict[str, Callable[[dict[str, Any]], Callable[..., torch.Tensor]]] = 
     "roll": lambda a: lambda x: x.roll(a["shifts"], a["axes"]),
     "group_norm": lambda a: lambda x, w, b: F.group_norm(x, a["groups"], w, b, a["eps"]),
     "rms_norm": lambda a: lambda x, w: F.rms_norm(x, w.shape, w, a["eps"]),
+    "conv2d_input_grad": _input_grad,
     "conv2d_weight_grad": _weight_grad,
+    "max_pool2d_grad": _max_pool_grad,
+    "avg_pool2d_grad": _avg_pool_grad,
     "matmul": lambda a: (
         lambda x, y: (x @ (y.mT if a.get("transpose_b") else y)) * a.get("alpha", 1.0)
     ),

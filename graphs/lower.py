@@ -544,6 +544,12 @@ EMIT: dict[str, Callable[..., Any]] = {
     "log_softmax": lambda given: nodes.log_softmax(given.value(0)),
     "max_pool2d": _layouts(lambda given, **window: nodes.maxpool(given.value(0), **window)),
     "avg_pool2d": _layouts(lambda given, **window: nodes.avgpool(given.value(0), **window)),
+    "max_pool2d_grad": _layouts(
+        lambda given, **window: nodes.max_pool2d_grad(given.value(0), given.value(1), **window)
+    ),
+    "avg_pool2d_grad": _layouts(
+        lambda given, **window: nodes.avg_pool2d_grad(given.value(0), **window)
+    ),
     "layer_norm": _norm(nodes.layernorm),
     "layernorm_first": _norm(nodes.layernorm_first),
     "scaled_dot_product_attention": _heads_attention,

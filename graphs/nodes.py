@@ -482,6 +482,66 @@ def avgpool(
     return _custom("avgpool", [x, window], [out], {"padding_counts": count_include_pad})[0]
 
 
+def max_pool2d_grad(
+    x: TensorValue,
+    dy: TensorValue,
+    kernel: Pair,
+    *,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    ceil_mode: bool = False,
+) -> TensorValue:
+    """Computes the gradient of x[N, H, W, C] from that of maxpool(x), dy[N, P, Q, C].
+
+    Raises:
+        ArgumentError: If the shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    stride = kernel if stride is None else stride
+    out = shapes.max_pool2d_grad(
+        _type(x), _type(dy), kernel=kernel, stride=stride, padding=padding, dilation=dilation,
+        ceil_mode=ceil_mode, layout="NHWC",
+    )  # fmt: skip
+    window = _window(shapes.pair(kernel), stride, padding, dilation)
+    return _custom("max_pool2d_grad", [x, dy, window], [out])[0]
+
+
+def avg_pool2d_grad(
+    dy: TensorValue,
+    size: Pair,
+    kernel: Pair,
+    *,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> TensorValue:
+    """Computes the gradient of x[N, H, W, C] from that of avgpool(x), dy[N, P, Q, C].
+
+    Args:
+        dy: The gradient of the result.
+        size: H and W.
+        kernel: Of the pooling; so are those that follow.
+        stride: See ``kernel``.
+        padding: See ``kernel``.
+        ceil_mode: See ``kernel``.
+        count_include_pad: See ``kernel``.
+
+    Raises:
+        ArgumentError: If the shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    stride = kernel if stride is None else stride
+    out = shapes.avg_pool2d_grad(
+        _type(dy), size=size, kernel=kernel, stride=stride, padding=padding, ceil_mode=ceil_mode,
+        layout="NHWC",
+    )  # fmt: skip
+    window = _window(shapes.pair(kernel), stride, padding)
+    parameters = {"padding_counts": count_include_pad}
+    return _custom("avg_pool2d_grad", [dy, window], [out], parameters)[0]
+
+
 def reduce(
     kind: str, x: TensorValue, axes: Sequence[int], keepdim: bool = False, dtype: str = ""
 ) -> TensorValue:

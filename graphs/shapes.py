@@ -462,6 +462,34 @@ def avg_pool2d(
     return _pool("avgpool", x, kernel=kernel, **window)
 
 
+def max_pool2d_grad(x: Type, dy: Type, *, layout: str = "NCHW", **window: Any) -> Type:
+    """Types the gradient of x, from that of max_pool2d(x)."""
+    name = "max_pool2d_grad"
+    _gradient(name, dy, _pool(name, x, layout=layout, **window))
+    return x
+
+
+def avg_pool2d_grad(
+    dy: Type,
+    *,
+    size: Pair,
+    count_include_pad: bool = True,
+    layout: str = "NCHW",
+    **window: Any,
+) -> Type:
+    """Types the gradient of x, of ``size`` px, from that of avg_pool2d(x)."""
+    name = "avg_pool2d_grad"
+    n, _, _, c = _image(name, dy, layout)
+    x = _as(dy, (n, *pair(size), c), layout)
+    _gradient(name, dy, _pool(name, x, layout=layout, **window))
+    return x
+
+
+def _gradient(name: str, dy: Type, y: Type) -> None:
+    if dy.shape != y.shape:
+        raise ArgumentError(f"{name}: expects dy of the shape {_list(y)} but it has {_list(dy)}")
+
+
 def _pool(
     name: str,
     x: Type,
@@ -1078,6 +1106,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "log_softmax": unary,
     "max_pool2d": max_pool2d,
     "avg_pool2d": avg_pool2d,
+    "max_pool2d_grad": max_pool2d_grad,
+    "avg_pool2d_grad": avg_pool2d_grad,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
     "group_norm": group_norm,

@@ -15,6 +15,7 @@ from .normalize import *
 from .permute import *
 from .pointwise import *
 from .pool import *
+from .pool_grad import *
 from .reduce import *
 from .roll import *
 from .rows import *

@@ -78,12 +78,29 @@ def pooled[
         for h in range(top, bottom):
             for w in range(left, right):
                 sum += widened(image.unsafe_load[width=width, alignment=align]((h * g.w + w) * g.c))
-        comptime if kind == "mean":
-            bottom = min(h0 + g.r, g.h + g.pad_h)
-            right = min(w0 + g.s, g.w + g.pad_w)
-            top = h0
-            left = w0
-        return narrowed[dtype](sum / Float32((bottom - top) * (right - left)))
+        return narrowed[dtype](sum / Float32(inside[counts_padding=kind == "mean"](g, p, q)))
+
+
+@always_inline
+def inside[*, counts_padding: Bool](g: Geometry, p: Int, q: Int) -> Int:
+    """Counts the numbers that a window averages.
+
+    Parameters:
+        counts_padding: Whether those of the padding are among them.
+
+    Args:
+        g: Sizes.
+        p: Row of the window.
+        q: Column of the window.
+
+    Returns:
+        How many there are; what hangs over the padding does not count.
+    """
+    var h0 = p * g.stride_h - g.pad_h
+    var w0 = q * g.stride_w - g.pad_w
+    comptime if counts_padding:
+        return (min(h0 + g.r, g.h + g.pad_h) - h0) * (min(w0 + g.s, g.w + g.pad_w) - w0)
+    return (min(h0 + g.r, g.h) - max(h0, 0)) * (min(w0 + g.s, g.w) - max(w0, 0))
 
 
 def pool_cpu[dtype: DType, kind: StaticString](y: Data[dtype], x: Data[dtype], g: Geometry):

@@ -20,6 +20,8 @@ IMAGES = {
     "batch_norm": {0},
     "max_pool2d": {0},
     "avg_pool2d": {0},
+    "max_pool2d_grad": {0, 1},
+    "avg_pool2d_grad": {0},
     "group_norm": {0},
 }
 """The ops that take images in either layout, and which inputs are images."""

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from maxvision.bench.torchnet import TorchNet
+from maxvision.bench.torchnet import FUNCTIONS, TorchNet
 from maxvision.graphs.net import Net
 from maxvision.graphs.types import BATCH
 from tests.graphs.interpret import inputs, interpret, weights
+
+
+def test_gradients() -> None:
+    net = Net("gradients")
+    x, dy = net.input("x", (BATCH, 4, 9, 8)), net.input("dy", (BATCH, 6, 5, 4))
+    window = {"stride": (2, 2), "padding": (1, 1, 1, 0), "groups": 2}
+    filter = net.input("filter", (6, 2, 3, 3))
+    dx = net.op("conv2d_input_grad", [dy, filter], size=(9, 8), **window)
+    dw = net.op("conv2d_weight_grad", [x, dy], kernel=3, **window)
+    pool: dict[str, Any] = {"kernel": 3, "stride": 2, "padding": 1}
+    part = net.slice(dy, 1, 0, 4)
+    most = net.op("max_pool2d_grad", [x, part], **pool)
+    mean = net.op("avg_pool2d_grad", [part], size=(9, 8), count_include_pad=False, **pool)
+    total = net.op("add", [net.op("mul", [dx, most]), mean])
+    net.output("y", net.op("add", [total, net.op("mean", [dw], axes=(0, 1, 2, 3))]))
+    program = net.program()
+    given = inputs(program, batch=3)
+    wanted = interpret(program, given, {})["y"]
+    values = dict(zip(program.inputs, map(torch.from_numpy, given), strict=True))
+    for node in program.nodes:
+        step = FUNCTIONS[node.op](dict(node.attributes))
+        values[node.output] = step(*(values[name] for name in node.inputs))
+    found = values[program.outputs["y"]].numpy()
+    np.testing.assert_allclose(found, wanted, 1e-4, 1e-4 * np.abs(wanted).max())
 
 
 def test_ops_of_converted_models() -> None:

@@ -184,6 +184,19 @@ def _conv2d_weight_grad(
     return _last(dw) if last else dw
 
 
+def _conv2d_input_grad(
+    dy: Tensor, filter: Tensor, *, size: Any, layout: str = "NCHW", filter_layout: str = "NCHW",
+    padding: Any = 0, **window: Any,
+) -> Tensor:  # fmt: skip
+    last = layout == "NHWC"
+    dy, filter = _first(dy) if last else dy, _first(filter) if filter_layout == "NHWC" else filter
+    (top, left, bottom, right), (h, w) = sides(padding), pair(size)
+    shape = (len(dy), filter.shape[1] * window.get("groups", 1), h + top + bottom, w + left + right)
+    dx = torch.nn.grad.conv2d_input(shape, filter, dy, **window)
+    dx = dx[:, :, top : top + h, left : left + w]
+    return _last(dx) if last else dx
+
+
 @_images
 def _batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *, eps: float = 1e-5
@@ -199,6 +212,26 @@ def _max_pool2d(x: Tensor, *, kernel: Any, **window: Any) -> Tensor:
 @_images
 def _avg_pool2d(x: Tensor, *, kernel: Any = None, **window: Any) -> Tensor:
     return F.avg_pool2d(x, x.shape[2:] if kernel is None else kernel, **window)
+
+
+def _max_pool2d_grad(
+    x: Tensor, dy: Tensor, *, kernel: Any, layout: str = "NCHW", **window: Any
+) -> Tensor:
+    last = layout == "NHWC"
+    dx = _pool_grad(F.max_pool2d, *map(_first, (x, dy)) if last else (x, dy), kernel, **window)
+    return _last(dx) if last else dx
+
+
+@_images
+def _avg_pool2d_grad(dy: Tensor, *, size: Any, kernel: Any, **window: Any) -> Tensor:
+    return _pool_grad(F.avg_pool2d, dy.new_zeros(*dy.shape[:2], *pair(size)), dy, kernel, **window)
+
+
+def _pool_grad(pool: Any, x: Tensor, dy: Tensor, kernel: Any, **window: Any) -> Tensor:
+    with torch.inference_mode(False), torch.enable_grad():
+        x = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(pool(x, kernel, **window), x, dy.clone())
+    return dx
 
 
 @_images
@@ -417,6 +450,7 @@ def _shift(bias: Tensor, mean: Tensor, scale: Tensor, before: Tensor | None = No
 
 OPS: dict[str, Callable[..., Any]] = {
     "conv2d": _conv2d,
+    "conv2d_input_grad": _conv2d_input_grad,
     "conv2d_weight_grad": _conv2d_weight_grad,
     "batch_norm": _batch_norm,
     "linear": _linear,
@@ -436,6 +470,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "gather": _gather,
     "scatter_add": lambda x, indices, y, *, axis: x.scatter_add(axis, indices.long(), y),
     "max_pool2d": _max_pool2d,
+    "max_pool2d_grad": _max_pool2d_grad,
+    "avg_pool2d_grad": _avg_pool2d_grad,
     "avg_pool2d": _avg_pool2d,
     "layer_norm": _layer_norm,
     "scaled_dot_product_attention": _heads,

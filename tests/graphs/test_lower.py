@@ -69,6 +69,10 @@ def strange(net: Net, x: Value) -> None:
     net.output("raw", net.op("avg_pool2d", [x]))
     net.output("norm", net.relu(net.batch_norm(x, "norm")))
     net.output("gradient", net.op("conv2d_weight_grad", [x, y], kernel=3, padding=1))
+    turned = net.op("conv2d_input_grad", [y, net.weight("turned", 3, 2, 2, 2)], size=(5, 6))
+    net.output("turned", turned)
+    net.output("largest", net.op("max_pool2d_grad", [x, y], kernel=3, stride=1, padding=1))
+    net.output("shared", net.op("avg_pool2d_grad", [y], size=(9, 10), kernel=2))
     net.output("attended", net.scaled_dot_product_attention(y, y, y))
 
 

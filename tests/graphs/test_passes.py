@@ -1861,6 +1861,26 @@ def test_the_gradient_of_a_filter_reads_images_as_they_lie() -> None:
     assert not ops(final)["permute"]  # the step is asked for with its channels last
 
 
+def pooling(net: Net, x: Value) -> Value:
+    """The gradients of two pools, one behind the other."""
+    y = net.relu(net.conv2d(x, "a", 8, 3, padding=1))
+    dy = net.conv2d(net.max_pool2d(y, 2, stride=2), "b", 8, 1)
+    dy = net.op("max_pool2d_grad", [y, dy], kernel=2, stride=2)
+    dy = net.op(
+        "avg_pool2d_grad", [dy], size=(15, 18), kernel=3, stride=3, padding=1, ceil_mode=True
+    )
+    return net.flatten(net.avg_pool2d(net.op("mul", [dy], other=0.5)))
+
+
+def test_the_gradients_of_pools_read_images_as_they_lie() -> None:
+    final = kept(from_pixels(nets.program(pooling, 4, 6, 7), "uint8", "float32"), CPU)
+    found = {node.op: node for node in final.nodes if node.op.endswith("_grad")}
+    largest = [final.types[value].shape[1:] for value in found["max_pool2d_grad"].inputs]
+    assert largest == [(6, 7, 8), (3, 3, 8)]
+    assert final.types[found["avg_pool2d_grad"].output].shape[1:] == (15, 18, 8)
+    assert not ops(final)["permute"]
+
+
 @pytest.mark.parametrize("write", [squeezed, densely])
 def test_no_image_is_permuted(write: Write) -> None:
     program = from_pixels(nets.program(write, 4, 6, 5), "uint8", "float32")

@@ -118,6 +118,30 @@ def test_the_types_of_networks_are_those_of_torchs_results(name: str) -> None:
             one("conv2d_weight_grad", X, Type((BATCH, 6, 8, 4)), kernel=1, layout="NHWC"),
             (4, 1, 1, 9),
         ),
+        (
+            one(
+                "conv2d_input_grad",
+                Type((BATCH, 4, 8, 4)),
+                Type((4, 3, 3, 2)),
+                size=(8, 9),
+                stride=(1, 2),
+                padding=(1, 0),
+                groups=2,
+            ),
+            (BATCH, 6, 8, 9),
+        ),
+        (one("max_pool2d_grad", X, Type((BATCH, 6, 4, 5)), kernel=3, stride=2, padding=1), X.shape),
+        (
+            one(
+                "avg_pool2d_grad",
+                Type((BATCH, 4, 5, 6)),
+                size=(8, 9),
+                kernel=2,
+                ceil_mode=True,
+                layout="NHWC",
+            ),
+            (BATCH, 8, 9, 6),
+        ),
         (one("linear", TOKENS, Type((7, 4))), (BATCH, 5, 7)),
         (one("linear", TOKENS, Type((4, 4)), None, TOKENS, epilogue="add"), (BATCH, 5, 4)),
         (one("matmul", TOKENS, TOKENS, transpose_b=True), (BATCH, 5, 5)),
@@ -211,6 +235,15 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     ),
     "expects C and F of a multiple of 4 groups but has 6 and 6": (
         "conv2d_weight_grad", (X, X), {"kernel": 1, "groups": 4},
+    ),
+    r"dy \[batch, 6, 8, 9\] does not fit a filter \[6, 4, 3, 3\] and \[8, 9\] px": (
+        "conv2d_input_grad", (X, Type((6, 4, 3, 3))), {"size": (8, 9)},
+    ),
+    r"max_pool2d_grad: expects dy of the shape \[batch, 6, 4, 4\] but it has \[batch, 6, 8, 9\]": (
+        "max_pool2d_grad", (X, X), {"kernel": 2},
+    ),
+    r"avg_pool2d_grad: expects dy of the shape \[batch, 6, 4, 5\] but it has \[batch, 6, 8, 9\]": (
+        "avg_pool2d_grad", (X,), {"size": (9, 10), "kernel": 2},
     ),
     "must have as many numbers as": ("reshape", (X,), {"shape": (BATCH, 431)}),
     "must name each axis of": ("permute", (X,), {"axes": (0, 1, 2)}),

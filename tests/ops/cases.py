@@ -335,6 +335,37 @@ def pool(name: str, size: tuple[int, int], c: int, kernel: Any, **geometry: Any)
     )
 
 
+def pool_grad(name: str, size: tuple[int, int], c: int, kernel: Any, **geometry: Any) -> Case:
+    """Makes a case of max_pool2d_grad or avg_pool2d_grad, by the name's first word.
+
+    Of x many numbers are equal, and of the first channels all are -inf.
+    """
+    max_ = name.startswith("max")
+    pool = F.max_pool2d if max_ else F.avg_pool2d
+    out = pool(torch.empty(1, c, *size, device="meta"), kernel, **geometry).shape[2:]
+
+    def reference(w: dict[str, torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+        dy = given[-1].permute(0, 3, 1, 2)
+        x = given[0].permute(0, 3, 1, 2) if max_ else dy.new_zeros(*dy.shape[:2], *size)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (dx,) = torch.autograd.grad(pool(x, kernel, **geometry), x, dy)
+        return dx.permute(0, 2, 3, 1)
+
+    def build(w: Parameters, *given: Any) -> Any:
+        if max_:
+            return nodes.max_pool2d_grad(*given, kernel, **geometry)
+        return nodes.avg_pool2d_grad(*given, size, kernel, **geometry)
+
+    def change(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        if max_:
+            np.round(inputs[0], out=inputs[0])
+            inputs[0][..., 0] = -np.inf
+
+    images = [(*size, c), (*out, c)]
+    return Case(name, images if max_ else images[1:], {}, build, reference, change)
+
+
 def reduction(kind: str, x: Shape, axes: Shape) -> Case:
     """Makes a case of reduce; the mean of the numbers is not 0."""
     theirs = getattr(torch, kind)
@@ -1091,6 +1122,17 @@ CASES = [
     pool("avgpool ceil", (12, 11), 5, (3, 2), stride=(2, 3), padding=(1, 1), ceil_mode=True),
     pool("avgpool inside", (9, 9), 24, 3, stride=2, padding=1, count_include_pad=False),
     pool("avgpool global", (7, 7), 512, None),
+    pool_grad("max_pool2d_grad 3/2", (13, 12), 64, 3, stride=2, padding=1),
+    pool_grad("max_pool2d_grad ceil", (12, 11), 5, (3, 2), stride=(2, 3), padding=(1, 0),
+              ceil_mode=True),
+    pool_grad("max_pool2d_grad dilated", (12, 13), 16, 3, stride=2, padding=1, dilation=(2, 3)),
+    pool_grad("max_pool2d_grad apart", (9, 8), 12, (1, 2), stride=(3, 4)),
+    pool_grad("avg_pool2d_grad 3/2", (13, 12), 64, 3, stride=2, padding=1),
+    pool_grad("avg_pool2d_grad ceil", (12, 11), 5, (3, 2), stride=(2, 3), padding=(1, 1),
+              ceil_mode=True),
+    pool_grad("avg_pool2d_grad inside", (9, 9), 24, 3, stride=2, padding=1,
+              count_include_pad=False),
+    pool_grad("avg_pool2d_grad 2", (8, 9), 9, 2),
     # Reductions: sizes of no vector and one more or less, rows in parts, several slabs.
     *(
         reduction(kind, shape, axes)

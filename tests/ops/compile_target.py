@@ -60,6 +60,8 @@ NAMES = {
     "qkv_linear",
     "maxpool 3/2",
     "avgpool 3/2",
+    "max_pool2d_grad 3/2",
+    "avg_pool2d_grad 3/2",
     "reduce mean (14, 14, 672) (1, 2)",
     "reduce mean (4, 33) (2,)",
     "reduce amax (6, 5, 40) (1, 2)",

@@ -107,7 +107,7 @@ VARIED = {
     *(f"attention many {name}" for name in ("heads of 96, one tile", "queries of 96")),
     *(case.name for case in NARROW if case.name.startswith("permute") and len(case.inputs[0]) > 3),
     *(f"depthwise_qkv {name}" for name in ("kernel 5", "1 x 1")),
-    "avgpool inside",
+    "avgpool inside", "avg_pool2d_grad inside",
     "conv2d epilogue silu", "stem_conv2d silu", "stem_conv2d floats", "conv2d 1x1 of 88",
     *(f"conv2d depthwise {name} strips" for name in ("3x3", "7x7")),
     *(f"gather_rows {name}" for name in ("norm", "of a row", "add", "many", "copy", "odd copy")),

@@ -8,6 +8,7 @@ from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
 from ops.concat import VECTORS, ConcatTensors, concat_gpu
 from ops.pool import pool_gpu
+from ops.pool_grad import pool_grad_gpu
 from ops.roll import RollSizes, roll_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
@@ -404,5 +405,7 @@ def main() raises:
     roll_gpu(half, half, n, RollSizes(n, n, n), ctx)
     comptime for kind in ["max", "mean", "mean_inside"]:
         pool_gpu[BF16, kind](half, half, Geometry(rows=n, depth=n, columns=n), ctx)
+    comptime for kind in ["max", "mean"]:
+        pool_grad_gpu[BF16, kind](half, half, half, Geometry(rows=n, depth=n, columns=n), ctx)
     normalize_gpu(half, bytes, full, full, n, n, ctx)
     normalize_gpu(half, full, full, full, n, n, ctx)

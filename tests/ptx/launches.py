@@ -1337,6 +1337,16 @@ def pool(kernel: Kernel, g: Conv, x: Array, width: int, dtype: str) -> Array:
     return memory.array(to, y)
 
 
+def pool_grad(kernel: Kernel, g: Conv, x: Array, dy: Array, width: int, dtype: str) -> Array:
+    """Runs the kernel of ops/pool_grad.mojo on x[N, H, W, C] and dy[N, P, Q, C]."""
+    memory, dx = Tensors(), unwritten(x.shape, dtype)
+    at = [memory.add(dx), memory.add(x), memory.add(dy, late=True)]
+    parameters = [*(pack("Q", a) for a in at), g.packed(g.c)]
+    grid = (-(-dx.size // width // 256),)
+    Launch(kernel, parameters, memory, grid=grid, threads=256, together=8).run()
+    return memory.array(at[0], dx)
+
+
 def normalize(kernel: Kernel, x: Array, mean: Array, scale: Array, dtype: str) -> Array:
     """Runs the kernel of ops/normalize.mojo on x[N, H, W, C]."""
     memory, y = Tensors(), unwritten(x.shape, dtype)

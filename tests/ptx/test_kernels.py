@@ -61,6 +61,7 @@ from .launches import (
     permute_tiles,
     pointwise,
     pool,
+    pool_grad,
     reduce,
     resident,
     roll,
@@ -1193,6 +1194,39 @@ def test_pool(find: Find, rng: np.random.Generator, kind: str, g: Conv, width: i
             count = (ends[0] - first[0]) * (ends[1] - first[1])
         want = inside.sum((1, 2)) / count
         check(got[:, p, q], want, BF16, SUMS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "g", "width"),
+    [
+        ("max", Conv(2, 6, 5, 16, 16, 3, 3, (2, 2), (1, 1)), 8),
+        ("max", Conv(1, 6, 7, 8, 8, 2, 3, (1, 2), (0, 1), (2, 1), after=(0, 1)), 8),
+        ("max", Conv(2, 3, 5, 3, 3, 1, 2, (2, 3)), 1),
+        ("mean", Conv(2, 6, 5, 16, 16, 3, 3, (2, 2), (1, 1)), 8),
+    ],
+    ids=str,
+)
+def test_pool_grad(find: Find, rng: np.random.Generator, kind: str, g: Conv, width: int) -> None:
+    """Of x many numbers are equal: the first of a window wins."""
+    x = rounded(np.round(rng.standard_normal((g.n, g.h, g.w, g.c))), BF16)
+    dy = rounded(rng.standard_normal((g.n, *g.out, g.c)), BF16)
+    name = f"{kind.replace('mean', 'avg')}_pool2d_grad_{kind}_{width}_{BF16}"
+    got = pool_grad(find(name), g, x, dy, width, BF16)
+    image, gradient = wide(x, BF16), wide(dy, BF16)
+    want = np.zeros((g.n, g.h, g.w, g.c))
+    for p, q, r, s in np.ndindex(*g.out, g.r, g.s):
+        rows = [p * g.stride[0] - g.pad[0] + i * g.dilation[0] for i in range(g.r)]
+        columns = [q * g.stride[1] - g.pad[1] + j * g.dilation[1] for j in range(g.s)]
+        h, w = rows[r], columns[s]
+        if not (0 <= h < g.h and 0 <= w < g.w):
+            continue
+        share = np.full((g.n, g.c), 1 / (g.r * g.s))  # whose windows are not cut at the end
+        if kind == "max":
+            seen = [(i, j) for i in rows for j in columns if 0 <= i < g.h and 0 <= j < g.w]
+            first = np.argmax([image[:, i, j] for i, j in seen], 0)
+            share = (first == seen.index((h, w))).astype(float)
+        want[:, h, w] += share * gradient[:, p, q]
+    check(got, want, BF16, SUMS)
 
 
 @pytest.mark.parametrize(
