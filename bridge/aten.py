@@ -231,6 +231,30 @@ def _or(imp: Importer, node: Node, a: Any, b: Any) -> Value:
     return rules.logic(imp, "or", a, b)
 
 
+@rule(aten.as_strided.default)
+def _as_strided(
+    imp: Importer, node: Node, x: Value, size: Any, stride: Any, offset: int | None = 0
+) -> Value:
+    """Reads all of a tensor's memory as it lies there, with other axes."""
+    held = node.args[0].meta["val"]  # type: ignore[union-attr]
+    if offset:
+        raise Unsupported("a part of a tensor's memory")
+    lies = rules.in_memory(imp, x, held.stride())
+    return rules.from_memory(imp, lies, size, stride)
+
+
+@rule(aten.as_strided_scatter.default)
+def _as_strided_scatter(
+    imp: Importer, node: Node, x: Any, onto: Any, size: Any, stride: Any, offset: int | None = 0
+) -> Value:
+    """Fills all of a tensor's memory."""
+    whole = node.meta["val"]
+    if offset or math.prod(size) != whole.numel():
+        raise Unsupported("a part of a tensor's memory")
+    lies = rules.in_memory(imp, imp.value(onto), stride)
+    return rules.from_memory(imp, lies, whole.shape, whole.stride())
+
+
 @rule(aten.clone.default, aten.alias.default)
 def _same(imp: Importer, node: Node, x: Value, *_: Any, **__: Any) -> Value:
     return x

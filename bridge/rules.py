@@ -357,6 +357,35 @@ def reshaped(imp: Importer, x: Value, shape: Sequence[Size]) -> Value:
     return x if x.shape == tuple(shape) else imp.net.reshape(x, *shape)
 
 
+def in_memory(imp: Importer, x: Value, stride: Sequence[int]) -> Value:
+    """Lays a tensor's numbers out in a row, as strides say that they lie in memory."""
+    order = sorted(range(len(stride)), key=lambda axis: -stride[axis])
+    _check_dense([x.size(axis) for axis in order], [stride[axis] for axis in order])
+    y = x if order == sorted(order) else imp.net.permute(x, *order)
+    return reshaped(imp, y, [math.prod(x.size(axis) for axis in order)])
+
+
+def from_memory(imp: Importer, x: Value, size: Sequence[int], stride: Sequence[int]) -> Value:
+    """Undoes ``in_memory``."""
+    order = sorted(range(len(stride)), key=lambda axis: -stride[axis])
+    sizes = [size[axis] for axis in order]
+    _check_dense(sizes, [stride[axis] for axis in order])
+    if math.prod(sizes) != x.size(0):
+        raise Unsupported("a part of a tensor's memory")
+    y = reshaped(imp, x, sizes)
+    back = [order.index(axis) for axis in range(len(order))]
+    return y if back == sorted(back) else imp.net.permute(y, *back)
+
+
+def _check_dense(size: Sequence[int], stride: Sequence[int]) -> None:
+    """Makes sure that axes, the outermost first, lie in memory without holes."""
+    step = 1
+    for length, apart in reversed(list(zip(size, stride, strict=True))):
+        if length not in (0, 1) and apart != step:
+            raise Unsupported("a tensor with holes in memory")
+        step *= length
+
+
 def spread(imp: Importer, x: Value, shape: Sequence[Size]) -> Value:
     """Broadcasts a value to a shape."""
     x = reshaped(imp, x, (*(1 for _ in range(len(shape) - len(x.shape))), *x.shape))
