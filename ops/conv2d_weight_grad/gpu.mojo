@@ -64,12 +64,12 @@ def conv2d_weight_grad_gpu[
         If a launch fails.
     """
     if g.depthwise():
-        enqueue_depthwise(g, o, most, ctx)
+        weight_grad_depthwise(g, o, most, ctx)
     else:
-        enqueue_portable(g, o, most, ctx)
+        weight_grad_portable(g, o, most, ctx)
 
 
-def enqueue_portable[
+def weight_grad_portable[
     dtype: DType, //
 ](g: Geometry, o: WeightGrad[dtype], most: Int, ctx: DeviceContext) raises:
     """Enqueues the kernel for CUDA cores, which takes every convolution.
@@ -213,7 +213,7 @@ struct _Tap(TrivialRegisterPassable):
         return widened(x[unsafe_offset=((n * g.h + h) * g.w + w) * g.c + self.c])
 
 
-def enqueue_depthwise[
+def weight_grad_depthwise[
     dtype: DType, //
 ](g: Geometry, o: WeightGrad[dtype], most: Int, ctx: DeviceContext) raises:
     """Enqueues the gradient of depthwise filters.

@@ -10,6 +10,10 @@ from ops.concat import VECTORS, ConcatTensors, concat_gpu
 from ops.pool import pool_gpu
 from ops.roll import RollSizes, roll_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
+from ops.conv2d_weight_grad.gpu import add_parts, weight_grad_depthwise, weight_grad_portable
+from ops.conv2d_weight_grad.hopper import CONFIGS as GRADIENTS
+from ops.conv2d_weight_grad.hopper import weight_grad_tile
+from ops.conv2d_weight_grad.tensors import WeightGrad
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
 from ops.epilogue import Epilogue
@@ -141,6 +145,19 @@ def depthwise(
     ctx.enqueue_function[depthwise_kernel[F32, adds, 4]](o32, g, grid_dim=n, block_dim=256)
 
 
+def gradients(
+    g: Geometry, half: Data[BF16], half2: Data[F16], full: Data[F32], n: Int, ctx: DeviceContext
+) raises:
+    var o = WeightGrad[BF16](half, half, half, full)
+    weight_grad_portable(g, o, n, ctx)
+    weight_grad_depthwise(g, o, n, ctx)
+    comptime for i in range(len(GRADIENTS)):
+        weight_grad_tile[GRADIENTS[i]](g, o, n, ctx)
+    var o16 = WeightGrad[F16](half2, half2, half2, full)
+    weight_grad_tile[GRADIENTS[3]](g, o16, n, ctx)
+    add_parts(o16, n, n, ctx)
+
+
 def squeezes(half: Data[BF16], half2: Data[F16], full: Data[F32], n: Int, ctx: DeviceContext) raises:
     var g = SqueezeSizes(
         images=n, pixels=n, channels=n, hidden=n, shift=n, split=n > 1, kept=n
@@ -240,6 +257,7 @@ def main() raises:
     enqueue_token_linear[F16, Epilogue("gelu"), SMALL](
         n, n, n, n, Operands[F16](half2, half2, full, half2, half2), ctx
     )
+    gradients(g, half, half2, full, n, ctx)
     cores[BF16](g, o, ctx)
     cores[F32](g, Operands[F32](full, full, full, full, full), ctx)
     gemm_portable[F32, Epilogue("none"), False](
