@@ -10,9 +10,11 @@ from ops.concat import VECTORS, ConcatTensors, concat_gpu
 from ops.pool import pool_gpu
 from ops.roll import RollSizes, roll_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
-from ops.conv2d_weight_grad.gpu import add_parts, weight_grad_depthwise, weight_grad_portable
+from ops.conv2d_weight_grad.gpu import weight_grad_depthwise, weight_grad_portable
 from ops.conv2d_weight_grad.hopper import CONFIGS as GRADIENTS
 from ops.conv2d_weight_grad.hopper import weight_grad_tile
+from ops.conv2d_weight_grad.mma import weight_grad_mma
+from ops.conv2d_weight_grad.parts import add_parts
 from ops.conv2d_weight_grad.tensors import WeightGrad
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
@@ -141,7 +143,9 @@ def depthwise(
 ) raises:
     enqueue_depthwise[BF16, Epilogue("silu")](g, o, ctx)
     comptime adds = Epilogue("add_relu")
-    ctx.enqueue_function[depthwise_run_kernel[F32, adds, 3, 2, 4]](o32, g, grid_dim=n, block_dim=128)
+    ctx.enqueue_function[depthwise_run_kernel[F32, adds, 3, 2, 4]](
+        o32, g, grid_dim=n, block_dim=128
+    )
     ctx.enqueue_function[depthwise_kernel[F32, adds, 4]](o32, g, grid_dim=n, block_dim=256)
 
 
@@ -154,14 +158,16 @@ def gradients(
     comptime for i in range(len(GRADIENTS)):
         weight_grad_tile[GRADIENTS[i]](g, o, n, ctx)
     var o16 = WeightGrad[F16](half2, half2, half2, full)
-    weight_grad_tile[GRADIENTS[3]](g, o16, n, ctx)
+    weight_grad_tile[GRADIENTS[2]](g, o16, n, ctx)
     add_parts(o16, n, n, ctx)
+    weight_grad_mma(g, o, n, ctx)
+    weight_grad_mma(g, WeightGrad[F32](full, full, full, full), n, ctx)
 
 
-def squeezes(half: Data[BF16], half2: Data[F16], full: Data[F32], n: Int, ctx: DeviceContext) raises:
-    var g = SqueezeSizes(
-        images=n, pixels=n, channels=n, hidden=n, shift=n, split=n > 1, kept=n
-    )
+def squeezes(
+    half: Data[BF16], half2: Data[F16], full: Data[F32], n: Int, ctx: DeviceContext
+) raises:
+    var g = SqueezeSizes(images=n, pixels=n, channels=n, hidden=n, shift=n, split=n > 1, kept=n)
     enqueue_squeeze_excite[BF16, Epilogue("silu"), Epilogue("sigmoid"), Epilogue("none")](
         SqueezeTensors[BF16](
             x=half,

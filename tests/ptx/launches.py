@@ -518,13 +518,7 @@ class GradTile:
         return f"{64 * self.filters}x{64 * self.boxes}x{self.stages}"
 
 
-GRAD_TILES = (
-    GradTile(2, 4, 1, 4),
-    GradTile(2, 3, 1, 5),
-    GradTile(4, 2, 1, 4),
-    GradTile(1, 4, 2, 5),
-    GradTile(1, 9, 3, 2),
-)
+GRAD_TILES = (GradTile(2, 4, 1, 4), GradTile(2, 3, 1, 5), GradTile(1, 4, 2, 5))
 
 
 def weight_grad(
@@ -537,21 +531,21 @@ def weight_grad(
     dtype: str,
     parts: int = 1,
     groups: int = 1,
-    depthwise: bool = False,
+    kind: str = "cores",
     seed: int = 0,
 ) -> Array:
     """Runs ops/conv2d_weight_grad. The kernel ahead of hopper.mojo's writes x and dy.
 
     Args:
         kernels: What sums the parts of the pixels, and what adds them up.
-        tile: Of hopper.mojo's kernel; None for those of gpu.mojo.
+        tile: Of hopper.mojo's kernel; None for the others.
         g: Sizes.
         x: Activations [N, H, W, C].
         dy: Gradient of the result [N, P, Q, F].
         dtype: Of the tensors.
         parts: Of the pixels.
         groups: Of channels.
-        depthwise: Whether it is the kernel for a group a channel.
+        kind: Which of the kernels without a tile: ``cores``, ``depthwise`` or ``mma_128``, ...
         seed: Of the order of warps and copies.
 
     Returns:
@@ -583,8 +577,9 @@ def weight_grad(
         )
     else:
         sizes = [g.n, g.h, g.w, g.c, g.r, g.s, p, q, g.f, *g.stride, *g.pad, *g.dilation, groups]
-        grid = (-(-depth // 64), -(-(g.f // groups) // 64) * groups, parts)
-        if depthwise:
+        columns = int(kind.split("_")[1]) if kind.startswith("mma") else 64
+        grid = (-(-depth // columns), -(-(g.f // groups) // 64) * groups, parts)
+        if kind == "depthwise":
             grid = (-(-g.c // 32), g.r * g.s, parts)
         launch = Launch(
             first, [tensors, pack("16q", *sizes)], memory, grid=grid, threads=256, together=8
@@ -593,8 +588,9 @@ def weight_grad(
     if not tile or parts > 1:
         size = g.f * depth
         width = 4 if size % 4 == 0 else 1
-        adding = [tensors, pack("q", size), pack("i", parts)]
-        grid = (-(-size // width // 256),)
+        slices = 2 if parts > 2 else 1
+        adding = [tensors, pack("q", size), pack("i", parts), pack("i", slices)]
+        grid = (-(-size // width // (256 // slices)),)
         Launch(second, adding, memory, grid=grid, threads=256, together=8).run(seed)
     return dw
 

@@ -21,6 +21,7 @@ from maxvision.graphs.arrange import stem_fragments
 from .conftest import Find
 from .launches import (
     BLOCKS,
+    DTYPES,
     EXPANDED,
     GRAD_TILES,
     RESIDENT,
@@ -391,7 +392,8 @@ def test_weight_grad(find: Find, rng: np.random.Generator, sizes: str, tile: Gra
 
 
 def test_weight_grad_float16(find: Find, rng: np.random.Generator) -> None:
-    run_gradient(find, rng, Conv(1, 9, 8, 72, 40), GRAD_TILES[3], dtype="float16")
+    g = Conv(2, 9, 12, 72, 40)
+    run_gradient(find, rng, g, GRAD_TILES[2], dtype="float16", parts=4)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -407,15 +409,30 @@ def test_weight_grad_keeps_nan_and_infinity(find: Find, rng: np.random.Generator
     ],
     ids=str,
 )
-def test_weight_grad_on_cores(
-    find: Find, rng: np.random.Generator, g: Conv, groups: int
-) -> None:
+def test_weight_grad_on_cores(find: Find, rng: np.random.Generator, g: Conv, groups: int) -> None:
     run_gradient(find, rng, g, groups=groups, parts=2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, "float32"])
+@pytest.mark.parametrize(
+    ("g", "groups", "kind"),
+    [
+        (Conv(2, 7, 6, 9, 70, 3, 2, (2, 1), (1, 1), (1, 2)), 1, "128_1x1"),
+        (Conv(1, 11, 9, 48, 80, 3, 3, (2, 1), (1, 1)), 2, "128_{0}x{0}"),
+        (Conv(1, 21, 9, 3, 72, 7, 7, (2, 2), (3, 3)), 1, "160_1x{0}"),
+    ],
+    ids=["odd", "groups", "stem"],
+)
+def test_weight_grad_by_mma(
+    find: Find, rng: np.random.Generator, g: Conv, groups: int, kind: str, dtype: str
+) -> None:
+    name = f"mma_{kind.format(16 // np.dtype(DTYPES[dtype]).itemsize)}"
+    run_gradient(find, rng, g, dtype=dtype, groups=groups, parts=2, kind=name)
 
 
 def test_depthwise_weight_grad(find: Find, rng: np.random.Generator) -> None:
     g = Conv(2, 6, 7, 37, 37, 3, 2, (2, 1), (1, 1), (1, 2))
-    run_gradient(find, rng, g, groups=g.c, parts=2, depthwise=True)
+    run_gradient(find, rng, g, groups=g.c, parts=2, kind="depthwise")
 
 
 def run_gradient(
@@ -427,21 +444,22 @@ def run_gradient(
     dtype: str = BF16,
     parts: int = 1,
     groups: int = 1,
-    depthwise: bool = False,
+    kind: str = "cores",
     odd: bool = False,
 ) -> None:
     x = rng.standard_normal((g.n, g.h, g.w, g.c))
     dy = rng.standard_normal((g.n, *g.out, g.f)) * g.pixels**-0.5
     if odd:
         x[0, 3, 4, 5], x[-1, -1, -1, -1], dy[0, 0, 0, 3] = np.nan, np.inf, -np.inf
+    if dtype == "float32":  # as TF32
+        x, dy = (to_tf32(y).view(np.float32) for y in (x, dy))
     x, dy = rounded(x, dtype), rounded(dy, dtype)
-    kind = tile.label if tile else "depthwise" if depthwise else "cores"
     size = g.f * g.r * g.s * g.c // groups
-    names = (kind, f"add_{1 if size % 4 else 4}")
+    names = (tile.label if tile else kind, f"add_{1 if size % 4 else 4}")
     first, second = (find(f"conv2d_weight_grad_{name}_{dtype}") for name in names)
     got = weight_grad(
         (first, second), tile, g, x, dy,
-        dtype=dtype, parts=parts, groups=groups, depthwise=depthwise,
+        dtype=dtype, parts=parts, groups=groups, kind=kind,
     )  # fmt: skip
 
     left = wide(dy, dtype).reshape(g.pixels, groups, -1)
