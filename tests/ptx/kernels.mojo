@@ -158,7 +158,7 @@ def gradients(
     comptime for i in range(len(GRADIENTS)):
         weight_grad_tile[GRADIENTS[i]](g, o, n, ctx)
     var o16 = WeightGrad[F16](half2, half2, half2, full)
-    weight_grad_tile[GRADIENTS[2]](g, o16, n, ctx)
+    weight_grad_tile[GRADIENTS[0]](g, o16, n, ctx)
     add_parts(o16, n, n, ctx)
     weight_grad_mma(g, o, n, ctx)
     weight_grad_mma(g, WeightGrad[F32](full, full, full, full), n, ctx)

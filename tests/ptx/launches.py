@@ -518,7 +518,7 @@ class GradTile:
         return f"{64 * self.filters}x{64 * self.boxes}x{self.stages}"
 
 
-GRAD_TILES = (GradTile(2, 4, 1, 4), GradTile(2, 3, 1, 5), GradTile(1, 4, 2, 5))
+GRAD_TILES = (GradTile(1, 4, 2, 5), GradTile(2, 4, 1, 4), GradTile(2, 3, 1, 5))
 
 
 def weight_grad(
@@ -578,7 +578,7 @@ def weight_grad(
     else:
         sizes = [g.n, g.h, g.w, g.c, g.r, g.s, p, q, g.f, *g.stride, *g.pad, *g.dilation, groups]
         columns = int(kind.split("_")[1]) if kind.startswith("mma") else 64
-        grid = (-(-depth // columns), -(-(g.f // groups) // 64) * groups, parts)
+        grid: tuple[int, ...] = (-(-depth // columns), -(-(g.f // groups) // 64) * groups, parts)
         if kind == "depthwise":
             grid = (-(-g.c // 32), g.r * g.s, parts)
         launch = Launch(
