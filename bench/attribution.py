@@ -65,6 +65,9 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[r"pool_max_\w+"]]
     elif op in ("sum", "mean", "amax", "amin"):
         ways = [[rf"reduce_{'sum' if op == 'mean' else op}_\w+"]]
+    elif op == "conv2d_weight_grad":
+        sums = r"conv2d_weight_grad_(?!add)\w+"
+        ways = [[sums], [sums, r"conv2d_weight_grad_add_\w+"]]
     elif op == "group_norm":
         ways = [[r"group_norm_moments_\w+", rf"group_norm_{epilogue}_\w+"]]
     elif op in ELEMENTWISE:

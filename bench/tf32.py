@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-PRODUCTS = {F.conv2d, F.linear, torch.matmul, torch.Tensor.matmul}
+GRADIENT = torch.ops.aten.convolution_backward
+"""Computes gradients of filters, of the result's gradient and the activations."""
+PRODUCTS = {F.conv2d, F.linear, torch.matmul, torch.Tensor.matmul, GRADIENT}
 
 
 def allow_tf32(allowed: bool) -> None:
@@ -42,6 +44,9 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def _depthwise(func: Any, x: torch.Tensor, w: torch.Tensor, *more: Any, **named: Any) -> bool:
+    if func is GRADIENT:
+        groups = more[7]
+        return bool(groups > 1 and groups == x.shape[1] == w.shape[1])
     if func is not F.conv2d:
         return False
     groups = named.get("groups", more[4] if len(more) > 4 else 1)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn import grad
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.elementwise import ELEMENTWISE
@@ -162,9 +163,7 @@ def _weight_grad(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
 
     def gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         shape = (dy.shape[1], x.shape[1] // a.get("groups", 1), *pair(a["kernel"]))
-        return torch.nn.grad.conv2d_weight(
-            F.pad(x, (left, right, top, bottom)), shape, dy, **window
-        )
+        return grad.conv2d_weight(F.pad(x, (left, right, top, bottom)), shape, dy, **window)
 
     return gradient
 

@@ -322,7 +322,8 @@ def _conv2d_input_grad(
 
 @_layouts
 def _conv2d_weight_grad(given: _Given, *, kernel: Any, **window: Any) -> TensorValue:
-    return nodes.conv2d_weight_grad(given.value(0), given.value(1), kernel, **window)
+    x, dy, tf32 = given.value(0), given.value(1), given.weights.tf32
+    return nodes.conv2d_weight_grad(x, dy, kernel, tf32=tf32, **window)
 
 
 @_layouts

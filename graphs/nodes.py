@@ -190,6 +190,7 @@ def conv2d_weight_grad(
     padding: Padding = 0,
     dilation: Pair = 1,
     groups: int = 1,
+    tf32: bool = True,
 ) -> TensorValue:
     """Computes the gradient of a convolution's filter: [F, R, S, C / groups].
 
@@ -203,6 +204,7 @@ def conv2d_weight_grad(
         padding: Zeros on each side; four numbers are those above, left, below and right.
         dilation: Pixels between the taps of a window.
         groups: Groups of channels.
+        tf32: Whether float32 may be rounded to TF32 on a GPU.
 
     Raises:
         ArgumentError: If the shapes do not fit.
@@ -216,7 +218,8 @@ def conv2d_weight_grad(
     parts = 0 if x.device.is_cpu() else max(1, min(GRADIENT_ROOM // max(size, 1), GRADIENT_PARTS))
     room = Type((parts, size), "float32")
     window = _window(shapes.pair(kernel), stride, padding, dilation, groups)
-    return _custom("conv2d_weight_grad", [x, dy, window], [out, room])[0]
+    parameters = {"tf32": _tf32(x, tf32)}
+    return _custom("conv2d_weight_grad", [x, dy, window], [out, room], parameters)[0]
 
 
 def conv2d_shortcut(

@@ -13,9 +13,10 @@ Bound by loads from the first-level cache.
 """
 
 from max.runtime.asyncrt import parallelism_level
-from std.math import ceildiv
+from std.math import ceildiv, iota
 from std.memory import Layout, alloc, dealloc
 from std.sys import simd_width_of
+from std.sys.intrinsics import masked_load, masked_store
 
 from ..gemm.cpu import PANEL, ROWS, multiply_turned
 from ..geometry import Geometry
@@ -157,12 +158,17 @@ def _copy_columns[
     columns: Int,
     panel: Data[F32],
 ):
-    """Copies what some columns see of `count` pixels from `first` on: panel[count, PANEL]."""
+    """Copies what some columns see of `count` pixels from `first` on: panel[count, PANEL].
+
+    The taps of a row of the window mostly lie side by side, and are copied as one.
+    """
+    var near = g.dilation_w == 1 and g.groups == 1
     var at = 0
     while at < columns:
         var tap, c = divmod(column + at, g.group_c())
-        var length = min(g.group_c() - c, columns - at)
         var r, s = divmod(tap, g.s)
+        var length = min((g.s - s if near else 1) * g.group_c() - c, columns - at)
+        var final = s + (c + length - 1) // g.group_c()
         var source = x.unsafe_offset(channel + c)
         var row, q = divmod(first, g.q)
         var to = panel.unsafe_offset(at)
@@ -171,15 +177,19 @@ def _copy_columns[
             var n, p = divmod(row, g.p)
             var h = p * g.stride_h - g.pad_h + r * g.dilation_h
             var pixels = min(left, g.q - q)
-            var inside = _Inside(g, s) if 0 <= h < g.h else _Inside()
+            var height = 0 <= h < g.h
+            var inside = _Inside(g, s, final) if height else _Inside()
             var line = source.unsafe_offset((n * g.h + h) * g.w * g.c)
             for i in range(q, q + pixels):
+                var w = i * g.stride_w - g.pad_w + s * g.dilation_w
                 if inside.first <= i < inside.end:
-                    var w = i * g.stride_w - g.pad_w + s * g.dilation_w
                     _copy(line.unsafe_offset(w * g.c), to, length)
                 else:
                     for j in range(length):
-                        to[unsafe_offset=j] = 0
+                        var value = Float32(0)
+                        if height and 0 <= w + (c + j) // g.group_c() < g.w:
+                            value = widened(line[unsafe_offset=w * g.c + j])
+                        to[unsafe_offset=j] = value
                 to = to.unsafe_offset(PANEL)
             left -= pixels
             row, q = row + 1, 0
@@ -187,7 +197,7 @@ def _copy_columns[
 
 
 struct _Inside(TrivialRegisterPassable):
-    """The pixels of a row of which a tap sees something, not padding."""
+    """The pixels of a row of which some taps of a window's row all see something, not padding."""
 
     var first: Int
     """The first of them."""
@@ -200,11 +210,12 @@ struct _Inside(TrivialRegisterPassable):
         self.first = self.end = 0
 
     @always_inline
-    def __init__(out self, g: Geometry, s: Int):
-        """Finds them for a column of the window."""
+    def __init__(out self, g: Geometry, s: Int, final: Int):
+        """Finds them for the columns `s` to `final` of the window."""
         var before = g.pad_w - s * g.dilation_w
+        var behind = g.w + g.pad_w - final * g.dilation_w
         self.first = min(g.q, max(0, ceildiv(before, g.stride_w)))
-        self.end = max(self.first, min(g.q, ceildiv(g.w + before, g.stride_w)))
+        self.end = max(self.first, min(g.q, ceildiv(behind, g.stride_w)))
 
 
 @always_inline
@@ -217,8 +228,14 @@ def _copy[dtype: DType](source: Data[dtype], to: Data[F32], count: Int):
     var whole = count // WIDTH * WIDTH
     for i in range(0, whole, WIDTH):
         to.unsafe_store(i, widened(source.unsafe_load[width=WIDTH](i)))
-    for i in range(whole, count):
-        to[unsafe_offset=i] = widened(source[unsafe_offset=i])
+    comptime if dtype == F32:
+        if whole < count:
+            var inside = iota[DType.int32, WIDTH]().lt(Int32(count - whole))
+            var rest = masked_load[WIDTH](source.unsafe_offset(whole), inside, 0)
+            masked_store(widened(rest), to.unsafe_offset(whole), inside)
+    else:
+        for i in range(whole, count):
+            to[unsafe_offset=i] = widened(source[unsafe_offset=i])
 
 
 def _depthwise[
@@ -254,7 +271,7 @@ def _depthwise_vectors[
         for tap in range(taps):
             var r, s = divmod(tap, g.s)
             var h = p * g.stride_h - g.pad_h + r * g.dilation_h
-            var inside = _Inside(g, s) if 0 <= h < g.h else _Inside()
+            var inside = _Inside(g, s, s) if 0 <= h < g.h else _Inside()
             var before = g.pad_w - s * g.dilation_w
             var line = o.x.unsafe_offset(((n * g.h + h) * g.w - before) * g.c + channel)
             var here = sums.unsafe_offset(tap * COUNT)

@@ -3,7 +3,8 @@
 A GEMM of F filters by R S C columns j = (r, s, c) whose K are the pixels m. There are many more pixels
 than results, so they are divided into parts too, whose float32 sums a second kernel adds up in their
 order and rounds: the result does not depend on how blocks run. hopper.mojo multiplies 16-bit numbers
-by wgmma; for all else there is the kernel of this file.
+by wgmma, mma.mojo by mma.sync what that does not take, and float32 as TF32; for all else there is the
+kernel of this file.
 
 That kernel: a block of 256 threads computes 64 filters x 64 columns of a part, each thread 4 x 4, from
 16 pixels at a time in shared memory. CUDA cores and float32 throughout, whatever the dtype of the
@@ -13,21 +14,20 @@ Depthwise, a block sums one tap of 32 channels, neighbouring threads neighbourin
 take turns at the pixels. Bound by the cache, from which dy is read once for each tap.
 """
 
-from max.gpu import barrier, block_idx, grid_dim, thread_idx
+from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
 from ..device import Device
 from ..geometry import Geometry
-from ..operands import F32, Data, narrowed, widened
+from ..hopper.conv import takes
+from ..operands import F32, widened
+from ..target import HAS_MMA, IS_HOPPER
+from .hopper import weight_grad_hopper
+from .mma import weight_grad_mma
+from .parts import Part, Place, Tap, add_parts
 from .tensors import WeightGrad
 
 comptime THREADS = 256
@@ -47,12 +47,13 @@ comptime WARPS = THREADS // CHANNELS
 
 
 def conv2d_weight_grad_gpu[
-    dtype: DType, //
+    dtype: DType, //, tf32: Bool
 ](g: Geometry, o: WeightGrad[dtype], most: Int, ctx: DeviceContext) raises:
     """Enqueues the gradient.
 
     Parameters:
         dtype: Of the tensors.
+        tf32: Whether float32 may be rounded to TF32 for the products.
 
     Args:
         g: Sizes of the convolution.
@@ -63,13 +64,20 @@ def conv2d_weight_grad_gpu[
     Raises:
         If a launch fails.
     """
+    comptime if IS_HOPPER and dtype.is_half_float():
+        if takes[dtype](g) and g.pixels() > 0:
+            weight_grad_hopper(g, o, most, ctx)
+            return
     if g.depthwise():
-        enqueue_depthwise(g, o, most, ctx)
+        weight_grad_depthwise(g, o, most, ctx)
+        return
+    comptime if HAS_MMA and (tf32 or dtype.is_half_float()):
+        weight_grad_mma(g, o, most, ctx)
     else:
-        enqueue_portable(g, o, most, ctx)
+        weight_grad_portable(g, o, most, ctx)
 
 
-def enqueue_portable[
+def weight_grad_portable[
     dtype: DType, //
 ](g: Geometry, o: WeightGrad[dtype], most: Int, ctx: DeviceContext) raises:
     """Enqueues the kernel for CUDA cores, which takes every convolution.
@@ -124,9 +132,9 @@ def weight_grad_kernel[dtype: DType](o: WeightGrad[dtype], g: Geometry):
     place *= 4
     var filters = g.group_f() - f0 - place
     var gradient = o.dy.unsafe_offset(group * g.group_f() + f0 + place)
-    var taps = Array[_Tap, 4](uninitialized=True)
+    var taps = Array[Tap, 4](uninitialized=True)
     comptime for i in range(4):
-        taps[i] = _Tap(g, group, j0 + place + i)
+        taps[i] = Tap(g, group, j0 + place + i)
     # What it computes: four filters x four columns.
     var row, column = divmod(t, TILE // 4)
     var sums = Array[SIMD[F32, 4], 4](fill=0)
@@ -135,12 +143,11 @@ def weight_grad_kernel[dtype: DType](o: WeightGrad[dtype], g: Geometry):
         var a = SIMD[F32, 4](0)
         var b = SIMD[F32, 4](0)
         if m < part.end:
-            var line, q = divmod(m, g.q)
-            var n, p = divmod(line, g.p)
+            var at = Place(g, m)
             comptime for i in range(4):
                 if i < filters:
                     a[i] = widened(gradient[unsafe_offset=m * g.f + i])
-                b[i] = taps[i].load(g, o.x, n, p, q)
+                b[i] = widened(taps[i].load[1](g, o.x, at))
         barrier()
         rows.unsafe_store[alignment=16](pixel * PITCH + place, a)
         columns.unsafe_store[alignment=16](pixel * PITCH + place, b)
@@ -160,60 +167,7 @@ def weight_grad_kernel[dtype: DType](o: WeightGrad[dtype], g: Geometry):
                     to[unsafe_offset=(group * g.group_f() + f) * g.depth() + at] = sums[i][j]
 
 
-struct Part(TrivialRegisterPassable):
-    """The block's part of the pixels, or of something else; the grid's z numbers them."""
-
-    var number: Int
-    """Which."""
-    var first: Int
-    """The first pixel."""
-    var end: Int
-    """One beyond the last."""
-
-    @always_inline
-    def __init__(out self, count: Int):
-        """Divides as evenly as it goes.
-
-        Args:
-            count: Of all pixels.
-        """
-        self.number = Int(block_idx.z)
-        var parts = Int(grid_dim.z)
-        self.first = count * self.number // parts
-        self.end = count * (self.number + 1) // parts
-
-
-struct _Tap(TrivialRegisterPassable):
-    """What a column of dw sees of a pixel: a tap of the window, and a channel."""
-
-    var h: Int
-    """Rows from the first pixel to what the tap sees of it; negative in the padding."""
-    var w: Int
-    """Columns."""
-    var c: Int
-    """The channel; negative if there is no such column."""
-
-    @always_inline
-    def __init__(out self, g: Geometry, group: Int, column: Int):
-        var tap, c = divmod(column, g.group_c())
-        var r, s = divmod(tap, g.s)
-        self.h = r * g.dilation_h - g.pad_h
-        self.w = s * g.dilation_w - g.pad_w
-        self.c = group * g.group_c() + c if column < g.depth() else -1
-
-    @always_inline
-    def load[
-        dtype: DType
-    ](self, g: Geometry, x: Data[dtype], n: Int, p: Int, q: Int) -> Float32:
-        """Loads the number that a pixel meets."""
-        var h = p * g.stride_h + self.h
-        var w = q * g.stride_w + self.w
-        if self.c < 0 or h < 0 or h >= g.h or w < 0 or w >= g.w:
-            return 0
-        return widened(x[unsafe_offset=((n * g.h + h) * g.w + w) * g.c + self.c])
-
-
-def enqueue_depthwise[
+def weight_grad_depthwise[
     dtype: DType, //
 ](g: Geometry, o: WeightGrad[dtype], most: Int, ctx: DeviceContext) raises:
     """Enqueues the gradient of depthwise filters.
@@ -258,11 +212,10 @@ def depthwise_kernel[dtype: DType](o: WeightGrad[dtype], g: Geometry):
     var part = Part(g.pixels())
     var sum = Float32(0)
     if c < g.c:
-        var tap = _Tap(g, c, number)  # of a group of one channel
+        var tap = Tap(g, c, number)  # of a group of one channel
         for m in range(part.first + warp, part.end, WARPS):
-            var line, q = divmod(m, g.q)
-            var n, p = divmod(line, g.p)
-            sum += widened(o.dy[unsafe_offset=m * g.c + c]) * tap.load(g, o.x, n, p, q)
+            var value = widened(tap.load[1](g, o.x, Place(g, m)))
+            sum += widened(o.dy[unsafe_offset=m * g.c + c]) * value
     left[unsafe_offset=Int(thread_idx.x)] = sum
     barrier()
     if warp == 0 and c < g.c:
@@ -270,57 +223,3 @@ def depthwise_kernel[dtype: DType](o: WeightGrad[dtype], g: Geometry):
             sum += left[unsafe_offset=other * CHANNELS + lane]
         var taps = g.r * g.s
         o.room[unsafe_offset=(part.number * g.c + c) * taps + number] = sum
-
-
-def add_parts[
-    dtype: DType, //
-](o: WeightGrad[dtype], size: Int, parts: Int, ctx: DeviceContext) raises:
-    """Enqueues the sum of the parts, rounded into dw.
-
-    Parameters:
-        dtype: Of dw.
-
-    Args:
-        o: Tensors; the room has the parts.
-        size: Numbers of dw.
-        parts: How many there are.
-        ctx: The GPU.
-
-    Raises:
-        If the launch fails.
-    """
-    comptime for width in [4, 1]:
-        if width == 1 or size % 4 == 0:
-            ctx.enqueue_function[add_parts_kernel[dtype, width]](
-                o,
-                Int64(size),
-                Int32(parts),
-                grid_dim=ceildiv(size // width, THREADS),
-                block_dim=THREADS,
-                attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-            )
-            return
-
-
-@__name(t"conv2d_weight_grad_add_{width}_{dtype}")
-def add_parts_kernel[dtype: DType, width: Int](o: WeightGrad[dtype], size: Int64, parts: Int32):
-    """Adds up the parts of a few numbers in each thread.
-
-    Parameters:
-        dtype: Of dw.
-        width: Numbers of a thread.
-
-    Args:
-        o: Tensors.
-        size: Numbers of dw.
-        parts: How many parts there are.
-    """
-    var at = (Int(block_idx.x) * THREADS + Int(thread_idx.x)) * width
-    wait_on_dependent_grids()
-    launch_dependent_grids()
-    if at < Int(size):
-        var sum = SIMD[F32, width](0)
-        var source = o.room.unsafe_offset(at)
-        for part in range(parts):
-            sum += source.unsafe_load[width=width, alignment=4 * width](Int(part) * Int(size))
-        o.dw.unsafe_store(at, narrowed[dtype](sum))

@@ -21,7 +21,7 @@ struct Conv2dWeightGrad:
 
     @staticmethod
     def execute[
-        target: StaticString
+        target: StaticString, tf32: Bool
     ](
         dw: OutputTensor[rank=4, ...],
         room: OutputTensor[dtype=F32, rank=2, ...],
@@ -34,6 +34,7 @@ struct Conv2dWeightGrad:
 
         Parameters:
             target: "cpu" or "gpu".
+            tf32: Whether a GPU may round float32 to TF32 for the products.
 
         Args:
             dw: Result [F, R, S, C / groups].
@@ -55,4 +56,4 @@ struct Conv2dWeightGrad:
             ], "conv2d_weight_grad: a CPU expects float32 or bfloat16"
             conv2d_weight_grad_cpu(g, o)
         else:
-            conv2d_weight_grad_gpu(g, o, room.shape()[0], ctx)
+            conv2d_weight_grad_gpu[tf32](g, o, room.shape()[0], ctx)

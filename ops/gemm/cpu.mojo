@@ -69,9 +69,7 @@ struct _Runs[rows: Int]:
 @no_inline
 def _multiply[
     rows: Int, vectors: Int, turned: Bool = False
-](
-    runs: _Runs[rows], panel: Data[F32], ahead: Int, sums: Data[F32], fresh: Bool, pitch: Int = 1
-):
+](runs: _Runs[rows], panel: Data[F32], ahead: Int, sums: Data[F32], fresh: Bool, pitch: Int = 1):
     """Adds a share of K to the sums[rows, PANEL] of a register tile, or begins them if `fresh`.
 
     A line of each row `ahead` of the panel's is prefetched. If `turned`, the numbers of a run are

@@ -265,8 +265,18 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
 
 
 @always_inline
-def _rounded[dtype: DType](v: SIMD[U32, 4]) -> SIMD[U32, 4]:
-    """Rounds float32 to TF32, to nearest; leaves halves as they are."""
+def to_tf32[dtype: DType](v: SIMD[U32, 4]) -> SIMD[U32, 4]:
+    """Rounds float32 to TF32, to nearest; leaves halves as they are.
+
+    Parameters:
+        dtype: Of the numbers.
+
+    Args:
+        v: Their bits.
+
+    Returns:
+        Their bits.
+    """
     var r = v
     comptime if dtype == F32:
         comptime for i in range(4):
@@ -639,7 +649,7 @@ struct _Warp[dtype: DType, k_major: Bool, config: Config]:
             var at = _place[Self.CHUNKS](
                 self.row + self.lane % 16, Int32(2 * step) + self.lane // 16
             )
-            self.a[i % 2] = _rounded[Self.dtype](
+            self.a[i % 2] = to_tf32[Self.dtype](
                 bitcast[U32, 4](
                     ld_matrix[Self.WIDTH](
                         stage.unsafe_offset(Int(at * Int32(Self.WIDTH)) + i * TILE)
@@ -665,7 +675,7 @@ struct _Warp[dtype: DType, k_major: Bool, config: Config]:
         comptime half = step % 2 * Self.VECTORS
         comptime for j in range(Self.VECTORS):
             comptime if IS_NVIDIA:
-                self.b[half + j] = _rounded[Self.dtype](self._filters[step, j](w))
+                self.b[half + j] = to_tf32[Self.dtype](self._filters[step, j](w))
             else:
                 var chunk = Int32(4 * step) + self.lane // 16
                 var f = self.column + Int32(j * 16) + self.lane % 16

@@ -17,7 +17,14 @@ from .shared import ROW
 
 @always_inline
 def multiply_stages[
-    results: Int, //, dtype: DType, columns: Int, *, overlap: Bool, turned: Bool = False
+    results: Int,
+    //,
+    dtype: DType,
+    columns: Int,
+    *,
+    overlap: Bool,
+    turned: Bool = False,
+    turned_a: Bool = False,
 ](
     mut pipeline: Pipeline,
     mut storing: Storing[results],
@@ -36,6 +43,7 @@ def multiply_stages[
         overlap: Whether a stage's products are issued before those of the last one are done: it is
             released later, so the ring has to be longer.
         turned: Whether B lies turned over: boxes of 64 rows of K, by 64 columns of 16 bits.
+        turned_a: Whether A does: a box of 64 rows of K, by its 64 rows.
 
     Args:
         pipeline: The ring of stages; goes on by `steps`.
@@ -54,7 +62,9 @@ def multiply_stages[
         pipeline.wait()
         wgmma_fence_aligned()
         var right = Matrix(pipeline.stage() + b, pitch=64 * ROW if turned else 16)
-        sums = mma[dtype, columns, turned=turned](Matrix(pipeline.stage() + a), right, sums)
+        sums = mma[dtype, columns, turned=turned, turned_a=turned_a](
+            Matrix(pipeline.stage() + a), right, sums
+        )
         wgmma_commit_group_sync()
         if i == 0 and leads:
             storing.release(pipeline)

@@ -83,6 +83,7 @@ def mma[
     clear: Bool = False,
     pitch_b: Int = pitch,
     turned: Bool = False,
+    turned_a: Bool = False,
 ](
     a: Matrix[row, wide=_], b: Matrix[row, wide=_], sums: StaticTuple[Float32, columns // 2]
 ) -> StaticTuple[Float32, columns // 2]:
@@ -98,9 +99,10 @@ def mma[
         clear: Whether the sums begin at 0; then `sums` lends its registers only.
         pitch_b: Those of B, where they differ.
         turned: Whether B lies as rows of its columns, one for each number of K; of 16-bit factors.
+        turned_a: Whether A lies as rows of its 64 rows, one for each number of K, likewise.
 
     Args:
-        a: A, row by row.
+        a: A, row by row unless it is turned.
         b: B, column by column unless it is turned.
         sums: What the products are added to.
 
@@ -114,6 +116,7 @@ def mma[
     comptime for k in range(STEPS * boxes):
         comptime box = k // STEPS
         comptime step = k % STEPS * 32
+        comptime step_a = k % STEPS * DEPTH * row if turned_a else step
         comptime step_b = k % STEPS * DEPTH * row if turned else step
         total = wgmma_async[
             ROWS,
@@ -121,10 +124,11 @@ def mma[
             DEPTH,
             a_type=dtype,
             b_type=dtype,
+            layout_a="col" if turned_a else "row",
             layout_b="row" if turned else "col",
             scale_d=0 if clear and k == 0 else 1,
         ](
-            WGMMADescriptor[dtype](a.after(box * pitch + step)),
+            WGMMADescriptor[dtype](a.after(box * pitch + step_a)),
             WGMMADescriptor[dtype](b.after(box * pitch_b + step_b)),
             total,
         )

@@ -30,6 +30,20 @@ def test_rounds_to_nearest_even(number: float, expected: float) -> None:
     assert rounded(torch.tensor([number], dtype=torch.float64)).item() == number
 
 
+def test_rounds_the_operands_of_gradients_but_not_of_depthwise_ones() -> None:
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 8, 5, 5), torch.randn(2, 8, 3, 3)
+
+    def gradient(x: torch.Tensor, dy: torch.Tensor, groups: int = 1) -> torch.Tensor:
+        return torch.nn.grad.conv2d_weight(x, (8, 8 // groups, 3, 3), dy, groups=groups)
+
+    with RoundedProducts():
+        found, depthwise = gradient(x, dy), gradient(x, dy, 8)
+    torch.testing.assert_close(found, gradient(rounded(x), rounded(dy)), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(found, gradient(x, dy), rtol=0, atol=1e-6)
+    assert torch.equal(depthwise, gradient(x, dy, 8))
+
+
 def test_rounds_the_operands_of_products_but_not_of_depthwise_ones() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(2, 8, 5, 5), torch.randn(8, 8, 3, 3)

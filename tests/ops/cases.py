@@ -217,7 +217,7 @@ def weight_grad(
         f"conv2d_weight_grad {name}",
         [(*size, c), (*meta.shape[2:], f)],
         {},
-        lambda w, x, dy: nodes.conv2d_weight_grad(x, dy, kernel, **window),
+        lambda w, x, dy: nodes.conv2d_weight_grad(x, dy, kernel, tf32=w.tf32, **window),
         reference,
     )
 

@@ -46,6 +46,7 @@ NAMES = {
     "conv2d epilogue silu",
     "conv2d_chain",
     "conv2d_shortcut",
+    "conv2d_weight_grad 3x3",
     "sparse_conv2d 3x3",
     "sparse_conv2d add_relu",
     "attention 64",

@@ -11,6 +11,12 @@ from ops.pool import pool_gpu
 from ops.pool_grad import pool_grad_gpu
 from ops.roll import RollSizes, roll_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
+from ops.conv2d_weight_grad.gpu import weight_grad_depthwise, weight_grad_portable
+from ops.conv2d_weight_grad.hopper import CONFIGS as GRADIENTS
+from ops.conv2d_weight_grad.hopper import weight_grad_tile
+from ops.conv2d_weight_grad.mma import weight_grad_mma
+from ops.conv2d_weight_grad.parts import add_parts
+from ops.conv2d_weight_grad.tensors import WeightGrad
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
 from ops.epilogue import Epilogue
@@ -145,14 +151,31 @@ def depthwise(
 ) raises:
     enqueue_depthwise[BF16, Epilogue("silu")](g, o, ctx)
     comptime adds = Epilogue("add_relu")
-    ctx.enqueue_function[depthwise_run_kernel[F32, adds, 3, 2, 4]](o32, g, grid_dim=n, block_dim=128)
+    ctx.enqueue_function[depthwise_run_kernel[F32, adds, 3, 2, 4]](
+        o32, g, grid_dim=n, block_dim=128
+    )
     ctx.enqueue_function[depthwise_kernel[F32, adds, 4]](o32, g, grid_dim=n, block_dim=256)
 
 
-def squeezes(half: Data[BF16], half2: Data[F16], full: Data[F32], n: Int, ctx: DeviceContext) raises:
-    var g = SqueezeSizes(
-        images=n, pixels=n, channels=n, hidden=n, shift=n, split=n > 1, kept=n
-    )
+def gradients(
+    g: Geometry, half: Data[BF16], half2: Data[F16], full: Data[F32], n: Int, ctx: DeviceContext
+) raises:
+    var o = WeightGrad[BF16](half, half, half, full)
+    weight_grad_portable(g, o, n, ctx)
+    weight_grad_depthwise(g, o, n, ctx)
+    comptime for i in range(len(GRADIENTS)):
+        weight_grad_tile[GRADIENTS[i]](g, o, n, ctx)
+    var o16 = WeightGrad[F16](half2, half2, half2, full)
+    weight_grad_tile[GRADIENTS[0]](g, o16, n, ctx)
+    add_parts(o16, n, n, ctx)
+    weight_grad_mma(g, o, n, ctx)
+    weight_grad_mma(g, WeightGrad[F32](full, full, full, full), n, ctx)
+
+
+def squeezes(
+    half: Data[BF16], half2: Data[F16], full: Data[F32], n: Int, ctx: DeviceContext
+) raises:
+    var g = SqueezeSizes(images=n, pixels=n, channels=n, hidden=n, shift=n, split=n > 1, kept=n)
     enqueue_squeeze_excite[BF16, Epilogue("silu"), Epilogue("sigmoid"), Epilogue("none")](
         SqueezeTensors[BF16](
             x=half,
@@ -249,6 +272,7 @@ def main() raises:
     enqueue_token_linear[F16, Epilogue("gelu"), SMALL](
         n, n, n, n, Operands[F16](half2, half2, full, half2, half2), ctx
     )
+    gradients(g, half, half2, full, n, ctx)
     cores[BF16](g, o, ctx)
     cores[F32](g, Operands[F32](full, full, full, full, full), ctx)
     gemm_portable[F32, Epilogue("none"), False](

@@ -505,6 +505,97 @@ def token_linear(
 
 
 @dataclass(frozen=True)
+class GradTile:
+    """A Config of ops/conv2d_weight_grad/hopper.mojo: one of its CONFIGS."""
+
+    filters: int
+    boxes: int
+    shares: int
+    stages: int
+
+    @property
+    def label(self) -> str:
+        return f"{64 * self.filters}x{64 * self.boxes}x{self.stages}"
+
+
+GRAD_TILES = (GradTile(1, 4, 2, 5), GradTile(2, 4, 1, 4), GradTile(2, 3, 1, 5))
+
+
+def weight_grad(
+    kernels: tuple[Kernel, Kernel],
+    tile: GradTile | None,
+    g: Conv,
+    x: Array,
+    dy: Array,
+    *,
+    dtype: str,
+    parts: int = 1,
+    groups: int = 1,
+    kind: str = "cores",
+    seed: int = 0,
+) -> Array:
+    """Runs ops/conv2d_weight_grad. The kernel ahead of hopper.mojo's writes x and dy.
+
+    Args:
+        kernels: What sums the parts of the pixels, and what adds them up.
+        tile: Of hopper.mojo's kernel; None for the others.
+        g: Sizes.
+        x: Activations [N, H, W, C].
+        dy: Gradient of the result [N, P, Q, F].
+        dtype: Of the tensors.
+        parts: Of the pixels.
+        groups: Of channels.
+        kind: Which of the kernels without a tile: ``cores``, ``depthwise`` or ``mma_128``, ...
+        seed: Of the order of warps and copies.
+
+    Returns:
+        dw[F, R, S, C / groups].
+    """
+    shape, depth = (g.f, g.r, g.s, g.c // groups), g.r * g.s * g.c // groups
+    memory, (first, second) = Tensors(), kernels
+    late = tile is not None  # the others begin when the kernel ahead is done
+    x_at, x = held(memory, x, late)
+    dy_at, dy = held(memory, dy, late)
+    dw_at, dw = held(memory, unwritten(shape, dtype))
+    room_at = memory.add(unwritten((parts, g.f * depth), "float32"))
+    tensors, (p, q) = pack("4Q", x_at, dy_at, dw_at, room_at), g.out
+    if tile:
+        chunks = -(-g.c // 64)
+        conv = [q, p * q, g.s, g.r * g.s, chunks, *g.stride, *g.pad, *g.dilation, int(g.plain)]
+        rows, columns = -(-g.f // (64 * tile.filters)), -(-chunks * g.r * g.s // tile.boxes)
+        sizes = [*conv, g.c, g.f, -(-g.pixels // 64), parts, rows, columns]
+        maps = [Tiled(dy.reshape(-1, g.f), (64, 64)), pixels_of(x, g, 64, 64)]
+        stage = (tile.filters + tile.boxes) * 64 * 128
+        launch = Launch(
+            first,
+            [bytes(256), tensors, pack("18i", *sizes)],
+            memory,
+            grid=(rows * columns * parts,),
+            threads=128 * tile.filters * tile.shares + 32,
+            shared_bytes=tile.stages * (stage + 16) + 1024,
+            maps=maps,
+        )
+    else:
+        sizes = [g.n, g.h, g.w, g.c, g.r, g.s, p, q, g.f, *g.stride, *g.pad, *g.dilation, groups]
+        columns = int(kind.split("_")[1]) if kind.startswith("mma") else 64
+        grid: tuple[int, ...] = (-(-depth // columns), -(-(g.f // groups) // 64) * groups, parts)
+        if kind == "depthwise":
+            grid = (-(-g.c // 32), g.r * g.s, parts)
+        launch = Launch(
+            first, [tensors, pack("16q", *sizes)], memory, grid=grid, threads=256, together=8
+        )
+    launch.run(seed)
+    if not tile or parts > 1:
+        size = g.f * depth
+        width = 4 if size % 4 == 0 else 1
+        slices = 2 if parts > 2 else 1
+        adding = [tensors, pack("q", size), pack("i", parts), pack("i", slices)]
+        grid = (-(-size // width // (256 // slices)),)
+        Launch(second, adding, memory, grid=grid, threads=256, together=8).run(seed)
+    return dw
+
+
+@dataclass(frozen=True)
 class Sparse:
     """A Config of ops/sparse_conv2d/two_four.mojo: one of its TILES."""
 

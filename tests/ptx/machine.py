@@ -635,7 +635,7 @@ class Gang:
         a: Array | list[Array],
         b: Array,
         keep: Any,
-        turned: bool,
+        turned: tuple[bool, bool],
         indices: tuple[Array, int] | None,
         where: Mask,
     ) -> None:
@@ -676,7 +676,7 @@ class Gang:
         lanes: slice,
         warp: int,
         keeps: bool,
-        turned: bool,
+        turned: tuple[bool, bool],
         indices: tuple[Array, int] | None,
     ) -> None:
         columns, depth, kind = shape
@@ -685,9 +685,11 @@ class Gang:
         elif indices:
             x = self._matrix(left, 64, depth // 2, kind)[16 * (warp % 4) :][:16]
             x = semantics.two_four(x, *indices)
+        elif turned[0]:
+            x = self._matrix(left, depth, 64, kind).T[16 * (warp % 4) :][:16]
         else:
             x = self._matrix(left, 64, depth, kind)[16 * (warp % 4) :][:16]
-        if turned:
+        if turned[1]:
             product = x @ self._matrix(right, depth, columns, kind)
         else:
             product = x @ self._matrix(right, columns, depth, kind).T

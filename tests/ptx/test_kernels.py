@@ -21,7 +21,9 @@ from maxvision.graphs.arrange import stem_fragments
 from .conftest import Find
 from .launches import (
     BLOCKS,
+    DTYPES,
     EXPANDED,
+    GRAD_TILES,
     RESIDENT,
     SPARSE,
     TILES,
@@ -30,6 +32,7 @@ from .launches import (
     Blocks,
     Chain,
     Conv,
+    GradTile,
     Groups,
     Heads,
     Masks,
@@ -73,6 +76,7 @@ from .launches import (
     token_linear,
     turned,
     two_four,
+    weight_grad,
     wide,
 )
 from .semantics import to_tf32
@@ -374,6 +378,100 @@ def test_token_linear_float16(find: Find, rng: np.random.Generator) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_token_linear_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -> None:
     run_tokens(find, rng, TOKEN_TILES[1], "add_relu", (3, 65, 72, 66), odd=True)
+
+
+GRADIENTS = {  # filters, columns and pixels end within a tile; taps, channels and parts in a stage
+    "3x3": (Conv(2, 9, 8, 72, 136, 3, 3, pad=(1, 1)), 2),
+    "3x3/2 dilated": (Conv(1, 14, 15, 64, 72, 3, 3, (2, 2), (1, 2), (2, 1)), 1),
+    "1x1": (Conv(3, 7, 9, 200, 64), 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile"), of_all(3, list(GRADIENTS), GRAD_TILES), ids=lambda x: getattr(x, "label", x)
+)
+def test_weight_grad(find: Find, rng: np.random.Generator, sizes: str, tile: GradTile) -> None:
+    g, parts = GRADIENTS[sizes]
+    run_gradient(find, rng, g, tile, parts=parts)
+
+
+def test_weight_grad_float16(find: Find, rng: np.random.Generator) -> None:
+    g = Conv(2, 9, 12, 72, 40)
+    run_gradient(find, rng, g, GRAD_TILES[0], dtype="float16", parts=4)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_weight_grad_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -> None:
+    run_gradient(find, rng, GRADIENTS["3x3"][0], GRAD_TILES[2], odd=True)
+
+
+@pytest.mark.parametrize(
+    ("g", "groups"),
+    [
+        (Conv(2, 7, 6, 9, 70, 3, 2, (2, 1), (1, 1), (1, 2)), 1),
+        (Conv(1, 5, 6, 12, 20, 3, 3, pad=(1, 1)), 4),
+    ],
+    ids=str,
+)
+def test_weight_grad_on_cores(find: Find, rng: np.random.Generator, g: Conv, groups: int) -> None:
+    run_gradient(find, rng, g, groups=groups, parts=2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, "float32"])
+@pytest.mark.parametrize(
+    ("g", "groups", "kind"),
+    [
+        (Conv(2, 7, 6, 9, 70, 3, 2, (2, 1), (1, 1), (1, 2)), 1, "128_1x1"),
+        (Conv(1, 11, 9, 48, 80, 3, 3, (2, 1), (1, 1)), 2, "128_{0}x{0}"),
+        (Conv(1, 21, 9, 3, 72, 7, 7, (2, 2), (3, 3)), 1, "160_1x{0}"),
+    ],
+    ids=["odd", "groups", "stem"],
+)
+def test_weight_grad_by_mma(
+    find: Find, rng: np.random.Generator, g: Conv, groups: int, kind: str, dtype: str
+) -> None:
+    name = f"mma_{kind.format(16 // np.dtype(DTYPES[dtype]).itemsize)}"
+    run_gradient(find, rng, g, dtype=dtype, groups=groups, parts=2, kind=name)
+
+
+def test_depthwise_weight_grad(find: Find, rng: np.random.Generator) -> None:
+    g = Conv(2, 6, 7, 37, 37, 3, 2, (2, 1), (1, 1), (1, 2))
+    run_gradient(find, rng, g, groups=g.c, parts=2, kind="depthwise")
+
+
+def run_gradient(
+    find: Find,
+    rng: np.random.Generator,
+    g: Conv,
+    tile: GradTile | None = None,
+    *,
+    dtype: str = BF16,
+    parts: int = 1,
+    groups: int = 1,
+    kind: str = "cores",
+    odd: bool = False,
+) -> None:
+    x = rng.standard_normal((g.n, g.h, g.w, g.c))
+    dy = rng.standard_normal((g.n, *g.out, g.f)) * g.pixels**-0.5
+    if odd:
+        x[0, 3, 4, 5], x[-1, -1, -1, -1], dy[0, 0, 0, 3] = np.nan, np.inf, -np.inf
+    if dtype == "float32":  # as TF32
+        x, dy = (to_tf32(y).view(np.float32) for y in (x, dy))
+    x, dy = rounded(x, dtype), rounded(dy, dtype)
+    size = g.f * g.r * g.s * g.c // groups
+    names = (tile.label if tile else kind, f"add_{1 if size % 4 else 4}")
+    first, second = (find(f"conv2d_weight_grad_{name}_{dtype}") for name in names)
+    got = weight_grad(
+        (first, second), tile, g, x, dy,
+        dtype=dtype, parts=parts, groups=groups, kind=kind,
+    )  # fmt: skip
+
+    left = wide(dy, dtype).reshape(g.pixels, groups, -1)
+    want = np.zeros((groups, g.f // groups, g.r, g.s, g.c // groups))
+    for r, s, part in g.taps(wide(x, dtype)):
+        right = part.reshape(g.pixels, groups, -1)
+        want[:, :, r, s] = np.einsum("mgf,mgc->gfc", left, right)
+    check(got, want.reshape(got.shape), dtype, SUMS)
 
 
 def run_tokens(

@@ -432,10 +432,10 @@ class Translator:
                 names = a[0].strip("{}").split(",")
                 rows = [self.index[n] for n in names]
                 keep = v(a[3], "p")
-                # Scales, then sides that are transposed: of 16 bits in memory the right one may be.
+                # Scales, then sides that are transposed: of 16 bits in memory both may be.
                 held, halves = a[1].startswith("{"), parts[-1] in ("bf16", "f16")
-                turned = halves and a[-1] == "1"
-                sides = ("0", a[-1])[held:] if halves else ()
+                turned = (halves and not held and a[-2] == "1", halves and a[-1] == "1")
+                sides = a[-2:][held:] if halves else ()
                 if a[4:] != ("1", "1", *sides):
                     raise ValueError("wgmma: operands that are scaled or transposed")
                 shape, kind = parts[4], parts[-1]
