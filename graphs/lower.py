@@ -232,6 +232,10 @@ class _Given:
         tf32 = self.weights.tf32
         return nodes.computed_filter(self.value(i), bias, groups, tf32=tf32, **layout)
 
+    def filter(self, i: int) -> TensorValue:
+        """Gives a filter that is a value, as it lies."""
+        return self.value(i)
+
     def is_constant(self, i: int) -> bool:
         """Tells whether an input is a weight, or made of weights."""
         return self.name(i) in self._program.constants
@@ -289,6 +293,9 @@ class _Permuted:
     def computed_filter(self, i: int, *settings: Any, **layout: Any) -> Filter:
         return self._given.computed_filter(i, *settings, **layout)
 
+    def filter(self, i: int) -> TensorValue:
+        return self._given.value(i)
+
     def optional(self, i: int) -> TensorValue | None:
         value = self._given.optional(i)
         return None if value is None else nodes.permute(value, [0, 2, 3, 1])
@@ -313,11 +320,9 @@ def _conv2d(
 
 
 @_layouts
-def _conv2d_input_grad(
-    given: _Given, *, size: Any, groups: int = 1, filter_layout: str = "NCHW", **window: Any
-) -> TensorValue:
-    filter = given.computed_filter(1, groups, layout=filter_layout, turned=True)
-    return nodes.conv2d_input_grad(given.value(0), filter, pair(size), **window)
+def _conv2d_input_grad(given: _Given, *, size: Any, **window: Any) -> TensorValue:
+    tf32 = given.weights.tf32
+    return nodes.conv2d_input_grad(given.value(0), given.filter(1), pair(size), tf32=tf32, **window)
 
 
 @_layouts

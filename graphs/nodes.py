@@ -11,9 +11,11 @@ symbolic, all other sizes are known.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,43 +135,126 @@ def conv2d(
 
 def conv2d_input_grad(
     dy: TensorValue,
-    filter: Filter,
+    w: TensorValue,
     size: tuple[int, int],
     *,
     stride: Pair = 1,
     padding: Padding = 0,
     dilation: Pair = 1,
+    groups: int = 1,
+    filter_layout: str = "NCHW",
+    tf32: bool = True,
 ) -> TensorValue:
-    """Computes the gradient of x[N, H, W, C] from that of conv2d(x), dy[N, P, Q, F].
+    """Computes the gradient of x[N, H, W, C] from that of conv2d(x, w), dy[N, P, Q, F].
 
-    It is a convolution too, of the filter turned around, over dy with zeros between its pixels
-    where the stride leaves some out.
+    It is a convolution too, of the filter turned around. With a stride, pixels of x whose places
+    differ by it see the same taps: those of each such phase are a convolution, and phases that see
+    no tap are zeros.
 
     Args:
         dy: The gradient of the result.
-        filter: As ``computed_filter`` turns it around.
+        w: The filter, as ``computed_filter`` takes it.
         size: H and W.
-        stride: Of the convolution; so are padding and dilation.
+        stride: Of the convolution; so are the next three.
         padding: See ``stride``.
         dilation: See ``stride``.
+        groups: See ``stride``.
+        filter_layout: Of w.
+        tf32: Whether a GPU may round float32 to TF32.
 
     Raises:
         ArgumentError: If shapes or geometry do not fit.
         DeviceError: If the device has no kernel for the dtype.
     """
-    (n, p, q, f), steps = dy.shape, shapes.pair(stride)
-    if max(steps) > 1:
-        apart = dy.reshape((n, p, 1, q, 1, f))
-        apart = ops.pad(apart, [0, 0, 0, 0, 0, steps[0] - 1, 0, 0, 0, steps[1] - 1, 0, 0])
-        dy = apart.reshape((n, int(p) * steps[0], int(q) * steps[1], f))
-    reach = [d * (k - 1) for d, k in zip(shapes.pair(dilation), filter.shape[:2], strict=True)]
-    first = [r - before for r, before in zip(reach, shapes.sides(padding)[:2], strict=True)]
-    # What is below and right of dy follows from the size of x; it may be cut off.
-    held = int(dy.shape[1]), int(dy.shape[2])
-    last = [s + r - h - f for s, r, h, f in zip(size, reach, held, first, strict=True)]
-    dy = _cut(dy, [min(each, 0) for each in (*first, *last)])
-    pads = tuple(max(each, 0) for each in (*first, *last))
-    return conv2d(dy, filter, padding=pads, dilation=dilation)
+    steps, apart, before = shapes.pair(stride), shapes.pair(dilation), shapes.sides(padding)[:2]
+    first = 1 if filter_layout == "NHWC" else 2
+    kernel = int(w.shape[first]), int(w.shape[first + 1])
+    across = [_phases(*each) for each in zip(size, kernel, steps, before, apart, strict=True)]
+    rows, columns = (-(-s // step) for s, step in zip(size, steps, strict=True))
+    parts: list[TensorValue | None] = []
+    for down, right in itertools.product(*across):
+        if not (down.taps and right.taps):
+            parts.append(None)
+            continue
+        seen = [slice(None)] * 4
+        seen[first : first + 2] = down.slice, right.slice
+        taps = w if kernel == (down.taps, right.taps) else w[tuple(seen)]
+        filter = computed_filter(taps, None, groups, layout=filter_layout, turned=True, tf32=tf32)
+        sides = [down.pad, right.pad]
+        for phase, held, length in zip((down, right), dy.shape[1:3], (rows, columns), strict=True):
+            sides.append(length + phase.reach - int(held) - phase.pad)
+        part = _cut(dy, [min(each, 0) for each in sides])
+        pads = tuple(max(each, 0) for each in sides)
+        parts.append(conv2d(part, filter, padding=pads, dilation=(down.apart, right.apart)))
+    dx = _interleaved(parts, steps)
+    return _cut(dx, [0, 0, size[0] - rows * steps[0], size[1] - columns * steps[1]])
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Which taps the pixels see whose places are the same modulo the stride, down or across.
+
+    Attributes:
+        first: The first of them.
+        taps: How many there are.
+        step: From one to the next.
+        apart: Pixels of dy from one to the next.
+        pad: Zeros before dy.
+    """
+
+    first: int
+    taps: int
+    step: int
+    apart: int
+    pad: int
+
+    @property
+    def slice(self) -> slice:
+        """The taps."""
+        return slice(self.first, None, self.step)
+
+    @property
+    def reach(self) -> int:
+        """Pixels from the first tap to the last."""
+        return (self.taps - 1) * self.apart
+
+
+def _phases(size: int, kernel: int, stride: int, before: int, dilation: int) -> list[_Phase]:
+    """Lists the phases of an axis: h = a + stride * i sees tap r at p = (h + before - r d) / stride."""
+    found = []
+    every = stride // math.gcd(stride, dilation)  # taps of a phase are so many apart
+    for place in range(stride):
+        seen = [
+            r for r in range(min(kernel, every)) if (place + before - r * dilation) % stride == 0
+        ]
+        first = seen[0] if seen else 0
+        taps = len(range(first, kernel, every)) if seen else 0
+        apart = every * dilation // stride
+        last = (place + before - first * dilation) // stride
+        found.append(_Phase(first, taps, every, apart, (taps - 1) * apart - last))
+    return found
+
+
+def _interleaved(parts: Sequence[TensorValue | None], steps: tuple[int, int]) -> TensorValue:
+    """Puts pixels of phases in their places: those of one are ``steps`` apart; None are zeros."""
+    there = [part for part in parts if part is not None]
+    if len(parts) == 1:
+        return there[0]
+    n, h, w, c = there[0].shape
+    if len(there) == 1:
+        down, right = divmod(next(i for i, p in enumerate(parts) if p is not None), steps[1])
+        apart = there[0].reshape((n, h, 1, w, 1, c))
+        around = [0, 0, 0, 0, down, steps[0] - 1 - down, 0, 0, right, steps[1] - 1 - right, 0, 0]
+        y = ops.pad(apart, around)
+    else:
+        if len(there) < len(parts):
+            zero = ops.broadcast_to(
+                ops.constant(0, there[0].dtype, there[0].device), there[0].shape
+            )
+            there = [zero if part is None else part for part in parts]
+        y = ops.concat([part.reshape((n, h, w, 1, c)) for part in there], 3)
+        y = permute(y.reshape((n, h, w, *steps, c)), (0, 1, 3, 2, 4, 5))
+    return y.reshape((n, int(h) * steps[0], int(w) * steps[1], c))
 
 
 def _cut(x: TensorValue, sides: Sequence[int]) -> TensorValue:
