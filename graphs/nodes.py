@@ -220,7 +220,7 @@ class _Phase:
 
 
 def _phases(size: int, kernel: int, stride: int, before: int, dilation: int) -> list[_Phase]:
-    """Lists the phases of an axis: h = a + stride * i sees tap r at p = (h + before - r d) / stride."""
+    """Lists the phases of an axis: pixel h sees tap r where stride divides h + before - r * d."""
     found = []
     every = stride // math.gcd(stride, dilation)  # taps of a phase are so many apart
     for place in range(stride):
