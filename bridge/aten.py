@@ -305,6 +305,11 @@ def _convolution(
     dilation: Any, transposed: bool, output_padding: Any, groups: int,
 ) -> Value:  # fmt: skip
     if transposed:
+        if len(x.shape) == 4 and isinstance(weight, Value):  # the gradient of a convolution's input
+            window = {**rules.window(stride, padding, dilation), "groups": groups}
+            size = _shape(node)[2:]
+            y = imp.net.op("conv2d_input_grad", [x, weight], size=size, **window)
+            return y if bias is None else rules.binary(imp, "add", y, rules.by_channel(imp, bias))
         if len(x.shape) != 3:
             raise Unsupported("a transposed convolution of other than images")
         y = _conv_transpose2d(
@@ -322,10 +327,13 @@ def _convolution(
 
 @rule(aten.conv1d.default)
 def _conv1d(
-    imp: Importer, node: Node, x: Value, weight: Known, bias: Any = None, stride: Any = (1,),
+    imp: Importer, node: Node, x: Value, weight: Any, bias: Any = None, stride: Any = (1,),
     padding: Any = (0,), dilation: Any = (1,), groups: int = 1,
 ) -> Value:  # fmt: skip
-    lifted = imp.applied(weight, lambda w: w.unsqueeze(2))
+    if isinstance(weight, Value):
+        lifted: Any = rules.image(weight)
+    else:
+        lifted = imp.applied(weight, lambda w: w.unsqueeze(2))
     y = _conv2d(
         imp, node, rules.image(x), lifted, bias, (1, *_one(stride)), (0, *_one(padding)),
         (1, *_one(dilation)), groups,
@@ -596,18 +604,18 @@ def _adaptive_avg_pool2d(imp: Importer, node: Node, x: Value, size: Any) -> Valu
     if not any(a % b for a, b in zip(held, into, strict=True)):
         kernel = held[0] // into[0], held[1] // into[1]
         return _avg_pool2d(imp, node, x, kernel)
-    return rules.separable(imp, x, *(_averages(a, b) for a, b in zip(held, into, strict=True)))
+    return rules.separable(imp, x, *(averages(a, b) for a, b in zip(held, into, strict=True)))
 
 
 @rule(aten.adaptive_avg_pool1d.default)
 def _adaptive_avg_pool1d(imp: Importer, node: Node, x: Value, size: Any) -> Value:
     length, into = x.size(-1), _one(size)[0]
     if length % into:
-        return imp.net.op("linear", [x, imp.constant(_averages(length, into))])
+        return imp.net.op("linear", [x, imp.constant(averages(length, into))])
     return _avg_pool1d(imp, node, x, (length // into,))
 
 
-def _averages(length: int, into: int) -> torch.Tensor:
+def averages(length: int, into: int) -> torch.Tensor:
     """Gives the matrix [into, length] of an adaptive pool along a line."""
     return F.adaptive_avg_pool1d(torch.eye(length), into).t().contiguous()
 
@@ -859,7 +867,8 @@ def _index_select(imp: Importer, node: Node, x: Any, axis: int, indices: Any) ->
 
 @rule(aten.embedding.default)
 def _embedding(imp: Importer, node: Node, table: Any, indices: Any, *_: Any) -> Value:
-    return imp.net.op("gather", [imp.weight(table), imp.value(indices)], axis=0)
+    table = table if isinstance(table, Value) else imp.weight(table)
+    return imp.net.op("gather", [table, imp.value(indices)], axis=0)
 
 
 @rule(aten.gather.default)

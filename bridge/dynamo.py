@@ -360,6 +360,8 @@ class _Compiled:
         module, self._parts = cut(module, weights, self.frozen.device, told)
         for part in self._parts if run else ():
             part.begin()
+        for part in self._parts:
+            part.finish()
         nodes = module.graph.find_nodes(op="placeholder")
         held = [i for i, x in enumerate(self._inputs) if x is not None and not nodes[i].users]
         for i in held:  # by programs alone

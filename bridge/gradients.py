@@ -5,6 +5,8 @@ The rules are added to those of bridge/aten.py; ops that torch takes apart into 
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +31,11 @@ def decompositions() -> Any:
     return table
 
 
-KEPT = (aten.native_layer_norm.default, aten._native_batch_norm_legit_functional.default)
+KEPT = (
+    aten.native_layer_norm.default, aten.native_group_norm.default,
+    aten._native_batch_norm_legit_functional.default, aten.embedding_dense_backward.default,
+    aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default,
+)  # fmt: skip
 """Ops that torch would take apart, and whose statistics have a rule here."""
 
 
@@ -42,20 +48,10 @@ def _batch_norm(
     if not training:
         raise Unsupported("a batch norm in eval mode while it is trained")
     net, axes, given = imp.net, [0, *range(2, len(x.shape))], x.type.dtype
-    x = _cast(imp, x, "float32")
-    count = 1
-    for axis in axes:
-        count *= x.size(axis)
-    middle = rules.reduced(imp, "mean", x, axes, True)
-    centred = net.op("sub", [x, middle])
-    spread = rules.reduced(imp, "mean", net.op("mul", [centred, centred]), axes, True)
-    inverse = net.op("rsqrt", [net.op("add", [spread], other=float(eps))])
-    y = net.op("mul", [centred, inverse])
-    if weight is not None:
-        y = net.op("mul", [y, rules.by_channel(imp, weight, len(x.shape))])
-    if bias is not None:
-        y = net.op("add", [y, rules.by_channel(imp, bias, len(x.shape))])
-    flat = [net.reshape(each, x.shape[1]) for each in (middle, inverse, spread)]
+    count = math.prod(x.size(axis) for axis in axes)
+    y, *moments = _normed(imp, _cast(imp, x, "float32"), axes, eps)
+    y = _by_channel(imp, y, weight, bias)
+    flat = [net.reshape(each, x.shape[1]) for each in moments]
     unbiased = net.op("mul", [flat[2]], other=count / max(1, count - 1))
     running = [
         net.op("add", [
@@ -73,18 +69,76 @@ def _layer_norm(
 ) -> list[Any]:
     """Norms the last axes: y, and the mean and the inverse deviation, if anything reads them."""
     net, axes = imp.net, list(range(len(x.shape) - len(shape), len(x.shape)))
-    given, wide = x, _cast(imp, x, "float32")
-    middle = rules.reduced(imp, "mean", wide, axes, True)
-    centred = net.op("sub", [wide, middle])
-    spread = rules.reduced(imp, "mean", net.op("mul", [centred, centred]), axes, True)
-    inverse = net.op("rsqrt", [net.op("add", [spread], other=float(eps))])
+    given = x
+    y, middle, inverse, _ = _normed(imp, _cast(imp, x, "float32"), axes, eps)
     if all(each is None or not isinstance(each, Value) for each in (weight, bias)):
         y = rules.layer_norm(imp, module_of(node), x, len(shape), weight, bias, eps)
         return [y, middle, inverse]
-    y = net.op("mul", [centred, inverse])
     y = y if weight is None else net.op("mul", [y, imp.value(weight)])
     y = y if bias is None else net.op("add", [y, imp.value(bias)])
     return [_cast(imp, y, given.type.dtype), middle, inverse]
+
+
+@rule(aten.native_group_norm.default)
+def _group_norm(
+    imp: Importer, node: Node, x: Value, weight: Any, bias: Any, n: Any, c: int, size: int,
+    groups: int, eps: float,
+) -> list[Any]:  # fmt: skip
+    """Norms groups of channels: y, and means and inverse deviations, if anything reads them."""
+    net, given = imp.net, x.type.dtype
+    whole = net.reshape(_cast(imp, x, "float32"), x.shape[0], groups, c // groups * size)
+    y, middle, inverse, _ = _normed(imp, whole, [2], eps)
+    if all(each is None or not isinstance(each, Value) for each in (weight, bias)):
+        y = rules.group_norm(imp, module_of(node), x, groups, weight, bias, eps)
+    else:
+        y = _cast(imp, _by_channel(imp, net.reshape(y, *x.shape), weight, bias), given)
+    return [y, *(net.reshape(each, x.shape[0], groups) for each in (middle, inverse))]
+
+
+@rule(aten._native_batch_norm_legit.no_stats)
+def _batch_norm_alone(
+    imp: Importer, node: Node, x: Value, weight: Any, bias: Any, training: bool, momentum: float,
+    eps: float,
+) -> list[Any]:  # fmt: skip
+    """Norms by the batch's statistics, which are not kept: y, the means, inverse deviations."""
+    axes = [0, *range(2, len(x.shape))]
+    y, *moments, _ = _normed(imp, _cast(imp, x, "float32"), axes, eps)
+    y = _cast(imp, _by_channel(imp, y, weight, bias), x.type.dtype)
+    return [y, *(imp.net.reshape(each, x.shape[1]) for each in moments)]
+
+
+@rule(aten._native_batch_norm_legit_no_training.default)
+def _batch_norm_frozen(
+    imp: Importer, node: Node, x: Value, weight: Any, bias: Any, mean: Any, var: Any,
+    momentum: float, eps: float,
+) -> list[Any]:  # fmt: skip
+    """Norms by running statistics, which stay as they are."""
+    if not any(isinstance(each, Value) for each in (weight, bias, mean, var)):
+        given = (weight, bias, mean, var)
+        return [rules.batch_norm(imp, module_of(node), x, *given, eps=eps), None, None]
+    net, rank = imp.net, len(x.shape)
+    inverse = net.op("rsqrt", [net.op("add", [imp.value(var)], other=float(eps))])
+    centred = net.op("sub", [_cast(imp, x, "float32"), rules.by_channel(imp, mean, rank)])
+    y = net.op("mul", [centred, rules.by_channel(imp, inverse, rank)])
+    return [_cast(imp, _by_channel(imp, y, weight, bias), x.type.dtype), None, None]
+
+
+def _normed(imp: Importer, x: Value, axes: Sequence[int], eps: float) -> list[Value]:
+    """Norms by the mean and variance along axes: y, means, inverse deviations and variances."""
+    net = imp.net
+    middle = rules.reduced(imp, "mean", x, axes, True)
+    centred = net.op("sub", [x, middle])
+    spread = rules.reduced(imp, "mean", net.op("mul", [centred, centred]), axes, True)
+    inverse = net.op("rsqrt", [net.op("add", [spread], other=float(eps))])
+    return [net.op("mul", [centred, inverse]), middle, inverse, spread]
+
+
+def _by_channel(imp: Importer, y: Value, weight: Any, bias: Any) -> Value:
+    """Scales and shifts channels, where there are weights for that."""
+    for op, each in (("mul", weight), ("add", bias)):
+        if each is not None:
+            y = imp.net.op(op, [y, rules.by_channel(imp, each, len(y.shape))])
+    return y
 
 
 def _cast(imp: Importer, x: Value, dtype: str) -> Value:
@@ -98,21 +152,38 @@ def _convolution_backward(
     padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int,
     wanted: Sequence[bool],
 ) -> list[Any]:  # fmt: skip
-    """Gives the gradients of x, of the filter and of the bias: those that are wanted."""
-    if transposed or len(dy.shape) != 4:
-        raise Unsupported("the gradient of a transposed convolution, or of other than images")
+    """Gives the gradients of x, of the filter and of the bias: those that are wanted.
+
+    A transposed convolution is the gradient of one's input, so its own are that convolution and
+    the gradient of its filter.
+    """
     x, weight = imp.value(x), imp.value(weight)
+    shapes, line = (x.shape, weight.shape), len(dy.shape) == 3
+    if line:  # images of a row
+        dy, x, weight = map(rules.image, (dy, x, weight))
+        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+    if len(dy.shape) != 4:
+        raise Unsupported("the gradient of a convolution of other than images")
     window = {**rules.window(stride, padding, dilation), "groups": groups}
-    found: list[Any] = [None, None, None]
-    if wanted[0]:
+    net = imp.net
+    made: list[Any] = [None, None, None]
+    if wanted[0] and transposed:
+        made[0] = net.op("conv2d", [dy, weight], **window)
+    elif wanted[0]:
         size = (x.size(2), x.size(3))
-        found[0] = imp.net.op("conv2d_input_grad", [dy, weight], size=size, **window)
+        made[0] = net.op("conv2d_input_grad", [dy, weight], size=size, **window)
     if wanted[1]:
         kernel = (weight.size(2), weight.size(3))
-        found[1] = imp.net.op("conv2d_weight_grad", [x, dy], kernel=kernel, **window)
+        pair = [dy, x] if transposed else [x, dy]
+        made[1] = net.op("conv2d_weight_grad", pair, kernel=kernel, **window)
+    if line:
+        made[:2] = (
+            each if each is None else net.reshape(each, *shape)
+            for each, shape in zip(made[:2], shapes, strict=True)
+        )  # fmt: skip
     if wanted[2]:
-        found[2] = rules.reduced(imp, "sum", dy, [0, 2, 3], False)
-    return found
+        made[2] = rules.reduced(imp, "sum", dy, [0, 2, 3], False)
+    return made
 
 
 @rule(aten.max_pool2d_with_indices_backward.default)
@@ -125,6 +196,87 @@ def _max_pool2d_backward(
     more: dict[str, Any] = {"ceil_mode": True} if ceil_mode else {}
     given = [imp.value(x), dy]
     return imp.net.op("max_pool2d_grad", given, kernel=rules.two(kernel), **window, **more)
+
+
+@rule(aten.avg_pool2d_backward.default)
+def _avg_pool2d_backward(
+    imp: Importer, node: Node, dy: Value, x: Any, kernel: Any, stride: Any, padding: Any,
+    ceil_mode: bool, count_include_pad: bool, divisor_override: Any,
+) -> Value:  # fmt: skip
+    """Gives each pixel its part of the gradients of the windows that average it."""
+    kernel, size = rules.two(kernel), (x.size(2), x.size(3))
+    stride = rules.two(stride or kernel)
+    if divisor_override is not None:
+        if ceil_mode or not count_include_pad:
+            raise Unsupported("divisor_override and windows that are cut")
+        dy = imp.net.op("mul", [dy], other=math.prod(kernel) / divisor_override)
+    if ceil_mode and rules.two(padding) == (0, 0):  # what hangs over the edge does not count
+        kernel = min(kernel[0], size[0]), min(kernel[1], size[1])
+    window = rules.plain({"kernel": kernel, "stride": stride, "padding": rules.two(padding)})
+    more: dict[str, Any] = {"ceil_mode": True} if ceil_mode else {}
+    more |= {} if count_include_pad else {"count_include_pad": False}
+    return imp.net.op("avg_pool2d_grad", [dy], size=size, **window, **more)
+
+
+@rule(aten._adaptive_avg_pool2d_backward.default)
+def _adaptive_avg_pool2d_backward(imp: Importer, node: Node, dy: Value, x: Any) -> Value:
+    size, (p, q) = (x.size(2), x.size(3)), (dy.size(2), dy.size(3))
+    if size[0] % p == size[1] % q == 0:
+        window = rules.plain(dict.fromkeys(("kernel", "stride"), (size[0] // p, size[1] // q)))
+        return imp.net.op("avg_pool2d_grad", [dy], size=size, **window)
+    down, across = (forward.averages(a, b).t() for a, b in zip(size, (p, q), strict=True))
+    return rules.separable(imp, dy, down, across)
+
+
+@rule(aten.embedding_dense_backward.default)
+def _embedding_backward(
+    imp: Importer, node: Node, dy: Value, indices: Any, rows: int, padding: int, by_count: bool
+) -> Value:
+    """Adds the gradients of tokens to the rows of the table that they are of."""
+    if by_count:
+        raise Unsupported("scale_grad_by_freq")
+    index, c, net = imp.value(indices), dy.size(-1), imp.net
+    count = math.prod(dy.size(a) for a in range(len(dy.shape) - 1))
+    tokens, index = net.reshape(dy, count, c), net.reshape(index, count, 1)
+    if padding >= 0:
+        tokens = net.op("where", [net.op("ne", [index], other=float(padding)), tokens], other=0.0)
+    zeros = imp.constant(torch.zeros(rows, c))
+    sums = rules.scattered(imp, zeros, 0, index, _cast(imp, tokens, "float32"))
+    return _cast(imp, sums, dy.type.dtype)
+
+
+@rule(aten.scatter.value)
+def _scatter_value(imp: Importer, node: Node, x: Any, axis: int, index: Any, value: float) -> Value:
+    """Puts a number at one place of an axis, as the gradient of nll_loss does."""
+    x, index = imp.value(x), imp.value(index)
+    axis = rules.axis_of(x, axis)
+    if index.shape != tuple(1 if a == axis else size for a, size in enumerate(x.shape)):
+        raise Unsupported("several places of an axis")
+    along = [-1 if a == axis else 1 for a in range(len(x.shape))]
+    places = imp.constant(torch.arange(x.size(axis)).reshape(along))
+    return imp.net.op("where", [imp.net.op("ne", [index, places]), x], other=float(value))
+
+
+for _name, _op in {"mean": aten.mean, "amax": aten.max, "amin": aten.min}.items():
+    rule(_op.default)(
+        lambda imp, node, x, _name=_name, **_: rules.reduced(imp, _name, x, None, False)
+    )
+
+
+@rule(aten.log1p.default)
+def _log1p(imp: Importer, node: Node, x: Value) -> Value:
+    """Computes log(u) x / (u - 1) of u = 1 + x, which takes what u was rounded to into account."""
+    net = imp.net
+    u = net.op("add", [x], other=1.0)
+    log, rest = net.op("log", [u]), net.op("sub", [u], other=1.0)
+    y = net.op("mul", [log, net.op("div", [x, rest])])
+    y = net.op("where", [net.op("eq", [rest], other=0.0), x, y])
+    return net.op("where", [net.op("gt", [x], other=1.0), log, y])
+
+
+@rule(aten.isnan.default)
+def _isnan(imp: Importer, node: Node, x: Value) -> Value:
+    return imp.net.op("ne", [x, x])
 
 
 @rule(aten.any.dim)
@@ -143,8 +295,24 @@ def _softmax_backward(imp: Importer, node: Node, dy: Value, y: Any, axis: int, d
 
 def without_indices(graph: torch.fx.Graph) -> None:
     """Leaves out the places of maxima that torch saves for the way back: x has them too."""
-    for node in graph.find_nodes(
-        op="call_function", target=aten.max_pool2d_with_indices_backward.default
-    ):
+    for node in _max_pools(graph):
         node.args = (*node.args[:-1], None)
     graph.eliminate_dead_code()
+
+
+def with_indices(module: torch.fx.GraphModule) -> None:
+    """Finds the places of maxima again where torch computes the way back, which needs them."""
+    for node in _max_pools(module.graph):
+        _, *given, indices = node.args
+        if indices is None:
+            with module.graph.inserting_before(node):
+                op = aten.max_pool2d_with_indices.default
+                both = module.graph.call_function(op, tuple(given))
+                places = module.graph.call_function(operator.getitem, (both, 1))
+            node.args = (*node.args[:-1], places)
+    module.recompile()
+
+
+def _max_pools(graph: torch.fx.Graph) -> list[Node]:
+    op = aten.max_pool2d_with_indices_backward.default
+    return [*graph.find_nodes(op="call_function", target=op)]

@@ -284,11 +284,15 @@ class Part(nn.Module):
         """Compiles it beside what comes next; who calls it first waits for that."""
         self._loading = _COMPILERS.submit(self.load)
 
+    def finish(self) -> None:
+        """Waits until it is compiled; raises what went wrong."""
+        if self._loading is not None:
+            self._loading.result()
+
     def forward(self, *given: Any) -> Any:
         """Computes the outputs."""
         if self._run is None:
-            assert self._loading is not None
-            self._loading.result()
+            self.finish()
         assert self._run is not None
         pairs = zip(given, self._lie, strict=True)
         made = self._run(*(x.detach().permute(order).contiguous() for x, order in pairs))

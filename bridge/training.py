@@ -6,6 +6,7 @@ change from step to step. Each is cut as a graph for inference is (bridge/parts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from maxvision.bridge import gradients
-from maxvision.bridge.parts import Explanation, cut
+from maxvision.bridge.parts import Explanation, Part, cut
 from maxvision.bridge.tensors import device_of
 from maxvision.common.errors import ModelError
 
@@ -39,7 +40,8 @@ def trained(
     """
     if any(isinstance(each, torch.SymInt) for each in example):
         raise ModelError("sizes change from step to step; give torch.compile dynamic=False")
-    compiler = partial(_compiled, told=told, run=run)
+    begun: list[Part] = []
+    compiler = partial(_compiled, told=told, begun=begun, run=run)
     with sdpa_kernel(SDPBackend.MATH):  # what it saves has a rule here
         made: Callable[..., Any] = aot_autograd(
             fw_compiler=compiler,
@@ -47,6 +49,8 @@ def trained(
             decompositions=gradients.decompositions(),
             partition_fn=_partitioned,
         )(graph, example)
+    for part in begun:
+        part.finish()
     return made
 
 
@@ -57,11 +61,16 @@ def _partitioned(joint: fx.GraphModule, *given: Any, **named: Any) -> Any:
 
 
 def _compiled(
-    module: fx.GraphModule, example: Sequence[Any], *, told: Explanation, run: bool
+    module: fx.GraphModule,
+    example: Sequence[Any],
+    *,
+    told: Explanation,
+    begun: list[Part],
+    run: bool,
 ) -> Callable[..., Any]:
     places = {each.device for each in example if isinstance(each, Tensor)}
     device = device_of(places.pop() if places else torch.device("cpu"))
-    whole = fx.GraphModule(module, module.graph)
+    whole = fx.GraphModule(module, copy.deepcopy(module.graph))  # torch runs the other
     with (
         _disable_current_modes(),
         torch._guards.tracing(None),
@@ -69,6 +78,10 @@ def _compiled(
         found, parts = cut(whole, {}, device, told, exact=True)
         for part in parts if run else ():
             part.begin()
+            begun.append(part)
+    for each in (module, found, *found.children()):
+        if isinstance(each, fx.GraphModule):
+            gradients.with_indices(each)
     return _boxed(found if run else module)
 
 

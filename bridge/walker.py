@@ -60,7 +60,9 @@ class Walker(Importer):
             self.miss(node, "there is no such op here")
         else:
             try:
-                self.env[node] = rule(self, node, *args, **kwargs)
+                self.env[node] = found = rule(self, node, *args, **kwargs)
+                if isinstance(found, list) and any(found[i] is None for i in _read(node)):
+                    raise Unsupported("a result that has no kernel is read")
             except (Unsupported, ArgumentError) as why:
                 self.miss(node, str(why))
 
@@ -122,6 +124,15 @@ def paths(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 def _leaves(value: Any) -> Iterator[Any]:
     return (leaf for _, leaf in paths(value))
+
+
+def _read(node: Node) -> Iterator[int]:
+    """Lists which of a node's tensors others read."""
+    for user in node.users:
+        if user.target is operator.getitem and user.users:
+            number: Any = user.args[1]
+            if isinstance(node.meta["val"][number], Tensor):
+                yield number
 
 
 def _is_size(value: Any) -> bool:

@@ -14,7 +14,7 @@ from max.driver import Buffer
 from torch import Tensor, nn
 
 import maxvision
-from maxvision.bridge import dynamo
+from maxvision.bridge import dynamo, parts
 from maxvision.common.errors import ModelError
 from maxvision.graphs.program import Program
 from tests.graphs.interpret import interpret
@@ -64,7 +64,7 @@ class Interpreted:
         found = interpret(self.program, arrays, self.tensors)
         kinds = (self.program.types[value].dtype for value in self.program.outputs.values())
         pairs = zip(found.values(), kinds, strict=True)
-        return [Buffer.from_numpy(np.ascontiguousarray(y.astype(kind))) for y, kind in pairs]
+        return [Buffer.from_numpy(y.astype(kind, order="C")) for y, kind in pairs]
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamo, "Executor", Interpreted)
+    monkeypatch.setattr(parts, "Executor", Interpreted)
     monkeypatch.setattr(Interpreted, "made", [], raising=False)
 
 
@@ -168,7 +168,7 @@ def test_a_model_of_16_bits_computes_in_them(monkeypatch: pytest.MonkeyPatch) ->
         made.append(program)
         raise ModelError("that is enough")
 
-    monkeypatch.setattr(dynamo.Executor, "compile", compile)
+    monkeypatch.setattr(parts.Executor, "compile", compile)
     model, x = Tokens().eval().bfloat16(), torch.randn(2, 3, 8).bfloat16()
     with torch.no_grad(), pytest.warns(UserWarning, match="that is enough"):
         torch.compile(model, backend=dynamo.backend)(x)
@@ -186,7 +186,7 @@ def test_statistics_that_nobody_reads_cut_nothing() -> None:
     first = graph.call_function(operator.getitem, (norm, 0))
     first.meta["val"] = norm.meta["val"][0]
     graph.output(first)
-    supported = dynamo._Supported(torch.fx.GraphModule(nn.Module(), graph), ())
+    supported = parts._Supported(torch.fx.GraphModule(nn.Module(), graph), ())
     assert supported.dtype == torch.bfloat16 and supported.is_node_supported({}, norm)
 
 
@@ -262,17 +262,6 @@ def test_the_layout_is_torchs() -> None:
     fast = torch.compile(model, backend=dynamo.backend)
     same(model, fast, images(2))
     same(model, fast, images(2).to(memory_format=torch.channels_last))
-
-
-def test_with_gradients_torch_runs_it_and_a_warning_says_so() -> None:
-    model = Net().eval()
-    fast = torch.compile(model, backend=dynamo.backend)
-    with pytest.warns(UserWarning, match="leaves a graph to torch: gradients are on; call it"):
-        fast(images(2)).sum().backward()
-    assert model.head.weight.grad is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fast(images(2))
 
 
 def test_an_option_is_refused() -> None:

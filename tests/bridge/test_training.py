@@ -1,0 +1,327 @@
+"""Training inside torch.compile: losses, gradients, statistics are torch's; a part each way."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maxvision.bridge import parts
+from maxvision.bridge.dynamo import backend
+from maxvision.bridge.parts import Explanation
+from maxvision.bridge.training import trained
+from tests.bridge.test_dynamo import Interpreted
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "Executor", Interpreted)
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
+
+
+class Residual(nn.Module):
+    """A small ResNet: a stem with a max pool, a block with a shortcut, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4))
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.block = nn.Sequential(
+            nn.Conv2d(4, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True),
+            nn.Conv2d(6, 6, 3, 1, 1, bias=False), nn.BatchNorm2d(6),
+        )  # fmt: skip
+        self.shortcut = nn.Sequential(nn.Conv2d(4, 6, 1, 2, bias=False), nn.BatchNorm2d(6))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        x = self.pool(self.stem(x).relu())
+        x = (self.block(x) + self.shortcut(x)).relu()
+        return F.cross_entropy(self.head(x.mean((2, 3))), wanted, label_smoothing=0.1)
+
+
+class Transformer(nn.Module):
+    """Tokens by their numbers, a layer of attention, and a loss."""
+
+    def __init__(self, dropout: float = 0.0, causal: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8, padding_idx=0)
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 3)
+        self.dropout, self.causal = dropout, causal
+
+    def forward(self, words: Tensor, wanted: Tensor) -> Tensor:
+        x = self.embed(words)
+        n, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).reshape(n, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + F.dropout(self.out(y.transpose(1, 2).reshape(n, t, c)), self.dropout)
+        x = x + self.mlp(self.norm2(x))
+        return F.mse_loss(self.head(x.mean(1)).tanh(), wanted)
+
+
+def images(batch: int = 3, size: int = 17) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 3, size, size), torch.randint(5, (batch,))
+
+
+def words() -> tuple[Tensor, Tensor]:
+    return torch.randint(11, (3, 4)), torch.randn(3, 3)
+
+
+def steps(model: nn.Module, call: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
+    """Trains two steps: the losses, then the weights and buffers with their last gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = call(*given)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    gradients = [each.grad for each in model.parameters()]
+    assert all(each is not None for each in gradients)
+    return [*losses, *model.state_dict().values(), *gradients]  # type: ignore[list-item]
+
+
+def same(model: nn.Module, *given: Tensor, seed: int = 1) -> None:
+    """Trains a model and its copy, and compares all that they have then."""
+    twin = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    wanted = steps(twin, twin, *given)
+    torch.manual_seed(seed)
+    found = steps(model, torch.compile(model, backend=backend, dynamic=False), *given)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [(Residual, images), (Transformer, words), (partial(Transformer, causal=True), words)],
+    ids=["residual", "transformer", "causal"],
+)
+def test_two_steps_are_torchs_with_one_part_each_way(
+    model: Callable[[], nn.Module], given: Callable[[], tuple[Tensor, Tensor]]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="backend maxvision")
+        same(model(), *given())
+    assert len(Interpreted.made) == 2
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_dropout_stays_in_torch_with_one_mask_both_ways() -> None:
+    same(Transformer(dropout=0.4), *words())
+    assert len(Interpreted.made) > 2
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_sizes_that_change_give_one_warning_and_run_in_torch() -> None:
+    model = Residual()
+    twin = copy.deepcopy(model)
+    fast = torch.compile(model, backend=backend, dynamic=True)
+    with pytest.warns(UserWarning, match="leaves a graph to torch: sizes change") as caught:
+        for batch in (2, 3, 4):
+            given = images(batch)
+            torch.testing.assert_close(fast(*given), twin(*given))
+    assert sum("maxvision" in str(each.message) for each in caught) == 1
+    assert not Interpreted.made
+
+
+def explained(model: nn.Module, *given: Tensor) -> Explanation:
+    """Says what became of a step, which runs in torch."""
+    told = Explanation()
+
+    def look(graph: Any, example: Any) -> Any:
+        return trained(graph, example, told, run=False)
+
+    torch.compile(model, backend=look, dynamic=False)(*given).sum().backward()
+    return told
+
+
+def test_a_step_that_is_only_looked_at_is_explained_and_runs_in_torch() -> None:
+    model, given = Residual(), images()
+    told = explained(model, *given)
+    forward, backward = told.parts
+    assert forward.kernels["max_pool2d"] == backward.kernels["max_pool2d_grad"] == 1
+    assert backward.kernels["conv2d_weight_grad"] == 4 + 1  # the head's, too
+    assert backward.kernels["conv2d_input_grad"] == 3
+    assert str(told).startswith("2 programs on our kernels") and not told.left and not told.whole
+    assert all(each.grad is not None for each in model.parameters())
+
+
+def test_torch_finds_maxima_again_where_it_pools() -> None:
+    """No layer is beside the way back of a pool whose convolution wants no gradients."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(3, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.max_pool2d((x * self.scale).sin(), 3, 2, 1).sum()
+
+    model, (x, _) = Pooled(), images()
+    twin = copy.deepcopy(model)
+    twin(x).backward()
+    found = torch.compile(model, backend=backend, dynamic=False)(x)
+    found.backward()
+    torch.testing.assert_close(model.scale.grad, twin.scale.grad)
+
+
+def behind(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers)
+
+
+class Loss(nn.Module):
+    """A layer and a loss."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(8, 5), loss
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        return self.loss(self.linear(x), wanted)
+
+
+class Pairs(nn.Module):
+    """Products of tokens with a bias by places of a table, as in Swin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(9, 2))
+        self.register_buffer("places", torch.randint(9, (16,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).reshape(2, 4, 2, 4).transpose(1, 2)
+        bias = self.table[self.places].view(4, 4, 2).permute(2, 0, 1)
+        return ((y @ y.mT + bias).softmax(-1) @ y).roll(1, 1)
+
+
+PICTURES, TOKENS, VECTORS = (2, 3, 8, 8), (2, 4, 8), (4, 8)
+ACTIVATIONS = (
+    nn.Hardswish, nn.SiLU, nn.GELU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Mish,
+    nn.Softplus, nn.Hardsigmoid, nn.PReLU, nn.Hardtanh, partial(nn.GELU, "tanh"),
+    partial(nn.GLU, 1),
+)  # fmt: skip
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "activations": (lambda: behind(*(each() for each in ACTIVATIONS)), PICTURES),
+    "group norm": (lambda: behind(nn.GroupNorm(2, 8)), PICTURES),
+    "instance norm": (lambda: behind(nn.InstanceNorm2d(8, affine=True)), PICTURES),
+    "batch norm of lines": (
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 3, 2, 1), nn.BatchNorm1d(6)), TOKENS,
+    ),
+    "batch norm in eval mode": (lambda: behind(nn.BatchNorm2d(8).eval()), PICTURES),
+    "rms norm": (lambda: nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)), TOKENS),
+    "adaptive pool to 1": (lambda: behind(nn.AdaptiveAvgPool2d(1)), PICTURES),
+    "adaptive pool to 2": (lambda: behind(nn.AdaptiveAvgPool2d(2)), PICTURES),
+    "adaptive pool to 3": (lambda: behind(nn.AdaptiveAvgPool2d(3)), PICTURES),
+    "average pool": (lambda: behind(nn.AvgPool2d(3, 2, 1)), PICTURES),
+    "average pool inside": (
+        lambda: behind(nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False)), PICTURES,
+    ),
+    "average pool by a divisor": (
+        lambda: behind(nn.AvgPool2d(2, divisor_override=3), nn.AvgPool2d(3, 2, ceil_mode=True)),
+        PICTURES,
+    ),
+    "max pool": (lambda: behind(nn.MaxPool2d((2, 3), (1, 2), (1, 1), (2, 1), ceil_mode=True)),
+                 PICTURES),
+    "adaptive max pool": (lambda: behind(nn.AdaptiveMaxPool2d(2)), PICTURES),
+    "transposed": (
+        lambda: nn.Sequential(
+            nn.ConvTranspose2d(3, 8, 3, 2, 1, 1), nn.ConvTranspose2d(8, 4, 2, 2, groups=2)
+        ),
+        PICTURES,
+    ),
+    "depthwise": (lambda: behind(nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)), PICTURES),
+    "lines": (lambda: nn.Conv1d(4, 6, 3, dilation=2, groups=2), TOKENS),
+    "nearest": (lambda: behind(nn.Upsample(scale_factor=2)), PICTURES),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), TOKENS,
+    ),
+    "a table": (Pairs, TOKENS),
+}  # fmt: skip
+TARGETS: dict[str, tuple[Callable[..., Tensor], Callable[[], Tensor]]] = {
+    "cross entropy": (F.cross_entropy, lambda: torch.tensor([1, 2, -100, 4])),
+    "cross entropy of parts": (F.cross_entropy, lambda: torch.rand(4, 5)),
+    "nll": (
+        lambda y, wanted: F.nll_loss(y.log_softmax(-1), wanted, reduction="sum"),
+        lambda: torch.tensor([0, 4, 1, 1]),
+    ),
+    "mse": (F.mse_loss, lambda: torch.randn(4, 5)),
+    "l1": (F.l1_loss, lambda: torch.randn(4, 5)),
+    "smooth l1": (F.smooth_l1_loss, lambda: torch.randn(4, 5)),
+    "bce": (F.binary_cross_entropy_with_logits, lambda: torch.rand(4, 5)),
+    "bce of shares": (
+        lambda y, wanted: F.binary_cross_entropy(y.sigmoid(), wanted), lambda: torch.rand(4, 5),
+    ),
+    "kl": (
+        lambda y, wanted: F.kl_div(y.log_softmax(-1), wanted, reduction="batchmean"),
+        lambda: torch.rand(4, 5),
+    ),
+    "moments": (
+        lambda y, wanted: (y.logsumexp(-1) + y.std(-1) + y.var(-1)).sum() + y.max() * y.min(),
+        lambda: torch.rand(1),
+    ),
+}  # fmt: skip
+LEFT = {
+    "adaptive max pool": {
+        "aten.adaptive_max_pool2d.default", "aten.adaptive_max_pool2d_backward.default",
+    },
+    "nearest": {"aten.index_put.default", "aten.unsqueeze.default", "aten.full.default"},
+}  # fmt: skip
+"""What torch runs of a layer."""
+
+
+def step(model: nn.Module, call: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
+    y = call(*given)
+    (y * torch.linspace(-1, 2, y.numel()).reshape(y.shape)).sum().backward()
+    floats = (*given[:1], *model.parameters())
+    return [y.detach(), *(each.grad for each in floats if each.grad is not None)]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", [*LAYERS, *TARGETS])
+def test_gradients_are_torchs(name: str) -> None:
+    if name in LAYERS:
+        model, given = LAYERS[name][0](), [torch.randn(LAYERS[name][1], requires_grad=True)]
+    else:
+        loss, wanted = TARGETS[name]
+        model, given = Loss(loss), [torch.randn(VECTORS, requires_grad=True), wanted()]
+    twin, others = copy.deepcopy(model), [copy.deepcopy(each) for each in given]
+    wants = step(twin, twin, *others)
+    told = explained(copy.deepcopy(model), *(each.detach() for each in given[:1]), *given[1:])
+    assert {each.op for each in told.left} == LEFT.get(name, set())
+    torch._dynamo.reset()
+    found = step(model, torch.compile(model, backend=backend, dynamic=False), *given)
+    assert len(found) == len(wants) and Interpreted.made
+    torch.testing.assert_close(found, wants, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_runs_on_our_kernels() -> None:
+    """Compiles two graphs."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.linear = nn.Conv2d(3, 8, 3, bias=False), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(F.max_pool2d(self.conv(x).relu(), 2).amax((2, 3))).square().sum()
+
+    same(Small(), torch.randn(2, 3, 7, 6))
