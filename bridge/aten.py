@@ -625,12 +625,21 @@ _REDUCTIONS = {
     "amin": aten.amin.default,
 }  # fmt: skip
 
+
+def _add_reduction(name: str) -> Callable[..., Value]:
+    def reduction(
+        imp: Importer, node: Node, x: Value, axes: Any = (), keepdim: bool = False, **_: Any
+    ) -> Value:
+        if x.type.dtype != "bool":
+            return rules.reduced(imp, name, x, axes, keepdim)
+        y = rules.reduced(imp, name, rules.floats(imp, x), axes, keepdim)  # float32 counts exactly
+        return imp.net.op("cast", [y], dtype=str(node.meta["val"].dtype).removeprefix("torch."))
+
+    return reduction
+
+
 for _name, _op in _REDUCTIONS.items():
-    rule(_op)(
-        lambda imp, node, x, axes=(), keepdim=False, _name=_name, **_: rules.reduced(
-            imp, _name, x, axes, keepdim
-        )
-    )
+    rule(_op)(_add_reduction(_name))
 
 for _name, _op in {"amax": aten.max.dim, "amin": aten.min.dim}.items():  # and indices
     rule(_op)(
