@@ -92,8 +92,12 @@ def expression(op: str, attributes: Mapping[str, Any]) -> str:
 
 REDUCTIONS = ("sum", "mean", "amax", "amin")
 """Ops that leave one number of several; like expressions they compute in float32."""
+BETWEEN = " ; "
+"""What stands between the expressions that are reduced in one launch (ops/reduce)."""
+MOST_RESULTS = 3
+"""How many these may be."""
 MOST_VALUES = 6
-"""How many values an expression of ops/pointwise.mojo may have."""
+"""How many values an expression of ops/pointwise.mojo or ops/reduce may have."""
 MOST_PARTS = 8
 """How many values ops/concat.mojo puts together in one launch."""
 MOST_VECTORS = 3

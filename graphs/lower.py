@@ -438,12 +438,15 @@ def _pad(given: _Given, *, pads: tuple[int, ...], value: float = 0.0) -> TensorV
     return ops.pad(given.value(0), list(pads), value=value)
 
 
-def _reduction(kind: str) -> Callable[..., TensorValue]:
+def _reduction(kind: str) -> Callable[..., Any]:
     """Reduces axes; MAX's own kernels do so of integers."""
 
     def emit(
-        given: _Given, *, axes: tuple[int, ...], keepdim: bool = False, dtype: str = ""
-    ) -> TensorValue:
+        given: _Given, *, axes: tuple[int, ...], keepdim: bool = False, dtype: str = "",
+        expression: str = "",
+    ) -> Any:  # fmt: skip
+        if expression:
+            return nodes.reduce_terms(kind, expression, given.numbers, axes, keepdim, dtype)
         y = given.value(0)
         if given.floats:
             return nodes.reduce(kind, y, axes, keepdim, dtype)

@@ -26,7 +26,7 @@ from max.graph import DeviceRef, Dim, StaticDim, SymbolicDim, TensorType, Tensor
 from maxvision.common.errors import ArgumentError, DeviceError
 from maxvision.graphs import arrange, formats, shapes
 from maxvision.graphs.constants import MOST_BIAS
-from maxvision.graphs.elementwise import MOST_PARTS, MOST_VALUES, MOST_VECTORS
+from maxvision.graphs.elementwise import MOST_PARTS, MOST_RESULTS, MOST_VALUES, MOST_VECTORS
 from maxvision.graphs.parameters import Filter
 from maxvision.graphs.shapes import MOST_AXES, MOST_ROW_AXES, Padding, Pair
 from maxvision.graphs.types import Size, Type, product, split
@@ -648,7 +648,7 @@ def reduce(
         ArgumentError: If there is no such axis, or its size is not known.
         DeviceError: If the device has no kernel for the dtype.
     """
-    out = shapes.reduction(_type(x), axes=tuple(axes), keepdim=keepdim, dtype=dtype)
+    (out,) = shapes.reduction(_type(x), axes=tuple(axes), keepdim=keepdim, dtype=dtype)
     sizes = _type(x).shape
     wide = [axis for axis in sorted(axes) if sizes[axis] != 1] or [min(axes)]
     first, last = wide[0], wide[-1]
@@ -662,6 +662,55 @@ def reduce(
     rows = Type((shape[0], shape[2]), out.dtype)
     y = _custom("reduce", [x.reshape(dims(shape))], [rows], {"kind": kind})[0]
     return y.reshape(dims(out.shape))
+
+
+def reduce_terms(
+    kind: str,
+    expression: str,
+    values: Sequence[TensorValue],
+    axes: Sequence[int],
+    keepdim: bool = False,
+    dtype: str = "",
+) -> list[TensorValue]:
+    """Reduces axes of expressions of values that broadcast, in one launch.
+
+    Args:
+        kind: ``sum``, ``mean``, ``amax`` or ``amin``.
+        expression: Of ``x0``, ``x1``, ... in postfix order, or several with `` ; `` between them.
+        values: See ``pointwise``.
+        axes: Those that go, of the shape to which the values broadcast.
+        keepdim: Whether a size of 1 is left of each.
+        dtype: Of the results: that of the activations, or float32.
+
+    Returns:
+        A result for each expression.
+
+    Raises:
+        ArgumentError: If the expressions or the shapes do not fit (shapes.lies).
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    types = [_type(value) for value in values]
+    outs = shapes.reduction(
+        *types, axes=tuple(axes), keepdim=keepdim, dtype=dtype, expression=expression
+    )
+    lies = shapes.lies(types, axes)
+    if lies is None:
+        raise ArgumentError(
+            f"reduce: {', '.join(map(str, types))} are not values of three axes, the second of"
+            f" which is the axes {tuple(axes)}"
+        )
+    parts = shapes.around(shapes.broadcast("reduce", *types), axes)
+    before, between, behind = (product(part) for part in parts)
+    rows = [Type((before, behind), out.dtype) for out in outs]
+    nothing = Type((1, 1), outs[0].dtype)  # where no result goes
+    rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
+    made = _custom(
+        "reduce_terms",
+        [*values, *rest, _host([int(between)], DType.int64)],
+        [*rows, *[nothing] * (MOST_RESULTS - len(rows))],
+        {"kind": kind, "expression": expression, "lies": " ".join(lies)},
+    )
+    return [y.reshape(dims(out.shape)) for y, out in zip(made, outs, strict=False)]
 
 
 def pointwise(expression: str, values: Sequence[TensorValue], dtype: str = "") -> TensorValue:

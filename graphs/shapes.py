@@ -13,7 +13,9 @@ from typing import Any
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.elementwise import (
+    BETWEEN,
     ELEMENTWISE,
+    MOST_RESULTS,
     MOST_VALUES,
     MOST_VECTORS,
     activation,
@@ -1013,8 +1015,25 @@ def scatter_add(x: Type, indices: Type, values: Type, *, axis: int) -> Type:
     return Type(x.shape, _narrower(x, values))
 
 
-def reduction(x: Type, *, axes: tuple[int, ...], keepdim: bool = False, dtype: str = "") -> Type:
-    """Types what leaves one number of several axes: their sum, mean, largest or smallest."""
+def reduction(
+    *given: Type,
+    axes: tuple[int, ...],
+    keepdim: bool = False,
+    dtype: str = "",
+    expression: str = "x0",
+) -> list[Type]:
+    """Types what leaves one number of several axes: their sum, mean, largest or smallest.
+
+    What is reduced is an expression of values that broadcast, or several, which ``;`` tells apart.
+    """
+    texts = expression.split(BETWEEN)
+    count = max(map(values_of, texts))
+    if not count == len(given) <= MOST_VALUES or len(texts) > MOST_RESULTS:
+        raise ArgumentError(
+            f"reduction: expects the {count} values of {expression!r}, at most {MOST_VALUES}, and"
+            f" at most {MOST_RESULTS} results but has {len(given)} values"
+        )
+    x = Type(broadcast("reduction", *given), given[0].dtype)
     if not axes or len(set(axes)) < len(axes) or not all(0 <= a < len(x.shape) for a in axes):
         raise ArgumentError(f"the axes {axes} to reduce are not those of {_list(x)}")
     for axis in axes:
@@ -1022,7 +1041,49 @@ def reduction(x: Type, *, axes: tuple[int, ...], keepdim: bool = False, dtype: s
     kept = [1 if a in axes else size for a, size in enumerate(x.shape)]
     if not keepdim:
         kept = [size for a, size in enumerate(kept) if a not in axes]
-    return Type(tuple(kept), dtype or x.dtype)
+    numbers = [each for each in given if each.dtype != "bool"] or [*given]
+    return [Type(tuple(kept), dtype or _narrower(*numbers))] * len(texts)
+
+
+def around(
+    shape: tuple[Size, ...], axes: Sequence[int]
+) -> tuple[tuple[Size, ...], tuple[Size, ...], tuple[Size, ...]]:
+    """Gives the sizes before the axes, from the first to the last of them, and behind them."""
+    wide = [axis for axis in sorted(axes) if shape[axis] != 1] or [min(axes)]
+    return shape[: wide[0]], shape[wide[0] : wide[-1] + 1], shape[wide[-1] + 1 :]
+
+
+def lies(given: Sequence[Type], axes: Sequence[int]) -> list[str] | None:
+    """Says how values lie where they are reduced together (ops/reduce/values.mojo).
+
+    The axes of the whole, to which they broadcast, are those before the reduced ones, these, and
+    those behind: o, r and i.
+
+    Args:
+        given: The types of the values.
+        axes: Those of the whole that are reduced.
+
+    Returns:
+        For each value the letters of the axes along which it moves, or ``-``; nothing where the
+        kernel does not take them, as these are not three axes, or a value has part of one.
+    """
+    whole = broadcast("reduction", *given)
+    parts = around(whole, axes)
+    if product(size for a, size in enumerate(whole) if a in axes) != product(parts[1]):
+        return None
+    found = []
+    for x in given:
+        sizes = (1,) * (len(whole) - len(x.shape)) + x.shape
+        letters, start = "", 0
+        for letter, group in zip("ori", parts, strict=True):
+            part = sizes[start : start + len(group)]
+            start += len(group)
+            if any(size != 1 for size in part):
+                if part != group:
+                    return None
+                letters += letter
+        found.append("ori" if sizes == whole else letters or "-")
+    return found
 
 
 def cumsum(x: Type, *, axis: int) -> Type:

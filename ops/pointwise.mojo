@@ -726,7 +726,7 @@ struct Pointwise:
         ), "pointwise: no expression of x0 to x5"
         comptime assert y.rank <= AXES, "pointwise: expects a result of at most 6 axes"
         comptime all: List[DType] = [x0.dtype, x1.dtype, x2.dtype, x3.dtype, x4.dtype, x5.dtype]
-        comptime dtypes = _in_memory(all, inputs_of(expression))
+        comptime dtypes = in_memory(all, inputs_of(expression))
         comptime count = len(dtypes)
         comptime result = BYTE if y.dtype == DType.bool else y.dtype
         comptime assert (
@@ -734,9 +734,9 @@ struct Pointwise:
         ), "pointwise: a CPU expects float32 or bfloat16"
         if y.size() == 0:
             return
-        var sources = StaticTuple[Data[BYTE], MOST](fill=_bytes(x0))
-        sources[1], sources[2], sources[3] = _bytes(x1), _bytes(x2), _bytes(x3)
-        sources[4], sources[5] = _bytes(x4), _bytes(x5)
+        var sources = StaticTuple[Data[BYTE], MOST](fill=bytes_of(x0))
+        sources[1], sources[2], sources[3] = bytes_of(x1), bytes_of(x2), bytes_of(x3)
+        sources[4], sources[5] = bytes_of(x4), bytes_of(x5)
         var sizes = StaticTuple[StaticTuple[Int, AXES], MOST](fill=_sizes(x0))
         sizes[1], sizes[2], sizes[3] = _sizes(x1), _sizes(x2), _sizes(x3)
         sizes[4], sizes[5] = _sizes(x4), _sizes(x5)
@@ -753,8 +753,16 @@ struct Pointwise:
             pointwise_gpu[expression, dtypes, most](to, used, axes, ctx)
 
 
-def _in_memory(dtypes: List[DType], count: Int) -> List[DType]:
-    """Lists the dtypes of the inputs that are used; masks are bytes."""
+def in_memory(dtypes: List[DType], count: Int) -> List[DType]:
+    """Lists the dtypes of the inputs that are used, as they lie in memory.
+
+    Args:
+        dtypes: Of all inputs.
+        count: Inputs that are used.
+
+    Returns:
+        The first so many; masks are bytes.
+    """
     var found = List[DType]()
     for i in range(count):
         found.append(BYTE if dtypes[i] == DType.bool else dtypes[i])
@@ -762,7 +770,15 @@ def _in_memory(dtypes: List[DType], count: Int) -> List[DType]:
 
 
 @always_inline
-def _bytes(tensor: ManagedTensorSlice) -> Data[BYTE]:
+def bytes_of(tensor: ManagedTensorSlice) -> Data[BYTE]:
+    """Takes the memory of an op's tensor, of whichever dtype.
+
+    Args:
+        tensor: Any.
+
+    Returns:
+        Its first byte.
+    """
     return rebind[Data[BYTE]](data(tensor).unsafe_bitcast[UInt8]())
 
 

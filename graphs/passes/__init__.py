@@ -26,6 +26,7 @@
 | align            | axes of linear layers that Hopper's copy engine does not take: padded        |
 | casts            | casts between floats beside expressions and reductions: part of these        |
 | pointwise        | batch norms that are left and elementwise ops in a row: one expression       |
+| reductions       | expressions that are reduced, several of them: one op that reads once        |
 | concat_pointwise | values put together and an expression of all by channel: one op              |
 
 A program means the same before and after a pass, and runs with any of them left out: that finds
@@ -39,7 +40,17 @@ from collections.abc import Callable, Collection
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.passes import align, elementwise, fold, fuse, heads, layout, rows, written
+from maxvision.graphs.passes import (
+    align,
+    elementwise,
+    fold,
+    fuse,
+    heads,
+    layout,
+    reductions,
+    rows,
+    written,
+)
 from maxvision.graphs.program import Program
 
 Pass = Callable[[Program, Backend], Program]
@@ -70,6 +81,7 @@ PASSES: dict[str, Pass] = {
     "align": align.align,
     "casts": elementwise.casts,
     "pointwise": elementwise.pointwise,
+    "reductions": reductions.reductions,
     "concat_pointwise": elementwise.concat_pointwise,
 }
 """The passes by name, in their order."""

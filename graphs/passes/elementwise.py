@@ -44,7 +44,7 @@ def casts(program: Program, _: Backend) -> Program:
         source = program.producers.get(node.inputs[0]) if _is_cast(program, node) else None
         if (
             source is not None
-            and _is_expression(source)
+            and is_expression(source)
             and not rewrite.has(source)
             and program.only_user(source.output) is node
             and "float" in program.types[source.output].dtype
@@ -67,7 +67,8 @@ def _before_cast(program: Program, value: str) -> str:
     return cast.inputs[0] if cast and wide and _is_cast(program, cast) else value
 
 
-def _is_expression(node: Node) -> bool:
+def is_expression(node: Node) -> bool:
+    """Tells whether a node computes each number by itself, whenever the program runs."""
     return not node.at_load and (node.op in ELEMENTWISE or node.op == "pointwise")
 
 
@@ -77,7 +78,7 @@ def _mixes(program: Program, node: Node, inputs: Sequence[str]) -> bool:
     if len(kinds) != 1:
         return False
     return node.op in REDUCTIONS or (
-        _is_expression(node) and len(program.types[node.output].shape) <= MOST_AXES
+        is_expression(node) and len(program.types[node.output].shape) <= MOST_AXES
     )
 
 
@@ -88,7 +89,7 @@ def _computing(program: Program, node: Node) -> Node:
         return node
     if node.op in REDUCTIONS:
         return node.with_attributes(dtype=dtype)
-    return replace(node, op="pointwise", attributes={"expression": _text(node), "dtype": dtype})
+    return replace(node, op="pointwise", attributes={"expression": text(node), "dtype": dtype})
 
 
 def concat_pointwise(program: Program, _: Backend) -> Program:
@@ -131,7 +132,7 @@ def _with_expression(program: Program, concat: Node, node: Node) -> Node | None:
     names = {each: f"x{i}" for i, each in enumerate([value, *vectors])}
     words = (
         names[node.inputs[int(word[1:])]] if word[0] == "x" else word
-        for word in _text(node).split(" ")
+        for word in text(node).split(" ")
     )
     return Node(
         "concat",
@@ -142,8 +143,10 @@ def _with_expression(program: Program, concat: Node, node: Node) -> Node | None:
     )
 
 
-def _text(node: Node) -> str:
-    """Gives the expression that a node computes."""
+def text(node: Node) -> str:
+    """Gives the expression that a node computes, or those that it reduces."""
+    if node.op in REDUCTIONS:
+        return str(node.attributes.get("expression", "x0"))
     return str(node.attributes.get("expression") or expression(node.op, node.attributes))
 
 
@@ -255,8 +258,9 @@ class _Fusion:
         if node.op == "batch_norm":
             scale, shift = (_Read(node.output, part) for part in ("scale", "shift"))
             return _Tree((_Read(node.inputs[0]), scale, "mul", shift, "add"), (node,))
-        text = _text(node).split(" ")
-        words = (_Read(node.inputs[int(w[1:])]) if w[0] == "x" else w for w in text)
+        words = (
+            _Read(node.inputs[int(w[1:])]) if w[0] == "x" else w for w in text(node).split(" ")
+        )
         return _Tree(tuple(words), (node,))
 
     def written(self, tree: _Tree) -> list[Node]:

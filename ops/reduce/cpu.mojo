@@ -9,11 +9,14 @@ from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv, iota
 from std.memory import unsafe_stack_allocation
 from std.sys import simd_width_of
-from std.sys.intrinsics import masked_load, masked_store
+from std.sys.intrinsics import masked_store
+from std.utils.static_tuple import StaticTuple
 
-from ..operands import F32, Data, narrowed, widened
+from ..operands import F32, Data, narrowed
 from ..parallel import over_cores
+from ..pointwise import Sources
 from .join import joined, nothing, over_vector
+from .values import Terms, Values
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a CPU's vector."""
@@ -28,95 +31,108 @@ comptime ROOM = 4096
 
 
 @always_inline
-def _load[
-    dtype: DType, //, masked: Bool
-](x: Data[dtype], inside: SIMD[DType.bool, WIDTH]) -> SIMD[F32, WIDTH]:
-    """Loads a vector; of a masked one, only what is inside."""
-    comptime if masked:
-        return widened(masked_load[WIDTH](x, inside, SIMD[dtype, WIDTH](0)))
-    else:
-        return widened(x.unsafe_load[width=WIDTH](0))
-
-
-@always_inline
 def _rows[
-    dtype: DType, //, kind: StaticString, vectors: Int, unroll: Int, masked: Bool = False
-](x: Data[dtype], rows: Int, stride: Int, columns: Int = 0) -> Array[SIMD[F32, WIDTH], vectors]:
+    terms: Terms,
+    folded: Bool,
+    //,
+    kind: StaticString,
+    vectors: Int,
+    unroll: Int,
+    masked: Bool = False,
+](place: Values[terms, folded], rows: Int, columns: Int = 0) -> Array[
+    SIMD[F32, WIDTH], vectors * len(terms.words)
+]:
     """Joins rows of some vectors each; of a masked vector only `columns` are there."""
-    var total = Array[SIMD[F32, WIDTH], vectors](fill=nothing[kind]())
+    comptime results = len(terms.words)
+    var total = Array[SIMD[F32, WIDTH], vectors * results](fill=nothing[kind]())
     var inside = iota[DType.int32, WIDTH]().lt(Int32(columns))
 
     for start in range(0, rows, BLOCK):
         var stop = min(start + BLOCK, rows)
-        var sums = Array[SIMD[F32, WIDTH], vectors * unroll](fill=nothing[kind]())
+        var sums = Array[SIMD[F32, WIDTH], vectors * results * unroll](fill=nothing[kind]())
         var row = start
-        while row + unroll <= stop:
-            comptime for u in range(unroll):
-                comptime for v in range(vectors):
-                    comptime i = u * vectors + v
-                    sums[i] = joined[kind](
-                        sums[i],
-                        _load[masked](x.unsafe_offset((row + u) * stride + v * WIDTH), inside),
-                    )
-            row += unroll
-        while row < stop:
-            comptime for v in range(vectors):
-                sums[v] = joined[kind](
-                    sums[v], _load[masked](x.unsafe_offset(row * stride + v * WIDTH), inside)
-                )
-            row += 1
+        comptime for many in [unroll, 1]:  # several rows, and the last ones one by one
+            while row + many <= stop:
+                comptime for u in range(many):
+                    comptime for v in range(vectors):
+                        var values = Array[SIMD[F32, WIDTH], len(terms.dtypes)](fill=0)
+                        var at = place.at(0, row + u, v * WIDTH)
+                        at.load[WIDTH, still=True, masked=masked](values, inside)
+                        at.load[WIDTH, still=False, masked=masked](values, inside)
+                        comptime for k in range(results):
+                            comptime i = (u * vectors + v) * results + k
+                            sums[i] = joined[kind](sums[i], place.term[k](values))
+                row += many
         comptime for u in range(unroll):
-            comptime for v in range(vectors):
-                total[v] = joined[kind](total[v], sums[u * vectors + v])
+            comptime for i in range(vectors * results):
+                total[i] = joined[kind](total[i], sums[u * vectors * results + i])
     return total^
 
 
 @always_inline
-def _row[dtype: DType, //, kind: StaticString](x: Data[dtype], length: Int) -> Float32:
+def _row[
+    terms: Terms, //, kind: StaticString
+](place: Values[terms, True], length: Int) -> Array[Float32, len(terms.words)]:
     """Joins the numbers of a row."""
+    comptime results = len(terms.words)
     comptime FOLD = 4 * WIDTH
     var folds = length // FOLD
-    var four = _rows[kind, 4, 2](x, folds, FOLD)
-    var rest = x.unsafe_offset(folds * FOLD)
+    var four = _rows[kind, 4, 2](place.of_columns(FOLD), folds)
     var left = length - folds * FOLD
-    var one = _rows[kind, 1, 1](rest, left // WIDTH, WIDTH)
-    var found = joined[kind](
-        joined[kind](joined[kind](four[0], four[1]), joined[kind](four[2], four[3])), one[0]
-    )
-    var result = over_vector[kind](found)
+    var rest = place.at(0, folds * FOLD, 0)
+    var one = _rows[kind, 1, 1](rest.of_columns(WIDTH), left // WIDTH)
+    var found = Array[Float32, results](fill=0)
+    comptime for k in range(results):
+        var first = joined[kind](four[k], four[results + k])
+        var second = joined[kind](four[2 * results + k], four[3 * results + k])
+        found[k] = over_vector[kind](joined[kind](joined[kind](first, second), one[k]))
     for i in range(left // WIDTH * WIDTH, left):
-        result = joined[kind](result, widened(rest[unsafe_offset=i]))
-    return result
+        var values = Array[Float32, len(terms.dtypes)](fill=0)
+        var at = rest.at(0, i, 0)
+        at.load[1, still=True](values)
+        at.load[1, still=False](values)
+        comptime for k in range(results):
+            found[k] = joined[kind](found[k], place.term[k](values))
+    return found^
 
 
 @no_inline
 def reduce_cpu[
-    dtype: DType, into: DType, //, kind: StaticString
-](x: Data[dtype], y: Data[into], outer: Int, reduced: Int, inner: Int, divisor: Float32):
+    into: DType, //, kind: StaticString, terms: Terms
+](
+    sources: Sources[len(terms.dtypes)],
+    results: StaticTuple[Data[into], len(terms.words)],
+    outer: Int,
+    reduced: Int,
+    inner: Int,
+    divisor: Float32,
+):
     """Reduces on all cores.
 
     Parameters:
-        dtype: Of x, float32 or bfloat16.
-        into: Of y, likewise.
+        into: Of the results, float32 or bfloat16.
         kind: How numbers are joined: sum, amax or amin.
+        terms: What is reduced.
 
     Args:
-        x: [outer, reduced, inner].
-        y: The result[outer, inner].
-        outer: See `x`.
-        reduced: See `x`.
-        inner: See `x`.
-        divisor: Divides the result: 1, or `reduced` of a mean.
+        sources: The tensors of [outer, reduced, inner].
+        results: Each [outer, inner].
+        outer: See `sources`.
+        reduced: See `sources`.
+        inner: See `sources`.
+        divisor: Divides the results: 1, or `reduced` of a mean.
     """
+    comptime count = len(terms.words)
+    comptime most = SLAB // count
     var flat = inner == 1
     var vectors = inner // WIDTH
-    var per = ceildiv(vectors, max(1, ceildiv(vectors, SLAB)))  # vectors of a slab
+    var per = ceildiv(vectors, max(1, ceildiv(vectors, most)))  # vectors of a slab
     var whole = ceildiv(vectors, max(1, per))
     var slabs = 1 if flat else whole + (1 if inner > vectors * WIDTH else 0)
     var wanted = max(1, min(outer * reduced * inner // PIECE, 4 * parallelism_level(None)))
     # Parts of the rows, where there are too few slabs for all cores.
     var parts = min(ceildiv(wanted, outer * slabs), ceildiv(reduced, BLOCK))
-    parts = max(1, min(parts, ROOM // (outer * inner)))
+    parts = max(1, min(parts, ROOM // (count * outer * inner)))
     var length = ceildiv(reduced, parts)
     var scratch = unsafe_stack_allocation[ROOM, Float32, alignment=64]()
     var left = rebind[Data[F32]](scratch)
@@ -129,45 +145,56 @@ def reduce_cpu[
             var slab = unit // parts % slabs
             var o = unit // (parts * slabs)
             var rows = max(0, min(length, reduced - part * length))
-            var source = x.unsafe_offset((o * reduced + part * length) * inner)
             var to = o * inner
-            var put = left.unsafe_offset(part * outer * inner)
+            var put = left.unsafe_offset(part * count * outer * inner)
             if flat:
-                var value = _row[kind](source, rows)
-                if parts == 1:
-                    y[unsafe_offset=to] = narrowed[into](value / divisor)
-                else:
-                    put[unsafe_offset=to] = value
-            elif slab == whole:
-                var c = vectors * WIDTH
+                var place = Values[terms, True](sources, reduced, 1)
+                var found = _row[kind](place.at(o, part * length, 0), rows)
+                comptime for k in range(count):
+                    if parts == 1:
+                        results[k][unsafe_offset=to] = narrowed[into](found[k] / divisor)
+                    else:
+                        put[unsafe_offset=k * outer * inner + to] = found[k]
+                continue
+            var place = Values[terms, False](sources, reduced, inner)
+            var first = slab * per
+            var c = first * WIDTH
+            if slab == whole:
+                c = vectors * WIDTH
                 var columns = inner - c
                 var inside = iota[DType.int32, WIDTH]().lt(Int32(columns))
-                var found = _rows[kind, 1, 4, True](source.unsafe_offset(c), rows, inner, columns)
-                if parts == 1:
-                    var value = narrowed[into](found[0] / divisor)
-                    masked_store(value, y.unsafe_offset(to + c), inside)
-                else:
-                    masked_store(found[0], put.unsafe_offset(to + c), inside)
+                var found = _rows[kind, 1, max(1, 4 // count), True](
+                    place.at(o, part * length, c), rows, columns
+                )
+                comptime for k in range(count):
+                    if parts == 1:
+                        var value = narrowed[into](found[k] / divisor)
+                        masked_store(value, results[k].unsafe_offset(to + c), inside)
+                    else:
+                        var at = k * outer * inner + to + c
+                        masked_store(found[k], put.unsafe_offset(at), inside)
             else:
-                var first = slab * per
-                var count = min(per, vectors - first)
-                comptime for n in range(1, SLAB + 1):
-                    if count == n:
-                        var c = first * WIDTH
-                        var found = _rows[kind, n, max(1, SLAB // n)](
-                            source.unsafe_offset(c), rows, inner
+                var several = min(per, vectors - first)
+                comptime for n in range(1, most + 1):
+                    if several == n:
+                        var found = _rows[kind, n, max(1, SLAB // (n * count))](
+                            place.at(o, part * length, c), rows
                         )
                         comptime for v in range(n):
-                            var at = to + c + v * WIDTH
-                            if parts == 1:
-                                y.unsafe_store(at, narrowed[into](found[v] / divisor))
-                            else:
-                                put.unsafe_store(at, found[v])
+                            comptime for k in range(count):
+                                var at = to + c + v * WIDTH
+                                var value = found[v * count + k]
+                                if parts == 1:
+                                    results[k].unsafe_store(at, narrowed[into](value / divisor))
+                                else:
+                                    put.unsafe_store(k * outer * inner + at, value)
 
     over_cores(task, tasks)
     if parts > 1:
-        for i in range(outer * inner):
-            var value = left[unsafe_offset=i]
-            for part in range(1, parts):
-                value = joined[kind](value, left[unsafe_offset=part * outer * inner + i])
-            y[unsafe_offset=i] = narrowed[into](value / divisor)
+        comptime for k in range(count):
+            for i in range(outer * inner):
+                var from_ = left.unsafe_offset(k * outer * inner + i)
+                var value = from_[unsafe_offset=0]
+                for part in range(1, parts):
+                    value = joined[kind](value, from_[unsafe_offset=part * count * outer * inner])
+                results[k][unsafe_offset=i] = narrowed[into](value / divisor)

@@ -19,13 +19,16 @@ from std.bit import next_power_of_two
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
 from ..hopper.ptx import cluster_load4, cluster_sync
 from ..kernel_argument import KernelArgument
-from ..operands import F32, Data, narrowed, widened
+from ..operands import F32, Data, narrowed
+from ..pointwise import Sources
 from ..target import IS_HOPPER
 from .join import joined, nothing, over_vector
+from .values import Terms, Values
 
 comptime SLICE = 32
 """Threads of a GPU's block along inner, at most."""
@@ -78,33 +81,38 @@ struct ReduceSizes(KernelArgument, TrivialRegisterPassable):
         self.slice, self.splits, self.divisor = Int32(slice), Int32(splits), divisor
 
 
-@__name(t"reduce_{kind}_{width}x{kept}_{splits}_{dtype}")
+@__name(t"reduce_{kind}_{width}x{kept}_{splits}_{terms.label()}")
 def reduce_kernel[
-    dtype: DType,
     into: DType,
+    terms: Terms,
     kind: StaticString,
     width: Int,
     kept: Int,
     splits: Int,
-](x: Data[dtype], y: Data[into], sizes: ReduceSizes):
+](
+    sources: Sources[len(terms.dtypes)],
+    results: StaticTuple[Data[into], len(terms.words)],
+    sizes: ReduceSizes,
+):
     """Reduces a slab of rows in each block, or each cluster.
 
     Parameters:
-        dtype: Of x.
-        into: Of y.
+        into: Of the results.
+        terms: What is reduced.
         kind: How numbers are joined: sum, amax or amin.
         width: Numbers of a vector: 16 bytes, or 1.
         kept: Numbers that are left of a vector: as many, or 1 where rows are folded.
         splits: Blocks of a cluster at most: 1, or `SPLITS`.
 
     Args:
-        x: [outer, rows, inner].
-        y: The result[outer, inner], or [outer].
+        sources: The tensors of [outer, rows, inner].
+        results: Each [outer, inner], or [outer].
         sizes: Sizes.
     """
-    comptime bytes = min(16, width * size_of[dtype]())
+    comptime Place = Values[terms, kept < width]
+    comptime unroll = rows_of(terms, width)
     var sums = unsafe_stack_allocation[
-        SUMS * kept, Float32, address_space=AddressSpace.SHARED, alignment=16
+        Place.RESULTS * SUMS * kept, Float32, address_space=AddressSpace.SHARED, alignment=16
     ]()
     var t = Int32(thread_idx.x)
     var slice = sizes.slice
@@ -121,77 +129,111 @@ def reduce_kernel[
     var o = number // sizes.slabs
     var slab = number - o * sizes.slabs
     var column = (slab * slice + lane) * Int32(width)
-    var source = x.unsafe_offset(Int(o) * Int(sizes.rows) * Int(sizes.inner) + Int(column))
-    var step = Int(parts) * Int(sizes.inner)
+    var place = Place(sources, Int(sizes.rows), Int(sizes.inner))
     wait_on_dependent_grids()
     launch_dependent_grids()
-    var vector = SIMD[F32, width](nothing[kind]())
+    var vectors = Array[SIMD[F32, width], Place.RESULTS](fill=nothing[kind]())
     if column < sizes.inner:
         var row = part
-        var at = source.unsafe_offset(Int(part) * Int(sizes.inner))
-        while row + 3 * parts < sizes.rows:
-            var four = Array[SIMD[dtype, width], 4](fill=0)
-            comptime for i in range(4):
-                four[i] = at.unsafe_load[width=width, alignment=bytes](i * step)
-            var first = joined[kind](widened(four[0]), widened(four[1]))
-            var second = joined[kind](widened(four[2]), widened(four[3]))
-            vector = joined[kind](vector, joined[kind](first, second))
-            row += 4 * parts
-            at = at.unsafe_offset(4 * step)
+        place = place.at(Int(o), Int(part), Int(column))
+        var still = Array[SIMD[F32, width], Place.COUNT](fill=0)
+        place.load[width, still=True](still)
+        while row + Int32(unroll - 1) * parts < sizes.rows:
+            var found = Array[SIMD[F32, width], unroll * Place.RESULTS](fill=0)
+            comptime for i in range(unroll):
+                var values = still.copy()
+                place.at(0, i * Int(parts), 0).load[width, still=False](values)
+                comptime for k in range(Place.RESULTS):
+                    found[k * unroll + i] = Place.term[k](values)
+            comptime for k in range(Place.RESULTS):
+                comptime for step in [1, 2]:
+                    comptime for i in range(0, unroll - step, 2 * step):
+                        comptime at = k * unroll + i
+                        found[at] = joined[kind](found[at], found[at + step])
+                vectors[k] = joined[kind](vectors[k], found[k * unroll])
+            row += Int32(unroll) * parts
+            place = place.at(0, unroll * Int(parts), 0)
         while row < sizes.rows:
-            vector = joined[kind](vector, widened(at.unsafe_load[width=width, alignment=bytes](0)))
+            var values = still.copy()
+            place.load[width, still=False](values)
+            comptime for k in range(Place.RESULTS):
+                vectors[k] = joined[kind](vectors[k], Place.term[k](values))
             row += parts
-            at = at.unsafe_offset(step)
+            place = place.at(0, Int(parts), 0)
 
-    var left = SIMD[F32, kept](0)
-    comptime if kept == width:
-        left = rebind[SIMD[F32, kept]](vector)
-    else:
-        left[0] = over_vector[kind](vector)
-    var distance = slice
-    while distance < Int32(WARP_SIZE):
-        comptime for i in range(kept):
-            var other = warp.shuffle_xor(left[i], UInt32(distance))
-            left[i] = joined[kind](left[i], other)
-        distance *= 2
     var across = min(slice, Int32(WARP_SIZE))
-    if Int32(lane_id()) < across:
-        var place = (t // Int32(WARP_SIZE) * across + lane) * Int32(kept)
-        comptime aligned = min(16, 4 * kept)
-        sums.unsafe_store[alignment=aligned](Int(place), left)
+    var spot = t // Int32(WARP_SIZE) * across + lane
+    comptime for k in range(Place.RESULTS):
+        var left = SIMD[F32, kept](0)
+        comptime if kept == width:
+            left = rebind[SIMD[F32, kept]](vectors[k])
+        else:
+            left[0] = over_vector[kind](vectors[k])
+        var distance = slice
+        while distance < Int32(WARP_SIZE):
+            comptime for i in range(kept):
+                var other = warp.shuffle_xor(left[i], UInt32(distance))
+                left[i] = joined[kind](left[i], other)
+            distance *= 2
+        if Int32(lane_id()) < across:
+            comptime aligned = min(16, 4 * kept)
+            sums.unsafe_store[alignment=aligned](k * SUMS * kept + Int(spot * Int32(kept)), left)
     barrier()
     var count = across * Int32(kept)
-    var value = nothing[kind]()
-    if t < count:
-        for w in range(Int32(block_dim.x) // Int32(WARP_SIZE)):
-            value = joined[kind](value, sums[unsafe_offset=Int(w * count + t)])
     var first = slab * count
-    var result = y.unsafe_offset(Int(o) * (1 if kept < width else Int(sizes.inner)) + Int(first))
     var limit = Int32(1) if kept < width else sizes.inner - first
-    comptime if splits == 1:
-        if t < min(count, limit):
-            result[unsafe_offset=Int(t)] = narrowed[into](value / sizes.divisor)
-    else:
-        barrier()
+    var offset = Int(o) * (1 if kept < width else Int(sizes.inner)) + Int(first)
+    var values = Array[Float32, Place.RESULTS](fill=nothing[kind]())
+    comptime for k in range(Place.RESULTS):
+        var from_ = sums.unsafe_offset(k * SUMS * kept)
         if t < count:
-            sums[unsafe_offset=Int(t)] = value
+            for w in range(Int32(block_dim.x) // Int32(WARP_SIZE)):
+                values[k] = joined[kind](values[k], from_[unsafe_offset=Int(w * count + t)])
+        comptime if splits == 1:
+            if t < min(count, limit):
+                results[k].unsafe_offset(offset)[unsafe_offset=Int(t)] = narrowed[into](
+                    values[k] / sizes.divisor
+                )
+    comptime if splits > 1:
+        barrier()
+        comptime for k in range(Place.RESULTS):
+            if t < count:
+                sums[unsafe_offset=k * SUMS * kept + Int(t)] = values[k]
         cluster_sync()
         if rank == 0 and 4 * t < min(count, limit):
-            var total = SIMD[F32, 4](nothing[kind]())
-            var at = UInt32(Int(sums)) + UInt32(16 * t)
-            for peer in range(sizes.splits):
-                total = joined[kind](total, cluster_load4(at, UInt32(peer)))
-            comptime for i in range(4):
-                if 4 * t + Int32(i) < min(count, limit):
-                    result[unsafe_offset=Int(4 * t) + i] = narrowed[into](total[i] / sizes.divisor)
+            comptime for k in range(Place.RESULTS):
+                var total = SIMD[F32, 4](nothing[kind]())
+                var at = UInt32(Int(sums)) + UInt32(4 * k * SUMS * kept) + UInt32(16 * t)
+                for peer in range(sizes.splits):
+                    total = joined[kind](total, cluster_load4(at, UInt32(peer)))
+                var to = results[k].unsafe_offset(offset + Int(4 * t))
+                comptime for i in range(4):
+                    if 4 * t + Int32(i) < min(count, limit):
+                        to[unsafe_offset=i] = narrowed[into](total[i] / sizes.divisor)
         cluster_sync()
+
+
+def rows_of(terms: Terms, width: Int) -> Int:
+    """Chooses how many rows a thread loads at a time: as many as its registers hold.
+
+    Args:
+        terms: What is reduced.
+        width: Numbers of a vector.
+
+    Returns:
+        4, 2 or 1.
+    """
+    var bytes = 0
+    for i in range(len(terms.dtypes)):
+        bytes += width * (4 if terms.dtypes[i] == F32 else 2) if terms.moves(i, "r") else 0
+    return 4 if bytes <= 32 else 2 if bytes <= 64 else 1
 
 
 def reduce_gpu[
-    dtype: DType, into: DType, //, kind: StaticString
+    into: DType, //, kind: StaticString, terms: Terms
 ](
-    x: Data[dtype],
-    y: Data[into],
+    sources: Sources[len(terms.dtypes)],
+    results: StaticTuple[Data[into], len(terms.words)],
     outer: Int,
     reduced: Int,
     inner: Int,
@@ -201,38 +243,38 @@ def reduce_gpu[
     """Enqueues a reduction.
 
     Parameters:
-        dtype: Of x.
-        into: Of y.
+        into: Of the results.
         kind: How numbers are joined: sum, amax or amin.
+        terms: What is reduced.
 
     Args:
-        x: [outer, reduced, inner].
-        y: The result[outer, inner].
-        outer: See `x`.
-        reduced: See `x`.
-        inner: See `x`.
-        divisor: Divides the result: 1, or `reduced` of a mean.
+        sources: The tensors of [outer, reduced, inner].
+        results: Each [outer, inner].
+        outer: See `sources`.
+        reduced: See `sources`.
+        inner: See `sources`.
+        divisor: Divides the results: 1, or `reduced` of a mean.
         ctx: The GPU.
 
     Raises:
         If the launch fails.
     """
-    comptime wide = 16 // size_of[dtype]()
+    comptime wide = 16 // size_of[terms.narrowest()]()
     if inner == 1 and reduced % wide == 0:
-        _enqueue[kind, wide, 1](x, y, outer, reduced // wide, wide, divisor, ctx)
+        _enqueue[kind, terms, wide, 1](sources, results, outer, reduced // wide, wide, divisor, ctx)
     elif inner == 1:
-        _enqueue[kind, 1, 1](x, y, outer, reduced, 1, divisor, ctx)
+        _enqueue[kind, terms, 1, 1](sources, results, outer, reduced, 1, divisor, ctx)
     elif inner % wide == 0:
-        _enqueue[kind, wide, wide](x, y, outer, reduced, inner, divisor, ctx)
+        _enqueue[kind, terms, wide, wide](sources, results, outer, reduced, inner, divisor, ctx)
     else:
-        _enqueue[kind, 1, 1](x, y, outer, reduced, inner, divisor, ctx)
+        _enqueue[kind, terms, 1, 1](sources, results, outer, reduced, inner, divisor, ctx)
 
 
 def _enqueue[
-    dtype: DType, into: DType, //, kind: StaticString, width: Int, kept: Int
+    into: DType, //, kind: StaticString, terms: Terms, width: Int, kept: Int
 ](
-    x: Data[dtype],
-    y: Data[into],
+    sources: Sources[len(terms.dtypes)],
+    results: StaticTuple[Data[into], len(terms.words)],
     outer: Int,
     rows: Int,
     inner: Int,
@@ -248,7 +290,8 @@ def _enqueue[
     var slabs = ceildiv(vectors, slice)
     var blocks = outer * slabs
     # Four rows a thread; many blocks hide latency themselves.
-    var most = min(1024 if blocks < 4 * multiprocessors else 256, SUMS // slice * WARP_SIZE)
+    comptime room = 1024 if terms.is_plain() else 512  # an expression takes registers
+    var most = min(room if blocks < 4 * multiprocessors else 256, SUMS // slice * WARP_SIZE)
     var threads = max(64, min(most, slice * next_power_of_two(ceildiv(rows, 4))))
     threads = max(threads, slice * kept)  # each writes one result at most
     var splits = 1
@@ -265,9 +308,9 @@ def _enqueue[
             var cluster = Optional[Dim](None)
             if i == 1:
                 cluster = Dim(splits)
-            ctx.enqueue_function[reduce_kernel[dtype, into, kind, width, kept, most_splits]](
-                x,
-                y,
+            ctx.enqueue_function[reduce_kernel[into, terms, kind, width, kept, most_splits]](
+                sources,
+                results,
                 ReduceSizes(
                     rows=rows,
                     inner=inner,

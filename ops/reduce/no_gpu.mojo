@@ -2,17 +2,20 @@
 
 from max.gpu.host import DeviceContext
 from std.documentation import doc_hidden
+from std.utils.static_tuple import StaticTuple
 
 from ..no_gpu import REASON
 from ..operands import Data
+from ..pointwise import Sources
+from .values import Terms
 
 
 @doc_hidden
 def reduce_gpu[
-    dtype: DType, into: DType, //, kind: StaticString
+    into: DType, //, kind: StaticString, terms: Terms
 ](
-    x: Data[dtype],
-    y: Data[into],
+    sources: Sources[len(terms.dtypes)],
+    results: StaticTuple[Data[into], len(terms.words)],
     outer: Int,
     reduced: Int,
     inner: Int,

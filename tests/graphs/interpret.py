@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from maxvision.graphs.elementwise import ELEMENTWISE, activation, values_of
+from maxvision.graphs.elementwise import BETWEEN, ELEMENTWISE, activation, values_of
 from maxvision.graphs.program import Program
 from maxvision.graphs.shapes import pair, sides
 from maxvision.graphs.types import at_batch, split
@@ -425,8 +425,15 @@ def _gather(x: Tensor, indices: Tensor, *, axis: int, batch_axes: int = 0) -> Te
     return y.unflatten(axis, indices.shape) if indices.ndim != 1 else y
 
 
-def _reduction(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, *, axes, keepdim=False, dtype="": op(x, dim=axes, keepdim=keepdim)
+def _reduction(op: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+    def reduced(
+        *given: Tensor, axes: Any, keepdim: bool = False, dtype: str = "", expression: str = "x0"
+    ) -> list[Tensor]:
+        shape = torch.broadcast_shapes(*(x.shape for x in given))
+        terms = (_pointwise(*given, expression=text) for text in expression.split(BETWEEN))
+        return [op(each.expand(shape), dim=axes, keepdim=keepdim) for each in terms]
+
+    return reduced
 
 
 ELEMENTS: dict[str, Callable[..., Tensor]] = {

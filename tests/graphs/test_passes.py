@@ -346,6 +346,17 @@ def in_float32(net: Net, x: Value) -> Value:
     return net.op("cast", [net.op("mul", [apart, apart])], dtype="bfloat16")
 
 
+def normed_by_its_own(net: Net, x: Value) -> Value:
+    """Norms by the mean and the variance of what it norms."""
+    apart = net.op("sub", [x, net.op("mean", [x], axes=(1,), keepdim=True)])
+    spread = net.op("mean", [net.op("mul", [apart, apart])], axes=(1,), keepdim=True)
+    return net.op("mul", [apart, net.op("rsqrt", [spread])])
+
+
+def summed(net: Net, x: Value, axis: int = 1) -> Value:
+    return net.op("sum", [x], axes=(axis,), keepdim=True)
+
+
 def mixed(
     net: Net, x: Value, count: int = 3, hidden: int = 66, *, between: str = "gelu", tell: Any = None
 ) -> Value:
@@ -967,6 +978,25 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "concat_pointwise", CUDA, lambda n, x: n.relu(n.concat([x, x, x], 2)), TOKENS,
         "relu ->",
     ),
+    "a variance, and what is normed by it": (
+        "reductions", CPU, normed_by_its_own, TOKENS, "sub mul mul -> pointwise",
+    ),
+    "two sums of the same": (
+        "reductions", CUDA,
+        lambda n, x: summed(n, x) + summed(n, n.op("mul", [x, n.op("abs", [x])])), TOKENS,
+        "sum pointwise ->",
+    ),
+    "a sum that needs another one": (
+        "reductions", CPU, lambda n, x: summed(n, n.op("mul", [x, summed(n, x)])), TOKENS,
+        "mul ->",
+    ),
+    "a gradient behind a mask, which two sums and another expression read": (
+        "reductions", CPU,
+        lambda n, x: (
+            (y := n.op("where", [n.op("gt", [x], other=0.0), x, x + n.weight("v", 4)]))
+            + summed(n, y) + summed(n, n.op("mul", [x, y]))
+        ), TOKENS, "pointwise mul sum ->",
+    ),
     "at most six values": (
         "pointwise", CPU,
         lambda n, x: functools.reduce(
@@ -1458,6 +1488,23 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     ),
     "concat_pointwise: a truth value": (
         "concat_pointwise", CPU, lambda n, x: n.op("gt", [n.concat([x, x], 2)], other=0.5), TOKENS,
+    ),
+    "reductions: axes apart": (
+        "reductions", CPU, lambda n, x: n.op("sum", [n.op("tanh", [x])], axes=(1, 3)), IMAGE,
+    ),
+    "reductions: a function that would be computed twice": (
+        "reductions", CPU, lambda n, x: n.op("softmax", [y := n.op("exp", [x])]) + summed(n, y),
+        TOKENS,
+    ),
+    "reductions: it is an output, and is as large as what it is made of": (
+        "reductions", CPU, lambda n, x: summed(n, seen(n, n.relu(x))), TOKENS,
+    ),
+    "reductions: part of an axis moves": (
+        "reductions", CPU,
+        lambda n, x: n.op("sum", [x + n.slice(x, 2, 0, 1)], axes=(2, 3)), IMAGE,
+    ),
+    "reductions: sums over different axes": (
+        "reductions", CPU, lambda n, x: summed(n, x) + summed(n, x, 2), TOKENS,
     ),
     "pointwise: it broadcasts": (
         "pointwise", CPU, lambda n, x: x + n.op("exp", [n.slice(x, 1, 0, 1)]), TOKENS,

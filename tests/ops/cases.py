@@ -383,6 +383,34 @@ def reduction(kind: str, x: Shape, axes: Shape) -> Case:
     )
 
 
+def terms(
+    kind: str,
+    axes: Shape,
+    expression: str,
+    reference: Any,
+    *inputs: Shape,
+    vectors: Sequence[Shape] = (),
+) -> Case:
+    """Makes a case of expressions that are reduced; ``reference`` gives what is, for each."""
+    names = [f"{i}.bias" for i in range(len(vectors))]
+
+    def build(w: Parameters, *values: Any) -> Any:
+        given = [*values, *(w.vector(name) for name in names)]
+        return ops.concat(nodes.reduce_terms(kind, expression, given, axes, True), -1)
+
+    def theirs(w: dict[str, torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+        found = reference(*values, *(w[name].to(values[0]) for name in names))
+        return torch.cat([getattr(torch, kind)(x, dim=axes, keepdim=True) for x in found], -1)
+
+    return Case(
+        f"reduce {kind} of {expression}: {' '.join(map(str, inputs))} {axes}",
+        inputs,
+        dict(zip(names, vectors, strict=True)),
+        build,
+        theirs,
+    )
+
+
 def _negative(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
     """Leaves no positive number, so that a padding of zeros would win the maximum."""
     np.subtract(inputs[0], 8, out=inputs[0])
@@ -1146,6 +1174,15 @@ CASES = [
             ("amin", (200, 24), (1,)), ("amin", (2, 63), (2,)),
         )
     ),
+    # Expressions that are reduced: by channel, by row, and one row for all.
+    terms("sum", (1,), "x0 ; x0 x1 x2 sub mul", lambda g, x, c: (g, g * (x - c)),
+          (1200, 72), (1200, 72), vectors=[(72,)]),
+    terms("mean", (2,), "x0 x1 sub x2 mul", lambda x, m, w: ((x - m) * w,),
+          (9, 80), (9, 1), vectors=[(80,)]),
+    terms("sum", (1,), "x0 x1 mul x2 mul ; x0 ; x0 x1 add", lambda g, x, s: (g * x * s, g, g + x),
+          (50, 19), (50, 19), (50, 1)),
+    terms("sum", (2,), "x0 x1 mul", lambda y, dy: (y * dy,), (6, 197), (6, 197)),
+    terms("amax", (1, 2), "x0 x1 sub abs", lambda a, b: ((a - b).abs(),), (7, 5, 33), (1, 1, 33)),
     # Permutes that keep rows: of vectors, of less; windows, heads, pixels.
     permuted((2, 7, 2, 7, 24), 0, 1, 3, 2, 4, 5),
     permuted((49, 3, 4, 8), 2, 0, 3, 1, 4),

@@ -78,6 +78,7 @@ ROUNDED = {
     "pointwise x0 x1 mul x2 sub x3 gt x4 x5 where: (5, 16) (5, 1) (1, 16) (1, 1)",
     "pointwise masks",
     "reduce sum (129, 130) (1,)",
+    "reduce sum of x0 ; x0 x1 x2 sub mul: (1200, 72) (1200, 72) (1,)",
     "reduce amax (6, 5, 40) (1, 2)",
     "roll (6, 33) (-8,) (1,)",
     "concat 3 (5, 7, 96) (5, 7, 32)",

@@ -36,6 +36,7 @@ from ops.operands import F32, Batch, Data, Operands
 from ops.permute import AXES, Joined, permute_gpu
 from ops.pointwise import Broadcast, Sources, pointwise_gpu
 from ops.reduce.gpu import reduce_gpu
+from ops.reduce.values import Terms
 from ops.rows import softmax_kernel
 from ops.sparse_conv2d.tiled import enqueue_tiled
 from ops.sparse_conv2d.tuning import CONFIGS as TILED
@@ -211,6 +212,15 @@ def pointwise[
 ](y: Data[dtype], bytes: Data[DType.uint8], ctx: DeviceContext) raises:
     comptime count = len(dtypes)
     pointwise_gpu[expression, dtypes, most](y, Sources[count](fill=bytes), Broadcast[count](), ctx)
+
+
+def reduced[
+    into: DType, //, kind: StaticString, terms: Terms
+](y: Data[into], bytes: Data[DType.uint8], n: Int, ctx: DeviceContext) raises:
+    var results = StaticTuple[Data[into], len(terms.words)](fill=y)
+    var sources = Sources[len(terms.dtypes)](fill=bytes)
+    var rows = argv()[0].byte_length()  # it has nothing to do with n
+    reduce_gpu[kind, terms](sources, results, n, rows, n, 1, ctx)
 
 
 def main() raises:
@@ -396,8 +406,11 @@ def main() raises:
     var bits = rebind[Data[DType.uint16]](half.unsafe_bitcast[UInt16]())
     permute_gpu[DType.uint16](bits, bits, axes, ctx)
     permute_gpu[DType.uint32](words, words, axes, ctx)
-    reduce_gpu["sum"](half, half, n, n, n, 1, ctx)
-    reduce_gpu["amax"](full, full, n, n, n, 1, ctx)
+    reduced["sum", Terms(BF16)](half, bytes, n, ctx)
+    reduced["amax", Terms(F32)](full, bytes, n, ctx)
+    comptime norm = "x1 x0 0.0 where ; x1 x0 0.0 where x2 x3 sub mul"
+    comptime lies = "ori ori ori i"
+    reduced["sum", Terms(norm, lies, [BF16, DType.uint8, BF16, F32])](full, bytes, n, ctx)
     group_norm_gpu[BF16, Epilogue("relu")](
         GroupNormTensors[BF16](x=half, weight=full, bias=full, y=half, partials=full),
         GroupNormSizes(images=n, pixels=n, channels=n, groups=n, entries=n, eps=1e-5),

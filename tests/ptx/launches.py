@@ -1483,23 +1483,32 @@ class Reduction:
         return f"reduce_{kind}_{self.width}x{1 if self.folded else self.width}_{most}_{dtype}"
 
 
-def reduce(kernel: Kernel, g: Reduction, x: Array, divisor: float, dtype: str) -> Array:
+def reduce(
+    kernel: Kernel,
+    g: Reduction,
+    inputs: Sequence[Array],
+    divisor: float,
+    dtype: str,
+    results: int = 1,
+) -> list[Array]:
     """Runs a kernel of ops/reduce/gpu.mojo."""
     outer, rows, inner = g.shape
     slabs = -(-inner // (g.slice * g.width))
-    memory, y = Tensors(), unwritten((outer, 1 if g.folded else inner), dtype)
-    at, to = memory.add(x), memory.add(y)
+    memory = Tensors()
+    at = [memory.add(x) for x in inputs]
+    made = [unwritten((outer, 1 if g.folded else inner), dtype) for _ in range(results)]
+    to = [memory.add(y) for y in made]
     sizes = pack("5if", rows, inner, slabs, g.slice, g.splits, divisor)
     Launch(
         kernel,
-        [pack("Q", at), pack("Q", to), sizes],
+        [pack(f"{len(at)}Q", *at), pack(f"{results}Q", *to), sizes],
         memory,
         grid=(outer * slabs * g.splits,),
         threads=g.threads,
         cluster=g.splits,
         together=2,
     ).run()
-    return memory.array(to, y)
+    return [memory.array(place, y) for place, y in zip(to, made, strict=True)]
 
 
 @dataclass(frozen=True)

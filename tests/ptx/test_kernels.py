@@ -1398,8 +1398,31 @@ def test_reduce(find: Find, rng: np.random.Generator, g: Reduction, kind: str, d
     values = wide(x, dtype).reshape(g.shape[0], -1, 1) if g.folded else wide(x, dtype)
     divisor = float(values.shape[1]) if kind == "sum" else 1.0
     want = values.sum(1) / divisor if kind == "sum" else values.max(1)
-    y = reduce(find(g.name(kind, dtype)), g, x, divisor, dtype)
+    (y,) = reduce(find(g.name(kind, dtype)), g, [x], divisor, dtype)
     check(y, want, dtype, 2**-20)
+
+
+@pytest.mark.parametrize(
+    "g",
+    [
+        Reduction((2, 19, 40), 8, slice=8, threads=128),
+        Reduction((1, 70, 24), 8, slice=4, threads=64, splits=2),
+        Reduction((2, 9, 35), 1, slice=32, threads=64),
+        Reduction((3, 50, 8), 8, folded=True),
+    ],
+)
+def test_reduce_terms(find: Find, rng: np.random.Generator, g: Reduction) -> None:
+    """Reduces a gradient behind a mask, and its products with what is left of a mean."""
+    dy, x = (rounded(rng.standard_normal(g.shape), BF16) for _ in range(2))
+    mask = rng.integers(0, 2, g.shape).astype(np.uint8)
+    mean = rng.standard_normal(1 if g.folded else g.shape[2]).astype(np.float32)
+    inputs = [dy, mask, x, mean]
+    found = reduce(find(g.name("sum", f"4to2_{BF16}")), g, inputs, 2.0, "float32", 2)
+    first = wide(dy, BF16) * mask
+    terms: list[Array] = [first, first * (wide(x, BF16) - mean)]
+    for y, term in zip(found, terms, strict=True):
+        rows = term.reshape(g.shape[0], -1, 1) if g.folded else term
+        check(y, rows.sum(1) / 2, "float32", 2**-20)
 
 
 @pytest.mark.parametrize(
