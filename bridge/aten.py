@@ -627,10 +627,17 @@ _REDUCTIONS = {
 
 for _name, _op in _REDUCTIONS.items():
     rule(_op)(
-        lambda imp, node, x, axes=(), keepdim=False, _name=_name, **_: rules.reduced(
-            imp, _name, x, axes, keepdim
+        lambda imp, node, x, axes=(), keepdim=False, _name=_name, **_: _reduced(
+            imp, node, _name, x, axes, keepdim
         )
     )
+
+
+def _reduced(imp: Importer, node: Node, op: str, x: Value, axes: Any, keepdim: bool) -> Value:
+    """Reduces axes; truth values are counted as floats, since MAX reduces numbers alone."""
+    y = rules.reduced(imp, op, rules.floats(imp, x) if x.type.dtype == "bool" else x, axes, keepdim)
+    return _cast(imp, node, y) if x.type.dtype == "bool" else y
+
 
 for _name, _op in {"amax": aten.max.dim, "amin": aten.min.dim}.items():  # and indices
     rule(_op)(
