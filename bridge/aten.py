@@ -626,20 +626,19 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 
-def _add_reduction(name: str) -> Callable[..., Value]:
-    def reduction(
-        imp: Importer, node: Node, x: Value, axes: Any = (), keepdim: bool = False, **_: Any
-    ) -> Value:
-        if x.type.dtype != "bool":
-            return rules.reduced(imp, name, x, axes, keepdim)
-        y = rules.reduced(imp, name, rules.floats(imp, x), axes, keepdim)  # float32 counts exactly
-        return imp.net.op("cast", [y], dtype=str(node.meta["val"].dtype).removeprefix("torch."))
-
-    return reduction
-
-
 for _name, _op in _REDUCTIONS.items():
-    rule(_op)(_add_reduction(_name))
+    rule(_op)(
+        lambda imp, node, x, axes=(), keepdim=False, _name=_name, **_: _reduced(
+            imp, node, _name, x, axes, keepdim
+        )
+    )
+
+
+def _reduced(imp: Importer, node: Node, op: str, x: Value, axes: Any, keepdim: bool) -> Value:
+    """Reduces axes; truth values are counted as floats, since MAX reduces numbers alone."""
+    y = rules.reduced(imp, op, rules.floats(imp, x) if x.type.dtype == "bool" else x, axes, keepdim)
+    return _cast(imp, node, y) if x.type.dtype == "bool" else y
+
 
 for _name, _op in {"amax": aten.max.dim, "amin": aten.min.dim}.items():  # and indices
     rule(_op)(

@@ -35,6 +35,7 @@ COMMANDS = {
     "convert": Command("commands.convert", "put a torch or ONNX model onto our kernels"),
     "inspect": Command("commands.inspect", "show and check what was compiled"),
     "weights": Command("commands.weights", "inspect, convert, prune or verify a checkpoint"),
+    "ops": Command("commands.ops", "compile our Mojo ops for other programs of MAX"),
     "time": Command("commands.time", "measure a model's latency, throughput and memory"),
     "bench": Command("bench.__main__", "measure beside torch and other engines"),
     "completion": Command("commands.completion", "let the shell complete commands and options"),

@@ -26,8 +26,10 @@ from max.engine import __version__ as max_version
 from max.graph import Graph
 from mojo.run import subprocess_run_mojo
 
+from maxvision.common.arguments import meant
 from maxvision.common.console import way_to
 from maxvision.common.errors import ModelError, UserError
+from maxvision.common.host import reason
 from maxvision.graphs.nodes import OPS
 from maxvision.graphs.target import Target
 
@@ -72,25 +74,70 @@ def library(ops: Ops = None, *, gpu: bool) -> Path:
             _touch(found)
             return found
     with tempfile.TemporaryDirectory(dir=folder) as draft:
-        made, copy = Path(draft) / path.name, Path(draft) / OPS.name
-        for place, source in _modules(ops, gpu).items():
-            (copy / place).parent.mkdir(parents=True, exist_ok=True)
-            (copy / place).write_bytes(source)
-        try:
-            done = subprocess_run_mojo(
-                ["precompile", str(copy), "-o", str(made)], capture_output=True, text=True
-            )
-        except (OSError, RuntimeError):
-            raise ModelError(
-                "compiling needs the compiler of the package max, which is not here;"
-                f" {way_to('')}, or use a model that maxvision compile has compiled"
-            ) from None
-        if done.returncode:
-            raise RuntimeError(f"mojo precompile {OPS}: {done.stderr.strip()}")
+        made = _precompiled(Path(draft), path.name, ops, gpu)
         path.parent.mkdir(exist_ok=True)
         made.replace(path)
     _prune(path.parent, "*.mojoc")
     return path
+
+
+def build(path: Path, ops: Ops = None, *, gpu: bool) -> list[str]:
+    """Compiles ops into a package that MAX loads wherever it is put.
+
+    Args:
+        path: What to write, a .mojoc; it appears when it is complete.
+        ops: Those that are wanted, by the names that they are registered by; None for all.
+        gpu: Whether with the kernels for GPUs.
+
+    Returns:
+        The ops in it: all of the modules that have those wanted.
+
+    Raises:
+        ModelError: If there is no compiler, no such op, or none for a CPU.
+    """
+    every = registered(gpu=gpu)
+    if ops is not None and not ops:
+        raise ModelError("no op is named; leave out --ops for all")
+    for name in sorted((ops or frozenset()).difference(every)):
+        if name in registered(gpu=True):
+            raise ModelError(f"{name} has no kernel for a CPU; leave out --cpu")
+        raise ModelError(f"there is no op {name}{meant(name, every)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = tempfile.mkdtemp(dir=path.parent, prefix=".")
+    except OSError as error:
+        raise ModelError(f"cannot write {path}: {reason(error)}") from None
+    try:
+        _precompiled(Path(draft), path.name, ops, gpu).replace(path)
+    finally:
+        shutil.rmtree(draft)
+    return registered(ops, gpu=gpu)
+
+
+def registered(ops: Ops = None, *, gpu: bool) -> list[str]:
+    """Names the ops that a library of some has; None stands for all."""
+    sources = _modules(ops, gpu).values()
+    return sorted({op for source in sources for op in _REGISTERED.findall(source.decode())})
+
+
+def _precompiled(draft: Path, name: str, ops: Ops, gpu: bool) -> Path:
+    """Compiles the modules of ops into a file of a folder."""
+    made, copy = draft / name, draft / OPS.name
+    for place, source in _modules(ops, gpu).items():
+        (copy / place).parent.mkdir(parents=True, exist_ok=True)
+        (copy / place).write_bytes(source)
+    try:
+        done = subprocess_run_mojo(
+            ["precompile", str(copy), "-o", str(made)], capture_output=True, text=True
+        )
+    except (OSError, RuntimeError):
+        raise ModelError(
+            "compiling needs the compiler of the package max, which is not here;"
+            f" {way_to('')}, or use a model that maxvision compile has compiled"
+        ) from None
+    if done.returncode:
+        raise RuntimeError(f"mojo precompile {OPS}: {done.stderr.strip()}")
+    return made
 
 
 def called(text: str) -> frozenset[str]:

@@ -215,7 +215,7 @@ def test_commands_and_paths_in_the_prose_exist(path: Path) -> None:
         if not words:
             continue
         if words[0] == "maxvision" and words[1:2] and words[1] in COMMANDS:
-            part = words[2:3] if words[1] in ("weights", "bench") else []
+            part = words[2:3] if words[1] in ("weights", "bench", "ops") else []
             asked = set(re.findall(r"(?<!\S)--[a-z0-9-]+", span))
             if not asked <= options(words[1], *(p for p in part if p[0] != "-")):
                 wrong.append(span)
