@@ -755,9 +755,9 @@ def enqueue_flash[
     var grid = blocks * Int(o.n * o.heads)
     comptime if splits == 1:
         # As many blocks as find room; each goes on to another block of queries.
-        comptime most = most_threads(head, rows, splits, mask)
-        comptime room = min(most // THREADS, 224 * 1024 // SHARED)
-        grid = min(grid, max(room, 1) * Device(ctx).multiprocessors)
+        comptime most = most_threads(head, rows, splits, mask) // THREADS
+        var device = Device(ctx)
+        grid = min(grid, max(min(most, device.holds(SHARED)), 1) * device.multiprocessors)
     var step = _Place(Int32(grid), o.heads, Int32(blocks)).steps()
     ctx.enqueue_function[flash_kernel[dtype, head, rows, splits, mask]](
         o,

@@ -42,6 +42,7 @@ from std.math import ceildiv, exp2
 from std.utils.numerics import neg_inf
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import Cheapest
 from ..device import Device
 from ..hopper.accumulator import Fragment, pair
 from ..hopper.epilogue import store_rows
@@ -243,18 +244,18 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
     var schedule: TileScheduler[]
     """The items: rows are the heads of all images, columns the items of a head."""
 
-    def __init__(out self, o: Attention[_], config: Config, multiprocessors: Int):
+    def __init__(out self, o: Attention[_], config: Config, device: Device):
         """Divides an attention into tiles and items.
 
         Args:
             o: Sizes.
             config: Sizes of the tiles.
-            multiprocessors: Of the GPU.
+            device: The GPU.
         """
         var heads = Int(o.n * o.heads)
         var query_tiles = ceildiv(Int(o.t), ROWS)
         var key_tiles = ceildiv(Int(o.s), config.keys)
-        var period = _period(query_tiles, key_tiles, heads, config, multiprocessors)
+        var period = _period(query_tiles, key_tiles, heads, config, device)
         self.t, self.s, self.c, self.heads = o.t, o.s, o.c, o.heads
         self.key_tiles, self.period = Int32(key_tiles), Int32(period)
         self.scale = o.scale * LOG2_E
@@ -842,27 +843,22 @@ def _add_values[
 # The host's side
 
 
-def _period(
-    query_tiles: Int, key_tiles: Int, heads: Int, config: Config, multiprocessors: Int
-) -> Int:
+def _period(query_tiles: Int, key_tiles: Int, heads: Int, config: Config, device: Device) -> Int:
     """Chooses how many tiles of queries share one filling of the ring.
 
     There is one for each consumer, or, where the ring holds the keys of two items, as many as leave
     the multiprocessors the least to do.
     """
-    var best = config.groups
+    var choice = Cheapest(config.groups)
     if 2 * key_tiles > config.stages:
         # Consumers that take turns must not wait for different items.
-        return best
-    var least = 0
+        return choice.best
     for parts in range(1, query_tiles + 1):
         var each = max(ceildiv(query_tiles, parts), config.groups)
         var items = heads * ceildiv(query_tiles, each)
         # A filling costs about as much as a tile of each consumer.
-        var most = ceildiv(items, multiprocessors) * (each + config.groups)
-        if least == 0 or most < least:
-            best, least = each, most
-    return best
+        choice.offer(each, Float64(device.waves(items) * (each + config.groups)))
+    return choice.best
 
 
 def enqueue_hopper[
@@ -884,8 +880,8 @@ def enqueue_hopper[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    var multiprocessors = Device(ctx).multiprocessors
-    var problem = Problem(o, config, multiprocessors)
+    var device = Device(ctx)
+    var problem = Problem(o, config, device)
     var maps = TensorMaps[3]()
     var n, t, s, c = Int64(o.n), Int64(o.t), Int64(o.s), Int64(o.c)
     var channels = Int32(config.row() // 2)
@@ -899,7 +895,7 @@ def enqueue_hopper[
         problem,
         tensors,
         sizes,
-        grid_dim=problem.schedule.blocks(multiprocessors),
+        grid_dim=problem.schedule.blocks(device.multiprocessors),
         block_dim=config.threads(),
         shared_mem_bytes=config.shared(),
         attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),

@@ -33,6 +33,7 @@ from std.math import ceildiv, rsqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import Cheapest
 from ..device import Device
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
@@ -387,8 +388,8 @@ def _cost(g: QkvSizes, device: Device) -> Float64:
         + 410 * tokens / Float64(Int(g.stride) ** 2)
     )
     var blocks = Int(g.images) * _blocks(g)
-    var turns = Float64(ceildiv(blocks, device.multiprocessors))
-    var waves = Float64(ceildiv(blocks, device.multiprocessors * RESIDENT))
+    var turns = Float64(device.waves(blocks))
+    var waves = Float64(device.waves(blocks, RESIDENT))
     return waves * 4000 + turns * work * Float64(Int(g.c)) / (8 * 32 * 2.8)
 
 
@@ -400,9 +401,9 @@ def _room(device: Device) -> Int:
 def _tiled[dtype: DType](sizes: QkvSizes, device: Device) -> QkvSizes:
     """Chooses the tile: the least estimate of those that fit into shared memory."""
     var g = sizes
-    var best = sizes
-    best.rows = best.columns = 1
-    var least = _cost(best, device)
+    g.rows = g.columns = 1
+    var choice = Cheapest(g, _cost(g, device))
+    g.rows = 0
     for down in range(1, Int(g.h) + 1):
         var rows = Int32(ceildiv(Int(g.h), down))
         if rows == g.rows:
@@ -415,11 +416,8 @@ def _tiled[dtype: DType](sizes: QkvSizes, device: Device) -> QkvSizes:
                 continue
             g.columns = columns
             if _bytes[dtype](g) <= _room(device):
-                var cost = _cost(g, device)
-                if cost < least:
-                    least = cost
-                    best = g
-    return best
+                choice.offer(g, _cost(g, device))
+    return choice.best
 
 
 def _enqueue[

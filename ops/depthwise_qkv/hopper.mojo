@@ -693,7 +693,7 @@ def enqueue_hopper[
                 return False
             # Three small blocks instead of two, if there are enough to keep them coming.
             var many = _tiles(g) >= 8 * device.multiprocessors
-            var small = many and 3 * (_bytes(g) + 1024) <= 228 * 1024
+            var small = many and device.holds(_bytes(g)) >= 3
             enqueue_tiles[dtype, c](o, g, 256 if small else THREADS, ctx)
             return True
     return False

@@ -23,6 +23,7 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 
+from ..device import Device
 from ..epilogue import Epilogue, apply
 from ..geometry import Geometry
 from ..hopper.conv import takes
@@ -237,7 +238,7 @@ def gemm[
     comptime hopper = IS_HOPPER and rounds and k_major
     comptime if hopper:
         if batch.products == 1 and takes[dtype](g):
-            var row = choose(g, ROW // size_of[dtype](), epilogue)
+            var row = choose(g, ROW // size_of[dtype](), epilogue, Device(ctx))
             comptime for i in range(len(CONFIGS) + len(RESIDENT)):
                 comptime if chosen(i):
                     if row.config == i:
@@ -310,7 +311,8 @@ def gemm_group[
             comptime for i in range(products):
                 rows += sizes[i].pixels()
             var all = Geometry(rows=rows, depth=sizes[0].c, columns=sizes[0].f)
-            var row = alike(choose(all, ROW // size_of[dtype](), Epilogue("none")))
+            comptime WIDTH = ROW // size_of[dtype]()
+            var row = alike(choose(all, WIDTH, Epilogue("none"), Device(ctx)))
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_gemms[dtype, Epilogue("none"), CONFIGS[i], products](
@@ -350,7 +352,8 @@ def gemm_shortcut[
     comptime if hopper:
         if takes[dtype](g) and takes[dtype](beside):
             comptime WIDTH = ROW // size_of[dtype]()
-            var row = alike(choose(g, WIDTH, Epilogue("relu"), more=ceildiv(beside.c, WIDTH)))
+            var steps = ceildiv(beside.c, WIDTH)
+            var row = alike(choose(g, WIDTH, Epilogue("relu"), Device(ctx), steps))
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_shortcut[dtype, Epilogue("relu"), CONFIGS[i]](

@@ -45,6 +45,7 @@ from std.memory import bitcast, unsafe_stack_allocation
 from std.sys import inlined_assembly, size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import cheapest
 from ..device import Device
 from ..epilogue import Epilogue, apply
 from ..geometry import Geometry
@@ -974,20 +975,12 @@ def mma_gemm[
 
 def _choose(g: Geometry, products: Int, device: Device) -> Int:
     """Chooses the tile whose waves over the multiprocessors take least."""
-    var best = 0
-    var least = Int.MAX
-    comptime for i in range(len(CONFIGS)):
-        comptime config = CONFIGS[i]
-        var tiles = ceildiv(g.pixels(), config.rows) * ceildiv(g.group_f(), config.columns)
-        var time = (
-            ceildiv(tiles * products, device.multiprocessors)
-            * config.rows
-            * config.columns
-            * config.pace
-        )
-        if time < least:
-            best, least = i, time
-    return best
+
+    def cost(config: Config) {imm} -> Float64:
+        var waves = device.waves(g.tiles(config.rows, config.columns) * products)
+        return Float64(waves * config.rows * config.columns * config.pace)
+
+    return cheapest[CONFIGS](cost)
 
 
 def mma_enqueue[

@@ -41,7 +41,9 @@ from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..device import Device
 from ..epilogue import Epilogue
+from ..gemm.tuning import nearest
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
 from ..hopper.conv import Problem, takes
@@ -62,7 +64,7 @@ from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepList, StepWriter, box_map, produce_pixels
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands
-from .tuning import CONFIGS, choose
+from .tuning import CONFIGS, ROWS
 
 comptime U32 = DType.uint32
 """A nonzero and its place."""
@@ -527,7 +529,7 @@ def sparse_conv2d_tiled[
             "sparse_conv2d: tiles expect one group, C and F in multiples of 8, and windows that the"
             " copy engine walks over; choose another kernel"
         )
-    var row = choose(g, g.r * g.s * ceildiv(g.c, WIDTH), epilogue)
+    var row = nearest[ROWS](g, g.r * g.s * ceildiv(g.c, WIDTH), epilogue, Device(ctx))
     comptime for i in range(len(CONFIGS)):
         if row.config == i:
             enqueue_tiled[dtype, epilogue, CONFIGS[i]](g, o, words, starts, row.splits, ctx)

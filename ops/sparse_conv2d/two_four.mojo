@@ -44,6 +44,7 @@ from std.math import ceildiv
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import NEVER, cheapest
 from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
@@ -182,8 +183,6 @@ comptime TILES: List[Config] = [
     Config(1, 224, 2, 4, 2, tile_us=2.26, step_us=0.356, shares=True),
 ]
 """The tiles that are compiled."""
-comptime MEMORY = 228 * 1024
-"""Bytes of shared memory of a multiprocessor, of which a block takes 1024 more than it asks for."""
 
 
 struct WindowLayout(KernelArgument, TrivialRegisterPassable):
@@ -569,12 +568,13 @@ def _stored(g: Geometry) -> Geometry:
     return y
 
 
-def fits(g: Geometry, config: Config) -> Bool:
+def fits(g: Geometry, config: Config, device: Device) -> Bool:
     """Tells whether a tile can compute a convolution.
 
     Args:
         g: Sizes; `takes` of ops/hopper/conv.mojo is true of them.
         config: Of the tile.
+        device: The GPU.
 
     Returns:
         True for tiles whose taps have windows of their own; for others if strides are 1, there is
@@ -592,7 +592,7 @@ def fits(g: Geometry, config: Config) -> Bool:
         and bottom <= g.pad_h
         and g.q <= g.w + g.pad_w
         and g.p <= g.h + g.pad_h
-        and config.blocks * (shared + 1024) <= MEMORY
+        and config.blocks <= device.holds(shared)
     )
 
 
@@ -607,18 +607,16 @@ def choose_two_four(g: Geometry, device: Device) -> Int:
         An index in TILES.
     """
     var steps = Float64(g.r * g.s * ceildiv(g.c, STEP))
-    var best = 0
-    var least = Float64.MAX
-    comptime for i in range(len(TILES)):
-        comptime config = TILES[i]
-        if fits(g, config):
-            var pixels = _padded(g).pixels() if config.shares else g.pixels()
-            var tiles = ceildiv(pixels, config.pixels) * ceildiv(g.f, ROWS * config.groups)
-            var waves = Float64(ceildiv(tiles, device.multiprocessors * config.blocks))
-            var cost = waves * (config.tile_us + config.step_us * steps)
-            if cost < least:
-                best, least = i, cost
-    return best
+
+    def cost(config: Config) {imm} -> Float64:
+        if not fits(g, config, device):
+            return NEVER
+        var walked = _padded(g) if config.shares else g
+        var tiles = walked.tiles(config.pixels, ROWS * config.groups)
+        var waves = Float64(device.waves(tiles, config.blocks))
+        return waves * (config.tile_us + config.step_us * steps)
+
+    return cheapest[TILES](cost)
 
 
 def two_four_conv2d[

@@ -45,6 +45,7 @@ from std.memory import bitcast
 from std.sys import inlined_assembly, is_nvidia_gpu, llvm_intrinsic, size_of
 from std.utils import IndexList, StaticTuple
 
+from ..choice import Cheapest
 from ..device import Device
 from ..epilogue import activate
 from ..hopper.ptx import mma_sync, mma_sync_short
@@ -674,7 +675,7 @@ def shared_bytes[stem: Stem](t: Tiling) -> Int:
         return tile
 
 
-def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
+def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, device: Device) -> Int:
     """Estimates the clocks of a launch; the figures are fitted to an H200 (2026-11-21).
 
     A multiprocessor is either busy (160 clocks for a step of a warp, 1.5 for each chunk of
@@ -684,8 +685,8 @@ def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
     var splits = warps // t.slices[stem]()
     var steps = Int(t.steps)
     var groups = Int(t.groups)
-    var resident = max(1, min(12 // warps, 224 * 1024 // (shared + 1024)))
-    var each = ceildiv(t.blocks(n), processors)
+    var resident = max(1, min(12 // warps, device.holds(shared)))
+    var each = device.waves(t.blocks(n))
     var chunks = t.input_rows(stem) * stem.chunks(groups)
     comptime alone = stem.then == Stem.CONV2D
     comptime step = 15 * stem.depths() + 60 if alone else 160
@@ -697,10 +698,9 @@ def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
         comptime each_step = 150 * stem.depths() + 250 if alone else 1900
         waiting += ceildiv(groups * steps, splits) * each_step
     # From two rounds of blocks on, one starts where another ends.
-    var places = processors * resident
-    var rounds = ceildiv(t.blocks(n), places)
+    var rounds = device.waves(t.blocks(n), resident)
     if rounds > 2:
-        waiting = waiting * t.blocks(n) // places
+        waiting = waiting * t.blocks(n) // (device.multiprocessors * resident)
     else:
         waiting *= rounds
     return max(busy, waiting) + each * 2000
@@ -708,7 +708,7 @@ def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
 
 def tiling[
     stem: Stem
-](n: Int, x: IndexList[4], y: IndexList[4], pad: Int, processors: Int) -> Tiling:
+](n: Int, x: IndexList[4], y: IndexList[4], pad: Int, device: Device) -> Tiling:
     """Chooses the tile of a launch: large ones share more, small ones fill the device.
 
     Parameters:
@@ -719,24 +719,21 @@ def tiling[
         x: Shape of x[N, H, W, C].
         y: Shape of y[N, P', Q', F].
         pad: Zeros on each side.
-        processors: Multiprocessors of the device.
+        device: The GPU.
 
     Returns:
         The tiling with the least estimated time.
     """
     var p = (x[1] + 2 * pad - stem.r) // stem.stride + 1
     var q = (x[2] + 2 * pad - stem.s) // stem.stride + 1
-    var best = Tiling(stem, x, p, q, y[1], y[2], y[3], pad, 1, 2)
-    var least = Int.MAX
+    var choice = Cheapest(Tiling(stem, x, p, q, y[1], y[2], y[3], pad, 1, 2))
     for steps in range(1, min(4, ceildiv(p, STEP_ROWS)) + 1):
         for groups in range(2, min(stem.most_groups(), max(2, ceildiv(q, GROUP))) + 1):
             var t = Tiling(stem, x, p, q, y[1], y[2], y[3], pad, steps, groups)
             var shared = shared_bytes[stem](t)
-            var cost = _cost[stem](t, n, shared, processors)
-            if shared <= SHARED and cost < least:
-                best = t
-                least = cost
-    return best
+            if shared <= SHARED:
+                choice.offer(t, Float64(_cost[stem](t, n, shared, device)))
+    return choice.best
 
 
 def stem_gpu[
@@ -767,7 +764,7 @@ def stem_gpu[
     Raises:
         If the launch fails.
     """
-    var t = tiling[stem](x[0], x, y, pad, Device(ctx).multiprocessors)
+    var t = tiling[stem](x[0], x, y, pad, Device(ctx))
     enqueue_stem[dtype, pixel, stem](o, t, x[0], eps, ctx)
 
 
