@@ -22,14 +22,9 @@ stages are loaded before the kernel ahead is done.
 
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.host.nvidia.tma import TMADescriptor
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.utils.static_tuple import StaticTuple
 
@@ -52,6 +47,7 @@ from .hopper.scheduler import Tile, TileScheduler
 from .hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from .hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from .kernel_argument import KernelArgument
+from .launch import launch
 from .operands import F32, Data, Operands, data
 from .target import IS_HOPPER
 
@@ -272,15 +268,14 @@ def enqueue_token_linear[
     comptime if epilogue.adds:
         maps.maps[3] = _tokens_map(ctx, o.residual, n, f, c)
     var problem = TokenProblem(n, t, c, f, config)
-    ctx.enqueue_function[token_kernel[dtype, epilogue, config]](
+    launch[token_kernel[dtype, epilogue, config]](
+        ctx,
         maps,
         EpilogueTensors[dtype]([o]),
         problem,
         grid_dim=problem.schedule.blocks(Device(ctx).multiprocessors * config.blocks),
         block_dim=config.threads(),
-        shared_mem_bytes=config.shared(),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+        shared=config.shared(),
     )
 
 

@@ -18,15 +18,10 @@ the tensor cores where S is large, by memory where it is small; docs/kernels.md 
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from max.gpu.sync import syncwarp
 from std.math import ceildiv, exp2
 from std.memory import bitcast
@@ -37,6 +32,7 @@ from std.utils.numerics import neg_inf
 from ..device import Device
 from ..hopper.accumulator import Fragment
 from ..hopper.ptx import mma_sync
+from ..launch import launch
 from ..operands import F32, Data
 from .config import LOG2_E, LOWEST, Attention
 from .mask import Mask, MaskSizes, MaskTensors
@@ -759,7 +755,8 @@ def enqueue_flash[
         var device = Device(ctx)
         grid = min(grid, max(min(most, device.holds(SHARED)), 1) * device.multiprocessors)
     var step = _Place(Int32(grid), o.heads, Int32(blocks)).steps()
-    ctx.enqueue_function[flash_kernel[dtype, head, rows, splits, mask]](
+    launch[flash_kernel[dtype, head, rows, splits, mask]](
+        ctx,
         o,
         Int32(blocks),
         step,
@@ -767,7 +764,5 @@ def enqueue_flash[
         sizes,
         grid_dim=grid,
         block_dim=THREADS,
-        shared_mem_bytes=SHARED,
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_BEGINNING),
+        shared=SHARED,
     )

@@ -30,14 +30,9 @@ from max.gpu.compute.mma import (
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, exp2
 from std.utils.numerics import neg_inf
 from std.utils.static_tuple import StaticTuple
@@ -53,6 +48,7 @@ from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, tensor_map
 from ..kernel_argument import KernelArgument
+from ..launch import launch
 from ..operands import F32, Data
 from ..rows import over_lanes
 from .config import LOG2_E, LOWEST, Attention
@@ -61,6 +57,7 @@ from .mask import Mask, MaskSizes, MaskTensors
 from .tile_mask import TileMask
 
 
+@fieldwise_init
 struct Config(TrivialRegisterPassable):
     """How a block works: a compile-time value."""
 
@@ -72,18 +69,6 @@ struct Config(TrivialRegisterPassable):
     """Keys of a tile, a multiple of 16."""
     var stages: Int
     """Stages of the ring, of a tile of keys and one of values."""
-
-    def __init__(out self, depth: Int, groups: Int, keys: Int, stages: Int):
-        """Names the parts.
-
-        Args:
-            depth: Channels of a head.
-            groups: Consumers.
-            keys: Keys of a tile.
-            stages: Stages of the ring.
-        """
-        self.depth = depth
-        self.groups, self.keys, self.stages = groups, keys, stages
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -889,7 +874,8 @@ def enqueue_hopper[
     maps.maps[0] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [channels, Int32(ROWS), 1])
     maps.maps[1] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [channels, keys, 1])
     maps.maps[2] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [channels, keys, 1])
-    ctx.enqueue_function[hopper_attention_kernel[dtype, config, mask]](
+    launch[hopper_attention_kernel[dtype, config, mask]](
+        ctx,
         maps,
         o.y,
         problem,
@@ -897,7 +883,5 @@ def enqueue_hopper[
         sizes,
         grid_dim=problem.schedule.blocks(device.multiprocessors),
         block_dim=config.threads(),
-        shared_mem_bytes=config.shared(),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+        shared=config.shared(),
     )

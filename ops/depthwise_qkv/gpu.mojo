@@ -21,20 +21,16 @@ Hopper, by latency at batch 1; docs/kernels.md has the figures.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, rsqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..choice import Cheapest
 from ..device import Device
+from ..launch import launch
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
 from ..target import IS_HOPPER
@@ -425,14 +421,14 @@ def _enqueue[
 ](o: QkvOperands[dtype], sizes: QkvSizes, ctx: DeviceContext) raises:
     var device = Device(ctx)
     var g = _tiled[dtype](sizes, device)
-    ctx.enqueue_function[qkv_kernel[dtype, kernel, lanes, vectors]](
+    launch[qkv_kernel[dtype, kernel, lanes, vectors]](
+        ctx,
         o,
         g,
         grid_dim=(_blocks(g), Int(g.images)),
         block_dim=THREADS,
-        shared_mem_bytes=_bytes[dtype](g),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(_room(device))),
+        shared=_bytes[dtype](g),
+        most_shared=_room(device),
     )
 
 

@@ -74,6 +74,7 @@ Parameters:
 """
 
 
+@fieldwise_init
 struct Config(TrivialRegisterPassable):
     """How a block works: a compile-time value."""
 
@@ -93,34 +94,6 @@ struct Config(TrivialRegisterPassable):
     """Blocks that a multiprocessor holds at a time; bounds the registers."""
     var pace: Int
     """How long a tile takes for its size, 16 for the largest tile; measured."""
-
-    def __init__(
-        out self,
-        rows: Int,
-        columns: Int,
-        *,
-        warps_m: Int,
-        warps_n: Int,
-        chunks: Int,
-        stages: Int,
-        blocks: Int,
-        pace: Int,
-    ):
-        """Names the parts.
-
-        Args:
-            rows: Pixels of a tile.
-            columns: Filters of a tile.
-            warps_m: Warps that share the pixels.
-            warps_n: Warps that share the filters.
-            chunks: 16-byte chunks of K in a stage.
-            stages: Stages in shared memory.
-            blocks: Blocks of a multiprocessor.
-            pace: Time of a tile for its size, 16 for the largest.
-        """
-        self.rows, self.columns = rows, columns
-        self.warps_m, self.warps_n = warps_m, warps_n
-        self.chunks, self.stages, self.blocks, self.pace = chunks, stages, blocks, pace
 
     def label(self, wide: Bool) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.

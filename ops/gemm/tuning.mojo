@@ -533,7 +533,7 @@ def nearest[rows: List[Row]](g: Geometry, steps: Int, epilogue: Epilogue, device
     Returns:
         The nearest row whose splits the product has steps for.
     """
-    var costs = "gelu" if epilogue.gelu else "none"
+    var costs: StaticString = "gelu" if epilogue.gelu else "none"
     if epilogue.adds:
         costs = "add_gelu" if epilogue.gelu else "add"
     var wanted = _features(g.pixels(), g.f, steps, device.multiprocessors)

@@ -26,13 +26,8 @@ TF32. After Gray et al. 2017 (GPU kernels for block-sparse weights) and the PTX 
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, grid_dim, thread_idx
-from max.gpu.host import DeviceContext, Dim, FuncAttribute
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.host import DeviceContext, Dim
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -57,6 +52,7 @@ from ..hopper.ptx import (
 from ..hopper.scheduler import Start, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
+from ..launch import launch
 from ..operands import F32, Data, Operands
 
 comptime I32 = DType.int32
@@ -557,7 +553,8 @@ def enqueue_blocks[
         alpha=o.alpha,
     )
     var resident = Device(ctx).multiprocessors * config.blocks
-    ctx.enqueue_function[blocks_kernel[dtype, epilogue, config]](
+    launch[blocks_kernel[dtype, epilogue, config]](
+        ctx,
         maps,
         EpilogueTensors[dtype]([o]),
         lists,
@@ -566,9 +563,7 @@ def enqueue_blocks[
         grid_dim=problem.schedule.blocks[config.split](resident),
         block_dim=config.threads(),
         cluster_dim=Dim(splits),
-        shared_mem_bytes=config.shared(),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+        shared=config.shared(),
     )
 
 

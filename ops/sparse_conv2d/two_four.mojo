@@ -33,13 +33,8 @@ from max.gpu.compute.mma import (
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
-from max.gpu.host import DeviceContext, FuncAttribute
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.host import DeviceContext
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
@@ -66,6 +61,7 @@ from ..hopper.ptx import (
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory, swizzle
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map
 from ..kernel_argument import KernelArgument
+from ..launch import launch
 from ..operands import Data, Operands
 
 comptime STEP = 64
@@ -225,6 +221,7 @@ struct WindowLayout(KernelArgument, TrivialRegisterPassable):
         self.never = 0
 
 
+@fieldwise_init
 struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The filters, which are read without tensor maps.
 
@@ -239,15 +236,6 @@ struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """[K / 64, F / 128, 2, 4, 64, 8]."""
     var indices: Data[DType.uint32]
     """[K / 64, F / 128, 2, 128]."""
-
-    def __init__(out self, values: Data[Self.dtype], indices: Data[DType.uint32]):
-        """Names the arrays.
-
-        Args:
-            values: Two of each four.
-            indices: Which two.
-        """
-        self.values, self.indices = values, indices
 
 
 @__name(t"sparse_conv2d_two_four_{config.label()}_{epilogue.label()}_{dtype}")
@@ -690,7 +678,8 @@ def two_four_tile[
     )
     var resident = Device(ctx).multiprocessors * config.blocks
     var shared = config.shared(Int(layout.window))
-    ctx.enqueue_function[two_four_kernel[dtype, epilogue, config]](
+    launch[two_four_kernel[dtype, epilogue, config]](
+        ctx,
         maps,
         Filters[dtype](o.w, indices),
         EpilogueTensors[dtype]([o]),
@@ -698,7 +687,5 @@ def two_four_tile[
         layout,
         grid_dim=problem.schedule.blocks(resident),
         block_dim=config.threads(),
-        shared_mem_bytes=shared,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(shared)),
+        shared=shared,
     )

@@ -36,15 +36,10 @@ from max.gpu import (
     block_idx,
     thread_idx,
 )
-from max.gpu.host import DeviceContext, Dim, FuncAttribute
+from max.gpu.host import DeviceContext, Dim
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.utils.static_tuple import StaticTuple
 
@@ -63,6 +58,7 @@ from ..hopper.ptx import (
     prefetch_l2,
 )
 from ..hopper.shared import WARP
+from ..launch import launch
 from ..operands import F32, Data, narrowed, widened
 from .config import BARRIERS, BLOCKS, CHUNKS, WIDTH, Room, SqueezeSizes, SqueezeTensors
 
@@ -730,15 +726,14 @@ def enqueue_squeeze_excite[
         If the launch fails.
     """
     comptime assert dtype.is_half_float(), "squeeze_excite: expects bfloat16 or float16"
-    var shared = UInt32(Device(ctx).shared)
     var pixels = Int(min(g.kept, g.share())) * Int(g.channels) * Int(BYTES)
-    ctx.enqueue_function[squeeze_excite_kernel[dtype, activation, gate, epilogue]](
+    launch[squeeze_excite_kernel[dtype, activation, gate, epilogue]](
+        ctx,
         o,
         g,
         grid_dim=ceildiv(Int(g.images), Int(g.together())) * BLOCKS,
         block_dim=threads,
         cluster_dim=Dim(BLOCKS),
-        shared_mem_bytes=Int(Room(g, Int32(threads)).pixels) + pixels,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(shared),
+        shared=Int(Room(g, Int32(threads)).pixels) + pixels,
+        most_shared=Device(ctx).shared,
     )

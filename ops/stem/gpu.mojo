@@ -30,15 +30,10 @@ are busy; CvT's: 126 us, bound by the filling of shared memory. docs/kernels.md 
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_dim, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from max.gpu.sync import syncwarp
 from std.math import ceildiv, sqrt
 from std.memory import bitcast
@@ -49,6 +44,7 @@ from ..choice import Cheapest
 from ..device import Device
 from ..epilogue import activate
 from ..hopper.ptx import mma_sync, mma_sync_short
+from ..launch import launch
 from ..operands import F32, Data
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
 
@@ -789,13 +785,12 @@ def enqueue_stem[
         If the launch fails.
     """
     var shared = shared_bytes[stem](t)
-    ctx.enqueue_function[stem_kernel[dtype, pixel, stem]](
+    launch[stem_kernel[dtype, pixel, stem]](
+        ctx,
         o,
         t,
         eps,
         grid_dim=t.blocks(n),
         block_dim=t.warps[stem]() * 32,
-        shared_mem_bytes=shared,
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(shared)),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_BEGINNING),
+        shared=shared,
     )
