@@ -286,70 +286,9 @@ def _tokens_map[
     return tensor_map[dtype, 3](ctx, x, [Int64(c), Int64(t), Int64(n)], [WIDTH, WIDTH, 1])
 
 
-@always_inline
-def _token_linear[
-    dtype: DType, //, target: StaticString, name: StaticString
-](n: Int, t: Int, c: Int, f: Int, o: Operands[dtype], ctx: DeviceContext) raises:
-    comptime assert Epilogue.known[
-        name
-    ](), "token_linear: there is no such epilogue; ops/epilogue.mojo says what there is"
-    comptime assert (
-        target == "gpu" and IS_HOPPER and dtype.is_half_float()
-    ), "token_linear: expects 16-bit floats on a Hopper GPU; elsewhere tokens are transposed"
-    if n * t * c * f == 0:
-        return
-    comptime epilogue = Epilogue(name)
-    var large = TokenProblem(n, t, c, f, LARGE).schedule.tiles
-    if Int(large) >= Device(ctx).multiprocessors:
-        enqueue_token_linear[dtype, epilogue, LARGE](n, t, c, f, o, ctx)
-    else:
-        enqueue_token_linear[dtype, epilogue, SMALL](n, t, c, f, o, ctx)
-
-
 @register("token_linear")
 struct TokenLinear:
     """Multiplies the tokens of x[N, T, C] by w[F, T] into y[N, F, C]."""
-
-    @staticmethod
-    def execute[
-        target: StaticString, epilogue: StaticString
-    ](
-        y: OutputTensor[rank=3, ...],
-        x: InputTensor[dtype=y.dtype, rank=3, ...],
-        w: InputTensor[dtype=y.dtype, rank=1, ...],
-        bias: InputTensor[dtype=F32, rank=1, ...],
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op.
-
-        Parameters:
-            target: "gpu".
-            epilogue: One that does not add (ops/epilogue.mojo).
-
-        Args:
-            y: Result [N, F, C].
-            x: Tokens [N, T, C].
-            w: [F, K], flat; K is T rounded up to a multiple of 8.
-            bias: [F].
-            ctx: The device.
-
-        Raises:
-            If a launch fails.
-        """
-        comptime assert not Epilogue(epilogue).adds, "token_linear_add takes the residual"
-        _token_linear[target, epilogue](
-            x.shape()[0],
-            x.shape()[1],
-            x.shape()[2],
-            y.shape()[1],
-            Operands[y.dtype](data(x), data(w), data(bias), data(x), data(y)),
-            ctx,
-        )
-
-
-@register("token_linear_add")
-struct TokenLinearAdd:
-    """Multiplies the tokens of x[N, T, C] by w[F, T] and adds residual[N, F, C]."""
 
     @staticmethod
     def execute[
@@ -366,27 +305,32 @@ struct TokenLinearAdd:
 
         Parameters:
             target: "gpu".
-            epilogue: One that adds (ops/epilogue.mojo).
+            epilogue: What the sums go through (ops/epilogue.mojo).
 
         Args:
             y: Result [N, F, C].
             x: Tokens [N, T, C].
             w: [F, K], flat; K is T rounded up to a multiple of 8.
             bias: [F].
-            residual: [N, F, C].
+            residual: [N, F, C]; x if the epilogue does not add.
             ctx: The device.
 
         Raises:
             If a launch fails.
         """
-        comptime assert Epilogue(
+        comptime assert Epilogue.known[
             epilogue
-        ).adds, "token_linear_add: the epilogue must be one that adds"
-        _token_linear[target, epilogue](
-            x.shape()[0],
-            x.shape()[1],
-            x.shape()[2],
-            y.shape()[1],
-            Operands[y.dtype](data(x), data(w), data(bias), data(residual), data(y)),
-            ctx,
-        )
+        ](), "token_linear: there is no such epilogue; ops/epilogue.mojo says what there is"
+        comptime assert (
+            target == "gpu" and IS_HOPPER and y.dtype.is_half_float()
+        ), "token_linear: expects 16-bit floats on a Hopper GPU; elsewhere tokens are transposed"
+        comptime end = Epilogue(epilogue)
+        var n, t, c, f = x.shape()[0], x.shape()[1], x.shape()[2], y.shape()[1]
+        var o = Operands[y.dtype](data(x), data(w), data(bias), data(residual), data(y))
+        if n * t * c * f == 0:
+            return
+        var large = TokenProblem(n, t, c, f, LARGE).schedule.tiles
+        if Int(large) >= Device(ctx).multiprocessors:
+            enqueue_token_linear[y.dtype, end, LARGE](n, t, c, f, o, ctx)
+        else:
+            enqueue_token_linear[y.dtype, end, SMALL](n, t, c, f, o, ctx)
