@@ -43,7 +43,13 @@ from ..hopper.accumulator import Fragment, pair
 from ..hopper.epilogue import store_rows
 from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
 from ..hopper.pipeline import OrderedSequence, Pipeline
-from ..hopper.ptx import fence_barrier_init, registers_give, registers_take, sync_threads
+from ..hopper.ptx import (
+    fence_barrier_init,
+    packed,
+    registers_give,
+    registers_take,
+    sync_threads,
+)
 from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, tensor_map
@@ -52,7 +58,7 @@ from ..launch import launch
 from ..operands import F32, Data
 from ..rows import over_lanes
 from .config import LOG2_E, LOWEST, Attention
-from .flash import U32, packed, reciprocal
+from .flash import U32, reciprocal
 from .mask import Mask, MaskSizes, MaskTensors
 from .tile_mask import TileMask
 

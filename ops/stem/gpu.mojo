@@ -43,19 +43,10 @@ from std.utils import IndexList, StaticTuple
 from ..choice import Cheapest
 from ..device import Device
 from ..epilogue import activate
-from ..hopper.ptx import mma_sync, mma_sync_short
+from ..hopper.ptx import mma_sync, mma_sync_short, packed
 from ..launch import launch
-from ..operands import F32, Data
+from ..operands import F32, Data, Shared
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
-
-comptime Shared[dtype: DType] = Pointer[
-    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-"""Shared memory.
-
-Parameters:
-    dtype: Of its elements.
-"""
 
 comptime MOST_THREADS = 384
 """Threads that share a multiprocessor: more than a block has, a bound of 168 registers."""
@@ -218,18 +209,6 @@ def _fill[
 
 
 @always_inline
-def _rectified[dtype: DType](low: Float32, high: Float32) -> UInt32:
-    """Rounds a pair, not below zero."""
-    comptime kind = "bf16x2" if dtype == DType.bfloat16 else "f16x2"
-    return inlined_assembly[
-        "cvt.rn.relu." + kind + ".f32 $0, $1, $2;",
-        UInt32,
-        constraints="=r,f,f",
-        has_side_effect=False,
-    ](high, low)
-
-
-@always_inline
 def _transposed(a: UInt32) -> UInt32:
     """Turns over an 8 x 8 matrix of halves, two of row `lane / 4` in each lane."""
     return inlined_assembly[
@@ -363,7 +342,7 @@ def _pool[
             if p0 > 0:
                 var z = _multiply[dtype, pixel, stem, 1](at, w, bias)
                 comptime for i in range(4):
-                    carry[i] = kept & _rectified[dtype](
+                    carry[i] = kept & packed[dtype, relu=True](
                         z[i // 2][i % 2 * 2], z[i // 2][i % 2 * 2 + 1]
                     )
             at = at.unsafe_offset(stem.stride * stem.pitch() // 2)
@@ -374,7 +353,7 @@ def _pool[
             comptime for j in range(STEP_ROWS):
                 comptime for i in range(4):
                     ref v = z[2 * j + i // 2]
-                    pairs[4 * j + i] = _rectified[dtype](v[i % 2 * 2], v[i % 2 * 2 + 1])
+                    pairs[4 * j + i] = packed[dtype, relu=True](v[i % 2 * 2], v[i % 2 * 2 + 1])
             if not inside:
                 comptime for j in range(STEP_ROWS):
                     var mask = kept if p0 + step * STEP_ROWS + Int32(j) < t.p else 0
