@@ -1,8 +1,10 @@
 """What the kernels with a fused epilogue read and write, handed around as one value."""
 
 from extensibility import ManagedTensorSlice
+from max.gpu.memory import AddressSpace
 from std.memory import bitcast
 from std.sys import CompilationTarget, is_gpu
+from std.sys.intrinsics import masked_load
 from std.utils.numerics import isnan
 
 from .kernel_argument import KernelArgument
@@ -21,6 +23,15 @@ Parameters:
 
 comptime Data[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
 """A tensor's memory, dense and row-major; MAX keeps it alive while the op runs.
+
+Parameters:
+    dtype: Of its elements.
+"""
+
+comptime Shared[dtype: DType] = Pointer[
+    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Shared memory of a block of threads.
 
 Parameters:
     dtype: Of its elements.
@@ -61,6 +72,30 @@ def widened[dtype: DType, width: SIMDLength, //](value: SIMD[dtype, width]) -> S
         var odd = bitcast[F32, half](pairs & 0xFFFF0000)
         return rebind[SIMD[F32, width]](even.interleave(odd))
     return value.cast[F32]()
+
+
+@always_inline
+def widened_load[
+    dtype: DType, width: Int, //, masked: Bool
+](x: Data[dtype], inside: SIMD[DType.bool, width]) -> SIMD[F32, width]:
+    """Loads a vector and widens it.
+
+    Parameters:
+        dtype: Of the elements.
+        width: How many they are.
+        masked: Whether some of them may be left out.
+
+    Args:
+        x: The first.
+        inside: Which are there, if it is masked; the others are 0.
+
+    Returns:
+        The numbers.
+    """
+    comptime if masked:
+        return widened(masked_load[width](x, inside, SIMD[dtype, width](0)))
+    else:
+        return widened(x.unsafe_load[width=width](0))
 
 
 @always_inline

@@ -16,17 +16,13 @@ take turns at the pixels. Bound by the cache, from which dy is read once for eac
 from max.gpu import barrier, block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
 from ..device import Device
 from ..geometry import Geometry
+from ..launch import launch
 from ..operands import F32, Data, narrowed, widened
 from .tensors import WeightGrad
 
@@ -202,9 +198,7 @@ struct _Tap(TrivialRegisterPassable):
         self.c = group * g.group_c() + c if column < g.depth() else -1
 
     @always_inline
-    def load[
-        dtype: DType
-    ](self, g: Geometry, x: Data[dtype], n: Int, p: Int, q: Int) -> Float32:
+    def load[dtype: DType](self, g: Geometry, x: Data[dtype], n: Int, p: Int, q: Int) -> Float32:
         """Loads the number that a pixel meets."""
         var h = p * g.stride_h + self.h
         var w = q * g.stride_w + self.w
@@ -291,13 +285,13 @@ def add_parts[
     """
     comptime for width in [4, 1]:
         if width == 1 or size % 4 == 0:
-            ctx.enqueue_function[add_parts_kernel[dtype, width]](
+            launch[add_parts_kernel[dtype, width]](
+                ctx,
                 o,
                 Int64(size),
                 Int32(parts),
                 grid_dim=ceildiv(size // width, THREADS),
                 block_dim=THREADS,
-                attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
             )
             return
 

@@ -69,9 +69,7 @@ struct _Runs[rows: Int]:
 @no_inline
 def _multiply[
     rows: Int, vectors: Int, turned: Bool = False
-](
-    runs: _Runs[rows], panel: Data[F32], ahead: Int, sums: Data[F32], fresh: Bool, pitch: Int = 1
-):
+](runs: _Runs[rows], panel: Data[F32], ahead: Int, sums: Data[F32], fresh: Bool, pitch: Int = 1):
     """Adds a share of K to the sums[rows, PANEL] of a register tile, or begins them if `fresh`.
 
     A line of each row `ahead` of the panel's is prefetched. If `turned`, the numbers of a run are
@@ -150,6 +148,7 @@ def multiply_turned(
                         )
 
 
+@fieldwise_init
 struct _Share(TrivialRegisterPassable):
     """A part of K: whole rows of the window if they are short, or a part of one."""
 
@@ -161,9 +160,6 @@ struct _Share(TrivialRegisterPassable):
     """The first number of each row, of S * C."""
     var end: Int
     """One beyond the last."""
-
-    def __init__(out self, r: Int, r_end: Int, start: Int, end: Int):
-        self.r, self.r_end, self.start, self.end = r, r_end, start, end
 
 
 @no_inline

@@ -24,6 +24,7 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 
+from ..device import Device
 from ..epilogue import Epilogue, apply
 from ..geometry import Geometry
 from ..hopper.conv import takes
@@ -34,7 +35,7 @@ from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
 from .resident import resident_gemm
 from .turned import turned_gemm
-from .tuning import CONFIGS, RESIDENT, TABLED, TURNED, alike, choose, chosen, turned
+from .tuning import CONFIGS, FIRST_TURNED, RESIDENT, TURNED, alike, choose, chosen, turned
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -247,10 +248,11 @@ def gemm[
         if batch.products == 1 and takes[dtype](g):
             comptime WIDTH = ROW // size_of[dtype]()
             comptime turns = windows and dtype.is_half_float()
-            var row = choose(g, WIDTH, epilogue)
+            var device = Device(ctx)
+            var row = choose(g, WIDTH, epilogue, device)
             comptime if turns:
-                row = turned(row, g, ceildiv(g.c, WIDTH))
-            comptime for i in range(TABLED + len(TURNED) if turns else TABLED):
+                row = turned(row, g, ceildiv(g.c, WIDTH), device)
+            comptime for i in range(FIRST_TURNED + len(TURNED) if turns else FIRST_TURNED):
                 comptime if chosen(i):
                     if row.config == i:
                         gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
@@ -289,11 +291,11 @@ def gemm_tile[
     """
     comptime if index < len(CONFIGS):
         hopper_gemm[dtype, epilogue, CONFIGS[index]](g, o, splits, ctx, constant=constant)
-    elif index < TABLED:
+    elif index < FIRST_TURNED:
         comptime config = RESIDENT[index - len(CONFIGS)]
         resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant)
     else:
-        comptime config = TURNED[index - TABLED]
+        comptime config = TURNED[index - FIRST_TURNED]
         turned_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
 
 
@@ -325,7 +327,8 @@ def gemm_group[
             comptime for i in range(products):
                 rows += sizes[i].pixels()
             var all = Geometry(rows=rows, depth=sizes[0].c, columns=sizes[0].f)
-            var row = alike(choose(all, ROW // size_of[dtype](), Epilogue("none")))
+            comptime WIDTH = ROW // size_of[dtype]()
+            var row = alike(choose(all, WIDTH, Epilogue("none"), Device(ctx)))
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_gemms[dtype, Epilogue("none"), CONFIGS[i], products](
@@ -365,7 +368,8 @@ def gemm_shortcut[
     comptime if hopper:
         if takes[dtype](g) and takes[dtype](beside):
             comptime WIDTH = ROW // size_of[dtype]()
-            var row = alike(choose(g, WIDTH, Epilogue("relu"), more=ceildiv(beside.c, WIDTH)))
+            var steps = ceildiv(beside.c, WIDTH)
+            var row = alike(choose(g, WIDTH, Epilogue("relu"), Device(ctx), steps))
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_shortcut[dtype, Epilogue("relu"), CONFIGS[i]](

@@ -33,14 +33,9 @@ After Osama et al. 2023 (arXiv:2301.03598) and the PTX ISA 8.0, sections 5.5 and
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
-from max.gpu.host import DeviceContext, Dim, FuncAttribute
+from max.gpu.host import DeviceContext, Dim
 from max.gpu.host.nvidia.tma import TMADescriptor
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -64,6 +59,7 @@ from ..hopper.ptx import (
 from ..hopper.scheduler import Start
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
+from ..launch import launch
 from ..operands import Data, Operands
 
 
@@ -610,14 +606,13 @@ def _enqueue[
     ctx: DeviceContext,
 ) raises:
     var resident = Device(ctx).multiprocessors * config.blocks
-    ctx.enqueue_function[hopper_kernel[dtype, epilogue, config, products, sources]](
+    launch[hopper_kernel[dtype, epilogue, config, products, sources]](
+        ctx,
         maps,
         tensors,
         problem,
         grid_dim=problem.schedule.blocks[config.split](resident),
         block_dim=config.threads(),
         cluster_dim=Dim(Int(problem.schedule.splits)),
-        shared_mem_bytes=config.shared(),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+        shared=config.shared(),
     )

@@ -16,7 +16,7 @@ from ..hopper.window import PixelBox
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands
 from .gpu import gemm_portable, gemm_tile
-from .tuning import CONFIGS, RESIDENT, TABLED, TURNED
+from .tuning import CONFIGS, FIRST_TURNED, RESIDENT, TURNED
 from .turned import turned_tiles
 
 comptime HALF = DType.bfloat16
@@ -125,7 +125,7 @@ struct Tuner:
                 )
         comptime for i in range(len(TURNED)):
             if turned_tiles[TURNED[i]](g, chunks=ceildiv(g.c, 64)) > 0:
-                self.tune_splits[epilogue, TABLED + i](g, line, 0, 1, 1)
+                self.tune_splits[epilogue, FIRST_TURNED + i](g, line, 0, 1, 1)
 
     def tune_splits[
         epilogue: Epilogue, index: Int
@@ -157,7 +157,7 @@ struct Tuner:
             )
             var error = self.bench.difference(count)
             # ops/gemm/tune.py makes the table of the rows; it has none of TURNED.
-            comptime kind = "row" if index < TABLED else "turned"
+            comptime kind = "row" if index < FIRST_TURNED else "turned"
             print(kind, line, index, splits, self.timed[epilogue, index](g, splits), error)
             splits *= 2
 

@@ -205,7 +205,7 @@ def log2(number: int) -> int:
 
 @cache
 def features(p: Product) -> tuple[int, ...]:
-    """Gives what tiles depend on, in logarithms: the same numbers as in ops/gemm/tuning.mojo."""
+    """Gives what tiles depend on, in logarithms: as ops/gemm/tuning.mojo, for the measured GPU."""
     columns = -(-p.filters // WIDEST)
     padding = log2(columns * WIDEST) - log2(p.filters)
     tiles = log2(-(-p.pixels // WIDEST) * columns)

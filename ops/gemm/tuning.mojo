@@ -6,13 +6,16 @@ the microseconds of a launch in a CUDA graph. A product that is not in the table
 the row nearest in log2 M, log2 F (twice), log2 steps, log2 of its tiles of 128 x 128, log2 of what
 these pad F by (twice), and how full the GPU is in the last turn of tiles of 192 x 192 and 192 x 128
 (a half each): of 891 products, each left out of the table once, 96 % ran within 20 % of their best
-tile, 95 % without the last two (H200, 2026-11-24).
+tile, 95 % without the last two (H200, 2026-11-24). Where a GPU has other than the H200's 132
+multiprocessors, its tiles are counted by multiprocessor, and the turns are its own.
 """
 
 from std.bit import bit_width
 from std.math import ceildiv
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import Cheapest
+from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..hopper.shared import ROW
@@ -37,14 +40,15 @@ comptime RESIDENT: List[TileConfig] = [
     TileConfig(groups=1, columns=32),
 ]
 """The blocks of resident.mojo that are compiled; rows count them on from CONFIGS."""
-comptime TABLED = len(CONFIGS) + len(RESIDENT)
-"""Tiles that rows have; those of TURNED are counted on from it."""
+comptime FIRST_TURNED = len(CONFIGS) + len(RESIDENT)
+"""The first of TURNED, as a row's `config`; rows have none of them."""
 comptime TURNED: List[TurnedConfig] = [TurnedConfig(64, 232), TurnedConfig(128, 200)]
 """The tiles of turned.mojo that are compiled, of 16 bits: not in rows, `turned` chooses them."""
 comptime ALIKE: List[Int] = [5, 6, 4, 6]
 """The tile of CONFIGS that is most like each block of RESIDENT."""
 
 
+@fieldwise_init
 struct Row(TrivialRegisterPassable):
     """A measured product and its fastest tile."""
 
@@ -54,37 +58,12 @@ struct Row(TrivialRegisterPassable):
     """F."""
     var steps: Int
     """Steps of K."""
-    var adds: Bool
-    """Whether a residual is added."""
-    var gelu: Bool
-    """Whether the result goes through a GELU."""
+    var epilogue: StaticString
+    """As far as it costs time: none, add or gelu."""
     var config: Int
     """Index in CONFIGS, or the length of it more than one in RESIDENT."""
     var splits: Int
     """Blocks that share a tile."""
-
-    def __init__(
-        out self,
-        pixels: Int,
-        filters: Int,
-        steps: Int,
-        epilogue: StaticString,
-        config: Int,
-        splits: Int,
-    ):
-        """Names the parts.
-
-        Args:
-            pixels: M.
-            filters: F.
-            steps: Steps of K.
-            epilogue: As far as it costs time: none, add or gelu.
-            config: Index in CONFIGS, or the length of it more than one in RESIDENT.
-            splits: Blocks that share a tile.
-        """
-        self.pixels, self.filters, self.steps = pixels, filters, steps
-        self.adds, self.gelu = epilogue == "add", epilogue == "gelu"
-        self.config, self.splits = config, splits
 
 
 comptime ROWS: List[Row] = [
@@ -470,10 +449,12 @@ comptime MULTIPROCESSORS = 132
 """Of the GPU that the rows were measured on."""
 
 
-def _features(pixels: Int, filters: Int, steps: Int) -> StaticTuple[Int, FEATURES]:
-    """Gives twice the logarithms of M, F (twice), the steps of K, the tiles, and what these pad F by
-    (twice); and that of how many times as many tiles of 192 x 192, and of 192 x 128, the
-    multiprocessors could compute in as many turns.
+def _features(
+    pixels: Int, filters: Int, steps: Int, multiprocessors: Int
+) -> StaticTuple[Int, FEATURES]:
+    """Gives twice the logarithms of M, F (twice), the steps of K, the tiles of a multiprocessor, and
+    what tiles pad F by (twice); and that of how many times as many tiles of 192 x 192, and of 192 x
+    128, the multiprocessors could compute in as many turns.
     """
     var columns = ceildiv(filters, WIDEST)
     var f = _log2(filters)
@@ -483,32 +464,33 @@ def _features(pixels: Int, filters: Int, steps: Int) -> StaticTuple[Int, FEATURE
         2 * _log2(pixels),
         4 * f,
         2 * _log2(steps),
-        2 * tiles,
+        2 * (tiles - _log2(multiprocessors)),
         4 * padding,
-        _idle(ceildiv(pixels, 192) * ceildiv(filters, 192)),
-        _idle(ceildiv(pixels, 192) * ceildiv(filters, 128)),
+        _idle(ceildiv(pixels, 192) * ceildiv(filters, 192), multiprocessors),
+        _idle(ceildiv(pixels, 192) * ceildiv(filters, 128), multiprocessors),
     )
 
 
-def _idle(tiles: Int) -> Int:
+def _idle(tiles: Int, multiprocessors: Int) -> Int:
     """Compares the tiles that fit into all turns with those that there are."""
-    return _log2(ceildiv(tiles, MULTIPROCESSORS) * MULTIPROCESSORS) - _log2(tiles)
+    return _log2(ceildiv(tiles, multiprocessors) * multiprocessors) - _log2(tiles)
 
 
-def choose(g: Geometry, width: Int, epilogue: Epilogue, more: Int = 0) -> Row:
+def choose(g: Geometry, width: Int, epilogue: Epilogue, device: Device, more: Int = 0) -> Row:
     """Chooses the tile of a product.
 
     Args:
         g: Sizes.
         width: Channels of a step of K.
         epilogue: What the accumulator goes through.
+        device: The GPU.
         more: Steps of a second source.
 
     Returns:
         The nearest row whose splits the product has steps for.
     """
     var steps = g.r * g.s * ceildiv(g.c, width) + more
-    return nearest(materialize[ROWS](), g, steps, epilogue)
+    return nearest[ROWS](g, steps, epilogue, device)
 
 
 def chosen(config: Int) -> Bool:
@@ -520,7 +502,7 @@ def chosen(config: Int) -> Bool:
     Returns:
         Whether a row has it, or it is one of TURNED.
     """
-    if config >= TABLED:
+    if config >= FIRST_TURNED:
         return True
     for row in materialize[ROWS]():
         if row.config == config:
@@ -537,16 +519,14 @@ def alike(row: Row) -> Row:
     Returns:
         The row; with the tile most like its block if that is one of RESIDENT.
     """
+    comptime count = len(CONFIGS)
     var other = row
-    comptime for i in range(len(RESIDENT)):
-        comptime number = len(CONFIGS) + i
-        comptime tile = ALIKE[i]
-        if row.config == number:
-            other.config = tile
+    if row.config >= count:
+        other.config = materialize[ALIKE]()[row.config - count]
     return other
 
 
-def turned(row: Row, g: Geometry, chunks: Int) -> Row:
+def turned(row: Row, g: Geometry, chunks: Int, device: Device) -> Row:
     """Finds a tile of TURNED that is faster than a row's tile.
 
     Compared are the clocks of a step of K: of a large tile of hopper.mojo those in which shared
@@ -559,52 +539,56 @@ def turned(row: Row, g: Geometry, chunks: Int) -> Row:
         row: Chosen for the product.
         g: Sizes.
         chunks: Steps of 128 bytes over the channels.
+        device: The GPU.
 
     Returns:
         The row; with the faster tile if there is one.
     """
-    var other = row
-    var least = 0
+    var choice = Cheapest(row.config, 0)
     comptime for i in range(len(CONFIGS)):
         comptime config = CONFIGS[i]
         comptime if config.overlap:
             comptime clocks = 4 * config.groups * (16 + config.columns // 4) + config.stage() // ROW
             if row.config == i:
-                var tiles = ceildiv(g.pixels(), config.rows()) * ceildiv(g.f, config.columns)
-                least = ceildiv(tiles, MULTIPROCESSORS) * clocks
+                var turns = device.waves(g.tiles(config.rows(), config.columns))
+                choice.cost = Float64(turns * clocks)
     comptime for i in range(len(TURNED)):
         comptime config = TURNED[i]
-        comptime number = TABLED + i
-        var turns = ceildiv(turned_tiles[config](g, chunks=chunks), MULTIPROCESSORS)
-        var clocks = turns * config.pixels * config.filters // 32
-        if turns > 0 and clocks < least:
-            other.config, least = number, clocks
+        var turns = device.waves(turned_tiles[config](g, chunks=chunks))
+        if turns > 0:
+            comptime clocks = config.pixels * config.filters // 32
+            choice.offer(FIRST_TURNED + i, Float64(turns * clocks))
+    var other = row
+    other.config = choice.best
     return other
 
 
-def nearest(rows: List[Row], g: Geometry, steps: Int, epilogue: Epilogue) -> Row:
+def nearest[rows: List[Row]](g: Geometry, steps: Int, epilogue: Epilogue, device: Device) -> Row:
     """Finds the measured product that is most like another.
 
-    Args:
+    Parameters:
         rows: What was measured.
+
+    Args:
         g: Sizes.
         steps: Of K.
         epilogue: What the accumulator goes through.
+        device: The GPU.
 
     Returns:
         The nearest row whose splits the product has steps for.
     """
-    var wanted = _features(g.pixels(), g.f, steps)
-    var best = Row(0, 0, 0, "none", 0, 1)
-    var nearest = Int.MAX
-    for row in rows:
-        var found = _features(row.pixels, row.filters, row.steps)
-        var distance = 0
-        comptime for i in range(FEATURES):
-            distance += abs(found[i] - wanted[i])
-        if row.adds != epilogue.adds or row.gelu != epilogue.gelu:
-            distance += 256
-        var closer = distance < nearest or (distance == nearest and row.pixels > best.pixels)
-        if closer and row.splits <= steps:
-            best, nearest = row, distance
-    return best
+    var costs: StaticString = "gelu" if epilogue.gelu else "none"
+    if epilogue.adds:
+        costs = "add_gelu" if epilogue.gelu else "add"
+    var wanted = _features(g.pixels(), g.f, steps, device.multiprocessors)
+    var choice = Cheapest(Row(0, 0, 0, "none", 0, 1))
+    for row in materialize[rows]():
+        if row.splits <= steps:
+            var found = _features(row.pixels, row.filters, row.steps, MULTIPROCESSORS)
+            var distance = 256 * Int(row.epilogue != costs)
+            comptime for i in range(FEATURES):
+                distance += abs(found[i] - wanted[i])
+            # Of rows as near the one of more pixels.
+            choice.offer(row, Float64((distance << 32) - row.pixels))
+    return choice.best

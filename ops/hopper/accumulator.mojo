@@ -29,20 +29,12 @@ Parameters:
 """
 
 
+@fieldwise_init
 struct Fragment(TrivialRegisterPassable):
     """A thread's place in its warpgroup's sums."""
 
     var t: Int32
     """The thread, counted from the block's first warpgroup."""
-
-    @always_inline
-    def __init__(out self, t: Int32):
-        """Places a thread.
-
-        Args:
-            t: Counted from the block's first warpgroup.
-        """
-        self.t = t
 
     @always_inline
     def group(self) -> Int32:

@@ -31,6 +31,7 @@ comptime PEERS = 8
 """Blocks of a cluster at most."""
 
 
+@fieldwise_init
 struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
     """What the blocks of a cluster of 2, 4 or 8 send to one of them, itself among them.
 
@@ -56,18 +57,6 @@ struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
     """Blocks of the cluster."""
     var rank: Int32
     """Of this block."""
-
-    @always_inline
-    def __init__(out self, data: UInt32, barrier: UInt32, *, splits: Int32, rank: Int32):
-        """Takes a place.
-
-        Args:
-            data: Address of `BYTES` bytes in shared memory, the same in all blocks.
-            barrier: Address of 8 more.
-            splits: Blocks of the cluster.
-            rank: Of this block.
-        """
-        self.data, self.barrier, self.splits, self.rank = data, barrier, splits, rank
 
     @always_inline
     def init(self):

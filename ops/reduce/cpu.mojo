@@ -9,9 +9,9 @@ from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv, iota
 from std.memory import unsafe_stack_allocation
 from std.sys import simd_width_of
-from std.sys.intrinsics import masked_load, masked_store
+from std.sys.intrinsics import masked_store
 
-from ..operands import F32, Data, narrowed, widened
+from ..operands import F32, Data, narrowed, widened, widened_load
 from ..parallel import over_cores
 from .join import joined, nothing, over_vector
 
@@ -25,17 +25,6 @@ comptime PIECE = 131072
 """Numbers that are worth a task of their own."""
 comptime ROOM = 4096
 """Numbers that the parts of slabs leave in all."""
-
-
-@always_inline
-def _load[
-    dtype: DType, //, masked: Bool
-](x: Data[dtype], inside: SIMD[DType.bool, WIDTH]) -> SIMD[F32, WIDTH]:
-    """Loads a vector; of a masked one, only what is inside."""
-    comptime if masked:
-        return widened(masked_load[WIDTH](x, inside, SIMD[dtype, WIDTH](0)))
-    else:
-        return widened(x.unsafe_load[width=WIDTH](0))
 
 
 @always_inline
@@ -56,13 +45,15 @@ def _rows[
                     comptime i = u * vectors + v
                     sums[i] = joined[kind](
                         sums[i],
-                        _load[masked](x.unsafe_offset((row + u) * stride + v * WIDTH), inside),
+                        widened_load[masked](
+                            x.unsafe_offset((row + u) * stride + v * WIDTH), inside
+                        ),
                     )
             row += unroll
         while row < stop:
             comptime for v in range(vectors):
                 sums[v] = joined[kind](
-                    sums[v], _load[masked](x.unsafe_offset(row * stride + v * WIDTH), inside)
+                    sums[v], widened_load[masked](x.unsafe_offset(row * stride + v * WIDTH), inside)
                 )
             row += 1
         comptime for u in range(unroll):

@@ -22,11 +22,7 @@ struct Reduce:
     @staticmethod
     def execute[
         target: StaticString, kind: StaticString
-    ](
-        y: OutputTensor[rank=2, ...],
-        x: InputTensor[rank=3, ...],
-        ctx: DeviceContext,
-    ) raises:
+    ](y: OutputTensor[rank=2, ...], x: InputTensor[rank=3, ...], ctx: DeviceContext,) raises:
         """Runs the op.
 
         Parameters:
