@@ -6,8 +6,8 @@ M = N * P * Q output pixels, K = R * S * C taps and channels, N = F filters; see
     b[F, K]         filters, K ordered R, S, C (or b[K, F] for a product with b not transposed)
     y[N, P, Q, F]   result
 
-`gemm` chooses: wgmma (hopper.mojo, resident.mojo) where the GPU has it and it takes the product, else mma.sync or
-mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the kernel of this file.
+`gemm` chooses: wgmma (hopper.mojo, resident.mojo, pingpong.mojo) where the GPU has it and it takes the product, else
+mma.sync or mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the kernel of this file.
 
 That kernel: a block of 256 threads computes a 64 x 64 tile, each thread 4 x 4, from 16 steps of K
 at a time in two alternating stages of shared memory; what the next stage needs is read from device
@@ -31,8 +31,9 @@ from ..operands import F32, Batch, Data, Operands
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
+from .pingpong import pingpong_gemm
 from .resident import resident_gemm
-from .tuning import CONFIGS, RESIDENT, alike, choose, chosen
+from .tuning import CONFIGS, FIRST_PINGPONG, PINGPONG, RESIDENT, alike, choose, chosen
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -238,7 +239,8 @@ def gemm[
     comptime if hopper:
         if batch.products == 1 and takes[dtype](g):
             var row = choose(g, ROW // size_of[dtype](), epilogue)
-            comptime for i in range(len(CONFIGS) + len(RESIDENT)):
+            comptime tiles = FIRST_PINGPONG + (0 if epilogue.adds else len(PINGPONG))
+            comptime for i in range(tiles):
                 comptime if chosen(i):
                     if row.config == i:
                         gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
@@ -277,9 +279,12 @@ def gemm_tile[
     """
     comptime if index < len(CONFIGS):
         hopper_gemm[dtype, epilogue, CONFIGS[index]](g, o, splits, ctx, constant=constant)
-    else:
+    elif index < FIRST_PINGPONG:
         comptime config = RESIDENT[index - len(CONFIGS)]
         resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant)
+    else:
+        comptime config = PINGPONG[index - FIRST_PINGPONG]
+        pingpong_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
 
 
 def gemm_group[

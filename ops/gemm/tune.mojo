@@ -15,7 +15,7 @@ from ..hopper.window import PixelBox
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands
 from .gpu import gemm_portable, gemm_tile
-from .tuning import CONFIGS, RESIDENT
+from .tuning import CONFIGS, FIRST_PINGPONG, PINGPONG, RESIDENT
 
 comptime HALF = DType.bfloat16
 """What is timed; float16 takes as long."""
@@ -121,6 +121,12 @@ struct Tuner:
                 self.tune_splits[epilogue, len(CONFIGS) + i](
                     g, line, blocks, least, 8 if config.split else 1
                 )
+
+        comptime if not epilogue.adds:
+            comptime for i in range(len(PINGPONG)):
+                comptime config = PINGPONG[i]
+                if config.takes(g.r * g.s * ceildiv(g.c, 64), epilogue):
+                    self.tune_splits[epilogue, FIRST_PINGPONG + i](g, line, 0, 1, 1)
 
     def tune_splits[
         epilogue: Epilogue, index: Int

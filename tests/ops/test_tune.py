@@ -62,6 +62,20 @@ def test_every_product_runs_close_to_its_best() -> None:
         assert tune.slowdown(times[product], tune.look_up(chosen, product)) <= tune.SLACK
 
 
+@pytest.mark.parametrize(
+    ("steps", "epilogue", "config"), [(6, "none", 11), (7, "none", 0), (6, "add", 0)]
+)
+def test_a_row_is_passed_over_whose_tile_does_not_take_the_product(
+    steps: int, epilogue: str, config: int
+) -> None:
+    table = {
+        tune.Product(6272, 768, 6, "none"): tune.Tile(tune.PINGPONG, 1),
+        tune.Product(100, 64, 72, "add"): tune.Tile(0, 1),
+    }
+    wanted = tune.Product(6272, 768, steps, epilogue)
+    assert tune.look_up(table, wanted).config == config
+
+
 def test_a_table_that_predicts_badly_is_not_written(table: Path, tmp_path: Path) -> None:
     rng = random.Random(0)
     noise = [
