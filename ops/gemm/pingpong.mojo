@@ -17,8 +17,9 @@ stage's last contents had come: its predecessor has waited for them before it pa
 residual would break this, as nobody waits for another consumer's.
 
 Takes as many steps of K as leave room for `FEWEST` stages: 6 of 192 filters, 10 of 128. Bound by
-device memory where K is short; else products and GELU share the registers' bandwidth. H200, 2026-11-25:
-192 -> 192 of 50,176 pixels 9.94 us (11.91 by hopper.mojo), 192 -> 768 with GELU 43.5 us (46.6).
+device memory where K is short. With 384 channels a tile's products take 2,750 cycles beside other
+tiles' ReLU, 3,800 beside their GELU (H100; at best 2,304): why is not known. H200, 2026-11-25: 192 ->
+192 of 50,176 pixels 9.94 us (11.91 by hopper.mojo), 192 -> 768 with GELU 43.5 us (46.6).
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, grid_dim, thread_idx
