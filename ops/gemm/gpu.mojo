@@ -6,9 +6,9 @@ M = N * P * Q output pixels, K = R * S * C taps and channels, N = F filters; see
     b[F, K]         filters, K ordered R, S, C (or b[K, F] for a product with b not transposed)
     y[N, P, Q, F]   result
 
-`gemm` chooses: wgmma (hopper.mojo, resident.mojo, turned.mojo) where the GPU has it and it takes the
-product, else mma.sync or mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the kernel of
-this file.
+`gemm` chooses: wgmma (hopper.mojo, resident.mojo, pingpong.mojo, turned.mojo) where the GPU has it and
+it takes the product, else mma.sync or mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the
+kernel of this file.
 
 That kernel: a block of 256 threads computes a 64 x 64 tile, each thread 4 x 4, from 16 steps of K
 at a time in two alternating stages of shared memory; what the next stage needs is read from device
@@ -33,9 +33,23 @@ from ..operands import F32, Batch, Data, Operands
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
+from .pingpong import pingpong_gemm
 from .resident import resident_gemm
+from .tuning import (
+    CONFIGS,
+    FIRST_PINGPONG,
+    FIRST_RESIDENT,
+    FIRST_TURNED,
+    PINGPONG,
+    RESIDENT,
+    TILES,
+    TURNED,
+    alike,
+    choose,
+    chosen,
+    turned,
+)
 from .turned import turned_gemm
-from .tuning import CONFIGS, FIRST_TURNED, RESIDENT, TURNED, alike, choose, chosen, turned
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -252,8 +266,8 @@ def gemm[
             var row = choose(g, WIDTH, epilogue, device)
             comptime if turns:
                 row = turned(row, g, ceildiv(g.c, WIDTH), device)
-            comptime for i in range(FIRST_TURNED + len(TURNED) if turns else FIRST_TURNED):
-                comptime if chosen(i):
+            comptime for i in range(TILES):
+                comptime if chosen(i, epilogue, turns):
                     if row.config == i:
                         gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
             return
@@ -289,11 +303,14 @@ def gemm_tile[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    comptime if index < len(CONFIGS):
+    comptime if index < FIRST_RESIDENT:
         hopper_gemm[dtype, epilogue, CONFIGS[index]](g, o, splits, ctx, constant=constant)
-    elif index < FIRST_TURNED:
-        comptime config = RESIDENT[index - len(CONFIGS)]
+    elif index < FIRST_PINGPONG:
+        comptime config = RESIDENT[index - FIRST_RESIDENT]
         resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant)
+    elif index < FIRST_TURNED:
+        comptime config = PINGPONG[index - FIRST_PINGPONG]
+        pingpong_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
     else:
         comptime config = TURNED[index - FIRST_TURNED]
         turned_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)

@@ -16,7 +16,15 @@ from ..hopper.window import PixelBox
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands
 from .gpu import gemm_portable, gemm_tile
-from .tuning import CONFIGS, FIRST_TURNED, RESIDENT, TURNED
+from .tuning import (
+    CONFIGS,
+    FIRST_PINGPONG,
+    FIRST_RESIDENT,
+    FIRST_TURNED,
+    PINGPONG,
+    RESIDENT,
+    TURNED,
+)
 from .turned import turned_tiles
 
 comptime HALF = DType.bfloat16
@@ -120,9 +128,14 @@ struct Tuner:
             comptime least = 2 if config.split else 1
             # Blocks do not go from tile to tile: of many, every one begins anew.
             if blocks <= 1200:
-                self.tune_splits[epilogue, len(CONFIGS) + i](
+                self.tune_splits[epilogue, FIRST_RESIDENT + i](
                     g, line, blocks, least, 8 if config.split else 1
                 )
+        comptime if not epilogue.adds:
+            comptime for i in range(len(PINGPONG)):
+                comptime config = PINGPONG[i]
+                if config.takes(g.r * g.s * ceildiv(g.c, 64), epilogue):
+                    self.tune_splits[epilogue, FIRST_PINGPONG + i](g, line, 0, 1, 1)
         comptime for i in range(len(TURNED)):
             if turned_tiles[TURNED[i]](g, chunks=ceildiv(g.c, 64)) > 0:
                 self.tune_splits[epilogue, FIRST_TURNED + i](g, line, 0, 1, 1)

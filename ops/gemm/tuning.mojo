@@ -21,6 +21,7 @@ from ..geometry import Geometry
 from ..hopper.shared import ROW
 from ..hopper.tile import TileConfig
 from .hopper import Config
+from .pingpong import PingPong
 from .turned import TurnedConfig, turned_tiles
 
 comptime CONFIGS: List[Config] = [
@@ -40,15 +41,25 @@ comptime RESIDENT: List[TileConfig] = [
     TileConfig(groups=1, columns=32),
 ]
 """The blocks of resident.mojo that are compiled; rows count them on from CONFIGS."""
-comptime FIRST_TURNED = len(CONFIGS) + len(RESIDENT)
-"""The first of TURNED, as a row's `config`; rows have none of them."""
+comptime FIRST_RESIDENT = len(CONFIGS)
+"""The first of RESIDENT, as a row's `config`."""
+comptime PINGPONG: List[PingPong] = [
+    PingPong(groups=3, columns=192),
+    PingPong(groups=3, columns=128),
+]
+"""The blocks of pingpong.mojo that are compiled; rows count them on from RESIDENT."""
+comptime FIRST_PINGPONG = FIRST_RESIDENT + len(RESIDENT)
+"""The first of PINGPONG, as a row's `config`."""
 comptime TURNED: List[TurnedConfig] = [TurnedConfig(64, 232), TurnedConfig(128, 200)]
 """The tiles of turned.mojo that are compiled, of 16 bits: not in rows, `turned` chooses them."""
+comptime FIRST_TURNED = FIRST_PINGPONG + len(PINGPONG)
+"""The first of TURNED, as `turned` counts them on from PINGPONG."""
+comptime TILES = FIRST_TURNED + len(TURNED)
+"""All tiles."""
 comptime ALIKE: List[Int] = [5, 6, 4, 6]
 """The tile of CONFIGS that is most like each block of RESIDENT."""
 
 
-@fieldwise_init
 struct Row(TrivialRegisterPassable):
     """A measured product and its fastest tile."""
 
@@ -61,13 +72,39 @@ struct Row(TrivialRegisterPassable):
     var epilogue: StaticString
     """As far as it costs time: none, add or gelu."""
     var config: Int
-    """Index in CONFIGS, or the length of it more than one in RESIDENT."""
+    """Index in CONFIGS, RESIDENT and PINGPONG, one after the other."""
     var splits: Int
     """Blocks that share a tile."""
+    var next: Int
+    """The fastest tile of CONFIGS, if the row's is one of PINGPONG."""
+
+    def __init__(
+        out self,
+        pixels: Int,
+        filters: Int,
+        steps: Int,
+        epilogue: StaticString,
+        config: Int,
+        splits: Int,
+        next: Int = 0,
+    ):
+        """Names the parts.
+
+        Args:
+            pixels: M.
+            filters: F.
+            steps: Steps of K.
+            epilogue: As far as it costs time: none, add or gelu.
+            config: Index in CONFIGS, RESIDENT and PINGPONG, one after the other.
+            splits: Blocks that share a tile.
+            next: The fastest tile of CONFIGS, if the row's is one of PINGPONG.
+        """
+        self.pixels, self.filters, self.steps = pixels, filters, steps
+        self.epilogue, self.config, self.splits, self.next = epilogue, config, splits, next
 
 
 comptime ROWS: List[Row] = [
-    # rows: ops/gemm/tune.py, 2026-11-24, NVIDIA H200
+    # rows: ops/gemm/tune.py, 2026-11-24; with tiles 11 and 12, 2026-11-25, NVIDIA H200
     Row(1, 1000, 6, "none", 10, 1),  # 2.30
     Row(1, 1000, 8, "none", 7, 4),  # 2.18
     Row(1, 1000, 12, "none", 8, 2),  # 2.48
@@ -260,10 +297,10 @@ comptime ROWS: List[Row] = [
     Row(4704, 256, 36, "add", 2, 1),  # 14.32
     Row(4704, 384, 27, "none", 2, 1),  # 11.19
     Row(4704, 512, 2, "add", 1, 1),  # 4.89
-    Row(4704, 768, 3, "gelu", 2, 1),  # 7.05
+    Row(4704, 768, 3, "gelu", 11, 1, 2),  # 6.66
     Row(4704, 1024, 4, "add", 1, 1),  # 9.56
     Row(4728, 384, 6, "add", 2, 1),  # 5.59
-    Row(4728, 1536, 6, "gelu", 3, 1),  # 16.25
+    Row(4728, 1536, 6, "gelu", 11, 1, 3),  # 14.48
     Row(6272, 40, 2, "add", 9, 1),  # 2.44
     Row(6272, 64, 1, "add", 10, 1),  # 2.37
     Row(6272, 64, 4, "add", 4, 1),  # 3.22
@@ -281,18 +318,21 @@ comptime ROWS: List[Row] = [
     Row(6272, 320, 18, "none", 1, 1),  # 11.68
     Row(6272, 480, 2, "none", 1, 1),  # 4.52
     Row(6272, 512, 36, "none", 1, 1),  # 20.60
-    Row(6272, 576, 3, "none", 2, 1),  # 5.86
-    Row(6272, 672, 2, "none", 0, 1),  # 5.76
-    Row(6272, 768, 3, "gelu", 0, 1),  # 7.90
-    Row(6272, 960, 3, "none", 2, 1),  # 8.24
+    Row(6272, 576, 3, "none", 11, 1, 2),  # 5.56
+    Row(6272, 672, 2, "none", 11, 1, 0),  # 5.50
+    Row(6272, 768, 3, "gelu", 11, 1, 0),  # 7.40
+    Row(6272, 960, 3, "none", 11, 1, 1),  # 7.53
     Row(6272, 1024, 8, "none", 1, 1),  # 13.42
+    Row(6272, 1152, 3, "none", 11, 1, 3),  # 8.10
+    Row(6272, 1152, 6, "none", 11, 1, 3),  # 11.60
     Row(6272, 2048, 8, "add", 1, 1),  # 28.33
     Row(6272, 2048, 16, "none", 1, 1),  # 40.63
     Row(6304, 384, 6, "add", 1, 1),  # 6.58
+    Row(6304, 384, 6, "none", 11, 1, 1),  # 5.97
     Row(6304, 384, 24, "add", 1, 1),  # 14.42
     Row(6304, 768, 12, "add", 0, 1),  # 13.54
     Row(6304, 768, 48, "add", 0, 1),  # 40.93
-    Row(6304, 1152, 6, "none", 3, 1),  # 14.34
+    Row(6304, 1152, 6, "none", 11, 1, 3),  # 11.76
     Row(6304, 1536, 6, "gelu", 1, 1),  # 17.74
     Row(6304, 2304, 12, "none", 0, 1),  # 35.67
     Row(9408, 64, 1, "add", 4, 1),  # 2.67
@@ -303,43 +343,50 @@ comptime ROWS: List[Row] = [
     Row(9408, 192, 3, "none", 4, 1),  # 4.27
     Row(9408, 192, 12, "add", 1, 1),  # 9.42
     Row(9408, 256, 1, "add", 1, 1),  # 4.58
+    Row(9408, 256, 1, "gelu", 12, 1, 3),  # 4.42
     Row(9408, 256, 1, "none", 3, 1),  # 3.59
+    Row(9408, 256, 8, "none", 1, 1),  # 7.17
     Row(9408, 256, 36, "add", 1, 1),  # 19.64
     Row(9408, 384, 27, "none", 2, 1),  # 20.19
     Row(9408, 512, 4, "none", 3, 1),  # 8.02
-    Row(9408, 768, 3, "gelu", 3, 1),  # 12.00
+    Row(9408, 768, 3, "gelu", 11, 1, 3),  # 10.44
     Row(9408, 1024, 8, "none", 1, 1),  # 18.54
     Row(9456, 384, 6, "add", 0, 1),  # 9.00
-    Row(9456, 384, 6, "none", 2, 1),  # 8.08
+    Row(9456, 384, 6, "none", 11, 1, 2),  # 7.44
+    Row(9456, 1536, 6, "gelu", 11, 1, 2),  # 26.57
     Row(12544, 64, 1, "none", 4, 1),  # 2.46
     Row(12544, 64, 9, "add", 4, 1),  # 5.18
     Row(12544, 96, 1, "none", 3, 1),  # 3.04
     Row(12544, 128, 1, "none", 3, 1),  # 2.93
     Row(12544, 128, 4, "none", 2, 1),  # 4.34
     Row(12544, 128, 18, "none", 2, 1),  # 8.63
-    Row(12544, 192, 3, "none", 3, 1),  # 4.78
+    Row(12544, 192, 3, "add", 3, 1),  # not measured again
+    Row(12544, 192, 3, "none", 11, 1, 3),  # 4.66
     Row(12544, 192, 9, "none", 1, 1),  # 8.44
     Row(12544, 256, 1, "add", 1, 1),  # 4.87
     Row(12544, 256, 18, "none", 1, 1),  # 12.70
     Row(12544, 512, 2, "add", 1, 1),  # 8.49
     Row(12544, 512, 4, "none", 2, 1),  # 8.96
     Row(12544, 512, 32, "none", 2, 1),  # 38.51
-    Row(12544, 768, 3, "gelu", 1, 1),  # 13.24
+    Row(12544, 768, 3, "gelu", 11, 1, 1),  # 12.42
     Row(12544, 2048, 16, "none", 1, 1),  # 78.56
     Row(12608, 384, 6, "add", 0, 1),  # 9.55
+    Row(12608, 384, 6, "none", 11, 1, 0),  # 8.55
     Row(12608, 384, 24, "add", 0, 1),  # 24.08
-    Row(12800, 384, 6, "none", 1, 1),  # 10.13
+    Row(12608, 1536, 6, "gelu", 1, 1),  # 34.50
+    Row(12800, 384, 6, "none", 11, 1, 1),  # 9.24
     Row(16384, 768, 12, "add", 1, 1),  # 35.62
     Row(16384, 768, 48, "add", 2, 1),  # 111.35
     Row(18816, 64, 9, "none", 3, 1),  # 6.30
     Row(18816, 128, 4, "none", 1, 1),  # 5.34
     Row(18816, 128, 18, "add", 1, 1),  # 12.10
-    Row(18816, 192, 3, "none", 0, 1),  # 6.44
+    Row(18816, 192, 3, "none", 11, 1, 0),  # 5.49
     Row(18816, 192, 12, "add", 0, 1),  # 13.64
     Row(18816, 256, 1, "gelu", 3, 1),  # 6.76
-    Row(18816, 256, 8, "none", 1, 1),  # 11.92
+    Row(18816, 256, 8, "none", 12, 1, 1),  # 11.50
+    Row(18816, 768, 3, "gelu", 11, 1, 0),  # 17.71
     Row(24576, 200, 6, "add", 1, 1),  # 13.47
-    Row(24576, 384, 4, "gelu", 1, 1),  # 15.97
+    Row(24576, 384, 4, "gelu", 11, 1, 1),  # 14.90
     Row(25088, 24, 3, "add", 10, 1),  # 3.91
     Row(25088, 40, 4, "add", 3, 1),  # 5.27
     Row(25088, 64, 1, "add", 3, 1),  # 3.47
@@ -347,26 +394,39 @@ comptime ROWS: List[Row] = [
     Row(25088, 96, 2, "add", 1, 1),  # 5.28
     Row(25088, 112, 11, "add", 1, 1),  # 10.95
     Row(25088, 120, 1, "none", 1, 1),  # 5.40
-    Row(25088, 144, 1, "none", 0, 1),  # 6.31
+    Row(25088, 128, 8, "none", 1, 1),  # 7.80
+    Row(25088, 144, 1, "none", 11, 1, 0),  # 5.91
     Row(25088, 192, 3, "add", 0, 1),  # 7.49
+    Row(25088, 192, 3, "none", 11, 1, 0),  # 6.18
+    Row(25088, 192, 6, "none", 11, 1, 0),  # 8.55
     Row(25088, 192, 9, "none", 0, 1),  # 10.85
-    Row(25088, 240, 1, "none", 1, 1),  # 7.33
+    Row(25088, 240, 1, "none", 12, 1, 1),  # 6.81
+    Row(25088, 256, 1, "gelu", 1, 1),  # 7.45
+    Row(25088, 256, 1, "none", 1, 1),  # 5.78
+    Row(25088, 256, 2, "none", 1, 1),  # 6.93
+    Row(25088, 256, 8, "none", 1, 1),  # 13.35
     Row(25088, 480, 2, "none", 1, 1),  # 11.64
     Row(25088, 512, 4, "none", 2, 1),  # 15.45
     Row(25088, 512, 8, "add", 1, 1),  # 28.72
-    Row(25088, 576, 3, "none", 3, 1),  # 16.33
-    Row(25088, 672, 2, "none", 1, 1),  # 17.27
+    Row(25088, 576, 3, "none", 11, 1, 3),  # 13.52
+    Row(25088, 672, 2, "none", 11, 1, 2),  # 15.10
     Row(25088, 1024, 4, "add", 2, 1),  # 39.18
-    Row(25216, 1152, 6, "none", 1, 1),  # 44.01
+    Row(25216, 384, 6, "none", 11, 1, 1),  # 14.74
+    Row(25216, 1152, 6, "none", 11, 1, 1),  # 39.79
     Row(37632, 128, 1, "none", 3, 1),  # 5.03
-    Row(37632, 128, 4, "none", 1, 1),  # 8.29
-    Row(37632, 192, 3, "none", 3, 1),  # 10.30
+    Row(37632, 128, 4, "none", 12, 1, 1),  # 7.87
+    Row(37632, 128, 8, "none", 12, 1, 1),  # 12.67
+    Row(37632, 128, 9, "none", 1, 1),  # not measured again
+    Row(37632, 192, 3, "add", 3, 1),  # not measured again
+    Row(37632, 192, 3, "none", 11, 1, 3),  # 8.09
     Row(37632, 256, 1, "add", 1, 1),  # 10.51
-    Row(37632, 768, 3, "gelu", 1, 1),  # 35.71
+    Row(37632, 256, 8, "none", 12, 1, 2),  # 20.66
+    Row(37632, 768, 3, "gelu", 11, 1, 1),  # 33.30
     Row(50176, 128, 1, "none", 1, 1),  # 5.85
     Row(50176, 128, 8, "none", 2, 1),  # 18.30
     Row(50176, 128, 18, "add", 1, 1),  # 23.74
-    Row(50176, 192, 3, "none", 0, 1),  # 11.94
+    Row(50176, 192, 3, "add", 0, 1),  # not measured again
+    Row(50176, 192, 3, "none", 11, 1, 0),  # 9.94
     Row(50176, 192, 9, "none", 0, 1),  # 20.13
     Row(50176, 256, 1, "add", 3, 1),  # 17.49
     Row(50176, 256, 1, "gelu", 1, 1),  # 13.13
@@ -376,30 +436,40 @@ comptime ROWS: List[Row] = [
     Row(50176, 256, 36, "none", 1, 1),  # 80.53
     Row(50176, 1024, 4, "add", 2, 1),  # 71.77
     Row(50432, 384, 6, "add", 1, 1),  # 37.35
+    Row(50432, 384, 6, "none", 11, 1, 2),  # 30.12
+    Row(50432, 1536, 6, "gelu", 11, 1, 1),  # 128.03
     Row(75264, 64, 1, "add", 3, 1),  # 7.29
     Row(75264, 64, 9, "add", 3, 1),  # 17.06
-    Row(75264, 128, 4, "none", 1, 1),  # 17.00
+    Row(75264, 128, 4, "none", 12, 1, 1),  # 16.15
     Row(75264, 256, 1, "gelu", 1, 1),  # 19.90
-    Row(75264, 256, 1, "none", 3, 1),  # 15.57
+    Row(75264, 256, 1, "none", 12, 1, 2),  # 15.05
     Row(98304, 200, 6, "add", 1, 1),  # 51.06
-    Row(98304, 384, 4, "gelu", 1, 1),  # 60.60
+    Row(98304, 384, 4, "gelu", 11, 1, 1),  # 49.06
     Row(100352, 24, 1, "none", 3, 1),  # 6.19
     Row(100352, 64, 1, "none", 4, 1),  # 6.25
     Row(100352, 72, 1, "none", 1, 1),  # 13.89
+    Row(100352, 96, 1, "none", 12, 1, 1),  # 9.73
     Row(100352, 96, 6, "add", 1, 1),  # 32.64
+    Row(100352, 120, 1, "none", 12, 1, 1),  # 12.06
     Row(100352, 128, 1, "none", 1, 1),  # 9.63
+    Row(100352, 128, 2, "none", 12, 1, 2),  # 13.76
     Row(100352, 128, 9, "none", 2, 1),  # 25.75
     Row(100352, 128, 18, "add", 1, 1),  # 48.95
-    Row(100352, 144, 1, "none", 0, 1),  # 19.45
-    Row(100352, 192, 3, "none", 3, 1),  # 25.76
+    Row(100352, 144, 1, "none", 11, 1, 0),  # 13.75
+    Row(100352, 192, 3, "add", 3, 1),  # not measured again
+    Row(100352, 192, 3, "none", 11, 1, 3),  # 22.03
+    Row(100352, 192, 6, "none", 11, 1, 0),  # 32.80
     Row(100352, 192, 9, "none", 0, 1),  # 42.40
-    Row(100352, 240, 1, "none", 1, 1),  # 27.85
+    Row(100352, 240, 1, "none", 12, 1, 1),  # 19.83
     Row(100352, 256, 1, "gelu", 1, 1),  # 25.88
     Row(100352, 256, 1, "none", 3, 1),  # 20.19
+    Row(100352, 256, 8, "none", 12, 1, 2),  # 50.65
     Row(100352, 256, 18, "none", 1, 1),  # 84.47
-    Row(100352, 512, 4, "none", 2, 1),  # 57.85
+    Row(100352, 288, 2, "none", 11, 1, 3),  # 27.44
+    Row(100352, 512, 4, "none", 11, 1, 2),  # 56.95
     Row(100352, 512, 72, "none", 1, 1),  # 596.71
-    Row(100352, 768, 3, "gelu", 1, 1),  # 89.12
+    Row(100352, 576, 3, "none", 11, 1, 1),  # 47.22
+    Row(100352, 768, 3, "gelu", 11, 1, 1),  # 83.68
     Row(150528, 64, 1, "none", 3, 1),  # 7.99
     Row(150528, 256, 1, "gelu", 1, 1),  # 37.28
     Row(150528, 256, 1, "none", 3, 1),  # 28.80
@@ -407,7 +477,7 @@ comptime ROWS: List[Row] = [
     Row(200704, 128, 9, "none", 2, 1),  # 54.01
     Row(200704, 128, 18, "add", 1, 1),  # 95.77
     Row(200704, 192, 3, "add", 0, 1),  # 63.79
-    Row(200704, 192, 3, "none", 3, 1),  # 48.62
+    Row(200704, 192, 3, "none", 11, 1, 3),  # 44.68
     Row(200704, 192, 9, "none", 0, 1),  # 81.11
     Row(200704, 256, 1, "gelu", 1, 1),  # 48.29
     Row(200704, 256, 1, "none", 3, 1),  # 37.39
@@ -415,20 +485,22 @@ comptime ROWS: List[Row] = [
     Row(401408, 64, 1, "none", 4, 1),  # 28.70
     Row(401408, 64, 9, "none", 3, 1),  # 66.32
     Row(401408, 72, 1, "none", 1, 1),  # 55.71
+    Row(401408, 96, 1, "none", 12, 1, 1),  # 33.13
     Row(401408, 96, 6, "add", 1, 1),  # 115.64
-    Row(401408, 128, 1, "none", 1, 1),  # 42.99
+    Row(401408, 128, 1, "none", 12, 1, 1),  # 39.88
+    Row(401408, 128, 2, "none", 1, 1),  # 58.99
     Row(401408, 128, 9, "none", 1, 1),  # 97.02
-    Row(401408, 144, 1, "none", 0, 1),  # 77.80
+    Row(401408, 144, 1, "none", 11, 1, 0),  # 43.93
     Row(401408, 256, 1, "gelu", 1, 1),  # 91.62
     Row(401408, 256, 1, "none", 3, 1),  # 74.04
     Row(401408, 256, 36, "none", 1, 1),  # 634.30
-    Row(401408, 288, 2, "none", 3, 1),  # 110.55
-    Row(401408, 384, 2, "gelu", 1, 1),  # 150.81
+    Row(401408, 288, 2, "none", 11, 1, 3),  # 97.71
+    Row(401408, 384, 2, "gelu", 11, 1, 1),  # 144.68
     Row(802816, 64, 1, "none", 4, 1),  # 55.21
     Row(802816, 256, 1, "gelu", 1, 1),  # 175.74
     Row(802816, 256, 1, "none", 2, 1),  # 152.06
     Row(1605632, 64, 1, "none", 3, 1),  # 109.80
-    Row(1605632, 96, 1, "none", 1, 1),  # 147.39
+    Row(1605632, 96, 1, "none", 12, 1, 1),  # 120.50
     Row(6422528, 64, 9, "none", 3, 1),  # 986.23
     # end of rows
 ]
@@ -493,17 +565,21 @@ def choose(g: Geometry, width: Int, epilogue: Epilogue, device: Device, more: In
     return nearest[ROWS](g, steps, epilogue, device)
 
 
-def chosen(config: Int) -> Bool:
-    """Tells whether the table has a tile; others are not compiled.
+def chosen(config: Int, epilogue: Epilogue, windows: Bool) -> Bool:
+    """Tells whether products get a tile; others are not compiled.
 
     Args:
         config: As a row's.
+        epilogue: What the accumulator goes through.
+        windows: Whether `turned` may choose the tile.
 
     Returns:
-        Whether a row has it, or it is one of TURNED.
+        Whether a row has it, and it has the epilogue; or it is one of TURNED.
     """
     if config >= FIRST_TURNED:
-        return True
+        return windows
+    if config >= FIRST_PINGPONG and epilogue.adds:
+        return False
     for row in materialize[ROWS]():
         if row.config == config:
             return True
@@ -517,12 +593,14 @@ def alike(row: Row) -> Row:
         row: Of the table.
 
     Returns:
-        The row; with the tile most like its block if that is one of RESIDENT.
+        The row; with another tile if it has one of RESIDENT or PINGPONG.
     """
-    comptime count = len(CONFIGS)
+    comptime first = FIRST_RESIDENT
     var other = row
-    if row.config >= count:
-        other.config = materialize[ALIKE]()[row.config - count]
+    if row.config >= FIRST_PINGPONG:
+        other.config = row.next
+    elif row.config >= first:
+        other.config = materialize[ALIKE]()[row.config - first]
     return other
 
 
@@ -563,6 +641,24 @@ def turned(row: Row, g: Geometry, chunks: Int, device: Device) -> Row:
     return other
 
 
+def takes(config: Int, steps: Int, epilogue: Epilogue) -> Bool:
+    """Tells whether a block computes a product.
+
+    Args:
+        config: As a row's.
+        steps: Of K.
+        epilogue: What the accumulator goes through.
+
+    Returns:
+        False for some products and blocks of PINGPONG.
+    """
+    comptime for i in range(len(PINGPONG)):
+        comptime block = PINGPONG[i]
+        if config == FIRST_PINGPONG + i:
+            return block.takes(steps, epilogue)
+    return True
+
+
 def nearest[rows: List[Row]](g: Geometry, steps: Int, epilogue: Epilogue, device: Device) -> Row:
     """Finds the measured product that is most like another.
 
@@ -576,7 +672,7 @@ def nearest[rows: List[Row]](g: Geometry, steps: Int, epilogue: Epilogue, device
         device: The GPU.
 
     Returns:
-        The nearest row whose splits the product has steps for.
+        The nearest row whose splits the product has steps for, and whose block takes it.
     """
     var costs: StaticString = "gelu" if epilogue.gelu else "none"
     if epilogue.adds:
@@ -584,7 +680,7 @@ def nearest[rows: List[Row]](g: Geometry, steps: Int, epilogue: Epilogue, device
     var wanted = _features(g.pixels(), g.f, steps, device.multiprocessors)
     var choice = Cheapest(Row(0, 0, 0, "none", 0, 1))
     for row in materialize[rows]():
-        if row.splits <= steps:
+        if row.splits <= steps and takes(row.config, steps, epilogue):
             var found = _features(row.pixels, row.filters, row.steps, MULTIPROCESSORS)
             var distance = 256 * Int(row.epilogue != costs)
             comptime for i in range(FEATURES):

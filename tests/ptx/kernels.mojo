@@ -16,8 +16,9 @@ from ops.epilogue import Epilogue
 from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
 from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
+from ops.gemm.pingpong import pingpong_gemm
 from ops.gemm.resident import resident_gemm
-from ops.gemm.tuning import CONFIGS, RESIDENT, TURNED
+from ops.gemm.tuning import CONFIGS, PINGPONG, RESIDENT, TURNED
 from ops.gemm.turned import turned_gemm
 from ops.gather_rows import GatherTensors, RowMap, gather_rows_gpu
 from ops.geometry import Geometry
@@ -69,6 +70,15 @@ def resident(
     resident_gemm[F16, Epilogue("gelu"), RESIDENT[0]](g, o16, 1, ctx)
     resident_gemm[F32, Epilogue("add"), RESIDENT[1]](g, o32, 1, ctx)
     resident_gemm[F32, Epilogue("relu"), RESIDENT[2]](g, o32, 1, ctx)
+
+
+def pingpong(
+    g: Geometry, o: Operands[BF16], o16: Operands[F16], o32: Operands[F32], ctx: DeviceContext
+) raises:
+    pingpong_gemm[BF16, Epilogue("gelu"), PINGPONG[0]](g, o, ctx)
+    pingpong_gemm[BF16, Epilogue("relu"), PINGPONG[1]](g, o, ctx)
+    pingpong_gemm[F16, Epilogue("none"), PINGPONG[1]](g, o16, ctx)
+    pingpong_gemm[F32, Epilogue("relu"), PINGPONG[0]](g, o32, ctx)
 
 
 def turned(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
@@ -202,6 +212,13 @@ def main() raises:
     var o = Operands[BF16](half, half, full, half, half)
     gemms(g, o, ctx)
     resident(
+        g,
+        o,
+        Operands[F16](half2, half2, full, half2, half2),
+        Operands[F32](full, full, full, full, full),
+        ctx,
+    )
+    pingpong(
         g,
         o,
         Operands[F16](half2, half2, full, half2, half2),

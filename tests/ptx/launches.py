@@ -793,6 +793,79 @@ def resident(
 
 
 @dataclass(frozen=True)
+class PingPong:
+    """A PingPong of ops/gemm/pingpong.mojo."""
+
+    groups: int
+    columns: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.groups}x64x{self.columns}"
+
+
+PINGPONG = (PingPong(3, 192), PingPong(3, 128))  # of ops/gemm/tuning.mojo
+
+
+def pingpong(
+    kernel: Kernel,
+    config: PingPong,
+    p: Product,
+    *,
+    dtype: str,
+    alpha: float = 1,
+    stages: int = 8,
+    processors: int = 2,
+    constant: bool = True,
+    late: bool = False,
+    seed: int = 0,
+) -> Array:
+    """Runs ops/gemm/pingpong.mojo. The kernel ahead writes x.
+
+    Args:
+        kernel: What runs.
+        config: Sizes of the block.
+        p: The convolution.
+        dtype: Of x, w and y.
+        alpha: Scale of the product.
+        stages: Stages of the ring.
+        processors: Blocks of the same filters, at most.
+        constant: Whether the kernel is told that w are weights.
+        late: Whether the kernel ahead writes w, too.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        y[M, F].
+    """
+    memory, g = Tensors(), p.g
+    width = 128 // np.dtype(DTYPES[dtype]).itemsize
+    x, (y_at, y) = held(memory, p.x, late=True)[1], held(memory, unwritten((g.pixels, g.f), dtype))
+    w = held(memory, p.w.reshape(g.f, -1, g.c), late)[1]
+    bias = memory.add(p.bias)
+    steps, columns = g.r * g.s * -(-g.c // width), -(-g.f // config.columns)
+    tiles = -(-g.pixels // 64) * columns
+    sizes = problem(
+        g, [g.pixels], [0], width=width, columns=columns, splits=1, tiles=tiles, alpha=alpha,
+        constant=constant,
+    )  # fmt: skip
+    launch = Launch(
+        kernel,
+        [bytes(128 * 3), pack("4Q", bias, bias, bias, y_at), sizes, pack("i", stages)],
+        memory,
+        grid=(min(tiles, processors * columns),),
+        threads=128 * config.groups + 128,
+        shared_bytes=steps * (config.columns * 128 + 16) + stages * (8192 + 16) + 1024,
+        maps=[
+            pixels_of(x, g, 64, width),
+            Tiled(w, (config.columns, 1, width)),
+            Tiled(y, (64, width)),
+        ],
+    )
+    launch.run(seed)
+    return y
+
+
+@dataclass(frozen=True)
 class Turned:
     """A TurnedConfig of ops/gemm/turned.mojo."""
 

@@ -22,6 +22,7 @@ from .conftest import Find
 from .launches import (
     BLOCKS,
     EXPANDED,
+    PINGPONG,
     RESIDENT,
     SPARSE,
     TILES,
@@ -35,6 +36,7 @@ from .launches import (
     Masks,
     OneTile,
     Order,
+    PingPong,
     Product,
     Qkv,
     Reduction,
@@ -59,6 +61,7 @@ from .launches import (
     normalize,
     permute_rows,
     permute_tiles,
+    pingpong,
     pointwise,
     pool,
     reduce,
@@ -534,6 +537,73 @@ def run_resident(
         splits=splits if config.split else 1,
         stages=stages,
     )
+    sums = GELU if epilogue == "gelu" else SUMS
+    check(got, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, sums)
+
+
+@pytest.mark.parametrize(
+    ("config", "epilogue", "dtype", "g", "alpha", "stages"),
+    [
+        (PINGPONG[0], "gelu", BF16, Conv(1, 500, 1, 136, 200), 1, 8),
+        (PINGPONG[0], "gelu", BF16, Conv(1, 450, 1, 384, 192), 0.5, 10),
+        (PINGPONG[0], "gelu", BF16, Conv(1, 70, 1, 64, 8), 1, 8),
+        (PINGPONG[1], "relu", BF16, Conv(2, 10, 9, 24, 130, 3, 3, pad=(1, 1)), 0.5, 8),
+        (PINGPONG[1], "relu", BF16, Conv(2, 25, 23, 72, 72, stride=(2, 2)), 1, 9),
+        (PINGPONG[1], "none", "float16", Conv(1, 330, 1, 72, 72), 1, 8),
+        (PINGPONG[0], "relu", "float32", Conv(1, 330, 1, 40, 104), 0.5, 8),
+    ],
+    ids=str,
+)
+def test_pingpong(
+    find: Find,
+    rng: np.random.Generator,
+    config: PingPong,
+    epilogue: str,
+    dtype: str,
+    g: Conv,
+    alpha: float,
+    stages: int,
+) -> None:
+    run_pingpong(
+        find, config, epilogue, product(rng, g, dtype), dtype=dtype, alpha=alpha, stages=stages
+    )
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_pingpong_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -> None:
+    p = product(rng, Conv(1, 270, 1, 72, 72), BF16)
+    x = wide(p.x, BF16)
+    x[0, [3, 30, 269], 0, [5, 71, 0]] = np.nan, np.inf, -np.inf
+    run_pingpong(find, PINGPONG[1], "relu", replace(p, x=rounded(x, BF16)))
+
+
+def test_pingpong_waits_for_a_right_side_that_is_computed(
+    find: Find, rng: np.random.Generator
+) -> None:
+    p = product(rng, Conv(1, 70, 1, 136, 72), BF16)
+    kernel, want = find(f"gemm_pingpong_{PINGPONG[1].label}_relu_{BF16}"), convolved(p, BF16)
+
+    def run(*, constant: bool) -> Array:
+        return pingpong(kernel, PINGPONG[1], p, dtype=BF16, constant=constant, late=True)
+
+    check(run(constant=False), finished(want, p, "relu", BF16), BF16, SUMS)
+    assert np.isnan(wide(run(constant=True), BF16)).any()
+
+
+def run_pingpong(
+    find: Find,
+    config: PingPong,
+    epilogue: str,
+    p: Product,
+    *,
+    dtype: str = BF16,
+    alpha: float = 1,
+    stages: int = 8,
+) -> None:
+    if dtype == "float32":  # rounded as by the copy engine
+        p.x, p.w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))
+    kernel = find(f"gemm_pingpong_{config.label}_{epilogue}_{dtype}")
+    got = pingpong(kernel, config, p, dtype=dtype, alpha=alpha, stages=stages)
     sums = GELU if epilogue == "gelu" else SUMS
     check(got, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, sums)
 
