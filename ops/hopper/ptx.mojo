@@ -660,3 +660,64 @@ def registers_take[count: Int]():
         count: Registers that each thread has then, a multiple of 8.
     """
     inlined_assembly["setmaxnreg.inc.sync.aligned.u32 $0;", NOTHING, constraints="n"](UInt32(count))
+
+
+@always_inline
+def global_store4(at: UInt64, value: SIMD[DType.float32, 4]):
+    """Stores four numbers in global memory, for another multiprocessor to read.
+
+    Args:
+        at: Address, a multiple of 16.
+        value: The numbers.
+    """
+    inlined_assembly[
+        "st.global.cg.v4.f32 [$0], {$1, $2, $3, $4};",
+        NOTHING,
+        constraints="l,f,f,f,f,~{memory}",
+    ](at, value[0], value[1], value[2], value[3])
+
+
+@always_inline
+def global_load4(at: UInt64) -> SIMD[DType.float32, 4]:
+    """Loads four numbers that another multiprocessor has stored in global memory.
+
+    Args:
+        at: Address, a multiple of 16.
+
+    Returns:
+        The numbers.
+    """
+    var r = inlined_assembly[
+        "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];",
+        _RegisterPackType[Float32, Float32, Float32, Float32],
+        constraints="=f,=f,=f,=f,l,~{memory}",
+    ](at)
+    return SIMD[DType.float32, 4](r[0], r[1], r[2], r[3])
+
+
+@always_inline
+def flag_release(at: UInt64, value: UInt64):
+    """Stores a flag, after everything that the thread and those it has met have stored.
+
+    Args:
+        at: Address in global memory, a multiple of 8.
+        value: Of the flag.
+    """
+    inlined_assembly["st.release.gpu.global.u64 [$0], $1;", NOTHING, constraints="l,l,~{memory}"](
+        at, value
+    )
+
+
+@always_inline
+def flag_acquire(at: UInt64) -> UInt64:
+    """Loads a flag, before everything that the thread and those it meets load afterwards.
+
+    Args:
+        at: Address in global memory, a multiple of 8.
+
+    Returns:
+        The flag.
+    """
+    return inlined_assembly["ld.acquire.gpu.global.u64 $0, [$1];", UInt64, constraints="=l,l,~{memory}"](
+        at
+    )

@@ -58,6 +58,156 @@ struct Share(TrivialRegisterPassable):
         return self.end - self.begin
 
 
+@fieldwise_init
+struct Unit(TrivialRegisterPassable):
+    """What a block does at a time: steps of K of a tile."""
+
+    var tile: Int32
+    """Number of the tile."""
+    var steps: Share
+    """Which steps: all of them, or a part."""
+
+
+struct Work[split: Bool, stream: Bool](TrivialRegisterPassable):
+    """The units of a block.
+
+    With `stream`, the steps of the last tiles, at most two turns of them, are divided evenly over
+    the blocks (stream-K), and a block goes from its last tile backwards: the steps that begin a
+    tile, which another block ends, come first, so that nobody waits long. The block of a tile's last
+    step finishes it; it waits for blocks of lower numbers only, which have begun before it.
+
+    Parameters:
+        split: Whether a cluster shares a tile.
+        stream: Whether blocks share tiles by their steps.
+    """
+
+    var start: Start
+    """Where the block begins."""
+    var steps: Int32
+    """Steps of K of a tile."""
+    var share: Share
+    """The block's part of them; with `stream`, of those of all tiles that are divided."""
+    var tiles: Int32
+    """Tiles of the launch."""
+    var divided: Int32
+    """With `stream`: how many of them are divided, the first ones."""
+
+    @always_inline
+    def __init__(out self, schedule: TileScheduler[_], steps: Int32):
+        """Finds the block's part.
+
+        Args:
+            schedule: The tiles.
+            steps: Of K of a tile.
+        """
+        self.start = schedule.start[Self.split]()
+        self.steps, self.tiles, self.divided = steps, schedule.tiles, 0
+        self.share = schedule.share[Self.split](self.start, steps)
+        comptime if Self.stream:
+            var blocks = Int32(grid_dim.x)
+            var whole = Int32(UInt32(self.tiles) // UInt32(blocks))
+            var rest = self.tiles - whole * blocks
+            if rest > 0:
+                self.divided = rest if whole == 0 else rest + blocks
+            var block = self.start.tile
+            self.share = Share(self._begin(block), self._begin(block + 1))
+
+    @always_inline
+    def _begin(self, block: Int32) -> Int32:
+        """Finds the first step of a block, of those of all tiles that are divided."""
+        return Int32(UInt32(self.divided * self.steps * block) // UInt32(grid_dim.x))
+
+    @always_inline
+    def _last(self) -> Int32:
+        """Finds the last tile of the block's part."""
+        return Int32(UInt32(self.share.end - 1) // UInt32(self.steps))
+
+    @always_inline
+    def _shares(self) -> Int32:
+        """Counts the units of tiles that are divided."""
+        if self.share.end <= self.share.begin:
+            return 0
+        return self._last() - Int32(UInt32(self.share.begin) // UInt32(self.steps)) + 1
+
+    @always_inline
+    def turns(self) -> Turns:
+        """Numbers the block's units.
+
+        Returns:
+            Their numbers, in order.
+        """
+        comptime if Self.stream:
+            var whole = Int32(UInt32(self.tiles - self.divided) // UInt32(grid_dim.x))
+            return range(Int32(0), self._shares() + whole, Int32(1))
+        else:
+            return range(self.start.tile, self.tiles, Int32(grid_dim.x))
+
+    @always_inline
+    def first(self) -> Int32:
+        """Numbers the block's first unit.
+
+        Returns:
+            Its number.
+        """
+        comptime if Self.stream:
+            return 0
+        else:
+            return self.start.tile
+
+    @always_inline
+    def unit(self, number: Int32) -> Unit:
+        """Finds what a unit is.
+
+        Args:
+            number: Of the unit.
+
+        Returns:
+            The tile and its steps.
+        """
+        comptime if Self.stream:
+            var shares = self._shares()
+            if number >= shares:
+                var turn = number - shares
+                var tile = self.divided + self.start.tile + turn * Int32(grid_dim.x)
+                return Unit(tile, Share(0, self.steps))
+            var tile = self._last() - number
+            var origin = tile * self.steps
+            var begin = max(self.share.begin - origin, 0)
+            return Unit(tile, Share(begin, min(self.share.end - origin, self.steps)))
+        else:
+            return Unit(number, self.share)
+
+    @always_inline
+    def finishes(self, unit: Unit) -> Bool:
+        """Tells whether the block finishes the tile of a unit.
+
+        Args:
+            unit: With `stream`.
+
+        Returns:
+            Whether it has the last step.
+        """
+        return unit.steps.end == self.steps
+
+    @always_inline
+    def helpers(self, unit: Unit) -> Share:
+        """Finds the blocks that have the steps of a tile before a unit's.
+
+        Args:
+            unit: With `stream`.
+
+        Returns:
+            Their numbers; none if the unit has all steps.
+        """
+        var block = self.start.tile
+        var first = block
+        if unit.steps.begin > 0:
+            first -= 1
+            while self._begin(first) > unit.tile * self.steps:
+                first -= 1
+        return Share(first, block)
+
+
 struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable):
     """The tiles of a launch.
 
