@@ -61,8 +61,7 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.partials import Partials
-from ..hopper.scheduler import Work
+from ..hopper.scheduler import Start
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
 from ..operands import Data, Operands
@@ -83,8 +82,6 @@ struct Config(TrivialRegisterPassable):
     """Whether a cluster shares a tile."""
     var overlap: Bool
     """Whether a consumer issues a stage's products before those of the last one are done."""
-    var stream: Bool
-    """Whether blocks share tiles by their steps (stream-K)."""
 
     def __init__(
         out self,
@@ -95,7 +92,6 @@ struct Config(TrivialRegisterPassable):
         *,
         split: Bool = False,
         overlap: Bool = False,
-        stream: Bool = False,
     ):
         """Names the parts.
 
@@ -106,11 +102,9 @@ struct Config(TrivialRegisterPassable):
             blocks: Blocks of a multiprocessor.
             split: Whether a cluster shares a tile.
             overlap: Whether products of two stages overlap.
-            stream: Whether blocks share tiles by their steps.
         """
         self.groups, self.columns, self.stages = groups, columns, stages
         self.blocks, self.split, self.overlap = blocks, split, overlap
-        self.stream = stream
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -119,8 +113,6 @@ struct Config(TrivialRegisterPassable):
             Pixels, filters and stages, and how it works.
         """
         var size = t"{self.rows()}x{self.columns}x{self.stages}"
-        if self.stream:
-            return String(size) + "stream"
         return String(size) + ("split" if self.split else "overlap" if self.overlap else "")
 
     @always_inline
@@ -223,55 +215,6 @@ def hopper_kernel[
         tensors: Bias, residual and y.
         problem: Sizes.
     """
-    _compute[dtype, epilogue, config, sources](maps.address(), tensors, problem, Partials[config.columns, config.groups](0, 0))
-
-
-@__name(t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{dtype}")
-@__llvm_arg_metadata(maps, `nvvm.grid_constant`)
-@__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
-    `nvvm.minctasm`=SIMDLength(config.blocks),
-)
-def stream_kernel[
-    dtype: DType,
-    epilogue: Epilogue,
-    config: Config,
-    products: Int,
-    sources: Int,
-](
-    maps: TensorMaps[4 * products + 2 * (sources - 1)],
-    tensors: EpilogueTensors[dtype, products],
-    problem: Problem[products],
-    partials: Partials[config.columns, config.groups],
-):
-    """Computes tiles, and shares of some.
-
-    Parameters:
-        dtype: Of x, w and y.
-        epilogue: What the accumulator goes through.
-        config: Sizes of the tile.
-        products: Products of the launch.
-        sources: 2 if a second convolution is added, of windows of 1 x 1; else 1.
-
-    Args:
-        maps: As of `hopper_kernel`.
-        tensors: Bias, residual and y.
-        problem: Sizes.
-        partials: Where blocks leave sums for others.
-    """
-    _compute[dtype, epilogue, config, sources](maps.address(), tensors, problem, partials)
-
-
-@always_inline
-def _compute[
-    dtype: DType, epilogue: Epilogue, config: Config, sources: Int
-](
-    maps: UInt64,
-    tensors: EpilogueTensors[dtype, _],
-    problem: Problem[_],
-    partials: Partials[config.columns, config.groups],
-):
-    """Computes what `hopper_kernel` and `stream_kernel` say."""
     comptime assert config.part[dtype]() > 0, "hopper_gemm: columns are 32, or a multiple of 64"
     var data = shared_memory["hopper_gemm"]()
     var pipeline = Pipeline(
@@ -287,21 +230,21 @@ def _compute[
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
-    var work = Work[config.split, config.stream](problem.schedule, problem.steps())
+    var start = problem.schedule.start[config.split]()
     if t // Int32(WARP) == Int32(4 * config.groups):
         # One thread drives the copy engine.
         if t % Int32(WARP) == 0:
-            _produce[dtype, epilogue, config, sources](maps, problem, work, pipeline)
+            _produce[dtype, epilogue, config, sources](maps.address(), problem, start, pipeline)
     else:
         _consume[dtype, epilogue, config, sources](
-            maps, tensors, problem, partials, work, pipeline, Fragment(t)
+            maps.address(), tensors, problem, start, pipeline, Fragment(t)
         )
     comptime if config.split:
-        var tile = problem.schedule.tile(work.start.tile)
+        var tile = problem.schedule.tile(start.tile)
         reduce_cluster[
             dtype,
             epilogue,
-            rows=config.rows(),
+            rows=ROWS,
             columns=config.columns,
             pad=PAD,
             threads=config.threads(),
@@ -309,9 +252,9 @@ def _compute[
         ](
             tensors.of(tile.product),
             data,
-            work.start,
+            start,
             problem.schedule.splits,
-            m0=tile.row * Int32(config.rows()),
+            m0=tile.row * Int32(ROWS),
             m=problem.rows_of(tile.product),
             f0=tile.column * Int32(config.columns),
             f=problem.filters,
@@ -322,7 +265,7 @@ def _compute[
 @always_inline
 def _produce[
     dtype: DType, epilogue: Epilogue, config: Config, sources: Int
-](maps: UInt64, problem: Problem[_], work: Work[config.split, config.stream], at_start: Pipeline):
+](maps: UInt64, problem: Problem[_], start: Start, at_start: Pipeline):
     """Fills the ring, tile after tile, as stages become free."""
     comptime WIDTH = Int32(ROW // size_of[dtype]())
     comptime STAGE = UInt32(config.stage())
@@ -330,8 +273,7 @@ def _produce[
     comptime BOXES = config.part[dtype]() // Int(WIDTH)
     var conv = problem.conv
     var schedule = problem.schedule
-    var unit = work.unit(work.first())
-    var tile = schedule.tile(unit.tile)
+    var tile = schedule.tile(start.tile)
     var x = TileLoader(maps, 4 * tile.product)
     var w = TileLoader(maps, 4 * tile.product + 1)
     var x2 = TileLoader(maps, 4)
@@ -341,13 +283,14 @@ def _produce[
     comptime if sources == 2:
         x2.prefetch_descriptor()
         w2.prefetch_descriptor()
-    var first = Step(conv, unit.steps.begin)
+    var steps = schedule.share[config.split](start, problem.steps())
+    var first = Step(conv, steps.begin)
 
     # Filters that are weights do not depend on the kernel before.
     var pipeline = at_start
     var k = first
     var f0 = tile.column * Int32(config.columns)
-    for i in range(pipeline.prefetch(unit.steps.count() * problem.constant)):
+    for i in range(pipeline.prefetch(steps.count() * problem.constant)):
         pipeline.expect(i, STAGE)
         _load_filters[sources](
             w, w2, conv, pipeline.stage(i) + W_AT, pipeline.barrier(i), k, WIDTH, f0
@@ -355,13 +298,8 @@ def _produce[
         k.advance(conv)
     wait_on_dependent_grids()
 
-    for number in work.turns():
-        comptime if config.stream:
-            unit = work.unit(number)
-            first = Step(conv, unit.steps.begin)
-        else:
-            unit.tile = number
-        tile = schedule.tile(unit.tile)
+    for number in schedule.turns(start):
+        tile = schedule.tile(number)
         x = TileLoader(maps, 4 * tile.product)
         w = TileLoader(maps, 4 * tile.product + 1)
         var m0 = tile.row * Int32(config.rows())
@@ -369,7 +307,7 @@ def _produce[
         var pixel = conv.pixel(m0)
         var corner = conv.corner(pixel)
         k = first
-        for _ in range(unit.steps.count()):
+        for _ in range(steps.count()):
             var to = pipeline.stage()
             var full = pipeline.barrier()
             if pipeline.acquire_or_prefetched():
@@ -392,9 +330,6 @@ def _produce[
             k.advance(conv)
         comptime if config.split:
             return
-        comptime if config.stream:
-            if not work.finishes(unit):
-                continue
         comptime for part in range(config.parts[dtype]()):
             pipeline.acquire()
             comptime if epilogue.adds:
@@ -440,8 +375,7 @@ def _consume[
     maps: UInt64,
     tensors: EpilogueTensors[dtype, _],
     problem: Problem[_],
-    partials: Partials[config.columns, config.groups],
-    work: Work[config.split, config.stream],
+    start: Start,
     at_start: Pipeline,
     at: Fragment,
 ):
@@ -452,33 +386,25 @@ def _consume[
     comptime PARTS = config.parts[dtype]()
     var group = UInt32(at.group())
     var leads = at.leads()
+    var steps = problem.schedule.share[config.split](start, problem.steps()).count()
 
     var pipeline = at_start
     var storing = Storing[PARTS]()
-    for number in work.turns():
-        var unit = work.unit(number)
-        var tile = problem.schedule.tile(unit.tile)
+    for number in problem.schedule.turns(start):
+        var tile = problem.schedule.tile(number)
         var m0 = tile.row * Int32(config.rows())
         var f0 = tile.column * Int32(COLUMNS)
         var sums = multiply_stages[dtype, COLUMNS, overlap=config.overlap](
             pipeline,
             storing,
-            unit.steps.count(),
+            steps,
             a=group * UInt32(ROWS * ROW),
             b=UInt32(config.rows() * ROW),
             leads=leads,
         )
         comptime if config.split:
-            comptime GROUP = ROWS * (COLUMNS + PAD) * 4
-            comptime if config.groups > 1:
-                sync_threads(UInt32(config.groups + 1), UInt32(WARPGROUP * config.groups))
-            leave_rows[COLUMNS](at_start.data + UInt32(GROUP) * group, at, sums)
+            leave_rows[COLUMNS](at_start.data, at, sums)
             return
-        comptime if config.stream:
-            if not work.finishes(unit):
-                partials.leave(at, sums)
-                continue
-            partials.add(at, sums, work.helpers(unit))
 
         var end = tensors.of(tile.product)
         var y = TileStore(maps, 4 * tile.product + 2)
@@ -515,7 +441,6 @@ def hopper_gemm[
     ctx: DeviceContext,
     *,
     constant: Bool = True,
-    workspace: UInt64 = 0,
 ) raises:
     """Enqueues a convolution, or a matrix product.
 
@@ -530,14 +455,11 @@ def hopper_gemm[
         splits: Blocks that share a tile; 1 unless the config splits.
         ctx: The GPU.
         constant: Whether w is a weight, which no kernel writes.
-        workspace: Where a stream leaves sums.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    hopper_gemms[dtype, epilogue, config, 1](
-        [g], [o], splits, ctx, constant=constant, workspace=workspace
-    )
+    hopper_gemms[dtype, epilogue, config, 1]([g], [o], splits, ctx, constant=constant)
 
 
 def hopper_gemms[
@@ -549,7 +471,6 @@ def hopper_gemms[
     ctx: DeviceContext,
     *,
     constant: Bool = True,
-    workspace: UInt64 = 0,
 ) raises:
     """Enqueues matrix products of the same K and F in one launch.
 
@@ -565,7 +486,6 @@ def hopper_gemms[
         splits: Blocks that share a tile; 1 unless the config splits.
         ctx: The GPU.
         constant: Whether w of each is a weight, which no kernel writes.
-        workspace: Where a stream leaves sums.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
@@ -578,7 +498,6 @@ def hopper_gemms[
         EpilogueTensors[dtype, products](operands),
         _problem[dtype, config](sizes, splits, operands[0].alpha, constant),
         ctx,
-        workspace,
     )
 
 
@@ -689,30 +608,16 @@ def _enqueue[
     tensors: EpilogueTensors[dtype, products],
     problem: Problem[products],
     ctx: DeviceContext,
-    workspace: UInt64 = 0,
 ) raises:
     var resident = Device(ctx).multiprocessors * config.blocks
-    comptime if config.stream:
-        ctx.enqueue_function[stream_kernel[dtype, epilogue, config, products, sources]](
-            maps,
-            tensors,
-            problem,
-            Partials[config.columns, config.groups](workspace, resident),
-            grid_dim=min(resident, Int(problem.schedule.tiles * problem.steps())),
-            block_dim=config.threads(),
-            shared_mem_bytes=config.shared(),
-            attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-            func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
-        )
-    else:
-        ctx.enqueue_function[hopper_kernel[dtype, epilogue, config, products, sources]](
-            maps,
-            tensors,
-            problem,
-            grid_dim=problem.schedule.blocks[config.split](resident),
-            block_dim=config.threads(),
-            cluster_dim=Dim(Int(problem.schedule.splits)),
-            shared_mem_bytes=config.shared(),
-            attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-            func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
-        )
+    ctx.enqueue_function[hopper_kernel[dtype, epilogue, config, products, sources]](
+        maps,
+        tensors,
+        problem,
+        grid_dim=problem.schedule.blocks[config.split](resident),
+        block_dim=config.threads(),
+        cluster_dim=Dim(Int(problem.schedule.splits)),
+        shared_mem_bytes=config.shared(),
+        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+    )

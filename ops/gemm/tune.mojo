@@ -15,7 +15,7 @@ from ..hopper.window import PixelBox
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands
 from .gpu import gemm_portable, gemm_tile
-from .tuning import CONFIGS, RESIDENT, STREAM
+from .tuning import CONFIGS, RESIDENT
 
 comptime HALF = DType.bfloat16
 """What is timed; float16 takes as long."""
@@ -32,8 +32,6 @@ struct Tuner:
     """Filters."""
     var residual: DeviceBuffer[HALF]
     """Residual."""
-    var workspace: DeviceBuffer[HALF]
-    """Partial sums."""
 
     def __init__(out self, geometries: List[Geometry]) raises:
         """Makes and fills the buffers.
@@ -48,8 +46,6 @@ struct Tuner:
         var numbers = len(self.bench.y)
         self.w = self.bench.ctx.enqueue_create_buffer[HALF](FILTERS)
         self.residual = self.bench.ctx.enqueue_create_buffer[HALF](numbers)
-        self.workspace = self.bench.ctx.enqueue_create_buffer[HALF](1 << 24)
-        self.bench.fill(self.workspace, 1 << 24, 7, 1)
         self.bench.fill(self.w, FILTERS, 2, 0.05)
         self.bench.fill(self.residual, numbers, 3, 1)
 
@@ -70,9 +66,6 @@ struct Tuner:
             rebind[Data[HALF]](self.residual.unsafe_ptr()),
             rebind[Data[HALF]](y.unsafe_ptr()),
         )
-
-    def space(self) -> UInt64:
-        return UInt64(Int(self.workspace.unsafe_ptr()))
 
     def timed[epilogue: Epilogue, index: Int](self, g: Geometry, splits: Int) raises -> Float64:
         """Times a tile.
@@ -96,7 +89,7 @@ struct Tuner:
         self.bench.begin()
         for i in range(launches):
             var o = self.operands(self.bench.y, i % (FILTERS // size) * size)
-            gemm_tile[HALF, epilogue, index](g, o, splits, self.bench.ctx, workspace=self.space())
+            gemm_tile[HALF, epilogue, index](g, o, splits, self.bench.ctx)
         return self.bench.end(launches, rounds=1, repeats=5)
 
     def tune[epilogue: Epilogue](self, g: Geometry, line: String) raises:
@@ -129,13 +122,6 @@ struct Tuner:
                     g, line, blocks, least, 8 if config.split else 1
                 )
 
-        comptime for i in range(len(STREAM)):
-            comptime config = STREAM[i]
-            var blocks = ceildiv(g.pixels(), config.rows()) * ceildiv(g.f, config.columns)
-            self.tune_splits[epilogue, len(CONFIGS) + len(RESIDENT) + i](
-                g, line, blocks, 1, 4 if config.split else 1
-            )
-
     def tune_splits[
         epilogue: Epilogue, index: Int
     ](self, g: Geometry, line: String, blocks: Int, least: Int, most: Int) raises:
@@ -160,19 +146,13 @@ struct Tuner:
         while splits <= most:
             if splits > g.r * g.s * ceildiv(g.c, 64) or (most > 1 and blocks * splits > 600):
                 break
-            if index == 14 and splits == 3:
-                splits = 4
             self.bench.fill(self.bench.y, count, 9, 3)
             gemm_tile[HALF, epilogue, index](
-                g,
-                self.operands(self.bench.y, 0),
-                splits,
-                self.bench.ctx,
-                workspace=self.space(),
+                g, self.operands(self.bench.y, 0), splits, self.bench.ctx
             )
             var error = self.bench.difference(count)
             print("row", line, index, splits, self.timed[epilogue, index](g, splits), error)
-            splits += 1 if index > 13 else splits
+            splits *= 2
 
 
 def program() raises:

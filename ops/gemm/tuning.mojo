@@ -35,15 +35,6 @@ comptime RESIDENT: List[TileConfig] = [
     TileConfig(groups=1, columns=32),
 ]
 """The blocks of resident.mojo that are compiled; rows count them on from CONFIGS."""
-comptime STREAM: List[Config] = [
-    Config(groups=2, columns=128, stages=6, blocks=1, overlap=True, stream=True),
-    Config(groups=3, columns=128, stages=5, blocks=1, overlap=True, stream=True),
-    Config(groups=3, columns=192, stages=4, blocks=1, overlap=True, stream=True),
-    Config(groups=2, columns=128, stages=6, blocks=1, overlap=True, split=True),
-    Config(groups=3, columns=128, stages=5, blocks=1, overlap=True, split=True),
-    Config(groups=3, columns=192, stages=4, blocks=1, overlap=True, split=True),
-]
-"""More, counted on."""
 comptime ALIKE: List[Int] = [5, 6, 4, 6]
 """The tile of CONFIGS that is most like each block of RESIDENT."""
 
