@@ -48,13 +48,16 @@ from std.utils.static_tuple import StaticTuple
 from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..hopper.accumulator import Fragment
+from ..hopper.accumulator import Fragment, Sums
+from ..hopper.cluster import Exchange
 from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline, Storing
 from ..hopper.ptx import (
+    cluster_arrive,
+    cluster_wait,
     fence_async,
     fence_barrier_init,
     stores_commit,
@@ -64,7 +67,7 @@ from ..hopper.ptx import (
 from ..hopper.scheduler import Start
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
-from ..operands import Data, Operands
+from ..operands import F32, Data, Operands
 
 
 struct Config(TrivialRegisterPassable):
@@ -82,6 +85,8 @@ struct Config(TrivialRegisterPassable):
     """Whether a cluster shares a tile."""
     var overlap: Bool
     """Whether a consumer issues a stage's products before those of the last one are done."""
+    var peers: Int
+    """Blocks of a cluster that share a tile, each of which finishes some of its columns; or 1."""
 
     def __init__(
         out self,
@@ -92,6 +97,7 @@ struct Config(TrivialRegisterPassable):
         *,
         split: Bool = False,
         overlap: Bool = False,
+        peers: Int = 1,
     ):
         """Names the parts.
 
@@ -102,9 +108,11 @@ struct Config(TrivialRegisterPassable):
             blocks: Blocks of a multiprocessor.
             split: Whether a cluster shares a tile.
             overlap: Whether products of two stages overlap.
+            peers: Blocks that share a tile, and its columns.
         """
         self.groups, self.columns, self.stages = groups, columns, stages
         self.blocks, self.split, self.overlap = blocks, split, overlap
+        self.peers = peers
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -113,7 +121,28 @@ struct Config(TrivialRegisterPassable):
             Pixels, filters and stages, and how it works.
         """
         var size = t"{self.rows()}x{self.columns}x{self.stages}"
-        return String(size) + ("split" if self.split else "overlap" if self.overlap else "")
+        var shared = String(t"cluster{self.peers}") if self.peers > 1 else String()
+        return (
+            String(size) + ("split" if self.split else "overlap" if self.overlap else "") + shared
+        )
+
+    @always_inline
+    def shares(self) -> Bool:
+        """Tells whether a cluster shares a tile, in either way.
+
+        Returns:
+            Whether a block has a part of K.
+        """
+        return self.split or self.peers > 1
+
+    @always_inline
+    def own(self) -> Int:
+        """Counts the filters of a tile that a block finishes.
+
+        Returns:
+            All of them, unless peers have the others.
+        """
+        return self.columns // self.peers
 
     @always_inline
     def rows(self) -> Int:
@@ -144,7 +173,7 @@ struct Config(TrivialRegisterPassable):
 
     @always_inline
     def part[dtype: DType](self) -> Int:
-        """Counts the filters of a tile whose results fit into a stage.
+        """Counts the filters of a block whose results fit into a stage.
 
         Parameters:
             dtype: Of the results.
@@ -152,10 +181,10 @@ struct Config(TrivialRegisterPassable):
         Returns:
             All of them, a half, a third or a quarter, in whole boxes of the copy engine.
         """
-        var box = min(self.columns, ROW // size_of[dtype]())
+        var box = min(self.own(), ROW // size_of[dtype]())
         for parts in range(1, 5):
-            var part = self.columns // parts
-            if self.columns % (parts * box) == 0 and (
+            var part = self.own() // parts
+            if self.own() % (parts * box) == 0 and (
                 part * self.rows() * size_of[dtype]() <= self.stage()
             ):
                 return part
@@ -171,16 +200,26 @@ struct Config(TrivialRegisterPassable):
         Returns:
             At most four.
         """
-        return self.columns // self.part[dtype]()
+        return self.own() // self.part[dtype]()
+
+    @always_inline
+    def inbox(self) -> Int:
+        """Counts the bytes that peers send to a block.
+
+        Returns:
+            None without peers.
+        """
+        return (self.peers - 1) * self.rows() * self.own() * size_of[F32]()
 
     @always_inline
     def shared(self) -> Int:
         """Counts the bytes of shared memory.
 
         Returns:
-            The ring, its barriers, and what aligning it may take.
+            The ring, its barriers, what peers send, and what aligning it may take.
         """
-        return self.stages * self.stage() + Pipeline.BARRIERS * self.stages + 1024
+        var ring = self.stages * (self.stage() + Pipeline.BARRIERS)
+        return ring + self.inbox() + (8 if self.peers > 1 else 0) + 1024
 
 
 @__name(t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{dtype}")
@@ -223,21 +262,31 @@ def hopper_kernel[
         stages=Int32(config.stages),
         bytes=UInt32(config.stage()),
     )
+    comptime INBOX = config.stages * (config.stage() + Pipeline.BARRIERS)
+    var exchange = Exchange[config.columns, config.groups, config.peers](
+        data + UInt32(INBOX), data + UInt32(INBOX + config.inbox())
+    )
     var t = Int32(thread_idx.x)
     if t == 0:
         pipeline.init[config.stages](consumers=config.groups)
+        comptime if config.peers > 1:
+            exchange.init()
         fence_barrier_init()
+        comptime if config.peers > 1:
+            exchange.expect()
     sync_threads(0, UInt32(config.threads()))
+    comptime if config.peers > 1:
+        cluster_arrive()
     launch_dependent_grids()
 
-    var start = problem.schedule.start[config.split]()
+    var start = problem.schedule.start[config.shares()]()
     if t // Int32(WARP) == Int32(4 * config.groups):
         # One thread drives the copy engine.
         if t % Int32(WARP) == 0:
             _produce[dtype, epilogue, config, sources](maps.address(), problem, start, pipeline)
     else:
         _consume[dtype, epilogue, config, sources](
-            maps.address(), tensors, problem, start, pipeline, Fragment(t)
+            maps.address(), tensors, problem, start, exchange, pipeline, Fragment(t)
         )
     comptime if config.split:
         var tile = problem.schedule.tile(start.tile)
@@ -283,7 +332,7 @@ def _produce[
     comptime if sources == 2:
         x2.prefetch_descriptor()
         w2.prefetch_descriptor()
-    var steps = schedule.share[config.split](start, problem.steps())
+    var steps = schedule.share[config.shares()](start, problem.steps())
     var first = Step(conv, steps.begin)
 
     # Filters that are weights do not depend on the kernel before.
@@ -330,6 +379,8 @@ def _produce[
             k.advance(conv)
         comptime if config.split:
             return
+        comptime if config.peers > 1:
+            f0 += start.rank * Int32(config.own())
         comptime for part in range(config.parts[dtype]()):
             pipeline.acquire()
             comptime if epilogue.adds:
@@ -376,6 +427,7 @@ def _consume[
     tensors: EpilogueTensors[dtype, _],
     problem: Problem[_],
     start: Start,
+    exchange: Exchange[config.columns, config.groups, config.peers],
     at_start: Pipeline,
     at: Fragment,
 ):
@@ -386,7 +438,7 @@ def _consume[
     comptime PARTS = config.parts[dtype]()
     var group = UInt32(at.group())
     var leads = at.leads()
-    var steps = problem.schedule.share[config.split](start, problem.steps()).count()
+    var steps = problem.schedule.share[config.shares()](start, problem.steps()).count()
 
     var pipeline = at_start
     var storing = Storing[PARTS]()
@@ -394,7 +446,7 @@ def _consume[
         var tile = problem.schedule.tile(number)
         var m0 = tile.row * Int32(config.rows())
         var f0 = tile.column * Int32(COLUMNS)
-        var sums = multiply_stages[dtype, COLUMNS, overlap=config.overlap](
+        var all = multiply_stages[dtype, COLUMNS, overlap=config.overlap](
             pipeline,
             storing,
             steps,
@@ -403,8 +455,15 @@ def _consume[
             leads=leads,
         )
         comptime if config.split:
-            leave_rows[COLUMNS](at_start.data, at, sums)
+            leave_rows[COLUMNS](at_start.data, at, all)
             return
+        var sums: Sums[config.own()]
+        comptime if config.peers > 1:
+            cluster_wait()
+            sums = rebind[Sums[config.own()]](exchange.add(at, start.rank, all))
+            f0 += start.rank * Int32(config.own())
+        else:
+            sums = rebind[Sums[config.own()]](all)
 
         var end = tensors.of(tile.product)
         var y = TileStore(maps, 4 * tile.product + 2)
@@ -595,7 +654,7 @@ def _problem[
         rows=config.rows(),
         columns=config.columns,
         width=ROW // size_of[dtype](),
-        splits=splits,
+        splits=config.peers if config.peers > 1 else splits,
         alpha=alpha,
         constant=constant,
     )
@@ -614,7 +673,7 @@ def _enqueue[
         maps,
         tensors,
         problem,
-        grid_dim=problem.schedule.blocks[config.split](resident),
+        grid_dim=problem.schedule.blocks[config.shares()](resident),
         block_dim=config.threads(),
         cluster_dim=Dim(Int(problem.schedule.splits)),
         shared_mem_bytes=config.shared(),

@@ -35,6 +35,12 @@ comptime RESIDENT: List[TileConfig] = [
     TileConfig(groups=1, columns=32),
 ]
 """The blocks of resident.mojo that are compiled; rows count them on from CONFIGS."""
+comptime SHARED: List[Config] = [
+    Config(groups=2, columns=128, stages=6, blocks=1, overlap=True, peers=2),
+    Config(groups=3, columns=128, stages=4, blocks=1, overlap=True, peers=2),
+    Config(groups=2, columns=192, stages=4, blocks=1, overlap=True, peers=3),
+]
+"""More, counted on."""
 comptime ALIKE: List[Int] = [5, 6, 4, 6]
 """The tile of CONFIGS that is most like each block of RESIDENT."""
 
