@@ -32,7 +32,7 @@ from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
 from .resident import resident_gemm
-from .tuning import CONFIGS, RESIDENT, SHARED, alike, choose, chosen
+from .tuning import CONFIGS, RESIDENT, alike, choose, chosen
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -277,9 +277,6 @@ def gemm_tile[
     """
     comptime if index < len(CONFIGS):
         hopper_gemm[dtype, epilogue, CONFIGS[index]](g, o, splits, ctx, constant=constant)
-    elif index >= len(CONFIGS) + len(RESIDENT):
-        comptime config = SHARED[index - len(CONFIGS) - len(RESIDENT)]
-        hopper_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant)
     else:
         comptime config = RESIDENT[index - len(CONFIGS)]
         resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant)

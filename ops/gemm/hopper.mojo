@@ -17,6 +17,10 @@ Blocks go from tile to tile, so that the next tile comes in while the last one g
 Where tiles are fewer than multiprocessors, a cluster of `splits` blocks shares one tile: each
 sums a part of K, and then a part of the rows over the cluster's shared memories (split-K).
 
+Or blocks are launched in clusters of `peers`, which go from tile to tile, neighbours at a time, and
+share the tiles of a last turn that would leave half of the multiprocessors idle: each block
+multiplies a part of K, keeps its part of the columns, and sends its peers theirs.
+
 One launch computes one product or several of the same K and F, such as a block's query, key and
 value: their tiles follow one another, and each finds its tensors by its number. Or a product has
 two sources, a convolution and the 1 x 1 of the shortcut beside it: the steps of the second follow
@@ -48,7 +52,7 @@ from std.utils.static_tuple import StaticTuple
 from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..hopper.accumulator import Fragment, Sums
+from ..hopper.accumulator import Fragment
 from ..hopper.cluster import Exchange
 from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
@@ -64,7 +68,7 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.scheduler import Start
+from ..hopper.scheduler import Start, Work
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
 from ..operands import F32, Data, Operands
@@ -86,7 +90,7 @@ struct Config(TrivialRegisterPassable):
     var overlap: Bool
     """Whether a consumer issues a stage's products before those of the last one are done."""
     var peers: Int
-    """Blocks of a cluster that share a tile, each of which finishes some of its columns; or 1."""
+    """Blocks of a cluster, which may share its last tile: each then finishes some columns; or 1."""
 
     def __init__(
         out self,
@@ -108,7 +112,7 @@ struct Config(TrivialRegisterPassable):
             blocks: Blocks of a multiprocessor.
             split: Whether a cluster shares a tile.
             overlap: Whether products of two stages overlap.
-            peers: Blocks that share a tile, and its columns.
+            peers: Blocks of a cluster, which may share its last tile.
         """
         self.groups, self.columns, self.stages = groups, columns, stages
         self.blocks, self.split, self.overlap = blocks, split, overlap
@@ -127,20 +131,11 @@ struct Config(TrivialRegisterPassable):
         )
 
     @always_inline
-    def shares(self) -> Bool:
-        """Tells whether a cluster shares a tile, in either way.
-
-        Returns:
-            Whether a block has a part of K.
-        """
-        return self.split or self.peers > 1
-
-    @always_inline
     def own(self) -> Int:
-        """Counts the filters of a tile that a block finishes.
+        """Counts the filters that a block finishes of a tile that it shares with its peers.
 
         Returns:
-            All of them, unless peers have the others.
+            All of them without peers.
         """
         return self.columns // self.peers
 
@@ -173,19 +168,22 @@ struct Config(TrivialRegisterPassable):
 
     @always_inline
     def part[dtype: DType](self) -> Int:
-        """Counts the filters of a block whose results fit into a stage.
+        """Counts the filters of a tile whose results fit into a stage.
 
         Parameters:
             dtype: Of the results.
 
         Returns:
-            All of them, a half, a third or a quarter, in whole boxes of the copy engine.
+            All of them, a half, a third or a quarter, in whole boxes of the copy engine; a part is
+            never of two peers.
         """
-        var box = min(self.own(), ROW // size_of[dtype]())
-        for parts in range(1, 5):
-            var part = self.own() // parts
-            if self.own() % (parts * box) == 0 and (
-                part * self.rows() * size_of[dtype]() <= self.stage()
+        var box = min(self.columns, ROW // size_of[dtype]())
+        for parts in range(self.peers, 5):
+            var part = self.columns // parts
+            if (
+                parts % self.peers == 0
+                and self.columns % (parts * box) == 0
+                and (part * self.rows() * size_of[dtype]() <= self.stage())
             ):
                 return part
         return 0
@@ -200,7 +198,7 @@ struct Config(TrivialRegisterPassable):
         Returns:
             At most four.
         """
-        return self.own() // self.part[dtype]()
+        return self.columns // self.part[dtype]()
 
     @always_inline
     def inbox(self) -> Int:
@@ -276,10 +274,10 @@ def hopper_kernel[
             exchange.expect()
     sync_threads(0, UInt32(config.threads()))
     comptime if config.peers > 1:
-        cluster_arrive()
+        cluster_arrive()  # a peer waits for this before it sends
     launch_dependent_grids()
 
-    var start = problem.schedule.start[config.shares()]()
+    var start = problem.schedule.start[config.split, config.peers]()
     if t // Int32(WARP) == Int32(4 * config.groups):
         # One thread drives the copy engine.
         if t % Int32(WARP) == 0:
@@ -320,6 +318,7 @@ def _produce[
     comptime STAGE = UInt32(config.stage())
     comptime W_AT = UInt32(config.rows() * ROW)
     comptime BOXES = config.part[dtype]() // Int(WIDTH)
+    comptime OWN = config.parts[dtype]() // config.peers
     var conv = problem.conv
     var schedule = problem.schedule
     var tile = schedule.tile(start.tile)
@@ -332,14 +331,14 @@ def _produce[
     comptime if sources == 2:
         x2.prefetch_descriptor()
         w2.prefetch_descriptor()
-    var steps = schedule.share[config.shares()](start, problem.steps())
-    var first = Step(conv, steps.begin)
+    var work = Work[config.split, config.peers](schedule, start, problem.steps())
+    var first = Step(conv, work.first().steps.begin)
 
     # Filters that are weights do not depend on the kernel before.
     var pipeline = at_start
     var k = first
     var f0 = tile.column * Int32(config.columns)
-    for i in range(pipeline.prefetch(steps.count() * problem.constant)):
+    for i in range(pipeline.prefetch(work.first().steps.count() * problem.constant)):
         pipeline.expect(i, STAGE)
         _load_filters[sources](
             w, w2, conv, pipeline.stage(i) + W_AT, pipeline.barrier(i), k, WIDTH, f0
@@ -347,16 +346,19 @@ def _produce[
         k.advance(conv)
     wait_on_dependent_grids()
 
-    for number in schedule.turns(start):
-        tile = schedule.tile(number)
+    for number in work.turns():
+        var unit = work.unit(number)
+        tile = schedule.tile(unit.tile)
         x = TileLoader(maps, 4 * tile.product)
         w = TileLoader(maps, 4 * tile.product + 1)
         var m0 = tile.row * Int32(config.rows())
         f0 = tile.column * Int32(config.columns)
         var pixel = conv.pixel(m0)
         var corner = conv.corner(pixel)
+        comptime if config.peers > 1:
+            first = Step(conv, unit.steps.begin)
         k = first
-        for _ in range(steps.count()):
+        for _ in range(unit.steps.count()):
             var to = pipeline.stage()
             var full = pipeline.barrier()
             if pipeline.acquire_or_prefetched():
@@ -379,9 +381,12 @@ def _produce[
             k.advance(conv)
         comptime if config.split:
             return
-        comptime if config.peers > 1:
+        if unit.shared:
             f0 += start.rank * Int32(config.own())
         comptime for part in range(config.parts[dtype]()):
+            comptime if part >= OWN:
+                if unit.shared:
+                    return
             pipeline.acquire()
             comptime if epilogue.adds:
                 var residual = TileLoader(maps, 4 * tile.product + 3)
@@ -436,39 +441,41 @@ def _consume[
     comptime COLUMNS = config.columns
     comptime PART = config.part[dtype]()
     comptime PARTS = config.parts[dtype]()
+    comptime OWN = PARTS // config.peers
     var group = UInt32(at.group())
     var leads = at.leads()
-    var steps = problem.schedule.share[config.shares()](start, problem.steps()).count()
+    var work = Work[config.split, config.peers](problem.schedule, start, problem.steps())
 
     var pipeline = at_start
     var storing = Storing[PARTS]()
-    for number in problem.schedule.turns(start):
-        var tile = problem.schedule.tile(number)
+    for number in work.turns():
+        var unit = work.unit(number)
+        var tile = problem.schedule.tile(unit.tile)
         var m0 = tile.row * Int32(config.rows())
         var f0 = tile.column * Int32(COLUMNS)
-        var all = multiply_stages[dtype, COLUMNS, overlap=config.overlap](
+        var sums = multiply_stages[dtype, COLUMNS, overlap=config.overlap](
             pipeline,
             storing,
-            steps,
+            unit.steps.count(),
             a=group * UInt32(ROWS * ROW),
             b=UInt32(config.rows() * ROW),
             leads=leads,
         )
         comptime if config.split:
-            leave_rows[COLUMNS](at_start.data, at, all)
+            leave_rows[COLUMNS](at_start.data, at, sums)
             return
-        var sums: Sums[config.own()]
-        comptime if config.peers > 1:
+        if unit.shared:
             cluster_wait()
-            sums = rebind[Sums[config.own()]](exchange.add(at, start.rank, all))
+            exchange.add(at, start.rank, sums)
             f0 += start.rank * Int32(config.own())
-        else:
-            sums = rebind[Sums[config.own()]](all)
 
         var end = tensors.of(tile.product)
         var y = TileStore(maps, 4 * tile.product + 2)
         storing.begin(pipeline)
         comptime for part in range(PARTS):
+            comptime if part >= OWN:
+                if unit.shared:
+                    break
             pipeline.wait()
             var to = pipeline.stage() + group * UInt32(PART * ROWS * size_of[dtype]())
             finish_rows[
@@ -673,7 +680,7 @@ def _enqueue[
         maps,
         tensors,
         problem,
-        grid_dim=problem.schedule.blocks[config.shares()](resident),
+        grid_dim=problem.schedule.blocks[config.split, config.peers](resident),
         block_dim=config.threads(),
         cluster_dim=Dim(Int(problem.schedule.splits)),
         shared_mem_bytes=config.shared(),

@@ -15,7 +15,7 @@ from ..hopper.window import PixelBox
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands
 from .gpu import gemm_portable, gemm_tile
-from .tuning import CONFIGS, RESIDENT, SHARED
+from .tuning import CONFIGS, RESIDENT
 
 comptime HALF = DType.bfloat16
 """What is timed; float16 takes as long."""
@@ -121,9 +121,6 @@ struct Tuner:
                 self.tune_splits[epilogue, len(CONFIGS) + i](
                     g, line, blocks, least, 8 if config.split else 1
                 )
-
-        comptime for i in range(len(SHARED)):
-            self.tune_splits[epilogue, len(CONFIGS) + len(RESIDENT) + i](g, line, 0, 1, 1)
 
     def tune_splits[
         epilogue: Epilogue, index: Int

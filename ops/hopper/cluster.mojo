@@ -8,6 +8,8 @@ reduce_cluster of epilogue.mojo: when its inbox is full, nobody sends to it any 
     init, fence_barrier_init, expect    by one thread
     cluster_arrive, ..., cluster_wait   so that peers do not send before that
     send, receive                       by the consumers
+
+`Exchange` is the same for larger tiles, and as many blocks as are known at compile time.
 """
 
 from std.utils.static_tuple import StaticTuple
@@ -164,10 +166,9 @@ struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
 
 
 struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
-    """What the blocks of a cluster send to one of them, where each keeps its own part of the columns.
+    """What the blocks of a cluster send to one of them: the sums of the columns that it finishes.
 
-    As an `Inbox`, for larger tiles and a number of blocks that is known at compile time: what a block
-    finishes itself never leaves its registers.
+    Its own sums of them never leave its registers.
 
     Parameters:
         columns: Of the tile.
@@ -212,16 +213,13 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
         barrier_expect(self.barrier, UInt32(Self.BYTES))
 
     @always_inline
-    def add(self, at: Fragment, rank: Int32, sums: Sums[Self.columns]) -> Sums[Self.OWN]:
+    def add(self, at: Fragment, rank: Int32, mut sums: Sums[Self.columns]):
         """Sends each block the sums that it finishes, and adds up what comes.
 
         Args:
             at: The thread's place.
             rank: Of the block.
-            sums: Of the thread.
-
-        Returns:
-            The thread's sums that this block finishes.
+            sums: Of the thread; those of the first `OWN` columns become those that this block finishes.
         """
         var mine = self.data + 16 * UInt32(at.t)
         comptime for peer in range(Self.peers):
@@ -230,24 +228,17 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
                 var to = cluster_address(mine + UInt32(slot) * UInt32(Self.PART), UInt32(peer))
                 var barrier = cluster_address(self.barrier, UInt32(peer))
                 comptime for i in range(Self.SUMS // 4):
-                    var four = _four[peer * Self.SUMS + 4 * i](sums)
+                    var four = SIMD[F32, 4](0)
+                    comptime for e in range(4):
+                        four[e] = sums[peer * Self.SUMS + 4 * i + e]
                     cluster_send[4](to + UInt32(i * Self.PITCH), four, barrier)
-        var own = Sums[Self.OWN](fill=0)
         comptime for i in range(Self.SUMS):
-            own[i] = sums[i]
             comptime for peer in range(1, Self.peers):
                 if rank == Int32(peer):
-                    own[i] = sums[peer * Self.SUMS + i]
+                    sums[i] = sums[peer * Self.SUMS + i]
         barrier_wait(self.barrier, 0)
         comptime for i in range(Self.SUMS // 4):
             comptime for slot in range(Self.peers - 1):
                 var four = shared_load4(mine + UInt32(slot * Self.PART + i * Self.PITCH))
                 comptime for e in range(4):
-                    own[4 * i + e] += four[e]
-        return own
-
-
-@always_inline
-def _four[first: Int](sums: StaticTuple[Float32, _]) -> SIMD[F32, 4]:
-    """Takes four sums."""
-    return SIMD[F32, 4](sums[first], sums[first + 1], sums[first + 2], sums[first + 3])
+                    sums[4 * i + e] += four[e]
