@@ -17,6 +17,10 @@ Blocks go from tile to tile, so that the next tile comes in while the last one g
 Where tiles are fewer than multiprocessors, a cluster of `splits` blocks shares one tile: each
 sums a part of K, and then a part of the rows over the cluster's shared memories (split-K).
 
+Or blocks are launched in clusters of `peers`, which go from tile to tile, neighbours at a time, and
+share the tiles of a last turn that would leave half of the multiprocessors idle: each block
+multiplies a part of K, keeps its part of the columns, and sends its peers theirs.
+
 One launch computes one product or several of the same K and F, such as a block's query, key and
 value: their tiles follow one another, and each finds its tensors by its number. Or a product has
 two sources, a convolution and the 1 x 1 of the shortcut beside it: the steps of the second follow
@@ -44,23 +48,26 @@ from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
+from ..hopper.cluster import Exchange
 from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline, Storing
 from ..hopper.ptx import (
+    cluster_arrive,
+    cluster_wait,
     fence_async,
     fence_barrier_init,
     stores_commit,
     stores_read,
     sync_threads,
 )
-from ..hopper.scheduler import Start
+from ..hopper.scheduler import Start, Work
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
 from ..launch import launch
-from ..operands import Data, Operands
+from ..operands import F32, Data, Operands
 
 
 struct Config(TrivialRegisterPassable):
@@ -78,6 +85,8 @@ struct Config(TrivialRegisterPassable):
     """Whether a cluster shares a tile."""
     var overlap: Bool
     """Whether a consumer issues a stage's products before those of the last one are done."""
+    var peers: Int
+    """Blocks of a cluster, which may share its last tile: each then finishes some columns; or 1."""
 
     def __init__(
         out self,
@@ -88,6 +97,7 @@ struct Config(TrivialRegisterPassable):
         *,
         split: Bool = False,
         overlap: Bool = False,
+        peers: Int = 1,
     ):
         """Names the parts.
 
@@ -98,9 +108,11 @@ struct Config(TrivialRegisterPassable):
             blocks: Blocks of a multiprocessor.
             split: Whether a cluster shares a tile.
             overlap: Whether products of two stages overlap.
+            peers: Blocks of a cluster, which may share its last tile.
         """
         self.groups, self.columns, self.stages = groups, columns, stages
         self.blocks, self.split, self.overlap = blocks, split, overlap
+        self.peers = peers
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -109,7 +121,19 @@ struct Config(TrivialRegisterPassable):
             Pixels, filters and stages, and how it works.
         """
         var size = t"{self.rows()}x{self.columns}x{self.stages}"
-        return String(size) + ("split" if self.split else "overlap" if self.overlap else "")
+        var shared = String(t"cluster{self.peers}") if self.peers > 1 else String()
+        return (
+            String(size) + ("split" if self.split else "overlap" if self.overlap else "") + shared
+        )
+
+    @always_inline
+    def own(self) -> Int:
+        """Counts the filters that a block finishes of a tile that it shares with its peers.
+
+        Returns:
+            All of them without peers.
+        """
+        return self.columns // self.peers
 
     @always_inline
     def rows(self) -> Int:
@@ -146,13 +170,16 @@ struct Config(TrivialRegisterPassable):
             dtype: Of the results.
 
         Returns:
-            All of them, a half, a third or a quarter, in whole boxes of the copy engine.
+            All of them, a half, a third or a quarter, in whole boxes of the copy engine; a part is
+            never of two peers.
         """
         var box = min(self.columns, ROW // size_of[dtype]())
-        for parts in range(1, 5):
+        for parts in range(self.peers, 5):
             var part = self.columns // parts
-            if self.columns % (parts * box) == 0 and (
-                part * self.rows() * size_of[dtype]() <= self.stage()
+            if (
+                parts % self.peers == 0
+                and self.columns % (parts * box) == 0
+                and (part * self.rows() * size_of[dtype]() <= self.stage())
             ):
                 return part
         return 0
@@ -170,13 +197,23 @@ struct Config(TrivialRegisterPassable):
         return self.columns // self.part[dtype]()
 
     @always_inline
+    def inbox(self) -> Int:
+        """Counts the bytes that peers send to a block.
+
+        Returns:
+            None without peers.
+        """
+        return (self.peers - 1) * self.rows() * self.own() * size_of[F32]()
+
+    @always_inline
     def shared(self) -> Int:
         """Counts the bytes of shared memory.
 
         Returns:
-            The ring, its barriers, and what aligning it may take.
+            The ring, its barriers, what peers send, and what aligning it may take.
         """
-        return self.stages * self.stage() + Pipeline.BARRIERS * self.stages + 1024
+        var ring = self.stages * (self.stage() + Pipeline.BARRIERS)
+        return ring + self.inbox() + (8 if self.peers > 1 else 0) + 1024
 
 
 @__name(t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{dtype}")
@@ -219,21 +256,31 @@ def hopper_kernel[
         stages=Int32(config.stages),
         bytes=UInt32(config.stage()),
     )
+    comptime INBOX = config.stages * (config.stage() + Pipeline.BARRIERS)
+    var exchange = Exchange[config.columns, config.groups, config.peers](
+        data + UInt32(INBOX), data + UInt32(INBOX + config.inbox())
+    )
     var t = Int32(thread_idx.x)
     if t == 0:
         pipeline.init[config.stages](consumers=config.groups)
+        comptime if config.peers > 1:
+            exchange.init()
         fence_barrier_init()
+        comptime if config.peers > 1:
+            exchange.expect()
     sync_threads(0, UInt32(config.threads()))
+    comptime if config.peers > 1:
+        cluster_arrive()  # a peer waits for this before it sends
     launch_dependent_grids()
 
-    var start = problem.schedule.start[config.split]()
+    var start = problem.schedule.start[config.split, config.peers]()
     if t // Int32(WARP) == Int32(4 * config.groups):
         # One thread drives the copy engine.
         if t % Int32(WARP) == 0:
             _produce[dtype, epilogue, config, sources](maps.address(), problem, start, pipeline)
     else:
         _consume[dtype, epilogue, config, sources](
-            maps.address(), tensors, problem, start, pipeline, Fragment(t)
+            maps.address(), tensors, problem, start, exchange, pipeline, Fragment(t)
         )
     comptime if config.split:
         var tile = problem.schedule.tile(start.tile)
@@ -267,6 +314,7 @@ def _produce[
     comptime STAGE = UInt32(config.stage())
     comptime W_AT = UInt32(config.rows() * ROW)
     comptime BOXES = config.part[dtype]() // Int(WIDTH)
+    comptime OWN = config.parts[dtype]() // config.peers
     var conv = problem.conv
     var schedule = problem.schedule
     var tile = schedule.tile(start.tile)
@@ -279,14 +327,14 @@ def _produce[
     comptime if sources == 2:
         x2.prefetch_descriptor()
         w2.prefetch_descriptor()
-    var steps = schedule.share[config.split](start, problem.steps())
-    var first = Step(conv, steps.begin)
+    var work = Work[config.split, config.peers](schedule, start, problem.steps())
+    var first = Step(conv, work.first().steps.begin)
 
     # Filters that are weights do not depend on the kernel before.
     var pipeline = at_start
     var k = first
     var f0 = tile.column * Int32(config.columns)
-    for i in range(pipeline.prefetch(steps.count() * problem.constant)):
+    for i in range(pipeline.prefetch(work.first().steps.count() * problem.constant)):
         pipeline.expect(i, STAGE)
         _load_filters[sources](
             w, w2, conv, pipeline.stage(i) + W_AT, pipeline.barrier(i), k, WIDTH, f0
@@ -294,16 +342,19 @@ def _produce[
         k.advance(conv)
     wait_on_dependent_grids()
 
-    for number in schedule.turns(start):
-        tile = schedule.tile(number)
+    for number in work.turns():
+        var unit = work.unit(number)
+        tile = schedule.tile(unit.tile)
         x = TileLoader(maps, 4 * tile.product)
         w = TileLoader(maps, 4 * tile.product + 1)
         var m0 = tile.row * Int32(config.rows())
         f0 = tile.column * Int32(config.columns)
         var pixel = conv.pixel(m0)
         var corner = conv.corner(pixel)
+        comptime if config.peers > 1:
+            first = Step(conv, unit.steps.begin)
         k = first
-        for _ in range(steps.count()):
+        for _ in range(unit.steps.count()):
             var to = pipeline.stage()
             var full = pipeline.barrier()
             if pipeline.acquire_or_prefetched():
@@ -326,7 +377,12 @@ def _produce[
             k.advance(conv)
         comptime if config.split:
             return
+        if unit.shared:
+            f0 += start.rank * Int32(config.own())
         comptime for part in range(config.parts[dtype]()):
+            comptime if part >= OWN:
+                if unit.shared:
+                    return
             pipeline.acquire()
             comptime if epilogue.adds:
                 var residual = TileLoader(maps, 4 * tile.product + 3)
@@ -372,6 +428,7 @@ def _consume[
     tensors: EpilogueTensors[dtype, _],
     problem: Problem[_],
     start: Start,
+    exchange: Exchange[config.columns, config.groups, config.peers],
     at_start: Pipeline,
     at: Fragment,
 ):
@@ -380,20 +437,22 @@ def _consume[
     comptime COLUMNS = config.columns
     comptime PART = config.part[dtype]()
     comptime PARTS = config.parts[dtype]()
+    comptime OWN = PARTS // config.peers
     var group = UInt32(at.group())
     var leads = at.leads()
-    var steps = problem.schedule.share[config.split](start, problem.steps()).count()
+    var work = Work[config.split, config.peers](problem.schedule, start, problem.steps())
 
     var pipeline = at_start
     var storing = Storing[PARTS]()
-    for number in problem.schedule.turns(start):
-        var tile = problem.schedule.tile(number)
+    for number in work.turns():
+        var unit = work.unit(number)
+        var tile = problem.schedule.tile(unit.tile)
         var m0 = tile.row * Int32(config.rows())
         var f0 = tile.column * Int32(COLUMNS)
         var sums = multiply_stages[dtype, COLUMNS, overlap=config.overlap](
             pipeline,
             storing,
-            steps,
+            unit.steps.count(),
             a=group * UInt32(ROWS * ROW),
             b=UInt32(config.rows() * ROW),
             leads=leads,
@@ -401,11 +460,18 @@ def _consume[
         comptime if config.split:
             leave_rows[COLUMNS](at_start.data, at, sums)
             return
+        if unit.shared:
+            cluster_wait()
+            exchange.add(at, start.rank, sums)
+            f0 += start.rank * Int32(config.own())
 
         var end = tensors.of(tile.product)
         var y = TileStore(maps, 4 * tile.product + 2)
         storing.begin(pipeline)
         comptime for part in range(PARTS):
+            comptime if part >= OWN:
+                if unit.shared:
+                    break
             pipeline.wait()
             var to = pipeline.stage() + group * UInt32(PART * ROWS * size_of[dtype]())
             finish_rows[
@@ -591,7 +657,7 @@ def _problem[
         rows=config.rows(),
         columns=config.columns,
         width=ROW // size_of[dtype](),
-        splits=splits,
+        splits=config.peers if config.peers > 1 else splits,
         alpha=alpha,
         constant=constant,
     )
@@ -611,7 +677,7 @@ def _enqueue[
         maps,
         tensors,
         problem,
-        grid_dim=problem.schedule.blocks[config.split](resident),
+        grid_dim=problem.schedule.blocks[config.split, config.peers](resident),
         block_dim=config.threads(),
         cluster_dim=Dim(Int(problem.schedule.splits)),
         shared=config.shared(),

@@ -41,7 +41,7 @@ MULTIPROCESSORS = 132
 """Of the GPU that is measured: an H100 or H200."""
 COOPERATIVE = range(5)
 """The tiles of hopper.mojo without split-K, as a row's config."""
-PINGPONG = 11
+FIRST_PINGPONG = 13
 """The first tile of pingpong.mojo, as a row's config; it takes no residual."""
 PINGPONG_STEPS = (6, 10)
 """Steps of K that each of its tiles takes at most."""
@@ -238,7 +238,7 @@ def look_up(table: dict[Product, Tile], wanted: Product) -> Tile:
 
 def takes(tile: Tile, p: Product) -> bool:
     """Tells whether a product has steps for a tile's splits, and is one that the tile computes."""
-    number = tile.config - PINGPONG
+    number = tile.config - FIRST_PINGPONG
     fits = number < 0 or (p.epilogue != "add" and p.steps <= PINGPONG_STEPS[number])
     return fits and tile.splits <= p.steps
 
@@ -291,7 +291,7 @@ def with_rows(text: str, times: Times, table: dict[Product, Tile], about: str) -
     rows = []
     for p, tile in table.items():
         values = f'{p.pixels}, {p.filters}, {p.steps}, "{p.epilogue}", {tile.config}, {tile.splits}'
-        if tile.config >= PINGPONG:
+        if tile.config >= FIRST_PINGPONG:
             values += f", {cooperative(times[p])}"
         rows.append(f"    Row({values}),  # {times[p][tile]:.2f}")
     head, rest = text.split(BEGIN)

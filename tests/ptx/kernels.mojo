@@ -256,9 +256,10 @@ def main() raises:
     hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[4]](
         g, Operands[F16](half2, half2, full, half2, half2), 1, ctx
     )
-    hopper_gemm[F32, Epilogue("add_relu"), CONFIGS[4]](
-        g, Operands[F32](full, full, full, full, full), 1, ctx
-    )
+    comptime for i in [4, 8]:
+        hopper_gemm[F32, Epilogue("add_relu"), CONFIGS[i]](
+            g, Operands[F32](full, full, full, full, full), 1, ctx
+        )
     comptime for config in [LARGE, SMALL]:
         enqueue_token_linear[BF16, Epilogue("none"), config](n, n, n, n, o, ctx)
         enqueue_token_linear[BF16, Epilogue("add_relu"), config](n, n, n, n, o, ctx)

@@ -225,10 +225,18 @@ class Tile:
     columns: int
     stages: int
     kind: str = ""
+    peers: int = 1
 
     @property
     def label(self) -> str:
-        return f"{64 * self.groups}x{self.columns}x{self.stages}{self.kind}"
+        shared = f"cluster{self.peers}" if self.peers > 1 else ""
+        return f"{64 * self.groups}x{self.columns}x{self.stages}{self.kind}{shared}"
+
+    @property
+    def shared_bytes(self) -> int:
+        rows, peers = 64 * self.groups, self.peers
+        ring = self.stages * ((rows + self.columns) * 128 + 16)
+        return ring + (peers - 1) * rows * self.columns // peers * 4 + 8 * (peers > 1) + 1024
 
 
 TILES = (
@@ -239,6 +247,8 @@ TILES = (
     Tile(1, 64, 6),
     Tile(1, 64, 6, "split"),
     Tile(1, 32, 8, "split"),
+    Tile(2, 128, 6, "overlap", 2),
+    Tile(3, 128, 4, "overlap", 2),
 )
 TOKEN_TILES = (Tile(2, 128, 3), Tile(1, 64, 6))
 """LARGE and SMALL of ops/token_linear.mojo."""
@@ -385,7 +395,7 @@ def hopper(
         dtype: Of x, w and y.
         alpha: Scale of the products.
         splits: Blocks that share a tile.
-        processors: Blocks of the grid, where a block goes from tile to tile.
+        processors: Blocks of the grid, where a block goes from tile to tile; at most, with peers.
         adds: Whether the residual is read.
         constant: Whether the kernel is told that w are weights.
         late: Whether the kernel ahead writes w, too.
@@ -425,11 +435,16 @@ def hopper(
     if beside:
         maps += [source(beside), filters(beside)]
         steps2, stride2 = -(-beside.g.c // width), beside.g.stride
+    splits = max(splits, tile.peers)
     sizes = problem(
         g, pixels, firsts, width=width, columns=tiles, splits=splits, tiles=blocks, alpha=alpha,
         steps2=steps2, stride2=stride2, constant=constant,
     )  # fmt: skip
     grid = blocks * splits if tile.kind == "split" else min(blocks, processors)
+    if tile.peers > 1:
+        whole = -(-blocks // tile.peers) * tile.peers
+        grid = blocks * tile.peers
+        grid = grid if grid <= processors else min(whole, processors)
     launch = Launch(
         kernel,
         [
@@ -440,7 +455,7 @@ def hopper(
         memory,
         grid=(grid,),
         threads=128 * tile.groups + 32,
-        shared_bytes=tile.stages * (rows + tile.columns) * 128 + 16 * tile.stages + 1024,
+        shared_bytes=tile.shared_bytes,
         cluster=splits,
         maps=maps,
     )

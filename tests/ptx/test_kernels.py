@@ -314,6 +314,24 @@ def test_hopper_multiplies(
     run_hopper(find, rng, tile, "none", [Conv(1, m, 1, 200, 136) for m in rows], splits=2)
 
 
+@pytest.mark.parametrize("tile", TILES[7:], ids=lambda tile: tile.label)
+@pytest.mark.parametrize(
+    ("tiles", "processors"),
+    [
+        pytest.param(1, 2, id="shared alone"),
+        pytest.param(3, 6, id="each shared", marks=pytest.mark.nightly),
+        pytest.param(3, 2, id="a turn, then shared"),
+        pytest.param(3, 4, id="too many to be shared, and a block without a tile"),
+        pytest.param(7, 4, id="a turn, then too many", marks=pytest.mark.nightly),
+    ],
+)
+def test_hopper_shares_the_last_turn(
+    find: Find, rng: np.random.Generator, tile: Tile, tiles: int, processors: int
+) -> None:
+    g = Conv(1, 64 * tile.groups * tiles - 20, 1, 136, 72)
+    run_hopper(find, rng, tile, "add_relu", [g], processors=processors)
+
+
 @pytest.mark.parametrize("tile", [TILES[4], TILES[6]], ids=lambda tile: tile.label)
 def test_hopper_gelu(find: Find, rng: np.random.Generator, tile: Tile) -> None:
     run_hopper(find, rng, tile, "gelu", [Conv(1, 70, 1, 64, 72)])
@@ -350,10 +368,11 @@ def test_hopper_float16(find: Find, rng: np.random.Generator) -> None:
     run_hopper(find, rng, TILES[4], "add_relu", [Conv(1, 70, 1, 72, 72)], dtype="float16")
 
 
-def test_hopper_float32(find: Find, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("tile", [TILES[4], TILES[8]], ids=lambda tile: tile.label)
+def test_hopper_float32(find: Find, rng: np.random.Generator, tile: Tile) -> None:
     p = product(rng, Conv(1, 70, 1, 72, 72), "float32")
     x, w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))  # as the copy engine does
-    run_hopper(find, rng, TILES[4], "add_relu", [replace(p, x=x, w=w)], dtype="float32")
+    run_hopper(find, rng, tile, "add_relu", [replace(p, x=x, w=w)], dtype="float32")
 
 
 TOKENS = [(2, 196, 136, 72), (1, 64, 64, 64), (3, 65, 8, 129), (1, 1, 200, 1), (1, 63, 72, 196)]
@@ -417,6 +436,7 @@ def run_hopper(
     dtype: str = BF16,
     alpha: float = 1,
     splits: int = 1,
+    processors: int = 2,
 ) -> None:
     products = [g if isinstance(g, Product) else product(rng, g, dtype) for g in sizes]
     more = product(rng, beside, dtype) if beside else None
@@ -429,6 +449,7 @@ def run_hopper(
         dtype=dtype,
         alpha=alpha,
         splits=splits if tile.kind == "split" else 1,
+        processors=processors,
         adds="add" in epilogue,
     )
     for y, p in zip(got, products, strict=True):
