@@ -2,7 +2,8 @@
 
 from extensibility import ManagedTensorSlice
 from std.memory import bitcast
-from std.sys import CompilationTarget, is_gpu
+from std.sys import CompilationTarget, is_gpu, is_nvidia_gpu, size_of
+from std.sys._assembly import inlined_assembly
 from std.utils.numerics import isnan
 
 from .kernel_argument import KernelArgument
@@ -69,14 +70,16 @@ def narrowed[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
 
     Parameters:
         width: Elements.
-        dtype: Of the result.
+        dtype: Of the result: of floats, or an integer of 8 bits.
 
     Args:
         value: What is rounded.
 
     Returns:
-        The nearest numbers; NaN for NaN.
+        The nearest numbers, integers at most their largest; NaN for NaN, or 0 as an integer.
     """
+    comptime if dtype.is_integral():
+        return _nearest[dtype](value)
     comptime if (
         dtype == BF16
         and CompilationTarget.is_x86()
@@ -89,11 +92,60 @@ def narrowed[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
     return value.cast[dtype]()
 
 
-struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
+@always_inline
+def _nearest[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SIMD[dtype, width]:
+    """Rounds to integers of 8 bits: to nearest even, at most the largest; 0 for NaN."""
+    comptime assert size_of[dtype]() == 1, "narrowed: integers have 8 bits"
+    comptime if is_nvidia_gpu() and width > 1:
+        comptime half = width // 2
+        comptime kind = "s8" if dtype == DType.int8 else "u8"
+        var pairs = SIMD[DType.uint16, half](0)
+        comptime for i in range(half):
+            pairs[i] = inlined_assembly[
+                "{\n.reg .b32 low, high;\ncvt.rni.s32.f32 low, $1;\ncvt.rni.s32.f32 high, $2;\n"
+                + "cvt.pack.sat." + kind + ".s32.b32 low, high, low, 0;\n"
+                + "cvt.u16.u32 $0, low;\n}",
+                UInt16,
+                constraints="=h,f,f",
+                has_side_effect=False,
+            ](value[2 * i], value[2 * i + 1])
+        return bitcast[dtype, width](pairs)
+    comptime low = Float32(Int(Scalar[dtype].MIN))
+    comptime high = Float32(Int(Scalar[dtype].MAX))
+    var inside = isnan(value).select(SIMD[F32, width](0), value).clamp(low, high)
+    return inside.__round__().cast[DType.int32]().cast[dtype]()
+
+
+struct Scales(KernelArgument, TrivialRegisterPassable):
+    """What numbers of 8 bits stand for: y = act(product[f] * x w + bias + residual scale * residual)."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var product: Data[F32]
+    """One number for each filter."""
+    var residual: Float32
+    """One for the whole residual."""
+
+    def __init__(out self, product: Data[F32], residual: Float32 = 1):
+        """Names the scales.
+
+        Args:
+            product: Of each filter's sums.
+            residual: Of the residual.
+        """
+        self.product, self.residual = product, residual
+
+
+struct Operands[dtype: DType, out: DType = dtype, right: DType = dtype](
+    KernelArgument, TrivialRegisterPassable
+):
     """The tensors of y = act(alpha * x w + bias + residual).
 
     Parameters:
-        dtype: Of all of them but the bias.
+        dtype: Of x, and of the others but the bias unless they are named.
+        out: Of the residual and y.
+        right: Of w.
     """
 
     comptime device_type: AnyType = Self
@@ -101,13 +153,13 @@ struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
 
     var x: Data[Self.dtype]
     """Activations: x[N, H, W, C], or the left side a[..., M, K] of a product."""
-    var w: Data[Self.dtype]
+    var w: Data[Self.right]
     """Filters as graphs/arrange.py lays them out, or the right side of a product."""
     var bias: Data[F32]
     """One number for each filter."""
-    var residual: Data[Self.dtype]
+    var residual: Data[Self.out]
     """In the shape of y; read by the epilogues that add only."""
-    var y: Data[Self.dtype]
+    var y: Data[Self.out]
     """The result: y[N, P, Q, F] or y[..., M, N]."""
     var alpha: Float32
     """Scales the product, before bias and residual."""
@@ -115,10 +167,10 @@ struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
     def __init__(
         out self,
         x: Data[Self.dtype],
-        w: Data[Self.dtype],
+        w: Data[Self.right],
         bias: Data[F32],
-        residual: Data[Self.dtype],
-        y: Data[Self.dtype],
+        residual: Data[Self.out],
+        y: Data[Self.out],
         alpha: Float32 = 1,
     ):
         """Names the tensors.

@@ -352,22 +352,23 @@ def is_plain(g: Geometry) -> Bool:
     )
 
 
-def takes[dtype: DType](g: Geometry) -> Bool:
+def takes[dtype: DType, out: DType = dtype](g: Geometry) -> Bool:
     """Tells whether the copy engine can walk over a convolution's tensors.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x and w.
+        out: Of y.
 
     Args:
         g: Sizes.
 
     Returns:
-        True if there is one group, C is a multiple of 16 bytes, F one of 8, and the windows'
+        True if there is one group, C is a multiple of 16 bytes, F one of 8, in 8 bits 16, and the windows'
         strides, corners and taps are in the range of a tensor map (PTX ISA 8.0, section 5.5.4;
         CUDA's driver API).
     """
     comptime wide = 16 // size_of[dtype]()
-    if g.groups != 1 or g.c % wide != 0 or g.f % 8 != 0:
+    if g.groups != 1 or g.c % wide != 0 or g.f % max(8, 16 // size_of[out]()) != 0:
         return False
     if is_plain(g):
         return True

@@ -249,7 +249,7 @@ def tensor_map[
 def matrix_map[
     dtype: DType, multiplied: Bool = False
 ](
-    ctx: DeviceContext, at: Data[dtype], *, rows: Int, columns: Int, box: Int
+    ctx: DeviceContext, at: Data[dtype], *, rows: Int, columns: Int, box: Int, bytes: Int = ROW
 ) raises -> TMADescriptor:
     """Makes the tensor map of a matrix [rows, columns].
 
@@ -262,7 +262,8 @@ def matrix_map[
         at: The matrix.
         rows: Of the matrix.
         columns: Of the matrix.
-        box: Rows of a copy, of 128 bytes each.
+        box: Rows of a copy.
+        bytes: Of each of them: 128 or 64.
 
     Returns:
         The map.
@@ -271,7 +272,7 @@ def matrix_map[
         If the driver refuses it.
     """
     return tensor_map[dtype, 2, multiplied](
-        ctx, at, [Int64(columns), Int64(rows)], [Int32(ROW // size_of[dtype]()), Int32(box)]
+        ctx, at, [Int64(columns), Int64(rows)], [Int32(bytes // size_of[dtype]()), Int32(box)]
     )
 
 
