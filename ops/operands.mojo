@@ -98,13 +98,19 @@ def _nearest[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
     comptime assert size_of[dtype]() == 1, "narrowed: integers have 8 bits"
     comptime if is_nvidia_gpu() and width > 1:
         comptime half = width // 2
-        comptime kind = "s8" if dtype == DType.int8 else "u8"
+        comptime pack = "cvt.pack.sat.s8" if dtype == DType.int8 else "cvt.pack.sat.u8"
         var pairs = SIMD[DType.uint16, half](0)
         comptime for i in range(half):
             pairs[i] = inlined_assembly[
-                "{\n.reg .b32 low, high;\ncvt.rni.s32.f32 low, $1;\ncvt.rni.s32.f32 high, $2;\n"
-                + "cvt.pack.sat." + kind + ".s32.b32 low, high, low, 0;\n"
-                + "cvt.u16.u32 $0, low;\n}",
+                """{
+                .reg .b32 low, high;
+                cvt.rni.s32.f32 low, $1;
+                cvt.rni.s32.f32 high, $2;
+                """
+                + pack
+                + """.s32.b32 low, high, low, 0;
+                cvt.u16.u32 $0, low;
+                }""",
                 UInt16,
                 constraints="=h,f,f",
                 has_side_effect=False,

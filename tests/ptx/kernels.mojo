@@ -24,7 +24,7 @@ from ops.group_norm.config import GroupNormSizes, GroupNormTensors
 from ops.group_norm.gpu import group_norm_gpu
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.normalize import normalize_gpu
-from ops.operands import F32, Batch, Data, Operands
+from ops.operands import F32, Batch, Data, Operands, Scales
 from ops.permute import AXES, Joined, permute_gpu
 from ops.pointwise import Broadcast, Sources, pointwise_gpu
 from ops.reduce.gpu import reduce_gpu
@@ -57,6 +57,29 @@ def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
         hopper_shortcut[BF16, Epilogue("relu"), config](g, o, g, o, 1, ctx)
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[4]](g, o, 1, ctx)
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[6]](g, o, 1, ctx)
+
+
+def eight_bits[
+    dtype: DType, out: DType, right: DType = dtype
+](
+    g: Geometry,
+    x: Data[DType.uint8],
+    bias: Data[F32],
+    ctx: DeviceContext,
+) raises:
+    var y = x.unsafe_bitcast[Scalar[out]]()
+    var o = Operands[dtype, out, right](
+        x.unsafe_bitcast[Scalar[dtype]](), x.unsafe_bitcast[Scalar[right]](), bias, y, y
+    )
+    comptime epilogue = Epilogue("add_relu", scales=True)
+    hopper_gemm[dtype, epilogue, CONFIGS[4], out, right](g, o, 1, ctx, scales=Scales(bias))
+    hopper_gemm[dtype, epilogue, CONFIGS[6], out, right](g, o, 1, ctx, scales=Scales(bias))
+    comptime if out == DType.int8 and dtype == right:
+        hopper_gemm[dtype, epilogue, CONFIGS[0], out, right](g, o, 1, ctx, scales=Scales(bias))
+        hopper_gemm[dtype, epilogue, CONFIGS[2], out, right](g, o, 1, ctx, scales=Scales(bias))
+        hopper_gemms[dtype, Epilogue("none", scales=True), CONFIGS[4], 3, out, right](
+            [g, g, g], [o, o, o], 1, ctx, scales=Array[Scales, 3](fill=Scales(bias))
+        )
 
 
 def resident(
@@ -194,6 +217,10 @@ def main() raises:
     var g = Geometry(rows=n * 7, depth=n * 64, columns=n * 64)
     var o = Operands[BF16](half, half, full, half, half)
     gemms(g, o, ctx)
+    eight_bits[DType.float8_e4m3fn, BF16](g, bytes, full, ctx)
+    eight_bits[DType.float8_e4m3fn, DType.float8_e4m3fn](g, bytes, full, ctx)
+    eight_bits[DType.int8, DType.int8](g, bytes, full, ctx)
+    eight_bits[DType.uint8, DType.int8, DType.int8](g, bytes, full, ctx)
     resident(
         g,
         o,
@@ -250,7 +277,7 @@ def main() raises:
     )
 
     enqueue_parts(n, ctx)
-    comptime for dtype in [BF16, F16, F32, DType.float8_e4m3fn, DType.float8_e5m2]:
+    comptime for dtype in [BF16, F16, F32, DType.float8_e4m3fn, DType.float8_e5m2, DType.int8]:
         comptime out = F32 if dtype == F32 else BF16
         var a = rebind[Data[dtype]](ctx.enqueue_create_buffer[dtype](1).unsafe_ptr())
         var y = rebind[Data[out]](ctx.enqueue_create_buffer[out](1).unsafe_ptr())
