@@ -85,6 +85,8 @@ struct Config(TrivialRegisterPassable):
     """Whether a cluster shares a tile."""
     var overlap: Bool
     """Whether a consumer issues a stage's products before those of the last one are done."""
+    var row: Int
+    """Bytes of channels of a stage: 128, or 64 where there are no more."""
 
     def __init__(
         out self,
@@ -95,6 +97,7 @@ struct Config(TrivialRegisterPassable):
         *,
         split: Bool = False,
         overlap: Bool = False,
+        row: Int = ROW,
     ):
         """Names the parts.
 
@@ -105,9 +108,10 @@ struct Config(TrivialRegisterPassable):
             blocks: Blocks of a multiprocessor.
             split: Whether a cluster shares a tile.
             overlap: Whether products of two stages overlap.
+            row: Bytes of channels of a stage.
         """
         self.groups, self.columns, self.stages = groups, columns, stages
-        self.blocks, self.split, self.overlap = blocks, split, overlap
+        self.blocks, self.split, self.overlap, self.row = blocks, split, overlap, row
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -116,7 +120,8 @@ struct Config(TrivialRegisterPassable):
             Pixels, filters and stages, and how it works.
         """
         var size = t"{self.rows()}x{self.columns}x{self.stages}"
-        return String(size) + ("split" if self.split else "overlap" if self.overlap else "")
+        var how = "split" if self.split else "overlap" if self.overlap else ""
+        return String(size) + how + ("" if self.row == ROW else "row" + String(self.row))
 
     @always_inline
     def rows(self) -> Int:
@@ -141,9 +146,9 @@ struct Config(TrivialRegisterPassable):
         """Counts the bytes of a stage.
 
         Returns:
-            128 for each pixel and filter.
+            128 for each pixel and filter, or 64.
         """
-        return (self.rows() + self.columns) * ROW
+        return (self.rows() + self.columns) * self.row
 
     @always_inline
     def box[dtype: DType](self) -> Int:
@@ -153,10 +158,11 @@ struct Config(TrivialRegisterPassable):
             dtype: Of the results.
 
         Returns:
-            128, or 64 where rows of a tile are no multiple of it: 64 or 192 numbers of 8 bits.
+            128; in 8 bits 64 where rows of a tile are no multiple of it, or stages half as large.
         """
         comptime bytes = size_of[dtype]()
-        return ROW // 2 if bytes == 1 and self.columns % ROW != 0 else ROW
+        var narrow = self.columns % ROW != 0 or self.row != ROW
+        return ROW // 2 if bytes == 1 and narrow else ROW
 
     @always_inline
     def part[dtype: DType](self) -> Int:
@@ -297,9 +303,9 @@ def _produce[
     dtype: DType, out: DType, epilogue: Epilogue, config: Config, sources: Int
 ](maps: UInt64, problem: Problem[_], start: Start, at_start: Pipeline):
     """Fills the ring, tile after tile, as stages become free."""
-    comptime WIDTH = Int32(ROW // size_of[dtype]())
+    comptime WIDTH = Int32(config.row // size_of[dtype]())
     comptime STAGE = UInt32(config.stage())
-    comptime W_AT = UInt32(config.rows() * ROW)
+    comptime W_AT = UInt32(config.rows() * config.row)
     comptime BOX = config.box[out]()
     comptime COLUMNS = Int32(BOX // size_of[out]())
     comptime BOXES = config.part[out]() // Int(COLUMNS)
@@ -427,12 +433,14 @@ def _consume[
         var tile = problem.schedule.tile(number)
         var m0 = tile.row * Int32(config.rows())
         var f0 = tile.column * Int32(COLUMNS)
-        var sums = multiply_stages[dtype, COLUMNS, overlap=config.overlap, right=right](
+        var sums = multiply_stages[
+            dtype, COLUMNS, overlap=config.overlap, right=right, row=config.row
+        ](
             pipeline,
             storing,
             steps,
-            a=group * UInt32(ROWS * ROW),
-            b=UInt32(config.rows() * ROW),
+            a=group * UInt32(ROWS * config.row),
+            b=UInt32(config.rows() * config.row),
             leads=leads,
         )
         comptime if config.split:
@@ -589,13 +597,13 @@ def hopper_shortcut[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    comptime WIDTH = ROW // size_of[dtype]()
+    comptime WIDTH = config.row // size_of[dtype]()
     comptime assert not epilogue.adds, "hopper_gemm: a second source is what is added"
     comptime assert not epilogue.scales, "hopper_gemm: two sources have one sum, and no scales"
     var maps = TensorMaps[6]()
     _add_maps[dtype, epilogue, config, 0](ctx, maps, g, o)
-    maps.maps[4] = im2col_map[dtype](ctx, more.x, beside, config.rows())
-    maps.maps[5] = filter_map[dtype](ctx, more.w, beside, config.columns)
+    maps.maps[4] = im2col_map[dtype](ctx, more.x, beside, config.rows(), config.row)
+    maps.maps[5] = filter_map[dtype](ctx, more.w, beside, config.columns, config.row)
     var problem = _problem[dtype, config, 1]([g], splits, o.alpha)
     problem.steps2 = Int32(ceildiv(beside.c, WIDTH))
     problem.stride2_h, problem.stride2_w = Int32(beside.stride_h), Int32(beside.stride_w)
@@ -609,7 +617,9 @@ def hopper_shortcut[
 
 def filter_map[
     dtype: DType
-](ctx: DeviceContext, w: Data[dtype], g: Geometry, columns: Int) raises -> TMADescriptor:
+](
+    ctx: DeviceContext, w: Data[dtype], g: Geometry, columns: Int, bytes: Int = ROW
+) raises -> TMADescriptor:
     """Makes the tensor map of w[F, R * S, C].
 
     Parameters:
@@ -619,7 +629,8 @@ def filter_map[
         ctx: The GPU.
         w: The filters.
         g: Sizes.
-        columns: Filters of a copy, which brings 128 bytes of channels of one tap.
+        columns: Filters of a copy, which brings channels of one tap.
+        bytes: Of the channels: 128 or 64.
 
     Returns:
         The map.
@@ -627,12 +638,11 @@ def filter_map[
     Raises:
         If the driver refuses it.
     """
-    comptime WIDTH = ROW // size_of[dtype]()
     return tensor_map[dtype, 3, True](
         ctx,
         w,
         [Int64(g.c), Int64(g.r * g.s), Int64(g.f)],
-        [Int32(WIDTH), 1, Int32(columns)],
+        [Int32(bytes // size_of[dtype]()), 1, Int32(columns)],
     )
 
 
@@ -641,8 +651,8 @@ def _add_maps[
 ](ctx: DeviceContext, mut maps: TensorMaps[_], g: Geometry, o: Operands[dtype, _, _]) raises:
     """Makes the tensor maps of a product: of x, w, y and the residual."""
     var m = g.pixels()
-    maps.maps[at] = pixels_map[dtype](ctx, o.x, g, config.rows())
-    maps.maps[at + 1] = filter_map[o.right](ctx, o.w, g, config.columns)
+    maps.maps[at] = pixels_map[dtype](ctx, o.x, g, config.rows(), config.row)
+    maps.maps[at + 1] = filter_map[o.right](ctx, o.w, g, config.columns, config.row)
     comptime BOX = config.box[o.out]()
     maps.maps[at + 2] = matrix_map[o.out](ctx, o.y, rows=m, columns=g.f, box=ROWS, bytes=BOX)
     comptime if epilogue.adds:
@@ -661,7 +671,7 @@ def _problem[
         sizes,
         rows=config.rows(),
         columns=config.columns,
-        width=ROW // size_of[dtype](),
+        width=config.row // size_of[dtype](),
         splits=splits,
         alpha=alpha,
         constant=constant,

@@ -312,7 +312,9 @@ def load_pixels(
 
 def pixels_map[
     dtype: DType
-](ctx: DeviceContext, x: Data[dtype], g: Geometry, rows: Int) raises -> TMADescriptor:
+](
+    ctx: DeviceContext, x: Data[dtype], g: Geometry, rows: Int, bytes: Int = ROW
+) raises -> TMADescriptor:
     """Makes the tensor map of activations that `load_pixels` reads.
 
     Parameters:
@@ -323,6 +325,7 @@ def pixels_map[
         x: Activations [N, H, W, C].
         g: Sizes.
         rows: Pixels of a copy.
+        bytes: Of channels of each of them: 128 or 64.
 
     Returns:
         The map: of a matrix [M, C] where windows are single pixels, else im2col.
@@ -331,8 +334,8 @@ def pixels_map[
         If the driver refuses it.
     """
     if is_plain(g):
-        return matrix_map[dtype, True](ctx, x, rows=g.pixels(), columns=g.c, box=rows)
-    return im2col_map[dtype](ctx, x, g, rows)
+        return matrix_map[dtype, True](ctx, x, rows=g.pixels(), columns=g.c, box=rows, bytes=bytes)
+    return im2col_map[dtype](ctx, x, g, rows, bytes)
 
 
 def is_plain(g: Geometry) -> Bool:

@@ -25,6 +25,7 @@ def multiply_stages[
     overlap: Bool,
     turned: Bool = False,
     right: DType = dtype,
+    row: Int = ROW,
 ](
     mut pipeline: Pipeline,
     mut storing: Storing[results],
@@ -44,6 +45,7 @@ def multiply_stages[
             released later, so the ring has to be longer.
         turned: Whether B lies turned over: boxes of 64 rows of K, by 64 columns of 16 bits.
         right: Of B, where it is not A's.
+        row: Bytes of K of a stage.
 
     Args:
         pipeline: The ring of stages; goes on by `steps`.
@@ -61,9 +63,9 @@ def multiply_stages[
     for i in range(steps):
         pipeline.wait()
         wgmma_fence_aligned()
-        var beside = Matrix(pipeline.stage() + b, pitch=64 * ROW if turned else 16)
+        var beside = Matrix[row](pipeline.stage() + b, pitch=64 * ROW if turned else 16)
         sums = mma[dtype, columns, turned=turned, right=right](
-            Matrix(pipeline.stage() + a), beside, sums
+            Matrix[row](pipeline.stage() + a), beside, sums
         )
         wgmma_commit_group_sync()
         if i == 0 and leads:
