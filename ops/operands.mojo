@@ -96,26 +96,30 @@ def narrowed[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
 def _nearest[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SIMD[dtype, width]:
     """Rounds to integers of 8 bits: to nearest even, at most the largest; 0 for NaN."""
     comptime assert size_of[dtype]() == 1, "narrowed: integers have 8 bits"
-    comptime if is_nvidia_gpu() and width > 1:
-        comptime half = width // 2
+    comptime if is_nvidia_gpu() and width % 4 == 0:
+        comptime quarter = width // 4
         comptime pack = "cvt.pack.sat.s8" if dtype == DType.int8 else "cvt.pack.sat.u8"
-        var pairs = SIMD[DType.uint16, half](0)
-        comptime for i in range(half):
-            pairs[i] = inlined_assembly[
+        var quads = SIMD[DType.uint32, quarter](0)
+        comptime for i in range(quarter):
+            quads[i] = inlined_assembly[
                 """{
-                .reg .b32 low, high;
-                cvt.rni.s32.f32 low, $1;
-                cvt.rni.s32.f32 high, $2;
+                .reg .b32 a, b, c, d;
+                cvt.rni.s32.f32 a, $1;
+                cvt.rni.s32.f32 b, $2;
+                cvt.rni.s32.f32 c, $3;
+                cvt.rni.s32.f32 d, $4;
                 """
                 + pack
-                + """.s32.b32 low, high, low, 0;
-                cvt.u16.u32 $0, low;
+                + """.s32.b32 c, d, c, 0;
+                """
+                + pack
+                + """.s32.b32 $0, b, a, c;
                 }""",
-                UInt16,
-                constraints="=h,f,f",
+                UInt32,
+                constraints="=r,f,f,f,f",
                 has_side_effect=False,
-            ](value[2 * i], value[2 * i + 1])
-        return bitcast[dtype, width](pairs)
+            ](value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3])
+        return bitcast[dtype, width](quads)
     comptime low = Float32(Int(Scalar[dtype].MIN))
     comptime high = Float32(Int(Scalar[dtype].MAX))
     var inside = isnan(value).select(SIMD[F32, width](0), value).clamp(low, high)

@@ -31,6 +31,8 @@ to nearest even (CUDA's driver API; triton-lang/triton#11751).
 x and w may be of 8 bits: floats, or integers, whose sums are int32. Then each filter's sum has a scale
 in the place of alpha, the residual one of its own, and y is of 8 bits too or wider:
 y = act(scale[f] * sum + bias + residual scale * residual). Integers are rounded to nearest even.
+Where y has 8 bits, each sixteen filters of w are in quads (`quad` of accumulator.mojo), so that a
+thread's sums are neighbours.
 C has to be a multiple of 16 bytes, and F one of 8, of 16 where y has 8 bits.
 After Osama et al. 2023 (arXiv:2301.03598) and the PTX ISA 8.0, sections 5.5 and 9.7.14.
 """
@@ -444,7 +446,7 @@ def _consume[
             leads=leads,
         )
         comptime if config.split:
-            leave_rows[COLUMNS](at_start.data, at, sums)
+            leave_rows[COLUMNS, quads=size_of[out]() == 1](at_start.data, at, sums)
             return
 
         var end = tensors.of(tile.product)

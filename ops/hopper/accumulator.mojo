@@ -123,6 +123,30 @@ def pair[
 
 
 @always_inline
+def quad[
+    dtype: DType, count: Int, //, k: Int, half: Int
+](sums: StaticTuple[Scalar[dtype], count]) -> SIMD[F32, 4]:
+    """Takes the sums of sixteen columns that a thread has of a row: neighbours, if B is in quads.
+
+    So results of 8 bits leave 4 at a time. Column 8 j + 2 b + e of B in quads stands for the filter
+    4 b + 2 j + e of each sixteen.
+
+    Parameters:
+        dtype: Of the sums.
+        count: Sums of the thread.
+        k: Which sixteen columns.
+        half: Which of the thread's two rows.
+
+    Args:
+        sums: Of the thread.
+
+    Returns:
+        All four, as float32.
+    """
+    return pair[2 * k, half](sums).join(pair[2 * k + 1, half](sums))
+
+
+@always_inline
 def sums_16x16[count: Int, //, k: Int](sums: StaticTuple[Float32, count]) -> SIMD[F32, 8]:
     """Takes the sums of sixteen columns.
 

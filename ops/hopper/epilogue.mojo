@@ -20,19 +20,17 @@ from std.utils.static_tuple import StaticTuple
 from ..epilogue import Epilogue, apply
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands, Scales, narrowed, widened
-from .accumulator import Fragment, pair
+from .accumulator import Fragment, pair, quad
 from .ptx import (
     cluster_load4,
     cluster_sync,
     shared_load,
     shared_load2,
     shared_load_float,
-    shared_load_low,
     shared_load_matrices,
     shared_store,
     shared_store2,
     shared_store_float,
-    shared_store_low,
     shared_store_matrices,
 )
 from .scheduler import Share, Start
@@ -226,6 +224,8 @@ def finish_rows[
 ):
     """Finishes 64 rows x `columns` columns in shared memory, boxes of 64 rows of 128 bytes, or 64.
 
+    Of results of 8 bits the columns are in quads.
+
     Parameters:
         sum: Of the sums.
         dtype: Of the residual and the result.
@@ -248,62 +248,64 @@ def finish_rows[
     """
     comptime assert tensors.scaled == epilogue.scales, "finish_rows: the scales of the epilogue"
     comptime assert not (by_row and epilogue.scales), "finish_rows: columns have scales, not rows"
+    comptime assert size_of[dtype]() > 1 or not by_row, "finish_rows: quads are columns"
     comptime WIDTH = bytes // size_of[dtype]()
+    comptime COUNT = 4 if size_of[dtype]() == 1 else 2
     var biases = SIMD[F32, 2](0)
     comptime if by_row:
         biases = tensors.row_biases(at, f0, f)
-    comptime for j in range(columns // 8):
-        var bias = SIMD[F32, 2](0)
-        var scale = SIMD[F32, 2](alpha)
+    comptime for j in range(columns // (4 * COUNT)):
+        comptime column = 4 * COUNT * j
+        var at_column = Int32(column) + at.column() * Int32(COUNT // 2)
+        var bias = SIMD[F32, COUNT](0)
+        var scale = SIMD[F32, COUNT](alpha)
         comptime if not by_row:
-            if f0 + Int32(8 * j) + at.column() < f:
-                bias = tensors.bias_of[2, sources](f0 + Int32(8 * j) + at.column())
-                scale = tensors.alpha_of[2](alpha, f0 + Int32(8 * j) + at.column())
+            if f0 + at_column < f:
+                bias = tensors.bias_of[COUNT, sources](f0 + at_column)
+                scale = tensors.alpha_of[COUNT](alpha, f0 + at_column)
         comptime for half in range(2):
             comptime if by_row:
-                bias = SIMD[F32, 2](biases[half])
+                bias = SIMD[F32, COUNT](biases[half])
             var row = UInt32(at.row()) + UInt32(8 * half)
-            var byte = (UInt32(8 * j % WIDTH) + UInt32(at.column())) * UInt32(size_of[dtype]())
-            var place = to + UInt32(8 * j // WIDTH * pitch) + row * UInt32(bytes)
+            var byte = UInt32(at_column - Int32(column - column % WIDTH)) * UInt32(size_of[dtype]())
+            var place = to + UInt32(column // WIDTH * pitch) + row * UInt32(bytes)
             # Rows 8 further on are swizzled alike.
             place += swizzle[bytes](byte, UInt32(at.row()))
-            var residual = SIMD[F32, 2](0)
+            var residual = SIMD[F32, COUNT](0)
             comptime if epilogue.adds:
-                residual = _load_pair[dtype](place)
-            _store_pair(
-                place,
-                narrowed[dtype](
-                    apply[epilogue, dtype](
-                        pair[first // 8 + j, half](sums),
-                        scale,
-                        bias,
-                        residual,
-                        tensors.residual_scale(),
-                    )
-                ),
-            )
+                residual = _load[dtype, COUNT](place)
+            var mine = _sums[COUNT, first // (4 * COUNT) + j, half](sums)
+            var y = apply[epilogue, dtype](mine, scale, bias, residual, tensors.residual_scale())
+            _store(place, narrowed[dtype](y))
 
 
 @always_inline
-def _load_pair[dtype: DType](at: UInt32) -> SIMD[F32, 2]:
-    """Loads two numbers from shared memory."""
-    comptime if size_of[dtype]() == 1:
-        return bitcast[dtype, 2](UInt16(shared_load_low(at))).cast[F32]()
-    elif size_of[dtype]() == 2:
-        return bitcast[dtype, 2](shared_load(at)).cast[F32]()
+def _sums[
+    dtype: DType, all: Int, //, count: Int, j: Int, half: Int
+](sums: StaticTuple[Scalar[dtype], all]) -> SIMD[F32, count]:
+    """Takes the sums of neighbours: a pair, or four that are in quads."""
+    comptime if count == 4:
+        return rebind[SIMD[F32, count]](quad[j, half](sums))
     else:
-        return shared_load2(at)
+        return rebind[SIMD[F32, count]](pair[j, half](sums))
 
 
 @always_inline
-def _store_pair(at: UInt32, pair: SIMD[_, 2]):
-    """Stores two numbers in shared memory."""
-    comptime if size_of[pair.dtype]() == 1:
-        shared_store_low(at, UInt32(bitcast[DType.uint16, 1](pair)))
-    elif size_of[pair.dtype]() == 2:
-        shared_store(at, bitcast[DType.uint32, 1](pair))
+def _load[dtype: DType, count: Int](at: UInt32) -> SIMD[F32, count]:
+    """Loads 4 bytes of numbers from shared memory, or two of float32."""
+    comptime if size_of[dtype]() == 4:
+        return rebind[SIMD[F32, count]](shared_load2(at))
     else:
-        shared_store2(at, pair[0].cast[F32](), pair[1].cast[F32]())
+        return bitcast[dtype, count](shared_load(at)).cast[F32]()
+
+
+@always_inline
+def _store(at: UInt32, numbers: SIMD):
+    """Stores 4 bytes of numbers in shared memory, or two of float32."""
+    comptime if size_of[numbers.dtype]() == 4:
+        shared_store2(at, numbers[0].cast[F32](), numbers[1].cast[F32]())
+    else:
+        shared_store(at, bitcast[DType.uint32, 1](numbers))
 
 
 @always_inline
@@ -369,13 +371,14 @@ comptime PAD = 8
 
 @always_inline
 def leave_rows[
-    dtype: DType, //, columns: Int
+    dtype: DType, //, columns: Int, quads: Bool = False
 ](data: UInt32, at: Fragment, sums: StaticTuple[Scalar[dtype], columns // 2]):
     """Stores 64 rows of sums in shared memory, as `reduce_cluster` reads them: as float32.
 
     Parameters:
         dtype: Of the sums.
         columns: Of the product.
+        quads: Whether the columns are in quads.
 
     Args:
         data: Where to.
@@ -383,11 +386,13 @@ def leave_rows[
         sums: Of the thread.
     """
     comptime PITCH = (columns + PAD) * 4
-    var to = data + UInt32(at.row()) * UInt32(PITCH) + UInt32(at.column()) * 4
+    var to = data + UInt32(at.row()) * UInt32(PITCH)
+    to += UInt32(at.column()) * UInt32(8 if quads else 4)
     comptime for j in range(columns // 8):
         comptime for half in range(2):
+            comptime byte = j // 2 * 64 + j % 2 * 8 if quads else j * 32
             var v = pair[j, half](sums)
-            shared_store2(to + UInt32(half * 8 * PITCH + j * 32), v[0], v[1])
+            shared_store2(to + UInt32(half * 8 * PITCH + byte), v[0], v[1])
 
 
 @always_inline

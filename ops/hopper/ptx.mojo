@@ -338,19 +338,6 @@ def shared_store_low(at: UInt32, bits: UInt32):
 
 
 @always_inline
-def shared_load_low(at: UInt32) -> UInt32:
-    """Loads 2 bytes.
-
-    Args:
-        at: Address.
-
-    Returns:
-        The bytes, below two of zeros.
-    """
-    return inlined_assembly["ld.shared.u16 $0, [$1];", UInt32, constraints="=r,r,~{memory}"](at)
-
-
-@always_inline
 def shared_clear(at: UInt32):
     """Stores 16 bytes of zeros.
 

@@ -374,6 +374,12 @@ def problem(
     return pack(f"{len(sizes)}if4i", *sizes, alpha, steps2, *stride2, constant)
 
 
+def quads(w: Array) -> Array:
+    """Arranges filters w[F, ...] for results of 8 bits (`quad` of ops/hopper/accumulator.mojo)."""
+    sixteen = np.arange(16).reshape(4, 2, 2).transpose(1, 0, 2).reshape(-1)
+    return w.reshape(-1, 16, *w.shape[1:])[:, sixteen].reshape(w.shape)
+
+
 def hopper(
     kernel: Kernel,
     tile: Tile,
@@ -426,7 +432,8 @@ def hopper(
         return of(held(memory, p.x, late=True)[1], p.g, rows, width)
 
     def filters(p: Product) -> Tiled:
-        w = held(memory, p.w.reshape(p.g.f, -1, p.g.c), late)[1]
+        w = quads(p.w) if size == 1 else p.w
+        w = held(memory, w.reshape(p.g.f, -1, p.g.c), late)[1]
         return Tiled(w, (tile.columns, 1, width))
 
     for p in products:
