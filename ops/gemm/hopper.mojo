@@ -210,7 +210,7 @@ struct Config(TrivialRegisterPassable):
 def _dtypes[dtype: DType, out: DType, right: DType]() -> String:
     """Names the dtypes for a profiler, as a part of a kernel's symbol: `uint8xint8_to_bfloat16`."""
     var factors = String(dtype) if dtype == right else String(t"{dtype}x{right}")
-    return factors if dtype == out else factors + "_to_" + String(out)
+    return factors if out == dtype else factors + "_to_" + String(out)
 
 
 @__name(

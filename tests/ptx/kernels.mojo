@@ -15,7 +15,7 @@ from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
 from ops.epilogue import Epilogue
 from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
 from ops.gemm.gpu import gemm_portable
-from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
+from ops.gemm.hopper import Config, hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.resident import resident_gemm
 from ops.gemm.tuning import CONFIGS, RESIDENT
 from ops.gather_rows import GatherTensors, RowMap, gather_rows_gpu
@@ -74,7 +74,10 @@ def eight_bits[
     comptime epilogue = Epilogue("add_relu", scales=True)
     hopper_gemm[dtype, epilogue, CONFIGS[4], out, right](g, o, 1, ctx, scales=Scales(bias))
     hopper_gemm[dtype, epilogue, CONFIGS[6], out, right](g, o, 1, ctx, scales=Scales(bias))
-    comptime if out == DType.int8 and dtype == right:
+    comptime if out != DType.int8:
+        comptime narrow = Config(groups=2, columns=128, stages=8, blocks=1, overlap=True, row=64)
+        hopper_gemm[dtype, epilogue, narrow, out, right](g, o, 1, ctx, scales=Scales(bias))
+    elif dtype == right:
         hopper_gemm[dtype, epilogue, CONFIGS[0], out, right](g, o, 1, ctx, scales=Scales(bias))
         hopper_gemm[dtype, epilogue, CONFIGS[2], out, right](g, o, 1, ctx, scales=Scales(bias))
         hopper_gemms[dtype, Epilogue("none", scales=True), CONFIGS[4], 3, out, right](

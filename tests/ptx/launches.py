@@ -237,10 +237,12 @@ class Tile:
     columns: int
     stages: int
     kind: str = ""
+    row: int = 128
 
     @property
     def label(self) -> str:
-        return f"{64 * self.groups}x{self.columns}x{self.stages}{self.kind}"
+        row = "" if self.row == 128 else f"row{self.row}"
+        return f"{64 * self.groups}x{self.columns}x{self.stages}{self.kind}{row}"
 
 
 TILES = (
@@ -417,10 +419,10 @@ def hopper(
         y[M, F] of each product.
     """
     memory, g = Tensors(), products[0].g
-    rows, width = 64 * tile.groups, 128 // np.dtype(DTYPES[dtype]).itemsize
+    rows, width = 64 * tile.groups, tile.row // np.dtype(DTYPES[dtype]).itemsize
     out = out or dtype
     size = np.dtype(DTYPES[out]).itemsize
-    box = 64 if size == 1 and tile.columns % 128 else 128 // size
+    box = 64 if size == 1 and (tile.columns % 128 or tile.row == 64) else 128 // size
     maps: list[Tiled | Im2col | None] = []
     ends: list[list[int]] = [[], [], [], []]
     scales = b""
@@ -469,7 +471,7 @@ def hopper(
         memory,
         grid=(grid,),
         threads=128 * tile.groups + 32,
-        shared_bytes=tile.stages * (rows + tile.columns) * 128 + 16 * tile.stages + 1024,
+        shared_bytes=tile.stages * (rows + tile.columns) * tile.row + 16 * tile.stages + 1024,
         cluster=splits,
         maps=maps,
     )

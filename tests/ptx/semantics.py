@@ -77,7 +77,7 @@ def pack_saturated(kind: str, a: Array, b: Array, c: Array) -> Array:
 
 
 def bfe(kind: str, x: Array, start: Array, length: Array) -> Array:
-    """Takes bits out of a word, with the sign of the highest of them if they are signed (9.7.1.19)."""
+    """Takes bits out of a word (9.7.1.19): signed, the highest of them is the sign."""
     rest = u32_(32) - np.asarray(length).astype(np.uint32)
     moved = shl(np.asarray(x).astype(np.uint32), rest - start)
     return shr(moved.view(np.int32), rest).view(np.uint32) if kind == "s32" else shr(moved, rest)

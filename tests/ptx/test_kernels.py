@@ -401,7 +401,12 @@ def run_tokens(
 
 
 E4M3 = "float8_e4m3fn"
-EIGHT_BITS = [(E4M3, E4M3, BF16), (E4M3, E4M3, E4M3), ("int8", "int8", "int8"), ("uint8", "int8", "int8")]
+EIGHT_BITS = [
+    (E4M3, E4M3, BF16),
+    (E4M3, E4M3, E4M3),
+    ("int8", "int8", "int8"),
+    ("uint8", "int8", "int8"),
+]
 """Dtypes of x, of w, and of the residual and y."""
 SCALED = [Conv(1, 10, 9, 80, 144, 3, 3, pad=(1, 1)), Conv(2, 9, 8, 144, 48, stride=(2, 2))]
 
@@ -439,7 +444,9 @@ def run_scaled(
     splits: int = 2,
 ) -> None:
     dtype, right, out = dtypes
-    kind = (dtype if dtype == right else f"{dtype}x{right}") + (f"_to_{out}" if out != dtype else "")
+    kind = (dtype if dtype == right else f"{dtype}x{right}") + (
+        f"_to_{out}" if out != dtype else ""
+    )
     products = [scaled(rng, g, dtypes) for g in sizes]
     got = hopper(
         find(f"gemm_hopper_{tile.label}_scale_{epilogue}_{len(sizes)}x1_{kind}"),
@@ -478,6 +485,14 @@ def test_hopper_stores_bytes_in_wide_boxes(
     find: Find, rng: np.random.Generator, tile: Tile
 ) -> None:
     run_scaled(find, rng, tile, "add_relu", [Conv(1, 211, 1, 144, 208)], ("int8", "int8", "int8"))
+
+
+@pytest.mark.parametrize("out", [BF16, E4M3])
+def test_hopper_multiplies_half_rows(find: Find, rng: np.random.Generator, out: str) -> None:
+    tile = Tile(2, 128, 8, "overlap", row=64)
+    run_scaled(
+        find, rng, tile, "add_relu", [Conv(1, 10, 13, 64, 144, 3, 3, pad=(1, 1))], (E4M3, E4M3, out)
+    )
 
 
 def test_hopper_scales_products(find: Find, rng: np.random.Generator) -> None:
