@@ -251,31 +251,32 @@ def finish_rows[
     comptime assert size_of[dtype]() > 1 or not by_row, "finish_rows: quads are columns"
     comptime WIDTH = bytes // size_of[dtype]()
     comptime COUNT = 4 if size_of[dtype]() == 1 else 2
+    comptime EACH = 4 * COUNT
     var biases = SIMD[F32, 2](0)
     comptime if by_row:
         biases = tensors.row_biases(at, f0, f)
-    comptime for j in range(columns // (4 * COUNT)):
-        comptime column = 4 * COUNT * j
-        var at_column = Int32(column) + at.column() * Int32(COUNT // 2)
+    var mine = at.column() * Int32(COUNT // 2)
+    comptime for j in range(columns // EACH):
+        comptime column = EACH * j
         var bias = SIMD[F32, COUNT](0)
         var scale = SIMD[F32, COUNT](alpha)
         comptime if not by_row:
-            if f0 + at_column < f:
-                bias = tensors.bias_of[COUNT, sources](f0 + at_column)
-                scale = tensors.alpha_of[COUNT](alpha, f0 + at_column)
+            if f0 + Int32(column) + mine < f:
+                bias = tensors.bias_of[COUNT, sources](f0 + Int32(column) + mine)
+                scale = tensors.alpha_of[COUNT](alpha, f0 + Int32(column) + mine)
         comptime for half in range(2):
             comptime if by_row:
                 bias = SIMD[F32, COUNT](biases[half])
             var row = UInt32(at.row()) + UInt32(8 * half)
-            var byte = UInt32(at_column - Int32(column - column % WIDTH)) * UInt32(size_of[dtype]())
+            var byte = (UInt32(column % WIDTH) + UInt32(mine)) * UInt32(size_of[dtype]())
             var place = to + UInt32(column // WIDTH * pitch) + row * UInt32(bytes)
             # Rows 8 further on are swizzled alike.
             place += swizzle[bytes](byte, UInt32(at.row()))
             var residual = SIMD[F32, COUNT](0)
             comptime if epilogue.adds:
                 residual = _load[dtype, COUNT](place)
-            var mine = _sums[COUNT, first // (4 * COUNT) + j, half](sums)
-            var y = apply[epilogue, dtype](mine, scale, bias, residual, tensors.residual_scale())
+            var sum = _sums[COUNT, first // EACH + j, half](sums)
+            var y = apply[epilogue, dtype](sum, scale, bias, residual, tensors.residual_scale())
             _store(place, narrowed[dtype](y))
 
 
