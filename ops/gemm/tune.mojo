@@ -171,7 +171,8 @@ struct Tuner:
             var error = self.bench.difference(count)
             # ops/gemm/tune.py makes the table of the rows; it has none of TURNED.
             comptime kind = "row" if index < FIRST_TURNED else "turned"
-            print(kind, line, index, splits, self.timed[epilogue, index](g, splits), error)
+            var us = self.timed[epilogue, index](g, splits)
+            print(kind, line, index, splits, us, error, flush=True)
             splits *= 2
 
 

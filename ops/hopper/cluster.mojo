@@ -12,6 +12,7 @@ reduce_cluster of epilogue.mojo: when its inbox is full, nobody sends to it any 
 `Exchange` is the same for larger tiles, and as many blocks as are known at compile time.
 """
 
+from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32
@@ -202,8 +203,11 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
         barrier_expect(self.barrier, UInt32(Self.BYTES))
 
     @always_inline
-    def add(self, at: Fragment, rank: Int32, mut sums: Sums[Self.columns]):
+    def add[dtype: DType, //](self, at: Fragment, rank: Int32, mut sums: Sums[Self.columns, dtype]):
         """Sends each block the sums that it finishes, and adds up what comes.
+
+        Parameters:
+            dtype: Of the sums, of 32 bits; they travel as the bits of float32.
 
         Args:
             at: The thread's place.
@@ -219,7 +223,7 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
                 comptime for i in range(Self.SUMS // 4):
                     var four = SIMD[F32, 4](0)
                     comptime for e in range(4):
-                        four[e] = sums[peer * Self.SUMS + 4 * i + e]
+                        four[e] = bitcast[F32](sums[peer * Self.SUMS + 4 * i + e])
                     cluster_send[4](to + UInt32(i * Self.PITCH), four, barrier)
         comptime for i in range(Self.SUMS):
             comptime for peer in range(1, Self.peers):
@@ -230,4 +234,4 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
             comptime for slot in range(Self.peers - 1):
                 var four = shared_load4(mine + UInt32(slot * Self.PART + i * Self.PITCH))
                 comptime for e in range(4):
-                    sums[4 * i + e] += four[e]
+                    sums[4 * i + e] += bitcast[dtype](four[e])

@@ -10,14 +10,22 @@ from max.gpu.compute.mma import (
 )
 
 from .accumulator import Sums
-from .mma import Matrix, mma
+from .mma import SUM, Matrix, mma
 from .pipeline import Pipeline, Storing
 from .shared import ROW
 
 
 @always_inline
 def multiply_stages[
-    results: Int, //, dtype: DType, columns: Int, *, overlap: Bool, turned: Bool = False
+    results: Int,
+    //,
+    dtype: DType,
+    columns: Int,
+    *,
+    overlap: Bool,
+    turned: Bool = False,
+    right: DType = dtype,
+    row: Int = ROW,
 ](
     mut pipeline: Pipeline,
     mut storing: Storing[results],
@@ -26,7 +34,7 @@ def multiply_stages[
     a: UInt32,
     b: UInt32,
     leads: Bool,
-) -> Sums[columns]:
+) -> Sums[columns, SUM[dtype]]:
     """Sums the products of a tile, A[64, K] B[K, columns] by a warpgroup.
 
     Parameters:
@@ -36,6 +44,8 @@ def multiply_stages[
         overlap: Whether a stage's products are issued before those of the last one are done: it is
             released later, so the ring has to be longer.
         turned: Whether B lies turned over: boxes of 64 rows of K, by 64 columns of 16 bits.
+        right: Of B, where it is not A's.
+        row: Bytes of K of a stage.
 
     Args:
         pipeline: The ring of stages; goes on by `steps`.
@@ -48,13 +58,15 @@ def multiply_stages[
     Returns:
         The thread's sums.
     """
-    var sums = Sums[columns](fill=0)
+    var sums = Sums[columns, SUM[dtype]](fill=0)
     var before = pipeline.index
     for i in range(steps):
         pipeline.wait()
         wgmma_fence_aligned()
-        var right = Matrix(pipeline.stage() + b, pitch=64 * ROW if turned else 16)
-        sums = mma[dtype, columns, turned=turned](Matrix(pipeline.stage() + a), right, sums)
+        var beside = Matrix[row](pipeline.stage() + b, pitch=64 * ROW if turned else 16)
+        sums = mma[dtype, columns, turned=turned, right=right](
+            Matrix[row](pipeline.stage() + a), beside, sums
+        )
         wgmma_commit_group_sync()
         if i == 0 and leads:
             storing.release(pipeline)

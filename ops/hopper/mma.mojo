@@ -8,11 +8,12 @@ instructions of 32 bytes of K. Rows may also be 64 bytes, of two instructions.
     fence, products, commit, ...    wgmma_fence_aligned orders the registers before the products
     wait[n]                         until all but the last n committed groups are done
 
-Sums are float32. PTX ISA 8.0, section 9.7.14.
+Sums are float32, of integers of 8 bits int32, which wraps. PTX ISA 8.0, section 9.7.14.
 """
 
 from max.gpu.compute.mma import WGMMADescriptor, wgmma_async
 from std.collections.string.string_span import _get_kgen_string
+from std.memory import bitcast
 from std.sys import _RegisterPackType, size_of
 from std.sys._assembly import inlined_assembly
 from std.utils.static_tuple import StaticTuple
@@ -22,6 +23,13 @@ from .shared import ROW
 
 comptime ROWS = 64
 """The M of wgmma: rows of A."""
+
+comptime SUM[dtype: DType] = DType.int32 if dtype.is_integral() else DType.float32
+"""What products of two numbers are summed in.
+
+Parameters:
+    dtype: Of the factors.
+"""
 
 
 struct Matrix[row: Int = ROW, *, wide: Bool = False](TrivialRegisterPassable):
@@ -76,6 +84,7 @@ struct Matrix[row: Int = ROW, *, wide: Bool = False](TrivialRegisterPassable):
 @always_inline
 def mma[
     row: Int,
+    sum: DType,
     //,
     dtype: DType,
     columns: Int,
@@ -84,21 +93,24 @@ def mma[
     clear: Bool = False,
     pitch_b: Int = pitch,
     turned: Bool = False,
+    right: DType = dtype,
 ](
-    a: Matrix[row, wide=_], b: Matrix[row, wide=_], sums: StaticTuple[Float32, columns // 2]
-) -> StaticTuple[Float32, columns // 2]:
+    a: Matrix[row, wide=_], b: Matrix[row, wide=_], sums: StaticTuple[Scalar[sum], columns // 2]
+) -> StaticTuple[Scalar[sum], columns // 2]:
     """Starts adding A[64, K] B[K, columns], both in shared memory, K a row of each box.
 
     Parameters:
         row: Bytes of a row.
-        dtype: Of the factors: bfloat16, float16, float8_e4m3fn, float8_e5m2, or float32, which is
-            multiplied as TF32.
+        sum: Of the sums: `SUM`.
+        dtype: Of the factors: bfloat16, float16, float8_e4m3fn, float8_e5m2, int8, uint8, or float32,
+            which is multiplied as TF32.
         columns: N, a multiple of 8, at most 256.
         boxes: How many boxes of K follow one another.
         pitch: Bytes from a box to the next, of A and of B.
         clear: Whether the sums begin at 0; then `sums` lends its registers only.
         pitch_b: Those of B, where they differ.
         turned: Whether B lies as rows of its columns, one for each number of K; of 16-bit factors.
+        right: Of B, where it is not A's: either integer of 8 bits may meet the other.
 
     Args:
         a: A, row by row.
@@ -109,8 +121,11 @@ def mma[
         The sums, once the group has been waited for.
     """
     comptime assert columns % 8 == 0 and columns <= 256, "wgmma: N is a multiple of 8, at most 256"
+    comptime assert sum == SUM[dtype], "wgmma: sums are float32, of integers int32"
     comptime DEPTH = 32 // size_of[dtype]()
-    var total = sums
+    # MAX names the 32 bits of an integer sum, which wgmma takes as signed, uint32.
+    comptime REGISTER = DType.uint32 if dtype.is_integral() else sum
+    var total = _as[REGISTER](sums)
     comptime STEPS = row // 32
     comptime for k in range(STEPS * boxes):
         comptime box = k // STEPS
@@ -121,15 +136,28 @@ def mma[
             columns,
             DEPTH,
             a_type=dtype,
-            b_type=dtype,
+            b_type=right,
             layout_b="row" if turned else "col",
             scale_d=0 if clear and k == 0 else 1,
         ](
             WGMMADescriptor[dtype](a.after(box * pitch + step)),
-            WGMMADescriptor[dtype](b.after(box * pitch_b + step_b)),
+            WGMMADescriptor[right](b.after(box * pitch_b + step_b)),
             total,
         )
-    return total
+    return _as[sum](total)
+
+
+@always_inline
+def _as[
+    dtype: DType, count: Int, //, to: DType
+](x: StaticTuple[Scalar[dtype], count]) -> StaticTuple[Scalar[to], count]:
+    """Takes the bits of registers as another dtype of 32 bits."""
+    comptime if dtype == to:
+        return rebind[StaticTuple[Scalar[to], count]](x)
+    var y = StaticTuple[Scalar[to], count](fill=0)
+    comptime for i in range(count):
+        y[i] = bitcast[to, 1](x[i])
+    return y
 
 
 def _numbered(sign: StaticString, first: Int, last: Int) -> String:

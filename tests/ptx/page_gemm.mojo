@@ -17,7 +17,7 @@ from ops.device import Device
 from ops.epilogue import Epilogue
 from ops.hopper.accumulator import Fragment, Sums
 from ops.hopper.epilogue import EpilogueTensors, finish_rows
-from ops.hopper.mma import Matrix, mma
+from ops.hopper.mma import SUM, Matrix, mma
 from ops.hopper.pipeline import Pipeline
 from ops.hopper.ptx import (
     fence_async,
@@ -116,7 +116,7 @@ def consume[
     var pipeline = at_start
     for number in schedule.turns():
         var tile = schedule.tile(number)
-        var sums = Sums[TILE](fill=0)
+        var sums = Sums[TILE, SUM[dtype]](fill=0)
         for _ in range(steps):
             pipeline.wait()
             wgmma_fence_aligned()

@@ -425,6 +425,106 @@ def run_tokens(
     check(got, y, dtype, SUMS)
 
 
+E4M3 = "float8_e4m3fn"
+EIGHT_BITS = [
+    (E4M3, E4M3, BF16),
+    (E4M3, E4M3, E4M3),
+    ("int8", "int8", "int8"),
+    ("uint8", "int8", "int8"),
+]
+"""Dtypes of x, of w, and of the residual and y."""
+SCALED = [Conv(1, 10, 9, 80, 144, 3, 3, pad=(1, 1)), Conv(2, 9, 8, 144, 48, stride=(2, 2))]
+
+
+def in_eighths(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    """Draws any integers, or floats that are multiples of 1/8: float32 has their sums exactly."""
+    if dtype in ("int8", "uint8"):
+        limits = np.iinfo(dtype)
+        return rng.integers(limits.min, limits.max + 1, shape).astype(dtype)
+    return rounded(rng.integers(-12, 13, shape) / 8, dtype)
+
+
+def scaled(rng: np.random.Generator, g: Conv, dtypes: tuple[str, str, str]) -> Product:
+    """Draws a convolution; powers of 2 scale it so that some results are beyond the largest."""
+    dtype, right, out = dtypes
+    low = -11 if right == "int8" else 1
+    return Product(
+        g,
+        in_eighths(rng, (g.n, g.h, g.w, g.c), dtype),
+        in_eighths(rng, (g.f, g.r, g.s, g.c), right),
+        (rng.integers(-40, 41, g.f) / 2).astype(np.float32),
+        in_eighths(rng, (g.pixels, g.f), out),
+        (2.0 ** rng.integers(low, low + 5, g.f)).astype(np.float32),
+        0.5,
+    )
+
+
+def run_scaled(
+    find: Find,
+    rng: np.random.Generator,
+    tile: Tile,
+    epilogue: str,
+    sizes: Sequence[Conv],
+    dtypes: tuple[str, str, str],
+    splits: int = 2,
+) -> None:
+    dtype, right, out = dtypes
+    kind = (dtype if dtype == right else f"{dtype}x{right}") + (
+        f"_to_{out}" if out != dtype else ""
+    )
+    products = [scaled(rng, g, dtypes) for g in sizes]
+    got = hopper(
+        find(f"gemm_hopper_{tile.label}_scale_{epilogue}_{len(sizes)}x1_{kind}"),
+        tile,
+        products,
+        dtype=dtype,
+        out=out,
+        splits=splits if tile.kind == "split" else 1,
+        adds="add" in epilogue,
+    )
+    for y, p in zip(got, products, strict=True):
+        want = p.g.apply(wide(p.x, dtype), wide(p.w, right)) * p.scale + p.bias
+        if "add" in epilogue:
+            want = want + p.residual_scale * wide(p.residual, out)
+        if "relu" in epilogue:
+            want = np.maximum(want, 0)
+        # Nothing but the last step rounds.
+        want = wide(rounded(want, out), out)
+        np.testing.assert_array_equal(wide(y, out), want)
+        if out != BF16:
+            largest = {E4M3: 448, "int8": 127}[out]
+            assert (want == largest).any() and (np.abs(want) < largest).any()
+
+
+@pytest.mark.parametrize(
+    ("tile", "dtypes", "g"), of_all(2, [TILES[4], TILES[6]], EIGHT_BITS, SCALED), ids=str
+)
+def test_hopper_scales(
+    find: Find, rng: np.random.Generator, tile: Tile, dtypes: tuple[str, str, str], g: Conv
+) -> None:
+    run_scaled(find, rng, tile, "add_relu", [g], dtypes)
+
+
+@pytest.mark.parametrize("tile", [TILES[0], TILES[2]], ids=lambda tile: tile.label)
+def test_hopper_stores_bytes_in_wide_boxes(
+    find: Find, rng: np.random.Generator, tile: Tile
+) -> None:
+    run_scaled(find, rng, tile, "add_relu", [Conv(1, 211, 1, 144, 208)], ("int8", "int8", "int8"))
+
+
+@pytest.mark.parametrize("out", [BF16, E4M3])
+def test_hopper_multiplies_half_rows(find: Find, rng: np.random.Generator, out: str) -> None:
+    tile = Tile(2, 128, 8, "overlap", row=64)
+    run_scaled(
+        find, rng, tile, "add_relu", [Conv(1, 10, 13, 64, 144, 3, 3, pad=(1, 1))], (E4M3, E4M3, out)
+    )
+
+
+def test_hopper_scales_products(find: Find, rng: np.random.Generator) -> None:
+    sizes = [Conv(1, m, 1, 272, 144) for m in (65, 1, 37)]
+    run_scaled(find, rng, TILES[4], "none", sizes, ("int8", "int8", "int8"))
+
+
 def run_hopper(
     find: Find,
     rng: np.random.Generator,
