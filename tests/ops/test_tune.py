@@ -84,6 +84,21 @@ def test_a_row_of_a_pingpong_tile_names_the_fastest_tile_for_several_products() 
     assert tune.rows_of(text)[0].strip() == 'Row(6272, 768, 3, "none", 13, 1, 2),  # 1.00'
 
 
+def test_tiles_are_counted_as_in_the_table() -> None:
+    text = ORIGINAL.read_text()
+
+    def tiles(name: str) -> list[str]:
+        listed = re.search(rf"comptime {name}: List\[\w+\] = \[\n(.*?)\n\]", text, re.DOTALL)
+        assert listed
+        return listed.group(1).splitlines()
+
+    configs = tiles("CONFIGS")
+    assert len(configs) + len(tiles("RESIDENT")) == tune.FIRST_PINGPONG
+    assert len(tune.PINGPONG_STEPS) == len(tiles("PINGPONG"))
+    alone = [i for i, tile in enumerate(configs) if "split" not in tile and "peers" not in tile]
+    assert list(tune.COOPERATIVE) == alone
+
+
 def test_a_table_that_predicts_badly_is_not_written(table: Path, tmp_path: Path) -> None:
     rng = random.Random(0)
     noise = [
