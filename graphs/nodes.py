@@ -1000,11 +1000,10 @@ def squeeze_excite(
     n, *_, c = out.shape
     k = turned.shape[1]
     room = Type((n, int(k) + PARTS * int(c)) if x.device.is_cpu() else (1, 1))
-    values = [x, first, first_bias, second, second_bias]
-    values += [] if residual is None else [residual]
-    op = "squeeze_excite" if residual is None else "squeeze_excite_add"
+    added = x if residual is None else residual  # x is not read again
+    values = [x, first, first_bias, second, second_bias, added]
     parameters = {"activation": activation, "gate": gate, "epilogue": epilogue}
-    return _custom(op, values, [out, room], parameters)[0]
+    return _custom("squeeze_excite", values, [out, room], parameters)[0]
 
 
 def attention(
@@ -1288,10 +1287,9 @@ def _fused(
     epilogue: str,
     parameters: Mapping[str, Any],
 ) -> TensorValue:
-    """Adds a node with an epilogue; the ones that add are an op of their own with a residual."""
-    inputs = [x, *weights, *([] if residual is None else [residual]), *settings]
-    op = name if residual is None else f"{name}_add"
-    return _custom(op, inputs, [out], {"epilogue": epilogue, **parameters})[0]
+    """Adds a node with an epilogue; where it does not add, x stands for the residual, not read."""
+    inputs = [x, *weights, x if residual is None else residual, *settings]
+    return _custom(name, inputs, [out], {"epilogue": epilogue, **parameters})[0]
 
 
 def _stem(

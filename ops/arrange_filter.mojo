@@ -17,17 +17,13 @@ Bound by memory, and a small part of it: a filter is read once for all images.
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 
 from .gemm.bf16 import SIDE, STEP
 from .gemm.cpu import PANEL
 from .kernel_argument import KernelArgument
+from .launch import launch
 from .operands import Data, data
 from .parallel import over_cores
 
@@ -266,14 +262,14 @@ def arrange_gpu[
         If the launch fails.
     """
     var numbers = view.groups * view.f * view.c * view.r * view.s
-    ctx.enqueue_function[arrange_kernel[dtype, form]](
+    launch[arrange_kernel[dtype, form]](
+        ctx,
         y,
         w,
         view,
         UInt32(numbers),
         grid_dim=ceildiv(numbers, THREADS),
         block_dim=THREADS,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
     )
 
 

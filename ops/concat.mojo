@@ -12,12 +12,7 @@ they are of one input, and what the expression reads by channel is loaded once. 
 from extensibility import InputTensor, ManagedTensorSlice, OutputTensor, register
 from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
 from std.memory import unsafe_memcpy
@@ -27,6 +22,7 @@ from std.utils.static_tuple import StaticTuple
 from .division import quotient, reciprocal
 from .expression import inputs_of, is_expression, split
 from .kernel_argument import KernelArgument
+from .launch import launch
 from .operands import F32, Data, data
 from .parallel import over_cores
 from .pointwise import (
@@ -276,12 +272,12 @@ def concat_gpu[
             var per_row = by_vectors.length()
             var pieces = pieces_for(rows * per_row, PIECES, ctx)
             var threads = Threads(rows, per_row, pieces)
-            ctx.enqueue_function[concat_kernel[dtype, expression, width, name]](
+            launch[concat_kernel[dtype, expression, width, name]](
+                ctx,
                 by_vectors,
                 threads,
                 grid_dim=ceildiv(Int(threads.step), THREADS),
                 block_dim=THREADS,
-                attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
             )
 
 

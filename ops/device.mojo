@@ -1,6 +1,12 @@
 """What the GPU that runs has, as its driver says."""
 
 from max.gpu.host import DeviceAttribute, DeviceContext
+from std.math import ceildiv
+
+from .target import IS_NVIDIA
+
+comptime RESERVED = 1024
+"""Bytes of shared memory that a block takes beside what it asks for."""
 
 
 struct Device(TrivialRegisterPassable):
@@ -10,6 +16,8 @@ struct Device(TrivialRegisterPassable):
     """Multiprocessors: 132 of an H100 or H200 (SXM)."""
     var shared: Int
     """Bytes of shared memory that a block may ask for: 227 KB on Hopper."""
+    var memory: Int
+    """Bytes of shared memory of a multiprocessor: 228 KB on Hopper."""
 
     def __init__(out self, ctx: DeviceContext) raises:
         """Asks the driver.
@@ -22,3 +30,30 @@ struct Device(TrivialRegisterPassable):
         """
         self.multiprocessors = Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
         self.shared = Int(ctx.get_attribute(DeviceAttribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN))
+        self.memory = self.shared
+        comptime if IS_NVIDIA:
+            comptime MEMORY = DeviceAttribute.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
+            self.memory = Int(ctx.get_attribute(MEMORY))
+
+    def waves(self, blocks: Int, resident: Int = 1) -> Int:
+        """Counts the turns in which the multiprocessors work blocks off.
+
+        Args:
+            blocks: Of a launch.
+            resident: How many a multiprocessor holds at a time.
+
+        Returns:
+            The turns, the last one too if it leaves some idle.
+        """
+        return ceildiv(blocks, self.multiprocessors * resident)
+
+    def holds(self, shared: Int) -> Int:
+        """Counts the blocks that the shared memory of a multiprocessor has room for.
+
+        Args:
+            shared: Bytes that a block asks for.
+
+        Returns:
+            How many.
+        """
+        return self.memory // (shared + RESERVED)

@@ -6,6 +6,9 @@
     add       y = alpha * acc + bias + residual
     add_relu  y = max(alpha * acc + bias + residual, 0)
 
+With `scales`, each filter has a scale in the place of alpha, and the residual one of its own: so
+numbers of 8 bits are multiplied, added and made (`Scales` of operands.mojo).
+
 In the place of relu may be any op of one value of graphs/elementwise.py, its settings before it:
 `silu`, `add_0.0 6.0 clamp`. All of it in float32; the result is rounded once, to the output's dtype.
 """
@@ -26,14 +29,17 @@ struct Epilogue(TrivialRegisterPassable):
     """Whether the result is rectified."""
     var gelu: Bool
     """Whether the result goes through a GELU."""
+    var scales: Bool
+    """Whether each filter's sum, and the residual, have scales."""
 
-    def __init__(out self, name: StaticString):
+    def __init__(out self, name: StaticString, *, scales: Bool = False):
         """Looks an epilogue up.
 
         Args:
             name: As graphs/nodes.py passes it; see `known`.
+            scales: Whether each filter's sum, and the residual, have scales.
         """
-        self.name = name
+        self.name, self.scales = name, scales
         self.adds = name.startswith("add")
         self.relu = name == "relu" or name == "add_relu"
         self.gelu = name == "gelu" or name == "add_gelu"
@@ -56,12 +62,13 @@ struct Epilogue(TrivialRegisterPassable):
         """Names the epilogue for a profiler, as a part of a kernel's symbol.
 
         Returns:
-            The name without settings: `add_clamp`.
+            The name without settings: `add_clamp`, `scale_add_clamp`.
         """
         var words = self.words()
+        var scale = "scale_" if self.scales else ""
         if len(words) == 1:
-            return "add" if self.adds else "none"
-        return String("add_" if self.adds else "", words[len(words) - 1])
+            return String(scale, "add" if self.adds else "none")
+        return String(scale, "add_" if self.adds else "", words[len(words) - 1])
 
     @staticmethod
     def known[name: StaticString]() -> Bool:
@@ -123,11 +130,12 @@ def apply[
     width: SIMDLength, //, epilogue: Epilogue, dtype: DType
 ](
     sum: SIMD[F32, width],
-    alpha: Float32,
+    alpha: SIMD[F32, width],
     bias: SIMD[F32, width],
     residual: SIMD[F32, width] = 0,
+    residual_scale: Float32 = 1,
 ) -> SIMD[F32, width]:
-    """Computes act(alpha * sum + bias + residual).
+    """Computes act(alpha * sum + bias + residual), the residual scaled if the epilogue scales.
 
     Parameters:
         width: Lanes.
@@ -136,14 +144,17 @@ def apply[
 
     Args:
         sum: The accumulator.
-        alpha: Scale of the product.
+        alpha: Scale of the product: one number, or that of each lane.
         bias: Of each lane.
         residual: Of each lane; counts if the epilogue adds.
+        residual_scale: Of the residual; counts if the epilogue scales.
 
     Returns:
         The result, before it is rounded.
     """
-    var value = sum.fma(SIMD[F32, width](alpha), bias)
-    comptime if epilogue.adds:
+    var value = sum.fma(alpha, bias)
+    comptime if epilogue.adds and epilogue.scales:
+        value = residual.fma(SIMD[F32, width](residual_scale), value)
+    elif epilogue.adds:
         value += residual
     return activate[epilogue, dtype](value)

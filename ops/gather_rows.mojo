@@ -15,12 +15,7 @@ its source by products and shifts; C is a multiple of 16 bytes, up to 2 KB. Boun
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.memory import unsafe_memcpy
 from std.sys import size_of
@@ -28,6 +23,7 @@ from std.utils.static_tuple import StaticTuple
 
 from .division import quotient, reciprocal
 from .kernel_argument import KernelArgument
+from .launch import launch
 from .layernorm import THREADS, normalise_row, normalise_vectors
 from .operands import F32, ON_CPU, Data, data, narrowed, widened
 from .rows import WIDTH, over_rows
@@ -151,6 +147,7 @@ struct RowMap(KernelArgument, TrivialRegisterPassable):
         return at + rest * self.steps[AXES - 1]
 
 
+@fieldwise_init
 struct GatherTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The tensors of the op.
 
@@ -175,29 +172,6 @@ struct GatherTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The sum [N, R, C]; written by an op that adds and norms."""
     var y: Data[Self.dtype]
     """The result [N, R, C]."""
-
-    def __init__(
-        out self,
-        *,
-        x: Data[Self.dtype],
-        onto: Data[Self.dtype],
-        weight: Data[F32],
-        bias: Data[F32],
-        sum: Data[Self.dtype],
-        y: Data[Self.dtype],
-    ):
-        """Names the tensors.
-
-        Args:
-            x: Rows.
-            onto: What is added to.
-            weight: Of the norm.
-            bias: Of the norm.
-            sum: The sum.
-            y: The result.
-        """
-        self.x, self.onto, self.weight, self.bias = x, onto, weight, bias
-        self.sum, self.y = sum, y
 
 
 @always_inline
@@ -370,7 +344,8 @@ def _enqueue[
     eps: Float32,
     ctx: DeviceContext,
 ) raises:
-    ctx.enqueue_function[gather_rows_kernel[dtype, lanes, vectors, adds, norms]](
+    launch[gather_rows_kernel[dtype, lanes, vectors, adds, norms]](
+        ctx,
         o,
         map,
         Int32(rows),
@@ -378,7 +353,6 @@ def _enqueue[
         eps,
         grid_dim=ceildiv(rows, THREADS // lanes),
         block_dim=THREADS,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
     )
 
 

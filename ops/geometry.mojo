@@ -3,6 +3,7 @@
 One alphabet everywhere: N H W C come in, R S is the window, P Q F go out.
 """
 
+from std.math import ceildiv
 from std.utils import IndexList
 
 from .kernel_argument import KernelArgument
@@ -120,6 +121,19 @@ struct Geometry(KernelArgument, TrivialRegisterPassable):
             F / groups, the N of the matrix product.
         """
         return self.f // self.groups
+
+    @always_inline
+    def tiles(self, rows: Int, columns: Int) -> Int:
+        """Counts the tiles of the matrix product, of one group.
+
+        Args:
+            rows: Output pixels of a tile.
+            columns: Filters of a tile.
+
+        Returns:
+            How many, those that are cut off at an edge too.
+        """
+        return ceildiv(self.pixels(), rows) * ceildiv(self.group_f(), columns)
 
     @always_inline
     def depthwise(self) -> Bool:

@@ -14,17 +14,13 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, WARP_SIZE, block_idx, lane_id, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, rsqrt, sqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from .kernel_argument import KernelArgument
+from .launch import launch
 from .operands import F32, ON_CPU, Data, data, narrowed, widened
 from .rows import WIDTH, over_lanes, over_rows
 
@@ -32,6 +28,7 @@ comptime THREADS = 128
 """Threads of a GPU's block."""
 
 
+@fieldwise_init
 struct NormTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The tensors of a layer norm.
 
@@ -52,24 +49,6 @@ struct NormTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """[columns]."""
     var y: Data[Self.dtype]
     """The result[rows, columns]."""
-
-    def __init__(
-        out self,
-        *,
-        x: Data[Self.dtype],
-        weight: Data[F32],
-        bias: Data[F32],
-        y: Data[Self.dtype],
-    ):
-        """Names the tensors.
-
-        Args:
-            x: Rows to normalise.
-            weight: [columns].
-            bias: [columns].
-            y: The result.
-        """
-        self.x, self.weight, self.bias, self.y = x, weight, bias, y
 
 
 struct NormSizes(KernelArgument, TrivialRegisterPassable):
@@ -324,12 +303,12 @@ def layernorm_vector_kernel[
 def _enqueue_vectors[
     dtype: DType, lanes: Int, vectors: Int, norm: StaticString
 ](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
-    ctx.enqueue_function[layernorm_vector_kernel[dtype, lanes, vectors, norm]](
+    launch[layernorm_vector_kernel[dtype, lanes, vectors, norm]](
+        ctx,
         o,
         g,
         grid_dim=ceildiv(Int(g.rows), THREADS // lanes),
         block_dim=THREADS,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
     )
 
 

@@ -9,17 +9,13 @@ and scale up. Bound by memory.
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 from std.sys import simd_width_of
 
+from .launch import launch
 from .operands import F32, Data, data, narrowed
 from .parallel import over_cores
 
@@ -148,7 +144,8 @@ def normalize_gpu[
     Raises:
         If the launch fails.
     """
-    ctx.enqueue_function[normalize_kernel[dtype, source]](
+    launch[normalize_kernel[dtype, source]](
+        ctx,
         y,
         x,
         mean,
@@ -157,7 +154,6 @@ def normalize_gpu[
         UInt32(channels),
         grid_dim=ceildiv(size, SHARE * THREADS),
         block_dim=THREADS,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
     )
 
 

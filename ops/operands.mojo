@@ -1,8 +1,11 @@
 """What the kernels with a fused epilogue read and write, handed around as one value."""
 
 from extensibility import ManagedTensorSlice
+from max.gpu.memory import AddressSpace
 from std.memory import bitcast
-from std.sys import CompilationTarget, is_gpu
+from std.sys import CompilationTarget, is_gpu, is_nvidia_gpu, size_of
+from std.sys._assembly import inlined_assembly
+from std.sys.intrinsics import masked_load
 from std.utils.numerics import isnan
 
 from .kernel_argument import KernelArgument
@@ -21,6 +24,15 @@ Parameters:
 
 comptime Data[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
 """A tensor's memory, dense and row-major; MAX keeps it alive while the op runs.
+
+Parameters:
+    dtype: Of its elements.
+"""
+
+comptime Shared[dtype: DType] = Pointer[
+    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+"""Shared memory of a block of threads.
 
 Parameters:
     dtype: Of its elements.
@@ -64,19 +76,45 @@ def widened[dtype: DType, width: SIMDLength, //](value: SIMD[dtype, width]) -> S
 
 
 @always_inline
+def widened_load[
+    dtype: DType, width: Int, //, masked: Bool
+](x: Data[dtype], inside: SIMD[DType.bool, width]) -> SIMD[F32, width]:
+    """Loads a vector and widens it.
+
+    Parameters:
+        dtype: Of the elements.
+        width: How many they are.
+        masked: Whether some of them may be left out.
+
+    Args:
+        x: The first.
+        inside: Which are there, if it is masked; the others are 0.
+
+    Returns:
+        The numbers.
+    """
+    comptime if masked:
+        return widened(masked_load[width](x, inside, SIMD[dtype, width](0)))
+    else:
+        return widened(x.unsafe_load[width=width](0))
+
+
+@always_inline
 def narrowed[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SIMD[dtype, width]:
     """Rounds to nearest even: as `cast` does, which calls a function on x86 without AVX-512 BF16.
 
     Parameters:
         width: Elements.
-        dtype: Of the result.
+        dtype: Of the result: of floats, or an integer of 8 bits.
 
     Args:
         value: What is rounded.
 
     Returns:
-        The nearest numbers; NaN for NaN.
+        The nearest numbers, integers at most their largest; NaN for NaN, or 0 as an integer.
     """
+    comptime if dtype.is_integral():
+        return _nearest[dtype](value)
     comptime if (
         dtype == BF16
         and CompilationTarget.is_x86()
@@ -89,11 +127,70 @@ def narrowed[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
     return value.cast[dtype]()
 
 
-struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
+@always_inline
+def _nearest[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SIMD[dtype, width]:
+    """Rounds to integers of 8 bits: to nearest even, at most the largest; 0 for NaN."""
+    comptime assert size_of[dtype]() == 1, "narrowed: integers have 8 bits"
+    comptime if is_nvidia_gpu() and width % 4 == 0:
+        comptime quarter = width // 4
+        comptime pack = "cvt.pack.sat.s8" if dtype == DType.int8 else "cvt.pack.sat.u8"
+        var quads = SIMD[DType.uint32, quarter](0)
+        comptime for i in range(quarter):
+            quads[i] = inlined_assembly[
+                """{
+                .reg .b32 a, b, c, d;
+                cvt.rni.s32.f32 a, $1;
+                cvt.rni.s32.f32 b, $2;
+                cvt.rni.s32.f32 c, $3;
+                cvt.rni.s32.f32 d, $4;
+                """
+                + pack
+                + """.s32.b32 c, d, c, 0;
+                """
+                + pack
+                + """.s32.b32 $0, b, a, c;
+                }""",
+                UInt32,
+                constraints="=r,f,f,f,f",
+                has_side_effect=False,
+            ](value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3])
+        return bitcast[dtype, width](quads)
+    comptime low = Float32(Int(Scalar[dtype].MIN))
+    comptime high = Float32(Int(Scalar[dtype].MAX))
+    var inside = isnan(value).select(SIMD[F32, width](0), value).clamp(low, high)
+    return inside.__round__().cast[DType.int32]().cast[dtype]()
+
+
+struct Scales(KernelArgument, TrivialRegisterPassable):
+    """What numbers of 8 bits stand for: y = act(product[f] * x w + bias + residual scale * residual)."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var product: Data[F32]
+    """One number for each filter."""
+    var residual: Float32
+    """One for the whole residual."""
+
+    def __init__(out self, product: Data[F32], residual: Float32 = 1):
+        """Names the scales.
+
+        Args:
+            product: Of each filter's sums.
+            residual: Of the residual.
+        """
+        self.product, self.residual = product, residual
+
+
+struct Operands[dtype: DType, out: DType = dtype, right: DType = dtype](
+    KernelArgument, TrivialRegisterPassable
+):
     """The tensors of y = act(alpha * x w + bias + residual).
 
     Parameters:
-        dtype: Of all of them but the bias.
+        dtype: Of x, and of the others but the bias unless they are named.
+        out: Of the residual and y.
+        right: Of w.
     """
 
     comptime device_type: AnyType = Self
@@ -101,13 +198,13 @@ struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
 
     var x: Data[Self.dtype]
     """Activations: x[N, H, W, C], or the left side a[..., M, K] of a product."""
-    var w: Data[Self.dtype]
+    var w: Data[Self.right]
     """Filters as graphs/arrange.py lays them out, or the right side of a product."""
     var bias: Data[F32]
     """One number for each filter."""
-    var residual: Data[Self.dtype]
+    var residual: Data[Self.out]
     """In the shape of y; read by the epilogues that add only."""
-    var y: Data[Self.dtype]
+    var y: Data[Self.out]
     """The result: y[N, P, Q, F] or y[..., M, N]."""
     var alpha: Float32
     """Scales the product, before bias and residual."""
@@ -115,10 +212,10 @@ struct Operands[dtype: DType](KernelArgument, TrivialRegisterPassable):
     def __init__(
         out self,
         x: Data[Self.dtype],
-        w: Data[Self.dtype],
+        w: Data[Self.right],
         bias: Data[F32],
-        residual: Data[Self.dtype],
-        y: Data[Self.dtype],
+        residual: Data[Self.out],
+        y: Data[Self.out],
         alpha: Float32 = 1,
     ):
         """Names the tensors.

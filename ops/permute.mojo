@@ -16,12 +16,7 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu import barrier, block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from max.runtime.asyncrt import parallelism_level
 from std.bit import log2_floor
 from std.math import ceildiv
@@ -32,6 +27,7 @@ from std.utils.static_tuple import StaticTuple
 from .device import Device
 from .division import quotient, reciprocal
 from .kernel_argument import KernelArgument
+from .launch import launch
 from .operands import Data, data
 from .parallel import over_cores
 
@@ -246,14 +242,14 @@ def _enqueue_rows[
         raise Error("permute: expects fewer than 2^31 pieces of rows but has ", count)
     var full = Device(ctx).multiprocessors * 2048
     var pieces = PIECES if count >= PIECES * full else 1
-    ctx.enqueue_function[rows_kernel[word, width]](
+    launch[rows_kernel[word, width]](
+        ctx,
         x,
         y,
         axes,
         UInt32(count),
         grid_dim=ceildiv(count, THREADS * pieces),
         block_dim=THREADS,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
     )
 
 
@@ -368,7 +364,8 @@ def _enqueue_tiles[
     for axis in range(Int(axes.count)):
         tiles *= Int(axes.sizes[axis])
     var shift = _wide(x, columns)
-    ctx.enqueue_function[tiles_kernel[bits]](
+    launch[tiles_kernel[bits]](
+        ctx,
         x,
         y,
         axes,
@@ -379,7 +376,6 @@ def _enqueue_tiles[
         UInt32(shift),
         grid_dim=tiles,
         block_dim=THREADS,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
     )
 
 

@@ -14,12 +14,7 @@ rows alone is loaded once. All loads stand before the arithmetic.
 from extensibility import InputTensor, ManagedTensorSlice, OutputTensor, register
 from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv, iota
 from std.memory import bitcast, unsafe_stack_allocation
@@ -31,6 +26,7 @@ from .device import Device
 from .division import quotient, reciprocal
 from .expression import evaluate, inputs_of, is_expression, split
 from .kernel_argument import KernelArgument
+from .launch import launch
 from .operands import F32, ON_CPU, Data, data, narrowed, widened
 from .parallel import over_cores
 
@@ -564,14 +560,14 @@ def pointwise_gpu[
             comptime limit = pieces_of(dtype, dtypes)
             var pieces = pieces_for(vectors, limit, ctx)
             var threads = Threads[len(dtypes)](axes, width, pieces, materialize[once]())
-            ctx.enqueue_function[pointwise_kernel[dtype, expression, dtypes, width, most]](
+            launch[pointwise_kernel[dtype, expression, dtypes, width, most]](
+                ctx,
                 y,
                 sources,
                 axes,
                 threads,
                 grid_dim=ceildiv(Int(threads.step), THREADS),
                 block_dim=THREADS,
-                attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
             )
 
 

@@ -10,17 +10,13 @@ image is `reduce`.
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, isnan
 from std.sys import simd_width_of, size_of
 from std.utils.numerics import neg_inf
 
 from .geometry import Geometry
+from .launch import launch
 from .operands import F32, Data, data, narrowed, widened
 from .parallel import over_cores
 
@@ -193,13 +189,13 @@ def pool_gpu[
             var vectors = g.pixels() * (g.c // width)
             if vectors > Int(Int32.MAX):
                 raise Error("pooling: expects fewer than 2^31 pieces but has ", vectors)
-            ctx.enqueue_function[pool_kernel[dtype, kind, width]](
+            launch[pool_kernel[dtype, kind, width]](
+                ctx,
                 y,
                 x,
                 g,
                 grid_dim=ceildiv(vectors, THREADS),
                 block_dim=THREADS,
-                attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
             )
 
 

@@ -8,18 +8,14 @@ that. Bound by memory.
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
 from std.memory import unsafe_memcpy
 from std.sys import size_of
 
 from .kernel_argument import KernelArgument
+from .launch import launch
 from .operands import Data, data
 from .parallel import over_cores
 
@@ -174,7 +170,8 @@ def roll_gpu[
             var vectors = rows * (length // width)
             if vectors > Int(Int32.MAX):
                 raise Error("roll: expects fewer than 2^31 pieces but has ", vectors)
-            ctx.enqueue_function[roll_kernel[dtype, width]](
+            launch[roll_kernel[dtype, width]](
+                ctx,
                 y,
                 x,
                 sizes,
@@ -182,7 +179,6 @@ def roll_gpu[
                 UInt32(length // width),
                 grid_dim=ceildiv(vectors, THREADS),
                 block_dim=THREADS,
-                attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
             )
 
 

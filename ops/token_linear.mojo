@@ -22,14 +22,9 @@ stages are loaded before the kernel ahead is done.
 
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.host.nvidia.tma import TMADescriptor
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.utils.static_tuple import StaticTuple
 
@@ -52,6 +47,7 @@ from .hopper.scheduler import Tile, TileScheduler
 from .hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from .hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from .kernel_argument import KernelArgument
+from .launch import launch
 from .operands import F32, Data, Operands, data
 from .target import IS_HOPPER
 
@@ -272,15 +268,14 @@ def enqueue_token_linear[
     comptime if epilogue.adds:
         maps.maps[3] = _tokens_map(ctx, o.residual, n, f, c)
     var problem = TokenProblem(n, t, c, f, config)
-    ctx.enqueue_function[token_kernel[dtype, epilogue, config]](
+    launch[token_kernel[dtype, epilogue, config]](
+        ctx,
         maps,
         EpilogueTensors[dtype]([o]),
         problem,
         grid_dim=problem.schedule.blocks(Device(ctx).multiprocessors * config.blocks),
         block_dim=config.threads(),
-        shared_mem_bytes=config.shared(),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+        shared=config.shared(),
     )
 
 
@@ -291,70 +286,9 @@ def _tokens_map[
     return tensor_map[dtype, 3](ctx, x, [Int64(c), Int64(t), Int64(n)], [WIDTH, WIDTH, 1])
 
 
-@always_inline
-def _token_linear[
-    dtype: DType, //, target: StaticString, name: StaticString
-](n: Int, t: Int, c: Int, f: Int, o: Operands[dtype], ctx: DeviceContext) raises:
-    comptime assert Epilogue.known[
-        name
-    ](), "token_linear: there is no such epilogue; ops/epilogue.mojo says what there is"
-    comptime assert (
-        target == "gpu" and IS_HOPPER and dtype.is_half_float()
-    ), "token_linear: expects 16-bit floats on a Hopper GPU; elsewhere tokens are transposed"
-    if n * t * c * f == 0:
-        return
-    comptime epilogue = Epilogue(name)
-    var large = TokenProblem(n, t, c, f, LARGE).schedule.tiles
-    if Int(large) >= Device(ctx).multiprocessors:
-        enqueue_token_linear[dtype, epilogue, LARGE](n, t, c, f, o, ctx)
-    else:
-        enqueue_token_linear[dtype, epilogue, SMALL](n, t, c, f, o, ctx)
-
-
 @register("token_linear")
 struct TokenLinear:
     """Multiplies the tokens of x[N, T, C] by w[F, T] into y[N, F, C]."""
-
-    @staticmethod
-    def execute[
-        target: StaticString, epilogue: StaticString
-    ](
-        y: OutputTensor[rank=3, ...],
-        x: InputTensor[dtype=y.dtype, rank=3, ...],
-        w: InputTensor[dtype=y.dtype, rank=1, ...],
-        bias: InputTensor[dtype=F32, rank=1, ...],
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op.
-
-        Parameters:
-            target: "gpu".
-            epilogue: One that does not add (ops/epilogue.mojo).
-
-        Args:
-            y: Result [N, F, C].
-            x: Tokens [N, T, C].
-            w: [F, K], flat; K is T rounded up to a multiple of 8.
-            bias: [F].
-            ctx: The device.
-
-        Raises:
-            If a launch fails.
-        """
-        comptime assert not Epilogue(epilogue).adds, "token_linear_add takes the residual"
-        _token_linear[target, epilogue](
-            x.shape()[0],
-            x.shape()[1],
-            x.shape()[2],
-            y.shape()[1],
-            Operands[y.dtype](data(x), data(w), data(bias), data(x), data(y)),
-            ctx,
-        )
-
-
-@register("token_linear_add")
-struct TokenLinearAdd:
-    """Multiplies the tokens of x[N, T, C] by w[F, T] and adds residual[N, F, C]."""
 
     @staticmethod
     def execute[
@@ -371,27 +305,32 @@ struct TokenLinearAdd:
 
         Parameters:
             target: "gpu".
-            epilogue: One that adds (ops/epilogue.mojo).
+            epilogue: What the sums go through (ops/epilogue.mojo).
 
         Args:
             y: Result [N, F, C].
             x: Tokens [N, T, C].
             w: [F, K], flat; K is T rounded up to a multiple of 8.
             bias: [F].
-            residual: [N, F, C].
+            residual: [N, F, C]; x if the epilogue does not add.
             ctx: The device.
 
         Raises:
             If a launch fails.
         """
-        comptime assert Epilogue(
+        comptime assert Epilogue.known[
             epilogue
-        ).adds, "token_linear_add: the epilogue must be one that adds"
-        _token_linear[target, epilogue](
-            x.shape()[0],
-            x.shape()[1],
-            x.shape()[2],
-            y.shape()[1],
-            Operands[y.dtype](data(x), data(w), data(bias), data(residual), data(y)),
-            ctx,
-        )
+        ](), "token_linear: there is no such epilogue; ops/epilogue.mojo says what there is"
+        comptime assert (
+            target == "gpu" and IS_HOPPER and y.dtype.is_half_float()
+        ), "token_linear: expects 16-bit floats on a Hopper GPU; elsewhere tokens are transposed"
+        comptime end = Epilogue(epilogue)
+        var n, t, c, f = x.shape()[0], x.shape()[1], x.shape()[2], y.shape()[1]
+        var o = Operands[y.dtype](data(x), data(w), data(bias), data(residual), data(y))
+        if n * t * c * f == 0:
+            return
+        var large = TokenProblem(n, t, c, f, LARGE).schedule.tiles
+        if Int(large) >= Device(ctx).multiprocessors:
+            enqueue_token_linear[y.dtype, end, LARGE](n, t, c, f, o, ctx)
+        else:
+            enqueue_token_linear[y.dtype, end, SMALL](n, t, c, f, o, ctx)

@@ -116,6 +116,7 @@ struct _Scratch[depth: Int](TrivialRegisterPassable):
         self.values = self.keys.unsafe_offset(keys * Self.depth)
 
 
+@fieldwise_init
 struct _Masks[mask: Mask](TrivialRegisterPassable):
     """The masks of a tile's queries and keys."""
 
@@ -127,9 +128,6 @@ struct _Masks[mask: Mask](TrivialRegisterPassable):
     """Queries that are there."""
     var seen: Int
     """Keys of the tile that the first query sees, where attention is causal."""
-
-    def __init__(out self, bias: Data[BF16], row: Int, queries: Int, seen: Int):
-        self.bias, self.row, self.queries, self.seen = bias, row, queries, seen
 
     def apply(self, query: Int, scores: Data[F32], count: Int, scale: Float32):
         """Scales a query's scores and adds the bias, if there is one, and hides keys.

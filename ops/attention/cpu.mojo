@@ -126,6 +126,7 @@ def _pack[
             row[unsafe_offset=d] = widened(source[unsafe_offset=d])
 
 
+@fieldwise_init
 struct _Masks[dtype: DType, mask: Mask](TrivialRegisterPassable):
     """The masks of some queries, and of the packed keys."""
 
@@ -135,9 +136,6 @@ struct _Masks[dtype: DType, mask: Mask](TrivialRegisterPassable):
     """Numbers of bias from a query to the next."""
     var seen: Int
     """Keys that the first query sees, where attention is causal."""
-
-    def __init__(out self, bias: Data[Self.dtype], row: Int, seen: Int):
-        self.bias, self.row, self.seen = bias, row, seen
 
     def from_query(self, query: Int) -> Self:
         """Moves on to another query."""

@@ -18,15 +18,10 @@ the tensor cores where S is large, by memory where it is small; docs/kernels.md 
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from max.gpu.sync import syncwarp
 from std.math import ceildiv, exp2
 from std.memory import bitcast
@@ -34,10 +29,12 @@ from std.sys import _RegisterPackType, inlined_assembly
 from std.utils import StaticTuple
 from std.utils.numerics import neg_inf
 
+from ..async_copy import commit_copies, copy_async, wait_copies
 from ..device import Device
 from ..hopper.accumulator import Fragment
-from ..hopper.ptx import mma_sync
-from ..operands import F32, Data
+from ..hopper.ptx import mma_sync, packed
+from ..launch import launch
+from ..operands import F32, Data, Shared
 from .config import LOG2_E, LOWEST, Attention
 from .mask import Mask, MaskSizes, MaskTensors
 from .tile_mask import BiasPairs, TileMask
@@ -48,15 +45,6 @@ comptime STAGES = 3
 """Tiles of keys and values in shared memory."""
 comptime SPLITS = 4
 """Warps that share the keys of their queries, in the kernel for few queries."""
-
-comptime Shared[dtype: DType] = Pointer[
-    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-"""Shared memory.
-
-Parameters:
-    dtype: Of its elements.
-"""
 
 
 def padded(head: Int) -> Int:
@@ -138,76 +126,20 @@ def shared_bytes(depth: Int, rows: Int, splits: Int) -> Int:
 
 
 @always_inline
-def packed[dtype: DType](low: Float32, high: Float32) -> UInt32:
-    """Rounds a pair into a register.
-
-    Parameters:
-        dtype: Either bfloat16 or float16.
-
-    Args:
-        low: The number of the lower half.
-        high: The number of the upper half.
-
-    Returns:
-        The register.
-    """
-    comptime kind = "bf16x2" if dtype == DType.bfloat16 else "f16x2"
-    return inlined_assembly[
-        "cvt.rn." + kind + ".f32 $0, $1, $2;",
-        UInt32,
-        constraints="=r,f,f",
-        has_side_effect=False,
-    ](high, low)
-
-
-@always_inline
-def _copy[dtype: DType](to: Shared[dtype], source: Data[dtype], bytes: Int32):
-    """Starts copying 16 bytes into shared memory, those past `bytes` zeros."""
-    inlined_assembly[
-        "cp.async.cg.shared.global [$0], [$1], 16, $2;",
-        NoneType,
-        constraints="r,l,r,~{memory}",
-        has_side_effect=True,
-    ](UInt32(Int(to)), source, bytes)
-
-
-@always_inline
 def _copy_some[
     dtype: DType, head: Int
 ](to: Shared[dtype], source: Data[dtype], chunk: Int32, inside: Bool):
     """Starts copying 8 channels of a head that may lack some of them, or all; those are zeros."""
     comptime BYTES = 16 if head % 8 == 0 else 8
-    comptime kind = "cg" if BYTES == 16 else "ca"
     comptime EACH = BYTES // 2
     comptime for i in range(8 // EACH):
         var part = chunk * Int32(8 // EACH) + Int32(i)
         var there = inside and part < Int32(head // EACH)
-        inlined_assembly[
-            "cp.async." + kind + ".shared.global [$0], [$1], " + String(BYTES) + ", $2;",
-            NoneType,
-            constraints="r,l,r,~{memory}",
-            has_side_effect=True,
-        ](
-            UInt32(Int(to.unsafe_offset(i * EACH))),
+        copy_async[BYTES](
+            to.unsafe_offset(i * EACH),
             source.unsafe_offset(i * EACH if there else -Int(chunk * 8)),
             Int32(BYTES if there else 0),
         )
-
-
-@always_inline
-def _commit():
-    """Ends a group of copies."""
-    inlined_assembly[
-        "cp.async.commit_group;", NoneType, constraints="~{memory}", has_side_effect=True
-    ]()
-
-
-@always_inline
-def _wait():
-    """Waits for all groups of copies but the last."""
-    inlined_assembly[
-        "cp.async.wait_group 1;", NoneType, constraints="~{memory}", has_side_effect=True
-    ]()
 
 
 @always_inline
@@ -323,7 +255,7 @@ struct _Ahead[dtype: DType, depth: Int, head: Int, rows: Int, splits: Int](Trivi
     ):
         """Starts copying 8 channels."""
         comptime if Self.head == Self.depth:
-            _copy(to, source, Int32(16 if inside else 0))
+            copy_async(to, source, Int32(16 if inside else 0))
         else:
             _copy_some[Self.dtype, Self.head](to, source, chunk, inside)
 
@@ -384,7 +316,7 @@ struct _Ahead[dtype: DType, depth: Int, head: Int, rows: Int, splits: Int](Trivi
             if self.key >= o.s:
                 self.key = 0
                 self.place.move(step, o.heads, blocks)
-        _commit()
+        commit_copies()
 
 
 @always_inline
@@ -671,7 +603,7 @@ def flash_kernel[
                     s=o.s,
                 )
         for tile in range(tiles):
-            _wait()
+            wait_copies[1]()
             barrier()
             ahead.copy(o, blocks, step, stages)
             if tile == 0:
@@ -755,11 +687,12 @@ def enqueue_flash[
     var grid = blocks * Int(o.n * o.heads)
     comptime if splits == 1:
         # As many blocks as find room; each goes on to another block of queries.
-        comptime most = most_threads(head, rows, splits, mask)
-        comptime room = min(most // THREADS, 224 * 1024 // SHARED)
-        grid = min(grid, max(room, 1) * Device(ctx).multiprocessors)
+        comptime most = most_threads(head, rows, splits, mask) // THREADS
+        var device = Device(ctx)
+        grid = min(grid, max(min(most, device.holds(SHARED)), 1) * device.multiprocessors)
     var step = _Place(Int32(grid), o.heads, Int32(blocks)).steps()
-    ctx.enqueue_function[flash_kernel[dtype, head, rows, splits, mask]](
+    launch[flash_kernel[dtype, head, rows, splits, mask]](
+        ctx,
         o,
         Int32(blocks),
         step,
@@ -767,7 +700,5 @@ def enqueue_flash[
         sizes,
         grid_dim=grid,
         block_dim=THREADS,
-        shared_mem_bytes=SHARED,
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_BEGINNING),
+        shared=SHARED,
     )

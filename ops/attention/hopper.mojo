@@ -30,36 +30,40 @@ from max.gpu.compute.mma import (
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, exp2
 from std.utils.numerics import neg_inf
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import Cheapest
 from ..device import Device
 from ..hopper.accumulator import Fragment, pair
 from ..hopper.epilogue import store_rows
 from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
 from ..hopper.pipeline import OrderedSequence, Pipeline
-from ..hopper.ptx import fence_barrier_init, registers_give, registers_take, sync_threads
+from ..hopper.ptx import (
+    fence_barrier_init,
+    packed,
+    registers_give,
+    registers_take,
+    sync_threads,
+)
 from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, tensor_map
 from ..kernel_argument import KernelArgument
+from ..launch import launch
 from ..operands import F32, Data
 from ..rows import over_lanes
 from .config import LOG2_E, LOWEST, Attention
-from .flash import U32, packed, reciprocal
+from .flash import U32, reciprocal
 from .mask import Mask, MaskSizes, MaskTensors
 from .tile_mask import TileMask
 
 
+@fieldwise_init
 struct Config(TrivialRegisterPassable):
     """How a block works: a compile-time value."""
 
@@ -71,18 +75,6 @@ struct Config(TrivialRegisterPassable):
     """Keys of a tile, a multiple of 16."""
     var stages: Int
     """Stages of the ring, of a tile of keys and one of values."""
-
-    def __init__(out self, depth: Int, groups: Int, keys: Int, stages: Int):
-        """Names the parts.
-
-        Args:
-            depth: Channels of a head.
-            groups: Consumers.
-            keys: Keys of a tile.
-            stages: Stages of the ring.
-        """
-        self.depth = depth
-        self.groups, self.keys, self.stages = groups, keys, stages
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -243,18 +235,18 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
     var schedule: TileScheduler[]
     """The items: rows are the heads of all images, columns the items of a head."""
 
-    def __init__(out self, o: Attention[_], config: Config, multiprocessors: Int):
+    def __init__(out self, o: Attention[_], config: Config, device: Device):
         """Divides an attention into tiles and items.
 
         Args:
             o: Sizes.
             config: Sizes of the tiles.
-            multiprocessors: Of the GPU.
+            device: The GPU.
         """
         var heads = Int(o.n * o.heads)
         var query_tiles = ceildiv(Int(o.t), ROWS)
         var key_tiles = ceildiv(Int(o.s), config.keys)
-        var period = _period(query_tiles, key_tiles, heads, config, multiprocessors)
+        var period = _period(query_tiles, key_tiles, heads, config, device)
         self.t, self.s, self.c, self.heads = o.t, o.s, o.c, o.heads
         self.key_tiles, self.period = Int32(key_tiles), Int32(period)
         self.scale = o.scale * LOG2_E
@@ -842,27 +834,22 @@ def _add_values[
 # The host's side
 
 
-def _period(
-    query_tiles: Int, key_tiles: Int, heads: Int, config: Config, multiprocessors: Int
-) -> Int:
+def _period(query_tiles: Int, key_tiles: Int, heads: Int, config: Config, device: Device) -> Int:
     """Chooses how many tiles of queries share one filling of the ring.
 
     There is one for each consumer, or, where the ring holds the keys of two items, as many as leave
     the multiprocessors the least to do.
     """
-    var best = config.groups
+    var choice = Cheapest(config.groups)
     if 2 * key_tiles > config.stages:
         # Consumers that take turns must not wait for different items.
-        return best
-    var least = 0
+        return choice.best
     for parts in range(1, query_tiles + 1):
         var each = max(ceildiv(query_tiles, parts), config.groups)
         var items = heads * ceildiv(query_tiles, each)
         # A filling costs about as much as a tile of each consumer.
-        var most = ceildiv(items, multiprocessors) * (each + config.groups)
-        if least == 0 or most < least:
-            best, least = each, most
-    return best
+        choice.offer(each, Float64(device.waves(items) * (each + config.groups)))
+    return choice.best
 
 
 def enqueue_hopper[
@@ -884,8 +871,8 @@ def enqueue_hopper[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    var multiprocessors = Device(ctx).multiprocessors
-    var problem = Problem(o, config, multiprocessors)
+    var device = Device(ctx)
+    var problem = Problem(o, config, device)
     var maps = TensorMaps[3]()
     var n, t, s, c = Int64(o.n), Int64(o.t), Int64(o.s), Int64(o.c)
     var channels = Int32(config.row() // 2)
@@ -893,15 +880,14 @@ def enqueue_hopper[
     maps.maps[0] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [channels, Int32(ROWS), 1])
     maps.maps[1] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [channels, keys, 1])
     maps.maps[2] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [channels, keys, 1])
-    ctx.enqueue_function[hopper_attention_kernel[dtype, config, mask]](
+    launch[hopper_attention_kernel[dtype, config, mask]](
+        ctx,
         maps,
         o.y,
         problem,
         tensors,
         sizes,
-        grid_dim=problem.schedule.blocks(multiprocessors),
+        grid_dim=problem.schedule.blocks(device.multiprocessors),
         block_dim=config.threads(),
-        shared_mem_bytes=config.shared(),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+        shared=config.shared(),
     )

@@ -61,6 +61,7 @@ struct Mask(TrivialRegisterPassable):
         return self.bias or self.keys
 
 
+@fieldwise_init
 struct MaskTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """What masks read.
 
@@ -83,15 +84,6 @@ struct MaskTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
             bias: Added to scores.
         """
         self.bias, self.keys = bias, rebind[Data[DType.uint8]](bias.unsafe_bitcast[UInt8]())
-
-    def __init__(out self, bias: Data[Self.dtype], keys: Data[DType.uint8]):
-        """Names the tensors.
-
-        Args:
-            bias: Added to scores.
-            keys: Mask of keys.
-        """
-        self.bias, self.keys = bias, keys
 
 
 struct MaskSizes(KernelArgument, TrivialRegisterPassable):

@@ -9,18 +9,14 @@ shared memory: one for each three multiplications.
 """
 
 from max.gpu import barrier, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, exp
 from std.utils.numerics import neg_inf
 
+from ..launch import launch
 from ..operands import F32, Data
 from .config import LOWEST, Attention
 from .mask import Mask, MaskSizes, MaskTensors
@@ -205,14 +201,13 @@ def enqueue_plain[
     """
     var blocks = ceildiv(Int(o.t), GROUPS * ROWS)
     comptime SHARED = plain_shared_bytes(depth)
-    ctx.enqueue_function[plain_kernel[dtype, depth, mask]](
+    launch[plain_kernel[dtype, depth, mask]](
+        ctx,
         o,
         Int32(blocks),
         tensors,
         sizes,
         grid_dim=blocks * Int(o.n * o.heads),
         block_dim=GROUPS * LANES,
-        shared_mem_bytes=SHARED,
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_BEGINNING),
+        shared=SHARED,
     )

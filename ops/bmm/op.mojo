@@ -17,106 +17,9 @@ from ..operands import F32, ON_CPU, Batch, Operands, data
 from .cpu import bmm_cpu
 
 
-@always_inline
-def _bmm[
-    dtype: DType,
-    //,
-    target: StaticString,
-    name: StaticString,
-    layout: StaticString,
-    tf32: Bool,
-    constant: Bool,
-    aligned: Bool,
-](y_size: Int, m: Int, k: Int, n: Int, b_size: Int, o: Operands[dtype], ctx: DeviceContext,) raises:
-    comptime assert Epilogue.known[
-        name
-    ](), "bmm: there is no such epilogue; ops/epilogue.mojo says what there is"
-    comptime assert (
-        layout == "kn" or layout == "nk" or layout == "packed"
-    ), "bmm: layout expects kn, nk or packed"
-    if y_size == 0:
-        return
-    var batch = y_size // (m * n)
-    var b_step = k * n if layout != "packed" and b_size > k * n else 0
-    comptime if target == "cpu":
-        comptime assert ON_CPU[dtype], "bmm: a CPU expects float32 or bfloat16"
-        bmm_cpu[Epilogue(name), layout](batch, m, k, n, b_step, o)
-    else:
-        comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
-        # One b for all: the batch is more rows of one product.
-        gemm_gpu[dtype, Epilogue(name), layout == "nk", tf32, aligned](
-            Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
-            o,
-            Batch(batch, x=m * k, w=b_step, y=m * n) if b_step else Batch(),
-            ctx,
-            constant=constant,
-        )
-
-
 @register("bmm")
 struct Bmm:
     """Multiplies a[..., M, K] by b into y[..., M, N]."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        epilogue: StaticString,
-        layout: StaticString,
-        tf32: Bool,
-        constant: Bool,
-        aligned: Bool,
-    ](
-        y: OutputTensor,
-        a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
-        b: InputTensor[dtype=y.dtype, ...],
-        bias: InputTensor[dtype=F32, rank=1, ...],
-        alpha: InputTensor[dtype=F32, rank=1, ...],
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op.
-
-        Parameters:
-            target: "cpu" or "gpu".
-            epilogue: One that does not add (ops/epilogue.mojo).
-            layout: "kn", "nk" or "packed".
-            tf32: Whether a GPU may round float32 to TF32 for the products.
-            constant: Whether b is a weight, which no other op writes.
-            aligned: Whether b is one for all, [N, K], and graphs/arrange.py calls K and N aligned:
-                a GPU then compiles the kernels for such sizes alone.
-
-        Args:
-            y: Result [..., M, N].
-            a: Left side [..., M, K].
-            b: Right side, one for each a or one for all.
-            bias: [N].
-            alpha: Scale of the product: one number in host memory.
-            ctx: The device.
-
-        Raises:
-            If a launch fails.
-        """
-        comptime assert not Epilogue(epilogue).adds, "bmm: bmm_add takes the residual"
-        _bmm[target, epilogue, layout, tf32, constant, aligned](
-            y.size(),
-            a.shape()[a.rank - 2],
-            a.shape()[a.rank - 1],
-            y.shape()[y.rank - 1],
-            b.size(),
-            Operands[y.dtype](
-                data(a),
-                data(b),
-                data(bias),
-                data(a),
-                data(y),
-                data(alpha)[unsafe_offset=0],
-            ),
-            ctx,
-        )
-
-
-@register("bmm_add")
-struct BmmAdd:
-    """Multiplies a[..., M, K] by b and adds residual[..., M, N]."""
 
     @staticmethod
     def execute[
@@ -139,7 +42,7 @@ struct BmmAdd:
 
         Parameters:
             target: "cpu" or "gpu".
-            epilogue: One that adds (ops/epilogue.mojo).
+            epilogue: What the sums go through (ops/epilogue.mojo).
             layout: "kn", "nk" or "packed".
             tf32: Whether a GPU may round float32 to TF32 for the products.
             constant: Whether b is a weight, which no other op writes.
@@ -151,27 +54,42 @@ struct BmmAdd:
             a: Left side [..., M, K].
             b: Right side, one for each a or one for all.
             bias: [N].
-            residual: [..., M, N].
+            residual: [..., M, N]; a if the epilogue does not add.
             alpha: Scale of the product: one number in host memory.
             ctx: The device.
 
         Raises:
             If a launch fails.
         """
-        comptime assert Epilogue(epilogue).adds, "bmm: the epilogue must be one that adds"
-        _bmm[target, epilogue, layout, tf32, constant, aligned](
-            y.size(),
-            a.shape()[a.rank - 2],
-            a.shape()[a.rank - 1],
-            y.shape()[y.rank - 1],
-            b.size(),
-            Operands[y.dtype](
-                data(a),
-                data(b),
-                data(bias),
-                data(residual),
-                data(y),
-                data(alpha)[unsafe_offset=0],
-            ),
-            ctx,
+        comptime assert Epilogue.known[
+            epilogue
+        ](), "bmm: there is no such epilogue; ops/epilogue.mojo says what there is"
+        comptime assert (
+            layout == "kn" or layout == "nk" or layout == "packed"
+        ), "bmm: layout expects kn, nk or packed"
+        if y.size() == 0:
+            return
+        var m, k, n = a.shape()[a.rank - 2], a.shape()[a.rank - 1], y.shape()[y.rank - 1]
+        var o = Operands[y.dtype](
+            data(a),
+            data(b),
+            data(bias),
+            data(residual),
+            data(y),
+            data(alpha)[unsafe_offset=0],
         )
+        var batch = y.size() // (m * n)
+        var b_step = k * n if layout != "packed" and b.size() > k * n else 0
+        comptime if target == "cpu":
+            comptime assert ON_CPU[y.dtype], "bmm: a CPU expects float32 or bfloat16"
+            bmm_cpu[Epilogue(epilogue), layout](batch, m, k, n, b_step, o)
+        else:
+            comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
+            # One b for all: the batch is more rows of one product.
+            gemm_gpu[y.dtype, Epilogue(epilogue), layout == "nk", tf32, aligned](
+                Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
+                o,
+                Batch(batch, x=m * k, w=b_step, y=m * n) if b_step else Batch(),
+                ctx,
+                constant=constant,
+            )

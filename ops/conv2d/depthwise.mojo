@@ -12,12 +12,7 @@ batch 1.
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -25,6 +20,7 @@ from std.utils.static_tuple import StaticTuple
 from ..device import Device
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
+from ..launch import launch
 from ..operands import F32, Operands, widened
 
 comptime THREADS = 256
@@ -111,12 +107,12 @@ def _threads[stride: Int, wide: Int](g: Geometry) -> Int:
 def _enqueue_run[
     dtype: DType, epilogue: Epilogue, kernel: Int, stride: Int, wide: Int
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
-    ctx.enqueue_function[depthwise_run_kernel[dtype, epilogue, kernel, stride, wide]](
+    launch[depthwise_run_kernel[dtype, epilogue, kernel, stride, wide]](
+        ctx,
         o,
         g,
         grid_dim=ceildiv(_threads[stride, wide](g), BLOCK),
         block_dim=BLOCK,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
     )
 
 

@@ -14,92 +14,9 @@ from .cpu import conv2d_cpu
 from .gpu import conv2d_gpu
 
 
-@always_inline
-def _conv2d[
-    dtype: DType,
-    //,
-    target: StaticString,
-    name: StaticString,
-    tf32: Bool,
-    members: Int,
-    aligned: Bool,
-    constant: Bool,
-](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
-    comptime assert Epilogue.known[
-        name
-    ](), "conv2d: there is no such epilogue; ops/epilogue.mojo says what there is"
-    if g.pixels() == 0:
-        return
-    comptime if target == "cpu":
-        comptime assert ON_CPU[dtype], "conv2d: a CPU expects float32 or bfloat16"
-        conv2d_cpu[Epilogue(name), members](g, o)
-    else:
-        comptime assert members <= 1, "conv2d: a GPU has no kernel for small groups but depthwise"
-        conv2d_gpu[dtype, Epilogue(name), tf32, members == 1, aligned](
-            g, o, ctx, constant=constant
-        )
-
-
 @register("conv2d")
 struct Conv2d:
     """Convolves x[N, H, W, C] into y[N, P, Q, F]."""
-
-    @staticmethod
-    def execute[
-        target: StaticString,
-        epilogue: StaticString,
-        tf32: Bool,
-        members: Int,
-        aligned: Bool,
-        constant: Bool,
-    ](
-        y: OutputTensor[rank=4, ...],
-        x: InputTensor[dtype=y.dtype, rank=4, ...],
-        filter: InputTensor[dtype=y.dtype, rank=1, ...],
-        bias: InputTensor[dtype=F32, rank=1, ...],
-        window: InputTensor[dtype=DType.int64, rank=1, ...],
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op.
-
-        Parameters:
-            target: "cpu" or "gpu".
-            epilogue: One that does not add (ops/epilogue.mojo).
-            tf32: Whether a GPU may round float32 to TF32 for the products.
-            members: Channels, and filters, of a small group, as graphs/arrange.py counts them: 1
-                is depthwise, 0 any other convolution.
-            aligned: Whether graphs/arrange.py calls the sizes aligned: a GPU then compiles the
-                kernels for such sizes alone.
-            constant: Whether the filter is a weight, which no other op writes.
-
-        Args:
-            y: Result [N, P, Q, F].
-            x: Activations [N, H, W, C].
-            filter: Flat, as graphs/arrange.py lays it out for the device.
-            bias: [F].
-            window: The nine numbers of geometry.mojo, in host memory.
-            ctx: The device.
-
-        Raises:
-            If a launch fails.
-        """
-        comptime assert not Epilogue(epilogue).adds, "conv2d: conv2d_add takes the residual"
-        _conv2d[target, epilogue, tf32, members, aligned, constant](
-            Geometry(x.shape(), y.shape(), data(window)),
-            Operands[y.dtype](
-                data(x),
-                data(filter),
-                data(bias),
-                data(x),
-                data(y),
-            ),
-            ctx,
-        )
-
-
-@register("conv2d_add")
-struct Conv2dAdd:
-    """Convolves and adds residual[N, P, Q, F]."""
 
     @staticmethod
     def execute[
@@ -122,7 +39,7 @@ struct Conv2dAdd:
 
         Parameters:
             target: "cpu" or "gpu".
-            epilogue: One that adds (ops/epilogue.mojo).
+            epilogue: What the sums go through (ops/epilogue.mojo).
             tf32: Whether a GPU may round float32 to TF32 for the products.
             members: Channels, and filters, of a small group, as graphs/arrange.py counts them: 1
                 is depthwise, 0 any other convolution.
@@ -135,22 +52,27 @@ struct Conv2dAdd:
             x: Activations [N, H, W, C].
             filter: Flat, as graphs/arrange.py lays it out for the device.
             bias: [F].
-            residual: [N, P, Q, F].
+            residual: [N, P, Q, F]; x if the epilogue does not add.
             window: The nine numbers of geometry.mojo, in host memory.
             ctx: The device.
 
         Raises:
             If a launch fails.
         """
-        comptime assert Epilogue(epilogue).adds, "conv2d: the epilogue must be one that adds"
-        _conv2d[target, epilogue, tf32, members, aligned, constant](
-            Geometry(x.shape(), y.shape(), data(window)),
-            Operands[y.dtype](
-                data(x),
-                data(filter),
-                data(bias),
-                data(residual),
-                data(y),
-            ),
-            ctx,
-        )
+        comptime assert Epilogue.known[
+            epilogue
+        ](), "conv2d: there is no such epilogue; ops/epilogue.mojo says what there is"
+        var g = Geometry(x.shape(), y.shape(), data(window))
+        var o = Operands[y.dtype](data(x), data(filter), data(bias), data(residual), data(y))
+        if g.pixels() == 0:
+            return
+        comptime if target == "cpu":
+            comptime assert ON_CPU[y.dtype], "conv2d: a CPU expects float32 or bfloat16"
+            conv2d_cpu[Epilogue(epilogue), members](g, o)
+        else:
+            comptime assert (
+                members <= 1
+            ), "conv2d: a GPU has no kernel for small groups but depthwise"
+            conv2d_gpu[y.dtype, Epilogue(epilogue), tf32, members == 1, aligned](
+                g, o, ctx, constant=constant
+            )

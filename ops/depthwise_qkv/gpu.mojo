@@ -21,19 +21,16 @@ Hopper, by latency at batch 1; docs/kernels.md has the figures.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, rsqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import Cheapest
 from ..device import Device
+from ..launch import launch
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
 from ..target import IS_HOPPER
@@ -387,8 +384,8 @@ def _cost(g: QkvSizes, device: Device) -> Float64:
         + 410 * tokens / Float64(Int(g.stride) ** 2)
     )
     var blocks = Int(g.images) * _blocks(g)
-    var turns = Float64(ceildiv(blocks, device.multiprocessors))
-    var waves = Float64(ceildiv(blocks, device.multiprocessors * RESIDENT))
+    var turns = Float64(device.waves(blocks))
+    var waves = Float64(device.waves(blocks, RESIDENT))
     return waves * 4000 + turns * work * Float64(Int(g.c)) / (8 * 32 * 2.8)
 
 
@@ -400,9 +397,9 @@ def _room(device: Device) -> Int:
 def _tiled[dtype: DType](sizes: QkvSizes, device: Device) -> QkvSizes:
     """Chooses the tile: the least estimate of those that fit into shared memory."""
     var g = sizes
-    var best = sizes
-    best.rows = best.columns = 1
-    var least = _cost(best, device)
+    g.rows = g.columns = 1
+    var choice = Cheapest(g, _cost(g, device))
+    g.rows = 0
     for down in range(1, Int(g.h) + 1):
         var rows = Int32(ceildiv(Int(g.h), down))
         if rows == g.rows:
@@ -415,11 +412,8 @@ def _tiled[dtype: DType](sizes: QkvSizes, device: Device) -> QkvSizes:
                 continue
             g.columns = columns
             if _bytes[dtype](g) <= _room(device):
-                var cost = _cost(g, device)
-                if cost < least:
-                    least = cost
-                    best = g
-    return best
+                choice.offer(g, _cost(g, device))
+    return choice.best
 
 
 def _enqueue[
@@ -427,14 +421,14 @@ def _enqueue[
 ](o: QkvOperands[dtype], sizes: QkvSizes, ctx: DeviceContext) raises:
     var device = Device(ctx)
     var g = _tiled[dtype](sizes, device)
-    ctx.enqueue_function[qkv_kernel[dtype, kernel, lanes, vectors]](
+    launch[qkv_kernel[dtype, kernel, lanes, vectors]](
+        ctx,
         o,
         g,
         grid_dim=(_blocks(g), Int(g.images)),
         block_dim=THREADS,
-        shared_mem_bytes=_bytes[dtype](g),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(_room(device))),
+        shared=_bytes[dtype](g),
+        most_shared=_room(device),
     )
 
 

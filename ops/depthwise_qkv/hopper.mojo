@@ -22,15 +22,10 @@ faster in gpu.mojo's kernel.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_dim, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, rsqrt
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
@@ -46,6 +41,7 @@ from ..hopper.ptx import (
     mma_sync_short,
     shared_load_matrices,
 )
+from ..launch import launch
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
 from .config import QkvOperands, QkvSizes
@@ -649,7 +645,8 @@ def enqueue_tiles[
     Raises:
         If the launch fails.
     """
-    ctx.enqueue_function[qkv_hopper_kernel[dtype, c]](
+    launch[qkv_hopper_kernel[dtype, c]](
+        ctx,
         o,
         g,
         grid_dim=(
@@ -658,9 +655,8 @@ def enqueue_tiles[
             Int(g.images),
         ),
         block_dim=threads,
-        shared_mem_bytes=_bytes(g),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
+        shared=_bytes(g),
+        most_shared=SHARED,
     )
 
 
@@ -693,7 +689,7 @@ def enqueue_hopper[
                 return False
             # Three small blocks instead of two, if there are enough to keep them coming.
             var many = _tiles(g) >= 8 * device.multiprocessors
-            var small = many and 3 * (_bytes(g) + 1024) <= 228 * 1024
+            var small = many and device.holds(_bytes(g)) >= 3
             enqueue_tiles[dtype, c](o, g, 256 if small else THREADS, ctx)
             return True
     return False

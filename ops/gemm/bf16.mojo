@@ -88,6 +88,7 @@ def depth_of(g: Geometry) -> Int:
     return g.depth() if c % STEP == 0 else g.r * ceildiv(g.s * c, STEP) * STEP
 
 
+@fieldwise_init
 struct Left(TrivialRegisterPassable):
     """The left side of a product: pixels at equal distances, and their taps."""
 
@@ -102,20 +103,6 @@ struct Left(TrivialRegisterPassable):
     var depth: Int
     """Numbers of a tap, a multiple of STEP."""
 
-    def __init__(
-        out self, x: Data[BF16], pitch: Int, offsets: Data[DType.int64], taps: Int, depth: Int
-    ):
-        """Names them.
-
-        Args:
-            x: The first tap of pixel 0.
-            pitch: Numbers from one pixel to the next.
-            offsets: Numbers from the first tap to each.
-            taps: How many taps there are.
-            depth: Numbers of a tap.
-        """
-        self.x, self.pitch, self.offsets, self.taps, self.depth = x, pitch, offsets, taps, depth
-
     @always_inline
     def at(self, pixel: Int) -> Data[BF16]:
         """Finds a pixel.
@@ -129,6 +116,7 @@ struct Left(TrivialRegisterPassable):
         return self.x.unsafe_offset(pixel * self.pitch)
 
 
+@fieldwise_init
 struct _Pixels(TrivialRegisterPassable):
     """The pixels of a task: rows of y, between which a few are left out."""
 
@@ -142,10 +130,6 @@ struct _Pixels(TrivialRegisterPassable):
     """Pixels of a row that are in y."""
     var lowest: Int
     """The lowest that can be read, at most 0."""
-
-    def __init__(out self, first: Int, count: Int, width: Int, q: Int, lowest: Int):
-        self.first, self.count, self.width, self.q = first, count, width, q
-        self.lowest = lowest
 
 
 @always_inline

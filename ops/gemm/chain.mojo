@@ -25,13 +25,8 @@ from max.gpu.compute.mma import (
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
-from max.gpu.host import DeviceContext, FuncAttribute
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.host import DeviceContext
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, rsqrt
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
@@ -57,6 +52,7 @@ from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
+from ..launch import launch
 from ..operands import F32, Data, widened
 from ..rows import over_lanes
 
@@ -187,6 +183,7 @@ def chain_config(mlp: Bool, c: Int, f: Int) -> ChainConfig:
     return ChainConfig(groups=0, c=0, f=0, w_stages=0, resident=False, x_stages=0)
 
 
+@fieldwise_init
 struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
     """A block's shared memory: stages of the pipelines, their barriers, then vectors.
 
@@ -223,15 +220,6 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
 
     var data: UInt32
     """Its address."""
-
-    @always_inline
-    def __init__(out self, data: UInt32):
-        """Divides it.
-
-        Args:
-            data: Its address.
-        """
-        self.data = data
 
     @staticmethod
     def bytes(chunks: Int) -> Int:
@@ -387,6 +375,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         return sums
 
 
+@fieldwise_init
 struct ChainVectors(KernelArgument, TrivialRegisterPassable):
     """Biases and norm of a chain: pointers alone, so that LLVM knows their memory is global."""
 
@@ -401,17 +390,6 @@ struct ChainVectors(KernelArgument, TrivialRegisterPassable):
     """Of the layer norm [C]; any pointer if there is none."""
     var bias: Data[F32]
     """Of the layer norm [C]; any pointer if there is none."""
-
-    def __init__(out self, bias1: Data[F32], bias2: Data[F32], weight: Data[F32], bias: Data[F32]):
-        """Names them.
-
-        Args:
-            bias1: Of h.
-            bias2: Of z.
-            weight: Of the layer norm.
-            bias: Of the layer norm.
-        """
-        self.bias1, self.bias2, self.weight, self.bias = bias1, bias2, weight, bias
 
 
 struct ChainProblem(KernelArgument, TrivialRegisterPassable):
@@ -791,13 +769,12 @@ def _enqueue[
         maps.maps[4] = matrix_map[dtype](ctx, o.residual, rows=m, columns=hidden, box=ROWS)
         maps.maps[5] = matrix_map[dtype](ctx, o.h, rows=m, columns=hidden, box=ROWS)
     var shared = ChainStorage[config].bytes(Int(problem.chunks))
-    ctx.enqueue_function[chain_kernel[dtype, op, config]](
+    launch[chain_kernel[dtype, op, config]](
+        ctx,
         maps,
         vectors,
         problem,
         grid_dim=problem.schedule.blocks(device.multiprocessors),
         block_dim=config.threads(),
-        shared_mem_bytes=shared,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(shared)),
+        shared=shared,
     )

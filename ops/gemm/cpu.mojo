@@ -148,6 +148,7 @@ def multiply_turned(
                         )
 
 
+@fieldwise_init
 struct _Share(TrivialRegisterPassable):
     """A part of K: whole rows of the window if they are short, or a part of one."""
 
@@ -159,9 +160,6 @@ struct _Share(TrivialRegisterPassable):
     """The first number of each row, of S * C."""
     var end: Int
     """One beyond the last."""
-
-    def __init__(out self, r: Int, r_end: Int, start: Int, end: Int):
-        self.r, self.r_end, self.start, self.end = r, r_end, start, end
 
 
 @no_inline

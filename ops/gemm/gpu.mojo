@@ -6,9 +6,9 @@ M = N * P * Q output pixels, K = R * S * C taps and channels, N = F filters; see
     b[F, K]         filters, K ordered R, S, C (or b[K, F] for a product with b not transposed)
     y[N, P, Q, F]   result
 
-`gemm` chooses: wgmma (hopper.mojo, resident.mojo, turned.mojo) where the GPU has it and it takes the
-product, else mma.sync or mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the kernel of
-this file.
+`gemm` chooses: wgmma (hopper.mojo, resident.mojo, pingpong.mojo, turned.mojo) where the GPU has it and
+it takes the product, else mma.sync or mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the
+kernel of this file.
 
 That kernel: a block of 256 threads computes a 64 x 64 tile, each thread 4 x 4, from 16 steps of K
 at a time in two alternating stages of shared memory; what the next stage needs is read from device
@@ -24,6 +24,7 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 
+from ..device import Device
 from ..epilogue import Epilogue, apply
 from ..geometry import Geometry
 from ..hopper.conv import takes
@@ -32,9 +33,23 @@ from ..operands import F32, Batch, Data, Operands
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
+from .pingpong import pingpong_gemm
 from .resident import resident_gemm
+from .tuning import (
+    CONFIGS,
+    FIRST_PINGPONG,
+    FIRST_RESIDENT,
+    FIRST_TURNED,
+    PINGPONG,
+    RESIDENT,
+    TILES,
+    TURNED,
+    alike,
+    choose,
+    chosen,
+    turned,
+)
 from .turned import turned_gemm
-from .tuning import CONFIGS, RESIDENT, TABLED, TURNED, alike, choose, chosen, turned
 
 comptime THREADS = 256
 """Threads of a block."""
@@ -247,11 +262,12 @@ def gemm[
         if batch.products == 1 and takes[dtype](g):
             comptime WIDTH = ROW // size_of[dtype]()
             comptime turns = windows and dtype.is_half_float()
-            var row = choose(g, WIDTH, epilogue)
+            var device = Device(ctx)
+            var row = choose(g, WIDTH, epilogue, device)
             comptime if turns:
-                row = turned(row, g, ceildiv(g.c, WIDTH))
-            comptime for i in range(TABLED + len(TURNED) if turns else TABLED):
-                comptime if chosen(i):
+                row = turned(row, g, ceildiv(g.c, WIDTH), device)
+            comptime for i in range(TILES):
+                comptime if chosen(i, epilogue, turns):
                     if row.config == i:
                         gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
             return
@@ -287,13 +303,16 @@ def gemm_tile[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    comptime if index < len(CONFIGS):
+    comptime if index < FIRST_RESIDENT:
         hopper_gemm[dtype, epilogue, CONFIGS[index]](g, o, splits, ctx, constant=constant)
-    elif index < TABLED:
-        comptime config = RESIDENT[index - len(CONFIGS)]
+    elif index < FIRST_PINGPONG:
+        comptime config = RESIDENT[index - FIRST_RESIDENT]
         resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant)
+    elif index < FIRST_TURNED:
+        comptime config = PINGPONG[index - FIRST_PINGPONG]
+        pingpong_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
     else:
-        comptime config = TURNED[index - TABLED]
+        comptime config = TURNED[index - FIRST_TURNED]
         turned_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
 
 
@@ -325,7 +344,8 @@ def gemm_group[
             comptime for i in range(products):
                 rows += sizes[i].pixels()
             var all = Geometry(rows=rows, depth=sizes[0].c, columns=sizes[0].f)
-            var row = alike(choose(all, ROW // size_of[dtype](), Epilogue("none")))
+            comptime WIDTH = ROW // size_of[dtype]()
+            var row = alike(choose(all, WIDTH, Epilogue("none"), Device(ctx)))
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_gemms[dtype, Epilogue("none"), CONFIGS[i], products](
@@ -365,7 +385,8 @@ def gemm_shortcut[
     comptime if hopper:
         if takes[dtype](g) and takes[dtype](beside):
             comptime WIDTH = ROW // size_of[dtype]()
-            var row = alike(choose(g, WIDTH, Epilogue("relu"), more=ceildiv(beside.c, WIDTH)))
+            var steps = ceildiv(beside.c, WIDTH)
+            var row = alike(choose(g, WIDTH, Epilogue("relu"), Device(ctx), steps))
             comptime for i in range(len(CONFIGS)):
                 if row.config == i:
                     hopper_shortcut[dtype, Epilogue("relu"), CONFIGS[i]](

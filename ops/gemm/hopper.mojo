@@ -17,6 +17,10 @@ Blocks go from tile to tile, so that the next tile comes in while the last one g
 Where tiles are fewer than multiprocessors, a cluster of `splits` blocks shares one tile: each
 sums a part of K, and then a part of the rows over the cluster's shared memories (split-K).
 
+Or blocks are launched in clusters of `peers`, which go from tile to tile, neighbours at a time, and
+share the tiles of a last turn that would leave half of the multiprocessors idle: each block
+multiplies a part of K, keeps its part of the columns, and sends its peers theirs.
+
 One launch computes one product or several of the same K and F, such as a block's query, key and
 value: their tiles follow one another, and each finds its tensors by its number. Or a product has
 two sources, a convolution and the 1 x 1 of the shortcut beside it: the steps of the second follow
@@ -28,19 +32,19 @@ activations.
 
 float32 is multiplied as TF32: the copy engine rounds x and w to 10 bits of mantissa on their way,
 to nearest even (CUDA's driver API; triton-lang/triton#11751).
-C has to be a multiple of 16 bytes, and F one of 8.
+x and w may be of 8 bits: floats, or integers, whose sums are int32. Then each filter's sum has a scale
+in the place of alpha, the residual one of its own, and y is of 8 bits too or wider:
+y = act(scale[f] * sum + bias + residual scale * residual). Integers are rounded to nearest even.
+Where y has 8 bits, each sixteen filters of w are in quads (`quad` of accumulator.mojo), so that a
+thread's sums are neighbours.
+C has to be a multiple of 16 bytes, and F one of 8, of 16 where y has 8 bits.
 After Osama et al. 2023 (arXiv:2301.03598) and the PTX ISA 8.0, sections 5.5 and 9.7.14.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
-from max.gpu.host import DeviceContext, Dim, FuncAttribute
+from max.gpu.host import DeviceContext, Dim
 from max.gpu.host.nvidia.tma import TMADescriptor
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -49,22 +53,26 @@ from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
+from ..hopper.cluster import Exchange
 from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline, Storing
 from ..hopper.ptx import (
+    cluster_arrive,
+    cluster_wait,
     fence_async,
     fence_barrier_init,
     stores_commit,
     stores_read,
     sync_threads,
 )
-from ..hopper.scheduler import Start
+from ..hopper.scheduler import Start, Work
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
-from ..operands import Data, Operands
+from ..launch import launch
+from ..operands import F32, Data, Operands, Scales
 
 
 struct Config(TrivialRegisterPassable):
@@ -82,6 +90,10 @@ struct Config(TrivialRegisterPassable):
     """Whether a cluster shares a tile."""
     var overlap: Bool
     """Whether a consumer issues a stage's products before those of the last one are done."""
+    var peers: Int
+    """Blocks of a cluster, which may share its last tile: each then finishes some columns; or 1."""
+    var row: Int
+    """Bytes of channels of a stage: 128, or 64 where there are no more."""
 
     def __init__(
         out self,
@@ -92,6 +104,8 @@ struct Config(TrivialRegisterPassable):
         *,
         split: Bool = False,
         overlap: Bool = False,
+        peers: Int = 1,
+        row: Int = ROW,
     ):
         """Names the parts.
 
@@ -102,9 +116,12 @@ struct Config(TrivialRegisterPassable):
             blocks: Blocks of a multiprocessor.
             split: Whether a cluster shares a tile.
             overlap: Whether products of two stages overlap.
+            peers: Blocks of a cluster, which may share its last tile.
+            row: Bytes of channels of a stage.
         """
         self.groups, self.columns, self.stages = groups, columns, stages
         self.blocks, self.split, self.overlap = blocks, split, overlap
+        self.peers, self.row = peers, row
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -113,7 +130,19 @@ struct Config(TrivialRegisterPassable):
             Pixels, filters and stages, and how it works.
         """
         var size = t"{self.rows()}x{self.columns}x{self.stages}"
-        return String(size) + ("split" if self.split else "overlap" if self.overlap else "")
+        var how = "split" if self.split else "overlap" if self.overlap else ""
+        var shared = String("cluster", self.peers) if self.peers > 1 else String()
+        var row = String("row", self.row) if self.row != ROW else String()
+        return String(size, how, shared, row)
+
+    @always_inline
+    def own(self) -> Int:
+        """Counts the filters that a block finishes of a tile that it shares with its peers.
+
+        Returns:
+            All of them without peers.
+        """
+        return self.columns // self.peers
 
     @always_inline
     def rows(self) -> Int:
@@ -138,9 +167,23 @@ struct Config(TrivialRegisterPassable):
         """Counts the bytes of a stage.
 
         Returns:
-            128 for each pixel and filter.
+            128 for each pixel and filter, or 64.
         """
-        return (self.rows() + self.columns) * ROW
+        return (self.rows() + self.columns) * self.row
+
+    @always_inline
+    def box[dtype: DType](self) -> Int:
+        """Counts the bytes of a row of the boxes in which results leave.
+
+        Parameters:
+            dtype: Of the results.
+
+        Returns:
+            128; in 8 bits 64 where rows of a tile are no multiple of it, or stages half as large.
+        """
+        comptime bytes = size_of[dtype]()
+        var narrow = self.columns % ROW != 0 or self.row != ROW
+        return ROW // 2 if bytes == 1 and narrow else ROW
 
     @always_inline
     def part[dtype: DType](self) -> Int:
@@ -150,13 +193,16 @@ struct Config(TrivialRegisterPassable):
             dtype: Of the results.
 
         Returns:
-            All of them, a half, a third or a quarter, in whole boxes of the copy engine.
+            All of them, a half, a third or a quarter, in whole boxes of the copy engine; a part is
+            never of two peers.
         """
-        var box = min(self.columns, ROW // size_of[dtype]())
-        for parts in range(1, 5):
+        var box = min(self.columns, self.box[dtype]() // size_of[dtype]())
+        for parts in range(self.peers, 5):
             var part = self.columns // parts
-            if self.columns % (parts * box) == 0 and (
-                part * self.rows() * size_of[dtype]() <= self.stage()
+            if (
+                parts % self.peers == 0
+                and self.columns % (parts * box) == 0
+                and (part * self.rows() * size_of[dtype]() <= self.stage())
             ):
                 return part
         return 0
@@ -174,16 +220,34 @@ struct Config(TrivialRegisterPassable):
         return self.columns // self.part[dtype]()
 
     @always_inline
+    def inbox(self) -> Int:
+        """Counts the bytes that peers send to a block.
+
+        Returns:
+            None without peers.
+        """
+        return (self.peers - 1) * self.rows() * self.own() * size_of[F32]()
+
+    @always_inline
     def shared(self) -> Int:
         """Counts the bytes of shared memory.
 
         Returns:
-            The ring, its barriers, and what aligning it may take.
+            The ring, its barriers, what peers send, and what aligning it may take.
         """
-        return self.stages * self.stage() + Pipeline.BARRIERS * self.stages + 1024
+        var ring = self.stages * (self.stage() + Pipeline.BARRIERS)
+        return ring + self.inbox() + (8 if self.peers > 1 else 0) + 1024
 
 
-@__name(t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{dtype}")
+def _dtypes[dtype: DType, out: DType, right: DType]() -> String:
+    """Names the dtypes for a profiler, as a part of a kernel's symbol: `uint8xint8_to_bfloat16`."""
+    var factors = String(dtype) if dtype == right else String(t"{dtype}x{right}")
+    return factors if out == dtype else factors + "_to_" + String(out)
+
+
+@__name(
+    t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{_dtypes[dtype, out, right]()}"
+)
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
@@ -195,27 +259,31 @@ def hopper_kernel[
     config: Config,
     products: Int,
     sources: Int,
+    out: DType = dtype,
+    right: DType = dtype,
 ](
     maps: TensorMaps[4 * products + 2 * (sources - 1)],
-    tensors: EpilogueTensors[dtype, products],
+    tensors: EpilogueTensors[out, products, epilogue.scales],
     problem: Problem[products],
 ):
     """Computes tiles, or a cluster's share of one.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x, and of w and y unless they are named.
         epilogue: What the accumulator goes through.
         config: Sizes of the tile.
         products: Products of the launch.
         sources: 2 if a second convolution is added, of windows of 1 x 1; else 1.
+        out: Of the residual and y.
+        right: Of w.
 
     Args:
         maps: Tensor maps of x (im2col, or a matrix), w[F, R * S, C], y[M, F] and the residual of each
             product; x and w of a second source.
-        tensors: Bias, residual and y.
+        tensors: Bias, residual and y, and the scales.
         problem: Sizes.
     """
-    comptime assert config.part[dtype]() > 0, "hopper_gemm: columns are 32, or a multiple of 64"
+    comptime assert config.part[out]() > 0, "hopper_gemm: columns are 32, or a multiple of 64"
     var data = shared_memory["hopper_gemm"]()
     var pipeline = Pipeline(
         data,
@@ -223,26 +291,38 @@ def hopper_kernel[
         stages=Int32(config.stages),
         bytes=UInt32(config.stage()),
     )
+    comptime INBOX = config.stages * (config.stage() + Pipeline.BARRIERS)
+    var exchange = Exchange[config.columns, config.groups, config.peers](
+        data + UInt32(INBOX), data + UInt32(INBOX + config.inbox())
+    )
     var t = Int32(thread_idx.x)
     if t == 0:
         pipeline.init[config.stages](consumers=config.groups)
+        comptime if config.peers > 1:
+            exchange.init()
         fence_barrier_init()
+        comptime if config.peers > 1:
+            exchange.expect()
     sync_threads(0, UInt32(config.threads()))
+    comptime if config.peers > 1:
+        cluster_arrive()  # a peer waits for this before it sends
     launch_dependent_grids()
 
-    var start = problem.schedule.start[config.split]()
+    var start = problem.schedule.start[config.split, config.peers]()
     if t // Int32(WARP) == Int32(4 * config.groups):
         # One thread drives the copy engine.
         if t % Int32(WARP) == 0:
-            _produce[dtype, epilogue, config, sources](maps.address(), problem, start, pipeline)
+            _produce[dtype, out, epilogue, config, sources](
+                maps.address(), problem, start, pipeline
+            )
     else:
-        _consume[dtype, epilogue, config, sources](
-            maps.address(), tensors, problem, start, pipeline, Fragment(t)
+        _consume[dtype, out, right, epilogue, config, sources](
+            maps.address(), tensors, problem, start, exchange, pipeline, Fragment(t)
         )
     comptime if config.split:
         var tile = problem.schedule.tile(start.tile)
         reduce_cluster[
-            dtype,
+            out,
             epilogue,
             rows=ROWS,
             columns=config.columns,
@@ -264,13 +344,16 @@ def hopper_kernel[
 
 @always_inline
 def _produce[
-    dtype: DType, epilogue: Epilogue, config: Config, sources: Int
+    dtype: DType, out: DType, epilogue: Epilogue, config: Config, sources: Int
 ](maps: UInt64, problem: Problem[_], start: Start, at_start: Pipeline):
     """Fills the ring, tile after tile, as stages become free."""
-    comptime WIDTH = Int32(ROW // size_of[dtype]())
+    comptime WIDTH = Int32(config.row // size_of[dtype]())
     comptime STAGE = UInt32(config.stage())
-    comptime W_AT = UInt32(config.rows() * ROW)
-    comptime BOXES = config.part[dtype]() // Int(WIDTH)
+    comptime W_AT = UInt32(config.rows() * config.row)
+    comptime BOX = config.box[out]()
+    comptime COLUMNS = Int32(BOX // size_of[out]())
+    comptime BOXES = config.part[out]() // Int(COLUMNS)
+    comptime OWN = config.parts[out]() // config.peers
     var conv = problem.conv
     var schedule = problem.schedule
     var tile = schedule.tile(start.tile)
@@ -283,14 +366,14 @@ def _produce[
     comptime if sources == 2:
         x2.prefetch_descriptor()
         w2.prefetch_descriptor()
-    var steps = schedule.share[config.split](start, problem.steps())
-    var first = Step(conv, steps.begin)
+    var work = Work[config.split, config.peers](schedule, start, problem.steps())
+    var first = Step(conv, work.first().steps.begin)
 
     # Filters that are weights do not depend on the kernel before.
     var pipeline = at_start
     var k = first
     var f0 = tile.column * Int32(config.columns)
-    for i in range(pipeline.prefetch(steps.count() * problem.constant)):
+    for i in range(pipeline.prefetch(work.first().steps.count() * problem.constant)):
         pipeline.expect(i, STAGE)
         _load_filters[sources](
             w, w2, conv, pipeline.stage(i) + W_AT, pipeline.barrier(i), k, WIDTH, f0
@@ -298,16 +381,19 @@ def _produce[
         k.advance(conv)
     wait_on_dependent_grids()
 
-    for number in schedule.turns(start):
-        tile = schedule.tile(number)
+    for number in work.turns():
+        var unit = work.unit(number)
+        tile = schedule.tile(unit.tile)
         x = TileLoader(maps, 4 * tile.product)
         w = TileLoader(maps, 4 * tile.product + 1)
         var m0 = tile.row * Int32(config.rows())
         f0 = tile.column * Int32(config.columns)
         var pixel = conv.pixel(m0)
         var corner = conv.corner(pixel)
+        comptime if config.peers > 1:
+            first = Step(conv, unit.steps.begin)
         k = first
-        for _ in range(steps.count()):
+        for _ in range(unit.steps.count()):
             var to = pipeline.stage()
             var full = pipeline.barrier()
             if pipeline.acquire_or_prefetched():
@@ -330,17 +416,22 @@ def _produce[
             k.advance(conv)
         comptime if config.split:
             return
-        comptime for part in range(config.parts[dtype]()):
+        if unit.shared:
+            f0 += start.rank * Int32(config.own())
+        comptime for part in range(config.parts[out]()):
+            comptime if part >= OWN:
+                if unit.shared:
+                    return
             pipeline.acquire()
             comptime if epilogue.adds:
                 var residual = TileLoader(maps, 4 * tile.product + 3)
-                pipeline.expect(UInt32(config.rows() * BOXES * ROW))
+                pipeline.expect(UInt32(config.rows() * BOXES * BOX))
                 comptime for i in range(config.groups):
                     comptime for j in range(BOXES):
                         residual.load(
-                            pipeline.stage() + UInt32((i * BOXES + j) * ROWS * ROW),
+                            pipeline.stage() + UInt32((i * BOXES + j) * ROWS * BOX),
                             pipeline.barrier(),
-                            f0 + Int32(part * BOXES + j) * WIDTH,
+                            f0 + Int32(part * BOXES + j) * COLUMNS,
                             m0 + Int32(i * ROWS),
                         )
             else:
@@ -370,57 +461,76 @@ def _load_filters[
 
 @always_inline
 def _consume[
-    dtype: DType, epilogue: Epilogue, config: Config, sources: Int
+    dtype: DType, out: DType, right: DType, epilogue: Epilogue, config: Config, sources: Int
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[dtype, _],
+    tensors: EpilogueTensors[out, _, _],
     problem: Problem[_],
     start: Start,
+    exchange: Exchange[config.columns, config.groups, config.peers],
     at_start: Pipeline,
     at: Fragment,
 ):
     """Multiplies the stages of the tiles; finishes a tile, or leaves its sums in shared memory."""
-    comptime WIDTH = ROW // size_of[dtype]()
+    comptime BOX = config.box[out]()
+    comptime WIDTH = BOX // size_of[out]()
     comptime COLUMNS = config.columns
-    comptime PART = config.part[dtype]()
-    comptime PARTS = config.parts[dtype]()
+    comptime PART = config.part[out]()
+    comptime PARTS = config.parts[out]()
+    comptime OWN = PARTS // config.peers
     var group = UInt32(at.group())
     var leads = at.leads()
-    var steps = problem.schedule.share[config.split](start, problem.steps()).count()
+    var work = Work[config.split, config.peers](problem.schedule, start, problem.steps())
 
     var pipeline = at_start
     var storing = Storing[PARTS]()
-    for number in problem.schedule.turns(start):
-        var tile = problem.schedule.tile(number)
+    for number in work.turns():
+        var unit = work.unit(number)
+        var tile = problem.schedule.tile(unit.tile)
         var m0 = tile.row * Int32(config.rows())
         var f0 = tile.column * Int32(COLUMNS)
-        var sums = multiply_stages[dtype, COLUMNS, overlap=config.overlap](
+        var sums = multiply_stages[
+            dtype, COLUMNS, overlap=config.overlap, right=right, row=config.row
+        ](
             pipeline,
             storing,
-            steps,
-            a=group * UInt32(ROWS * ROW),
-            b=UInt32(config.rows() * ROW),
+            unit.steps.count(),
+            a=group * UInt32(ROWS * config.row),
+            b=UInt32(config.rows() * config.row),
             leads=leads,
         )
         comptime if config.split:
-            leave_rows[COLUMNS](at_start.data, at, sums)
+            leave_rows[COLUMNS, quads=size_of[out]() == 1](at_start.data, at, sums)
             return
+        if unit.shared:
+            cluster_wait()
+            exchange.add(at, start.rank, sums)
+            f0 += start.rank * Int32(config.own())
 
         var end = tensors.of(tile.product)
         var y = TileStore(maps, 4 * tile.product + 2)
         storing.begin(pipeline)
         comptime for part in range(PARTS):
+            comptime if part >= OWN:
+                if unit.shared:
+                    break
             pipeline.wait()
-            var to = pipeline.stage() + group * UInt32(PART * ROWS * size_of[dtype]())
+            var to = pipeline.stage() + group * UInt32(PART * ROWS * size_of[out]())
             finish_rows[
-                dtype, epilogue, PART, first=part * PART, pitch=ROWS * ROW, sources=sources
+                out,
+                epilogue,
+                PART,
+                first=part * PART,
+                pitch=ROWS * BOX,
+                sources=sources,
+                bytes=BOX,
             ](to, at, sums, problem.alpha, end, f0 + Int32(part * PART), problem.filters)
             fence_async()
             sync_threads(group + 1, UInt32(WARPGROUP))
             if leads:
                 comptime for j in range(PART // WIDTH):
                     y.store(
-                        to + UInt32(j * ROWS * ROW),
+                        to + UInt32(j * ROWS * BOX),
                         f0 + Int32(part * PART + j * WIDTH),
                         m0 + Int32(group) * Int32(ROWS),
                     )
@@ -433,21 +543,24 @@ def _consume[
 
 
 def hopper_gemm[
-    dtype: DType, epilogue: Epilogue, config: Config
+    dtype: DType, epilogue: Epilogue, config: Config, out: DType = dtype, right: DType = dtype
 ](
     g: Geometry,
-    o: Operands[dtype],
+    o: Operands[dtype, out, right],
     splits: Int,
     ctx: DeviceContext,
     *,
     constant: Bool = True,
+    scales: Optional[Scales] = None,
 ) raises:
     """Enqueues a convolution, or a matrix product.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x, and of w and y unless they are named.
         epilogue: What the accumulator goes through.
         config: Sizes of the tile.
+        out: Of the residual and y.
+        right: Of w.
 
     Args:
         g: Sizes; one group.
@@ -455,30 +568,44 @@ def hopper_gemm[
         splits: Blocks that share a tile; 1 unless the config splits.
         ctx: The GPU.
         constant: Whether w is a weight, which no kernel writes.
+        scales: Of the sums and the residual, if the epilogue scales.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    hopper_gemms[dtype, epilogue, config, 1]([g], [o], splits, ctx, constant=constant)
+    var of_one = Optional[Array[Scales, 1]](None)
+    comptime if epilogue.scales:
+        of_one = Array[Scales, 1](fill=scales.value())
+    hopper_gemms[dtype, epilogue, config, 1, out, right](
+        [g], [o], splits, ctx, constant=constant, scales=of_one
+    )
 
 
 def hopper_gemms[
-    dtype: DType, epilogue: Epilogue, config: Config, products: Int
+    dtype: DType,
+    epilogue: Epilogue,
+    config: Config,
+    products: Int,
+    out: DType = dtype,
+    right: DType = dtype,
 ](
     sizes: Array[Geometry, products],
-    operands: Array[Operands[dtype], products],
+    operands: Array[Operands[dtype, out, right], products],
     splits: Int,
     ctx: DeviceContext,
     *,
     constant: Bool = True,
+    scales: Optional[Array[Scales, products]] = None,
 ) raises:
     """Enqueues matrix products of the same K and F in one launch.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x, and of w and y unless they are named.
         epilogue: What the accumulator goes through.
         config: Sizes of the tile.
         products: How many there are.
+        out: Of the residual and y.
+        right: Of w.
 
     Args:
         sizes: Of each product; one group.
@@ -486,16 +613,20 @@ def hopper_gemms[
         splits: Blocks that share a tile; 1 unless the config splits.
         ctx: The GPU.
         constant: Whether w of each is a weight, which no kernel writes.
+        scales: Of the sums and the residual of each, if the epilogue scales.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
     var maps = TensorMaps[4 * products]()
+    var tensors = EpilogueTensors[out, products, epilogue.scales](operands)
     comptime for i in range(products):
         _add_maps[dtype, epilogue, config, 4 * i](ctx, maps, sizes[i], operands[i])
-    _enqueue[dtype, epilogue, config, products, 1](
+        comptime if epilogue.scales:
+            tensors.scales[i] = scales.value()[i]
+    _enqueue[dtype, epilogue, config, products, 1, out, right](
         maps,
-        EpilogueTensors[dtype, products](operands),
+        tensors,
         _problem[dtype, config](sizes, splits, operands[0].alpha, constant),
         ctx,
     )
@@ -529,23 +660,29 @@ def hopper_shortcut[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    comptime WIDTH = ROW // size_of[dtype]()
+    comptime WIDTH = config.row // size_of[dtype]()
     comptime assert not epilogue.adds, "hopper_gemm: a second source is what is added"
+    comptime assert not epilogue.scales, "hopper_gemm: two sources have one sum, and no scales"
     var maps = TensorMaps[6]()
     _add_maps[dtype, epilogue, config, 0](ctx, maps, g, o)
-    maps.maps[4] = im2col_map[dtype](ctx, more.x, beside, config.rows())
-    maps.maps[5] = filter_map[dtype](ctx, more.w, beside, config.columns)
+    maps.maps[4] = im2col_map[dtype](ctx, more.x, beside, config.rows(), config.row)
+    maps.maps[5] = filter_map[dtype](ctx, more.w, beside, config.columns, config.row)
     var problem = _problem[dtype, config, 1]([g], splits, o.alpha)
     problem.steps2 = Int32(ceildiv(beside.c, WIDTH))
     problem.stride2_h, problem.stride2_w = Int32(beside.stride_h), Int32(beside.stride_w)
     _enqueue[dtype, epilogue, config, 1, 2](
-        maps, EpilogueTensors[dtype](o.bias, more.bias, o.residual, o.y), problem, ctx
+        maps,
+        EpilogueTensors[dtype, 1, epilogue.scales](o.bias, more.bias, o.residual, o.y),
+        problem,
+        ctx,
     )
 
 
 def filter_map[
     dtype: DType
-](ctx: DeviceContext, w: Data[dtype], g: Geometry, columns: Int) raises -> TMADescriptor:
+](
+    ctx: DeviceContext, w: Data[dtype], g: Geometry, columns: Int, bytes: Int = ROW
+) raises -> TMADescriptor:
     """Makes the tensor map of w[F, R * S, C].
 
     Parameters:
@@ -555,7 +692,8 @@ def filter_map[
         ctx: The GPU.
         w: The filters.
         g: Sizes.
-        columns: Filters of a copy, which brings 128 bytes of channels of one tap.
+        columns: Filters of a copy, which brings channels of one tap.
+        bytes: Of the channels: 128 or 64.
 
     Returns:
         The map.
@@ -563,25 +701,27 @@ def filter_map[
     Raises:
         If the driver refuses it.
     """
-    comptime WIDTH = ROW // size_of[dtype]()
     return tensor_map[dtype, 3, True](
         ctx,
         w,
         [Int64(g.c), Int64(g.r * g.s), Int64(g.f)],
-        [Int32(WIDTH), 1, Int32(columns)],
+        [Int32(bytes // size_of[dtype]()), 1, Int32(columns)],
     )
 
 
 def _add_maps[
     dtype: DType, epilogue: Epilogue, config: Config, at: Int
-](ctx: DeviceContext, mut maps: TensorMaps[_], g: Geometry, o: Operands[dtype]) raises:
+](ctx: DeviceContext, mut maps: TensorMaps[_], g: Geometry, o: Operands[dtype, _, _]) raises:
     """Makes the tensor maps of a product: of x, w, y and the residual."""
     var m = g.pixels()
-    maps.maps[at] = pixels_map[dtype](ctx, o.x, g, config.rows())
-    maps.maps[at + 1] = filter_map[dtype](ctx, o.w, g, config.columns)
-    maps.maps[at + 2] = matrix_map[dtype](ctx, o.y, rows=m, columns=g.f, box=ROWS)
+    maps.maps[at] = pixels_map[dtype](ctx, o.x, g, config.rows(), config.row)
+    maps.maps[at + 1] = filter_map[o.right](ctx, o.w, g, config.columns, config.row)
+    comptime BOX = config.box[o.out]()
+    maps.maps[at + 2] = matrix_map[o.out](ctx, o.y, rows=m, columns=g.f, box=ROWS, bytes=BOX)
     comptime if epilogue.adds:
-        maps.maps[at + 3] = matrix_map[dtype](ctx, o.residual, rows=m, columns=g.f, box=ROWS)
+        maps.maps[at + 3] = matrix_map[o.out](
+            ctx, o.residual, rows=m, columns=g.f, box=ROWS, bytes=BOX
+        )
 
 
 def _problem[
@@ -594,30 +734,35 @@ def _problem[
         sizes,
         rows=config.rows(),
         columns=config.columns,
-        width=ROW // size_of[dtype](),
-        splits=splits,
+        width=config.row // size_of[dtype](),
+        splits=config.peers if config.peers > 1 else splits,
         alpha=alpha,
         constant=constant,
     )
 
 
 def _enqueue[
-    dtype: DType, epilogue: Epilogue, config: Config, products: Int, sources: Int
+    dtype: DType,
+    epilogue: Epilogue,
+    config: Config,
+    products: Int,
+    sources: Int,
+    out: DType = dtype,
+    right: DType = dtype,
 ](
     maps: TensorMaps[4 * products + 2 * (sources - 1)],
-    tensors: EpilogueTensors[dtype, products],
+    tensors: EpilogueTensors[out, products, epilogue.scales],
     problem: Problem[products],
     ctx: DeviceContext,
 ) raises:
     var resident = Device(ctx).multiprocessors * config.blocks
-    ctx.enqueue_function[hopper_kernel[dtype, epilogue, config, products, sources]](
+    launch[hopper_kernel[dtype, epilogue, config, products, sources, out, right]](
+        ctx,
         maps,
         tensors,
         problem,
-        grid_dim=problem.schedule.blocks[config.split](resident),
+        grid_dim=problem.schedule.blocks[config.split, config.peers](resident),
         block_dim=config.threads(),
         cluster_dim=Dim(Int(problem.schedule.splits)),
-        shared_mem_bytes=config.shared(),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+        shared=config.shared(),
     )

@@ -45,13 +45,15 @@ from std.memory import bitcast, unsafe_stack_allocation
 from std.sys import inlined_assembly, size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..async_copy import commit_copies, copy_async, wait_copies
+from ..choice import cheapest
 from ..device import Device
 from ..epilogue import Epilogue, apply
 from ..geometry import Geometry
 from ..hopper.conv import is_plain
 from ..hopper.ptx import mma_sync
 from ..kernel_argument import KernelArgument
-from ..operands import F32, Batch, Data, Operands
+from ..operands import F32, Batch, Data, Operands, Shared
 from ..target import IS_HOPPER, IS_NVIDIA
 
 comptime U32 = DType.uint32
@@ -63,16 +65,8 @@ comptime TILE_COLUMNS = 8 if IS_NVIDIA else 16
 comptime OUTSIDE = Int32(-(1 << 29))
 """A row of x that no window's tap brings back into the image."""
 
-comptime Shared[dtype: DType] = Pointer[
-    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-"""Shared memory.
 
-Parameters:
-    dtype: Of its elements.
-"""
-
-
+@fieldwise_init
 struct Config(TrivialRegisterPassable):
     """How a block works: a compile-time value."""
 
@@ -92,34 +86,6 @@ struct Config(TrivialRegisterPassable):
     """Blocks that a multiprocessor holds at a time; bounds the registers."""
     var pace: Int
     """How long a tile takes for its size, 16 for the largest tile; measured."""
-
-    def __init__(
-        out self,
-        rows: Int,
-        columns: Int,
-        *,
-        warps_m: Int,
-        warps_n: Int,
-        chunks: Int,
-        stages: Int,
-        blocks: Int,
-        pace: Int,
-    ):
-        """Names the parts.
-
-        Args:
-            rows: Pixels of a tile.
-            columns: Filters of a tile.
-            warps_m: Warps that share the pixels.
-            warps_n: Warps that share the filters.
-            chunks: 16-byte chunks of K in a stage.
-            stages: Stages in shared memory.
-            blocks: Blocks of a multiprocessor.
-            pace: Time of a tile for its size, 16 for the largest.
-        """
-        self.rows, self.columns = rows, columns
-        self.warps_m, self.warps_n = warps_m, warps_n
-        self.chunks, self.stages, self.blocks, self.pace = chunks, stages, blocks, pace
 
     def label(self, wide: Bool) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -289,38 +255,7 @@ def to_tf32[dtype: DType](v: SIMD[U32, 4]) -> SIMD[U32, 4]:
 @always_inline
 def _copy[dtype: DType](to: Shared[dtype], source: Data[dtype], inside: Bool):
     """Starts copying 16 bytes into shared memory, or zeros."""
-    inlined_assembly[
-        "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;",
-        NoneType,
-        constraints="r,l,r,~{memory}",
-        has_side_effect=True,
-    ](UInt32(Int(to)), source, Int32(16 if inside else 0))
-
-
-@always_inline
-def _commit():
-    """Ends a group of copies."""
-    inlined_assembly[
-        "cp.async.commit_group;", NoneType, constraints="~{memory}", has_side_effect=True
-    ]()
-
-
-@always_inline
-def _wait[left: Int]():
-    """Waits for all groups of copies but the last `left`."""
-    comptime if left == 0:
-        inlined_assembly[
-            "cp.async.wait_group 0;", NoneType, constraints="~{memory}", has_side_effect=True
-        ]()
-    elif left == 1:
-        inlined_assembly[
-            "cp.async.wait_group 1;", NoneType, constraints="~{memory}", has_side_effect=True
-        ]()
-    else:
-        comptime assert left == 2, "mma: the number of stages must be 2 to 4"
-        inlined_assembly[
-            "cp.async.wait_group 2;", NoneType, constraints="~{memory}", has_side_effect=True
-        ]()
+    copy_async[hint=".L2::128B"](to, source, Int32(16 if inside else 0))
 
 
 @always_inline
@@ -897,8 +832,8 @@ def mma_kernel[
         comptime for i in range(STAGES - 1):
             if Int32(i) < steps:
                 filler.fetch(p, memory.unsafe_offset(i * STAGE))
-            _commit()
-        _wait[STAGES - 2]()
+            commit_copies()
+        wait_copies[STAGES - 2]()
         barrier()
         warp.read_w[0](memory)
         warp.read_x[0, 0](memory)
@@ -918,16 +853,16 @@ def mma_kernel[
                     else:
                         free = slot
                         slot = 0 if slot == (STAGES - 1) * STAGE else slot + STAGE
-                        _wait[STAGES - 2]()
+                        wait_copies[STAGES - 2]()
                         barrier()
                         warp.read_w[0](memory.unsafe_offset(slot))
                         warp.read_x[0, 0](memory.unsafe_offset(slot))
                     comptime if k == 0 and i == 0:
                         if step + Int32(STAGES - 1) < steps:
                             filler.fetch(p, memory.unsafe_offset(free))
-                        _commit()
+                        commit_copies()
                     warp.multiply[k, i]()
-        _wait[0]()
+        wait_copies[0]()
         barrier()
     else:
         var slot = 0
@@ -984,20 +919,12 @@ def mma_gemm[
 
 def _choose(g: Geometry, products: Int, device: Device) -> Int:
     """Chooses the tile whose waves over the multiprocessors take least."""
-    var best = 0
-    var least = Int.MAX
-    comptime for i in range(len(CONFIGS)):
-        comptime config = CONFIGS[i]
-        var tiles = ceildiv(g.pixels(), config.rows) * ceildiv(g.group_f(), config.columns)
-        var time = (
-            ceildiv(tiles * products, device.multiprocessors)
-            * config.rows
-            * config.columns
-            * config.pace
-        )
-        if time < least:
-            best, least = i, time
-    return best
+
+    def cost(config: Config) {imm} -> Float64:
+        var waves = device.waves(g.tiles(config.rows, config.columns) * products)
+        return Float64(waves * config.rows * config.columns * config.pace)
+
+    return cheapest[CONFIGS](cost)
 
 
 def mma_enqueue[

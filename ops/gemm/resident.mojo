@@ -24,13 +24,8 @@ of 16 bytes, and F one of 8.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
-from max.gpu.host import DeviceContext, Dim, FuncAttribute
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.host import DeviceContext, Dim
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -46,6 +41,7 @@ from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepCounter, box_map, produce_pixels
+from ..launch import launch
 from ..operands import Operands
 from .hopper import filter_map
 
@@ -186,7 +182,8 @@ def resident_gemm[
     var problem = tile_problem[config](
         g, plan.box, width=WIDTH, splits=splits, alpha=o.alpha, constant=constant
     )
-    ctx.enqueue_function[resident_kernel[dtype, epilogue, config]](
+    launch[resident_kernel[dtype, epilogue, config]](
+        ctx,
         maps,
         EpilogueTensors[dtype]([o]),
         problem,
@@ -194,7 +191,6 @@ def resident_gemm[
         grid_dim=Int(problem.schedule.tiles) * splits,
         block_dim=threads(config),
         cluster_dim=Dim(splits),
-        shared_mem_bytes=plan.bytes() + SWIZZLED,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(ROOM)),
+        shared=plan.bytes() + SWIZZLED,
+        most_shared=ROOM,
     )

@@ -16,7 +16,15 @@ from ..hopper.window import PixelBox
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands
 from .gpu import gemm_portable, gemm_tile
-from .tuning import CONFIGS, RESIDENT, TABLED, TURNED
+from .tuning import (
+    CONFIGS,
+    FIRST_PINGPONG,
+    FIRST_RESIDENT,
+    FIRST_TURNED,
+    PINGPONG,
+    RESIDENT,
+    TURNED,
+)
 from .turned import turned_tiles
 
 comptime HALF = DType.bfloat16
@@ -120,12 +128,17 @@ struct Tuner:
             comptime least = 2 if config.split else 1
             # Blocks do not go from tile to tile: of many, every one begins anew.
             if blocks <= 1200:
-                self.tune_splits[epilogue, len(CONFIGS) + i](
+                self.tune_splits[epilogue, FIRST_RESIDENT + i](
                     g, line, blocks, least, 8 if config.split else 1
                 )
+        comptime if not epilogue.adds:
+            comptime for i in range(len(PINGPONG)):
+                comptime config = PINGPONG[i]
+                if config.takes(g.r * g.s * ceildiv(g.c, 64), epilogue):
+                    self.tune_splits[epilogue, FIRST_PINGPONG + i](g, line, 0, 1, 1)
         comptime for i in range(len(TURNED)):
             if turned_tiles[TURNED[i]](g, chunks=ceildiv(g.c, 64)) > 0:
-                self.tune_splits[epilogue, TABLED + i](g, line, 0, 1, 1)
+                self.tune_splits[epilogue, FIRST_TURNED + i](g, line, 0, 1, 1)
 
     def tune_splits[
         epilogue: Epilogue, index: Int
@@ -157,8 +170,9 @@ struct Tuner:
             )
             var error = self.bench.difference(count)
             # ops/gemm/tune.py makes the table of the rows; it has none of TURNED.
-            comptime kind = "row" if index < TABLED else "turned"
-            print(kind, line, index, splits, self.timed[epilogue, index](g, splits), error)
+            comptime kind = "row" if index < FIRST_TURNED else "turned"
+            var us = self.timed[epilogue, index](g, splits)
+            print(kind, line, index, splits, us, error, flush=True)
             splits *= 2
 
 

@@ -39,6 +39,12 @@ WIDEST = 128
 """Rows and columns of the tiles that are counted."""
 MULTIPROCESSORS = 132
 """Of the GPU that is measured: an H100 or H200."""
+COOPERATIVE = range(5)
+"""The tiles of hopper.mojo without split-K, as a row's config."""
+FIRST_PINGPONG = 13
+"""The first tile of pingpong.mojo, as a row's config; it takes no residual."""
+PINGPONG_STEPS = (6, 10)
+"""Steps of K that each of its tiles takes at most."""
 COSTS = {"relu": "none", "add_relu": "add", "gelu": "gelu"}
 """What tune.mojo times, and the epilogue of a row: relu costs nothing."""
 
@@ -205,7 +211,7 @@ def log2(number: int) -> int:
 
 @cache
 def features(p: Product) -> tuple[int, ...]:
-    """Gives what tiles depend on, in logarithms: the same numbers as in ops/gemm/tuning.mojo."""
+    """Gives what tiles depend on, in logarithms: as ops/gemm/tuning.mojo, for the measured GPU."""
     columns = -(-p.filters // WIDEST)
     padding = log2(columns * WIDEST) - log2(p.filters)
     tiles = log2(-(-p.pixels // WIDEST) * columns)
@@ -225,9 +231,16 @@ def distance(a: Product, b: Product) -> int:
 
 
 def look_up(table: dict[Product, Tile], wanted: Product) -> Tile:
-    """Takes the tile of the nearest row whose splits the product has steps for."""
+    """Takes the tile of the nearest row that takes the product."""
     rows = sorted(table, key=lambda row: (distance(row, wanted), -row.pixels, row))
-    return next(table[row] for row in rows if table[row].splits <= wanted.steps)
+    return next(table[row] for row in rows if takes(table[row], wanted))
+
+
+def takes(tile: Tile, p: Product) -> bool:
+    """Tells whether a product has steps for a tile's splits, and is one that the tile computes."""
+    number = tile.config - FIRST_PINGPONG
+    fits = number < 0 or (p.epilogue != "add" and p.steps <= PINGPONG_STEPS[number])
+    return fits and tile.splits <= p.steps
 
 
 def condense(times: Times) -> dict[Product, Tile]:
@@ -278,10 +291,18 @@ def with_rows(text: str, times: Times, table: dict[Product, Tile], about: str) -
     rows = []
     for p, tile in table.items():
         values = f'{p.pixels}, {p.filters}, {p.steps}, "{p.epilogue}", {tile.config}, {tile.splits}'
+        if tile.config >= FIRST_PINGPONG:
+            values += f", {cooperative(times[p])}"
         rows.append(f"    Row({values}),  # {times[p][tile]:.2f}")
     head, rest = text.split(BEGIN)
     body = "\n".join(rows)
     return f"{head}{BEGIN}, {about}\n{body}\n    {END}{rest.split(END)[1]}"
+
+
+def cooperative(found: dict[Tile, float]) -> int:
+    """Chooses the fastest tile of hopper.mojo that no cluster shares, for several products."""
+    own = {tile.config: us for tile, us in found.items() if tile.config in COOPERATIVE}
+    return min(own, key=own.__getitem__)
 
 
 def rows_of(text: str) -> list[str]:

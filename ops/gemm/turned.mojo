@@ -33,14 +33,9 @@ from max.gpu.compute.mma import (
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.host.nvidia.tma import TMADescriptor
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -65,6 +60,7 @@ from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, tensor_map
 from ..hopper.window import PixelBox, box_map
 from ..kernel_argument import KernelArgument
+from ..launch import launch
 from ..operands import Data, Operands
 from .hopper import filter_map
 
@@ -547,16 +543,16 @@ def turned_gemm[
         constant=constant,
     )
     problem.schedule = TileScheduler[1]([plan.box.tiles(g)], columns=ceildiv(g.f, config.filters))
-    ctx.enqueue_function[turned_kernel[dtype, epilogue, config]](
+    launch[turned_kernel[dtype, epilogue, config]](
+        ctx,
         maps,
         EpilogueTensors[dtype]([o]),
         problem,
         plan,
         grid_dim=problem.schedule.blocks(Device(ctx).multiprocessors),
         block_dim=config.threads(epilogue),
-        shared_mem_bytes=plan.bytes(),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(MEMORY)),
+        shared=plan.bytes(),
+        most_shared=MEMORY,
     )
 
 

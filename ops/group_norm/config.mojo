@@ -7,6 +7,7 @@ comptime PARTIAL = 3
 """Numbers of the statistics of a part of a group: count, mean, sum of (x - mean)^2."""
 
 
+@fieldwise_init
 struct GroupNormTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The tensors of a group norm.
 
@@ -27,27 +28,6 @@ struct GroupNormTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The result, in the shape of x."""
     var partials: Data[F32]
     """Statistics of parts [N, groups, entries, 3], written and read by the op alone."""
-
-    def __init__(
-        out self,
-        *,
-        x: Data[Self.dtype],
-        weight: Data[F32],
-        bias: Data[F32],
-        y: Data[Self.dtype],
-        partials: Data[F32],
-    ):
-        """Names the tensors.
-
-        Args:
-            x: Images.
-            weight: [C].
-            bias: [C].
-            y: The result.
-            partials: Statistics of parts.
-        """
-        self.x, self.weight, self.bias, self.y = x, weight, bias, y
-        self.partials = partials
 
 
 struct GroupNormSizes(KernelArgument, TrivialRegisterPassable):

@@ -9,10 +9,9 @@ from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv, iota, sqrt
 from std.memory import unsafe_stack_allocation
 from std.sys import simd_width_of
-from std.sys.intrinsics import masked_load
 
 from ..epilogue import Epilogue, activate
-from ..operands import F32, Data, narrowed, widened
+from ..operands import F32, Data, narrowed, widened, widened_load
 from ..parallel import over_cores
 from .config import PARTIAL, GroupNormSizes, GroupNormTensors, Moments
 
@@ -24,17 +23,6 @@ comptime ROWS = 32
 """Rows whose moments are found at a time."""
 comptime PIECE = 65536
 """Numbers that are worth a task of their own."""
-
-
-@always_inline
-def _load[
-    dtype: DType, //, masked: Bool
-](x: Data[dtype], inside: SIMD[DType.bool, WIDTH]) -> SIMD[F32, WIDTH]:
-    """Loads a vector; of a masked one, only what is inside."""
-    comptime if masked:
-        return widened(masked_load[WIDTH](x, inside, SIMD[dtype, WIDTH](0)))
-    else:
-        return widened(x.unsafe_load[width=WIDTH](0))
 
 
 @always_inline
@@ -54,13 +42,13 @@ def _moments[
         while row + unroll <= stop:
             comptime for u in range(unroll):
                 comptime for v in range(vectors):
-                    sums[u * vectors + v] += _load[masked](
+                    sums[u * vectors + v] += widened_load[masked](
                         x.unsafe_offset((row + u) * stride + v * WIDTH), inside
                     )
             row += unroll
         while row < stop:
             comptime for v in range(vectors):
-                sums[v] += _load[masked](x.unsafe_offset(row * stride + v * WIDTH), inside)
+                sums[v] += widened_load[masked](x.unsafe_offset(row * stride + v * WIDTH), inside)
             row += 1
         var means = Array[SIMD[F32, WIDTH], vectors](fill=0)
         comptime for v in range(vectors):
@@ -73,14 +61,19 @@ def _moments[
             comptime for u in range(unroll):
                 comptime for v in range(vectors):
                     var d = (
-                        _load[masked](x.unsafe_offset((row + u) * stride + v * WIDTH), inside)
+                        widened_load[masked](
+                            x.unsafe_offset((row + u) * stride + v * WIDTH), inside
+                        )
                         - means[v]
                     )
                     sums[u * vectors + v] = d.fma(d, sums[u * vectors + v])
             row += unroll
         while row < stop:
             comptime for v in range(vectors):
-                var d = _load[masked](x.unsafe_offset(row * stride + v * WIDTH), inside) - means[v]
+                var d = (
+                    widened_load[masked](x.unsafe_offset(row * stride + v * WIDTH), inside)
+                    - means[v]
+                )
                 sums[v] = d.fma(d, sums[v])
             row += 1
         comptime for v in range(vectors):

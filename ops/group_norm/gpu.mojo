@@ -10,12 +10,7 @@ from max.gpu import WARP_SIZE, barrier, block_dim, block_idx, lane_id, thread_id
 from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.bit import next_power_of_two
 from std.math import ceildiv, gcd, rsqrt
 from std.memory import unsafe_stack_allocation
@@ -24,6 +19,7 @@ from std.sys import size_of
 from ..device import Device
 from ..epilogue import Epilogue, activate
 from ..kernel_argument import KernelArgument
+from ..launch import launch
 from ..operands import F32, Data, narrowed, widened
 from .config import PARTIAL, GroupNormSizes, GroupNormTensors, Moments
 
@@ -403,19 +399,19 @@ def _enqueue[
     var division = Division(
         slabs=slabs, pieces=pieces, slab=slab, slice=slice, parts=parts, length=length
     )
-    ctx.enqueue_function[moments_kernel[dtype, width]](
+    launch[moments_kernel[dtype, width]](
+        ctx,
         o,
         g,
         division,
         grid_dim=images * slabs * parts,
         block_dim=THREADS,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
     )
-    ctx.enqueue_function[normalise_kernel[dtype, epilogue, width]](
+    launch[normalise_kernel[dtype, epilogue, width]](
+        ctx,
         o,
         g,
         division,
         grid_dim=images * slabs * parts,
         block_dim=THREADS,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
     )

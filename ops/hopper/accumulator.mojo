@@ -21,28 +21,21 @@ from .mma import ROWS
 from .ptx import shared_load_matrices, shared_store_matrices
 from .shared import ROW, WARP, WARPGROUP, swizzle
 
-comptime Sums[columns: Int] = StaticTuple[Float32, columns // 2]
+comptime Sums[columns: Int, dtype: DType = F32] = StaticTuple[Scalar[dtype], columns // 2]
 """A thread's sums of 64 x `columns`.
 
 Parameters:
     columns: Of the product, all told.
+    dtype: Of the sums: `SUM` of the factors' dtype.
 """
 
 
+@fieldwise_init
 struct Fragment(TrivialRegisterPassable):
     """A thread's place in its warpgroup's sums."""
 
     var t: Int32
     """The thread, counted from the block's first warpgroup."""
-
-    @always_inline
-    def __init__(out self, t: Int32):
-        """Places a thread.
-
-        Args:
-            t: Counted from the block's first warpgroup.
-        """
-        self.t = t
 
     @always_inline
     def group(self) -> Int32:
@@ -100,10 +93,13 @@ struct Fragment(TrivialRegisterPassable):
 
 
 @always_inline
-def pair[count: Int, //, j: Int, half: Int](sums: StaticTuple[Float32, count]) -> SIMD[F32, 2]:
+def pair[
+    dtype: DType, count: Int, //, j: Int, half: Int
+](sums: StaticTuple[Scalar[dtype], count]) -> SIMD[F32, 2]:
     """Takes the sums of two neighbouring columns.
 
     Parameters:
+        dtype: Of the sums.
         count: Sums of the thread.
         j: Which eight columns.
         half: Which of the thread's two rows.
@@ -112,9 +108,34 @@ def pair[count: Int, //, j: Int, half: Int](sums: StaticTuple[Float32, count]) -
         sums: Of the thread.
 
     Returns:
-        Both.
+        Both, as float32: of integers above 2^24 rounded.
     """
-    return SIMD[F32, 2](sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])
+    comptime i = 4 * j + 2 * half
+    return SIMD[F32, 2](sums[i].cast[F32](), sums[i + 1].cast[F32]())
+
+
+@always_inline
+def quad[
+    dtype: DType, count: Int, //, k: Int, half: Int
+](sums: StaticTuple[Scalar[dtype], count]) -> SIMD[F32, 4]:
+    """Takes the sums of sixteen columns that a thread has of a row: neighbours, if B is in quads.
+
+    So results of 8 bits leave 4 at a time. Column 8 j + 2 b + e of B in quads stands for the filter
+    4 b + 2 j + e of each sixteen.
+
+    Parameters:
+        dtype: Of the sums.
+        count: Sums of the thread.
+        k: Which sixteen columns.
+        half: Which of the thread's two rows.
+
+    Args:
+        sums: Of the thread.
+
+    Returns:
+        All four, as float32.
+    """
+    return pair[2 * k, half](sums).join(pair[2 * k + 1, half](sums))
 
 
 @always_inline

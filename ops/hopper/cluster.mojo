@@ -8,12 +8,15 @@ reduce_cluster of epilogue.mojo: when its inbox is full, nobody sends to it any 
     init, fence_barrier_init, expect    by one thread
     cluster_arrive, ..., cluster_wait   so that peers do not send before that
     send, receive                       by the consumers
+
+`Exchange` is the same for larger tiles, and as many blocks as are known at compile time.
 """
 
+from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32
-from .accumulator import Fragment
+from .accumulator import Fragment, Sums
 from .mma import ROWS
 from .ptx import (
     barrier_expect,
@@ -31,6 +34,7 @@ comptime PEERS = 8
 """Blocks of a cluster at most."""
 
 
+@fieldwise_init
 struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
     """What the blocks of a cluster of 2, 4 or 8 send to one of them, itself among them.
 
@@ -56,18 +60,6 @@ struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
     """Blocks of the cluster."""
     var rank: Int32
     """Of this block."""
-
-    @always_inline
-    def __init__(out self, data: UInt32, barrier: UInt32, *, splits: Int32, rank: Int32):
-        """Takes a place.
-
-        Args:
-            data: Address of `BYTES` bytes in shared memory, the same in all blocks.
-            barrier: Address of 8 more.
-            splits: Blocks of the cluster.
-            rank: Of this block.
-        """
-        self.data, self.barrier, self.splits, self.rank = data, barrier, splits, rank
 
     @always_inline
     def init(self):
@@ -161,3 +153,85 @@ struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
     def _mine(self, at: Fragment) -> UInt32:
         """Finds the thread's first unit."""
         return self.data + UInt32(at.t) * UInt32(4 * Self.UNIT)
+
+
+struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
+    """What the blocks of a cluster send to one of them: the sums of the columns that it finishes.
+
+    Its own sums of them never leave its registers.
+
+    Parameters:
+        columns: Of the tile.
+        groups: Consumers, of 64 rows each.
+        peers: Blocks of the cluster; columns are a multiple of 8 of each.
+    """
+
+    comptime OWN = Self.columns // Self.peers
+    """Columns that a block finishes."""
+    comptime SUMS = Self.OWN // 2
+    """Sums of a thread that a block finishes."""
+    comptime PITCH = WARPGROUP * Self.groups * 16
+    """Bytes of four sums of all threads."""
+    comptime PART = Self.SUMS // 4 * Self.PITCH
+    """Bytes that a block sends to each other one."""
+    comptime BYTES = (Self.peers - 1) * Self.PART
+    """Bytes that come."""
+
+    var data: UInt32
+    """Address of `BYTES` bytes in shared memory, the same in all blocks."""
+    var barrier: UInt32
+    """Address of the barrier, 8 bytes."""
+
+    @always_inline
+    def __init__(out self, data: UInt32, barrier: UInt32):
+        """Takes a place.
+
+        Args:
+            data: Address of `BYTES` bytes in shared memory, the same in all blocks.
+            barrier: Address of 8 more.
+        """
+        self.data, self.barrier = data, barrier
+
+    @always_inline
+    def init(self):
+        """Prepares the barrier, by one thread; `fence_barrier_init` has to follow."""
+        barrier_init(self.barrier, 1)
+
+    @always_inline
+    def expect(self):
+        """Announces what will come, by one thread."""
+        barrier_expect(self.barrier, UInt32(Self.BYTES))
+
+    @always_inline
+    def add[dtype: DType, //](self, at: Fragment, rank: Int32, mut sums: Sums[Self.columns, dtype]):
+        """Sends each block the sums that it finishes, and adds up what comes.
+
+        Parameters:
+            dtype: Of the sums, of 32 bits; they travel as the bits of float32.
+
+        Args:
+            at: The thread's place.
+            rank: Of the block.
+            sums: Of the thread; those of the first `OWN` columns become those that this block finishes.
+        """
+        var mine = self.data + 16 * UInt32(at.t)
+        comptime for peer in range(Self.peers):
+            if rank != Int32(peer):
+                var slot = rank - Int32(1 if rank > Int32(peer) else 0)
+                var to = cluster_address(mine + UInt32(slot) * UInt32(Self.PART), UInt32(peer))
+                var barrier = cluster_address(self.barrier, UInt32(peer))
+                comptime for i in range(Self.SUMS // 4):
+                    var four = SIMD[F32, 4](0)
+                    comptime for e in range(4):
+                        four[e] = bitcast[F32](sums[peer * Self.SUMS + 4 * i + e])
+                    cluster_send[4](to + UInt32(i * Self.PITCH), four, barrier)
+        comptime for i in range(Self.SUMS):
+            comptime for peer in range(1, Self.peers):
+                if rank == Int32(peer):
+                    sums[i] = sums[peer * Self.SUMS + i]
+        barrier_wait(self.barrier, 0)
+        comptime for i in range(Self.SUMS // 4):
+            comptime for slot in range(Self.peers - 1):
+                var four = shared_load4(mine + UInt32(slot * Self.PART + i * Self.PITCH))
+                comptime for e in range(4):
+                    sums[4 * i + e] += bitcast[dtype](four[e])

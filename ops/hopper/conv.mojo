@@ -312,7 +312,9 @@ def load_pixels(
 
 def pixels_map[
     dtype: DType
-](ctx: DeviceContext, x: Data[dtype], g: Geometry, rows: Int) raises -> TMADescriptor:
+](
+    ctx: DeviceContext, x: Data[dtype], g: Geometry, rows: Int, bytes: Int = ROW
+) raises -> TMADescriptor:
     """Makes the tensor map of activations that `load_pixels` reads.
 
     Parameters:
@@ -323,6 +325,7 @@ def pixels_map[
         x: Activations [N, H, W, C].
         g: Sizes.
         rows: Pixels of a copy.
+        bytes: Of channels of each of them: 128 or 64.
 
     Returns:
         The map: of a matrix [M, C] where windows are single pixels, else im2col.
@@ -331,8 +334,8 @@ def pixels_map[
         If the driver refuses it.
     """
     if is_plain(g):
-        return matrix_map[dtype, True](ctx, x, rows=g.pixels(), columns=g.c, box=rows)
-    return im2col_map[dtype](ctx, x, g, rows)
+        return matrix_map[dtype, True](ctx, x, rows=g.pixels(), columns=g.c, box=rows, bytes=bytes)
+    return im2col_map[dtype](ctx, x, g, rows, bytes)
 
 
 def is_plain(g: Geometry) -> Bool:
@@ -352,22 +355,23 @@ def is_plain(g: Geometry) -> Bool:
     )
 
 
-def takes[dtype: DType](g: Geometry) -> Bool:
+def takes[dtype: DType, out: DType = dtype](g: Geometry) -> Bool:
     """Tells whether the copy engine can walk over a convolution's tensors.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x and w.
+        out: Of y.
 
     Args:
         g: Sizes.
 
     Returns:
-        True if there is one group, C is a multiple of 16 bytes, F one of 8, and the windows'
+        True if there is one group, C is a multiple of 16 bytes, F one of 8, in 8 bits 16, and the windows'
         strides, corners and taps are in the range of a tensor map (PTX ISA 8.0, section 5.5.4;
         CUDA's driver API).
     """
     comptime wide = 16 // size_of[dtype]()
-    if g.groups != 1 or g.c % wide != 0 or g.f % 8 != 0:
+    if g.groups != 1 or g.c % wide != 0 or g.f % max(8, 16 // size_of[out]()) != 0:
         return False
     if is_plain(g):
         return True

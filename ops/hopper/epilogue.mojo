@@ -1,4 +1,4 @@
-"""How a tile's sums become the result: y = act(alpha * sum + bias + residual).
+"""How a tile's sums become the result: y = act(alpha * sum + bias + residual), or with scales.
 
 Sums leave in rows of 128 bytes in shared memory, swizzled, which the copy engine stores:
 `finish_rows` where rows of the product are rows of the result, `finish_columns` where they are its
@@ -19,8 +19,8 @@ from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, apply
 from ..kernel_argument import KernelArgument
-from ..operands import F32, Data, Operands, widened
-from .accumulator import Fragment, pair
+from ..operands import F32, Data, Operands, Scales, narrowed, widened
+from .accumulator import Fragment, pair, quad
 from .ptx import (
     cluster_load4,
     cluster_sync,
@@ -37,13 +37,19 @@ from .scheduler import Share, Start
 from .shared import ROW, swizzle
 
 
-struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialRegisterPassable):
+struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False](
+    KernelArgument, TrivialRegisterPassable
+):
     """What an epilogue reads and writes without the copy engine, product by product.
 
     Parameters:
         dtype: Of the residual and y.
         products: Products of the launch.
+        scaled: Whether there are scales.
     """
+
+    comptime SCALES = Self.products if Self.scaled else 0
+    """How many scales there are: kernels without them receive none."""
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
@@ -56,13 +62,22 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
     """[M, F]."""
     var y: StaticTuple[Data[Self.dtype], Self.products]
     """[M, F]."""
+    var scales: StaticTuple[Scales, Self.SCALES]
+    """[F], and of the residual."""
 
-    def __init__(out self, o: Array[Operands[Self.dtype], Self.products]):
-        """Takes them from the operands.
+    def __init__[
+        factors: DType, right: DType, //
+    ](out self, o: Array[Operands[factors, Self.dtype, right], Self.products]):
+        """Takes them from the operands; scales are set later.
+
+        Parameters:
+            factors: Of x.
+            right: Of w.
 
         Args:
             o: The tensors.
         """
+        self.scales = StaticTuple[Scales, Self.SCALES](fill=Scales(o[0].bias))
         self.bias = StaticTuple[Data[F32], Self.products](fill=o[0].bias)
         self.bias2 = self.bias
         self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].residual)
@@ -90,9 +105,10 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
         self.bias2 = StaticTuple[Data[F32], Self.products](fill=bias2)
         self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=residual)
         self.y = StaticTuple[Data[Self.dtype], Self.products](fill=y)
+        self.scales = StaticTuple[Scales, Self.SCALES](fill=Scales(bias))
 
     @always_inline
-    def of(self, product: Int32) -> EpilogueTensors[Self.dtype]:
+    def of(self, product: Int32) -> EpilogueTensors[Self.dtype, 1, Self.scaled]:
         """Chooses a product's.
 
         Args:
@@ -101,12 +117,48 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
         Returns:
             Its tensors.
         """
-        comptime One = EpilogueTensors[Self.dtype]
+        comptime One = EpilogueTensors[Self.dtype, 1, Self.scaled]
         var one = One(self.bias[0], self.bias2[0], self.residual[0], self.y[0])
+        comptime if Self.scaled:
+            one.scales[0] = self.scales[0]
         comptime for i in range(1, Self.products):
             if product == Int32(i):
                 one = One(self.bias[i], self.bias2[i], self.residual[i], self.y[i])
+                comptime if Self.scaled:
+                    one.scales[0] = self.scales[i]
         return one
+
+    @always_inline
+    def alpha_of[width: SIMDLength](self, alpha: Float32, f: Int32) -> SIMD[F32, width]:
+        """Finds the scale of neighbouring filters of the first product.
+
+        Parameters:
+            width: Filters.
+
+        Args:
+            alpha: That of all of them, unless there are scales.
+            f: The first filter, a multiple of `width`.
+
+        Returns:
+            Of each filter.
+        """
+        comptime if Self.scaled:
+            comptime align = min(16, 4 * Int(width))
+            return self.scales[0].product.unsafe_load[width=width, alignment=align](Int(f))
+        else:
+            return SIMD[F32, width](alpha)
+
+    @always_inline
+    def residual_scale(self) -> Float32:
+        """Finds the scale of the first product's residual.
+
+        Returns:
+            1 unless there are scales.
+        """
+        comptime if Self.scaled:
+            return self.scales[0].residual
+        else:
+            return 1
 
     @always_inline
     def bias_of[width: SIMDLength, sources: Int = 1](self, f: Int32) -> SIMD[F32, width]:
@@ -150,6 +202,8 @@ struct EpilogueTensors[dtype: DType, products: Int = 1](KernelArgument, TrivialR
 
 @always_inline
 def finish_rows[
+    sum: DType,
+    //,
     dtype: DType,
     epilogue: Epilogue,
     columns: Int,
@@ -158,18 +212,22 @@ def finish_rows[
     pitch: Int,
     sources: Int = 1,
     by_row: Bool = False,
+    bytes: Int = ROW,
 ](
     to: UInt32,
     at: Fragment,
-    sums: StaticTuple[Float32, _],
+    sums: StaticTuple[Scalar[sum], _],
     alpha: Float32,
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, 1, _],
     f0: Int32,
     f: Int32,
 ):
-    """Finishes 64 rows x `columns` columns in shared memory, boxes of 64 rows of 128 bytes.
+    """Finishes 64 rows x `columns` columns in shared memory, boxes of 64 rows of 128 bytes, or 64.
+
+    Of results of 8 bits the columns are in quads.
 
     Parameters:
+        sum: Of the sums.
         dtype: Of the residual and the result.
         epilogue: What the sums go through.
         columns: How many, a multiple of a row's.
@@ -177,55 +235,88 @@ def finish_rows[
         pitch: Bytes from a box to the next.
         sources: 2 if there is a second bias.
         by_row: Whether filters are the rows, each with a bias; else they are the columns.
+        bytes: Of a box's row.
 
     Args:
         to: The first box; it holds the residual, and then the result.
         at: The thread's place.
         sums: Of the thread.
         alpha: Scale of the product.
-        tensors: Have the bias.
+        tensors: Have the bias, and the scales.
         f0: The first filter.
         f: Filters of the result; the bias of others is not read.
     """
-    comptime WIDTH = ROW // size_of[dtype]()
+    comptime assert tensors.scaled == epilogue.scales, "finish_rows: the scales of the epilogue"
+    comptime assert not (by_row and epilogue.scales), "finish_rows: columns have scales, not rows"
+    comptime assert size_of[dtype]() > 1 or not by_row, "finish_rows: quads are columns"
+    comptime WIDTH = bytes // size_of[dtype]()
+    comptime COUNT = 4 if size_of[dtype]() == 1 else 2
+    comptime EACH = 4 * COUNT
     var biases = SIMD[F32, 2](0)
     comptime if by_row:
         biases = tensors.row_biases(at, f0, f)
-    comptime for j in range(columns // 8):
-        var bias = SIMD[F32, 2](0)
+    var mine = at.column() * Int32(COUNT // 2)
+    comptime for j in range(columns // EACH):
+        comptime column = EACH * j
+        var bias = SIMD[F32, COUNT](0)
+        var scale = SIMD[F32, COUNT](alpha)
         comptime if not by_row:
-            if f0 + Int32(8 * j) + at.column() < f:
-                bias = tensors.bias_of[2, sources](f0 + Int32(8 * j) + at.column())
+            if f0 + Int32(column) + mine < f:
+                bias = tensors.bias_of[COUNT, sources](f0 + Int32(column) + mine)
+                scale = tensors.alpha_of[COUNT](alpha, f0 + Int32(column) + mine)
         comptime for half in range(2):
             comptime if by_row:
-                bias = SIMD[F32, 2](biases[half])
+                bias = SIMD[F32, COUNT](biases[half])
             var row = UInt32(at.row()) + UInt32(8 * half)
-            var byte = (UInt32(8 * j % WIDTH) + UInt32(at.column())) * UInt32(size_of[dtype]())
-            var place = to + UInt32(8 * j // WIDTH * pitch) + row * UInt32(ROW)
+            var byte = (UInt32(column % WIDTH) + UInt32(mine)) * UInt32(size_of[dtype]())
+            var place = to + UInt32(column // WIDTH * pitch) + row * UInt32(bytes)
             # Rows 8 further on are swizzled alike.
-            place += swizzle(byte, UInt32(at.row()))
-            var sum = pair[first // 8 + j, half](sums)
-            comptime if size_of[dtype]() == 2:
-                var residual = SIMD[F32, 2](0)
-                comptime if epilogue.adds:
-                    residual = bitcast[dtype, 2](shared_load(place)).cast[F32]()
-                var y = apply[epilogue, dtype](sum, alpha, bias, residual)
-                shared_store(place, bitcast[DType.uint32, 1](y.cast[dtype]()))
-            else:
-                var residual = SIMD[F32, 2](0)
-                comptime if epilogue.adds:
-                    residual = shared_load2(place)
-                var y = apply[epilogue, dtype](sum, alpha, bias, residual)
-                shared_store2(place, y[0], y[1])
+            place += swizzle[bytes](byte, UInt32(at.row()))
+            var residual = SIMD[F32, COUNT](0)
+            comptime if epilogue.adds:
+                residual = _load[dtype, COUNT](place)
+            var sum = _sums[COUNT, first // EACH + j, half](sums)
+            var y = apply[epilogue, dtype](sum, scale, bias, residual, tensors.residual_scale())
+            _store(place, narrowed[dtype](y))
+
+
+@always_inline
+def _sums[
+    dtype: DType, all: Int, //, count: Int, j: Int, half: Int
+](sums: StaticTuple[Scalar[dtype], all]) -> SIMD[F32, count]:
+    """Takes the sums of neighbours: a pair, or four that are in quads."""
+    comptime if count == 4:
+        return rebind[SIMD[F32, count]](quad[j, half](sums))
+    else:
+        return rebind[SIMD[F32, count]](pair[j, half](sums))
+
+
+@always_inline
+def _load[dtype: DType, count: Int](at: UInt32) -> SIMD[F32, count]:
+    """Loads 4 bytes of numbers from shared memory, or two of float32."""
+    comptime if size_of[dtype]() == 4:
+        return rebind[SIMD[F32, count]](shared_load2(at))
+    else:
+        return bitcast[dtype, count](shared_load(at)).cast[F32]()
+
+
+@always_inline
+def _store(at: UInt32, numbers: SIMD):
+    """Stores 4 bytes of numbers in shared memory, or two of float32."""
+    comptime if size_of[numbers.dtype]() == 4:
+        shared_store2(at, numbers[0].cast[F32](), numbers[1].cast[F32]())
+    else:
+        shared_store(at, bitcast[DType.uint32, 1](numbers))
 
 
 @always_inline
 def finish_columns[
-    dtype: DType, epilogue: Epilogue, columns: Int, first: Int
-](to: UInt32, at: Fragment, sums: StaticTuple[Float32, _], alpha: Float32, bias: SIMD[F32, 2]):
+    sum: DType, //, dtype: DType, epilogue: Epilogue, columns: Int, first: Int
+](to: UInt32, at: Fragment, sums: StaticTuple[Scalar[sum], _], alpha: Float32, bias: SIMD[F32, 2]):
     """Finishes `columns` columns of 64 rows, turned over: a column becomes a row of shared memory.
 
     Parameters:
+        sum: Of the sums.
         dtype: Of the residual and the result: of 16 bits, when the columns are rows of 128 bytes, or
             float32, when the warps' halves have boxes of their own.
         epilogue: What the sums go through.
@@ -239,6 +330,7 @@ def finish_columns[
         alpha: Scale of the product.
         bias: Of the thread's two rows.
     """
+    comptime assert not epilogue.scales, "finish_columns: no scales"
     comptime if size_of[dtype]() == 2:
         # Eight lanes name the rows of a matrix of stmatrix: 8 columns, 16 bytes of 8 rows.
         var lane = UInt32(at.lane())
@@ -253,8 +345,8 @@ def finish_columns[
                 var residual = SIMD[F32, 2](0)
                 comptime if epilogue.adds:
                     residual = widened(bitcast[dtype, 2](bits[i]))
-                var sum = pair[first // 8 + 2 * j + i // 2, i % 2](sums)
-                var y = apply[epilogue, dtype](sum, alpha, SIMD[F32, 2](bias[i % 2]), residual)
+                var two = pair[first // 8 + 2 * j + i // 2, i % 2](sums)
+                var y = apply[epilogue, dtype](two, alpha, SIMD[F32, 2](bias[i % 2]), residual)
                 bits[i] = bitcast[DType.uint32, 1](y.cast[dtype]())
             shared_store_matrices[turned=True](place, bits)
     else:
@@ -268,9 +360,9 @@ def finish_columns[
                 var residual = Float32(0)
                 comptime if epilogue.adds:
                     residual = shared_load_float(place)
-                var sum = sums[first // 2 + 4 * j + e]
+                var one = sums[first // 2 + 4 * j + e].cast[F32]()
                 shared_store_float(
-                    place, apply[epilogue, dtype](sum, alpha, bias[e // 2], residual)
+                    place, apply[epilogue, dtype](one, alpha, bias[e // 2], residual)
                 )
 
 
@@ -279,11 +371,15 @@ comptime PAD = 8
 
 
 @always_inline
-def leave_rows[columns: Int](data: UInt32, at: Fragment, sums: StaticTuple[Float32, columns // 2]):
-    """Stores 64 rows of sums in shared memory, as `reduce_cluster` reads them.
+def leave_rows[
+    dtype: DType, //, columns: Int, quads: Bool = False
+](data: UInt32, at: Fragment, sums: StaticTuple[Scalar[dtype], columns // 2]):
+    """Stores 64 rows of sums in shared memory, as `reduce_cluster` reads them: as float32.
 
     Parameters:
+        dtype: Of the sums.
         columns: Of the product.
+        quads: Whether the columns are in quads.
 
     Args:
         data: Where to.
@@ -291,20 +387,23 @@ def leave_rows[columns: Int](data: UInt32, at: Fragment, sums: StaticTuple[Float
         sums: Of the thread.
     """
     comptime PITCH = (columns + PAD) * 4
-    var to = data + UInt32(at.row()) * UInt32(PITCH) + UInt32(at.column()) * 4
+    var to = data + UInt32(at.row()) * UInt32(PITCH)
+    to += UInt32(at.column()) * UInt32(8 if quads else 4)
     comptime for j in range(columns // 8):
         comptime for half in range(2):
+            comptime byte = j // 2 * 64 + j % 2 * 8 if quads else j * 32
             var v = pair[j, half](sums)
-            shared_store2(to + UInt32(half * 8 * PITCH + j * 32), v[0], v[1])
+            shared_store2(to + UInt32(half * 8 * PITCH + byte), v[0], v[1])
 
 
 @always_inline
 def leave_columns[
-    rows: Int, columns: Int
-](data: UInt32, at: Fragment, sums: StaticTuple[Float32, columns // 2]):
+    dtype: DType, //, rows: Int, columns: Int
+](data: UInt32, at: Fragment, sums: StaticTuple[Scalar[dtype], columns // 2]):
     """Stores the sums of 64 rows of each warpgroup turned over, as `reduce_cluster` reads them.
 
     Parameters:
+        dtype: Of the sums.
         rows: Of the product, of all warpgroups: columns of what is stored.
         columns: Of the product.
 
@@ -318,7 +417,9 @@ def leave_columns[
     var to = data + UInt32(at.column() * Int32(PITCH) + row * 4)
     comptime for j in range(columns // 8):
         comptime for e in range(4):
-            shared_store_float(to + UInt32((8 * j + e % 2) * PITCH + e // 2 * 32), sums[4 * j + e])
+            shared_store_float(
+                to + UInt32((8 * j + e % 2) * PITCH + e // 2 * 32), sums[4 * j + e].cast[F32]()
+            )
 
 
 @always_inline
@@ -332,7 +433,7 @@ def reduce_cluster[
     threads: Int,
     sources: Int = 1,
 ](
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, 1, _],
     data: UInt32,
     start: Start,
     splits: Int32,
@@ -365,6 +466,8 @@ def reduce_cluster[
         f: Columns of the product.
         alpha: Scale of the product.
     """
+    comptime assert tensors.scaled == epilogue.scales, "reduce_cluster: the scales of the epilogue"
+    comptime ALIGN = min(16, 8 * size_of[dtype]())
     comptime PITCH = (columns + pad) * 4
     comptime EIGHTS = Int32(columns // 8)
     cluster_sync()
@@ -383,9 +486,15 @@ def reduce_cluster[
             var to = Int(m0 + row) * Int(f) + Int(f0 + column)
             var residual = SIMD[F32, 8](0)
             comptime if epilogue.adds:
-                residual = tensors.residual[0].unsafe_load[width=8, alignment=16](to).cast[F32]()
-            var y = apply[epilogue, dtype](low.join(high), alpha, bias, residual)
-            tensors.y[0].unsafe_store[alignment=16](to, y.cast[dtype]())
+                residual = tensors.residual[0].unsafe_load[width=8, alignment=ALIGN](to).cast[F32]()
+            var y = apply[epilogue, dtype](
+                low.join(high),
+                tensors.alpha_of[8](alpha, f0 + column),
+                bias,
+                residual,
+                tensors.residual_scale(),
+            )
+            tensors.y[0].unsafe_store[alignment=ALIGN](to, narrowed[dtype](y))
     cluster_sync()
 
 

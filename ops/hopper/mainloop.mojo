@@ -10,7 +10,7 @@ from max.gpu.compute.mma import (
 )
 
 from .accumulator import Sums
-from .mma import Matrix, mma
+from .mma import SUM, Matrix, mma
 from .pipeline import Pipeline, Storing
 from .shared import ROW
 
@@ -25,6 +25,8 @@ def multiply_stages[
     overlap: Bool,
     turned: Bool = False,
     turned_a: Bool = False,
+    right: DType = dtype,
+    row: Int = ROW,
 ](
     mut pipeline: Pipeline,
     mut storing: Storing[results],
@@ -33,7 +35,7 @@ def multiply_stages[
     a: UInt32,
     b: UInt32,
     leads: Bool,
-) -> Sums[columns]:
+) -> Sums[columns, SUM[dtype]]:
     """Sums the products of a tile, A[64, K] B[K, columns] by a warpgroup.
 
     Parameters:
@@ -44,6 +46,8 @@ def multiply_stages[
             released later, so the ring has to be longer.
         turned: Whether B lies turned over: boxes of 64 rows of K, by 64 columns of 16 bits.
         turned_a: Whether A does: a box of 64 rows of K, by its 64 rows.
+        right: Of B, where it is not A's.
+        row: Bytes of K of a stage.
 
     Args:
         pipeline: The ring of stages; goes on by `steps`.
@@ -56,14 +60,14 @@ def multiply_stages[
     Returns:
         The thread's sums.
     """
-    var sums = Sums[columns](fill=0)
+    var sums = Sums[columns, SUM[dtype]](fill=0)
     var before = pipeline.index
     for i in range(steps):
         pipeline.wait()
         wgmma_fence_aligned()
-        var right = Matrix(pipeline.stage() + b, pitch=64 * ROW if turned else 16)
-        sums = mma[dtype, columns, turned=turned, turned_a=turned_a](
-            Matrix(pipeline.stage() + a), right, sums
+        var beside = Matrix[row](pipeline.stage() + b, pitch=64 * ROW if turned else 16)
+        sums = mma[dtype, columns, turned=turned, turned_a=turned_a, right=right](
+            Matrix[row](pipeline.stage() + a), beside, sums
         )
         wgmma_commit_group_sync()
         if i == 0 and leads:

@@ -285,6 +285,15 @@ struct Pipeline(TrivialRegisterPassable):
         barrier_wait(self.barrier(), self.phase)
 
     @always_inline
+    def wait(self, index: Int32):
+        """Waits until a stage is filled for the first time.
+
+        Args:
+            index: Which.
+        """
+        barrier_wait(self.barrier(index), 0)
+
+    @always_inline
     def wait_first(self, count: Int32):
         """Waits until the first stages are filled for the first time.
 

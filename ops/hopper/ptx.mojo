@@ -596,6 +596,30 @@ def ballot(vote: Bool) -> UInt32:
 
 
 @always_inline
+def packed[dtype: DType, *, relu: Bool = False](low: Float32, high: Float32) -> UInt32:
+    """Rounds a pair into a register.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        relu: Whether what is below zero becomes zero.
+
+    Args:
+        low: The number of the lower half.
+        high: The number of the upper half.
+
+    Returns:
+        The register.
+    """
+    comptime kind = "bf16x2" if dtype == DType.bfloat16 else "f16x2"
+    return inlined_assembly[
+        "cvt.rn." + ("relu." if relu else "") + kind + ".f32 $0, $1, $2;",
+        UInt32,
+        constraints="=r,f,f",
+        has_side_effect=False,
+    ](high, low)
+
+
+@always_inline
 def mma_sync[
     dtype: DType
 ](a: SIMD[DType.uint32, 4], b: SIMD[DType.uint32, 2], c: SIMD[DType.float32, 4]) -> SIMD[

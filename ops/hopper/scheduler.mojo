@@ -6,9 +6,11 @@ that blocks at work at the same time share rows. Several products of one launch 
 
 Or a cluster of `splits` blocks shares a tile: each sums a part of K (split-K), and then
 `reduce_cluster` of epilogue.mojo adds up a part of the tile, over the cluster's shared memories.
+Or blocks are persistent, and clusters of `peers` share the tiles of the last turn (`Work`).
 """
 
 from max.gpu import block_idx, grid_dim
+from std.math import align_up
 from std.utils.static_tuple import StaticTuple
 
 from ..kernel_argument import KernelArgument
@@ -58,6 +60,153 @@ struct Share(TrivialRegisterPassable):
         return self.end - self.begin
 
 
+@fieldwise_init
+struct Unit(TrivialRegisterPassable):
+    """What a block does at a time: steps of K of a tile."""
+
+    var tile: Int32
+    """Number of the tile."""
+    var steps: Share
+    """Which steps: all of them, or a cluster's block's part."""
+    var shared: Bool
+    """Whether the block finishes only some of the tile's columns, and its peers the others."""
+
+
+struct Work[split: Bool, peers: Int](TrivialRegisterPassable):
+    """What a block does, unit by unit.
+
+    Without peers that is a tile at a time, all of its steps or, where a cluster shares it, a part of
+    them. With peers, a block computes a tile of each whole turn alone, and where there is a cluster
+    for each tile of the last turn, its blocks share one. It is the hybrid of data-parallel and
+    stream-K of Osama et al. 2023 (arXiv:2301.03598) within clusters, so sums never leave the chip.
+
+    Parameters:
+        split: Whether a cluster shares its only tile.
+        peers: Blocks of a cluster, which may share its last tile; or 1.
+    """
+
+    var start: Start
+    """Where the block begins."""
+    var share: Share
+    """The block's steps of a tile that is shared."""
+    var steps: Int32
+    """Steps of a tile."""
+    var tiles: Int32
+    """Of the launch."""
+    var alone: Int32
+    """With peers: how many tiles the block computes alone."""
+    var units: Int32
+    """With peers: these, and the one that it shares."""
+
+    @always_inline
+    def __init__(out self, schedule: TileScheduler[_], start: Start, steps: Int32):
+        """Finds the block's part.
+
+        Args:
+            schedule: The tiles.
+            start: Where the block begins.
+            steps: Of K of a tile.
+        """
+        self.start, self.steps, self.tiles = start, steps, schedule.tiles
+        self.share = schedule.share[Self.split or Self.peers > 1](start, steps)
+        self.alone = self.units = 0
+        comptime if Self.peers > 1:
+            var last = LastTurn[Self.peers](schedule.tiles)
+            self.units = Int32(UInt32(last.begin) // UInt32(grid_dim.x))
+            self.alone = self.units
+            if last.begin + last.place() < self.tiles:
+                self.units += 1
+                self.alone += Int32(0 if last.shared else 1)
+
+    @always_inline
+    def first(self) -> Unit:
+        """Finds the block's first unit.
+
+        Returns:
+            The unit; one of no steps if there is none.
+        """
+        comptime if Self.peers > 1:
+            return self.unit(0) if self.units > 0 else Unit(0, Share(0, 0), False)
+        else:
+            return self.unit(self.start.tile)
+
+    @always_inline
+    def turns(self) -> Turns:
+        """Numbers the block's units.
+
+        Returns:
+            Their numbers, in order.
+        """
+        comptime if Self.peers > 1:
+            return range(Int32(0), self.units, Int32(1))
+        else:
+            return range(self.start.tile, self.tiles, Int32(grid_dim.x))
+
+    @always_inline
+    def unit(self, number: Int32) -> Unit:
+        """Finds a unit.
+
+        Args:
+            number: Of the unit.
+
+        Returns:
+            What it is.
+        """
+        comptime if Self.peers > 1:
+            var first = number * Int32(grid_dim.x)
+            if number == self.alone:
+                return Unit(first + cluster_number[Self.peers](), self.share, True)
+            return Unit(first + Int32(block_idx.x), Share(0, self.steps), False)
+        else:
+            return Unit(number, self.share, False)
+
+
+struct LastTurn[peers: Int](TrivialRegisterPassable):
+    """The last turn of tiles, as clusters see it.
+
+    Parameters:
+        peers: Blocks of a cluster.
+    """
+
+    var begin: Int32
+    """The number of its first tile; that of all tiles if the last turn is a whole one."""
+    var shared: Bool
+    """Whether there is a cluster for each of its tiles, which shares it."""
+
+    @always_inline
+    def __init__(out self, tiles: Int32):
+        """Finds it.
+
+        Args:
+            tiles: Of the launch.
+        """
+        var blocks = Int32(grid_dim.x)
+        self.begin = tiles - Int32(UInt32(tiles) % UInt32(blocks))
+        self.shared = (tiles - self.begin) * Int32(Self.peers) <= blocks
+
+    @always_inline
+    def place(self) -> Int32:
+        """Finds the block's place in the turn.
+
+        Returns:
+            Its tile, counted from the first of the turn.
+        """
+        return cluster_number[Self.peers]() if self.shared else Int32(block_idx.x)
+
+
+@always_inline
+def cluster_number[peers: Int]() -> Int32:
+    """Numbers the block's cluster.
+
+    Parameters:
+        peers: Blocks of a cluster.
+
+    Returns:
+        From 0 on.
+    """
+    return Int32(UInt32(block_idx.x) // UInt32(peers))
+
+
 struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable):
     """The tiles of a launch.
 
@@ -92,11 +241,12 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
             tiles += rows[i] * columns
         self.columns, self.tiles, self.splits = Int32(columns), Int32(tiles), Int32(splits)
 
-    def blocks[split: Bool = False](self, resident: Int) -> Int:
+    def blocks[split: Bool = False, peers: Int = 1](self, resident: Int) -> Int:
         """Counts the blocks of a launch.
 
         Parameters:
             split: Whether a cluster shares a tile, be it of a single block.
+            peers: Blocks of a cluster, which may share its last tile.
 
         Args:
             resident: Blocks that the GPU holds at a time; each goes from tile to tile, unless a
@@ -106,14 +256,18 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
             The grid's size.
         """
         var tiles, splits = Int(self.tiles), Int(self.splits)
+        comptime if peers > 1:
+            var most = resident // peers * peers
+            return tiles * peers if tiles * peers <= most else min(align_up(tiles, peers), most)
         return tiles * splits if split or splits > 1 else min(tiles, resident)
 
     @always_inline
-    def start[split: Bool = False](self) -> Start:
+    def start[split: Bool = False, peers: Int = 1](self) -> Start:
         """Finds where a block begins.
 
         Parameters:
             split: Whether a cluster shares a tile.
+            peers: Blocks of a cluster, which may share its last tile.
 
         Returns:
             Its first tile, and its rank in the cluster.
@@ -121,6 +275,10 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
         comptime if split:
             var tile = UInt32(block_idx.x) // UInt32(self.splits)
             return Start(Int32(tile), Int32(UInt32(block_idx.x) - tile * UInt32(self.splits)))
+        elif peers > 1:
+            var last = LastTurn[peers](self.tiles)
+            var rank = Int32(UInt32(block_idx.x) % UInt32(peers))
+            return Start(last.place() if last.begin == 0 else Int32(block_idx.x), rank)
         else:
             return Start(Int32(block_idx.x), 0)
 

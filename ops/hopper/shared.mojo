@@ -29,14 +29,21 @@ def shared_memory[name: StaticString]() -> UInt32:
 
 
 @always_inline
-def swizzle(byte: UInt32, row: UInt32) -> UInt32:
-    """Finds a byte of a row under the 128-byte swizzle (PTX ISA 8.0, section 5.5.6).
+def swizzle[bytes: Int = ROW](byte: UInt32, row: UInt32) -> UInt32:
+    """Finds a byte of a row under the swizzle of its length (PTX ISA 8.0, section 5.5.6).
+
+    Parameters:
+        bytes: Of a row: 128 or 64.
 
     Args:
-        byte: Of the row, from 0 to 127.
+        byte: Of the row.
         row: Counted from a multiple of `SWIZZLED` bytes.
 
     Returns:
-        Where it lies in the row: rows permute their eight chunks of 16 bytes.
+        Where it lies in the row: rows permute their chunks of 16 bytes, eight, or four by pairs of rows.
     """
-    return byte ^ (row % 8 * 16)
+    comptime assert bytes == ROW or bytes == ROW // 2, "swizzle: rows have 128 or 64 bytes"
+    comptime if bytes == ROW:
+        return byte ^ (row % 8 * 16)
+    else:
+        return byte ^ (row // 2 % 4 * 16)

@@ -239,7 +239,7 @@ def tensor_map[
     var strides = Array[Int64, rank](fill=0)
     var ones = Array[Int32, rank](fill=1)
     var bytes = Int64(size_of[dtype]())
-    var swizzle = Int32(2 if Int(box[0]) * size_of[dtype]() == ROW // 2 else 3)
+    var swizzle = _swizzle(Int(box[0]) * size_of[dtype]())
     comptime for i in range(rank):
         bytes *= sizes[i]
         strides[i] = bytes
@@ -262,7 +262,7 @@ def tensor_map[
 def matrix_map[
     dtype: DType, multiplied: Bool = False
 ](
-    ctx: DeviceContext, at: Data[dtype], *, rows: Int, columns: Int, box: Int
+    ctx: DeviceContext, at: Data[dtype], *, rows: Int, columns: Int, box: Int, bytes: Int = ROW
 ) raises -> TMADescriptor:
     """Makes the tensor map of a matrix [rows, columns].
 
@@ -275,7 +275,8 @@ def matrix_map[
         at: The matrix.
         rows: Of the matrix.
         columns: Of the matrix.
-        box: Rows of a copy, of 128 bytes each.
+        box: Rows of a copy.
+        bytes: Of each of them: 128 or 64.
 
     Returns:
         The map.
@@ -284,13 +285,15 @@ def matrix_map[
         If the driver refuses it.
     """
     return tensor_map[dtype, 2, multiplied](
-        ctx, at, [Int64(columns), Int64(rows)], [Int32(ROW // size_of[dtype]()), Int32(box)]
+        ctx, at, [Int64(columns), Int64(rows)], [Int32(bytes // size_of[dtype]()), Int32(box)]
     )
 
 
 def im2col_map[
     dtype: DType
-](ctx: DeviceContext, at: Data[dtype], g: Geometry, rows: Int) raises -> TMADescriptor:
+](
+    ctx: DeviceContext, at: Data[dtype], g: Geometry, rows: Int, bytes: Int = ROW
+) raises -> TMADescriptor:
     """Makes the tensor map that reads x[N, H, W, C] window by window.
 
     Parameters:
@@ -301,6 +304,7 @@ def im2col_map[
         at: The tensor.
         g: Sizes.
         rows: Pixels of a copy.
+        bytes: Of channels of each of them: 128 or 64.
 
     Returns:
         The map.
@@ -309,13 +313,13 @@ def im2col_map[
         If the driver refuses it.
     """
     var map = TMADescriptor()
-    var bytes = Int64(size_of[dtype]())
+    var stride = Int64(size_of[dtype]())
     var dims = Array[Int64, 4](fill=0)
     dims[0], dims[1], dims[2], dims[3] = Int64(g.c), Int64(g.w), Int64(g.h), Int64(g.n)
     var strides = Array[Int64, 4](fill=0)
     comptime for i in range(4):
-        bytes *= dims[i]
-        strides[i] = bytes
+        stride *= dims[i]
+        strides[i] = stride
     var lower = Array[Int32, 2](fill=0)
     lower[0], lower[1] = Int32(-g.pad_w), Int32(-g.pad_h)
     var upper = Array[Int32, 2](fill=0)
@@ -332,15 +336,20 @@ def im2col_map[
         strides.unsafe_ptr(),
         lower.unsafe_ptr(),
         upper.unsafe_ptr(),
-        Int32(ROW // size_of[dtype]()),
+        Int32(bytes // size_of[dtype]()),
         Int32(rows),
         steps.unsafe_ptr(),
         0,
-        3,
+        _swizzle(bytes),
         2,
         0,
     )
     return map
+
+
+def _swizzle(bytes: Int) -> Int32:
+    """Numbers the swizzle of rows of 128 or 64 bytes as CUtensorMapSwizzle does."""
+    return 2 if bytes == ROW // 2 else 3
 
 
 def _map_dtype[dtype: DType, multiplied: Bool]() -> Int32:

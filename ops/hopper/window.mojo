@@ -165,20 +165,12 @@ struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):
         return min((used + 15) // 16, Int32(Self.rows // 16))
 
 
+@fieldwise_init
 struct Reads(TrivialRegisterPassable):
     """What a step of K reads of x, in 4 bytes."""
 
     var bits: UInt32
     """Of a box: its number above, bytes to the tap's first row below. Else row, column, channels."""
-
-    @always_inline
-    def __init__(out self, bits: UInt32):
-        """Takes what `box` or `tap` made.
-
-        Args:
-            bits: The bytes.
-        """
-        self.bits = bits
 
     @staticmethod
     @always_inline
@@ -410,6 +402,7 @@ struct StepCounter(Steps):
             self.bits += self.chunk_more
 
 
+@fieldwise_init
 struct StepList(Steps):
     """The steps of K that a block multiplies: a list in shared memory.
 
@@ -420,16 +413,6 @@ struct StepList(Steps):
     """Address of how many there are; for each its number, from the block's first, and `Reads`."""
     var share: Share
     """The block's part of K."""
-
-    @always_inline
-    def __init__(out self, data: UInt32, share: Share):
-        """Takes a place.
-
-        Args:
-            data: Address in shared memory, for as many bytes as `bytes` counts.
-            share: The block's part of K.
-        """
-        self.data, self.share = data, share
 
     @staticmethod
     def bytes(count: Int) -> Int:

@@ -9,12 +9,7 @@ from max.gpu import WARP_SIZE, barrier, block_dim, block_idx, lane_id, thread_id
 from max.gpu.host import DeviceContext, Dim
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.bit import next_power_of_two
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
@@ -24,6 +19,7 @@ from std.utils.static_tuple import StaticTuple
 from ..device import Device
 from ..hopper.ptx import cluster_load4, cluster_sync
 from ..kernel_argument import KernelArgument
+from ..launch import launch
 from ..operands import F32, Data, narrowed
 from ..pointwise import Sources
 from ..target import IS_HOPPER
@@ -308,7 +304,8 @@ def _enqueue[
             var cluster = Optional[Dim](None)
             if i == 1:
                 cluster = Dim(splits)
-            ctx.enqueue_function[reduce_kernel[into, terms, kind, width, kept, most_splits]](
+            launch[reduce_kernel[into, terms, kind, width, kept, most_splits]](
+                ctx,
                 sources,
                 results,
                 ReduceSizes(
@@ -322,5 +319,4 @@ def _enqueue[
                 grid_dim=blocks * splits,
                 block_dim=threads,
                 cluster_dim=cluster,
-                attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
             )

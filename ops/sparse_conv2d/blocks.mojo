@@ -26,17 +26,13 @@ TF32. After Gray et al. 2017 (GPU kernels for block-sparse weights) and the PTX 
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, grid_dim, thread_idx
-from max.gpu.host import DeviceContext, Dim, FuncAttribute
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.host import DeviceContext, Dim
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import NEVER, cheapest
 from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
@@ -56,6 +52,7 @@ from ..hopper.ptx import (
 from ..hopper.scheduler import Start, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
+from ..launch import launch
 from ..operands import F32, Data, Operands
 
 comptime I32 = DType.int32
@@ -556,7 +553,8 @@ def enqueue_blocks[
         alpha=o.alpha,
     )
     var resident = Device(ctx).multiprocessors * config.blocks
-    ctx.enqueue_function[blocks_kernel[dtype, epilogue, config]](
+    launch[blocks_kernel[dtype, epilogue, config]](
+        ctx,
         maps,
         EpilogueTensors[dtype]([o]),
         lists,
@@ -565,10 +563,36 @@ def enqueue_blocks[
         grid_dim=problem.schedule.blocks[config.split](resident),
         block_dim=config.threads(),
         cluster_dim=Dim(splits),
-        shared_mem_bytes=config.shared(),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+        shared=config.shared(),
     )
+
+
+def choose_blocks[tiles: List[Config]](g: Geometry, entries: Int, device: Device) -> Int:
+    """Chooses the tile of a convolution, by costs as measured.
+
+    Parameters:
+        tiles: Of as many filters; the last one splits.
+
+    Args:
+        g: Sizes.
+        entries: Blocks of w.
+        device: The GPU.
+
+    Returns:
+        An index in `tiles`.
+    """
+
+    def cost(config: Config) {imm} -> Float64:
+        var count = g.tiles(config.pixels, config.columns)
+        var steps = entries // ceildiv(g.f, config.columns)
+        if config.split:
+            # A cluster costs as much as 12 steps of a tile, and more where there are many.
+            return 0 if 5 * steps >= 60 + count else NEVER
+        # A step takes as long as it has pixels, a tenth less in the deep ring; the end as 200 pixels.
+        var pace = 9 if config.stages > 5 else 10
+        return Float64(device.waves(count) * (config.pixels * steps * pace + 2000))
+
+    return cheapest[tiles](cost)
 
 
 def blocks_conv2d[
@@ -601,23 +625,11 @@ def blocks_conv2d[
     """
     comptime assert columns == 64 or columns == 128, "blocks_conv2d: expects 64 or 128 columns"
     comptime configs = NARROW if columns == 64 else WIDE
-    var wide = ceildiv(g.f, columns)
-    var steps = entries // wide
-    comptime least = configs[2].pixels
-    var few = ceildiv(g.pixels(), least) * wide
-    # As measured: a cluster costs as much as 12 steps of a tile, and more where there are many.
-    if 5 * steps >= 60 + few:
-        var splits = 4 if few * columns <= 1024 else 2
-        enqueue_blocks[dtype, epilogue, configs[2]](g, o, lists, pitch, entries, splits, ctx)
-        return
-    var processors = Device(ctx).multiprocessors
-    # A step takes as long as it has pixels, a tenth less in the deep ring; the end as 200 pixels.
-    var costs = Array[Int, 2](fill=0)
-    comptime for i in range(2):
-        comptime pixels = configs[i].pixels
-        var turns = ceildiv(ceildiv(g.pixels(), pixels) * wide, processors)
-        costs[i] = turns * (pixels * steps * (9 + i) + 2000)
-    if costs[0] <= costs[1]:
-        enqueue_blocks[dtype, epilogue, configs[0]](g, o, lists, pitch, entries, 1, ctx)
-    else:
-        enqueue_blocks[dtype, epilogue, configs[1]](g, o, lists, pitch, entries, 1, ctx)
+    var best = choose_blocks[configs](g, entries, Device(ctx))
+    comptime for i in range(len(configs)):
+        comptime config = configs[i]
+        if i == best:
+            var splits = 1
+            comptime if config.split:
+                splits = 4 if g.tiles(config.pixels, columns) * columns <= 1024 else 2
+            enqueue_blocks[dtype, epilogue, config](g, o, lists, pitch, entries, splits, ctx)

@@ -48,6 +48,7 @@ comptime LINE = 64
 """Bytes of a cache line."""
 
 
+@fieldwise_init
 struct Stream(TrivialRegisterPassable):
     """The nonzeros of a filter in the order of graphs/arrange.py."""
 
@@ -59,23 +60,6 @@ struct Stream(TrivialRegisterPassable):
     """Where those of each filter begin in each part; parts * F + 1."""
     var parts: Int
     """Parts of the channels, even and in multiples of CHANNELS."""
-
-    def __init__(
-        out self,
-        values: Data[F32],
-        columns: Data[DType.int32],
-        starts: Data[DType.int32],
-        parts: Int,
-    ):
-        """Names them.
-
-        Args:
-            values: The numbers.
-            columns: Where each belongs.
-            starts: Where those of each filter begin.
-            parts: Parts of the channels.
-        """
-        self.values, self.columns, self.starts, self.parts = values, columns, starts, parts
 
 
 struct _Plan(TrivialRegisterPassable):

@@ -28,7 +28,7 @@ from ..device import Device
 from ..epilogue import Epilogue, activate
 from ..geometry import Geometry
 from ..hopper.ptx import cluster_load4, cluster_sync
-from ..operands import F32, Data, Operands, widened
+from ..operands import F32, Data, Operands, Shared, widened
 from ..target import IS_HOPPER
 
 comptime TILE = 128
@@ -39,14 +39,6 @@ comptime LANES = 32
 """Threads that share a filter."""
 comptime PIECE = 16
 """Bytes of a load."""
-comptime Shared[dtype: DType] = Pointer[
-    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-"""Shared memory.
-
-Parameters:
-    dtype: Of its elements.
-"""
 
 
 struct Tiling(TrivialRegisterPassable):

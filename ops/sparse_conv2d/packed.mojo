@@ -7,7 +7,7 @@ two_four: values, and which two of each four they are (two_four.mojo).
 blocks: blocks of 64 filters x 128 bytes of channels, and where they belong (blocks.mojo).
 """
 
-from extensibility import InputTensor, ManagedTensorSlice, OutputTensor, register
+from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 from std.math import ceildiv
 from std.sys import size_of
@@ -25,100 +25,9 @@ comptime FILTERS = 64
 """Filters of a block, as in graphs/formats.py."""
 
 
-@always_inline
-def _sparse_conv2d_packed[
-    dtype: DType, //, target: StaticString, name: StaticString, format: StaticString
-](
-    g: Geometry,
-    o: Operands[dtype],
-    packed: ManagedTensorSlice,
-    places: ManagedTensorSlice,
-    ctx: DeviceContext,
-) raises:
-    comptime assert Epilogue.known[
-        name
-    ](), "sparse_conv2d_packed: there is no such epilogue; ops/epilogue.mojo says what there is"
-    comptime assert (
-        target == "gpu" and IS_HOPPER
-    ), "sparse_conv2d_packed: expects a Hopper GPU; others take sparse_conv2d"
-    if g.pixels() == 0:
-        return
-    comptime epilogue = Epilogue(name)
-    var w = data(packed).unsafe_bitcast[Scalar[dtype]]()
-    var filled = Operands[dtype](o.x, w, o.bias, o.residual, o.y)
-    comptime if format == "tiles":
-        sparse_conv2d_tiled[dtype, epilogue](
-            g,
-            o,
-            rebind[Data[DType.uint32]](data(packed)),
-            rebind[Data[DType.int32]](data(places)),
-            ctx,
-        )
-    elif format == "two_four":
-        two_four_conv2d[dtype, epilogue](g, filled, rebind[Data[DType.uint32]](data(places)), ctx)
-    elif format == "blocks":
-        blocks_conv2d[dtype, epilogue, FILTERS](
-            g,
-            filled,
-            rebind[Data[DType.int32]](data(places)),
-            places.size() // ceildiv(g.f, FILTERS),
-            packed.size() * size_of[dtype]() // (FILTERS * ROW),
-            ctx,
-        )
-    else:
-        comptime assert False, "sparse_conv2d_packed: format expects tiles, two_four or blocks"
-
-
 @register("sparse_conv2d_packed")
 struct SparseConv2dPacked:
     """Convolves x[N, H, W, C] into y[N, P, Q, F]."""
-
-    @staticmethod
-    def execute[
-        target: StaticString, epilogue: StaticString, format: StaticString
-    ](
-        y: OutputTensor[rank=4, ...],
-        x: InputTensor[dtype=y.dtype, rank=4, ...],
-        packed: InputTensor[rank=1, ...],
-        places: InputTensor[rank=1, ...],
-        bias: InputTensor[dtype=F32, rank=1, ...],
-        window: InputTensor[dtype=DType.int64, rank=1, ...],
-        ctx: DeviceContext,
-    ) raises:
-        """Runs the op.
-
-        Parameters:
-            target: "gpu".
-            epilogue: One that does not add (ops/epilogue.mojo).
-            format: How the filter is packed.
-
-        Args:
-            y: Result [N, P, Q, F].
-            x: Activations [N, H, W, C].
-            packed: What is left of the filter, in the format's order.
-            places: Where that belongs.
-            bias: [F].
-            window: The nine numbers of geometry.mojo, in host memory.
-            ctx: The device.
-
-        Raises:
-            If a launch fails.
-        """
-        comptime assert not Epilogue(
-            epilogue
-        ).adds, "sparse_conv2d_packed: sparse_conv2d_packed_add takes the residual"
-        _sparse_conv2d_packed[target, epilogue, format](
-            Geometry(x.shape(), y.shape(), data(window)),
-            Operands[y.dtype](data(x), data(x), data(bias), data(x), data(y)),
-            packed,
-            places,
-            ctx,
-        )
-
-
-@register("sparse_conv2d_packed_add")
-struct SparseConv2dPackedAdd:
-    """Convolves and adds residual[N, P, Q, F]."""
 
     @staticmethod
     def execute[
@@ -137,7 +46,7 @@ struct SparseConv2dPackedAdd:
 
         Parameters:
             target: "gpu".
-            epilogue: One that adds (ops/epilogue.mojo).
+            epilogue: What the sums go through (ops/epilogue.mojo).
             format: How the filter is packed.
 
         Args:
@@ -146,20 +55,43 @@ struct SparseConv2dPackedAdd:
             packed: What is left of the filter, in the format's order.
             places: Where that belongs.
             bias: [F].
-            residual: [N, P, Q, F].
+            residual: [N, P, Q, F]; x if the epilogue does not add.
             window: The nine numbers of geometry.mojo, in host memory.
             ctx: The device.
 
         Raises:
             If a launch fails.
         """
-        comptime assert Epilogue(
+        comptime assert Epilogue.known[
             epilogue
-        ).adds, "sparse_conv2d_packed: the epilogue must be one that adds"
-        _sparse_conv2d_packed[target, epilogue, format](
-            Geometry(x.shape(), y.shape(), data(window)),
-            Operands[y.dtype](data(x), data(x), data(bias), data(residual), data(y)),
-            packed,
-            places,
-            ctx,
-        )
+        ](), "sparse_conv2d_packed: there is no such epilogue; ops/epilogue.mojo says what there is"
+        comptime assert (
+            target == "gpu" and IS_HOPPER
+        ), "sparse_conv2d_packed: expects a Hopper GPU; others take sparse_conv2d"
+        comptime end = Epilogue(epilogue)
+        var g = Geometry(x.shape(), y.shape(), data(window))
+        var w = data(packed).unsafe_bitcast[Scalar[y.dtype]]()
+        var o = Operands[y.dtype](data(x), w, data(bias), data(residual), data(y))
+        if g.pixels() == 0:
+            return
+        comptime if format == "tiles":
+            sparse_conv2d_tiled[y.dtype, end](
+                g,
+                o,
+                rebind[Data[DType.uint32]](data(packed)),
+                rebind[Data[DType.int32]](data(places)),
+                ctx,
+            )
+        elif format == "two_four":
+            two_four_conv2d[y.dtype, end](g, o, rebind[Data[DType.uint32]](data(places)), ctx)
+        elif format == "blocks":
+            blocks_conv2d[y.dtype, end, FILTERS](
+                g,
+                o,
+                rebind[Data[DType.int32]](data(places)),
+                places.size() // ceildiv(g.f, FILTERS),
+                packed.size() * size_of[y.dtype]() // (FILTERS * ROW),
+                ctx,
+            )
+        else:
+            comptime assert False, "sparse_conv2d_packed: format expects tiles, two_four or blocks"

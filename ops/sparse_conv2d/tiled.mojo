@@ -30,18 +30,16 @@ batch 32 the dense kernel is faster: here every tile of pixels expands the filte
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
-from max.gpu.host import DeviceContext, Dim, FuncAttribute
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-)
+from max.gpu.host import DeviceContext, Dim
+from max.gpu.primitives.grid_controls import launch_dependent_grids
 from max.gpu.sync import syncwarp
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..device import Device
 from ..epilogue import Epilogue
+from ..gemm.tuning import nearest
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
 from ..hopper.conv import Problem, takes
@@ -61,8 +59,9 @@ from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepList, StepWriter, box_map, produce_pixels
 from ..kernel_argument import KernelArgument
+from ..launch import launch
 from ..operands import F32, Data, Operands
-from .tuning import CONFIGS, choose
+from .tuning import CONFIGS, ROWS
 
 comptime U32 = DType.uint32
 """A nonzero and its place."""
@@ -145,6 +144,7 @@ def threads(config: TileConfig) -> Int:
     return WARPGROUP * config.groups + WARP * (EXPANDERS + 1)
 
 
+@fieldwise_init
 struct Words(KernelArgument, TrivialRegisterPassable):
     """The compressed filters: nothing but pointers, as in `EpilogueTensors`."""
 
@@ -155,15 +155,6 @@ struct Words(KernelArgument, TrivialRegisterPassable):
     """Nonzeros, tile by tile."""
     var starts: Data[I32]
     """Where each tile's begin: by filters, then channels, then taps; and the end."""
-
-    def __init__(out self, words: Data[U32], starts: Data[I32]):
-        """Names the parts.
-
-        Args:
-            words: Nonzeros.
-            starts: Where each tile's begin, and the end.
-        """
-        self.words, self.starts = words, starts
 
 
 struct Plan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
@@ -527,7 +518,7 @@ def sparse_conv2d_tiled[
             "sparse_conv2d: tiles expect one group, C and F in multiples of 8, and windows that the"
             " copy engine walks over; choose another kernel"
         )
-    var row = choose(g, g.r * g.s * ceildiv(g.c, WIDTH), epilogue)
+    var row = nearest[ROWS](g, g.r * g.s * ceildiv(g.c, WIDTH), epilogue, Device(ctx))
     comptime for i in range(len(CONFIGS)):
         if row.config == i:
             enqueue_tiled[dtype, epilogue, CONFIGS[i]](g, o, words, starts, row.splits, ctx)
@@ -572,7 +563,8 @@ def enqueue_tiled[
     var maps = TensorMaps[1]()
     maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.tile.box)
     var problem = tile_problem[config](g, plan.tile.box, width=WIDTH, splits=splits, alpha=o.alpha)
-    ctx.enqueue_function[tiled_kernel[dtype, epilogue, config]](
+    launch[tiled_kernel[dtype, epilogue, config]](
+        ctx,
         maps,
         EpilogueTensors[dtype]([o]),
         Words(words, starts),
@@ -581,7 +573,6 @@ def enqueue_tiled[
         grid_dim=Int(problem.schedule.tiles) * splits,
         block_dim=threads(config),
         cluster_dim=Dim(splits),
-        shared_mem_bytes=plan.shared(share),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(room(config))),
+        shared=plan.shared(share),
+        most_shared=room(config),
     )

@@ -5,9 +5,7 @@ block, the blocks that share a tile, and in the comment the microseconds of a la
 graph at 90 % zeros; from 50 to 95 % the fastest block stays the same or within 3 % at batch 1.
 """
 
-from ..epilogue import Epilogue
-from ..gemm.tuning import Row, nearest
-from ..geometry import Geometry
+from ..gemm.tuning import Row
 from ..hopper.tile import TileConfig
 
 comptime CONFIGS: List[TileConfig] = [
@@ -47,17 +45,3 @@ comptime ROWS: List[Row] = [
     Row(25088, 128, 18, "none", 2, 1),  # 35.75
 ]
 """The table."""
-
-
-def choose(g: Geometry, steps: Int, epilogue: Epilogue) -> Row:
-    """Chooses the block of a product.
-
-    Args:
-        g: Sizes.
-        steps: Of K.
-        epilogue: What the accumulator goes through.
-
-    Returns:
-        The nearest row whose splits the product has steps for.
-    """
-    return nearest(materialize[ROWS](), g, steps, epilogue)

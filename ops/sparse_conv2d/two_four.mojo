@@ -33,17 +33,13 @@ from max.gpu.compute.mma import (
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
-from max.gpu.host import DeviceContext, FuncAttribute
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.host import DeviceContext
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import NEVER, cheapest
 from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
@@ -65,6 +61,7 @@ from ..hopper.ptx import (
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory, swizzle
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map
 from ..kernel_argument import KernelArgument
+from ..launch import launch
 from ..operands import Data, Operands
 
 comptime STEP = 64
@@ -182,8 +179,6 @@ comptime TILES: List[Config] = [
     Config(1, 224, 2, 4, 2, tile_us=2.26, step_us=0.356, shares=True),
 ]
 """The tiles that are compiled."""
-comptime MEMORY = 228 * 1024
-"""Bytes of shared memory of a multiprocessor, of which a block takes 1024 more than it asks for."""
 
 
 struct WindowLayout(KernelArgument, TrivialRegisterPassable):
@@ -226,6 +221,7 @@ struct WindowLayout(KernelArgument, TrivialRegisterPassable):
         self.never = 0
 
 
+@fieldwise_init
 struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The filters, which are read without tensor maps.
 
@@ -240,15 +236,6 @@ struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """[K / 64, F / 128, 2, 4, 64, 8]."""
     var indices: Data[DType.uint32]
     """[K / 64, F / 128, 2, 128]."""
-
-    def __init__(out self, values: Data[Self.dtype], indices: Data[DType.uint32]):
-        """Names the arrays.
-
-        Args:
-            values: Two of each four.
-            indices: Which two.
-        """
-        self.values, self.indices = values, indices
 
 
 @__name(t"sparse_conv2d_two_four_{config.label()}_{epilogue.label()}_{dtype}")
@@ -569,12 +556,13 @@ def _stored(g: Geometry) -> Geometry:
     return y
 
 
-def fits(g: Geometry, config: Config) -> Bool:
+def fits(g: Geometry, config: Config, device: Device) -> Bool:
     """Tells whether a tile can compute a convolution.
 
     Args:
         g: Sizes; `takes` of ops/hopper/conv.mojo is true of them.
         config: Of the tile.
+        device: The GPU.
 
     Returns:
         True for tiles whose taps have windows of their own; for others if strides are 1, there is
@@ -592,7 +580,7 @@ def fits(g: Geometry, config: Config) -> Bool:
         and bottom <= g.pad_h
         and g.q <= g.w + g.pad_w
         and g.p <= g.h + g.pad_h
-        and config.blocks * (shared + 1024) <= MEMORY
+        and config.blocks <= device.holds(shared)
     )
 
 
@@ -607,18 +595,16 @@ def choose_two_four(g: Geometry, device: Device) -> Int:
         An index in TILES.
     """
     var steps = Float64(g.r * g.s * ceildiv(g.c, STEP))
-    var best = 0
-    var least = Float64.MAX
-    comptime for i in range(len(TILES)):
-        comptime config = TILES[i]
-        if fits(g, config):
-            var pixels = _padded(g).pixels() if config.shares else g.pixels()
-            var tiles = ceildiv(pixels, config.pixels) * ceildiv(g.f, ROWS * config.groups)
-            var waves = Float64(ceildiv(tiles, device.multiprocessors * config.blocks))
-            var cost = waves * (config.tile_us + config.step_us * steps)
-            if cost < least:
-                best, least = i, cost
-    return best
+
+    def cost(config: Config) {imm} -> Float64:
+        if not fits(g, config, device):
+            return NEVER
+        var walked = _padded(g) if config.shares else g
+        var tiles = walked.tiles(config.pixels, ROWS * config.groups)
+        var waves = Float64(device.waves(tiles, config.blocks))
+        return waves * (config.tile_us + config.step_us * steps)
+
+    return cheapest[TILES](cost)
 
 
 def two_four_conv2d[
@@ -692,7 +678,8 @@ def two_four_tile[
     )
     var resident = Device(ctx).multiprocessors * config.blocks
     var shared = config.shared(Int(layout.window))
-    ctx.enqueue_function[two_four_kernel[dtype, epilogue, config]](
+    launch[two_four_kernel[dtype, epilogue, config]](
+        ctx,
         maps,
         Filters[dtype](o.w, indices),
         EpilogueTensors[dtype]([o]),
@@ -700,7 +687,5 @@ def two_four_tile[
         layout,
         grid_dim=problem.schedule.blocks(resident),
         block_dim=config.threads(),
-        shared_mem_bytes=shared,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(shared)),
+        shared=shared,
     )

@@ -16,6 +16,7 @@ comptime BARRIERS = CHUNKS + 3
 """Of a block: one for each copy, and one for each time that blocks send each other numbers."""
 
 
+@fieldwise_init
 struct SqueezeTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The tensors of a squeeze and excitation.
 
@@ -40,32 +41,6 @@ struct SqueezeTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """In the shape of x; read by the epilogues that add only."""
     var y: Data[Self.dtype]
     """The result, in the shape of x."""
-
-    def __init__(
-        out self,
-        *,
-        x: Data[Self.dtype],
-        squeeze: Data[Self.dtype],
-        squeeze_bias: Data[F32],
-        excite: Data[Self.dtype],
-        excite_bias: Data[F32],
-        residual: Data[Self.dtype],
-        y: Data[Self.dtype],
-    ):
-        """Names the tensors.
-
-        Args:
-            x: Images.
-            squeeze: Weights of the first product.
-            squeeze_bias: Its bias.
-            excite: Weights of the second product.
-            excite_bias: Its bias.
-            residual: Residual; any pointer if the epilogue does not add.
-            y: The result.
-        """
-        self.x, self.residual, self.y = x, residual, y
-        self.squeeze, self.squeeze_bias = squeeze, squeeze_bias
-        self.excite, self.excite_bias = excite, excite_bias
 
 
 struct SqueezeSizes(KernelArgument, TrivialRegisterPassable):

@@ -36,19 +36,14 @@ from max.gpu import (
     block_idx,
     thread_idx,
 )
-from max.gpu.host import DeviceContext, Dim, FuncAttribute
+from max.gpu.host import DeviceContext, Dim
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.utils.static_tuple import StaticTuple
 
-from ..device import Device
+from ..device import RESERVED, Device
 from ..epilogue import Epilogue, activate
 from ..hopper.ptx import (
     barrier_expect,
@@ -63,6 +58,7 @@ from ..hopper.ptx import (
     prefetch_l2,
 )
 from ..hopper.shared import WARP
+from ..launch import launch
 from ..operands import F32, Data, narrowed, widened
 from .config import BARRIERS, BLOCKS, CHUNKS, WIDTH, Room, SqueezeSizes, SqueezeTensors
 
@@ -74,8 +70,6 @@ comptime MANY = 8 * THREADS
 """Vectors of pixels from which on a block has `MOST_THREADS`."""
 comptime RESIDENT = 2
 """Blocks that a multiprocessor has room for where images are many; bounds the registers."""
-comptime SHARED = 227 * 1024
-"""Bytes of shared memory that a block may ask for."""
 comptime BYTES = Int32(2)
 """Of a number of an image."""
 comptime FEW = 64 * 1024
@@ -673,7 +667,7 @@ def squeeze_excite_gpu[
         and 1 << shift < BLOCKS
         and weights > image << shift
         and images * BLOCKS >= device.multiprocessors << (shift + 1)
-        and _fixed(channels, hidden, shift + 1, THREADS) <= SHARED // RESIDENT
+        and _fixed(channels, hidden, shift + 1, THREADS) <= device.shared // RESIDENT
         and ceildiv(channels, BLOCKS * WIDTH) << (shift + 1) <= THREADS
     ):
         shift += 1
@@ -691,8 +685,7 @@ def squeeze_excite_gpu[
         kept=0,
     )
     var taken = Int(Room(sizes, Int32(threads)).pixels)
-    # 1 KB of each block's is the system's.
-    var room = (SHARED - (RESIDENT - 1) * 1024) // RESIDENT if full else SHARED
+    var room = device.memory // (RESIDENT if full else 1) - RESERVED
     var kept = min(share, max(room - taken, 0) // bytes)
     sizes.kept = Int32(kept)
     enqueue_squeeze_excite[dtype, activation, gate, epilogue](o, sizes, threads, ctx)
@@ -734,13 +727,13 @@ def enqueue_squeeze_excite[
     """
     comptime assert dtype.is_half_float(), "squeeze_excite: expects bfloat16 or float16"
     var pixels = Int(min(g.kept, g.share())) * Int(g.channels) * Int(BYTES)
-    ctx.enqueue_function[squeeze_excite_kernel[dtype, activation, gate, epilogue]](
+    launch[squeeze_excite_kernel[dtype, activation, gate, epilogue]](
+        ctx,
         o,
         g,
         grid_dim=ceildiv(Int(g.images), Int(g.together())) * BLOCKS,
         block_dim=threads,
         cluster_dim=Dim(BLOCKS),
-        shared_mem_bytes=Int(Room(g, Int32(threads)).pixels) + pixels,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
+        shared=Int(Room(g, Int32(threads)).pixels) + pixels,
+        most_shared=Device(ctx).shared,
     )

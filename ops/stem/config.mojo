@@ -287,6 +287,7 @@ struct Tiling(KernelArgument, TrivialRegisterPassable):
         return n * Int(self.tiles_p * self.tiles_q)
 
 
+@fieldwise_init
 struct StemOperands[dtype: DType, pixel: DType](KernelArgument, TrivialRegisterPassable):
     """The tensors of a stem.
 
@@ -316,29 +317,3 @@ struct StemOperands[dtype: DType, pixel: DType](KernelArgument, TrivialRegisterP
     """[F], layer norm's bias; any pointer for other stems."""
     var y: Data[Self.dtype]
     """The result, NHWC."""
-
-    def __init__(
-        out self,
-        x: Data[Self.pixel],
-        mean: Data[DType.float32],
-        scale: Data[DType.float32],
-        w: Data[Self.dtype],
-        bias: Data[DType.float32],
-        gamma: Data[DType.float32],
-        beta: Data[DType.float32],
-        y: Data[Self.dtype],
-    ):
-        """Names the tensors.
-
-        Args:
-            x: Pixels.
-            mean: Of the levels.
-            scale: Of the levels.
-            w: Filters.
-            bias: Bias.
-            gamma: Layer norm's weight.
-            beta: Layer norm's bias.
-            y: Result.
-        """
-        self.x, self.mean, self.scale, self.w, self.bias = x, mean, scale, w, bias
-        self.gamma, self.beta, self.y = gamma, beta, y

@@ -30,35 +30,23 @@ are busy; CvT's: 126 us, bound by the filling of shared memory. docs/kernels.md 
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_dim, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from max.gpu.sync import syncwarp
 from std.math import ceildiv, sqrt
 from std.memory import bitcast
 from std.sys import inlined_assembly, is_nvidia_gpu, llvm_intrinsic, size_of
 from std.utils import IndexList, StaticTuple
 
+from ..choice import Cheapest
 from ..device import Device
 from ..epilogue import activate
-from ..hopper.ptx import mma_sync, mma_sync_short
-from ..operands import F32, Data
+from ..hopper.ptx import mma_sync, mma_sync_short, packed
+from ..launch import launch
+from ..operands import F32, Data, Shared
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
-
-comptime Shared[dtype: DType] = Pointer[
-    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-"""Shared memory.
-
-Parameters:
-    dtype: Of its elements.
-"""
 
 comptime MOST_THREADS = 384
 """Threads that share a multiprocessor: more than a block has, a bound of 168 registers."""
@@ -221,18 +209,6 @@ def _fill[
 
 
 @always_inline
-def _rectified[dtype: DType](low: Float32, high: Float32) -> UInt32:
-    """Rounds a pair, not below zero."""
-    comptime kind = "bf16x2" if dtype == DType.bfloat16 else "f16x2"
-    return inlined_assembly[
-        "cvt.rn.relu." + kind + ".f32 $0, $1, $2;",
-        UInt32,
-        constraints="=r,f,f",
-        has_side_effect=False,
-    ](high, low)
-
-
-@always_inline
 def _transposed(a: UInt32) -> UInt32:
     """Turns over an 8 x 8 matrix of halves, two of row `lane / 4` in each lane."""
     return inlined_assembly[
@@ -366,7 +342,7 @@ def _pool[
             if p0 > 0:
                 var z = _multiply[dtype, pixel, stem, 1](at, w, bias)
                 comptime for i in range(4):
-                    carry[i] = kept & _rectified[dtype](
+                    carry[i] = kept & packed[dtype, relu=True](
                         z[i // 2][i % 2 * 2], z[i // 2][i % 2 * 2 + 1]
                     )
             at = at.unsafe_offset(stem.stride * stem.pitch() // 2)
@@ -377,7 +353,7 @@ def _pool[
             comptime for j in range(STEP_ROWS):
                 comptime for i in range(4):
                     ref v = z[2 * j + i // 2]
-                    pairs[4 * j + i] = _rectified[dtype](v[i % 2 * 2], v[i % 2 * 2 + 1])
+                    pairs[4 * j + i] = packed[dtype, relu=True](v[i % 2 * 2], v[i % 2 * 2 + 1])
             if not inside:
                 comptime for j in range(STEP_ROWS):
                     var mask = kept if p0 + step * STEP_ROWS + Int32(j) < t.p else 0
@@ -674,7 +650,7 @@ def shared_bytes[stem: Stem](t: Tiling) -> Int:
         return tile
 
 
-def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
+def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, device: Device) -> Int:
     """Estimates the clocks of a launch; the figures are fitted to an H200 (2026-11-21).
 
     A multiprocessor is either busy (160 clocks for a step of a warp, 1.5 for each chunk of
@@ -684,8 +660,8 @@ def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
     var splits = warps // t.slices[stem]()
     var steps = Int(t.steps)
     var groups = Int(t.groups)
-    var resident = max(1, min(12 // warps, 224 * 1024 // (shared + 1024)))
-    var each = ceildiv(t.blocks(n), processors)
+    var resident = max(1, min(12 // warps, device.holds(shared)))
+    var each = device.waves(t.blocks(n))
     var chunks = t.input_rows(stem) * stem.chunks(groups)
     comptime alone = stem.then == Stem.CONV2D
     comptime step = 15 * stem.depths() + 60 if alone else 160
@@ -697,10 +673,9 @@ def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
         comptime each_step = 150 * stem.depths() + 250 if alone else 1900
         waiting += ceildiv(groups * steps, splits) * each_step
     # From two rounds of blocks on, one starts where another ends.
-    var places = processors * resident
-    var rounds = ceildiv(t.blocks(n), places)
+    var rounds = device.waves(t.blocks(n), resident)
     if rounds > 2:
-        waiting = waiting * t.blocks(n) // places
+        waiting = waiting * t.blocks(n) // (device.multiprocessors * resident)
     else:
         waiting *= rounds
     return max(busy, waiting) + each * 2000
@@ -708,7 +683,7 @@ def _cost[stem: Stem](t: Tiling, n: Int, shared: Int, processors: Int) -> Int:
 
 def tiling[
     stem: Stem
-](n: Int, x: IndexList[4], y: IndexList[4], pad: Int, processors: Int) -> Tiling:
+](n: Int, x: IndexList[4], y: IndexList[4], pad: Int, device: Device) -> Tiling:
     """Chooses the tile of a launch: large ones share more, small ones fill the device.
 
     Parameters:
@@ -719,24 +694,21 @@ def tiling[
         x: Shape of x[N, H, W, C].
         y: Shape of y[N, P', Q', F].
         pad: Zeros on each side.
-        processors: Multiprocessors of the device.
+        device: The GPU.
 
     Returns:
         The tiling with the least estimated time.
     """
     var p = (x[1] + 2 * pad - stem.r) // stem.stride + 1
     var q = (x[2] + 2 * pad - stem.s) // stem.stride + 1
-    var best = Tiling(stem, x, p, q, y[1], y[2], y[3], pad, 1, 2)
-    var least = Int.MAX
+    var choice = Cheapest(Tiling(stem, x, p, q, y[1], y[2], y[3], pad, 1, 2))
     for steps in range(1, min(4, ceildiv(p, STEP_ROWS)) + 1):
         for groups in range(2, min(stem.most_groups(), max(2, ceildiv(q, GROUP))) + 1):
             var t = Tiling(stem, x, p, q, y[1], y[2], y[3], pad, steps, groups)
             var shared = shared_bytes[stem](t)
-            var cost = _cost[stem](t, n, shared, processors)
-            if shared <= SHARED and cost < least:
-                best = t
-                least = cost
-    return best
+            if shared <= SHARED:
+                choice.offer(t, Float64(_cost[stem](t, n, shared, device)))
+    return choice.best
 
 
 def stem_gpu[
@@ -767,7 +739,7 @@ def stem_gpu[
     Raises:
         If the launch fails.
     """
-    var t = tiling[stem](x[0], x, y, pad, Device(ctx).multiprocessors)
+    var t = tiling[stem](x[0], x, y, pad, Device(ctx))
     enqueue_stem[dtype, pixel, stem](o, t, x[0], eps, ctx)
 
 
@@ -792,13 +764,12 @@ def enqueue_stem[
         If the launch fails.
     """
     var shared = shared_bytes[stem](t)
-    ctx.enqueue_function[stem_kernel[dtype, pixel, stem]](
+    launch[stem_kernel[dtype, pixel, stem]](
+        ctx,
         o,
         t,
         eps,
         grid_dim=t.blocks(n),
         block_dim=t.warps[stem]() * 32,
-        shared_mem_bytes=shared,
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(shared)),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_BEGINNING),
+        shared=shared,
     )

@@ -94,10 +94,7 @@ NAMES = {
 # Ops for NVIDIA's tensor cores: elsewhere the passes leave others in their place.
 NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
 # Ops for Hopper's.
-HOPPER = {
-    "sparse_conv2d_packed", "sparse_conv2d_packed_add", "squeeze_excite", "squeeze_excite_add",
-    "token_linear", "token_linear_add",
-}  # fmt: skip
+HOPPER = {"sparse_conv2d_packed", "squeeze_excite", "token_linear"}
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
 # epilogues of products and what shares their launch do not. (In float32 both stems with a pool are
 # the same ops.)
@@ -230,8 +227,7 @@ def ops_without_symbols(graph: Graph, compiled: CompiledModel) -> set[str]:
     for name, line in re.findall(r'symbol = "(\w+)"(.*)', str(graph)):
         given = dict(re.findall(r'(epilogue|format) = "([^"]+)"', line))
         format = given.get("format", "steps" if name.startswith("sparse") else "")
-        op = name.removesuffix("_add")
-        ways = symbols_of(IN_PROGRAMS.get(op, op), given.get("epilogue", "none"), format)
+        ways = symbols_of(IN_PROGRAMS.get(name, name), given.get("epilogue", "none"), format)
         if not any(all(any(map(k.fullmatch, symbols)) for k in way) for way in ways):
             unnamed.add(name)
     return unnamed

@@ -62,6 +62,43 @@ def test_every_product_runs_close_to_its_best() -> None:
         assert tune.slowdown(times[product], tune.look_up(chosen, product)) <= tune.SLACK
 
 
+@pytest.mark.parametrize(
+    ("steps", "epilogue", "config"), [(6, "none", 13), (7, "none", 0), (6, "add", 0)]
+)
+def test_a_row_is_passed_over_whose_tile_does_not_take_the_product(
+    steps: int, epilogue: str, config: int
+) -> None:
+    table = {
+        tune.Product(6272, 768, 6, "none"): tune.Tile(tune.FIRST_PINGPONG, 1),
+        tune.Product(100, 64, 72, "add"): tune.Tile(0, 1),
+    }
+    wanted = tune.Product(6272, 768, steps, epilogue)
+    assert tune.look_up(table, wanted).config == config
+
+
+def test_a_row_of_a_pingpong_tile_names_the_fastest_tile_for_several_products() -> None:
+    layer = "6272 1 192 768 1 1 relu"
+    tiles = {0: 9, 2: 7, 5: 1.1, tune.FIRST_PINGPONG: 1, 10: 1.2}
+    times = tune.read("\n".join(f"row {layer} {c} 1 {us} 0" for c, us in tiles.items()))
+    text = tune.with_rows(ORIGINAL.read_text(), times, tune.condense(times), "now")
+    assert tune.rows_of(text)[0].strip() == 'Row(6272, 768, 3, "none", 13, 1, 2),  # 1.00'
+
+
+def test_tiles_are_counted_as_in_the_table() -> None:
+    text = ORIGINAL.read_text()
+
+    def tiles(name: str) -> list[str]:
+        listed = re.search(rf"comptime {name}: List\[\w+\] = \[\n(.*?)\n\]", text, re.DOTALL)
+        assert listed
+        return listed.group(1).splitlines()
+
+    configs = tiles("CONFIGS")
+    assert len(configs) + len(tiles("RESIDENT")) == tune.FIRST_PINGPONG
+    assert len(tune.PINGPONG_STEPS) == len(tiles("PINGPONG"))
+    alone = [i for i, tile in enumerate(configs) if "split" not in tile and "peers" not in tile]
+    assert list(tune.COOPERATIVE) == alone
+
+
 def test_a_table_that_predicts_badly_is_not_written(table: Path, tmp_path: Path) -> None:
     rng = random.Random(0)
     noise = [

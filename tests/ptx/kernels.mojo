@@ -22,9 +22,10 @@ from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
 from ops.epilogue import Epilogue
 from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
 from ops.gemm.gpu import gemm_portable
-from ops.gemm.hopper import hopper_gemm, hopper_gemms, hopper_shortcut
+from ops.gemm.hopper import Config, hopper_gemm, hopper_gemms, hopper_shortcut
+from ops.gemm.pingpong import pingpong_gemm
 from ops.gemm.resident import resident_gemm
-from ops.gemm.tuning import CONFIGS, RESIDENT, TURNED
+from ops.gemm.tuning import CONFIGS, PINGPONG, RESIDENT, TURNED
 from ops.gemm.turned import turned_gemm
 from ops.gather_rows import GatherTensors, RowMap, gather_rows_gpu
 from ops.geometry import Geometry
@@ -32,7 +33,7 @@ from ops.group_norm.config import GroupNormSizes, GroupNormTensors
 from ops.group_norm.gpu import group_norm_gpu
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.normalize import normalize_gpu
-from ops.operands import F32, Batch, Data, Operands
+from ops.operands import F32, Batch, Data, Operands, Scales
 from ops.permute import AXES, Joined, permute_gpu
 from ops.pointwise import Broadcast, Sources, pointwise_gpu
 from ops.reduce.gpu import reduce_gpu
@@ -68,6 +69,32 @@ def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[6]](g, o, 1, ctx)
 
 
+def eight_bits[
+    dtype: DType, out: DType, right: DType = dtype
+](
+    g: Geometry,
+    x: Data[DType.uint8],
+    bias: Data[F32],
+    ctx: DeviceContext,
+) raises:
+    var y = x.unsafe_bitcast[Scalar[out]]()
+    var o = Operands[dtype, out, right](
+        x.unsafe_bitcast[Scalar[dtype]](), x.unsafe_bitcast[Scalar[right]](), bias, y, y
+    )
+    comptime epilogue = Epilogue("add_relu", scales=True)
+    hopper_gemm[dtype, epilogue, CONFIGS[4], out, right](g, o, 1, ctx, scales=Scales(bias))
+    hopper_gemm[dtype, epilogue, CONFIGS[6], out, right](g, o, 1, ctx, scales=Scales(bias))
+    comptime if out != DType.int8:
+        comptime narrow = Config(groups=2, columns=128, stages=8, blocks=1, overlap=True, row=64)
+        hopper_gemm[dtype, epilogue, narrow, out, right](g, o, 1, ctx, scales=Scales(bias))
+    elif dtype == right:
+        hopper_gemm[dtype, epilogue, CONFIGS[0], out, right](g, o, 1, ctx, scales=Scales(bias))
+        hopper_gemm[dtype, epilogue, CONFIGS[2], out, right](g, o, 1, ctx, scales=Scales(bias))
+        hopper_gemms[dtype, Epilogue("none", scales=True), CONFIGS[4], 3, out, right](
+            [g, g, g], [o, o, o], 1, ctx, scales=Array[Scales, 3](fill=Scales(bias))
+        )
+
+
 def resident(
     g: Geometry, o: Operands[BF16], o16: Operands[F16], o32: Operands[F32], ctx: DeviceContext
 ) raises:
@@ -77,6 +104,15 @@ def resident(
     resident_gemm[F16, Epilogue("gelu"), RESIDENT[0]](g, o16, 1, ctx)
     resident_gemm[F32, Epilogue("add"), RESIDENT[1]](g, o32, 1, ctx)
     resident_gemm[F32, Epilogue("relu"), RESIDENT[2]](g, o32, 1, ctx)
+
+
+def pingpong(
+    g: Geometry, o: Operands[BF16], o16: Operands[F16], o32: Operands[F32], ctx: DeviceContext
+) raises:
+    pingpong_gemm[BF16, Epilogue("gelu"), PINGPONG[0]](g, o, ctx)
+    pingpong_gemm[BF16, Epilogue("relu"), PINGPONG[1]](g, o, ctx)
+    pingpong_gemm[F16, Epilogue("none"), PINGPONG[1]](g, o16, ctx)
+    pingpong_gemm[F32, Epilogue("relu"), PINGPONG[0]](g, o32, ctx)
 
 
 def turned(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
@@ -235,7 +271,18 @@ def main() raises:
     var g = Geometry(rows=n * 7, depth=n * 64, columns=n * 64)
     var o = Operands[BF16](half, half, full, half, half)
     gemms(g, o, ctx)
+    eight_bits[DType.float8_e4m3fn, BF16](g, bytes, full, ctx)
+    eight_bits[DType.float8_e4m3fn, DType.float8_e4m3fn](g, bytes, full, ctx)
+    eight_bits[DType.int8, DType.int8](g, bytes, full, ctx)
+    eight_bits[DType.uint8, DType.int8, DType.int8](g, bytes, full, ctx)
     resident(
+        g,
+        o,
+        Operands[F16](half2, half2, full, half2, half2),
+        Operands[F32](full, full, full, full, full),
+        ctx,
+    )
+    pingpong(
         g,
         o,
         Operands[F16](half2, half2, full, half2, half2),
@@ -273,9 +320,10 @@ def main() raises:
     hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[4]](
         g, Operands[F16](half2, half2, full, half2, half2), 1, ctx
     )
-    hopper_gemm[F32, Epilogue("add_relu"), CONFIGS[4]](
-        g, Operands[F32](full, full, full, full, full), 1, ctx
-    )
+    comptime for i in [4, 8]:
+        hopper_gemm[F32, Epilogue("add_relu"), CONFIGS[i]](
+            g, Operands[F32](full, full, full, full, full), 1, ctx
+        )
     comptime for config in [LARGE, SMALL]:
         enqueue_token_linear[BF16, Epilogue("none"), config](n, n, n, n, o, ctx)
         enqueue_token_linear[BF16, Epilogue("add_relu"), config](n, n, n, n, o, ctx)
@@ -293,7 +341,7 @@ def main() raises:
     )
 
     enqueue_parts(n, ctx)
-    comptime for dtype in [BF16, F16, F32, DType.float8_e4m3fn, DType.float8_e5m2]:
+    comptime for dtype in [BF16, F16, F32, DType.float8_e4m3fn, DType.float8_e5m2, DType.int8]:
         comptime out = F32 if dtype == F32 else BF16
         var a = rebind[Data[dtype]](ctx.enqueue_create_buffer[dtype](1).unsafe_ptr())
         var y = rebind[Data[out]](ctx.enqueue_create_buffer[out](1).unsafe_ptr())

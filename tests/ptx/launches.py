@@ -18,27 +18,39 @@ from maxvision.graphs.arrange import block_steps
 
 from .machine import Launch, Tensors, pack
 from .ptx import Kernel
-from .semantics import from_bf16, to_bf16
+from .semantics import FLOAT8, from_bf16, to_bf16, to_float8
 from .tensormaps import Im2col, Tiled
 
 Array = np.ndarray[Any, np.dtype[Any]]
 DTYPES = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
+DTYPES |= {"int8": np.int8, "uint8": np.uint8} | dict.fromkeys(FLOAT8, np.uint8)
 EPS = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}
 """Half an ulp of 1: what a rounding adds, relative."""
 
 
 def rounded(x: Array, dtype: str) -> Array:
-    """Rounds to a dtype, as it lies in memory: bfloat16 as its bits."""
+    """Rounds to a dtype, as it lies in memory: bfloat16 and floats of 8 bits as their bits.
+
+    Integers, and floats of 8 bits, are at most the largest.
+    """
+    if dtype in FLOAT8:
+        return to_float8(x, dtype)
+    if dtype in ("int8", "uint8"):
+        limits = np.iinfo(dtype)
+        return np.clip(np.rint(x), limits.min, limits.max).astype(dtype)
     return to_bf16(x) if dtype == "bfloat16" else np.asarray(x, DTYPES[dtype])
 
 
 def wide(x: Array, dtype: str) -> Array:
     """Widens to float64 what lies in memory."""
+    x = FLOAT8[dtype][x] if dtype in FLOAT8 else x
     return (from_bf16(x) if dtype == "bfloat16" else x).astype(np.float64)
 
 
 def unwritten(shape: Sequence[int], dtype: str) -> Array:
-    """Makes an output that is NaN until it is written."""
+    """Makes an output that is NaN until it is written, or the least integer."""
+    if dtype in ("int8", "uint8"):
+        return np.full(shape, np.iinfo(dtype).min, dtype)
     return rounded(np.full(shape, np.nan, np.float32), dtype)
 
 
@@ -225,10 +237,20 @@ class Tile:
     columns: int
     stages: int
     kind: str = ""
+    peers: int = 1
+    row: int = 128
 
     @property
     def label(self) -> str:
-        return f"{64 * self.groups}x{self.columns}x{self.stages}{self.kind}"
+        shared = f"cluster{self.peers}" if self.peers > 1 else ""
+        row = "" if self.row == 128 else f"row{self.row}"
+        return f"{64 * self.groups}x{self.columns}x{self.stages}{self.kind}{shared}{row}"
+
+    @property
+    def shared_bytes(self) -> int:
+        rows, peers = 64 * self.groups, self.peers
+        ring = self.stages * ((rows + self.columns) * self.row + 16)
+        return ring + (peers - 1) * rows * self.columns // peers * 4 + 8 * (peers > 1) + 1024
 
 
 TILES = (
@@ -239,6 +261,8 @@ TILES = (
     Tile(1, 64, 6),
     Tile(1, 64, 6, "split"),
     Tile(1, 32, 8, "split"),
+    Tile(2, 128, 6, "overlap", 2),
+    Tile(3, 128, 4, "overlap", 2),
 )
 TOKEN_TILES = (Tile(2, 128, 3), Tile(1, 64, 6))
 """LARGE and SMALL of ops/token_linear.mojo."""
@@ -318,6 +342,8 @@ class Product:
     w: Array
     bias: Array
     residual: Array
+    scale: Array | None = None
+    residual_scale: float = 1
 
 
 def held(memory: Tensors, array: Array, late: bool = False) -> tuple[int, Array]:
@@ -360,6 +386,12 @@ def problem(
     return pack(f"{len(sizes)}if4i", *sizes, alpha, steps2, *stride2, constant)
 
 
+def quads(w: Array) -> Array:
+    """Arranges filters w[F, ...] for results of 8 bits (`quad` of ops/hopper/accumulator.mojo)."""
+    sixteen = np.arange(16).reshape(4, 2, 2).transpose(1, 0, 2).reshape(-1)
+    return w.reshape(-1, 16, *w.shape[1:])[:, sixteen].reshape(w.shape)
+
+
 def hopper(
     kernel: Kernel,
     tile: Tile,
@@ -367,6 +399,7 @@ def hopper(
     beside: Product | None = None,
     *,
     dtype: str,
+    out: str = "",
     alpha: float = 1,
     splits: int = 1,
     processors: int = 2,
@@ -382,10 +415,11 @@ def hopper(
         tile: Its config.
         products: One convolution, or products of the same K and F.
         beside: The shortcut's convolution of 1 x 1 windows, if the kernel has two sources.
-        dtype: Of x, w and y.
+        dtype: Of x and w, and of the residual and y.
+        out: Of the residual and y, where it is another.
         alpha: Scale of the products.
         splits: Blocks that share a tile.
-        processors: Blocks of the grid, where a block goes from tile to tile.
+        processors: Blocks of the grid, where a block goes from tile to tile; at most, with peers.
         adds: Whether the residual is read.
         constant: Whether the kernel is told that w are weights.
         late: Whether the kernel ahead writes w, too.
@@ -395,9 +429,13 @@ def hopper(
         y[M, F] of each product.
     """
     memory, g = Tensors(), products[0].g
-    rows, width = 64 * tile.groups, 128 // np.dtype(DTYPES[dtype]).itemsize
+    rows, width = 64 * tile.groups, tile.row // np.dtype(DTYPES[dtype]).itemsize
+    out = out or dtype
+    size = np.dtype(DTYPES[out]).itemsize
+    box = 64 if size == 1 and (tile.columns % 128 or tile.row == 64) else 128 // size
     maps: list[Tiled | Im2col | None] = []
     ends: list[list[int]] = [[], [], [], []]
+    scales = b""
     pixels, firsts, outputs = [], [], []
     blocks, tiles = 0, -(-g.f // tile.columns)
 
@@ -406,14 +444,17 @@ def hopper(
         return of(held(memory, p.x, late=True)[1], p.g, rows, width)
 
     def filters(p: Product) -> Tiled:
-        w = held(memory, p.w.reshape(p.g.f, -1, p.g.c), late)[1]
+        w = quads(p.w) if size == 1 else p.w
+        w = held(memory, w.reshape(p.g.f, -1, p.g.c), late)[1]
         return Tiled(w, (tile.columns, 1, width))
 
     for p in products:
-        y_at, y = held(memory, unwritten((p.g.pixels, g.f), dtype))
+        y_at, y = held(memory, unwritten((p.g.pixels, g.f), out))
         residual_at, residual = held(memory, p.residual, late=True)
-        maps += [source(p), filters(p), Tiled(y, (64, width))]
-        maps.append(Tiled(residual, (64, width)) if adds else None)
+        maps += [source(p), filters(p), Tiled(y, (64, box))]
+        maps.append(Tiled(residual, (64, box)) if adds else None)
+        if p.scale is not None:
+            scales += pack("Qf4x", memory.add(p.scale), p.residual_scale)
         more = memory.add(beside.bias) if beside else memory.add(np.zeros(1, np.float32))
         for end, at in zip(ends, (memory.add(p.bias), more, residual_at, y_at), strict=True):
             end.append(at)
@@ -425,22 +466,27 @@ def hopper(
     if beside:
         maps += [source(beside), filters(beside)]
         steps2, stride2 = -(-beside.g.c // width), beside.g.stride
+    splits = max(splits, tile.peers)
     sizes = problem(
         g, pixels, firsts, width=width, columns=tiles, splits=splits, tiles=blocks, alpha=alpha,
         steps2=steps2, stride2=stride2, constant=constant,
     )  # fmt: skip
     grid = blocks * splits if tile.kind == "split" else min(blocks, processors)
+    if tile.peers > 1:
+        whole = -(-blocks // tile.peers) * tile.peers
+        grid = blocks * tile.peers
+        grid = grid if grid <= processors else min(whole, processors)
     launch = Launch(
         kernel,
         [
             bytes(128 * len(maps)),
-            pack(f"{4 * len(products)}Q", *(at for end in ends for at in end)),
+            pack(f"{4 * len(products)}Q", *(at for end in ends for at in end)) + scales,
             sizes,
         ],
         memory,
         grid=(grid,),
         threads=128 * tile.groups + 32,
-        shared_bytes=tile.stages * (rows + tile.columns) * 128 + 16 * tile.stages + 1024,
+        shared_bytes=tile.shared_bytes,
         cluster=splits,
         maps=maps,
     )
@@ -878,6 +924,79 @@ def resident(
         shared_bytes=config.shared_bytes(box, filters, pixels),
         maps=[map, Tiled(w, (config.columns, 1, width))],
         cluster=splits,
+    )
+    launch.run(seed)
+    return y
+
+
+@dataclass(frozen=True)
+class PingPong:
+    """A PingPong of ops/gemm/pingpong.mojo."""
+
+    groups: int
+    columns: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.groups}x64x{self.columns}"
+
+
+PINGPONG = (PingPong(3, 192), PingPong(3, 128))  # of ops/gemm/tuning.mojo
+
+
+def pingpong(
+    kernel: Kernel,
+    config: PingPong,
+    p: Product,
+    *,
+    dtype: str,
+    alpha: float = 1,
+    stages: int = 8,
+    processors: int = 2,
+    constant: bool = True,
+    late: bool = False,
+    seed: int = 0,
+) -> Array:
+    """Runs ops/gemm/pingpong.mojo. The kernel ahead writes x.
+
+    Args:
+        kernel: What runs.
+        config: Sizes of the block.
+        p: The convolution.
+        dtype: Of x, w and y.
+        alpha: Scale of the product.
+        stages: Stages of the ring.
+        processors: Blocks of the same filters, at most.
+        constant: Whether the kernel is told that w are weights.
+        late: Whether the kernel ahead writes w, too.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        y[M, F].
+    """
+    memory, g = Tensors(), p.g
+    width = 128 // np.dtype(DTYPES[dtype]).itemsize
+    x, (y_at, y) = held(memory, p.x, late=True)[1], held(memory, unwritten((g.pixels, g.f), dtype))
+    w = held(memory, p.w.reshape(g.f, -1, g.c), late)[1]
+    bias = memory.add(p.bias)
+    steps, columns = g.r * g.s * -(-g.c // width), -(-g.f // config.columns)
+    tiles = -(-g.pixels // 64) * columns
+    sizes = problem(
+        g, [g.pixels], [0], width=width, columns=columns, splits=1, tiles=tiles, alpha=alpha,
+        constant=constant,
+    )  # fmt: skip
+    launch = Launch(
+        kernel,
+        [bytes(128 * 3), pack("4Q", bias, bias, bias, y_at), sizes, pack("i", stages)],
+        memory,
+        grid=(min(tiles, processors * columns),),
+        threads=128 * config.groups + 128,
+        shared_bytes=steps * (config.columns * 128 + 16) + stages * (8192 + 16) + 1024,
+        maps=[
+            pixels_of(x, g, 64, width),
+            Tiled(w, (config.columns, 1, width)),
+            Tiled(y, (64, width)),
+        ],
     )
     launch.run(seed)
     return y

@@ -680,6 +680,8 @@ class Gang:
         indices: tuple[Array, int] | None,
     ) -> None:
         columns, depth, kind = shape
+        whole = "." in kind  # integers, of A and of B
+        kind, kind_b = kind.split(".") if whole else (kind, kind)
         if isinstance(left, list):
             x = semantics.fragment(left, kind)[0]
         elif indices:
@@ -692,12 +694,14 @@ class Gang:
         if turned[1]:
             product = x @ self._matrix(right, depth, columns, kind)
         else:
-            product = x @ self._matrix(right, columns, depth, kind).T
+            product = x @ self._matrix(right, columns, depth, kind_b).T
         # As mma's C, 8 columns after 8 columns (9.7.14.5).
         tiles = product.reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, 32)
         for register, tile in zip(registers, tiles, strict=True):
-            sums = self.f32[register]
-            sums[lanes] = tile + (sums[lanes] if keeps else 0)
+            sums = (self.s32 if whole else self.f32)[register]
+            if whole:  # they wrap; float64 has added up the products exactly
+                tile = tile.astype(np.int64)
+            sums[lanes] = (tile + (sums[lanes] if keeps else 0)).astype(sums.dtype)
 
     def _matrix(self, descriptor: int, rows: int, depth: int, kind: str) -> Array:
         """Reads [rows, depth] of a stage (9.7.14.5).
@@ -709,7 +713,7 @@ class Gang:
         width = (16, 128, 64, 0)[descriptor >> 62]
         if width != 16 and stride != 8 * width:
             raise AccessError(f"wgmma: a descriptor that is not known: {descriptor:#x}")
-        size = {"tf32": 4, "e4m3": 1, "e5m2": 1}.get(kind, 2)
+        size = {"tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}.get(kind, 2)
         row, byte = np.arange(rows)[:, None], np.arange(depth * size)
         at = start + row // 8 * stride + row % 8 * width + byte // width * leading + byte % width
         if int(at.max()) >= self.block.shared.size:
@@ -719,6 +723,8 @@ class Gang:
             numbers = semantics.from_bf16(raw.view(np.uint16))
         elif kind == "f16":
             numbers = raw.view(np.float16)
+        elif kind in ("s8", "u8"):
+            numbers = raw.view(np.int8) if kind == "s8" else raw
         elif kind in ("e4m3", "e5m2"):
             numbers = semantics.FLOAT8["float8_e5m2" if kind == "e5m2" else "float8_e4m3fn"][raw]
         else:

@@ -11,18 +11,13 @@ from max.gpu.compute.mma import (
     wgmma_fence_aligned,
     wgmma_wait_group_sync,
 )
-from max.gpu.host import DeviceContext, FuncAttribute
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.host import DeviceContext
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from ops.device import Device
 from ops.epilogue import Epilogue
 from ops.hopper.accumulator import Fragment, Sums
 from ops.hopper.epilogue import EpilogueTensors, finish_rows
-from ops.hopper.mma import Matrix, mma
+from ops.hopper.mma import SUM, Matrix, mma
 from ops.hopper.pipeline import Pipeline
 from ops.hopper.ptx import (
     fence_async,
@@ -34,6 +29,7 @@ from ops.hopper.ptx import (
 from ops.hopper.scheduler import TileScheduler
 from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ops.hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
+from ops.launch import launch
 from ops.operands import F32, Data
 from std.math import ceildiv
 from std.sys import size_of
@@ -120,7 +116,7 @@ def consume[
     var pipeline = at_start
     for number in schedule.turns():
         var tile = schedule.tile(number)
-        var sums = Sums[TILE](fill=0)
+        var sums = Sums[TILE, SUM[dtype]](fill=0)
         for _ in range(steps):
             pipeline.wait()
             wgmma_fence_aligned()
@@ -169,7 +165,8 @@ def enqueue_gemm[
     maps.maps[2] = matrix_map[out](ctx, y, rows=m, columns=f, box=TILE)
     var schedule = TileScheduler[]([ceildiv(m, TILE)], columns=ceildiv(f, TILE))
     comptime SHARED = STAGES * (2 * HALF + Pipeline.BARRIERS) + 1024
-    ctx.enqueue_function[gemm_kernel[dtype, out, epilogue]](
+    launch[gemm_kernel[dtype, out, epilogue]](
+        ctx,
         maps,
         EpilogueTensors[out](bias, bias, y, y),
         schedule,
@@ -177,7 +174,5 @@ def enqueue_gemm[
         Int32(f),
         grid_dim=schedule.blocks(3 * Device(ctx).multiprocessors),
         block_dim=THREADS,
-        shared_mem_bytes=SHARED,
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
+        shared=SHARED,
     )

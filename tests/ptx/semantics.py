@@ -58,6 +58,31 @@ FLOAT8["float8_e5m2"][[0x7C, 0xFC]] = np.inf, -np.inf
 FLOAT8["float8_e5m2"][[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
 
 
+def to_float8(x: Array, name: str) -> Array:
+    """Rounds to nearest even; what is too large becomes the largest finite number (.satfinite)."""
+    x = np.asarray(x, np.float64)
+    finite = np.flatnonzero(np.isfinite(FLOAT8[name][:128]))  # they ascend, as their bits do
+    middles = (FLOAT8[name][finite[1:]] + FLOAT8[name][finite[:-1]]) / 2
+    low = np.searchsorted(middles, np.abs(x))
+    even = low + (low & 1) * (middles[np.minimum(low, len(middles) - 1)] == np.abs(x))
+    bits = np.where(np.isnan(x), 0x7F, even) | np.signbit(x) << 7
+    return bits.astype(np.uint8)
+
+
+def pack_saturated(kind: str, a: Array, b: Array, c: Array) -> Array:
+    """Packs two integers of 8 bits, b lower, below the lower half of c (9.7.9.22, cvt.pack)."""
+    limits = np.iinfo({"s8": np.int8, "u8": np.uint8}[kind])
+    low, high = (np.clip(n, limits.min, limits.max).astype(np.uint32) & u32_(255) for n in (b, a))
+    return low | high << u32_(8) | np.asarray(c).astype(np.uint32) << u32_(16)
+
+
+def bfe(kind: str, x: Array, start: Array, length: Array) -> Array:
+    """Takes bits out of a word (9.7.1.19): signed, the highest of them is the sign."""
+    rest = u32_(32) - np.asarray(length).astype(np.uint32)
+    moved = shl(np.asarray(x).astype(np.uint32), rest - start)
+    return shr(moved.view(np.int32), rest).view(np.uint32) if kind == "s32" else shr(moved, rest)
+
+
 def fma(x: Array, y: Array, z: Array) -> Array:
     """Exact products in float64, so that the sum is rounded once but for rare double rounding."""
     return (np.float64(1) * x * y + z).astype(np.float32)

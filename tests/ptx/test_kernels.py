@@ -24,6 +24,7 @@ from .launches import (
     DTYPES,
     EXPANDED,
     GRAD_TILES,
+    PINGPONG,
     RESIDENT,
     SPARSE,
     TILES,
@@ -38,6 +39,7 @@ from .launches import (
     Masks,
     OneTile,
     Order,
+    PingPong,
     Product,
     Qkv,
     Reduction,
@@ -62,6 +64,7 @@ from .launches import (
     normalize,
     permute_rows,
     permute_tiles,
+    pingpong,
     pointwise,
     pool,
     pool_grad,
@@ -316,6 +319,24 @@ def test_hopper_multiplies(
     run_hopper(find, rng, tile, "none", [Conv(1, m, 1, 200, 136) for m in rows], splits=2)
 
 
+@pytest.mark.parametrize("tile", TILES[7:], ids=lambda tile: tile.label)
+@pytest.mark.parametrize(
+    ("tiles", "processors"),
+    [
+        pytest.param(1, 2, id="shared alone"),
+        pytest.param(3, 6, id="each shared", marks=pytest.mark.nightly),
+        pytest.param(3, 2, id="a turn, then shared"),
+        pytest.param(3, 4, id="too many to be shared, and a block without a tile"),
+        pytest.param(7, 4, id="a turn, then too many", marks=pytest.mark.nightly),
+    ],
+)
+def test_hopper_shares_the_last_turn(
+    find: Find, rng: np.random.Generator, tile: Tile, tiles: int, processors: int
+) -> None:
+    g = Conv(1, 64 * tile.groups * tiles - 20, 1, 136, 72)
+    run_hopper(find, rng, tile, "add_relu", [g], processors=processors)
+
+
 @pytest.mark.parametrize("tile", [TILES[4], TILES[6]], ids=lambda tile: tile.label)
 def test_hopper_gelu(find: Find, rng: np.random.Generator, tile: Tile) -> None:
     run_hopper(find, rng, tile, "gelu", [Conv(1, 70, 1, 64, 72)])
@@ -352,10 +373,11 @@ def test_hopper_float16(find: Find, rng: np.random.Generator) -> None:
     run_hopper(find, rng, TILES[4], "add_relu", [Conv(1, 70, 1, 72, 72)], dtype="float16")
 
 
-def test_hopper_float32(find: Find, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("tile", [TILES[4], TILES[8]], ids=lambda tile: tile.label)
+def test_hopper_float32(find: Find, rng: np.random.Generator, tile: Tile) -> None:
     p = product(rng, Conv(1, 70, 1, 72, 72), "float32")
     x, w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))  # as the copy engine does
-    run_hopper(find, rng, TILES[4], "add_relu", [replace(p, x=x, w=w)], dtype="float32")
+    run_hopper(find, rng, tile, "add_relu", [replace(p, x=x, w=w)], dtype="float32")
 
 
 TOKENS = [(2, 196, 136, 72), (1, 64, 64, 64), (3, 65, 8, 129), (1, 1, 200, 1), (1, 63, 72, 196)]
@@ -502,6 +524,106 @@ def run_tokens(
     check(got, y, dtype, SUMS)
 
 
+E4M3 = "float8_e4m3fn"
+EIGHT_BITS = [
+    (E4M3, E4M3, BF16),
+    (E4M3, E4M3, E4M3),
+    ("int8", "int8", "int8"),
+    ("uint8", "int8", "int8"),
+]
+"""Dtypes of x, of w, and of the residual and y."""
+SCALED = [Conv(1, 10, 9, 80, 144, 3, 3, pad=(1, 1)), Conv(2, 9, 8, 144, 48, stride=(2, 2))]
+
+
+def in_eighths(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    """Draws any integers, or floats that are multiples of 1/8: float32 has their sums exactly."""
+    if dtype in ("int8", "uint8"):
+        limits = np.iinfo(dtype)
+        return rng.integers(limits.min, limits.max + 1, shape).astype(dtype)
+    return rounded(rng.integers(-12, 13, shape) / 8, dtype)
+
+
+def scaled(rng: np.random.Generator, g: Conv, dtypes: tuple[str, str, str]) -> Product:
+    """Draws a convolution; powers of 2 scale it so that some results are beyond the largest."""
+    dtype, right, out = dtypes
+    low = -11 if right == "int8" else 1
+    return Product(
+        g,
+        in_eighths(rng, (g.n, g.h, g.w, g.c), dtype),
+        in_eighths(rng, (g.f, g.r, g.s, g.c), right),
+        (rng.integers(-40, 41, g.f) / 2).astype(np.float32),
+        in_eighths(rng, (g.pixels, g.f), out),
+        (2.0 ** rng.integers(low, low + 5, g.f)).astype(np.float32),
+        0.5,
+    )
+
+
+def run_scaled(
+    find: Find,
+    rng: np.random.Generator,
+    tile: Tile,
+    epilogue: str,
+    sizes: Sequence[Conv],
+    dtypes: tuple[str, str, str],
+    splits: int = 2,
+) -> None:
+    dtype, right, out = dtypes
+    kind = (dtype if dtype == right else f"{dtype}x{right}") + (
+        f"_to_{out}" if out != dtype else ""
+    )
+    products = [scaled(rng, g, dtypes) for g in sizes]
+    got = hopper(
+        find(f"gemm_hopper_{tile.label}_scale_{epilogue}_{len(sizes)}x1_{kind}"),
+        tile,
+        products,
+        dtype=dtype,
+        out=out,
+        splits=splits if tile.kind == "split" else 1,
+        adds="add" in epilogue,
+    )
+    for y, p in zip(got, products, strict=True):
+        want = p.g.apply(wide(p.x, dtype), wide(p.w, right)) * p.scale + p.bias
+        if "add" in epilogue:
+            want = want + p.residual_scale * wide(p.residual, out)
+        if "relu" in epilogue:
+            want = np.maximum(want, 0)
+        # Nothing but the last step rounds.
+        want = wide(rounded(want, out), out)
+        np.testing.assert_array_equal(wide(y, out), want)
+        if out != BF16:
+            largest = {E4M3: 448, "int8": 127}[out]
+            assert (want == largest).any() and (np.abs(want) < largest).any()
+
+
+@pytest.mark.parametrize(
+    ("tile", "dtypes", "g"), of_all(2, [TILES[4], TILES[6]], EIGHT_BITS, SCALED), ids=str
+)
+def test_hopper_scales(
+    find: Find, rng: np.random.Generator, tile: Tile, dtypes: tuple[str, str, str], g: Conv
+) -> None:
+    run_scaled(find, rng, tile, "add_relu", [g], dtypes)
+
+
+@pytest.mark.parametrize("tile", [TILES[0], TILES[2]], ids=lambda tile: tile.label)
+def test_hopper_stores_bytes_in_wide_boxes(
+    find: Find, rng: np.random.Generator, tile: Tile
+) -> None:
+    run_scaled(find, rng, tile, "add_relu", [Conv(1, 211, 1, 144, 208)], ("int8", "int8", "int8"))
+
+
+@pytest.mark.parametrize("out", [BF16, E4M3])
+def test_hopper_multiplies_half_rows(find: Find, rng: np.random.Generator, out: str) -> None:
+    tile = Tile(2, 128, 8, "overlap", row=64)
+    run_scaled(
+        find, rng, tile, "add_relu", [Conv(1, 10, 13, 64, 144, 3, 3, pad=(1, 1))], (E4M3, E4M3, out)
+    )
+
+
+def test_hopper_scales_products(find: Find, rng: np.random.Generator) -> None:
+    sizes = [Conv(1, m, 1, 272, 144) for m in (65, 1, 37)]
+    run_scaled(find, rng, TILES[4], "none", sizes, ("int8", "int8", "int8"))
+
+
 def run_hopper(
     find: Find,
     rng: np.random.Generator,
@@ -513,6 +635,7 @@ def run_hopper(
     dtype: str = BF16,
     alpha: float = 1,
     splits: int = 1,
+    processors: int = 2,
 ) -> None:
     products = [g if isinstance(g, Product) else product(rng, g, dtype) for g in sizes]
     more = product(rng, beside, dtype) if beside else None
@@ -525,6 +648,7 @@ def run_hopper(
         dtype=dtype,
         alpha=alpha,
         splits=splits if tile.kind == "split" else 1,
+        processors=processors,
         adds="add" in epilogue,
     )
     for y, p in zip(got, products, strict=True):
@@ -633,6 +757,73 @@ def run_resident(
         splits=splits if config.split else 1,
         stages=stages,
     )
+    sums = GELU if epilogue == "gelu" else SUMS
+    check(got, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, sums)
+
+
+@pytest.mark.parametrize(
+    ("config", "epilogue", "dtype", "g", "alpha", "stages"),
+    [
+        (PINGPONG[0], "gelu", BF16, Conv(1, 500, 1, 136, 200), 1, 8),
+        (PINGPONG[0], "gelu", BF16, Conv(1, 450, 1, 384, 192), 0.5, 10),
+        (PINGPONG[0], "gelu", BF16, Conv(1, 70, 1, 64, 8), 1, 8),
+        (PINGPONG[1], "relu", BF16, Conv(2, 10, 9, 24, 130, 3, 3, pad=(1, 1)), 0.5, 8),
+        (PINGPONG[1], "relu", BF16, Conv(2, 25, 23, 72, 72, stride=(2, 2)), 1, 9),
+        (PINGPONG[1], "none", "float16", Conv(1, 330, 1, 72, 72), 1, 8),
+        (PINGPONG[0], "relu", "float32", Conv(1, 330, 1, 40, 104), 0.5, 8),
+    ],
+    ids=str,
+)
+def test_pingpong(
+    find: Find,
+    rng: np.random.Generator,
+    config: PingPong,
+    epilogue: str,
+    dtype: str,
+    g: Conv,
+    alpha: float,
+    stages: int,
+) -> None:
+    run_pingpong(
+        find, config, epilogue, product(rng, g, dtype), dtype=dtype, alpha=alpha, stages=stages
+    )
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_pingpong_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -> None:
+    p = product(rng, Conv(1, 270, 1, 72, 72), BF16)
+    x = wide(p.x, BF16)
+    x[0, [3, 30, 269], 0, [5, 71, 0]] = np.nan, np.inf, -np.inf
+    run_pingpong(find, PINGPONG[1], "relu", replace(p, x=rounded(x, BF16)))
+
+
+def test_pingpong_waits_for_a_right_side_that_is_computed(
+    find: Find, rng: np.random.Generator
+) -> None:
+    p = product(rng, Conv(1, 70, 1, 136, 72), BF16)
+    kernel, want = find(f"gemm_pingpong_{PINGPONG[1].label}_relu_{BF16}"), convolved(p, BF16)
+
+    def run(*, constant: bool) -> Array:
+        return pingpong(kernel, PINGPONG[1], p, dtype=BF16, constant=constant, late=True)
+
+    check(run(constant=False), finished(want, p, "relu", BF16), BF16, SUMS)
+    assert np.isnan(wide(run(constant=True), BF16)).any()
+
+
+def run_pingpong(
+    find: Find,
+    config: PingPong,
+    epilogue: str,
+    p: Product,
+    *,
+    dtype: str = BF16,
+    alpha: float = 1,
+    stages: int = 8,
+) -> None:
+    if dtype == "float32":  # rounded as by the copy engine
+        p.x, p.w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))
+    kernel = find(f"gemm_pingpong_{config.label}_{epilogue}_{dtype}")
+    got = pingpong(kernel, config, p, dtype=dtype, alpha=alpha, stages=stages)
     sums = GELU if epilogue == "gelu" else SUMS
     check(got, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, sums)
 

@@ -147,10 +147,46 @@ def test_shuffles(how: str, source: Array) -> None:
         ("rcp.rn.f32 %r1, 0f7F000000", 0x00400000),
         ("ex2.approx.ftz.f32 %r1, 0fC2FE0000", 0),  # 2^-127
         ("ex2.approx.ftz.f32 %r1, 0f7F800000", 0x7F800000),
+        ("cvt.pack.sat.s8.s32.b32 %r1, -300, -2, 0x12345", 0x234580FE),
+        ("cvt.pack.sat.u8.s32.b32 %r1, 300, -2, 0", 0xFF00),
+        ("cvt.rni.s32.f32 %r1, 0fC0200000", -2),  # -2.5
+        ("bfe.s32 %r1, 0x12F456, 8, 8", -12),
+        ("bfe.u32 %r1, 0x12F456, 8, 8", 0xF4),
+        # 1.0625 and 1.1875 are midway between numbers of e4m3, and 1000 is beyond the largest, 448.
+        ("cvt.rn.satfinite.e4m3x2.f32 %rs1, 0f3F880000, 0f3F980000; cvt.u32.u16 %r1, %rs1", 0x383A),
+        ("cvt.rn.satfinite.e4m3x2.f32 %rs1, 0fC47A0000, 0f3A800000; cvt.u32.u16 %r1, %rs1", 0xFE00),
+        ("mov.b16 %rs1, 0x7ED3; cvt.rn.f16x2.e4m3x2 %r1, %rs1", 0x5F00C980),
     ],
 )
 def test_instructions(line: str, want: int) -> None:
     assert (run(line + ";") == np.uint32(want & 0xFFFFFFFF).view(np.int32)).all()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "start", "want"),
+    [
+        ("s8.s8", 2**31 - 1, -(2**31) + 31),
+        ("u8.s8", -(2**31), 2**31 - 32 * 255),
+        ("s8.u8", -(2**31), 2**31 - 32 * 255),
+    ],
+)
+def test_sums_of_integers_wrap(kinds: str, start: int, want: int) -> None:
+    body = f"""
+    mov.u32 %r2, shared;
+    shl.b32 %r3, %r0, 2;
+    add.s32 %r3, %r3, %r2;
+    and.b32 %r3, %r3, 0xFF;
+    st.shared.b32 [%r3], -1;
+    bar.sync 0;
+    shr.u32 %r2, %r2, 4;
+    cvt.u64.u32 %rd2, %r2;
+    mov.b32 %r1, {start};
+    setp.eq.u32 %p0, %r0, %r0;
+    wgmma.mma_async.sync.aligned.m64n8k32.s32.{kinds} {{%r1, %r4, %r5, %r6}}, %rd2, %rd2, %p0;
+    wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned 0;
+    """
+    assert (run(body, threads=128, words=128) == want).all()
 
 
 @pytest.mark.parametrize("together", [1, 2])

@@ -24,6 +24,10 @@ def drawn(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> tuple
         table = FLOAT8[dtype]
         bits = rng.choice(np.flatnonzero(np.abs(table) <= 2).astype(np.uint8), shape)
         return bits, table[bits]
+    if dtype in ("int8", "uint8"):
+        limits = np.iinfo(dtype)
+        x = rng.integers(limits.min, limits.max + 1, shape).astype(dtype)
+        return x, x.astype(np.float64)
     x = rounded(rng.standard_normal(shape), dtype)
     # The copy engine rounds float32 to TF32.
     return (
@@ -32,12 +36,12 @@ def drawn(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> tuple
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 8), (150, 200, 136), (64, 640, 64)], ids=str)
-@pytest.mark.parametrize("dtype", [BF16, "float16", "float32", *FLOAT8])
+@pytest.mark.parametrize("dtype", [BF16, "float16", "float32", *FLOAT8, "int8"])
 def test_gemm_of_a_page(
     find: Find, rng: np.random.Generator, dtype: str, shape: tuple[int, int, int]
 ) -> None:
     m, k, f = shape
-    k += k % 16 if dtype in FLOAT8 else 0
+    k += k % 16 if dtype in (*FLOAT8, "int8") else 0
     (x, x64), (w, w64) = drawn(rng, (m, k), dtype), drawn(rng, (f, k), dtype)
     bias = rng.standard_normal(f).astype(np.float32)
     out = "float32" if dtype == "float32" else BF16

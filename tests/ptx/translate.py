@@ -23,6 +23,7 @@ NUMPY = {"u": "uint", "s": "int", "f": "float"}
 WIDER = {"s32": "s64", "u32": "u64", "u16": "u32", "s16": "s32"}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+FLOAT8 = {"e4m3x2": "float8_e4m3fn", "e5m2x2": "float8_e5m2"}
 BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 IGNORED: tuple[str, ...] = ("griddepcontrol.launch", "fence", "membar", "prefetch", "wgmma.fence")
 IGNORED += ("setmaxnreg",)
@@ -307,7 +308,10 @@ class Translator:
         if base == "prmt":
             z = self.value(a[3], "u32")
             return f"permute({x}, {y}, {z}, {parts[2] if len(parts) > 2 else ''!r})"
-        if base in ("shf", "bfe", "lop3"):
+        if base == "bfe":
+            rest = ", ".join(self.value(n, "u32") for n in a[2:])
+            return f"bfe({parts[-1]!r}, {x}, {rest})"
+        if base in ("shf", "lop3"):
             rest = ", ".join(self.value(n, "u32") for n in a[3:])
             return f"{base}({', '.join(map(repr, parts[1:-1]))}, {x}, {y}, {rest})"
         raise KeyError(base)
@@ -347,6 +351,18 @@ class Translator:
     def convert(self, i: Instruction) -> list[str]:
         to, source = i.parts[-2], i.parts[-1]
         a = i.args
+        if i.parts[1] == "pack":
+            both = f"{self.value(a[1], 's32')}, {self.value(a[2], 's32')}"
+            packed = f"pack_saturated({i.parts[3]!r}, {both}, {self.value(a[3], 'u32')})"
+            return [self.put(a[0], packed, "u32")]
+        if to in ("e4m3x2", "e5m2x2"):
+            high, low = (f"to_float8({self.value(n, 'f32')}, {FLOAT8[to]!r})" for n in a[1:3])
+            return [self.put(a[0], f"packed([{low}, {high}], np.uint16)", "u16")]
+        if source in ("e4m3x2", "e5m2x2"):
+            table = f"FLOAT8[{FLOAT8[source]!r}].astype(np.float16).view(np.uint16)"
+            x = self.value(a[1], "u16")
+            numbers = f"{table}[{x} & 255], {table}[{x} >> 8]"
+            return [self.put(a[0], f"packed([{numbers}], u32_)", "u32")]
         if to in ("bf16x2", "f16x2"):
             rounded = f"to_{to[:-2]}"
             high, low = (self.value(n, "f32") for n in a[1:3])
@@ -436,9 +452,10 @@ class Translator:
                 held, halves = a[1].startswith("{"), parts[-1] in ("bf16", "f16")
                 turned = (halves and not held and a[-2] == "1", halves and a[-1] == "1")
                 sides = a[-2:][held:] if halves else ()
-                if a[4:] != ("1", "1", *sides):
+                whole = parts[5] == "s32"  # integers have no scales
+                if a[4:] != (() if whole else ("1", "1", *sides)) or "satfinite" in parts:
                     raise ValueError("wgmma: operands that are scaled or transposed")
-                shape, kind = parts[4], parts[-1]
+                shape, kind = parts[4], ".".join(parts[-2:]) if whole else parts[-1]
                 left = self.list(a[1].strip("{}"), "u32") if held else v(a[1], "u64")
                 args = f"{shape!r}, {kind!r}, {rows!r}, {left}, {v(a[2], 'u64')}"
                 return [f"g.wgmma({args}, {keep}, {turned}, {indices}, w)"]
