@@ -68,7 +68,7 @@ class Trainer:
             found = self._call(self._x)
             logits = getattr(found, "logits", found)
             loss = nn.functional.cross_entropy(logits.float(), self._labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     def step(self) -> None:
@@ -126,7 +126,7 @@ def _cell(
     torch._dynamo.reset()
     torch.manual_seed(0)
     layout = torch.channels_last
-    model = model.to(place, memory_format=layout)
+    model = model.to(place).to(memory_format=layout)  # type: ignore[call-overload]
     x = torch.randn(count, 3, 224, 224, device=place).to(memory_format=layout)
     batch = (x, torch.randint(0, 1000, (count,), device=place))
     exact = Trainer("torch", model, batch, torch.float32).gradients()

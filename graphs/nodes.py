@@ -184,8 +184,15 @@ def conv2d_input_grad(
         for phase, held, length in zip((down, right), dy.shape[1:3], (rows, columns), strict=True):
             sides.append(length + phase.reach - int(held) - phase.pad)
         part = _cut(dy, [min(each, 0) for each in sides])
-        pads = tuple(max(each, 0) for each in sides)
-        parts.append(conv2d(part, filter, padding=pads, dilation=(down.apart, right.apart)))
+        above, left, below, after = (max(each, 0) for each in sides)
+        parts.append(
+            conv2d(
+                part,
+                filter,
+                padding=(above, left, below, after),
+                dilation=(down.apart, right.apart),
+            )
+        )
     dx = _interleaved(parts, steps)
     return _cut(dx, [0, 0, size[0] - rows * steps[0], size[1] - columns * steps[1]])
 

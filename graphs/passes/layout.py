@@ -216,7 +216,7 @@ class _Layout:
                 assert images[0] is not None and images[1] is not None
                 dy, x = self.lay(dy, images[0]), self.lay(x, images[1])
                 name = self.free(f"{node.output}.grad")
-                window = {"kernel": 1, "layout": "NHWC"}
+                window: dict[str, Attribute] = {"kernel": 1, "layout": "NHWC"}
                 self.nodes.append(Node("conv2d_weight_grad", (x, dy), (name,), window))
                 held = View.of((f, 1, 1, c)).reshaped((f, c))
                 assert held is not None
