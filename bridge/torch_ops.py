@@ -150,7 +150,13 @@ class Op:
             if yes
         ]
 
+    def _whole(self, args: Sequence[Any]) -> list[Any]:
+        """Adds the defaults that torch leaves out at the end."""
+        rest = list(self.signature.parameters.values())[len(args) :]
+        return [*args, *(list(x) if isinstance(x := each.default, tuple) else x for each in rest)]
+
     def _save(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        inputs = self._whole(inputs)
         ctx.set_materialize_grads(False)
         ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
@@ -161,13 +167,14 @@ class Op:
         args = [
             next(held) if yes else x for yes, x in zip(ctx.is_tensor, ctx.settings, strict=True)
         ]
-        needed = dict(zip(self.signature.parameters, ctx.needs_input_grad, strict=True))
-        wanted = [bool(needed[name]) for name in self.tensors]
+        needed = dict(zip(self.signature.parameters, ctx.needs_input_grad, strict=False))
+        wanted = [needed.get(name, False) for name in self.tensors]
         found = iter(self.backward(list(dy), wanted, *args))
         return tuple(next(found) if yes else None for yes in needed.values())
 
     def _run(self, *args: Any) -> Any:
-        found = self._found("", self.meant, list(args), list(args))
+        given = self._whole(args)
+        found = self._found("", self.meant, given, given)
         return tuple(found) if "tuple" in self.signature.return_annotation else found[0]
 
     def _run_backward(self, dy: Any, wanted: Any, *args: Any) -> list[Tensor]:
@@ -189,7 +196,7 @@ class Op:
         batched = [name in self.batch or not name for name in names]
         tensors = [x for x in given if isinstance(x, Tensor)]
         sizes = {
-            x.shape[0] if x.ndim else None
+            x.shape[0] if x.ndim and _order(x)[0] == 0 else None
             for x, yes in zip(given, batched, strict=True)
             if yes and isinstance(x, Tensor)
         }
@@ -651,7 +658,7 @@ def cross_entropy(
 ) -> Tensor:
     """Computes -log(softmax(x)[target]) of logits [N, C] and classes [N]."""
     logs = x.log_softmax(1)
-    taken = F.one_hot(target, x.shape[1]).to(x.dtype)
+    taken = (target[:, None] == torch.arange(x.shape[1], device=x.device)).to(x.dtype)
     wanted = taken * (1 - label_smoothing) + label_smoothing / x.shape[1]
     return _summed(-(logs * wanted).sum(1), reduction)
 

@@ -1,0 +1,279 @@
+"""Our kernels as ops of torch: equal to torch both ways, sound for its compilers, clear in errors.
+
+Programs are interpreted, but for one test. The kernels do not compute in float64, so gradcheck has
+nothing to call: gradients are compared with those of the same function in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from max.driver import Buffer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import maxvision
+from maxvision import torch_ops
+from maxvision.bridge import parts
+from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.graphs.program import Program
+from tests.graphs.interpret import interpret
+
+
+def n(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+def scaled(*shape: int) -> Tensor:
+    """Draws weights of which products keep their scale."""
+    return torch.randn(*shape) / math.sqrt(math.prod(shape[1:]))
+
+
+def positive(*shape: int) -> Tensor:
+    return torch.rand(*shape) + 0.5
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch_ops.kept(shape, 0.3, torch.empty(0))
+
+
+CASES: dict[str, list[Callable[[], dict[str, Any]]]] = {
+    "conv2d": [
+        lambda: dict(x=n(3, 4, 7, 6), weight=scaled(6, 4, 3, 3), bias=n(6), padding=1),
+        lambda: dict(x=n(2, 4, 9, 8).to(memory_format=torch.channels_last),
+                     weight=scaled(6, 2, 3, 3), residual=n(2, 6, 4, 3), stride=2, groups=2,
+                     activation="relu"),
+        lambda: dict(x=n(2, 4, 9, 9), weight=scaled(5, 4, 3, 2), stride=(2, 1), padding=(1, 0),
+                     dilation=(1, 2), activation="silu"),
+    ],
+    "linear": [
+        lambda: dict(x=n(4, 5, 8), weight=scaled(6, 8), bias=n(6), activation="gelu"),
+        lambda: dict(x=n(1, 8), weight=scaled(6, 8), activation="tanh"),
+        lambda: dict(x=n(6, 4).t(), weight=scaled(3, 6), bias=n(3)),
+    ],
+    "gemm": [
+        lambda: dict(a=n(5, 4), b=n(4, 3), c=n(5, 3), alpha=0.5, beta=-2.0),
+        lambda: dict(a=n(4, 5), b=n(3, 4), transpose_a=True, transpose_b=True),
+    ],
+    "gemm_batched": [
+        lambda: dict(a=n(2, 5, 4), b=n(2, 3, 4), c=n(2, 5, 3), alpha=2.0, transpose_b=True),
+    ],
+    "bmm": [lambda: dict(a=n(3, 5, 4), b=n(3, 4, 6))],
+    "softmax": [lambda: dict(x=n(3, 5, 4)), lambda: dict(x=n(3, 5, 4), axis=1)],
+    "log_softmax": [lambda: dict(x=n(3, 5))],
+    "layer_norm": [
+        lambda: dict(x=n(3, 5, 8), weight=n(8), bias=n(8)),
+        lambda: dict(x=n(2, 3, 4), weight=n(3, 4), activation="silu"),
+    ],
+    "layer_norm_relu": [lambda: dict(x=n(3, 8), weight=n(8), bias=n(8))],
+    "layer_norm_gelu": [lambda: dict(x=n(3, 8), weight=n(8), bias=n(8))],
+    "rms_norm": [lambda: dict(x=n(3, 5, 8), weight=n(8))],
+    "rms_norm_gelu": [lambda: dict(x=n(3, 8), weight=n(8))],
+    "batch_norm": [
+        lambda: dict(x=n(4, 3, 5, 4), weight=n(3), bias=n(3), running_mean=n(3),
+                     running_var=positive(3), training=True),
+        lambda: dict(x=n(4, 3), weight=n(3), bias=n(3), running_mean=n(3),
+                     running_var=positive(3)),
+    ],
+    "conv_bn_relu": [
+        lambda training=training: dict(
+            x=n(3, 4, 6, 6), weight=scaled(5, 4, 3, 3), norm_weight=n(5), norm_bias=n(5),
+            running_mean=n(5), running_var=positive(5), padding=1, training=training,
+        )
+        for training in (False, True)
+    ],
+    "max_pool2d": [lambda: dict(x=n(2, 3, 9, 8), kernel=3, stride=2, padding=1)],
+    "avg_pool2d": [
+        lambda: dict(x=n(2, 3, 9, 8), kernel=3, stride=2, padding=1, count_include_pad=False)
+    ],
+    "relu": [lambda: dict(x=n(3, 5))],
+    "gelu": [lambda: dict(x=n(3, 5)), lambda: dict(x=n(3, 5), approximate="tanh")],
+    "add_relu": [lambda: dict(x=n(3, 5), y=n(3, 5))],
+    "mul_relu": [lambda: dict(x=n(3, 5), y=n(3, 5))],
+    "mul_tanh": [lambda: dict(x=n(3, 5), y=n(3, 5))],
+    "add_sigmoid": [lambda: dict(x=n(3, 5), y=n(3, 5))],
+    "bias_gelu": [lambda: dict(x=n(3, 5), bias=n(5))],
+    "swish_multiply": [lambda: dict(x=n(3, 5), gate=n(3, 5))],
+    "mish_scale": [lambda: dict(x=n(3, 5), scale=n(5))],
+    "prelu_bias": [lambda: dict(x=n(3, 5), bias=n(5), slope=n(5))],
+    "sum_squared": [lambda: dict(x=n(3, 5))],
+    "mean_abs": [lambda: dict(x=n(3, 5))],
+    "cross_entropy": [
+        lambda: dict(x=n(4, 5), target=torch.tensor([1, 0, 4, 2])),
+        lambda: dict(x=n(4, 5), target=torch.tensor([1, 0, 4, 2]), reduction="none",
+                     label_smoothing=0.1),
+    ],
+    "mse": [
+        lambda: dict(x=n(4, 5), target=n(4, 5)),
+        lambda: dict(x=n(4, 5), target=n(4, 5), reduction="sum"),
+    ],
+    "attention": [
+        lambda: dict(q=n(2, 3, 5, 4), k=n(2, 3, 5, 4), v=n(2, 3, 5, 4), causal=True),
+        lambda: dict(q=n(2, 3, 5, 4), k=n(2, 3, 6, 4), v=n(2, 3, 6, 4), mask=n(1, 1, 5, 6),
+                     scale=0.3),
+    ],
+    "attention_score": [lambda: dict(q=n(2, 3, 5, 4), k=n(2, 3, 6, 4))],
+    "multi_head_attention": [
+        lambda: dict(x=n(2, 5, 8), in_weight=scaled(24, 8), in_bias=n(24), out_weight=scaled(8, 8),
+                     out_bias=n(8), heads=2),
+    ],
+    "ffn_block": [
+        lambda: dict(x=n(2, 5, 8), weight1=scaled(12, 8), bias1=n(12), weight2=scaled(8, 12),
+                     bias2=n(8)),
+    ],
+    "transformer_layer": [
+        lambda: dict(x=n(2, 5, 8), norm1_weight=n(8), norm1_bias=n(8), in_weight=scaled(24, 8),
+                     in_bias=n(24), out_weight=scaled(8, 8), out_bias=n(8), norm2_weight=n(8),
+                     norm2_bias=n(8), weight1=scaled(16, 8), bias1=n(16), weight2=scaled(8, 16),
+                     bias2=n(8), heads=2, causal=True),
+    ],
+    "embedding_position": [
+        lambda: dict(tokens=torch.tensor([[1, 0, 6], [6, 6, 2]]), table=n(7, 4), position=n(5, 4)),
+    ],
+    "rotary_attention": [
+        lambda: dict(q=n(2, 3, 5, 4), k=n(2, 3, 5, 4), v=n(2, 3, 5, 4), cos=n(5, 4), sin=n(5, 4)),
+    ],
+    "depthwise_pointwise": [
+        lambda: dict(x=n(2, 4, 7, 6), depthwise=scaled(4, 1, 3, 3), pointwise=scaled(6, 4, 1, 1),
+                     bias=n(6), padding=1, activation="relu"),
+    ],
+    "grouped_conv_norm": [
+        lambda: dict(x=n(2, 4, 7, 6), weight=scaled(6, 2, 3, 3), norm_weight=n(6), norm_bias=n(6),
+                     groups=2, norm_groups=3),
+    ],
+    "gelu_dropout": [lambda: dict(x=n(3, 5), keep=drawn(3, 5), p=0.3)],
+    "attention_dropout": [
+        lambda: dict(q=n(2, 3, 5, 4), k=n(2, 3, 5, 4), v=n(2, 3, 5, 4), keep=drawn(2, 3, 5, 5),
+                     p=0.3),
+    ],
+    "conv_gelu_dropout": [
+        lambda: dict(x=n(2, 4, 5, 5), weight=scaled(6, 4, 3, 3), bias=n(6),
+                     keep=drawn(2, 6, 3, 3), p=0.3),
+    ],
+}  # fmt: skip
+ALL = [(name, i) for name, cases in CASES.items() for i in range(len(cases))]
+
+
+class Interpreted:
+    """Stands for an executor, which would take 12 s to compile."""
+
+    made: list[Interpreted]
+
+    def __init__(self, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
+        self.program, self.tensors = program, dict(tensors)
+        self.executable = self
+        Interpreted.made.append(self)
+
+    @classmethod
+    def compile(
+        cls, program: Program, tensors: Mapping[str, np.ndarray], *_: Any, **__: Any
+    ) -> Any:
+        return cls(program, tensors)
+
+    def execute(self, *buffers: Buffer) -> list[Buffer]:
+        given = [torch.from_dlpack(each) for each in buffers]
+        arrays = [(x.float() if x.is_floating_point() else x).numpy() for x in given]
+        found = interpret(self.program, arrays, self.tensors)
+        kinds = (self.program.types[value].dtype for value in self.program.outputs.values())
+        return [
+            Buffer.from_dlpack(
+                torch.from_numpy(np.require(y, requirements="C")).to(getattr(torch, kind))
+            )
+            for y, kind in zip(found.values(), kinds, strict=True)
+        ]
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(parts, "Executor", Interpreted)
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
+    for each in torch_ops.TABLE.values():
+        monkeypatch.setattr(each, "made", {})
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def both(function: Callable[..., Any], given: Mapping[str, Any], dtype: torch.dtype) -> list[Any]:
+    """Computes outputs and gradients in a dtype; the slopes of the outputs are drawn by a seed."""
+    cast = {
+        name: x.detach().to(dtype).requires_grad_()
+        if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in given.items()
+    }  # fmt: skip
+    found = function(**cast)
+    several = [*found] if isinstance(found, tuple) else [found]
+    generator = torch.Generator().manual_seed(1)
+    slopes = [torch.randn(y.shape, generator=generator).to(dtype) for y in several]
+    asked = [
+        x for name, x in cast.items()
+        if isinstance(x, Tensor) and x.requires_grad and not name.startswith("running")
+    ]  # fmt: skip
+    kept = several[:1]  # of a norm, the running statistics are no function of the weights
+    return several + [*torch.autograd.grad(kept, asked, slopes[:1])]
+
+
+def reference(name: str, given: Mapping[str, Any]) -> Callable[..., Any]:
+    op = torch_ops.TABLE[name]
+    return lambda **cast: op.means(*op.bound((), cast).values())
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("name", "case"), ALL)
+def test_values_and_gradients_are_torchs(name: str, case: int) -> None:
+    given = CASES[name][case]()
+    wanted = both(reference(name, given), given, torch.float64)
+    torchs = both(reference(name, given), given, torch.float32)
+    found = both(torch_ops.TABLE[name], given, torch.float32)
+    assert Interpreted.made
+    for ours, theirs, exact in zip(found, torchs, wanted, strict=True):
+        assert ours.dtype == torch.float32 and ours.shape == exact.shape
+        bound = 2 * (theirs - exact).abs().max() + 1e-6 * exact.abs().max() + 1e-7
+        assert (ours - exact).abs().max() <= bound
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", CASES)
+def test_sixteen_bits_err_no_more_than_twice_as_far_as_torch(name: str) -> None:
+    given = CASES[name][0]()
+    given = {
+        key: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for key, x in given.items()
+    }
+    wanted = both(reference(name, given), given, torch.float64)
+    torchs = both(reference(name, given), given, torch.bfloat16)
+    found = both(torch_ops.TABLE[name], given, torch.bfloat16)
+    for ours, theirs, exact in zip(found, torchs, wanted, strict=True):
+        assert ours.dtype == torch.bfloat16 and ours.shape == exact.shape
+        bound = 2 * (theirs - exact).abs().max() + 2**-8 * exact.abs().max()
+        assert (ours - exact).abs().max() <= bound
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck(name: str) -> None:
+    op = torch_ops.TABLE[name]
+    given = op.bound((), CASES[name][0]())
+    args = tuple(
+        x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in given.values()
+    )
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op.forward, args, test_utils=utils)
+    plain = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    with torch.no_grad():
+        made = op.means(*plain)
+    slopes = [torch.randn_like(y) for y in (made if isinstance(made, tuple) else (made,))]
+    wanted = [isinstance(given[key], Tensor) and given[key].requires_grad for key in op.tensors]
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(op.backward, (slopes, wanted, *plain), test_utils=utils)
+
+
+def test_every_op_has_a_case() -> None:
+    assert set(CASES) == set(torch_ops.TABLE)
