@@ -837,3 +837,148 @@ def kept(
         generator: The seed, if it shall be another than torch's own.
     """
     return torch.rand(*shape, device=like.device, generator=generator) >= p
+
+
+# --- modules -----------------------------------------------------------------------------------
+
+
+class _Ours(nn.Module):
+    """A layer of torch that calls an op of ours, or torch where that cannot be, with one warning.
+
+    Attributes:
+        uses_maxvision: Whether the last call ran on our kernels, or the first one will.
+    """
+
+    uses_maxvision = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes what torch's layer does."""
+        why = self._unfit() or refusal(x, *self.parameters(), *self.buffers_read())
+        if not why and torch.compiler.is_compiling():
+            return self._ours(x)
+        if not why:
+            try:
+                found = self._ours(x)
+            except UserError as error:
+                why = str(error)
+            else:
+                self.uses_maxvision = True
+                return found
+        if self.uses_maxvision:
+            self.uses_maxvision = False
+            warnings.warn(f"{type(self).__name__} is left to torch: {why}", stacklevel=2)
+        theirs: Tensor = super().forward(x)
+        return theirs
+
+    def _unfit(self) -> str:
+        """Says which of its settings no op has."""
+        return ""
+
+    def buffers_read(self) -> list[Tensor]:
+        """Lists the buffers that the op reads."""
+        return []
+
+    def _ours(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Linear(_Ours, nn.Linear):
+    """torch.nn.Linear on our kernels."""
+
+    def _ours(self, x: Tensor) -> Tensor:
+        found: Tensor = linear(x, self.weight, self.bias)
+        return found
+
+
+class Conv2d(_Ours, nn.Conv2d):
+    """torch.nn.Conv2d on our kernels."""
+
+    def _unfit(self) -> str:
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return f"there is no padding {self.padding!r} of {self.padding_mode}"
+        return ""
+
+    def _ours(self, x: Tensor) -> Tensor:
+        window = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        found: Tensor = conv2d(x, self.weight, self.bias, groups=self.groups, **window)
+        return found
+
+
+class LayerNorm(_Ours, nn.LayerNorm):
+    """torch.nn.LayerNorm on our kernels."""
+
+    def _unfit(self) -> str:
+        return "" if self.elementwise_affine else "it has no weight"
+
+    def _ours(self, x: Tensor) -> Tensor:
+        found: Tensor = layer_norm(x, self.weight, self.bias, self.eps)
+        return found
+
+
+class BatchNorm2d(_Ours, nn.BatchNorm2d):
+    """torch.nn.BatchNorm2d on our kernels."""
+
+    def _unfit(self) -> str:
+        if not self.affine or not self.track_running_stats or self.momentum is None:
+            return "it has no weight, running statistics or momentum"
+        return ""
+
+    def buffers_read(self) -> list[Tensor]:
+        """Lists the running statistics."""
+        held = (self.running_mean, self.running_var)
+        return [x for x in held if x is not None]
+
+    def _ours(self, x: Tensor) -> Tensor:
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.momentum is not None and self.num_batches_tracked is not None
+        y, mean, var = batch_norm(
+            x, self.weight, self.bias, self.running_mean, self.running_var, self.training,
+            self.momentum, self.eps,
+        )  # fmt: skip
+        if self.training:
+            with torch.no_grad():
+                self.running_mean.copy_(mean)
+                self.running_var.copy_(var)
+                self.num_batches_tracked.add_(1)
+        found: Tensor = y
+        return found
+
+
+class MaxPool2d(_Ours, nn.MaxPool2d):
+    """torch.nn.MaxPool2d on our kernels."""
+
+    def _unfit(self) -> str:
+        return "it gives indices" if self.return_indices else ""
+
+    def _ours(self, x: Tensor) -> Tensor:
+        found: Tensor = max_pool2d(
+            x, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode
+        )
+        return found
+
+
+class ReLU(_Ours, nn.ReLU):
+    """torch.nn.ReLU on our kernels; x stays as it is."""
+
+    def _ours(self, x: Tensor) -> Tensor:
+        found: Tensor = relu(x)
+        return found
+
+
+class GELU(_Ours, nn.GELU):
+    """torch.nn.GELU on our kernels."""
+
+    def _ours(self, x: Tensor) -> Tensor:
+        found: Tensor = gelu(x, self.approximate)
+        return found
+
+
+class Softmax(_Ours, nn.Softmax):
+    """torch.nn.Softmax on our kernels."""
+
+    def _unfit(self) -> str:
+        return "its axis is not named" if self.dim is None else ""
+
+    def _ours(self, x: Tensor) -> Tensor:
+        found: Tensor = softmax(x, self.dim)
+        return found

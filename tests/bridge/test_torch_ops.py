@@ -277,3 +277,137 @@ def test_opcheck(name: str) -> None:
 
 def test_every_op_has_a_case() -> None:
     assert set(CASES) == set(torch_ops.TABLE)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_forward_is_compiled_once_for_all_batches() -> None:
+    weight = n(6, 8)
+    for batch in (2, 3, 7):
+        x = n(batch, 5, 8)
+        torch.testing.assert_close(torch_ops.linear(x, weight), F.linear(x, weight))
+    (made,) = Interpreted.made
+    assert made.program.inputs["given.arg0_1"].shape == ("batch", 5, 8)
+    torch_ops.linear(n(1, 5, 8), weight)
+    torch_ops.softmax(n(4, 3), 0)  # across the batch
+    shapes = [each.program.inputs["given.arg0_1"].shape for each in Interpreted.made[1:]]
+    assert shapes == [(1, 5, 8), (4, 3)]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_gradients_that_nobody_wants_are_not_computed() -> None:
+    x, weight = n(3, 8), n(6, 8).requires_grad_()
+    torch_ops.linear(x, weight).sum().backward()
+    assert weight.grad is not None and len(Interpreted.made[-1].program.outputs) == 1
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(6, 8))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_statistics_of_a_batch_norm_go_on() -> None:
+    torch.manual_seed(0)
+    ours, theirs = torch_ops.BatchNorm2d(3), nn.BatchNorm2d(3)
+    for _ in range(2):
+        x = n(4, 3, 5, 5)
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-5)
+    assert ours.uses_maxvision
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_compile_takes_ops_whole(dynamic: bool) -> None:
+    weight, scale = n(6, 8).requires_grad_(), n(6).requires_grad_()
+
+    def net(x: Tensor) -> Tensor:
+        y = torch_ops.linear(x, weight, activation="relu")
+        return torch_ops.layer_norm(y, scale).sin().sum()
+
+    fast = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for batch in (3, 4):
+        x = n(batch, 8)
+        wanted = torch.autograd.grad(net(x), [weight, scale])
+        torch.testing.assert_close(torch.autograd.grad(fast(x), [weight, scale]), wanted)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_modules_have_torchs_weights_and_values() -> None:
+    def net(of: Any) -> nn.Sequential:
+        return nn.Sequential(
+            of.Conv2d(3, 4, 3, 2, 1), of.BatchNorm2d(4), of.ReLU(), of.MaxPool2d(2), nn.Flatten(2),
+            of.LayerNorm(4), of.GELU(), of.Linear(4, 5), of.Softmax(-1),
+        )  # fmt: skip
+
+    ours, theirs = net(torch_ops), net(nn)
+    ours.load_state_dict(theirs.state_dict())
+    x = n(2, 3, 8, 8)
+    wanted, found = theirs(x), ours(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    names = zip(ours.named_parameters(), theirs.parameters(), strict=True)
+    wanted.square().sum().backward()
+    found.square().sum().backward()
+    for (_, one), other in names:
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+    assert all(each.uses_maxvision for each in ours if not isinstance(each, nn.Flatten))
+
+
+def test_a_module_that_torch_has_to_run_warns_once() -> None:
+    layer = torch_ops.Linear(4, 3).double()
+    x = n(2, 4).double()
+    with pytest.warns(UserWarning, match="Linear is left to torch: a tensor is float64, and it"):
+        y = layer(x)
+    assert y.equal(F.linear(x, layer.weight, layer.bias)) and not layer.uses_maxvision
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(n(2, 4).double())
+    padded = torch_ops.Conv2d(3, 4, 3, padding="same")
+    with pytest.warns(UserWarning, match="there is no padding 'same' of zeros"):
+        assert padded(n(1, 3, 5, 5)).shape == (1, 4, 5, 5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_autocast_decides_the_dtype() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch_ops.linear(n(3, 8), n(6, 8).requires_grad_())
+    assert y.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_mistakes_are_told_in_a_sentence() -> None:
+    with pytest.raises(TypeError, match="torch_ops.relu: a tensor is float64, and it computes in"):
+        torch_ops.relu(n(2, 3).double())
+    with pytest.raises(ModelError, match="torch_ops.linear: its tensors are on cpu and meta; move"):
+        torch_ops.linear(n(2, 3), torch.empty(4, 3, device="meta"))
+    with pytest.raises(ArgumentError, match="torch_ops.linear: .*mat1 and mat2 shapes"):
+        torch_ops.linear(n(2, 3), n(4, 5))
+    with pytest.raises(ArgumentError, match="activation 'swish' is none of none, relu"):
+        torch_ops.linear(n(2, 3), n(4, 3), activation="swish")
+    with pytest.raises(ArgumentError, match="reduction 'max' is none of none, mean, sum"):
+        torch_ops.mse(n(2, 3), n(2, 3), reduction="max")
+
+
+def test_without_max_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_ops, "_without_max", lambda: "MAX is not installed")
+    with pytest.raises(ModelError, match="torch_ops.relu: MAX is not installed"):
+        torch_ops.relu(n(2, 3))
+
+
+def test_the_api_names_them() -> None:
+    assert maxvision.torch_ops is torch_ops
+
+
+def test_they_run_on_our_kernels() -> None:
+    """Compiles two graphs: a layer forward, and its gradients."""
+    torch.manual_seed(0)
+    x, weight = n(3, 8).requires_grad_(), n(6, 8).requires_grad_()
+    y = torch_ops.linear(x, weight, activation="relu")
+    wanted = F.linear(x, weight).relu()
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+    slope = n(3, 6)
+    found = torch.autograd.grad(y, [x, weight], slope)
+    torch.testing.assert_close(
+        found, torch.autograd.grad(wanted, [x, weight], slope), rtol=1e-5, atol=1e-5
+    )
+    x = n(5, 8)
+    torch.testing.assert_close(
+        torch_ops.linear(x, weight, activation="relu"), F.linear(x, weight).relu(),
+        rtol=1e-5, atol=1e-5,
+    )  # fmt: skip
