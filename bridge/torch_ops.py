@@ -207,7 +207,7 @@ class Op:
             keys.insert(0, (way, *(_key(x, yes) for x, yes in flags)))
         with self._lock:
             for key in keys:
-                if key not in self.made and (key is not keys[-1] or not self.made.get(keys[0])):
+                if key not in self.made:
                     shares = batched if key is not keys[-1] else [False] * len(given)
                     with ThreadPoolExecutor(1) as aside:  # where torch is in no mode
                         task = aside.submit(self._compile, way, computed, given, shares)
@@ -235,7 +235,9 @@ class Op:
         """Makes sure that the tensors are of dtypes that kernels take, and in one place."""
         tensors = [x for x in given if isinstance(x, Tensor)]
         if why := refusal(*tensors):
-            raise (TypeError if "computes in" in why else ModelError)(f"torch_ops.{self.name}: {why}")
+            raise (TypeError if "computes in" in why else ModelError)(
+                f"torch_ops.{self.name}: {why}"
+            )
 
 
 def refusal(*tensors: Tensor) -> str:
@@ -686,7 +688,8 @@ def _attend(
 
 @torch.library.custom_op(
     "maxvision::_attend", mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, *, float? scale) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, *, "
+    "float? scale) -> Tensor",
 )  # fmt: skip
 def _attend_whole(
     q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, *, scale: float | None
