@@ -49,7 +49,7 @@ _SCHEMA = {
     "int": "int", "bool": "bool", "str": "str", "Pair": "int[2]",
 }  # fmt: skip
 """What an argument's annotation is in torch's schemas."""
-Pair = Sequence[int]
+Pair = tuple[int, ...]
 """Down and across; one number is both."""
 
 
@@ -139,13 +139,13 @@ class Op:
                 else [None] * len(asked)
             )
         return [
-            _dense(torch.zeros_like(x) if slope is None else slope)
+            _laid(torch.zeros_like(x), _order(x)) if slope is None else _laid(slope, _order(x))
             for x, slope in zip(asked, made, strict=True)
         ]
 
     def _fake_backward(self, dy: Any, wanted: Any, *args: Any) -> list[Tensor]:
         return [
-            _dense(torch.empty_like(args[list(self.signature.parameters).index(name)]))
+            _empty_like(args[list(self.signature.parameters).index(name)])
             for name, yes in zip(self.tensors, wanted, strict=True)
             if yes
         ]
@@ -272,7 +272,8 @@ def op(*batch: str) -> Callable[[Callable[..., Any]], Op]:
     def make(means: Callable[..., Any]) -> Op:
         made = Op(means, batch or (next(iter(inspect.signature(means).parameters)),))
         TABLE[made.name] = made
-        return functools.update_wrapper(made, means)
+        functools.update_wrapper(made, means)
+        return made
 
     return make
 
@@ -291,6 +292,18 @@ def _declared(parameter: inspect.Parameter, default: bool = True) -> str:
 def _dense(y: Tensor) -> Tensor:
     """Gives a tensor whose memory has neither holes nor numbers that count twice."""
     return y if is_non_overlapping_and_dense_or_false(y) else y.contiguous()
+
+
+def _laid(y: Tensor, order: Sequence[int]) -> Tensor:
+    """Gives a tensor that lies densely, its axes in an order."""
+    return y.permute(order).contiguous().permute([order.index(axis) for axis in range(y.ndim)])
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """Makes a dense tensor with the shape and order of another one: that of a gradient."""
+    order = _order(x)
+    lies = x.new_empty([x.shape[axis] for axis in order])
+    return lies.permute([order.index(axis) for axis in range(x.ndim)])
 
 
 def _key(x: Any, batched: bool) -> Any:
@@ -342,16 +355,15 @@ def _fakes(tensors: Sequence[Tensor], batched: Sequence[bool]) -> list[Tensor]:
     made = []
     for x, yes in zip(tensors, batched, strict=True):
         sizes = [batch if yes and axis == 0 else size for axis, size in enumerate(x.shape)]
-        order = _order(x)
         with mode:
-            lies = torch.empty([sizes[axis] for axis in order], dtype=x.dtype, device=x.device)
-            made.append(lies.permute([order.index(axis) for axis in range(x.ndim)]))
+            like = torch.empty(sizes, dtype=x.dtype, device=x.device)
+            made.append(_laid(like, _order(x)))
     return made
 
 
 def _order(x: Tensor) -> tuple[int, ...]:
     """Gives the axes in the order in which they lie in memory."""
-    return tuple(sorted(range(x.ndim), key=lambda axis: -x.stride(axis)))
+    return tuple(sorted(range(x.ndim), key=lambda axis: -x.stride()[axis]))
 
 
 class _Compiled:
@@ -388,8 +400,9 @@ class _Compiled:
         part = parts.Part(graph, inputs, {}, dtype, device_of(like.device), True)
         program = part.program
         ends = [program.types[value] for value in program.outputs.values()]
-        whole = all(each.shape[:1] == (BATCH,) for each in ends) and keeps_images_apart(program)
-        if batched and not whole:
+        ahead = all(isinstance(size, int) for x in program.types.values() for size in x.shape[1:])
+        apart = all(each.shape[:1] == (BATCH,) for each in ends) and keeps_images_apart(program)
+        if batched and not (ahead and apart):
             return None
         part.load()
         return cls(part)
@@ -934,10 +947,9 @@ class BatchNorm2d(_Ours, nn.BatchNorm2d):
     def _ours(self, x: Tensor) -> Tensor:
         assert self.running_mean is not None and self.running_var is not None
         assert self.momentum is not None and self.num_batches_tracked is not None
-        y, mean, var = batch_norm(
-            x, self.weight, self.bias, self.running_mean, self.running_var, self.training,
-            self.momentum, self.eps,
-        )  # fmt: skip
+        held = self.running_mean.clone(), self.running_var.clone()  # which change below
+        given = self.weight, self.bias, *held, self.training, self.momentum, self.eps
+        y, mean, var = batch_norm(x, *given)
         if self.training:
             with torch.no_grad():
                 self.running_mean.copy_(mean)
