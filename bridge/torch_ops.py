@@ -294,7 +294,7 @@ def _dense(y: Tensor) -> Tensor:
     return y if is_non_overlapping_and_dense_or_false(y) else y.contiguous()
 
 
-def _laid(y: Tensor, order: Sequence[int]) -> Tensor:
+def _laid(y: Tensor, order: tuple[int, ...]) -> Tensor:
     """Gives a tensor that lies densely, its axes in an order."""
     return y.permute(order).contiguous().permute([order.index(axis) for axis in range(y.ndim)])
 
