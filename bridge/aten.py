@@ -441,10 +441,11 @@ def _instance_norm(
 
 
 @rule(aten.scaled_dot_product_attention.default)
-def _attention(
+def attention(
     imp: Importer, node: Node, q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0,
     causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Value:  # fmt: skip
+    """Attends; a query that sees no key gets zeros, as torch gives them."""
     q, k, v = (imp.value(each) for each in (q, k, v))
     if enable_gqa and (len(q.shape) == 3 or k.size(-3) > 1):
         k, v = (_shared(imp, each, q.size(-3)) for each in (k, v))

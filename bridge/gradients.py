@@ -293,6 +293,11 @@ def _softmax_backward(imp: Importer, node: Node, dy: Value, y: Any, axis: int, d
     return imp.net.op("mul", [y, imp.net.op("sub", [dy, total])])
 
 
+@rule(aten.detach.default)
+def _detach(imp: Importer, node: Node, x: Value) -> Value:
+    return x
+
+
 def without_indices(graph: torch.fx.Graph) -> None:
     """Leaves out the places of maxima that torch saves for the way back: x has them too."""
     for node in _max_pools(graph):

@@ -122,6 +122,13 @@ def cut(
     return module, parts
 
 
+def missing(module: fx.GraphModule) -> list[Missing]:
+    """Lists the ops of a graph without weights that have no rule, with exact dtypes."""
+    look = _Look({}, True)
+    look.walk(module)
+    return look.missing
+
+
 class _Look(Walker):
     """Walks a graph, or a part of one."""
 

@@ -11,6 +11,7 @@ fast(x)
 
 TYPE_CHECKING = False  # typing's, whose import would take longer than all that --help needs
 if TYPE_CHECKING:
+    from maxvision.bridge import torch_ops
     from maxvision.bridge.convert import Converted, convert
     from maxvision.bridge.dynamo import Explanation, explain
     from maxvision.common.errors import (
@@ -41,6 +42,7 @@ __all__ = [
     "convert",
     "explain",
     "load",
+    "torch_ops",
 ]
 
 
@@ -58,6 +60,10 @@ def __getattr__(name: str) -> object:
         from maxvision.bridge import dynamo
 
         return getattr(dynamo, name)
+    if name == "torch_ops":  # needs torch
+        import importlib
+
+        return importlib.import_module("maxvision.bridge.torch_ops")
     if name in _RUNTIME:
         from maxvision.runtime import classifier
 
