@@ -13,6 +13,7 @@ TYPE_CHECKING = False  # typing's, whose import would take longer than all that 
 if TYPE_CHECKING:
     from maxvision.bridge.convert import Converted, convert
     from maxvision.bridge.dynamo import Explanation, explain
+    from maxvision.bridge.inject import Injection, inject
     from maxvision.common.errors import (
         ArgumentError,
         DeviceError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _ERRORS = ("ArgumentError", "DeviceError", "ImageError", "ModelError", "UserError")
 _BRIDGE = ("Converted", "convert")  # needs torch, but for ONNX files
 _DYNAMO = ("Explanation", "explain")  # needs torch
+_INJECT = ("Injection", "inject")  # needs torch
 _RUNTIME = ("Classifier", "Features", "Prediction", "load")
 
 __all__ = [
@@ -35,11 +37,13 @@ __all__ = [
     "Explanation",
     "Features",
     "ImageError",
+    "Injection",
     "ModelError",
     "Prediction",
     "UserError",
     "convert",
     "explain",
+    "inject",
     "load",
 ]
 
@@ -58,6 +62,10 @@ def __getattr__(name: str) -> object:
         from maxvision.bridge import dynamo
 
         return getattr(dynamo, name)
+    if name in _INJECT:
+        from maxvision.bridge import inject
+
+        return getattr(inject, name)
     if name in _RUNTIME:
         from maxvision.runtime import classifier
 

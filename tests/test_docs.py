@@ -346,10 +346,10 @@ def test_a_model_is_compiled_by_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch = pytest.importorskip("torch")
-    from maxvision.bridge import dynamo
+    from maxvision.bridge import parts
     from tests.bridge.test_dynamo import Interpreted
 
-    monkeypatch.setattr(dynamo, "Executor", Interpreted)
+    monkeypatch.setattr(parts, "Executor", Interpreted)
     monkeypatch.setattr(Interpreted, "made", [], raising=False)
     names = run_code(blocks(ROOT / "docs/converting.md", "python")[1], {})
     assert Interpreted.made and "1 program on our kernels" in capsys.readouterr().out
