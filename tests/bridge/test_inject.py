@@ -88,7 +88,8 @@ def test_an_injected_model_is_trained() -> None:
     Interpreted.made.clear()
     model.train()
     model(x).square().sum().backward()
-    assert {"conv2d", "conv2d_weight_grad", "matmul"} >= set(ops()) >= {"conv2d_weight_grad"}
+    assert {"conv2d", "conv2d_weight_grad", "matmul"} <= set(ops())
+    assert {"rsqrt", "mean", "relu"}.isdisjoint(ops())  # norms are torch's
     twin(x).square().sum().backward()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
@@ -96,12 +97,14 @@ def test_an_injected_model_is_trained() -> None:
 
 
 def test_an_error_beyond_the_bound_undoes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = 1.0
+
     def wrong(program: Program, tensors: Mapping[str, np.ndarray], *_: Any, **__: Any) -> Any:
         return Interpreted(program, {name: each * scale for name, each in tensors.items()})
 
     monkeypatch.setattr(parts.Executor, "compile", wrong)
     model, x = Net().eval(), images(2)
-    for scale in (1.01, float("nan")):
+    for scale in (1.01, float("nan")):  # noqa: B007, which ``wrong`` reads
         torch._dynamo.reset()
         with pytest.raises(ModelError, match=r"outputs differ by .*, more than rtol 1e-03; the mo"):
             maxvision.inject(model, validate=x)
@@ -113,7 +116,7 @@ def test_an_error_beyond_the_bound_undoes_it(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_not_to_be_injected_is_told() -> None:
     model, x = Net().eval(), images(2)
-    with pytest.raises(ArgumentError, match="there is no op 'conv2'; did you mean conv2d?"):
+    with pytest.raises(ArgumentError, match=r"there is no op 'conv2'; did you mean conv2d\?"):
         maxvision.inject(model, ("conv2",), validate=x)
     with pytest.raises(ModelError, match=r"call model.eval\(\) first"):
         maxvision.inject(model.train(), validate=x)

@@ -70,8 +70,10 @@ def _interpret(
     program: Program, given: list[np.ndarray], tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     values: dict[str, Tensor] = {}
-    first = next(iter(program.inputs.values())).shape[0]
-    batch = len(given[0]) // split(first)[0]
+    batch = BATCH  # which programs of training do not have
+    for (shape, _), array in zip(program.inputs.values(), given, strict=True):
+        if shape and isinstance(shape[0], str):
+            batch = len(array) // split(shape[0])[0]
     for name, array in zip(program.inputs, given, strict=True):
         values[name] = _wide(array)
     values |= {name: _wide(tensors[name]) for name in program.weights}
