@@ -11,8 +11,9 @@ frozen. Where every op has a kernel, it is one program, the same that ``maxvisio
 Otherwise it is cut: connected ops that have kernels become programs, as few as can be, and torch
 runs the others. Tensors go both ways without a copy, but for the layout.
 
-It is for inference, on the CPU or the GPU where the tensors are. Where gradients are on, torch runs
-the graph, and a warning says why, once.
+It computes on the CPU or the GPU where the tensors are. Where gradients are wanted, a graph becomes
+two, a step forward and a step backward, which are cut alike (bridge/training.py); sizes are fixed
+then (``dynamic=False``). What cannot be compiled is left to torch, and a warning says why, once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ import contextlib
 import copy
 import operator
 import re
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_unflatten
 
 from maxvision.bridge.exported import decomposed, first_line
 from maxvision.bridge.importer import Known
-from maxvision.bridge.parts import Explanation, cut
+from maxvision.bridge.parts import Explanation, cut, leave
 from maxvision.bridge.tensors import device_of
-from maxvision.common.errors import ModelError, UserError
+from maxvision.common.errors import ModelError
 
 _VERSION = operator.attrgetter("_version")
 
@@ -53,51 +53,66 @@ def backend(graph: fx.GraphModule, example: Sequence[Any], **options: Any) -> Ca
     """
     if given := options.get("options", options):
         raise ModelError(f"backend maxvision of torch.compile has no option {min(given)}")
-    return _compiled(graph, example, Explanation(), run=True)
+    return compiled(graph, example, Explanation(), run=True)
 
 
-def explain(model: Callable[..., Any], *inputs: Any) -> Explanation:
+def explain(model: Callable[..., Any], *inputs: Any, training: bool = False) -> Explanation:
     """Says what ``torch.compile(model, backend="maxvision")`` computes where; compiles nothing.
 
     Args:
         model: A module or function of tensors, which is called once.
         inputs: What it takes.
+        training: Whether to look at a step of training, forward and backward, in place of
+            inference. Call it under the same autocast.
     """
     found = Explanation()
 
     def look(graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
-        _compiled(graph, example, found, run=False)
+        compiled(graph, example, found, run=False)
         return graph.forward
 
     given = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
     for x in given:
-        if isinstance(x, Tensor) and x.ndim:  # the batch, if its code lets it change
+        if isinstance(x, Tensor) and x.ndim and not training:  # the batch, if its code allows it
             torch._dynamo.maybe_mark_dynamic(x, 0)
+    buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
+    before = [each.clone() for each in buffers if training]  # the call counts as a step
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(training):
+        torch.compile(model, backend=look, dynamic=False if training else None)(*given)
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(model, backend=look)(*given)
-    torch._dynamo.reset()
+        for each, was in zip(buffers, before, strict=False):
+            each.copy_(was)
     return found
 
 
-def _compiled(
-    graph: fx.GraphModule, example: Sequence[Any], told: Explanation, *, run: bool
+def compiled(
+    graph: fx.GraphModule,
+    example: Sequence[Any],
+    told: Explanation,
+    *,
+    run: bool,
+    only: Collection[str] | None = None,
 ) -> Callable[..., Any]:
-    """Compiles a graph for inference, or for training where gradients are wanted."""
+    """Compiles a graph for inference, or for training where gradients are wanted.
+
+    Args:
+        graph: A graph of TorchDynamo.
+        example: Its inputs.
+        told: Where to say what became of it.
+        run: Whether it shall run, or only be looked at.
+        only: The kinds of ops that our kernels may compute; see ``cut``.
+    """
     tensors = [each for each in example if isinstance(each, Tensor)]
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors):
-        return _Graph(graph, example, told, run=run)
+        return _Graph(graph, example, told, run=run, only=only)
     from maxvision.bridge.training import trained
 
     try:
-        return trained(graph, example, told, run=run)
-    except UserError as error:
-        why = str(error)
+        return trained(graph, example, told, run=run, only=only)
     except Exception as error:  # the model still runs, in torch
-        why = f"an internal error, please report it ({type(error).__name__}: {error})"
-    told.whole.append(why)
-    if run:
-        warnings.warn(f"backend maxvision leaves a graph to torch: {why}", stacklevel=2)
+        leave(told, error, run=run)
     return graph
 
 
@@ -109,20 +124,28 @@ class _Graph:
         example: Its inputs.
         told: Where to say what became of it.
         run: Whether it shall run, or only be looked at.
+        only: See ``cut``.
     """
 
     def __init__(
-        self, graph: fx.GraphModule, example: Sequence[Any], told: Explanation, *, run: bool
+        self,
+        graph: fx.GraphModule,
+        example: Sequence[Any],
+        told: Explanation,
+        *,
+        run: bool,
+        only: Collection[str] | None,
     ) -> None:
         self._graph = graph
         self._told = told
         self._run = run
+        self._only = only
         self._made: dict[Any, Callable[..., Any]] = {}
         self._frozen: _Frozen | None = None
         try:
             self._frozen = _Frozen(graph, example)
-        except UserError as error:
-            self._left(str(error))
+        except Exception as error:  # the model still runs, in torch
+            leave(told, error, run=run)
         else:
             self._make(self._frozen, example)
 
@@ -141,18 +164,10 @@ class _Graph:
     def _compiled(self, frozen: _Frozen, example: Sequence[Any]) -> Callable[..., Any]:
         try:
             with torch._guards.tracing(None), torch.no_grad():
-                return _Compiled(frozen, example, self._told, self._run)
-        except UserError as error:
-            why = str(error)
+                return _Compiled(frozen, example, self._told, self._run, self._only)
         except Exception as error:  # the model still runs, in torch
-            why = f"an internal error, please report it ({type(error).__name__}: {error})"
-        self._left(why)
+            leave(self._told, error, run=self._run)
         return self._graph
-
-    def _left(self, why: str) -> None:
-        self._told.whole.append(why)
-        if self._run:
-            warnings.warn(f"backend maxvision leaves a graph to torch: {why}", stacklevel=2)
 
 
 def _place(tensors: Sequence[Tensor]) -> torch.device:
@@ -331,7 +346,12 @@ class _Compiled:
     """A graph that is cut into programs and what torch runs."""
 
     def __init__(
-        self, frozen: _Frozen, example: Sequence[Any], told: Explanation, run: bool
+        self,
+        frozen: _Frozen,
+        example: Sequence[Any],
+        told: Explanation,
+        run: bool,
+        only: Collection[str] | None,
     ) -> None:
         self.frozen = frozen
         self.whole = whole = frozen.exported(example)
@@ -340,7 +360,7 @@ class _Compiled:
             raise ModelError("it changes its inputs or buffers; call eval() first")
         self._structure = whole.call_spec.out_spec  # which torch makes anew at each access
         self._inputs = [self._weight(spec) for spec in signature.input_specs]
-        self._cut(told, run)
+        self._cut(told, run, only)
         self._versions = self._seen()
 
     def _weight(self, spec: Any) -> Known | None:
@@ -351,13 +371,13 @@ class _Compiled:
         held = self.frozen.held.get(name)
         return Known((self.whole.constants[spec.target] if held is None else held,), name)
 
-    def _cut(self, told: Explanation, run: bool) -> None:
+    def _cut(self, told: Explanation, run: bool, only: Collection[str] | None) -> None:
         """Replaces what has kernels by programs, and compiles these."""
         module = self.whole.graph_module
         nodes = module.graph.find_nodes(op="placeholder")
         pairs = zip(nodes, self._inputs, strict=True)
         weights = {node.name: weight for node, weight in pairs if weight is not None}
-        module, self._parts = cut(module, weights, self.frozen.device, told)
+        module, self._parts = cut(module, weights, self.frozen.device, told, only=only)
         for part in self._parts if run else ():
             part.begin()
         for part in self._parts:

@@ -7,7 +7,9 @@ step forward and backward, which are given the weights.
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +22,11 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from maxvision.bridge.coverage import Coverage, coverage
-from maxvision.bridge.fx import origin, size_of, type_of
+from maxvision.bridge.fx import module_of, origin, size_of, type_of
 from maxvision.bridge.importer import Known, Missing, Unsupported
 from maxvision.bridge.tensors import OnTensors
 from maxvision.bridge.walker import Walker
+from maxvision.common.errors import UserError
 from maxvision.graphs import lower, passes
 from maxvision.graphs.layers import macs
 from maxvision.graphs.net import Value
@@ -34,6 +37,7 @@ _COMPILERS = ThreadPoolExecutor(4, thread_name_prefix="maxvision compiles")
 """Compile parts side by side: MAX's compiler leaves cores idle for much of its time."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What activations may be."""
+UNASKED = "it is not among the ops asked for"
 
 
 @dataclass
@@ -43,30 +47,57 @@ class Explanation:
     Attributes:
         parts: What our kernels compute: a coverage for each program, in the order in which they
             run.
+        ours: The kind of each op of torch that these compute, and its module; see ``kind_of``.
         left: The ops that torch runs, and why.
         whole: Why torch runs all of a graph; one sentence each.
     """
 
     parts: list[Coverage] = field(default_factory=list)
+    ours: list[tuple[str, str]] = field(default_factory=list)
     left: list[Missing] = field(default_factory=list)
     whole: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         total = sum(each.macs for each in self.parts)
-        programs = _several(len(self.parts), "program")
+        programs = several(len(self.parts), "program")
         lines = [f"{programs} on our kernels, {total / 1e9:.2f} GMAC"]
         for each in self.parts:
             ops = ", ".join(f"{op} {n}" for op, n in each.kernels.most_common())
             lines.append(f"  {ops or 'nothing but copies'}")
-        lines.append(f"{_several(len(self.left), 'op')} in torch{':' * bool(self.left)}")
+        lines.append(f"{several(len(self.left), 'op')} in torch{':' * bool(self.left)}")
         lines += [f"  {each.op} at {each.origin or 'an unknown line'}: {each.why}"
                   for each in self.left]  # fmt: skip
         lines += [f"a graph in torch: {why}" for why in self.whole]
         return "\n".join(lines)
 
 
-def _several(count: int, what: str) -> str:
+def leave(told: Explanation, error: Exception, *, run: bool) -> None:
+    """Notes why torch runs a graph; warns of it where the graph is run."""
+    why = str(error)
+    if not isinstance(error, UserError):
+        why = f"an internal error, please report it ({type(error).__name__}: {error})"
+    told.whole.append(why)
+    if run:
+        warnings.warn(f"backend maxvision leaves a graph to torch: {why}", stacklevel=3)
+
+
+def several(count: int, what: str) -> str:
+    """Counts something, in the plural where it has to be."""
     return f"{count} {what}{'s' * (count != 1)}"
+
+
+_ALIASES = {
+    "convolution": "conv2d", "conv_transpose2d": "conv2d", "addmm": "linear", "mm": "linear",
+    "matmul": "bmm", "scaled_dot_product_attention": "attention",
+}  # fmt: skip
+
+
+def kind_of(op: Any) -> str:
+    """Says what kind an ATen op is of, as users call it: ``conv2d``; its gradient is too."""
+    name = str(op).split(".")[1]
+    ends = r"_(legit|with_indices|functional|no_training|backward|data)"
+    name = re.sub(rf"^_?(native_)?|({ends})+$", "", name)
+    return _ALIASES.get(name, name)
 
 
 def cut(
@@ -76,6 +107,7 @@ def cut(
     told: Explanation,
     *,
     exact: bool = False,
+    only: Collection[str] | None = None,
 ) -> tuple[fx.GraphModule, list[Part]]:
     """Replaces what has kernels by programs.
 
@@ -85,6 +117,8 @@ def cut(
         device: Where the tensors are.
         told: Where to say what became of it.
         exact: Whether values keep torch's dtypes, as where float32 and bfloat16 are mixed.
+        only: The kinds of ops that programs may have, beside those that compute nothing; see
+            ``kind_of``. Any if None.
 
     Returns:
         The graph, and its parts that are programs, which are not compiled yet.
@@ -92,6 +126,8 @@ def cut(
     look = _Look(weights, exact)
     look.walk(module)
     look.store()
+    if only is not None:
+        look.leave(only)
     supported = _Supported(module, look.absent, exact)
     cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
     module = cutter.fuse_partitions(cutter.propose_partitions(), prefix="part_")
@@ -103,12 +139,13 @@ def cut(
             assert isinstance(inner, fx.GraphModule)
             names = [each.name for each in node.args]
             part = Part(inner, names, weights, supported.name, device, exact)
-            if macs(part.program):
+            if macs(part.program) or (only is not None and part.ops):
                 node.args = tuple(node.args[i] for i in part.taken)
                 parts.append(part)
                 found.parts.append(part.coverage())
+                found.ours += part.ops
                 module.set_submodule(str(node.target), part)
-            else:  # to compile it takes longer than it saves
+            elif only is None:  # to compile it takes longer than it saves
                 found.left += [
                     Missing(str(each.target), "no layer is beside it", origin(each))
                     for each in inner.graph.nodes
@@ -118,6 +155,7 @@ def cut(
             found.left.append(reasons[node.name])
     module.recompile()
     told.parts += found.parts
+    told.ours += found.ours
     told.left += found.left
     return module, parts
 
@@ -130,12 +168,17 @@ def missing(module: fx.GraphModule) -> list[Missing]:
 
 
 class _Look(Walker):
-    """Walks a graph, or a part of one."""
+    """Walks a graph, or a part of one.
+
+    Attributes:
+        computing: The nodes that are more than moves of numbers.
+    """
 
     def __init__(self, weights: Mapping[str, Known], exact: bool) -> None:
         super().__init__("graph", {each.name for each in weights.values()})
         self.weights = weights
         self.exact = exact
+        self.computing: list[fx.Node] = []
 
     def walk(self, module: fx.GraphModule) -> None:
         """Walks it; nodes that are no tensors are sizes."""
@@ -143,7 +186,10 @@ class _Look(Walker):
             if node.op == "placeholder":
                 self.place(node, self.weights.get(node.name))
             else:
+                before = len(self.net.nodes)
                 self.visit(node, module)
+                if any(made.op not in lower.MOVES for made in self.net.nodes[before:]):
+                    self.computing.append(node)
 
     def place(self, node: fx.Node, weight: Known | None) -> None:
         """Makes an input of the graph a weight, a size or an input of the program."""
@@ -169,6 +215,13 @@ class _Look(Walker):
                 except Unsupported as why:
                     self.net.origin = origin(node)
                     self.miss(node, str(why))
+
+    def leave(self, only: Collection[str]) -> None:
+        """Leaves to torch what computes something and is of no such kind."""
+        for node in self.computing:
+            if kind_of(node.target) not in only:
+                why = Missing(str(node.target), UNASKED, origin(node))
+                self.absent.setdefault(node, why)
 
 
 def _given(node: fx.Node) -> str:
@@ -227,6 +280,7 @@ class Part(nn.Module):
 
     Attributes:
         program: It.
+        ops: The kind of each op of torch that it computes, and its module; no mere moves.
         taken: Which of its inputs are not weights, nor sizes.
     """
 
@@ -274,6 +328,7 @@ class Part(nn.Module):
         program = walker.net.program()
         self.program: Program = program if self._exact else in_dtype(program, self._dtype)
         self._tensors = walker.tensors
+        self.ops = [(kind_of(node.target), module_of(node)) for node in walker.computing]
 
     def coverage(self) -> Coverage:
         """Says what computes it."""

@@ -7,7 +7,7 @@ change from step to step. Each is cut as a graph for inference is (bridge/parts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from maxvision.bridge import gradients
-from maxvision.bridge.parts import Explanation, Part, cut
+from maxvision.bridge.parts import Explanation, cut, leave
 from maxvision.bridge.tensors import device_of
 from maxvision.common.errors import ModelError
 
 
 def trained(
-    graph: fx.GraphModule, example: Sequence[Any], told: Explanation, *, run: bool
+    graph: fx.GraphModule,
+    example: Sequence[Any],
+    told: Explanation,
+    *,
+    run: bool,
+    only: Collection[str] | None = None,
 ) -> Callable[..., Any]:
     """Compiles a graph with gradients.
 
@@ -34,30 +39,39 @@ def trained(
         example: Its inputs.
         told: Where to say what became of it.
         run: Whether it shall run, or only be looked at.
+        only: The kinds of ops that our kernels may compute; see ``cut``.
 
     Raises:
         ModelError: If sizes of its inputs change.
     """
     if any(isinstance(each, torch.SymInt) for each in example):
         raise ModelError("sizes change from step to step; give torch.compile dynamic=False")
-    begun: list[Part] = []
-    compiler = partial(_compiled, told=told, begun=begun, run=run)
+    compiler = partial(_compiled, told=told, run=run, only=only)
+    either = compiler if run else lambda module, _: _boxed(module)
     with sdpa_kernel(SDPBackend.MATH):  # what it saves has a rule here
         made: Callable[..., Any] = aot_autograd(
-            fw_compiler=compiler,
-            bw_compiler=compiler,
+            fw_compiler=either,
+            bw_compiler=either,
+            inference_compiler=compiler,
             decompositions=gradients.decompositions(),
-            partition_fn=_partitioned,
+            partition_fn=partial(_partitioned, look=None if run else compiler),
         )(graph, example)
-    for part in begun:
-        part.finish()
     return made
 
 
-def _partitioned(joint: fx.GraphModule, *given: Any, **named: Any) -> Any:
-    """Divides a graph of both ways, so that little is saved in between."""
+def _partitioned(
+    joint: fx.GraphModule, *given: Any, look: Callable[..., Any] | None, **named: Any
+) -> Any:
+    """Divides a graph of both ways, so that little is saved in between.
+
+    AOTAutograd has the way back compiled when it is first taken; ``look`` sees both now.
+    """
     gradients.without_indices(joint.graph)
-    return min_cut_rematerialization_partition(joint, *given, **named)
+    forward, backward = min_cut_rematerialization_partition(joint, *given, **named)
+    if look is not None:
+        for each in (forward, backward):
+            look(each, [node.meta["val"] for node in each.graph.find_nodes(op="placeholder")])
+    return forward, backward
 
 
 def _compiled(
@@ -65,20 +79,26 @@ def _compiled(
     example: Sequence[Any],
     *,
     told: Explanation,
-    begun: list[Part],
     run: bool,
+    only: Collection[str] | None,
 ) -> Callable[..., Any]:
-    places = {each.device for each in example if isinstance(each, Tensor)}
-    device = device_of(places.pop() if places else torch.device("cpu"))
     whole = fx.GraphModule(module, copy.deepcopy(module.graph))  # torch runs the other
-    with (
-        _disable_current_modes(),
-        torch._guards.tracing(None),
-    ):  # constants are computed, not traced
-        found, parts = cut(whole, {}, device, told, exact=True)
-        for part in parts if run else ():
-            part.begin()
-            begun.append(part)
+    places = {each.device for each in example if isinstance(each, Tensor)}
+    try:
+        device = device_of(places.pop() if places else torch.device("cpu"))
+        with (
+            _disable_current_modes(),
+            torch._guards.tracing(None),
+        ):  # constants are computed, not traced
+            found, parts = cut(whole, {}, device, told, exact=True, only=only)
+            for part in parts if run else ():
+                part.begin()
+            for part in parts:
+                part.finish()
+    except Exception as error:  # the way back is compiled when nobody else can catch it
+        leave(told, error, run=run)
+        gradients.with_indices(module)
+        return _boxed(module)
     for each in (module, found, *found.children()):
         if isinstance(each, fx.GraphModule):
             gradients.with_indices(each)

@@ -96,6 +96,11 @@ class Net:
         )
         return rebuilt(whole, whole.nodes)
 
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """What was added so far, in its order."""
+        return self._nodes
+
     def op(
         self, op: str, inputs: Sequence[Value | None], layer: str = "", **attributes: Attribute
     ) -> Value:

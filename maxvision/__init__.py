@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from maxvision.bridge import torch_ops
     from maxvision.bridge.convert import Converted, convert
     from maxvision.bridge.dynamo import Explanation, explain
+    from maxvision.bridge.inject import Injection, inject
     from maxvision.common.errors import (
         ArgumentError,
         DeviceError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _ERRORS = ("ArgumentError", "DeviceError", "ImageError", "ModelError", "UserError")
 _BRIDGE = ("Converted", "convert")  # needs torch, but for ONNX files
 _DYNAMO = ("Explanation", "explain")  # needs torch
+_INJECT = ("Injection", "inject")  # needs torch
 _RUNTIME = ("Classifier", "Features", "Prediction", "load")
 
 __all__ = [
@@ -36,11 +38,13 @@ __all__ = [
     "Explanation",
     "Features",
     "ImageError",
+    "Injection",
     "ModelError",
     "Prediction",
     "UserError",
     "convert",
     "explain",
+    "inject",
     "load",
     "torch_ops",
 ]
@@ -60,6 +64,10 @@ def __getattr__(name: str) -> object:
         from maxvision.bridge import dynamo
 
         return getattr(dynamo, name)
+    if name in _INJECT:
+        from maxvision.bridge import inject
+
+        return getattr(inject, name)
     if name == "torch_ops":  # needs torch
         import importlib
 

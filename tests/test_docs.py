@@ -253,7 +253,7 @@ def test_every_block_of_code_is_run() -> None:
     """The tests below run these and no others: a new one needs a test of its own."""
     found = {path.name: len(each) for path in DOCS if (each := blocks(path, "python", "mojo"))}
     assert found == {
-        "README.md": 1, "guide.md": 1, "converting.md": 2, "adding-a-model.md": 2,
+        "README.md": 1, "guide.md": 1, "converting.md": 4, "adding-a-model.md": 2,
         "adding-an-op.md": 8,
     }  # fmt: skip
     languages = {block.language for path in DOCS for block in blocks(path)}
@@ -356,6 +356,25 @@ def test_a_model_is_compiled_by_torch(
     x = torch.randn(7, 16)
     with torch.no_grad():
         torch.testing.assert_close(names["fast"](x), names["model"](x), rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+
+
+def test_a_model_is_trained_and_injected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    from maxvision.bridge import parts
+    from tests.bridge.test_dynamo import Interpreted
+
+    monkeypatch.setattr(parts, "Executor", Interpreted)
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
+    training, injection = blocks(ROOT / "docs/converting.md", "python")[2:]
+    torch._dynamo.reset()
+    first, _, last = run_code(training, {})["losses"]
+    assert last < first and len(Interpreted.made) == 2
+    assert "2 programs on our kernels" in capsys.readouterr().out
+    report = run_code(injection, {})["report"]
+    assert sorted(report.replaced) == ["conv2d", "linear"]
     torch._dynamo.reset()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,6 +152,19 @@ def test_what_goes_where_is_explained() -> None:
     ]  # fmt: skip
 
 
+def test_what_goes_where_in_training_is_explained() -> None:
+    model = Net(ordered).train()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    found = maxvision.explain(model, images(2), training=True)
+    assert [each.kernels["conv2d"] for each in found.parts] == [1, 0, 0, 0]  # forward comes first
+    assert sum(each.kernels["conv2d_weight_grad"] for each in found.parts) == 2  # the head's, too
+    assert {each.op for each in found.left} == {"aten.sort.default", "aten.scatter.src"}
+    assert not found.whole
+    for name, each in model.state_dict().items():  # statistics are as they were
+        assert torch.equal(each, before[name]), name
+    assert all(each.grad is None for each in model.parameters())
+
+
 def test_a_model_of_16_bits_computes_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tokens(nn.Module):
         def __init__(self) -> None:
@@ -262,6 +277,58 @@ def test_the_layout_is_torchs() -> None:
     fast = torch.compile(model, backend=dynamo.backend)
     same(model, fast, images(2))
     same(model, fast, images(2).to(memory_format=torch.channels_last))
+
+
+class Branching(Net):
+    """Has a graph for each way that the numbers may take it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x).relu().mean((2, 3))
+        return self.head(self.norm(y)) if y.sum().item() > 0 else self.head(y)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("make", [Branching, partial(Net, ordered)], ids=["branches", "no rule"])
+def test_what_cannot_be_one_program_is_trained_all_the_same(make: Any) -> None:
+    model, x = make().train(), images(2)
+    twin = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="backend maxvision")
+        torch.compile(model, backend=dynamo.backend, dynamic=False)(x).square().sum().backward()
+    assert len(Interpreted.made) == 4  # of two graphs, each way
+    twin(x).square().sum().backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_way_that_does_not_compile_is_torchs(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    def compile(program: Program, *given: Any, **named: Any) -> Any:
+        backward = any(node.op == "conv2d_weight_grad" for node in program.nodes)
+        if backward == (way == "backward"):
+            raise ModelError("MAX is out of sorts")
+        return Interpreted(program, given[0])
+
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
+    monkeypatch.setattr(parts.Executor, "compile", compile)
+    model, x = Net().train(), images(2)
+    twin = copy.deepcopy(model)
+    fast = torch.compile(model, backend=dynamo.backend, dynamic=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fast(x).square().sum().backward()
+    assert [str(each.message) for each in said] == [
+        "backend maxvision leaves a graph to torch: MAX is out of sorts"
+    ]
+    twin(x).square().sum().backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_device_that_max_lacks_is_left_to_torch_in_training() -> None:
+    model = nn.Linear(4, 3, device="meta")
+    found = maxvision.explain(model, torch.randn(2, 4, device="meta"), training=True)
+    assert set(found.whole) == {"its tensors are on meta, and it computes on a CPU or a GPU"}
 
 
 def test_an_option_is_refused() -> None:

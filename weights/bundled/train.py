@@ -19,6 +19,11 @@ several S, side by side, each has its own result: `DIR/NAME-cifar10-pS` (S in pe
 batch norm's statistics are taken from training pictures that are not augmented. It runs on a CPU
 too; `--images` shortens an epoch there.
 
+With `--backend maxvision` the networks that are trained run on maxvision's kernels, forward and
+backward, by `torch.compile(backend="maxvision", dynamic=False)`, on a CPU too; maxvision has to be
+installed, or the root of the checkout be in PYTHONPATH. Augmentation, the teacher and the optimizer
+stay as they are.
+
 Every `DIR/NAME-cifar10` that is written holds config.json, preprocessor_config.json and
 model.safetensors: filters and matrices as float16, vectors as float32. The accuracy printed last is
 that of the saved files, read back and run in float32 on the test pictures as
@@ -278,10 +283,11 @@ class Pruner:
 class Learner:
     """A network in training: its optimizer, its schedule and the running mean of its weights."""
 
-    def __init__(self, name, labels, steps, device, sparsity=0.0):
+    def __init__(self, name, labels, steps, device, sparsity=0.0, backend=None):
         """Build the network called `name` in NETWORKS, to be trained for `steps` batches.
 
         With a `sparsity` it begins with the bundled weights, at half the rate, and is pruned.
+        `backend` is torch.compile's; see `compiled`.
         """
         make, config, rate = NETWORKS[name]
         config.id2label = dict(enumerate(labels))
@@ -293,7 +299,7 @@ class Learner:
         self.pruner = Pruner(self.model, sparsity, steps) if sparsity else None
         decay = 0.998 if steps > 5000 else 0.98
         self.mean = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-        self.forward = compiled(lambda images: self.model(images).logits, device)
+        self.forward = compiled(lambda images: self.model(images).logits, device, backend)
         weights = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             [
@@ -356,12 +362,16 @@ def dense(name):
     return make.from_pretrained(BUNDLED / folder_name(name), dtype=torch.float32)
 
 
-def compiled(function, device):
-    """Compile for a GPU; on a CPU it stays as it is."""
+def compiled(function, device, backend=None):
+    """Compile for a GPU; on a CPU it stays as it is, unless there is a backend for it."""
+    if backend:
+        return torch.compile(function, backend=backend, dynamic=False)
     return torch.compile(function) if device.type == "cuda" else function
 
 
-def fit(pupils, images, labels, classes, epochs, batch, out, teacher=None, limit=None):
+def fit(
+    pupils, images, labels, classes, epochs, batch, out, teacher=None, limit=None, backend=None
+):
     """Train networks side by side on the same augmented batches, and save them.
 
     The augmentation grows gentler along a cosine, so that training ends on pictures like those the
@@ -378,9 +388,12 @@ def fit(pupils, images, labels, classes, epochs, batch, out, teacher=None, limit
         out: Folder for the files.
         teacher: A network whose opinion makes up 80% of the target, or None.
         limit: Images of an epoch, drawn anew for each; all of them if None.
+        backend: Of torch.compile, for the networks; see `compiled`.
     """
     device, steps = images.device, min(limit or len(images), len(images)) // batch
-    learners = [Learner(name, classes, epochs * steps, device, zeros) for name, zeros in pupils]
+    learners = [
+        Learner(name, classes, epochs * steps, device, zeros, backend) for name, zeros in pupils
+    ]
     prepare = compiled(augment, device)
     share = F.one_hot(labels, len(classes)).float() * 0.9 + 0.1 / len(classes)  # label smoothing
     began = time.monotonic()
@@ -478,6 +491,9 @@ def main():
         "--prune", type=float, nargs="+", default=[], metavar="S", help="shares of zeros"
     )
     parser.add_argument("--images", type=int, metavar="N", help="of an epoch; all if left out")
+    parser.add_argument(
+        "--backend", choices=("maxvision",), help="that trains; torch.compile's own if left out"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for share in args.prune:
@@ -499,21 +515,27 @@ def main():
         for name in ["resnet", "cvt"] if args.model == "all" else [args.model]:
             pupils = [(name, share) for share in args.prune]
             opinion = teach(dense(name), device)
-            fit(pupils, images, labels, classes, args.epochs, *sizes, opinion, args.images)
+            fit(
+                pupils, images, labels, classes, args.epochs, *sizes, opinion, args.images,
+                args.backend,
+            )  # fmt: skip
             folders = [args.out / folder_name(*pupil) for pupil in pupils]
             settle(folders, images)
             evaluate(folders, test_images, test_labels)
         return
     home = args.out / "teacher"
     if not (home / "model.safetensors").exists():
-        fit([("teacher", 0.0)], images, labels, classes, args.teacher_epochs, *sizes)
+        fit(
+            [("teacher", 0.0)], images, labels, classes, args.teacher_epochs, *sizes,
+            backend=args.backend,
+        )  # fmt: skip
         evaluate([home], test_images, test_labels)
     names = {"all": ["resnet", "cvt"], "teacher": []}.get(args.model, [args.model])
     if names:
         teacher = ResNetForImageClassification.from_pretrained(home, dtype=torch.float32)
         opinion = teach(teacher, device)
         pupils = [(name, 0.0) for name in names]
-        fit(pupils, images, labels, classes, args.epochs, *sizes, opinion)
+        fit(pupils, images, labels, classes, args.epochs, *sizes, opinion, backend=args.backend)
         evaluate([args.out / folder_name(name) for name in names], test_images, test_labels)
 
 
