@@ -59,6 +59,15 @@ def shared(net: Net, x: Value) -> None:
     net.output("added", net.op("add", [tokens, net.weight("b", x.size(2) * x.size(3), 3)]))
 
 
+STRIDED: tuple[tuple[str, Any, Any, dict[str, Any]], ...] = (
+    ("3x3/2", (8, 10), (2, 3, 3), {"stride": 2, "padding": 1}),
+    ("1x1/2", (7, 10), (2, 1, 1), {"stride": 2}),
+    ("uneven", (9, 19), (2, 3, 5), {"stride": (2, 3), "padding": (2, 1), "dilation": (3, 2)}),
+    ("depthwise", (7, 9), (1, 3, 3), {"stride": 2, "padding": 1, "groups": 3}),
+)
+"""Gradients of inputs by phases: their names, sizes, filters and windows."""
+
+
 def strange(net: Net, x: Value) -> None:
     """Calls what no network of ours does."""
     y = net.op("cast", [x], dtype="float32")
@@ -68,9 +77,14 @@ def strange(net: Net, x: Value) -> None:
     net.output("mean", net.avg_pool2d(net.max_pool2d(x, 2, stride=(1, 2)), (2, 1)))
     net.output("raw", net.op("avg_pool2d", [x]))
     net.output("norm", net.relu(net.batch_norm(x, "norm")))
-    net.output("gradient", net.op("conv2d_weight_grad", [x, y], kernel=3, padding=1))
+    gradient = net.op("conv2d_weight_grad", [x, y], kernel=3, padding=1)
+    net.output("gradient", gradient)
+    net.output("computed", net.op("conv2d", [x, gradient], padding=1))
     turned = net.op("conv2d_input_grad", [y, net.weight("turned", 3, 2, 2, 2)], size=(5, 6))
     net.output("turned", turned)
+    for name, size, shape, window in STRIDED:
+        filter = net.weight(name, 3, *shape)
+        net.output(f"dx {name}", net.op("conv2d_input_grad", [y, filter], size=size, **window))
     net.output("largest", net.op("max_pool2d_grad", [x, y], kernel=3, stride=1, padding=1))
     net.output("shared", net.op("avg_pool2d_grad", [y], size=(9, 10), kernel=2))
     net.output("attended", net.scaled_dot_product_attention(y, y, y))

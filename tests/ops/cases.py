@@ -19,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from max.driver import Buffer, Device
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, KernelLibrary, StaticDim, TensorType, ops
+from max.graph import (
+    DeviceRef,
+    Graph,
+    KernelLibrary,
+    StaticDim,
+    TensorType,
+    TensorValue,
+    ops,
+)
 
 from maxvision.bench.tf32 import RoundedProducts
 from maxvision.graphs import nodes, passes
@@ -220,6 +228,39 @@ def weight_grad(
         lambda w, x, dy: nodes.conv2d_weight_grad(x, dy, kernel, tf32=w.tf32, **window),
         reference,
     )
+
+
+def input_grad(
+    name: str,
+    size: tuple[int, int],
+    c: int,
+    f: int,
+    kernel: tuple[int, int],
+    *,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Case:
+    """Makes a case of conv2d_input_grad, whose filter is computed: weights, doubled."""
+    window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    shape = (f, c // groups, *kernel)
+    meta = F.conv2d(
+        torch.empty(1, c, *size, device="meta"), torch.empty(shape, device="meta"), **window
+    )
+
+    def build(w: Parameters, dy: TensorValue) -> TensorValue:
+        filter = nodes.pointwise("x0 2.0 mul", [w.vector("filter", dy.dtype).reshape(shape)])
+        return nodes.conv2d_input_grad(dy, filter, size, tf32=w.tf32, **window)
+
+    def reference(w: dict[str, torch.Tensor], dy: torch.Tensor) -> torch.Tensor:
+        images = dy.permute(0, 3, 1, 2).contiguous()
+        filter = 2 * w["filter"].reshape(shape)
+        dx = torch.nn.grad.conv2d_input((len(dy), c, *size), filter, images, **window)
+        return dx.permute(0, 2, 3, 1)
+
+    weights = {"filter": (math.prod(shape),)}
+    return Case(f"conv2d_input_grad {name}", [(*meta.shape[2:], f)], weights, build, reference)
 
 
 def of_one_group(filters: torch.Tensor, groups: int) -> torch.Tensor:
@@ -1036,6 +1077,10 @@ CASES = [
     conv("conv2d groups of 16", (5, 6), 32, 32, (5, 3), padding=(2, 1), groups=2, then="add"),
     conv("conv2d depthwise twice", (7, 7), 12, 24, (3, 3), padding=1, groups=12),
     conv("conv2d 1x1 image", (1, 1), 16, 16, (3, 3), padding=1),
+    input_grad("3x3", (9, 8), 40, 72, (3, 3), padding=1),
+    input_grad("5x3 dilated", (11, 13), 6, 10, (5, 3), padding=(2, 1), dilation=(2, 1)),
+    input_grad("3 groups", (8, 8), 12, 24, (3, 3), padding=1, groups=3),
+    input_grad("depthwise 3x3", (9, 8), 24, 24, (3, 3), padding=1, groups=24),
     weight_grad("3x3", (14, 15), 64, 72, (3, 3), padding=1),
     weight_grad("3x3/2", (15, 14), 40, 100, (3, 3), stride=2, padding=1),
     weight_grad("1x1", (9, 7), 136, 64, (1, 1)),

@@ -46,6 +46,7 @@ NAMES = {
     "conv2d epilogue silu",
     "conv2d_chain",
     "conv2d_shortcut",
+    "conv2d_input_grad 3x3",
     "conv2d_weight_grad 3x3",
     "sparse_conv2d 3x3",
     "sparse_conv2d add_relu",
@@ -64,6 +65,7 @@ NAMES = {
     "max_pool2d_grad 3/2",
     "avg_pool2d_grad 3/2",
     "reduce mean (14, 14, 672) (1, 2)",
+    "reduce sum of x0 ; x0 x1 x2 sub mul: (1200, 72) (1200, 72) (1,)",
     "reduce mean (4, 33) (2,)",
     "reduce amax (6, 5, 40) (1, 2)",
     "permute (196, 72) (0, 2, 1)",
@@ -168,6 +170,7 @@ IN_PROGRAMS = {  # what programs call an op
     "maxpool": "max_pool2d",
     "avgpool": "avg_pool2d",
     "reduce": "mean",
+    "reduce_terms": "sum",
     "sparse_conv2d": "conv2d",
     "sparse_conv2d_packed": "conv2d",
 }
