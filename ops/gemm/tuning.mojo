@@ -611,9 +611,10 @@ def turned(row: Row, g: Geometry, chunks: Int, device: Device) -> Row:
     multiprocessor has. Less than a twentieth does not count. Tiles of clusters of two stay: they
     wait for shared memory less than this says.
 
-    Of 124 convolutions of 3 x 3 at batch 1 to 256 this chooses another tile for 34: 11 % less time
-    than the row's in the geometric mean; but with 512 filters up to 16 % more (H200, 2026-11-25),
-    where an H100 gains 10 %.
+    With 256 filters or more a row's tile stays: of 71 such convolutions of 3 x 3 on an H200 none
+    took 3 % less time, and those of 512 filters up to 16 % more. From 8 images on, 64 filters at 56
+    x 56 take 0.60 to 0.95 of the time of the best other tile; from 32 on, 128 at 28 x 28 0.93 to
+    1.04 (2026-11-25).
 
     Args:
         row: Chosen for the product.
@@ -635,7 +636,7 @@ def turned(row: Row, g: Geometry, chunks: Int, device: Device) -> Row:
     comptime for i in range(len(TURNED)):
         comptime config = TURNED[i]
         var turns = device.waves(turned_tiles[config](g, chunks=chunks))
-        if turns > 0:
+        if turns > 0 and g.f < 256:
             comptime clocks = config.pixels * config.filters // 32
             choice.offer(FIRST_TURNED + i, 1.05 * Float64(turns * clocks))
     var other = row
