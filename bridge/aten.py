@@ -179,8 +179,8 @@ def _prelu(imp: Importer, node: Node, x: Value, slope: Known) -> Value:
 
 
 _BINARY: dict[str, tuple[Any, ...]] = {
-    "add": (aten.add.Tensor, aten.add.Scalar), "sub": (aten.sub.Tensor, aten.sub.Scalar),
-    "mul": (aten.mul.Tensor, aten.mul.Scalar), "div": (aten.div.Tensor, aten.div.Scalar),
+    "add": (aten.add.Tensor,), "sub": (aten.sub.Tensor,),
+    "mul": (aten.mul.Tensor,), "div": (aten.div.Tensor,),
     "pow": (aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor),
     "maximum": (aten.maximum.default,), "minimum": (aten.minimum.default,),
     "eq": (aten.eq.Tensor, aten.eq.Scalar), "ne": (aten.ne.Tensor, aten.ne.Scalar),
@@ -229,30 +229,6 @@ def _and(imp: Importer, node: Node, a: Any, b: Any) -> Value:
 @rule(aten.logical_or.default, aten.bitwise_or.Tensor)
 def _or(imp: Importer, node: Node, a: Any, b: Any) -> Value:
     return rules.logic(imp, "or", a, b)
-
-
-@rule(aten.as_strided.default)
-def _as_strided(
-    imp: Importer, node: Node, x: Value, size: Any, stride: Any, offset: int | None = 0
-) -> Value:
-    """Reads all of a tensor's memory as it lies there, with other axes."""
-    held = node.args[0].meta["val"]  # type: ignore[union-attr]
-    if offset:
-        raise Unsupported("a part of a tensor's memory")
-    lies = rules.in_memory(imp, x, held.stride())
-    return rules.from_memory(imp, lies, size, stride)
-
-
-@rule(aten.as_strided_scatter.default)
-def _as_strided_scatter(
-    imp: Importer, node: Node, x: Any, onto: Any, size: Any, stride: Any, offset: int | None = 0
-) -> Value:
-    """Fills all of a tensor's memory."""
-    whole = node.meta["val"]
-    if offset or math.prod(size) != whole.numel():
-        raise Unsupported("a part of a tensor's memory")
-    lies = rules.in_memory(imp, imp.value(onto), stride)
-    return rules.from_memory(imp, lies, whole.shape, whole.stride())
 
 
 @rule(aten.clone.default, aten.alias.default)

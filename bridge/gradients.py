@@ -39,6 +39,37 @@ KEPT = (
 """Ops that torch would take apart, and whose statistics have a rule here."""
 
 
+for _name in ("add", "sub", "mul", "div"):
+    _op = getattr(aten, _name)
+    rule(_op.Scalar)(
+        lambda *given, _same=forward.RULES[_op.Tensor], **named: _same(*given, **named)
+    )
+
+
+@rule(aten.as_strided.default)
+def _as_strided(
+    imp: Importer, node: Node, x: Value, size: Any, stride: Any, offset: int | None = 0
+) -> Value:
+    """Reads all of a tensor's memory as it lies there, with other axes."""
+    held = node.args[0].meta["val"]  # type: ignore[union-attr]
+    if offset:
+        raise Unsupported("a part of a tensor's memory")
+    lies = rules.in_memory(imp, x, held.stride())
+    return rules.from_memory(imp, lies, size, stride)
+
+
+@rule(aten.as_strided_scatter.default)
+def _as_strided_scatter(
+    imp: Importer, node: Node, x: Any, onto: Any, size: Any, stride: Any, offset: int | None = 0
+) -> Value:
+    """Fills all of a tensor's memory."""
+    whole = node.meta["val"]
+    if offset or math.prod(size) != whole.numel():
+        raise Unsupported("a part of a tensor's memory")
+    lies = rules.in_memory(imp, imp.value(onto), stride)
+    return rules.from_memory(imp, lies, whole.shape, whole.stride())
+
+
 @rule(aten._native_batch_norm_legit_functional.default)
 def _batch_norm(
     imp: Importer, node: Node, x: Value, weight: Any, bias: Any, mean: Any, var: Any,
