@@ -253,7 +253,7 @@ def test_every_block_of_code_is_run() -> None:
     """The tests below run these and no others: a new one needs a test of its own."""
     found = {path.name: len(each) for path in DOCS if (each := blocks(path, "python", "mojo"))}
     assert found == {
-        "README.md": 1, "guide.md": 1, "converting.md": 4, "adding-a-model.md": 2,
+        "README.md": 1, "guide.md": 1, "converting.md": 5, "adding-a-model.md": 2,
         "adding-an-op.md": 8,
     }  # fmt: skip
     languages = {block.language for path in DOCS for block in blocks(path)}
@@ -368,7 +368,7 @@ def test_a_model_is_trained_and_injected(
 
     monkeypatch.setattr(parts, "Executor", Interpreted)
     monkeypatch.setattr(Interpreted, "made", [], raising=False)
-    training, injection = blocks(ROOT / "docs/converting.md", "python")[2:]
+    training, injection, ops = blocks(ROOT / "docs/converting.md", "python")[2:]
     torch._dynamo.reset()
     first, _, last = run_code(training, {})["losses"]
     assert last < first and len(Interpreted.made) == 2
@@ -376,6 +376,8 @@ def test_a_model_is_trained_and_injected(
     report = run_code(injection, {})["report"]
     assert sorted(report.replaced) == ["conv2d", "linear"]
     torch._dynamo.reset()
+    names = run_code(ops, {})
+    assert names["x"].grad is not None
 
 
 def test_the_tutorials_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
