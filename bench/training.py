@@ -28,6 +28,7 @@ from maxvision.bench.engines import TORCH
 from maxvision.bench.records import write
 from maxvision.bench.references import reference_model, subject
 from maxvision.bench.timing import HostClock, TorchClock, percentiles, rest, rounded, sample
+from maxvision.common.errors import ArgumentError
 from maxvision.graphs.layers import macs
 
 ROUNDS = 3
@@ -94,6 +95,9 @@ def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 def run(options: argparse.Namespace) -> int:
     """Measures every model, dtype and batch that was asked for."""
+    for each in options.engines:
+        if each not in ENGINES:
+            raise ArgumentError(f"--engines must be of {', '.join(ENGINES)} but has {each!r}")
     device, facts = begin(options, __doc__)
     gpu = not device.is_host
     if gpu:

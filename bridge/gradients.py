@@ -16,7 +16,6 @@ from torch.fx import Node
 from maxvision.bridge import aten as forward
 from maxvision.bridge import rules
 from maxvision.bridge.aten import rule
-from maxvision.bridge.fx import module_of
 from maxvision.bridge.importer import Importer, Unsupported
 from maxvision.graphs.net import Value
 
@@ -39,11 +38,13 @@ KEPT = (
 """Ops that torch would take apart, and whose statistics have a rule here."""
 
 
+_PLAIN = dict(forward.RULES)
+"""The rules for inference, which some of those here take the place of, and call."""
+
+
 for _name in ("add", "sub", "mul", "div"):
     _op = getattr(aten, _name)
-    rule(_op.Scalar)(
-        lambda *given, _same=forward.RULES[_op.Tensor], **named: _same(*given, **named)
-    )
+    rule(_op.Scalar)(lambda *given, _same=_PLAIN[_op.Tensor], **named: _same(*given, **named))
 
 
 @rule(aten.as_strided.default)
@@ -103,7 +104,7 @@ def _layer_norm(
     given = x
     y, middle, inverse, _ = _normed(imp, _cast(imp, x, "float32"), axes, eps)
     if all(each is None or not isinstance(each, Value) for each in (weight, bias)):
-        y = rules.layer_norm(imp, module_of(node), x, len(shape), weight, bias, eps)
+        y, *_ = _PLAIN[aten.native_layer_norm.default](imp, node, x, shape, weight, bias, eps)
         return [y, middle, inverse]
     y = y if weight is None else net.op("mul", [y, imp.value(weight)])
     y = y if bias is None else net.op("add", [y, imp.value(bias)])
@@ -120,7 +121,8 @@ def _group_norm(
     whole = net.reshape(_cast(imp, x, "float32"), x.shape[0], groups, c // groups * size)
     y, middle, inverse, _ = _normed(imp, whole, [2], eps)
     if all(each is None or not isinstance(each, Value) for each in (weight, bias)):
-        y = rules.group_norm(imp, module_of(node), x, groups, weight, bias, eps)
+        sizes = (n, c, size, groups, eps)
+        y, *_ = _PLAIN[aten.native_group_norm.default](imp, node, x, weight, bias, *sizes)
     else:
         y = _cast(imp, _by_channel(imp, net.reshape(y, *x.shape), weight, bias), given)
     return [y, *(net.reshape(each, x.shape[0], groups) for each in (middle, inverse))]
@@ -145,8 +147,9 @@ def _batch_norm_frozen(
 ) -> list[Any]:  # fmt: skip
     """Norms by running statistics, which stay as they are."""
     if not any(isinstance(each, Value) for each in (weight, bias, mean, var)):
-        given = (weight, bias, mean, var)
-        return [rules.batch_norm(imp, module_of(node), x, *given, eps=eps), None, None]
+        plain = _PLAIN[aten._native_batch_norm_legit_no_training.default]
+        found: list[Any] = plain(imp, node, x, weight, bias, mean, var, momentum, eps)
+        return found
     net, rank = imp.net, len(x.shape)
     inverse = net.op("rsqrt", [net.op("add", [imp.value(var)], other=float(eps))])
     centred = net.op("sub", [_cast(imp, x, "float32"), rules.by_channel(imp, mean, rank)])

@@ -62,11 +62,16 @@ class Interpreted:
         return cls(program, tensors)
 
     def execute(self, *buffers: Buffer) -> list[Buffer]:
-        arrays = [torch.from_dlpack(each).numpy() for each in buffers]
+        given = [torch.from_dlpack(each) for each in buffers]
+        arrays = [(x.float() if x.is_floating_point() else x).numpy() for x in given]
         found = interpret(self.program, arrays, self.tensors)
         kinds = (self.program.types[value].dtype for value in self.program.outputs.values())
-        pairs = zip(found.values(), kinds, strict=True)
-        return [Buffer.from_numpy(y.astype(kind, order="C")) for y, kind in pairs]
+        return [
+            Buffer.from_dlpack(
+                torch.from_numpy(np.require(y, requirements="C")).to(getattr(torch, kind))
+            )
+            for y, kind in zip(found.values(), kinds, strict=True)
+        ]
 
 
 @pytest.fixture(autouse=True)

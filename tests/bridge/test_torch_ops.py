@@ -11,10 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from max.driver import Buffer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,8 +20,7 @@ import maxvision
 from maxvision import torch_ops
 from maxvision.bridge import parts
 from maxvision.common.errors import ArgumentError, ModelError
-from maxvision.graphs.program import Program
-from tests.graphs.interpret import interpret
+from tests.bridge.test_dynamo import Interpreted
 
 
 def n(*shape: int) -> Tensor:
@@ -257,35 +254,6 @@ CASES: dict[str, list[Callable[[], dict[str, Any]]]] = {
     ],
 }
 ALL = [(name, i) for name, cases in CASES.items() for i in range(len(cases))]
-
-
-class Interpreted:
-    """Stands for an executor, which would take 12 s to compile."""
-
-    made: list[Interpreted]
-
-    def __init__(self, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
-        self.program, self.tensors = program, dict(tensors)
-        self.executable = self
-        Interpreted.made.append(self)
-
-    @classmethod
-    def compile(
-        cls, program: Program, tensors: Mapping[str, np.ndarray], *_: Any, **__: Any
-    ) -> Any:
-        return cls(program, tensors)
-
-    def execute(self, *buffers: Buffer) -> list[Buffer]:
-        given = [torch.from_dlpack(each) for each in buffers]
-        arrays = [(x.float() if x.is_floating_point() else x).numpy() for x in given]
-        found = interpret(self.program, arrays, self.tensors)
-        kinds = (self.program.types[value].dtype for value in self.program.outputs.values())
-        return [
-            Buffer.from_dlpack(
-                torch.from_numpy(np.require(y, requirements="C")).to(getattr(torch, kind))
-            )
-            for y, kind in zip(found.values(), kinds, strict=True)
-        ]
 
 
 @pytest.fixture

@@ -197,6 +197,12 @@ def conv(
     return Case(name, inputs, weights, build, torch_conv, prune)
 
 
+def convolved(image: Shape, filter: Shape, window: dict[str, Any]) -> Shape:
+    """Gives the height and width of what a convolution makes of an image."""
+    meta = (torch.empty(size, device="meta") for size in ((1, *image), filter))
+    return tuple(F.conv2d(*meta, **window).shape[2:])
+
+
 def weight_grad(
     name: str,
     size: tuple[int, int],
@@ -212,9 +218,7 @@ def weight_grad(
     """Makes a case of conv2d_weight_grad; its sum is over the batch too."""
     window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     shape = (f, c // groups, *kernel)
-    meta = F.conv2d(
-        torch.empty(1, c, *size, device="meta"), torch.empty(shape, device="meta"), **window
-    )
+    out = convolved((c, *size), shape, window)
 
     def reference(w: dict[str, torch.Tensor], x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         images = (y.permute(0, 3, 1, 2) for y in (x, dy))
@@ -223,7 +227,7 @@ def weight_grad(
 
     return Case(
         f"conv2d_weight_grad {name}",
-        [(*size, c), (*meta.shape[2:], f)],
+        [(*size, c), (*out, f)],
         {},
         lambda w, x, dy: nodes.conv2d_weight_grad(x, dy, kernel, tf32=w.tf32, **window),
         reference,
@@ -245,9 +249,7 @@ def input_grad(
     """Makes a case of conv2d_input_grad, whose filter is computed: weights, doubled."""
     window = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     shape = (f, c // groups, *kernel)
-    meta = F.conv2d(
-        torch.empty(1, c, *size, device="meta"), torch.empty(shape, device="meta"), **window
-    )
+    out = convolved((c, *size), shape, window)
 
     def build(w: Parameters, dy: TensorValue) -> TensorValue:
         filter = nodes.pointwise("x0 2.0 mul", [w.vector("filter", dy.dtype).reshape(shape)])
@@ -260,7 +262,7 @@ def input_grad(
         return dx.permute(0, 2, 3, 1)
 
     weights = {"filter": (math.prod(shape),)}
-    return Case(f"conv2d_input_grad {name}", [(*meta.shape[2:], f)], weights, build, reference)
+    return Case(f"conv2d_input_grad {name}", [(*out, f)], weights, build, reference)
 
 
 def of_one_group(filters: torch.Tensor, groups: int) -> torch.Tensor:
