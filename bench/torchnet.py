@@ -219,6 +219,7 @@ ELEMENTS: dict[str, Callable[..., torch.Tensor]] = {
     "elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
     "prelu": lambda x, slope: torch.where(x > 0, x, x * slope),
     "where": lambda seen, x, y: torch.where(seen.bool(), x, y),
+    "fake_quantize": lambda x, scale, low, high: (x * (1 / scale)).round().clamp(low, high) * scale,
 }
 """The elementwise ops that torch calls otherwise, or has elsewhere, than ``torch.<name>``."""
 

@@ -34,6 +34,7 @@ COMMANDS = {
     "compile": Command("commands.compile", "compile a model ahead of time"),
     "convert": Command("commands.convert", "put a torch or ONNX model onto our kernels"),
     "inspect": Command("commands.inspect", "show and check what was compiled"),
+    "quantize": Command("commands.quantize", "make a model's layers compute in 8 bits"),
     "weights": Command("commands.weights", "inspect, convert, prune or verify a checkpoint"),
     "ops": Command("commands.ops", "compile our Mojo ops for other programs of MAX"),
     "time": Command("commands.time", "measure a model's latency, throughput and memory"),

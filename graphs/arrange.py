@@ -95,6 +95,26 @@ def panels(filters: np.ndarray, groups: int = 1) -> np.ndarray:
     return packed.reshape(-1)
 
 
+def byte_panels(filters: np.ndarray, groups: int, zero: int) -> np.ndarray:
+    """Packs int8 [R, S, C, F] for a CPU: [group, panel, 1 + R*S*C / 4, 64, 4], zero-padded.
+
+    The first row of a panel has what its sums begin with, as int32: -zero times each filter's sum,
+    where ``zero`` is what activations store their 0 as. C is a multiple of 4.
+    """
+    depth = math.prod(filters.shape[:3])
+    rows = panels(filters, groups).reshape(-1, depth, PANEL)
+    packed = np.empty((len(rows), 1 + depth // 4, PANEL, 4), np.int8)
+    packed[:, 0] = (rows.sum(1, dtype=np.int32) * -zero)[..., None].view(np.int8)
+    packed[:, 1:] = rows.reshape(len(rows), depth // 4, 4, PANEL).transpose(0, 1, 3, 2)
+    return packed.reshape(-1)
+
+
+def byte_panels_size(shape: tuple[int, ...], groups: int = 1) -> int:
+    """Counts the numbers of ``byte_panels`` of a filter of this shape."""
+    depth = math.prod(shape[:3])
+    return panels_size(shape, groups) // depth * (depth + 4)
+
+
 def panels_size(shape: tuple[int, ...], groups: int = 1) -> int:
     """Counts the numbers of ``panels`` of a filter of this shape."""
     r, s, c, f = shape

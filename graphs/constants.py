@@ -84,6 +84,32 @@ def scale_filter(filters: Array, scale: Array) -> Array:
     return scaled
 
 
+LEVELS = 127
+"""The largest integer of a filter in 8 bits; the least is -127."""
+
+
+def filter_scales(filters: Array) -> Array:
+    """Computes what an integer stands for, for each filter of [F, ...], in float64.
+
+    A filter's largest number, of either sign, is ``LEVELS``; one of zeros has 1.
+    """
+    largest: Array = np.abs(filters.reshape(len(filters), -1)).max(1, initial=0).astype(np.float64)
+    return np.where(largest > 0, largest, LEVELS) / LEVELS
+
+
+def quantized_filter(filters: Array) -> Array:
+    """Rounds filters [F, ...] to int8, each by a scale of its own, to nearest even."""
+    scales = filter_scales(filters).reshape(-1, *(1,) * (filters.ndim - 1))
+    return np.rint(filters / scales).astype(np.int8)
+
+
+def fake_quantize_filter(filters: Array) -> Array:
+    """Rounds filters [F, ...] as ``quantized_filter``, and gives what the integers stand for."""
+    scales = filter_scales(filters).reshape(-1, *(1,) * (filters.ndim - 1))
+    rounded: Array = (quantized_filter(filters) * scales).astype(np.float32)
+    return rounded
+
+
 def attention_bias(mask: Array, *, heads: int, queries: int, keys: int) -> Array:
     """Lays a mask out as graphs/shapes.py says; finite numbers stay finite, padding is zeros."""
     if mask.dtype == np.bool_:
@@ -101,6 +127,8 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     "batch_norm_scale": batch_norm_scale,
     "batch_norm_shift": batch_norm_shift,
     "scale_filter": scale_filter,
+    "fake_quantize_filter": fake_quantize_filter,
+    "full": lambda *, shape, value: np.full(shape, value, np.float32),
     "add": np.add,
     "mul": np.multiply,
     "relu": lambda x: np.maximum(x, 0),

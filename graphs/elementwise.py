@@ -58,6 +58,8 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "sin": Elementwise(),
     "cos": Elementwise(),
     "floor": Elementwise(),
+    "round": Elementwise(),  # to nearest, ties to even
+    "fake_quantize": Elementwise(settings={"scale": 1.0, "low": -128.0, "high": 127.0}),
     # arithmetic
     "add": Elementwise(2),
     "sub": Elementwise(2),
@@ -81,6 +83,9 @@ ELEMENTWISE: dict[str, Elementwise] = {
 def expression(op: str, attributes: Mapping[str, Any]) -> str:
     """Writes an op down as an expression of ``x0``, ``x1``, ..."""
     row = ELEMENTWISE[op]
+    if op == "fake_quantize":
+        scale, low, high = (float(attributes.get(n, v)) for n, v in (row.settings or {}).items())
+        return f"x0 {1 / scale!r} mul round {low!r} {high!r} clamp {scale!r} mul"
     given = row.values - ("other" in attributes)
     tokens = [f"x{i}" for i in range(given)]
     if "other" in attributes:

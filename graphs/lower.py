@@ -344,6 +344,29 @@ def _linear(given: _Given, *, format: str = "", epilogue: str = "none") -> Tenso
     return nodes.linear(given.value(0), weight, epilogue=epilogue, residual=given.optional(3))
 
 
+def _quantized(
+    given: _Given,
+    *,
+    scale: float,
+    low: float,
+    residual_scale: float = 1.0,
+    residual_low: float = 0.0,
+    result_scale: float = 1.0,
+    result_low: float = 0.0,
+    dtype: str = "float32",
+    groups: int = 1,
+    **window: Any,
+) -> TensorValue:
+    name, bias = given.name(1), given.name(2)
+    filter, product = given.weights.quantized(name, bias, groups, scale, round(-low))
+    scales = [-low, residual_scale, -residual_low, 1 / result_scale, -result_low]
+    rest = {"filter": filter, "product": product, "scales": scales, "dtype": dtype, **window}
+    x, residual = given.value(0), given.optional(3)
+    if x.rank == 4:
+        return nodes.quantized_conv2d(x, residual=residual, **rest)
+    return nodes.as_images(nodes.quantized_conv2d, x, residual, **rest)
+
+
 def _token_linear(given: _Given, *, epilogue: str = "none") -> TensorValue:
     residual = given.optional(3)
     return nodes.token_linear(given.value(0), given.layer(1), epilogue=epilogue, residual=residual)
@@ -583,6 +606,8 @@ EMIT: dict[str, Callable[..., Any]] = {
     "conv2d_chain": lambda given: nodes.conv2d_chain(
         given.value(0), given.layer(1), given.value(3), given.layer(4)
     ),
+    "quantized_conv2d": _quantized,
+    "quantized_linear": _quantized,
     "qkv_linear": lambda given: nodes.qkv_linear(
         (given.value(0), given.value(1), given.value(2)),
         (given.layer(3), given.layer(5), given.layer(7)),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -400,7 +400,7 @@ def linear(
     """
     out = shapes.linear(_type(x), _matrix(weight), None, _optional(residual), epilogue=epilogue)
     if weight.dense is None:
-        return _sparse_linear(x, weight, epilogue, residual)
+        return as_images(conv2d, x, residual, filter=weight, epilogue=epilogue)
     layout = "packed" if x.device.is_cpu() else "nk"
     weights, scale = [weight.dense, weight.bias], _host([1.0], DType.float32)
     parameters = {
@@ -412,10 +412,51 @@ def linear(
     return _fused("bmm", x, weights, residual, [scale], out, epilogue, parameters)
 
 
-def _sparse_linear(
-    x: TensorValue, weight: Filter, epilogue: str, residual: TensorValue | None
+def quantized_conv2d(
+    x: TensorValue,
+    filter: Filter,
+    product: TensorValue,
+    *,
+    scales: Sequence[float],
+    dtype: str,
+    stride: Pair = 1,
+    padding: Padding = 0,
+    dilation: Pair = 1,
+    epilogue: str = "none",
+    residual: TensorValue | None = None,
 ) -> TensorValue:
-    """Multiplies x[N, ..., C] as a sparse convolution of 1 x 1, each of N an image of one row."""
+    """Convolves x[N, H, W, C] of uint8 into [N, P, Q, F], as ops/conv2d/quantized.mojo says.
+
+    Args:
+        x: The activations; C of a group is a multiple of 4.
+        filter: The weights, in int8.
+        product: What a sum of each filter stands for, float32 [F].
+        scales: What x's 0 is stored as; scale and zero point of the residual; what the result is
+            multiplied by, and its zero point.
+        dtype: Of the result, and the residual: float32 or uint8.
+        stride: See ``conv2d``; so are the others.
+        padding: See ``stride``.
+        dilation: See ``stride``.
+        epilogue: See ``stride``.
+        residual: See ``stride``.
+
+    Raises:
+        ArgumentError: If shapes, dtypes, epilogue or geometry do not fit.
+    """
+    groups = filter.groups
+    out = shapes.quantized_conv2d(
+        _type(x), _filter(filter), None, _optional(residual), scale=1.0, low=0.0, dtype=dtype,
+        stride=stride, padding=padding, dilation=dilation, groups=groups, epilogue=epilogue,
+    )  # fmt: skip
+    window = _window(filter.shape[:2], stride, padding, dilation, groups)
+    weights, given = [filter.dense, product, filter.bias], _host(scales, DType.float32)
+    return _fused("quantized_conv2d", x, weights, residual, [window, given], out, epilogue, {})
+
+
+def as_images(
+    op: Callable[..., TensorValue], x: TensorValue, residual: TensorValue | None, **settings: Any
+) -> TensorValue:
+    """Takes tokens x[N, ..., C] through a 1 x 1 convolution, each of N an image of one row."""
     _, *between, _ = _type(x).shape
     if not all(isinstance(size, int) for size in between):
         raise ArgumentError(f"linear: expects every size but N of x[N, ..., C] but has {x.shape}")
@@ -425,8 +466,8 @@ def _sparse_linear(
         return value.reshape((value.shape[0], 1, count, value.shape[-1]))
 
     residual = None if residual is None else image(residual)
-    y = conv2d(image(x), weight, epilogue=epilogue, residual=residual)
-    return y.reshape((x.shape[0], *between, weight.shape[3]))
+    y = op(image(x), residual=residual, **settings)
+    return y.reshape((x.shape[0], *between, y.shape[3]))
 
 
 def token_linear(
@@ -1348,8 +1389,8 @@ def _custom(
         DeviceError: If the device has no kernel for the dtype.
     """
     device, dtype = values[0].device, DType[outs[0].dtype]
-    if dtype == DType.bool:  # a mask; what it was computed of counts
-        dtype = next(value.dtype for value in values if value.dtype != DType.bool)
+    if dtype in (DType.bool, DType.uint8):  # masks and levels: what they were computed of counts
+        dtype = next((value.dtype for value in values if value.dtype.is_float()), DType.float32)
     takes = _dtypes(device)
     if device.is_cpu() and name.startswith("sparse"):
         takes = takes[:1]

@@ -21,6 +21,7 @@ from max.graph import DeviceRef, TensorType, TensorValue, ops
 from maxvision.common.errors import ModelError
 from maxvision.graphs import arrange, formats
 from maxvision.graphs.arrange import rounded
+from maxvision.graphs.constants import filter_scales, quantized_filter
 
 ALIGNMENT = 64
 """Where a weight begins in a CPU's memory: at a multiple of this many bytes, a cache line."""
@@ -174,6 +175,38 @@ class Parameters:
         make = arrange.ARRANGE[form]
         dense = self._bind(filter, lambda: make(self._filter(filter), groups), (size,), self.dtype)
         return Filter(shape, groups, given, self.dtype, dense=dense, tf32=self.tf32)
+
+    def quantized(
+        self, filter: str, bias: str, groups: int, scale: float, zero: int
+    ) -> tuple[Filter, TensorValue]:
+        """Returns a filter in int8, and what its products stand for, float32 [F].
+
+        Args:
+            filter: See ``layer``; so are bias and groups.
+            bias: See ``filter``.
+            groups: See ``filter``.
+            scale: What one level of the activations stands for.
+            zero: What they store their 0 as.
+        """
+        shape = self._filter_shape(filter)
+        given = self._bias(filter, bias, shape[3])
+        size = (arrange.byte_panels_size(shape, groups),)
+
+        def rows() -> np.ndarray:
+            return self._filter(filter).transpose(3, 0, 1, 2)
+
+        def packed() -> np.ndarray:
+            whole = quantized_filter(rows()).transpose(1, 2, 3, 0)
+            return arrange.byte_panels(whole, groups, zero)
+
+        dense = self._bind(f"{filter}.int8.{zero}", packed, size, DType.int8)
+        product = self._bind(
+            f"{filter}.product.{scale!r}",
+            lambda: filter_scales(rows()) * scale,
+            (shape[3],),
+            DType.float32,
+        )
+        return Filter(shape, groups, given, DType.int8, dense=dense), product
 
     def matrix(
         self, weight: str, bias: str = "", *, by_input: bool = False

@@ -377,6 +377,60 @@ def token_linear(
     return out
 
 
+def quantized_conv2d(
+    x: Type,
+    filter: Type,
+    bias: Type | None = None,
+    residual: Type | None = None,
+    *,
+    scale: float,
+    low: float,
+    residual_scale: float = 1.0,
+    residual_low: float = 0.0,
+    result_scale: float = 1.0,
+    result_low: float = 0.0,
+    dtype: str = "float32",
+    **convolution: Any,
+) -> Type:
+    """Types ``conv2d`` in NHWC of x in uint8, which stands for scale * (x + low).
+
+    So do the residual and the result where ``dtype`` is uint8; float32 stands for itself.
+    """
+    name = "quantized_conv2d"
+    _in_bytes(name, x, residual, dtype)
+    out = conv2d(x, filter, bias, residual, layout="NHWC", name=name, **convolution)
+    return out._replace(dtype=dtype)
+
+
+def quantized_linear(
+    x: Type,
+    weight: Type,
+    bias: Type | None = None,
+    residual: Type | None = None,
+    *,
+    scale: float,
+    low: float,
+    residual_scale: float = 1.0,
+    residual_low: float = 0.0,
+    result_scale: float = 1.0,
+    result_low: float = 0.0,
+    dtype: str = "float32",
+    epilogue: str = "none",
+) -> Type:
+    """Types ``linear`` of x in uint8; see ``quantized_conv2d``."""
+    _in_bytes("quantized_linear", x, residual, dtype)
+    return linear(x, weight, bias, residual, epilogue=epilogue)._replace(dtype=dtype)
+
+
+def _in_bytes(name: str, x: Type, residual: Type | None, dtype: str) -> None:
+    if x.dtype != "uint8":
+        raise ArgumentError(f"{name}: expects x in uint8 but has {x.dtype}")
+    if dtype not in ("float32", "uint8"):
+        raise ArgumentError(f"{name}: gives float32 or uint8, not {dtype}")
+    if residual is not None and residual.dtype != dtype:
+        raise ArgumentError(f"{name}: expects a residual in {dtype} but has {residual.dtype}")
+
+
 def qkv_linear(*given: Type | None) -> tuple[Type, ...]:
     """Types ``linear`` thrice: tokens of query, key and value, then the weight and bias of each."""
     name, tokens, weights = "qkv_linear", given[:3], given[3:9:2]
@@ -1145,6 +1199,16 @@ def scale_filter(filter: Type, scale: Type) -> Type:
     return Type(filter.shape, "float32")
 
 
+def fake_quantize_filter(filter: Type) -> Type:
+    """Types a filter [F, ...] rounded to 255 levels of its own for each of F, around 0."""
+    return filter
+
+
+def full(*, shape: tuple[int, ...], value: float) -> Type:
+    """Types a constant of one number, in float32."""
+    return Type(tuple(shape), "float32")
+
+
 def _narrower(*given: Type) -> str:
     """Names the dtype of what is computed of several: weights, in float32, follow the others."""
     order = ("bfloat16", "float16", "float32", "float64")
@@ -1193,10 +1257,14 @@ OPS: dict[str, Callable[..., Any]] = {
     "batch_norm_scale": batch_norm_scale,
     "batch_norm_shift": batch_norm_shift,
     "scale_filter": scale_filter,
+    "fake_quantize_filter": fake_quantize_filter,
+    "full": full,
     # fused
     "pointwise": pointwise,
     "conv2d_shortcut": conv2d_shortcut,
     "conv2d_chain": conv2d_chain,
+    "quantized_conv2d": quantized_conv2d,
+    "quantized_linear": quantized_linear,
     "qkv_linear": qkv_linear,
     "token_linear": token_linear,
     "attention": attention,

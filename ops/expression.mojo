@@ -102,6 +102,19 @@ def evaluate_words[
     return stack[0]
 
 
+def is_truth(expression: StaticString) -> Bool:
+    """Tells whether an expression gives truth values: its last word compares.
+
+    Args:
+        expression: Any.
+
+    Returns:
+        As `is_truth` of graphs/elementwise.py does.
+    """
+    var words = split(expression)
+    return words[len(words) - 1] in ["eq", "ne", "lt", "le", "gt", "ge"]
+
+
 comptime UNARY: List[String] = [
     "relu",
     "gelu",
@@ -124,6 +137,7 @@ comptime UNARY: List[String] = [
     "sin",
     "cos",
     "floor",
+    "round",
 ]
 """The ops that take one value."""
 comptime BINARY: List[String] = [
@@ -319,9 +333,11 @@ def _unary[
         return sine(x)
     elif op == "cos":
         return sine(x, 1)
-    else:
-        comptime assert op == "floor", "no such op of one value"
+    elif op == "floor":
         return floor(x)
+    else:
+        comptime assert op == "round", "no such op of one value"
+        return x.__round__()
 
 
 comptime SIXTH: Float32 = 1.0 / 6

@@ -162,7 +162,10 @@ def _nearest[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
 
 
 struct Scales(KernelArgument, TrivialRegisterPassable):
-    """What numbers of 8 bits stand for: y = act(product[f] * x w + bias + residual scale * residual)."""
+    """What numbers of 8 bits stand for: y = act(product[f] * x w + bias + residual).
+
+    The residual stands for residual * (r - residual_zero), and y for (q - result_zero) / result.
+    """
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
@@ -171,15 +174,37 @@ struct Scales(KernelArgument, TrivialRegisterPassable):
     """One number for each filter."""
     var residual: Float32
     """One for the whole residual."""
+    var residual_zero: Float32
+    """What the residual's 0 is stored as."""
+    var result: Float32
+    """By what the result is multiplied to be stored."""
+    var result_zero: Float32
+    """What the result's 0 is stored as."""
+    var zero: Int32
+    """What x's 0 is stored as, which the padding reads."""
 
-    def __init__(out self, product: Data[F32], residual: Float32 = 1):
+    def __init__(
+        out self,
+        product: Data[F32],
+        residual: Float32 = 1,
+        *,
+        residual_zero: Float32 = 0,
+        result: Float32 = 1,
+        result_zero: Float32 = 0,
+        zero: Int32 = 0,
+    ):
         """Names the scales.
 
         Args:
             product: Of each filter's sums.
             residual: Of the residual.
+            residual_zero: What the residual's 0 is stored as.
+            result: By what the result is multiplied to be stored.
+            result_zero: What the result's 0 is stored as.
+            zero: What x's 0 is stored as.
         """
-        self.product, self.residual = product, residual
+        self.product, self.residual, self.residual_zero = product, residual, residual_zero
+        self.result, self.result_zero, self.zero = result, result_zero, zero
 
 
 struct Operands[dtype: DType, out: DType = dtype, right: DType = dtype](

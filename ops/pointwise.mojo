@@ -24,7 +24,7 @@ from std.utils.static_tuple import StaticTuple
 
 from .device import Device
 from .division import quotient, reciprocal
-from .expression import evaluate, inputs_of, is_expression, split
+from .expression import evaluate, inputs_of, is_expression, is_truth, split
 from .kernel_argument import KernelArgument
 from .launch import launch
 from .operands import F32, ON_CPU, Data, data, narrowed, widened
@@ -192,7 +192,7 @@ def evaluated[
     Parameters:
         width: Lanes.
         count: How many values there are.
-        dtype: Of the result; uint8 is a mask's.
+        dtype: Of the result; uint8 of a comparison is a mask.
         expression: What is computed.
 
     Args:
@@ -203,7 +203,7 @@ def evaluated[
     """
     comptime narrow = dtype.is_half_float()
     var value = evaluate[expression, narrow=narrow](values)
-    comptime if dtype == BYTE:
+    comptime if dtype == BYTE and is_truth(expression):
         return value.ne(0).cast[dtype]()
     else:
         return narrowed[dtype](value)

@@ -15,6 +15,7 @@ from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import EVALUATE, Constants
 from maxvision.graphs.passes.fold import batch_norm
 from maxvision.graphs.program import Program
+from maxvision.graphs.quantize import Quantization, quantized
 from maxvision.weights import metadata
 from maxvision.weights.family import Family, Format
 from maxvision.weights.formats import recognise, specify
@@ -110,7 +111,7 @@ def interpret(found: Source) -> Checkpoint:
         family=family.name,
         channels=spec.channels,
         size=size,
-        program=write,
+        program=_rounded(write, found, size),
         tensors=tensors,
         labels=metadata.labels(
             repr(form.key("head.weight")), found.config, spec.classes, found.name
@@ -152,11 +153,27 @@ def _converted(found: Source, program: Program) -> Checkpoint:
         family=program.name,
         channels=int(channels),
         size=(int(height), int(width)),
-        program=sized,
+        program=_rounded(sized, found, (int(height), int(width))),
         tensors=tensors,
         labels=metadata.labels("logits", found.config, classes, found.name),
         preprocess=dict(found.preprocess),
     )
+
+
+def _rounded(
+    write: Callable[[tuple[int, int]], Program], found: Source, size: tuple[int, int]
+) -> Callable[[tuple[int, int]], Program]:
+    """Makes what writes a network round what config.json says, if ``maxvision quantize`` wrote it.
+
+    Raises:
+        ModelError: If that does not fit the network.
+    """
+    how = Quantization.from_config(found.config, found.name)
+    if how is None:
+        return write
+    rounded = cache(lambda size: quantized(write(size), how))
+    rounded(size)
+    return rounded
 
 
 def converted_tensors(found: Source, program: Program) -> Stored:

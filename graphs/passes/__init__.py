@@ -17,6 +17,7 @@
 | squeeze_excite   | a mean of images, two products of it, and the images times that: one op      |
 | stem             | pixels, first convolution, and activation, max pool or layer norm: one op    |
 | patches          | a convolution of patches that touch: one of their rows, as wider channels    |
+| eight_bit        | products of rounded values and weights: of 8-bit integers, stored as such    |
 | shortcut         | a residual block's last convolution and its shortcut's: one op               |
 | chain            | a block's last 1 x 1 and the next one's first: one op                        |
 | qkv              | the linear layers of query, key and value: one op                            |
@@ -42,6 +43,7 @@ from maxvision.common.errors import ArgumentError
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.passes import (
     align,
+    eight_bit,
     elementwise,
     fold,
     fuse,
@@ -72,6 +74,7 @@ PASSES: dict[str, Pass] = {
     "squeeze_excite": fuse.squeeze_excite,
     "stem": fuse.stem,
     "patches": fuse.patches,
+    "eight_bit": eight_bit.eight_bit,
     "shortcut": fuse.shortcut,
     "chain": fuse.chain,
     "qkv": fuse.qkv,

@@ -56,8 +56,9 @@ def casts(program: Program, _: Backend) -> Program:
 
 def _is_cast(program: Program, node: Node | None) -> bool:
     """Tells whether a node casts floats to other floats."""
-    kinds = [program.types[v].dtype for v in (node.inputs[0], node.output)] if node else []
-    return bool(node and node.op == "cast" and all("float" in kind for kind in kinds))
+    if node is None or node.op != "cast":
+        return False
+    return all("float" in program.types[v].dtype for v in (node.inputs[0], node.output))
 
 
 def _before_cast(program: Program, value: str) -> str:

@@ -154,7 +154,9 @@ def _add(program: Program, rewrite: Rewrite, node: Node, taken: set[str]) -> Non
 
 def _is_activation(node: Node) -> bool:
     """Tells whether a node is an elementwise op of one value: what an epilogue may end with."""
-    return node.op in ELEMENTWISE and ELEMENTWISE[node.op].values == 1 and not node.at_load
+    if node.op not in ELEMENTWISE or node.op == "fake_quantize" or node.at_load:
+        return False
+    return ELEMENTWISE[node.op].values == 1
 
 
 def _activation(node: Node) -> str:

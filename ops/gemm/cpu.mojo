@@ -11,6 +11,11 @@ run of S * C numbers, so the 3-channel stem has runs of 21 and not of 3.
                        (graphs/arrange.py packs them once, at load)
     y[N, P, Q, F]      result, float32
 
+In 8 bits x is uint8, b int8 and the sums are int32 (`Scales` of operands.mojo says what they stand
+for). Four numbers of K lie beside each other in a column, b[panel, 1 + K / 4, 64, 4], as vpdpbusd
+multiplies them; the first row of a panel has the int32 with which its sums begin: minus x's zero
+point times the sum of the column. C is a multiple of 4; the padding reads the zero point.
+
 A register tile is ROWS pixels x 4 vectors: on AVX-512 24 accumulators, 4 vectors of b and one
 broadcast of x. A task goes through K a share at a time, and takes all its pixels through that share
 while its part of the panel is in the second-level cache (Goto and van de Geijn 2008); its first
@@ -23,11 +28,12 @@ from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv, iota
 from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
-from std.sys.intrinsics import PrefetchOptions, masked_load, masked_store, prefetch
+from std.sys.intrinsics import PrefetchOptions, masked_store, prefetch
 
-from ..epilogue import Epilogue, activate
+from ..dot import FILTER, STEP, SUM, U8, dot, spread
+from ..epilogue import Epilogue, apply
 from ..geometry import Geometry
-from ..operands import F32, Data, Operands
+from ..operands import F32, Data, Operands, Scales, narrowed, widened_load
 from ..parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -50,56 +56,92 @@ comptime PIXELS = 16 * ROWS
 """Pixels whose sums are kept from one share of K to the next."""
 
 
-struct _Runs[rows: Int]:
+struct _Runs[dtype: DType, rows: Int]:
     """Where the pixels of a register tile read in a share of K: runs of numbers side by side."""
 
-    var sources: Array[Data[F32], Self.rows * RUNS]
+    var sources: Array[Data[Self.dtype], Self.rows * RUNS]
     """Where each run begins, for each pixel."""
     var lengths: Array[Int, RUNS]
-    """Numbers of each run; at least one."""
+    """Steps of each run; at least one."""
     var count: Int
     """How many runs there are."""
 
     def __init__(out self):
-        self.sources = Array[Data[F32], Self.rows * RUNS](uninitialized=True)
+        self.sources = Array[Data[Self.dtype], Self.rows * RUNS](uninitialized=True)
         self.lengths = Array[Int, RUNS](uninitialized=True)
         self.count = 0
 
 
 @no_inline
 def _multiply[
-    rows: Int, vectors: Int, turned: Bool = False
-](runs: _Runs[rows], panel: Data[F32], ahead: Int, sums: Data[F32], fresh: Bool, pitch: Int = 1):
+    dtype: DType, rows: Int, //, vectors: Int, turned: Bool = False
+](
+    runs: _Runs[dtype, rows],
+    panel: Data[FILTER[dtype]],
+    ahead: Int,
+    sums: Data[SUM[dtype]],
+    fresh: Bool,
+    starts: Data[SUM[dtype]],
+    pitch: Int = 1,
+):
     """Adds a share of K to the sums[rows, PANEL] of a register tile, or begins them if `fresh`.
 
     A line of each row `ahead` of the panel's is prefetched. If `turned`, the numbers of a run are
-    `pitch` apart.
+    `pitch` apart. In 8 bits sums begin with `starts`.
     """
-    var tile = Array[SIMD[F32, WIDTH], rows * vectors](fill=0)
+    var tile = _begin[dtype, rows, vectors](starts)
     if not fresh:
         comptime for i in range(rows):
             comptime for v in range(vectors):
                 tile[i * vectors + v] = sums.unsafe_load[width=WIDTH](i * PANEL + v * WIDTH)
     var row = panel
     for run in range(runs.count):
-        var source = Array[Data[F32], rows](uninitialized=True)
+        var source = Array[Data[dtype], rows](uninitialized=True)
         comptime for i in range(rows):
             source[i] = runs.sources.unsafe_ptr()[unsafe_offset=run * rows + i]
         for k in range(runs.lengths.unsafe_ptr()[unsafe_offset=run]):
-            var b = Array[SIMD[F32, WIDTH], vectors](uninitialized=True)
-            comptime for v in range(vectors):
-                b[v] = row.unsafe_load[width=WIDTH](v * WIDTH)
-            comptime for i in range(rows):
-                var a = SIMD[F32, WIDTH](source[i][unsafe_offset=k * pitch if turned else k])
-                comptime for v in range(vectors):
-                    tile[i * vectors + v] = a.fma(b[v], tile[i * vectors + v])
+            _step[vectors](source, k * pitch if turned else k * STEP[dtype], row, tile)
             prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
                 row.unsafe_offset(ahead)
             )
-            row = row.unsafe_offset(PANEL)
+            row = row.unsafe_offset(PANEL * STEP[dtype])
     comptime for i in range(rows):
         comptime for v in range(vectors):
             sums.unsafe_store(i * PANEL + v * WIDTH, tile[i * vectors + v])
+
+
+@always_inline
+def _begin[
+    dtype: DType, rows: Int, vectors: Int
+](starts: Data[SUM[dtype]]) -> Array[SIMD[SUM[dtype], WIDTH], rows * vectors]:
+    """Begins the sums of a register tile: with 0, in 8 bits with those of each filter."""
+    var tile = Array[SIMD[SUM[dtype], WIDTH], rows * vectors](fill=0)
+    comptime if dtype != F32:
+        comptime for v in range(vectors):
+            var start = starts.unsafe_load[width=WIDTH](v * WIDTH)
+            comptime for i in range(rows):
+                tile[i * vectors + v] = start
+    return tile^
+
+
+@always_inline
+def _step[
+    dtype: DType, rows: Int, size: Int, //, vectors: Int
+](
+    source: Array[Data[dtype], rows],
+    at: Int,
+    row: Data[FILTER[dtype]],
+    mut tile: Array[SIMD[SUM[dtype], WIDTH], size],
+):
+    """Adds the products of a step of K, `at` of the pixels and a row of the panel, to a tile."""
+    comptime lanes = WIDTH * STEP[dtype]
+    var w = Array[SIMD[FILTER[dtype], lanes], vectors](uninitialized=True)
+    comptime for v in range(vectors):
+        w[v] = row.unsafe_load[width=lanes](v * lanes)
+    comptime for i in range(rows):
+        var x = spread[WIDTH](source[i].unsafe_offset(at))
+        comptime for v in range(vectors):
+            tile[i * vectors + v] = dot[dtype, WIDTH](tile[i * vectors + v], x, w[v])
 
 
 def multiply_turned(
@@ -133,18 +175,14 @@ def multiply_turned(
             comptime for size in range(1, ROWS + 1):
                 comptime for vectors in range(1, VECTORS + 1):
                     if count == size and width == vectors:
-                        var runs = _Runs[size]()
+                        var runs = _Runs[F32, size]()
                         comptime for i in range(size):
                             runs.sources.unsafe_ptr()[unsafe_offset=i] = a.unsafe_offset(first + i)
                         runs.lengths.unsafe_ptr()[unsafe_offset=0] = depth
                         runs.count = 1
-                        _multiply[size, vectors, turned=True](
-                            runs,
-                            panel.unsafe_offset(offset),
-                            0,
-                            sums.unsafe_offset(first * PANEL + offset),
-                            fresh,
-                            pitch,
+                        var to = sums.unsafe_offset(first * PANEL + offset)
+                        _multiply[vectors, turned=True](
+                            runs, panel.unsafe_offset(offset), 0, to, fresh, to, pitch
                         )
 
 
@@ -164,116 +202,135 @@ struct _Share(TrivialRegisterPassable):
 
 @no_inline
 def _store[
-    epilogue: Epilogue
-](g: Geometry, o: Operands[F32], sums: Data[F32], first: Int, rows: Int, column: Int, columns: Int):
+    dtype: DType, out: DType, //, epilogue: Epilogue
+](
+    g: Geometry,
+    o: Operands[dtype, out, FILTER[dtype]],
+    scales: Scales,
+    sums: Data[SUM[dtype]],
+    first: Int,
+    rows: Int,
+    column: Int,
+    columns: Int,
+):
     """Takes the sums of `rows` pixels through the epilogue, into `columns` numbers of each of y."""
+    var whole = columns // WIDTH * WIDTH
     for i in range(rows):
-        _store_pixel[epilogue](
-            o, sums.unsafe_offset(i * PANEL), (first + i) * g.f + column, column, columns
-        )
+        var row, to = i * PANEL, (first + i) * g.f + column
+        for j in range(0, whole, WIDTH):
+            var sum = sums.unsafe_load[width=WIDTH](row + j)
+            _store_vector[epilogue, WIDTH](o, scales, sum, column + j, to + j)
+        for j in range(whole, columns):
+            var sum = sums.unsafe_load[width=1](row + j)
+            _store_vector[epilogue, 1](o, scales, sum, column + j, to + j)
 
 
 @always_inline
-def _store_pixel[
-    epilogue: Epilogue
-](o: Operands[F32], sums: Data[F32], to: Int, f: Int, columns: Int):
-    var whole = columns // WIDTH * WIDTH
-    for j in range(0, whole, WIDTH):
-        var value = sums.unsafe_load[width=WIDTH](j).fma(
-            o.alpha, o.bias.unsafe_load[width=WIDTH](f + j)
-        )
-        comptime if epilogue.adds:
-            value += o.residual.unsafe_load[width=WIDTH](to + j)
-        o.y.unsafe_store(to + j, activate[epilogue, F32](value))
-    for j in range(whole, columns):
-        var value = sums[unsafe_offset=j] * o.alpha + o.bias[unsafe_offset=f + j]
-        comptime if epilogue.adds:
-            value += o.residual[unsafe_offset=to + j]
-        o.y[unsafe_offset=to + j] = activate[epilogue, F32](value)
+def _store_vector[
+    dtype: DType, out: DType, //, epilogue: Epilogue, width: Int, masked: Bool = False
+](
+    o: Operands[dtype, out, FILTER[dtype]],
+    scales: Scales,
+    sum: SIMD[SUM[dtype], width],
+    f: Int,
+    to: Int,
+    inside: SIMD[DType.bool, width] = SIMD[DType.bool, width](fill=True),
+):
+    """Takes the sums of filters from `f` on through the epilogue, to y from `to` on."""
+    var alpha = SIMD[F32, width](o.alpha)
+    comptime if epilogue.scales:
+        alpha = widened_load[masked](scales.product.unsafe_offset(f), inside)
+    var bias = widened_load[masked](o.bias.unsafe_offset(f), inside)
+    var residual = SIMD[F32, width](0)
+    comptime if epilogue.adds:
+        residual = widened_load[masked](o.residual.unsafe_offset(to), inside)
+        comptime if epilogue.scales:
+            residual -= scales.residual_zero
+    var value = apply[epilogue, out](sum.cast[F32](), alpha, bias, residual, scales.residual)
+    comptime if out == U8:
+        value = (value * scales.result).__round__() + scales.result_zero
+    comptime if masked:
+        masked_store(narrowed[out](value), o.y.unsafe_offset(to), inside)
+    else:
+        o.y.unsafe_store(to, narrowed[out](value))
 
 
 @no_inline
 def _whole_tile[
-    epilogue: Epilogue, vectors: Int
-](g: Geometry, o: Operands[F32], first: Int, ahead: Int, column: Int, columns: Int):
+    dtype: DType, out: DType, //, epilogue: Epilogue, vectors: Int
+](
+    g: Geometry,
+    o: Operands[dtype, out, FILTER[dtype]],
+    scales: Scales,
+    starts: Data[SUM[dtype]],
+    first: Int,
+    ahead: Int,
+    column: Int,
+    columns: Int,
+):
     """Computes ROWS pixels from `first` on, where a pixel's row of x is all of K.
 
     The sums go through the epilogue in registers: where K is short, their way through memory takes
-    as long as the products. `o.w` points at the first of the tile's columns.
+    as long as the products. `o.w` points at the first of the tile's columns, and `starts` too.
     """
-    var tile = Array[SIMD[F32, WIDTH], ROWS * vectors](fill=0)
-    var source = Array[Data[F32], ROWS](uninitialized=True)
+    var tile = _begin[dtype, ROWS, vectors](starts)
+    var source = Array[Data[dtype], ROWS](uninitialized=True)
     comptime for i in range(ROWS):
         source[i] = o.x.unsafe_offset((first + i) * g.c)
     var row = o.w
-    for k in range(g.c):
-        var b = Array[SIMD[F32, WIDTH], vectors](uninitialized=True)
-        comptime for v in range(vectors):
-            b[v] = row.unsafe_load[width=WIDTH](v * WIDTH)
-        comptime for i in range(ROWS):
-            var a = SIMD[F32, WIDTH](source[i][unsafe_offset=k])
-            comptime for v in range(vectors):
-                tile[i * vectors + v] = a.fma(b[v], tile[i * vectors + v])
+    for k in range(0, g.c, STEP[dtype]):
+        _step[vectors](source, k, row, tile)
         prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
             row.unsafe_offset(ahead)
         )
-        row = row.unsafe_offset(PANEL)
-    var here = o.shifted(bias=column, y=first * g.f + column)
+        row = row.unsafe_offset(PANEL * STEP[dtype])
     comptime for v in range(vectors):
         comptime at = v * WIDTH
-        if columns - at >= WIDTH:
-            var bias = here.bias.unsafe_load[width=WIDTH](at)
-            comptime for i in range(ROWS):
-                var value = tile[i * vectors + v].fma(o.alpha, bias)
-                comptime if epilogue.adds:
-                    value += here.residual.unsafe_load[width=WIDTH](i * g.f + at)
-                here.y.unsafe_store(i * g.f + at, activate[epilogue, F32](value))
-        else:
-            var inside = iota[DType.int32, WIDTH]().lt(Int32(columns - at))
-            comptime NONE = SIMD[F32, WIDTH](0)
-            var bias = masked_load[WIDTH](here.bias.unsafe_offset(at), inside, NONE)
-            comptime for i in range(ROWS):
-                var value = tile[i * vectors + v].fma(o.alpha, bias)
-                comptime if epilogue.adds:
-                    var residual = here.residual.unsafe_offset(i * g.f + at)
-                    value += masked_load[WIDTH](residual, inside, NONE)
-                var to = here.y.unsafe_offset(i * g.f + at)
-                masked_store(activate[epilogue, F32](value), to, inside)
+        var inside = iota[DType.int32, WIDTH]().lt(Int32(columns - at))
+        comptime for i in range(ROWS):
+            var f, to = column + at, (first + i) * g.f + column + at
+            if columns - at >= WIDTH:
+                _store_vector[epilogue, WIDTH](o, scales, tile[i * vectors + v], f, to)
+            else:
+                _store_vector[epilogue, WIDTH, masked=True](
+                    o, scales, tile[i * vectors + v], f, to, inside
+                )
 
 
 @always_inline
 def _tile[
-    rows: Int, vectors: Int
+    dtype: DType, out: DType, //, rows: Int, vectors: Int
 ](
     g: Geometry,
-    o: Operands[F32],
+    o: Operands[dtype, out, FILTER[dtype]],
+    starts: Data[SUM[dtype]],
     first: Int,
     channel: Int,
     share: _Share,
     ahead: Int,
-    sums: Data[F32],
-    zeros: Data[F32],
+    sums: Data[SUM[dtype]],
+    zeros: Data[dtype],
 ):
     """Adds a share of K to the sums of `rows` pixels from `first` on.
 
     `o.w` points at the first of the tile's columns in the share; x is read from `channel` on.
     """
-    var runs = _Runs[rows]()
+    var runs = _Runs[dtype, rows]()
     _find[rows](g, o.x, first, channel, share, zeros, runs)
-    _multiply[rows, vectors](runs, o.w, ahead, sums, share.r == 0 and share.start == 0)
+    _multiply[vectors](runs, o.w, ahead, sums, share.r == 0 and share.start == 0, starts)
 
 
 @no_inline
 def _find[
-    rows: Int
+    dtype: DType, //, rows: Int
 ](
     g: Geometry,
-    x: Data[F32],
+    x: Data[dtype],
     first: Int,
     channel: Int,
     share: _Share,
-    zeros: Data[F32],
-    mut runs: _Runs[rows],
+    zeros: Data[dtype],
+    mut runs: _Runs[dtype, rows],
 ):
     """Finds where `rows` pixels from `first` on read in a share of K."""
     if g.pointwise():
@@ -281,7 +338,7 @@ def _find[
             runs.sources.unsafe_ptr()[unsafe_offset=i] = x.unsafe_offset(
                 (first + i) * g.c + share.start
             )
-        runs.lengths.unsafe_ptr()[unsafe_offset=0] = share.end - share.start
+        runs.lengths.unsafe_ptr()[unsafe_offset=0] = (share.end - share.start) // STEP[dtype]
         runs.count = 1
         return
     # Where the window of each pixel begins: row h0, column w0 (both may lie in the padding).
@@ -318,38 +375,58 @@ def _find[
                 if h >= 0 and h < g.h and w >= 0 and w < g.w:
                     source = x.unsafe_offset(((image[i] + h) * g.w + w) * g.c + channel + c)
                 runs.sources.unsafe_ptr()[unsafe_offset=runs.count * rows + i] = source
-            runs.lengths.unsafe_ptr()[unsafe_offset=runs.count] = length
+            runs.lengths.unsafe_ptr()[unsafe_offset=runs.count] = length // STEP[dtype]
             runs.count += 1
             at += length
 
 
 @no_inline
 def gemm_block[
-    epilogue: Epilogue
-](g: Geometry, o: Operands[F32], first: Int, last: Int, channel: Int, column: Int, columns: Int,):
+    dtype: DType, out: DType, //, epilogue: Epilogue
+](
+    g: Geometry,
+    o: Operands[dtype, out, FILTER[dtype]],
+    scales: Scales,
+    first: Int,
+    last: Int,
+    channel: Int,
+    column: Int,
+    columns: Int,
+):
     """Computes the pixels `first` to `last` for the filters of one panel.
 
     Parameters:
+        dtype: Of the activations, float32 or uint8.
+        out: Of the result.
         epilogue: What the accumulator goes through.
 
     Args:
         g: Sizes of the convolution, or of the product.
         o: Its tensors; `w` begins with the panel.
+        scales: What they stand for in 8 bits.
         first: The first pixel.
         last: One beyond the last pixel.
         channel: The first input channel of the group.
         column: The first filter of the panel.
         columns: Filters of the panel, at most PANEL.
     """
-    var memory = alloc(Layout[Float32](count=PIXELS * PANEL + DEPTH))
-    var sums = rebind[Data[F32]](memory.unsafe_ptr())
-    var zeros = sums.unsafe_offset(PIXELS * PANEL)
-    for i in range(DEPTH):
-        zeros[unsafe_offset=i] = 0
+    comptime step = STEP[dtype]
+    comptime depth = DEPTH * step
+    var memory = alloc(Layout[Scalar[SUM[dtype]]](count=PIXELS * PANEL))
+    var sums = rebind[Data[SUM[dtype]]](memory.unsafe_ptr())
+    var padding = alloc(Layout[Scalar[dtype]](count=depth))
+    var zeros = rebind[Data[dtype]](padding.unsafe_ptr())
+    for i in range(depth):
+        zeros[unsafe_offset=i] = scales.zero.cast[dtype]()
     var run = g.s * g.group_c()
-    # As many rows of the window as DEPTH holds, or else as even parts of one.
-    var height = max(1, min(DEPTH // run, RUNS // g.s))
-    var length = ceildiv(run, ceildiv(run, min(DEPTH, RUNS // 2 * g.group_c())))
+    # As many rows of the window as `depth` holds, or else as even parts of one.
+    var height = max(1, min(depth // run, RUNS // g.s))
+    var length = ceildiv(run, ceildiv(run, min(depth, RUNS // 2 * g.group_c())))
+    length = ceildiv(length, step) * step
+    var starts = o.w.unsafe_bitcast[Scalar[SUM[dtype]]]()
+    var panel = o.w
+    comptime if dtype != F32:
+        panel = panel.unsafe_offset(PANEL * step)
     var whole = g.pointwise() and g.c <= length
     for begin in range(first, last, PIXELS):
         var end = min(begin + PIXELS, last)
@@ -362,18 +439,28 @@ def gemm_block[
                 var next = (share.r_end - share.r) * (share.end - share.start) * PANEL
                 var ends = share.r_end == g.r and share.end == run
                 for offset in range(0, columns, TILE):
-                    var here = o.shifted(w=at + offset)
+                    var here = o
+                    here.w = panel.unsafe_offset(at + offset * step)
+                    var start = starts.unsafe_offset(offset)
                     var width = min(columns - offset, TILE)
                     for tile in range(tiles):
                         # As even as they come: 49 pixels are 4 x 6 + 5 x 5, never 8 x 6 + 1.
                         var m = (end - begin) * tile // tiles
                         var rows = (end - begin) * (tile + 1) // tiles - m
-                        var ahead = next + tile * LINE if tile < PANEL // LINE else 0
+                        var line = LINE * step
+                        var ahead = next + tile * line if tile < PANEL // LINE else 0
                         if whole and rows == ROWS:
                             comptime for vectors in range(1, VECTORS + 1):
                                 if ceildiv(width, WIDTH) == vectors:
                                     _whole_tile[epilogue, vectors](
-                                        g, here, begin + m, ahead, column + offset, width
+                                        g,
+                                        here,
+                                        scales,
+                                        start,
+                                        begin + m,
+                                        ahead,
+                                        column + offset,
+                                        width,
                                     )
                             continue
                         var here_sums = sums.unsafe_offset(m * PANEL + offset)
@@ -383,6 +470,7 @@ def gemm_block[
                                     _tile[size, vectors](
                                         g,
                                         here,
+                                        start,
                                         begin + m,
                                         channel,
                                         share,
@@ -392,39 +480,57 @@ def gemm_block[
                                     )
                         if ends:
                             _store[epilogue](
-                                g, o, here_sums, begin + m, rows, column + offset, width
+                                g, o, scales, here_sums, begin + m, rows, column + offset, width
                             )
                 at += (share.r_end - share.r) * (share.end - share.start) * PANEL
+    dealloc(padding^)
     dealloc(memory^)
 
 
 @no_inline
-def gemm[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
+def gemm[
+    dtype: DType, out: DType, //, epilogue: Epilogue
+](g: Geometry, o: Operands[dtype, out, FILTER[dtype]], scales: Optional[Scales] = None):
     """Computes a whole convolution or product on all cores, `o.w` packed in panels.
 
     Parameters:
+        dtype: Of the activations, float32 or uint8.
+        out: Of the result.
         epilogue: What the accumulator goes through.
 
     Args:
         g: Sizes of the convolution, or of the product.
         o: Its tensors.
+        scales: What they stand for in 8 bits.
     """
-    gemm_group[epilogue, 1]([g], [o])
+    var of_one = scales.or_else(Scales(o.bias))
+    gemm_group[epilogue, 1](
+        Array[Geometry, 1](fill=g),
+        Array[Operands[dtype, out, FILTER[dtype]], 1](fill=o),
+        Array[Scales, 1](fill=of_one),
+    )
 
 
 @no_inline
 def gemm_group[
-    epilogue: Epilogue, count: Int
-](g: Array[Geometry, count], o: Array[Operands[F32], count]):
+    dtype: DType, out: DType, //, epilogue: Epilogue, count: Int
+](
+    g: Array[Geometry, count],
+    o: Array[Operands[dtype, out, FILTER[dtype]], count],
+    scales: Optional[Array[Scales, count]] = None,
+):
     """Computes convolutions or products that do not read each other, in one loop over all cores.
 
     Parameters:
+        dtype: Of the activations, float32 or uint8.
+        out: Of the results.
         epilogue: What the accumulators go through.
         count: How many there are.
 
     Args:
         g: Sizes of each.
         o: Tensors of each; `w` is packed in panels.
+        scales: What they stand for in 8 bits.
     """
     var work = 0
     comptime for i in range(count):
@@ -437,11 +543,15 @@ def gemm_group[
         tasks += ceildiv(g[i].pixels(), blocks[i]) * ceildiv(g[i].group_f(), PANEL) * g[i].groups
         ends[i] = tasks
 
+    var given = Array[Scales, count](fill=Scales(o[0].bias))
+    if scales:
+        given = scales.value().copy()
+
     def task(index: Int) {imm}:
         comptime for i in range(count):
             var start = ends[i - 1] if i > 0 else 0
             if start <= index < ends[i]:
-                _task[epilogue](g[i], o[i], blocks[i], index - start)
+                _task[epilogue](g[i], o[i], given[i], blocks[i], index - start)
 
     over_cores(task, tasks)
 
@@ -461,8 +571,8 @@ def gemm_shortcut(g: Geometry, o: Operands[F32], side: Geometry, beside: Operand
     joined.residual = o.y
 
     def task(index: Int) {var}:
-        _task[Epilogue("none")](side, beside, block, index)
-        _task[Epilogue("add_relu")](g, joined, block, index)
+        _task[Epilogue("none")](side, beside, Scales(beside.bias), block, index)
+        _task[Epilogue("add_relu")](g, joined, Scales(o.bias), block, index)
 
     over_cores(task, ceildiv(g.pixels(), block) * ceildiv(g.f, PANEL))
 
@@ -481,7 +591,9 @@ def _block(g: Geometry, work: Int) -> Int:
     return ceildiv(ceildiv(g.pixels(), max(many, few, 1)), ROWS) * ROWS
 
 
-def _task[epilogue: Epilogue](g: Geometry, o: Operands[F32], block: Int, index: Int):
+def _task[
+    dtype: DType, out: DType, //, epilogue: Epilogue
+](g: Geometry, o: Operands[dtype, out, FILTER[dtype]], scales: Scales, block: Int, index: Int,):
     """Computes one panel of filters at one block of pixels."""
     var panels = ceildiv(g.group_f(), PANEL)
     # All panels of a block of pixels follow one another: a core keeps to its pixels (ops/parallel.mojo).
@@ -489,10 +601,26 @@ def _task[epilogue: Epilogue](g: Geometry, o: Operands[F32], block: Int, index: 
     var group, panel = divmod(slot, panels)
     gemm_block[epilogue](
         g,
-        o.shifted(w=slot * g.depth() * PANEL),
+        o.shifted(w=slot * panel_size[dtype](g)),
+        scales,
         part * block,
         min((part + 1) * block, g.pixels()),
         group * g.group_c(),
         group * g.group_f() + panel * PANEL,
         min(PANEL, g.group_f() - panel * PANEL),
     )
+
+
+def panel_size[dtype: DType](g: Geometry) -> Int:
+    """Counts the numbers of a packed panel; in 8 bits its first row is four for each filter.
+
+    Parameters:
+        dtype: Of the activations.
+
+    Args:
+        g: Sizes of the convolution.
+
+    Returns:
+        As graphs/arrange.py lays them out.
+    """
+    return (g.depth() if dtype == F32 else g.depth() + STEP[dtype]) * PANEL

@@ -398,9 +398,35 @@ def _pointwise(*given: Tensor, expression: str, dtype: str = "") -> Tensor:
             stack.append(OPS[word](*values, **rest))
         else:
             is_value = word.startswith("x")
-            stack.append(given[int(word[1:])] if is_value else torch.tensor(float(word)).double())
+            number = 0 if is_value else torch.tensor(float(word), dtype=torch.float64)
+            stack.append(given[int(word[1:])] if is_value else number)
     (result,) = stack
-    return result
+    return result.round().clamp(0, 255) if dtype == "uint8" else result
+
+
+def _fake_quantize_filter(filter: Tensor) -> Tensor:
+    largest = filter.flatten(1).abs().amax(1).reshape(-1, *(1,) * (filter.ndim - 1))
+    scale = torch.where(largest > 0, largest, 127.0) / 127
+    return (filter / scale).round() * scale
+
+
+def _quantized(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Computes with what integers stand for, and stores the result as an integer if it is one."""
+
+    def run(
+        x: Tensor, filter: Tensor, bias: Any = None, residual: Any = None, *, scale: float,
+        low: float, residual_scale: float = 1.0, residual_low: float = 0.0,
+        result_scale: float = 1.0, result_low: float = 0.0, dtype: str = "float32", **rest: Any,
+    ) -> Tensor:  # fmt: skip
+        if residual is not None and dtype == "uint8":
+            residual = (residual + residual_low) * residual_scale
+        given = [filter, bias] if residual is None else [filter, bias, residual]
+        y = op((x + low) * scale, *given, **rest)
+        if dtype != "uint8":
+            return y
+        return ((y * (1 / result_scale)).round() - result_low).clamp(0, 255)
+
+    return run
 
 
 def _slice(x: Tensor, *, axis: int, start: int, stop: int, step: int = 1) -> Tensor:
@@ -449,6 +475,9 @@ ELEMENTS: dict[str, Callable[..., Tensor]] = {
     "leaky_relu": lambda x, *, slope=0.01: F.leaky_relu(x, slope),
     "elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
     "prelu": lambda x, slope: torch.where(x > 0, x, x * slope),
+    "fake_quantize": lambda x, *, scale=1.0, low=-128.0, high=127.0: (
+        (x * (1 / scale)).round().clamp(low, high) * scale
+    ),
 }
 """The elementwise ops that torch calls otherwise, or has elsewhere, than ``torch.<name>``."""
 
@@ -497,6 +526,12 @@ OPS: dict[str, Callable[..., Any]] = {
     "pointwise": _pointwise,
     "conv2d_shortcut": _shortcut,
     "conv2d_chain": _chain,
+    "full": lambda *, shape, value: torch.full(shape, value, dtype=torch.float64),
+    "fake_quantize_filter": _fake_quantize_filter,
+    "quantized_conv2d": _quantized(
+        lambda x, *rest, **window: _images(_conv2d)(x, *rest, layout="NHWC", **window)
+    ),
+    "quantized_linear": _quantized(_linear),
     "qkv_linear": _qkv_linear,
     "token_linear": _token_linear,
     "attention": _attention,

@@ -167,6 +167,21 @@ def raw(net: Net, x: Value, name: str, filters: int, kernel: int, **window: Any)
     return net.op("conv2d", [x, weight], name, **window)
 
 
+def rounded(
+    net: Net, x: Value, *, steps: int = 255, filters: bool = True, tell: Any = None, **window: Any
+) -> Value:
+    """Two convolutions that read rounded values, and have rounded filters, behind another."""
+    x = net.relu(a_conv(net, x, "stem", x.size(1)))
+    for name, low in ("one", -99.0), ("two", 0.0):
+        x = net.op("fake_quantize", [x], scale=0.03, low=low, high=low + steps)
+        weight = net.weight(f"{name}.weight", 8, x.size(1) // window.get("groups", 1), 3, 3)
+        if filters:
+            weight = net.op("fake_quantize_filter", [weight])
+        x = net.relu(net.op("conv2d", [x, weight], name, padding=1, **window))
+        x = tell(net, x) if tell and name == "one" else x
+    return x
+
+
 def pool(net: Net, x: Value) -> Value:
     return net.max_pool2d(x, 3, stride=2, padding=1)
 
@@ -832,6 +847,16 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
     "values that stand together": (
         "concats", CPU, dense_block, IMAGE, "->",
     ),
+    "rounded values and filters": (
+        "eight_bit", CPU, rounded, (4, 5, 6),
+        "fake_quantize fake_quantize conv2d conv2d"
+        " -> pointwise quantized_conv2d quantized_conv2d",
+    ),
+    "rounded values that another reads before": (
+        "eight_bit", CPU, lambda n, x: rounded(n, x, tell=used), (4, 5, 6),
+        "fake_quantize fake_quantize conv2d conv2d"
+        " -> pointwise pointwise quantized_conv2d quantized_conv2d",
+    ),
     "a shortcut": ("shortcut", CPU, block, IMAGE, "conv2d conv2d -> conv2d_shortcut"),
     "a shortcut, swapped, behind a 1 x 1": (
         "shortcut", HIP, lambda n, x: block(n, x, flip=True, kernel=1, stride=1), IMAGE,
@@ -1287,6 +1312,16 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
         }.items()
     },
     "patches: sparse": ("patches", *with_format(tiles, "tiles", backend=CUDA), IMAGE),
+    **{
+        f"eight_bit: {why}": (
+            "eight_bit", on, lambda n, x, rest=rest: rounded(n, x, **rest), (c, 5, 6)
+        )
+        for why, on, c, rest in (
+            ("a GPU", CUDA, 4, {}), ("too many steps", CPU, 4, {"steps": 256}),
+            ("filters as they are", CPU, 4, {"filters": False}),
+            ("groups of two", CPU, 4, {"groups": 4}),
+        )
+    },
     "shortcut: sparse": (
         "shortcut", *with_format(block, "shortcut"), IMAGE,
     ),

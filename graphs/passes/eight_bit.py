@@ -1,0 +1,180 @@
+"""Products of rounded activations and weights become products of 8-bit integers.
+
+A program that is quantised says so in floats (graphs/quantize.py): ``fake_quantize`` rounds what a
+product reads, and ``fake_quantize_filter`` its weights. Here these become integers, and are stored
+as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
+from maxvision.graphs.quantize import BITS, Grid
+
+PRODUCTS = {"conv2d": "quantized_conv2d", "linear": "quantized_linear"}
+"""The op in 8 bits of each product."""
+GROUP = 4
+"""Channels that are multiplied at once (ops/dot.mojo)."""
+
+
+def eight_bit(program: Program, on: Backend) -> Program:
+    """Makes products that read rounded values ones of uint8 by int8, where a device has them.
+
+    A rounded value is stored once, as uint8, for all that read it. Where nothing else reads a
+    product's result, and its residual is stored so too, it stores its result rounded itself.
+    """
+    if on.is_gpu or on.dtype != "float32":
+        return program
+    products = {node.output: node for node in program.nodes if _takes(program, node)}
+    rounded = {
+        value: program.producers[value]
+        for node in products.values()
+        for value in (node.inputs[0], *node.inputs[3:])
+        if _is_rounded(program, value)
+    }
+    return _Rewriting(program, products, rounded).done()
+
+
+def _takes(program: Program, node: Node) -> bool:
+    """Tells whether there is a kernel in 8 bits for a product."""
+    if node.op not in PRODUCTS or node.at_load or "format" in node.attributes or node.dtype:
+        return False
+    x, weight = node.inputs[:2]
+    return (
+        weight in program.constants
+        and _is_rounded_filter(program, weight)
+        and program.shape(weight)[1] % GROUP == 0
+        and _is_rounded(program, x)
+        and program.types[x].dtype == "float32"
+        and (node.op == "linear" or node.attributes.get("layout") == "NHWC")
+    )
+
+
+def _is_rounded(program: Program, value: str) -> bool:
+    """Tells whether a value is rounded to as many levels as uint8 has."""
+    node = program.producers.get(value)
+    if node is None or node.op != "fake_quantize" or node.at_load:
+        return False
+    high = float(node.attributes["high"])  # type: ignore[arg-type]
+    return high - _grid(node).low == BITS
+
+
+def _is_rounded_filter(program: Program, value: str) -> bool:
+    """Tells whether weights were rounded, each filter for itself; to scale them changes nothing."""
+    node = program.producers.get(value)
+    while node is not None and node.op in ("scale_filter", "reshape"):
+        node = program.producers.get(node.inputs[0])
+    return node is not None and node.op == "fake_quantize_filter"
+
+
+def _grid(node: Node) -> Grid:
+    """Gives the levels that a node rounds to."""
+    scale, low = (float(node.attributes[name]) for name in ("scale", "low"))  # type: ignore[arg-type]
+    return Grid(scale, int(low))
+
+
+class _Rewriting:
+    """Rewrites a program.
+
+    Args:
+        program: The old one.
+        products: What is to be of integers, by their outputs.
+        rounded: What rounds each value that they read.
+    """
+
+    def __init__(
+        self, program: Program, products: Mapping[str, Node], rounded: Mapping[str, Node]
+    ) -> None:
+        self.program = program
+        self.products = products
+        self.rounded = rounded
+        self.taken = set(program.types)
+        self.stored = {value: free(self.taken, f"{value}.uint8") for value in rounded}
+        self.storing = {value: made for value in rounded if (made := self.storing_product(value))}
+        """The products that store their results rounded."""
+
+    def done(self) -> Program:
+        """Gives the new program."""
+        rewrite = Rewrite(self.program)
+        storing = {node.output for node in self.storing.values()}
+        for value, node in self.rounded.items():
+            product = self.storing.get(value)
+            made = [self.product(product, node)] if product else self.quantize(node)
+            if self.is_read_in_float(value, storing):
+                made.append(self.dequantize(node))
+            rewrite.replace([product, node] if product else [node], *made)
+        for output, node in self.products.items():
+            if output not in storing:
+                rewrite.replace([node], self.product(node))
+        return rewrite.done()
+
+    def storing_product(self, value: str) -> Node | None:
+        """Finds the product that may store a rounded value itself."""
+        node = self.rounded[value]
+        product = self.products.get(node.inputs[0])
+        if product is None or self.program.only_user(product.output) is not node:
+            return None
+        return product if all(each in self.rounded for each in product.inputs[3:]) else None
+
+    def is_read_in_float(self, value: str, storing: set[str]) -> bool:
+        """Tells whether anything reads a rounded value in float32."""
+
+        def reads(user: Node) -> bool:
+            if user.output not in self.products:
+                return True
+            return value in user.inputs[3:] and user.output not in storing
+
+        outputs = self.program.outputs.values()
+        return value in outputs or any(map(reads, self.program.users.get(value, ())))
+
+    def product(self, node: Node, rounding: Node | None = None) -> Node:
+        """Makes a product one of integers, and one that stores its result as ``rounding`` does."""
+        x, *rest = node.inputs
+        grid = _grid(self.rounded[x])
+        attributes: dict[str, Attribute] = {
+            **{name: value for name, value in node.attributes.items() if name != "layout"},
+            "scale": grid.scale,
+            "low": grid.low,
+        }
+        outputs = node.outputs
+        if rounding is not None:
+            grid = _grid(rounding)
+            attributes |= {"result_scale": grid.scale, "result_low": grid.low, "dtype": "uint8"}
+            outputs = (self.stored[rounding.output],)
+            if len(rest) > 2:
+                grid = _grid(self.rounded[rest[2]])
+                attributes |= {"residual_scale": grid.scale, "residual_low": grid.low}
+                rest[2] = self.stored[rest[2]]
+        return replace(
+            node,
+            op=PRODUCTS[node.op],
+            inputs=(self.stored[x], *rest),
+            outputs=outputs,
+            attributes=attributes,
+        )
+
+    def quantize(self, node: Node) -> list[Node]:
+        """Stores a value as uint8; scale and zero point are constants, so that one kernel does."""
+        grid, numbers = _grid(node), []
+        for what, value in (("inverse", 1 / grid.scale), ("zero", -grid.low)):
+            name = free(self.taken, f"{node.output}.{what}")
+            number: dict[str, Attribute] = {"shape": (1,), "value": float(value)}
+            numbers.append(Node("full", (), (name,), number, at_load=True))
+        attributes: dict[str, Attribute] = {
+            "expression": "x0 x1 mul round x2 add",
+            "dtype": "uint8",
+        }
+        inputs = (node.inputs[0], *(each.output for each in numbers))
+        return [*numbers, Node("pointwise", inputs, (self.stored[node.output],), attributes)]
+
+    def dequantize(self, node: Node) -> Node:
+        """Gives what a stored value stands for."""
+        grid = _grid(node)
+        attributes: dict[str, Attribute] = {
+            "expression": f"x0 {float(grid.low)!r} add {grid.scale!r} mul",
+            "dtype": "float32",
+        }
+        return Node("pointwise", (self.stored[node.output],), node.outputs, attributes)

@@ -1,0 +1,289 @@
+"""Quantised programs: what is rounded, what becomes of it on a CPU, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from max.driver import CPU
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType
+
+from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.graphs import nodes, passes
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.net import Net, Value
+from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.program import Program
+from maxvision.graphs.quantize import CONFIG, Grid, Quantization, places, quantized
+from maxvision.graphs.types import BATCH
+from maxvision.runtime import cache
+from maxvision.runtime.calibrate import Seen, rounded
+from tests.graphs.interpret import inputs, interpret, weights
+
+ON = Backend("cpu", "float32")
+
+
+def block(net: Net, x: Value, name: str, filters: int, stride: int = 1) -> Value:
+    """A residual block of two convolutions with batch norms, and a shortcut where it has to be."""
+    with net.at(name):
+        y = net.batch_norm(net.conv2d(x, "one", filters, 3, stride=stride, padding=1), "one.norm")
+        y = net.batch_norm(net.conv2d(net.relu(y), "two", filters, 3, padding=1), "two.norm")
+        if stride > 1:
+            x = net.batch_norm(net.conv2d(x, "shortcut", filters, 1, stride=stride), "short.norm")
+        return net.relu(y + x)
+
+
+def residual() -> Program:
+    """A small ResNet: pixels, a stem, two blocks, a classifier."""
+    net = Net("residual")
+    x = net.relu(net.conv2d(net.input("x", (BATCH, 3, 9, 8)), "stem", 8, 3, padding=1))
+    x = block(net, block(net, x, "a", 8), "b", 12, stride=2)
+    net.output("logits", net.linear(net.flatten(net.avg_pool2d(x)), "head", 5))
+    return net.program()
+
+
+def tokens() -> Program:
+    """A norm and an MLP with a residual, of tokens."""
+    net = Net("tokens")
+    x = net.input("x", (BATCH, 5, 8))
+    y = net.gelu(net.linear(net.layer_norm(x, "norm"), "up", 16))
+    y = x + net.linear(y, "down", 8)
+    net.output("logits", net.linear(net.op("mean", [y], axes=(1,)), "head", 3))
+    return net.program()
+
+
+def calibrated(program: Program, **changes: Any) -> Program:
+    """Quantises all that may be, by what the values are on the tests' inputs."""
+    values, layers = places(program)
+    watched = program.keep(program.outputs)
+    watched = type(program)(
+        program.name, program.inputs, program.weights, program.nodes,
+        {name: name for name in values}, program.types,
+    )  # fmt: skip
+    found = interpret(watched, inputs(program), weights(program))
+    grids = {name: Grid.of(each.min(), each.max()) for name, each in found.items()}
+    return quantized(program, Quantization(grids, tuple(layers)))
+
+
+def ops(program: Program) -> list[str]:
+    return [node.op for node in program.nodes if not node.at_load]
+
+
+@pytest.mark.parametrize("write", [residual, tokens])
+def test_it_means_the_same_in_integers(write: Callable[[], Program]) -> None:
+    program = calibrated(write())
+    final = passes.run(program, ON)
+    assert Program.from_json(final.to_json()) == final
+    given, tensors = inputs(program), weights(program)
+    before, after = (interpret(each, given, tensors)["logits"] for each in (program, final))
+    np.testing.assert_allclose(after, before, 1e-9, 1e-9)
+    plain = interpret(write(), given, tensors)["logits"]
+    assert 0 < np.abs(before - plain).max() < 0.05 * np.abs(plain).max()
+
+
+def test_a_residual_network_stays_in_bytes_between_stem_and_pool() -> None:
+    final = passes.run(calibrated(residual()), ON)
+    moves = ("reshape", "permute")
+    assert [op for op in ops(final) if op not in moves] == [
+        "conv2d", "pointwise",  # stored as bytes
+        *["quantized_conv2d"] * 4, "pointwise",  # the last block's residual, in float32
+        "quantized_conv2d", "avg_pool2d", "linear",
+    ]  # fmt: skip
+    kinds = [final.types[node.output].dtype for node in final.nodes if "quantized" in node.op]
+    assert kinds == ["uint8"] * 4 + ["float32"]
+
+
+def test_linear_layers_read_bytes() -> None:
+    final = passes.run(calibrated(tokens()), ON)
+    assert ops(final).count("quantized_linear") == 2
+    up = next(node for node in final.nodes if node.op == "quantized_linear")
+    assert up.attributes["epilogue"] == "gelu" and up.attributes["dtype"] == "uint8"
+
+
+@pytest.mark.parametrize(
+    "on", [Backend("cuda", "bfloat16", architecture="sm_90a"), Backend("cpu", "bfloat16")]
+)
+def test_others_round_in_floats(on: Backend) -> None:
+    assert not any("quantized" in op for op in ops(passes.run(calibrated(residual()), on)))
+
+
+def test_pixels_the_classifier_and_small_layers_stay() -> None:
+    values, layers = places(residual())
+    assert layers == ["a.one", "a.two", "b.one", "b.two", "b.shortcut"]
+    assert len(values) == 5  # what four blocks' layers read, and the shortcut's result
+
+
+def test_a_layer_that_is_kept_reads_what_was_not_rounded() -> None:
+    program = residual()
+    values, layers = places(program)
+    how = Quantization(dict.fromkeys(values, Grid(0.1, 0)), tuple(layers)).without(["a.two"])
+    made = {node.layers: node for node in quantized(program, how).nodes if node.layers}
+    assert made["a.two",].inputs == next(n for n in program.nodes if n.layers == ("a.two",)).inputs
+    assert made["b.one",].inputs[0].endswith(".rounded")
+
+
+def test_a_grid_has_zero_and_all_that_was_seen() -> None:
+    assert Grid.of(0.0, 2.55) == pytest.approx((0.01, 0))
+    assert Grid.of(3.0, 5.1) == Grid(5.1 / 255, 0)
+    assert Grid.of(0.0, 0.0) == Grid(1.0, 0)
+    grid = Grid.of(-1.0, 3.0)
+    assert grid.low == -64 and -1.01 < grid.scale * grid.low < -0.99
+
+
+def test_methods_choose_ranges() -> None:
+    seen = Seen()
+    numbers = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
+    seen.add(np.append(numbers, np.float32(100)))
+    scales = {method: seen.grid(method).scale for method in ("max", "percentile", "mse")}
+    assert scales["percentile"] < 0.1 * scales["max"]
+    assert scales["mse"] < scales["max"]
+    errors = [
+        float(np.square(rounded(seen.samples[0], seen.grid(method)) - seen.samples[0]).mean())
+        for method in ("max", "mse")
+    ]
+    assert errors[1] <= errors[0]
+
+
+def test_config_json_holds_it() -> None:
+    how = Quantization({"x": Grid(0.125, -3)}, ("a", "b"))
+    assert Quantization.from_config({CONFIG: how.to_config()}, "m") == how
+    assert Quantization.from_config({}, "m") is None is Quantization.from_config(None, "m")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        3, {}, {"values": {}, "layers": []}, {"values": {"x": 1}, "layers": [], "dtype": "int8"},
+        {"values": {"x": [0.0, 0]}, "layers": [], "dtype": "int8"},
+        {"values": {"x": [1.0, 5]}, "layers": [], "dtype": "int8"},
+        {"values": {}, "layers": [], "dtype": "int4"},
+    ],
+)  # fmt: skip
+def test_a_wrong_config_json_is_told(wrong: Any) -> None:
+    with pytest.raises(ModelError, match=r"m: maxvision_quantization in config.json .* again"):
+        Quantization.from_config({CONFIG: wrong}, "m")
+
+
+def test_what_the_network_lacks_is_told() -> None:
+    with pytest.raises(ModelError, match="names nowhere, which the network does not have"):
+        quantized(residual(), Quantization({}, ("nowhere",)))
+
+
+CONVOLUTIONS: list[dict[str, Any]] = [
+    {"size": (7, 6), "c": 20, "f": 70, "r": 3, "padding": 1, "zero": 13},
+    {"size": (9, 5), "c": 64, "f": 16, "r": 3, "stride": 2, "padding": 1, "zero": 255, "out": 7},
+    {"size": (5, 5), "c": 4, "f": 3, "r": 1, "zero": 0, "epilogue": "relu", "out": 0},
+    {"size": (4, 7), "c": 8, "f": 64, "r": 1, "zero": 128, "epilogue": "add_relu", "out": 30},
+    {"size": (4, 4), "c": 12, "f": 65, "r": 1, "zero": 3, "epilogue": "add"},
+    {"size": (6, 6), "c": 520, "f": 9, "r": 3, "padding": 1, "zero": 100, "groups": 1},
+    {"size": (6, 5), "c": 24, "f": 6, "r": 3, "padding": 1, "zero": 9, "groups": 3, "out": 99},
+    {"size": (8, 8), "c": 8, "f": 8, "r": 3, "padding": 2, "dilation": 2, "zero": 77,
+     "epilogue": "silu", "out": 50},
+]  # fmt: skip
+
+
+def test_integers_are_multiplied_exactly() -> None:
+    """All numbers of activations and weights at their limits among them; saturation too."""
+    random, device = np.random.default_rng(0), DeviceRef.CPU()
+    tensors: dict[str, np.ndarray] = {}
+    given: list[np.ndarray] = []
+    wanted = []
+    parameters = Parameters(tensors, device, DType.float32)
+    for i, case in enumerate(CONVOLUTIONS):
+        groups, r = case.get("groups", 1), case["r"]
+        whole = random.integers(-127, 128, (r, r, case["c"] // groups, case["f"]))
+        whole[..., 0, :] = 127  # so that a filter's scale is what follows
+        scales = random.uniform(0.001, 0.002, case["f"])
+        tensors[f"{i}.weight"] = (whole * scales).astype(np.float32)
+        tensors[f"{i}.bias"] = random.standard_normal(case["f"]).astype(np.float32)
+        x = random.integers(0, 256, (2, *case["size"], case["c"]), np.uint8)
+        x[0, 0] = 255
+        given.append(x)
+        wanted.append(_exact(case, x, whole, scales, tensors[f"{i}.bias"], random, given))
+    types = [
+        TensorType(DType.uint8 if x.dtype == np.uint8 else DType.float32, x.shape, device)
+        for x in given
+    ]
+    with Graph(
+        "quantized",
+        input_types=types,
+        custom_extensions=[cache.library(frozenset({"quantized_conv2d"}), gpu=False)],
+    ) as graph:
+        left, outputs = [x.tensor for x in graph.inputs], []
+        for i, case in enumerate(CONVOLUTIONS):
+            x, adds = left.pop(0), case.get("epilogue", "none").startswith("add")
+            filter, product = parameters.quantized(
+                f"{i}.weight", f"{i}.bias", case.get("groups", 1), 0.01, case["zero"]
+            )
+            y = nodes.quantized_conv2d(
+                x,
+                filter,
+                product,
+                scales=[case["zero"], 0.02, 5, 1 / 0.03, case.get("out", 0)],
+                dtype="uint8" if "out" in case else "float32",
+                residual=left.pop(0) if adds else None,
+                **{k: v for k, v in case.items() if k in _WINDOW},
+            )
+            outputs.append(y)
+        graph.output(*outputs)
+    session = InferenceSession(devices=[CPU()])
+    model = session.load(graph, weights_registry=parameters.registry(CPU()))
+    for case, y, want in zip(CONVOLUTIONS, model.execute(*given), wanted, strict=True):
+        found = y.to_numpy()
+        if "out" not in case:
+            np.testing.assert_allclose(found, want, 2e-6, 2e-6 * np.abs(want).max())
+            continue
+        ties = np.abs(want - np.floor(want) - 0.5) < 1e-3
+        whole = np.clip(np.rint(want), 0, 255)
+        assert found.dtype == np.uint8
+        assert case.get("epilogue") == "silu" or {0, 255} & set(found.ravel().tolist())
+        assert (found == whole)[~ties].all() and np.abs(found - whole).max() <= 1
+
+
+_WINDOW = ("stride", "padding", "dilation", "epilogue")
+
+
+def _exact(
+    case: dict[str, Any],
+    x: np.ndarray,
+    whole: np.ndarray,
+    scales: np.ndarray,
+    bias: np.ndarray,
+    random: np.random.Generator,
+    given: list[np.ndarray],
+) -> np.ndarray:
+    """Computes a case in float64, before its result is rounded; draws its residual."""
+    import torch
+    from torch.nn import functional as F
+
+    images = torch.from_numpy(x.astype(np.float64) - case["zero"]).permute(0, 3, 1, 2)
+    window = {k: v for k, v in case.items() if k in ("stride", "padding", "dilation", "groups")}
+    filters = torch.from_numpy(whole.astype(np.float64)).permute(3, 2, 0, 1)
+    sums = F.conv2d(images, filters, **window).permute(0, 2, 3, 1).numpy()
+    y = sums * (scales * 0.01) + bias
+    epilogue = case.get("epilogue", "none")
+    if epilogue.startswith("add"):
+        if "out" in case:
+            beside = random.integers(0, 256, y.shape, np.uint8)
+            y = y + (beside - 5.0) * 0.02
+        else:
+            beside = random.standard_normal(y.shape).astype(np.float32)
+            y = y + (beside - 5.0) * 0.02
+        given.append(beside)
+    if "relu" in epilogue:
+        y = np.maximum(y, 0)
+    if epilogue == "silu":
+        y = y / (1 + np.exp(-y))
+    return y / 0.03 + case["out"] if "out" in case else y
+
+
+def test_what_is_no_byte_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="quantized_linear: expects x in uint8 but has float32"):
+        from maxvision.graphs.shapes import infer
+        from maxvision.graphs.types import Type
+
+        infer("quantized_linear", [Type((2, 4)), Type((3, 4))], {"scale": 1.0, "low": 0.0})
