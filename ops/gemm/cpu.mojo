@@ -23,9 +23,9 @@ from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv, iota
 from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
-from std.sys.intrinsics import PrefetchOptions, masked_load, masked_store, prefetch
+from std.sys.intrinsics import PrefetchOptions, prefetch
 
-from ..epilogue import Epilogue, activate
+from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
 from ..parallel import over_cores
@@ -167,29 +167,11 @@ def _store[
     epilogue: Epilogue
 ](g: Geometry, o: Operands[F32], sums: Data[F32], first: Int, rows: Int, column: Int, columns: Int):
     """Takes the sums of `rows` pixels through the epilogue, into `columns` numbers of each of y."""
+    var output = Output[epilogue](o)
     for i in range(rows):
-        _store_pixel[epilogue](
-            o, sums.unsafe_offset(i * PANEL), (first + i) * g.f + column, column, columns
+        output.finish_row(
+            sums.unsafe_offset(i * PANEL), column, (first + i) * g.f + column, columns
         )
-
-
-@always_inline
-def _store_pixel[
-    epilogue: Epilogue
-](o: Operands[F32], sums: Data[F32], to: Int, f: Int, columns: Int):
-    var whole = columns // WIDTH * WIDTH
-    for j in range(0, whole, WIDTH):
-        var value = sums.unsafe_load[width=WIDTH](j).fma(
-            o.alpha, o.bias.unsafe_load[width=WIDTH](f + j)
-        )
-        comptime if epilogue.adds:
-            value += o.residual.unsafe_load[width=WIDTH](to + j)
-        o.y.unsafe_store(to + j, activate[epilogue, F32](value))
-    for j in range(whole, columns):
-        var value = sums[unsafe_offset=j] * o.alpha + o.bias[unsafe_offset=f + j]
-        comptime if epilogue.adds:
-            value += o.residual[unsafe_offset=to + j]
-        o.y[unsafe_offset=to + j] = activate[epilogue, F32](value)
 
 
 @no_inline
@@ -218,27 +200,15 @@ def _whole_tile[
             row.unsafe_offset(ahead)
         )
         row = row.unsafe_offset(PANEL)
-    var here = o.shifted(bias=column, y=first * g.f + column)
+    var output = Output[epilogue](o.shifted(bias=column, y=first * g.f + column))
     comptime for v in range(vectors):
         comptime at = v * WIDTH
-        if columns - at >= WIDTH:
-            var bias = here.bias.unsafe_load[width=WIDTH](at)
-            comptime for i in range(ROWS):
-                var value = tile[i * vectors + v].fma(o.alpha, bias)
-                comptime if epilogue.adds:
-                    value += here.residual.unsafe_load[width=WIDTH](i * g.f + at)
-                here.y.unsafe_store(i * g.f + at, activate[epilogue, F32](value))
-        else:
-            var inside = iota[DType.int32, WIDTH]().lt(Int32(columns - at))
-            comptime NONE = SIMD[F32, WIDTH](0)
-            var bias = masked_load[WIDTH](here.bias.unsafe_offset(at), inside, NONE)
-            comptime for i in range(ROWS):
-                var value = tile[i * vectors + v].fma(o.alpha, bias)
-                comptime if epilogue.adds:
-                    var residual = here.residual.unsafe_offset(i * g.f + at)
-                    value += masked_load[WIDTH](residual, inside, NONE)
-                var to = here.y.unsafe_offset(i * g.f + at)
-                masked_store(activate[epilogue, F32](value), to, inside)
+        var inside = iota[DType.int32, WIDTH]().lt(Int32(columns - at))
+        comptime for masked in [False, True]:
+            if (columns - at < WIDTH) == masked:
+                var of = output.channels[WIDTH, masked](at, inside)
+                comptime for i in range(ROWS):
+                    output.finish[masked](tile[i * vectors + v], of, i * g.f + at, inside)
 
 
 @always_inline
