@@ -359,7 +359,7 @@ def _quantized(
 ) -> TensorValue:
     name, bias = given.name(1), given.name(2)
     filter, product = given.weights.quantized(name, bias, groups, scale, round(-low))
-    scales = [-low, residual_scale, -residual_low, 1 / result_scale, -result_low]
+    scales = [-low, residual_scale, -residual_low, result_scale, -result_low]
     rest = {"filter": filter, "product": product, "scales": scales, "dtype": dtype, **window}
     x, residual = given.value(0), given.optional(3)
     if x.rank == 4:

@@ -431,8 +431,7 @@ def quantized_conv2d(
         x: The activations; C of a group is a multiple of 4.
         filter: The weights, in int8.
         product: What a sum of each filter stands for, float32 [F].
-        scales: What x's 0 is stored as; scale and zero point of the residual; what the result is
-            multiplied by, and its zero point.
+        scales: What x's 0 is stored as; scale and zero point of the residual, and of the result.
         dtype: Of the result, and the residual: float32 or uint8.
         stride: See ``conv2d``; so are the others.
         padding: See ``stride``.

@@ -6,16 +6,36 @@
     add       y = alpha * acc + bias + residual
     add_relu  y = max(alpha * acc + bias + residual, 0)
 
-With `scales`, each filter has a scale in the place of alpha, and the residual one of its own: so
-numbers of 8 bits are multiplied, added and made (`Scales` of operands.mojo).
+With `scales`, each filter has a scale in the place of alpha, and the residual, and y, a scale and a
+zero of their own: so integers of 8 bits are multiplied, added and made (`Scales`, `Affine`).
+
+`Output` has all of it for kernels that store from registers or from a CPU's memory: scale and bias
+of a channel, residual, activation, rounding, the store. Hopper's tiles leave through shared memory
+(hopper/epilogue.mojo), with the arithmetic of `apply`.
 
 In the place of relu may be any op of one value of graphs/elementwise.py, its settings before it:
 `silu`, `add_0.0 6.0 clamp`. All of it in float32; the result is rounded once, to the output's dtype.
 """
 
+from std.math import iota
+from std.sys import simd_width_of
+from std.sys.intrinsics import masked_store
+
 from .expression import evaluate_words, is_expression, split
 from .functions import gelu, gelu_narrow, relu
-from .operands import BF16, F32
+from .operands import (
+    ALIGN,
+    ALL,
+    BF16,
+    F32,
+    Affine,
+    Data,
+    Levels,
+    Operands,
+    Scales,
+    narrowed,
+    widened_load,
+)
 
 
 struct Epilogue(TrivialRegisterPassable):
@@ -98,8 +118,10 @@ struct Epilogue(TrivialRegisterPassable):
 @always_inline
 def activate[
     width: SIMDLength, //, epilogue: Epilogue, dtype: DType
-](v: SIMD[F32, width]) -> SIMD[F32, width]:
-    """Applies the epilogue's activation.
+](value: SIMD[F32, width], residual: SIMD[F32, width] = 0, residual_scale: Float32 = 1) -> SIMD[
+    F32, width
+]:
+    """Computes act(value + residual), the residual scaled if the epilogue scales.
 
     Parameters:
         width: Lanes.
@@ -107,11 +129,18 @@ def activate[
         dtype: What the result is rounded to.
 
     Args:
-        v: The sum alpha * acc + bias, and the residual if the epilogue adds.
+        value: What scale * sum + bias is.
+        residual: Of each lane; counts if the epilogue adds.
+        residual_scale: Of the residual; counts if the epilogue scales.
 
     Returns:
         The result, before it is rounded.
     """
+    var v = value
+    comptime if epilogue.adds and epilogue.scales:
+        v = residual.fma(SIMD[F32, width](residual_scale), v)
+    elif epilogue.adds:
+        v += residual
     comptime if epilogue.relu:
         return relu(v)
     elif epilogue.gelu:
@@ -125,17 +154,30 @@ def activate[
         return evaluate_words[epilogue.words(), narrow=dtype.is_half_float()]([v])
 
 
+@fieldwise_init
+struct Channels[width: SIMDLength](TrivialRegisterPassable):
+    """What the sums of neighbouring channels are multiplied by, and what is added to them.
+
+    Parameters:
+        width: Channels.
+    """
+
+    var scale: SIMD[F32, Self.width]
+    """Of each; the same number unless the epilogue scales."""
+    var bias: SIMD[F32, Self.width]
+    """Of each."""
+
+
 @always_inline
 def apply[
     width: SIMDLength, //, epilogue: Epilogue, dtype: DType
 ](
     sum: SIMD[F32, width],
-    alpha: SIMD[F32, width],
-    bias: SIMD[F32, width],
+    of: Channels[width],
     residual: SIMD[F32, width] = 0,
     residual_scale: Float32 = 1,
 ) -> SIMD[F32, width]:
-    """Computes act(alpha * sum + bias + residual), the residual scaled if the epilogue scales.
+    """Computes act(scale * sum + bias + residual), the residual scaled if the epilogue scales.
 
     Parameters:
         width: Lanes.
@@ -144,17 +186,204 @@ def apply[
 
     Args:
         sum: The accumulator.
-        alpha: Scale of the product: one number, or that of each lane.
-        bias: Of each lane.
+        of: Scale and bias.
         residual: Of each lane; counts if the epilogue adds.
         residual_scale: Of the residual; counts if the epilogue scales.
 
     Returns:
         The result, before it is rounded.
     """
-    var value = sum.fma(alpha, bias)
-    comptime if epilogue.adds and epilogue.scales:
-        value = residual.fma(SIMD[F32, width](residual_scale), value)
-    elif epilogue.adds:
-        value += residual
-    return activate[epilogue, dtype](value)
+    return activate[epilogue, dtype](sum.fma(of.scale, of.bias), residual, residual_scale)
+
+
+struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](TrivialRegisterPassable):
+    """Where sums go: y[M, F], and what the epilogue reads beside it.
+
+    A kernel loads the `channels` of a column once, and takes the sums of each row through `finish`.
+    One that begins its sums with the bias takes them through `store`, and one that has the result
+    of `apply` or `activate` through `put`. Vectors beyond an edge in part are masked. On a GPU they
+    lie at a multiple of their size, or of 16 bytes.
+
+    Parameters:
+        dtype: Of y: a float, or an integer of 8 bits if the epilogue scales.
+        epilogue: What the sums go through.
+        added: Of the residual, likewise.
+    """
+
+    var bias: Data[F32]
+    """[F]."""
+    var residual: Data[Self.added]
+    """[M, F]; read by the epilogues that add only."""
+    var y: Data[Self.dtype]
+    """[M, F]."""
+    var alpha: Float32
+    """The scale of all channels, unless the epilogue scales."""
+    var scales: Scales
+    """That of each channel, and what the residual stands for, if the epilogue scales."""
+    var y_is: Affine
+    """What y stands for, if it is of integers."""
+
+    @always_inline
+    def __init__(
+        out self,
+        bias: Data[F32],
+        residual: Data[Self.added],
+        y: Data[Self.dtype],
+        alpha: Float32 = 1,
+        *,
+        scales: Optional[Scales] = None,
+        y_is: Affine = Affine(1, 0),
+    ):
+        """Names the tensors.
+
+        Args:
+            bias: [F]; any pointer if there are no `channels`.
+            residual: [M, F]; any pointer if the epilogue does not add.
+            y: [M, F].
+            alpha: Scale of the sums, unless the epilogue scales.
+            scales: Of the sums, and what the residual stands for, if the epilogue scales.
+            y_is: What y stands for, if it is of integers.
+        """
+        self.bias, self.residual, self.y, self.alpha = bias, residual, y, alpha
+        self.scales, self.y_is = Scales(bias), y_is
+        comptime if Self.epilogue.scales:
+            self.scales = scales.value()
+
+    @always_inline
+    def __init__(out self, o: Operands[_, Self.dtype, _], levels: Levels):
+        """Takes the tensors of a CPU's kernel, of floats or of integers.
+
+        Args:
+            o: They are among these.
+            levels: What integers stand for.
+        """
+        var residual = rebind[Data[Self.added]](o.residual)
+        self = Self(o.bias, residual, o.y, o.alpha, scales=levels.scales, y_is=levels.result)
+
+    @always_inline
+    def __init__(out self, o: Operands[_, Self.dtype, _]):
+        """Takes the tensors of an epilogue without scales.
+
+        Args:
+            o: They are among these.
+        """
+        self = Self(o.bias, rebind[Data[Self.added]](o.residual), o.y, o.alpha)
+
+    @always_inline
+    def channels[
+        width: SIMDLength, masked: Bool = False
+    ](self, f: Int, inside: SIMD[DType.bool, width] = ALL[width]) -> Channels[width]:
+        """Loads what belongs to neighbouring channels.
+
+        Parameters:
+            width: Channels.
+            masked: Whether some of them may be left out.
+
+        Args:
+            f: The first channel.
+            inside: Which are there, if it is masked.
+
+        Returns:
+            Scale and bias.
+        """
+        var bias = widened_load[masked](self.bias.unsafe_offset(f), inside)
+        var scale = SIMD[F32, width](self.alpha)
+        comptime if Self.epilogue.scales:
+            scale = widened_load[masked](self.scales.product.unsafe_offset(f), inside)
+        return Channels(scale, bias)
+
+    @always_inline
+    def finish[
+        sum: DType, width: SIMDLength, //, masked: Bool = False
+    ](
+        self,
+        sums: SIMD[sum, width],
+        of: Channels[width],
+        to: Int,
+        inside: SIMD[DType.bool, width] = ALL[width],
+    ):
+        """Takes sums through the epilogue into y.
+
+        Parameters:
+            sum: Of the sums: float32, or int32.
+            width: Channels.
+            masked: Whether some of them may be left out.
+
+        Args:
+            sums: Of neighbouring channels of a row.
+            of: Their scale and bias.
+            to: Where they belong in y: row * F + channel.
+            inside: Which are there, if it is masked.
+        """
+        self.store[masked](sums.cast[F32]().fma(of.scale, of.bias), to, inside)
+
+    @always_inline
+    def store[
+        width: SIMDLength, //, masked: Bool = False
+    ](self, value: SIMD[F32, width], to: Int, inside: SIMD[DType.bool, width] = ALL[width]):
+        """Adds the residual, activates, rounds and stores.
+
+        Parameters:
+            width: Channels.
+            masked: Whether some of them may be left out.
+
+        Args:
+            value: What scale * sum + bias is of neighbouring channels of a row.
+            to: As `finish` has it.
+            inside: Which are there, if it is masked.
+        """
+        var residual = SIMD[F32, width](0)
+        comptime if Self.epilogue.adds:
+            residual = widened_load[masked](self.residual.unsafe_offset(to), inside)
+            comptime if Self.added.is_integral():
+                residual -= self.scales.residual.zero
+        var y = activate[Self.epilogue, Self.dtype](value, residual, self.scales.residual.scale)
+        self.put[masked](y, to, inside)
+
+    @always_inline
+    def put[
+        width: SIMDLength, //, masked: Bool = False
+    ](self, value: SIMD[F32, width], to: Int, inside: SIMD[DType.bool, width] = ALL[width]):
+        """Rounds and stores.
+
+        Parameters:
+            width: Channels.
+            masked: Whether some of them may be left out.
+
+        Args:
+            value: The results of neighbouring channels of a row.
+            to: As `finish` has it.
+            inside: Which are there, if it is masked.
+        """
+        var y = value
+        comptime if Self.dtype.is_integral():
+            # Rounded before the zero is added, as ONNX and torch do: halves become even numbers.
+            y = (y * (1 / self.y_is.scale)).__round__() + self.y_is.zero
+        comptime if masked:
+            masked_store(narrowed[Self.dtype](y), self.y.unsafe_offset(to), inside)
+        else:
+            comptime align = ALIGN[Self.dtype, width]
+            self.y.unsafe_store[alignment=align](to, narrowed[Self.dtype](y))
+
+    @always_inline
+    def finish_row[sum: DType](self, sums: Data[sum], f: Int, to: Int, count: Int):
+        """Takes sums that a CPU has in memory through the epilogue, the last vector masked.
+
+        Parameters:
+            sum: Of the sums: float32, or int32.
+
+        Args:
+            sums: Of channels of a row.
+            f: The first channel.
+            to: As `finish` has it.
+            count: How many channels.
+        """
+        comptime WIDTH = simd_width_of[F32]()
+        var whole = count // WIDTH * WIDTH
+        var inside = iota[DType.int32, WIDTH]().lt(Int32(count - whole))
+        comptime for masked in [False, True]:
+            for j in range(whole if masked else 0, count if masked else whole, WIDTH):
+                var some = widened_load[masked](sums.unsafe_offset(j), inside)
+                self.finish[masked](
+                    some, self.channels[WIDTH, masked](f + j, inside), to + j, inside
+                )

@@ -77,7 +77,7 @@ def widened[dtype: DType, width: SIMDLength, //](value: SIMD[dtype, width]) -> S
 
 @always_inline
 def widened_load[
-    dtype: DType, width: Int, //, masked: Bool
+    dtype: DType, width: SIMDLength, //, masked: Bool
 ](x: Data[dtype], inside: SIMD[DType.bool, width]) -> SIMD[F32, width]:
     """Loads a vector and widens it.
 
@@ -96,7 +96,25 @@ def widened_load[
     comptime if masked:
         return widened(masked_load[width](x, inside, SIMD[dtype, width](0)))
     else:
-        return widened(x.unsafe_load[width=width](0))
+        return widened(x.unsafe_load[width=width, alignment=ALIGN[dtype, width]](0))
+
+
+comptime ALIGN[dtype: DType, width: SIMDLength] = min(
+    16, Int(width) * size_of[dtype]()
+) if is_gpu() else size_of[dtype]()
+"""Bytes that a vector's place is a multiple of, at least.
+
+Parameters:
+    dtype: Of its elements.
+    width: How many they are.
+"""
+
+comptime ALL[width: SIMDLength] = SIMD[DType.bool, width](fill=True)
+"""The mask of whole vectors.
+
+Parameters:
+    width: Lanes.
+"""
 
 
 @always_inline
@@ -161,50 +179,65 @@ def _nearest[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
     return inside.__round__().cast[DType.int32]().cast[dtype]()
 
 
-struct Scales(KernelArgument, TrivialRegisterPassable):
-    """What numbers of 8 bits stand for: y = act(product[f] * x w + bias + residual).
+@fieldwise_init
+struct Affine(TrivialRegisterPassable):
+    """What integers of 8 bits of one tensor stand for: scale * (integer - zero)."""
 
-    The residual stands for residual * (r - residual_zero), and y for (q - result_zero) / result.
-    """
+    var scale: Float32
+    """Positive."""
+    var zero: Float32
+    """An integer, the one that stands for 0."""
+
+
+struct Scales(KernelArgument, TrivialRegisterPassable):
+    """What numbers of 8 bits stand for: y = act(product[f] * x w + bias + residual), the latter `Affine`."""
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
 
     var product: Data[F32]
     """One number for each filter."""
-    var residual: Float32
-    """One for the whole residual."""
-    var residual_zero: Float32
-    """What the residual's 0 is stored as."""
-    var result: Float32
-    """By what the result is multiplied to be stored."""
-    var result_zero: Float32
-    """What the result's 0 is stored as."""
+    var residual: Affine
+    """Of the whole residual."""
+
+    def __init__(out self, product: Data[F32], residual: Affine = Affine(1, 0)):
+        """Names the scales.
+
+        Args:
+            product: Of each filter's sums.
+            residual: Of the residual.
+        """
+        self.product, self.residual = product, residual
+
+
+struct Levels(TrivialRegisterPassable):
+    """What the integers of a convolution's tensors stand for on a CPU."""
+
+    var scales: Scales
+    """Of the sums, and of the residual."""
+    var result: Affine
+    """Of the result, if it is of integers."""
     var zero: Int32
     """What x's 0 is stored as, which the padding reads."""
 
     def __init__(
         out self,
         product: Data[F32],
-        residual: Float32 = 1,
         *,
-        residual_zero: Float32 = 0,
-        result: Float32 = 1,
-        result_zero: Float32 = 0,
+        residual: Affine = Affine(1, 0),
+        result: Affine = Affine(1, 0),
         zero: Int32 = 0,
     ):
-        """Names the scales.
+        """Says what they stand for.
 
         Args:
-            product: Of each filter's sums.
+            product: By what each filter's sums are multiplied; any pointer in floats.
             residual: Of the residual.
-            residual_zero: What the residual's 0 is stored as.
-            result: By what the result is multiplied to be stored.
-            result_zero: What the result's 0 is stored as.
+            result: Of the result.
             zero: What x's 0 is stored as.
         """
-        self.product, self.residual, self.residual_zero = product, residual, residual_zero
-        self.result, self.result_zero, self.zero = result, result_zero, zero
+        self.scales = Scales(product, residual)
+        self.result, self.zero = result, zero
 
 
 struct Operands[dtype: DType, out: DType = dtype, right: DType = dtype](

@@ -13,7 +13,7 @@ from ..gemm.bf16 import gemm as gemm_bf16
 from ..gemm.bf16 import gemm_block as gemm_block_bf16
 from ..gemm.cpu import PANEL, gemm, gemm_block
 from ..geometry import Geometry
-from ..operands import BF16, F32, Data, Operands, Scales
+from ..operands import BF16, F32, Data, Levels, Operands
 from ..parallel import over_cores
 
 
@@ -60,7 +60,7 @@ def bmm_cpu[
             product.w = panel
             comptime if dtype == F32:
                 var o32 = rebind[Operands[F32]](product)
-                gemm_block[epilogue](g, o32, Scales(o32.bias), 0, m, 0, column, end - column)
+                gemm_block[epilogue](g, o32, Levels(o32.bias), 0, m, 0, column, end - column)
             else:
                 gemm_block_bf16[epilogue](
                     g, rebind[Operands[BF16]](product), kind, 0, m, 0, column, end, amx

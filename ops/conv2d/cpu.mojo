@@ -19,11 +19,11 @@ from std.sys import CompilationTarget, simd_width_of
 
 from max.runtime.asyncrt import parallelism_level
 
-from ..epilogue import Epilogue, activate
+from ..epilogue import Epilogue, Output
 from ..gemm.bf16 import gemm as gemm_bf16
 from ..gemm.cpu import gemm
 from ..geometry import Geometry
-from ..operands import BF16, F32, Data, Operands, narrowed, widened
+from ..operands import BF16, F32, Data, Operands, widened
 from ..parallel import over_cores
 from .strips import convolve_strips, shuffled, takes
 
@@ -206,11 +206,8 @@ def _direct_tile[
                         var x = widened(source.unsafe_load[width=width](f + v * width))
                         value = shuffled[members, c](x)
                     sums[i * vectors + v] = value.fma(weights[v], sums[i * vectors + v])
+    var output = Output[epilogue](o)
     comptime for i in range(PIXELS):
         if i < pixels:
             comptime for v in range(vectors):
-                var to = i * g.f + f + v * width
-                var sum = sums[i * vectors + v]
-                comptime if epilogue.adds:
-                    sum += widened(o.residual.unsafe_load[width=width](to))
-                o.y.unsafe_store(to, narrowed[dtype](activate[epilogue, dtype](sum)))
+                output.store(sums[i * vectors + v], i * g.f + f + v * width)

@@ -18,7 +18,7 @@ from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
-from ..epilogue import Epilogue, activate
+from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..launch import launch
 from ..operands import F32, Operands, widened
@@ -186,13 +186,10 @@ def depthwise_run_kernel[
                 comptime s = column - i * stride
                 comptime if 0 <= s and s < kernel:
                     sums[i] = value.fma(weights[s], sums[i])
+    var output = Output[epilogue](o)
     comptime for i in range(RUN):
         if Int(q) + i < g.q:
-            var to = (Int(row) * g.q + Int(q) + i) * g.c + Int(c)
-            var sum = sums[i]
-            comptime if epilogue.adds:
-                sum += widened(o.residual.unsafe_load[width=wide, alignment=ALIGN](to))
-            o.y.unsafe_store[alignment=ALIGN](to, activate[epilogue, dtype](sum).cast[dtype]())
+            output.store(sums[i], (Int(row) * g.q + Int(q) + i) * g.c + Int(c))
 
 
 def _enqueue_simple[
@@ -242,7 +239,4 @@ def depthwise_kernel[dtype: DType, epilogue: Epilogue, width: Int](o: Operands[d
             var value = o.x.unsafe_load[width=width, alignment=align](at).cast[F32]()
             var tap = o.w.unsafe_load[width=width, alignment=align]((r * g.s + s) * g.c + c)
             acc = value.fma(tap.cast[F32](), acc)
-    var to = pixel * g.c + c
-    comptime if epilogue.adds:
-        acc += o.residual.unsafe_load[width=width, alignment=align](to).cast[F32]()
-    o.y.unsafe_store[alignment=align](to, activate[epilogue, dtype](acc).cast[dtype]())
+    Output[epilogue](o).store(acc, pixel * g.c + c)

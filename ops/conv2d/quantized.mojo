@@ -3,9 +3,9 @@
     y[n, p, q, f] = store(act(product[f] * sum_rsc (x[...] - zero) w[r, s, c, f] + bias[f]
                               + residual_scale * (residual[n, p, q, f] - residual_zero)))
 
-Sums are int32 and exact, what follows is float32. y is float32, or uint8: then `store` multiplies
-by `result`, rounds to nearest even, adds `result_zero` and saturates. Jacob et al. 2018
-(arXiv:1712.05877), section 2.
+Sums are int32 and exact, what follows is float32. y is float32, or uint8: then `store` divides by
+its scale, rounds to nearest even, adds its zero point and saturates. A residual of float32 has no
+zero point. Jacob et al. 2018 (arXiv:1712.05877), section 2.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -15,7 +15,7 @@ from ..dot import I8, U8
 from ..epilogue import Epilogue
 from ..gemm.cpu import gemm
 from ..geometry import Geometry
-from ..operands import F32, Operands, Scales, data
+from ..operands import F32, Affine, Levels, Operands, data
 
 
 @register("quantized_conv2d")
@@ -50,8 +50,8 @@ struct QuantizedConv2d:
             bias: [F].
             residual: [N, P, Q, F], of y's dtype; x if the epilogue does not add.
             window: The nine numbers of geometry.mojo, in host memory.
-            scales: What x's 0 is stored as; scale and zero point of the residual; what the result
-                is multiplied by, and its zero point: in host memory.
+            scales: What x's 0 is stored as; scale and zero point of the residual, and of the result:
+                in host memory.
             ctx: The device.
 
         Raises:
@@ -68,12 +68,10 @@ struct QuantizedConv2d:
         var given = data(scales)
         var beside = data(residual).unsafe_bitcast[Scalar[y.dtype]]()  # x if nothing is added
         var o = Out(data(x), data(filter), data(bias), beside, data(y))
-        var s = Scales(
+        var levels = Levels(
             data(product),
-            given[unsafe_offset=1],
-            residual_zero=given[unsafe_offset=2],
-            result=given[unsafe_offset=3],
-            result_zero=given[unsafe_offset=4],
+            residual=Affine(given[unsafe_offset=1], given[unsafe_offset=2]),
+            result=Affine(given[unsafe_offset=3], given[unsafe_offset=4]),
             zero=Int32(given[unsafe_offset=0]),
         )
-        gemm[Epilogue(epilogue, scales=True)](g, o, s)
+        gemm[Epilogue(epilogue, scales=True)](g, o, levels)

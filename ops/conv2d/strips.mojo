@@ -19,9 +19,9 @@ from std.utils import IndexList
 
 from max.runtime.asyncrt import parallelism_level
 
-from ..epilogue import Epilogue, activate
+from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
-from ..operands import F32, Data, Operands, narrowed, widened
+from ..operands import F32, Data, Operands, widened
 from ..parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -216,14 +216,11 @@ def _strip[
                             )
         taps = taps.unsafe_offset(kernel * members * g.f)
         sources = sources.unsafe_offset(COUNT)
+    var output = Output[epilogue](o)
     comptime for i in range(RUN):
         if i < pixels:
             comptime for v in range(vectors):
-                var to = i * g.f + f + v * WIDTH
-                var sum = sums[i * vectors + v]
-                comptime if epilogue.adds:
-                    sum += widened(o.residual.unsafe_load[width=WIDTH](to))
-                o.y.unsafe_store(to, narrowed[dtype](activate[epilogue, dtype](sum)))
+                output.store(sums[i * vectors + v], i * g.f + f + v * WIDTH)
 
 
 @always_inline

@@ -32,9 +32,9 @@ from std.memory import Layout, alloc, bitcast, dealloc
 from std.sys import CompilationTarget, simd_width_of
 from std.sys.intrinsics import llvm_intrinsic
 
-from ..epilogue import Epilogue, activate
+from ..epilogue import Channels, Epilogue, Output
 from ..geometry import Geometry
-from ..operands import BF16, F32, Data, Operands, narrowed, widened
+from ..operands import BF16, F32, Data, Operands, widened
 from ..parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -299,17 +299,6 @@ def multiply(
                 _multiply_rows(left, (lower if half else upper) + row, panel, column, to, fresh)
 
 
-@always_inline
-def _finish[
-    epilogue: Epilogue, width: Int
-](o: Operands[BF16], sum: SIMD[F32, width], bias: SIMD[F32, width], to: Int):
-    """Takes sums through the epilogue, to y from `to` on."""
-    var value = sum.fma(o.alpha, bias)
-    comptime if epilogue.adds:
-        value += widened(o.residual.unsafe_load[width=width](to))
-    o.y.unsafe_store(to, narrowed[BF16](activate[epilogue, BF16](value)))
-
-
 @no_inline
 def _store[
     epilogue: Epilogue
@@ -326,9 +315,10 @@ def _store[
 ):
     """Takes 16 pixels from `start` on through the epilogue into y, all but the first `skip`."""
     comptime VECTORS = BLOCK // WIDTH
-    var biases = Array[SIMD[F32, WIDTH], VECTORS](uninitialized=True)
-    comptime for v in range(VECTORS):
-        biases[v] = bias.unsafe_load[width=WIDTH](v * WIDTH)
+    var output = Output[epilogue](bias, o.residual, o.y, o.alpha)
+    var of = Array[Channels[WIDTH], VECTORS](fill=output.channels[WIDTH](0))
+    comptime for v in range(1, VECTORS):
+        of[v] = output.channels[WIDTH](v * WIDTH)
     var i = skip
     var end = min(SIDE, m.count - start)
     var p, q = divmod(start + skip, m.width) if m.width < UNBOUNDED else (0, start + skip)
@@ -340,15 +330,10 @@ def _store[
             var source = sums.unsafe_offset(row * BLOCK)
             if columns == BLOCK:
                 comptime for v in range(VECTORS):
-                    _finish[epilogue](
-                        o,
-                        source.unsafe_load[width=WIDTH](v * WIDTH),
-                        biases[v],
-                        to + v * WIDTH,
-                    )
+                    var at = v * WIDTH
+                    output.finish(source.unsafe_load[width=WIDTH](at), of[v], to + at)
             else:
-                for j in range(columns):
-                    _finish[epilogue, 1](o, source[unsafe_offset=j], bias[unsafe_offset=j], to + j)
+                output.finish_row(source, 0, to, columns)
             to += f
         i += max(0, stop - i) + m.width - max(q, m.q) if m.width < UNBOUNDED else SIDE
         p, q = p + 1, 0

@@ -11,7 +11,7 @@ run of S * C numbers, so the 3-channel stem has runs of 21 and not of 3.
                        (graphs/arrange.py packs them once, at load)
     y[N, P, Q, F]      result, float32
 
-In 8 bits x is uint8, b int8 and the sums are int32 (`Scales` of operands.mojo says what they stand
+In 8 bits x is uint8, b int8 and the sums are int32 (`Levels` of operands.mojo says what they stand
 for). Four numbers of K lie beside each other in a column, b[panel, 1 + K / 4, 64, 4], as vpdpbusd
 multiplies them; the first row of a panel has the int32 with which its sums begin: minus x's zero
 point times the sum of the column. C is a multiple of 4; the padding reads the zero point.
@@ -28,12 +28,12 @@ from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv, iota
 from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
-from std.sys.intrinsics import PrefetchOptions, masked_store, prefetch
+from std.sys.intrinsics import PrefetchOptions, prefetch
 
-from ..dot import FILTER, STEP, SUM, U8, dot, spread
-from ..epilogue import Epilogue, apply
+from ..dot import FILTER, STEP, SUM, dot, spread
+from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
-from ..operands import F32, Data, Operands, Scales, narrowed, widened_load
+from ..operands import F32, Data, Levels, Operands
 from ..parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -206,7 +206,7 @@ def _store[
 ](
     g: Geometry,
     o: Operands[dtype, out, FILTER[dtype]],
-    scales: Scales,
+    levels: Levels,
     sums: Data[SUM[dtype]],
     first: Int,
     rows: Int,
@@ -214,45 +214,11 @@ def _store[
     columns: Int,
 ):
     """Takes the sums of `rows` pixels through the epilogue, into `columns` numbers of each of y."""
-    var whole = columns // WIDTH * WIDTH
+    var output = Output[epilogue](o, levels)
     for i in range(rows):
-        var row, to = i * PANEL, (first + i) * g.f + column
-        for j in range(0, whole, WIDTH):
-            var sum = sums.unsafe_load[width=WIDTH](row + j)
-            _store_vector[epilogue, WIDTH](o, scales, sum, column + j, to + j)
-        for j in range(whole, columns):
-            var sum = sums.unsafe_load[width=1](row + j)
-            _store_vector[epilogue, 1](o, scales, sum, column + j, to + j)
-
-
-@always_inline
-def _store_vector[
-    dtype: DType, out: DType, //, epilogue: Epilogue, width: Int, masked: Bool = False
-](
-    o: Operands[dtype, out, FILTER[dtype]],
-    scales: Scales,
-    sum: SIMD[SUM[dtype], width],
-    f: Int,
-    to: Int,
-    inside: SIMD[DType.bool, width] = SIMD[DType.bool, width](fill=True),
-):
-    """Takes the sums of filters from `f` on through the epilogue, to y from `to` on."""
-    var alpha = SIMD[F32, width](o.alpha)
-    comptime if epilogue.scales:
-        alpha = widened_load[masked](scales.product.unsafe_offset(f), inside)
-    var bias = widened_load[masked](o.bias.unsafe_offset(f), inside)
-    var residual = SIMD[F32, width](0)
-    comptime if epilogue.adds:
-        residual = widened_load[masked](o.residual.unsafe_offset(to), inside)
-        comptime if epilogue.scales:
-            residual -= scales.residual_zero
-    var value = apply[epilogue, out](sum.cast[F32](), alpha, bias, residual, scales.residual)
-    comptime if out == U8:
-        value = (value * scales.result).__round__() + scales.result_zero
-    comptime if masked:
-        masked_store(narrowed[out](value), o.y.unsafe_offset(to), inside)
-    else:
-        o.y.unsafe_store(to, narrowed[out](value))
+        output.finish_row(
+            sums.unsafe_offset(i * PANEL), column, (first + i) * g.f + column, columns
+        )
 
 
 @no_inline
@@ -261,7 +227,7 @@ def _whole_tile[
 ](
     g: Geometry,
     o: Operands[dtype, out, FILTER[dtype]],
-    scales: Scales,
+    levels: Levels,
     starts: Data[SUM[dtype]],
     first: Int,
     ahead: Int,
@@ -284,17 +250,16 @@ def _whole_tile[
             row.unsafe_offset(ahead)
         )
         row = row.unsafe_offset(PANEL * STEP[dtype])
+    var output = Output[epilogue](o, levels)
     comptime for v in range(vectors):
         comptime at = v * WIDTH
         var inside = iota[DType.int32, WIDTH]().lt(Int32(columns - at))
-        comptime for i in range(ROWS):
-            var f, to = column + at, (first + i) * g.f + column + at
-            if columns - at >= WIDTH:
-                _store_vector[epilogue, WIDTH](o, scales, tile[i * vectors + v], f, to)
-            else:
-                _store_vector[epilogue, WIDTH, masked=True](
-                    o, scales, tile[i * vectors + v], f, to, inside
-                )
+        comptime for masked in [False, True]:
+            if (columns - at < WIDTH) == masked:
+                var of = output.channels[WIDTH, masked](column + at, inside)
+                comptime for i in range(ROWS):
+                    var to = (first + i) * g.f + column + at
+                    output.finish[masked](tile[i * vectors + v], of, to, inside)
 
 
 @always_inline
@@ -386,7 +351,7 @@ def gemm_block[
 ](
     g: Geometry,
     o: Operands[dtype, out, FILTER[dtype]],
-    scales: Scales,
+    levels: Levels,
     first: Int,
     last: Int,
     channel: Int,
@@ -403,7 +368,7 @@ def gemm_block[
     Args:
         g: Sizes of the convolution, or of the product.
         o: Its tensors; `w` begins with the panel.
-        scales: What they stand for in 8 bits.
+        levels: What they stand for in 8 bits.
         first: The first pixel.
         last: One beyond the last pixel.
         channel: The first input channel of the group.
@@ -417,7 +382,7 @@ def gemm_block[
     var padding = alloc(Layout[Scalar[dtype]](count=depth))
     var zeros = rebind[Data[dtype]](padding.unsafe_ptr())
     for i in range(depth):
-        zeros[unsafe_offset=i] = scales.zero.cast[dtype]()
+        zeros[unsafe_offset=i] = levels.zero.cast[dtype]()
     var run = g.s * g.group_c()
     # As many rows of the window as `depth` holds, or else as even parts of one.
     var height = max(1, min(depth // run, RUNS // g.s))
@@ -455,7 +420,7 @@ def gemm_block[
                                     _whole_tile[epilogue, vectors](
                                         g,
                                         here,
-                                        scales,
+                                        levels,
                                         start,
                                         begin + m,
                                         ahead,
@@ -480,7 +445,7 @@ def gemm_block[
                                     )
                         if ends:
                             _store[epilogue](
-                                g, o, scales, here_sums, begin + m, rows, column + offset, width
+                                g, o, levels, here_sums, begin + m, rows, column + offset, width
                             )
                 at += (share.r_end - share.r) * (share.end - share.start) * PANEL
     dealloc(padding^)
@@ -490,7 +455,7 @@ def gemm_block[
 @no_inline
 def gemm[
     dtype: DType, out: DType, //, epilogue: Epilogue
-](g: Geometry, o: Operands[dtype, out, FILTER[dtype]], scales: Optional[Scales] = None):
+](g: Geometry, o: Operands[dtype, out, FILTER[dtype]], levels: Optional[Levels] = None):
     """Computes a whole convolution or product on all cores, `o.w` packed in panels.
 
     Parameters:
@@ -501,13 +466,13 @@ def gemm[
     Args:
         g: Sizes of the convolution, or of the product.
         o: Its tensors.
-        scales: What they stand for in 8 bits.
+        levels: What they stand for in 8 bits.
     """
-    var of_one = scales.or_else(Scales(o.bias))
+    var of_one = levels.or_else(Levels(o.bias))
     gemm_group[epilogue, 1](
         Array[Geometry, 1](fill=g),
         Array[Operands[dtype, out, FILTER[dtype]], 1](fill=o),
-        Array[Scales, 1](fill=of_one),
+        Array[Levels, 1](fill=of_one),
     )
 
 
@@ -517,7 +482,7 @@ def gemm_group[
 ](
     g: Array[Geometry, count],
     o: Array[Operands[dtype, out, FILTER[dtype]], count],
-    scales: Optional[Array[Scales, count]] = None,
+    levels: Optional[Array[Levels, count]] = None,
 ):
     """Computes convolutions or products that do not read each other, in one loop over all cores.
 
@@ -530,7 +495,7 @@ def gemm_group[
     Args:
         g: Sizes of each.
         o: Tensors of each; `w` is packed in panels.
-        scales: What they stand for in 8 bits.
+        levels: What they stand for in 8 bits.
     """
     var work = 0
     comptime for i in range(count):
@@ -543,9 +508,9 @@ def gemm_group[
         tasks += ceildiv(g[i].pixels(), blocks[i]) * ceildiv(g[i].group_f(), PANEL) * g[i].groups
         ends[i] = tasks
 
-    var given = Array[Scales, count](fill=Scales(o[0].bias))
-    if scales:
-        given = scales.value().copy()
+    var given = Array[Levels, count](fill=Levels(o[0].bias))
+    if levels:
+        given = levels.value().copy()
 
     def task(index: Int) {imm}:
         comptime for i in range(count):
@@ -571,8 +536,8 @@ def gemm_shortcut(g: Geometry, o: Operands[F32], side: Geometry, beside: Operand
     joined.residual = o.y
 
     def task(index: Int) {var}:
-        _task[Epilogue("none")](side, beside, Scales(beside.bias), block, index)
-        _task[Epilogue("add_relu")](g, joined, Scales(o.bias), block, index)
+        _task[Epilogue("none")](side, beside, Levels(beside.bias), block, index)
+        _task[Epilogue("add_relu")](g, joined, Levels(o.bias), block, index)
 
     over_cores(task, ceildiv(g.pixels(), block) * ceildiv(g.f, PANEL))
 
@@ -593,7 +558,7 @@ def _block(g: Geometry, work: Int) -> Int:
 
 def _task[
     dtype: DType, out: DType, //, epilogue: Epilogue
-](g: Geometry, o: Operands[dtype, out, FILTER[dtype]], scales: Scales, block: Int, index: Int,):
+](g: Geometry, o: Operands[dtype, out, FILTER[dtype]], levels: Levels, block: Int, index: Int,):
     """Computes one panel of filters at one block of pixels."""
     var panels = ceildiv(g.group_f(), PANEL)
     # All panels of a block of pixels follow one another: a core keeps to its pixels (ops/parallel.mojo).
@@ -602,7 +567,7 @@ def _task[
     gemm_block[epilogue](
         g,
         o.shifted(w=slot * panel_size[dtype](g)),
-        scales,
+        levels,
         part * block,
         min((part + 1) * block, g.pixels()),
         group * g.group_c(),

@@ -25,7 +25,7 @@ from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 
 from ..device import Device
-from ..epilogue import Epilogue, apply
+from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..hopper.conv import takes
 from ..hopper.shared import ROW
@@ -196,28 +196,17 @@ def gemm_kernel[
                 acc[i] = b.fma(a[i], acc[i])
         stage = STAGE - stage
 
+    var output = Output[epilogue](o)
     var f = f0 + t % 16 * 4
     comptime for i in range(4):
         var m_out = m0 + t // 16 * 4 + i
         if m_out < pixels and f < columns:
             var to = m_out * g.f + f
             if g.f % 4 == 0 and columns % 4 == 0:
-                var residual = SIMD[F32, 4](0)
-                comptime if epilogue.adds:
-                    residual = _load4(o.residual.unsafe_offset(to))
-                var y = apply[epilogue, dtype](
-                    acc[i], o.alpha, _load4(o.bias.unsafe_offset(f)), residual
-                )
-                o.y.unsafe_store[alignment=4 * size_of[dtype]()](to, y.cast[dtype]())
+                output.finish(acc[i], output.channels[4](f), to)
             else:
                 for j in range(min(4, columns - f)):
-                    var residual = Float32(0)
-                    comptime if epilogue.adds:
-                        residual = o.residual[unsafe_offset=to + j].cast[F32]()
-                    var y = apply[epilogue, dtype](
-                        acc[i][j], o.alpha, o.bias[unsafe_offset=f + j], residual
-                    )
-                    o.y[unsafe_offset=to + j] = y.cast[dtype]()
+                    output.finish(SIMD[F32, 1](acc[i][j]), output.channels[1](f + j), to + j)
 
 
 def gemm[

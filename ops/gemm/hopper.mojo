@@ -624,6 +624,8 @@ def hopper_gemms[
         _add_maps[dtype, epilogue, config, 4 * i](ctx, maps, sizes[i], operands[i])
         comptime if epilogue.scales:
             tensors.scales[i] = scales.value()[i]
+            if tensors.scales[i].residual.zero != 0:
+                raise Error("hopper_gemm: the integer 0 of the residual has to stand for 0")
     _enqueue[dtype, epilogue, config, products, 1, out, right](
         maps,
         tensors,

@@ -48,7 +48,7 @@ from std.utils.static_tuple import StaticTuple
 from ..async_copy import commit_copies, copy_async, wait_copies
 from ..choice import cheapest
 from ..device import Device
-from ..epilogue import Epilogue, apply
+from ..epilogue import Channels, Epilogue, Output, apply
 from ..geometry import Geometry
 from ..hopper.conv import is_plain
 from ..hopper.ptx import mma_sync
@@ -750,21 +750,17 @@ def _finish[
             if row0 + Int32(index * STEP) < p.pixels and f < p.columns:
                 var value = mine.unsafe_load[width=8, alignment=16](from_ + part * STEP * PITCH)
                 var here = to + index * STEP * Int(p.all_f)
+                var output = Output[epilogue](o)
                 if vectors:
-                    var y = apply[epilogue, dtype](
-                        value, o.alpha, bias, added[index % (2 * PARTS)].cast[F32]()
-                    )
-                    o.y.unsafe_store[alignment=16](here, y.cast[dtype]())
+                    var of = Channels(SIMD[F32, 8](o.alpha), bias)
+                    var residual = added[index % (2 * PARTS)].cast[F32]()
+                    output.put(apply[epilogue, dtype](value, of, residual), here)
                 else:
                     comptime for e in range(8):
                         if f + Int32(e) < p.columns:
-                            var residual = Float32(0)
-                            comptime if epilogue.adds:
-                                residual = o.residual[unsafe_offset=here + e].cast[F32]()
-                            var y = apply[epilogue, dtype](
-                                value[e], o.alpha, o.bias[unsafe_offset=Int(f) + e], residual
+                            output.finish(
+                                SIMD[F32, 1](value[e]), output.channels[1](Int(f) + e), here + e
                             )
-                            o.y[unsafe_offset=here + e] = y.cast[dtype]()
         _sync_warp()
 
 

@@ -10,8 +10,8 @@ from std.math import ceildiv, iota, sqrt
 from std.memory import unsafe_stack_allocation
 from std.sys import simd_width_of
 
-from ..epilogue import Epilogue, activate
-from ..operands import F32, Data, narrowed, widened, widened_load
+from ..epilogue import Epilogue, Output
+from ..operands import F32, Data, widened, widened_load
 from ..parallel import over_cores
 from .config import PARTIAL, GroupNormSizes, GroupNormTensors, Moments
 
@@ -191,6 +191,7 @@ def _normalise[
     """Normalises rows of an image, a slab of channels after another."""
     var channels, members = Int(g.channels), Int(g.members)
     var start = (image * Int(g.pixels) + first) * channels
+    var output = Output[epilogue](o.bias, o.y, o.y)
     for c0 in range(0, channels, SLAB * WIDTH):
         var count = min(SLAB * WIDTH, channels - c0)
         var c = c0
@@ -213,21 +214,17 @@ def _normalise[
                 c += 1
         var bias = o.bias.unsafe_offset(c0)
         var whole = count // WIDTH * WIDTH
+        var inside = iota[DType.int32, WIDTH]().lt(Int32(count - whole))
         for row in range(rows):
-            var source = o.x.unsafe_offset(start + row * channels + c0)
-            var to = o.y.unsafe_offset(start + row * channels + c0)
-            for i in range(0, whole, WIDTH):
-                var d = widened(source.unsafe_load[width=WIDTH](i)) - mean.unsafe_load[width=WIDTH](
-                    i
-                )
-                var value = d.fma(
-                    scale.unsafe_load[width=WIDTH](i), bias.unsafe_load[width=WIDTH](i)
-                )
-                to.unsafe_store(i, narrowed[dtype](activate[epilogue, dtype](value)))
-            for i in range(whole, count):
-                var d = widened(source[unsafe_offset=i]) - mean[unsafe_offset=i]
-                var value = d * scale[unsafe_offset=i] + bias[unsafe_offset=i]
-                to[unsafe_offset=i] = narrowed[dtype](activate[epilogue, dtype](value))
+            var at = start + row * channels + c0
+            comptime for masked in [False, True]:
+                for i in range(whole if masked else 0, count if masked else whole, WIDTH):
+                    var x = widened_load[masked](o.x.unsafe_offset(at + i), inside)
+                    var value = (x - mean.unsafe_load[width=WIDTH](i)).fma(
+                        scale.unsafe_load[width=WIDTH](i),
+                        widened_load[masked](bias.unsafe_offset(i), inside),
+                    )
+                    output.store[masked](value, at + i, inside)
 
 
 @no_inline

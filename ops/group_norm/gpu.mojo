@@ -17,10 +17,10 @@ from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 
 from ..device import Device
-from ..epilogue import Epilogue, activate
+from ..epilogue import Epilogue, Output
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data, narrowed, widened
+from ..operands import F32, Data, widened
 from .config import PARTIAL, GroupNormSizes, GroupNormTensors, Moments
 
 comptime SLICE = 32
@@ -336,6 +336,7 @@ def normalise_kernel[
     var row = place.row + t // d.slice
     var stride = Int(step) * Int(g.channels)
     var at = (Int(place.image) * Int(g.pixels) + Int(row)) * Int(g.channels) + Int(channel)
+    var output = Output[epilogue](o.bias, o.y, o.y)
     while row < place.stop:
         var packed = Array[SIMD[dtype, width], UNROLL](fill=0)
         comptime for i in range(UNROLL):
@@ -344,9 +345,7 @@ def normalise_kernel[
         comptime for i in range(UNROLL):
             if row + Int32(i) * step < place.stop:
                 var value = (widened(packed[i]) - mean).fma(scale, bias)
-                o.y.unsafe_store[alignment=bytes](
-                    at + i * stride, narrowed[dtype](activate[epilogue, dtype](value))
-                )
+                output.store(value, at + i * stride)
         row += UNROLL * step
         at += UNROLL * stride
 

@@ -17,7 +17,7 @@ from std.memory import bitcast
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
-from ..epilogue import Epilogue, apply
+from ..epilogue import Channels, Epilogue, apply
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands, Scales, narrowed, widened
 from .accumulator import Fragment, pair, quad
@@ -129,24 +129,27 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False](
         return one
 
     @always_inline
-    def alpha_of[width: SIMDLength](self, alpha: Float32, f: Int32) -> SIMD[F32, width]:
-        """Finds the scale of neighbouring filters of the first product.
+    def channels[
+        width: SIMDLength, sources: Int = 1
+    ](self, alpha: Float32, f: Int32) -> Channels[width]:
+        """Loads what belongs to neighbouring filters of the first product.
 
         Parameters:
             width: Filters.
+            sources: 2 if there is a second bias to be added.
 
         Args:
-            alpha: That of all of them, unless there are scales.
+            alpha: Scale of all of them, unless there are scales.
             f: The first filter, a multiple of `width`.
 
         Returns:
-            Of each filter.
+            Scale and bias.
         """
+        var of = Channels[width](alpha, self.bias_of[width, sources](f))
         comptime if Self.scaled:
             comptime align = min(16, 4 * Int(width))
-            return self.scales[0].product.unsafe_load[width=width, alignment=align](Int(f))
-        else:
-            return SIMD[F32, width](alpha)
+            of.scale = self.scales[0].product.unsafe_load[width=width, alignment=align](Int(f))
+        return of
 
     @always_inline
     def residual_scale(self) -> Float32:
@@ -156,7 +159,7 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False](
             1 unless there are scales.
         """
         comptime if Self.scaled:
-            return self.scales[0].residual
+            return self.scales[0].residual.scale
         else:
             return 1
 
@@ -258,15 +261,13 @@ def finish_rows[
     var mine = at.column() * Int32(COUNT // 2)
     comptime for j in range(columns // EACH):
         comptime column = EACH * j
-        var bias = SIMD[F32, COUNT](0)
-        var scale = SIMD[F32, COUNT](alpha)
+        var of = Channels[COUNT](alpha, 0)
         comptime if not by_row:
             if f0 + Int32(column) + mine < f:
-                bias = tensors.bias_of[COUNT, sources](f0 + Int32(column) + mine)
-                scale = tensors.alpha_of[COUNT](alpha, f0 + Int32(column) + mine)
+                of = tensors.channels[COUNT, sources](alpha, f0 + Int32(column) + mine)
         comptime for half in range(2):
             comptime if by_row:
-                bias = SIMD[F32, COUNT](biases[half])
+                of.bias = SIMD[F32, COUNT](biases[half])
             var row = UInt32(at.row()) + UInt32(8 * half)
             var byte = (UInt32(column % WIDTH) + UInt32(mine)) * UInt32(size_of[dtype]())
             var place = to + UInt32(column // WIDTH * pitch) + row * UInt32(bytes)
@@ -276,7 +277,7 @@ def finish_rows[
             comptime if epilogue.adds:
                 residual = _load[dtype, COUNT](place)
             var sum = _sums[COUNT, first // EACH + j, half](sums)
-            var y = apply[epilogue, dtype](sum, scale, bias, residual, tensors.residual_scale())
+            var y = apply[epilogue, dtype](sum, of, residual, tensors.residual_scale())
             _store(place, narrowed[dtype](y))
 
 
@@ -346,7 +347,7 @@ def finish_columns[
                 comptime if epilogue.adds:
                     residual = widened(bitcast[dtype, 2](bits[i]))
                 var two = pair[first // 8 + 2 * j + i // 2, i % 2](sums)
-                var y = apply[epilogue, dtype](two, alpha, SIMD[F32, 2](bias[i % 2]), residual)
+                var y = apply[epilogue, dtype](two, Channels[2](alpha, bias[i % 2]), residual)
                 bits[i] = bitcast[DType.uint32, 1](y.cast[dtype]())
             shared_store_matrices[turned=True](place, bits)
     else:
@@ -362,7 +363,7 @@ def finish_columns[
                     residual = shared_load_float(place)
                 var one = sums[first // 2 + 4 * j + e].cast[F32]()
                 shared_store_float(
-                    place, apply[epilogue, dtype](one, alpha, bias[e // 2], residual)
+                    place, apply[epilogue, dtype](one, Channels[1](alpha, bias[e // 2]), residual)
                 )
 
 
@@ -482,18 +483,12 @@ def reduce_cluster[
             for peer in range(splits):
                 low += cluster_load4(at, UInt32(peer))
                 high += cluster_load4(at + 16, UInt32(peer))
-            var bias = tensors.bias_of[8, sources](f0 + column)
+            var of = tensors.channels[8, sources](alpha, f0 + column)
             var to = Int(m0 + row) * Int(f) + Int(f0 + column)
             var residual = SIMD[F32, 8](0)
             comptime if epilogue.adds:
                 residual = tensors.residual[0].unsafe_load[width=8, alignment=ALIGN](to).cast[F32]()
-            var y = apply[epilogue, dtype](
-                low.join(high),
-                tensors.alpha_of[8](alpha, f0 + column),
-                bias,
-                residual,
-                tensors.residual_scale(),
-            )
+            var y = apply[epilogue, dtype](low.join(high), of, residual, tensors.residual_scale())
             tensors.y[0].unsafe_store[alignment=ALIGN](to, narrowed[dtype](y))
     cluster_sync()
 
@@ -723,8 +718,7 @@ def finish_pairs[
         if to.stores(i):
             var y = apply[epilogue, dtype](
                 SIMD[F32, 2](sums[2 * i], sums[2 * i + 1]),
-                alpha,
-                shared_load2(bias + 4 * UInt32(to.column_of(i))),
+                Channels[2](alpha, shared_load2(bias + 4 * UInt32(to.column_of(i)))),
                 residual[i].cast[F32](),
             )
             tensors.y[0].unsafe_store[alignment=2 * size_of[dtype]()](to.place(i), y.cast[dtype]())

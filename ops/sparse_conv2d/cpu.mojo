@@ -30,7 +30,7 @@ from std.sys import CompilationTarget, simd_width_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
 from std.utils import IndexList
 
-from ..epilogue import Epilogue, activate
+from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..operands import F32, Data, Operands
 from ..parallel import over_cores
@@ -372,6 +372,12 @@ def _accumulate[
             sums.unsafe_store(v * WIDTH, acc[v])
 
 
+comptime READ = PrefetchOptions().for_read().high_locality().to_data_cache()
+"""Fetches what will be read."""
+comptime WRITE = PrefetchOptions().for_write().high_locality().to_data_cache()
+"""Fetches what will be written."""
+
+
 @no_inline
 def _finish[
     epilogue: Epilogue
@@ -380,34 +386,22 @@ def _finish[
 
     What the next filters write and read there is fetched meanwhile.
     """
+    var output = Output[epilogue](o)
+    var inside = iota[DType.int32, WIDTH]().lt(Int32(count))
     for v in range(vectors):
         var rows = Array[SIMD[F32, WIDTH], WIDTH](uninitialized=True)
         comptime for i in range(WIDTH):
             rows[i] = scratch.sums.unsafe_load[width=WIDTH](at + (i * vectors + v) * WIDTH)
         var columns = _turn_over(rows)
         var places = scratch.places.unsafe_offset(v * WIDTH)
-        if count == WIDTH:
-            var bias = o.bias.unsafe_load[width=WIDTH](f)
-            comptime for i in range(WIDTH):
-                var to = Int(places[unsafe_offset=i])
-                if to >= 0:
-                    var value = columns[i] + bias
-                    comptime if epilogue.adds:
-                        value += o.residual.unsafe_load[width=WIDTH](to + f)
-                        prefetch[PrefetchOptions().for_read().high_locality().to_data_cache()](
-                            o.residual.unsafe_offset(to + f + WIDTH)
-                        )
-                    o.y.unsafe_store(to + f, activate[epilogue, F32](value))
-                    prefetch[PrefetchOptions().for_write().high_locality().to_data_cache()](
-                        o.y.unsafe_offset(to + f + WIDTH)
-                    )
-        else:
-            for i in range(WIDTH):
-                var to = Int(places[unsafe_offset=i])
-                if to >= 0:
-                    var column = columns.unsafe_ptr()[unsafe_offset=i]
-                    for j in range(f, f + count):
-                        var value = column[j - f] + o.bias[unsafe_offset=j]
-                        comptime if epilogue.adds:
-                            value += o.residual[unsafe_offset=to + j]
-                        o.y[unsafe_offset=to + j] = activate[epilogue, F32](value)
+        comptime for masked in [False, True]:
+            if (count < WIDTH) == masked:
+                var of = output.channels[WIDTH, masked](f, inside)
+                comptime for i in range(WIDTH):
+                    var to = Int(places[unsafe_offset=i]) + f
+                    if to >= f:
+                        output.finish[masked](columns[i], of, to, inside)
+                        comptime if not masked:
+                            comptime if epilogue.adds:
+                                prefetch[READ](o.residual.unsafe_offset(to + WIDTH))
+                            prefetch[WRITE](o.y.unsafe_offset(to + WIDTH))

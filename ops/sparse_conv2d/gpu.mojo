@@ -25,7 +25,7 @@ from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
-from ..epilogue import Epilogue, activate
+from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..hopper.ptx import cluster_load4, cluster_sync
 from ..operands import F32, Data, Operands, Shared, widened
@@ -382,6 +382,7 @@ def sparse_conv2d_kernel[
                 sum += cluster_load4(at + UInt32(to) * 4, UInt32(peer))
             tile.unsafe_store[alignment=16](Int(to), sum)
         cluster_sync()
+    var output = Output[epilogue](bias, residual, y)
     var eights = row_count // 8
     for unit in range(t, Int32(PIXELS) * eights, Int32(THREADS)):
         var pixel = unit // eights
@@ -397,14 +398,8 @@ def sparse_conv2d_kernel[
             ]
         var to = Int(m) * g.f + Int(f)
         if g.f % 8 == 0:
-            value += bias.unsafe_load[width=8, alignment=16](Int(f))
-            comptime if epilogue.adds:
-                value += widened(residual.unsafe_load[width=8, alignment=PIECE](to))
-            y.unsafe_store[alignment=PIECE](to, activate[epilogue, dtype](value).cast[dtype]())
+            output.finish(value, output.channels[8](Int(f)), to)
         else:
             comptime for j in range(8):
                 if f + Int32(j) < Int32(g.f):
-                    var one = value[j] + bias[unsafe_offset=Int(f) + j]
-                    comptime if epilogue.adds:
-                        one += residual[unsafe_offset=to + j].cast[F32]()
-                    y[unsafe_offset=to + j] = activate[epilogue, dtype](one).cast[dtype]()
+                    output.finish(SIMD[F32, 1](value[j]), output.channels[1](Int(f) + j), to + j)

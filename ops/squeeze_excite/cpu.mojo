@@ -8,8 +8,8 @@ from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
 from std.sys import simd_width_of
 
-from ..epilogue import Epilogue, activate
-from ..operands import F32, Data, narrowed, widened
+from ..epilogue import Epilogue, Output, activate
+from ..operands import F32, Data, widened
 from ..parallel import over_cores
 from .config import WIDTH, SqueezeTensors
 
@@ -95,9 +95,7 @@ def _scale[
 ](o: SqueezeTensors[dtype], at: Int, gates: Data[F32]):
     """Multiplies a vector of channels by its gates."""
     var value = widened(o.x.unsafe_load[width=lanes](at)) * gates.unsafe_load[width=lanes](0)
-    comptime if epilogue.adds:
-        value += widened(o.residual.unsafe_load[width=lanes](at))
-    o.y.unsafe_store(at, narrowed[dtype](activate[epilogue, dtype](value)))
+    Output[epilogue](o.excite_bias, o.residual, o.y).store(value, at)
 
 
 @no_inline

@@ -44,7 +44,7 @@ from std.math import ceildiv
 from std.utils.static_tuple import StaticTuple
 
 from ..device import RESERVED, Device
-from ..epilogue import Epilogue, activate
+from ..epilogue import Epilogue, Output, activate
 from ..hopper.ptx import (
     barrier_expect,
     barrier_init,
@@ -59,7 +59,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.shared import WARP
 from ..launch import launch
-from ..operands import F32, Data, narrowed, widened
+from ..operands import F32, Data, widened
 from .config import BARRIERS, BLOCKS, CHUNKS, WIDTH, Room, SqueezeSizes, SqueezeTensors
 
 comptime THREADS = 256
@@ -178,11 +178,10 @@ def _sum_rows[
 
 @always_inline
 def _scale_rows[
-    dtype: DType, space: AddressSpace, //, epilogue: Epilogue
+    dtype: DType, space: AddressSpace, epilogue: Epilogue, //
 ](
     column: Pointer[Scalar[dtype], MutUntrackedOrigin, address_space=space],
-    residual: Data[dtype],
-    y: Data[dtype],
+    output: Output[dtype=dtype, epilogue=epilogue, added=dtype],
     gates: Vector,
     pitch: Int32,
     begin: Int32,
@@ -202,15 +201,11 @@ def _scale_rows[
                 at[i] += Int32(i) * step * pitch
             some[i] = column.unsafe_load[width=WIDTH, alignment=16](Int(at[i]))
             comptime if epilogue.adds:
-                more[i] = residual.unsafe_load[width=WIDTH, alignment=16](Int(at[i]))
+                more[i] = output.residual.unsafe_load[width=WIDTH, alignment=16](Int(at[i]))
         comptime for i in range(rows):
             var value = widened(some[i]) * gates
-            comptime if epilogue.adds:
-                value += widened(more[i])
             if row + Int32(i) * step < stop:
-                y.unsafe_store[alignment=16](
-                    Int(at[i]), narrowed[dtype](activate[epilogue, dtype](value))
-                )
+                output.put(activate[epilogue, dtype](value, widened(more[i])), Int(at[i]))
         row += Int32(rows) * step
 
 
@@ -538,22 +533,23 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
             if across.row < across.rows:
                 var column = Int(first + across.vector) * WIDTH
                 var gates = self.gates.unsafe_load[width=WIDTH, alignment=16](column)
-                var residual = self.o.residual.unsafe_offset(column)
-                var y = self.o.y.unsafe_offset(column)
-                _scale_rows[epilogue](
+                var output = Output[epilogue](
+                    self.o.excite_bias,
+                    self.o.residual.unsafe_offset(column),
+                    self.o.y.unsafe_offset(column),
+                )
+                _scale_rows(
                     self.pixels.unsafe_offset(column),
-                    residual,
-                    y,
+                    output,
                     gates,
                     pitch,
                     across.row,
                     self.kept,
                     across.rows,
                 )
-                _scale_rows[epilogue](
+                _scale_rows(
                     self.o.x.unsafe_offset(column),
-                    residual,
-                    y,
+                    output,
                     gates,
                     pitch,
                     self.kept + across.row,

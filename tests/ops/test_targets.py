@@ -1,8 +1,9 @@
 """Kernels compile for GPUs and CPUs that are not here.
 
-By day some ops for sm_90a at bfloat16, and the products in bfloat16 run on this CPU. Every night
-all ops, at all dtypes and for other GPUs too, and the products for AMD, sm_80 and other CPUs, which
-have kernels of their own. That of sm_80 also runs in tests/ptx, compiled for sm_90a.
+By day some ops for sm_90a at bfloat16, and the products in bfloat16 and the epilogues of integers
+run on this CPU. Every night all ops, at all dtypes and for other GPUs too, and the products for
+AMD, sm_80 and other CPUs, which have kernels of their own. That of sm_80 also runs in tests/ptx,
+compiled for sm_90a.
 """
 
 from __future__ import annotations
@@ -78,6 +79,13 @@ def test_bfloat16_products_equal_float64(
     output(command, pytestconfig.rootpath)
     kernel = output([program], pytestconfig.rootpath).strip()
     assert kernel in (["float32"] if cpu else ["AMX", "AVX-512 BF16", "float32"])
+
+
+def test_epilogues_equal_float64(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    program = str(tmp_path / "epilogues")
+    command = ["mojo", "build", "-I", ".", "tests/ops/epilogues.mojo", "-o", program]
+    output(command, pytestconfig.rootpath)
+    output([program], pytestconfig.rootpath)
 
 
 def output(command: list[str], folder: Path) -> str:
