@@ -23,9 +23,10 @@ Quantise a model: its convolutions and linear layers multiply 8-bit integers.
 
 Pictures like those that the model will see are run through it, to choose a scale and a zero point
 for the input of each layer; weights have a scale for each filter. Layers that change the answers
-too much are left in float32. The first layer, the classifier, and convolutions in groups stay as
-they are. The folder that is written is a model like any other: for classify, serve, compile, time.
-It is faster on a CPU; a GPU runs it too, rounded, in floats."""
+too much are left in float32. The layer that reads pixels, the classifier, and convolutions in
+groups that are not depthwise stay as they are. The folder that is written is a model like any
+other: for classify, serve, compile, time. It is faster on a CPU; a GPU runs it too, rounded, in
+floats."""
 
 _EXAMPLES = """\
 examples:

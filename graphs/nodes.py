@@ -428,7 +428,7 @@ def quantized_conv2d(
     """Convolves x[N, H, W, C] of uint8 into [N, P, Q, F], as ops/conv2d/quantized.mojo says.
 
     Args:
-        x: The activations; C of a group is a multiple of 4.
+        x: The activations; C of a group is a multiple of 4, or the convolution is depthwise.
         filter: The weights, in int8.
         product: What a sum of each filter stands for, float32 [F].
         scales: What x's 0 is stored as; scale and zero point of the residual, and of the result.
@@ -449,7 +449,9 @@ def quantized_conv2d(
     )  # fmt: skip
     window = _window(filter.shape[:2], stride, padding, dilation, groups)
     weights, given = [filter.dense, product, filter.bias], _host(scales, DType.float32)
-    return _fused("quantized_conv2d", x, weights, residual, [window, given], out, epilogue, {})
+    members = {"members": int(arrange.is_depthwise(filter.shape, groups))}
+    settings = [window, given]
+    return _fused("quantized_conv2d", x, weights, residual, settings, out, epilogue, members)
 
 
 def as_images(

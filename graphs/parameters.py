@@ -190,16 +190,17 @@ class Parameters:
         """
         shape = self._filter_shape(filter)
         given = self._bias(filter, bias, shape[3])
-        size = (arrange.byte_panels_size(shape, groups),)
+        depthwise = arrange.is_depthwise(shape, groups)
+        size = math.prod(shape) if depthwise else arrange.byte_panels_size(shape, groups)
 
         def rows() -> np.ndarray:
             return self._filter(filter).transpose(3, 0, 1, 2)
 
         def packed() -> np.ndarray:
             whole = quantized_filter(rows()).transpose(1, 2, 3, 0)
-            return arrange.byte_panels(whole, groups, zero)
+            return whole.ravel() if depthwise else arrange.byte_panels(whole, groups, zero)
 
-        dense = self._bind(f"{filter}.int8.{zero}", packed, size, DType.int8)
+        dense = self._bind(f"{filter}.int8.{zero}", packed, (size,), DType.int8)
         product = self._bind(
             f"{filter}.product.{scale!r}",
             lambda: filter_scales(rows()) * scale,

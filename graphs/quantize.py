@@ -103,7 +103,7 @@ def places(program: Program) -> tuple[list[str], list[str]]:
 
     A product is a convolution or linear layer with weights. What reads pixels stays as it is, and
     so does what gives an output, a convolution of one pixel, as in squeeze and excite, and one in
-    groups.
+    groups that is not depthwise.
     """
     values: dict[str, None] = {}
     layers: list[str] = []
@@ -129,9 +129,11 @@ def _is_product(program: Program, node: Node) -> bool:
         return False
     if node.op == "linear":
         return program.types[weight].shape[1] % 4 == 0
-    _, c, *_ = program.types[weight].shape
-    one = program.types[x].shape[2:] == (1, 1)
-    return node.attributes.get("groups", 1) == 1 and c % 4 == 0 and not one
+    f, c, *_ = program.types[weight].shape
+    if program.types[x].shape[2:] == (1, 1):
+        return False
+    groups = node.attributes.get("groups", 1)
+    return c % 4 == 0 if groups == 1 else c == 1 and f == groups
 
 
 def _made_by_product(program: Program, value: str, layers: Sequence[str]) -> bool:

@@ -318,6 +318,23 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
         self.store[masked](sums.cast[F32]().fma(of.scale, of.bias), to, inside)
 
     @always_inline
+    def end[width: SIMDLength, //](self, sums: SIMD[F32, width], f: Int, to: Int):
+        """Takes sums into y that began with the bias, or with 0 if the epilogue scales.
+
+        Parameters:
+            width: Channels.
+
+        Args:
+            sums: Of neighbouring channels of a row.
+            f: The first channel.
+            to: As `finish` has it.
+        """
+        comptime if Self.epilogue.scales:
+            self.finish(sums, self.channels[width](f), to)
+        else:
+            self.store(sums, to)
+
+    @always_inline
     def store[
         width: SIMDLength, //, masked: Bool = False
     ](self, value: SIMD[F32, width], to: Int, inside: SIMD[DType.bool, width] = ALL[width]):

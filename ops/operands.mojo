@@ -239,6 +239,26 @@ struct Levels(TrivialRegisterPassable):
         self.scales = Scales(product, residual)
         self.result, self.zero = result, zero
 
+    @always_inline
+    def widened[
+        dtype: DType, width: SIMDLength, //
+    ](self, x: SIMD[dtype, width]) -> SIMD[F32, width]:
+        """Widens activations to float32, less what their 0 is stored as.
+
+        Parameters:
+            dtype: Of the activations.
+            width: How many.
+
+        Args:
+            x: Floats, or integers.
+
+        Returns:
+            The same floats; integers that stand for 0 as 0.
+        """
+        comptime if dtype.is_integral():
+            return widened(x) - self.zero.cast[F32]()
+        return widened(x)
+
 
 struct Operands[dtype: DType, out: DType = dtype, right: DType = dtype](
     KernelArgument, TrivialRegisterPassable

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from maxvision.graphs.arrange import is_depthwise
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.quantize import BITS, Grid
@@ -46,11 +47,17 @@ def _takes(program: Program, node: Node) -> bool:
     return (
         weight in program.constants
         and _is_rounded_filter(program, weight)
-        and program.shape(weight)[1] % GROUP == 0
+        and _has_kernel(program, node)
         and _is_rounded(program, x)
         and program.types[x].dtype == "float32"
         and (node.op == "linear" or node.attributes.get("layout") == "NHWC")
     )
+
+
+def _has_kernel(program: Program, node: Node) -> bool:
+    """Tells whether the channels of a group can be multiplied: four at once, or one by one."""
+    f, c, *window = program.shape(node.inputs[1])
+    return c % GROUP == 0 or is_depthwise((*window, c, f), node.attributes.get("groups", 1))  # type: ignore[arg-type]
 
 
 def _is_rounded(program: Program, value: str) -> bool:

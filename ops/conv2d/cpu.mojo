@@ -19,11 +19,12 @@ from std.sys import CompilationTarget, simd_width_of
 
 from max.runtime.asyncrt import parallelism_level
 
+from ..dot import FILTER
 from ..epilogue import Epilogue, Output
 from ..gemm.bf16 import gemm as gemm_bf16
 from ..gemm.cpu import gemm
 from ..geometry import Geometry
-from ..operands import BF16, F32, Data, Operands, widened
+from ..operands import BF16, F32, Data, Levels, Operands, widened
 from ..parallel import over_cores
 from .strips import convolve_strips, shuffled, takes
 
@@ -31,26 +32,32 @@ comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
 
 
-def conv2d_cpu[dtype: DType, //, epilogue: Epilogue, members: Int](g: Geometry, o: Operands[dtype]):
+def conv2d_cpu[
+    dtype: DType, out: DType, right: DType, //, epilogue: Epilogue, members: Int
+](g: Geometry, o: Operands[dtype, out, right], given: Optional[Levels] = None):
     """Convolves on all cores.
 
     Parameters:
-        dtype: Of the tensors, float32 or bfloat16.
+        dtype: Of the activations: float32, bfloat16 or uint8.
+        out: Of the result.
+        right: Of the filter.
         epilogue: What the accumulator goes through.
         members: Channels, and filters, of a small group; 0 for other convolutions.
 
     Args:
         g: Sizes.
         o: Tensors; the filter is w[R, S, members, F], or packed panels if that is 0.
+        given: What integers stand for.
     """
+    var levels = given.or_else(Levels(o.bias))
     comptime if members > 0:
         if takes[members](g):
-            convolve_strips[epilogue, members](g, o)
+            convolve_strips[epilogue, members](g, o, levels)
         else:
-            _direct[epilogue, members](g, o)
+            _direct[epilogue, members](g, o, levels)
     else:
-        comptime if dtype == F32:
-            gemm[epilogue](g, rebind[Operands[F32]](o))
+        comptime if dtype != BF16:
+            gemm[epilogue](g, rebind[Operands[dtype, out, FILTER[dtype]]](o), levels)
         else:
             gemm_bf16[epilogue](g, rebind[Operands[BF16]](o))
 
@@ -61,22 +68,24 @@ comptime VECTORS = 4 if CompilationTarget.has_avx512f() or CompilationTarget.has
 """Vectors of filters that are: 24 sums of 32 registers, or 12 of 16 (AVX2)."""
 
 
-def _direct[dtype: DType, //, epilogue: Epilogue, members: Int](g: Geometry, o: Operands[dtype]):
+def _direct[
+    dtype: DType, out: DType, right: DType, //, epilogue: Epilogue, members: Int
+](g: Geometry, o: Operands[dtype, out, right], levels: Levels):
     # Eight tasks a core even out their times.
     var tasks = 8 * parallelism_level(None)
     var block = ceildiv(ceildiv(g.pixels(), tasks), PIXELS) * PIXELS
 
     def task(index: Int) {var}:
         var last = min((index + 1) * block, g.pixels())
-        _direct_block[epilogue, members](g, o, index * block, last)
+        _direct_block[epilogue, members](g, o, levels, index * block, last)
 
     over_cores(task, ceildiv(g.pixels(), block))
 
 
 @no_inline
 def _direct_block[
-    dtype: DType, //, epilogue: Epilogue, members: Int
-](g: Geometry, o: Operands[dtype], first: Int, last: Int):
+    dtype: DType, out: DType, right: DType, //, epilogue: Epilogue, members: Int
+](g: Geometry, o: Operands[dtype, out, right], levels: Levels, first: Int, last: Int):
     """Computes the pixels `first` to `last`."""
     var taps = g.r * g.s
     var found = alloc(Layout[Data[dtype]](count=taps * PIXELS))
@@ -84,7 +93,7 @@ def _direct_block[
     var memory = alloc(Layout[Scalar[dtype]](count=g.c))
     var zeros = rebind[Data[dtype]](memory.unsafe_ptr())
     for c in range(g.c):
-        zeros[unsafe_offset=c] = 0
+        zeros[unsafe_offset=c] = levels.zero.cast[dtype]()
     var sources = rebind[Sources[dtype]](found.unsafe_ptr())
     var places = rebind[Places](used.unsafe_ptr())
     # Shuffled, x takes registers beside the sums.
@@ -96,17 +105,19 @@ def _direct_block[
         var here = o.shifted(y=pixel * g.f)
         for f in range(0, wide, AT_ONCE * WIDTH):
             _direct_tile[epilogue, members, AT_ONCE, WIDTH](
-                g, here, sources, places, count, f, pixels
+                g, here, levels, sources, places, count, f, pixels
             )
         if g.f < WIDTH:
             comptime if members == 1:
                 for f in range(g.f):
-                    _direct_tile[epilogue, 1, 1, 1](g, here, sources, places, count, f, pixels)
+                    _direct_tile[epilogue, 1, 1, 1](
+                        g, here, levels, sources, places, count, f, pixels
+                    )
         else:
             # The last vector ends with the last filter: some results are computed twice.
             for f in range(wide, g.f, WIDTH):
                 _direct_tile[epilogue, members, 1, WIDTH](
-                    g, here, sources, places, count, min(f, g.f - WIDTH), pixels
+                    g, here, levels, sources, places, count, min(f, g.f - WIDTH), pixels
                 )
     dealloc(memory^)
     dealloc(used^)
@@ -173,10 +184,18 @@ def _find_taps[
 
 @no_inline
 def _direct_tile[
-    dtype: DType, //, epilogue: Epilogue, members: Int, vectors: Int, width: Int
+    dtype: DType,
+    out: DType,
+    right: DType,
+    //,
+    epilogue: Epilogue,
+    members: Int,
+    vectors: Int,
+    width: Int,
 ](
     g: Geometry,
-    o: Operands[dtype],
+    o: Operands[dtype, out, right],
+    levels: Levels,
     sources: Sources[dtype],
     places: Places,
     count: Int,
@@ -184,11 +203,13 @@ def _direct_tile[
     pixels: Int,
 ):
     """Computes `vectors` vectors of filters from `f` on of `pixels` pixels, where `o.y` begins."""
-    var sums = Array[SIMD[F32, width], PIXELS * vectors](uninitialized=True)
-    comptime for v in range(vectors):
-        var bias = o.bias.unsafe_load[width=width](f + v * width)
-        comptime for i in range(PIXELS):
-            sums[i * vectors + v] = bias
+    var output = Output[epilogue](o, levels)
+    var sums = Array[SIMD[F32, width], PIXELS * vectors](fill=0)
+    comptime if not epilogue.scales:
+        comptime for v in range(vectors):
+            var bias = o.bias.unsafe_load[width=width](f + v * width)
+            comptime for i in range(PIXELS):
+                sums[i * vectors + v] = bias
     for tap in range(count):
         var place = places[unsafe_offset=tap] * members * g.f + f
         comptime for c in range(members):
@@ -201,13 +222,12 @@ def _direct_tile[
                     var value: SIMD[F32, width]
                     comptime if members > width:  # they are all of one group
                         var first = (f + v * width) // members * members
-                        value = widened(source[unsafe_offset=first + c])
+                        value = levels.widened(source[unsafe_offset=first + c])
                     else:
-                        var x = widened(source.unsafe_load[width=width](f + v * width))
+                        var x = levels.widened(source.unsafe_load[width=width](f + v * width))
                         value = shuffled[members, c](x)
                     sums[i * vectors + v] = value.fma(weights[v], sums[i * vectors + v])
-    var output = Output[epilogue](o)
     comptime for i in range(PIXELS):
         if i < pixels:
             comptime for v in range(vectors):
-                output.store(sums[i * vectors + v], i * g.f + f + v * width)
+                output.end(sums[i * vectors + v], f + v * width, i * g.f + f + v * width)

@@ -3,7 +3,7 @@
     y[n, p, q, f] = store(act(product[f] * sum_rsc (x[...] - zero) w[r, s, c, f] + bias[f]
                               + residual_scale * (residual[n, p, q, f] - residual_zero)))
 
-Sums are int32 and exact, what follows is float32. y is float32, or uint8: then `store` divides by
+Sums are exact, int32 or, of a depthwise convolution, whole numbers in float32; what follows is float32. y is float32, or uint8: then `store` divides by
 its scale, rounds to nearest even, adds its zero point and saturates. A residual of float32 has no
 zero point. Jacob et al. 2018 (arXiv:1712.05877), section 2.
 """
@@ -13,9 +13,9 @@ from max.gpu.host import DeviceContext
 
 from ..dot import I8, U8
 from ..epilogue import Epilogue
-from ..gemm.cpu import gemm
 from ..geometry import Geometry
 from ..operands import F32, Affine, Levels, Operands, data
+from .cpu import conv2d_cpu
 
 
 @register("quantized_conv2d")
@@ -24,7 +24,7 @@ struct QuantizedConv2d:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString
+        target: StaticString, epilogue: StaticString, members: Int
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=U8, rank=4, ...],
@@ -41,10 +41,11 @@ struct QuantizedConv2d:
         Parameters:
             target: "cpu".
             epilogue: What the sums go through (ops/epilogue.mojo).
+            members: 1 if it is depthwise, else 0.
 
         Args:
             y: Result [N, P, Q, F].
-            x: Activations [N, H, W, C]; C of a group is a multiple of 4.
+            x: Activations [N, H, W, C]; C of a group is a multiple of 4, or 1.
             filter: Flat, as graphs/arrange.py lays it out.
             product: What a sum of each filter is multiplied by [F].
             bias: [F].
@@ -74,4 +75,4 @@ struct QuantizedConv2d:
             result=Affine(given[unsafe_offset=3], given[unsafe_offset=4]),
             zero=Int32(given[unsafe_offset=0]),
         )
-        gemm[Epilogue(epilogue, scales=True)](g, o, levels)
+        conv2d_cpu[Epilogue(epilogue, scales=True), members](g, o, levels)

@@ -21,7 +21,7 @@ from max.runtime.asyncrt import parallelism_level
 
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
-from ..operands import F32, Data, Operands, widened
+from ..operands import F32, Data, Levels, Operands, widened
 from ..parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -67,29 +67,39 @@ def _has[members: Int, kernel: Int, stride: Int]() -> Bool:
 
 
 def convolve_strips[
-    dtype: DType, //, epilogue: Epilogue, members: Int
-](g: Geometry, o: Operands[dtype]):
+    dtype: DType, out: DType, right: DType, //, epilogue: Epilogue, members: Int
+](g: Geometry, o: Operands[dtype, out, right], levels: Levels):
     """Convolves on all cores.
 
     Parameters:
-        dtype: Of the tensors, float32 or bfloat16.
+        dtype: Of the activations: float32, bfloat16 or uint8.
+        out: Of the result.
+        right: Of the filter.
         epilogue: What the sums go through.
         members: Channels, and filters, of a group.
 
     Args:
         g: Sizes that `takes` agrees to.
         o: Tensors; the filter is w[R, S, members, F].
+        levels: What integers stand for.
     """
     comptime for kernel in [3, 5, 7]:
         comptime for stride in [1, 2]:
             comptime if _has[members, kernel, stride]():
                 if g.r == kernel and g.stride_h == stride:
-                    _convolve[epilogue, members, kernel, stride](g, o)
+                    _convolve[epilogue, members, kernel, stride](g, o, levels)
 
 
 def _convolve[
-    dtype: DType, //, epilogue: Epilogue, members: Int, kernel: Int, stride: Int
-](g: Geometry, o: Operands[dtype]):
+    dtype: DType,
+    out: DType,
+    right: DType,
+    //,
+    epilogue: Epilogue,
+    members: Int,
+    kernel: Int,
+    stride: Int,
+](g: Geometry, o: Operands[dtype, out, right], levels: Levels):
     # Eight tasks a core even out their times; a task is some strips, or parts of strips.
     var tasks = 8 * parallelism_level(None)
     var strips = g.n * g.p * ceildiv(g.q, RUN)
@@ -101,7 +111,7 @@ def _convolve[
 
     def task(index: Int) {var}:
         _strips[epilogue, members, kernel, stride](
-            g, o, part, index * share, min((index + 1) * share, strips * parts)
+            g, o, levels, part, index * share, min((index + 1) * share, strips * parts)
         )
 
     over_cores(task, ceildiv(strips * parts, share))
@@ -140,15 +150,22 @@ struct _Columns[dtype: DType, kernel: Int, stride: Int]:
 
 @no_inline
 def _strips[
-    dtype: DType, //, epilogue: Epilogue, members: Int, kernel: Int, stride: Int
-](g: Geometry, o: Operands[dtype], part: Int, first: Int, last: Int):
+    dtype: DType,
+    out: DType,
+    right: DType,
+    //,
+    epilogue: Epilogue,
+    members: Int,
+    kernel: Int,
+    stride: Int,
+](g: Geometry, o: Operands[dtype, out, right], levels: Levels, part: Int, first: Int, last: Int,):
     """Computes some parts of strips, of `part` filters each."""
     var parts = ceildiv(g.f, part)
     var runs = ceildiv(g.q, RUN)
     var memory = alloc(Layout[Scalar[dtype]](count=g.c))
     var zeros = rebind[Data[dtype]](memory.unsafe_ptr())
     for c in range(g.c):
-        zeros[unsafe_offset=c] = 0
+        zeros[unsafe_offset=c] = levels.zero.cast[dtype]()
     for index in range(first, last):
         var strip, number = divmod(index, parts)
         var row, run = divmod(strip, runs)
@@ -163,10 +180,10 @@ def _strips[
         while f < end:
             if end - f > (VECTORS - 1) * WIDTH and g.f >= VECTORS * WIDTH:
                 var from_ = min(f, g.f - VECTORS * WIDTH)
-                _strip[epilogue, members, VECTORS](g, here, columns, from_, pixels)
+                _strip[epilogue, members, VECTORS](g, here, levels, columns, from_, pixels)
                 f += VECTORS * WIDTH
             else:
-                _strip[epilogue, members, 1](g, here, columns, min(f, g.f - WIDTH), pixels)
+                _strip[epilogue, members, 1](g, here, levels, columns, min(f, g.f - WIDTH), pixels)
                 f += WIDTH
     dealloc(memory^)
 
@@ -174,19 +191,30 @@ def _strips[
 @no_inline
 def _strip[
     dtype: DType,
+    out: DType,
+    right: DType,
     kernel: Int,
     stride: Int,
     //,
     epilogue: Epilogue,
     members: Int,
     vectors: Int,
-](g: Geometry, o: Operands[dtype], columns: _Columns[dtype, kernel, stride], f: Int, pixels: Int):
+](
+    g: Geometry,
+    o: Operands[dtype, out, right],
+    levels: Levels,
+    columns: _Columns[dtype, kernel, stride],
+    f: Int,
+    pixels: Int,
+):
     """Computes `vectors` vectors of filters from `f` on of `pixels` pixels, where `o.y` begins."""
-    var sums = Array[SIMD[F32, WIDTH], RUN * vectors](uninitialized=True)
-    comptime for v in range(vectors):
-        var bias = o.bias.unsafe_load[width=WIDTH](f + v * WIDTH)
-        comptime for i in range(RUN):
-            sums[i * vectors + v] = bias
+    var output = Output[epilogue](o, levels)
+    var sums = Array[SIMD[F32, WIDTH], RUN * vectors](fill=0)
+    comptime if not epilogue.scales:
+        comptime for v in range(vectors):
+            var bias = o.bias.unsafe_load[width=WIDTH](f + v * WIDTH)
+            comptime for i in range(RUN):
+                sums[i * vectors + v] = bias
     comptime COUNT = columns.COUNT
     var taps = o.w.unsafe_offset(columns.r * kernel * members * g.f + f)
     var sources = columns.sources.unsafe_ptr()
@@ -204,9 +232,9 @@ def _strip[
                     var value: SIMD[F32, WIDTH]
                     comptime if members >= WIDTH:  # they are all of one group
                         var first = (f + v * WIDTH) // members * members
-                        value = widened(source[unsafe_offset=first + c])
+                        value = levels.widened(source[unsafe_offset=first + c])
                     else:
-                        var x = widened(source.unsafe_load[width=WIDTH](f + v * WIDTH))
+                        var x = levels.widened(source.unsafe_load[width=WIDTH](f + v * WIDTH))
                         value = shuffled[members, c](x)
                     comptime for i in range(RUN):
                         comptime s = column - i * stride
@@ -216,11 +244,10 @@ def _strip[
                             )
         taps = taps.unsafe_offset(kernel * members * g.f)
         sources = sources.unsafe_offset(COUNT)
-    var output = Output[epilogue](o)
     comptime for i in range(RUN):
         if i < pixels:
             comptime for v in range(vectors):
-                output.store(sums[i * vectors + v], i * g.f + f + v * WIDTH)
+                output.end(sums[i * vectors + v], f + v * WIDTH, i * g.f + f + v * WIDTH)
 
 
 @always_inline
