@@ -65,6 +65,10 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[r"pool_max_\w+"]]
     elif op in ("sum", "mean", "amax", "amin"):
         ways = [[rf"reduce_{'sum' if op == 'mean' else op}_\w+"]]
+    elif op == "attention":
+        ways = [[r"attention_(?!grad)\w+"]]
+    elif op == "attention_grad":
+        ways = [[rf"attention_grad_(plain_)?{side}_\w+" for side in ("queries", "keys")]]
     elif op == "conv2d_weight_grad":
         sums = r"conv2d_weight_grad_(?!add)\w+"
         ways = [[sums], [sums, r"conv2d_weight_grad_add_\w+"]]

@@ -165,6 +165,8 @@ class Layer:
             return 2.0 * n * p * q * filters[0][0] * depths[0]
         if self.op == "attention":
             return 4.0 * y[0] * sizes(self.values[1], batch)[1]
+        if self.op == "attention_grad":
+            return 10.0 * y[0] * sizes(self.values[1], batch)[1]
         if self.op == "depthwise_qkv":
             taps, token = self.setting("kernel") ** 2, int(self.setting("class_token"))
             shapes = [sizes(each, batch) for each in self.outputs]

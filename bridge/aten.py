@@ -432,7 +432,7 @@ def attention(
         q, k, v = (net.reshape(x, x.shape[0], 1, *x.shape[1:]) for x in (q, k, v))
     elif rank > 4:
         q, k, v = (net.reshape(x, product(x.shape[:-3]), *x.shape[-3:]) for x in (q, k, v))
-    found = _mask(imp, mask)
+    found = mask_value(imp, mask)
     if k.size(1) == v.size(1) == 1 < q.size(1):
         if found is None and not causal:  # multi-query: those of all heads are one's
             q = net.reshape(q, q.shape[0], 1, q.size(1) * q.size(2), q.size(3))
@@ -468,7 +468,7 @@ def _shared(imp: Importer, x: Value, heads: int) -> Value:
     return imp.net.reshape(many, *leading, heads, t, d)
 
 
-def _mask(imp: Importer, mask: Any) -> Value | None:
+def mask_value(imp: Importer, mask: Any) -> Value | None:
     """Makes a value of a mask; one that hides nothing and adds nothing is none."""
     if mask is None:
         return None

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
+import maxvision.bridge.attention  # noqa: F401  registers ops that have rules here
 from maxvision.bridge import aten as forward
 from maxvision.bridge import rules
 from maxvision.bridge.aten import rule
@@ -325,6 +326,62 @@ def _softmax_backward(imp: Importer, node: Node, dy: Value, y: Any, axis: int, d
     y = imp.value(y)
     total = rules.reduced(imp, "sum", imp.net.op("mul", [y, dy]), [axis], True)
     return imp.net.op("mul", [y, imp.net.op("sub", [dy, total])])
+
+
+@rule(torch.ops.maxvision._attention_logsumexp.default)
+def _attention(
+    imp: Importer, node: Node, q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float
+) -> list[Value]:
+    """Attends, tokens whose heads lie side by side; a query that sees no key gets zeros."""
+    q, k, v = (imp.value(each) for each in (q, k, v))
+    rest = _scores(imp, q, k, mask, causal, scale)
+    y, kept = imp.net.several("attention", [_tokens(q), _tokens(k), _tokens(v), *rest.bias],
+                              logsumexp=True, **rest.settings)  # fmt: skip
+    y = _heads(y, q)
+    if rest.mask is not None:
+        seen = imp.net.op("gt", [kept], other=-math.inf)
+        y = imp.net.op("where", [imp.net.reshape(seen, *kept.shape, 1), y], other=0.0)
+    return [y, kept]
+
+
+@rule(torch.ops.maxvision._attention_logsumexp_backward.default)
+def _attention_backward(
+    imp: Importer, node: Node, dy: Value, q: Any, k: Any, v: Any, y: Any, kept: Any, mask: Any,
+    causal: bool, scale: float,
+) -> list[Value]:  # fmt: skip
+    q, k, v, y = (imp.value(each) for each in (q, k, v, y))
+    rest = _scores(imp, q, k, mask, causal, scale)
+    tokens = map(_tokens, (q, k, v, y, dy))
+    given = [*tokens, imp.value(kept), *rest.bias]
+    found = imp.net.several("attention_grad", given, **rest.settings)
+    return [_heads(each, like) for each, like in zip(found, (q, k, v), strict=True)]
+
+
+class _Scores(NamedTuple):
+    """What is done to the scores of attention: a mask as kernels read it, if any, and settings."""
+
+    mask: Value | None
+    bias: list[Value]
+    settings: dict[str, Any]
+
+
+def _scores(imp: Importer, q: Value, k: Value, mask: Any, causal: bool, scale: float) -> _Scores:
+    found = forward.mask_value(imp, mask)
+    sizes: dict[str, Any] = {"heads": q.size(1), "queries": q.size(2), "keys": k.size(2)}
+    bias = [] if found is None else [imp.net.op("attention_bias", [found], **sizes)]
+    return _Scores(found, bias, {"heads": q.size(1), "scale": scale, "causal": causal})
+
+
+def _tokens(x: Value) -> Value:
+    """Lays heads [N, heads, T, D] side by side: [N, T, heads * D]."""
+    n, heads, t, d = x.shape
+    return x.net.reshape(x.net.permute(x, 0, 2, 1, 3), n, t, int(heads) * int(d))
+
+
+def _heads(x: Value, like: Value) -> Value:
+    """Gives tokens [N, T, heads * D] the axes of heads [N, heads, T, D]."""
+    n, heads, _, d = like.shape
+    return x.net.permute(x.net.reshape(x, n, x.shape[1], heads, d), 0, 2, 1, 3)
 
 
 @rule(aten.detach.default)

@@ -89,6 +89,7 @@ def several(count: int, what: str) -> str:
 _ALIASES = {
     "convolution": "conv2d", "conv_transpose2d": "conv2d", "addmm": "linear", "mm": "linear",
     "matmul": "bmm", "scaled_dot_product_attention": "attention",
+    "attention_logsumexp": "attention",
 }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from maxvision.bridge.attention import attend
 from maxvision.common.errors import ArgumentError, ModelError, UserError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -693,8 +694,9 @@ def mse(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale).contiguous()
+    given = [q, k, v] if mask is None else [q, k, v, mask]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return attend(q, k, v, mask, is_causal=causal, scale=scale).contiguous()
     found: Tensor = torch.ops.maxvision._attend(q, k, v, mask, 0.0, causal, scale=scale)
     return found
 

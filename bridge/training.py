@@ -18,7 +18,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from maxvision.bridge import gradients
+from maxvision.bridge import attention, gradients
 from maxvision.bridge.parts import Explanation, cut, leave
 from maxvision.bridge.tensors import device_of
 from maxvision.common.errors import ModelError
@@ -46,6 +46,8 @@ def trained(
     """
     if any(isinstance(each, torch.SymInt) for each in example):
         raise ModelError("sizes change from step to step; give torch.compile dynamic=False")
+    if only is None or "attention" in only:
+        graph = attention.whole(graph)
     compiler = partial(_compiled, told=told, run=run, only=only)
     either = compiler if run else lambda module, _: _boxed(module)
     with sdpa_kernel(SDPBackend.MATH):  # what it saves has a rule here

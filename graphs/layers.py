@@ -103,9 +103,9 @@ def _partners(nodes: Iterable[Node]) -> dict[str, str]:
 def macs(program: Program) -> int:
     """Counts the multiply-accumulates of one image.
 
-    Convolutions and their gradients, linear layers, products and attention's two count; norms,
-    activations, pooling and softmax do not, as in torch's FlopCounterMode (which counts two FLOPs
-    for each).
+    Convolutions and their gradients, linear layers, products, attention's two and the five of its
+    gradients count; norms, activations, pooling and softmax do not, as in torch's FlopCounterMode
+    (which counts two FLOPs for each).
     """
     total = sum(each.macs for each in layers(program))
     for node in program.nodes:
@@ -113,6 +113,10 @@ def macs(program: Program) -> int:
             *rows, depth = _image(program, node.inputs[0])
             *_, keys, width = _image(program, node.inputs[2])
             total += math.prod(rows) * keys * (depth + width)
+        if node.op in ("attention", "attention_grad"):
+            _, keys, _ = _image(program, node.inputs[1])
+            products = 2 if node.op == "attention" else 5
+            total += products * math.prod(_image(program, node.inputs[0])) * keys
         if node.op == "matmul":
             total += math.prod(_image(program, node.output)) * _image(program, node.inputs[0])[-1]
         if node.op in _COMPUTED and node.inputs[1] not in program.constants:

@@ -406,11 +406,21 @@ def _masked(scores: TensorValue, mask: TensorValue, seen: bool) -> TensorValue:
     return scores.rebind(shape) if scores.rank == 4 else scores.reshape(shape)
 
 
-def _attention(given: _Given, **attributes: Any) -> TensorValue:
+def _attention(given: _Given, *, logsumexp: bool = False, **attributes: Any) -> Any:
+    op = nodes.attention_logsumexp if logsumexp else nodes.attention
     q, k, v = (given.value(i) for i in range(3))
-    if (bias := given.optional(3)) is not None:
-        bias = bias.cast(q.dtype)
-    return nodes.attention(q, k, v, bias=bias, **attributes)
+    return op(q, k, v, bias=_scores_bias(given, 3), **attributes)
+
+
+def _attention_grad(given: _Given, **attributes: Any) -> list[TensorValue]:
+    values = [given.value(i) for i in range(6)]
+    return nodes.attention_grad(*values, bias=_scores_bias(given, 6), **attributes)
+
+
+def _scores_bias(given: _Given, place: int) -> TensorValue | None:
+    """Gives what is added to scores in the dtype of the queries, which kernels read."""
+    bias = given.optional(place)
+    return None if bias is None else bias.cast(given.value(0).dtype)
 
 
 def _attention_bias(given: _Given, **attributes: Any) -> TensorValue:
@@ -587,6 +597,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _heads_attention,
     "attention": _attention,
     "attention_bias": _attention_bias,
+    "attention_grad": _attention_grad,
     "normalize": _normalize,
     "reshape": lambda given, **_: given.value(0).reshape(given.shapes()[0]),
     "permute": lambda given, *, axes: nodes.permute(given.value(0), axes),

@@ -105,18 +105,28 @@ class Net:
         self, op: str, inputs: Sequence[Value | None], layer: str = "", **attributes: Attribute
     ) -> Value:
         """Adds an op of one output; ``layer`` is its name, if it is one with weights."""
+        (found,) = self.several(op, inputs, layer, **attributes)
+        return found
+
+    def several(
+        self, op: str, inputs: Sequence[Value | None], layer: str = "", **attributes: Attribute
+    ) -> list[Value]:
+        """Adds an op; gives all of its outputs."""
         types = [value.type if value else None for value in inputs]
-        (found,) = infer(op, types, attributes)
-        name = base = self._prefix + (layer or op)
-        number = 1
-        while name in self._types:
-            number += 1
-            name = f"{base}_{number}"
-        self._types[name] = found
+        made = []
+        for found in infer(op, types, attributes):
+            name = base = self._prefix + (layer or op)
+            number = 1
+            while name in self._types:
+                number += 1
+                name = f"{base}_{number}"
+            self._types[name] = found
+            made.append(Value(self, name, found))
         layers = (self._prefix + layer,) if layer else ()
-        names = tuple(value.name if value else "" for value in inputs)
-        self._nodes.append(Node(op, names, (name,), attributes, layers, self.origin))
-        return Value(self, name, found)
+        given = tuple(value.name if value else "" for value in inputs)
+        outputs = tuple(value.name for value in made)
+        self._nodes.append(Node(op, given, outputs, attributes, layers, self.origin))
+        return made
 
     def has(self, name: str) -> bool:
         """Tells whether something has a name already."""

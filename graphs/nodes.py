@@ -1087,8 +1087,78 @@ def attention(
         scale = (int(q.shape[-1]) / heads) ** -0.5 if heads > 0 else 1.0
     out = shapes.attention(*types, _optional(bias), heads=heads, scale=scale, causal=causal)
     values = [q, k, v, *([] if bias is None else [bias]), _host([scale], DType.float32)]
-    parameters = {"depth": int(out.shape[2]) // heads, "causal": causal}
-    return _custom("attention" if bias is None else "attention_bias", values, [out], parameters)[0]
+    parameters = {"depth": int(q.shape[2]) // heads, "causal": causal}
+    return _custom("attention" if bias is None else "attention_bias", values, out, parameters)[0]
+
+
+def attention_logsumexp(
+    q: TensorValue,
+    k: TensorValue,
+    v: TensorValue,
+    heads: int,
+    *,
+    scale: float,
+    bias: TensorValue | None = None,
+    causal: bool = False,
+) -> list[TensorValue]:
+    """Attends as ``attention`` does; gives the logarithms of the sums of exponentials, too.
+
+    They are [N, heads, T], float32, -inf for a query that sees no key.
+    """
+    types = _type(q), _type(k), _type(v), _optional(bias)
+    settings: dict[str, Any] = {"heads": heads, "scale": scale, "causal": causal}
+    outs = shapes.attention(*types, logsumexp=True, **settings)
+    values = [q, k, v, q if bias is None else bias, _host([scale], DType.float32)]
+    return _custom("attention_logsumexp", values, outs, _trained(q, heads, bias, causal))
+
+
+def attention_grad(
+    q: TensorValue,
+    k: TensorValue,
+    v: TensorValue,
+    y: TensorValue,
+    dy: TensorValue,
+    logsumexp: TensorValue,
+    heads: int,
+    *,
+    scale: float,
+    bias: TensorValue | None = None,
+    causal: bool = False,
+) -> list[TensorValue]:
+    """Gives the gradients of ``attention_logsumexp`` by q, k and v.
+
+    The scores are computed again, a tile at a time (Dao 2023, arXiv:2307.08691). A query that sees
+    no key has no gradients.
+
+    Args:
+        q: The queries [N, T, C].
+        k: The keys [N, S, C].
+        v: The values [N, S, C].
+        y: The result [N, T, C].
+        dy: Its gradient.
+        logsumexp: The other result [N, heads, T].
+        heads: How many heads C holds.
+        scale: As in ``attention``, and so the rest.
+        bias: Added to the scores.
+        causal: Whether query t sees only the keys up to t.
+
+    Raises:
+        ArgumentError: If shapes, heads or scale do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    given = [q, k, v, y, dy, logsumexp]
+    settings: dict[str, Any] = {"heads": heads, "scale": scale, "causal": causal}
+    outs = shapes.infer("attention_grad", [*map(_type, given), _optional(bias)], settings)
+    room = _type(logsumexp) if q.device.is_gpu() else Type((1, 1, 1), "float32")
+    values = [*given, q if bias is None else bias, _host([scale], DType.float32)]
+    return _custom("attention_grad", values, [*outs, room], _trained(q, heads, bias, causal))[:3]
+
+
+def _trained(
+    q: TensorValue, heads: int, bias: TensorValue | None, causal: bool
+) -> dict[str, int | bool]:
+    """Gives the parameters of attention while it is trained."""
+    return {"depth": int(q.shape[2]) // heads, "causal": causal, "biased": bias is not None}
 
 
 def attention_bias(

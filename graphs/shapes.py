@@ -791,10 +791,12 @@ def attention(
     heads: int,
     scale: float,
     causal: bool = False,
-) -> Type:
+    logsumexp: bool = False,
+) -> list[Type]:
     """Types attention from q[N, T, C] to k and v[N, S, C], the heads side by side in C.
 
-    The bias is what ``attention_bias`` gives.
+    The bias is what ``attention_bias`` gives. With ``logsumexp`` a second output is the logarithm
+    of the sum of each query's exponentials [N, heads, T], -inf for a query that sees no key.
     """
     for name, value in (("q[N, T, C]", q), ("k[N, S, C]", k), ("v[N, S, C]", v)):
         if len(value.shape) != 3:
@@ -827,7 +829,34 @@ def attention(
                 f"attention: expects a bias [P, rows, {s + s % 2}] with P that divides N={n} and"
                 f" {', '.join(map(str, sorted(rows)))} rows but it has {_list(bias)}"
             )
-    return q
+    return [q, Type((n, heads, q.shape[1]), "float32")] if logsumexp else [q]
+
+
+def attention_grad(
+    q: Type,
+    k: Type,
+    v: Type,
+    y: Type,
+    dy: Type,
+    logsumexp: Type,
+    bias: Type | None = None,
+    **attributes: Any,
+) -> list[Type]:
+    """Types the gradients of ``attention`` by q, k and v, of its outputs and the gradient of y.
+
+    A query that sees no key has none, whatever y is.
+    """
+    y_type, sums = attention(q, k, v, bias, logsumexp=True, **attributes)
+    for name, value, wanted in (
+        ("y", y, y_type),
+        ("dy", dy, y_type),
+        ("logsumexp", logsumexp, sums),
+    ):
+        if value.shape != wanted.shape:
+            raise ArgumentError(
+                f"attention_grad: {name} expects the shape {_list(wanted)} but has {_list(value)}"
+            )
+    return [q, k, v]
 
 
 def repeats(period: Size, size: Size) -> bool:
@@ -1269,6 +1298,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "token_linear": token_linear,
     "attention": attention,
     "attention_bias": attention_bias,
+    "attention_grad": attention_grad,
     "layernorm_first": layernorm_first,
     "gather_rows": gather_rows,
     "layernorm_mlp": layernorm_mlp,

@@ -1,6 +1,7 @@
 """The ops of maxvision's graphs, loaded through MAX's `custom_extensions`."""
 from .arrange_filter import *
 from .attention import *
+from .attention_grad import *
 from .bmm import *
 from .class_token import *
 from .concat import *

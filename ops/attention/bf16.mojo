@@ -297,6 +297,9 @@ def attention_bf16[
             for i in range(begin - row, min(rows, t - row)):
                 var some = s.top[unsafe_offset=i] > LOWEST * (Float32(1) if mask.bias else scale)
                 var inverse = 1 / s.total[unsafe_offset=i] if some else nan[F32]()
+                comptime if mask.logsumexp:
+                    var query = head * t + row + i
+                    tensors.keep(query, s.top[unsafe_offset=i], s.total[unsafe_offset=i])
                 var y = o.y.unsafe_offset(start + (row + i) * c)
                 comptime for d in range(0, depth, WIDTH):
                     var sum = s.sums.unsafe_load[width=WIDTH](

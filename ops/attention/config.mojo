@@ -7,6 +7,9 @@ from ..operands import Data
 comptime LOG2_E = Float32(1.4426950408889634)
 """Exponentials are powers of two: exp(x) = 2^(x log2 e)."""
 
+comptime LN_2 = Float32(0.6931471805599453)
+"""And logarithms are those to the base of two: log(x) = ln 2 log2(x)."""
+
 comptime LOWEST = Float32(-1e36)
 """Where the running maximum of a row's scores starts. It is finite, so that rows whose first keys all
 score -inf, as masked ones do, come to no inf - inf; a row of -inf alone gives 0 / 0, as in torch."""

@@ -16,7 +16,7 @@ from ..operands import F32, Data, narrowed, widened
 from ..parallel import over_cores
 from ..permute import transposed
 from ..rows import exp_cpu
-from .config import LOWEST, Attention
+from .config import LOG2_E, LOWEST, Attention
 from .mask import Mask, MaskSizes, MaskTensors
 
 comptime WIDTH = simd_width_of[F32]()
@@ -98,37 +98,89 @@ struct _Scratch[depth: Int](TrivialRegisterPassable):
         self.zeros = self.factors.unsafe_offset(ROWS)
 
 
-def _pack[
-    dtype: DType, depth: Int, //
-](k: Data[dtype], v: Data[dtype], c: Int, count: Int, s: _Scratch[depth]):
-    """Lays `count` keys and values out for the products; zeros after the keys."""
+def turn_over[dtype: DType, //, depth: Int](source: Data[dtype], c: Int, count: Int, to: Data[F32]):
+    """Lays rows out as columns, for products with them: to[D, KEYS]; zeros after the last row.
+
+    Parameters:
+        dtype: Of the rows.
+        depth: Channels of a head.
+
+    Args:
+        source: The first row of a head.
+        c: Channels of all heads.
+        count: Rows, at most KEYS.
+        to: Where they go.
+    """
     comptime WHOLE = depth // WIDTH * WIDTH
-    for key in range(0, KEYS, WIDTH):
-        var source = k.unsafe_offset(key * c)
+    for row in range(0, KEYS, WIDTH):
+        var rows = source.unsafe_offset(row * c)
         for d in range(0, WHOLE, WIDTH):
             var held = Array[SIMD[F32, WIDTH], WIDTH](fill=0)
             comptime for i in range(WIDTH):
-                if key + i < count:
-                    held[i] = widened(source.unsafe_load[width=WIDTH](i * c + d))
+                if row + i < count:
+                    held[i] = widened(rows.unsafe_load[width=WIDTH](i * c + d))
             var turned = transposed(held)
             comptime for i in range(WIDTH):
-                s.keys.unsafe_store((d + i) * KEYS + key, turned[i])
+                to.unsafe_store((d + i) * KEYS + row, turned[i])
         for i in range(WIDTH):
             comptime for d in range(WHOLE, depth):
-                var number = widened(source[unsafe_offset=i * c + d]) if key + i < count else 0
-                s.keys[unsafe_offset=d * KEYS + key + i] = number
-    for key in range(count):
-        var source = v.unsafe_offset(key * c)
-        var row = s.values.unsafe_offset(key * s.PITCH)
+                var number = widened(rows[unsafe_offset=i * c + d]) if row + i < count else 0
+                to[unsafe_offset=d * KEYS + row + i] = number
+
+
+def widen_rows[
+    dtype: DType, //, depth: Int
+](source: Data[dtype], c: Int, count: Int, to: Data[F32]):
+    """Lays rows out one behind the other: to[count, D], D rounded up to whole vectors.
+
+    Parameters:
+        dtype: Of the rows.
+        depth: Channels of a head.
+
+    Args:
+        source: The first row of a head.
+        c: Channels of all heads.
+        count: Rows.
+        to: Where they go; what is behind D stays as it is.
+    """
+    comptime WHOLE = depth // WIDTH * WIDTH
+    comptime PITCH = ceildiv(depth, WIDTH) * WIDTH
+    for i in range(count):
+        var numbers = source.unsafe_offset(i * c)
+        var row = to.unsafe_offset(i * PITCH)
         comptime for d in range(0, WHOLE, WIDTH):
-            row.unsafe_store(d, widened(source.unsafe_load[width=WIDTH](d)))
+            row.unsafe_store(d, widened(numbers.unsafe_load[width=WIDTH](d)))
         comptime for d in range(WHOLE, depth):
-            row[unsafe_offset=d] = widened(source[unsafe_offset=d])
+            row[unsafe_offset=d] = widened(numbers[unsafe_offset=d])
+
+
+def narrow_row[dtype: DType, //, depth: Int](source: Data[F32], factor: Float32, to: Data[dtype]):
+    """Multiplies a row and rounds it.
+
+    Parameters:
+        dtype: Of the result.
+        depth: Channels of a head.
+
+    Args:
+        source: The row.
+        factor: What it is multiplied by.
+        to: Where it goes.
+    """
+    comptime WHOLE = depth // WIDTH * WIDTH
+    comptime for d in range(0, WHOLE, WIDTH):
+        to.unsafe_store(d, narrowed[dtype](source.unsafe_load[width=WIDTH](d) * factor))
+    comptime for d in range(WHOLE, depth):
+        to[unsafe_offset=d] = narrowed[dtype](source[unsafe_offset=d] * factor)
 
 
 @fieldwise_init
-struct _Masks[dtype: DType, mask: Mask](TrivialRegisterPassable):
-    """The masks of some queries, and of the packed keys."""
+struct Masks[dtype: DType, mask: Mask](TrivialRegisterPassable):
+    """The masks of some queries, and of the packed keys.
+
+    Parameters:
+        dtype: Of the bias.
+        mask: What is done to the scores.
+    """
 
     var bias: Data[Self.dtype]
     """Of the first query and key."""
@@ -138,11 +190,25 @@ struct _Masks[dtype: DType, mask: Mask](TrivialRegisterPassable):
     """Keys that the first query sees, where attention is causal."""
 
     def from_query(self, query: Int) -> Self:
-        """Moves on to another query."""
+        """Moves on to another query.
+
+        Args:
+            query: How many further on it is.
+
+        Returns:
+            The masks from there.
+        """
         return Self(self.bias.unsafe_offset(query * self.row), self.row, self.seen + query)
 
     def apply(self, query: Int, scores: Data[F32], count: Int, scale: Float32):
-        """Scales a query's scores and adds the bias, if there is one, and hides keys."""
+        """Scales a query's scores and adds the bias, if there is one, and hides keys.
+
+        Args:
+            query: The query.
+            scores: Of the packed keys.
+            count: How many keys there are.
+            scale: Scales the scores, if there is a bias.
+        """
         comptime if Self.mask.bias:
             var bias = self.bias.unsafe_offset(query * self.row)
             var whole = count // WIDTH * WIDTH
@@ -166,7 +232,7 @@ def _attend[
     first: Int,
     count: Int,
     scale_all: Float32,
-    masks: _Masks[dtype, mask],
+    masks: Masks[dtype, mask],
     s: _Scratch[depth],
 ):
     """Attends from `rows` queries, from number `first` of the block on, to the packed keys."""
@@ -261,8 +327,9 @@ def attention_cpu[
                     break
             var count = min(KEYS, Int(o.s) - first_key)
             var at = (n * Int(o.s) + first_key) * c + channel
-            _pack(o.k.unsafe_offset(at), o.v.unsafe_offset(at), c, count, s)
-            var masks = _Masks[dtype, mask](bias.unsafe_offset(first_key), Int(sizes.row), seen)
+            turn_over[depth](o.k.unsafe_offset(at), c, count, s.keys)
+            widen_rows[depth](o.v.unsafe_offset(at), c, count, s.values)
+            var masks = Masks[dtype, mask](bias.unsafe_offset(first_key), Int(sizes.row), seen)
             var whole = queries // ROWS * ROWS
             for i in range(0, whole, ROWS):
                 _attend[depth, ROWS](
@@ -276,13 +343,13 @@ def attention_cpu[
         for i in range(queries):
             var some = s.top[unsafe_offset=i] > LOWEST
             var inverse = 1 / s.total[unsafe_offset=i] if some else nan[F32]()
-            var sums = s.sums.unsafe_offset(i * s.PITCH)
-            var to = o.y.unsafe_offset(start + i * c)
-            comptime WHOLE = depth // WIDTH * WIDTH
-            comptime for d in range(0, WHOLE, WIDTH):
-                to.unsafe_store(d, narrowed[dtype](sums.unsafe_load[width=WIDTH](d) * inverse))
-            comptime for d in range(WHOLE, depth):
-                to[unsafe_offset=d] = narrowed[dtype](sums[unsafe_offset=d] * inverse)
+            comptime if mask.logsumexp:
+                var scale = LOG2_E if mask.bias else o.scale * LOG2_E
+                var query = head * Int(o.t) + begin + i
+                tensors.keep(query, s.top[unsafe_offset=i] * scale, s.total[unsafe_offset=i])
+            narrow_row[depth](
+                s.sums.unsafe_offset(i * s.PITCH), inverse, o.y.unsafe_offset(start + i * c)
+            )
         dealloc(memory^)
 
     over_cores(task, blocks * Int(o.n * o.heads))

@@ -22,14 +22,11 @@ from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
-from max.gpu.sync import syncwarp
 from std.math import ceildiv, exp2
-from std.memory import bitcast
-from std.sys import _RegisterPackType, inlined_assembly
 from std.utils import StaticTuple
 from std.utils.numerics import neg_inf
 
-from ..async_copy import commit_copies, copy_async, wait_copies
+from ..async_copy import commit_copies, wait_copies
 from ..device import Device
 from ..hopper.accumulator import Fragment
 from ..hopper.ptx import mma_sync, packed
@@ -38,25 +35,21 @@ from ..operands import F32, Data, Shared
 from .config import LOG2_E, LOWEST, Attention
 from .mask import Mask, MaskSizes, MaskTensors
 from .tile_mask import BiasPairs, TileMask
+from .tiles import (
+    U32,
+    chunk_bytes,
+    chunk_place,
+    copy_chunk,
+    matrices,
+    padded,
+    reciprocal,
+    store_rows,
+)
 
-comptime U32 = DType.uint32
-"""A register: two neighbours of a half type."""
 comptime STAGES = 3
 """Tiles of keys and values in shared memory."""
 comptime SPLITS = 4
 """Warps that share the keys of their queries, in the kernel for few queries."""
-
-
-def padded(head: Int) -> Int:
-    """Says how many channels a head takes in shared memory.
-
-    Args:
-        head: Channels of a head.
-
-    Returns:
-        The next multiple of 32.
-    """
-    return ceildiv(head, 32) * 32
 
 
 def threads(splits: Int) -> Int:
@@ -125,74 +118,6 @@ def shared_bytes(depth: Int, rows: Int, splits: Int) -> Int:
     return STAGES * (2 * warp_keys(depth) * splits + queries(rows, splits)) * depth * 2
 
 
-@always_inline
-def _copy_some[
-    dtype: DType, head: Int
-](to: Shared[dtype], source: Data[dtype], chunk: Int32, inside: Bool):
-    """Starts copying 8 channels of a head that may lack some of them, or all; those are zeros."""
-    comptime BYTES = 16 if head % 8 == 0 else 8
-    comptime EACH = BYTES // 2
-    comptime for i in range(8 // EACH):
-        var part = chunk * Int32(8 // EACH) + Int32(i)
-        var there = inside and part < Int32(head // EACH)
-        copy_async[BYTES](
-            to.unsafe_offset(i * EACH),
-            source.unsafe_offset(i * EACH if there else -Int(chunk * 8)),
-            Int32(BYTES if there else 0),
-        )
-
-
-@always_inline
-def _place[depth: Int](row: Int32, chunk: Int32) -> Int:
-    """Places 8 channels of a row: those of 8 rows, accessed at a time, lie in different banks."""
-    comptime CHUNKS = Int32(depth // 8)
-    comptime if depth % 64 == 0:
-        return Int((row * CHUNKS + (chunk ^ (row & 7))) * 8)
-    else:
-        return Int((row * CHUNKS + (chunk ^ ((row >> 1) & 3))) * 8)
-
-
-@always_inline
-def _bytes[depth: Int](row: Int32, chunk: Int32) -> UInt32:
-    """Says how many bytes before 8 channels of a row are."""
-    return UInt32(2 * _place[depth](row, chunk))
-
-
-@always_inline
-def _matrices[offset: Int, transpose: Bool = False](at: UInt32) -> SIMD[U32, 4]:
-    """Loads four 8 x 8 matrices, a row of which lies `offset` bytes from each lane's address on.
-
-    The offset is part of the instruction, so that all loads of a tile share a few addresses.
-    """
-    comptime kind = ".trans" if transpose else ""
-    var r = inlined_assembly[
-        "ldmatrix.sync.aligned.m8n8.x4"
-        + kind
-        + ".shared.b16 {$0, $1, $2, $3}, [$4 + "
-        + String(offset)
-        + "];",
-        _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
-        constraints="=r,=r,=r,=r,r,~{memory}",
-        has_side_effect=True,
-    ](at)
-    return SIMD[U32, 4](r[0], r[1], r[2], r[3])
-
-
-@always_inline
-def reciprocal(x: Float32) -> Float32:
-    """Computes 1 / x to an ulp.
-
-    Args:
-        x: A number.
-
-    Returns:
-        Its reciprocal.
-    """
-    return inlined_assembly[
-        "rcp.approx.ftz.f32 $0, $1;", Float32, constraints="=f,f", has_side_effect=False
-    ](x)
-
-
 struct _Place(TrivialRegisterPassable):
     """A block of queries: its image, its head and its number there."""
 
@@ -250,16 +175,6 @@ struct _Ahead[dtype: DType, depth: Int, head: Int, rows: Int, splits: Int](Trivi
         self.place, self.key, self.at, self.stage, self.slot = place, 0, 0, 0, 0
 
     @always_inline
-    def copy_chunk(
-        self, to: Shared[Self.dtype], source: Data[Self.dtype], chunk: Int32, inside: Bool
-    ):
-        """Starts copying 8 channels."""
-        comptime if Self.head == Self.depth:
-            copy_async(to, source, Int32(16 if inside else 0))
-        else:
-            _copy_some[Self.dtype, Self.head](to, source, chunk, inside)
-
-    @always_inline
     def copy(
         mut self,
         o: Attention[Self.dtype],
@@ -283,8 +198,8 @@ struct _Ahead[dtype: DType, depth: Int, head: Int, rows: Int, splits: Int](Trivi
                     var row = (t + Int32(i * Self.THREADS)) // Int32(Self.CHUNKS)
                     var chunk = (t + Int32(i * Self.THREADS)) % Int32(Self.CHUNKS)
                     var inside = first + row < o.t
-                    self.copy_chunk(
-                        to.unsafe_offset(_place[Self.depth](row, chunk)),
+                    copy_chunk[Self.head](
+                        to.unsafe_offset(chunk_place[Self.depth](row, chunk)),
                         q.unsafe_offset(Int(row if inside else 0) * Int(o.c) + Int(chunk * 8)),
                         chunk,
                         inside,
@@ -298,14 +213,14 @@ struct _Ahead[dtype: DType, depth: Int, head: Int, rows: Int, splits: Int](Trivi
                 var chunk = (t + Int32(i * Self.THREADS)) % Int32(Self.CHUNKS)
                 var inside = self.key + row < o.s
                 var from_ = self.at + Int(row if inside else 0) * Int(o.c) + Int(chunk * 8)
-                self.copy_chunk(
-                    keys.unsafe_offset(_place[Self.depth](row, chunk)),
+                copy_chunk[Self.head](
+                    keys.unsafe_offset(chunk_place[Self.depth](row, chunk)),
                     o.k.unsafe_offset(from_),
                     chunk,
                     inside,
                 )
-                self.copy_chunk(
-                    values.unsafe_offset(_place[Self.depth](row, chunk)),
+                copy_chunk[Self.head](
+                    values.unsafe_offset(chunk_place[Self.depth](row, chunk)),
                     o.v.unsafe_offset(from_),
                     chunk,
                     inside,
@@ -347,9 +262,9 @@ def _attend[
 
     var score = Array[SIMD[F32, 4], rows * TILES](fill=0)
     comptime for half in range(depth // 32):
-        var at = UInt32(Int(k)) + _bytes[depth](lane & 7, Int32(4 * half) + (lane >> 3))
+        var at = UInt32(Int(k)) + chunk_bytes[depth](lane & 7, Int32(4 * half) + (lane >> 3))
         comptime for tile in range(TILES):
-            var b = _matrices[tile * 16 * depth](at)
+            var b = matrices[tile * 16 * depth](at)
             comptime for r in range(rows):
                 comptime s = r * TILES + tile
                 comptime a = (r * (depth // 32) + half) * 2
@@ -406,8 +321,8 @@ def _attend[
                 packed[dtype](high[2], high[3]),
             )
         comptime for pair in range(OUT // 2):
-            var at = UInt32(Int(v)) + _bytes[depth](lane & 15, Int32(2 * pair) + (lane >> 4))
-            var b = _matrices[step * 32 * depth, transpose=True](at)
+            var at = UInt32(Int(v)) + chunk_bytes[depth](lane & 15, Int32(2 * pair) + (lane >> 4))
+            var b = matrices[step * 32 * depth, transpose=True](at)
             comptime for r in range(rows):
                 comptime o = r * OUT + 2 * pair
                 acc[o] = mma_sync[dtype](p[r], SIMD[U32, 2](b[0], b[1]), acc[o])
@@ -423,8 +338,8 @@ def _first_queries[
     var q = Array[SIMD[U32, 4], rows * depth // 16](uninitialized=True)
     comptime for r in range(rows):
         comptime for step in range(depth // 16):
-            var at = _bytes[depth](first + (lane & 15), Int32(2 * step) + (lane >> 4))
-            q[r * (depth // 16) + step] = _matrices[r * 32 * depth](UInt32(Int(shared)) + at)
+            var at = chunk_bytes[depth](first + (lane & 15), Int32(2 * step) + (lane >> 4))
+            q[r * (depth // 16) + step] = matrices[r * 32 * depth](UInt32(Int(shared)) + at)
     return q^
 
 
@@ -476,54 +391,6 @@ def _combine[
                     acc[r * OUT + column][i] = (
                         acc[r * OUT + column][i] * factors[i // 2] + part[i] * factors[2 + i // 2]
                     )
-
-
-@always_inline
-def _store[
-    dtype: DType, depth: Int, head: Int, rows: Int
-](
-    y: Data[dtype],
-    left: Int32,
-    c: Int32,
-    shared: Shared[dtype],
-    first: Int32,
-    acc: Array[SIMD[F32, 4], rows * (depth // 8)],
-    sum: Array[Float32, 2 * rows],
-):
-    """Divides by the sums and stores the `left` queries that are there, from y on.
-
-    They are turned over where the warp's queries were in shared memory, from row `first` on.
-    """
-    comptime OUT = depth // 8
-    var lane = Int32(thread_idx.x) & 31
-    syncwarp()
-    comptime for r in range(rows):
-        comptime for h in range(2):
-            var row = first + Int32(16 * r + 8 * h) + (lane >> 2)
-            var inverse = reciprocal(sum[2 * r + h])
-            comptime for column in range(OUT):
-                ref a = acc[r * OUT + column]
-                var pair = packed[dtype](a[2 * h] * inverse, a[2 * h + 1] * inverse)
-                var to = shared.unsafe_offset(_place[depth](row, Int32(column))).unsafe_bitcast[
-                    UInt32
-                ]()
-                to[unsafe_offset=Int((lane & 3))] = pair
-    syncwarp()
-    comptime for i in range(rows * OUT // 2):
-        var row = (lane + Int32(32 * i)) // Int32(OUT)
-        var chunk = (lane + Int32(32 * i)) % Int32(OUT)
-        if row < left:
-            var eight = shared.unsafe_load[width=8, alignment=16](_place[depth](first + row, chunk))
-            var to = y.unsafe_offset(Int(row) * Int(c) + Int(chunk * 8))
-            comptime if head == depth:
-                to.unsafe_store[alignment=16](0, eight)
-            elif head % 8 == 0:
-                if chunk < Int32(head // 8):
-                    to.unsafe_store[alignment=16](0, eight)
-            else:
-                comptime for i in range(2):
-                    if 2 * chunk + Int32(i) < Int32(head // 4):
-                        to.unsafe_store[alignment=8](4 * i, eight.slice[4, offset=4 * i]())
 
 
 @__name(t"attention_flash_{mask.label()}{head}_{rows}x{splits}_{dtype}")
@@ -646,16 +513,27 @@ def flash_kernel[
                 top,
                 sum,
             )
+        comptime if mask.logsumexp:
+            if split == 0 and first < o.t and Int32(thread_idx.x) & 3 == 0:
+                var row = first + ((Int32(thread_idx.x) & 31) >> 2)
+                var at = Int(place.n * o.heads + place.head) * Int(o.t) + Int(row)
+                comptime for i in range(2 * rows):
+                    if row + Int32(8 * i) < o.t:
+                        var highest = top[i] if mask.bias else top[i] * scale
+                        tensors.keep(at + 8 * i, highest, sum[i])
         if split == 0 and first < o.t:
             var channel = Int(place.head * Int32(head))
-            _store[dtype, depth, head, rows](
+            var factor = Array[Float32, 2 * rows](uninitialized=True)
+            comptime for i in range(2 * rows):
+                factor[i] = reciprocal(sum[i])
+            store_rows[dtype, depth, head, rows](
                 o.y.unsafe_offset(Int(place.n * o.t + first) * Int(o.c) + channel),
                 o.t - first,
                 o.c,
                 mine,
                 group * Int32(16 * rows),
                 acc,
-                sum,
+                factor,
             )
         place.move(step, o.heads, blocks)
 

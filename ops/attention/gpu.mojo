@@ -6,10 +6,11 @@ from std.math import ceildiv
 from ..device import Device
 from ..target import HAS_MMA, IS_HOPPER
 from .config import Attention
-from .flash import SPLITS, enqueue_flash, padded, queries, shared_bytes
+from .flash import SPLITS, enqueue_flash, queries, shared_bytes
 from .hopper import enqueue_hopper, least_keys, long, short
 from .mask import Mask, MaskSizes, MaskTensors
 from .plain import enqueue_plain
+from .tiles import padded
 
 
 def attention_gpu[

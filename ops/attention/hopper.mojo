@@ -58,7 +58,7 @@ from ..launch import launch
 from ..operands import F32, Data
 from ..rows import over_lanes
 from .config import LOG2_E, LOWEST, Attention
-from .flash import U32, reciprocal
+from .tiles import U32, reciprocal
 from .mask import Mask, MaskSizes, MaskTensors
 from .tile_mask import TileMask
 
@@ -615,6 +615,19 @@ def _consume[
         sums = settled(sums)
         if leads:
             pipeline.release()
+        comptime if mask.logsumexp:
+            var row = tile.first + at.row()
+            var head = tile.n * (problem.c // Int32(config.depth)) + tile.channel // Int32(
+                config.depth
+            )
+            comptime for half in range(2):
+                var sum = over_lanes[4](softmax.sum[half])
+                if column == 0 and row + Int32(8 * half) < problem.t:
+                    tensors.keep(
+                        Int(head) * Int(problem.t) + Int(row) + 8 * half,
+                        softmax.highest[half] * softmax.scale,
+                        sum,
+                    )
         store_rows[dtype, config.depth](
             y,
             at,

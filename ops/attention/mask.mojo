@@ -8,8 +8,10 @@ it: such scores are minus infinity. A query that sees no key becomes NaN, as in 
 A kernel takes a `Mask` at compile time; of `MaskTensors` and `MaskSizes` it reads what that names.
 """
 
+from ..functions import logarithm
 from ..kernel_argument import KernelArgument
-from ..operands import Data
+from ..operands import F32, Data
+from .config import LN_2
 
 
 struct Mask(TrivialRegisterPassable):
@@ -21,16 +23,27 @@ struct Mask(TrivialRegisterPassable):
     """Whether each image has a mask of its keys."""
     var causal: Bool
     """Whether a query sees no keys after it."""
+    var logsumexp: Bool
+    """Whether the logarithm of the sum of each query's exponentials is kept, for gradients."""
 
-    def __init__(out self, *, bias: Bool = False, keys: Bool = False, causal: Bool = False):
+    def __init__(
+        out self,
+        *,
+        bias: Bool = False,
+        keys: Bool = False,
+        causal: Bool = False,
+        logsumexp: Bool = False,
+    ):
         """Names the parts.
 
         Args:
             bias: Whether numbers are added to the scores.
             keys: Whether each image has a mask of its keys.
             causal: Whether a query sees no keys after it.
+            logsumexp: Whether the logarithm of the sum of each query's exponentials is kept.
         """
         self.bias, self.keys, self.causal = bias, keys, causal
+        self.logsumexp = logsumexp
 
     def label(self) -> String:
         """Names the mask, as a part of a kernel's symbol.
@@ -40,14 +53,15 @@ struct Mask(TrivialRegisterPassable):
         """
         var label = String("bias_") if self.bias else String()
         label += "keys_" if self.keys else ""
-        return label + ("causal_" if self.causal else "")
+        label += "causal_" if self.causal else ""
+        return label + ("logsumexp_" if self.logsumexp else "")
 
     @always_inline
     def some(self) -> Bool:
         """Tells whether anything is done.
 
         Returns:
-            False if all of it is left out.
+            False if the scores stay as they are.
         """
         return self.bias or self.keys or self.causal
 
@@ -63,7 +77,7 @@ struct Mask(TrivialRegisterPassable):
 
 @fieldwise_init
 struct MaskTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
-    """What masks read.
+    """What masks read, and where what is kept of the scores goes.
 
     Parameters:
         dtype: Of the bias, and of q, k and v.
@@ -76,6 +90,8 @@ struct MaskTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """Rows of S numbers, as `MaskSizes` says; any pointer if there is none."""
     var keys: Data[DType.uint8]
     """[N, S]: 0 for keys that are not seen; any pointer if there is none."""
+    var logsumexp: Data[F32]
+    """Logarithms of sums of exponentials [N, heads, T]; any pointer if they are not kept."""
 
     def __init__(out self, bias: Data[Self.dtype]):
         """Names a bias, or a pointer from which nothing is read.
@@ -83,7 +99,28 @@ struct MaskTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
         Args:
             bias: Added to scores.
         """
+        self = Self(bias, rebind[Data[F32]](bias.unsafe_bitcast[Float32]()))
+
+    def __init__(out self, bias: Data[Self.dtype], logsumexp: Data[F32]):
+        """Names a bias, or a pointer from which nothing is read, and what is kept.
+
+        Args:
+            bias: Added to scores.
+            logsumexp: Logarithms of sums of exponentials.
+        """
         self.bias, self.keys = bias, rebind[Data[DType.uint8]](bias.unsafe_bitcast[UInt8]())
+        self.logsumexp = logsumexp
+
+    @always_inline
+    def keep(self, place: Int, top: Float32, sum: Float32):
+        """Keeps the logarithm of a query's sum of exponentials; -inf if it sees no key.
+
+        Args:
+            place: Queries before it, of all heads and images.
+            top: Its highest score, times the logarithm of e to the base of 2.
+            sum: Its sum of powers of two of the scores below that.
+        """
+        self.logsumexp[unsafe_offset=place] = top.fma(LN_2, logarithm(sum))
 
 
 struct MaskSizes(KernelArgument, TrivialRegisterPassable):

@@ -95,16 +95,78 @@ struct BiasedAttention:
         Raises:
             If a launch fails.
         """
-        var rows, row = bias.shape()[1], bias.shape()[2]
-        var queries = q.shape()[1]
-        var sizes = MaskSizes(
-            image=rows * row,
-            images=bias.shape()[0],
-            head=0 if rows == 1 or rows == queries else queries * row,
-            row=0 if rows == 1 else row,
-        )
         comptime mask = Mask(bias=True, causal=causal)
+        var sizes = bias_sizes[True](bias, q.shape()[1])
         _attend[target, depth, mask](y, q, k, v, scale, MaskTensors(data(bias)), sizes, ctx)
+
+
+@register("attention_logsumexp")
+struct TrainedAttention:
+    """Attends as `attention_bias` does, or without a bias, and keeps what `attention_grad` reads."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, depth: Int, causal: Bool, biased: Bool
+    ](
+        y: OutputTensor[rank=3, ...],
+        logsumexp: OutputTensor[dtype=F32, rank=3, ...],
+        q: InputTensor[dtype=y.dtype, rank=3, ...],
+        k: InputTensor[dtype=y.dtype, rank=3, ...],
+        v: InputTensor[dtype=y.dtype, rank=3, ...],
+        bias: InputTensor[dtype=y.dtype, rank=3, ...],
+        scale: InputTensor[dtype=F32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+            depth: Channels of a head.
+            causal: Whether a query sees no keys after it.
+            biased: Whether there is a bias.
+
+        Args:
+            y: Result [N, T, C].
+            logsumexp: Logarithms of the sums of exponentials of scores [N, heads, T]; -inf for a
+                query that sees no key.
+            q: Queries [N, T, C].
+            k: Keys [N, S, C].
+            v: Values [N, S, C].
+            bias: Added to the scores; any tensor if there is none.
+            scale: Scale of the scores: one number in host memory.
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        comptime mask = Mask(bias=biased, causal=causal, logsumexp=True)
+        var sizes = bias_sizes[biased](bias, q.shape()[1])
+        var tensors = MaskTensors(data(bias), data(logsumexp))
+        _attend[target, depth, mask](y, q, k, v, scale, tensors, sizes, ctx)
+
+
+def bias_sizes[biased: Bool](bias: InputTensor[rank=3, ...], queries: Int) -> MaskSizes:
+    """Says where a bias [P, heads * T, S], [P, T, S] or [P, 1, S] lies.
+
+    Parameters:
+        biased: Whether there is one.
+
+    Args:
+        bias: It.
+        queries: T.
+
+    Returns:
+        From one image, head and query to the next.
+    """
+    comptime if not biased:
+        return MaskSizes()
+    var rows, row = bias.shape()[1], bias.shape()[2]
+    return MaskSizes(
+        image=rows * row,
+        images=bias.shape()[0],
+        head=0 if rows == 1 or rows == queries else queries * row,
+        row=0 if rows == 1 else row,
+    )
 
 
 def _attend[

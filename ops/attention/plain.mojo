@@ -18,7 +18,7 @@ from std.utils.numerics import neg_inf
 
 from ..launch import launch
 from ..operands import F32, Data
-from .config import LOWEST, Attention
+from .config import LOG2_E, LOWEST, Attention
 from .mask import Mask, MaskSizes, MaskTensors
 
 comptime GROUPS = 4
@@ -173,6 +173,10 @@ def plain_kernel[
             sum[row] += warp.shuffle_xor(sum[row], UInt32(1 << bit))
     comptime for row in range(ROWS):
         if first + group * ROWS + row < Int(o.t):
+            comptime if mask.logsumexp:
+                if lane == 0:
+                    var query = head * Int(o.t) + first + group * ROWS + row
+                    tensors.keep(query, top[row] * LOG2_E, sum[row])
             comptime for column in range(OUT):
                 var d = column * LANES + lane
                 if d < depth:

@@ -157,6 +157,12 @@ CASES: dict[str, list[Callable[[], dict[str, Any]]]] = {
             "mask": n(1, 1, 5, 6),
             "scale": 0.3,
         },
+        lambda: {
+            "q": n(2, 3, 5, 4),
+            "k": n(2, 3, 6, 4),
+            "v": n(2, 3, 6, 4),
+            "mask": torch.arange(5)[:, None] > torch.arange(6),  # the first query sees no key
+        },
     ],
     "attention_score": [lambda: {"q": n(2, 3, 5, 4), "k": n(2, 3, 6, 4)}],
     "multi_head_attention": [

@@ -17,6 +17,7 @@ from maxvision.bridge import parts
 from maxvision.bridge.dynamo import backend
 from maxvision.bridge.parts import Explanation
 from maxvision.bridge.training import trained
+from maxvision.common.errors import ModelError
 from tests.bridge.test_dynamo import Interpreted
 
 
@@ -122,6 +123,69 @@ def test_two_steps_are_torchs_with_one_part_each_way(
         warnings.filterwarnings("error", message="backend maxvision")
         same(model(), *given())
     assert len(Interpreted.made) == 2
+
+
+class Attention(nn.Module):
+    """Attention of tokens to some of their own, between two linear layers."""
+
+    def __init__(self, mask: Tensor | None, dropout: float) -> None:
+        super().__init__()
+        self.qkv, self.out, self.dropout = nn.Linear(8, 24), nn.Linear(8, 8), dropout
+        trained = mask is not None and mask.is_floating_point() and mask.ndim == 3
+        self.mask = nn.Parameter(mask) if trained else None  # type: ignore[arg-type]
+        self.register_buffer("held", None if trained else mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, c = x.shape
+        q, k, v = (y.reshape(n, -1, 2, c // 2).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        mask = self.held if self.mask is None else self.mask
+        k, v = k[:, :, :-2], v[:, :, :-2]
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, mask is None, scale=0.7)
+        return self.out(y.transpose(1, 2).reshape(n, t, c)).square().mean()
+
+
+T = 37
+MASKS: dict[str, Callable[[], Tensor | None]] = {
+    "causal": lambda: None,
+    "bias": lambda: torch.randn(2, 1, T, T - 2),
+    "keys": lambda: torch.arange(T)[:, None] > torch.arange(T - 2),  # the first sees none
+    "trained": lambda: torch.randn(2, T, T - 2),
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_is_trained_without_a_matrix_of_scores(mask: str) -> None:
+    """But for the gradient of a bias, which is one."""
+    same(Attention(MASKS[mask](), 0.0), torch.randn(2, T, 8))
+    forward, backward = (each.program for each in Interpreted.made)
+    kept = mask != "trained"
+    for op, program in {"attention": forward, "attention_grad": backward}.items():
+        assert sum(node.op == op for node in program.nodes) == kept
+        scores = [
+            name for node in program.nodes for name in node.outputs
+            if node.op != "attention_bias" and program.types[name].shape[-2:] == (T, T - 2)
+            and len(program.types[name].shape) > 3
+        ]  # fmt: skip
+        assert bool(scores) != kept, scores
+
+
+def test_attention_with_dropout_is_taken_apart() -> None:
+    told = explained(Attention(None, 0.1), torch.randn(2, T, 8))
+    assert not any("attention" in op for each in told.parts for op in each.kernels)
+    assert sum(each.kernels["softmax"] + each.kernels["matmul"] for each in told.parts) > 2
+
+
+@pytest.mark.parametrize("mask", ["causal", "bias", "keys"])
+def test_torch_trains_attention_that_was_kept_whole(
+    monkeypatch: pytest.MonkeyPatch, mask: str
+) -> None:
+    def compile(*_: Any, **__: Any) -> Any:
+        raise ModelError("MAX is out of sorts")
+
+    monkeypatch.setattr(parts.Executor, "compile", compile)
+    with pytest.warns(UserWarning, match="leaves a graph to torch: MAX is out of sorts"):
+        same(Attention(MASKS[mask](), 0.0), torch.randn(2, T, 8))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -322,6 +386,8 @@ def test_a_step_runs_on_our_kernels() -> None:
             self.conv, self.linear = nn.Conv2d(3, 8, 3, bias=False), nn.Linear(8, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(F.max_pool2d(self.conv(x).relu(), 2).amax((2, 3))).square().sum()
+            y = F.max_pool2d(self.conv(x).relu(), 2).flatten(2).mT.unsqueeze(1)
+            y = F.scaled_dot_product_attention(y, y.sin(), y, is_causal=True)
+            return self.linear(y.amax((1, 2))).square().sum()
 
     same(Small(), torch.randn(2, 3, 7, 6))

@@ -248,20 +248,53 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) -
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Any = None, *, heads: int, **rest: Any
-) -> Tensor:
-    q, k, v = (y.unflatten(2, (heads, -1)).transpose(1, 2) for y in (q, k, v))
-    t, s = q.shape[2], k.shape[2]
-    if bias is not None:
-        rows = bias.shape[1]
-        sides = (1, 1) if rows == 1 else (1, t) if rows == t else (heads, t)
-        assert bias.shape[2] == s + s % 2
-        bias = bias[..., :s].unflatten(1, sides)
-    return _heads(q, k, v, bias, **rest).transpose(1, 2).flatten(2)
+    q: Tensor, k: Tensor, v: Tensor, bias: Any = None, *, heads: int, logsumexp: bool = False,
+    **rest: Any,
+) -> Any:  # fmt: skip
+    q, k, v = (_split(x, heads) for x in (q, k, v))
+    scores = _scores(q, k, _rows(bias, q, k), **rest)
+    y = _joined(scores.softmax(-1) @ v)
+    return (y, scores.logsumexp(-1)) if logsumexp else y
 
 
-def _heads(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *, scale: float, causal: bool = False
+def _attention_grad(
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, logsumexp: Tensor, bias: Any = None, *,
+    heads: int, scale: float, causal: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Computes them as the paper does; a query that sees no key has no gradients."""
+    q, k, v, y, dy = (_split(x, heads) for x in (q, k, v, y, dy))
+    bound = logsumexp.unsqueeze(-1)
+    scores = _scores(q, k, _rows(bias, q, k), scale=scale, causal=causal)
+    p = torch.where(bound > -math.inf, (scores - bound).exp(), 0)
+    delta = torch.where(bound > -math.inf, (dy * y).sum(-1, keepdim=True), 0)
+    ds = scale * p * (dy @ v.mT - delta)
+    return tuple(map(_joined, (ds @ k, ds.mT @ q, p.mT @ dy)))
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _joined(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+def _rows(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Gives the bias of tokens the axes of scores."""
+    if bias is None:
+        return None
+    (heads, t), s, rows = q.shape[1:3], k.shape[2], bias.shape[1]
+    sides = (1, 1) if rows == 1 else (1, t) if rows == t else (heads, t)
+    assert bias.shape[2] == s + s % 2
+    return bias[..., :s].unflatten(1, sides)
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **rest: Any) -> Tensor:
+    return _scores(q, k, mask, **rest).softmax(-1) @ v
+
+
+def _scores(
+    q: Tensor, k: Tensor, mask: Any = None, *, scale: float, causal: bool = False
 ) -> Tensor:
     scores = scale * (q @ k.mT)
     if mask is not None:
@@ -271,7 +304,7 @@ def _heads(
         scores = scores + mask
     if causal:
         scores = scores + torch.ones(scores.shape[2:]).tril().log()
-    return scores.softmax(-1) @ v
+    return scores
 
 
 def _bias(mask: Tensor, *, heads: int, queries: int, keys: int) -> Tensor:
@@ -536,6 +569,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "token_linear": _token_linear,
     "attention": _attention,
     "attention_bias": _bias,
+    "attention_grad": _attention_grad,
     "layernorm_first": lambda x, *norm, eps=1e-5: _layer_norm(x[:, 0], *norm, eps=eps),
     "layernorm_mlp": _layernorm_mlp,
     "squeeze_excite": _squeeze_excite,

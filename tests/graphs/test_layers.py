@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,17 @@ def test_gradients_of_filters_count() -> None:
         interpret(program, inputs(program, batch=1), {})
     assert 2 * macs(program) == counter.get_total_flops() == 2 * (4 * 6 * 9) * (6 * 3 * 1)
     assert not keeps_images_apart(program)
+
+
+def test_attention_and_its_gradients_count() -> None:
+    net = Net("net")
+    q, k, v = (net.input(name, (BATCH, size, 24)) for name, size in (("q", 6), ("k", 9), ("v", 9)))
+    settings: dict[str, Any] = {"heads": 2, "scale": 0.5}
+    y, kept = net.several("attention", [q, k, v], logsumexp=True, **settings)
+    net.output("y", y)
+    assert macs(net.program()) == 2 * 6 * 9 * 24
+    net.output("dq", net.several("attention_grad", [q, k, v, y, q, kept], **settings)[0])
+    assert macs(net.program()) == 7 * 6 * 9 * 24
 
 
 def test_products_count() -> None:

@@ -106,6 +106,13 @@ def masked(net: Net, x: Value) -> None:
     parts = [net.permute(net.reshape(y, BATCH, t, c, 1), 0, 2, 1, 3) for y in parts]
     y = net.scaled_dot_product_attention(*parts)
     net.output("packed", net.reshape(net.permute(y, 0, 2, 1, 3), BATCH, t, c))
+    bias = net.op("attention_bias", [net.weight("mask", 1, 1, t, t)], heads=1, queries=t, keys=t)
+    settings: dict[str, Any] = {"heads": 1, "scale": 0.5, "causal": True}
+    y, kept = net.several("attention", [tokens] * 3 + [bias], logsumexp=True, **settings)
+    given = [tokens, tokens, tokens, y, net.relu(tokens), kept, bias]
+    for name, value in zip("qkv", net.several("attention_grad", given, **settings), strict=True):
+        net.output(f"gradient {name}", value)
+    net.output("kept", kept)
 
 
 def imported(net: Net, x: Value) -> None:

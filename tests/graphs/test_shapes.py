@@ -239,6 +239,9 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     r"dy \[batch, 6, 8, 9\] does not fit a filter \[6, 4, 3, 3\] and \[8, 9\] px": (
         "conv2d_input_grad", (X, Type((6, 4, 3, 3))), {"size": (8, 9)},
     ),
+    r"attention_grad: logsumexp expects the shape \[batch, 2, 5\] but has \[batch, 5, 4\]": (
+        "attention_grad", (TOKENS,) * 6, {"heads": 2, "scale": 1.0},
+    ),
     r"max_pool2d_grad: expects dy of the shape \[batch, 6, 4, 4\] but it has \[batch, 6, 8, 9\]": (
         "max_pool2d_grad", (X, X), {"kernel": 2},
     ),

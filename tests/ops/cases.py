@@ -842,6 +842,67 @@ def attend(
     return Case(name, inputs, weights, build, reference, change, finite=finite)
 
 
+def attend_grad(
+    name: str,
+    t: int,
+    s: int,
+    heads: int,
+    depth: int,
+    *,
+    bias: tuple[int, int, int] | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Case:
+    """Makes a case of attention_grad, on what attention_logsumexp keeps: dq, dk and dv in a row.
+
+    Args:
+        name: Of the case.
+        t: Queries.
+        s: Keys.
+        heads: Heads.
+        depth: Channels of a head.
+        bias: How many images, heads and queries have one of their own: 1, or all. It hides some
+            keys, and all of them from the last query.
+        causal: Whether later keys are hidden.
+        scale: Of the scores.
+    """
+    c, even = heads * depth, s + s % 2
+    factor = depth**-0.5 if scale is None else scale
+
+    def build(w: Parameters, q: Any, k: Any, v: Any, dy: Any) -> Any:
+        rows = w.vector("rows", q.dtype) if bias else None
+        rest: dict[str, Any] = {"scale": factor, "bias": rows, "causal": causal}
+        y, kept = nodes.attention_logsumexp(q, k, v, heads, **rest)
+        return ops.concat(nodes.attention_grad(q, k, v, y, dy, kept, heads, **rest), 1)
+
+    def reference(w: Any, *given: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            *inputs, dy = (x.detach().requires_grad_() for x in given)
+            q, k, v = (x.unflatten(2, (heads, depth)).transpose(1, 2) for x in inputs)
+            scores = q @ k.mT * factor
+            if bias:
+                scores = scores + w["rows"].to(q)[..., :s].unflatten(1, bias[1:])
+            if causal:
+                scores = scores + torch.ones(t, s).tril().log().to(scores)
+            hidden = (scores == -math.inf).all(-1, keepdim=True)
+            p = scores.masked_fill(hidden, 0).softmax(-1).masked_fill(hidden, 0)
+            y = (p @ v).transpose(1, 2).flatten(2)
+            return torch.cat(torch.autograd.grad(y, inputs, dy), 1)
+
+    def change(x: list[np.ndarray], w: dict[str, np.ndarray]) -> None:
+        if bias:
+            rows = w["rows"]
+            rows *= math.sqrt(rows.shape[0] * rows.shape[1])
+            rows[rows > 1.5] = -np.inf
+            if bias[2] > 1:
+                rows[:, -1] = -np.inf
+
+    inputs: list[Shape] = [(t, c), (s, c), (s, c), (t, c)]
+    weights: dict[str, Shape] = {"rows": (bias[0], bias[1] * bias[2], even)} if bias else {}
+    finite = causal or bias is not None or s == 1  # what is hidden, or is 0, may hold anything
+    return Case(f"attention_grad {name}", inputs, weights, build, reference, change, finite=finite)
+
+
 def joined(
     name: str,
     size: tuple[int, int],
@@ -1366,6 +1427,19 @@ CASES = [
       for d in (6, 24, 48, 80, 96, 128, 256)),
     *(attend(f"attention many heads of {d}", 130, 67, 150, d) for d in (20, 24, 36, 80, 88)),
     *(attend(f"attention {d}", 67, 150, 2, d) for d in (6, 24, 36, 48, 60, 72, 256)),
+    # Tiles of its gradients: 48 queries by 64 keys (a CPU); 64 by 64 or 32 (a GPU).
+    attend_grad("64", 197, 197, 3, 64),
+    attend_grad("one query", 1, 70, 2, 64),
+    attend_grad("one key", 37, 1, 2, 64),
+    attend_grad("32 one tile", 48, 64, 2, 32),
+    attend_grad("96", 49, 130, 2, 96),
+    attend_grad("20", 37, 65, 1, 20),
+    attend_grad("causal", 150, 150, 2, 64, causal=True),
+    attend_grad("causal, fewer keys", 130, 37, 1, 64, causal=True),
+    attend_grad("bias", 65, 67, 2, 64, bias=(1, 2, 65)),
+    attend_grad("bias of all heads, causal", 70, 150, 2, 32, bias=(1, 1, 70), causal=True),
+    attend_grad("a row for all", 60, 99, 2, 64, bias=(1, 1, 1)),
+    attend_grad("sharp", 65, 33, 1, 64, scale=4.0),
 ]  # fmt: skip
 
 

@@ -56,6 +56,8 @@ NAMES = {
     "attention 6",
     "attention windows",
     "attention causal with a bias",
+    "attention_grad 64",
+    "attention_grad bias of all heads, causal",
     "bmm context",
     "bmm add",
     "linear gelu",
@@ -137,6 +139,7 @@ NIGHTLY = {
     "attention 96",
     "attention 6",
     "attention causal with a bias",
+    "attention_grad bias of all heads, causal",
     "reduce mean (4, 33) (2,)",
     "reduce amax (6, 5, 40) (1, 2)",
     "packed two_four 1x1",
@@ -157,6 +160,7 @@ FLOAT16 = {
     "bmm context",
     "attention 64",
     "attention windows",
+    "attention_grad 64",
     "stem_maxpool 32 x 32",
     "stem_layernorm 32 x 32",
     "depthwise_qkv 64",
@@ -165,6 +169,7 @@ FLOAT16 = {
 EXACT = {"conv2d 3x3", "bmm add"}
 IN_PROGRAMS = {  # what programs call an op
     "attention_bias": "attention",
+    "attention_logsumexp": "attention",
     "bmm": "linear",
     "layernorm": "layer_norm",
     "maxpool": "max_pool2d",

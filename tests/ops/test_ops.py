@@ -52,6 +52,7 @@ NIGHTLY = {  # depths of a head
     *(f"attention {depth}" for depth in (6, 16, 20, 36, 48, 60, 72, 80, 128, 160)),
     *(f"attention {depth} with a bias" for depth in (6, 48, 80, 96, 128, 256)),
     *(f"attention many heads of {depth}" for depth in (20, 36, 80, 88, 128)),
+    *(f"attention_grad {name}" for name in ("32 one tile", "96", "bias of all heads, causal")),
     "attention many heads of 128, one tile",
     "attention many queries of 128",
     *(  # composed of what others have
@@ -118,6 +119,8 @@ VARIED = {
     "attention many queries of 32",
     *(f"attention {name}" for name in ("windows", "windows of all heads", "a row for all")),
     "attention many windows",
+    *(f"attention_grad {name}" for name in ("20", "causal", "causal, fewer keys")),
+    *(f"attention_grad {name}" for name in ("bias", "a row for all")),
 }  # fmt: skip
 BY_NIGHT = {DType.float32: NIGHTLY, DType.bfloat16: NIGHTLY | WIDENED | VARIED}
 
@@ -437,6 +440,10 @@ def test_errors_of_attention_name_the_shapes() -> None:
             nodes.attention(q, none, none, 2)
         with pytest.raises(ArgumentError, match="a scale of at least 0 but it is -1"):
             nodes.attention(q, k, k, 2, scale=-1)
+        with pytest.raises(
+            ArgumentError, match=r"attention_grad: dy expects the shape \[.*but has"
+        ):
+            nodes.attention_grad(q, k, k, q, k, k, 2, scale=1.0)
 
 
 def test_errors_of_layernorm_mlp_name_the_shapes() -> None:

@@ -6,6 +6,9 @@ from ops.attention.flash import enqueue_flash
 from ops.attention.hopper import enqueue_hopper, long, short
 from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
+from ops.attention_grad.mma import enqueue_grad
+from ops.attention_grad.plain import enqueue_plain_grad
+from ops.attention_grad.tensors import AttentionGrad
 from ops.concat import VECTORS, ConcatTensors, concat_gpu
 from ops.pool import pool_gpu
 from ops.pool_grad import pool_grad_gpu
@@ -379,7 +382,7 @@ def main() raises:
     var attention2 = Attention[F16](
         half2, half2, half2, half2, n=n, t=n, s=n, c=n, heads=n, scale=1
     )
-    var mask = MaskTensors[BF16](half, bytes)
+    var mask = MaskTensors[BF16](half, bytes, full)
     var mask2 = MaskTensors[F16](half2)
     var places = MaskSizes(image=n, images=n, head=n, row=n, diagonal=n)
     comptime no = Mask()
@@ -406,6 +409,20 @@ def main() raises:
     enqueue_hopper[F16, long(64), Mask(bias=True)](attention2, mask2, places, ctx)
     enqueue_plain[BF16, 24, no](attention, mask, places, ctx)
     enqueue_plain[BF16, 24, all](attention, mask, places, ctx)
+    comptime kept = Mask(bias=True, logsumexp=True)
+    enqueue_flash[BF16, 64, 2, 1, kept](attention, mask, places, ctx)
+    enqueue_flash[BF16, 64, 1, 4, kept](attention, mask, places, ctx)
+    enqueue_hopper[BF16, long(64), kept](attention, mask, places, ctx)
+    enqueue_plain[BF16, 24, kept](attention, mask, places, ctx)
+    var grad = AttentionGrad[BF16](attention, half, full, half, half, half, full)
+    var grad2 = AttentionGrad[F16](attention2, half2, full, half2, half2, half2, full)
+    enqueue_grad[BF16, 64, no](grad, mask, places, ctx)
+    enqueue_grad[BF16, 36, all](grad, mask, places, ctx)
+    enqueue_grad[F16, 96, no](grad2, mask2, places, ctx)
+    var attention3 = Attention[F32](full, full, full, full, n=n, t=n, s=n, c=n, heads=n, scale=1)
+    var grad3 = AttentionGrad[F32](attention3, full, full, full, full, full, full)
+    var mask3 = MaskTensors[F32](full, full)
+    enqueue_plain_grad[F32, 20, all](grad3, mask3, places, ctx)
 
     var x = IndexList[4](n, n, n, 3)
     comptime pooling = Stem(3, 7, 7, 2, Stem.MAXPOOL)

@@ -8,8 +8,8 @@ the parameters' sizes are checked against the kernel's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -1285,13 +1285,20 @@ def attention(
 class Masks:
     """What ops/attention/mask.mojo reads; axes of the bias of length 1 are shared."""
 
-    bias: Array | None = None  # [P, heads or 1, T or 1, S], 16 bits; image n has n % P
+    bias: Array | None = None  # [P, heads or 1, T or 1, S]; image n has n % P
     keys: Array | None = None  # [N, S], zero for keys that are not seen
     diagonal: int | None = None  # the last key that query 0 sees
+    logsumexp: Array | None = None  # [N, heads, T], float32, which the kernel writes
+    views: list[Array] = field(default_factory=list)  # the kernel's own of that
 
     @property
     def label(self) -> str:
-        parts = {"bias": self.bias, "keys": self.keys, "causal": self.diagonal}
+        parts = {
+            "bias": self.bias,
+            "keys": self.keys,
+            "causal": self.diagonal,
+            "logsumexp": self.logsumexp,
+        }
         return "".join(f"{name}_" for name, part in parts.items() if part is not None)
 
 
@@ -1350,7 +1357,7 @@ def _masks(memory: Tensors, masks: Masks) -> tuple[bytes, bytes]:
     if masks.bias is not None:
         images, heads, t, s = masks.bias.shape
         row = s + s % 2
-        dtype = "float16" if masks.bias.dtype == np.float16 else "bfloat16"
+        dtype = "bfloat16" if masks.bias.dtype == np.uint16 else str(masks.bias.dtype)
         held = unwritten((images, heads, t, row), dtype)
         held[..., :s] = masks.bias
         bias = memory.add(held, late=True)
@@ -1358,8 +1365,56 @@ def _masks(memory: Tensors, masks: Masks) -> tuple[bytes, bytes]:
         row *= t > 1
     if masks.keys is not None:
         keys = memory.add(masks.keys, late=True)
+    kept = 0
+    if masks.logsumexp is not None:
+        kept = memory.add(masks.logsumexp)
+        masks.views.append(memory.array(kept, masks.logsumexp))
     sizes = pack("2iq2i", image, images, head, row, masks.diagonal or 0)
-    return pack("2Q", bias, keys), sizes
+    return pack("3Q", bias, keys, kept), sizes
+
+
+def attention_grad(
+    find: Callable[[str], Kernel],
+    g: Heads,
+    given: Sequence[Array],
+    logsumexp: Array,
+    scale: float,
+    *,
+    dtype: str = "bfloat16",
+    masks: Masks | None = None,
+    seed: int = 0,
+) -> list[Array]:
+    """Runs both kernels of ops/attention_grad on q, k, v, y, dy: dq, dk, dv.
+
+    They are those of plain.mojo in float32, of mma.mojo otherwise.
+    """
+    plain = dtype == "float32"
+    masks = masks or Masks()
+    memory, results = Tensors(), [unwritten(a.shape, dtype) for a in given[:3]]
+    delta = np.full(logsumexp.shape, np.nan, np.float32)
+    at = [memory.add(a) for a in (*given, logsumexp, *results, delta)]
+    forward = pack("4Q5if", *at[:4], g.n, g.t, g.s, g.heads * g.depth, g.heads, scale)
+    forward += bytes(-len(forward) % 8)
+    depth = -(-g.depth // 32) * 32
+    columns, rows = 64 if depth <= 64 else 32, 64
+    shared = 256 * depth + 2 * columns * (4 * depth + 8)
+    if plain:
+        rows = 32
+        shared = 4 * (128 * (-(-g.depth // 4) * 4 + 4) + 2048)
+    parts = _masks(memory, masks)
+    for side, count in (("queries", g.t), ("keys", g.s)):
+        blocks = -(-count // rows)
+        launch = Launch(
+            find(f"attention_grad_{'plain_' * plain}{side}_{masks.label}{g.depth}_{dtype}"),
+            [forward + pack("6Q", *at[4:]), pack("i", blocks), *parts],
+            memory,
+            grid=(blocks * g.n * g.heads,),
+            threads=128,
+            shared_bytes=shared,
+            together=2,
+        )
+        launch.run(seed)
+    return [memory.array(place, a) for place, a in zip(at[6:9], results, strict=True)]
 
 
 def gemm_cores(

@@ -49,6 +49,7 @@ from .launches import (
     Tile,
     Turned,
     attention,
+    attention_grad,
     blocks,
     chain,
     check,
@@ -1252,6 +1253,92 @@ def check_attention(
     want = (e / e.sum(-1, keepdims=True) @ heads[2]).swapaxes(1, 2).reshape(y.shape)
     # Probabilities are rounded before the second product.
     check(y, want, dtype, 2**-9)
+
+
+KEPT = [
+    ("flash_64_2x1", Heads(2, 33, 70, 2, 64)),
+    ("flash_64_1x4", Heads(1, 5, 300, 2, 64)),
+    ("plain_24", Heads(1, 40, 70, 2, 24)),
+    ("hopper", Heads(2, 70, 250, 2, 64)),
+]
+
+
+@pytest.mark.parametrize(("name", "g"), KEPT, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_attention_keeps_logarithms_of_sums(
+    find: Find, rng: np.random.Generator, name: str, g: Heads
+) -> None:
+    """With a bias, that hides all keys from one query."""
+    q, k, v = attention_inputs(rng, g, BF16)
+    bias = rng.standard_normal((1, 1, g.t, g.s))
+    bias[..., 1, :] = -np.inf
+    masks = Masks(rounded(bias, BF16), logsumexp=np.zeros((g.n, g.heads, g.t), np.float32))
+    if name == "hopper":
+        tile = HEADS["long"][g.depth]
+        kernel = find(f"attention_hopper_{masks.label}{g.depth}_{'x'.join(map(str, tile))}_{BF16}")
+        y = hopper_attention(kernel, g, tile, q, k, v, 0.2, period=3, masks=masks)
+    else:
+        rows, splits = {"2x1": (2, 1), "1x4": (1, 4)}.get(name[-3:], (0, 1))
+        kind, rest = name.split("_", 1)
+        kernel = find(f"attention_{kind}_{masks.label}{rest}_{BF16}")
+        y = attention(kernel, g, q, k, v, 0.2, rows=rows, splits=splits, masks=masks)
+    check_attention(y, g, q, k, v, 0.2, BF16, added(masks, g))
+    heads = [wide(a, BF16).reshape(g.n, -1, g.heads, g.depth).swapaxes(1, 2) for a in (q, k)]
+    with np.errstate(divide="ignore"):
+        scores = heads[0] @ heads[1].swapaxes(2, 3) * 0.2 + added(masks, g)
+        want = np.log(np.exp(scores).sum(-1))
+    assert np.isneginf(want).any()
+    np.testing.assert_allclose(masks.views[0], want, 1e-5, 1e-5)
+
+
+ROUNDING = {BF16: 2**-7, "float16": 2**-10, "float32": 2**-20}
+TRAINED = [  # the shape of the bias but for S, and the last key that query 0 sees
+    (Heads(1, 70, 130, 2, 64), BF16, None, None),
+    (Heads(1, 1, 65, 1, 64), BF16, None, None),
+    (Heads(2, 130, 37, 1, 64), BF16, None, None),
+    (Heads(1, 37, 2, 2, 96), "float16", None, None),
+    (Heads(1, 65, 100, 2, 96), "float16", None, None),
+    (Heads(2, 70, 99, 1, 36), BF16, (1, 1, 70), 3),
+    (Heads(2, 130, 67, 1, 36), BF16, (2, 1, 1), -70),
+    (Heads(1, 37, 65, 2, 20), "float32", (1, 2, 1), 30),
+    (Heads(2, 40, 33, 1, 20), "float32", (1, 1, 40), 3),
+]
+
+
+@pytest.mark.parametrize(("g", "dtype", "shape", "diagonal"), TRAINED, ids=str)
+def test_attention_grad(
+    find: Find,
+    rng: np.random.Generator,
+    g: Heads,
+    dtype: str,
+    shape: tuple[int, int, int] | None,
+    diagonal: int | None,
+) -> None:
+    """Queries that see no key have no gradients, whatever y is."""
+    q, k, v = (wide(a, dtype) for a in attention_inputs(rng, g, dtype))
+    dy = wide(rounded(np.asarray(rng.standard_normal(q.shape)), dtype), dtype)
+    masks = Masks()
+    if shape is not None:
+        bias = rng.standard_normal((*shape, g.s))
+        bias[bias > 2] = -np.inf
+        bias[:, :, shape[2] // 2] = -np.inf if shape[2] > 1 else 0
+        masks = Masks(bias=rounded(bias, dtype), diagonal=diagonal)
+    split = [a.reshape(g.n, -1, g.heads, g.depth).swapaxes(1, 2) for a in (q, k, v, dy)]
+    scores = split[0] @ split[1].swapaxes(2, 3) * 0.2 + added(masks, g, dtype)
+    seen = np.asarray(np.isfinite(scores).any(-1, keepdims=True))
+    assert seen.all() == (shape is None or (diagonal or 0) > 3)
+    with np.errstate(divide="ignore"):
+        kept = np.log(np.exp(scores).sum(-1))
+    p = np.exp(scores - np.where(seen[..., 0], kept, 0)[..., None])
+    y = rounded(np.where(seen, p @ split[2], np.nan).swapaxes(1, 2).reshape(q.shape), dtype)
+    delta = np.where(seen, split[3] * (p @ split[2]), 0).sum(-1, keepdims=True)
+    ds = p * (split[3] @ split[2].swapaxes(2, 3) - delta)
+    wants = (0.2 * ds @ split[1], 0.2 * ds.swapaxes(2, 3) @ split[0], p.swapaxes(2, 3) @ split[3])
+    given = [*(rounded(a, dtype) for a in (q, k, v)), y, rounded(dy, dtype)]
+    found = attention_grad(find, g, given, kept.astype(np.float32), 0.2, dtype=dtype, masks=masks)
+    for got, want in zip(found, wants, strict=True):
+        # y, probabilities and the gradients of scores are rounded before the last products.
+        check(got, want.swapaxes(1, 2).reshape(got.shape), dtype, ROUNDING[dtype])
 
 
 NOT_FINITE = [

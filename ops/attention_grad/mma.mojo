@@ -1,0 +1,451 @@
+"""The gradients of attention on NVIDIA's tensor cores: a kernel for dq, then one for dk and dv.
+
+    q, dq, y, dy[N, T, C], k, dk, v, dv[N, S, C], each head `head` neighbouring channels of C
+
+Both kernels are one: a block holds 64 rows of two tensors and walks over tiles of 64 columns (32 of
+heads above 64) of two others, with mma.sync. Where the rows are queries, the scores of a tile are
+q k^T and their slopes dy v^T; where they are keys, k q^T and v dy^T. Probabilities and the gradients
+of the scores are rounded to the tensors' dtype as the left sides of the products that the sums grow
+by: dq += ds k, or dk += ds^T q and dv += p^T dy. Sums stay in registers, in float32.
+
+A score is computed twice, so seven products take the place of five; in return no block writes what
+another adds to. The paper adds to dq in memory by atomics, which leaves the order of its sums open.
+The kernel for dq comes first: it has y and dy at hand, and leaves delta = sum dy * y for the other.
+
+Columns come through two stages of shared memory, by cp.async. Sizes are run-time numbers: T and S
+need not fit the tiles. Compiled for sm_90a and tested in the PTX interpreter; no GPU has run it yet.
+"""
+
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
+from max.gpu.host import DeviceContext
+from max.gpu.memory import AddressSpace, external_memory
+from max.gpu.primitives import warp
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
+from std.math import ceildiv, exp2
+from std.memory import bitcast
+from std.utils import StaticTuple
+from std.utils.numerics import inf, neg_inf
+
+from ..async_copy import commit_copies, wait_copies
+from ..attention.config import LOG2_E
+from ..attention.mask import Mask, MaskSizes, MaskTensors
+from ..attention.tiles import U32, chunk_bytes, chunk_place, copy_chunk, matrices, padded
+from ..attention.tiles import store_rows
+from ..hopper.ptx import mma_sync, packed
+from ..launch import launch
+from ..operands import F32, Data, Shared, widened
+from .tensors import AttentionGrad
+
+comptime ROWS = 64
+"""Rows of a block, 16 of each warp."""
+comptime THREADS = 128
+"""Threads of a block."""
+comptime STAGES = 2
+"""Tiles of columns in shared memory."""
+
+
+def tile_columns(depth: Int) -> Int:
+    """Says how many columns a tile has.
+
+    Args:
+        depth: Channels of a row in shared memory.
+
+    Returns:
+        64, or 32 of rows so deep that sums leave no registers for more scores.
+    """
+    return 64 if depth <= 64 else 32
+
+
+def grad_shared_bytes(depth: Int) -> Int:
+    """Counts the shared memory of a block: rows, tiles of columns, and two numbers of each column.
+
+    Args:
+        depth: Channels of a row in shared memory.
+
+    Returns:
+        Bytes.
+    """
+    return 4 * ROWS * depth + STAGES * tile_columns(depth) * (4 * depth + 8)
+
+
+@fieldwise_init
+struct _Sides[dtype: DType, head: Int, keys: Bool](TrivialRegisterPassable):
+    """The rows and columns of a head, in memory.
+
+    Parameters:
+        dtype: Of the tensors.
+        head: Channels of a head.
+        keys: Whether the rows are keys, and the columns queries.
+    """
+
+    comptime depth = padded(Self.head)
+    comptime CHUNKS = Self.depth // 8
+    comptime COLUMNS = tile_columns(Self.depth)
+
+    var o: AttentionGrad[Self.dtype]
+    """All tensors."""
+    var query: Int
+    """Channels before the head's first query."""
+    var key: Int
+    """Channels before the head's first key."""
+    var place: Int
+    """Queries before the head's first, in logsumexp and delta."""
+
+    @always_inline
+    def __init__(out self, o: AttentionGrad[Self.dtype], n: Int32, place: Int32):
+        var f = o.forward
+        var channel = Int(place * Int32(Self.head))
+        self.o = o
+        self.query = Int(n * f.t) * Int(f.c) + channel
+        self.key = Int(n * f.s) * Int(f.c) + channel
+        self.place = Int(n * f.heads + place) * Int(f.t)
+
+    @always_inline
+    def rows(self) -> Int32:
+        """Counts the rows."""
+        return self.o.forward.s if Self.keys else self.o.forward.t
+
+    @always_inline
+    def columns(self) -> Int32:
+        """Counts the columns."""
+        return self.o.forward.t if Self.keys else self.o.forward.s
+
+    @always_inline
+    def copy[
+        queries: Bool, count: Int
+    ](self, first: Int32, end: Int32, left: Shared[Self.dtype], right: Shared[Self.dtype]):
+        """Starts copying some queries and their slopes, or keys and values; zeros from `end` on."""
+        var f = self.o.forward
+        var t = Int32(thread_idx.x)
+        var a = f.q.unsafe_offset(self.query) if queries else f.k.unsafe_offset(self.key)
+        var b = self.o.dy.unsafe_offset(self.query) if queries else f.v.unsafe_offset(self.key)
+        comptime for i in range(count * Self.CHUNKS // THREADS):
+            var row = (t + Int32(i * THREADS)) // Int32(Self.CHUNKS)
+            var chunk = (t + Int32(i * THREADS)) % Int32(Self.CHUNKS)
+            var inside = first + row < end
+            var at = Int(first + row if inside else 0) * Int(f.c) + Int(chunk * 8)
+            var to = chunk_place[Self.depth](row, chunk)
+            copy_chunk[Self.head](left.unsafe_offset(to), a.unsafe_offset(at), chunk, inside)
+            copy_chunk[Self.head](right.unsafe_offset(to), b.unsafe_offset(at), chunk, inside)
+
+    @always_inline
+    def copy_tile(self, tile: Int32, stages: Shared[Self.dtype]):
+        """Starts copying a tile of columns."""
+        comptime TILE = Self.COLUMNS * Self.depth
+        var to = stages.unsafe_offset(Int(tile & 1) * (2 * TILE))
+        self.copy[Self.keys, Self.COLUMNS](
+            tile * Int32(Self.COLUMNS), self.columns(), to, to.unsafe_offset(TILE)
+        )
+
+    @always_inline
+    def numbers(self, tile: Int32) -> SIMD[F32, 2]:
+        """Reads the numbers of the thread's query of a tile: what is subtracted of each product."""
+        comptime if Self.keys:
+            var query = tile * Int32(Self.COLUMNS) + Int32(thread_idx.x) % Int32(Self.COLUMNS)
+            return SIMD[F32, 2](self.bound(query), self.sums(query))
+        return 0
+
+    @always_inline
+    def keep(self, tile: Int32, numbers: SIMD[F32, 2], kept: Shared[F32]):
+        """Puts the numbers of each query beside a tile of them."""
+        comptime if Self.keys:
+            var t = Int32(thread_idx.x)
+            if t < Int32(Self.COLUMNS):
+                var to = kept.unsafe_offset(Int((tile & 1) * Int32(2 * Self.COLUMNS) + t))
+                to[unsafe_offset=0] = numbers[0]
+                to[unsafe_offset=Self.COLUMNS] = numbers[1]
+
+    @always_inline
+    def bound(self, query: Int32) -> Float32:
+        """Reads a query's logsumexp, for powers of two; infinity where it sees no key, or is none."""
+        if query >= self.o.forward.t:
+            return inf[F32]()
+        var kept = self.o.logsumexp[unsafe_offset=self.place + Int(query)]
+        return inf[F32]() if kept == neg_inf[F32]() else kept * LOG2_E
+
+    @always_inline
+    def sums(self, query: Int32) -> Float32:
+        """Reads a query's sum of dy * y, which the kernel ahead has left."""
+        if query >= self.o.forward.t:
+            return 0
+        return self.o.delta[unsafe_offset=self.place + Int(query)]
+
+
+@always_inline
+def _products[
+    dtype: DType, depth: Int, columns: Int
+](
+    rows: Shared[dtype],
+    held: Array[SIMD[U32, 4], depth // 16],
+    tile: Shared[dtype],
+) -> Array[
+    SIMD[F32, 4], columns // 8
+]:
+    """Multiplies a warp's rows, held or in shared memory, by a tile's columns."""
+    var lane = Int32(thread_idx.x) & 31
+    var scores = Array[SIMD[F32, 4], columns // 8](fill=0)
+    comptime for half in range(depth // 32):
+        var a = Array[SIMD[U32, 4], 2](uninitialized=True)
+        comptime for i in range(2):
+            comptime step = 2 * half + i
+            comptime if depth <= 64:
+                a[i] = held[step]
+            else:
+                a[i] = _fragment[dtype, depth, step](rows)
+        var at = UInt32(Int(tile)) + chunk_bytes[depth](lane & 7, Int32(4 * half) + (lane >> 3))
+        comptime for j in range(columns // 8):
+            var b = matrices[j * 16 * depth](at)
+            scores[j] = mma_sync[dtype](a[0], SIMD[U32, 2](b[0], b[1]), scores[j])
+            scores[j] = mma_sync[dtype](a[1], SIMD[U32, 2](b[2], b[3]), scores[j])
+    return scores^
+
+
+@always_inline
+def _fragment[dtype: DType, depth: Int, step: Int](rows: Shared[dtype]) -> SIMD[U32, 4]:
+    """Reads 16 channels of a warp's rows, as the left side of a product."""
+    var t = Int32(thread_idx.x)
+    var row = (t >> 5) * 16 + (t & 15)
+    var at = chunk_bytes[depth](row, Int32(2 * step) + ((t & 31) >> 4))
+    return matrices[0](UInt32(Int(rows)) + at)
+
+
+@always_inline
+def _add[
+    dtype: DType, depth: Int, columns: Int
+](
+    left: Array[SIMD[F32, 4], columns // 8],
+    tile: Shared[dtype],
+    mut sums: Array[SIMD[F32, 4], depth // 8],
+):
+    """Adds the products of a warp's numbers for a tile's columns, rounded, and the columns."""
+    var lane = Int32(thread_idx.x) & 31
+    comptime for step in range(columns // 16):
+        ref low = left[2 * step]
+        ref high = left[2 * step + 1]
+        var a = SIMD[U32, 4](
+            packed[dtype](low[0], low[1]),
+            packed[dtype](low[2], low[3]),
+            packed[dtype](high[0], high[1]),
+            packed[dtype](high[2], high[3]),
+        )
+        comptime for pair in range(depth // 16):
+            var at = UInt32(Int(tile)) + chunk_bytes[depth](
+                lane & 15, Int32(2 * pair) + (lane >> 4)
+            )
+            var b = matrices[step * 32 * depth, transpose=True](at)
+            sums[2 * pair] = mma_sync[dtype](a, SIMD[U32, 2](b[0], b[1]), sums[2 * pair])
+            sums[2 * pair + 1] = mma_sync[dtype](a, SIMD[U32, 2](b[2], b[3]), sums[2 * pair + 1])
+
+
+@always_inline
+def _sum_slopes[
+    dtype: DType, head: Int
+](sides: _Sides[dtype, head, False], rows: Shared[dtype], row: Int32) -> SIMD[F32, 2]:
+    """Adds up dy * y of the thread's two rows, and leaves the sums for the other kernel."""
+    var f = sides.o.forward
+    var quad = Int32(thread_idx.x) & 3
+    var sums = SIMD[F32, 2](0)
+    comptime for step in range(sides.depth // 16):
+        var slopes = _fragment[dtype, sides.depth, step](rows)
+        comptime for i in range(4):
+            var query = row + Int32(8 * (i % 2))
+            var channel = Int32(16 * step + 8 * (i // 2)) + 2 * quad
+            if query < f.t and channel < Int32(head):
+                var at = sides.query + Int(query) * Int(f.c) + Int(channel)
+                var y = widened(f.y.unsafe_load[width=2, alignment=4](at))
+                var product = y * widened(bitcast[dtype, 2](slopes[i]))
+                sums[i % 2] += product[0] + product[1]
+    comptime for h in range(2):
+        sums[h] += warp.shuffle_xor(sums[h], 1)
+        sums[h] += warp.shuffle_xor(sums[h], 2)
+        var query = row + Int32(8 * h)
+        if query < f.t:
+            var place = sides.place + Int(query)
+            if sides.o.logsumexp[unsafe_offset=place] == neg_inf[F32]():
+                sums[h] = 0  # y may be NaN
+            if quad == 0:
+                sides.o.delta[unsafe_offset=place] = sums[h]
+    return sums
+
+
+@__name(t"attention_grad_{side}_{mask.label()}{head}_{dtype}")
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(2 * THREADS)))
+def grad_kernel[
+    dtype: DType, head: Int, keys: Bool, side: StaticString, mask: Mask
+](o: AttentionGrad[dtype], blocks: Int32, tensors: MaskTensors[dtype], sizes: MaskSizes):
+    """Computes dq of 64 queries of a head, or dk and dv of 64 keys.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        head: Channels of a head, a multiple of 4.
+        keys: Whether the rows are keys.
+        side: What the rows are, for the kernel's symbol.
+        mask: What is done to the scores.
+
+    Args:
+        o: Tensors and sizes.
+        blocks: Blocks of rows of a head.
+        tensors: What masks read.
+        sizes: Where that lies.
+    """
+    comptime assert not mask.keys, "attention_grad: here a mask of keys is a bias"
+    comptime depth = padded(head)
+    comptime COLUMNS = tile_columns(depth)
+    comptime TILE = COLUMNS * depth
+    comptime COUNT = COLUMNS // 8
+    wait_on_dependent_grids()
+    launch_dependent_grids()
+
+    var rows = external_memory[Scalar[dtype], address_space=AddressSpace.SHARED, alignment=16]()
+    var others = rows.unsafe_offset(ROWS * depth)
+    var stages = others.unsafe_offset(ROWS * depth)
+    var kept = stages.unsafe_offset(STAGES * 2 * TILE).unsafe_bitcast[Float32]()
+    var t = Int32(thread_idx.x)
+    var quad = t & 3
+    var item = Int32(block_idx.x) // blocks
+    var n = item // o.forward.heads
+    var place = item - n * o.forward.heads
+    var sides = _Sides[dtype, head, keys](o, n, place)
+    var first = (Int32(block_idx.x) - item * blocks) * Int32(ROWS)
+    var row = first + (t >> 5) * 16 + ((t & 31) >> 2)
+    var begin = Int32(0)
+    var end = ceildiv(sides.columns(), Int32(COLUMNS))
+    comptime if mask.causal:
+        comptime if keys:  # the first query that sees the first of these keys
+            begin = max(first - sizes.diagonal, 0) // Int32(COLUMNS)
+        else:
+            end = sizes.tiles[mask, COLUMNS](min(first + Int32(ROWS), o.forward.t) - 1, end)
+
+    sides.copy[not keys, ROWS](first, sides.rows(), rows, others)
+    if begin < end:
+        sides.copy_tile(begin, stages)
+        sides.keep(begin, sides.numbers(begin), kept)
+    commit_copies()
+    wait_copies[0]()
+    barrier()
+    var bound = SIMD[F32, 2](0)
+    var sum = SIMD[F32, 2](0)
+    comptime if not keys:
+        sum = _sum_slopes[dtype, head](rebind[_Sides[dtype, head, False]](sides), others, row)
+        comptime for h in range(2):
+            bound[h] = sides.bound(row + Int32(8 * h))
+    var a = Array[SIMD[U32, 4], depth // 16](uninitialized=True)
+    var b = Array[SIMD[U32, 4], depth // 16](uninitialized=True)
+    comptime if depth <= 64:
+        comptime for step in range(depth // 16):
+            a[step] = _fragment[dtype, depth, step](rows)
+            b[step] = _fragment[dtype, depth, step](others)
+
+    var scale = o.forward.scale * LOG2_E
+    var grown = Array[SIMD[F32, 4], depth // 8](fill=0)
+    var values = Array[SIMD[F32, 4], depth // 8](fill=0)
+    for tile in range(begin, end):
+        if tile > begin:
+            wait_copies[0]()
+            barrier()
+        if tile + 1 < end:
+            sides.copy_tile(tile + 1, stages)
+        commit_copies()
+        var ahead = sides.numbers(tile + 1)
+        var left = stages.unsafe_offset(Int(tile & 1) * (2 * TILE))
+        var right = left.unsafe_offset(TILE)
+        var scores = _products[dtype, depth, COLUMNS](rows, a, left)
+        var slopes = _products[dtype, depth, COLUMNS](others, b, right)
+        var column = tile * Int32(COLUMNS) + 2 * quad
+        comptime for j in range(COUNT):
+            comptime for e in range(2):
+                var at = column + Int32(8 * j + e)
+                comptime if keys:
+                    var number = kept.unsafe_offset(
+                        Int((tile & 1) * Int32(2 * COLUMNS) + at - tile * Int32(COLUMNS))
+                    )
+                    bound = SIMD[F32, 2](number[unsafe_offset=0])
+                    sum = SIMD[F32, 2](number[unsafe_offset=COLUMNS])
+                comptime for h in range(2):
+                    comptime i = 2 * h + e
+                    var mine = row + Int32(8 * h)
+                    var query = at if keys else mine
+                    var key = mine if keys else at
+                    var shift = -bound[h]
+                    comptime if mask.bias:
+                        if query < o.forward.t and key < o.forward.s:
+                            var added = tensors.bias[
+                                unsafe_offset=sizes.place(Int(n), Int(place), Int(query)) + Int(key)
+                            ]
+                            shift = widened(added).fma(LOG2_E, shift)
+                    var p = exp2(scores[j][i].fma(scale, shift))
+                    comptime if mask.causal:
+                        if key > query + sizes.diagonal:
+                            p = 0
+                    if at >= sides.columns():
+                        p = 0
+                    scores[j][i] = p
+                    slopes[j][i] = p * (slopes[j][i] - sum[h])
+        _add[dtype, depth, COLUMNS](slopes, left, grown)
+        comptime if keys:
+            _add[dtype, depth, COLUMNS](scores, right, values)
+            if tile + 1 < end:
+                sides.keep(tile + 1, ahead, kept)
+
+    var mine = first + (t >> 5) * 16
+    if mine < sides.rows():
+        var at = (sides.key if keys else sides.query) + Int(mine) * Int(o.forward.c)
+        var to = o.dk if keys else o.dq
+        store_rows[dtype, depth, head, 1](
+            to.unsafe_offset(at),
+            sides.rows() - mine,
+            o.forward.c,
+            rows,
+            mine - first,
+            grown,
+            Array[Float32, 2](fill=o.forward.scale),
+        )
+        comptime if keys:
+            store_rows[dtype, depth, head, 1](
+                o.dv.unsafe_offset(at),
+                sides.rows() - mine,
+                o.forward.c,
+                others,
+                mine - first,
+                values,
+                Array[Float32, 2](fill=1),
+            )
+
+
+def enqueue_grad[
+    dtype: DType, head: Int, mask: Mask
+](
+    o: AttentionGrad[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
+) raises:
+    """Enqueues both kernels.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        head: Channels of a head, a multiple of 4.
+        mask: What is done to the scores.
+
+    Args:
+        o: Tensors and sizes.
+        tensors: What masks read.
+        sizes: Where that lies.
+        ctx: The GPU.
+
+    Raises:
+        If a launch fails.
+    """
+    comptime SHARED = grad_shared_bytes(padded(head))
+    var heads = Int(o.forward.n * o.forward.heads)
+    comptime for keys in [False, True]:
+        comptime side = StaticString("keys" if keys else "queries")
+        var blocks = ceildiv(Int(o.forward.s if keys else o.forward.t), ROWS)
+        if blocks > 0:
+            launch[grad_kernel[dtype, head, keys, side, mask]](
+                ctx,
+                o,
+                Int32(blocks),
+                tensors,
+                sizes,
+                grid_dim=blocks * heads,
+                block_dim=THREADS,
+                shared=SHARED,
+            )
