@@ -41,9 +41,20 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from maxvision.bridge.optimizers import (
+    SGD,
+    Adam,
+    AdamW,
+    adam_,
+    adam_settings,
+    sgd_,
+    sgd_settings,
+)
+from maxvision.bridge.refusal import DTYPES, refusal
 from maxvision.common.errors import ArgumentError, ModelError, UserError
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+__all__ = ["SGD", "Adam", "AdamW", "adam_", "adam_settings", "refusal", "sgd_", "sgd_settings"]
+
 _SCHEMA = {
     "Tensor": "Tensor", "Tensor | None": "Tensor?", "float": "float", "float | None": "float?",
     "int": "int", "bool": "bool", "str": "str", "Pair": "int[2]",
@@ -238,28 +249,6 @@ class Op:
             raise (TypeError if "computes in" in why else ModelError)(
                 f"torch_ops.{self.name}: {why}"
             )
-
-
-def refusal(*tensors: Tensor) -> str:
-    """Says why no kernel here takes tensors together; nothing if one may."""
-    for x in tensors:
-        if (x.is_floating_point() or x.is_complex()) and x.dtype not in DTYPES:
-            name = str(x.dtype).removeprefix("torch.")
-            return f"a tensor is {name}, and it computes in float32, bfloat16 and float16"
-    places = sorted({str(x.device) for x in tensors})
-    if len(places) > 1:
-        return f"its tensors are on {' and '.join(places)}; move them to one device"
-    if places and tensors[0].device.type not in ("cpu", "cuda"):
-        return f"its tensors are on {places[0]}, and it computes on a CPU or a GPU"
-    return _without_max()
-
-
-@functools.cache
-def _without_max() -> str:
-    import importlib.util
-
-    found = importlib.util.find_spec("max.engine") if importlib.util.find_spec("max") else None
-    return "" if found else "MAX is not installed; pip install modular"
 
 
 TABLE: dict[str, Op] = {}

@@ -1086,6 +1086,22 @@ def normalize(
     return _custom("normalize", [pixels, mean, scale], [out])[0]
 
 
+def optimizer_step(places: TensorValue, settings: TensorValue, dtype: DType) -> TensorValue:
+    """Takes a step of SGD or Adam with parameters that lie where ``places`` says, in place.
+
+    Args:
+        places: int64 [T, 7]: for each parameter the addresses of itself, of its gradient and of three
+            states, 0 for those that are not there; its numbers; the chunks of those before it.
+        settings: float32, or float64 as the parameters [T, 10]; ops/optimizer.mojo says which.
+        dtype: Of the parameters.
+
+    Returns:
+        Nothing that counts, [1]: the graph has to give it.
+    """
+    done = Type((1,))
+    return _custom("optimizer_step", [places, settings], [done], {"dtype": dtype})[0]
+
+
 def stem_maxpool(
     x: TensorValue,
     filter: Filter,
