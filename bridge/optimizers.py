@@ -5,9 +5,9 @@
 The classes are torch's, with another ``step``: they have its settings, its ``state_dict`` and its
 schedulers. The ops ``sgd_`` and ``adam_`` take lists of tensors, which they change in place.
 
-A kernel (ops/optimizer.mojo) is told where the tensors lie, and gets the settings of each parameter as
-numbers. It is compiled once for a dtype and a device: for all networks, groups of parameters, steps
-and learning rates.
+A kernel (ops/optimizer.mojo) is told where the tensors lie, and gets the settings of each parameter
+as numbers. It is compiled once for a dtype and a device: for all networks, groups of parameters,
+steps and learning rates.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def sgd_(
     Args:
         params: What is changed: of one dtype, on one device, without holes in their memory.
         grads: Their gradients, in their shapes and dtype.
-        momenta: Their momenta, like them; zeros before the first step. None for all of them together
-            if there is none.
+        momenta: Their momenta, like them; zeros before the first step. An empty list if there are
+            none.
         settings: A row of ``sgd_settings`` for each, or one for all; on any device.
 
     Raises:
@@ -121,7 +121,7 @@ def adam_(
         grads: Their gradients, in their shapes and dtype.
         means: The mean gradients, like them; zeros before the first step.
         squares: Those of the gradients' squares, likewise.
-        largest: The largest of these, for amsgrad; nothing otherwise.
+        largest: The largest of these, for amsgrad; an empty list otherwise.
         settings: A row of ``adam_settings`` for each, or one for all; on any device.
 
     Raises:
@@ -250,7 +250,8 @@ def _kernel(dtype: torch.dtype, device: torch.device) -> Callable[..., Any]:
 
     def build(**ops: Any) -> Graph:
         with Graph("optimizer_step", input_types=types, **ops) as graph:
-            graph.output(nodes.optimizer_step(*(x.tensor for x in graph.inputs), of))
+            places, settings = (x.tensor for x in graph.inputs)
+            graph.output(nodes.optimizer_step(places, settings, of))
         return graph
 
     return OnTensors(load(build, where), where, records=False)
@@ -322,10 +323,13 @@ class _Ours(torch.optim.Optimizer):
 
     def _states(self, name: str, params: Sequence[Tensor]) -> list[Tensor]:
         """Gives a state of each parameter, zeros at first, laid as the parameter is."""
+        found = []
         for p in params:
-            held = self.state[p].get(name)
-            self.state[p][name] = torch.zeros_like(p) if held is None else _like(held, p)
-        return [self.state[p][name] for p in params]
+            state = self.state[p]
+            if (held := state.get(name)) is None or not _alike(held, p):
+                state[name] = torch.zeros_like(p) if held is None else _like(held, p)
+            found.append(state[name])
+        return found
 
 
 class SGD(_Ours, torch.optim.SGD):
@@ -348,13 +352,15 @@ class _OfMoments(_Ours):
     def _of(self, group: Any, params: Any) -> tuple[list[list[Tensor]], list[list[float]]]:
         if not params:
             return [], []
-        for state in (self.state[p] for p in params):
-            step = state.get("step", torch.zeros(()))
-            state["step"] = step.cpu() if isinstance(step, Tensor) else torch.tensor(float(step))
-        steps = [self.state[p]["step"] for p in params]
-        torch._foreach_add_(steps, 1)
+        held = [self.state[p] for p in params]
+        for state in held:
+            step = state.get("step", 0.0)
+            if not isinstance(step, Tensor) or step.device.type != "cpu":
+                state["step"] = torch.tensor(float(step))
+        steps = [state["step"] for state in held]
+        torch._foreach_add_(steps, torch.ones(()))
         counts = torch.stack(steps).tolist()
-        lr, betas = float(group["lr"]), tuple(map(float, group["betas"]))
+        lr, betas = float(group["lr"]), (float(group["betas"][0]), float(group["betas"][1]))
         decoupled = group.get("decoupled_weight_decay", isinstance(self, torch.optim.AdamW))
         more = group["eps"], group["weight_decay"], bool(decoupled), group["maximize"]
         rows = {count: adam_settings(count, lr, betas, *more) for count in {*counts}}

@@ -1090,8 +1090,8 @@ def optimizer_step(places: TensorValue, settings: TensorValue, dtype: DType) -> 
     """Takes a step of SGD or Adam with parameters that lie where ``places`` says, in place.
 
     Args:
-        places: int64 [T, 7]: for each parameter the addresses of itself, of its gradient and of three
-            states, 0 for those that are not there; its numbers; the chunks of those before it.
+        places: int64 [T, 7]: for each parameter the addresses of itself, of its gradient and of
+            three states, 0 for those that are not there; its numbers; the chunks of those before.
         settings: float32, or float64 as the parameters [T, 10]; ops/optimizer.mojo says which.
         dtype: Of the parameters.
 

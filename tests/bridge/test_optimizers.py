@@ -116,7 +116,7 @@ def test_a_state_goes_from_torch_to_us_and_back(name: str) -> None:
     mixed.load_state_dict(theirs.state_dict())
     wanted = getattr(torch.optim, name)(theirs.parameters(), **settings)
     ways: list[Any] = [torch_ops, torch.optim, torch_ops]
-    kept = None
+    kept: Any = None
     for step, way in enumerate(ways):
         optimizer = getattr(way, name)(mixed.parameters(), **settings)
         if kept is not None:

@@ -1488,7 +1488,7 @@ def test_pool(find: Find, rng: np.random.Generator, kind: str, g: Conv, width: i
 
 @pytest.mark.parametrize("dtype", [BF16, "float32"])
 def test_optimizer_step(find: Find, rng: np.random.Generator, dtype: str) -> None:
-    """Of each number of states one parameter is aligned; one lies at an odd number, one is empty."""
+    """There is a parameter with each number of states; one lies unaligned, one is empty."""
     sizes = {(4096 + 1029, 3): 0, (37, 2): 1, (0, 0): 0, (1500, 0): 0, (8, 1): 0, (2053, 2): 0}
     tensors = [
         [rounded(np.abs(rng.standard_normal(n)) + 0.5, dtype) for _ in range(2 + states)]
