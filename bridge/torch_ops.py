@@ -715,6 +715,25 @@ def attention(
     return _attend(q, k, v, mask, causal, scale)
 
 
+@op("q", "k", "v")
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attends where ``blocks`` [T / B, S / B], or [H, T / B, S / B], is true.
+
+    A query that sees no key gives zeros.
+    """
+    t, s = q.shape[-2], k.shape[-2]
+    rows, columns = blocks.shape[-2:]
+    if blocks.dtype != torch.bool or t % rows or s % columns:
+        raise ArgumentError(
+            f"blocks of {blocks.dtype} {list(blocks.shape)} do not divide {t} queries and {s} keys;"
+            " give truth values, one for each block"
+        )
+    seen = blocks.repeat_interleave(t // rows, -2).repeat_interleave(s // columns, -1)
+    return _attend(q, k, v, seen, False, scale)
+
+
 @op("q", "k")
 def attention_score(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """Computes softmax(q k^T scale)."""

@@ -158,6 +158,21 @@ CASES: dict[str, list[Callable[[], dict[str, Any]]]] = {
             "scale": 0.3,
         },
     ],
+    "block_sparse_attention": [
+        lambda: {
+            "q": n(2, 3, 6, 4),
+            "k": n(2, 3, 8, 4),
+            "v": n(2, 3, 8, 4),
+            "blocks": torch.tensor([[True, False], [False, False], [True, True]]),
+        },
+        lambda: {
+            "q": n(2, 3, 6, 4),
+            "k": n(2, 3, 8, 4),
+            "v": n(2, 3, 8, 5),
+            "blocks": torch.rand(3, 2, 4) > 0.5,
+            "scale": 0.3,
+        },
+    ],
     "attention_score": [lambda: {"q": n(2, 3, 5, 4), "k": n(2, 3, 6, 4)}],
     "multi_head_attention": [
         lambda: {
