@@ -19,6 +19,7 @@ from maxvision.bridge import rules
 from maxvision.bridge.aten import rule
 from maxvision.bridge.importer import Importer, Unsupported
 from maxvision.graphs.net import Value
+from maxvision.graphs.types import product
 
 aten = torch.ops.aten
 
@@ -293,7 +294,8 @@ def _resizing_backward(
 ) -> Value:
     """Gives each pixel what it had a part in: the matrices of the op, turned."""
     op, scales = _RESIZING[node.target].default, (*rest, None, None)  # type: ignore[index]
-    corners, held = (), size[2:]
+    corners: tuple[bool, ...] = ()
+    held = size[2:]
     if any(each.name == "align_corners" for each in op._schema.arguments):
         corners, scales = (bool(rest[0]),), scales[1:]
     matrices = forward.resizing(op, held, into, scales[:2], *corners)
@@ -331,7 +333,7 @@ def _embedding_backward(
     if by_count:
         raise Unsupported("scale_grad_by_freq")
     index, c, net = imp.value(indices), dy.size(-1), imp.net
-    count = math.prod(dy.size(a) for a in range(len(dy.shape) - 1))
+    count = product(dy.shape[:-1])
     tokens, index = net.reshape(dy, count, c), net.reshape(index, count, 1)
     if padding >= 0:
         tokens = net.op("where", [net.op("ne", [index], other=float(padding)), tokens], other=0.0)

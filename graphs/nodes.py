@@ -652,7 +652,7 @@ def reduce(
         dtype: Of the result: that of x, or float32.
 
     Raises:
-        ArgumentError: If there is no such axis, or its size is not known.
+        ArgumentError: If there is no such axis.
         DeviceError: If the device has no kernel for the dtype.
     """
     (out,) = shapes.reduction(_type(x), axes=tuple(axes), keepdim=keepdim, dtype=dtype)
@@ -711,9 +711,11 @@ def reduce_terms(
     rows = [Type((before, behind), out.dtype) for out in outs]
     nothing = Type((1, 1), outs[0].dtype)  # where no result goes
     rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
+    known = isinstance(between, int)
+    length = _host([between], DType.int64) if known else ops.shape_to_tensor(dims([between]))
     made = _custom(
         "reduce_terms",
-        [*values, *rest, _host([int(between)], DType.int64)],
+        [*values, *rest, length],
         [*rows, *[nothing] * (MOST_RESULTS - len(rows))],
         {"kind": kind, "expression": expression, "lies": " ".join(lies)},
     )
@@ -773,7 +775,7 @@ def roll(x: TensorValue, shifts: Sequence[int], axes: Sequence[int]) -> TensorVa
         axes: One or two, in order.
 
     Raises:
-        ArgumentError: If there is no such axis, or its size is not known.
+        ArgumentError: If there is no such axis.
     """
     out = shapes.roll(_type(x), shifts=tuple(shifts), axes=tuple(axes))
     if not supported(x.dtype, x.device):
