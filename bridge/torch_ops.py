@@ -14,11 +14,14 @@ tensors that it has not seen the like of, a program of both its ways (bridge/par
   the forward pass only inputs are saved, and what the gradients need of it is computed again.
 
 A program is compiled for the dtypes, shapes, order of strides, settings and device of its inputs,
-and kept in the process, and in the cache of all graphs. It takes any batch where no op brings two
-images together and all outputs begin with the batch: forward ops do, gradients of weights do not.
+and kept in the process, and in the cache of all graphs. It takes any batch of two or more: sums and
+products may run over a batch that is not known, other ops have it as their first axis (``_free``).
+What does not fit that, as a softmax across images, is compiled for each batch.
 
 The kernels compute in float32, bfloat16 and float16, and refuse float64: gradients are compared
 with torch's in float64 from outside. Gradients of gradients are not there.
+
+The layers are torch's, computed by these ops; bridge/optimizers.py has the optimizers.
 """
 
 from __future__ import annotations

@@ -711,8 +711,10 @@ def reduce_terms(
     rows = [Type((before, behind), out.dtype) for out in outs]
     nothing = Type((1, 1), outs[0].dtype)  # where no result goes
     rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
-    known = isinstance(between, int)
-    length = _host([between], DType.int64) if known else ops.shape_to_tensor(dims([between]))
+    if isinstance(between, int):
+        length = _host([between], DType.int64)
+    else:
+        length = ops.shape_to_tensor(dims([between]))
     made = _custom(
         "reduce_terms",
         [*values, *rest, length],
