@@ -20,7 +20,8 @@ STEPS = 200_000
 """Tries before an assignment is given up."""
 OURS = re.compile(
     r"(gemm|conv2d|depthwise|stem|attention|layernorm|rms_norm|group_norm|reduce|(concat_)?pointwise"
-    r"|pool|normalize|roll|squeeze_excite|token_linear|gather_rows)_"
+    r"|pool|normalize|roll|squeeze_excite|token_linear|gather_rows"
+    r"|optimizer_step)_"
 )
 """Begins of symbols that are no kernel of MAX's own."""
 

@@ -694,6 +694,7 @@ def _nearest(imp: Importer, node: Node, x: Value, size: Any, *scales: Any) -> Va
 
 @rule(
     aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec,
+    aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default,
     aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.vec,
     aten._upsample_bicubic2d_aa.default,
 )  # fmt: skip
@@ -701,12 +702,28 @@ def _interpolate(
     imp: Importer, node: Node, x: Value, size: Any, corners: bool, *scales: Any
 ) -> Value:
     op = node.target.overloadpacket.default  # type: ignore[union-attr]
-    matrices = []
-    held, into = (x.size(2), x.size(3)), _shape(node)[2:]
-    for long, out, factor in zip(held, into, _scales(size, scales), strict=True):
+    given = (x.size(2), x.size(3)), _shape(node)[2:], _scales(size, scales)
+    return rules.separable(imp, x, *resizing(op, *given, corners))
+
+
+def resizing(op: Any, held: Any, into: Any, scales: Any, *corners: bool) -> list[torch.Tensor]:
+    """Gives what an op that resizes images does to their columns and to their rows.
+
+    Args:
+        op: Of torch.
+        held: Height and width, px.
+        into: What they become.
+        scales: The factors, or None.
+        corners: The setting align_corners of ops that have it.
+
+    Returns:
+        Two matrices [into, held].
+    """
+    made = []
+    for long, out, factor in zip(held, into, scales, strict=True):
         lines = torch.eye(long).reshape(1, 1, long, long)
-        matrices.append(op(lines, [out, long], corners, factor, None)[0, 0])
-    return rules.separable(imp, x, *matrices)
+        made.append(op(lines, [out, long], *corners, factor, None)[0, 0])
+    return made
 
 
 # --- movement ----------------------------------------------------------------------------------

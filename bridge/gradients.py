@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from maxvision.bridge import rules
 from maxvision.bridge.aten import rule
 from maxvision.bridge.importer import Importer, Unsupported
 from maxvision.graphs.net import Value
+from maxvision.graphs.types import product
 
 aten = torch.ops.aten
 
@@ -263,6 +265,67 @@ def _adaptive_avg_pool2d_backward(imp: Importer, node: Node, dy: Value, x: Any) 
     return rules.separable(imp, dy, down, across)
 
 
+@rule(aten.adaptive_max_pool2d_backward.default)
+def _adaptive_max_pool2d_backward(
+    imp: Importer, node: Node, dy: Value, x: Any, indices: Any
+) -> Value:
+    """Gives each pixel the gradients of the windows whose first maximum it is."""
+    x = imp.value(x)
+    held, into = (x.size(2), x.size(3)), (dy.size(2), dy.size(3))
+    if any(a % b for a, b in zip(held, into, strict=True)):
+        raise Unsupported(f"{held[0]} x {held[1]} px in windows of unlike sizes")
+    window = dict.fromkeys(("kernel", "stride"), (held[0] // into[0], held[1] // into[1]))
+    return imp.net.op("max_pool2d_grad", [x, dy], **rules.plain(window))
+
+
+_RESIZING = {
+    aten.upsample_nearest2d_backward.default: aten.upsample_nearest2d,
+    aten._upsample_nearest_exact2d_backward.default: aten._upsample_nearest_exact2d,
+    aten.upsample_bilinear2d_backward.default: aten.upsample_bilinear2d,
+    aten.upsample_bicubic2d_backward.default: aten.upsample_bicubic2d,
+    aten._upsample_bilinear2d_aa_backward.default: aten._upsample_bilinear2d_aa,
+    aten._upsample_bicubic2d_aa_backward.default: aten._upsample_bicubic2d_aa,
+}
+"""The ops that resize images, by their gradients'."""
+
+
+@rule(*_RESIZING)
+def _resizing_backward(
+    imp: Importer, node: Node, dy: Value, into: Any, size: Sequence[int], *rest: Any
+) -> Value:
+    """Gives each pixel what it had a part in: the matrices of the op, turned."""
+    op, scales = _RESIZING[node.target].default, (*rest, None, None)  # type: ignore[index]
+    corners: tuple[bool, ...] = ()
+    held = size[2:]
+    if any(each.name == "align_corners" for each in op._schema.arguments):
+        corners, scales = (bool(rest[0]),), scales[1:]
+    matrices = forward.resizing(op, held, into, scales[:2], *corners)
+    times = [long // short for long, short in zip(into, held, strict=True)]
+    repeats = (torch.eye(n).repeat_interleave(by, 0) for n, by in zip(held, times, strict=True))
+    if all(torch.equal(a, b) for a, b in zip(matrices, repeats, strict=True)):
+        window = rules.plain(dict.fromkeys(("kernel", "stride"), (times[0], times[1])))
+        mean = imp.net.op("avg_pool2d", [dy], **window)
+        return imp.net.op("mul", [mean], other=float(math.prod(times)))
+    return rules.separable(imp, dy, *(each.t() for each in matrices))
+
+
+@contextmanager
+def resizing_whole() -> Iterator[None]:
+    """Keeps torch from taking resizing apart ahead of a trace, into gathers and scatters."""
+    ops = [getattr(op, name) for op in _RESIZING.values() for name in op.overloads()]
+    keys = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
+    held = [(op, key, op.py_kernels.pop(key)) for op in ops for key in keys if key in op.py_kernels]
+    for op in ops:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, key, kernel in held:
+            op.py_kernels[key] = kernel
+        for op in ops:
+            op._dispatch_cache.clear()
+
+
 @rule(aten.embedding_dense_backward.default)
 def _embedding_backward(
     imp: Importer, node: Node, dy: Value, indices: Any, rows: int, padding: int, by_count: bool
@@ -271,7 +334,7 @@ def _embedding_backward(
     if by_count:
         raise Unsupported("scale_grad_by_freq")
     index, c, net = imp.value(indices), dy.size(-1), imp.net
-    count = math.prod(dy.size(a) for a in range(len(dy.shape) - 1))
+    count = product(dy.shape[:-1])
     tokens, index = net.reshape(dy, count, c), net.reshape(index, count, 1)
     if padding >= 0:
         tokens = net.op("where", [net.op("ne", [index], other=float(padding)), tokens], other=0.0)
@@ -399,10 +462,13 @@ def without_indices(graph: torch.fx.Graph) -> None:
 def with_indices(module: torch.fx.GraphModule) -> None:
     """Finds the places of maxima again where torch computes the way back, which needs them."""
     for node in _max_pools(module.graph):
-        _, *given, indices = node.args
+        dy, *given, indices = node.args
         if indices is None:
+            op: Any = aten.max_pool2d_with_indices.default
+            if node.target == aten.adaptive_max_pool2d_backward.default:
+                op = aten.adaptive_max_pool2d.default
+                given.append(list(dy.meta["val"].shape[-2:]))  # type: ignore[union-attr]
             with module.graph.inserting_before(node):
-                op = aten.max_pool2d_with_indices.default
                 both = module.graph.call_function(op, tuple(given))
                 places = module.graph.call_function(operator.getitem, (both, 1))
             node.args = (*node.args[:-1], places)
@@ -410,5 +476,5 @@ def with_indices(module: torch.fx.GraphModule) -> None:
 
 
 def _max_pools(graph: torch.fx.Graph) -> list[Node]:
-    op = aten.max_pool2d_with_indices_backward.default
-    return [*graph.find_nodes(op="call_function", target=op)]
+    ops = aten.max_pool2d_with_indices_backward, aten.adaptive_max_pool2d_backward
+    return [n for op in ops for n in graph.find_nodes(op="call_function", target=op.default)]

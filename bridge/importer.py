@@ -258,4 +258,6 @@ def _stored(given: Known) -> tuple[np.ndarray, tuple[Size, ...]]:
             if not np.array_equal(np.concatenate([one] * batch, axis), x, equal_nan=nan):
                 raise Unsupported("a constant that differs from image to image")
         found = [one, found[1].take(range(each), axis)]
+    if not np.array_equal(found[0], found[1], equal_nan=first.dtype.kind == "f"):
+        raise Unsupported("a constant that differs from batch to batch")
     return np.ascontiguousarray(found[0]), tuple(shape)

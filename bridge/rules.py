@@ -284,10 +284,10 @@ def lstm(
 
 
 def reduced(imp: Importer, op: str, x: Value, axes: Any, keepdim: bool) -> Value:
-    """Reduces axes; all if none are named."""
+    """Reduces axes; all if none are named. The batch only where gradients of weights are."""
     rank = len(x.shape)
     axes = tuple(sorted(axis_of(x, a) for a in (axes or range(rank))))
-    if any(isinstance(x.shape[a], str) for a in axes):
+    if not imp.exact and any(isinstance(x.shape[a], str) for a in axes):
         raise Unsupported("a reduction over the batch")
     if all(x.shape[a] == 1 for a in axes):
         return (

@@ -14,17 +14,21 @@ tensors that it has not seen the like of, a program of both its ways (bridge/par
   the forward pass only inputs are saved, and what the gradients need of it is computed again.
 
 A program is compiled for the dtypes, shapes, order of strides, settings and device of its inputs,
-and kept in the process, and in the cache of all graphs. It takes any batch where no op brings two
-images together and all outputs begin with the batch: forward ops do, gradients of weights do not.
+and kept in the process, and in the cache of all graphs. It takes any batch of two or more: sums and
+products may run over a batch that is not known, other ops have it as their first axis (``_free``).
+What does not fit that, as a softmax across images, is compiled for each batch.
 
 The kernels compute in float32, bfloat16 and float16, and refuse float64: gradients are compared
 with torch's in float64 from outside. Gradients of gradients are not there.
+
+The layers are torch's, computed by these ops; bridge/optimizers.py has the optimizers.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,9 +46,20 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from maxvision.bridge.attention import attend
+from maxvision.bridge.optimizers import (
+    SGD,
+    Adam,
+    AdamW,
+    adam_,
+    adam_settings,
+    sgd_,
+    sgd_settings,
+)
+from maxvision.bridge.refusal import DTYPES, refusal
 from maxvision.common.errors import ArgumentError, ModelError, UserError
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+__all__ = ["SGD", "Adam", "AdamW", "adam_", "adam_settings", "refusal", "sgd_", "sgd_settings"]
+
 _SCHEMA = {
     "Tensor": "Tensor", "Tensor | None": "Tensor?", "float": "float", "float | None": "float?",
     "int": "int", "bool": "bool", "str": "str", "Pair": "int[2]",
@@ -193,15 +208,13 @@ class Op:
     ) -> list[Tensor]:
         """Computes one way on our kernels, which are compiled if need be."""
         self._check(given)
-        names = [*[""] * (len(given) - len(args)), *self.signature.parameters]
-        batched = [name in self.batch or not name for name in names]
         tensors = [x for x in given if isinstance(x, Tensor)]
-        sizes = {
-            x.shape[0] if x.ndim and _order(x)[0] == 0 else None
-            for x, yes in zip(given, batched, strict=True)
-            if yes and isinstance(x, Tensor)
-        }
+        named = zip(self.signature.parameters, args, strict=True)
+        held = [isinstance(x, Tensor) and name in self.batch for name, x in named]
+        sizes = {_images_of(x) for x, yes in zip(args, held, strict=True) if yes}
         first = sizes.pop() if len(sizes) == 1 else None
+        slopes = [isinstance(x, Tensor) and _images_of(x) == first for x in given[: -len(args)]]
+        batched = [*slopes, *held]
         keys = [(way, *(_key(x, False) for x in given))]
         if first is not None and first > 1:  # a batch of any size is tried first
             flags = zip(given, batched, strict=True)
@@ -230,7 +243,9 @@ class Op:
 
             raise ArgumentError(f"torch_ops.{self.name}: {first_line(error)}") from error
         floats = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
-        return _Compiled.of(f"maxvision::{self.name}{way}", graph, next(floats), any(batched))
+        tensors = zip(given, batched, strict=True)
+        shares = [yes for x, yes in tensors if isinstance(x, Tensor)]
+        return _Compiled.of(f"maxvision::{self.name}{way}", graph, next(floats), shares)
 
     def _check(self, given: Sequence[Any]) -> None:
         """Makes sure that the tensors are of dtypes that kernels take, and in one place."""
@@ -239,28 +254,6 @@ class Op:
             raise (TypeError if "computes in" in why else ModelError)(
                 f"torch_ops.{self.name}: {why}"
             )
-
-
-def refusal(*tensors: Tensor) -> str:
-    """Says why no kernel here takes tensors together; nothing if one may."""
-    for x in tensors:
-        if (x.is_floating_point() or x.is_complex()) and x.dtype not in DTYPES:
-            name = str(x.dtype).removeprefix("torch.")
-            return f"a tensor is {name}, and it computes in float32, bfloat16 and float16"
-    places = sorted({str(x.device) for x in tensors})
-    if len(places) > 1:
-        return f"its tensors are on {' and '.join(places)}; move them to one device"
-    if places and tensors[0].device.type not in ("cpu", "cuda"):
-        return f"its tensors are on {places[0]}, and it computes on a CPU or a GPU"
-    return _without_max()
-
-
-@functools.cache
-def _without_max() -> str:
-    import importlib.util
-
-    found = importlib.util.find_spec("max.engine") if importlib.util.find_spec("max") else None
-    return "" if found else "MAX is not installed; pip install modular"
 
 
 TABLE: dict[str, Op] = {}
@@ -362,6 +355,11 @@ def _fakes(tensors: Sequence[Tensor], batched: Sequence[bool]) -> list[Tensor]:
     return made
 
 
+def _images_of(x: Tensor) -> int | None:
+    """Counts the images of a tensor whose outermost axis, in memory too, they are."""
+    return x.shape[0] if x.ndim and _order(x)[0] == 0 else None
+
+
 def _order(x: Tensor) -> tuple[int, ...]:
     """Gives the axes in the order in which they lie in memory."""
     return tuple(sorted(range(x.ndim), key=lambda axis: -x.stride()[axis]))
@@ -374,17 +372,25 @@ class _Compiled:
         self._part = part
 
     @classmethod
-    def of(cls, name: str, graph: fx.GraphModule, like: Tensor, batched: bool) -> _Compiled | None:
+    def of(
+        cls, name: str, graph: fx.GraphModule, like: Tensor, shares: Sequence[bool]
+    ) -> _Compiled | None:
         """Compiles a graph; gives None if it should take any batch, and does not.
+
+        Args:
+            name: Of the op, for errors.
+            graph: Of ATen ops.
+            like: A tensor on the device, of the dtype in which it computes.
+            shares: Which of its inputs begin with the batch; none if it need not take any.
 
         Raises:
             ModelError: If ops of it have no rule.
         """
         from maxvision.bridge import parts
         from maxvision.bridge.tensors import device_of
-        from maxvision.graphs.layers import keeps_images_apart
         from maxvision.graphs.types import BATCH
 
+        batched = any(shares)
         try:
             missing = parts.missing(graph)
         except UserError:
@@ -399,11 +405,8 @@ class _Compiled:
         dtype = str(like.dtype).removeprefix("torch.")
         inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
         part = parts.Part(graph, inputs, {}, dtype, device_of(like.device), True)
-        program = part.program
-        ends = [program.types[value] for value in program.outputs.values()]
-        ahead = all(isinstance(size, int) for x in program.types.values() for size in x.shape[1:])
-        apart = all(each.shape[:1] == (BATCH,) for each in ends) and keeps_images_apart(program)
-        if batched and not (ahead and apart):
+        firsts = [x.shape[:1] == (BATCH,) for x in part.program.inputs.values()]
+        if batched and (firsts != [shares[i] for i in part.taken] or not _free(part.program)):
             return None
         part.load()
         return cls(part)
@@ -418,6 +421,26 @@ class _Compiled:
             owned.append(y.clone() if place in seen else y)
             seen.add(place)
         return owned
+
+
+def _free(program: Any) -> bool:
+    """Tells whether a program has the batch where kernels take a size that is not known.
+
+    That is the first axis of what is computed. Sums over it, and products whose sums run over it,
+    are given it anywhere, as the gradients of weights are; moves may put it there.
+    """
+    from maxvision.graphs.lower import MOVES
+
+    def ahead(value: str) -> bool:
+        return all(isinstance(size, int) for size in program.types[value].shape[1:])
+
+    sums = ("sum", "mean", "amax", "amin", "matmul")
+    return all(map(ahead, [*program.inputs, *program.outputs.values()])) and all(
+        all(map(ahead, node.outputs))
+        and (node.op in sums or all(ahead(value) for value in node.inputs if value))
+        for node in program.nodes
+        if node.op not in MOVES
+    )
 
 
 # --- the table ---------------------------------------------------------------------------------
@@ -514,8 +537,23 @@ def layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) 
     return F.gelu(F.layer_norm(x, weight.shape, weight, bias, eps))
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in DTYPES else x
+
+
+def _images(x: Tensor) -> Tensor:
+    """Counts images by a sum over x: as a number their count would be compiled in."""
+    firsts = x[(slice(None), *[slice(1)] * (x.ndim - 1))]
+    return _wide(firsts.ne(math.nan).to(x.dtype)).sum()  # NaN is not equal to itself either
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Gives the mean of all numbers."""
+    return (_wide(x).sum() / (_images(x) * math.prod(x.shape[1:]))).to(x.dtype)
+
+
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float() if x.dtype in DTYPES else x
+    wide = _wide(x)
     scale = wide.square().mean(-1, keepdim=True).add(eps).rsqrt()
     return (wide * scale).to(x.dtype) * weight
 
@@ -540,14 +578,13 @@ def _batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, training: bool,
     momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    wide = x.float() if x.dtype in DTYPES else x
+    wide = _wide(x)
     used, spread = mean, var
     if training:
-        axes = [0, *range(2, x.ndim)]
-        used = wide.mean(axes)
-        spread = (wide - _by_channel(used, x)).square().mean(axes)
-        count = x.numel() // x.shape[1]
-        unbiased = spread.detach() * (count / max(1, count - 1))
+        axes, count = [0, *range(2, x.ndim)], _images(x) * math.prod(x.shape[2:])
+        used = wide.sum(axes) / count
+        spread = (wide - _by_channel(used, x)).square().sum(axes) / count
+        unbiased = spread.detach() * (count / (count - 1).clamp(min=1))
         mean = mean * (1 - momentum) + used.detach().to(mean.dtype) * momentum
         var = var * (1 - momentum) + unbiased.to(var.dtype) * momentum
     y = (wide - _by_channel(used, x)) * _by_channel((spread + eps).rsqrt(), x)
@@ -665,7 +702,7 @@ def sum_squared(x: Tensor) -> Tensor:
 @op()
 def mean_abs(x: Tensor) -> Tensor:
     """Gives the mean of all magnitudes."""
-    return x.abs().mean()
+    return _mean(x.abs())
 
 
 @op("x", "target")
@@ -682,7 +719,9 @@ def cross_entropy(
 def _summed(losses: Tensor, reduction: str) -> Tensor:
     if reduction not in ("none", "mean", "sum"):
         raise ArgumentError(f"reduction {reduction!r} is none of none, mean, sum")
-    return losses if reduction == "none" else getattr(losses, reduction)()
+    if reduction == "none":
+        return losses
+    return _mean(losses) if reduction == "mean" else losses.sum()
 
 
 @op("x", "target")
@@ -726,6 +765,25 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Computes softmax(q k^T scale + mask) v of heads [N, H, T, D]."""
     return _attend(q, k, v, mask, causal, scale)
+
+
+@op("q", "k", "v")
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attends where ``blocks`` [T / B, S / B], or [H, T / B, S / B], is true.
+
+    A query that sees no key gives zeros.
+    """
+    t, s = q.shape[-2], k.shape[-2]
+    rows, columns = blocks.shape[-2:]
+    if blocks.dtype != torch.bool or t % rows or s % columns:
+        raise ArgumentError(
+            f"blocks of {blocks.dtype} {list(blocks.shape)} do not divide {t} queries and {s} keys;"
+            " give truth values, one for each block"
+        )
+    seen = blocks.repeat_interleave(t // rows, -2).repeat_interleave(s // columns, -1)
+    return _attend(q, k, v, seen, False, scale)
 
 
 @op("q", "k")

@@ -50,7 +50,8 @@ def trained(
         graph = attention.whole(graph)
     compiler = partial(_compiled, told=told, run=run, only=only)
     either = compiler if run else lambda module, _: _boxed(module)
-    with sdpa_kernel(SDPBackend.MATH):  # what it saves has a rule here
+    # What attention saves has a rule here, and so has what resizes images.
+    with sdpa_kernel(SDPBackend.MATH), gradients.resizing_whole():
         made: Callable[..., Any] = aot_autograd(
             fw_compiler=either,
             bw_compiler=either,

@@ -154,7 +154,7 @@ def keeps_images_apart(program: Program) -> bool:
             [x for x in names if x and any(isinstance(s, str) for s in program.types[x].shape)]
             for names in (node.inputs, node.outputs)
         )
-        if node.op == "conv2d_weight_grad" and inputs:
+        if inputs and len(outputs) < len(node.outputs):
             return False  # a sum over all images
         counts = {merged.get(x, 1) for x in inputs}
         if len(counts) > 1:

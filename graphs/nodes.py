@@ -694,7 +694,7 @@ def reduce(
         dtype: Of the result: that of x, or float32.
 
     Raises:
-        ArgumentError: If there is no such axis, or its size is not known.
+        ArgumentError: If there is no such axis.
         DeviceError: If the device has no kernel for the dtype.
     """
     (out,) = shapes.reduction(_type(x), axes=tuple(axes), keepdim=keepdim, dtype=dtype)
@@ -753,9 +753,13 @@ def reduce_terms(
     rows = [Type((before, behind), out.dtype) for out in outs]
     nothing = Type((1, 1), outs[0].dtype)  # where no result goes
     rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
+    if isinstance(between, int):
+        length = _host([between], DType.int64)
+    else:
+        length = ops.shape_to_tensor(dims([between]))
     made = _custom(
         "reduce_terms",
-        [*values, *rest, _host([int(between)], DType.int64)],
+        [*values, *rest, length],
         [*rows, *[nothing] * (MOST_RESULTS - len(rows))],
         {"kind": kind, "expression": expression, "lies": " ".join(lies)},
     )
@@ -815,7 +819,7 @@ def roll(x: TensorValue, shifts: Sequence[int], axes: Sequence[int]) -> TensorVa
         axes: One or two, in order.
 
     Raises:
-        ArgumentError: If there is no such axis, or its size is not known.
+        ArgumentError: If there is no such axis.
     """
     out = shapes.roll(_type(x), shifts=tuple(shifts), axes=tuple(axes))
     if not supported(x.dtype, x.device):
@@ -1196,6 +1200,22 @@ def normalize(
     """
     out = shapes.normalize(_type(pixels), _type(mean), _type(scale), dtype=dtype.name)
     return _custom("normalize", [pixels, mean, scale], [out])[0]
+
+
+def optimizer_step(places: TensorValue, settings: TensorValue, dtype: DType) -> TensorValue:
+    """Takes a step of SGD or Adam with parameters that lie where ``places`` says, in place.
+
+    Args:
+        places: int64 [T, 7]: for each parameter the addresses of itself, of its gradient and of
+            three states, 0 for those that are not there; its numbers; the chunks of those before.
+        settings: float32, or float64 as the parameters [T, 10]; ops/optimizer.mojo says which.
+        dtype: Of the parameters.
+
+    Returns:
+        Nothing that counts, [1]: the graph has to give it.
+    """
+    done = Type((1,))
+    return _custom("optimizer_step", [places, settings], [done], {"dtype": dtype})[0]
 
 
 def stem_maxpool(

@@ -13,6 +13,7 @@ from .gpu import *
 from .group_norm import *
 from .layernorm import *
 from .normalize import *
+from .optimizer import *
 from .permute import *
 from .pointwise import *
 from .pool import *

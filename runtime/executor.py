@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,18 +134,41 @@ def compiled(
     place = DeviceRef.from_device(device)
     graph, weights, final = lowering.build(program, tensors, place, Unchecked())
 
+    def checked() -> Graph:
+        return lowering.build(program, tensors, place, ops=cache.called(str(graph)))[0]
+
     def compile() -> CompiledModel:
         watch.lap("graph")
         starting()
-        log.info("compiling %s for %s, which may take a minute", program.name, place)
-        checked, _, _ = lowering.build(program, tensors, place, ops=cache.called(str(graph)))
-        made = InferenceSession(devices=[device]).compile(checked)
+        made = _compiled(checked, program.name, device)
         watch.lap("compile")
         return made
 
     mef = cache.compiled(graph, target or Target.of(device), compile)
     watch.lap("graph")
     return mef, weights, final
+
+
+def _compiled(checked: Callable[[], Graph], name: str, device: Device) -> CompiledModel:
+    log.info("compiling %s for %s, which may take a minute", name, DeviceRef.from_device(device))
+    return InferenceSession(devices=[device]).compile(checked())
+
+
+def load(build: Callable[..., Graph], device: Device) -> Executable:
+    """Compiles a graph of our ops that is no program's, or finds it in the cache, and loads it.
+
+    Args:
+        build: Makes the graph, which has no weights, with these settings of ``Graph``.
+        device: Where it runs.
+    """
+    graph = build(kernel_library=Unchecked())
+    library = partial(cache.library, cache.called(str(graph)), gpu=not device.is_host)
+    mef = cache.compiled(
+        graph,
+        Target.of(device),
+        lambda: _compiled(lambda: build(custom_extensions=[library()]), graph.name, device),
+    )
+    return InferenceSession(devices=[device]).init(read(io.BytesIO(mef)))
 
 
 class Executor:

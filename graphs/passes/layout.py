@@ -11,6 +11,7 @@ from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE, MOST_PARTS, REDUCTIONS
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, rebuilt
 from maxvision.graphs.shapes import MOST_AXES
+from maxvision.graphs.types import split
 from maxvision.graphs.views import View
 
 IMAGES = {
@@ -209,9 +210,10 @@ class _Layout:
             (f, m), c = shapes[0], shapes[1][1]
             if self.is_transposed(a) and not any(rest) and "alpha" not in node.attributes:
                 (dy, turned), (x, plain) = self.view(a), self.view(b)
+                number, batch = split(m)
                 images = (
-                    turned.permuted((1, 0)).reshaped((1, m, 1, f)),
-                    plain.reshaped((1, m, 1, c)),
+                    turned.permuted((1, 0)).reshaped((batch or 1, number, 1, f)),
+                    plain.reshaped((batch or 1, number, 1, c)),
                 )
                 assert images[0] is not None and images[1] is not None
                 dy, x = self.lay(dy, images[0]), self.lay(x, images[1])

@@ -3,7 +3,8 @@
 A task walks over the keys, KEYS at a time: it turns them over and packs them beside their values
 once for all its queries, then takes 6 queries at a time through both products in register tiles of 6
 rows x 4 vectors (2 on AVX2), as ops/gemm/cpu.mojo does. Running maximum and sum of each query
-(Milakov and Gimelshein 2018, arXiv:1805.02867), so that no more than 6 x KEYS scores exist.
+(Milakov and Gimelshein 2018, arXiv:1805.02867), so that no more than 6 x KEYS scores exist. Tiles that
+a bias of minus infinity hides from all queries of a task are passed over, as block-sparse attention has it.
 Bound by the FMA units and, a quarter of the time, by the exponentials.
 """
 
@@ -200,6 +201,24 @@ struct Masks[dtype: DType, mask: Mask](TrivialRegisterPassable):
         """
         return Self(self.bias.unsafe_offset(query * self.row), self.row, self.seen + query)
 
+    def hides(self, queries: Int, count: Int) -> Bool:
+        """Tells whether the bias hides all keys of a tile from all queries of a block.
+
+        Args:
+            queries: How many queries there are, from this one on.
+            count: How many keys.
+
+        Returns:
+            False where there is no bias.
+        """
+        comptime if Self.mask.bias:
+            for query in range(queries):
+                for key in range(count):
+                    if self.bias[unsafe_offset=query * self.row + key] != neg_inf[Self.dtype]():
+                        return False
+            return True
+        return False
+
     def apply(self, query: Int, scores: Data[F32], count: Int, scale: Float32):
         """Scales a query's scores and adds the bias, if there is one, and hides keys.
 
@@ -326,10 +345,12 @@ def attention_cpu[
                 if seen + queries <= 1:
                     break
             var count = min(KEYS, Int(o.s) - first_key)
+            var masks = Masks[dtype, mask](bias.unsafe_offset(first_key), Int(sizes.row), seen)
+            if masks.hides(queries, count):
+                continue
             var at = (n * Int(o.s) + first_key) * c + channel
             turn_over[depth](o.k.unsafe_offset(at), c, count, s.keys)
             widen_rows[depth](o.v.unsafe_offset(at), c, count, s.values)
-            var masks = Masks[dtype, mask](bias.unsafe_offset(first_key), Int(sizes.row), seen)
             var whole = queries // ROWS * ROWS
             for i in range(0, whole, ROWS):
                 _attend[depth, ROWS](

@@ -188,6 +188,7 @@ def test_all_that_is_missing_is_listed_at_once_with_its_line() -> None:
         (lambda x: x[1:], ""),
         (lambda x: x[0], "one image of the batch"),
         (lambda x: x.sum(0), "a reduction over the batch"),
+        (lambda x: x / torch.ones(len(x)).sum(), "a constant that differs from batch to batch"),
         (lambda x: torch.cat([x, x]), "batches put together"),
         (lambda x: x.flip(0), "is the batch"),
         (lambda x: x.roll(1, 0), "is the batch"),

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import maxvision
 from maxvision import torch_ops
-from maxvision.bridge import parts
+from maxvision.bridge import parts, refusal
 from maxvision.common.errors import ArgumentError, ModelError
 from tests.bridge.test_dynamo import Interpreted
 
@@ -164,6 +164,21 @@ CASES: dict[str, list[Callable[[], dict[str, Any]]]] = {
             "mask": torch.arange(5)[:, None] > torch.arange(6),  # the first query sees no key
         },
     ],
+    "block_sparse_attention": [
+        lambda: {
+            "q": n(2, 3, 6, 4),
+            "k": n(2, 3, 8, 4),
+            "v": n(2, 3, 8, 4),
+            "blocks": torch.tensor([[True, False], [False, False], [True, True]]),
+        },
+        lambda: {
+            "q": n(2, 3, 6, 4),
+            "k": n(2, 3, 8, 4),
+            "v": n(2, 3, 8, 5),
+            "blocks": torch.rand(3, 2, 4) > 0.5,
+            "scale": 0.3,
+        },
+    ],
     "attention_score": [lambda: {"q": n(2, 3, 5, 4), "k": n(2, 3, 6, 4)}],
     "multi_head_attention": [
         lambda: {
@@ -297,14 +312,33 @@ def reference(name: str, given: Mapping[str, Any]) -> Callable[..., Any]:
     return lambda **cast: op.means(*op.bound((), cast).values())
 
 
+def twice(name: str, given: dict[str, Any]) -> dict[str, Any] | None:
+    """Gives a case with twice as many images; None where no program takes any batch."""
+    found = dict(given)
+    for each in torch_ops.TABLE[name].batch:
+        if (x := given.get(each)) is not None:
+            found[each] = torch.cat([x, x.flip(0)])
+            if len(x) == 1 or max(x.stride()) != x.stride(0):
+                return None
+    return None if given.get("transpose_a") else found
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("name", "case"), ALL)
 def test_values_and_gradients_are_torchs(name: str, case: int) -> None:
     given = CASES[name][case]()
+    equals_torch(name, given)
+    made = len(Interpreted.made)
+    assert made
+    if more := twice(name, given):
+        equals_torch(name, more)
+        assert len(Interpreted.made) == made, "another batch was compiled anew"
+
+
+def equals_torch(name: str, given: dict[str, Any]) -> None:
     wanted = both(reference(name, given), given, torch.float64)
     torchs = both(reference(name, given), given, torch.float32)
     found = both(torch_ops.TABLE[name], given, torch.float32)
-    assert Interpreted.made
     for ours, theirs, exact in zip(found, torchs, wanted, strict=True):
         assert ours.dtype == torch.float32 and ours.shape == exact.shape
         bound = 2 * (theirs - exact).abs().max() + 1e-6 * exact.abs().max() + 1e-7
@@ -459,7 +493,7 @@ def test_mistakes_are_told_in_a_sentence() -> None:
 
 
 def test_without_max_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_ops, "_without_max", lambda: "MAX is not installed")
+    monkeypatch.setattr(refusal, "without_max", lambda: "MAX is not installed")
     with pytest.raises(ModelError, match=r"torch_ops\.relu: MAX is not installed"):
         torch_ops.relu(n(2, 3))
 
@@ -469,19 +503,16 @@ def test_the_api_names_them() -> None:
 
 
 def test_they_run_on_our_kernels() -> None:
-    """Compiles two graphs: a layer forward, and its gradients."""
+    """Compiles two graphs: a layer forward, and its gradients, each for any batch."""
     torch.manual_seed(0)
-    x, weight = n(3, 8).requires_grad_(), n(6, 8).requires_grad_()
-    y = torch_ops.linear(x, weight, activation="relu")
-    wanted = F.linear(x, weight).relu()
-    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
-    slope = n(3, 6)
-    found = torch.autograd.grad(y, [x, weight], slope)
-    torch.testing.assert_close(
-        found, torch.autograd.grad(wanted, [x, weight], slope), rtol=1e-5, atol=1e-5
-    )
-    x = n(5, 8)
-    torch.testing.assert_close(
-        torch_ops.linear(x, weight, activation="relu"), F.linear(x, weight).relu(),
-        rtol=1e-5, atol=1e-5,
-    )  # fmt: skip
+    weight, bias = n(6, 8).requires_grad_(), n(6).requires_grad_()
+    torch_ops.linear.made.clear()
+    for batch in (3, 5):
+        x, slope = n(batch, 4, 8).requires_grad_(), n(batch, 4, 6)
+        y = torch_ops.linear(x, weight, bias, activation="relu")
+        wanted = F.linear(x, weight, bias).relu()
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+        found = torch.autograd.grad(y, [x, weight, bias], slope)
+        wants = torch.autograd.grad(wanted, [x, weight, bias], slope)
+        torch.testing.assert_close(found, wants, rtol=1e-5, atol=1e-5)
+        assert len(torch_ops.linear.made) == 2

@@ -277,6 +277,17 @@ class Pairs(nn.Module):
         return ((y @ y.mT + bias).softmax(-1) @ y).roll(1, 1)
 
 
+class Antialiased(nn.Module):
+    """Makes images smaller."""
+
+    def __init__(self, mode: str, size: int) -> None:
+        super().__init__()
+        self.mode, self.size = mode, size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, size=self.size, mode=self.mode, antialias=True)
+
+
 PICTURES, TOKENS, VECTORS = (2, 3, 8, 8), (2, 4, 8), (4, 8)
 ACTIVATIONS = (
     nn.Hardswish, nn.SiLU, nn.GELU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Mish,
@@ -314,7 +325,18 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
     "depthwise": (lambda: behind(nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)), PICTURES),
     "lines": (lambda: nn.Conv1d(4, 6, 3, dilation=2, groups=2), TOKENS),
-    "nearest": (lambda: behind(nn.Upsample(scale_factor=2)), PICTURES),
+    "adaptive max pool of unlike windows": (lambda: behind(nn.AdaptiveMaxPool2d(3)), PICTURES),
+    "resized": (
+        lambda: behind(
+            nn.Upsample(scale_factor=(2, 3)), nn.Upsample((9, 31)),
+            nn.Upsample((7, 13), mode="nearest-exact"),
+            nn.Upsample(scale_factor=1.7, mode="bilinear"),
+            nn.Upsample((8, 9), mode="bilinear", align_corners=True),
+            nn.Upsample(scale_factor=1.5, mode="bicubic"), Antialiased("bilinear", 9),
+            Antialiased("bicubic", 5),
+        ),
+        PICTURES,
+    ),
     "encoder": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), TOKENS,
     ),
@@ -344,10 +366,9 @@ TARGETS: dict[str, tuple[Callable[..., Tensor], Callable[[], Tensor]]] = {
     ),
 }  # fmt: skip
 LEFT = {
-    "adaptive max pool": {
+    "adaptive max pool of unlike windows": {
         "aten.adaptive_max_pool2d.default", "aten.adaptive_max_pool2d_backward.default",
     },
-    "nearest": {"aten.index_put.default", "aten.unsqueeze.default", "aten.full.default"},
 }  # fmt: skip
 """What torch runs of a layer."""
 

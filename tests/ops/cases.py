@@ -777,6 +777,7 @@ def attend(
     windows: int = 1,
     causal: bool = False,
     hidden: bool = False,
+    tiles: bool = False,
 ) -> Case:
     """Makes a case of attention from t queries to s keys.
 
@@ -794,6 +795,7 @@ def attend(
         windows: Windows of t tokens in an image.
         causal: Whether later keys are hidden.
         hidden: Whether the bias hides keys, and from a query all of them.
+        tiles: Whether it hides 64 keys from all queries: a tile of a CPU's.
     """
     c, even = heads * depth, s + s % 2
     inputs: list[Shape] = [(windows * t, c), (windows * s, c), (windows * s, c)]
@@ -834,11 +836,13 @@ def attend(
                 rows[rows > 1.5] = -np.inf
                 rows[:, rows.shape[1] // 2] = -np.inf
                 rows[:, -1, : s // 2] = -np.inf
+            if tiles:
+                rows[..., 64:128] = -np.inf
         for i, rows in enumerate(x[3] if keys else ()):
             rows[:, max(1, s - 1 - 40 * i) :] = -np.inf
 
     # What hidden keys hold is not read everywhere, so that NaN there may come to nothing.
-    finite = scale == 0 or keys or causal
+    finite = scale == 0 or keys or causal or tiles
     return Case(name, inputs, weights, build, reference, change, finite=finite)
 
 
@@ -1414,6 +1418,7 @@ CASES = [
     attend("attention windows of all heads", 49, 49, 3, 32, windows=4, bias=(4, 1, 49)),
     attend("attention many windows", 49, 49, 12, 32, windows=64, bias=(64, 12, 49)),
     attend("attention rows hidden", 70, 150, 2, 64, bias=(1, 1, 70), hidden=True),
+    attend("attention tiles hidden", 70, 150, 2, 64, bias=(1, 1, 70), tiles=True),
     attend("attention rows hidden in many heads", 150, 171, 150, 64, bias=(1, 1, 150), hidden=True),
     attend("attention keys hidden", 33, 150, 2, 64, keys=True),
     attend("attention keys hidden in many heads", 130, 151, 140, 64, keys=True),

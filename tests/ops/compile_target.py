@@ -254,7 +254,7 @@ def precisions(case: Case, everything: bool) -> list[tuple[DType, bool]]:
 
 
 def graph_of(cases: Sequence[Case], device: DeviceRef, everything: bool) -> Graph:
-    """Builds one graph of the cases, and of the pixels' normalisation."""
+    """Builds one graph of the cases, the pixels' normalisation and an optimizer's step."""
     instances = [(case, *precision) for case in cases for precision in precisions(case, everything)]
     types = [
         TensorType(DType.uint8 if case.levels else dtype, ["batch", *shape], device=device)
@@ -262,6 +262,8 @@ def graph_of(cases: Sequence[Case], device: DeviceRef, everything: bool) -> Grap
         for shape in case.inputs
     ]
     types.append(TensorType(DType.uint8, ["batch", 8, 8, 3], device=device))
+    types.append(TensorType(DType.int64, ["tensors", 7], device=device))
+    types.append(TensorType(DType.float32, ["tensors", 10], device=device))
     library = cache.library(gpu=device.is_gpu())
     with Graph("cases", input_types=types, custom_extensions=[library]) as graph:
         inputs = iter(value.tensor for value in graph.inputs)
@@ -270,12 +272,13 @@ def graph_of(cases: Sequence[Case], device: DeviceRef, everything: bool) -> Grap
             tensors = {f"{i}.{name}": array for name, array in case.data(1)[1].items()}
             w = Parameters(tensors, device, dtype, tf32=tf32).at(str(i))
             outputs.append(case.build(w, *itertools.islice(inputs, len(case.inputs))))
-        pixels = next(inputs)
+        pixels, places, settings = inputs
         three = np.ones(3, np.float32)
         dtypes = DTYPES if everything else DTYPES[:1]
         for i, dtype in enumerate(dtypes, start=len(instances)):
             w = Parameters({f"{i}.mean": three, f"{i}.scale": three}, device, dtype).at(str(i))
             outputs.append(nodes.normalize(pixels, w.vector("mean"), w.vector("scale"), dtype))
+            outputs.append(nodes.optimizer_step(places, settings, dtype))
         graph.output(*outputs)
     return graph
 

@@ -37,6 +37,7 @@ from ops.group_norm.gpu import group_norm_gpu
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.normalize import normalize_gpu
 from ops.operands import F32, Batch, Data, Operands, Scales
+from ops.optimizer import step_gpu
 from ops.permute import AXES, Joined, permute_gpu
 from ops.pointwise import Broadcast, Sources, pointwise_gpu
 from ops.reduce.gpu import reduce_gpu
@@ -509,5 +510,7 @@ def main() raises:
         pool_gpu[BF16, kind](half, half, Geometry(rows=n, depth=n, columns=n), ctx)
     comptime for kind in ["max", "mean"]:
         pool_grad_gpu[BF16, kind](half, half, half, Geometry(rows=n, depth=n, columns=n), ctx)
+    step_gpu[BF16](integers, full, n, ctx)
+    step_gpu[F32](integers, full, n, ctx)
     normalize_gpu(half, bytes, full, full, n, n, ctx)
     normalize_gpu(half, full, full, full, n, n, ctx)

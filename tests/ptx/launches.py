@@ -1612,6 +1612,26 @@ def pool_grad(kernel: Kernel, g: Conv, x: Array, dy: Array, width: int, dtype: s
     return memory.array(at[0], dx)
 
 
+def optimizer_step(
+    kernel: Kernel, tensors: Sequence[Sequence[Array]], settings: Array, offsets: Sequence[int]
+) -> list[list[Array]]:
+    """Runs ops/optimizer.mojo on parameters, each with its gradient and up to three states.
+
+    The tensors of each begin ``offsets`` numbers behind an aligned address.
+    """
+    memory, at, chunks = Tensors(), [], 0
+    places = np.zeros((len(tensors), 7), np.int64)
+    for row, each, offset in zip(places, tensors, offsets, strict=True):
+        at.append([memory.add(x, offset * x.itemsize, late=True) for x in each])
+        row[: len(each)], row[5:] = at[-1], (each[0].size, chunks)
+        chunks += -(-each[0].size // 4096)
+    given = [memory.add(places, late=True), memory.add(settings, late=True)]
+    parameters = [*(pack("Q", a) for a in given), pack("i", len(tensors))]
+    Launch(kernel, parameters, memory, grid=(3,), threads=256, together=8).run()
+    pairs = zip(at, tensors, strict=True)
+    return [list(map(memory.array, some, each)) for some, each in pairs]
+
+
 def normalize(kernel: Kernel, x: Array, mean: Array, scale: Array, dtype: str) -> Array:
     """Runs the kernel of ops/normalize.mojo on x[N, H, W, C]."""
     memory, y = Tensors(), unwritten(x.shape, dtype)

@@ -63,6 +63,7 @@ from .launches import (
     hopper_attention,
     layernorm,
     normalize,
+    optimizer_step,
     permute_rows,
     permute_tiles,
     pingpong,
@@ -1570,6 +1571,38 @@ def test_pool(find: Find, rng: np.random.Generator, kind: str, g: Conv, width: i
             count = (ends[0] - first[0]) * (ends[1] - first[1])
         want = inside.sum((1, 2)) / count
         check(got[:, p, q], want, BF16, SUMS)
+
+
+@pytest.mark.parametrize("dtype", [BF16, "float32"])
+def test_optimizer_step(find: Find, rng: np.random.Generator, dtype: str) -> None:
+    """There is a parameter with each number of states; one lies unaligned, one is empty."""
+    sizes = {(4096 + 1029, 3): 0, (37, 2): 1, (0, 0): 0, (1500, 0): 0, (8, 1): 0, (2053, 2): 0}
+    tensors = [
+        [rounded(np.abs(rng.standard_normal(n)) + 0.5, dtype) for _ in range(2 + states)]
+        for n, states in sizes
+    ]
+    sgd, adam = (0.1, -1, 0.2, 0.9, 0.7, 0.8), (0.1, 1, 0, 0.01, 0.9, 0.1, 0.99, 0.01, 1.5, 1e-3)
+    rows = [adam if states > 1 else sgd for _, states in sizes]
+    settings = np.array([(*row, *[0] * (10 - len(row))) for row in rows], np.float32)
+    name = f"optimizer_step_{dtype}"
+    found = optimizer_step(find(name), tensors, settings, list(sizes.values()))
+    for each, got, row in zip(tensors, found, settings.astype(float), strict=True):
+        w, g, *held = (wide(x, dtype) for x in each)
+        g, states = g * row[1] + row[2] * w, len(held)
+        if states > 1:
+            w = w - row[3] * w
+            held[0] = row[4] * held[0] + row[5] * g
+            held[1] = row[6] * held[1] + row[7] * g * g
+            held[2:] = [np.maximum(x, held[1]) for x in held[2:]]
+            w = w - row[0] * held[0] / (row[8] * np.sqrt(held[-1]) + row[9])
+        elif states:
+            held[0] = row[3] * held[0] + row[4] * g
+            w = w - row[0] * (g + row[5] * held[0])
+        else:
+            w = w - row[0] * g
+        for one, want in zip(got, (w, wide(each[1], dtype), *held), strict=True):
+            if want.size:
+                check(one, want, dtype, 2**-21)
 
 
 @pytest.mark.parametrize(
