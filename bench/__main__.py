@@ -95,6 +95,8 @@ def parser() -> Parser:
                   batches=[128], seconds=3.0, precompiled=None)
     add("--engines", type=names, default=["maxvision", "torch-compile", "torch"], metavar="A,B",
         help="maxvision, torch-compile and torch, or some of them")
+    add("--size", type=whole(8, 4096), metavar="PX",
+        help="edge of the images (default: what the model takes)")
 
     command("ops", "each distinct layer beside torch's operator", *measured, "threads", "peers",
             "seconds", batches=[1, 32, 256], seconds=0.2)

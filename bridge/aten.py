@@ -210,7 +210,7 @@ for _name, _ops in _BINARY.items():
 
 @rule(aten.where.self)
 def _where(imp: Importer, node: Node, condition: Any, a: Any, b: Any) -> Value:
-    return imp.net.op("where", [imp.value(each) for each in (condition, a, b)])
+    return rules.where(imp, condition, a, b)
 
 
 @rule(aten.logical_not.default, aten.bitwise_not.default)

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_unflatten
 
 from maxvision.bridge.exported import decomposed, first_line
 from maxvision.bridge.importer import Known
-from maxvision.bridge.parts import Explanation, cut, leave
+from maxvision.bridge.parts import Explanation, cut, leave, load
 from maxvision.bridge.tensors import device_of
 from maxvision.common.errors import ModelError
 
@@ -378,10 +378,8 @@ class _Compiled:
         pairs = zip(nodes, self._inputs, strict=True)
         weights = {node.name: weight for node, weight in pairs if weight is not None}
         module, self._parts = cut(module, weights, self.frozen.device, told, only=only)
-        for part in self._parts if run else ():
-            part.begin()
-        for part in self._parts:
-            part.finish()
+        if run:
+            load(self._parts)
         nodes = module.graph.find_nodes(op="placeholder")
         held = [i for i, x in enumerate(self._inputs) if x is not None and not nodes[i].users]
         for i in held:  # by programs alone

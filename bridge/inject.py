@@ -11,6 +11,7 @@ of torch.compile (bridge/dynamo.py), whose programs have the named kinds of ops 
 
 from __future__ import annotations
 
+import logging
 import statistics
 import sys
 import time
@@ -209,6 +210,8 @@ def main() -> int:
     parser.add_argument("--ops", nargs="+", metavar="OP", help="kinds of ops; all if left out")
     parser.add_argument("--size", type=int, metavar="PX", help="edge of the pictures")
     options = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("maxvision").setLevel(logging.INFO)  # what is compiled
     passed = True
     for name in options.models:
         print(f"{name}:", flush=True)

@@ -160,7 +160,7 @@ def _several(imp: Importer, node: OnnxNode, *given: Any) -> Value:
 
 @_rule("Where")
 def _where(imp: Importer, node: OnnxNode, condition: Any, a: Any, b: Any) -> Value:
-    return imp.net.op("where", [imp.value(each) for each in (condition, a, b)])
+    return rules.where(imp, condition, a, b)
 
 
 @_rule("Not", "And", "Or")

@@ -6,6 +6,7 @@ step forward and backward, which are given the weights.
 
 from __future__ import annotations
 
+import logging
 import operator
 import re
 import warnings
@@ -32,6 +33,8 @@ from maxvision.graphs.layers import macs
 from maxvision.graphs.net import Value
 from maxvision.graphs.program import Program, in_dtype
 from maxvision.runtime.executor import Executor, Lowering
+
+log = logging.getLogger("maxvision")
 
 _COMPILERS = ThreadPoolExecutor(4, thread_name_prefix="maxvision compiles")
 """Compile parts side by side: MAX's compiler leaves cores idle for much of its time."""
@@ -159,6 +162,19 @@ def cut(
     told.ours += found.ours
     told.left += found.left
     return module, parts
+
+
+def load(parts: Sequence[Part]) -> None:
+    """Compiles parts of a graph, some at a time.
+
+    Raises:
+        UserError: If one cannot be compiled.
+    """
+    for part in parts:
+        part.begin()
+    for number, part in enumerate(parts, 1):
+        part.finish()
+        log.info("program %d of %d is ready", number, len(parts))
 
 
 def missing(module: fx.GraphModule) -> list[Missing]:

@@ -56,6 +56,17 @@ def binary(imp: Importer, op: str, a: Any, b: Any) -> Value:
     return net.op(op, [a, b])
 
 
+def where(imp: Importer, condition: Any, a: Any, b: Any) -> Value:
+    """Chooses between floats, one of which may be a number of the expression, or between others."""
+    net, given = imp.net, [imp.value(condition)]
+    first, second = (isinstance(each, Value) and "float" in each.type.dtype for each in (a, b))
+    if second and _is_single(a) and not first:
+        return net.op("pointwise", [*given, b], expression=f"x0 {_number(a)!r} x1 where")
+    if first and _is_single(b) and not second:
+        return net.op("where", [*given, a], other=_number(b))
+    return net.op("where", [*given, imp.value(a), imp.value(b)])
+
+
 def floats(imp: Importer, x: Value) -> Value:
     """Makes floats of integers and truth values."""
     return x if x.type.dtype.startswith("float") else imp.net.op("cast", [x], dtype="float32")

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from maxvision.bridge import attention, gradients
-from maxvision.bridge.parts import Explanation, cut, leave
+from maxvision.bridge.parts import Explanation, cut, leave, load
 from maxvision.bridge.tensors import device_of
 from maxvision.common.errors import ModelError
 
@@ -94,10 +94,8 @@ def _compiled(
             torch._guards.tracing(None),
         ):  # constants are computed, not traced
             found, parts = cut(whole, {}, device, told, exact=True, only=only)
-            for part in parts if run else ():
-                part.begin()
-            for part in parts:
-                part.finish()
+            if run:
+                load(parts)
     except Exception as error:  # the way back is compiled when nobody else can catch it
         leave(told, error, run=run)
         gradients.with_indices(module)

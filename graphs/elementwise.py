@@ -101,7 +101,7 @@ BETWEEN = " ; "
 """What stands between the expressions that are reduced in one launch (ops/reduce)."""
 MOST_RESULTS = 3
 """How many these may be."""
-MOST_VALUES = 6
+MOST_VALUES = 8
 """How many values an expression of ops/pointwise.mojo or ops/reduce may have."""
 MOST_PARTS = 8
 """How many values ops/concat.mojo puts together in one launch."""

@@ -36,7 +36,7 @@ comptime PIECE = 8192
 """Numbers that are worth a task of their own."""
 comptime THREADS = 256
 """Threads of a GPU's block."""
-comptime MOST = 6
+comptime MOST = 8
 """Inputs of the op."""
 comptime AXES = 6
 """Axes of the result."""
@@ -696,6 +696,8 @@ struct Pointwise:
         x3: InputTensor,
         x4: InputTensor,
         x5: InputTensor,
+        x6: InputTensor,
+        x7: InputTensor,
         ctx: DeviceContext,
     ) raises:
         """Runs the op.
@@ -712,6 +714,8 @@ struct Pointwise:
             x3: See `x1`.
             x4: See `x1`.
             x5: See `x1`.
+            x6: See `x1`.
+            x7: See `x1`.
             ctx: The device.
 
         Raises:
@@ -719,9 +723,18 @@ struct Pointwise:
         """
         comptime assert is_expression(
             split(expression), MOST
-        ), "pointwise: no expression of x0 to x5"
+        ), "pointwise: no expression of x0 to x7"
         comptime assert y.rank <= AXES, "pointwise: expects a result of at most 6 axes"
-        comptime all: List[DType] = [x0.dtype, x1.dtype, x2.dtype, x3.dtype, x4.dtype, x5.dtype]
+        comptime all: List[DType] = [
+            x0.dtype,
+            x1.dtype,
+            x2.dtype,
+            x3.dtype,
+            x4.dtype,
+            x5.dtype,
+            x6.dtype,
+            x7.dtype,
+        ]
         comptime dtypes = in_memory(all, inputs_of(expression))
         comptime count = len(dtypes)
         comptime result = BYTE if y.dtype == DType.bool else y.dtype
@@ -732,10 +745,11 @@ struct Pointwise:
             return
         var sources = StaticTuple[Data[BYTE], MOST](fill=bytes_of(x0))
         sources[1], sources[2], sources[3] = bytes_of(x1), bytes_of(x2), bytes_of(x3)
-        sources[4], sources[5] = bytes_of(x4), bytes_of(x5)
+        sources[4], sources[5], sources[6] = bytes_of(x4), bytes_of(x5), bytes_of(x6)
+        sources[7] = bytes_of(x7)
         var sizes = StaticTuple[StaticTuple[Int, AXES], MOST](fill=_sizes(x0))
         sizes[1], sizes[2], sizes[3] = _sizes(x1), _sizes(x2), _sizes(x3)
-        sizes[4], sizes[5] = _sizes(x4), _sizes(x5)
+        sizes[4], sizes[5], sizes[6], sizes[7] = _sizes(x4), _sizes(x5), _sizes(x6), _sizes(x7)
         var used = Sources[count](fill=sources[0])
         var shapes = StaticTuple[StaticTuple[Int, AXES], count](fill=sizes[0])
         comptime for i in range(count):

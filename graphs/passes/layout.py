@@ -130,7 +130,7 @@ class _Layout:
             (node.op == "layer_norm" and self.of_pixels(node))
             or (node.op == "linear" and self.along_tokens(node))
             or (node.op == "matmul" and self.transposed(node))
-            or (node.op in (*ELEMENTWISE, "cast") and self.elementwise(node))
+            or (node.op in (*ELEMENTWISE, "pointwise", "cast") and self.elementwise(node))
             or (
                 node.op in ALONG_AXES
                 and "expression" not in node.attributes  # which reads vectors of the last axis

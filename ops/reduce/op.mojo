@@ -93,6 +93,8 @@ struct ReduceTerms:
         x3: InputTensor,
         x4: InputTensor,
         x5: InputTensor,
+        x6: InputTensor,
+        x7: InputTensor,
         reduced: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
@@ -114,6 +116,8 @@ struct ReduceTerms:
             x3: See `x1`.
             x4: See `x1`.
             x5: See `x1`.
+            x6: See `x1`.
+            x7: See `x1`.
             reduced: Size of the axis; in host memory.
             ctx: The device.
 
@@ -122,12 +126,22 @@ struct ReduceTerms:
         """
         if y0.size() == 0:
             return
-        comptime all: List[DType] = [x0.dtype, x1.dtype, x2.dtype, x3.dtype, x4.dtype, x5.dtype]
+        comptime all: List[DType] = [
+            x0.dtype,
+            x1.dtype,
+            x2.dtype,
+            x3.dtype,
+            x4.dtype,
+            x5.dtype,
+            x6.dtype,
+            x7.dtype,
+        ]
         comptime terms = Terms(expression, lies, in_memory(all, inputs_of(expression)))
-        comptime assert terms.is_known(MOST), "reduce_terms: no expressions of x0 to x5"
+        comptime assert terms.is_known(MOST), "reduce_terms: no expressions of x0 to x7"
         var all_sources = Sources[MOST](fill=bytes_of(x0))
         all_sources[1], all_sources[2], all_sources[3] = bytes_of(x1), bytes_of(x2), bytes_of(x3)
-        all_sources[4], all_sources[5] = bytes_of(x4), bytes_of(x5)
+        all_sources[4], all_sources[5], all_sources[6] = bytes_of(x4), bytes_of(x5), bytes_of(x6)
+        all_sources[7] = bytes_of(x7)
         var all_results = StaticTuple[Data[y0.dtype], MOST_RESULTS](fill=data(y0))
         all_results[1], all_results[2] = data(y1), data(y2)
         var sources = Sources[len(terms.dtypes)](fill=all_sources[0])

@@ -724,6 +724,14 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         lambda n, x: n.relu(n.permute(n.gelu(last(n, x)), 0, 3, 1, 2)), IMAGE,
         "permute permute ->",
     ),
+    "an expression between permutes": (
+        "channels_last", CPU,
+        lambda n, x: n.permute(n.op(
+            "pointwise", [n.op("gt", [(y := last(n, x))], other=0.0), y],
+            expression="x0 0.0 x1 where",
+        ), 0, 3, 1, 2), IMAGE,
+        "permute permute ->",
+    ),
     "permutes that would have ten axes together": (
         "channels_last", CPU, unrolled, (8, 8, 2), "reshape reshape reshape reshape permute ->",
     ),
@@ -1022,11 +1030,11 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
             + summed(n, y) + summed(n, n.op("mul", [x, y]))
         ), TOKENS, "pointwise mul sum ->",
     ),
-    "at most six values": (
+    "at most eight values": (
         "pointwise", CPU,
         lambda n, x: functools.reduce(
-            lambda y, i: y + n.weight(f"w{i}", 4), range(7), n.op("exp", [x])
-        ), TOKENS, "exp add add add add add add add -> pointwise pointwise",
+            lambda y, i: y + n.weight(f"w{i}", 4), range(8), n.op("exp", [x])
+        ), TOKENS, "exp add add add add add add add add -> pointwise pointwise",
     ),
 }  # fmt: skip
 

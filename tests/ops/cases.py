@@ -1325,9 +1325,9 @@ CASES = [
     pointwise("x0 x1 sub", torch.sub, (1, 2, 1, 4, 5), (3, 1, 6, 4, 1), spread=1),
     pointwise("x0 x1 sigmoid mul", lambda a, b: a * b.sigmoid(), (70001,), (70001,)),
     pointwise(
-        "x0 x1 mul x2 sub x3 gt x4 x5 where",
-        lambda a, b, c, d, e, f: torch.where(a * b - c > d, e, f),
-        (5, 16), (5, 1), (1, 16), (1, 1), vectors=[(16,), (1,)],
+        "x0 x1 mul x2 sub x3 gt x4 0.0 where x5 mul x6 add x7 mul",
+        lambda a, b, c, d, e, f, g, h: (torch.where(a * b - c > d, e, 0) * f + g) * h,
+        (5, 16), (5, 1), (1, 16), (1, 1), vectors=[(16,), (1,), (16,), (16,)],
     ),
     masked("pointwise masks", (5, 40), (5, 1)),
     *(

@@ -76,7 +76,8 @@ NIGHTLY = {  # depths of a head
 # Of the ops that widen bfloat16 to float32, what runs in it by day.
 ROUNDED = {
     "pointwise x0 silu: (3, 33)",
-    "pointwise x0 x1 mul x2 sub x3 gt x4 x5 where: (5, 16) (5, 1) (1, 16) (1, 1)",
+    "pointwise x0 x1 mul x2 sub x3 gt x4 0.0 where x5 mul x6 add x7 mul:"
+    " (5, 16) (5, 1) (1, 16) (1, 1)",
     "pointwise masks",
     "reduce sum (129, 130) (1,)",
     "reduce sum of x0 ; x0 x1 x2 sub mul: (1200, 72) (1200, 72) (1,)",
