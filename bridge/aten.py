@@ -694,7 +694,6 @@ def _nearest(imp: Importer, node: Node, x: Value, size: Any, *scales: Any) -> Va
 
 @rule(
     aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec,
-    aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default,
     aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.vec,
     aten._upsample_bicubic2d_aa.default,
 )  # fmt: skip

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 def decompositions() -> Any:
     """Gives torch's table of decompositions without those of ops that have a rule."""
     table = forward.decompositions()
-    for op in KEPT:
+    for op in (*KEPT, *_resizing_ops()):
         table.pop(op, None)
     return table
 
@@ -289,6 +289,12 @@ _RESIZING = {
 """The ops that resize images, by their gradients'."""
 
 
+@rule(aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default)
+def _resizing(imp: Importer, node: Node, *given: Any) -> Any:
+    """Resizes images as inference does, where torch has not taken that apart."""
+    return _PLAIN[aten.upsample_bilinear2d.vec](imp, node, *given)
+
+
 @rule(*_RESIZING)
 def _resizing_backward(
     imp: Importer, node: Node, dy: Value, into: Any, size: Sequence[int], *rest: Any
@@ -309,10 +315,14 @@ def _resizing_backward(
     return rules.separable(imp, dy, *(each.t() for each in matrices))
 
 
+def _resizing_ops() -> list[Any]:
+    return [getattr(op, name) for op in _RESIZING.values() for name in op.overloads()]
+
+
 @contextmanager
 def resizing_whole() -> Iterator[None]:
     """Keeps torch from taking resizing apart ahead of a trace, into gathers and scatters."""
-    ops = [getattr(op, name) for op in _RESIZING.values() for name in op.overloads()]
+    ops = _resizing_ops()
     keys = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
     held = [(op, key, op.py_kernels.pop(key)) for op in ops for key in keys if key in op.py_kernels]
     for op in ops:

@@ -90,6 +90,18 @@ def strange(net: Net, x: Value) -> None:
     net.output("attended", net.scaled_dot_product_attention(y, y, y))
 
 
+def rounded(net: Net, x: Value) -> None:
+    """Multiplies rounded values by rounded weights."""
+    y = net.relu(net.conv2d(x, "stem", 8, 1))
+    y = net.op("fake_quantize", [y], scale=0.02, low=0.0, high=255.0)
+    filter = net.op("fake_quantize_filter", [net.weight("filter", 8, 8, 3, 3)])
+    net.output("conv", net.relu(net.op("conv2d", [y, filter], "conv", padding=1)))
+    tokens = net.permute(net.reshape(y, BATCH, 8, x.size(2) * x.size(3)), 0, 2, 1)
+    y = net.op("fake_quantize", [net.layer_norm(tokens, "norm")], scale=0.03, low=-99.0, high=156.0)
+    weight = net.op("fake_quantize_filter", [net.weight("weight", 5, 8)])
+    net.output("linear", net.op("linear", [y, weight], "linear"))
+
+
 def masked(net: Net, x: Value) -> None:
     """Attends with masks that are weights, that are computed, and that follow from the sizes."""
     c, size = x.size(1), x.size(2) * x.size(3)
@@ -169,6 +181,7 @@ def variants() -> list[Variant]:
         "gated": nets.gated,
         "dense": nets.dense,
         "excited": nets.excited,
+        "rounded": rounded,
     }
     for name, write in some.items():
         found += [Variant(name, nets.program(write, 3, 4, 5), (), name == "gated")]
@@ -263,6 +276,7 @@ def test_the_variants_run_every_op_of_a_cpu() -> None:
 
 def test_every_op_that_is_no_weights_can_be_lowered() -> None:
     at_load = {"batch_norm_scale", "batch_norm_shift", "scale_filter"}
+    at_load |= {"fake_quantize_filter", "full"}
     assert set(EMIT) == set(OPS) - at_load
 
 

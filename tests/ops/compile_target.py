@@ -95,6 +95,8 @@ NAMES = {
     "stem_conv2d silu",
     "depthwise_qkv 64",
 }
+# Ops of a CPU: the passes leave others in their place on a GPU.
+CPU_ALONE = {"quantized_conv2d"}
 # Ops for NVIDIA's tensor cores: elsewhere the passes leave others in their place.
 NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
 # Ops for Hopper's.
@@ -200,6 +202,7 @@ def compile_for(architecture: str, device: Device, everything: bool) -> int:
         for path in nodes.OPS.rglob("*.mojo")
         for name in re.findall(r'^@register\("(\w+)"\)', path.read_text(), re.MULTILINE)
     }
+    registered -= CPU_ALONE
     if architecture.startswith("gfx"):
         registered -= NVIDIA
     if not hopper:
