@@ -47,9 +47,9 @@ def parser() -> Parser:
     add("-o", "--output", metavar="DIR", type=Path, required=True)
     add("--dtype", choices=("int8",), default="int8",
         help="of activations and weights (default: int8)")  # fmt: skip
-    add("--method", choices=METHODS, default="percentile",
+    add("--method", choices=METHODS, default="max",
         help="the range of a layer's input: max, all that was seen; percentile, 99.99%% of it; mse,"
-        " the one with the least mean square error (default: percentile)")  # fmt: skip
+        " the one with the least mean square error (default: max)")  # fmt: skip
     add("--keep", type=names, metavar="A,B", default=(),
         help="layers to leave in float32, with * for any part")  # fmt: skip
     add("--agree", type=number(0, 1), default=0.98, metavar="SHARE",

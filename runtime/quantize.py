@@ -81,7 +81,7 @@ def quantize(
     folder: Path,
     pictures: Sequence[str],
     *,
-    method: str = "percentile",
+    method: str = "max",
     keep: Sequence[str] = (),
     agree: float = AGREE,
     images: int = IMAGES,
