@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 from maxvision.common.errors import ModelError
 from maxvision.graphs.program import Attribute, Node, Program, free, rebuilt
 
-BITS = 255
-"""Steps between the least and the largest integer."""
+STEPS = 255
+"""From the least integer of activations to the largest."""
+GROUP = 4
+"""Channels that kernels multiply at once (ops/dot.mojo)."""
 CONFIG = "maxvision_quantization"
 """What config.json calls it; transformers, which knows nothing of it, runs the model in floats."""
 
@@ -37,10 +39,25 @@ class Grid(NamedTuple):
     def of(cls, least: float, largest: float) -> Grid:
         """Makes the finest grid that holds 0 and all between two numbers."""
         least, largest = min(float(least), 0.0), max(float(largest), 0.0)
-        scale = (largest - least) / BITS
+        scale = (largest - least) / STEPS
         if not scale:
             return cls(1.0, 0)
-        return cls(scale, max(-BITS, round(least / scale)))
+        return cls(scale, max(-STEPS, round(least / scale)))
+
+    @property
+    def attributes(self) -> dict[str, Attribute]:
+        """What a ``fake_quantize`` to these integers has."""
+        low = float(self.low)
+        return {"scale": self.scale, "low": low, "high": low + STEPS}
+
+    @classmethod
+    def read(cls, node: Node) -> Grid | None:
+        """Gives the integers that a node rounds to; nothing if it does not, or to more or fewer."""
+        if node.op != "fake_quantize":
+            return None
+        scale, low = (float(node.attributes[name]) for name in ("scale", "low"))  # type: ignore[arg-type]
+        found = cls(scale, int(low))
+        return found if found.attributes == node.attributes else None
 
 
 @dataclass(frozen=True)
@@ -88,7 +105,7 @@ class Quantization:
                 " quantize again"
             ) from None
         if dtype != "int8" or any(
-            not 0 < grid.scale < float("inf") or not -BITS <= grid.low <= 0
+            not 0 < grid.scale < float("inf") or not -STEPS <= grid.low <= 0
             for grid in values.values()
         ):
             raise ModelError(
@@ -128,12 +145,12 @@ def _is_product(program: Program, node: Node) -> bool:
     if node.output in program.outputs.values():
         return False
     if node.op == "linear":
-        return program.types[weight].shape[1] % 4 == 0
+        return program.types[weight].shape[1] % GROUP == 0
     f, c, *_ = program.types[weight].shape
     if program.types[x].shape[2:] == (1, 1):
         return False
     groups = node.attributes.get("groups", 1)
-    return c % 4 == 0 if groups == 1 else c == 1 and f == groups
+    return c % GROUP == 0 if groups == 1 else c == 1 and f == groups
 
 
 def _made_by_product(program: Program, value: str, layers: Sequence[str]) -> bool:
@@ -150,7 +167,7 @@ def quantized(program: Program, how: Quantization) -> Program:
     Raises:
         ModelError: If the program has no such value or layer.
     """
-    known = {layer for node in program.nodes for layer in node.layers}
+    known, layers = {layer for node in program.nodes for layer in node.layers}, set(how.layers)
     gone = [name for name in how.values if name not in program.types]
     gone += [layer for layer in how.layers if layer not in known]
     if gone:
@@ -161,19 +178,14 @@ def quantized(program: Program, how: Quantization) -> Program:
     taken = set(program.types)
     rounded: dict[str, str] = {}
     nodes: list[Node] = []
-    read = {
-        node.inputs[0]
-        for node in program.nodes
-        if any(layer in how.layers for layer in node.layers) and node.inputs[0] in how.values
-    }
+    products = {node.output for node in program.nodes if not layers.isdisjoint(node.layers)}
+    read = {node.inputs[0] for node in program.nodes if node.output in products}
     for node in program.nodes:
-        inputs = list(node.inputs)
-        mine = any(layer in how.layers for layer in node.layers)
-        if mine or node.op == "add":
-            inputs[: 1 if mine else 2] = [
-                rounded.get(value, value) for value in inputs[: 1 if mine else 2]
-            ]
-        if mine and inputs[0] != node.inputs[0]:
+        product = node.output in products
+        reads = 1 if product else 2 if node.op == "add" else 0
+        inputs = [rounded.get(value, value) for value in node.inputs[:reads]]
+        inputs += node.inputs[reads:]
+        if product and inputs[0] != node.inputs[0]:
             weight = free(taken, f"{inputs[1]}.rounded")
             nodes.append(Node("fake_quantize_filter", (inputs[1],), (weight,), at_load=True))
             inputs[1] = weight
@@ -181,7 +193,8 @@ def quantized(program: Program, how: Quantization) -> Program:
         for value in node.outputs:
             if value in how.values and (value in read or _is_residual(program, value, how)):
                 rounded[value] = free(taken, f"{value}.rounded")
-                nodes.append(_rounding(value, rounded[value], how.values[value]))
+                attributes = how.values[value].attributes
+                nodes.append(Node("fake_quantize", (value,), (rounded[value],), attributes))
     return rebuilt(program, nodes)
 
 
@@ -194,12 +207,3 @@ def _is_residual(program: Program, value: str, how: Quantization) -> bool:
         )
         for user in program.users.get(value, ())
     )
-
-
-def _rounding(value: str, to: str, grid: Grid) -> Node:
-    attributes: dict[str, Attribute] = {
-        "scale": grid.scale,
-        "low": float(grid.low),
-        "high": float(grid.low + BITS),
-    }
-    return Node("fake_quantize", (value,), (to,), attributes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from maxvision.common.errors import ArgumentError
@@ -377,58 +378,42 @@ def token_linear(
     return out
 
 
-def quantized_conv2d(
-    x: Type,
-    filter: Type,
-    bias: Type | None = None,
-    residual: Type | None = None,
-    *,
-    scale: float,
-    low: float,
-    residual_scale: float = 1.0,
-    residual_low: float = 0.0,
-    result_scale: float = 1.0,
-    result_low: float = 0.0,
-    dtype: str = "float32",
-    **convolution: Any,
-) -> Type:
-    """Types ``conv2d`` in NHWC of x in uint8, which stands for scale * (x + low).
+def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
+    """Types a product of x in uint8, which stands for scale * (x + low).
 
     So do the residual and the result where ``dtype`` is uint8; float32 stands for itself.
     """
-    name = "quantized_conv2d"
-    _in_bytes(name, x, residual, dtype)
-    out = conv2d(x, filter, bias, residual, layout="NHWC", name=name, **convolution)
-    return out._replace(dtype=dtype)
+
+    def typed(
+        x: Type,
+        filter: Type,
+        bias: Type | None = None,
+        residual: Type | None = None,
+        *,
+        scale: float,
+        low: float,
+        residual_scale: float = 1.0,
+        residual_low: float = 0.0,
+        result_scale: float = 1.0,
+        result_low: float = 0.0,
+        dtype: str = "float32",
+        **rest: Any,
+    ) -> Type:
+        if x.dtype != "uint8":
+            raise ArgumentError(f"{name}: expects x in uint8 but has {x.dtype}")
+        if dtype not in ("float32", "uint8"):
+            raise ArgumentError(f"{name}: gives float32 or uint8, not {dtype}")
+        if residual is not None and residual.dtype != dtype:
+            raise ArgumentError(f"{name}: expects a residual in {dtype} but has {residual.dtype}")
+        return op(x, filter, bias, residual, **rest)._replace(dtype=dtype)
+
+    return typed
 
 
-def quantized_linear(
-    x: Type,
-    weight: Type,
-    bias: Type | None = None,
-    residual: Type | None = None,
-    *,
-    scale: float,
-    low: float,
-    residual_scale: float = 1.0,
-    residual_low: float = 0.0,
-    result_scale: float = 1.0,
-    result_low: float = 0.0,
-    dtype: str = "float32",
-    epilogue: str = "none",
-) -> Type:
-    """Types ``linear`` of x in uint8; see ``quantized_conv2d``."""
-    _in_bytes("quantized_linear", x, residual, dtype)
-    return linear(x, weight, bias, residual, epilogue=epilogue)._replace(dtype=dtype)
-
-
-def _in_bytes(name: str, x: Type, residual: Type | None, dtype: str) -> None:
-    if x.dtype != "uint8":
-        raise ArgumentError(f"{name}: expects x in uint8 but has {x.dtype}")
-    if dtype not in ("float32", "uint8"):
-        raise ArgumentError(f"{name}: gives float32 or uint8, not {dtype}")
-    if residual is not None and residual.dtype != dtype:
-        raise ArgumentError(f"{name}: expects a residual in {dtype} but has {residual.dtype}")
+quantized_conv2d = quantized(
+    "quantized_conv2d", partial(conv2d, layout="NHWC", name="quantized_conv2d")
+)
+quantized_linear = quantized("quantized_linear", linear)
 
 
 def qkv_linear(*given: Type | None) -> tuple[Type, ...]:

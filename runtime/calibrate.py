@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.program import Attribute, Node, Program, free, rebuilt
-from maxvision.graphs.quantize import BITS, Grid, Quantization
+from maxvision.graphs.quantize import STEPS, Grid, Quantization
 
 METHODS = ("max", "percentile", "mse")
 """How a value's range is chosen: all of it, all but its tails, or the least mean square error."""
@@ -22,8 +22,8 @@ PERCENTILE = 99.99
 """Percent of the numbers that ``percentile`` keeps."""
 SAMPLES = 1 << 15
 """Numbers of a value that are kept of each batch, evenly spread."""
-STEPS = 60
-"""Ranges that ``mse`` tries."""
+RANGES = 60
+"""How many ``mse`` tries."""
 
 Array = NDArray[np.float32]
 Run = Callable[..., list[np.ndarray]]
@@ -60,7 +60,7 @@ class Seen:
             rest = (100 - PERCENTILE) / (1 if self.least >= 0 else 2)
             low = 0.0 if self.least >= 0 else float(np.percentile(numbers, rest))
             return Grid.of(low, float(np.percentile(numbers, 100 - rest)))
-        shares = np.linspace(1.0, 0.2, STEPS)
+        shares = np.linspace(1.0, 0.2, RANGES)
         grids = [Grid.of(self.least * share, self.largest * share) for share in shares]
         return min(grids, key=lambda grid: _error(numbers, grid))
 
@@ -72,7 +72,7 @@ def _error(numbers: Array, grid: Grid) -> float:
 def rounded(numbers: Array, grid: Grid) -> Array:
     """Rounds numbers to a grid, as ``fake_quantize`` does."""
     scale = np.float32(grid.scale)
-    whole = np.clip(np.rint(numbers * np.float32(1 / grid.scale)), grid.low, grid.low + BITS)
+    whole = np.clip(np.rint(numbers * np.float32(1 / grid.scale)), grid.low, grid.low + STEPS)
     found: Array = whole * scale
     return found
 
@@ -130,8 +130,7 @@ def compared(program: Program, how: Quantization) -> tuple[Program, list[str]]:
             return name
 
         grid = how.values[node.inputs[0]]
-        low, high = float(grid.low), float(grid.low + BITS)
-        x = add("fake_quantize", (node.inputs[0],), scale=grid.scale, low=low, high=high)
+        x = add("fake_quantize", (node.inputs[0],), **grid.attributes)
         weight = add("fake_quantize_filter", (node.inputs[1],))
         again = free(taken, f"{node.output}.again")
         nodes.append(replace(node, inputs=(x, weight, *node.inputs[2:]), outputs=(again,)))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
-from max.driver import CPU, Device
+from max.driver import CPU
 
 from maxvision.common.arguments import meant
 from maxvision.common.errors import ArgumentError, ImageError, ModelError
@@ -87,7 +87,6 @@ def quantize(
     images: int = IMAGES,
     force: bool = False,
     progress: Callable[[str], None] = lambda step: None,
-    device: Device | None = None,
 ) -> Report:
     """Writes a model whose convolutions and linear layers are products of 8-bit integers.
 
@@ -105,7 +104,6 @@ def quantize(
         images: How many pictures are read, spread evenly over all.
         force: Replace ``folder`` if it is there.
         progress: Called with a sentence before each step that takes time.
-        device: What runs the network meanwhile; the CPU if None.
 
     Raises:
         ArgumentError: If an argument is wrong, there is no picture, or ``agree`` cannot be met.
@@ -117,9 +115,7 @@ def quantize(
         raise ModelError(f"{found.name} is quantised already; take the model that it was made of")
     checkpoint = interpret(found)
     with new_folder(folder, "the model", lambda _: force) as new:
-        how, report = measured(
-            checkpoint, pictures, method, keep, agree, images, progress, device or CPU()
-        )
+        how, report = measured(checkpoint, pictures, method, keep, agree, images, progress)
         notes = {
             **how.to_config(),
             "of": found.name,
@@ -140,7 +136,6 @@ def measured(
     agree: float,
     images: int,
     progress: Callable[[str], None],
-    device: Device,
 ) -> tuple[Quantization, Report]:
     """Chooses what is rounded; see ``quantize``."""
     program, tensors = network(checkpoint, checkpoint.size, "float32"), weights_of(checkpoint)
@@ -155,7 +150,7 @@ def measured(
 
     def compiled(what: str, program: Program) -> Executor:
         progress(f"compiling {what}")
-        return Executor.compile(program, tensors, device)
+        return Executor.compile(program, tensors, CPU())
 
     run = compiled("the network", watched(program, values))
     progress(f"running it on {sum(map(len, batches))} pictures")
@@ -226,7 +221,6 @@ def _batches(
     some = [sources[int(i * step)] for i in range(min(images, len(sources)))]
     progress(f"reading {len(some)} pictures")
     prepare = Preprocess.from_config(checkpoint.preprocess)
-    prepare = replace(prepare, height=checkpoint.size[0], width=checkpoint.size[1])
     readable = [each for each in some if not isinstance(each, ImageError)]
     pixels = [each for each in load_batch(readable, prepare) if not isinstance(each, ImageError)]
     if not pixels:

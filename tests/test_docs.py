@@ -324,20 +324,11 @@ def test_the_guides_network(compiling: bool, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_module_is_converted(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from tests.graphs.interpret import interpret
-
-    class Interpreted:
-        def __init__(self, program: Program, tensors: Any) -> None:
-            self.program, self.tensors = program, tensors
-
-        def __call__(self, *arrays: np.ndarray) -> list[np.ndarray]:
-            found = interpret(self.program, list(arrays), self.tensors)
-            return [each.astype(np.float32) for each in found.values()]
+    from tests.graphs.interpret import Interpreted
 
     if not compiling:
-        monkeypatch.setattr(
-            Executor, "compile", lambda p, tensors, *_, **__: Interpreted(p, tensors)
-        )
+        monkeypatch.setattr(Interpreted, "made", [], raising=False)
+        monkeypatch.setattr(Executor, "compile", Interpreted.compile)
     names = run_code(blocks(ROOT / "docs/converting.md", "python")[0], {})
     assert names["fast"].report.within and "linear 2" in str(names["fast"].report)
 
@@ -347,7 +338,7 @@ def test_a_model_is_compiled_by_torch(
 ) -> None:
     torch = pytest.importorskip("torch")
     from maxvision.bridge import parts
-    from tests.bridge.test_dynamo import Interpreted
+    from tests.graphs.interpret import Interpreted
 
     monkeypatch.setattr(parts, "Executor", Interpreted)
     monkeypatch.setattr(Interpreted, "made", [], raising=False)
@@ -364,7 +355,7 @@ def test_a_model_is_trained_and_injected(
 ) -> None:
     torch = pytest.importorskip("torch")
     from maxvision.bridge import parts
-    from tests.bridge.test_dynamo import Interpreted
+    from tests.graphs.interpret import Interpreted
 
     monkeypatch.setattr(parts, "Executor", Interpreted)
     monkeypatch.setattr(Interpreted, "made", [], raising=False)

@@ -13,12 +13,10 @@ from dataclasses import replace
 from maxvision.graphs.arrange import is_depthwise
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
-from maxvision.graphs.quantize import BITS, Grid
+from maxvision.graphs.quantize import GROUP, Grid
 
 PRODUCTS = {"conv2d": "quantized_conv2d", "linear": "quantized_linear"}
 """The op in 8 bits of each product."""
-GROUP = 4
-"""Channels that are multiplied at once (ops/dot.mojo)."""
 
 
 def eight_bit(program: Program, on: Backend) -> Program:
@@ -31,10 +29,10 @@ def eight_bit(program: Program, on: Backend) -> Program:
         return program
     products = {node.output: node for node in program.nodes if _takes(program, node)}
     rounded = {
-        value: program.producers[value]
+        value: grid
         for node in products.values()
         for value in (node.inputs[0], *node.inputs[3:])
-        if _is_rounded(program, value)
+        if (grid := _grid(program, value))
     }
     return _Rewriting(program, products, rounded).done()
 
@@ -48,7 +46,7 @@ def _takes(program: Program, node: Node) -> bool:
         weight in program.constants
         and _is_rounded_filter(program, weight)
         and _has_kernel(program, node)
-        and _is_rounded(program, x)
+        and _grid(program, x) is not None
         and program.types[x].dtype == "float32"
         and (node.op == "linear" or node.attributes.get("layout") == "NHWC")
     )
@@ -60,13 +58,10 @@ def _has_kernel(program: Program, node: Node) -> bool:
     return c % GROUP == 0 or is_depthwise((*window, c, f), node.attributes.get("groups", 1))  # type: ignore[arg-type]
 
 
-def _is_rounded(program: Program, value: str) -> bool:
-    """Tells whether a value is rounded to as many levels as uint8 has."""
+def _grid(program: Program, value: str) -> Grid | None:
+    """Gives the levels to which a value is rounded, if uint8 has as many; else nothing."""
     node = program.producers.get(value)
-    if node is None or node.op != "fake_quantize" or node.at_load:
-        return False
-    high = float(node.attributes["high"])  # type: ignore[arg-type]
-    return high - _grid(node).low == BITS
+    return None if node is None or node.at_load else Grid.read(node)
 
 
 def _is_rounded_filter(program: Program, value: str) -> bool:
@@ -77,23 +72,17 @@ def _is_rounded_filter(program: Program, value: str) -> bool:
     return node is not None and node.op == "fake_quantize_filter"
 
 
-def _grid(node: Node) -> Grid:
-    """Gives the levels that a node rounds to."""
-    scale, low = (float(node.attributes[name]) for name in ("scale", "low"))  # type: ignore[arg-type]
-    return Grid(scale, int(low))
-
-
 class _Rewriting:
     """Rewrites a program.
 
     Args:
         program: The old one.
         products: What is to be of integers, by their outputs.
-        rounded: What rounds each value that they read.
+        rounded: The levels of each rounded value that they read.
     """
 
     def __init__(
-        self, program: Program, products: Mapping[str, Node], rounded: Mapping[str, Node]
+        self, program: Program, products: Mapping[str, Node], rounded: Mapping[str, Grid]
     ) -> None:
         self.program = program
         self.products = products
@@ -107,11 +96,11 @@ class _Rewriting:
         """Gives the new program."""
         rewrite = Rewrite(self.program)
         storing = {node.output for node in self.storing.values()}
-        for value, node in self.rounded.items():
-            product = self.storing.get(value)
-            made = [self.product(product, node)] if product else self.quantize(node)
+        for value in self.rounded:
+            node, product = self.program.producers[value], self.storing.get(value)
+            made = [self.product(product, value)] if product else self.quantize(node)
             if self.is_read_in_float(value, storing):
-                made.append(self.dequantize(node))
+                made.append(self.dequantize(value))
             rewrite.replace([product, node] if product else [node], *made)
         for output, node in self.products.items():
             if output not in storing:
@@ -120,7 +109,7 @@ class _Rewriting:
 
     def storing_product(self, value: str) -> Node | None:
         """Finds the product that may store a rounded value itself."""
-        node = self.rounded[value]
+        node = self.program.producers[value]
         product = self.products.get(node.inputs[0])
         if product is None or self.program.only_user(product.output) is not node:
             return None
@@ -137,22 +126,22 @@ class _Rewriting:
         outputs = self.program.outputs.values()
         return value in outputs or any(map(reads, self.program.users.get(value, ())))
 
-    def product(self, node: Node, rounding: Node | None = None) -> Node:
-        """Makes a product one of integers, and one that stores its result as ``rounding`` does."""
+    def product(self, node: Node, result: str = "") -> Node:
+        """Makes a product one of integers, that perhaps stores its result rounded: ``result``."""
         x, *rest = node.inputs
-        grid = _grid(self.rounded[x])
+        grid = self.rounded[x]
         attributes: dict[str, Attribute] = {
             **{name: value for name, value in node.attributes.items() if name != "layout"},
             "scale": grid.scale,
             "low": grid.low,
         }
         outputs = node.outputs
-        if rounding is not None:
-            grid = _grid(rounding)
+        if result:
+            grid = self.rounded[result]
             attributes |= {"result_scale": grid.scale, "result_low": grid.low, "dtype": "uint8"}
-            outputs = (self.stored[rounding.output],)
+            outputs = (self.stored[result],)
             if len(rest) > 2:
-                grid = _grid(self.rounded[rest[2]])
+                grid = self.rounded[rest[2]]
                 attributes |= {"residual_scale": grid.scale, "residual_low": grid.low}
                 rest[2] = self.stored[rest[2]]
         return replace(
@@ -165,7 +154,7 @@ class _Rewriting:
 
     def quantize(self, node: Node) -> list[Node]:
         """Stores a value as uint8; scale and zero point are constants, so that one kernel does."""
-        grid, numbers = _grid(node), []
+        grid, numbers = self.rounded[node.output], []
         for what, value in (("inverse", 1 / grid.scale), ("zero", -grid.low)):
             name = free(self.taken, f"{node.output}.{what}")
             number: dict[str, Attribute] = {"shape": (1,), "value": float(value)}
@@ -177,11 +166,11 @@ class _Rewriting:
         inputs = (node.inputs[0], *(each.output for each in numbers))
         return [*numbers, Node("pointwise", inputs, (self.stored[node.output],), attributes)]
 
-    def dequantize(self, node: Node) -> Node:
+    def dequantize(self, value: str) -> Node:
         """Gives what a stored value stands for."""
-        grid = _grid(node)
+        grid = self.rounded[value]
         attributes: dict[str, Attribute] = {
             "expression": f"x0 {float(grid.low)!r} add {grid.scale!r} mul",
             "dtype": "float32",
         }
-        return Node("pointwise", (self.stored[node.output],), node.outputs, attributes)
+        return Node("pointwise", (self.stored[value],), (value,), attributes)

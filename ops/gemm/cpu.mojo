@@ -377,10 +377,10 @@ def gemm_block[
     """
     comptime step = STEP[dtype]
     comptime depth = DEPTH * step
-    var memory = alloc(Layout[Scalar[SUM[dtype]]](count=PIXELS * PANEL))
+    # Four bytes each: a sum, or a step of K.
+    var memory = alloc(Layout[Scalar[SUM[dtype]]](count=PIXELS * PANEL + DEPTH))
     var sums = rebind[Data[SUM[dtype]]](memory.unsafe_ptr())
-    var padding = alloc(Layout[Scalar[dtype]](count=depth))
-    var zeros = rebind[Data[dtype]](padding.unsafe_ptr())
+    var zeros = sums.unsafe_offset(PIXELS * PANEL).unsafe_bitcast[Scalar[dtype]]()
     for i in range(depth):
         zeros[unsafe_offset=i] = levels.zero.cast[dtype]()
     var run = g.s * g.group_c()
@@ -448,7 +448,6 @@ def gemm_block[
                                 g, o, levels, here_sums, begin + m, rows, column + offset, width
                             )
                 at += (share.r_end - share.r) * (share.end - share.start) * PANEL
-    dealloc(padding^)
     dealloc(memory^)
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import copy
 import operator
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from max.driver import Buffer
 from torch import Tensor, nn
 
 import maxvision
 from maxvision.bridge import dynamo, parts
 from maxvision.common.errors import ModelError
 from maxvision.graphs.program import Program
-from tests.graphs.interpret import interpret
+from tests.graphs.interpret import Interpreted
 
 
 class Net(nn.Module):
@@ -43,35 +41,6 @@ class Net(nn.Module):
 def ordered(x: Tensor) -> Tensor:
     """Needs sorting, which has no kernel here; torch views what it gets."""
     return x.sort(dim=1).values.view(x.shape)
-
-
-class Interpreted:
-    """Stands for an executor, which would take 12 s to compile."""
-
-    made: list[Interpreted]
-
-    def __init__(self, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
-        self.program, self.tensors = program, dict(tensors)
-        self.executable = self
-        Interpreted.made.append(self)
-
-    @classmethod
-    def compile(
-        cls, program: Program, tensors: Mapping[str, np.ndarray], *_: Any, **__: Any
-    ) -> Any:
-        return cls(program, tensors)
-
-    def execute(self, *buffers: Buffer) -> list[Buffer]:
-        given = [torch.from_dlpack(each) for each in buffers]
-        arrays = [(x.float() if x.is_floating_point() else x).numpy() for x in given]
-        found = interpret(self.program, arrays, self.tensors)
-        kinds = (self.program.types[value].dtype for value in self.program.outputs.values())
-        return [
-            Buffer.from_dlpack(
-                torch.from_numpy(np.require(y, requirements="C")).to(getattr(torch, kind))
-            )
-            for y, kind in zip(found.values(), kinds, strict=True)
-        ]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,8 @@ import maxvision
 from maxvision.bridge import parts
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs.program import Program
-from tests.bridge.test_dynamo import Interpreted, Net, images, ordered
+from tests.bridge.test_dynamo import Net, images, ordered
+from tests.graphs.interpret import Interpreted
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ import maxvision
 from maxvision import torch_ops
 from maxvision.bridge import parts, refusal
 from maxvision.common.errors import ArgumentError, ModelError
-from tests.bridge.test_dynamo import Interpreted
+from tests.graphs.interpret import Interpreted
 
 
 def n(*shape: int) -> Tensor:

@@ -18,7 +18,7 @@ from maxvision.bridge.dynamo import backend
 from maxvision.bridge.parts import Explanation
 from maxvision.bridge.training import trained
 from maxvision.common.errors import ModelError
-from tests.bridge.test_dynamo import Interpreted
+from tests.graphs.interpret import Interpreted
 
 
 @pytest.fixture(autouse=True)

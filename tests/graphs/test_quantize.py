@@ -21,7 +21,7 @@ from maxvision.graphs.program import Program
 from maxvision.graphs.quantize import CONFIG, Grid, Quantization, places, quantized
 from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache
-from maxvision.runtime.calibrate import Seen, rounded
+from maxvision.runtime.calibrate import Seen, rounded, watched
 from tests.graphs.interpret import inputs, interpret, weights
 
 ON = Backend("cpu", "float32")
@@ -56,16 +56,12 @@ def tokens() -> Program:
     return net.program()
 
 
-def calibrated(program: Program, **changes: Any) -> Program:
+def calibrated(program: Program) -> Program:
     """Quantises all that may be, by what the values are on the tests' inputs."""
     values, layers = places(program)
-    watched = program.keep(program.outputs)
-    watched = type(program)(
-        program.name, program.inputs, program.weights, program.nodes,
-        {name: name for name in values}, program.types,
-    )  # fmt: skip
-    found = interpret(watched, inputs(program), weights(program))
-    grids = {name: Grid.of(each.min(), each.max()) for name, each in found.items()}
+    found = interpret(watched(program, values), inputs(program), weights(program))
+    seen = {name: found[f"value.{name}"] for name in values}
+    grids = {name: Grid.of(each.min(), each.max()) for name, each in seen.items()}
     return quantized(program, Quantization(grids, tuple(layers)))
 
 

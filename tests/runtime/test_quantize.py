@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from PIL import Image
 from maxvision import weights
 from maxvision.commands import quantize as command
 from maxvision.common.errors import ArgumentError, ModelError
-from maxvision.graphs.program import Program
 from maxvision.graphs.quantize import CONFIG
 from maxvision.runtime import quantize as module
 from maxvision.runtime.classifier import network, weights_of
@@ -23,7 +21,7 @@ from maxvision.runtime.executor import Executor
 from maxvision.runtime.quantize import Report, quantize
 from maxvision.weights.convert import write_files
 from maxvision.weights.source import find
-from tests.graphs.interpret import interpret
+from tests.graphs.interpret import Interpreted
 from tests.graphs.interpret import weights as drawn
 from tests.graphs.test_quantize import residual
 
@@ -35,27 +33,10 @@ PREPROCESS = {
 }
 
 
-class Interpreted:
-    """Stands for an executor."""
-
-    made = 0
-
-    def __init__(self, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
-        self.program, self.tensors = program, tensors
-        Interpreted.made += 1
-
-    @classmethod
-    def compile(cls, program: Program, tensors: Mapping[str, np.ndarray], *_: Any) -> Any:
-        return cls(program, tensors)
-
-    def __call__(self, *given: np.ndarray) -> list[np.ndarray]:
-        found = interpret(self.program, list(given), self.tensors)
-        return [each.astype(np.float32) for each in found.values()]
-
-
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Executor", Interpreted)
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
 
 
 @pytest.fixture(scope="module")
