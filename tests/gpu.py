@@ -56,6 +56,8 @@ MANY = 65_600
 """Images of a batch that a grid's second axis does not count."""
 COUNTED = ("depthwise_qkv 1 x 1", "depthwise_qkv 2 x 2")
 """The cases that are run with it, each by a kernel that counts images so."""
+PARTS = tuple(f"ops-{i}" for i in range(8))
+"""The graphs of all other cases: one graph of them compiles for half an hour, on one core."""
 MOST = 16
 """Images of the largest batch of the calls from threads."""
 MODELS = ("resnet-18", "resnet-50", "cvt-13")
@@ -123,7 +125,8 @@ def compile_everything(folder: Path, target: Target, precisions: list[str]) -> N
     folder.mkdir(parents=True, exist_ok=True)
     jobs: list[Callable[[], None]] = []
     for dtype, tf32 in (PRECISIONS[name] for name in precisions):
-        jobs.append(partial(compile_ops, folder, target, dtype.name, tf32))
+        for name in (*PARTS, "counted"):
+            jobs.append(partial(compile_ops, folder, target, name, dtype.name, tf32))
         jobs += [partial(compile_model, folder, target, m, dtype.name, tf32) for m in MODELS]
     for name in bundled_names():
         jobs.append(partial(package, folder, name, "cpu:x86-64-v3", "float32"))
@@ -138,15 +141,14 @@ def compile_everything(folder: Path, target: Target, precisions: list[str]) -> N
             print(f"{i} of {len(jobs)} compiled, {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def compile_ops(folder: Path, target: Target, dtype: str, tf32: bool) -> None:
-    """Compiles the graphs of the cases."""
+def compile_ops(folder: Path, target: Target, name: str, dtype: str, tf32: bool) -> None:
+    """Compiles a graph of cases."""
     with target.device() as device:
         place = DeviceRef.from_device(device)
         kind = getattr(DType, dtype)
-        for name in ("ops", "counted"):
-            graph, _ = build_graph(cases_of(kind, device, name), place, kind, tf32=tf32)
-            compiled = InferenceSession(devices=[device]).compile(graph)
-            compiled.export_mef(artifact(folder, name, precision(dtype, tf32)))
+        graph, _ = build_graph(cases_of(kind, device, name), place, kind, tf32=tf32)
+        compiled = InferenceSession(devices=[device]).compile(graph)
+        compiled.export_mef(artifact(folder, name, precision(dtype, tf32)))
 
 
 def compile_model(folder: Path, target: Target, name: str, dtype: str, tf32: bool) -> None:
@@ -182,18 +184,19 @@ def package(folder: Path, name: str, target: str, dtype: str) -> None:
     compile(name, folder / f"{name}-{kind}-{dtype}", target=target, dtype=dtype, force=True)
 
 
-def cases_of(dtype: DType, device: Device, name: str = "ops") -> list[Case]:
-    """Lists the cases that a GPU runs at a dtype: all, or those of ``counted``."""
+def cases_of(dtype: DType, device: Device, name: str) -> list[Case]:
+    """Lists the cases of a graph, one of ``PARTS`` or ``counted``, that a GPU runs at a dtype."""
     if name == "counted":
         return [case for case in CASES if case.name in COUNTED]
     hopper = base(device.architecture_name) == "sm_90"
-    return CASES + ON_HOPPER if hopper and dtype != DType.float32 else CASES
+    cases = CASES + ON_HOPPER if hopper and dtype != DType.float32 else CASES
+    return cases[PARTS.index(name) :: len(PARTS)]
 
 
 def load_cases(
-    device: Device, dtype: DType, tf32: bool, folder: Path | None, name: str = "ops"
+    device: Device, dtype: DType, tf32: bool, folder: Path | None, name: str
 ) -> tuple[list[Case], Executable]:
-    """Loads the graph of the cases, or compiles it where there is no ``folder``."""
+    """Loads a graph of cases, or compiles it where there is no ``folder``."""
     cases = cases_of(dtype, device, name)
     kernels = Unchecked() if folder else None
     graph, parameters = build_graph(cases, DeviceRef.GPU(), dtype, tf32=tf32, kernels=kernels)
@@ -210,34 +213,32 @@ def ops(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:
     The last batch holds NaN and infinity.
     """
     device = Accelerator()
-    for dtype, tf32 in (PRECISIONS[name] for name in precisions):
-        cases, executable = load_cases(device, dtype, tf32, folder)
+    chosen = [PRECISIONS[name] for name in precisions]
+    for (dtype, tf32), part in itertools.product(chosen, PARTS):
+        what = {"dtype": dtype.name, "tf32": tf32}
+        cases, executable = load_cases(device, dtype, tf32, folder, part)
         for batch in (*BATCHES, POISONED):
             given = [poisoned(case) for case in cases] if batch == POISONED else cases
             inputs = draw(given, batch, dtype, device)
             outputs = [torch.from_dlpack(y) for y in executable.execute(*inputs)]
             for case, output in zip(given, outputs, strict=True):
-                record = {"case": case.name, "dtype": dtype.name, "tf32": tf32, "batch": batch}
+                record = {"case": case.name, **what, "batch": batch}
                 yield {**record, **checked(case, output, batch, dtype, tf32)}
-            key = batch
-            replayed = executable.capture(key, *inputs)
-            executable.replay(key, *inputs)
+            replayed = executable.capture(batch, *inputs)
+            executable.replay(batch, *inputs)
             device.synchronize()
             same = all(
                 torch.equal(torch.from_dlpack(a).nan_to_num(), b.nan_to_num())
                 for a, b in zip(replayed, outputs, strict=True)
             )
-            yield {
-                "case": "capture and replay",
-                "dtype": dtype.name,
-                "tf32": tf32,
-                "batch": batch,
-                "passed": same,
-            }
+            record = {"case": f"capture and replay of {part}", **what, "batch": batch}
+            yield {**record, "passed": same}
+    for dtype, tf32 in chosen:
+        what = {"dtype": dtype.name, "tf32": tf32}
         cases, executable = load_cases(device, dtype, tf32, folder, "counted")
         outputs = executable.execute(*draw(cases, MANY, dtype, device))
         for case, output in zip(cases, outputs, strict=True):
-            record = {"case": case.name, "dtype": dtype.name, "tf32": tf32, "batch": MANY}
+            record = {"case": case.name, **what, "batch": MANY}
             yield {**record, **checked(case, torch.from_dlpack(output), MANY, dtype, tf32)}
 
 

@@ -94,7 +94,7 @@ def main() -> int:
             " nvidia-cuda-sanitizer-api puts it into nvidia/cu13/compute-sanitizer"
         )
     check_path(options.json)
-    jobs = [*product([*TOOLS, NAN], ["ops", *MODELS]), ("memcheck", SHORT)]
+    jobs = [*product([*TOOLS, NAN], [*gpu.PARTS, *MODELS]), ("memcheck", SHORT)]
     facts = environment()
     records = []
     with ThreadPoolExecutor(TOGETHER) as pool:
@@ -143,8 +143,8 @@ def inside(tool: str, what: str, chosen: str, folder: Path | None) -> int:
 
     if what == SHORT:
         return run_short(network(MODELS[0]))
-    if what == "ops":
-        run, batches = ops(device, dtype, tf32, folder), gpu.BATCHES
+    if what in gpu.PARTS:
+        run, batches = ops(device, dtype, tf32, folder, what), gpu.BATCHES
     else:
         run, batches = running(network(what), device), BATCHES.get(tool, FEW)
     for batch in batches:
@@ -164,9 +164,9 @@ def inside(tool: str, what: str, chosen: str, folder: Path | None) -> int:
     return 0
 
 
-def ops(device: Device, dtype: DType, tf32: bool, folder: Path | None) -> Outputs:
-    """Loads the graph of all cases; returns what runs it."""
-    cases, executable = gpu.load_cases(device, dtype, tf32, folder)
+def ops(device: Device, dtype: DType, tf32: bool, folder: Path | None, part: str) -> Outputs:
+    """Loads a graph of cases; returns what runs it."""
+    cases, executable = gpu.load_cases(device, dtype, tf32, folder, part)
 
     def run(batch: int) -> list[np.ndarray]:
         inputs = draw(cases, batch, dtype, device)
