@@ -69,7 +69,8 @@ def is_aligned(
     As ``takes`` of ops/hopper/conv.mojo, which knows the image too.
     """
     taps, (c, f) = shape[:2], shape[2:]
-    if groups != 1 or c * dtype.size_in_bytes % 16 or f % 8:
+    size = dtype.size_in_bytes
+    if groups != 1 or c * size % 16 or f % max(8, 16 // size):
         return False
     before, after = sides(padding)[:2], sides(padding)[2:]
     for tap, step, apart, first, last in zip(
@@ -93,6 +94,12 @@ def panels(filters: np.ndarray, groups: int = 1) -> np.ndarray:
         part = columns[:, :, panel * PANEL : (panel + 1) * PANEL]
         packed[:, panel, :, : part.shape[2]] = part.transpose(1, 0, 2)
     return packed.reshape(-1)
+
+
+def quads(filters: np.ndarray) -> np.ndarray:
+    """Puts [F, ...] in quads for results of 8 bits (ops/hopper/accumulator.mojo); F by sixteens."""
+    sixteens = filters.reshape(-1, 4, 2, 2, *filters.shape[1:])
+    return np.ascontiguousarray(sixteens.swapaxes(1, 2)).reshape(filters.shape)
 
 
 def byte_panels(filters: np.ndarray, groups: int, zero: int) -> np.ndarray:

@@ -23,6 +23,7 @@ from maxvision.graphs.constants import Constants
 from maxvision.graphs.elementwise import ELEMENTWISE, expression, values_of
 from maxvision.graphs.parameters import Filter, Parameters
 from maxvision.graphs.program import Node, Program
+from maxvision.graphs.quantize import Grid
 from maxvision.graphs.shapes import pair
 
 MOVES = ("reshape", "permute", "slice", "concat", "expand", "pad", "gather", "cast")
@@ -357,11 +358,17 @@ def _quantized(
     groups: int = 1,
     **window: Any,
 ) -> TensorValue:
-    name, bias = given.name(1), given.name(2)
-    filter, product = given.weights.quantized(name, bias, groups, scale, round(-low))
-    scales = [-low, residual_scale, -residual_low, result_scale, -result_low]
-    rest = {"filter": filter, "product": product, "scales": scales, "dtype": dtype, **window}
     x, residual = given.value(0), given.optional(3)
+    stored = dtype == "uint8"
+    filter, product, scales = given.weights.quantized(
+        given.name(1),
+        given.name(2),
+        groups,
+        Grid(scale, round(low)),
+        Grid(residual_scale, round(residual_low)) if stored and residual is not None else None,
+        Grid(result_scale, round(result_low)) if stored else None,
+    )
+    rest = {"filter": filter, "product": product, "scales": scales, "dtype": dtype, **window}
     if x.rank == 4:
         return nodes.quantized_conv2d(x, residual=residual, **rest)
     return nodes.as_images(nodes.quantized_conv2d, x, residual, **rest)

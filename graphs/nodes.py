@@ -428,11 +428,12 @@ def quantized_conv2d(
     """Convolves x[N, H, W, C] of uint8 into [N, P, Q, F], as ops/conv2d/quantized.mojo says.
 
     Args:
-        x: The activations; C of a group is a multiple of 4, or the convolution is depthwise.
-        filter: The weights, in int8.
+        x: The activations; C of a group is a multiple of 4, or the convolution is depthwise. On
+            Hopper C is a multiple of 16 in one group, and so is F of a result in uint8.
+        filter: The weights, in int8: ``Parameters.quantized`` gives them, and the next two.
         product: What a sum of each filter stands for, float32 [F].
         scales: What x's 0 is stored as; scale and zero point of the residual, and of the result.
-        dtype: Of the result, and the residual: float32 or uint8.
+        dtype: Of the result, and the residual: uint8, or that of the other activations.
         stride: See ``conv2d``; so are the others.
         padding: See ``stride``.
         dilation: See ``stride``.
@@ -449,9 +450,13 @@ def quantized_conv2d(
     )  # fmt: skip
     window = _window(filter.shape[:2], stride, padding, dilation, groups)
     weights, given = [filter.dense, product, filter.bias], _host(scales, DType.float32)
-    members = {"members": int(arrange.is_depthwise(filter.shape, groups))}
+    channels = filter.shape[2] % arrange.ROW
+    parameters = {
+        "members": int(arrange.is_depthwise(filter.shape, groups)),
+        "narrow": dtype == "uint8" and 0 < channels <= arrange.ROW // 2,
+    }
     settings = [window, given]
-    return _fused("quantized_conv2d", x, weights, residual, settings, out, epilogue, members)
+    return _fused("quantized_conv2d", x, weights, residual, settings, out, epilogue, parameters)
 
 
 def as_images(

@@ -22,6 +22,7 @@ from maxvision.common.errors import ModelError
 from maxvision.graphs import arrange, formats
 from maxvision.graphs.arrange import rounded
 from maxvision.graphs.constants import filter_scales, quantized_filter
+from maxvision.graphs.quantize import Grid
 
 ALIGNMENT = 64
 """Where a weight begins in a CPU's memory: at a multiple of this many bytes, a cache line."""
@@ -177,37 +178,90 @@ class Parameters:
         return Filter(shape, groups, given, self.dtype, dense=dense, tf32=self.tf32)
 
     def quantized(
-        self, filter: str, bias: str, groups: int, scale: float, zero: int
-    ) -> tuple[Filter, TensorValue]:
-        """Returns a filter in int8, and what its products stand for, float32 [F].
+        self,
+        filter: str,
+        bias: str,
+        groups: int,
+        x: Grid,
+        residual: Grid | None = None,
+        result: Grid | None = None,
+    ) -> tuple[Filter, TensorValue, list[float]]:
+        """Returns a filter in int8 and what ops/conv2d/quantized.mojo takes beside it.
 
         Args:
             filter: See ``layer``; so are bias and groups.
             bias: See ``filter``.
             groups: See ``filter``.
-            scale: What one level of the activations stands for.
-            zero: What they store their 0 as.
+            x: What the integers of the activations stand for.
+            residual: Those of a residual; nothing if it is of floats.
+            result: Those of the result; nothing if it is of floats.
+
+        Returns:
+            The filter; what a sum of each stands for, float32 [F]; and the op's ``scales``.
         """
         shape = self._filter_shape(filter)
-        given = self._bias(filter, bias, shape[3])
-        depthwise = arrange.is_depthwise(shape, groups)
-        size = math.prod(shape) if depthwise else arrange.byte_panels_size(shape, groups)
+        added, given = residual or Grid(1.0, 0), result or Grid(1.0, 0)
 
         def rows() -> np.ndarray:
             return self._filter(filter).transpose(3, 0, 1, 2)
 
+        if not self.device.is_cpu():
+            return self._quantized_on_hopper(filter, bias, rows, x, added, given, bool(result))
+        depthwise = arrange.is_depthwise(shape, groups)
+        size = math.prod(shape) if depthwise else arrange.byte_panels_size(shape, groups)
+
         def packed() -> np.ndarray:
             whole = quantized_filter(rows()).transpose(1, 2, 3, 0)
-            return whole.ravel() if depthwise else arrange.byte_panels(whole, groups, zero)
+            return whole.ravel() if depthwise else arrange.byte_panels(whole, groups, -x.low)
 
-        dense = self._bind(f"{filter}.int8.{zero}", packed, (size,), DType.int8)
+        dense = self._bind(f"{filter}.int8.{-x.low}", packed, (size,), DType.int8)
         product = self._bind(
-            f"{filter}.product.{scale!r}",
-            lambda: filter_scales(rows()) * scale,
+            f"{filter}.product.{x.scale!r}",
+            lambda: filter_scales(rows()) * x.scale,
             (shape[3],),
             DType.float32,
         )
-        return Filter(shape, groups, given, DType.int8, dense=dense), product
+        of = Filter(shape, groups, self._bias(filter, bias, shape[3]), DType.int8, dense=dense)
+        return of, product, [-x.low, added.scale, -added.low, given.scale, -given.low]
+
+    def _quantized_on_hopper(
+        self,
+        filter: str,
+        bias: str,
+        rows: Callable[[], np.ndarray],
+        x: Grid,
+        added: Grid,
+        given: Grid,
+        in_quads: bool,
+    ) -> tuple[Filter, TensorValue, list[float]]:
+        """Makes what the kernel for Hopper takes, which knows neither zeros nor the result's scale.
+
+        The scale divides the others and the bias. Zeros become a part of the bias: what those of x
+        are multiplied by is the same for all windows, none of which reads padding.
+        """
+        shape = self._filter_shape(filter)
+        key = f"{x.scale!r}.{x.low}.{added.scale!r}.{added.low}.{given.scale!r}.{given.low}"
+        has_bias = bool(bias) and self.has(bias)
+
+        def packed() -> np.ndarray:
+            whole = quantized_filter(rows())
+            return (arrange.quads(whole) if in_quads else whole).ravel()
+
+        def scales() -> np.ndarray:
+            return filter_scales(rows()) * (x.scale / given.scale)
+
+        def biases() -> np.ndarray:
+            own = self._tensor(bias) if has_bias else np.zeros(shape[3])
+            sums = quantized_filter(rows()).reshape(shape[3], -1).sum(1, dtype=np.float64)
+            zeros = x.low * scales() * sums + added.low * (added.scale / given.scale) - given.low
+            return np.asarray(own / given.scale + zeros)
+
+        form = "quads" if in_quads else "rows"
+        dense = self._bind(f"{filter}.int8.{form}", packed, (math.prod(shape),), DType.int8)
+        product = self._bind(f"{filter}.product.{key}", scales, (shape[3],), DType.float32)
+        of = self._bind(f"{filter}.bias.{key}", biases, (shape[3],), DType.float32)
+        numbers = [0.0, added.scale / given.scale, 0.0, 1.0, 0.0]
+        return Filter(shape, 1, of, DType.int8, dense=dense), product, numbers
 
     def matrix(
         self, weight: str, bias: str = "", *, by_input: bool = False

@@ -381,7 +381,7 @@ def token_linear(
 def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
     """Types a product of x in uint8, which stands for scale * (x + low).
 
-    So do the residual and the result where ``dtype`` is uint8; float32 stands for itself.
+    So do the residual and the result where ``dtype`` is uint8; a float stands for itself.
     """
 
     def typed(
@@ -401,8 +401,8 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
     ) -> Type:
         if x.dtype != "uint8":
             raise ArgumentError(f"{name}: expects x in uint8 but has {x.dtype}")
-        if dtype not in ("float32", "uint8"):
-            raise ArgumentError(f"{name}: gives float32 or uint8, not {dtype}")
+        if dtype not in ("float32", "bfloat16", "float16", "uint8"):
+            raise ArgumentError(f"{name}: gives floats or uint8, not {dtype}")
         if residual is not None and residual.dtype != dtype:
             raise ArgumentError(f"{name}: expects a residual in {dtype} but has {residual.dtype}")
         return op(x, filter, bias, residual, **rest)._replace(dtype=dtype)

@@ -16,7 +16,7 @@ from maxvision.common.errors import ArgumentError, DeviceError
 
 OPS = Path(__file__).resolve().parent
 MAIN = """\
-from ops.{} import program
+from ops.{} import {} as program
 
 
 def main() raises:
@@ -24,8 +24,8 @@ def main() raises:
 """
 
 
-def build(module: str, program: Path, target: str = "") -> None:
-    """Builds the program of a module, for a GPU that is elsewhere if a target is named.
+def build(module: str, program: Path, target: str = "", function: str = "program") -> None:
+    """Builds a program of a module, for a GPU that is elsewhere if a target is named.
 
     Raises:
         ArgumentError: If it cannot be built.
@@ -34,7 +34,7 @@ def build(module: str, program: Path, target: str = "") -> None:
     mojo = str(beside) if beside.is_file() else "mojo"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "main.mojo")
-        source.write_text(MAIN.format(module))
+        source.write_text(MAIN.format(module, function))
         command = [mojo, "build", "-I", str(OPS.parent), str(source), "-o", str(program)]
         if target:
             command += ["--target-accelerator", target]
@@ -44,7 +44,9 @@ def build(module: str, program: Path, target: str = "") -> None:
             raise ArgumentError(f"mojo cannot build {program} of ops.{module}: {problem}") from None
 
 
-def run(module: str, lines: Iterable[str], program: Path | None = None) -> str:
+def run(
+    module: str, lines: Iterable[str], program: Path | None = None, function: str = "program"
+) -> str:
     """Runs a program over lines and returns what it prints; builds it first if it is None.
 
     Raises:
@@ -56,7 +58,7 @@ def run(module: str, lines: Iterable[str], program: Path | None = None) -> str:
         listed.write_text("".join(f"{line}\n" for line in lines))
         if program is None:
             program = Path(folder, "program")
-            build(module, program)
+            build(module, program, function=function)
         done = subprocess.run([program.resolve(), listed], capture_output=True, text=True)
     if done.returncode:
         raise DeviceError(f"ops.{module} failed on the GPU: {done.stderr.strip()[-300:]}")

@@ -2,18 +2,22 @@
 
 A program that is quantised says so in floats (graphs/quantize.py): ``fake_quantize`` rounds what a
 product reads, and ``fake_quantize_filter`` its weights. Here these become integers, and are stored
-as such.
+as such, where a device has kernels for them: a CPU, and Hopper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from maxvision.graphs.arrange import is_depthwise
+from max.dtype import DType
+
+from maxvision.graphs.arrange import is_aligned, is_depthwise
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
-from maxvision.graphs.quantize import GROUP, Grid
+from maxvision.graphs.quantize import GROUP, STEPS, Grid
+from maxvision.graphs.shapes import sides
 
 PRODUCTS = {"conv2d": "quantized_conv2d", "linear": "quantized_linear"}
 """The op in 8 bits of each product."""
@@ -25,37 +29,50 @@ def eight_bit(program: Program, on: Backend) -> Program:
     A rounded value is stored once, as uint8, for all that read it. Where nothing else reads a
     product's result, and its residual is stored so too, it stores its result rounded itself.
     """
-    if on.is_gpu or on.dtype != "float32":
+    if not (on.is_hopper or (not on.is_gpu and on.dtype == "float32")):
         return program
-    products = {node.output: node for node in program.nodes if _takes(program, node)}
+    products = {node.output: node for node in program.nodes if _takes(program, node, on)}
     rounded = {
         value: grid
         for node in products.values()
         for value in (node.inputs[0], *node.inputs[3:])
         if (grid := _grid(program, value))
     }
-    return _Rewriting(program, products, rounded).done()
+    return _Rewriting(program, products, rounded, on).done()
 
 
-def _takes(program: Program, node: Node) -> bool:
+def _takes(program: Program, node: Node, on: Backend) -> bool:
     """Tells whether there is a kernel in 8 bits for a product."""
     if node.op not in PRODUCTS or node.at_load or "format" in node.attributes or node.dtype:
         return False
     x, weight = node.inputs[:2]
+    grid = _grid(program, x)
     return (
         weight in program.constants
         and _is_rounded_filter(program, weight)
-        and _has_kernel(program, node)
-        and _grid(program, x) is not None
-        and program.types[x].dtype == "float32"
+        and grid is not None
+        and (_hopper_takes(program, node, grid) if on.is_gpu else _cpu_takes(program, node))
+        and program.types[x].dtype == on.dtype
         and (node.op == "linear" or node.attributes.get("layout") == "NHWC")
     )
 
 
-def _has_kernel(program: Program, node: Node) -> bool:
+def _cpu_takes(program: Program, node: Node) -> bool:
     """Tells whether the channels of a group can be multiplied: four at once, or one by one."""
     f, c, *window = program.shape(node.inputs[1])
     return c % GROUP == 0 or is_depthwise((*window, c, f), node.attributes.get("groups", 1))  # type: ignore[arg-type]
+
+
+def _hopper_takes(program: Program, node: Node, grid: Grid) -> bool:
+    """Tells whether the copy engine takes the sizes; it pads with 0, which has to stand for 0."""
+    f, c, *taps = program.shape(node.inputs[1])
+    window: dict[str, Any] = {
+        name: node.attributes[name]
+        for name in ("groups", "stride", "padding", "dilation")
+        if name in node.attributes
+    }
+    pads = any(sides(window.get("padding", 0)))
+    return is_aligned((*(taps or (1, 1)), c, f), DType.uint8, **window) and not (pads and grid.low)
 
 
 def _grid(program: Program, value: str) -> Grid | None:
@@ -72,6 +89,24 @@ def _is_rounded_filter(program: Program, value: str) -> bool:
     return node is not None and node.op == "fake_quantize_filter"
 
 
+def saturating(product: Node, grid: Grid) -> str:
+    """Gives a product's epilogue without an activation that only bounds what is stored.
+
+    A grid ends where a rectified linear unit does: what is beyond saturates. Hopper's kernel has no
+    activation before the zero point is added.
+    """
+    epilogue = str(product.attributes.get("epilogue", "none"))
+    plain = "add" if epilogue.startswith("add") else "none"
+    *bounds, name = epilogue.removeprefix("add_").split(" ")
+    least, largest = grid.scale * grid.low, grid.scale * (grid.low + STEPS)
+    if name == "relu":
+        return plain if least >= 0 else epilogue
+    if name == "clamp":
+        low, high = map(float, bounds)
+        return plain if least >= low and largest <= high + grid.scale / 2 else epilogue
+    return epilogue
+
+
 class _Rewriting:
     """Rewrites a program.
 
@@ -79,14 +114,20 @@ class _Rewriting:
         program: The old one.
         products: What is to be of integers, by their outputs.
         rounded: The levels of each rounded value that they read.
+        on: The device.
     """
 
     def __init__(
-        self, program: Program, products: Mapping[str, Node], rounded: Mapping[str, Grid]
+        self,
+        program: Program,
+        products: Mapping[str, Node],
+        rounded: Mapping[str, Grid],
+        on: Backend,
     ) -> None:
         self.program = program
         self.products = products
         self.rounded = rounded
+        self.on = on
         self.taken = set(program.types)
         self.stored = {value: free(self.taken, f"{value}.uint8") for value in rounded}
         self.storing = {value: made for value in rounded if (made := self.storing_product(value))}
@@ -113,6 +154,8 @@ class _Rewriting:
         product = self.products.get(node.inputs[0])
         if product is None or self.program.only_user(product.output) is not node:
             return None
+        if self.on.is_gpu and saturating(product, self.rounded[value]) not in ("none", "add"):
+            return None
         return product if all(each in self.rounded for each in product.inputs[3:]) else None
 
     def is_read_in_float(self, value: str, storing: set[str]) -> bool:
@@ -134,11 +177,14 @@ class _Rewriting:
             **{name: value for name, value in node.attributes.items() if name != "layout"},
             "scale": grid.scale,
             "low": grid.low,
+            "dtype": self.on.dtype,
         }
         outputs = node.outputs
         if result:
             grid = self.rounded[result]
             attributes |= {"result_scale": grid.scale, "result_low": grid.low, "dtype": "uint8"}
+            if "epilogue" in attributes:
+                attributes["epilogue"] = saturating(node, grid)
             outputs = (self.stored[result],)
             if len(rest) > 2:
                 grid = self.rounded[rest[2]]
@@ -171,6 +217,6 @@ class _Rewriting:
         grid = self.rounded[value]
         attributes: dict[str, Attribute] = {
             "expression": f"x0 {float(grid.low)!r} add {grid.scale!r} mul",
-            "dtype": "float32",
+            "dtype": self.on.dtype,
         }
         return Node("pointwise", (self.stored[value],), (value,), attributes)

@@ -627,11 +627,10 @@ def mlp(program: Program, on: Backend) -> Program:
     for norm in program.nodes if on.is_gpu else ():
         first = program.only_user(norm.output) if norm.op == "layer_norm" else None
         second = first and program.only_user(first.output)
-        x = norm.inputs[0]
         if (
             _is_dense_linear(first, program, "gelu")
             and _is_dense_linear(second, program, "add")
-            and second.inputs[3] == x
+            and second.inputs[3] == (x := norm.inputs[0])
             and len(program.types[x].shape) == 3
             and program.shape(x)[1] in MLPS
         ):

@@ -3,9 +3,14 @@
     y[n, p, q, f] = store(act(product[f] * sum_rsc (x[...] - zero) w[r, s, c, f] + bias[f]
                               + residual_scale * (residual[n, p, q, f] - residual_zero)))
 
-Sums are exact, int32 or, of a depthwise convolution, whole numbers in float32; what follows is float32. y is float32, or uint8: then `store` divides by
-its scale, rounds to nearest even, adds its zero point and saturates. A residual of float32 has no
-zero point. Jacob et al. 2018 (arXiv:1712.05877), section 2.
+Sums are exact, int32 or, of a depthwise convolution, whole numbers in float32; what follows is float32.
+y is a float, or uint8: then `store` divides by its scale, rounds to nearest even, adds its zero point
+and saturates. A residual that is a float has no zero point. Jacob et al. 2018 (arXiv:1712.05877),
+section 2.
+
+A CPU computes in float32 beside the integers. Hopper's kernel (gemm/hopper.mojo) knows no zero points,
+and of scales that of each filter and the residual's alone: graphs/parameters.py puts the others into
+these and the bias.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -13,18 +18,19 @@ from max.gpu.host import DeviceContext
 
 from ..dot import I8, U8
 from ..epilogue import Epilogue
+from ..gemm.gpu import gemm_bytes
 from ..geometry import Geometry
-from ..operands import F32, Affine, Levels, Operands, data
+from ..operands import F32, Affine, Levels, Operands, Scales, data
 from .cpu import conv2d_cpu
 
 
 @register("quantized_conv2d")
 struct QuantizedConv2d:
-    """Convolves x[N, H, W, C] into y[N, P, Q, F], both of 8 bits, or y of float32."""
+    """Convolves x[N, H, W, C] into y[N, P, Q, F], both of 8 bits, or y of floats."""
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString, members: Int
+        target: StaticString, epilogue: StaticString, members: Int, narrow: Bool
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=U8, rank=4, ...],
@@ -39,13 +45,15 @@ struct QuantizedConv2d:
         """Runs the op.
 
         Parameters:
-            target: "cpu".
+            target: "cpu", or "gpu" for Hopper.
             epilogue: What the sums go through (ops/epilogue.mojo).
             members: 1 if it is depthwise, else 0.
+            narrow: See `gemm_bytes` of ops/gemm/gpu.mojo.
 
         Args:
             y: Result [N, P, Q, F].
-            x: Activations [N, H, W, C]; C of a group is a multiple of 4, or 1.
+            x: Activations [N, H, W, C]; C of a group is a multiple of 4, or 1; on a GPU of
+                16, in one group, and so is F where y has 8 bits.
             filter: Flat, as graphs/arrange.py lays it out.
             product: What a sum of each filter is multiplied by [F].
             bias: [F].
@@ -56,12 +64,8 @@ struct QuantizedConv2d:
             ctx: The device.
 
         Raises:
-            If memory is short.
+            If memory is short, or the launch fails.
         """
-        comptime assert target == "cpu", "quantized_conv2d: runs on a CPU"
-        comptime assert (
-            y.dtype == F32 or y.dtype == U8
-        ), "quantized_conv2d: the result is float32 or uint8"
         comptime Out = Operands[U8, y.dtype, I8]
         var g = Geometry(x.shape(), y.shape(), data(window))
         if g.pixels() == 0:
@@ -69,10 +73,19 @@ struct QuantizedConv2d:
         var given = data(scales)
         var beside = data(residual).unsafe_bitcast[Scalar[y.dtype]]()  # x if nothing is added
         var o = Out(data(x), data(filter), data(bias), beside, data(y))
-        var levels = Levels(
-            data(product),
-            residual=Affine(given[unsafe_offset=1], given[unsafe_offset=2]),
-            result=Affine(given[unsafe_offset=3], given[unsafe_offset=4]),
-            zero=Int32(given[unsafe_offset=0]),
-        )
-        conv2d_cpu[Epilogue(epilogue, scales=True), members](g, o, levels)
+        comptime scaled = Epilogue(epilogue, scales=True)
+        var added = Affine(given[unsafe_offset=1], given[unsafe_offset=2])
+        comptime if target == "cpu":
+            comptime assert (
+                y.dtype == F32 or y.dtype == U8
+            ), "quantized_conv2d: the result is float32 or uint8 on a CPU"
+            var levels = Levels(
+                data(product),
+                residual=added,
+                result=Affine(given[unsafe_offset=3], given[unsafe_offset=4]),
+                zero=Int32(given[unsafe_offset=0]),
+            )
+            conv2d_cpu[scaled, members](g, o, levels)
+        else:
+            comptime assert members == 0, "quantized_conv2d: a GPU has no depthwise kernel"
+            gemm_bytes[U8, I8, y.dtype, scaled, narrow](g, o, Scales(data(product), added), ctx)

@@ -29,7 +29,7 @@ from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..hopper.conv import takes
 from ..hopper.shared import ROW
-from ..operands import F32, Batch, Data, Operands
+from ..operands import F32, Batch, Data, Operands, Scales
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
@@ -46,6 +46,7 @@ from .tuning import (
     TURNED,
     alike,
     choose,
+    choose_bytes,
     chosen,
     turned,
 )
@@ -303,6 +304,65 @@ def gemm_tile[
     else:
         comptime config = TURNED[index - FIRST_TURNED]
         turned_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
+
+
+def gemm_bytes[
+    dtype: DType, right: DType, out: DType, epilogue: Epilogue, narrow: Bool
+](g: Geometry, o: Operands[dtype, out, right], scales: Scales, ctx: DeviceContext) raises:
+    """Enqueues a product of 8-bit numbers, on Hopper.
+
+    Parameters:
+        dtype: Of x.
+        right: Of w.
+        out: Of the residual and y.
+        epilogue: What the accumulator goes through; it scales.
+        narrow: Whether the channels leave half of a step of 128 bytes empty, and y has 8 bits too.
+
+    Args:
+        g: Sizes; one group.
+        o: The tensors; of y in 8 bits the filters are in quads (`quad` of hopper/accumulator.mojo).
+        scales: Of the sums, and of the residual.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails, or the copy engine does not take the sizes.
+    """
+    comptime assert IS_HOPPER, "gemm: 8-bit numbers are multiplied on Hopper (sm_90a)"
+    if not takes[dtype, out](g):
+        raise Error(NOT_ALIGNED)
+    var row = choose_bytes(g, epilogue, Device(ctx))
+    comptime for i in range(len(CONFIGS)):
+        if row.config == i:
+            byte_tile[dtype, right, out, epilogue, narrow, i](g, o, row.splits, scales, ctx)
+
+
+def byte_tile[
+    dtype: DType, right: DType, out: DType, epilogue: Epilogue, narrow: Bool, index: Int
+](
+    g: Geometry, o: Operands[dtype, out, right], splits: Int, scales: Scales, ctx: DeviceContext
+) raises:
+    """Enqueues a product of 8-bit numbers in one of the tiles of CONFIGS.
+
+    Parameters:
+        dtype: As `gemm_bytes` has it; so are the next four.
+        right: See `dtype`.
+        out: See `dtype`.
+        epilogue: See `dtype`.
+        narrow: See `dtype`.
+        index: Of the tile.
+
+    Args:
+        g: As `gemm_bytes` has it.
+        o: See `g`.
+        splits: Blocks that share a tile.
+        scales: See `g`.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime config = CONFIGS[index].halved() if narrow else CONFIGS[index]
+    hopper_gemm[dtype, epilogue, config, out, right](g, o, splits, ctx, scales=scales)
 
 
 def gemm_group[

@@ -123,6 +123,16 @@ struct Config(TrivialRegisterPassable):
         self.blocks, self.split, self.overlap = blocks, split, overlap
         self.peers, self.row = peers, row
 
+    def halved(self) -> Self:
+        """Gives the same tile with stages of half as many bytes, twice as many of them.
+
+        Returns:
+            It has rows of 64 bytes: for products of no more channels.
+        """
+        var other = self
+        other.row, other.stages = ROW // 2, 2 * self.stages
+        return other
+
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
 
@@ -179,10 +189,11 @@ struct Config(TrivialRegisterPassable):
             dtype: Of the results.
 
         Returns:
-            128; in 8 bits 64 where rows of a tile are no multiple of it, or stages half as large.
+            128; in 8 bits 64 where the columns that a block finishes are no multiple of it, or stages
+            half as large.
         """
         comptime bytes = size_of[dtype]()
-        var narrow = self.columns % ROW != 0 or self.row != ROW
+        var narrow = self.own() % ROW != 0 or self.row != ROW
         return ROW // 2 if bytes == 1 and narrow else ROW
 
     @always_inline

@@ -6,13 +6,20 @@ from std.documentation import doc_hidden
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..no_gpu import REASON
-from ..operands import Batch, Operands
+from ..operands import Batch, Operands, Scales
 
 
 @doc_hidden
 def gemm[
     dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool, aligned: Bool
 ](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext, *, constant: Bool,) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def gemm_bytes[
+    dtype: DType, right: DType, out: DType, epilogue: Epilogue, narrow: Bool
+](g: Geometry, o: Operands[dtype, out, right], scales: Scales, ctx: DeviceContext) raises:
     comptime assert False, REASON
 
 

@@ -4,18 +4,21 @@ Reads lines `images side channels filters kernel stride epilogue` (images of sid
 for each line and tile `row images side channels filters kernel stride epilogue config splits us
 error`, or of a tile of turned.mojo `turned` and the same: the time of a launch, with other filters
 each time; and the difference from the CUDA-core kernel, relative, in the Frobenius norm. The first
-line is `# ` and the GPU.
+line is `# ` and the GPU. `program_of_bytes` does so for products of 8-bit integers, with the tiles of
+hopper.mojo, and compares them with the smallest.
 """
 
 from max.gpu.host import DeviceBuffer
 from std.math import ceildiv
 
+from ..dot import I8, U8
 from ..epilogue import Epilogue
 from ..geometry import Geometry
+from ..hopper.shared import ROW
 from ..hopper.window import PixelBox
 from ..measure import Bench, launches_of, read_lines, square
-from ..operands import F32, Batch, Data, Operands
-from .gpu import gemm_portable, gemm_tile
+from ..operands import F32, Batch, Data, Operands, Scales
+from .gpu import byte_tile, gemm_portable, gemm_tile
 from .tuning import (
     CONFIGS,
     FIRST_PINGPONG,
@@ -30,18 +33,32 @@ from .turned import turned_tiles
 comptime HALF = DType.bfloat16
 """What is timed; float16 takes as long."""
 comptime FILTERS = 1 << 24
-"""Numbers to draw filters from: 32 MB."""
+"""Numbers to draw filters from."""
+comptime PLAIN = 4
+"""The tile of CONFIGS that others are compared with in 8 bits."""
 
 
-struct Tuner:
-    """Times tiles."""
+struct Tuner[dtype: DType, right: DType]:
+    """Times tiles.
 
-    var bench: Bench[HALF]
+    Parameters:
+        dtype: Of x, the residual and y: `HALF`, or uint8.
+        right: Of w: `HALF`, or int8.
+    """
+
+    comptime BYTES = Self.dtype == U8
+    """Whether products are of 8-bit integers."""
+    comptime STEP = ROW if Self.BYTES else 64
+    """Channels of a step of K."""
+
+    var bench: Bench[Self.dtype]
     """A GPU, and buffers for the largest product."""
-    var w: DeviceBuffer[HALF]
+    var w: DeviceBuffer[Self.right]
     """Filters."""
-    var residual: DeviceBuffer[HALF]
+    var residual: DeviceBuffer[Self.dtype]
     """Residual."""
+    var scales: DeviceBuffer[F32]
+    """Of 8-bit sums."""
 
     def __init__(out self, geometries: List[Geometry]) raises:
         """Makes and fills the buffers.
@@ -52,14 +69,24 @@ struct Tuner:
         Raises:
             If the GPU lacks memory.
         """
-        self.bench = Bench[HALF](geometries)
+        self.bench = Bench[Self.dtype](geometries)
         var numbers = len(self.bench.y)
-        self.w = self.bench.ctx.enqueue_create_buffer[HALF](FILTERS)
-        self.residual = self.bench.ctx.enqueue_create_buffer[HALF](numbers)
-        self.bench.fill(self.w, FILTERS, 2, 0.05)
-        self.bench.fill(self.residual, numbers, 3, 1)
+        var most = 0
+        for g in geometries:
+            most = max(most, g.f)
+        self.w = self.bench.ctx.enqueue_create_buffer[Self.right](FILTERS)
+        self.residual = self.bench.ctx.enqueue_create_buffer[Self.dtype](numbers)
+        self.scales = self.bench.ctx.enqueue_create_buffer[F32](most)
+        comptime most_w = Float32(127) if Self.BYTES else Float32(0.05)
+        comptime most_x = Float32(127) if Self.BYTES else Float32(1)
+        self.bench.fill(self.bench.x, len(self.bench.x), 1, most_x)
+        self.bench.fill(self.w, FILTERS, 2, most_w)
+        self.bench.fill(self.residual, numbers, 3, most_x)
+        self.bench.fill(self.scales, most, 5, 0.001)
 
-    def operands(self, y: DeviceBuffer[HALF], filters: Int) -> Operands[HALF]:
+    def operands(
+        self, y: DeviceBuffer[Self.dtype], filters: Int
+    ) -> Operands[Self.dtype, Self.dtype, Self.right]:
         """Names the tensors.
 
         Args:
@@ -69,13 +96,47 @@ struct Tuner:
         Returns:
             The operands.
         """
-        return Operands[HALF](
-            rebind[Data[HALF]](self.bench.x.unsafe_ptr()),
-            rebind[Data[HALF]](self.w.unsafe_ptr()).unsafe_offset(filters),
+        return Operands[Self.dtype, Self.dtype, Self.right](
+            rebind[Data[Self.dtype]](self.bench.x.unsafe_ptr()),
+            rebind[Data[Self.right]](self.w.unsafe_ptr()).unsafe_offset(filters),
             rebind[Data[F32]](self.bench.bias.unsafe_ptr()),
-            rebind[Data[HALF]](self.residual.unsafe_ptr()),
-            rebind[Data[HALF]](y.unsafe_ptr()),
+            rebind[Data[Self.dtype]](self.residual.unsafe_ptr()),
+            rebind[Data[Self.dtype]](y.unsafe_ptr()),
         )
+
+    def launch[
+        epilogue: Epilogue, index: Int
+    ](self, g: Geometry, y: DeviceBuffer[Self.dtype], filters: Int, splits: Int) raises:
+        """Enqueues a product in a tile.
+
+        Parameters:
+            epilogue: What the accumulator goes through.
+            index: Of the tile, as a row's `config`.
+
+        Args:
+            g: Sizes.
+            y: Where the result goes.
+            filters: Where the filters begin.
+            splits: Blocks that share a tile.
+
+        Raises:
+            If the launch fails.
+        """
+        var o = self.operands(y, filters)
+        comptime if Self.BYTES:
+            comptime scaled = Epilogue(epilogue.name, scales=True)
+            var scales = Scales(rebind[Data[F32]](self.scales.unsafe_ptr()))
+            comptime for narrow in [False, True]:
+                if narrow == (0 < g.c % ROW and g.c % ROW <= ROW // 2):
+                    byte_tile[U8, I8, U8, scaled, narrow, index](
+                        g,
+                        rebind[Operands[U8, U8, I8]](o),
+                        splits,
+                        scales,
+                        self.bench.ctx,
+                    )
+        else:
+            gemm_tile[HALF, epilogue, index](g, rebind[Operands[HALF]](o), splits, self.bench.ctx)
 
     def timed[epilogue: Epilogue, index: Int](self, g: Geometry, splits: Int) raises -> Float64:
         """Times a tile.
@@ -98,8 +159,7 @@ struct Tuner:
         var launches = launches_of(g)
         self.bench.begin()
         for i in range(launches):
-            var o = self.operands(self.bench.y, i % (FILTERS // size) * size)
-            gemm_tile[HALF, epilogue, index](g, o, splits, self.bench.ctx)
+            self.launch[epilogue, index](g, self.bench.y, i % (FILTERS // size) * size, splits)
         return self.bench.end(launches, rounds=1, repeats=5)
 
     def tune[epilogue: Epilogue](self, g: Geometry, line: String) raises:
@@ -115,13 +175,21 @@ struct Tuner:
         Raises:
             If a launch fails.
         """
-        gemm_portable[HALF, epilogue, True](
-            g, self.operands(self.bench.expected, 0), Batch(), self.bench.ctx
-        )
+        comptime if Self.BYTES:
+            self.launch[epilogue, PLAIN](g, self.bench.expected, 0, 1)
+        else:
+            gemm_portable[HALF, epilogue, True](
+                g,
+                rebind[Operands[HALF]](self.operands(self.bench.expected, 0)),
+                Batch(),
+                self.bench.ctx,
+            )
         comptime for i in range(len(CONFIGS)):
             comptime config = CONFIGS[i]
             var blocks = ceildiv(g.pixels(), config.rows()) * ceildiv(g.f, config.columns)
             self.tune_splits[epilogue, i](g, line, blocks, 1, 8 if config.split else 1)
+        comptime if Self.BYTES:
+            return
         comptime for i in range(len(RESIDENT)):
             comptime config = RESIDENT[i]
             var blocks = PixelBox[config.rows()](g).tiles(g) * ceildiv(g.f, config.columns)
@@ -134,10 +202,10 @@ struct Tuner:
         comptime if not epilogue.adds:
             comptime for i in range(len(PINGPONG)):
                 comptime config = PINGPONG[i]
-                if config.takes(g.r * g.s * ceildiv(g.c, 64), epilogue):
+                if config.takes(g.r * g.s * ceildiv(g.c, Self.STEP), epilogue):
                     self.tune_splits[epilogue, FIRST_PINGPONG + i](g, line, 0, 1, 1)
         comptime for i in range(len(TURNED)):
-            if turned_tiles[TURNED[i]](g, chunks=ceildiv(g.c, 64)) > 0:
+            if turned_tiles[TURNED[i]](g, chunks=ceildiv(g.c, Self.STEP)) > 0:
                 self.tune_splits[epilogue, FIRST_TURNED + i](g, line, 0, 1, 1)
 
     def tune_splits[
@@ -162,12 +230,10 @@ struct Tuner:
         var count = g.pixels() * g.f
         var splits = least
         while splits <= most:
-            if splits > g.r * g.s * ceildiv(g.c, 64) or (most > 1 and blocks * splits > 600):
+            if splits > g.r * g.s * ceildiv(g.c, Self.STEP) or (most > 1 and blocks * splits > 600):
                 break
             self.bench.fill(self.bench.y, count, 9, 3)
-            gemm_tile[HALF, epilogue, index](
-                g, self.operands(self.bench.y, 0), splits, self.bench.ctx
-            )
+            self.launch[epilogue, index](g, self.bench.y, 0, splits)
             var error = self.bench.difference(count)
             # ops/gemm/tune.py makes the table of the rows; it has none of TURNED.
             comptime kind = "row" if index < FIRST_TURNED else "turned"
@@ -177,20 +243,37 @@ struct Tuner:
 
 
 def program() raises:
-    """Times what the file asks for.
+    """Times what the file asks for, in 16 bits.
 
     Raises:
         If the file cannot be read, or anything fails on the GPU.
     """
+    _sweep[HALF, HALF]()
+
+
+def program_of_bytes() raises:
+    """Times what the file asks for, in 8 bits.
+
+    Raises:
+        If the file cannot be read, or anything fails on the GPU.
+    """
+    _sweep[U8, I8]()
+
+
+def _sweep[dtype: DType, right: DType]() raises:
+    """Times every line of the file; results in 8 bits are rectified as they saturate."""
     var lines = read_lines()
     var geometries = [square(line, 0) for line in lines]
-    var tuner = Tuner(geometries)
+    var tuner = Tuner[dtype, right](geometries)
     print("#", tuner.bench.ctx.name())
     for i in range(len(lines)):
         var epilogue = lines[i].split()[6]
         if epilogue == "add_relu":
-            tuner.tune[Epilogue("add_relu")](geometries[i], lines[i])
+            comptime adds: StaticString = "add" if dtype == U8 else "add_relu"
+            tuner.tune[Epilogue(adds)](geometries[i], lines[i])
         elif epilogue == "gelu":
-            tuner.tune[Epilogue("gelu")](geometries[i], lines[i])
+            comptime if dtype != U8:  # nothing is stored in 8 bits behind one
+                tuner.tune[Epilogue("gelu")](geometries[i], lines[i])
         else:
-            tuner.tune[Epilogue("relu")](geometries[i], lines[i])
+            comptime plain: StaticString = "none" if dtype == U8 else "relu"
+            tuner.tune[Epilogue(plain)](geometries[i], lines[i])

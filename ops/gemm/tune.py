@@ -3,6 +3,7 @@
 Times every tile (tune.mojo) on every product of products.txt at several batch sizes, takes the
 fastest, drops the rows that their neighbours imply, and writes the rest as the table that the
 kernels look their tile up in. Says how well the table predicts products that it does not hold.
+There is a table for 16 bits and, ``--dtype int8``, one for 8.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from maxvision.ops import measure
 MODULE = "gemm.tune"
 PRODUCTS = Path(__file__).with_name("products.txt")
 TABLE = Path(__file__).with_name("tuning.mojo")
-BEGIN, END = "# rows: ops/gemm/tune.py", "# end of rows"
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 FEWER = (1, 8, 32, 128)
 """Batch sizes of the products behind the second comment of products.txt."""
+OF_BYTES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Batch sizes of the others in 8 bits."""
 SLACK = 1.03
 """How much slower than its best tile a product may run for its row to be dropped."""
 CLOSE, NEAR = 1.2, 0.95
 """Of products without a row so many, at least, have to run within so much of their best tile."""
-STEP = 64
-"""Channels of a step of K, in 16 bits."""
 WIDEST = 128
 """Rows and columns of the tiles that are counted."""
 MULTIPROCESSORS = 132
@@ -47,6 +47,29 @@ PINGPONG_STEPS = (6, 10)
 """Steps of K that each of its tiles takes at most."""
 COSTS = {"relu": "none", "add_relu": "add", "gelu": "gelu"}
 """What tune.mojo times, and the epilogue of a row: relu costs nothing."""
+
+
+class Kind(NamedTuple):
+    """A table: what encloses its rows, what measures them, and the channels of a step of K."""
+
+    begin: str
+    end: str
+    function: str
+    step: int
+    batches: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+KINDS = {
+    "bfloat16": Kind(
+        "# rows: ops/gemm/tune.py", "# end of rows", "program", 64, (BATCHES, FEWER)
+    ),
+    "int8": Kind(
+        "# rows of bytes: ops/gemm/tune.py", "# end of bytes", "program_of_bytes", 128,
+        (OF_BYTES, FEWER),
+    ),
+}  # fmt: skip
+"""The tables, by what is timed for them."""
+HALF, BYTES = KINDS.values()
 
 
 class Layer(NamedTuple):
@@ -80,23 +103,24 @@ class Tile(NamedTuple):
 Times = dict[Product, dict[Tile, float]]
 
 
-def layers() -> list[Layer]:
-    """Lists the products of products.txt at their batch sizes, each once."""
+def layers(kind: Kind = HALF) -> list[Layer]:
+    """Lists the products of products.txt at their batch sizes, each once; those that it takes."""
     found = []
     _, *parts = PRODUCTS.read_text().split("# ")
-    for part, batches in zip(parts, (BATCHES, FEWER), strict=True):
+    for part, batches in zip(parts, kind.batches, strict=True):
         for line in part.splitlines()[1:]:
             *sizes, epilogue = line.split()
             images, side, channels, filters, kernel, stride = map(int, sizes)
             layer = Layer(images, side, channels, filters, kernel, stride, epilogue)
-            found += [layer._replace(images=batch * images) for batch in batches]
+            if kind is HALF or (channels % 16 == filters % 16 == 0 and epilogue != "gelu"):
+                found += [layer._replace(images=batch * images) for batch in batches]
     return list(dict.fromkeys(found))
 
 
-def product(layer: Layer) -> Product:
+def product(layer: Layer, kind: Kind = HALF) -> Product:
     """Finds the sizes of a layer's matrix product."""
     out = (layer.side + 2 * (layer.kernel // 2) - layer.kernel) // layer.stride + 1
-    steps = layer.kernel**2 * -(-layer.channels // STEP)
+    steps = layer.kernel**2 * -(-layer.channels // kind.step)
     return Product(layer.images * out**2, layer.filters, steps, COSTS[layer.epilogue])
 
 
@@ -114,6 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="compare with the table that is there, write nothing"
     )
     parser.add_argument(
+        "--dtype", choices=KINDS, default="bfloat16", help="what is multiplied (default: bfloat16)"
+    )
+    parser.add_argument(
         "--program", type=Path, metavar="FILE", help="only build what measures, for sm_90a"
     )
     try:
@@ -125,14 +152,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, or reads a sweep, and writes or checks the table."""
-    lines = [" ".join(map(str, layer)) for layer in layers()]
+    kind = KINDS[options.dtype]
+    lines = [" ".join(map(str, layer)) for layer in layers(kind)]
     if options.program:
-        measure.build(MODULE, options.program, "sm_90a")
+        measure.build(MODULE, options.program, "sm_90a", kind.function)
         listed = options.program.with_suffix(".layers")
         listed.write_text("".join(f"{line}\n" for line in lines))
         print(
             f"on a Hopper GPU run {options.program.name} {listed.name} > sweep.txt;"
-            " then pass sweep.txt to --from here"
+            f" then pass sweep.txt to --from here, with --dtype {options.dtype}"
         )
         return 0
     if options.sweep:
@@ -146,17 +174,17 @@ def run(options: argparse.Namespace) -> int:
         here = accelerator_architecture_name() if accelerator_count() else "none"
         if here != "sm_90a":
             raise DeviceError(f"tune needs a Hopper GPU, sm_90a, but this machine has {here}")
-        text = measure.run(MODULE, lines)
+        text = measure.run(MODULE, lines, function=kind.function)
         if options.raw:
             options.raw.write_text(text)
-    times = read(text)
+    times = read(text, kind)
     if not times:
         raise ArgumentError(
             f"{options.sweep or 'what was measured'} has no lines 'row ...'; give a sweep"
         )
     table = condense(times)
     before = TABLE.read_text()
-    after = with_rows(before, times, table, options.on or origin(text))
+    after = with_rows(before, times, table, options.on or origin(text), kind)
     losses = unseen(times)
     near = sum(loss <= CLOSE for loss in losses) / len(losses)
     print(
@@ -164,7 +192,7 @@ def run(options: argparse.Namespace) -> int:
         f" {near:.0%} run within 20 % of their best tile, the worst {losses[-1]:.2f} times"
     )
     if options.check:
-        same = rows_of(before) == rows_of(after)
+        same = rows_of(before, kind) == rows_of(after, kind)
         print(f"{TABLE.name} holds {'these' if same else 'other'} rows")
         return 0 if same and near >= NEAR else 1
     if near < NEAR:
@@ -174,7 +202,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def read(text: str) -> Times:
+def read(text: str, kind: Kind = HALF) -> Times:
     """Reads what tune.mojo printed.
 
     Raises:
@@ -198,7 +226,7 @@ def read(text: str) -> Times:
             raise ArgumentError(
                 f"a row of a sweep must have an error below 0.004 but this is {line!r}"
             )
-        found = times[product(layer)]
+        found = times[product(layer, kind)]
         found[tile] = min(took, found.get(tile, math.inf))
     return times
 
@@ -286,7 +314,9 @@ def origin(text: str) -> str:
     return f"{time.strftime('%Y-%m-%d')}, {first[2:].strip()}"
 
 
-def with_rows(text: str, times: Times, table: dict[Product, Tile], about: str) -> str:
+def with_rows(
+    text: str, times: Times, table: dict[Product, Tile], about: str, kind: Kind = HALF
+) -> str:
     """Puts other rows into the text of ops/gemm/tuning.mojo."""
     rows = []
     for p, tile in table.items():
@@ -294,9 +324,9 @@ def with_rows(text: str, times: Times, table: dict[Product, Tile], about: str) -
         if tile.config >= FIRST_PINGPONG:
             values += f", {cooperative(times[p])}"
         rows.append(f"    Row({values}),  # {times[p][tile]:.2f}")
-    head, rest = text.split(BEGIN)
+    head, rest = text.split(kind.begin)
     body = "\n".join(rows)
-    return f"{head}{BEGIN}, {about}\n{body}\n    {END}{rest.split(END)[1]}"
+    return f"{head}{kind.begin}, {about}\n{body}\n    {kind.end}{rest.split(kind.end)[1]}"
 
 
 def cooperative(found: dict[Tile, float]) -> int:
@@ -305,9 +335,9 @@ def cooperative(found: dict[Tile, float]) -> int:
     return min(own, key=own.__getitem__)
 
 
-def rows_of(text: str) -> list[str]:
-    """Lists the rows of the text of ops/gemm/tuning.mojo."""
-    return text.split(BEGIN)[1].split(END)[0].splitlines()[1:]
+def rows_of(text: str, kind: Kind = HALF) -> list[str]:
+    """Lists the rows of a table in the text of ops/gemm/tuning.mojo."""
+    return text.split(kind.begin)[1].split(kind.end)[0].splitlines()[1:]
 
 
 if __name__ == "__main__":

@@ -503,6 +503,11 @@ comptime ROWS: List[Row] = [
     # end of rows
 ]
 """The table."""
+comptime BYTE_ROWS: List[Row] = [
+    # rows of bytes: ops/gemm/tune.py
+    # end of bytes
+]
+"""The table of products of 8-bit numbers: steps are of 128 channels, tiles those of CONFIGS."""
 
 
 def _log2(number: Int) -> Int:
@@ -561,6 +566,20 @@ def choose(g: Geometry, width: Int, epilogue: Epilogue, device: Device, more: In
     """
     var steps = g.r * g.s * ceildiv(g.c, width) + more
     return nearest[ROWS](g, steps, epilogue, device)
+
+
+def choose_bytes(g: Geometry, epilogue: Epilogue, device: Device) -> Row:
+    """Chooses the tile of a product of 8-bit numbers, from its own rows.
+
+    Args:
+        g: Sizes.
+        epilogue: What the accumulator goes through.
+        device: The GPU.
+
+    Returns:
+        The nearest row, as `choose` finds it.
+    """
+    return nearest[BYTE_ROWS](g, g.r * g.s * ceildiv(g.c, ROW), epilogue, device)
 
 
 def chosen(config: Int, epilogue: Epilogue, windows: Bool) -> Bool:

@@ -1,4 +1,4 @@
-"""Quantised programs: what is rounded, what becomes of it on a CPU, and what is refused."""
+"""Quantised programs: what is rounded, what becomes of it on a device, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from maxvision.graphs import nodes, passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters
-from maxvision.graphs.program import Program
+from maxvision.graphs.passes import eight_bit
+from maxvision.graphs.program import Node, Program
 from maxvision.graphs.quantize import CONFIG, Grid, Quantization, places, quantized
 from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache
@@ -25,6 +26,7 @@ from maxvision.runtime.calibrate import Seen, rounded, watched
 from tests.graphs.interpret import inputs, interpret, weights
 
 ON = Backend("cpu", "float32")
+HOPPER = Backend("cuda", "float32", architecture="sm_90a")
 
 
 def block(net: Net, x: Value, name: str, filters: int, stride: int = 1) -> Value:
@@ -37,21 +39,21 @@ def block(net: Net, x: Value, name: str, filters: int, stride: int = 1) -> Value
         return net.relu(y + x)
 
 
-def residual() -> Program:
+def residual(width: int = 8) -> Program:
     """A small ResNet: pixels, a stem, two blocks, a classifier."""
     net = Net("residual")
-    x = net.relu(net.conv2d(net.input("x", (BATCH, 3, 9, 8)), "stem", 8, 3, padding=1))
-    x = block(net, block(net, x, "a", 8), "b", 12, stride=2)
+    x = net.relu(net.conv2d(net.input("x", (BATCH, 3, 9, 8)), "stem", width, 3, padding=1))
+    x = block(net, block(net, x, "a", width), "b", 2 * width, stride=2)
     net.output("logits", net.linear(net.flatten(net.avg_pool2d(x)), "head", 5))
     return net.program()
 
 
-def tokens() -> Program:
+def tokens(width: int = 8) -> Program:
     """A norm and an MLP with a residual, of tokens."""
     net = Net("tokens")
-    x = net.input("x", (BATCH, 5, 8))
-    y = net.gelu(net.linear(net.layer_norm(x, "norm"), "up", 16))
-    y = x + net.linear(y, "down", 8)
+    x = net.input("x", (BATCH, 5, width))
+    y = net.gelu(net.linear(net.layer_norm(x, "norm"), "up", 2 * width))
+    y = x + net.linear(y, "down", width)
     net.output("logits", net.linear(net.op("mean", [y], axes=(1,)), "head", 3))
     return net.program()
 
@@ -69,15 +71,17 @@ def ops(program: Program) -> list[str]:
     return [node.op for node in program.nodes if not node.at_load]
 
 
+@pytest.mark.parametrize("on", [ON, HOPPER], ids=["cpu", "hopper"])
 @pytest.mark.parametrize("write", [residual, tokens])
-def test_it_means_the_same_in_integers(write: Callable[[], Program]) -> None:
-    program = calibrated(write())
-    final = passes.run(program, ON)
+def test_it_means_the_same_in_integers(write: Callable[[int], Program], on: Backend) -> None:
+    program = calibrated(write(16))
+    final = passes.run(program, on)
+    assert any("quantized" in op for op in ops(final))
     assert Program.from_json(final.to_json()) == final
     given, tensors = inputs(program), weights(program)
     before, after = (interpret(each, given, tensors)["logits"] for each in (program, final))
     np.testing.assert_allclose(after, before, 1e-9, 1e-9)
-    plain = interpret(write(), given, tensors)["logits"]
+    plain = interpret(write(16), given, tensors)["logits"]
     assert 0 < np.abs(before - plain).max() < 0.05 * np.abs(plain).max()
 
 
@@ -100,11 +104,94 @@ def test_linear_layers_read_bytes() -> None:
     assert up.attributes["epilogue"] == "gelu" and up.attributes["dtype"] == "uint8"
 
 
+def test_on_hopper_results_are_stored_by_what_saturates() -> None:
+    final = passes.run(calibrated(residual(16)), HOPPER)
+    found = [node for node in final.nodes if node.op == "quantized_conv2d"]
+    assert [node.attributes.get("epilogue", "none") for node in found] == [
+        "none", "add", "none", "none", "add_relu",  # the last is read in floats
+    ]  # fmt: skip
+    assert [final.types[node.output].dtype for node in found] == ["uint8"] * 4 + ["float32"]
+    final = passes.run(calibrated(tokens(16)), HOPPER)
+    found = [node for node in final.nodes if node.op == "quantized_linear"]
+    assert [final.types[node.output].dtype for node in found] == ["float32"] * 2
+    assert found[0].attributes["epilogue"] == "gelu"
+
+
 @pytest.mark.parametrize(
-    "on", [Backend("cuda", "bfloat16", architecture="sm_90a"), Backend("cpu", "bfloat16")]
+    ("epilogue", "grid", "found"),
+    [
+        ("relu", Grid(0.1, 0), "none"),
+        ("add_relu", Grid(0.1, -3), "add_relu"),
+        ("0.0 6.0 clamp", Grid(6 / 255, 0), "none"),
+        ("add_0.0 6.0 clamp", Grid(5 / 255, 0), "add"),
+        ("0.0 6.0 clamp", Grid(7 / 255, 0), "0.0 6.0 clamp"),
+        ("silu", Grid(0.1, 0), "silu"),
+    ],
+)
+def test_an_activation_that_bounds_no_more_than_saturation_goes(
+    epilogue: str, grid: Grid, found: str
+) -> None:
+    node = Node("conv2d", ("x", "w"), ("y",), {"epilogue": epilogue})
+    assert eight_bit.saturating(node, grid) == found
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        Backend("cuda", "bfloat16", architecture="sm_80"),
+        Backend("hip", "bfloat16", architecture="gfx942"),
+        Backend("cpu", "bfloat16"),
+    ],
+    ids=str,
 )
 def test_others_round_in_floats(on: Backend) -> None:
-    assert not any("quantized" in op for op in ops(passes.run(calibrated(residual()), on)))
+    assert not any("quantized" in op for op in ops(passes.run(calibrated(residual(16)), on)))
+
+
+@pytest.mark.parametrize(
+    ("channels", "filters", "low", "padding", "taken"),
+    [
+        (16, 32, 0.0, 1, True),
+        (16, 32, -99.0, 0, True),
+        (16, 32, -99.0, 1, False),  # the copy engine pads with 0, which stands for something else
+        (24, 32, 0.0, 1, False),
+        (16, 24, 0.0, 1, False),
+    ],
+)
+def test_what_hopper_takes(
+    channels: int, filters: int, low: float, padding: int, taken: bool
+) -> None:
+    net = Net("layer")
+    x = net.op("permute", [net.input("x", (BATCH, 9, 8, channels))], axes=(0, 3, 1, 2))
+    x = net.op("fake_quantize", [x], scale=0.03, low=low, high=low + 255)
+    weight = net.op("fake_quantize_filter", [net.weight("w", filters, channels, 3, 3)])
+    y = net.op("conv2d", [x, weight], "layer", padding=padding)
+    net.output("y", net.op("permute", [y], axes=(0, 2, 3, 1)))
+    assert ("quantized_conv2d" in ops(passes.run(net.program(), HOPPER))) is taken
+
+
+def test_hopper_adds_zero_points_to_the_bias() -> None:
+    rng = np.random.default_rng(0)
+    f, k = 32, 48
+    whole = rng.integers(-127, 128, (k, f))
+    whole[0] = 127
+    scales = rng.uniform(0.01, 0.02, f)
+    tensors = {"w": (whole * scales).astype(np.float32), "b": rng.standard_normal(f)}
+    x, residual = rng.integers(0, 256, (9, k)), rng.integers(0, 256, (9, f))
+    of_x, added, result = Grid(0.03, -7), Grid(0.4, -100), Grid(0.9, -130)
+    with Graph("hopper", input_types=[]):
+        parameters = Parameters(tensors, DeviceRef.GPU(), DType.bfloat16)
+        _, _, numbers = parameters.quantized("w", "b", 1, of_x, added, result)
+        held = [each.array().astype(np.float64) for each in parameters.bound.values()]
+    filter, product, bias = held
+    sixteen = np.arange(16).reshape(4, 2, 2).transpose(1, 0, 2).reshape(-1)
+    rows = np.empty((f, k))
+    rows[np.arange(f).reshape(-1, 16)[:, sixteen].reshape(-1)] = filter.reshape(f, k)
+    np.testing.assert_array_equal(rows, whole.T)
+    got = x @ rows.T * product + bias + numbers[1] * residual
+    y = ((x - 7) * 0.03) @ (whole * scales) + tensors["b"] + (residual - 100) * 0.4
+    np.testing.assert_allclose(got, y / 0.9 + 130, 1e-5, 1e-3)
+    assert numbers[:1] + numbers[2:] == [0, 0, 1, 0]
 
 
 def test_pixels_the_classifier_and_small_layers_stay() -> None:
@@ -215,14 +302,19 @@ def test_integers_are_multiplied_exactly() -> None:
         left, outputs = [x.tensor for x in graph.inputs], []
         for i, case in enumerate(CONVOLUTIONS):
             x, adds = left.pop(0), case.get("epilogue", "none").startswith("add")
-            filter, product = parameters.quantized(
-                f"{i}.weight", f"{i}.bias", case.get("groups", 1), 0.01, case["zero"]
+            filter, product, scales = parameters.quantized(
+                f"{i}.weight",
+                f"{i}.bias",
+                case.get("groups", 1),
+                Grid(0.01, -case["zero"]),
+                Grid(0.02, -5),
+                Grid(0.03, -case.get("out", 0)),
             )
             y = nodes.quantized_conv2d(
                 x,
                 filter,
                 product,
-                scales=[case["zero"], 0.02, 5, 0.03, case.get("out", 0)],
+                scales=scales,
                 dtype="uint8" if "out" in case else "float32",
                 residual=left.pop(0) if adds else None,
                 **{k: v for k, v in case.items() if k in _WINDOW},

@@ -35,6 +35,7 @@ from maxvision.graphs.elementwise import activation
 from maxvision.graphs.lower import backend, emit
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.quantize import Grid
 from maxvision.graphs.shapes import sides
 from maxvision.runtime import cache
 
@@ -119,6 +120,64 @@ EPILOGUES = (
     "add_0.1 leaky_relu",
 )  # fmt: skip
 """Those of products with every way of writing them."""
+
+
+def quantized(
+    name: str, size: tuple[int, int], c: int, f: int, kernel: int, x: Grid, result: Grid | None
+) -> Case:
+    """Makes a case of quantized_conv2d on uint8; without padding where 0 is another level.
+
+    Scales are powers of 2, so that nothing rounds but the result. A result in uint8 has a residual,
+    too, and is widened again.
+    """
+    padding = 0 if x.low else kernel // 2
+    added = Grid(2.0**-4, -3)
+    number = f"x0 {float(result.low)!r} add {result.scale!r} mul" if result else ""
+
+    def build(w: Parameters, value: Any, *residual: Any) -> Any:
+        filter, product, scales = w.quantized(
+            "w.filter", "w.bias", 1, x, added if result else None, result
+        )
+        y = nodes.quantized_conv2d(
+            value,
+            filter,
+            product,
+            scales=scales,
+            dtype="uint8" if result else w.dtype.name,
+            padding=padding,
+            epilogue="add" if result else "relu",
+            residual=next(iter(residual), None),
+        )
+        return nodes.pointwise(number, [y], w.dtype.name) if result else y
+
+    def reference(
+        w: dict[str, torch.Tensor], value: torch.Tensor, *residual: torch.Tensor
+    ) -> torch.Tensor:
+        images = ((value + x.low) * x.scale).permute(0, 3, 1, 2)
+        y = F.conv2d(images, w["w.filter"].permute(3, 2, 0, 1), padding=padding)
+        y = y.permute(0, 2, 3, 1) + w["w.bias"]
+        if not result:
+            return y.relu().to(value.dtype)
+        y = y + (residual[0] + added.low) * added.scale
+        levels = ((y / result.scale).round() - result.low).clamp(0, 255)
+        return ((levels + result.low) * result.scale).to(value.dtype)
+
+    def whole(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        filters = np.clip(np.rint(weights["w.filter"] * 40 * c**0.5 * kernel), -127, 127)
+        filters[0, 0, 0] = 127
+        weights["w.filter"] = (filters * 2.0**-9).astype(np.float32)
+        weights["w.bias"] = np.rint(weights["w.bias"] * 16) / 16
+
+    p, q = (each + 2 * padding - kernel + 1 for each in size)
+    return Case(
+        name,
+        [(*size, c), *([(p, q, f)] if result else [])],
+        {"w.filter": (kernel, kernel, c, f), "w.bias": (f,)},
+        build,
+        reference,
+        whole,
+        levels=True,
+    )
 
 
 def conv(
@@ -1560,6 +1619,9 @@ ON_HOPPER = [
     along_tokens("token_linear many", 200, 8200, 130, "add_relu"),
     along_tokens("token_linear odd", 65, 72, 129),
     along_tokens("token_linear of a token", 1, 8, 1),
+    quantized("quantized_conv2d 3x3", (9, 7), 64, 80, 3, Grid(2.0**-5, 0), Grid(0.25, -130)),
+    quantized("quantized_conv2d 1x1", (14, 5), 208, 144, 1, Grid(2.0**-5, -9), Grid(0.25, -99)),
+    quantized("quantized_conv2d to floats", (9, 7), 144, 72, 3, Grid(2.0**-5, 0), None),
     conv("packed tiles 3x3", (9, 9), 72, 136, (3, 3), padding=1, sparsity=0.9, then="add_relu",
          format="tiles"),
     conv("packed tiles 1x1", (14, 13), 200, 72, (1, 1), sparsity=0.7, then="relu", format="tiles"),
@@ -1585,4 +1647,4 @@ ON_HOPPER = [
     conv("packed blocks 3 uneven groups", (7, 6), 72, 216, (3, 3), padding=1, groups=3, sparsity=0,
          then="add_relu", format="blocks"),
 ]  # fmt: skip
-"""What runs on Hopper's tensor cores alone, in 16 bits: tokens where they lie, packed filters."""
+"""What runs on Hopper's tensor cores alone: tokens where they lie, packed filters, 8 bits."""

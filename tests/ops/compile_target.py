@@ -95,12 +95,10 @@ NAMES = {
     "stem_conv2d silu",
     "depthwise_qkv 64",
 }
-# Ops of a CPU: the passes leave others in their place on a GPU.
-CPU_ALONE = {"quantized_conv2d"}
 # Ops for NVIDIA's tensor cores: elsewhere the passes leave others in their place.
 NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
 # Ops for Hopper's.
-HOPPER = {"sparse_conv2d_packed", "squeeze_excite", "token_linear"}
+HOPPER = {"quantized_conv2d", "sparse_conv2d_packed", "squeeze_excite", "token_linear"}
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
 # epilogues of products and what shares their launch do not. (In float32 both stems with a pool are
 # the same ops.)
@@ -117,7 +115,7 @@ FLOAT32 = NAMES - {
 }
 BFLOAT16 = {
     "packed tiles 3x3", "packed two_four 1x1", "packed blocks 1x1/2", "token_linear gelu",
-    "token_linear add",
+    "token_linear add", "quantized_conv2d 3x3",
 }  # fmt: skip
 # Other branches of ops that are in another case, too, and products, whose many tiles take most of
 # the time: by day tests/ptx compiles these kernels and runs them, and tests/test_third_family.py
@@ -202,7 +200,6 @@ def compile_for(architecture: str, device: Device, everything: bool) -> int:
         for path in nodes.OPS.rglob("*.mojo")
         for name in re.findall(r'^@register\("(\w+)"\)', path.read_text(), re.MULTILINE)
     }
-    registered -= CPU_ALONE
     if architecture.startswith("gfx"):
         registered -= NVIDIA
     if not hopper:

@@ -50,8 +50,8 @@ def test_a_sweep_becomes_the_table(
     text = table.read_text()
     assert re.search(r"# rows: ops/gemm/tune.py, \d{4}-\d\d-\d\d, Some GPU\n", text)
     before = ORIGINAL.read_text()
-    assert text.split(tune.BEGIN)[0] == before.split(tune.BEGIN)[0]
-    assert text.split(tune.END)[1] == before.split(tune.END)[1]
+    assert text.split(tune.HALF.begin)[0] == before.split(tune.HALF.begin)[0]
+    assert text.split(tune.HALF.end)[1] == before.split(tune.HALF.end)[1]
 
 
 def test_every_product_runs_close_to_its_best() -> None:

@@ -99,6 +99,20 @@ def eight_bits[
         )
 
 
+def quantized(
+    g: Geometry, x: Data[DType.uint8], bias: Data[F32], ctx: DeviceContext
+) raises:
+    var o = Operands[DType.uint8, DType.uint8, DType.int8](
+        x, x.unsafe_bitcast[Int8](), bias, x, x
+    )
+    comptime epilogue = Epilogue("add", scales=True)
+    comptime for i in range(len(CONFIGS)):
+        comptime config = CONFIGS[i] if i % 2 else CONFIGS[i].halved()
+        hopper_gemm[DType.uint8, epilogue, config, DType.uint8, DType.int8](
+            g, o, 1, ctx, scales=Scales(bias)
+        )
+
+
 def resident(
     g: Geometry, o: Operands[BF16], o16: Operands[F16], o32: Operands[F32], ctx: DeviceContext
 ) raises:
@@ -278,7 +292,7 @@ def main() raises:
     eight_bits[DType.float8_e4m3fn, BF16](g, bytes, full, ctx)
     eight_bits[DType.float8_e4m3fn, DType.float8_e4m3fn](g, bytes, full, ctx)
     eight_bits[DType.int8, DType.int8](g, bytes, full, ctx)
-    eight_bits[DType.uint8, DType.int8, DType.int8](g, bytes, full, ctx)
+    quantized(g, bytes, full, ctx)
     resident(
         g,
         o,

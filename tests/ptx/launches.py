@@ -432,7 +432,9 @@ def hopper(
     rows, width = 64 * tile.groups, tile.row // np.dtype(DTYPES[dtype]).itemsize
     out = out or dtype
     size = np.dtype(DTYPES[out]).itemsize
-    box = 64 if size == 1 and (tile.columns % 128 or tile.row == 64) else 128 // size
+    box = 128 // size
+    if size == 1 and (tile.columns // tile.peers % 128 or tile.row == 64):
+        box = 64
     maps: list[Tiled | Im2col | None] = []
     ends: list[list[int]] = [[], [], [], []]
     scales = b""

@@ -531,7 +531,6 @@ EIGHT_BITS = [
     (E4M3, E4M3, BF16),
     (E4M3, E4M3, E4M3),
     ("int8", "int8", "int8"),
-    ("uint8", "int8", "int8"),
 ]
 """Dtypes of x, of w, and of the residual and y."""
 SCALED = [Conv(1, 10, 9, 80, 144, 3, 3, pad=(1, 1)), Conv(2, 9, 8, 144, 48, stride=(2, 2))]
@@ -593,7 +592,7 @@ def run_scaled(
         want = wide(rounded(want, out), out)
         np.testing.assert_array_equal(wide(y, out), want)
         if out != BF16:
-            largest = {E4M3: 448, "int8": 127}[out]
+            largest = {E4M3: 448, "int8": 127, "uint8": 255}[out]
             assert (want == largest).any() and (np.abs(want) < largest).any()
 
 
@@ -604,6 +603,20 @@ def test_hopper_scales(
     find: Find, rng: np.random.Generator, tile: Tile, dtypes: tuple[str, str, str], g: Conv
 ) -> None:
     run_scaled(find, rng, tile, "add_relu", [g], dtypes)
+
+
+QUANTIZED = [
+    tile if i % 2 else replace(tile, stages=2 * tile.stages, row=64) for i, tile in enumerate(TILES)
+]
+"""Every other tile has stages of half as many bytes."""
+
+
+@pytest.mark.parametrize("tile", QUANTIZED, ids=lambda tile: tile.label)
+def test_hopper_multiplies_what_is_quantised(
+    find: Find, rng: np.random.Generator, tile: Tile
+) -> None:
+    g = Conv(1, 10, 13, 64 if tile.row == 64 else 144, 80, 3, 3, pad=(1, 1))
+    run_scaled(find, rng, tile, "add", [g], ("uint8", "int8", "uint8"))
 
 
 @pytest.mark.parametrize("tile", [TILES[0], TILES[2]], ids=lambda tile: tile.label)
