@@ -24,6 +24,7 @@ from maxvision.bench.inputs import Images, Inputs, Tokens
 from maxvision.bench.torchnet import TorchNet
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.program import Program, computing_in
+from maxvision.graphs.quantize import CONFIG
 from maxvision.runtime.classifier import Classifier, network, weights_of
 from maxvision.runtime.executor import Executor, Lowering
 from maxvision.runtime.preprocess import Preprocess
@@ -54,7 +55,7 @@ def reference_model(name: str) -> Any:
 
     Any other ``name`` is a bundled model, one that a package brings, or a folder in Hugging Face
     format or of ``maxvision convert``, with its weights. What transformers has not runs by its
-    program.
+    program, as do models that ``maxvision quantize`` wrote.
 
     Raises:
         ArgumentError: If it is none of these.
@@ -74,8 +75,9 @@ def reference_model(name: str) -> Any:
             )
         if (folder / "program.json").is_file():  # maxvision convert wrote it
             return _torchnet(str(folder))
-        family = find(json.loads((folder / "config.json").read_text()).get("model_type", ""))
-        if family and not family.architectures:
+        config = json.loads((folder / "config.json").read_text())
+        family = find(config.get("model_type", ""))
+        if CONFIG in config or (family and not family.architectures):
             return _torchnet(str(folder))
         return transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
     kind, options = NETWORKS[name]

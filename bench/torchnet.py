@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from torch.nn import grad
 
 from maxvision.common.errors import ArgumentError
+from maxvision.graphs.constants import fake_quantize_filter
 from maxvision.graphs.elementwise import ELEMENTWISE
-from maxvision.graphs.program import Node, Program
+from maxvision.graphs.program import Node, Program, rebuilt
 from maxvision.graphs.shapes import pair, sides
 from maxvision.graphs.types import at_batch
 
@@ -36,6 +38,7 @@ class TorchNet(torch.nn.Module):
 
     def __init__(self, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
         super().__init__()
+        program, tensors = _with_rounded_filters(program, tensors)
         self._steps: list[tuple[str, tuple[str, ...], Callable[..., torch.Tensor], Any]] = []
         for i, node in enumerate(program.nodes):
             values = tuple(name for name in node.inputs if name and name not in program.weights)
@@ -69,6 +72,20 @@ class TorchNet(torch.nn.Module):
 
 def _plain(name: str) -> str:
     return f"weight:{name.replace('.', ':')}"
+
+
+def _with_rounded_filters(
+    program: Program, tensors: Mapping[str, np.ndarray]
+) -> tuple[Program, Mapping[str, np.ndarray]]:
+    """Rounds filters that a quantised program rounds, once and for all."""
+    rounded = {n.output: n.inputs[0] for n in program.nodes if n.op == "fake_quantize_filter"}
+    nodes = [
+        replace(node, inputs=tuple(rounded.get(name, name) for name in node.inputs))
+        for node in program.nodes
+        if node.output not in rounded
+    ]
+    made = {name: fake_quantize_filter(tensors[name]) for name in rounded.values()}
+    return (rebuilt(program, nodes), {**tensors, **made}) if rounded else (program, tensors)
 
 
 def _layer(program: Program, node: Node, held: Mapping[str, np.ndarray]) -> torch.nn.Module | None:

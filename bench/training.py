@@ -62,7 +62,9 @@ class Trainer:
         self._dtype = dtype
         self._call: Callable[..., Any] = self.model
         if engine != "torch":
-            backend = "maxvision" if engine == "maxvision" else "inductor"
+            backend: Any = "inductor"
+            if engine == "maxvision":
+                from maxvision.bridge.dynamo import backend
             self._call = torch.compile(self.model, backend=backend, dynamic=False)
         self._optimizer = torch.optim.SGD(self.model.parameters(), RATE, 0.9, fused=True)
 

@@ -447,12 +447,13 @@ def pool_grad(name: str, size: tuple[int, int], c: int, kernel: Any, **geometry:
     out = pool(torch.empty(1, c, *size, device="meta"), kernel, **geometry).shape[2:]
 
     def reference(w: dict[str, torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-        dy = given[-1].permute(0, 3, 1, 2)
-        x = given[0].permute(0, 3, 1, 2) if max_ else dy.new_zeros(*dy.shape[:2], *size)
+        # On a CPU: CUDA's torch takes the image's first pixel for a window of -inf alone.
+        dy = given[-1].cpu().permute(0, 3, 1, 2)
+        x = given[0].cpu().permute(0, 3, 1, 2) if max_ else dy.new_zeros(*dy.shape[:2], *size)
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             (dx,) = torch.autograd.grad(pool(x, kernel, **geometry), x, dy)
-        return dx.permute(0, 2, 3, 1)
+        return dx.permute(0, 2, 3, 1).to(given[-1].device)
 
     def build(w: Parameters, *given: Any) -> Any:
         if max_:
@@ -702,13 +703,19 @@ def norm(name: str, x: Shape, eps: float, *, first: bool = False) -> Case:
 
 
 def rms(x: Shape) -> Case:
-    """Makes a case of rms_norm."""
+    """Makes a case of rms_norm; torch's kernel for CUDA makes NaN of finite numbers beside infinity."""
+
+    def reference(w: dict[str, torch.Tensor], a: torch.Tensor) -> torch.Tensor:
+        wide = a.double()
+        norm = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return norm.to(a) * w["weight"].to(a)
+
     return Case(
         f"rms_norm {x[-1]}",
         [x],
         {"weight": x[-1:]},
         lambda w, a: nodes.rms_norm(a, w.vector("weight"), 1e-6),
-        lambda w, a: F.rms_norm(a, x[-1:], w["weight"].to(a), 1e-6),
+        reference,
     )
 
 
