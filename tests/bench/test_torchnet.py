@@ -58,3 +58,20 @@ def test_ops_of_converted_models() -> None:
         found = TorchNet(program, weights(program)).eval()(torch.from_numpy(pixels)).logits.numpy()
     wanted = interpret(program, [pixels], weights(program))["logits"]
     np.testing.assert_allclose(found, wanted, 1e-4, 1e-4 * np.abs(wanted).max())
+
+
+def test_a_quantised_program_rounds_its_filters() -> None:
+    net = Net("quantised")
+    x = net.op(
+        "fake_quantize", [net.input("x", (BATCH, 4, 6, 5))], scale=0.03, low=-99.0, high=156.0
+    )
+    weight = net.op("fake_quantize_filter", [net.weight("conv.weight", 6, 4, 3, 3)])
+    x = net.op("conv2d", [x, weight, net.weight("conv.bias", 6)], "conv", padding=1)
+    net.output("logits", net.linear(net.op("mean", [x], axes=(2, 3)), "head", 5))
+    program = net.program()
+    (pixels,) = inputs(program, batch=3)
+    with torch.no_grad():
+        made = TorchNet(program, weights(program)).eval().double()
+        found = made(torch.from_numpy(pixels).double()).logits.numpy()
+    wanted = interpret(program, [pixels], weights(program))["logits"]
+    np.testing.assert_allclose(found, wanted, 1e-6, 1e-6 * np.abs(wanted).max())
