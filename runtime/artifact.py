@@ -47,6 +47,7 @@ _CODES = {
     DType.int32: "I32",
     DType.uint32: "U32",
     DType.uint8: "U8",
+    DType.int8: "I8",
 }
 _AGAIN = "compile it again with maxvision compile"
 

@@ -28,9 +28,10 @@ ARRAYS = {
     "bias": RNG.standard_normal(5, np.float32),
     "filter": RNG.standard_normal(256, np.float32),
     "columns": RNG.integers(0, 99, 33, np.int32),
+    "rounded": RNG.integers(-127, 128, 77, np.int8),
     "narrow": RNG.standard_normal((3, 32), np.float32),
 }
-DTYPES = {"columns": DType.int32, "narrow": DType.bfloat16}
+DTYPES = {"columns": DType.int32, "rounded": DType.int8, "narrow": DType.bfloat16}
 
 
 def write(folder: Path, target: str = "cpu", dtype: DType = DType.float32, **changes: Any) -> Path:
@@ -86,7 +87,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
     assert found.target == Target.parse("cpu")
     graph, registry = found.load(CPU())
     assert graph == b"graph" and set(registry) == set(ARRAYS)
-    for name in ("bias", "filter", "columns"):
+    for name in ("bias", "filter", "columns", "rounded"):
         assert np.array_equal(registry[name].to_numpy(), ARRAYS[name])
     bits = registry["narrow"].view(DType.uint16).to_numpy().astype(np.uint32) << 16
     assert registry["narrow"].dtype == DType.bfloat16
