@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -41,6 +42,7 @@ INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(
     not find_spec("triton"), reason="LEVEL 4 IS NOT TESTED: it needs the package triton"
 )
+ALL = (*BLOCKS, "language", "vision", "graph")
 FEW = 4 * torch.finfo(torch.float32).eps
 """Errors this small, of the largest number, are nobody's."""
 
@@ -89,9 +91,12 @@ def models(of: ModuleType) -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
 
 
 def everything(
-    blocks: ModuleType, dtype: torch.dtype = torch.float32, wrap: Callable[..., Any] = lambda f: f,
+    blocks: ModuleType,
+    dtype: torch.dtype = torch.float32,
+    wrap: Callable[..., Any] = lambda f: f,
     ready: Callable[[nn.Module], nn.Module] = lambda model: model,
-) -> dict[str, list[Tensor]]:  # fmt: skip
+    only: Sequence[str] = ALL,
+) -> dict[str, list[Tensor]]:
     """Computes all blocks and models of a level: the result of each, and its gradients.
 
     Args:
@@ -99,14 +104,19 @@ def everything(
         dtype: Of all floats.
         wrap: What to do with the function that computes all.
         ready: What to do with each model.
+        only: These blocks and models.
     """
 
     def cast(x: Any) -> Any:
         floats = isinstance(x, Tensor) and x.is_floating_point()
         return x.detach().to(dtype).requires_grad_() if floats else x
 
-    taken = {name: [*map(cast, args)] for name, args in given().items()}
-    made = {name: (ready(model.to(dtype)), x) for name, (model, x) in models(blocks).items()}
+    taken = {name: [*map(cast, args)] for name, args in given().items() if name in only}
+    made = {
+        name: (ready(model.to(dtype)), x)
+        for name, (model, x) in models(blocks).items()
+        if name in only
+    }
     pictures = {name: [cast(x) for x in inputs] for name, (_, inputs) in made.items()}
 
     def whole(taken: dict[str, list[Any]], pictures: dict[str, list[Tensor]]) -> dict[str, Tensor]:
@@ -150,7 +160,6 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 
 def check(found: Any, exact: Any, eagers: Any) -> None:
-    assert set(found) == {*BLOCKS, "language", "vision", "graph"}
     wrong = []
     for name, tensors in found.items():
         for i, y in enumerate(tensors):
@@ -170,11 +179,21 @@ def test_a_level_computes_what_eager_torch_does(name: str, exact: Any, eagers: A
         check(everything(level(name), ready=ready), exact, eagers)
 
 
-def test_inductor_computes_what_eager_torch_does(exact: Any, eagers: Any) -> None:
+@pytest.mark.parametrize(
+    "only",
+    [
+        ("transformer", "conv_norm_relu"),  # a C++ compiler takes a second or two for each kernel
+        pytest.param(ALL, marks=pytest.mark.nightly),
+    ],
+    ids=["some", "all"],
+)
+def test_inductor_computes_what_eager_torch_does(
+    only: Sequence[str], exact: Any, eagers: Any
+) -> None:
     """Level 3, as one function: compiled functions in it are compiled with it."""
-    whole = lambda function: torch.compile(function, dynamic=False, fullgraph=True)  # noqa: E731
+    whole = partial(torch.compile, dynamic=False, fullgraph=True)
     with torch._inductor.config.patch(compile_threads=1, cpp_cache_precompile_headers=False):
-        check(everything(level("compiled"), wrap=whole), exact, eagers)
+        check(everything(level("compiled"), wrap=whole, only=only), exact, eagers)
 
 
 def ours(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """A graph network of the blocks of any level; it also runs as a converted model:
 
-    maxvision convert examples.levels.graph:example -o graph
+maxvision convert examples.levels.graph:example -o graph
 """
 
 from types import ModuleType
@@ -38,7 +38,7 @@ class GraphNetwork(nn.Module):
         x = self.embed(nodes)
         source = edges[:, :, 0, None].expand(-1, -1, x.shape[-1])
         sink = edges[:, :, 1, None].expand(-1, -1, x.shape[-1])
-        for message, update, norm in zip(self.message, self.update, self.norm):
+        for message, update, norm in zip(self.message, self.update, self.norm):  # noqa: B905 - TorchScript's has no strict
             sent = message(torch.cat([x.gather(1, source), x.gather(1, sink)], -1))
             added = torch.zeros_like(x).scatter_add(1, sink, sent)
             x = norm(x + update(torch.cat([x, added], -1)))
@@ -46,7 +46,7 @@ class GraphNetwork(nn.Module):
 
 
 def example() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Gives a network with random weights, and two graphs of 16 nodes, for ``maxvision convert``."""
+    """Gives a network with random weights, and two graphs, for ``maxvision convert``."""
     torch.manual_seed(0)
     graphs = torch.randn(2, 16, 5), torch.randint(16, (2, 40, 2))
     return GraphNetwork(eager, features=5, classes=3).eval(), graphs

@@ -101,7 +101,7 @@ class Prompt(nn.Module):
             q, k, v = heads_of(layer, x)
             x = finished(layer, x, F.scaled_dot_product_attention(q, k, v, is_causal=True))
             caches.append((k, v))
-        keys, values = (torch.stack(each, 1) for each in zip(*caches))
+        keys, values = (torch.stack(each, 1) for each in zip(*caches, strict=True))
         return model.head(model.norm(x)), keys, values
 
 
@@ -138,7 +138,7 @@ class Step(nn.Module):
             k, v = torch.where(here, k, keys[:, i]), torch.where(here, v, values[:, i])
             x = finished(layer, x, F.scaled_dot_product_attention(q, k, v, seen))
             caches.append((k, v))
-        keys, values = (torch.stack(each, 1) for each in zip(*caches))
+        keys, values = (torch.stack(each, 1) for each in zip(*caches, strict=True))
         return model.head(model.norm(x))[:, 0], keys, values
 
 
@@ -166,9 +166,7 @@ def greedy(logits: np.ndarray) -> np.ndarray:
     return logits.argmax(-1)
 
 
-def sampled(
-    random: np.random.Generator, top_k: int | None = None, top_p: float = 1.0
-) -> Choose:
+def sampled(random: np.random.Generator, top_k: int | None = None, top_p: float = 1.0) -> Choose:
     """Draws words by their probabilities.
 
     Args:

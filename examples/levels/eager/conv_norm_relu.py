@@ -1,13 +1,11 @@
 """Convolution, batch norm (Ioffe and Szegedy 2015, arXiv:1502.03167) and ReLU, in training."""
 
-from typing import Optional
-
 from torch import Tensor
 from torch.nn import functional as F
 
 
 def conv_norm_relu(
-    x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, residual: Optional[Tensor] = None
+    x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Computes relu(norm(conv(x)) + residual); the norm is by the statistics of this batch.
 

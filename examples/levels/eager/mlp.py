@@ -23,7 +23,7 @@ def mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tenso
 def mlp_in_steps(
     x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
 ) -> Tensor:
-    """Computes the same with GELU op by op: what is written badly reads the hidden channels often."""
+    """Computes the same badly: GELU op by op, each of which reads all hidden channels."""
     hidden = x @ weight1.mT
     hidden = hidden + bias1
     share = torch.erf(hidden / math.sqrt(2.0))

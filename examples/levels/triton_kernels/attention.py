@@ -141,9 +141,7 @@ def attention_backward_queries(
         key = tile(k + head, keys, length, channels, BLOCK_D)
         value = tile(v + head, keys, length, channels, BLOCK_D)
         seen = visible(queries, keys, length, CAUSAL)
-        _, slope = shares_and_slopes(
-            asked, key, value, slopes, log, delta, seen, scale, PRECISION
-        )
+        _, slope = shares_and_slopes(asked, key, value, slopes, log, delta, seen, scale, PRECISION)
         sums = tl.dot(slope.to(key.dtype), key, sums, input_precision=PRECISION)
     put(dq + head, queries, length, channels, sums, BLOCK_D)
 
