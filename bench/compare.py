@@ -234,7 +234,8 @@ def _step(
                 torch.randn(y.shape, generator=random, device=y.device, dtype=y.dtype)
                 for y in found
             )
-        return [*found, *torch.autograd.grad(found, asked, slopes)]
+        gradients = torch.autograd.grad(found, asked, slopes)
+        return [*(y.detach() for y in found), *gradients]
 
     return step
 

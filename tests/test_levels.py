@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +24,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from examples.levels import BLOCKS, LEVELS, eager, level
-from examples.levels.graph import GraphNetwork
+from examples.levels import BLOCKS, LEVELS, eager, language, level
+from examples.levels.graph import GraphNetwork, example
 from examples.levels.language import (
     LanguageModel,
     Prompt,
@@ -35,7 +38,7 @@ from examples.levels.language import (
 )
 from examples.levels.vision import VisionTransformer
 from maxvision import torch_ops
-from maxvision.bridge import parts
+from maxvision.bridge import convert, parts
 from tests.graphs.interpret import Interpreted
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -274,7 +277,7 @@ TEXTS = np.array([[1, 2, 3], [7, 0, 9]])
     ids=["greedy", "sampled", "top-k", "top-p"],
 )
 def test_a_cache_changes_no_word(writer: LanguageModel, choose: Any) -> None:
-    wanted = write(writer, TEXTS, 13, choose())
+    wanted = write(writer, TEXTS, 13, choose(), length=16)
     found = write_cached(
         on_arrays(Prompt(writer)), on_arrays(Step(writer)), TEXTS, 13, choose(), length=16
     )
@@ -299,3 +302,149 @@ def test_words_are_drawn_by_their_probabilities() -> None:
     np.testing.assert_allclose(drawn(top_p=0.76), np.array([0.5, 0.25, 0.15, 0]) / 0.9, atol=0.01)
     np.testing.assert_allclose(drawn(top_p=0.01), [1, 0, 0, 0])
     np.testing.assert_allclose(drawn(top_k=3, top_p=0.6), [2 / 3, 1 / 3, 0, 0], atol=0.01)
+
+
+def test_converted_programs_write_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the command line of language.py runs them; interpreted, and with few weights."""
+    monkeypatch.setattr(convert, "Executor", Interpreted)
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
+    torch.manual_seed(4)
+    small = LanguageModel(eager, len(language.LETTERS), language.LENGTH, 8, 2, 1).eval()
+    monkeypatch.setattr(language, "trained", lambda: small)
+    for name in ("prompt", "step"):
+        made = convert.convert(*getattr(language, name)(), device="cpu", check_it=False)
+        made.save(tmp_path / name)
+    for options in [], ["--top-k", "3"], ["--top-p", "0.5", "--seed", "1"]:
+        arguments = ["--text", "Shall I ", "--count", "6", *options]
+        assert language.main(arguments) == 0
+        wanted = capsys.readouterr().out
+        assert language.main([str(tmp_path), *arguments]) == 0
+        assert capsys.readouterr().out == wanted and wanted.startswith("Shall I ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--text", "Über"], "the model does not know ['Ü']"),
+        (["no-such-folder"], "no-such-folder"),
+        (["--count", "70"], "8 words and 70 more are beyond the longest text, 64"),
+    ],
+)
+def test_who_asks_for_what_there_is_not_is_told(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    small = LanguageModel(eager, len(language.LETTERS), language.LENGTH, 8, 2, 1).eval()
+    monkeypatch.setattr(language, "trained", lambda: small)
+    with pytest.raises(SystemExit, match="2"):
+        language.main(arguments)
+    assert told in capsys.readouterr().err
+
+
+def test_the_converted_graph_network_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "Executor", Interpreted)
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
+    network, graphs = example()
+    made = convert.convert(network, graphs, device="cpu", check_it=False)
+    with torch.no_grad():
+        torch.testing.assert_close(made(*graphs), network(*graphs), rtol=1e-5, atol=1e-6)
+
+
+# --- the course -------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_solutions_are_right() -> None:
+    from torch.nn import functional as F
+
+    from examples.levels import solutions
+
+    torch.manual_seed(0)
+    x = n(37, 70)
+    assert torch.equal(solutions.transpose(x), x.T)
+    torch.testing.assert_close(solutions.softmax(x), x.softmax(-1))
+    a, b, residual = n(70, 40), n(40, 67), n(70, 67)
+    found = solutions.product_add_relu(a, b, residual)
+    torch.testing.assert_close(found, (a @ b + residual).relu(), rtol=1e-5, atol=1e-5)
+
+    gate, slope = n(37, 70), n(37, 70)
+    ways = solutions.swish_multiply, lambda x, gate: F.silu(x) * gate
+    made = []
+    for way in ways:
+        given = [each.clone().requires_grad_() for each in (x, gate)]
+        y = way(*given)
+        made.append([y, *torch.autograd.grad(y, given, slope)])
+    torch.testing.assert_close(*made)
+
+
+@needs_triton
+def test_the_stages_of_a_ring() -> None:
+    from examples.levels.solutions import stages
+
+    machine = {"bytes_per_s": 4e12, "processors": 100, "shared_bytes": 228 * 1024}
+    assert stages(128, 128, 64, 2, latency_s=1e-6, **machine) == 3  # 40 kB under way, 32 a stage
+    assert stages(128, 128, 64, 2, latency_s=4e-6, **machine) == 6
+    assert stages(128, 128, 64, 2, latency_s=9e-6, **machine) == 7, "no more fit"
+    with pytest.raises(ValueError, match="two stages of 131072 bytes do not fit"):
+        stages(256, 256, 64, 4, latency_s=1e-6, **machine)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+COURSE = (ROOT / "docs/levels.md").read_text()
+
+
+def snippets(*languages: str) -> list[tuple[str, str]]:
+    """Gives the course's code, each with the prose before it."""
+    found, end = [], 0
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```\n", COURSE, re.M | re.S):
+        if match[1] in languages:
+            found.append((match[2], COURSE[end : match.start()]))
+        end = match.end()
+    return found
+
+
+def quoted(code: str) -> bool:
+    return not code.startswith(("import", "from"))
+
+
+@pytest.mark.parametrize(
+    ("code", "before"), [each for each in snippets("python", "mojo") if quoted(each[0])]
+)
+def test_the_course_quotes_its_files(code: str, before: str) -> None:
+    """A quote is of the file that the prose names last; lines that are left out are dots."""
+    path = re.findall(r"`([\w./]+\.(?:py|mojo))`", before)[-1]
+    text = textwrap.dedent((ROOT / path).read_text())
+    lines = [line.strip() for line in text.splitlines()]
+    at = 0
+    for line in filter(None, map(str.strip, code.splitlines())):
+        if line.strip("# ") != "...":
+            assert line in lines[at:], f"{path} has no line {line!r} there"
+            at = lines.index(line, at) + 1
+
+
+@pytest.mark.parametrize("code", [code for code, _ in snippets("python") if not quoted(code)])
+def test_the_courses_code_runs(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On fewer numbers, and with less time for each."""
+    from maxvision.bench import compare
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        compare.compare,
+        "__kwdefaults__",
+        {**compare.compare.__kwdefaults__, "seconds": 0.01, "roofline": False},
+    )
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    exec(compile(code.replace("4096", "64"), "levels.md", "exec"), {"__name__": "shown"})
+    assert "p50 ms" in capsys.readouterr().out
+
+
+def test_every_chapter_has_an_exercise_and_its_solution() -> None:
+    chapters = re.split(r"^## (?=\d)", COURSE, flags=re.M)[1:]
+    assert [each[0] for each in chapters] == list("12345")
+    for each in chapters:
+        assert "**Exercise.**" in each and "`examples/levels/solutions.py`" in each
+        name = re.search(r"Solution: `(\w+)`", each)
+        assert name and f"def {name[1]}(" in (ROOT / "examples/levels/solutions.py").read_text()

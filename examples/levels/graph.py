@@ -1,6 +1,6 @@
-"""A graph network of the blocks of any level; it also runs as a converted model:
+"""A graph network of the blocks of any level.
 
-maxvision convert examples.levels.graph:example -o graph
+It also runs as a converted model: ``maxvision convert examples.levels.graph:example -o graph``.
 """
 
 from types import ModuleType

@@ -25,6 +25,8 @@ from torch.nn import functional as F
 
 from examples.levels import eager
 from examples.levels.modules import Norm, Transformer
+from maxvision import Converted
+from maxvision.common.errors import UserError
 
 TEXT = """\
 Shall I compare thee to a summer's day?
@@ -65,6 +67,8 @@ class LanguageModel(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.embed, self.place = nn.Embedding(words, width), nn.Embedding(length, width)
+        for each in (self.embed, self.place):
+            nn.init.normal_(each.weight, std=0.1)
         self.layers = nn.ModuleList(
             [Transformer(level, width, heads, causal=True) for _ in range(layers)]
         )
@@ -190,7 +194,9 @@ def sampled(random: np.random.Generator, top_k: int | None = None, top_p: float 
     return choose
 
 
-def write(model: Callable[[Any], Any], words: np.ndarray, count: int, choose: Choose) -> np.ndarray:
+def write(
+    model: Callable[[Any], Any], words: np.ndarray, count: int, choose: Choose, length: int = LENGTH
+) -> np.ndarray:
     """Goes on with texts without a cache: each word costs the whole text.
 
     Args:
@@ -198,10 +204,15 @@ def write(model: Callable[[Any], Any], words: np.ndarray, count: int, choose: Ch
         words: The texts so far [N, T].
         count: How many words to add.
         choose: What they are.
+        length: The longest text that the model knows.
 
     Returns:
         The texts [N, T + count].
+
+    Raises:
+        ValueError: If that is longer.
     """
+    _check(words, count, length)
     for _ in range(count):
         found = model(torch.from_numpy(words)).detach().numpy()
         words = np.concatenate([words, choose(found[:, -1])[:, None]], 1)
@@ -213,9 +224,8 @@ def write_cached(
     choose: Choose, length: int = LENGTH,
 ) -> np.ndarray:  # fmt: skip
     """Does what ``write`` does with a cache; ``prompt`` and ``step`` take and give arrays."""
+    _check(words, count, length)
     given = words.shape[1]
-    if given + count > length:
-        raise ValueError(f"{given} words and {count} more are beyond the longest text, {length}")
     whole = np.pad(words, [(0, 0), (0, length - given)])  # what is behind a text changes nothing
     logits, keys, values = prompt(whole)
     last = logits[:, given - 1]
@@ -225,6 +235,14 @@ def write_cached(
         if place + 1 < given + count:
             last, keys, values = step(word, np.full(len(words), place), keys, values)
     return words
+
+
+def _check(words: np.ndarray, count: int, length: int) -> None:
+    given = words.shape[1]
+    if not given:
+        raise ValueError("a text has to begin with something")
+    if given + count > length:
+        raise ValueError(f"{given} words and {count} more are beyond the longest text, {length}")
 
 
 def on_arrays(module: nn.Module) -> Callable[..., Any]:
@@ -244,15 +262,17 @@ def trained(steps: int = 300) -> LanguageModel:
     """Trains a model on pieces of the sonnet, which takes some seconds."""
     torch.manual_seed(0)
     model = LanguageModel(eager, len(LETTERS), LENGTH)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, steps)
     text = torch.tensor(encoded(TEXT))
     for _ in range(steps):
-        pieces = torch.randint(len(text) - LENGTH, (16, 1)) + torch.arange(LENGTH + 1)
+        pieces = torch.randint(len(text) - LENGTH, (8, 1)) + torch.arange(LENGTH + 1)
         batch = text[pieces]
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
     return model.eval()
 
 
@@ -305,11 +325,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.folder:
             found = write(trained(), words, options.count, choose)
         else:
-            from maxvision import Converted
-
             programs = (Converted.load(options.folder / part) for part in ("prompt", "step"))
             found = write_cached(*programs, words, options.count, choose)
-    except (ValueError, OSError) as error:
+    except (ValueError, UserError) as error:
         parser.error(str(error))
     print(decoded(found[0]))
     return 0
