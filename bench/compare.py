@@ -15,6 +15,7 @@ that Inductor and maxvision wrote; beside such programs, other ops are not count
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import math
@@ -51,6 +52,7 @@ from maxvision.graphs.types import BATCH
 
 ROUNDS = 3
 """In which all are timed in turn."""
+limits = functools.cache(ceilings)  # a second for each dtype
 BOUND = 1e-3
 """Differences from the first implementation above this part of the largest number are wrong."""
 
@@ -151,14 +153,16 @@ def compare(
     flops = _flops(steps[first])
     whole = _bytes(tensors) + _bytes(wanted)  # gradients are results, too
     dtype = str(kind).removeprefix("torch.")
-    floor = ceilings(dtype, gpu).floor(flops, whole) if roofline else None
+    floor = limits(dtype, gpu).floor(flops, whole) if roofline else None
     records = []
     for name, step in steps.items():
-        found = step()
+        with _counted() as counts:
+            found = step()
         record: Record = {"implementation": name, "error": _error(name, found, wanted)}
         record["passed"] = record["error"] <= BOUND
-        step()  # what was compiled at the first call may be recorded at the second
-        counts = _count(step)
+        if not counts.inductors and not counts.ours:  # beside torch.compile no mode may be active
+            with _counted() as counts, _Ops(counts):
+                step()
         record["launches"] = len(launches_of(step, clock.wait, 3)) if gpu else counts.launches
         record["moved_mb"] = rounded(counts.bytes / 1e6) if counts.bytes else None
         record["memory_mb"] = None if counts.ours else _memory(step, gpu)
@@ -332,16 +336,6 @@ class _Ops(TorchDispatchMode):
         ):
             self._counts.add(1, _bytes([args, kwargs, found]))
         return found
-
-
-def _count(step: Callable[[], Any]) -> _Counts:
-    """Counts what a call launches: programs first, and torch's ops if there are none."""
-    with _counted() as counts:
-        step()
-    if not counts.inductors and not counts.ours:  # beside torch.compile no mode may be active
-        with _counted() as counts, _Ops(counts):
-            step()
-    return counts
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from maxvision.bench import summaries
 from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
-from maxvision.bench.ceilings import ceilings
 from maxvision.bench.compare import code_lines, compare
+from maxvision.bench.compare import limits as ceilings
 from maxvision.bench.engines import TORCH
 from maxvision.bench.records import write
 from maxvision.common.errors import ArgumentError

@@ -25,6 +25,7 @@ LONGEST = (
     "test_third_family.py",
     "graphs/test_lower.py",
     "bench/test_models.py",
+    "test_levels.py",
     "bench/test_sparse.py",
     "bench/test_ops.py",
     "graphs/test_sparsity.py",

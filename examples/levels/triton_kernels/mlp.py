@@ -66,8 +66,8 @@ def multiply(
     grid = triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"])
     tf32 = torch.backends.cuda.matmul.allow_tf32
     gemm[grid](
-        a, b, bias, before, y, m, n, k, *a.stride(), *b.stride(), EPILOGUE=epilogue.value, TF32=tf32,
-        **tile,
+        a, b, bias, before, y, m, n, k, *a.stride(), *b.stride(), EPILOGUE=epilogue.value,
+        TF32=tf32, **tile,
     )  # fmt: skip
     return y
 
