@@ -364,6 +364,7 @@ def test_solutions_are_right() -> None:
     x = n(37, 70)
     assert torch.equal(solutions.transpose(x), x.T)
     torch.testing.assert_close(solutions.softmax(x), x.softmax(-1))
+    assert solutions.softmax(torch.full((2, 5), -math.inf)).isnan().all()
     a, b, residual = n(70, 40), n(40, 67), n(70, 67)
     found = solutions.product_add_relu(a, b, residual)
     torch.testing.assert_close(found, (a @ b + residual).relu(), rtol=1e-5, atol=1e-5)

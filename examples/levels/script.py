@@ -3,6 +3,7 @@
 The ops and the memory that they move stay those of level 1. What goes away is the interpreter's
 time between them, which shows where ops are small. TorchScript reads a function's source, so that
 loops and conditions stay in the graph: ``torch.jit.script(attention_by_queries)`` loops in C++.
+torch has deprecated it in favour of torch.compile; much that was deployed is written in it.
 """
 
 import warnings

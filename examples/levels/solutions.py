@@ -23,7 +23,11 @@ def transpose_kernel(x, y, rows, columns, SIDE: tl.constexpr):
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Copies x[R, C] into [C, R]; neighbouring threads load and store neighbouring numbers."""
+    """Copies x[R, C] into [C, R]; neighbouring threads load and store neighbouring numbers.
+
+    ``tl.trans`` hands numbers from thread to thread, through shared memory. A side of 8 float32 is
+    the 32 bytes that memory gives at least.
+    """
     rows, columns = x.shape
     x, y = x.contiguous(), x.new_empty(columns, rows)
     grid = triton.cdiv(rows, 32), triton.cdiv(columns, 32)
@@ -94,7 +98,11 @@ def softmax_kernel(x, y, columns, BLOCK: tl.constexpr):
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Computes softmax along the last axis."""
+    """Computes softmax along the last axis.
+
+    Without the maximum exp overflows. Minus infinity less itself is NaN, so a row of nothing else
+    gives NaN, as in torch.
+    """
     x = x.contiguous()
     y, columns = torch.empty_like(x), x.shape[-1]
     block = triton.next_power_of_2(columns)
@@ -127,7 +135,10 @@ def product_kernel(
 
 
 def product_add_relu(a: Tensor, b: Tensor, residual: Tensor) -> Tensor:
-    """Computes relu(a b + residual) of a[M, K], b[K, N] and a residual [M, N]."""
+    """Computes relu(a b + residual) of a[M, K], b[K, N] and a residual [M, N].
+
+    The product is neither written nor read again: 2 x 2 x 4096^2 bytes, 67 MB.
+    """
     a, b, residual = a.contiguous(), b.contiguous(), residual.contiguous()
     (m, k), n = a.shape, b.shape[1]
     y = a.new_empty(m, n)
