@@ -10,7 +10,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
 
 def layer_norm_in_steps(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """Computes the same op by op: what is written badly here reads and writes x seven times."""
+    """Computes the same op by op: written badly, it moves 6.5 times the bytes."""
     mean = x.mean(-1, keepdim=True)
     centred = x - mean
     variance = (centred * centred).mean(-1, keepdim=True)
