@@ -1,6 +1,6 @@
 """An autoregressive language model of the blocks of any level, and what writes texts with it.
 
-It reads letters, and learns one sonnet by heart in some seconds:
+It reads letters, and learns one sonnet by heart:
 
     python -m examples.levels.language --text "Shall I "            # in torch, without a cache
     maxvision convert examples.levels.language:prompt -o lm/prompt
@@ -258,8 +258,8 @@ def on_arrays(module: nn.Module) -> Callable[..., Any]:
 # --- one that has learned something ----------------------------------------------------------
 
 
-def trained(steps: int = 300) -> LanguageModel:
-    """Trains a model on pieces of the sonnet, which takes some seconds."""
+def trained(steps: int = 600) -> LanguageModel:
+    """Trains a model on pieces of the sonnet, which takes a quarter of a minute."""
     torch.manual_seed(0)
     model = LanguageModel(eager, len(LETTERS), LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
