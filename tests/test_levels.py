@@ -1,8 +1,8 @@
 """Five levels compute the same: blocks and models, forward and backward, beside float64.
 
-A level's results and gradients may be off by twice what eager torch is in float32. One function
-computes all blocks and models of a level, so that a compiler runs once each way. Of level 5 the
-programs are interpreted; the kernels themselves run all of it in the nightly test.
+No result and no gradient of a block may be farther from float64 than twice the most that eager
+torch is there. One function computes all blocks and models of a level, so that a compiler runs once
+each way. Of level 5 the programs are interpreted; the kernels themselves run in the nightly test.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ needs_triton = pytest.mark.skipif(
     not find_spec("triton"), reason="LEVEL 4 IS NOT TESTED: it needs the package triton"
 )
 ALL = (*BLOCKS, "language", "vision", "graph")
-FEW = 4 * torch.finfo(torch.float32).eps
-"""Errors this small, of the largest number, are nobody's."""
+FEW = 16 * torch.finfo(torch.float32).eps
+"""Errors this small, of the largest number, are nobody's: erf and exp differ by some units."""
 
 
 def n(*shape: int) -> Tensor:
@@ -165,8 +165,9 @@ def off(found: Tensor, wanted: Tensor) -> float:
 def check(found: Any, exact: Any, eagers: Any) -> None:
     wrong = []
     for name, tensors in found.items():
+        bound = 2 * max(map(off, eagers[name], exact[name])) + FEW
         for i, y in enumerate(tensors):
-            error, bound = off(y, exact[name][i]), 2 * off(eagers[name][i], exact[name][i]) + FEW
+            error = off(y, exact[name][i])
             if not error <= bound:
                 wrong.append(f"{name}, {f'gradient {i}' if i else 'result'}: {error} > {bound}")
     assert not wrong, "\n".join(wrong)
