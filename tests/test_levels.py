@@ -132,8 +132,10 @@ def everything(
                if isinstance(x, Tensor) and x.requires_grad]
         for name, args in (taken | pictures).items()
     }  # fmt: skip
-    random = torch.Generator().manual_seed(2)
-    slopes = [torch.randn(y.shape, generator=random).to(dtype) for y in results.values()]
+    slopes = [
+        torch.randn(y.shape, generator=torch.Generator().manual_seed(ALL.index(name))).to(dtype)
+        for name, y in results.items()
+    ]
     tensors = [x for each in asked.values() for x in each]
     gradients = iter(torch.autograd.grad([*results.values()], tensors, slopes))
     return {name: [y.detach(), *(next(gradients) for _ in asked[name])]
