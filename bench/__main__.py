@@ -32,6 +32,7 @@ Measure maxvision beside its peers, on one machine, in one run.
   compile   graphs for a GPU on another machine, which needs no compiler with --precompiled
   training  steps of training: forward, backward and SGD, beside torch.compile and eager torch
   serve     our server under load, beside LitServe: latency, throughput, what bounds them
+  levels    the blocks and models of examples/levels, from eager torch to our ops (docs/levels.md)
   universe  the classifiers of timm and torchvision: which convert, and how far from torch
   report    the tables and plots of files that --json wrote, such as bench/results/*.json
 """
@@ -97,6 +98,14 @@ def parser() -> Parser:
         help="maxvision, torch-compile and torch, or some of them")
     add("--size", type=whole(8, 4096), metavar="PX",
         help="edge of the images (default: what the model takes)")
+
+    add = command("levels", "the blocks and models of examples/levels at each level", "dtypes",
+                  "device", "tf32", "json", "threads", "seconds", seconds=0.5, precompiled=None)
+    add("--blocks", type=names, metavar="A,B", help="blocks and models (default: all)")
+    add("--levels", type=counts, metavar="N,M", help="levels beside 1 (default: all)")
+    add("--backward", action="store_true", help="gradients too")
+    add("--size", type=_COUNT, metavar="N",
+        help="factor of the batches (default: 1 on a CPU, 16 on a GPU)")
 
     command("ops", "each distinct layer beside torch's operator", *measured, "threads", "peers",
             "seconds", batches=[1, 32, 256], seconds=0.2)

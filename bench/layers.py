@@ -19,7 +19,7 @@ from maxvision.graphs import passes
 from maxvision.graphs.lower import backend, bind, emit
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.program import Attribute, Node, Program, made
-from maxvision.graphs.types import Type
+from maxvision.graphs.types import Type, at_batch
 from maxvision.runtime.classifier import network
 from maxvision.runtime.executor import Unchecked
 from maxvision.weights import Checkpoint
@@ -53,7 +53,7 @@ class Operand(NamedTuple):
 
 def sizes(given: Type, batch: int) -> tuple[int, ...]:
     """Gives a shape at a batch size."""
-    return tuple(batch if isinstance(size, str) else size for size in given.shape)
+    return tuple(at_batch(size, batch) for size in given.shape)
 
 
 def size(given: Type, batch: int) -> int:

@@ -12,6 +12,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from maxvision.bench import curves
+from maxvision.bench.records import check_path
 from maxvision.bench.tables import Record, grouped
 
 STYLE: dict[Any, Any] = {
@@ -21,15 +22,43 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
+def save(figure: Figure, path: Path) -> None:
+    """Writes a figure, as an SVG or what its name ends with.
+
+    Raises:
+        ArgumentError: If it cannot be written.
+    """
+    check_path(path)
+    facts = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(path, metadata=facts)
+
+
+def bars(
+    labels: Sequence[str], values: Sequence[float], unit: str, form: str = "{:.2f}",
+    colours: Sequence[str] | str = "tab:blue",
+) -> Figure:  # fmt: skip
+    """Draws a bar for each value, the first on top."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 0.8 + 0.22 * len(values)))
+        axes = figure.subplots()
+        drawn = axes.barh(labels, values, color=colours, height=0.7)
+        axes.bar_label(drawn, [form.format(value) for value in values], padding=3)
+        axes.invert_yaxis()
+        axes.set(xlabel=unit)
+        axes.margins(x=0.1)
+    return figure
+
+
 def draw(stem: str, records: Sequence[Record], out: Path) -> list[Path]:
     """Draws what ``records`` hold as STEM-KIND.svg; returns the files."""
     matplotlib.use("svg")
     drawn = []
     with matplotlib.rc_context(STYLE):
-        for plot in ratios, gains, accuracy:
+        for plot in ratios, gains, accuracy, levels:
             if figure := plot(records):
                 drawn.append(out / f"{stem}-{plot.__name__}.svg")
-                figure.savefig(drawn[-1], metadata={"Date": None, "Creator": None})
+                save(figure, drawn[-1])
     return drawn
 
 
@@ -45,15 +74,34 @@ def ratios(records: Sequence[Record]) -> Figure | None:
                 values.append(r["p50_ms"] / ours)
     if not values:
         return None
-    figure = Figure(figsize=(8, 0.8 + 0.22 * len(values)))
-    axes = figure.subplots()
     colours = ["tab:green" if value >= 1 else "tab:red" for value in values]
-    bars = axes.barh(labels, values, color=colours, height=0.7)
-    axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.invert_yaxis()
-    axes.set(xlabel="time over maxvision's: beyond 1 maxvision is faster")
-    axes.margins(x=0.1)
+    unit = "time over maxvision's: beyond 1 maxvision is faster"
+    figure = bars(labels, values, unit, colours=colours)
+    figure.axes[0].axvline(1, color="black", linewidth=1)
+    return figure
+
+
+def levels(records: Sequence[Record]) -> Figure | None:
+    """Draws each level's time over that of level 1: a panel a block or model."""
+    timed = [r for r in records if r.get("level") and r.get("p50_ms")]
+    panels = grouped(timed, "block")
+    if not panels:
+        return None
+    wide = min(3, len(panels))
+    high = math.ceil(len(panels) / wide)
+    figure = Figure(figsize=(3.4 * wide, 1.9 * high))
+    all_axes = figure.subplots(high, wide, squeeze=False).flat
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
+    for axes, ((block,), group) in zip(all_axes, panels.items(), strict=False):
+        first = group[0]["p50_ms"]
+        values = [first / r["p50_ms"] for r in group]
+        drawn = axes.barh([r["implementation"] for r in group], values, height=0.7)
+        axes.bar_label(drawn, [f"{value:.2f}" for value in values], padding=3)
+        axes.invert_yaxis()
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set(title=block, xlabel="times as fast as level 1")
+        axes.margins(x=0.2)
     return figure
 
 

@@ -18,6 +18,7 @@ SHOW = {
     "serve": summaries.servers,
     "sparse": summaries.sparse,
     "latency": latency.show,
+    "levels": summaries.levels,
 }
 VERSIONS = {"max": "MAX", "torch": "torch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 
@@ -83,6 +84,8 @@ def by_kind(records: list[Record]) -> dict[str, list[Record]]:
             kind = "sparse"
         elif {"compute", "request"} <= set(record):
             kind = "latency"
+        elif {"level", "implementation"} <= set(record):
+            kind = "levels"
         elif {"place", "adds_us"} <= set(record):
             kind = "profile"
         elif {"layer", "us", "count"} <= set(record):

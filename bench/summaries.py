@@ -48,6 +48,28 @@ def networks(records: Sequence[Record]) -> None:
     tables.show("Networks; ours over the best peer in our own rows", _NETWORKS, rows, left=4)
 
 
+def levels(records: Sequence[Record]) -> None:
+    """Prints a table for each block and model, a row a level."""
+    for (block, dtype, both), cell in grouped(records, "block", "dtype", "backward").items():
+        comparison(f"{block}, {dtype}, {'forward and backward' if both else 'forward'}", cell)
+
+
+def comparison(title: str, records: Sequence[Record]) -> None:
+    """Prints a row for each implementation."""
+    head = ("", "p50 ms", "p10", "p90", "MB", "launches", "moved MB", "TFLOP/s", "of roofline",
+            "lines", "error", "")  # fmt: skip
+    rows = [
+        [
+            r["implementation"], *(number(r.get(f"p{p}_ms"), "ms") for p in (50, 10, 90)),
+            number(r["memory_mb"]), str(r["launches"] or ""), number(r["moved_mb"]),
+            number(r.get("tflops_per_s")), percent(r.get("share_of_roofline")),
+            str(r["lines"] or ""), f"{r['error']:.0e}", "" if r["passed"] else "WRONG",
+        ]
+        for r in records
+    ]  # fmt: skip
+    tables.show(title, head, rows)
+
+
 def training(records: Sequence[Record]) -> None:
     """Prints a row an engine, with our time over its."""
     rows = []

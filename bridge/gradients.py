@@ -105,6 +105,9 @@ def _layer_norm(
     """Norms the last axes: y, and the mean and the inverse deviation, if anything reads them."""
     net, axes = imp.net, list(range(len(x.shape) - len(shape), len(x.shape)))
     given = x
+    values = all(isinstance(each, Value) for each in (weight, bias))
+    if values and len(axes) == 1 and not any(user.args[1] for user in node.users):
+        return [net.op("layer_norm", [x, weight, bias], eps=float(eps)), None, None]
     y, middle, inverse, _ = _normed(imp, _cast(imp, x, "float32"), axes, eps)
     if all(each is None or not isinstance(each, Value) for each in (weight, bias)):
         y, *_ = _PLAIN[aten.native_layer_norm.default](imp, node, x, shape, weight, bias, eps)

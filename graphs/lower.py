@@ -219,8 +219,10 @@ class _Given:
         return self._node.inputs[i] if len(self._node.inputs) > i else ""
 
     def vector(self, i: int, dtype: DType = DType.float32) -> TensorValue:
-        """Gives a constant vector."""
-        return self.weights.vector(self.name(i), dtype)
+        """Gives a vector: a constant, or a value, as weights are in training."""
+        if (name := self.name(i)) in self._values:
+            return ops.cast(self._values[name], dtype)
+        return self.weights.vector(name, dtype)
 
     def layer(self, i: int, groups: int = 1, format: str = "") -> Filter:
         """Gives a filter and the bias behind it."""

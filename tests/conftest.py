@@ -5,7 +5,11 @@ A test marked ``nightly`` takes minutes and is skipped, unless pytest runs with 
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before any test imports triton; see test_levels.py
 
 # The files that take longest where nothing is compiled yet, the longest first: pytest-xdist hands
 # out files in this order (--no-loadscope-reorder), and the short ones fill the gaps at the end.
@@ -21,6 +25,7 @@ LONGEST = (
     "test_third_family.py",
     "graphs/test_lower.py",
     "bench/test_models.py",
+    "test_levels.py",
     "bench/test_sparse.py",
     "bench/test_ops.py",
     "graphs/test_sparsity.py",

@@ -74,7 +74,7 @@ def test_a_report_needs_no_torch(file: Path) -> None:
     )
     files = [file, *RESULTS]
     kinds = {kind for path in files for kind in report.by_kind(report.read(path)[1])}
-    assert kinds - {"", "latency"} == {"models", "ops", "profile", "serve", "sparse"}
+    assert kinds - {"", "latency", "levels"} == {"models", "ops", "profile", "serve", "sparse"}
     argv = [sys.executable, "-c", code, "report", *map(str, files)]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
