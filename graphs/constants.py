@@ -67,12 +67,12 @@ def batch_norm_shift(bias: Array, mean: Array, scale: Array, before: Array | Non
     if before is not None:
         moved = moved - before
     shift: Array = bias.astype(np.float64) - moved * scale
-    return shift.astype(np.float32)
+    return shift.astype(np.result_type(bias, np.float32))
 
 
 def scale_filter(filters: Array, scale: Array) -> Array:
     """Multiplies a filter [F, C, R, S], or linear weights, by a scale [F], rounded once."""
-    scaled = np.empty(filters.shape, np.float32)
+    scaled = np.empty(filters.shape, np.result_type(filters, np.float32))
     with np.errstate(over="ignore", invalid="ignore"):
         np.multiply(
             filters,
@@ -119,7 +119,8 @@ def attention_bias(mask: Array, *, heads: int, queries: int, keys: int) -> Array
     p, h, t, _ = sides = ((1,) * 4 + mask.shape)[-4:]
     shape = p, h, queries if h != 1 else t, keys
     rows = np.broadcast_to(added.reshape(sides), shape).reshape(p, h * shape[2], keys)
-    return np.pad(rows, ((0, 0), (0, 0), (0, keys % 2))).astype(np.float32)
+    padded: Array = np.pad(rows, ((0, 0), (0, 0), (0, keys % 2)))
+    return padded.astype(np.float64 if mask.dtype == np.float64 else np.float32)
 
 
 EVALUATE: dict[str, Callable[..., Array]] = {
