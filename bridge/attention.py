@@ -35,8 +35,8 @@ def attend(
     rest: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (_cast(x, dtype) for x in (q, k, v))
-        attn_mask = None if attn_mask is None else _cast(attn_mask, dtype)
+        q, k, v = (autocast(x, dtype) for x in (q, k, v))
+        attn_mask = None if attn_mask is None else autocast(attn_mask, dtype)
     if not _stays(q, k, v, attn_mask, dropout_p, scale):
         y: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, **rest)
         return y
@@ -45,7 +45,7 @@ def attend(
     return y
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Casts floats, as autocast does."""
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 

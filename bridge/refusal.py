@@ -20,9 +20,9 @@ def refusal(*tensors: Tensor) -> str:
         if dtype == torch.float64 and device.type == "cpu":
             if len(floats) > 1:
                 other = next(str(each).removeprefix("torch.") for each in floats if each != dtype)
-                return f"a tensor is float64 and another {other}; computing in float64 needs all"
+                return f"a tensor is float64 and another {other}; make all float64, or none"
         elif dtype == torch.float64:
-            return "a tensor is float64, which only a CPU computes in; move all to one, or call float()"
+            return "a tensor is float64, which only a CPU computes in; call float() or cpu()"
         elif dtype not in DTYPES:
             return f"a tensor is {name}, and it computes in float32, bfloat16 and float16"
     return misplaced(tensors[0].device if tensors else None, *tensors)

@@ -45,7 +45,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from maxvision.bridge.attention import attend
+from maxvision.bridge.attention import attend, autocast
 from maxvision.bridge.optimizers import (
     SGD,
     Adam,
@@ -102,7 +102,7 @@ class Op:
         if torch.is_autocast_enabled(first.device.type):
             dtype = torch.get_autocast_dtype(first.device.type)
             given = {
-                name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+                name: autocast(x, dtype) if isinstance(x, Tensor) else x
                 for name, x in given.items()
             }
         return self.forward(*given.values())

@@ -38,7 +38,11 @@ class Constants(Mapping[str, Array]):
         if not node.at_load:
             raise KeyError(name)
         given = [self[value] if value else None for value in node.inputs]
-        return np.asarray(EVALUATE[node.op](*given, **node.attributes))
+        made = np.asarray(EVALUATE[node.op](*given, **node.attributes))
+        wanted = self._program.types[name].dtype
+        if node.op in ROUNDED and wanted in ("float32", "float64"):
+            made = made.astype(wanted, copy=False)
+        return made
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._program.constants))
@@ -67,7 +71,7 @@ def batch_norm_shift(bias: Array, mean: Array, scale: Array, before: Array | Non
     if before is not None:
         moved = moved - before
     shift: Array = bias.astype(np.float64) - moved * scale
-    return shift.astype(np.result_type(bias, np.float32))
+    return shift
 
 
 def scale_filter(filters: Array, scale: Array) -> Array:
@@ -144,3 +148,5 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     ),
 }
 """How ops are computed of weights."""
+ROUNDED = ("batch_norm_shift", "scale_filter")
+"""What is rounded to the dtype of its value, once; the scale before it stays in float64."""

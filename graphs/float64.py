@@ -112,10 +112,8 @@ def attention_grad(
     seen = "x1 -inf gt x0 x2 x3 sub mul 0.0 where"
     ds = nodes.pointwise(seen, [p, bound, dp, delta])
     turned = [nodes.permute(each, [0, 1, 3, 2]) for each in (ds, p)]
-    found = [
-        nodes.bmm(ds, k, alpha=scale), nodes.bmm(turned[0], q, alpha=scale), nodes.bmm(turned[1], dy)
-    ]  # fmt: skip
-    return [_tokens(each) for each in found]
+    dq, dk = nodes.bmm(ds, k, alpha=scale), nodes.bmm(turned[0], q, alpha=scale)
+    return [_tokens(each) for each in (dq, dk, nodes.bmm(turned[1], dy))]
 
 
 def _scores(

@@ -1197,18 +1197,18 @@ def cast(x: Type, *, dtype: str) -> Type:
 
 
 def batch_norm_scale(weight: Type, var: Type, *, eps: float) -> Type:
-    """Types weight / sqrt(var + eps), in float64."""
-    return Type(weight.shape, "float64")
+    """Types weight / sqrt(var + eps)."""
+    return Type(weight.shape, wide(weight.dtype))
 
 
 def batch_norm_shift(bias: Type, mean: Type, scale: Type, before: Type | None = None) -> Type:
     """Types bias + (before - mean) * scale: the bias of a convolution with its batch norm."""
-    return Type(bias.shape, "float32")
+    return Type(bias.shape, wide(bias.dtype))
 
 
 def scale_filter(filter: Type, scale: Type) -> Type:
     """Types a filter [F, C, R, S] times a scale [F]."""
-    return Type(filter.shape, "float32")
+    return Type(filter.shape, wide(filter.dtype))
 
 
 def fake_quantize_filter(filter: Type) -> Type:

@@ -33,7 +33,7 @@ from std.sys.intrinsics import PrefetchOptions, prefetch
 from ..dot import FILTER, FLOATS, STEP, SUM, dot, spread
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
-from ..operands import F32, WIDE, Data, Levels, Operands
+from ..operands import F32, F64, WIDE, Data, Levels, Operands
 from ..parallel import over_cores
 
 comptime WIDTH[dtype: DType] = simd_width_of[SUM[dtype]]()
@@ -46,6 +46,12 @@ comptime PANEL = 64
 """Columns of a packed panel; the same on every CPU, so that packed weights are portable."""
 comptime ROWS = 6
 """Pixels that a register tile is high."""
+comptime HEIGHT[dtype: DType] = 2 if dtype == F64 else ROWS
+"""Pixels that it is high in a dtype: of float64, which has to be right only, fewer are compiled.
+
+Parameters:
+    dtype: Of the activations.
+"""
 comptime VECTORS = 4 if CompilationTarget.has_avx512f() or CompilationTarget.has_neon() else 2
 """Vectors that a register tile is wide: 24 accumulators of 32 registers, or 12 of 16 (AVX2)."""
 comptime TILE[dtype: DType] = VECTORS * WIDTH[dtype]
@@ -181,13 +187,13 @@ def multiply_turned[
         sums: [rows, PANEL].
         fresh: Whether the sums begin with 0.
     """
-    var tiles = ceildiv(rows, ROWS)
+    var tiles = ceildiv(rows, HEIGHT[dtype])
     for offset in range(0, columns, TILE[dtype]):
         var width = ceildiv(min(columns - offset, TILE[dtype]), WIDTH[dtype])
         for tile in range(tiles):
             var first = rows * tile // tiles
             var count = rows * (tile + 1) // tiles - first
-            comptime for size in range(1, ROWS + 1):
+            comptime for size in range(1, HEIGHT[dtype] + 1):
                 comptime for vectors in range(1, VECTORS + 1):
                     if count == size and width == vectors:
                         var runs = _Runs[dtype, size]()
@@ -410,7 +416,7 @@ def gemm_block[
     var whole = g.pointwise() and g.c <= length
     for begin in range(first, last, PIXELS):
         var end = min(begin + PIXELS, last)
-        var tiles = ceildiv(end - begin, ROWS)
+        var tiles = ceildiv(end - begin, HEIGHT[dtype])
         var at = 0
         for r in range(0, g.r, height):
             for start in range(0, run, length):
@@ -429,22 +435,23 @@ def gemm_block[
                         var rows = (end - begin) * (tile + 1) // tiles - m
                         var line = LINE * step
                         var ahead = next + tile * line if tile < PANEL // LINE else 0
-                        if whole and rows == ROWS:
-                            comptime for vectors in range(1, VECTORS + 1):
-                                if ceildiv(width, WIDTH[dtype]) == vectors:
-                                    _whole_tile[epilogue, vectors](
-                                        g,
-                                        here,
-                                        levels,
-                                        start,
-                                        begin + m,
-                                        ahead,
-                                        column + offset,
-                                        width,
-                                    )
-                            continue
+                        comptime if dtype != F64:
+                            if whole and rows == ROWS:
+                                comptime for vectors in range(1, VECTORS + 1):
+                                    if ceildiv(width, WIDTH[dtype]) == vectors:
+                                        _whole_tile[epilogue, vectors](
+                                            g,
+                                            here,
+                                            levels,
+                                            start,
+                                            begin + m,
+                                            ahead,
+                                            column + offset,
+                                            width,
+                                        )
+                                continue
                         var here_sums = sums.unsafe_offset(m * PANEL + offset)
-                        comptime for size in range(1, ROWS + 1):
+                        comptime for size in range(1, HEIGHT[dtype] + 1):
                             comptime for vectors in range(1, VECTORS + 1):
                                 if rows == size and ceildiv(width, WIDTH[dtype]) == vectors:
                                     _tile[size, vectors](

@@ -1502,9 +1502,9 @@ def check(
 ) -> float:
     """Compares with torch in float64; raises AssertionError beyond the bound.
 
-    The bound is twice the error that torch makes at this dtype, 8 ulp of the largest number in
-    float32, or 32 in float64, and ``absolute``. NaN and infinities are where torch has them, in float64 or at this
-    dtype. With ``tf32`` torch's error is that of operands rounded to TF32.
+    The bound is twice the error that torch makes at this dtype, 8 ulp of float32, or 32 of float64,
+    of the largest number, and ``absolute``. NaN and infinities are where torch has them, in float64
+    or at this dtype. With ``tf32`` torch's error is that of operands rounded to TF32.
 
     Returns:
         Our largest error over the largest number of the result.
