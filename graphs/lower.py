@@ -257,9 +257,10 @@ class _Given:
 
     @property
     def numbers(self) -> list[TensorValue]:
-        """All of them, constants in float32 whatever the others are."""
+        """All of them, constants in float32 whatever the others are, but float64."""
         types = [self._program.types[name].dtype for name in self._node.inputs]
-        return [self.value(i, "float32" if "float" in t else "") for i, t in enumerate(types)]
+        wide = "float64" if "float64" in types else "float32"
+        return [self.value(i, wide if "float" in t else "") for i, t in enumerate(types)]
 
     @property
     def floats(self) -> bool:

@@ -1,13 +1,15 @@
 """float64 on a CPU's kernels: torch's gradcheck of the ops, and modules that infer and train.
 
-All programs of a test are compiled as one module; they are interpreted until then.
+All programs of a test are compiled as one module; they are interpreted until then, as are those of
+the gradchecks by day (test_torch_ops.py).
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -22,14 +24,11 @@ from tests.bridge.test_training import steps
 from tests.bridge.together import Late, compile_together
 from tests.graphs.interpret import Interpreted
 
-BY_DAY = [("linear", 0), ("conv_bn_relu", 1), ("attention", 1), ("max_pool2d", 0), ("mse", 0)]
-"""What has each kernel that sums, but the nightly rest of shapes and expressions."""
-
 
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "Executor", Late)
-    monkeypatch.setattr(Interpreted, "made", [])
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
     for each in torch_ops.TABLE.values():
         monkeypatch.setattr(each, "made", {})
     torch._dynamo.reset()
@@ -49,34 +48,40 @@ def on_our_kernels(*runs: Callable[[], object]) -> None:
     assert made == Interpreted.made, "something was compiled anew"
 
 
-def gradchecks(cases: Sequence[tuple[str, int]]) -> list[Callable[[], object]]:
-    def check(name: str, case: int) -> Callable[[], object]:
-        given = CASES[name][case]()
-        return lambda: passes_gradcheck(name, given, check_undefined_grad=False)
-
-    return [check(*each) for each in cases]
-
-
 class Small(nn.Module):
-    """Has a layer of each kind; constants that float32 does not hold are among its numbers."""
+    """A convolution and a linear layer, and a constant that float32 does not hold."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
-        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.tokens, self.linear = nn.LayerNorm(8), nn.Linear(8, 4)
+        self.conv, self.linear = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
         self.register_buffer("third", torch.full((8,), 1 / 3, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.max_pool2d(self.norm(self.conv(x)).relu(), 2)
-        y = (self.depthwise(y) * 0.1).flatten(2).mT * self.third
-        y = self.tokens(y).unsqueeze(1)
-        y = F.scaled_dot_product_attention(y, F.gelu(y), y.tanh())
-        return F.log_softmax(self.linear(y.mean((1, 2))), -1).square().sum()
+        y = F.max_pool2d(self.conv(x).relu(), 2).flatten(2).mT * self.third
+        return F.log_softmax(self.linear(self.tokens(y).mean(1)), -1).square().sum()
+
+    def tokens(self, y: Tensor) -> Tensor:
+        return y
 
 
-def infers() -> Callable[[], None]:
-    model = Small().double().eval()
+class Whole(Small):
+    """Has norms, a depthwise convolution, attention and functions as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(  # type: ignore[assignment]
+            nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.GroupNorm(2, 8),
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(8)
+
+    def tokens(self, y: Tensor) -> Tensor:
+        y = self.norm(y * 0.1).unsqueeze(1)
+        return F.scaled_dot_product_attention(y, F.gelu(y), y.tanh(), is_causal=True).squeeze(1)
+
+
+def infers(model: nn.Module) -> Callable[[], None]:
+    model = model.double().eval()
     fast = torch.compile(model, backend=backend, dynamic=False)
     x = torch.randn(2, 3, 7, 6, dtype=torch.float64)
 
@@ -87,8 +92,8 @@ def infers() -> Callable[[], None]:
     return run
 
 
-def trains() -> Callable[[], None]:
-    model = Small().double()
+def trains(model: nn.Module) -> Callable[[], None]:
+    model = model.double()
     twin = copy.deepcopy(model)
     fast = torch.compile(model, backend=backend, dynamic=False)
     x = torch.randn(2, 3, 7, 6, dtype=torch.float64)
@@ -100,12 +105,17 @@ def trains() -> Callable[[], None]:
     return run
 
 
-def test_it_infers_trains_and_passes_gradcheck() -> None:
+@pytest.mark.parametrize("kind", [Small, pytest.param(Whole, marks=pytest.mark.nightly)])
+def test_a_module_infers_and_trains(kind: type[Small]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="backend maxvision")
-        on_our_kernels(infers(), trains(), *gradchecks(BY_DAY))
+        on_our_kernels(infers(kind()), trains(kind()))
 
 
 @pytest.mark.nightly
 def test_every_op_passes_gradcheck() -> None:
-    on_our_kernels(*gradchecks(ALL))
+    checks = []
+    for name, case in ALL:
+        given = CASES[name][case]()
+        checks.append(partial(passes_gradcheck, name, given, check_undefined_grad=False))
+    on_our_kernels(*checks)
