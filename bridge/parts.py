@@ -127,7 +127,7 @@ def cut(
     Returns:
         The graph, and its parts that are programs, which are not compiled yet.
     """
-    dtype = _dtype_of(module)
+    dtype = dtype_of(module)
     if dtype == torch.float64 and not device.is_host:
         raise ModelError(
             "it is float64, which only a CPU computes in; move it to one, or to float32"
@@ -184,7 +184,7 @@ def load(parts: Sequence[Part]) -> None:
 
 def missing(module: fx.GraphModule) -> list[Missing]:
     """Lists the ops of a graph without weights that have no rule, with exact dtypes."""
-    look = _Look({}, True, _dtype_of(module))
+    look = _Look({}, True, dtype_of(module))
     look.walk(module)
     return look.missing
 
@@ -270,7 +270,7 @@ class _Supported(OperatorSupportBase):
         )
 
 
-def _dtype_of(module: fx.GraphModule) -> torch.dtype:
+def dtype_of(module: fx.GraphModule) -> torch.dtype:
     """Finds in what most nodes of a graph compute."""
     kinds = [x.dtype for node in module.graph.nodes for x in _tensors(node)]
     return max(DTYPES, key=kinds.count)
