@@ -6,11 +6,12 @@ expressions and softmax do. What is here is made of these, so nothing of it is f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from max.dtype import DType
-from max.graph import TensorValue, ops
+from max.graph import Dim, TensorValue, ops
 
 from maxvision.graphs import nodes
 from maxvision.graphs.elementwise import activation
@@ -40,9 +41,10 @@ def group_norm(
 ) -> TensorValue:
     """Computes ``nodes.group_norm``; weight and bias are float64."""
     n, *between, c = x.shape
-    apart = x.reshape((n, *between, groups, int(c) // groups))
-    axes = [axis for axis in range(1, apart.rank) if axis != apart.rank - 2]
-    y = _normed(apart, axes, eps).reshape(x.shape)
+    pixels, members = math.prod(between, start=Dim(1)), int(c) // groups
+    apart = nodes.permute(x.reshape((n, pixels, groups, members)), [0, 2, 1, 3])
+    y = _normed(apart.reshape((n, groups, pixels * members)), [2], eps).reshape(apart.shape)
+    y = nodes.permute(y, [0, 2, 1, 3]).reshape(x.shape)
     words = " ".join(["x0 x1 mul x2 add", activation(epilogue)]).strip()
     return nodes.pointwise(words, [y, weight, bias])
 
