@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from maxvision.graphs.shapes import MOST_DEPTH
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def attend(
@@ -35,8 +35,8 @@ def attend(
     rest: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (_cast(x, dtype) for x in (q, k, v))
-        attn_mask = None if attn_mask is None else _cast(attn_mask, dtype)
+        q, k, v = (autocast(x, dtype) for x in (q, k, v))
+        attn_mask = None if attn_mask is None else autocast(attn_mask, dtype)
     if not _stays(q, k, v, attn_mask, dropout_p, scale):
         y: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, **rest)
         return y
@@ -45,7 +45,7 @@ def attend(
     return y
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Casts floats, as autocast does."""
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
@@ -114,14 +114,15 @@ def _backward(
     bound = logsumexp.unsqueeze(-1)
     seen = bound > -torch.inf
     p = torch.where(seen, (_scores(q, k, mask, causal, scale) - bound).exp(), 0.0)
-    delta = torch.where(seen, (dy.float() * y.float()).sum(-1, keepdim=True), 0.0)
-    ds = (p * (dy.float() @ v.float().mT - delta) * scale).to(q.dtype)
+    wide_dy, wide_y, wide_v = map(_wide, (dy, y, v))
+    delta = torch.where(seen, (wide_dy * wide_y).sum(-1, keepdim=True), 0.0)
+    ds = (p * (wide_dy @ wide_v.mT - delta) * scale).to(q.dtype)
     return _by_tokens(ds @ k), _by_tokens(ds.mT @ q), _by_tokens(p.to(q.dtype).mT @ dy)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Computes scores in float32; those that are hidden are minus infinity."""
-    scores = q.float() @ k.float().mT * scale
+    """Computes scores in float32, or float64; those that are hidden are minus infinity."""
+    scores = _wide(q) @ _wide(k).mT * scale
     if mask is not None:
         hidden = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -torch.inf) if hidden else scores + mask
@@ -130,6 +131,10 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: floa
             ~torch.ones_like(scores[0, 0], dtype=torch.bool).tril(), -torch.inf
         )
     return scores
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _by_tokens(x: Tensor) -> Tensor:
@@ -144,7 +149,7 @@ def _like(x: Tensor) -> Tensor:
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return _like(q), _wide(q.new_empty(q.shape[:-1]))
 
 
 @_backward.register_fake

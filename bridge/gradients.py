@@ -20,6 +20,7 @@ from maxvision.bridge import rules
 from maxvision.bridge.aten import rule
 from maxvision.bridge.importer import Importer, Unsupported
 from maxvision.graphs.net import Value
+from maxvision.graphs.shapes import wide
 from maxvision.graphs.types import product
 
 aten = torch.ops.aten
@@ -84,7 +85,7 @@ def _batch_norm(
         raise Unsupported("a batch norm in eval mode while it is trained")
     net, axes, given = imp.net, [0, *range(2, len(x.shape))], x.type.dtype
     count = math.prod(x.size(axis) for axis in axes)
-    y, *moments = _normed(imp, _cast(imp, x, "float32"), axes, eps)
+    y, *moments = _normed(imp, _widened(imp, x), axes, eps)
     y = _by_channel(imp, y, weight, bias)
     flat = [net.reshape(each, x.shape[1]) for each in moments]
     unbiased = net.op("mul", [flat[2]], other=count / max(1, count - 1))
@@ -108,7 +109,7 @@ def _layer_norm(
     values = all(isinstance(each, Value) for each in (weight, bias))
     if values and len(axes) == 1 and not any(user.args[1] for user in node.users):
         return [net.op("layer_norm", [x, weight, bias], eps=float(eps)), None, None]
-    y, middle, inverse, _ = _normed(imp, _cast(imp, x, "float32"), axes, eps)
+    y, middle, inverse, _ = _normed(imp, _widened(imp, x), axes, eps)
     if all(each is None or not isinstance(each, Value) for each in (weight, bias)):
         y, *_ = _PLAIN[aten.native_layer_norm.default](imp, node, x, shape, weight, bias, eps)
         return [y, middle, inverse]
@@ -124,7 +125,7 @@ def _group_norm(
 ) -> list[Any]:  # fmt: skip
     """Norms groups of channels: y, and means and inverse deviations, if anything reads them."""
     net, given = imp.net, x.type.dtype
-    whole = net.reshape(_cast(imp, x, "float32"), x.shape[0], groups, c // groups * size)
+    whole = net.reshape(_widened(imp, x), x.shape[0], groups, c // groups * size)
     y, middle, inverse, _ = _normed(imp, whole, [2], eps)
     if all(each is None or not isinstance(each, Value) for each in (weight, bias)):
         sizes = (n, c, size, groups, eps)
@@ -141,7 +142,7 @@ def _batch_norm_alone(
 ) -> list[Any]:  # fmt: skip
     """Norms by the batch's statistics, which are not kept: y, the means, inverse deviations."""
     axes = [0, *range(2, len(x.shape))]
-    y, *moments, _ = _normed(imp, _cast(imp, x, "float32"), axes, eps)
+    y, *moments, _ = _normed(imp, _widened(imp, x), axes, eps)
     y = _cast(imp, _by_channel(imp, y, weight, bias), x.type.dtype)
     return [y, *(imp.net.reshape(each, x.shape[1]) for each in moments)]
 
@@ -158,7 +159,7 @@ def _batch_norm_frozen(
         return found
     net, rank = imp.net, len(x.shape)
     inverse = net.op("rsqrt", [net.op("add", [imp.value(var)], other=float(eps))])
-    centred = net.op("sub", [_cast(imp, x, "float32"), rules.by_channel(imp, mean, rank)])
+    centred = net.op("sub", [_widened(imp, x), rules.by_channel(imp, mean, rank)])
     y = net.op("mul", [centred, rules.by_channel(imp, inverse, rank)])
     return [_cast(imp, _by_channel(imp, y, weight, bias), x.type.dtype), None, None]
 
@@ -184,6 +185,11 @@ def _by_channel(imp: Importer, y: Value, weight: Any, bias: Any) -> Value:
 def _cast(imp: Importer, x: Value, dtype: str) -> Value:
     """Casts a value where values keep their dtypes."""
     return x if not imp.exact or x.type.dtype == dtype else imp.net.op("cast", [x], dtype=dtype)
+
+
+def _widened(imp: Importer, x: Value) -> Value:
+    """Casts a value to what statistics of it are in."""
+    return _cast(imp, x, wide(x.type.dtype))
 
 
 @rule(aten.convolution_backward.default)
@@ -352,7 +358,7 @@ def _embedding_backward(
     if padding >= 0:
         tokens = net.op("where", [net.op("ne", [index], other=float(padding)), tokens], other=0.0)
     zeros = imp.constant(torch.zeros(rows, c))
-    sums = rules.scattered(imp, zeros, 0, index, _cast(imp, tokens, "float32"))
+    sums = rules.scattered(imp, zeros, 0, index, _widened(imp, tokens))
     return _cast(imp, sums, dy.type.dtype)
 
 

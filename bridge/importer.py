@@ -110,9 +110,11 @@ class Importer:
         reserved: Names that parameters of the source have.
         missing: What could not be translated.
         exact: Whether values keep the dtypes of the source; else all floats have one.
+        floats: What weights and constants of floats become: float32, or float64.
     """
 
     exact = False
+    floats = "float32"
 
     def __init__(self, name: str, reserved: set[str]) -> None:
         self.net = Net(name)
@@ -127,7 +129,7 @@ class Importer:
             return given
         if not isinstance(given, Known):
             raise Unsupported(f"a {type(given).__name__} in the place of a tensor")
-        held, shape = _stored(given)
+        held, shape = _stored(given, self.floats)
         key: Any = given.name or (held.dtype.str, held.shape, sha256(held.tobytes()).digest())
         if key not in self._known:
             name = given.name or f"constants.{len(self.tensors)}"
@@ -228,21 +230,22 @@ def size_from(sizes: Sequence[int]) -> Size | None:
     return size if [at_batch(size, batch) for batch in PROBES] == [*sizes] else None
 
 
-def array(tensor: Any) -> np.ndarray:
-    """Makes a numpy array of a tensor; floats become float32."""
+def array(tensor: Any, floats: str = "float32") -> np.ndarray:
+    """Makes a numpy array of a tensor; its floats become those of that name."""
     if hasattr(tensor, "detach"):
         tensor = tensor.detach().cpu().contiguous()
-        tensor = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+        narrow = tensor.is_floating_point() and tensor.element_size() < 8  # numpy has no bfloat16
+        tensor = (tensor.float() if narrow else tensor).numpy()
     made = np.ascontiguousarray(tensor)
-    return made.astype(np.float32) if made.dtype.kind == "f" else made
+    return made.astype(floats) if made.dtype.kind == "f" else made
 
 
-def _stored(given: Known) -> tuple[np.ndarray, tuple[Size, ...]]:
+def _stored(given: Known, floats: str) -> tuple[np.ndarray, tuple[Size, ...]]:
     """Gives what to store of a constant, and its shape; images that are equal are stored once."""
-    first = array(given.values[0])
+    first = array(given.values[0], floats)
     if len(given.values) == 1:
         return first, first.shape
-    found = [first, array(given.values[1])]
+    found = [first, array(given.values[1], floats)]
     shape: list[Size] = []
     for axis in range(first.ndim):
         size = size_from([each.shape[axis] for each in found])

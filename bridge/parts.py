@@ -27,7 +27,7 @@ from maxvision.bridge.fx import module_of, origin, size_of, type_of
 from maxvision.bridge.importer import Known, Missing, Unsupported
 from maxvision.bridge.tensors import OnTensors
 from maxvision.bridge.walker import Walker
-from maxvision.common.errors import UserError
+from maxvision.common.errors import ModelError, UserError
 from maxvision.graphs import lower, passes
 from maxvision.graphs.layers import macs
 from maxvision.graphs.net import Value
@@ -38,8 +38,8 @@ log = logging.getLogger("maxvision")
 
 _COMPILERS = ThreadPoolExecutor(4, thread_name_prefix="maxvision compiles")
 """Compile parts side by side: MAX's compiler leaves cores idle for much of its time."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What activations may be."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What activations may be; the last one on a CPU."""
 UNASKED = "it is not among the ops asked for"
 
 
@@ -127,12 +127,17 @@ def cut(
     Returns:
         The graph, and its parts that are programs, which are not compiled yet.
     """
-    look = _Look(weights, exact)
+    dtype = dtype_of(module)
+    if dtype == torch.float64 and not device.is_host:
+        raise ModelError(
+            "it is float64, which only a CPU computes in; move it to one, or to float32"
+        )
+    look = _Look(weights, exact, dtype)
     look.walk(module)
     look.store()
     if only is not None:
         look.leave(only)
-    supported = _Supported(module, look.absent, exact)
+    supported = _Supported(dtype, look.absent, exact)
     cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
     module = cutter.fuse_partitions(cutter.propose_partitions(), prefix="part_")
     reasons = {node.name: why for node, why in look.absent.items()}
@@ -142,7 +147,7 @@ def cut(
             inner = module.get_submodule(str(node.target))
             assert isinstance(inner, fx.GraphModule)
             names = [each.name for each in node.args]
-            part = Part(inner, names, weights, supported.name, device, exact)
+            part = Part(inner, names, weights, dtype, device, exact)
             if macs(part.program) or (only is not None and part.ops):
                 node.args = tuple(node.args[i] for i in part.taken)
                 parts.append(part)
@@ -179,7 +184,7 @@ def load(parts: Sequence[Part]) -> None:
 
 def missing(module: fx.GraphModule) -> list[Missing]:
     """Lists the ops of a graph without weights that have no rule, with exact dtypes."""
-    look = _Look({}, True)
+    look = _Look({}, True, dtype_of(module))
     look.walk(module)
     return look.missing
 
@@ -191,10 +196,11 @@ class _Look(Walker):
         computing: The nodes that are more than moves of numbers.
     """
 
-    def __init__(self, weights: Mapping[str, Known], exact: bool) -> None:
+    def __init__(self, weights: Mapping[str, Known], exact: bool, dtype: torch.dtype) -> None:
         super().__init__("graph", {each.name for each in weights.values()})
         self.weights = weights
         self.exact = exact
+        self.floats = "float64" if dtype == torch.float64 else "float32"
         self.computing: list[fx.Node] = []
 
     def walk(self, module: fx.GraphModule) -> None:
@@ -216,7 +222,7 @@ class _Look(Walker):
         elif isinstance(value, Tensor):
             kind = type_of(value)  # floats as those of weights; ``in_dtype`` says what they are
             floats = value.is_floating_point() and not self.exact
-            dtype = "float32" if floats else kind.dtype
+            dtype = self.floats if floats else kind.dtype
             order = _order(value)
             lies = self.net.input(_given(node), [kind.shape[axis] for axis in order], dtype)
             self.env[node] = _permuted(lies, _back(order))
@@ -249,15 +255,9 @@ def _given(node: fx.Node) -> str:
 class _Supported(OperatorSupportBase):
     """Says which nodes may be in a program: those that were translated, of one float dtype."""
 
-    def __init__(
-        self, module: fx.GraphModule, absent: Container[fx.Node], exact: bool = False
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, absent: Container[fx.Node], exact: bool) -> None:
         self._absent = absent
-        self._exact = exact
-        kinds = [x.dtype for node in module.graph.nodes for x in _tensors(node)]
-        found = [kind for kind in kinds if kind in DTYPES]
-        self.dtype = max(DTYPES, key=found.count)
-        self.name = str(self.dtype).removeprefix("torch.")
+        self._mixed = DTYPES[:-1] if exact and dtype != torch.float64 else (dtype,)
 
     def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
         """See above; torch calls this."""
@@ -266,11 +266,14 @@ class _Supported(OperatorSupportBase):
             node.op == "call_function"
             and node not in self._absent
             and bool(tensors)
-            and all(self._takes(x.dtype) or not x.is_floating_point() for x in tensors)
+            and all(x.dtype in self._mixed or not x.is_floating_point() for x in tensors)
         )
 
-    def _takes(self, dtype: torch.dtype) -> bool:
-        return dtype in DTYPES if self._exact else dtype == self.dtype
+
+def dtype_of(module: fx.GraphModule) -> torch.dtype:
+    """Finds in what most nodes of a graph compute."""
+    kinds = [x.dtype for node in module.graph.nodes for x in _tensors(node)]
+    return max(DTYPES, key=kinds.count)
 
 
 def _tensors(node: fx.Node) -> Iterator[Tensor]:
@@ -306,14 +309,15 @@ class Part(nn.Module):
         module: fx.GraphModule,
         names: Sequence[str],
         weights: Mapping[str, Known],
-        dtype: str,
+        dtype: torch.dtype,
         device: Device,
         exact: bool,
     ) -> None:
         super().__init__()
         self._graph = module
         self._exact = exact
-        self._dtype = dtype
+        self._floats = dtype
+        self._dtype = str(dtype).removeprefix("torch.")
         self._device = device
         inputs = module.graph.find_nodes(op="placeholder")
         self._held = {
@@ -333,7 +337,7 @@ class Part(nn.Module):
 
     def translate(self) -> None:
         """Makes its program, with the weights as they are now."""
-        walker = _Look(self._held, self._exact)
+        walker = _Look(self._held, self._exact, self._floats)
         walker.walk(self._graph)
         assert not walker.missing, walker.missing
         for i, node in enumerate(self._returned):

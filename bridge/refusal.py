@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What tensors may be, beside integers and truth values."""
+"""What tensors may be, beside integers and truth values; on a CPU all may be float64, too."""
 
 
 def refusal(*tensors: Tensor) -> str:
     """Says why no kernel here takes tensors together; nothing if one may."""
-    for x in tensors:
-        if (x.is_floating_point() or x.is_complex()) and x.dtype not in DTYPES:
-            name = str(x.dtype).removeprefix("torch.")
+    floats = {x.dtype: x.device for x in tensors if x.is_floating_point() or x.is_complex()}
+    for dtype, device in floats.items():
+        name = str(dtype).removeprefix("torch.")
+        if dtype == torch.float64 and device.type == "cpu":
+            if len(floats) > 1:
+                other = next(str(each).removeprefix("torch.") for each in floats if each != dtype)
+                return f"a tensor is float64 and another {other}; make all float64, or none"
+        elif dtype == torch.float64:
+            return "a tensor is float64, which only a CPU computes in; call float() or cpu()"
+        elif dtype not in DTYPES:
             return f"a tensor is {name}, and it computes in float32, bfloat16 and float16"
     return misplaced(tensors[0].device if tensors else None, *tensors)
 

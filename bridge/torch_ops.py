@@ -18,8 +18,8 @@ and kept in the process, and in the cache of all graphs. It takes any batch of t
 products may run over a batch that is not known, other ops have it as their first axis (``_free``).
 What does not fit that, as a softmax across images, is compiled for each batch.
 
-The kernels compute in float32, bfloat16 and float16, and refuse float64: gradients are compared
-with torch's in float64 from outside. Gradients of gradients are not there.
+The kernels compute in float32, bfloat16 and float16; in float64 on a CPU, where torch's gradcheck
+passes for each op that has gradients. Gradients of gradients are not there.
 
 The layers are torch's, computed by these ops; bridge/optimizers.py has the optimizers.
 """
@@ -45,7 +45,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from maxvision.bridge.attention import attend
+from maxvision.bridge.attention import attend, autocast
 from maxvision.bridge.optimizers import (
     SGD,
     Adam,
@@ -55,7 +55,7 @@ from maxvision.bridge.optimizers import (
     sgd_,
     sgd_settings,
 )
-from maxvision.bridge.refusal import DTYPES, refusal
+from maxvision.bridge.refusal import refusal
 from maxvision.common.errors import ArgumentError, ModelError, UserError
 
 __all__ = ["SGD", "Adam", "AdamW", "adam_", "adam_settings", "refusal", "sgd_", "sgd_settings"]
@@ -102,7 +102,7 @@ class Op:
         if torch.is_autocast_enabled(first.device.type):
             dtype = torch.get_autocast_dtype(first.device.type)
             given = {
-                name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+                name: autocast(x, dtype) if isinstance(x, Tensor) else x
                 for name, x in given.items()
             }
         return self.forward(*given.values())
@@ -251,7 +251,7 @@ class Op:
         """Makes sure that the tensors are of dtypes that kernels take, and in one place."""
         tensors = [x for x in given if isinstance(x, Tensor)]
         if why := refusal(*tensors):
-            raise (TypeError if "computes in" in why else ModelError)(
+            raise (TypeError if why.startswith("a tensor is") else ModelError)(
                 f"torch_ops.{self.name}: {why}"
             )
 
@@ -402,9 +402,8 @@ class _Compiled:
             raise ModelError(f"{name} has no kernels for {lines}")
         if missing:
             return None
-        dtype = str(like.dtype).removeprefix("torch.")
         inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-        part = parts.Part(graph, inputs, {}, dtype, device_of(like.device), True)
+        part = parts.Part(graph, inputs, {}, like.dtype, device_of(like.device), True)
         firsts = [x.shape[:1] == (BATCH,) for x in part.program.inputs.values()]
         if batched and (firsts != [shares[i] for i in part.taken] or not _free(part.program)):
             return None
@@ -538,7 +537,7 @@ def layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) 
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in DTYPES else x
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _images(x: Tensor) -> Tensor:

@@ -38,7 +38,11 @@ class Constants(Mapping[str, Array]):
         if not node.at_load:
             raise KeyError(name)
         given = [self[value] if value else None for value in node.inputs]
-        return np.asarray(EVALUATE[node.op](*given, **node.attributes))
+        made = np.asarray(EVALUATE[node.op](*given, **node.attributes))
+        wanted = self._program.types[name].dtype
+        if node.op in ROUNDED and wanted in ("float32", "float64"):
+            made = made.astype(wanted, copy=False)
+        return made
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._program.constants))
@@ -67,12 +71,12 @@ def batch_norm_shift(bias: Array, mean: Array, scale: Array, before: Array | Non
     if before is not None:
         moved = moved - before
     shift: Array = bias.astype(np.float64) - moved * scale
-    return shift.astype(np.float32)
+    return shift
 
 
 def scale_filter(filters: Array, scale: Array) -> Array:
     """Multiplies a filter [F, C, R, S], or linear weights, by a scale [F], rounded once."""
-    scaled = np.empty(filters.shape, np.float32)
+    scaled = np.empty(filters.shape, np.result_type(filters, np.float32))
     with np.errstate(over="ignore", invalid="ignore"):
         np.multiply(
             filters,
@@ -119,7 +123,8 @@ def attention_bias(mask: Array, *, heads: int, queries: int, keys: int) -> Array
     p, h, t, _ = sides = ((1,) * 4 + mask.shape)[-4:]
     shape = p, h, queries if h != 1 else t, keys
     rows = np.broadcast_to(added.reshape(sides), shape).reshape(p, h * shape[2], keys)
-    return np.pad(rows, ((0, 0), (0, 0), (0, keys % 2))).astype(np.float32)
+    padded: Array = np.pad(rows, ((0, 0), (0, 0), (0, keys % 2)))
+    return padded.astype(np.float64 if mask.dtype == np.float64 else np.float32)
 
 
 EVALUATE: dict[str, Callable[..., Array]] = {
@@ -143,3 +148,5 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     ),
 }
 """How ops are computed of weights."""
+ROUNDED = ("batch_norm_shift", "scale_filter")
+"""What is rounded to the dtype of its value, once; the scale before it stays in float64."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from max.dtype import DType
 from max.graph import DeviceRef, Dim, Graph, KernelLibrary, TensorType, TensorValue, ops
 
 from maxvision.common.errors import ArgumentError
-from maxvision.graphs import nodes, passes
+from maxvision.graphs import float64, nodes, passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
 from maxvision.graphs.elementwise import ELEMENTWISE, expression, values_of
@@ -218,10 +219,11 @@ class _Given:
         """Names an input; nothing if it is absent."""
         return self._node.inputs[i] if len(self._node.inputs) > i else ""
 
-    def vector(self, i: int, dtype: DType = DType.float32) -> TensorValue:
+    def vector(self, i: int, dtype: DType | None = None) -> TensorValue:
         """Gives a vector: a constant, or a value, as weights are in training."""
         if (name := self.name(i)) in self._values:
-            return ops.cast(self._values[name], dtype)
+            value = self._values[name]
+            return ops.cast(value, dtype or nodes.wide(value.dtype))
         return self.weights.vector(name, dtype)
 
     def layer(self, i: int, groups: int = 1, format: str = "") -> Filter:
@@ -259,9 +261,10 @@ class _Given:
 
     @property
     def numbers(self) -> list[TensorValue]:
-        """All of them, constants in float32 whatever the others are."""
+        """All of them, constants in float32 whatever the others are, but float64."""
         types = [self._program.types[name].dtype for name in self._node.inputs]
-        return [self.value(i, "float32" if "float" in t else "") for i, t in enumerate(types)]
+        wide = "float64" if "float64" in types else "float32"
+        return [self.value(i, wide if "float" in t else "") for i, t in enumerate(types)]
 
     @property
     def floats(self) -> bool:
@@ -339,7 +342,7 @@ def _batch_norm(given: _Given, *, eps: float = 1e-5) -> TensorValue:
     weight, bias, mean, var = (given.vector(i) for i in range(1, 5))
     x = given.value(0)
     scale = weight * ops.rsqrt(var + eps)
-    return (x.cast(DType.float32) * scale + (bias - mean * scale)).cast(x.dtype)
+    return (x.cast(nodes.wide(x.dtype)) * scale + (bias - mean * scale)).cast(x.dtype)
 
 
 def _linear(given: _Given, *, format: str = "", epilogue: str = "none") -> TensorValue:
@@ -416,14 +419,15 @@ def _masked(scores: TensorValue, mask: TensorValue, seen: bool) -> TensorValue:
 
 
 def _attention(given: _Given, *, logsumexp: bool = False, **attributes: Any) -> Any:
-    op = nodes.attention_logsumexp if logsumexp else nodes.attention
     q, k, v = (given.value(i) for i in range(3))
+    computed = _computed(q)
+    op = computed.attention_logsumexp if logsumexp else computed.attention
     return op(q, k, v, bias=_scores_bias(given, 3), **attributes)
 
 
 def _attention_grad(given: _Given, **attributes: Any) -> list[TensorValue]:
     values = [given.value(i) for i in range(6)]
-    return nodes.attention_grad(*values, bias=_scores_bias(given, 6), **attributes)
+    return _computed(values[0]).attention_grad(*values, bias=_scores_bias(given, 6), **attributes)
 
 
 def _scores_bias(given: _Given, place: int) -> TensorValue | None:
@@ -468,11 +472,12 @@ def _gather(given: _Given, *, axis: int, batch_axes: int = 0) -> TensorValue:
 
 
 def _scatter_add(given: _Given, *, axis: int) -> TensorValue:
-    """Adds in float32, as all sums are."""
+    """Adds in float32, or in float64, as all sums are."""
     x, indices, values = (given.value(i) for i in range(3))
     if not given.floats:
         return ops.scatter_add(x, values, indices, axis=axis)
-    total = ops.scatter_add(x.cast(DType.float32), values.cast(DType.float32), indices, axis=axis)
+    wide = nodes.wide(given.result)
+    total = ops.scatter_add(x.cast(wide), values.cast(wide), indices, axis=axis)
     return total.cast(given.result)
 
 
@@ -501,10 +506,11 @@ def _reduction(kind: str) -> Callable[..., Any]:
 
 def _group_norm(given: _Given, *, layout: str = "NCHW", **attributes: Any) -> TensorValue:
     x, vectors = given.value(0), (given.vector(1), given.vector(2))
+    op = _computed(x).group_norm
     if layout == "NHWC" or x.rank == 2:
-        return nodes.group_norm(x, *vectors, **attributes)
+        return op(x, *vectors, **attributes)
     to_last, to_first = [0, *range(2, x.rank), 1], [0, x.rank - 1, *range(1, x.rank - 1)]
-    y = nodes.group_norm(nodes.permute(x, to_last), *vectors, **attributes)
+    y = op(nodes.permute(x, to_last), *vectors, **attributes)
     return nodes.permute(y, to_first)
 
 
@@ -538,8 +544,18 @@ def _concat(given: _Given, *, axis: int, expression: str = "x0") -> TensorValue:
     return nodes.concat(given.values[:count], axis, expression, vectors)
 
 
-def _norm(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
-    return lambda given, **rest: op(given.value(0), given.vector(1), given.vector(2), **rest)
+def _norm(name: str, vectors: int = 2) -> Callable[..., TensorValue]:
+    def emit(given: _Given, **attributes: Any) -> Any:
+        x = given.value(0)
+        weights = [given.vector(i) for i in range(1, 1 + vectors)]
+        return getattr(_computed(x), name)(x, *weights, **attributes)
+
+    return emit
+
+
+def _computed(x: TensorValue) -> ModuleType:
+    """Gives the module whose norms and attention take a value."""
+    return float64 if x.dtype == DType.float64 else nodes
 
 
 def _elementwise(name: str) -> Callable[..., TensorValue]:
@@ -601,8 +617,8 @@ EMIT: dict[str, Callable[..., Any]] = {
     "avg_pool2d_grad": _layouts(
         lambda given, **window: nodes.avg_pool2d_grad(given.value(0), **window)
     ),
-    "layer_norm": _norm(nodes.layernorm),
-    "layernorm_first": _norm(nodes.layernorm_first),
+    "layer_norm": _norm("layernorm"),
+    "layernorm_first": _norm("layernorm_first"),
     "scaled_dot_product_attention": _heads_attention,
     "attention": _attention,
     "attention_bias": _attention_bias,
@@ -617,7 +633,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "scatter_add": _scatter_add,
     **{kind: _reduction(kind) for kind in ("sum", "mean", "amax", "amin")},
     "cumsum": lambda given, *, axis: ops.cumsum(given.value(0), axis=axis),
-    "rms_norm": lambda given, *, eps: nodes.rms_norm(given.value(0), given.vector(1), eps),
+    "rms_norm": _norm("rms_norm", 1),
     "group_norm": _group_norm,
     "concat": _concat,
     "expand": lambda given, **_: ops.broadcast_to(given.value(0), given.shapes()[0]),

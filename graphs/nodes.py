@@ -4,9 +4,10 @@ Shapes are checked and inferred by graphs/shapes.py, as those of programs are; d
 
 Activations are NHWC (feature maps) or [..., C] (tokens), in one dtype: float32 or bfloat16 on a
 CPU (sparse convolutions float32); float32, bfloat16 or float16 on a GPU. Biases and layer norm's
-weights are float32, and every kernel accumulates in float32. Unless ``tf32`` is False, NVIDIA's
-tensor cores round float32 to TF32 (10 bits of mantissa) before they multiply. The batch may be
-symbolic, all other sizes are known.
+weights are float32, and every kernel accumulates in float32. A CPU takes float64 too, to check
+gradients by, in the ops of ``CHECKED``; biases and sums are float64 then. Unless ``tf32`` is False,
+NVIDIA's tensor cores round float32 to TF32 (10 bits of mantissa) before they multiply. The batch
+may be symbolic, all other sizes are known.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ GRADIENT_PARTS = 264
 """Parts of its pixels at most: two for each multiprocessor of an H200."""
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
+CHECKED = frozenset((
+    "arrange_filter", "conv2d", "conv2d_weight_grad", "bmm", "maxpool", "avgpool",
+    "max_pool2d_grad", "avg_pool2d_grad", "reduce", "reduce_terms", "pointwise", "softmax",
+    "log_softmax",
+))  # fmt: skip
+"""The ops that a CPU computes in float64 too; graphs/float64.py writes others out in them."""
 
 
 def computed_filter(
@@ -57,7 +64,7 @@ def computed_filter(
 
     Args:
         w: [F, C / groups, R, S]; or [F, R, S, C / groups].
-        bias: float32 [F]; zeros if there is none.
+        bias: float32, or float64 as w [F]; zeros if there is none.
         groups: Groups of channels.
         layout: ``NCHW`` or ``NHWC``: which of the two w is.
         turned: Whether it is for ``conv2d_input_grad``.
@@ -76,7 +83,7 @@ def computed_filter(
         parameters = {"form": form, "channels_last": layout == "NHWC", "turned": turned}
         given = [w, _host([f, c, r, s, groups], DType.int64)]
         dense = _custom("arrange_filter", given, [Type((size,), w.dtype.name)], parameters)[0]
-    bias = _zeros(shape[3], w.device) if bias is None else bias
+    bias = _zeros(shape[3], w.device, wide(w.dtype)) if bias is None else bias
     return Filter(shape, groups, bias, w.dtype, dense=dense, tf32=tf32, constant=False)
 
 
@@ -402,7 +409,7 @@ def linear(
     if weight.dense is None:
         return as_images(conv2d, x, residual, filter=weight, epilogue=epilogue)
     layout = "packed" if x.device.is_cpu() else "nk"
-    weights, scale = [weight.dense, weight.bias], _host([1.0], DType.float32)
+    weights, scale = [weight.dense, weight.bias], _host([1.0], wide(x.dtype))
     parameters = {
         "layout": layout,
         "tf32": _tf32(x, weight.tf32),
@@ -550,7 +557,7 @@ def bmm(
         b: The same leading sizes as ``a``, or none (or 1s): one b for the whole batch.
         alpha: Scales the product, before bias and residual.
         transpose_b: b is [..., N, K].
-        bias: float32 [N].
+        bias: float32, or float64 as a [N].
         epilogue: See ``conv2d``.
         residual: [..., M, N] for those that add.
         tf32: Whether a GPU may round float32 to TF32.
@@ -564,14 +571,14 @@ def bmm(
         alpha=alpha, transpose_b=transpose_b, epilogue=epilogue,
     )  # fmt: skip
     if bias is None:
-        bias = _zeros(int(out.shape[-1]), a.device)
+        bias = _zeros(int(out.shape[-1]), a.device, wide(a.dtype))
     parameters = {
         "layout": "nk" if transpose_b else "kn",
         "tf32": _tf32(a, tf32),
         "constant": False,
         "aligned": False,
     }
-    scale = _host([alpha], DType.float32)
+    scale = _host([alpha], wide(a.dtype))
     return _fused("bmm", a, [b, bias], residual, [scale], out, epilogue, parameters)
 
 
@@ -775,7 +782,7 @@ def pointwise(expression: str, values: Sequence[TensorValue], dtype: str = "") -
     """Computes an expression (graphs/elementwise.py) of values that broadcast, in one launch.
 
     Args:
-        expression: Of ``x0``, ``x1``, ... in postfix order, computed in float32.
+        expression: Of ``x0``, ``x1``, ... in postfix order, computed in float32 or float64.
         values: Activations of one dtype; float32 and bool may be among those of another.
         dtype: Of the result; that of the activations if it is not said.
 
@@ -794,8 +801,8 @@ def pointwise(expression: str, values: Sequence[TensorValue], dtype: str = "") -
 def permute(x: TensorValue, axes: Sequence[int]) -> TensorValue:
     """Lays axes out in another order, as torch's permute does and makes it contiguous.
 
-    A reshape where only axes of size 1 change places. MAX's own kernel runs for masks, integers and
-    more than six axes.
+    A reshape where only axes of size 1 change places. MAX's own kernel runs for masks, integers,
+    float64 and more than six axes.
 
     Args:
         x: Of any shape.
@@ -1407,8 +1414,13 @@ def concat(
     return _custom("concat", inputs, [out], {"axis": axis, "expression": expression})[0]
 
 
+def wide(dtype: DType) -> DType:
+    """Gives the dtype of biases, and of sums: float64 of float64, else float32."""
+    return DType.float64 if dtype == DType.float64 else DType.float32
+
+
 def supported(dtype: DType, device: DeviceRef) -> bool:
-    """Tells whether the ops compute in ``dtype`` on ``device``."""
+    """Tells whether all ops compute in ``dtype`` on ``device``."""
     return dtype in _dtypes(device)
 
 
@@ -1490,6 +1502,8 @@ def _custom(
     takes = _dtypes(device)
     if device.is_cpu() and name.startswith("sparse"):
         takes = takes[:1]
+    if device.is_cpu() and name in CHECKED:
+        takes = (*takes, DType.float64)
     if dtype not in takes:
         raise DeviceError(
             f"{name}: on a {'CPU' if device.is_cpu() else 'GPU'} the dtype must be one of"
@@ -1541,5 +1555,5 @@ def _host(numbers: Sequence[float], dtype: DType) -> TensorValue:
     return ops.constant(np.array(numbers, dtype.to_numpy()), dtype, device=DeviceRef.CPU())
 
 
-def _zeros(count: int, device: DeviceRef) -> TensorValue:
-    return ops.constant(np.zeros(count, np.float32), DType.float32, device=device)
+def _zeros(count: int, device: DeviceRef, dtype: DType = DType.float32) -> TensorValue:
+    return ops.constant(np.zeros(count, dtype.to_numpy()), dtype, device=device)

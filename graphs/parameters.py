@@ -35,7 +35,7 @@ class Filter:
     Attributes:
         shape: R, S, C (of one group), F.
         groups: Groups of channels.
-        bias: float32 [F].
+        bias: float32 [F]; float64 where the filter is.
         dtype: What the filter computes in.
         dense: The arranged filter, flat; None if sparse.
         rows: The nonzeros as their op reads them (graphs/formats.py); None if dense.
@@ -299,11 +299,18 @@ class Parameters:
         name = bias or f"{filter.removesuffix('.weight').removesuffix('.filter')}.bias"
         if self.has(name):  # another layer's, of the same filter
             name = f"{filter}.zeros"
-        return self._bind(name, lambda: np.zeros(size), (size,), DType.float32)
+        return self._bind(name, lambda: np.zeros(size), (size,), self._wide)
 
-    def vector(self, name: str, dtype: DType = DType.float32) -> TensorValue:
-        """Returns the vector ``name``: layer norm's weights, a class token, a pixel mean."""
-        return self._bind(name, lambda: self._tensor(name), self._shape(name), dtype)
+    def vector(self, name: str, dtype: DType | None = None) -> TensorValue:
+        """Returns the vector ``name``: layer norm's weights, a class token, a pixel mean.
+
+        It is float32, or float64 where filters are, unless its ``dtype`` is given.
+        """
+        return self._bind(name, lambda: self._tensor(name), self._shape(name), dtype or self._wide)
+
+    @property
+    def _wide(self) -> DType:
+        return DType.float64 if self.dtype == DType.float64 else DType.float32
 
     def constant(self, name: str, dtype: DType) -> TensorValue:
         """Returns the tensor ``name`` of any shape, laid out as the program has it."""

@@ -814,7 +814,7 @@ def attention(
                 f"attention: expects a bias [P, rows, {s + s % 2}] with P that divides N={n} and"
                 f" {', '.join(map(str, sorted(rows)))} rows but it has {_list(bias)}"
             )
-    return [q, Type((n, heads, q.shape[1]), "float32")] if logsumexp else [q]
+    return [q, Type((n, heads, q.shape[1]), wide(q.dtype))] if logsumexp else [q]
 
 
 def attention_grad(
@@ -1197,18 +1197,18 @@ def cast(x: Type, *, dtype: str) -> Type:
 
 
 def batch_norm_scale(weight: Type, var: Type, *, eps: float) -> Type:
-    """Types weight / sqrt(var + eps), in float64."""
-    return Type(weight.shape, "float64")
+    """Types weight / sqrt(var + eps)."""
+    return Type(weight.shape, wide(weight.dtype))
 
 
 def batch_norm_shift(bias: Type, mean: Type, scale: Type, before: Type | None = None) -> Type:
     """Types bias + (before - mean) * scale: the bias of a convolution with its batch norm."""
-    return Type(bias.shape, "float32")
+    return Type(bias.shape, wide(bias.dtype))
 
 
 def scale_filter(filter: Type, scale: Type) -> Type:
     """Types a filter [F, C, R, S] times a scale [F]."""
-    return Type(filter.shape, "float32")
+    return Type(filter.shape, wide(filter.dtype))
 
 
 def fake_quantize_filter(filter: Type) -> Type:
@@ -1221,9 +1221,14 @@ def full(*, shape: tuple[int, ...], value: float) -> Type:
     return Type(tuple(shape), "float32")
 
 
+def wide(dtype: str) -> str:
+    """Names what statistics of values are in: float64 of float64, else float32."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 def _narrower(*given: Type) -> str:
     """Names the dtype of what is computed of several: weights, in float32, follow the others."""
-    order = ("bfloat16", "float16", "float32", "float64")
+    order = ("float64", "bfloat16", "float16", "float32")
     dtypes = {each.dtype for each in given}
     if len(dtypes) > 1 and not dtypes <= set(order):
         raise ArgumentError(f"the values must have one dtype but have {', '.join(sorted(dtypes))}")

@@ -1,6 +1,6 @@
 """What a CPU multiplies with: a step of K of one pixel and a vector of filters.
 
-In float32 a step is one number, and a multiply-add. In 8 bits it is four: x86 adds their products
+In float32, and float64, a step is one number, and a multiply-add. In 8 bits it is four: x86 adds their products
 up by vpdpbusd (AVX-512 VNNI, AVX-VNNI), and before that by vpmaddwd of pairs of 16 bits. The sums
 are exact: none saturates.
 """
@@ -9,7 +9,7 @@ from std.memory import bitcast
 from std.sys import CompilationTarget
 from std.sys.intrinsics import llvm_intrinsic
 
-from .operands import F32, Data
+from .operands import F32, F64, Data
 
 comptime U8 = DType.uint8
 """Of activations."""
@@ -18,19 +18,25 @@ comptime I8 = DType.int8
 comptime I32 = DType.int32
 """Of their sums."""
 
-comptime SUM[dtype: DType] = F32 if dtype == F32 else I32
+comptime FLOATS[dtype: DType] = dtype == F32 or dtype == F64
+"""Whether numbers are multiplied as they are.
+
+Parameters:
+    dtype: Of the activations, float32, float64 or uint8.
+"""
+comptime SUM[dtype: DType] = dtype if FLOATS[dtype] else I32
 """What products are added up in.
 
 Parameters:
-    dtype: Of the activations, float32 or uint8.
+    dtype: Of the activations.
 """
-comptime FILTER[dtype: DType] = F32 if dtype == F32 else I8
+comptime FILTER[dtype: DType] = dtype if FLOATS[dtype] else I8
 """The dtype of filters.
 
 Parameters:
     dtype: Of the activations.
 """
-comptime STEP[dtype: DType] = 1 if dtype == F32 else 4
+comptime STEP[dtype: DType] = 1 if FLOATS[dtype] else 4
 """Numbers of K that are multiplied at once; they lie beside each other for each filter.
 
 Parameters:
@@ -52,7 +58,7 @@ def spread[dtype: DType, //, width: Int](x: Data[dtype]) -> SIMD[dtype, width * 
     Returns:
         The step, `width` times.
     """
-    comptime if dtype == F32:
+    comptime if FLOATS[dtype]:
         return SIMD[dtype, width * STEP[dtype]](x[unsafe_offset=0])
     else:
         var step = bitcast[I32, 1](x.unsafe_load[width=4](0))
@@ -82,7 +88,7 @@ def dot[
         The new sums.
     """
     comptime Sums = SIMD[SUM[dtype], width]
-    comptime if dtype == F32:
+    comptime if FLOATS[dtype]:
         var a, b = rebind[Sums](x), rebind[Sums](w)
         return a.fma(b, sum)
     elif width == 16 and _has["avx512vnni"]():

@@ -14,7 +14,8 @@ of a channel, residual, activation, rounding, the store. Hopper's tiles leave th
 (hopper/epilogue.mojo), with the arithmetic of `apply`.
 
 In the place of relu may be any op of one value of graphs/elementwise.py, its settings before it:
-`silu`, `add_0.0 6.0 clamp`. All of it in float32; the result is rounded once, to the output's dtype.
+`silu`, `add_0.0 6.0 clamp`. All of it in the dtype of the sums, which is float32, or float64 on a
+CPU; the result is rounded once, to the output's dtype.
 """
 
 from std.math import iota
@@ -23,11 +24,13 @@ from std.sys.intrinsics import masked_store
 
 from .expression import evaluate_words, is_expression, split
 from .functions import gelu, gelu_narrow, relu
+from .functions64 import unary64
 from .operands import (
     ALIGN,
     ALL,
     BF16,
     F32,
+    F64,
     Affine,
     Data,
     Levels,
@@ -117,13 +120,14 @@ struct Epilogue(TrivialRegisterPassable):
 
 @always_inline
 def activate[
-    width: SIMDLength, //, epilogue: Epilogue, dtype: DType
-](value: SIMD[F32, width], residual: SIMD[F32, width] = 0, residual_scale: Float32 = 1) -> SIMD[
-    F32, width
+    wide: DType, width: SIMDLength, //, epilogue: Epilogue, dtype: DType
+](value: SIMD[wide, width], residual: SIMD[wide, width] = 0, residual_scale: Float32 = 1) -> SIMD[
+    wide, width
 ]:
     """Computes act(value + residual), the residual scaled if the epilogue scales.
 
     Parameters:
+        wide: Of the sums: float32, or float64.
         width: Lanes.
         epilogue: The epilogue.
         dtype: What the result is rounded to.
@@ -138,16 +142,20 @@ def activate[
     """
     var v = value
     comptime if epilogue.adds and epilogue.scales:
-        v = residual.fma(SIMD[F32, width](residual_scale), v)
+        v = residual.fma(SIMD[wide, width](residual_scale.cast[wide]()), v)
     elif epilogue.adds:
         v += residual
-    comptime if epilogue.relu:
-        return relu(v)
-    elif epilogue.gelu:
-        comptime if dtype == BF16:
-            return gelu_narrow(v)
+    comptime if (epilogue.relu or epilogue.gelu) and wide == F64:
+        comptime op: String = "relu" if epilogue.relu else "gelu"
+        return rebind[SIMD[wide, width]](unary64[op](rebind[SIMD[F64, width]](v)))
+    elif epilogue.relu or epilogue.gelu:
+        var narrow = rebind[SIMD[F32, width]](v)
+        comptime if epilogue.relu:
+            return rebind[SIMD[wide, width]](relu(narrow))
+        elif dtype == BF16:
+            return rebind[SIMD[wide, width]](gelu_narrow(narrow))
         else:
-            return gelu(v)
+            return rebind[SIMD[wide, width]](gelu(narrow))
     elif epilogue.usual():
         return v
     else:
@@ -155,31 +163,33 @@ def activate[
 
 
 @fieldwise_init
-struct Channels[width: SIMDLength](TrivialRegisterPassable):
+struct Channels[width: SIMDLength, wide: DType = F32](TrivialRegisterPassable):
     """What the sums of neighbouring channels are multiplied by, and what is added to them.
 
     Parameters:
         width: Channels.
+        wide: Of both: float32, or float64.
     """
 
-    var scale: SIMD[F32, Self.width]
+    var scale: SIMD[Self.wide, Self.width]
     """Of each; the same number unless the epilogue scales."""
-    var bias: SIMD[F32, Self.width]
+    var bias: SIMD[Self.wide, Self.width]
     """Of each."""
 
 
 @always_inline
 def apply[
-    width: SIMDLength, //, epilogue: Epilogue, dtype: DType
+    wide: DType, width: SIMDLength, //, epilogue: Epilogue, dtype: DType
 ](
-    sum: SIMD[F32, width],
-    of: Channels[width],
-    residual: SIMD[F32, width] = 0,
+    sum: SIMD[wide, width],
+    of: Channels[width, wide],
+    residual: SIMD[wide, width] = 0,
     residual_scale: Float32 = 1,
-) -> SIMD[F32, width]:
+) -> SIMD[wide, width]:
     """Computes act(scale * sum + bias + residual), the residual scaled if the epilogue scales.
 
     Parameters:
+        wide: Of the sums: float32, or float64.
         width: Lanes.
         epilogue: The epilogue.
         dtype: What the result is rounded to.
@@ -196,7 +206,9 @@ def apply[
     return activate[epilogue, dtype](sum.fma(of.scale, of.bias), residual, residual_scale)
 
 
-struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](TrivialRegisterPassable):
+struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = dtype](
+    TrivialRegisterPassable
+):
     """Where sums go: y[M, F], and what the epilogue reads beside it.
 
     A kernel loads the `channels` of a column once, and takes the sums of each row through `finish`.
@@ -206,17 +218,18 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
 
     Parameters:
         dtype: Of y: a float, or an integer of 8 bits if the epilogue scales.
+        wide: Of the bias: float32, or float64 as y.
         epilogue: What the sums go through.
         added: Of the residual, likewise.
     """
 
-    var bias: Data[F32]
+    var bias: Data[Self.wide]
     """[F]."""
     var residual: Data[Self.added]
     """[M, F]; read by the epilogues that add only."""
     var y: Data[Self.dtype]
     """[M, F]."""
-    var alpha: Float32
+    var alpha: Scalar[Self.wide]
     """The scale of all channels, unless the epilogue scales."""
     var scales: Scales
     """That of each channel, and what the residual stands for, if the epilogue scales."""
@@ -226,10 +239,10 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
     @always_inline
     def __init__(
         out self,
-        bias: Data[F32],
+        bias: Data[Self.wide],
         residual: Data[Self.added],
         y: Data[Self.dtype],
-        alpha: Float32 = 1,
+        alpha: Scalar[Self.wide] = 1,
         *,
         scales: Optional[Scales] = None,
         y_is: Affine = Affine(1, 0),
@@ -245,12 +258,12 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
             y_is: What y stands for, if it is of integers.
         """
         self.bias, self.residual, self.y, self.alpha = bias, residual, y, alpha
-        self.scales, self.y_is = Scales(bias), y_is
+        self.scales, self.y_is = Scales(bias.unsafe_bitcast[Float32]()), y_is
         comptime if Self.epilogue.scales:
             self.scales = scales.value()
 
     @always_inline
-    def __init__(out self, o: Operands[_, Self.dtype, _], levels: Levels):
+    def __init__(out self, o: Operands[_, Self.dtype, _, Self.wide], levels: Levels):
         """Takes the tensors of a CPU's kernel, of floats or of integers.
 
         Args:
@@ -261,7 +274,7 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
         self = Self(o.bias, residual, o.y, o.alpha, scales=levels.scales, y_is=levels.result)
 
     @always_inline
-    def __init__(out self, o: Operands[_, Self.dtype, _]):
+    def __init__(out self, o: Operands[_, Self.dtype, _, Self.wide]):
         """Takes the tensors of an epilogue without scales.
 
         Args:
@@ -272,7 +285,7 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
     @always_inline
     def channels[
         width: SIMDLength, masked: Bool = False
-    ](self, f: Int, inside: SIMD[DType.bool, width] = ALL[width]) -> Channels[width]:
+    ](self, f: Int, inside: SIMD[DType.bool, width] = ALL[width]) -> Channels[width, Self.wide]:
         """Loads what belongs to neighbouring channels.
 
         Parameters:
@@ -286,10 +299,10 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
         Returns:
             Scale and bias.
         """
-        var bias = widened_load[masked](self.bias.unsafe_offset(f), inside)
-        var scale = SIMD[F32, width](self.alpha)
+        var bias = widened_load[masked, Self.wide](self.bias.unsafe_offset(f), inside)
+        var scale = SIMD[Self.wide, width](self.alpha)
         comptime if Self.epilogue.scales:
-            scale = widened_load[masked](self.scales.product.unsafe_offset(f), inside)
+            scale = widened_load[masked, Self.wide](self.scales.product.unsafe_offset(f), inside)
         return Channels(scale, bias)
 
     @always_inline
@@ -298,14 +311,14 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
     ](
         self,
         sums: SIMD[sum, width],
-        of: Channels[width],
+        of: Channels[width, Self.wide],
         to: Int,
         inside: SIMD[DType.bool, width] = ALL[width],
     ):
         """Takes sums through the epilogue into y.
 
         Parameters:
-            sum: Of the sums: float32, or int32.
+            sum: Of the sums: a float, or int32.
             width: Channels.
             masked: Whether some of them may be left out.
 
@@ -315,10 +328,10 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
             to: Where they belong in y: row * F + channel.
             inside: Which are there, if it is masked.
         """
-        self.store[masked](sums.cast[F32]().fma(of.scale, of.bias), to, inside)
+        self.store[masked](sums.cast[Self.wide]().fma(of.scale, of.bias), to, inside)
 
     @always_inline
-    def end[width: SIMDLength, //](self, sums: SIMD[F32, width], f: Int, to: Int):
+    def end[width: SIMDLength, //](self, sums: SIMD[Self.wide, width], f: Int, to: Int):
         """Takes sums into y that began with the bias, or with 0 if the epilogue scales.
 
         Parameters:
@@ -337,7 +350,7 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
     @always_inline
     def store[
         width: SIMDLength, //, masked: Bool = False
-    ](self, value: SIMD[F32, width], to: Int, inside: SIMD[DType.bool, width] = ALL[width]):
+    ](self, value: SIMD[Self.wide, width], to: Int, inside: SIMD[DType.bool, width] = ALL[width]):
         """Adds the residual, activates, rounds and stores.
 
         Parameters:
@@ -349,18 +362,18 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
             to: As `finish` has it.
             inside: Which are there, if it is masked.
         """
-        var residual = SIMD[F32, width](0)
+        var residual = SIMD[Self.wide, width](0)
         comptime if Self.epilogue.adds:
-            residual = widened_load[masked](self.residual.unsafe_offset(to), inside)
+            residual = widened_load[masked, Self.wide](self.residual.unsafe_offset(to), inside)
             comptime if Self.added.is_integral():
-                residual -= self.scales.residual.zero
+                residual -= self.scales.residual.zero.cast[Self.wide]()
         var y = activate[Self.epilogue, Self.dtype](value, residual, self.scales.residual.scale)
         self.put[masked](y, to, inside)
 
     @always_inline
     def put[
         width: SIMDLength, //, masked: Bool = False
-    ](self, value: SIMD[F32, width], to: Int, inside: SIMD[DType.bool, width] = ALL[width]):
+    ](self, value: SIMD[Self.wide, width], to: Int, inside: SIMD[DType.bool, width] = ALL[width]):
         """Rounds and stores.
 
         Parameters:
@@ -375,7 +388,8 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
         var y = value
         comptime if Self.dtype.is_integral():
             # Rounded before the zero is added, as ONNX and torch do: halves become even numbers.
-            y = (y * (1 / self.y_is.scale)).__round__() + self.y_is.zero
+            var scale, zero = self.y_is.scale.cast[Self.wide](), self.y_is.zero.cast[Self.wide]()
+            y = (y * (1 / scale)).__round__() + zero
         comptime if masked:
             masked_store(narrowed[Self.dtype](y), self.y.unsafe_offset(to), inside)
         else:
@@ -387,7 +401,7 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
         """Takes sums that a CPU has in memory through the epilogue, the last vector masked.
 
         Parameters:
-            sum: Of the sums: float32, or int32.
+            sum: Of the sums: a float, or int32.
 
         Args:
             sums: Of channels of a row.
@@ -400,7 +414,7 @@ struct Output[dtype: DType, //, epilogue: Epilogue, added: DType = dtype](Trivia
         var inside = iota[DType.int32, WIDTH]().lt(Int32(count - whole))
         comptime for masked in [False, True]:
             for j in range(whole if masked else 0, count if masked else whole, WIDTH):
-                var some = widened_load[masked](sums.unsafe_offset(j), inside)
+                var some = widened_load[masked, Self.wide](sums.unsafe_offset(j), inside)
                 self.finish[masked](
                     some, self.channels[WIDTH, masked](f + j, inside), to + j, inside
                 )

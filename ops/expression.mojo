@@ -1,7 +1,7 @@
 """Expressions of elementwise ops in postfix order, such as `x0 x1 add 0.0 6.0 clamp`.
 
 graphs/elementwise.py has the grammar and lists the ops. An expression is a compile-time text: what
-runs is straight code on vectors of float32.
+runs is straight code on vectors of float32, or of float64 on a CPU.
 """
 
 from std.math import erf, floor, rsqrt, sqrt
@@ -26,16 +26,24 @@ from .functions import (
     softplus,
     tanh,
 )
-from .operands import F32
+from .functions64 import exponential_minus_1_64, power64, unary64
+from .operands import F32, F64
 
 
 @always_inline
 def evaluate[
-    width: SIMDLength, count: Int, //, expression: StaticString, *, narrow: Bool = False
-](values: Array[SIMD[F32, width], count]) -> SIMD[F32, width]:
+    dtype: DType,
+    width: SIMDLength,
+    count: Int,
+    //,
+    expression: StaticString,
+    *,
+    narrow: Bool = False,
+](values: Array[SIMD[dtype, width], count]) -> SIMD[dtype, width]:
     """Evaluates an expression.
 
     Parameters:
+        dtype: Float32, or float64 on a CPU.
         width: Lanes.
         count: How many values there are.
         expression: Of `x0`, `x1`, ..., numbers and ops.
@@ -52,11 +60,12 @@ def evaluate[
 
 @always_inline
 def evaluate_words[
-    width: SIMDLength, count: Int, //, words: List[String], *, narrow: Bool = False
-](values: Array[SIMD[F32, width], count]) -> SIMD[F32, width]:
+    dtype: DType, width: SIMDLength, count: Int, //, words: List[String], *, narrow: Bool = False
+](values: Array[SIMD[dtype, width], count]) -> SIMD[dtype, width]:
     """Evaluates an expression whose words stand apart.
 
     Parameters:
+        dtype: Float32, or float64 on a CPU.
         width: Lanes.
         count: How many values there are.
         words: `x0`, `x1`, ..., numbers and ops.
@@ -68,7 +77,7 @@ def evaluate_words[
     Returns:
         The result; 1 and 0 for true and false.
     """
-    var stack = Array[SIMD[F32, width], len(words)](fill=0)
+    var stack = Array[SIMD[dtype, width], len(words)](fill=0)
     comptime depth = _depths(words)
     comptime for i in range(len(words)):
         comptime word = words[i]
@@ -77,19 +86,19 @@ def evaluate_words[
             comptime index = Int(_number(String(word.removeprefix("x"))))
             stack[top] = values[index]
         elif _is_number(word):
-            comptime number = Float32(_number(word))
+            comptime number = Scalar[dtype](_number(word))
             stack[top] = number
         else:
             comptime arity = _arity(word)
             comptime if arity == 1:
                 stack[top] = _unary[word, narrow](stack[top])
             elif word == "clamp":
-                comptime low = Float32(_number(words[i - 2]))
-                comptime high = Float32(_number(words[i - 1]))
+                comptime low = Scalar[dtype](_number(words[i - 2]))
+                comptime high = Scalar[dtype](_number(words[i - 1]))
                 var value = stack[top]
-                comptime if low != -inf[F32]():
+                comptime if low != -inf[dtype]():
                     value = at_least(value, low)
-                comptime if high != inf[F32]():
+                comptime if high != inf[dtype]():
                     value = at_most(value, high)
                 stack[top] = value
             elif word == "pow" and _is_number(words[i - 1]):
@@ -287,6 +296,16 @@ def inputs_of(expression: StaticString) -> Int:
 
 @always_inline
 def _unary[
+    dtype: DType, width: SIMDLength, //, op: String, narrow: Bool
+](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    comptime if dtype == F64:
+        return rebind[SIMD[dtype, width]](unary64[op](rebind[SIMD[F64, width]](x)))
+    else:
+        return rebind[SIMD[dtype, width]](_unary32[op, narrow](rebind[SIMD[F32, width]](x)))
+
+
+@always_inline
+def _unary32[
     width: SIMDLength, //, op: String, narrow: Bool
 ](x: SIMD[F32, width]) -> SIMD[F32, width]:
     comptime if op == "relu":
@@ -346,8 +365,8 @@ comptime SIXTH: Float32 = 1.0 / 6
 
 @always_inline
 def _binary[
-    width: SIMDLength, //, op: String
-](a: SIMD[F32, width], b: SIMD[F32, width]) -> SIMD[F32, width]:
+    dtype: DType, width: SIMDLength, //, op: String
+](a: SIMD[dtype, width], b: SIMD[dtype, width]) -> SIMD[dtype, width]:
     comptime if op == "add":
         return a + b
     elif op == "sub":
@@ -359,21 +378,21 @@ def _binary[
     elif op == "leaky_relu" or op == "prelu":
         return a.gt(0).select(a, a * b)
     elif op == "elu":
-        return a.gt(0).select(a, b * exponential_minus_1(at_most(a, 0)))
+        return a.gt(0).select(a, b * _below_0(at_most(a, 0)))
     elif op == "pow":
-        return power(a, b)
+        return _power(a, b)
     elif op == "maximum":
         return greater(a, b)
     elif op == "minimum":
         return lesser(a, b)
     else:
-        return _compared[op](a, b).select(SIMD[F32, width](1), SIMD[F32, width](0))
+        return _compared[op](a, b).select(SIMD[dtype, width](1), SIMD[dtype, width](0))
 
 
 @always_inline
 def _compared[
-    width: SIMDLength, //, op: String
-](a: SIMD[F32, width], b: SIMD[F32, width]) -> SIMD[DType.bool, width]:
+    dtype: DType, width: SIMDLength, //, op: String
+](a: SIMD[dtype, width], b: SIMD[dtype, width]) -> SIMD[DType.bool, width]:
     comptime if op == "eq":
         return a.eq(b)
     elif op == "ne":
@@ -390,7 +409,9 @@ def _compared[
 
 
 @always_inline
-def _power_of[width: SIMDLength, //, exponent: Float64](x: SIMD[F32, width]) -> SIMD[F32, width]:
+def _power_of[
+    dtype: DType, width: SIMDLength, //, exponent: Float64
+](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
     """Raises to a power that is known, by products where these do."""
     comptime if exponent == 0.5:
         return sqrt(x)
@@ -405,4 +426,25 @@ def _power_of[width: SIMDLength, //, exponent: Float64](x: SIMD[F32, width]) -> 
     elif exponent == 3:
         return x * x * x
     else:
-        return power(x, SIMD[F32, width](Float32(exponent)))
+        return _power(x, SIMD[dtype, width](Scalar[dtype](exponent)))
+
+
+@always_inline
+def _power[
+    dtype: DType, width: SIMDLength, //
+](x: SIMD[dtype, width], y: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    comptime if dtype == F64:
+        comptime V = SIMD[F64, width]
+        return rebind[SIMD[dtype, width]](power64(rebind[V](x), rebind[V](y)))
+    else:
+        comptime V = SIMD[F32, width]
+        return rebind[SIMD[dtype, width]](power(rebind[V](x), rebind[V](y)))
+
+
+@always_inline
+def _below_0[dtype: DType, width: SIMDLength, //](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Computes e^x - 1 for x up to 0."""
+    comptime if dtype == F64:
+        return rebind[SIMD[dtype, width]](exponential_minus_1_64(rebind[SIMD[F64, width]](x)))
+    else:
+        return rebind[SIMD[dtype, width]](exponential_minus_1(rebind[SIMD[F32, width]](x)))

@@ -75,10 +75,13 @@ def polynomial[
 
 
 @always_inline
-def at_least[width: SIMDLength](x: SIMD[F32, width], low: Float32) -> SIMD[F32, width]:
+def at_least[
+    dtype: DType, width: SIMDLength, //
+](x: SIMD[dtype, width], low: Scalar[dtype]) -> SIMD[dtype, width]:
     """Raises what is below a number.
 
     Parameters:
+        dtype: Of the numbers.
         width: Lanes.
 
     Args:
@@ -88,14 +91,17 @@ def at_least[width: SIMDLength](x: SIMD[F32, width], low: Float32) -> SIMD[F32, 
     Returns:
         The greater of both; NaN for NaN.
     """
-    return x.lt(low).select(SIMD[F32, width](low), x)
+    return x.lt(low).select(SIMD[dtype, width](low), x)
 
 
 @always_inline
-def at_most[width: SIMDLength](x: SIMD[F32, width], high: Float32) -> SIMD[F32, width]:
+def at_most[
+    dtype: DType, width: SIMDLength, //
+](x: SIMD[dtype, width], high: Scalar[dtype]) -> SIMD[dtype, width]:
     """Lowers what is above a number.
 
     Parameters:
+        dtype: Of the numbers.
         width: Lanes.
 
     Args:
@@ -105,14 +111,17 @@ def at_most[width: SIMDLength](x: SIMD[F32, width], high: Float32) -> SIMD[F32, 
     Returns:
         The lesser of both; NaN for NaN.
     """
-    return x.gt(high).select(SIMD[F32, width](high), x)
+    return x.gt(high).select(SIMD[dtype, width](high), x)
 
 
 @always_inline
-def greater[width: SIMDLength](a: SIMD[F32, width], b: SIMD[F32, width]) -> SIMD[F32, width]:
+def greater[
+    dtype: DType, width: SIMDLength, //
+](a: SIMD[dtype, width], b: SIMD[dtype, width]) -> SIMD[dtype, width]:
     """Takes the greater of two numbers, lane by lane.
 
     Parameters:
+        dtype: Of the numbers.
         width: Lanes.
 
     Args:
@@ -126,10 +135,13 @@ def greater[width: SIMDLength](a: SIMD[F32, width], b: SIMD[F32, width]) -> SIMD
 
 
 @always_inline
-def lesser[width: SIMDLength](a: SIMD[F32, width], b: SIMD[F32, width]) -> SIMD[F32, width]:
+def lesser[
+    dtype: DType, width: SIMDLength, //
+](a: SIMD[dtype, width], b: SIMD[dtype, width]) -> SIMD[dtype, width]:
     """Takes the lesser of two numbers, lane by lane.
 
     Parameters:
+        dtype: Of the numbers.
         width: Lanes.
 
     Args:

@@ -11,15 +11,29 @@ from std.utils.numerics import isnan
 from .kernel_argument import KernelArgument
 
 comptime F32 = DType.float32
-"""What every kernel accumulates in."""
+"""What every kernel accumulates in, but a CPU's of float64."""
+comptime F64 = DType.float64
+"""What a CPU's kernels take too, to check gradients by."""
 comptime BF16 = DType.bfloat16
 """Half as wide, with as many bits of exponent."""
 
 comptime ON_CPU[dtype: DType] = dtype == F32 or dtype == BF16
-"""Whether the kernels of a CPU take a dtype.
+"""Whether the kernels of a CPU take a dtype; many take float64 too (`CHECKED`).
 
 Parameters:
     dtype: Any.
+"""
+comptime CHECKED[dtype: DType] = ON_CPU[dtype] or dtype == F64
+"""Whether those kernels of a CPU take a dtype by which gradients are checked.
+
+Parameters:
+    dtype: Any.
+"""
+comptime WIDE[dtype: DType] = F64 if dtype == F64 else F32
+"""What a CPU's kernels accumulate in, and the dtype of biases: float64 of float64, else float32.
+
+Parameters:
+    dtype: Of the activations.
 """
 
 comptime Data[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
@@ -53,12 +67,15 @@ def data(tensor: ManagedTensorSlice) -> Data[tensor.dtype]:
 
 
 @always_inline
-def widened[dtype: DType, width: SIMDLength, //](value: SIMD[dtype, width]) -> SIMD[F32, width]:
+def widened[
+    dtype: DType, width: SIMDLength, //, into: DType = F32
+](value: SIMD[dtype, width]) -> SIMD[into, width]:
     """Widens to float32, exactly: as `cast` does, which takes a GPU twice the instructions.
 
     Parameters:
         dtype: Of the value.
         width: Elements.
+        into: Of the result: float32, or float64 (`WIDE`).
 
     Args:
         value: What is widened.
@@ -71,20 +88,21 @@ def widened[dtype: DType, width: SIMDLength, //](value: SIMD[dtype, width]) -> S
         var pairs = bitcast[DType.uint32, half](value)
         var even = bitcast[F32, half](pairs << 16)
         var odd = bitcast[F32, half](pairs & 0xFFFF0000)
-        return rebind[SIMD[F32, width]](even.interleave(odd))
-    return value.cast[F32]()
+        return rebind[SIMD[into, width]](even.interleave(odd))
+    return value.cast[into]()
 
 
 @always_inline
 def widened_load[
-    dtype: DType, width: SIMDLength, //, masked: Bool
-](x: Data[dtype], inside: SIMD[DType.bool, width]) -> SIMD[F32, width]:
+    dtype: DType, width: SIMDLength, //, masked: Bool, into: DType = F32
+](x: Data[dtype], inside: SIMD[DType.bool, width]) -> SIMD[into, width]:
     """Loads a vector and widens it.
 
     Parameters:
         dtype: Of the elements.
         width: How many they are.
         masked: Whether some of them may be left out.
+        into: Of the result, as `widened` has it.
 
     Args:
         x: The first.
@@ -94,9 +112,9 @@ def widened_load[
         The numbers.
     """
     comptime if masked:
-        return widened(masked_load[width](x, inside, SIMD[dtype, width](0)))
+        return widened[into](masked_load[width](x, inside, SIMD[dtype, width](0)))
     else:
-        return widened(x.unsafe_load[width=width, alignment=ALIGN[dtype, width]](0))
+        return widened[into](x.unsafe_load[width=width, alignment=ALIGN[dtype, width]](0))
 
 
 comptime ALIGN[dtype: DType, width: SIMDLength] = min(
@@ -118,10 +136,13 @@ Parameters:
 
 
 @always_inline
-def narrowed[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SIMD[dtype, width]:
+def narrowed[
+    wide: DType, width: SIMDLength, //, dtype: DType
+](value: SIMD[wide, width]) -> SIMD[dtype, width]:
     """Rounds to nearest even: as `cast` does, which calls a function on x86 without AVX-512 BF16.
 
     Parameters:
+        wide: Of the value, float32 or float64.
         width: Elements.
         dtype: Of the result: of floats, or an integer of 8 bits.
 
@@ -132,9 +153,10 @@ def narrowed[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
         The nearest numbers, integers at most their largest; NaN for NaN, or 0 as an integer.
     """
     comptime if dtype.is_integral():
-        return _nearest[dtype](value)
+        return _nearest[dtype](value.cast[F32]())
     comptime if (
         dtype == BF16
+        and wide == F32
         and CompilationTarget.is_x86()
         and not CompilationTarget._has_feature["avx512bf16"]()
     ):
@@ -220,9 +242,11 @@ struct Levels(TrivialRegisterPassable):
     var zero: Int32
     """What x's 0 is stored as, which the padding reads."""
 
-    def __init__(
+    def __init__[
+        dtype: DType, //
+    ](
         out self,
-        product: Data[F32],
+        product: Data[dtype],
         *,
         residual: Affine = Affine(1, 0),
         result: Affine = Affine(1, 0),
@@ -230,20 +254,23 @@ struct Levels(TrivialRegisterPassable):
     ):
         """Says what they stand for.
 
+        Parameters:
+            dtype: Of the product: float32 where it is read.
+
         Args:
             product: By what each filter's sums are multiplied; any pointer in floats.
             residual: Of the residual.
             result: Of the result.
             zero: What x's 0 is stored as.
         """
-        self.scales = Scales(product, residual)
+        self.scales = Scales(product.unsafe_bitcast[Float32](), residual)
         self.result, self.zero = result, zero
 
     @always_inline
     def widened[
         dtype: DType, width: SIMDLength, //
-    ](self, x: SIMD[dtype, width]) -> SIMD[F32, width]:
-        """Widens activations to float32, less what their 0 is stored as.
+    ](self, x: SIMD[dtype, width]) -> SIMD[WIDE[dtype], width]:
+        """Widens activations, less what their 0 is stored as.
 
         Parameters:
             dtype: Of the activations.
@@ -256,11 +283,11 @@ struct Levels(TrivialRegisterPassable):
             The same floats; integers that stand for 0 as 0.
         """
         comptime if dtype.is_integral():
-            return widened(x) - self.zero.cast[F32]()
-        return widened(x)
+            return widened[WIDE[dtype]](x) - self.zero.cast[WIDE[dtype]]()
+        return widened[WIDE[dtype]](x)
 
 
-struct Operands[dtype: DType, out: DType = dtype, right: DType = dtype](
+struct Operands[dtype: DType, out: DType = dtype, right: DType = dtype, wide: DType = F32](
     KernelArgument, TrivialRegisterPassable
 ):
     """The tensors of y = act(alpha * x w + bias + residual).
@@ -269,6 +296,7 @@ struct Operands[dtype: DType, out: DType = dtype, right: DType = dtype](
         dtype: Of x, and of the others but the bias unless they are named.
         out: Of the residual and y.
         right: Of w.
+        wide: Of the bias and alpha: float32, or float64 as the others (`WIDE`).
     """
 
     comptime device_type: AnyType = Self
@@ -278,23 +306,23 @@ struct Operands[dtype: DType, out: DType = dtype, right: DType = dtype](
     """Activations: x[N, H, W, C], or the left side a[..., M, K] of a product."""
     var w: Data[Self.right]
     """Filters as graphs/arrange.py lays them out, or the right side of a product."""
-    var bias: Data[F32]
+    var bias: Data[Self.wide]
     """One number for each filter."""
     var residual: Data[Self.out]
     """In the shape of y; read by the epilogues that add only."""
     var y: Data[Self.out]
     """The result: y[N, P, Q, F] or y[..., M, N]."""
-    var alpha: Float32
+    var alpha: Scalar[Self.wide]
     """Scales the product, before bias and residual."""
 
     def __init__(
         out self,
         x: Data[Self.dtype],
         w: Data[Self.right],
-        bias: Data[F32],
+        bias: Data[Self.wide],
         residual: Data[Self.out],
         y: Data[Self.out],
-        alpha: Float32 = 1,
+        alpha: Scalar[Self.wide] = 1,
     ):
         """Names the tensors.
 

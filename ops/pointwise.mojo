@@ -1,6 +1,7 @@
 """Elementwise ops of any number, in one launch: y = expression(x0, x1, ...), which broadcast.
 
-`expression` is graphs/elementwise.py's, evaluated by expression.mojo in float32 and rounded once.
+`expression` is graphs/elementwise.py's, evaluated by expression.mojo in float32, or float64 where a
+CPU reads or gives that, and rounded once.
 Axes beside each other that every input has, or lacks, count as one. So tensors of one shape are one
 long row; rows of C go with a vector [C]; images [N, H * W, C] with gates [N, 1, C]. The vectors run
 along the last of these axes, where an input moves on or repeats one number. Bound by memory.
@@ -27,7 +28,7 @@ from .division import quotient, reciprocal
 from .expression import evaluate, inputs_of, is_expression, is_truth, split
 from .kernel_argument import KernelArgument
 from .launch import launch
-from .operands import F32, ON_CPU, Data, data, narrowed, widened
+from .operands import CHECKED, F32, F64, Data, data, narrowed, widened
 from .parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -152,7 +153,7 @@ def part_cpu[
         length: Numbers of the part.
     """
     comptime count = len(dtypes)
-    comptime ROOM = WIDTH * 4
+    comptime ROOM = WIDTH * (8 if widest(dtype, dtypes) == F64 else 4)
     var vectors = unsafe_stack_allocation[count * ROOM if repeats else 1, UInt8, alignment=64]()
     var from_ = sources
     var steps = StaticTuple[Int, count](fill=1)
@@ -164,32 +165,47 @@ def part_cpu[
                 var number = sources[i].unsafe_bitcast[Scalar[source]]()[unsafe_offset=0]
                 vector.unsafe_bitcast[Scalar[source]]().unsafe_store(SIMD[source, WIDTH](number))
                 from_[i], steps[i] = vector, 0
-    var values = Array[SIMD[F32, WIDTH], count](fill=0)
+    comptime wide = widest(dtype, dtypes)
+    var values = Array[SIMD[wide, WIDTH], count](fill=0)
     var whole = length // WIDTH * WIDTH
     for at in range(0, whole, WIDTH):
         comptime for i in range(count):
             comptime source = dtypes[i]
             var numbers = from_[i].unsafe_bitcast[Scalar[source]]()
             var place = at * steps[i] if repeats else at
-            values[i] = widened(numbers.unsafe_load[width=WIDTH](place))
+            values[i] = widened[wide](numbers.unsafe_load[width=WIDTH](place))
         y.unsafe_store(at, evaluated[dtype, expression](values))
     if whole < length:
         var left = iota[DType.int32, WIDTH]().lt(Int32(length - whole))
         comptime for i in range(count):
             comptime source = dtypes[i]
             var numbers = from_[i].unsafe_bitcast[Scalar[source]]().unsafe_offset(whole * steps[i])
-            values[i] = widened(masked_load[WIDTH](numbers, left, SIMD[source, WIDTH](0)))
+            values[i] = widened[wide](masked_load[WIDTH](numbers, left, SIMD[source, WIDTH](0)))
         var value = evaluated[dtype, expression](values)
         masked_store(value, y.unsafe_offset(whole), left)
 
 
+def widest(dtype: DType, dtypes: List[DType]) -> DType:
+    """Chooses what a CPU computes an expression in.
+
+    Args:
+        dtype: Of the result.
+        dtypes: Of the inputs.
+
+    Returns:
+        Float64 if one of them is, or else float32.
+    """
+    return F64 if dtype == F64 or F64 in dtypes else F32
+
+
 @always_inline
 def evaluated[
-    width: SIMDLength, count: Int, //, dtype: DType, expression: StaticString
-](values: Array[SIMD[F32, width], count]) -> SIMD[dtype, width]:
+    wide: DType, width: SIMDLength, count: Int, //, dtype: DType, expression: StaticString
+](values: Array[SIMD[wide, width], count]) -> SIMD[dtype, width]:
     """Evaluates an expression, and rounds it to a dtype.
 
     Parameters:
+        wide: In which it is evaluated: float32, or float64 on a CPU.
         width: Lanes.
         count: How many values there are.
         dtype: Of the result; uint8 of a comparison is a mask.
@@ -215,7 +231,7 @@ def pointwise_cpu[
     """Computes an expression on all cores.
 
     Parameters:
-        dtype: Of the result: float32, bfloat16, or uint8 for masks.
+        dtype: Of the result: float32, bfloat16, float64, or uint8 for masks.
         expression: What is computed.
         dtypes: Of the inputs.
 
@@ -739,8 +755,8 @@ struct Pointwise:
         comptime count = len(dtypes)
         comptime result = BYTE if y.dtype == DType.bool else y.dtype
         comptime assert (
-            target != "cpu" or result == BYTE or ON_CPU[result]
-        ), "pointwise: a CPU expects float32 or bfloat16"
+            target != "cpu" or result == BYTE or CHECKED[result]
+        ), "pointwise: a CPU expects float32, bfloat16 or float64"
         if y.size() == 0:
             return
         var sources = StaticTuple[Data[BYTE], MOST](fill=bytes_of(x0))

@@ -17,7 +17,7 @@ from std.utils.numerics import neg_inf
 
 from .geometry import Geometry
 from .launch import launch
-from .operands import F32, Data, data, narrowed, widened
+from .operands import F32, WIDE, Data, data, narrowed, widened
 from .parallel import over_cores
 
 comptime THREADS = 256
@@ -45,13 +45,13 @@ def pooled[
         c: First channel.
 
     Returns:
-        The maxima, or the averages, which are taken in float32.
+        The maxima, or the averages, which are taken in float32, or float64.
     """
     var h0 = p * g.stride_h - g.pad_h
     var w0 = q * g.stride_w - g.pad_w
     var image = x.unsafe_offset(n * g.h * g.w * g.c + c)
     comptime if kind == "max":
-        var best = SIMD[F32, width](neg_inf[F32]())
+        var best = SIMD[WIDE[dtype], width](neg_inf[WIDE[dtype]]())
         for r in range(g.r):
             var h = h0 + r * g.dilation_h
             if h < 0 or h >= g.h:
@@ -60,7 +60,7 @@ def pooled[
                 var w = w0 + s * g.dilation_w
                 if w < 0 or w >= g.w:
                     continue
-                var value = widened(
+                var value = widened[WIDE[dtype]](
                     image.unsafe_load[width=width, alignment=align]((h * g.w + w) * g.c)
                 )
                 best = (value.gt(best) | isnan(value)).select(value, best)
@@ -70,11 +70,15 @@ def pooled[
         var left = max(w0, 0)
         var bottom = min(h0 + g.r, g.h)
         var right = min(w0 + g.s, g.w)
-        var sum = SIMD[F32, width](0)
+        var sum = SIMD[WIDE[dtype], width](0)
         for h in range(top, bottom):
             for w in range(left, right):
-                sum += widened(image.unsafe_load[width=width, alignment=align]((h * g.w + w) * g.c))
-        return narrowed[dtype](sum / Float32(inside[counts_padding=kind == "mean"](g, p, q)))
+                sum += widened[WIDE[dtype]](
+                    image.unsafe_load[width=width, alignment=align]((h * g.w + w) * g.c)
+                )
+        return narrowed[dtype](
+            sum / Scalar[WIDE[dtype]](inside[counts_padding=kind == "mean"](g, p, q))
+        )
 
 
 @always_inline

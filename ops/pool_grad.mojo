@@ -23,7 +23,7 @@ from std.math import ceildiv, isnan
 from std.sys import simd_width_of, size_of
 
 from .geometry import Geometry
-from .operands import F32, Data, data, narrowed, widened
+from .operands import F32, WIDE, Data, data, narrowed, widened
 from .parallel import over_cores
 from .pool import THREADS, inside
 
@@ -76,13 +76,15 @@ def gathered[
     var gradients = dy.unsafe_offset(n * g.p * g.q * g.c + c)
     var rows = windows(h + g.pad_h, g.r, g.stride_h, g.dilation_h, g.p)
     var columns = windows(w + g.pad_w, g.s, g.stride_w, g.dilation_w, g.q)
-    var own = SIMD[F32, width](0)
+    var own = SIMD[WIDE[dtype], width](0)
     comptime if kind == "max":
-        own = widened(image.unsafe_load[width=width, alignment=align]((h * g.w + w) * g.c))
-    var sum = SIMD[F32, width](0)
+        own = widened[WIDE[dtype]](
+            image.unsafe_load[width=width, alignment=align]((h * g.w + w) * g.c)
+        )
+    var sum = SIMD[WIDE[dtype], width](0)
     for p in range(rows[0], rows[1]):
         for q in range(columns[0], columns[1]):
-            var value = widened(
+            var value = widened[WIDE[dtype]](
                 gradients.unsafe_load[width=width, alignment=align]((p * g.q + q) * g.c)
             )
             comptime if kind == "max":
@@ -91,19 +93,19 @@ def gathered[
                 if r % UInt32(g.dilation_h) or s % UInt32(g.dilation_w):
                     continue
                 sum += _is_maximum[dtype, width, align](g, image, own, h, w, p, q).select(
-                    value, SIMD[F32, width](0)
+                    value, SIMD[WIDE[dtype], width](0)
                 )
             else:
-                sum += value / Float32(inside[counts_padding=kind == "mean"](g, p, q))
+                sum += value / Scalar[WIDE[dtype]](inside[counts_padding=kind == "mean"](g, p, q))
     return narrowed[dtype](sum)
 
 
 @always_inline
 def _is_maximum[
     dtype: DType, width: Int, align: Int
-](g: Geometry, image: Data[dtype], own: SIMD[F32, width], h: Int, w: Int, p: Int, q: Int) -> SIMD[
-    DType.bool, width
-]:
+](
+    g: Geometry, image: Data[dtype], own: SIMD[WIDE[dtype], width], h: Int, w: Int, p: Int, q: Int
+) -> SIMD[DType.bool, width]:
     """Tells in which channels a pixel of a window is where torch finds the maximum."""
     var beaten = SIMD[DType.bool, width](fill=False)
     for r in range(g.r):
@@ -114,7 +116,7 @@ def _is_maximum[
             var column = q * g.stride_w - g.pad_w + s * g.dilation_w
             if column < 0 or column >= g.w:
                 continue
-            var other = widened(
+            var other = widened[WIDE[dtype]](
                 image.unsafe_load[width=width, alignment=align]((row * g.w + column) * g.c)
             )
             if row < h or (row == h and column < w):

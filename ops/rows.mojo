@@ -4,7 +4,7 @@
     log_softmax  y = x - max - log(sum(exp(x - max)))
 
 A CPU gives each core a block of rows and runs vectors along them; a GPU gives each row a warp,
-whose lanes read neighbours. Sums in float32; the row stays in the cache between passes, so both are
+whose lanes read neighbours. Sums in float32, or in float64 of such numbers on a CPU; the row stays in the cache between passes, so both are
 bound by memory. Rows of C = 0 are no rows.
 """
 
@@ -18,7 +18,8 @@ from std.math import ceildiv, exp, log
 from std.sys import simd_width_of
 from std.utils.numerics import isnan, neg_inf
 
-from .operands import F32, ON_CPU, Data, data, narrowed, widened
+from .functions64 import exponential64
+from .operands import CHECKED, F32, F64, WIDE, Data, data, narrowed, widened
 from .parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -66,10 +67,11 @@ def over_lanes[lanes: Int](value: Float32) -> Float32:
 
 
 @always_inline
-def exp_cpu[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
+def exp_cpu[dtype: DType, width: SIMDLength, //](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
     """Computes exp on a CPU, where std's gives 0 or 1 for NaN.
 
     Parameters:
+        dtype: Float32 or float64.
         width: Lanes.
 
     Args:
@@ -78,7 +80,11 @@ def exp_cpu[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
     Returns:
         The exponentials; NaN for NaN.
     """
-    return isnan(x).select(x, exp(x))
+    comptime if dtype == F64:
+        return rebind[SIMD[dtype, width]](exponential64(rebind[SIMD[F64, width]](x)))
+    else:
+        var narrow = rebind[SIMD[F32, width]](x)
+        return isnan(x).select(x, rebind[SIMD[dtype, width]](exp(narrow)))
 
 
 # Softmax
@@ -90,7 +96,7 @@ def softmax_cpu[
     """Computes the softmax of each row on all cores.
 
     Parameters:
-        dtype: Of the tensors, float32 or bfloat16.
+        dtype: Of the tensors: float32, bfloat16 or float64.
         logarithm: Whether to give its logarithm.
 
     Args:
@@ -100,34 +106,36 @@ def softmax_cpu[
         columns: Numbers of a row.
     """
 
+    comptime assert WIDE[dtype].is_floating_point()
+
     def row(index: Int) {var}:
         var source = x.unsafe_offset(index * columns)
         var to = y.unsafe_offset(index * columns)
         var whole = columns // WIDTH * WIDTH
 
-        var highest = SIMD[F32, WIDTH](neg_inf[F32]())
+        var highest = SIMD[WIDE[dtype], WIDTH](neg_inf[WIDE[dtype]]())
         for c in range(0, whole, WIDTH):
-            highest = max(highest, widened(source.unsafe_load[width=WIDTH](c)))
+            highest = max(highest, widened[WIDE[dtype]](source.unsafe_load[width=WIDTH](c)))
         var top = highest.reduce_max()
         for c in range(whole, columns):
-            top = max(top, widened(source[unsafe_offset=c]))
+            top = max(top, widened[WIDE[dtype]](source[unsafe_offset=c]))
 
-        var sums = SIMD[F32, WIDTH](0)
+        var sums = SIMD[WIDE[dtype], WIDTH](0)
         for c in range(0, whole, WIDTH):
-            sums += exp_cpu(widened(source.unsafe_load[width=WIDTH](c)) - top)
+            sums += exp_cpu(widened[WIDE[dtype]](source.unsafe_load[width=WIDTH](c)) - top)
         var sum = sums.reduce_add()
         for c in range(whole, columns):
-            sum += exp_cpu(widened(source[unsafe_offset=c]) - top)
+            sum += exp_cpu(widened[WIDE[dtype]](source[unsafe_offset=c]) - top)
 
         var shift = sum if isnan(sum) else top + log(sum)
         for c in range(0, whole, WIDTH):
-            var value = widened(source.unsafe_load[width=WIDTH](c))
+            var value = widened[WIDE[dtype]](source.unsafe_load[width=WIDTH](c))
             comptime if logarithm:
                 to.unsafe_store(c, narrowed[dtype](value - shift))
             else:
                 to.unsafe_store(c, narrowed[dtype](exp_cpu(value - top) / sum))
         for c in range(whole, columns):
-            var value = widened(source[unsafe_offset=c])
+            var value = widened[WIDE[dtype]](source[unsafe_offset=c])
             comptime if logarithm:
                 to[unsafe_offset=c] = narrowed[dtype](value - shift)
             else:
@@ -181,7 +189,7 @@ def _softmax[
         return
     var rows = size // columns
     comptime if target == "cpu":
-        comptime assert ON_CPU[dtype], "softmax: a CPU expects float32 or bfloat16"
+        comptime assert CHECKED[dtype], "softmax: a CPU expects float32, bfloat16 or float64"
         softmax_cpu[logarithm](x, y, rows, columns)
     else:
         ctx.enqueue_function[softmax_kernel[dtype, logarithm]](

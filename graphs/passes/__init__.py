@@ -88,6 +88,8 @@ PASSES: dict[str, Pass] = {
     "concat_pointwise": elementwise.concat_pointwise,
 }
 """The passes by name, in their order."""
+NARROW = frozenset("tokens squeeze_excite shortcut qkv depthwise rows concat_pointwise".split())
+"""Those whose ops a CPU has not in float64; others are a GPU's, or in 8 bits."""
 
 
 def run(program: Program, backend: Backend, off: Collection[str] = ()) -> Program:
@@ -98,6 +100,8 @@ def run(program: Program, backend: Backend, off: Collection[str] = ()) -> Progra
         backend: What is known of the device.
         off: Passes to leave out.
     """
+    if any(each.dtype == "float64" for each in program.inputs.values()):
+        off = {*off, *NARROW}
     for name, rewrite in PASSES.items():
         if name not in off:
             program = rewrite(program, backend)

@@ -13,17 +13,18 @@ from ..gemm.bf16 import gemm as gemm_bf16
 from ..gemm.bf16 import gemm_block as gemm_block_bf16
 from ..gemm.cpu import PANEL, gemm, gemm_block
 from ..geometry import Geometry
-from ..operands import BF16, F32, Data, Levels, Operands
+from ..dot import FILTER
+from ..operands import BF16, WIDE, Data, Levels, Operands
 from ..parallel import over_cores
 
 
 def bmm_cpu[
     dtype: DType, //, epilogue: Epilogue, layout: StaticString
-](batch: Int, m: Int, k: Int, n: Int, b_step: Int, o: Operands[dtype]):
+](batch: Int, m: Int, k: Int, n: Int, b_step: Int, o: Operands[dtype, wide=WIDE[dtype]]):
     """Multiplies on all cores.
 
     Parameters:
-        dtype: Of the tensors, float32 or bfloat16.
+        dtype: Of the tensors: float32, float64 or bfloat16.
         epilogue: What the accumulator goes through.
         layout: How b lies in memory; see bmm/op.mojo.
 
@@ -37,15 +38,15 @@ def bmm_cpu[
     """
     comptime if layout == "packed":
         var g = Geometry(rows=batch * m, depth=k, columns=n)
-        comptime if dtype == F32:
-            gemm[epilogue](g, rebind[Operands[F32]](o))
+        comptime if dtype != BF16:
+            gemm[epilogue](g, rebind[Operands[dtype, dtype, FILTER[dtype], WIDE[dtype]]](o))
         else:
             gemm_bf16[epilogue](g, rebind[Operands[BF16]](o))
     else:
-        comptime columns = PANEL if dtype == F32 else BLOCK
+        comptime columns = PANEL if dtype != BF16 else BLOCK
         var g = Geometry(rows=m, depth=k, columns=n)
         var panels = ceildiv(n, columns)
-        var depth = k if dtype == F32 else ceildiv(k, STEP) * STEP
+        var depth = k if dtype != BF16 else ceildiv(k, STEP) * STEP
         var kind = Plan(g, g.pixels() * g.f).kind
         var amx = amx_granted()
 
@@ -58,9 +59,9 @@ def bmm_cpu[
             var panel = rebind[Data[dtype]](scratch.unsafe_ptr())
             _pack[layout](product.w, panel, k, n, column, end)
             product.w = panel
-            comptime if dtype == F32:
-                var o32 = rebind[Operands[F32]](product)
-                gemm_block[epilogue](g, o32, Levels(o32.bias), 0, m, 0, column, end - column)
+            comptime if dtype != BF16:
+                var of = rebind[Operands[dtype, dtype, FILTER[dtype], WIDE[dtype]]](product)
+                gemm_block[epilogue](g, of, Levels(of.bias), 0, m, 0, column, end - column)
             else:
                 gemm_block_bf16[epilogue](
                     g, rebind[Operands[BF16]](product), kind, 0, m, 0, column, end, amx
@@ -78,8 +79,8 @@ def _pack[
 
     It is as ops/gemm wants it for the dtype, zero-padded.
     """
-    comptime columns = PANEL if dtype == F32 else BLOCK
-    var depth = k if dtype == F32 else ceildiv(k, STEP) * STEP
+    comptime columns = PANEL if dtype != BF16 else BLOCK
+    var depth = k if dtype != BF16 else ceildiv(k, STEP) * STEP
     for step in range(depth):
         for j in range(columns):
             var to = step * PANEL + j

@@ -13,7 +13,7 @@ from max.gpu.host import DeviceContext
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm as gemm_gpu
 from ..geometry import Geometry
-from ..operands import F32, ON_CPU, Batch, Operands, data
+from ..operands import CHECKED, WIDE, Batch, Operands, data
 from .cpu import bmm_cpu
 
 
@@ -33,9 +33,9 @@ struct Bmm:
         y: OutputTensor,
         a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
         b: InputTensor[dtype=y.dtype, ...],
-        bias: InputTensor[dtype=F32, rank=1, ...],
+        bias: InputTensor[dtype=WIDE[y.dtype], rank=1, ...],
         residual: InputTensor[dtype=y.dtype, rank=y.rank, ...],
-        alpha: InputTensor[dtype=F32, rank=1, ...],
+        alpha: InputTensor[dtype=WIDE[y.dtype], rank=1, ...],
         ctx: DeviceContext,
     ) raises:
         """Runs the op.
@@ -70,7 +70,7 @@ struct Bmm:
         if y.size() == 0:
             return
         var m, k, n = a.shape()[a.rank - 2], a.shape()[a.rank - 1], y.shape()[y.rank - 1]
-        var o = Operands[y.dtype](
+        var o = Operands[y.dtype, wide=WIDE[y.dtype]](
             data(a),
             data(b),
             data(bias),
@@ -81,14 +81,14 @@ struct Bmm:
         var batch = y.size() // (m * n)
         var b_step = k * n if layout != "packed" and b.size() > k * n else 0
         comptime if target == "cpu":
-            comptime assert ON_CPU[y.dtype], "bmm: a CPU expects float32 or bfloat16"
+            comptime assert CHECKED[y.dtype], "bmm: a CPU expects float32, bfloat16 or float64"
             bmm_cpu[Epilogue(epilogue), layout](batch, m, k, n, b_step, o)
         else:
             comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
             # One b for all: the batch is more rows of one product.
             gemm_gpu[y.dtype, Epilogue(epilogue), layout == "nk", tf32, aligned](
                 Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
-                o,
+                rebind[Operands[y.dtype]](o),
                 Batch(batch, x=m * k, w=b_step, y=m * n) if b_step else Batch(),
                 ctx,
                 constant=constant,

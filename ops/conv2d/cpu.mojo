@@ -24,7 +24,7 @@ from ..epilogue import Epilogue, Output
 from ..gemm.bf16 import gemm as gemm_bf16
 from ..gemm.cpu import gemm
 from ..geometry import Geometry
-from ..operands import BF16, F32, Data, Levels, Operands, widened
+from ..operands import BF16, F32, F64, WIDE, Data, Levels, Operands, widened
 from ..parallel import over_cores
 from .strips import convolve_strips, shuffled, takes
 
@@ -34,11 +34,11 @@ comptime WIDTH = simd_width_of[F32]()
 
 def conv2d_cpu[
     dtype: DType, out: DType, right: DType, //, epilogue: Epilogue, members: Int
-](g: Geometry, o: Operands[dtype, out, right], given: Optional[Levels] = None):
+](g: Geometry, o: Operands[dtype, out, right, WIDE[dtype]], given: Optional[Levels] = None):
     """Convolves on all cores.
 
     Parameters:
-        dtype: Of the activations: float32, bfloat16 or uint8.
+        dtype: Of the activations: float32, bfloat16, float64 or uint8.
         out: Of the result.
         right: Of the filter.
         epilogue: What the accumulator goes through.
@@ -51,13 +51,17 @@ def conv2d_cpu[
     """
     var levels = given.or_else(Levels(o.bias))
     comptime if members > 0:
-        if takes[members](g):
-            convolve_strips[epilogue, members](g, o, levels)
-        else:
-            _direct[epilogue, members](g, o, levels)
+        comptime if dtype != F64:
+            if takes[members](g):
+                convolve_strips[epilogue, members](
+                    g, rebind[Operands[dtype, out, right]](o), levels
+                )
+                return
+        _direct[epilogue, members](g, o, levels)
     else:
         comptime if dtype != BF16:
-            gemm[epilogue](g, rebind[Operands[dtype, out, FILTER[dtype]]](o), levels)
+            comptime Tensors = Operands[dtype, out, FILTER[dtype], WIDE[dtype]]
+            gemm[epilogue](g, rebind[Tensors](o), levels)
         else:
             gemm_bf16[epilogue](g, rebind[Operands[BF16]](o))
 
@@ -70,7 +74,7 @@ comptime VECTORS = 4 if CompilationTarget.has_avx512f() or CompilationTarget.has
 
 def _direct[
     dtype: DType, out: DType, right: DType, //, epilogue: Epilogue, members: Int
-](g: Geometry, o: Operands[dtype, out, right], levels: Levels):
+](g: Geometry, o: Operands[dtype, out, right, WIDE[dtype]], levels: Levels):
     # Eight tasks a core even out their times.
     var tasks = 8 * parallelism_level(None)
     var block = ceildiv(ceildiv(g.pixels(), tasks), PIXELS) * PIXELS
@@ -85,7 +89,7 @@ def _direct[
 @no_inline
 def _direct_block[
     dtype: DType, out: DType, right: DType, //, epilogue: Epilogue, members: Int
-](g: Geometry, o: Operands[dtype, out, right], levels: Levels, first: Int, last: Int):
+](g: Geometry, o: Operands[dtype, out, right, WIDE[dtype]], levels: Levels, first: Int, last: Int):
     """Computes the pixels `first` to `last`."""
     var taps = g.r * g.s
     var found = alloc(Layout[Data[dtype]](count=taps * PIXELS))
@@ -194,7 +198,7 @@ def _direct_tile[
     width: Int,
 ](
     g: Geometry,
-    o: Operands[dtype, out, right],
+    o: Operands[dtype, out, right, WIDE[dtype]],
     levels: Levels,
     sources: Sources[dtype],
     places: Places,
@@ -204,7 +208,7 @@ def _direct_tile[
 ):
     """Computes `vectors` vectors of filters from `f` on of `pixels` pixels, where `o.y` begins."""
     var output = Output[epilogue](o, levels)
-    var sums = Array[SIMD[F32, width], PIXELS * vectors](fill=0)
+    var sums = Array[SIMD[WIDE[dtype], width], PIXELS * vectors](fill=0)
     comptime if not epilogue.scales:
         comptime for v in range(vectors):
             var bias = o.bias.unsafe_load[width=width](f + v * width)
@@ -213,13 +217,15 @@ def _direct_tile[
     for tap in range(count):
         var place = places[unsafe_offset=tap] * members * g.f + f
         comptime for c in range(members):
-            var weights = Array[SIMD[F32, width], vectors](uninitialized=True)
+            var weights = Array[SIMD[WIDE[dtype], width], vectors](uninitialized=True)
             comptime for v in range(vectors):
-                weights[v] = widened(o.w.unsafe_load[width=width](place + c * g.f + v * width))
+                weights[v] = widened[WIDE[dtype]](
+                    o.w.unsafe_load[width=width](place + c * g.f + v * width)
+                )
             comptime for i in range(PIXELS):
                 var source = sources[unsafe_offset=tap * PIXELS + i]
                 comptime for v in range(vectors):
-                    var value: SIMD[F32, width]
+                    var value: SIMD[WIDE[dtype], width]
                     comptime if members > width:  # they are all of one group
                         var first = (f + v * width) // members * members
                         value = levels.widened(source[unsafe_offset=first + c])

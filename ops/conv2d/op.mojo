@@ -9,7 +9,7 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..operands import F32, ON_CPU, Operands, data
+from ..operands import CHECKED, WIDE, Operands, data
 from .cpu import conv2d_cpu
 from .gpu import conv2d_gpu
 
@@ -30,7 +30,7 @@ struct Conv2d:
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=y.dtype, rank=4, ...],
         filter: InputTensor[dtype=y.dtype, rank=1, ...],
-        bias: InputTensor[dtype=F32, rank=1, ...],
+        bias: InputTensor[dtype=WIDE[y.dtype], rank=1, ...],
         residual: InputTensor[dtype=y.dtype, rank=4, ...],
         window: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
@@ -63,16 +63,18 @@ struct Conv2d:
             epilogue
         ](), "conv2d: there is no such epilogue; ops/epilogue.mojo says what there is"
         var g = Geometry(x.shape(), y.shape(), data(window))
-        var o = Operands[y.dtype](data(x), data(filter), data(bias), data(residual), data(y))
+        var o = Operands[y.dtype, wide=WIDE[y.dtype]](
+            data(x), data(filter), data(bias), data(residual), data(y)
+        )
         if g.pixels() == 0:
             return
         comptime if target == "cpu":
-            comptime assert ON_CPU[y.dtype], "conv2d: a CPU expects float32 or bfloat16"
+            comptime assert CHECKED[y.dtype], "conv2d: a CPU expects float32, bfloat16 or float64"
             conv2d_cpu[Epilogue(epilogue), members](g, o)
         else:
             comptime assert (
                 members <= 1
             ), "conv2d: a GPU has no kernel for small groups but depthwise"
             conv2d_gpu[y.dtype, Epilogue(epilogue), tf32, members == 1, aligned](
-                g, o, ctx, constant=constant
+                g, rebind[Operands[y.dtype]](o), ctx, constant=constant
             )

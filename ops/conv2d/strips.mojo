@@ -232,10 +232,11 @@ def _strip[
                     var value: SIMD[F32, WIDTH]
                     comptime if members >= WIDTH:  # they are all of one group
                         var first = (f + v * WIDTH) // members * members
-                        value = levels.widened(source[unsafe_offset=first + c])
+                        var x = levels.widened(source[unsafe_offset=first + c])
+                        value = SIMD[F32, WIDTH](rebind[Float32](x))
                     else:
                         var x = levels.widened(source.unsafe_load[width=WIDTH](f + v * WIDTH))
-                        value = shuffled[members, c](x)
+                        value = shuffled[members, c](rebind[SIMD[F32, WIDTH]](x))
                     comptime for i in range(RUN):
                         comptime s = column - i * stride
                         comptime if 0 <= s and s < kernel:

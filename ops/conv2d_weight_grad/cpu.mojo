@@ -20,7 +20,7 @@ from std.sys.intrinsics import masked_load, masked_store
 
 from ..gemm.cpu import PANEL, ROWS, multiply_turned
 from ..geometry import Geometry
-from ..operands import F32, Data, narrowed, widened
+from ..operands import F32, WIDE, Data, narrowed, widened
 from ..parallel import over_cores
 from .tensors import WeightGrad
 
@@ -42,7 +42,7 @@ def conv2d_weight_grad_cpu[dtype: DType, //](g: Geometry, o: WeightGrad[dtype]):
     """Computes the gradient on all cores.
 
     Parameters:
-        dtype: Of the tensors, float32 or bfloat16.
+        dtype: Of the tensors: float32, bfloat16 or float64.
 
     Args:
         g: Sizes of the convolution.
@@ -61,8 +61,8 @@ def conv2d_weight_grad_cpu[dtype: DType, //](g: Geometry, o: WeightGrad[dtype]):
     # Eight tasks a core even out their times.
     var wanted = ceildiv(8 * parallelism_level(None), tasks)
     var parts = max(1, min(wanted, ceildiv(g.pixels(), LEAST)))
-    var memory = alloc(Layout[Float32](count=size * parts))
-    var sums = rebind[Data[F32]](memory.unsafe_ptr())
+    var memory = alloc(Layout[Scalar[WIDE[dtype]]](count=size * parts))
+    var sums = rebind[Data[WIDE[dtype]]](memory.unsafe_ptr())
 
     def task(index: Int) {var}:
         # All tasks of a part follow one another: a core keeps to its pixels (ops/parallel.mojo).
@@ -82,7 +82,7 @@ def conv2d_weight_grad_cpu[dtype: DType, //](g: Geometry, o: WeightGrad[dtype]):
     over_cores(task, tasks * parts)
 
     def add(index: Int) {var}:
-        _add_parts(sums, size, parts, index * CHUNK, min((index + 1) * CHUNK, size), o.dw)
+        _add_parts[dtype](sums, size, parts, index * CHUNK, min((index + 1) * CHUNK, size), o.dw)
 
     over_cores(add, ceildiv(size, CHUNK))
     dealloc(memory^)
@@ -91,7 +91,7 @@ def conv2d_weight_grad_cpu[dtype: DType, //](g: Geometry, o: WeightGrad[dtype]):
 @no_inline
 def _add_parts[
     dtype: DType
-](sums: Data[F32], size: Int, parts: Int, first: Int, last: Int, dw: Data[dtype]):
+](sums: Data[WIDE[dtype]], size: Int, parts: Int, first: Int, last: Int, dw: Data[dtype]):
     """Adds up the parts of the numbers `first` to `last`, and rounds them."""
     var whole = first + (last - first) // WIDTH * WIDTH
     for i in range(first, whole, WIDTH):
@@ -118,13 +118,15 @@ def _block[
     filter: Int,
     most: Int,
     column: Int,
-    to: Data[F32],
+    to: Data[WIDE[dtype]],
 ):
     """Sums the pixels `first` to `last` for some filters of a group, and a panel of columns."""
     var rows = min(most, g.group_f() - filter)
     var columns = min(PANEL, g.depth() - column)
-    var memory = alloc(Layout[Float32](count=(FILTERS + DEPTH) * PANEL + DEPTH * FILTERS))
-    var sums = rebind[Data[F32]](memory.unsafe_ptr())
+    var memory = alloc(
+        Layout[Scalar[WIDE[dtype]]](count=(FILTERS + DEPTH) * PANEL + DEPTH * FILTERS)
+    )
+    var sums = rebind[Data[WIDE[dtype]]](memory.unsafe_ptr())
     var panel = sums.unsafe_offset(FILTERS * PANEL)
     var left = panel.unsafe_offset(DEPTH * PANEL)
     for i in range(FILTERS * PANEL + DEPTH * PANEL):  # no pixels; columns that do not count
@@ -156,7 +158,7 @@ def _copy_columns[
     channel: Int,
     column: Int,
     columns: Int,
-    panel: Data[F32],
+    panel: Data[WIDE[dtype]],
 ):
     """Copies what some columns see of `count` pixels from `first` on: panel[count, PANEL].
 
@@ -186,9 +188,9 @@ def _copy_columns[
                     _copy(line.unsafe_offset(w * g.c), to, length)
                 else:
                     for j in range(length):
-                        var value = Float32(0)
+                        var value = Scalar[WIDE[dtype]](0)
                         if height and 0 <= w + (c + j) // g.group_c() < g.w:
-                            value = widened(line[unsafe_offset=w * g.c + j])
+                            value = widened[WIDE[dtype]](line[unsafe_offset=w * g.c + j])
                         to[unsafe_offset=j] = value
                 to = to.unsafe_offset(PANEL)
             left -= pixels
@@ -219,28 +221,28 @@ struct _Inside(TrivialRegisterPassable):
 
 
 @always_inline
-def _copy[dtype: DType](source: Data[dtype], to: Data[F32], count: Int):
+def _copy[dtype: DType, wide: DType, //](source: Data[dtype], to: Data[wide], count: Int):
     """Copies numbers side by side, widened."""
     if count == PANEL:
         comptime for i in range(0, PANEL, WIDTH):
-            to.unsafe_store(i, widened(source.unsafe_load[width=WIDTH](i)))
+            to.unsafe_store(i, widened[wide](source.unsafe_load[width=WIDTH](i)))
         return
     var whole = count // WIDTH * WIDTH
     for i in range(0, whole, WIDTH):
-        to.unsafe_store(i, widened(source.unsafe_load[width=WIDTH](i)))
-    comptime if dtype == F32:
+        to.unsafe_store(i, widened[wide](source.unsafe_load[width=WIDTH](i)))
+    comptime if dtype == wide:
         if whole < count:
             var inside = iota[DType.int32, WIDTH]().lt(Int32(count - whole))
             var rest = masked_load[WIDTH](source.unsafe_offset(whole), inside, 0)
-            masked_store(widened(rest), to.unsafe_offset(whole), inside)
+            masked_store(widened[wide](rest), to.unsafe_offset(whole), inside)
     else:
         for i in range(whole, count):
-            to[unsafe_offset=i] = widened(source[unsafe_offset=i])
+            to[unsafe_offset=i] = widened[wide](source[unsafe_offset=i])
 
 
 def _depthwise[
     dtype: DType, //
-](g: Geometry, o: WeightGrad[dtype], first: Int, last: Int, channel: Int, to: Data[F32]):
+](g: Geometry, o: WeightGrad[dtype], first: Int, last: Int, channel: Int, to: Data[WIDE[dtype]]):
     """Sums the rows of pixels `first` to `last` for CHANNELS channels."""
     var end = min(channel + CHANNELS, g.c)
     if end - channel == CHANNELS:
@@ -257,12 +259,12 @@ def _depthwise[
 @no_inline
 def _depthwise_vectors[
     dtype: DType, //, vectors: Int, width: Int
-](g: Geometry, o: WeightGrad[dtype], first: Int, last: Int, channel: Int, to: Data[F32]):
+](g: Geometry, o: WeightGrad[dtype], first: Int, last: Int, channel: Int, to: Data[WIDE[dtype]]):
     """Sums the rows of pixels `first` to `last` for `vectors` vectors of channels."""
     comptime COUNT = vectors * width
     var taps = g.r * g.s
-    var memory = alloc(Layout[Float32](count=taps * COUNT))
-    var sums = rebind[Data[F32]](memory.unsafe_ptr())
+    var memory = alloc(Layout[Scalar[WIDE[dtype]]](count=taps * COUNT))
+    var sums = rebind[Data[WIDE[dtype]]](memory.unsafe_ptr())
     for i in range(taps * COUNT):
         sums[unsafe_offset=i] = 0
     for row in range(first, last):
@@ -275,19 +277,25 @@ def _depthwise_vectors[
             var before = g.pad_w - s * g.dilation_w
             var line = o.x.unsafe_offset(((n * g.h + h) * g.w - before) * g.c + channel)
             var here = sums.unsafe_offset(tap * COUNT)
-            var total = Array[SIMD[F32, width], vectors](uninitialized=True)
+            var total = Array[SIMD[WIDE[dtype], width], vectors](uninitialized=True)
             comptime for v in range(vectors):
                 total[v] = here.unsafe_load[width=width](v * width)
             for q in range(inside.first, inside.end):
                 comptime for v in range(vectors):
-                    var a = widened(gradient.unsafe_load[width=width](q * g.c + v * width))
-                    var b = widened(line.unsafe_load[width=width](q * g.stride_w * g.c + v * width))
+                    var a = widened[WIDE[dtype]](
+                        gradient.unsafe_load[width=width](q * g.c + v * width)
+                    )
+                    var b = widened[WIDE[dtype]](
+                        line.unsafe_load[width=width](q * g.stride_w * g.c + v * width)
+                    )
                     total[v] = a.fma(b, total[v])
             # The padding is zeros: it gives NaN where dy is no finite number, as it does in im2col.
             for i in range(g.q - (inside.end - inside.first)):
                 var q = i if i < inside.first else i + inside.end - inside.first
                 comptime for v in range(vectors):
-                    var a = widened(gradient.unsafe_load[width=width](q * g.c + v * width))
+                    var a = widened[WIDE[dtype]](
+                        gradient.unsafe_load[width=width](q * g.c + v * width)
+                    )
                     total[v] = a.fma(0, total[v])
             comptime for v in range(vectors):
                 here.unsafe_store(v * width, total[v])

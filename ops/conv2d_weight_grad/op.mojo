@@ -9,7 +9,7 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from ..geometry import Geometry
-from ..operands import F32, ON_CPU, data
+from ..operands import CHECKED, F32, data
 from .cpu import conv2d_weight_grad_cpu
 from .gpu import conv2d_weight_grad_gpu
 from .tensors import WeightGrad
@@ -51,9 +51,9 @@ struct Conv2dWeightGrad:
         var g = Geometry(x.shape(), dy.shape(), data(window))
         var o = WeightGrad[dw.dtype](data(x), data(dy), data(dw), data(room))
         comptime if target == "cpu":
-            comptime assert ON_CPU[
+            comptime assert CHECKED[
                 dw.dtype
-            ], "conv2d_weight_grad: a CPU expects float32 or bfloat16"
+            ], "conv2d_weight_grad: a CPU expects float32, bfloat16 or float64"
             conv2d_weight_grad_cpu(g, o)
         else:
             conv2d_weight_grad_gpu[tf32](g, o, room.shape()[0], ctx)

@@ -6,7 +6,7 @@ input patches is never built: for each tap the kernel computes where each of its
 read a row of zeros. Where a whole row of the window lies inside the image, its S taps are one
 run of S * C numbers, so the 3-channel stem has runs of 21 and not of 3.
 
-    x[N, H, W, C]      activations, float32
+    x[N, H, W, C]      activations, float32 (or float64, and so all others)
     b[panel, K, 64]    filters in panels of PANEL columns, zero-padded, K ordered R, S, C
                        (graphs/arrange.py packs them once, at load)
     y[N, P, Q, F]      result, float32
@@ -30,22 +30,36 @@ from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
-from ..dot import FILTER, STEP, SUM, dot, spread
+from ..dot import FILTER, FLOATS, STEP, SUM, dot, spread
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
-from ..operands import F32, Data, Levels, Operands
+from ..operands import F32, F64, WIDE, Data, Levels, Operands
 from ..parallel import over_cores
 
-comptime WIDTH = simd_width_of[F32]()
-"""Lanes of a vector."""
+comptime WIDTH[dtype: DType] = simd_width_of[SUM[dtype]]()
+"""Lanes of a vector.
+
+Parameters:
+    dtype: Of the activations.
+"""
 comptime PANEL = 64
 """Columns of a packed panel; the same on every CPU, so that packed weights are portable."""
 comptime ROWS = 6
 """Pixels that a register tile is high."""
+comptime HEIGHT[dtype: DType] = 2 if dtype == F64 else ROWS
+"""Pixels that it is high in a dtype: of float64, which has to be right only, fewer are compiled.
+
+Parameters:
+    dtype: Of the activations.
+"""
 comptime VECTORS = 4 if CompilationTarget.has_avx512f() or CompilationTarget.has_neon() else 2
 """Vectors that a register tile is wide: 24 accumulators of 32 registers, or 12 of 16 (AVX2)."""
-comptime TILE = VECTORS * WIDTH
-"""Columns that a register tile is wide."""
+comptime TILE[dtype: DType] = VECTORS * WIDTH[dtype]
+"""Columns that a register tile is wide.
+
+Parameters:
+    dtype: Of the activations.
+"""
 comptime DEPTH = 1024
 """Steps of K at a time: a panel's share, 256 KB, stays in the second-level cache for all tiles."""
 comptime LINE = 16
@@ -93,7 +107,9 @@ def _multiply[
     if not fresh:
         comptime for i in range(rows):
             comptime for v in range(vectors):
-                tile[i * vectors + v] = sums.unsafe_load[width=WIDTH](i * PANEL + v * WIDTH)
+                tile[i * vectors + v] = sums.unsafe_load[width=WIDTH[dtype]](
+                    i * PANEL + v * WIDTH[dtype]
+                )
     var row = panel
     for run in range(runs.count):
         var source = Array[Data[dtype], rows](uninitialized=True)
@@ -107,18 +123,18 @@ def _multiply[
             row = row.unsafe_offset(PANEL * STEP[dtype])
     comptime for i in range(rows):
         comptime for v in range(vectors):
-            sums.unsafe_store(i * PANEL + v * WIDTH, tile[i * vectors + v])
+            sums.unsafe_store(i * PANEL + v * WIDTH[dtype], tile[i * vectors + v])
 
 
 @always_inline
 def _begin[
     dtype: DType, rows: Int, vectors: Int
-](starts: Data[SUM[dtype]]) -> Array[SIMD[SUM[dtype], WIDTH], rows * vectors]:
+](starts: Data[SUM[dtype]]) -> Array[SIMD[SUM[dtype], WIDTH[dtype]], rows * vectors]:
     """Begins the sums of a register tile: with 0, in 8 bits with those of each filter."""
-    var tile = Array[SIMD[SUM[dtype], WIDTH], rows * vectors](fill=0)
-    comptime if dtype != F32:
+    var tile = Array[SIMD[SUM[dtype], WIDTH[dtype]], rows * vectors](fill=0)
+    comptime if not FLOATS[dtype]:
         comptime for v in range(vectors):
-            var start = starts.unsafe_load[width=WIDTH](v * WIDTH)
+            var start = starts.unsafe_load[width=WIDTH[dtype]](v * WIDTH[dtype])
             comptime for i in range(rows):
                 tile[i * vectors + v] = start
     return tile^
@@ -131,30 +147,35 @@ def _step[
     source: Array[Data[dtype], rows],
     at: Int,
     row: Data[FILTER[dtype]],
-    mut tile: Array[SIMD[SUM[dtype], WIDTH], size],
+    mut tile: Array[SIMD[SUM[dtype], WIDTH[dtype]], size],
 ):
     """Adds the products of a step of K, `at` of the pixels and a row of the panel, to a tile."""
-    comptime lanes = WIDTH * STEP[dtype]
+    comptime lanes = WIDTH[dtype] * STEP[dtype]
     var w = Array[SIMD[FILTER[dtype], lanes], vectors](uninitialized=True)
     comptime for v in range(vectors):
         w[v] = row.unsafe_load[width=lanes](v * lanes)
     comptime for i in range(rows):
-        var x = spread[WIDTH](source[i].unsafe_offset(at))
+        var x = spread[WIDTH[dtype]](source[i].unsafe_offset(at))
         comptime for v in range(vectors):
-            tile[i * vectors + v] = dot[dtype, WIDTH](tile[i * vectors + v], x, w[v])
+            tile[i * vectors + v] = dot[dtype, WIDTH[dtype]](tile[i * vectors + v], x, w[v])
 
 
-def multiply_turned(
-    a: Data[F32],
+def multiply_turned[
+    dtype: DType, //
+](
+    a: Data[dtype],
     pitch: Int,
     rows: Int,
-    panel: Data[F32],
+    panel: Data[dtype],
     columns: Int,
     depth: Int,
-    sums: Data[F32],
+    sums: Data[dtype],
     fresh: Bool,
 ):
     """Computes sums[rows, PANEL] (+)= a^T panel, where both lie as rows of one number of K.
+
+    Parameters:
+        dtype: Float32 or float64.
 
     Args:
         a: [depth, rows].
@@ -166,24 +187,24 @@ def multiply_turned(
         sums: [rows, PANEL].
         fresh: Whether the sums begin with 0.
     """
-    var tiles = ceildiv(rows, ROWS)
-    for offset in range(0, columns, TILE):
-        var width = ceildiv(min(columns - offset, TILE), WIDTH)
+    var tiles = ceildiv(rows, HEIGHT[dtype])
+    for offset in range(0, columns, TILE[dtype]):
+        var width = ceildiv(min(columns - offset, TILE[dtype]), WIDTH[dtype])
         for tile in range(tiles):
             var first = rows * tile // tiles
             var count = rows * (tile + 1) // tiles - first
-            comptime for size in range(1, ROWS + 1):
+            comptime for size in range(1, HEIGHT[dtype] + 1):
                 comptime for vectors in range(1, VECTORS + 1):
                     if count == size and width == vectors:
-                        var runs = _Runs[F32, size]()
+                        var runs = _Runs[dtype, size]()
                         comptime for i in range(size):
                             runs.sources.unsafe_ptr()[unsafe_offset=i] = a.unsafe_offset(first + i)
                         runs.lengths.unsafe_ptr()[unsafe_offset=0] = depth
                         runs.count = 1
                         var to = sums.unsafe_offset(first * PANEL + offset)
-                        _multiply[vectors, turned=True](
-                            runs, panel.unsafe_offset(offset), 0, to, fresh, to, pitch
-                        )
+                        var of = rebind[Data[SUM[dtype]]](to)
+                        var columns_of = rebind[Data[FILTER[dtype]]](panel.unsafe_offset(offset))
+                        _multiply[vectors, turned=True](runs, columns_of, 0, of, fresh, of, pitch)
 
 
 @fieldwise_init
@@ -205,7 +226,7 @@ def _store[
     dtype: DType, out: DType, //, epilogue: Epilogue
 ](
     g: Geometry,
-    o: Operands[dtype, out, FILTER[dtype]],
+    o: Operands[dtype, out, FILTER[dtype], WIDE[dtype]],
     levels: Levels,
     sums: Data[SUM[dtype]],
     first: Int,
@@ -226,7 +247,7 @@ def _whole_tile[
     dtype: DType, out: DType, //, epilogue: Epilogue, vectors: Int
 ](
     g: Geometry,
-    o: Operands[dtype, out, FILTER[dtype]],
+    o: Operands[dtype, out, FILTER[dtype], WIDE[dtype]],
     levels: Levels,
     starts: Data[SUM[dtype]],
     first: Int,
@@ -252,11 +273,11 @@ def _whole_tile[
         row = row.unsafe_offset(PANEL * STEP[dtype])
     var output = Output[epilogue](o, levels)
     comptime for v in range(vectors):
-        comptime at = v * WIDTH
-        var inside = iota[DType.int32, WIDTH]().lt(Int32(columns - at))
+        comptime at = v * WIDTH[dtype]
+        var inside = iota[DType.int32, WIDTH[dtype]]().lt(Int32(columns - at))
         comptime for masked in [False, True]:
-            if (columns - at < WIDTH) == masked:
-                var of = output.channels[WIDTH, masked](column + at, inside)
+            if (columns - at < WIDTH[dtype]) == masked:
+                var of = output.channels[WIDTH[dtype], masked](column + at, inside)
                 comptime for i in range(ROWS):
                     var to = (first + i) * g.f + column + at
                     output.finish[masked](tile[i * vectors + v], of, to, inside)
@@ -267,7 +288,7 @@ def _tile[
     dtype: DType, out: DType, //, rows: Int, vectors: Int
 ](
     g: Geometry,
-    o: Operands[dtype, out, FILTER[dtype]],
+    o: Operands[dtype, out, FILTER[dtype], WIDE[dtype]],
     starts: Data[SUM[dtype]],
     first: Int,
     channel: Int,
@@ -350,7 +371,7 @@ def gemm_block[
     dtype: DType, out: DType, //, epilogue: Epilogue
 ](
     g: Geometry,
-    o: Operands[dtype, out, FILTER[dtype]],
+    o: Operands[dtype, out, FILTER[dtype], WIDE[dtype]],
     levels: Levels,
     first: Int,
     last: Int,
@@ -361,7 +382,7 @@ def gemm_block[
     """Computes the pixels `first` to `last` for the filters of one panel.
 
     Parameters:
-        dtype: Of the activations, float32 or uint8.
+        dtype: Of the activations: float32, float64 or uint8.
         out: Of the result.
         epilogue: What the accumulator goes through.
 
@@ -377,7 +398,7 @@ def gemm_block[
     """
     comptime step = STEP[dtype]
     comptime depth = DEPTH * step
-    # Four bytes each: a sum, or a step of K.
+    # As many bytes each: a sum, or a step of K.
     var memory = alloc(Layout[Scalar[SUM[dtype]]](count=PIXELS * PANEL + DEPTH))
     var sums = rebind[Data[SUM[dtype]]](memory.unsafe_ptr())
     var zeros = sums.unsafe_offset(PIXELS * PANEL).unsafe_bitcast[Scalar[dtype]]()
@@ -390,12 +411,12 @@ def gemm_block[
     length = ceildiv(length, step) * step
     var starts = o.w.unsafe_bitcast[Scalar[SUM[dtype]]]()
     var panel = o.w
-    comptime if dtype != F32:
+    comptime if not FLOATS[dtype]:
         panel = panel.unsafe_offset(PANEL * step)
     var whole = g.pointwise() and g.c <= length
     for begin in range(first, last, PIXELS):
         var end = min(begin + PIXELS, last)
-        var tiles = ceildiv(end - begin, ROWS)
+        var tiles = ceildiv(end - begin, HEIGHT[dtype])
         var at = 0
         for r in range(0, g.r, height):
             for start in range(0, run, length):
@@ -403,35 +424,36 @@ def gemm_block[
                 # The next share lies behind this one, or begins the panel behind this one.
                 var next = (share.r_end - share.r) * (share.end - share.start) * PANEL
                 var ends = share.r_end == g.r and share.end == run
-                for offset in range(0, columns, TILE):
+                for offset in range(0, columns, TILE[dtype]):
                     var here = o
                     here.w = panel.unsafe_offset(at + offset * step)
                     var start = starts.unsafe_offset(offset)
-                    var width = min(columns - offset, TILE)
+                    var width = min(columns - offset, TILE[dtype])
                     for tile in range(tiles):
                         # As even as they come: 49 pixels are 4 x 6 + 5 x 5, never 8 x 6 + 1.
                         var m = (end - begin) * tile // tiles
                         var rows = (end - begin) * (tile + 1) // tiles - m
                         var line = LINE * step
                         var ahead = next + tile * line if tile < PANEL // LINE else 0
-                        if whole and rows == ROWS:
-                            comptime for vectors in range(1, VECTORS + 1):
-                                if ceildiv(width, WIDTH) == vectors:
-                                    _whole_tile[epilogue, vectors](
-                                        g,
-                                        here,
-                                        levels,
-                                        start,
-                                        begin + m,
-                                        ahead,
-                                        column + offset,
-                                        width,
-                                    )
-                            continue
+                        comptime if dtype != F64:
+                            if whole and rows == ROWS:
+                                comptime for vectors in range(1, VECTORS + 1):
+                                    if ceildiv(width, WIDTH[dtype]) == vectors:
+                                        _whole_tile[epilogue, vectors](
+                                            g,
+                                            here,
+                                            levels,
+                                            start,
+                                            begin + m,
+                                            ahead,
+                                            column + offset,
+                                            width,
+                                        )
+                                continue
                         var here_sums = sums.unsafe_offset(m * PANEL + offset)
-                        comptime for size in range(1, ROWS + 1):
+                        comptime for size in range(1, HEIGHT[dtype] + 1):
                             comptime for vectors in range(1, VECTORS + 1):
-                                if rows == size and ceildiv(width, WIDTH) == vectors:
+                                if rows == size and ceildiv(width, WIDTH[dtype]) == vectors:
                                     _tile[size, vectors](
                                         g,
                                         here,
@@ -454,11 +476,15 @@ def gemm_block[
 @no_inline
 def gemm[
     dtype: DType, out: DType, //, epilogue: Epilogue
-](g: Geometry, o: Operands[dtype, out, FILTER[dtype]], levels: Optional[Levels] = None):
+](
+    g: Geometry,
+    o: Operands[dtype, out, FILTER[dtype], WIDE[dtype]],
+    levels: Optional[Levels] = None,
+):
     """Computes a whole convolution or product on all cores, `o.w` packed in panels.
 
     Parameters:
-        dtype: Of the activations, float32 or uint8.
+        dtype: Of the activations: float32, float64 or uint8.
         out: Of the result.
         epilogue: What the accumulator goes through.
 
@@ -470,7 +496,7 @@ def gemm[
     var of_one = levels.or_else(Levels(o.bias))
     gemm_group[epilogue, 1](
         Array[Geometry, 1](fill=g),
-        Array[Operands[dtype, out, FILTER[dtype]], 1](fill=o),
+        Array[Operands[dtype, out, FILTER[dtype], WIDE[dtype]], 1](fill=o),
         Array[Levels, 1](fill=of_one),
     )
 
@@ -480,13 +506,13 @@ def gemm_group[
     dtype: DType, out: DType, //, epilogue: Epilogue, count: Int
 ](
     g: Array[Geometry, count],
-    o: Array[Operands[dtype, out, FILTER[dtype]], count],
+    o: Array[Operands[dtype, out, FILTER[dtype], WIDE[dtype]], count],
     levels: Optional[Array[Levels, count]] = None,
 ):
     """Computes convolutions or products that do not read each other, in one loop over all cores.
 
     Parameters:
-        dtype: Of the activations, float32 or uint8.
+        dtype: Of the activations: float32, float64 or uint8.
         out: Of the results.
         epilogue: What the accumulators go through.
         count: How many there are.
@@ -557,7 +583,13 @@ def _block(g: Geometry, work: Int) -> Int:
 
 def _task[
     dtype: DType, out: DType, //, epilogue: Epilogue
-](g: Geometry, o: Operands[dtype, out, FILTER[dtype]], levels: Levels, block: Int, index: Int,):
+](
+    g: Geometry,
+    o: Operands[dtype, out, FILTER[dtype], WIDE[dtype]],
+    levels: Levels,
+    block: Int,
+    index: Int,
+):
     """Computes one panel of filters at one block of pixels."""
     var panels = ceildiv(g.group_f(), PANEL)
     # All panels of a block of pixels follow one another: a core keeps to its pixels (ops/parallel.mojo).
@@ -587,4 +619,4 @@ def panel_size[dtype: DType](g: Geometry) -> Int:
     Returns:
         As graphs/arrange.py lays them out.
     """
-    return (g.depth() if dtype == F32 else g.depth() + STEP[dtype]) * PANEL
+    return (g.depth() if FLOATS[dtype] else g.depth() + STEP[dtype]) * PANEL

@@ -40,22 +40,26 @@ def _rows[
     unroll: Int,
     masked: Bool = False,
 ](place: Values[terms, folded], rows: Int, columns: Int = 0) -> Array[
-    SIMD[F32, WIDTH], vectors * len(terms.words)
+    SIMD[terms.widest(), WIDTH], vectors * len(terms.words)
 ]:
     """Joins rows of some vectors each; of a masked vector only `columns` are there."""
     comptime results = len(terms.words)
-    var total = Array[SIMD[F32, WIDTH], vectors * results](fill=nothing[kind]())
+    var total = Array[SIMD[terms.widest(), WIDTH], vectors * results](
+        fill=nothing[kind, terms.widest()]()
+    )
     var inside = iota[DType.int32, WIDTH]().lt(Int32(columns))
 
     for start in range(0, rows, BLOCK):
         var stop = min(start + BLOCK, rows)
-        var sums = Array[SIMD[F32, WIDTH], vectors * results * unroll](fill=nothing[kind]())
+        var sums = Array[SIMD[terms.widest(), WIDTH], vectors * results * unroll](
+            fill=nothing[kind, terms.widest()]()
+        )
         var row = start
         comptime for many in [unroll, 1]:  # several rows, and the last ones one by one
             while row + many <= stop:
                 comptime for u in range(many):
                     comptime for v in range(vectors):
-                        var values = Array[SIMD[F32, WIDTH], len(terms.dtypes)](fill=0)
+                        var values = Array[SIMD[terms.widest(), WIDTH], len(terms.dtypes)](fill=0)
                         var at = place.at(0, row + u, v * WIDTH)
                         at.load[WIDTH, still=True, masked=masked](values, inside)
                         at.load[WIDTH, still=False, masked=masked](values, inside)
@@ -72,7 +76,7 @@ def _rows[
 @always_inline
 def _row[
     terms: Terms, //, kind: StaticString
-](place: Values[terms, True], length: Int) -> Array[Float32, len(terms.words)]:
+](place: Values[terms, True], length: Int) -> Array[Scalar[terms.widest()], len(terms.words)]:
     """Joins the numbers of a row."""
     comptime results = len(terms.words)
     comptime FOLD = 4 * WIDTH
@@ -81,13 +85,13 @@ def _row[
     var left = length - folds * FOLD
     var rest = place.at(0, folds * FOLD, 0)
     var one = _rows[kind, 1, 1](rest.of_columns(WIDTH), left // WIDTH)
-    var found = Array[Float32, results](fill=0)
+    var found = Array[Scalar[terms.widest()], results](fill=0)
     comptime for k in range(results):
         var first = joined[kind](four[k], four[results + k])
         var second = joined[kind](four[2 * results + k], four[3 * results + k])
         found[k] = over_vector[kind](joined[kind](joined[kind](first, second), one[k]))
     for i in range(left // WIDTH * WIDTH, left):
-        var values = Array[Float32, len(terms.dtypes)](fill=0)
+        var values = Array[Scalar[terms.widest()], len(terms.dtypes)](fill=0)
         var at = rest.at(0, i, 0)
         at.load[1, still=True](values)
         at.load[1, still=False](values)
@@ -105,7 +109,7 @@ def reduce_cpu[
     outer: Int,
     reduced: Int,
     inner: Int,
-    divisor: Float32,
+    divisor: Int,
 ):
     """Reduces on all cores.
 
@@ -122,8 +126,10 @@ def reduce_cpu[
         inner: See `sources`.
         divisor: Divides the results: 1, or `reduced` of a mean.
     """
+    comptime wide = terms.widest()
     comptime count = len(terms.words)
     comptime most = SLAB // count
+    var by = Scalar[wide](divisor)
     var flat = inner == 1
     var vectors = inner // WIDTH
     var per = ceildiv(vectors, max(1, ceildiv(vectors, most)))  # vectors of a slab
@@ -134,8 +140,8 @@ def reduce_cpu[
     var parts = min(ceildiv(wanted, outer * slabs), ceildiv(reduced, BLOCK))
     parts = max(1, min(parts, ROOM // (count * outer * inner)))
     var length = ceildiv(reduced, parts)
-    var scratch = unsafe_stack_allocation[ROOM, Float32, alignment=64]()
-    var left = rebind[Data[F32]](scratch)
+    var scratch = unsafe_stack_allocation[ROOM, Scalar[wide], alignment=64]()
+    var left = rebind[Data[wide]](scratch)
     var units = outer * slabs * parts
     var tasks = min(wanted, units)
 
@@ -152,7 +158,7 @@ def reduce_cpu[
                 var found = _row[kind](place.at(o, part * length, 0), rows)
                 comptime for k in range(count):
                     if parts == 1:
-                        results[k][unsafe_offset=to] = narrowed[into](found[k] / divisor)
+                        results[k][unsafe_offset=to] = narrowed[into](found[k] / by)
                     else:
                         put[unsafe_offset=k * outer * inner + to] = found[k]
                 continue
@@ -168,7 +174,7 @@ def reduce_cpu[
                 )
                 comptime for k in range(count):
                     if parts == 1:
-                        var value = narrowed[into](found[k] / divisor)
+                        var value = narrowed[into](found[k] / by)
                         masked_store(value, results[k].unsafe_offset(to + c), inside)
                     else:
                         var at = k * outer * inner + to + c
@@ -185,7 +191,7 @@ def reduce_cpu[
                                 var at = to + c + v * WIDTH
                                 var value = found[v * count + k]
                                 if parts == 1:
-                                    results[k].unsafe_store(at, narrowed[into](value / divisor))
+                                    results[k].unsafe_store(at, narrowed[into](value / by))
                                 else:
                                     put.unsafe_store(k * outer * inner + at, value)
 
@@ -197,4 +203,4 @@ def reduce_cpu[
                 var value = from_[unsafe_offset=0]
                 for part in range(1, parts):
                     value = joined[kind](value, from_[unsafe_offset=part * count * outer * inner])
-                results[k][unsafe_offset=i] = narrowed[into](value / divisor)
+                results[k][unsafe_offset=i] = narrowed[into](value / by)

@@ -8,11 +8,12 @@ from ..operands import F32
 
 @always_inline
 def joined[
-    width: SIMDLength, //, kind: StaticString
-](a: SIMD[F32, width], b: SIMD[F32, width]) -> SIMD[F32, width]:
+    dtype: DType, width: SIMDLength, //, kind: StaticString
+](a: SIMD[dtype, width], b: SIMD[dtype, width]) -> SIMD[dtype, width]:
     """Adds two numbers, or takes one of them.
 
     Parameters:
+        dtype: Float32, or float64 on a CPU.
         width: Lanes.
         kind: How numbers are joined: sum, amax or amin.
 
@@ -32,28 +33,32 @@ def joined[
 
 
 @always_inline
-def nothing[kind: StaticString]() -> Float32:
+def nothing[kind: StaticString, dtype: DType = F32]() -> Scalar[dtype]:
     """Gives what changes no other number when it is joined.
 
     Parameters:
         kind: How numbers are joined: sum, amax or amin.
+        dtype: Of the numbers.
 
     Returns:
         0, or an infinity.
     """
     comptime if kind == "amax":
-        return neg_inf[F32]()
+        return neg_inf[dtype]()
     elif kind == "amin":
-        return inf[F32]()
+        return inf[dtype]()
     else:
         return 0
 
 
 @always_inline
-def over_vector[width: Int, //, kind: StaticString](value: SIMD[F32, width]) -> Float32:
+def over_vector[
+    dtype: DType, width: Int, //, kind: StaticString
+](value: SIMD[dtype, width]) -> Scalar[dtype]:
     """Joins the lanes of a vector.
 
     Parameters:
+        dtype: Of the numbers.
         width: Lanes.
         kind: How numbers are joined: sum, amax or amin.
 

@@ -4,7 +4,7 @@
     mean  y = sum(x) / n    amin  y = min(x), the same
 
 Pixels of NHWC images are [N, H * W, C], tokens [N, T, C], rows [rows, C, 1]. Bound by memory, and by
-latency where there is little of it. Everything is float32 and rounded once.
+latency where there is little of it. Everything is float32, or float64 on a CPU, and rounded once.
 
 `reduce_terms` reduces expressions of several tensors (graphs/elementwise.py), up to three at once: a
 batch norm's `x0 ; x0 x1 x2 sub mul` of dy, x and its mean. Nothing of full size is written.
@@ -15,7 +15,7 @@ from max.gpu.host import DeviceContext
 from std.utils.static_tuple import StaticTuple
 
 from ..expression import inputs_of
-from ..operands import ON_CPU, Data, data
+from ..operands import CHECKED, Data, data
 from ..pointwise import MOST, Sources, bytes_of, in_memory
 from .cpu import reduce_cpu
 from .gpu import reduce_gpu
@@ -35,14 +35,14 @@ def _reduce[
 ) raises:
     comptime join: StaticString = "sum" if kind == "mean" else kind
     comptime assert join in ["sum", "amax", "amin"], "reduce: no such kind"
-    var divisor = Float32(reduced) if kind == "mean" else Float32(1)
+    var divisor = reduced if kind == "mean" else 1
     comptime if target == "cpu":
         comptime assert (
-            ON_CPU[terms.narrowest()] and ON_CPU[into]
-        ), "reduce: a CPU expects float32 or bfloat16"
+            CHECKED[terms.narrowest()] and CHECKED[into]
+        ), "reduce: a CPU expects float32, bfloat16 or float64"
         reduce_cpu[join, terms](sources, results, outer, reduced, inner, divisor)
     else:
-        reduce_gpu[join, terms](sources, results, outer, reduced, inner, divisor, ctx)
+        reduce_gpu[join, terms](sources, results, outer, reduced, inner, Float32(divisor), ctx)
 
 
 @register("reduce")

@@ -9,7 +9,7 @@ from std.sys.intrinsics import masked_load
 from std.utils.static_tuple import StaticTuple
 
 from ..expression import evaluate_words, is_expression, split
-from ..operands import F32, Data, widened
+from ..operands import F32, F64, Data, widened
 from ..pointwise import BYTE, Sources
 
 comptime MOST_RESULTS = 3
@@ -99,6 +99,14 @@ struct Terms(Copyable):
         """
         return len(self.words) == 1 and len(self.words[0]) == 1
 
+    def widest(self) -> DType:
+        """Gives the dtype in which a CPU computes.
+
+        Returns:
+            Float64 if a tensor has it, or else float32.
+        """
+        return F64 if F64 in self.dtypes else F32
+
     def narrowest(self) -> DType:
         """Gives the dtype by whose vectors all are loaded.
 
@@ -186,15 +194,16 @@ struct Values[terms: Terms, folded: Bool](TrivialRegisterPassable):
 
     @always_inline
     def load[
-        width: Int, *, still: Bool, masked: Bool = False
+        wide: DType, //, width: Int, *, still: Bool, masked: Bool = False
     ](
         self,
-        mut values: Array[SIMD[F32, width], Self.COUNT],
+        mut values: Array[SIMD[wide, width], Self.COUNT],
         inside: SIMD[DType.bool, width] = SIMD[DType.bool, width](fill=True),
     ):
         """Loads a vector of each tensor that moves along rows, or of each that does not.
 
         Parameters:
+            wide: In which is computed.
             width: Numbers of a vector.
             still: Whether those are loaded that do not.
             masked: Whether only part of a vector is there.
@@ -208,23 +217,26 @@ struct Values[terms: Terms, folded: Bool](TrivialRegisterPassable):
             comptime if Self.terms.moves(i, "r") != still:
                 var numbers = self.sources[i].unsafe_bitcast[Scalar[dtype]]()
                 comptime if not Self.terms.moves(i, Self.LANES):
-                    values[i] = widened(SIMD[dtype, width](numbers[unsafe_offset=0]))
+                    values[i] = widened[wide](SIMD[dtype, width](numbers[unsafe_offset=0]))
                 elif masked:
                     var none = SIMD[dtype, width](0)
-                    values[i] = widened(masked_load[width](numbers, inside, none))
+                    values[i] = widened[wide](masked_load[width](numbers, inside, none))
                 else:
                     comptime bytes = min(16, width * size_of[dtype]())
                     comptime aligned = bytes if is_gpu() else align_of[Scalar[dtype]]()
-                    values[i] = widened(numbers.unsafe_load[width=width, alignment=aligned](0))
+                    values[i] = widened[wide](
+                        numbers.unsafe_load[width=width, alignment=aligned](0)
+                    )
 
     @always_inline
     @staticmethod
     def term[
-        width: SIMDLength, //, number: Int
-    ](values: Array[SIMD[F32, width], Self.COUNT]) -> SIMD[F32, width]:
+        wide: DType, width: SIMDLength, //, number: Int
+    ](values: Array[SIMD[wide, width], Self.COUNT]) -> SIMD[wide, width]:
         """Computes what is joined to a result.
 
         Parameters:
+            wide: In which is computed.
             width: Lanes.
             number: Of the result.
 

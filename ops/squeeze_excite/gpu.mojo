@@ -181,7 +181,7 @@ def _scale_rows[
     dtype: DType, space: AddressSpace, epilogue: Epilogue, //
 ](
     column: Pointer[Scalar[dtype], MutUntrackedOrigin, address_space=space],
-    output: Output[dtype=dtype, epilogue=epilogue, added=dtype],
+    output: Output[dtype=dtype, wide=F32, epilogue=epilogue, added=dtype],
     gates: Vector,
     pitch: Int32,
     begin: Int32,

@@ -7,6 +7,7 @@ import operator
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,8 +176,19 @@ def test_statistics_that_nobody_reads_cut_nothing() -> None:
     first = graph.call_function(operator.getitem, (norm, 0))
     first.meta["val"] = norm.meta["val"][0]
     graph.output(first)
-    supported = parts._Supported(torch.fx.GraphModule(nn.Module(), graph), ())
-    assert supported.dtype == torch.bfloat16 and supported.is_node_supported({}, norm)
+    dtype = parts.dtype_of(torch.fx.GraphModule(nn.Module(), graph))
+    assert dtype == torch.bfloat16
+    assert parts._Supported(dtype, (), False).is_node_supported({}, norm)
+
+
+def test_a_gpu_refuses_float64() -> None:
+    graph = torch.fx.Graph()
+    relu = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
+    relu.meta["val"] = torch.zeros(2, dtype=torch.float64)
+    graph.output(relu)
+    module, gpu = torch.fx.GraphModule(nn.Module(), graph), SimpleNamespace(is_host=False)
+    with pytest.raises(ModelError, match="it is float64, which only a CPU computes in; move it to"):
+        parts.cut(module, {}, gpu, parts.Explanation())  # type: ignore[arg-type]
 
 
 def test_tensors_of_two_devices_stay_in_torch() -> None:

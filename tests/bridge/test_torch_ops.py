@@ -1,7 +1,7 @@
 """Our kernels as ops of torch: equal to torch both ways, sound for its compilers, clear in errors.
 
-Programs are interpreted, but for one test. The kernels do not compute in float64, so gradcheck has
-nothing to call: gradients are compared with those of the same function in float64.
+Programs are interpreted, but for a few tests at the end. Gradients are compared with those of the
+same function in float64, and checked by torch's gradcheck.
 """
 
 from __future__ import annotations
@@ -362,6 +362,34 @@ def test_sixteen_bits_err_no_more_than_twice_as_far_as_torch(name: str) -> None:
         assert (ours - exact).abs().max() <= bound
 
 
+def passes_gradcheck(name: str, given: Mapping[str, Any], **settings: bool) -> None:
+    """Checks the gradients of an op's first result in float64 by differences."""
+    cast = {
+        key: x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for key, x in given.items()
+    }  # fmt: skip
+    asked = [
+        key for key, x in cast.items()
+        if isinstance(x, Tensor) and x.is_floating_point() and not key.startswith("running")
+    ]  # fmt: skip
+
+    def first(*tensors: Tensor) -> Tensor:
+        found = torch_ops.TABLE[name](**{**cast, **dict(zip(asked, tensors, strict=True))})
+        return found[0] if isinstance(found, tuple) else found
+
+    inputs = [cast[key].requires_grad_() for key in asked]
+    assert torch.autograd.gradcheck(first, inputs, fast_mode=True, **settings)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("name", "case"), ALL)
+def test_gradcheck(name: str, case: int) -> None:
+    passes_gradcheck(name, CASES[name][case]())
+    assert {x.dtype for made in Interpreted.made for x in made.program.inputs.values()} <= {
+        "float64", "int64", "bool"
+    }  # fmt: skip
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name: str) -> None:
@@ -458,14 +486,14 @@ def test_modules_have_torchs_weights_and_values() -> None:
 
 
 def test_a_module_that_torch_has_to_run_warns_once() -> None:
-    layer = torch_ops.Linear(4, 3).double()
-    x = n(2, 4).double()
-    with pytest.warns(UserWarning, match="Linear is left to torch: a tensor is float64, and it"):
+    layer = torch_ops.Linear(4, 3, dtype=torch.complex64)
+    x = n(2, 4).to(torch.complex64)
+    with pytest.warns(UserWarning, match="Linear is left to torch: a tensor is complex64, and it"):
         y = layer(x)
     assert y.equal(F.linear(x, layer.weight, layer.bias)) and not layer.uses_maxvision
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        layer(n(2, 4).double())
+        layer(x)
     padded = torch_ops.Conv2d(3, 4, 3, padding="same")
     with pytest.warns(UserWarning, match="there is no padding 'same' of zeros"):
         assert padded(n(1, 3, 5, 5)).shape == (1, 4, 5, 5)
@@ -476,12 +504,18 @@ def test_autocast_decides_the_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y = torch_ops.linear(n(3, 8), n(6, 8).requires_grad_())
     assert y.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+        assert torch_ops.relu(n(3, 8).double()).dtype == torch.float64
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_mistakes_are_told_in_a_sentence() -> None:
-    with pytest.raises(TypeError, match="a tensor is float64, and it computes in"):
-        torch_ops.relu(n(2, 3).double())
+    with pytest.raises(TypeError, match="a tensor is complex64, and it computes in"):
+        torch_ops.relu(n(2, 3).to(torch.complex64))
+    with pytest.raises(TypeError, match="is float64 and another float32; make all float64"):
+        torch_ops.linear(n(2, 3).double(), n(4, 3))
+    why = torch_ops.refusal(torch.empty(2, 3, dtype=torch.float64, device="meta"))  # as a GPU's
+    assert why == "a tensor is float64, which only a CPU computes in; call float() or cpu()"
     why = torch_ops.refusal(n(2, 3), torch.empty(4, 3, device="meta"))
     assert why == "its tensors are on cpu and meta; move them to one device"
     with pytest.raises(ArgumentError, match=r"torch_ops\.linear: .*\[2, 3\] X \[5, 4\]"):

@@ -109,7 +109,9 @@ def _elementwise(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if other is None:
             return op(*given, **settings)
         whole = given[-1].dtype in (torch.int32, torch.int64) and other % 1 == 0
-        return op(*given, torch.tensor(int(other)) if whole else torch.tensor(other).double())
+        return op(
+            *given, torch.tensor(int(other)) if whole else torch.tensor(other, dtype=torch.float64)
+        )
 
     return run
 
@@ -602,7 +604,7 @@ class Interpreted:
 
     def execute(self, *buffers: Buffer) -> list[Buffer]:
         given = [torch.from_dlpack(each) for each in buffers]
-        arrays = [(x.float() if x.is_floating_point() else x).numpy() for x in given]
+        arrays = [(x.double() if x.is_floating_point() else x).numpy() for x in given]
         found = interpret(self.program, arrays, self.tensors)
         kinds = (self.program.types[value].dtype for value in self.program.outputs.values())
         return [

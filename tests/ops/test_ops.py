@@ -202,6 +202,25 @@ def test_nan_and_infinity_are_torchs(
         check(poison, run(poison, dtype, batch), batch, TORCH[dtype])
 
 
+IN_FLOAT64 = (
+    "conv2d", "conv2d_input_grad", "conv2d_weight_grad", "bmm", "linear", "maxpool", "avgpool",
+    "max_pool2d_grad", "avg_pool2d_grad", "reduce", "pointwise", "softmax", "log_softmax",
+)  # fmt: skip
+"""What begins the names of cases that a CPU computes in float64."""
+
+
+@pytest.mark.nightly
+def test_equals_torch_in_float64() -> None:
+    cases = [case for case in CASES if case.name.split()[0] in IN_FLOAT64]
+    traces = [Trace(case, DType.float64) for case in cases]
+    executables = compile_ops(traces)
+    for case, trace in zip(cases, traces, strict=True):
+        for one, batch in ((case, 1), (case, 3), (poisoned(case), 3)):
+            if one is case or case in SMALL:
+                y = trace.run(executables, draw([one], batch, DType.float64, CPU()))
+                check(one, y, batch, torch.float64)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dtype", "cases"), [(DType.float32, CASES), (DType.bfloat16, NARROW)], ids=["f32", "bf16"]
@@ -522,7 +541,7 @@ def test_errors_of_qkv_linear_name_the_shapes() -> None:
 
 
 def test_errors_name_the_dtypes_of_a_cpu() -> None:
-    expects = "pointwise: on a CPU the dtype must be one of float32, bfloat16 but is float16"
+    expects = "on a CPU the dtype must be one of float32, bfloat16, float64 but is float16"
     with (
         graph_of(["n", 4], dtype=DType.float16) as graph,
         pytest.raises(DeviceError, match=expects),
