@@ -27,7 +27,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from maxvision.serve.access import Entry
 from maxvision.serve.core import Service, Work, request_id, work
 from maxvision.serve.errors import Refusal, ending
-from maxvision.serve.requests import HELD
+from maxvision.serve.requests import HELD, service_of
 from maxvision.serve.routes import huggingface, kserve, openai, page, state, vllm
 from maxvision.serve.routes.common import ErrorAnswer, PlainError, invalid
 
@@ -277,14 +277,35 @@ async def _refuse(request: Request, error: Any) -> Response:
 
 
 async def _http(request: Request, error: Any) -> Response:
-    code, message = {
-        404: ("not_found", "there is no such path; /docs lists them"),
-        405: ("method_not_allowed", "this path takes another method; /docs lists them"),
-    }.get(error.status_code, ("invalid_request", "the request is not right; see /docs"))
-    refusal = Refusal(error.status_code, code, message)
+    if error.status_code not in (404, 405):
+        refusal = Refusal(
+            error.status_code, "invalid_request", "the request is not right; see /docs"
+        )
+        return await _refuse(request, refusal)
+    if not (methods := _methods(request)):
+        refusal = Refusal(404, "not_found", "there is no such route; /docs lists them")
+        return await _refuse(request, refusal)
+    refusal = Refusal(
+        405, "method_not_allowed", "this route takes another method; /docs lists them"
+    )
     response = await _refuse(request, refusal)
-    response.headers.update(error.headers or {})
+    response.headers["Allow"] = ", ".join(sorted(methods))
     return response
+
+
+def _methods(request: Request) -> set[str]:
+    """Lists the methods that a path takes, if a model that it names is served.
+
+    The router alone cannot tell: a model's name may have slashes, so that ``/v2/models/M/nothing``
+    is the description of a model ``M/nothing`` to it.
+    """
+    found: set[str] = set()
+    for route in (route for router in ROUTERS for route in router.routes):
+        if isinstance(route, Route) and (match := route.path_regex.match(request.url.path)):
+            model = match.groupdict().get("model")
+            if model is None or service_of(request).serves(model):
+                found |= route.methods or set()
+    return found
 
 
 async def _invalid(request: Request, error: Any) -> Response:

@@ -243,13 +243,17 @@ class Service:
         self.check_ready()
         self.admission.check()
 
+    def serves(self, name: str) -> bool:
+        """Tells whether a model of that name is served."""
+        return name == self.card.name
+
     def check_model(self, name: str | None) -> None:
         """Compares the model that a request names, if it names one.
 
         Raises:
             Refusal: 404, if it is another.
         """
-        if name is not None and name != self.card.name:
+        if name is not None and not self.serves(name):
             raise Refusal(
                 404, "model_not_found", f"the model {self.card.name} is served here, no other"
             )

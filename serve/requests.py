@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
@@ -24,6 +25,23 @@ HELD = "maxvision.held"
 def service_of(request: Request) -> Service:
     """Finds what the app serves: a dependency for routes."""
     service: Service = request.app.state.service
+    return service
+
+
+def service_at(request: Request, model: str) -> Service:
+    """Finds what a path names.
+
+    Raises:
+        HTTPException: 404, if a model is served whose name the path goes on behind: what is missing
+            is the route.
+        Refusal: 404, if there is no such model.
+    """
+    service = service_of(request)
+    if service.serves(model):
+        return service
+    if any(service.serves(model[:end]) for end, sign in enumerate(model) if sign == "/"):
+        raise HTTPException(404)
+    service.check_model(model)
     return service
 
 

@@ -13,7 +13,7 @@ from maxvision.runtime.predictions import Prediction
 from maxvision.serve.answers import Function
 from maxvision.serve.core import Image, Service
 from maxvision.serve.errors import Refusal
-from maxvision.serve.requests import media_type, read_body, service_of, unless_gone
+from maxvision.serve.requests import media_type, read_body, service_at, service_of, unless_gone
 from maxvision.serve.routes.common import (
     ALIASES,
     EXAMPLE,
@@ -91,8 +91,7 @@ async def task(request: Request) -> Response:
 @router.post("/models/{model:path}", **_ROUTE)
 async def task_of_model(model: str, request: Request) -> Response:
     """Names the likeliest classes of an image, or of each of a list; the path names the model."""
-    service = service_of(request)
-    service.check_model(model)
+    service = service_at(request, model)
     return await _classify(request, service)
 
 

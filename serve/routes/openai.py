@@ -17,6 +17,7 @@ from maxvision.serve.requests import (
     media_type,
     read_body,
     read_form,
+    service_at,
     service_of,
     unless_gone,
 )
@@ -199,9 +200,7 @@ async def models(request: Request) -> dict[str, Any]:
 @router.get("/models/{model:path}", summary="Describe a model", responses=errors(ErrorAnswer, 404))
 async def model(model: str, request: Request) -> dict[str, Any]:
     """Describes the model that is served."""
-    service = service_of(request)
-    service.check_model(model)
-    return _card(service)
+    return _card(service_at(request, model))
 
 
 async def _read(request: Request, service: Service) -> tuple[list[Image], ClassifyOptions]:
