@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
-from tests.serve.conftest import EXAMPLES  # noqa: E402
-from tests.serve.dialects import MODEL, TOP  # noqa: E402
-from tests.serve.started import ROOT, Server  # noqa: E402
-from tests.serve.test_dialects import CAT, LABELS, pixels  # noqa: E402
+from tests.serve.conftest import EXAMPLES
+from tests.serve.dialects import MODEL, TOP
+from tests.serve.started import ROOT, Server
+from tests.serve.test_dialects import CAT, LABELS, pixels
 
 FILES = np.array([path.read_bytes() for path in EXAMPLES], dtype=np.object_)
 
