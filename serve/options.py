@@ -58,6 +58,7 @@ class Options:
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
         sparse: What runs pruned layers, as in ``runtime.load``.
+        decode: ``exact`` or ``fast``, as in ``runtime.load``.
         embeddings: Whether /v1/embeddings answers, whose graph is compiled too.
         max_batch_size: Images that run together; None for 8 on a CPU and 64 on a GPU.
         max_batch_delay_ms: How long the first image of a batch waits for others.
@@ -89,6 +90,7 @@ class Options:
     dtype: str = "auto"
     tf32: bool = True
     sparse: str = "auto"
+    decode: str = "exact"
     embeddings: bool = True
     max_batch_size: int | None = None
     max_batch_delay_ms: float = 2.0
@@ -118,7 +120,7 @@ def parser() -> Parser:
     add("--model", metavar="M", help=f"{MODEL} (default: %(default)s, which knows 1,000"
         " classes)")  # fmt: skip
     add("--served-model-name", metavar="NAME", help="what clients call it")
-    made.add_shared("revision", "labels", "device", "dtype", "tf32", "sparse")
+    made.add_shared("revision", "labels", "device", "dtype", "tf32", "sparse", "decode")
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"
         " 0.0.0.0 for every network)")  # fmt: skip
     add("--port", type=whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")

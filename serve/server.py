@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -251,7 +252,9 @@ def read_card(options: Options) -> Card:
     return Card(
         name=name,
         labels=labels,
-        preprocess=Preprocess.from_config(source.preprocess),
+        preprocess=replace(
+            Preprocess.from_config(source.preprocess), fast=options.decode == "fast"
+        ),
         embeds=options.embeddings and not packed,
         family=source.family,
         device="gpu:0" if device == "gpu" else device,
