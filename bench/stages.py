@@ -26,6 +26,7 @@ from maxvision.serve.app import make_app
 from maxvision.serve.core import Card, Service
 from maxvision.serve.images import Decoder
 from maxvision.serve.limits import Board
+from maxvision.serve.models import Models
 from maxvision.serve.options import Options
 from maxvision.serve.protocol import http_server
 from maxvision.serve.remote import Remote, Result
@@ -111,9 +112,9 @@ async def _measure(source: str, files: list[bytes], seconds: float) -> dict[str,
     options = Options(access_log="json")
 
     def service(remote: Remote, decoder: Decoder) -> Service:
-        made = Service(card, options, remote, decoder, 64, Board(2))  # of two fronts: it decodes
-        made.access = AccessLog(options.access_log, os.open(os.devnull, os.O_WRONLY))
-        return made
+        models = Models(options, Board(2))  # of two fronts: the app decodes
+        models.access = AccessLog(options.access_log, os.open(os.devnull, os.O_WRONLY))
+        return models.add(card, options, remote, decoder, 64)
 
     decoder, blank = Decoder(model.preprocess, options.max_pixels, 1), _Blank(model.preprocess)
     known, http = _Known(model.logits), service(_Known(model.logits), blank)
@@ -156,7 +157,7 @@ async def _at_once(result: T) -> T:
 
 def _requests(service: Service) -> Callable[[bytes], Awaitable[None]]:
     """Opens a connection to an app; gives what sends a picture on it and waits for the answer."""
-    config = http_server(make_app(service)).config
+    config = http_server(make_app(service.models)).config
     config.load()
     connection = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})
     transport = _Transport()

@@ -170,16 +170,16 @@ def protocol(seconds: float, connections: int, refused: Refused) -> type[Protoco
 
 def http_server(app: Any) -> Any:
     """Makes a uvicorn server of an app."""
-    service = app.state.service
-    options = service.options
-    share = -(-options.max_connections // service.board.rows)
+    models = app.state.models
+    options = models.options
+    share = -(-options.max_connections // models.board.rows)
     connections = min(share, open_files(share + FILES) - FILES)
     if connections < share:
         log.warning("room for %d files: %d connections at most", connections + FILES, connections)
 
     def refused(refusal: Refusal, client: str | None, size: int) -> None:
-        service.metrics.rejected.labels(refusal.code).inc()
-        service.access.add(Entry(client, refusal.status, size))
+        models.metrics.rejected.labels(refusal.code).inc()
+        models.access.add(Entry(client, refusal.status, size))
 
     return uvicorn.Server(
         uvicorn.Config(

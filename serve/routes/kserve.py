@@ -22,7 +22,8 @@ from maxvision.serve.answers import Function, rank, score
 from maxvision.serve.core import Card, Image, Service
 from maxvision.serve.errors import Refusal
 from maxvision.serve.limits import too_many_images
-from maxvision.serve.requests import media_type, read_body, service_at, service_of, unless_gone
+from maxvision.serve.models import Models
+from maxvision.serve.requests import media_type, models_of, read_body, service_at, unless_gone
 from maxvision.serve.routes.common import (
     EXAMPLE,
     PlainError,
@@ -172,7 +173,7 @@ async def live() -> dict[str, bool]:
 )
 async def ready(request: Request) -> dict[str, bool]:
     """Answers as ``/ready`` does."""
-    service_of(request).check_ready(1)
+    models_of(request).check_ready(1)
     return {"ready": True}
 
 
@@ -215,7 +216,7 @@ async def infer(model: str, request: Request, version: str = VERSION) -> Respons
     kind = media_type(request)
     if kind not in ("", "application/json", "application/octet-stream"):
         raise unexpected("application/json or application/octet-stream", kind)
-    sent = await read_body(request, service)
+    sent = await read_body(request, models_of(request), service)
     asked, images = await service.in_thread(_read, service, request.headers.get(LENGTH), sent)
     if len(asked.outputs) > MOST_OUTPUTS:
         raise _wrong(f"outputs: {len(asked.outputs)} are too many; ask for at most {MOST_OUTPUTS}")
@@ -235,7 +236,7 @@ async def infer(model: str, request: Request, version: str = VERSION) -> Respons
 )
 async def statistics(request: Request) -> dict[str, Any]:
     """Counts as ``/v2/models/{model}/stats`` does."""
-    return {"model_stats": [_statistics(service_of(request))]}
+    return {"model_stats": [_statistics(each) for each in models_of(request)]}
 
 
 @router.get(
@@ -291,34 +292,72 @@ class IndexRequest(msgspec.Struct):
     },
 )
 async def index(request: Request) -> list[dict[str, str]]:
-    """Lists the one model that is served, and whether it is ready."""
-    service = service_of(request)
-    sent = await read_body(request, service, images=False)
+    """Lists the models that are served, and whether they are ready."""
+    models = models_of(request)
+    sent = await read_body(request, models, images=False)
     try:
         asked = msgspec.json.decode(sent, type=IndexRequest) if sent.strip() else IndexRequest()
     except msgspec.ValidationError as wrong:
         raise _wrong(str(wrong)[0].lower() + str(wrong)[1:300]) from None
     except (ValueError, RecursionError):
         raise not_json() from None
+    return [row(each) for each in models if each.ready or not asked.ready]
+
+
+def row(service: Service) -> dict[str, str]:
+    """Makes a model's row of the index."""
+    made = {"name": service.card.name, "version": VERSION, "state": "READY", "reason": ""}
     if service.ready:
-        return [{"name": service.card.name, "version": VERSION, "state": "READY", "reason": ""}]
-    row = {"state": "UNAVAILABLE", "reason": "the model is being made ready, or the server ends"}
-    return [] if asked.ready else [{"name": service.card.name, "version": VERSION, **row}]
+        return made
+    reason = "the model is being made ready, or the server ends" if service.loaded else "unloaded"
+    return made | {"state": "UNAVAILABLE", "reason": reason}
 
 
-@router.post("/repository/models/{model:path}/load", include_in_schema=False)
-@router.post("/repository/models/{model:path}/unload", include_in_schema=False)
-async def change(model: str, request: Request) -> None:
-    """Refuses: a server has one model, for as long as it runs.
+@router.post(
+    "/repository/models/{model:path}/load",
+    summary="Load a model that was unloaded",
+    responses=errors(PlainError, 400, 401, 404, 503),
+)
+async def load(model: str, request: Request) -> Response:
+    """Answers once the model is ready; a configuration, which Triton takes too, is not read.
 
     Raises:
-        Refusal: 400, or 404 if there is no such model.
+        Refusal: 400, if clients may not do that; 404 if there is no such model; 503 if its process
+            ends before it is ready.
     """
-    service_at(request, model)
-    raise _wrong(
-        f"the model {model} is loaded as long as this server runs; start a server for each model,"
-        " and end it to unload one"
-    )
+    await change(models_of(request), model, True)
+    return Response()
+
+
+@router.post(
+    "/repository/models/{model:path}/unload",
+    summary="Unload a model",
+    responses=errors(PlainError, 400, 401, 404),
+)
+async def unload(model: str, request: Request) -> Response:
+    """Answers once the requests that the model had are answered and its process has ended.
+
+    Raises:
+        Refusal: 400, if clients may not do that; 404 if there is no such model.
+    """
+    await change(models_of(request), model, False)
+    return Response()
+
+
+async def change(models: Models, model: str, loaded: bool) -> None:
+    """Loads or unloads a model.
+
+    Raises:
+        Refusal: 400, if clients may not do that; 404 if there is no such model; 503 if it cannot be
+            loaded.
+    """
+    models.find(model)
+    if models.change is None:
+        raise _wrong(
+            f"the model {model} is loaded as long as this server runs; start it with"
+            " --model-control-mode explicit to load and unload models"
+        )
+    await models.change(model, loaded)
 
 
 @router.get(
@@ -349,7 +388,7 @@ def error(refusal: Refusal) -> dict[str, Any]:
 
 
 def _serving(request: Request, model: str, version: str) -> Service:
-    """Gives the service, if it serves that model in that version."""
+    """Finds a model by its name and version."""
     service = service_at(request, model)
     if version != VERSION:
         raise Refusal(404, "model_not_found", f"version {VERSION} is served here, no other")
@@ -396,7 +435,7 @@ def _tensor(name: str, data_type: str, dims: list[int], **more: Any) -> dict[str
 
 
 def _statistics(service: Service) -> dict[str, Any]:
-    found = service.metrics.totals()
+    found = service.totals()
 
     def took(name: str) -> dict[str, int]:
         seconds = found.get(f"{name}_seconds_sum", 0.0)
