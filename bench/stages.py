@@ -23,7 +23,7 @@ from maxvision.runtime.preprocess import Preprocess, read_image
 from maxvision.serve import quarantine
 from maxvision.serve.access import AccessLog
 from maxvision.serve.app import make_app
-from maxvision.serve.core import Card, Service
+from maxvision.serve.core import Card
 from maxvision.serve.images import Decoder
 from maxvision.serve.limits import Board
 from maxvision.serve.models import Models
@@ -111,15 +111,16 @@ async def _measure(source: str, files: list[bytes], seconds: float) -> dict[str,
     card = Card("m", model.labels, model.preprocess, False, "none", "cpu", "float32")
     options = Options(access_log="json")
 
-    def service(remote: Remote, decoder: Decoder) -> Service:
+    def served(remote: Remote, decoder: Decoder) -> Models:
         models = Models(options, Board(2))  # of two fronts: the app decodes
         models.access = AccessLog(options.access_log, os.open(os.devnull, os.O_WRONLY))
-        return models.add(card, options, remote, decoder, 64)
+        models.add(card, options, remote, decoder, 64)
+        return models
 
     decoder, blank = Decoder(model.preprocess, options.max_pixels, 1), _Blank(model.preprocess)
-    known, http = _Known(model.logits), service(_Known(model.logits), blank)
-    answered = await http.classify([files[0]])
-    http.classify = lambda *_: _at_once(answered)  # type: ignore[method-assign]
+    known, http = _Known(model.logits), served(_Known(model.logits), blank)
+    answered = await http.first.classify([files[0]])
+    http.first.classify = lambda *_: _at_once(answered)  # type: ignore[method-assign]
     address = new_address()
     stop = threading.Event()
     thread = threading.Thread(target=_serve, args=(model, address, stop))
@@ -129,8 +130,8 @@ async def _measure(source: str, files: list[bytes], seconds: float) -> dict[str,
     remote.ready = True
     steps: dict[str, Callable[[bytes], Awaitable[Any]]] = {
         "HTTP": _requests(http),
-        "core": _requests(service(known, blank)),
-        "queue and copies": _requests(service(remote, blank)),
+        "core": _requests(served(known, blank)),
+        "queue and copies": _requests(served(remote, blank)),
         "decode": lambda file: _at_once(read_image(file)),
         "decode and resize": lambda file: _at_once(decoder(file)),
     }
@@ -155,9 +156,9 @@ async def _at_once(result: T) -> T:
     return result
 
 
-def _requests(service: Service) -> Callable[[bytes], Awaitable[None]]:
+def _requests(models: Models) -> Callable[[bytes], Awaitable[None]]:
     """Opens a connection to an app; gives what sends a picture on it and waits for the answer."""
-    config = http_server(make_app(service.models)).config
+    config = http_server(make_app(models)).config
     config.load()
     connection = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})
     transport = _Transport()

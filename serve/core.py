@@ -24,10 +24,10 @@ from maxvision.serve.errors import Refusal, not_loaded, not_ready
 from maxvision.serve.images import SMALL, Decoder, is_small, unwrap
 from maxvision.serve.limits import Admission, Board, too_many_images
 from maxvision.serve.media import Fetcher, is_url
+from maxvision.serve.metrics import Metrics
 from maxvision.serve.options import Options
 
 if TYPE_CHECKING:
-    from maxvision.serve.models import Models
     from maxvision.serve.remote import Remote, Result
 
 T = TypeVar("T")
@@ -124,6 +124,23 @@ class Card:
     dtype: str
 
 
+class Shared:
+    """What the models of a server share; ``serve.models.Models`` finds them by name.
+
+    Attributes:
+        board: What is under way, in numbers that the processes of a server share.
+        metrics: The figures.
+        draining: Whether the server is about to end and takes nothing new.
+        count: How many models there are so far.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.metrics = Metrics()
+        self.draining = False
+        self.count = 0
+
+
 class Service:
     """A model that is served, with its bounds and its figures.
 
@@ -132,7 +149,7 @@ class Service:
         options: What the server was told of it.
         admission: Counts the images that are under way.
         metrics: The figures.
-        models: Those of the server, and what they share.
+        shared: What the models of the server share.
 
     Args:
         card: See above.
@@ -140,7 +157,7 @@ class Service:
         remote: Where it runs.
         decoder: Makes the pixels that it takes.
         queue: Images that may be under way.
-        models: See above.
+        shared: See above.
     """
 
     def __init__(
@@ -150,12 +167,13 @@ class Service:
         remote: Remote,
         decoder: Decoder,
         queue: int,
-        models: Models,
+        shared: Shared,
     ) -> None:
         self.card = card
         self.options = options
-        self.admission = Admission(queue, models.board, Board.IMAGES + len(models))
-        self.metrics = models.metrics.of(
+        self.admission = Admission(queue, shared.board, Board.IMAGES + shared.count)
+        shared.count += 1
+        self.metrics = shared.metrics.of(
             card.name,
             {
                 "images_in_flight": (lambda: self.admission.held, "Images under way."),
@@ -164,11 +182,11 @@ class Service:
                 "worker_starts": (lambda: remote.starts, "Starts of the model's process."),
             },
         )
-        self.models = models
+        self.shared = shared
         self._number = itertools.count()  # of images: a client may use a request's id again
         self._remote = remote
         self._decoder = decoder
-        self._inline = models.board.rows > 1
+        self._inline = shared.board.rows > 1
         self._fetcher = Fetcher(options.allow_media_domain, options.max_body_bytes)
 
     @property
@@ -178,7 +196,7 @@ class Service:
             self._remote.ready
             and self._decoder.ready
             and self._remote.loaded
-            and not self.models.draining
+            and not self.shared.draining
         )
 
     @property
@@ -229,7 +247,7 @@ class Service:
 
     def totals(self) -> dict[str, float]:
         """Reads the model's figures, see ``Metrics.totals``."""
-        return self.models.metrics.totals(self.card.name)
+        return self.shared.metrics.totals(self.card.name)
 
     def close(self) -> None:
         """Lets the threads that decode end."""

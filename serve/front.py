@@ -154,7 +154,10 @@ class Front:
         self._connecting: set[asyncio.Task[Any]] = set()
         loop.add_reader(self._channel.fileno(), self._read)
         board.add(board.UP, 1)
-        await self._http.serve(sockets=[])
+        from maxvision.serve.protocol import over_grpc
+
+        async with over_grpc(self._models):
+            await self._http.serve(sockets=[])
         self._models.close()
 
     def _read(self) -> None:

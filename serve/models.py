@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from maxvision.serve.access import AccessLog
-from maxvision.serve.core import Card, Service
+from maxvision.serve.core import Card, Service, Shared
 from maxvision.serve.errors import Refusal, not_ready
 from maxvision.serve.images import Decoder
 from maxvision.serve.limits import Admission, Board
-from maxvision.serve.metrics import Metrics
 from maxvision.serve.options import Options
 from maxvision.serve.remote import Remote
 
@@ -21,29 +20,24 @@ BODIES = 8
 """Largest bodies that may be held at once; smaller ones as many as are as large together."""
 
 
-class Models:
+class Models(Shared):
     """The models of a server, the first of which is that of requests that name none.
 
     Attributes:
         options: What the server was told.
-        board: What is under way, in numbers that the processes of a server share.
         bodies: Counts the bytes of requests that are held.
-        metrics: The figures.
         access: The access log.
-        draining: Whether the server is about to end and takes nothing new.
         created: When it began, in seconds since 1970.
         change: Loads a model (True) or unloads it (False), by its name, wherever its process is
             kept; None if nobody may ask for it.
     """
 
     def __init__(self, options: Options, board: Board | None = None) -> None:
+        super().__init__(board or Board(models=len(options.models)))
         self.options = options
-        self.board = board or Board(models=len(options.models))
         bodies = max(BODIES * options.max_body_bytes, 2**28)
         self.bodies = Admission(bodies, self.board, Board.BYTES)
-        self.metrics = Metrics()
         self.access = AccessLog(options.access_log)
-        self.draining = False
         self.created = int(time.time())
         self.change: Callable[[str, bool], Awaitable[None]] | None = None
         self._all: dict[str, Service] = {}

@@ -73,6 +73,7 @@ class Options:
         labels: A file with a name for each class, in place of the model's (weights.read_labels).
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
+        grpc_port: Port for KServe's protocol over gRPC; 0 takes a free one, None is none.
         device: ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
@@ -107,6 +108,7 @@ class Options:
     labels: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
     device: str = "auto"
     dtype: str = "auto"
     tf32: bool = True
@@ -158,6 +160,8 @@ def parser() -> Parser:
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"
         " 0.0.0.0 for every network)")  # fmt: skip
     add("--port", type=whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")
+    add("--grpc-port", type=whole(0, 65535), metavar="P", help="speak KServe's protocol over gRPC"
+        " at this port, too; needs the extra grpc (default: do not)")  # fmt: skip
     add("--no-embeddings", dest="embeddings", action="store_false", help="compile and hold no"
         " graph for /v1/embeddings")  # fmt: skip
     add("--max-batch-size", **each, type=whole(1, 4096), metavar="N",

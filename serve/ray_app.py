@@ -47,6 +47,8 @@ PATIENCE = 300.0
 OURS = ("replicas", "max_replicas", "cores", "surge")
 """Arguments that ``maxvision serve`` has no option for."""
 
+_RAYS = ("--front-processes", "--max-connections", "--grpc-port", "--model-control-mode", "--help")
+
 ROOM = 1024
 """Requests beyond its queue that a replica takes, so that it is the one to refuse them."""
 
@@ -129,7 +131,7 @@ def read(given: Mapping[str, Any]) -> Options:
         option = "--" + name.replace("_", "-")
         if option in ("--host", "--port"):
             raise ArgumentError(f"{name}: address and port are Ray's; use serve start {option}")
-        if option in ("--front-processes", "--max-connections", "--help"):
+        if option in _RAYS:
             raise ArgumentError(
                 f"{name}: connections are Ray's, a replica is a process; leave it out"
             )

@@ -42,6 +42,7 @@ class Repository:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.wait(self._tasks.values())
+        self._tasks.clear()  # with what their ends hold: semaphores, which would be told as leaked
 
     async def change(self, name: str, loaded: bool) -> None:
         """Loads a model, until it is ready; or unloads it, until its process has ended.

@@ -11,15 +11,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from maxvision.common.console import Unbuffered, complain, exit_code
+from maxvision.common.console import Unbuffered, complain, exit_code, way_to
 from maxvision.common.errors import ArgumentError, DeviceError, ModelError, UserError
 from maxvision.common.host import cores
 from maxvision.runtime.preprocess import Preprocess
@@ -53,7 +53,9 @@ def run(options: Options, load: Callable[..., Any] | None = None) -> int:
 
     def serve() -> int:
         try:
-            return _serve(options, bind(options.host, options.port), load)
+            listening = bind(options.host, options.port)
+            with bind_grpc(options) as port:
+                return _serve(replace(options, grpc_port=port), listening, load)
         except KeyboardInterrupt:  # before its loop takes signals
             return 0
 
@@ -115,6 +117,29 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError(_not_bound(host, port, error)) from None
     taken.setblocking(False)
     return taken
+
+
+@contextmanager
+def bind_grpc(options: Options) -> Iterator[int | None]:
+    """Takes the port for gRPC while the block runs, if one is wanted; gives its number.
+
+    Raises:
+        UserError: If it is not to be had, or the package is missing.
+    """
+    if options.grpc_port is None:
+        yield None
+        return
+    try:
+        from maxvision.serve import rpc
+    except ImportError as error:
+        raise ModelError(f"--grpc-port needs the package {error.name}; {way_to('grpc')}") from None
+    try:
+        taken = rpc.reserve(options.host, options.grpc_port)
+    except OSError as error:
+        told = _not_bound(options.host, options.grpc_port, error)
+        raise UserError(told.replace("--port", "--grpc-port")) from None
+    with taken:
+        yield taken.getsockname()[1]
 
 
 def _not_bound(host: str, port: int, error: OSError) -> str:
@@ -312,8 +337,11 @@ class _One:
 
     async def run(self, told: Told) -> None:
         """Serves until ``end``; signals go to ``told``."""
+        from maxvision.serve.protocol import over_grpc
+
         self._uvicorn.handle_exit = told
-        await self._uvicorn.serve(sockets=[self._socket])
+        async with over_grpc(self._models):
+            await self._uvicorn.serve(sockets=[self._socket])
 
     def drain(self) -> None:
         """Refuses what is new."""
@@ -470,6 +498,8 @@ class _Server:
             self._announce(
                 f"{card.name} on {card.device}, {card.dtype}: {url}{every}, Ctrl-C ends it"
             )
+        if self._options.grpc_port is not None:
+            self._announce(f"  gRPC (KServe v2) at port {self._options.grpc_port}")
         key = "-H 'Authorization: Bearer KEY' " if self._options.api_key else ""
         self._announce(
             f"  curl -s {url}/v1/classify {key}-H 'Content-Type: image/jpeg'"
