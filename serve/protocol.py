@@ -25,8 +25,8 @@ FILES = 256
 HEAD_BYTES = 65536
 """Bytes that may come without a head's end or a piece of a body among them: heads, trailers."""
 
-GRACE = 5.0
-"""Seconds that calls of gRPC may take to end, which by then have been waited for already."""
+GRACE = 1.0
+"""Seconds for which the last answers of gRPC are sent; calls were waited for before."""
 
 LINGER = 1.0
 """Seconds for which a connection too many is read on, so that its client sees the answer."""

@@ -149,9 +149,7 @@ def read(given: Mapping[str, Any]) -> Options:
         sentence = said.getvalue().partition("error: ")[2].partition("\n")[0]
         raise ArgumentError(sentence) from None
     if options.others:
-        raise ArgumentError(
-            "model: a replica has one model; deploy an application for each, with a route_prefix"
-        )
+        raise ArgumentError("model: a replica has one model; deploy an application for each")
     if options.device.startswith("gpu:"):
         raise ArgumentError(
             f"device {options.device}: Ray chooses the GPU of each replica; use gpu or cpu"

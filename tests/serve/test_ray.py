@@ -243,6 +243,8 @@ def test_cores_decode(given: dict[str, Any], cores: int, count: int) -> None:
     [
         ({"model": "x", "port": 1}, "port: address and port are Ray's"),
         ({"model": "x", "front_processes": 2}, "front_processes: connections are Ray's"),
+        ({"model": "x", "grpc_port": 8001}, "grpc_port: connections are Ray's"),
+        ({"model": ["x", "y"]}, "a replica has one model; deploy an application for each"),
         ({"model": "x", "replicas": 0}, "replicas must be a whole number of at least 1"),
         ({"model": "x", "replicas": 3, "max_replicas": "2"}, "at least replicas (3)"),
         ({"model": "x", "max_batch_size": "many"}, "a whole number from 1 to 4096"),
