@@ -57,7 +57,7 @@ def ask(address: str) -> Iterator[Ask]:
     """Calls by our own description, with the key unless other metadata are given."""
     with grpc.insecure_channel(address) as channel:
 
-        def call(name: str, metadata: Any = BEARER, **fields: Any) -> Any:
+        def call(name: str, /, metadata: Any = BEARER, **fields: Any) -> Any:
             asked, answered = INFERENCE.calls[name]
             path = f"/{INFERENCE.service}/{name}"
             stub = channel.unary_unary(path, asked.SerializeToString, answered.FromString)
