@@ -150,6 +150,7 @@ def parser() -> Parser:
     add("--replica-cores", type=_COUNT, default=1, metavar="N", help="cores of each replica")
     add("--bounds", action=_SWITCH, default=True,
         help="measure first what senders and decoding alone reach")
+    add("--stages", action="store_true", help="take a request's CPU time apart, and nothing else")
     add("--litserve", default="{}", metavar="JSON",
         help="batch, delay_ms, workers, fronts, compile")
     add("--patience", type=_SECONDS, default=300, help="seconds that a server may take to start")

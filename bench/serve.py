@@ -38,6 +38,7 @@ from maxvision.bench.references import NETWORKS, find_artifact, reference_model
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
 from maxvision.common.host import cores
+from maxvision.runtime.predictions import softmax
 from maxvision.runtime.preprocess import Preprocess
 from maxvision.serve import resample
 from maxvision.weights.source import BUNDLED
@@ -103,6 +104,9 @@ class _Stage:
     def run(self) -> int:
         """Measures, prints and writes; returns the exit code."""
         options = self._options
+        if options.stages:
+            self._measure_stages()
+            return 1 if self._wrong else 0
         if options.bounds:
             self._bounds()
         for name in options.servers:
@@ -140,6 +144,28 @@ class _Stage:
             f" nothing; decoding alone reaches {alone:,.0f} images/s on {self._cores} cores",
             flush=True,
         )
+
+    def _measure_stages(self) -> None:
+        """Takes a request apart, and compares the sum with a server whose model is none."""
+        from maxvision.bench import stages
+        from maxvision.bench.served import Nothing
+
+        options = self._options
+        found = stages.measure(self._source, self._files, options.seconds)
+        answer = 0, float(softmax(Nothing(self._source).logits)[0])
+        self._plan = replace(self._plan, answers=[answer] * len(self._files))
+        with self._server("maxvision") as server:
+            measured = self._measure("maxvision", server, "bytes")
+        whole = min(record["cpu_ms_per_request"] for record in measured)
+        found |= {"sockets and event loop": whole - sum(found.values()), "whole": whole}
+        width, height = options.size
+        print(
+            f"CPU time of a request with a JPEG of {width} x {height}, in ms, without the network"
+        )
+        for name, value in found.items():
+            print(f"  {name:<24}{value:6.3f}")
+        self._facts["stages_ms"] = {name: round(value, 3) for name, value in found.items()}
+        self._write()
 
     def _measure(self, name: str, server: Started, kind: str) -> list[dict[str, Any]]:
         plan = replace(self._plan, url=server.url)
@@ -285,7 +311,9 @@ class _Stage:
         options = self._options
         dtype = self._dtype()
         told = [f"--dtype={dtype}", f"--device={options.device}", *options.serve_options]
-        if options.precompiled:
+        if options.stages:
+            argv = ["maxvision.bench.served", "nothing"]
+        elif options.precompiled:
             graph = find_artifact(options.precompiled, options.model, dtype)
             argv = ["maxvision.bench.served", str(graph)]
         else:

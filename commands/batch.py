@@ -39,7 +39,7 @@ def parser() -> Parser:
     add("-o", "--output", required=True, metavar="DIR", help="the folder of answers")
     add("--model", default=DEFAULT_MODEL, metavar="M", help="a name that --list-models shows,"
         " a hub id, a folder or a file (default: %(default)s)")  # fmt: skip
-    made.add_shared("revision", "dtype", "tf32")
+    made.add_shared("revision", "dtype", "tf32", "decode")
     add("--device", default="auto", type=device, metavar="D", help="cpu, gpu or auto: gpu"
         " if this machine has one")  # fmt: skip
     add("--workers", type=whole(1, 100_000), metavar="N", help="models that run at a time"

@@ -62,6 +62,7 @@ def classify(args: argparse.Namespace, started: float) -> int:
             device=args.device,
             dtype=args.dtype,
             tf32=args.tf32,
+            decode=args.decode,
             sparse=args.sparse,
             batch_size=args.batch_size,
             revision=args.revision,

@@ -26,6 +26,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SPARSE = ("auto", "always", "never")
 """What runs pruned layers: sparse convolutions where they are faster, always, or never."""
 
+DECODE = ("exact", "fast")
+"""How JPEGs are decoded: every pixel, or large ones at a fraction of their size."""
+
 ALIASES = {
     **dict.fromkeys(("fp32", "f32", "float", "single", "tf32"), "float32"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
@@ -116,6 +119,12 @@ SHARED: dict[str, dict[str, Any]] = {
         "choices": SPARSE,
         "help": "what runs a pruned model's layers: sparse convolutions where they were measured"
         " to be faster (auto), always, or never",
+    },
+    "decode": {
+        "default": "exact",
+        "choices": DECODE,
+        "help": "fast: decode large JPEGs at a half, a quarter or an eighth of their size, where"
+        " that is at least twice what the model reads (default: exact)",
     },
     "passes": {
         "default": "all",

@@ -19,6 +19,7 @@ from max.dtype import DType
 from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary
 
+from maxvision.common.arguments import DECODE
 from maxvision.common.errors import ArgumentError, DeviceError, ImageError, ModelError
 from maxvision.graphs import formats, sparsity
 from maxvision.graphs import passes as rewriting
@@ -81,6 +82,7 @@ def load(
     revision: str | None = None,
     labels: str | os.PathLike[str] | Sequence[str] | None = None,
     passes: str = "all",
+    decode: str = "exact",
     progress: Callable[[str], None] | None = None,
 ) -> Classifier:
     """Loads a classifier and compiles it.
@@ -103,6 +105,7 @@ def load(
             "class 0", "class 1", ....
         passes: How the network is rewritten (graphs/passes): ``all``, ``none``, ``-stem,-chain``
             for all but these, ``qkv,mlp`` for these alone. To find the one to blame for an answer.
+        decode: ``fast`` decodes large JPEGs at a fraction of their size (``Preprocess.fast``).
         progress: Called with a sentence before each step that takes time.
 
     Raises:
@@ -114,6 +117,8 @@ def load(
         raise ArgumentError(f"batch_size must be at least 1 but is {batch_size}")
     sparsity.check_mode(sparse)  # before anything that takes long
     off = rewriting.parse(passes)
+    if decode not in DECODE:
+        raise ArgumentError(f"decode must be {' or '.join(DECODE)} but is {decode!r}")
     names: list[str] | None = None
     if labels is not None:
         from maxvision.weights import read_labels
@@ -126,7 +131,9 @@ def load(
             raise ArgumentError(
                 f"{source} is compiled already; omit --passes, or compile it again with them"
             )
-        return _unpack(source, device, dtype, batch_size, tf32, sparse, names)
+        model = _unpack(source, device, dtype, batch_size, tf32, sparse, names)
+        model.preprocess = replace(model.preprocess, fast=decode == "fast")
+        return model
     from maxvision import weights
 
     place = find_device(device)
@@ -138,6 +145,7 @@ def load(
     model = Classifier(
         checkpoint, place, kind, batch_size, watch, tf32=tf32, sparse=sparse, off=off
     )
+    model.preprocess = replace(model.preprocess, fast=decode == "fast")
     model.compile(progress)
     return model
 

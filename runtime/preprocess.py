@@ -50,7 +50,7 @@ _UPRIGHT = {  # EXIF orientation: what makes it upright
 # --- a source becomes an upright RGB image ----------------------------------------------------
 
 
-def read_image(source: Source, name: str | None = None) -> Image.Image:
+def read_image(source: Source, name: str | None = None, shortest: int | None = None) -> Image.Image:
     """Reads one picture as an upright 8-bit RGB image.
 
     Of an animation or a multi-page file the first picture is read. EXIF orientation is applied.
@@ -64,6 +64,8 @@ def read_image(source: Source, name: str | None = None) -> Image.Image:
             ``[H, W]``, ``[H, W, 1]``, ``[H, W, 3]`` (RGB) or ``[H, W, 4]`` (RGBA) of booleans,
             integers or floats.
         name: What errors call the picture; its path when not given.
+        shortest: If given, a JPEG is decoded at a half, a quarter or an eighth of its size, the
+            least at which its shorter edge has as many pixels.
 
     Raises:
         ImageError: If the picture is missing, unreadable, damaged, larger than ``MAX_PIXELS``
@@ -72,16 +74,16 @@ def read_image(source: Source, name: str | None = None) -> Image.Image:
     if isinstance(source, (str, os.PathLike)):
         where = name or os.fspath(source)
         with closing(_open(source, where)) as file:
-            return _decode(file, where)
+            return _decode(file, where, shortest)
     where = name or "image"
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _decode(io.BytesIO(source), where)
+        return _decode(io.BytesIO(source), where, shortest)
     if isinstance(source, np.ndarray):
         return _to_rgb(_from_array(source, where))
     if isinstance(source, Image.Image):
-        return _load(source, where)
+        return _load(source, where, shortest)
     if hasattr(source, "read"):
-        return _decode(source, where)
+        return _decode(source, where, shortest)
     raise ImageError(
         f"{where}: the type {type(source).__name__} is not read as a picture; pass a path, bytes, a"
         " binary file, a PIL image or a NumPy array"
@@ -107,9 +109,9 @@ def _open(path: str | os.PathLike[str], where: str) -> IO[bytes]:
     raise ImageError(f"{where}: {problem}")
 
 
-def _decode(file: IO[bytes], where: str) -> Image.Image:
+def _decode(file: IO[bytes], where: str, shortest: int | None) -> Image.Image:
     with open_image(file, where) as image:
-        return _load(image, where)
+        return _load(image, where, shortest)
 
 
 def open_image(
@@ -151,7 +153,7 @@ def open_image(
     return image
 
 
-def _load(image: Image.Image, where: str) -> Image.Image:
+def _load(image: Image.Image, where: str, shortest: int | None = None) -> Image.Image:
     if image.width * image.height > MAX_PIXELS:
         raise _too_large(where, f"{image.width:,} x {image.height:,}", MAX_PIXELS)
     if not image.width * image.height:
@@ -162,6 +164,8 @@ def _load(image: Image.Image, where: str) -> Image.Image:
             " read; export it as RGB"
         )
     try:
+        if shortest is not None and isinstance(image, ImageFile.ImageFile):
+            image.draft(None, (shortest, shortest))  # which only a JPEG heeds
         image.load()
         turn = _UPRIGHT.get(_orientation(image))
         image = _to_rgb(image)
@@ -296,6 +300,9 @@ def _damaged(where: str, error: Exception) -> ImageError:
 
 # --- an upright RGB image becomes the input of a model ----------------------------------------
 
+SPARE = 2
+"""How many times as large as it has to be a JPEG is decoded at least, if ``Preprocess.fast``."""
+
 _LARGE = 2**24  # px; a picture resized beyond this is long and thin, and only its crop is resized
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _HALF = [0.5, 0.5, 0.5]
@@ -346,6 +353,9 @@ class Preprocess:
         mean: Per RGB channel, in levels of the 0..255 result: the model's input is
             ``(result - mean) / std``.
         std: As ``mean``; ``mean`` 0 and ``std`` 1 leave the levels as they are.
+        fast: Whether a large JPEG may be decoded at a fraction of its size, by libjpeg-turbo's
+            scaled inverse transforms, which average where ``resample`` would filter. It stays at
+            least ``SPARE`` times as large as ``resize``; docs/serving.md has what that changes.
     """
 
     height: int = 224
@@ -354,6 +364,15 @@ class Preprocess:
     resample: Image.Resampling = Image.Resampling.BICUBIC
     mean: tuple[float, ...] = tuple(m / (1 / 255) for m in _IMAGENET_MEAN)
     std: tuple[float, ...] = tuple(s / (1 / 255) for s in _IMAGENET_STD)
+    fast: bool = False
+
+    @property
+    def shortest(self) -> int | None:
+        """What ``read_image`` takes: the shorter edge that is enough, px; None for the whole."""
+        if not self.fast or self.resize is None:
+            return None
+        edges = self.resize if isinstance(self.resize, tuple) else (self.resize,)
+        return SPARE * max(edges)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Preprocess:
@@ -405,7 +424,7 @@ class Preprocess:
         Raises:
             ImageError: If the picture cannot be read.
         """
-        image = self._resized(read_image(source))
+        image = self._resized(read_image(source, shortest=self.shortest))
         left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
         if image.size != (self.width, self.height):
             image = image.crop((left, top, left + self.width, top + self.height))

@@ -25,9 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from maxvision.serve.access import Entry
-from maxvision.serve.core import Service, Work, request_id, work
+from maxvision.serve.core import Work, request_id, work
 from maxvision.serve.errors import Refusal, ending
-from maxvision.serve.requests import HELD
+from maxvision.serve.models import Models
+from maxvision.serve.requests import HELD, models_of
 from maxvision.serve.routes import huggingface, kserve, openai, page, state, vllm
 from maxvision.serve.routes.common import ErrorAnswer, PlainError, invalid
 
@@ -58,28 +59,28 @@ LINGER = 2.0
 """Seconds for which a body that nobody wants is read on, so that its sender sees the answer."""
 
 
-def make_app(service: Service) -> FastAPI:
-    """Makes the app of a service."""
+def make_app(models: Models) -> FastAPI:
+    """Makes the app of some models."""
     app = FastAPI(
         title="maxvision",
-        description=f"Image classification by {service.card.name}.",
+        description=f"Image classification by {models.names}.",
         version="1",
         docs_url=None,  # page.py has our own, which loads nothing from elsewhere
         redoc_url=None,
     )
-    app.state.service = service
+    app.state.models = models
     for path, endpoint in OFTEN.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"], include_in_schema=False))
     for router in ROUTERS:
         app.include_router(router)
-    app.add_middleware(Gate, service=service)
-    if proxies := service.options.forwarded_allow_ips:
+    app.add_middleware(Gate, models=models)
+    if proxies := models.options.forwarded_allow_ips:
         hosts = ["*"] if "*" in proxies else list(proxies)
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=hosts)  # before the gate
     app.add_exception_handler(Refusal, _refuse)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.openapi = lambda: _describe(app, service.options.api_key is not None)  # type: ignore[method-assign]
+    app.openapi = lambda: _describe(app, models.options.api_key is not None)  # type: ignore[method-assign]
     return app
 
 
@@ -89,7 +90,7 @@ def _describe(app: FastAPI, guarded: bool) -> dict[str, Any]:
         made = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
         )
-        made["info"]["x-model"] = app.state.service.card.name
+        made["info"]["x-model"] = app.state.models.first.card.name
         schemas = made["components"]["schemas"]
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
@@ -122,10 +123,10 @@ def error_of(path: str, refusal: Refusal, id: str) -> dict[str, Any]:
 class Gate:
     """Gives every request an id, asks for the key, counts, and turns faults into answers."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, models: Models) -> None:
         self._app = app
-        self._service = service
-        key = service.options.api_key
+        self._models = models
+        key = models.options.api_key
         self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,14 +134,14 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(self._service, scope, receive, send)
+        exchange = _Exchange(self._models, scope, receive, send)
         request_id.set(exchange.id)
         doing = None
-        if self._service.access.on:
+        if self._models.access.on:
             doing = Work()
             work.set(doing)
         probe = scope["path"] in PROBES
-        board = self._service.board
+        board = self._models.board
         board.add(board.REQUESTS, not probe)
         try:
             if not probe:
@@ -155,7 +156,7 @@ class Gate:
             )
         finally:
             board.add(board.REQUESTS, -(not probe))
-            self._service.bodies.free(scope.get(HELD, 0))
+            self._models.bodies.free(scope.get(HELD, 0))
             if doing is not None:
                 exchange.log(doing)
 
@@ -168,7 +169,7 @@ class Gate:
                 "the API key is missing or wrong; send this server's key as KEY in the header"
                 " Authorization: Bearer KEY",
             )
-        if self._service.draining:
+        if self._models.draining:
             raise ending()
 
     def _known(self, scope: Scope) -> bool:
@@ -185,9 +186,9 @@ class Gate:
 class _Exchange:
     """One request and its answer, as they pass the gate."""
 
-    def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, models: Models, scope: Scope, receive: Receive, send: Send) -> None:
         self.id = scope.get(ID) or uuid.uuid4().hex
-        self._service = service
+        self._models = models
         self._receive = receive
         self._send = send
         self._scope = scope
@@ -213,9 +214,9 @@ class _Exchange:
             message["headers"] = list(message.get("headers", ()))
             if ID not in self._scope:
                 message["headers"].append((b"x-request-id", self.id.encode()))
-            if not self._read or self._service.draining:
+            if not self._read or self._models.draining:
                 message["headers"].append((b"connection", b"close"))
-            self._service.metrics.requests.labels(str(self._status)).inc()
+            self._models.metrics.requests.labels(str(self._status)).inc()
         else:
             self._size += len(message.get("body", b""))
         if message["type"] == "http.response.body" and not (
@@ -231,7 +232,7 @@ class _Exchange:
         """Answers with an error, if nothing was answered yet."""
         if self._status:
             return
-        self._service.metrics.rejected.labels(refusal.code).inc()
+        self._models.metrics.rejected.labels(refusal.code).inc()
         body = json.dumps(error_of(self._scope["path"], refusal, self.id)).encode()
         headers = {
             "content-type": "application/json",
@@ -246,7 +247,7 @@ class _Exchange:
         """Writes the line of the access log."""
         scope, timing = self._scope, work.timing
         client = scope.get("client")
-        self._service.access.add(
+        self._models.access.add(
             Entry(
                 client=client[0] if client else None,
                 method=scope["method"],
@@ -257,7 +258,7 @@ class _Exchange:
                 ms=1e3 * (time.perf_counter() - self._begun),
                 id=self.id,
                 images=work.images,
-                model=self._service.card.name if timing else None,
+                model=work.model,
                 batch=timing.batch if timing else None,
                 decode_ms=timing.decode_ms if timing else None,
                 queue_ms=timing.queue_ms if timing else None,
@@ -271,20 +272,41 @@ class _Exchange:
 
 
 async def _refuse(request: Request, error: Any) -> Response:
-    request.app.state.service.metrics.rejected.labels(error.code).inc()
+    models_of(request).metrics.rejected.labels(error.code).inc()
     body = error_of(request.scope["path"], error, request_id.get(""))
     return JSONResponse(body, error.status, headers=error.headers())
 
 
 async def _http(request: Request, error: Any) -> Response:
-    code, message = {
-        404: ("not_found", "there is no such path; /docs lists them"),
-        405: ("method_not_allowed", "this path takes another method; /docs lists them"),
-    }.get(error.status_code, ("invalid_request", "the request is not right; see /docs"))
-    refusal = Refusal(error.status_code, code, message)
+    if error.status_code not in (404, 405):
+        refusal = Refusal(
+            error.status_code, "invalid_request", "the request is not right; see /docs"
+        )
+        return await _refuse(request, refusal)
+    if not (methods := _methods(request)):
+        refusal = Refusal(404, "not_found", "there is no such route; /docs lists them")
+        return await _refuse(request, refusal)
+    refusal = Refusal(
+        405, "method_not_allowed", "this route takes another method; /docs lists them"
+    )
     response = await _refuse(request, refusal)
-    response.headers.update(error.headers or {})
+    response.headers["Allow"] = ", ".join(sorted(methods))
     return response
+
+
+def _methods(request: Request) -> set[str]:
+    """Lists the methods that a path takes, if a model that it names is served.
+
+    The router alone cannot tell: a model's name may have slashes, so that ``/v2/models/M/nothing``
+    is the description of a model ``M/nothing`` to it.
+    """
+    found: set[str] = set()
+    for route in (route for router in ROUTERS for route in router.routes):
+        if isinstance(route, Route) and (match := route.path_regex.match(request.url.path)):
+            model = match.groupdict().get("model")
+            if model is None or model in models_of(request):
+                found |= route.methods or set()
+    return found
 
 
 async def _invalid(request: Request, error: Any) -> Response:

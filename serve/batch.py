@@ -154,7 +154,7 @@ def _begin(folder: Path, args: argparse.Namespace) -> None:
     Raises:
         ArgumentError: If it is of another run, or cannot be written.
     """
-    names = ("model", "revision", "dtype", "tf32", "top_k", "logits", "column")
+    names = ("model", "revision", "dtype", "tf32", "decode", "top_k", "logits", "column")
     asked = {name: getattr(args, name) for name in names}
     note = folder / "_run.json"  # readers of Parquet skip what begins with _ or a dot
     try:
@@ -287,6 +287,7 @@ class _Worker:
                 device=args.device,
                 dtype=args.dtype,
                 tf32=args.tf32,
+                decode=args.decode,
                 batch_size=args.batch_size,
                 revision=args.revision,
             )

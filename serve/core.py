@@ -19,9 +19,8 @@ import numpy as np
 
 from maxvision.runtime.predictions import Prediction
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.serve.access import AccessLog
 from maxvision.serve.answers import Function, rank
-from maxvision.serve.errors import Refusal, not_ready
+from maxvision.serve.errors import Refusal, not_loaded, not_ready
 from maxvision.serve.images import SMALL, Decoder, is_small, unwrap
 from maxvision.serve.limits import Admission, Board, too_many_images
 from maxvision.serve.media import Fetcher, is_url
@@ -35,9 +34,6 @@ T = TypeVar("T")
 
 Image: TypeAlias = "bytes | str | np.ndarray"
 """A file's bytes; base64 of them, a data: URL or an allowed URL; or the pixels, uint8 [H, W, 3]."""
-
-BODIES = 8
-"""Largest bodies that may be held at once; smaller ones as many as are as large together."""
 
 request_id: ContextVar[str] = ContextVar("request_id")
 """The request that is being answered; the app sets it, and logs and errors name it."""
@@ -69,10 +65,12 @@ class Work:
     Attributes:
         images: How many it has.
         timing: What they took, once they are answered.
+        model: Which one has answered them.
     """
 
     images: int = 0
     timing: Timing | None = None
+    model: str | None = None
 
 
 work: ContextVar[Work] = ContextVar("work")
@@ -126,19 +124,40 @@ class Card:
     dtype: str
 
 
+class Shared:
+    """What the models of a server share; ``serve.models.Models`` finds them by name.
+
+    Attributes:
+        board: What is under way, in numbers that the processes of a server share.
+        metrics: The figures.
+        draining: Whether the server is about to end and takes nothing new.
+        count: How many models there are so far.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.metrics = Metrics()
+        self.draining = False
+        self.count = 0
+
+
 class Service:
     """A model that is served, with its bounds and its figures.
 
     Attributes:
         card: What is known of the model.
-        options: What the server was told.
+        options: What the server was told of it.
         admission: Counts the images that are under way.
-        bodies: Counts the bytes of requests that are held.
         metrics: The figures.
-        access: The access log.
-        board: What is under way, in numbers that the processes of a server share.
-        draining: Whether the server is about to end and takes nothing new.
-        created: When it began, in seconds since 1970.
+        shared: What the models of the server share.
+
+    Args:
+        card: See above.
+        options: See above.
+        remote: Where it runs.
+        decoder: Makes the pixels that it takes.
+        queue: Images that may be under way.
+        shared: See above.
     """
 
     def __init__(
@@ -148,15 +167,13 @@ class Service:
         remote: Remote,
         decoder: Decoder,
         queue: int,
-        board: Board | None = None,
+        shared: Shared,
     ) -> None:
         self.card = card
         self.options = options
-        self.board = board or Board()
-        self.admission = Admission(queue, self.board)
-        bodies = max(BODIES * options.max_body_bytes, 2**28)
-        self.bodies = Admission(bodies, self.board, Board.BYTES)
-        self.metrics = Metrics(
+        self.admission = Admission(queue, shared.board, Board.IMAGES + shared.count)
+        shared.count += 1
+        self.metrics = shared.metrics.of(
             card.name,
             {
                 "images_in_flight": (lambda: self.admission.held, "Images under way."),
@@ -165,19 +182,27 @@ class Service:
                 "worker_starts": (lambda: remote.starts, "Starts of the model's process."),
             },
         )
-        self.access = AccessLog(options.access_log)
-        self.draining = False
-        self.created = int(time.time())
+        self.shared = shared
         self._number = itertools.count()  # of images: a client may use a request's id again
         self._remote = remote
         self._decoder = decoder
-        self._inline = self.board.rows > 1
+        self._inline = shared.board.rows > 1
         self._fetcher = Fetcher(options.allow_media_domain, options.max_body_bytes)
 
     @property
     def ready(self) -> bool:
         """Whether a picture would be classified: the model's process lives and has run one."""
-        return self._remote.ready and self._decoder.ready and not self.draining
+        return (
+            self._remote.ready
+            and self._decoder.ready
+            and self._remote.loaded
+            and not self.shared.draining
+        )
+
+    @property
+    def loaded(self) -> bool:
+        """Whether a picture is to be classified, as soon as the model's process is ready."""
+        return self._remote.loaded
 
     @property
     def batch_limit(self) -> int:
@@ -220,10 +245,13 @@ class Service:
         """Runs a function on a decoding thread, so that it does not hold up other requests."""
         return await self._decoder.run(function, *args)
 
+    def totals(self) -> dict[str, float]:
+        """Reads the model's figures, see ``Metrics.totals``."""
+        return self.shared.metrics.totals(self.card.name)
+
     def close(self) -> None:
-        """Lets the threads end: those that decode, and that of the access log."""
+        """Lets the threads that decode end."""
         self._decoder.close()
-        self.access.close()
 
     def check_ready(self, retry_after: float = 5) -> None:
         """Refuses while no picture would be classified, for some seconds.
@@ -231,6 +259,8 @@ class Service:
         Raises:
             Refusal: 503.
         """
+        if not self._remote.loaded:
+            raise not_loaded(self.card.name)
         if not self.ready:
             raise not_ready(retry_after)
 
@@ -242,17 +272,6 @@ class Service:
         """
         self.check_ready()
         self.admission.check()
-
-    def check_model(self, name: str | None) -> None:
-        """Compares the model that a request names, if it names one.
-
-        Raises:
-            Refusal: 404, if it is another.
-        """
-        if name is not None and name != self.card.name:
-            raise Refusal(
-                404, "model_not_found", f"the model {self.card.name} is served here, no other"
-            )
 
     async def _infer(
         self, images: Sequence[Image], features: bool = False
@@ -288,7 +307,7 @@ class Service:
             batch=max(r.batch for r in results),
         )
         if doing is not None:
-            doing.timing = timing
+            doing.timing, doing.model = timing, self.card.name
         return results, timing
 
     async def _one(

@@ -76,6 +76,15 @@ def not_ready(retry_after: float = 5) -> Refusal:
     return Refusal(503, "not_ready", "the model is being made ready; try again later", retry_after)
 
 
+def not_loaded(model: str) -> Refusal:
+    """Says that somebody has unloaded a model."""
+    return Refusal(
+        503,
+        "model_not_loaded",
+        f"the model {model} is not loaded; POST /v2/repository/models/{model}/load loads it",
+    )
+
+
 def ending() -> Refusal:
     """Says that the server ends, once it has answered what it has."""
     return Refusal(503, "ending", "the server is about to end; try again later", 1)

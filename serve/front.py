@@ -1,8 +1,9 @@
 """One of several processes that speak HTTP on one port: ``-m maxvision.serve.front FD``.
 
 The server's own process (``serve.fronts``) starts it, with a socket on which it sends the settings,
-then accepted connections one by one, and word of the model's process. Nothing of MAX is imported
-here: a front starts in a second and weighs 150 MB.
+then accepted connections one by one, and word of the models' processes; back goes which model
+clients want loaded or unloaded. Nothing of MAX is imported here: a front starts in a second and
+weighs 150 MB.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import pickle
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from maxvision.common.host import leave
 from maxvision.serve.core import Card
+from maxvision.serve.errors import Refusal, ending
 from maxvision.serve.options import Options
 
 MESSAGE = 2**17
@@ -30,20 +34,37 @@ class Hello:
     """What a front is told first, with the board's descriptor.
 
     Attributes:
-        card: What is known of the model.
+        cards: What is known of each model.
         options: What the server was told.
-        queue: Images that may be under way in all fronts.
+        queues: Images of each model that may be under way in all fronts.
         rows: Of the board.
         row: That of this front.
         threads: That decode, here.
     """
 
-    card: Card
+    cards: tuple[Card, ...]
     options: Options
-    queue: int
+    queues: tuple[int, ...]
     rows: int
     row: int
     threads: int
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What a front is told of a model.
+
+    Attributes:
+        address: Of the model's process, None if there is none or it is not ready.
+        starts: How often such a process was started.
+        batch_limit: Images that run together at most.
+        loaded: Whether there should be a process.
+    """
+
+    address: str | None = None
+    starts: int = 0
+    batch_limit: int = 0
+    loaded: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,16 +72,34 @@ class State:
     """What a front is told whenever it changes.
 
     Attributes:
-        address: Of the model's process, None if there is none or it is not ready.
-        starts: How often such a process was started.
-        batch_limit: Images that run together at most.
+        models: How each model is, by what clients call it.
         draining: Whether the server is about to end.
     """
 
-    address: str | None = None
-    starts: int = 0
-    batch_limit: int = 0
+    models: dict[str, ModelState] = field(default_factory=dict)
     draining: bool = False
+
+
+class Change(msgspec.Struct):
+    """What a front asks for: to load a model, or to unload it.
+
+    Attributes:
+        number: Of this wish, among those of the front.
+        model: What clients call it.
+        loaded: Whether it is to be loaded.
+    """
+
+    number: int
+    model: str
+    loaded: bool
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What came of a wish: status, code and message of a refusal, or nothing."""
+
+    number: int
+    refused: tuple[int, str, str] | None = None
 
 
 class Front:
@@ -68,25 +107,32 @@ class Front:
 
     def __init__(self, channel: socket.socket) -> None:
         from maxvision.serve.app import make_app
-        from maxvision.serve.core import Service
         from maxvision.serve.images import Decoder
         from maxvision.serve.limits import Board
+        from maxvision.serve.models import Models
         from maxvision.serve.protocol import http_server
         from maxvision.serve.remote import Remote
 
-        data, (fd,), *_ = socket.recv_fds(channel, MESSAGE, 1)
-        hello: Hello = pickle.loads(data)
+        _, (fd, said), *_ = socket.recv_fds(channel, 1, 2)
+        with open(said, "rb") as file:
+            hello: Hello = pickle.load(file)
         logging.getLogger("maxvision").setLevel(hello.options.log_level.upper())
         channel.setblocking(False)
         self._channel = channel
-        self._board = Board(hello.rows, hello.row, fd)
-        self._remote = Remote(f"front-{hello.row}-{os.getpid()}".encode())
         options = hello.options
-        decoder = Decoder(hello.card.preprocess, options.max_pixels, hello.threads)
-        self._service = Service(
-            hello.card, options, self._remote, decoder, hello.queue, self._board
-        )
-        self._http = http_server(make_app(self._service))
+        self._board = Board(hello.rows, hello.row, fd, len(hello.cards))
+        self._models = Models(options, self._board)
+        self._remotes: dict[str, Remote] = {}
+        decoder = None
+        for card, each, queue in zip(hello.cards, options.models, hello.queues, strict=True):
+            remote = self._remotes[card.name] = Remote(f"front-{hello.row}-{os.getpid()}".encode())
+            decoder = Decoder(card.preprocess, options.max_pixels, hello.threads, decoder)
+            self._models.add(card, each, remote, decoder, queue)
+        if options.model_control_mode == "explicit":
+            self._models.change = self._change
+        self._number = 0  # of wishes
+        self._wishes: dict[int, asyncio.Future[None]] = {}
+        self._http = http_server(make_app(self._models))
         self._http.handle_exit = lambda *_: None
 
     async def run(self) -> None:
@@ -108,8 +154,11 @@ class Front:
         self._connecting: set[asyncio.Task[Any]] = set()
         loop.add_reader(self._channel.fileno(), self._read)
         board.add(board.UP, 1)
-        await self._http.serve(sockets=[])
-        self._service.close()
+        from maxvision.serve.protocol import over_grpc
+
+        async with over_grpc(self._models):
+            await self._http.serve(sockets=[])
+        self._models.close()
 
     def _read(self) -> None:
         while True:
@@ -142,13 +191,40 @@ class Front:
             connection.close()
             self._board.add(self._board.CLOSED, 1)
 
-    def _hear(self, state: State) -> None:
-        self._service.draining = state.draining
-        self._remote.starts = state.starts
-        self._remote.batch_limit = state.batch_limit
-        if state.address != self._remote.address:
-            self._remote.ready = state.address is not None
-            self._remote.connect(state.address)
+    def _hear(self, said: State | Changed) -> None:
+        if isinstance(said, Changed):
+            wish = self._wishes.pop(said.number)
+            if wish.done():
+                return
+            if said.refused:
+                wish.set_exception(Refusal(*said.refused))
+            else:
+                wish.set_result(None)
+            return
+        self._models.draining = said.draining
+        for name, state in said.models.items():
+            remote = self._remotes[name]
+            remote.loaded = state.loaded
+            remote.starts = state.starts
+            remote.batch_limit = state.batch_limit
+            if state.address != remote.address:
+                remote.ready = state.address is not None
+                remote.connect(state.address)
+
+    async def _change(self, model: str, loaded: bool) -> None:
+        """Asks the server's process to load or unload a model, and waits until it has.
+
+        Raises:
+            Refusal: If it cannot.
+        """
+        number = self._number = self._number + 1
+        wish = self._wishes[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._channel.send(msgspec.json.encode(Change(number, model, loaded)))
+        except OSError:
+            del self._wishes[number]
+            raise ending() from None
+        await wish
 
 
 def main() -> None:
@@ -164,4 +240,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from maxvision.serve import front  # by its name, by which messages are told apart
+
+    front.main()

@@ -14,12 +14,16 @@ import pickle
 import socket
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from maxvision.common.host import HOME
-from maxvision.serve.front import Hello, State
+from maxvision.serve.errors import Refusal
+from maxvision.serve.front import MESSAGE, Change, Changed, Hello, State
 from maxvision.serve.limits import Board, longer
 
 log = logging.getLogger("maxvision.serve")
@@ -34,10 +38,18 @@ class Fronts:
     Args:
         hello: What each is told, but for its row.
         listening: Where connections come in.
+        change: Loads a model (True) or unloads it (False), by its name.
     """
 
-    def __init__(self, hello: Hello, listening: socket.socket) -> None:
-        self.board = Board(hello.rows)
+    def __init__(
+        self,
+        hello: Hello,
+        listening: socket.socket,
+        change: Callable[[str, bool], Awaitable[None]],
+    ) -> None:
+        self.board = Board(hello.rows, models=len(hello.cards))
+        self._change = change
+        self._changes: set[asyncio.Task[None]] = set()
         self._hello = hello
         self._listening = listening
         self._channels: dict[int, socket.socket] = {}
@@ -76,7 +88,7 @@ class Fronts:
         self._ending = True
         self._accept_when(False)
         for row, channel in self._channels.items():
-            channel.close()
+            self._close(channel)
             if force:
                 self._processes[row].kill()
 
@@ -85,7 +97,12 @@ class Fronts:
         while not self._ending:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
-            socket.send_fds(ours, [pickle.dumps(replace(self._hello, row=row))], [self.board.fd])
+            said = os.memfd_create("maxvision")  # a message has no room for many labels
+            with open(said, "wb") as file:
+                pickle.dump(replace(self._hello, row=row), file)
+                file.flush()
+                file.seek(0)
+                socket.send_fds(ours, [b"h"], [self.board.fd, said])
             self._send(ours, pickle.dumps(self._state))
             command = (sys.executable, "-m", "maxvision.serve.front", str(theirs.fileno()))
             process = await asyncio.create_subprocess_exec(
@@ -100,9 +117,12 @@ class Fronts:
             self._channels[row], self._processes[row] = ours, process
             if self._ending:
                 ours.close()
+            else:
+                loop = asyncio.get_running_loop()
+                loop.add_reader(ours.fileno(), self._receive, ours)
             code = await process.wait()
             was_up = self.board.all(Board.UP)[row]
-            self._channels.pop(row).close()
+            self._close(self._channels.pop(row))
             self.board.clear(row)
             if not self._ending:
                 log.error("a front has ended with %s and is started anew", code)
@@ -145,6 +165,37 @@ class Fronts:
             if self._send(self._channels[row], b"c", connection.fileno()):
                 self._sent[row] += 1
                 return
+
+    def _receive(self, channel: socket.socket) -> None:
+        """Reads what a front wishes; it may have been taken over, so nothing is unpickled."""
+        try:
+            data = channel.recv(MESSAGE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(channel.fileno())
+            return
+        with suppress(msgspec.MsgspecError):
+            wish = msgspec.json.decode(data, type=Change)
+            task = asyncio.ensure_future(self._grant(channel, wish))
+            self._changes.add(task)
+            task.add_done_callback(self._changes.discard)
+
+    async def _grant(self, channel: socket.socket, wish: Change) -> None:
+        changed = Changed(wish.number)
+        try:
+            await self._change(wish.model, wish.loaded)
+        except Refusal as refusal:
+            changed = replace(changed, refused=(refusal.status, refusal.code, refusal.message))
+        self._send(channel, pickle.dumps(changed))
+
+    @staticmethod
+    def _close(channel: socket.socket) -> None:
+        if channel.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(channel.fileno())
+            channel.close()
 
     def _send(self, channel: socket.socket, data: bytes, *fds: int) -> bool:
         """Sends a message if the front still reads; one that does not is as good as gone."""

@@ -41,14 +41,23 @@ class Decoder:
         max_pixels: Pixels of a picture, counted by its header before it is decoded; and of all
             pictures that are decoded at once, but for those of up to ``SMALL``.
         threads: How many.
+        beside: One of another model of this process, whose threads and pixels it shares.
     """
 
-    def __init__(self, preprocess: Preprocess, max_pixels: int, threads: int) -> None:
+    def __init__(
+        self,
+        preprocess: Preprocess,
+        max_pixels: int,
+        threads: int,
+        beside: Decoder | None = None,
+    ) -> None:
         self.ready = True
         self._preprocess = preprocess
         self._max_pixels = max_pixels
-        self._room = _Room(max_pixels)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self._room: _Room = beside._room if beside else _Room(max_pixels)
+        self._pool: ThreadPoolExecutor = (
+            beside._pool if beside else ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        )
         Image.preinit()  # or the first picture would wait for Pillow's readers to be imported
         prepare(preprocess, Image.new("RGB", (500, 375)))  # or it would wait for numba
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels says it

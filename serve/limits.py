@@ -21,12 +21,14 @@ class Board:
         rows: How many processes there are.
         row: That of this process.
         fd: Of the memory, if another process has made it.
+        models: How many there are; the images of the i-th are the number ``IMAGES + i``.
     """
 
-    IMAGES, BYTES, REQUESTS, CLOSED, UP = range(5)  # UP: whether the process takes connections
+    BYTES, REQUESTS, CLOSED, UP, IMAGES = range(5)  # UP: whether the process takes connections
 
-    def __init__(self, rows: int = 1, row: int = 0, fd: int | None = None) -> None:
-        size = 8 * rows * 5
+    def __init__(self, rows: int = 1, row: int = 0, fd: int | None = None, models: int = 1) -> None:
+        self._count = self.IMAGES + models
+        size = 8 * rows * self._count
         if fd is None:
             fd = os.memfd_create("maxvision")
             os.ftruncate(fd, size)
@@ -45,7 +47,7 @@ class Board:
 
     def clear(self, row: int) -> None:
         """Forgets a process that has ended."""
-        for what in range(5):
+        for what in range(self._count):
             self._cells[what * self.rows + row] = 0
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from prometheus_client import (
     CollectorRegistry,
@@ -30,50 +31,50 @@ _SECONDS = (
 )  # fmt: skip
 
 
+States: TypeAlias = "dict[str, tuple[Callable[[], float], str]]"
+"""What can be read of a model at any time: a function and a sentence for each name."""
+
+
 class Metrics:
-    """The figures of one server, in a registry of their own.
+    """The figures of a server, in a registry of their own; ``of`` has those of a model."""
 
-    Args:
-        model: What clients call the model.
-        states: What can be read at any time: a function and a sentence for each name.
-    """
-
-    def __init__(self, model: str, states: dict[str, tuple[Callable[[], float], str]]) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         many = "PROMETHEUS_MULTIPROC_DIR" in os.environ
         if many:
             MultiProcessCollector(self.registry)
-        self.registry.register(_States(states))
+        self._states = _States()
+        self.registry.register(self._states)
         self._all: dict[str, Any] = {
             "registry": None if many else self.registry,
             "namespace": "maxvision",
         }
-        self.images = self._counter("images", "Images that were answered.", model)
-        self.decode = self._seconds("decode", "Decoding and preprocessing of an image.", model)
-        self.queue = self._seconds("queue", "An image's wait for its batch.", model)
-        self.inference = self._seconds("inference", "A batch on the device, by image.", model)
-        self.total = self._seconds("total", "A request from its body's end to its answer.", model)
-        self.failed = Summary(
+        self._images = self._counter("images", "Images that were answered.")
+        self._decode = self._seconds("decode", "Decoding and preprocessing of an image.")
+        self._queue = self._seconds("queue", "An image's wait for its batch.")
+        self._inference = self._seconds("inference", "A batch on the device, by image.")
+        self._total = self._seconds("total", "A request from its body's end to its answer.")
+        self._failed = Summary(
             "failed_seconds",
             "A request whose images were refused or failed.",
             ["model"],
             **self._all,
-        ).labels(model)
-        self.batches = self._counter("batches", "Batches that ran; an image is its share.", model)
-        self.last = Gauge(
+        )
+        self._batches = self._counter("batches", "Batches that ran; an image is its share.")
+        self._last = Gauge(
             "last_inference_timestamp_seconds",
             "When images were answered last, in seconds since 1970.",
             ["model"],
             multiprocess_mode="max",
             **self._all,
-        ).labels(model)
-        self.batch = Histogram(
+        )
+        self._batch = Histogram(
             "batch_size",
             "Images that ran together with an image, itself included.",
             ["model"],
             buckets=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256),
             **self._all,
-        ).labels(model)
+        )
         self.rejected = Counter(
             "rejected", "Requests that were refused, by reason.", ["reason"], **self._all
         )
@@ -81,35 +82,73 @@ class Metrics:
             "requests", "Requests that were answered, by status.", ["status"], **self._all
         )
 
+    def of(self, model: str, states: States) -> ModelMetrics:
+        """Gives the figures of a model, by what clients call it."""
+        self._states.add(model, states)
+        return ModelMetrics(
+            images=self._images.labels(model),
+            decode=self._decode.labels(model),
+            queue=self._queue.labels(model),
+            inference=self._inference.labels(model),
+            total=self._total.labels(model),
+            failed=self._failed.labels(model),
+            batches=self._batches.labels(model),
+            last=self._last.labels(model),
+            batch=self._batch.labels(model),
+        )
+
     def render(self) -> tuple[bytes, str]:
         """Makes the text of all figures, and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    def totals(self) -> dict[str, float]:
-        """Reads counters, sums and states by name, such as ``queue_seconds_sum``."""
+    def totals(self, model: str) -> dict[str, float]:
+        """Reads a model's counters, sums and states by name, such as ``queue_seconds_sum``."""
         found: dict[str, float] = {}
         for family in self.registry.collect():
             for sample in family.samples:
-                if "le" not in sample.labels:  # a histogram's bucket
+                if sample.labels.get("model") == model and "le" not in sample.labels:  # no bucket
                     name = sample.name.removeprefix("maxvision_")
                     found[name] = found.get(name, 0.0) + sample.value
         return found
 
-    def _counter(self, name: str, text: str, model: str) -> Counter:
-        return Counter(name, text, ["model"], **self._all).labels(model)
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model"], **self._all)
 
-    def _seconds(self, name: str, text: str, model: str) -> Histogram:
-        family = Histogram(f"{name}_seconds", text, ["model"], buckets=_SECONDS, **self._all)
-        return family.labels(model)
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(f"{name}_seconds", text, ["model"], buckets=_SECONDS, **self._all)
+
+
+@dataclass(frozen=True)
+class ModelMetrics:
+    """The figures of a model, each of which ``Metrics`` describes."""
+
+    images: Counter
+    decode: Histogram
+    queue: Histogram
+    inference: Histogram
+    total: Histogram
+    failed: Summary
+    batches: Counter
+    last: Gauge
+    batch: Histogram
 
 
 class _States(Collector):
     """Reads what is, when it is asked for."""
 
-    def __init__(self, states: dict[str, tuple[Callable[[], float], str]]) -> None:
-        self._states = states
+    def __init__(self) -> None:
+        self._all: dict[str, dict[str, tuple[Callable[[], float], str]]] = {}
+
+    def add(self, model: str, states: States) -> None:
+        """Adds those of a model."""
+        for name, state in states.items():
+            self._all.setdefault(name, {})[model] = state
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Gives a gauge for each state."""
-        for name, (read, text) in self._states.items():
-            yield GaugeMetricFamily(f"maxvision_{name}", text, read())
+        for name, models in self._all.items():
+            (_, text), *_ = models.values()
+            family = GaugeMetricFamily(f"maxvision_{name}", text, labels=["model"])
+            for model, (read, _) in models.items():
+                family.add_metric([model], read())
+            yield family

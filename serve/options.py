@@ -11,11 +11,13 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from maxvision.common.arguments import (
     DEFAULT_MODEL,
     MODEL,
+    SHARED,
     Parser,
     number,
     whole,
@@ -31,6 +33,8 @@ examples:
   maxvision serve                                    EfficientNet-Lite0: 1,000 classes
   maxvision serve --model microsoft/resnet-50 --device gpu --dtype bfloat16 --host 0.0.0.0
   MAXVISION_API_KEY=secret maxvision serve --model ./my-cvt
+  maxvision serve --model resnet-cifar10 --model microsoft/resnet-50 --max-batch-size 8 \\
+    --max-batch-size 32                              two models: a value for all, or one for each
   curl -s localhost:8000/v1/classify -H 'Content-Type: image/jpeg' --data-binary @cat.jpg
 
 Every option may also be set in the environment: --max-queue-size is MAXVISION_MAX_QUEUE_SIZE.
@@ -39,6 +43,21 @@ exit codes:
   0  ended by SIGTERM or Ctrl-C, after every request was answered
   1  the model's process failed for good, or requests were still open when the time to drain ended
   2  the model, the device or the arguments are wrong; the message says what to do"""
+
+EACH = (
+    "served_model_name",
+    "revision",
+    "labels",
+    "device",
+    "dtype",
+    "max_batch_size",
+    "max_batch_delay_ms",
+    "max_queue_size",
+)
+"""What may be said once for all models, or once for each in their order."""
+
+CONTROL = ("none", "explicit")
+"""Who loads and unloads models, in Triton's words: nobody, or whoever asks."""
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -54,10 +73,12 @@ class Options:
         labels: A file with a name for each class, in place of the model's (weights.read_labels).
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
+        grpc_port: Port for KServe's protocol over gRPC; 0 takes a free one, None is none.
         device: ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
         sparse: What runs pruned layers, as in ``runtime.load``.
+        decode: ``exact`` or ``fast``, as in ``runtime.load``.
         embeddings: Whether /v1/embeddings answers, whose graph is compiled too.
         max_batch_size: Images that run together; None for 8 on a CPU and 64 on a GPU.
         max_batch_delay_ms: How long the first image of a batch waits for others.
@@ -76,6 +97,8 @@ class Options:
         forwarded_allow_ips: Addresses and networks of proxies whose X-Forwarded-For is believed.
         access_log: ``text``, ``json`` or ``off``: what goes to standard output, a line a request.
         log_level: Of what goes to standard error.
+        model_control_mode: ``explicit`` lets clients load and unload the models that were named.
+        others: Of the second model and those behind it: the same but for ``model`` and ``EACH``.
         debug: Whether an error is shown as a traceback.
     """
 
@@ -85,10 +108,12 @@ class Options:
     labels: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
     device: str = "auto"
     dtype: str = "auto"
     tf32: bool = True
     sparse: str = "auto"
+    decode: str = "exact"
     embeddings: bool = True
     max_batch_size: int | None = None
     max_batch_delay_ms: float = 2.0
@@ -106,7 +131,14 @@ class Options:
     forwarded_allow_ips: tuple[str, ...] = ()
     access_log: str = "text"
     log_level: str = "warning"
+    model_control_mode: str = "none"
+    others: tuple[Options, ...] = ()
     debug: bool = False
+
+    @property
+    def models(self) -> tuple[Options, ...]:
+        """What is told of each model, the first being the one of requests that name none."""
+        return (replace(self, others=()), *self.others)
 
 
 def parser() -> Parser:
@@ -115,20 +147,28 @@ def parser() -> Parser:
         prog="maxvision serve", usage="%(prog)s [options]", description=HELP, epilog=EXAMPLES
     )
     add = made.add_argument
-    add("--model", metavar="M", help=f"{MODEL} (default: %(default)s, which knows 1,000"
-        " classes)")  # fmt: skip
-    add("--served-model-name", metavar="NAME", help="what clients call it")
-    made.add_shared("revision", "labels", "device", "dtype", "tf32", "sparse")
+    each: dict[str, Any] = {"action": "append"}
+    add("--model", **each, metavar="M", help=f"{MODEL} (default: {DEFAULT_MODEL}, which knows"
+        " 1,000 classes); may be repeated: then what is said of models is said once for all, or"
+        " once for each")  # fmt: skip
+    add("--served-model-name", **each, metavar="NAME", help="what clients call it")
+    for name in ("revision", "labels", "device", "dtype"):
+        add(f"--{name}", **SHARED[name] | each)
+    made.add_shared("tf32", "sparse", "decode")
+    add("--model-control-mode", choices=CONTROL, help="explicit: let clients load and unload"
+        " models, by Triton's repository API (default: %(default)s)")  # fmt: skip
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"
         " 0.0.0.0 for every network)")  # fmt: skip
     add("--port", type=whole(0, 65535), metavar="P", help="default: %(default)s; 0: a free one")
+    add("--grpc-port", type=whole(0, 65535), metavar="P", help="speak KServe's protocol over gRPC"
+        " at this port, too; needs the extra grpc (default: do not)")  # fmt: skip
     add("--no-embeddings", dest="embeddings", action="store_false", help="compile and hold no"
         " graph for /v1/embeddings")  # fmt: skip
-    add("--max-batch-size", type=whole(1, 4096), metavar="N",
+    add("--max-batch-size", **each, type=whole(1, 4096), metavar="N",
         help="images that run together (default: 8 on a CPU, 64 on a GPU)")  # fmt: skip
-    add("--max-batch-delay-ms", type=number(0, 10_000), metavar="MS",
-        help="how long a batch waits to fill (default: %(default)s)")  # fmt: skip
-    add("--max-queue-size", type=whole(1, 1_000_000), metavar="N",
+    add("--max-batch-delay-ms", **each, type=number(0, 10_000), metavar="MS", help="how long a"
+        f" batch waits to fill (default: {Options.max_batch_delay_ms})")  # fmt: skip
+    add("--max-queue-size", **each, type=whole(1, 1_000_000), metavar="N",
         help="images under way at once, more are answered 429 (default: 32 batches)")  # fmt: skip
     add("--max-images-per-request", type=whole(1, 10_000), metavar="N", help="%(default)s")
     add("--max-connections", type=whole(1, 1_000_000), metavar="N",
@@ -154,8 +194,9 @@ def parser() -> Parser:
         " (default: %(default)s)")  # fmt: skip
     add("--log-level", choices=LEVELS, help="of what goes to standard error"
         " (default: %(default)s)")  # fmt: skip
-    made.set_defaults(**{f.name: f.default for f in fields(Options) if f.name != "debug"})
+    made.set_defaults(**{f.name: f.default for f in fields(Options) if f.name not in _NO_OPTION})
     made.set_defaults(allow_media_domain=None, forwarded_allow_ips=None)
+    made.set_defaults(**dict.fromkeys(("model", *EACH)))
     return made
 
 
@@ -168,6 +209,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
     made.parse_args(given)  # alone, for a mistake in them to name the variable
     made.named = str
     args = made.parse_args([*given, *argv])
+    said = made.parse_args(argv)
+    for name in ("model", *EACH):  # the command line's are in the place of the environment's
+        if getattr(said, name) is not None:
+            setattr(args, name, getattr(said, name))
     if args.api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", args.api_key):
         made.error("--api-key takes visible ASCII characters without spaces")
     hosts = tuple(host.lower() for host in args.allow_media_domain or ())
@@ -181,14 +226,39 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Opti
                 f"--forwarded-allow-ips: {proxy!r} is neither an address nor a network; write"
                 " 10.0.0.1, 10.0.0.0/8 or *"
             )
-    if args.max_queue_size and args.max_queue_size < args.max_images_per_request:
+    if (queue := min(args.max_queue_size or (), default=None)) and (
+        queue < args.max_images_per_request
+    ):
         made.error(
             f"--max-queue-size must be at least --max-images-per-request"
-            f" ({args.max_images_per_request}) but is {args.max_queue_size}; change either"
+            f" ({args.max_images_per_request}) but is {queue}; change either"
         )
-    model = args.model or DEFAULT_MODEL  # MAXVISION_MODEL= is none, too
     lists = {"allow_media_domain": hosts, "forwarded_allow_ips": proxies}
-    return Options(**{**vars(args), **lists, "model": model})
+    rows = [Options(**{**vars(args), **lists, **row}) for row in _rows(args, made)]
+    return replace(rows[0], others=tuple(rows[1:]))
+
+
+def _rows(args: argparse.Namespace, made: Parser) -> list[dict[str, Any]]:
+    """Gives each model what is said of it: ``model`` and ``EACH``."""
+    models = args.model or [DEFAULT_MODEL]  # MAXVISION_MODEL= is none, too
+    rows = [{"model": model or DEFAULT_MODEL} for model in models]
+    for name in EACH:
+        values = getattr(args, name) or [getattr(Options, name)]
+        if len(values) not in (1, len(models)):
+            made.error(
+                f"--{name.replace('_', '-')} is there {len(values)} times and --model"
+                f" {len(models)} {'time' if len(models) == 1 else 'times'}; say it once for all, or"
+                " once for each in their order"
+            )
+        for row, value in zip(rows, values * len(models), strict=False):
+            row[name] = value
+    names = args.served_model_name or []
+    if len(names) == 1 < len(models):
+        made.error("--served-model-name must be said for each --model; names must differ")
+    return rows
+
+
+_NO_OPTION = ("debug", "others")
 
 
 def _variable(option: str) -> str:

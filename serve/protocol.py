@@ -1,11 +1,12 @@
-"""A server of uvicorn's, and bounds that it lacks: how long and how large a head may be."""
+"""Servers: uvicorn's, with bounds that it lacks, how long and how large a head may be; gRPC's."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
@@ -23,6 +24,9 @@ FILES = 256
 
 HEAD_BYTES = 65536
 """Bytes that may come without a head's end or a piece of a body among them: heads, trailers."""
+
+GRACE = 1.0
+"""Seconds for which the last answers of gRPC are sent; calls were waited for before."""
 
 LINGER = 1.0
 """Seconds for which a connection too many is read on, so that its client sees the answer."""
@@ -170,16 +174,16 @@ def protocol(seconds: float, connections: int, refused: Refused) -> type[Protoco
 
 def http_server(app: Any) -> Any:
     """Makes a uvicorn server of an app."""
-    service = app.state.service
-    options = service.options
-    share = -(-options.max_connections // service.board.rows)
+    models = app.state.models
+    options = models.options
+    share = -(-options.max_connections // models.board.rows)
     connections = min(share, open_files(share + FILES) - FILES)
     if connections < share:
         log.warning("room for %d files: %d connections at most", connections + FILES, connections)
 
     def refused(refusal: Refusal, client: str | None, size: int) -> None:
-        service.metrics.rejected.labels(refusal.code).inc()
-        service.access.add(Entry(client, refusal.status, size))
+        models.metrics.rejected.labels(refusal.code).inc()
+        models.access.add(Entry(client, refusal.status, size))
 
     return uvicorn.Server(
         uvicorn.Config(
@@ -197,3 +201,18 @@ def http_server(app: Any) -> Any:
             timeout_graceful_shutdown=5,
         )
     )
+
+
+@asynccontextmanager
+async def over_grpc(models: Any) -> AsyncIterator[None]:
+    """Answers over gRPC, too, while the block runs, if the options say so."""
+    if (port := models.options.grpc_port) is None:
+        yield
+        return
+    from maxvision.serve import rpc
+
+    server = await rpc.start(models, models.options.host, port)
+    try:
+        yield
+    finally:
+        await server.stop(GRACE)

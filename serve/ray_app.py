@@ -47,6 +47,8 @@ PATIENCE = 300.0
 OURS = ("replicas", "max_replicas", "cores", "surge")
 """Arguments that ``maxvision serve`` has no option for."""
 
+_RAYS = ("--front-processes", "--max-connections", "--grpc-port", "--model-control-mode", "--help")
+
 ROOM = 1024
 """Requests beyond its queue that a replica takes, so that it is the one to refuse them."""
 
@@ -129,7 +131,7 @@ def read(given: Mapping[str, Any]) -> Options:
         option = "--" + name.replace("_", "-")
         if option in ("--host", "--port"):
             raise ArgumentError(f"{name}: address and port are Ray's; use serve start {option}")
-        if option in ("--front-processes", "--max-connections", "--help"):
+        if option in _RAYS:
             raise ArgumentError(
                 f"{name}: connections are Ray's, a replica is a process; leave it out"
             )
@@ -146,6 +148,8 @@ def read(given: Mapping[str, Any]) -> Options:
     except SystemExit:
         sentence = said.getvalue().partition("error: ")[2].partition("\n")[0]
         raise ArgumentError(sentence) from None
+    if options.others:
+        raise ArgumentError("model: a replica has one model; deploy an application for each")
     if options.device.startswith("gpu:"):
         raise ArgumentError(
             f"device {options.device}: Ray chooses the GPU of each replica; use gpu or cpu"
@@ -206,9 +210,9 @@ class Replica:
     async def __init__(  # type: ignore[misc]
         self, options: Options, cores: int, load: Callable[..., Any] | None = None
     ) -> None:
-        from maxvision.serve.core import Service
         from maxvision.serve.decoders import Decoders
         from maxvision.serve.images import Decoder
+        from maxvision.serve.models import Models
         from maxvision.serve.server import make_supervisor, queue_size
 
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
@@ -224,11 +228,11 @@ class Replica:
             keeping.append(processes.keep())
         else:
             decoder = Decoder(card.preprocess, options.max_pixels, cores)
-        queue = queue_size(options, card.device)
-        self._service = Service(card, options, supervisor, decoder, queue)
+        self._models = Models(options)
+        self._models.add(card, options, supervisor, decoder, queue_size(options, card.device))
         self._seen = time.monotonic()
         self._keeping = asyncio.gather(*keeping)
-        while not self._service.ready:
+        while not self._models.ready:
             if self._keeping.done():
                 self._keeping.result()
             await asyncio.sleep(0.05)
@@ -237,7 +241,7 @@ class Replica:
         """Makes the app, once the model is ready."""
         from maxvision.serve.app import make_app
 
-        made = make_app(self._service)
+        made = make_app(self._models)
         made.add_middleware(Named)
         return made
 
@@ -248,7 +252,7 @@ class Replica:
             ModelError: If there is none that is ready for ``PATIENCE``.
         """
         now = time.monotonic()
-        if self._service.ready:
+        if self._models.ready:
             self._seen = now
         if self._keeping.done() or now - self._seen > PATIENCE:
             raise ModelError("the model is not ready; the replica's log says why")
@@ -258,4 +262,4 @@ class Replica:
         if keeping := getattr(self, "_keeping", None):  # or __init__ has raised
             keeping.cancel()
             await asyncio.wait({keeping})
-            self._service.close()
+            self._models.close()

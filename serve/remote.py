@@ -36,6 +36,7 @@ class Remote:
 
     Attributes:
         ready: Whether the model's process has run a picture.
+        loaded: Whether there should be one.
         starts: How often such a process was started.
         batch_limit: Images that run together at most, as it says.
         address: Where it listens, None if there is none.
@@ -43,6 +44,7 @@ class Remote:
 
     def __init__(self, identity: bytes, batch_limit: int = 0) -> None:
         self.ready = False
+        self.loaded = True
         self.starts = 0
         self.batch_limit = batch_limit
         self.address: str | None = None

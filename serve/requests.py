@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 from maxvision.serve.core import Service
 from maxvision.serve.errors import Refusal
 from maxvision.serve.limits import too_many_images
+from maxvision.serve.models import Models
 
 T = TypeVar("T")
 
@@ -21,10 +23,26 @@ HELD = "maxvision.held"
 """Where a request's scope has the bytes of its body that are held, which the gate gives back."""
 
 
-def service_of(request: Request) -> Service:
-    """Finds what the app serves: a dependency for routes."""
-    service: Service = request.app.state.service
-    return service
+def models_of(request: Request) -> Models:
+    """Finds what the app serves."""
+    models: Models = request.app.state.models
+    return models
+
+
+def service_at(request: Request, model: str) -> Service:
+    """Finds what a path names.
+
+    Raises:
+        HTTPException: 404, if a model is served whose name the path goes on behind: what is missing
+            is the route.
+        Refusal: 404, if there is no such model.
+    """
+    models = models_of(request)
+    if model not in models and any(
+        model[:end] in models for end, sign in enumerate(model) if sign == "/"
+    ):
+        raise HTTPException(404)
+    return models.find(model)
 
 
 def media_type(request: Request) -> str:
@@ -32,12 +50,15 @@ def media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def read_body(request: Request, service: Service, *, images: bool = True) -> bytes:
+async def read_body(
+    request: Request, models: Models, service: Service | None = None, *, images: bool = True
+) -> bytes:
     """Reads the body, if there is room for what it asks; its bytes count until the answer is sent.
 
     Args:
         request: Whose body.
-        service: Whose bounds.
+        models: Whose bounds.
+        service: The model that it is for, if that is known before it is read.
         images: Whether it asks for images to be classified.
 
     Raises:
@@ -46,8 +67,8 @@ async def read_body(request: Request, service: Service, *, images: bool = True) 
             it is compressed; 408 if it does not come in time.
     """
     if images:
-        service.check_room()
-    limit = service.options.max_body_bytes
+        (service or models).check_room()
+    limit = models.options.max_body_bytes
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Refusal(
             415,
@@ -69,14 +90,14 @@ async def read_body(request: Request, service: Service, *, images: bool = True) 
             size += len(chunk)
             if size > limit:
                 raise too_large
-            service.bodies.add(len(chunk))
+            models.bodies.add(len(chunk))
             request.scope[HELD] = size
             chunks.append(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     try:
         with interrupted() as interrupt:
-            late = asyncio.get_running_loop().call_later(service.options.body_timeout, interrupt)
+            late = asyncio.get_running_loop().call_later(models.options.body_timeout, interrupt)
             try:
                 return await read()
             finally:
@@ -85,19 +106,19 @@ async def read_body(request: Request, service: Service, *, images: bool = True) 
         raise Refusal(
             408,
             "body_timeout",
-            f"the body did not arrive within {service.options.body_timeout:g} s; send it faster",
+            f"the body did not arrive within {models.options.body_timeout:g} s; send it faster",
         ) from None
     except ClientDisconnect:
         raise gone() from None
 
 
-async def read_form(headers: Headers, body: bytes, service: Service) -> FormData:
+async def read_form(headers: Headers, body: bytes, models: Models) -> FormData:
     """Parses a multipart body, in memory: no file is written.
 
     Raises:
         Refusal: If it is damaged or holds too many parts.
     """
-    limit = service.options.max_images_per_request
+    limit = models.options.max_images_per_request
 
     async def stream() -> AsyncIterator[bytes]:
         yield body

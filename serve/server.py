@@ -11,22 +11,25 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from maxvision.common.console import Unbuffered, complain, exit_code
-from maxvision.common.errors import DeviceError, ModelError, UserError
+from maxvision.common.console import Unbuffered, complain, exit_code, way_to
+from maxvision.common.errors import ArgumentError, DeviceError, ModelError, UserError
 from maxvision.common.host import cores
 from maxvision.runtime.preprocess import Preprocess
 from maxvision.serve import torchless
 from maxvision.serve.options import Options, parse
 
 if TYPE_CHECKING:
-    from maxvision.serve.core import Card, Service
+    from maxvision.serve.core import Card
+    from maxvision.serve.models import Models
+    from maxvision.serve.repository import Repository
     from maxvision.serve.supervisor import Supervisor
 
 log = logging.getLogger("maxvision.serve")
@@ -50,7 +53,9 @@ def run(options: Options, load: Callable[..., Any] | None = None) -> int:
 
     def serve() -> int:
         try:
-            return _serve(options, bind(options.host, options.port), load)
+            listening = bind(options.host, options.port)
+            with bind_grpc(options) as port:
+                return _serve(replace(options, grpc_port=port), listening, load)
         except KeyboardInterrupt:  # before its loop takes signals
             return 0
 
@@ -114,6 +119,29 @@ def bind(host: str, port: int) -> socket.socket:
     return taken
 
 
+@contextmanager
+def bind_grpc(options: Options) -> Iterator[int | None]:
+    """Takes the port for gRPC while the block runs, if one is wanted; gives its number.
+
+    Raises:
+        UserError: If it is not to be had, or the package is missing.
+    """
+    if options.grpc_port is None:
+        yield None
+        return
+    try:
+        from maxvision.serve import rpc
+    except ImportError as error:
+        raise ModelError(f"--grpc-port needs the package {error.name}; {way_to('grpc')}") from None
+    try:
+        taken = rpc.reserve(options.host, options.grpc_port)
+    except OSError as error:
+        told = _not_bound(options.host, options.grpc_port, error)
+        raise UserError(told.replace("--port", "--grpc-port")) from None
+    with taken:
+        yield taken.getsockname()[1]
+
+
 def _not_bound(host: str, port: int, error: OSError) -> str:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return (
@@ -130,15 +158,30 @@ def _not_bound(host: str, port: int, error: OSError) -> str:
 def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] | None) -> int:
     import uvloop
 
-    card, supervisor = make_supervisor(options, load)
-    count = front_count(options, card.device)
+    from maxvision.serve.limits import Board
+    from maxvision.serve.repository import Repository
+
+    made = [make_supervisor(each, load) for each in options.models]
+    cards, supervisors = [card for card, _ in made], [each for _, each in made]
+    names = [card.name for card in cards]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ArgumentError(
+            f"two models are called {twice[0]}; say --served-model-name for each to name them"
+        )
+
+    def busy(name: str) -> int:
+        return sum(face.board.all(Board.IMAGES + names.index(name)))
+
+    kept = dict(zip(names, supervisors, strict=True))
+    repository = Repository(kept, busy, options.drain_timeout)
+    count = max(front_count(options, card.device) for card in cards)
     face: _One | _Many
     if count > 1:
-        face = _Many(card, options, supervisor, listening, count)
+        face = _Many(cards, options, kept, listening, count, repository)
     else:
-        face = _One(_decoding(card, options, supervisor), listening)
+        face = _One(_decoding(cards, options, supervisors, repository), listening)
     try:
-        return uvloop.run(_Server(card, options, supervisor, listening, face).run())
+        return uvloop.run(_Server(cards, options, repository, listening, face).run())
     finally:
         face.close()
         gc.collect()  # lets go of semaphores, which end with their objects and are told as leaked
@@ -177,12 +220,23 @@ def make_supervisor(
     return card, Supervisor(spec, settings, blank)
 
 
-def _decoding(card: Card, options: Options, supervisor: Supervisor) -> Service:
-    from maxvision.serve.core import Service
+def _decoding(
+    cards: Sequence[Card],
+    options: Options,
+    supervisors: Sequence[Supervisor],
+    repository: Repository,
+) -> Models:
     from maxvision.serve.images import Decoder
+    from maxvision.serve.models import Models
 
-    decoder = Decoder(card.preprocess, options.max_pixels, options.decode_threads or cores())
-    return Service(card, options, supervisor, decoder, queue_size(options, card.device))
+    models, decoder = Models(options), None
+    threads = options.decode_threads or cores()
+    for card, each, supervisor in zip(cards, options.models, supervisors, strict=True):
+        decoder = Decoder(card.preprocess, options.max_pixels, threads, decoder)
+        models.add(card, each, supervisor, decoder, queue_size(each, card.device))
+    if options.model_control_mode == "explicit":
+        models.change = repository.change
+    return models
 
 
 def batch_size(options: Options, device: str) -> int:
@@ -251,7 +305,9 @@ def read_card(options: Options) -> Card:
     return Card(
         name=name,
         labels=labels,
-        preprocess=Preprocess.from_config(source.preprocess),
+        preprocess=replace(
+            Preprocess.from_config(source.preprocess), fast=options.decode == "fast"
+        ),
         embeds=options.embeddings and not packed,
         family=source.family,
         device="gpu:0" if device == "gpu" else device,
@@ -265,28 +321,31 @@ Told: TypeAlias = Callable[[int, "FrameType | None"], None]
 class _One:
     """Speaks HTTP in the server's own process."""
 
-    def __init__(self, service: Service, listening: socket.socket) -> None:
+    def __init__(self, models: Models, listening: socket.socket) -> None:
         from maxvision.serve.app import make_app
         from maxvision.serve.protocol import http_server
 
-        self.board = service.board
-        self._service = service
+        self.board = models.board
+        self._models = models
         self._socket = listening
-        self._uvicorn = http_server(make_app(service))
+        self._uvicorn = http_server(make_app(models))
 
     @property
     def ready(self) -> bool:
-        """Whether a picture would be classified."""
-        return self._service.ready
+        """Whether a picture would be classified, by any model."""
+        return self._models.ready
 
     async def run(self, told: Told) -> None:
         """Serves until ``end``; signals go to ``told``."""
+        from maxvision.serve.protocol import over_grpc
+
         self._uvicorn.handle_exit = told
-        await self._uvicorn.serve(sockets=[self._socket])
+        async with over_grpc(self._models):
+            await self._uvicorn.serve(sockets=[self._socket])
 
     def drain(self) -> None:
         """Refuses what is new."""
-        self._service.draining = True
+        self._models.draining = True
 
     def end(self, force: bool) -> None:
         """Ends, with ``force`` without waiting for anything."""
@@ -295,7 +354,7 @@ class _One:
 
     def close(self) -> None:
         """Lets the threads that decode end."""
-        self._service.close()
+        self._models.close()
 
 
 class _Many:
@@ -303,26 +362,31 @@ class _Many:
 
     def __init__(
         self,
-        card: Card,
+        cards: Sequence[Card],
         options: Options,
-        supervisor: Supervisor,
+        supervisors: Mapping[str, Supervisor],
         listening: socket.socket,
         count: int,
+        repository: Repository,
     ) -> None:
         from maxvision.serve.front import Hello
         from maxvision.serve.fronts import Fronts
 
         threads = options.decode_threads or max(2, -(-cores() // count))
-        hello = Hello(card, options, queue_size(options, card.device), count, 0, threads)
-        self._fronts = Fronts(hello, listening)
+        queues = tuple(
+            queue_size(each, card.device) for each, card in zip(options.models, cards, strict=True)
+        )
+        hello = Hello(tuple(cards), options, queues, count, 0, threads)
+        self._fronts = Fronts(hello, listening, repository.change)
         self.board = self._fronts.board
-        self._supervisor = supervisor
-        supervisor.changed = self._changed
+        self._supervisors = supervisors
+        for each in supervisors.values():
+            each.changed = self._changed
 
     @property
     def ready(self) -> bool:
-        """Whether a picture would be classified, by whichever process it comes to."""
-        return self._supervisor.ready and self._fronts.up
+        """Whether a picture would be classified, by any model and whichever process it comes to."""
+        return all(each.ready for each in self._supervisors.values()) and self._fronts.up
 
     async def run(self, told: Told) -> None:
         """Serves until ``end``; signals go to ``told``."""
@@ -343,28 +407,35 @@ class _Many:
         """Does nothing: nothing decodes in this process."""
 
     def _changed(self) -> None:
-        known = self._supervisor
+        from maxvision.serve.front import ModelState
+
         self._fronts.tell(
-            address=known.address if known.ready else None,
-            starts=known.starts,
-            batch_limit=known.batch_limit,
+            models={
+                name: ModelState(
+                    known.address if known.ready else None,
+                    known.starts,
+                    known.batch_limit,
+                    known.loaded,
+                )
+                for name, known in self._supervisors.items()
+            }
         )
 
 
 class _Server:
-    """What speaks HTTP, beside the model's supervisor."""
+    """What speaks HTTP, beside what keeps the models' processes."""
 
     def __init__(
         self,
-        card: Card,
+        cards: Sequence[Card],
         options: Options,
-        supervisor: Supervisor,
+        repository: Repository,
         listening: socket.socket,
         face: _One | _Many,
     ) -> None:
-        self._card = card
+        self._cards = cards
         self._options = options
-        self._supervisor = supervisor
+        self._repository = repository
         self._socket = listening
         self._face = face
         self._signals = 0
@@ -373,19 +444,18 @@ class _Server:
 
     async def run(self) -> int:
         """Serves until a signal comes or the model cannot be run; returns the exit code."""
-        name, count = self._card.name, len(self._card.labels)
-        self._announce(
-            f"loading {name}, which knows {count:,} classes; {self._url()} answers 503 until then"
-        )
-        keeping = asyncio.ensure_future(self._supervisor.run())
+        for card in self._cards:
+            self._announce(
+                f"loading {card.name}, which knows {len(card.labels):,} classes; {self._url()}"
+                " answers 503 until then"
+            )
+        self._repository.start(self._ended)
         saying = asyncio.ensure_future(self._say_ready())
-        keeping.add_done_callback(self._ended)
         try:
             await self._face.run(self._told)
         finally:
             saying.cancel()
-            keeping.cancel()
-            await asyncio.wait({keeping})
+            await self._repository.close()
         return self._code
 
     def _told(self, sig: int, frame: FrameType | None) -> None:
@@ -422,9 +492,14 @@ class _Server:
     async def _say_ready(self) -> None:
         while not self._face.ready:
             await asyncio.sleep(0.05)
-        card, url = self._card, self._url()
+        url = self._url()
         every = ", on every network" if self._options.host in ("0.0.0.0", "::", "") else ""
-        self._announce(f"{card.name} on {card.device}, {card.dtype}: {url}{every}, Ctrl-C ends it")
+        for card in self._cards:
+            self._announce(
+                f"{card.name} on {card.device}, {card.dtype}: {url}{every}, Ctrl-C ends it"
+            )
+        if self._options.grpc_port is not None:
+            self._announce(f"  gRPC (KServe v2) at port {self._options.grpc_port}")
         key = "-H 'Authorization: Bearer KEY' " if self._options.api_key else ""
         self._announce(
             f"  curl -s {url}/v1/classify {key}-H 'Content-Type: image/jpeg'"

@@ -55,9 +55,9 @@ class Supervisor(Remote):
         """Keeps a process running until this is cancelled.
 
         Raises:
-            WorkerEnded: If the first process ends before it is ready.
+            WorkerEnded: If the first process of this run ends before it is ready.
         """
-        pause = 0.0
+        pause, first = 0.0, True
         while True:
             self.starts += 1
             was_ready = False
@@ -70,8 +70,9 @@ class Supervisor(Remote):
                         self._end()
             except engine.WorkerEnded as ended:
                 log.error("the model's process has ended: %s", ended)
-                if self.starts == 1 and not was_ready:
+                if first and not was_ready:
                     raise
+            first = False
             pause = 0.0 if was_ready else longer(pause)
             await asyncio.sleep(pause)
 

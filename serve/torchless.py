@@ -8,6 +8,7 @@ starts may import this module in the place of its parent's program.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 def hide() -> None:
@@ -21,18 +22,28 @@ def show() -> None:
         del sys.modules["torch"]
 
 
+_blocks: list[Any] = []
+"""What the program was before the first block that runs, and one more for each of them."""
+
+
 @contextmanager
 def hidden_in_children() -> Iterator[None]:
     """Lets processes that multiprocessing spawns meanwhile begin with ``hide``.
 
-    They do not import this program then; nothing that they are given may be defined in it.
+    They do not import this program then; nothing that they are given may be defined in it. Several
+    blocks may run at once.
     """
     program = sys.modules["__main__"]
-    before, program.__spec__ = program.__spec__, __spec__
+    if not _blocks:
+        _blocks.append(program.__spec__)
+    _blocks.append(__spec__)
+    program.__spec__ = __spec__
     try:
         yield
     finally:
-        program.__spec__ = before
+        _blocks.pop()
+        if len(_blocks) == 1:
+            program.__spec__ = _blocks.pop()
 
 
 if __name__ == "__mp_main__":

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from maxvision.common.pictures import FORMATS
 from maxvision.serve.core import Image, Service, Timing
 from maxvision.serve.errors import Refusal
-from maxvision.serve.requests import media_type, read_body
+from maxvision.serve.models import Models
+from maxvision.serve.requests import media_type, models_of, read_body
 
 EXAMPLE = "R0lGODdhCAAIAIEAADyM3Ch4KAAAAAAAACwAAAAACAAIAAAIFQABCBxIsKDBgwgJBljIsKHDhwwDAgA7"
 """A picture of 8 x 8 pixels, a GIF in base64: the examples of the description can be sent."""
@@ -25,7 +26,7 @@ ALIASES = ("image/jpg", "image/pjpeg", "image/x-ms-bmp", "image/tif", "applicati
 class InputRequest(BaseModel):
     """A model and images, as OpenAI calls them; other fields are ignored."""
 
-    model: str | None = Field(None, description="The served model's name; may be left out.")
+    model: str | None = Field(None, description="A served model; the first one if left out.")
     input: str | list[str] = Field(description="Files in base64, or data: URLs of them.")
 
 
@@ -56,7 +57,7 @@ class PlainError(BaseModel):
 _STATUS = {
     400: "An image or an argument is not right.",
     401: "The key is missing or wrong.",
-    404: "Another model was named.",
+    404: "There is no such model.",
     408: "The body did not come in time.",
     413: "The body, an image or the number of images is too large.",
     415: "The content type or the encoding is not taken.",
@@ -102,7 +103,7 @@ def usage(timing: Timing) -> dict[str, float]:
     return {name: round(value, 3) for name, value in vars(timing).items()}
 
 
-async def parse(service: Service, schema: type[Any], body: bytes) -> Any:
+async def parse(models: Models, schema: type[Any], body: bytes) -> Any:
     """Reads JSON by a schema, on a thread if it is long.
 
     Raises:
@@ -110,25 +111,25 @@ async def parse(service: Service, schema: type[Any], body: bytes) -> Any:
     """
     try:
         if len(body) > 65536:
-            return await service.in_thread(schema.model_validate_json, body)
+            return await models.in_thread(schema.model_validate_json, body)
         return schema.model_validate_json(body)
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False)) from None
 
 
-async def read_input(
-    request: Request, service: Service, schema: type[Asked]
-) -> tuple[Asked, list[Image]]:
-    """Reads JSON of a schema, and the images that it holds, one or a list.
+async def read_input(request: Request, schema: type[Asked]) -> tuple[Service, Asked, list[Image]]:
+    """Reads JSON of a schema, the model that it names and the images that it holds.
 
     Raises:
-        Refusal: 415, if the content type is another; if it is no such JSON, or names another model.
+        Refusal: 415, if the content type is another; 404, if it names no model that is served;
+            400, if it is no such JSON.
     """
     if media_type(request) != "application/json":
         raise unexpected("application/json", media_type(request))
-    asked: Asked = await parse(service, schema, await read_body(request, service))
-    service.check_model(asked.model)
-    return asked, [asked.input] if isinstance(asked.input, str) else list(asked.input)
+    models = models_of(request)
+    asked: Asked = await parse(models, schema, await read_body(request, models))
+    images: list[Image] = [asked.input] if isinstance(asked.input, str) else list(asked.input)
+    return models.find(asked.model), asked, images
 
 
 def invalid(errors: Sequence[Any]) -> Refusal:

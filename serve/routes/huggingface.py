@@ -13,7 +13,7 @@ from maxvision.runtime.predictions import Prediction
 from maxvision.serve.answers import Function
 from maxvision.serve.core import Image, Service
 from maxvision.serve.errors import Refusal
-from maxvision.serve.requests import media_type, read_body, service_of, unless_gone
+from maxvision.serve.requests import media_type, models_of, read_body, service_at, unless_gone
 from maxvision.serve.routes.common import (
     ALIASES,
     EXAMPLE,
@@ -85,14 +85,13 @@ _ROUTE: dict[str, Any] = {
 @router.post("/", **_ROUTE)
 async def task(request: Request) -> Response:
     """Names the likeliest classes of an image, or of each of a list."""
-    return await _classify(request, service_of(request))
+    return await _classify(request, models_of(request).first)
 
 
 @router.post("/models/{model:path}", **_ROUTE)
 async def task_of_model(model: str, request: Request) -> Response:
     """Names the likeliest classes of an image, or of each of a list; the path names the model."""
-    service = service_of(request)
-    service.check_model(model)
+    service = service_at(request, model)
     return await _classify(request, service)
 
 
@@ -105,17 +104,17 @@ def error(refusal: Refusal) -> dict[str, Any]:
 
 
 async def _classify(request: Request, service: Service) -> Response:
-    kind = media_type(request)
+    kind, models = media_type(request), models_of(request)
     parameters = Parameters.model_validate({})
     images: list[Image]
     single = True
     if kind == "application/json":
-        asked = await parse(service, TaskRequest, await read_body(request, service))
+        asked = await parse(models, TaskRequest, await read_body(request, models, service))
         parameters = asked.parameters or parameters
         single = isinstance(asked.inputs, str)
         images = [asked.inputs] if single else list(asked.inputs)
     elif kind in (*RAW, *ALIASES, *UNSAID):
-        images = [await read_body(request, service)]
+        images = [await read_body(request, models, service)]
     else:
         raise unexpected("application/json or an image type", kind)
     top_k, function = parameters.top_k or 5, parameters.function_to_apply or "softmax"

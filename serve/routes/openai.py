@@ -12,12 +12,14 @@ from starlette.requests import Request
 
 from maxvision.serve.answers import Function
 from maxvision.serve.core import Image, Service
+from maxvision.serve.models import Models
 from maxvision.serve.requests import (
     files_of,
     media_type,
+    models_of,
     read_body,
     read_form,
-    service_of,
+    service_at,
     unless_gone,
 )
 from maxvision.serve.routes.common import (
@@ -46,7 +48,7 @@ class ClassifyOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = Field(None, description="The served model's name; may be left out.")
+    model: str | None = Field(None, description="A served model; the first one if left out.")
     top_k: int = Field(5, ge=1, description="Classes to name, the likeliest first.")
     function_to_apply: Function = Field("softmax", description="What makes scores of logits.")
 
@@ -141,9 +143,8 @@ async def classify(request: Request) -> Any:
     The images come as JSON, as files of a form, or one as the body itself; beside a body of bytes
     the options are query parameters.
     """
-    service = service_of(request)
-    images, asked = await _read(request, service)
-    service.check_model(asked.model)
+    images, asked = await _read(request, models_of(request))
+    service = models_of(request).find(asked.model)
     answers = await unless_gone(
         request, service.classify(images, asked.top_k, asked.function_to_apply)
     )
@@ -168,8 +169,7 @@ async def classify(request: Request) -> Any:
 )
 async def embeddings(request: Request) -> Any:
     """Gives the pooled features that the classifier reads, for each image."""
-    service = service_of(request)
-    asked, images = await read_input(request, service, EmbeddingsRequest)
+    service, asked, images = await read_input(request, EmbeddingsRequest)
     made = await unless_gone(request, service.embed(images))
     vectors = [np.ascontiguousarray(row, "<f4") for row in made.features]
     as_text = asked.encoding_format == "base64"
@@ -192,30 +192,29 @@ async def embeddings(request: Request) -> Any:
 
 @router.get("/models", summary="List the models")
 async def models(request: Request) -> dict[str, Any]:
-    """Lists the one model that is served."""
-    return {"object": "list", "data": [_card(service_of(request))]}
+    """Lists the models that are served."""
+    models = models_of(request)
+    return {"object": "list", "data": [_card(models, each) for each in models]}
 
 
 @router.get("/models/{model:path}", summary="Describe a model", responses=errors(ErrorAnswer, 404))
 async def model(model: str, request: Request) -> dict[str, Any]:
-    """Describes the model that is served."""
-    service = service_of(request)
-    service.check_model(model)
-    return _card(service)
+    """Describes a model that is served."""
+    return _card(models_of(request), service_at(request, model))
 
 
-async def _read(request: Request, service: Service) -> tuple[list[Image], ClassifyOptions]:
+async def _read(request: Request, models: Models) -> tuple[list[Image], ClassifyOptions]:
     kind = media_type(request)
     if kind == "application/json":
-        asked = await parse(service, ClassifyRequest, await read_body(request, service))
+        asked = await parse(models, ClassifyRequest, await read_body(request, models))
         return list(asked.images), asked
     if kind == "multipart/form-data":
-        form = await read_form(request.headers, await read_body(request, service), service)
+        form = await read_form(request.headers, await read_body(request, models), models)
         fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
         return list(await files_of(form)), _options(fields)
     if kind in RAW or kind in ALIASES:
         options = _options(dict(request.query_params))
-        return [await read_body(request, service)], options
+        return [await read_body(request, models, models.find(options.model))], options
     raise unexpected("application/json, multipart/form-data or an image type", kind)
 
 
@@ -226,10 +225,10 @@ def _options(fields: dict[str, str]) -> ClassifyOptions:
         raise invalid(error.errors(include_url=False, include_input=False)) from None
 
 
-def _card(service: Service) -> dict[str, Any]:
+def _card(models: Models, service: Service) -> dict[str, Any]:
     return {
         "id": service.card.name,
         "object": "model",
-        "created": service.created,
+        "created": models.created,
         "owned_by": "maxvision",
     }

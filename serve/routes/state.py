@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from maxvision.serve.requests import service_of
+from maxvision.serve.requests import models_of
 from maxvision.serve.routes.common import ErrorAnswer, errors
 
 router = APIRouter(tags=["state"])
@@ -27,7 +27,7 @@ async def health() -> dict[str, str]:
 )
 async def ready(request: Request) -> dict[str, str]:
     """Answers 200 if the model's process lives and has run a picture, else 503."""
-    service_of(request).check_ready(1)
+    models_of(request).check_ready(1)
     return {"status": "ready"}
 
 
@@ -38,27 +38,27 @@ async def ready(request: Request) -> dict[str, str]:
 )
 async def ping(request: Request) -> dict[str, str]:
     """Answers as ``/ready`` does, in TorchServe's words."""
-    service_of(request).check_ready(1)
+    models_of(request).check_ready(1)
     return {"status": "Healthy"}
 
 
 @router.get("/metrics", summary="Figures for Prometheus", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Shows queue, decode, inference and total times, batch sizes, refusals."""
-    text, kind = service_of(request).metrics.render()
+    text, kind = models_of(request).metrics.render()
     return Response(text, media_type=kind)
 
 
 @router.get("/version", summary="Versions")
 async def version(request: Request) -> JSONResponse:
-    """Names the model, the device and the version of MAX."""
-    card = service_of(request).card
-    return JSONResponse(
+    """Names the version of MAX and the first model, its device and dtype; and all models."""
+    models = [
         {
-            "max": metadata.version("max"),
-            "model": card.name,
-            "family": card.family,
-            "device": card.device,
-            "dtype": card.dtype,
+            "model": each.card.name,
+            "family": each.card.family,
+            "device": each.card.device,
+            "dtype": each.card.dtype,
         }
-    )
+        for each in models_of(request)
+    ]
+    return JSONResponse({"max": metadata.version("max"), **models[0], "models": models})

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from maxvision.serve.answers import Function, score
 from maxvision.serve.core import request_id
-from maxvision.serve.requests import service_of, unless_gone
+from maxvision.serve.requests import unless_gone
 from maxvision.serve.routes.common import (
     ERRORS,
     EXAMPLE,
@@ -76,8 +76,7 @@ class PoolingAnswer(BaseModel):
 )
 async def classify(request: Request) -> Response:
     """Gives the probability of each class, for each image."""
-    service = service_of(request)
-    asked, images = await read_input(request, service, PoolingRequest)
+    service, asked, images = await read_input(request, PoolingRequest)
     made = await unless_gone(request, service.infer(images))
     function: Function = "none" if asked.use_activation is False else "softmax"
     labels = service.card.labels

@@ -93,3 +93,16 @@ def test_a_server_of_ours_is_driven(tmp_path: Path) -> None:
     assert record["statuses"] == {"200": record["statuses"]["200"]}
     assert record["wrong"] == 0 < record["p50_ms"] <= record["p99_ms"]
     assert found["environment"]["senders_reach_per_s"] > record["requests_per_s"]
+
+
+def test_a_request_is_taken_apart() -> None:
+    pytest.importorskip("numba")
+    from maxvision.bench import stages
+    from maxvision.bench.serve import pictures
+
+    found = stages.measure("resnet-cifar10", pictures(500, 375, 2), 0.5)
+    assert list(found) == [
+        "HTTP and JSON", "limits, figures, ranking", "decode", "resize", "queue and copies",
+    ]  # fmt: skip
+    assert 0.2 < found["decode"] < 20
+    assert all(0 < value < 20 for value in found.values())

@@ -185,15 +185,16 @@ def test_arguments_reach_load(fake: Fake, folder: Path, run: Run) -> None:
     assert fake.asked == {
         "source": DEFAULT_MODEL, "device": "auto", "dtype": "auto", "batch_size": None,
         "revision": None, "labels": None, "tf32": True, "sparse": "auto", "passes": "all",
+        "decode": "exact",
     }  # fmt: skip
     run("--model", "o/m", "--device=gpu:1", "--dtype", "float16", "all/r.png", "--revision", "v1",
         "--labels", "l.txt", "--batch-size", "3", "--no-tf32", "--sparse=never",
-        "--passes=-stem,-qkv")  # fmt: skip
+        "--passes=-stem,-qkv", "--decode=fast")  # fmt: skip
     fake.asked.pop("progress")
     assert fake.asked == {
         "source": "o/m", "device": "gpu:1", "dtype": "float16", "batch_size": 3, "revision": "v1",
         "labels": "l.txt",
-        "tf32": False, "sparse": "never", "passes": "-stem,-qkv",
+        "tf32": False, "sparse": "never", "passes": "-stem,-qkv", "decode": "fast",
     }  # fmt: skip
 
 

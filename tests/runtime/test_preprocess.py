@@ -7,6 +7,7 @@ import io
 import os
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -572,6 +573,34 @@ def test_type_is_inferred_from_the_settings() -> None:
 def test_settings_that_are_refused(change: dict[str, Any], match: str) -> None:
     with pytest.raises(ModelError, match=f"preprocessor_config.json: {match}|{match}"):
         Preprocess.from_config({**RESNET, **change})
+
+
+def test_a_large_jpeg_may_be_decoded_at_a_fraction(photos: list[Path]) -> None:
+    """Exactly as far as there is room for it, upright, and nearly the same."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    with Image.open(photos[0]) as file:
+        photo = file.convert("RGB").resize((1200, 900), Image.Resampling.LANCZOS)
+    data = encode(photo, "JPEG", quality=90, exif=exif)
+    for shortest, size in (
+        (451, (900, 1200)),
+        (450, (450, 600)),
+        (225, (225, 300)),
+        (1, (113, 150)),
+    ):
+        assert read_image(data, shortest=shortest).size == size
+    assert read_image(encode(photo, "PNG"), shortest=1).size == photo.size
+    assert read_image(photo, shortest=1).size == photo.size
+    for resize in (224, (200, 224)):
+        exact = Preprocess(200, 224, resize)
+        fast = replace(exact, fast=True)
+        assert read_image(data, shortest=fast.shortest).size == (450, 600)
+        apart = np.abs(exact(data).astype(int) - fast(data))
+        assert 0 < apart.mean() < 1 and apart.max() < 40
+        small = photo.resize((2 * 224, 3 * 224))
+        same = encode(small, "JPEG")
+        np.testing.assert_array_equal(exact(same), fast(same))
+    assert Preprocess(resize=None, fast=True).shortest is None
 
 
 def test_settings_of_no_matter() -> None:

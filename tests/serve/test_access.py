@@ -26,8 +26,9 @@ from maxvision.runtime.preprocess import Preprocess  # noqa: E402
 from maxvision.serve import access  # noqa: E402
 from maxvision.serve.access import LONGEST, AccessLog, Entry  # noqa: E402
 from maxvision.serve.app import make_app  # noqa: E402
-from maxvision.serve.core import Card, Service  # noqa: E402
+from maxvision.serve.core import Card  # noqa: E402
 from maxvision.serve.images import Decoder  # noqa: E402
+from maxvision.serve.models import Models  # noqa: E402
 from maxvision.serve.options import Options, parse  # noqa: E402
 from maxvision.serve.protocol import http_server  # noqa: E402
 from maxvision.serve.remote import Remote, Result  # noqa: E402
@@ -50,14 +51,15 @@ class Model(Remote):
         return Result(np.zeros(len(LABELS), np.float32), None, 1.5, 2.5, 4)
 
 
-def served(*argv: str) -> tuple[Service, Any]:
+def served(*argv: str) -> tuple[Models, Any]:
     """Makes a service and its app, as a server has them behind its port."""
     options: Options = parse(["--model", MODEL, "--api-key", KEY, *argv], {})
     card = Card(MODEL, LABELS, Preprocess(32, 32, 36), False, "resnet", "cpu", "float32")
-    service = Service(card, options, Model(), Decoder(card.preprocess, 10**6, 1), 64)
-    config = http_server(make_app(service)).config
+    models = Models(options)
+    models.add(card, options, Model(), Decoder(card.preprocess, 10**6, 1), 64)
+    config = http_server(make_app(models)).config
     config.load()
-    return service, config.loaded_app
+    return models, config.loaded_app
 
 
 @pytest.fixture
@@ -76,9 +78,9 @@ def written() -> Iterator[tuple[int, Any]]:
 
 def lines_of(written: Any, *argv: str, client: str = "10.0.0.7", requests: Any) -> list[str]:
     """Sends requests to an app of its own, and returns the lines that it logs."""
-    service, app = served(*argv)
+    models, app = served(*argv)
     fd, read = written
-    service.access._out = Unbuffered(fd)
+    models.access._out = Unbuffered(fd)
 
     async def run() -> None:
         transport = httpx.ASGITransport(app=app, client=(client, 1234))
@@ -88,7 +90,7 @@ def lines_of(written: Any, *argv: str, client: str = "10.0.0.7", requests: Any) 
                 await session.request(**request)
 
     asyncio.run(run())
-    service.close()
+    models.close()
     return read().splitlines()
 
 
@@ -175,10 +177,10 @@ def test_a_proxy_is_believed_if_it_is_trusted(written: Any, argv: list[str], cli
 
 
 def test_it_can_be_off(capfd: pytest.CaptureFixture[str]) -> None:
-    service, _ = served("--access-log=off")
-    assert not service.access.on
-    service.access.add(Entry("x", 200, 1))
-    service.close()
+    models, _ = served("--access-log=off")
+    assert not models.access.on
+    models.access.add(Entry("x", 200, 1))
+    models.close()
     assert capfd.readouterr().out == ""
 
 

@@ -160,7 +160,9 @@ def test_a_model_that_dies_is_not_noticed(two: Cluster, expected: list[list[dict
     label = best(expected)["cat.jpg"]
     with load(two, label) as seen:
         os.kill(model_of(min(two.replicas())), signal.SIGKILL)  # its replica says 503 meanwhile
-        two.until(lambda: "maxvision_worker_starts 2.0\n" in two.metrics(), "a new model")
+        two.until(
+            lambda: re.search(r"maxvision_worker_starts\{.*\} 2.0\n", two.metrics()), "a new model"
+        )
         two.until(lambda: two.answering(2), "two models")
     assert set(seen) == {label}, (seen, two.said())
 
@@ -183,7 +185,7 @@ def test_an_update_is_not_noticed(two: Cluster, expected: list[list[dict]]) -> N
         two.deploy(model=MODEL, device="cpu", replicas=2, surge=50, max_batch_size=3)
         two.until(updated, "two new replicas")
     assert set(seen) == {label}, (seen, two.said())
-    assert "maxvision_batch_limit 3.0\n" in two.metrics()
+    assert re.search(r"maxvision_batch_limit\{.*\} 3.0\n", two.metrics())
 
 
 def test_more_work_starts_another_replica(two: Cluster, expected: list[list[dict]]) -> None:
@@ -241,6 +243,8 @@ def test_cores_decode(given: dict[str, Any], cores: int, count: int) -> None:
     [
         ({"model": "x", "port": 1}, "port: address and port are Ray's"),
         ({"model": "x", "front_processes": 2}, "front_processes: connections are Ray's"),
+        ({"model": "x", "grpc_port": 8001}, "grpc_port: connections are Ray's"),
+        ({"model": ["x", "y"]}, "a replica has one model; deploy an application for each"),
         ({"model": "x", "replicas": 0}, "replicas must be a whole number of at least 1"),
         ({"model": "x", "replicas": 3, "max_replicas": "2"}, "at least replicas (3)"),
         ({"model": "x", "max_batch_size": "many"}, "a whole number from 1 to 4096"),

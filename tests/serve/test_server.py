@@ -117,6 +117,23 @@ def test_embeddings_are_the_features(server: Server) -> None:
     np.testing.assert_allclose(read, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_the_client_of_openai_gets_embeddings(server: Server) -> None:
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    url = f"data:image/jpeg;base64,{b64(CAT)}"
+    wanted = server.client.post("/v1/embeddings", json={"input": url}).json()["data"][0]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        made = client.embeddings.create(model="resnet-cifar10", input=[url, url])
+        for each in made.data:  # which comes as base64
+            assert each.embedding == pytest.approx(wanted["embedding"], rel=1e-5)
+        with pytest.raises(openai.NotFoundError, match="resnet-cifar10"):
+            client.embeddings.create(model="other", input=url)
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError, match="API key"),
+    ):
+        stranger.models.list()
+
+
 def test_models_versions_and_description(server: Server) -> None:
     listed = server.client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["resnet-cifar10"]

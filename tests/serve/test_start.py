@@ -234,6 +234,12 @@ def test_without_a_model_it_is_the_default_one(environ: dict[str, str]) -> None:
     assert parse(["--model", "m"], environ).model == "m"
 
 
+def test_decoding_may_be_fast() -> None:
+    argv = ["--model", "resnet-cifar10", "--device", "cpu"]
+    assert read_card(parse([*argv, "--decode", "fast"], {})).preprocess.fast
+    assert not read_card(parse(argv, {})).preprocess.fast
+
+
 def test_debug_is_an_option_of_servers_too() -> None:
     assert parse([], {"MAXVISION_DEBUG": "1"}).debug and parse(["--debug"], {}).debug
     assert not parse([], {}).debug
