@@ -704,7 +704,7 @@ def norm(name: str, x: Shape, eps: float, *, first: bool = False) -> Case:
 
 
 def rms(x: Shape) -> Case:
-    """Makes a case of rms_norm; torch's kernel for CUDA makes NaN of finite numbers beside infinity."""
+    """Makes a case of rms_norm; CUDA's torch makes NaN of finite numbers beside infinity."""
 
     def reference(w: dict[str, torch.Tensor], a: torch.Tensor) -> torch.Tensor:
         wide = a.double()
