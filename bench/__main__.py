@@ -32,6 +32,7 @@ Measure maxvision beside its peers, on one machine, in one run.
   compile   graphs for a GPU on another machine, which needs no compiler with --precompiled
   training  steps of training: forward, backward and SGD, beside torch.compile and eager torch
   serve     our server under load, beside LitServe: latency, throughput, what bounds them
+  bridge    the ops of torch_ops beside torch's own, forward and backward, called from torch
   levels    the blocks and models of examples/levels, from eager torch to our ops (docs/levels.md)
   universe  the classifiers of timm and torchvision: which convert, and how far from torch
   report    the tables and plots of files that --json wrote, such as bench/results/*.json
@@ -106,6 +107,11 @@ def parser() -> Parser:
     add("--backward", action="store_true", help="gradients too")
     add("--size", type=_COUNT, metavar="N",
         help="factor of the batches (default: 1 on a CPU, 16 on a GPU)")
+
+    add = command("bridge", "ops of torch_ops beside torch's own, called from torch", "dtypes",
+                  "device", "tf32", "json", "threads", "seconds", seconds=0.5, precompiled=None)
+    add("--ops", type=names, metavar="A,B", help="some of them (default: all)")
+    add("--size", type=_COUNT, metavar="N", help="images (default: 4 on a CPU, 128 on a GPU)")
 
     command("ops", "each distinct layer beside torch's operator", *measured, "threads", "peers",
             "seconds", batches=[1, 32, 256], seconds=0.2)

@@ -48,6 +48,8 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[rf"sparse_conv2d_{kernel}{epilogue}_(bfloat16|float16|float32)_\w+"]]
     elif op in ("conv2d", "linear", "matmul"):
         ways = [[_gemm(epilogue)]]
+    elif op in ("quantized_conv2d", "quantized_linear"):
+        ways = [[rf"gemm_hopper_\d[0-9a-z]*_scale_{epilogue}_1x1_uint8xint8_\w+"]]
     elif op == "token_linear":
         ways = [[rf"token_linear_\w+_{epilogue}_(bfloat16|float16)_\w+"]]
     elif op == "conv2d_shortcut":

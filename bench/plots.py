@@ -55,7 +55,7 @@ def draw(stem: str, records: Sequence[Record], out: Path) -> list[Path]:
     matplotlib.use("svg")
     drawn = []
     with matplotlib.rc_context(STYLE):
-        for plot in ratios, gains, accuracy, levels:
+        for plot in ratios, gains, accuracy, levels, bridge:
             if figure := plot(records):
                 drawn.append(out / f"{stem}-{plot.__name__}.svg")
                 save(figure, drawn[-1])
@@ -72,6 +72,25 @@ def ratios(records: Sequence[Record]) -> Figure | None:
             if r["engine"] != "maxvision":
                 labels.append(f"{r['model']}, {r['dtype']}, batch {r['batch']}: {r['engine']}")
                 values.append(r["p50_ms"] / ours)
+    return _over_ours(labels, values)
+
+
+def bridge(records: Sequence[Record]) -> Figure | None:
+    """Draws torch's times over ours, op by op, forward and both ways."""
+    labels, values = [], []
+    called = [r for r in records if {"op", "implementation"} <= set(r)]
+    for (op, dtype, both), cell in grouped(called, "op", "dtype", "backward").items():
+        by = {r["implementation"]: r.get("p50_ms") for r in cell}
+        for name in ("torch", "torch-compile"):
+            theirs, own = by.get(name), by.get("maxvision")
+            if theirs and own:
+                labels.append(f"{op}, {dtype}, {'both ways' if both else 'forward'}: {name}")
+                values.append(theirs / own)
+    return _over_ours(labels, values)
+
+
+def _over_ours(labels: Sequence[str], values: Sequence[float]) -> Figure | None:
+    """Draws times over ours, a bar each."""
     if not values:
         return None
     colours = ["tab:green" if value >= 1 else "tab:red" for value in values]

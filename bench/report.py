@@ -18,6 +18,7 @@ SHOW = {
     "serve": summaries.servers,
     "sparse": summaries.sparse,
     "latency": latency.show,
+    "bridge": summaries.bridge,
     "levels": summaries.levels,
 }
 VERSIONS = {"max": "MAX", "torch": "torch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
@@ -86,6 +87,8 @@ def by_kind(records: list[Record]) -> dict[str, list[Record]]:
             kind = "latency"
         elif {"level", "implementation"} <= set(record):
             kind = "levels"
+        elif {"op", "implementation"} <= set(record):
+            kind = "bridge"
         elif {"place", "adds_us"} <= set(record):
             kind = "profile"
         elif {"layer", "us", "count"} <= set(record):

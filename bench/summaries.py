@@ -70,6 +70,27 @@ def comparison(title: str, records: Sequence[Record]) -> None:
     tables.show(title, head, rows)
 
 
+def bridge(records: Sequence[Record]) -> None:
+    """Prints a row for each op and way, with our time over the faster one of torch's."""
+    rows = []
+    for (op, dtype, both), cell in grouped(records, "op", "dtype", "backward").items():
+        by = {r["implementation"]: r for r in cell}
+        own, times = by["maxvision"], [by[n].get("p50_ms") for n in ("torch", "torch-compile")]
+        ms = own.get("p50_ms")
+        known = [each for each in times if each]
+        rows.append([
+            op, dtype, "both" if both else "forward",
+            *(number(each, "ms") for each in (*times, ms)),
+            f"{ms / min(known):.2f}" if ms and known else "",
+            number(own.get("tflops_per_s")), percent(own.get("share_of_roofline")),
+            str(own["kernel_lines"]), number(own.get("gflops_per_s_per_line")),
+            f"{own['error']:.0e}", "" if own["passed"] else "WRONG",
+        ])  # fmt: skip
+    head = ("op", "dtype", "way", "torch ms", "torch-compile", "maxvision", "of the faster",
+            "TFLOP/s", "of roofline", "kernel lines", "GFLOP/s a line", "error", "")  # fmt: skip
+    tables.show("Ops, called from torch", head, rows)
+
+
 def training(records: Sequence[Record]) -> None:
     """Prints a row an engine, with our time over its."""
     rows = []

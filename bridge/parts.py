@@ -32,7 +32,8 @@ from maxvision.graphs import lower, passes
 from maxvision.graphs.layers import macs
 from maxvision.graphs.net import Value
 from maxvision.graphs.program import Program, in_dtype
-from maxvision.runtime.executor import Executor, Lowering
+from maxvision.runtime import cache
+from maxvision.runtime.executor import Executor, Lowering, Unchecked
 
 log = logging.getLogger("maxvision")
 
@@ -357,10 +358,20 @@ class Part(nn.Module):
         final = passes.run(self.program, lower.backend(place, self._dtype))
         return coverage(self.program, final)
 
+    @property
+    def called(self) -> frozenset[str]:
+        """The ops of ours that it calls."""
+        place = DeviceRef.from_device(self._device)
+        graph, *_ = self._lowering.build(self.program, self._tensors, place, Unchecked())
+        return cache.called(str(graph))
+
+    @property
+    def _lowering(self) -> Lowering:
+        return Lowering(self._dtype, tf32=_tf32())
+
     def load(self) -> None:
         """Compiles it if need be, and packs its weights."""
-        lowering = Lowering(self._dtype, tf32=_tf32())
-        made = Executor.compile(self.program, self._tensors, self._device, lowering, images=0)
+        made = Executor.compile(self.program, self._tensors, self._device, self._lowering, images=0)
         self._run = OnTensors(made.executable, self._device, records=not self._exact)
 
     def begin(self) -> None:

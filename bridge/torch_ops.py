@@ -133,6 +133,11 @@ class Op:
         self.backward.register_fake(self._fake_backward)
         self.forward.register_autograd(self._differentiate, setup_context=self._save)
 
+    @property
+    def called(self) -> frozenset[str]:
+        """The ops of ours that the programs call which were compiled so far."""
+        return frozenset().union(*(made.called for made in self.made.values() if made))
+
     def meant(self, args: Sequence[Any]) -> Any:
         """Computes by torch, outputs without holes."""
         with torch.no_grad():
@@ -409,6 +414,12 @@ class _Compiled:
             return None
         part.load()
         return cls(part)
+
+    @property
+    def called(self) -> frozenset[str]:
+        """The ops of ours that it calls."""
+        found: frozenset[str] = self._part.called
+        return found
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Computes the outputs, none of which shares memory with an input or another."""

@@ -116,14 +116,14 @@ def build(path: Path, ops: Ops = None, *, gpu: bool) -> list[str]:
 
 def registered(ops: Ops = None, *, gpu: bool) -> list[str]:
     """Names the ops that a library of some has; None stands for all."""
-    sources = _modules(ops, gpu).values()
+    sources = modules(ops, gpu).values()
     return sorted({op for source in sources for op in _REGISTERED.findall(source.decode())})
 
 
 def _precompiled(draft: Path, name: str, ops: Ops, gpu: bool) -> Path:
     """Compiles the modules of ops into a file of a folder."""
     made, copy = draft / name, draft / OPS.name
-    for place, source in _modules(ops, gpu).items():
+    for place, source in modules(ops, gpu).items():
         (copy / place).parent.mkdir(parents=True, exist_ok=True)
         (copy / place).write_bytes(source)
     try:
@@ -239,13 +239,13 @@ def _folder() -> Path | None:
 @cache
 def _sources(ops: Ops, gpu: bool) -> str:
     """Digests the ops' sources, for a GPU or for a CPU, and the compiler's version."""
-    modules = _modules(ops, gpu)
-    names = (place.as_posix().encode() for place in modules)
-    return _hash([max_version.encode(), *names, *modules.values()])
+    read = modules(ops, gpu)
+    names = (place.as_posix().encode() for place in read)
+    return _hash([max_version.encode(), *names, *read.values()])
 
 
 @cache
-def _modules(ops: Ops, gpu: bool) -> dict[Path, bytes]:
+def modules(ops: Ops, gpu: bool) -> dict[Path, bytes]:
     """Reads the sources of ops by their places in the package.
 
     For a CPU modules called no_gpu are in the place of those called gpu, and no module is there

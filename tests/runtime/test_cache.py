@@ -90,7 +90,7 @@ def test_everything_that_matters_is_in_the_key(monkeypatch: pytest.MonkeyPatch) 
 
 def test_sources_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "OPS", tmp_path)
-    monkeypatch.setattr(cache, "_modules", cache._modules.__wrapped__)
+    monkeypatch.setattr(cache, "modules", cache.modules.__wrapped__)
     (tmp_path / "sub").mkdir()
     for name, text in (
         ("__init__.mojo", "from .a import *\nfrom .sub import *\n"),
@@ -113,7 +113,7 @@ def test_sources_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def places(ops: cache.Ops, gpu: bool) -> set[str]:
-    return {place.as_posix() for place in cache._modules(ops, gpu)}
+    return {place.as_posix() for place in cache.modules(ops, gpu)}
 
 
 def test_a_gpu_has_all_ops_and_a_cpu_none_of_its_kernels() -> None:
@@ -125,7 +125,7 @@ def test_a_gpu_has_all_ops_and_a_cpu_none_of_its_kernels() -> None:
     assert {"gemm/cpu.mojo", "attention/op.mojo"} < for_a_cpu - {"no_gpu.mojo"} < for_a_gpu
     kernels = {"gpu.mojo", "gemm/hopper.mojo", "conv2d/chain.mojo", "mlp.mojo", "stem/op.mojo"}
     assert not kernels & for_a_cpu
-    sources = cache._modules(None, False)
+    sources = cache.modules(None, False)
     assert sources[Path("gemm/gpu.mojo")] == (cache.OPS / "gemm/no_gpu.mojo").read_bytes()
 
 
@@ -145,9 +145,9 @@ def test_every_op_is_in_a_library_for_it_alone() -> None:
         text = source.read_text()
         place = source.relative_to(nodes.OPS)
         for op in re.findall(r'^@register\("(\w+)"\)', text, re.MULTILINE):
-            assert place in cache._modules(frozenset({op}), True), op
+            assert place in cache.modules(frozenset({op}), True), op
             if 'target == "cpu"' in text:
-                assert place in cache._modules(frozenset({op}), False), op
+                assert place in cache.modules(frozenset({op}), False), op
 
 
 def test_a_library_of_all_ops_is_taken_if_it_is_there(
