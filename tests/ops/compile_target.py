@@ -121,6 +121,7 @@ BFLOAT16 = {
 # the time: by day tests/ptx compiles these kernels and runs them, and tests/test_third_family.py
 # compiles a network.
 NIGHTLY = {
+    "quantized_conv2d 3x3",
     "conv2d 3x3",
     "conv2d epilogue add_relu",
     "conv2d_chain",
