@@ -6,7 +6,7 @@ import os
 # the same process and needs its share. Read when the device is opened, so it is set before.
 os.environ.setdefault("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT", "45")
 
-# Without a GPU Triton's kernels are interpreted (bench levels). Read when triton is imported, which
-# torch does too, so it is set before.
+# Without a GPU Triton's kernels are interpreted (bench levels, which sees to --device cpu itself).
+# Read when triton is imported, which torch does too, so it is set before.
 if not any(os.path.exists(each) for each in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")

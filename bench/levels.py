@@ -2,9 +2,9 @@
 
 Each cell is a block or a model in one dtype. Level 1 is written well; where it is also written
 badly, that is a row of its own. Results, and gradients with --backward, are compared with level 1
-first. bench/compare.py says how times, launches and bytes come about. Without a GPU Triton's
-kernels are interpreted, so that level 4 has no time there. Lines of code are those that a level
-adds in Python: of level 5 what an op means, not its kernel.
+first. bench/compare.py says how times, launches and bytes come about. On a CPU Triton's kernels are
+interpreted, so that level 4 has no time there. Lines of code are those that a level adds in Python:
+of level 5 the torch formula of an op, not its Mojo kernel.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def _over_ours(labels: Sequence[str], values: Sequence[float]) -> Figure | None:
 
 
 def levels(records: Sequence[Record]) -> Figure | None:
-    """Draws each level's time over that of level 1: a panel a block or model."""
-    timed = [r for r in records if r.get("level") and r.get("p50_ms")]
+    """Draws how many times as fast as level 1 each level is, by p10: a panel a block or model."""
+    timed = [r for r in records if r.get("level") and r.get("p10_ms")]
     panels = grouped(timed, "block")
     if not panels:
         return None
@@ -113,8 +113,8 @@ def levels(records: Sequence[Record]) -> Figure | None:
     for axes in all_axes[len(panels) :]:
         axes.set_axis_off()
     for axes, ((block,), group) in zip(all_axes, panels.items(), strict=False):
-        first = group[0]["p50_ms"]
-        values = [first / r["p50_ms"] for r in group]
+        first = group[0]["p10_ms"]
+        values = [first / r["p10_ms"] for r in group]
         drawn = axes.barh([r["implementation"] for r in group], values, height=0.7)
         axes.bar_label(drawn, [f"{value:.2f}" for value in values], padding=3)
         axes.invert_yaxis()

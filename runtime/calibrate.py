@@ -17,7 +17,7 @@ from maxvision.graphs.program import Attribute, Node, Program, free, rebuilt
 from maxvision.graphs.quantize import STEPS, Grid, Quantization
 
 METHODS = ("max", "percentile", "mse")
-"""How a value's range is chosen: all of it, all but its tails, or the least mean square error."""
+"""How a value's range is chosen: all of it, all but its tails, or the least mean squared error."""
 PERCENTILE = 99.99
 """Percent of the numbers that ``percentile`` keeps."""
 SAMPLES = 1 << 15

@@ -255,6 +255,7 @@ def test_every_block_of_code_is_run() -> None:
     assert found == {
         "README.md": 1, "guide.md": 1, "converting.md": 5, "adding-a-model.md": 2,
         "adding-an-op.md": 8, "levels.md": 17,  # by test_levels.py
+        "serving.md": 1,  # by serve/test_grpc.py
     }  # fmt: skip
     languages = {block.language for path in DOCS for block in blocks(path)}
     assert languages <= {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +137,20 @@ def test_a_call_is_profiled(tmp_path: Path, capsys: Any) -> None:
     assert "aten::addmm" in capsys.readouterr().out
     found.plot(tmp_path / "where.png")
     assert (tmp_path / "where.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_cpus_levels_interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU too, and before bench levels imports triton."""
+    monkeypatch.delenv("TRITON_INTERPRET")  # which tests/conftest.py sets
+    seen: list[tuple[str, str | None]] = []
+
+    def loaded(name: str) -> Any:
+        seen.append((name, os.environ.get("TRITON_INTERPRET")))
+        return SimpleNamespace(run=lambda options: 0)
+
+    monkeypatch.setattr("importlib.import_module", loaded)
+    assert main(["levels", "--device", "gpu"]) == main(["levels", "--device", "cpu"]) == 0
+    assert seen == [("maxvision.bench.levels", None), ("maxvision.bench.levels", "1")]
 
 
 def test_levels_are_measured_and_reported(

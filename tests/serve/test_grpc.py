@@ -23,7 +23,7 @@ from tests.serve import faulty  # noqa: E402
 from tests.serve.conftest import EXAMPLES, IMAGES, KEY, MODEL  # noqa: E402
 from tests.serve.dialects import MODEL as NAME  # noqa: E402
 from tests.serve.dialects import TOP  # noqa: E402
-from tests.serve.started import Server, children, picture, serving  # noqa: E402
+from tests.serve.started import ROOT, Server, children, picture, serving  # noqa: E402
 from tests.serve.test_dialects import CAT, LABELS, pixels  # noqa: E402
 from tests.serve.test_start import refuses  # noqa: E402
 
@@ -193,6 +193,21 @@ def test_tritonclient_sends_files_and_pixels(triton: Any, expected: list[list[di
     after = statistics(client)
     assert after["inference_count"] - before["inference_count"] == len(files) + 3
     assert after["success"] - before["success"] == 4
+
+
+def test_the_documents_client(
+    triton: Any, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The code in docs/serving.md, with this server's address and key."""
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```\n", (ROOT / "docs/serving.md").read_text(), re.M | re.S
+    )
+    for shown, here in ("localhost:8001", address), ("outputs=", f"headers={HEADERS}, outputs="):
+        assert code.count(shown) == 1
+        code = code.replace(shown, here)
+    monkeypatch.chdir(ROOT)
+    exec(compile(code, "serving.md", "exec"), {})
+    assert re.search(r":3:cat\b", capsys.readouterr().out)
 
 
 def statistics(client: Any) -> dict[str, int]:

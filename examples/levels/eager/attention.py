@@ -22,7 +22,7 @@ def attention_in_steps(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) ->
 def attention_by_queries(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Computes the same written badly: a loop over queries, each op on one row of scores.
 
-    On a GPU each pass launches five small kernels that leave most of the device idle, and Python is
+    On a GPU each pass launches six small kernels that leave most of the device idle, and Python is
     slower than any of them.
     """
     rows = []

@@ -1,7 +1,8 @@
 """Convolution by torch, then batch norm, residual and ReLU as one kernel each way.
 
-A program has a channel: one pass over its pixels for mean and variance, one for the results. The
-second finds most pixels in the L2 cache. Level 1 goes through the images once for each op.
+A program has a channel. Forward it goes through its pixels three times: for the mean, the variance
+and the results; backward twice. Later passes find most pixels in the L2 cache. Level 1 goes through
+the images once for each op.
 """
 
 from typing import Any
