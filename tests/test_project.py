@@ -156,6 +156,7 @@ def test_set_up_says_what_is_missing(tmp_path: Path, python: str) -> None:
 
 EXTRAS = [
     "serve",
+    "grpc",
     "ray",
     "torch",
     "onnx",

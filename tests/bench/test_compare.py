@@ -87,8 +87,8 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         compare({"two": two_steps}, (), **SHORT)
     with pytest.raises(ArgumentError, match=r"less gives \[\(5, 5\)\], and the first one \[\(6"):
         compare({"two": two_steps, "less": lambda x, w: two_steps(x, w)[1:]}, ARGS, **SHORT)
-    with pytest.raises(ArgumentError, match=r"ours does not take float64 \(TypeError"):
-        compare({"ours": lambda x, w: torch_ops.relu(x)}, ARGS, **SHORT)
+    with pytest.raises(ArgumentError, match=r"narrow does not take float64 \(RuntimeError"):
+        compare({"narrow": lambda x, w: x @ torch.ones(4, 4)}, ARGS, **SHORT)
     found = compare({"two": two_steps}, ARGS, **SHORT)
     with pytest.raises(ArgumentError, match="choose another place"):
         found.plot(tmp_path / "nowhere/two.svg")
