@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from maxvision.bench import curves
@@ -100,19 +101,25 @@ def _over_ours(labels: Sequence[str], values: Sequence[float]) -> Figure | None:
     return figure
 
 
+def _grid(panels: int, most: int, size: tuple[float, float]) -> tuple[Figure, Sequence[Axes]]:
+    """Makes a figure of panels of a size, at most so many in a row; what is left over is empty."""
+    wide = min(most, panels)
+    high = math.ceil(panels / wide)
+    figure = Figure(figsize=(size[0] * wide, size[1] * high))
+    axes = list(figure.subplots(high, wide, squeeze=False).flat)
+    for each in axes[panels:]:
+        each.set_axis_off()
+    return figure, axes[:panels]
+
+
 def levels(records: Sequence[Record]) -> Figure | None:
     """Draws how many times as fast as level 1 each level is, by p10: a panel a block or model."""
     timed = [r for r in records if r.get("level") and r.get("p10_ms")]
     panels = grouped(timed, "block")
     if not panels:
         return None
-    wide = min(3, len(panels))
-    high = math.ceil(len(panels) / wide)
-    figure = Figure(figsize=(3.4 * wide, 1.9 * high))
-    all_axes = figure.subplots(high, wide, squeeze=False).flat
-    for axes in all_axes[len(panels) :]:
-        axes.set_axis_off()
-    for axes, ((block,), group) in zip(all_axes, panels.items(), strict=False):
+    figure, all_axes = _grid(len(panels), 3, (3.4, 1.9))
+    for axes, ((block,), group) in zip(all_axes, panels.items(), strict=True):
         first = group[0]["p10_ms"]
         values = [first / r["p10_ms"] for r in group]
         drawn = axes.barh([r["implementation"] for r in group], values, height=0.7)
@@ -134,17 +141,12 @@ def gains(records: Sequence[Record]) -> Figure | None:
     panels = {title: layers for title, layers in panels.items() if layers and "64x64" not in title}
     if not panels:
         return None
-    wide = min(2, len(panels))
-    high = math.ceil(len(panels) / wide)
-    figure = Figure(figsize=(5.2 * wide, 4 * high))
-    all_axes = figure.subplots(high, wide, squeeze=False).flat
-    for axes in all_axes[len(panels) :]:
-        axes.set_axis_off()
-    for axes, (title, layers) in zip(all_axes, panels.items(), strict=False):
+    figure, all_axes = _grid(len(panels), 2, (5.2, 4))
+    for axes, (title, layers) in zip(all_axes, panels.items(), strict=True):
         named = set[str]()
         for row in map(curves.to_row, layers):
             kind = f"{row.kernel}x{row.kernel}"
-            label = {} if kind in named else {"label": kind}
+            label: dict[str, Any] = {} if kind in named else {"label": kind}
             named.add(kind)
             axes.plot(
                 [1 - density for density, _ in row.sparse_us],

@@ -28,6 +28,7 @@ from maxvision.bench.engines import TORCH
 from maxvision.bench.records import write
 from maxvision.bench.references import checkpoint, reference_model
 from maxvision.bench.timing import HostClock, TorchClock, percentiles, rest, rounded, sample
+from maxvision.bridge import dynamo
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.layers import macs
 from maxvision.graphs.program import Program
@@ -62,9 +63,7 @@ class Trainer:
         self._dtype = dtype
         self._call: Callable[..., Any] = self.model
         if engine != "torch":
-            backend: Any = "inductor"
-            if engine == "maxvision":
-                from maxvision.bridge.dynamo import backend
+            backend: Any = dynamo.backend if engine == "maxvision" else "inductor"
             self._call = torch.compile(self.model, backend=backend, dynamic=False)
         self._optimizer = torch.optim.SGD(self.model.parameters(), RATE, 0.9, fused=True)
 

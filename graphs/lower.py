@@ -22,7 +22,7 @@ from maxvision.graphs import float64, nodes, passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
 from maxvision.graphs.elementwise import ELEMENTWISE, expression, values_of
-from maxvision.graphs.parameters import Filter, Parameters
+from maxvision.graphs.parameters import Filter, Parameters, wide
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.quantize import Grid
 from maxvision.graphs.shapes import pair
@@ -223,7 +223,7 @@ class _Given:
         """Gives a vector: a constant, or a value, as weights are in training."""
         if (name := self.name(i)) in self._values:
             value = self._values[name]
-            return ops.cast(value, dtype or nodes.wide(value.dtype))
+            return ops.cast(value, dtype or wide(value.dtype))
         return self.weights.vector(name, dtype)
 
     def layer(self, i: int, groups: int = 1, format: str = "") -> Filter:
@@ -263,8 +263,8 @@ class _Given:
     def numbers(self) -> list[TensorValue]:
         """All of them, constants in float32 whatever the others are, but float64."""
         types = [self._program.types[name].dtype for name in self._node.inputs]
-        wide = "float64" if "float64" in types else "float32"
-        return [self.value(i, wide if "float" in t else "") for i, t in enumerate(types)]
+        kind = "float64" if "float64" in types else "float32"
+        return [self.value(i, kind if "float" in t else "") for i, t in enumerate(types)]
 
     @property
     def floats(self) -> bool:
@@ -342,7 +342,7 @@ def _batch_norm(given: _Given, *, eps: float = 1e-5) -> TensorValue:
     weight, bias, mean, var = (given.vector(i) for i in range(1, 5))
     x = given.value(0)
     scale = weight * ops.rsqrt(var + eps)
-    return (x.cast(nodes.wide(x.dtype)) * scale + (bias - mean * scale)).cast(x.dtype)
+    return (x.cast(wide(x.dtype)) * scale + (bias - mean * scale)).cast(x.dtype)
 
 
 def _linear(given: _Given, *, format: str = "", epilogue: str = "none") -> TensorValue:
@@ -476,8 +476,8 @@ def _scatter_add(given: _Given, *, axis: int) -> TensorValue:
     x, indices, values = (given.value(i) for i in range(3))
     if not given.floats:
         return ops.scatter_add(x, values, indices, axis=axis)
-    wide = nodes.wide(given.result)
-    total = ops.scatter_add(x.cast(wide), values.cast(wide), indices, axis=axis)
+    kind = wide(given.result)
+    total = ops.scatter_add(x.cast(kind), values.cast(kind), indices, axis=axis)
     return total.cast(given.result)
 
 

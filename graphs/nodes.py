@@ -28,7 +28,7 @@ from maxvision.common.errors import ArgumentError, DeviceError
 from maxvision.graphs import arrange, formats, shapes
 from maxvision.graphs.constants import MOST_BIAS
 from maxvision.graphs.elementwise import MOST_PARTS, MOST_RESULTS, MOST_VALUES, MOST_VECTORS
-from maxvision.graphs.parameters import Filter
+from maxvision.graphs.parameters import Filter, wide
 from maxvision.graphs.shapes import MOST_AXES, MOST_ROW_AXES, Padding, Pair
 from maxvision.graphs.types import Size, Type, product, split
 
@@ -1412,11 +1412,6 @@ def concat(
     inputs = [*values, *[values[0]] * (MOST_PARTS - len(values))]
     inputs += [*vectors, *[values[0]] * (MOST_VECTORS - len(vectors))]  # not read
     return _custom("concat", inputs, [out], {"axis": axis, "expression": expression})[0]
-
-
-def wide(dtype: DType) -> DType:
-    """Gives the dtype of biases, and of sums: float64 of float64, else float32."""
-    return DType.float64 if dtype == DType.float64 else DType.float32
 
 
 def supported(dtype: DType, device: DeviceRef) -> bool:

@@ -28,6 +28,11 @@ ALIGNMENT = 64
 """Where a weight begins in a CPU's memory: at a multiple of this many bytes, a cache line."""
 
 
+def wide(dtype: DType) -> DType:
+    """Gives the dtype of biases, and of sums: float64 of float64, else float32."""
+    return DType.float64 if dtype == DType.float64 else DType.float32
+
+
 @dataclass(frozen=True)
 class Filter:
     """A convolution's or a linear layer's weights inside a graph, arranged for its device.
@@ -299,18 +304,16 @@ class Parameters:
         name = bias or f"{filter.removesuffix('.weight').removesuffix('.filter')}.bias"
         if self.has(name):  # another layer's, of the same filter
             name = f"{filter}.zeros"
-        return self._bind(name, lambda: np.zeros(size), (size,), self._wide)
+        return self._bind(name, lambda: np.zeros(size), (size,), wide(self.dtype))
 
     def vector(self, name: str, dtype: DType | None = None) -> TensorValue:
         """Returns the vector ``name``: layer norm's weights, a class token, a pixel mean.
 
         It is float32, or float64 where filters are, unless its ``dtype`` is given.
         """
-        return self._bind(name, lambda: self._tensor(name), self._shape(name), dtype or self._wide)
-
-    @property
-    def _wide(self) -> DType:
-        return DType.float64 if self.dtype == DType.float64 else DType.float32
+        return self._bind(
+            name, lambda: self._tensor(name), self._shape(name), dtype or wide(self.dtype)
+        )
 
     def constant(self, name: str, dtype: DType) -> TensorValue:
         """Returns the tensor ``name`` of any shape, laid out as the program has it."""

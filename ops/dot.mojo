@@ -1,8 +1,8 @@
 """What a CPU multiplies with: a step of K of one pixel and a vector of filters.
 
-In float32, and float64, a step is one number, and a multiply-add. In 8 bits it is four: x86 adds their products
-up by vpdpbusd (AVX-512 VNNI, AVX-VNNI), and before that by vpmaddwd of pairs of 16 bits. The sums
-are exact: none saturates.
+In float32, and float64, a step is one number, and a multiply-add. In 8 bits it is four: x86 adds
+their products up by vpdpbusd (AVX-512 VNNI, AVX-VNNI), and before that by vpmaddwd of pairs of 16
+bits. The sums are exact: none saturates.
 """
 
 from std.memory import bitcast

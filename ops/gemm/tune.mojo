@@ -79,7 +79,8 @@ struct Tuner[dtype: DType, right: DType]:
         self.scales = self.bench.ctx.enqueue_create_buffer[F32](most)
         comptime most_w = Float32(127) if Self.BYTES else Float32(0.05)
         comptime most_x = Float32(127) if Self.BYTES else Float32(1)
-        self.bench.fill(self.bench.x, len(self.bench.x), 1, most_x)
+        comptime if Self.BYTES:  # else it is filled already
+            self.bench.fill(self.bench.x, len(self.bench.x), 1, most_x)
         self.bench.fill(self.w, FILTERS, 2, most_w)
         self.bench.fill(self.residual, numbers, 3, most_x)
         self.bench.fill(self.scales, most, 5, 0.001)
