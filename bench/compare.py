@@ -9,8 +9,10 @@
 
 Times are medians of individual calls between two marks (bench/timing.py). What a launch moves is
 counted, not measured: all that it is given and gives, once. On a GPU launches are those that CUPTI
-records; on a CPU they are the ops that torch dispatches, but views, and the kernels of the programs
-that Inductor and maxvision wrote; beside such programs, other ops are not counted.
+records, and TFLOP/s and the share of the roofline are of the time that these take: in a small call
+the host takes longer. On a CPU they are of the call, and launches are the ops that torch
+dispatches, but views, and the kernels of the programs that Inductor and maxvision wrote; beside
+such programs, other ops are not counted.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class Comparison:
 
     Attributes:
         records: One for each: ``implementation``, ``p50_ms`` and other percentiles, ``memory_mb``
-            beyond what it is given, ``launches``, ``moved_mb``, ``tflops_per_s``,
+            beyond what it is given, ``launches``, what they take on a GPU as ``launches_ms``,
+            ``moved_mb``, ``tflops_per_s``,
             ``share_of_roofline``, ``lines`` of code, ``error`` and ``passed``; None is unknown.
             The error is the largest from the first one in float64, as a part of the largest number.
     """
@@ -173,7 +176,11 @@ def compare(
         if not counts.inductors and not counts.ours:  # beside torch.compile no mode may be active
             with _counted() as counts, _Ops(counts):
                 step()
-        record["launches"] = len(launches_of(step, clock.wait, 3)) if gpu else counts.launches
+        record["launches"], record["launches_ms"] = counts.launches, None
+        if gpu:
+            launched = launches_of(step, clock.wait, 3)
+            record["launches"] = len(launched)
+            record["launches_ms"] = rounded(sum(each.us for each in launched) / 1e3)
         record["moved_mb"] = rounded(counts.bytes / 1e6) if counts.bytes else None
         record["memory_mb"] = None if counts.ours else _memory(step, gpu)
         record["lines"] = code_lines(implementations[name])
@@ -188,7 +195,7 @@ def compare(
     for record in records:
         if times := samples.get(record["implementation"]):
             record |= percentiles(times, (10, 50, 90))
-            ms = record["p50_ms"]
+            ms = record["launches_ms"] or record["p50_ms"]
             record["tflops_per_s"] = rounded(flops / ms / 1e9) if flops else None
             record["share_of_roofline"] = rounded(floor / ms) if floor is not None else None
     return Comparison(records)
@@ -239,7 +246,9 @@ def _step(
 
     def step() -> list[Tensor]:
         with torch.set_grad_enabled(backward):
-            found = [y for y in tree_leaves(function(*fresh)) if isinstance(y, Tensor)]
+            # torch's counter of FLOPs hooks what modules are given, and no leaf lets it
+            given = [x.view_as(x) if isinstance(x, Tensor) else x for x in fresh]
+            found = [y for y in tree_leaves(function(*given)) if isinstance(y, Tensor)]
         if not backward:
             return found
         if not slopes:

@@ -113,15 +113,18 @@ def _grid(panels: int, most: int, size: tuple[float, float]) -> tuple[Figure, Se
 
 
 def levels(records: Sequence[Record]) -> Figure | None:
-    """Draws how many times as fast as level 1 each level is, by p10: a panel a block or model."""
+    """Draws how many times as fast as level 1 each level is: a panel a block or model.
+
+    That is by p10, and on a GPU by what its launches take.
+    """
     timed = [r for r in records if r.get("level") and r.get("p10_ms")]
     panels = grouped(timed, "block")
     if not panels:
         return None
     figure, all_axes = _grid(len(panels), 3, (3.4, 1.9))
     for axes, ((block,), group) in zip(all_axes, panels.items(), strict=True):
-        first = group[0]["p10_ms"]
-        values = [first / r["p10_ms"] for r in group]
+        times = [r.get("launches_ms") or r["p10_ms"] for r in group]
+        values = [times[0] / each for each in times]
         drawn = axes.barh([r["implementation"] for r in group], values, height=0.7)
         axes.bar_label(drawn, [f"{value:.2f}" for value in values], padding=3)
         axes.invert_yaxis()

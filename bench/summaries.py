@@ -56,13 +56,14 @@ def levels(records: Sequence[Record]) -> None:
 
 def comparison(title: str, records: Sequence[Record]) -> None:
     """Prints a row for each implementation."""
-    head = ("", "p50 ms", "p10", "p90", "MB", "launches", "moved MB", "TFLOP/s", "of roofline",
-            "lines", "error", "")  # fmt: skip
+    head = ("", "p50 ms", "p10", "p90", "MB", "launches", "their ms", "moved MB", "TFLOP/s",
+            "of roofline", "lines", "error", "")  # fmt: skip
     rows = [
         [
             r["implementation"], *(number(r.get(f"p{p}_ms"), "ms") for p in (50, 10, 90)),
-            number(r["memory_mb"]), str(r["launches"] or ""), number(r["moved_mb"]),
-            number(r.get("tflops_per_s")), percent(r.get("share_of_roofline")),
+            number(r["memory_mb"]), str(r["launches"] or ""), number(r.get("launches_ms"), "ms"),
+            *(number(r.get(name)) for name in ("moved_mb", "tflops_per_s")),
+            percent(r.get("share_of_roofline")),
             str(r["lines"] or ""), f"{r['error']:.0e}", "" if r["passed"] else "WRONG",
         ]
         for r in records

@@ -151,6 +151,8 @@ def _cell(
     trainers: dict[str, Trainer] = {}
     for engine in ("torch", *(each for each in options.engines if each != "torch")):
         sys.stderr.write(f"{name}, {dtype}, batch {count}: {engine}\n")
+        gc.collect()
+        torch.cuda.empty_cache()  # what one engine has freed is no longer counted as held
         before = torch.cuda.mem_get_info(place)[0] if gpu else 0
         trainers[engine] = Trainer(engine, model, batch, dtype)
         error = distance(trainers[engine].gradients(), exact)

@@ -318,7 +318,11 @@ def _key(x: Any, batched: bool) -> Any:
 def _traced(
     computed: Callable[[list[Any]], Any], given: list[Any], batched: Sequence[bool]
 ) -> fx.GraphModule:
-    """Takes a computation apart into ATen ops, of tensors like those that are given."""
+    """Takes a computation apart into ATen ops, of tensors like those that are given.
+
+    They are on a CPU, whatever computes later: torch differentiates what lies on a GPU in a thread
+    of its own, which waits for this one where gradients are compiled.
+    """
     from maxvision.bridge import aten, gradients
 
     aten.RULES[torch.ops.maxvision._attend.default] = aten.attention
@@ -355,7 +359,7 @@ def _fakes(tensors: Sequence[Tensor], batched: Sequence[bool]) -> list[Tensor]:
     for x, yes in zip(tensors, batched, strict=True):
         sizes = [batch if yes and axis == 0 else size for axis, size in enumerate(x.shape)]
         with mode:
-            like = torch.empty(sizes, dtype=x.dtype, device=x.device)
+            like = torch.empty(sizes, dtype=x.dtype)
             made.append(_laid(like, _order(x)))
     return made
 

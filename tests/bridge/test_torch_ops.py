@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import maxvision
@@ -435,6 +436,27 @@ def test_gradients_that_nobody_wants_are_not_computed() -> None:
     torch_ops.linear(x, weight).sum().backward()
     assert weight.grad is not None and len(Interpreted.made[-1].program.outputs) == 1
     torch.testing.assert_close(weight.grad, x.sum(0).expand(6, 8))
+
+
+@pytest.mark.parametrize("name", ["conv2d", "layer_norm", "softmax"])
+def test_gradients_of_a_gpu_are_traced_on_a_cpu(name: str) -> None:
+    """The thread that differentiates a GPU's tensors waits meanwhile, and cannot do so here."""
+    op = torch_ops.TABLE[name]
+    named = op.bound((), CASES[name][0]())
+    wanted = [isinstance(named[each], Tensor) for each in op.tensors]
+    result = op.meant(list(named.values()))
+    with FakeTensorMode():
+        dy, *args = (
+            torch.empty_strided(x.shape, x.stride(), device="cuda") if isinstance(x, Tensor) else x
+            for x in (result, *named.values())
+        )
+
+    def computed(whole: list[Any]) -> Any:
+        return op.gradients(whole[:1], wanted, whole[1:])
+
+    graph = torch_ops._traced(computed, [dy, *args], [False] * (1 + len(args)))
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    assert {x.device.type for x in values if isinstance(x, Tensor)} == {"cpu"}
 
 
 @pytest.mark.usefixtures("interpreted")
