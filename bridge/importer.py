@@ -236,7 +236,7 @@ def array(tensor: Any, floats: str = "float32") -> np.ndarray:
         tensor = tensor.detach().cpu().contiguous()
         narrow = tensor.is_floating_point() and tensor.element_size() < 8  # numpy has no bfloat16
         tensor = (tensor.float() if narrow else tensor).numpy()
-    made = np.ascontiguousarray(tensor)
+    made = np.require(tensor, requirements="C")  # ascontiguousarray gives a scalar an axis
     return made.astype(floats) if made.dtype.kind == "f" else made
 
 
@@ -263,4 +263,4 @@ def _stored(given: Known, floats: str) -> tuple[np.ndarray, tuple[Size, ...]]:
         found = [one, found[1].take(range(each), axis)]
     if not np.array_equal(found[0], found[1], equal_nan=first.dtype.kind == "f"):
         raise Unsupported("a constant that differs from batch to batch")
-    return np.ascontiguousarray(found[0]), tuple(shape)
+    return np.require(found[0], requirements="C"), tuple(shape)

@@ -1,7 +1,8 @@
 """A graph of ATen ops is cut: what has kernels becomes programs, as few as can be.
 
 bridge/dynamo.py cuts graphs for inference, whose weights are known; bridge/training.py those of a
-step forward and backward, which are given the weights.
+step forward and backward, which are given the weights. These have hundreds of kernels, so a large
+one is divided again, into pieces that are compiled side by side.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from max.driver import Device
 from max.graph import DeviceRef
 from torch import Tensor, fx, nn
-from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner, Partition
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from maxvision.bridge.coverage import Coverage, coverage
@@ -28,6 +29,7 @@ from maxvision.bridge.importer import Known, Missing, Unsupported
 from maxvision.bridge.tensors import OnTensors
 from maxvision.bridge.walker import Walker
 from maxvision.common.errors import ModelError, UserError
+from maxvision.common.host import cores
 from maxvision.graphs import lower, passes
 from maxvision.graphs.layers import macs
 from maxvision.graphs.net import Value
@@ -37,8 +39,10 @@ from maxvision.runtime.executor import Executor, Lowering, Unchecked
 
 log = logging.getLogger("maxvision")
 
-_COMPILERS = ThreadPoolExecutor(4, thread_name_prefix="maxvision compiles")
+_COMPILERS = ThreadPoolExecutor(max(4, cores() // 2), thread_name_prefix="maxvision compiles")
 """Compile parts side by side: MAX's compiler leaves cores idle for much of its time."""
+_LEAST = 24
+"""Ops that compute in a piece of a part, at the least: to compile one begins with 12 s."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What activations may be; the last one on a CPU."""
 UNASKED = "it is not among the ops asked for"
@@ -95,6 +99,7 @@ _ALIASES = {
     "matmul": "bmm", "scaled_dot_product_attention": "attention",
     "attention_logsumexp": "attention",
 }  # fmt: skip
+_PRODUCTS = frozenset(_ALIASES.values())
 
 
 def kind_of(op: Any) -> str:
@@ -113,6 +118,7 @@ def cut(
     *,
     exact: bool = False,
     only: Collection[str] | None = None,
+    pieces: int = 1,
 ) -> tuple[fx.GraphModule, list[Part]]:
     """Replaces what has kernels by programs.
 
@@ -124,6 +130,7 @@ def cut(
         exact: Whether values keep torch's dtypes, as where float32 and bfloat16 are mixed.
         only: The kinds of ops that programs may have, beside those that compute nothing; see
             ``kind_of``. Any if None.
+        pieces: How many programs a large part may be divided into, to compile them side by side.
 
     Returns:
         The graph, and its parts that are programs, which are not compiled yet.
@@ -140,7 +147,9 @@ def cut(
         look.leave(only)
     supported = _Supported(dtype, look.absent, exact)
     cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
-    module = cutter.fuse_partitions(cutter.propose_partitions(), prefix="part_")
+    whole = cutter.propose_partitions()
+    divided = [piece for each in whole for piece in _divided(each, look.computing, pieces)]
+    module = cutter.fuse_partitions(divided, prefix="part_")
     reasons = {node.name: why for node, why in look.absent.items()}
     found, parts = Explanation(), []
     for node in module.graph.nodes:
@@ -168,6 +177,29 @@ def cut(
     told.ours += found.ours
     told.left += found.left
     return module, parts
+
+
+def _divided(part: Partition, computing: Sequence[fx.Node], pieces: int) -> list[Partition]:
+    """Divides a part, in the order of the graph, so that each piece begins with a product."""
+    places = {node for node in computing if node in part.nodes}
+    pieces = min(pieces, len(places) // _LEAST)
+    if pieces < 2:
+        return [part]
+    graph = next(iter(part.nodes)).graph
+    found = [Partition()]
+    held: dict[fx.Node, Partition] = {}
+    count = 0
+    for node in (each for each in graph.nodes if each in part.nodes):
+        if node.target is operator.getitem:  # it goes with what gives several
+            held[node.args[0]].add_node(node)
+            continue
+        product = kind_of(node.target) in _PRODUCTS
+        if product and count >= len(found) * len(places) / pieces:
+            found.append(Partition())
+        count += node in places
+        found[-1].add_node(node)
+        held[node] = found[-1]
+    return found
 
 
 def load(parts: Sequence[Part]) -> None:

@@ -22,6 +22,7 @@ from maxvision.bridge import attention, gradients
 from maxvision.bridge.parts import Explanation, cut, leave, load
 from maxvision.bridge.tensors import device_of
 from maxvision.common.errors import ModelError
+from maxvision.common.host import cores
 
 
 def trained(
@@ -93,7 +94,8 @@ def _compiled(
             _disable_current_modes(),
             torch._guards.tracing(None),
         ):  # constants are computed, not traced
-            found, parts = cut(whole, {}, device, told, exact=True, only=only)
+            pieces = max(1, cores() // 2) if run else 1
+            found, parts = cut(whole, {}, device, told, exact=True, only=only, pieces=pieces)
             if run:
                 load(parts)
     except Exception as error:  # the way back is compiled when nobody else can catch it

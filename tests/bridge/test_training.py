@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maxvision.bridge import parts
+from maxvision.bridge import parts, training
 from maxvision.bridge.dynamo import backend
 from maxvision.bridge.parts import Explanation
 from maxvision.bridge.training import trained
@@ -205,6 +205,21 @@ def test_sizes_that_change_give_one_warning_and_run_in_torch() -> None:
             torch.testing.assert_close(fast(*given), twin(*given))
     assert sum("maxvision" in str(each.message) for each in caught) == 1
     assert not Interpreted.made
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("model", [Residual, Transformer])
+def test_large_parts_are_compiled_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, model: type[nn.Module]
+) -> None:
+    monkeypatch.setattr(training, "cores", lambda: 8)
+    monkeypatch.setattr(parts, "_LEAST", 3)
+    same(model(), *(images() if model is Residual else words()))
+    made = [each.program for each in Interpreted.made]
+    assert 4 <= len(made) <= 8
+    products = {"conv2d", "conv2d_input_grad", "conv2d_weight_grad", "matmul", "linear"}
+    products |= {"attention", "attention_grad"}
+    assert all(products & {node.op for node in each.nodes} for each in made)
 
 
 def explained(model: nn.Module, *given: Tensor) -> Explanation:
