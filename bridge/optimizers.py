@@ -254,7 +254,7 @@ def _kernel(dtype: torch.dtype, device: torch.device) -> Callable[..., Any]:
             graph.output(nodes.optimizer_step(places, settings, of))
         return graph
 
-    return OnTensors(load(build, where), where, records=False)
+    return OnTensors(load(build, where), where, most=0)
 
 
 # --- optimizers --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from maxvision.bridge.coverage import Coverage, coverage
 from maxvision.bridge.fx import module_of, origin, size_of, type_of
 from maxvision.bridge.importer import Known, Missing, Unsupported
-from maxvision.bridge.tensors import OnTensors
+from maxvision.bridge.tensors import SMALL, OnTensors
 from maxvision.bridge.walker import Walker
 from maxvision.common.errors import ModelError, UserError
 from maxvision.common.host import cores
@@ -404,7 +404,8 @@ class Part(nn.Module):
     def load(self) -> None:
         """Compiles it if need be, and packs its weights."""
         made = Executor.compile(self.program, self._tensors, self._device, self._lowering, images=0)
-        self._run = OnTensors(made.executable, self._device, records=not self._exact)
+        most = SMALL if self._exact else None
+        self._run = OnTensors(made.executable, self._device, most=most)
 
     def begin(self) -> None:
         """Compiles it beside what comes next; who calls it first waits for that."""

@@ -6,12 +6,14 @@ streams wait for each other by events, the host for neither. On a CPU nothing is
 the second call with the same shapes records the graph as one launch (runtime/replay.py), and from
 then on inputs are copied into the buffers of that launch, and outputs out of them. Where there is
 more to copy than launches cost, as in training, a graph is not recorded, and nothing is copied.
+On an H100 (one-off) a recorded ResNet-50 takes 60 us of the host, kernel by kernel 2 ms.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +23,14 @@ from torch import Tensor
 
 from maxvision.common.errors import ModelError
 from maxvision.runtime.devices import find_device
-from maxvision.runtime.replay import IMAGES, Capture, Replays
+from maxvision.runtime.replay import Capture, Replays
 
 POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 """MAX's setting of the share of a GPU's memory that it takes at the first recording."""
 SHARE = "40"
 """Percent for MAX, unless the user sets another share: torch needs the rest."""
+SMALL = 16 << 20
+"""Bytes of inputs that are copied in some 10 us, less than the launches of a few kernels take."""
 
 
 def device_of(place: torch.device) -> Device:
@@ -50,15 +54,18 @@ class OnTensors:
     Args:
         executable: It.
         device: Where it runs, and the tensors are.
-        records: Whether a GPU records it. If not, outputs stay in MAX's memory, which no graph but
-            those of this class may use meanwhile: they wait for what torch has enqueued.
+        most: Bytes of inputs up to which a GPU records it; 0 for a graph that writes into its
+            inputs, None for any. If a graph need not be recorded, outputs stay in MAX's memory
+            where it is not, which no graph but those of this class may use meanwhile: they wait for
+            what torch has enqueued.
     """
 
-    def __init__(self, executable: Executable, device: Device, *, records: bool = True) -> None:
-        plain, captured = (_Plain, _Recorded) if records else (_Kept, None)
-        self._replays = Replays(
-            executable, device, IMAGES if records else 0, False, plain=plain, captured=captured
-        )
+    def __init__(self, executable: Executable, device: Device, *, most: int | None = None) -> None:
+        plain = _Plain if most is None else _Kept
+        made = partial(Replays, executable, device, batched=False, plain=plain)
+        self._most = most
+        self._recorded = made(captured=_Recorded)
+        self._plain = made(0)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Computes the outputs of dense tensors, which have the graph's dtypes.
@@ -71,7 +78,9 @@ class OnTensors:
                 "a graph on maxvision's kernels cannot be part of a CUDA graph that torch records;"
                 " call it outside of it, where it is recorded by itself"
             )
-        found: list[Tensor] = self._replays(*tensors)
+        most = self._most
+        records = most is None or 0 < sum(each.nbytes for each in tensors) <= most
+        found: list[Tensor] = (self._recorded if records else self._plain)(*tensors)
         return found
 
 

@@ -13,12 +13,17 @@ from max.dtype import DType
 
 from maxvision.bridge import tensors
 from maxvision.common.errors import ModelError
+from maxvision.runtime import replay
 
 
 class Doubling:
     """Captures like a GPU's executable: fixed buffers in and out."""
 
+    def __init__(self) -> None:
+        self.captured: list[int] = []
+
     def capture(self, key: int, given: Buffer) -> list[Buffer]:
+        self.captured.append(given.shape[0])
         self.made = Buffer(given.dtype, given.shape, CPU())
         return [self.made]
 
@@ -30,6 +35,21 @@ class Doubling:
 
     def release_captured_graph(self, key: int) -> None:
         self.released = key
+
+
+def test_what_has_little_to_copy_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a graph that need not be; one that writes into its inputs never is."""
+    monkeypatch.setattr(replay, "captures", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    for most, sizes in {None: [4, 3], 12: [3], 0: []}.items():
+        executable = Doubling()
+        run = tensors.OnTensors(executable, CPU(), most=most)  # type: ignore[arg-type]
+        for size in (4, 3):
+            for value in (1.0, 2.0, 3.0):
+                (found,) = run(torch.full((size,), value))
+                assert found.tolist() == [2 * value] * size
+        assert executable.captured == sizes
 
 
 class Stream:
