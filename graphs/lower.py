@@ -170,7 +170,11 @@ def emit(program: Program, inputs: Sequence[TensorValue], weights: Parameters) -
             made = EMIT[node.op](given, **node.attributes)
             results = [made] if isinstance(made, TensorValue) else made
             values.update(zip(node.outputs, results, strict=True))
-    return [values[name] for name in program.outputs.values()]
+    return [
+        values[name] if name in values
+        else weights.constant(name, DType[program.types[name].dtype])
+        for name in program.outputs.values()
+    ]  # fmt: skip
 
 
 class _Given:

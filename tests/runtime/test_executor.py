@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from max.driver import CPU
+from max.graph import DeviceRef
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.net import Net
 from maxvision.graphs.program import Program
 from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache, executor
-from maxvision.runtime.executor import Executor, Lowering
+from maxvision.runtime.executor import Executor, Lowering, Unchecked
 
 RNG = np.random.default_rng(0)
 TENSORS = {
@@ -51,6 +52,16 @@ def test_it_computes_every_output_in_its_dtype(several: Executor, count: int) ->
     np.testing.assert_allclose(head, expected, rtol=1e-5, atol=1e-5)
     assert np.array_equal(sum_, a + b) and sum_.dtype == np.float32
     assert np.array_equal(turned, np.roll(c, 2, axis=1)) and turned.dtype == np.int32
+
+
+def test_an_output_may_be_a_constant() -> None:
+    net = Net("constant")
+    net.output("x", net.input("x", (BATCH, 8)))
+    net.output("bias", net.weight("head.bias", 5))
+    graph, weights, _ = Lowering().build(net.program(), TENSORS, DeviceRef.CPU(), Unchecked())
+    assert [list(map(str, each.shape)) for each in graph.output_types] == [["batch", "8"], ["5"]]
+    (bound,) = weights.bound.values()
+    assert np.array_equal(bound.array(), TENSORS["head.bias"])
 
 
 def test_what_it_gives_is_the_callers(several: Executor) -> None:
