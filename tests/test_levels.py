@@ -188,7 +188,7 @@ def test_a_level_computes_what_eager_torch_does(name: str, exact: Any, eagers: A
 @pytest.mark.parametrize(
     "only",
     [
-        ("transformer", "conv_norm_relu"),  # a C++ compiler takes a second or two for each kernel
+        ("mlp", "conv_norm_relu"),  # a C++ compiler takes a second or two for each kernel
         pytest.param(ALL, marks=pytest.mark.nightly),
     ],
     ids=["some", "all"],
