@@ -13,10 +13,13 @@ import queue
 import re
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 
+from maxvision.runtime.jpeg import Jpeg, Picture
 from maxvision.serve.quarantine import Quarantine
 from maxvision.serve.wire import READY, SERVER, Job, Report
 
@@ -55,17 +58,17 @@ def is_memory(error: Exception) -> bool:
 
 
 class Classifier(Protocol):
-    """What a server needs of ``runtime.classifier.Classifier``."""
+    """What a server needs of ``runtime.classifier.Classifier``; ``decoder`` only if it has one."""
 
     preprocess: Any
 
     def prepare(self, batch: int) -> None:
         """Makes ready for batches of up to ``batch`` images."""
 
-    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+    def __call__(self, pixels: Any) -> np.ndarray:
         """Computes logits."""
 
-    def features(self, pixels: np.ndarray) -> Any:
+    def features(self, pixels: Any) -> Any:
         """Computes logits and features."""
 
 
@@ -117,11 +120,29 @@ class Runner:
         slack = 0.05 * float(np.abs(self._answer).max())
         return bool((np.abs(logits - self._answer) <= slack).all())  # false for NaN
 
-    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+    @contextmanager
+    def pixels(self, images: Sequence[Picture]) -> Iterator[tuple[Any, list[int]]]:
+        """Makes the pixels of a batch while the block runs; files are decoded on the device.
+
+        Yields:
+            What the model computes of, and which images are not in it as they cannot be decoded.
+        """
+        files = [i for i, image in enumerate(images) if isinstance(image, Jpeg)]
+        decoder = getattr(self._model, "decoder", None)
+        if not files or decoder is None:
+            left = [image for image in images if isinstance(image, np.ndarray)]
+            yield np.stack(left) if left else (), files
+            return
+        with decoder(images) as batch:
+            for i in batch.refused:
+                batch.replace(i, None)
+            yield batch, batch.refused
+
+    def __call__(self, pixels: Any) -> np.ndarray:
         """Computes the logits [N, classes] of pixels [N, H, W, C]."""
         return self._model(pixels)
 
-    def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def features(self, pixels: Any) -> tuple[np.ndarray, np.ndarray]:
         """Computes logits and pooled features [N, C]."""
         result = self._model.features(pixels)
         return result.logits, result.features
@@ -222,7 +243,7 @@ class Batcher:
             pass
 
     def _add(self, job: Job) -> None:
-        ends = 0 if job.id == READY else self._quarantine.ends(job.pixels)
+        ends = 0 if job.id == READY else self._quarantine.ends(job.image)
         if ends > 1:
             log.error("request %s: the process has ended twice with its image", job.id)
             self._report(job.front, quarantined=[job.id])
@@ -235,18 +256,25 @@ class Batcher:
         """Runs a batch and reports it; in parts if it cannot be run as a whole."""
         begun = time.monotonic()
         try:
-            pixels = np.stack([job.pixels for job in jobs])
             features = None
-            with self._quarantine.running([j.pixels for j in jobs if j.id != READY]):
-                if jobs[0].features:
+            with (
+                self._quarantine.running([job.image for job in jobs if job.id != READY]),
+                self._runner.pixels([job.image for job in jobs]) as (pixels, undecoded),
+            ):
+                if len(undecoded) == len(jobs):
+                    logits = np.empty((0, 0), np.float32)
+                elif jobs[0].features:
                     logits, features = self._runner.features(pixels)
                 else:
                     logits = self._runner(pixels)
-            if len(logits) != len(jobs) or not np.isfinite(logits).all():
+            if len(logits) != len(jobs) - len(undecoded) or not np.isfinite(logits).all():
                 raise ValueError("the model gave no finite number for each class")
         except Exception as error:
             self._retry(jobs, error)
             return
+        for i in reversed(undecoded):
+            job = jobs.pop(i)
+            self._report(job.front, undecoded=[job.id])
         taken = 1e3 * (time.monotonic() - begun)
         fronts: dict[bytes, list[int]] = {}
         for row, job in enumerate(jobs):
@@ -266,7 +294,7 @@ class Batcher:
         memory = is_memory(error)
         if not memory and not self._runner.sound():
             log.critical("the model fails with every picture: its process ends", exc_info=error)
-            with self._quarantine.running([job.pixels for job in jobs if job.id != READY]):
+            with self._quarantine.running([job.image for job in jobs if job.id != READY]):
                 os._exit(UNSOUND)
         if len(jobs) == 1:
             log.error("request %s: the model failed", jobs[0].id, exc_info=error)
