@@ -20,12 +20,13 @@ from maxvision.bench.__main__ import dtypes
 from maxvision.bench.environment import environment
 from maxvision.bench.layers import COPIES, distinct, layer_module, lowered
 from maxvision.bench.references import artifact, precision, subject
+from maxvision.bench.served import EDGE, RESAMPLE
 from maxvision.graphs.program import Program
 from maxvision.graphs.target import Target
-from maxvision.runtime import cache
+from maxvision.runtime import cache, nvjpeg
 from maxvision.runtime.classifier import choose_sparse
 from maxvision.runtime.devices import DTYPES
-from maxvision.runtime.executor import Lowering, compiled
+from maxvision.runtime.executor import Lowering, compiled, compiled_ops
 
 NOTE = "compiled.json"
 
@@ -61,6 +62,9 @@ def _compile(options: argparse.Namespace, device: Device) -> int:
         note = {"target": options.target, **environment(), "seconds": seconds}
         (options.out / NOTE).write_text(json.dumps(note, indent=1) + "\n")
 
+    if target.api == "cuda":  # for served.load and --decode gpu
+        resample = partial(nvjpeg.graph, place, EDGE)
+        export(options.out / RESAMPLE, partial(compiled_ops, resample, device, target))
     for name in options.models:
         what = subject(name)
         for dtype in options.dtypes:

@@ -19,6 +19,11 @@ from maxvision.runtime.classifier import Classifier
 from maxvision.runtime.devices import DTYPES, find_device
 from maxvision.runtime.preprocess import Preprocess
 
+EDGE = 224
+"""Of the pictures of the networks that are measured, px."""
+RESAMPLE = f"resample-{EDGE}.mef"
+"""What ``bench compile`` makes of ``runtime.nvjpeg.graph``, beside the networks' graphs."""
+
 
 def load(source: str, graph: Path, dtype: str, device: str, **options: Any) -> Classifier:
     """Loads a model's weights and takes its graph from a file."""
@@ -26,6 +31,8 @@ def load(source: str, graph: Path, dtype: str, device: str, **options: Any) -> C
         weights.load(source), find_device(device), DTYPES[dtype], tf32=options["tf32"]
     )
     model.adopt(graph)
+    resample = graph.with_name(RESAMPLE)
+    model.choose_decoder(options["decode"], resample.read_bytes() if resample.is_file() else None)
     return model
 
 

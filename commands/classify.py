@@ -106,10 +106,10 @@ def classify(args: argparse.Namespace, started: float) -> int:
         if isinstance(error, KeyboardInterrupt) and len(items) > 1:
             complain(tally.interrupted(args.output), kind="")
         raise
-    if len(times.runs) == 1 and not quiet and times.pixels is not None:
+    if len(times.runs) == 1 and not quiet and times.last is not None:
         begun = time.perf_counter()
-        model(times.pixels)  # for the time of a warm run
-        times.runs.append((len(times.pixels), time.perf_counter() - begun))
+        model.run(*times.last)  # for the time of a warm run
+        times.runs.append((len(times.last[0]), time.perf_counter() - begun))
     summary = [_summary(model, times, tally)]
     if args.timing and times.runs:
         parts = start_up | model.seconds | {"first run": times.runs[0][1]}

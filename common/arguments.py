@@ -26,14 +26,15 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SPARSE = ("auto", "always", "never")
 """What runs pruned layers: sparse convolutions where they are faster, always, or never."""
 
-DECODE = ("exact", "fast")
-"""How JPEGs are decoded: every pixel, or large ones at a fraction of their size."""
+DECODE = ("auto", "cpu", "gpu", "fast")
+"""Where JPEGs are decoded; fast is on the CPU, large ones at a fraction of their size."""
 
 ALIASES = {
     **dict.fromkeys(("fp32", "f32", "float", "single", "tf32"), "float32"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
     "bf16": "bfloat16",
-    **dict.fromkeys(("cuda", "nvidia", "rocm", "hip", "amd"), "gpu"),
+    **dict.fromkeys(("exact", "pillow", "host"), "cpu"),
+    **dict.fromkeys(("cuda", "nvidia", "rocm", "hip", "amd", "nvjpeg"), "gpu"),
     **dict.fromkeys(("h100", "h200", "gh200", "hopper"), "sm_90a"),
     **dict.fromkeys(("b200", "gb200", "blackwell"), "sm_100a"),
     **dict.fromkeys(("a100", "ampere"), "sm_80"),
@@ -121,10 +122,11 @@ SHARED: dict[str, dict[str, Any]] = {
         " to be faster (auto), always, or never",
     },
     "decode": {
-        "default": "exact",
+        "default": "auto",
         "choices": DECODE,
-        "help": "fast: decode large JPEGs at a half, a quarter or an eighth of their size, where"
-        " that is at least twice what the model reads (default: exact)",
+        "help": "where JPEGs are decoded: gpu, which needs the extra nvjpeg; cpu; fast, on the CPU,"
+        " large ones at a half, a quarter or an eighth of their size, where that is at least twice"
+        " what the model reads (default: auto, on the model's GPU if the extra is installed)",
     },
     "passes": {
         "default": "all",

@@ -1230,6 +1230,19 @@ def optimizer_step(places: TensorValue, settings: TensorValue, dtype: DType) -> 
     return _custom("optimizer_step", [places, settings], [done], {"dtype": dtype})[0]
 
 
+def resample(places: TensorValue, edge: int) -> TensorValue:
+    """Turns, resizes and crops pictures that lie where ``places`` says, into pixels that do, too.
+
+    Args:
+        places: int64 [N, 13]; ops/resample.mojo says what of.
+        edge: The longer one of the pixels.
+
+    Returns:
+        Nothing that counts, [1]: the graph has to give it.
+    """
+    return _custom("resample", [places, _host([edge], DType.int64)], [Type((1,))])[0]
+
+
 def stem_maxpool(
     x: TensorValue,
     filter: Filter,

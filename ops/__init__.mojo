@@ -19,6 +19,7 @@ from .pointwise import *
 from .pool import *
 from .pool_grad import *
 from .reduce import *
+from .resample import *
 from .roll import *
 from .rows import *
 from .sparse_conv2d import *

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from max.dtype import DType
+from max.graph import DeviceRef
 
 from maxvision import weights
 from maxvision.common import __version__
@@ -14,11 +16,11 @@ from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.common.folder import new_folder
 from maxvision.graphs import passes as rewriting
 from maxvision.graphs.target import Target
-from maxvision.runtime import artifact
+from maxvision.runtime import artifact, nvjpeg
 from maxvision.runtime.artifact import Package
 from maxvision.runtime.classifier import choose_sparse, network, weights_of
 from maxvision.runtime.devices import find_dtype
-from maxvision.runtime.executor import Lowering, compiled
+from maxvision.runtime.executor import Lowering, compiled, compiled_ops
 from maxvision.runtime.preprocess import Preprocess
 
 
@@ -98,6 +100,10 @@ def compile(
             target=wanted,
             starting=starting,
         )
+        resample = None
+        if wanted.api == "cuda":
+            place = DeviceRef.from_device(device)
+            resample = compiled_ops(partial(nvjpeg.graph, place, max(size)), device, wanted)
         artifact.write(
             draft,
             name=checkpoint.name,
@@ -111,5 +117,6 @@ def compile(
             labels=checkpoint.labels,
             preprocess=checkpoint.preprocess,
             versions={"maxvision": __version__},
+            resample=resample,
         )
     return artifact.read(path)

@@ -8,6 +8,7 @@
 | program.json             | the network as it was compiled (graphs/program.py)                  |
 | config.json              | the labels, as on the Hugging Face hub                              |
 | preprocessor_config.json | how an image is prepared, likewise                                  |
+| resample.mef             | what prepares images that the GPU decodes (NVIDIA's alone)           |
 
 The weights are mapped: a CPU computes on the file's own pages, so that a start reads nothing twice
 and processes share them. Every file is compared with its sum in the manifest before it is used.
@@ -39,6 +40,7 @@ FORMAT = "maxvision compiled model"
 VERSION = 3
 MANIFEST, GRAPH, WEIGHTS = "manifest.json", "graph.mef", "weights.safetensors"
 PROGRAM, CONFIG, PREPROCESS = "program.json", "config.json", "preprocessor_config.json"
+RESAMPLE = "resample.mef"
 
 _CODES = {
     DType.float32: "F32",
@@ -112,6 +114,14 @@ class Package:
             for name, (dtype, array) in tensors.items()
         }
 
+    def resample(self) -> bytes | None:
+        """Reads the graph of ``runtime.nvjpeg``, if there is one.
+
+        Raises:
+            ModelError: If the file is damaged.
+        """
+        return self._checked(RESAMPLE) if RESAMPLE in self.files else None
+
     def verify(self) -> None:
         """Compares every file with its sum.
 
@@ -158,6 +168,8 @@ def read(source: str | os.PathLike[str]) -> Package:
         files = {
             name: manifest["files"][name] for name in (GRAPH, WEIGHTS, PROGRAM, CONFIG, PREPROCESS)
         }
+        if RESAMPLE in manifest["files"]:
+            files[RESAMPLE] = manifest["files"][RESAMPLE]
         config, preprocess = (
             json.loads(_read(folder, name, files[name])) for name in (CONFIG, PREPROCESS)
         )
@@ -194,6 +206,7 @@ def write(
     labels: Sequence[str],
     preprocess: dict[str, Any],
     versions: dict[str, str],
+    resample: bytes | None = None,
 ) -> None:
     """Writes a compiled model into ``folder``, which is there and empty.
 
@@ -201,6 +214,8 @@ def write(
         OSError: If it cannot be written.
     """
     (folder / GRAPH).write_bytes(graph)
+    if resample is not None:
+        (folder / RESAMPLE).write_bytes(resample)
     _write_weights(folder / WEIGHTS, weights)
     (folder / PROGRAM).write_text(program.to_json(), encoding="utf-8")
     names = {"id2label": {str(i): label for i, label in enumerate(labels)}}

@@ -7,10 +7,13 @@ model.classify("cat.jpg", top_k=5)
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -30,11 +33,14 @@ from maxvision.graphs.pixels import MEAN, SCALE, from_pixels
 from maxvision.graphs.program import Program
 from maxvision.graphs.sparsity import Choice, Chosen
 from maxvision.graphs.target import Target
-from maxvision.runtime import artifact
+from maxvision.runtime import artifact, jpeg, nvjpeg
 from maxvision.runtime.artifact import Package
 from maxvision.runtime.devices import find_device, find_dtype, parse_device
-from maxvision.runtime.executor import Executor, Lowering, Watch
-from maxvision.runtime.predictions import Prediction, softmax
+from maxvision.runtime.executor import Executor, Lowering, Watch, initialised
+from maxvision.runtime.executor import load as load_ops
+from maxvision.runtime.jpeg import Picture
+from maxvision.runtime.nvjpeg import Batch, Decoder
+from maxvision.runtime.predictions import Prediction, likeliest, softmax
 from maxvision.runtime.preprocess import Preprocess, Source, load_batch
 from maxvision.runtime.replay import IMAGES
 
@@ -82,7 +88,7 @@ def load(
     revision: str | None = None,
     labels: str | os.PathLike[str] | Sequence[str] | None = None,
     passes: str = "all",
-    decode: str = "exact",
+    decode: str = "auto",
     progress: Callable[[str], None] | None = None,
 ) -> Classifier:
     """Loads a classifier and compiles it.
@@ -105,7 +111,10 @@ def load(
             "class 0", "class 1", ....
         passes: How the network is rewritten (graphs/passes): ``all``, ``none``, ``-stem,-chain``
             for all but these, ``qkv,mlp`` for these alone. To find the one to blame for an answer.
-        decode: ``fast`` decodes large JPEGs at a fraction of their size (``Preprocess.fast``).
+        decode: Where JPEGs are decoded: ``cpu``; ``gpu``, by nvImageCodec (runtime/nvjpeg.py), but
+            for those that it does not take; ``auto``, on the GPU that the network runs on if that
+            package is installed; ``fast``, on the CPU, large ones at a fraction of their size
+            (``Preprocess.fast``).
         progress: Called with a sentence before each step that takes time.
 
     Raises:
@@ -131,9 +140,7 @@ def load(
             raise ArgumentError(
                 f"{source} is compiled already; omit --passes, or compile it again with them"
             )
-        model = _unpack(source, device, dtype, batch_size, tf32, sparse, names)
-        model.preprocess = replace(model.preprocess, fast=decode == "fast")
-        return model
+        return _unpack(source, device, dtype, batch_size, tf32, sparse, names, decode)
     from maxvision import weights
 
     place = find_device(device)
@@ -145,7 +152,7 @@ def load(
     model = Classifier(
         checkpoint, place, kind, batch_size, watch, tf32=tf32, sparse=sparse, off=off
     )
-    model.preprocess = replace(model.preprocess, fast=decode == "fast")
+    model.choose_decoder(decode)
     model.compile(progress)
     return model
 
@@ -158,6 +165,7 @@ def _unpack(
     tf32: bool,
     sparse: str,
     names: list[str] | None,
+    decode: str,
 ) -> Classifier:
     """Loads a model that was compiled ahead of time."""
     watch = Watch()
@@ -185,6 +193,7 @@ def _unpack(
         )
     place = packed.target.open(index)
     model = Classifier(packed, place, DType[packed.dtype], batch_size, watch, tf32=packed.tf32)
+    model.choose_decoder(decode)
     model.compile()
     return model
 
@@ -328,6 +337,7 @@ class Classifier:
         tf32: Whether products of float32 are rounded to TF32 first.
         labels: A name for each class.
         preprocess: Turns an image into the pixels that the model takes.
+        decoder: Does so with JPEGs on the GPU, if anything does (``choose_decoder``).
         batch_size: Images that ``classify`` runs at a time.
         seconds: What making it ready took: ``weights`` (finding, checking), ``graph`` (building,
             looking up), ``compile`` (if it had to be), ``load`` (arranging, initialising).
@@ -353,6 +363,7 @@ class Classifier:
         self.tf32 = tf32 and dtype == DType.float32 and device.api == "cuda"
         self.labels = source.labels
         self.preprocess = Preprocess.from_config(source.preprocess)
+        self.decoder: Decoder | None = None
         self._asked = batch_size
         self.batch_size = batch_size or (8 if device.is_host else 32)
         self._source = source
@@ -373,7 +384,7 @@ class Classifier:
             f" {height} x {width} px, {precision} on {self.device})"
         )
 
-    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+    def __call__(self, pixels: np.ndarray | Batch) -> np.ndarray:
         """Computes the logits [N, classes] of pixels [N, H, W, C]; any thread may call.
 
         On a GPU a batch size is captured when it comes for the second time (runtime/replay.py), or
@@ -381,14 +392,15 @@ class Classifier:
 
         Args:
             pixels: uint8 levels as ``preprocess`` gives them, or float32 that are normalised
-                already. Another size than the preprocessing's compiles once more.
+                already. Another size than the preprocessing's compiles once more. Or what
+                ``decoder`` has decoded.
 
         Raises:
             ArgumentError: If shape or dtype do not fit.
         """
         return self._run(pixels, everything=False)[0]
 
-    def features(self, pixels: np.ndarray) -> Features:
+    def features(self, pixels: np.ndarray | Batch) -> Features:
         """Computes logits, features and the stages of pixels (see ``__call__``)."""
         logits, features, *stages = self._run(pixels, everything=True)
         return Features(logits, features, stages)
@@ -428,13 +440,59 @@ class Classifier:
         sources: Sequence[Source] = images if isinstance(images, list) else [images]
         answers: list[list[Prediction]] = []
         for start in range(0, len(sources), self.batch_size):
-            pixels = []
-            for item in load_batch(sources[start : start + self.batch_size], self.preprocess):
+            some = sources[start : start + self.batch_size]
+            pictures: list[Picture] = []
+            for item in load_batch(some, self.read):
                 if isinstance(item, ImageError):
                     raise item
-                pixels.append(item)
-            answers += self.predictions(self(np.stack(pixels)), top_k)
+                pictures.append(item)
+            rows = self.run(pictures, some)
+            for row in rows:
+                if isinstance(row, ImageError):
+                    raise row
+            answers += self.predictions(np.stack(rows), top_k)  # type: ignore[arg-type]
         return answers if isinstance(images, list) else answers[0]
+
+    def read(self, source: Source) -> Picture:
+        """Reads a picture for ``run``: a file that the GPU decodes, or the pixels of another.
+
+        Raises:
+            ImageError: If it cannot be read.
+        """
+        if self.decoder is not None:
+            file = _file(source)
+            if file is not None and (found := jpeg.read(file, self.preprocess)):
+                return found
+        return self.preprocess(source)
+
+    def run(
+        self, pictures: Sequence[Picture], sources: Sequence[Source]
+    ) -> list[np.ndarray | ImageError]:
+        """Computes the logits of what ``read`` gives; any thread may call.
+
+        Args:
+            pictures: At least one.
+            sources: What they were read from. One that the GPU cannot decode is read again, on the
+                CPU.
+
+        Returns:
+            The logits [classes] of each; the error of one that cannot be read.
+        """
+        if self.decoder is None:
+            return list(self(np.stack(pictures)))  # type: ignore[arg-type]
+        answers: list[np.ndarray | ImageError] = []
+        errors: dict[int, ImageError] = {}
+        with self.decoder(pictures) as batch:
+            for i in batch.refused:
+                try:
+                    batch.replace(i, self.preprocess(sources[i]))
+                except ImageError as error:
+                    errors[i] = error
+                    batch.replace(i, None)
+            rows = iter(self(batch) if len(batch) else ())
+        for i in range(len(pictures)):
+            answers.append(errors[i] if i in errors else next(rows))
+        return answers
 
     def predictions(self, logits: np.ndarray, top_k: int = 5) -> list[list[Prediction]]:
         """Names the likeliest classes of each row of logits, with their softmax.
@@ -445,10 +503,11 @@ class Classifier:
         if top_k < 1:
             raise ArgumentError(f"top_k must be at least 1 but is {top_k}")
         scores = softmax(logits)
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+        order = likeliest(scores, top_k)
+        rows = zip(order.tolist(), np.take_along_axis(scores, order, 1).tolist(), strict=True)
         return [
-            [Prediction(self.labels[i], int(i), float(row[i])) for i in best]
-            for row, best in zip(scores, order, strict=True)
+            [Prediction(self.labels[i], i, each) for i, each in zip(best, some, strict=True)]
+            for best, some in rows
         ]
 
     def compile(self, progress: Callable[[str], None] | None = None) -> None:
@@ -465,6 +524,31 @@ class Classifier:
         Sizes are captured (``Replays.prepare``), so that no batch to come waits.
         """
         self.executor().prepare(np.zeros((batch, *self._size, self.channels), np.uint8))
+        if self.decoder is not None:
+            self.decoder.warm(batch)
+
+    def choose_decoder(self, decode: str, resample: bytes | None = None) -> None:
+        """Chooses where JPEGs are decoded, for ``read`` and ``run``.
+
+        Args:
+            decode: As ``load`` takes it.
+            resample: What ``nvjpeg.graph`` compiles to for this model; compiled if None, where no
+                package has it.
+
+        Raises:
+            DeviceError: If it is ``gpu`` and cannot be, or the decoder does not start.
+        """
+        self.preprocess = replace(self.preprocess, fast=decode == "fast")
+        self.decoder = None
+        if not nvjpeg.chosen(decode, self.device, self._device.api, self.preprocess):
+            return
+        build = partial(nvjpeg.graph, DeviceRef.from_device(self._device), max(self._size))
+        if resample is None and isinstance(self._source, Package):
+            resample = self._source.resample()
+        executable = (
+            initialised(resample, self._device) if resample else load_ops(build, self._device)
+        )
+        self.decoder = Decoder(self._device, self.preprocess, executable)
 
     def executable(self) -> Executable:
         """Gives the compiled graph for the images that ``preprocess`` makes: uint8 to logits."""
@@ -600,9 +684,10 @@ class Classifier:
             starting=starting,
         )
 
-    def _run(self, pixels: np.ndarray, everything: bool) -> list[np.ndarray]:
-        pixels = np.asarray(pixels)
-        if pixels.ndim != 4 or pixels.shape[3] != self.channels:
+    def _run(self, pixels: np.ndarray | Batch, everything: bool) -> list[np.ndarray]:
+        if not isinstance(pixels, Batch):
+            pixels = np.asarray(pixels)
+        if len(pixels.shape) != 4 or pixels.shape[3] != self.channels:
             raise ArgumentError(
                 f"pixels must have the shape [N, H, W, {self.channels}] but have"
                 f" {list(pixels.shape)}"
@@ -612,3 +697,22 @@ class Classifier:
         _, height, width, _ = pixels.shape
         executor = self.executor((height, width), pixels.dtype.name, everything=everything)
         return executor(pixels)
+
+
+def _file(source: Source) -> bytes | None:
+    """Reads a file that is there; nothing if it is none, such as a pipe, or cannot be opened.
+
+    By the system's own calls, which take the interpreter for less time than ``open`` does.
+    """
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        with suppress(OSError, ValueError):
+            about = os.stat(source)
+            if stat.S_ISREG(about.st_mode):
+                number = os.open(source, os.O_RDONLY)
+                try:
+                    return os.read(number, about.st_size)
+                finally:
+                    os.close(number)
+    return None

@@ -34,7 +34,7 @@ from maxvision.graphs.program import Program
 from maxvision.graphs.target import Target
 from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache
-from maxvision.runtime.replay import IMAGES, Replays
+from maxvision.runtime.replay import IMAGES, OnDevice, Replays
 
 log = logging.getLogger("maxvision")
 
@@ -154,20 +154,32 @@ def _compiled(checked: Callable[[], Graph], name: str, device: Device) -> Compil
     return InferenceSession(devices=[device]).compile(checked())
 
 
-def load(build: Callable[..., Graph], device: Device) -> Executable:
-    """Compiles a graph of our ops that is no program's, or finds it in the cache, and loads it.
+def compiled_ops(
+    build: Callable[..., Graph], device: Device, target: Target | None = None
+) -> bytes:
+    """Compiles a graph of our ops that is no program's, or finds it in the cache.
 
     Args:
         build: Makes the graph, which has no weights, with these settings of ``Graph``.
-        device: Where it runs.
+        device: What it is for; perhaps a virtual one.
+        target: What it is for, if the device is virtual.
     """
     graph = build(kernel_library=Unchecked())
     library = partial(cache.library, cache.called(str(graph)), gpu=not device.is_host)
-    mef = cache.compiled(
+    return cache.compiled(
         graph,
-        Target.of(device),
+        target or Target.of(device),
         lambda: _compiled(lambda: build(custom_extensions=[library()]), graph.name, device),
     )
+
+
+def load(build: Callable[..., Graph], device: Device) -> Executable:
+    """Compiles such a graph for a device of this machine, see ``compiled_ops``, and loads it."""
+    return initialised(compiled_ops(build, device), device)
+
+
+def initialised(mef: bytes, device: Device) -> Executable:
+    """Loads a compiled graph that has no weights."""
     return InferenceSession(devices=[device]).init(read(io.BytesIO(mef)))
 
 
@@ -261,11 +273,11 @@ class Executor:
     def __repr__(self) -> str:
         return f"Executor({self.program.signature} on {self._place})"
 
-    def __call__(self, *arrays: np.ndarray) -> list[np.ndarray]:
+    def __call__(self, *arrays: np.ndarray | OnDevice) -> list[np.ndarray]:
         """Computes the outputs; what is bfloat16 or float16 comes as float32.
 
         Args:
-            arrays: The inputs, in the program's order.
+            arrays: The inputs, in the program's order; some may be made on the device.
 
         Raises:
             ArgumentError: If they are not of the program's types.
@@ -278,7 +290,7 @@ class Executor:
         self._check(arrays)
         self._replays.prepare(*arrays)
 
-    def _check(self, arrays: tuple[np.ndarray, ...]) -> None:
+    def _check(self, arrays: tuple[np.ndarray | OnDevice, ...]) -> None:
         types = self.program.inputs
         if len(arrays) != len(types):
             raise ArgumentError(
@@ -287,7 +299,7 @@ class Executor:
             )
         named: dict[str, int] = {}
         for array, (name, wanted) in zip(arrays, types.items(), strict=True):
-            if not isinstance(array, np.ndarray):
+            if not isinstance(array, (np.ndarray, OnDevice)):
                 raise ArgumentError(
                     f"{self.program.name}: {name} has to be a numpy array of {wanted}, not"
                     f" {type(array).__name__}"

@@ -3,6 +3,9 @@
 Decoding threads work ahead of the model by two batches, one thread keeps the model busy, and the
 caller writes what has been answered. So the slowest of the three sets the pace, and only so many
 images are in memory.
+
+Where the GPU decodes, these threads read files, several at a time, and two threads keep it busy: it
+decodes one batch while the network runs the other.
 """
 
 from __future__ import annotations
@@ -15,17 +18,29 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from maxvision.common.errors import ImageError
 from maxvision.common.host import cores
-from maxvision.runtime.preprocess import Pixels, Source
+from maxvision.runtime.preprocess import Source
 
 if TYPE_CHECKING:
     from maxvision.runtime import Classifier, Prediction
+    from maxvision.runtime.jpeg import Picture
+
+    Ran: TypeAlias = tuple[list[np.ndarray | ImageError], list[list[Prediction] | None]]
+    """The logits of each picture or its error; and of those without one the likeliest classes,
+    None where logits are not finite."""
+
+FILES = 16
+"""That a thread reads at a time, where the GPU decodes: handing each over would cost as much."""
+READERS = 4
+"""Threads that read there; more of them wait for the interpreter."""
+BATCHES = 2
+"""That are under way there."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -57,7 +72,7 @@ class Times:
         preprocessing: Of all images together, on however many threads.
         images: Those that were read.
         runs: The model's, each with its batch size.
-        pixels: What ran last, [N, H, W, C].
+        last: What ran last, and what it was read from, as ``Classifier.run`` takes it.
         all: Of all answers, from the first image to the last.
         first: ``time.perf_counter()`` at the first answer.
     """
@@ -65,7 +80,7 @@ class Times:
     preprocessing: float = 0.0
     images: int = 0
     runs: list[tuple[int, float]] = field(default_factory=list)
-    pixels: Pixels | None = None
+    last: tuple[list[Picture], list[Source]] | None = None
     all: float = 0.0
     first: float = 0.0
 
@@ -85,46 +100,65 @@ def answers(
         workers: Threads that decode; one a core if None.
     """
     workers = min(workers or cores(), len(items) or 1)
+    if model.decoder is not None:
+        workers = min(workers, READERS)
     size = model.batch_size
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
+    together, runners = (1, 1) if model.decoder is None else (FILES, BATCHES)
 
-    def read(item: Item) -> tuple[Pixels | ImageError, float]:
+    def read(some: Sequence[Item]) -> tuple[list[Picture | ImageError], float]:
         start = time.perf_counter()
-        try:
-            if isinstance(item.source, ImageError):
-                return item.source, 0.0
-            return model.preprocess(item.source), time.perf_counter() - start
-        except ImageError as error:
-            return error, 0.0
+        found: list[Picture | ImageError] = []
+        for item in some:
+            try:
+                if isinstance(item.source, ImageError):
+                    raise item.source
+                found.append(model.read(item.source))
+            except ImageError as error:
+                found.append(error)
+        return found, time.perf_counter() - start
 
-    def run(pixels: Pixels) -> npt.NDArray[np.float32]:
+    def run(pictures: list[Picture], sources: list[Source]) -> Ran:
         start = time.perf_counter()
-        logits: npt.NDArray[np.float32] = model(pixels)
-        times.runs.append((len(pixels), time.perf_counter() - start))
-        return logits
+        rows = model.run(pictures, sources)
+        times.runs.append((len(pictures), time.perf_counter() - start))
+        good = [row for row in rows if not isinstance(row, ImageError)]
+        if not good:
+            return rows, []
+        logits = np.stack(good)
+        with np.errstate(invalid="ignore"):
+            predictions = model.predictions(logits, top_k)
+        finite = np.isfinite(logits).all(axis=1).tolist()
+        return rows, [best if ok else None for best, ok in zip(predictions, finite, strict=True)]
 
     readers = ThreadPoolExecutor(workers, "decode", _step_back if model.device == "cpu" else None)
-    runner = ThreadPoolExecutor(1, "model")
-    running: deque[tuple[list[Item], list[Pixels | ImageError], Future | None]] = deque()
+    runner = ThreadPoolExecutor(runners, "model")
+    running: deque[tuple[Sequence[Item], list[Picture | ImageError], Future[Ran] | None]] = deque()
     try:
-        images = _ahead(readers, read, items, 2 * size + workers)
-        for start in range(0, len(items), size):
-            part = list(items[start : start + size])
-            loaded = []
-            for _ in part:
-                image, seconds = next(images)
-                loaded.append(image)
+        pieces = [part[i : i + together] for part in parts for i in range(0, len(part), together)]
+        images = _ahead(readers, read, pieces, (1 + runners) * size // together + workers)
+        for part in parts:
+            loaded: list[Picture | ImageError] = []
+            while len(loaded) < len(part):
+                found, seconds = next(images)
+                loaded += found
                 times.preprocessing += seconds
-            good = [image for image in loaded if not isinstance(image, ImageError)]
+            pictures: list[Picture] = []
+            sources: list[Source] = []
+            for item, image in zip(part, loaded, strict=True):
+                if not isinstance(image, ImageError) and not isinstance(item.source, ImageError):
+                    pictures.append(image)
+                    sources.append(item.source)
             future = None
-            if good:
-                times.images += len(good)
-                times.pixels = np.stack(good)
-                future = runner.submit(run, times.pixels)
+            if pictures:
+                times.images += len(pictures)
+                times.last = pictures, sources
+                future = runner.submit(run, pictures, sources)
             running.append((part, loaded, future))
-            if len(running) > 2:
-                yield _finish(model, *running.popleft(), top_k)
+            if len(running) > 1 + runners:
+                yield _finish(model, *running.popleft())
         while running:
-            yield _finish(model, *running.popleft(), top_k)
+            yield _finish(model, *running.popleft())
     finally:
         for pool in (readers, runner):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -155,23 +189,21 @@ def _ahead(
 def _finish(
     model: Classifier,
     items: Sequence[Item],
-    loaded: Sequence[Pixels | ImageError],
-    future: Future[npt.NDArray[np.float32]] | None,
-    top_k: int,
+    loaded: Sequence[Picture | ImageError],
+    future: Future[Ran] | None,
 ) -> list[Answer]:
     """Waits for the logits of a batch and makes an answer of each image."""
-    logits = future.result() if future else np.empty((0, 0), np.float32)
-    with np.errstate(invalid="ignore"):  # logits that are not finite become an error below
-        predictions = model.predictions(logits, top_k) if future else []
-    rows = iter(zip(logits, predictions, strict=True))
+    rows, predictions = future.result() if future else ([], [])
+    logits, best = iter(rows), iter(predictions)
     done = []
     for item, image in zip(items, loaded, strict=True):
-        if isinstance(image, ImageError):
-            done.append(Answer(item.name, str(image)))
+        row = image if isinstance(image, ImageError) else next(logits)
+        if isinstance(row, ImageError):
+            done.append(Answer(item.name, str(row)))
             continue
-        row, best = next(rows)
-        if np.isfinite(row).all():
-            done.append(Answer(item.name, None, best, row))
+        likeliest = next(best)
+        if likeliest is not None:
+            done.append(Answer(item.name, None, likeliest, row))
         else:
             done.append(
                 Answer(

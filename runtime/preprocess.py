@@ -10,12 +10,12 @@ import io
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,14 @@ from maxvision.runtime import tiff
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Source: TypeAlias = "str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | npt.NDArray[Any]"
 
+T = TypeVar("T")
+
 _PILLOW = tuple(each.name.upper() for each in FORMATS)
 _NOT_READ = f"and not a {pictures.names('or')} picture"
 
 _BLOCK = 2**20  # numbers that are scaled at a time
 
-_UPRIGHT = {  # EXIF orientation: what makes it upright
+UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -45,6 +47,7 @@ _UPRIGHT = {  # EXIF orientation: what makes it upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+"""What makes a picture of an EXIF orientation upright."""
 
 
 # --- a source becomes an upright RGB image ----------------------------------------------------
@@ -167,7 +170,7 @@ def _load(image: Image.Image, where: str, shortest: int | None = None) -> Image.
         if shortest is not None and isinstance(image, ImageFile.ImageFile):
             image.draft(None, (shortest, shortest))  # which only a JPEG heeds
         image.load()
-        turn = _UPRIGHT.get(_orientation(image))
+        turn = UPRIGHT.get(_orientation(image))
         image = _to_rgb(image)
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
         raise _damaged(where, error) from error
@@ -303,7 +306,9 @@ def _damaged(where: str, error: Exception) -> ImageError:
 SPARE = 2
 """How many times as large as it has to be a JPEG is decoded at least, if ``Preprocess.fast``."""
 
-_LARGE = 2**24  # px; a picture resized beyond this is long and thin, and only its crop is resized
+LARGE = 2**24
+"""Pixels; a picture resized beyond this is long and thin, and only its crop is resized."""
+
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _HALF = [0.5, 0.5, 0.5]
 _CLIP = {
@@ -430,18 +435,20 @@ class Preprocess:
             image = image.crop((left, top, left + self.width, top + self.height))
         return np.array(image)
 
+    def scaled(self, height: int, width: int) -> tuple[int, int]:
+        """Tells to what height and width a picture is resized."""
+        if self.resize is None:
+            return height, width
+        if isinstance(self.resize, tuple):
+            return self.resize
+        length = int(self.resize * max(height, width) / min(height, width))
+        return (length, self.resize) if width <= height else (self.resize, length)
+
     def _resized(self, image: Image.Image) -> Image.Image:
         if self.resize is None:
             return image
-        if isinstance(self.resize, tuple):
-            height, width = self.resize
-        else:
-            short, long = sorted(image.size)
-            length = int(self.resize * long / short)
-            width, height = (
-                (self.resize, length) if image.width <= image.height else (length, self.resize)
-            )
-        if width * height <= _LARGE:
+        height, width = self.scaled(image.height, image.width)
+        if width * height <= LARGE:
             return image.resize((width, height), self.resample)
         # Equal to resize and crop but for rounding, which Pillow's choice of the first axis moves.
         w, h = min(width, self.width), min(height, self.height)
@@ -452,17 +459,17 @@ class Preprocess:
 
 
 def load_batch(
-    sources: Sequence[Source], preprocess: Preprocess, workers: int | None = None
-) -> list[Pixels | ImageError]:
-    """Reads and preprocesses pictures on ``workers`` threads (unset: one a core), in order.
+    sources: Sequence[Source], read: Callable[[Source], T], workers: int | None = None
+) -> list[T | ImageError]:
+    """Reads pictures on ``workers`` threads (unset: one a core), in order.
 
     A picture that cannot be read has its error in its place. Pillow releases the interpreter
     while it decodes and resizes.
     """
 
-    def load(source: Source) -> Pixels | ImageError:
+    def load(source: Source) -> T | ImageError:
         try:
-            return preprocess(source)
+            return read(source)
         except ImageError as error:
             return error
 

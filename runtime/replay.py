@@ -28,7 +28,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from max.driver import CPU, Buffer, Device, DeviceEvent, Usage
@@ -42,6 +42,25 @@ IMAGES = 1024
 
 Shapes = tuple[tuple[int, ...], ...]
 PINNED = Usage.STAGING | Usage.UNTRACKED
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """An input that is made where it is read, such as pictures that the device decodes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> Any:
+        """As numpy calls it."""
+
+    def __len__(self) -> int:
+        """Its first size."""
+
+    def write(self, buffer: Buffer) -> None:
+        """Enqueues what fills a buffer, whose first size may be larger, in the device's queue."""
 
 
 class Run(Protocol):
@@ -79,14 +98,29 @@ class Execution:
         self._inputs: list[list[Buffer]] = []
         self._outputs: list[list[Buffer]] = []
 
-    def upload(self, *arrays: np.ndarray) -> None:
+    def upload(self, *arrays: np.ndarray | OnDevice) -> None:
         """See ``Run``; on a CPU they are read in place, by ``run``."""
-        count = len(arrays[0]) if self._batched and self._device.is_host else 0
-        parts = [[a[i : i + cores()] for a in arrays] for i in range(0, count, cores())]
-        self._inputs = [
-            [Buffer.from_numpy(np.ascontiguousarray(a)).to(self._device) for a in part]
-            for part in parts or [list(arrays)]
-        ]
+        if self._device.is_host:
+            given = [np.ascontiguousarray(self._made(array)) for array in arrays]
+            count = len(given[0]) if self._batched and given else 0
+            parts = [[a[i : i + cores()] for a in given] for i in range(0, count, cores())]
+            self._inputs = [[Buffer.from_numpy(a) for a in part] for part in parts or [given]]
+            return
+        self._inputs = [[self._sent(array) for array in arrays]]
+
+    def _made(self, array: np.ndarray | OnDevice) -> np.ndarray:
+        if isinstance(array, np.ndarray):
+            return array
+        made = np.empty(array.shape, array.dtype)
+        array.write(Buffer.from_numpy(made))
+        return made
+
+    def _sent(self, array: np.ndarray | OnDevice) -> Buffer:
+        if isinstance(array, np.ndarray):
+            return Buffer.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        made = Buffer(DType.from_numpy(array.dtype), array.shape, self._device)
+        array.write(made)
+        return made
 
     def run(self) -> None:
         """See ``Run``."""
@@ -175,21 +209,20 @@ class Replay(Capture):
         self._uploaded: DeviceEvent = self._queue.record_event()
         self._downloaded: DeviceEvent = self._uploaded
 
-    def upload(self, *arrays: np.ndarray) -> None:
+    def upload(self, *arrays: np.ndarray | OnDevice) -> None:
         """See ``Run``."""
         self._uploaded.synchronize()
-        for array, given in zip(self._arrays, arrays, strict=True):
-            if self._count is None:
-                np.copyto(array, given)
-            else:
-                self._count = len(given)
-                np.copyto(array[: self._count], given)
-        self._send()
-        self._uploaded = self._queue.record_event()
-
-    def _send(self) -> None:
-        for buffer, staged in zip(self.inputs, self._staged, strict=True):
+        if self._count is not None:
+            self._count = len(arrays[0])
+        for given, array, staged, buffer in zip(
+            arrays, self._arrays, self._staged, self.inputs, strict=True
+        ):
+            if not isinstance(given, np.ndarray):
+                given.write(buffer)
+                continue
+            np.copyto(array[: self._count], given)
             buffer.inplace_copy_from(staged)
+        self._uploaded = self._queue.record_event()
 
     def download(self) -> None:
         """See ``Run``."""
@@ -233,7 +266,7 @@ class Replays:
         self._device = device
         self._images = images if captures(device) else 0
         self._batched = batched
-        self._gate = _gates[device.id, device.is_host]
+        self._gate = gate(device)
         self._lock = threading.Lock()
         self._seen: set[Shapes] = set()
         self._sizes: list[int] = []  # that were prepared, ascending
@@ -420,3 +453,8 @@ class Gate:
 
 
 _gates: dict[Any, Gate] = defaultdict(Gate)
+
+
+def gate(device: Device) -> Gate:
+    """Gives the gate of a device."""
+    return _gates[device.id, device.is_host]

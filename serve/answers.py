@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from maxvision.runtime.predictions import Prediction, softmax
+from maxvision.runtime.predictions import Prediction, likeliest, softmax
 
 Function: TypeAlias = Literal["softmax", "sigmoid", "none"]
 
@@ -29,8 +29,5 @@ def rank(
 ) -> list[Prediction]:
     """Names the likeliest classes of logits [classes], the likeliest first (see ``score``)."""
     scores = score(logits, function)
-    some = np.arange(len(scores))
-    if top_k < len(scores):  # sort only what may be among them, in the order of a full sort
-        some = np.flatnonzero(scores >= np.partition(scores, -top_k)[-top_k])
-    order = some[np.argsort(-scores[some], kind="stable")[:top_k]]
+    (order,) = likeliest(scores[None], top_k)
     return [Prediction(labels[i], int(i), float(scores[i])) for i in order]

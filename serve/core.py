@@ -11,9 +11,10 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -26,9 +27,7 @@ from maxvision.serve.limits import Admission, Board, too_many_images
 from maxvision.serve.media import Fetcher, is_url
 from maxvision.serve.metrics import Metrics
 from maxvision.serve.options import Options
-
-if TYPE_CHECKING:
-    from maxvision.serve.remote import Remote, Result
+from maxvision.serve.remote import Remote, Result, Undecoded
 
 T = TypeVar("T")
 
@@ -113,6 +112,7 @@ class Card:
         family: ``resnet`` or ``cvt``.
         device: ``cpu`` or ``gpu:N``.
         dtype: Of activations and filters.
+        decodes: Whether its process decodes JPEGs, on its GPU.
     """
 
     name: str
@@ -122,6 +122,7 @@ class Card:
     family: str
     device: str
     dtype: str
+    decodes: bool = False
 
 
 class Shared:
@@ -320,6 +321,14 @@ class Service:
             try:
                 if isinstance(image, str) and is_url(image):
                     image = await self._fetcher(image)
+                if self._decoder.on_gpu:
+                    small = len(image) <= SMALL
+                    file = self._decoder.file
+                    found = file(image) if small else await self._decoder.run(file, image)
+                    if found is not None:
+                        seconds = time.perf_counter() - begun
+                        with suppress(Undecoded):
+                            return await self._remote.submit(id, found, features), seconds
                 inline = of == 1 and self._inline and len(image) <= SMALL
                 if inline and isinstance(image, str):
                     image = unwrap(image)

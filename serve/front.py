@@ -126,7 +126,8 @@ class Front:
         decoder = None
         for card, each, queue in zip(hello.cards, options.models, hello.queues, strict=True):
             remote = self._remotes[card.name] = Remote(f"front-{hello.row}-{os.getpid()}".encode())
-            decoder = Decoder(card.preprocess, options.max_pixels, hello.threads, decoder)
+            threads = hello.threads
+            decoder = Decoder(card.preprocess, options.max_pixels, threads, decoder, card.decodes)
             self._models.add(card, each, remote, decoder, queue)
         if options.model_control_mode == "explicit":
             self._models.change = self._change

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from maxvision.common.errors import ImageError, TooLargeError
+from maxvision.runtime import jpeg
 from maxvision.runtime.preprocess import Preprocess, open_image
 from maxvision.serve.errors import Refusal
 from maxvision.serve.resample import prepare
@@ -35,6 +36,7 @@ class Decoder:
 
     Attributes:
         ready: Whether a picture would be decoded.
+        on_gpu: See below.
 
     Args:
         preprocess: Turns a picture into the pixels that the model takes.
@@ -42,6 +44,7 @@ class Decoder:
             pictures that are decoded at once, but for those of up to ``SMALL``.
         threads: How many.
         beside: One of another model of this process, whose threads and pixels it shares.
+        on_gpu: Whether the model's process decodes the files that ``file`` gives.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class Decoder:
         max_pixels: int,
         threads: int,
         beside: Decoder | None = None,
+        on_gpu: bool = False,
     ) -> None:
         self.ready = True
+        self.on_gpu = on_gpu
         self._preprocess = preprocess
         self._max_pixels = max_pixels
         self._room: _Room = beside._room if beside else _Room(max_pixels)
@@ -97,6 +102,21 @@ class Decoder:
                 raise Refusal(413, "image_too_large", message) from None
             raise _bad(message) from None
 
+    def file(self, image: bytes | str) -> jpeg.Jpeg | None:
+        """Gives what the model's process decodes; None if this one has to.
+
+        Args:
+            image: As ``__call__`` takes it.
+
+        Raises:
+            Refusal: If it is text and neither base64 nor a data: URL.
+        """
+        if not self.on_gpu:
+            return None
+        found = jpeg.read(unwrap(image) if isinstance(image, str) else image, self._preprocess)
+        within = found is not None and found.height * found.width <= self._max_pixels
+        return found if within else None
+
     def close(self) -> None:
         """Lets the threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -129,25 +149,7 @@ def is_small(image: bytes | str) -> bool:
 
     Only a JPEG's frame header is read; Pillow refuses a file that has another behind it.
     """
-    return isinstance(image, bytes) and len(image) <= SMALL and 0 < _jpeg_pixels(image) <= SMALL
-
-
-_NO_FRAME = (0xC4, 0xC8, 0xCC)  # Huffman tables, reserved, arithmetic conditioning
-
-
-def _jpeg_pixels(data: bytes) -> int:
-    """Reads the size in a JPEG's frame header; 0 if there is none, or several scans follow."""
-    at = 2
-    while data[:2] == b"\xff\xd8" and at + 9 < len(data) and data[at] == 0xFF:
-        kind = data[at + 1]
-        if kind in (0xC0, 0xC1):  # neither progressive nor lossless: those take longer
-            return int.from_bytes(data[at + 5 : at + 7], "big") * int.from_bytes(
-                data[at + 7 : at + 9], "big"
-            )
-        if kind in (0x01, 0xDA, 0xFF) or (0xC0 < kind < 0xD8 and kind not in _NO_FRAME):
-            return 0
-        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return 0
+    return isinstance(image, bytes) and len(image) <= SMALL and 0 < jpeg.pixels(image) <= SMALL
 
 
 def unwrap(text: str) -> bytes:

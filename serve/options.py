@@ -78,7 +78,7 @@ class Options:
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         tf32: Whether NVIDIA's tensor cores may round float32 to TF32.
         sparse: What runs pruned layers, as in ``runtime.load``.
-        decode: ``exact`` or ``fast``, as in ``runtime.load``.
+        decode: ``auto``, ``cpu``, ``gpu`` or ``fast``, as in ``runtime.load``.
         embeddings: Whether /v1/embeddings answers, whose graph is compiled too.
         max_batch_size: Images that run together; None for 8 on a CPU and 64 on a GPU.
         max_batch_delay_ms: How long the first image of a batch waits for others.
@@ -113,7 +113,7 @@ class Options:
     dtype: str = "auto"
     tf32: bool = True
     sparse: str = "auto"
-    decode: str = "exact"
+    decode: str = "auto"
     embeddings: bool = True
     max_batch_size: int | None = None
     max_batch_delay_ms: float = 2.0

@@ -225,9 +225,10 @@ class Replica:
         decoder: Decoder
         if count := decoding(options, cores):
             decoder = processes = Decoders(card.preprocess, options.max_pixels, count)
+            decoder.on_gpu = card.decodes
             keeping.append(processes.keep())
         else:
-            decoder = Decoder(card.preprocess, options.max_pixels, cores)
+            decoder = Decoder(card.preprocess, options.max_pixels, cores, None, card.decodes)
         self._models = Models(options)
         self._models.add(card, options, supervisor, decoder, queue_size(options, card.device))
         self._seen = time.monotonic()

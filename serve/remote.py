@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from maxvision.runtime.jpeg import Picture
 from maxvision.serve.errors import Refusal, failed, not_ready, quarantined
 from maxvision.serve.wire import Job, Link, Report
 
@@ -29,6 +30,10 @@ class Result:
     queue_ms: float
     inference_ms: float
     batch: int
+
+
+class Undecoded(Exception):
+    """The model's process cannot decode the file that it got."""
 
 
 class Remote:
@@ -63,16 +68,17 @@ class Remote:
         if address:
             self._link = Link(address, self._identity, self._heard)
 
-    async def submit(self, id: str, pixels: np.ndarray, features: bool = False) -> Result:
-        """Lets the model look at pixels [H, W, C]; if this is cancelled the model need not.
+    async def submit(self, id: str, image: Picture, features: bool = False) -> Result:
+        """Lets the model look at pixels [H, W, C] or a file; if this is cancelled it need not.
 
         Raises:
+            Undecoded: If the file cannot be decoded there.
             Refusal: If the process is not ready or ends meanwhile, the model fails, or the process
-                has ended twice while it ran these pixels.
+                has ended twice while it ran this image.
         """
         if not self.ready:
             raise not_ready()
-        return await self._submit(Job(id, pixels, time.monotonic(), features))
+        return await self._submit(Job(id, image, time.monotonic(), features))
 
     async def _submit(self, job: Job) -> Result:
         link = self._link
@@ -110,8 +116,10 @@ class Remote:
             self._fail(id, failed())
         for id in report.quarantined:
             self._fail(id, quarantined())
+        for id in report.undecoded:
+            self._fail(id, Undecoded())
 
-    def _fail(self, id: str, refusal: Refusal) -> None:
+    def _fail(self, id: str, error: Refusal | Undecoded) -> None:
         future = self._waiting.get(id)
         if future is not None and not future.done():
-            future.set_exception(refusal)
+            future.set_exception(error)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from maxvision.runtime.preprocess import Preprocess, read_image
+from maxvision.runtime.preprocess import LARGE, Preprocess, read_image
 
 BITS = 22
 """Of the weights' fraction."""
@@ -35,16 +35,13 @@ def prepare(preprocess: Preprocess, picture: Image.Image) -> np.ndarray:
         ImageError: If the picture cannot be read.
     """
     image = read_image(picture, shortest=preprocess.shortest)
-    short = preprocess.resize
     cubic = preprocess.resample == Image.Resampling.BICUBIC
-    if numba is None or not cubic or not isinstance(short, int):
+    if numba is None or not cubic or not isinstance(preprocess.resize, int):
         return preprocess(image)
-    edge, long = sorted(image.size)
-    length = int(short * long / edge)
-    width, height = (short, length) if image.width <= image.height else (length, short)
+    height, width = preprocess.scaled(image.height, image.width)
     left, top = (width - preprocess.width) // 2, (height - preprocess.height) // 2
     tall = image.height > 2 * image.width  # Pillow begins with the columns then
-    if tall or min(left, top) < 0 or width * height > 2**24 or image.height < ROWS:
+    if tall or min(left, top) < 0 or width * height > LARGE or image.height < ROWS:
         return preprocess(image)
     columns = _weights(image.width, width, left, preprocess.width)
     rows = _weights(image.height, height, top, preprocess.height)

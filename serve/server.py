@@ -210,6 +210,7 @@ def make_supervisor(
         dtype=options.dtype,
         tf32=options.tf32,
         sparse=options.sparse,
+        decode="gpu" if card.decodes else "cpu",
         revision=options.revision,
         progress=functools.partial(complain, kind=""),
     )
@@ -232,7 +233,7 @@ def _decoding(
     models, decoder = Models(options), None
     threads = options.decode_threads or cores()
     for card, each, supervisor in zip(cards, options.models, supervisors, strict=True):
-        decoder = Decoder(card.preprocess, options.max_pixels, threads, decoder)
+        decoder = Decoder(card.preprocess, options.max_pixels, threads, decoder, card.decodes)
         models.add(card, each, supervisor, decoder, queue_size(each, card.device))
     if options.model_control_mode == "explicit":
         models.change = repository.change
@@ -267,11 +268,11 @@ def read_card(options: Options) -> Card:
         ModelError: If it cannot be found or read.
         DeviceError: If the device is not to be had.
     """
-    from max.driver import CPU, accelerator_count
+    from max.driver import CPU, accelerator_api, accelerator_count
 
     from maxvision import weights
     from maxvision.runtime import artifact as package
-    from maxvision.runtime import devices
+    from maxvision.runtime import devices, nvjpeg
     from maxvision.serve.core import Card
 
     device, dtype = options.device, options.dtype.replace("auto", "float32")
@@ -302,16 +303,18 @@ def read_card(options: Options) -> Card:
     labels = source.labels
     if options.labels is not None:
         labels = weights.match_labels(weights.read_labels(options.labels), labels, name)
+    preprocess = replace(Preprocess.from_config(source.preprocess), fast=options.decode == "fast")
+    device = "gpu:0" if device == "gpu" else device
+    api = "cpu" if device == "cpu" else accelerator_api()
     return Card(
         name=name,
         labels=labels,
-        preprocess=replace(
-            Preprocess.from_config(source.preprocess), fast=options.decode == "fast"
-        ),
+        preprocess=preprocess,
         embeds=options.embeddings and not packed,
         family=source.family,
-        device="gpu:0" if device == "gpu" else device,
+        device=device,
         dtype=dtype,
+        decodes=nvjpeg.chosen(options.decode, device, api, preprocess),
     )
 
 

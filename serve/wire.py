@@ -20,6 +20,8 @@ import msgspec
 import numpy as np
 import zmq
 
+from maxvision.runtime.jpeg import Jpeg, Picture
+
 SERVER = b"server"
 """The identity of the process that started the model's, which is told that it is alive."""
 
@@ -32,14 +34,14 @@ class Job(msgspec.Struct):
 
     Attributes:
         id: The request's, and the image's place in it.
-        pixels: uint8 [H, W, C], as ``Preprocess`` gives them.
+        image: Pixels uint8 [H, W, C], as ``Preprocess`` gives them; or a file that it decodes.
         sent: When, by the monotonic clock, which the processes of a machine share.
         features: Whether the pooled features are wanted too.
         front: The identity of who sent it.
     """
 
     id: str
-    pixels: np.ndarray
+    image: Picture
     sent: float
     features: bool = False
     front: bytes = SERVER
@@ -57,6 +59,7 @@ class Report(msgspec.Struct):
         queue_ms: What each of them waited for the batch.
         inference_ms: What the batch took.
         failed: The images that the model failed on.
+        undecoded: The files that it could not decode: whoever sent them sends pixels.
         quarantined: Those that it does not run, see ``serve.quarantine``.
         logits: float32 [ids, classes].
         features: float32 [ids, C], if wanted.
@@ -70,18 +73,23 @@ class Report(msgspec.Struct):
     queue_ms: list[float] = []
     inference_ms: float = 0.0
     failed: list[str] = []
+    undecoded: list[str] = []
     quarantined: list[str] = []
     logits: np.ndarray | None = None
     features: np.ndarray | None = None
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """A job without its pixels; or, without a shape, the ids that nobody waits for any more."""
+    """A job without its pixels or file; without a shape, the ids that nobody waits for any more.
+
+    ``orientation`` is of a file, whose picture has ``shape``; 0 stands for pixels.
+    """
 
     ids: list[str]
     shape: tuple[int, ...] = ()
     sent: float = 0.0
     features: bool = False
+    orientation: int = 0
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -130,8 +138,12 @@ class Link:
 
     def send(self, job: Job) -> None:
         """Hands an image over; its pixels must stay as they are."""
-        head = _Head([job.id], job.pixels.shape, job.sent, job.features)
-        self._send([_pack(head), job.pixels.data])
+        image, told = job.image, (job.sent, job.features)
+        if isinstance(image, Jpeg):
+            head = _Head([job.id], (image.height, image.width), *told, image.orientation)
+            self._send([_pack(head), np.frombuffer(image.file, np.uint8).data])
+        else:
+            self._send([_pack(_Head([job.id], image.shape, *told)), image.data])
 
     def cancel(self, ids: list[str]) -> None:
         """Says that nobody waits for these images any more."""
@@ -180,8 +192,14 @@ class Inbox:
         head = _head(first.buffer)
         if not rest:
             return head.ids
-        pixels = np.frombuffer(rest[0].buffer, np.uint8).reshape(head.shape)
-        return Job(head.ids[0], pixels, head.sent, head.features, front.bytes)
+        data = np.frombuffer(rest[0].buffer, np.uint8)
+        image: Picture
+        if head.orientation:
+            height, width = head.shape
+            image = Jpeg(data, height, width, head.orientation)
+        else:
+            image = data.reshape(head.shape)
+        return Job(head.ids[0], image, head.sent, head.features, front.bytes)
 
     def report(self, report: Report, front: bytes) -> None:
         """Sends a report; nothing happens if who should get it is gone."""

@@ -13,10 +13,15 @@ import queue
 import re
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from maxvision.runtime.jpeg import Jpeg, Picture
 from maxvision.serve.quarantine import Quarantine
 from maxvision.serve.wire import READY, SERVER, Job, Report
 
@@ -55,17 +60,17 @@ def is_memory(error: Exception) -> bool:
 
 
 class Classifier(Protocol):
-    """What a server needs of ``runtime.classifier.Classifier``."""
+    """What a server needs of ``runtime.classifier.Classifier``; ``decoder`` only if it has one."""
 
     preprocess: Any
 
     def prepare(self, batch: int) -> None:
         """Makes ready for batches of up to ``batch`` images."""
 
-    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+    def __call__(self, pixels: Any) -> np.ndarray:
         """Computes logits."""
 
-    def features(self, pixels: np.ndarray) -> Any:
+    def features(self, pixels: Any) -> Any:
         """Computes logits and features."""
 
 
@@ -81,6 +86,7 @@ class Runner:
         self._model = model
         self._embeds = embeds
         shape = 1, model.preprocess.height, model.preprocess.width, 3
+        self._thread = ThreadPoolExecutor(1, "decode")
         self._known = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
         self._answer = np.empty(0, np.float32)
 
@@ -117,11 +123,41 @@ class Runner:
         slack = 0.05 * float(np.abs(self._answer).max())
         return bool((np.abs(logits - self._answer) <= slack).all())  # false for NaN
 
-    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+    def decode(self, images: Sequence[Picture]) -> Future[Any] | None:
+        """Begins to decode a batch, on a thread; nothing if there is no file, or no decoder."""
+        decoder = getattr(self._model, "decoder", None)
+        if decoder is None or not any(isinstance(image, Jpeg) for image in images):
+            return None
+        return self._thread.submit(decoder, images)
+
+    @contextmanager
+    def pixels(
+        self, images: Sequence[Picture], decoding: Future[Any] | None
+    ) -> Iterator[tuple[Any, list[int]]]:
+        """Makes the pixels of a batch while the block runs.
+
+        Args:
+            images: It.
+            decoding: What ``decode`` has begun.
+
+        Yields:
+            What the model computes of, and which images are not in it as they cannot be decoded.
+        """
+        if decoding is None:
+            left = [image for image in images if isinstance(image, np.ndarray)]
+            files = [i for i, image in enumerate(images) if isinstance(image, Jpeg)]
+            yield np.stack(left) if left else (), files
+            return
+        with decoding.result() as batch:
+            for i in batch.refused:
+                batch.replace(i, None)
+            yield batch, batch.refused
+
+    def __call__(self, pixels: Any) -> np.ndarray:
         """Computes the logits [N, classes] of pixels [N, H, W, C]."""
         return self._model(pixels)
 
-    def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def features(self, pixels: Any) -> tuple[np.ndarray, np.ndarray]:
         """Computes logits and pooled features [N, C]."""
         result = self._model.features(pixels)
         return result.logits, result.features
@@ -144,6 +180,21 @@ class Inbox(Protocol):
         """Sends a report to who sent the jobs."""
 
 
+@dataclass
+class _Begun:
+    """A batch whose files are decoded.
+
+    Attributes:
+        jobs: Its images.
+        noted: Lets the quarantine know of them until it is left.
+        decoding: Comes with what is decoded, if anything is.
+    """
+
+    jobs: list[Job]
+    noted: ExitStack
+    decoding: Future[Any] | None
+
+
 class Batcher:
     """Runs images together.
 
@@ -151,7 +202,8 @@ class Batcher:
     were cancelled before are left out. A batch that fails is run image by image, so that only
     those fail which do it alone; but where the model fails with what it knows, too, the process
     ends, and another takes its place. One for which memory is short is halved, and so are those to
-    come. An image that may have ended the process before runs alone.
+    come. An image that may have ended the process before runs alone. Where the device decodes, it
+    does so with a batch while the one before runs.
 
     Args:
         runner: The model, warm.
@@ -179,6 +231,7 @@ class Batcher:
         self._plain: dict[str, Job] = {}  # in the order of their coming
         self._rich: dict[str, Job] = {}  # those that want features
         self._alone: dict[str, Job] = {}  # those that are suspected
+        self._ahead: _Begun | None = None  # what is decoded, and runs next
         self._quarantine = quarantine
         self._last = 0.0
 
@@ -186,10 +239,13 @@ class Batcher:
         """Waits for work, at most for a beat, and runs a batch if one is due."""
         self._inbox.wait(self._due())
         self._take()
+        before = self._ahead
         for jobs in (self._plain, self._rich):
             if jobs and (len(jobs) >= self.limit or self._age(jobs) >= self._delay):
                 ids = list(jobs)[: self.limit]
-                self._run([jobs.pop(id) for id in ids])
+                self._begin([jobs.pop(id) for id in ids])
+        if self._alone or self._ahead is before:  # nothing came behind it
+            self._begin(None)
         if self._alone:
             self._run([self._alone.pop(next(iter(self._alone)))])
         if time.monotonic() - self._last >= BEAT:
@@ -197,7 +253,7 @@ class Batcher:
 
     def _due(self) -> float:
         """Returns the seconds until something is due: a batch or a beat."""
-        due = 0.0 if self._alone else BEAT - (time.monotonic() - self._last)
+        due = 0.0 if self._alone or self._ahead else BEAT - (time.monotonic() - self._last)
         for jobs in (self._plain, self._rich):
             if jobs:
                 full = len(jobs) >= self.limit
@@ -222,7 +278,7 @@ class Batcher:
             pass
 
     def _add(self, job: Job) -> None:
-        ends = 0 if job.id == READY else self._quarantine.ends(job.pixels)
+        ends = 0 if job.id == READY else self._quarantine.ends(job.image)
         if ends > 1:
             log.error("request %s: the process has ended twice with its image", job.id)
             self._report(job.front, quarantined=[job.id])
@@ -231,22 +287,47 @@ class Batcher:
         else:
             (self._rich if job.features else self._plain)[job.id] = job
 
+    def _begin(self, jobs: list[Job] | None) -> None:
+        """Begins a batch, and runs the one before; both at once if nothing is decoded."""
+        ahead, self._ahead = self._ahead, None
+        next = self._begun(jobs) if jobs else None
+        if ahead:
+            self._finish(ahead)
+        if next and next.decoding:
+            self._ahead = next
+        elif next:
+            self._finish(next)
+
+    def _begun(self, jobs: list[Job]) -> _Begun:
+        noted = ExitStack()
+        seen = [job.image for job in jobs if job.id != READY]
+        noted.enter_context(self._quarantine.running(seen))
+        return _Begun(jobs, noted, self._runner.decode([job.image for job in jobs]))
+
     def _run(self, jobs: list[Job]) -> None:
+        self._finish(self._begun(jobs))
+
+    def _finish(self, batch: _Begun) -> None:
         """Runs a batch and reports it; in parts if it cannot be run as a whole."""
-        begun = time.monotonic()
+        begun, jobs, features = time.monotonic(), batch.jobs, None
         try:
-            pixels = np.stack([job.pixels for job in jobs])
-            features = None
-            with self._quarantine.running([j.pixels for j in jobs if j.id != READY]):
-                if jobs[0].features:
+            images = [job.image for job in jobs]
+            making = self._runner.pixels(images, batch.decoding)
+            with batch.noted, making as (pixels, undecoded):
+                if len(undecoded) == len(jobs):
+                    logits = np.empty((0, 0), np.float32)
+                elif jobs[0].features:
                     logits, features = self._runner.features(pixels)
                 else:
                     logits = self._runner(pixels)
-            if len(logits) != len(jobs) or not np.isfinite(logits).all():
+            if len(logits) != len(jobs) - len(undecoded) or not np.isfinite(logits).all():
                 raise ValueError("the model gave no finite number for each class")
         except Exception as error:
             self._retry(jobs, error)
             return
+        for i in reversed(undecoded):
+            job = jobs.pop(i)
+            self._report(job.front, undecoded=[job.id])
         taken = 1e3 * (time.monotonic() - begun)
         fronts: dict[bytes, list[int]] = {}
         for row, job in enumerate(jobs):
@@ -266,7 +347,7 @@ class Batcher:
         memory = is_memory(error)
         if not memory and not self._runner.sound():
             log.critical("the model fails with every picture: its process ends", exc_info=error)
-            with self._quarantine.running([job.pixels for job in jobs if job.id != READY]):
+            with self._quarantine.running([job.image for job in jobs if job.id != READY]):
                 os._exit(UNSOUND)
         if len(jobs) == 1:
             log.error("request %s: the model failed", jobs[0].id, exc_info=error)

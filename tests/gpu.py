@@ -3,7 +3,8 @@
 Needs a GPU, torch with CUDA and transformers. Every op of tests/ops/cases.py, and ResNet-18,
 ResNet-50 and CvT-13 of random weights, at float32 (by TF32, and exact), bfloat16 and float16,
 against torch in float64; the bundled models on examples/ and --photos; graph capture; what
-``maxvision time`` measures. Exits with 1 if anything fails. How fast it is: ``maxvision bench``.
+``maxvision time`` measures; pictures that the GPU decodes. Exits with 1 if anything fails. How fast
+it is: ``maxvision bench``.
 
 The machine with the GPU needs no compiler: ``python -m tests.gpu --compile sm_90a --compiled DIR``
 compiles on any other, and ``--compiled DIR`` takes what it wrote.
@@ -14,12 +15,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,26 +30,34 @@ from typing import Any
 
 import numpy as np
 import torch
-from max.driver import Accelerator, Device
+from max.driver import Accelerator, Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, read
 from max.engine import Model as Executable
 from max.graph import DeviceRef
+from PIL import Image
 
 from maxvision.bench import latency
+from maxvision.bench.decoding import decoded
 from maxvision.bench.environment import environment
 from maxvision.bench.records import check_path, write
 from maxvision.bench.references import artifact, checkpoint, precision, reference_model
 from maxvision.bench.tf32 import RoundedProducts, allow_tf32
 from maxvision.bridge.tensors import OnTensors
+from maxvision.common.arguments import DEFAULT_MODEL
 from maxvision.common.host import leave
 from maxvision.common.pictures import EXTENSIONS
 from maxvision.graphs.target import Target, base
+from maxvision.runtime import jpeg, nvjpeg
 from maxvision.runtime.classifier import Classifier, build, load
 from maxvision.runtime.executor import Unchecked
+from maxvision.runtime.jpeg import File, Jpeg
+from maxvision.runtime.nvjpeg import Decoded
+from maxvision.runtime.preprocess import UPRIGHT
 from maxvision.runtime.replay import Execution, sizes
 from maxvision.weights import bundled as bundled_names
 from tests.ops.cases import CASES, ON_HOPPER, TORCH, Case, build_graph, check, draw, poisoned
+from tests.runtime.standin import Pillow
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES = (1, 3)
@@ -68,6 +79,10 @@ PRECISIONS = {
     "float16": (DType.float16, False),
 }
 """Dtypes, and whether products are rounded to TF32."""
+STEPS = ("ops", "models", "bundled", "timed", "decoding")
+"""What is run, in this order."""
+AGREES = 1.0
+"""Levels that a GPU's decoder may differ from libjpeg-turbo's on average, once resized."""
 SIZE = (224, 224)
 GRAPHS = {"": ("uint8", False), "-stages": ("float32", True)}
 """The graphs of a network: what the pixels are, and whether it gives its stages."""
@@ -89,28 +104,43 @@ def main() -> int:
         metavar="A,B",
         help=f"some of {', '.join(PRECISIONS)}",
     )
+    parser.add_argument(
+        "--steps",
+        type=lambda names: names.split(","),
+        default=list(STEPS),
+        metavar="A,B",
+        help=f"some of {', '.join(STEPS)} (default: all, without the last where the extra nvjpeg is"
+        " not installed)",
+    )
     options = parser.parse_args()
+    for name in options.steps:
+        if name not in STEPS:
+            parser.error(f"--steps takes some of {', '.join(STEPS)}, not {name!r}")
     for name in options.precisions:
         if name not in PRECISIONS:
             parser.error(f"--precisions takes some of {', '.join(PRECISIONS)}, not {name!r}")
     if options.compile:
         if not options.compiled:
             parser.error("--compile needs --compiled DIR")
-        compile_everything(options.compiled, Target.parse(options.compile), options.precisions)
+        target = Target.parse(options.compile)
+        compile_everything(options.compiled, target, options.precisions, options.steps)
         return 0
     if not options.json:
         parser.error("name the file to write with --json FILE")
     check_path(options.json)
     allow_tf32(False)
-    steps: list[Callable[[], Iterator[dict[str, Any]]]] = [
-        partial(ops, options.compiled, options.precisions),
-        partial(models, options.compiled, options.precisions),
-        partial(bundled, options.compiled, options.photos, options.precisions),
-        partial(timed, options.compiled, options.precisions),
-    ]
+    steps: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+        "ops": partial(ops, options.compiled, options.precisions),
+        "models": partial(models, options.compiled, options.precisions),
+        "bundled": partial(bundled, options.compiled, options.photos, options.precisions),
+        "timed": partial(timed, options.compiled, options.precisions),
+        "decoding": partial(decoding, options.compiled, options.photos, options.precisions),
+    }
+    if options.steps == list(STEPS) and not nvjpeg.is_installed():
+        options.steps.remove("decoding")
     facts = environment()
     records = []
-    for record in itertools.chain.from_iterable(step() for step in steps):
+    for record in itertools.chain.from_iterable(steps[name]() for name in options.steps):
         records.append(record)
         if not record["passed"] or "model" in record:
             print(json.dumps(record), flush=True)
@@ -122,16 +152,23 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def compile_everything(folder: Path, target: Target, precisions: list[str]) -> None:
-    """Compiles every graph into ``folder``, a process for each two cores."""
+def compile_everything(
+    folder: Path, target: Target, precisions: list[str], steps: list[str]
+) -> None:
+    """Compiles the graphs of steps into ``folder``, a process for each two cores."""
     folder.mkdir(parents=True, exist_ok=True)
     jobs: list[Callable[[], None]] = []
     for dtype, tf32 in (PRECISIONS[name] for name in precisions):
-        for name in (*PARTS, "counted"):
+        for name in (*PARTS, "counted") if "ops" in steps else ():
             jobs.append(partial(compile_ops, folder, target, name, dtype.name, tf32))
-        jobs += [partial(compile_model, folder, target, m, dtype.name, tf32) for m in MODELS]
-    for name in bundled_names():
-        jobs.append(partial(package, folder, name, "cpu:x86-64-v3", "float32"))
+        if "models" in steps:
+            jobs += [partial(compile_model, folder, target, m, dtype.name, tf32) for m in MODELS]
+    on_gpu = [*bundled_names()] if {"bundled", "timed"} & {*steps} else []
+    if "bundled" in steps:
+        jobs += [partial(package, folder, name, "cpu:x86-64-v3", "float32") for name in on_gpu]
+    if "decoding" in steps:
+        on_gpu.append(DEFAULT_MODEL)
+    for name in on_gpu:
         jobs += [partial(package, folder, name, target.name, each) for each in packaged(precisions)]
     start = time.perf_counter()
     workers = max(1, (os.cpu_count() or 1) // 2)
@@ -368,12 +405,7 @@ def bundled(
     folder: Path | None, photos: Path | None, precisions: list[str]
 ) -> Iterator[dict[str, Any]]:
     """Compares the bundled models' answers for pictures on the GPU with the CPU's in float32."""
-    pictures = [
-        path
-        for place in (ROOT / "examples", photos)
-        for path in (sorted(place.iterdir()) if place else ())
-        if path.suffix.lower() in EXTENSIONS
-    ]
+    pictures = pictures_of(photos)
     for name in bundled_names():
         answers = {}
         for kind, dtype in [("cpu", "float32"), *(("gpu", each) for each in packaged(precisions))]:
@@ -393,6 +425,92 @@ def bundled(
                 "largest_score_difference": max(abs(a.score - b.score) for a, b in pairs),
                 "passed": not different,
             }
+
+
+class Uploaded(Pillow):
+    """Pillow in nvImageCodec's place, for a GPU: what is left to compare is ops/resample.mojo."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self._there: dict[int, list[Buffer]] = {}
+
+    def decode(self, files: Sequence[File], batch: int) -> list[Decoded | None]:
+        found = super().decode(files, batch)
+        there = self._there[batch] = [
+            Buffer.from_numpy(each).to(self._device) for each in self.kept[batch]
+        ]
+        self._device.synchronize()
+        sent = iter(there)
+        return [each and each._replace(address=next(sent)._data_ptr()) for each in found]
+
+
+def decoding(
+    folder: Path | None, photos: Path | None, precisions: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Compares pictures that the GPU decodes with those of the CPU: levels, and labels.
+
+    Once it is given what Pillow has decoded, of every orientation: its pixels are the CPU's, all of
+    them. Then nvImageCodec decodes.
+    """
+    files = [path.read_bytes() for path in pictures_of(photos)]
+    for dtype in packaged(precisions):
+        source = str(folder / f"{DEFAULT_MODEL}-gpu-{dtype}") if folder else DEFAULT_MODEL
+        model = load(source, device="gpu", dtype=dtype, decode="gpu", batch_size=16)
+        assert model.decoder is not None
+        exact = model.preprocess
+        read = [found for file in files if (found := jpeg.read(file, exact))]
+        turned = [replace(each, orientation=1 + i % 8) for i, each in enumerate(read)]
+        theirs = [exact(upright(each)) for each in turned]
+        own, model.decoder._library = model.decoder._library, Uploaded(model.place)
+        for case, some in (("resample", turned), ("decode", read)):
+            ours = decoded(model, some)
+            expected = theirs if case == "resample" else [exact(bytes(each.file)) for each in some]
+            apart = np.abs(np.stack(ours).astype(int) - np.stack(expected))
+            record = {
+                "case": f"{case} on the GPU",
+                "dtype": dtype,
+                "pictures": len(some),
+                "largest_level_difference": int(apart.max()),
+                "mean_level_difference": round(float(apart.mean()), 4),
+                "beyond_one_level": round(float((apart > 1).mean()), 5),
+            }
+            most = 0 if case == "resample" else AGREES
+            yield {**record, "passed": bool(apart.mean() <= most)}
+            model.decoder._library = own
+        model.prepare(16)
+        on_gpu = model.classify([bytes(file) for file in files], top_k=1)
+        model.choose_decoder("cpu")
+        on_cpu = model.classify([bytes(file) for file in files], top_k=1)
+        pairs = [(a[0], b[0]) for a, b in zip(on_gpu, on_cpu, strict=True)]
+        different = sum(a.label != b.label for a, b in pairs)
+        yield {
+            "model": DEFAULT_MODEL,
+            "decode": "gpu",
+            "dtype": dtype,
+            "pictures": len(files),
+            "decoded_by_the_gpu": len(read),
+            "other_labels": different,
+            "largest_score_difference": max(abs(a.score - b.score) for a, b in pairs),
+            "passed": bool(read) and not different,
+        }
+
+
+def upright(picture: Jpeg) -> Image.Image:
+    """Decodes a file, and turns it as if its EXIF said so."""
+    image = Image.open(io.BytesIO(bytes(picture.file))).convert("RGB")
+    turn = UPRIGHT.get(picture.orientation)
+    return image if turn is None else image.transpose(turn)
+
+
+def pictures_of(photos: Path | None) -> list[Path]:
+    """Lists the examples and the user's pictures."""
+    return [
+        path
+        for place in (ROOT / "examples", photos)
+        for path in (sorted(place.iterdir()) if place else ())
+        if path.suffix.lower() in EXTENSIONS
+    ]
 
 
 def timed(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]]:

@@ -157,6 +157,7 @@ def test_set_up_says_what_is_missing(tmp_path: Path, python: str) -> None:
 EXTRAS = [
     "serve",
     "grpc",
+    "nvjpeg",
     "ray",
     "torch",
     "onnx",

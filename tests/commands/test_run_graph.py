@@ -48,7 +48,8 @@ class Fake:
     tf32: bool = False
     sparse: Chosen = field(default_factory=lambda: Chosen("auto", (), ""))
     labels: list[str] = field(default_factory=lambda: list(LABELS))
-    preprocess: Preprocess = field(default_factory=lambda: Preprocess(8, 8, 8))
+    read: Preprocess = field(default_factory=lambda: Preprocess(8, 8, 8))
+    decoder: None = None
     batch_size: int = 8
     compiles: bool = False
     batches: list[int] = field(default_factory=list)
@@ -56,13 +57,14 @@ class Fake:
     spoil: Callable[[np.ndarray], None] = lambda _: None
     seconds: dict[str, float] = field(default_factory=lambda: {"weights": 0.25, "graph": 1.5})
 
-    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+    def run(self, pictures: list[np.ndarray], _: list[Any]) -> list[np.ndarray]:
+        pixels = np.stack(pictures)
         assert pixels.dtype == np.uint8 and pixels.shape[1:] == (8, 8, 3)
         self.batches.append(len(pixels))
         logits = np.zeros((len(pixels), 4), np.float32)
         logits[:, :3] = pixels.mean((1, 2)) / 10
         self.spoil(logits)
-        return logits
+        return list(logits)
 
     def predictions(self, logits: np.ndarray, top_k: int) -> list[list[Any]]:
         exps = np.exp(logits - logits.max(1, keepdims=True))
@@ -185,7 +187,7 @@ def test_arguments_reach_load(fake: Fake, folder: Path, run: Run) -> None:
     assert fake.asked == {
         "source": DEFAULT_MODEL, "device": "auto", "dtype": "auto", "batch_size": None,
         "revision": None, "labels": None, "tf32": True, "sparse": "auto", "passes": "all",
-        "decode": "exact",
+        "decode": "auto",
     }  # fmt: skip
     run("--model", "o/m", "--device=gpu:1", "--dtype", "float16", "all/r.png", "--revision", "v1",
         "--labels", "l.txt", "--batch-size", "3", "--no-tf32", "--sparse=never",

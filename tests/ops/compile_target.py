@@ -255,7 +255,7 @@ def precisions(case: Case, everything: bool) -> list[tuple[DType, bool]]:
 
 
 def graph_of(cases: Sequence[Case], device: DeviceRef, everything: bool) -> Graph:
-    """Builds one graph of the cases, the pixels' normalisation and an optimizer's step."""
+    """Builds one graph of the cases, of an optimizer's step, and of what is done with pixels."""
     instances = [(case, *precision) for case in cases for precision in precisions(case, everything)]
     types = [
         TensorType(DType.uint8 if case.levels else dtype, ["batch", *shape], device=device)
@@ -265,6 +265,7 @@ def graph_of(cases: Sequence[Case], device: DeviceRef, everything: bool) -> Grap
     types.append(TensorType(DType.uint8, ["batch", 8, 8, 3], device=device))
     types.append(TensorType(DType.int64, ["tensors", 7], device=device))
     types.append(TensorType(DType.float32, ["tensors", 10], device=device))
+    types.append(TensorType(DType.int64, ["pictures", 13], device=device))
     library = cache.library(gpu=device.is_gpu())
     with Graph("cases", input_types=types, custom_extensions=[library]) as graph:
         inputs = iter(value.tensor for value in graph.inputs)
@@ -273,7 +274,8 @@ def graph_of(cases: Sequence[Case], device: DeviceRef, everything: bool) -> Grap
             tensors = {f"{i}.{name}": array for name, array in case.data(1)[1].items()}
             w = Parameters(tensors, device, dtype, tf32=tf32).at(str(i))
             outputs.append(case.build(w, *itertools.islice(inputs, len(case.inputs))))
-        pixels, places, settings = inputs
+        pixels, places, settings, pictures = inputs
+        outputs.append(nodes.resample(pictures, 8))
         three = np.ones(3, np.float32)
         dtypes = DTYPES if everything else DTYPES[:1]
         for i, dtype in enumerate(dtypes, start=len(instances)):

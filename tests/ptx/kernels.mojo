@@ -42,6 +42,7 @@ from ops.permute import AXES, Joined, permute_gpu
 from ops.pointwise import Broadcast, Sources, pointwise_gpu
 from ops.reduce.gpu import reduce_gpu
 from ops.reduce.values import Terms
+from ops.resample import resample_gpu
 from ops.rows import softmax_kernel
 from ops.sparse_conv2d.tiled import enqueue_tiled
 from ops.sparse_conv2d.tuning import CONFIGS as TILED
@@ -526,5 +527,6 @@ def main() raises:
         pool_grad_gpu[BF16, kind](half, half, half, Geometry(rows=n, depth=n, columns=n), ctx)
     step_gpu[BF16](integers, full, n, ctx)
     step_gpu[F32](integers, full, n, ctx)
+    resample_gpu(integers, n, n, ctx)
     normalize_gpu(half, bytes, full, full, n, n, ctx)
     normalize_gpu(half, full, full, full, n, n, ctx)

@@ -1634,6 +1634,28 @@ def optimizer_step(
     return [list(map(memory.array, some, each)) for some, each in pairs]
 
 
+def resample(
+    kernel: Kernel, pictures: Sequence[Array], places: Sequence[Sequence[int]], size: Sequence[int]
+) -> Array:
+    """Runs ops/resample.mojo on pictures [H, W, 3], to pixels of one size.
+
+    ``places`` are those of each without addresses, behind what is skipped of the picture.
+    """
+    memory, y = Tensors(), unwritten((len(pictures), *size, 3), "uint8")
+    to = memory.add(y)
+    rows = [
+        (memory.add(x, late=True) + skipped, to + i * y[0].size, *row)
+        for i, (x, (skipped, *row)) in enumerate(zip(pictures, places, strict=True))
+    ]
+    given = memory.add(np.array(rows, np.int64), late=True)
+    edge = max(size)
+    grid = (-(-edge // 16) * -(-edge // 64), len(pictures))
+    Launch(
+        kernel, [pack("Q", given), pack("i", edge)], memory, grid=grid, threads=256, together=4
+    ).run()
+    return memory.array(to, y)
+
+
 def normalize(kernel: Kernel, x: Array, mean: Array, scale: Array, dtype: str) -> Array:
     """Runs the kernel of ops/normalize.mojo on x[N, H, W, C]."""
     memory, y = Tensors(), unwritten(x.shape, dtype)

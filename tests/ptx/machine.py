@@ -205,7 +205,7 @@ class Gang:
         self.pc = np.zeros(lanes, np.int64)
         self.waits: list[tuple[Array, Callable[[], bool], Callable[[], None]]] = []
         rows: dict[str, list[Any]] = {
-            kind: [] for kind in "u16 s16 f16 u32 s32 f32 u64 s64 p".split()
+            kind: [] for kind in "u16 s16 f16 u32 s32 f32 u64 s64 f64 p".split()
         }
         for size in kernel.registers.values():
             row = np.full(lanes, -1, f"int{8 * size}") if size else np.zeros(lanes, bool)
@@ -220,7 +220,7 @@ class Gang:
                     views.append(None)
         self.u16, self.s16, self.f16 = rows["u16"], rows["s16"], rows["f16"]
         self.u32, self.s32, self.f32 = rows["u32"], rows["s32"], rows["f32"]
-        self.u64, self.s64, self.p = rows["u64"], rows["s64"], rows["p"]
+        self.u64, self.s64, self.f64, self.p = (rows[kind] for kind in ("u64", "s64", "f64", "p"))
         slots = dict(block.launch.tensors.slots)
         slots[SHARED // SLOT + block.rank] = block.shared
         self.pitch = kernel.local_bytes

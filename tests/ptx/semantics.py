@@ -84,7 +84,12 @@ def bfe(kind: str, x: Array, start: Array, length: Array) -> Array:
 
 
 def fma(x: Array, y: Array, z: Array) -> Array:
-    """Exact products in float64, so that the sum is rounded once but for rare double rounding."""
+    """Exact products in float64, so that the sum is rounded once but for rare double rounding.
+
+    Of float64 they are rounded to the 64 bits of x86's long double.
+    """
+    if np.asarray(x).dtype == np.float64:
+        return (np.longdouble(1) * x * y + z).astype(np.float64)
     return (np.float64(1) * x * y + z).astype(np.float32)
 
 
@@ -94,7 +99,7 @@ def flushed(x: Array) -> Array:
 
 
 UNARY = {
-    "rcp": lambda x: np.float32(1) / x,
+    "rcp": lambda x: x.dtype.type(1) / x,
     "sqrt": np.sqrt,
     "rsqrt": lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32),
     "ex2": lambda x: np.exp2(np.float64(1) * x).astype(np.float32),

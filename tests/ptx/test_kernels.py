@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from maxvision.graphs import arrange
 from maxvision.graphs.arrange import stem_fragments
+from maxvision.runtime.nvjpeg import places
+from maxvision.runtime.preprocess import UPRIGHT, Preprocess
 
 from .conftest import Find
 from .launches import (
@@ -71,6 +74,7 @@ from .launches import (
     pool,
     pool_grad,
     reduce,
+    resample,
     resident,
     roll,
     rounded,
@@ -1616,6 +1620,24 @@ def test_optimizer_step(find: Find, rng: np.random.Generator, dtype: str) -> Non
         for one, want in zip(got, (w, wide(each[1], dtype), *held), strict=True):
             if want.size:
                 check(one, want, dtype, 2**-21)
+
+
+def test_resample(find: Find, rng: np.random.Generator) -> None:
+    """Pixels are Pillow's: of pictures that shrink, grow, lie on their side, and are cropped."""
+    preprocess = Preprocess(20, 72, 24)
+    sizes = [(48, 83, 1), (31, 92, 6), (20, 60, 3), (150, 26, 8), (24, 90, 2), (9, 5, 5)]
+    pictures = [rng.integers(0, 256, (h, w, 3), np.uint8) for h, w, _ in sizes]
+    for some in (
+        preprocess,
+        replace(preprocess, resize=(19, 70), resample=Image.Resampling.BILINEAR),
+    ):
+        rows = [places(h, w, turn, some) for h, w, turn in sizes]
+        got = resample(find("resample"), pictures, rows, (20, 72))
+        for pixels, picture, (_, _, turn) in zip(got, pictures, sizes, strict=True):
+            upright = Image.fromarray(picture)
+            if turn > 1:
+                upright = upright.transpose(UPRIGHT[turn])
+            np.testing.assert_array_equal(pixels, some(upright))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from . import semantics
 from .ptx import Instruction, Kernel
 
 TYPES = {"b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}
-SIZES = {t: int(t[1:]) // 8 for t in "u8 s8 u16 s16 u32 s32 u64 s64 f32 f16".split()} | {"bf16": 2}
+SIZES = {t: int(t[1:]) // 8 for t in "u8 s8 u16 s16 u32 s32 u64 s64 f32 f16 f64".split()} | {
+    "bf16": 2
+}
 NUMPY = {"u": "uint", "s": "int", "f": "float"}
 WIDER = {"s32": "s64", "u32": "u64", "u16": "u32", "s16": "s32"}
 COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -86,7 +88,7 @@ class Translator:
             for instruction in code:
                 body += [" " + line for line in self.line(instruction)]
             text = "\n".join(body)
-            for view in ("u16", "s16", "f16", "u32", "s32", "f32", "u64", "s64", "p"):
+            for view in ("u16", "s16", "f16", "u32", "s32", "f32", "u64", "s64", "f64", "p"):
                 if re.search(rf"\b{view}\[", text):
                     lines.append(f" {view} = g.{view}")
             lines += body
@@ -123,6 +125,9 @@ class Translator:
         if arg[:2] in ("0f", "0F"):
             bits = np.uint32(int(arg[2:], 16))
             return self.constant(bits.view(np.float32) if kind == "f32" else bits)
+        if arg[:2] in ("0d", "0D"):
+            double = np.uint64(int(arg[2:], 16))
+            return self.constant(double.view(np.float64) if kind == "f64" else double)
         size = SIZES[kind]
         if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", arg):
             number = int(arg.rstrip("U"), 0)

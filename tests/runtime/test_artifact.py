@@ -233,3 +233,12 @@ def test_exact_float32_is_asked_of_a_folder_that_rounds(tmp_path: Path) -> None:
     folder = write(tmp_path / "h100", "sm_90a", tf32=True)
     with pytest.raises(DeviceError, match=r"round float32 to TF32; compile it with --no-tf32"):
         runtime.load(str(folder), tf32=False)
+
+
+def test_a_gpus_folder_may_prepare_pictures(tmp_path: Path, folder: Path) -> None:
+    written = write(tmp_path / "h100", "sm_90a", resample=b"resample")
+    assert package.read(written).resample() == b"resample"
+    assert package.read(folder).resample() is None
+    (written / package.RESAMPLE).write_bytes(b"resampl?")
+    with pytest.raises(ModelError, match=r"resample\.mef is not what was written"):
+        package.read(written).resample()

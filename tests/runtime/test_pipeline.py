@@ -29,16 +29,20 @@ class Fake:
     running: Callable[[np.ndarray], None] = lambda _: None
     batches: list[int] = field(default_factory=list)
 
-    def preprocess(self, source: int) -> np.ndarray:
+    decoder: Any = None
+
+    def read(self, source: int) -> np.ndarray:
         self.reading(source)
         if source % 7 == 3:
             raise ImageError(f"{source}: damaged")
         return np.full((2, 2, 3), source, np.uint8)
 
-    def __call__(self, pixels: np.ndarray) -> np.ndarray:
-        self.batches.append(len(pixels))
+    def run(self, pictures: list[np.ndarray], sources: list[int]) -> list[Any]:
+        assert [int(each[0, 0, 0]) for each in pictures] == [each % 256 for each in sources]
+        self.batches.append(len(pictures))
+        pixels = np.stack(pictures)
         self.running(pixels)
-        return pixels[:, 0, 0, :1].astype(np.float32)
+        return list(pixels[:, 0, 0, :1].astype(np.float32))
 
     def predictions(self, logits: np.ndarray, top_k: int) -> list[list[Any]]:
         return [[SimpleNamespace(score=float(row[0]))] * top_k for row in logits]
@@ -75,7 +79,7 @@ def test_times_are_added_up() -> None:
     fake: Any = model
     list(answers(fake, items(10), 1, times))
     assert times.images == 9 and [n for n, _ in times.runs] == model.batches == [3, 4, 2]
-    assert times.preprocessing > 0 and times.pixels is not None and len(times.pixels) == 2
+    assert times.preprocessing > 0 and times.last is not None and len(times.last[0]) == 2
 
 
 def test_decoding_goes_on_while_the_model_runs() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
+from maxvision.runtime.jpeg import Jpeg
 from maxvision.serve import quarantine
 from maxvision.serve.quarantine import Quarantine
 
@@ -81,3 +82,14 @@ def test_memory_is_bounded() -> None:
     server.run(*images, POISON)
     assert sum(server.ends(*images)) == quarantine.MOST
     assert server.ends(images[4095], images[0]) == [1, 0]
+
+
+def test_files_are_recognised() -> None:
+    server = Server()
+    poison, other = (Jpeg(bytes(range(256)) * n, 8, 8) for n in (9, 10))
+    server.ended.append(block := server.process.running([poison, other]))
+    block.__enter__()
+    server.process = Quarantine(server.memory, server.clock)
+    again = Jpeg(np.frombuffer(poison.file, np.uint8), 8, 8)
+    assert server.process.ends(again) == server.process.ends(other) == 1
+    assert server.process.ends(Jpeg(bytes(3000), 8, 8)) == server.process.ends(INNOCENT) == 0
