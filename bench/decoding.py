@@ -33,7 +33,7 @@ from maxvision.runtime import jpeg
 from maxvision.runtime.classifier import Classifier, load
 from maxvision.runtime.collect import collect
 from maxvision.runtime.jpeg import Jpeg, Picture
-from maxvision.runtime.pipeline import BATCHES, Item, Times, answers
+from maxvision.runtime.pipeline import BATCHES, FILES, READERS, Item, Times, answers
 from maxvision.runtime.predictions import softmax
 from maxvision.runtime.preprocess import Preprocess, read_image
 from maxvision.serve import resample
@@ -123,6 +123,7 @@ def on_the_gpu(
         found.append(decoding_alone(model, some, size))
     items = [item for item in collect([options.folder]) if not isinstance(item.source, ImageError)]
     many = list(itertools.islice(itertools.cycle(items), options.pictures))
+    found += [reading_alone(model, many, threads) for threads in (1, READERS)]
     found.append({"decode": "gpu", **from_files(model, many)})
     model.choose_decoder("cpu")
     found.append({"decode": "cpu", **from_files(model, many[:COMPARED])})
@@ -172,6 +173,20 @@ def decoding_alone(
     ms = 1e3 * size * (time.perf_counter() - begun) / count
     print(f"decoding alone, {size} at a time: {rate:,.0f} pictures/s, {ms:.2f} ms", flush=True)
     return {"alone": size, "pictures_per_s": round(rate, 1), "ms": round(ms, 3)}
+
+
+def reading_alone(model: Classifier, items: Sequence[Item], threads: int) -> dict[str, Any]:
+    """Reads files and their headers, which nothing decodes."""
+
+    def read(some: Sequence[Item]) -> int:
+        return sum(model.read(str(item.source)) is not None for item in some)
+
+    pieces = [items[at : at + FILES] for at in range(0, len(items), FILES)]
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        rate = sum(pool.map(read, pieces)) / (time.perf_counter() - begun)
+    print(f"reading alone, {threads} threads: {rate:,.0f} pictures/s", flush=True)
+    return {"reading": threads, "pictures_per_s": round(rate, 1)}
 
 
 def from_files(model: Classifier, items: Sequence[Item]) -> dict[str, Any]:
