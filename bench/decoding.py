@@ -29,14 +29,13 @@ from maxvision.bench import records
 from maxvision.bench.environment import environment
 from maxvision.common.arguments import DEFAULT_MODEL, whole
 from maxvision.common.errors import ImageError, UserError
-from maxvision.runtime import jpeg
+from maxvision.runtime import jpeg, resample
 from maxvision.runtime.classifier import Classifier, load
 from maxvision.runtime.collect import collect
 from maxvision.runtime.jpeg import Jpeg, Picture
 from maxvision.runtime.pipeline import BATCHES, FILES, READERS, Item, Times, answers
 from maxvision.runtime.predictions import softmax
 from maxvision.runtime.preprocess import Preprocess, read_image
-from maxvision.serve import resample
 
 COMPARED = 1000
 """Pictures that are compared at most, and classified with the CPU beside the GPU."""

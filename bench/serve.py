@@ -38,9 +38,9 @@ from maxvision.bench.references import NETWORKS, find_artifact, reference_model
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
 from maxvision.common.host import cores
+from maxvision.runtime import resample
 from maxvision.runtime.predictions import softmax
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.serve import resample
 from maxvision.weights.source import BUNDLED
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

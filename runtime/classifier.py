@@ -41,7 +41,7 @@ from maxvision.runtime.executor import load as load_ops
 from maxvision.runtime.jpeg import Picture
 from maxvision.runtime.nvjpeg import Batch, Decoder
 from maxvision.runtime.predictions import Prediction, likeliest, softmax
-from maxvision.runtime.preprocess import Preprocess, Source, load_batch
+from maxvision.runtime.preprocess import Pixels, Preprocess, Source, load_batch
 from maxvision.runtime.replay import IMAGES
 
 if TYPE_CHECKING:
@@ -364,6 +364,7 @@ class Classifier:
         self.labels = source.labels
         self.preprocess = Preprocess.from_config(source.preprocess)
         self.decoder: Decoder | None = None
+        self._prepare: Callable[[Preprocess, Source], Pixels] = Preprocess.__call__
         self._asked = batch_size
         self.batch_size = batch_size or (8 if device.is_host else 32)
         self._source = source
@@ -463,7 +464,13 @@ class Classifier:
             file = _file(source)
             if file is not None and (found := jpeg.read(file, self.preprocess)):
                 return found
-        return self.preprocess(source)
+        return self._prepare(self.preprocess, source)
+
+    def resize_by_vectors(self) -> None:
+        """Has ``read`` resize as runtime/resample.py does, which takes up to a second to import."""
+        from maxvision.runtime import resample
+
+        self._prepare = resample.prepare
 
     def run(
         self, pictures: Sequence[Picture], sources: Sequence[Source]

@@ -42,6 +42,9 @@ READERS = 4
 BATCHES = 2
 """That are under way there."""
 
+MANY = 2000
+"""Images for which it pays to import what resizes by vectors."""
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -102,6 +105,8 @@ def answers(
     workers = min(workers or cores(), len(items) or 1)
     if model.decoder is not None:
         workers = min(workers, READERS)
+    if len(items) >= MANY:
+        model.resize_by_vectors()
     size = model.batch_size
     parts = [items[start : start + size] for start in range(0, len(items), size)]
     together, runners = (1, 1) if model.decoder is None else (FILES, BATCHES)

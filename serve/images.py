@@ -20,8 +20,8 @@ from PIL import Image
 from maxvision.common.errors import ImageError, TooLargeError
 from maxvision.runtime import jpeg
 from maxvision.runtime.preprocess import Preprocess, open_image
+from maxvision.runtime.resample import prepare
 from maxvision.serve.errors import Refusal
-from maxvision.serve.resample import prepare
 
 _DATA_URL = re.compile(r"data:(?:image/[\w.+-]+|application/octet-stream)?(?:;[\w.+=-]+)*,", re.I)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from maxvision.common.errors import ImageError
+from maxvision.runtime import pipeline
 from maxvision.runtime.pipeline import Item, Times, answers
 
 
@@ -29,7 +30,11 @@ class Fake:
     running: Callable[[np.ndarray], None] = lambda _: None
     batches: list[int] = field(default_factory=list)
 
+    by_vectors: bool = False
     decoder: Any = None
+
+    def resize_by_vectors(self) -> None:
+        self.by_vectors = True
 
     def read(self, source: int) -> np.ndarray:
         self.reading(source)
@@ -66,6 +71,14 @@ def test_answers_are_in_order_and_errors_in_their_place(count: int, workers: int
             assert each.error == f"{i}: damaged" and each.logits is None
         else:
             assert each.error is None and each.predictions[0].score == each.logits[0] == i
+
+
+def test_many_images_are_resized_by_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "MANY", 7)
+    for count in (6, 7):
+        model = Fake()
+        answered(model, count)
+        assert model.by_vectors == (count == 7)
 
 
 def test_batches_that_hold_nothing_readable_do_not_run() -> None:

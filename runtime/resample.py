@@ -4,7 +4,8 @@ Pillow filters 8-bit pictures with weights in integers (2^-22), first along the 
 bits, then along the columns (libImaging/Resample.c). Here the first pass multiplies the pixels of
 ``ROWS`` rows at once, a pixel's four bytes as Pillow stores them; the second one sums whole rows,
 which numba turns into vector instructions by itself. Only the rows and columns of the crop are
-computed. Without numba, or for another filter, Pillow does it.
+computed. Without numba, or for another filter, Pillow does it. Servers and long runs over files
+import this module; for a few pictures numba takes longer to import than it saves.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from maxvision.runtime.preprocess import LARGE, Preprocess, read_image
+from maxvision.runtime.preprocess import LARGE, Pixels, Preprocess, Source, read_image
 
 BITS = 22
 """Of the weights' fraction."""
@@ -28,7 +29,7 @@ ROWS = 4
 numba: Any = import_module("numba") if find_spec("numba") else None
 
 
-def prepare(preprocess: Preprocess, picture: Image.Image) -> np.ndarray:
+def prepare(preprocess: Preprocess, picture: Source) -> Pixels:
     """Turns a picture into levels [height, width, RGB], the same as ``preprocess`` does.
 
     Raises:
@@ -46,7 +47,8 @@ def prepare(preprocess: Preprocess, picture: Image.Image) -> np.ndarray:
     columns = _weights(image.width, width, left, preprocess.width)
     rows = _weights(image.height, height, top, preprocess.height)
     pixels = np.frombuffer(image.tobytes("raw", "RGBX"), np.uint32)
-    return _resample(pixels.reshape(image.height, image.width), *columns, *rows)
+    levels: Pixels = _resample(pixels.reshape(image.height, image.width), *columns, *rows)
+    return levels
 
 
 @lru_cache(256)

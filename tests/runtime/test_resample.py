@@ -1,6 +1,9 @@
-"""The resize of the server gives Pillow's pixels, every one."""
+"""The resize by vectors gives Pillow's pixels, every one."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +11,9 @@ from PIL import Image
 
 pytest.importorskip("numba")
 
+from maxvision.runtime import resample
+from maxvision.runtime.classifier import Classifier
 from maxvision.runtime.preprocess import Preprocess
-from maxvision.serve import resample
 
 SIZES = [
     (500, 375), (375, 500), (256, 256), (224, 224), (640, 480), (1024, 768), (451, 300), (300, 601),
@@ -40,3 +44,12 @@ def test_what_is_not_resized_so_is_left_to_pillow() -> None:
         Preprocess(128, 128, 64),
     ):
         np.testing.assert_array_equal(resample.prepare(preprocess, picture), preprocess(picture))
+
+
+def test_a_model_reads_the_same_pixels_either_way() -> None:
+    model: Any = SimpleNamespace(decoder=None, preprocess=Preprocess(32, 32, 40))
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 80, 3), np.uint8))
+    Classifier.resize_by_vectors(model)
+    assert model._prepare is resample.prepare
+    found = Classifier.read(model, picture)
+    np.testing.assert_array_equal(found, model.preprocess(picture))  # type: ignore[arg-type]
