@@ -81,8 +81,9 @@ PRECISIONS = {
 """Dtypes, and whether products are rounded to TF32."""
 STEPS = ("ops", "models", "bundled", "timed", "decoding")
 """What is run, in this order."""
-AGREES = 1.0
-"""Levels that a GPU's decoder may differ from libjpeg-turbo's on average, once resized."""
+AGREES = 0.01
+"""Levels that a GPU's decoder may differ from libjpeg-turbo's on average, once resized. An H100's
+differs by 2 at most, and by less than 0.0001 on average."""
 SIZE = (224, 224)
 GRAPHS = {"": ("uint8", False), "-stages": ("float32", True)}
 """The graphs of a network: what the pixels are, and whether it gives its stages."""
