@@ -78,13 +78,16 @@ def _with_rounded_filters(
     program: Program, tensors: Mapping[str, np.ndarray]
 ) -> tuple[Program, Mapping[str, np.ndarray]]:
     """Rounds filters that a quantised program rounds, once and for all."""
-    rounded = {n.output: n.inputs[0] for n in program.nodes if n.op == "fake_quantize_filter"}
+    rounded = {n.output: n.inputs for n in program.nodes if n.op == "fake_quantize_filter"}
     nodes = [
-        replace(node, inputs=tuple(rounded.get(name, name) for name in node.inputs))
+        replace(node, inputs=tuple(rounded.get(name, (name,))[0] for name in node.inputs))
         for node in program.nodes
         if node.output not in rounded
     ]
-    made = {name: fake_quantize_filter(tensors[name]) for name in rounded.values()}
+    made = {
+        name: fake_quantize_filter(tensors[name], *(tensors[each] for each in scale))
+        for name, *scale in rounded.values()
+    }
     return (rebuilt(program, nodes), {**tensors, **made}) if rounded else (program, tensors)
 
 

@@ -205,7 +205,7 @@ class _Given:
             for name in (*self._node.inputs, self._node.output)
             if name and name not in self._program.constants
         ]
-        return next(kind for kind in beside if "float" in kind)
+        return next((kind for kind in beside if "float" in kind), "float32")
 
     def shapes(self) -> list[list[Dim]]:
         """Gives the shapes of the outputs."""
@@ -372,6 +372,7 @@ def _quantized(
         Grid(scale, round(low)),
         Grid(residual_scale, round(residual_low)) if stored and residual is not None else None,
         Grid(result_scale, round(result_low)) if stored else None,
+        given.name(4),
     )
     rest = {"filter": filter, "product": product, "scales": scales, "dtype": dtype, **window}
     if x.rank == 4:

@@ -381,7 +381,8 @@ def token_linear(
 def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
     """Types a product of x in uint8, which stands for scale * (x + low).
 
-    So do the residual and the result where ``dtype`` is uint8; a float stands for itself.
+    So do the residual and the result where ``dtype`` is uint8; a float stands for itself. ``steps``
+    are what an integer of each filter stands for, as in ``fake_quantize_filter``.
     """
 
     def typed(
@@ -389,6 +390,7 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
         filter: Type,
         bias: Type | None = None,
         residual: Type | None = None,
+        steps: Type | None = None,
         *,
         scale: float,
         low: float,
@@ -405,6 +407,8 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
             raise ArgumentError(f"{name}: gives floats or uint8, not {dtype}")
         if residual is not None and residual.dtype != dtype:
             raise ArgumentError(f"{name}: expects a residual in {dtype} but has {residual.dtype}")
+        if steps is not None:
+            _vectors(name, filter.shape[0], steps=steps)
         return op(x, filter, bias, residual, **rest)._replace(dtype=dtype)
 
     return typed
@@ -1211,8 +1215,13 @@ def scale_filter(filter: Type, scale: Type) -> Type:
     return Type(filter.shape, wide(filter.dtype))
 
 
-def fake_quantize_filter(filter: Type) -> Type:
-    """Types a filter [F, ...] rounded to 255 levels of its own for each of F, around 0."""
+def fake_quantize_filter(filter: Type, scale: Type | None = None) -> Type:
+    """Types a filter [F, ...] rounded to 8 bits, for each of F by a scale of [F].
+
+    If that is left out, the largest number of a filter, of either sign, is 127.
+    """
+    if scale is not None:
+        _vectors("fake_quantize_filter", filter.shape[0], scale=scale)
     return filter
 
 

@@ -440,17 +440,20 @@ def _pointwise(*given: Tensor, expression: str, dtype: str = "") -> Tensor:
     return result.round().clamp(0, 255) if dtype == "uint8" else result
 
 
-def _fake_quantize_filter(filter: Tensor) -> Tensor:
-    largest = filter.flatten(1).abs().amax(1).reshape(-1, *(1,) * (filter.ndim - 1))
-    scale = torch.where(largest > 0, largest, 127.0) / 127
-    return (filter / scale).round() * scale
+def _fake_quantize_filter(filter: Tensor, scale: Tensor | None = None) -> Tensor:
+    if scale is None:
+        largest = filter.flatten(1).abs().amax(1)
+        scale = torch.where(largest > 0, largest, 127.0) / 127
+    scale = scale.reshape(-1, *(1,) * (filter.ndim - 1))
+    return (filter / scale).round().clamp(-128, 127) * scale
 
 
 def _quantized(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Computes with what integers stand for, and stores the result as an integer if it is one."""
 
     def run(
-        x: Tensor, filter: Tensor, bias: Any = None, residual: Any = None, *, scale: float,
+        x: Tensor, filter: Tensor, bias: Any = None, residual: Any = None, steps: Any = None, *,
+        scale: float,
         low: float, residual_scale: float = 1.0, residual_low: float = 0.0,
         result_scale: float = 1.0, result_low: float = 0.0, dtype: str = "float32", **rest: Any,
     ) -> Tensor:  # fmt: skip

@@ -269,6 +269,8 @@ CONVOLUTIONS: list[dict[str, Any]] = [
     {"size": (5, 5), "c": 18, "f": 18, "r": 5, "stride": 2, "padding": 2, "zero": 0, "groups": 18},
     {"size": (8, 8), "c": 8, "f": 8, "r": 3, "padding": 2, "dilation": 2, "zero": 77,
      "epilogue": "silu", "out": 50},
+    {"size": (8, 8), "c": 32, "f": 32, "r": 3, "padding": 1, "zero": 71, "groups": 32},
+    {"size": (8, 8), "c": 32, "f": 32, "r": 3, "padding": 1, "zero": 71, "groups": 32, "out": 3},
 ]  # fmt: skip
 
 
