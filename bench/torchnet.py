@@ -25,6 +25,17 @@ class Output(NamedTuple):
     logits: torch.Tensor
 
 
+class Source(NamedTuple):
+    """What a network was made of."""
+
+    program: Program
+    tensors: Mapping[str, np.ndarray]
+
+    def __deepcopy__(self, _: Any) -> Source:
+        """Gives itself: nobody changes it."""
+        return self
+
+
 class TorchNet(torch.nn.Module):
     """Runs a plain program of one input, such as images [N, C, H, W], and one output.
 
@@ -32,17 +43,21 @@ class TorchNet(torch.nn.Module):
         program: The program.
         tensors: Its weights.
 
+    Attributes:
+        source: Program and weights.
+
     Raises:
         ArgumentError: If the program has an op that is not written here.
     """
 
     def __init__(self, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
         super().__init__()
+        self.source = Source(program, tensors)
         program, tensors = _with_rounded_filters(program, tensors)
         self._steps: list[tuple[str, tuple[str, ...], Callable[..., torch.Tensor], Any]] = []
         for i, node in enumerate(program.nodes):
             values = tuple(name for name in node.inputs if name and name not in program.weights)
-            layer = _layer(program, node, tensors)
+            layer = self.layer(program, node, tensors)
             step: Callable[..., torch.Tensor]
             if layer is not None:
                 self.add_module(str(i), layer)
@@ -54,10 +69,20 @@ class TorchNet(torch.nn.Module):
                 for name in loose:
                     self.register_buffer(_plain(name), torch.from_numpy(tensors[name]))
                 values = tuple(node.inputs)
-                step = FUNCTIONS[node.op](dict(node.attributes))
+                step = self.function(node)
             self._steps.append((node.output, values, step, node.attributes.get("shape")))
         (self._input,) = program.inputs
         (self._output,) = program.outputs.values()
+
+    def layer(
+        self, program: Program, node: Node, tensors: Mapping[str, np.ndarray]
+    ) -> torch.nn.Module | None:
+        """Makes torch's module of an op with weights of its own; nothing of another."""
+        return _layer(program, node, tensors)
+
+    def function(self, node: Node) -> Callable[..., torch.Tensor]:
+        """Makes the function of an op without such weights."""
+        return FUNCTIONS[node.op](dict(node.attributes))
 
     def forward(self, x: torch.Tensor) -> Output:
         """Computes the output."""

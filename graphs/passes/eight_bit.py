@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from max.dtype import DType
 
 from maxvision.graphs.arrange import is_aligned, is_depthwise
 from maxvision.graphs.backend import Backend
+from maxvision.graphs.constants import Array, filter_scales
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.quantize import GROUP, STEPS, Grid
 from maxvision.graphs.shapes import sides
@@ -110,6 +112,25 @@ def _rounded_filter(program: Program, value: str) -> list[Node]:
             break
         value = node.inputs[0]
     return []
+
+
+def filter_steps(program: Program, constants: Mapping[str, Array], weight: str) -> Array | None:
+    """Computes what an integer of each filter stands for, [F]; nothing if they are not rounded.
+
+    Args:
+        program: The program.
+        constants: What it computes of weights.
+        weight: Of a product.
+    """
+    if not (found := _rounded_filter(program, weight)):
+        return None
+    *scaled, rounding = found
+    if len(rounding.inputs) == 1:
+        return filter_scales(constants[weight])
+    steps = constants[rounding.inputs[1]].astype(np.float64)
+    for node in scaled:
+        steps = steps * constants[node.inputs[1]] if node.op == "scale_filter" else steps
+    return steps
 
 
 def saturating(product: Node, grid: Grid) -> str:
