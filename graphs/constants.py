@@ -135,12 +135,20 @@ def attention_bias(mask: Array, *, heads: int, queries: int, keys: int) -> Array
     return padded.astype(np.float64 if mask.dtype == np.float64 else np.float32)
 
 
+def bytes_mean(mean: Array, scale: Array, *, step: float, low: float) -> Array:
+    """Computes the mean by which ``normalize`` gives levels as bytes: (x - it) * scale / step."""
+    found: Array = mean.astype(np.float64) + low * step / scale.astype(np.float64)
+    return found.astype(np.float32)
+
+
 EVALUATE: dict[str, Callable[..., Array]] = {
     "attention_bias": attention_bias,
     "batch_norm_scale": batch_norm_scale,
     "batch_norm_shift": batch_norm_shift,
     "scale_filter": scale_filter,
     "fake_quantize_filter": fake_quantize_filter,
+    "bytes_mean": bytes_mean,
+    "bytes_scale": lambda scale, *, step: (scale / np.float64(step)).astype(np.float32),
     "full": lambda *, shape, value: np.full(shape, value, np.float32),
     "add": np.add,
     "mul": np.multiply,

@@ -444,8 +444,9 @@ def _attention_bias(given: _Given, **attributes: Any) -> TensorValue:
     )
 
 
-def _normalize(given: _Given, *, dtype: str) -> TensorValue:
-    return nodes.normalize(given.value(0), given.vector(1), given.vector(2), DType[dtype])
+def _normalize(given: _Given, *, dtype: str, channels: int = 0) -> TensorValue:
+    levels = given.vector(1), given.vector(2)
+    return nodes.normalize(given.value(0), *levels, DType[dtype], channels)
 
 
 def _stem(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:

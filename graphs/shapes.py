@@ -902,11 +902,28 @@ def scaled_dot_product_attention(
     return Type((*q.shape[:3], v.shape[3]), q.dtype)
 
 
-def normalize(pixels: Type, mean: Type, scale: Type, *, dtype: str = "float32") -> Type:
-    """Types (pixels[N, H, W, C] - mean[C]) * scale[C] as ``dtype``."""
-    *_, c = _image("normalize", pixels)
+def normalize(
+    pixels: Type, mean: Type, scale: Type, *, dtype: str = "float32", channels: int = 0
+) -> Type:
+    """Types (pixels[N, H, W, C] - mean[C]) * scale[C] as ``dtype``.
+
+    Of uint8 there may be more ``channels``.
+    """
+    *rest, c = _image("normalize", pixels)
     _levels("normalize", c, mean, scale)
-    return Type(pixels.shape, dtype)
+    if channels and (dtype != "uint8" or channels < _known("normalize", c, "C of pixels")):
+        raise ArgumentError(f"normalize: {channels} channels of {dtype} do not hold {c}")
+    return Type((*rest, channels or c), dtype)
+
+
+def bytes_mean(mean: Type, scale: Type, *, step: float, low: float) -> Type:
+    """Types the mean by which ``normalize`` gives levels: mean + low * step / scale."""
+    return mean
+
+
+def bytes_scale(scale: Type, *, step: float) -> Type:
+    """Types the scale by which it does: scale / step."""
+    return scale
 
 
 def _levels(name: str, c: Size, mean: Type, scale: Type) -> None:
@@ -1284,6 +1301,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "batch_norm_shift": batch_norm_shift,
     "scale_filter": scale_filter,
     "fake_quantize_filter": fake_quantize_filter,
+    "bytes_mean": bytes_mean,
+    "bytes_scale": bytes_scale,
     "full": full,
     # fused
     "pointwise": pointwise,

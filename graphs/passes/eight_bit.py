@@ -38,6 +38,9 @@ def eight_bit(program: Program, on: Backend) -> Program:
     if not (on.is_hopper or (not on.is_gpu and on.dtype == "float32")):
         return program
     products = {node.output: node for node in program.nodes if _takes(program, node, on)}
+    if not on.is_gpu and (pools := _pools(program, products)):
+        program = pools
+        products = {node.output: node for node in program.nodes if node.output in products}
     asked = [value for node in products.values() for value in (node.inputs[0], *node.inputs[3:])]
     asked += [made.output for value in products if (made := program.only_user(value))]
     rounded: dict[str, Grid] = {}
@@ -67,9 +70,52 @@ def _takes(program: Program, node: Node, on: Backend) -> bool:
 
 
 def _cpu_takes(program: Program, node: Node) -> bool:
-    """Tells whether the channels of a group can be multiplied: four at once, or one by one."""
+    """Tells whether the channels of a group can be multiplied: four at once, or one by one.
+
+    Pixels get as many when they are normalised.
+    """
     f, c, *window = program.shape(node.inputs[1])
-    return c % GROUP == 0 or is_depthwise((*window, c, f), node.attributes.get("groups", 1))  # type: ignore[arg-type]
+    groups = node.attributes.get("groups", 1)
+    return (
+        c % GROUP == 0
+        or is_depthwise((*window, c, f), groups)  # type: ignore[arg-type]
+        or (groups == 1 and _pixels(program, node.inputs[0]) is not None)
+    )
+
+
+def _pixels(program: Program, value: str) -> Node | None:
+    """Finds what normalises the pixels that are rounded to a value, and nothing else."""
+    rounding = program.producers[value]
+    node = program.producers.get(rounding.inputs[0])
+    if node is None or node.op != "normalize" or program.only_user(node.output) is not rounding:
+        return None
+    whole = program.types[node.inputs[0]].dtype == "uint8" and node.dtype == ""
+    products = all(
+        user.op == "conv2d"
+        and user.attributes.get("groups", 1) == 1
+        and bool(_rounded_filter(program, user.inputs[1]))
+        for user in program.users.get(value, ())
+    )
+    return node if whole and products and value not in program.outputs.values() else None
+
+
+def _pools(program: Program, products: Mapping[str, Node]) -> Program:
+    """Rounds what products give before it goes to a max pool, and not behind that: it is the same.
+
+    So the pool reads bytes.
+    """
+    rewrite, taken = Rewrite(program), set(program.types)
+    for value in products:
+        pool = program.only_user(value)
+        rounding = program.only_user(pool.output) if pool and pool.op == "max_pool2d" else None
+        if pool and rounding and Grid.read(rounding):
+            before = free(taken, f"{value}.rounded")
+            rewrite.replace(
+                [pool, rounding],
+                replace(rounding, inputs=(value,), outputs=(before,)),
+                replace(pool, inputs=(before,), outputs=rounding.outputs),
+            )
+    return rewrite.done()
 
 
 def _hopper_takes(program: Program, node: Node, grid: Grid) -> bool:
@@ -178,6 +224,13 @@ class _Rewriting:
         """The products that store their results rounded."""
         self.keeping = {value for value in rounded if _keeps(program, value)}
         """What has the levels of what it is made of."""
+        self.pixels: dict[str, Node] = {}
+        """What normalises the pixels that are rounded to values whose channels are no multiple."""
+        if not on.is_gpu:
+            for value in rounded:
+                pixels = None if value in self.keeping else _pixels(program, value)
+                if pixels and int(program.types[pixels.output].shape[-1]) % GROUP:
+                    self.pixels[value] = pixels
         for node in program.nodes:
             if node.output in self.keeping and node.op not in KEEPING:
                 self.stored[node.output] = self.stored[node.inputs[0]]
@@ -190,6 +243,9 @@ class _Rewriting:
             node, product = self.program.producers[value], self.storing.get(value)
             if product:
                 made = self.product(product, value)
+            elif pixels := self.pixels.get(value):
+                made = self.bytes_of(pixels, value)
+                rewrite.replace([pixels])
             elif value not in self.keeping:
                 made = self.quantize(node)
             elif node.op in KEEPING:
@@ -250,6 +306,12 @@ class _Rewriting:
         steps, made = self.steps(node.inputs[1])
         if steps:
             rest = [*([*rest, "", ""][:3]), steps]
+        if x in self.pixels:
+            weight = free(self.taken, f"{rest[0]}.padded")
+            more = -int(self.program.types[rest[0]].shape[1]) % GROUP
+            pads: dict[str, Attribute] = {"pads": (0, 0, 0, more, 0, 0, 0, 0)}
+            made.append(Node("pad", (rest[0],), (weight,), pads, at_load=True))
+            rest[0] = weight
         new = replace(
             node,
             op=PRODUCTS[node.op],
@@ -272,6 +334,25 @@ class _Rewriting:
                 made.append(Node("mul", (steps, node.inputs[1]), (name,), at_load=True))
                 steps = name
         return steps, made
+
+    def bytes_of(self, pixels: Node, value: str) -> list[Node]:
+        """Normalises pixels and stores them as uint8 at once, with channels of zeros behind."""
+        grid, (x, mean, scale) = self.rounded[value], pixels.inputs
+        names = [free(self.taken, f"{value}.{part}") for part in ("mean", "scale")]
+        step: dict[str, Attribute] = {"step": grid.scale}
+        low: dict[str, Attribute] = {"low": float(grid.low)}
+        channels = int(self.program.types[pixels.output].shape[-1])
+        room = channels + -channels % GROUP
+        return [
+            Node("bytes_mean", (mean, scale), (names[0],), step | low, at_load=True),
+            Node("bytes_scale", (scale,), (names[1],), step, at_load=True),
+            replace(
+                pixels,
+                inputs=(x, *names),
+                outputs=(self.stored[value],),
+                attributes={"dtype": "uint8", "channels": room},
+            ),
+        ]
 
     def quantize(self, node: Node) -> list[Node]:
         """Stores a value as uint8."""

@@ -318,8 +318,13 @@ def _bias(mask: Tensor, *, heads: int, queries: int, keys: int) -> Tensor:
     return F.pad(rows, (0, keys % 2))
 
 
-def _normalize(pixels: Tensor, mean: Tensor, scale: Tensor, *, dtype: str = "") -> Tensor:
-    return (pixels - mean) * scale
+def _normalize(
+    pixels: Tensor, mean: Tensor, scale: Tensor, *, dtype: str = "", channels: int = 0
+) -> Tensor:
+    y = (pixels - mean) * scale
+    if dtype == "uint8":
+        y = y.round().clamp(0, 255)
+    return F.pad(y, (0, channels - y.shape[-1])) if channels else y
 
 
 def _stem(
@@ -567,6 +572,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "conv2d_chain": _chain,
     "full": lambda *, shape, value: torch.full(shape, value, dtype=torch.float64),
     "fake_quantize_filter": _fake_quantize_filter,
+    "bytes_mean": lambda mean, scale, *, step, low: mean + low * step / scale,
+    "bytes_scale": lambda scale, *, step: scale / step,
     "quantized_conv2d": _quantized(
         lambda x, *rest, **window: _images(_conv2d)(x, *rest, layout="NHWC", **window)
     ),
