@@ -12,6 +12,8 @@ onnx = pytest.importorskip("onnx", reason="torch's exporter needs the package on
 from onnx import numpy_helper  # noqa: E402
 
 from maxvision.bench import models  # noqa: E402
+from maxvision.bench.engines import peers  # noqa: E402
+from maxvision.bench.inputs import Images  # noqa: E402
 from maxvision.bench.onnx_files import unrounded, write  # noqa: E402
 from maxvision.bench.torchnet import TorchNet  # noqa: E402
 from maxvision.bridge import onnx_file  # noqa: E402
@@ -89,4 +91,22 @@ def test_bounds_stay_where_rounding_goes() -> None:
     found, want = (interpret(each, given, tensors)["logits"] for each in (plain, residual(8)))
     step = np.abs(want).max() / 255  # values at their bounds are rounded inwards by half a level
     np.testing.assert_allclose(found, want, 0, step)
-    np.testing.assert_allclose(models.relative([found], [want]), 0, atol=1 / 255)
+
+
+@pytest.mark.filterwarnings("ignore")  # of tracing, and of the exporter's age
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_a_runtime_multiplies_the_same_integers(name: str) -> None:
+    pytest.importorskip(name)
+    program = calibrated(residual(8))
+    network = TorchNet(program, float32(program)).eval()
+    mean, std = np.full(3, 100, np.float32), np.full(3, 64, np.float32)
+    images = Images(2, (9, 8), mean, std, gpu=False)
+    truth = []
+    engine = peers(network, images, "float32")[name]()
+    for turn in models.CHECKED:
+        with torch.inference_mode():
+            truth.append(network(images.tensor(turn, torch.float32)).logits.numpy())
+    noise = models.rounding(network, images, truth)
+    answers = [engine.answer(turn) for turn in models.CHECKED]
+    assert 0 < noise < 0.1 and models.relative(answers, truth) <= 2 * noise
+    engine.close()
