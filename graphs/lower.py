@@ -205,7 +205,7 @@ class _Given:
             for name in (*self._node.inputs, self._node.output)
             if name and name not in self._program.constants
         ]
-        return next((kind for kind in beside if "float" in kind), "float32")
+        return next(kind for kind in beside if "float" in kind)
 
     def shapes(self) -> list[list[Dim]]:
         """Gives the shapes of the outputs."""

@@ -213,8 +213,9 @@ class _Fusion:
         if node.op not in ELEMENTWISE and node.op != "pointwise":
             return False
         dtypes = {types[value].dtype for value in node.inputs}
+        bytes_too = ("uint8",) if node.op == "pointwise" else ()  # levels, as eight_bit reads them
         return (
-            all("float" in dtype or dtype in ("bool", "uint8") for dtype in dtypes)
+            all("float" in dtype or dtype == "bool" or dtype in bytes_too for dtype in dtypes)
             and dtypes != {"bool"}
             and not constants.issuperset(node.inputs)
         )
