@@ -1,6 +1,7 @@
 """Ours and the peers, behind one interface: a model of one dtype at one batch size.
 
-On a CPU the peers are torch, ONNX Runtime and OpenVINO, all with as many threads as torch takes.
+On a CPU the peers are torch, ONNX Runtime and OpenVINO, all with as many threads as torch takes. Of
+a quantised model these two run the same integers, from an ONNX file; torch rounds in floats.
 
 Every engine takes its batches from rings of different random inputs (bench/inputs.py): one on the
 device, larger than twice its L2 cache, from which each run's input is copied just before it, and
@@ -28,8 +29,10 @@ from max.driver import Buffer, Device
 from max.engine import Model as Executable
 
 from maxvision.bench.inputs import Inputs
+from maxvision.bench.onnx_files import Logits, is_quantised, write
 from maxvision.bench.ours import HOST_RING, Engine, Maxvision
 from maxvision.bench.timing import HostClock, TorchClock
+from maxvision.bench.torchnet import TorchNet
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
 
@@ -273,18 +276,6 @@ def _mojo(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor
     return lambda: compiled(x)
 
 
-class _Logits(torch.nn.Module):
-    """A network that gives its logits alone, as an exporter wants it."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Computes the logits of x[N, C, H, W]."""
-        return self.module(x).logits
-
-
 def _onnxruntime(reference: Any, dtype: str, x: np.ndarray) -> Callable[[], np.ndarray]:
     if dtype != "float32":
         raise ArgumentError(f"onnxruntime computes in float32 on a CPU but dtype is {dtype}")
@@ -295,14 +286,7 @@ def _onnxruntime(reference: Any, dtype: str, x: np.ndarray) -> Callable[[], np.n
     options.inter_op_num_threads = 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
-        torch.onnx.export(
-            _Logits(reference).eval(),
-            (torch.from_numpy(x),),
-            path,
-            dynamo=False,  # the exporter that needs no further package
-            input_names=["x"],
-            output_names=["logits"],
-        )
+        write(path, reference, torch.from_numpy(x), every_sum=True)
         session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return lambda: session.run(None, {"x": x})[0]
 
@@ -311,10 +295,16 @@ def _openvino(reference: Any, dtype: str, x: np.ndarray) -> Callable[[], np.ndar
     if dtype not in ("float32", "bfloat16"):
         raise ArgumentError(f"openvino takes float32 or bfloat16 here but dtype is {dtype}")
     runtime = _package("openvino")
-    module = _Logits(reference).eval()
-    converted = runtime.convert_model(
-        module, example_input=torch.from_numpy(x), input=[list(x.shape)]
-    )
+    example = torch.from_numpy(x)
+    if isinstance(reference, TorchNet) and is_quantised(reference.source.program):
+        _package("onnx")  # which torch's exporter needs
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.onnx")
+            write(path, reference, example)
+            converted = runtime.convert_model(path)
+    else:
+        module = Logits(reference).eval()
+        converted = runtime.convert_model(module, example_input=example, input=[list(x.shape)])
     settings = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[dtype],

@@ -25,6 +25,17 @@ class Output(NamedTuple):
     logits: torch.Tensor
 
 
+class Source(NamedTuple):
+    """What a network was made of."""
+
+    program: Program
+    tensors: Mapping[str, np.ndarray]
+
+    def __deepcopy__(self, _: Any) -> Source:
+        """Gives itself: nobody changes it."""
+        return self
+
+
 class TorchNet(torch.nn.Module):
     """Runs a plain program of one input, such as images [N, C, H, W], and one output.
 
@@ -32,17 +43,21 @@ class TorchNet(torch.nn.Module):
         program: The program.
         tensors: Its weights.
 
+    Attributes:
+        source: Program and weights.
+
     Raises:
         ArgumentError: If the program has an op that is not written here.
     """
 
     def __init__(self, program: Program, tensors: Mapping[str, np.ndarray]) -> None:
         super().__init__()
+        self.source = Source(program, tensors)
         program, tensors = _with_rounded_filters(program, tensors)
         self._steps: list[tuple[str, tuple[str, ...], Callable[..., torch.Tensor], Any]] = []
         for i, node in enumerate(program.nodes):
             values = tuple(name for name in node.inputs if name and name not in program.weights)
-            layer = _layer(program, node, tensors)
+            layer = self.layer(program, node, tensors)
             step: Callable[..., torch.Tensor]
             if layer is not None:
                 self.add_module(str(i), layer)
@@ -54,10 +69,20 @@ class TorchNet(torch.nn.Module):
                 for name in loose:
                     self.register_buffer(_plain(name), torch.from_numpy(tensors[name]))
                 values = tuple(node.inputs)
-                step = FUNCTIONS[node.op](dict(node.attributes))
+                step = self.function(node)
             self._steps.append((node.output, values, step, node.attributes.get("shape")))
         (self._input,) = program.inputs
         (self._output,) = program.outputs.values()
+
+    def layer(
+        self, program: Program, node: Node, tensors: Mapping[str, np.ndarray]
+    ) -> torch.nn.Module | None:
+        """Makes torch's module of an op with weights of its own; nothing of another."""
+        return _layer(program, node, tensors)
+
+    def function(self, node: Node) -> Callable[..., torch.Tensor]:
+        """Makes the function of an op without such weights."""
+        return FUNCTIONS[node.op](dict(node.attributes))
 
     def forward(self, x: torch.Tensor) -> Output:
         """Computes the output."""
@@ -78,13 +103,16 @@ def _with_rounded_filters(
     program: Program, tensors: Mapping[str, np.ndarray]
 ) -> tuple[Program, Mapping[str, np.ndarray]]:
     """Rounds filters that a quantised program rounds, once and for all."""
-    rounded = {n.output: n.inputs[0] for n in program.nodes if n.op == "fake_quantize_filter"}
+    rounded = {n.output: n.inputs for n in program.nodes if n.op == "fake_quantize_filter"}
     nodes = [
-        replace(node, inputs=tuple(rounded.get(name, name) for name in node.inputs))
+        replace(node, inputs=tuple(rounded.get(name, (name,))[0] for name in node.inputs))
         for node in program.nodes
         if node.output not in rounded
     ]
-    made = {name: fake_quantize_filter(tensors[name]) for name in rounded.values()}
+    made = {
+        name: fake_quantize_filter(tensors[name], *(tensors[each] for each in scale))
+        for name, *scale in rounded.values()
+    }
     return (rebuilt(program, nodes), {**tensors, **made}) if rounded else (program, tensors)
 
 

@@ -2,7 +2,8 @@
 
 What to compare with is a ``Reference`` (bridge/importer.py): torch, or what runs ONNX files. The
 bound is that of float32: an error of 1e-5 of the largest value, or twice the reference's own error,
-which is its distance from itself in float64, where that is larger.
+which is its distance from itself in float64, where that is larger. Where activations are rounded to
+8 bits, what lies between two levels may go either way, so there it is a level of 255.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from maxvision.bridge.importer import AT, Traced
 from maxvision.common import memory
 from maxvision.graphs.passes import PASSES
 from maxvision.graphs.program import Node, Program, computing_in, rebuilt
+from maxvision.graphs.quantize import STEPS
 from maxvision.graphs.types import at_batch
 from maxvision.runtime.executor import Executor, Lowering
 
 BOUND = 1e-5
 """The largest error of float32 that passes, as a share of the largest value."""
+LEVEL = 1 / STEPS
+"""The same of a program that rounds activations to 8 bits."""
 MOST_STAGES = 24
 """Stages to compare; of more, some are left out."""
 RUNS = 5
@@ -145,12 +149,13 @@ def compare(
     arrays = [np.asarray(each) for each in example]
     with told("maxvision"):
         found = executor(*arrays)
-    made = []
+    rounds = any(node.op == "fake_quantize" for node in whole.nodes)
+    least, made = LEVEL if rounds else BOUND, []
     for (name, _), array in zip(whole.outputs.items(), found, strict=True):
         want = wanted[name]
         best = exact.get(name, want)
         own = _error(want, best) if name in exact else 0.0
-        bound = tolerance if tolerance is not None else max(BOUND, 2 * own)
+        bound = tolerance if tolerance is not None else max(least, 2 * own)
         made.append(Difference(name, array.shape, _error(array, best), own, bound))
     made.sort(key=lambda each: not each.name.startswith(AT))
     part = 0.0

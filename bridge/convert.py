@@ -248,6 +248,8 @@ def with_parts(traced: Traced) -> Traced:
         return traced
     outputs = dict(program.outputs)
     head = program.producers[outputs["logits"]]
+    while head.op == "fake_quantize":
+        head = program.producers[head.inputs[0]]
     if head.op == "linear" and len(program.types[head.inputs[0]].shape) == 2:
         outputs["features"] = head.inputs[0]
     for number, value in enumerate(_stages(traced, program)):

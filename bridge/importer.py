@@ -6,7 +6,7 @@ A rule of bridge/aten.py or bridge/onnx_ops.py takes an ``Importer``, whose ``ne
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -33,10 +33,13 @@ class Known:
     Attributes:
         values: It, or, if its shape hangs on the batch, what it is for each of ``PROBES``.
         name: The parameter or buffer that it is, if it is one.
+        steps: Of weights that are 8-bit integers in the source, what 1 stands for, for each of
+            them.
     """
 
     values: tuple[Any, ...]
     name: str = ""
+    steps: Any = None
 
 
 def known_weight(given: Any) -> Known:
@@ -90,6 +93,7 @@ class Traced:
         points: Values to compare with the source's: the path of a module, and the value that
             leaves it.
         missing: What could not be translated.
+        notes: What was translated, but not as one would expect.
         reference: What computes the same in the source's framework.
     """
 
@@ -98,6 +102,7 @@ class Traced:
     outputs: list[str]
     points: dict[str, str] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     reference: Reference | None = None
 
 
@@ -109,6 +114,7 @@ class Importer:
         tensors: The weights by name.
         reserved: Names that parameters of the source have.
         missing: What could not be translated.
+        notes: What was translated, but not as one would expect.
         exact: Whether values keep the dtypes of the source; else all floats have one.
         floats: What weights and constants of floats become: float32, or float64.
     """
@@ -121,6 +127,7 @@ class Importer:
         self.tensors: dict[str, np.ndarray] = {}
         self.reserved = reserved
         self.missing: list[Missing] = []
+        self.notes: list[str] = []
         self._known: dict[Any, Value] = {}  # by a parameter's name, or by what a constant holds
 
     def value(self, given: Any) -> Value:
@@ -167,8 +174,10 @@ class Importer:
         return Known((np.empty(0, np.float32),))
 
     def applied(self, given: Any, change: Callable[[Any], Any]) -> Known:
-        """Changes a tensor that is known."""
-        return Known(tuple(change(each) for each in known_weight(given).values))
+        """Changes a tensor that is known: where its numbers lie, or all by a factor."""
+        known = known_weight(given)
+        steps = None if known.steps is None else change(known.steps)
+        return Known(tuple(change(each) for each in known.values), steps=steps)
 
     def layer(self, module: str, weight: Any, bias: Any = None) -> tuple[str, list[Value]]:
         """Names a layer, and gives its weights.
@@ -186,7 +195,7 @@ class Importer:
                 layer = f"{module or 'layer'}.{number}"
             weight = self._renamed(weight, f"{layer}.weight")
         layer = weight.name.removesuffix(".weight")
-        found = [self.weight(weight)]
+        found = [self._rounded(layer, weight)]
         if bias is not None:
             if isinstance(bias, Known) and not bias.name and f"{layer}.bias" not in self.reserved:
                 bias = self._renamed(bias, f"{layer}.bias")
@@ -214,12 +223,30 @@ class Importer:
             outputs=outputs,
             points={path: value for path, (value, _) in points.items()},
             missing=self.missing,
+            notes=self.notes,
             reference=reference(outputs, {path: name for path, (_, name) in points.items()}),
         )
 
     def _renamed(self, given: Known, name: str) -> Known:
         self.reserved.add(name)
-        return Known(given.values, name)
+        return replace(given, name=name)
+
+    def _rounded(self, layer: str, weight: Known) -> Value:
+        """Gives a layer's weight, rounded if it is of 8-bit integers in the source."""
+        found = self.weight(weight)
+        if weight.steps is None:
+            return found
+        steps = np.asarray(weight.steps).reshape(len(weight.steps), -1)
+        whole = np.rint(weight.values[0].reshape(steps.shape) / np.where(steps == 0, 1, steps))
+        if (steps != steps[:, :1]).any():
+            why = "its weights have other scales than one for each filter"
+        elif whole.min(initial=0) < -128 or whole.max(initial=0) > 127:
+            why = "its weights have a zero point"
+        else:
+            scale = self._renamed(Known((steps[:, 0].copy(),)), f"{layer}.scale")
+            return self.net.op("fake_quantize_filter", [found, self.weight(scale)])
+        self.notes.append(f"{layer} runs in floats: {why}")
+        return found
 
 
 def size_from(sizes: Sequence[int]) -> Size | None:

@@ -31,7 +31,7 @@ from maxvision.bridge.importer import (
     Unsupported,
 )
 from maxvision.bridge.model import Model, pictures_of
-from maxvision.bridge.onnx_ops import OnnxNode
+from maxvision.bridge.onnx_ops import OnnxNode, Rounded
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs.net import Value
@@ -41,6 +41,7 @@ try:
     import onnx
     from onnx import helper, numpy_helper
     from onnx.reference import ReferenceEvaluator
+    from onnx.reference.ops.op_dequantize_linear import DequantizeLinear_19
 except ImportError as error:
     raise ModelError(
         f"ONNX files need the package onnx, which cannot be imported ({error}); {way_to('onnx')}"
@@ -229,8 +230,10 @@ class OnnxImporter(Importer):
     """Walks the nodes of a file; ``env`` holds what each tensor is."""
 
     def __init__(self, file: OnnxFile, name: str) -> None:
-        super().__init__(name, {each.name for each in file.proto.graph.initializer})
+        self.held = {each.name for each in file.proto.graph.initializer}
+        super().__init__(name, set(self.held))
         self.file = file
+        self.before: dict[str, tuple[str, ...]] = {}  # what weights were called, and what they are
         self.env: dict[str, Any] = {"": None}
         self.sources: dict[str, tuple[str, str]] = {}  # by a module: its last value, and tensor
 
@@ -267,25 +270,31 @@ class OnnxImporter(Importer):
                 raise Unsupported("there is no such op here")
             return []
         given = [self.env[name] for name in node.input]
-        values = [each for each in given if isinstance(each, Value)]
+        values = [each for each in given if isinstance(each, Value | Rounded)]
         settings = {each.name: _setting(each) for each in node.attribute}
         if known and node.op_type == "Identity":
             return given
         if known and node.op_type in ("Shape", "Size") and values:
-            return self.shape(node.op_type, given[0], **settings)
+            x = given[0].value if isinstance(given[0], Rounded) else given[0]
+            return self.shape(node.op_type, x, **settings)
         if known and node.op_type == "If" and isinstance(given[0], Known):
             return self.branch(given[0], **settings)
         nested = any(each.type == onnx.AttributeProto.GRAPH for each in node.attribute)
         if known and not values and not nested:
-            return self.compute(node, given)
+            found = self.compute(node, given)
+            if node.op_type == "DequantizeLinear" and len(found[0].values) == 1:
+                name = self.restored(node)
+                return onnx_ops.dequantized(given[0], found[0], given[1], name, **settings)
+            return found
         rule = onnx_ops.RULES.get(node.op_type) if known else None
         if rule is None:
-            raise Unsupported("there is no such op here")
+            more = "" if "Linear" not in node.op_type and "Integer" not in node.op_type else _AS_QDQ
+            raise Unsupported(f"there is no such op here{more}")
         described = OnnxNode(
             node.op_type, self.module(node), len(node.output), self.file.opset, self.file.fixed
         )
         try:
-            return rule(self, described, *given, **settings)
+            return onnx_ops.applied(rule, self, described, given, settings)
         except TypeError as error:
             if "argument" not in str(error):
                 raise
@@ -316,6 +325,13 @@ class OnnxImporter(Importer):
         name = next((each.name for each in weights if each.name), "")
         return name.removesuffix(".weight") or node.name
 
+    def restored(self, node: Any) -> str:
+        """Names weights as before they were quantised, if onnxruntime did that; else not at all."""
+        inputs, name = tuple(node.input), node.input[0].removesuffix("_quantized")
+        if name == node.input[0] or self.before.setdefault(name, inputs) != inputs:
+            return ""
+        return "" if name in self.held else name
+
     # --- constants -------------------------------------------------------------------------------
 
     def shape(self, op: str, x: Value, start: int = 0, end: int | None = None) -> Known:
@@ -339,7 +355,7 @@ class OnnxImporter(Importer):
                 if each is not None
             }
             try:
-                runner = ReferenceEvaluator(_alone(node, self.file.proto))
+                runner = evaluator(_alone(node, self.file.proto))
                 found.append(runner.run(None, feeds))
             except Exception as error:  # whatever ONNX's own code raises
                 raise Unsupported(f"ONNX cannot compute it ({error})") from None
@@ -381,6 +397,8 @@ class OnnxImporter(Importer):
 
 _HERE = ("Identity", "Shape", "Size", "If", "Constant")
 """Operators that have no rule and are known."""
+_AS_QDQ = "; quantise the model statically, with QuantizeLinear and DequantizeLinear (QDQ)"
+"""What to do about operators on integers, such as QLinearConv."""
 
 
 def _setting(attribute: Any) -> Any:
@@ -419,6 +437,24 @@ def _alone(node: Any, whole: Any) -> Any:
     outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
     graph = helper.make_graph([node], "constant", inputs, outputs)
     return helper.make_model(graph, opset_imports=whole.opset_import, ir_version=whole.ir_version)
+
+
+class DequantizeLinear(DequantizeLinear_19):
+    """The operator as it was before version 19, which onnx's evaluator lacks."""
+
+    op_domain = ""
+
+    def _run(
+        self, x: Any, x_scale: Any, x_zero_point: Any = None, axis: int = 1, block_size: int = 0,
+        output_dtype: int | None = None,
+    ) -> Any:  # fmt: skip
+        return super()._run(x, x_scale, x_zero_point, axis)
+
+
+def evaluator(proto: Any) -> Any:
+    """Makes what computes a file in numpy."""
+    opset = max(each.version for each in proto.opset_import if each.domain in _OURS)
+    return ReferenceEvaluator(proto, new_ops=[DequantizeLinear] if opset < 19 else None)
 
 
 def _folded(found: list[np.ndarray]) -> Known:
@@ -489,7 +525,7 @@ class OnnxReference:
     @staticmethod
     def _session(proto: Any, runtime: Any) -> Any:
         if runtime is None:
-            return ReferenceEvaluator(proto).run
+            return evaluator(proto).run
         return runtime.InferenceSession(
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
         ).run

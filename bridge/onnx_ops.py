@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -186,6 +186,114 @@ def _cast(
     if to == x.type.dtype or (x.type.dtype.startswith("float") and "float" in to):
         return x  # all activations have one dtype here
     return imp.net.op("cast", [x], dtype="float32" if "float" in to else to)
+
+
+# --- 8-bit integers ----------------------------------------------------------------------------
+
+_LEVELS = ("uint8", "int8", "uint16", "int16")
+"""What activations may be rounded to."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """What QuantizeLinear gives: integers.
+
+    Attributes:
+        value: What they stand for.
+        scale: What 1 stands for.
+        zero: What stands for 0.
+        dtype: Of the integers.
+    """
+
+    value: Value
+    scale: float
+    zero: int
+    dtype: str
+
+
+def _grid(scale: Any, zero: Any, dtype: str, settings: Mapping[str, Any]) -> tuple[float, int, str]:
+    """Reads the scale and the zero point of activations, and the dtype of their integers."""
+    if settings.get("block_size") or (isinstance(scale, Known) and scale.values[0].size != 1):
+        raise Unsupported(
+            "activations with more than one scale; quantise them per tensor, weights per channel"
+        )
+    point = 0 if zero is None else _number(zero, "a zero point")
+    name = dtype or ("uint8" if zero is None else zero.values[0].dtype.name)
+    if name not in _LEVELS:
+        raise Unsupported(f"activations in {name}; quantise them to uint8 or int8")
+    return _number(scale, "a scale"), int(point), name
+
+
+@_rule("QuantizeLinear")
+def _quantize_linear(
+    imp: Importer, node: OnnxNode, x: Value, scale: Any, zero: Any = None, axis: int = 1,
+    output_dtype: str = "", saturate: int = 1, **settings: Any,
+) -> Rounded:  # fmt: skip
+    step, point, dtype = _grid(scale, zero, output_dtype, settings)
+    ends = np.iinfo(dtype)
+    low, high = float(int(ends.min) - point), float(int(ends.max) - point)
+    y = imp.net.op("fake_quantize", [x], scale=step, low=low, high=high)
+    return Rounded(y, step, point, dtype)
+
+
+@_rule("DequantizeLinear")
+def _dequantize_linear(
+    imp: Importer, node: OnnxNode, x: Any, scale: Any, zero: Any = None, axis: int = 1,
+    output_dtype: str = "", **settings: Any,
+) -> Value:  # fmt: skip
+    if not isinstance(x, Rounded):
+        raise Unsupported("integers that are not from QuantizeLinear")
+    if _grid(scale, zero, x.dtype, settings) != (x.scale, x.zero, x.dtype):
+        raise Unsupported("another scale or zero point than QuantizeLinear has")
+    return x.value
+
+
+_KEEPING = ("Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Slice", "MaxPool")
+"""Operators that give numbers of their input, whatever these stand for."""
+
+
+def applied(
+    rule: Callable[..., Any],
+    imp: Importer,
+    node: OnnxNode,
+    given: Sequence[Any],
+    settings: Mapping[str, Any],
+) -> Any:
+    """Applies the rule of an operator; one that only moves integers gives such.
+
+    Raises:
+        Unsupported: If it computes with integers, or the rule says so.
+    """
+    integers = [each for each in given if isinstance(each, Rounded)]
+    if not integers or node.op == "DequantizeLinear":
+        return rule(imp, node, *given, **settings)
+    if node.op not in _KEEPING or integers != [given[0]]:
+        raise Unsupported("it computes with the integers of QuantizeLinear")
+    made = rule(imp, node, integers[0].value, *given[1:], **settings)
+    if isinstance(made, list):
+        return [replace(integers[0], value=made[0]), *made[1:]]
+    return replace(integers[0], value=made)
+
+
+def dequantized(
+    given: Known, found: Known, scale: Known, name: str, axis: int = 1, **settings: Any
+) -> Known:
+    """Gives weights that DequantizeLinear computed, and what 1 stands for in them.
+
+    Args:
+        given: The integers.
+        found: What they stand for.
+        scale: Their scales, for each of an axis, or one.
+        name: What to call them.
+        axis: The axis.
+        settings: Other attributes of the operator.
+    """
+    (values,), steps = found.values, np.asarray(scale.values[0], np.float32)
+    if given.values[0].dtype not in (np.int8, np.uint8) or settings.get("block_size"):
+        return Known((values,), name)
+    if steps.size > 1:
+        steps = steps.reshape([-1 if a == axis % values.ndim else 1 for a in range(values.ndim)])
+    return Known((values,), name, np.broadcast_to(steps.reshape(steps.shape or (1,)), values.shape))
 
 
 # --- layers ------------------------------------------------------------------------------------

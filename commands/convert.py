@@ -128,8 +128,8 @@ def _one(source: str, folder: Path | None, options: argparse.Namespace) -> int:
     if options.keep:
         kept = sum(bool(node.dtype) for node in traced.program.nodes)
         print(f"  in float32      {kept} ops, whatever the others compute in")
-    if model.note:
-        print(f"  {model.note}")
+    for note in [*traced.notes, *([model.note] if model.note else [])]:
+        print(f"  {note}")
     if not told.within:
         complain(
             f"{source}: an error is beyond its bound, and nothing was written; find the guilty pass"

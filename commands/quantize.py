@@ -23,10 +23,10 @@ Quantise a model: its convolutions and linear layers multiply 8-bit integers.
 
 Pictures like those that the model will see are run through it, to choose a scale and a zero point
 for the input of each layer; weights have a scale for each filter. Layers that change the answers
-too much are left in float32. The layer that reads pixels, the classifier, and convolutions in
-groups that are not depthwise stay as they are. The folder that is written is a model like any
-other: for classify, serve, compile, time. A CPU, an H100 and an H200 compute its layers in 8 bits;
-other GPUs give the same answers in floats, no faster than before."""
+too much are left in float32. The layer that reads pixels (see --pixels), the classifier, and
+convolutions in groups that are not depthwise stay as they are. The folder that is written is a
+model like any other: for classify, serve, compile, time. A CPU, an H100 and an H200 compute its
+layers in 8 bits; other GPUs give the same answers in floats, no faster than before."""
 
 _EXAMPLES = """\
 examples:
@@ -57,6 +57,9 @@ def parser() -> Parser:
         " until they do (default: 0.98)")  # fmt: skip
     add("--images", type=whole(1, 100_000), default=128, metavar="N",
         help="pictures to read, spread evenly over all (default: 128)")  # fmt: skip
+    add("--pixels", action="store_true",
+        help="round the normalised pixels too, so that the first convolution runs in 8 bits: faster"
+        " on a CPU, slower on a GPU")  # fmt: skip
     made.add_shared("revision")
     add("--force", action="store_true", help="replace DIR if it is there")
     return made
@@ -89,6 +92,7 @@ def _run(options: argparse.Namespace) -> int:
             keep=options.keep,
             agree=options.agree,
             images=options.images,
+            pixels=options.pixels,
             force=options.force,
             progress=say,
         )

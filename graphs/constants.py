@@ -89,7 +89,7 @@ def scale_filter(filters: Array, scale: Array) -> Array:
 
 
 LEVELS = 127
-"""The largest integer of a filter in 8 bits; the least is -127."""
+"""The largest integer of a filter in 8 bits whose scale is its own; the least is -127."""
 
 
 def filter_scales(filters: Array) -> Array:
@@ -101,16 +101,24 @@ def filter_scales(filters: Array) -> Array:
     return np.where(largest > 0, largest, LEVELS) / LEVELS
 
 
-def quantized_filter(filters: Array) -> Array:
-    """Rounds filters [F, ...] to int8, each by a scale of its own, to nearest even."""
-    scales = filter_scales(filters).reshape(-1, *(1,) * (filters.ndim - 1))
-    return np.rint(filters / scales).astype(np.int8)
+def quantized_filter(filters: Array, scales: Array | None = None) -> Array:
+    """Rounds filters [F, ...] to int8, to nearest even.
+
+    Args:
+        filters: The filters.
+        scales: What an integer of each stands for [F], of either sign; ``filter_scales`` if None.
+    """
+    by_filter = filter_scales(filters) if scales is None else scales.astype(np.float64)
+    by_filter = np.where(by_filter == 0, np.inf, by_filter)  # of zeros, since a norm's weight is 0
+    whole = np.rint(filters / by_filter.reshape(-1, *(1,) * (filters.ndim - 1)))
+    return np.clip(whole, -128, 127).astype(np.int8)
 
 
-def fake_quantize_filter(filters: Array) -> Array:
+def fake_quantize_filter(filters: Array, scales: Array | None = None) -> Array:
     """Rounds filters [F, ...] as ``quantized_filter``, and gives what the integers stand for."""
-    scales = filter_scales(filters).reshape(-1, *(1,) * (filters.ndim - 1))
-    rounded: Array = (quantized_filter(filters) * scales).astype(np.float32)
+    by_filter = filter_scales(filters) if scales is None else scales.astype(np.float64)
+    whole = quantized_filter(filters, by_filter)
+    rounded: Array = (whole * by_filter.reshape(-1, *(1,) * (filters.ndim - 1))).astype(np.float32)
     return rounded
 
 
@@ -127,12 +135,20 @@ def attention_bias(mask: Array, *, heads: int, queries: int, keys: int) -> Array
     return padded.astype(np.float64 if mask.dtype == np.float64 else np.float32)
 
 
+def bytes_mean(mean: Array, scale: Array, *, step: float, low: float) -> Array:
+    """Computes the mean by which ``normalize`` gives levels as bytes: (x - it) * scale / step."""
+    found: Array = mean.astype(np.float64) + low * step / scale.astype(np.float64)
+    return found.astype(np.float32)
+
+
 EVALUATE: dict[str, Callable[..., Array]] = {
     "attention_bias": attention_bias,
     "batch_norm_scale": batch_norm_scale,
     "batch_norm_shift": batch_norm_shift,
     "scale_filter": scale_filter,
     "fake_quantize_filter": fake_quantize_filter,
+    "bytes_mean": bytes_mean,
+    "bytes_scale": lambda scale, *, step: (scale / np.float64(step)).astype(np.float32),
     "full": lambda *, shape, value: np.full(shape, value, np.float32),
     "add": np.add,
     "mul": np.multiply,

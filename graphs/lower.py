@@ -376,6 +376,7 @@ def _quantized(
         Grid(scale, round(low)),
         Grid(residual_scale, round(residual_low)) if stored and residual is not None else None,
         Grid(result_scale, round(result_low)) if stored else None,
+        given.name(4),
     )
     rest = {"filter": filter, "product": product, "scales": scales, "dtype": dtype, **window}
     if x.rank == 4:
@@ -447,8 +448,9 @@ def _attention_bias(given: _Given, **attributes: Any) -> TensorValue:
     )
 
 
-def _normalize(given: _Given, *, dtype: str) -> TensorValue:
-    return nodes.normalize(given.value(0), given.vector(1), given.vector(2), DType[dtype])
+def _normalize(given: _Given, *, dtype: str, channels: int = 0) -> TensorValue:
+    levels = given.vector(1), given.vector(2)
+    return nodes.normalize(given.value(0), *levels, DType[dtype], channels)
 
 
 def _stem(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:

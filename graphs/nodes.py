@@ -1202,15 +1202,23 @@ def attention_bias(
 
 
 def normalize(
-    pixels: TensorValue, mean: TensorValue, scale: TensorValue, dtype: DType
+    pixels: TensorValue, mean: TensorValue, scale: TensorValue, dtype: DType, channels: int = 0
 ) -> TensorValue:
     """Computes (pixels[N, H, W, C] - mean[C]) * scale[C] in float32, as ``dtype``.
+
+    Args:
+        pixels: The pixels.
+        mean: Of each channel.
+        scale: Of each channel.
+        dtype: Of the result; uint8 on a CPU: rounded to nearest even, and saturated.
+        channels: Of the result in uint8, if it has more than C; the others are 0.
 
     Raises:
         ArgumentError: If mean or scale is not [C].
         DeviceError: If the device has no kernel for the dtype.
     """
-    out = shapes.normalize(_type(pixels), _type(mean), _type(scale), dtype=dtype.name)
+    types = (_type(each) for each in (pixels, mean, scale))
+    out = shapes.normalize(*types, dtype=dtype.name, channels=channels)
     return _custom("normalize", [pixels, mean, scale], [out])[0]
 
 

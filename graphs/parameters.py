@@ -190,6 +190,7 @@ class Parameters:
         x: Grid,
         residual: Grid | None = None,
         result: Grid | None = None,
+        steps: str = "",
     ) -> tuple[Filter, TensorValue, list[float]]:
         """Returns a filter in int8 and what ops/conv2d/quantized.mojo takes beside it.
 
@@ -200,6 +201,7 @@ class Parameters:
             x: What the integers of the activations stand for.
             residual: Those of a residual; nothing if it is of floats.
             result: Those of the result; nothing if it is of floats.
+            steps: Names what an integer of each filter stands for; nothing if that is its own.
 
         Returns:
             The filter; what a sum of each stands for, float32 [F]; and the op's ``scales``.
@@ -207,8 +209,10 @@ class Parameters:
         shape = self._filter_shape(filter)
         added, given = residual or Grid(1.0, 0), result or Grid(1.0, 0)
 
-        def rows() -> np.ndarray:
-            return self._filter(filter).transpose(3, 0, 1, 2)
+        def rows() -> tuple[np.ndarray, np.ndarray]:
+            values = self._filter(filter).transpose(3, 0, 1, 2)
+            scales = self._tensor(steps).astype(np.float64) if steps else filter_scales(values)
+            return quantized_filter(values, scales), scales
 
         if not self.device.is_cpu():
             return self._quantized_on_hopper(filter, bias, rows, x, added, given, bool(result))
@@ -216,13 +220,13 @@ class Parameters:
         size = math.prod(shape) if depthwise else arrange.byte_panels_size(shape, groups)
 
         def packed() -> np.ndarray:
-            whole = quantized_filter(rows()).transpose(1, 2, 3, 0)
+            whole = rows()[0].transpose(1, 2, 3, 0)
             return whole.ravel() if depthwise else arrange.byte_panels(whole, groups, -x.low)
 
         dense = self._bind(f"{filter}.int8.{-x.low}", packed, (size,), DType.int8)
         product = self._bind(
             f"{filter}.product.{x.scale!r}",
-            lambda: filter_scales(rows()) * x.scale,
+            lambda: rows()[1] * x.scale,
             (shape[3],),
             DType.float32,
         )
@@ -233,7 +237,7 @@ class Parameters:
         self,
         filter: str,
         bias: str,
-        rows: Callable[[], np.ndarray],
+        rows: Callable[[], tuple[np.ndarray, np.ndarray]],
         x: Grid,
         added: Grid,
         given: Grid,
@@ -249,15 +253,15 @@ class Parameters:
         has_bias = bool(bias) and self.has(bias)
 
         def packed() -> np.ndarray:
-            whole = quantized_filter(rows())
+            whole = rows()[0]
             return (arrange.quads(whole) if in_quads else whole).ravel()
 
         def scales() -> np.ndarray:
-            return filter_scales(rows()) * (x.scale / given.scale)
+            return rows()[1] * (x.scale / given.scale)
 
         def biases() -> np.ndarray:
             own = self._tensor(bias) if has_bias else np.zeros(shape[3])
-            sums = quantized_filter(rows()).reshape(shape[3], -1).sum(1, dtype=np.float64)
+            sums = rows()[0].reshape(shape[3], -1).sum(1, dtype=np.float64)
             zeros = x.low * scales() * sums + added.low * (added.scale / given.scale) - given.low
             return np.asarray(own / given.scale + zeros)
 

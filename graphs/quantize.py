@@ -115,17 +115,21 @@ class Quantization:
         return cls(values, layers, dtype)
 
 
-def places(program: Program) -> tuple[list[str], list[str]]:
+def places(program: Program, pixels: bool = False) -> tuple[list[str], list[str]]:
     """Finds what may be rounded: the values that products read, and residuals; these products.
 
     A product is a convolution or linear layer with weights. What reads pixels stays as it is, and
     so does what gives an output, a convolution of one pixel, as in squeeze and excite, and one in
     groups that is not depthwise.
+
+    Args:
+        program: The network.
+        pixels: Whether what reads pixels is rounded, too: a convolution in one group.
     """
     values: dict[str, None] = {}
     layers: list[str] = []
     for node in program.nodes:
-        if _is_product(program, node):
+        if _is_product(program, node) or (pixels and _reads_pixels(program, node)):
             values[node.inputs[0]] = None
             layers += node.layers
     for node in program.nodes:
@@ -153,6 +157,17 @@ def _is_product(program: Program, node: Node) -> bool:
     return c % GROUP == 0 if groups == 1 else c == 1 and f == groups
 
 
+def _reads_pixels(program: Program, node: Node) -> bool:
+    """Tells whether a convolution in one group reads the images that a network takes."""
+    return (
+        node.op == "conv2d"
+        and bool(node.layers)
+        and node.inputs[0] in program.inputs
+        and node.inputs[1] in program.weights
+        and node.attributes.get("groups", 1) == 1
+    )
+
+
 def _made_by_product(program: Program, value: str, layers: Sequence[str]) -> bool:
     """Tells whether a product among ``layers`` makes a value, a batch norm behind it or not."""
     node = program.producers.get(value)
@@ -178,6 +193,10 @@ def quantized(program: Program, how: Quantization) -> Program:
     taken = set(program.types)
     rounded: dict[str, str] = {}
     nodes: list[Node] = []
+    for value in (each for each in program.inputs if each in how.values):
+        rounded[value] = free(taken, f"{value}.rounded")
+        attributes = how.values[value].attributes
+        nodes.append(Node("fake_quantize", (value,), (rounded[value],), attributes))
     products = {node.output for node in program.nodes if not layers.isdisjoint(node.layers)}
     read = {node.inputs[0] for node in program.nodes if node.output in products}
     for node in program.nodes:

@@ -381,7 +381,8 @@ def token_linear(
 def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
     """Types a product of x in uint8, which stands for scale * (x + low).
 
-    So do the residual and the result where ``dtype`` is uint8; a float stands for itself.
+    So do the residual and the result where ``dtype`` is uint8; a float stands for itself. ``steps``
+    are what an integer of each filter stands for, as in ``fake_quantize_filter``.
     """
 
     def typed(
@@ -389,6 +390,7 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
         filter: Type,
         bias: Type | None = None,
         residual: Type | None = None,
+        steps: Type | None = None,
         *,
         scale: float,
         low: float,
@@ -405,6 +407,8 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
             raise ArgumentError(f"{name}: gives floats or uint8, not {dtype}")
         if residual is not None and residual.dtype != dtype:
             raise ArgumentError(f"{name}: expects a residual in {dtype} but has {residual.dtype}")
+        if steps is not None:
+            _vectors(name, filter.shape[0], steps=steps)
         return op(x, filter, bias, residual, **rest)._replace(dtype=dtype)
 
     return typed
@@ -898,11 +902,28 @@ def scaled_dot_product_attention(
     return Type((*q.shape[:3], v.shape[3]), q.dtype)
 
 
-def normalize(pixels: Type, mean: Type, scale: Type, *, dtype: str = "float32") -> Type:
-    """Types (pixels[N, H, W, C] - mean[C]) * scale[C] as ``dtype``."""
-    *_, c = _image("normalize", pixels)
+def normalize(
+    pixels: Type, mean: Type, scale: Type, *, dtype: str = "float32", channels: int = 0
+) -> Type:
+    """Types (pixels[N, H, W, C] - mean[C]) * scale[C] as ``dtype``.
+
+    Of uint8 there may be more ``channels``.
+    """
+    *rest, c = _image("normalize", pixels)
     _levels("normalize", c, mean, scale)
-    return Type(pixels.shape, dtype)
+    if channels and (dtype != "uint8" or channels < _known("normalize", c, "C of pixels")):
+        raise ArgumentError(f"normalize: {channels} channels of {dtype} do not hold {c}")
+    return Type((*rest, channels or c), dtype)
+
+
+def bytes_mean(mean: Type, scale: Type, *, step: float, low: float) -> Type:
+    """Types the mean by which ``normalize`` gives levels: mean + low * step / scale."""
+    return mean
+
+
+def bytes_scale(scale: Type, *, step: float) -> Type:
+    """Types the scale by which it does: scale / step."""
+    return scale
 
 
 def _levels(name: str, c: Size, mean: Type, scale: Type) -> None:
@@ -1211,8 +1232,13 @@ def scale_filter(filter: Type, scale: Type) -> Type:
     return Type(filter.shape, wide(filter.dtype))
 
 
-def fake_quantize_filter(filter: Type) -> Type:
-    """Types a filter [F, ...] rounded to 255 levels of its own for each of F, around 0."""
+def fake_quantize_filter(filter: Type, scale: Type | None = None) -> Type:
+    """Types a filter [F, ...] rounded to 8 bits, for each of F by a scale of [F].
+
+    If that is left out, the largest number of a filter, of either sign, is 127.
+    """
+    if scale is not None:
+        _vectors("fake_quantize_filter", filter.shape[0], scale=scale)
     return filter
 
 
@@ -1275,6 +1301,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "batch_norm_shift": batch_norm_shift,
     "scale_filter": scale_filter,
     "fake_quantize_filter": fake_quantize_filter,
+    "bytes_mean": bytes_mean,
+    "bytes_scale": bytes_scale,
     "full": full,
     # fused
     "pointwise": pointwise,

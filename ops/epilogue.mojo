@@ -19,7 +19,7 @@ CPU; the result is rounded once, to the output's dtype.
 """
 
 from std.math import iota
-from std.sys import simd_width_of
+from std.sys import is_gpu, simd_width_of
 from std.sys.intrinsics import masked_store
 
 from .expression import evaluate_words, is_expression, split
@@ -37,6 +37,7 @@ from .operands import (
     Operands,
     Scales,
     narrowed,
+    nearest,
     widened_load,
 )
 
@@ -385,16 +386,20 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
             to: As `finish` has it.
             inside: Which are there, if it is masked.
         """
-        var y = value
-        comptime if Self.dtype.is_integral():
-            # Rounded before the zero is added, as ONNX and torch do: halves become even numbers.
+        # Rounded before the zero is added, as ONNX and torch do: halves become even numbers.
+        var y: SIMD[Self.dtype, width]
+        comptime if not Self.dtype.is_integral():
+            y = narrowed[Self.dtype](value)
+        elif is_gpu():
             var scale, zero = self.y_is.scale.cast[Self.wide](), self.y_is.zero.cast[Self.wide]()
-            y = (y * (1 / scale)).__round__() + zero
+            y = narrowed[Self.dtype]((value * (1 / scale)).__round__() + zero)
+        else:
+            y = nearest[Self.dtype](value.cast[F32](), 1 / self.y_is.scale, self.y_is.zero)
         comptime if masked:
-            masked_store(narrowed[Self.dtype](y), self.y.unsafe_offset(to), inside)
+            masked_store(y, self.y.unsafe_offset(to), inside)
         else:
             comptime align = ALIGN[Self.dtype, width]
-            self.y.unsafe_store[alignment=align](to, narrowed[Self.dtype](y))
+            self.y.unsafe_store[alignment=align](to, y)
 
     @always_inline
     def finish_row[sum: DType](self, sums: Data[sum], f: Int, to: Int, count: Int):

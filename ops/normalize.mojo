@@ -4,6 +4,9 @@ x holds levels 0 to 255 (uint8), or anything else that the caller has normalised
 scale are in levels. Three channels fill no vector, so images are one long row: a CPU repeats mean
 and scale until they fill C vectors, and a thread of a GPU takes 16 numbers and looks each one's mean
 and scale up. Bound by memory.
+
+On a CPU y may be uint8, rounded to nearest even and saturated, with more channels than x: the others
+are 0. So the first convolution of a quantised network reads four channels (gemm/cpu.mojo).
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -15,6 +18,7 @@ from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 from std.sys import simd_width_of
 
+from .dot import U8
 from .launch import launch
 from .operands import F32, Data, data, narrowed
 from .parallel import over_cores
@@ -47,7 +51,7 @@ struct Normalize:
             target: "cpu" or "gpu".
 
         Args:
-            y: Result [N, H, W, C].
+            y: Result [N, H, W, C]; in uint8 it may have more channels.
             x: Levels [N, H, W, C].
             mean: [C], in levels.
             scale: [C], one over the deviation in levels.
@@ -56,7 +60,18 @@ struct Normalize:
         Raises:
             If a launch fails.
         """
-        comptime if target == "cpu":
+        comptime if target == "cpu" and y.dtype == U8:
+            var pixels = y.size() // max(y.shape()[3], 1)
+            _to_bytes(
+                rebind[Data[U8]](data(y)),
+                data(x),
+                data(mean),
+                data(scale),
+                pixels,
+                x.shape()[3],
+                y.shape()[3],
+            )
+        elif target == "cpu":
             _over_rows(data(y), data(x), data(mean), data(scale), y.size(), y.shape()[3])
         else:
             if y.size() > 0:
@@ -193,3 +208,49 @@ def _over_rows[
 
     over_cores(task, ceildiv(size, block))
     dealloc(memory^)
+
+
+def _to_bytes[
+    source: DType
+](
+    y: Data[U8],
+    x: Data[source],
+    mean: Data[F32],
+    scale: Data[F32],
+    pixels: Int,
+    channels: Int,
+    room: Int,
+):
+    """Normalises `pixels` of `channels` numbers on all cores, into `room` of uint8 each."""
+    if pixels == 0:
+        return
+    comptime PIXELS = 4
+    comptime LANES = 4 * PIXELS
+    var means, scales = SIMD[F32, LANES](0), SIMD[F32, LANES](0)
+    var vectors = channels == 3 and room == 4
+    if vectors:
+        comptime for i in range(LANES):
+            comptime if i % 4 < 3:
+                means[i] = mean[unsafe_offset=i % 4]
+                scales[i] = scale[unsafe_offset=i % 4]
+    var block = ceildiv(ceildiv(pixels, 4 * parallelism_level(None)), PIXELS) * PIXELS
+
+    def task(index: Int) {imm}:
+        var end = min((index + 1) * block, pixels)
+        var pixel = index * block
+        # A load of 16 numbers has those of the pixel behind; the last ones have none.
+        while vectors and pixel + PIXELS < end:
+            var levels = x.unsafe_load[width=LANES](pixel * 3)
+            var spread = levels.shuffle[0, 1, 2, 0, 3, 4, 5, 0, 6, 7, 8, 0, 9, 10, 11, 0]()
+            y.unsafe_store(pixel * 4, narrowed[U8]((spread.cast[F32]() - means) * scales))
+            pixel += PIXELS
+        while pixel < end:
+            for c in range(room):
+                var value = UInt8(0)
+                if c < channels:
+                    var level = x[unsafe_offset=pixel * channels + c].cast[F32]()
+                    value = narrowed[U8]((level - mean[unsafe_offset=c]) * scale[unsafe_offset=c])
+                y[unsafe_offset=pixel * room + c] = value
+            pixel += 1
+
+    over_cores(task, ceildiv(pixels, block))

@@ -197,8 +197,45 @@ def _nearest[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
         return bitcast[dtype, width](quads)
     comptime low = Float32(Int(Scalar[dtype].MIN))
     comptime high = Float32(Int(Scalar[dtype].MAX))
-    var inside = isnan(value).select(SIMD[F32, width](0), value).clamp(low, high)
-    return inside.__round__().cast[DType.int32]().cast[dtype]()
+    comptime if is_gpu():
+        var inside = isnan(value).select(SIMD[F32, width](0), value).clamp(low, high)
+        return inside.__round__().cast[DType.int32]().cast[dtype]()
+    comptime if low < 0:
+        return nearest[dtype](isnan(value).select(SIMD[F32, width](0), value), 1, 0)
+    return nearest[dtype](value, 1, 0)
+
+
+comptime WHOLE = Float32(12582912)
+"""1.5 x 2^23: floats around it are integers, whose last byte is that of what was added to it."""
+
+
+@always_inline
+def nearest[
+    width: SIMDLength, //, dtype: DType
+](value: SIMD[F32, width], factor: Float32, zero: Float32) -> SIMD[dtype, width]:
+    """Computes round(factor * value) + zero, halves to even numbers, saturated, on a CPU.
+
+    In five instructions of AVX-512, where roundings, comparisons and conversions take fourteen.
+
+    Parameters:
+        width: Elements.
+        dtype: An integer of 8 bits.
+
+    Args:
+        value: Any; of NaN the result is the least integer.
+        factor: By which it is multiplied.
+        zero: An integer of the dtype.
+
+    Returns:
+        The integers.
+    """
+    comptime I32 = DType.int32
+    var low = SIMD[F32, width](WHOLE + Float32(Int(Scalar[dtype].MIN)) - zero)
+    var high = SIMD[F32, width](WHOLE + Float32(Int(Scalar[dtype].MAX)) - zero)
+    var whole = value.fma(SIMD[F32, width](factor), SIMD[F32, width](WHOLE))
+    whole = whole.gt(low).select(whole, low)  # `max` would look for NaN
+    whole = whole.lt(high).select(whole, high)
+    return (bitcast[I32, width](whole) + zero.cast[I32]()).cast[dtype]()
 
 
 @fieldwise_init

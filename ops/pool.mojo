@@ -2,9 +2,9 @@
 
 Vectors run over channels, so a window is R * S wide loads; bound by memory. A CPU computes rows of
 the result on all cores, a GPU 16 bytes in each thread, or one number where C is no multiple of
-that. Padding never wins the maximum and NaN does. With ceil_mode (P and Q are the graph's) the last
-window may hang over the padding: what hangs over counts for neither op. The average of a whole
-image is `reduce`.
+that. Padding never wins the maximum and NaN does. Maxima may be of uint8, which keep their levels.
+With ceil_mode (P and Q are the graph's) the last window may hang over the padding: what hangs over
+counts for neither op. The average of a whole image is `reduce`.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -15,6 +15,7 @@ from std.math import ceildiv, isnan
 from std.sys import simd_width_of, size_of
 from std.utils.numerics import neg_inf
 
+from .dot import U8
 from .geometry import Geometry
 from .launch import launch
 from .operands import F32, WIDE, Data, data, narrowed, widened
@@ -50,7 +51,18 @@ def pooled[
     var h0 = p * g.stride_h - g.pad_h
     var w0 = q * g.stride_w - g.pad_w
     var image = x.unsafe_offset(n * g.h * g.w * g.c + c)
-    comptime if kind == "max":
+    comptime if kind == "max" and dtype == U8:
+        var best = SIMD[dtype, width](0)
+        for r in range(g.r):
+            var h = h0 + r * g.dilation_h
+            if h < 0 or h >= g.h:
+                continue
+            for s in range(g.s):
+                var w = w0 + s * g.dilation_w
+                if w >= 0 and w < g.w:
+                    best = max(best, image.unsafe_load[width=width]((h * g.w + w) * g.c))
+        return best
+    elif kind == "max":
         var best = SIMD[WIDE[dtype], width](neg_inf[WIDE[dtype]]())
         for r in range(g.r):
             var h = h0 + r * g.dilation_h
@@ -130,11 +142,12 @@ def _pool_row[
     var n, p = divmod(row, g.p)
     for q in range(g.q):
         var to = y.unsafe_offset((row * g.q + q) * g.c)
-        var whole = g.c // WIDTH * WIDTH
-        for c in range(0, whole, WIDTH):
-            to.unsafe_store(c, pooled[dtype, kind, WIDTH](g, x, n, p, q, c))
-        for c in range(whole, g.c):
-            to.unsafe_store(c, pooled[dtype, kind, 1](g, x, n, p, q, c))
+        var c = 0
+        comptime for width in [4 * WIDTH, WIDTH, 1]:
+            comptime if width <= WIDTH or dtype == U8:
+                while c + width <= g.c:
+                    to.unsafe_store(c, pooled[dtype, kind, width](g, x, n, p, q, c))
+                    c += width
 
 
 @__name(t"pool_{kind}_{width}_{dtype}")

@@ -11,33 +11,45 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from max.dtype import DType
 
 from maxvision.graphs.arrange import is_aligned, is_depthwise
 from maxvision.graphs.backend import Backend
+from maxvision.graphs.constants import Array, filter_scales
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.quantize import GROUP, STEPS, Grid
 from maxvision.graphs.shapes import sides
 
 PRODUCTS = {"conv2d": "quantized_conv2d", "linear": "quantized_linear"}
 """The op in 8 bits of each product."""
+KEEPING = ("max_pool2d", "reshape", "permute")
+"""Ops that give numbers of their input, and so run on bytes as they do on what these stand for."""
 
 
 def eight_bit(program: Program, on: Backend) -> Program:
     """Makes products that read rounded values ones of uint8 by int8, where a device has them.
 
     A rounded value is stored once, as uint8, for all that read it. Where nothing else reads a
-    product's result, and its residual is stored so too, it stores its result rounded itself.
+    product's result, and its residual is stored so too, it stores its result rounded itself. What
+    is rounded to levels that it has already, such as a max pool of a rounded value, is a value of
+    bytes too.
     """
     if not (on.is_hopper or (not on.is_gpu and on.dtype == "float32")):
         return program
     products = {node.output: node for node in program.nodes if _takes(program, node, on)}
-    rounded = {
-        value: grid
-        for node in products.values()
-        for value in (node.inputs[0], *node.inputs[3:])
-        if (grid := _grid(program, value))
-    }
+    if not on.is_gpu and (pools := _pools(program, products)):
+        program = pools
+        products = {node.output: node for node in program.nodes if node.output in products}
+    asked = [value for node in products.values() for value in (node.inputs[0], *node.inputs[3:])]
+    asked += [made.output for value in products if (made := program.only_user(value))]
+    rounded: dict[str, Grid] = {}
+    while asked:
+        value = asked.pop(0)
+        if (grid := _grid(program, value)) and value not in rounded:
+            rounded[value] = grid
+            if _keeps(program, value):
+                asked.append(program.producers[value].inputs[0])
     return _Rewriting(program, products, rounded, on).done()
 
 
@@ -49,7 +61,7 @@ def _takes(program: Program, node: Node, on: Backend) -> bool:
     grid = _grid(program, x)
     return (
         weight in program.constants
-        and _is_rounded_filter(program, weight)
+        and bool(_rounded_filter(program, weight))
         and grid is not None
         and (_hopper_takes(program, node, grid) if on.is_gpu else _cpu_takes(program, node))
         and program.types[x].dtype == on.dtype
@@ -58,9 +70,52 @@ def _takes(program: Program, node: Node, on: Backend) -> bool:
 
 
 def _cpu_takes(program: Program, node: Node) -> bool:
-    """Tells whether the channels of a group can be multiplied: four at once, or one by one."""
+    """Tells whether the channels of a group can be multiplied: four at once, or one by one.
+
+    Pixels get as many when they are normalised.
+    """
     f, c, *window = program.shape(node.inputs[1])
-    return c % GROUP == 0 or is_depthwise((*window, c, f), node.attributes.get("groups", 1))  # type: ignore[arg-type]
+    groups = node.attributes.get("groups", 1)
+    return (
+        c % GROUP == 0
+        or is_depthwise((*window, c, f), groups)  # type: ignore[arg-type]
+        or (groups == 1 and _pixels(program, node.inputs[0]) is not None)
+    )
+
+
+def _pixels(program: Program, value: str) -> Node | None:
+    """Finds what normalises the pixels that are rounded to a value, and nothing else."""
+    rounding = program.producers[value]
+    node = program.producers.get(rounding.inputs[0])
+    if node is None or node.op != "normalize" or program.only_user(node.output) is not rounding:
+        return None
+    whole = program.types[node.inputs[0]].dtype == "uint8" and node.dtype == ""
+    products = all(
+        user.op == "conv2d"
+        and user.attributes.get("groups", 1) == 1
+        and bool(_rounded_filter(program, user.inputs[1]))
+        for user in program.users.get(value, ())
+    )
+    return node if whole and products and value not in program.outputs.values() else None
+
+
+def _pools(program: Program, products: Mapping[str, Node]) -> Program:
+    """Rounds what products give before it goes to a max pool, and not behind that: it is the same.
+
+    So the pool reads bytes.
+    """
+    rewrite, taken = Rewrite(program), set(program.types)
+    for value in products:
+        pool = program.only_user(value)
+        rounding = program.only_user(pool.output) if pool and pool.op == "max_pool2d" else None
+        if pool and rounding and Grid.read(rounding):
+            before = free(taken, f"{value}.rounded")
+            rewrite.replace(
+                [pool, rounding],
+                replace(rounding, inputs=(value,), outputs=(before,)),
+                replace(pool, inputs=(before,), outputs=rounding.outputs),
+            )
+    return rewrite.done()
 
 
 def _hopper_takes(program: Program, node: Node, grid: Grid) -> bool:
@@ -78,15 +133,50 @@ def _hopper_takes(program: Program, node: Node, grid: Grid) -> bool:
 def _grid(program: Program, value: str) -> Grid | None:
     """Gives the levels to which a value is rounded, if uint8 has as many; else nothing."""
     node = program.producers.get(value)
-    return None if node is None or node.at_load else Grid.read(node)
+    if node is None or node.at_load:
+        return None
+    return _grid(program, node.inputs[0]) if node.op in KEEPING else Grid.read(node)
 
 
-def _is_rounded_filter(program: Program, value: str) -> bool:
-    """Tells whether weights were rounded, each filter for itself; to scale them changes nothing."""
-    node = program.producers.get(value)
-    while node is not None and node.op in ("scale_filter", "reshape"):
-        node = program.producers.get(node.inputs[0])
-    return node is not None and node.op == "fake_quantize_filter"
+def _keeps(program: Program, value: str) -> bool:
+    """Tells whether a rounded value has the levels of what it is made of."""
+    node = program.producers[value]
+    return node.op in KEEPING or _grid(program, node.inputs[0]) == Grid.read(node)
+
+
+def _rounded_filter(program: Program, value: str) -> list[Node]:
+    """Finds how weights were rounded, each filter for itself, and scaled: the last node first.
+
+    To scale them changes no integer. Gives nothing if they were not rounded.
+    """
+    found: list[Node] = []
+    while node := program.producers.get(value):
+        found.append(node)
+        if node.op == "fake_quantize_filter":
+            return found
+        if node.op not in ("scale_filter", "reshape"):
+            break
+        value = node.inputs[0]
+    return []
+
+
+def filter_steps(program: Program, constants: Mapping[str, Array], weight: str) -> Array | None:
+    """Computes what an integer of each filter stands for, [F]; nothing if they are not rounded.
+
+    Args:
+        program: The program.
+        constants: What it computes of weights.
+        weight: Of a product.
+    """
+    if not (found := _rounded_filter(program, weight)):
+        return None
+    *scaled, rounding = found
+    if len(rounding.inputs) == 1:
+        return filter_scales(constants[weight])
+    steps = constants[rounding.inputs[1]].astype(np.float64)
+    for node in scaled:
+        steps = steps * constants[node.inputs[1]] if node.op == "scale_filter" else steps
+    return steps
 
 
 def saturating(product: Node, grid: Grid) -> str:
@@ -132,6 +222,18 @@ class _Rewriting:
         self.stored = {value: free(self.taken, f"{value}.uint8") for value in rounded}
         self.storing = {value: made for value in rounded if (made := self.storing_product(value))}
         """The products that store their results rounded."""
+        self.keeping = {value for value in rounded if _keeps(program, value)}
+        """What has the levels of what it is made of."""
+        self.pixels: dict[str, Node] = {}
+        """What normalises the pixels that are rounded to values whose channels are no multiple."""
+        if not on.is_gpu:
+            for value in rounded:
+                pixels = None if value in self.keeping else _pixels(program, value)
+                if pixels and int(program.types[pixels.output].shape[-1]) % GROUP:
+                    self.pixels[value] = pixels
+        for node in program.nodes:
+            if node.output in self.keeping and node.op not in KEEPING:
+                self.stored[node.output] = self.stored[node.inputs[0]]
 
     def done(self) -> Program:
         """Gives the new program."""
@@ -139,13 +241,24 @@ class _Rewriting:
         storing = {node.output for node in self.storing.values()}
         for value in self.rounded:
             node, product = self.program.producers[value], self.storing.get(value)
-            made = [self.product(product, value)] if product else self.quantize(node)
+            if product:
+                made = self.product(product, value)
+            elif pixels := self.pixels.get(value):
+                made = self.bytes_of(pixels, value)
+                rewrite.replace([pixels])
+            elif value not in self.keeping:
+                made = self.quantize(node)
+            elif node.op in KEEPING:
+                source, to = self.stored[node.inputs[0]], self.stored[value]
+                made = [replace(node, inputs=(source,), outputs=(to,))]
+            else:
+                made = []
             if self.is_read_in_float(value, storing):
-                made.append(self.dequantize(value))
+                made += self.dequantize(value)
             rewrite.replace([product, node] if product else [node], *made)
         for output, node in self.products.items():
             if output not in storing:
-                rewrite.replace([node], self.product(node))
+                rewrite.replace([node], *self.product(node))
         return rewrite.done()
 
     def storing_product(self, value: str) -> Node | None:
@@ -163,13 +276,13 @@ class _Rewriting:
 
         def reads(user: Node) -> bool:
             if user.output not in self.products:
-                return True
+                return user.output not in self.keeping
             return value in user.inputs[3:] and user.output not in storing
 
         outputs = self.program.outputs.values()
         return value in outputs or any(map(reads, self.program.users.get(value, ())))
 
-    def product(self, node: Node, result: str = "") -> Node:
+    def product(self, node: Node, result: str = "") -> list[Node]:
         """Makes a product one of integers, that perhaps stores its result rounded: ``result``."""
         x, *rest = node.inputs
         grid = self.rounded[x]
@@ -190,33 +303,90 @@ class _Rewriting:
                 grid = self.rounded[rest[2]]
                 attributes |= {"residual_scale": grid.scale, "residual_low": grid.low}
                 rest[2] = self.stored[rest[2]]
-        return replace(
+        steps, made = self.steps(node.inputs[1])
+        if steps:
+            rest = [*([*rest, "", ""][:3]), steps]
+        if x in self.pixels:
+            weight = free(self.taken, f"{rest[0]}.padded")
+            more = -int(self.program.types[rest[0]].shape[1]) % GROUP
+            pads: dict[str, Attribute] = {"pads": (0, 0, 0, more, 0, 0, 0, 0)}
+            made.append(Node("pad", (rest[0],), (weight,), pads, at_load=True))
+            rest[0] = weight
+        new = replace(
             node,
             op=PRODUCTS[node.op],
             inputs=(self.stored[x], *rest),
             outputs=outputs,
             attributes=attributes,
         )
+        return [*made, new]
+
+    def steps(self, weight: str) -> tuple[str, list[Node]]:
+        """Names what an integer of each filter stands for, and makes it.
+
+        Where the program does not say it, it follows from the filter, and has no name.
+        """
+        *scaled, rounding = _rounded_filter(self.program, weight)
+        steps, made = (*rounding.inputs, "")[1], list[Node]()
+        for node in reversed(scaled):
+            if steps and node.op == "scale_filter":
+                name = free(self.taken, f"{weight}.steps")
+                made.append(Node("mul", (steps, node.inputs[1]), (name,), at_load=True))
+                steps = name
+        return steps, made
+
+    def bytes_of(self, pixels: Node, value: str) -> list[Node]:
+        """Normalises pixels and stores them as uint8 at once, with channels of zeros behind."""
+        grid, (x, mean, scale) = self.rounded[value], pixels.inputs
+        names = [free(self.taken, f"{value}.{part}") for part in ("mean", "scale")]
+        step: dict[str, Attribute] = {"step": grid.scale}
+        low: dict[str, Attribute] = {"low": float(grid.low)}
+        channels = int(self.program.types[pixels.output].shape[-1])
+        room = channels + -channels % GROUP
+        return [
+            Node("bytes_mean", (mean, scale), (names[0],), step | low, at_load=True),
+            Node("bytes_scale", (scale,), (names[1],), step, at_load=True),
+            replace(
+                pixels,
+                inputs=(x, *names),
+                outputs=(self.stored[value],),
+                attributes={"dtype": "uint8", "channels": room},
+            ),
+        ]
 
     def quantize(self, node: Node) -> list[Node]:
-        """Stores a value as uint8; scale and zero point are constants, so that one kernel does."""
-        grid, numbers = self.rounded[node.output], []
-        for what, value in (("inverse", 1 / grid.scale), ("zero", -grid.low)):
-            name = free(self.taken, f"{node.output}.{what}")
-            number: dict[str, Attribute] = {"shape": (1,), "value": float(value)}
-            numbers.append(Node("full", (), (name,), number, at_load=True))
-        attributes: dict[str, Attribute] = {
-            "expression": "x0 x1 mul round x2 add",
-            "dtype": "uint8",
-        }
-        inputs = (node.inputs[0], *(each.output for each in numbers))
-        return [*numbers, Node("pointwise", inputs, (self.stored[node.output],), attributes)]
+        """Stores a value as uint8."""
+        grid = self.rounded[node.output]
+        constants = {"inverse": 1 / grid.scale, "zero": float(-grid.low)}
+        return self.pointwise(
+            node.inputs[0], self.stored[node.output], "x0 x1 mul round x2 add", constants, "uint8"
+        )
 
-    def dequantize(self, value: str) -> Node:
+    def dequantize(self, value: str) -> list[Node]:
         """Gives what a stored value stands for."""
         grid = self.rounded[value]
-        attributes: dict[str, Attribute] = {
-            "expression": f"x0 {float(grid.low)!r} add {grid.scale!r} mul",
-            "dtype": self.on.dtype,
-        }
-        return Node("pointwise", (self.stored[value],), (value,), attributes)
+        constants = {"low": float(grid.low), "scale": grid.scale}
+        return self.pointwise(
+            self.stored[value], value, "x0 x1 add x2 mul", constants, self.on.dtype
+        )
+
+    def pointwise(
+        self, source: str, to: str, expression: str, numbers: Mapping[str, float], dtype: str
+    ) -> list[Node]:
+        """Computes an expression of a value and two numbers.
+
+        These are constants, and no part of the expression, so that one kernel serves all values.
+        """
+        made = [
+            Node(
+                "full",
+                (),
+                (free(self.taken, f"{to}.{what}"),),
+                {"shape": (1,), "value": number},
+                at_load=True,
+            )
+            for what, number in numbers.items()
+        ]
+        attributes: dict[str, Attribute] = {"expression": expression, "dtype": dtype}
+        inputs = (source, *(each.output for each in made))
+        return [*made, Node("pointwise", inputs, (to,), attributes)]

@@ -213,8 +213,9 @@ class _Fusion:
         if node.op not in ELEMENTWISE and node.op != "pointwise":
             return False
         dtypes = {types[value].dtype for value in node.inputs}
+        bytes_too = ("uint8",) if node.op == "pointwise" else ()  # levels, as eight_bit reads them
         return (
-            all("float" in dtype or dtype == "bool" for dtype in dtypes)
+            all("float" in dtype or dtype == "bool" or dtype in bytes_too for dtype in dtypes)
             and dtypes != {"bool"}
             and not constants.issuperset(node.inputs)
         )
@@ -237,7 +238,8 @@ class _Fusion:
         """Tells whether what gives a value may become part of the tree that reads it."""
         types, root = self.program.types, tree.nodes[0]
         return (
-            self.program.only_user(read.value) in tree.nodes
+            types[read.value].dtype != "uint8"  # to which it is rounded
+            and self.program.only_user(read.value) in tree.nodes
             and tree.words.count(read) == 1
             and types[read.value].shape == types[root.output].shape
             and self.fits(under)
@@ -250,9 +252,16 @@ class _Fusion:
             return False
         vector = Type((1,))
         types = [vector if read.part else self.program.types[read.value] for read in reads]
-        dtype = root.attributes.get("dtype", "")
+        dtype = self.dtype(tree)
         (found,) = infer("pointwise", types, {"expression": tree.text(), "dtype": dtype})
         return found == self.program.types[root.output]
+
+    def dtype(self, tree: _Tree) -> str:
+        """Names what a tree gives, where its node says it or what it reads does not tell."""
+        types, root = self.program.types, tree.nodes[0]
+        if any(types[read.value].dtype == "uint8" for read in tree.reads if not read.part):
+            return types[root.output].dtype
+        return str(root.attributes.get("dtype", ""))
 
     def leaf(self, node: Node) -> _Tree:
         """Writes one op down."""
@@ -276,8 +285,8 @@ class _Fusion:
         inputs = tuple(names.get(read, read.value) for read in tree.reads)
         layers = tuple(layer for node in nodes for layer in node.layers)
         attributes: dict[str, Attribute] = {"expression": tree.text()}
-        if "dtype" in (root := tree.nodes[0]).attributes:
-            attributes["dtype"] = root.attributes["dtype"]
+        if dtype := self.dtype(tree):
+            attributes["dtype"] = dtype
         return [*made, Node("pointwise", inputs, tree.nodes[0].outputs, attributes, layers)]
 
     def parameters(self, norm: Node, made: list[Node]) -> dict[_Read, str]:

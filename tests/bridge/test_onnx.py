@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 onnx = pytest.importorskip("onnx", reason="ONNX files are read by the package onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
-from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 from maxvision.bridge import onnx_file, onnx_ops  # noqa: E402
 from maxvision.bridge.importer import Traced  # noqa: E402
@@ -217,6 +216,43 @@ for _way, _count in (("forward", 1), ("reverse", 1), ("bidirectional", 2)):
         ("LSTM", ["y0", *_given], {"hidden_size": 3, "direction": _way}),
         shape=TOKENS, outputs=3,
     )  # fmt: skip
+# 8-bit integers
+_U8, _S8 = np.uint8, np.int8
+for _zero in (_U8(0), _U8(100), _U8(255), _S8(0), _S8(-128), _S8(77), np.uint16(30000)):
+    several(
+        f"levels around {_zero.dtype} {_zero}", ("QuantizeLinear", ["x", f(0.01), _zero], {}),
+        ("DequantizeLinear", ["y0", f(0.01), _zero], {}), opset=21,
+    )  # fmt: skip
+several(
+    "levels without a zero point", ("QuantizeLinear", ["x", f(0.01)], {}),
+    ("DequantizeLinear", ["y0", f(0.01)], {}), opset=13,
+)  # fmt: skip
+several(
+    "moved integers", ("QuantizeLinear", ["x", f(0.02), _S8(-9)], {}),
+    ("MaxPool", ["y0"], {"kernel_shape": [3, 2], "pads": [1, 0, 1, 1], "strides": [2, 2]}),
+    ("Transpose", ["y1"], {"perm": [0, 2, 1, 3]}), ("Shape", ["y2"], {}),
+    ("Reshape", ["y2", "y3"], {}), ("DequantizeLinear", ["y4", f(0.02), _S8(-9)], {}), opset=19,
+)  # fmt: skip
+for _op, _shape, _axis, _given in (
+    ("Conv", (4, 6, 3, 3), 0, IMAGE), ("Conv", (6, 1, 3, 3), 0, IMAGE),
+    ("Conv", (4, 6, 3), 0, LINE), ("MatMul", (8, 5), 1, TOKENS), ("Gemm", (5, 8), 0, ROWS),
+    ("Gemm", (8, 5), 1, ROWS), ("ConvTranspose", (6, 4, 3, 3), 1, IMAGE),
+):  # fmt: skip
+    _count = _shape[_axis]
+    _scales = np.abs(w(_count)) * np.float32(0.01) + np.float32(0.001)
+    _more = {"transB": int(_axis == 0)} if _op == "Gemm" else {}
+    _more = {"group": 6} if _shape[1] == 1 else _more
+    several(
+        f"{_op} {_shape} of integers", ("QuantizeLinear", ["x", f(0.02), _U8(99)], {}),
+        ("DequantizeLinear", ["y0", f(0.02), _U8(99)], {}),
+        ("DequantizeLinear", [_random.integers(-128, 128, _shape).astype(_S8), _scales,
+                              np.zeros(_count, _S8)], {"axis": _axis}),
+        ("DequantizeLinear", [_random.integers(-9999, 9999, _count).astype(np.int32),
+                              _scales * np.float32(0.02)], {"axis": 0}),
+        (_op, ["y1", "y2", "y3"] if _op != "MatMul" else ["y1", "y2"], _more),
+        ("QuantizeLinear", ["y4", f(0.5), _S8(5)], {}),
+        ("DequantizeLinear", ["y5", f(0.5), _S8(5)], {}), opset=13, shape=_given,
+    )  # fmt: skip
 # windows
 one("MaxPool", kernel_shape=[3, 2], strides=[2, 2], pads=[1, 0, 1, 0])
 one("MaxPool", kernel_shape=[3, 3], strides=[2, 2], pads=[0, 1, 1, 0])
@@ -341,7 +377,7 @@ def test_a_file_means_the_same(case: Case, batch: Any, tmp_path: Path) -> None:
     found, file = traced(case, tmp_path, batch)
     assert found.program is not None
     x = case.input(RUN)
-    reference = ReferenceEvaluator(file)
+    reference = onnx_file.evaluator(file)
     if case.wanted:
         wanted = [case.wanted(torch.tensor(x).double()).numpy()]
     elif batch == 1:

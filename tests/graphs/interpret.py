@@ -318,8 +318,13 @@ def _bias(mask: Tensor, *, heads: int, queries: int, keys: int) -> Tensor:
     return F.pad(rows, (0, keys % 2))
 
 
-def _normalize(pixels: Tensor, mean: Tensor, scale: Tensor, *, dtype: str = "") -> Tensor:
-    return (pixels - mean) * scale
+def _normalize(
+    pixels: Tensor, mean: Tensor, scale: Tensor, *, dtype: str = "", channels: int = 0
+) -> Tensor:
+    y = (pixels - mean) * scale
+    if dtype == "uint8":
+        y = y.round().clamp(0, 255)
+    return F.pad(y, (0, channels - y.shape[-1])) if channels else y
 
 
 def _stem(
@@ -440,17 +445,20 @@ def _pointwise(*given: Tensor, expression: str, dtype: str = "") -> Tensor:
     return result.round().clamp(0, 255) if dtype == "uint8" else result
 
 
-def _fake_quantize_filter(filter: Tensor) -> Tensor:
-    largest = filter.flatten(1).abs().amax(1).reshape(-1, *(1,) * (filter.ndim - 1))
-    scale = torch.where(largest > 0, largest, 127.0) / 127
-    return (filter / scale).round() * scale
+def _fake_quantize_filter(filter: Tensor, scale: Tensor | None = None) -> Tensor:
+    if scale is None:
+        largest = filter.flatten(1).abs().amax(1)
+        scale = torch.where(largest > 0, largest, 127.0) / 127
+    scale = scale.reshape(-1, *(1,) * (filter.ndim - 1))
+    return (filter / scale).round().clamp(-128, 127) * scale
 
 
 def _quantized(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Computes with what integers stand for, and stores the result as an integer if it is one."""
 
     def run(
-        x: Tensor, filter: Tensor, bias: Any = None, residual: Any = None, *, scale: float,
+        x: Tensor, filter: Tensor, bias: Any = None, residual: Any = None, steps: Any = None, *,
+        scale: float,
         low: float, residual_scale: float = 1.0, residual_low: float = 0.0,
         result_scale: float = 1.0, result_low: float = 0.0, dtype: str = "float32", **rest: Any,
     ) -> Tensor:  # fmt: skip
@@ -564,6 +572,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "conv2d_chain": _chain,
     "full": lambda *, shape, value: torch.full(shape, value, dtype=torch.float64),
     "fake_quantize_filter": _fake_quantize_filter,
+    "bytes_mean": lambda mean, scale, *, step, low: mean + low * step / scale,
+    "bytes_scale": lambda scale, *, step: scale / step,
     "quantized_conv2d": _quantized(
         lambda x, *rest, **window: _images(_conv2d)(x, *rest, layout="NHWC", **window)
     ),

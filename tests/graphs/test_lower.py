@@ -276,7 +276,7 @@ def test_the_variants_run_every_op_of_a_cpu() -> None:
 
 def test_every_op_that_is_no_weights_can_be_lowered() -> None:
     at_load = {"batch_norm_scale", "batch_norm_shift", "scale_filter"}
-    at_load |= {"fake_quantize_filter", "full"}
+    at_load |= {"bytes_mean", "bytes_scale", "fake_quantize_filter", "full"}
     assert set(EMIT) == set(OPS) - at_load
 
 

@@ -11,13 +11,16 @@ from max.driver import CPU
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
+from max.graph import ops as graph_ops
 
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs import nodes, passes
 from maxvision.graphs.backend import Backend
+from maxvision.graphs.constants import EVALUATE
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.passes import eight_bit
+from maxvision.graphs.pixels import from_pixels
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.quantize import CONFIG, Grid, Quantization, places, quantized
 from maxvision.graphs.types import BATCH
@@ -194,6 +197,101 @@ def test_hopper_adds_zero_points_to_the_bias() -> None:
     assert numbers[:1] + numbers[2:] == [0, 0, 1, 0]
 
 
+def pooled() -> Program:
+    """A network of pixels [N, 33, 20, 3] in uint8: a stem, a pool, a convolution, a classifier."""
+    net = Net("pooled")
+    x = net.relu(net.conv2d(net.input("x", (BATCH, 3, 33, 20)), "stem", 16, 7, stride=2, padding=3))
+    x = net.relu(net.conv2d(net.max_pool2d(x, 3, stride=2, padding=1), "a", 8, 1))
+    net.output("logits", net.linear(net.flatten(net.avg_pool2d(x)), "head", 5))
+    return net.program()
+
+
+def with_pixels(write: Callable[[], Program]) -> Program:
+    plain = write()
+    values, layers = places(plain, pixels=True)
+    assert "x" in values and "stem" in layers
+    program = from_pixels(plain, "uint8", "float32")
+    how = Quantization({name: Grid(0.02, -115) for name in values}, tuple(layers))
+    return quantized(program, how)
+
+
+@pytest.mark.parametrize("write", [pooled, residual])
+def test_the_first_layer_reads_bytes_of_pixels(write: Callable[[], Program]) -> None:
+    program = with_pixels(write)
+    final = passes.run(program, ON)
+    first = [(n.op, final.types[n.output].dtype) for n in final.nodes if not n.at_load][:3]
+    second = "max_pool2d" if write is pooled else "quantized_conv2d"
+    assert first == [(op, "uint8") for op in ("normalize", "quantized_conv2d", second)]
+    given, tensors = inputs(program), weights(program)
+    before, after = (interpret(each, given, tensors)["logits"] for each in (program, final))
+    np.testing.assert_allclose(after, before, 1e-9, 1e-9)
+    hopper = passes.run(program, HOPPER)
+    np.testing.assert_allclose(interpret(hopper, given, tensors)["logits"], before, 1e-9, 1e-9)
+
+
+def test_inputs_are_rounded_where_a_network_takes_images() -> None:
+    """As in config.json's network; there the images have no node before them."""
+    plain = pooled()
+    values, layers = places(plain, pixels=True)
+    how = Quantization(dict.fromkeys(values, Grid(0.02, -115)), tuple(layers))
+    program = quantized(plain, how)
+    assert program.nodes[0].op == "fake_quantize_filter"  # what runs at load comes first
+    rounding = next(node for node in program.nodes if node.op == "fake_quantize")
+    assert rounding.inputs == ("x",)
+    assert next(n for n in program.nodes if n.layers == ("stem",)).inputs[0] == rounding.output
+
+
+def test_pixels_become_the_levels_that_they_are_rounded_to() -> None:
+    """All 256 of each channel, normalised as ImageNet's; a max pool of bytes too."""
+    import torch
+    from torch.nn import functional as F
+
+    mean = np.array([0.485, 0.456, 0.406, 0.5]) * 255
+    scale = 1 / (np.array([0.229, 0.224, 0.225, 0.2]) * 255)
+    device, grids = DeviceRef.CPU(), [Grid(4.75 / 255, -114), Grid(0.031, -70), Grid(0.011, -255)]
+    sizes = [(16, 16), (1, 1), (3, 7)]
+    kinds = [(c, h, w) for c in (1, 3, 4) for h, w in sizes]
+    random = np.random.default_rng(0)
+    given = [random.integers(0, 256, (2, h, w, c), np.uint8) for c, h, w in kinds]
+    for x in given[::3]:
+        x[0] = np.arange(256).reshape(16, 16, 1)
+    image = random.integers(0, 256, (2, 9, 8, 83), np.uint8)  # vectors of 64 and of 16, and 3 more
+    with Graph(
+        "bytes",
+        input_types=[TensorType(DType.uint8, x.shape, device) for x in given],
+        custom_extensions=[cache.library(frozenset({"normalize", "maxpool"}), gpu=False)],
+    ) as graph:
+        outputs = []
+        for x in graph.inputs:
+            for grid in grids:
+                c = int(x.tensor.shape[3])
+                whole = (m.astype(np.float32) for m in (mean[:c], scale[:c]))
+                levels, step = whole
+                at = EVALUATE["bytes_mean"](levels, step, step=grid.scale, low=grid.low)
+                by = EVALUATE["bytes_scale"](step, step=grid.scale)
+                constants = [
+                    graph_ops.constant(each, DType.float32, device=device) for each in (at, by)
+                ]
+                outputs.append(nodes.normalize(x.tensor, *constants, DType.uint8, 4))
+        wide = graph_ops.constant(image, DType.uint8, device=device)
+        outputs.append(nodes.maxpool(wide, kernel=3, stride=2, padding=1))
+        graph.output(*outputs)
+    model = InferenceSession(devices=[CPU()]).load(graph)
+    *found, pooled = (each.to_numpy() for each in model.execute(*given))
+    images = torch.from_numpy(image).permute(0, 3, 1, 2).double()
+    want = F.max_pool2d(images, 3, 2, 1).permute(0, 2, 3, 1).numpy()
+    assert pooled.dtype == np.uint8 and (pooled == want).all()
+    for i, x in enumerate(given):
+        c = x.shape[3]
+        for grid, y in zip(grids, found[len(grids) * i : len(grids) * (i + 1)], strict=True):
+            assert y.shape == (*x.shape[:3], 4) and not y[..., c:].any()
+            means, scales = (m[:c].astype(np.float32).astype(np.float64) for m in (mean, scale))
+            exact = (x - means) * scales / grid.scale - grid.low
+            ties = np.abs(exact - np.floor(exact) - 0.5) < 1e-4
+            want = np.clip(np.rint(exact), 0, 255)
+            assert (y[..., :c] == want)[~ties].all() and ties.mean() < 0.02
+
+
 def test_pixels_the_classifier_and_small_layers_stay() -> None:
     values, layers = places(residual())
     assert layers == ["a.one", "a.two", "b.one", "b.two", "b.shortcut"]
@@ -269,6 +367,8 @@ CONVOLUTIONS: list[dict[str, Any]] = [
     {"size": (5, 5), "c": 18, "f": 18, "r": 5, "stride": 2, "padding": 2, "zero": 0, "groups": 18},
     {"size": (8, 8), "c": 8, "f": 8, "r": 3, "padding": 2, "dilation": 2, "zero": 77,
      "epilogue": "silu", "out": 50},
+    {"size": (8, 8), "c": 32, "f": 32, "r": 3, "padding": 1, "zero": 71, "groups": 32},
+    {"size": (8, 8), "c": 32, "f": 32, "r": 3, "padding": 1, "zero": 71, "groups": 32, "out": 3},
 ]  # fmt: skip
 
 

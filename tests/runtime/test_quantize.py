@@ -14,6 +14,8 @@ from PIL import Image
 from maxvision import weights
 from maxvision.commands import quantize as command
 from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.graphs import passes
+from maxvision.graphs.backend import Backend
 from maxvision.graphs.quantize import CONFIG
 from maxvision.runtime import quantize as module
 from maxvision.runtime.classifier import network, weights_of
@@ -82,6 +84,18 @@ def test_a_model_is_quantised_and_loads(
     assert set(plain.tensors) == set(checkpoint.tensors)
     with pytest.raises(ModelError, match="is quantised already; take the model"):
         quantize(find(str(to)), tmp_path / "again", [pictures])
+
+
+def test_pixels_are_rounded_if_that_is_asked(model: Path, pictures: str, tmp_path: Path) -> None:
+    to = tmp_path / "int8"
+    report = quantize(find(str(model)), to, [pictures], pixels=True, agree=0.9)
+    assert report.layers[0].name == "stem" and 0 < report.layers[0].error < 0.05
+    checkpoint = weights.load(str(to))
+    program = network(checkpoint, checkpoint.size, "float32")
+    final = passes.run(program, Backend("cpu", "float32"))
+    running = [node for node in final.nodes if not node.at_load]
+    assert [node.op for node in running[:2]] == ["normalize", "quantized_conv2d"]
+    assert final.types[running[0].output].shape[3] == 4
 
 
 def test_layers_are_kept(model: Path, pictures: str, tmp_path: Path) -> None:
@@ -163,12 +177,12 @@ def test_the_command_prints_what_it_did(
 def test_a_compiled_network_gives_what_the_interpreter_does(
     model: Path, pictures: str, tmp_path: Path
 ) -> None:
-    quantize(find(str(model)), tmp_path / "int8", [pictures], agree=0.5)
+    quantize(find(str(model)), tmp_path / "int8", [pictures], agree=0.5, pixels=True)
     checkpoint = weights.load(str(tmp_path / "int8"))
     program, tensors = network(checkpoint, checkpoint.size, "float32"), weights_of(checkpoint)
     pixels = np.random.default_rng(1).integers(0, 256, (5, 9, 8, 3), np.uint8)
     compiled = Executor.compile(program, tensors, CPU())
-    assert sum("quantized" in node.op for node in compiled.program.nodes) == 5
+    assert sum("quantized" in node.op for node in compiled.program.nodes) == 6
     (found,), (wanted,) = compiled(pixels), Interpreted(program, tensors)(pixels)
     # A sum in float32 may round to the next level.
     np.testing.assert_allclose(found, wanted, 0.01, 0.01 * np.abs(wanted).max())
