@@ -200,8 +200,6 @@ def _nearest[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SI
     comptime if is_gpu():
         var inside = isnan(value).select(SIMD[F32, width](0), value).clamp(low, high)
         return inside.__round__().cast[DType.int32]().cast[dtype]()
-    comptime if low < 0:
-        return nearest[dtype](isnan(value).select(SIMD[F32, width](0), value), 1, 0)
     return nearest[dtype](value, 1, 0)
 
 
@@ -215,14 +213,15 @@ def nearest[
 ](value: SIMD[F32, width], factor: Float32, zero: Float32) -> SIMD[dtype, width]:
     """Computes round(factor * value) + zero, halves to even numbers, saturated, on a CPU.
 
-    In five instructions of AVX-512, where roundings, comparisons and conversions take fourteen.
+    To uint8 in five instructions of AVX-512, where roundings, comparisons and conversions take
+    fourteen.
 
     Parameters:
         width: Elements.
         dtype: An integer of 8 bits.
 
     Args:
-        value: Any; of NaN the result is the least integer.
+        value: Any; of NaN the result is 0.
         factor: By which it is multiplied.
         zero: An integer of the dtype.
 
@@ -235,7 +234,10 @@ def nearest[
     var whole = value.fma(SIMD[F32, width](factor), SIMD[F32, width](WHOLE))
     whole = whole.gt(low).select(whole, low)  # `max` would look for NaN
     whole = whole.lt(high).select(whole, high)
-    return (bitcast[I32, width](whole) + zero.cast[I32]()).cast[dtype]()
+    var found = (bitcast[I32, width](whole) + zero.cast[I32]()).cast[dtype]()
+    comptime if dtype.is_signed():  # of others 0 is the least one, which NaN has become
+        found = isnan(value).select(SIMD[dtype, width](0), found)
+    return found
 
 
 @fieldwise_init
