@@ -57,6 +57,9 @@ class Fake:
     spoil: Callable[[np.ndarray], None] = lambda _: None
     seconds: dict[str, float] = field(default_factory=lambda: {"weights": 0.25, "graph": 1.5})
 
+    def resize_by_vectors(self) -> None:
+        pass
+
     def run(self, pictures: list[np.ndarray], _: list[Any]) -> list[np.ndarray]:
         pixels = np.stack(pictures)
         assert pixels.dtype == np.uint8 and pixels.shape[1:] == (8, 8, 3)
