@@ -45,6 +45,7 @@ from maxvision.bench.references import artifact, checkpoint, precision, referenc
 from maxvision.bench.tf32 import RoundedProducts, allow_tf32
 from maxvision.bridge.tensors import OnTensors
 from maxvision.common.arguments import DEFAULT_MODEL
+from maxvision.common.errors import UserError
 from maxvision.common.host import leave
 from maxvision.common.pictures import EXTENSIONS
 from maxvision.graphs.target import Target, base
@@ -139,14 +140,19 @@ def main() -> int:
     }
     if options.steps == list(STEPS) and not nvjpeg.is_installed():
         options.steps.remove("decoding")
+        print("NOT RUN: decoding, which needs the extra nvjpeg", flush=True)
     facts = environment()
     records = []
-    for record in itertools.chain.from_iterable(steps[name]() for name in options.steps):
-        records.append(record)
-        if not record["passed"] or "model" in record:
-            print(json.dumps(record), flush=True)
-        if "case" not in record:
-            write(options.json, facts, records)
+    try:
+        for record in itertools.chain.from_iterable(steps[name]() for name in options.steps):
+            records.append(record)
+            if not record["passed"] or "model" in record:
+                print(json.dumps(record), flush=True)
+            if "case" not in record:
+                write(options.json, facts, records)
+    except UserError as error:  # such as a graph that was not compiled
+        print(f"error: {error}; what ran before is in {options.json}", flush=True)
+        return 2
     failed = sum(not record["passed"] for record in records)
     write(options.json, facts, records)
     print(f"{len(records) - failed} passed, {failed} failed")
