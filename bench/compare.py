@@ -69,9 +69,9 @@ class Comparison:
     Attributes:
         records: One for each: ``implementation``, ``p50_ms`` and other percentiles, ``memory_mb``
             beyond what it is given, ``launches``, what they take on a GPU as ``launches_ms``,
-            ``moved_mb``, ``tflops_per_s``,
-            ``share_of_roofline``, ``lines`` of code, ``error`` and ``passed``; None is unknown.
-            The error is the largest from the first one in float64, as a part of the largest number.
+            ``moved_mb``, ``tflops_per_s``, ``share_of_roofline``, ``lines`` of code, ``error`` and
+            ``passed``; None is unknown. The error is the largest from the first one in float64, as
+            a part of the largest number.
     """
 
     records: list[Record]

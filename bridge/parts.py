@@ -130,7 +130,8 @@ def cut(
         exact: Whether values keep torch's dtypes, as where float32 and bfloat16 are mixed.
         only: The kinds of ops that programs may have, beside those that compute nothing; see
             ``kind_of``. Any if None.
-        pieces: How many programs a large part may be divided into, to compile them side by side.
+        pieces: How many programs a large part may be divided into, to compile them side by side;
+            below 2 none is.
 
     Returns:
         The graph, and its parts that are programs, which are not compiled yet.
