@@ -2,7 +2,7 @@
 
 bridge/dynamo.py cuts graphs for inference, whose weights are known; bridge/training.py those of a
 step forward and backward, which are given the weights. These have hundreds of kernels, so a large
-one is divided again, into pieces that are compiled side by side.
+one is divided again, into pieces that are compiled side by side, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from maxvision.runtime.executor import Executor, Lowering, Unchecked
 
 log = logging.getLogger("maxvision")
 
-_COMPILERS = ThreadPoolExecutor(max(4, cores() // 2), thread_name_prefix="maxvision compiles")
-"""Compile parts side by side: MAX's compiler leaves cores idle for much of its time."""
+_COMPILERS = ThreadPoolExecutor(cores(), thread_name_prefix="maxvision compiles")
+"""Each waits for a process that compiles a part; MAX's compiler keeps little more than a core busy."""
 _LEAST = 24
 """Ops that compute in a piece of a part, at the least: to compile one begins with 12 s."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -204,13 +204,13 @@ def _divided(part: Partition, computing: Sequence[fx.Node], pieces: int) -> list
 
 
 def load(parts: Sequence[Part]) -> None:
-    """Compiles parts of a graph, some at a time.
+    """Compiles parts of a graph: several at a time, in processes of their own.
 
     Raises:
         UserError: If one cannot be compiled.
     """
     for part in parts:
-        part.begin()
+        part.begin(apart=len(parts) > 1)
     for number, part in enumerate(parts, 1):
         part.finish()
         log.info("program %d of %d is ready", number, len(parts))
@@ -408,9 +408,18 @@ class Part(nn.Module):
         most = SMALL if self._exact else None
         self._run = OnTensors(made.executable, self._device, most=most)
 
-    def begin(self) -> None:
-        """Compiles it beside what comes next; who calls it first waits for that."""
-        self._loading = _COMPILERS.submit(self.load)
+    def begin(self, *, apart: bool) -> None:
+        """Compiles it beside what comes next, perhaps in a process of its own.
+
+        Who calls it first waits for that.
+        """
+
+        def work() -> None:
+            if apart:
+                Executor.compile_apart(self.program, self._tensors, self._device, self._lowering)
+            self.load()
+
+        self._loading = _COMPILERS.submit(work)
 
     def finish(self) -> None:
         """Waits until it is compiled; raises what went wrong."""

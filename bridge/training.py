@@ -94,7 +94,7 @@ def _compiled(
             _disable_current_modes(),
             torch._guards.tracing(None),
         ):  # constants are computed, not traced
-            pieces = cores() // 2 if run else 1
+            pieces = cores() if run else 1
             found, parts = cut(whole, {}, device, told, exact=True, only=only, pieces=pieces)
             if run:
                 load(parts)

@@ -88,8 +88,12 @@ class Target:
         return cls(name, device.api, platform.machine(), cpu_features())
 
     @contextmanager
-    def device(self) -> Iterator[Device]:
-        """Gives a device to compile for. Until it ends, nothing can run in this process."""
+    def device(self, index: int = 0) -> Iterator[Device]:
+        """Gives a device to compile for. Until it ends, nothing can run in this process.
+
+        Args:
+            index: Which GPU it stands for.
+        """
         if self.api == "cpu":
             driver.set_virtual_cpu_target(self.name.removeprefix("cpu").removeprefix(":"))
             try:
@@ -100,9 +104,9 @@ class Target:
         driver.set_virtual_cpu_target("generic")  # it only launches
         driver.set_virtual_device_api(self.api)
         driver.set_virtual_device_target_arch(self.name)
-        driver.set_virtual_device_count(1)
+        driver.set_virtual_device_count(index + 1)
         try:
-            yield Accelerator()
+            yield Accelerator(index)
         finally:
             driver.set_virtual_device_count(0)
             driver.set_virtual_cpu_target("")

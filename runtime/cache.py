@@ -170,6 +170,12 @@ def find(name: str) -> bytes | None:
     return mef
 
 
+def lacks(name: str) -> bool:
+    """Tells whether there is a cache that has no compiled graph called ``name``."""
+    folder = _folder()
+    return folder is not None and not (folder / f"{name}.mef").is_file()
+
+
 def store(name: str, compiled: CompiledModel) -> bytes:
     """Keeps a compiled graph, if there is room for it, and returns its bytes."""
     folder = _folder()

@@ -12,6 +12,9 @@ from __future__ import annotations
 import io
 import logging
 import os
+import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +30,7 @@ from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary
 
 from maxvision.common.errors import ArgumentError, ModelError
+from maxvision.common.host import HOME
 from maxvision.graphs.layers import keeps_images_apart
 from maxvision.graphs.lower import lower
 from maxvision.graphs.parameters import Parameters
@@ -150,8 +154,12 @@ def compiled(
 
 
 def _compiled(checked: Callable[[], Graph], name: str, device: Device) -> CompiledModel:
-    log.info("compiling %s for %s, which may take a minute", name, DeviceRef.from_device(device))
+    _tell(name, device)
     return InferenceSession(devices=[device]).compile(checked())
+
+
+def _tell(name: str, device: Device) -> None:
+    log.info("compiling %s for %s, which may take a minute", name, DeviceRef.from_device(device))
 
 
 def compiled_ops(
@@ -245,6 +253,36 @@ class Executor:
         executor = cls(mef, weights.registry(device), device, final, images)
         watch.lap("load")
         return executor
+
+    @classmethod
+    def compile_apart(
+        cls,
+        program: Program,
+        tensors: Mapping[str, np.ndarray],
+        device: Device,
+        lowering: Lowering,
+    ) -> None:
+        """Compiles a plain program into the cache, by a process of its own, if it is not there.
+
+        MAX compiles the graphs of one process one after the other, whatever the threads. A process
+        that fails is no error: ``compile`` compiles what it does not find, and says what is wrong.
+        """
+        graph, *_ = lowering.build(program, tensors, DeviceRef.from_device(device), Unchecked())
+        target = Target.of(device)
+        if not cache.lacks(cache.key(graph, target)):
+            return
+        _tell(program.name, device)
+        done = subprocess.run(
+            (sys.executable, "-m", "maxvision.runtime.compile_worker"),
+            input=pickle.dumps((program, dict(tensors), device.id, target, lowering), protocol=5),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            cwd=HOME,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip()
+            log.debug("a process that compiles ended with %d: %s", done.returncode, said)
 
     @classmethod
     def adopt(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from max.graph import DeviceRef
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.net import Net
 from maxvision.graphs.program import Program
+from maxvision.graphs.target import Target
 from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache, executor
 from maxvision.runtime.executor import Executor, Lowering, Unchecked
@@ -40,8 +43,33 @@ def arrays(count: int) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def several() -> Executor:
+def apart() -> bool:
+    """Compiles in a process of its own; whether that left the program in the cache."""
+    graph, *_ = Lowering().build(program(), TENSORS, DeviceRef.CPU(), Unchecked())
+    Executor.compile_apart(program(), TENSORS, CPU(), Lowering())
+    return not cache.lacks(cache.key(graph, Target.of(CPU())))
+
+
+@pytest.fixture(scope="module")
+def several(apart: bool) -> Executor:
     return Executor.compile(program(), TENSORS, CPU())
+
+
+def test_a_process_of_its_own_compiles_into_the_cache(apart: bool) -> None:
+    assert apart
+
+
+def test_a_process_that_fails_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(executor.cache, "lacks", lambda name: True)
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no memory >&2; exit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    caplog.set_level("DEBUG", "maxvision")
+    Executor.compile_apart(program(), TENSORS, CPU(), Lowering())
+    assert "a process that compiles ended with 3: no memory" in caplog.text
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
