@@ -914,7 +914,11 @@ def _scatter_add(imp: Importer, node: Node, x: Any, axis: int, indices: Any, val
     for a, size in enumerate(indices.shape):  # of the values as many count as there are indices
         if size != values.shape[a]:
             values = imp.net.slice(values, a, 0, indices.size(a))
-    return rules.scattered(imp, x, rules.axis_of(x, axis), indices, values)
+    axis = rules.axis_of(x, axis)
+    rows = _unspread(imp, node.args[2], axis)
+    if rows is not None and rows.shape[: axis + 1] == indices.shape[: axis + 1]:
+        indices = rows
+    return rules.scattered(imp, x, axis, indices, values)
 
 
 @rule(aten.scatter_reduce.two)

@@ -36,6 +36,7 @@ from maxvision.bridge.importer import Known
 from maxvision.bridge.parts import Explanation, cut, leave, load
 from maxvision.bridge.tensors import device_of
 from maxvision.common.errors import ModelError
+from maxvision.graphs.types import BATCH
 
 _VERSION = operator.attrgetter("_version")
 
@@ -272,18 +273,22 @@ class _Frozen(nn.Module):
         firsts = {tuple(each.shape[:1]) for each in given}
         if len(firsts) == 1 and max(*firsts, (0,)) > (1,):
             with contextlib.suppress(ModelError):  # its code takes this batch alone
-                whole = self._exported(given, [True] * len(given))
+                whole = self._exported(given, [True] * len(given), Dim(BATCH))
                 if len(_symbols(whole)) <= 1:
                     return whole
         whole = self._exported(given, self.batched)
         if len(_symbols(whole)) > 1:
             raise ModelError("several of its sizes change, which are not one batch")
-        if not _symbols(whole):  # its code takes this batch alone
-            self.batched = [False] * len(given)
+        if any(yes and not open for yes, open in zip(self.batched, _open(whole), strict=True)):
+            self.batched = [False] * len(given)  # its code takes this batch alone
+            return self._exported(given, self.batched)
         return whole
 
-    def _exported(self, given: tuple[Tensor, ...], batched: Sequence[bool]) -> ExportedProgram:
-        shapes = tuple({0: Dim.AUTO} if each else None for each in batched)
+    def _exported(
+        self, given: tuple[Tensor, ...], batched: Sequence[bool], size: Any = Dim.AUTO
+    ) -> ExportedProgram:
+        """Exports it with the first size of some inputs open: each its own, or one for all."""
+        shapes = tuple({0: size} if each else None for each in batched)
         try:
             return decomposed(self, given, (shapes,))
         except Exception as error:  # whatever the model's code raises
@@ -292,9 +297,19 @@ class _Frozen(nn.Module):
 
 def _symbols(whole: ExportedProgram) -> set[str]:
     """Names the sizes of inputs that are not known."""
-    values = (node.meta["val"] for node in whole.graph.find_nodes(op="placeholder"))
-    tensors = (each for each in values if isinstance(each, Tensor))
-    return {str(size) for each in tensors for size in each.shape if not isinstance(size, int)}
+    return {str(size) for x in _given(whole) for size in x.shape if not isinstance(size, int)}
+
+
+def _open(whole: ExportedProgram) -> list[bool]:
+    """Tells which inputs have a first size that is not known."""
+    return [not all(isinstance(size, int) for size in x.shape[:1]) for x in _given(whole)]
+
+
+def _given(whole: ExportedProgram) -> list[Tensor]:
+    """Gives the inputs that its caller has to give."""
+    names = whole.graph_signature.user_inputs
+    nodes = whole.graph.find_nodes(op="placeholder")
+    return [node.meta["val"] for node in nodes if node.name in names]
 
 
 def _with_numbers(graph: fx.GraphModule, numbers: Mapping[int, float]) -> fx.GraphModule:

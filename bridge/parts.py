@@ -40,7 +40,7 @@ from maxvision.runtime.executor import Executor, Lowering, Unchecked
 log = logging.getLogger("maxvision")
 
 _COMPILERS = ThreadPoolExecutor(cores(), thread_name_prefix="maxvision compiles")
-"""Each waits for a process that compiles a part; MAX's compiler keeps little more than a core busy."""
+"""Each waits for a process that compiles a part, which keeps little more than a core busy."""
 _LEAST = 24
 """Ops that compute in a piece of a part, at the least: to compile one begins with 12 s."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -31,7 +31,7 @@ MOVES = ("reshape", "permute", "slice", "concat", "expand", "pad", "gather", "ca
 """Ops that compute nothing; MAX moves the numbers, where they have to move at all.
 
 Floats are permuted by a kernel of ours."""
-OTHERS = ("attention_bias", "batch_norm", "cumsum", "scatter_add")
+OTHERS = ("attention_bias", "batch_norm", "cumsum")
 """Ops that MAX's own kernels compute."""
 
 
@@ -479,12 +479,8 @@ def _gather(given: _Given, *, axis: int, batch_axes: int = 0) -> TensorValue:
 
 def _scatter_add(given: _Given, *, axis: int) -> TensorValue:
     """Adds in float32, or in float64, as all sums are."""
-    x, indices, values = (given.value(i) for i in range(3))
-    if not given.floats:
-        return ops.scatter_add(x, values, indices, axis=axis)
-    kind = wide(given.result)
-    total = ops.scatter_add(x.cast(kind), values.cast(kind), indices, axis=axis)
-    return total.cast(given.result)
+    x, index, values = (given.value(i) for i in range(3))
+    return nodes.scatter_add(x, index, values, axis).cast(given.result)
 
 
 def _pad(given: _Given, *, pads: tuple[int, ...], value: float = 0.0) -> TensorValue:

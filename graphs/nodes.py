@@ -46,7 +46,7 @@ CPU_DTYPES = (DType.float32, DType.bfloat16)
 CHECKED = frozenset((
     "arrange_filter", "conv2d", "conv2d_weight_grad", "bmm", "maxpool", "avgpool",
     "max_pool2d_grad", "avg_pool2d_grad", "reduce", "reduce_terms", "pointwise", "softmax",
-    "log_softmax",
+    "log_softmax", "scatter_add",
 ))  # fmt: skip
 """The ops that a CPU computes in float64 too; graphs/float64.py writes others out in them."""
 
@@ -843,6 +843,37 @@ def roll(x: TensorValue, shifts: Sequence[int], axes: Sequence[int]) -> TensorVa
     turns = [number for turn in zip(axes, shifts, strict=True) for number in turn]
     turns = [axes[0], 0, *turns][-4:]
     return _custom("roll", [x, _host(turns, DType.int64)], [out])[0]
+
+
+def scatter_add(x: TensorValue, index: TensorValue, values: TensorValue, axis: int) -> TensorValue:
+    """Adds values to the places of an axis that an index names, in the order of the values.
+
+    MAX's own op adds integers.
+
+    Args:
+        x: Of any shape.
+        index: Integers: the shape of the values, or that up to the axis, if whole rows are added.
+        values: Of x's shape, but for that axis.
+        axis: Which.
+
+    Returns:
+        The sums, of x's shape: floats as float32, and float64 as that.
+
+    Raises:
+        ArgumentError: If the shapes do not fit.
+    """
+    out = shapes.scatter_add(_type(x), _type(index), _type(values), axis=axis)
+    if not x.dtype.is_float():
+        if index.rank < values.rank:
+            ends = [1] * (values.rank - index.rank)
+            index = ops.broadcast_to(index.reshape([*index.shape, *ends]), values.shape)
+        return ops.scatter_add(x, values, index, axis=axis)
+    x, values = (each.cast(DType[out.dtype]) for each in (x, values))
+    columns = math.prod(int(size) for size in x.shape[axis + 1 :])
+    each = index.rank == values.rank and axis < values.rank - 1
+    sizes = [int(x.shape[axis]), columns, int(values.shape[axis]), int(each)]
+    sums = Type(out.shape, shapes.wide(out.dtype))
+    return _custom("scatter_add", [x, index, values, _host(sizes, DType.int64)], [sums])[0]
 
 
 def gather_rows(

@@ -1092,11 +1092,15 @@ def gather(x: Type, indices: Type, *, axis: int, batch_axes: int = 0) -> Type:
 
 
 def scatter_add(x: Type, indices: Type, values: Type, *, axis: int) -> Type:
-    """Types torch's scatter_add: x, and each of the values added where its index says."""
+    """Types torch's scatter_add: x, and each of the values added where its index says.
+
+    Or indices have the axes up to that one, and each adds all that is behind it.
+    """
     if not indices.dtype.startswith("int"):
         raise ArgumentError(f"scatter_add: expects integers as indices, not {indices.dtype}")
     sides = [[size for a, size in enumerate(y.shape) if a != axis] for y in (x, values)]
-    if indices.shape != values.shape or sides[0] != sides[1]:
+    whole = indices.shape in (values.shape, values.shape[: axis + 1])
+    if not whole or sides[0] != sides[1]:
         raise ArgumentError(
             f"scatter_add: expects values and indices of x's shape but for axis {axis} but x is"
             f" {x}, the indices {indices} and the values {values}"

@@ -22,5 +22,6 @@ from .reduce import *
 from .resample import *
 from .roll import *
 from .rows import *
+from .scatter_add import *
 from .sparse_conv2d import *
 from .squeeze_excite import *

@@ -85,6 +85,32 @@ def test_a_model_with_kernels_for_all_is_one_program_for_every_batch() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_inputs_of_one_batch_have_it_in_common() -> None:
+    """Even if one only picks rows of the other, which leaves torch.export two sizes."""
+
+    class Picked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            whole = index[:, :, None].expand(-1, -1, x.shape[-1])
+            found: Tensor = self.linear(
+                torch.zeros_like(x).scatter_add(1, whole, x.gather(1, whole))
+            )
+            return found
+
+    model = Picked().eval()
+    fast = torch.compile(model, backend=dynamo.backend)
+    for batch in (2, 3):
+        same(model, fast, torch.randn(batch, 5, 6), torch.randint(5, (batch, 9)))
+    sizes = [x.shape[0] for each in Interpreted.made for x in each.program.inputs.values()]
+    assert sizes == ["batch"] * 4
+    ops = [node.op for node in Interpreted.made[0].program.nodes]
+    assert "expand" not in ops[ops.index("scatter_add") - 1 : ops.index("scatter_add")]
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_torch_runs_what_has_no_kernel() -> None:
     model = Net(ordered).eval()
     fast = torch.compile(model, backend=dynamo.backend, dynamic=True)

@@ -487,6 +487,11 @@ def _cast(x: Tensor, *, dtype: str) -> Tensor:
     return x.double() if "float" in dtype else x.to(getattr(torch, dtype))
 
 
+def _scatter_add(x: Tensor, index: Tensor, values: Tensor, *, axis: int) -> Tensor:
+    index = index.reshape(index.shape + (1,) * (values.ndim - index.ndim)).expand_as(values)
+    return x.scatter_add(axis, index.long(), values)
+
+
 def _gather(x: Tensor, indices: Tensor, *, axis: int, batch_axes: int = 0) -> Tensor:
     if batch_axes:
         inner = {"axis": axis - 1, "batch_axes": batch_axes - 1}
@@ -550,7 +555,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "group_norm": _group_norm,
     "pad": _pad,
     "gather": _gather,
-    "scatter_add": lambda x, indices, y, *, axis: x.scatter_add(axis, indices.long(), y),
+    "scatter_add": _scatter_add,
     "max_pool2d": _max_pool2d,
     "max_pool2d_grad": _max_pool2d_grad,
     "avg_pool2d_grad": _avg_pool2d_grad,

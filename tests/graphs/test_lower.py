@@ -145,6 +145,10 @@ def imported(net: Net, x: Value) -> None:
     net.output("own", net.op("gather", [rows, own], axis=1, batch_axes=1))
     full = net.expand(net.reshape(places, 1, 1, 4, 1), *x.shape)
     net.output("scattered", net.op("scatter_add", [x, full, x], axis=2))
+    net.output(
+        "rows scattered", net.op("scatter_add", [rows, own, net.slice(rows, 1, 0, 4)], axis=1)
+    )
+    net.output("integers scattered", net.op("scatter_add", [own, own, own], axis=1))
     weights = [net.weight(f"group.{part}", x.size(1)) for part in ("weight", "bias")]
     net.output("group", net.op("group_norm", [ends, *weights], groups=1, eps=1e-5))
     net.output("rms", net.op("rms_norm", [x, net.weight("rms.weight", x.size(3))], eps=1e-5))

@@ -537,6 +537,24 @@ def permuted(x: Shape, *axes: int) -> Case:
     )
 
 
+def scattered(rows: int, count: int, c: int, *, each: bool = False) -> Case:
+    """Makes a case of scatter_add of [count, c] to [rows, c], by indices of each image."""
+
+    def build(_: Parameters, x: TensorValue, index: TensorValue, y: TensorValue) -> TensorValue:
+        return nodes.scatter_add(x, index.cast(DType.int64), y, 1)
+
+    def reference(_: Any, x: torch.Tensor, index: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        places = index.long().reshape(*index.shape[:2], -1).expand_as(y)
+        return x.scatter_add(1, places % rows, y)
+
+    def change(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        inputs[1][:] = np.floor(inputs[1] * 100) % rows - 1  # -1 is the last row
+
+    name = f"scatter_add {'each ' * each}{(rows, count, c)}"
+    shapes = [(rows, c), (count, c) if each else (count,), (count, c)]
+    return Case(name, shapes, {}, build, reference, change)
+
+
 def gathered(
     name: str,
     size: tuple[int, int],
@@ -1301,6 +1319,9 @@ CASES = [
     gated((3, 2), 4104, 3, "relu", "hardsigmoid"),
     gated((7, 9), 256, 16, "relu", "sigmoid", "add_relu"),
     gated((5, 3), 2056, 30, "relu", "sigmoid", "add_relu"),
+    scattered(6, 40, 136),
+    scattered(200, 7, 24),
+    scattered(5, 9, 3, each=True),
     gathered("gather_rows norm", (14, 21), 96, (2, 7, 3, 7), (0, 2, 1, 3), (-3, -2), norms=True),
     gathered("gather_rows add and norm", (14, 21), 384, (2, 3, 7, 7), (0, 2, 1, 3), (3, 2),
              first=False, adds=True, norms=True),

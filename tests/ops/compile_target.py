@@ -82,6 +82,7 @@ NAMES = {
     "gather_rows add and norm",
     "gather_rows add",
     "gather_rows copy",
+    "scatter_add (6, 40, 136)",
     "rms_norm 384",
     "group_norm (14, 14, 256) 32 relu",
     "layernorm_first",

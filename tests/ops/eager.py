@@ -66,7 +66,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Node:
-    """An op between tensors of a case; none permutes ``axes``, or gives one another shape."""
+    """An op between tensors of a case; none gives one another order, shape or dtype."""
 
     op: Op | None
     inputs: Sequence[TensorValue]
@@ -96,7 +96,7 @@ class Trace:
         types = [TensorType(kind, ["batch", *shape], here) for shape in case.inputs]
         recorders = (
             self._custom, self._constant, self._constant_external, self._concat, self._reshape,
-            self._permute,
+            self._permute, self._cast,
         )  # fmt: skip
         with ExitStack() as stack:
             extensions = [library(gpu=False)]
@@ -161,6 +161,11 @@ class Trace:
         self.nodes.append(Node(None, [x], [result], axes))
         return result
 
+    def _cast(self, cast: Callable[..., TensorValue], x: TensorValue, dtype: DType) -> TensorValue:
+        result = cast(x, dtype)
+        self.nodes.append(Node(None, [x], [result]))
+        return result
+
     def run(self, executables: dict[Op, Executable], given: Sequence[Buffer]) -> torch.Tensor:
         """Computes the case's output for a batch of inputs."""
         batch = given[0].shape[0]
@@ -177,7 +182,8 @@ class Trace:
                 moved = torch.from_dlpack(inputs[0]).permute(*node.axes).contiguous()
                 results = [Buffer.from_dlpack(moved)]
             elif node.op is None:
-                results = [inputs[0].view(inputs[0].dtype, sizes)]
+                found = inputs[0].view(inputs[0].dtype, sizes)
+                results = [_cast(found, node.outputs[0].dtype)]
             else:
                 results = executables[node.op].execute(*inputs, *map(_zeros, sizes))
             tensors.update(zip((v.to_mlir() for v in node.outputs), results, strict=True))
@@ -185,6 +191,14 @@ class Trace:
         values, axis = self.concatenated.get(output, ([self.output], 0))
         parts = [torch.from_dlpack(tensors[value.to_mlir()]) for value in values]
         return torch.cat(parts, axis)
+
+
+def _cast(x: Buffer, dtype: DType) -> Buffer:
+    return (
+        x
+        if x.dtype == dtype
+        else Buffer.from_dlpack(torch.from_dlpack(x).to(getattr(torch, dtype.name)))
+    )
 
 
 def _length(dim: Dim, batch: int) -> int:

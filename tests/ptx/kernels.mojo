@@ -43,6 +43,7 @@ from ops.pointwise import Broadcast, Sources, pointwise_gpu
 from ops.reduce.gpu import reduce_gpu
 from ops.reduce.values import Terms
 from ops.resample import resample_gpu
+from ops.scatter_add import ScatterSizes, ScatterTensors, scatter_add_gpu
 from ops.rows import softmax_kernel
 from ops.sparse_conv2d.tiled import enqueue_tiled
 from ops.sparse_conv2d.tuning import CONFIGS as TILED
@@ -393,6 +394,13 @@ def main() raises:
                 1e-5,
                 ctx,
             )
+
+    scatter_add_gpu(
+        ScatterTensors[BF16, DType.int64](x=half, index=integers, values=half, y=full),
+        ScatterSizes(r=Int64(n), c=Int64(n), e=Int64(n), each=UInt32(n)),
+        n,
+        ctx,
+    )
 
     var attention = Attention[BF16](half, half, half, half, n=n, t=n, s=n, c=n, heads=n, scale=1)
     var attention2 = Attention[F16](

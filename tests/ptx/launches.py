@@ -153,6 +153,18 @@ def gather_rows(
     return memory.array(at[4], y), memory.array(at[5], y)
 
 
+def scatter_add(kernel: Kernel, x: Array, index: Array, values: Array, rows: int) -> Array:
+    """Runs ops/scatter_add.mojo on bfloat16, blocks of so many rows; gives the sums."""
+    memory, y = Tensors(), unwritten(x.shape, "float32")
+    at = [memory.add(a) for a in (x, index, values, y)]
+    n, r, c = x.shape
+    sizes = pack("3qI4x", r, c, values.shape[1], index.ndim == 3)
+    grid = -(-n * c // 128), -(-r // rows)
+    parameters = [pack("4Q", *at), sizes, pack("q", n * c), pack("q", rows)]
+    Launch(kernel, parameters, memory, grid=grid, threads=128).run()
+    return memory.array(at[3], y)
+
+
 @dataclass(frozen=True)
 class Qkv:
     """Sizes of a depthwise_qkv, and the tile of a block."""

@@ -78,6 +78,7 @@ from .launches import (
     resident,
     roll,
     rounded,
+    scatter_add,
     softmax,
     squeeze_excite,
     stem,
@@ -193,6 +194,21 @@ def test_gather_rows(
         check(y, normalised(want, weight, bias), BF16, 2**-20)
     elif not adds:
         np.testing.assert_array_equal(wide(y, BF16), want)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_scatter_add(find: Find, rng: np.random.Generator, each: bool) -> None:
+    x, values = (rng.standard_normal((3, count, 72)) for count in (11, 17))
+    x, values = rounded(x, BF16), rounded(values, BF16)
+    index = rng.integers(-3, 11, (3, 17, 72) if each else (3, 17))
+    index[0, 5] = 11  # there is no such row
+    y = scatter_add(find(f"scatter_add_{BF16}_int64"), x, index, values, rows=4)
+    want, given = wide(x, BF16).astype(np.float64), wide(values, BF16)
+    for n, e, c in np.ndindex(given.shape):
+        row = index[n, e, c] if each else index[n, e]
+        if row < 11:
+            want[n, row, c] += given[n, e, c]
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
