@@ -363,6 +363,8 @@ def _quantized(
     residual_low: float = 0.0,
     result_scale: float = 1.0,
     result_low: float = 0.0,
+    rounded_scale: float = 0.0,
+    rounded_low: float = 0.0,
     dtype: str = "float32",
     groups: int = 1,
     **window: Any,
@@ -376,6 +378,7 @@ def _quantized(
         Grid(scale, round(low)),
         Grid(residual_scale, round(residual_low)) if stored and residual is not None else None,
         Grid(result_scale, round(result_low)) if stored else None,
+        Grid(rounded_scale, round(rounded_low)) if rounded_scale else None,
         given.name(4),
     )
     rest = {"filter": filter, "product": product, "scales": scales, "dtype": dtype, **window}

@@ -439,7 +439,8 @@ def quantized_conv2d(
             Hopper C is a multiple of 16 in one group, and so is F of a result in uint8.
         filter: The weights, in int8: ``Parameters.quantized`` gives them, and the next two.
         product: What a sum of each filter stands for, float32 [F].
-        scales: What x's 0 is stored as; scale and zero point of the residual, and of the result.
+        scales: What x's 0 is stored as; scale and zero point of the residual, of the result, and
+            on a CPU perhaps of what is rounded before the residual is added.
         dtype: Of the result, and the residual: uint8, or that of the other activations.
         stride: See ``conv2d``; so are the others.
         padding: See ``stride``.
@@ -461,6 +462,7 @@ def quantized_conv2d(
     parameters = {
         "members": int(arrange.is_depthwise(filter.shape, groups)),
         "narrow": dtype == "uint8" and 0 < channels <= arrange.ROW // 2,
+        "rounds": len(scales) > 5,
     }
     settings = [window, given]
     return _fused("quantized_conv2d", x, weights, residual, settings, out, epilogue, parameters)

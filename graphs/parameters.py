@@ -190,6 +190,7 @@ class Parameters:
         x: Grid,
         residual: Grid | None = None,
         result: Grid | None = None,
+        rounded: Grid | None = None,
         steps: str = "",
     ) -> tuple[Filter, TensorValue, list[float]]:
         """Returns a filter in int8 and what ops/conv2d/quantized.mojo takes beside it.
@@ -201,6 +202,7 @@ class Parameters:
             x: What the integers of the activations stand for.
             residual: Those of a residual; nothing if it is of floats.
             result: Those of the result; nothing if it is of floats.
+            rounded: Those of what the residual is added to, on a CPU; nothing if it is not rounded.
             steps: Names what an integer of each filter stands for; nothing if that is its own.
 
         Returns:
@@ -231,7 +233,8 @@ class Parameters:
             DType.float32,
         )
         of = Filter(shape, groups, self._bias(filter, bias, shape[3]), DType.int8, dense=dense)
-        return of, product, [-x.low, added.scale, -added.low, given.scale, -given.low]
+        numbers = [-x.low, added.scale, -added.low, given.scale, -given.low]
+        return of, product, [*numbers, *((rounded.scale, -rounded.low) if rounded else ())]
 
     def _quantized_on_hopper(
         self,

@@ -381,8 +381,10 @@ def token_linear(
 def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
     """Types a product of x in uint8, which stands for scale * (x + low).
 
-    So do the residual and the result where ``dtype`` is uint8; a float stands for itself. ``steps``
-    are what an integer of each filter stands for, as in ``fake_quantize_filter``.
+    So do the residual and the result where ``dtype`` is uint8; a float stands for itself. There
+    ``rounded_scale`` and ``rounded_low`` are of the integers to which the product is rounded before
+    the residual is added, unless the former is 0. ``steps`` are what an integer of each filter
+    stands for, as in ``fake_quantize_filter``.
     """
 
     def typed(
@@ -398,6 +400,8 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
         residual_low: float = 0.0,
         result_scale: float = 1.0,
         result_low: float = 0.0,
+        rounded_scale: float = 0.0,
+        rounded_low: float = 0.0,
         dtype: str = "float32",
         **rest: Any,
     ) -> Type:
@@ -407,6 +411,8 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
             raise ArgumentError(f"{name}: gives floats or uint8, not {dtype}")
         if residual is not None and residual.dtype != dtype:
             raise ArgumentError(f"{name}: expects a residual in {dtype} but has {residual.dtype}")
+        if rounded_scale and (residual is None or dtype != "uint8"):
+            raise ArgumentError(f"{name}: rounds what a residual is added to in uint8 only")
         if steps is not None:
             _vectors(name, filter.shape[0], steps=steps)
         return op(x, filter, bias, residual, **rest)._replace(dtype=dtype)

@@ -7,7 +7,8 @@
     add_relu  y = max(alpha * acc + bias + residual, 0)
 
 With `scales`, each filter has a scale in the place of alpha, and the residual, and y, a scale and a
-zero of their own: so integers of 8 bits are multiplied, added and made (`Scales`, `Affine`).
+zero of their own: so integers of 8 bits are multiplied, added and made (`Scales`, `Affine`). Where it
+`rounds` too, on a CPU, scale * acc + bias is rounded to uint8 before the residual is added.
 
 `Output` has all of it for kernels that store from registers or from a CPU's memory: scale and bias
 of a channel, residual, activation, rounding, the store. Hopper's tiles leave through shared memory
@@ -22,6 +23,7 @@ from std.math import iota
 from std.sys import is_gpu, simd_width_of
 from std.sys.intrinsics import masked_store
 
+from .dot import U8
 from .expression import evaluate_words, is_expression, split
 from .functions import gelu, gelu_narrow, relu
 from .functions64 import unary64
@@ -38,6 +40,7 @@ from .operands import (
     Scales,
     narrowed,
     nearest,
+    steps,
     widened_load,
 )
 
@@ -55,15 +58,18 @@ struct Epilogue(TrivialRegisterPassable):
     """Whether the result goes through a GELU."""
     var scales: Bool
     """Whether each filter's sum, and the residual, have scales."""
+    var rounds: Bool
+    """Whether scale * acc + bias is rounded to uint8 before the residual is added."""
 
-    def __init__(out self, name: StaticString, *, scales: Bool = False):
+    def __init__(out self, name: StaticString, *, scales: Bool = False, rounds: Bool = False):
         """Looks an epilogue up.
 
         Args:
             name: As graphs/nodes.py passes it; see `known`.
             scales: Whether each filter's sum, and the residual, have scales.
+            rounds: Whether what the residual is added to is rounded; it has scales then.
         """
-        self.name, self.scales = name, scales
+        self.name, self.scales, self.rounds = name, scales, rounds
         self.adds = name.startswith("add")
         self.relu = name == "relu" or name == "add_relu"
         self.gelu = name == "gelu" or name == "add_gelu"
@@ -234,6 +240,8 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
     """The scale of all channels, unless the epilogue scales."""
     var scales: Scales
     """That of each channel, and what the residual stands for, if the epilogue scales."""
+    var rounded_is: Affine
+    """What integers of scale * acc + bias stand for, if the epilogue rounds these."""
     var y_is: Affine
     """What y stands for, if it is of integers."""
 
@@ -246,6 +254,7 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
         alpha: Scalar[Self.wide] = 1,
         *,
         scales: Optional[Scales] = None,
+        rounded_is: Affine = Affine(1, 0),
         y_is: Affine = Affine(1, 0),
     ):
         """Names the tensors.
@@ -256,10 +265,12 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
             y: [M, F].
             alpha: Scale of the sums, unless the epilogue scales.
             scales: Of the sums, and what the residual stands for, if the epilogue scales.
+            rounded_is: What the residual is added to stands for, if the epilogue rounds that.
             y_is: What y stands for, if it is of integers.
         """
         self.bias, self.residual, self.y, self.alpha = bias, residual, y, alpha
         self.scales, self.y_is = Scales(bias.unsafe_bitcast[Float32]()), y_is
+        self.rounded_is = rounded_is
         comptime if Self.epilogue.scales:
             self.scales = scales.value()
 
@@ -272,7 +283,15 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
             levels: What integers stand for.
         """
         var residual = rebind[Data[Self.added]](o.residual)
-        self = Self(o.bias, residual, o.y, o.alpha, scales=levels.scales, y_is=levels.result)
+        self = Self(
+            o.bias,
+            residual,
+            o.y,
+            o.alpha,
+            scales=levels.scales,
+            rounded_is=levels.rounded,
+            y_is=levels.result,
+        )
 
     @always_inline
     def __init__(out self, o: Operands[_, Self.dtype, _, Self.wide]):
@@ -352,7 +371,7 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
     def store[
         width: SIMDLength, //, masked: Bool = False
     ](self, value: SIMD[Self.wide, width], to: Int, inside: SIMD[DType.bool, width] = ALL[width]):
-        """Adds the residual, activates, rounds and stores.
+        """Adds the residual, to what is rounded first if the epilogue does, activates and stores.
 
         Parameters:
             width: Channels.
@@ -368,8 +387,13 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
             residual = widened_load[masked, Self.wide](self.residual.unsafe_offset(to), inside)
             comptime if Self.added.is_integral():
                 residual -= self.scales.residual.zero.cast[Self.wide]()
-        var y = activate[Self.epilogue, Self.dtype](value, residual, self.scales.residual.scale)
-        self.put[masked](y, to, inside)
+        var v, more, scale = value, residual, self.scales.residual.scale
+        comptime if Self.epilogue.rounds:
+            # In the order in which a launch of its own would compute the sum: the same to the bit.
+            v = residual * scale.cast[Self.wide]()
+            scale = self.rounded_is.scale
+            more = steps[U8](value.cast[F32](), 1 / scale, self.rounded_is.zero).cast[Self.wide]()
+        self.put[masked](activate[Self.epilogue, Self.dtype](v, more, scale), to, inside)
 
     @always_inline
     def put[
@@ -394,7 +418,10 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
             var scale, zero = self.y_is.scale.cast[Self.wide](), self.y_is.zero.cast[Self.wide]()
             y = narrowed[Self.dtype]((value * (1 / scale)).__round__() + zero)
         else:
-            y = nearest[Self.dtype](value.cast[F32](), 1 / self.y_is.scale, self.y_is.zero)
+            var v, factor = value.cast[F32](), 1 / self.y_is.scale
+            comptime if Self.epilogue.rounds:  # as `store` says; a product would become a part of a sum
+                v, factor = v.fma(factor, 0), Float32(1)
+            y = nearest[Self.dtype](v, factor, self.y_is.zero)
         comptime if masked:
             masked_store(y, self.y.unsafe_offset(to), inside)
         else:

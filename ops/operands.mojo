@@ -213,7 +213,7 @@ def nearest[
 ](value: SIMD[F32, width], factor: Float32, zero: Float32) -> SIMD[dtype, width]:
     """Computes round(factor * value) + zero, halves to even numbers, saturated, on a CPU.
 
-    To uint8 in five instructions of AVX-512, where roundings, comparisons and conversions take
+    To uint8 in four instructions of AVX-512, where roundings, comparisons and conversions take
     fourteen.
 
     Parameters:
@@ -228,16 +228,48 @@ def nearest[
     Returns:
         The integers.
     """
-    comptime I32 = DType.int32
-    var low = SIMD[F32, width](WHOLE + Float32(Int(Scalar[dtype].MIN)) - zero)
-    var high = SIMD[F32, width](WHOLE + Float32(Int(Scalar[dtype].MAX)) - zero)
-    var whole = value.fma(SIMD[F32, width](factor), SIMD[F32, width](WHOLE))
-    whole = whole.gt(low).select(whole, low)  # `max` would look for NaN
-    whole = whole.lt(high).select(whole, high)
-    var found = (bitcast[I32, width](whole) + zero.cast[I32]()).cast[dtype]()
+    comptime WIDE = DType.int32 if dtype.is_signed() else DType.uint32
+    comptime largest = SIMD[WIDE, width](Int(Scalar[dtype].MAX))
+    var whole = bitcast[WIDE, width](_whole[dtype](value, factor, zero))
+    whole -= bitcast[WIDE, 1](WHOLE) - zero.cast[DType.int32]().cast[WIDE]()
+    var found = min(whole, largest).cast[dtype]()
     comptime if dtype.is_signed():  # of others 0 is the least one, which NaN has become
         found = isnan(value).select(SIMD[dtype, width](0), found)
     return found
+
+
+@always_inline
+def steps[
+    width: SIMDLength, //, dtype: DType
+](value: SIMD[F32, width], factor: Float32, zero: Float32) -> SIMD[F32, width]:
+    """Computes `nearest` less the zero, in float32.
+
+    Parameters:
+        width: Elements.
+        dtype: An unsigned integer of 8 bits.
+
+    Args:
+        value: See `nearest`.
+        factor: See `nearest`.
+        zero: See `nearest`.
+
+    Returns:
+        Integers.
+    """
+    comptime assert not dtype.is_signed(), "steps: NaN becomes the least integer"
+    var high = SIMD[F32, width](WHOLE + Float32(Int(Scalar[dtype].MAX)) - zero)
+    var whole = _whole[dtype](value, factor, zero)
+    return whole.lt(high).select(whole, high) - WHOLE
+
+
+@always_inline
+def _whole[
+    width: SIMDLength, //, dtype: DType
+](value: SIMD[F32, width], factor: Float32, zero: Float32) -> SIMD[F32, width]:
+    """Computes WHOLE + round(factor * value), which is at least what the least integer gives."""
+    var low = SIMD[F32, width](WHOLE + Float32(Int(Scalar[dtype].MIN)) - zero)
+    var whole = value.fma(SIMD[F32, width](factor), SIMD[F32, width](WHOLE))
+    return whole.gt(low).select(whole, low)  # `max` would look for NaN
 
 
 @fieldwise_init
@@ -276,6 +308,8 @@ struct Levels(TrivialRegisterPassable):
 
     var scales: Scales
     """Of the sums, and of the residual."""
+    var rounded: Affine
+    """Of what is rounded before the residual is added, if the epilogue does."""
     var result: Affine
     """Of the result, if it is of integers."""
     var zero: Int32
@@ -288,6 +322,7 @@ struct Levels(TrivialRegisterPassable):
         product: Data[dtype],
         *,
         residual: Affine = Affine(1, 0),
+        rounded: Affine = Affine(1, 0),
         result: Affine = Affine(1, 0),
         zero: Int32 = 0,
     ):
@@ -299,11 +334,12 @@ struct Levels(TrivialRegisterPassable):
         Args:
             product: By what each filter's sums are multiplied; any pointer in floats.
             residual: Of the residual.
+            rounded: Of what is rounded before the residual is added.
             result: Of the result.
             zero: What x's 0 is stored as.
         """
         self.scales = Scales(product.unsafe_bitcast[Float32](), residual)
-        self.result, self.zero = result, zero
+        self.rounded, self.result, self.zero = rounded, result, zero
 
     @always_inline
     def widened[

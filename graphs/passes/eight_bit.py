@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from max.dtype import DType
@@ -17,6 +17,7 @@ from max.dtype import DType
 from maxvision.graphs.arrange import is_aligned, is_depthwise
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Array, filter_scales
+from maxvision.graphs.passes.fuse import activation, is_activation
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.quantize import GROUP, STEPS, Grid
 from maxvision.graphs.shapes import sides
@@ -33,7 +34,7 @@ def eight_bit(program: Program, on: Backend) -> Program:
     A rounded value is stored once, as uint8, for all that read it. Where nothing else reads a
     product's result, and its residual is stored so too, it stores its result rounded itself. What
     is rounded to levels that it has already, such as a max pool of a rounded value, is a value of
-    bytes too.
+    bytes too. On a CPU a product takes in a sum that its rounded result goes to: see ``_sums``.
     """
     if not (on.is_hopper or (not on.is_gpu and on.dtype == "float32")):
         return program
@@ -41,16 +42,19 @@ def eight_bit(program: Program, on: Backend) -> Program:
     if not on.is_gpu and (pools := _pools(program, products)):
         program = pools
         products = {node.output: node for node in program.nodes if node.output in products}
+    sums = {} if on.is_gpu else _sums(program, products)
     asked = [value for node in products.values() for value in (node.inputs[0], *node.inputs[3:])]
     asked += [made.output for value in products if (made := program.only_user(value))]
+    asked += [*sums, *(each.product.inputs[3] for each in sums.values())]
+    inner = {each.gone[1].output for each in sums.values()}
     rounded: dict[str, Grid] = {}
     while asked:
         value = asked.pop(0)
-        if (grid := _grid(program, value)) and value not in rounded:
+        if (grid := _grid(program, value)) and value not in rounded and value not in inner:
             rounded[value] = grid
             if _keeps(program, value):
                 asked.append(program.producers[value].inputs[0])
-    return _Rewriting(program, products, rounded, on).done()
+    return _Rewriting(program, products, sums, rounded, on).done()
 
 
 def _takes(program: Program, node: Node, on: Backend) -> bool:
@@ -116,6 +120,55 @@ def _pools(program: Program, products: Mapping[str, Node]) -> Program:
                 replace(pool, inputs=(before,), outputs=rounding.outputs),
             )
     return rewrite.done()
+
+
+class _Sum(NamedTuple):
+    """A product whose rounded result is added to a rounded residual, before that is rounded."""
+
+    product: Node
+    """With the residual, the epilogue, and the levels of what the residual is added to."""
+    gone: tuple[Node, ...]
+    """What it takes in: the bare product, its rounding, the sum, and perhaps an activation."""
+
+
+def _sums(program: Program, products: Mapping[str, Node]) -> dict[str, _Sum]:
+    """Finds the sums that products can take in, by what they are rounded to."""
+    found: dict[str, _Sum] = {}
+    for node in program.nodes:
+        if node.op != "add" or len(node.inputs) != 2:
+            continue
+        following = program.only_user(node.output)
+        last = [following] if following and is_activation(following) else []
+        result = program.only_user(last[0].output) if last else following
+        if result is None or Grid.read(result) is None:
+            continue
+        for own, residual in (node.inputs, node.inputs[::-1]):
+            rounding = program.producers.get(own)
+            grid = Grid.read(rounding) if rounding else None
+            bare = products.get(rounding.inputs[0]) if rounding else None
+            if (
+                rounding is None
+                or grid is None
+                or bare is None
+                or program.only_user(bare.output) is not rounding
+                or program.only_user(own) is not node
+                or len(bare.inputs) > 3
+                or saturating(bare, grid) != "none"
+                or _grid(program, residual) is None
+                or program.types[residual] != program.types[own]
+            ):
+                continue
+            product = replace(
+                bare.with_attributes(
+                    epilogue="_".join(["add", *map(activation, last)]),
+                    rounded_scale=grid.scale,
+                    rounded_low=grid.low,
+                ),
+                inputs=(*(*bare.inputs, "")[:3], residual),
+            )
+            found[result.output] = _Sum(product, (bare, rounding, node, *last))
+            break
+    return found
 
 
 def _hopper_takes(program: Program, node: Node, grid: Grid) -> bool:
@@ -203,6 +256,7 @@ class _Rewriting:
     Args:
         program: The old one.
         products: What is to be of integers, by their outputs.
+        sums: Those that products take in, by what they are rounded to.
         rounded: The levels of each rounded value that they read.
         on: The device.
     """
@@ -211,11 +265,13 @@ class _Rewriting:
         self,
         program: Program,
         products: Mapping[str, Node],
+        sums: Mapping[str, _Sum],
         rounded: Mapping[str, Grid],
         on: Backend,
     ) -> None:
         self.program = program
         self.products = products
+        self.sums = sums
         self.rounded = rounded
         self.on = on
         self.taken = set(program.types)
@@ -255,7 +311,8 @@ class _Rewriting:
                 made = []
             if self.is_read_in_float(value, storing):
                 made += self.dequantize(value)
-            rewrite.replace([product, node] if product else [node], *made)
+            gone = self.sums[value].gone if value in self.sums else [product] if product else []
+            rewrite.replace([*gone, node], *made)
         for output, node in self.products.items():
             if output not in storing:
                 rewrite.replace([node], *self.product(node))
@@ -263,6 +320,8 @@ class _Rewriting:
 
     def storing_product(self, value: str) -> Node | None:
         """Finds the product that may store a rounded value itself."""
+        if value in self.sums:
+            return self.sums[value].product
         node = self.program.producers[value]
         product = self.products.get(node.inputs[0])
         if product is None or self.program.only_user(product.output) is not node:
@@ -273,8 +332,11 @@ class _Rewriting:
 
     def is_read_in_float(self, value: str, storing: set[str]) -> bool:
         """Tells whether anything reads a rounded value in float32."""
+        taken_in = {each.gone[2].output for each in self.sums.values()}
 
         def reads(user: Node) -> bool:
+            if user.output in taken_in:
+                return False
             if user.output not in self.products:
                 return user.output not in self.keeping
             return value in user.inputs[3:] and user.output not in storing

@@ -109,11 +109,11 @@ def epilogues(program: Program, _: Backend) -> Program:
         if node.op == "add" and len(node.inputs) == 2:
             _add(program, rewrite, node, taken)
     for node in program.nodes:
-        if _is_activation(node) and not rewrite.has(node):
+        if is_activation(node) and not rewrite.has(node):
             product = program.producers.get(node.inputs[0])
             bare = product and _is_bare(program, product, node, ACTIVATED)
             if product and bare and not rewrite.has(product):
-                fused = product.with_attributes(epilogue=_activation(node))
+                fused = product.with_attributes(epilogue=activation(node))
                 rewrite.replace([product, node], replace(fused, outputs=node.outputs))
     return rewrite.done()
 
@@ -132,9 +132,9 @@ def _add(program: Program, rewrite: Rewrite, node: Node, taken: set[str]) -> Non
         ):
             continue
         following = program.only_user(node.output)
-        last = [following] if following and _is_activation(following) else []
+        last = [following] if following and is_activation(following) else []
         inputs = (*product.inputs, "", "")[:3]
-        ends = "_".join(["add", *map(_activation, last)])
+        ends = "_".join(["add", *map(activation, last)])
         fused = product.with_attributes(epilogue=ends)
         outputs = (last or [node])[0].outputs
         if user is node:
@@ -152,14 +152,15 @@ def _add(program: Program, rewrite: Rewrite, node: Node, taken: set[str]) -> Non
         return
 
 
-def _is_activation(node: Node) -> bool:
+def is_activation(node: Node) -> bool:
     """Tells whether a node is an elementwise op of one value: what an epilogue may end with."""
     if node.op not in ELEMENTWISE or node.op == "fake_quantize" or node.at_load:
         return False
     return ELEMENTWISE[node.op].values == 1
 
 
-def _activation(node: Node) -> str:
+def activation(node: Node) -> str:
+    """Writes down an op of one value as an epilogue."""
     return expression(node.op, node.attributes).removeprefix("x0 ")
 
 
@@ -274,8 +275,8 @@ def _ending(program: Program, node: Node) -> tuple[str, str, list[Node]]:
             residual, words = others[0], ["add"]
             ends.append(after)
             after = program.only_user(after.output)
-    if after and _is_activation(after):
-        words.append(_activation(after))
+    if after and is_activation(after):
+        words.append(activation(after))
         ends.append(after)
     return residual, "_".join(words) or "none", ends
 

@@ -8,9 +8,10 @@ y is a float, or uint8: then `store` divides by its scale, rounds to nearest eve
 and saturates. A residual that is a float has no zero point. Jacob et al. 2018 (arXiv:1712.05877),
 section 2.
 
-A CPU computes in float32 beside the integers. Hopper's kernel (gemm/hopper.mojo) knows no zero points,
-and of scales that of each filter and the residual's alone: graphs/parameters.py puts the others into
-these and the bias.
+A CPU computes in float32 beside the integers. There what the residual is added to may be rounded to
+uint8 first, with a scale and a zero point of its own, as in a QDQ file of ONNX. Hopper's kernel
+(gemm/hopper.mojo) knows no zero points, and of scales that of each filter and the residual's alone:
+graphs/parameters.py puts the others into these and the bias.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -30,7 +31,7 @@ struct QuantizedConv2d:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString, members: Int, narrow: Bool
+        target: StaticString, epilogue: StaticString, members: Int, narrow: Bool, rounds: Bool
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[dtype=U8, rank=4, ...],
@@ -49,6 +50,7 @@ struct QuantizedConv2d:
             epilogue: What the sums go through (ops/epilogue.mojo).
             members: 1 if it is depthwise, else 0.
             narrow: See `gemm_bytes` of ops/gemm/gpu.mojo.
+            rounds: Whether what the residual is added to is rounded first.
 
         Args:
             y: Result [N, P, Q, F].
@@ -59,8 +61,8 @@ struct QuantizedConv2d:
             bias: [F].
             residual: [N, P, Q, F], of y's dtype; x if the epilogue does not add.
             window: The nine numbers of geometry.mojo, in host memory.
-            scales: What x's 0 is stored as; scale and zero point of the residual, and of the result:
-                in host memory.
+            scales: What x's 0 is stored as; scale and zero point of the residual, of the result, and
+                of what the residual is added to if that is rounded: in host memory.
             ctx: The device.
 
         Raises:
@@ -73,19 +75,24 @@ struct QuantizedConv2d:
         var given = data(scales)
         var beside = data(residual).unsafe_bitcast[Scalar[y.dtype]]()  # x if nothing is added
         var o = Out(data(x), data(filter), data(bias), beside, data(y))
-        comptime scaled = Epilogue(epilogue, scales=True)
+        comptime scaled = Epilogue(epilogue, scales=True, rounds=rounds)
         var added = Affine(given[unsafe_offset=1], given[unsafe_offset=2])
         comptime if target == "cpu":
             comptime assert (
                 y.dtype == F32 or y.dtype == U8
             ), "quantized_conv2d: the result is float32 or uint8 on a CPU"
+            var between = Affine(1, 0)
+            comptime if rounds:
+                between = Affine(given[unsafe_offset=5], given[unsafe_offset=6])
             var levels = Levels(
                 data(product),
                 residual=added,
+                rounded=between,
                 result=Affine(given[unsafe_offset=3], given[unsafe_offset=4]),
                 zero=Int32(given[unsafe_offset=0]),
             )
             conv2d_cpu[scaled, members](g, o, levels)
         else:
             comptime assert members == 0, "quantized_conv2d: a GPU has no depthwise kernel"
+            comptime assert not rounds, "quantized_conv2d: a GPU rounds no sums before the residual"
             gemm_bytes[U8, I8, y.dtype, scaled, narrow](g, o, Scales(data(product), added), ctx)

@@ -154,8 +154,8 @@ def test_all_between_the_layers_is_bytes(tmp_path: Path) -> None:
     moves = ("permute", "reshape")
     assert [each for each in made if each[0] not in moves] == [
         ("fake_quantize", "float32"), ("conv2d", "float32"), ("pointwise", "uint8"),
-        ("max_pool2d", "uint8"), ("quantized_conv2d", "uint8"), ("quantized_conv2d", "uint8"),
-        ("pointwise", "uint8"),  # the sum
+        ("max_pool2d", "uint8"), ("quantized_conv2d", "uint8"),
+        ("quantized_conv2d", "uint8"),  # with the sum
         ("quantized_conv2d", "uint8"), ("pointwise", "float32"), ("avg_pool2d", "float32"),
         ("pointwise", "uint8"), ("quantized_linear", "uint8"), ("pointwise", "float32"),
     ]  # fmt: skip

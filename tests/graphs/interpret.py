@@ -460,17 +460,27 @@ def _quantized(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         x: Tensor, filter: Tensor, bias: Any = None, residual: Any = None, steps: Any = None, *,
         scale: float,
         low: float, residual_scale: float = 1.0, residual_low: float = 0.0,
-        result_scale: float = 1.0, result_low: float = 0.0, dtype: str = "float32", **rest: Any,
+        result_scale: float = 1.0, result_low: float = 0.0, rounded_scale: float = 0.0,
+        rounded_low: float = 0.0, dtype: str = "float32", epilogue: str = "none", **rest: Any,
     ) -> Tensor:  # fmt: skip
         if residual is not None and dtype == "uint8":
             residual = (residual + residual_low) * residual_scale
-        given = [filter, bias] if residual is None else [filter, bias, residual]
-        y = op((x + low) * scale, *given, **rest)
+        x = (x + low) * scale
+        if rounded_scale:
+            y = _stored(op(x, filter, bias, **rest), rounded_scale, rounded_low)
+            y = _end((y + rounded_low) * rounded_scale, residual, epilogue)
+        else:
+            given = [filter, bias] if residual is None else [filter, bias, residual]
+            y = op(x, *given, epilogue=epilogue, **rest)
         if dtype != "uint8":
             return y
-        return ((y * (1 / result_scale)).round() - result_low).clamp(0, 255)
+        return _stored(y, result_scale, result_low)
 
     return run
+
+
+def _stored(y: Tensor, scale: float, low: float) -> Tensor:
+    return ((y * (1 / scale)).round() - low).clamp(0, 255)
 
 
 def _slice(x: Tensor, *, axis: int, start: int, stop: int, step: int = 1) -> Tensor:

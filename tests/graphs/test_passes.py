@@ -182,6 +182,18 @@ def rounded(
     return x
 
 
+def rounded_sum(net: Net, x: Value, *, flip: bool = False, residual: str = "rounded") -> Value:
+    """A convolution of rounded values, rounded, and added to these or to what they are made of."""
+    plain = net.relu(a_conv(net, x, "stem", 16))
+    x = net.op("fake_quantize", [plain], scale=0.03, low=0.0, high=255.0)
+    weight = net.op("fake_quantize_filter", [net.weight("one.weight", 16, 16, 3, 3)])
+    y = net.op("conv2d", [x, weight], "one", padding=1)
+    y = net.op("fake_quantize", [y], scale=0.02, low=-99.0, high=156.0)
+    beside = x if residual == "rounded" else plain
+    y = net.op("clamp", [beside + y if flip else y + beside], min=0.1, max=1.5)
+    return net.op("fake_quantize", [y], scale=0.01, low=-7.0, high=248.0)
+
+
 def pool(net: Net, x: Value) -> Value:
     return net.max_pool2d(x, 3, stride=2, padding=1)
 
@@ -864,6 +876,22 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "eight_bit", CPU, lambda n, x: rounded(n, x, tell=used), (4, 5, 6),
         "fake_quantize fake_quantize conv2d conv2d"
         " -> pointwise pointwise quantized_conv2d quantized_conv2d",
+    ),
+    **{
+        f"a rounded result that is added{', swapped' * flip}": (
+            "eight_bit", CPU, lambda n, x, flip=flip: rounded_sum(n, x, flip=flip), (4, 5, 6),
+            "fake_quantize fake_quantize fake_quantize conv2d add clamp"
+            " -> pointwise pointwise quantized_conv2d",
+        )
+        for flip in (False, True)
+    },
+    "a rounded result that is added to what is not rounded": (
+        "eight_bit", CPU, lambda n, x: rounded_sum(n, x, residual="plain"), (4, 5, 6),
+        "fake_quantize fake_quantize conv2d -> pointwise pointwise quantized_conv2d",
+    ),
+    "a rounded result that is added, on Hopper": (
+        "eight_bit", HOPPER, rounded_sum, (16, 5, 6),
+        "fake_quantize fake_quantize conv2d -> pointwise pointwise pointwise quantized_conv2d",
     ),
     "a shortcut": ("shortcut", CPU, block, IMAGE, "conv2d conv2d -> conv2d_shortcut"),
     "a shortcut, swapped, behind a 1 x 1": (

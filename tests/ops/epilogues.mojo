@@ -70,7 +70,9 @@ def activated[epilogue: Epilogue](v: Float64) -> Float64:
     return v
 
 
-def check[dtype: DType, added: DType, epilogue: Epilogue](residual_is: Affine, y_is: Affine) raises:
+def check[
+    dtype: DType, added: DType, epilogue: Epilogue
+](residual_is: Affine, y_is: Affine, rounded_is: Affine = Affine(1, 0)) raises:
     """Takes rows of random sums through an epilogue with scales.
 
     Parameters:
@@ -81,6 +83,7 @@ def check[dtype: DType, added: DType, epilogue: Epilogue](residual_is: Affine, y
     Args:
         residual_is: What the residual stands for.
         y_is: What y stands for.
+        rounded_is: What integers of scale * sum + bias stand for, if the epilogue rounds these.
 
     Raises:
         If a result differs from float64's by more than rounding.
@@ -102,7 +105,12 @@ def check[dtype: DType, added: DType, epilogue: Epilogue](residual_is: Affine, y
                 number = Float64(Int(number * 100 + 100 if added == DType.uint8 else number * 100))
             residual[unsafe_offset=m * PITCH + f] = number.cast[added]()
     var output = Output[epilogue, added](
-        bias, residual, y, scales=Scales(scale, residual_is), y_is=y_is
+        bias,
+        residual,
+        y,
+        scales=Scales(scale, residual_is),
+        rounded_is=rounded_is,
+        y_is=y_is,
     )
     for m in range(ROWS):
         output.finish_row(sums.unsafe_offset(m * COLUMNS), 0, m * PITCH, COLUMNS)
@@ -118,6 +126,12 @@ def check[dtype: DType, added: DType, epilogue: Epilogue](residual_is: Affine, y
             var product = Float64(Int(sums[unsafe_offset=m * COLUMNS + f]))
             product *= scale[unsafe_offset=f].cast[DType.float64]()
             var v = product + bias[unsafe_offset=f].cast[DType.float64]()
+            comptime if epilogue.rounds:
+                var step, zero = Float64(rounded_is.scale), Float64(rounded_is.zero)
+                var least = (v / step - 1e-3).__round__() + zero
+                if least != (v / step + 1e-3).__round__() + zero:
+                    continue  # float32 may round to either
+                v = (min(max(least, 0), 255) - zero) * step if not isnan(v) else -zero * step
             comptime if epilogue.adds:
                 v += (number - Float64(residual_is.zero)) * Float64(residual_is.scale)
             var want = activated[epilogue](v)
@@ -178,6 +192,8 @@ def main() raises:
     check[U8, F32, add](Affine(1, 0), Affine(0.03, 131))
     check[U8, U8, add_relu](Affine(0.02, 117), Affine(0.013, 0))
     check[U8, U8, gelu](Affine(1, 0), Affine(0.01, 17))
+    comptime rounds = Epilogue("add_relu", scales=True, rounds=True)
+    check[U8, U8, rounds](Affine(0.02, 117), Affine(0.013, 9), Affine(0.017, 131))
     check[S8, S8, add](Affine(0.02, 0), Affine(0.03, -5))
     check_ties(0)
     check_ties(3)
