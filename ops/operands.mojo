@@ -228,16 +228,37 @@ def nearest[
     Returns:
         The integers.
     """
-    comptime I32 = DType.int32
-    var low = SIMD[F32, width](WHOLE + Float32(Int(Scalar[dtype].MIN)) - zero)
-    var high = SIMD[F32, width](WHOLE + Float32(Int(Scalar[dtype].MAX)) - zero)
-    var whole = value.fma(SIMD[F32, width](factor), SIMD[F32, width](WHOLE))
-    whole = whole.gt(low).select(whole, low)  # `max` would look for NaN
-    whole = whole.lt(high).select(whole, high)
-    var found = (bitcast[I32, width](whole) + zero.cast[I32]()).cast[dtype]()
+    comptime high = SIMD[DType.int32, width](Int32(Int(Scalar[dtype].MAX)))
+    var found = min(nearest_above[dtype](value, factor, zero), high).cast[dtype]()
     comptime if dtype.is_signed():  # of others 0 is the least one, which NaN has become
         found = isnan(value).select(SIMD[dtype, width](0), found)
     return found
+
+
+@always_inline
+def nearest_above[
+    width: SIMDLength, //, dtype: DType
+](value: SIMD[F32, width], factor: Float32, zero: Float32) -> SIMD[DType.int32, width]:
+    """Computes as `nearest`, but what is above the largest integer may be anything that is.
+
+    Parameters:
+        width: Elements.
+        dtype: An integer of 8 bits.
+
+    Args:
+        value: Any; of NaN the result is the least integer.
+        factor: By which it is multiplied.
+        zero: An integer of the dtype.
+
+    Returns:
+        The integers, saturated at the least one only.
+    """
+    comptime I32 = DType.int32
+    var low = SIMD[F32, width](WHOLE + Float32(Int(Scalar[dtype].MIN)) - zero)
+    var whole = value.fma(SIMD[F32, width](factor), SIMD[F32, width](WHOLE))
+    whole = whole.gt(low).select(whole, low)  # `max` would look for NaN
+    # The bits of positive floats are in the order of the floats, those of infinity too.
+    return bitcast[I32, width](whole) - (bitcast[I32, 1](WHOLE) - zero.cast[I32]())
 
 
 @fieldwise_init
