@@ -71,6 +71,7 @@ def _least[kernel: Int]() -> Int:
     return 16 if kernel == 3 else (32 if kernel == 5 else WIDE)
 
 
+@no_inline
 def convolve_bytes[
     out: DType, //, epilogue: Epilogue
 ](g: Geometry, o: Operands[U8, out, I8], levels: Levels):
@@ -218,7 +219,7 @@ struct _Step[kernel: Int, stride: Int, width: Int]:
         comptime for part in range(PARTS):
             self.starts[part] = -self.starts[part]
             comptime for lane in range(Self.width):
-                comptime channel = _channel(part, lane)
+                var channel = _channel(part, lane)
                 self.scales[part][lane] = product[unsafe_offset=channel]
                 self.biases[part][lane] = bias[unsafe_offset=channel]
 
@@ -375,12 +376,14 @@ def _add[
 ):
     """Adds what a pixel sees of a column, which is column s of its window, to its sums."""
     comptime for row in range(step.ROWS):
-        comptime for part in range(PARTS):
-            comptime for quad in range(step.QUADS):
-                comptime if _reads[kernel, stride](s, quad, row):
-                    comptime at = set + row * PARTS + part
-                    comptime tap = ((s * step.QUADS + quad) * step.ROWS + row) * PARTS + part
-                    sums[at] = dot[U8, width](sums[at], quads[quad * PARTS + part], step.taps[tap])
+        comptime for quad in range(step.QUADS):
+            comptime if _reads[kernel, stride](s, quad, row):
+                comptime at = set + row * PARTS
+                comptime tap = ((s * step.QUADS + quad) * step.ROWS + row) * PARTS
+                comptime for part in range(PARTS):
+                    sums[at + part] = dot[U8, width](
+                        sums[at + part], quads[quad * PARTS + part], step.taps[tap + part]
+                    )
 
 
 @always_inline
