@@ -104,8 +104,7 @@ def _convolve[
     parts = min(lines, max(parts, g.n * g.h * g.w * g.c // NEAR))
     var share = ceildiv(lines, parts)
     parts = ceildiv(lines, share)
-    var steps = ceildiv(g.f, WIDE)
-    var width = ceildiv(steps, min(steps, ceildiv(tasks, parts))) * WIDE
+    var width = max(1, parts * ceildiv(g.f, WIDE) // tasks) * WIDE
     var across = ceildiv(g.f, width)
 
     def task(index: Int) {var}:
