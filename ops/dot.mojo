@@ -42,6 +42,14 @@ comptime STEP[dtype: DType] = 1 if FLOATS[dtype] else 4
 Parameters:
     dtype: Of the activations.
 """
+comptime HAS_VNNI[width: Int] = _has["avx512vnni"]() and (
+    width == 16 or _has["avx512vl"]() and width in (4, 8)
+) or _has["avxvnni"]() and width in (4, 8)
+"""Whether the CPU that is compiled for has vpdpbusd.
+
+Parameters:
+    width: Lanes of the sums.
+"""
 
 
 @always_inline
@@ -91,10 +99,9 @@ def dot[
     comptime if FLOATS[dtype]:
         var a, b = rebind[Sums](x), rebind[Sums](w)
         return a.fma(b, sum)
-    elif width == 16 and _has["avx512vnni"]():
-        return llvm_intrinsic["llvm.x86.avx512.vpdpbusd.512", Sums](sum, x, w)
-    elif width == 8 and (_has["avxvnni"]() or _has["avx512vnni"]() and _has["avx512vl"]()):
-        return llvm_intrinsic["llvm.x86.avx512.vpdpbusd.256", Sums](sum, x, w)
+    elif HAS_VNNI[width]:
+        comptime bits: StaticString = "512" if width == 16 else ("256" if width == 8 else "128")
+        return llvm_intrinsic["llvm.x86.avx512.vpdpbusd." + bits, Sums](sum, x, w)
     else:
         comptime I16 = DType.int16
         var left, right = bitcast[I16, 2 * width](x), bitcast[I16, 2 * width](w)

@@ -230,12 +230,35 @@ def nearest[
     """
     comptime WIDE = DType.int32 if dtype.is_signed() else DType.uint32
     comptime largest = SIMD[WIDE, width](Int(Scalar[dtype].MAX))
-    var whole = bitcast[WIDE, width](_whole[dtype](value, factor, zero))
-    whole -= bitcast[WIDE, 1](WHOLE) - zero.cast[DType.int32]().cast[WIDE]()
-    var found = min(whole, largest).cast[dtype]()
+    var above = bitcast[WIDE, width](nearest_above[dtype](value, factor, zero))
+    var found = min(above, largest).cast[dtype]()
     comptime if dtype.is_signed():  # of others 0 is the least one, which NaN has become
         found = isnan(value).select(SIMD[dtype, width](0), found)
     return found
+
+
+@always_inline
+def nearest_above[
+    width: SIMDLength, //, dtype: DType
+](value: SIMD[F32, width], factor: Float32, zero: Float32) -> SIMD[DType.int32, width]:
+    """Computes as `nearest`, but what is above the largest integer may be anything that is.
+
+    Parameters:
+        width: Elements.
+        dtype: An integer of 8 bits.
+
+    Args:
+        value: Any; of NaN the result is the least integer.
+        factor: By which it is multiplied.
+        zero: An integer of the dtype.
+
+    Returns:
+        The integers, saturated at the least one only.
+    """
+    # The bits of positive floats are in the order of the floats, those of infinity too.
+    comptime I32 = DType.int32
+    var whole = bitcast[I32, width](_whole[dtype](value, factor, zero))
+    return whole - (bitcast[I32, 1](WHOLE) - zero.cast[I32]())
 
 
 @always_inline

@@ -19,13 +19,14 @@ from std.sys import CompilationTarget, simd_width_of
 
 from max.runtime.asyncrt import parallelism_level
 
-from ..dot import FILTER
+from ..dot import FILTER, I8, U8
 from ..epilogue import Epilogue, Output
 from ..gemm.bf16 import gemm as gemm_bf16
 from ..gemm.cpu import gemm
 from ..geometry import Geometry
 from ..operands import BF16, F32, F64, WIDE, Data, Levels, Operands, widened
 from ..parallel import over_cores
+from .depthwise_bytes import HAS_BYTES, convolve_bytes, takes_bytes
 from .strips import convolve_strips, shuffled, takes
 
 comptime WIDTH = simd_width_of[F32]()
@@ -51,7 +52,11 @@ def conv2d_cpu[
     """
     var levels = given.or_else(Levels(o.bias))
     comptime if members > 0:
-        comptime if dtype != F64:
+        comptime if dtype == U8 and HAS_BYTES:
+            if takes_bytes(g):
+                convolve_bytes[epilogue](g, rebind[Operands[U8, out, I8]](o), levels)
+                return
+        elif dtype != F64:
             if takes[members](g):
                 convolve_strips[epilogue, members](
                     g, rebind[Operands[dtype, out, right]](o), levels

@@ -23,6 +23,7 @@ from maxvision.graphs.passes import eight_bit
 from maxvision.graphs.pixels import from_pixels
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.quantize import CONFIG, Grid, Quantization, places, quantized
+from maxvision.graphs.shapes import sides
 from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache
 from maxvision.runtime.calibrate import Seen, rounded, watched
@@ -369,11 +370,23 @@ CONVOLUTIONS: list[dict[str, Any]] = [
     {"size": (6, 5), "c": 24, "f": 6, "r": 3, "padding": 1, "zero": 9, "groups": 3, "out": 99},
     {"size": (9, 15), "c": 40, "f": 40, "r": 3, "padding": 1, "zero": 31, "groups": 40, "out": 9,
      "epilogue": "relu"},
-    {"size": (5, 5), "c": 18, "f": 18, "r": 5, "stride": 2, "padding": 2, "zero": 0, "groups": 18},
+    {"size": (5, 5), "c": 18, "f": 18, "r": 5, "stride": 2, "padding": 2, "zero": 0, "groups": 18,
+     "epilogue": "add"},
     {"size": (8, 8), "c": 8, "f": 8, "r": 3, "padding": 2, "dilation": 2, "zero": 77,
      "epilogue": "silu", "out": 50},
-    {"size": (8, 8), "c": 32, "f": 32, "r": 3, "padding": 1, "zero": 71, "groups": 32},
+    {"size": (8, 8), "c": 32, "f": 32, "r": 3, "padding": 1, "zero": 71, "groups": 32,
+     "epilogue": "add"},
     {"size": (8, 8), "c": 32, "f": 32, "r": 3, "padding": 1, "zero": 71, "groups": 32, "out": 3},
+    # Depthwise in 8 bits: all windows, two rows of a quad, steps of 64, 32 and 16 channels, edges.
+    {"size": (7, 9), "c": 100, "f": 100, "r": 3, "padding": 1, "zero": 255, "groups": 100, "out": 8,
+     "n": 3},
+    {"size": (8, 6), "c": 212, "f": 212, "r": 3, "stride": 2, "padding": (0, 0, 1, 1), "zero": 128,
+     "groups": 212, "out": 4, "n": 1},
+    {"size": (11, 7), "c": 84, "f": 84, "r": 5, "padding": 2, "zero": 128, "groups": 84, "out": 40},
+    {"size": (10, 13), "c": 49, "f": 49, "r": 5, "stride": 2, "padding": 2, "zero": 255,
+     "groups": 49, "epilogue": "add"},
+    {"size": (2, 9), "c": 72, "f": 72, "r": 7, "padding": (3, 1, 4, 4), "zero": 200, "groups": 72,
+     "out": 90},
 ]  # fmt: skip
 
 
@@ -391,7 +404,7 @@ def test_integers_are_multiplied_exactly() -> None:
         scales = random.uniform(0.001, 0.002, case["f"])
         tensors[f"{i}.weight"] = (whole * scales).astype(np.float32)
         tensors[f"{i}.bias"] = random.standard_normal(case["f"]).astype(np.float32)
-        x = random.integers(0, 256, (2, *case["size"], case["c"]), np.uint8)
+        x = random.integers(0, 256, (case.get("n", 2), *case["size"], case["c"]), np.uint8)
         x[0, 0] = 255
         given.append(x)
         wanted.append(_exact(case, x, whole, scales, tensors[f"{i}.bias"], random, given))
@@ -467,7 +480,9 @@ def _exact(
     from torch.nn import functional as F
 
     images = torch.from_numpy(x.astype(np.float64) - case["zero"]).permute(0, 3, 1, 2)
-    window = {k: v for k, v in case.items() if k in ("stride", "padding", "dilation", "groups")}
+    window = {k: v for k, v in case.items() if k in ("stride", "dilation", "groups")}
+    top, left, bottom, right = sides(case.get("padding", 0))
+    images = F.pad(images, (left, right, top, bottom))
     filters = torch.from_numpy(whole.astype(np.float64)).permute(3, 2, 0, 1)
     sums = F.conv2d(images, filters, **window).permute(0, 2, 3, 1).numpy()
     y = sums * (scales * 0.01) + bias

@@ -67,25 +67,34 @@ def test_bfloat16_products_on_a_cpu(cpu: str, tmp_path: Path, pytestconfig: pyte
     assert {name for name in ("vdpbf16ps", "tdpbf16ps") if name in assembly} == BF16[cpu]
 
 
-@pytest.mark.parametrize("cpu", [None, pytest.param("x86-64-v3", marks=[x86, pytest.mark.nightly])])
+on_cpus = pytest.mark.parametrize(
+    "cpu", [None, pytest.param("x86-64-v3", marks=[x86, pytest.mark.nightly])]
+)
+
+
+@on_cpus
 def test_bfloat16_products_equal_float64(
     cpu: str | None, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    if cpu and not set(Target.parse("cpu:x86-64-v3").features) <= set(cpu_features()):
-        pytest.skip(f"this CPU does not run code for {cpu}")
-    target = ["--target-cpu", cpu] if cpu else []
-    program = str(tmp_path / "products")
-    command = ["mojo", "build", *target, "-I", ".", "tests/ops/bf16_products.mojo", "-o", program]
-    output(command, pytestconfig.rootpath)
-    kernel = output([program], pytestconfig.rootpath).strip()
+    kernel = run_for(cpu, "bf16_products", tmp_path, pytestconfig.rootpath).strip()
     assert kernel in (["float32"] if cpu else ["AMX", "AVX-512 BF16", "float32"])
 
 
-def test_epilogues_equal_float64(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    program = str(tmp_path / "epilogues")
-    command = ["mojo", "build", "-I", ".", "tests/ops/epilogues.mojo", "-o", program]
-    output(command, pytestconfig.rootpath)
-    output([program], pytestconfig.rootpath)
+@on_cpus
+def test_epilogues_equal_float64(
+    cpu: str | None, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    run_for(cpu, "epilogues", tmp_path, pytestconfig.rootpath)
+
+
+def run_for(cpu: str | None, program: str, folder: Path, root: Path) -> str:
+    """Builds a program beside this file for a CPU, runs it and gives what it prints."""
+    if cpu and not set(Target.parse(f"cpu:{cpu}").features) <= set(cpu_features()):
+        pytest.skip(f"this CPU does not run code for {cpu}")
+    target = ["--target-cpu", cpu] if cpu else []
+    command = ["mojo", "build", *target, "-I", ".", f"tests/ops/{program}.mojo"]
+    output([*command, "-o", str(folder / program)], root)
+    return output([str(folder / program)], root)
 
 
 def output(command: list[str], folder: Path) -> str:
