@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 FILES = 16
 """That a thread reads at a time, where the GPU decodes: handing each over would cost as much."""
-READERS = 4
-"""Threads that read there; more of them wait for the interpreter."""
+READERS = 2
+"""Threads that read there. More of them wait for the interpreter, which each read gives away."""
 BATCHES = 2
 """That are under way there."""
 
