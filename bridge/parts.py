@@ -29,7 +29,7 @@ from maxvision.bridge.importer import Known, Missing, Unsupported
 from maxvision.bridge.tensors import SMALL, OnTensors
 from maxvision.bridge.walker import Walker
 from maxvision.common.errors import ModelError, UserError
-from maxvision.common.host import cores
+from maxvision.common.host import cores, memory
 from maxvision.graphs import lower, passes
 from maxvision.graphs.layers import macs
 from maxvision.graphs.net import Value
@@ -39,13 +39,22 @@ from maxvision.runtime.executor import Executor, Lowering, Unchecked
 
 log = logging.getLogger("maxvision")
 
-_COMPILERS = ThreadPoolExecutor(cores(), thread_name_prefix="maxvision compiles")
-"""Each waits for a process that compiles a part, which keeps little more than a core busy."""
+_COMPILER = 3 << 30
+"""Bytes that a process takes to compile a part; it keeps little more than a core busy."""
 _LEAST = 24
 """Ops that compute in a piece of a part, at the least: to compile one begins with 12 s."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What activations may be; the last one on a CPU."""
 UNASKED = "it is not among the ops asked for"
+
+
+def at_once() -> int:
+    """Counts the parts that are compiled at a time: one a core, if there is the memory."""
+    return max(1, min(cores(), memory() // _COMPILER))
+
+
+_COMPILERS = ThreadPoolExecutor(at_once(), thread_name_prefix="maxvision compiles")
+"""Each waits for a process that compiles a part."""
 
 
 @dataclass

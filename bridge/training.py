@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from maxvision.bridge import attention, gradients
-from maxvision.bridge.parts import Explanation, cut, leave, load
+from maxvision.bridge.parts import Explanation, at_once, cut, leave, load
 from maxvision.bridge.tensors import device_of
 from maxvision.common.errors import ModelError
-from maxvision.common.host import cores
 
 
 def trained(
@@ -94,7 +93,7 @@ def _compiled(
             _disable_current_modes(),
             torch._guards.tracing(None),
         ):  # constants are computed, not traced
-            pieces = cores() if run else 1
+            pieces = at_once() if run else 1
             found, parts = cut(whole, {}, device, told, exact=True, only=only, pieces=pieces)
             if run:
                 load(parts)

@@ -31,7 +31,7 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "cores", lambda: 1)  # parts remain whole, whatever the machine
+    monkeypatch.setattr(training, "at_once", lambda: 1)  # parts remain whole, whatever the machine
     monkeypatch.setattr(parts, "Executor", Interpreted)
     monkeypatch.setattr(Interpreted, "made", [], raising=False)
 
@@ -213,7 +213,7 @@ def test_sizes_that_change_give_one_warning_and_run_in_torch() -> None:
 def test_large_parts_are_compiled_in_pieces(
     monkeypatch: pytest.MonkeyPatch, model: type[nn.Module]
 ) -> None:
-    monkeypatch.setattr(training, "cores", lambda: 4)
+    monkeypatch.setattr(training, "at_once", lambda: 4)
     monkeypatch.setattr(parts, "_LEAST", 3)
     same(model(), *(images() if model is Residual else words()))
     made = [each.program for each in Interpreted.made]
