@@ -384,7 +384,7 @@ CONVOLUTIONS: list[dict[str, Any]] = [
      "groups": 212, "out": 4, "n": 1},
     {"size": (11, 7), "c": 84, "f": 84, "r": 5, "padding": 2, "zero": 128, "groups": 84, "out": 40},
     {"size": (10, 13), "c": 49, "f": 49, "r": 5, "stride": 2, "padding": 2, "zero": 255,
-     "groups": 49, "epilogue": "add"},
+     "groups": 49, "epilogue": "add", "out": 60},
     {"size": (2, 9), "c": 72, "f": 72, "r": 7, "padding": (3, 1, 4, 4), "zero": 200, "groups": 72,
      "out": 90},
 ]  # fmt: skip
