@@ -103,7 +103,7 @@ class Target:
             return
         driver.set_virtual_cpu_target("generic")  # it only launches
         driver.set_virtual_device_api(self.api)
-        driver.set_virtual_device_target_arch(self.name)
+        driver.set_virtual_device_target_arch(_whole(self.name))
         driver.set_virtual_device_count(index + 1)
         try:
             yield Accelerator(index)
@@ -143,7 +143,7 @@ class Target:
             there = f"{'the GPU of this machine' if index is None else f'gpu:{index}'} is {here}"
         else:
             there = "this machine has no GPU" if index is None else f"there is no gpu:{index}"
-        again = next((name for name in GPUS if base(name) == base(here)), "cpu")
+        again = _whole(here) if _whole(here) in GPUS else "cpu"
         raise DeviceError(
             f"this model was compiled for the GPU {self.name} but {there}; run it where"
             f" such a GPU is, or compile it with --target {again}"
@@ -153,6 +153,11 @@ class Target:
 def base(architecture: str) -> str:
     """Drops the suffix of sm_90a, which a driver may leave out; gfx90a is another than gfx90."""
     return architecture.rstrip("af") if architecture.startswith("sm_") else architecture
+
+
+def _whole(architecture: str) -> str:
+    """Adds the suffix that a driver may leave out."""
+    return next((name for name in GPUS if base(name) == base(architecture)), architecture)
 
 
 def _best(features: tuple[str, ...], machine: str) -> str:

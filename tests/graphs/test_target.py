@@ -100,6 +100,11 @@ def test_gpus(
         wanted.open(index)
 
 
+def test_a_suffix_that_a_driver_leaves_out_is_added() -> None:
+    with Target("sm_90", "cuda", "x86_64", ()).device(1) as device:
+        assert (device.architecture_name, device.id) == ("sm_90a", 1)
+
+
 @pytest.mark.parametrize("name", ["cpu", "cpu:generic", "sm_90a", "gfx942"])
 def test_a_device_that_is_not_here_leaves_the_process_as_it_was(name: str) -> None:
     with Target.parse(name).device() as device:
