@@ -279,7 +279,7 @@ class _Frozen(nn.Module):
         whole = self._exported(given, self.batched)
         if len(_symbols(whole)) > 1:
             raise ModelError("several of its sizes change, which are not one batch")
-        if any(yes and not open for yes, open in zip(self.batched, _open(whole), strict=True)):
+        if any(yes and not kept for yes, kept in zip(self.batched, _open(whole), strict=True)):
             self.batched = [False] * len(given)  # its code takes this batch alone
             return self._exported(given, self.batched)
         return whole

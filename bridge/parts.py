@@ -28,8 +28,9 @@ from maxvision.bridge.fx import module_of, origin, size_of, type_of
 from maxvision.bridge.importer import Known, Missing, Unsupported
 from maxvision.bridge.tensors import SMALL, OnTensors
 from maxvision.bridge.walker import Walker
+from maxvision.common import memory
 from maxvision.common.errors import ModelError, UserError
-from maxvision.common.host import cores, memory
+from maxvision.common.host import cores
 from maxvision.graphs import lower, passes
 from maxvision.graphs.layers import macs
 from maxvision.graphs.net import Value
@@ -50,7 +51,7 @@ UNASKED = "it is not among the ops asked for"
 
 def at_once() -> int:
     """Counts the parts that are compiled at a time: one a core, if there is the memory."""
-    return max(1, min(cores(), memory() // _COMPILER))
+    return max(1, min(cores(), memory.limit() // _COMPILER))
 
 
 _COMPILERS = ThreadPoolExecutor(at_once(), thread_name_prefix="maxvision compiles")
@@ -411,24 +412,17 @@ class Part(nn.Module):
     def _lowering(self) -> Lowering:
         return Lowering(self._dtype, tf32=_tf32())
 
-    def load(self) -> None:
-        """Compiles it if need be, and packs its weights."""
-        made = Executor.compile(self.program, self._tensors, self._device, self._lowering, images=0)
+    def load(self, *, apart: bool = False) -> None:
+        """Compiles it if need be, perhaps in a process of its own, and packs its weights."""
+        made = Executor.compile(
+            self.program, self._tensors, self._device, self._lowering, images=0, apart=apart
+        )
         most = SMALL if self._exact else None
         self._run = OnTensors(made.executable, self._device, most=most)
 
     def begin(self, *, apart: bool) -> None:
-        """Compiles it beside what comes next, perhaps in a process of its own.
-
-        Who calls it first waits for that.
-        """
-
-        def work() -> None:
-            if apart:
-                Executor.compile_apart(self.program, self._tensors, self._device, self._lowering)
-            self.load()
-
-        self._loading = _COMPILERS.submit(work)
+        """Loads it beside what comes next; who calls it first waits for that."""
+        self._loading = _COMPILERS.submit(self.load, apart=apart)
 
     def finish(self) -> None:
         """Waits until it is compiled; raises what went wrong."""

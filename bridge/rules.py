@@ -466,11 +466,11 @@ def taken(imp: Importer, x: Value, axis: int, index: Value, own: bool = False) -
 def scattered(imp: Importer, x: Value, axis: int, index: Value, values: Value) -> Value:
     """Adds values to the places of an axis; the index is broadcast to them."""
     _within_images(x, axis)
-    lacking = len(values.shape) - len(index.shape)
-    whole = all(size == 1 for size in index.shape[max(axis + 1 - lacking, 0) :])
-    if whole:  # one index for all that is behind the axis
-        index = reshaped(imp, index, index.shape[: axis + 1 - lacking])
-    index = spread(imp, index, values.shape[: axis + 1] if whole else values.shape)
+    sizes = (*(1 for _ in range(len(values.shape) - len(index.shape))), *index.shape)
+    wanted = values.shape
+    if all(size == 1 for size in sizes[axis + 1 :]):  # one index for all that is behind the axis
+        index, wanted = reshaped(imp, index, sizes[: axis + 1]), wanted[: axis + 1]
+    index = spread(imp, index, wanted)
     return imp.net.op("scatter_add", [x, index, values], axis=axis)
 
 

@@ -11,21 +11,11 @@ from typing import NoReturn
 
 HOME = Path(os.path.abspath(__file__)).parents[2]  # not resolved: common/ is a link in a checkout
 """The folder that holds the package, from which ``python -m maxvision...`` runs."""
-CONTAINER = Path("/sys/fs/cgroup/memory.max")
-"""Says how many bytes a container may use."""
 
 
 def cores() -> int:
     """Counts the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def memory() -> int:
-    """Counts the bytes that this process may use: the machine's, or what its container has."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no cgroup (v2), or "max"
-        return min(whole, int(CONTAINER.read_text()))
-    return whole
 
 
 def reason(error: OSError) -> str:

@@ -1,21 +1,32 @@
-"""What a process holds of a CPU's memory, as Linux counts it; nothing is known elsewhere."""
+"""What a process holds of a CPU's memory, as Linux counts it, and may hold."""
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+
+
+def limit() -> int:
+    """Counts the bytes that this process may have: the machine's, or its container's."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no cgroup (v2), or "max"
+        return min(whole, int(_CONTAINER.read_text()))
+    return whole
 
 
 def resident() -> int | None:
-    """Reads how many bytes of memory this process has now."""
+    """Reads how many bytes of memory this process has now; None elsewhere than on Linux."""
     return _read("VmRSS")
 
 
 def peak() -> int | None:
-    """Reads how many bytes of memory it has had at most since ``forget_peak``."""
+    """Reads how many bytes of memory it has had at most since ``forget_peak``; None likewise."""
     return _read("VmHWM")
 
 

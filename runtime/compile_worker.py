@@ -1,4 +1,4 @@
-"""Compiles a program into the cache: the process of ``Executor.compile_apart``.
+"""Compiles a program into the cache: the process of ``executor.compiled(apart=True)``.
 
     python -m maxvision.runtime.compile_worker < JOB
 

@@ -117,6 +117,7 @@ def compiled(
     lowering: Lowering,
     *,
     target: Target | None = None,
+    apart: bool = False,
     watch: Watch | None = None,
     starting: Callable[[], None] = lambda: None,
 ) -> tuple[bytes, Parameters, Program]:
@@ -128,6 +129,8 @@ def compiled(
         device: What it is for; perhaps a virtual one.
         lowering: How it becomes a graph.
         target: What it is for, if the device is virtual.
+        apart: Whether to compile in a process of its own, if there is a cache. MAX compiles the
+            graphs of one process one after the other, whatever the threads.
         watch: Adds up the time.
         starting: Called before something is compiled.
 
@@ -148,9 +151,28 @@ def compiled(
         watch.lap("compile")
         return made
 
-    mef = cache.compiled(graph, target or Target.of(device), compile)
+    target = target or Target.of(device)
+    if apart and cache.lacks(cache.key(graph, target)):
+        _tell(program.name, device)
+        _compile_apart((program, dict(tensors), device.id, target, lowering))
+    mef = cache.compiled(graph, target, compile)
     watch.lap("graph")
     return mef, weights, final
+
+
+def _compile_apart(job: tuple[Any, ...]) -> None:
+    """Has a process compile into the cache; where it fails the caller compiles, and says why."""
+    done = subprocess.run(
+        (sys.executable, "-m", "maxvision.runtime.compile_worker"),
+        input=pickle.dumps(job, protocol=5),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        cwd=HOME,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip()
+        log.debug("a process that compiles ended with %d: %s", done.returncode, said)
 
 
 def _compiled(checked: Callable[[], Graph], name: str, device: Device) -> CompiledModel:
@@ -237,6 +259,7 @@ class Executor:
         lowering: Lowering | None = None,
         *,
         images: int = IMAGES,
+        apart: bool = False,
         watch: Watch | None = None,
         starting: Callable[[], None] = lambda: None,
     ) -> Executor:
@@ -248,41 +271,12 @@ class Executor:
         _check_weights(program, tensors)
         watch = watch or Watch()
         mef, weights, final = compiled(
-            program, tensors, device, lowering or Lowering(), watch=watch, starting=starting
-        )
+            program, tensors, device, lowering or Lowering(),
+            apart=apart, watch=watch, starting=starting,
+        )  # fmt: skip
         executor = cls(mef, weights.registry(device), device, final, images)
         watch.lap("load")
         return executor
-
-    @classmethod
-    def compile_apart(
-        cls,
-        program: Program,
-        tensors: Mapping[str, np.ndarray],
-        device: Device,
-        lowering: Lowering,
-    ) -> None:
-        """Compiles a plain program into the cache, by a process of its own, if it is not there.
-
-        MAX compiles the graphs of one process one after the other, whatever the threads. A process
-        that fails is no error: ``compile`` compiles what it does not find, and says what is wrong.
-        """
-        graph, *_ = lowering.build(program, tensors, DeviceRef.from_device(device), Unchecked())
-        target = Target.of(device)
-        if not cache.lacks(cache.key(graph, target)):
-            return
-        _tell(program.name, device)
-        done = subprocess.run(
-            (sys.executable, "-m", "maxvision.runtime.compile_worker"),
-            input=pickle.dumps((program, dict(tensors), device.id, target, lowering), protocol=5),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            cwd=HOME,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()
-            log.debug("a process that compiles ended with %d: %s", done.returncode, said)
 
     @classmethod
     def adopt(

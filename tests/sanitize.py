@@ -19,6 +19,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -127,13 +128,15 @@ def outside(tool: str, what: str, chosen: str, folder: Path | None) -> tuple[dic
         percent = "0"  # no pool: an address between two tensors is nobody's
     env = {**os.environ, ALLOCATOR: percent, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begun = time.perf_counter()
-    try:
-        done = subprocess.run(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT
-        )
-        printed = done.stdout.decode(errors="replace")
-    except subprocess.TimeoutExpired as error:
-        printed = f"{(error.stdout or b'').decode(errors='replace')}\nstopped after {LIMIT} s\n"
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            printed = process.communicate(timeout=LIMIT)[0].decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool, and what it runs
+            printed = process.communicate()[0].decode(errors="replace")
+            printed += f"\nstopped after {LIMIT} s\n"
     log, excused = FENCE.subn("", printed)
     summary = FOUND.search(log)
     found = int(summary[1]) - excused if summary else None

@@ -276,6 +276,8 @@ class _Rewriting:
         self.on = on
         self.taken = set(program.types)
         self.stored = {value: free(self.taken, f"{value}.uint8") for value in rounded}
+        self.taken_in = {node.output for each in sums.values() for node in each.gone}
+        """What products compute on the way to a sum."""
         self.storing = {value: made for value in rounded if (made := self.storing_product(value))}
         """The products that store their results rounded."""
         self.keeping = {value for value in rounded if _keeps(program, value)}
@@ -332,10 +334,9 @@ class _Rewriting:
 
     def is_read_in_float(self, value: str, storing: set[str]) -> bool:
         """Tells whether anything reads a rounded value in float32."""
-        taken_in = {each.gone[2].output for each in self.sums.values()}
 
         def reads(user: Node) -> bool:
-            if user.output in taken_in:
+            if user.output in self.taken_in:
                 return False
             if user.output not in self.products:
                 return user.output not in self.keeping

@@ -627,10 +627,6 @@ class Interpreted:
     ) -> Any:
         return cls(program, tensors)
 
-    @staticmethod
-    def compile_apart(*_: Any) -> None:
-        """There is nothing to compile."""
-
     def execute(self, *buffers: Buffer) -> list[Buffer]:
         given = [torch.from_dlpack(each) for each in buffers]
         arrays = [(x.double() if x.is_floating_point() else x).numpy() for x in given]

@@ -42,11 +42,18 @@ def arrays(count: int) -> list[np.ndarray]:
     return [a, b, RNG.integers(-9, 9, (count, 4), np.int32)]
 
 
+def refused(*_: object) -> None:
+    raise AssertionError("it was compiled before")
+
+
 @pytest.fixture(scope="module")
 def apart() -> bool:
     """Compiles in a process of its own; whether that left the program in the cache."""
     graph, *_ = Lowering().build(program(), TENSORS, DeviceRef.CPU(), Unchecked())
-    Executor.compile_apart(program(), TENSORS, CPU(), Lowering())
+    with pytest.MonkeyPatch.context() as patch:
+        if cache._folder() is not None:
+            patch.setattr(executor.InferenceSession, "compile", refused)
+        Executor.compile(program(), TENSORS, CPU(), apart=True)
     return not cache.lacks(cache.key(graph, Target.of(CPU())))
 
 
@@ -60,7 +67,10 @@ def test_a_process_of_its_own_compiles_into_the_cache(apart: bool) -> None:
 
 
 def test_a_process_that_fails_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    several: Executor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(executor.cache, "lacks", lambda name: True)
     broken = tmp_path / "python"
@@ -68,7 +78,7 @@ def test_a_process_that_fails_is_no_error(
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
     caplog.set_level("DEBUG", "maxvision")
-    Executor.compile_apart(program(), TENSORS, CPU(), Lowering())
+    Executor.compile(program(), TENSORS, CPU(), apart=True)
     assert "a process that compiles ended with 3: no memory" in caplog.text
 
 
@@ -101,12 +111,9 @@ def test_what_it_gives_is_the_callers(several: Executor) -> None:
 
 
 def test_it_compiles_once(several: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile(*_: object) -> None:
-        raise AssertionError("it was compiled before")
-
     if cache._folder() is None:
         pytest.skip("NO CACHE can be written here")
-    monkeypatch.setattr(executor.InferenceSession, "compile", compile)
+    monkeypatch.setattr(executor.InferenceSession, "compile", refused)
     other = {name: -tensor for name, tensor in TENSORS.items()}
     again = Executor.compile(program(), other, CPU())
     a, b, c = arrays(2)
