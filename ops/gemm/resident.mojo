@@ -17,7 +17,10 @@ the kernel of hopper.mojo, made for many, goes from tile to tile:
     consumers multiply the stages, 64 pixels a warpgroup, and store y from their registers
 
 A cluster of `splits` blocks shares a tile: each sums a part of K and sends each peer the columns
-that the peer adds up and finishes (hopper/cluster.mojo).
+that the peer adds up and finishes (hopper/cluster.mojo). All threads arrive at the cluster's
+barrier, and consumers wait there. A producer waits, too, before it first waits for a consumer: it
+costs nothing by then, and racecheck of compute-sanitizer 2026.4 has those who wait meet once more,
+all but threads that have returned. Without it the two wait for each other under that tool.
 
 float32 is multiplied as TF32, rounded by the copy engine as in hopper.mojo. C has to be a multiple
 of 16 bytes, and F one of 8.
@@ -36,7 +39,7 @@ from ..hopper.accumulator import Fragment
 from ..hopper.conv import Problem
 from ..hopper.epilogue import EpilogueTensors
 from ..hopper.pipeline import Pipeline
-from ..hopper.ptx import cluster_arrive, sync_threads
+from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
 from ..hopper.tma import TensorMaps, TileLoader
@@ -116,18 +119,18 @@ def resident_kernel[
     elif t == CONSUMERS:
         if problem.constant == 0:
             wait_on_dependent_grids()
-        _produce_filters[dtype](
+        _produce_filters[dtype, split=config.split](
             TileLoader(maps.address(), 1), storage.w, steps, tile.column * Int32(config.columns)
         )
     elif t == CONSUMERS + Int32(WARP):
-        produce_pixels[dtype](
+        produce_pixels[dtype, split=config.split](
             TileLoader(maps.address()), storage.x, steps, problem.conv, plan.box, tile.row
         )
 
 
 @always_inline
 def _produce_filters[
-    dtype: DType
+    dtype: DType, *, split: Bool
 ](w: TileLoader, at_start: Pipeline, steps_at_start: StepCounter, f0: Int32):
     """Fills the ring of w, by one thread."""
     comptime WIDTH = Int32(ROW // size_of[dtype]())
@@ -136,6 +139,9 @@ def _produce_filters[
     w.prefetch_descriptor()
     for k in range(steps.count()):
         if k >= Int32(pipeline.stages):
+            comptime if split:
+                if k == Int32(pipeline.stages):
+                    cluster_wait()
             pipeline.acquire()
         pipeline.expect(pipeline.bytes)
         w.load(pipeline.stage(), pipeline.barrier(), steps.chunk * WIDTH, steps.tap, f0)

@@ -35,7 +35,7 @@ from .accumulator import Fragment
 from .conv import Conv, Pixel, load_pixels, pixels_map
 from .mma import ROWS, Matrix, mma
 from .pipeline import Pipeline
-from .ptx import ballot, shared_load, shared_store
+from .ptx import ballot, cluster_wait, shared_load, shared_store
 from .scheduler import Share
 from .shared import ROW, SWIZZLED
 from .tma import TileLoader, tensor_map
@@ -547,7 +547,7 @@ struct StepWriter(TrivialRegisterPassable):
 
 @always_inline
 def produce_pixels[
-    dtype: DType
+    dtype: DType, *, split: Bool
 ](
     x: TileLoader,
     at_start: Pipeline,
@@ -560,6 +560,7 @@ def produce_pixels[
 
     Parameters:
         dtype: Of x.
+        split: Whether the blocks of a cluster share the tile.
 
     Args:
         x: The activations, of `box_map`.
@@ -584,6 +585,9 @@ def produce_pixels[
         var to = pipeline.stage()
         var full = pipeline.barrier()
         if i >= expected:
+            comptime if split:
+                if i == expected:
+                    cluster_wait()  # consumers are there; see resident.mojo
             pipeline.acquire()
             pipeline.expect(UInt32(box.loads))
         if box.all_taps():

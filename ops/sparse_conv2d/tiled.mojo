@@ -363,7 +363,7 @@ def tiled_kernel[
     elif t < CONSUMERS + Int32(WARP * EXPANDERS):
         _expand(storage, words, t - CONSUMERS)
     elif t % Int32(WARP) == 0:
-        produce_pixels[dtype](
+        produce_pixels[dtype, split=config.split](
             TileLoader(maps.address()),
             storage.tile.x,
             storage.steps,
