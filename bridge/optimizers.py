@@ -236,7 +236,7 @@ def _kernel(dtype: torch.dtype, device: torch.device) -> Callable[..., Any]:
     from max.dtype import DType
     from max.graph import DeviceRef, Graph, TensorType
 
-    from maxvision.bridge.tensors import OnTensors, device_of
+    from maxvision.bridge.tensors import InPlace, device_of
     from maxvision.graphs import nodes
     from maxvision.runtime.executor import load
 
@@ -254,7 +254,7 @@ def _kernel(dtype: torch.dtype, device: torch.device) -> Callable[..., Any]:
             graph.output(nodes.optimizer_step(places, settings, of))
         return graph
 
-    return OnTensors(load(build, where), where, most=0)
+    return InPlace(load(build, where), where, most=0)
 
 
 # --- optimizers --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from maxvision.bridge.coverage import Coverage, coverage
 from maxvision.bridge.fx import module_of, origin, size_of, type_of
 from maxvision.bridge.importer import Known, Missing, Unsupported
-from maxvision.bridge.tensors import SMALL, OnTensors
+from maxvision.bridge.tensors import InPlace, OnTensors, place_of
 from maxvision.bridge.walker import Walker
 from maxvision.common import memory
 from maxvision.common.errors import ModelError, UserError
@@ -46,6 +46,8 @@ _LEAST = 24
 """Ops that compute in a piece of a part, at the least: to compile one begins with 12 s."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What activations may be; the last one on a CPU."""
+_NO_TURN = tuple(range(64))
+"""The order of axes that are not permuted; torch has at most as many."""
 UNASKED = "it is not among the ops asked for"
 
 
@@ -158,6 +160,8 @@ def cut(
         look.leave(only)
     supported = _Supported(dtype, look.absent, exact)
     cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
+    constants = {node.name: look.env[node] for node in module.graph.find_nodes(op="get_attr")}
+    known = {**weights, **{n: x for n, x in constants.items() if isinstance(x.values[0], Tensor)}}
     whole = cutter.propose_partitions()
     divided = [piece for each in whole for piece in _divided(each, look.computing, pieces)]
     module = cutter.fuse_partitions(divided, prefix="part_")
@@ -168,7 +172,7 @@ def cut(
             inner = module.get_submodule(str(node.target))
             assert isinstance(inner, fx.GraphModule)
             names = [each.name for each in node.args]
-            part = Part(inner, names, weights, dtype, device, exact)
+            part = Part(inner, names, known, dtype, device, exact)
             if macs(part.program) or (only is not None and part.ops):
                 node.args = tuple(node.args[i] for i in part.taken)
                 parts.append(part)
@@ -376,7 +380,8 @@ class Part(nn.Module):
         self.translate()
         self.taken = [i for i, node in enumerate(inputs) if _given(node) in self.program.inputs]
         self._lie = [_order(inputs[i].meta["val"]) for i in self.taken]
-        self._run: OnTensors | None = None
+        self._backs = [_back(order) for order in self._orders]
+        self._run: OnTensors | InPlace | None = None
         self._loading: Future[None] | None = None
 
     def translate(self) -> None:
@@ -384,8 +389,14 @@ class Part(nn.Module):
         walker = _Look(self._held, self._exact, self._floats)
         walker.walk(self._graph)
         assert not walker.missing, walker.missing
+        found = [walker.env[node] for node in self._returned]
+        self._fixed: dict[int, Tensor] = {}
         for i, node in enumerate(self._returned):
-            value = walker.value(walker.env[node])
+            if self._exact and _fixed(found[i]) and not all(map(_fixed, found)):
+                fixed = found[i].values[0].to(place_of(self._device), node.meta["val"].dtype)
+                self._fixed[i] = _turned(fixed, self._orders[i]).contiguous()
+                continue
+            value = walker.value(found[i])
             wanted = str(node.meta["val"].dtype).removeprefix("torch.")
             if self._exact and value.type.dtype != wanted:  # of weights, which are float32
                 value = walker.net.op("cast", [value], dtype=wanted)
@@ -417,8 +428,7 @@ class Part(nn.Module):
         made = Executor.compile(
             self.program, self._tensors, self._device, self._lowering, images=0, apart=apart
         )
-        most = SMALL if self._exact else None
-        self._run = OnTensors(made.executable, self._device, most=most)
+        self._run = (InPlace if self._exact else OnTensors)(made.executable, self._device)
 
     def begin(self, *, apart: bool) -> None:
         """Loads it beside what comes next; who calls it first waits for that."""
@@ -435,8 +445,12 @@ class Part(nn.Module):
             self.finish()
         assert self._run is not None
         pairs = zip(given, self._lie, strict=True)
-        made = self._run(*(x.detach().permute(order).contiguous() for x, order in pairs))
-        found = [y.permute(_back(order)) for y, order in zip(made, self._orders, strict=True)]
+        made = iter(self._run(*(_turned(x.detach(), order).contiguous() for x, order in pairs)))
+        fixed = self._fixed
+        found = [
+            _turned(fixed[i].clone() if i in fixed else next(made), back)
+            for i, back in enumerate(self._backs)
+        ]
         return found[0] if self._single else found
 
 
@@ -454,9 +468,19 @@ def _permuted(x: Value, order: Sequence[int]) -> Value:
     return x if list(order) == sorted(order) else x.net.permute(x, *order)
 
 
-def _back(order: Sequence[int]) -> list[int]:
+def _fixed(x: Any) -> bool:
+    """Tells whether no input decides an output, which a program for a GPU cannot give."""
+    return isinstance(x, Known) and len(x.values) == 1
+
+
+def _turned(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Permutes a tensor's axes, if need be."""
+    return x if order == _NO_TURN[: len(order)] else x.permute(order)
+
+
+def _back(order: Sequence[int]) -> tuple[int, ...]:
     """Gives the permutation that undoes one."""
-    return [order.index(axis) for axis in range(len(order))]
+    return tuple(order.index(axis) for axis in range(len(order)))
 
 
 def _number(size: Any) -> int:

@@ -2,18 +2,25 @@
 
 MAX computes in a stream of its own. What torch enqueued before a call, in its current stream, is
 done before the graph begins, and the graph is done before what torch enqueues afterwards: the two
-streams wait for each other by events, the host for neither. On a CPU nothing is copied. On a GPU
-the second call with the same shapes records the graph as one launch (runtime/replay.py), and from
-then on inputs are copied into the buffers of that launch, and outputs out of them. Where there is
-more to copy than launches cost, as in training, a graph is not recorded, and nothing is copied.
-On an H100 (one-off) a recorded ResNet-50 takes 60 us of the host, kernel by kernel 2 ms.
+streams wait for each other by events, the host for neither. On a CPU nothing is copied. A GPU
+records graphs as one launch each (runtime/replay.py), in one of two ways:
+
+    OnTensors   of a model: a launch for each batch size, from its second use on. It has buffers of
+                its own, and inputs are copied in: they are pictures, that lie elsewhere each time.
+    InPlace     of an op or a step of training, whose inputs are weights and what other ops made: a
+                launch for the places where the inputs lie, from the second time on that they lie
+                there. Nothing is copied in.
+
+Both copy the outputs out of the launch's memory. On an H100 (one-off) a recorded ResNet-50 takes
+60 us of the host, kernel by kernel 2 ms.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +30,21 @@ from torch import Tensor
 
 from maxvision.common.errors import ModelError
 from maxvision.runtime.devices import find_device
-from maxvision.runtime.replay import Capture, Replays
+from maxvision.runtime.replay import KEYS, Capture, Replays, captures, gate, zeros
 
 POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 """MAX's setting of the share of a GPU's memory that it takes at the first recording."""
 SHARE = "40"
 """Percent for MAX, unless the user sets another share: torch needs the rest."""
 SMALL = 16 << 20
-"""Bytes of inputs that are copied in some 10 us, less than the launches of a few kernels take."""
+"""Bytes of outputs that are copied in some 10 us."""
+HELD = 256 << 20
+"""Bytes of outputs that the launches of a graph hold together."""
+PLACES = 512
+"""Places of inputs that a graph remembers."""
+
+Places = tuple[tuple[int, tuple[int, ...]], ...]
+"""Addresses and shapes."""
 
 
 def device_of(place: torch.device) -> Device:
@@ -48,47 +62,123 @@ def device_of(place: torch.device) -> Device:
     return find_device(f"gpu:{place.index or 0}")
 
 
+def place_of(device: Device) -> torch.device:
+    """Names MAX's device as torch does."""
+    return torch.device("cpu") if device.is_host else torch.device("cuda", device.id)
+
+
 class OnTensors:
-    """Runs a compiled graph.
+    """Runs a compiled graph on dense tensors, which have its dtypes.
 
     Args:
         executable: It.
         device: Where it runs, and the tensors are.
-        most: Bytes of inputs up to which a GPU records it; 0 for a graph that writes into its
-            inputs, None for any. If a graph need not be recorded, outputs stay in MAX's memory
-            where it is not, which no graph but those of this class may use meanwhile: they wait for
-            what torch has enqueued.
     """
 
-    def __init__(self, executable: Executable, device: Device, *, most: int | None = None) -> None:
-        plain = _Plain if most is None else _Kept
-        made = partial(Replays, executable, device, batched=False, plain=plain)
-        self._most = most
-        self._recorded = made(captured=_Recorded)
-        self._plain = made(0)
+    def __init__(self, executable: Executable, device: Device) -> None:
+        self._replays = Replays(executable, device, batched=False, plain=_Plain, captured=_Recorded)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """Computes the outputs of dense tensors, which have the graph's dtypes.
+        """Computes the outputs.
 
         Raises:
             ModelError: If torch is recording a CUDA graph, of which MAX's stream is no part.
         """
-        if tensors and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ModelError(
-                "a graph on maxvision's kernels cannot be part of a CUDA graph that torch records;"
-                " call it outside of it, where it is recorded by itself"
-            )
-        most = self._most
-        records = most is None or 0 < sum(each.nbytes for each in tensors) <= most
-        found: list[Tensor] = (self._recorded if records else self._plain)(*tensors)
+        _refuse_recording(tensors)
+        found: list[Tensor] = self._replays(*tensors)
         return found
+
+
+class InPlace:
+    """Runs a compiled graph on dense tensors, which have its dtypes, and copies none of them.
+
+    Where it is not recorded, outputs stay in MAX's memory, which no graph but those of this class
+    may use meanwhile: they wait for what torch has enqueued.
+
+    Args:
+        executable: It.
+        device: Where it runs, and the tensors are.
+        most: Bytes of outputs up to which a GPU records it: to copy more takes longer than a few
+            launches. 0 for a graph that is never recorded.
+    """
+
+    def __init__(self, executable: Executable, device: Device, *, most: int = SMALL) -> None:
+        self._executable = executable
+        self._device = device
+        self._most = most if captures(device) else 0
+        self._gate = gate(device)
+        self._lock = threading.Lock()
+        self._launches: OrderedDict[Places, _Launch | None] = OrderedDict()
+        self._held = 0  # bytes of their outputs
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """Computes the outputs.
+
+        Raises:
+            ModelError: If torch is recording a CUDA graph, of which MAX's stream is no part.
+        """
+        _refuse_recording(tensors)
+        if not self._most:
+            return self._plain(tensors)
+        places = tuple((x.data_ptr(), x.shape) for x in tensors)
+        with self._lock:  # a launch writes into the same memory each time
+            launch = self._launches.get(places)
+            if launch is not None:
+                self._launches.move_to_end(places)
+                with self._gate.running():
+                    launch.follow()
+                    launch.run()
+                    return launch.copied()
+            again = places in self._launches
+            self._launches[places] = None
+            self._launches.move_to_end(places)
+            if len(self._launches) > PLACES:
+                self._drop(next(iter(self._launches)))
+        found = self._plain(tensors)
+        fits = 0 < sum(each.nbytes for each in found) <= self._most
+        if again and fits and all(each.nbytes for each in tensors):
+            self._record(places, tensors)
+        return found
+
+    def _plain(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        run = _Plain(self._executable, self._device, False)
+        with self._gate.running():
+            run.upload(*tensors)
+            run.run()
+        return run.result()
+
+    def _record(self, places: Places, tensors: Sequence[Tensor]) -> None:
+        """Records a launch, in the place of the oldest if they hold too much."""
+        with self._lock, self._gate.capturing():
+            if self._launches.get(places) is None:
+                lent = [_lent(each) for each in tensors]
+                launch = _Launch(self._executable, self._device, lent, next(KEYS))
+                self._drop(places)
+                self._launches[places] = launch
+                self._held += launch.bytes
+                while self._held > HELD:
+                    self._drop(next(iter(self._launches)))
+
+    def _drop(self, places: Places) -> None:
+        launch = self._launches.pop(places, None)
+        if launch is not None:
+            self._held -= launch.bytes
+            launch.release()
+
+
+def _refuse_recording(tensors: Sequence[Tensor]) -> None:
+    if tensors and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ModelError(
+            "a graph on maxvision's kernels cannot be part of a CUDA graph that torch records;"
+            " call it outside of it, where it is recorded by itself"
+        )
 
 
 class _Order:
     """Puts what MAX enqueues on a device between what torch enqueues before and behind."""
 
     def __init__(self, device: Device) -> None:
-        self.place = torch.device("cuda", device.id)
+        self.place = place_of(device)
         self._theirs: Any = None
         if not device.is_host:
             handle = device.default_queue.native_stream_handle
@@ -96,11 +186,12 @@ class _Order:
 
     def __enter__(self) -> None:
         if self._theirs is not None:
-            self._theirs.wait_stream(torch.cuda.current_stream(self.place))
+            self._torchs = torch.cuda.current_stream(self.place)
+            self._theirs.wait_stream(self._torchs)
 
     def __exit__(self, *_: object) -> None:
         if self._theirs is not None:
-            torch.cuda.current_stream(self.place).wait_stream(self._theirs)
+            self._torchs.wait_stream(self._theirs)
 
 
 class _Plain:
@@ -131,47 +222,78 @@ class _Plain:
         return self._found
 
 
-class _Kept(_Plain):
-    """Runs it kernel by kernel, and gives the outputs as they lie in MAX's memory."""
+class _Launch(Capture):
+    """A launch in torch's order, for one thread at a time.
 
-    def download(self) -> None:
-        pass
+    Attributes:
+        bytes: Of its outputs.
+    """
 
-
-class _Recorded(Capture):
-    """Runs what was recorded."""
-
-    def __init__(
-        self, executable: Any, device: Device, types: Sequence[Any], key: int, _: bool
-    ) -> None:
+    def __init__(self, executable: Any, device: Device, inputs: Sequence[Buffer], key: int) -> None:
         self._order = _Order(device)
         torch.cuda.synchronize(self._order.place)  # nothing may be under way while it is recorded
-        super().__init__(executable, device, types, key)
+        super().__init__(executable, device, inputs, key)
         self._last = torch.cuda.current_stream(self._order.place)
-        self._into = [torch.from_dlpack(each) for each in self.inputs]
         self._from = [torch.from_dlpack(each) for each in self.outputs]
-        self._found: list[Tensor] = []
+        self.bytes = sum(each.nbytes for each in self._from)
 
-    def upload(self, *tensors: Tensor) -> None:
+    def follow(self) -> None:
+        """Comes after the call before, whose outputs another stream may still read."""
         stream = torch.cuda.current_stream(self._order.place)
-        if stream != self._last:  # where the outputs before are read, once they are there
+        if stream != self._last:
             stream.wait_stream(self._last)
             self._last = stream
-        for into, tensor in zip(self._into, tensors, strict=True):
-            into.copy_(tensor)
 
     def run(self) -> None:
         with self._order:
             super().run()
 
+    def copied(self) -> list[Tensor]:
+        """Gives the outputs, the caller's to keep."""
+        return [each.clone() for each in self._from]
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self._order.place)
+        self._from.clear()
+        super().release()
+
+
+class _Recorded(_Launch):
+    """A ``Run`` of a launch with buffers of its own."""
+
+    def __init__(
+        self, executable: Any, device: Device, types: Sequence[Any], key: int, _: bool
+    ) -> None:
+        super().__init__(executable, device, zeros(types, device), key)
+        self._into = [torch.from_dlpack(each) for each in self.inputs]
+        self._found: list[Tensor] = []
+
+    def upload(self, *tensors: Tensor) -> None:
+        self.follow()
+        for into, tensor in zip(self._into, tensors, strict=True):
+            into.copy_(tensor)
+
     def download(self) -> None:
-        self._found = [each.clone() for each in self._from]
+        self._found = self.copied()
 
     def result(self) -> list[Tensor]:
         return self._found
 
     def release(self) -> None:
-        torch.cuda.synchronize(self._order.place)
         self._into.clear()
-        self._from.clear()
         super().release()
+
+
+class _Lent:
+    """A tensor's memory without the tensor: torch may give it to others meanwhile."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (x.nbytes,), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+def _lent(x: Tensor) -> Buffer:
+    """Makes a buffer of a tensor's memory, which it does not keep."""
+    data = torch.as_tensor(_Lent(x), device=x.device)
+    return Buffer.from_dlpack(data.view(x.dtype).view(x.shape))

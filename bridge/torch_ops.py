@@ -67,6 +67,8 @@ _SCHEMA = {
 """What an argument's annotation is in torch's schemas."""
 Pair = tuple[int, ...]
 """Down and across; one number is both."""
+LIKES = 4096
+"""Kinds of arguments for which an op remembers what computes them."""
 
 
 # --- ops of the table: forward, backward, and what each is compiled to -------------------------
@@ -80,18 +82,21 @@ class Op:
         means: The function: tensors and settings in, a tensor or several out.
         batch: The tensors whose first axis is the batch.
         made: What was compiled, by what it is for.
+        ready: The same by dtypes, shapes, strides, devices and settings, which calls look up.
     """
 
     means: Callable[..., Any]
     batch: Sequence[str]
     made: dict[Any, _Compiled] = field(default_factory=dict, repr=False)
+    ready: dict[Any, _Compiled] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.name = self.means.__name__
         self.signature = inspect.signature(self.means)
-        self.tensors = [
-            name for name, each in self.signature.parameters.items() if "Tensor" in each.annotation
-        ]
+        parameters = self.signature.parameters
+        self._defaults = {name: each.default for name, each in parameters.items()}
+        self._pairs = [name for name, each in parameters.items() if each.annotation == "Pair"]
+        self.tensors = [name for name, each in parameters.items() if "Tensor" in each.annotation]
         self._lock = threading.Lock()
         self._register()
 
@@ -109,12 +114,16 @@ class Op:
 
     def bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Gives all arguments by name; one number becomes a pair where that is wanted."""
-        found = self.signature.bind(*args, **kwargs)
-        found.apply_defaults()
-        for name, each in self.signature.parameters.items():
-            if each.annotation == "Pair" and isinstance(found.arguments[name], int):
-                found.arguments[name] = [found.arguments[name]] * 2
-        return dict(found.arguments)
+        named = dict(zip(self._defaults, args, strict=False))
+        found = {**self._defaults, **named, **kwargs}
+        known = len(named) == len(args) and len(found) == len(self._defaults)
+        missing = any(x is inspect.Parameter.empty for x in found.values())
+        if not known or missing or any(name in named for name in kwargs):
+            self.signature.bind(*args, **kwargs)  # says what is wrong
+        for name in self._pairs:
+            if isinstance(found[name], int):
+                found[name] = [found[name]] * 2
+        return found
 
     def _register(self) -> None:
         several = "tuple" in self.signature.return_annotation
@@ -212,8 +221,19 @@ class Op:
         self, way: str, computed: Callable[[list[Any]], Any], given: list[Any], args: list[Any]
     ) -> list[Tensor]:
         """Computes one way on our kernels, which are compiled if need be."""
+        like = (way, *map(_described, given))
+        made = self.ready.get(like)
+        if made is None:
+            if len(self.ready) >= LIKES:
+                self.ready.clear()
+            made = self.ready[like] = self._fitting(way, computed, given, args)
+        return made([x for x in given if isinstance(x, Tensor)])
+
+    def _fitting(
+        self, way: str, computed: Callable[[list[Any]], Any], given: list[Any], args: list[Any]
+    ) -> _Compiled:
+        """Finds what was compiled for such arguments, or compiles it."""
         self._check(given)
-        tensors = [x for x in given if isinstance(x, Tensor)]
         named = zip(self.signature.parameters, args, strict=True)
         held = [isinstance(x, Tensor) and name in self.batch for name, x in named]
         sizes = {_images_of(x) for x, yes in zip(args, held, strict=True) if yes}
@@ -233,7 +253,7 @@ class Op:
                         self.made[key] = task.result()
                 if made := self.made[key]:
                     break
-        return made(tensors)
+        return made
 
     def _compile(
         self, way: str, computed: Callable[[list[Any]], Any], given: list[Any], batched: Any
@@ -310,6 +330,13 @@ def _key(x: Any, batched: bool) -> Any:
     if not isinstance(x, Tensor):
         return tuple(x) if isinstance(x, list) else (type(x), x)
     return x.dtype, tuple(x.shape[batched:]), x.ndim, _order(x), x.device
+
+
+def _described(x: Any) -> Any:
+    """Says all that a program could have to know of an argument."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape, x.stride(), x.device
+    return tuple(x) if isinstance(x, list) else (type(x), x)
 
 
 # --- tracing and compiling ---------------------------------------------------------------------

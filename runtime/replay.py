@@ -41,6 +41,8 @@ IMAGES = 1024
 """Images that the captures of one graph may hold together."""
 
 Shapes = tuple[tuple[int, ...], ...]
+KEYS = itertools.count()
+"""Numbers of captures: others may record the same graph."""
 PINNED = Usage.STAGING | Usage.UNTRACKED
 
 
@@ -143,12 +145,12 @@ class Capture:
     Args:
         executable: The compiled graph; it has run at these shapes before.
         device: A GPU.
-        types: The dtype and the shape of each input.
-        key: A number that no other live capture of ``executable`` has.
+        inputs: The device's buffers, which a launch reads.
+        key: A number that no other live capture of ``executable`` has, of ``KEYS``.
 
     Attributes:
-        inputs: The device's buffers.
-        outputs: Those that a launch fills.
+        inputs: See above.
+        outputs: The buffers that a launch fills.
         shapes: Those of the inputs.
         images: What it counts for among captures: the batch.
     """
@@ -157,12 +159,12 @@ class Capture:
         self,
         executable: Executable,
         device: Device,
-        types: Sequence[tuple[DType, tuple[int, ...]]],
+        inputs: Sequence[Buffer],
         key: int,
     ) -> None:
-        self.shapes = tuple(shape for _, shape in types)
+        self.shapes = tuple(tuple(each.shape) for each in inputs)
         self.images = images_of(self.shapes)
-        self.inputs = [Buffer.zeros(shape, dtype, device) for dtype, shape in types]
+        self.inputs = inputs
         self._executable = executable
         self._key = key
         self.outputs = executable.capture(key, *self.inputs)
@@ -183,10 +185,10 @@ class Replay(Capture):
     It holds a pinned host buffer for each input and output too.
 
     Args:
-        executable: See ``Capture``; so are the next three.
+        executable: See ``Capture``.
         device: A GPU.
         types: The dtype and the shape of each input.
-        key: A number.
+        key: See ``Capture``.
         batched: Whether every input and output begins with the batch.
     """
 
@@ -198,7 +200,7 @@ class Replay(Capture):
         key: int,
         batched: bool = True,
     ) -> None:
-        super().__init__(executable, device, types, key)
+        super().__init__(executable, device, zeros(types, device), key)
         self._count = self.images if batched else None
         self._queue = device.default_queue
         self._staged = [Buffer(dtype, shape, device, PINNED) for dtype, shape in types]
@@ -247,8 +249,6 @@ class Replays:
         plain: Makes what runs kernel by kernel; ``Execution`` if None.
         captured: Makes what runs a capture; ``Replay`` if None. Both take the arguments of these.
     """
-
-    _keys = itertools.count()  # of all captures: others may record the same graph
 
     def __init__(
         self,
@@ -354,13 +354,18 @@ class Replays:
         with self._gate.capturing():
             for oldest in replaced:
                 oldest.release()
-            key = next(self._keys)
+            key = next(KEYS)
             try:
                 return self._captured(self._executable, self._device, types, key, self._batched)
             except BaseException:
                 with self._lock:
                     self._held -= images_of(tuple(shape for _, shape in types))
                 raise
+
+
+def zeros(types: Sequence[tuple[DType, tuple[int, ...]]], device: Device) -> list[Buffer]:
+    """Makes buffers for inputs."""
+    return [Buffer.zeros(shape, dtype, device) for dtype, shape in types]
 
 
 def images_of(shapes: Shapes) -> int:

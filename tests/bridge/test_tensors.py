@@ -21,35 +21,80 @@ class Doubling:
 
     def __init__(self) -> None:
         self.captured: list[int] = []
+        self.replayed: list[int] = []
+        self.released: list[int] = []
+        self.made: dict[int, Buffer] = {}
 
     def capture(self, key: int, given: Buffer) -> list[Buffer]:
         self.captured.append(given.shape[0])
-        self.made = Buffer(given.dtype, given.shape, CPU())
-        return [self.made]
+        self.made[key] = Buffer(given.dtype, given.shape, CPU())
+        return [self.made[key]]
 
     def replay(self, key: int, given: Buffer) -> None:
-        np.copyto(self.made.to_numpy(), given.to_numpy() * 2)
+        self.replayed.append(given.shape[0])
+        np.copyto(self.made[key].to_numpy(), given.to_numpy() * 2)
 
     def execute(self, given: Buffer) -> list[Buffer]:
         return [Buffer.from_numpy(given.to_numpy() * 2)]
 
     def release_captured_graph(self, key: int) -> None:
-        self.released = key
+        self.released.append(key)
 
 
-def test_what_has_little_to_copy_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a graph that need not be; one that writes into its inputs never is."""
-    monkeypatch.setattr(replay, "captures", lambda _: True)
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the CPU be taken for a GPU that records launches."""
+    for module in (replay, tensors):
+        monkeypatch.setattr(module, "captures", lambda _: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    for most, sizes in {None: [4, 3], 12: [3], 0: []}.items():
-        executable = Doubling()
-        run = tensors.OnTensors(executable, CPU(), most=most)  # type: ignore[arg-type]
-        for size in (4, 3):
-            for value in (1.0, 2.0, 3.0):
-                (found,) = run(torch.full((size,), value))
-                assert found.tolist() == [2 * value] * size
-        assert executable.captured == sizes
+    monkeypatch.setattr(tensors, "_lent", Buffer.from_dlpack)
+
+
+def test_a_model_is_recorded_for_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording(monkeypatch)
+    executable = Doubling()
+    run = tensors.OnTensors(executable, CPU())  # type: ignore[arg-type]
+    for size in (4, 3):
+        for value in (1.0, 2.0, 3.0):
+            (found,) = run(torch.full((size,), value))
+            assert found.tolist() == [2 * value] * size
+    assert executable.captured == [4, 3]
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(16, [4, 3]), (12, [3]), (0, [])])
+def test_an_op_is_recorded_for_places(
+    monkeypatch: pytest.MonkeyPatch, most: int, sizes: list[int]
+) -> None:
+    """If there is little to copy out; one that writes into its inputs never is."""
+    recording(monkeypatch)
+    executable = Doubling()
+    run = tensors.InPlace(executable, CPU(), most=most)  # type: ignore[arg-type]
+    for size in (4, 3):
+        x, once = torch.empty(size), torch.ones(size)
+        assert run(once)[0].tolist() == [2.0] * size
+        kept = [run(x.fill_(value))[0] for value in (1.0, 2.0, 3.0, 4.0)]
+        assert [each.tolist() for each in kept] == [[2 * v] * size for v in (1.0, 2.0, 3.0, 4.0)]
+    assert executable.captured == sizes
+    assert executable.replayed == [size for size in sizes for _ in range(2)]
+
+
+def test_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest first: launches by the bytes that they hold, others by their number."""
+    recording(monkeypatch)
+    monkeypatch.setattr(tensors, "HELD", 3 * 16)
+    monkeypatch.setattr(tensors, "PLACES", 5)
+    executable = Doubling()
+    run = tensors.InPlace(executable, CPU(), most=16)  # type: ignore[arg-type]
+    given = [torch.full((4,), float(i)) for i in range(8)]
+    for x in given[:4]:
+        for _ in range(3):
+            run(x)
+    assert len(executable.captured) == 4 and len(executable.released) == 1
+    for x in given[4:]:
+        run(x)
+    assert len(executable.released) == 3
+    for i, x in enumerate(given):
+        assert run(x)[0].tolist() == [2.0 * i] * 4
 
 
 class Stream:
@@ -92,7 +137,7 @@ def test_a_recording_serves_one_stream_after_the_other(monkeypatch: pytest.Monke
     assert three.tolist() == [6.0] * 3 and four.tolist() == [8.0] * 3
     assert second.waits == [first]
     run.release()
-    assert executable.released == 7
+    assert executable.released == [7]
 
 
 def test_torchs_own_recording_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

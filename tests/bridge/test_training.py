@@ -221,6 +221,12 @@ def test_large_parts_are_compiled_in_pieces(
     products = {"conv2d", "conv2d_input_grad", "conv2d_weight_grad", "matmul", "linear"}
     products |= {"attention", "attention_grad"}
     assert all(products & {node.op for node in each.nodes} for each in made)
+    for each in made:  # a program for a GPU cannot give what no input decides
+        decided = set(each.inputs)
+        for node in each.nodes:
+            if decided & {*node.inputs}:
+                decided |= {*node.outputs}
+        assert decided >= {*each.outputs.values()}
 
 
 def explained(model: nn.Module, *given: Tensor) -> Explanation:
@@ -293,6 +299,17 @@ class Pairs(nn.Module):
         return ((y @ y.mT + bias).softmax(-1) @ y).roll(1, 1)
 
 
+class Weighted(nn.Module):
+    """A layer whose outputs are weighted by numbers that its code has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.tensor([1.0, -2.0, 0.5, 3.0, 0.25])
+
+
 class Antialiased(nn.Module):
     """Makes images smaller."""
 
@@ -311,6 +328,7 @@ ACTIVATIONS = (
     partial(nn.GLU, 1),
 )  # fmt: skip
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "numbers of the code": (Weighted, TOKENS),
     "activations": (lambda: behind(*(each() for each in ACTIVATIONS)), PICTURES),
     "group norm": (lambda: behind(nn.GroupNorm(2, 8)), PICTURES),
     "instance norm": (lambda: behind(nn.InstanceNorm2d(8, affine=True)), PICTURES),
