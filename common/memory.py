@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from contextlib import suppress
@@ -28,6 +29,12 @@ def resident() -> int | None:
 def peak() -> int | None:
     """Reads how many bytes of memory it has had at most since ``forget_peak``; None likewise."""
     return _read("VmHWM")
+
+
+def give_back() -> None:
+    """Gives freed memory back to the system, of which glibc keeps some tens of MB for reuse."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_peak() -> None:

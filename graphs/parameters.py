@@ -18,6 +18,7 @@ from max.driver import Buffer, Device
 from max.dtype import DType
 from max.graph import DeviceRef, TensorType, TensorValue, ops
 
+from maxvision.common import memory
 from maxvision.common.errors import ModelError
 from maxvision.graphs import arrange, formats
 from maxvision.graphs.arrange import rounded
@@ -26,6 +27,10 @@ from maxvision.graphs.quantize import Grid
 
 ALIGNMENT = 64
 """Where a weight begins in a CPU's memory: at a multiple of this many bytes, a cache line."""
+
+
+HELD = 8 << 20
+"""Bytes of weights that are made before what that took is given back to the system."""
 
 
 def wide(dtype: DType) -> DType:
@@ -335,13 +340,23 @@ class Parameters:
             return {name: buffer(w.array(), w.dtype).to(device) for name, w in self.bound.items()}
         room = np.empty(sum(_padded(w.bytes) for w in self.bound.values()) + ALIGNMENT, np.uint8)
         start = -room.ctypes.data % ALIGNMENT  # one block: many of all sizes leave holes
-        buffers = {}
+        places = {}
         for name, weight in self.bound.items():
+            places[name] = start
+            start += _padded(weight.bytes)
+        buffers: dict[str, Buffer] = {}
+        made = 0
+        # The largest first: what it takes to make them is free again when most of the room is used.
+        for name, weight in sorted(self.bound.items(), key=lambda pair: -pair[1].bytes):
             array = weight.array()
-            place = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            place = room[places[name] :][: array.nbytes].view(array.dtype).reshape(array.shape)
             place[...] = array
             buffers[name] = buffer(place, weight.dtype)
-            start += _padded(array.nbytes)
+            del array
+            made += weight.bytes
+            if made >= HELD or len(buffers) == len(self.bound):
+                memory.give_back()
+                made = 0
         return buffers
 
     def _filter(self, name: str) -> np.ndarray:
