@@ -27,6 +27,7 @@ from maxvision.bench.compare import compare, limits
 from maxvision.bench.engines import TORCH
 from maxvision.bench.records import write
 from maxvision.bridge import torch_ops as ours
+from maxvision.bridge.tensors import place_of
 from maxvision.common.errors import ArgumentError
 from maxvision.runtime import cache
 
@@ -127,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
             raise ArgumentError(f"--ops must be of {', '.join(OPS)} but has {name!r}")
     device, facts = begin(options, __doc__)
     gpu = not device.is_host
-    place = torch.device("cuda", device.id) if gpu else torch.device("cpu")
+    place = place_of(device)
     records: list[dict[str, Any]] = []
     for dtype in dtypes(options, gpu):
         facts["ceilings"][dtype] = limits(dtype, gpu).record()

@@ -21,7 +21,7 @@ from maxvision.common.errors import DeviceError
 
 KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 WARM = 12
-"""Runs before those that count: by then ours are recorded wherever torch's allocator puts inputs."""
+"""Runs before those that count: by then ours are recorded wherever torch puts their inputs."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from maxvision.bench.compare import code_lines, compare
 from maxvision.bench.compare import limits as ceilings
 from maxvision.bench.engines import TORCH
 from maxvision.bench.records import write
+from maxvision.bridge.tensors import place_of
 from maxvision.common.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     names, levels = _asked(options)
     device, facts = begin(options, __doc__)
     gpu = not device.is_host
-    place = torch.device("cuda", device.id) if gpu else torch.device("cpu")
+    place = place_of(device)
     records: list[dict[str, Any]] = []
     _count_inductor()
     for dtype in dtypes(options, gpu):

@@ -29,6 +29,7 @@ from maxvision.bench.records import write
 from maxvision.bench.references import checkpoint, reference_model
 from maxvision.bench.timing import HostClock, TorchClock, percentiles, rest, rounded, sample
 from maxvision.bridge import dynamo
+from maxvision.bridge.tensors import place_of
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.layers import macs
 from maxvision.graphs.program import Program
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     gpu = not device.is_host
     if gpu:
         facts["cuda"], facts["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
-    place = torch.device("cuda", device.id) if gpu else torch.device("cpu")
+    place = place_of(device)
     records: list[dict[str, Any]] = []
     for name in options.models:
         model = reference_model(name)

@@ -133,7 +133,8 @@ class InPlace:
             self._launches[places] = None
             self._launches.move_to_end(places)
             if len(self._launches) > PLACES:
-                self._drop(next(iter(self._launches)))
+                with self._gate.running():  # to release one waits for the device
+                    self._drop(next(iter(self._launches)))
         found = self._plain(tensors)
         fits = 0 < sum(each.nbytes for each in found) <= self._most
         if again and fits and all(each.nbytes for each in tensors):
