@@ -46,7 +46,7 @@ def eight_bit(program: Program, on: Backend) -> Program:
     asked = [value for node in products.values() for value in (node.inputs[0], *node.inputs[3:])]
     asked += [made.output for value in products if (made := program.only_user(value))]
     asked += [*sums, *(each.product.inputs[3] for each in sums.values())]
-    inner = {each.gone[1].output for each in sums.values()}
+    inner = {each.rounding.output for each in sums.values()}
     rounded: dict[str, Grid] = {}
     while asked:
         value = asked.pop(0)
@@ -127,8 +127,17 @@ class _Sum(NamedTuple):
 
     product: Node
     """With the residual, the epilogue, and the levels of what the residual is added to."""
-    gone: tuple[Node, ...]
-    """What it takes in: the bare product, its rounding, the sum, and perhaps an activation."""
+    bare: Node
+    """The product alone."""
+    rounding: Node
+    """Of its result, before the sum."""
+    behind: tuple[Node, ...]
+    """The sum, and perhaps an activation."""
+
+    @property
+    def gone(self) -> tuple[Node, ...]:
+        """What the product takes in, itself among it."""
+        return self.bare, self.rounding, *self.behind
 
 
 def _sums(program: Program, products: Mapping[str, Node]) -> dict[str, _Sum]:
@@ -166,7 +175,7 @@ def _sums(program: Program, products: Mapping[str, Node]) -> dict[str, _Sum]:
                 ),
                 inputs=(*(*bare.inputs, "")[:3], residual),
             )
-            found[result.output] = _Sum(product, (bare, rounding, node, *last))
+            found[result.output] = _Sum(product, bare, rounding, (node, *last))
             break
     return found
 
