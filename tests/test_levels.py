@@ -213,7 +213,8 @@ def test_our_ops_compute_what_eager_torch_does(
     monkeypatch.setattr(parts, "Executor", Interpreted)
     monkeypatch.setattr(Interpreted, "made", [], raising=False)
     for each in torch_ops.TABLE.values():
-        monkeypatch.setattr(each, "made", {})
+        for held in ("made", "ready"):
+            monkeypatch.setattr(each, held, {})
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         check(everything(level("mojo"), ready=ours), exact, eagers)

@@ -113,7 +113,8 @@ def test_programs_of_ours_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "Executor", Interpreted)
     monkeypatch.setattr(Interpreted, "made", [], raising=False)
     for each in torch_ops.TABLE.values():
-        monkeypatch.setattr(each, "made", {})
+        for held in ("made", "ready"):
+            monkeypatch.setattr(each, held, {})
     x, weight, bias = torch.randn(3, 5, 8), torch.randn(8), torch.randn(8)
     norm = lambda *given: F.layer_norm(given[0], (8,), *given[1:])  # noqa: E731
     found = compare({"torch": norm, "ours": torch_ops.layer_norm}, (x, weight, bias), **SHORT)

@@ -30,7 +30,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "Executor", Late)
     monkeypatch.setattr(Interpreted, "made", [], raising=False)
     for each in torch_ops.TABLE.values():
-        monkeypatch.setattr(each, "made", {})
+        for held in ("made", "ready"):
+            monkeypatch.setattr(each, held, {})
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield

@@ -283,7 +283,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "Executor", Interpreted)
     monkeypatch.setattr(Interpreted, "made", [], raising=False)
     for each in torch_ops.TABLE.values():
-        monkeypatch.setattr(each, "made", {})
+        for held in ("made", "ready"):
+            monkeypatch.setattr(each, held, {})
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
@@ -563,6 +564,7 @@ def test_they_run_on_our_kernels() -> None:
     torch.manual_seed(0)
     weight, bias = n(6, 8).requires_grad_(), n(6).requires_grad_()
     torch_ops.linear.made.clear()
+    torch_ops.linear.ready.clear()
     for batch in (3, 5):
         x, slope = n(batch, 4, 8).requires_grad_(), n(batch, 4, 6)
         y = torch_ops.linear(x, weight, bias, activation="relu")
