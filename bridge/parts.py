@@ -46,8 +46,6 @@ _LEAST = 24
 """Ops that compute in a piece of a part, at the least: to compile one begins with 12 s."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What activations may be; the last one on a CPU."""
-_NO_TURN = tuple(range(64))
-"""The order of axes that are not permuted; torch has at most as many."""
 UNASKED = "it is not among the ops asked for"
 
 
@@ -390,11 +388,11 @@ class Part(nn.Module):
         walker.walk(self._graph)
         assert not walker.missing, walker.missing
         found = [walker.env[node] for node in self._returned]
-        self._fixed: dict[int, Tensor] = {}
+        self._constants: dict[int, Tensor] = {}
         for i, node in enumerate(self._returned):
-            if self._exact and _fixed(found[i]) and not all(map(_fixed, found)):
-                fixed = found[i].values[0].to(place_of(self._device), node.meta["val"].dtype)
-                self._fixed[i] = _turned(fixed, self._orders[i]).contiguous()
+            if self._exact and _is_constant(found[i]) and not all(map(_is_constant, found)):
+                constant = found[i].values[0].to(place_of(self._device), node.meta["val"].dtype)
+                self._constants[i] = _turned(constant, self._orders[i]).contiguous()
                 continue
             value = walker.value(found[i])
             wanted = str(node.meta["val"].dtype).removeprefix("torch.")
@@ -446,9 +444,9 @@ class Part(nn.Module):
         assert self._run is not None
         pairs = zip(given, self._lie, strict=True)
         made = iter(self._run(*(_turned(x.detach(), order).contiguous() for x, order in pairs)))
-        fixed = self._fixed
+        held = self._constants
         found = [
-            _turned(fixed[i].clone() if i in fixed else next(made), back)
+            _turned(held[i].clone() if i in held else next(made), back)
             for i, back in enumerate(self._backs)
         ]
         return found[0] if self._single else found
@@ -468,14 +466,14 @@ def _permuted(x: Value, order: Sequence[int]) -> Value:
     return x if list(order) == sorted(order) else x.net.permute(x, *order)
 
 
-def _fixed(x: Any) -> bool:
+def _is_constant(x: Any) -> bool:
     """Tells whether no input decides an output, which a program for a GPU cannot give."""
     return isinstance(x, Known) and len(x.values) == 1
 
 
 def _turned(x: Tensor, order: tuple[int, ...]) -> Tensor:
     """Permutes a tensor's axes, if need be."""
-    return x if order == _NO_TURN[: len(order)] else x.permute(order)
+    return x if order == tuple(range(len(order))) else x.permute(order)
 
 
 def _back(order: Sequence[int]) -> tuple[int, ...]:
