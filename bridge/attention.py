@@ -1,16 +1,20 @@
 """Attention that stays whole while it is trained: an op of torch each way, no matrix of scores.
 
 torch takes attention apart in another way on each device, and in training into products whose
-scores it keeps. ``attend`` calls a pair of ops in its place that graphs keep as they are: forward
-keeps the logarithm of the sum of each query's exponentials, backward computes the scores again
-from it, a tile at a time (Dao 2023, arXiv:2307.08691). Rules of bridge/gradients.py make them
+scores it keeps; many models write these out themselves. ``attend`` calls a pair of ops in the place
+of either, which graphs keep as they are: forward keeps the logarithm of the sum of each query's
+exponentials, backward computes the scores again from it, a tile at a time (Dao 2023,
+arXiv:2307.08691). Rules of bridge/gradients.py make them
 ``attention`` and ``attention_grad``; where torch has to run them, it computes what is below.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import math
+import operator
+import re
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -84,8 +88,109 @@ def whole(graph: fx.GraphModule) -> fx.GraphModule:
         names = {"query": "q", "key": "k", "value": "v"}
         node.kwargs = {names.get(name, name): value for name, value in node.kwargs.items()}
         node.target = attend
+    for node in [*made.graph.nodes]:
+        if _calls(node, F.softmax, torch.softmax, "softmax"):
+            _join(made.graph, node)
     made.recompile()
     return made
+
+
+class _Product(NamedTuple):
+    """A product of matrices [N, heads, ...] in a graph: of a and b, or of a and b turned."""
+
+    a: fx.Node
+    b: fx.Node
+    turned: bool
+
+    def second(self, graph: fx.Graph, *, turned: bool) -> fx.Node:
+        """Gives b as it is multiplied, or turned."""
+        if turned == self.turned:
+            return self.b
+        y = graph.call_method("transpose", (self.b, -2, -1))
+        y.meta["example_value"] = _example(self.b).mT
+        return y
+
+
+def _join(graph: fx.Graph, softmax: fx.Node) -> None:
+    """Puts ``attend`` in the place of two products that are written out around a softmax."""
+    scores: Any = softmax.args[0]
+    mask, scale = None, 1.0
+    if _calls(scores, operator.add, operator.iadd, torch.add, "add") and not scores.kwargs:
+        scores, mask = scores.args
+    if _calls(scores, operator.mul, operator.imul, torch.mul, "mul"):
+        scores, scale = scores.args
+    elif _calls(scores, operator.truediv, torch.div, "div") and not scores.kwargs:
+        scores, number = scores.args
+        scale = 1 / number if isinstance(number, (int, float)) and number else math.nan
+    y = _reader(softmax)
+    while _calls(y, "to") or (_calls(y, F.dropout) and not _drops(y)):
+        y = _reader(y)
+    first, last = _product(scores), _product(y)
+    if not (first and last) or _axis(softmax) not in (-1, 3):
+        return
+    if not isinstance(scale, (int, float)) or not (mask is None or isinstance(mask, fx.Node)):
+        return
+    with graph.inserting_before(y):
+        given = [first.a, first.second(graph, turned=True), last.second(graph, turned=False)]
+        values = [_example(each) for each in (*given, mask)]
+        if all(isinstance(x, Tensor) for x in values[:3]) and _stays(*values, 0.0, scale):
+            made = graph.call_function(attend, (*given, mask), {"scale": float(scale)})
+            made.meta.update(y.meta)
+            y.replace_all_uses_with(made)
+            _forget(graph, y)
+
+
+def _forget(graph: fx.Graph, node: fx.Node) -> None:
+    """Erases a node that nothing reads any more, and so on; others may change what they take."""
+    if node.op.startswith("call_") and not node.users:
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        for each in inputs:
+            _forget(graph, each)
+
+
+def _calls(node: Any, *targets: Any) -> TypeGuard[fx.Node]:
+    """Tells whether a node calls one of some functions, or methods by name."""
+    return isinstance(node, fx.Node) and node.op.startswith("call_") and node.target in targets
+
+
+def _example(node: fx.Node | None) -> Any:
+    return None if node is None else node.meta.get("example_value")
+
+
+def _reader(node: fx.Node) -> fx.Node | None:
+    """Gives the node that alone reads a value."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _axis(softmax: fx.Node) -> Any:
+    return softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
+
+
+def _drops(dropout: fx.Node) -> bool:
+    given = dict(zip(("input", "p", "training"), dropout.args, strict=False))
+    given.update(dropout.kwargs)
+    return bool(given.get("p", 0.5) and given.get("training", True))
+
+
+def _product(node: fx.Node | None) -> _Product | None:
+    """Reads a product of matrices: a matmul, or an einsum such as bhlk,bhtk->bhlt."""
+    if _calls(node, torch.functional.einsum, torch.einsum):
+        text, *given = node.args
+        given = [*given[0]] if isinstance(given[0], (list, tuple)) else given
+        axes = r"(\w)(\w)(\w)(\w),\1\2(\w)(\w)->\1\2\3(\w)"
+        found = re.fullmatch(axes, str(text).replace(" ", ""))
+        if found:
+            joined, *second, last = found.groups()[3:]
+            if {joined, last} == {*second} and joined != last:
+                return _Product(*given, turned=second[1] == joined)
+        return None
+    if not _calls(node, operator.matmul, torch.matmul, "matmul"):
+        return None
+    a, b = node.args[:2]
+    if _calls(b, torch.transpose, "transpose") and {axis % 4 for axis in b.args[1:]} == {2, 3}:
+        return _Product(a, b.args[0], turned=True)
+    return _Product(a, b, turned=False)
 
 
 @torch.library.custom_op(

@@ -36,7 +36,8 @@ def decompositions() -> Any:
 
 KEPT = (
     aten.native_layer_norm.default, aten.native_group_norm.default,
-    aten._native_batch_norm_legit_functional.default, aten.embedding_dense_backward.default,
+    aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default,
+    aten.embedding_dense_backward.default, aten.gelu_backward.default,
     aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default,
 )  # fmt: skip
 """Ops that torch would take apart, and whose statistics have a rule here."""
@@ -83,20 +84,18 @@ def _batch_norm(
     """Norms by the batch's own statistics: y, these, and the running statistics afterwards."""
     if not training:
         raise Unsupported("a batch norm in eval mode while it is trained")
-    net, axes, given = imp.net, [0, *range(2, len(x.shape))], x.type.dtype
-    count = math.prod(x.size(axis) for axis in axes)
-    y, *moments = _normed(imp, _widened(imp, x), axes, eps)
-    y = _by_channel(imp, y, weight, bias)
-    flat = [net.reshape(each, x.shape[1]) for each in moments]
-    unbiased = net.op("mul", [flat[2]], other=count / max(1, count - 1))
+    net = imp.net
+    count = math.prod(x.size(axis) for axis in range(len(x.shape)) if axis != 1)
+    y, middle, inverse, spread = _normed_by_channel(imp, x, weight, bias, eps)
+    unbiased = net.op("mul", [spread], other=count / max(1, count - 1))
     running = [
         net.op("add", [
             net.op("mul", [imp.value(held)], other=1.0 - momentum),
             net.op("mul", [now], other=float(momentum)),
         ])
-        for held, now in ((mean, flat[0]), (var, unbiased))
+        for held, now in ((mean, middle), (var, unbiased))
     ]  # fmt: skip
-    return [_cast(imp, y, given), flat[0], flat[1], *running]
+    return [y, middle, inverse, *running]
 
 
 @rule(aten.native_layer_norm.default)
@@ -141,10 +140,60 @@ def _batch_norm_alone(
     eps: float,
 ) -> list[Any]:  # fmt: skip
     """Norms by the batch's statistics, which are not kept: y, the means, inverse deviations."""
-    axes = [0, *range(2, len(x.shape))]
-    y, *moments, _ = _normed(imp, _widened(imp, x), axes, eps)
-    y = _cast(imp, _by_channel(imp, y, weight, bias), x.type.dtype)
-    return [y, *(imp.net.reshape(each, x.shape[1]) for each in moments)]
+    return _normed_by_channel(imp, x, weight, bias, eps)[:3]
+
+
+@rule(aten.native_batch_norm_backward.default)
+def _batch_norm_backward(
+    imp: Importer, node: Node, dy: Value, x: Any, weight: Any, mean: Any, var: Any, middle: Any,
+    inverse: Any, training: bool, eps: float, wanted: Sequence[bool],
+) -> list[Value]:  # fmt: skip
+    """Gives the gradients of x, of the weight and of the bias, from two sums by channel.
+
+    That of x is a sum of dy, x and 1, each times a number by channel (Ioffe and Szegedy 2015,
+    section 3, with its terms put together).
+    """
+    net, x = imp.net, imp.value(x)
+    rank, axes = len(x.shape), [a for a in range(len(x.shape)) if a != 1]
+    wide_dy, wide_x = _widened(imp, dy), _widened(imp, x)
+    if training:
+        middle, inverse = (_widened(imp, imp.value(each)) for each in (middle, inverse))
+    else:
+        middle, held = (_widened(imp, imp.value(each)) for each in (mean, var))
+        inverse = net.op("rsqrt", [net.op("add", [held], other=float(eps))])
+    centred = net.op("sub", [wide_x, rules.by_channel(imp, middle, rank)])
+    total, along = (
+        rules.reduced(imp, "sum", each, axes, False)
+        for each in (wide_dy, net.op("mul", [wide_dy, centred]))
+    )
+    dweight = net.op("mul", [along, inverse])
+    scale = inverse if weight is None else net.op("mul", [inverse, imp.value(weight)])
+    dx = net.op("mul", [wide_dy, rules.by_channel(imp, scale, rank)])
+    if training:
+        share = net.op("mul", [scale], other=-1.0 / math.prod(x.size(axis) for axis in axes))
+        slope = net.op("mul", [net.op("mul", [dweight, inverse]), share])
+        shift = net.op(
+            "sub", [net.op("mul", [total, share]), net.op("mul", [middle, slope])]
+        )
+        part = net.op("mul", [wide_x, rules.by_channel(imp, slope, rank)])
+        dx = net.op("add", [dx, net.op("add", [part, rules.by_channel(imp, shift, rank)])])
+    return [_cast(imp, dx, x.type.dtype), dweight, total]
+
+
+@rule(aten.gelu_backward.default)
+def _gelu_backward(
+    imp: Importer, node: Node, dy: Value, x: Any, approximate: str = "none"
+) -> Value:
+    """Computes dy times the derivative of gelu: of x times a distribution, or of its tanh form."""
+    a = math.sqrt(2 / math.pi)
+    bell = f"x1 x1 mul -0.5 mul exp {a / 2!r} mul"
+    slope = f"x1 {math.sqrt(0.5)!r} mul erf 1.0 add 0.5 mul x1 {bell} mul add"
+    if approximate == "tanh":
+        inner = f"x1 x1 x1 mul x1 mul 0.044715 mul add {a!r} mul tanh"
+        more = f"x1 x1 mul {3 * 0.044715!r} mul 1.0 add {a / 2!r} mul x1 mul"
+        slope = f"{inner} 1.0 add 0.5 mul 1.0 {inner} {inner} mul sub {more} mul add"
+    given = [dy, imp.value(x)]
+    return imp.net.op("pointwise", given, expression=f"x0 {slope} mul", dtype=dy.type.dtype)
 
 
 @rule(aten._native_batch_norm_legit_no_training.default)
@@ -172,6 +221,36 @@ def _normed(imp: Importer, x: Value, axes: Sequence[int], eps: float) -> list[Va
     spread = rules.reduced(imp, "mean", net.op("mul", [centred, centred]), axes, True)
     inverse = net.op("rsqrt", [net.op("add", [spread], other=float(eps))])
     return [net.op("mul", [centred, inverse]), middle, inverse, spread]
+
+
+def _normed_by_channel(imp: Importer, x: Value, weight: Any, bias: Any, eps: float) -> list[Value]:
+    """Norms channels by the batch: y as x, and by channel means, inverse deviations and variances.
+
+    One pass over x sums its distances from its first pixel, and their squares. These are not much
+    larger than the deviation, so their difference is exact; the squares of x itself would not be
+    where the mean is far from 0 (Chan, Golub and LeVeque 1983, on shifted data).
+    """
+    net, wide, c = imp.net, _widened(imp, x), x.size(1)
+    rank, axes = len(x.shape), [0, *range(2, len(x.shape))]
+    pixels = net.reshape(net.permute(x, *axes, 1), product(x.shape[axis] for axis in axes), c)
+    first = net.reshape(net.op("slice", [pixels], axis=0, start=0, stop=1), c)
+    first = _widened(imp, first)
+    apart = net.op("sub", [wide, rules.by_channel(imp, first, rank)])
+    squared = net.op("mul", [apart, apart])
+    near, spread = (rules.reduced(imp, "mean", each, axes, False) for each in (apart, squared))
+    spread = net.op("sub", [spread, net.op("mul", [near, near])])
+    spread = net.op("clamp", [spread], min=0.0)
+    inverse = net.op("rsqrt", [net.op("add", [spread], other=float(eps))])
+    middle = net.op("add", [first, near])
+    scale = inverse if weight is None else net.op("mul", [inverse, imp.value(weight)])
+    shift = net.op("mul", [middle, scale])
+    if bias is None:
+        shift = net.op("neg", [shift])
+    else:
+        shift = net.op("sub", [imp.value(bias), shift])
+    y = net.op("mul", [wide, rules.by_channel(imp, scale, rank)])
+    y = net.op("add", [y, rules.by_channel(imp, shift, rank)])
+    return [_cast(imp, y, x.type.dtype), middle, inverse, spread]
 
 
 def _by_channel(imp: Importer, y: Value, weight: Any, bias: Any) -> Value:
@@ -471,10 +550,18 @@ def _detach(imp: Importer, node: Node, x: Value) -> Value:
     return x
 
 
-def without_indices(graph: torch.fx.Graph) -> None:
-    """Leaves out the places of maxima that torch saves for the way back: x has them too."""
+def lean(graph: torch.fx.Graph) -> None:
+    """Leaves out what torch saves for the way back and what rules do without.
+
+    These are the places of maxima, which x has too, and statistics of a batch that are not those by
+    which it was normed.
+    """
     for node in _max_pools(graph):
         node.args = (*node.args[:-1], None)
+    backward: Any = aten.native_batch_norm_backward.default
+    for node in graph.find_nodes(op="call_function", target=backward):
+        if not node.args[7]:
+            node.args = (*node.args[:5], None, None, *node.args[7:])
     graph.eliminate_dead_code()
 
 

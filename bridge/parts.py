@@ -26,7 +26,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from maxvision.bridge.coverage import Coverage, coverage
 from maxvision.bridge.fx import module_of, origin, size_of, type_of
 from maxvision.bridge.importer import Known, Missing, Unsupported
-from maxvision.bridge.tensors import InPlace, OnTensors, place_of
+from maxvision.bridge.tensors import OnTensors, Step, place_of
 from maxvision.bridge.walker import Walker
 from maxvision.common import memory
 from maxvision.common.errors import ModelError, UserError
@@ -379,7 +379,7 @@ class Part(nn.Module):
         self.taken = [i for i, node in enumerate(inputs) if _given(node) in self.program.inputs]
         self._lie = [_order(inputs[i].meta["val"]) for i in self.taken]
         self._backs = [_back(order) for order in self._orders]
-        self._run: OnTensors | InPlace | None = None
+        self._run: OnTensors | Step | None = None
         self._loading: Future[None] | None = None
 
     def translate(self) -> None:
@@ -426,7 +426,7 @@ class Part(nn.Module):
         made = Executor.compile(
             self.program, self._tensors, self._device, self._lowering, images=0, apart=apart
         )
-        self._run = (InPlace if self._exact else OnTensors)(made.executable, self._device)
+        self._run = (Step if self._exact else OnTensors)(made.executable, self._device)
 
     def begin(self, *, apart: bool) -> None:
         """Loads it beside what comes next; who calls it first waits for that."""

@@ -69,7 +69,7 @@ def where(imp: Importer, condition: Any, a: Any, b: Any) -> Value:
 
 def floats(imp: Importer, x: Value) -> Value:
     """Makes floats of integers and truth values."""
-    return x if x.type.dtype.startswith("float") else imp.net.op("cast", [x], dtype=imp.floats)
+    return x if "float" in x.type.dtype else imp.net.op("cast", [x], dtype=imp.floats)
 
 
 def logic(imp: Importer, op: str, *given: Any) -> Value:

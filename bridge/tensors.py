@@ -3,16 +3,18 @@
 MAX computes in a stream of its own. What torch enqueued before a call, in its current stream, is
 done before the graph begins, and the graph is done before what torch enqueues afterwards: the two
 streams wait for each other by events, the host for neither. On a CPU nothing is copied. A GPU
-records graphs as one launch each (runtime/replay.py), in one of two ways:
+records graphs as one launch each (runtime/replay.py), in one of three ways:
 
     OnTensors   of a model: a launch for each batch size, from its second use on. It has buffers of
                 its own, and inputs are copied in: they are pictures, that lie elsewhere each time.
-    InPlace     of an op or a step of training, whose inputs are weights and what other ops made: a
-                launch for the places where the inputs lie, from the second time on that they lie
-                there. Nothing is copied in.
+    InPlace     of an op, whose inputs are weights and what other ops made: a launch for the places
+                where the inputs lie, from the second time on that they lie there. Nothing is copied
+                in; outputs are copied out of the launch's memory.
+    Step        of training: one launch, whose inputs lie in the same places from step to step, but
+                for some that are copied in. Its outputs, what is kept for the way back above all,
+                are lent: the launch is used again once torch has freed them.
 
-Both copy the outputs out of the launch's memory. On an H100 (one-off) a recorded ResNet-50 takes
-60 us of the host, kernel by kernel 2 ms.
+On an H100 (one-off) a recorded ResNet-50 takes 60 us of the host, kernel by kernel 2 ms.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from max.driver import Buffer, Device
 from max.engine import Model as Executable
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from maxvision.common.errors import ModelError
 from maxvision.runtime.devices import find_device
-from maxvision.runtime.replay import KEYS, Capture, Replays, captures, gate, zeros
+from maxvision.runtime.replay import KEYS, Capture, Gate, Replays, captures, gate, zeros
 
 POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 """MAX's setting of the share of a GPU's memory that it takes at the first recording."""
@@ -42,6 +45,8 @@ HELD = 256 << 20
 """Bytes of outputs that the launches of a graph hold together."""
 PLACES = 512
 """Places of inputs that a graph remembers."""
+RECORDS = 8
+"""How often a step of training is recorded anew before it runs kernel by kernel."""
 
 Places = tuple[tuple[int, tuple[int, ...]], ...]
 """Addresses and shapes."""
@@ -93,7 +98,7 @@ class InPlace:
     """Runs a compiled graph on dense tensors, which have its dtypes, and copies none of them.
 
     Where it is not recorded, outputs stay in MAX's memory, which no graph but those of this class
-    may use meanwhile: they wait for what torch has enqueued.
+    and of ``Step`` may use meanwhile: they wait for what torch has enqueued.
 
     Args:
         executable: It.
@@ -119,7 +124,7 @@ class InPlace:
         """
         _refuse_recording(tensors)
         if not self._most:
-            return self._plain(tensors)
+            return _plain(self._executable, self._device, self._gate, tensors)
         places = tuple((x.data_ptr(), x.shape) for x in tensors)
         with self._lock:  # a launch writes into the same memory each time
             launch = self._launches.get(places)
@@ -135,18 +140,11 @@ class InPlace:
             if len(self._launches) > PLACES:
                 with self._gate.running():  # to release one waits for the device
                     self._drop(next(iter(self._launches)))
-        found = self._plain(tensors)
+        found = _plain(self._executable, self._device, self._gate, tensors)
         fits = 0 < sum(each.nbytes for each in found) <= self._most
         if again and fits and all(each.nbytes for each in tensors):
             self._record(places, tensors)
         return found
-
-    def _plain(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        run = _Plain(self._executable, self._device, False)
-        with self._gate.running():
-            run.upload(*tensors)
-            run.run()
-        return run.result()
 
     def _record(self, places: Places, tensors: Sequence[Tensor]) -> None:
         """Records a launch, in the place of the oldest if they hold too much."""
@@ -165,6 +163,76 @@ class InPlace:
         if launch is not None:
             self._held -= launch.bytes
             launch.release()
+
+
+class Step:
+    """Runs a step of training, a compiled graph, on dense tensors, which have its dtypes.
+
+    A GPU records it the second time, and its outputs are then the launch's own memory. While one of
+    them is alive, as of two steps forward before one back, the next call runs kernel by kernel; or,
+    if they are small, as gradients that add up, outputs are copies from then on.
+
+    Args:
+        executable: It.
+        device: Where it runs, and the tensors are.
+    """
+
+    def __init__(self, executable: Executable, device: Device) -> None:
+        self._executable = executable
+        self._device = device
+        self._gate = gate(device)
+        self._lock = threading.Lock()
+        self._left = RECORDS if captures(device) else 0
+        self._ran = False
+        self._launch: _Loan | None = None
+        self._moving: set[int] = set()
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """Computes the outputs.
+
+        Raises:
+            ModelError: If torch is recording a CUDA graph, of which MAX's stream is no part.
+        """
+        _refuse_recording(tensors)
+        if self._left and all(each.nbytes for each in tensors):
+            with self._lock:
+                if self._ready(tensors):
+                    assert self._launch is not None
+                    with self._gate.running():
+                        return self._launch(tensors)
+                self._ran = True
+        return _plain(self._executable, self._device, self._gate, tensors)
+
+    def _ready(self, tensors: Sequence[Tensor]) -> bool:
+        """Tells whether there is a launch that may be used; records one if need be."""
+        if not self._ran:  # that loads the kernels
+            return False
+        if self._launch is not None:
+            if not self._launch.returned():
+                return False
+            moved = self._launch.moved(tensors)
+            if moved <= self._moving and self._launch.fits(tensors):
+                return True
+            self._moving |= moved
+            with self._gate.running():  # to release one waits for the device
+                self._launch.release()
+            self._launch = None
+            self._left -= 1
+        if self._left:
+            with self._gate.capturing():
+                self._launch = _Loan(self._executable, self._device, tensors, self._moving)
+        return self._launch is not None
+
+
+def _plain(
+    executable: Executable, device: Device, gate: Gate, tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Runs a graph kernel by kernel."""
+    run = _Plain(executable, device, False)
+    with gate.running():
+        run.upload(*tensors)
+        run.run()
+    return run.result()
 
 
 def _refuse_recording(tensors: Sequence[Tensor]) -> None:
@@ -257,6 +325,57 @@ class _Launch(Capture):
         torch.cuda.synchronize(self._order.place)
         self._from.clear()
         super().release()
+
+
+class _Loan(_Launch):
+    """A launch whose outputs are lent.
+
+    Args:
+        executable: See ``_Launch``.
+        device: See ``_Launch``.
+        tensors: The inputs, where most of them lie from now on.
+        moving: Which of them lie elsewhere each time, and are copied in.
+    """
+
+    def __init__(
+        self, executable: Any, device: Device, tensors: Sequence[Tensor], moving: Collection[int]
+    ) -> None:
+        self._own = {i: tensors[i].clone() for i in sorted(moving)}
+        self._places = [each.data_ptr() for each in tensors]
+        self._shapes = [each.shape for each in tensors]
+        inputs = [_lent(self._own.get(i, each)) for i, each in enumerate(tensors)]
+        super().__init__(executable, device, inputs, next(KEYS))
+        self._out: list[StorageWeakRef] = []
+        self._copies = False
+
+    def moved(self, tensors: Sequence[Tensor]) -> set[int]:
+        """Tells which inputs lie elsewhere than when it was recorded."""
+        pairs = enumerate(zip(tensors, self._places, strict=True))
+        return {i for i, (x, place) in pairs if x.data_ptr() != place}
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Tells whether the inputs have the shapes that they had."""
+        return all(x.shape == shape for x, shape in zip(tensors, self._shapes, strict=True))
+
+    def returned(self) -> bool:
+        """Tells whether torch has freed what was lent."""
+        if not all(each.expired() for each in self._out):
+            self._copies = self.bytes <= HELD
+            return False
+        self._out.clear()
+        return True
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Computes the outputs."""
+        self.follow()
+        for i, own in self._own.items():
+            own.copy_(tensors[i])
+        self.run()
+        if self._copies:
+            return self.copied()
+        found = [torch.from_dlpack(each) for each in self.outputs]
+        self._out = [StorageWeakRef(each.untyped_storage()) for each in found]
+        return found
 
 
 class _Recorded(_Launch):

@@ -69,7 +69,7 @@ def _partitioned(
 
     AOTAutograd has the way back compiled when it is first taken; ``look`` sees both now.
     """
-    gradients.without_indices(joint.graph)
+    gradients.lean(joint.graph)
     forward, backward = min_cut_rematerialization_partition(joint, *given, **named)
     if look is not None:
         for each in (forward, backward):

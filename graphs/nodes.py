@@ -27,7 +27,13 @@ from max.graph import DeviceRef, Dim, StaticDim, SymbolicDim, TensorType, Tensor
 from maxvision.common.errors import ArgumentError, DeviceError
 from maxvision.graphs import arrange, formats, shapes
 from maxvision.graphs.constants import MOST_BIAS
-from maxvision.graphs.elementwise import MOST_PARTS, MOST_RESULTS, MOST_VALUES, MOST_VECTORS
+from maxvision.graphs.elementwise import (
+    BETWEEN,
+    MOST_PARTS,
+    MOST_RESULTS,
+    MOST_VALUES,
+    MOST_VECTORS,
+)
 from maxvision.graphs.parameters import Filter, wide
 from maxvision.graphs.shapes import MOST_AXES, MOST_ROW_AXES, Padding, Pair
 from maxvision.graphs.types import Size, Type, product, split
@@ -41,6 +47,10 @@ GRADIENT_ROOM = 1 << 23
 """Sums that the parts of a ``conv2d_weight_grad`` have on a GPU at most: 32 MB, of its L2."""
 GRADIENT_PARTS = 264
 """Parts of its pixels at most: two for each multiprocessor of an H200."""
+REDUCED_ALONE = 1 << 20
+"""Numbers below which a GPU reduces an axis in one launch."""
+REDUCE_BLOCKS = 512
+"""Blocks that reduce an axis in parts, at most: enough for all that the memory gives."""
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
 CHECKED = frozenset((
@@ -722,9 +732,28 @@ def reduce(
         sizes = tuple(sizes[a] for a in (*kept, *wide))
         first, last = len(kept), len(sizes) - 1
     shape = [product(sizes[:first]), product(sizes[first : last + 1]), product(sizes[last + 1 :])]
+    if (parts := _parts(x, shape)) > 1:
+        part = dims([parts, int(shape[1]) // parts, shape[2]])
+        x = reduce(kind, x.reshape(part), [1], dtype="float32")
+        shape = [1, parts, shape[2]]
     rows = Type((shape[0], shape[2]), out.dtype)
     y = _custom("reduce", [x.reshape(dims(shape))], [rows], {"kind": kind})[0]
     return y.reshape(dims(out.shape))
+
+
+def _parts(x: TensorValue, shape: Sequence[Size]) -> int:
+    """Counts the parts in which a GPU reduces the middle one of three axes, and then these.
+
+    A block reduces columns of its own. Few of them, of millions of rows as of a batch of images,
+    would keep few multiprocessors busy, and it takes all to load what the memory gives.
+    """
+    outer, reduced, inner = shape
+    if x.device.is_cpu() or outer != 1 or not isinstance(reduced, int):
+        return 1
+    if not isinstance(inner, int) or inner >= 2 * REDUCE_BLOCKS or reduced * inner < REDUCED_ALONE:
+        return 1
+    most = REDUCE_BLOCKS // -(-inner // 256)
+    return max(n for n in range(1, most + 1) if reduced % n == 0)
 
 
 def reduce_terms(
@@ -762,10 +791,14 @@ def reduce_terms(
             f"reduce: {', '.join(map(str, types))} are not values of three axes, the second of"
             f" which is the axes {tuple(axes)}"
         )
-    parts = shapes.around(shapes.broadcast("reduce", *types), axes)
-    before, between, behind = (product(part) for part in parts)
-    rows = [Type((before, behind), out.dtype) for out in outs]
-    nothing = Type((1, 1), outs[0].dtype)  # where no result goes
+    groups = shapes.around(shapes.broadcast("reduce", *types), axes)
+    before, between, behind = (product(group) for group in groups)
+    dtype = outs[0].dtype
+    if (parts := _parts(values[0], [before, between, behind])) > 1:
+        before, between, dtype = parts, int(between) // parts, "float32"
+        lies = [letters.replace("o", "").replace("r", "or") for letters in lies]
+    rows = [Type((before, behind), dtype) for _ in outs]
+    nothing = Type((1, 1), dtype)  # where no result goes
     rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
     if isinstance(between, int):
         length = _host([between], DType.int64)
@@ -776,8 +809,11 @@ def reduce_terms(
         [*values, *rest, length],
         [*rows, *[nothing] * (MOST_RESULTS - len(rows))],
         {"kind": kind, "expression": expression, "lies": " ".join(lies)},
-    )
-    return [y.reshape(dims(out.shape)) for y, out in zip(made, outs, strict=False)]
+    )[: len(outs)]
+    if parts > 1:
+        each = BETWEEN.join(f"x{i}" for i in range(len(outs)))
+        made = reduce_terms(kind, each, made, [0], dtype=outs[0].dtype)
+    return [y.reshape(dims(out.shape)) for y, out in zip(made, outs, strict=True)]
 
 
 def pointwise(expression: str, values: Sequence[TensorValue], dtype: str = "") -> TensorValue:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,12 +19,15 @@ from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import MOST_AXES, infer
 from maxvision.graphs.types import Type
 
+SMALL = 1 << 13
+"""Numbers of a value, as of a batch's statistics, that is computed in each expression that reads it."""
+
 
 def pointwise(program: Program, _: Backend) -> Program:
     """Fuses trees of elementwise ops, and batch norms that no convolution took.
 
-    A value goes into an expression if nobody else reads it and it has the shape of the result. Of
-    a batch norm, scale and shift are computed when the model loads.
+    A value goes into an expression if it has the shape of the result, and nobody else reads it or
+    it is small. Of a batch norm, scale and shift are computed when the model loads.
     """
     return _Fusion(program).run()
 
@@ -196,11 +200,13 @@ class _Fusion:
 
     def run(self) -> Program:
         rewrite = Rewrite(self.program)
+        within: set[str] = set()
         for node in reversed(self.program.nodes):  # a tree begins at its root
-            if not rewrite.has(node) and self.fits(node):
+            if node.output not in within and self.fits(node):
                 tree = self.grown(node)
                 if len(tree.nodes) > 1 or node.op == "batch_norm":
-                    rewrite.replace(tree.nodes, *self.written(tree), place=node)
+                    within.update(self.owned(tree))
+                    rewrite.replace([node], *self.written(tree))
         return rewrite.done()
 
     def fits(self, node: Node) -> bool:
@@ -239,11 +245,25 @@ class _Fusion:
         types, root = self.program.types, tree.nodes[0]
         return (
             types[read.value].dtype != "uint8"  # to which it is rounded
-            and self.program.only_user(read.value) in tree.nodes
+            and (self.program.only_user(read.value) in tree.nodes or self.is_small(read.value))
             and tree.words.count(read) == 1
             and types[read.value].shape == types[root.output].shape
             and self.fits(under)
         )
+
+    def owned(self, tree: _Tree) -> set[str]:
+        """Names what no other node needs of what a tree computes on the way."""
+        found = {tree.nodes[0].output}
+        for node in tree.nodes[1:]:  # each behind what reads it
+            user = self.program.only_user(node.output)
+            if user is not None and user.output in found:
+                found.add(node.output)
+        return found
+
+    def is_small(self, value: str) -> bool:
+        """Tells whether it takes a launch longer to give a value than to compute it twice."""
+        sizes = self.program.types[value].shape
+        return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= SMALL  # type: ignore[arg-type]
 
     def is_typed_as(self, tree: _Tree, root: Node) -> bool:
         """Tells whether a tree has few enough values, and the type of its root's result."""
@@ -259,8 +279,10 @@ class _Fusion:
     def dtype(self, tree: _Tree) -> str:
         """Names what a tree gives, where its node says it or what it reads does not tell."""
         types, root = self.program.types, tree.nodes[0]
-        if any(types[read.value].dtype == "uint8" for read in tree.reads if not read.part):
-            return types[root.output].dtype
+        own = types[root.output].dtype
+        read = {types[each.value].dtype for each in tree.reads if not each.part}
+        if "uint8" in read or ("float" in own and len({*read, own} - {"bool"}) > 1):
+            return own
         return str(root.attributes.get("dtype", ""))
 
     def leaf(self, node: Node) -> _Tree:

@@ -97,6 +97,66 @@ def test_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(x)[0].tolist() == [2.0 * i] * 4
 
 
+def test_a_step_lends_its_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch is used again once they are freed; until then it runs kernel by kernel."""
+    recording(monkeypatch)
+    monkeypatch.setattr(tensors, "HELD", 0)
+    executable = Doubling()
+    run = tensors.Step(executable, CPU())  # type: ignore[arg-type]
+    x = torch.empty(4)
+
+    def call(value: float) -> torch.Tensor:
+        (found,) = run(x.fill_(value))
+        assert found.tolist() == [2 * value] * 4
+        return found
+
+    call(1.0)
+    assert not executable.captured
+    lent = call(2.0)
+    (memory,) = executable.made.values()
+    assert lent.data_ptr() == memory.to_numpy().ctypes.data
+    apart = call(3.0)
+    assert lent.tolist() == [4.0] * 4 and apart.tolist() == [6.0] * 4
+    part = lent[1:].detach()
+    del lent
+    call(4.0)
+    assert part.tolist() == [4.0] * 3 and len(executable.replayed) == 1
+    del part
+    for value in (5.0, 6.0):
+        call(value)
+    assert executable.captured == [4] and len(executable.replayed) == 3
+
+
+def test_small_outputs_that_are_kept_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gradients that are added up over several steps."""
+    recording(monkeypatch)
+    executable = Doubling()
+    run = tensors.Step(executable, CPU())  # type: ignore[arg-type]
+    x = torch.ones(4)
+    kept = [run(x.fill_(value))[0] for value in (1.0, 2.0, 3.0)]
+    assert len(executable.replayed) == 1
+    kept.clear()
+    kept = [run(x.fill_(value))[0] for value in (4.0, 5.0, 6.0)]
+    assert [each.tolist() for each in kept] == [[2 * v] * 4 for v in (4.0, 5.0, 6.0)]
+    assert len(executable.replayed) == 4
+
+
+def test_inputs_that_move_are_copied_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one more recording; where that does not end, nothing is recorded any more."""
+    recording(monkeypatch)
+    executable = Doubling()
+    run = tensors.Step(executable, CPU())  # type: ignore[arg-type]
+    given = [torch.full((4,), float(i)) for i in range(6)]
+    for x in given:
+        assert run(x)[0].tolist() == [2 * float(x[0])] * 4
+    assert executable.captured == [4, 4] and len(executable.released) == 1
+    assert len(executable.replayed) == 5
+    for size in range(20, 40):
+        assert run(torch.ones(size))[0].tolist() == [2.0] * size
+    assert len(executable.captured) == tensors.RECORDS
+    assert run(given[1])[0].tolist() == [2.0] * 4
+
+
 class Stream:
     """Notes what it waits for."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,8 @@ from maxvision.bridge.dynamo import backend
 from maxvision.bridge.parts import Explanation
 from maxvision.bridge.training import trained
 from maxvision.common.errors import ModelError
+from maxvision.graphs import passes
+from maxvision.graphs.backend import Backend
 from tests.graphs.interpret import Interpreted
 
 
@@ -76,6 +79,36 @@ class Transformer(nn.Module):
         x = x + F.dropout(self.out(y.transpose(1, 2).reshape(n, t, c)), self.dropout)
         x = x + self.mlp(self.norm2(x))
         return F.mse_loss(self.head(x.mean(1)).tanh(), wanted)
+
+
+class WrittenOut(nn.Module):
+    """Attention in products of its own, in one of the ways in which people write them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.qkv = nn.Linear(8, 24)
+        self.drop = nn.Dropout(0.5 if way == "dropped" else 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, c = x.shape
+        q, k, v = self.qkv(x).reshape(n, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4)
+        if self.way == "einsum":  # transformers' CvT
+            scores = torch.einsum("bhlk,bhtk->bhlt", [q, k]) * 0.4
+            y = torch.einsum("bhlt,bhtv->bhlv", [self.drop(F.softmax(scores, dim=-1)), v])
+        elif self.way == "turned":
+            y = (torch.softmax(q @ k.permute(0, 1, 3, 2) / 3, 3)).matmul(v.mT.mT)
+        elif self.way == "masked":
+            scores = torch.matmul(q, k.transpose(2, 3)) * 0.4 + torch.ones(t, t).triu(1) * -9.0
+            y = torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
+        elif self.way == "other axis":
+            y = (q @ k.transpose(-2, -1)).softmax(-2) @ v
+        else:  # timm's
+            q = q * 0.4
+            scores = (q @ k.transpose(-2, -1)).softmax(dim=-1)
+            y = self.drop(scores) @ v
+            y = y + scores.mean() if self.way == "seen" else y
+        return y.transpose(1, 2).reshape(n, t, c)
 
 
 def images(batch: int = 3, size: int = 17) -> tuple[Tensor, Tensor]:
@@ -169,6 +202,42 @@ def test_attention_is_trained_without_a_matrix_of_scores(mask: str) -> None:
             and len(program.types[name].shape) > 3
         ]  # fmt: skip
         assert bool(scores) != kept, scores
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("way", ["einsum", "turned", "masked", "timm"])
+def test_attention_that_is_written_out_is_whole(way: str) -> None:
+    model, x = WrittenOut(way), torch.randn(2, T, 8, requires_grad=True)
+    twin, y = copy.deepcopy(model), x.detach().requires_grad_()
+    wants = step(twin, twin, y)
+    found = step(model, torch.compile(model, backend=backend, dynamic=False), x)
+    torch.testing.assert_close(found, wants, rtol=1e-4, atol=1e-5)
+    forward, backward = (each.program for each in Interpreted.made)
+    for op, program in {"attention": forward, "attention_grad": backward}.items():
+        assert sum(node.op == op for node in program.nodes) == 1
+        assert not any(node.op in ("softmax", "exp") for node in program.nodes)
+
+
+@pytest.mark.parametrize("way", ["dropped", "other axis", "seen"])
+def test_other_products_around_a_softmax_are_no_attention(way: str) -> None:
+    """Where scores are dropped or read, or each key's add up to 1."""
+    told = explained(WrittenOut(way), torch.randn(2, T, 8))
+    assert not any("attention" in op for each in told.parts for op in each.kernels)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_images_stay_narrow_under_autocast() -> None:
+    """No float32 of an image's size is written, from the head's gradient to the first layer's."""
+    lies: Any = {"memory_format": torch.channels_last}
+    (x, labels), model = images(4, 32), Residual().to(**lies)
+    x = x.contiguous(**lies)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(model, backend=backend, dynamic=False)(x, labels).backward()
+    hopper = Backend("cuda", "bfloat16", architecture="sm_90a")
+    for program in (passes.run(each.program, hopper) for each in Interpreted.made):
+        made = (program.types[name] for node in program.nodes for name in node.outputs)
+        wide = [each for each in made if each.dtype == "float32" and len(each.shape) == 4]
+        assert not [each for each in wide if each.shape[0] == 4 and math.prod(each.shape) > 4 * 64]
 
 
 def test_attention_with_dropout_is_taken_apart() -> None:
@@ -310,6 +379,17 @@ class Weighted(nn.Module):
         return self.linear(x) * torch.tensor([1.0, -2.0, 0.5, 3.0, 0.25])
 
 
+class Shifted(nn.Module):
+    """Images far from 0, by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + torch.linspace(-30, 10, x.shape[1])[:, None, None]
+
+
 class Antialiased(nn.Module):
     """Makes images smaller."""
 
@@ -335,6 +415,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch norm of lines": (
         lambda: nn.Sequential(nn.Conv1d(4, 6, 3, 2, 1), nn.BatchNorm1d(6)), TOKENS,
     ),
+    "batch norm far from 0": (lambda: behind(Shifted(), nn.BatchNorm2d(8)), PICTURES),
+    "batch norm alone": (lambda: behind(nn.BatchNorm2d(8, affine=False), Shifted()), PICTURES),
     "batch norm in eval mode": (lambda: behind(nn.BatchNorm2d(8).eval()), PICTURES),
     "rms norm": (lambda: nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)), TOKENS),
     "adaptive pool to 1": (lambda: behind(nn.AdaptiveAvgPool2d(1)), PICTURES),
