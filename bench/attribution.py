@@ -66,6 +66,8 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[r"reduce_sum_\w+"], [r"pool_mean_\w+"]]
     elif op == "max_pool2d":
         ways = [[r"pool_max_\w+"]]
+    elif op == "max_pool2d_grad":
+        ways = [[r"pool_place_\w+", r"max_pool2d_grad_\w+"]]
     elif op in ("sum", "mean", "amax", "amin"):
         ways = [[rf"reduce_{'sum' if op == 'mean' else op}_\w+"]]
     elif op == "attention":

@@ -665,7 +665,10 @@ def max_pool2d_grad(
         ceil_mode=ceil_mode, layout="NHWC",
     )  # fmt: skip
     window = _window(shapes.pair(kernel), stride, padding, dilation)
-    return _custom("max_pool2d_grad", [x, dy, window], [out])[0]
+    sides = zip(shapes.pair(kernel), shapes.pair(dilation), strict=True)
+    covered = math.prod((taps - 1) * spread + 1 for taps, spread in sides)
+    places = Type(_type(dy).shape, "uint8" if covered <= 256 else "int32")
+    return _custom("max_pool2d_grad", [x, dy, window], [out, places])[0]
 
 
 def avg_pool2d_grad(

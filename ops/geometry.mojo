@@ -87,6 +87,19 @@ struct Geometry(KernelArgument, TrivialRegisterPassable):
         self.groups = 1
 
     @always_inline
+    def place(self, row: Int, column: Int) -> Int:
+        """Numbers the pixels that a window covers, those between its taps too.
+
+        Args:
+            row: From the window's first, px.
+            column: From the window's first, px.
+
+        Returns:
+            The number; it tells pixels of one window apart.
+        """
+        return row * ((self.s - 1) * self.dilation_w + 1) + column
+
+    @always_inline
     def pixels(self) -> Int:
         """Counts the output pixels.
 

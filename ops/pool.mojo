@@ -3,6 +3,7 @@
 Vectors run over channels, so a window is R * S wide loads; bound by memory. A CPU computes rows of
 the result on all cores, a GPU 16 bytes in each thread, or one number where C is no multiple of
 that. Padding never wins the maximum and NaN does. Maxima may be of uint8, which keep their levels.
+For gradients (pool_grad.mojo) the same kernels find where the maxima are.
 With ceil_mode (P and Q are the graph's) the last window may hang over the padding: what hangs over
 counts for neither op. The average of a whole image is `reduce`.
 """
@@ -18,7 +19,7 @@ from std.utils.numerics import neg_inf
 from .dot import U8
 from .geometry import Geometry
 from .launch import launch
-from .operands import F32, WIDE, Data, data, narrowed, widened
+from .operands import ALIGN, F32, WIDE, Data, data, narrowed, widened
 from .parallel import over_cores
 
 comptime THREADS = 256
@@ -27,13 +28,15 @@ comptime THREADS = 256
 
 @always_inline
 def pooled[
-    dtype: DType, kind: StaticString, width: Int, align: Int = size_of[dtype]()
-](g: Geometry, x: Data[dtype], n: Int, p: Int, q: Int, c: Int) -> SIMD[dtype, width]:
+    dtype: DType, out: DType, kind: StaticString, width: Int, align: Int = size_of[dtype]()
+](g: Geometry, x: Data[dtype], n: Int, p: Int, q: Int, c: Int) -> SIMD[out, width]:
     """Computes y[n, p, q, c : c + width].
 
     Parameters:
         dtype: Of x.
-        kind: "max"; "mean", where zeros of the padding count; or "mean_inside", where none does.
+        out: Of y: that of x, or an integer for places.
+        kind: "max"; "place", that of the maximum; "mean", where zeros of the padding count; or
+            "mean_inside", where none does.
         width: Channels.
         align: Bytes that they are known to be aligned to.
 
@@ -46,7 +49,8 @@ def pooled[
         c: First channel.
 
     Returns:
-        The maxima, or the averages, which are taken in float32, or float64.
+        The maxima, or the averages, which are taken in float32, or float64. Or where torch finds the
+        maxima, the first of equal numbers and the last NaN: `Geometry.place` of the pixel.
     """
     var h0 = p * g.stride_h - g.pad_h
     var w0 = q * g.stride_w - g.pad_w
@@ -61,22 +65,32 @@ def pooled[
                 var w = w0 + s * g.dilation_w
                 if w >= 0 and w < g.w:
                     best = max(best, image.unsafe_load[width=width]((h * g.w + w) * g.c))
-        return best
-    elif kind == "max":
+        return rebind[SIMD[out, width]](best)
+    elif kind == "max" or kind == "place":
         var best = SIMD[WIDE[dtype], width](neg_inf[WIDE[dtype]]())
-        for r in range(g.r):
-            var h = h0 + r * g.dilation_h
-            if h < 0 or h >= g.h:
-                continue
-            for s in range(g.s):
-                var w = w0 + s * g.dilation_w
-                if w < 0 or w >= g.w:
-                    continue
+        var h = _first(h0, g.dilation_h)
+        var left = _first(w0, g.dilation_w)
+        var bottom = min(h0 + (g.r - 1) * g.dilation_h + 1, g.h)
+        var right = min(w0 + (g.s - 1) * g.dilation_w + 1, g.w)
+        var place = SIMD[WIDE[dtype], width](Scalar[WIDE[dtype]](g.place(h - h0, left - w0)))
+        while h < bottom:
+            var at = (h * g.w + left) * g.c
+            var here = Scalar[WIDE[dtype]](g.place(h - h0, left - w0))
+            var w = left
+            while w < right:
                 var value = widened[WIDE[dtype]](
-                    image.unsafe_load[width=width, alignment=align]((h * g.w + w) * g.c)
+                    image.unsafe_load[width=width, alignment=align](at)
                 )
-                best = (value.gt(best) | isnan(value)).select(value, best)
-        return narrowed[dtype](best)
+                var better = value.gt(best) | isnan(value)
+                best = better.select(value, best)
+                place = better.select(SIMD[WIDE[dtype], width](here), place)
+                at += g.dilation_w * g.c
+                here += Scalar[WIDE[dtype]](g.dilation_w)
+                w += g.dilation_w
+            h += g.dilation_h
+        comptime if kind == "place":
+            return place.cast[out]()
+        return narrowed[out](best)
     else:
         var top = max(h0, 0)
         var left = max(w0, 0)
@@ -88,9 +102,18 @@ def pooled[
                 sum += widened[WIDE[dtype]](
                     image.unsafe_load[width=width, alignment=align]((h * g.w + w) * g.c)
                 )
-        return narrowed[dtype](
+        return narrowed[out](
             sum / Scalar[WIDE[dtype]](inside[counts_padding=kind == "mean"](g, p, q))
         )
+
+
+@always_inline
+def _first(at: Int, step: Int) -> Int:
+    """Finds the first row or column of a window that is in the image."""
+    var found = at
+    while found < 0:
+        found += step
+    return found
 
 
 @always_inline
@@ -115,11 +138,14 @@ def inside[*, counts_padding: Bool](g: Geometry, p: Int, q: Int) -> Int:
     return (min(h0 + g.r, g.h) - max(h0, 0)) * (min(w0 + g.s, g.w) - max(w0, 0))
 
 
-def pool_cpu[dtype: DType, kind: StaticString](y: Data[dtype], x: Data[dtype], g: Geometry):
+def pool_cpu[
+    dtype: DType, out: DType, //, kind: StaticString
+](y: Data[out], x: Data[dtype], g: Geometry):
     """Computes rows of the result on all cores.
 
     Parameters:
-        dtype: Of the tensors.
+        dtype: Of x.
+        out: Of y.
         kind: See `pooled`.
 
     Args:
@@ -136,8 +162,8 @@ def pool_cpu[dtype: DType, kind: StaticString](y: Data[dtype], x: Data[dtype], g
 
 @no_inline
 def _pool_row[
-    dtype: DType, //, kind: StaticString
-](y: Data[dtype], x: Data[dtype], g: Geometry, row: Int):
+    dtype: DType, out: DType, //, kind: StaticString
+](y: Data[out], x: Data[dtype], g: Geometry, row: Int):
     comptime WIDTH = simd_width_of[F32]()
     var n, p = divmod(row, g.p)
     for q in range(g.q):
@@ -146,20 +172,21 @@ def _pool_row[
         comptime for width in [4 * WIDTH, WIDTH, 1]:
             comptime if width <= WIDTH or dtype == U8:
                 while c + width <= g.c:
-                    to.unsafe_store(c, pooled[dtype, kind, width](g, x, n, p, q, c))
+                    to.unsafe_store(c, pooled[dtype, out, kind, width](g, x, n, p, q, c))
                     c += width
 
 
 @__name(t"pool_{kind}_{width}_{dtype}")
 def pool_kernel[
-    dtype: DType, kind: StaticString, width: Int
-](y: Data[dtype], x: Data[dtype], g: Geometry):
+    dtype: DType, out: DType, kind: StaticString, width: Int
+](y: Data[out], x: Data[dtype], g: Geometry):
     """Computes `width` channels of a pixel in each thread.
 
     Parameters:
-        dtype: Of the tensors.
+        dtype: Of x.
+        out: Of y.
         kind: See `pooled`.
-        width: 16 bytes of channels, or 1.
+        width: 16 bytes of channels of x, or 1.
 
     Args:
         y: Result [N, P, Q, C].
@@ -178,17 +205,19 @@ def pool_kernel[
     if Int(n) >= g.n:
         return
     comptime bytes = width * size_of[dtype]()
-    var value = pooled[dtype, kind, width, bytes](g, x, Int(n), Int(row - n * UInt32(g.p)), q, c)
-    y.unsafe_store[alignment=bytes](Int(index) * width, value)
+    var p = Int(row - n * UInt32(g.p))
+    var value = pooled[dtype, out, kind, width, bytes](g, x, Int(n), p, q, c)
+    y.unsafe_store[alignment=ALIGN[out, width]](Int(index) * width, value)
 
 
 def pool_gpu[
-    dtype: DType, kind: StaticString
-](y: Data[dtype], x: Data[dtype], g: Geometry, ctx: DeviceContext) raises:
+    dtype: DType, out: DType, //, kind: StaticString
+](y: Data[out], x: Data[dtype], g: Geometry, ctx: DeviceContext) raises:
     """Enqueues a pooling.
 
     Parameters:
-        dtype: Of the tensors.
+        dtype: Of x.
+        out: Of y.
         kind: See `pooled`.
 
     Args:
@@ -206,7 +235,7 @@ def pool_gpu[
             var vectors = g.pixels() * (g.c // width)
             if vectors > Int(Int32.MAX):
                 raise Error("pooling: expects fewer than 2^31 pieces but has ", vectors)
-            launch[pool_kernel[dtype, kind, width]](
+            launch[pool_kernel[dtype, out, kind, width]](
                 ctx,
                 y,
                 x,
@@ -223,9 +252,9 @@ def _pool[
     if g.pixels() * g.c == 0:
         return
     comptime if target == "cpu":
-        pool_cpu[dtype, kind](y, x, g)
+        pool_cpu[kind](y, x, g)
     else:
-        pool_gpu[dtype, kind](y, x, g, ctx)
+        pool_gpu[kind](y, x, g, ctx)
 
 
 @register("maxpool")

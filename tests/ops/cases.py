@@ -1355,6 +1355,7 @@ CASES = [
               ceil_mode=True),
     pool_grad("max_pool2d_grad dilated", (12, 13), 16, 3, stride=2, padding=1, dilation=(2, 3)),
     pool_grad("max_pool2d_grad apart", (9, 8), 12, (1, 2), stride=(3, 4)),
+    pool_grad("max_pool2d_grad wide", (24, 28), 9, (9, 10), stride=3, padding=(4, 5), dilation=2),
     pool_grad("avg_pool2d_grad 3/2", (13, 12), 64, 3, stride=2, padding=1),
     pool_grad("avg_pool2d_grad ceil", (12, 11), 5, (3, 2), stride=(2, 3), padding=(1, 1),
               ceil_mode=True),

@@ -529,10 +529,12 @@ def main() raises:
     concat_gpu[BF16, "x0"](parts, n, ctx)
     concat_gpu[BF16, "x0 x1 mul x2 add relu"](parts, n, ctx)
     roll_gpu(half, half, n, RollSizes(n, n, n), ctx)
+    var pool = Geometry(rows=n, depth=n, columns=n)
     comptime for kind in ["max", "mean", "mean_inside"]:
-        pool_gpu[BF16, kind](half, half, Geometry(rows=n, depth=n, columns=n), ctx)
-    comptime for kind in ["max", "mean"]:
-        pool_grad_gpu[BF16, kind](half, half, half, Geometry(rows=n, depth=n, columns=n), ctx)
+        pool_gpu[kind](half, half, pool, ctx)
+    pool_gpu["place"](bytes, half, pool, ctx)
+    pool_grad_gpu["max"](half, half, bytes, pool, ctx)
+    pool_grad_gpu["mean"](half, half, half, pool, ctx)
     step_gpu[BF16](integers, full, n, ctx)
     step_gpu[F32](integers, full, n, ctx)
     resample_gpu(integers, n, n, ctx)

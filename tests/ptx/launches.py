@@ -1616,12 +1616,15 @@ def pool(kernel: Kernel, g: Conv, x: Array, width: int, dtype: str) -> Array:
     return memory.array(to, y)
 
 
-def pool_grad(kernel: Kernel, g: Conv, x: Array, dy: Array, width: int, dtype: str) -> Array:
-    """Runs the kernel of ops/pool_grad.mojo on x[N, H, W, C] and dy[N, P, Q, C]."""
-    memory, dx = Tensors(), unwritten(x.shape, dtype)
-    at = [memory.add(dx), memory.add(x), memory.add(dy, late=True)]
+def pool_grad(
+    kernel: Kernel, g: Conv, dy: Array, places: Array | None, width: int, dtype: str
+) -> Array:
+    """Runs the kernel of ops/pool_grad.mojo on dy[N, P, Q, C] and the maxima's places."""
+    memory, dx = Tensors(), unwritten((g.n, g.h, g.w, g.c), dtype)
+    at = [memory.add(dx), memory.add(dy, late=True)]
+    at.append(at[0] if places is None else memory.add(places, late=True))
     parameters = [*(pack("Q", a) for a in at), g.packed(g.c)]
-    grid = (-(-dx.size // width // 256),)
+    grid = (-(-g.n * g.h * -(-g.w // 4) * (g.c // width) // 256),)
     Launch(kernel, parameters, memory, grid=grid, threads=256, together=8).run()
     return memory.array(at[0], dx)
 
