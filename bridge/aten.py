@@ -782,6 +782,8 @@ def _split(imp: Importer, node: Node, x: Value, _: Any, axis: int = 0) -> list[V
 
 @rule(aten.cat.default)
 def _cat(imp: Importer, node: Node, parts: list[Any], axis: int = 0) -> Value:
+    if imp.exact:  # torch takes the widest dtype
+        parts = [_cast(imp, node, imp.value(each)) for each in parts]
     return rules.joined(imp, parts, axis)
 
 

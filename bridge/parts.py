@@ -257,8 +257,21 @@ class _Look(Walker):
             else:
                 before = len(self.net.nodes)
                 self.visit(node, module)
+                if self.exact and node in self.env:
+                    self.env[node] = self.typed(self.env[node], node.meta.get("val"))
                 if any(made.op not in lower.MOVES for made in self.net.nodes[before:]):
                     self.computing.append(node)
+
+    def typed(self, found: Any, wanted: Any) -> Any:
+        """Makes floats those of torch, where a rule gives what it computed with."""
+        if isinstance(found, list) and isinstance(wanted, (list, tuple)):
+            return [self.typed(*pair) for pair in zip(found, wanted, strict=True)]
+        if not isinstance(found, Value) or not isinstance(wanted, Tensor):
+            return found
+        dtype = type_of(wanted).dtype
+        floats = "float" in found.type.dtype and "float" in dtype
+        differs = floats and found.type.dtype != dtype
+        return self.net.op("cast", [found], dtype=dtype) if differs else found
 
     def place(self, node: fx.Node, weight: Known | None) -> None:
         """Makes an input of the graph a weight, a size or an input of the program."""

@@ -25,7 +25,7 @@ from maxvision.graphs.elementwise import ELEMENTWISE, expression, values_of
 from maxvision.graphs.parameters import Filter, Parameters, wide
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.quantize import Grid
-from maxvision.graphs.shapes import pair
+from maxvision.graphs.shapes import MOST_AXES, pair
 
 MOVES = ("reshape", "permute", "slice", "concat", "expand", "pad", "gather", "cast")
 """Ops that compute nothing; MAX moves the numbers, where they have to move at all.
@@ -486,6 +486,15 @@ def _scatter_add(given: _Given, *, axis: int) -> TensorValue:
     return nodes.scatter_add(x, index, values, axis).cast(given.result)
 
 
+def _cast(given: _Given, *, dtype: str) -> TensorValue:
+    """Casts; a GPU does so of floats at the speed of its memory, in our kernel."""
+    x = given.value(0)
+    floats = x.dtype.is_float() and "float" in dtype
+    if x.device.is_gpu() and floats and x.rank <= MOST_AXES:
+        return nodes.pointwise("x0", [x], dtype)
+    return x.cast(DType[dtype])
+
+
 def _pad(given: _Given, *, pads: tuple[int, ...], value: float = 0.0) -> TensorValue:
     return ops.pad(given.value(0), list(pads), value=value)
 
@@ -642,7 +651,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "group_norm": _group_norm,
     "concat": _concat,
     "expand": lambda given, **_: ops.broadcast_to(given.value(0), given.shapes()[0]),
-    "cast": lambda given, *, dtype: given.value(0).cast(DType[dtype]),
+    "cast": _cast,
     "conv2d_shortcut": _shortcut,
     "conv2d_chain": lambda given: nodes.conv2d_chain(
         given.value(0), given.layer(1), given.value(3), given.layer(4)
