@@ -36,6 +36,8 @@ from maxvision.bench.torchnet import TorchNet
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
 
+THROUGH = "torch-maxvision"
+"""Our kernels behind torch.compile; a peer only where it is asked for."""
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -168,7 +170,8 @@ def peers(reference: Any, inputs: Inputs, dtype: str) -> dict[str, Callable[[], 
 
     ``torch-compile`` copies its input at each call, as it must for a user (10 us of ResNet-50's
     time at batch 1 on an H200); ``torch-compile-graph`` is the same code in a graph that reads the
-    input in place, which is what ours is compared with most strictly.
+    input in place, which is what ours is compared with most strictly. ``torch-maxvision`` is our
+    kernels behind ``torch.compile``, with its guards.
     """
     kind = TORCH[dtype]
 
@@ -189,6 +192,7 @@ def peers(reference: Any, inputs: Inputs, dtype: str) -> dict[str, Callable[[], 
         "torch-compile": (_compiled, "reduce-overhead" if inputs.gpu else "default"),
         "torch-compile-graph": (_compiled_graph, "default"),
         "torch-max-autotune": (_compiled, "max-autotune"),
+        THROUGH: (_through, "maxvision"),
         "torch-mojo-backend": (_mojo,),
     }
     found = {name: made(name, *way) for name, way in ways.items()}
@@ -269,7 +273,11 @@ def _compiled_graph(module: torch.nn.Module, x: torch.Tensor, mode: str) -> Any:
 def _mojo(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     from torch_mojo_backend import mojo_backend
 
-    compiled = torch.compile(lambda x: module(x).logits, backend=mojo_backend, dynamic=False)
+    return _through(module, x, mojo_backend)
+
+
+def _through(module: torch.nn.Module, x: torch.Tensor, backend: Any) -> Callable[[], torch.Tensor]:
+    compiled = torch.compile(lambda x: module(x).logits, backend=backend, dynamic=False)
     with torch.inference_mode():
         for _ in range(3):
             compiled(x)

@@ -30,7 +30,7 @@ from maxvision.bench import summaries
 from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
 from maxvision.bench.ceilings import Ceilings, ceilings
-from maxvision.bench.engines import TORCH, peer_names
+from maxvision.bench.engines import THROUGH, TORCH, peer_names
 from maxvision.bench.inputs import Inputs
 from maxvision.bench.onnx_files import is_quantised, unrounded
 from maxvision.bench.records import write
@@ -125,10 +125,13 @@ def _peers(options: argparse.Namespace, gpu: bool) -> list[str]:
         ArgumentError: If one is none.
     """
     names = peer_names(gpu, options.autotune) if options.peers else []
-    for name in options.against or ():
-        if name not in names:
-            raise ArgumentError(f"--against must be of {', '.join(names)} but has {name!r}")
-    return [name for name in names if options.against is None or name in options.against]
+    if options.against is None:
+        return names
+    known = [*names, THROUGH] if names else []
+    for name in options.against:
+        if name not in known:
+            raise ArgumentError(f"--against must be of {', '.join(known)} but has {name!r}")
+    return [name for name in known if name in options.against]
 
 
 def measure(

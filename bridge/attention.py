@@ -114,7 +114,8 @@ class _Product(NamedTuple):
 def _join(graph: fx.Graph, softmax: fx.Node) -> None:
     """Puts ``attend`` in the place of two products that are written out around a softmax."""
     scores: Any = softmax.args[0]
-    mask, scale = None, 1.0
+    mask: Any = None
+    scale: Any = 1.0
     if _calls(scores, operator.add, operator.iadd, torch.add, "add") and not scores.kwargs:
         scores, mask = scores.args
     if _calls(scores, operator.mul, operator.imul, torch.mul, "mul"):
@@ -122,7 +123,7 @@ def _join(graph: fx.Graph, softmax: fx.Node) -> None:
     elif _calls(scores, operator.truediv, torch.div, "div") and not scores.kwargs:
         scores, number = scores.args
         scale = 1 / number if isinstance(number, (int, float)) and number else math.nan
-    y = _reader(softmax)
+    y: Any = _reader(softmax)
     while _calls(y, "to") or (_calls(y, F.dropout) and not _drops(y)):
         y = _reader(y)
     first, last = _product(scores), _product(y)
@@ -132,8 +133,9 @@ def _join(graph: fx.Graph, softmax: fx.Node) -> None:
         return
     with graph.inserting_before(y):
         given = [first.a, first.second(graph, turned=True), last.second(graph, turned=False)]
-        values = [_example(each) for each in (*given, mask)]
-        if all(isinstance(x, Tensor) for x in values[:3]) and _stays(*values, 0.0, scale):
+        q, k, v, held = (_example(each) for each in (*given, mask))
+        known = all(isinstance(x, Tensor) for x in (q, k, v))
+        if known and _stays(q, k, v, held, 0.0, scale):
             made = graph.call_function(attend, (*given, mask), {"scale": float(scale)})
             made.meta.update(y.meta)
             y.replace_all_uses_with(made)
@@ -175,21 +177,24 @@ def _drops(dropout: fx.Node) -> bool:
 
 def _product(node: fx.Node | None) -> _Product | None:
     """Reads a product of matrices: a matmul, or an einsum such as bhlk,bhtk->bhlt."""
+    args: Any = () if node is None else node.args
     if _calls(node, torch.functional.einsum, torch.einsum):
-        text, *given = node.args
+        text, *given = args
         given = [*given[0]] if isinstance(given[0], (list, tuple)) else given
         axes = r"(\w)(\w)(\w)(\w),\1\2(\w)(\w)->\1\2\3(\w)"
         found = re.fullmatch(axes, str(text).replace(" ", ""))
         if found:
             joined, *second, last = found.groups()[3:]
             if {joined, last} == {*second} and joined != last:
-                return _Product(*given, turned=second[1] == joined)
+                return _Product(given[0], given[1], turned=second[1] == joined)
         return None
     if not _calls(node, operator.matmul, torch.matmul, "matmul"):
         return None
-    a, b = node.args[:2]
-    if _calls(b, torch.transpose, "transpose") and {axis % 4 for axis in b.args[1:]} == {2, 3}:
-        return _Product(a, b.args[0], turned=True)
+    a, b = args[:2]
+    if _calls(b, torch.transpose, "transpose"):
+        whole, *axes = args[1].args
+        if {axis % 4 for axis in axes} == {2, 3}:
+            return _Product(a, whole, turned=True)
     return _Product(a, b, turned=False)
 
 

@@ -172,9 +172,7 @@ def _batch_norm_backward(
     if training:
         share = net.op("mul", [scale], other=-1.0 / math.prod(x.size(axis) for axis in axes))
         slope = net.op("mul", [net.op("mul", [dweight, inverse]), share])
-        shift = net.op(
-            "sub", [net.op("mul", [total, share]), net.op("mul", [middle, slope])]
-        )
+        shift = net.op("sub", [net.op("mul", [total, share]), net.op("mul", [middle, slope])])
         part = net.op("mul", [wide_x, rules.by_channel(imp, slope, rank)])
         dx = net.op("add", [dx, net.op("add", [part, rules.by_channel(imp, shift, rank)])])
     return [_cast(imp, dx, x.type.dtype), dweight, total]
@@ -244,10 +242,7 @@ def _normed_by_channel(imp: Importer, x: Value, weight: Any, bias: Any, eps: flo
     middle = net.op("add", [first, near])
     scale = inverse if weight is None else net.op("mul", [inverse, imp.value(weight)])
     shift = net.op("mul", [middle, scale])
-    if bias is None:
-        shift = net.op("neg", [shift])
-    else:
-        shift = net.op("sub", [imp.value(bias), shift])
+    shift = net.op("neg", [shift]) if bias is None else net.op("sub", [imp.value(bias), shift])
     y = net.op("mul", [wide, rules.by_channel(imp, scale, rank)])
     y = net.op("add", [y, rules.by_channel(imp, shift, rank)])
     return [_cast(imp, y, x.type.dtype), middle, inverse, spread]

@@ -371,7 +371,7 @@ def _traced(
         tracing_mode="symbolic",
         decomposition_table=gradients.decompositions(),
     )(*fakes)
-    gradients.without_indices(plain.graph)
+    gradients.lean(plain.graph)
     return plain
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,10 +16,10 @@ from maxvision.graphs.elementwise import (
 )
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import MOST_AXES, infer
-from maxvision.graphs.types import Type
+from maxvision.graphs.types import Type, product
 
 SMALL = 1 << 13
-"""Numbers of a value, as of a batch's statistics, that is computed in each expression that reads it."""
+"""Numbers of a value, as of a batch's statistics, that is computed wherever it is read."""
 
 
 def pointwise(program: Program, _: Backend) -> Program:
@@ -262,8 +261,8 @@ class _Fusion:
 
     def is_small(self, value: str) -> bool:
         """Tells whether it takes a launch longer to give a value than to compute it twice."""
-        sizes = self.program.types[value].shape
-        return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= SMALL  # type: ignore[arg-type]
+        count = product(self.program.types[value].shape)
+        return isinstance(count, int) and count <= SMALL
 
     def is_typed_as(self, tree: _Tree, root: Node) -> bool:
         """Tells whether a tree has few enough values, and the type of its root's result."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,20 @@ def test_a_runtime_answers_as_torch_does(tiny: str, name: str) -> None:
             truth = network(images.tensor(turn, torch.float32)).logits.numpy()
         assert models.relative([engine.answer(turn)], [truth]) < 1e-5
     engine.close()
+
+
+def test_our_backend_is_a_peer_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = SimpleNamespace(peers=True, against=["torch-maxvision"], autotune=False)
+    assert models._peers(asked, gpu=True) == ["torch-maxvision"]
+    asked.against = None
+    assert "torch-maxvision" not in models._peers(asked, gpu=True)
+    ran = []
+    monkeypatch.setattr(
+        torch, "compile", lambda call, *, backend, dynamic: ran.append(backend) or call
+    )
+    images = Images(1, (32, 32), np.zeros(3, np.float32), np.ones(3, np.float32), gpu=False)
+    engine = peers(reference_model("resnet-18"), images, "float32")["torch-maxvision"]()
+    assert ran == ["maxvision"] and engine.answer(0).shape == (1, 1000)
 
 
 def test_a_runtime_refuses_what_it_does_not_compute_in() -> None:
