@@ -46,6 +46,9 @@ _LEAST = 24
 """Ops that compute in a piece of a part, at the least: to compile one begins with 12 s."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What activations may be; the last one on a CPU."""
+CHANNELS_LAST = (0, 2, 3, 1)
+LAST = "channels last"
+"""Marks nodes whose images lie so, though torch would have them as [N, C, H, W]."""
 UNASKED = "it is not among the ops asked for"
 
 
@@ -163,6 +166,8 @@ def cut(
     whole = cutter.propose_partitions()
     divided = [piece for each in whole for piece in _divided(each, look.computing, pieces)]
     module = cutter.fuse_partitions(divided, prefix="part_")
+    if exact:
+        _lay(module)
     reasons = {node.name: why for node, why in look.absent.items()}
     found, parts = Explanation(), []
     for node in module.graph.nodes:
@@ -178,6 +183,7 @@ def cut(
                 found.ours += part.ops
                 module.set_submodule(str(node.target), part)
             elif only is None:  # to compile it takes longer than it saves
+                as_torch_has_them(inner)
                 found.left += [
                     Missing(str(each.target), "no layer is beside it", origin(each))
                     for each in inner.graph.nodes
@@ -190,6 +196,51 @@ def cut(
     told.ours += found.ours
     told.left += found.left
     return module, parts
+
+
+def may_lie_last(node: Any) -> bool:
+    """Tells whether a node gives images [N, C, H, W] as torch has them by default."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and value.ndim == 4 and value.is_contiguous()
+
+
+def _lay(module: fx.GraphModule) -> None:
+    """Lets images that go from program to program lie channels last, as kernels read and write.
+
+    ``LAST`` may mark inputs of the graph already, and what is kept for another one.
+    """
+    inner = {node: module.get_submodule(str(node.target))
+             for node in module.graph.find_nodes(op="call_module")}  # fmt: skip
+    for node, part in inner.items():
+        (last,) = part.graph.find_nodes(op="output")  # type: ignore[union-attr, operator]
+        single = not isinstance(last.args[0], (list, tuple))
+        for user in [node] if single else [*node.users]:
+            made = last.args[0] if single else last.args[0][user.args[1]]
+            if may_lie_last(made) and all(each in inner for each in user.users):
+                made.meta[LAST] = True
+            user.meta[LAST] = isinstance(made, fx.Node) and bool(made.meta.get(LAST))
+    for node, part in inner.items():
+        for given, name in zip(node.args, part.graph.find_nodes(op="placeholder"), strict=True):  # type: ignore[union-attr, operator]
+            name.meta[LAST] = bool(given.meta.get(LAST))
+    as_torch_has_them(module, [*inner])
+
+
+def as_torch_has_them(module: fx.GraphModule, but: Collection[fx.Node] = ()) -> None:
+    """Copies images that lie channels last for the ops of torch that read them, which may view them.
+
+    Args:
+        module: A graph.
+        but: Nodes that read them as they lie.
+    """
+    for node in [*module.graph.nodes]:
+        readers = [user for user in node.users if user not in but and user.op != "output"]
+        if node.meta.get(LAST) and readers and node.op != "call_module":
+            with module.graph.inserting_after(node):
+                kind = {"memory_format": torch.contiguous_format}
+                copy = module.graph.call_function(torch.ops.aten.clone.default, (node,), kind)
+            copy.meta["val"] = node.meta.get("val")
+            node.replace_all_uses_with(copy, lambda user: user in readers)
+    module.recompile()
 
 
 def _divided(part: Partition, computing: Sequence[fx.Node], pieces: int) -> list[Partition]:
@@ -282,7 +333,7 @@ class _Look(Walker):
             kind = type_of(value)  # floats as those of weights; ``in_dtype`` says what they are
             floats = value.is_floating_point() and not self.exact
             dtype = self.floats if floats else kind.dtype
-            order = _order(value)
+            order = _order(node)
             lies = self.net.input(_given(node), [kind.shape[axis] for axis in order], dtype)
             self.env[node] = _permuted(lies, _back(order))
         else:
@@ -387,10 +438,10 @@ class Part(nn.Module):
         (last,) = module.graph.find_nodes(op="output")
         self._single = not isinstance(last.args[0], (list, tuple))
         self._returned: list[fx.Node] = [last.args[0]] if self._single else [*last.args[0]]
-        self._orders = [_order(node.meta["val"]) for node in self._returned]
+        self._orders = [_order(node) for node in self._returned]
         self.translate()
         self.taken = [i for i, node in enumerate(inputs) if _given(node) in self.program.inputs]
-        self._lie = [_order(inputs[i].meta["val"]) for i in self.taken]
+        self._lie = [_order(inputs[i]) for i in self.taken]
         self._backs = [_back(order) for order in self._orders]
         self._run: OnTensors | Step | None = None
         self._loading: Future[None] | None = None
@@ -470,8 +521,11 @@ def _tf32() -> bool:
     return torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
 
 
-def _order(value: Tensor) -> tuple[int, ...]:
-    """Gives the axes in the order in which they lie in memory, as torch has it."""
+def _order(node: fx.Node) -> tuple[int, ...]:
+    """Gives the axes in the order in which they lie in memory: torch's, unless it was changed."""
+    if node.meta.get(LAST):
+        return CHANNELS_LAST
+    value = node.meta["val"]
     return tuple(sorted(range(value.ndim), key=lambda axis: -_number(value.stride(axis))))
 
 

@@ -19,7 +19,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from maxvision.bridge import attention, gradients
-from maxvision.bridge.parts import Explanation, at_once, cut, leave, load
+from maxvision.bridge.parts import (
+    LAST,
+    Explanation,
+    as_torch_has_them,
+    at_once,
+    cut,
+    leave,
+    load,
+    may_lie_last,
+)
 from maxvision.bridge.tensors import device_of
 from maxvision.common.errors import ModelError
 
@@ -71,10 +80,24 @@ def _partitioned(
     """
     gradients.lean(joint.graph)
     forward, backward = min_cut_rematerialization_partition(joint, *given, **named)
+    _keep_as_kernels_have_it(forward, backward, named["num_fwd_outputs"])
     if look is not None:
         for each in (forward, backward):
             look(each, [node.meta["val"] for node in each.graph.find_nodes(op="placeholder")])
     return forward, backward
+
+
+def _keep_as_kernels_have_it(
+    forward: fx.GraphModule, backward: fx.GraphModule, results: int
+) -> None:
+    """Marks the images that are kept for the way back, which nobody else sees."""
+    (last,) = forward.graph.find_nodes(op="output")
+    made: Any = last.args[0]
+    readers = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    for node in made[results:]:
+        if may_lie_last(node) and node.op == "call_function" and node not in made[:results]:
+            for each in (node, readers[node.name]):
+                each.meta[LAST] = True
 
 
 def _compiled(
@@ -100,6 +123,7 @@ def _compiled(
     except Exception as error:  # the way back is compiled when nobody else can catch it
         leave(told, error, run=run)
         gradients.with_indices(module)
+        as_torch_has_them(module)
         return _boxed(module)
     for each in (module, found, *found.children()):
         if isinstance(each, fx.GraphModule):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maxvision.bridge import parts, training
+from maxvision.bridge import aten, parts, training
 from maxvision.bridge.dynamo import backend
 from maxvision.bridge.parts import Explanation
 from maxvision.bridge.training import trained
@@ -226,18 +226,19 @@ def test_other_products_around_a_softmax_are_no_attention(way: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_images_stay_narrow_under_autocast() -> None:
-    """No float32 of an image's size is written, from the head's gradient to the first layer's."""
-    lies: Any = {"memory_format": torch.channels_last}
-    (x, labels), model = images(4, 32), Residual().to(**lies)
-    x = x.contiguous(**lies)
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_images_stay_narrow_and_channels_last(layout: torch.memory_format) -> None:
+    """Under autocast, from the head's gradient to the first layer's, however the model lies."""
+    (x, labels), model = images(4, 32), Residual().to(memory_format=layout)  # type: ignore[call-overload]
+    x = x.contiguous(memory_format=layout)
     with torch.autocast("cpu", torch.bfloat16):
         torch.compile(model, backend=backend, dynamic=False)(x, labels).backward()
     hopper = Backend("cuda", "bfloat16", architecture="sm_90a")
     for program in (passes.run(each.program, hopper) for each in Interpreted.made):
-        made = (program.types[name] for node in program.nodes for name in node.outputs)
-        wide = [each for each in made if each.dtype == "float32" and len(each.shape) == 4]
-        assert not [each for each in wide if each.shape[0] == 4 and math.prod(each.shape) > 4 * 64]
+        made = [(n.op, program.types[name]) for n in program.nodes for name in n.outputs]
+        large = [(op, y) for op, y in made if y.shape[:1] == (4,) and math.prod(y.shape) > 4 * 64]
+        assert len(large) > 9 and all(y.dtype in ("bfloat16", "bool") for _, y in large)
+        assert sum(op == "permute" for op, _ in large) < 2  # of the mean of the last ones
 
 
 def test_attention_with_dropout_is_taken_apart() -> None:
@@ -337,6 +338,20 @@ def test_torch_finds_maxima_again_where_it_pools() -> None:
     found = torch.compile(model, backend=backend, dynamic=False)(x)
     found.backward()
     torch.testing.assert_close(model.scale.grad, twin.scale.grad)
+
+
+def test_torch_reads_images_as_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it runs the way back of what a program computed, or part of it."""
+    model, given = Residual(), images()
+    twin = copy.deepcopy(model)
+    monkeypatch.setattr(training, "at_once", lambda: 1)
+    monkeypatch.setattr(parts, "Executor", Interpreted)
+    monkeypatch.setattr(Interpreted, "made", [], raising=False)
+    monkeypatch.delitem(aten.RULES, torch.ops.aten.where.self)
+    wanted = steps(twin, twin, *given)
+    found = steps(model, torch.compile(model, backend=backend, dynamic=False), *given)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert len(Interpreted.made) > 2
 
 
 def behind(*layers: nn.Module) -> nn.Module:
