@@ -226,7 +226,7 @@ def _lay(module: fx.GraphModule) -> None:
 
 
 def as_torch_has_them(module: fx.GraphModule, but: Collection[fx.Node] = ()) -> None:
-    """Copies images that lie channels last for the ops of torch that read them, which may view them.
+    """Copies images that lie channels last for ops of torch, which may view them.
 
     Args:
         module: A graph.
@@ -236,10 +236,11 @@ def as_torch_has_them(module: fx.GraphModule, but: Collection[fx.Node] = ()) -> 
         readers = [user for user in node.users if user not in but and user.op != "output"]
         if node.meta.get(LAST) and readers and node.op != "call_module":
             with module.graph.inserting_after(node):
-                kind = {"memory_format": torch.contiguous_format}
+                kind: Any = {"memory_format": torch.contiguous_format}
                 copy = module.graph.call_function(torch.ops.aten.clone.default, (node,), kind)
             copy.meta["val"] = node.meta.get("val")
-            node.replace_all_uses_with(copy, lambda user: user in readers)
+            for user in readers:
+                user.replace_input_with(node, copy)
     module.recompile()
 
 

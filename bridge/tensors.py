@@ -45,6 +45,8 @@ HELD = 256 << 20
 """Bytes of outputs that the launches of a graph hold together."""
 PLACES = 512
 """Places of inputs that a graph remembers."""
+LENT = 1 << 30
+"""Bytes of outputs that a step of training copies at most, as they are kept."""
 RECORDS = 8
 """How often a step of training is recorded anew before it runs kernel by kernel."""
 
@@ -168,9 +170,10 @@ class InPlace:
 class Step:
     """Runs a step of training, a compiled graph, on dense tensors, which have its dtypes.
 
-    A GPU records it the second time, and its outputs are then the launch's own memory. While one of
-    them is alive, as of two steps forward before one back, the next call runs kernel by kernel; or,
-    if they are small, as gradients that add up, outputs are copies from then on.
+    A GPU records it the second time, and its outputs are then the launch's own memory. Those that
+    are alive when it is called again, as losses that are collected and gradients that add up, are
+    copies from then on. Where that is too much, as of two large steps forward before one back, it
+    runs kernel by kernel.
 
     Args:
         executable: It.
@@ -186,6 +189,7 @@ class Step:
         self._ran = False
         self._launch: _Loan | None = None
         self._moving: set[int] = set()
+        self._kept: set[int] = set()
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Computes the outputs.
@@ -207,20 +211,23 @@ class Step:
         """Tells whether there is a launch that may be used; records one if need be."""
         if not self._ran:  # that loads the kernels
             return False
-        if self._launch is not None:
-            if not self._launch.returned():
+        if (launch := self._launch) is not None:
+            kept, moved = launch.kept(), launch.moved(tensors)
+            if launch.size(kept) > LENT:
                 return False
-            moved = self._launch.moved(tensors)
-            if moved <= self._moving and self._launch.fits(tensors):
+            if not kept and moved <= self._moving and launch.fits(tensors):
                 return True
+            self._kept |= kept
             self._moving |= moved
             with self._gate.running():  # to release one waits for the device
-                self._launch.release()
+                launch.release()
             self._launch = None
             self._left -= 1
         if self._left:
             with self._gate.capturing():
-                self._launch = _Loan(self._executable, self._device, tensors, self._moving)
+                self._launch = _Loan(
+                    self._executable, self._device, tensors, self._moving, self._kept
+                )
         return self._launch is not None
 
 
@@ -335,18 +342,24 @@ class _Loan(_Launch):
         device: See ``_Launch``.
         tensors: The inputs, where most of them lie from now on.
         moving: Which of them lie elsewhere each time, and are copied in.
+        copied: Which outputs are copied rather than lent.
     """
 
     def __init__(
-        self, executable: Any, device: Device, tensors: Sequence[Tensor], moving: Collection[int]
+        self,
+        executable: Any,
+        device: Device,
+        tensors: Sequence[Tensor],
+        moving: Collection[int],
+        copied: Collection[int],
     ) -> None:
         self._own = {i: tensors[i].clone() for i in sorted(moving)}
+        self._copied = {*copied}
         self._places = [each.data_ptr() for each in tensors]
         self._shapes = [each.shape for each in tensors]
         inputs = [_lent(self._own.get(i, each)) for i, each in enumerate(tensors)]
         super().__init__(executable, device, inputs, next(KEYS))
-        self._out: list[StorageWeakRef] = []
-        self._copies = False
+        self._out: dict[int, StorageWeakRef] = {}
 
     def moved(self, tensors: Sequence[Tensor]) -> set[int]:
         """Tells which inputs lie elsewhere than when it was recorded."""
@@ -357,13 +370,13 @@ class _Loan(_Launch):
         """Tells whether the inputs have the shapes that they had."""
         return all(x.shape == shape for x, shape in zip(tensors, self._shapes, strict=True))
 
-    def returned(self) -> bool:
-        """Tells whether torch has freed what was lent."""
-        if not all(each.expired() for each in self._out):
-            self._copies = self.bytes <= HELD
-            return False
-        self._out.clear()
-        return True
+    def kept(self) -> set[int]:
+        """Tells which of the outputs that were lent are alive."""
+        return {i for i, lent in self._out.items() if not lent.expired()}
+
+    def size(self, outputs: Collection[int]) -> int:
+        """Counts the bytes of some outputs."""
+        return sum(self._from[i].nbytes for i in outputs)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Computes the outputs."""
@@ -371,10 +384,12 @@ class _Loan(_Launch):
         for i, own in self._own.items():
             own.copy_(tensors[i])
         self.run()
-        if self._copies:
-            return self.copied()
-        found = [torch.from_dlpack(each) for each in self.outputs]
-        self._out = [StorageWeakRef(each.untyped_storage()) for each in found]
+        found = [
+            self._from[i].clone() if i in self._copied else torch.from_dlpack(each)
+            for i, each in enumerate(self.outputs)
+        ]
+        lent = ((i, each) for i, each in enumerate(found) if i not in self._copied)
+        self._out = {i: StorageWeakRef(each.untyped_storage()) for i, each in lent}
         return found
 
 

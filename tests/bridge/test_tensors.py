@@ -100,7 +100,7 @@ def test_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_lends_its_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch is used again once they are freed; until then it runs kernel by kernel."""
     recording(monkeypatch)
-    monkeypatch.setattr(tensors, "HELD", 0)
+    monkeypatch.setattr(tensors, "LENT", 0)
     executable = Doubling()
     run = tensors.Step(executable, CPU())  # type: ignore[arg-type]
     x = torch.empty(4)
@@ -127,18 +127,16 @@ def test_a_step_lends_its_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert executable.captured == [4] and len(executable.replayed) == 3
 
 
-def test_small_outputs_that_are_kept_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As gradients that are added up over several steps."""
+def test_outputs_that_are_kept_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As losses that are collected, and gradients that are added up over several steps."""
     recording(monkeypatch)
     executable = Doubling()
     run = tensors.Step(executable, CPU())  # type: ignore[arg-type]
     x = torch.ones(4)
-    kept = [run(x.fill_(value))[0] for value in (1.0, 2.0, 3.0)]
-    assert len(executable.replayed) == 1
-    kept.clear()
-    kept = [run(x.fill_(value))[0] for value in (4.0, 5.0, 6.0)]
-    assert [each.tolist() for each in kept] == [[2 * v] * 4 for v in (4.0, 5.0, 6.0)]
-    assert len(executable.replayed) == 4
+    kept = [run(x.fill_(float(i)))[0] for i in range(6)]
+    assert [each.tolist() for each in kept] == [[2.0 * i] * 4 for i in range(6)]
+    assert executable.captured == [4, 4] and len(executable.released) == 1
+    assert len(executable.replayed) == 5
 
 
 def test_inputs_that_move_are_copied_in(monkeypatch: pytest.MonkeyPatch) -> None:
