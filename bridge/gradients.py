@@ -545,6 +545,51 @@ def _detach(imp: Importer, node: Node, x: Value) -> Value:
     return x
 
 
+def masks_of_batch_norms(graph: torch.fx.Graph) -> None:
+    """Computes where a ReLU behind a batch norm is 0 from what was normed, which is read anyway.
+
+    The way back reads that twice, for its sums and for the gradient; it read the ReLU's result as
+    often, only for this.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.le.Scalar):
+        relu = _behind_aliases(node.args[0])
+        norm = _behind_aliases(relu.args[0]) if relu.target == aten.relu.default else relu
+        if norm is relu or norm.target is not operator.getitem or norm.args[1] or node.args[1]:
+            continue
+        made: Any = norm.args[0]
+        if made.target != aten._native_batch_norm_legit_functional.default or None in made.args[:3]:
+            continue
+        parts = {user.args[1]: user for user in made.users}
+        x, weight, bias = made.args[:3]
+        if not {1, 2} <= parts.keys() or parts[1].meta["val"].dtype != torch.float32:
+            continue  # of a CPU, statistics are rounded as images are
+        with graph.inserting_before(node):
+            scale = _called(graph, aten.mul.Tensor, parts[2], weight)
+            shift = _called(graph, aten.mul.Tensor, parts[1], scale)
+            shift = _called(graph, aten.sub.Tensor, bias, shift)
+            shape = [-1, *(1 for _ in x.meta["val"].shape[2:])]
+            scale, shift = (_called(graph, aten.view.default, v, shape) for v in (scale, shift))
+            narrow = x.meta["val"].dtype != torch.float32
+            wide = _called(graph, aten._to_copy.default, x, dtype=torch.float32) if narrow else x
+            scaled = _called(graph, aten.mul.Tensor, wide, scale)
+            node.args = (_called(graph, aten.add.Tensor, scaled, shift), 0)
+
+
+def _behind_aliases(node: Any) -> Node:
+    while node.target in (aten.alias.default, aten.detach.default):
+        node = node.args[0]
+    found: Node = node
+    return found
+
+
+def _called(graph: torch.fx.Graph, op: Any, *args: Any, **kwargs: Any) -> Node:
+    """Adds a call to a graph, with what it gives."""
+    node = graph.call_function(op, args, kwargs)
+    values = (each.meta["val"] if isinstance(each, Node) else each for each in args)
+    node.meta["val"] = op(*values, **kwargs)
+    return node
+
+
 def lean(graph: torch.fx.Graph) -> None:
     """Leaves out what torch saves for the way back and what rules do without.
 

@@ -79,6 +79,7 @@ def _partitioned(
     AOTAutograd has the way back compiled when it is first taken; ``look`` sees both now.
     """
     gradients.lean(joint.graph)
+    gradients.masks_of_batch_norms(joint.graph)
     forward, backward = min_cut_rematerialization_partition(joint, *given, **named)
     _keep_as_kernels_have_it(forward, backward, named["num_fwd_outputs"])
     if look is not None:

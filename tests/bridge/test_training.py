@@ -354,6 +354,17 @@ def test_torch_reads_images_as_it_has_them(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(Interpreted.made) > 2
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_a_relu_behind_a_batch_norm_is_not_read_again() -> None:
+    """The way back finds where it is 0 from what was normed."""
+    model = nn.Sequential(behind(nn.BatchNorm2d(8), nn.ReLU()), nn.AvgPool2d(8))
+    same(Loss(lambda y, wanted: (y.sum((1, 2, 3)) - wanted).square().mean(), model),
+         torch.randn(PICTURES), torch.randn(2))  # fmt: skip
+    _, backward = (each.program for each in Interpreted.made)
+    (mask,) = (node for node in backward.nodes if node.op == "le")
+    assert backward.producers[mask.inputs[0]].op == "add"
+
+
 def behind(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers)
 
@@ -361,9 +372,9 @@ def behind(*layers: nn.Module) -> nn.Module:
 class Loss(nn.Module):
     """A layer and a loss."""
 
-    def __init__(self, loss: Callable[..., Tensor]) -> None:
+    def __init__(self, loss: Callable[..., Tensor], layer: nn.Module | None = None) -> None:
         super().__init__()
-        self.linear, self.loss = nn.Linear(8, 5), loss
+        self.linear, self.loss = layer or nn.Linear(8, 5), loss
 
     def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
         return self.loss(self.linear(x), wanted)
