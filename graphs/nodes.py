@@ -588,7 +588,7 @@ def bmm(
         "layout": "nk" if transpose_b else "kn",
         "tf32": _tf32(a, tf32),
         "constant": False,
-        "aligned": False,
+        "aligned": transpose_b and _is_aligned_matrix(b),
     }
     scale = _host([alpha], wide(a.dtype))
     return _fused("bmm", a, [b, bias], residual, [scale], out, epilogue, parameters)
@@ -1571,6 +1571,13 @@ def _window(
 def _aligned(x: TensorValue, filter: Filter, **window: Any) -> bool:
     """Tells whether a GPU needs only the kernels for aligned sizes."""
     return not x.device.is_cpu() and arrange.is_aligned(filter.shape, x.dtype, **window)
+
+
+def _is_aligned_matrix(b: TensorValue) -> bool:
+    """Tells the same of a product by b, if it is one matrix [N, K] for all."""
+    sizes = [int(size) for size in b.shape if isinstance(size, StaticDim)]
+    known = b.rank == len(sizes) == 2
+    return known and not b.device.is_cpu() and arrange.is_aligned((1, 1, *sizes[::-1]), b.dtype)
 
 
 def _custom(

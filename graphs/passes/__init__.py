@@ -4,7 +4,7 @@
 | ---------------- | ---------------------------------------------------------------------------- |
 | constants        | ops on weights alone run when the model loads                                |
 | written_out      | activations, layer norms and RMS norms written out in smaller ops: one op    |
-| bias             | a constant vector added behind a product: its bias                           |
+| bias             | a vector added behind a product: its bias                                    |
 | batch_norm       | a convolution and its batch norm: one convolution                            |
 | attention        | attention, written out or not, with its masks: one op on tokens [N, T, C]    |
 | common           | ops that compute the same of the same values, as of a mask: one              |

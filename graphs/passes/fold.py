@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -49,22 +50,27 @@ _VIEWS = ("reshape", "permute", "slice", "expand", "concat")
 
 
 def bias(program: Program, _: Backend) -> Program:
-    """Takes a constant that is added to each channel of a product for its bias."""
+    """Takes a vector that is added to each channel of a product for its bias.
+
+    It is a constant, or in training a value behind a product of values.
+    """
     rewrite, taken = Rewrite(program), set(program.types)
     for node in program.nodes:
         if node.op != "add" or len(node.inputs) != 2 or node.at_load:
             continue
-        for value, constant in (node.inputs, node.inputs[::-1]):
+        for value, added in (node.inputs, node.inputs[::-1]):
             product = program.producers.get(value)
-            if product is None or not _takes_bias(program, product, node, constant):
+            if product is None or not _takes_bias(program, product, node, added):
                 continue
-            shape, new = program.types[constant].shape, []
+            held, new = _as_float32(program, added), []
+            shape = program.types[held].shape
             if len(shape) > 1:
-                flat = {"shape": (max(int(size) for size in shape),)}
                 vector = free(taken, f"{product.name}.bias")
-                new.append(Node("reshape", (constant,), (vector,), flat, at_load=True))
-                constant = vector
-            inputs = (*product.inputs[:2], constant)
+                flat = {"shape": (math.prod(map(int, shape)),)}
+                at_load = held in program.constants
+                new.append(Node("reshape", (held,), (vector,), flat, at_load=at_load))
+                held = vector
+            inputs = (*product.inputs[:2], held)
             rewrite.replace(
                 [product, node], *new, replace(product, inputs=inputs, outputs=node.outputs)
             )
@@ -72,20 +78,47 @@ def bias(program: Program, _: Backend) -> Program:
     return rewrite.done()
 
 
-def _takes_bias(program: Program, product: Node, add: Node, constant: str) -> bool:
-    """Tells whether ``add`` gives a constant to each channel of a product that has no bias."""
-    if product.op not in ("linear", "conv2d") or product.at_load or any(product.inputs[2:]):
+def _as_float32(program: Program, vector: str) -> str:
+    """Gives a vector as it was before it was rounded to 16 bits, or reshaped.
+
+    Kernels add biases in float32: a cast would be a launch, for fewer digits.
+    """
+    types, node = program.types, program.producers.get(vector)
+    while node is not None and not node.at_load:
+        kinds = [types[value].dtype for value in (node.inputs[0], node.output)]
+        rounds = node.op == "cast" and kinds in (["float32", "bfloat16"], ["float32", "float16"])
+        if not rounds and node.op != "reshape":
+            break
+        vector = node.inputs[0]
+        node = program.producers.get(vector)
+    return vector
+
+
+def _takes_bias(program: Program, product: Node, add: Node, added: str) -> bool:
+    """Tells whether ``add`` gives a number to each channel of a product that has no bias.
+
+    A product of matrices takes one if it has one second matrix for all; others are attention's.
+    """
+    if product.op not in ("linear", "conv2d", "matmul") or product.at_load:
         return False
-    out, held = program.types[product.output].shape, program.types[constant].shape
-    last = product.op == "linear" or product.attributes.get("layout") == "NHWC"
+    second = product.inputs[1]
+    if any(product.inputs[2:]) or (
+        product.op == "matmul" and len(program.types[second].shape) != 2
+    ):
+        return False
+    of_values = product.op == "matmul" or second not in program.constants
+    if added not in program.constants and not of_values:
+        return False
+    out, held = program.types[product.output].shape, program.types[added].shape
+    last = product.op != "conv2d" or product.attributes.get("layout") == "NHWC"
     channels = out[-1] if last else out[1]
     behind = 0 if last else len(out) - 2
     place = len(held) - 1 - behind
     return (
-        constant in program.constants
-        and product.attributes.get("epilogue", "none") == "none"
+        product.attributes.get("epilogue", "none") == "none"
         and program.only_user(product.output) is add
-        and program.types[add.output].shape == out
+        and program.types[add.output] == program.types[product.output]
+        and "float" in program.types[added].dtype
         and place >= 0
         and held[place] == channels
         and all(size == 1 for axis, size in enumerate(held) if axis != place)

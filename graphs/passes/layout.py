@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from max.dtype import DType
 
+from maxvision.graphs.arrange import is_aligned
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE, MOST_PARTS, REDUCTIONS
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, rebuilt
@@ -32,6 +34,8 @@ LAST = (0, 2, 3, 1)
 """How images and filters are permuted to have their channels last."""
 TURNED = (0, 2, 1)
 """How tokens [N, T, C] are transposed, and back."""
+ROWS = 64
+"""Rows, an image, from which on a matrix [K, N] is transposed for their product on Hopper."""
 ALONG_AXES = ("slice", "concat", "pad", "roll", "cumsum", *REDUCTIONS)
 """Ops that name axes, and do the same wherever these lie."""
 
@@ -44,6 +48,8 @@ def channels_last(program: Program, on: Backend) -> Program:
     takes is laid out before it grows.
 
     On Hopper, linear layers of transposed tokens, as in MLP-Mixer, multiply them where they lie.
+    Matrices [K, N] that are values, as weights are in training, are transposed there if many rows
+    are multiplied by them.
     """
     return _Layout(program, on).run()
 
@@ -200,7 +206,9 @@ class _Layout:
     def transposed(self, node: Node) -> bool:
         """Multiplies by matrices that are transposed for it where they lie.
 
-        What a transposed matrix [M, K] is the left side of is the gradient of a layer's weights.
+        What a transposed matrix [M, K] is the left side of is the gradient of a layer's weights. A
+        matrix [K, N] by which Hopper multiplies many rows, as in the gradient of a layer's input,
+        is transposed: its kernels read [N, K].
         """
         (a, b), rest = node.inputs[:2], node.inputs[2:]
         shapes = [self.program.types[value].shape for value in (a, b)]
@@ -224,12 +232,22 @@ class _Layout:
                 assert held is not None
                 self.seen[node.output] = (name, held)
                 return True
-        if not self.is_transposed(b):
+        if not self.is_transposed(b) and not self.transposing_pays(a, b):
             return False
         swapped = (*range(len(shapes[1]) - 2), len(shapes[1]) - 1, len(shapes[1]) - 2)
         inputs = (self.read(a), self.read(b, swapped), *(self.read(v) if v else "" for v in rest))
         self.nodes.append(replace(node.with_attributes(transpose_b=True), inputs=inputs))
         return True
+
+    def transposing_pays(self, a: str, b: str) -> bool:
+        """Tells whether a product is faster if its second matrix is transposed to [N, K] first."""
+        (*rows, _), (sizes, dtype) = self.program.types[a].shape, self.program.types[b]
+        if not self.on.is_hopper or len(sizes) != 2 or "float" not in dtype:
+            return False
+        if not all(isinstance(size, int) for size in sizes):
+            return False
+        many = math.prod(split(size)[0] for size in rows) >= ROWS
+        return many and is_aligned((1, 1, *sizes), DType[dtype])  # type: ignore[arg-type]
 
     def is_transposed(self, value: str) -> bool:
         """Tells whether a value lies in memory with its last two axes swapped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,13 @@ from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
 from maxvision.graphs import passes
+from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
 from maxvision.graphs.cvt import CvtStage
 from maxvision.graphs.elementwise import ELEMENTWISE
-from maxvision.graphs.lower import EMIT, OTHERS, Canonical, backend, emit, lower
+from maxvision.graphs.lower import EMIT, OTHERS, Canonical, backend, bind, emit, lower
 from maxvision.graphs.net import Net, Value
+from maxvision.graphs.nodes import dims
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.passes import PASSES
 from maxvision.graphs.pixels import from_pixels
@@ -282,6 +285,31 @@ def test_every_op_that_is_no_weights_can_be_lowered() -> None:
     at_load = {"batch_norm_scale", "batch_norm_shift", "scale_filter"}
     at_load |= {"bytes_mean", "bytes_scale", "fake_quantize_filter", "full"}
     assert set(EMIT) == set(OPS) - at_load
+
+
+def layer_of_values(net: Net, x: Value) -> None:
+    """A linear layer whose weights are values [F, C], and the gradient of what it reads."""
+    w = net.input("w", (24, 16))
+    y = net.op("matmul", [x, net.permute(w, 1, 0)]) + net.input("b", (24,))
+    net.output("y", y)
+    net.output("dx", net.op("matmul", [y, w]))
+
+
+def test_products_of_values_need_no_kernels_but_hoppers() -> None:
+    gpu, on = DeviceRef.GPU(), Backend("cuda", "float32", architecture="sm_90a")
+    final = passes.run(nets.program(layer_of_values, 64, 16), on)
+    types = [TensorType(DType[t.dtype], dims(t.shape), gpu) for t in final.inputs.values()]
+    with Graph("values", input_types=types, kernel_library=Unchecked()) as graph:
+        graph.output(
+            *emit(final, [x.tensor for x in graph.inputs], bind([final], {}, gpu, "float32"))
+        )
+    lines = [line for line in str(graph).splitlines() if "symbol = " in line]
+    products = [line for line in lines if 'symbol = "bmm"' in line]
+    assert len(products) == 2 and len(lines) == 3  # and a permute
+    for line in products:
+        assert {"aligned = true", "constant = false", 'layout = "nk"'} <= set(
+            re.findall(r'\w+ = (?:true|false|"nk")', line)
+        )
 
 
 @pytest.mark.parametrize("off", [(), set(PASSES)])

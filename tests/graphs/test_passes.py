@@ -32,6 +32,7 @@ from tests.graphs.interpret import inputs, interpret, weights
 
 CPU, CUDA, HIP = Backend("cpu", "float32"), Backend("cuda", "bfloat16"), Backend("hip", "float16")
 HOPPER = Backend("cuda", "bfloat16", architecture="sm_90a")
+HOPPER32 = replace(HOPPER, dtype="float32")
 BACKENDS = {"cpu": CPU, "cuda": CUDA, "hip": HIP}
 Write = Callable[[Net, Value], Any]
 
@@ -192,6 +193,17 @@ def rounded_sum(net: Net, x: Value, *, flip: bool = False, residual: str = "roun
     beside = x if residual == "rounded" else plain
     y = net.op("clamp", [beside + y if flip else y + beside], min=0.1, max=1.5)
     return net.op("fake_quantize", [y], scale=0.01, low=-7.0, high=248.0)
+
+
+def by_value(net: Net, x: Value, f: int = 24, **settings: Any) -> Value:
+    """Multiplies tokens by a matrix that is a value [C, F], as weights are in training."""
+    return net.op("matmul", [x, net.input("matrix", (x.shape[-1], f))], **settings)
+
+
+def conv_by_value(net: Net, x: Value, f: int = 6) -> Value:
+    """Convolves images by a filter and a bias that are values."""
+    y = net.op("conv2d", [x, net.input("filter", (f, x.size(1), 3, 3))], padding=1)
+    return y + net.reshape(net.input("vector", (f,)), 1, f, 1, 1)
 
 
 def pool(net: Net, x: Value) -> Value:
@@ -1019,6 +1031,32 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "bias", CPU, lambda n, x: n.linear(x, "a", 6, bias=False) + n.weight("g", 6), TOKENS,
         "add ->",
     ),
+    "a vector behind a product, both of values": (
+        "bias", CPU, lambda n, x: by_value(n, x) + n.input("vector", (24,)), TOKENS, "add ->",
+    ),
+    "a vector behind a product that is scaled, on the left": (
+        "bias", CPU, lambda n, x: n.input("vector", (1, 24)) + by_value(n, x, alpha=0.5), TOKENS,
+        "add -> reshape",
+    ),
+    "a constant behind a product of values": (
+        "bias", CPU, lambda n, x: by_value(n, x) + n.weight("b", 24), TOKENS, "add ->",
+    ),
+    "a vector behind a convolution, both of values": (
+        "bias", CPU, conv_by_value, IMAGE, "add reshape ->",
+    ),
+    "a matrix [K, N] that is a value": (
+        "channels_last", HOPPER32, by_value, (64, 16), "-> permute",
+    ),
+    "a matrix [N, K] that is a value": (
+        "channels_last", HOPPER32,
+        lambda n, x: n.op("matmul", [x, n.permute(n.input("matrix", (24, 16)), 1, 0)]), (64, 16),
+        "permute ->",
+    ),
+    "a residual behind a product of values, and an activation": (
+        "epilogues", HOPPER32,
+        lambda n, x: n.relu(x + (by_value(n, x, 16) + n.input("vector", (16,)))), (64, 16),
+        "add relu ->",
+    ),
     "what two ops compute of the same": (
         "common", CPU,
         lambda n, x: n.op("softmax", [x]) + n.op("mul", [x, n.op("softmax", [x])]), TOKENS,
@@ -1247,6 +1285,33 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
             "matmul", [q, k, n.weight("bias", 5)]
         )), TOKENS,
     ),
+    "bias: a value behind a linear layer of weights": (
+        "bias", CPU, lambda n, x: n.linear(x, "a", 6, bias=False) + n.input("vector", (6,)), TOKENS,
+    ),
+    "bias: a vector behind a product of each image": (
+        "bias", CPU,
+        lambda n, x: n.op("matmul", [x, x], transpose_b=True) + n.input("vector", (5,)), TOKENS,
+    ),
+    "bias: the product is read elsewhere": (
+        "bias", CPU, lambda n, x: used(n, by_value(n, x)) + n.input("vector", (24,)), TOKENS,
+    ),
+    "bias: rows of a product that are no vector": (
+        "bias", CPU, lambda n, x: by_value(n, x) + n.input("rows", (5, 24)), TOKENS,
+    ),
+    **{
+        f"channels_last: a matrix of values, {what}": ("channels_last", backend, write, shape)
+        for what, backend, write, shape in [
+            ("few rows", HOPPER32, by_value, (63, 16)),
+            ("rows of a batch", HOPPER32, by_value, (16,)),
+            ("on a CPU", CPU, by_value, (64, 16)),
+            ("on another GPU", CUDA, by_value, (64, 16)),
+            ("an odd K", HOPPER32, by_value, (64, 15)),
+            ("an odd N", HOPPER32, lambda n, x: by_value(n, x, 20), (64, 16)),
+            ("an odd K in 16 bits", HOPPER, by_value, (64, 12)),
+            ("one for each image", HOPPER32,
+             lambda n, x: n.op("matmul", [x, n.input("matrices", (BATCH, 16, 24))]), (64, 16)),
+        ]
+    },
     "attention: probabilities are scaled": (
         "attention", CPU, lambda n, x: written(n, x, shares=lambda y: times(y, 2.0)), TOKENS,
     ),
@@ -1977,6 +2042,34 @@ def test_the_gradient_of_a_filter_reads_images_as_they_lie() -> None:
     assert gradient.attributes["layout"] == "NHWC"
     assert [final.types[value].shape[1:] for value in gradient.inputs] == [(6, 5, 4), (3, 3, 6)]
     assert not ops(final)["permute"]  # the step is asked for with its channels last
+
+
+def layer_in_training(net: Net, x: Value) -> Value:
+    """A linear layer whose weights are values, under autocast: forward, and all gradients."""
+    x, w, b = (
+        net.op("cast", [value], dtype="bfloat16")
+        for value in (x, net.input("w", (48, 32)), net.input("b", (48,)))
+    )
+    rows = net.reshape(x, "64*" + BATCH, 32)
+    y = net.op("matmul", [rows, net.permute(w, 1, 0)]) + b
+    residual = net.op("cast", [net.input("residual", (BATCH, 64, 48))], dtype="bfloat16")
+    z = net.relu(net.reshape(y, BATCH, 64, 48) + residual)
+    dy = net.reshape(z, "64*" + BATCH, 48)
+    net.output("dx", net.reshape(net.op("matmul", [dy, w]), BATCH, 64, 32))
+    net.output("dw", net.op("matmul", [net.permute(dy, 1, 0), rows]))
+    return z
+
+
+def test_a_layer_of_values_is_one_product_each_way_on_hopper() -> None:
+    final = kept(nets.program(layer_in_training, 64, 32), HOPPER)
+    forward, backward = (node for node in final.nodes if node.op == "matmul")
+    assert forward.inputs[2] == "b"  # which is not rounded
+    assert forward.attributes == {"transpose_b": True, "epilogue": "add_relu"}
+    assert final.types[backward.inputs[1]].shape == (32, 48)
+    assert backward.attributes == {"transpose_b": True}
+    counts = ops(final)
+    assert counts["conv2d_weight_grad"] == counts["permute"] == 1
+    assert not counts["add"] + counts["pointwise"] + counts["relu"]
 
 
 def pooling(net: Net, x: Value) -> Value:

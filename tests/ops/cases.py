@@ -1287,6 +1287,7 @@ CASES = [
     product("bmm tiles", (2, 130, 72), (2, 72, 136), alpha=0.5, bias=True),
     product("bmm tiles transposed", (2, 130, 72), (2, 133, 72), transpose=True, then="gelu"),
     product("bmm one b", (4, 9, 20), (20, 70), shared=True, bias=True),
+    product("bmm one b transposed", (4, 33, 72), (136, 72), transpose=True, shared=True, bias=True),
     product("bmm add", (2, 9, 20), (2, 20, 70), then="add"),
     product("bmm hardswish", (2, 9, 20), (2, 20, 70), then="hardswish"),
     conv("conv2d depthwise silu", (6, 5), 20, 20, (3, 3), padding=1, groups=20, then="silu"),
