@@ -3,15 +3,12 @@
 A GEMM of F filters by R S C columns j = (r, s, c) whose K are the pixels m. There are many more pixels
 than results, so they are divided into parts too, whose float32 sums a second kernel adds up in their
 order and rounds: the result does not depend on how blocks run. hopper.mojo multiplies 16-bit numbers
-by wgmma, mma.mojo by mma.sync what that does not take, and float32 as TF32; for all else there is the
-kernel of this file.
+by wgmma, mma.mojo by mma.sync what that does not take, and float32 as TF32; depthwise.mojo has filters
+of one channel; for all else there is the kernel of this file.
 
 That kernel: a block of 256 threads computes 64 filters x 64 columns of a part, each thread 4 x 4, from
 16 pixels at a time in shared memory. CUDA cores and float32 throughout, whatever the dtype of the
 tensors, so it runs on every GPU. Bound by the FMA units.
-
-Depthwise, a block sums one tap of 32 channels, neighbouring threads neighbouring channels; its warps
-take turns at the pixels. Bound by the cache, from which dy is read once for each tap.
 """
 
 from max.gpu import barrier, block_idx, thread_idx
@@ -25,6 +22,7 @@ from ..geometry import Geometry
 from ..hopper.conv import takes
 from ..operands import F32, widened
 from ..target import HAS_MMA, IS_HOPPER
+from .depthwise import weight_grad_depthwise
 from .hopper import weight_grad_hopper
 from .mma import weight_grad_mma
 from .parts import Part, Place, Tap, add_parts
@@ -40,10 +38,6 @@ comptime PITCH = TILE + 4
 """Floats from one pixel to the next in shared memory; 4 more than needed, against conflicts."""
 comptime LEAST = 16 * DEPTH
 """Pixels of a part at least."""
-comptime CHANNELS = 32
-"""Channels of a block of the depthwise kernel."""
-comptime WARPS = THREADS // CHANNELS
-"""Pixels that it takes at a time."""
 
 
 def conv2d_weight_grad_gpu[
@@ -165,61 +159,3 @@ def weight_grad_kernel[dtype: DType](o: WeightGrad[dtype], g: Geometry):
                 var at = j0 + 4 * column + j
                 if at < g.depth():
                     to[unsafe_offset=(group * g.group_f() + f) * g.depth() + at] = sums[i][j]
-
-
-def weight_grad_depthwise[
-    dtype: DType, //
-](g: Geometry, o: WeightGrad[dtype], most: Int, ctx: DeviceContext) raises:
-    """Enqueues the gradient of depthwise filters.
-
-    Parameters:
-        dtype: Of the tensors.
-
-    Args:
-        g: Sizes of the convolution.
-        o: Tensors.
-        most: Parts of the pixels for which there is room.
-        ctx: The GPU.
-
-    Raises:
-        If a launch fails.
-    """
-    var taps = g.r * g.s
-    var blocks = ceildiv(g.c, CHANNELS) * taps
-    var wanted = ceildiv(8 * Device(ctx).multiprocessors, blocks)
-    var parts = max(1, min(min(wanted, most), ceildiv(g.pixels(), LEAST)))
-    ctx.enqueue_function[depthwise_kernel[dtype]](
-        o, g, grid_dim=(ceildiv(g.c, CHANNELS), taps, parts), block_dim=THREADS
-    )
-    add_parts(o, g.c * taps, parts, ctx)
-
-
-@__name(t"conv2d_weight_grad_depthwise_{dtype}")
-def depthwise_kernel[dtype: DType](o: WeightGrad[dtype], g: Geometry):
-    """Sums a part of the pixels for a tap of 32 channels, into the room.
-
-    Parameters:
-        dtype: Of the tensors.
-
-    Args:
-        o: Tensors.
-        g: Sizes of the convolution.
-    """
-    var left = unsafe_stack_allocation[THREADS, Float32, address_space=AddressSpace.SHARED]()
-    var warp, lane = divmod(Int(thread_idx.x), CHANNELS)
-    var c = Int(block_idx.x) * CHANNELS + lane
-    var number = Int(block_idx.y)
-    var part = Part(g.pixels())
-    var sum = Float32(0)
-    if c < g.c:
-        var tap = Tap(g, c, number)  # of a group of one channel
-        for m in range(part.first + warp, part.end, WARPS):
-            var value = widened(tap.load[1](g, o.x, Place(g, m)))
-            sum += widened(o.dy[unsafe_offset=m * g.c + c]) * value
-    left[unsafe_offset=Int(thread_idx.x)] = sum
-    barrier()
-    if warp == 0 and c < g.c:
-        for other in range(1, WARPS):
-            sum += left[unsafe_offset=other * CHANNELS + lane]
-        var taps = g.r * g.s
-        o.room[unsafe_offset=(part.number * g.c + c) * taps + number] = sum

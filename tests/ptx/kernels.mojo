@@ -14,7 +14,8 @@ from ops.pool import pool_gpu
 from ops.pool_grad import pool_grad_gpu
 from ops.roll import RollSizes, roll_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
-from ops.conv2d_weight_grad.gpu import weight_grad_depthwise, weight_grad_portable
+from ops.conv2d_weight_grad.depthwise import weight_grad_depthwise
+from ops.conv2d_weight_grad.gpu import weight_grad_portable
 from ops.conv2d_weight_grad.hopper import CONFIGS as GRADIENTS
 from ops.conv2d_weight_grad.hopper import weight_grad_tile
 from ops.conv2d_weight_grad.mma import weight_grad_mma
@@ -212,6 +213,8 @@ def depthwise(
         o32, g, grid_dim=n, block_dim=128
     )
     ctx.enqueue_function[depthwise_kernel[F32, adds, 4]](o32, g, grid_dim=n, block_dim=256)
+    weight_grad_depthwise(g, WeightGrad[BF16](o.x, o.x, o.y, o.bias), n, ctx)
+    weight_grad_depthwise(g, WeightGrad[F32](o32.x, o32.x, o32.y, o32.bias), n, ctx)
 
 
 def gradients(
@@ -219,7 +222,6 @@ def gradients(
 ) raises:
     var o = WeightGrad[BF16](half, half, half, full)
     weight_grad_portable(g, o, n, ctx)
-    weight_grad_depthwise(g, o, n, ctx)
     comptime for i in range(len(GRADIENTS)):
         weight_grad_tile[GRADIENTS[i]](g, o, n, ctx)
     var o16 = WeightGrad[F16](half2, half2, half2, full)

@@ -8,6 +8,7 @@ the parameters' sizes are checked against the kernel's.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -605,7 +606,8 @@ def weight_grad(
         dtype: Of the tensors.
         parts: Of the pixels.
         groups: Of channels.
-        kind: Which of the kernels without a tile: ``cores``, ``depthwise`` or ``mma_128``, ...
+        kind: Which of the kernels without a tile: ``cores``, ``depthwise_3x3_1x4`` (the taps of a
+            block, the stride, the channels of a thread) or ``mma_128``, ...
         seed: Of the order of warps and copies.
 
     Returns:
@@ -613,7 +615,7 @@ def weight_grad(
     """
     shape, depth = (g.f, g.r, g.s, g.c // groups), g.r * g.s * g.c // groups
     memory, (first, second) = Tensors(), kernels
-    late = tile is not None  # the others begin when the kernel ahead is done
+    late = tile is not None or kind.startswith("depthwise")  # the others begin when it is done
     x_at, x = held(memory, x, late)
     dy_at, dy = held(memory, dy, late)
     dw_at, dw = held(memory, unwritten(shape, dtype))
@@ -639,11 +641,14 @@ def weight_grad(
         sizes = [g.n, g.h, g.w, g.c, g.r, g.s, p, q, g.f, *g.stride, *g.pad, *g.dilation, groups]
         columns = int(kind.split("_")[1]) if kind.startswith("mma") else 64
         grid: tuple[int, ...] = (-(-depth // columns), -(-(g.f // groups) // 64) * groups, parts)
-        if kind == "depthwise":
-            grid = (-(-g.c // 32), g.r * g.s, parts)
-        launch = Launch(
-            first, [tensors, pack("16q", *sizes)], memory, grid=grid, threads=256, together=8
-        )
+        arguments = [tensors, pack("16q", *sizes)]
+        if kind.startswith("depthwise"):
+            rows, across, _, width = map(int, re.findall(r"\d+", kind))
+            vectors = g.c // width
+            columns = -(-vectors // 16)
+            grid = (columns, -(-g.r // rows) * -(-g.s // across), parts)
+            arguments.append(pack("i", -(-vectors // columns)))
+        launch = Launch(first, arguments, memory, grid=grid, threads=256, together=8)
     launch.run(seed)
     if not tile or parts > 1:
         size = g.f * depth

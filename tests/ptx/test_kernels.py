@@ -478,9 +478,26 @@ def test_weight_grad_by_mma(
     run_gradient(find, rng, g, dtype=dtype, groups=groups, parts=2, kind=name)
 
 
-def test_depthwise_weight_grad(find: Find, rng: np.random.Generator) -> None:
-    g = Conv(2, 6, 7, 37, 37, 3, 2, (2, 1), (1, 1), (1, 2))
-    run_gradient(find, rng, g, groups=g.c, parts=2, kind="depthwise")
+@pytest.mark.parametrize(
+    ("g", "name"),
+    [
+        (Conv(2, 18, 14, 72, 72, 3, 3, pad=(1, 1)), "3x3_1x4_bfloat16"),
+        (Conv(2, 17, 16, 36, 36, 3, 3, (2, 2), (1, 1)), "3x3_2x4_bfloat16"),
+        (Conv(1, 17, 21, 8, 8, 4, 3, (3, 2), (2, 1), (2, 1)), "3x3_2x4_float32"),
+        (Conv(2, 8, 15, 12, 12, 5, 5, pad=(2, 2)), "1x5_1x4_bfloat16"),
+        (Conv(1, 9, 16, 4, 4, 5, 5, (2, 2), (2, 2)), "1x5_2x4_float32"),
+        (Conv(1, 9, 8, 12, 12, 7, 7, pad=(3, 3)), "1x7_1x4_bfloat16"),
+        (Conv(1, 11, 12, 12, 12, 2, 5, (1, 2), (2, 4), (3, 2)), "1x4_0x4_float32"),
+        (Conv(2, 6, 7, 37, 37, 3, 2, (2, 1), (1, 1), (1, 2)), "1x4_0x1_bfloat16"),
+        (Conv(1, 1, 1, 5, 5, 3, 3, pad=(1, 1)), "1x4_0x1_bfloat16"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_depthwise_weight_grad(find: Find, rng: np.random.Generator, g: Conv, name: str) -> None:
+    size, dtype = name.rsplit("_", 1)
+    kind, odd = f"depthwise_{size}", g.c > 5
+    run_gradient(find, rng, g, dtype=dtype, groups=g.c, parts=2, kind=kind, odd=odd)
 
 
 def run_gradient(
