@@ -327,7 +327,8 @@ def conv2d_weight_grad(
     parts = 0 if x.device.is_cpu() else max(1, min(GRADIENT_ROOM // max(size, 1), GRADIENT_PARTS))
     room = Type((parts, size), "float32")
     window = _window(shapes.pair(kernel), stride, padding, dilation, groups)
-    parameters = {"tf32": _tf32(x, tf32)}
+    depthwise = 1 < groups == int(x.shape[-1]) == int(dy.shape[-1])
+    parameters = {"tf32": _tf32(x, tf32), "depthwise": depthwise}
     return _custom("conv2d_weight_grad", [x, dy, window], [out, room], parameters)[0]
 
 

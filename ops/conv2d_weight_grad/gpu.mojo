@@ -41,13 +41,14 @@ comptime LEAST = 16 * DEPTH
 
 
 def conv2d_weight_grad_gpu[
-    dtype: DType, //, tf32: Bool
+    dtype: DType, //, tf32: Bool, depthwise: Bool = False
 ](g: Geometry, o: WeightGrad[dtype], most: Int, ctx: DeviceContext) raises:
     """Enqueues the gradient.
 
     Parameters:
         dtype: Of the tensors.
         tf32: Whether float32 may be rounded to TF32 for the products.
+        depthwise: Whether each filter is of one channel, and each channel has one.
 
     Args:
         g: Sizes of the convolution.
@@ -58,13 +59,13 @@ def conv2d_weight_grad_gpu[
     Raises:
         If a launch fails.
     """
+    comptime if depthwise:
+        weight_grad_depthwise(g, o, most, ctx)
+        return
     comptime if IS_HOPPER and dtype.is_half_float():
         if takes[dtype](g) and g.pixels() > 0:
             weight_grad_hopper(g, o, most, ctx)
             return
-    if g.depthwise():
-        weight_grad_depthwise(g, o, most, ctx)
-        return
     comptime if HAS_MMA and (tf32 or dtype.is_half_float()):
         weight_grad_mma(g, o, most, ctx)
     else:

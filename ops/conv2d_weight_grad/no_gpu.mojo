@@ -10,6 +10,6 @@ from .tensors import WeightGrad
 
 @doc_hidden
 def conv2d_weight_grad_gpu[
-    dtype: DType, //, tf32: Bool
+    dtype: DType, //, tf32: Bool, depthwise: Bool = False
 ](g: Geometry, o: WeightGrad[dtype], most: Int, ctx: DeviceContext) raises:
     comptime assert False, REASON

@@ -21,7 +21,7 @@ struct Conv2dWeightGrad:
 
     @staticmethod
     def execute[
-        target: StaticString, tf32: Bool
+        target: StaticString, tf32: Bool, depthwise: Bool
     ](
         dw: OutputTensor[rank=4, ...],
         room: OutputTensor[dtype=F32, rank=2, ...],
@@ -35,6 +35,7 @@ struct Conv2dWeightGrad:
         Parameters:
             target: "cpu" or "gpu".
             tf32: Whether a GPU may round float32 to TF32 for the products.
+            depthwise: Whether each filter is of one channel, and each channel has one.
 
         Args:
             dw: Result [F, R, S, C / groups].
@@ -56,4 +57,4 @@ struct Conv2dWeightGrad:
             ], "conv2d_weight_grad: a CPU expects float32, bfloat16 or float64"
             conv2d_weight_grad_cpu(g, o)
         else:
-            conv2d_weight_grad_gpu[tf32](g, o, room.shape()[0], ctx)
+            conv2d_weight_grad_gpu[tf32, depthwise](g, o, room.shape()[0], ctx)
