@@ -19,8 +19,8 @@ from maxvision.graphs.formats import PACKED
 STEPS = 200_000
 """Tries before an assignment is given up."""
 OURS = re.compile(
-    r"(gemm|conv2d|depthwise|stem|attention|layernorm|rms_norm|group_norm|reduce|(concat_)?pointwise"
-    r"|pool|normalize|roll|squeeze_excite|token_linear|gather_rows"
+    r"(gemm|conv2d|depthwise|stem|attention|layernorm|layer_norm_grad|rms_norm|group_norm|reduce"
+    r"|(concat_)?pointwise|pool|normalize|roll|squeeze_excite|token_linear|gather_rows"
     r"|optimizer_step)_"
 )
 """Begins of symbols that are no kernel of MAX's own."""
@@ -72,6 +72,8 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[rf"reduce_{'sum' if op == 'mean' else op}_\w+"]]
     elif op == "attention":
         ways = [[r"attention_(?!grad)\w+"]]
+    elif op == "layer_norm_grad":
+        ways = [[r"layer_norm_grad_(?!add)\w+", r"layer_norm_grad_add_\w+"]]
     elif op == "attention_grad":
         ways = [[rf"attention_grad_(plain_)?{side}_\w+" for side in ("queries", "keys")]]
     elif op == "conv2d_weight_grad":

@@ -35,12 +35,13 @@ def decompositions() -> Any:
 
 
 KEPT = (
-    aten.native_layer_norm.default, aten.native_group_norm.default,
+    aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
+    aten.native_group_norm.default,
     aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default,
     aten.embedding_dense_backward.default, aten.gelu_backward.default,
     aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default,
 )  # fmt: skip
-"""Ops that torch would take apart, and whose statistics have a rule here."""
+"""Ops that torch would take apart, and that have a rule here."""
 
 
 _PLAIN = dict(forward.RULES)
@@ -105,16 +106,49 @@ def _layer_norm(
     """Norms the last axes: y, and the mean and the inverse deviation, if anything reads them."""
     net, axes = imp.net, list(range(len(x.shape) - len(shape), len(x.shape)))
     given = x
-    values = all(isinstance(each, Value) for each in (weight, bias))
-    if values and len(axes) == 1 and not any(user.args[1] for user in node.users):
-        return [net.op("layer_norm", [x, weight, bias], eps=float(eps)), None, None]
+    known = not any(isinstance(each, Value) for each in (weight, bias))
+    if not any(user.args[1] for user in node.users):
+        if known:
+            y, *_ = _PLAIN[aten.native_layer_norm.default](imp, node, x, shape, weight, bias, eps)
+            return [y, None, None]
+        vectors = (
+            imp.constant(torch.full([math.prod(shape)], fill)) if each is None
+            else _as_one(imp.value(each), shape)
+            for each, fill in ((weight, 1.0), (bias, 0.0))
+        )  # fmt: skip
+        y = net.op("layer_norm", [_as_one(x, shape), *vectors], eps=float(eps))
+        return [net.reshape(y, *x.shape), None, None]
     y, middle, inverse, _ = _normed(imp, _widened(imp, x), axes, eps)
-    if all(each is None or not isinstance(each, Value) for each in (weight, bias)):
+    if known:
         y, *_ = _PLAIN[aten.native_layer_norm.default](imp, node, x, shape, weight, bias, eps)
         return [y, middle, inverse]
     y = y if weight is None else net.op("mul", [y, imp.value(weight)])
     y = y if bias is None else net.op("add", [y, imp.value(bias)])
     return [_cast(imp, y, given.type.dtype), middle, inverse]
+
+
+@rule(aten.native_layer_norm_backward.default)
+def _layer_norm_backward(
+    imp: Importer, node: Node, dy: Any, x: Any, shape: Sequence[int], middle: Any, eps: Any,
+    weight: Any, bias: Any, wanted: Sequence[bool],
+) -> list[Any]:  # fmt: skip
+    """Gives the gradients of x, of the weight and of the bias; ``lean`` says eps."""
+    if middle is not None:
+        raise Unsupported("the gradient of a layer norm that is not in its graph")
+    dy, x = imp.value(dy), imp.value(x)
+    given = [_as_one(dy, shape), _as_one(x, shape)]
+    if weight is not None:
+        given.append(_as_one(imp.value(weight), shape))
+    dx, *vectors = imp.net.several("layer_norm_grad", given, eps=float(eps))
+    found = [imp.net.reshape(dx, *x.shape), *(imp.net.reshape(v, *shape) for v in vectors)]
+    return [each if asked else None for each, asked in zip(found, wanted, strict=True)]
+
+
+def _as_one(x: Value, shape: Sequence[int]) -> Value:
+    """Makes one axis of the last ones, which have a shape."""
+    if len(shape) == 1:
+        return x
+    return x.net.reshape(x, *x.shape[: len(x.shape) - len(shape)], math.prod(shape))
 
 
 @rule(aten.native_group_norm.default)
@@ -593,8 +627,9 @@ def _called(graph: torch.fx.Graph, op: Any, *args: Any, **kwargs: Any) -> Node:
 def lean(graph: torch.fx.Graph) -> None:
     """Leaves out what torch saves for the way back and what rules do without.
 
-    These are the places of maxima, which x has too, and statistics of a batch that are not those by
-    which it was normed.
+    These are the places of maxima, which x has too, statistics of a batch that are not those by
+    which it was normed, and those of a layer norm's rows, which its gradient computes again: eps is
+    in the place of the inverse deviations then.
     """
     for node in _max_pools(graph):
         node.args = (*node.args[:-1], None)
@@ -602,11 +637,15 @@ def lean(graph: torch.fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=backward):
         if not node.args[7]:
             node.args = (*node.args[:5], None, None, *node.args[7:])
+    for node in _layer_norms(graph):
+        norm = _layer_norm_of(node.args[3])
+        if norm is not None:
+            node.args = (*node.args[:3], None, norm.args[4], *node.args[5:])
     graph.eliminate_dead_code()
 
 
-def with_indices(module: torch.fx.GraphModule) -> None:
-    """Finds the places of maxima again where torch computes the way back, which needs them."""
+def with_saved(module: torch.fx.GraphModule) -> None:
+    """Finds what ``lean`` left out again where torch computes the way back, which needs it."""
     for node in _max_pools(module.graph):
         dy, *given, indices = node.args
         if indices is None:
@@ -614,13 +653,40 @@ def with_indices(module: torch.fx.GraphModule) -> None:
             if node.target == aten.adaptive_max_pool2d_backward.default:
                 op = aten.adaptive_max_pool2d.default
                 given.append(list(dy.meta["val"].shape[-2:]))  # type: ignore[union-attr]
-            with module.graph.inserting_before(node):
-                both = module.graph.call_function(op, tuple(given))
-                places = module.graph.call_function(operator.getitem, (both, 1))
+            (places,) = _found_again(module.graph, node, op, given, [1])
             node.args = (*node.args[:-1], places)
+    for node in _layer_norms(module.graph):
+        dy, x, shape, middle, eps, weight, bias, wanted = node.args
+        if middle is None:
+            norm: Any = aten.native_layer_norm.default
+            given = [x, shape, weight, bias, eps]
+            saved = _found_again(module.graph, node, norm, given, [1, 2])
+            node.args = (dy, x, shape, *saved, weight, bias, wanted)
     module.recompile()
+
+
+def _found_again(
+    graph: torch.fx.Graph, node: Node, op: Any, given: Sequence[Any], places: Sequence[int]
+) -> list[Node]:
+    """Computes an op of the way there ahead of a node, which reads some of its outputs."""
+    with graph.inserting_before(node):
+        made = graph.call_function(op, tuple(given))
+        return [graph.call_function(operator.getitem, (made, place)) for place in places]
 
 
 def _max_pools(graph: torch.fx.Graph) -> list[Node]:
     ops = aten.max_pool2d_with_indices_backward, aten.adaptive_max_pool2d_backward
     return [n for op in ops for n in graph.find_nodes(op="call_function", target=op.default)]
+
+
+def _layer_norms(graph: torch.fx.Graph) -> list[Node]:
+    op: Any = aten.native_layer_norm_backward.default
+    return list(graph.find_nodes(op="call_function", target=op))
+
+
+def _layer_norm_of(saved: Any) -> Node | None:
+    """Gives the layer norm of which something is a result, if it is."""
+    while isinstance(saved, Node) and saved.target in (operator.getitem, aten.detach.default):
+        saved = saved.args[0]
+    norm = isinstance(saved, Node) and saved.target == aten.native_layer_norm.default
+    return saved if norm else None

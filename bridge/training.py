@@ -123,12 +123,12 @@ def _compiled(
                 load(parts)
     except Exception as error:  # the way back is compiled when nobody else can catch it
         leave(told, error, run=run)
-        gradients.with_indices(module)
+        gradients.with_saved(module)
         as_torch_has_them(module)
         return _boxed(module)
     for each in (module, found, *found.children()):
         if isinstance(each, fx.GraphModule):
-            gradients.with_indices(each)
+            gradients.with_saved(each)
     return _boxed(found if run else module)
 
 

@@ -24,6 +24,27 @@ def layernorm(
     return nodes.pointwise("x0 x1 mul x2 add", [_normed(x, [x.rank - 1], eps), weight, bias])
 
 
+def layer_norm_grad(
+    dy: TensorValue,
+    x: TensorValue,
+    weight: TensorValue | None = None,
+    eps: float = 1e-5,
+) -> list[TensorValue]:
+    """Computes ``nodes.layer_norm_grad``, as the head of ops/layer_norm_grad/op.mojo has it."""
+    last, rows = x.rank - 1, list(range(x.rank - 1))
+    normed = _normed(x, [last], eps)
+    mean = nodes.reduce("mean", x, [last], keepdim=True)
+    terms = "x0 x1 sub x0 x1 sub mul"
+    (spread,) = nodes.reduce_terms("mean", terms, [x, mean], [last], keepdim=True)
+    g = dy if weight is None else nodes.pointwise("x0 x1 mul", [dy, weight])
+    means = nodes.reduce_terms("mean", "x0 ; x0 x1 mul", [g, normed], [last], keepdim=True)
+    words = f"x0 x1 sub x2 x3 mul sub x4 {eps!r} add rsqrt mul"
+    dx = nodes.pointwise(words, [g, means[0], normed, means[1], spread])
+    if not rows:
+        return [dx, nodes.pointwise("x0 x1 mul", [dy, normed]), dy]
+    return [dx, *nodes.reduce_terms("sum", "x0 x1 mul ; x0", [dy, normed], rows)]
+
+
 def rms_norm(x: TensorValue, weight: TensorValue, eps: float = 1e-5) -> TensorValue:
     """Computes ``nodes.rms_norm``; the weight is float64."""
     (square,) = nodes.reduce_terms("mean", "x0 x0 mul", [x], [x.rank - 1], keepdim=True)

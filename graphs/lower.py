@@ -567,6 +567,13 @@ def _norm(name: str, vectors: int = 2) -> Callable[..., TensorValue]:
     return emit
 
 
+def _layer_norm_grad(given: _Given, **attributes: Any) -> list[TensorValue]:
+    dy, x = given.value(0), given.value(1)
+    weight = given.vector(2) if given.name(2) else None
+    made: list[TensorValue] = _computed(x).layer_norm_grad(dy, x, weight, **attributes)
+    return made
+
+
 def _computed(x: TensorValue) -> ModuleType:
     """Gives the module whose norms and attention take a value."""
     return float64 if x.dtype == DType.float64 else nodes
@@ -632,6 +639,7 @@ EMIT: dict[str, Callable[..., Any]] = {
         lambda given, **window: nodes.avg_pool2d_grad(given.value(0), **window)
     ),
     "layer_norm": _norm("layernorm"),
+    "layer_norm_grad": _layer_norm_grad,
     "layernorm_first": _norm("layernorm_first"),
     "scaled_dot_product_attention": _heads_attention,
     "attention": _attention,

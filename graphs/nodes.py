@@ -47,6 +47,10 @@ GRADIENT_ROOM = 1 << 23
 """Sums that the parts of a ``conv2d_weight_grad`` have on a GPU at most: 32 MB, of its L2."""
 GRADIENT_PARTS = 264
 """Parts of its pixels at most: two for each multiprocessor of an H200."""
+NORM_PARTS = 264
+"""Parts of the rows of a ``layer_norm_grad`` at least, for short rows four times as many."""
+NORM_ROOM = 1 << 20
+"""Sums that more parts than these may have: 4 MB."""
 REDUCED_ALONE = 1 << 20
 """Numbers below which a GPU reduces an axis in one launch."""
 REDUCE_BLOCKS = 512
@@ -997,16 +1001,60 @@ def log_softmax(x: TensorValue) -> TensorValue:
 
 
 def layernorm(
-    x: TensorValue, weight: TensorValue, bias: TensorValue, eps: float = 1e-5
+    x: TensorValue, weight: TensorValue, bias: TensorValue, eps: float = 1e-5, *, dtype: str = ""
 ) -> TensorValue:
     """Normalises the last axis of x[..., C]; weight and bias are float32 [C].
 
+    Args:
+        x: The activations.
+        weight: Of each column.
+        bias: Of each column.
+        eps: Added to the variance.
+        dtype: Of the result: that of x if it is not said.
+
     Raises:
         ArgumentError: If weight or bias is not [C].
-        DeviceError: If the device has no kernel for the dtype.
+        DeviceError: If the device has no kernel for a dtype.
     """
-    out = shapes.layer_norm(_type(x), _type(weight), _type(bias))
+    out = shapes.layer_norm(_type(x), _type(weight), _type(bias), dtype=dtype)
+    _takes("layernorm", x.device, x.dtype)
     return _custom("layernorm", [x, weight, bias, _host([eps], DType.float32)], [out])[0]
+
+
+def layer_norm_grad(
+    dy: TensorValue,
+    x: TensorValue,
+    weight: TensorValue | None = None,
+    eps: float = 1e-5,
+    *,
+    dtype: str = "",
+) -> list[TensorValue]:
+    """Gives the gradients of ``layernorm`` by x, by its weight and by its bias.
+
+    The mean and the deviation of each row are computed again.
+
+    Args:
+        dy: The gradient of the result [..., C].
+        x: What was normalised [..., C]; its dtype may be another one.
+        weight: float32 [C]; ones if there is none.
+        eps: Added to the variance.
+        dtype: Of the gradient of x: that of x if it is not said.
+
+    Returns:
+        That of x [..., C], and those of the weight and of the bias, float32 [C].
+
+    Raises:
+        ArgumentError: If dy has not the shape of x, or weight is not [C].
+        DeviceError: If the device has no kernel for a dtype.
+    """
+    outs = shapes.layer_norm_grad(_type(dy), _type(x), _optional(weight), eps=eps, dtype=dtype)
+    c = int(x.shape[-1])
+    if weight is None:
+        weight = ops.constant(np.ones(c, np.float32), DType.float32, x.device)
+    parts = max(NORM_PARTS, min(4 * NORM_PARTS, NORM_ROOM // max(2 * c, 1)))
+    _takes("layer_norm_grad", x.device, dy.dtype, x.dtype)
+    values = [dy, x, weight, _host([eps], DType.float32)]
+    return _custom("layer_norm_grad", values, [*outs, Type((parts, 2, c))])[:3]
 
 
 def rms_norm(x: TensorValue, weight: TensorValue, eps: float = 1e-5) -> TensorValue:
@@ -1595,19 +1643,29 @@ def _custom(
     device, dtype = values[0].device, DType[outs[0].dtype]
     if dtype in (DType.bool, DType.uint8):  # masks and levels: what they were computed of counts
         dtype = next((value.dtype for value in values if value.dtype.is_float()), DType.float32)
+    _takes(name, device, dtype)
+    types = [TensorType(DType[out.dtype], dims(out.shape), device=device) for out in outs]
+    results = ops.custom(name, device=device, values=values, out_types=types, parameters=parameters)
+    return [result.tensor for result in results]
+
+
+def _takes(name: str, device: DeviceRef, *dtypes: DType) -> None:
+    """Checks that an op has kernels for dtypes.
+
+    Raises:
+        DeviceError: If the device has none for one of them.
+    """
     takes = _dtypes(device)
     if device.is_cpu() and name.startswith("sparse"):
         takes = takes[:1]
     if device.is_cpu() and name in CHECKED:
         takes = (*takes, DType.float64)
-    if dtype not in takes:
-        raise DeviceError(
-            f"{name}: on a {'CPU' if device.is_cpu() else 'GPU'} the dtype must be one of"
-            f" {', '.join(d.name for d in takes)} but is {dtype.name}"
-        )
-    types = [TensorType(DType[out.dtype], dims(out.shape), device=device) for out in outs]
-    results = ops.custom(name, device=device, values=values, out_types=types, parameters=parameters)
-    return [result.tensor for result in results]
+    for dtype in dtypes:
+        if dtype not in takes:
+            raise DeviceError(
+                f"{name}: on a {'CPU' if device.is_cpu() else 'GPU'} the dtype must be one of"
+                f" {', '.join(d.name for d in takes)} but is {dtype.name}"
+            )
 
 
 def _optional(value: TensorValue | None) -> Type | None:

@@ -615,10 +615,27 @@ def pointwise(*given: Type, expression: str, dtype: str = "") -> Type:
     return Type(shape, "bool" if is_truth(expression) else dtype or _narrower(*numbers))
 
 
-def layer_norm(x: Type, weight: Type, bias: Type, *, eps: float = 1e-5) -> Type:
-    """Types torch's layer_norm over the last axis of x[..., C]."""
+def layer_norm(
+    x: Type, weight: Type, bias: Type, *, eps: float = 1e-5, dtype: str = ""
+) -> Type:
+    """Types torch's layer_norm over the last axis of x[..., C], of any ``dtype``."""
     _norm("layernorm", x.shape[-1], weight, bias)
-    return x
+    return Type(x.shape, dtype or x.dtype)
+
+
+def layer_norm_grad(
+    dy: Type, x: Type, weight: Type | None = None, *, eps: float = 1e-5, dtype: str = ""
+) -> list[Type]:
+    """Types the gradients of layer_norm(x) by x, of any ``dtype``, by its weight and by its bias."""
+    name = "layer_norm_grad"
+    if not x.shape:
+        raise ArgumentError(f"{name}: expects x[..., C] but x is one number")
+    _gradient(name, dy, x)
+    c = _known(name, x.shape[-1], "C of x[..., C]")
+    if weight is not None:
+        _vectors(name, c, " of x[..., C]", weight=weight)
+    vector = Type((c,), wide(x.dtype))
+    return [Type(x.shape, dtype or x.dtype), vector, vector]
 
 
 def rms_norm(x: Type, weight: Type, *, eps: float = 1e-5) -> Type:
@@ -1287,6 +1304,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "max_pool2d_grad": max_pool2d_grad,
     "avg_pool2d_grad": avg_pool2d_grad,
     "layer_norm": layer_norm,
+    "layer_norm_grad": layer_norm_grad,
     "rms_norm": rms_norm,
     "group_norm": group_norm,
     "sum": reduction,

@@ -11,6 +11,7 @@ from .depthwise_qkv import *
 from .gather_rows import *
 from .gpu import *
 from .group_norm import *
+from .layer_norm_grad import *
 from .layernorm import *
 from .normalize import *
 from .optimizer import *

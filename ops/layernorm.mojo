@@ -1,6 +1,6 @@
 """Layer norm (Ba et al. 2016, section 3) and RMS norm (arXiv:1910.07467) over the last axis.
 
-    layernorm        y[..., C] = (x - mean) / sqrt(var + eps) * weight + bias
+    layernorm        y[..., C] = (x - mean) / sqrt(var + eps) * weight + bias   y of any dtype
     layernorm_first  y[N, C] of the first token of each image of x[N, T, C]
     rms_norm         y[..., C] = x / sqrt(mean(x^2) + eps) * weight
 
@@ -21,7 +21,7 @@ from std.utils.static_tuple import StaticTuple
 
 from .kernel_argument import KernelArgument
 from .launch import launch
-from .operands import F32, ON_CPU, Data, data, narrowed, widened
+from .operands import ALIGN, F32, ON_CPU, Data, data, narrowed, widened
 from .rows import WIDTH, over_lanes, over_rows
 
 comptime THREADS = 128
@@ -29,13 +29,14 @@ comptime THREADS = 128
 
 
 @fieldwise_init
-struct NormTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
+struct NormTensors[dtype: DType, out: DType = dtype](KernelArgument, TrivialRegisterPassable):
     """The tensors of a layer norm.
 
     Nothing but pointers: LLVM then knows that a kernel's are global memory.
 
     Parameters:
-        dtype: Of x and y.
+        dtype: Of x, and of y unless that is named.
+        out: Of y.
     """
 
     comptime device_type: AnyType = Self
@@ -47,7 +48,7 @@ struct NormTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """[columns]."""
     var bias: Data[F32]
     """[columns]."""
-    var y: Data[Self.dtype]
+    var y: Data[Self.out]
     """The result[rows, columns]."""
 
 
@@ -141,11 +142,14 @@ def normalise_row[
         y[unsafe_offset=c] = narrowed[y_dtype](value)
 
 
-def layernorm_cpu[dtype: DType, //, norm: StaticString](o: NormTensors[dtype], g: NormSizes):
+def layernorm_cpu[
+    dtype: DType, y_dtype: DType, //, norm: StaticString
+](o: NormTensors[dtype, y_dtype], g: NormSizes):
     """Normalises each row on all cores.
 
     Parameters:
-        dtype: Of the tensors, float32 or bfloat16.
+        dtype: Of x, float32 or bfloat16.
+        y_dtype: Of y, likewise.
         norm: Which one: layernorm or rms_norm.
 
     Args:
@@ -166,12 +170,15 @@ def layernorm_cpu[dtype: DType, //, norm: StaticString](o: NormTensors[dtype], g
     over_rows(row, Int(g.rows))
 
 
-@__name(t"{norm}_{dtype}")
-def layernorm_kernel[dtype: DType, norm: StaticString](o: NormTensors[dtype], g: NormSizes):
+@__name(t"{norm}_{dtype}_{out}")
+def layernorm_kernel[
+    dtype: DType, out: DType, norm: StaticString
+](o: NormTensors[dtype, out], g: NormSizes):
     """Normalises one row in each warp.
 
     Parameters:
-        dtype: Of x and y.
+        dtype: Of x.
+        out: Of y.
         norm: Which one: layernorm or rms_norm.
 
     Args:
@@ -201,15 +208,15 @@ def layernorm_kernel[dtype: DType, norm: StaticString](o: NormTensors[dtype], g:
             value = value * o.weight[unsafe_offset=c] + o.bias[unsafe_offset=c]
         else:
             value *= o.weight[unsafe_offset=c]
-        to[unsafe_offset=c] = value.cast[dtype]()
+        to[unsafe_offset=c] = value.cast[out]()
 
 
 @always_inline
 def normalise_vectors[
-    dtype: DType, width: SIMDLength, vectors: Int, //, lanes: Int, norm: StaticString
+    dtype: DType, out: DType, width: SIMDLength, vectors: Int, //, lanes: Int, norm: StaticString
 ](
     packed: Array[SIMD[dtype, width], vectors],
-    to: Data[dtype],
+    to: Data[out],
     weight: Data[F32],
     bias: Data[F32],
     columns: Int,
@@ -222,7 +229,8 @@ def normalise_vectors[
 
     Parameters:
         dtype: Of the row.
-        width: Numbers of a vector: 16 bytes.
+        out: Of the result.
+        width: Numbers of a vector: 16 bytes of the row.
         vectors: Vectors of a thread.
         lanes: Threads of the row.
         norm: Which one: layernorm or rms_norm.
@@ -262,18 +270,19 @@ def normalise_vectors[
             var value = (values[v] * scale).fma(
                 weight.unsafe_load[width=width, alignment=16](c), shift
             )
-            to.unsafe_store[alignment=16](c, value.cast[dtype]())
+            to.unsafe_store[alignment=ALIGN[out, width]](c, value.cast[out]())
 
 
-@__name(t"{norm}_{lanes}x{vectors}_{dtype}")
+@__name(t"{norm}_{lanes}x{vectors}_{dtype}_{out}")
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
 def layernorm_vector_kernel[
-    dtype: DType, lanes: Int, vectors: Int, norm: StaticString
-](o: NormTensors[dtype], g: NormSizes):
+    dtype: DType, out: DType, lanes: Int, vectors: Int, norm: StaticString
+](o: NormTensors[dtype, out], g: NormSizes):
     """Normalises one row in each group of lanes, in one pass: the row stays in registers.
 
     Parameters:
-        dtype: Of x and y.
+        dtype: Of x.
+        out: Of y.
         lanes: Threads of a row: 8, 16 or 32.
         vectors: Vectors of 16 bytes of a thread; they cover the columns.
         norm: Which one: layernorm or rms_norm.
@@ -301,9 +310,9 @@ def layernorm_vector_kernel[
 
 
 def _enqueue_vectors[
-    dtype: DType, lanes: Int, vectors: Int, norm: StaticString
-](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
-    launch[layernorm_vector_kernel[dtype, lanes, vectors, norm]](
+    dtype: DType, out: DType, //, lanes: Int, vectors: Int, norm: StaticString
+](o: NormTensors[dtype, out], g: NormSizes, ctx: DeviceContext) raises:
+    launch[layernorm_vector_kernel[dtype, out, lanes, vectors, norm]](
         ctx,
         o,
         g,
@@ -313,12 +322,13 @@ def _enqueue_vectors[
 
 
 def layernorm_gpu[
-    dtype: DType, norm: StaticString = "layernorm"
-](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
+    dtype: DType, out: DType, //, norm: StaticString = "layernorm"
+](o: NormTensors[dtype, out], g: NormSizes, ctx: DeviceContext) raises:
     """Enqueues the kernel that holds a row in registers, or the one that takes any row.
 
     Parameters:
-        dtype: Of x and y.
+        dtype: Of x.
+        out: Of y.
         norm: Which one: layernorm or rms_norm.
 
     Args:
@@ -333,33 +343,40 @@ def layernorm_gpu[
     var vectors = Int(g.columns) // WIDE
     # The fewest threads that are idle: 64, 192, 384, 768 and 1024 columns of 16 bits leave none.
     if vectors * WIDE != Int(g.columns) or vectors > 128:
-        ctx.enqueue_function[layernorm_kernel[dtype, norm]](
+        ctx.enqueue_function[layernorm_kernel[dtype, out, norm]](
             o,
             g,
             grid_dim=ceildiv(Int(g.rows), THREADS // WARP_SIZE),
             block_dim=THREADS,
         )
     elif vectors <= 8:
-        _enqueue_vectors[dtype, 8, 1, norm](o, g, ctx)
+        _enqueue_vectors[8, 1, norm](o, g, ctx)
     elif vectors <= 24:
-        _enqueue_vectors[dtype, 8, 3, norm](o, g, ctx)
+        _enqueue_vectors[8, 3, norm](o, g, ctx)
     elif vectors <= 48:
-        _enqueue_vectors[dtype, 16, 3, norm](o, g, ctx)
+        _enqueue_vectors[16, 3, norm](o, g, ctx)
     elif vectors <= 96:
-        _enqueue_vectors[dtype, 32, 3, norm](o, g, ctx)
+        _enqueue_vectors[32, 3, norm](o, g, ctx)
     else:
-        _enqueue_vectors[dtype, 32, 4, norm](o, g, ctx)
+        _enqueue_vectors[32, 4, norm](o, g, ctx)
 
 
 @always_inline
 def _run[
-    dtype: DType, //, target: StaticString, name: StaticString, norm: StaticString = "layernorm"
-](o: NormTensors[dtype], g: NormSizes, ctx: DeviceContext) raises:
+    dtype: DType,
+    out: DType,
+    //,
+    target: StaticString,
+    name: StaticString,
+    norm: StaticString = "layernorm",
+](o: NormTensors[dtype, out], g: NormSizes, ctx: DeviceContext) raises:
     comptime if target == "cpu":
-        comptime assert ON_CPU[dtype], name + ": a CPU expects float32 or bfloat16"
+        comptime assert ON_CPU[dtype] and ON_CPU[out], (
+            name + ": a CPU expects float32 or bfloat16"
+        )
         layernorm_cpu[norm](o, g)
     else:
-        layernorm_gpu[dtype, norm](o, g, ctx)
+        layernorm_gpu[norm](o, g, ctx)
 
 
 @register("layernorm")
@@ -371,7 +388,7 @@ struct LayerNorm:
         target: StaticString
     ](
         y: OutputTensor,
-        x: InputTensor[dtype=y.dtype, rank=y.rank, ...],
+        x: InputTensor[rank=y.rank, ...],
         weight: InputTensor[dtype=F32, rank=1, ...],
         bias: InputTensor[dtype=F32, rank=1, ...],
         eps: InputTensor[dtype=F32, rank=1, ...],
@@ -384,7 +401,7 @@ struct LayerNorm:
 
         Args:
             y: Result, in the shape of x.
-            x: [..., C].
+            x: [..., C], of any dtype.
             weight: [C].
             bias: [C].
             eps: Added to the variance: one number in host memory.
@@ -396,7 +413,9 @@ struct LayerNorm:
         if x.size() == 0:
             return
         var columns = x.shape()[x.rank - 1]
-        var o = NormTensors[y.dtype](x=data(x), weight=data(weight), bias=data(bias), y=data(y))
+        var o = NormTensors[x.dtype, y.dtype](
+            x=data(x), weight=data(weight), bias=data(bias), y=data(y)
+        )
         var g = NormSizes(
             rows=x.size() // columns,
             columns=columns,

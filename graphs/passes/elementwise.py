@@ -18,6 +18,8 @@ from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import MOST_AXES, infer
 from maxvision.graphs.types import Type, product
 
+NORMS = {"layer_norm": 1, "layer_norm_grad": 2}
+"""Norms that read and write any floats, and how many of their inputs are no weights."""
 SMALL = 1 << 13
 """Numbers of a value, as of a batch's statistics, that is computed wherever it is read."""
 
@@ -31,15 +33,18 @@ def pointwise(program: Program, _: Backend) -> Program:
     return _Fusion(program).run()
 
 
-def casts(program: Program, _: Backend) -> Program:
-    """Makes a cast between floats part of the expression before it, or of what is behind it.
+def casts(program: Program, backend: Backend) -> Program:
+    """Makes a cast between floats part of the op before it, or of what is behind it.
 
-    Expressions and reductions compute in float32, whatever they read and whatever they write.
+    Expressions, reductions and layer norms compute in float32, whatever they read, and whatever
+    they write.
     """
     rewrite = Rewrite(program)
     for node in program.nodes:
-        inputs = tuple(_before_cast(program, value) for value in node.inputs)
-        if not node.at_load and inputs != node.inputs and _mixes(program, node, inputs):
+        read = NORMS.get(node.op, len(node.inputs))
+        inputs = tuple(_before_cast(program, value) for value in node.inputs[:read])
+        inputs += node.inputs[read:]
+        if not node.at_load and inputs != node.inputs and _mixes(program, backend, node, inputs):
             rewrite.replace([node], _computing(program, replace(node, inputs=inputs)))
     program = rewrite.done()
     rewrite = Rewrite(program)
@@ -47,13 +52,14 @@ def casts(program: Program, _: Backend) -> Program:
         source = program.producers.get(node.inputs[0]) if _is_cast(program, node) else None
         if (
             source is not None
-            and is_expression(source)
+            and (is_expression(source) or _takes(program, backend, source, [node.output]))
             and not rewrite.has(source)
             and program.only_user(source.output) is node
             and "float" in program.types[source.output].dtype
         ):
-            made = _computing(program, replace(source, outputs=node.outputs))
-            rewrite.replace([source, node], made)
+            outputs = (*node.outputs, *source.outputs[1:])
+            made = _computing(program, replace(source, outputs=outputs))
+            rewrite.replace([source, node], made, place=source)
     return rewrite.done()
 
 
@@ -71,16 +77,24 @@ def _before_cast(program: Program, value: str) -> str:
     return cast.inputs[0] if cast and wide and _is_cast(program, cast) else value
 
 
+def _takes(program: Program, backend: Backend, node: Node, values: Sequence[str]) -> bool:
+    """Tells whether a node is a norm whose kernels take, or give, values of these dtypes."""
+    dtypes = {"float32", "bfloat16", *(["float16"] if backend.is_gpu else [])}
+    return node.op in NORMS and dtypes.issuperset(program.types[value].dtype for value in values)
+
+
 def is_expression(node: Node) -> bool:
     """Tells whether a node computes each number by itself, whenever the program runs."""
     return not node.at_load and (node.op in ELEMENTWISE or node.op == "pointwise")
 
 
-def _mixes(program: Program, node: Node, inputs: Sequence[str]) -> bool:
+def _mixes(program: Program, backend: Backend, node: Node, inputs: Sequence[str]) -> bool:
     """Tells whether an op computes the same of inputs some of which have 16 bits."""
     kinds = {program.types[value].dtype for value in inputs if value} - {"bool", "float32"}
     if len(kinds) != 1:
         return False
+    if node.op in NORMS:
+        return _takes(program, backend, node, inputs[: NORMS[node.op]])
     return node.op in REDUCTIONS or (
         is_expression(node) and len(program.types[node.output].shape) <= MOST_AXES
     )
@@ -91,7 +105,7 @@ def _computing(program: Program, node: Node) -> Node:
     dtype = program.types[node.output].dtype
     if dtype == "bool":
         return node
-    if node.op in REDUCTIONS:
+    if node.op in REDUCTIONS or node.op in NORMS:
         return node.with_attributes(dtype=dtype)
     return replace(node, op="pointwise", attributes={"expression": text(node), "dtype": dtype})
 

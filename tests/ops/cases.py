@@ -701,6 +701,22 @@ BINARY: dict[str, Any] = {
 """What may follow ``x0 x1``."""
 
 
+def norm_between(c: int, given: str, made: str) -> Case:
+    """Makes a case of layernorm of one dtype into another; nothing is the case's."""
+
+    def build(w: Parameters, a: TensorValue) -> TensorValue:
+        x, vectors = a.cast(DType[given or a.dtype.name]), [w.vector("weight"), w.vector("bias")]
+        return nodes.layernorm(x, *vectors, dtype=made or a.dtype.name).cast(a.dtype)
+
+    return Case(
+        f"layernorm {c} of {given or 'x'} into {made or 'x'}",
+        [(7, c)],
+        {"weight": (c,), "bias": (c,)},
+        build,
+        lambda w, a: F.layer_norm(a, (c,), w["weight"].to(a), w["bias"].to(a)),
+    )
+
+
 def norm(name: str, x: Shape, eps: float, *, first: bool = False) -> Case:
     """Makes a case of layernorm, or of layernorm_first, with a mean far from 0."""
     c = x[-1]
@@ -719,6 +735,40 @@ def norm(name: str, x: Shape, eps: float, *, first: bool = False) -> Case:
         ),
         shift,
     )
+
+
+def norm_grad(
+    c: int, rows: Shape = (7,), *, scaled: bool = True, given: str = "", made: str = ""
+) -> Case:
+    """Makes a case of layer_norm_grad: dx, then a row each of dweight and dbias.
+
+    ``given`` is the dtype of x, ``made`` that of dx, if they are not those of the case.
+    """
+
+    def shift(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        np.add(inputs[1], 3, out=inputs[1])
+
+    def build(w: Parameters, dy: TensorValue, x: TensorValue) -> TensorValue:
+        weight = w.vector("weight") if scaled else None
+        held = x.cast(DType[given or x.dtype.name])
+        found = nodes.layer_norm_grad(dy, held, weight, 1e-5, dtype=made or x.dtype.name)
+        return ops.concat([each.cast(x.dtype).reshape((-1, c)) for each in found], 0)
+
+    def reference(w: dict[str, torch.Tensor], dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        kind = torch.promote_types(x.dtype, torch.float32)  # torch, too, rounds at the end
+        wide, g = x.to(kind), dy.to(kind)
+        rstd = (wide.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+        normed = (wide - wide.mean(-1, keepdim=True)) * rstd
+        scaled_g = g * w["weight"].to(g) if scaled else g
+        along = (scaled_g * normed).mean(-1, keepdim=True)
+        dx = rstd * (scaled_g - scaled_g.mean(-1, keepdim=True) - normed * along)
+        sums = [each.reshape(-1, c).sum(0, keepdim=True) for each in (g * normed, g)]
+        return torch.cat([dx.reshape(-1, c), *sums]).to(x.dtype)
+
+    name = f"layer_norm_grad {c}{'' if scaled else ' plain'}"
+    name += f" of {given or 'x'} into {made or 'x'}" * bool(given or made)
+    weights = {"weight": (c,)} if scaled else {}
+    return Case(name, [(*rows, c)] * 2, weights, build, reference, shift)
 
 
 def rms(x: Shape) -> Case:
@@ -1442,6 +1492,14 @@ CASES = [
         for c in (1, 30, 64, 72, 192, 384, 768, 1000, 1024, 1032)
     ),
     norm("layernorm_first", (5, 192), 1e-5, first=True),
+    # Their gradients, also of rows that take a block, and of more than a vector's threads hold.
+    *(norm_grad(c) for c in (3, 5, 33, 72, 192, 384, 1000, 1032, 2056, 4096, 4104)),
+    norm_grad(64, (20, 30)),
+    norm_grad(768, scaled=False),
+    # Mixed dtypes, as under autocast.
+    norm_between(192, "float32", ""), norm_between(30, "", "float32"),
+    norm_grad(384, given="float32"), norm_grad(64, given="float32", made="float32"),
+    norm_grad(33, made="float32"),
     *(rms((5, c)) for c in (3, 64, 100, 384, 1030)),
     # Groups of a vector, less, several and parts of one; all of an image, and single channels.
     grouped((14, 14, 256), 32, "relu"),

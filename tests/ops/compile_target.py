@@ -78,6 +78,7 @@ NAMES = {
     "softmax 64",
     "log_softmax 64",
     "layernorm 384",
+    "layer_norm_grad 384",
     "gather_rows norm",
     "gather_rows add and norm",
     "gather_rows add",

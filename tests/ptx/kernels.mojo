@@ -35,6 +35,8 @@ from ops.gather_rows import GatherTensors, RowMap, gather_rows_gpu
 from ops.geometry import Geometry
 from ops.group_norm.config import GroupNormSizes, GroupNormTensors
 from ops.group_norm.gpu import group_norm_gpu
+from ops.layer_norm_grad.gpu import layer_norm_grad_gpu
+from ops.layer_norm_grad.tensors import NormGrad, NormGradSizes
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.normalize import normalize_gpu
 from ops.operands import F32, Batch, Data, Operands, Scales
@@ -382,9 +384,30 @@ def main() raises:
     var sizes = NormSizes(rows=n, columns=n, stride=n, eps=1e-5)
     layernorm_gpu(NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx)
     layernorm_gpu(NormTensors[F32](x=full, weight=full, bias=full, y=full), sizes, ctx)
-    layernorm_gpu[BF16, "rms_norm"](
+    layernorm_gpu(NormTensors[F32, BF16](x=full, weight=full, bias=full, y=half), sizes, ctx)
+    layernorm_gpu["rms_norm"](
         NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx
     )
+
+    var rows = NormGradSizes(rows=n, columns=n, parts=n, eps=1e-5)
+    comptime for x in [BF16, F32]:
+        comptime for dy in [BF16, F32]:
+            comptime if x == F32 or dy == BF16:
+                var given = rebind[Data[x]](ctx.enqueue_create_buffer[x](1).unsafe_ptr())
+                var other = rebind[Data[dy]](ctx.enqueue_create_buffer[dy](1).unsafe_ptr())
+                layer_norm_grad_gpu(
+                    NormGrad[x, dy, x](
+                        x=given,
+                        dy=other,
+                        weight=full,
+                        dx=given,
+                        dweight=full,
+                        dbias=full,
+                        room=full,
+                    ),
+                    rows,
+                    ctx,
+                )
 
     comptime for adds in [False, True]:
         comptime for norms in [False, True]:

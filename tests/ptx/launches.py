@@ -92,6 +92,32 @@ def layernorm(
     return memory.array(at[3], y)
 
 
+def layer_norm_grad(
+    kernels: tuple[Kernel, Kernel],
+    lanes: int,
+    x: Array,
+    dy: Array,
+    weight: Array,
+    dtype: str,
+    blocks: int,
+) -> list[Array]:
+    """Runs both kernels of ops/layer_norm_grad in some blocks: dx of a dtype, dweight and dbias."""
+    (rows, columns), memory = x.shape, Tensors()
+    vector = unwritten((columns,), "float32")
+    outputs = [unwritten(x.shape, dtype), vector, vector]
+    room = unwritten((blocks, 2, columns), "float32")
+    assert blocks <= -(-rows * lanes // 256) and min(blocks, rows) == blocks
+    given = [memory.add(each) for each in (x, dy, weight)]
+    made = [memory.add(each) for each in (*outputs, room)]
+    parameters = [pack("7Q", *given, *made), pack("iiif", rows, columns, blocks, 1e-5)]
+    Launch(kernels[0], parameters, memory, grid=(blocks,), threads=256, together=4).run()
+    at = [pack("Q", each) for each in (made[3], *made[1:3])]
+    parameters = [*at, pack("i", columns), pack("i", blocks)]
+    grid = (-(-2 * columns // 32),)
+    Launch(kernels[1], parameters, memory, grid=grid, threads=1024, together=8).run()
+    return [memory.array(place, like) for place, like in zip(made, outputs, strict=False)]
+
+
 def divisor(size: int) -> tuple[int, int, int]:
     """Gives a Divisor of ops/gather_rows.mojo."""
     shift = (size - 1).bit_length()

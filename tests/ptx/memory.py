@@ -50,7 +50,13 @@ class Memory:
         return buffer, at % SLOT
 
     def load(self, at: Array, size: int, count: int, where: Mask) -> Array:
-        """Loads `count` neighbours of `size` bytes into each lane: [count, lanes]."""
+        """Loads `count` neighbours of `size` bytes into each lane: [count, lanes].
+
+        Of an address that all lanes share, one number, it is [count].
+        """
+        if np.ndim(at) == 0:
+            shared: Array = self.load(np.array([at]), size, count, True)[:, 0]
+            return shared
         chosen = at if where is True else at[where]
         out = np.zeros((count, len(at)), WORDS[size])
         if len(chosen):

@@ -64,6 +64,7 @@ from .launches import (
     group_norm,
     hopper,
     hopper_attention,
+    layer_norm_grad,
     layernorm,
     normalize,
     optimizer_step,
@@ -151,9 +152,69 @@ def test_layernorm(
         columns -= columns % 4
     x = rounded(rng.standard_normal((rows, stride)) * 0.5 + 3, dtype)
     weight, bias = rng.standard_normal((2, columns)).astype(np.float32)
-    name = f"layernorm_{kernel}_{dtype}".replace("__", "_")
+    name = f"layernorm_{kernel}_{dtype}_{dtype}".replace("__", "_")
     y = layernorm(find(name), lanes, x, columns, weight, bias, dtype)
     check(y, normalised(wide(x, dtype)[:, :columns], weight, bias), dtype, 2**-20)
+
+
+@pytest.mark.parametrize(("kernel", "lanes", "columns"), [("16x3_", 16, 180), ("", 32, 57)])
+def test_layernorm_into_another_dtype(
+    find: Find, rng: np.random.Generator, kernel: str, lanes: int, columns: int
+) -> None:
+    x, (weight, bias) = rng.standard_normal((9, columns)), rng.standard_normal((2, columns))
+    x, weight, bias = (each.astype(np.float32) for each in (x, weight, bias))
+    y = layernorm(find(f"layernorm_{kernel}float32_{BF16}"), lanes, x, columns, weight, bias, BF16)
+    check(y, normalised(x.astype(np.float64), weight, bias), BF16, 2**-20)
+
+
+NORM_GRADS = [  # kernel, lanes, columns, rows, blocks
+    ("8x1", 8, 64, 150, 2),
+    ("8x1", 8, 56, 37, 2),
+    ("16x3", 16, 192, 40, 2),
+    ("16x3", 16, 100, 16, 1),
+    ("32x3", 32, 384, 21, 2),
+    ("32x3", 32, 196, 3, 1),
+    ("128x2", 128, 768, 9, 2),
+    ("128x2", 128, 516, 3, 2),
+    ("256x4", 256, 2052, 5, 2),
+    ("256x4", 256, 4096, 2, 1),
+    ("row", 256, 57, 9, 4),
+    ("row", 256, 261, 5, 2),
+]
+
+
+@pytest.mark.parametrize(("kernel", "lanes", "columns", "rows", "blocks"), NORM_GRADS)
+@pytest.mark.parametrize(
+    "dtypes", [(BF16,) * 3, ("float32",) * 3, ("float32", BF16, "float32")],
+    ids=["bfloat16", "float32", "mixed"],
+)  # fmt: skip
+def test_layer_norm_grad(
+    find: Find,
+    rng: np.random.Generator,
+    kernel: str,
+    lanes: int,
+    columns: int,
+    rows: int,
+    blocks: int,
+    dtypes: tuple[str, str, str],
+) -> None:
+    if kernel == "8x1" and BF16 not in dtypes:  # vectors of 16 bytes are half as many numbers
+        kernel, lanes = "16x1", 16
+    x = rounded(rng.standard_normal((rows, columns)) * 0.5 + 3, dtypes[0])
+    dy = rounded(rng.standard_normal((rows, columns)), dtypes[1])
+    weight = rng.standard_normal(columns).astype(np.float32)
+    name = f"layer_norm_grad_{kernel}_{'_'.join(dtypes)}"
+    kernels = find(name), find("layer_norm_grad_add")
+    got = layer_norm_grad(kernels, lanes, x, dy, weight, dtypes[2], blocks)
+    there, g = wide(x, dtypes[0]), wide(dy, dtypes[1])
+    scale = 1 / np.sqrt(there.var(-1, keepdims=True) + EPSILON)
+    normed = (there - there.mean(-1, keepdims=True)) * scale
+    along = (g * weight * normed).mean(-1, keepdims=True)
+    dx = scale * (g * weight - (g * weight).mean(-1, keepdims=True) - normed * along)
+    for each, want, dtype in zip(
+        got, (dx, (g * normed).sum(0), g.sum(0)), (dtypes[2], "float32", "float32"), strict=True
+    ):
+        check(each, want, dtype, 2**-19)
 
 
 ORDERS = [
@@ -1934,7 +1995,7 @@ def test_rms_norm(
 ) -> None:
     x = rounded(rng.standard_normal((5, columns)) + 1, BF16)
     weight = rng.standard_normal(columns).astype(np.float32)
-    name = f"rms_norm_{kernel}_{BF16}".replace("__", "_")
+    name = f"rms_norm_{kernel}_{BF16}_{BF16}".replace("__", "_")
     y = layernorm(find(name), lanes, x, columns, weight, weight, BF16)
     values = wide(x, BF16)
     want = values / np.sqrt((values**2).mean(1, keepdims=True) + EPSILON) * weight

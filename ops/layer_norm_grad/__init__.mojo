@@ -1,0 +1,2 @@
+"""The gradients of a layer norm."""
+from .op import *
