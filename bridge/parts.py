@@ -26,7 +26,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from maxvision.bridge.coverage import Coverage, coverage
 from maxvision.bridge.fx import module_of, origin, size_of, type_of
 from maxvision.bridge.importer import Known, Missing, Unsupported
-from maxvision.bridge.tensors import OnTensors, Step, place_of
+from maxvision.bridge.tensors import OnTensors, Step, place_of, turned
 from maxvision.bridge.walker import Walker
 from maxvision.common import memory
 from maxvision.common.errors import ModelError, UserError
@@ -457,7 +457,7 @@ class Part(nn.Module):
         for i, node in enumerate(self._returned):
             if self._exact and _is_constant(found[i]) and not all(map(_is_constant, found)):
                 constant = found[i].values[0].to(place_of(self._device), node.meta["val"].dtype)
-                self._constants[i] = _turned(constant, self._orders[i]).contiguous()
+                self._constants[i] = turned(constant, self._orders[i]).contiguous()
                 continue
             value = walker.value(found[i])
             wanted = str(node.meta["val"].dtype).removeprefix("torch.")
@@ -491,7 +491,11 @@ class Part(nn.Module):
         made = Executor.compile(
             self.program, self._tensors, self._device, self._lowering, images=0, apart=apart
         )
-        self._run = (Step if self._exact else OnTensors)(made.executable, self._device)
+        if self._exact:
+            turns = [back for i, back in enumerate(self._backs) if i not in self._constants]
+            self._run = Step(made.executable, self._device, turns)
+        else:
+            self._run = OnTensors(made.executable, self._device)
 
     def begin(self, *, apart: bool) -> None:
         """Loads it beside what comes next; who calls it first waits for that."""
@@ -507,13 +511,13 @@ class Part(nn.Module):
         if self._run is None:
             self.finish()
         assert self._run is not None
-        pairs = zip(given, self._lie, strict=True)
-        made = iter(self._run(*(_turned(x.detach(), order).contiguous() for x, order in pairs)))
-        held = self._constants
-        found = [
-            _turned(held[i].clone() if i in held else next(made), back)
-            for i, back in enumerate(self._backs)
-        ]
+        lies = (turned(x, order) for x, order in zip(given, self._lie, strict=True))
+        made = self._run(*(x if x.is_contiguous() else x.contiguous() for x in lies))
+        if not self._exact:
+            made = list(map(turned, made, self._backs))
+        for i, constant in self._constants.items():  # in their order
+            made.insert(i, turned(constant.clone(), self._backs[i]))
+        found = made
         return found[0] if self._single else found
 
 
@@ -537,11 +541,6 @@ def _permuted(x: Value, order: Sequence[int]) -> Value:
 def _is_constant(x: Any) -> bool:
     """Tells whether no input decides an output, which a program for a GPU cannot give."""
     return isinstance(x, Known) and len(x.values) == 1
-
-
-def _turned(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Permutes a tensor's axes, if need be."""
-    return x if order == tuple(range(len(order))) else x.permute(order)
 
 
 def _back(order: Sequence[int]) -> tuple[int, ...]:

@@ -29,7 +29,6 @@ import torch
 from max.driver import Buffer, Device
 from max.engine import Model as Executable
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from maxvision.common.errors import ModelError
 from maxvision.runtime.devices import find_device
@@ -67,6 +66,11 @@ def device_of(place: torch.device) -> Device:
         raise ModelError(f"its tensors are on {place.type}, and it computes on a CPU or a GPU")
     os.environ.setdefault(POOL, SHARE)
     return find_device(f"gpu:{place.index or 0}")
+
+
+def turned(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Permutes a tensor's axes, if need be."""
+    return x if order == tuple(range(len(order))) else x.permute(order)
 
 
 def place_of(device: Device) -> torch.device:
@@ -178,9 +182,13 @@ class Step:
     Args:
         executable: It.
         device: Where it runs, and the tensors are.
+        turns: How the axes of each output are permuted then; no number of it moves.
     """
 
-    def __init__(self, executable: Executable, device: Device) -> None:
+    def __init__(
+        self, executable: Executable, device: Device, turns: Sequence[tuple[int, ...]] | None = None
+    ) -> None:
+        self._turns = turns
         self._executable = executable
         self._device = device
         self._gate = gate(device)
@@ -198,24 +206,27 @@ class Step:
             ModelError: If torch is recording a CUDA graph, of which MAX's stream is no part.
         """
         _refuse_recording(tensors)
-        if self._left and all(each.nbytes for each in tensors):
+        if self._left:
             with self._lock:
                 if self._ready(tensors):
                     assert self._launch is not None
                     with self._gate.running():
                         return self._launch(tensors)
                 self._ran = True
-        return _plain(self._executable, self._device, self._gate, tensors)
+        found = _plain(self._executable, self._device, self._gate, tensors)
+        return found if self._turns is None else list(map(turned, found, self._turns))
 
     def _ready(self, tensors: Sequence[Tensor]) -> bool:
         """Tells whether there is a launch that may be used; records one if need be."""
         if not self._ran:  # that loads the kernels
+            if not all(each.nbytes for each in tensors):
+                self._left = 0
             return False
         if (launch := self._launch) is not None:
             kept, moved = launch.kept(), launch.moved(tensors)
             if launch.size(kept) > LENT:
                 return False
-            if not kept and moved <= self._moving and launch.fits(tensors):
+            if not kept and moved <= self._moving:
                 return True
             self._kept |= kept
             self._moving |= moved
@@ -226,7 +237,7 @@ class Step:
         if self._left:
             with self._gate.capturing():
                 self._launch = _Loan(
-                    self._executable, self._device, tensors, self._moving, self._kept
+                    self._executable, self._device, tensors, self._turns, self._moving, self._kept
                 )
         return self._launch is not None
 
@@ -281,7 +292,7 @@ class _Plain:
         self._found: list[Tensor] = []
 
     def upload(self, *tensors: Tensor) -> None:
-        self._inputs = [Buffer.from_dlpack(each) for each in tensors]
+        self._inputs = [Buffer.from_dlpack(each.detach()) for each in tensors]
 
     def run(self) -> None:
         with self._order:
@@ -341,7 +352,8 @@ class _Loan(_Launch):
         executable: See ``_Launch``.
         device: See ``_Launch``.
         tensors: The inputs, where most of them lie from now on.
-        moving: Which of them lie elsewhere each time, and are copied in.
+        turns: See ``Step``.
+        moving: Which inputs lie elsewhere each time, and are copied in.
         copied: Which outputs are copied rather than lent.
     """
 
@@ -350,29 +362,35 @@ class _Loan(_Launch):
         executable: Any,
         device: Device,
         tensors: Sequence[Tensor],
+        turns: Sequence[tuple[int, ...]] | None,
         moving: Collection[int],
         copied: Collection[int],
     ) -> None:
         self._own = {i: tensors[i].clone() for i in sorted(moving)}
         self._copied = {*copied}
         self._places = [each.data_ptr() for each in tensors]
-        self._shapes = [each.shape for each in tensors]
         inputs = [_lent(self._own.get(i, each)) for i, each in enumerate(tensors)]
         super().__init__(executable, device, inputs, next(KEYS))
-        self._out: dict[int, StorageWeakRef] = {}
+        if turns is not None:
+            self._from = list(map(turned, self._from, turns))
+        self._storages = [each.untyped_storage() for each in self._from]
+        self._owners = [_owners(each) for each in self._storages]
 
     def moved(self, tensors: Sequence[Tensor]) -> set[int]:
         """Tells which inputs lie elsewhere than when it was recorded."""
-        pairs = enumerate(zip(tensors, self._places, strict=True))
-        return {i for i, (x, place) in pairs if x.data_ptr() != place}
-
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Tells whether the inputs have the shapes that they had."""
-        return all(x.shape == shape for x, shape in zip(tensors, self._shapes, strict=True))
+        places = [each.data_ptr() for each in tensors]
+        if places == self._places:
+            return set()
+        return {
+            i for i, pair in enumerate(zip(places, self._places, strict=True)) if len({*pair}) > 1
+        }
 
     def kept(self) -> set[int]:
-        """Tells which of the outputs that were lent are alive."""
-        return {i for i, lent in self._out.items() if not lent.expired()}
+        """Tells which of the outputs that were lent are alive, or parts of them."""
+        counts = list(map(_owners, self._storages))
+        if counts == self._owners:
+            return set()
+        return {i for i, count in enumerate(counts) if count > self._owners[i]}
 
     def size(self, outputs: Collection[int]) -> int:
         """Counts the bytes of some outputs."""
@@ -384,13 +402,20 @@ class _Loan(_Launch):
         for i, own in self._own.items():
             own.copy_(tensors[i])
         self.run()
-        found = [
-            self._from[i].clone() if i in self._copied else torch.from_dlpack(each)
-            for i, each in enumerate(self.outputs)
+        return [
+            each.clone() if i in self._copied else each.detach()
+            for i, each in enumerate(self._from)
         ]
-        lent = ((i, each) for i, each in enumerate(found) if i not in self._copied)
-        self._out = {i: StorageWeakRef(each.untyped_storage()) for i, each in lent}
-        return found
+
+    def release(self) -> None:
+        self._storages.clear()
+        super().release()
+
+
+def _owners(storage: torch.UntypedStorage) -> int:
+    """Counts the tensors, and others, that keep memory; torch's own CUDA graphs ask so, too."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
 
 
 class _Recorded(_Launch):
