@@ -615,9 +615,7 @@ def pointwise(*given: Type, expression: str, dtype: str = "") -> Type:
     return Type(shape, "bool" if is_truth(expression) else dtype or _narrower(*numbers))
 
 
-def layer_norm(
-    x: Type, weight: Type, bias: Type, *, eps: float = 1e-5, dtype: str = ""
-) -> Type:
+def layer_norm(x: Type, weight: Type, bias: Type, *, eps: float = 1e-5, dtype: str = "") -> Type:
     """Types torch's layer_norm over the last axis of x[..., C], of any ``dtype``."""
     _norm("layernorm", x.shape[-1], weight, bias)
     return Type(x.shape, dtype or x.dtype)
@@ -626,7 +624,7 @@ def layer_norm(
 def layer_norm_grad(
     dy: Type, x: Type, weight: Type | None = None, *, eps: float = 1e-5, dtype: str = ""
 ) -> list[Type]:
-    """Types the gradients of layer_norm(x) by x, of any ``dtype``, by its weight and by its bias."""
+    """Types the gradients of layer_norm(x) by x, of any ``dtype``, by its weight and its bias."""
     name = "layer_norm_grad"
     if not x.shape:
         raise ArgumentError(f"{name}: expects x[..., C] but x is one number")

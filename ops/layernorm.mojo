@@ -371,9 +371,7 @@ def _run[
     norm: StaticString = "layernorm",
 ](o: NormTensors[dtype, out], g: NormSizes, ctx: DeviceContext) raises:
     comptime if target == "cpu":
-        comptime assert ON_CPU[dtype] and ON_CPU[out], (
-            name + ": a CPU expects float32 or bfloat16"
-        )
+        comptime assert ON_CPU[dtype] and ON_CPU[out], name + ": a CPU expects float32 or bfloat16"
         layernorm_cpu[norm](o, g)
     else:
         layernorm_gpu[norm](o, g, ctx)

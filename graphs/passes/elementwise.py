@@ -39,6 +39,7 @@ def casts(program: Program, backend: Backend) -> Program:
     Expressions, reductions and layer norms compute in float32, whatever they read, and whatever
     they write.
     """
+    program = _reshaped_first(program)
     rewrite = Rewrite(program)
     for node in program.nodes:
         read = NORMS.get(node.op, len(node.inputs))
@@ -52,6 +53,7 @@ def casts(program: Program, backend: Backend) -> Program:
         source = program.producers.get(node.inputs[0]) if _is_cast(program, node) else None
         if (
             source is not None
+            and not source.at_load
             and (is_expression(source) or _takes(program, backend, source, [node.output]))
             and not rewrite.has(source)
             and program.only_user(source.output) is node
@@ -60,6 +62,21 @@ def casts(program: Program, backend: Backend) -> Program:
             outputs = (*node.outputs, *source.outputs[1:])
             made = _computing(program, replace(source, outputs=outputs))
             rewrite.replace([source, node], made, place=source)
+    return rewrite.done()
+
+
+def _reshaped_first(program: Program) -> Program:
+    """Casts behind a reshape what a layer norm reads, where it was cast before."""
+    rewrite, taken = Rewrite(program), {*program.types}
+    for node in program.nodes:
+        cast = program.producers.get(node.inputs[0]) if node.op == "reshape" else None
+        norms = any(user.op in NORMS for user in program.users.get(node.output, ()))
+        if cast and norms and _is_cast(program, cast) and program.only_user(cast.output) is node:
+            name = free(taken, f"{node.output}.narrow")
+            first = replace(node, inputs=cast.inputs, outputs=(name,))
+            rewrite.replace(
+                [cast, node], first, replace(cast, inputs=(name,), outputs=node.outputs)
+            )
     return rewrite.done()
 
 

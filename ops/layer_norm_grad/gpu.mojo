@@ -163,9 +163,7 @@ def vector_kernel[
             dbias[v] += dyes[v]
             if inside and first + v * STEP < columns:
                 var value = dyes[v] * weight[v] - means[1] - normed * along
-                to.unsafe_store[alignment=ALIGN[dx, width]](
-                    v * STEP, (value * scale).cast[dx]()
-                )
+                to.unsafe_store[alignment=ALIGN[dx, width]](v * STEP, (value * scale).cast[dx]())
         to = to.unsafe_offset(turns * columns)
 
     var part = o.room.unsafe_offset(Int(block_idx.x) * 2 * columns)
@@ -193,9 +191,7 @@ def vector_kernel[
         if which < 2 and first + v * STEP < columns:
             sum = 0
             comptime for i in range(KEPT):
-                sum += kept.unsafe_load[width=width, alignment=16](
-                    (2 * i + which) * STEP + first
-                )
+                sum += kept.unsafe_load[width=width, alignment=16]((2 * i + which) * STEP + first)
             part.unsafe_store[alignment=16](which * columns + first + v * STEP, sum)
 
 
@@ -266,9 +262,7 @@ def row_kernel[x: DType, dy: DType, dx: DType](o: NormGrad[x, dy, dx], g: NormGr
 
 @__name("layer_norm_grad_add")
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(COLUMNS * SLICES)))
-def add_kernel(
-    room: Data[F32], dweight: Data[F32], dbias: Data[F32], columns: Int32, parts: Int32
-):
+def add_kernel(room: Data[F32], dweight: Data[F32], dbias: Data[F32], columns: Int32, parts: Int32):
     """Adds up the parts of 32 columns of dweight and dbias, which lie one behind the other.
 
     Args:

@@ -241,6 +241,57 @@ def test_images_stay_narrow_and_channels_last(layout: torch.memory_format) -> No
         assert sum(op == "permute" for op, _ in large) < 2  # of the mean of the last ones
 
 
+class Normed(nn.Module):
+    """Tokens normed in the middle of an MLP, as autocast on a GPU has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x).float()
+        with torch.autocast("cpu", enabled=False):
+            y = self.norm(y)
+        return self.down(y)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_layer_norms_keep_nothing() -> None:
+    """One op each way, which computes the statistics of a row by itself."""
+    same(Transformer(), *words())
+    for each, op in zip(Interpreted.made, ("layer_norm", "layer_norm_grad"), strict=True):
+        assert sum(node.op == op for node in each.program.nodes) == 2
+        assert not any(node.op == "rsqrt" for node in each.program.nodes)
+    types = Interpreted.made[0].program.types
+    kept = [types[each].shape for each in Interpreted.made[0].program.outputs.values()]
+    assert not [shape for shape in kept if shape in ((3, 4), (3, 4, 1))]  # a number for each token
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_layer_norms_read_what_is_narrow() -> None:
+    """Under autocast a GPU's torch norms in float32, and that is what it keeps of x."""
+    x = torch.randn(2, T, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(Normed(), backend=backend, dynamic=False)(x).sum().backward()
+    hopper = Backend("cuda", "bfloat16", architecture="sm_90a")
+    forward, backward = (passes.run(each.program, hopper) for each in Interpreted.made)
+    (norm,) = (node for node in forward.nodes if node.op == "layer_norm")
+    (grad,) = (node for node in backward.nodes if node.op == "layer_norm_grad")
+    assert forward.types[norm.output].dtype == "bfloat16"
+    assert {backward.types[v].dtype for v in (grad.inputs[0], grad.output)} == {"bfloat16"}
+
+
+def test_torch_finds_statistics_of_layer_norms_again() -> None:
+    """No layer of the kinds that are asked for is beside them, so torch computes the way back."""
+    model, x = nn.Sequential(nn.LayerNorm(8), nn.Sigmoid()), torch.randn(2, T, 8)
+    twin = copy.deepcopy(model)
+    twin(x).sum().backward()
+    only = partial(trained, told=Explanation(), run=True, only=("sigmoid",))
+    torch.compile(model, backend=only, dynamic=False)(x).sum().backward()
+    for each, want in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(each.grad, want.grad)
+
+
 def test_attention_with_dropout_is_taken_apart() -> None:
     told = explained(Attention(None, 0.1), torch.randn(2, T, 8))
     assert not any("attention" in op for each in told.parts for op in each.kernels)
@@ -477,6 +528,11 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
             nn.Upsample(scale_factor=1.5, mode="bicubic"), Antialiased("bilinear", 9),
             Antialiased("bicubic", 5),
         ),
+        PICTURES,
+    ),
+    "layer norm of images": (lambda: behind(nn.LayerNorm((8, 8))), PICTURES),
+    "layer norm without weights": (
+        lambda: behind(nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8, bias=False)),
         PICTURES,
     ),
     "encoder": (

@@ -249,25 +249,20 @@ def _group_norm(
 def _layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5, dtype: str = ""
 ) -> Tensor:
-    if not dtype:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    y = F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
-    return y.to(getattr(torch, dtype))
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def _layer_norm_grad(
     dy: Tensor, x: Tensor, weight: Any = None, *, eps: float = 1e-5, dtype: str = ""
 ) -> tuple[Tensor, ...]:
-    """Computes them in the dtype of the widest, as they are defined."""
-    wide = torch.promote_types(torch.promote_types(dy.dtype, x.dtype), torch.float32)
-    given, dy, x = x.dtype, dy.to(wide), x.to(wide)
+    """Computes them as they are defined."""
     rstd = (x.var(-1, correction=0, keepdim=True) + eps).rsqrt()
     normed = (x - x.mean(-1, keepdim=True)) * rstd
     g = dy if weight is None else dy * weight
     along = (g * normed).mean(-1, keepdim=True)
     dx = rstd * (g - g.mean(-1, keepdim=True) - normed * along)
     rows = (each.reshape(-1, x.shape[-1]).sum(0) for each in (dy * normed, dy))
-    return dx.to(getattr(torch, dtype) if dtype else given), *rows
+    return dx, *rows
 
 
 def _attention(

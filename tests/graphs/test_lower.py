@@ -88,6 +88,11 @@ def strange(net: Net, x: Value) -> None:
     for name, size, shape, window in STRIDED:
         filter = net.weight(name, 3, *shape)
         net.output(f"dx {name}", net.op("conv2d_input_grad", [y, filter], size=size, **window))
+    scale, tokens = net.weight("scale", x.size(3)), net.relu(y)
+    for name, value in zip(
+        ("x", "weight", "bias"), net.several("layer_norm_grad", [y, tokens, scale]), strict=True
+    ):
+        net.output(f"norm's gradient {name}", value)
     net.output("largest", net.op("max_pool2d_grad", [x, y], kernel=3, stride=1, padding=1))
     net.output("shared", net.op("avg_pool2d_grad", [y], size=(9, 10), kernel=2))
     net.output("attended", net.scaled_dot_product_attention(y, y, y))

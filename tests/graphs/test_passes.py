@@ -385,6 +385,16 @@ def in_float32(net: Net, x: Value) -> Value:
     return net.op("cast", [net.op("mul", [apart, apart])], dtype="bfloat16")
 
 
+def norm_in_float32(net: Net, x: Value) -> Value:
+    """Norms in float32 as autocast has it, and adds the gradient of that."""
+    wide = net.op("cast", [x], dtype="float32")
+    y = net.op("cast", [net.layer_norm(wide, "norm")], dtype="bfloat16")
+    dy = net.op("cast", [net.relu(y)], dtype="float32")
+    dx, dweight, dbias = net.several("layer_norm_grad", [dy, wide, net.weight("scale", 4)])
+    sums = net.op("cast", [dweight + dbias], dtype="bfloat16")
+    return net.op("cast", [dx], dtype="bfloat16") + sums
+
+
 def normed_by_its_own(net: Net, x: Value) -> Value:
     """Norms by the mean and the variance of what it norms."""
     apart = net.op("sub", [x, net.op("mean", [x], axes=(1,), keepdim=True)])
@@ -994,6 +1004,10 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
     ),
     "a mean and what is computed of it in float32": (
         "casts", CUDA, in_float32, TOKENS, "cast sub mul cast -> pointwise pointwise",
+    ),
+    "a layer norm in float32, and its gradient": (
+        "casts", CUDA, norm_in_float32, TOKENS,
+        "cast cast cast cast cast add -> pointwise",
     ),
     "an activation written out": (
         "written_out", CPU, lambda n, x: n.op("mul", [n.op("sigmoid", [x]), x]), TOKENS,

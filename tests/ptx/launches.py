@@ -107,7 +107,7 @@ def layer_norm_grad(
     outputs = [unwritten(x.shape, dtype), vector, vector]
     room = unwritten((blocks, 2, columns), "float32")
     assert blocks <= -(-rows * lanes // 256) and min(blocks, rows) == blocks
-    given = [memory.add(each) for each in (x, dy, weight)]
+    given = [memory.add(each, late=True) for each in (x, dy, weight)]
     made = [memory.add(each) for each in (*outputs, room)]
     parameters = [pack("7Q", *given, *made), pack("iiif", rows, columns, blocks, 1e-5)]
     Launch(kernels[0], parameters, memory, grid=(blocks,), threads=256, together=4).run()

@@ -161,8 +161,8 @@ def test_layernorm(
 def test_layernorm_into_another_dtype(
     find: Find, rng: np.random.Generator, kernel: str, lanes: int, columns: int
 ) -> None:
-    x, (weight, bias) = rng.standard_normal((9, columns)), rng.standard_normal((2, columns))
-    x, weight, bias = (each.astype(np.float32) for each in (x, weight, bias))
+    x = rng.standard_normal((9, columns)).astype(np.float32)
+    weight, bias = rng.standard_normal((2, columns)).astype(np.float32)
     y = layernorm(find(f"layernorm_{kernel}float32_{BF16}"), lanes, x, columns, weight, bias, BF16)
     check(y, normalised(x.astype(np.float64), weight, bias), BF16, 2**-20)
 
