@@ -25,7 +25,7 @@
 | mlp              | a norm and an MLP: one op                                                    |
 | rows             | rows put in another order, as of windows, their norms and sums: one op       |
 | align            | axes of linear layers that Hopper's copy engine does not take: padded        |
-| casts            | casts beside expressions, reductions, layer norms: part of these             |
+| casts            | casts, past moves, beside expressions, sums and layer norms: part of them    |
 | pointwise        | batch norms that are left and elementwise ops in a row: one expression       |
 | reductions       | expressions that are reduced, several of them: one op that reads once        |
 | concat_pointwise | values put together and an expression of all by channel: one op              |

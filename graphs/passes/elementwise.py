@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import (
@@ -14,6 +15,7 @@ from maxvision.graphs.elementwise import (
     REDUCTIONS,
     expression,
 )
+from maxvision.graphs.passes import moves
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import MOST_AXES, infer
 from maxvision.graphs.types import Type, product
@@ -37,9 +39,10 @@ def casts(program: Program, backend: Backend) -> Program:
     """Makes a cast between floats part of the op before it, or of what is behind it.
 
     Expressions, reductions and layer norms compute in float32, whatever they read, and whatever
-    they write.
+    they write. Where moves stand between the cast and such an op, they change places.
     """
-    program = _reshaped_first(program)
+    program = moves.widened(program, partial(_reads, program, backend))
+    program = moves.narrowed(program, partial(_gives, backend))
     rewrite = Rewrite(program)
     for node in program.nodes:
         read = NORMS.get(node.op, len(node.inputs))
@@ -54,7 +57,7 @@ def casts(program: Program, backend: Backend) -> Program:
         if (
             source is not None
             and not source.at_load
-            and (is_expression(source) or _takes(program, backend, source, [node.output]))
+            and _gives(backend, source, program.types[node.output].dtype)
             and not rewrite.has(source)
             and program.only_user(source.output) is node
             and "float" in program.types[source.output].dtype
@@ -62,21 +65,6 @@ def casts(program: Program, backend: Backend) -> Program:
             outputs = (*node.outputs, *source.outputs[1:])
             made = _computing(program, replace(source, outputs=outputs))
             rewrite.replace([source, node], made, place=source)
-    return rewrite.done()
-
-
-def _reshaped_first(program: Program) -> Program:
-    """Casts behind a reshape what a layer norm reads, where it was cast before."""
-    rewrite, taken = Rewrite(program), {*program.types}
-    for node in program.nodes:
-        cast = program.producers.get(node.inputs[0]) if node.op == "reshape" else None
-        norms = any(user.op in NORMS for user in program.users.get(node.output, ()))
-        if cast and norms and _is_cast(program, cast) and program.only_user(cast.output) is node:
-            name = free(taken, f"{node.output}.narrow")
-            first = replace(node, inputs=cast.inputs, outputs=(name,))
-            rewrite.replace(
-                [cast, node], first, replace(cast, inputs=(name,), outputs=node.outputs)
-            )
     return rewrite.done()
 
 
@@ -95,9 +83,30 @@ def _before_cast(program: Program, value: str) -> str:
 
 
 def _takes(program: Program, backend: Backend, node: Node, values: Sequence[str]) -> bool:
-    """Tells whether a node is a norm whose kernels take, or give, values of these dtypes."""
-    dtypes = {"float32", "bfloat16", *(["float16"] if backend.is_gpu else [])}
-    return node.op in NORMS and dtypes.issuperset(program.types[value].dtype for value in values)
+    """Tells whether a node is a norm whose kernels take values of these dtypes."""
+    dtypes = (program.types[value].dtype for value in values)
+    return node.op in NORMS and _norms(backend).issuperset(dtypes)
+
+
+def _norms(backend: Backend) -> set[str]:
+    """Names the dtypes that the kernels of norms read and write."""
+    return {"float32", "bfloat16", *(["float16"] if backend.is_gpu else [])}
+
+
+def _gives(backend: Backend, node: Node, dtype: str) -> bool:
+    """Tells whether a node can round its first output to another dtype of floats."""
+    return is_expression(node) or (node.op in NORMS and dtype in _norms(backend))
+
+
+def _reads(program: Program, backend: Backend, node: Node, value: str, narrow: str) -> bool:
+    """Tells whether a node computes the same of what a value was before a cast to float32."""
+    read = NORMS.get(node.op, len(node.inputs))
+    inputs = [narrow if each == value else _before_cast(program, each) for each in node.inputs]
+    return (
+        value not in node.inputs[read:]
+        and not node.at_load
+        and _mixes(program, backend, node, (*inputs[:read], *node.inputs[read:]))
+    )
 
 
 def is_expression(node: Node) -> bool:

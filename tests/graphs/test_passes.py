@@ -2106,6 +2106,113 @@ def test_the_gradients_of_pools_read_images_as_they_lie() -> None:
     assert not ops(final)["permute"]
 
 
+def narrow(net: Net, x: Value, dtype: str = "bfloat16") -> Value:
+    return net.op("cast", [x], dtype=dtype)
+
+
+def wide(net: Net, x: Value) -> Value:
+    return net.op("cast", [x], dtype="float32")
+
+
+def tokens_of_a_norm(net: Net, x: Value) -> Value:
+    """Rounds the first token of a norm beside an image's, and all others as two products do."""
+    y = net.layer_norm(net.relu(x), "norm")
+    first, rest = (net.op("slice", [y], axis=1, start=a, stop=b) for a, b in ((0, 1), (1, 5)))
+    image = wide(net, net.linear(narrow(net, net.permute(rest, 0, 1, 2)), "a", 4))
+    joined = net.concat([first, image], axis=1)
+    net.output("rows", net.linear(narrow(net, net.reshape(rest, BATCH, 2, 8)), "b", 8))
+    net.output("again", net.linear(narrow(net, joined), "c", 4))
+    return net.linear(narrow(net, joined), "d", 4)
+
+
+def test_a_cast_goes_ahead_of_moves_into_a_norm_that_several_read() -> None:
+    _, after = both("casts", nets.program(tokens_of_a_norm, 5, 4), CUDA)
+    moves = [node for node in after.nodes if node.op in ("slice", "permute", "concat", "reshape")]
+    assert {node.op for node in moves} >= {"slice", "concat", "reshape"}
+    for node in moves:
+        assert {after.types[v].dtype for v in (*node.inputs, *node.outputs)} == {"bfloat16"}, node
+    (norm,) = (node for node in after.nodes if node.op == "layer_norm")
+    assert norm.attributes["dtype"] == "bfloat16"
+    assert not ops(after)["cast"]  # nor one of what had 16 bits before
+
+
+def moved_between(
+    net: Net, x: Value, *, seen: str = "", part: bool = False, to: str = "bfloat16"
+) -> Value:
+    """Rounds a product, turned, or a part of that."""
+    y = net.linear(x, "a", 4)
+    if seen == "product":
+        net.output("seen", y)
+    turned = net.permute(y, 0, 2, 1)
+    if seen == "turned":
+        net.output("seen", turned)
+    if seen == "relu":
+        net.output("seen", net.linear(turned, "c", 4))
+    if part:
+        turned = net.op("slice", [turned], axis=2, start=0, stop=2)
+    net.output("other", net.relu(narrow(net, turned, to)))
+    return narrow(net, turned)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtypes"),
+    [
+        ({}, {"permute": "bfloat16"}),
+        ({"seen": "product"}, {"permute": "bfloat16"}),
+        ({"seen": "turned"}, {"permute": "float32"}),
+        ({"seen": "relu"}, {"permute": "float32"}),
+        ({"part": True}, {"permute": "float32", "slice": "float32"}),  # all of it costs more
+        ({"to": "float16"}, {"permute": "float32"}),
+    ],
+)
+def test_a_cast_goes_ahead_of_moves_that_nobody_needs_in_float32(
+    change: dict[str, Any], dtypes: dict[str, str]
+) -> None:
+    program = nets.program(lambda net, x: moved_between(net, x, **change), 4, 4)
+    after = kept(program, CUDA, ["casts"])
+    moves = {node.op: after.types[node.output].dtype for node in after.nodes}
+    assert {op: moves[op] for op in dtypes} == dtypes
+    assert ops(after)["cast"] == (2 if change.get("to") else 1)
+
+
+def test_identical_casts_become_one_but_for_outputs() -> None:
+    def write(net: Net, x: Value) -> Value:
+        net.output("first", narrow(net, x))
+        for name in "ab":
+            net.output(name, net.linear(narrow(net, x), name, 4))
+        return narrow(net, x)
+
+    after = kept(nets.program(write, 4), CUDA, ["casts"])
+    assert ops(after)["cast"] == 2
+    read = {node.inputs[0] for node in after.nodes if node.op == "linear"}
+    assert read == {after.outputs["first"]}
+
+
+def test_a_cast_to_float32_goes_behind_moves() -> None:
+    def write(net: Net, x: Value) -> Value:
+        x = narrow(net, x)
+        moved = net.permute(net.reshape(wide(net, x), BATCH, 2, 3, 4), 0, 2, 1, 3)
+        net.output("sum", net.op("sum", [moved], axes=(1,), keepdim=True))
+        net.output("part", narrow(net, net.op("slice", [moved], axis=1, start=1, stop=3)))
+        return net.op("mul", [moved, net.op("tanh", [moved])])
+
+    after = kept(nets.program(write, 6, 4), CUDA, ["casts"])
+    for node in after.nodes:
+        if node.op in ("reshape", "permute", "slice"):
+            assert after.types[node.output].dtype == "bfloat16"
+    assert ops(after)["cast"] == 1  # the one to 16 bits
+
+
+def test_a_cast_to_float32_stays_ahead_of_moves_where_float32_is_read_before_them() -> None:
+    def write(net: Net, x: Value) -> Value:
+        x = wide(net, narrow(net, x))
+        net.output("a", net.linear(x, "a", 4))
+        return net.linear(net.permute(x, 0, 2, 1), "b", 4)
+
+    before = nets.program(write, 4, 4)
+    assert kept(before, CUDA, ["casts"]) == before
+
+
 @pytest.mark.parametrize("write", [squeezed, densely])
 def test_no_image_is_permuted(write: Write) -> None:
     program = from_pixels(nets.program(write, 4, 6, 5), "uint8", "float32")
