@@ -77,8 +77,9 @@ def evaluate_words[
     Returns:
         The result; 1 and 0 for true and false.
     """
-    var stack = Array[SIMD[dtype, width], len(words)](fill=0)
     comptime depth = _depths(words)
+    # As small as it goes: what fills a long array is a loop, for which it would lie in memory.
+    var stack = Array[SIMD[dtype, width], _most(depth) + 1](fill=0)
     comptime for i in range(len(words)):
         comptime word = words[i]
         comptime top = depth[i]  # where the result of this word goes
@@ -253,6 +254,14 @@ def _depths(words: List[String]) -> List[Int]:
         found.append(depth)
         depth += 1
     return found^
+
+
+def _most(numbers: List[Int]) -> Int:
+    """Gives the largest of some numbers that are not negative."""
+    var found = 0
+    for each in numbers:
+        found = max(found, each)
+    return found
 
 
 def is_expression(words: List[String], values: Int) -> Bool:
