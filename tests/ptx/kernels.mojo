@@ -547,6 +547,10 @@ def main() raises:
         ctx,
     )
     pointwise[BF16, "x0 x1 mul x2 add silu", [BF16, BF16, F32], 3](half, bytes, ctx)
+    comptime long: StaticString = (
+        "x0 x1 mul x2 add 0.0 le 0.0 x3 where x4 mul x0 x5 mul x6 add add"
+    )
+    pointwise[F16, long, [F16, F32, F32, F16, F32, F32, F32], 3](half2, bytes, ctx)
     pointwise[DType.uint8, "x1 x0 x2 where 0.5 lt", [F32, DType.uint8, F32], 6](bytes, bytes, ctx)
     var parts = ConcatTensors[BF16](half, StaticTuple[Data[F32], VECTORS](fill=full))
     for i in range(8):
