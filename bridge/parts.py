@@ -517,8 +517,7 @@ class Part(nn.Module):
             made = list(map(turned, made, self._backs))
         for i, constant in self._constants.items():  # in their order
             made.insert(i, turned(constant.clone(), self._backs[i]))
-        found = made
-        return found[0] if self._single else found
+        return made[0] if self._single else made
 
 
 def _tf32() -> bool:
