@@ -135,6 +135,8 @@ def _join(graph: fx.Graph, softmax: fx.Node) -> None:
         given = [first.a, first.second(graph, turned=True), last.second(graph, turned=False)]
         q, k, v, held = (_example(each) for each in (*given, mask))
         known = all(isinstance(x, Tensor) for x in (q, k, v))
+        if mask is not None:  # truth values count as 0 and 1 here, they hide nothing
+            known &= isinstance(held, Tensor) and held.is_floating_point()
         if known and _stays(q, k, v, held, 0.0, scale):
             made = graph.call_function(attend, (*given, mask), {"scale": float(scale)})
             made.meta.update(y.meta)

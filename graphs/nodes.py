@@ -808,10 +808,7 @@ def reduce_terms(
     rows = [Type((before, behind), dtype) for _ in outs]
     nothing = Type((1, 1), dtype)  # where no result goes
     rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
-    if isinstance(between, int):
-        length = _host([between], DType.int64)
-    else:
-        length = ops.shape_to_tensor(dims([between]))
+    length = _lengths([between])
     made = _custom(
         "reduce_terms",
         [*values, *rest, length],
@@ -915,11 +912,11 @@ def scatter_add(x: TensorValue, index: TensorValue, values: TensorValue, axis: i
             index = ops.broadcast_to(index.reshape([*index.shape, *ends]), values.shape)
         return ops.scatter_add(x, values, index, axis=axis)
     x, values = (each.cast(DType[out.dtype]) for each in (x, values))
-    columns = math.prod(int(size) for size in x.shape[axis + 1 :])
+    held, added = (_type(value).shape for value in (x, values))
     each = index.rank == values.rank and axis < values.rank - 1
-    sizes = [int(x.shape[axis]), columns, int(values.shape[axis]), int(each)]
+    sizes = _lengths([held[axis], product(held[axis + 1 :]), added[axis], int(each)])
     sums = Type(out.shape, shapes.wide(out.dtype))
-    return _custom("scatter_add", [x, index, values, _host(sizes, DType.int64)], [sums])[0]
+    return _custom("scatter_add", [x, index, values, sizes], [sums])[0]
 
 
 def gather_rows(
@@ -1666,6 +1663,14 @@ def _takes(name: str, device: DeviceRef, *dtypes: DType) -> None:
                 f"{name}: on a {'CPU' if device.is_cpu() else 'GPU'} the dtype must be one of"
                 f" {', '.join(d.name for d in takes)} but is {dtype.name}"
             )
+
+
+def _lengths(sizes: Sequence[Size]) -> TensorValue:
+    """Gives sizes to an op as int64 in host memory; those of the batch are known when it runs."""
+    known = [size for size in sizes if isinstance(size, int)]
+    return (
+        _host(known, DType.int64) if len(known) == len(sizes) else ops.shape_to_tensor(dims(sizes))
+    )
 
 
 def _optional(value: TensorValue | None) -> Type | None:

@@ -101,6 +101,9 @@ class WrittenOut(nn.Module):
         elif self.way == "masked":
             scores = torch.matmul(q, k.transpose(2, 3)) * 0.4 + torch.ones(t, t).triu(1) * -9.0
             y = torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
+        elif self.way == "counted":
+            scores = q @ k.transpose(2, 3) + (torch.ones(t, t).triu(1) > 0)
+            y = scores.softmax(-1) @ v
         elif self.way == "other axis":
             y = (q @ k.transpose(-2, -1)).softmax(-2) @ v
         else:  # timm's
@@ -218,9 +221,9 @@ def test_attention_that_is_written_out_is_whole(way: str) -> None:
         assert not any(node.op in ("softmax", "exp") for node in program.nodes)
 
 
-@pytest.mark.parametrize("way", ["dropped", "other axis", "seen"])
+@pytest.mark.parametrize("way", ["dropped", "counted", "other axis", "seen"])
 def test_other_products_around_a_softmax_are_no_attention(way: str) -> None:
-    """Where scores are dropped or read, or each key's add up to 1."""
+    """Where scores are dropped or read, or each key's add up to 1, or truth values are added."""
     told = explained(WrittenOut(way), torch.randn(2, T, 8))
     assert not any("attention" in op for each in told.parts for op in each.kernels)
 
