@@ -193,10 +193,6 @@ def _product(node: fx.Node | None) -> _Product | None:
     if not _calls(node, operator.matmul, torch.matmul, "matmul"):
         return None
     a, b = args[:2]
-    if _calls(b, torch.transpose, "transpose"):
-        whole, *axes = args[1].args
-        if {axis % 4 for axis in axes} == {2, 3}:
-            return _Product(a, whole, turned=True)
     return _Product(a, b, turned=False)
 
 

@@ -686,7 +686,9 @@ def _layer_norms(graph: torch.fx.Graph) -> list[Node]:
 
 def _layer_norm_of(saved: Any) -> Node | None:
     """Gives the layer norm of which something is a result, if it is."""
-    while isinstance(saved, Node) and saved.target in (operator.getitem, aten.detach.default):
-        saved = saved.args[0]
-    norm = isinstance(saved, Node) and saved.target == aten.native_layer_norm.default
-    return saved if norm else None
+    if not isinstance(saved, Node):
+        return None
+    norm: Any = _behind_aliases(saved)
+    if norm.target is operator.getitem:
+        norm = norm.args[0]
+    return norm if norm.target == aten.native_layer_norm.default else None

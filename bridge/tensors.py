@@ -32,7 +32,7 @@ from torch import Tensor
 
 from maxvision.common.errors import ModelError
 from maxvision.runtime.devices import find_device
-from maxvision.runtime.replay import KEYS, Capture, Gate, Replays, captures, gate, zeros
+from maxvision.runtime.replay import KEYS, Capture, Replays, captures, gate, zeros
 
 POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 """MAX's setting of the share of a GPU's memory that it takes at the first recording."""
@@ -100,7 +100,30 @@ class OnTensors:
         return found
 
 
-class InPlace:
+class _InTorch:
+    """A compiled graph that runs in torch's memory.
+
+    Args:
+        executable: It.
+        device: Where it runs, and the tensors are.
+    """
+
+    def __init__(self, executable: Executable, device: Device) -> None:
+        self._executable = executable
+        self._device = device
+        self._gate = gate(device)
+        self._lock = threading.Lock()
+
+    def _plain(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Runs it kernel by kernel."""
+        run = _Plain(self._executable, self._device, False)
+        with self._gate.running():
+            run.upload(*tensors)
+            run.run()
+        return run.result()
+
+
+class InPlace(_InTorch):
     """Runs a compiled graph on dense tensors, which have its dtypes, and copies none of them.
 
     Where it is not recorded, outputs stay in MAX's memory, which no graph but those of this class
@@ -114,11 +137,8 @@ class InPlace:
     """
 
     def __init__(self, executable: Executable, device: Device, *, most: int = SMALL) -> None:
-        self._executable = executable
-        self._device = device
+        super().__init__(executable, device)
         self._most = most if captures(device) else 0
-        self._gate = gate(device)
-        self._lock = threading.Lock()
         self._launches: OrderedDict[Places, _Launch | None] = OrderedDict()
         self._held = 0  # bytes of their outputs
 
@@ -130,7 +150,7 @@ class InPlace:
         """
         _refuse_recording(tensors)
         if not self._most:
-            return _plain(self._executable, self._device, self._gate, tensors)
+            return self._plain(tensors)
         places = tuple((x.data_ptr(), x.shape) for x in tensors)
         with self._lock:  # a launch writes into the same memory each time
             launch = self._launches.get(places)
@@ -146,7 +166,7 @@ class InPlace:
             if len(self._launches) > PLACES:
                 with self._gate.running():  # to release one waits for the device
                     self._drop(next(iter(self._launches)))
-        found = _plain(self._executable, self._device, self._gate, tensors)
+        found = self._plain(tensors)
         fits = 0 < sum(each.nbytes for each in found) <= self._most
         if again and fits and all(each.nbytes for each in tensors):
             self._record(places, tensors)
@@ -171,7 +191,7 @@ class InPlace:
             launch.release()
 
 
-class Step:
+class Step(_InTorch):
     """Runs a step of training, a compiled graph, on dense tensors, which have its dtypes.
 
     A GPU records it the second time, and its outputs are then the launch's own memory. Those that
@@ -188,11 +208,8 @@ class Step:
     def __init__(
         self, executable: Executable, device: Device, turns: Sequence[tuple[int, ...]] | None = None
     ) -> None:
+        super().__init__(executable, device)
         self._turns = turns
-        self._executable = executable
-        self._device = device
-        self._gate = gate(device)
-        self._lock = threading.Lock()
         self._left = RECORDS if captures(device) else 0
         self._ran = False
         self._launch: _Loan | None = None
@@ -213,7 +230,7 @@ class Step:
                     with self._gate.running():
                         return self._launch(tensors)
                 self._ran = True
-        found = _plain(self._executable, self._device, self._gate, tensors)
+        found = self._plain(tensors)
         return found if self._turns is None else list(map(turned, found, self._turns))
 
     def _ready(self, tensors: Sequence[Tensor]) -> bool:
@@ -240,17 +257,6 @@ class Step:
                     self._executable, self._device, tensors, self._turns, self._moving, self._kept
                 )
         return self._launch is not None
-
-
-def _plain(
-    executable: Executable, device: Device, gate: Gate, tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """Runs a graph kernel by kernel."""
-    run = _Plain(executable, device, False)
-    with gate.running():
-        run.upload(*tensors)
-        run.run()
-    return run.result()
 
 
 def _refuse_recording(tensors: Sequence[Tensor]) -> None:
@@ -378,19 +384,13 @@ class _Loan(_Launch):
 
     def moved(self, tensors: Sequence[Tensor]) -> set[int]:
         """Tells which inputs lie elsewhere than when it was recorded."""
-        places = [each.data_ptr() for each in tensors]
-        if places == self._places:
-            return set()
-        return {
-            i for i, pair in enumerate(zip(places, self._places, strict=True)) if len({*pair}) > 1
-        }
+        pairs = enumerate(zip(tensors, self._places, strict=True))
+        return {i for i, (x, place) in pairs if x.data_ptr() != place}
 
     def kept(self) -> set[int]:
         """Tells which of the outputs that were lent are alive, or parts of them."""
-        counts = list(map(_owners, self._storages))
-        if counts == self._owners:
-            return set()
-        return {i for i, count in enumerate(counts) if count > self._owners[i]}
+        pairs = enumerate(zip(self._storages, self._owners, strict=True))
+        return {i for i, (storage, count) in pairs if _owners(storage) > count}
 
     def size(self, outputs: Collection[int]) -> int:
         """Counts the bytes of some outputs."""

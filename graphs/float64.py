@@ -21,7 +21,8 @@ def layernorm(
     x: TensorValue, weight: TensorValue, bias: TensorValue, eps: float = 1e-5
 ) -> TensorValue:
     """Computes ``nodes.layernorm``; weight and bias are float64."""
-    return nodes.pointwise("x0 x1 mul x2 add", [_normed(x, [x.rank - 1], eps), weight, bias])
+    normed, _ = _normed(x, [x.rank - 1], eps)
+    return nodes.pointwise("x0 x1 mul x2 add", [normed, weight, bias])
 
 
 def layer_norm_grad(
@@ -32,10 +33,7 @@ def layer_norm_grad(
 ) -> list[TensorValue]:
     """Computes ``nodes.layer_norm_grad``, as the head of ops/layer_norm_grad/op.mojo has it."""
     last, rows = x.rank - 1, list(range(x.rank - 1))
-    normed = _normed(x, [last], eps)
-    mean = nodes.reduce("mean", x, [last], keepdim=True)
-    terms = "x0 x1 sub x0 x1 sub mul"
-    (spread,) = nodes.reduce_terms("mean", terms, [x, mean], [last], keepdim=True)
+    normed, spread = _normed(x, [last], eps)
     g = dy if weight is None else nodes.pointwise("x0 x1 mul", [dy, weight])
     means = nodes.reduce_terms("mean", "x0 ; x0 x1 mul", [g, normed], [last], keepdim=True)
     words = f"x0 x1 sub x2 x3 mul sub x4 {eps!r} add rsqrt mul"
@@ -64,17 +62,18 @@ def group_norm(
     n, *between, c = x.shape
     pixels, members = math.prod(between, start=Dim(1)), int(c) // groups
     apart = nodes.permute(x.reshape((n, pixels, groups, members)), [0, 2, 1, 3])
-    y = _normed(apart.reshape((n, groups, pixels * members)), [2], eps).reshape(apart.shape)
-    y = nodes.permute(y, [0, 2, 1, 3]).reshape(x.shape)
+    normed, _ = _normed(apart.reshape((n, groups, pixels * members)), [2], eps)
+    y = nodes.permute(normed.reshape(apart.shape), [0, 2, 1, 3]).reshape(x.shape)
     words = " ".join(["x0 x1 mul x2 add", activation(epilogue)]).strip()
     return nodes.pointwise(words, [y, weight, bias])
 
 
-def _normed(x: TensorValue, axes: Sequence[int], eps: float) -> TensorValue:
+def _normed(x: TensorValue, axes: Sequence[int], eps: float) -> tuple[TensorValue, TensorValue]:
+    """Norms by the mean and variance along axes: the result, and the variance."""
     mean = nodes.reduce("mean", x, axes, keepdim=True)
     terms = "x0 x1 sub x0 x1 sub mul"
     (spread,) = nodes.reduce_terms("mean", terms, [x, mean], axes, keepdim=True)
-    return nodes.pointwise(f"x0 x1 sub x2 {eps!r} add rsqrt mul", [x, mean, spread])
+    return nodes.pointwise(f"x0 x1 sub x2 {eps!r} add rsqrt mul", [x, mean, spread]), spread
 
 
 def attention(
