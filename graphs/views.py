@@ -75,6 +75,14 @@ class View:
             found.append(same)
         return None if left else tuple(found)
 
+    def divided(self) -> View:
+        """Divides the source as the result is, if that is a reshape; gives itself if it is not."""
+        if self.axes is not None:
+            return self
+        by_place = tuple(sorted(self.result))
+        order = [factor for axis in by_place for factor in axis]
+        return replace(self, source=by_place) if order == sorted(order) else self
+
     def inverse(self) -> View:
         """Gives the way back."""
         order = [factor for axis in self.result for factor in axis]

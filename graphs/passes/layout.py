@@ -279,9 +279,9 @@ class _Layout:
             free = sum(bool(m and (m.keeps_order or (s, m) in self.made)) for s, m in moved)
             return len(whole) - free, layout.axes is None
 
-        permuted = [view for _, view in whole if not view.keeps_order]
+        permuted = [view.divided() for _, view in whole if not view.keeps_order]
         if len(views) == 1:
-            permuted = [views[0][1]]
+            permuted = [views[0][1].divided()]
         if not permuted:
             return False
         view = min(permuted, key=cost)
@@ -308,7 +308,7 @@ class _Layout:
     def along_axes(self, node: Node) -> bool:
         """Cuts, joins, pads, turns and reduces images along the axes as they lie there."""
         views = [self.view(value) for value in node.inputs]
-        permuted = [view.axes for _, view in views if not view.keeps_order]
+        permuted = [view.divided().axes for _, view in views if not view.keeps_order]
         if not permuted or permuted[0] is None:
             return False
         axes = permuted[0]

@@ -24,6 +24,9 @@ backward, by `torch.compile(backend="maxvision", dynamic=False)`, on a CPU too; 
 installed, or the root of the checkout be in PYTHONPATH. Augmentation, the teacher and the optimizer
 stay as they are.
 
+With `--curves FILE.json` the loss of every epoch, and ten times on the way the accuracy of the
+averaged weights on the test pictures, are written for `maxvision bench report FILE.json --plots .`.
+
 Every `DIR/NAME-cifar10` that is written holds config.json, preprocessor_config.json and
 model.safetensors: filters and matrices as float16, vectors as float32. The accuracy printed last is
 that of the saved files, read back and run in float32 on the test pictures as
@@ -33,7 +36,9 @@ that of the saved files, read back and run in float32 on the test pictures as
 import argparse
 import io
 import itertools
+import json
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -292,7 +297,7 @@ class Learner:
         make, config, rate = NETWORKS[name]
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: i for i, label in enumerate(labels)}
-        self.folder = folder_name(name, sparsity)
+        self.folder, self.losses = folder_name(name, sparsity), []
         model = dense(name) if sparsity else make(config)
         rate = rate / 2 if sparsity else rate
         self.model = model.to(device, memory_format=torch.channels_last).train()
@@ -313,7 +318,7 @@ class Learner:
         )
 
     def step(self, images, targets):
-        """Learn from one batch; returns the loss, a scalar tensor."""
+        """Learn from one batch, and note its loss."""
         with torch.autocast(images.device.type, torch.bfloat16):
             logits = self.forward(images)
         loss = F.cross_entropy(logits.float(), targets)
@@ -325,7 +330,7 @@ class Learner:
         if self.pruner:
             self.pruner.step()
         self.mean.update_parameters(self.model)
-        return loss.detach()
+        self.losses.append(loss.detach())
 
     def save(self, out):
         """Write the averaged network to the folder in `out` that `folder_name` gives it."""
@@ -369,9 +374,44 @@ def compiled(function, device, backend=None):
     return torch.compile(function) if device.type == "cuda" else function
 
 
+class Curves:
+    """The course of a training run, as a file that `maxvision bench report` reads."""
+
+    def __init__(self, path, backend, images, labels):
+        """Write to `path`; `images` and `labels` are the test pictures, uint8 [n, 3, 32, 32]."""
+        self.path, self.engine, self.records = path, backend or "torch-compile", []
+        self.batches = [
+            (prepared(part), truth)
+            for part, truth in zip(images.split(500), labels.split(500), strict=True)
+        ]
+        self.environment = {
+            "gpu": torch.cuda.get_device_name() if images.is_cuda else "none",
+            "command": " ".join(["python weights/bundled/train.py", *sys.argv[1:]]),
+            "date": time.strftime("%Y-%m-%d"),
+            "torch": torch.__version__,
+        }
+
+    def add(self, learner, epoch, seconds, marked):
+        """Add an epoch of a learner, and where it is `marked` the accuracy of its mean too."""
+        loss = torch.stack(learner.losses).mean().item()
+        record = {
+            "network": learner.folder, "engine": self.engine, "epoch": epoch,
+            "seconds": round(seconds, 1), "loss": round(loss, 4),
+        }  # fmt: skip
+        if marked:
+            model = learner.mean.module.eval()
+            record["accuracy"] = right(model, self.batches) / sum(len(y) for _, y in self.batches)
+            learner.mean.train()
+        self.records.append(record)
+        lines = ",\n".join(map(json.dumps, self.records))
+        environment = json.dumps(self.environment)
+        self.path.write_text(f'{{"environment": {environment},\n"records": [\n{lines}\n]}}\n')
+
+
 def fit(
-    pupils, images, labels, classes, epochs, batch, out, teacher=None, limit=None, backend=None
-):
+    pupils, images, labels, classes, epochs, batch, out, teacher=None, limit=None, backend=None,
+    curves=None,
+):  # fmt: skip
     """Train networks side by side on the same augmented batches, and save them.
 
     The augmentation grows gentler along a cosine, so that training ends on pictures like those the
@@ -389,6 +429,7 @@ def fit(
         teacher: A network whose opinion makes up 80% of the target, or None.
         limit: Images of an epoch, drawn anew for each; all of them if None.
         backend: Of torch.compile, for the networks; see `compiled`.
+        curves: Takes the course of it, a `Curves`, or None.
     """
     device, steps = images.device, min(limit or len(images), len(images)) // batch
     learners = [
@@ -407,18 +448,22 @@ def fit(
             if teacher is not None:
                 with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
                     targets = torch.lerp(targets, teacher(x).float().softmax(1), 0.8)
-            losses = [learner.step(x, targets) for learner in learners]
-        if (epoch + 1) * 10 // epochs > epoch * 10 // epochs:
-            shown = ", ".join(
-                f"{learner.folder} {loss:.3f}"
-                for learner, loss in zip(learners, losses, strict=True)
-            )
-            print(f"epoch {epoch + 1}/{epochs}, {time.monotonic() - began:.0f} s: loss {shown}")
             for learner in learners:
+                learner.step(x, targets)
+        marked = (epoch + 1) * 10 // epochs > epoch * 10 // epochs
+        seconds = time.monotonic() - began
+        if marked:
+            shown = ", ".join(f"{each.folder} {each.losses[-1]:.3f}" for each in learners)
+            print(f"epoch {epoch + 1}/{epochs}, {seconds:.0f} s: loss {shown}", flush=True)
+        for learner in learners:
+            if marked:
                 update_bn(
                     (prepare(images[i], share[i], wild)[0] for i in batches[:20]), learner.mean
                 )
                 learner.save(out)
+            if curves:
+                curves.add(learner, epoch + 1, seconds, marked)
+            learner.losses.clear()
 
 
 def teach(teacher, device):
@@ -469,13 +514,18 @@ def evaluate(folders, images, labels):
         labels: int64 [n].
     """
     models = [load_saved(folder).to(images.device).eval() for folder in folders]
-    right = [0] * len(models)
+    counts = [0] * len(models)
     for part, truth in zip(images.split(500), labels.split(500), strict=True):
-        x = prepared(part)
-        for i, model in enumerate(models):
-            right[i] += (model(x).logits.argmax(1) == truth).sum().item()
-    for folder, count in zip(folders, right, strict=True):
-        print(f"{folder.name}: {count / len(images):.4f}")
+        batches = [(prepared(part), truth)]
+        counts = [count + right(each, batches) for count, each in zip(counts, models, strict=True)]
+    for folder, count in zip(folders, counts, strict=True):
+        print(f"{folder.name}: {count / len(images):.4f}", flush=True)
+
+
+@torch.no_grad()
+def right(model, batches):
+    """Count the pictures whose class a model finds; each batch is images and labels."""
+    return sum((model(x).logits.argmax(1) == truth).sum().item() for x, truth in batches)
 
 
 def main():
@@ -494,6 +544,7 @@ def main():
     parser.add_argument(
         "--backend", choices=("maxvision",), help="that trains; torch.compile's own if left out"
     )
+    parser.add_argument("--curves", type=Path, metavar="FILE.json", help="takes its course")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for share in args.prune:
@@ -511,13 +562,14 @@ def main():
     test_images, test_labels, _ = load_split(args.data / "test.npz", device)
 
     sizes = args.batch, args.out
+    curves = args.curves and Curves(args.curves, args.backend, test_images, test_labels)
     if args.prune:
         for name in ["resnet", "cvt"] if args.model == "all" else [args.model]:
             pupils = [(name, share) for share in args.prune]
             opinion = teach(dense(name), device)
             fit(
                 pupils, images, labels, classes, args.epochs, *sizes, opinion, args.images,
-                args.backend,
+                args.backend, curves,
             )  # fmt: skip
             folders = [args.out / folder_name(*pupil) for pupil in pupils]
             settle(folders, images)
@@ -527,7 +579,7 @@ def main():
     if not (home / "model.safetensors").exists():
         fit(
             [("teacher", 0.0)], images, labels, classes, args.teacher_epochs, *sizes,
-            backend=args.backend,
+            backend=args.backend, curves=curves,
         )  # fmt: skip
         evaluate([home], test_images, test_labels)
     names = {"all": ["resnet", "cvt"], "teacher": []}.get(args.model, [args.model])
@@ -535,7 +587,10 @@ def main():
         teacher = ResNetForImageClassification.from_pretrained(home, dtype=torch.float32)
         opinion = teach(teacher, device)
         pupils = [(name, 0.0) for name in names]
-        fit(pupils, images, labels, classes, args.epochs, *sizes, opinion, backend=args.backend)
+        fit(
+            pupils, images, labels, classes, args.epochs, *sizes, opinion, backend=args.backend,
+            curves=curves,
+        )  # fmt: skip
         evaluate([args.out / folder_name(name) for name in names], test_images, test_labels)
 
 
