@@ -56,7 +56,7 @@ def draw(stem: str, records: Sequence[Record], out: Path) -> list[Path]:
     matplotlib.use("svg")
     drawn = []
     with matplotlib.rc_context(STYLE):
-        for plot in ratios, gains, accuracy, levels, bridge:
+        for plot in ratios, gains, accuracy, levels, bridge, course:
             if figure := plot(records):
                 drawn.append(out / f"{stem}-{plot.__name__}.svg")
                 save(figure, drawn[-1])
@@ -134,6 +134,24 @@ def levels(records: Sequence[Record]) -> Figure | None:
     return figure
 
 
+def course(records: Sequence[Record]) -> Figure | None:
+    """Draws accuracy and loss by epoch: a column a network, a line an engine."""
+    networks = grouped([r for r in records if {"network", "epoch"} <= set(r)], "network")
+    if not networks:
+        return None
+    figure, all_axes = _grid(2 * len(networks), len(networks), (4.4, 2.6))
+    for i, key in enumerate(("accuracy", "loss")):
+        for axes, ((network,), group) in zip(
+            all_axes[i * len(networks) :], networks.items(), strict=False
+        ):
+            for (engine,), run in grouped(group, "engine").items():
+                known = [r for r in run if key in r]
+                axes.plot([r["epoch"] for r in known], [r[key] for r in known], ".-", label=engine)
+            axes.set(title=network, xlabel="epoch", ylabel=key)
+            axes.legend()
+    return figure
+
+
 def gains(records: Sequence[Record]) -> Figure | None:
     """Draws gain against the share of zeros: a panel a model and batch, a line a layer."""
     sparse = [r for r in records if r.get("kind") == "sparse layer"]
@@ -170,7 +188,7 @@ def gains(records: Sequence[Record]) -> Figure | None:
 
 def accuracy(records: Sequence[Record]) -> Figure | None:
     """Draws accuracy against gain: a panel a batch, a line an architecture from dense on."""
-    measured = [r for r in records if "accuracy" in r]
+    measured = [r for r in records if {"accuracy", "gain"} <= set(r)]
     if not measured:
         return None
     panels = grouped(measured, "batch")

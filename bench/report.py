@@ -20,6 +20,7 @@ SHOW = {
     "latency": latency.show,
     "bridge": summaries.bridge,
     "levels": summaries.levels,
+    "course": summaries.course,
 }
 VERSIONS = {"max": "MAX", "torch": "torch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 
@@ -89,6 +90,8 @@ def by_kind(records: list[Record]) -> dict[str, list[Record]]:
             kind = "levels"
         elif {"op", "implementation"} <= set(record):
             kind = "bridge"
+        elif {"network", "epoch"} <= set(record):
+            kind = "course"
         elif {"place", "adds_us"} <= set(record):
             kind = "profile"
         elif {"layer", "us", "count"} <= set(record):

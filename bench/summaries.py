@@ -111,6 +111,19 @@ def training(records: Sequence[Record]) -> None:
     tables.show("Steps of training", heads, rows, left=4)
 
 
+def course(records: Sequence[Record]) -> None:
+    """Prints what each network's training came to, and how long it took."""
+    rows = []
+    for (network, engine), run in grouped(records, "network", "engine").items():
+        last = run[-1]
+        right = next((r["accuracy"] for r in reversed(run) if "accuracy" in r), None)
+        shown = f"{100 * right:.2f} %" if right is not None else ""
+        rows.append([network, engine, str(last["epoch"]), f"{last['loss']:.4f}", shown,
+                     number(last["seconds"])])  # fmt: skip
+    heads = ["network", "engine", "epochs", "loss", "accuracy", "seconds"]
+    tables.show("Training", heads, rows, left=2)
+
+
 def ops(rows: Sequence[Record]) -> None:
     """Prints a row a layer in the network's order, and their sum."""
     first = rows[0]

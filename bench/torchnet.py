@@ -254,6 +254,7 @@ def _avg_pool_grad(a: dict[str, Any]) -> Callable[..., torch.Tensor]:
 ELEMENTS: dict[str, Callable[..., torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_grad": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x),
     "silu": F.silu,
     "hardswish": F.hardswish,
     "hardsigmoid": F.hardsigmoid,

@@ -216,14 +216,13 @@ def _batch_norm_backward(
 def _gelu_backward(
     imp: Importer, node: Node, dy: Value, x: Any, approximate: str = "none"
 ) -> Value:
-    """Computes dy times the derivative of gelu: of x times a distribution, or of its tanh form."""
+    """Computes dy times the derivative of gelu, of the exact one or of its tanh form."""
+    if approximate == "none":
+        return rules.binary(imp, "mul", dy, imp.net.op("gelu_grad", [imp.value(x)]))
     a = math.sqrt(2 / math.pi)
-    bell = f"x1 x1 mul -0.5 mul exp {a / 2!r} mul"
-    slope = f"x1 {math.sqrt(0.5)!r} mul erf 1.0 add 0.5 mul x1 {bell} mul add"
-    if approximate == "tanh":
-        inner = f"x1 x1 x1 mul x1 mul 0.044715 mul add {a!r} mul tanh"
-        more = f"x1 x1 mul {3 * 0.044715!r} mul 1.0 add {a / 2!r} mul x1 mul"
-        slope = f"{inner} 1.0 add 0.5 mul 1.0 {inner} {inner} mul sub {more} mul add"
+    inner = f"x1 x1 x1 mul x1 mul 0.044715 mul add {a!r} mul tanh"
+    more = f"x1 x1 mul {3 * 0.044715!r} mul 1.0 add {a / 2!r} mul x1 mul"
+    slope = f"{inner} 1.0 add 0.5 mul 1.0 {inner} {inner} mul sub {more} mul add"
     given = [dy, imp.value(x)]
     return imp.net.op("pointwise", given, expression=f"x0 {slope} mul", dtype=dy.type.dtype)
 

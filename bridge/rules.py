@@ -52,8 +52,21 @@ def binary(imp: Importer, op: str, a: Any, b: Any) -> Value:
         raise Unsupported("a number on the left")
     a, b = imp.value(a), imp.value(b)
     if a.type.dtype != b.type.dtype:
-        a, b = floats(imp, a), floats(imp, b)
+        a, b = _alike(imp, floats(imp, a), floats(imp, b))
     return net.op(op, [a, b])
+
+
+def _alike(imp: Importer, *given: Value) -> tuple[Value, ...]:
+    """Casts floats to the widest dtype of those that have axes, as torch does; where it matters."""
+    dtypes = {each.type.dtype for each in given if each.shape or not any(x.shape for x in given)}
+    if not imp.exact or len({each.type.dtype for each in given}) == 1:
+        return given
+    widest = dtypes.pop() if len(dtypes) == 1 else "float64" if "float64" in dtypes else "float32"
+    cast = (each.type.dtype != widest for each in given)
+    return tuple(
+        imp.net.op("cast", [each], dtype=widest) if differs else each
+        for each, differs in zip(given, cast, strict=True)
+    )
 
 
 def where(imp: Importer, condition: Any, a: Any, b: Any) -> Value:

@@ -35,6 +35,7 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "relu": Elementwise(),
     "gelu": Elementwise(),  # the exact one, by erf
     "gelu_tanh": Elementwise(),
+    "gelu_grad": Elementwise(),  # the derivative of the exact one
     "silu": Elementwise(),
     "sigmoid": Elementwise(),
     "tanh": Elementwise(),
@@ -95,6 +96,8 @@ def expression(op: str, attributes: Mapping[str, Any]) -> str:
     return " ".join([*tokens, op])
 
 
+JOINS = ("add", "mul")
+"""How the epilogue of a product joins a residual."""
 REDUCTIONS = ("sum", "mean", "amax", "amin")
 """Ops that leave one number of several; like expressions they compute in float32."""
 BETWEEN = " ; "
@@ -133,33 +136,39 @@ def values_of(expression: str) -> int:
 
 
 def activation(epilogue: str) -> str:
-    """Gives what a product's epilogue does to the sum: an expression without its ``x0``, or "".
+    """Gives an epilogue's op of one value, an expression without its ``x0``; "" if it has none.
 
-    Epilogues are ``none``, ``add``, which adds a residual, and ops of one value with their settings
-    before them, alone or behind ``add_``: ``silu``, ``add_0.0 6.0 clamp``.
+    Epilogues are ``none``, ``add`` and ``mul``, which add a residual to the product and multiply it
+    by one, and ops of one value with their settings before them: alone, behind ``add_``, then of the
+    sum, or behind ``mul_``, then of the residual: ``silu``, ``add_0.0 6.0 clamp``, ``mul_silu``.
 
     Raises:
         ArgumentError: If there is no such epilogue.
     """
-    if epilogue in ("none", "add"):
+    if epilogue in ("none", *JOINS):
         return ""
-    found = epilogue.removeprefix("add_")
+    found = epilogue.removeprefix(f"{joining(epilogue)}_")
     *numbers, op = found.split(" ")
     row = ELEMENTWISE.get(op)
     fits = row and row.values == 1 and len(numbers) == arity(op) - 1
     if not fits or not all(map(_is_number, numbers)):
         raise ArgumentError(
-            f"epilogue must be none, add, an op of one value such as relu or '0.0 6.0 clamp', or"
-            f" that behind add_, but is {epilogue!r}"
+            f"epilogue must be none, add, mul, an op of one value such as relu or '0.0 6.0 clamp',"
+            f" or that behind add_ or mul_, but is {epilogue!r}"
         )
     return found
 
 
+def joining(epilogue: str) -> str:
+    """Tells how an epilogue joins a residual: ``add``, ``mul``, or "" if it has none."""
+    first = epilogue.split("_")[0]
+    return first if first in JOINS else ""
+
+
 def label(epilogue: str) -> str:
     """Names an epilogue without its settings, as kernels' symbols do: ``add_clamp``."""
-    found = activation(epilogue).split(" ")[-1]
-    adds = epilogue.startswith("add")
-    return f"add_{found}" if adds and found else found or epilogue
+    found, how = activation(epilogue).split(" ")[-1], joining(epilogue)
+    return f"{how}_{found}" if how and found else found or epilogue
 
 
 def arity(op: str) -> int:

@@ -21,6 +21,7 @@ from maxvision.graphs.elementwise import (
     MOST_VECTORS,
     activation,
     is_truth,
+    joining,
     values_of,
 )
 from maxvision.graphs.types import Size, Type, product, split
@@ -157,10 +158,10 @@ def _epilogue(name: str, epilogue: str, residual: Type | None, out: Type) -> Non
         activation(epilogue)
     except ArgumentError as error:
         raise ArgumentError(f"{name}: {error}") from None
-    adds = epilogue.startswith("add")
-    if adds != (residual is not None):
+    joins = bool(joining(epilogue))
+    if joins != (residual is not None):
         raise ArgumentError(
-            f"{name}: epilogue {epilogue!r} expects {'a' if adds else 'no'} residual"
+            f"{name}: epilogue {epilogue!r} expects {'a' if joins else 'no'} residual"
         )
     if residual is not None and residual.shape != out.shape:
         raise ArgumentError(
@@ -169,7 +170,7 @@ def _epilogue(name: str, epilogue: str, residual: Type | None, out: Type) -> Non
 
 
 def _activation(name: str, epilogue: str, out: Type) -> None:
-    if epilogue.startswith("add"):
+    if joining(epilogue):
         raise ArgumentError(f"{name}: expects an activation as its epilogue, not {epilogue!r}")
     _epilogue(name, epilogue, None, out)
 

@@ -5,6 +5,8 @@
     gelu      y = g(alpha * acc + bias),  g(v) = v / 2 * (1 + erf(v / sqrt(2)))
     add       y = alpha * acc + bias + residual
     add_relu  y = max(alpha * acc + bias + residual, 0)
+    mul       y = (alpha * acc + bias) * residual
+    mul_silu  y = (alpha * acc + bias) * silu(residual)
 
 With `scales`, each filter has a scale in the place of alpha, and the residual, and y, a scale and a
 zero of their own: so integers of 8 bits are multiplied, added and made (`Scales`, `Affine`). Where it
@@ -14,8 +16,8 @@ zero of their own: so integers of 8 bits are multiplied, added and made (`Scales
 of a channel, residual, activation, rounding, the store. Hopper's tiles leave through shared memory
 (hopper/epilogue.mojo), with the arithmetic of `apply`.
 
-In the place of relu may be any op of one value of graphs/elementwise.py, its settings before it:
-`silu`, `add_0.0 6.0 clamp`. All of it in the dtype of the sums, which is float32, or float64 on a
+In the place of relu and silu may be any op of one value of graphs/elementwise.py, its settings before
+it: `silu`, `add_0.0 6.0 clamp`, `mul_gelu_grad`. All of it in the dtype of the sums, which is float32, or float64 on a
 CPU; the result is rounded once, to the output's dtype.
 """
 
@@ -50,8 +52,10 @@ struct Epilogue(TrivialRegisterPassable):
 
     var name: StaticString
     """As graphs/nodes.py passes it; see `known`."""
-    var adds: Bool
-    """Whether the residual is added."""
+    var joins: Bool
+    """Whether there is a residual: it is added, or multiplied by."""
+    var multiplies: Bool
+    """Whether the sum is multiplied by a function of the residual."""
     var relu: Bool
     """Whether the result is rectified."""
     var gelu: Bool
@@ -70,21 +74,22 @@ struct Epilogue(TrivialRegisterPassable):
             rounds: Whether what the residual is added to is rounded; it has scales then.
         """
         self.name, self.scales, self.rounds = name, scales, rounds
-        self.adds = name.startswith("add")
+        self.multiplies = name.startswith("mul")
+        self.joins = self.multiplies or name.startswith("add")
         self.relu = name == "relu" or name == "add_relu"
         self.gelu = name == "gelu" or name == "add_gelu"
 
     def words(self) -> List[String]:
-        """Writes the activation down as an expression of the sum, x0.
+        """Writes the op of one value down as an expression of what it is of, x0.
 
         Returns:
-            Its words; `x0` alone if there is no activation.
+            Its words; `x0` alone if there is no such op.
         """
         var found: List[String] = ["x0"]
-        if self.name != "none" and self.name != "add":
+        if self.name != "none" and self.name != "add" and self.name != "mul":
             found.extend(split(self.name))
-            if self.adds:
-                var first = String(found[1].removeprefix("add_"))
+            if self.joins:
+                var first = String(found[1].removeprefix("add_").removeprefix("mul_"))
                 found[1] = first^
         return found^
 
@@ -97,8 +102,9 @@ struct Epilogue(TrivialRegisterPassable):
         var words = self.words()
         var scale = "scale_" if self.scales else ""
         if len(words) == 1:
-            return String(scale, "add" if self.adds else "none")
-        return String(scale, "add_" if self.adds else "", words[len(words) - 1])
+            return String(scale, self.name)
+        var joined = "mul_" if self.multiplies else "add_" if self.joins else ""
+        return String(scale, joined, words[len(words) - 1])
 
     @staticmethod
     def known[name: StaticString]() -> Bool:
@@ -108,7 +114,7 @@ struct Epilogue(TrivialRegisterPassable):
             name: Any name.
 
         Returns:
-            True for none and add, and for an op of one value, alone or behind `add_`.
+            True for none, add and mul, and for an op of one value, alone or behind `add_` or `mul_`.
         """
         # Reading an expression costs the compiler 1 s, so the usual names are told apart first.
         comptime if Self(name).usual():
@@ -122,7 +128,7 @@ struct Epilogue(TrivialRegisterPassable):
         Returns:
             False for the ops of graphs/elementwise.py.
         """
-        return self.relu or self.gelu or self.name == "none" or self.name == "add"
+        return self.relu or self.gelu or self.name in ["none", "add", "mul"]
 
 
 @always_inline
@@ -131,7 +137,7 @@ def activate[
 ](value: SIMD[wide, width], residual: SIMD[wide, width] = 0, residual_scale: Float32 = 1) -> SIMD[
     wide, width
 ]:
-    """Computes act(value + residual), the residual scaled if the epilogue scales.
+    """Computes act(value + residual), the residual scaled if the epilogue scales; or the product.
 
     Parameters:
         wide: Of the sums: float32, or float64.
@@ -141,16 +147,22 @@ def activate[
 
     Args:
         value: What scale * sum + bias is.
-        residual: Of each lane; counts if the epilogue adds.
+        residual: Of each lane; counts if the epilogue joins it.
         residual_scale: Of the residual; counts if the epilogue scales.
 
     Returns:
         The result, before it is rounded.
     """
+    comptime assert not (epilogue.multiplies and epilogue.scales), "a product has no scales"
     var v = value
-    comptime if epilogue.adds and epilogue.scales:
+    comptime if epilogue.multiplies:
+        comptime if epilogue.usual():
+            return v * residual
+        else:
+            return v * evaluate_words[epilogue.words(), narrow=dtype.is_half_float()]([residual])
+    elif epilogue.joins and epilogue.scales:
         v = residual.fma(SIMD[wide, width](residual_scale.cast[wide]()), v)
-    elif epilogue.adds:
+    elif epilogue.joins:
         v += residual
     comptime if (epilogue.relu or epilogue.gelu) and wide == F64:
         comptime op: String = "relu" if epilogue.relu else "gelu"
@@ -195,6 +207,8 @@ def apply[
 ) -> SIMD[wide, width]:
     """Computes act(scale * sum + bias + residual), the residual scaled if the epilogue scales.
 
+    Or, if the epilogue multiplies, (scale * sum + bias) * act(residual).
+
     Parameters:
         wide: Of the sums: float32, or float64.
         width: Lanes.
@@ -204,7 +218,7 @@ def apply[
     Args:
         sum: The accumulator.
         of: Scale and bias.
-        residual: Of each lane; counts if the epilogue adds.
+        residual: Of each lane; counts if the epilogue joins it.
         residual_scale: Of the residual; counts if the epilogue scales.
 
     Returns:
@@ -233,7 +247,7 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
     var bias: Data[Self.wide]
     """[F]."""
     var residual: Data[Self.added]
-    """[M, F]; read by the epilogues that add only."""
+    """[M, F]; read by the epilogues that join it only."""
     var y: Data[Self.dtype]
     """[M, F]."""
     var alpha: Scalar[Self.wide]
@@ -261,7 +275,7 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
 
         Args:
             bias: [F]; any pointer if there are no `channels`.
-            residual: [M, F]; any pointer if the epilogue does not add.
+            residual: [M, F]; any pointer if the epilogue does not join it.
             y: [M, F].
             alpha: Scale of the sums, unless the epilogue scales.
             scales: Of the sums, and what the residual stands for, if the epilogue scales.
@@ -383,7 +397,7 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
             inside: Which are there, if it is masked.
         """
         var residual = SIMD[Self.wide, width](0)
-        comptime if Self.epilogue.adds:
+        comptime if Self.epilogue.joins:
             residual = widened_load[masked, Self.wide](self.residual.unsafe_offset(to), inside)
             comptime if Self.added.is_integral():
                 residual -= self.scales.residual.zero.cast[Self.wide]()

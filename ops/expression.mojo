@@ -8,11 +8,13 @@ from std.math import erf, floor, rsqrt, sqrt
 from std.utils.numerics import inf, nan
 
 from .functions import (
+    LOG2_TAIL_ALONE_NARROW,
     at_least,
     at_most,
     exponential,
     exponential_minus_1,
     gelu,
+    gelu_grad,
     gelu_tanh,
     greater,
     lesser,
@@ -128,6 +130,7 @@ def is_truth(expression: StaticString) -> Bool:
 comptime UNARY: List[String] = [
     "relu",
     "gelu",
+    "gelu_grad",
     "gelu_tanh",
     "silu",
     "sigmoid",
@@ -325,6 +328,10 @@ def _unary32[
         return sigmoid_narrow(x)
     elif op == "gelu":
         return gelu(x)
+    elif op == "gelu_grad" and narrow:
+        return gelu_grad[log2_tail=LOG2_TAIL_ALONE_NARROW](x)
+    elif op == "gelu_grad":
+        return gelu_grad(x)
     elif op == "gelu_tanh":
         return gelu_tanh(x)
     elif op == "silu":

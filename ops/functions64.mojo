@@ -45,6 +45,9 @@ def unary64[width: SIMDLength, //, op: String](x: SIMD[F64, width]) -> SIMD[F64,
         return x.lt(0).select(ZERO, x)
     elif op == "gelu":
         return x * 0.5 * (1 + erf(x * 0.70710678118654752440))
+    elif op == "gelu_grad":
+        var below = 0.5 * (1 + erf(x * 0.70710678118654752440))
+        return below + x * exponential64(x * x * -0.5) * 0.39894228040143267794
     elif op == "gelu_tanh":
         var inside = (x * x).fma(SIMD[F64, width](0.044715), SIMD[F64, width](1)) * x
         return x / (1 + exponential64(inside * -1.5957691216057307117))  # 2 sqrt(2 / pi)

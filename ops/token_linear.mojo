@@ -180,7 +180,7 @@ def _produce[
                 x.load(to + X_AT + UInt32(j * BOX), full, c0 + Int32(j) * WIDTH, k * WIDTH, n)
             pipeline.advance()
         pipeline.acquire()
-        comptime if epilogue.adds:
+        comptime if epilogue.joins:
             pipeline.expect(UInt32(config.groups * BOXES * BOX))
             comptime for i in range(config.groups):
                 comptime for j in range(BOXES):
@@ -265,7 +265,7 @@ def enqueue_token_linear[
     maps.maps[0] = matrix_map[dtype](ctx, o.w, rows=f, columns=ceildiv(t, 8) * 8, box=config.rows())
     maps.maps[1] = _tokens_map(ctx, o.x, n, t, c)
     maps.maps[2] = _tokens_map(ctx, o.y, n, f, c)
-    comptime if epilogue.adds:
+    comptime if epilogue.joins:
         maps.maps[3] = _tokens_map(ctx, o.residual, n, f, c)
     var problem = TokenProblem(n, t, c, f, config)
     launch[token_kernel[dtype, epilogue, config]](

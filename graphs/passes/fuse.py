@@ -11,7 +11,7 @@ from max.dtype import DType
 
 from maxvision.graphs.arrange import CHAINS, MLPS, ROW, has_squeeze, has_stem, is_depthwise
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.elementwise import ELEMENTWISE, expression
+from maxvision.graphs.elementwise import ELEMENTWISE, JOINS, expression, joining
 from maxvision.graphs.formats import BLOCK, packable
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import pair, sides
@@ -102,12 +102,15 @@ def _first_token(program: Program, norm: Node) -> list[Node] | None:
 def epilogues(program: Program, _: Backend) -> Program:
     """Gives a product, or a group norm, what follows it: + residual, then an op of one value.
 
-    A residual may be added to a product that is reshaped first: it is reshaped instead.
+    Or what it is multiplied by, as gates are: another value, or an op of one. What a product is
+    joined to may be of another shape, if the product is reshaped for it: then that is reshaped.
     """
     rewrite, taken = Rewrite(program), set(program.types)
-    for node in program.nodes:
-        if node.op == "add" and len(node.inputs) == 2:
-            _add(program, rewrite, node, taken)
+    rounded = any(node.op == "fake_quantize" for node in program.nodes)
+    for op in ("add",) if rounded else JOINS:  # what 8-bit products give is not multiplied
+        for node in program.nodes:
+            if node.op == op and len(node.inputs) == 2 and not rewrite.has(node):
+                _join(program, rewrite, node, taken)
     for node in program.nodes:
         if is_activation(node) and not rewrite.has(node):
             product = program.producers.get(node.inputs[0])
@@ -118,23 +121,35 @@ def epilogues(program: Program, _: Backend) -> Program:
     return rewrite.done()
 
 
-def _add(program: Program, rewrite: Rewrite, node: Node, taken: set[str]) -> None:
-    for value, residual in (node.inputs, node.inputs[::-1]):
+def _join(program: Program, rewrite: Rewrite, node: Node, taken: set[str]) -> None:
+    """Joins one side of a sum or a product to the other, if that is a product of matrices."""
+    for value, other in (node.inputs, node.inputs[::-1]):
         user, product = node, program.producers.get(value)
         if _is(product, "reshape") and program.only_user(value) is node:
             user, product = product, program.producers.get(product.inputs[0])
         if (
             product is None
-            or value == residual
+            or value == other
+            or rewrite.has(product)
             or not _is_bare(program, product, user)
-            or program.types[residual] != program.types[value]
-            or residual in program.constants
+            or program.types[other] != program.types[value]
+            or other in program.constants
         ):
             continue
-        following = program.only_user(node.output)
-        last = [following] if following and is_activation(following) else []
+        residual, last, gone = other, list[Node](), list[Node]()
+        if node.op == "add":
+            following = program.only_user(node.output)
+            last = [following] if following and is_activation(following) else []
+        else:
+            before = program.producers.get(other)
+            if before and is_activation(before) and program.only_user(other) is node:
+                if (
+                    not rewrite.has(before)
+                    and program.types[before.inputs[0]] == program.types[other]
+                ):
+                    residual, gone = before.inputs[0], [before]
         inputs = (*product.inputs, "", "")[:3]
-        ends = "_".join(["add", *map(activation, last)])
+        ends = "_".join([node.op, *map(activation, last or gone)])
         fused = product.with_attributes(epilogue=ends)
         outputs = (last or [node])[0].outputs
         if user is node:
@@ -142,13 +157,14 @@ def _add(program: Program, rewrite: Rewrite, node: Node, taken: set[str]) -> Non
         else:
             held, made = (free(taken, f"{name}.reshape") for name in (residual, outputs[0]))
             shapes = (program.types[each.output].shape for each in (product, node))
-            before, after = ({"shape": shape} for shape in shapes)
+            as_product, as_node = ({"shape": shape} for shape in shapes)
             new = [
-                Node("reshape", (residual,), (held,), before),
+                Node("reshape", (residual,), (held,), as_product),
                 replace(fused, inputs=(*inputs, held), outputs=(made,)),
-                Node("reshape", (made,), outputs, after),
+                Node("reshape", (made,), outputs, as_node),
             ]
-        rewrite.replace([product, *([user] if user is not node else []), node, *last], *new)
+        between = [user] if user is not node else []
+        rewrite.replace([product, *between, *gone, node, *last], *new)
         return
 
 
@@ -291,7 +307,7 @@ def stem(program: Program, on: Backend) -> Program:
     rewrite = Rewrite(program)
     for conv in program.nodes:
         epilogue = str(conv.attributes.get("epilogue", "none"))
-        if not _is_plain_conv(program, conv) or epilogue.startswith("add"):
+        if not _is_plain_conv(program, conv) or joining(epilogue):
             continue
         f, c, r, s = program.shape(conv.inputs[1])
         stride, padding = _setting(conv, "stride"), _setting(conv, "padding")

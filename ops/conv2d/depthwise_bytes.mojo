@@ -405,7 +405,7 @@ def _finish[
     var values = Array[SIMD[F32, width], PARTS](uninitialized=True)
     comptime for part in range(PARTS):
         values[part] = sums[set + part].cast[F32]().fma(step.scales[part], step.biases[part])
-    comptime if out == U8 and not epilogue.adds:
+    comptime if out == U8 and not epilogue.joins:
         var integers = Array[SIMD[I32, width], PARTS](uninitialized=True)
         comptime for part in range(PARTS):
             var value = activate[epilogue, U8](values[part], SIMD[F32, width](0))

@@ -434,7 +434,7 @@ def _produce[
                 if unit.shared:
                     return
             pipeline.acquire()
-            comptime if epilogue.adds:
+            comptime if epilogue.joins:
                 var residual = TileLoader(maps, 4 * tile.product + 3)
                 pipeline.expect(UInt32(config.rows() * BOXES * BOX))
                 comptime for i in range(config.groups):
@@ -674,7 +674,7 @@ def hopper_shortcut[
         If a tensor map cannot be made or the launch fails.
     """
     comptime WIDTH = config.row // size_of[dtype]()
-    comptime assert not epilogue.adds, "hopper_gemm: a second source is what is added"
+    comptime assert not epilogue.joins, "hopper_gemm: a second source is what is added"
     comptime assert not epilogue.scales, "hopper_gemm: two sources have one sum, and no scales"
     var maps = TensorMaps[6]()
     _add_maps[dtype, epilogue, config, 0](ctx, maps, g, o)
@@ -731,7 +731,7 @@ def _add_maps[
     maps.maps[at + 1] = filter_map[o.right](ctx, o.w, g, config.columns, config.row)
     comptime BOX = config.box[o.out]()
     maps.maps[at + 2] = matrix_map[o.out](ctx, o.y, rows=m, columns=g.f, box=ROWS, bytes=BOX)
-    comptime if epilogue.adds:
+    comptime if epilogue.joins:
         maps.maps[at + 3] = matrix_map[o.out](
             ctx, o.residual, rows=m, columns=g.f, box=ROWS, bytes=BOX
         )

@@ -718,7 +718,7 @@ def _finish[
 
     # Of the residual, 16 pixels are on their way while those before them are finished.
     var added = Array[SIMD[dtype, 8], 2 * PARTS](fill=0)
-    comptime if epilogue.adds:
+    comptime if epilogue.joins:
         comptime for part in range(PARTS):
             if vectors and row0 + Int32(part * STEP) < p.pixels and f < p.columns:
                 added[part] = o.residual.unsafe_load[width=8, alignment=16](
@@ -737,7 +737,7 @@ def _finish[
             else:
                 var at = Int(lane % 16 * Int32(PITCH) + lane // 16 * 4) + j * 16
                 mine.unsafe_store[alignment=16](at, sum)
-        comptime if epilogue.adds and i + 1 < Sums.ROWS:
+        comptime if epilogue.joins and i + 1 < Sums.ROWS:
             comptime for part in range(PARTS):
                 comptime next = (i + 1) * PARTS + part
                 if vectors and row0 + Int32(next * STEP) < p.pixels and f < p.columns:
@@ -810,7 +810,7 @@ def mma_kernel[
     var product = row_tile // p.tiles_m
     var m0 = (row_tile - product * p.tiles_m) * Int32(config.rows)
     var o = p.batch.of(all, Int(product))
-    comptime if epilogue.adds:
+    comptime if epilogue.joins:
         # The residual is wanted last, but comes from far.
         comptime LINE = 128 // size_of[dtype]()
         comptime LINES = config.columns // LINE

@@ -149,7 +149,7 @@ struct PingPong(TrivialRegisterPassable):
         Returns:
             True if there is no residual, and room for the filters and `FEWEST` stages.
         """
-        return not epilogue.adds and self.stages(steps) >= FEWEST
+        return not epilogue.joins and self.stages(steps) >= FEWEST
 
 
 @__name(t"gemm_pingpong_{config.label()}_{epilogue.label()}_{dtype}")
@@ -174,7 +174,7 @@ def pingpong_kernel[
         problem: Sizes.
         stages: Of the ring.
     """
-    comptime assert not epilogue.adds, "pingpong_gemm: a residual has no stage"
+    comptime assert not epilogue.joins, "pingpong_gemm: a residual has no stage"
     comptime W_BYTES = config.columns * ROW
     var data = shared_memory["gemm_pingpong"]()
     var steps = problem.steps()

@@ -200,7 +200,7 @@ struct Tuner[dtype: DType, right: DType]:
                 self.tune_splits[epilogue, FIRST_RESIDENT + i](
                     g, line, blocks, least, 8 if config.split else 1
                 )
-        comptime if not epilogue.adds:
+        comptime if not epilogue.joins:
             comptime for i in range(len(PINGPONG)):
                 comptime config = PINGPONG[i]
                 if config.takes(g.r * g.s * ceildiv(g.c, Self.STEP), epilogue):

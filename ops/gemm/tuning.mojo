@@ -762,7 +762,7 @@ def chosen(config: Int, epilogue: Epilogue, windows: Bool) -> Bool:
     """
     if config >= FIRST_TURNED:
         return windows
-    if config >= FIRST_PINGPONG and epilogue.adds:
+    if config >= FIRST_PINGPONG and epilogue.joins:
         return False
     for row in materialize[ROWS]():
         if row.config == config:
@@ -864,7 +864,7 @@ def nearest[rows: List[Row]](g: Geometry, steps: Int, epilogue: Epilogue, device
         The nearest row whose splits the product has steps for, and whose block takes it.
     """
     var costs: StaticString = "gelu" if epilogue.gelu else "none"
-    if epilogue.adds:
+    if epilogue.joins:
         costs = "add_gelu" if epilogue.gelu else "add"
     var wanted = _features(g.pixels(), g.f, steps, device.multiprocessors)
     var choice = Cheapest(Row(0, 0, 0, "none", 0, 1))

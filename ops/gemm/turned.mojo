@@ -152,7 +152,7 @@ struct TurnedConfig(TrivialRegisterPassable):
         Returns:
             The consumers', and a warp for each of boxes, filters and residuals.
         """
-        return CONSUMERS * WARPGROUP + (3 if epilogue.adds else 2) * WARP
+        return CONSUMERS * WARPGROUP + (3 if epilogue.joins else 2) * WARP
 
 
 struct TurnedPlan[config: TurnedConfig](KernelArgument, TrivialRegisterPassable):
@@ -459,7 +459,7 @@ def _consume[
         comptime if config.turns():
             x.advance(UInt32(boxes))  # those of the other consumer's tile
 
-        comptime if epilogue.adds:
+        comptime if epilogue.joins:
             result.wait()
         else:
             sync_threads(own, UInt32(WARPGROUP))
@@ -531,7 +531,7 @@ def turned_gemm[
     maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box)
     maps.maps[1] = filter_map[dtype](ctx, o.w, g, config.filters)
     maps.maps[2] = _result_map(ctx, o.y, g, plan.box)
-    comptime if epilogue.adds:
+    comptime if epilogue.joins:
         maps.maps[3] = _result_map(ctx, o.residual, g, plan.box)
     var problem = Problem[1](
         [g],

@@ -52,7 +52,9 @@ struct GroupNorm:
             If a launch fails.
         """
         comptime then = Epilogue(epilogue)
-        comptime assert Epilogue.known[epilogue]() and not then.adds, "group_norm: no such epilogue"
+        comptime assert (
+            Epilogue.known[epilogue]() and not then.joins
+        ), "group_norm: no such epilogue"
         if x.size() == 0:
             return
         var o = GroupNormTensors[y.dtype](

@@ -274,7 +274,7 @@ def finish_rows[
             # Rows 8 further on are swizzled alike.
             place += swizzle[bytes](byte, UInt32(at.row()))
             var residual = SIMD[F32, COUNT](0)
-            comptime if epilogue.adds:
+            comptime if epilogue.joins:
                 residual = _load[dtype, COUNT](place)
             var sum = _sums[COUNT, first // EACH + j, half](sums)
             var y = apply[epilogue, dtype](sum, of, residual, tensors.residual_scale())
@@ -340,11 +340,11 @@ def finish_columns[
         comptime for j in range(columns // 16):
             var place = mine + UInt32(j * 16 * ROW)
             var bits = SIMD[DType.uint32, 4](0)
-            comptime if epilogue.adds:
+            comptime if epilogue.joins:
                 bits = shared_load_matrices[turned=True](place)
             comptime for i in range(4):
                 var residual = SIMD[F32, 2](0)
-                comptime if epilogue.adds:
+                comptime if epilogue.joins:
                     residual = widened(bitcast[dtype, 2](bits[i]))
                 var two = pair[first // 8 + 2 * j + i // 2, i % 2](sums)
                 var y = apply[epilogue, dtype](two, Channels[2](alpha, bias[i % 2]), residual)
@@ -359,7 +359,7 @@ def finish_columns[
                 var place = box + (column + UInt32(8 * j)) * UInt32(ROW)
                 place += swizzle(byte + UInt32(e // 2 * 32), column)
                 var residual = Float32(0)
-                comptime if epilogue.adds:
+                comptime if epilogue.joins:
                     residual = shared_load_float(place)
                 var one = sums[first // 2 + 4 * j + e].cast[F32]()
                 shared_store_float(
@@ -486,7 +486,7 @@ def reduce_cluster[
             var of = tensors.channels[8, sources](alpha, f0 + column)
             var to = Int(m0 + row) * Int(f) + Int(f0 + column)
             var residual = SIMD[F32, 8](0)
-            comptime if epilogue.adds:
+            comptime if epilogue.joins:
                 residual = tensors.residual[0].unsafe_load[width=8, alignment=ALIGN](to).cast[F32]()
             var y = apply[epilogue, dtype](low.join(high), of, residual, tensors.residual_scale())
             tensors.y[0].unsafe_store[alignment=ALIGN](to, narrowed[dtype](y))
@@ -679,7 +679,7 @@ struct Outputs[count: Int](TrivialRegisterPassable):
             Of each pair.
         """
         var residual = StaticTuple[SIMD[dtype, 2], Self.count](fill=SIMD[dtype, 2](0))
-        comptime if epilogue.adds:
+        comptime if epilogue.joins:
             comptime for i in range(Self.count):
                 if self.stores(i):
                     residual[i] = tensors.residual[0].unsafe_load[

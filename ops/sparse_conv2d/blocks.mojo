@@ -410,7 +410,7 @@ def _produce[
         next = tile.steps[unsafe_offset=Int(steps.begin)]
         comptime for part in range(config.parts[dtype]()):
             pipeline.acquire()
-            comptime if epilogue.adds:
+            comptime if epilogue.joins:
                 pipeline.expect(UInt32(BOXES * PART * ROW))
                 comptime for j in range(BOXES):
                     residual.load(
@@ -542,7 +542,7 @@ def enqueue_blocks[
         ctx, o.w, rows=entries * config.columns, columns=WIDTH, box=config.columns
     )
     maps.maps[2] = matrix_map[dtype](ctx, o.y, rows=m, columns=g.f, box=PART)
-    comptime if epilogue.adds:
+    comptime if epilogue.joins:
         maps.maps[3] = matrix_map[dtype](ctx, o.residual, rows=m, columns=g.f, box=PART)
     var problem = Problem[1](
         [g],

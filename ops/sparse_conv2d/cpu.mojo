@@ -402,6 +402,6 @@ def _finish[
                     if to >= f:
                         output.finish[masked](columns[i], of, to, inside)
                         comptime if not masked:
-                            comptime if epilogue.adds:
+                            comptime if epilogue.joins:
                                 prefetch[READ](o.residual.unsafe_offset(to + WIDTH))
                             prefetch[WRITE](o.y.unsafe_offset(to + WIDTH))

@@ -379,7 +379,7 @@ def _produce_windows[
         comptime for part in range(config.groups):
             pipeline.acquire()
             var m = m0 + Int32(part * PART)
-            if epilogue.adds and m < problem.rows_of(0):
+            if epilogue.joins and m < problem.rows_of(0):
                 pipeline.expect(UInt32(config.groups * PART * ROW))
                 var begin = conv.pixel(m)
                 comptime for i in range(config.groups):
@@ -659,11 +659,11 @@ def two_four_tile[
     var maps = TensorMaps[3]()
     comptime if config.shares:
         walked = _padded(g)
-        comptime if epilogue.adds:
+        comptime if epilogue.joins:
             maps.maps[2] = im2col_map[dtype](ctx, o.residual, _stored(g), PART)
     else:
         maps.maps[1] = matrix_map[dtype](ctx, o.y, rows=g.pixels(), columns=g.f, box=PART)
-        comptime if epilogue.adds:
+        comptime if epilogue.joins:
             maps.maps[2] = matrix_map[dtype](
                 ctx, o.residual, rows=g.pixels(), columns=g.f, box=PART
             )

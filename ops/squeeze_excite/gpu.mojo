@@ -189,7 +189,7 @@ def _scale_rows[
     step: Int32,
 ):
     """Multiplies every `step`-th row of a vector of channels by its gates."""
-    comptime rows = UNROLL // 2 if epilogue.adds else UNROLL
+    comptime rows = UNROLL // 2 if epilogue.joins else UNROLL
     var row = begin
     while row < stop:
         # What is not there is the first one again: loads do not wait for branches.
@@ -200,7 +200,7 @@ def _scale_rows[
             if row + Int32(i) * step < stop:
                 at[i] += Int32(i) * step * pitch
             some[i] = column.unsafe_load[width=WIDTH, alignment=16](Int(at[i]))
-            comptime if epilogue.adds:
+            comptime if epilogue.joins:
                 more[i] = output.residual.unsafe_load[width=WIDTH, alignment=16](Int(at[i]))
         comptime for i in range(rows):
             var value = widened(some[i]) * gates

@@ -73,7 +73,7 @@ struct SqueezeExcite:
         comptime gates = Epilogue(gate)
         comptime end = Epilogue(epilogue)
         comptime assert (
-            not act.adds and not gates.adds
+            not act.joins and not gates.joins
         ), "squeeze_excite: expects an activation and a gate that do not add"
         var images, channels, hidden = x.shape()[0], x.shape()[3], squeeze.shape()[0]
         var pixels = x.shape()[1] * x.shape()[2]

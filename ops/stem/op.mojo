@@ -191,7 +191,7 @@ struct StemConv2D:
             If a launch fails.
         """
         comptime assert (
-            Epilogue.known[epilogue]() and not Epilogue(epilogue).adds
+            Epilogue.known[epilogue]() and not Epilogue(epilogue).joins
         ), "stem_conv2d: expects an activation as its epilogue"
         _stem[target, Stem(c, r, s, stride, Stem.CONV2D, epilogue)](
             StemOperands[y.dtype, x.dtype](

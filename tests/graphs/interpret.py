@@ -15,7 +15,7 @@ from max.driver import Buffer
 from torch import Tensor
 from torch.nn import functional as F
 
-from maxvision.graphs.elementwise import BETWEEN, ELEMENTWISE, activation, values_of
+from maxvision.graphs.elementwise import BETWEEN, ELEMENTWISE, activation, joining, values_of
 from maxvision.graphs.program import Program
 from maxvision.graphs.shapes import pair, sides
 from maxvision.graphs.types import at_batch, split
@@ -137,12 +137,13 @@ def _last(x: Tensor) -> Tensor:
 
 
 def _end(y: Tensor, residual: Tensor | None, epilogue: str) -> Tensor:
-    assert (residual is not None) == epilogue.startswith("add")
-    if residual is not None:
-        assert residual.shape == y.shape
-        y = y + residual
-    words = activation(epilogue)
-    return _pointwise(y, expression=f"x0 {words}") if words else y
+    words, how = activation(epilogue), joining(epilogue)
+    assert (residual is not None) == bool(how)
+    if residual is None:
+        return _pointwise(y, expression=f"x0 {words}") if words else y
+    assert residual.shape == y.shape
+    expression = f"x0 x1 {words} mul".replace("  ", " ") if how == "mul" else f"x0 x1 add {words}"
+    return _pointwise(y, residual, expression=expression.strip())
 
 
 @_images
@@ -540,6 +541,7 @@ ELEMENTS: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_grad": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x),
     "silu": F.silu,
     "hardswish": F.hardswish,
     "hardsigmoid": F.hardsigmoid,

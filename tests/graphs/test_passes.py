@@ -498,6 +498,12 @@ def unrolled(net: Net, x: Value, count: int = 3) -> Value:
     return net.reshape(x, BATCH, 64, 2)
 
 
+def as_scaled_image(n: Net, x: Value) -> Value:
+    """Tokens [N, 24, 3] as images of 4 x 6, each channel times a number of its own."""
+    image = n.reshape(n.permute(x, 0, 2, 1), BATCH, 3, 4, 6)
+    return n.op("mul", [image, n.weight("scale", 3, 1, 1)])
+
+
 def in_windows(net: Net, x: Value) -> Value:
     """Adds to an image what its windows give, as Swin does, and to that what its pixels give."""
     _, h, w, c = x.shape
@@ -766,6 +772,10 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         ), 0, 3, 1, 2), IMAGE,
         "permute permute ->",
     ),
+    "tokens that are scaled and summed as images": (
+        "channels_last", CPU, lambda n, x: n.op("sum", [as_scaled_image(n, x)], axes=(0, 2, 3)),
+        (24, 3), "permute -> reshape",
+    ),
     "permutes that would have ten axes together": (
         "channels_last", CPU, unrolled, (8, 8, 2), "reshape reshape reshape reshape permute ->",
     ),
@@ -832,6 +842,14 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "epilogues", CPU,
         lambda n, x: n.linear(x, "a", 4) + x + n.linear(x, "b", 4) + n.relu(n.linear(x, "c", 4)),
         TOKENS, "add add relu ->",
+    ),
+    "a gate": (
+        "epilogues", CPU, lambda n, x: n.op("mul", [n.linear(x, "a", 4), x]), TOKENS, "mul ->",
+    ),
+    "a gate's function of another product": (
+        "epilogues", CPU,
+        lambda n, x: n.op("mul", [n.op("silu", [n.linear(x, "a", 3)]), n.linear(x, "b", 3)]),
+        TOKENS, "mul silu ->",
     ),
     "a product of activations": (
         "epilogues", CPU,
@@ -1380,6 +1398,11 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     ),
     "epilogues: the sum broadcasts the product": (
         "epilogues", CPU, lambda n, x: x + n.linear(n.slice(x, 1, 0, 1), "a", 4), TOKENS,
+    ),
+    "epilogues: a gate of rounded values": (
+        "epilogues", CPU, lambda n, x: n.op("mul", [
+            n.linear(n.op("fake_quantize", [x], scale=0.1), "a", 4), x,
+        ]), TOKENS,
     ),
     "epilogues: the sum broadcasts the other": (
         "epilogues", CPU, lambda n, x: n.slice(x, 1, 0, 1) + n.linear(x, "a", 4), TOKENS,

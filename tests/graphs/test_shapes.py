@@ -184,7 +184,7 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     ),
     "the size of filter must be known but is n": ("conv2d", (X, Type(("n", 6, 3, 3))), {}),
     r"bias expects the shape \[4\] but has \[5\]": ("conv2d", (X, F33, Type((5,))), {}),
-    "epilogue must be none, add, an op of one value .* but is 'swish'": (
+    "epilogue must be none, add, mul, an op of one value .* but is 'swish'": (
         "conv2d", (X, F33), {"epilogue": "swish"},
     ),
     "epilogue 'add' expects a residual": ("conv2d", (X, F33), {"epilogue": "add"}),

@@ -110,6 +110,30 @@ def test_the_inverse_leads_back(
 
 
 @SEEDED
+@given(chains())
+def test_a_divided_source_holds_the_same(
+    chain: tuple[list[int | str], View, np.ndarray, np.ndarray],
+) -> None:
+    _, view, before, after = chain
+    divided = view.divided()
+    assert divided.shape == view.shape and divided.divided() == divided
+    assert divided.axes is not None or divided == view
+    held = before.reshape(sizes(divided.source_shape))
+    np.testing.assert_array_equal(laid_out(divided, held), after)
+
+
+def test_tokens_that_become_an_image_are_divided_as_it_is() -> None:
+    view = View.of(("batch", 24, 3)).permuted((0, 2, 1)).reshaped(("batch", 3, 4, 6))
+    assert view is not None and view.axes is None
+    assert view.divided().axes == (0, 3, 1, 2)
+    assert view.divided().source_shape == ("batch", 4, 6, 3)
+    windows = View.of((4, 6, 3)).reshaped((2, 2, 3, 2, 3))
+    assert windows is not None
+    windows = windows.permuted((0, 2, 1, 3, 4)).reshaped((6, 4, 3))
+    assert windows is not None and windows.divided() == windows
+
+
+@SEEDED
 @given(st.data())
 def test_one_view_then_another_is_both(data: st.DataObject) -> None:
     _, one, before, between = data.draw(chains())

@@ -31,7 +31,7 @@ from max.graph import (
 
 from maxvision.bench.tf32 import RoundedProducts
 from maxvision.graphs import nodes, passes
-from maxvision.graphs.elementwise import activation
+from maxvision.graphs.elementwise import activation, joining
 from maxvision.graphs.lower import backend, emit
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters
@@ -110,15 +110,15 @@ def poisoned(case: Case) -> Case:
 
 def epilogue(y: torch.Tensor, name: str, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Finishes the product as the fused epilogues do."""
-    if residual is not None:
-        y = y + residual
-    words = activation(name)
-    return UNARY[words](y) if words else y
+    function = UNARY[words] if (words := activation(name)) else lambda x: x
+    if joining(name) == "mul":
+        return y * function(residual)
+    return function(y if residual is None else y + residual)
 
 
 EPILOGUES = (
     "none", "relu", "gelu", "add", "add_relu", "silu", "add_gelu", "0.0 6.0 clamp",
-    "add_0.1 leaky_relu",
+    "add_0.1 leaky_relu", "mul", "mul_silu", "mul_gelu_grad",
 )  # fmt: skip
 """Those of products with every way of writing them."""
 
@@ -247,11 +247,11 @@ def conv(
             filters[drop] = 0
 
     inputs = [(*size, c)]
-    if then.startswith("add"):
+    if joining(then):
         meta = torch_conv(
             {k: torch.empty(s, device="meta") for k, s in weights.items()},
             torch.empty(1, *size, c, device="meta"),
-            0,
+            torch.empty((), device="meta"),
         )
         inputs.append(tuple(meta.shape[1:]))
     return Case(name, inputs, weights, build, torch_conv, prune)
@@ -385,7 +385,7 @@ def product(
         return epilogue(out + w["bias"] if bias else out, then, *residual)
 
     inputs = [a] if shared else [a, b]
-    if then.startswith("add"):
+    if joining(then):
         inputs.append((*a[:-1], n))
     return Case(name, inputs, weights, build, reference)
 
@@ -401,8 +401,8 @@ def dense(name: str, x: Shape, f: int, then: str = "none", bias: bool = True) ->
         y = a @ w["w.weight"]
         return epilogue(y + w["w.bias"] if bias else y, then, *residual)
 
-    adds = then.startswith("add")
-    return Case(name, [x, (*x[:-1], f)] if adds else [x], weights, build, reference)
+    joins = joining(then)
+    return Case(name, [x, (*x[:-1], f)] if joins else [x], weights, build, reference)
 
 
 def along_tokens(name: str, t: int, c: int, f: int, then: str = "none") -> Case:
@@ -419,7 +419,7 @@ def along_tokens(name: str, t: int, c: int, f: int, then: str = "none") -> Case:
     def fill(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
         weights["w.weight"][t:] = 0
 
-    inputs = [(t, c), (f, c)] if then.startswith("add") else [(t, c)]
+    inputs = [(t, c), (f, c)] if joining(then) else [(t, c)]
     weights = {"w.weight": (t + -t % 8, f), "w.bias": (f,)}
     return Case(name, inputs, weights, build, reference, fill)
 
@@ -662,6 +662,7 @@ UNARY: dict[str, Any] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_grad": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x),
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
@@ -1139,7 +1140,7 @@ def gated(size: tuple[int, int], c: int, k: int, act: str, gate: str, then: str 
             y = UNARY[end](y @ w[f"{name}.weight"][0, 0] + w[f"{name}.bias"].to(x))
         return epilogue(x * y[:, None, None], then, *more)
 
-    inputs = [(*size, c)] * (2 if then.startswith("add") else 1)
+    inputs = [(*size, c)] * (2 if joining(then) else 1)
     name = f"squeeze_excite {size} {c} {k} {act} {gate} {then}"
     return Case(name, inputs, weights, rewritten(write, 3), reference)
 
@@ -1342,6 +1343,7 @@ CASES = [
     product("bmm one b", (4, 9, 20), (20, 70), shared=True, bias=True),
     product("bmm one b transposed", (4, 33, 72), (136, 72), transpose=True, shared=True, bias=True),
     product("bmm add", (2, 9, 20), (2, 20, 70), then="add"),
+    product("bmm mul_sigmoid", (2, 9, 20), (2, 20, 70), bias=True, then="mul_sigmoid"),
     product("bmm hardswish", (2, 9, 20), (2, 20, 70), then="hardswish"),
     conv("conv2d depthwise silu", (6, 5), 20, 20, (3, 3), padding=1, groups=20, then="silu"),
     product("bmm add_relu", (2, 9, 20), (2, 70, 20), transpose=True, bias=True, then="add_relu"),
@@ -1350,6 +1352,7 @@ CASES = [
     dense("linear gelu", (50, 96), 384, "gelu"),
     dense("linear add", (13, 384), 96, "add"),
     dense("linear mish", (13, 40), 33, "mish"),
+    dense("linear mul_gelu_grad", (50, 96), 384, "mul_gelu_grad"),
     dense("linear add_gelu_tanh", (13, 40), 33, "add_gelu_tanh"),
     dense("linear head", (320,), 1000),
     dense("linear no bias", (17, 30), 70, bias=False),

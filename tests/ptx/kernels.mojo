@@ -76,6 +76,7 @@ def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
         hopper_shortcut[BF16, Epilogue("relu"), config](g, o, g, o, 1, ctx)
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[4]](g, o, 1, ctx)
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[6]](g, o, 1, ctx)
+    hopper_gemm[BF16, Epilogue("mul_gelu_grad"), CONFIGS[4]](g, o, 1, ctx)
 
 
 def eight_bits[

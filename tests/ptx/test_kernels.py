@@ -353,6 +353,9 @@ def product(rng: np.random.Generator, g: Conv, dtype: str) -> Product:
 
 def finished(sums: Array, p: Product, epilogue: str, dtype: str) -> Array:
     y = sums + p.bias
+    if epilogue == "mul_gelu_grad":
+        v = wide(p.residual, dtype)
+        return y * ((1 + erf(v / math.sqrt(2))) / 2 + v * np.exp(-v * v / 2) / math.sqrt(2 * np.pi))
     if "add" in epilogue:
         y = y + wide(p.residual, dtype)
     if "relu" in epilogue:
@@ -426,8 +429,12 @@ def test_hopper_gelu(find: Find, rng: np.random.Generator, tile: Tile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tile", "epilogue"), [(TILES[4], "add_relu"), (TILES[4], "gelu"), (TILES[6], "add_relu")]
-)
+    ("tile", "epilogue"),
+    [
+        (TILES[4], "add_relu"), (TILES[4], "gelu"), (TILES[4], "mul_gelu_grad"),
+        (TILES[6], "add_relu"),
+    ],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_hopper_keeps_nan_and_infinity(
     find: Find, rng: np.random.Generator, tile: Tile, epilogue: str
@@ -762,13 +769,13 @@ def run_hopper(
         alpha=alpha,
         splits=splits if tile.kind == "split" else 1,
         processors=processors,
-        adds="add" in epilogue,
+        adds="add" in epilogue or "mul" in epilogue,
     )
     for y, p in zip(got, products, strict=True):
         sums = alpha * convolved(p, dtype)
         if more:
             sums = sums + alpha * convolved(more, dtype) + more.bias
-        check(y, finished(sums, p, epilogue, dtype), dtype, GELU if epilogue == "gelu" else SUMS)
+        check(y, finished(sums, p, epilogue, dtype), dtype, GELU if "gelu" in epilogue else SUMS)
 
 
 WINDOWS = [
