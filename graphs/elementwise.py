@@ -139,8 +139,8 @@ def activation(epilogue: str) -> str:
     """Gives an epilogue's op of one value, an expression without its ``x0``; "" if it has none.
 
     Epilogues are ``none``, ``add`` and ``mul``, which add a residual to the product and multiply it
-    by one, and ops of one value with their settings before them: alone, behind ``add_``, then of the
-    sum, or behind ``mul_``, then of the residual: ``silu``, ``add_0.0 6.0 clamp``, ``mul_silu``.
+    by one, and ops of one value with their settings before them: alone; behind ``add_``, of the
+    sum; or behind ``mul_``, of the residual. So ``silu``, ``add_0.0 6.0 clamp``, ``mul_silu``.
 
     Raises:
         ArgumentError: If there is no such epilogue.

@@ -142,12 +142,14 @@ def _join(program: Program, rewrite: Rewrite, node: Node, taken: set[str]) -> No
             last = [following] if following and is_activation(following) else []
         else:
             before = program.producers.get(other)
-            if before and is_activation(before) and program.only_user(other) is node:
-                if (
-                    not rewrite.has(before)
-                    and program.types[before.inputs[0]] == program.types[other]
-                ):
-                    residual, gone = before.inputs[0], [before]
+            if (
+                before
+                and is_activation(before)
+                and program.only_user(other) is node
+                and not rewrite.has(before)
+                and program.types[before.inputs[0]] == program.types[other]
+            ):
+                residual, gone = before.inputs[0], [before]
         inputs = (*product.inputs, "", "")[:3]
         ends = "_".join([node.op, *map(activation, last or gone)])
         fused = product.with_attributes(epilogue=ends)
