@@ -20,7 +20,7 @@ STEPS = 200_000
 """Tries before an assignment is given up."""
 OURS = re.compile(
     r"(gemm|conv2d|depthwise|stem|attention|layernorm|layer_norm_grad|rms_norm|group_norm|reduce"
-    r"|(concat_)?pointwise|pool|normalize|roll|squeeze_excite|token_linear|gather_rows"
+    r"|(concat_)?pointwise|foreach|pool|normalize|roll|squeeze_excite|token_linear|gather_rows"
     r"|optimizer_step)_"
 )
 """Begins of symbols that are no kernel of MAX's own."""

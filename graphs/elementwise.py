@@ -112,6 +112,14 @@ MOST_VECTORS = 3
 """How many vectors an expression may have that it computes on the way."""
 
 
+def most_members(values: int) -> int:
+    """Counts the members that one launch of ops/foreach.mojo takes, each with some values.
+
+    As many as its table has room for: an address of each tensor, and two numbers of 4 bytes.
+    """
+    return 4000 // (8 * (values + 2))
+
+
 def values_of(expression: str) -> int:
     """Counts the values of an expression; checks it.
 

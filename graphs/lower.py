@@ -628,6 +628,9 @@ EMIT: dict[str, Callable[..., Any]] = {
     "pointwise": lambda given, *, expression, dtype="": nodes.pointwise(
         expression, given.numbers, dtype
     ),
+    "foreach": lambda given, *, expression, dtype="": nodes.foreach(
+        expression, given.numbers, dtype
+    ),
     "softmax": lambda given: nodes.softmax(given.value(0)),
     "log_softmax": lambda given: nodes.log_softmax(given.value(0)),
     "max_pool2d": _layouts(lambda given, **window: nodes.maxpool(given.value(0), **window)),

@@ -59,8 +59,8 @@ GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
 CHECKED = frozenset((
     "arrange_filter", "conv2d", "conv2d_weight_grad", "bmm", "maxpool", "avgpool",
-    "max_pool2d_grad", "avg_pool2d_grad", "reduce", "reduce_terms", "pointwise", "softmax",
-    "log_softmax", "scatter_add",
+    "max_pool2d_grad", "avg_pool2d_grad", "reduce", "reduce_terms", "pointwise", "foreach",
+    "softmax", "log_softmax", "scatter_add",
 ))  # fmt: skip
 """The ops that a CPU computes in float64 too; graphs/float64.py writes others out in them."""
 
@@ -839,6 +839,28 @@ def pointwise(expression: str, values: Sequence[TensorValue], dtype: str = "") -
     out = shapes.pointwise(*map(_type, values), expression=expression, dtype=dtype)
     rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
     return _custom("pointwise", [*values, *rest], [out], {"expression": expression})[0]
+
+
+def foreach(
+    expression: str, values: Sequence[TensorValue], dtype: str = ""
+) -> list[TensorValue]:
+    """Computes an expression (graphs/elementwise.py) of each of several members, in one launch.
+
+    Args:
+        expression: Of ``x0``, ``x1``, ...; of int64 it is computed in that.
+        values: Those of the first member, then those of the second, and so on. A member's have one
+            shape, and dtypes are those of the first member.
+        dtype: See ``pointwise``; ``int64`` for int64.
+
+    Returns:
+        One of each member.
+
+    Raises:
+        ArgumentError: If the expression or the shapes do not fit, or there are too many members.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    outs = shapes.foreach(*map(_type, values), expression=expression, dtype=dtype)
+    return _custom("foreach", values, outs, {"expression": expression})
 
 
 def permute(x: TensorValue, axes: Sequence[int]) -> TensorValue:
@@ -1657,6 +1679,8 @@ def _takes(name: str, device: DeviceRef, *dtypes: DType) -> None:
         takes = takes[:1]
     if device.is_cpu() and name in CHECKED:
         takes = (*takes, DType.float64)
+    if name == "foreach":
+        takes = (*takes, DType.int64)
     for dtype in dtypes:
         if dtype not in takes:
             raise DeviceError(

@@ -22,6 +22,7 @@ from maxvision.graphs.elementwise import (
     activation,
     is_truth,
     joining,
+    most_members,
     values_of,
 )
 from maxvision.graphs.types import Size, Type, product, split
@@ -614,6 +615,29 @@ def pointwise(*given: Type, expression: str, dtype: str = "") -> Type:
     if not numbers:
         raise ArgumentError(f"pointwise: {expression!r} expects a value that is no mask")
     return Type(shape, "bool" if is_truth(expression) else dtype or _narrower(*numbers))
+
+
+def foreach(*given: Type, expression: str, dtype: str = "") -> list[Type]:
+    """Types an expression of each member: the values of one after those of another, of one shape."""
+    count = values_of(expression)
+    members = [given[i : i + count] for i in range(0, len(given), count)]
+    if not 0 < len(members) <= most_members(count):
+        raise ArgumentError(
+            f"foreach: expects the values of 1 to {most_members(count)} members for"
+            f" {expression!r} but has those of {len(members)}"
+        )
+    found = [pointwise(*values, expression=expression, dtype=dtype) for values in members]
+    for values, result in zip(members, found, strict=True):
+        if any(each.shape != result.shape for each in values):
+            raise ArgumentError(
+                f"foreach: a member's values have one shape but are {', '.join(map(str, values))}"
+            )
+        if any(a.dtype != b.dtype for a, b in zip(values, members[0], strict=True)):
+            raise ArgumentError(
+                f"foreach: expects the dtypes of {', '.join(map(str, members[0]))} but has"
+                f" {', '.join(map(str, values))}"
+            )
+    return found
 
 
 def layer_norm(x: Type, weight: Type, bias: Type, *, eps: float = 1e-5, dtype: str = "") -> Type:
@@ -1333,6 +1357,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "full": full,
     # fused
     "pointwise": pointwise,
+    "foreach": foreach,
     "conv2d_shortcut": conv2d_shortcut,
     "conv2d_chain": conv2d_chain,
     "quantized_conv2d": quantized_conv2d,

@@ -8,6 +8,7 @@ from .concat import *
 from .conv2d import *
 from .conv2d_weight_grad import *
 from .depthwise_qkv import *
+from .foreach import *
 from .gather_rows import *
 from .gpu import *
 from .group_norm import *

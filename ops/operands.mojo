@@ -16,6 +16,8 @@ comptime F64 = DType.float64
 """What a CPU's kernels take too, to check gradients by."""
 comptime BF16 = DType.bfloat16
 """Half as wide, with as many bits of exponent."""
+comptime I64 = DType.int64
+"""What counters are."""
 
 comptime ON_CPU[dtype: DType] = dtype == F32 or dtype == BF16
 """Whether the kernels of a CPU take a dtype; many take float64 too (`CHECKED`).
@@ -38,6 +40,15 @@ Parameters:
 
 comptime Data[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
 """A tensor's memory, dense and row-major; MAX keeps it alive while the op runs.
+
+Parameters:
+    dtype: Of its elements.
+"""
+
+comptime Global[dtype: DType] = Pointer[
+    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.GLOBAL
+]
+"""A tensor's memory where a kernel finds its address in a table, and LLVM could not tell.
 
 Parameters:
     dtype: Of its elements.

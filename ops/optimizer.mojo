@@ -25,7 +25,6 @@ computes chunks on all cores. A GPU's blocks take chunks by turns, and search pl
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu import block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.memory import AddressSpace
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, sqrt
 from std.sys import simd_width_of, size_of
@@ -33,7 +32,7 @@ from std.utils.static_tuple import StaticTuple
 
 from .device import Device
 from .launch import launch
-from .operands import F32, ON_CPU, Data, data, narrowed, widened
+from .operands import F32, ON_CPU, Data, Global, data, narrowed, widened
 from .parallel import over_cores
 
 comptime F64 = DType.float64
@@ -64,14 +63,6 @@ comptime WORK[dtype: DType] = F64 if dtype == F64 else F32
 Parameters:
     dtype: Of the tensors.
 """
-comptime Lying[dtype: DType] = Pointer[
-    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.GLOBAL
-]
-"""Memory of a tensor of torch's.
-
-Parameters:
-    dtype: Of its numbers.
-"""
 
 
 struct Chunk[dtype: DType](TrivialRegisterPassable):
@@ -89,7 +80,7 @@ struct Chunk[dtype: DType](TrivialRegisterPassable):
     """How many the parameter has."""
     var aligned: Bool
     """Whether vectors of 16 bytes may be read."""
-    var tensors: StaticTuple[Lying[Self.dtype], 2 + STATES]
+    var tensors: StaticTuple[Global[Self.dtype], 2 + STATES]
     """The parts of the parameter, of its gradient and of its states."""
 
     @always_inline
@@ -112,15 +103,15 @@ struct Chunk[dtype: DType](TrivialRegisterPassable):
         var first = (number - Int(row[unsafe_offset=PLACES - 1])) * CHUNK
         self.tensor, self.states, self.aligned = low, 0, True
         self.length = min(CHUNK, Int(row[unsafe_offset=PLACES - 2]) - first)
-        self.tensors = StaticTuple[Lying[Self.dtype], 2 + STATES](
-            fill=Lying[Self.dtype](unsafe_from_address=Int(row[unsafe_offset=0]))
+        self.tensors = StaticTuple[Global[Self.dtype], 2 + STATES](
+            fill=Global[Self.dtype](unsafe_from_address=Int(row[unsafe_offset=0]))
         )
         comptime for i in range(2 + STATES):
             var address = Int(row[unsafe_offset=i])
             if address != 0:
                 self.aligned &= address % 16 == 0
                 self.states += Int(i >= 2)
-                var place = Lying[Self.dtype](unsafe_from_address=address)
+                var place = Global[Self.dtype](unsafe_from_address=address)
                 self.tensors[i] = place.unsafe_offset(first)
 
 

@@ -28,7 +28,7 @@ from .division import quotient, reciprocal
 from .expression import evaluate, inputs_of, is_expression, is_truth, split
 from .kernel_argument import KernelArgument
 from .launch import launch
-from .operands import CHECKED, F32, F64, Data, data, narrowed, widened
+from .operands import CHECKED, F32, F64, I64, Data, data, narrowed, widened
 from .parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -153,7 +153,7 @@ def part_cpu[
         length: Numbers of the part.
     """
     comptime count = len(dtypes)
-    comptime ROOM = WIDTH * (8 if widest(dtype, dtypes) == F64 else 4)
+    comptime ROOM = WIDTH * size_of[widest(dtype, dtypes)]()
     var vectors = unsafe_stack_allocation[count * ROOM if repeats else 1, UInt8, alignment=64]()
     var from_ = sources
     var steps = StaticTuple[Int, count](fill=1)
@@ -186,15 +186,17 @@ def part_cpu[
 
 
 def widest(dtype: DType, dtypes: List[DType]) -> DType:
-    """Chooses what a CPU computes an expression in.
+    """Chooses what an expression is computed in.
 
     Args:
         dtype: Of the result.
         dtypes: Of the inputs.
 
     Returns:
-        Float64 if one of them is, or else float32.
+        Int64 of counters; float64, on a CPU, if one of them is; or else float32.
     """
+    if dtype == I64:
+        return I64
     return F64 if dtype == F64 or F64 in dtypes else F32
 
 
@@ -205,7 +207,7 @@ def evaluated[
     """Evaluates an expression, and rounds it to a dtype.
 
     Parameters:
-        wide: In which it is evaluated: float32, or float64 on a CPU.
+        wide: In which it is evaluated (`widest`).
         width: Lanes.
         count: How many values there are.
         dtype: Of the result; uint8 of a comparison is a mask.
@@ -221,6 +223,8 @@ def evaluated[
     var value = evaluate[expression, narrow=narrow](values)
     comptime if dtype == BYTE and is_truth(expression):
         return value.ne(0).cast[dtype]()
+    elif dtype == I64:
+        return value.cast[dtype]()
     else:
         return narrowed[dtype](value)
 
@@ -567,7 +571,7 @@ def pointwise_gpu[
     Raises:
         If the launch fails, or there are too many numbers.
     """
-    comptime wide = 16 // _narrowest(dtype, dtypes)
+    comptime wide = 16 // narrowest(dtype, dtypes)
     comptime once = loaded_once(dtype, dtypes)
     var fits = Int(axes.inner) % wide == 0
     comptime for width in [wide, 1]:
@@ -633,15 +637,23 @@ def loaded_once(dtype: DType, dtypes: List[DType]) -> List[Bool]:
     """
     var found = List[Bool]()
     for each in dtypes:
-        found.append(each == F32 and _narrowest(dtype, dtypes) == 2)
+        found.append(each == F32 and narrowest(dtype, dtypes) == 2)
     return found^
 
 
-def _narrowest(dtype: DType, dtypes: List[DType]) -> Int:
-    """Gives the bytes of a number of the narrowest tensor that holds no masks."""
-    var bytes = 4 if dtype == BYTE or dtype == F32 else 2
+def narrowest(dtype: DType, dtypes: List[DType]) -> Int:
+    """Gives the bytes of a number of the narrowest tensor that holds no masks.
+
+    Args:
+        dtype: Of the result.
+        dtypes: Of the inputs.
+
+    Returns:
+        2, 4 or 8; 4 if all are masks.
+    """
+    var bytes = 8 if dtype == I64 else 4 if dtype == BYTE or dtype == F32 else 2
     for each in dtypes:
-        if each != BYTE and each != F32:
+        if each != BYTE and each != F32 and each != I64:
             bytes = 2
     return bytes
 

@@ -29,6 +29,7 @@
 | pointwise        | batch norms that are left and elementwise ops in a row: one expression       |
 | reductions       | expressions that are reduced, several of them: one op that reads once        |
 | concat_pointwise | values put together and an expression of all by channel: one op              |
+| foreach          | casts of weights or gradients, and other small ops of one expression: one op |
 
 A program means the same before and after a pass, and runs with any of them left out: that finds
 the one to blame for a wrong answer (``--passes``).
@@ -46,6 +47,7 @@ from maxvision.graphs.passes import (
     eight_bit,
     elementwise,
     fold,
+    foreach,
     fuse,
     heads,
     layout,
@@ -86,6 +88,7 @@ PASSES: dict[str, Pass] = {
     "pointwise": elementwise.pointwise,
     "reductions": reductions.reductions,
     "concat_pointwise": elementwise.concat_pointwise,
+    "foreach": foreach.foreach,
 }
 """The passes by name, in their order."""
 NARROW = frozenset("tokens squeeze_excite shortcut qkv depthwise rows concat_pointwise".split())

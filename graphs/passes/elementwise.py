@@ -53,7 +53,7 @@ def casts(program: Program, backend: Backend) -> Program:
     program = rewrite.done()
     rewrite = Rewrite(program)
     for node in program.nodes:
-        source = program.producers.get(node.inputs[0]) if _is_cast(program, node) else None
+        source = program.producers.get(node.inputs[0]) if is_cast(program, node) else None
         if (
             source is not None
             and not source.at_load
@@ -68,7 +68,7 @@ def casts(program: Program, backend: Backend) -> Program:
     return rewrite.done()
 
 
-def _is_cast(program: Program, node: Node | None) -> bool:
+def is_cast(program: Program, node: Node | None) -> bool:
     """Tells whether a node casts floats to other floats."""
     if node is None or node.op != "cast":
         return False
@@ -79,7 +79,7 @@ def _before_cast(program: Program, value: str) -> str:
     """Gives what a value was before it was cast to float32."""
     cast = program.producers.get(value)
     wide = value and program.types[value].dtype == "float32"
-    return cast.inputs[0] if cast and wide and _is_cast(program, cast) else value
+    return cast.inputs[0] if cast and wide and is_cast(program, cast) else value
 
 
 def _takes(program: Program, backend: Backend, node: Node, values: Sequence[str]) -> bool:

@@ -461,6 +461,14 @@ def _pointwise(*given: Tensor, expression: str, dtype: str = "") -> Tensor:
     return result.round().clamp(0, 255) if dtype == "uint8" else result
 
 
+def _foreach(*given: Tensor, expression: str, dtype: str = "") -> list[Tensor]:
+    """Computes an expression of each member."""
+    count = values_of(expression)
+    members = [given[i : i + count] for i in range(0, len(given), count)]
+    found = [_pointwise(*values, expression=expression, dtype=dtype) for values in members]
+    return [y.long() for y in found] if dtype == "int64" else found
+
+
 def _fake_quantize_filter(filter: Tensor, scale: Tensor | None = None) -> Tensor:
     if scale is None:
         largest = filter.flatten(1).abs().amax(1)
@@ -601,6 +609,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "batch_norm_shift": _shift,
     "scale_filter": lambda filter, scale: filter * scale.reshape(-1, *(1,) * (filter.ndim - 1)),
     "pointwise": _pointwise,
+    "foreach": _foreach,
     "conv2d_shortcut": _shortcut,
     "conv2d_chain": _chain,
     "full": lambda *, shape, value: torch.full(shape, value, dtype=torch.float64),

@@ -353,4 +353,4 @@ def test_nothing_but_a_mistake_is_raised(
 
 
 def test_no_pass_is_called_as_an_op() -> None:
-    assert not set(OPS) & set(PASSES) - {"attention", "batch_norm", "pointwise", "squeeze_excite"}
+    assert not set(OPS) & set(PASSES) - {"attention", "batch_norm", "pointwise", "squeeze_excite", "foreach"}

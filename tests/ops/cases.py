@@ -31,10 +31,10 @@ from max.graph import (
 
 from maxvision.bench.tf32 import RoundedProducts
 from maxvision.graphs import nodes, passes
-from maxvision.graphs.elementwise import activation, joining
+from maxvision.graphs.elementwise import activation, joining, values_of
 from maxvision.graphs.lower import backend, emit
 from maxvision.graphs.net import Net, Value
-from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.parameters import Parameters, wide
 from maxvision.graphs.quantize import Grid
 from maxvision.graphs.shapes import sides
 from maxvision.runtime import cache
@@ -626,6 +626,24 @@ def pointwise(
     )
 
 
+def foreach(expression: str, reference: Any, *sizes: int) -> Case:
+    """Makes a case of an expression of several members, of which x[size] of each image is one.
+
+    A member reads its size twice where the expression has two values.
+    """
+    count = values_of(expression)
+
+    def build(w: Parameters, *values: Any) -> Any:
+        return nodes.concat(nodes.foreach(expression, values), -1)
+
+    def theirs(w: dict[str, torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+        members = [values[i : i + count] for i in range(0, len(values), count)]
+        return torch.cat([reference(*each) for each in members], -1)
+
+    shapes = [(size,) for size in sizes for _ in range(count)]
+    return Case(f"foreach {expression}: {' '.join(map(str, sizes))}", shapes, {}, build, theirs)
+
+
 def concatenated(expression: str, reference: Any, *inputs: Shape) -> Case:
     """Makes a case of an expression of a concat along the last axis, and of vectors."""
     count = len(set(expression.split(" ")) & {"x1", "x2", "x3"})
@@ -656,6 +674,40 @@ def masked(name: str, a: Shape, b: Shape) -> Case:
         return nodes.pointwise("x0 x1 x2 where", [mask, x, y])
 
     return Case(name, [a, b], {}, build, lambda w, x, y: torch.where(x < y, x, y))
+
+
+def foreach_masked(*sizes: int) -> Case:
+    """Makes a case of masks of several members, and of casts there and back of what they choose."""
+
+    def build(w: Parameters, *values: Any) -> Any:
+        masks = nodes.foreach("x0 x1 lt", values)
+        given = [x for i, mask in enumerate(masks) for x in (mask, *values[2 * i : 2 * i + 2])]
+        chosen = nodes.foreach("x0 x1 x2 where", given, wide(w.dtype).name)
+        return nodes.concat(nodes.foreach("x0", chosen, w.dtype.name), -1)
+
+    def theirs(w: dict[str, torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return torch.cat([torch.where(x < y, x, y) for x, y in pairs], -1)
+
+    return Case("foreach masks", [(n,) for n in sizes for _ in range(2)], {}, build, theirs)
+
+
+def foreach_counted(*sizes: int) -> Case:
+    """Makes a case of counters, in int64: what one number is cast to, and one more."""
+
+    def build(w: Parameters, *values: Any) -> Any:
+        counters = [ops.cast(x, DType.int64) for x in values]
+        more = nodes.foreach("x0 1.0 add", counters, "int64")
+        return nodes.concat([ops.cast(x, w.dtype) for x in more], -1)
+
+    return Case(
+        "foreach counters",
+        [(n,) for n in sizes],
+        {},
+        build,
+        lambda w, *values: torch.cat([(x.long() + 1).to(x) for x in values], -1),
+        finite=True,
+    )
 
 
 UNARY: dict[str, Any] = {
@@ -1476,6 +1528,10 @@ CASES = [
         (5, 16), (5, 1), (1, 16), (1, 1), vectors=[(16,), (1,), (16,), (16,)],
     ),
     masked("pointwise masks", (5, 40), (5, 1)),
+    # Members of one number, of less than a vector, of odd sizes, and of several chunks.
+    foreach("x0 x1 sigmoid mul", lambda a, b: a * b.sigmoid(), 1, 7, 64, 33, 20003, 8),
+    foreach_masked(5, 4096, 1, 129),
+    foreach_counted(1, 3, 70),
     *(
         same(f"{op.__name__} {c}", (5, c), op, torch_op)
         for (op, torch_op), c in itertools.product(

@@ -79,6 +79,7 @@ ROUNDED = {
     "pointwise x0 x1 mul x2 sub x3 gt x4 0.0 where x5 mul x6 add x7 mul:"
     " (5, 16) (5, 1) (1, 16) (1, 1)",
     "pointwise masks",
+    "foreach masks",
     "reduce sum (129, 130) (1,)",
     "reduce sum of x0 ; x0 x1 x2 sub mul: (1200, 72) (1200, 72) (1,)",
     "reduce amax (6, 5, 40) (1, 2)",
@@ -94,7 +95,7 @@ WIDENED = {
         case.name
         for case in NARROW
         if case.name.split()[0]
-        in ("pointwise", "reduce", "roll", "concat", "group_norm", "squeeze_excite")
+        in ("pointwise", "foreach", "reduce", "roll", "concat", "group_norm", "squeeze_excite")
         and case.name not in ROUNDED
     ),
     *(f"conv2d epilogue {name}" for name in ("gelu", "0.0 6.0 clamp")),
@@ -204,7 +205,8 @@ def test_nan_and_infinity_are_torchs(
 
 IN_FLOAT64 = (
     "conv2d", "conv2d_input_grad", "conv2d_weight_grad", "bmm", "linear", "maxpool", "avgpool",
-    "max_pool2d_grad", "avg_pool2d_grad", "reduce", "pointwise", "softmax", "log_softmax",
+    "max_pool2d_grad", "avg_pool2d_grad", "reduce", "pointwise", "foreach", "softmax",
+    "log_softmax",
 )  # fmt: skip
 """What begins the names of cases that a CPU computes in float64."""
 
