@@ -841,9 +841,7 @@ def pointwise(expression: str, values: Sequence[TensorValue], dtype: str = "") -
     return _custom("pointwise", [*values, *rest], [out], {"expression": expression})[0]
 
 
-def foreach(
-    expression: str, values: Sequence[TensorValue], dtype: str = ""
-) -> list[TensorValue]:
+def foreach(expression: str, values: Sequence[TensorValue], dtype: str = "") -> list[TensorValue]:
     """Computes an expression (graphs/elementwise.py) of each of several members, in one launch.
 
     Args:

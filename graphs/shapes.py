@@ -618,14 +618,14 @@ def pointwise(*given: Type, expression: str, dtype: str = "") -> Type:
 
 
 def foreach(*given: Type, expression: str, dtype: str = "") -> list[Type]:
-    """Types an expression of each member: the values of one after those of another, of one shape."""
+    """Types an expression of each member; the values of one, of one shape, are behind another's."""
     count = values_of(expression)
-    members = [given[i : i + count] for i in range(0, len(given), count)]
-    if not 0 < len(members) <= most_members(count):
+    if len(given) % count or not 0 < len(given) // count <= most_members(count):
         raise ArgumentError(
-            f"foreach: expects the values of 1 to {most_members(count)} members for"
-            f" {expression!r} but has those of {len(members)}"
+            f"foreach: expects the {count} values of {expression!r} of each of 1 to"
+            f" {most_members(count)} members but has {len(given)} values"
         )
+    members = [given[i : i + count] for i in range(0, len(given), count)]
     found = [pointwise(*values, expression=expression, dtype=dtype) for values in members]
     for values, result in zip(members, found, strict=True):
         if any(each.shape != result.shape for each in values):

@@ -37,7 +37,7 @@ comptime MOST = 8
 """Inputs of a member."""
 
 
-struct Members[count: Int](KernelArgument, Movable):
+struct Members[count: Int](Copyable, KernelArgument):
     """Where the tensors of the members lie, and which chunks are theirs.
 
     Parameters:

@@ -47,6 +47,8 @@ def inputs(program: Program, seed: int = 0, batch: int = BATCH) -> list[np.ndarr
             made.append(random.integers(0, 4, sizes) > 0)
         elif dtype == "uint8":
             made.append(random.integers(0, 256, sizes, np.uint8))
+        elif dtype == "int64":
+            made.append(np.asarray(random.integers(0, 9, sizes)))
         else:
             made.append(random.standard_normal(sizes).astype(np.float32))
     return made

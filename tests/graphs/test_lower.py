@@ -93,6 +93,11 @@ def strange(net: Net, x: Value) -> None:
         ("x", "weight", "bias"), net.several("layer_norm_grad", [y, tokens, scale]), strict=True
     ):
         net.output(f"norm's gradient {name}", value)
+    members = [y, tokens, gradient, gradient]
+    for name, value in zip(
+        "ab", net.several("foreach", members, expression="x0 x1 mul"), strict=True
+    ):
+        net.output(f"product {name}", value)
     net.output("largest", net.op("max_pool2d_grad", [x, y], kernel=3, stride=1, padding=1))
     net.output("shared", net.op("avg_pool2d_grad", [y], size=(9, 10), kernel=2))
     net.output("attended", net.scaled_dot_product_attention(y, y, y))

@@ -21,8 +21,9 @@ from maxvision.graphs.arrange import CHAINS, MLPS, is_aligned
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
 from maxvision.graphs.cvt import CVTS
+from maxvision.graphs.elementwise import most_members
 from maxvision.graphs.net import Net, Value
-from maxvision.graphs.passes import PASSES, align, fuse
+from maxvision.graphs.passes import PASSES, align, foreach, fuse
 from maxvision.graphs.pixels import from_pixels
 from maxvision.graphs.program import Program
 from maxvision.graphs.resnet import RESNETS
@@ -566,6 +567,34 @@ def packed(
             net.reshape(net.slice(y, 0, i, i + 1), BATCH, heads, t, c // heads) for i in range(3)
         ]
     return join(net, net.scaled_dot_product_attention(*parts))
+
+
+def trained(net: Net, x: Value) -> None:
+    """Casts weights, multiplies them, and casts what it gives, through reshapes; counts."""
+    for i, f in enumerate((6, 1, 5)):
+        w = narrow(net, net.reshape(net.input(f"w{i}", (f, 2, 8)), f, 16))
+        gradient = net.op("matmul", [w, w], transpose_b=True)
+        net.output(f"gradient {i}", net.reshape(wide(net, gradient), f * f))
+        net.output(f"count {i}", net.op("add", [net.input(f"n{i}", (), "int64")], other=1.0))
+        if i < 2:
+            net.output(
+                f"mean {i}",
+                net.op("mul", [net.op("amax", [w], axes=(0,)), net.input(f"m{i}", (16,))]),
+            )
+    net.output("x", x)
+
+
+def several(net: Net, w: Value) -> None:
+    """Multiplies each of two inputs by a value."""
+    for i in range(2):
+        net.output(f"y{i}", net.op("mul", [net.input(f"x{i}", (9,)), w]))
+
+
+def between(net: Net, *names: str) -> None:
+    """Computes an expression between two products, for each name."""
+    for name in names:
+        a = net.input(name, (4, 4))
+        net.output(name, net.op("matmul", [net.op("exp", [net.op("matmul", [a, a])]), a]))
 
 
 def seen(net: Net, x: Value) -> Value:
@@ -1128,6 +1157,10 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
             + summed(n, y) + summed(n, n.op("mul", [x, y]))
         ), TOKENS, "pointwise mul sum ->",
     ),
+    "what a training step casts and counts": (
+        "foreach", CUDA, trained, TOKENS,
+        "cast cast cast cast cast cast add add add mul mul -> foreach foreach foreach foreach",
+    ),
     "at most eight values": (
         "pointwise", CPU,
         lambda n, x: functools.reduce(
@@ -1182,6 +1215,23 @@ def test_rows_in_any_order_are_the_same(seed: int) -> None:
     assert (
         ops(found)["roll"] + ops(found)["permute"] < ops(program)["roll"] + ops(program)["permute"]
     )
+
+
+def test_more_members_than_a_launch_takes_are_of_several() -> None:
+    def write(net: Net, x: Value) -> None:
+        for i in range(200):
+            net.output(f"y{i}", wide(net, net.input(f"x{i}", (i % 3 + 1, 2), "bfloat16")))
+
+    _, after = both("foreach", nets.program(write, *TOKENS), CUDA)
+    assert [len(node.outputs) for node in after.nodes] == [100, 100]
+    assert most_members(1) < 200 < 2 * most_members(1)
+
+
+def test_what_is_large_is_computed_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreach, "LARGEST", 16)
+    _, after = both("foreach", nets.program(trained, *TOKENS), CUDA)
+    made = [[after.types[v].shape for v in n.outputs] for n in after.nodes if n.op == "foreach"]
+    assert made == [[(), (), ()], [(16,), (16,)]]
 
 
 def test_what_stands_together_is_put_together_once() -> None:
@@ -1679,6 +1729,21 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     "reductions: sums over different axes": (
         "reductions", CPU, lambda n, x: summed(n, x) + summed(n, x, 2), TOKENS,
     ),
+    "foreach: on a CPU": ("foreach", CPU, trained, TOKENS),
+    "foreach: one alone": (
+        "foreach", CUDA, lambda n, x: n.op("silu", [n.input("w", (4,))]), TOKENS,
+    ),
+    "foreach: a size is not known": (
+        "foreach", CUDA,
+        lambda n, x: seen(n, n.op("exp", [x])) and n.op("exp", [n.input("z", (BATCH, 9))]), TOKENS,
+    ),
+    "foreach: a weight": ("foreach", CUDA, lambda n, x: several(n, n.weight("w", 9)), TOKENS),
+    "foreach: it broadcasts": (
+        "foreach", CUDA, lambda n, x: several(n, n.input("w", (1,))), TOKENS,
+    ),
+    "foreach: others give what it reads, and read what it gives": (
+        "foreach", CUDA, lambda n, x: between(n, "a", "b"), TOKENS,
+    ),
     "pointwise: it broadcasts": (
         "pointwise", CPU, lambda n, x: x + n.op("exp", [n.slice(x, 1, 0, 1)]), TOKENS,
     ),
@@ -2024,8 +2089,8 @@ def test_passes_are_asked_for_by_name(text: str, off: set[str]) -> None:
     [
         ("chains", r"there is no pass 'chains'; did you mean chain\?"),
         ("all,-steam", r"there is no pass 'steam'; did you mean stem\?"),
-        ("-all", "there is no pass 'all'; they are constants, written_out, .*, concat_pointwise"),
-        ("xyzzy", "there is no pass 'xyzzy'; they are constants, .*, concat_pointwise"),
+        ("-all", "there is no pass 'all'; they are constants, written_out, .*, foreach"),
+        ("xyzzy", "there is no pass 'xyzzy'; they are constants, .*, foreach"),
     ],
 )
 def test_a_pass_that_is_not_there(text: str, said: str) -> None:

@@ -284,6 +284,18 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     "a value that is no mask": (
         "pointwise", (Type((BATCH, 4), "bool"),), {"expression": "x0 relu"},
     ),
+    "the 1 values of 'x0 relu' of each of 1 to 166 members but has 167 values": (
+        "foreach", (X,) * 167, {"expression": "x0 relu"},
+    ),
+    "the 2 values of 'x0 x1 add' of each of 1 to 125 members but has 3 values": (
+        "foreach", (X, X, X), {"expression": "x0 x1 add"},
+    ),
+    "foreach: a member's values have one shape": (
+        "foreach", (X, Type((1,))), {"expression": "x0 x1 add"},
+    ),
+    "foreach: expects the dtypes of float32": (
+        "foreach", (Type((4,)), Type((3,), "bfloat16")), {"expression": "x0 relu"},
+    ),
     "at most 6 axes but has 7": ("pointwise", (Type((2,) * 7),), {"expression": "x0 relu"}),
     "relu: does not take": ("relu", (X, X), {}),
     r"conv2d: does not take .* with \{'strides': 2\}": ("conv2d", (X, F33), {"strides": 2}),
@@ -353,4 +365,10 @@ def test_nothing_but_a_mistake_is_raised(
 
 
 def test_no_pass_is_called_as_an_op() -> None:
-    assert not set(OPS) & set(PASSES) - {"attention", "batch_norm", "pointwise", "squeeze_excite", "foreach"}
+    assert not set(OPS) & set(PASSES) - {
+        "attention",
+        "batch_norm",
+        "pointwise",
+        "squeeze_excite",
+        "foreach",
+    }

@@ -31,6 +31,7 @@ from ops.gemm.pingpong import pingpong_gemm
 from ops.gemm.resident import resident_gemm
 from ops.gemm.tuning import CONFIGS, PINGPONG, RESIDENT, TURNED
 from ops.gemm.turned import turned_gemm
+from ops.foreach import Members, foreach_gpu
 from ops.gather_rows import GatherTensors, RowMap, gather_rows_gpu
 from ops.geometry import Geometry
 from ops.group_norm.config import GroupNormSizes, GroupNormTensors
@@ -39,7 +40,7 @@ from ops.layer_norm_grad.gpu import layer_norm_grad_gpu
 from ops.layer_norm_grad.tensors import NormGrad, NormGradSizes
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.normalize import normalize_gpu
-from ops.operands import F32, Batch, Data, Operands, Scales
+from ops.operands import F32, I64, Batch, Data, Operands, Scales
 from ops.optimizer import step_gpu
 from ops.permute import AXES, Joined, permute_gpu
 from ops.pointwise import Broadcast, Sources, pointwise_gpu
@@ -273,6 +274,14 @@ def pointwise[
 ](y: Data[dtype], bytes: Data[DType.uint8], ctx: DeviceContext) raises:
     comptime count = len(dtypes)
     pointwise_gpu[expression, dtypes, most](y, Sources[count](fill=bytes), Broadcast[count](), ctx)
+
+
+def foreach[
+    dtype: DType, expression: StaticString, dtypes: List[DType]
+](bytes: Data[DType.uint8], n: Int, ctx: DeviceContext) raises:
+    var members = Members[len(dtypes)](bytes)
+    members.chunks = Int32(n)
+    foreach_gpu[dtype, expression, dtypes](members, ctx)
 
 
 def reduced[
@@ -553,6 +562,10 @@ def main() raises:
     )
     pointwise[F16, long, [F16, F32, F32, F16, F32, F32, F32], 3](half2, bytes, ctx)
     pointwise[DType.uint8, "x1 x0 x2 where 0.5 lt", [F32, DType.uint8, F32], 6](bytes, bytes, ctx)
+    foreach[BF16, "x0", [F32]](bytes, n, ctx)
+    foreach[F32, "x0 0.9 mul x1 x2 add 0.1 mul add", [F32, BF16, F32]](bytes, n, ctx)
+    foreach[DType.uint8, "x0 x1 lt", [F32, F32]](bytes, n, ctx)
+    foreach[I64, "x0 1.0 add", [I64]](bytes, n, ctx)
     var parts = ConcatTensors[BF16](half, StaticTuple[Data[F32], VECTORS](fill=full))
     for i in range(8):
         parts.starts[i + 1] = Int64(n * i)

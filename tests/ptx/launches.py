@@ -24,7 +24,7 @@ from .tensormaps import Im2col, Tiled
 
 Array = np.ndarray[Any, np.dtype[Any]]
 DTYPES = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
-DTYPES |= {"int8": np.int8, "uint8": np.uint8} | dict.fromkeys(FLOAT8, np.uint8)
+DTYPES |= {"int64": np.int64, "int8": np.int8, "uint8": np.uint8} | dict.fromkeys(FLOAT8, np.uint8)
 EPS = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}
 """Half an ulp of 1: what a rounding adds, relative."""
 
@@ -50,7 +50,7 @@ def wide(x: Array, dtype: str) -> Array:
 
 def unwritten(shape: Sequence[int], dtype: str) -> Array:
     """Makes an output that is NaN until it is written, or the least integer."""
-    if dtype in ("int8", "uint8"):
+    if dtype in ("int64", "int8", "uint8"):
         return np.full(shape, np.iinfo(dtype).min, dtype)
     return rounded(np.full(shape, np.nan, np.float32), dtype)
 
@@ -1581,6 +1581,33 @@ def pointwise(
         together=8,
     ).run()
     return memory.array(to, y)
+
+
+def foreach(
+    kernel: Kernel, members: Sequence[Sequence[Array]], offsets: Sequence[int], dtype: str
+) -> list[Array]:
+    """Runs the kernel of ops/foreach.mojo on members, each the numbers of its inputs.
+
+    The tensors of each begin ``offsets`` numbers behind an aligned address.
+    """
+    memory, count = Tensors(), len(members[0])
+    narrowest = min(x.itemsize for x in (*members[0], np.empty(0, DTYPES[dtype])) if x.itemsize > 1)
+    width = 16 // narrowest
+    chunk = 256 * width * min(4, max(1, 64 // (width * count)))
+    made = [unwritten(x[0].shape, dtype) for x in members]
+    most = 4000 // (8 * (count + 2))
+    empty = [0] * (most - len(members))
+    chunks = [-(-x[0].size // chunk) for x in members]
+    starts = [sum(chunks[:i]) for i in range(len(chunks))]
+    y, x = [], []
+    for given, result, offset in zip(members, made, offsets, strict=True):
+        x += [memory.add(each, offset * each.itemsize, late=True) for each in given]
+        y.append(memory.add(result, offset * result.itemsize))
+    lengths = [each[0].size for each in members]
+    numbers = [len(members), sum(chunks), *starts, *empty, *lengths, *empty]
+    table = pack(f"{2 + 2 * most}i{most * (1 + count)}Q", *numbers, *y, *empty, *x, *empty * count)
+    Launch(kernel, [table], memory, grid=(sum(chunks),), threads=256, together=8).run()
+    return list(map(memory.array, y, made))
 
 
 def concat(

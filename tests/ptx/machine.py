@@ -350,6 +350,14 @@ class Gang:
         size = np.dtype(dtype).itemsize
         return np.frombuffer(self.block.launch.parameters[number][at : at + size], dtype)[0]
 
+    @property
+    def parameters(self) -> Memory:
+        return self.block.launch.parameter_memory
+
+    def parameter_address(self, at: Array) -> Array:
+        """Finds a parameter's byte in ``parameters``, whose buffers they are, of its address."""
+        return (at >> 20) * SLOT + (at & ((1 << 20) - 1))
+
     def shared_address(self, offset: int, dtype: Any) -> Any:
         return dtype(BASE + offset)
 
@@ -804,6 +812,9 @@ class Launch:
         self.threads, self.shared_bytes, self.cluster = threads, shared_bytes, cluster
         self.maps, self.together = maps, together
         self.blocks = translate(kernel)
+        self.parameter_memory = Memory({i: Buffer(len(each)) for i, each in enumerate(parameters)})
+        for i, each in enumerate(parameters):
+            self.parameter_memory.slots[i].bytes[: len(each)] = np.frombuffer(each, np.uint8)
 
     def run(self, seed: int = 0) -> None:
         """Runs all blocks.

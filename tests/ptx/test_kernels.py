@@ -59,6 +59,7 @@ from .launches import (
     concat,
     depthwise,
     depthwise_qkv,
+    foreach,
     gather_rows,
     gemm_cores,
     group_norm,
@@ -1637,6 +1638,53 @@ def odd_numbers(rng: np.random.Generator, shapes: Sequence[tuple[int, ...]]) -> 
     if drawn[0].size > 9:
         drawn[0].flat[[0, -9, -2]] = np.nan, np.inf, -np.inf
     return drawn
+
+
+MEMBERS = [
+    ([1], [0]),
+    ([7, 0, 1, 33, 8], [0, 0, 0, 0, 0]),
+    ([0, 8192, 2, 20003, 0, 5], [0, 0, 1, 0, 3, 2]),
+    ([129, 4100], [1, 3]),
+    ([3] * 100, [0, 1] * 50),
+]
+"""Sizes of members, and how many numbers behind an aligned address they begin."""
+
+
+@pytest.mark.parametrize(("sizes", "offsets"), MEMBERS, ids=lambda some: f"{some[0]} {len(some)}")
+def test_foreach_casts(
+    find: Find, rng: np.random.Generator, sizes: Sequence[int], offsets: Sequence[int]
+) -> None:
+    numbers = [x.astype(np.float32) for x in odd_numbers(rng, [(n,) for n in sizes])]
+    kernel = find(f"foreach_{BF16}")
+    assert kernel.local_bytes == 0  # as the table would be, were it copied to memory
+    got = foreach(kernel, [[x] for x in numbers], offsets, BF16)
+    for each, x in zip(got, numbers, strict=True):
+        np.testing.assert_array_equal(wide(each, BF16), wide(rounded(x, BF16), BF16))
+
+
+@pytest.mark.parametrize(("sizes", "offsets"), MEMBERS, ids=lambda some: f"{some[0]} {len(some)}")
+def test_foreach(
+    find: Find, rng: np.random.Generator, sizes: Sequence[int], offsets: Sequence[int]
+) -> None:
+    """Running statistics, of inputs of two dtypes; masks; and counters."""
+    dtypes = ("float32", BF16, "float32")
+    members = [
+        [rounded(x, dtype) for x, dtype in zip(odd_numbers(rng, [(n,)] * 3), dtypes, strict=True)]
+        for n in sizes
+    ]
+    got = foreach(find("foreach_float32"), members, offsets, "float32")
+    for each, x in zip(got, members, strict=True):
+        x0, x1, x2 = (wide(*pair) for pair in zip(x, dtypes, strict=True))
+        if x0.size:
+            check(each, x0 * 0.9 + (x1 + x2) * 0.1, "float32", 2**-21)
+    pairs = [[x[0], x[2]] for x in members]
+    masks = foreach(find("foreach_uint8"), pairs, offsets, "uint8")
+    for each, (a, b) in zip(masks, pairs, strict=True):
+        np.testing.assert_array_equal(each, a < b)
+    counters = [rng.integers(-(1 << 60), 1 << 60, n) for n in sizes]
+    more = foreach(find("foreach_int64"), [[x] for x in counters], offsets, "int64")
+    for each, x in zip(more, counters, strict=True):
+        np.testing.assert_array_equal(each, x + 1)
 
 
 CONCATS = [

@@ -7,7 +7,7 @@ A register is a row of lanes; each instruction becomes a line such as
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -393,6 +393,9 @@ class Translator:
         space = parts[1] if len(parts) > 2 else ""
         if space.startswith("param"):
             name, _, offset = a[1].strip("[]").partition("+")
+            if name in self.index:
+                where = f"g.parameter_address({self.address(a[1], space)})"
+                return self.loaded(names, kind, f"g.parameters.load({where}")
             number = list(self.kernel.parameters).index(name)
             lines = []
             for j, target in enumerate(names):
@@ -401,8 +404,12 @@ class Translator:
                 lines.append(self.put(target, word, kind))
             return lines
         where = self.address(a[1], space if space not in ("volatile", "relaxed") else "")
+        return self.loaded(names, kind, f"g.memory.load({where}")
+
+    def loaded(self, names: Sequence[str], kind: str, call: str) -> list[str]:
+        """Writes what a call gives for its address, which it ends with, into registers."""
         size = SIZES[kind]
-        lines = [f"r = g.memory.load({where}, {size}, {len(names)}, w)"]
+        lines = [f"r = {call}, {size}, {len(names)}, w)"]
         for j, target in enumerate(names):
             value = f"r[{j}]" if kind[0] != "s" else f"r[{j}].view(np.int{8 * size})"
             if kind == "f32":
