@@ -1683,8 +1683,8 @@ def test_foreach(
         np.testing.assert_array_equal(each, a < b)
     counters = [rng.integers(-(1 << 60), 1 << 60, n) for n in sizes]
     more = foreach(find("foreach_int64"), [[x] for x in counters], offsets, "int64")
-    for each, x in zip(more, counters, strict=True):
-        np.testing.assert_array_equal(each, x + 1)
+    for each, counted in zip(more, counters, strict=True):
+        np.testing.assert_array_equal(each, counted + 1)
 
 
 CONCATS = [
