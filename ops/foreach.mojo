@@ -25,7 +25,7 @@ from .kernel_argument import KernelArgument
 from .launch import launch
 from .operands import CHECKED, I64, Data, Global, widened
 from .parallel import over_cores
-from .pointwise import BYTE, PIECE, Sources, evaluated, narrowest, part_cpu, widest
+from .pointwise import BYTE, MOST, PIECE, Sources, evaluated, narrowest, part_cpu, widest
 
 comptime ROOM = 4000
 """Bytes of the table of members; graphs/elementwise.py counts with it, too."""
@@ -33,8 +33,6 @@ comptime THREADS = 256
 """Threads of a GPU's block."""
 comptime REGISTERS = 64
 """What a thread's numbers may take before they are computed with."""
-comptime MOST = 8
-"""Inputs of a member."""
 
 
 struct Members[count: Int](Copyable, KernelArgument):
