@@ -87,8 +87,7 @@ def computed_filter(
     Raises:
         DeviceError: If the device has no kernel for the dtype.
     """
-    sizes = [int(size) for size in w.shape]
-    f, c, r, s = sizes if layout == "NCHW" else (sizes[0], sizes[3], *sizes[1:3])
+    f, c, r, s = _fcrs(w, layout)
     shape = (r, s, f // groups, c * groups) if turned else (r, s, c, f)
     form, size = arrange.arrangement(shape, groups, w.device.is_cpu(), w.dtype)
     if form == "filter_major" and layout == "NHWC" and not turned:
@@ -168,9 +167,9 @@ def conv2d_input_grad(
 ) -> TensorValue:
     """Computes the gradient of x[N, H, W, C] from that of conv2d(x, w), dy[N, P, Q, F].
 
-    It is a convolution too, of the filter turned around. With a stride, pixels of x whose places
-    differ by it see the same taps: those of each such phase are a convolution, and phases that see
-    no tap are zeros.
+    Of a depthwise convolution a GPU has a kernel for it. Else it is a convolution too, of the
+    filter turned around. With a stride, pixels of x whose places differ by it see the same taps:
+    those of each such phase are a convolution, and phases that see no tap are zeros.
 
     Args:
         dy: The gradient of the result.
@@ -187,10 +186,17 @@ def conv2d_input_grad(
         ArgumentError: If shapes or geometry do not fit.
         DeviceError: If the device has no kernel for the dtype.
     """
+    f, c, r, s = _fcrs(w, filter_layout)
+    if arrange.is_depthwise((r, s, c, f), groups) and not dy.device.is_cpu():
+        out = shapes.conv2d_input_grad(
+            _type(dy), _type(w), size=size,
+            stride=stride, padding=padding, dilation=dilation, groups=groups,
+            layout="NHWC", filter_layout=filter_layout,
+        )  # fmt: skip
+        window = _window((r, s), stride, padding, dilation, groups)
+        return _custom("depthwise_input_grad", [dy, w, window], [out])[0]
     steps, apart, before = shapes.pair(stride), shapes.pair(dilation), shapes.sides(padding)[:2]
-    first = 1 if filter_layout == "NHWC" else 2
-    kernel = int(w.shape[first]), int(w.shape[first + 1])
-    across = [_phases(*each) for each in zip(size, kernel, steps, before, apart, strict=True)]
+    across = [_phases(*each) for each in zip(size, (r, s), steps, before, apart, strict=True)]
     rows, columns = (-(-s // step) for s, step in zip(size, steps, strict=True))
     parts: list[TensorValue | None] = []
     for down, right in itertools.product(*across):
@@ -198,8 +204,9 @@ def conv2d_input_grad(
             parts.append(None)
             continue
         seen = [slice(None)] * 4
+        first = 1 if filter_layout == "NHWC" else 2
         seen[first : first + 2] = down.slice, right.slice
-        taps = w if kernel == (down.taps, right.taps) else w[tuple(seen)]
+        taps = w if (r, s) == (down.taps, right.taps) else w[tuple(seen)]
         filter = computed_filter(taps, None, groups, layout=filter_layout, turned=True, tf32=tf32)
         sides = [down.pad, right.pad]
         for phase, held, length in zip((down, right), dy.shape[1:3], (rows, columns), strict=True):
@@ -283,6 +290,13 @@ def _interleaved(parts: Sequence[TensorValue | None], steps: tuple[int, int]) ->
         y = ops.concat([part.reshape((n, h, w, 1, c)) for part in there], 3)
         y = permute(y.reshape((n, h, w, *steps, c)), (0, 1, 3, 2, 4, 5))
     return y.reshape((n, int(h) * steps[0], int(w) * steps[1], c))
+
+
+def _fcrs(w: TensorValue, layout: str) -> tuple[int, int, int, int]:
+    """Gives the sizes of a filter that is a value: F, C / groups, R, S."""
+    f, *rest = map(int, w.shape)
+    c, r, s = rest if layout == "NCHW" else (rest[2], *rest[:2])
+    return f, c, r, s
 
 
 def _cut(x: TensorValue, sides: Sequence[int]) -> TensorValue:

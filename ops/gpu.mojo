@@ -1,5 +1,6 @@
 """The ops that only a GPU runs; a build for a CPU has none of them."""
 from .conv2d.chain import *
+from .depthwise_input_grad import *
 from .mlp import *
 from .sparse_conv2d.packed import *
 from .stem import *

@@ -47,6 +47,7 @@ NAMES = {
     "conv2d_chain",
     "conv2d_shortcut",
     "conv2d_input_grad 3x3",
+    "conv2d_input_grad depthwise 3x3",
     "conv2d_weight_grad 3x3",
     "sparse_conv2d 3x3",
     "sparse_conv2d add_relu",

@@ -21,6 +21,7 @@ from ops.conv2d_weight_grad.hopper import weight_grad_tile
 from ops.conv2d_weight_grad.mma import weight_grad_mma
 from ops.conv2d_weight_grad.parts import add_parts
 from ops.conv2d_weight_grad.tensors import WeightGrad
+from ops.depthwise_input_grad import depthwise_input_grad_gpu
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
 from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
 from ops.epilogue import Epilogue
@@ -219,6 +220,8 @@ def depthwise(
     ctx.enqueue_function[depthwise_kernel[F32, adds, 4]](o32, g, grid_dim=n, block_dim=256)
     weight_grad_depthwise(g, WeightGrad[BF16](o.x, o.x, o.y, o.bias), n, ctx)
     weight_grad_depthwise(g, WeightGrad[F32](o32.x, o32.x, o32.y, o32.bias), n, ctx)
+    depthwise_input_grad_gpu(o.y, o.x, o.w, g, ctx)
+    depthwise_input_grad_gpu(o32.y, o32.x, o32.w, g, ctx)
 
 
 def gradients(

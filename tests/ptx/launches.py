@@ -7,6 +7,7 @@ the parameters' sizes are checked against the kernel's.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -365,6 +366,17 @@ class Conv:
         for r, s, part in self.taps(x):
             y += part * w[r, s]
         return y.reshape(-1, self.c)
+
+    def input_grad_depthwise(self, dy: Array, w: Array) -> Array:
+        """Computes the gradient of x from dy[N, P, Q, C] and w[C, R, S] in float64."""
+        (p, q), (ph, pw) = self.out, self.pad
+        dx = np.zeros((self.n, self.h, self.w, self.c))
+        for r, s, i, j in itertools.product(*map(range, (self.r, self.s, p, q))):
+            h = i * self.stride[0] - ph + r * self.dilation[0]
+            at = j * self.stride[1] - pw + s * self.dilation[1]
+            if 0 <= h < self.h and 0 <= at < self.w:
+                dx[:, h, at] += dy[:, i, j] * w[:, r, s]
+        return dx
 
     def packed(self, groups: int = 1) -> bytes:
         """Packs a Geometry of ops/geometry.mojo."""
@@ -1523,6 +1535,39 @@ def depthwise(kernel: Kernel, p: Product, dtype: str, width: int, run: int = 0) 
     parameters = [operands, g.packed(g.c)]
     Launch(kernel, parameters, memory, grid=grid, threads=threads, together=8).run()
     return memory.array(at[4], y)
+
+
+def depthwise_input_grad(
+    kernel: Kernel, g: Conv, dy: Array, filters: Array, dtype: str, width: int, patches: bool
+) -> Array:
+    """Runs the kernels of ops/depthwise_input_grad.mojo.
+
+    Args:
+        kernel: What runs.
+        g: Sizes of the convolution.
+        dy: The gradient of its result [N, P, Q, C].
+        filters: [C, R, S].
+        dtype: Of the tensors.
+        width: Channels of a thread.
+        patches: Whether threads take patches of pixels; one pixel in the simple kernel.
+
+    Returns:
+        dx[N, H, W, C].
+    """
+    memory, dx = Tensors(), unwritten((g.n, g.h, g.w, g.c), dtype)
+    at = [memory.add(dx), memory.add(dy, late=True), memory.add(filters, late=True)]
+    parameters = [*(pack("Q", a) for a in at), g.packed(g.c)]
+    vectors = g.c // width
+    grid = -(-dx.size // width // 128)
+    if patches:
+        columns = -(-vectors // 8)
+        lanes = -(-vectors // columns)
+        rows = -(-(g.pad[0] % g.stride[0] + g.h) // g.stride[0])
+        runs = -(-(g.pad[1] % g.stride[1] + g.w) // 4)
+        grid = -(-g.n * rows * runs // (128 // lanes)) * columns
+        parameters.append(pack("i", lanes))
+    Launch(kernel, parameters, memory, grid=(grid,), threads=128, together=8).run()
+    return memory.array(at[0], dx)
 
 
 def reciprocal(size: int) -> tuple[int, int]:

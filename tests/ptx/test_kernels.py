@@ -58,6 +58,7 @@ from .launches import (
     check,
     concat,
     depthwise,
+    depthwise_input_grad,
     depthwise_qkv,
     foreach,
     gather_rows,
@@ -1571,6 +1572,41 @@ def test_depthwise(find: Find, rng: np.random.Generator, g: Conv, name: str, run
     epilogue = "add_relu" if "add_relu" in name else "silu"
     want = finished(g.apply_depthwise(x, wide(p.w, dtype)), p, epilogue, dtype)
     check(got, want, dtype, SUMS)
+
+
+@pytest.mark.parametrize(
+    ("g", "name"),
+    [
+        *(
+            (g, f"{kernel}x{kernel}_{stride}_{dtype}")
+            for kernel, stride in itertools.product((3, 5, 7), (1, 2))
+            for dtype, whole in ((BF16, 8), ("float32", 4))
+            for g in windows(kernel, stride)
+            if g.c % whole == 0
+        ),
+        (Conv(3, 1, 2, 72, 72, 3, 3, (2, 2), (1, 1)), "3x3_2_bfloat16"),
+        (Conv(1, 9, 8, 144, 144, 3, 3, pad=(1, 1)), "3x3_1_bfloat16"),
+        (Conv(2, 9, 11, 12, 12, 3, 5, (2, 3), (1, 2), (2, 3), (1, 1)), "4_bfloat16"),
+        (Conv(2, 9, 11, 7, 7, 3, 2, (3, 1), (1, 2), (2, 3), (1, 1)), "1_bfloat16"),
+        (Conv(1, 7, 10, 5, 5, 1, 1, (3, 3)), "1_float32"),
+        (Conv(1, 1, 1, 8, 8, 3, 3, (1, 1), (2, 2), (2, 2)), "4_float32"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_depthwise_input_grad(find: Find, rng: np.random.Generator, g: Conv, name: str) -> None:
+    size, dtype = name.rsplit("_", 1)
+    filters = rounded(rng.standard_normal((g.c, g.r, g.s)) / g.r, dtype)
+    dy = rng.standard_normal((g.n, *g.out, g.c))
+    # A tap outside of dy reads its first pixel, or the row's, and drops it.
+    dy[0, 0, 0, :2], dy[-1, -1, -1, 2], dy[-1, 0, -1, 1] = (np.nan, np.inf), -np.inf, np.nan
+    dy = rounded(dy, dtype)
+    patches = "x" in size
+    width = 16 // dy.itemsize if patches else int(size)
+    got = depthwise_input_grad(
+        find(f"depthwise_input_grad_{name}"), g, dy, filters, dtype, width, patches
+    )
+    check(got, g.input_grad_depthwise(wide(dy, dtype), wide(filters, dtype)), dtype, SUMS)
 
 
 BROADCASTS: list[list[tuple[int, ...]]] = [
