@@ -57,7 +57,7 @@ from maxvision.runtime.nvjpeg import Decoded
 from maxvision.runtime.preprocess import UPRIGHT
 from maxvision.runtime.replay import Execution, sizes
 from maxvision.weights import bundled as bundled_names
-from tests.ops.cases import CASES, ON_HOPPER, TORCH, Case, build_graph, check, draw, poisoned
+from tests.ops.cases import CASES, ON_GPU, ON_HOPPER, TORCH, Case, build_graph, check, draw, poisoned
 from tests.runtime.standin import Pillow
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -235,7 +235,7 @@ def cases_of(dtype: DType, device: Device, name: str) -> list[Case]:
     if name == "counted":
         return [case for case in CASES if case.name in COUNTED]
     hopper = base(device.architecture_name) == "sm_90"
-    cases = CASES + ON_HOPPER if hopper and dtype != DType.float32 else CASES
+    cases = CASES + ON_GPU + (ON_HOPPER if hopper and dtype != DType.float32 else [])
     return cases[PARTS.index(name) :: len(PARTS)]
 
 

@@ -305,21 +305,38 @@ def layer_of_values(net: Net, x: Value) -> None:
     net.output("dx", net.op("matmul", [y, w]))
 
 
-def test_products_of_values_need_no_kernels_but_hoppers() -> None:
+def on_hopper(network: Any, *shape: int) -> list[tuple[str, str]]:
+    """Lists the ops that a graph of values has for Hopper: their names, and how they are written."""
     gpu, on = DeviceRef.GPU(), Backend("cuda", "float32", architecture="sm_90a")
-    final = passes.run(nets.program(layer_of_values, 64, 16), on)
+    final = passes.run(nets.program(network, *shape), on)
     types = [TensorType(DType[t.dtype], dims(t.shape), gpu) for t in final.inputs.values()]
     with Graph("values", input_types=types, kernel_library=Unchecked()) as graph:
         graph.output(
             *emit(final, [x.tensor for x in graph.inputs], bind([final], {}, gpu, "float32"))
         )
     lines = [line for line in str(graph).splitlines() if "symbol = " in line]
-    products = [line for line in lines if 'symbol = "bmm"' in line]
-    assert len(products) == 2 and len(lines) == 3  # and a permute
+    return [(re.findall(r'symbol = "(\w+)"', line)[0], line) for line in lines]
+
+
+def test_products_of_values_need_no_kernels_but_hoppers() -> None:
+    found = on_hopper(layer_of_values, 64, 16)
+    products = [line for name, line in found if name == "bmm"]
+    assert len(products) == 2 and len(found) == 3  # and a permute
     for line in products:
         assert {"aligned = true", "constant = false", 'layout = "nk"'} <= set(
             re.findall(r'\w+ = (?:true|false|"nk")', line)
         )
+
+
+def depthwise_gradient(net: Net, dy: Value) -> None:
+    """The gradient of what a depthwise convolution convolved, by weights that are values."""
+    w, window = net.input("w", (8, 1, 3, 3)), {"stride": 2, "padding": 1, "groups": 8}
+    net.output("dx", net.op("conv2d_input_grad", [dy, w], size=(9, 10), **window))
+
+
+def test_a_depthwise_gradient_is_one_launch() -> None:
+    found = on_hopper(depthwise_gradient, 8, 5, 5)
+    assert [name for name, _ in found if name != "permute"] == ["depthwise_input_grad"]
 
 
 @pytest.mark.parametrize("off", [(), set(PASSES)])

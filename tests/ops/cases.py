@@ -1336,12 +1336,8 @@ CASES = [
     input_grad("5x3 dilated", (11, 13), 6, 10, (5, 3), padding=(2, 1), dilation=(2, 1)),
     input_grad("3 groups", (8, 8), 12, 24, (3, 3), padding=1, groups=3),
     input_grad("depthwise 3x3", (9, 8), 24, 24, (3, 3), padding=1, groups=24),
-    input_grad("depthwise 3x3/2", (15, 14), 96, 96, (3, 3), stride=2, padding=1, groups=96),
-    input_grad("depthwise 5x5/2", (10, 9), 64, 64, (5, 5), stride=2, padding=2, groups=64),
-    input_grad("depthwise 7x7", (5, 8), 8, 8, (7, 7), padding=3, groups=8),
-    input_grad("depthwise uneven", (11, 13), 12, 12, (3, 5), stride=(2, 3), padding=(2, 1),
-               dilation=(1, 2), groups=12),
-    input_grad("depthwise 1x1/3", (8, 10), 7, 7, (1, 1), stride=3, groups=7),
+    input_grad("depthwise 5x5", (7, 9), 8, 8, (5, 5), padding=2, groups=8),
+    input_grad("depthwise dilated", (9, 7), 12, 12, (3, 5), padding=4, dilation=2, groups=12),
     weight_grad("3x3", (14, 15), 64, 72, (3, 3), padding=1),
     weight_grad("3x3/2", (15, 14), 40, 100, (3, 3), stride=2, padding=1),
     weight_grad("1x1", (9, 7), 136, 64, (1, 1)),
@@ -1773,6 +1769,16 @@ ON_CPU = [
     gathered("gather_rows odd copy", (3, 3), 5, (9,), (0,), (-1, 2), first=False),
 ]
 """Rows of a length that only a CPU takes."""
+ON_GPU = [
+    input_grad("depthwise 3x3/2", (15, 14), 96, 96, (3, 3), stride=2, padding=1, groups=96),
+    input_grad("depthwise 5x5/2", (10, 9), 64, 64, (5, 5), stride=2, padding=2, groups=64),
+    input_grad("depthwise 7x7/2", (11, 16), 8, 8, (7, 7), stride=2, padding=3, groups=8),
+    input_grad("depthwise 3x3/3", (10, 12), 64, 64, (3, 3), stride=3, padding=1, groups=64),
+    input_grad("depthwise uneven", (11, 13), 12, 12, (3, 5), stride=(2, 3), padding=(2, 1),
+               dilation=(1, 2), groups=12),
+    input_grad("depthwise 1x1/3", (8, 10), 7, 7, (1, 1), stride=3, groups=7),
+]
+"""What a CPU puts together of other ops; there tests/graphs/test_lower.py checks it."""
 ON_HOPPER = [
     along_tokens("token_linear gelu", 196, 768, 384, "gelu"),
     along_tokens("token_linear add", 384, 768, 196, "add"),
