@@ -14,23 +14,20 @@ issue of instructions for larger windows. Sums are float32, rounded once.
 """
 
 from extensibility import InputTensor, OutputTensor, register
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.memory import AddressSpace
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
-from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from .depthwise_lanes import PITCH, Lane, lane_blocks
 from .geometry import Geometry
 from .launch import launch
 from .operands import ALIGN, F32, Data, data, narrowed, widened
 
 comptime THREADS = 128
 """Threads of a block."""
-comptime LANES = 8
-"""Vectors of channels of a block at most: 128 bytes."""
 comptime RUN = 4
 """Neighbouring pixels of a row that a thread computes; the strides that are unrolled divide it."""
 comptime NARROW = 4
@@ -93,13 +90,16 @@ def _patches[stride: Int](g: Geometry) -> Tuple[Int, Int]:
 def _enqueue_patches[
     dtype: DType, //, kernel: Int, stride: Int
 ](dx: Data[dtype], dy: Data[dtype], filter: Data[dtype], g: Geometry, ctx: DeviceContext) raises:
-    var vectors = g.c * size_of[dtype]() // 16
-    var columns = ceildiv(vectors, LANES)
-    var lanes = ceildiv(vectors, columns)
+    comptime WIDTH = 16 // size_of[dtype]()
     var rows, runs = _patches[stride](g)
-    var blocks = ceildiv(g.n * rows * runs, THREADS // lanes) * columns
     launch[patch_kernel[dtype, kernel, stride]](
-        ctx, dx, dy, filter, g, Int32(lanes), grid_dim=blocks, block_dim=THREADS
+        ctx,
+        dx,
+        dy,
+        filter,
+        g,
+        grid_dim=lane_blocks[dtype, WIDTH, THREADS](channels=g.c, pieces=g.n * rows * runs),
+        block_dim=THREADS,
     )
 
 
@@ -110,7 +110,7 @@ def _enqueue_patches[
 )
 def patch_kernel[
     dtype: DType, kernel: Int, stride: Int
-](dx: Data[dtype], dy: Data[dtype], filter: Data[dtype], g: Geometry, lanes: Int32):
+](dx: Data[dtype], dy: Data[dtype], filter: Data[dtype], g: Geometry):
     """Computes 16 bytes of channels of `stride` x `RUN` pixels in each thread.
 
     Parameters:
@@ -123,43 +123,24 @@ def patch_kernel[
         dy: The gradient of the convolution's result [N, P, Q, C].
         filter: [C, R, S].
         g: Sizes of the convolution; C is a multiple of 16 bytes.
-        lanes: Vectors of channels of a block.
     """
     comptime WIDTH = 16 // size_of[dtype]()
     comptime ALIGNED = ALIGN[dtype, WIDTH]
     comptime BEFORE = (kernel - 1) // stride
     comptime COLUMNS = BEFORE + ceildiv(RUN, stride)
-    comptime PITCH = (LANES + 1) * WIDTH  # a vector more than needed, against conflicts
-    var taps = unsafe_stack_allocation[
-        kernel * kernel * PITCH, dtype, address_space=AddressSpace.SHARED, alignment=16
-    ]()
-    var channels = Int32(g.c)
-    var thread = Int32(thread_idx.x)
-    var walkers = Int32(THREADS) // lanes
-    var walker = thread // lanes
-    var lane = thread - walker * lanes
-    var columns = ceildiv(channels // Int32(WIDTH), lanes)
-    var group = Int32(block_idx.x) // columns
-    var first = (
-        (Int32(block_idx.x) - group * columns) * lanes * Int32(WIDTH)
-    )  # channel of the block
-    var c = first + lane * Int32(WIDTH)
-    # Walkers that are neighbours take patches one below the other.
+    # Neighbours take patches one below the other.
+    var lane = Lane[dtype, WIDTH, THREADS](Int32(g.c))
     var rows, runs = _patches[stride](g)
-    var column, row = divmod(UInt32(group * walkers + walker), UInt32(rows))
-    var n, run = divmod(column, UInt32(runs))
-    var p0 = Int32(g.pad_h // stride) + Int32(row)
-    var q0 = Int32(g.pad_w // stride) + Int32(run) * Int32(RUN // stride)
+    var strip, y = divmod(lane.piece, UInt32(rows))
+    var n, x = divmod(strip, UInt32(runs))
+    var p0 = Int32(g.pad_h // stride) + Int32(y)
+    var q0 = Int32(g.pad_w // stride) + Int32(x) * Int32(RUN // stride)
     wait_on_dependent_grids()
     launch_dependent_grids()
-    var count = min(lanes * Int32(WIDTH), channels - first) * Int32(kernel * kernel)
-    var filters = filter.unsafe_offset(first * Int32(kernel * kernel))
-    for i in range(UInt32(thread), UInt32(count), UInt32(THREADS)):
-        var channel, tap = divmod(i, UInt32(kernel * kernel))
-        taps[unsafe_offset=tap * UInt32(PITCH) + channel] = filters[unsafe_offset=i]
-    barrier()
-    if walker >= walkers or c >= channels or n >= UInt32(g.n):
+    var taps = lane.filters[kernel * kernel](filter)
+    if lane.idle or n >= UInt32(g.n):
         return
+    var channels = Int32(g.c)
     # What lies left or right of dy is read at its edge and dropped: no load waits for a branch.
     var inside = Array[Bool, COLUMNS](uninitialized=True)
     var places = Array[Int32, COLUMNS](uninitialized=True)
@@ -167,8 +148,7 @@ def patch_kernel[
         var q = q0 + Int32(column - BEFORE)
         inside[column] = q >= 0 and q < Int32(g.q)
         places[column] = q * channels if inside[column] else 0
-    var image = dy.unsafe_offset(Int(n) * g.p * g.q * g.c + Int(c))
-    var weights_at = taps.unsafe_offset(lane * Int32(WIDTH))
+    var image = dy.unsafe_offset(Int(n) * g.p * g.q * g.c + Int(lane.c))
     var sums = Array[SIMD[F32, WIDTH], stride * RUN](fill=0)
     for k in range(ceildiv(kernel, stride)):
         var p = p0 - Int32(k)
@@ -186,8 +166,8 @@ def patch_kernel[
             if row == 0 or r < kernel:
                 comptime for s in range(kernel):
                     var weights = widened(
-                        weights_at.unsafe_load[width=WIDTH, alignment=ALIGNED](
-                            (r * kernel + s) * PITCH
+                        taps.unsafe_load[width=WIDTH, alignment=ALIGNED](
+                            (r * kernel + s) * PITCH[dtype, WIDTH]
                         )
                     )
                     comptime for i in range(RUN):
@@ -196,7 +176,7 @@ def patch_kernel[
                             sums[row * RUN + i] = values[column].fma(weights, sums[row * RUN + i])
     var h0 = p0 * Int32(stride) - Int32(g.pad_h)
     var w0 = q0 * Int32(stride) - Int32(g.pad_w)
-    var to = dx.unsafe_offset(Int(n) * g.h * g.w * g.c + Int(c))
+    var to = dx.unsafe_offset(Int(n) * g.h * g.w * g.c + Int(lane.c))
     comptime for row in range(stride):
         var h = h0 + Int32(row)
         comptime for i in range(RUN):

@@ -57,7 +57,17 @@ from maxvision.runtime.nvjpeg import Decoded
 from maxvision.runtime.preprocess import UPRIGHT
 from maxvision.runtime.replay import Execution, sizes
 from maxvision.weights import bundled as bundled_names
-from tests.ops.cases import CASES, ON_GPU, ON_HOPPER, TORCH, Case, build_graph, check, draw, poisoned
+from tests.ops.cases import (
+    CASES,
+    ON_GPU,
+    ON_HOPPER,
+    TORCH,
+    Case,
+    build_graph,
+    check,
+    draw,
+    poisoned,
+)
 from tests.runtime.standin import Pillow
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1774,8 +1774,17 @@ ON_GPU = [
     input_grad("depthwise 5x5/2", (10, 9), 64, 64, (5, 5), stride=2, padding=2, groups=64),
     input_grad("depthwise 7x7/2", (11, 16), 8, 8, (7, 7), stride=2, padding=3, groups=8),
     input_grad("depthwise 3x3/3", (10, 12), 64, 64, (3, 3), stride=3, padding=1, groups=64),
-    input_grad("depthwise uneven", (11, 13), 12, 12, (3, 5), stride=(2, 3), padding=(2, 1),
-               dilation=(1, 2), groups=12),
+    input_grad(
+        "depthwise uneven",
+        (11, 13),
+        12,
+        12,
+        (3, 5),
+        stride=(2, 3),
+        padding=(2, 1),
+        dilation=(1, 2),
+        groups=12,
+    ),
     input_grad("depthwise 1x1/3", (8, 10), 7, 7, (1, 1), stride=3, groups=7),
 ]
 """What a CPU puts together of other ops; there tests/graphs/test_lower.py checks it."""

@@ -1565,7 +1565,6 @@ def depthwise_input_grad(
         rows = -(-(g.pad[0] % g.stride[0] + g.h) // g.stride[0])
         runs = -(-(g.pad[1] % g.stride[1] + g.w) // 4)
         grid = -(-g.n * rows * runs // (128 // lanes)) * columns
-        parameters.append(pack("i", lanes))
     Launch(kernel, parameters, memory, grid=(grid,), threads=128, together=8).run()
     return memory.array(at[0], dx)
 
