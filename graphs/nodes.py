@@ -90,7 +90,9 @@ def computed_filter(
     f, c, r, s = _fcrs(w, layout)
     shape = (r, s, f // groups, c * groups) if turned else (r, s, c, f)
     form, size = arrange.arrangement(shape, groups, w.device.is_cpu(), w.dtype)
-    if form == "filter_major" and layout == "NHWC" and not turned:
+    if not w.device.is_cpu():
+        form = "filter_major"  # kernels read depthwise ones so, too, if they are computed
+    if form == "filter_major" and (layout == "NHWC" or c == 1) and not turned:
         dense = w.reshape((size,))
     else:
         parameters = {"form": form, "channels_last": layout == "NHWC", "turned": turned}

@@ -8,7 +8,7 @@
 | `panels`       | [groups, panels, R * S * C, 64]           | a CPU in float32                   |
 | `tiles`        | [groups, panels, steps, 2, 16, 16, 2]     | a CPU in bfloat16                  |
 | `filter_major` | [F, R, S, C]                              | a GPU                              |
-| `taps`         | [R, S, C, F]                              | depthwise, and a CPU's small groups|
+| `taps`         | [R, S, C, F]                              | a CPU's depthwise and small groups |
 
 Turned, it is the filter of the gradient of x: the taps in reverse, and channels as filters.
 Bound by memory, and a small part of it: a filter is read once for all images.
@@ -204,15 +204,12 @@ def _tile[
                 )
 
 
-@__name(t"arrange_filter_{form}_{dtype}")
-def arrange_kernel[
-    dtype: DType, form: StaticString
-](y: Data[dtype], w: Data[dtype], view: FilterView, numbers: UInt32):
-    """Writes a number in each thread.
+@__name(t"arrange_filter_{dtype}")
+def arrange_kernel[dtype: DType](y: Data[dtype], w: Data[dtype], view: FilterView, numbers: UInt32):
+    """Writes a number of [F, R, S, C] in each thread.
 
     Parameters:
         dtype: Of both.
-        form: `filter_major` or `taps`.
 
     Args:
         y: The result.
@@ -225,17 +222,8 @@ def arrange_kernel[
     var index = UInt32(block_idx.x) * THREADS + UInt32(thread_idx.x)
     if index >= numbers:
         return
-    var f: UInt32
-    var c: UInt32
-    var tap: UInt32
-    var rest = index
-    comptime if form == "taps":
-        var filters = UInt32(view.groups * view.f)
-        rest, f = divmod(rest, filters)
-        tap, c = divmod(rest, UInt32(view.c))
-    else:
-        rest, c = divmod(rest, UInt32(view.c))
-        f, tap = divmod(rest, UInt32(view.r * view.s))
+    var rest, c = divmod(index, UInt32(view.c))
+    var f, tap = divmod(rest, UInt32(view.r * view.s))
     var r, s = divmod(tap, UInt32(view.s))
     var group, member = divmod(f, UInt32(view.f))
     y[unsafe_offset=Int(index)] = w[
@@ -244,13 +232,12 @@ def arrange_kernel[
 
 
 def arrange_gpu[
-    dtype: DType, //, form: StaticString
+    dtype: DType, //
 ](y: Data[dtype], w: Data[dtype], view: FilterView, ctx: DeviceContext) raises:
-    """Enqueues the layout of a filter.
+    """Enqueues the layout of a filter as [F, R, S, C].
 
     Parameters:
         dtype: Of both.
-        form: `filter_major` or `taps`.
 
     Args:
         y: The result.
@@ -262,7 +249,7 @@ def arrange_gpu[
         If the launch fails.
     """
     var numbers = view.groups * view.f * view.c * view.r * view.s
-    launch[arrange_kernel[dtype, form]](
+    launch[arrange_kernel[dtype]](
         ctx,
         y,
         w,
@@ -310,7 +297,5 @@ struct ArrangeFilter:
             comptime assert form != "filter_major", "arrange_filter: a GPU's kernels read that"
             arrange_cpu[form](data(y), data(w), view)
         else:
-            comptime assert (
-                form == "filter_major" or form == "taps"
-            ), "arrange_filter: a CPU's kernels read that"
-            arrange_gpu[form](data(y), data(w), view, ctx)
+            comptime assert form == "filter_major", "arrange_filter: a CPU's kernels read that"
+            arrange_gpu(data(y), data(w), view, ctx)

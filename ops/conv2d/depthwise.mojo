@@ -1,6 +1,7 @@
 """Depthwise convolution on a GPU: y[n, p, q, c] = act(bias[c] + sum_rs x[n, h, w, c] w[r, s, c]).
 
 With h = p * stride - pad + r and w = q * stride - pad + s; x[N, H, W, C], w[R, S, C], y[N, P, Q, C].
+A filter that is computed is read as it lies, w[C, R, S], through shared memory (depthwise_lanes.mojo).
 A thread computes a few channels of neighbouring pixels of a row. It walks along each row of the
 window once, so a number of x that several of its pixels share is read once, and a row's weights,
 widened to float32, serve all of them. Neighbouring threads have neighbouring channels: a warp reads
@@ -13,15 +14,17 @@ batch 1.
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
+from std.collections import OptionalReg
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..depthwise_lanes import PITCH, Lane, lane_blocks
 from ..device import Device
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..launch import launch
-from ..operands import F32, Operands, widened
+from ..operands import F32, Operands, Shared, widened
 
 comptime THREADS = 256
 """Threads of a block of the simple kernel."""
@@ -63,18 +66,27 @@ def resident[dtype: DType](stride: Int) -> Int:
     return (4 if stride == 1 else 5) - Int(dtype == F32)
 
 
+comptime NAME[lies: Bool] = "depthwise_lying" if lies else "depthwise"
+"""What begins the kernels' names.
+
+Parameters:
+    lies: Whether filters lie as training has them.
+"""
+
+
 def enqueue_depthwise[
-    dtype: DType, epilogue: Epilogue
+    dtype: DType, epilogue: Epilogue, lies: Bool = False
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     """Enqueues a depthwise convolution.
 
     Parameters:
         dtype: Of x, the filter and y.
         epilogue: What the sums go through.
+        lies: Whether the filter lies as training has it.
 
     Args:
         g: Sizes.
-        o: Tensors; the filter is w[R, S, C].
+        o: Tensors; the filter is w[R, S, C], or w[C, R, S] if it lies so.
         ctx: The GPU.
 
     Raises:
@@ -88,16 +100,18 @@ def enqueue_depthwise[
             comptime for stride in [1, 2]:
                 comptime if kernel < 7 or stride == 1:
                     if g.r == kernel and g.stride_h == stride:
-                        comptime if kernel == 7:
+                        comptime if kernel == 7 and not lies:
                             if _threads[stride, WIDE](g) < 2 * BLOCK * Device(ctx).multiprocessors:
-                                _enqueue_run[dtype, epilogue, kernel, stride, NARROW](g, o, ctx)
+                                _enqueue_run[dtype, epilogue, lies, kernel, stride, NARROW](
+                                    g, o, ctx
+                                )
                                 return
-                        _enqueue_run[dtype, epilogue, kernel, stride, WIDE](g, o, ctx)
+                        _enqueue_run[dtype, epilogue, lies, kernel, stride, WIDE](g, o, ctx)
                         return
     if g.c % 4 == 0:
-        _enqueue_simple[dtype, epilogue, 4](g, o, ctx)
+        _enqueue_simple[dtype, epilogue, lies, 4](g, o, ctx)
     else:
-        _enqueue_simple[dtype, epilogue, 1](g, o, ctx)
+        _enqueue_simple[dtype, epilogue, lies, 1](g, o, ctx)
 
 
 def _threads[stride: Int, wide: Int](g: Geometry) -> Int:
@@ -105,36 +119,42 @@ def _threads[stride: Int, wide: Int](g: Geometry) -> Int:
 
 
 def _enqueue_run[
-    dtype: DType, epilogue: Epilogue, kernel: Int, stride: Int, wide: Int
+    dtype: DType, epilogue: Epilogue, lies: Bool, kernel: Int, stride: Int, wide: Int
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
-    launch[depthwise_run_kernel[dtype, epilogue, kernel, stride, wide]](
+    var blocks = ceildiv(_threads[stride, wide](g), BLOCK)
+    comptime if lies:
+        blocks = lane_blocks[dtype, wide, BLOCK](
+            channels=g.c, pieces=g.n * g.p * ceildiv(g.q, run(stride))
+        )
+    launch[depthwise_run_kernel[dtype, epilogue, lies, kernel, stride, wide]](
         ctx,
         o,
         g,
-        grid_dim=ceildiv(_threads[stride, wide](g), BLOCK),
+        grid_dim=blocks,
         block_dim=BLOCK,
     )
 
 
-@__name(t"depthwise_{kernel}x{kernel}_{stride}x{wide}_{epilogue.label()}_{dtype}")
+@__name(t"{NAME[lies]}_{kernel}x{kernel}_{stride}x{wide}_{epilogue.label()}_{dtype}")
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(BLOCK)),
     `nvvm.minctasm`=SIMDLength(resident[dtype](stride)),
 )
 def depthwise_run_kernel[
-    dtype: DType, epilogue: Epilogue, kernel: Int, stride: Int, wide: Int
+    dtype: DType, epilogue: Epilogue, lies: Bool, kernel: Int, stride: Int, wide: Int
 ](o: Operands[dtype], g: Geometry):
     """Computes y[n, p, q : q + run(stride), c : c + wide] in each thread.
 
     Parameters:
         dtype: Of x, the filter and y.
         epilogue: What the sums go through.
+        lies: Whether the filter lies as training has it.
         kernel: R and S.
         stride: Down and across.
         wide: Channels of a thread.
 
     Args:
-        o: Tensors; the filter is w[R, S, C].
+        o: Tensors; the filter is w[R, S, C], or w[C, R, S] if it lies so.
         g: Sizes; `wide` divides C.
     """
     comptime RUN = run(stride)
@@ -145,6 +165,15 @@ def depthwise_run_kernel[
     var index = UInt32(block_idx.x) * UInt32(BLOCK) + UInt32(thread_idx.x)
     var strip = index // vectors
     var c = Int32(index - strip * vectors) * Int32(wide)
+    var filters = OptionalReg[Shared[dtype]](None)
+    comptime if lies:
+        var lane = Lane[dtype, wide, BLOCK](Int32(g.c))
+        strip, c = lane.piece, lane.c
+        wait_on_dependent_grids()
+        launch_dependent_grids()
+        filters = lane.filters[kernel * kernel](o.w)
+        if lane.idle:
+            return
     var row = strip // runs
     var q = Int32(strip - row * runs) * Int32(RUN)
     var n = row // UInt32(g.p)
@@ -165,8 +194,9 @@ def depthwise_run_kernel[
         inside[column] = w >= 0 and w < Int32(g.w)
         columns[column] = w * channels if inside[column] else 0
     var image = o.x.unsafe_offset(Int(n) * g.h * g.w * g.c + Int(c))
-    wait_on_dependent_grids()
-    launch_dependent_grids()
+    comptime if not lies:
+        wait_on_dependent_grids()
+        launch_dependent_grids()
     # Rows are not unrolled, or the loads of all of them would be held in registers at a time.
     for r in range(kernel):
         var h = h0 + Int32(r)
@@ -176,7 +206,16 @@ def depthwise_run_kernel[
         var line = image.unsafe_offset(h * pitch)
         var weights = Array[SIMD[F32, wide], kernel](uninitialized=True)
         comptime for s in range(kernel):
-            weights[s] = widened(taps.unsafe_load[width=wide, alignment=ALIGN](Int32(s) * channels))
+            comptime if lies:
+                weights[s] = widened(
+                    filters.value().unsafe_load[width=wide, alignment=ALIGN](
+                        (r * kernel + s) * PITCH[dtype, wide]
+                    )
+                )
+            else:
+                weights[s] = widened(
+                    taps.unsafe_load[width=wide, alignment=ALIGN](Int32(s) * channels)
+                )
         var loaded = Array[SIMD[dtype, wide], COLUMNS](uninitialized=True)
         comptime for column in range(COLUMNS):
             loaded[column] = line.unsafe_load[width=wide, alignment=ALIGN](columns[column])
@@ -193,9 +232,9 @@ def depthwise_run_kernel[
 
 
 def _enqueue_simple[
-    dtype: DType, epilogue: Epilogue, width: Int
+    dtype: DType, epilogue: Epilogue, lies: Bool, width: Int
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
-    ctx.enqueue_function[depthwise_kernel[dtype, epilogue, width]](
+    ctx.enqueue_function[depthwise_kernel[dtype, epilogue, lies, width]](
         o,
         g,
         grid_dim=ceildiv(g.pixels() * g.c // width, THREADS),
@@ -203,17 +242,20 @@ def _enqueue_simple[
     )
 
 
-@__name(t"depthwise_{width}_{epilogue.label()}_{dtype}")
-def depthwise_kernel[dtype: DType, epilogue: Epilogue, width: Int](o: Operands[dtype], g: Geometry):
+@__name(t"{NAME[lies]}_{width}_{epilogue.label()}_{dtype}")
+def depthwise_kernel[
+    dtype: DType, epilogue: Epilogue, lies: Bool, width: Int
+](o: Operands[dtype], g: Geometry):
     """Computes y[n, p, q, c : c + width] in each thread.
 
     Parameters:
         dtype: Of x, the filter and y.
         epilogue: What the accumulator goes through.
+        lies: Whether the filter lies as training has it.
         width: Channels of a thread; divides C.
 
     Args:
-        o: Tensors; the filter is w[R, S, C].
+        o: Tensors; the filter is w[R, S, C], or w[C, R, S] if it lies so.
         g: Sizes.
     """
     comptime align = width * size_of[dtype]()
@@ -237,6 +279,11 @@ def depthwise_kernel[dtype: DType, epilogue: Epilogue, width: Int](o: Operands[d
                 continue
             var at = ((n * g.h + h) * g.w + w) * g.c + c
             var value = o.x.unsafe_load[width=width, alignment=align](at).cast[F32]()
-            var tap = o.w.unsafe_load[width=width, alignment=align]((r * g.s + s) * g.c + c)
+            var tap = SIMD[dtype, width](0)
+            comptime if lies:
+                comptime for i in range(width):
+                    tap[i] = o.w[unsafe_offset=((c + i) * g.r + r) * g.s + s]
+            else:
+                tap = o.w.unsafe_load[width=width, alignment=align]((r * g.s + s) * g.c + c)
             acc = value.fma(tap.cast[F32](), acc)
     Output[epilogue](o).store(acc, pixel * g.c + c)

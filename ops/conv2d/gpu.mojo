@@ -15,6 +15,7 @@ def conv2d_gpu[
     tf32: Bool,
     depthwise: Bool = False,
     aligned: Bool = False,
+    lies: Bool = False,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool = True) raises:
     """Enqueues a convolution.
 
@@ -24,10 +25,11 @@ def conv2d_gpu[
         tf32: Whether the products may round float32 to TF32.
         depthwise: Whether each channel is convolved by itself, with one filter.
         aligned: See `gemm` of ops/gemm/gpu.mojo.
+        lies: Whether a depthwise filter lies as training has it.
 
     Args:
         g: Sizes.
-        o: Tensors; the filter is w[R, S, C] if depthwise, w[F, R, S, C] otherwise.
+        o: Tensors; the filter is w[F, R, S, C], or w[R, S, C] if it is depthwise and does not lie so.
         ctx: The GPU.
         constant: Whether the filter is a weight, which no kernel writes.
 
@@ -35,7 +37,7 @@ def conv2d_gpu[
         If the launch fails.
     """
     comptime if depthwise:
-        enqueue_depthwise[dtype, epilogue](g, o, ctx)
+        enqueue_depthwise[dtype, epilogue, lies](g, o, ctx)
     else:
         gemm[dtype, epilogue, True, tf32, aligned, windows=True](
             g,

@@ -45,12 +45,13 @@ struct Conv2d:
                 is depthwise, 0 any other convolution.
             aligned: Whether graphs/arrange.py calls the sizes aligned: a GPU then compiles the
                 kernels for such sizes alone.
-            constant: Whether the filter is a weight, which no other op writes.
+            constant: Whether the filter is a weight, which no other op writes. On a GPU others are
+                [F, R, S, C / groups], depthwise ones too.
 
         Args:
             y: Result [N, P, Q, F].
             x: Activations [N, H, W, C].
-            filter: Flat, as graphs/arrange.py lays it out for the device.
+            filter: Flat, as graphs/arrange.py or `arrange_filter` lays it out for the device.
             bias: [F].
             residual: [N, P, Q, F]; x if the epilogue does not add.
             window: The nine numbers of geometry.mojo, in host memory.
@@ -75,6 +76,6 @@ struct Conv2d:
             comptime assert (
                 members <= 1
             ), "conv2d: a GPU has no kernel for small groups but depthwise"
-            conv2d_gpu[y.dtype, Epilogue(epilogue), tf32, members == 1, aligned](
+            conv2d_gpu[y.dtype, Epilogue(epilogue), tf32, members == 1, aligned, not constant](
                 g, rebind[Operands[y.dtype]](o), ctx, constant=constant
             )

@@ -294,6 +294,31 @@ def weight_grad(
     )
 
 
+def computed(
+    name: str,
+    size: tuple[int, int],
+    c: int,
+    f: int,
+    kernel: tuple[int, int],
+    *,
+    groups: int = 1,
+    **window: Any,
+) -> Case:
+    """Makes a case of conv2d whose filter is computed: weights, doubled."""
+    shape = (f, c // groups, *kernel)
+
+    def build(w: Parameters, x: TensorValue) -> TensorValue:
+        filter = nodes.pointwise("x0 2.0 mul", [w.vector("filter", x.dtype).reshape(shape)])
+        return nodes.conv2d(x, nodes.computed_filter(filter, None, groups, tf32=w.tf32), **window)
+
+    def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        filter = 2 * w["filter"].reshape(shape)
+        return F.conv2d(x.permute(0, 3, 1, 2), filter, groups=groups, **window).permute(0, 2, 3, 1)
+
+    weights = {"filter": (math.prod(shape),)}
+    return Case(f"conv2d computed {name}", [(*size, c)], weights, build, reference)
+
+
 def input_grad(
     name: str,
     size: tuple[int, int],
@@ -1332,6 +1357,10 @@ CASES = [
     conv("conv2d groups of 16", (5, 6), 32, 32, (5, 3), padding=(2, 1), groups=2, then="add"),
     conv("conv2d depthwise twice", (7, 7), 12, 24, (3, 3), padding=1, groups=12),
     conv("conv2d 1x1 image", (1, 1), 16, 16, (3, 3), padding=1),
+    computed("depthwise 3x3", (9, 8), 72, 72, (3, 3), padding=1, groups=72),
+    computed("depthwise 5x5/2", (14, 9), 40, 40, (5, 5), stride=2, padding=2, groups=40),
+    computed("depthwise uneven", (9, 7), 12, 12, (3, 5), padding=(2, 4), dilation=2, groups=12),
+    computed("depthwise of 10", (7, 7), 10, 10, (3, 3), padding=1, groups=10),
     input_grad("3x3", (9, 8), 40, 72, (3, 3), padding=1),
     input_grad("5x3 dilated", (11, 13), 6, 10, (5, 3), padding=(2, 1), dilation=(2, 1)),
     input_grad("3 groups", (8, 8), 12, 24, (3, 3), padding=1, groups=3),

@@ -46,6 +46,7 @@ NAMES = {
     "conv2d epilogue silu",
     "conv2d_chain",
     "conv2d_shortcut",
+    "conv2d computed depthwise 3x3",
     "conv2d_input_grad 3x3",
     "conv2d_input_grad depthwise 3x3",
     "conv2d_weight_grad 3x3",

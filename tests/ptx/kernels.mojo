@@ -214,10 +214,12 @@ def depthwise(
 ) raises:
     enqueue_depthwise[BF16, Epilogue("silu")](g, o, ctx)
     comptime adds = Epilogue("add_relu")
-    ctx.enqueue_function[depthwise_run_kernel[F32, adds, 3, 2, 4]](
+    ctx.enqueue_function[depthwise_run_kernel[F32, adds, False, 3, 2, 4]](
         o32, g, grid_dim=n, block_dim=128
     )
-    ctx.enqueue_function[depthwise_kernel[F32, adds, 4]](o32, g, grid_dim=n, block_dim=256)
+    ctx.enqueue_function[depthwise_kernel[F32, adds, False, 4]](o32, g, grid_dim=n, block_dim=256)
+    enqueue_depthwise[BF16, Epilogue("silu"), True](g, o, ctx)
+    enqueue_depthwise[F32, adds, True](g, o32, ctx)
     weight_grad_depthwise(g, WeightGrad[BF16](o.x, o.x, o.y, o.bias), n, ctx)
     weight_grad_depthwise(g, WeightGrad[F32](o32.x, o32.x, o32.y, o32.bias), n, ctx)
     depthwise_input_grad_gpu(o.y, o.x, o.w, g, ctx)

@@ -1512,15 +1512,33 @@ def gemm_cores(
     return memory.array(at[4], y)
 
 
-def depthwise(kernel: Kernel, p: Product, dtype: str, width: int, run: int = 0) -> Array:
+def lane_blocks(channels: int, width: int, size: int, pieces: int) -> int:
+    """Counts blocks of 128 threads as ops/depthwise_lanes.mojo does.
+
+    Args:
+        channels: C.
+        width: Channels of a thread.
+        size: Bytes of a channel.
+        pieces: What there is to compute of each vector of channels.
+    """
+    vectors = channels // width
+    columns = -(-vectors // (128 // (width * size)))
+    lanes = -(-vectors // columns)
+    return -(-pieces // (128 // lanes)) * columns
+
+
+def depthwise(
+    kernel: Kernel, p: Product, dtype: str, width: int, run: int = 0, lies: bool = False
+) -> Array:
     """Runs the kernels of ops/conv2d/depthwise.mojo.
 
     Args:
         kernel: What runs.
-        p: The tensors; w[R, S, C].
+        p: The tensors; w[R, S, C], or w[C, R, S] if it lies so.
         dtype: Of x, w and y.
         width: Channels of a thread.
         run: Neighbouring pixels of a thread; 0 for the simple kernel, which takes one.
+        lies: Whether the filter lies as training has it.
 
     Returns:
         y[M, C].
@@ -1528,10 +1546,12 @@ def depthwise(kernel: Kernel, p: Product, dtype: str, width: int, run: int = 0) 
     g, memory = p.g, Tensors()
     y, late = unwritten((g.pixels, g.c), dtype), run > 0  # the simple one begins when all is there
     x, residual = memory.add(p.x, late=late), memory.add(p.residual, late=late)
-    at = (x, memory.add(p.w), memory.add(p.bias), residual, memory.add(y))
+    at = (x, memory.add(p.w, late=late and lies), memory.add(p.bias), residual, memory.add(y))
     operands, threads = pack("5Qf", *at, 1), 128 if run else 256
-    total = g.n * g.out[0] * -(-g.out[1] // max(run, 1)) * (g.c // width)
-    grid = (-(-total // threads),)
+    pieces = g.n * g.out[0] * -(-g.out[1] // max(run, 1))
+    grid = (-(-pieces * (g.c // width) // threads),)
+    if run and lies:
+        grid = (lane_blocks(g.c, width, p.x.itemsize, pieces),)
     parameters = [operands, g.packed(g.c)]
     Launch(kernel, parameters, memory, grid=grid, threads=threads, together=8).run()
     return memory.array(at[4], y)
@@ -1557,14 +1577,11 @@ def depthwise_input_grad(
     memory, dx = Tensors(), unwritten((g.n, g.h, g.w, g.c), dtype)
     at = [memory.add(dx), memory.add(dy, late=True), memory.add(filters, late=True)]
     parameters = [*(pack("Q", a) for a in at), g.packed(g.c)]
-    vectors = g.c // width
     grid = -(-dx.size // width // 128)
     if patches:
-        columns = -(-vectors // 8)
-        lanes = -(-vectors // columns)
         rows = -(-(g.pad[0] % g.stride[0] + g.h) // g.stride[0])
         runs = -(-(g.pad[1] % g.stride[1] + g.w) // 4)
-        grid = -(-g.n * rows * runs // (128 // lanes)) * columns
+        grid = lane_blocks(g.c, width, dy.itemsize, g.n * rows * runs)
     Launch(kernel, parameters, memory, grid=(grid,), threads=128, together=8).run()
     return memory.array(at[0], dx)
 

@@ -1555,22 +1555,37 @@ def windows(kernel: int, stride: int) -> list[Conv]:
         (Conv(2, 9, 11, 12, 12, 3, 2, (2, 1), (1, 2), (2, 3), (1, 1)), "4_add_relu_float32", 0),
         (Conv(2, 9, 11, 7, 7, 3, 2, (2, 1), (1, 2), (2, 3), (1, 1)), "1_silu_bfloat16", 0),
         (Conv(1, 1, 1, 5, 5, 3, 3, pad=(1, 1)), "1_silu_bfloat16", 0),
+        *(
+            (g, f"lying_{kernel}x{kernel}_{stride}x4_silu_bfloat16", 7 if stride == 1 else 4)
+            for kernel, stride in ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))
+            for g in windows(kernel, stride)
+        ),
+        *((g, "lying_3x3_2x4_add_relu_float32", 4) for g in windows(3, 2)),
+        (Conv(1, 9, 8, 132, 132, 3, 3, pad=(1, 1)), "lying_3x3_1x4_silu_bfloat16", 7),
+        (
+            Conv(2, 9, 11, 12, 12, 3, 2, (2, 1), (1, 2), (2, 3), (1, 1)),
+            "lying_4_add_relu_float32",
+            0,
+        ),
+        (Conv(2, 9, 11, 7, 7, 3, 2, (2, 1), (1, 2), (2, 3), (1, 1)), "lying_1_silu_bfloat16", 0),
     ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_depthwise(find: Find, rng: np.random.Generator, g: Conv, name: str, run: int) -> None:
-    dtype = name.split("_")[-1]
+    kind, lies, dtype = name.removeprefix("lying_"), "lying" in name, name.split("_")[-1]
     p = product(rng, g, dtype)
     p.w = rounded(rng.standard_normal((g.r, g.s, g.c)) / g.r, dtype)
     x = wide(p.x, dtype)
     # A tap outside the image reads its first pixel, or the row's, and drops it.
     x[0, 0, 0, :2], x[-1, -1, -1, 2], x[-1, 0, -1, 1] = (np.nan, np.inf), -np.inf, np.nan
     p.x = rounded(x, dtype)
-    width = int(name.split("_")[1][-1] if run else name[0])
-    got = depthwise(find(f"depthwise_{name}"), p, dtype, width, run)
+    width = int(kind.split("_")[1][-1] if run else kind[0])
     epilogue = "add_relu" if "add_relu" in name else "silu"
     want = finished(g.apply_depthwise(x, wide(p.w, dtype)), p, epilogue, dtype)
+    if lies:
+        p.w = np.ascontiguousarray(np.moveaxis(p.w, 2, 0))
+    got = depthwise(find(f"depthwise_{name}"), p, dtype, width, run, lies)
     check(got, want, dtype, SUMS)
 
 
