@@ -29,7 +29,7 @@ OURS = re.compile(
 def _gemm(epilogue: str, shape: str = "1x1") -> str:
     """Describes a GEMM's symbol; ``shape`` is products x sources, which only Hopper's names."""
     fused = f"_{shape}" if shape != "1x1" else "(_1x1)?"
-    kernel = r"(gemm_[a-z]+(_\d[0-9a-z]*)?|depthwise)"
+    kernel = r"(gemm_[a-z]+(_\d[0-9a-z]*)?|depthwise(_lying)?(_\d[0-9a-z]*)+)"
     return rf"{kernel}_{epilogue}{fused}_(bfloat16|float16|float32)_\w+"
 
 

@@ -8,9 +8,9 @@ stride has. Rows begin where the stride divides h + pad, so what a patch sees of
 taps: each number is loaded once, and serves all pixels and taps that meet it. The filters of a block's
 channels are copied to shared memory, tap by tap. Neighbouring threads have neighbouring channels, whole
 lines of memory, and the threads behind them the patches below, which see some of the same rows: L1
-serves these. For windows of 3 x 3, 5 x 5 and 7 x 7 with a stride of 1 or 2, which are unrolled; a simpler
-kernel takes all others, and channels that are no multiple of 16 bytes. Bound by memory for 3 x 3, by the
-issue of instructions for larger windows. Sums are float32, rounded once.
+serves these. For windows of 3 x 3, 5 x 5 and 7 x 7 with a stride of 1 or 2, whose rows of taps are
+unrolled; a simpler kernel takes all others, and channels that are no multiple of 16 bytes. Bound by memory
+for 3 x 3, by the issue of instructions for larger windows. Sums are float32, rounded once.
 """
 
 from extensibility import InputTensor, OutputTensor, register

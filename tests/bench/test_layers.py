@@ -122,7 +122,7 @@ def test_launches_find_their_nodes(
         ("gemm_turned_64x232_add_relu_bfloat16_44630a41", "add_relu"),
         ("gemm_mma_128x64x3_relu_float16_2d37c457", "relu"),
         ("gemm_cores_gelu_bfloat16_2d37c457", "gelu"),
-        ("depthwise_add_bfloat16_2d37c457", "add"),
+        ("depthwise_3x3_1x4_add_bfloat16_2d37c457", "add"),
     ],
 )
 def test_a_symbol_tells_the_epilogue(symbol: str, epilogue: str) -> None:
