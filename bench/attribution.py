@@ -70,6 +70,8 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[r"pool_place_\w+", r"max_pool2d_grad_\w+"]]
     elif op in ("sum", "mean", "amax", "amin"):
         ways = [[rf"reduce_{'sum' if op == 'mean' else op}_\w+"]]
+    elif op == "reduce_results":  # the parts of many rows are reduced before
+        ways = [[r"reduce_\w+_gives\w+"], [r"reduce_(?!\w+_gives)\w+", r"reduce_\w+_gives\w+"]]
     elif op == "attention":
         ways = [[r"attention_(?!grad)\w+"]]
     elif op == "layer_norm_grad":

@@ -102,8 +102,12 @@ REDUCTIONS = ("sum", "mean", "amax", "amin")
 """Ops that leave one number of several; like expressions they compute in float32."""
 BETWEEN = " ; "
 """What stands between the expressions that are reduced in one launch (ops/reduce)."""
-MOST_RESULTS = 3
+MOST_TERMS = 3
 """How many these may be."""
+MOST_RESULTS = 6
+"""How many expressions of what is left, and of vectors, may follow them in the same launch."""
+MOST_ENDS = 6
+"""How many vectors these may have."""
 MOST_VALUES = 8
 """How many values an expression of ops/pointwise.mojo or ops/reduce may have."""
 MOST_PARTS = 8

@@ -21,7 +21,7 @@ from maxvision.common.errors import ArgumentError
 from maxvision.graphs import float64, nodes, passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
-from maxvision.graphs.elementwise import ELEMENTWISE, expression, values_of
+from maxvision.graphs.elementwise import BETWEEN, ELEMENTWISE, expression, values_of
 from maxvision.graphs.parameters import Filter, Parameters, wide
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.quantize import Grid
@@ -518,6 +518,17 @@ def _reduction(kind: str) -> Callable[..., Any]:
     return emit
 
 
+def _reduce_results(
+    given: _Given, *, kind: str, axes: tuple[int, ...], results: str, dtypes: tuple[str, ...],
+    expression: str = "x0", keepdim: bool = False, first: tuple[int, ...] = (),
+) -> list[TensorValue]:  # fmt: skip
+    count = max(map(values_of, expression.split(BETWEEN)))
+    values, vectors = given.numbers[:count], given.numbers[count:]
+    return nodes.reduce_results(
+        kind, expression, values, axes, results, vectors, dtypes, keepdim, first
+    )
+
+
 def _group_norm(given: _Given, *, layout: str = "NCHW", **attributes: Any) -> TensorValue:
     x, vectors = given.value(0), (given.vector(1), given.vector(2))
     op = _computed(x).group_norm
@@ -657,6 +668,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "gather": _gather,
     "scatter_add": _scatter_add,
     **{kind: _reduction(kind) for kind in ("sum", "mean", "amax", "amin")},
+    "reduce_results": _reduce_results,
     "cumsum": lambda given, *, axis: ops.cumsum(given.value(0), axis=axis),
     "rms_norm": _norm("rms_norm", 1),
     "group_norm": _group_norm,

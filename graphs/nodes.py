@@ -15,8 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from maxvision.graphs import arrange, formats, shapes
 from maxvision.graphs.constants import MOST_BIAS
 from maxvision.graphs.elementwise import (
     BETWEEN,
+    MOST_ENDS,
     MOST_PARTS,
     MOST_RESULTS,
+    MOST_TERMS,
     MOST_VALUES,
     MOST_VECTORS,
 )
@@ -59,8 +61,8 @@ GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
 CHECKED = frozenset((
     "arrange_filter", "conv2d", "conv2d_weight_grad", "bmm", "maxpool", "avgpool",
-    "max_pool2d_grad", "avg_pool2d_grad", "reduce", "reduce_terms", "pointwise", "foreach",
-    "softmax", "log_softmax", "scatter_add",
+    "max_pool2d_grad", "avg_pool2d_grad", "reduce", "reduce_terms", "reduce_results",
+    "pointwise", "foreach", "softmax", "log_softmax", "scatter_add",
 ))  # fmt: skip
 """The ops that a CPU computes in float64 too; graphs/float64.py writes others out in them."""
 
@@ -809,32 +811,133 @@ def reduce_terms(
     outs = shapes.reduction(
         *types, axes=tuple(axes), keepdim=keepdim, dtype=dtype, expression=expression
     )
-    lies = shapes.lies(types, axes)
-    if lies is None:
-        raise ArgumentError(
-            f"reduce: {', '.join(map(str, types))} are not values of three axes, the second of"
-            f" which is the axes {tuple(axes)}"
-        )
-    groups = shapes.around(shapes.broadcast("reduce", *types), axes)
-    before, between, behind = (product(group) for group in groups)
-    dtype = outs[0].dtype
-    if (parts := _parts(values[0], [before, between, behind])) > 1:
-        before, between, dtype = parts, int(between) // parts, "float32"
-        lies = [letters.replace("o", "").replace("r", "or") for letters in lies]
-    rows = [Type((before, behind), dtype) for _ in outs]
-    nothing = Type((1, 1), dtype)  # where no result goes
-    rest = [values[0]] * (MOST_VALUES - len(values))  # the op reads none of them
-    length = _lengths([between])
-    made = _custom(
-        "reduce_terms",
-        [*values, *rest, length],
-        [*rows, *[nothing] * (MOST_RESULTS - len(rows))],
-        {"kind": kind, "expression": expression, "lies": " ".join(lies)},
-    )[: len(outs)]
-    if parts > 1:
-        each = BETWEEN.join(f"x{i}" for i in range(len(outs)))
-        made = reduce_terms(kind, each, made, [0], dtype=outs[0].dtype)
+    terms = _Terms.of(kind, expression, values, axes).last()
+    made = terms.reduced([outs[0].dtype] * len(outs))
     return [y.reshape(dims(out.shape)) for y, out in zip(made, outs, strict=True)]
+
+
+def reduce_results(
+    kind: str,
+    expression: str,
+    values: Sequence[TensorValue],
+    axes: Sequence[int],
+    results: str,
+    vectors: Sequence[TensorValue],
+    dtypes: Sequence[str],
+    keepdim: bool = False,
+    first: Collection[int] = (),
+) -> list[TensorValue]:
+    """Reduces axes of expressions, and computes others of what is left, in the same launch.
+
+    Args:
+        kind: ``sum``, ``mean``, ``amax`` or ``amin``.
+        expression: What is reduced; see ``reduce_terms``.
+        values: See ``reduce_terms``.
+        axes: Those that go, of the shape to which the values broadcast.
+        results: Expressions of what is left, ``x0``, ``x1``, ..., and of the vectors, numbered
+            behind that, with `` ; `` between them.
+        vectors: Floats, each as many as a result has.
+        dtypes: Of the results.
+        keepdim: Whether a size of 1 is left of each axis.
+        first: Which of values and vectors have the shape of the whole, and are read at its first
+            place along the axes; before these there is no other axis.
+
+    Raises:
+        ArgumentError: If the expressions or the shapes do not fit.
+        DeviceError: If the device has no kernel for a dtype.
+    """
+    types = [_type(each) for each in (*values, *vectors)]
+    outs = shapes.reduce_results(
+        *types, kind=kind, axes=tuple(axes), keepdim=keepdim, expression=expression,
+        results=results, dtypes=tuple(dtypes), first=tuple(first),
+    )  # fmt: skip
+    terms = _Terms.of(kind, expression, values, axes, first).last()
+    made = terms.finished(results, vectors, dtypes)
+    return [y.reshape(dims(out.shape)) for y, out in zip(made, outs, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Expressions of values whose second of three axes is reduced in one launch.
+
+    Attributes:
+        kind: What is left of the axis.
+        expression: What is reduced.
+        values: What it is computed of.
+        lies: The axes along which each value moves (shapes.lies).
+        sizes: Of the three axes.
+    """
+
+    kind: str
+    expression: str
+    values: Sequence[TensorValue]
+    lies: Sequence[str]
+    sizes: Sequence[Size]
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        expression: str,
+        values: Sequence[TensorValue],
+        axes: Sequence[int],
+        first: Collection[int] = (),
+    ) -> _Terms:
+        """Joins the axes of values to three; of those in ``first`` the first row is read.
+
+        Raises:
+            ArgumentError: If they are not three.
+        """
+        types = [_type(value) for value in values]
+        lies = shapes.lies(types, axes)
+        if lies is None:
+            raise ArgumentError(
+                f"reduce: {', '.join(map(str, types))} are not values of three axes, the second of"
+                f" which is the axes {tuple(axes)}"
+            )
+        lies = ["i" if i in first else letters for i, letters in enumerate(lies)]
+        groups = shapes.around(shapes.broadcast("reduce", *types), axes)
+        return cls(kind, expression, values, lies, [product(group) for group in groups])
+
+    def last(self) -> _Terms:
+        """Reduces parts of the axis, if there are any; gives what is left to reduce."""
+        before, between, behind = self.sizes
+        if (parts := _parts(self.values[0], self.sizes)) == 1:
+            return self
+        lies = [letters.replace("o", "").replace("r", "or") for letters in self.lies]
+        sizes = (parts, int(between) // parts, behind)
+        count = len(self.expression.split(BETWEEN))
+        made = replace(self, lies=lies, sizes=sizes).reduced(["float32"] * count)
+        each = BETWEEN.join(f"x{i}" for i in range(count))
+        return _Terms(self.kind, each, made, ["ori"] * count, (before, parts, behind))
+
+    def reduced(self, dtypes: Sequence[str]) -> list[TensorValue]:
+        """Gives what is left of the axis, [outer, inner], in these dtypes."""
+        return self._launched("reduce_terms", dtypes, MOST_TERMS, [], {})
+
+    def finished(
+        self, results: str, vectors: Sequence[TensorValue], dtypes: Sequence[str]
+    ) -> list[TensorValue]:
+        """Gives expressions of that, and of vectors."""
+        rest = [self.values[0]] * (MOST_ENDS - len(vectors))  # the op reads none of them
+        ends, parameters = [*vectors, *rest], {"results": results}
+        return self._launched("reduce_results", dtypes, MOST_RESULTS, ends, parameters)
+
+    def _launched(
+        self,
+        name: str,
+        dtypes: Sequence[str],
+        most: int,
+        ends: Sequence[TensorValue],
+        parameters: Mapping[str, Any],
+    ) -> list[TensorValue]:
+        outer, rows, inner = self.sizes
+        outs = [Type((outer, inner), dtype) for dtype in dtypes]
+        nothing = [Type((1, 1), dtypes[0])] * (most - len(outs))  # where no result goes
+        rest = [self.values[0]] * (MOST_VALUES - len(self.values))  # the op reads none of them
+        given = [*self.values, *rest, *ends, _lengths([rows])]
+        whole = {"kind": self.kind, "expression": self.expression, "lies": " ".join(self.lies)}
+        return _custom(name, given, [*outs, *nothing], {**whole, **parameters})[: len(outs)]
 
 
 def pointwise(expression: str, values: Sequence[TensorValue], dtype: str = "") -> TensorValue:

@@ -299,7 +299,7 @@ def rebuilt(
             if not there.issuperset(node.inputs):
                 gone = ", ".join(value for value in node.inputs if value not in there)
                 raise ModelError(f"{program.name}: {node.name} reads {gone}, which is not there")
-            if node.output not in types:
+            if not types.keys() >= set(node.outputs):
                 _infer(program.name, node, types)
             there.update(node.outputs)
         whole = Program(program.name, *given, tuple(ordered), ends, types)

@@ -16,9 +16,12 @@ from maxvision.common.errors import ArgumentError
 from maxvision.graphs.elementwise import (
     BETWEEN,
     ELEMENTWISE,
+    MOST_ENDS,
     MOST_RESULTS,
+    MOST_TERMS,
     MOST_VALUES,
     MOST_VECTORS,
+    REDUCTIONS,
     activation,
     is_truth,
     joining,
@@ -1167,10 +1170,10 @@ def reduction(
     """
     texts = expression.split(BETWEEN)
     count = max(map(values_of, texts))
-    if not count == len(given) <= MOST_VALUES or len(texts) > MOST_RESULTS:
+    if not count == len(given) <= MOST_VALUES or len(texts) > MOST_TERMS:
         raise ArgumentError(
             f"reduction: expects the {count} values of {expression!r}, at most {MOST_VALUES}, and"
-            f" at most {MOST_RESULTS} results but has {len(given)} values"
+            f" at most {MOST_TERMS} results but has {len(given)} values"
         )
     x = Type(broadcast("reduction", *given), given[0].dtype)
     if not axes or len(set(axes)) < len(axes) or not all(0 <= a < len(x.shape) for a in axes):
@@ -1180,6 +1183,54 @@ def reduction(
         kept = [size for a, size in enumerate(kept) if a not in axes]
     numbers = [each for each in given if each.dtype != "bool"] or [*given]
     return [Type(tuple(kept), dtype or _narrower(*numbers))] * len(texts)
+
+
+def reduce_results(
+    *given: Type,
+    kind: str,
+    axes: tuple[int, ...],
+    results: str,
+    dtypes: tuple[str, ...],
+    expression: str = "x0",
+    keepdim: bool = False,
+    first: tuple[int, ...] = (),
+) -> list[Type]:
+    """Types expressions of what a reduction leaves, and of vectors of that size behind its values.
+
+    Those in ``first`` have the shape of the whole, and are read at its first place along the axes.
+    """
+    texts = results.split(BETWEEN)
+    count = max(map(values_of, expression.split(BETWEEN)))
+    left = reduction(*given[:count], axes=axes, keepdim=keepdim, expression=expression)
+    vectors = given[count:]
+    read = len(left) + len(vectors)
+    if (
+        kind not in REDUCTIONS
+        or not len(texts) == len(dtypes) <= MOST_RESULTS
+        or len(vectors) > MOST_ENDS
+        or any(values_of(text) > read or is_truth(text) for text in texts)
+        or not all("float" in dtype for dtype in (*dtypes, *(v.dtype for v in vectors)))
+    ):
+        raise ArgumentError(
+            f"reduce_results: expects a sum, mean, amax or amin, at most {MOST_ENDS} vectors of"
+            f" floats, and at most {MOST_RESULTS} expressions of floats, of {read} values, but has"
+            f" {kind}, {len(vectors)} vectors and {results!r} as {', '.join(dtypes)}"
+        )
+    whole = broadcast("reduce_results", *given[:count])
+    for i, each in enumerate(given):
+        if i in first and (each.shape != whole or product(around(whole, axes)[0]) != 1):
+            raise ArgumentError(
+                f"reduce_results: no first place along the axes {axes} of {_list(Type(whole))} is"
+                f" one of {_list(each)}"
+            )
+        if i in first and not _known("reduce_results", product(whole), "what is reduced"):
+            raise ArgumentError(f"reduce_results: {_list(each)} has no first place")
+        if i >= count and i not in first and product(each.shape) != product(left[0].shape):
+            raise ArgumentError(
+                f"reduce_results: expects vectors of {product(left[0].shape)} numbers but has"
+                f" {_list(each)}"
+            )
+    return [Type(left[0].shape, dtype) for dtype in dtypes]
 
 
 def around(
@@ -1358,6 +1409,7 @@ OPS: dict[str, Callable[..., Any]] = {
     # fused
     "pointwise": pointwise,
     "foreach": foreach,
+    "reduce_results": reduce_results,
     "conv2d_shortcut": conv2d_shortcut,
     "conv2d_chain": conv2d_chain,
     "quantized_conv2d": quantized_conv2d,

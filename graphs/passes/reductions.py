@@ -13,7 +13,7 @@ from math import prod
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import (
     BETWEEN,
-    MOST_RESULTS,
+    MOST_TERMS,
     MOST_VALUES,
     REDUCTIONS,
     is_truth,
@@ -209,7 +209,7 @@ def _merged(program: Program, first: Node, second: Node) -> Node | None:
         or types[first.output] != types[second.output]
         or "float" not in types[first.output].dtype
         or any(first.attributes.get(n) != second.attributes.get(n) for n in ("axes", "keepdim"))
-        or len(first.outputs) + len(second.outputs) > MOST_RESULTS
+        or len(first.outputs) + len(second.outputs) > MOST_TERMS
     ):
         return None
     sides = [broadcast(n.op, *(types[value] for value in n.inputs)) for n in (first, second)]

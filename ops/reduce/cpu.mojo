@@ -10,12 +10,12 @@ from std.math import ceildiv, iota
 from std.memory import unsafe_stack_allocation
 from std.sys import simd_width_of
 from std.sys.intrinsics import masked_store
-from std.utils.static_tuple import StaticTuple
 
-from ..operands import F32, Data, narrowed
+from ..operands import F32, Data
 from ..parallel import over_cores
 from ..pointwise import Sources
 from .join import joined, nothing, over_vector
+from .results import Finish, Results
 from .values import Terms, Values
 
 comptime WIDTH = simd_width_of[F32]()
@@ -100,12 +100,23 @@ def _row[
     return found^
 
 
+@always_inline
+def _divided[
+    wide: DType, width: SIMDLength, count: Int, //
+](found: Array[SIMD[wide, width], count], by: Scalar[wide]) -> Array[SIMD[wide, width], count]:
+    """Divides the sums of means."""
+    var left = found.copy()
+    comptime for k in range(count):
+        left[k] /= by
+    return left^
+
+
 @no_inline
 def reduce_cpu[
-    into: DType, //, kind: StaticString, terms: Terms
+    finish: Finish, //, kind: StaticString, terms: Terms
 ](
     sources: Sources[len(terms.dtypes)],
-    results: StaticTuple[Data[into], len(terms.words)],
+    results: Results[finish],
     outer: Int,
     reduced: Int,
     inner: Int,
@@ -114,13 +125,13 @@ def reduce_cpu[
     """Reduces on all cores.
 
     Parameters:
-        into: Of the results, float32 or bfloat16.
+        finish: What is written.
         kind: How numbers are joined: sum, amax or amin.
         terms: What is reduced.
 
     Args:
         sources: The tensors of [outer, reduced, inner].
-        results: Each [outer, inner].
+        results: What is written, each [outer, inner].
         outer: See `sources`.
         reduced: See `sources`.
         inner: See `sources`.
@@ -156,10 +167,10 @@ def reduce_cpu[
             if flat:
                 var place = Values[terms, True](sources, reduced, 1)
                 var found = _row[kind](place.at(o, part * length, 0), rows)
-                comptime for k in range(count):
-                    if parts == 1:
-                        results[k][unsafe_offset=to] = narrowed[into](found[k] / by)
-                    else:
+                if parts == 1:
+                    results.write(to, _divided(found, by))
+                else:
+                    comptime for k in range(count):
                         put[unsafe_offset=k * outer * inner + to] = found[k]
                 continue
             var place = Values[terms, False](sources, reduced, inner)
@@ -172,11 +183,10 @@ def reduce_cpu[
                 var found = _rows[kind, 1, max(1, 4 // count), True](
                     place.at(o, part * length, c), rows, columns
                 )
-                comptime for k in range(count):
-                    if parts == 1:
-                        var value = narrowed[into](found[k] / by)
-                        masked_store(value, results[k].unsafe_offset(to + c), inside)
-                    else:
+                if parts == 1:
+                    results.write[masked=True](to + c, _divided(found, by), inside)
+                else:
+                    comptime for k in range(count):
                         var at = k * outer * inner + to + c
                         masked_store(found[k], put.unsafe_offset(at), inside)
             else:
@@ -187,20 +197,24 @@ def reduce_cpu[
                             place.at(o, part * length, c), rows
                         )
                         comptime for v in range(n):
+                            var at = to + c + v * WIDTH
+                            var vector = Array[SIMD[wide, WIDTH], count](fill=0)
                             comptime for k in range(count):
-                                var at = to + c + v * WIDTH
-                                var value = found[v * count + k]
-                                if parts == 1:
-                                    results[k].unsafe_store(at, narrowed[into](value / by))
-                                else:
-                                    put.unsafe_store(k * outer * inner + at, value)
+                                vector[k] = found[v * count + k]
+                            if parts == 1:
+                                results.write(at, _divided(vector, by))
+                            else:
+                                comptime for k in range(count):
+                                    put.unsafe_store(k * outer * inner + at, vector[k])
 
     over_cores(task, tasks)
     if parts > 1:
-        comptime for k in range(count):
-            for i in range(outer * inner):
+        for i in range(outer * inner):
+            var found = Array[Scalar[wide], count](fill=0)
+            comptime for k in range(count):
                 var from_ = left.unsafe_offset(k * outer * inner + i)
-                var value = from_[unsafe_offset=0]
+                found[k] = from_[unsafe_offset=0]
                 for part in range(1, parts):
-                    value = joined[kind](value, from_[unsafe_offset=part * count * outer * inner])
-                results[k][unsafe_offset=i] = narrowed[into](value / by)
+                    var other = from_[unsafe_offset=part * count * outer * inner]
+                    found[k] = joined[kind](found[k], other)
+            results.write(i, _divided(found, by))

@@ -14,16 +14,16 @@ from std.bit import next_power_of_two
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of
-from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
 from ..hopper.ptx import cluster_load4, cluster_sync
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data, narrowed
+from ..operands import F32
 from ..pointwise import Sources
 from ..target import IS_HOPPER
 from .join import joined, nothing, over_vector
+from .results import Finish, Results
 from .values import Terms, Values
 
 comptime SLICE = 32
@@ -77,23 +77,19 @@ struct ReduceSizes(KernelArgument, TrivialRegisterPassable):
         self.slice, self.splits, self.divisor = Int32(slice), Int32(splits), divisor
 
 
-@__name(t"reduce_{kind}_{width}x{kept}_{splits}_{terms.label()}")
+@__name(t"reduce_{kind}_{width}x{kept}_{splits}_{terms.label()}{finish.label()}")
 def reduce_kernel[
-    into: DType,
+    finish: Finish,
     terms: Terms,
     kind: StaticString,
     width: Int,
     kept: Int,
     splits: Int,
-](
-    sources: Sources[len(terms.dtypes)],
-    results: StaticTuple[Data[into], len(terms.words)],
-    sizes: ReduceSizes,
-):
+](sources: Sources[len(terms.dtypes)], tensors: Results[finish].Tensors, sizes: ReduceSizes,):
     """Reduces a slab of rows in each block, or each cluster.
 
     Parameters:
-        into: Of the results.
+        finish: What is written.
         terms: What is reduced.
         kind: How numbers are joined: sum, amax or amin.
         width: Numbers of a vector: 16 bytes, or 1.
@@ -102,11 +98,12 @@ def reduce_kernel[
 
     Args:
         sources: The tensors of [outer, rows, inner].
-        results: Each [outer, inner], or [outer].
+        tensors: What is written, each [outer, inner] or [outer], and vectors of that size.
         sizes: Sizes.
     """
     comptime Place = Values[terms, kept < width]
     comptime unroll = rows_of(terms, width)
+    var results = Results[finish](tensors)
     var sums = unsafe_stack_allocation[
         Place.RESULTS * SUMS * kept, Float32, address_space=AddressSpace.SHARED, alignment=16
     ]()
@@ -185,11 +182,14 @@ def reduce_kernel[
         if t < count:
             for w in range(Int32(block_dim.x) // Int32(WARP_SIZE)):
                 values[k] = joined[kind](values[k], from_[unsafe_offset=Int(w * count + t)])
-        comptime if splits == 1:
+        comptime if splits == 1 and not finish.evaluates:
             if t < min(count, limit):
-                results[k].unsafe_offset(offset)[unsafe_offset=Int(t)] = narrowed[into](
-                    values[k] / sizes.divisor
-                )
+                results.put[k](offset, Int(t), values[k] / sizes.divisor)
+    comptime if splits == 1 and finish.evaluates:
+        if t < min(count, limit):
+            comptime for k in range(Place.RESULTS):
+                values[k] /= sizes.divisor
+            results.write(offset + Int(t), values)
     comptime if splits > 1:
         barrier()
         comptime for k in range(Place.RESULTS):
@@ -197,15 +197,25 @@ def reduce_kernel[
                 sums[unsafe_offset=k * SUMS * kept + Int(t)] = values[k]
         cluster_sync()
         if rank == 0 and 4 * t < min(count, limit):
+            var totals = Array[SIMD[F32, 4], Place.RESULTS](fill=nothing[kind]())
             comptime for k in range(Place.RESULTS):
                 var total = SIMD[F32, 4](nothing[kind]())
                 var at = UInt32(Int(sums)) + UInt32(4 * k * SUMS * kept) + UInt32(16 * t)
                 for peer in range(sizes.splits):
                     total = joined[kind](total, cluster_load4(at, UInt32(peer)))
-                var to = results[k].unsafe_offset(offset + Int(4 * t))
+                comptime if not finish.evaluates:
+                    comptime for i in range(4):
+                        if 4 * t + Int32(i) < min(count, limit):
+                            results.put[k](offset + Int(4 * t), i, total[i] / sizes.divisor)
+                totals[k] = total / sizes.divisor
+            comptime if finish.evaluates and kept % 4 == 0:
+                results.write(offset + Int(4 * t), totals)
+            elif finish.evaluates:
                 comptime for i in range(4):
                     if 4 * t + Int32(i) < min(count, limit):
-                        to[unsafe_offset=i] = narrowed[into](total[i] / sizes.divisor)
+                        comptime for k in range(Place.RESULTS):
+                            values[k] = totals[k][i]
+                        results.write(offset + Int(4 * t) + i, values)
         cluster_sync()
 
 
@@ -226,10 +236,10 @@ def rows_of(terms: Terms, width: Int) -> Int:
 
 
 def reduce_gpu[
-    into: DType, //, kind: StaticString, terms: Terms
+    finish: Finish, //, kind: StaticString, terms: Terms
 ](
     sources: Sources[len(terms.dtypes)],
-    results: StaticTuple[Data[into], len(terms.words)],
+    results: Results[finish],
     outer: Int,
     reduced: Int,
     inner: Int,
@@ -239,13 +249,13 @@ def reduce_gpu[
     """Enqueues a reduction.
 
     Parameters:
-        into: Of the results.
+        finish: What is written.
         kind: How numbers are joined: sum, amax or amin.
         terms: What is reduced.
 
     Args:
         sources: The tensors of [outer, reduced, inner].
-        results: Each [outer, inner].
+        results: What is written, each [outer, inner].
         outer: See `sources`.
         reduced: See `sources`.
         inner: See `sources`.
@@ -256,21 +266,22 @@ def reduce_gpu[
         If the launch fails.
     """
     comptime wide = 16 // size_of[terms.narrowest()]()
-    if inner == 1 and reduced % wide == 0:
-        _enqueue[kind, terms, wide, 1](sources, results, outer, reduced // wide, wide, divisor, ctx)
-    elif inner == 1:
-        _enqueue[kind, terms, 1, 1](sources, results, outer, reduced, 1, divisor, ctx)
-    elif inner % wide == 0:
+    comptime if not finish.evaluates:  # expressions stand behind sums of columns: fewer kernels
+        if inner == 1 and reduced % wide == 0:
+            var rows = reduced // wide
+            _enqueue[kind, terms, wide, 1](sources, results, outer, rows, wide, divisor, ctx)
+            return
+    if inner % wide == 0:
         _enqueue[kind, terms, wide, wide](sources, results, outer, reduced, inner, divisor, ctx)
     else:
         _enqueue[kind, terms, 1, 1](sources, results, outer, reduced, inner, divisor, ctx)
 
 
 def _enqueue[
-    into: DType, //, kind: StaticString, terms: Terms, width: Int, kept: Int
+    finish: Finish, //, kind: StaticString, terms: Terms, width: Int, kept: Int
 ](
     sources: Sources[len(terms.dtypes)],
-    results: StaticTuple[Data[into], len(terms.words)],
+    results: Results[finish],
     outer: Int,
     rows: Int,
     inner: Int,
@@ -304,10 +315,10 @@ def _enqueue[
             var cluster = Optional[Dim](None)
             if i == 1:
                 cluster = Dim(splits)
-            launch[reduce_kernel[into, terms, kind, width, kept, most_splits]](
+            launch[reduce_kernel[finish, terms, kind, width, kept, most_splits]](
                 ctx,
                 sources,
-                results,
+                results.tensors,
                 ReduceSizes(
                     rows=rows,
                     inner=inner,

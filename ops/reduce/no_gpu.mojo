@@ -2,20 +2,19 @@
 
 from max.gpu.host import DeviceContext
 from std.documentation import doc_hidden
-from std.utils.static_tuple import StaticTuple
 
 from ..no_gpu import REASON
-from ..operands import Data
 from ..pointwise import Sources
+from .results import Finish, Results
 from .values import Terms
 
 
 @doc_hidden
 def reduce_gpu[
-    into: DType, //, kind: StaticString, terms: Terms
+    finish: Finish, //, kind: StaticString, terms: Terms
 ](
     sources: Sources[len(terms.dtypes)],
-    results: StaticTuple[Data[into], len(terms.words)],
+    results: Results[finish],
     outer: Int,
     reduced: Int,
     inner: Int,

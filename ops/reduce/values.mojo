@@ -12,8 +12,26 @@ from ..expression import evaluate_words, is_expression, split
 from ..operands import F32, F64, Data, widened
 from ..pointwise import BYTE, Sources
 
-comptime MOST_RESULTS = 3
-"""Results of one launch."""
+comptime MOST_TERMS = 3
+"""Expressions that are reduced in one launch."""
+
+
+def apart(expressions: StaticString) -> List[List[String]]:
+    """Takes expressions apart, between which `;` stands.
+
+    Args:
+        expressions: Any text.
+
+    Returns:
+        The words of each.
+    """
+    var found: List[List[String]] = [List[String]()]
+    for word in split(expressions):
+        if word == ";":
+            found.append(List[String]())
+        else:
+            found[len(found) - 1].append(word)
+    return found^
 
 
 struct Terms(Copyable):
@@ -47,12 +65,7 @@ struct Terms(Copyable):
         """
         self.dtypes = dtypes^
         self.lies = split(lies)
-        self.words = [List[String]()]
-        for word in split(expressions):
-            if word == ";":
-                self.words.append(List[String]())
-            else:
-                self.words[len(self.words) - 1].append(word)
+        self.words = apart(expressions)
 
     def moves(self, i: Int, axis: String) -> Bool:
         """Tells whether a tensor moves along an axis.
@@ -78,7 +91,7 @@ struct Terms(Copyable):
         for words in self.words:
             if not is_expression(words, len(self.dtypes)):
                 return False
-        return len(self.lies) == len(self.dtypes) <= most and len(self.words) <= MOST_RESULTS
+        return len(self.lies) == len(self.dtypes) <= most and len(self.words) <= MOST_TERMS
 
     def label(self) -> String:
         """Names what is reduced, as a part of a kernel's symbol.

@@ -6,7 +6,7 @@ It shares no table with bench/torchnet.py, which tests/bench/test_torchnet.py co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -547,6 +547,21 @@ def _reduction(op: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
     return reduced
 
 
+def _reduce_results(
+    *given: Tensor, kind: str, axes: Any, results: str, dtypes: Any, expression: str = "x0",
+    keepdim: bool = False, first: Sequence[int] = (),
+) -> list[Tensor]:  # fmt: skip
+    """Reduces, and computes with vectors; of those in ``first`` the first place is read."""
+    count = max(map(values_of, expression.split(BETWEEN)))
+    read = [x[tuple(slice(1) if a in axes else slice(None) for a in range(x.ndim))] if i in first
+            else x for i, x in enumerate(given)]  # fmt: skip
+    reduced = _reduction(getattr(torch, kind))
+    left = reduced(*read[:count], axes=axes, keepdim=keepdim, expression=expression)
+    vectors = (x.reshape(left[0].shape) for x in read[count:])
+    ends = [*left, *vectors]
+    return [_pointwise(*ends, expression=text) for text in results.split(BETWEEN)]
+
+
 ELEMENTS: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
@@ -586,6 +601,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "mean": _reduction(torch.mean),
     "amax": _reduction(torch.amax),
     "amin": _reduction(torch.amin),
+    "reduce_results": _reduce_results,
     "cumsum": lambda x, *, axis: x.cumsum(axis),
     "roll": lambda x, *, shifts, axes: x.roll(shifts, axes),
     "rms_norm": lambda x, weight, *, eps: F.rms_norm(x, weight.shape, weight, eps),

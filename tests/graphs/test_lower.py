@@ -100,6 +100,18 @@ def strange(net: Net, x: Value) -> None:
         net.output(f"product {name}", value)
     net.output("largest", net.op("max_pool2d_grad", [x, y], kernel=3, stride=1, padding=1))
     net.output("shared", net.op("avg_pool2d_grad", [y], size=(9, 10), kernel=2))
+    shapes = (2, 3, 7), (7,), (7,)
+    image, *vectors = (net.weight(f"v{i}", *shape) for i, shape in enumerate(shapes))
+    ends = "x1 x0 x0 mul sub 1e-05 add rsqrt x2 mul", "x3 x0 x4 add x2 mul sub", "x0 x4 add"
+    for name, value in zip(
+        ("scale", "shift", "mean"),
+        net.several(
+            "reduce_results", [image, image, *vectors, image], kind="mean", axes=(0, 1),
+            first=(1, 4), expression="x0 x1 sub ; x0 x1 sub x0 x1 sub mul",
+            results=" ; ".join(ends), dtypes=("float32",) * 3,
+        ), strict=True,
+    ):  # fmt: skip
+        net.output(f"norm's {name}", value)
     net.output("attended", net.scaled_dot_product_attention(y, y, y))
 
 

@@ -31,7 +31,7 @@ from max.graph import (
 
 from maxvision.bench.tf32 import RoundedProducts
 from maxvision.graphs import nodes, passes
-from maxvision.graphs.elementwise import activation, joining, values_of
+from maxvision.graphs.elementwise import BETWEEN, activation, joining, values_of
 from maxvision.graphs.lower import backend, emit
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters, wide
@@ -538,6 +538,53 @@ def terms(
         build,
         theirs,
     )
+
+
+def finished(
+    kind: str,
+    axes: Shape,
+    expression: str,
+    results: str,
+    reference: Any,
+    *inputs: Shape,
+    behind: int = 0,
+) -> Case:
+    """Makes a case of expressions of what a reduction leaves; ``reference`` gives these.
+
+    The last ``behind`` inputs are what they are computed with. Every other result is float32.
+    """
+    count = len(inputs) - behind
+
+    def build(w: Parameters, *given: Any) -> Any:
+        dtype = given[0].dtype
+        wide = DType.float64 if dtype == DType.float64 else DType.float32
+        dtypes = [(dtype, wide)[i % 2].name for i in range(len(results.split(BETWEEN)))]
+        made = nodes.reduce_results(
+            kind, expression, given[:count], axes, results, given[count:], dtypes, True
+        )
+        return ops.concat([nodes.pointwise("x0", [y], dtype.name) for y in made], -1)
+
+    return Case(
+        f"reduce {kind} and {results}: {' '.join(map(str, inputs))} {axes}",
+        inputs,
+        {},
+        build,
+        lambda w, *given: torch.cat(reference(*given), -1),
+    )
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+    """Gives a norm's scale and shift, and the mean."""
+    mean = x.mean(1, keepdim=True)
+    spread = (x * x).mean(1, keepdim=True) - mean * mean
+    scale = (spread.clamp(min=0) + 1e-5).rsqrt() * weight
+    return [scale, bias - mean * scale, mean]
+
+
+def norm_gradient(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """Gives the sums of a norm's gradient, and what they are multiplied by."""
+    total, product = (y.sum(1, keepdim=True) for y in (dy, dy * x))
+    return [total, product * w, (product * w * w).tanh(), total * w]
 
 
 def _negative(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
@@ -1524,6 +1571,18 @@ CASES = [
           (50, 19), (50, 19), (50, 1)),
     terms("sum", (2,), "x0 x1 mul", lambda y, dy: (y * dy,), (6, 197), (6, 197)),
     terms("amax", (1, 2), "x0 x1 sub abs", lambda a, b: ((a - b).abs(),), (7, 5, 33), (1, 1, 33)),
+    # What a batch norm computes of its sums: in vectors, in part of one, number by number.
+    *(
+        finished("mean", (1,), "x0 ; x0 x0 mul",
+                 "x1 x0 x0 mul sub 0.0 inf clamp 1e-05 add rsqrt x2 mul ; x3 x0"
+                 " x1 x0 x0 mul sub 0.0 inf clamp 1e-05 add rsqrt x2 mul mul sub ; x0",
+                 normed, (rows, c), (1, c), (1, c), behind=2)
+        for rows, c in ((150, 1), (40, 7), (700, 64), (60, 384), (1200, 72))
+    ),
+    finished("sum", (1,), "x0 ; x0 x1 mul", "x0 ; x1 x2 mul ; x1 x2 mul x2 mul tanh ; x0 x2 mul",
+             norm_gradient, (30, 40), (30, 40), (1, 40), behind=1),
+    finished("amax", (1,), "x0 abs", "x0 1.0 add log",
+             lambda x: [(x.abs().amax(1, True) + 1).log()], (50, 24)),
     # Permutes that keep rows: of vectors, of less; windows, heads, pixels.
     permuted((2, 7, 2, 7, 24), 0, 1, 3, 2, 4, 5),
     permuted((49, 3, 4, 8), 2, 0, 3, 1, 4),

@@ -72,6 +72,8 @@ NAMES = {
     "reduce sum of x0 ; x0 x1 x2 sub mul: (1200, 72) (1200, 72) (1,)",
     "reduce mean (4, 33) (2,)",
     "reduce amax (6, 5, 40) (1, 2)",
+    "reduce sum and x0 ; x1 x2 mul ; x1 x2 mul x2 mul tanh ; x0 x2 mul:"
+    " (30, 40) (30, 40) (1, 40) (1,)",
     "permute (196, 72) (0, 2, 1)",
     "concat 3 (5, 7, 96) (5, 7, 32)",
     "concat x0 x1 mul x2 add relu: (5, 7, 96) (5, 7, 32)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,6 +84,8 @@ ROUNDED = {
     "reduce sum (129, 130) (1,)",
     "reduce sum of x0 ; x0 x1 x2 sub mul: (1200, 72) (1200, 72) (1,)",
     "reduce amax (6, 5, 40) (1, 2)",
+    "reduce sum and x0 ; x1 x2 mul ; x1 x2 mul x2 mul tanh ; x0 x2 mul:"
+    " (30, 40) (30, 40) (1, 40) (1,)",
     "roll (6, 33) (-8,) (1,)",
     "concat 3 (5, 7, 96) (5, 7, 32)",
     "concat x0 x1 mul x2 add relu: (5, 7, 96) (5, 7, 32)",
@@ -399,6 +402,15 @@ def test_errors_of_reductions_and_group_norms_name_the_shapes() -> None:
         weight, few = w.vector("weight"), w.vector("bias")
         with pytest.raises(ArgumentError, match=r"axes \(4,\) to reduce are not those of \[n, 8"):
             nodes.reduce("sum", x, (4,))
+        image, one = ("sum", "x0", [x], (0, 1, 2)), ["float32"]
+        with pytest.raises(ArgumentError, match=r"expects vectors of 12 numbers but has .*11"):
+            nodes.reduce_results(*image, "x0 x1 mul", [few], one)
+        with pytest.raises(
+            ArgumentError, match=r"at most 6 expressions of floats, of 1 values, but"
+        ):
+            nodes.reduce_results(*image, "x0 x1 mul", [], one)
+        with pytest.raises(ArgumentError, match=r"no first place along the axes \(1, 2\)"):
+            nodes.reduce_results("sum", "x0", [x], (1, 2), "x0 x1 mul", [x], one, first=[1])
         with pytest.raises(ArgumentError, match="groups that divide C=12 but has 5"):
             nodes.group_norm(x, weight, weight, 5)
         with pytest.raises(ArgumentError, match=r"group_norm: bias expects .*12.* but has .*11"):
@@ -513,6 +525,25 @@ def test_only_axes_that_move_are_permuted() -> None:
     with graph_of(["n", 2, 2, 2, 2, 2, 2], device=DeviceRef.GPU()) as graph:
         graph.output(nodes.permute(graph.inputs[0].tensor, (6, 5, 4, 3, 2, 1, 0)))
     assert "transpose" in str(graph)
+
+
+@pytest.mark.parametrize(
+    ("rows", "launches"), [(100, ["reduce_results"]), (20_000, ["reduce_terms", "reduce_results"])]
+)
+def test_the_last_launch_computes_what_stands_behind_sums(rows: int, launches: list[str]) -> None:
+    """Of many rows this is the second one, which reads the first row of x, too."""
+    with graph_of([2, rows, 64], [64], device=DeviceRef.GPU()) as graph:
+        x, w = (value.tensor for value in graph.inputs)
+        y, z = nodes.reduce_results(
+            "mean", "x0 x1 sub", [x, x], (0, 1), "x0 x1 mul ; x0 x2 add", [w, x],
+            ["float32", "bfloat16"], first=[1, 3],
+        )  # fmt: skip
+        graph.output(y, z)
+    assert (y.dtype, z.dtype) == (DType.float32, DType.bfloat16)
+    assert [*map(str, y.shape)] == [*map(str, z.shape)] == ["64"]
+    lines = [line for line in str(graph).splitlines() if "symbol = " in line]
+    assert re.findall(r'symbol = "(\w+)"', str(graph)) == launches
+    assert 'lies = "ori i"' in lines[0]
 
 
 def test_errors_of_conv2d_chain_name_the_shapes() -> None:

@@ -46,6 +46,7 @@ from ops.optimizer import step_gpu
 from ops.permute import AXES, Joined, permute_gpu
 from ops.pointwise import Broadcast, Sources, pointwise_gpu
 from ops.reduce.gpu import reduce_gpu
+from ops.reduce.results import Finish, Results
 from ops.reduce.values import Terms
 from ops.resample import resample_gpu
 from ops.scatter_add import ScatterSizes, ScatterTensors, scatter_add_gpu
@@ -290,9 +291,9 @@ def foreach[
 
 
 def reduced[
-    into: DType, //, kind: StaticString, terms: Terms
-](y: Data[into], bytes: Data[DType.uint8], n: Int, ctx: DeviceContext) raises:
-    var results = StaticTuple[Data[into], len(terms.words)](fill=y)
+    kind: StaticString, terms: Terms, finish: Finish
+](bytes: Data[DType.uint8], n: Int, ctx: DeviceContext) raises:
+    var results = Results[finish](Results[finish].Tensors(fill=bytes))
     var sources = Sources[len(terms.dtypes)](fill=bytes)
     var rows = argv()[0].byte_length()  # it has nothing to do with n
     reduce_gpu[kind, terms](sources, results, n, rows, n, 1, ctx)
@@ -535,11 +536,20 @@ def main() raises:
     var bits = rebind[Data[DType.uint16]](half.unsafe_bitcast[UInt16]())
     permute_gpu[DType.uint16](bits, bits, axes, ctx)
     permute_gpu[DType.uint32](words, words, axes, ctx)
-    reduced["sum", Terms(BF16)](half, bytes, n, ctx)
-    reduced["amax", Terms(F32)](full, bytes, n, ctx)
+    reduced["sum", Terms(BF16), Finish(BF16, 1)](bytes, n, ctx)
+    reduced["amax", Terms(F32), Finish(F32, 1)](bytes, n, ctx)
     comptime norm = "x1 x0 0.0 where ; x1 x0 0.0 where x2 x3 sub mul"
     comptime lies = "ori ori ori i"
-    reduced["sum", Terms(norm, lies, [BF16, DType.uint8, BF16, F32])](full, bytes, n, ctx)
+    comptime gradient = Terms(norm, lies, [BF16, DType.uint8, BF16, F32])
+    reduced["sum", gradient, Finish(F32, 2)](bytes, n, ctx)
+    comptime apart: StaticString = "x0 x1 sub ; x0 x1 sub x0 x1 sub mul"
+    comptime ends: StaticString = (
+        "x1 x0 x0 mul sub 0.0 inf clamp 1e-05 add rsqrt x2 mul"
+        " ; x3 x0 x4 add x1 x0 x0 mul sub 0.0 inf clamp 1e-05 add rsqrt x2 mul mul sub ; x0 x4 add"
+    )
+    comptime finish = Finish(ends, [F32, F32, BF16], [F32, F32, BF16])
+    reduced["sum", Terms(apart, "ori i", [BF16, BF16]), finish](bytes, n, ctx)
+    reduced["sum", Terms("x0 ; x1", "ori ori", [F32, F32]), finish](bytes, n, ctx)
     group_norm_gpu[BF16, Epilogue("relu")](
         GroupNormTensors[BF16](x=half, weight=full, bias=full, y=half, partials=full),
         GroupNormSizes(images=n, pixels=n, channels=n, groups=n, entries=n, eps=1e-5),

@@ -1840,20 +1840,21 @@ def reduce(
     g: Reduction,
     inputs: Sequence[Array],
     divisor: float,
-    dtype: str,
-    results: int = 1,
+    dtypes: Sequence[str],
+    vectors: Sequence[Array] = (),
 ) -> list[Array]:
-    """Runs a kernel of ops/reduce/gpu.mojo."""
+    """Runs a kernel of ops/reduce/gpu.mojo, which gives results of some dtypes."""
     outer, rows, inner = g.shape
     slabs = -(-inner // (g.slice * g.width))
     memory = Tensors()
     at = [memory.add(x) for x in inputs]
-    made = [unwritten((outer, 1 if g.folded else inner), dtype) for _ in range(results)]
+    made = [unwritten((outer, 1 if g.folded else inner), dtype) for dtype in dtypes]
     to = [memory.add(y) for y in made]
+    tensors = [*to, *(memory.add(v) for v in vectors)]
     sizes = pack("5if", rows, inner, slabs, g.slice, g.splits, divisor)
     Launch(
         kernel,
-        [pack(f"{len(at)}Q", *at), pack(f"{results}Q", *to), sizes],
+        [pack(f"{len(at)}Q", *at), pack(f"{len(tensors)}Q", *tensors), sizes],
         memory,
         grid=(outer * slabs * g.splits,),
         threads=g.threads,

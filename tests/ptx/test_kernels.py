@@ -1959,7 +1959,7 @@ def test_reduce(find: Find, rng: np.random.Generator, g: Reduction, kind: str, d
     values = wide(x, dtype).reshape(g.shape[0], -1, 1) if g.folded else wide(x, dtype)
     divisor = float(values.shape[1]) if kind == "sum" else 1.0
     want = values.sum(1) / divisor if kind == "sum" else values.max(1)
-    (y,) = reduce(find(g.name(kind, dtype)), g, [x], divisor, dtype)
+    (y,) = reduce(find(g.name(kind, dtype)), g, [x], divisor, [dtype])
     check(y, want, dtype, 2**-20)
 
 
@@ -1978,12 +1978,57 @@ def test_reduce_terms(find: Find, rng: np.random.Generator, g: Reduction) -> Non
     mask = rng.integers(0, 2, g.shape).astype(np.uint8)
     mean = rng.standard_normal(1 if g.folded else g.shape[2]).astype(np.float32)
     inputs = [dy, mask, x, mean]
-    found = reduce(find(g.name("sum", f"4to2_{BF16}")), g, inputs, 2.0, "float32", 2)
+    found = reduce(find(g.name("sum", f"4to2_{BF16}")), g, inputs, 2.0, ["float32"] * 2)
     first = wide(dy, BF16) * mask
     terms: list[Array] = [first, first * (wide(x, BF16) - mean)]
     for y, term in zip(found, terms, strict=True):
         rows = term.reshape(g.shape[0], -1, 1) if g.folded else term
         check(y, rows.sum(1) / 2, "float32", 2**-20)
+
+
+@pytest.mark.parametrize(
+    "g",
+    [
+        Reduction((2, 19, 40), 8, slice=8, threads=128),
+        Reduction((1, 90, 64), 8, slice=8, threads=64),
+        Reduction((1, 150, 24), 8, slice=4, threads=128, splits=4),
+        Reduction((1, 33, 1), 1, threads=64),
+        Reduction((2, 9, 35), 1, slice=32, threads=64),
+        Reduction((1, 70, 7), 1, slice=8, threads=64, splits=2),
+        Reduction((1, 20, 384), 8, slice=32, threads=256),
+    ],
+)
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+def test_reduce_results(find: Find, rng: np.random.Generator, g: Reduction, parts: bool) -> None:
+    """Computes a batch norm's scale, shift and mean of x, or of the means of its parts.
+
+    The first row of x is read, by the sums and by what stands behind them.
+    """
+    if parts:
+        outer, rows, inner = g.shape
+        g = replace(g, shape=(outer, rows, inner // 2 if g.width > 1 else inner))
+        g = replace(g, width=4 if g.width > 1 else 1)
+    outer, rows, inner = g.shape
+    weight, bias = (rng.standard_normal((outer, inner)).astype(np.float32) for _ in range(2))
+    if parts:
+        first = rounded(rng.standard_normal((outer, inner)), BF16)
+        near, spread = (rng.random(g.shape).astype(np.float32) for _ in range(2))
+        spread += 2
+        inputs = [near, spread]
+        left = [each.astype(np.float64).mean(1) for each in inputs]
+    else:
+        x = rounded(rng.standard_normal(g.shape) + 4, BF16)
+        inputs, first = [x, x], x
+        far = wide(x, BF16) - wide(x, BF16)[:1, :1]
+        left = [far.mean(1), (far * far).mean(1)]
+    dtype = "float32" if parts else BF16
+    kernel = find(g.name("sum", f"2to2_{dtype}_gives3"))
+    dtypes = ["float32", "float32", BF16]
+    got = reduce(kernel, g, inputs, float(rows), dtypes, [weight, bias, first])
+    mean = left[0] + wide(first, BF16).reshape(-1, inner)[:outer]
+    scale = weight / np.sqrt(left[1] - left[0] ** 2 + 1e-5)
+    for y, want, kind in zip(got, [scale, bias - mean * scale, mean], dtypes, strict=True):
+        check(y, want, kind, 2**-18)
 
 
 @pytest.mark.parametrize(
