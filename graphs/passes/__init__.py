@@ -27,7 +27,7 @@
 | align            | axes of linear layers that Hopper's copy engine does not take: padded        |
 | casts            | casts, past moves, beside expressions, sums and layer norms: part of them    |
 | pointwise        | batch norms that are left and elementwise ops in a row: one expression       |
-| reductions       | expressions that are reduced, several of them: one op that reads once        |
+| reductions       | expressions that are reduced, and on GPUs what follows by channel: one op    |
 | concat_pointwise | values put together and an expression of all by channel: one op              |
 | foreach          | casts of weights or gradients, and other small ops of one expression: one op |
 

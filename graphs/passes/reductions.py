@@ -19,6 +19,7 @@ from maxvision.graphs.elementwise import (
     is_truth,
 )
 from maxvision.graphs.passes.elementwise import is_expression, text
+from maxvision.graphs.passes.finish import MOST_WORDS, finished
 from maxvision.graphs.program import Node, Program, rebuilt
 from maxvision.graphs.shapes import MOST_AXES, broadcast, lies
 from maxvision.graphs.types import Size, at_batch
@@ -27,22 +28,22 @@ COSTLY = frozenset(
     "gelu gelu_tanh silu sigmoid tanh mish softplus elu exp log erf sin cos pow".split()
 )
 """Ops that are not computed twice: a CPU takes longer for them than for what they read."""
-MOST_WORDS = 64
-"""Words of an expression that takes in others."""
 SMALL = 16
 """How many times larger the whole is than what counts as nothing beside it."""
 APART = 32
 """How far apart in a program reductions may be that become one."""
 
 
-def reductions(program: Program, _: Backend) -> Program:
+def reductions(program: Program, backend: Backend) -> Program:
     """Lets reductions read expressions, where less memory is read and written for it.
 
     An expression goes into all that reads it, reductions and other expressions, if what these read
     in its place is no more than what is written and read of it; or into reductions alone, if each
-    reads less. Behind ``pointwise``, which makes one node of those that have one reader.
+    reads less. Behind ``pointwise``, which makes one node of those that have one reader. On a GPU,
+    where each launch takes its time, their kernels compute what stands behind them, too.
     """
-    return _together(_Taking(program).run())
+    program = _together(_Taking(program).run())
+    return finished(program) if backend.is_gpu else program
 
 
 class _Taking:

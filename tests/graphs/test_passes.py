@@ -21,7 +21,7 @@ from maxvision.graphs.arrange import CHAINS, MLPS, is_aligned
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
 from maxvision.graphs.cvt import CVTS
-from maxvision.graphs.elementwise import most_members
+from maxvision.graphs.elementwise import MOST_RESULTS, most_members
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.passes import PASSES, align, foreach, fuse
 from maxvision.graphs.pixels import from_pixels
@@ -401,6 +401,63 @@ def normed_by_its_own(net: Net, x: Value) -> Value:
     apart = net.op("sub", [x, net.op("mean", [x], axes=(1,), keepdim=True)])
     spread = net.op("mean", [net.op("mul", [apart, apart])], axes=(1,), keepdim=True)
     return net.op("mul", [apart, net.op("rsqrt", [spread])])
+
+
+def by_channel(net: Net, _: Value) -> Value:
+    """Norms channels by the batch, in training, as bridge/gradients.py writes it."""
+    x = net.input("image", (2, 6, 8), "bfloat16")  # training knows its batch
+    weight, bias, kept_mean, kept_spread = (net.weight(name, 8) for name in "wbmv")
+    wide = net.op("cast", [x], dtype="float32")
+    first = net.reshape(net.slice(net.reshape(x, 12, 8), 0, 0, 1), 8)
+    first = net.op("cast", [first], dtype="float32")
+    apart = net.op("sub", [wide, first])
+    near, spread = (
+        net.reshape(net.op("mean", [each], axes=(0, 1), keepdim=True), 8)
+        for each in (apart, net.op("mul", [apart, apart]))
+    )
+    spread = net.op("clamp", [net.op("sub", [spread, net.op("mul", [near, near])])], min=0.0)
+    inverse, mean = net.op("rsqrt", [net.op("add", [spread], other=1e-5)]), first + near
+    scale = net.op("mul", [inverse, weight])
+    shift = net.op("sub", [bias, net.op("mul", [mean, scale])])
+    for name, old, new in (("mean", kept_mean, mean), ("spread", kept_spread, spread)):
+        part = net.op("mul", [new], other=0.1)
+        net.output(f"kept {name}", net.op("mul", [old], other=0.9) + part)
+    for name, value in (("mean", mean), ("inverse", inverse)):
+        net.output(f"saved {name}", net.op("cast", [value], dtype="bfloat16"))
+    return net.op("cast", [net.op("mul", [wide, scale]) + shift], dtype="bfloat16")
+
+
+def gradient_by_channel(net: Net, _: Value) -> Value:
+    """Computes the gradients of such a norm from what it saved."""
+    dy, x = (net.input(name, (2, 6, 8), "bfloat16") for name in ("dy", "image"))
+    mean, inverse = (net.input(name, (8,), "bfloat16") for name in ("mean", "inverse"))
+    weight = net.input("weight", (8,))
+    dy, x, mean, inverse = (net.op("cast", [v], dtype="float32") for v in (dy, x, mean, inverse))
+    total, product = (
+        net.reshape(net.op("sum", [each], axes=(0, 1), keepdim=True), 8)
+        for each in (dy, net.op("mul", [dy, net.op("sub", [x, mean])]))
+    )
+    net.output("weight's gradient", net.op("mul", [product, inverse]))
+    net.output("bias's gradient", total)
+    scale = net.op("mul", [inverse, weight])
+    share = net.op("mul", [scale], other=-1 / 12)
+    slope = net.op("mul", [net.op("mul", [net.op("mul", [product, inverse]), inverse]), share])
+    back = net.op("sub", [net.op("mul", [total, share]), net.op("mul", [mean, slope])])
+    dx = net.op("mul", [dy, scale]) + (net.op("mul", [x, slope]) + back)
+    return net.op("cast", [dx], dtype="bfloat16")
+
+
+def behind(net: Net, x: Value, axes: tuple[int, ...] = (1,), op: str = "exp") -> Value:
+    """Adds what is computed of a sum."""
+    return x + net.op(op, [net.op("sum", [x], axes=axes, keepdim=True)])
+
+
+def many_behind(net: Net, x: Value, count: int = 8) -> Value:
+    """Gives more numbers of a sum than a launch does."""
+    total = net.op("sum", [x], axes=(1,), keepdim=True)
+    for i in range(count):
+        net.output(f"output {i}", net.op("add", [total], other=i + 0.5))
+    return x + net.op("exp", [total])
 
 
 def summed(net: Net, x: Value, axis: int = 1) -> Value:
@@ -1142,13 +1199,23 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "reductions", CPU, normed_by_its_own, TOKENS, "sub mul mul -> pointwise",
     ),
     "two sums of the same": (
-        "reductions", CUDA,
+        "reductions", CPU,
         lambda n, x: summed(n, x) + summed(n, n.op("mul", [x, n.op("abs", [x])])), TOKENS,
         "sum pointwise ->",
     ),
     "a sum that needs another one": (
         "reductions", CPU, lambda n, x: summed(n, n.op("mul", [x, summed(n, x)])), TOKENS,
         "mul ->",
+    ),
+    "what stands behind a sum": ("reductions", CUDA, behind, TOKENS, "sum exp -> reduce_results"),
+    "what stands behind a sum, and more that nothing waits for": (
+        "reductions", CUDA, many_behind, TOKENS, "sum exp add add add add -> reduce_results",
+    ),
+    "a cast behind a sum": (
+        "reductions", CUDA,
+        lambda n, x: x + n.op("cast", [n.op("softmax", [
+            n.op("cast", [summed(n, x)], dtype="float32")
+        ])], dtype="bfloat16"), TOKENS, "cast ->",
     ),
     "a gradient behind a mask, which two sums and another expression read": (
         "reductions", CPU,
@@ -1232,6 +1299,18 @@ def test_what_is_large_is_computed_where_it_was(monkeypatch: pytest.MonkeyPatch)
     _, after = both("foreach", nets.program(trained, *TOKENS), CUDA)
     made = [[after.types[v].shape for v in n.outputs] for n in after.nodes if n.op == "foreach"]
     assert made == [[(), (), ()], [(16,), (16,)]]
+
+
+@pytest.mark.parametrize(("write", "results"), [(by_channel, 6), (gradient_by_channel, 5)])
+def test_a_batch_norm_in_training_is_two_ops(write: Write, results: int) -> None:
+    """All that has one number a channel is computed by the reduction."""
+    before, after = both("reductions", nets.program(write, *TOKENS), CUDA)
+    assert sum(n for op, n in ops(before).items() if op != "reshape") >= 8
+    assert {op: n for op, n in ops(after).items() if op not in ("reshape", "slice")} == {
+        "reduce_results": 1, "pointwise": 1,
+    }  # fmt: skip
+    (node,) = (node for node in after.nodes if node.op == "reduce_results")
+    assert len(node.outputs) == results <= MOST_RESULTS
 
 
 def test_what_stands_together_is_put_together_once() -> None:
@@ -1743,6 +1822,21 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     ),
     "foreach: others give what it reads, and read what it gives": (
         "foreach", CUDA, lambda n, x: between(n, "a", "b"), TOKENS,
+    ),
+    "reductions: what stands behind a sum, on a CPU": ("reductions", CPU, behind, TOKENS),
+    "reductions: what stands behind a sum of a row": (
+        "reductions", CUDA, lambda n, x: behind(n, x, (2,)), TOKENS,
+    ),
+    "reductions: an op that reads other numbers too": (
+        "reductions", CUDA, lambda n, x: behind(n, x, op="softmax"), TOKENS,
+    ),
+    "reductions: a vector that is made of the sum": (
+        "reductions", CUDA,
+        lambda n, x: x + n.op("mul", [y := summed(n, x), n.op("softmax", [y])]), TOKENS,
+    ),
+    "reductions: one number for all": (
+        "reductions", CUDA,
+        lambda n, x: x + n.op("mul", [summed(n, x), n.input("number", (1,), "bfloat16")]), TOKENS,
     ),
     "pointwise: it broadcasts": (
         "pointwise", CPU, lambda n, x: x + n.op("exp", [n.slice(x, 1, 0, 1)]), TOKENS,
