@@ -2,7 +2,7 @@
 
 A batch norm in training has one big expression. Its scale and shift, the statistics that are kept
 and the factors of its gradient are small ones, of one number a channel: a launch each, which takes
-longer to start than to run.
+longer to start than to run. So does the slice of the first pixel, from which distances are summed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Ending:
         while found and not self.has_room(found):
             ends = [each for each in found if self.is_end(each)]
             found.remove((ends or found)[-1])
-        return found or None
+        return found if found or any(map(self.rows_of, self.node.inputs)) else None
 
     def behind(self) -> Iterator[Node]:
         """Lists what reads the results, or what was made of them, and then what stands beside."""
@@ -206,6 +206,24 @@ class _Ending:
         results = self.results(taken)
         return len(results) <= MOST_RESULTS and len(self.vectors(results)) <= MOST_ENDS
 
+    def rows_of(self, value: str) -> str:
+        """Names what is reduced whose first row a value is; nothing if it is no such row."""
+        sliced = self.program.producers.get(self.root(value))
+        if sliced is None or sliced.op != "slice" or sliced.at_load:
+            return ""
+        axis: int = sliced.attributes["axis"]  # type: ignore[assignment]
+        source, types = self.root(sliced.inputs[0]), self.program.types
+        before = types[sliced.inputs[0]].shape[:axis]
+        fits = (
+            source in self.node.inputs
+            and types[source].shape == self.whole
+            and sliced.attributes["start"] == 0
+            and sliced.attributes.get("step", 1) == 1
+            and product((*before, *self.groups[0])) == 1
+            and product(types[sliced.output].shape) == product(self.groups[2])
+        )
+        return source if fits else ""
+
     def reshapes(self, taken: Iterable[Node], results: Collection[str]) -> list[Node]:
         """Lists the reshapes of what is left or computed, and is no result."""
         made = (*self.node.outputs, *(node.output for node in taken))
@@ -239,6 +257,7 @@ class _Ending:
         """Makes the node that gives results: of casts alone, the reduction in another dtype."""
         vectors = self.vectors(results)
         read = [*self.node.inputs, *vectors]
+        first = tuple(i for i, value in enumerate(read) if self.rows_of(value))
         dtypes = tuple(self.program.types[value].dtype for value in results)
         places = {value: f"x{i}" for i, value in enumerate((*self.node.outputs, *vectors))}
         texts = [
@@ -246,8 +265,9 @@ class _Ending:
             for value in results
         ]
         left = [places[value] for value in self.node.outputs]
-        if texts == left and len(set(dtypes)) == 1:
+        if texts == left and len(set(dtypes)) == 1 and not first:
             return self.node.with_attributes(dtype=dtypes[0])
+        inputs = tuple(self.rows_of(value) or value for value in read)
         attributes: dict[str, Attribute] = {
             "kind": self.node.op,
             "axes": self.axes,
@@ -255,8 +275,9 @@ class _Ending:
             "expression": text(self.node),
             "results": BETWEEN.join(texts),
             "dtypes": dtypes,
+            "first": first,
         }
-        return replace(self.node, op="reduce_results", inputs=tuple(read), attributes=attributes)
+        return replace(self.node, op="reduce_results", inputs=inputs, attributes=attributes)
 
 
 def _text(node: Node) -> str:

@@ -460,6 +460,13 @@ def many_behind(net: Net, x: Value, count: int = 8) -> Value:
     return x + net.op("exp", [total])
 
 
+def apart_from(net: Net, _: Value, row: int = 0) -> Value:
+    """Sums the distances from a row of tokens."""
+    x = net.input("tokens", (2, 5, 4), "bfloat16")
+    one = net.reshape(net.slice(net.reshape(x, 10, 4), 0, row, row + 1), 4)
+    return x + net.op("sum", [net.op("sub", [x, one])], axes=(0, 1), keepdim=True)
+
+
 def summed(net: Net, x: Value, axis: int = 1) -> Value:
     return net.op("sum", [x], axes=(axis,), keepdim=True)
 
@@ -1217,6 +1224,12 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
             n.op("cast", [summed(n, x)], dtype="float32")
         ])], dtype="bfloat16"), TOKENS, "cast ->",
     ),
+    "distances from the first row": (
+        "reductions", CUDA, apart_from, TOKENS, "reshape slice reshape sub sum -> reduce_results",
+    ),
+    "distances from another row": (
+        "reductions", CUDA, lambda n, x: apart_from(n, x, 1), TOKENS, "sub ->",
+    ),
     "a gradient behind a mask, which two sums and another expression read": (
         "reductions", CPU,
         lambda n, x: (
@@ -1301,15 +1314,18 @@ def test_what_is_large_is_computed_where_it_was(monkeypatch: pytest.MonkeyPatch)
     assert made == [[(), (), ()], [(16,), (16,)]]
 
 
-@pytest.mark.parametrize(("write", "results"), [(by_channel, 6), (gradient_by_channel, 5)])
-def test_a_batch_norm_in_training_is_two_ops(write: Write, results: int) -> None:
+@pytest.mark.parametrize(
+    ("write", "first", "results"), [(by_channel, ["image"] * 2, 6), (gradient_by_channel, [], 5)]
+)
+def test_a_batch_norm_in_training_is_two_ops(write: Write, first: list[str], results: int) -> None:
     """All that has one number a channel is computed by the reduction."""
     before, after = both("reductions", nets.program(write, *TOKENS), CUDA)
     assert sum(n for op, n in ops(before).items() if op != "reshape") >= 8
-    assert {op: n for op, n in ops(after).items() if op not in ("reshape", "slice")} == {
+    assert {op: n for op, n in ops(after).items() if op != "reshape"} == {
         "reduce_results": 1, "pointwise": 1,
     }  # fmt: skip
     (node,) = (node for node in after.nodes if node.op == "reduce_results")
+    assert [node.inputs[i] for i in node.attributes["first"]] == first  # type: ignore[index, union-attr]
     assert len(node.outputs) == results <= MOST_RESULTS
 
 
