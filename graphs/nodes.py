@@ -38,7 +38,7 @@ from maxvision.graphs.elementwise import (
 )
 from maxvision.graphs.parameters import Filter, wide
 from maxvision.graphs.shapes import MOST_AXES, MOST_ROW_AXES, Padding, Pair
-from maxvision.graphs.types import Size, Type, product, split
+from maxvision.graphs.types import Size, Type, at_batch, multiple, product, split
 
 OPS = Path(__file__).resolve().parent.parent / "ops"
 """The Mojo package, for ``Graph(custom_extensions=[OPS])``."""
@@ -55,6 +55,8 @@ NORM_ROOM = 1 << 20
 """Sums that more parts than these may have: 4 MB."""
 REDUCED_ALONE = 1 << 20
 """Numbers below which a GPU reduces an axis in one launch."""
+REDUCED_IMAGES = 16
+"""What a batch is taken for there that is not known."""
 REDUCE_BLOCKS = 512
 """Blocks that reduce an axis in parts, at most: enough for all that the memory gives."""
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
@@ -774,12 +776,13 @@ def _parts(x: TensorValue, shape: Sequence[Size]) -> int:
     would keep few multiprocessors busy, and it takes all to load what the memory gives.
     """
     outer, reduced, inner = shape
-    if x.device.is_cpu() or outer != 1 or not isinstance(reduced, int):
+    if x.device.is_cpu() or outer != 1 or not isinstance(inner, int) or inner >= 2 * REDUCE_BLOCKS:
         return 1
-    if not isinstance(inner, int) or inner >= 2 * REDUCE_BLOCKS or reduced * inner < REDUCED_ALONE:
+    if at_batch(reduced, REDUCED_IMAGES) * inner < REDUCED_ALONE:
         return 1
     most = REDUCE_BLOCKS // -(-inner // 256)
-    return max(n for n in range(1, most + 1) if reduced % n == 0)
+    known, _ = split(reduced)  # a batch that is not known is in every part
+    return max(n for n in range(1, most + 1) if known % n == 0)
 
 
 def reduce_terms(
@@ -905,7 +908,8 @@ class _Terms:
         if (parts := _parts(self.values[0], self.sizes)) == 1:
             return self
         lies = [letters.replace("o", "").replace("r", "or") for letters in self.lies]
-        sizes = (parts, int(between) // parts, behind)
+        number, name = split(between)
+        sizes = (parts, multiple(number // parts, name), behind)
         count = len(self.expression.split(BETWEEN))
         made = replace(self, lies=lies, sizes=sizes).reduced(["float32"] * count)
         each = BETWEEN.join(f"x{i}" for i in range(count))

@@ -641,10 +641,8 @@ def trained(net: Net, x: Value) -> None:
         net.output(f"gradient {i}", net.reshape(wide(net, gradient), f * f))
         net.output(f"count {i}", net.op("add", [net.input(f"n{i}", (), "int64")], other=1.0))
         if i < 2:
-            net.output(
-                f"mean {i}",
-                net.op("mul", [net.op("amax", [w], axes=(0,)), net.input(f"m{i}", (16,))]),
-            )
+            row = net.reshape(net.slice(w, 0, 0, 1), 16)
+            net.output(f"row {i}", net.op("mul", [row, net.input(f"m{i}", (16,))]))
     net.output("x", x)
 
 

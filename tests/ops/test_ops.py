@@ -546,6 +546,15 @@ def test_the_last_launch_computes_what_stands_behind_sums(rows: int, launches: l
     assert 'lies = "ori i"' in lines[0]
 
 
+@pytest.mark.parametrize(("rows", "launches"), [(100, 1), (3136, 2)])
+def test_a_batch_that_is_not_known_is_reduced_in_parts(rows: int, launches: int) -> None:
+    with graph_of(["n", rows, 64], device=DeviceRef.GPU()) as graph:
+        (y,) = nodes.reduce_terms("sum", "x0", [graph.inputs[0].tensor], (0, 1))
+        graph.output(y)
+    assert [*map(str, y.shape)] == ["64"]
+    assert re.findall(r'symbol = "(\w+)"', str(graph)) == ["reduce_terms"] * launches
+
+
 def test_errors_of_conv2d_chain_name_the_shapes() -> None:
     shapes = (["n", 4, 4, 64], ["n", 4, 4, 256], ["n", 4, 4, 32], ["n", 4, 5, 256])
     with graph_of(*shapes, device=DeviceRef.GPU()) as graph:
