@@ -63,10 +63,8 @@ def about(facts: Record) -> str:
     """Says what was measured where, when and how."""
     machine = [facts[key] for key in ("gpu", "cpu") if facts.get(key, "none") != "none"]
     versions = [f"{name} {facts[key]}" for key, name in VERSIONS.items() if key in facts]
-    lines = [
-        f"{'; '.join(machine)}; {facts.get('date', 'on an unknown day')}, commit"
-        f" {facts.get('commit', 'unknown')}; {', '.join(versions)}"
-    ]
+    made = f"{facts.get('date', 'on an unknown day')}, commit {facts.get('commit', 'unknown')}"
+    lines = ["; ".join([*machine, made, ", ".join(versions)])]
     lines += [f"`{facts['command']}`"] if "command" in facts else []
     lines += [
         f"The machine's ceilings in {dtype}, through torch: {limits['tflops_per_s']:g} TFLOP/s,"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
 
 from maxvision.bench import plots, report, tables
 from maxvision.bench.__main__ import main
@@ -74,7 +78,7 @@ def test_a_report_needs_no_torch(file: Path) -> None:
     )
     files = [file, *RESULTS]
     kinds = {kind for path in files for kind in report.by_kind(report.read(path)[1])}
-    assert kinds - {"", "latency", "levels"} == {"models", "ops", "profile", "serve", "sparse"}
+    assert kinds - {""} | {"latency"} == {*report.SHOW, "ops", "profile"}
     argv = [sys.executable, "-c", code, "report", *map(str, files)]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -128,6 +132,44 @@ def test_plots(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert b"torch-compile" in first and b"2.00" in first and b"torch-wrong" not in first
     plots.draw("new", RECORDS, tmp_path)
     assert first == drawn.read_bytes()
+
+
+def test_the_course_of_a_training_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As weights/bundled/train.py --curves writes it, of two networks after one batch."""
+    pytest.importorskip("matplotlib", reason="A TRAINING RUN'S PLOT IS NOT TESTED: no matplotlib")
+    script = runpy.run_path(str(Path(__file__).resolve().parents[2] / "weights/bundled/train.py"))
+    path = tmp_path / "run.json"
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    curves = script["Curves"](path, "maxvision", images, torch.tensor([0, 1, 1]))
+    for folder in ("one", "two"):
+        last = torch.nn.Linear(3 * script["SIDE"] ** 2, 2)
+        with torch.no_grad():
+            last.weight.zero_()
+            last.bias.copy_(torch.tensor([0.0, 1.0]))
+        network = torch.nn.Sequential(torch.nn.Flatten(), last)
+        mean = AveragedModel(Logits(network))
+        learner = SimpleNamespace(folder=folder, losses=[torch.tensor(1.5)] * 2, mean=mean)
+        curves.add(learner, 1, 2.5, marked=False)
+        curves.add(learner, 2, 5.0, marked=True)
+        assert mean.training
+    assert main(["report", str(path), "--plots", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\| two +\| maxvision +\| +2 \| 1\.5000 \| +66\.67 % \| +5\.00 \|", said), (
+        said
+    )
+    drawn = (tmp_path / "run-course.svg").read_text()
+    assert "one" in drawn and "accuracy" in drawn and "maxvision" in drawn
+
+
+class Logits(torch.nn.Module):
+    """Gives what a model of transformers does."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.network(x))
 
 
 def test_labels_of_an_axis_do_not_overlap() -> None:
