@@ -284,6 +284,33 @@ def test_layer_norms_read_what_is_narrow() -> None:
     assert {backward.types[v].dtype for v in (grad.inputs[0], grad.output)} == {"bfloat16"}
 
 
+class Beside(nn.Module):
+    """A linear layer beside what it reads, which autocast leaves in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.one(x)
+        return x + self.two(x)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_sums_of_float32_and_bfloat16_stay_wide() -> None:
+    """As torch's do: a stream of tokens is not rounded by each layer that adds to it."""
+    model, x = Beside(), torch.randn(2, T, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(x)
+        found = torch.compile(model, backend=backend, dynamic=False)(x)
+    assert found.dtype == want.dtype == torch.float32
+    assert not found.equal(found.bfloat16().float())
+    (program, *_) = (each.program for each in Interpreted.made)
+    sums = [node for node in program.nodes if node.op == "add" and len(node.inputs) == 2]
+    streams = [node for node in sums if program.types[node.output].shape == x.shape]
+    assert {program.types[node.output].dtype for node in streams} == {"float32"}
+
+
 def test_torch_finds_statistics_of_layer_norms_again() -> None:
     """No layer of the kinds that are asked for is beside them, so torch computes the way back."""
     model, x = nn.Sequential(nn.LayerNorm(8), nn.Sigmoid()), torch.randn(2, T, 8)
