@@ -5,7 +5,7 @@ and tanh lose NaN and exp gives no infinity. These serve vectors of any width on
 selects: `min` and `max` drop NaN.
 """
 
-from std.math import exp, exp2, floor
+from std.math import copysign, exp, exp2, floor
 from std.memory import bitcast
 from std.sys import CompilationTarget, is_gpu, is_nvidia_gpu
 from std.sys.intrinsics import llvm_intrinsic
@@ -579,8 +579,8 @@ def gelu_grad[
         The slope in each lane, to 5e-7 absolutely; NaN for infinity and NaN, as in torch.
     """
     comptime DENSITY: Float32 = 0.3989422804014327  # 1 / sqrt(2 pi)
-    var tail = _tail[log2_tail](max(-v, min(v, 64)))
-    var below = v.gt(0).select(1 - tail, tail)
+    var beyond = 0.5 - _tail[log2_tail](max(-v, min(v, 64)))
+    var below = 0.5 + copysign(beyond, v)
     return (v * DENSITY).fma(exponential(v * v * -0.5), below)
 
 

@@ -132,7 +132,7 @@ def check[
                 if least != (v / step + 1e-3).__round__() + zero:
                     continue  # float32 may round to either
                 v = (min(max(least, 0), 255) - zero) * step if not isnan(v) else -zero * step
-            comptime if epilogue.adds:
+            comptime if epilogue.joins:
                 v += (number - Float64(residual_is.zero)) * Float64(residual_is.scale)
             var want = activated[epilogue](v)
             var bound = 2e-7 * (abs(product) + 3)  # of float32
