@@ -114,6 +114,10 @@ class View:
                     named = ""
                 elif wanted == 1:  # a batch is wanted, and something else comes first
                     return None
+                elif held == wanted:
+                    wanted = 1
+                elif 0 in (held, wanted):  # a tensor without numbers
+                    return None
                 elif wanted % held == 0:
                     wanted //= held
                 elif held % wanted == 0:

@@ -194,6 +194,12 @@ def test_sizes_without_common_factors_have_no_view(
     assert View.of(shape).reshaped(to) is None
 
 
+def test_a_shape_without_numbers_is_viewed_where_its_sizes_stay() -> None:
+    view = View.of((2, 0, 3)).permuted((1, 0, 2)).reshaped((0, 6))
+    assert view is not None and view.shape == (0, 6) and not view.keeps_order
+    assert View.of((2, 0, 3)).reshaped((3, 0)) is None
+
+
 def test_views_that_do_not_meet_have_none_together() -> None:
     one = View.of((4, 6)).permuted((1, 0))
     assert one.then(View.of((6, 4)).permuted((1, 0))) == View.of((4, 6))
