@@ -45,11 +45,13 @@ class Measured:
         ours: The same by ``torch_ops``.
         shapes: Of the tensors, at a number of images; the first one is of activations, and so are
             others of its shape.
+        images: Whether the first one is of images, which lie channels last.
     """
 
     torch: Callable[..., Tensor]
     ours: Callable[..., Tensor]
     shapes: Callable[[int], list[tuple[int, ...]]]
+    images: bool = False
 
 
 def _trained(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -79,17 +81,22 @@ OPS: dict[str, Measured] = {
         lambda x, w: F.relu(F.conv2d(x, w, padding=1)),
         lambda x, w: ours.conv2d(x, w, padding=1, activation="relu"),
         lambda n: [(n, 64, 56, 56), (64, 64, 3, 3)],
+        images=True,
     ),
     "depthwise_pointwise": Measured(
         _separable,
         lambda x, d, p: ours.depthwise_pointwise(x, d, p, padding=1),
         lambda n: [(n, 96, 28, 28), (96, 1, 3, 3), (192, 96, 1, 1)],
+        images=True,
     ),
-    "batch_norm": Measured(_trained, _ours_trained, lambda n: [(n, 64, 56, 56), (64,), (64,)]),
+    "batch_norm": Measured(
+        _trained, _ours_trained, lambda n: [(n, 64, 56, 56), (64,), (64,)], images=True
+    ),
     "max_pool2d": Measured(
         lambda x: F.max_pool2d(x, 3, 2, 1),
         lambda x: ours.max_pool2d(x, 3, 2, 1),
         lambda n: [(n, 64, 112, 112)],
+        images=True,
     ),
     "linear": Measured(
         lambda x, w, b: F.gelu(F.linear(x, w, b)),
@@ -161,7 +168,8 @@ def _measured(
         if i and len(shape) > 1 and shape[0] != images:
             x /= float(torch.tensor(shape[1:]).prod()) ** 0.5  # weights
         x = x.to(place, TORCH[dtype])
-        tensors.append(x.to(memory_format=torch.channels_last) if x.ndim == 4 and not i else x)
+        last = what.images and not i
+        tensors.append(x.to(memory_format=torch.channels_last) if last else x)
     ways = dict(zip(WAYS, (what.torch, torch.compile(what.torch, dynamic=False), what.ours),
                     strict=True))  # fmt: skip
     return compare(ways, tensors, backward=backward, seconds=seconds).records

@@ -25,7 +25,8 @@ installed, or the root of the checkout be in PYTHONPATH. Augmentation, the teach
 stay as they are.
 
 With `--curves FILE.json` the loss of every epoch, and ten times on the way the accuracy of the
-averaged weights on the test pictures, are written for `maxvision bench report FILE.json --plots .`.
+averaged weights on the test pictures, are written. `maxvision bench report FILE.json --plots .`
+draws them in FILE-course.svg.
 
 Every `DIR/NAME-cifar10` that is written holds config.json, preprocessor_config.json and
 model.safetensors: filters and matrices as float16, vectors as float32. The accuracy printed last is
