@@ -124,7 +124,7 @@ def _layer_norm(
         return [y, middle, inverse]
     y = y if weight is None else net.op("mul", [y, imp.value(weight)])
     y = y if bias is None else net.op("add", [y, imp.value(bias)])
-    return [_cast(imp, y, given.type.dtype), middle, inverse]
+    return [rules.cast(imp, y, given.type.dtype), middle, inverse]
 
 
 @rule(aten.native_layer_norm_backward.default)
@@ -164,7 +164,7 @@ def _group_norm(
         sizes = (n, c, size, groups, eps)
         y, *_ = _PLAIN[aten.native_group_norm.default](imp, node, x, weight, bias, *sizes)
     else:
-        y = _cast(imp, _by_channel(imp, net.reshape(y, *x.shape), weight, bias), given)
+        y = rules.cast(imp, _by_channel(imp, net.reshape(y, *x.shape), weight, bias), given)
     return [y, *(net.reshape(each, x.shape[0], groups) for each in (middle, inverse))]
 
 
@@ -209,7 +209,7 @@ def _batch_norm_backward(
         shift = net.op("sub", [net.op("mul", [total, share]), net.op("mul", [middle, slope])])
         part = net.op("mul", [wide_x, rules.by_channel(imp, slope, rank)])
         dx = net.op("add", [dx, net.op("add", [part, rules.by_channel(imp, shift, rank)])])
-    return [_cast(imp, dx, x.type.dtype), dweight, total]
+    return [rules.cast(imp, dx, x.type.dtype), dweight, total]
 
 
 @rule(aten.gelu_backward.default)
@@ -241,7 +241,7 @@ def _batch_norm_frozen(
     inverse = net.op("rsqrt", [net.op("add", [imp.value(var)], other=float(eps))])
     centred = net.op("sub", [_widened(imp, x), rules.by_channel(imp, mean, rank)])
     y = net.op("mul", [centred, rules.by_channel(imp, inverse, rank)])
-    return [_cast(imp, _by_channel(imp, y, weight, bias), x.type.dtype), None, None]
+    return [rules.cast(imp, _by_channel(imp, y, weight, bias), x.type.dtype), None, None]
 
 
 def _normed(imp: Importer, x: Value, axes: Sequence[int], eps: float) -> list[Value]:
@@ -278,7 +278,7 @@ def _normed_by_channel(imp: Importer, x: Value, weight: Any, bias: Any, eps: flo
     shift = net.op("neg", [shift]) if bias is None else net.op("sub", [imp.value(bias), shift])
     y = net.op("mul", [wide, rules.by_channel(imp, scale, rank)])
     y = net.op("add", [y, rules.by_channel(imp, shift, rank)])
-    return [_cast(imp, y, x.type.dtype), middle, inverse, spread]
+    return [rules.cast(imp, y, x.type.dtype), middle, inverse, spread]
 
 
 def _by_channel(imp: Importer, y: Value, weight: Any, bias: Any) -> Value:
@@ -289,14 +289,9 @@ def _by_channel(imp: Importer, y: Value, weight: Any, bias: Any) -> Value:
     return y
 
 
-def _cast(imp: Importer, x: Value, dtype: str) -> Value:
-    """Casts a value where values keep their dtypes."""
-    return x if not imp.exact or x.type.dtype == dtype else imp.net.op("cast", [x], dtype=dtype)
-
-
 def _widened(imp: Importer, x: Value) -> Value:
     """Casts a value to what statistics of it are in."""
-    return _cast(imp, x, wide(x.type.dtype))
+    return rules.cast(imp, x, wide(x.type.dtype))
 
 
 @rule(aten.convolution_backward.default)
@@ -466,7 +461,7 @@ def _embedding_backward(
         tokens = net.op("where", [net.op("ne", [index], other=float(padding)), tokens], other=0.0)
     zeros = imp.constant(torch.zeros(rows, c))
     sums = rules.scattered(imp, zeros, 0, index, _widened(imp, tokens))
-    return _cast(imp, sums, dy.type.dtype)
+    return rules.cast(imp, sums, dy.type.dtype)
 
 
 @rule(aten.scatter.value)

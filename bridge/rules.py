@@ -56,17 +56,16 @@ def binary(imp: Importer, op: str, a: Any, b: Any) -> Value:
     return net.op(op, [a, b])
 
 
-def _alike(imp: Importer, *given: Value) -> tuple[Value, ...]:
-    """Casts floats to the widest dtype of those that have axes, as torch does; where it matters."""
-    dtypes = {each.type.dtype for each in given if each.shape or not any(x.shape for x in given)}
-    if not imp.exact or len({each.type.dtype for each in given}) == 1:
-        return given
+def _alike(imp: Importer, *given: Value) -> list[Value]:
+    """Casts floats to the widest dtype of those that have axes, as torch does."""
+    dtypes = {each.type.dtype for each in [x for x in given if x.shape] or given}
     widest = dtypes.pop() if len(dtypes) == 1 else "float64" if "float64" in dtypes else "float32"
-    cast = (each.type.dtype != widest for each in given)
-    return tuple(
-        imp.net.op("cast", [each], dtype=widest) if differs else each
-        for each, differs in zip(given, cast, strict=True)
-    )
+    return [cast(imp, each, widest) for each in given]
+
+
+def cast(imp: Importer, x: Value, dtype: str) -> Value:
+    """Casts a value where values keep their dtypes."""
+    return x if not imp.exact or x.type.dtype == dtype else imp.net.op("cast", [x], dtype=dtype)
 
 
 def where(imp: Importer, condition: Any, a: Any, b: Any) -> Value:

@@ -91,7 +91,7 @@ def computed_filter(
     Raises:
         DeviceError: If the device has no kernel for the dtype.
     """
-    f, c, r, s = _fcrs(w, layout)
+    f, c, r, s = map(int, shapes.fcrs(_type(w), layout))
     shape = (r, s, f // groups, c * groups) if turned else (r, s, c, f)
     form, size = arrange.arrangement(shape, groups, w.device.is_cpu(), w.dtype)
     if not w.device.is_cpu():
@@ -192,7 +192,7 @@ def conv2d_input_grad(
         ArgumentError: If shapes or geometry do not fit.
         DeviceError: If the device has no kernel for the dtype.
     """
-    f, c, r, s = _fcrs(w, filter_layout)
+    f, c, r, s = map(int, shapes.fcrs(_type(w), filter_layout))
     if arrange.is_depthwise((r, s, c, f), groups) and not dy.device.is_cpu():
         out = shapes.conv2d_input_grad(
             _type(dy), _type(w), size=size,
@@ -296,13 +296,6 @@ def _interleaved(parts: Sequence[TensorValue | None], steps: tuple[int, int]) ->
         y = ops.concat([part.reshape((n, h, w, 1, c)) for part in there], 3)
         y = permute(y.reshape((n, h, w, *steps, c)), (0, 1, 3, 2, 4, 5))
     return y.reshape((n, int(h) * steps[0], int(w) * steps[1], c))
-
-
-def _fcrs(w: TensorValue, layout: str) -> tuple[int, int, int, int]:
-    """Gives the sizes of a filter that is a value: F, C / groups, R, S."""
-    f, *rest = map(int, w.shape)
-    c, r, s = rest if layout == "NCHW" else (rest[2], *rest[:2])
-    return f, c, r, s
 
 
 def _cut(x: TensorValue, sides: Sequence[int]) -> TensorValue:

@@ -205,7 +205,7 @@ def conv2d(
     may lie as [F, R, S, C]: its layout is NHWC then.
     """
     n, h, w, c = _image(name, x, layout)
-    f, filter_c, r, s = (_known(name, size, "filter") for size in _fcrs(filter, filter_layout))
+    f, filter_c, r, s = (_known(name, size, "filter") for size in fcrs(filter, filter_layout))
     if c != filter_c * groups:
         raise ArgumentError(
             f"{name}: filter w[R, S, C, F] expects C={filter_c * groups}"
@@ -219,7 +219,8 @@ def conv2d(
     return out
 
 
-def _fcrs(filter: Type, layout: str) -> Sequence[Size]:
+def fcrs(filter: Type, layout: str) -> Sequence[Size]:
+    """Gives the sizes of a filter as F, C / groups, R, S; it may lie as [F, R, S, C / groups]."""
     f, *rest = filter.shape
     return filter.shape if layout == "NCHW" else (f, rest[2], *rest[:2])
 
@@ -239,7 +240,7 @@ def conv2d_input_grad(
     """Types the gradient of x, of ``size`` px, from that of conv2d(x, filter)."""
     name = "conv2d_input_grad"
     n, p, q, f = _image(name, dy, layout)
-    filters, c, r, s = (_known(name, each, "filter") for each in _fcrs(filter, filter_layout))
+    filters, c, r, s = (_known(name, each, "filter") for each in fcrs(filter, filter_layout))
     if filters != f or windows(name, pair(size), (r, s), stride, padding, dilation) != (p, q):
         raise ArgumentError(
             f"{name}: dy {_list(dy)} does not fit a filter {_list(filter)} and"

@@ -25,7 +25,7 @@ from .kernel_argument import KernelArgument
 from .launch import launch
 from .operands import CHECKED, I64, Data, Global, widened
 from .parallel import over_cores
-from .pointwise import BYTE, MOST, PIECE, Sources, evaluated, narrowest, part_cpu, widest
+from .pointwise import BYTE, MOST, PIECE, Sources, evaluated, in_memory, narrowest, part_cpu, widest
 
 comptime ROOM = 4000
 """Bytes of the table of members; graphs/elementwise.py counts with it, too."""
@@ -300,12 +300,12 @@ struct Foreach:
             Results
         ), "foreach: expects inputs of each member"
         comptime assert len(Results) <= Members[count].MOST, "foreach: expects fewer members"
-        comptime dtype = _in_memory(Results[0].dtype)
+        comptime dtype = in_memory(Results[0].dtype)
         comptime for i in range(len(Results)):
-            comptime assert _in_memory(Results[i].dtype) == dtype, "foreach: expects one dtype"
+            comptime assert in_memory(Results[i].dtype) == dtype, "foreach: expects one dtype"
         comptime for i in range(len(Inputs)):
             comptime assert (
-                _in_memory(Inputs[i].dtype) == dtypes[i % count]
+                in_memory(Inputs[i].dtype) == dtypes[i % count]
             ), "foreach: expects the dtypes of the first member"
         comptime assert (
             target != "cpu" or dtype == BYTE or dtype == I64 or CHECKED[dtype]
@@ -327,16 +327,11 @@ struct Foreach:
             foreach_gpu[dtype, expression, dtypes](members, ctx)
 
 
-def _in_memory(dtype: DType) -> DType:
-    """Names what a tensor's numbers are in memory: masks are bytes."""
-    return BYTE if dtype == DType.bool else dtype
-
-
 def _dtypes[Inputs: TypeList[Trait=TileTensorable & Input, ...], count: Int]() -> List[DType]:
     """Lists the dtypes of a member's inputs, as they lie in memory."""
     var found = List[DType]()
     comptime for i in range(count):
-        found.append(_in_memory(Inputs[i].dtype))
+        found.append(in_memory(Inputs[i].dtype))
     return found^
 
 

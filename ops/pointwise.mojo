@@ -765,7 +765,7 @@ struct Pointwise:
         ]
         comptime dtypes = in_memory(all, inputs_of(expression))
         comptime count = len(dtypes)
-        comptime result = BYTE if y.dtype == DType.bool else y.dtype
+        comptime result = in_memory(y.dtype)
         comptime assert (
             target != "cpu" or result == BYTE or CHECKED[result]
         ), "pointwise: a CPU expects float32, bfloat16 or float64"
@@ -791,6 +791,18 @@ struct Pointwise:
             pointwise_gpu[expression, dtypes, most](to, used, axes, ctx)
 
 
+def in_memory(dtype: DType) -> DType:
+    """Names what numbers of a dtype are in memory.
+
+    Args:
+        dtype: Any.
+
+    Returns:
+        It; masks are bytes.
+    """
+    return BYTE if dtype == DType.bool else dtype
+
+
 def in_memory(dtypes: List[DType], count: Int) -> List[DType]:
     """Lists the dtypes of the inputs that are used, as they lie in memory.
 
@@ -803,7 +815,7 @@ def in_memory(dtypes: List[DType], count: Int) -> List[DType]:
     """
     var found = List[DType]()
     for i in range(count):
-        found.append(BYTE if dtypes[i] == DType.bool else dtypes[i])
+        found.append(in_memory(dtypes[i]))
     return found^
 
 

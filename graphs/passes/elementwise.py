@@ -188,8 +188,8 @@ def _with_expression(program: Program, concat: Node, node: Node) -> Node | None:
 
 
 def text(node: Node) -> str:
-    """Gives the expression that a node computes, or those that it reduces."""
-    if node.op in REDUCTIONS:
+    """Gives the expression that a node computes, or those that it reduces; a cast's is ``x0``."""
+    if node.op in (*REDUCTIONS, "cast"):
         return str(node.attributes.get("expression", "x0"))
     return str(node.attributes.get("expression") or expression(node.op, node.attributes))
 

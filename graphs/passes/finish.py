@@ -152,7 +152,7 @@ class _Ending:
     def inlined(self, node: Node) -> list[str]:
         """Writes an expression down, of what is left and of vectors."""
         words: list[str] = []
-        for word in _text(node).split(" "):
+        for word in text(node).split(" "):
             if word[:1] == "x":
                 value = self.root(node.inputs[int(word[1:])])
                 words += self.words.get(value, [f"x{value}"])
@@ -278,8 +278,3 @@ class _Ending:
             "first": first,
         }
         return replace(self.node, op="reduce_results", inputs=inputs, attributes=attributes)
-
-
-def _text(node: Node) -> str:
-    """Gives the expression that a node computes; a cast gives what it reads."""
-    return "x0" if node.op == "cast" else text(node)

@@ -107,8 +107,7 @@ def _kind(program: Program, node: Node) -> _Kind | None:
         computes = node.op in OF_INTEGERS
     else:
         computes = kinds <= FLOATS | {"bool"} and set(dtypes[:-1]) != {"bool"}
-    expression = "x0" if node.op == "cast" else text(node)
-    return _Kind(expression, tuple(dtypes), node.dtype) if computes else None
+    return _Kind(text(node), tuple(dtypes), node.dtype) if computes else None
 
 
 def _together(kinds: Mapping[_Kind, Sequence[Node]]) -> list[Node]:

@@ -140,12 +140,10 @@ def _last(x: Tensor) -> Tensor:
 
 def _end(y: Tensor, residual: Tensor | None, epilogue: str) -> Tensor:
     words, how = activation(epilogue), joining(epilogue)
-    assert (residual is not None) == bool(how)
-    if residual is None:
-        return _pointwise(y, expression=f"x0 {words}") if words else y
-    assert residual.shape == y.shape
-    expression = f"x0 x1 {words} mul".replace("  ", " ") if how == "mul" else f"x0 x1 add {words}"
-    return _pointwise(y, residual, expression=expression.strip())
+    order = {"": ["x0", words], "add": ["x0 x1 add", words], "mul": ["x0 x1", words, "mul"]}
+    given = [y] if residual is None else [y, residual]
+    assert len(given) == 1 + bool(how) and given[-1].shape == y.shape
+    return _pointwise(*given, expression=" ".join(filter(None, order[how])))
 
 
 @_images
