@@ -38,7 +38,7 @@ from maxvision.graphs.elementwise import (
 )
 from maxvision.graphs.parameters import Filter, wide
 from maxvision.graphs.shapes import MOST_AXES, MOST_ROW_AXES, Padding, Pair
-from maxvision.graphs.types import Size, Type, at_batch, multiple, product, split
+from maxvision.graphs.types import Size, Type, at_batch, part, product, split
 
 OPS = Path(__file__).resolve().parent.parent / "ops"
 """The Mojo package, for ``Graph(custom_extensions=[OPS])``."""
@@ -754,8 +754,8 @@ def reduce(
         first, last = len(kept), len(sizes) - 1
     shape = [product(sizes[:first]), product(sizes[first : last + 1]), product(sizes[last + 1 :])]
     if (parts := _parts(x, shape)) > 1:
-        part = dims([parts, int(shape[1]) // parts, shape[2]])
-        x = reduce(kind, x.reshape(part), [1], dtype="float32")
+        sizes = dims([parts, part(shape[1], parts), shape[2]])
+        x = reduce(kind, x.reshape(sizes), [1], dtype="float32")
         shape = [1, parts, shape[2]]
     rows = Type((shape[0], shape[2]), out.dtype)
     y = _custom("reduce", [x.reshape(dims(shape))], [rows], {"kind": kind})[0]
@@ -901,8 +901,7 @@ class _Terms:
         if (parts := _parts(self.values[0], self.sizes)) == 1:
             return self
         lies = [letters.replace("o", "").replace("r", "or") for letters in self.lies]
-        number, name = split(between)
-        sizes = (parts, multiple(number // parts, name), behind)
+        sizes = (parts, part(between, parts), behind)
         count = len(self.expression.split(BETWEEN))
         made = replace(self, lies=lies, sizes=sizes).reduced(["float32"] * count)
         each = BETWEEN.join(f"x{i}" for i in range(count))

@@ -26,6 +26,12 @@ def multiple(number: int, name: str) -> Size:
     return (name if number == 1 else f"{number}*{name}") if name else number
 
 
+def part(size: Size, parts: int) -> Size:
+    """Divides a size by a divisor of its number."""
+    number, name = split(size)
+    return multiple(number // parts, name)
+
+
 def at_batch(size: Size, batch: int) -> int:
     """Gives the number that a size is, where its name stands for ``batch``."""
     number, name = split(size)

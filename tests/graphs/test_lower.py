@@ -352,6 +352,23 @@ def test_depthwise_filters_are_read_as_they_lie() -> None:
     assert sorted(found) == ["conv2d", "depthwise_input_grad", "permute", "permute"]
 
 
+def sum_of_images(net: Net, x: Value) -> None:
+    """A sum over images and pixels, by channel."""
+    net.output("sum", net.op("sum", [x], axes=(0, 1, 2)))
+
+
+def squares_of_images(net: Net, x: Value) -> None:
+    """A sum of an expression of x, over images and pixels, by channel."""
+    net.output("squares", net.op("sum", [net.op("mul", [x, x])], axes=(0, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("sums", "op"), [(sum_of_images, "reduce"), (squares_of_images, "reduce_terms")]
+)
+def test_sums_over_a_batch_that_is_not_known_are_in_parts(sums: Any, op: str) -> None:
+    assert [name for name, _ in on_hopper(sums, 64, 64, 64)] == [op, op]
+
+
 @pytest.mark.parametrize("off", [(), set(PASSES)])
 def test_lowering_asks_for_the_weights_that_its_program_reads(off: Collection[str]) -> None:
     plain = TINY["cvt"]
