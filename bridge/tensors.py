@@ -19,6 +19,7 @@ On an H100 (one-off) a recorded ResNet-50 takes 60 us of the host, kernel by ker
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -34,6 +35,8 @@ from maxvision.common.errors import ModelError
 from maxvision.runtime.devices import find_device
 from maxvision.runtime.replay import KEYS, Capture, Replays, captures, gate, zeros
 
+log = logging.getLogger("maxvision")
+
 POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 """MAX's setting of the share of a GPU's memory that it takes at the first recording."""
 SHARE = "40"
@@ -48,6 +51,8 @@ LENT = 1 << 30
 """Bytes of outputs that a step of training copies at most, as they are kept."""
 RECORDS = 8
 """How often a step of training is recorded anew before it runs kernel by kernel."""
+_FULL = "cannot satisfy allocation"
+"""What MAX says where its share of the GPU's memory is taken."""
 
 Places = tuple[tuple[int, tuple[int, ...]], ...]
 """Addresses and shapes."""
@@ -197,7 +202,8 @@ class Step(_InTorch):
     A GPU records it the second time, and its outputs are then the launch's own memory. Those that
     are alive when it is called again, as losses that are collected and gradients that add up, are
     copies from then on. Where that is too much, as of two large steps forward before one back, it
-    runs kernel by kernel.
+    runs kernel by kernel; and so it does where MAX's share of the memory does not hold a recording,
+    whose intermediate results no other one shares.
 
     Args:
         executable: It.
@@ -253,10 +259,27 @@ class Step(_InTorch):
             self._left -= 1
         if self._left:
             with self._gate.capturing():
-                self._launch = _Loan(
-                    self._executable, self._device, tensors, self._turns, self._moving, self._kept
-                )
+                self._launch = self._recorded(tensors)
         return self._launch is not None
+
+    def _recorded(self, tensors: Sequence[Tensor]) -> _Loan | None:
+        """Records a launch; gives None, for good, where there is not the memory."""
+        try:
+            return _Loan(
+                self._executable, self._device, tensors, self._turns, self._moving, self._kept
+            )
+        except RuntimeError as error:
+            if _FULL not in str(error):
+                raise
+            self._left = 0
+            log.warning(
+                "a part of a training step runs kernel by kernel, for which the host takes longer:"
+                " its recording needs more than the %s %% of the GPU's memory that MAX may take;"
+                " %s is the setting, before the first step",
+                os.environ.get(POOL, SHARE),
+                POOL,
+            )
+            return None
 
 
 def _refuse_recording(tensors: Sequence[Tensor]) -> None:

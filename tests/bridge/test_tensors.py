@@ -127,6 +127,31 @@ def test_a_step_lends_its_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert executable.captured == [4] and len(executable.replayed) == 3
 
 
+def test_a_step_that_does_not_fit_runs_kernel_by_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recording(monkeypatch)
+
+    class Full(Doubling):
+        def capture(self, key: int, given: Buffer) -> list[Buffer]:
+            super().capture(key, given)
+            raise RuntimeError(self.problem)
+
+        problem = "Memory manager cannot satisfy allocation (out of memory): cuda[0]"
+
+    executable = Full()
+    run = tensors.Step(executable, CPU())  # type: ignore[arg-type]
+    x = torch.ones(3)
+    assert [run(x)[0].tolist() for _ in range(4)] == [[2.0] * 3] * 4
+    assert executable.captured == [3] and not executable.replayed
+    assert tensors.POOL in caplog.text
+    executable.problem = "something else"
+    run = tensors.Step(executable, CPU())  # type: ignore[arg-type]
+    run(x)
+    with pytest.raises(RuntimeError, match="something else"):
+        run(x)
+
+
 def test_outputs_that_are_kept_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """As losses that are collected, and gradients that are added up over several steps."""
     recording(monkeypatch)
