@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from maxvision.runtime import jpeg, resample
 from maxvision.runtime.classifier import Classifier, load
 from maxvision.runtime.collect import collect
 from maxvision.runtime.jpeg import Jpeg, Picture
-from maxvision.runtime.pipeline import BATCHES, FILES, READERS, Item, Times, answers
+from maxvision.runtime.pipeline import BATCHES, READERS, Find, Item, Times, answers
 from maxvision.runtime.predictions import softmax
 from maxvision.runtime.preprocess import Preprocess, read_image
+from maxvision.runtime.reading import Reader
 
 COMPARED = 1000
 """Pictures that are compared at most, and classified with the CPU beside the GPU."""
@@ -122,7 +124,7 @@ def on_the_gpu(
         found.append(decoding_alone(model, some, size))
     items = [item for item in collect([options.folder]) if not isinstance(item.source, ImageError)]
     many = list(itertools.islice(itertools.cycle(items), options.pictures))
-    found += [reading_alone(model, many, threads) for threads in (1, READERS)]
+    found += [reading_alone(model, many, processes) for processes in (0, READERS)]
     found.append({"decode": "gpu", **from_files(model, many)})
     model.choose_decoder("cpu")
     found.append({"decode": "cpu", **from_files(model, many[:COMPARED])})
@@ -174,18 +176,26 @@ def decoding_alone(
     return {"alone": size, "pictures_per_s": round(rate, 1), "ms": round(ms, 3)}
 
 
-def reading_alone(model: Classifier, items: Sequence[Item], threads: int) -> dict[str, Any]:
-    """Reads files and their headers, which nothing decodes."""
+def reading_alone(model: Classifier, items: Sequence[Item], processes: int) -> dict[str, Any]:
+    """Reads files and their headers, which nothing decodes, in processes; or here, if 0."""
+    sources, size = [item.source for item in items], model.batch_size
+    batches = [sources[at : at + size] for at in range(0, len(sources), size)]
+    readers = [Reader(model.preprocess, size, 2) for _ in range(processes)]
+    for each in readers:
+        each.wait()
+    finds: Sequence[Find] = readers or [partial(jpeg.find_all, preprocess=model.preprocess)]
 
-    def read(some: Sequence[Item]) -> int:
-        return sum(model.read(str(item.source)) is not None for item in some)
+    def read(number: int) -> int:
+        found = (finds[number](each) for each in batches[number :: len(finds)])
+        return sum(each is not None for some in found for each in some)
 
-    pieces = [items[at : at + FILES] for at in range(0, len(items), FILES)]
     begun = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        rate = sum(pool.map(read, pieces)) / (time.perf_counter() - begun)
-    print(f"reading alone, {threads} threads: {rate:,.0f} pictures/s", flush=True)
-    return {"reading": threads, "pictures_per_s": round(rate, 1)}
+    with ThreadPoolExecutor(len(finds)) as pool:
+        rate = sum(pool.map(read, range(len(finds)))) / (time.perf_counter() - begun)
+    for each in readers:
+        each.close()
+    print(f"reading alone, {processes} processes: {rate:,.0f} pictures/s", flush=True)
+    return {"reading": processes, "pictures_per_s": round(rate, 1)}
 
 
 def from_files(model: Classifier, items: Sequence[Item]) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def _taken(device: Device) -> int:
 
 
 def _most(step: Callable[[], object], device: Device) -> int:
-    """Gives the most bytes that are taken while a step is enqueued; it looks 1,000 times a second."""
+    """Gives the most bytes that are taken while a step is enqueued, looked at each ms."""
     found, done = [_taken(device)], threading.Event()
 
     def watch() -> None:

@@ -7,11 +7,9 @@ model.classify("cat.jpg", top_k=5)
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
@@ -460,10 +458,8 @@ class Classifier:
         Raises:
             ImageError: If it cannot be read.
         """
-        if self.decoder is not None:
-            file = _file(source)
-            if file is not None and (found := jpeg.read(file, self.preprocess)):
-                return found
+        if self.decoder is not None and (found := jpeg.find(source, self.preprocess)):
+            return found
         return self._prepare(self.preprocess, source)
 
     def resize_by_vectors(self) -> None:
@@ -704,22 +700,3 @@ class Classifier:
         _, height, width, _ = pixels.shape
         executor = self.executor((height, width), pixels.dtype.name, everything=everything)
         return executor(pixels)
-
-
-def _file(source: Source) -> bytes | None:
-    """Reads a file that is there; nothing if it is none, such as a pipe, or cannot be opened.
-
-    By the system's own calls, which take the interpreter for less time than ``open`` does.
-    """
-    if isinstance(source, bytes):
-        return source
-    if isinstance(source, (str, os.PathLike)):
-        with suppress(OSError, ValueError):
-            about = os.stat(source)
-            if stat.S_ISREG(about.st_mode):
-                number = os.open(source, os.O_RDONLY)
-                try:
-                    return os.read(number, about.st_size)
-                finally:
-                    os.close(number)
-    return None

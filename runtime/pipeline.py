@@ -4,8 +4,8 @@ Decoding threads work ahead of the model by two batches, one thread keeps the mo
 caller writes what has been answered. So the slowest of the three sets the pace, and only so many
 images are in memory.
 
-Where the GPU decodes, these threads read files, several at a time, and two threads keep it busy: it
-decodes one batch while the network runs the other.
+Where the GPU decodes, files are read a batch at a time, and two threads keep the GPU busy: it
+decodes one batch while the network runs the other. What it does not take is decoded as elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
@@ -25,25 +28,29 @@ import numpy.typing as npt
 
 from maxvision.common.errors import ImageError
 from maxvision.common.host import cores
+from maxvision.runtime import jpeg
 from maxvision.runtime.preprocess import Source
+from maxvision.runtime.reading import Reader
 
 if TYPE_CHECKING:
     from maxvision.runtime import Classifier, Prediction
-    from maxvision.runtime.jpeg import Picture
+    from maxvision.runtime.jpeg import Jpeg, Picture
 
-    Ran: TypeAlias = tuple[list[np.ndarray | ImageError], list[list[Prediction] | None]]
-    """The logits of each picture or its error; and of those without one the likeliest classes,
-    None where logits are not finite."""
+    Loaded: TypeAlias = tuple[Picture | ImageError, float]
+    """A picture or its error, and the seconds that reading took."""
+    Running: TypeAlias = Future[list[np.ndarray | ImageError]]
+    """The logits of each picture of a batch, or its error."""
 
-FILES = 16
-"""That a thread reads at a time, where the GPU decodes: handing each over would cost as much."""
+Find: TypeAlias = "Callable[[Sequence[Source | ImageError]], list[Jpeg | None]]"
+"""Finds those among files that the GPU decodes."""
+
 READERS = 2
-"""Threads that read there. More of them wait for the interpreter, which each read gives away."""
+"""Batches that are read at a time, where the GPU decodes; of many images, by processes."""
 BATCHES = 2
 """That are under way there."""
 
 MANY = 2000
-"""Images for which it pays to import what resizes by vectors."""
+"""Images for which it pays to start processes, and to import what resizes by vectors."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -103,54 +110,57 @@ def answers(
         workers: Threads that decode; one a core if None.
     """
     workers = min(workers or cores(), len(items) or 1)
-    if model.decoder is not None:
-        workers = min(workers, READERS)
     if len(items) >= MANY:
         model.resize_by_vectors()
     size = model.batch_size
     parts = [items[start : start + size] for start in range(0, len(items), size)]
-    together, runners = (1, 1) if model.decoder is None else (FILES, BATCHES)
+    runners = 1 if model.decoder is None else BATCHES
+    ahead = 1 + runners + READERS
 
-    def read(some: Sequence[Item]) -> tuple[list[Picture | ImageError], float]:
+    def read(item: Item) -> Loaded:
         start = time.perf_counter()
-        found: list[Picture | ImageError] = []
-        for item in some:
-            try:
-                if isinstance(item.source, ImageError):
-                    raise item.source
-                found.append(model.read(item.source))
-            except ImageError as error:
-                found.append(error)
-        return found, time.perf_counter() - start
+        image: Picture | ImageError
+        try:
+            if isinstance(item.source, ImageError):
+                raise item.source
+            image = model.read(item.source)
+        except ImageError as error:
+            image = error
+        return image, time.perf_counter() - start
 
-    def run(pictures: list[Picture], sources: list[Source]) -> Ran:
+    def fetch(part: Sequence[Item]) -> list[Loaded | Future[Loaded]]:
+        start = time.perf_counter()
+        with files.lent() as find:
+            found = find([item.source for item in part])
+        each = (time.perf_counter() - start) / len(part)
+        return [
+            decoders.submit(read, item) if image is None else (image, each)
+            for item, image in zip(part, found, strict=True)
+        ]
+
+    def run(pictures: list[Picture], sources: list[Source]) -> list[np.ndarray | ImageError]:
         start = time.perf_counter()
         rows = model.run(pictures, sources)
         times.runs.append((len(pictures), time.perf_counter() - start))
-        good = [row for row in rows if not isinstance(row, ImageError)]
-        if not good:
-            return rows, []
-        logits = np.stack(good)
-        with np.errstate(invalid="ignore"):
-            predictions = model.predictions(logits, top_k)
-        finite = np.isfinite(logits).all(axis=1).tolist()
-        return rows, [best if ok else None for best, ok in zip(predictions, finite, strict=True)]
+        return rows
 
-    readers = ThreadPoolExecutor(workers, "decode", _step_back if model.device == "cpu" else None)
+    decoders = ThreadPoolExecutor(workers, "decode", _step_back if model.device == "cpu" else None)
+    readers = ThreadPoolExecutor(READERS, "read")
     runner = ThreadPoolExecutor(runners, "model")
-    running: deque[tuple[Sequence[Item], list[Picture | ImageError], Future[Ran] | None]] = deque()
+    files = _Files(model, READERS, ahead + runners + 3 if len(items) >= MANY else 0)
+    running: deque[tuple[Sequence[Item], list[Picture | ImageError], Running | None]] = deque()
     try:
-        pieces = [part[i : i + together] for part in parts for i in range(0, len(part), together)]
-        images = _ahead(readers, read, pieces, (1 + runners) * size // together + workers)
+        if model.decoder is None:
+            images = _ahead(decoders, read, items, 2 * size + workers)
+        else:
+            images = map(_result, chain.from_iterable(_ahead(readers, fetch, parts, ahead)))
         for part in parts:
             loaded: list[Picture | ImageError] = []
-            while len(loaded) < len(part):
-                found, seconds = next(images)
-                loaded += found
-                times.preprocessing += seconds
             pictures: list[Picture] = []
             sources: list[Source] = []
-            for item, image in zip(part, loaded, strict=True):
+            for item, (image, seconds) in zip(part, images, strict=False):
+                loaded.append(image)
+                times.preprocessing += seconds
                 if not isinstance(image, ImageError) and not isinstance(item.source, ImageError):
                     pictures.append(image)
                     sources.append(item.source)
@@ -161,12 +171,56 @@ def answers(
                 future = runner.submit(run, pictures, sources)
             running.append((part, loaded, future))
             if len(running) > 1 + runners:
-                yield _finish(model, *running.popleft())
+                yield _finish(model, top_k, *running.popleft())
         while running:
-            yield _finish(model, *running.popleft())
+            yield _finish(model, top_k, *running.popleft())
     finally:
-        for pool in (readers, runner):
+        for pool in (readers, decoders, runner):
             pool.shutdown(wait=False, cancel_futures=True)
+        files.close()
+
+
+class _Files:
+    """What finds JPEGs for the GPU, for several threads.
+
+    Args:
+        model: For which.
+        count: How many batches at a time.
+        slots: See ``Reader``; 0 starts no process.
+    """
+
+    def __init__(self, model: Classifier, count: int, slots: int) -> None:
+        self._processes: list[Reader] = []
+        if model.decoder is not None and slots:
+            with suppress(OSError):  # no memory, or no more processes
+                for _ in range(count):
+                    self._processes.append(Reader(model.preprocess, model.batch_size, slots))
+        self._model = model
+        self._idle: SimpleQueue[Find] = SimpleQueue()
+        finds: Sequence[Find] = self._processes or [self._find] * count
+        for each in finds:
+            self._idle.put(each)
+
+    @contextmanager
+    def lent(self) -> Iterator[Find]:
+        """Lends one of them."""
+        find = self._idle.get()
+        try:
+            yield find
+        finally:
+            self._idle.put(find)
+
+    def _find(self, sources: Sequence[Source | ImageError]) -> list[Jpeg | None]:
+        return jpeg.find_all(sources, self._model.preprocess)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for each in self._processes:
+            each.close()
+
+
+def _result(loaded: Loaded | Future[Loaded]) -> Loaded:
+    return loaded.result() if isinstance(loaded, Future) else loaded
 
 
 def _step_back() -> None:
@@ -193,21 +247,27 @@ def _ahead(
 
 def _finish(
     model: Classifier,
+    top_k: int,
     items: Sequence[Item],
     loaded: Sequence[Picture | ImageError],
-    future: Future[Ran] | None,
+    future: Running | None,
 ) -> list[Answer]:
     """Waits for the logits of a batch and makes an answer of each image."""
-    rows, predictions = future.result() if future else ([], [])
-    logits, best = iter(rows), iter(predictions)
+    rows = future.result() if future else []
+    good = [row for row in rows if not isinstance(row, ImageError)]
+    logits = np.stack(good) if good else np.empty((0, 1), np.float32)
+    with np.errstate(invalid="ignore"):
+        predictions = model.predictions(logits, top_k) if good else []
+    named = zip(predictions, np.isfinite(logits).all(axis=1).tolist(), strict=True)
+    given = iter(rows)
     done = []
     for item, image in zip(items, loaded, strict=True):
-        row = image if isinstance(image, ImageError) else next(logits)
+        row = image if isinstance(image, ImageError) else next(given)
         if isinstance(row, ImageError):
             done.append(Answer(item.name, str(row)))
             continue
-        likeliest = next(best)
-        if likeliest is not None:
+        likeliest, finite = next(named)
+        if finite:
             done.append(Answer(item.name, None, likeliest, row))
         else:
             done.append(

@@ -15,7 +15,7 @@ from max.graph import DeviceRef
 from PIL import Image
 
 from maxvision.common.errors import DeviceError, ImageError
-from maxvision.runtime import classifier, executor, jpeg, nvjpeg
+from maxvision.runtime import classifier, executor, jpeg, nvjpeg, pipeline
 from maxvision.runtime.jpeg import Jpeg
 from maxvision.runtime.nvjpeg import Decoder
 from maxvision.runtime.pipeline import Item, Times, answers
@@ -225,7 +225,12 @@ def model() -> classifier.Classifier:
     return made
 
 
-def test_a_model_answers_as_with_the_cpu(model: classifier.Classifier, tmp_path: Any) -> None:
+@pytest.mark.parametrize("many", [2000, 1])
+def test_a_model_answers_as_with_the_cpu(
+    model: classifier.Classifier, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, many: int
+) -> None:
+    """Files are read by this process, and by others."""
+    monkeypatch.setattr(pipeline, "MANY", many)
     files = [encoded(40 + 3 * i, 60, turn=i % 9) for i in range(7)]
     files[2] = encoded(progressive=True)
     files[4] = files[4].replace(b"\xff\xda", b"\xff\xd8", 1)  # no scan: Pillow says so
@@ -249,6 +254,7 @@ def test_a_model_answers_as_with_the_cpu(model: classifier.Classifier, tmp_path:
     model.decoder = using
     assert isinstance(using, Decoder) and isinstance(using._library, Pillow)
     assert sum(using._library.calls) >= 6
+    del using._library.calls[:]
     assert times.images == 7
     assert model.classify(sources[0], top_k=1)[0] == found[0].predictions[0]
     with pytest.raises(ImageError, match=r"4\.jpg"):
