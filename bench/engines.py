@@ -36,7 +36,7 @@ from maxvision.bench.torchnet import TorchNet
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
 
-THROUGH = "torch-maxvision"
+THROUGH, UNGUARDED = "torch-maxvision", "torch-maxvision-unguarded"
 """Our kernels behind torch.compile; a peer only where it is asked for."""
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -171,7 +171,8 @@ def peers(reference: Any, inputs: Inputs, dtype: str) -> dict[str, Callable[[], 
     ``torch-compile`` copies its input at each call, as it must for a user (10 us of ResNet-50's
     time at batch 1 on an H200); ``torch-compile-graph`` is the same code in a graph that reads the
     input in place, which is what ours is compared with most strictly. ``torch-maxvision`` is our
-    kernels behind ``torch.compile``, with its guards.
+    kernels behind ``torch.compile``, which checks the module before each call (guards);
+    ``torch-maxvision-unguarded`` leaves these checks out.
     """
     kind = TORCH[dtype]
 
@@ -193,6 +194,7 @@ def peers(reference: Any, inputs: Inputs, dtype: str) -> dict[str, Callable[[], 
         "torch-compile-graph": (_compiled_graph, "default"),
         "torch-max-autotune": (_compiled, "max-autotune"),
         THROUGH: (_through, "maxvision"),
+        UNGUARDED: (_through, "maxvision", torch.compiler.skip_guard_on_all_nn_modules_unsafe),
         "torch-mojo-backend": (_mojo,),
     }
     found = {name: made(name, *way) for name, way in ways.items()}
@@ -276,8 +278,13 @@ def _mojo(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor
     return _through(module, x, mojo_backend)
 
 
-def _through(module: torch.nn.Module, x: torch.Tensor, backend: Any) -> Callable[[], torch.Tensor]:
-    compiled = torch.compile(lambda x: module(x).logits, backend=backend, dynamic=False)
+def _through(
+    module: torch.nn.Module, x: torch.Tensor, backend: Any, guards: Any = None
+) -> Callable[[], torch.Tensor]:
+    options = {"guard_filter_fn": guards} if guards else None
+    compiled = torch.compile(
+        lambda x: module(x).logits, backend=backend, dynamic=False, options=options
+    )
     with torch.inference_mode():
         for _ in range(3):
             compiled(x)

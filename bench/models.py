@@ -30,7 +30,7 @@ from maxvision.bench import summaries
 from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
 from maxvision.bench.ceilings import Ceilings, ceilings
-from maxvision.bench.engines import THROUGH, TORCH, peer_names
+from maxvision.bench.engines import THROUGH, TORCH, UNGUARDED, peer_names
 from maxvision.bench.inputs import Inputs
 from maxvision.bench.onnx_files import is_quantised, unrounded
 from maxvision.bench.records import write
@@ -127,7 +127,7 @@ def _peers(options: argparse.Namespace, gpu: bool) -> list[str]:
     names = peer_names(gpu, options.autotune) if options.peers else []
     if options.against is None:
         return names
-    known = [*names, THROUGH] if names else []
+    known = [*names, THROUGH, UNGUARDED] if names else []
     for name in options.against:
         if name not in known:
             raise ArgumentError(f"--against must be of {', '.join(known)} but has {name!r}")
