@@ -507,11 +507,11 @@ class Classifier:
             raise ArgumentError(f"top_k must be at least 1 but is {top_k}")
         scores = softmax(logits)
         order = likeliest(scores, top_k)
-        rows = zip(order.tolist(), np.take_along_axis(scores, order, 1).tolist(), strict=True)
-        return [
-            [Prediction(self.labels[i], i, each) for i, each in zip(best, some, strict=True)]
-            for best, some in rows
-        ]
+        best = np.take_along_axis(scores, order, 1)
+        pairs = zip(order.ravel().tolist(), best.ravel().tolist(), strict=True)
+        found = [Prediction(self.labels[i], i, score) for i, score in pairs]
+        width = order.shape[1]
+        return [found[start : start + width] for start in range(0, len(found), width)]
 
     def compile(self, progress: Callable[[str], None] | None = None) -> None:
         """Compiles for the images that ``preprocess`` makes, or takes the result from the cache.
