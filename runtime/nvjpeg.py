@@ -109,17 +109,23 @@ class Decoded(NamedTuple):
 
 
 class Library(Protocol):
-    """What decodes."""
+    """What decodes, in three steps: other threads have to wait during ``decode`` alone."""
 
-    def decode(self, files: Sequence[File], batch: int) -> list[Decoded | None]:
-        """Decodes files as they are stored, whatever their orientation.
+    def open(self, file: File) -> Any:
+        """Reads a header; gives what ``decode`` takes, or None if it is not understood."""
+
+    def decode(self, streams: Sequence[Any], batch: int) -> Sequence[Any]:
+        """Decodes files as they are stored, whatever their orientation; one call at a time.
 
         What MAX enqueues on the device afterwards finds the pixels. They stay until ``batch``, a
         number below ``BATCHES``, is used again.
 
         Returns:
-            Pixels of each file; None of one that cannot be decoded.
+            What ``locate`` takes of each file.
         """
+
+    def locate(self, image: Any) -> Decoded | None:
+        """Tells where the pixels of a file are; None if it could not be decoded."""
 
 
 class NvImageCodec:
@@ -156,36 +162,38 @@ class NvImageCodec:
         self._queue = DeviceQueue(device)
         self._images: dict[int, list[Any]] = defaultdict(list)
 
-    def decode(self, files: Sequence[File], batch: int) -> list[Decoded | None]:
+    def open(self, file: File) -> Any:
+        """See ``Library``."""
+        try:
+            return self._open(file)
+        except Exception:  # a header that it does not understand
+            return None
+
+    def decode(self, streams: Sequence[Any], batch: int) -> Sequence[Any]:
         """See ``Library``; the images of the batch before are used again."""
-        streams = [self._stream(file) for file in files]
         kept = self._images[batch]
-        kept += [None] * (len(files) - len(kept))
-        found = self._decoder.decode(
+        kept += [None] * (len(streams) - len(kept))
+        found: list[Any] = self._decoder.decode(
             streams,
-            images=kept[: len(files)],
+            images=kept[: len(streams)],
             params=self._as_stored,
             cuda_stream=self._queue.native_stream_handle,
         )
         if not self._device.is_host:
             self._device.default_queue.wait_for(self._queue)
-        decoded: list[Decoded | None] = []
         for i, image in enumerate(found):
-            if image is None:
-                decoded.append(None)
-                continue
-            kept[i] = image
-            place = getattr(image, self._interface)
-            height, width, channels = place["shape"]
-            whole = channels == 3 and not place["strides"]
-            decoded.append(Decoded(place["data"][0], height, width) if whole else None)
-        return decoded
+            if image is not None:
+                kept[i] = image
+        return found
 
-    def _stream(self, file: File) -> Any:
-        try:
-            return self._open(file)
-        except Exception:  # a header that it does not understand
+    def locate(self, image: Any) -> Decoded | None:
+        """See ``Library``."""
+        if image is None:
             return None
+        place = getattr(image, self._interface)
+        height, width, channels = place["shape"]
+        whole = channels == 3 and not place["strides"]
+        return Decoded(place["data"][0], height, width) if whole else None
 
 
 @contextmanager
@@ -364,16 +372,16 @@ class Decoder:
 
     def __call__(self, pictures: Sequence[Picture]) -> Batch:
         """Decodes pictures; waits while ``BATCHES`` are under way."""
+        streams = [self._library.open(each.file) for each in pictures if isinstance(each, Jpeg)]
         memory = self._free.get()
         try:
-            jpegs = [each for each in pictures if isinstance(each, Jpeg)]
-            found: list[Decoded | None] = []
+            images: Sequence[Any] = ()
             with self._decoding, self._gate.running():
                 memory.read.synchronize()
-                if jpegs:
-                    found = self._library.decode([each.file for each in jpegs], memory.number)
-            each = iter(found)
-            decoded = [next(each) if isinstance(p, Jpeg) else None for p in pictures]
+                if streams:
+                    images = self._library.decode(streams, memory.number)
+            found = map(self._library.locate, images)
+            decoded = [next(found) if isinstance(p, Jpeg) else None for p in pictures]
             return Batch(self, memory, pictures, decoded)
         except BaseException:
             self._free.put(memory)
