@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import os
+import struct
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -43,6 +46,10 @@ BATCHES = 2
 """That may be under way: one is decoded while the other runs."""
 PLACES = 13
 """Numbers that say where a picture lies, see ops/resample.mojo."""
+SIZES = 2**14
+"""Sizes of pictures whose rows are kept, some MB: many pictures of a folder have the same size."""
+
+_ROW = struct.Struct(f"{PLACES - 1}q")
 
 # By EXIF orientation: whether rows and columns change places, and whether rows, then columns, run
 # backwards once they have.
@@ -293,14 +300,24 @@ class _Memory:
         self._places: _Sent | None = None
         self._pixels: list[_Sent] = []
 
-    def places(self, rows: Sequence[tuple[int, ...]]) -> Buffer:
-        """Enqueues a copy of rows for ops/resample.mojo; rows of zeros behind them say nothing."""
-        if self._places is None or len(self._places.array) < len(rows):
-            whole = 1 << (len(rows) - 1).bit_length(), PLACES
+    def places(self, rows: Sequence[bytes], sources: Sequence[int], result: int) -> Buffer:
+        """Enqueues a copy of rows for ops/resample.mojo; rows of zeros behind them say nothing.
+
+        Args:
+            rows: ``places`` of each picture, as int64.
+            sources: The pictures' addresses.
+            result: The first result's address; the others follow.
+        """
+        count = len(rows)
+        if self._places is None or len(self._places.array) < count:
+            whole = 1 << (count - 1).bit_length(), PLACES
             self._places = _Sent(DType.int64, whole, self._device)
         array = self._places.array
-        array[: len(rows)] = rows
-        array[len(rows) :] = 0
+        found = np.frombuffer(b"".join(rows), np.int64).reshape(count, PLACES - 1)
+        array[:count, 0] = found[:, 0] + sources
+        array[:count, 1] = result + np.arange(count) * math.prod(self._shape)
+        array[:count, 2:] = found[:, 1:]
+        array[count:] = 0
         return self._places.send()
 
     def pixels(self, index: int, pixels: Pixels) -> int:
@@ -365,6 +382,8 @@ class Decoder:
         self._executable = executable
         self._gate = gate(device)
         self._library = library or NvImageCodec(device)
+        self._row = functools.lru_cache(SIZES)(functools.partial(_row, preprocess))
+        self._ready = _row(replace(preprocess, resize=None), *self.shape[:2], orientation=1)
         self._decoding = threading.Lock()
         self._free: SimpleQueue[_Memory] = SimpleQueue()
         for number in range(BATCHES):
@@ -417,29 +436,28 @@ class Decoder:
         pixels: Buffer,
     ) -> None:
         """Enqueues what writes the pixels of a batch, see ``Batch.write``."""
-        result, size = pixels._data_ptr(), self.shape[0] * self.shape[1] * self.shape[2]
-        rows: list[tuple[int, ...]] = []
+        rows: list[bytes] = []
+        sources: list[int] = []
         prepared = 0
         for picture, found in zip(pictures, decoded, strict=True):
-            if picture is None:
-                continue
-            to = result + len(rows) * size
             if isinstance(picture, Jpeg):
                 assert found is not None, "a picture that could not be decoded is replaced"
-                skipped, *row = places(
-                    picture.height, picture.width, picture.orientation, self.preprocess
-                )
-                rows.append((found.address + skipped, to, *row))
-            else:
-                source = memory.pixels(prepared, picture)
-                rows.append((source, to, *_unchanged(*self.shape[:2])))
+                rows.append(self._row(picture.height, picture.width, picture.orientation))
+                sources.append(found.address)
+            elif picture is not None:
+                rows.append(self._ready)
+                sources.append(memory.pixels(prepared, picture))
                 prepared += 1
         if rows:
-            self._executable.execute(memory.places(rows))
+            self._executable.execute(memory.places(rows, sources, pixels._data_ptr()))
         memory.read = self._device.default_queue.record_event()
 
 
-@functools.lru_cache(4096)
+def _row(preprocess: Preprocess, height: int, width: int, orientation: int) -> bytes:
+    """Computes ``places`` as int64."""
+    return _ROW.pack(*places(height, width, orientation, preprocess))
+
+
 def places(height: int, width: int, orientation: int, preprocess: Preprocess) -> tuple[int, ...]:
     """Computes what ops/resample.mojo reads of a picture as it is stored, but for addresses.
 
@@ -448,37 +466,28 @@ def places(height: int, width: int, orientation: int, preprocess: Preprocess) ->
         support; and five numbers of each axis.
     """
     turned, from_bottom, from_right = _TURNS[orientation]
-    sizes, steps = [height, width], [3 * width, 3]
+    rows, columns, down, right = height, width, 3 * width, 3
     if turned:
-        sizes.reverse()
-        steps.reverse()
+        rows, columns, down, right = columns, rows, right, down
     skipped = 0
-    for axis, backwards in enumerate((from_bottom, from_right)):
-        if backwards:
-            skipped += (sizes[axis] - 1) * steps[axis]
-            steps[axis] = -steps[axis]
-    scaled = preprocess.scaled(*sizes)
-    results = (preprocess.height, 3 * preprocess.width), (preprocess.width, 3)
-    axes = [
-        (step, size, new, *result)
-        for step, size, new, result in zip(steps, sizes, scaled, results, strict=True)
-    ]
-    if _begins_with_columns(sizes, scaled):
-        axes.reverse()
-    return skipped, SUPPORT[preprocess.resample], *axes[0], *axes[1]
+    if from_bottom:
+        skipped += (rows - 1) * down
+        down = -down
+    if from_right:
+        skipped += (columns - 1) * right
+        right = -right
+    new_rows, new_columns = preprocess.scaled(rows, columns)
+    first = down, rows, new_rows, preprocess.height, 3 * preprocess.width
+    second = right, columns, new_columns, preprocess.width, 3
+    if _begins_with_columns(rows - new_rows, columns - new_columns):
+        first, second = second, first
+    return skipped, SUPPORT[preprocess.resample], *first, *second
 
 
-def _begins_with_columns(sizes: Sequence[int], scaled: Sequence[int]) -> bool:
-    """Tells whether Pillow filters along the columns first.
+def _begins_with_columns(rows: int, columns: int) -> bool:
+    """Tells whether Pillow filters along the columns first, where it takes away rows and columns.
 
-    From 13.0 on it does where it takes away more than twice as many rows as columns: found by
+    From 13.0 on it does where the rows are more than twice as many as the columns: found by
     comparing 600 sizes with both orders (tests/runtime/test_nvjpeg.py does so with some).
     """
-    rows, columns = (old - new for old, new in zip(sizes, scaled, strict=True))
     return _COLUMNS_FIRST and rows > 0 and rows > 2 * columns
-
-
-def _unchanged(height: int, width: int) -> tuple[int, ...]:
-    """Computes what ``places`` does of pixels that have the model's size, but for ``skipped``."""
-    axes = (3 * width, height), (3, width)
-    return 1, *(n for step, size in axes for n in (step, size, size, size, step))
