@@ -481,12 +481,12 @@ def mask_value(imp: Importer, mask: Any) -> Value | None:
 
 @rule(aten.softmax.int, aten._softmax.default)
 def _softmax(imp: Importer, node: Node, x: Value, axis: int, *_: Any, **__: Any) -> Value:
-    return rules.on_last(imp, "softmax", x, axis)
+    return rules.on_last(imp, "softmax", [x], axis)
 
 
 @rule(aten.log_softmax.int, aten._log_softmax.default)
 def _log_softmax(imp: Importer, node: Node, x: Value, axis: int, *_: Any, **__: Any) -> Value:
-    return rules.on_last(imp, "log_softmax", x, axis)
+    return rules.on_last(imp, "log_softmax", [x], axis)
 
 
 # --- windows -----------------------------------------------------------------------------------

@@ -506,10 +506,8 @@ def _any(imp: Importer, node: Node, x: Value, axis: int, keepdim: bool = False) 
 
 @rule(aten._softmax_backward_data.default)
 def _softmax_backward(imp: Importer, node: Node, dy: Value, y: Any, axis: int, dtype: Any) -> Value:
-    """Computes y * (dy - sum(y * dy))."""
     y = imp.value(y)
-    total = rules.reduced(imp, "sum", imp.net.op("mul", [y, dy]), [axis], True)
-    return imp.net.op("mul", [y, imp.net.op("sub", [dy, total])])
+    return rules.on_last(imp, "softmax_grad", [rules.cast(imp, dy, y.type.dtype), y], axis)
 
 
 @rule(torch.ops.maxvision._attention_logsumexp.default)

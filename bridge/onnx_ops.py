@@ -569,7 +569,7 @@ _SOFTMAX = {"Softmax": "softmax", "LogSoftmax": "log_softmax"}
 
 @_rule(*_SOFTMAX)
 def _softmax(imp: Importer, node: OnnxNode, x: Value, axis: int = -1) -> Value:
-    return rules.on_last(imp, _SOFTMAX[node.op], x, axis)
+    return rules.on_last(imp, _SOFTMAX[node.op], [x], axis)
 
 
 @_rule("LSTM")

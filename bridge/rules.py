@@ -254,14 +254,14 @@ def affine(imp: Importer, shape: Sequence[int], weight: Any, bias: Any) -> list[
     return found
 
 
-def on_last(imp: Importer, op: str, x: Value, axis: int) -> Value:
-    """Adds an op of the last axis, on another one."""
-    axis, last = axis_of(x, axis), len(x.shape) - 1
+def on_last(imp: Importer, op: str, values: Sequence[Value], axis: int) -> Value:
+    """Adds an op of the last axis, on another one, of values of one shape."""
+    axis, last = axis_of(values[0], axis), len(values[0].shape) - 1
     if axis == last:
-        return imp.net.op(op, [x])
+        return imp.net.op(op, values)
     axes = [a for a in range(last + 1) if a != axis] + [axis]
     back = [axes.index(a) for a in range(last + 1)]
-    return imp.net.permute(imp.net.op(op, [imp.net.permute(x, *axes)]), *back)
+    return imp.net.permute(imp.net.op(op, [imp.net.permute(x, *axes) for x in values]), *back)
 
 
 def lstm(

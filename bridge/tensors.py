@@ -51,8 +51,8 @@ LENT = 1 << 30
 """Bytes of outputs that a step of training copies at most, as they are kept."""
 RECORDS = 8
 """How often a step of training is recorded anew before it runs kernel by kernel."""
-_FULL = "cannot satisfy allocation"
-"""What MAX says where its share of the GPU's memory is taken."""
+_FULL = ("cannot satisfy allocation", "vmmCreate failed")
+"""What MAX says where its share of the GPU's memory is taken, or others have the memory."""
 
 Places = tuple[tuple[int, tuple[int, ...]], ...]
 """Addresses and shapes."""
@@ -269,12 +269,12 @@ class Step(_InTorch):
                 self._executable, self._device, tensors, self._turns, self._moving, self._kept
             )
         except RuntimeError as error:
-            if _FULL not in str(error):
+            if not any(each in str(error) for each in _FULL):
                 raise
             self._left = 0
             log.warning(
                 "a part of a training step runs kernel by kernel, for which the host takes longer:"
-                " its recording needs more than the %s %% of the GPU's memory that MAX may take;"
+                " its recording does not fit in the %s %% of the GPU's memory that MAX may take;"
                 " %s is the setting, before the first step",
                 os.environ.get(POOL, SHARE),
                 POOL,

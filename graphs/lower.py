@@ -644,6 +644,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     ),
     "softmax": lambda given: nodes.softmax(given.value(0)),
     "log_softmax": lambda given: nodes.log_softmax(given.value(0)),
+    "softmax_grad": lambda given: nodes.softmax_grad(given.value(0), given.value(1)),
     "max_pool2d": _layouts(lambda given, **window: nodes.maxpool(given.value(0), **window)),
     "avg_pool2d": _layouts(lambda given, **window: nodes.avgpool(given.value(0), **window)),
     "max_pool2d_grad": _layouts(

@@ -64,7 +64,7 @@ CPU_DTYPES = (DType.float32, DType.bfloat16)
 CHECKED = frozenset((
     "arrange_filter", "conv2d", "conv2d_weight_grad", "bmm", "maxpool", "avgpool",
     "max_pool2d_grad", "avg_pool2d_grad", "reduce", "reduce_terms", "reduce_results",
-    "pointwise", "foreach", "softmax", "log_softmax", "scatter_add",
+    "pointwise", "foreach", "softmax", "log_softmax", "softmax_grad", "scatter_add",
 ))  # fmt: skip
 """The ops that a CPU computes in float64 too; graphs/float64.py writes others out in them."""
 
@@ -754,8 +754,8 @@ def reduce(
         first, last = len(kept), len(sizes) - 1
     shape = [product(sizes[:first]), product(sizes[first : last + 1]), product(sizes[last + 1 :])]
     if (parts := _parts(x, shape)) > 1:
-        sizes = dims([parts, part(shape[1], parts), shape[2]])
-        x = reduce(kind, x.reshape(sizes), [1], dtype="float32")
+        parted = dims([parts, part(shape[1], parts), shape[2]])
+        x = reduce(kind, x.reshape(parted), [1], dtype="float32")
         shape = [1, parts, shape[2]]
     rows = Type((shape[0], shape[2]), out.dtype)
     y = _custom("reduce", [x.reshape(dims(shape))], [rows], {"kind": kind})[0]
@@ -1130,6 +1130,16 @@ def log_softmax(x: TensorValue) -> TensorValue:
         DeviceError: If the device has no kernel for the dtype.
     """
     return _custom("log_softmax", [x], [_type(x)])[0]
+
+
+def softmax_grad(dy: TensorValue, y: TensorValue) -> TensorValue:
+    """Computes the gradient of softmax(x) by x from that of y[..., C], the softmax.
+
+    Raises:
+        ArgumentError: If the shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    return _custom("softmax_grad", [dy, y], [shapes.softmax_grad(_type(dy), _type(y))])[0]
 
 
 def layernorm(

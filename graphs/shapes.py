@@ -650,6 +650,12 @@ def layer_norm(x: Type, weight: Type, bias: Type, *, eps: float = 1e-5, dtype: s
     return Type(x.shape, dtype or x.dtype)
 
 
+def softmax_grad(dy: Type, y: Type) -> Type:
+    """Types the gradient of softmax(x) by x from that of y[..., C], the softmax."""
+    _gradient("softmax_grad", dy, y)
+    return y
+
+
 def layer_norm_grad(
     dy: Type, x: Type, weight: Type | None = None, *, eps: float = 1e-5, dtype: str = ""
 ) -> list[Type]:
@@ -1374,6 +1380,7 @@ OPS: dict[str, Callable[..., Any]] = {
     **{name: elementwise(name) for name in ELEMENTWISE},
     "softmax": unary,
     "log_softmax": unary,
+    "softmax_grad": softmax_grad,
     "max_pool2d": max_pool2d,
     "avg_pool2d": avg_pool2d,
     "max_pool2d_grad": max_pool2d_grad,

@@ -1,11 +1,12 @@
-"""Softmax and its logarithm over the last axis of x[..., C].
+"""Softmax over the last axis of x[..., C], its logarithm and its gradient.
 
-    softmax      y = exp(x - max) / sum(exp(x - max))
-    log_softmax  y = x - max - log(sum(exp(x - max)))
+    softmax       y = exp(x - max) / sum(exp(x - max))
+    log_softmax   y = x - max - log(sum(exp(x - max)))
+    softmax_grad  dx = y * (dy - sum(dy * y))
 
 A CPU gives each core a block of rows and runs vectors along them; a GPU gives each row a warp,
-whose lanes read neighbours. Sums in float32, or in float64 of such numbers on a CPU; the row stays in the cache between passes, so both are
-bound by memory. Rows of C = 0 are no rows.
+whose lanes read neighbours. Sums in float32, or in float64 of such numbers on a CPU; the row stays
+in the cache between passes, so all are bound by memory. Rows of C = 0 are no rows.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -181,6 +182,81 @@ def softmax_kernel[
             to[unsafe_offset=c] = (exp(value) / sum).cast[dtype]()
 
 
+def softmax_grad_cpu[
+    dtype: DType, //
+](dy: Data[dtype], y: Data[dtype], dx: Data[dtype], rows: Int, columns: Int):
+    """Computes the gradient of each row's softmax on all cores.
+
+    Parameters:
+        dtype: Of the tensors: float32, bfloat16 or float64.
+
+    Args:
+        dy: The gradient of y [rows, columns].
+        y: The softmax.
+        dx: Result, in the shape of y.
+        rows: Rows.
+        columns: Numbers of a row.
+    """
+    comptime wide = WIDE[dtype]
+
+    def row(index: Int) {var}:
+        var gradient = dy.unsafe_offset(index * columns)
+        var source = y.unsafe_offset(index * columns)
+        var to = dx.unsafe_offset(index * columns)
+        var whole = columns // WIDTH * WIDTH
+
+        var sums = SIMD[wide, WIDTH](0)
+        for c in range(0, whole, WIDTH):
+            var value = widened[wide](source.unsafe_load[width=WIDTH](c))
+            sums += widened[wide](gradient.unsafe_load[width=WIDTH](c)) * value
+        var sum = sums.reduce_add()
+        for c in range(whole, columns):
+            var value = widened[wide](source[unsafe_offset=c])
+            sum += widened[wide](gradient[unsafe_offset=c]) * value
+
+        for c in range(0, whole, WIDTH):
+            var value = widened[wide](source.unsafe_load[width=WIDTH](c))
+            var rest = widened[wide](gradient.unsafe_load[width=WIDTH](c)) - sum
+            to.unsafe_store(c, narrowed[dtype](value * rest))
+        for c in range(whole, columns):
+            var value = widened[wide](source[unsafe_offset=c])
+            var rest = widened[wide](gradient[unsafe_offset=c]) - sum
+            to[unsafe_offset=c] = narrowed[dtype](value * rest)
+
+    over_rows(row, rows)
+
+
+@__name(t"softmax_grad_{dtype}")
+def softmax_grad_kernel[
+    dtype: DType
+](dy: Data[dtype], y: Data[dtype], dx: Data[dtype], rows: Int32, columns: Int32):
+    """Computes the gradient of one row's softmax in each warp.
+
+    Parameters:
+        dtype: Of the tensors.
+
+    Args:
+        dy: The gradient of y [rows, columns].
+        y: The softmax.
+        dx: Result, in the shape of y.
+        rows: Rows.
+        columns: Numbers of a row.
+    """
+    var index = Int(block_idx.x) * ROWS_PER_BLOCK + Int(thread_idx.x) // WARP_SIZE
+    if index >= Int(rows):
+        return
+    var gradient = dy.unsafe_offset(index * Int(columns))
+    var source = y.unsafe_offset(index * Int(columns))
+    var to = dx.unsafe_offset(index * Int(columns))
+    var sum = Float32(0)
+    for c in range(Int(lane_id()), Int(columns), WARP_SIZE):
+        sum += gradient[unsafe_offset=c].cast[F32]() * source[unsafe_offset=c].cast[F32]()
+    sum = warp.sum(sum)
+    for c in range(Int(lane_id()), Int(columns), WARP_SIZE):
+        var rest = gradient[unsafe_offset=c].cast[F32]() - sum
+        to[unsafe_offset=c] = (source[unsafe_offset=c].cast[F32]() * rest).cast[dtype]()
+
+
 @always_inline
 def _softmax[
     target: StaticString, dtype: DType, logarithm: Bool
@@ -250,3 +326,49 @@ struct LogSoftmax:
         """
         var columns = x.shape()[x.rank - 1]
         _softmax[target, y.dtype, True](data(x), data(y), x.size(), columns, ctx)
+
+
+@register("softmax_grad")
+struct SoftmaxGrad:
+    """Computes the gradient of softmax(x) by x from dy and from the softmax y[..., C]."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        dx: OutputTensor,
+        dy: InputTensor[dtype=dx.dtype, rank=dx.rank, ...],
+        y: InputTensor[dtype=dx.dtype, rank=dx.rank, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "cpu" or "gpu".
+
+        Args:
+            dx: Result, in the shape of y.
+            dy: The gradient of y.
+            y: [..., C].
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        if y.size() == 0:
+            return
+        var columns = y.shape()[y.rank - 1]
+        var rows = y.size() // columns
+        comptime if target == "cpu":
+            comptime assert CHECKED[dx.dtype], "softmax: a CPU expects float32, bfloat16 or float64"
+            softmax_grad_cpu(data(dy), data(y), data(dx), rows, columns)
+        else:
+            ctx.enqueue_function[softmax_grad_kernel[dx.dtype]](
+                data(dy),
+                data(y),
+                data(dx),
+                Int32(rows),
+                Int32(columns),
+                grid_dim=ceildiv(rows, ROWS_PER_BLOCK),
+                block_dim=ROWS_PER_BLOCK * WARP_SIZE,
+            )

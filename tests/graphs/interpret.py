@@ -595,6 +595,7 @@ OPS: dict[str, Callable[..., Any]] = {
     **{n: _elementwise(ELEMENTS.get(n) or getattr(torch, n)) for n in ELEMENTWISE},
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: x.log_softmax(-1),
+    "softmax_grad": lambda dy, y: y * (dy - (dy * y).sum(-1, keepdim=True)),
     "sum": _reduction(torch.sum),
     "mean": _reduction(torch.mean),
     "amax": _reduction(torch.amax),

@@ -75,7 +75,9 @@ def strange(net: Net, x: Value) -> None:
     """Calls what no network of ours does."""
     y = net.op("cast", [x], dtype="float32")
     net.output("log", net.op("log_softmax", [y]))
-    net.output("soft", net.op("softmax", [net.slice(y, 2, 1, 3)]))
+    soft = net.op("softmax", [net.slice(y, 2, 1, 3)])
+    net.output("soft", soft)
+    net.output("softmax's gradient", net.op("softmax_grad", [net.relu(soft), soft]))
     net.output("product", net.op("matmul", [y, y], alpha=0.5, transpose_b=True))
     net.output("mean", net.avg_pool2d(net.max_pool2d(x, 2, stride=(1, 2)), (2, 1)))
     net.output("raw", net.op("avg_pool2d", [x]))

@@ -131,6 +131,7 @@ def test_the_types_of_networks_are_those_of_torchs_results(name: str) -> None:
             (BATCH, 6, 8, 9),
         ),
         (infer("layer_norm_grad", [TOKENS, TOKENS, Type((4,))], {})[0], TOKENS.shape),
+        (one("softmax_grad", TOKENS, TOKENS), TOKENS.shape),
         (one("max_pool2d_grad", X, Type((BATCH, 6, 4, 5)), kernel=3, stride=2, padding=1), X.shape),
         (
             one(
@@ -206,6 +207,9 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     r"a\[..., M, K\] and b expect rank 2 or more": ("matmul", (TOKENS, Type((4,))), {}),
     r"weight expects the shape \[4\] of x\[..., C\] but has \[5\]": (
         "layer_norm", (TOKENS, Type((5,)), Type((4,))), {},
+    ),
+    r"softmax_grad: expects dy of the shape \[batch, 5, 4\] but it has \[batch, 5, 3\]": (
+        "softmax_grad", (Type((BATCH, 5, 3)), TOKENS), {},
     ),
     r"layer_norm_grad: expects dy of the shape \[batch, 5, 4\] but it has \[batch, 5, 3\]": (
         "layer_norm_grad", (Type((BATCH, 5, 3)), TOKENS), {},

@@ -602,6 +602,16 @@ def same(name: str, x: Shape, ours: Any, theirs: Any, **more: Any) -> Case:
     return Case(name, [x], {}, lambda w, a: ours(a), lambda w, a: theirs(a), **more)
 
 
+def softmax_gradient(c: int) -> Case:
+    """Makes a case of softmax_grad, of whose values none need add up to 1."""
+
+    def reference(_: Any, dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y * (dy - (dy * y).sum(-1, keepdim=True))
+
+    shapes = [(5, c), (5, c)]
+    return Case(f"softmax_grad {c}", shapes, {}, lambda _, *x: nodes.softmax_grad(*x), reference)
+
+
 def permuted(x: Shape, *axes: int) -> Case:
     """Makes a case of permute; axis 0 is the batch."""
     return same(
@@ -1632,6 +1642,7 @@ CASES = [
             (1, 2, 31, 64, 1000, 4096),
         )
     ),
+    *(softmax_gradient(c) for c in (1, 2, 31, 64, 1000, 4096)),
     same("softmax -inf", (4, 49), nodes.softmax, lambda x: x.softmax(-1), change=_some_infinite),
     same("log_softmax -inf", (4, 49), nodes.log_softmax, lambda x: x.log_softmax(-1),
          change=_some_infinite),

@@ -50,7 +50,7 @@ from ops.reduce.results import Finish, Results
 from ops.reduce.values import Terms
 from ops.resample import resample_gpu
 from ops.scatter_add import ScatterSizes, ScatterTensors, scatter_add_gpu
-from ops.rows import softmax_kernel
+from ops.rows import softmax_grad_kernel, softmax_kernel
 from ops.sparse_conv2d.tiled import enqueue_tiled
 from ops.sparse_conv2d.tuning import CONFIGS as TILED
 from ops.sparse_conv2d.two_four import TILES, two_four_tile
@@ -561,6 +561,9 @@ def main() raises:
     )
     ctx.enqueue_function[softmax_kernel[F32, True]](
         full, full, Int32(n), Int32(n), grid_dim=n, block_dim=128
+    )
+    ctx.enqueue_function[softmax_grad_kernel[BF16]](
+        half, half, half, Int32(n), Int32(n), grid_dim=n, block_dim=128
     )
 
     var window = rebind[Data[DType.int64]](ctx.enqueue_create_buffer[DType.int64](9).unsafe_ptr())

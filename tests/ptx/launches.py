@@ -1800,13 +1800,13 @@ def normalize(kernel: Kernel, x: Array, mean: Array, scale: Array, dtype: str) -
     return memory.array(at[0], y)
 
 
-def softmax(kernel: Kernel, x: Array, dtype: str) -> Array:
-    """Runs the kernel of ops/rows.mojo on x[rows, columns]."""
-    memory = Tensors()
-    at, to = memory.add(x), memory.add(unwritten(x.shape, dtype))
-    parameters = [pack("Q", at), pack("Q", to), *(pack("i", n) for n in x.shape)]
+def softmax(kernel: Kernel, dtype: str, *given: Array) -> Array:
+    """Runs a kernel of ops/rows.mojo: on x[rows, columns]; or on dy and y for its gradient."""
+    memory, x = Tensors(), given[0]
+    to = [*map(memory.add, given), memory.add(unwritten(x.shape, dtype))]
+    parameters = [*(pack("Q", at) for at in to), *(pack("i", n) for n in x.shape)]
     Launch(kernel, parameters, memory, grid=(-(-len(x) // 4),), threads=128, together=4).run()
-    return memory.array(to, x)
+    return memory.array(to[-1], x)
 
 
 @dataclass(frozen=True)

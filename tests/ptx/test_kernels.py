@@ -1934,7 +1934,15 @@ def test_softmax(find: Find, rng: np.random.Generator, columns: int, dtype: str)
     shifted = values - values.max(1, keepdims=True)
     want = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
     want = np.exp(want) if dtype == BF16 else want
-    check(softmax(find(f"softmax_{dtype}"), x, dtype), want, dtype, 2**-20)
+    check(softmax(find(f"softmax_{dtype}"), dtype, x), want, dtype, 2**-20)
+
+
+@pytest.mark.parametrize("columns", [1, 31, 33, 1000])
+def test_softmax_grad(find: Find, rng: np.random.Generator, columns: int) -> None:
+    given = [rounded(rng.standard_normal((5, columns)), BF16) for _ in range(2)]
+    dy, y = (wide(each, BF16) for each in given)
+    want = y * (dy - (dy * y).sum(1, keepdims=True))
+    check(softmax(find(f"softmax_grad_{BF16}"), BF16, *given), want, BF16, 2**-16)
 
 
 @pytest.mark.parametrize(
