@@ -110,7 +110,8 @@ def answers(
         workers: Threads that decode; one a core if None.
     """
     workers = min(workers or cores(), len(items) or 1)
-    if len(items) >= MANY:
+    many = len(items) >= MANY
+    if many and model.decoder is None:
         model.resize_by_vectors()
     size = model.batch_size
     parts = [items[start : start + size] for start in range(0, len(items), size)]
@@ -132,6 +133,8 @@ def answers(
         start = time.perf_counter()
         with files.lent() as find:
             found = find([item.source for item in part])
+        if many and None in found:
+            model.resize_by_vectors()
         each = (time.perf_counter() - start) / len(part)
         return [
             decoders.submit(read, item) if image is None else (image, each)
@@ -147,7 +150,7 @@ def answers(
     decoders = ThreadPoolExecutor(workers, "decode", _step_back if model.device == "cpu" else None)
     readers = ThreadPoolExecutor(READERS, "read")
     runner = ThreadPoolExecutor(runners, "model")
-    files = _Files(model, READERS, ahead + runners + 3 if len(items) >= MANY else 0)
+    files = _Files(model, READERS, ahead + runners + 3 if many else 0)
     running: deque[tuple[Sequence[Item], list[Picture | ImageError], Running | None]] = deque()
     try:
         if model.decoder is None:
