@@ -6,8 +6,8 @@ unless the dtype is float32. Each engine has a copy of the same weights. Before 
 gradients of its first step are compared with those of eager torch in float64: their error, over all
 weights, may be at most twice that of eager torch in the same dtype. Then all are timed in turn,
 round after round: a time is that between two marks around a step, of steps that are enqueued back
-to back. Memory is what torch has reserved and what MAX has given away of its pool, at most while a
-step is enqueued, weights and optimizer included.
+to back. Memory is what torch has reserved and what MAX has given away of its pool, the most while a
+step is enqueued, looked at each ms; weights and optimizer are part of it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from maxvision.graphs.program import Program
 
 ROUNDS = 3
 BOUND = 2.0
-"""How many times eager torch's error in a dtype may be ours."""
+"""Our error may be at most this many times eager torch's in the same dtype."""
 EPS = 1e-6
-"""And what may come to it: eager torch's own may be almost nothing."""
+"""Plus this: eager torch's own may be almost nothing."""
 RATE = 1e-4
 """Learning rate: small, so that weights are alike for all engines to the end."""
 ENGINES = ("maxvision", "torch-compile", "torch")

@@ -50,9 +50,9 @@ PLACES = 512
 LENT = 1 << 30
 """Bytes of outputs that a step of training copies at most, as they are kept."""
 RECORDS = 8
-"""How often a step of training is recorded anew before it runs kernel by kernel."""
+"""How many recordings a step of training gets before it runs kernel by kernel."""
 _FULL = ("cannot satisfy allocation", "vmmCreate failed")
-"""What MAX says where its share of the GPU's memory is taken, or others have the memory."""
+"""What MAX says where its share of the GPU's memory, or what others leave of it, is taken."""
 
 Places = tuple[tuple[int, tuple[int, ...]], ...]
 """Addresses and shapes."""
@@ -202,8 +202,8 @@ class Step(_InTorch):
     A GPU records it the second time, and its outputs are then the launch's own memory. Those that
     are alive when it is called again, as losses that are collected and gradients that add up, are
     copies from then on. Where that is too much, as of two large steps forward before one back, it
-    runs kernel by kernel; and so it does where MAX's share of the memory does not hold a recording,
-    whose intermediate results no other one shares.
+    runs kernel by kernel; and so it does where there is no memory for a recording, whose
+    intermediate results no other one shares.
 
     Args:
         executable: It.
@@ -274,8 +274,8 @@ class Step(_InTorch):
             self._left = 0
             log.warning(
                 "a part of a training step runs kernel by kernel, for which the host takes longer:"
-                " its recording does not fit in the %s %% of the GPU's memory that MAX may take;"
-                " %s is the setting, before the first step",
+                " there is no memory for its recording. MAX may take %s %% of the GPU's, for which"
+                " %s is the setting, before the first step, and others may hold some",
                 os.environ.get(POOL, SHARE),
                 POOL,
             )

@@ -4,9 +4,9 @@
     log_softmax   y = x - max - log(sum(exp(x - max)))
     softmax_grad  dx = y * (dy - sum(dy * y))
 
-A CPU gives each core a block of rows and runs vectors along them; a GPU gives each row a warp,
-whose lanes read neighbours. Sums in float32, or in float64 of such numbers on a CPU; the row stays
-in the cache between passes, so all are bound by memory. Rows of C = 0 are no rows.
+A CPU gives each core some blocks of rows and runs vectors along them; a GPU gives each row a warp,
+whose lanes read neighbours. Sums are float32, of float64 on a CPU float64; a row stays in the cache
+between passes, so all are bound by memory. With C = 0 there is nothing to do.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -360,7 +360,9 @@ struct SoftmaxGrad:
         var columns = y.shape()[y.rank - 1]
         var rows = y.size() // columns
         comptime if target == "cpu":
-            comptime assert CHECKED[dx.dtype], "softmax: a CPU expects float32, bfloat16 or float64"
+            comptime assert CHECKED[
+                dx.dtype
+            ], "softmax_grad: a CPU expects float32, bfloat16 or float64"
             softmax_grad_cpu(data(dy), data(y), data(dx), rows, columns)
         else:
             ctx.enqueue_function[softmax_grad_kernel[dx.dtype]](

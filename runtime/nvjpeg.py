@@ -47,7 +47,7 @@ BATCHES = 2
 PLACES = 13
 """Numbers that say where a picture lies, see ops/resample.mojo."""
 SIZES = 2**14
-"""Sizes of pictures whose rows are kept, some MB: many pictures of a folder have the same size."""
+"""Sizes of pictures whose ``places`` are kept, some MB: many pictures of a folder have the same."""
 
 _ROW = struct.Struct(f"{PLACES - 1}q")
 
@@ -116,13 +116,13 @@ class Decoded(NamedTuple):
 
 
 class Library(Protocol):
-    """What decodes, in three steps: other threads have to wait during ``decode`` alone."""
+    """What decodes, in three steps, of which ``decode`` alone is for one thread at a time."""
 
     def open(self, file: File) -> Any:
         """Reads a header; gives what ``decode`` takes, or None if it is not understood."""
 
     def decode(self, streams: Sequence[Any], batch: int) -> Sequence[Any]:
-        """Decodes files as they are stored, whatever their orientation; one call at a time.
+        """Decodes what ``open`` gave, as it is stored, whatever its orientation; None too.
 
         What MAX enqueues on the device afterwards finds the pixels. They stay until ``batch``, a
         number below ``BATCHES``, is used again.
@@ -132,7 +132,7 @@ class Library(Protocol):
         """
 
     def locate(self, image: Any) -> Decoded | None:
-        """Tells where the pixels of a file are; None if it could not be decoded."""
+        """Tells where the pixels of a file are; None if they are not to be had."""
 
 
 class NvImageCodec:
@@ -177,7 +177,7 @@ class NvImageCodec:
             return None
 
     def decode(self, streams: Sequence[Any], batch: int) -> Sequence[Any]:
-        """See ``Library``; the images of the batch before are used again."""
+        """See ``Library``; the images of the last batch of this number are used again."""
         kept = self._images[batch]
         kept += [None] * (len(streams) - len(kept))
         found: list[Any] = self._decoder.decode(

@@ -1,11 +1,12 @@
-"""Classifies ever so many images: decoding on all cores, the model, and what follows overlap.
+"""Classifies folders of any size: decoding on all cores, the model, and what follows overlap.
 
 Decoding threads work ahead of the model by two batches, one thread keeps the model busy, and the
 caller writes what has been answered. So the slowest of the three sets the pace, and only so many
 images are in memory.
 
-Where the GPU decodes, files are read a batch at a time, and two threads keep the GPU busy: it
-decodes one batch while the network runs the other. What it does not take is decoded as elsewhere.
+Where the GPU decodes, two batches of files are read at a time, and two threads keep the GPU busy:
+it decodes one batch while the network runs the other. Pillow decodes what the GPU does not take, on
+all cores.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Find: TypeAlias = "Callable[[Sequence[Source | ImageError]], list[Jpeg | None]]"
 READERS = 2
 """Batches that are read at a time, where the GPU decodes; of many images, by processes."""
 BATCHES = 2
-"""That are under way there."""
+"""That the GPU decodes or runs at a time."""
 
 MANY = 2000
 """Images for which it pays to start processes, and to import what resizes by vectors."""

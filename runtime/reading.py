@@ -1,8 +1,8 @@
 """Processes that read JPEGs for a GPU that decodes them: ``maxvision.runtime.reading FD FD``.
 
-To open a file and read its header takes Python's global lock for 35 us (an H100's host), and the
-threads that feed a GPU with 14,000 pictures a second need that lock, too. So processes read, into
-memory that they share with this one, a batch at a time.
+To read a file and its header takes 35 us of a Python thread (an H100's host, docs/serving.md), and
+the threads that feed the GPU wait for Python's lock meanwhile. So processes read, into memory that
+they share with this one, a batch at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from maxvision.runtime.jpeg import Jpeg
 from maxvision.runtime.preprocess import Preprocess, Source
 
 ROOM = 512 << 10
-"""Bytes of a slot for each file of a batch; what is larger on average is read by others."""
+"""Bytes of a slot for each file of a batch; files that no longer fit in are read elsewhere."""
 
 Found: TypeAlias = "tuple[int, int, int, int, int] | None"
 """Where a file begins in its slot, its bytes, height, width and orientation; None of others."""
@@ -67,7 +67,12 @@ class Reader:
         self._channel.send((os.getcwd(), preprocess, self._room))
 
     def __call__(self, sources: Sequence[Source | Exception]) -> list[Jpeg | None]:
-        """Reads files; gives None for one that Pillow should have, or that is none."""
+        """Reads files.
+
+        Returns:
+            Each; None for one to read elsewhere: one that Pillow should have, that is no file, or
+            for which the slot has no room.
+        """
         with suppress(OSError, EOFError):
             if self._up or self._channel.poll():
                 self.wait()

@@ -84,6 +84,7 @@ NAMES = {
     "foreach counters",
     "softmax 64",
     "log_softmax 64",
+    "softmax_grad 64",
     "layernorm 384",
     "layer_norm_grad 384",
     "gather_rows norm",
@@ -161,6 +162,7 @@ NIGHTLY = {
     "concat 3 (5, 7, 96) (5, 7, 32)",
     "stem_layernorm 32 x 32",
     "log_softmax 64",
+    "softmax_grad 64",
     "rms_norm 384",
     "attention 64",  # its masks are in another case
     *(POINTWISE - {"pointwise x0 gelu: (3, 33)", "pointwise masks"}),
