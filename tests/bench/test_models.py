@@ -153,12 +153,18 @@ def test_our_backend_is_a_peer_where_it_is_asked_for(monkeypatch: pytest.MonkeyP
     asked.against = None
     assert "torch-maxvision" not in models._peers(asked, gpu=True)
     ran = []
-    monkeypatch.setattr(
-        torch, "compile", lambda call, *, backend, dynamic: ran.append(backend) or call
-    )
+
+    def compiled(call: Any, *, backend: str, dynamic: bool, options: Any) -> Any:
+        ran.append((backend, options))
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
     images = Images(1, (32, 32), np.zeros(3, np.float32), np.ones(3, np.float32), gpu=False)
-    engine = peers(reference_model("resnet-18"), images, "float32")["torch-maxvision"]()
-    assert ran == ["maxvision"] and engine.answer(0).shape == (1, 1000)
+    found = peers(reference_model("resnet-18"), images, "float32")
+    for name in ("torch-maxvision", "torch-maxvision-unguarded"):
+        assert found[name]().answer(0).shape == (1, 1000)
+    unguarded = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    assert ran == [("maxvision", None), ("maxvision", unguarded)]
 
 
 def test_a_runtime_refuses_what_it_does_not_compute_in() -> None:
