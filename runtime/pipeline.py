@@ -151,7 +151,8 @@ def answers(
     decoders = ThreadPoolExecutor(workers, "decode", _step_back if model.device == "cpu" else None)
     readers = ThreadPoolExecutor(READERS, "read")
     runner = ThreadPoolExecutor(runners, "model")
-    files = _Files(model, READERS, ahead + runners + 3 if many else 0)
+    slots = ahead + runners + 3  # read ahead, in hand, in the model, being answered
+    files = _Files(model, READERS, slots if many else 0)
     running: deque[tuple[Sequence[Item], list[Picture | ImageError], Running | None]] = deque()
     try:
         if model.decoder is None:
