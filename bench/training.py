@@ -28,6 +28,7 @@ from maxvision.bench import summaries
 from maxvision.bench.__main__ import FAILED, dtypes
 from maxvision.bench.begin import begin
 from maxvision.bench.engines import TORCH
+from maxvision.bench.ours import given_away
 from maxvision.bench.records import write
 from maxvision.bench.references import checkpoint, reference_model
 from maxvision.bench.timing import HostClock, TorchClock, percentiles, rest, rounded, sample
@@ -187,13 +188,8 @@ def _cell(
 
 
 def _taken(device: Device) -> int:
-    """Counts the bytes that torch has reserved on a GPU, and those that MAX's pool has given away.
-
-    MAX takes the whole pool from the driver at once, so that the driver's count says nothing.
-    """
-    pool = device.stats
-    given = int(pool["total_memory"]) - int(pool["free_memory"])
-    return given + torch.cuda.memory_reserved(place_of(device))
+    """Counts the bytes that torch has reserved on a GPU, and those that MAX has given away."""
+    return given_away(device) + torch.cuda.memory_reserved(place_of(device))
 
 
 def _most(step: Callable[[], object], device: Device) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 HOME = Path(os.path.abspath(__file__)).parents[2]  # not resolved: common/ is a link in a checkout
 """The folder that holds the package, from which ``python -m maxvision...`` runs."""
@@ -16,6 +16,19 @@ HOME = Path(os.path.abspath(__file__)).parents[2]  # not resolved: common/ is a 
 def cores() -> int:
     """Counts the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def python(module: str, *arguments: str) -> dict[str, Any]:
+    """Says how ``subprocess`` starts a module of ours: ``args``, ``cwd`` and ``env``.
+
+    It imports from where this process does. A worker of Ray has what its driver imports from, not
+    what its interpreter would.
+    """
+    return {
+        "args": (sys.executable, "-m", module, *arguments),
+        "cwd": HOME,
+        "env": {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    }
 
 
 def reason(error: OSError) -> str:

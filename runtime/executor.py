@@ -14,7 +14,6 @@ import logging
 import os
 import pickle
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from max.engine import Model as Executable
 from max.graph import DeviceRef, Graph, KernelLibrary
 
 from maxvision.common.errors import ArgumentError, ModelError
-from maxvision.common.host import HOME
+from maxvision.common.host import python
 from maxvision.graphs.layers import keeps_images_apart
 from maxvision.graphs.lower import lower
 from maxvision.graphs.parameters import Parameters
@@ -163,12 +162,10 @@ def compiled(
 def _compile_apart(job: tuple[Any, ...]) -> None:
     """Has a process compile into the cache; where it fails the caller compiles, and says why."""
     done = subprocess.run(
-        (sys.executable, "-m", "maxvision.runtime.compile_worker"),
+        **python("maxvision.runtime.compile_worker"),
         input=pickle.dumps(job, protocol=5),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        cwd=HOME,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from maxvision.common.host import HOME, leave
+from maxvision.common.host import leave, python
 from maxvision.runtime import jpeg
 from maxvision.runtime.jpeg import Jpeg
 from maxvision.runtime.preprocess import Preprocess, Source
@@ -56,10 +56,9 @@ class Reader:
             self._memory = np.frombuffer(mmap.mmap(shared, slots * self._room), np.uint8)
             numbers = theirs.fileno(), shared
             self._process = subprocess.Popen(
-                (sys.executable, "-m", "maxvision.runtime.reading", *map(str, numbers)),
+                **python("maxvision.runtime.reading", *map(str, numbers)),
                 pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
-                cwd=HOME,
             )
         finally:
             theirs.close()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import pickle
 import signal
 import socket
@@ -29,7 +28,7 @@ import msgspec
 import numpy as np
 
 from maxvision.common.errors import ModelError
-from maxvision.common.host import HOME, leave
+from maxvision.common.host import leave, python
 from maxvision.runtime.preprocess import Preprocess
 from maxvision.serve.errors import Refusal, not_ready, undecoded
 from maxvision.serve.images import Decoder, is_small
@@ -200,14 +199,10 @@ class _Process:
         self._room = memoryview(self._head)
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
-        # A worker of Ray has what its driver imports from, not what its interpreter would.
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
+            number = theirs.fileno()
             self._process = subprocess.Popen(
-                (sys.executable, "-m", "maxvision.serve.decoders", str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                cwd=HOME,
-                env=environ,
+                **python("maxvision.serve.decoders", str(number)), pass_fds=[number]
             )
         self._loop.add_reader(self._socket.fileno(), self._receive)
         self._send(False, hello)

@@ -27,12 +27,12 @@ def reader() -> Iterator[Reader]:
     made.close()
 
 
-def saved(folder: Path, count: int, kind: str = "JPEG", **how: bool) -> list[Source]:
+def saved(folder: Path, count: int, kind: str = "JPEG") -> list[Source]:
     """Writes pictures, each larger than the one before."""
     paths: list[Source] = []
     for i in range(count):
         file = io.BytesIO()
-        Image.new("RGB", (40 + i, 48), (i, 0, 0)).save(file, kind, **how)
+        Image.new("RGB", (40 + i, 48), (i, 0, 0)).save(file, kind)
         paths.append(str(folder / f"{i}.{kind}"))
         Path(str(paths[-1])).write_bytes(file.getvalue())
     return paths
