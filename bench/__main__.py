@@ -161,7 +161,7 @@ def parser() -> Parser:
         help="measure first what senders and decoding alone reach")
     add("--stages", action="store_true", help="take a request's CPU time apart, and nothing else")
     add("--litserve", default="{}", metavar="JSON",
-        help="batch, delay_ms, workers, fronts, compile")
+        help="batch, delay_ms, workers, fronts, compile, decode")
     add("--patience", type=_SECONDS, default=300, help="seconds that a server may take to start")
     add("--verbose", action="store_true", help="print what the servers say")
 

@@ -4,10 +4,11 @@
 
 Its settings, by its documentation the faster ones, not swept: ``fast_queue`` (ZeroMQ); several
 HTTP processes and workers a device, so that decoding overlaps with the network; pictures of a batch
-are decoded on threads, by the same code as ours; channels_last, bfloat16 on a GPU with batches
-filled up to powers of two, for which cuDNN's choice is tuned once; on a CPU torch.compile with
-frozen weights and a batch of any size, unless ``compile`` is false. An image comes as base64 in
-JSON, as in its documentation; it takes no raw bytes.
+are decoded on threads, by the same code as ours, or with ``decode`` "gpu" by torchvision's nvJPEG
+and resized there by torch; channels_last, bfloat16 on a GPU with batches filled up to powers of two;
+torch.compile with frozen weights, or with ``compile`` false the eager network, for which cuDNN's
+choice is tuned once for each size. An image comes as base64 in JSON, as in its documentation; it
+takes no raw bytes.
 """
 
 import base64
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import torch._inductor.config
 from fastapi import Request
+from torch.nn.functional import interpolate, pad
 
 from maxvision.bench.references import checkpoint, reference_model
 from maxvision.common.host import cores
@@ -61,8 +63,8 @@ class Classifier(litserve.LitAPI):
         self._pool = ThreadPoolExecutor(threads)
         sizes = [2**i for i in range(20) if 2**i <= self.max_batch_size]
         for size in sizes if self._gpu else (2, 3, self.max_batch_size, 1):
-            blank = np.zeros((self._prepare.height, self._prepare.width, 3), np.uint8)
-            self.predict(np.stack([blank] * size))
+            shape = size, self._prepare.height, self._prepare.width, 3
+            self.predict(torch.zeros(shape, dtype=torch.uint8))
 
     def decode_request(self, request: Request) -> bytes:
         """Gives the file's bytes; ``batch`` decodes those of a batch together.
@@ -72,19 +74,32 @@ class Classifier(litserve.LitAPI):
         body: Any = request
         return base64.b64decode(body["images"][0])
 
-    def batch(self, inputs: list[bytes]) -> np.ndarray:
-        """Decodes and preprocesses on threads: uint8 [N, H, W, C]."""
-        return np.stack(list(self._pool.map(self._prepare, inputs)))
+    def batch(self, inputs: list[bytes]) -> torch.Tensor:
+        """Decodes and preprocesses: uint8 [N, H, W, C]."""
+        if self._settings["decode"] == "gpu":
+            return self._decoded(inputs)
+        return torch.from_numpy(np.stack(list(self._pool.map(self._prepare, inputs))))
+
+    def _decoded(self, files: list[bytes]) -> torch.Tensor:
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        prepare, made = self._prepare, []
+        data = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+        for image in decode_jpeg(data, mode=ImageReadMode.RGB, device=self._device):
+            size = prepare.scaled(*image.shape[1:])
+            kind = prepare.resample.name.lower()
+            scaled = interpolate(image[None].float(), size, mode=kind, antialias=True)
+            top, left = (size[0] - prepare.height) // 2, (size[1] - prepare.width) // 2
+            made.append(scaled[..., top : top + prepare.height, left : left + prepare.width])
+        return torch.cat(made).round().clamp(0, 255).byte().permute(0, 2, 3, 1)
 
     @torch.inference_mode()
-    def predict(self, pixels: np.ndarray) -> list[Any]:
+    def predict(self, pixels: torch.Tensor) -> list[Any]:
         """Computes the likeliest classes."""
         count = len(pixels)
+        levels = pixels.to(self._device)
         if self._gpu:
-            filled = np.zeros((1 << (count - 1).bit_length(), *pixels.shape[1:]), np.uint8)
-            filled[:count] = pixels
-            pixels = filled
-        levels = torch.from_numpy(pixels).to(self._device)
+            levels = pad(levels, (0, 0) * 3 + (0, (1 << (count - 1).bit_length()) - count))
         x = ((levels - self._mean) / self._std).to(self._dtype).permute(0, 3, 1, 2)
         scores = self._run(x)[:count].float().softmax(-1)
         best = scores.topk(min(LABELS, scores.shape[1]))

@@ -336,6 +336,7 @@ class _Stage:
             "workers": max(1, self._cores // 4) if gpu else 1,
             "fronts": max(1, self._cores // 4) if gpu else 1,
             "compile": not gpu,
+            "decode": "cpu",
         } | json.loads(self._options.litserve)
         return ["maxvision.bench.litserved", json.dumps({**settings, "port": port})], settings
 

@@ -8,6 +8,7 @@ queues, which have one sender each and cost whoever imports them 5 s and 500 MB.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -180,6 +181,8 @@ class Spec:
         try:
             runner = Runner(self.load(), self.embeds)
             seconds = runner.warm(self.max_batch_size)
+            gc.collect()
+            gc.freeze()  # or its passes over MAX's modules would hold up batches
         except UserError as error:
             from maxvision.common.console import complain
 

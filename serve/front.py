@@ -9,6 +9,7 @@ weighs 150 MB.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import pickle
@@ -236,6 +237,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     front = Front(socket.socket(fileno=int(sys.argv[1])))
+    gc.collect()
+    gc.freeze()  # what stays needs no passes over it, which would hold up requests
     uvloop.run(front.run())
     leave(0)
 

@@ -19,6 +19,9 @@ from maxvision.serve.models import Models
 
 T = TypeVar("T")
 
+UNWATCHED = 0.02
+"""Seconds for which nobody notices that a client has left."""
+
 HELD = "maxvision.held"
 """Where a request's scope has the bytes of its body that are held, which the gate gives back."""
 
@@ -154,18 +157,28 @@ async def files_of(form: FormData) -> list[bytes]:
 async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
     """Waits for an answer, and cancels it if the client, whose body was read, leaves.
 
+    Nobody looks before ``UNWATCHED`` has passed: to do so takes a task.
+
     Raises:
         Refusal: 499, which nobody sees, if it does.
     """
-    watch = asyncio.ensure_future(_disconnect(request))
+    watch: asyncio.Future[None] | None = None
+
+    def begin() -> None:
+        nonlocal watch
+        watch = asyncio.ensure_future(_disconnect(request))
+        watch.add_done_callback(lambda done: None if done.cancelled() else interrupt())
+
+    later = asyncio.get_running_loop().call_later(UNWATCHED, begin)
     try:
         with interrupted() as interrupt:
-            watch.add_done_callback(lambda done: None if done.cancelled() else interrupt())
             return await answer
     except asyncio.TimeoutError:
         raise gone() from None
     finally:
-        watch.cancel()
+        later.cancel()
+        if watch is not None:
+            watch.cancel()
 
 
 @contextmanager

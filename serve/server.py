@@ -174,7 +174,7 @@ def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] 
 
     kept = dict(zip(names, supervisors, strict=True))
     repository = Repository(kept, busy, options.drain_timeout)
-    count = max(front_count(options, card.device) for card in cards)
+    count = max(front_count(options, card) for card in cards)
     face: _One | _Many
     if count > 1:
         face = _Many(cards, options, kept, listening, count, repository)
@@ -251,14 +251,17 @@ def queue_size(options: Options, device: str) -> int:
     return options.max_queue_size or max(batches, options.max_images_per_request)
 
 
-def front_count(options: Options, device: str) -> int:
-    """Chooses how many processes decode and speak HTTP.
+def front_count(options: Options, card: Card) -> int:
+    """Chooses how many processes speak HTTP and decode.
 
-    Beside a GPU all cores decode but one, which feeds it; a model on a CPU needs most of them.
+    A model on a CPU needs most of the cores. Beside a GPU all decode but one, which feeds it; where
+    the GPU decodes, two in three are enough to speak HTTP.
     """
     if options.front_processes:
         return options.front_processes
-    return max(1, cores() // 4 if device == "cpu" else cores() - 1)
+    if card.device == "cpu":
+        return max(1, cores() // 4)
+    return max(1, 2 * cores() // 3 if card.decodes else cores() - 1)
 
 
 def read_card(options: Options) -> Card:

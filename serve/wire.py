@@ -92,6 +92,8 @@ class _Head(msgspec.Struct, array_like=True):
     orientation: int = 0
 
 
+_NOBLOCK = int(zmq.NOBLOCK)  # pyzmq's enumerations cost more than a small message
+
 _pack = msgspec.msgpack.Encoder().encode
 _head = msgspec.msgpack.Decoder(_Head).decode
 _report = msgspec.msgpack.Decoder(Report).decode
@@ -178,28 +180,41 @@ class Inbox:
         self._socket = _socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.bind(address)
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        for each in (self._socket, self._woken):
+            self._poller.register(each, zmq.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Returns as soon as something has come, at the latest after ``seconds`` (whole ms)."""
-        self._socket.poll(math.ceil(seconds * 1e3))
+        """Returns as soon as something has come or ``wake`` is called, at the latest in time.
+
+        Args:
+            seconds: Until then; whole ms.
+        """
+        if any(each == self._woken for each, _ in self._poller.poll(math.ceil(seconds * 1e3))):
+            os.eventfd_read(self._woken)
+
+    def wake(self) -> None:
+        """Ends ``wait``, from any thread."""
+        os.eventfd_write(self._woken, 1)
 
     def take(self) -> Job | list[str]:
         """Takes a job, or ids that nobody waits for; raises ``queue.Empty`` if there is neither."""
         try:
-            front, first, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            front = self._socket.recv(_NOBLOCK)
         except zmq.Again:
             raise queue.Empty from None
-        head = _head(first.buffer)
-        if not rest:
+        head = _head(self._socket.recv(_NOBLOCK))
+        if not head.shape:
             return head.ids
-        data = np.frombuffer(rest[0].buffer, np.uint8)
+        data = np.frombuffer(self._socket.recv(_NOBLOCK, copy=False).buffer, np.uint8)
         image: Picture
         if head.orientation:
             height, width = head.shape
             image = Jpeg(data, height, width, head.orientation)
         else:
             image = data.reshape(head.shape)
-        return Job(head.ids[0], image, head.sent, head.features, front.bytes)
+        return Job(head.ids[0], image, head.sent, head.features, front)
 
     def report(self, report: Report, front: bytes) -> None:
         """Sends a report; nothing happens if who should get it is gone."""

@@ -7,12 +7,14 @@ MAX Serve's worker, as its scheduler.
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import queue
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -32,6 +34,12 @@ BEAT = 0.25
 
 PATIENCE = 2.5
 """Least seconds of silence that mean that it hangs."""
+
+DECODING = 2
+"""Batches that are decoded, or wait for it, at most."""
+
+SMALL = 4
+"""Images of a batch that need no thread, which takes time to wake, if nothing else is to do."""
 
 UNSOUND = 3
 """Exit code of a process whose model fails with a picture that it has answered before."""
@@ -123,12 +131,22 @@ class Runner:
         slack = 0.05 * float(np.abs(self._answer).max())
         return bool((np.abs(logits - self._answer) <= slack).all())  # false for NaN
 
-    def decode(self, images: Sequence[Picture]) -> Future[Any] | None:
-        """Begins to decode a batch, on a thread; nothing if there is no file, or no decoder."""
+    def decode(self, images: Sequence[Picture], at_once: bool = False) -> Future[Any] | None:
+        """Begins to decode a batch, on a thread; nothing if there is no file, or no decoder.
+
+        With ``at_once`` it is decoded on the calling thread, which is sooner.
+        """
         decoder = getattr(self._model, "decoder", None)
         if decoder is None or not any(isinstance(image, Jpeg) for image in images):
             return None
-        return self._thread.submit(decoder, images)
+        if not at_once:
+            return self._thread.submit(decoder, images)
+        made: Future[Any] = Future()
+        try:
+            made.set_result(decoder(images))
+        except Exception as error:
+            made.set_exception(error)
+        return made
 
     @contextmanager
     def pixels(
@@ -171,7 +189,10 @@ class Inbox(Protocol):
     """Where jobs and cancellations come from, and reports go to; see ``serve.wire.Inbox``."""
 
     def wait(self, seconds: float) -> None:
-        """Returns as soon as something has come, at the latest after ``seconds``."""
+        """Returns as soon as something has come, or ``wake`` is called; at the latest in time."""
+
+    def wake(self) -> None:
+        """Ends ``wait``, from any thread."""
 
     def take(self) -> Job | list[str]:
         """Takes a job, or ids that nobody waits for; raises ``queue.Empty`` if there is neither."""
@@ -194,6 +215,11 @@ class _Begun:
     noted: ExitStack
     decoding: Future[Any] | None
 
+    @property
+    def is_decoded(self) -> bool:
+        """Tells whether the model can run it."""
+        return self.decoding is None or self.decoding.done()
+
 
 class Batcher:
     """Runs images together.
@@ -202,8 +228,10 @@ class Batcher:
     were cancelled before are left out. A batch that fails is run image by image, so that only
     those fail which do it alone; but where the model fails with what it knows, too, the process
     ends, and another takes its place. One for which memory is short is halved, and so are those to
-    come. An image that may have ended the process before runs alone. Where the device decodes, it
-    does so with a batch while the one before runs.
+    come. An image that may have ended the process before runs alone.
+
+    Where the device decodes, a thread does so with a batch while the one before runs. A full batch
+    may wait for the thread, so that it is never idle; one that is not gathers images until then.
 
     Args:
         runner: The model, warm.
@@ -231,34 +259,49 @@ class Batcher:
         self._plain: dict[str, Job] = {}  # in the order of their coming
         self._rich: dict[str, Job] = {}  # those that want features
         self._alone: dict[str, Job] = {}  # those that are suspected
-        self._ahead: _Begun | None = None  # what is decoded, and runs next
+        self._begun: deque[_Begun] = deque()  # in the order in which they are decoded
         self._quarantine = quarantine
-        self._last = 0.0
+        self._last = 0.0  # when it was to say that it lives
+        self._progress = 0.0  # when no batch was begun, or one was decoded
 
     def step(self) -> None:
-        """Waits for work, at most for a beat, and runs a batch if one is due."""
+        """Waits for something to do, at most for a beat, and does it."""
         self._inbox.wait(self._due())
         self._take()
-        before = self._ahead
         for jobs in (self._plain, self._rich):
-            if jobs and (len(jobs) >= self.limit or self._age(jobs) >= self._delay):
-                ids = list(jobs)[: self.limit]
-                self._begin([jobs.pop(id) for id in ids])
-        if self._alone or self._ahead is before:  # nothing came behind it
-            self._begin(None)
-        if self._alone:
+            while self._wait(jobs) <= 0:
+                self._begin([jobs.pop(id) for id in list(jobs)[: self.limit]])
+        if self._begun and self._begun[0].is_decoded:
+            self._finish(self._begun.popleft())
+            self._progress = time.monotonic()
+        if self._alone and not self._begun:
             self._run([self._alone.pop(next(iter(self._alone)))])
-        if time.monotonic() - self._last >= BEAT:
-            self._report()
+        self._beat()
+
+    def _beat(self) -> None:
+        """Says that the process lives, unless the thread that decodes may hang."""
+        now = time.monotonic()
+        if not self._begun:
+            self._progress = now
+        if now - self._last >= BEAT:
+            self._last = now
+            if now - self._progress <= BEAT:
+                self._report()
 
     def _due(self) -> float:
         """Returns the seconds until something is due: a batch or a beat."""
-        due = 0.0 if self._alone or self._ahead else BEAT - (time.monotonic() - self._last)
-        for jobs in (self._plain, self._rich):
-            if jobs:
-                full = len(jobs) >= self.limit
-                due = min(due, 0.0 if full else self._delay - self._age(jobs))
-        return max(0.0, due)
+        if self._begun[0].is_decoded if self._begun else self._alone:
+            return 0.0
+        beat = BEAT - (time.monotonic() - self._last)
+        return max(0.0, min(beat, self._wait(self._plain), self._wait(self._rich)))
+
+    def _wait(self, jobs: dict[str, Job]) -> float:
+        """Returns the seconds until a batch of some jobs is due; infinite if another comes first."""
+        decoding = sum(not batch.is_decoded for batch in self._begun)
+        full = len(jobs) >= self.limit
+        if not jobs or self._alone or decoding >= (DECODING if full else 1):
+            return math.inf
+        return 0.0 if full else self._delay - self._age(jobs)
 
     @staticmethod
     def _age(jobs: dict[str, Job]) -> float:
@@ -287,25 +330,27 @@ class Batcher:
         else:
             (self._rich if job.features else self._plain)[job.id] = job
 
-    def _begin(self, jobs: list[Job] | None) -> None:
-        """Begins a batch, and runs the one before; both at once if nothing is decoded."""
-        ahead, self._ahead = self._ahead, None
-        next = self._begun(jobs) if jobs else None
-        if ahead:
-            self._finish(ahead)
-        if next and next.decoding:
-            self._ahead = next
-        elif next:
-            self._finish(next)
+    def _begin(self, jobs: list[Job]) -> None:
+        """Lets the thread decode a batch; one without files, or a small one, runs at once."""
+        idle = len(jobs) <= SMALL and not (self._begun or self._plain or self._rich)
+        batch = self._decode(jobs, at_once=idle)
+        if idle or batch.decoding is None:
+            self._finish(batch)
+        else:
+            self._begun.append(batch)
+            batch.decoding.add_done_callback(lambda _: self._inbox.wake())
 
-    def _begun(self, jobs: list[Job]) -> _Begun:
+    def _decode(self, jobs: list[Job], at_once: bool = False) -> _Begun:
         noted = ExitStack()
         seen = [job.image for job in jobs if job.id != READY]
         noted.enter_context(self._quarantine.running(seen))
-        return _Begun(jobs, noted, self._runner.decode([job.image for job in jobs]))
+        return _Begun(jobs, noted, self._runner.decode([job.image for job in jobs], at_once))
 
     def _run(self, jobs: list[Job]) -> None:
-        self._finish(self._begun(jobs))
+        """Runs a batch now; what has begun comes first, as it has the decoder's memory."""
+        while self._begun:
+            self._finish(self._begun.popleft())
+        self._finish(self._decode(jobs))
 
     def _finish(self, batch: _Begun) -> None:
         """Runs a batch and reports it; in parts if it cannot be run as a whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 
 from maxvision.runtime.jpeg import Jpeg
-from maxvision.serve import quarantine
+from maxvision.serve import quarantine, worker
 from maxvision.serve.quarantine import Quarantine
 from maxvision.serve.wire import Job, Report
 from maxvision.serve.worker import Batcher, Runner
@@ -90,22 +91,25 @@ def test_a_model_that_cannot_be_prepared_is_told() -> None:
 
 
 class Decoding(Model):
-    """Decodes files, and runs a batch only once the next one is being decoded, if there is one."""
+    """Decodes batches of files as long as ``go`` lets it; those of height 1 cannot be decoded."""
 
-    def __init__(self) -> None:
+    def __init__(self, go: int = 99) -> None:
         super().__init__()
-        self.begun = threading.Semaphore(0)
-        self.waits = 0
+        self.go = threading.Semaphore(go)
+        self.threads: set[str] = set()
+        self.fails = False
 
     def decoder(self, images: list[Any]) -> Any:
+        assert self.go.acquire(timeout=10)
         self.asked.append(f"decode {len(images)}")
-        self.begun.release()
+        self.threads.add(threading.current_thread().name)
         refused = [i for i, image in enumerate(images) if image.height == 1]
         return Decoded(np.zeros((len(images) - len(refused), 2, 3, 3), np.uint8), refused)
 
     def __call__(self, pixels: Any) -> np.ndarray:
-        for _ in range(self.waits):
-            assert self.begun.acquire(timeout=10), "the next batch is not decoded meanwhile"
+        failed, self.fails = self.fails, False
+        if failed:
+            raise RuntimeError("once")
         return super().__call__(pixels.pixels if isinstance(pixels, Decoded) else pixels)
 
 
@@ -130,9 +134,20 @@ class Waiting:
     def __init__(self, jobs: list[Job]) -> None:
         self.jobs = jobs
         self.reports: list[Report] = []
+        self.woken = threading.Semaphore(0)
+
+    @property
+    def ids(self) -> list[list[str]]:
+        """Those of the batches that ran, in their order."""
+        return [report.ids for report in self.reports if report.ids]
 
     def wait(self, seconds: float) -> None:
         assert seconds >= 0
+        if seconds:
+            self.woken.acquire(timeout=seconds)
+
+    def wake(self) -> None:
+        self.woken.release()
 
     def take(self) -> Job:
         if not self.jobs:
@@ -148,30 +163,112 @@ def batcher(model: Model, inbox: Any, limit: int = 2) -> Batcher:
     return Batcher(Runner(model, embeds=False), inbox, limit, 0.0, 0.01, guard)
 
 
-def test_a_batch_is_decoded_while_the_one_before_runs() -> None:
-    inbox = Waiting([Job(str(i), Jpeg(bytes(99), 9, 9), 0.0) for i in range(4)])
-    model = Decoding()
-    model.waits = 2  # the first batch's own, and the second's
+def until(made: Batcher, done: Callable[[], bool]) -> None:
+    """Lets it work until something is so."""
+    for _ in range(99):
+        if done():
+            return
+        made.step()
+    raise AssertionError("it never came to that")
+
+
+def files(*numbers: int, height: int = 9) -> list[Job]:
+    return [Job(str(i), Jpeg(bytes(99), height, 9), 0.0) for i in numbers]
+
+
+def pixels(*numbers: int) -> list[Job]:
+    return [Job(str(i), np.zeros((2, 3, 3), np.uint8), 0.0) for i in numbers]
+
+
+def test_a_batch_runs_while_later_ones_are_decoded() -> None:
+    model, inbox = Decoding(go=1), Waiting(files(*range(8)))
+    made = batcher(model, inbox)
+    until(made, lambda: bool(inbox.ids))
+    assert inbox.ids == [["0", "1"]]
+    assert model.asked == ["decode 2", 2]
+    model.go.release(3)
+    until(made, lambda: len(inbox.ids) == 4)
+    assert inbox.ids == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
+    assert model.threads == {"decode_0"}
+
+
+def test_a_batch_gathers_images_while_the_decoder_is_busy() -> None:
+    model, inbox = Decoding(go=0), Waiting(files(*range(8)))
+    made = batcher(model, inbox, limit=8)
+    for later in (8, 9):
+        made.step()
+        inbox.jobs = files(later)
+    made.step()
+    model.go.release(2)
+    until(made, lambda: len(inbox.ids) == 2)
+    assert inbox.ids == [list("01234567"), ["8", "9"]]
+
+
+def test_a_few_files_are_decoded_at_once() -> None:
+    model, inbox = Decoding(), Waiting(files(0, 1))
+    batcher(model, inbox, limit=8).step()
+    assert inbox.ids == [["0", "1"]]
+    assert model.threads == {threading.current_thread().name}
+
+
+def test_pixels_do_not_wait_for_files() -> None:
+    model, inbox = Decoding(go=0), Waiting([*files(0, 1), *pixels(2, 3)])
     made = batcher(model, inbox)
     made.step()
-    assert not any(report.ids for report in inbox.reports)
-    made.step()
-    assert [report.ids for report in inbox.reports if report.ids] == [["0", "1"]]
-    model.waits = 0
-    made.step()
-    assert [report.ids for report in inbox.reports if report.ids] == [["0", "1"], ["2", "3"]]
-    assert model.asked == ["decode 2", "decode 2", 2, 2]
+    assert inbox.ids == [["2", "3"]]
+    model.go.release()
+    until(made, lambda: len(inbox.ids) == 2)
+
+
+def test_one_that_fails_runs_again_after_those_that_are_decoded() -> None:
+    model, inbox = Decoding(), Waiting(files(*range(6)))
+    model.decoder = with_memory(model.decoder)  # type: ignore[method-assign]
+    made = batcher(model, inbox)
+    made._runner.warm(2)
+    model.fails = True
+    until(made, lambda: len(inbox.ids) == 4)
+    assert inbox.ids == [["2", "3"], ["4", "5"], ["0"], ["1"]]
+
+
+def test_a_decoder_that_hangs_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "BEAT", 0.02)
+    model, inbox = Decoding(go=0), Waiting(files(*range(8)))
+    made = batcher(model, inbox, limit=8)
+    for _ in range(6):
+        made.step()
+    beats = len(inbox.reports)
+    for _ in range(6):
+        made.step()
+    assert len(inbox.reports) == beats
+    model.go.release()
+    until(made, lambda: bool(inbox.ids))
+    for _ in range(6):
+        made.step()
+    assert len(inbox.reports) > beats + 2
+
+
+def with_memory(decoder: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Lets a decoder have the memory of two batches, as the GPU's has."""
+    free = threading.Semaphore(2)
+
+    class Held(Decoded):
+        def __exit__(self, *_: object) -> None:
+            free.release()
+
+    def decode(images: list[Any]) -> Any:
+        assert free.acquire(timeout=10), "no memory is free"
+        made = decoder(images)
+        return Held(made.pixels, made.refused)
+
+    return decode
 
 
 def test_what_is_not_decoded_is_told() -> None:
-    files = [Jpeg(bytes(99), height, 9) for height in (9, 1, 9, 1)]
-    inbox = Waiting([Job(str(i), file, 0.0) for i, file in enumerate(files)])
-    made = batcher(Decoding(), inbox, limit=4)
-    for _ in range(2):
-        made.step()
+    inbox = Waiting([*files(0, 2), *files(1, 3, height=1)])
+    until(batcher(Decoding(), inbox, limit=4), lambda: bool(inbox.ids))
     assert sorted(id for report in inbox.reports for id in report.undecoded) == ["1", "3"]
-    assert [report.ids for report in inbox.reports if report.ids] == [["0", "2"]]
-    without = Waiting([Job("0", files[0], 0.0), Job("1", np.zeros((2, 3, 3), np.uint8), 0.0)])
+    assert inbox.ids == [["0", "2"]]
+    without = Waiting([*files(0), *pixels(1)])
     batcher(Model(), without).step()
     assert [report.undecoded for report in without.reports if report.undecoded] == [["0"]]
-    assert [report.ids for report in without.reports if report.ids] == [["1"]]
+    assert without.ids == [["1"]]
