@@ -5,10 +5,10 @@
 Its settings, by its documentation the faster ones, not swept: ``fast_queue`` (ZeroMQ); several
 HTTP processes and workers a device, so that decoding overlaps with the network; pictures of a batch
 are decoded on threads, by the same code as ours, or with ``decode`` "gpu" by torchvision's nvJPEG
-and resized there by torch; channels_last, bfloat16 on a GPU with batches filled up to powers of two;
-torch.compile with frozen weights, or with ``compile`` false the eager network, for which cuDNN's
-choice is tuned once for each size. An image comes as base64 in JSON, as in its documentation; it
-takes no raw bytes.
+and resized there by torch; channels_last, bfloat16 on a GPU with batches filled up to powers of
+two; torch.compile with frozen weights, or with ``compile`` false the eager network, for which
+cuDNN's choice is tuned once for each size. An image comes as base64 in JSON, as in its
+documentation; it takes no raw bytes.
 """
 
 import base64

@@ -296,7 +296,7 @@ class Batcher:
         return max(0.0, min(beat, self._wait(self._plain), self._wait(self._rich)))
 
     def _wait(self, jobs: dict[str, Job]) -> float:
-        """Returns the seconds until a batch of some jobs is due; infinite if another comes first."""
+        """Returns the seconds until some jobs are a batch; infinite if something comes first."""
         decoding = sum(not batch.is_decoded for batch in self._begun)
         full = len(jobs) >= self.limit
         if not jobs or self._alone or decoding >= (DECODING if full else 1):
