@@ -14,6 +14,7 @@ import os
 import re
 import time
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,9 @@ import numpy as np
 
 CONNECTIONS = 1024
 """Connections of a process in an open loop at most; what is due beyond them waits, and counts."""
+
+WARM = 1.0
+"""Seconds of a load that are not measured, ahead of those that are."""
 
 PATIENCE = 2.0
 """Seconds that an open loop waits for answers after its end; what has none then is counted."""
@@ -38,7 +42,7 @@ class Plan:
         bodies: Requests' bodies, sent in turn.
         answers: What must be found in the answer of each: the class and the score.
         kind: Their content type.
-        seconds: That are measured, after a second that is not.
+        seconds: That are measured, after ``WARM`` that are not.
         concurrency: Requests under way, of a closed loop.
         rate: Requests a second, of an open loop; 0 for a closed one.
         processes: That send.
@@ -176,7 +180,7 @@ class _Sender:
         """Waits for the common beginning, warms up for a second, and measures."""
         rng = np.random.default_rng(self._index)
         await asyncio.sleep(self._begin - time.time())
-        self._from = time.perf_counter() + 1
+        self._from = time.perf_counter() + WARM
         self._to = self._from + self._plan.seconds
         if self._plan.rate:
             await self._open_loop(rng)
@@ -349,20 +353,31 @@ def _decode(files: list[bytes], prepare: Any, begin: float, seconds: float) -> i
     return count
 
 
-def cpu_seconds(root: int) -> float:
-    """Adds up the CPU time of a process and all it started that still run."""
+def cpu_seconds(root: int) -> dict[str, float]:
+    """Tells the CPU time of each thread of a process and of all it started that still run.
+
+    Returns:
+        Seconds by the process's number and the thread's.
+    """
     parents: dict[int, int] = {}
-    spent: dict[int, float] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(name)] = int(fields[1])
-            spent[int(name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            with suppress(OSError):
+                parents[int(name)] = int(_stat(f"/proc/{name}")[1])
     family = {root}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
-    return sum(spent.get(pid, 0.0) for pid in family)
+    spent = {}
+    for pid in family:
+        with suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                fields = _stat(f"/proc/{pid}/task/{thread}")
+                ticks = int(fields[11]) + int(fields[12])
+                spent[f"{pid}.{thread}"] = ticks / os.sysconf("SC_CLK_TCK")
+    return spent
+
+
+def _stat(folder: str) -> list[str]:
+    """Reads what Linux knows of a process or a thread, from its state on (proc(5))."""
+    with open(f"{folder}/stat") as file:
+        return file.read().rpartition(")")[2].split()

@@ -179,8 +179,7 @@ class _Stage:
         loads += [replace(plan, rate=rate) for rate in self._options.rates]
         found = []
         for each in loads:
-            before = load.cpu_seconds(server.pid) if server.pid else 0.0
-            begun = time.perf_counter()
+            before = load.cpu_seconds(server.pid) if server.pid else {}
             outcome = load.drive(each)
             record = {
                 "server": name,
@@ -191,9 +190,12 @@ class _Stage:
                 "settings": server.settings,
             }
             if server.pid:
-                spent = load.cpu_seconds(server.pid) - before
-                record["cpu_cores"] = round(spent / (time.perf_counter() - begun), 2)
-                images = sum(outcome.statuses.values()) * (1 + 1 / each.seconds)
+                after = load.cpu_seconds(server.pid)
+                threads = [seconds - before.get(name, 0.0) for name, seconds in after.items()]
+                spent, loaded = sum(threads), each.seconds + load.WARM
+                record["cpu_cores"] = round(spent / loaded, 2)
+                record["busiest_thread"] = round(max(threads) / loaded, 2)
+                images = sum(outcome.statuses.values()) * loaded / each.seconds
                 record["cpu_ms_per_request"] = round(1e3 * spent / max(1, images), 3)
             self._wrong += outcome.wrong
             found.append(record)

@@ -215,7 +215,7 @@ def launches(found: Sequence[Launch], title: str, rows: int) -> None:
 
 
 _SERVERS = ("server", "body", "load", "requests/s", "goodput", "p50 ms", "p90", "p99", "p99.9",
-        "cores", "CPU ms", "times", "statuses")  # fmt: skip
+        "cores", "thread", "CPU ms", "times", "statuses")  # fmt: skip
 
 
 def servers(records: Sequence[Record]) -> None:
@@ -225,7 +225,8 @@ def servers(records: Sequence[Record]) -> None:
             r["server"], r["body"], f"{r['loop']} {r.get('rate') or r.get('concurrency'):g}",
             number(r["requests_per_s"]), number(r["goodput_per_s"]),
             *(number(r.get(f"p{p}_ms")) for p in (50, 90, 99, 99.9)),
-            *(str(r.get(key, "")) for key in ("cpu_cores", "cpu_ms_per_request", "times")),
+            *(str(r.get(key, "")) for key in ("cpu_cores", "busiest_thread")),
+            *(str(r.get(key, "")) for key in ("cpu_ms_per_request", "times")),
             " ".join(f"{k}:{v}" for k, v in r["statuses"].items()),
         ]
         for r in records

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,6 +95,20 @@ def test_a_server_of_ours_is_driven(tmp_path: Path) -> None:
     assert record["statuses"] == {"200": record["statuses"]["200"]}
     assert record["wrong"] == 0 < record["p50_ms"] <= record["p99_ms"]
     assert found["environment"]["senders_reach_per_s"] > record["requests_per_s"]
+    assert 0 < record["busiest_thread"] <= record["cpu_cores"]
+
+
+def test_cpu_time_is_told_by_thread() -> None:
+    end = threading.Event()
+    idle = threading.Thread(target=end.wait)
+    idle.start()
+    while time.thread_time() < 0.2:  # of this thread
+        pass
+    spent = load.cpu_seconds(os.getpid())
+    end.set()
+    here, there = (f"{os.getpid()}.{id}" for id in (threading.get_native_id(), idle.native_id))
+    assert spent[here] >= 0.15
+    assert spent[there] < 0.05
 
 
 def test_a_request_is_taken_apart() -> None:
