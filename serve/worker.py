@@ -231,7 +231,8 @@ class Batcher:
     come. An image that may have ended the process before runs alone.
 
     Where the device decodes, a thread does so with a batch while the one before runs. A full batch
-    may wait for the thread, so that it is never idle; one that is not gathers images until then.
+    may wait for the thread, so that it is never idle; one that is not gathers images until then,
+    unless those of the other kind, with features or without, came last.
 
     Args:
         runner: The model, warm.
@@ -268,9 +269,9 @@ class Batcher:
         """Waits for something to do, at most for a beat, and does it."""
         self._inbox.wait(self._due())
         self._take()
-        for jobs in (self._plain, self._rich):
-            while self._wait(jobs) <= 0:
-                self._begin([jobs.pop(id) for id in list(jobs)[: self.limit]])
+        while due := [jobs for jobs in (self._plain, self._rich) if self._wait(jobs) <= 0]:
+            jobs = max(due, key=self._age)
+            self._begin([jobs.pop(id) for id in list(jobs)[: self.limit]])
         if self._begun and self._begun[0].is_decoded:
             self._finish(self._begun.popleft())
             self._progress = time.monotonic()
@@ -297,9 +298,12 @@ class Batcher:
 
     def _wait(self, jobs: dict[str, Job]) -> float:
         """Returns the seconds until some jobs are a batch; infinite if something comes first."""
-        decoding = sum(not batch.is_decoded for batch in self._begun)
+        if not jobs or self._alone:
+            return math.inf
         full = len(jobs) >= self.limit
-        if not jobs or self._alone or decoding >= (DECODING if full else 1):
+        decoding = [batch.jobs[0].features for batch in self._begun if not batch.is_decoded]
+        others = bool(decoding) and decoding[-1] != next(iter(jobs.values())).features
+        if len(decoding) >= (DECODING if full or others else 1):
             return math.inf
         return 0.0 if full else self._delay - self._age(jobs)
 

@@ -40,9 +40,10 @@ class Model:
         self.asked.append(len(pixels))
         return np.zeros((len(pixels), 10), np.float32)
 
-    def features(self, pixels: np.ndarray) -> Any:
-        self.asked.append(f"features {len(pixels)}")
-        return SimpleNamespace(logits=self(pixels), features=pixels)
+    def features(self, pixels: Any) -> Any:
+        logits = self(pixels)
+        self.asked.append(f"features {len(logits)}")
+        return SimpleNamespace(logits=logits, features=np.zeros((len(logits), 4), np.float32))
 
 
 @pytest.mark.parametrize("problem", [None, MemoryError(), RuntimeError("CUDA: out of memory")])
@@ -82,7 +83,7 @@ def test_a_picture_that_never_had_an_answer_tells_nothing() -> None:
 def test_features_are_asked_for_if_they_will_be() -> None:
     model = Model()
     Runner(model, embeds=True).warm(2)
-    assert model.asked[0] == "features 1"
+    assert model.asked[:2] == [1, "features 1"]
 
 
 def test_a_model_that_cannot_be_prepared_is_told() -> None:
@@ -202,6 +203,21 @@ def test_a_batch_gathers_images_while_the_decoder_is_busy() -> None:
     model.go.release(2)
     until(made, lambda: len(inbox.ids) == 2)
     assert inbox.ids == [list("01234567"), ["8", "9"]]
+
+
+def test_one_with_features_is_not_left_behind() -> None:
+    model, inbox = Decoding(go=0), Waiting(files(*range(4)))
+    made = batcher(model, inbox)
+    made.step()
+    (rich,) = files(9)
+    rich.features, rich.sent = True, -1.0
+    inbox.jobs = [*files(4, 5, 6, 7), rich]
+    made.step()
+    model.go.release(1)
+    until(made, lambda: bool(inbox.ids))
+    model.go.release(9)
+    until(made, lambda: len(inbox.ids) == 5)
+    assert inbox.ids[:3] == [["0", "1"], ["2", "3"], ["9"]]
 
 
 def test_a_few_files_are_decoded_at_once() -> None:
