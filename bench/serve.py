@@ -16,6 +16,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from PIL import Image
@@ -45,6 +47,8 @@ from maxvision.weights.source import BUNDLED
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 QUALITY = 90
+SETTLED = 0.6
+"""Seconds after which a server's figures are those of all that it has answered."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -180,6 +184,7 @@ class _Stage:
         found = []
         for each in loads:
             before = load.cpu_seconds(server.pid) if server.pid else {}
+            worked = _work(server.url) if name == "maxvision" else {}
             outcome = load.drive(each)
             record = {
                 "server": name,
@@ -197,6 +202,10 @@ class _Stage:
                 record["busiest_thread"] = round(max(threads) / loaded, 2)
                 images = sum(outcome.statuses.values()) * loaded / each.seconds
                 record["cpu_ms_per_request"] = round(1e3 * spent / max(1, images), 3)
+            if worked:
+                time.sleep(SETTLED)
+                for what, seconds in _work(server.url).items():
+                    record[what] = round((seconds - worked[what]) / (each.seconds + load.WARM), 2)
             self._wrong += outcome.wrong
             found.append(record)
             self._records.append(record)
@@ -369,6 +378,17 @@ def expected(reference: Any, prepare: Preprocess, files: list[bytes]) -> list[tu
         scores = reference.float().eval()(x).logits.softmax(-1)
     best = scores.max(-1)
     return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def _work(url: str) -> dict[str, float]:
+    """Reads for how long the model's process and its decoder have worked, if a server tells, s."""
+    with contextlib.suppress(OSError):
+        parts = urlsplit(url)
+        with urllib.request.urlopen(f"http://{parts.netloc}/metrics", timeout=5) as answer:
+            text = answer.read().decode()
+            found = re.findall(r"^maxvision_(worker|decoder)_busy_seconds\S* (\S+)$", text, re.M)
+            return {f"{who}_busy": float(seconds) for who, seconds in found}
+    return {}
 
 
 def _answers(url: str) -> bool:

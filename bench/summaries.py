@@ -215,7 +215,7 @@ def launches(found: Sequence[Launch], title: str, rows: int) -> None:
 
 
 _SERVERS = ("server", "body", "load", "requests/s", "goodput", "p50 ms", "p90", "p99", "p99.9",
-        "cores", "thread", "CPU ms", "times", "statuses")  # fmt: skip
+        "cores", "thread", "worker", "decoder", "CPU ms", "times", "statuses")  # fmt: skip
 
 
 def servers(records: Sequence[Record]) -> None:
@@ -226,6 +226,7 @@ def servers(records: Sequence[Record]) -> None:
             number(r["requests_per_s"]), number(r["goodput_per_s"]),
             *(number(r.get(f"p{p}_ms")) for p in (50, 90, 99, 99.9)),
             *(str(r.get(key, "")) for key in ("cpu_cores", "busiest_thread")),
+            *(str(r.get(key, "")) for key in ("worker_busy", "decoder_busy")),
             *(str(r.get(key, "")) for key in ("cpu_ms_per_request", "times")),
             " ".join(f"{k}:{v}" for k, v in r["statuses"].items()),
         ]

@@ -181,6 +181,14 @@ class Service:
                 "ready": (lambda: self.ready, "1 if a picture would be classified."),
                 "batch_limit": (lambda: self.batch_limit, "Images that run together at most."),
                 "worker_starts": (lambda: remote.starts, "Starts of the model's process."),
+                "worker_busy_seconds": (
+                    lambda: remote.busy,
+                    "Seconds of the model's process that it did not wait for work.",
+                ),
+                "decoder_busy_seconds": (
+                    lambda: remote.decoding,
+                    "Seconds of the model's process that its GPU's decoder was at work.",
+                ),
             },
         )
         self.shared = shared

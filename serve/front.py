@@ -60,12 +60,16 @@ class ModelState:
         starts: How often such a process was started.
         batch_limit: Images that run together at most.
         loaded: Whether there should be a process.
+        busy: See ``Remote``.
+        decoding: See ``Remote``.
     """
 
     address: str | None = None
     starts: int = 0
     batch_limit: int = 0
     loaded: bool = True
+    busy: float = 0.0
+    decoding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,7 @@ class Front:
             remote.loaded = state.loaded
             remote.starts = state.starts
             remote.batch_limit = state.batch_limit
+            remote.busy, remote.decoding = state.busy, state.decoding
             if state.address != remote.address:
                 remote.ready = state.address is not None
                 remote.connect(state.address)

@@ -44,6 +44,8 @@ class Remote:
         loaded: Whether there should be one.
         starts: How often such a process was started.
         batch_limit: Images that run together at most, as it says.
+        busy: Seconds that it did not wait for work, as the server's process was told last.
+        decoding: Seconds that its decoder was at work, likewise.
         address: Where it listens, None if there is none.
     """
 
@@ -52,6 +54,7 @@ class Remote:
         self.loaded = True
         self.starts = 0
         self.batch_limit = batch_limit
+        self.busy = self.decoding = 0.0
         self.address: str | None = None
         self._identity = identity
         self._link: Link | None = None

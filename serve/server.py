@@ -422,6 +422,8 @@ class _Many:
                     known.starts,
                     known.batch_limit,
                     known.loaded,
+                    known.busy,
+                    known.decoding,
                 )
                 for name, known in self._supervisors.items()
             }

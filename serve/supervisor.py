@@ -25,6 +25,9 @@ from maxvision.serve.wire import READY, SERVER, Job, Report
 
 log = logging.getLogger("maxvision.serve")
 
+NEWS = 0.1
+"""Seconds for which a process was busy and that others are told of."""
+
 TICK = 0.25
 """Seconds between two looks at a process."""
 
@@ -38,7 +41,8 @@ class Supervisor(Remote):
         blank: Pixels [H, W, C] of the picture that shows whether it is ready.
 
     Attributes:
-        changed: Is called when ``ready`` or ``batch_limit`` has changed.
+        changed: Is called when ``ready`` or ``batch_limit`` has changed, and after each ``NEWS``
+            seconds that the process was busy.
     """
 
     def __init__(self, spec: Spec, settings: engine.Settings, blank: np.ndarray) -> None:
@@ -50,6 +54,7 @@ class Supervisor(Remote):
         self._last = 0.0
         self._patience = 60.0
         self._pid = 0
+        self._told = 0.0  # of what the process was busy
 
     async def run(self) -> None:
         """Keeps a process running until this is cancelled.
@@ -95,7 +100,9 @@ class Supervisor(Remote):
         self._pid, self._patience = report.pid, report.patience
         limit = self.batch_limit
         super()._heard(report)
-        if self.batch_limit != limit:
+        self.busy, self.decoding = report.busy, report.decoding
+        if self.batch_limit != limit or not 0 <= self.busy - self._told < NEWS:
+            self._told = self.busy
             self.changed()
 
     async def _watch(self) -> None:

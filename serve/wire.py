@@ -54,6 +54,8 @@ class Report(msgspec.Struct):
         pid: Its process.
         patience: Seconds that it may be silent, by the time of its largest batch.
         batch_limit: Images that it runs together at most, now.
+        busy: Seconds that it did not wait for work, since it began to take any.
+        decoding: Seconds that its decoder was at work, or waited for the GPU or for Python.
         batch: Images of a batch that was run.
         ids: Those of them that the receiver sent.
         queue_ms: What each of them waited for the batch.
@@ -68,6 +70,8 @@ class Report(msgspec.Struct):
     pid: int
     patience: float
     batch_limit: int
+    busy: float = 0.0
+    decoding: float = 0.0
     batch: int = 0
     ids: list[str] = []
     queue_ms: list[float] = []

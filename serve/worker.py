@@ -88,9 +88,13 @@ class Runner:
     Args:
         model: What computes.
         embeds: Whether ``features`` will be asked for, which takes a graph of its own.
+
+    Attributes:
+        decoding: Seconds that its decoder was at work.
     """
 
     def __init__(self, model: Classifier, embeds: bool) -> None:
+        self.decoding = 0.0
         self._model = model
         self._embeds = embeds
         shape = 1, model.preprocess.height, model.preprocess.width, 3
@@ -140,13 +144,20 @@ class Runner:
         if decoder is None or not any(isinstance(image, Jpeg) for image in images):
             return None
         if not at_once:
-            return self._thread.submit(decoder, images)
+            return self._thread.submit(self._timed, decoder, images)
         made: Future[Any] = Future()
         try:
-            made.set_result(decoder(images))
+            made.set_result(self._timed(decoder, images))
         except Exception as error:
             made.set_exception(error)
         return made
+
+    def _timed(self, decoder: Any, images: Sequence[Picture]) -> Any:
+        begun = time.monotonic()
+        try:
+            return decoder(images)
+        finally:
+            self.decoding += time.monotonic() - begun
 
     @contextmanager
     def pixels(
@@ -262,12 +273,15 @@ class Batcher:
         self._alone: dict[str, Job] = {}  # those that are suspected
         self._begun: deque[_Begun] = deque()  # in the order in which they are decoded
         self._quarantine = quarantine
+        self._since, self._idle = time.monotonic(), 0.0
         self._last = 0.0  # when it was to say that it lives
         self._progress = 0.0  # when no batch was begun, or one was decoded
 
     def step(self) -> None:
         """Waits for something to do, at most for a beat, and does it."""
+        begun = time.monotonic()
         self._inbox.wait(self._due())
+        self._idle += time.monotonic() - begun
         self._take()
         while due := [jobs for jobs in (self._plain, self._rich) if self._wait(jobs) <= 0]:
             jobs = max(due, key=self._age)
@@ -412,8 +426,15 @@ class Batcher:
             self._run(jobs[start : start + size])
 
     def _report(self, front: bytes = SERVER, **done: Any) -> None:
+        now = time.monotonic()
         if front == SERVER:
-            self._last = time.monotonic()
-        self._inbox.report(
-            Report(pid=os.getpid(), patience=self._patience, batch_limit=self.limit, **done), front
+            self._last = now
+        report = Report(
+            pid=os.getpid(),
+            patience=self._patience,
+            batch_limit=self.limit,
+            busy=now - self._since - self._idle,
+            decoding=self._runner.decoding,
+            **done,
         )
+        self._inbox.report(report, front)

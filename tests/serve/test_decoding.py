@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,3 +99,16 @@ def test_what_turns_out_damaged_is_told_by_the_front(server: Server, log: Path) 
     assert "cut off or damaged" in answers[0].text
     assert decoded(log) == before + 4
     assert server.metric("maxvision_worker_starts") == 1
+
+
+def test_it_tells_for_how_long_it_was_busy(server: Server) -> None:
+    names = "maxvision_worker_busy_seconds", "maxvision_decoder_busy_seconds"
+    before = [server.metric(name) for name in names]
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(x.status_code == 200 for x in pool.map(lambda _: post(server, CAT), "1234"))
+        worker, decoder = (server.metric(name) - x for name, x in zip(names, before, strict=True))
+        if worker > 0.05 and decoder > 0.01:
+            return
+    raise AssertionError(f"after 20 s the worker was busy for {worker} s, the decoder {decoder}")
