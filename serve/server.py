@@ -346,8 +346,6 @@ class _One:
         from maxvision.serve.protocol import over_grpc
 
         self._uvicorn.handle_exit = told
-        gc.collect()
-        gc.freeze()  # see serve/front.py
         async with over_grpc(self._models):
             await self._uvicorn.serve(sockets=[self._socket])
 
