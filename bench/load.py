@@ -16,6 +16,7 @@ import time
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -363,21 +364,20 @@ def cpu_seconds(root: int) -> dict[str, float]:
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with suppress(OSError):
-                parents[int(name)] = int(_stat(f"/proc/{name}")[1])
+                parents[int(name)] = int(_stat(Path("/proc", name))[1])
     family = {root}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
     spent = {}
     for pid in family:
-        with suppress(OSError):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                fields = _stat(f"/proc/{pid}/task/{thread}")
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            with suppress(OSError):  # it has ended
+                fields = _stat(thread)
                 ticks = int(fields[11]) + int(fields[12])
-                spent[f"{pid}.{thread}"] = ticks / os.sysconf("SC_CLK_TCK")
+                spent[f"{pid}.{thread.name}"] = ticks / os.sysconf("SC_CLK_TCK")
     return spent
 
 
-def _stat(folder: str) -> list[str]:
+def _stat(folder: Path) -> list[str]:
     """Reads what Linux knows of a process or a thread, from its state on (proc(5))."""
-    with open(f"{folder}/stat") as file:
-        return file.read().rpartition(")")[2].split()
+    return (folder / "stat").read_text().rpartition(")")[2].split()

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin
 
 import numpy as np
 from PIL import Image
@@ -185,7 +185,7 @@ class _Stage:
         for each in loads:
             before = load.cpu_seconds(server.pid) if server.pid else {}
             worked = _work(server.url) if name == "maxvision" else {}
-            outcome = load.drive(each)
+            outcome, loaded = load.drive(each), each.seconds + load.WARM
             record = {
                 "server": name,
                 "body": kind,
@@ -196,16 +196,16 @@ class _Stage:
             }
             if server.pid:
                 after = load.cpu_seconds(server.pid)
-                threads = [seconds - before.get(name, 0.0) for name, seconds in after.items()]
-                spent, loaded = sum(threads), each.seconds + load.WARM
+                threads = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()]
+                spent = sum(threads)
                 record["cpu_cores"] = round(spent / loaded, 2)
-                record["busiest_thread"] = round(max(threads) / loaded, 2)
+                record["busiest_thread"] = round(max(threads, default=0.0) / loaded, 2)
                 images = sum(outcome.statuses.values()) * loaded / each.seconds
                 record["cpu_ms_per_request"] = round(1e3 * spent / max(1, images), 3)
             if worked:
                 time.sleep(SETTLED)
                 for what, seconds in _work(server.url).items():
-                    record[what] = round((seconds - worked[what]) / (each.seconds + load.WARM), 2)
+                    record[what] = round((seconds - worked[what]) / loaded, 2)
             self._wrong += outcome.wrong
             found.append(record)
             self._records.append(record)
@@ -382,13 +382,13 @@ def expected(reference: Any, prepare: Preprocess, files: list[bytes]) -> list[tu
 
 def _work(url: str) -> dict[str, float]:
     """Reads for how long the model's process and its decoder have worked, if a server tells, s."""
-    with contextlib.suppress(OSError):
-        parts = urlsplit(url)
-        with urllib.request.urlopen(f"http://{parts.netloc}/metrics", timeout=5) as answer:
+    try:
+        with urllib.request.urlopen(urljoin(url, "/metrics"), timeout=5) as answer:
             text = answer.read().decode()
-            found = re.findall(r"^maxvision_(worker|decoder)_busy_seconds\S* (\S+)$", text, re.M)
-            return {f"{who}_busy": float(seconds) for who, seconds in found}
-    return {}
+    except OSError:
+        return {}
+    found = re.findall(r"^maxvision_(worker|decoder)_busy_seconds\S* (\S+)$", text, re.M)
+    return {f"{who}_busy": float(seconds) for who, seconds in found}
 
 
 def _answers(url: str) -> bool:

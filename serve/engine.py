@@ -181,13 +181,13 @@ class Spec:
         try:
             runner = Runner(self.load(), self.embeds)
             seconds = runner.warm(self.max_batch_size)
-            gc.collect()
-            gc.freeze()  # or its passes over MAX's modules would hold up batches
         except UserError as error:
             from maxvision.common.console import complain
 
             complain(str(error))
             raise SystemExit(TOLD) from None
+        gc.collect()  # what loading left behind must not stay
+        gc.freeze()  # or passes over MAX's modules would hold up batches
 
         def scheduler(_: Any, __: Any, ___: Any, queues: WorkerQueues[Any, Any], ____: Any) -> Any:
             inbox: Any = queues.request_queue

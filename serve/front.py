@@ -242,7 +242,6 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     front = Front(socket.socket(fileno=int(sys.argv[1])))
-    gc.collect()
     gc.freeze()  # what stays needs no passes over it, which would hold up requests
     uvloop.run(front.run())
     leave(0)

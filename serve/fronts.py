@@ -70,8 +70,9 @@ class Fronts:
     def tell(self, **changes: Any) -> None:
         """Tells all of them what has changed, of ``State``."""
         self._state = replace(self._state, **changes)
+        said = pickle.dumps(self._state)
         for row, channel in self._channels.items():
-            if not self._send(channel, pickle.dumps(self._state)):
+            if not self._send(channel, said):
                 self._processes[row].kill()
 
     async def run(self) -> None:

@@ -96,8 +96,6 @@ class _Head(msgspec.Struct, array_like=True):
     orientation: int = 0
 
 
-_NOBLOCK = int(zmq.NOBLOCK)  # pyzmq's enumerations cost more than a small message
-
 _pack = msgspec.msgpack.Encoder().encode
 _head = msgspec.msgpack.Decoder(_Head).decode
 _report = msgspec.msgpack.Decoder(Report).decode
@@ -205,13 +203,13 @@ class Inbox:
     def take(self) -> Job | list[str]:
         """Takes a job, or ids that nobody waits for; raises ``queue.Empty`` if there is neither."""
         try:
-            front = self._socket.recv(_NOBLOCK)
+            front = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             raise queue.Empty from None
-        head = _head(self._socket.recv(_NOBLOCK))
+        head = _head(self._socket.recv(zmq.NOBLOCK))
         if not head.shape:
             return head.ids
-        data = np.frombuffer(self._socket.recv(_NOBLOCK, copy=False).buffer, np.uint8)
+        data = np.frombuffer(self._socket.recv(zmq.NOBLOCK, copy=False).buffer, np.uint8)
         image: Picture
         if head.orientation:
             height, width = head.shape

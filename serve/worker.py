@@ -286,7 +286,7 @@ class Batcher:
         while due := [jobs for jobs in (self._plain, self._rich) if self._wait(jobs) <= 0]:
             jobs = max(due, key=self._age)
             self._begin([jobs.pop(id) for id in list(jobs)[: self.limit]])
-        if self._begun and self._begun[0].is_decoded:
+        if self._is_decoded:
             self._finish(self._begun.popleft())
             self._progress = time.monotonic()
         if self._alone and not self._begun:
@@ -305,10 +305,15 @@ class Batcher:
 
     def _due(self) -> float:
         """Returns the seconds until something is due: a batch or a beat."""
-        if self._begun[0].is_decoded if self._begun else self._alone:
+        if self._is_decoded or (self._alone and not self._begun):
             return 0.0
         beat = BEAT - (time.monotonic() - self._last)
         return max(0.0, min(beat, self._wait(self._plain), self._wait(self._rich)))
+
+    @property
+    def _is_decoded(self) -> bool:
+        """Tells whether the model can run the first batch that was begun."""
+        return bool(self._begun) and self._begun[0].is_decoded
 
     def _wait(self, jobs: dict[str, Job]) -> float:
         """Returns the seconds until some jobs are a batch; infinite if something comes first."""
