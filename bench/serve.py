@@ -299,9 +299,9 @@ class _Stage:
                 [sys.executable, "-m", *argv], stdout=file, stderr=file, start_new_session=True
             )
         try:
-            path = "/ready" if name == "maxvision" else "/health"
+            up = _all_up if name == "maxvision" else _answers
             begun = time.monotonic()
-            while not _answers(f"http://127.0.0.1:{port}{path}"):
+            while not up(f"http://127.0.0.1:{port}/health"):
                 if process.poll() is not None or time.monotonic() - begun > options.patience:
                     raise ArgumentError(f"{name} did not start:\n{log.read_text()[-3000:]}")
                 time.sleep(0.1)
@@ -380,15 +380,31 @@ def expected(reference: Any, prepare: Preprocess, files: list[bytes]) -> list[tu
     return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
-def _work(url: str) -> dict[str, float]:
-    """Reads for how long the model's process and its decoder have worked, if a server tells, s."""
+def _metrics(url: str) -> dict[str, float]:
+    """Reads the figures of the model that our server has; none while it has no answer."""
     try:
         with urllib.request.urlopen(urljoin(url, "/metrics"), timeout=5) as answer:
             text = answer.read().decode()
     except OSError:
         return {}
-    found = re.findall(r"^maxvision_(worker|decoder)_busy_seconds\S* (\S+)$", text, re.M)
-    return {f"{who}_busy": float(seconds) for who, seconds in found}
+    found = re.findall(r"^maxvision_(\w+)\{model=[^,]*\} (\S+)$", text, re.M)
+    return {name: float(value) for name, value in found}
+
+
+def _work(url: str) -> dict[str, float]:
+    """Reads for how long each process of the model and its decoder have worked, if told, s."""
+    found = _metrics(url)
+    return {
+        f"{who}_busy": found[f"{who}_busy_seconds"] / found["instances"]
+        for who in ("worker", "decoder")
+        if f"{who}_busy_seconds" in found
+    }
+
+
+def _all_up(url: str) -> bool:
+    """Tells whether all processes of our server's model have run a picture."""
+    found = _metrics(url)
+    return 0 < found.get("instances", 0) == found["instances_ready"]
 
 
 def _answers(url: str) -> bool:

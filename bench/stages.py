@@ -26,6 +26,7 @@ from maxvision.serve.access import AccessLog
 from maxvision.serve.app import make_app
 from maxvision.serve.core import Card
 from maxvision.serve.images import Decoder
+from maxvision.serve.instances import Instances
 from maxvision.serve.limits import Board
 from maxvision.serve.models import Models
 from maxvision.serve.options import Options
@@ -115,7 +116,7 @@ async def _measure(source: str, files: list[bytes], seconds: float) -> dict[str,
     def served(remote: Remote, decoder: Decoder) -> Models:
         models = Models(options, Board(2))  # of two fronts: the app decodes
         models.access = AccessLog(options.access_log, os.open(os.devnull, os.O_WRONLY))
-        models.add(card, options, remote, decoder, 64)
+        models.add(card, options, Instances([remote]), decoder, 64)
         return models
 
     decoder, blank = Decoder(model.preprocess, options.max_pixels, 1), _Blank(model.preprocess)

@@ -32,13 +32,11 @@ from max.engine import Model as Executable
 from torch import Tensor
 
 from maxvision.common.errors import ModelError
-from maxvision.runtime.devices import find_device
+from maxvision.runtime.devices import POOL, find_device
 from maxvision.runtime.replay import KEYS, Capture, Replays, captures, gate, zeros
 
 log = logging.getLogger("maxvision")
 
-POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
-"""MAX's setting of the share of a GPU's memory that it takes at the first recording."""
 SHARE = "40"
 """Percent for MAX, unless the user sets another share: torch needs the rest."""
 SMALL = 16 << 20

@@ -16,6 +16,12 @@ DTYPES = {
     "float16": DType.float16,
 }
 
+POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
+"""MAX's setting of the share of a GPU's memory that it takes at the first recording: 90 if unset.
+
+It is read when the device is opened.
+"""
+
 
 def find_device(name: str) -> Device:
     """Opens the device called ``auto``, ``cpu``, ``gpu`` or ``gpu:N``.

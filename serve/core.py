@@ -23,11 +23,12 @@ from maxvision.runtime.preprocess import Preprocess
 from maxvision.serve.answers import Function, rank
 from maxvision.serve.errors import Refusal, not_loaded, not_ready
 from maxvision.serve.images import SMALL, Decoder, is_small, unwrap
+from maxvision.serve.instances import Instances
 from maxvision.serve.limits import Admission, Board, too_many_images
 from maxvision.serve.media import Fetcher, is_url
 from maxvision.serve.metrics import Metrics
 from maxvision.serve.options import Options
-from maxvision.serve.remote import Remote, Result, Undecoded
+from maxvision.serve.remote import Result, Undecoded
 
 T = TypeVar("T")
 
@@ -151,11 +152,12 @@ class Service:
         admission: Counts the images that are under way.
         metrics: The figures.
         shared: What the models of the server share.
+        instances: The processes that run the model.
 
     Args:
         card: See above.
         options: See above.
-        remote: Where it runs.
+        instances: See above.
         decoder: Makes the pixels that it takes.
         queue: Images that may be under way.
         shared: See above.
@@ -165,7 +167,7 @@ class Service:
         self,
         card: Card,
         options: Options,
-        remote: Remote,
+        instances: Instances,
         decoder: Decoder,
         queue: int,
         shared: Shared,
@@ -180,43 +182,45 @@ class Service:
                 "images_in_flight": (lambda: self.admission.held, "Images under way."),
                 "ready": (lambda: self.ready, "1 if a picture would be classified."),
                 "batch_limit": (lambda: self.batch_limit, "Images that run together at most."),
-                "worker_starts": (lambda: remote.starts, "Starts of the model's process."),
+                "instances": (lambda: len(instances.members), "Processes that run the model."),
+                "instances_ready": (lambda: instances.up, "Those that have run a picture."),
+                "worker_starts": (lambda: instances.starts, "Starts of such processes."),
                 "worker_busy_seconds": (
-                    lambda: remote.busy,
-                    "Seconds of the model's process that it did not wait for work.",
+                    lambda: instances.busy,
+                    "Seconds of these processes, added up, that they did not wait for work.",
                 ),
                 "decoder_busy_seconds": (
-                    lambda: remote.decoding,
-                    "Seconds of the model's process that its GPU's decoder was at work.",
+                    lambda: instances.decoding,
+                    "Seconds of these processes, added up, that their decoders were at work.",
                 ),
             },
         )
         self.shared = shared
         self._number = itertools.count()  # of images: a client may use a request's id again
-        self._remote = remote
+        self.instances = instances
         self._decoder = decoder
         self._inline = shared.board.rows > 1
         self._fetcher = Fetcher(options.allow_media_domain, options.max_body_bytes)
 
     @property
     def ready(self) -> bool:
-        """Whether a picture would be classified: the model's process lives and has run one."""
+        """Whether a picture would be classified: a process of the model lives and has run one."""
         return (
-            self._remote.ready
+            self.instances.ready
             and self._decoder.ready
-            and self._remote.loaded
+            and self.instances.loaded
             and not self.shared.draining
         )
 
     @property
     def loaded(self) -> bool:
-        """Whether a picture is to be classified, as soon as the model's process is ready."""
-        return self._remote.loaded
+        """Whether a picture is to be classified, as soon as a process of the model is ready."""
+        return self.instances.loaded
 
     @property
     def batch_limit(self) -> int:
         """Images that run together at most."""
-        return self._remote.batch_limit
+        return self.instances.batch_limit
 
     async def classify(
         self, images: Sequence[Image], top_k: int = 5, function: Function = "softmax"
@@ -268,7 +272,7 @@ class Service:
         Raises:
             Refusal: 503.
         """
-        if not self._remote.loaded:
+        if not self.instances.loaded:
             raise not_loaded(self.card.name)
         if not self.ready:
             raise not_ready(retry_after)
@@ -336,7 +340,7 @@ class Service:
                     if found is not None:
                         seconds = time.perf_counter() - begun
                         with suppress(Undecoded):
-                            return await self._remote.submit(id, found, features), seconds
+                            return await self.instances.submit(id, found, features), seconds
                 inline = of == 1 and self._inline and len(image) <= SMALL
                 if inline and isinstance(image, str):
                     image = unwrap(image)
@@ -349,7 +353,7 @@ class Service:
                     refusal.message = f"image {index}: {refusal.message}"
                 raise
         seconds = time.perf_counter() - begun
-        return await self._remote.submit(id, pixels, features), seconds
+        return await self.instances.submit(id, pixels, features), seconds
 
     def _checked(self, pixels: np.ndarray) -> np.ndarray:
         shape = (self.card.preprocess.height, self.card.preprocess.width, 3)

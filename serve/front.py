@@ -38,6 +38,7 @@ class Hello:
         cards: What is known of each model.
         options: What the server was told.
         queues: Images of each model that may be under way in all fronts.
+        instances: Processes that run each model.
         rows: Of the board.
         row: That of this front.
         threads: That decode, here.
@@ -46,9 +47,29 @@ class Hello:
     cards: tuple[Card, ...]
     options: Options
     queues: tuple[int, ...]
+    instances: tuple[int, ...]
     rows: int
     row: int
     threads: int
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What a front is told of a process that runs a model.
+
+    Attributes:
+        address: Where it listens, None if there is none or it is not ready.
+        starts: How often it was started.
+        batch_limit: Images that run together at most.
+        busy: See ``Remote``.
+        decoding: See ``Remote``.
+    """
+
+    address: str | None
+    starts: int
+    batch_limit: int
+    busy: float
+    decoding: float
 
 
 @dataclass(frozen=True)
@@ -56,20 +77,12 @@ class ModelState:
     """What a front is told of a model.
 
     Attributes:
-        address: Of the model's process, None if there is none or it is not ready.
-        starts: How often such a process was started.
-        batch_limit: Images that run together at most.
-        loaded: Whether there should be a process.
-        busy: See ``Remote``.
-        decoding: See ``Remote``.
+        loaded: Whether there should be processes that run it.
+        processes: Each of them.
     """
 
-    address: str | None = None
-    starts: int = 0
-    batch_limit: int = 0
-    loaded: bool = True
-    busy: float = 0.0
-    decoding: float = 0.0
+    loaded: bool
+    processes: tuple[ProcessState, ...]
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,7 @@ class Front:
     def __init__(self, channel: socket.socket) -> None:
         from maxvision.serve.app import make_app
         from maxvision.serve.images import Decoder
+        from maxvision.serve.instances import Instances
         from maxvision.serve.limits import Board
         from maxvision.serve.models import Models
         from maxvision.serve.protocol import http_server
@@ -127,13 +141,16 @@ class Front:
         options = hello.options
         self._board = Board(hello.rows, hello.row, fd, len(hello.cards))
         self._models = Models(options, self._board)
-        self._remotes: dict[str, Remote] = {}
+        self._instances: dict[str, Instances] = {}
         decoder = None
-        for card, each, queue in zip(hello.cards, options.models, hello.queues, strict=True):
-            remote = self._remotes[card.name] = Remote(f"front-{hello.row}-{os.getpid()}".encode())
-            threads = hello.threads
+        identity, threads = f"front-{hello.row}-{os.getpid()}".encode(), hello.threads
+        for card, each, queue, count in zip(
+            hello.cards, options.models, hello.queues, hello.instances, strict=True
+        ):
+            instances = Instances([Remote(identity) for _ in range(count)])
+            self._instances[card.name] = instances
             decoder = Decoder(card.preprocess, options.max_pixels, threads, decoder, card.decodes)
-            self._models.add(card, each, remote, decoder, queue)
+            self._models.add(card, each, instances, decoder, queue)
         if options.model_control_mode == "explicit":
             self._models.change = self._change
         self._number = 0  # of wishes
@@ -208,15 +225,16 @@ class Front:
                 wish.set_result(None)
             return
         self._models.draining = said.draining
-        for name, state in said.models.items():
-            remote = self._remotes[name]
-            remote.loaded = state.loaded
-            remote.starts = state.starts
-            remote.batch_limit = state.batch_limit
-            remote.busy, remote.decoding = state.busy, state.decoding
-            if state.address != remote.address:
-                remote.ready = state.address is not None
-                remote.connect(state.address)
+        for name, model in said.models.items():
+            instances = self._instances[name]
+            instances.loaded = model.loaded
+            for remote, state in zip(instances.members, model.processes, strict=True):
+                remote.starts = state.starts
+                remote.batch_limit = state.batch_limit
+                remote.busy, remote.decoding = state.busy, state.decoding
+                if state.address != remote.address:
+                    remote.ready = state.address is not None
+                    remote.connect(state.address)
 
     async def _change(self, model: str, loaded: bool) -> None:
         """Asks the server's process to load or unload a model, and waits until it has.

@@ -10,9 +10,9 @@ from maxvision.serve.access import AccessLog
 from maxvision.serve.core import Card, Service, Shared
 from maxvision.serve.errors import Refusal, not_ready
 from maxvision.serve.images import Decoder
+from maxvision.serve.instances import Instances
 from maxvision.serve.limits import Admission, Board
 from maxvision.serve.options import Options
-from maxvision.serve.remote import Remote
 
 T = TypeVar("T")
 
@@ -43,10 +43,10 @@ class Models(Shared):
         self._all: dict[str, Service] = {}
 
     def add(
-        self, card: Card, options: Options, remote: Remote, decoder: Decoder, queue: int
+        self, card: Card, options: Options, instances: Instances, decoder: Decoder, queue: int
     ) -> Service:
         """Adds a model; see ``Service``."""
-        made = self._all[card.name] = Service(card, options, remote, decoder, queue, self)
+        made = self._all[card.name] = Service(card, options, instances, decoder, queue, self)
         return made
 
     def __len__(self) -> int:

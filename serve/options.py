@@ -53,6 +53,7 @@ EACH = (
     "max_batch_size",
     "max_batch_delay_ms",
     "max_queue_size",
+    "instances",
 )
 """What may be said once for all models, or once for each in their order."""
 
@@ -87,6 +88,8 @@ class Options:
         max_connections: Connections that may be open at once.
         max_body_bytes: Bytes of one request's body.
         max_pixels: Pixels of one image, counted before it is decoded.
+        instances: Processes that run the model on its device; None for two where a GPU decodes for
+            many cores, and one elsewhere.
         front_processes: Processes that decode and speak HTTP; None for a number by the cores.
         decode_threads: Threads of each that decode; None for one a core, together. Of a replica
             of Ray: processes, see ``serve.ray_app.decoding``.
@@ -122,6 +125,7 @@ class Options:
     max_connections: int = 4096
     max_body_bytes: int = 32 * 2**20
     max_pixels: int = MAX_PIXELS
+    instances: int | None = None
     front_processes: int | None = None
     decode_threads: int | None = None
     body_timeout: float = 30.0
@@ -176,8 +180,11 @@ def parser() -> Parser:
     add("--max-body-bytes", type=whole(1, 2**33), metavar="N", help="%(default)s")
     add("--max-pixels", type=whole(1, MAX_PIXELS), metavar="N",
         help="of one image, counted before it is decoded (default: %(default)s)")  # fmt: skip
+    add("--instances", **each, type=whole(1, 64), metavar="N", help="processes that run the model"
+        " on its device (default: 2 where a GPU decodes for 8 cores or more, else 1)")  # fmt: skip
     add("--front-processes", type=whole(1, 1024), metavar="N", help="processes that decode and"
-        " speak HTTP (default: a quarter of the cores, all but one beside a GPU)")  # fmt: skip
+        " speak HTTP (default: a quarter of the cores, all but one beside a GPU, two in three where"
+        " that decodes)")  # fmt: skip
     add("--decode-threads", type=whole(1, 1024), metavar="N",
         help="of each of them (default: one a core, together)")  # fmt: skip
     add("--body-timeout", type=number(0.1, 3600), metavar="S",

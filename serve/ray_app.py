@@ -158,7 +158,7 @@ def read(given: Mapping[str, Any]) -> Options:
         from max.driver import accelerator_count
 
         options = dataclasses.replace(options, device="gpu" if accelerator_count() else "cpu")
-    return options
+    return dataclasses.replace(options, instances=options.instances or 1)
 
 
 def decoding(options: Options, cores: int) -> int:
@@ -213,15 +213,15 @@ class Replica:
         from maxvision.serve.decoders import Decoders
         from maxvision.serve.images import Decoder
         from maxvision.serve.models import Models
-        from maxvision.serve.server import make_supervisor, queue_size
+        from maxvision.serve.server import make_supervisors, queue_size
 
         if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
             log.warning("RAY_SERVE_ENABLE_HA_PROXY=1 is not set: clients get errors when a replica"
                 " ends; set it as contrib/ray.env does")  # fmt: skip
         if options.device == "cpu":
             claim(cores)
-        card, supervisor = make_supervisor(options, load)
-        keeping = [supervisor.run()]
+        card, supervisors = make_supervisors(options, load)
+        keeping = [supervisors.run()]
         decoder: Decoder
         if count := decoding(options, cores):
             decoder = processes = Decoders(card.preprocess, options.max_pixels, count)
@@ -230,7 +230,7 @@ class Replica:
         else:
             decoder = Decoder(card.preprocess, options.max_pixels, cores, None, card.decodes)
         self._models = Models(options)
-        self._models.add(card, options, supervisor, decoder, queue_size(options, card.device))
+        self._models.add(card, options, supervisors, decoder, queue_size(options, card.device))
         self._seen = time.monotonic()
         self._keeping = asyncio.gather(*keeping)
         while not self._models.ready:

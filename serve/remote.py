@@ -41,7 +41,6 @@ class Remote:
 
     Attributes:
         ready: Whether the model's process has run a picture.
-        loaded: Whether there should be one.
         starts: How often such a process was started.
         batch_limit: Images that run together at most, as it says.
         busy: Seconds that it did not wait for work, as the server's process was told last.
@@ -51,7 +50,6 @@ class Remote:
 
     def __init__(self, identity: bytes, batch_limit: int = 0) -> None:
         self.ready = False
-        self.loaded = True
         self.starts = 0
         self.batch_limit = batch_limit
         self.busy = self.decoding = 0.0
@@ -59,6 +57,11 @@ class Remote:
         self._identity = identity
         self._link: Link | None = None
         self._waiting: dict[str, asyncio.Future[Result]] = {}
+
+    @property
+    def waiting(self) -> int:
+        """How many images of this sender are under way."""
+        return len(self._waiting)
 
     def connect(self, address: str | None) -> None:
         """Links to another process, or to none; whoever waits for the one before is refused."""

@@ -1,4 +1,4 @@
-"""Which of a server's models are loaded: each has a process that is kept while it is."""
+"""Which of a server's models are loaded: each has processes that are kept while it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from maxvision.serve.engine import WorkerEnded
 from maxvision.serve.errors import Refusal
-from maxvision.serve.supervisor import Supervisor
+from maxvision.serve.supervisor import Supervisors
 
 TICK = 0.05
 """Seconds between two looks at what is waited for."""
@@ -17,13 +17,13 @@ class Repository:
     """The models that a server was started with.
 
     Args:
-        supervisors: What keeps the process of each, by what clients call it.
+        supervisors: What keeps the processes of each, by what clients call it.
         busy: Counts the images of a model that are under way.
         patience: Seconds that those may take to end when it is unloaded.
     """
 
     def __init__(
-        self, supervisors: Mapping[str, Supervisor], busy: Callable[[str], int], patience: float
+        self, supervisors: Mapping[str, Supervisors], busy: Callable[[str], int], patience: float
     ) -> None:
         self._supervisors = supervisors
         self._busy = busy
@@ -45,7 +45,7 @@ class Repository:
         self._tasks.clear()  # with what their ends hold: semaphores, which would be told as leaked
 
     async def change(self, name: str, loaded: bool) -> None:
-        """Loads a model, until it is ready; or unloads it, until its process has ended.
+        """Loads a model, until it is ready; or unloads it, until its processes have ended.
 
         Raises:
             Refusal: 503, if its process ends before it is ready.

@@ -30,9 +30,15 @@ if TYPE_CHECKING:
     from maxvision.serve.core import Card
     from maxvision.serve.models import Models
     from maxvision.serve.repository import Repository
-    from maxvision.serve.supervisor import Supervisor
+    from maxvision.serve.supervisor import Supervisors
 
 log = logging.getLogger("maxvision.serve")
+
+MANY_CORES = 8
+"""From which on the processes that speak HTTP can keep more than one model's process busy."""
+
+SHARED = 80
+"""Percent of a GPU's memory that several processes take together; the decoders need the rest."""
 
 GRACE = 1.0
 """Seconds after SIGTERM for which new requests are answered 503, so that a balancer notices."""
@@ -161,8 +167,9 @@ def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] 
     from maxvision.serve.limits import Board
     from maxvision.serve.repository import Repository
 
-    made = [make_supervisor(each, load) for each in options.models]
+    made = [make_supervisors(each, load) for each in options.models]
     cards, supervisors = [card for card, _ in made], [each for _, each in made]
+    share_gpu([card.device for card, kept in made for _ in kept.members])
     names = [card.name for card in cards]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ArgumentError(
@@ -187,10 +194,19 @@ def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] 
         gc.collect()  # lets go of semaphores, which end with their objects and are told as leaked
 
 
-def make_supervisor(
+def share_gpu(devices: Sequence[str]) -> None:
+    """Lets each process take a part of its GPU's memory, of which MAX gives 90 % to the first."""
+    from maxvision.runtime.devices import POOL
+
+    most = max((devices.count(each) for each in {*devices} if each != "cpu"), default=0)
+    if most > 1:
+        os.environ.setdefault(POOL, str(SHARED // most))
+
+
+def make_supervisors(
     options: Options, load: Callable[..., Any] | None = None
-) -> tuple[Card, Supervisor]:
-    """Reads a model's card, and makes what runs its process once its ``run`` is awaited.
+) -> tuple[Card, Supervisors]:
+    """Reads a model's card, and makes what runs its processes once its ``run`` is awaited.
 
     Raises:
         ModelError: If the model cannot be found or read.
@@ -198,7 +214,7 @@ def make_supervisor(
     """
     from maxvision.runtime import classifier
     from maxvision.serve import engine
-    from maxvision.serve.supervisor import Supervisor
+    from maxvision.serve.supervisor import Supervisor, Supervisors
 
     engine.check_version()
     settings = engine.settings(options.log_level)
@@ -216,15 +232,18 @@ def make_supervisor(
     )
     delay = options.max_batch_delay_ms / 1e3
     batch = batch_size(options, card.device)
-    spec = engine.Spec(make, card.device, batch, delay, card.embeds)
     blank = np.zeros((card.preprocess.height, card.preprocess.width, 3), np.uint8)
-    return card, Supervisor(spec, settings, blank)
+    members = [
+        Supervisor(engine.Spec(make, card.device, batch, delay, card.embeds), settings, blank)
+        for _ in range(instance_count(options, card))
+    ]
+    return card, Supervisors(members)
 
 
 def _decoding(
     cards: Sequence[Card],
     options: Options,
-    supervisors: Sequence[Supervisor],
+    supervisors: Sequence[Supervisors],
     repository: Repository,
 ) -> Models:
     from maxvision.serve.images import Decoder
@@ -249,6 +268,11 @@ def queue_size(options: Options, device: str) -> int:
     """Chooses how many images may be under way."""
     batches = 32 * batch_size(options, device)
     return options.max_queue_size or max(batches, options.max_images_per_request)
+
+
+def instance_count(options: Options, card: Card) -> int:
+    """Chooses how many processes run a model: two where one cannot keep up with a GPU's decoder."""
+    return options.instances or (2 if card.decodes and cores() >= MANY_CORES else 1)
 
 
 def front_count(options: Options, card: Card) -> int:
@@ -370,7 +394,7 @@ class _Many:
         self,
         cards: Sequence[Card],
         options: Options,
-        supervisors: Mapping[str, Supervisor],
+        supervisors: Mapping[str, Supervisors],
         listening: socket.socket,
         count: int,
         repository: Repository,
@@ -382,12 +406,13 @@ class _Many:
         queues = tuple(
             queue_size(each, card.device) for each, card in zip(options.models, cards, strict=True)
         )
-        hello = Hello(tuple(cards), options, queues, count, 0, threads)
+        instances = tuple(len(each.members) for each in supervisors.values())
+        hello = Hello(tuple(cards), options, queues, instances, count, 0, threads)
         self._fronts = Fronts(hello, listening, repository.change)
         self.board = self._fronts.board
         self._supervisors = supervisors
         for each in supervisors.values():
-            each.changed = self._changed
+            each.on_change(self._changed)
 
     @property
     def ready(self) -> bool:
@@ -413,17 +438,22 @@ class _Many:
         """Does nothing: nothing decodes in this process."""
 
     def _changed(self) -> None:
-        from maxvision.serve.front import ModelState
+        from maxvision.serve.front import ModelState, ProcessState
 
         self._fronts.tell(
             models={
                 name: ModelState(
-                    known.address if known.ready else None,
-                    known.starts,
-                    known.batch_limit,
                     known.loaded,
-                    known.busy,
-                    known.decoding,
+                    tuple(
+                        ProcessState(
+                            each.address if each.ready else None,
+                            each.starts,
+                            each.batch_limit,
+                            each.busy,
+                            each.decoding,
+                        )
+                        for each in known.members
+                    ),
                 )
                 for name, known in self._supervisors.items()
             }

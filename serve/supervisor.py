@@ -1,4 +1,4 @@
-"""Keeps a model's process running, and hands images to it.
+"""Keeps a model's processes running, and hands images to them.
 
 MAX Serve ends with its worker. Here the server stays: it starts another process, says 503 until
 that has run a picture, and keeps its port, its metrics and the requests that are being read.
@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from maxvision.serve import engine
 from maxvision.serve.engine import Spec
+from maxvision.serve.instances import Instances
 from maxvision.serve.limits import longer
 from maxvision.serve.remote import Remote
 from maxvision.serve.wire import READY, SERVER, Job, Report
@@ -56,13 +57,16 @@ class Supervisor(Remote):
         self._pid = 0
         self._told = 0.0  # of what the process was busy
 
-    async def run(self) -> None:
+    async def run(self, patient: bool = False) -> None:
         """Keeps a process running until this is cancelled.
 
+        Args:
+            patient: Whether a first process that cannot run the model is followed by others, too.
+
         Raises:
-            WorkerEnded: If the first process of this run ends before it is ready.
+            WorkerEnded: If it is not, and ends before it is ready.
         """
-        pause, first = 0.0, True
+        pause, first = 0.0, not patient
         while True:
             self.starts += 1
             was_ready = False
@@ -138,6 +142,49 @@ class Supervisor(Remote):
         if self._pid:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
+
+
+class Supervisors(Instances):
+    """Keeps the processes of a model running.
+
+    Args:
+        members: Each keeps one.
+
+    Attributes:
+        changed: See ``on_change``.
+    """
+
+    def __init__(self, members: Sequence[Supervisor]) -> None:
+        super().__init__(members)
+        self.changed: Callable[[], None] = lambda: None
+        self._supervisors = members
+
+    def on_change(self, changed: Callable[[], None]) -> None:
+        """Lets a function be called when there is news of a process, or ``loaded`` has changed."""
+        self.changed = changed
+        for each in self._supervisors:
+            each.changed = changed
+
+    async def run(self) -> None:
+        """Keeps the processes running until this is cancelled.
+
+        The first one compiles the model, if that is not in the cache; the others start then.
+
+        Raises:
+            WorkerEnded: If the first one ends before it is ready.
+        """
+        first, *others = self._supervisors
+        keeping = [asyncio.ensure_future(first.run())]
+        try:
+            while not first.ready and not keeping[0].done():
+                await asyncio.wait(keeping, timeout=TICK)
+            if first.ready:
+                keeping += [asyncio.ensure_future(each.run(patient=True)) for each in others]
+            await asyncio.gather(*keeping)
+        finally:
+            for each in keeping:
+                each.cancel()
+            await asyncio.wait(keeping)
 
 
 def waits(pid: int) -> dict[str, float]:

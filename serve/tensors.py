@@ -158,7 +158,8 @@ def config(service: Service) -> dict[str, Any]:
         _tensor("pixels", "TYPE_UINT8", list(_picture(card)), format="FORMAT_NHWC", optional=True),
     ]
     kind, _, number = card.device.partition(":")
-    group = {"name": card.name, "kind": f"KIND_{kind.upper()}", "count": 1}
+    count = len(service.instances.members)
+    group = {"name": card.name, "kind": f"KIND_{kind.upper()}", "count": count}
     return {
         "name": card.name,
         "platform": PLATFORM,

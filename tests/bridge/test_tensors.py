@@ -14,6 +14,7 @@ from max.dtype import DType
 from maxvision.bridge import tensors
 from maxvision.common.errors import ModelError
 from maxvision.runtime import replay
+from maxvision.runtime.devices import POOL
 
 
 class Doubling:
@@ -144,7 +145,7 @@ def test_a_step_that_does_not_fit_runs_kernel_by_kernel(
     x = torch.ones(3)
     assert [run(x)[0].tolist() for _ in range(4)] == [[2.0] * 3] * 4
     assert executable.captured == [3] and not executable.replayed
-    assert tensors.POOL in caplog.text
+    assert POOL in caplog.text
     executable.problem = "something else"
     run = tensors.Step(executable, CPU())  # type: ignore[arg-type]
     run(x)
@@ -230,12 +231,12 @@ def test_torchs_own_recording_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_devices_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(tensors, "find_device", asked.append)
-    monkeypatch.setenv(tensors.POOL, "")  # which is undone to what it was
-    monkeypatch.delenv(tensors.POOL)
+    monkeypatch.setenv(POOL, "")  # which is undone to what it was
+    monkeypatch.delenv(POOL)
     tensors.device_of(torch.device("cpu"))
-    assert tensors.POOL not in tensors.os.environ
+    assert POOL not in tensors.os.environ
     tensors.device_of(torch.device("cuda", 1))
-    assert tensors.os.environ[tensors.POOL] == tensors.SHARE
+    assert tensors.os.environ[POOL] == tensors.SHARE
     assert asked == ["cpu", "gpu:1"]
     with pytest.raises(ModelError, match="its tensors are on meta, and it computes on a CPU or a"):
         tensors.device_of(torch.device("meta"))

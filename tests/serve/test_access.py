@@ -28,6 +28,7 @@ from maxvision.serve.access import LONGEST, AccessLog, Entry  # noqa: E402
 from maxvision.serve.app import make_app  # noqa: E402
 from maxvision.serve.core import Card  # noqa: E402
 from maxvision.serve.images import Decoder  # noqa: E402
+from maxvision.serve.instances import Instances  # noqa: E402
 from maxvision.serve.models import Models  # noqa: E402
 from maxvision.serve.options import Options, parse  # noqa: E402
 from maxvision.serve.protocol import http_server  # noqa: E402
@@ -56,7 +57,7 @@ def served(*argv: str) -> tuple[Models, Any]:
     options: Options = parse(["--model", MODEL, "--api-key", KEY, *argv], {})
     card = Card(MODEL, LABELS, Preprocess(32, 32, 36), False, "resnet", "cpu", "float32")
     models = Models(options)
-    models.add(card, options, Model(), Decoder(card.preprocess, 10**6, 1), 64)
+    models.add(card, options, Instances([Model()]), Decoder(card.preprocess, 10**6, 1), 64)
     config = http_server(make_app(models)).config
     config.load()
     return models, config.loaded_app

@@ -24,7 +24,7 @@ pytest.importorskip("fastapi", reason="pip install '.[serve]'")
 from maxvision.common.arguments import DEFAULT_MODEL
 from maxvision.common.errors import ArgumentError
 from maxvision.serve.options import parse
-from maxvision.serve.server import make_supervisor, read_card
+from maxvision.serve.server import make_supervisors, read_card
 from maxvision.serve.worker import end_with_parent
 from tests.serve import faulty
 from tests.serve.started import ROOT, children, picture, serving
@@ -72,8 +72,9 @@ def test_a_server_without_options_says_what_it_serves_and_holds_no_torch(tmp_pat
 
 def test_the_models_process_says_that_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
     """Or the first start is silent for a minute."""
-    _, supervisor = make_supervisor(parse(["--device", "cpu"]))
-    load = pickle.loads(pickle.dumps(supervisor._spec.load))
+    _, supervisors = make_supervisors(parse(["--device", "cpu"]))
+    (only,) = supervisors._supervisors
+    load = pickle.loads(pickle.dumps(only._spec.load))
     load.keywords["progress"]("compiling m")
     assert capsys.readouterr().err == "compiling m\n"
 
