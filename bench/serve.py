@@ -387,7 +387,7 @@ def _metrics(url: str) -> dict[str, float]:
             text = answer.read().decode()
     except OSError:
         return {}
-    found = re.findall(r"^maxvision_(\w+)\{model=[^,]*\} (\S+)$", text, re.M)
+    found = re.findall(r'^maxvision_(\w+)\{model="[^"]*"\} (\S+)$', text, re.M)
     return {name: float(value) for name, value in found}
 
 
