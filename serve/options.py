@@ -82,7 +82,7 @@ class Options:
         decode: ``auto``, ``cpu``, ``gpu`` or ``fast``, as in ``runtime.load``.
         embeddings: Whether /v1/embeddings answers, whose graph is compiled too.
         max_batch_size: Images that run together; None for 8 on a CPU and 64 on a GPU.
-        max_batch_delay_ms: How long the first image of a batch waits for others.
+        max_batch_delay_ms: How long the first image of a batch waits for others, if nothing runs.
         max_queue_size: Images that may be under way at once; None for 32 batches.
         max_images_per_request: Images of one request.
         max_connections: Connections that may be open at once.
@@ -119,7 +119,7 @@ class Options:
     decode: str = "auto"
     embeddings: bool = True
     max_batch_size: int | None = None
-    max_batch_delay_ms: float = 2.0
+    max_batch_delay_ms: float = 0.0
     max_queue_size: int | None = None
     max_images_per_request: int = 32
     max_connections: int = 4096
@@ -171,7 +171,7 @@ def parser() -> Parser:
     add("--max-batch-size", **each, type=whole(1, 4096), metavar="N",
         help="images that run together (default: 8 on a CPU, 64 on a GPU)")  # fmt: skip
     add("--max-batch-delay-ms", **each, type=number(0, 10_000), metavar="MS", help="how long a"
-        f" batch waits to fill (default: {Options.max_batch_delay_ms})")  # fmt: skip
+        " batch waits to fill where nothing else runs (default: 0)")  # fmt: skip
     add("--max-queue-size", **each, type=whole(1, 1_000_000), metavar="N",
         help="images under way at once, more are answered 429 (default: 32 batches)")  # fmt: skip
     add("--max-images-per-request", type=whole(1, 10_000), metavar="N", help="%(default)s")

@@ -202,7 +202,8 @@ def test_nvimagecodec_on_the_cpu(executable: Any) -> None:
     pytest.importorskip("nvidia.nvimgcodec")
     using = decoder(executable, library=nvjpeg.NvImageCodec(CPU()))
     files = [encoded(48 + i, 90, turn=i % 9, quality=90) for i in range(9)]
-    for some in (files, files[3:5], files[::-1]):
+    same = [encoded(48, 90, quality=quality) for quality in (90, 30, 60)]  # of one size
+    for some in (files, files[3:5], files[::-1], same, same[::-1], same[1:], same[::-1]):
         pictures = [jpeg.read(file, PLAIN) for file in some]
         made = prepared(using, pictures)
         for file, pixels in zip(some, made, strict=True):
