@@ -34,7 +34,7 @@ from maxvision.runtime import jpeg, resample
 from maxvision.runtime.classifier import Classifier, load
 from maxvision.runtime.collect import collect
 from maxvision.runtime.jpeg import Jpeg, Picture
-from maxvision.runtime.pipeline import BATCHES, READERS, Find, Item, Times, answers
+from maxvision.runtime.pipeline import BATCHES, READERS, Find, Item, Pipeline, Times
 from maxvision.runtime.predictions import softmax
 from maxvision.runtime.preprocess import Preprocess, read_image
 from maxvision.runtime.reading import Reader
@@ -202,9 +202,9 @@ def from_files(model: Classifier, items: Sequence[Item]) -> dict[str, Any]:
     """Goes from files to labels, as ``run_graph.py`` does."""
     times = Times()
     begun = time.perf_counter()
-    wrong = sum(
-        answer.error is not None for batch in answers(model, items, 5, times) for answer in batch
-    )
+    with Pipeline(model, len(items)) as pipeline:
+        batches = pipeline.answers(items, 5, times)
+        wrong = sum(answer.error is not None for batch in batches for answer in batch)
     seconds = time.perf_counter() - begun
     rate = len(items) / seconds
     where = "the GPU" if model.decoder else "the CPU"

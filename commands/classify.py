@@ -25,7 +25,7 @@ from maxvision.common.errors import ArgumentError, ImageError
 from maxvision.common.text import clean, utf8
 from maxvision.runtime import results
 from maxvision.runtime.collect import collect
-from maxvision.runtime.pipeline import Answer, Item, Times, answers
+from maxvision.runtime.pipeline import Answer, Item, Pipeline, Times
 from maxvision.runtime.results import json_line, open_results
 
 if TYPE_CHECKING:
@@ -81,13 +81,10 @@ def classify(args: argparse.Namespace, started: float) -> int:
     show = _shower(args, model.name, len(items))
     tally = Tally(len(items), len(writer.done) if writer else 0)
     scrolls = not args.output and sys.stdout.isatty()
+    start = time.perf_counter()
     try:
-        with (
-            _counting(tally, not scrolls) as count,
-            contextlib.closing(answers(model, items, args.top_k, times)) as batches,
-        ):
-            start = time.perf_counter()
-            for batch in batches:
+        with _counting(tally, not scrolls) as count, Pipeline(model, len(items)) as pipeline:
+            for batch in pipeline.answers(items, args.top_k, times):
                 if writer:
                     _saved(args.output, partial(writer.write, batch))
                 times.first = times.first or time.perf_counter()

@@ -7,6 +7,9 @@ images are in memory.
 Where the GPU decodes, two batches of files are read at a time, and two threads keep the GPU busy:
 it decodes one batch while the network runs the other. Pillow decodes what the GPU does not take, on
 all cores.
+
+    with Pipeline(model, len(items)) as pipeline:
+        for batch in pipeline.answers(items, 5, Times()):
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     from maxvision.runtime import Classifier, Prediction
     from maxvision.runtime.jpeg import Jpeg, Picture
 
-    Loaded: TypeAlias = tuple[Picture | ImageError, float]
+    Loaded: TypeAlias = tuple["Item", Picture | ImageError, float]
     """A picture or its error, and the seconds that reading took."""
     Running: TypeAlias = Future[list[np.ndarray | ImageError]]
     """The logits of each picture of a batch, or its error."""
@@ -96,93 +99,137 @@ class Times:
     first: float = 0.0
 
 
-def answers(
-    model: Classifier, items: Sequence[Item], top_k: int, times: Times, workers: int | None = None
-) -> Generator[list[Answer], None, None]:
-    """Answers for ``items``, in order, a batch at a time.
+class Pipeline:
+    """Answers for images with a model, by threads and processes that last until ``close``.
 
-    An image that cannot be read is answered with its error and does not hold up the others.
+    Several threads may call ``answers``; a call reads its first images as soon as the one before
+    has handed its last ones to the model, so that the model has no pause.
 
     Args:
-        model: What runs them.
-        items: The images.
-        top_k: Classes to name.
-        times: Adds up what was measured.
+        model: What runs the images.
+        images: About how many there will be, in all calls. If ``MANY``, it pays to start processes
+            that read for a GPU, and to import what resizes by vectors.
         workers: Threads that decode; one a core if None.
     """
-    workers = min(workers or cores(), len(items) or 1)
-    many = len(items) >= MANY
-    if many and model.decoder is None:
-        model.resize_by_vectors()
-    size = model.batch_size
-    parts = [items[start : start + size] for start in range(0, len(items), size)]
-    runners = 1 if model.decoder is None else BATCHES
-    ahead = 1 + runners + READERS
 
-    def read(item: Item) -> Loaded:
+    def __init__(self, model: Classifier, images: int, workers: int | None = None) -> None:
+        self._model = model
+        self._many = images >= MANY
+        self._workers = workers or cores()
+        self._runners = 1 if model.decoder is None else BATCHES
+        self._ahead = 1 + self._runners + READERS
+        if self._many and model.decoder is None:
+            model.resize_by_vectors()
+        behind = _step_back if model.device == "cpu" else None
+        self._decoders = ThreadPoolExecutor(self._workers, "decode", behind)
+        self._readers = ThreadPoolExecutor(READERS, "read")
+        self._runner = ThreadPoolExecutor(self._runners, "model")
+        slots = self._ahead + 1 + self._runners  # read ahead, in hand, in the model or next
+        self._files = _Files(model, READERS, 2 * slots if self._many else 0)  # of two calls
+        self._turn = threading.Lock()
+        self._left: list[Running] = []  # by the call before
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends threads and processes; what has not begun is left out."""
+        for pool in (self._readers, self._decoders, self._runner):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._files.close()
+
+    def answers(
+        self, items: Iterable[Item], top_k: int, times: Times
+    ) -> Generator[list[Answer], None, None]:
+        """Answers for ``items``, in order, a batch at a time.
+
+        An image that cannot be read is answered with its error and does not hold up the others.
+        Close what is not exhausted: another call waits for it.
+
+        Args:
+            items: The images; few are taken ahead of their answers.
+            top_k: Classes to name.
+            times: Adds up what was measured.
+        """
+        model = self._model
+        running: deque[tuple[list[Loaded], Running | None]] = deque()
+        with self._turn:
+            try:
+                for part in batched(self._load(items), model.batch_size):
+                    running.append((part, self._start(part, times)))
+                    if len(running) > 1 + self._runners:
+                        wait(self._left)  # what they read stays in memory for one more call
+                        yield _finish(model, top_k, *running.popleft())
+            finally:
+                wait(self._left)
+                self._left = [future for _, future in running if future]
+        while running:
+            yield _finish(model, top_k, *running.popleft())
+
+    def _load(self, items: Iterable[Item]) -> Iterator[Loaded]:
+        """Reads images, ahead of those that are taken."""
+        size = self._model.batch_size
+        if self._model.decoder is None:
+            return _ahead(self._decoders, self._read, items, 2 * size + self._workers)
+        fetched = _ahead(self._readers, self._fetch, batched(items, size), self._ahead)
+        return map(_result, chain.from_iterable(fetched))
+
+    def _read(self, item: Item) -> Loaded:
         start = time.perf_counter()
         image: Picture | ImageError
         try:
             if isinstance(item.source, ImageError):
                 raise item.source
-            image = model.read(item.source)
+            image = self._model.read(item.source)
         except ImageError as error:
             image = error
-        return image, time.perf_counter() - start
+        return item, image, time.perf_counter() - start
 
-    def fetch(part: Sequence[Item]) -> list[Loaded | Future[Loaded]]:
+    def _fetch(self, part: Sequence[Item]) -> list[Loaded | Future[Loaded]]:
+        """Finds the files of a batch that the GPU decodes, and has the others decoded."""
         start = time.perf_counter()
-        with files.lent() as find:
+        with self._files.lent() as find:
             found = find([item.source for item in part])
-        if many and None in found:
-            model.resize_by_vectors()
+        if self._many and None in found:
+            self._model.resize_by_vectors()
         each = (time.perf_counter() - start) / len(part)
         return [
-            decoders.submit(read, item) if image is None else (image, each)
+            self._decoders.submit(self._read, item) if image is None else (item, image, each)
             for item, image in zip(part, found, strict=True)
         ]
 
-    def run(pictures: list[Picture], sources: list[Source]) -> list[np.ndarray | ImageError]:
+    def _start(self, part: Sequence[Loaded], times: Times) -> Running | None:
+        """Hands the pictures of a batch to the model, if there are any."""
+        pictures: list[Picture] = []
+        sources: list[Source] = []
+        for item, image, seconds in part:
+            times.preprocessing += seconds
+            if not isinstance(image, ImageError) and not isinstance(item.source, ImageError):
+                pictures.append(image)
+                sources.append(item.source)
+        if not pictures:
+            return None
+        times.images += len(pictures)
+        times.last = pictures, sources
+        return self._runner.submit(self._run, pictures, sources, times)
+
+    def _run(
+        self, pictures: list[Picture], sources: list[Source], times: Times
+    ) -> list[np.ndarray | ImageError]:
         start = time.perf_counter()
-        rows = model.run(pictures, sources)
+        rows = self._model.run(pictures, sources)
         times.runs.append((len(pictures), time.perf_counter() - start))
         return rows
 
-    decoders = ThreadPoolExecutor(workers, "decode", _step_back if model.device == "cpu" else None)
-    readers = ThreadPoolExecutor(READERS, "read")
-    runner = ThreadPoolExecutor(runners, "model")
-    slots = ahead + runners + 3  # read ahead, in hand, in the model, being answered
-    files = _Files(model, READERS, slots if many else 0)
-    running: deque[tuple[Sequence[Item], list[Picture | ImageError], Running | None]] = deque()
-    try:
-        if model.decoder is None:
-            images = _ahead(decoders, read, items, 2 * size + workers)
-        else:
-            images = map(_result, chain.from_iterable(_ahead(readers, fetch, parts, ahead)))
-        for part in parts:
-            loaded: list[Picture | ImageError] = []
-            pictures: list[Picture] = []
-            sources: list[Source] = []
-            for item, (image, seconds) in zip(part, images, strict=False):
-                loaded.append(image)
-                times.preprocessing += seconds
-                if not isinstance(image, ImageError) and not isinstance(item.source, ImageError):
-                    pictures.append(image)
-                    sources.append(item.source)
-            future = None
-            if pictures:
-                times.images += len(pictures)
-                times.last = pictures, sources
-                future = runner.submit(run, pictures, sources)
-            running.append((part, loaded, future))
-            if len(running) > 1 + runners:
-                yield _finish(model, top_k, *running.popleft())
-        while running:
-            yield _finish(model, top_k, *running.popleft())
-    finally:
-        for pool in (readers, decoders, runner):
-            pool.shutdown(wait=False, cancel_futures=True)
-        files.close()
+
+def batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
+    """Groups items by ``size``; the last group may have fewer."""
+    rest = iter(items)
+    while group := list(islice(rest, size)):
+        yield group
 
 
 class _Files:
@@ -238,7 +285,7 @@ def _step_back() -> None:
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, function: Callable[[_T], _R], items: Sequence[_T], limit: int
+    pool: ThreadPoolExecutor, function: Callable[[_T], _R], items: Iterable[_T], limit: int
 ) -> Iterator[_R]:
     """Maps like ``pool.map``, but has at most ``limit`` results begun and not taken."""
     begun: deque[Future[_R]] = deque()
@@ -251,11 +298,7 @@ def _ahead(
 
 
 def _finish(
-    model: Classifier,
-    top_k: int,
-    items: Sequence[Item],
-    loaded: Sequence[Picture | ImageError],
-    future: Running | None,
+    model: Classifier, top_k: int, part: Sequence[Loaded], future: Running | None
 ) -> list[Answer]:
     """Waits for the logits of a batch and makes an answer of each image."""
     rows = future.result() if future else []
@@ -266,7 +309,7 @@ def _finish(
     named = zip(predictions, np.isfinite(logits).all(axis=1).tolist(), strict=True)
     given = iter(rows)
     done = []
-    for item, image in zip(items, loaded, strict=True):
+    for item, image, _ in part:
         row = image if isinstance(image, ImageError) else next(given)
         if isinstance(row, ImageError):
             done.append(Answer(item.name, str(row)))

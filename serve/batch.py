@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from maxvision.common.errors import ArgumentError, ImageError, ModelError, UserError
-from maxvision.runtime.pipeline import Answer, Item, Times, answers
+from maxvision.runtime.pipeline import Answer, Item, Pipeline, Times
 from maxvision.runtime.preprocess import Source
 from maxvision.runtime.results import record, schema, utf8
 from maxvision.serve.cores import claim
@@ -305,8 +305,9 @@ class _Worker:
         unit = pickle.loads(row["unit"])
         images = failed = 0
         for items in [_open(unit)] if isinstance(unit, Files) else self._read(unit):
-            batches = answers(self._model, items, self._args.top_k, Times(), self._args.cores)
-            done = [_named(each) for batch in batches for each in batch]
+            with Pipeline(self._model, len(items), self._args.cores) as pipeline:
+                batches = pipeline.answers(items, self._args.top_k, Times())
+                done = [_named(each) for batch in batches for each in batch]
             self._write(done)
             images += len(done)
             failed += sum(each.error is not None for each in done)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
+from max.driver import CPU
+from max.graph import DeviceRef
 from PIL import Image
 
+from maxvision.runtime import classifier, executor, nvjpeg
 from maxvision.runtime.jpeg import File
-from maxvision.runtime.nvjpeg import Decoded
+from maxvision.runtime.nvjpeg import Decoded, Decoder
 
 
 class Pillow:
@@ -44,3 +48,12 @@ class Pillow:
                 continue
             found.append(Decoded(kept[-1].ctypes.data, *kept[-1].shape[:2]))
         return found
+
+
+def decoding(name: str, batch_size: int) -> classifier.Classifier:
+    """Loads a model on the CPU that decodes as one on a GPU does, by ``Pillow``."""
+    made = classifier.load(name, device="cpu", decode="cpu", batch_size=batch_size)
+    edge = max(made.preprocess.height, made.preprocess.width)
+    build = partial(nvjpeg.graph, DeviceRef.CPU(), edge)
+    made.decoder = Decoder(CPU(), made.preprocess, executor.load(build, CPU()), Pillow())
+    return made

@@ -18,9 +18,9 @@ from maxvision.common.errors import DeviceError, ImageError
 from maxvision.runtime import classifier, executor, jpeg, nvjpeg, pipeline
 from maxvision.runtime.jpeg import Jpeg
 from maxvision.runtime.nvjpeg import Decoder
-from maxvision.runtime.pipeline import Item, Times, answers
+from maxvision.runtime.pipeline import Item, Pipeline, Times
 from maxvision.runtime.preprocess import Preprocess, read_image
-from tests.runtime.standin import Pillow
+from tests.runtime.standin import Pillow, decoding
 
 PLAIN = Preprocess(64, 64, 72)
 EXIF = 0x0112
@@ -217,13 +217,7 @@ def test_nvimagecodec_on_the_cpu(executable: Any) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> classifier.Classifier:
-    made = classifier.load("resnet-cifar10", device="cpu", decode="cpu", batch_size=4)
-    place = DeviceRef.CPU()
-    edge = max(made.preprocess.height, made.preprocess.width)
-    made.decoder = decoder(
-        executor.load(partial(nvjpeg.graph, place, edge), CPU()), made.preprocess
-    )
-    return made
+    return decoding("resnet-cifar10", batch_size=4)
 
 
 @pytest.mark.parametrize("many", [2000, 1])
@@ -243,9 +237,11 @@ def test_a_model_answers_as_with_the_cpu(
     damaged.write_bytes(files[0][:-400] + files[0][-2:])  # its header is whole
     items = [Item(str(each), str(each)) for each in [*sources, damaged, tmp_path / "none.jpg"]]
     times = Times()
-    found = [each for batch in answers(model, items, 1, times) for each in batch]
+    with Pipeline(model, len(items)) as opened:
+        found = [each for batch in opened.answers(items, 1, times) for each in batch]
     using, model.decoder = model.decoder, None
-    expected = [each for batch in answers(model, items, 1, Times()) for each in batch]
+    with Pipeline(model, len(items)) as opened:
+        expected = [each for batch in opened.answers(items, 1, Times()) for each in batch]
     assert [each.name for each in found] == [item.name for item in items]
     assert [each.error for each in found] == [each.error for each in expected]
     assert sum(each.error is not None for each in found) >= 2

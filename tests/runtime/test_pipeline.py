@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 from maxvision.common.errors import ImageError
 from maxvision.runtime import pipeline
-from maxvision.runtime.pipeline import Item, Times, answers
+from maxvision.runtime.pipeline import Item, Pipeline, Times
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Fake:
 
     by_vectors: bool = False
     decoder: Any = None
+    preprocess: Any = None
 
     def resize_by_vectors(self) -> None:
         self.by_vectors = True
@@ -53,19 +56,28 @@ class Fake:
         return [[SimpleNamespace(score=float(row[0]))] * top_k for row in logits]
 
 
-def items(count: int) -> list[Item]:
-    return [Item(str(i), i) for i in range(count)]  # type: ignore[arg-type]
+def items(count: int, first: int = 0) -> list[Item]:
+    return [Item(str(i), i) for i in range(first, first + count)]  # type: ignore[arg-type]
+
+
+def answers(using: Pipeline, some: Iterable[Item]) -> list[Any]:
+    return [each for batch in using.answers(some, 1, Times()) for each in batch]
 
 
 def answered(model: Any, count: int, workers: int | None = None) -> list[Any]:
-    return [each for batch in answers(model, items(count), 1, Times(), workers) for each in batch]
+    with Pipeline(model, count, workers) as using:
+        return answers(using, items(count))
+
+
+def names(first: int, count: int) -> list[str]:
+    return [str(i) for i in range(first, first + count)]
 
 
 @pytest.mark.parametrize("workers", [None, 1, 3, 50])
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 103])
 def test_answers_are_in_order_and_errors_in_their_place(count: int, workers: int | None) -> None:
     done = answered(Fake(), count, workers)
-    assert [each.name for each in done] == [str(i) for i in range(count)]
+    assert [each.name for each in done] == names(0, count)
     for i, each in enumerate(done):
         if i % 7 == 3:
             assert each.error == f"{i}: damaged" and each.logits is None
@@ -90,7 +102,8 @@ def test_batches_that_hold_nothing_readable_do_not_run() -> None:
 def test_times_are_added_up() -> None:
     times, model = Times(), Fake()
     fake: Any = model
-    list(answers(fake, items(10), 1, times))
+    with Pipeline(fake, 10) as using:
+        list(using.answers(items(10), 1, times))
     assert times.images == 9 and [n for n, _ in times.runs] == model.batches == [3, 4, 2]
     assert times.preprocessing > 0 and times.last is not None and len(times.last[0]) == 2
 
@@ -111,10 +124,10 @@ def test_decoding_goes_on_while_the_model_runs() -> None:
 def test_the_model_runs_while_answers_are_written() -> None:
     begun = threading.Semaphore(0)
     model: Any = Fake(running=lambda _: begun.release())
-    for _ in answers(model, items(12), 1, Times()):
+    with Pipeline(model, 12) as using, closing(using.answers(items(12), 1, Times())) as batches:
+        next(batches)
         for _ in range(3):
             assert begun.acquire(timeout=10), "the batches after the first one wait for it"
-        break
 
 
 @pytest.mark.parametrize("slow", ["decoding", "model", "writing"])
@@ -131,12 +144,20 @@ def test_few_images_are_in_memory(slow: str) -> None:
             pass
 
     model: Any = Fake(reading=reading, running=spin if slow == "model" else lambda _: None)
-    done = 0
-    for batch in answers(model, items(200), 1, Times(), workers=4):
-        if slow == "writing":
-            spin()
-        most = max(most, begun - done)
-        done += len(batch)
+    done = taken = 0
+
+    def given() -> Iterator[Item]:
+        nonlocal taken
+        for item in items(200):
+            taken += 1
+            yield item
+
+    with Pipeline(model, 200, workers=4) as using:
+        for batch in using.answers(given(), 1, Times()):
+            if slow == "writing":
+                spin()
+            most = max(most, begun - done, taken - done)
+            done += len(batch)
     assert done == begun == 200
     assert most <= 2 * 4 + 4 + 3 * 4, "two batches and the threads ahead, three in the model"
 
@@ -144,13 +165,98 @@ def test_few_images_are_in_memory(slow: str) -> None:
 def test_a_stop_leaves_nothing_running() -> None:
     read: list[int] = []
     model: Any = Fake(reading=read.append)
-    batches = answers(model, items(10_000), 1, Times(), workers=2)
-    next(batches)
-    batches.close()
+    with Pipeline(model, 10_000, workers=2) as using:
+        next(using.answers(items(10_000), 1, Times()))
     for thread in threading.enumerate():
         if thread.name.startswith(("decode", "model")):
             thread.join(10)
     assert len(read) <= 30
+
+
+def test_calls_share_threads() -> None:
+    seen: set[str] = set()
+
+    def reading(_: int) -> None:
+        seen.add(threading.current_thread().name)
+
+    model: Any = Fake(reading=reading)
+    with Pipeline(model, 80, workers=2) as using:
+        for first in (0, 40):
+            assert [each.name for each in answers(using, items(40, first))] == names(first, 40)
+    assert len(seen) <= 2
+
+
+def test_calls_of_several_threads_are_told_apart() -> None:
+    model: Any = Fake()
+    with Pipeline(model, 240) as using, ThreadPoolExecutor(4) as callers:
+        calls = [callers.submit(answers, using, items(30, at)) for at in range(0, 240, 30)]
+        for i, call in enumerate(calls):
+            assert [each.name for each in call.result()] == names(30 * i, 30)
+
+
+def test_the_next_call_reads_while_the_last_batches_run() -> None:
+    later = threading.Event()
+
+    def reading(source: int) -> None:
+        if source == 100:
+            later.set()
+
+    def running(pixels: np.ndarray) -> None:
+        if pixels[0, 0, 0, 0] == 8:
+            assert later.wait(10), "the next call waits for the end of the one before"
+
+    model: Any = Fake(reading=reading, running=running)
+    with Pipeline(model, 120) as using, ThreadPoolExecutor(2) as callers:
+        begun = callers.submit(answers, using, items(10))
+        assert len(answers(using, items(20, 100))) == 20 and len(begun.result()) == 10
+
+
+def test_the_next_call_waits_until_the_model_has_all() -> None:
+    early = threading.Event()
+
+    def reading(source: int) -> None:
+        if source == 100:
+            early.set()
+
+    model: Any = Fake(reading=reading)
+    with Pipeline(model, 120) as using, ThreadPoolExecutor(1) as callers:
+        with closing(using.answers(items(40), 1, Times())) as batches:
+            next(batches)
+            call = callers.submit(answers, using, items(20, 100))
+            assert not early.wait(0.2)
+        assert len(call.result()) == 20 and early.is_set()
+
+
+def test_what_a_call_reads_stays_in_memory_for_the_next_one_alone() -> None:
+    """A batch that takes long: readers use memory again after as many batches as two calls need."""
+    begun, end, late = threading.Event(), threading.Event(), threading.Event()
+
+    def reading(source: int) -> None:
+        if source >= 100 + 8 * 4:  # 5 batches read ahead, one in hand, two in the model
+            late.set()
+
+    def running(pixels: np.ndarray) -> None:
+        if pixels[0, 0, 0, 0] == 0:
+            begun.set()
+            assert end.wait(10)
+
+    model: Any = Fake(reading=reading, running=running, decoder=True)
+    with Pipeline(model, 200) as using, ThreadPoolExecutor(2) as callers:
+        first = callers.submit(answers, using, items(4))
+        assert begun.wait(10)
+        second = callers.submit(answers, using, items(100, 100))
+        assert not late.wait(0.5), "the second call goes on without the first one"
+        end.set()
+        assert len(first.result()) == 4 and len(second.result()) == 100
+
+
+def test_a_call_after_one_that_was_stopped() -> None:
+    for decoder in (None, True):
+        model: Any = Fake(decoder=decoder)
+        with Pipeline(model, 200) as using:
+            with closing(using.answers(items(100), 1, Times())) as batches:
+                next(batches)
+            assert [each.name for each in answers(using, items(30, 100))] == names(100, 30)
 
 
 def test_an_internal_error_is_raised() -> None:
@@ -159,6 +265,18 @@ def test_an_internal_error_is_raised() -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         answered(Fake(running=running), 10)
+
+
+def test_a_call_after_one_that_failed() -> None:
+    def running(pixels: np.ndarray) -> None:
+        if pixels[0, 0, 0, 0] == 8:
+            raise RuntimeError("out of memory")
+
+    model: Any = Fake(running=running)
+    with Pipeline(model, 60) as using:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            answers(using, items(40))
+        assert [each.name for each in answers(using, items(20, 40))] == names(40, 20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
