@@ -9,22 +9,35 @@ in it: what is there is done, and the same command goes on with the rest. See do
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
+import itertools
 import json
 import logging
+import math
 import os
 import pickle
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from maxvision.common.errors import ArgumentError, ImageError, ModelError, UserError
-from maxvision.runtime.pipeline import Answer, Item, Pipeline, Times
+from maxvision.runtime.pipeline import MANY, Answer, Item, Pipeline, Times, batched
 from maxvision.runtime.preprocess import Source
 from maxvision.runtime.results import record, schema, utf8
 from maxvision.serve.cores import claim
+from maxvision.serve.worker import is_memory
+
+UNITS = 8
+"""Units of work for each worker at least, where there are as many files of answers."""
+PARTS = 32
+"""Files of answers of a unit at most: what a worker that dies has answered of it is done again."""
+AHEAD = 2
+"""Units that a worker has at a time: it reads the next one while the last images of one run."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,9 @@ class Files:
 
     names: list[str]
     sources: list[Source | ImageError]
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class Group:
         path: Where it is.
         index: Of the row group.
         first: Its first row in the file.
+        rows: How many it has.
         done: Rows of the file that are answered.
     """
 
@@ -51,7 +68,11 @@ class Group:
     path: str
     index: int
     first: int
+    rows: int
     done: frozenset[int]
+
+    def __len__(self) -> int:
+        return self.rows - len(self.done)
 
 
 def classify(args: argparse.Namespace) -> int:
@@ -73,39 +94,55 @@ def classify(args: argparse.Namespace) -> int:
     _begin(folder, args)
     known, failed = _answered(folder)
     before = len(known)
-    work: list[Files | Group] = [*_files(args, known), *_groups(args, known)]
+    files, groups = _files(args, known), list(_groups(args, known))
     images = 0
-    for row in _run(args, device, str(folder), work) if work else ():
+    begun, ended = math.inf, 0.0
+    for row in _run(args, device, str(folder), files, groups) if files or groups else ():
         if row["error"]:
             raise ModelError(row["error"])
         images += row["images"]
         failed += row["failed"]
+        begun, ended = min(begun, row["begun"]), max(ended, row["ended"])
     earlier = f", {before:,} before" if before else ""
-    answered = f"{images:,} image{'s' * (images != 1)} answered{earlier}"
-    print(f"{answered}; {failed:,} {'has' if failed == 1 else 'have'} an error; {args.output}")
+    told = [f"{images:,} image{'s' * (images != 1)} answered{earlier}"]
+    told.append(f"{failed:,} {'has' if failed == 1 else 'have'} an error")
+    if images:
+        seconds = max(ended - begun, 1e-3)
+        told.append(f"answering took {seconds:,.1f} s, {images / seconds:,.0f} images/s")
+    print(*told, args.output, sep="; ")
     return 1 if failed else 0
 
 
 def _run(
-    args: argparse.Namespace, device: str, folder: str, work: Sequence[Files | Group]
+    args: argparse.Namespace, device: str, folder: str, files: Files, groups: Sequence[Group]
 ) -> Iterator[dict[str, Any]]:
     """Hands work to models on the cluster's devices; yields what ``_Worker`` returns of each."""
     import ray.data
 
     needs = {"num_cpus": args.cores, "num_gpus": int(device == "gpu")}
-    settings = {**vars(args), "device": device, "output": folder}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(log_to_driver=False, logging_level="error")
     try:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         ray.data.DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
-        most = min(args.workers or _room(ray.cluster_resources(), needs), len(work))
+        workers = args.workers or _room(ray.cluster_resources(), needs)
+        work: list[Files | Group] = [*_units(files, args.rows, workers), *groups]
+        workers = min(workers, len(work))
+        share = sum(map(len, work)) // workers
+        settings = {**vars(args), "device": device, "output": folder, "share": share}
         rows = [{"unit": pickle.dumps(unit)} for unit in work]
         units = ray.data.from_items(rows, override_num_blocks=min(len(rows), 10_000))
         answered = units.map(
             _Worker,
             fn_constructor_args=(settings,),
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
+            compute=ray.data.ActorPoolStrategy(
+                min_size=1,
+                max_size=workers,
+                initial_size=workers,
+                max_tasks_in_flight_per_actor=AHEAD + 1,  # one waits at the worker
+                max_concurrent_calls_per_actor=AHEAD,
+                enable_true_multi_threading=True,
+            ),
             **needs,
         )
         yield from answered.iter_rows()
@@ -196,7 +233,7 @@ def _answered(folder: Path) -> tuple[set[str], int]:
     return names, failed
 
 
-def _files(args: argparse.Namespace, done: set[str]) -> Iterator[Files]:
+def _files(args: argparse.Namespace, done: set[str]) -> Files:
     """Lists what is not in ``done``, and adds it there: an image that is named twice is one."""
     from maxvision.runtime.collect import collect
 
@@ -216,9 +253,24 @@ def _files(args: argparse.Namespace, done: set[str]) -> Iterator[Files]:
             names.append(item.name)
             known = isinstance(item.source, ImageError)
             sources.append(item.source if known else os.path.abspath(str(item.source)))
-    for start in range(0, len(names), args.rows):
-        stop = start + args.rows
-        yield Files(names[start:stop], sources[start:stop])
+    return Files(names, sources)
+
+
+def _units(files: Files, rows: int, workers: int) -> Iterator[Files]:
+    """Shares files out to workers.
+
+    A unit is as large as ``PARTS`` allows while there are ``UNITS`` for each worker, so that all
+    end at about the same time. It is never less than one file of answers.
+
+    Args:
+        files: All of them.
+        rows: Images of a file of answers.
+        workers: How many there are.
+    """
+    size = rows * min(PARTS, max(1, len(files) // (rows * workers * UNITS)))
+    for start in range(0, len(files), size):
+        stop = start + size
+        yield Files(files.names[start:stop], files.sources[start:stop])
 
 
 def _groups(args: argparse.Namespace, done: set[str]) -> Iterator[Group]:
@@ -248,7 +300,8 @@ def _groups(args: argparse.Namespace, done: set[str]) -> Iterator[Group]:
             rows = range(first, first + shard.metadata.row_group(index).num_rows)
             known = answered.get(utf8(name), set()).intersection(rows)
             if len(known) < len(rows):
-                yield Group(name, os.path.abspath(name), index, first, frozenset(known))
+                whole = os.path.abspath(name)
+                yield Group(name, whole, index, first, len(rows), frozenset(known))
             first = rows.stop
 
 
@@ -266,10 +319,11 @@ def _parquets(path: str) -> list[str]:
 
 
 class _Worker:
-    """Answers for images and writes the answers.
+    """Answers for images and writes the answers; several threads may call it.
 
     Args:
-        settings: The command line, with absolute paths.
+        settings: The command line, with absolute paths; and ``share``, about how many images a
+            worker answers for.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -278,8 +332,10 @@ class _Worker:
         from maxvision.runtime.classifier import load
 
         self._args = args = argparse.Namespace(**settings)
+        self._cores: set[int] = set()
         if args.device == "cpu":
             claim(args.cores)
+            self._cores = os.sched_getaffinity(0)
         self._error = ""  # not raised: Ray would tell it in a hundred lines
         try:
             self._model = load(
@@ -291,45 +347,59 @@ class _Worker:
                 batch_size=args.batch_size,
                 revision=args.revision,
             )
+            self._pipeline = Pipeline(self._model, args.share, args.cores)
+            if args.share >= MANY and args.device == "gpu":
+                self._warm()
         except UserError as error:
             self._error = str(error)
+        gc.collect()  # what loading left behind must not stay
+        gc.freeze()  # or passes over the modules of MAX and Ray, of 0.1 s, would hold up batches
+
+    def _warm(self) -> None:
+        """Makes ready for batches of each size, so that none waits while others are answered."""
+        try:
+            self._model.prepare(self._model.batch_size)
+        except Exception as error:
+            if not is_memory(error):  # then some run as larger ones
+                raise
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Answers for a unit of work.
 
         Returns:
-            ``images`` and ``failed``, how many; ``error``, why there is no model, or empty.
+            ``images`` and ``failed``, how many; ``begun`` and ``ended``, ``time.time()``;
+            ``error``, why there is no model, or empty.
         """
-        if self._error:
-            return {"images": 0, "failed": 0, "error": self._error}
-        unit = pickle.loads(row["unit"])
+        begun = time.time()
         images = failed = 0
-        for items in [_open(unit)] if isinstance(unit, Files) else self._read(unit):
-            with Pipeline(self._model, len(items), self._args.cores) as pipeline:
-                batches = pipeline.answers(items, self._args.top_k, Times())
-                done = [_named(each) for batch in batches for each in batch]
-            self._write(done)
-            images += len(done)
-            failed += sum(each.error is not None for each in done)
-        return {"images": images, "failed": failed, "error": ""}
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)  # of Ray's thread, and of those that it starts
+        if not self._error:
+            for done in self._answers(pickle.loads(row["unit"])):
+                self._write(done)
+                images += len(done)
+                failed += sum(each.error is not None for each in done)
+        counts = {"images": images, "failed": failed, "error": self._error}
+        return {**counts, "begun": begun, "ended": time.time()}
 
-    def _read(self, group: Group) -> Iterator[list[Item]]:
+    def _answers(self, unit: Files | Group) -> Iterator[list[Answer]]:
+        """Answers for a unit of work, a file of answers at a time."""
+        items = _open(unit) if isinstance(unit, Files) else self._read(unit)
+        with closing(self._pipeline.answers(items, self._args.top_k, Times())) as batches:
+            done = map(_named, itertools.chain.from_iterable(batches))
+            yield from batched(done, self._args.rows)
+
+    def _read(self, group: Group) -> Iterator[Item]:
         from pyarrow import parquet
 
-        args = self._args
-        items: list[Item] = []
+        column = self._args.column
         row = group.first
         with parquet.ParquetFile(group.path) as file:
-            for batch in file.iter_batches(64, row_groups=[group.index], columns=[args.column]):
+            for batch in file.iter_batches(64, row_groups=[group.index], columns=[column]):
                 for value in batch.column(0).to_pylist():
                     if row not in group.done:
-                        items.append(_item(f"{group.name}#{row}", value))
+                        yield _item(f"{group.name}#{row}", value)
                     row += 1
-                    if len(items) == args.rows:
-                        yield items
-                        items = []
-        if items:
-            yield items
 
     def _write(self, done: Sequence[Answer]) -> None:
         """Writes a file that is there as a whole or not at all, the same if it is written again."""
@@ -345,8 +415,8 @@ class _Worker:
         draft.replace(path)
 
 
-def _open(files: Files) -> list[Item]:
-    return [Item(name, source) for name, source in zip(files.names, files.sources, strict=True)]
+def _open(files: Files) -> Iterator[Item]:
+    return map(Item, files.names, files.sources)
 
 
 def _item(name: str, value: Any) -> Item:

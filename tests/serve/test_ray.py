@@ -299,7 +299,7 @@ def test_what_was_interrupted_goes_on(
 
     argv = [
         sys.executable, "-m", "maxvision", "batch", str(images), str(shards), "-o", str(out),
-        "--rows=2", "--device=cpu", "--workers=1",
+        f"--model={MODEL}", "--rows=2", "--device=cpu", "--workers=1",
     ]  # fmt: skip
     process = subprocess.Popen(argv, cwd=ROOT, env=cluster.environ)
     cluster.until(lambda: list(out.glob("part-*")), "first answers")
@@ -310,7 +310,7 @@ def test_what_was_interrupted_goes_on(
 
     done = subprocess.run(argv, cwd=ROOT, env=cluster.environ, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert " before; 3 have an error" in done.stdout
+    assert " before; 3 have an error; answering took " in done.stdout
     assert first.items() <= {p.name: p.stat().st_mtime_ns for p in out.glob("part-*")}.items()
     found = answers_of(out)
     assert Counter(row["image"] for row in found) == Counter(of.keys())
@@ -325,14 +325,15 @@ def test_what_was_interrupted_goes_on(
 def test_mistakes_of_a_batch_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("x")
+    (tmp_path / "x.jpg").write_bytes(CAT)
     parquet.write_table(pa.table({"picture": [b""]}), tmp_path / "a.parquet")
-    out, shard = str(tmp_path / "out"), str(tmp_path / "a.parquet")
+    x, out, shard = str(tmp_path / "x.jpg"), str(tmp_path / "out"), str(tmp_path / "a.parquet")
     for argv, says in [
-        (["x", "-o", out, "--model", "nope"], "nope: there is no bundled model"),
-        (["x", "-o", out, "--dtype", "float16", "--device", "cpu"], "runs on a GPU only"),
-        (["x", "-o", out, "--device", "gpu:1"], "--device gpu:1: Ray chooses the GPU"),
+        ([x, "-o", out, "--model", "nope"], "nope: there is no bundled model"),
+        ([x, "-o", out, "--dtype", "float16", "--device", "cpu"], "runs on a GPU only"),
+        ([x, "-o", out, "--device", "gpu:1"], "--device gpu:1: Ray chooses the GPU"),
         (
-            ["x", "-o", str(tmp_path / "full")],
+            [x, "-o", str(tmp_path / "full")],
             "the folder holds files that this command did not write",
         ),
         ([shard, "-o", out], "there is no column image; choose one of picture with --column"),
