@@ -44,6 +44,8 @@ def parser() -> Parser:
         " if this machine has one")  # fmt: skip
     add("--workers", type=whole(1, 100_000), metavar="N", help="models that run at a time"
         " (default: what the cluster has room for)")  # fmt: skip
+    add("--instances", type=whole(1, 64), metavar="N", help="models that share a GPU"
+        " (default: 2 where GPUs decode, else 1)")  # fmt: skip
     add("--cores", type=whole(1, 1024), default=1, metavar="N", help="of each; they also decode"
         " (default: %(default)s)")  # fmt: skip
     add("--batch-size", type=whole(1, 4096), metavar="N", help="images that run together")

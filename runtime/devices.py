@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from max.driver import CPU, Accelerator, Device, accelerator_count
 from max.dtype import DType
 from max.graph import DeviceRef
@@ -21,6 +23,8 @@ POOL = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 
 It is read when the device is opened.
 """
+SHARED = 80
+"""Percent that several processes take together: what decodes pictures is not of MAX's share."""
 
 
 def find_device(name: str) -> Device:
@@ -45,6 +49,15 @@ def find_device(name: str) -> Device:
             + f" to gpu:{count - 1}" * (count > 1)
         )
     return Accelerator(index or 0)
+
+
+def share_gpu(count: int) -> None:
+    """Lets ``count`` processes have a GPU: this one and those that it starts take a part of it.
+
+    The user's own setting of ``POOL`` stays.
+    """
+    if count > 1:
+        os.environ.setdefault(POOL, str(SHARED // count))
 
 
 def parse_device(name: str) -> tuple[str, int | None]:

@@ -119,7 +119,8 @@ def _run(
     """Hands work to models on the cluster's devices; yields what ``_Worker`` returns of each."""
     import ray.data
 
-    needs = {"num_cpus": args.cores, "num_gpus": int(device == "gpu")}
+    instances = _instances(args, device)
+    needs = {"num_cpus": args.cores, "num_gpus": 1 / instances if device == "gpu" else 0}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(log_to_driver=False, logging_level="error")
     try:
@@ -129,7 +130,13 @@ def _run(
         work: list[Files | Group] = [*_units(files, args.rows, workers), *groups]
         workers = min(workers, len(work))
         share = sum(map(len, work)) // workers
-        settings = {**vars(args), "device": device, "output": folder, "share": share}
+        settings = {
+            **vars(args),
+            "device": device,
+            "instances": instances,
+            "output": folder,
+            "share": share,
+        }
         rows = [{"unit": pickle.dumps(unit)} for unit in work]
         units = ray.data.from_items(rows, override_num_blocks=min(len(rows), 10_000))
         answered = units.map(
@@ -171,12 +178,23 @@ def _check(args: argparse.Namespace, device: str) -> None:
             devices.find_dtype(args.dtype, CPU())
 
 
-def _room(have: dict[str, float], needs: dict[str, int]) -> int:
+def _instances(args: argparse.Namespace, device: str) -> int:
+    """Chooses how many models share a GPU: one process cannot keep up with a GPU's decoder."""
+    from maxvision.runtime import nvjpeg
+
+    if args.instances:
+        count: int = args.instances
+        return count
+    decodes = device == "gpu" and args.decode in ("auto", "gpu") and nvjpeg.is_installed()
+    return 2 if decodes else 1
+
+
+def _room(have: dict[str, float], needs: dict[str, float]) -> int:
     room = int(min(have.get(name[4:-1].upper(), 0) // n for name, n in needs.items() if n))
     if not room:
         raise ArgumentError(
-            f"a model needs {needs['num_cpus']} cores and {needs['num_gpus']} GPUs of one node but"
-            f" the cluster has {have.get('CPU', 0):g} cores and {have.get('GPU', 0):g} GPUs; change"
+            f"a model needs {needs['num_cpus']} cores and {needs['num_gpus']:g} GPUs of one node"
+            f" but the cluster has {have.get('CPU', 0):g} cores and {have.get('GPU', 0):g} GPUs; change"
             " --cores or --device"
         )
     return room
@@ -330,12 +348,15 @@ class _Worker:
         import pyarrow.parquet  # noqa: F401  before MAX, see runtime/results.py
 
         from maxvision.runtime.classifier import load
+        from maxvision.runtime.devices import share_gpu
 
         self._args = args = argparse.Namespace(**settings)
         self._cores: set[int] = set()
         if args.device == "cpu":
             claim(args.cores)
             self._cores = os.sched_getaffinity(0)
+        if args.device == "gpu":
+            share_gpu(args.instances)
         self._error = ""  # not raised: Ray would tell it in a hundred lines
         try:
             self._model = load(

@@ -37,9 +37,6 @@ log = logging.getLogger("maxvision.serve")
 MANY_CORES = 8
 """From which on the processes that speak HTTP can keep more than one model's process busy."""
 
-SHARED = 80
-"""Percent of a GPU's memory that several processes take together; the decoders need the rest."""
-
 GRACE = 1.0
 """Seconds after SIGTERM for which new requests are answered 503, so that a balancer notices."""
 
@@ -164,12 +161,14 @@ def _not_bound(host: str, port: int, error: OSError) -> str:
 def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] | None) -> int:
     import uvloop
 
+    from maxvision.runtime.devices import share_gpu
     from maxvision.serve.limits import Board
     from maxvision.serve.repository import Repository
 
     made = [make_supervisors(each, load) for each in options.models]
     cards, supervisors = [card for card, _ in made], [each for _, each in made]
-    share_gpu([card.device for card, kept in made for _ in kept.members])
+    devices = [card.device for card, kept in made for _ in kept.members]
+    share_gpu(max((devices.count(each) for each in {*devices} if each != "cpu"), default=0))
     names = [card.name for card in cards]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ArgumentError(
@@ -192,15 +191,6 @@ def _serve(options: Options, listening: socket.socket, load: Callable[..., Any] 
     finally:
         face.close()
         gc.collect()  # lets go of semaphores, which end with their objects and are told as leaked
-
-
-def share_gpu(devices: Sequence[str]) -> None:
-    """Lets each process take a part of its GPU's memory, of which MAX gives 90 % to the first."""
-    from maxvision.runtime.devices import POOL
-
-    most = max((devices.count(each) for each in {*devices} if each != "cpu"), default=0)
-    if most > 1:
-        os.environ.setdefault(POOL, str(SHARED // most))
 
 
 def make_supervisors(
