@@ -34,11 +34,22 @@ from maxvision.runtime import jpeg, resample
 from maxvision.runtime.classifier import Classifier, load
 from maxvision.runtime.collect import collect
 from maxvision.runtime.jpeg import Jpeg, Picture
-from maxvision.runtime.pipeline import BATCHES, READERS, Find, Item, Pipeline, Times
+from maxvision.runtime.pipeline import (
+    BATCHES,
+    MANY,
+    READERS,
+    Find,
+    Item,
+    Pipeline,
+    Times,
+    start_readers,
+)
 from maxvision.runtime.predictions import softmax
 from maxvision.runtime.preprocess import Preprocess, read_image
 from maxvision.runtime.reading import Reader
 
+STARTED = 2.0
+"""Seconds after which processes that read have started; to load a model takes no less."""
 COMPARED = 1000
 """Pictures that are compared at most, and classified with the CPU beside the GPU."""
 
@@ -180,8 +191,9 @@ def reading_alone(model: Classifier, items: Sequence[Item], processes: int) -> d
     """Reads files and their headers, which nothing decodes, in processes; or here, if 0."""
     sources, size = [item.source for item in items], model.batch_size
     batches = [sources[at : at + size] for at in range(0, len(sources), size)]
-    readers = [Reader(model.preprocess, size, 2) for _ in range(processes)]
+    readers = [Reader() for _ in range(processes)]
     for each in readers:
+        each.begin(model.preprocess, size, 2)
         each.wait()
     finds: Sequence[Find] = readers or [partial(jpeg.find_all, preprocess=model.preprocess)]
 
@@ -199,10 +211,15 @@ def reading_alone(model: Classifier, items: Sequence[Item], processes: int) -> d
 
 
 def from_files(model: Classifier, items: Sequence[Item]) -> dict[str, Any]:
-    """Goes from files to labels, as ``run_graph.py`` does."""
+    """Goes from files to labels, as ``run_graph.py`` does.
+
+    Processes that read are there already: that starts them before it loads the model.
+    """
     times = Times()
+    readers = start_readers() if model.decoder and len(items) >= MANY else []
+    time.sleep(STARTED * bool(readers))
     begun = time.perf_counter()
-    with Pipeline(model, len(items)) as pipeline:
+    with Pipeline(model, len(items), readers=readers) as pipeline:
         batches = pipeline.answers(items, 5, times)
         wrong = sum(answer.error is not None for batch in batches for answer in batch)
     seconds = time.perf_counter() - begun

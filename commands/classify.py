@@ -25,11 +25,12 @@ from maxvision.common.errors import ArgumentError, ImageError
 from maxvision.common.text import clean, utf8
 from maxvision.runtime import results
 from maxvision.runtime.collect import collect
-from maxvision.runtime.pipeline import Answer, Item, Pipeline, Times
+from maxvision.runtime.pipeline import MANY, Answer, Item, Pipeline, Times, start_readers
 from maxvision.runtime.results import json_line, open_results
 
 if TYPE_CHECKING:
     from maxvision.runtime import Classifier
+    from maxvision.runtime.reading import Reader
 
 
 def classify(args: argparse.Namespace, started: float) -> int:
@@ -56,6 +57,7 @@ def classify(args: argparse.Namespace, started: float) -> int:
             else:
                 complain(str(each.error))
         return 1
+    readers = _readers(args, len(items))
     with working(f"loading {source}") as say:
         model = load(
             source,
@@ -83,7 +85,10 @@ def classify(args: argparse.Namespace, started: float) -> int:
     scrolls = not args.output and sys.stdout.isatty()
     start = time.perf_counter()
     try:
-        with _counting(tally, not scrolls) as count, Pipeline(model, len(items)) as pipeline:
+        with (
+            _counting(tally, not scrolls) as count,
+            Pipeline(model, len(items), readers=readers) as pipeline,
+        ):
             for batch in pipeline.answers(items, args.top_k, times):
                 if writer:
                     _saved(args.output, partial(writer.write, batch))
@@ -118,6 +123,17 @@ def classify(args: argparse.Namespace, started: float) -> int:
         where = f"; {args.output} says why" if writer else ""
         complain(f"{tally.failed:,} of {tally.total:,} images failed{where}", kind="")
     return 1 if tally.failed else 0
+
+
+def _readers(args: argparse.Namespace, images: int) -> list[Reader]:
+    """Starts processes that read while the model is loaded, if a GPU may decode for it."""
+    from max.driver import accelerator_count
+
+    from maxvision.runtime import nvjpeg
+
+    asked = args.device != "cpu" and args.decode in ("auto", "gpu")
+    wanted = images >= MANY and asked and nvjpeg.is_installed() and accelerator_count()
+    return start_readers() if wanted else []
 
 
 def _saved(output: str, write: Callable[[], None]) -> None:

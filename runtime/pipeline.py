@@ -14,6 +14,7 @@ all cores.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -110,9 +111,17 @@ class Pipeline:
         images: About how many there will be, in all calls. If ``MANY``, it pays to start processes
             that read for a GPU, and to import what resizes by vectors.
         workers: Threads that decode; one a core if None.
+        readers: What ``start_readers`` gave before the model was loaded; without it processes that
+            are needed start now, and do not read for the first 0.4 s.
     """
 
-    def __init__(self, model: Classifier, images: int, workers: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Classifier,
+        images: int,
+        workers: int | None = None,
+        readers: Sequence[Reader] = (),
+    ) -> None:
         self._model = model
         self._many = images >= MANY
         self._workers = workers or cores()
@@ -125,7 +134,16 @@ class Pipeline:
         self._readers = ThreadPoolExecutor(READERS, "read")
         self._runner = ThreadPoolExecutor(self._runners, "model")
         slots = self._ahead + 1 + self._runners  # read ahead, in hand, in the model or next
-        self._files = _Files(model, READERS, 2 * slots if self._many else 0)  # of two calls
+        if self._many and model.decoder is not None:
+            readers = readers or start_readers()
+        else:
+            for each in readers:
+                each.close()
+            readers = ()
+        self._files = _Files(model, readers, 2 * slots)  # of two calls
+        if self._many:
+            gc.collect()  # what loading left behind must not stay
+            gc.freeze()  # or passes over MAX's modules, of 0.1 s, would hold up batches
         self._turn = threading.Lock()
         self._left: list[Running] = []  # by the call before
 
@@ -232,24 +250,31 @@ def batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
         yield group
 
 
+def start_readers() -> list[Reader]:
+    """Starts processes that read for a GPU that decodes; none where there is no room for them."""
+    made: list[Reader] = []
+    with suppress(OSError):  # no memory, or no more processes
+        for _ in range(READERS):
+            made.append(Reader())
+    return made
+
+
 class _Files:
     """What finds JPEGs for the GPU, for several threads.
 
     Args:
         model: For which.
-        count: How many batches at a time.
-        slots: See ``Reader``; 0 starts no process.
+        processes: That read, one for each thread; this process reads if there are none.
+        slots: See ``Reader.begin``.
     """
 
-    def __init__(self, model: Classifier, count: int, slots: int) -> None:
-        self._processes: list[Reader] = []
-        if model.decoder is not None and slots:
-            with suppress(OSError):  # no memory, or no more processes
-                for _ in range(count):
-                    self._processes.append(Reader(model.preprocess, model.batch_size, slots))
+    def __init__(self, model: Classifier, processes: Sequence[Reader], slots: int) -> None:
+        self._processes = processes
+        for process in processes:
+            process.begin(model.preprocess, model.batch_size, slots)
         self._model = model
         self._idle: SimpleQueue[Find] = SimpleQueue()
-        finds: Sequence[Find] = self._processes or [self._find] * count
+        finds: Sequence[Find] = processes or [self._find] * READERS
         for each in finds:
             self._idle.put(each)
 

@@ -35,26 +35,16 @@ Found: TypeAlias = "tuple[int, int, int, int, int] | None"
 class Reader:
     """A process that reads; for one thread at a time.
 
-    Until it has started, and where it has ended, ``__call__`` reads by itself.
-
-    Args:
-        preprocess: Of the model; see ``jpeg.find``.
-        batch: Files at a time, at most.
-        slots: Batches whose files stay in memory. That of a call is used again ``slots`` calls
-            later.
+    It starts at once, and can read after ``begin``. Until it has started, and where it has ended,
+    ``__call__`` reads by itself.
     """
 
-    def __init__(self, preprocess: Preprocess, batch: int, slots: int) -> None:
-        self._preprocess = preprocess
-        self._room = batch * ROOM
-        self._turns = itertools.cycle(range(slots))
+    def __init__(self) -> None:
         self._up = False
         self._channel, theirs = Pipe()
-        shared = os.memfd_create("maxvision")
+        self._shared = os.fdopen(os.memfd_create("maxvision"), "w+b")
+        numbers = theirs.fileno(), self._shared.fileno()
         try:
-            os.ftruncate(shared, slots * self._room)  # pages that nobody writes take no memory
-            self._memory = np.frombuffer(mmap.mmap(shared, slots * self._room), np.uint8)
-            numbers = theirs.fileno(), shared
             self._process = subprocess.Popen(
                 **python("maxvision.runtime.reading", *map(str, numbers)),
                 pass_fds=numbers,
@@ -62,8 +52,24 @@ class Reader:
             )
         finally:
             theirs.close()
-            os.close(shared)
-        self._channel.send((os.getcwd(), preprocess, self._room))
+
+    def begin(self, preprocess: Preprocess, batch: int, slots: int) -> None:
+        """Says what it will read.
+
+        Args:
+            preprocess: Of the model; see ``jpeg.find``.
+            batch: Files at a time, at most.
+            slots: Batches whose files stay in memory. That of a call is used again ``slots`` calls
+                later.
+        """
+        self._preprocess = preprocess
+        self._room = batch * ROOM
+        self._turns = itertools.cycle(range(slots))
+        with self._shared as shared:
+            shared.truncate(slots * self._room)  # pages that nobody writes take no memory
+            self._memory = np.frombuffer(mmap.mmap(shared.fileno(), 0), np.uint8)
+        with suppress(OSError):  # it has ended
+            self._channel.send((os.getcwd(), preprocess, self._room))
 
     def __call__(self, sources: Sequence[Source | Exception]) -> list[Jpeg | None]:
         """Reads files.
@@ -103,6 +109,7 @@ class Reader:
 
     def close(self) -> None:
         """Ends the process; what it has read stays. A call that waits for it reads by itself."""
+        self._shared.close()
         self._process.kill()
         self._process.wait()
 
@@ -111,9 +118,9 @@ def main() -> None:
     """Reads what is asked for through the first file descriptor, into the memory of the second."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks says when it is over
     channel, shared = Connection(int(sys.argv[1])), int(sys.argv[2])
-    memory = memoryview(mmap.mmap(shared, os.fstat(shared).st_size))
     with suppress(OSError, EOFError):
         folder, preprocess, room = channel.recv()
+        memory = memoryview(mmap.mmap(shared, os.fstat(shared).st_size))
         os.chdir(folder)
         channel.send(True)
         while True:

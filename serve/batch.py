@@ -9,7 +9,6 @@ in it: what is there is done, and the same command goes on with the rest. See do
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import itertools
 import json
@@ -194,8 +193,8 @@ def _room(have: dict[str, float], needs: dict[str, float]) -> int:
     if not room:
         raise ArgumentError(
             f"a model needs {needs['num_cpus']} cores and {needs['num_gpus']:g} GPUs of one node"
-            f" but the cluster has {have.get('CPU', 0):g} cores and {have.get('GPU', 0):g} GPUs; change"
-            " --cores or --device"
+            f" but the cluster has {have.get('CPU', 0):g} cores and {have.get('GPU', 0):g} GPUs;"
+            " change --cores or --device"
         )
     return room
 
@@ -373,8 +372,6 @@ class _Worker:
                 self._warm()
         except UserError as error:
             self._error = str(error)
-        gc.collect()  # what loading left behind must not stay
-        gc.freeze()  # or passes over the modules of MAX and Ray, of 0.1 s, would hold up batches
 
     def _warm(self) -> None:
         """Makes ready for batches of each size, so that none waits while others are answered."""

@@ -18,6 +18,7 @@ import pytest
 from maxvision.common.errors import ImageError
 from maxvision.runtime import pipeline
 from maxvision.runtime.pipeline import Item, Pipeline, Times
+from maxvision.runtime.reading import Reader
 
 
 @dataclass
@@ -293,3 +294,10 @@ def test_decoding_steps_back_behind_a_model_on_the_same_cores(device: str, behin
     )
     answered(model, 10)
     assert seen == {("decode", min(max(ours, behind), 19)), ("model", ours)} and nice() == ours
+
+
+def test_readers_that_nobody_needs_end() -> None:
+    model: Any = Fake()
+    reader = Reader()
+    with Pipeline(model, pipeline.MANY, readers=[reader]):
+        assert reader._process.poll() is not None

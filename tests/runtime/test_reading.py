@@ -21,7 +21,8 @@ PLAIN = Preprocess(64, 64, 72)
 
 @pytest.fixture
 def reader() -> Iterator[Reader]:
-    made = Reader(PLAIN, batch=4, slots=2)
+    made = Reader()
+    made.begin(PLAIN, batch=4, slots=2)
     made.wait()
     yield made
     made.close()
@@ -80,7 +81,8 @@ def test_paths_are_relative_to_this_processs_folder(
 ) -> None:
     saved(tmp_path, 1)
     monkeypatch.chdir(tmp_path)
-    reader = Reader(PLAIN, batch=1, slots=1)
+    reader = Reader()
+    reader.begin(PLAIN, batch=1, slots=1)
     reader.wait()
     assert reader(["0.JPEG"]) != [None]
     reader.close()
@@ -88,7 +90,8 @@ def test_paths_are_relative_to_this_processs_folder(
 
 def test_this_process_reads_where_none_has_started_or_one_has_ended(tmp_path: Path) -> None:
     paths = saved(tmp_path, 2)
-    reader = Reader(PLAIN, batch=4, slots=2)
+    reader = Reader()
+    reader.begin(PLAIN, batch=4, slots=2)
     assert [each and each.width for each in reader(paths)] == [40, 41]
     reader.wait()
     reader.close()
