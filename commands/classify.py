@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -242,17 +242,25 @@ def _table() -> Callable[[Answer], None]:
 
 
 def _compact() -> Callable[[Answer], None]:
+    """Shows an answer as a line. Rich takes 0.1 ms for one, so it makes each style once."""
     out = console(sys.stdout)
+    name = cache(clean)  # of the classes
+
+    def marked(text: str, style: str) -> str:
+        with out.capture() as made:
+            out.print(Text(text, style=style), end="", soft_wrap=True)
+        return made.get()
+
+    bold, cyan, bar = marked("{}", "bold"), marked(" {:.4f}", "cyan"), marked(" | ", "dim")
 
     def show(each: Answer) -> None:
         if each.error is not None:
             return complain(each.error)
-        line = Text(clean(each.name) + "  ")
-        for rank, prediction in enumerate(each.predictions):
-            line.append(" | " if rank else "", style="dim")
-            line.append(clean(prediction.label), style="" if rank else "bold")
-            line.append(f" {prediction.score:.4f}", style="cyan")
-        out.print(line, soft_wrap=True)
+        classes = [
+            ("{}" if rank else bold).format(name(known.label)) + cyan.format(known.score)
+            for rank, known in enumerate(each.predictions)
+        ]
+        sys.stdout.write(f"{clean(each.name)}  {bar.join(classes)}\n")
 
     return show
 
