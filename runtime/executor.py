@@ -17,7 +17,6 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from maxvision.graphs.program import Program
 from maxvision.graphs.target import Target
 from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache
+from maxvision.runtime.context import OwnKernels, passing
 from maxvision.runtime.replay import IMAGES, OnDevice, Replays
 
 log = logging.getLogger("maxvision")
@@ -89,13 +89,12 @@ class Lowering:
         tensors: Mapping[str, np.ndarray],
         device: DeviceRef,
         kernels: KernelLibrary | None = None,
-        ops: cache.Ops = None,
     ) -> tuple[Graph, Parameters, Program]:
         """Builds the graph of a program; see ``graphs.lower.lower``.
 
-        Without ``kernels`` it is checked against maxvision's own ``ops``, compiled if need be.
+        Without ``kernels`` it is checked against all of maxvision's ops, compiled if need be.
         """
-        extensions = [] if kernels else [cache.library(ops, gpu=device.is_gpu())]
+        extensions = [] if kernels else [cache.library(gpu=device.is_gpu())]
         return lower(
             program,
             tensors,
@@ -140,13 +139,13 @@ def compiled(
     place = DeviceRef.from_device(device)
     graph, weights, final = lowering.build(program, tensors, place, Unchecked())
 
-    def checked() -> Graph:
-        return lowering.build(program, tensors, place, ops=cache.called(str(graph)))[0]
+    def checked(kernels: KernelLibrary) -> Graph:
+        return lowering.build(program, tensors, place, kernels)[0]
 
     def compile() -> CompiledModel:
         watch.lap("graph")
         starting()
-        made = _compiled(checked, program.name, device)
+        made = _compiled(checked, graph, device)
         watch.lap("compile")
         return made
 
@@ -172,9 +171,16 @@ def _compile_apart(job: tuple[Any, ...]) -> None:
         log.debug("a process that compiles ended with %d: %s", done.returncode, said)
 
 
-def _compiled(checked: Callable[[], Graph], name: str, device: Device) -> CompiledModel:
-    _tell(name, device)
-    return InferenceSession(devices=[device]).compile(checked())
+def _compiled(
+    checked: Callable[[KernelLibrary], Graph], graph: Graph, device: Device
+) -> CompiledModel:
+    """Compiles a graph, which ``checked`` builds once more with the ops that it calls."""
+    _tell(graph.name, device)
+    library = cache.library(cache.called(str(graph)), gpu=not device.is_host)
+    with passing():
+        kernels = OwnKernels()
+        kernels.load_paths([library])
+        return InferenceSession(devices=[device]).compile(checked(kernels))
 
 
 def _tell(name: str, device: Device) -> None:
@@ -192,12 +198,12 @@ def compiled_ops(
         target: What it is for, if the device is virtual.
     """
     graph = build(kernel_library=Unchecked())
-    library = partial(cache.library, cache.called(str(graph)), gpu=not device.is_host)
-    return cache.compiled(
-        graph,
-        target or Target.of(device),
-        lambda: _compiled(lambda: build(custom_extensions=[library()]), graph.name, device),
-    )
+
+    def checked(kernels: KernelLibrary) -> Graph:
+        return build(kernel_library=kernels)
+
+    target = target or Target.of(device)
+    return cache.compiled(graph, target, lambda: _compiled(checked, graph, device))
 
 
 def load(build: Callable[..., Graph], device: Device) -> Executable:

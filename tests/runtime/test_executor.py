@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,9 @@ import pytest
 from max.driver import CPU
 from max.graph import DeviceRef
 
+from maxvision.common import memory
 from maxvision.common.errors import ArgumentError
+from maxvision.common.host import HOME
 from maxvision.graphs.net import Net
 from maxvision.graphs.program import Program
 from maxvision.graphs.target import Target
@@ -80,6 +84,24 @@ def test_a_process_that_fails_is_no_error(
     caplog.set_level("DEBUG", "maxvision")
     Executor.compile(program(), TENSORS, CPU(), apart=True)
     assert "a process that compiles ended with 3: no memory" in caplog.text
+
+
+AGAIN = """
+from tests.runtime.test_executor import CPU, TENSORS, Executor, cache, program
+from maxvision.common import memory
+cache.find = lambda name: None  # MAX's own cache has the kernels
+before = memory.resident()
+for _ in range(2):
+    Executor.compile(program(), TENSORS, CPU())
+print(memory.resident() - before)
+"""
+
+
+@pytest.mark.skipif(memory.resident() is None, reason="only Linux tells what a process holds")
+def test_a_process_that_compiles_gives_back_what_the_compiler_took(several: Executor) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(HOME)}
+    left = subprocess.check_output([sys.executable, "-c", AGAIN], cwd=HOME, env=environment)
+    assert int(left) < 100e6  # 45 MB, most of them MAX's own code; 158 MB in MAX's own context
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
