@@ -44,7 +44,7 @@ log = logging.getLogger("maxvision.serve")
 PATIENCE = 300.0
 """Seconds for which a replica may have no ready model before Ray puts another in its place."""
 
-OURS = ("replicas", "max_replicas", "cores", "surge")
+OURS = ("replicas", "max_replicas", "replicas_per_gpu", "cores", "surge")
 """Arguments that ``maxvision serve`` has no option for."""
 
 _RAYS = ("--front-processes", "--max-connections", "--grpc-port", "--model-control-mode", "--help")
@@ -57,10 +57,11 @@ def app(given: Mapping[str, Any]) -> ray_serve.Application:
     """Builds the application of ``serve run``, ``serve deploy`` and ``serve.run``.
 
     Args:
-        given: ``replicas`` (1), ``max_replicas`` (as many: no autoscaling), ``cores`` of each (1),
-            ``surge`` (percent of replicas that an update may add), and every option of
-            ``maxvision serve``, ``max_batch_size=16``, but those of connections, which Ray has;
-            ``decode_threads`` says how many processes decode, see ``decoding``.
+        given: ``replicas`` (1), ``max_replicas`` (as many: no autoscaling), ``replicas_per_gpu``
+            (1), ``cores`` of each replica (1), ``surge`` (percent of replicas that an update may
+            add), and every option of ``maxvision serve``, ``max_batch_size=16``, but those of
+            connections, which Ray has; ``decode_threads`` says how many processes decode, see
+            ``decoding``.
 
     Raises:
         ArgumentError: If an argument is not right.
@@ -88,6 +89,7 @@ def build(
     replicas = _whole(rest, "replicas", 1)
     most = _whole(rest, "max_replicas", replicas)
     cores = _whole(rest, "cores", 1)
+    sharing = _whole(rest, "replicas_per_gpu", 1)
     surge = _whole(rest, "surge", 100 if replicas == 1 < most else 0, low=0)
     if most < replicas:
         raise ArgumentError(
@@ -100,7 +102,9 @@ def build(
 
     if not artifact.is_here(options.model):  # told here, and not out of each replica
         source.find(options.model, options.revision)
-    on_gpu = options.device != "cpu"
+    if options.device == "cpu" and sharing > 1:
+        raise ArgumentError("replicas_per_gpu is for device=gpu; leave it out, or change device")
+    gpus = 0 if options.device == "cpu" else 1 / sharing
 
     batch = batch_size(options, options.device)
     queue = options.max_queue_size or max(32 * batch, options.max_images_per_request)
@@ -109,14 +113,14 @@ def build(
         scaling = {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": batch}
         number = {"autoscaling_config": scaling}
     deployment = Replica.options(  # type: ignore[attr-defined]
-        ray_actor_options={"num_cpus": cores, "num_gpus": int(on_gpu)},
+        ray_actor_options={"num_cpus": cores, "num_gpus": gpus},
         max_ongoing_requests=queue + ROOM,
         max_surge_percent=surge,
         graceful_shutdown_timeout_s=options.drain_timeout,
         logging_config={"enable_access_log": False},
         **number,
     )
-    bound: ray_serve.Application = deployment.bind(options, cores, load)
+    bound: ray_serve.Application = deployment.bind(options, cores, load, sharing)
     return bound
 
 
@@ -205,11 +209,17 @@ class Replica:
         options: What to serve.
         cores: How many to run on.
         load: Makes the model.
+        sharing: Replicas that a GPU is for.
     """
 
     async def __init__(  # type: ignore[misc]
-        self, options: Options, cores: int, load: Callable[..., Any] | None = None
+        self,
+        options: Options,
+        cores: int,
+        load: Callable[..., Any] | None = None,
+        sharing: int = 1,
     ) -> None:
+        from maxvision.runtime.devices import share_gpu
         from maxvision.serve.decoders import Decoders
         from maxvision.serve.images import Decoder
         from maxvision.serve.models import Models
@@ -221,6 +231,8 @@ class Replica:
         if options.device == "cpu":
             claim(cores)
         card, supervisors = make_supervisors(options, load)
+        if card.device != "cpu":
+            share_gpu(sharing * len(supervisors.members))
         keeping = [supervisors.run()]
         decoder: Decoder
         if count := decoding(options, cores):

@@ -252,6 +252,10 @@ def test_cores_decode(given: dict[str, Any], cores: int, count: int) -> None:
         ({"replcas": 2}, "there is no argument replcas; did you mean replicas?"),
         ({"max-batch-sise": 2}, "did you mean max_batch_size?"),
         ({"model": "x", "device": "gpu:1"}, "device gpu:1: Ray chooses the GPU"),
+        (
+            {"model": MODEL, "device": "cpu", "replicas_per_gpu": 2},
+            "replicas_per_gpu is for device",
+        ),
     ],
 )
 def test_mistakes_are_told(given: dict[str, Any], says: str) -> None:
@@ -269,6 +273,19 @@ def test_arguments_become_options() -> None:
     options = read({"model": "m", "no_tf32": True, "allow_media_domain": hosts, "device": "cpu"})
     assert (options.tf32, options.allow_media_domain) == (False, ("a.org", "b.org"))
     assert read({"model": "m", "no_embeddings": "false", "device": "gpu"}).embeddings
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus"),
+    [
+        ({"device": "cpu"}, 0),
+        ({"device": "gpu"}, 1),
+        ({"device": "gpu", "replicas_per_gpu": 4}, 0.25),
+    ],
+)
+def test_replicas_may_share_a_gpu(given: dict[str, Any], gpus: float) -> None:
+    bound: Any = app({"model": MODEL, **given})
+    assert bound._bound_deployment.ray_actor_options["num_gpus"] == gpus
 
 
 # --- batches ----------------------------------------------------------------------------------
