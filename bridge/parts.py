@@ -110,7 +110,7 @@ def several(count: int, what: str) -> str:
 _ALIASES = {
     "convolution": "conv2d", "conv_transpose2d": "conv2d", "addmm": "linear", "mm": "linear",
     "matmul": "bmm", "scaled_dot_product_attention": "attention",
-    "attention_logsumexp": "attention",
+    "attention_logsumexp": "attention", "attend": "attention",
 }  # fmt: skip
 _PRODUCTS = frozenset(_ALIASES.values())
 
@@ -121,6 +121,11 @@ def kind_of(op: Any) -> str:
     ends = r"_(legit|with_indices|functional|no_training|backward|data)"
     name = re.sub(rf"^_?(native_)?|({ends})+$", "", name)
     return _ALIASES.get(name, name)
+
+
+def is_product(op: Any) -> bool:
+    """Tells whether an ATen op multiplies tensors along an axis: all the FLOPs are in these."""
+    return isinstance(op, torch._ops.OpOverload) and kind_of(op) in _PRODUCTS
 
 
 def cut(
@@ -159,10 +164,11 @@ def cut(
     look.store()
     if only is not None:
         look.leave(only)
-    supported = _Supported(dtype, look.absent, exact)
-    cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
     constants = {node.name: look.env[node] for node in module.graph.find_nodes(op="get_attr")}
     known = {**weights, **{n: x for n, x in constants.items() if isinstance(x.values[0], Tensor)}}
+    supported = _Supported(dtype, look.absent, exact, known)
+    look.absent |= supported.others(module)
+    cutter = CapabilityBasedPartitioner(module, supported, allows_single_node_partition=True)
     whole = cutter.propose_partitions()
     divided = [piece for each in whole for piece in _divided(each, look.computing, pieces)]
     module = cutter.fuse_partitions(divided, prefix="part_")
@@ -258,8 +264,7 @@ def _divided(part: Partition, computing: Sequence[fx.Node], pieces: int) -> list
         if node.target is operator.getitem:  # it goes with what gives several
             held[node.args[0]].add_node(node)
             continue
-        product = kind_of(node.target) in _PRODUCTS
-        if product and count >= len(found) * len(places) / pieces:
+        if is_product(node.target) and count >= len(found) * len(places) / pieces:
             found.append(Partition())
         count += node in places
         found[-1].add_node(node)
@@ -364,11 +369,25 @@ def _given(node: fx.Node) -> str:
 
 
 class _Supported(OperatorSupportBase):
-    """Says which nodes may be in a program: those that were translated, of one float dtype."""
+    """Says which nodes may be in a program: those that were translated, of one float dtype.
 
-    def __init__(self, dtype: torch.dtype, absent: Container[fx.Node], exact: bool) -> None:
+    Args:
+        dtype: It.
+        absent: The nodes that were not translated.
+        exact: Whether dtypes may be mixed; see ``cut``.
+        known: The weights, which are cast when they are packed.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        absent: Container[fx.Node],
+        exact: bool,
+        known: Container[str] = (),
+    ) -> None:
         self._absent = absent
         self._mixed = DTYPES[:-1] if exact and dtype != torch.float64 else (dtype,)
+        self._known = known
 
     def is_node_supported(self, submodules: Mapping[str, nn.Module], node: fx.Node) -> bool:
         """See above; torch calls this."""
@@ -377,8 +396,28 @@ class _Supported(OperatorSupportBase):
             node.op == "call_function"
             and node not in self._absent
             and bool(tensors)
-            and all(x.dtype in self._mixed or not x.is_floating_point() for x in tensors)
+            and not self._other(node)
         )
+
+    def others(self, module: fx.GraphModule) -> dict[fx.Node, Missing]:
+        """Says of which nodes the dtype is another one than that of programs."""
+        found = {}
+        for node in module.graph.nodes:
+            if node.target is operator.getitem or not any(True for _ in _tensors(node)):
+                continue
+            if node.op == "call_function" and (dtype := self._other(node)):
+                names = " or ".join(str(x).removeprefix("torch.") for x in self._mixed)
+                why = f"a tensor is {str(dtype).removeprefix('torch.')}, and programs are {names}"
+                found[node] = Missing(str(node.target), why, origin(node))
+        return found
+
+    def _other(self, node: fx.Node) -> torch.dtype | None:
+        """Gives the dtype of a number in or out that no program holds; a cast has two."""
+        given = (each for each in node.all_input_nodes if each.name not in self._known)
+        for x in (each for value in (node, *given) for each in _tensors(value)):
+            if (x.is_floating_point() or x.is_complex()) and x.dtype not in self._mixed:
+                return x.dtype
+        return None
 
 
 def dtype_of(module: fx.GraphModule) -> torch.dtype:

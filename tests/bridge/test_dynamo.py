@@ -194,6 +194,51 @@ def test_a_model_of_16_bits_computes_in_them(monkeypatch: pytest.MonkeyPatch) ->
     assert program.types[program.nodes[-1].output].dtype == "bfloat16"
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("dtype", "why"),
+    [
+        (torch.bfloat16, "a tensor is float32, and programs are bfloat16"),
+        (torch.float64, "a tensor is float64, and programs are float32"),
+    ],
+)
+def test_what_is_of_another_dtype_than_most_is_torchs(dtype: torch.dtype, why: str) -> None:
+    """A program takes the dtype it was compiled for; a norm in float32 amid bfloat16 cuts it."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("scale", torch.rand(8) + 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x.to(self.first.weight.dtype))
+            wide = y.float()
+            y = (wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(y.dtype)
+            return self.second(y * self.scale.to(y.dtype))
+
+    if dtype == torch.bfloat16:
+        model, x = Normed().eval().bfloat16(), torch.randn(3, 8).bfloat16()
+        model.scale = model.scale.float()  # a weight of another dtype cuts nothing
+    else:
+        model, x = Normed().eval(), torch.randn(3, 8, dtype=dtype)
+    found = maxvision.explain(model, x)
+    assert {each.why for each in found.left} == {why}
+    assert "aten._to_copy.default" in {each.op for each in found.left}
+    assert sum(each.kernels["linear"] for each in found.parts) == 2
+    with torch.no_grad():
+        y = torch.compile(model, backend=dynamo.backend)(x)
+        torch.testing.assert_close(y, model(x))
+
+
+def test_complex_numbers_are_torchs() -> None:
+    model = nn.Linear(4, 3, dtype=torch.complex64).eval()
+    found = maxvision.explain(model, torch.randn(2, 4, dtype=torch.complex64))
+    assert not found.parts
+    assert {each.why for each in found.left} == {"a tensor is complex64, and programs are float32"}
+
+
 def test_statistics_that_nobody_reads_cut_nothing() -> None:
     """On a GPU those of a batch norm of bfloat16 are float32."""
     graph = torch.fx.Graph()

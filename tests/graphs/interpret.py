@@ -673,6 +673,8 @@ class Interpreted:
 
     def execute(self, *buffers: Buffer) -> list[Buffer]:
         given = [torch.from_dlpack(each) for each in buffers]
+        types = [str(x.dtype).removeprefix("torch.") for x in given]
+        assert types == [each.dtype for each in self.program.inputs.values()]  # as MAX asserts
         arrays = [(x.double() if x.is_floating_point() else x).numpy() for x in given]
         found = interpret(self.program, arrays, self.tensors)
         kinds = (self.program.types[value].dtype for value in self.program.outputs.values())
