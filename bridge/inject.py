@@ -105,10 +105,15 @@ def inject(
             where they are of 16 bits.
 
     Raises:
-        ArgumentError: If there is no such kind of op.
+        ArgumentError: If the model is none, or there is no such kind of op.
         ModelError: If the model is in training mode, or outputs differ by more; then it is as it
             was.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"inject: the model is a {type(model).__name__}; give a torch module, such as what"
+            " timm.create_model makes"
+        )
     if isinstance(ops, str):
         ops = (ops,)
     for each in ops or ():

@@ -14,6 +14,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def refusal(*tensors: Tensor) -> str:
     """Says why no kernel here takes tensors together; nothing if one may."""
+    for x in tensors:
+        if x.layout is not torch.strided or x.is_quantized:
+            kind, way = (x.dtype, "dequantize") if x.is_quantized else (x.layout, "to_dense")
+            name = str(kind).removeprefix("torch.").lstrip("_")
+            return f"a tensor is {name}, and it computes on dense ones; call {way}()"
     floats = {x.dtype: x.device for x in tensors if x.is_floating_point() or x.is_complex()}
     for dtype, device in floats.items():
         name = str(dtype).removeprefix("torch.")

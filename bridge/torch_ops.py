@@ -26,12 +26,15 @@ The layers are torch's, computed by these ops; bridge/optimizers.py has the opti
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
+import logging
 import math
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -103,9 +107,15 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the op; under autocast floats are cast to its dtype first."""
         given = self.bound(args, kwargs)
-        first = next(x for x in given.values() if isinstance(x, Tensor))
-        if torch.is_autocast_enabled(first.device.type):
-            dtype = torch.get_autocast_dtype(first.device.type)
+        first = given[self.tensors[0]]
+        if not isinstance(first, Tensor):
+            raise TypeError(
+                f"torch_ops.{self.name}: {self.tensors[0]} is a {type(first).__name__}; give a"
+                " tensor of torch"
+            )
+        device = first.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
             given = {
                 name: autocast(x, dtype) if isinstance(x, Tensor) else x
                 for name, x in given.items()
@@ -234,6 +244,7 @@ class Op:
     ) -> _Compiled:
         """Finds what was compiled for such arguments, or compiles it."""
         self._check(given)
+        importlib.import_module("max.graph")  # the thread that imports it ends its context at exit
         named = zip(self.signature.parameters, args, strict=True)
         held = [isinstance(x, Tensor) and name in self.batch for name, x in named]
         sizes = {_images_of(x) for x, yes in zip(args, held, strict=True) if yes}
@@ -260,13 +271,16 @@ class Op:
     ) -> Any:
         """Compiles one way; gives None if it does not take any batch as it should."""
         try:
-            graph = _traced(computed, given, batched)
+            with _quiet():
+                graph = _traced(computed, given, batched)
         except Exception as error:  # what torch says of arguments
             if any(batched):
                 return None
             from maxvision.bridge.exported import first_line
 
             raise ArgumentError(f"torch_ops.{self.name}: {first_line(error)}") from error
+        if why := _unequal(graph):
+            raise TypeError(f"torch_ops.{self.name}: {why}")
         floats = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
         tensors = zip(given, batched, strict=True)
         shares = [yes for x, yes in tensors if isinstance(x, Tensor)]
@@ -278,6 +292,12 @@ class Op:
         if why := refusal(*tensors):
             raise (TypeError if why.startswith("a tensor is") else ModelError)(
                 f"torch_ops.{self.name}: {why}"
+            )
+        if not any(x.is_floating_point() for x in tensors):
+            dtype = str(tensors[0].dtype).removeprefix("torch.")
+            raise TypeError(
+                f"torch_ops.{self.name}: a tensor is {dtype}, and it computes in float32, bfloat16"
+                " and float16; call float()"
             )
 
 
@@ -335,7 +355,7 @@ def _key(x: Any, batched: bool) -> Any:
 def _described(x: Any) -> Any:
     """Says all that a program could have to know of an argument."""
     if isinstance(x, Tensor):
-        return x.dtype, x.shape, x.stride(), x.device
+        return x.dtype, x.shape, x.stride(), x.layout, x.device
     return tuple(x) if isinstance(x, list) else (type(x), x)
 
 
@@ -373,6 +393,37 @@ def _traced(
     )(*fakes)
     gradients.lean(plain.graph)
     return plain
+
+
+def _unequal(graph: fx.GraphModule) -> str:
+    """Says which dtypes one product has, as torch itself refuses them; nothing if it is one."""
+    from maxvision.bridge.parts import is_product
+
+    for node in graph.graph.nodes:
+        if is_product(node.target):
+            factors = [x.meta["val"] for x in node.args[:3] if isinstance(x, fx.Node)]
+            kinds = sorted({str(x.dtype).removeprefix("torch.") for x in factors})
+            if len(kinds) > 1:
+                return (
+                    f"a tensor is {kinds[0]} and another {kinds[1]}, which are multiplied; make"
+                    " them one dtype, or call it under torch.autocast"
+                )
+    return ""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch from logging tracebacks of what it also raises."""
+    log = logging.getLogger(fake_tensor.__name__)
+    log.addFilter(_refused)
+    try:
+        yield
+    finally:
+        log.removeFilter(_refused)
+
+
+def _refused(record: logging.LogRecord) -> bool:
+    return record.levelno != logging.ERROR
 
 
 def _fakes(tensors: Sequence[Tensor], batched: Sequence[bool]) -> list[Tensor]:
@@ -548,13 +599,19 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
 @op()
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Computes exp(x) / sum(exp(x)) along an axis."""
-    return x.softmax(axis)
+    return x.softmax(_axis(x, axis))
 
 
 @op()
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Computes the logarithm of softmax."""
-    return x.log_softmax(axis)
+    return x.log_softmax(_axis(x, axis))
+
+
+def _axis(x: Tensor, axis: int) -> int:
+    if not -x.ndim <= axis < x.ndim:
+        raise ArgumentError(f"there is no axis {axis} of {x.ndim}")
+    return axis
 
 
 @op()
@@ -751,6 +808,8 @@ def cross_entropy(
     x: Tensor, target: Tensor, reduction: str = "mean", label_smoothing: float = 0.0
 ) -> Tensor:
     """Computes -log(softmax(x)[target]) of logits [N, C] and classes [N]."""
+    if target.is_floating_point():
+        raise ArgumentError(f"target is {target.dtype}; give the numbers of classes, as int64")
     logs = x.log_softmax(1)
     taken = (target[:, None] == torch.arange(x.shape[1], device=x.device)).to(x.dtype)
     wanted = taken * (1 - label_smoothing) + label_smoothing / x.shape[1]

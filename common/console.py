@@ -198,7 +198,7 @@ def exit_code(
     except Exception as error:
         if isinstance(error, OSError) and _refused():  # a buffer keeps what it could not write
             return 2
-        told = str(error) if isinstance(error, UserError) else _missing(error, program, extra)
+        told = str(error) if isinstance(error, UserError) else missing(error, program, extra)
         if getattr(options, "debug", False):
             import traceback
 
@@ -223,7 +223,7 @@ def way_to(extra: str) -> str:
     return f"run pip install 'maxvision[{extra}]'" if extra else "install maxvision again"
 
 
-def _missing(error: Exception, program: str, extra: str) -> str:
+def missing(error: Exception, program: str, extra: str) -> str:
     """Says how to get a package that an import did not find; nothing if that is not the error."""
     if not isinstance(error, ModuleNotFoundError):
         return ""

@@ -52,6 +52,17 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Imports what the API names when it is first used: MAX takes 0.2 s."""
+    try:
+        return _imported(name)
+    except ModuleNotFoundError as error:
+        from maxvision.common.console import missing
+
+        if why := missing(error, f"maxvision.{name}", "convert"):
+            raise ModuleNotFoundError(why, name=error.name) from None
+        raise
+
+
+def _imported(name: str) -> object:
     if name in _ERRORS:
         from maxvision.common import errors
 

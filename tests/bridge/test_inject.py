@@ -119,6 +119,8 @@ def test_what_is_not_to_be_injected_is_told() -> None:
     model, x = Net().eval(), images(2)
     with pytest.raises(ArgumentError, match=r"there is no op 'conv2'; did you mean conv2d\?"):
         maxvision.inject(model, ("conv2",), validate=x)
+    with pytest.raises(ArgumentError, match="the model is a str; give a torch module"):
+        maxvision.inject("resnet50", validate=x)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"call model.eval\(\) first"):
         maxvision.inject(model.train(), validate=x)
     with pytest.raises(ModelError, match="the model gives none"):

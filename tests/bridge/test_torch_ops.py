@@ -6,7 +6,10 @@ same function in float64, and checked by torch's gradcheck.
 
 from __future__ import annotations
 
+import logging
 import math
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -413,6 +416,21 @@ def test_opcheck(name: str) -> None:
     )
 
 
+@pytest.mark.nightly
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("name", "case"), ALL)
+def test_opcheck_with_sizes_that_change(name: str, case: int) -> None:
+    """All that torch checks: it compiles both ways with symbols in the place of sizes, too."""
+    op = torch_ops.TABLE[name]
+    args = tuple(
+        x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point()
+        and not key.startswith("running") else x
+        for key, x in op.bound((), CASES[name][case]()).items()
+    )  # fmt: skip
+    found = torch.library.opcheck(op.forward, args)
+    assert set(found.values()) == {"SUCCESS"} and "test_aot_dispatch_dynamic" in found
+
+
 def test_every_op_has_a_case() -> None:
     assert set(CASES) == set(torch_ops.TABLE)
 
@@ -532,7 +550,7 @@ def test_autocast_decides_the_dtype() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_mistakes_are_told_in_a_sentence() -> None:
+def test_mistakes_are_told_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(TypeError, match="a tensor is complex64, and it computes in"):
         torch_ops.relu(n(2, 3).to(torch.complex64))
     with pytest.raises(TypeError, match="is float64 and another float32; make all float64"):
@@ -541,8 +559,22 @@ def test_mistakes_are_told_in_a_sentence() -> None:
     assert why == "a tensor is float64, which only a CPU computes in; call float() or cpu()"
     why = torch_ops.refusal(n(2, 3), torch.empty(4, 3, device="meta"))
     assert why == "its tensors are on cpu and meta; move them to one device"
+    with pytest.raises(TypeError, match=r"relu: a tensor is int64, and .*; call float\(\)"):
+        torch_ops.relu(torch.arange(4))
+    with pytest.raises(TypeError, match="is bfloat16 and another float32, which are multiplied"):
+        torch_ops.linear(n(2, 3).bfloat16(), n(4, 3))
+    with pytest.raises(TypeError, match=r"torch_ops\.relu: x is a ndarray; give a tensor of to"):
+        torch_ops.relu(n(2, 3).numpy())
+    with pytest.raises(TypeError, match=r"is sparse_coo, and it computes on dense .*to_dense\(\)"):
+        torch_ops.relu(n(2, 3).to_sparse())
+    with pytest.raises(ArgumentError, match=r"torch_ops\.softmax: there is no axis 2 of 2"):
+        torch_ops.softmax(n(2, 3), 2)
+    with pytest.raises(ArgumentError, match=r"target is torch\.float32; give the numbers of cl"):
+        torch_ops.cross_entropy(n(2, 3), n(2))
+    assert torch_ops.relu(torch.empty(2, 3, device="meta")).shape == (2, 3)  # as ops of torch
     with pytest.raises(ArgumentError, match=r"torch_ops\.linear: .*\[2, 3\] X \[5, 4\]"):
         torch_ops.linear(n(2, 3), n(4, 5))
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
     with pytest.raises(ArgumentError, match="activation 'swish' is none of none, relu"):
         torch_ops.linear(n(2, 3), n(4, 3), activation="swish")
     with pytest.raises(ArgumentError, match="reduction 'max' is none of none, mean, sum"):
@@ -553,6 +585,21 @@ def test_without_max_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusal, "without_max", lambda: "MAX is not installed")
     with pytest.raises(ModelError, match=r"torch_ops\.relu: MAX is not installed"):
         torch_ops.relu(n(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("torch", "torch_ops"), ("torch", "inject"), ("max", "explain")]
+)
+def test_the_api_says_which_package_is_missing(package: str, name: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "import maxvision\n"
+        f"try: maxvision.{name}\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    wanted = f"maxvision.{name} needs the package {package}, which this Python does not have; "
+    assert done.stdout.startswith(wanted), done.stderr
 
 
 def test_the_api_names_them() -> None:
