@@ -56,6 +56,7 @@ class Supervisor(Remote):
         self._patience = 60.0
         self._pid = 0
         self._told = 0.0  # of what the process was busy
+        self._past = 0.0, 0.0  # for how long its predecessors were busy, and decoded
 
     async def run(self, patient: bool = False) -> None:
         """Keeps a process running until this is cancelled.
@@ -104,8 +105,9 @@ class Supervisor(Remote):
         self._pid, self._patience = report.pid, report.patience
         limit = self.batch_limit
         super()._heard(report)
-        self.busy, self.decoding = report.busy, report.decoding
-        if self.batch_limit != limit or not 0 <= self.busy - self._told < NEWS:
+        busy, decoding = self._past
+        self.busy, self.decoding = busy + report.busy, decoding + report.decoding
+        if self.batch_limit != limit or self.busy - self._told >= NEWS:
             self._told = self.busy
             self.changed()
 
@@ -135,6 +137,7 @@ class Supervisor(Remote):
         self.ready = False
         self._kill()
         self._pid = 0
+        self._past = self.busy, self.decoding
         self.connect(None)
         self.changed()
 
