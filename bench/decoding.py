@@ -48,8 +48,6 @@ from maxvision.runtime.predictions import softmax
 from maxvision.runtime.preprocess import Preprocess, read_image
 from maxvision.runtime.reading import Reader
 
-STARTED = 2.0
-"""Seconds after which processes that read have started; to load a model takes no less."""
 COMPARED = 1000
 """Pictures that are compared at most, and classified with the CPU beside the GPU."""
 
@@ -217,7 +215,8 @@ def from_files(model: Classifier, items: Sequence[Item]) -> dict[str, Any]:
     """
     times = Times()
     readers = start_readers() if model.decoder and len(items) >= MANY else []
-    time.sleep(STARTED * bool(readers))
+    for each in readers:
+        each.wait()
     begun = time.perf_counter()
     with Pipeline(model, len(items), readers=readers) as pipeline:
         batches = pipeline.answers(items, 5, times)

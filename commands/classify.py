@@ -127,12 +127,13 @@ def classify(args: argparse.Namespace, started: float) -> int:
 
 def _readers(args: argparse.Namespace, images: int) -> list[Reader]:
     """Starts processes that read while the model is loaded, if a GPU may decode for it."""
+    if images < MANY:
+        return []
     from max.driver import accelerator_count
 
     from maxvision.runtime import nvjpeg
 
-    asked = args.device != "cpu" and args.decode in ("auto", "gpu")
-    wanted = images >= MANY and asked and nvjpeg.is_installed() and accelerator_count()
+    wanted = nvjpeg.possible(args.decode, args.device) and accelerator_count()
     return start_readers() if wanted else []
 
 

@@ -73,6 +73,11 @@ def is_installed() -> bool:
     return False
 
 
+def possible(decode: str, device: str) -> bool:
+    """Tells whether a GPU may decode for a model that is still to be read; see ``chosen``."""
+    return decode in ("auto", "gpu") and device != "cpu" and is_installed()
+
+
 def chosen(decode: str, device: str, api: str, preprocess: Preprocess) -> bool:
     """Tells whether JPEGs are decoded on a GPU.
 

@@ -119,10 +119,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks says when it is over
     channel, shared = Connection(int(sys.argv[1])), int(sys.argv[2])
     with suppress(OSError, EOFError):
+        channel.send(True)
         folder, preprocess, room = channel.recv()
         memory = memoryview(mmap.mmap(shared, os.fstat(shared).st_size))
         os.chdir(folder)
-        channel.send(True)
         while True:
             start, paths = channel.recv()
             channel.send(_read(paths, memory[start : start + room], preprocess))

@@ -29,7 +29,7 @@ from maxvision.runtime.pipeline import MANY, Answer, Item, Pipeline, Times, batc
 from maxvision.runtime.preprocess import Source
 from maxvision.runtime.results import record, schema, utf8
 from maxvision.serve.cores import claim
-from maxvision.serve.worker import is_memory
+from maxvision.serve.worker import prepare
 
 UNITS = 8
 """Units of work for each worker at least, where there are as many files of answers."""
@@ -181,11 +181,8 @@ def _instances(args: argparse.Namespace, device: str) -> int:
     """Chooses how many models share a GPU: one process cannot keep up with a GPU's decoder."""
     from maxvision.runtime import nvjpeg
 
-    if args.instances:
-        count: int = args.instances
-        return count
-    decodes = device == "gpu" and args.decode in ("auto", "gpu") and nvjpeg.is_installed()
-    return 2 if decodes else 1
+    asked: int | None = args.instances
+    return asked or (2 if nvjpeg.possible(args.decode, device) else 1)
 
 
 def _room(have: dict[str, float], needs: dict[str, float]) -> int:
@@ -354,7 +351,7 @@ class _Worker:
         if args.device == "cpu":
             claim(args.cores)
             self._cores = os.sched_getaffinity(0)
-        if args.device == "gpu":
+        else:
             share_gpu(args.instances)
         self._error = ""  # not raised: Ray would tell it in a hundred lines
         try:
@@ -369,17 +366,9 @@ class _Worker:
             )
             self._pipeline = Pipeline(self._model, args.share, args.cores)
             if args.share >= MANY and args.device == "gpu":
-                self._warm()
+                prepare(self._model, self._model.batch_size)
         except UserError as error:
             self._error = str(error)
-
-    def _warm(self) -> None:
-        """Makes ready for batches of each size, so that none waits while others are answered."""
-        try:
-            self._model.prepare(self._model.batch_size)
-        except Exception as error:
-            if not is_memory(error):  # then some run as larger ones
-                raise
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Answers for a unit of work.

@@ -157,15 +157,16 @@ class Supervisors(Instances):
         changed: See ``on_change``.
     """
 
+    members: Sequence[Supervisor]
+
     def __init__(self, members: Sequence[Supervisor]) -> None:
         super().__init__(members)
         self.changed: Callable[[], None] = lambda: None
-        self._supervisors = members
 
     def on_change(self, changed: Callable[[], None]) -> None:
         """Lets a function be called when there is news of a process, or ``loaded`` has changed."""
         self.changed = changed
-        for each in self._supervisors:
+        for each in self.members:
             each.changed = changed
 
     async def run(self) -> None:
@@ -176,7 +177,7 @@ class Supervisors(Instances):
         Raises:
             WorkerEnded: If the first one ends before it is ready.
         """
-        first, *others = self._supervisors
+        first, *others = self.members
         keeping = [asyncio.ensure_future(first.run())]
         try:
             while not first.ready and not keeping[0].done():

@@ -82,6 +82,16 @@ class Classifier(Protocol):
         """Computes logits and features."""
 
 
+def prepare(model: Classifier, batch: int) -> None:
+    """Makes a model ready for batches of each size up to ``batch``, as far as memory goes."""
+    try:
+        model.prepare(batch)
+    except Exception as error:
+        if not is_memory(error):
+            raise
+        log.warning("no memory for every size of batches: some run as larger ones")
+
+
 class Runner:
     """A model, ready to run: its graphs are compiled here, as compiling would hold up requests.
 
@@ -107,12 +117,7 @@ class Runner:
         if self._embeds:
             self.features(self._blank(1))
         self(self._blank(1))
-        try:
-            self._model.prepare(batch)
-        except Exception as error:
-            if not is_memory(error):
-                raise
-            log.warning("no memory for every size of batches: some run as larger ones")
+        prepare(self._model, batch)
         self(self._blank(batch))  # a CPU's first run is slower than those to come
         begun = time.perf_counter()
         self(self._blank(batch))

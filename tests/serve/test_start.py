@@ -73,7 +73,7 @@ def test_a_server_without_options_says_what_it_serves_and_holds_no_torch(tmp_pat
 def test_the_models_process_says_that_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
     """Or the first start is silent for a minute."""
     _, supervisors = make_supervisors(parse(["--device", "cpu"]))
-    (only,) = supervisors._supervisors
+    (only,) = supervisors.members
     load = pickle.loads(pickle.dumps(only._spec.load))
     load.keywords["progress"]("compiling m")
     assert capsys.readouterr().err == "compiling m\n"
