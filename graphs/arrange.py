@@ -16,7 +16,7 @@ from maxvision.graphs.shapes import Padding, Pair, pair, sides
 PANEL = 64
 """Columns of a packed panel, the same number as in ops/gemm/cpu.mojo."""
 STEP = 32
-"""Columns of a panel in bfloat16, and numbers of K of a tile, as in ops/gemm/bf16.mojo."""
+"""Columns of a panel in bfloat16, and numbers of K of a tile, as in ops/gemm/tiles.mojo."""
 TILE = 128
 """Filters of a tile of a sparse filter on a GPU, as in ops/sparse_conv2d/gpu.mojo."""
 ROW = 128
@@ -103,23 +103,30 @@ def quads(filters: np.ndarray) -> np.ndarray:
 
 
 def byte_panels(filters: np.ndarray, groups: int, zero: int) -> np.ndarray:
-    """Packs int8 [R, S, C, F] for a CPU: [group, panel, 1 + R*S*C / 4, 64, 4], zero-padded.
+    """Packs int8 [R, S, C, F] for a CPU: [group, panel, 1 + K / 4, 64, 4], zero-padded.
 
     The first row of a panel has what its sums begin with, as int32: -zero times each filter's sum,
-    where ``zero`` is what activations store their 0 as. C is a multiple of 4.
+    where ``zero`` is what activations store their 0 as. C is a multiple of 4; K is R*S*C, filled up
+    to a multiple of 64 as AMX multiplies it.
     """
     depth = math.prod(filters.shape[:3])
     rows = panels(filters, groups).reshape(-1, depth, PANEL)
-    packed = np.empty((len(rows), 1 + depth // 4, PANEL, 4), np.int8)
+    packed = np.zeros((len(rows), 1 + _filled(depth) // 4, PANEL, 4), np.int8)
     packed[:, 0] = (rows.sum(1, dtype=np.int32) * -zero)[..., None].view(np.int8)
-    packed[:, 1:] = rows.reshape(len(rows), depth // 4, 4, PANEL).transpose(0, 1, 3, 2)
+    quads_of_k = rows.reshape(len(rows), depth // 4, 4, PANEL).transpose(0, 1, 3, 2)
+    packed[:, 1 : 1 + depth // 4] = quads_of_k
     return packed.reshape(-1)
 
 
 def byte_panels_size(shape: tuple[int, ...], groups: int = 1) -> int:
     """Counts the numbers of ``byte_panels`` of a filter of this shape."""
     depth = math.prod(shape[:3])
-    return panels_size(shape, groups) // depth * (depth + 4)
+    return panels_size(shape, groups) // depth * (_filled(depth) + 4)
+
+
+def _filled(depth: int) -> int:
+    """Rounds K up to that of a tile of 8 bits, as FULL of ops/gemm/cpu.mojo does."""
+    return -(-depth // 64) * 64
 
 
 def panels_size(shape: tuple[int, ...], groups: int = 1) -> int:

@@ -20,7 +20,7 @@ from max.gpu.host import DeviceContext
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 
-from .gemm.bf16 import SIDE, STEP
+from .gemm.tiles import SIDE, STEP
 from .gemm.cpu import PANEL
 from .kernel_argument import KernelArgument
 from .launch import launch

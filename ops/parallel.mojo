@@ -44,18 +44,31 @@ def over_cores[Body: def(Int) -> None](body: Body, count: Int):
     var shares = memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
     for share in range(cores):
         shares[unsafe_offset=share * LINE] = Int64(count * share // cores)
-    var helpers = TaskGroup()
-    for _ in range(cores - 1):
-        helpers.create_task(_help(shared, shares, cores, count))
-    _work(shared, shares, cores, count)
-    helpers.wait()
+    _lead(shared, shares, cores, cores, count)
     _ = memory^  # which they read until now
 
 
 __async def _help[
     Body: def(Int) -> None, //
-](body: Pointer[Body, ImmUntrackedOrigin], shares: Shares, cores: Int, count: Int):
+](body: Pointer[Body, ImmUntrackedOrigin], shares: Shares, threads: Int, cores: Int, count: Int):
+    _lead(body, shares, threads, cores, count)
+
+
+@always_inline
+def _lead[
+    Body: def(Int) -> None, //
+](body: Pointer[Body, ImmUntrackedOrigin], shares: Shares, threads: Int, cores: Int, count: Int):
+    """Works with `threads` threads, this one and others that it calls, each of which calls half of the rest."""
+    if threads == 1:
+        _work(body, shares, cores, count)
+        return
+    var helpers = TaskGroup()
+    var rest = threads
+    while rest > 1:
+        helpers.create_task(_help(body, shares, rest // 2, cores, count))
+        rest -= rest // 2
     _work(body, shares, cores, count)
+    helpers.wait()
 
 
 @always_inline

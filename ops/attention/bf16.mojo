@@ -1,6 +1,6 @@
 """Attention on a CPU in bfloat16: y = softmax(scale * q k^T + bias) v, a block of queries of one head a task.
 
-Both products are those of ops/gemm/bf16.mojo: 32 queries at a time against panels of 32 keys, then
+Both products are those of ops/gemm/tiles.mojo: 32 queries at a time against panels of 32 keys, then
 their probabilities, rounded to bfloat16, against panels of 32 channels of the values. A task packs
 the head's keys (pairs of channels side by side, turned over) and values (pairs of keys side by
 side) once, and takes them up to 256 keys at a time, running maximum and sum of each query along
@@ -12,8 +12,8 @@ from std.math import ceildiv
 from std.memory import Layout, alloc, bitcast, dealloc
 from std.utils.numerics import nan, neg_inf
 
-from ..gemm.bf16 import BLOCK, SIDE, STEP, TILE, WIDTH
-from ..gemm.bf16 import Left, amx_granted, begin_tiles, end_tiles, multiply
+from ..gemm.tiles import BLOCK, SIDE, STEP, TILE, WIDTH
+from ..gemm.tiles import Left, amx_granted, begin_tiles, end_tiles, multiply
 from ..operands import BF16, F32, Data, narrowed, widened
 from ..parallel import over_cores
 from ..permute import transposed

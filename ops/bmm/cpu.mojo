@@ -8,9 +8,9 @@ from std.math import ceildiv
 from std.memory import Layout, alloc, dealloc
 
 from ..epilogue import Epilogue
-from ..gemm.bf16 import BLOCK, SIDE, STEP, TILE, Plan, amx_granted
-from ..gemm.bf16 import gemm as gemm_bf16
-from ..gemm.bf16 import gemm_block as gemm_block_bf16
+from ..gemm.tiles import BLOCK, SIDE, STEP, TILE, Plan, amx_granted
+from ..gemm.tiles import gemm as gemm_bf16
+from ..gemm.tiles import gemm_block as gemm_block_bf16
 from ..gemm.cpu import PANEL, gemm, gemm_block
 from ..geometry import Geometry
 from ..dot import FILTER
@@ -47,7 +47,7 @@ def bmm_cpu[
         var g = Geometry(rows=m, depth=k, columns=n)
         var panels = ceildiv(n, columns)
         var depth = k if dtype != BF16 else ceildiv(k, STEP) * STEP
-        var kind = Plan(g, g.pixels() * g.f).kind
+        var kind = Plan[BF16](g, g.pixels() * g.f).kind
         var amx = amx_granted()
 
         def task(index: Int) {var}:
@@ -64,7 +64,16 @@ def bmm_cpu[
                 gemm_block[epilogue](g, of, Levels(of.bias), 0, m, 0, column, end - column)
             else:
                 gemm_block_bf16[epilogue](
-                    g, rebind[Operands[BF16]](product), kind, 0, m, 0, column, end, amx
+                    g,
+                    rebind[Operands[BF16]](product),
+                    Levels(product.bias),
+                    kind,
+                    0,
+                    m,
+                    0,
+                    column,
+                    end,
+                    amx,
                 )
             dealloc(scratch^)
 

@@ -9,7 +9,7 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
-from ..gemm.bf16 import gemm_group as gemm_group_bf16
+from ..gemm.tiles import gemm_group as gemm_group_bf16
 from ..gemm.cpu import gemm_group as gemm_group_cpu
 from ..gemm.gpu import gemm_group as gemm_group_gpu
 from ..geometry import Geometry

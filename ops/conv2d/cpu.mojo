@@ -21,8 +21,9 @@ from max.runtime.asyncrt import parallelism_level
 
 from ..dot import FILTER, I8, U8
 from ..epilogue import Epilogue, Output
-from ..gemm.bf16 import gemm as gemm_bf16
 from ..gemm.cpu import gemm
+from ..gemm.tiles import HAS_AMX, amx_granted
+from ..gemm.tiles import gemm as gemm_tiles
 from ..geometry import Geometry
 from ..operands import BF16, F32, F64, WIDE, Data, Levels, Operands, widened
 from ..parallel import over_cores
@@ -64,11 +65,15 @@ def conv2d_cpu[
                 return
         _direct[epilogue, members](g, o, levels)
     else:
-        comptime if dtype != BF16:
+        comptime if dtype == BF16:
+            gemm_tiles[epilogue](g, rebind[Operands[BF16, out]](o))
+        else:
+            comptime if dtype == U8 and HAS_AMX[U8]:
+                if amx_granted[U8]():
+                    gemm_tiles[epilogue](g, rebind[Operands[U8, out, I8]](o), levels)
+                    return
             comptime Tensors = Operands[dtype, out, FILTER[dtype], WIDE[dtype]]
             gemm[epilogue](g, rebind[Tensors](o), levels)
-        else:
-            gemm_bf16[epilogue](g, rebind[Operands[BF16]](o))
 
 
 comptime PIXELS = 6

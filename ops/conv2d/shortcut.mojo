@@ -9,7 +9,7 @@ He et al. 2015, section 3.3, option B. Hopper's kernel never stores the shortcut
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
-from ..gemm.bf16 import gemm_shortcut as gemm_shortcut_bf16
+from ..gemm.tiles import gemm_shortcut as gemm_shortcut_bf16
 from ..gemm.cpu import gemm_shortcut as gemm_shortcut_cpu
 from ..gemm.gpu import gemm_shortcut as gemm_shortcut_gpu
 from ..geometry import Geometry

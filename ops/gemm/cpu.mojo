@@ -60,6 +60,8 @@ comptime TILE[dtype: DType] = VECTORS * WIDTH[dtype]
 Parameters:
     dtype: Of the activations.
 """
+comptime FULL = 64
+"""In 8 bits K is filled up to a multiple of this, with zeros that only AMX multiplies."""
 comptime DEPTH = 1024
 """Steps of K at a time: a panel's share, 256 KB, stays in the second-level cache for all tiles."""
 comptime LINE = 16
@@ -619,4 +621,6 @@ def panel_size[dtype: DType](g: Geometry) -> Int:
     Returns:
         As graphs/arrange.py lays them out.
     """
-    return (g.depth() if FLOATS[dtype] else g.depth() + STEP[dtype]) * PANEL
+    comptime if FLOATS[dtype]:
+        return g.depth() * PANEL
+    return (ceildiv(g.depth(), FULL) * FULL + STEP[dtype]) * PANEL

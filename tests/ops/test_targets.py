@@ -61,7 +61,7 @@ BF16 = {  # what multiplies pairs of bfloat16; Linux may refuse AMX, so the othe
 @pytest.mark.nightly
 @pytest.mark.parametrize("cpu", BF16)
 def test_bfloat16_products_on_a_cpu(cpu: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    command = ["mojo", "build", "--target-cpu", cpu, "-I", ".", "tests/ops/bf16_products.mojo"]
+    command = ["mojo", "build", "--target-cpu", cpu, "-I", ".", "tests/ops/tile_products.mojo"]
     output([*command, "--emit", "asm", "-o", str(tmp_path / "assembly.s")], pytestconfig.rootpath)
     assembly = (tmp_path / "assembly.s").read_text()
     assert {name for name in ("vdpbf16ps", "tdpbf16ps") if name in assembly} == BF16[cpu]
@@ -76,7 +76,7 @@ on_cpus = pytest.mark.parametrize(
 def test_bfloat16_products_equal_float64(
     cpu: str | None, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    kernel = run_for(cpu, "bf16_products", tmp_path, pytestconfig.rootpath).strip()
+    kernel = run_for(cpu, "tile_products", tmp_path, pytestconfig.rootpath).strip()
     assert kernel in (["float32"] if cpu else ["AMX", "AVX-512 BF16", "float32"])
 
 
