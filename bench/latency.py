@@ -76,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
         "dtype": model.dtype,
         "tf32": model.tf32,
         "sparse": model.sparse.told,
+        "in_bytes": model.in_bytes,
         "image": list(shape),
         "ready_s": {name: rounded(seconds, 3) for name, seconds in model.seconds.items()},
         "loading_peak_mb": _mb(memory.peak()),
@@ -176,6 +177,7 @@ def _head(facts: Record) -> Iterator[str]:
         "device": f"{facts['device']}: {place}",
         "dtype": f"{facts['dtype']} by TF32" if facts["tf32"] else facts["dtype"],
         "sparse": facts["sparse"],
+        "8 bits": facts["in_bytes"],
         "versions": f"maxvision {facts['maxvision']}, MAX {facts.get('max')}, Python"
         f" {facts['python']}",
         "ready": f"in {sum(facts['ready_s'].values()):.2f} s ("

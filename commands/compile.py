@@ -25,6 +25,7 @@ examples:
 targets:
   cpu                    this machine's CPU, and those that have all its instruction sets
   cpu:x86-64-v3          any CPU with AVX2; -v4: AVX-512; -v2 and generic: slow
+  cpu:neoverse-n1        on Arm: any CPU with dotprod; cpu:neoverse-v1: with i8mm and SVE
   sm_80, sm_86, sm_89    NVIDIA A100; RTX 30, A10; RTX 40, L4, L40
   sm_90a, sm_100a, sm_120a             H100, H200; B200; RTX 50
   gfx90a, gfx942, gfx950               AMD MI200, MI300, MI350

@@ -47,6 +47,7 @@ def _inspect(options: argparse.Namespace) -> int:
         "needs": ", ".join(found.target.features),
         "dtype": f"{found.dtype} by TF32" if found.tf32 else found.dtype,
         "sparse": f"{found.sparse.mode}: {found.sparse.told or 'not pruned'}",
+        "8 bits": found.target.told_bytes(found.program.in_bytes),
         "compiled with": ", ".join(f"{name} {v}" for name, v in found.versions.items()),
     }
     for name, file in found.files.items():

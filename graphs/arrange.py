@@ -102,19 +102,18 @@ def quads(filters: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(sixteens.swapaxes(1, 2)).reshape(filters.shape)
 
 
-def byte_panels(filters: np.ndarray, groups: int, zero: int) -> np.ndarray:
+def byte_panels(filters: np.ndarray, groups: int) -> np.ndarray:
     """Packs int8 [R, S, C, F] for a CPU: [group, panel, 1 + K / 4, 64, 4], zero-padded.
 
-    The first row of a panel has what its sums begin with, as int32: -zero times each filter's sum,
-    where ``zero`` is what activations store their 0 as. C is a multiple of 4; K is R*S*C, filled up
-    to a multiple of 64 as AMX multiplies it.
+    The first row of a panel has each filter's sum, as int32. C is a multiple of 4; K is R*S*C,
+    filled up to a multiple of 64 as AMX multiplies it.
     """
     depth = math.prod(filters.shape[:3])
     rows = panels(filters, groups).reshape(-1, depth, PANEL)
     packed = np.zeros((len(rows), 1 + _filled(depth) // 4, PANEL, 4), np.int8)
-    packed[:, 0] = (rows.sum(1, dtype=np.int32) * -zero)[..., None].view(np.int8)
-    quads_of_k = rows.reshape(len(rows), depth // 4, 4, PANEL).transpose(0, 1, 3, 2)
-    packed[:, 1 : 1 + depth // 4] = quads_of_k
+    packed[:, 0] = rows.sum(1, dtype=np.int32)[..., None].view(np.int8)
+    fours = rows.reshape(len(rows), depth // 4, 4, PANEL)
+    packed[:, 1 : 1 + depth // 4] = fours.transpose(0, 1, 3, 2)
     return packed.reshape(-1)
 
 

@@ -228,9 +228,9 @@ class Parameters:
 
         def packed() -> np.ndarray:
             whole = rows()[0].transpose(1, 2, 3, 0)
-            return whole.ravel() if depthwise else arrange.byte_panels(whole, groups, -x.low)
+            return whole.ravel() if depthwise else arrange.byte_panels(whole, groups)
 
-        dense = self._bind(f"{filter}.int8.{-x.low}", packed, (size,), DType.int8)
+        dense = self._bind(f"{filter}.int8", packed, (size,), DType.int8)
         product = self._bind(
             f"{filter}.product.{x.scale!r}",
             lambda: rows()[1] * x.scale,

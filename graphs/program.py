@@ -107,6 +107,11 @@ class Program:
                 found |= set(node.outputs)
         return frozenset(found)
 
+    @property
+    def in_bytes(self) -> int:
+        """Counts the layers that multiply 8-bit integers."""
+        return sum(node.op in ("quantized_conv2d", "quantized_linear") for node in self.nodes)
+
     def only_user(self, value: str) -> Node | None:
         """Gives the node that alone reads a value which is no output of the program."""
         users = self.users.get(value, ())

@@ -29,7 +29,11 @@ _V3 = [*_V2, *"abm avx avx2 bmi1 bmi2 f16c fma movbe".split()]
 _V4 = [*_V3, *"avx512bw avx512cd avx512dq avx512f avx512vl".split()]
 _AMX = """avx512_bf16 avx512_bitalg avx512_fp16 avx512_vbmi2 avx512_vnni avx512_vpopcntdq avx512ifma
     avx512vbmi avx_vnni adx aes amx_bf16 amx_int8 amx_tile gfni pclmulqdq sha_ni vaes vpclmulqdq"""
-_KINDS: dict[str, dict[str, list[str]]] = {  # the levels of the psABI, and the first CPU with AMX
+_N1 = "aes asimd asimddp asimdhp asimdrdm atomics crc32 fp fphp lrcpc pmull sha1 sha2".split()
+_V1 = """asimdfhm bf16 dcpop fcma flagm i8mm ilrcpc jscvt sha3 sha512 sm3 sm4 sve svebf16 svei8mm
+    uscat"""
+_KINDS: dict[str, dict[str, list[str]]] = {
+    # The levels of the psABI, and the first CPU with AMX.
     "x86_64": {
         "generic": [],
         "x86-64-v2": _V2,
@@ -37,8 +41,17 @@ _KINDS: dict[str, dict[str, list[str]]] = {  # the levels of the psABI, and the 
         "x86-64-v4": _V4,
         "sapphirerapids": [*_V4, *_AMX.split()],
     },
-    "aarch64": {"generic": []},
+    # The first servers with dotprod (Graviton 2, Ampere Altra) and with i8mm (Graviton 3).
+    "aarch64": {"generic": [], "neoverse-n1": _N1, "neoverse-v1": [*_N1, *_V1.split()]},
 }
+_BYTES = (  # what multiplies 8-bit integers where a CPU has all of some flags (ops/dot.mojo)
+    ("vpdpbusd (AVX-512 VNNI)", {"avx512_vnni", "avx512f"}),
+    ("vpdpbusd (AVX-VNNI)", {"avx_vnni"}),
+    ("vpmaddwd, pairs of 16 bits (AVX2)", {"avx2"}),
+    ("usdot (i8mm)", {"i8mm"}),
+    ("sdot (dotprod)", {"asimddp"}),
+    ("pairs of 16 bits", set[str]()),
+)
 _X86_CODE = re.compile(  # flags that stand for instructions a compiler may choose
     r"(sse|avx|amx|bmi|fma|vaes|vpcl|sha|sm[34]$)\w*"
     r"|abm|adx|aes|cx16|f16c|gfni|lahf_lm|lzcnt|movbe|movdir\w*|pclmulqdq|pni|popcnt|ssse3|tbm|xop"
@@ -86,6 +99,13 @@ class Target:
         """Describes a device of this machine, as a compilation here sees it."""
         name = "cpu" if device.is_host else device.architecture_name
         return cls(name, device.api, platform.machine(), cpu_features())
+
+    def told_bytes(self, layers: int) -> str:
+        """Says what multiplies the 8-bit integers of so many layers; nothing if there are none."""
+        by = "wgmma"  # of Hopper: other GPUs have no such layers
+        if self.api == "cpu":
+            by = next(name for name, needed in _BYTES if needed <= set(self.features))
+        return f"{layers} layers, by {by}" if layers else ""
 
     @contextmanager
     def device(self, index: int = 0) -> Iterator[Device]:

@@ -1,8 +1,15 @@
 """What a CPU multiplies with: a step of K of one pixel and a vector of filters.
 
-In float32, and float64, a step is one number, and a multiply-add. In 8 bits it is four: x86 adds
-their products up by vpdpbusd (AVX-512 VNNI, AVX-VNNI), and before that by vpmaddwd of pairs of 16
-bits. The sums are exact: none saturates.
+In float32, and float64, a step is one number, and a multiply-add. In 8 bits it is four. The sums are
+exact: none saturates.
+
+| CPU                     | adds the products of a step by                                   |
+| ----------------------- | ---------------------------------------------------------------- |
+| AVX-512 VNNI, AVX-VNNI  | vpdpbusd                                                         |
+| other x86               | vpmaddwd of pairs of 16 bits                                     |
+| Arm with i8mm           | usdot                                                            |
+| Arm with dotprod        | sdot: of activations less 128 (`SHIFT`)                          |
+| other Arm               | smull and additions of neighbours, of activations less 128 too   |
 """
 
 from std.memory import bitcast
@@ -42,6 +49,11 @@ comptime STEP[dtype: DType] = 1 if FLOATS[dtype] else 4
 Parameters:
     dtype: Of the activations.
 """
+comptime SHIFT = 128 if CompilationTarget.has_neon() and not _arm_has["i8mm"]() else 0
+"""What `spread` takes from activations of 8 bits: 128 where the CPU multiplies signed bytes alone.
+
+Whoever adds products up begins with as many times the sum of the filter.
+"""
 comptime HAS_VNNI[width: Int] = _has["avx512vnni"]() and (
     width == 16 or _has["avx512vl"]() and width in (4, 8)
 ) or _has["avxvnni"]() and width in (4, 8)
@@ -54,7 +66,7 @@ Parameters:
 
 @always_inline
 def spread[dtype: DType, //, width: Int](x: Data[dtype]) -> SIMD[dtype, width * STEP[dtype]]:
-    """Loads a step of K into all lanes.
+    """Loads a step of K into all lanes, in 8 bits less `SHIFT`.
 
     Parameters:
         dtype: Of the activations.
@@ -70,7 +82,7 @@ def spread[dtype: DType, //, width: Int](x: Data[dtype]) -> SIMD[dtype, width * 
         return SIMD[dtype, width * STEP[dtype]](x[unsafe_offset=0])
     else:
         var step = bitcast[I32, 1](x.unsafe_load[width=4](0))
-        return bitcast[dtype, width * STEP[dtype]](SIMD[I32, width](step))
+        return bitcast[dtype, width * STEP[dtype]](SIMD[I32, width](step)) ^ Scalar[dtype](SHIFT)
 
 
 @always_inline
@@ -89,7 +101,7 @@ def dot[
 
     Args:
         sum: The sums.
-        x: Activations.
+        x: Activations, as `spread` gives them.
         w: Filters.
 
     Returns:
@@ -102,6 +114,13 @@ def dot[
     elif HAS_VNNI[width]:
         comptime bits: StaticString = "512" if width == 16 else ("256" if width == 8 else "128")
         return llvm_intrinsic["llvm.x86.avx512.vpdpbusd." + bits, Sums](sum, x, w)
+    elif CompilationTarget.has_neon() and width == 4:
+        comptime if _arm_has["i8mm"]():
+            return llvm_intrinsic["llvm.aarch64.neon.usdot.v4i32.v16i8", Sums](sum, x, w)
+        elif _arm_has["dotprod"]():
+            return llvm_intrinsic["llvm.aarch64.neon.sdot.v4i32.v16i8", Sums](sum, x, w)
+        else:
+            return sum + rebind[Sums](_quads(bitcast[I8, 16](x), rebind[SIMD[I8, 16]](w)))
     else:
         comptime I16 = DType.int16
         var left, right = bitcast[I16, 2 * width](x), bitcast[I16, 2 * width](w)
@@ -122,6 +141,22 @@ def _pairs[
     else:
         var even, odd = (a.cast[I32]() * b.cast[I32]()).deinterleave()
         return rebind[SIMD[I32, width]](even + odd)
+
+
+@always_inline
+def _quads(a: SIMD[I8, 16], b: SIMD[I8, 16]) -> SIMD[I32, 4]:
+    """Adds up the products of each four neighbours on Arm."""
+    comptime I16 = DType.int16
+    comptime pairs = "llvm.aarch64.neon.saddlp.v4i32.v8i16"
+    var low = a.slice[8]().cast[I16]() * b.slice[8]().cast[I16]()
+    var high = a.slice[8, offset=8]().cast[I16]() * b.slice[8, offset=8]().cast[I16]()
+    return llvm_intrinsic["llvm.aarch64.neon.addp.v4i32", SIMD[I32, 4]](
+        llvm_intrinsic[pairs, SIMD[I32, 4]](low), llvm_intrinsic[pairs, SIMD[I32, 4]](high)
+    )
+
+
+def _arm_has[feature: StaticString]() -> Bool:
+    return CompilationTarget.has_neon() and CompilationTarget._has_feature[feature]()
 
 
 def _has[feature: StaticString]() -> Bool:

@@ -586,6 +586,11 @@ class Classifier:
         """Gives the network as it runs on the images that ``preprocess`` makes."""
         return self.executor(everything=everything).program
 
+    @property
+    def in_bytes(self) -> str:
+        """How many layers multiply 8-bit integers, and by what; nothing if there are none."""
+        return Target.of(self._device).told_bytes(self.program().in_bytes)
+
     def executor(
         self,
         size: tuple[int, int] | None = None,

@@ -13,8 +13,8 @@ run of S * C numbers, so the 3-channel stem has runs of 21 and not of 3.
 
 In 8 bits x is uint8, b int8 and the sums are int32 (`Levels` of operands.mojo says what they stand
 for). Four numbers of K lie beside each other in a column, b[panel, 1 + K / 4, 64, 4], as vpdpbusd
-multiplies them; the first row of a panel has the int32 with which its sums begin: minus x's zero
-point times the sum of the column. C is a multiple of 4; the padding reads the zero point.
+multiplies them; the first row of a panel has the sum of each column as int32. Minus x's zero point
+times that is what its sums begin with. C is a multiple of 4; the padding reads the zero point.
 
 A register tile is ROWS pixels x 4 vectors: on AVX-512 24 accumulators, 4 vectors of b and one
 broadcast of x. A task goes through K a share at a time, and takes all its pixels through that share
@@ -30,7 +30,7 @@ from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
-from ..dot import FILTER, FLOATS, STEP, SUM, dot, spread
+from ..dot import FILTER, FLOATS, SHIFT, STEP, SUM, dot, spread
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..operands import F32, F64, WIDE, Data, Levels, Operands
@@ -401,8 +401,9 @@ def gemm_block[
     comptime step = STEP[dtype]
     comptime depth = DEPTH * step
     # As many bytes each: a sum, or a step of K.
-    var memory = alloc(Layout[Scalar[SUM[dtype]]](count=PIXELS * PANEL + DEPTH))
-    var sums = rebind[Data[SUM[dtype]]](memory.unsafe_ptr())
+    var memory = alloc(Layout[Scalar[SUM[dtype]]](count=(PIXELS + 1) * PANEL + DEPTH))
+    var starts = rebind[Data[SUM[dtype]]](memory.unsafe_ptr())
+    var sums = starts.unsafe_offset(PANEL)
     var zeros = sums.unsafe_offset(PIXELS * PANEL).unsafe_bitcast[Scalar[dtype]]()
     for i in range(depth):
         zeros[unsafe_offset=i] = levels.zero.cast[dtype]()
@@ -411,9 +412,13 @@ def gemm_block[
     var height = max(1, min(depth // run, RUNS // g.s))
     var length = ceildiv(run, ceildiv(run, min(depth, RUNS // 2 * g.group_c())))
     length = ceildiv(length, step) * step
-    var starts = o.w.unsafe_bitcast[Scalar[SUM[dtype]]]()
     var panel = o.w
     comptime if not FLOATS[dtype]:
+        var factor = Scalar[SUM[dtype]](SHIFT) - levels.zero.cast[SUM[dtype]]()
+        for f in range(PANEL):
+            starts[unsafe_offset=f] = (
+                factor * panel.unsafe_bitcast[Scalar[SUM[dtype]]]()[unsafe_offset=f]
+            )
         panel = panel.unsafe_offset(PANEL * step)
     var whole = g.pointwise() and g.c <= length
     for begin in range(first, last, PIXELS):

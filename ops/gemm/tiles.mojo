@@ -142,10 +142,15 @@ def _columns_at[dtype: DType](column: Int, depth: Int) -> Int:
 
 
 @always_inline
-def _starts_at[dtype: DType](column: Int, depth: Int) -> Int:
-    """Finds what their sums begin with, in 8 bits."""
-    var panel, inside = divmod(column, PANEL)
-    return panel * (depth + 4) * PANEL + inside * 4
+def _begin_sums[
+    dtype: DType, //
+](starts: Data[TOTAL[dtype]], panels: Data[RIGHT[dtype]], column: Int, depth: Int, zero: Int32):
+    """Writes what the sums of 32 columns begin with in 8 bits: minus x's zero point times theirs."""
+    comptime if dtype != BF16:
+        var panel, inside = divmod(column, PANEL)
+        var at = panels.unsafe_offset(panel * (depth + 4) * PANEL + inside * 4)
+        var sums = at.unsafe_bitcast[Scalar[TOTAL[dtype]]]().unsafe_load[width=BLOCK](0)
+        starts.unsafe_store(0, sums * -zero.cast[TOTAL[dtype]]())
 
 
 @fieldwise_init
@@ -656,6 +661,8 @@ struct _Scratch[dtype: DType](TrivialRegisterPassable):
 
     var sums: Data[TOTAL[Self.dtype]]
     """Sums [32, 32]."""
+    var starts: Data[TOTAL[Self.dtype]]
+    """What those of each column begin with, in 8 bits."""
     var bias: Data[F32]
     """Of a block, where two products are added."""
     var config: Data[DType.uint8]
@@ -665,13 +672,14 @@ struct _Scratch[dtype: DType](TrivialRegisterPassable):
     var room: Data[Self.dtype]
     """What is laid out."""
 
-    comptime FIXED = 4 * BLOCK * (BLOCK + 1) + 64 + 8 * 2 * TAPS
+    comptime FIXED = 4 * BLOCK * (BLOCK + 2) + 64 + 8 * 2 * TAPS
     """Bytes of all but the room, and of the alignment to cache lines."""
 
     def __init__(out self, memory: Data[DType.uint8]):
         var start = memory.unsafe_offset(-Int(memory) % 64)
         self.sums = start.unsafe_bitcast[Scalar[TOTAL[Self.dtype]]]()
-        self.bias = self.sums.unsafe_offset(BLOCK * BLOCK).unsafe_bitcast[Float32]()
+        self.starts = self.sums.unsafe_offset(BLOCK * BLOCK)
+        self.bias = self.starts.unsafe_offset(BLOCK).unsafe_bitcast[Float32]()
         self.config = self.bias.unsafe_offset(BLOCK).unsafe_bitcast[UInt8]()
         self.offsets = self.config.unsafe_offset(64).unsafe_bitcast[Int64]()
         self.room = self.offsets.unsafe_offset(2 * TAPS).unsafe_bitcast[Scalar[Self.dtype]]()
@@ -825,10 +833,17 @@ def _columns[
         comptime for i in range(sources):
             var k = left[i].taps * left[i].depth
             var tiles = filters[i].unsafe_offset(_columns_at[dtype](at * BLOCK, k))
-            var begin = filters[i].unsafe_offset(_starts_at[dtype](at * BLOCK, k))
-            var starts = begin.unsafe_bitcast[Scalar[TOTAL[dtype]]]()
+            _begin_sums(s.starts, filters[i], at * BLOCK, k, levels.zero)
             multiply(
-                left[i], block.upper, block.lower, block.halves, tiles, s.sums, i == 0, amx, starts
+                left[i],
+                block.upper,
+                block.lower,
+                block.halves,
+                tiles,
+                s.sums,
+                i == 0,
+                amx,
+                s.starts,
             )
         comptime if sources > 1:
             for j in range(block.columns):

@@ -71,7 +71,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     model = SimpleNamespace(
         name="m", device="gpu:1", dtype="float32", tf32=True, channels=3, seconds={"load": 0.5},
         preprocess=SimpleNamespace(height=2, width=4), sparse=SimpleNamespace(told="1 of 2 sparse"),
-        executable=lambda: None, place=SimpleNamespace(is_host=False),
+        in_bytes="53 layers, by wgmma", executable=lambda: None,
+        place=SimpleNamespace(is_host=False),
     )  # fmt: skip
 
     def load(source: str, **options: Any) -> Any:
@@ -132,6 +133,7 @@ def test_on_a_gpu_the_copies_are_timed_too(
     assert {"compute", "request", "host_to_device", "device_to_host"} <= set(record)
     assert record["device_mb"] == 3 and record["host_to_device"]["runs"] == 5
     assert "copy to device" in err and "float32 by TF32" in err and "1 of 2 sparse" in err
+    assert "8 bits    53 layers, by wgmma" in err
     engine = Engine.made.pop()
     assert engine.shape == (2, 2, 4, 3) and engine.closed
     assert {name: engine.calls.count(name) for name in ("upload", "download", "answer")} == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from types import SimpleNamespace
 
 import max.driver as driver
@@ -41,6 +42,27 @@ def test_kinds_of_cpus_contain_each_other() -> None:
     assert "avx2" in needs[1] and "avx512f" in needs[2] - needs[1]
     amx = set(Target.parse("cpu:sapphirerapids").features)
     assert needs[2] < amx and {"amx_bf16", "amx_tile"} <= amx - needs[2]
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "told"),
+    [
+        ("x86_64", "cpu:sapphirerapids", r"vpdpbusd \(AVX-512 VNNI\)"),
+        ("x86_64", "cpu:x86-64-v4", "vpmaddwd"),
+        ("x86_64", "cpu:x86-64-v3", r"vpmaddwd, pairs of 16 bits \(AVX2\)"),
+        ("x86_64", "cpu:generic", "pairs of 16 bits"),
+        ("aarch64", "cpu:neoverse-v1", "usdot"),
+        ("aarch64", "cpu:neoverse-n1", "sdot"),
+        ("x86_64", "sm_90a", "wgmma"),
+    ],
+)
+def test_targets_say_what_multiplies_bytes(
+    monkeypatch: pytest.MonkeyPatch, machine: str, name: str, told: str
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    wanted = Target.parse(name)
+    assert re.match(f"53 layers, by {told}", wanted.told_bytes(53))
+    assert not wanted.told_bytes(0)
 
 
 def test_this_machine_runs_what_is_compiled_for_it() -> None:

@@ -1,14 +1,15 @@
 """Kernels compile for GPUs and CPUs that are not here.
 
-By day some ops for sm_90a at bfloat16, and the products in bfloat16 and the epilogues of integers
-run on this CPU. Every night all ops, at all dtypes and for other GPUs too, and the products for
-AMD, sm_80 and other CPUs, which have kernels of their own. That of sm_80 also runs in tests/ptx,
-compiled for sm_90a.
+By day some ops for sm_90a at bfloat16, and the products in bfloat16 and of 8 bits and the epilogues
+of integers run on this CPU. Every night all ops, at all dtypes and for other GPUs too, and the
+products for AMD, sm_80 and other CPUs, which have kernels of their own. That of sm_80 also runs in
+tests/ptx, compiled for sm_90a; those of Arm run under qemu.
 """
 
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,69 @@ def test_epilogues_equal_float64(
     cpu: str | None, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     run_for(cpu, "epilogues", tmp_path, pytestconfig.rootpath)
+
+
+@on_cpus
+def test_byte_products_equal_integers(
+    cpu: str | None, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    run_for(cpu, "byte_products", tmp_path, pytestconfig.rootpath)
+
+
+BYTES = {  # what adds the products of four bytes to a sum
+    "x86-64-v3": "vpmaddwd",
+    "alderlake": "{vex}\tvpdpbusd",
+    "sapphirerapids": "vpdpbusd",
+}
+
+
+@x86
+@pytest.mark.nightly
+@pytest.mark.parametrize("cpu", BYTES)
+def test_byte_products_on_a_cpu(cpu: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    command = ["mojo", "build", "--target-cpu", cpu, "-I", ".", "tests/ops/byte_products.mojo"]
+    output([*command, "--emit", "asm", "-o", str(tmp_path / "assembly.s")], pytestconfig.rootpath)
+    assembly = (tmp_path / "assembly.s").read_text()
+    found = next(name for name in BYTES.values() if name in assembly)
+    assert found == BYTES[cpu]
+
+
+ARM = {  # the instruction, and what qemu stands in for
+    "cortex-a72": ("saddlp", "cortex-a72"),
+    "neoverse-n1": ("sdot", "neoverse-n1"),
+    "neoverse-v1": ("usdot", "max"),
+}
+RUNTIME = """\
+#include <stdlib.h>
+void *KGEN_CompilerRT_AlignedAlloc(size_t to, size_t size) {
+  return aligned_alloc(to, size + -size % to);
+}
+void KGEN_CompilerRT_AlignedFree(void *memory) { free(memory); }
+#define UNUSED(name) void *KGEN_CompilerRT_##name(void) { return 0; }
+UNUSED(AsyncRT_GetCurrentCPUDevice) UNUSED(AsyncRT_GetOrCreateCPUDevice)
+UNUSED(AsyncRT_ReleaseCPUDevice) UNUSED(DestroyGlobals) UNUSED(GetOrCreateGlobal)
+UNUSED(PrintStackTraceOnFault) UNUSED(SetArgV) UNUSED(GetStackTrace)
+"""
+"""What a program without threads needs of Mojo's runtime, which is not here for other CPUs."""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    not (shutil.which("qemu-aarch64-static") and shutil.which("aarch64-linux-gnu-gcc")),
+    reason="needs Debian's qemu-user-static and gcc-aarch64-linux-gnu",
+)
+@pytest.mark.parametrize("cpu", ARM)
+def test_byte_products_on_arm(cpu: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    instruction, emulated = ARM[cpu]
+    target = ["--target-triple", "aarch64-unknown-linux-gnu", "--target-cpu", cpu, "-I", "."]
+    for kind, name in (("asm", "products.s"), ("object", "products.o")):
+        command = ["mojo", "build", *target, "--emit", kind, "-o", str(tmp_path / name)]
+        output([*command, "tests/ops/byte_products.mojo"], pytestconfig.rootpath)
+    assert f"\t{instruction}\t" in (tmp_path / "products.s").read_text()
+    (tmp_path / "runtime.c").write_text(RUNTIME)
+    link = "aarch64-linux-gnu-gcc -static -o products products.o runtime.c -lm"
+    output(link.split(), tmp_path)
+    output(["qemu-aarch64-static", "-cpu", emulated, str(tmp_path / "products")], tmp_path)
 
 
 def run_for(cpu: str | None, program: str, folder: Path, root: Path) -> str:

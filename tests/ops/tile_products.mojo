@@ -109,7 +109,7 @@ def packed[dtype: DType](w: Data[RIGHT[dtype]], g: Geometry) -> Data[RIGHT[dtype
             sum += number.cast[DType.int32]()
         comptime if dtype == U8:
             var at = f // PANEL * rows * PANEL + f % PANEL * 4
-            panels.unsafe_offset(at).unsafe_bitcast[Int32]()[unsafe_offset=0] = -ZERO * sum
+            panels.unsafe_offset(at).unsafe_bitcast[Int32]()[unsafe_offset=0] = sum
     return panels
 
 
