@@ -143,7 +143,7 @@ def _columns_at[dtype: DType](column: Int, depth: Int) -> Int:
 
 @always_inline
 def _begin_sums[
-    dtype: DType, //
+    dtype: DType
 ](starts: Data[TOTAL[dtype]], panels: Data[RIGHT[dtype]], column: Int, depth: Int, zero: Int32):
     """Writes what the sums of 32 columns begin with in 8 bits: minus x's zero point times theirs."""
     comptime if dtype != BF16:
@@ -833,7 +833,7 @@ def _columns[
         comptime for i in range(sources):
             var k = left[i].taps * left[i].depth
             var tiles = filters[i].unsafe_offset(_columns_at[dtype](at * BLOCK, k))
-            _begin_sums(s.starts, filters[i], at * BLOCK, k, levels.zero)
+            _begin_sums[dtype](s.starts, filters[i], at * BLOCK, k, levels.zero)
             multiply(
                 left[i],
                 block.upper,
