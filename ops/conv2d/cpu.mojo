@@ -29,6 +29,8 @@ from ..operands import BF16, F32, F64, WIDE, Data, Levels, Operands, widened
 from ..parallel import over_cores
 from .depthwise_bytes import HAS_BYTES, convolve_bytes, takes_bytes
 from .strips import convolve_strips, shuffled, takes
+from .winograd import convolve_winograd
+from .winograd import takes as takes_winograd
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
@@ -68,6 +70,10 @@ def conv2d_cpu[
         comptime if dtype == BF16:
             gemm_tiles[epilogue](g, rebind[Operands[BF16, out]](o))
         else:
+            comptime if dtype == F32 and out == F32 and not epilogue.scales:
+                if takes_winograd(g):
+                    convolve_winograd[epilogue](g, rebind[Operands[F32]](o))
+                    return
             comptime if dtype == U8 and HAS_AMX[U8]:
                 if amx_granted[U8]():
                     gemm_tiles[epilogue](g, rebind[Operands[U8, out, I8]](o), levels)

@@ -18,7 +18,7 @@ from std.memory import Layout, alloc, dealloc
 from std.sys import simd_width_of
 from std.sys.intrinsics import masked_load, masked_store
 
-from ..gemm.cpu import PANEL, ROWS, multiply_turned
+from ..gemm.cpu import PANEL, ROWS, multiply_rows
 from ..geometry import Geometry
 from ..operands import F32, WIDE, Data, narrowed, widened
 from ..parallel import over_cores
@@ -137,7 +137,7 @@ def _block[
         for m in range(count):
             _copy(o.dy.unsafe_offset((begin + m) * g.f + f), left.unsafe_offset(m * rows), rows)
         _copy_columns(g, o.x, begin, count, group * g.group_c(), column, columns, panel)
-        multiply_turned(left, rows, rows, panel, columns, count, sums, begin == first)
+        multiply_rows[turned=True](left, rows, rows, panel, columns, count, sums, begin == first)
     for i in range(rows):
         _copy(
             sums.unsafe_offset(i * PANEL),

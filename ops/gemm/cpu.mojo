@@ -162,8 +162,8 @@ def _step[
             tile[i * vectors + v] = dot[dtype, WIDTH[dtype]](tile[i * vectors + v], x, w[v])
 
 
-def multiply_turned[
-    dtype: DType, //
+def multiply_rows[
+    dtype: DType, //, turned: Bool = False
 ](
     a: Data[dtype],
     pitch: Int,
@@ -174,15 +174,16 @@ def multiply_turned[
     sums: Data[dtype],
     fresh: Bool,
 ):
-    """Computes sums[rows, PANEL] (+)= a^T panel, where both lie as rows of one number of K.
+    """Computes sums[rows, PANEL] (+)= a panel of plain matrices.
 
     Parameters:
         dtype: Float32 or float64.
+        turned: Whether a lies as rows of one number of K.
 
     Args:
-        a: [depth, rows].
+        a: [rows, depth], or [depth, rows] if it is turned.
         pitch: Numbers from one row of a to the next.
-        rows: Columns of a.
+        rows: Rows of the sums.
         panel: [depth, PANEL].
         columns: Columns of the panel that count; those up to a whole vector are multiplied too.
         depth: K.
@@ -199,14 +200,19 @@ def multiply_turned[
                 comptime for vectors in range(1, VECTORS + 1):
                     if count == size and width == vectors:
                         var runs = _Runs[dtype, size]()
+                        var step = 1 if turned else pitch
                         comptime for i in range(size):
-                            runs.sources.unsafe_ptr()[unsafe_offset=i] = a.unsafe_offset(first + i)
+                            runs.sources.unsafe_ptr()[unsafe_offset=i] = a.unsafe_offset(
+                                (first + i) * step
+                            )
                         runs.lengths.unsafe_ptr()[unsafe_offset=0] = depth
                         runs.count = 1
                         var to = sums.unsafe_offset(first * PANEL + offset)
                         var of = rebind[Data[SUM[dtype]]](to)
                         var columns_of = rebind[Data[FILTER[dtype]]](panel.unsafe_offset(offset))
-                        _multiply[vectors, turned=True](runs, columns_of, 0, of, fresh, of, pitch)
+                        _multiply[vectors, turned=turned](
+                            runs, columns_of, 0, of, fresh, of, pitch
+                        )
 
 
 @fieldwise_init
