@@ -1,4 +1,5 @@
-"""Convolution on a CPU: the indirect GEMM of ops/gemm, and direct kernels for small groups.
+"""Convolution on a CPU: the indirect GEMM of ops/gemm, Winograd's algorithm (winograd.mojo) for
+3 x 3 with a stride of 1 in float32, and direct kernels for small groups.
 
 Small groups have as many filters as channels, M: 1 (depthwise), or 4, 8 or 16 in float32. The usual
 windows go by strips of a row (strips.mojo); this is the kernel for all others, and short rows.

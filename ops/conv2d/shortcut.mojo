@@ -9,11 +9,14 @@ He et al. 2015, section 3.3, option B. Hopper's kernel never stores the shortcut
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
-from ..gemm.tiles import gemm_shortcut as gemm_shortcut_bf16
+from ..epilogue import Epilogue
+from ..gemm.cpu import gemm
 from ..gemm.cpu import gemm_shortcut as gemm_shortcut_cpu
 from ..gemm.gpu import gemm_shortcut as gemm_shortcut_gpu
+from ..gemm.tiles import gemm_shortcut as gemm_shortcut_bf16
 from ..geometry import Geometry
 from ..operands import BF16, F32, ON_CPU, Operands, data
+from .winograd import convolve_winograd, takes
 
 
 @register("conv2d_shortcut")
@@ -68,10 +71,21 @@ struct Conv2dShortcut:
         comptime if target == "cpu":
             comptime assert ON_CPU[y.dtype], "conv2d_shortcut: a CPU expects float32 or bfloat16"
             comptime if y.dtype == F32:
-                gemm_shortcut_cpu(g, rebind[Operands[F32]](o), side, rebind[Operands[F32]](beside))
+                _on_cpu(g, rebind[Operands[F32]](o), side, rebind[Operands[F32]](beside))
             else:
                 gemm_shortcut_bf16(
                     g, rebind[Operands[BF16]](o), side, rebind[Operands[BF16]](beside)
                 )
         else:
             gemm_shortcut_gpu[y.dtype, tf32, aligned](g, o, side, beside, ctx)
+
+
+def _on_cpu(g: Geometry, o: Operands[F32], side: Geometry, beside: Operands[F32]):
+    """Computes both, by turns for each block of pixels, or one after the other."""
+    if takes(g):
+        gemm[Epilogue("none")](side, beside)
+        var joined = o
+        joined.residual = o.y
+        convolve_winograd[Epilogue("add_relu")](g, joined)
+    else:
+        gemm_shortcut_cpu(g, o, side, beside)

@@ -170,9 +170,7 @@ def _pitch(numbers: Int) -> Int:
 
 
 @no_inline
-def _task[
-    epilogue: Epilogue
-](g: Geometry, o: Operands[F32], panel: Int, first: Int, last: Int):
+def _task[epilogue: Epilogue](g: Geometry, o: Operands[F32], panel: Int, first: Int, last: Int):
     """Computes one panel of filters at the tiles `first` to `last`."""
     var count = last - first
     var blocks = ceildiv(count, BLOCK)

@@ -210,9 +210,7 @@ def multiply_rows[
                         var to = sums.unsafe_offset(first * PANEL + offset)
                         var of = rebind[Data[SUM[dtype]]](to)
                         var columns_of = rebind[Data[FILTER[dtype]]](panel.unsafe_offset(offset))
-                        _multiply[vectors, turned=turned](
-                            runs, columns_of, 0, of, fresh, of, pitch
-                        )
+                        _multiply[vectors, turned=turned](runs, columns_of, 0, of, fresh, of, pitch)
 
 
 @fieldwise_init
