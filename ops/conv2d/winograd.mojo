@@ -7,15 +7,16 @@ filter are 36 products a channel, one at each pair of points, in the place of 14
     u[ij, c, f] = G w G^T       w[R, S, C, F], in the panels of ops/gemm
     y_t[4, 4, F] = A^T s A      s[ij, t, f] = sum_c v[ij, t, c] u[ij, c, f]
 
-The points are 0, +-1 / sqrt(2), +-sqrt(2) and infinity. Against float64 the result is 2.3 times as
-far off as that of the GEMM, with +-1 and +-2 4.8 times (docs/kernels.md). What is lost is relative to
+The points are 0, +-1 / sqrt(2), +-sqrt(2) and infinity. Against float64 the result is twice as far
+off as that of the GEMM (docs/kernels.md). What is lost is relative to
 the largest numbers that a tile reads.
 
 A task is a panel of filters and some tiles. It transforms SLICE channels of the filters, where they
 are needed: u in memory would be four times the weights, and the largest layers wait for these
 already. Then, BLOCK tiles at a time, it transforms x and multiplies by the register tiles of the
 GEMM. Where a result of a tile is not finite the GEMM computes the tile's pixels: NaN and infinity
-reach those which they reach in a sum. Bound by the FMA units; the transforms take a third of the time.
+reach those which they reach in a sum. Bound by products and transforms alike
+where channels are few, by the way of the weights where tiles are: docs/kernels.md has the figures.
 """
 
 from std.math import ceildiv
