@@ -22,8 +22,10 @@ CPU; the result is rounded once, to the output's dtype.
 """
 
 from std.math import iota
+from std.memory import bitcast
 from std.sys import is_gpu, simd_width_of
 from std.sys.intrinsics import masked_store
+from std.utils import IndexList
 
 from .dot import U8
 from .expression import evaluate_words, is_expression, split
@@ -42,6 +44,8 @@ from .operands import (
     Scales,
     narrowed,
     nearest,
+    nearest_above,
+    packed,
     steps,
     widened_load,
 )
@@ -396,6 +400,28 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
             to: As `finish` has it.
             inside: Which are there, if it is masked.
         """
+        self.put[masked](self.result[masked](value, to, inside), to, inside)
+
+    @always_inline
+    def result[
+        width: SIMDLength, //, masked: Bool = False
+    ](
+        self, value: SIMD[Self.wide, width], to: Int, inside: SIMD[DType.bool, width] = ALL[width]
+    ) -> SIMD[Self.wide, width]:
+        """Computes what `store` puts into y.
+
+        Parameters:
+            width: Channels.
+            masked: Whether some of them may be left out.
+
+        Args:
+            value: As `store` has it.
+            to: As `finish` has it.
+            inside: Which are there, if it is masked.
+
+        Returns:
+            The results, before they are rounded.
+        """
         var residual = SIMD[Self.wide, width](0)
         comptime if Self.epilogue.joins:
             residual = widened_load[masked, Self.wide](self.residual.unsafe_offset(to), inside)
@@ -407,7 +433,7 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
             v = residual * scale.cast[Self.wide]()
             scale = self.rounded_is.scale
             more = steps[U8](value.cast[F32](), 1 / scale, self.rounded_is.zero).cast[Self.wide]()
-        self.put[masked](activate[Self.epilogue, Self.dtype](v, more, scale), to, inside)
+        return activate[Self.epilogue, Self.dtype](v, more, scale)
 
     @always_inline
     def put[
@@ -432,15 +458,58 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
             var scale, zero = self.y_is.scale.cast[Self.wide](), self.y_is.zero.cast[Self.wide]()
             y = narrowed[Self.dtype]((value * (1 / scale)).__round__() + zero)
         else:
-            var v, factor = value.cast[F32](), 1 / self.y_is.scale
-            comptime if Self.epilogue.rounds:  # as `store` says; a product would become a part of a sum
-                v, factor = v.fma(factor, 0), Float32(1)
+            var v, factor = self._scaled(value)
             y = nearest[Self.dtype](v, factor, self.y_is.zero)
         comptime if masked:
             masked_store(y, self.y.unsafe_offset(to), inside)
         else:
             comptime align = ALIGN[Self.dtype, width]
             self.y.unsafe_store[alignment=align](to, y)
+
+    @always_inline
+    def _scaled[
+        width: SIMDLength, //
+    ](self, value: SIMD[Self.wide, width]) -> Tuple[SIMD[F32, width], Float32]:
+        """Gives the factors of what is rounded to integers, on a CPU."""
+        var v, factor = value.cast[F32](), 1 / self.y_is.scale
+        comptime if Self.epilogue.rounds:  # as `result` says; a product would become a part of a sum
+            v, factor = v.fma(factor, 0), Float32(1)
+        return v, factor
+
+    @always_inline
+    def finish_packed[
+        sum: DType, width: Int, size: Int, //
+    ](self, sums: Array[SIMD[sum, width], size], f: Int, to: Int, pitch: Int):
+        """Takes rows of four vectors of sums through the epilogue, and each into y as one of bytes.
+
+        Parameters:
+            sum: Of the sums: int32.
+            width: Channels of a vector.
+            size: Vectors of all rows.
+
+        Args:
+            sums: Of neighbouring channels, row by row.
+            f: The first channel.
+            to: Where the first row belongs in y, as `finish` has it.
+            pitch: F.
+        """
+        var integers = Array[SIMD[DType.int32, width], size](uninitialized=True)
+        comptime for v in range(4):
+            var of = self.channels[width](f + v * width)
+            comptime for i in range(0, size, 4):
+                var value = sums[i + v].cast[Self.wide]().fma(of.scale, of.bias)
+                var result = self.result(value, to + i // 4 * pitch + v * width)
+                var scaled, factor = self._scaled(result)
+                integers[i + v] = nearest_above[U8](scaled, factor, self.y_is.zero)
+        comptime across = _across[width]()
+        comptime for i in range(0, size, 4):
+            var row = Array[SIMD[DType.int32, width], 4](uninitialized=True)
+            comptime for v in range(4):
+                row[v] = integers[i + v]
+            # Of each 128 bits there are four bytes of every vector.
+            var bytes = bitcast[DType.int32, width](packed(row)).shuffle[mask=across]()
+            var y = rebind[Data[U8]](self.y).unsafe_offset(to + i // 4 * pitch)
+            y.unsafe_store(0, bitcast[U8, width * 4](bytes))
 
     @always_inline
     def finish_row[sum: DType](self, sums: Data[sum], f: Int, to: Int, count: Int):
@@ -464,3 +533,11 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
                 self.finish[masked](
                     some, self.channels[WIDTH, masked](f + j, inside), to + j, inside
                 )
+
+
+def _across[width: Int]() -> IndexList[width]:
+    """Finds the quads of bytes of four vectors one after the other in what `packed` gives."""
+    var found = IndexList[width]()
+    for i in range(width):
+        found[i] = i % (width // 4) * 4 + i // (width // 4)
+    return found

@@ -5,7 +5,7 @@ from max.gpu.memory import AddressSpace
 from std.memory import bitcast
 from std.sys import CompilationTarget, is_gpu, is_nvidia_gpu, size_of
 from std.sys._assembly import inlined_assembly
-from std.sys.intrinsics import masked_load
+from std.sys.intrinsics import llvm_intrinsic, masked_load
 from std.utils.numerics import isnan
 
 from .kernel_argument import KernelArgument
@@ -304,6 +304,40 @@ def _whole[
     var low = SIMD[F32, width](WHOLE + Float32(Int(Scalar[dtype].MIN)) - zero)
     var whole = value.fma(SIMD[F32, width](factor), SIMD[F32, width](WHOLE))
     return whole.gt(low).select(whole, low)  # `max` would look for NaN
+
+
+comptime PACKS[dtype: DType] = dtype == DType.uint8 and CompilationTarget.is_x86()
+"""Whether numbers are saturated to a dtype by `packed`.
+
+Parameters:
+    dtype: Of the result.
+"""
+
+
+@always_inline
+def packed[
+    width: Int, //
+](parts: Array[SIMD[DType.int32, width], 4]) -> SIMD[DType.uint8, width * 4]:
+    """Saturates numbers to bytes, on x86: of each 128 bits the four of every vector, one after the other.
+
+    Parameters:
+        width: Lanes.
+
+    Args:
+        parts: The numbers.
+
+    Returns:
+        The bytes.
+    """
+    comptime isa: StaticString = "avx512" if width == 16 else ("avx2" if width == 8 else "sse2")
+    comptime bits: StaticString = ".512" if width == 16 else ("" if width == 8 else ".128")
+    comptime Words = SIMD[DType.int16, 2 * width]
+    comptime pack = "llvm.x86." + isa + ".packssdw" + bits
+    var low = llvm_intrinsic[pack, Words](parts[0], parts[1])
+    var high = llvm_intrinsic[pack, Words](parts[2], parts[3])
+    return llvm_intrinsic["llvm.x86." + isa + ".packuswb" + bits, SIMD[DType.uint8, width * 4]](
+        low, high
+    )
 
 
 @fieldwise_init

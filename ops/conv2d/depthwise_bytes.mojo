@@ -30,7 +30,7 @@ from std.utils import IndexList
 from ..dot import HAS_VNNI, I8, I32, U8, dot
 from ..epilogue import Epilogue, Output, activate
 from ..geometry import Geometry
-from ..operands import F32, Data, Levels, Operands, nearest_above
+from ..operands import F32, Data, Levels, Operands, nearest_above, packed
 from ..parallel import over_cores
 
 comptime HAS_BYTES = HAS_VNNI[16]
@@ -415,28 +415,6 @@ def _finish[
         var ordered = in_order(values)
         comptime for part in range(PARTS):
             output.store(ordered[part], to + part * width)
-
-
-@always_inline
-def packed[width: Int, //](parts: Array[SIMD[I32, width], PARTS]) -> SIMD[U8, width * 4]:
-    """Saturates numbers in the order of the sums to bytes in that of the channels.
-
-    Parameters:
-        width: Lanes.
-
-    Args:
-        parts: The numbers.
-
-    Returns:
-        The bytes.
-    """
-    comptime isa: StaticString = "avx512" if width == 16 else ("avx2" if width == 8 else "sse2")
-    comptime bits: StaticString = ".512" if width == 16 else ("" if width == 8 else ".128")
-    comptime Words = SIMD[DType.int16, 2 * width]
-    comptime pack = "llvm.x86." + isa + ".packssdw" + bits
-    var low = llvm_intrinsic[pack, Words](parts[0], parts[1])
-    var high = llvm_intrinsic[pack, Words](parts[2], parts[3])
-    return llvm_intrinsic["llvm.x86." + isa + ".packuswb" + bits, SIMD[U8, width * 4]](low, high)
 
 
 @always_inline

@@ -17,10 +17,12 @@ multiplies them; the first row of a panel has the sum of each column as int32. M
 times that is what its sums begin with. C is a multiple of 4; the padding reads the zero point.
 
 A register tile is ROWS pixels x 4 vectors: on AVX-512 24 accumulators, 4 vectors of b and one
-broadcast of x. A task goes through K a share at a time, and takes all its pixels through that share
+broadcast of x. Where K is one share, its sums go through the epilogue in registers, and in 8 bits
+each row of 64 leaves as one vector of bytes. A task goes through K a share at a time, and takes all its pixels through that share
 while its part of the panel is in the second-level cache (Goto and van de Geijn 2008); its first
-tiles prefetch the next share. The tiles know nothing of the epilogue, and nobody inlines what does:
-MAX compiles whatever calls it for each op and shape of a graph. Bound by the FMA units, or by the
+tiles prefetch the next share. What a tile needs is inlined into the loop over the tiles (a call for
+each cost 8 % of ResNet-50 in 8 bits), but nobody inlines that loop: MAX compiles whatever calls it
+for each op and shape of a graph. Bound by the FMA units, or by the
 way of the weights from memory where a layer has few pixels; docs/kernels.md has the figures.
 """
 
@@ -33,7 +35,7 @@ from std.sys.intrinsics import PrefetchOptions, prefetch
 from ..dot import FILTER, FLOATS, SHIFT, STEP, SUM, dot, spread
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
-from ..operands import F32, F64, WIDE, Data, Levels, Operands
+from ..operands import F32, F64, PACKS, WIDE, Data, Levels, Operands
 from ..parallel import over_cores
 
 comptime WIDTH[dtype: DType] = simd_width_of[SUM[dtype]]()
@@ -48,6 +50,12 @@ comptime ROWS = 6
 """Pixels that a register tile is high."""
 comptime HEIGHT[dtype: DType] = 2 if dtype == F64 else ROWS
 """Pixels that it is high in a dtype: of float64, which has to be right only, fewer are compiled.
+
+Parameters:
+    dtype: Of the activations.
+"""
+comptime LEAST[dtype: DType] = ROWS if FLOATS[dtype] else ROWS - 1
+"""Pixels of a tile whose sums may go through the epilogue in registers: few tiles have fewer.
 
 Parameters:
     dtype: Of the activations.
@@ -112,6 +120,23 @@ def _multiply[
                 tile[i * vectors + v] = sums.unsafe_load[width=WIDTH[dtype]](
                     i * PANEL + v * WIDTH[dtype]
                 )
+    _add[vectors, turned](runs, panel, ahead, tile, pitch)
+    comptime for i in range(rows):
+        comptime for v in range(vectors):
+            sums.unsafe_store(i * PANEL + v * WIDTH[dtype], tile[i * vectors + v])
+
+
+@always_inline
+def _add[
+    dtype: DType, rows: Int, //, vectors: Int, turned: Bool = False
+](
+    runs: _Runs[dtype, rows],
+    panel: Data[FILTER[dtype]],
+    ahead: Int,
+    mut tile: Array[SIMD[SUM[dtype], WIDTH[dtype]], rows * vectors],
+    pitch: Int = 1,
+):
+    """Adds the products of all runs to a tile; see `_multiply`."""
     var row = panel
     for run in range(runs.count):
         var source = Array[Data[dtype], rows](uninitialized=True)
@@ -123,9 +148,6 @@ def _multiply[
                 row.unsafe_offset(ahead)
             )
             row = row.unsafe_offset(PANEL * STEP[dtype])
-    comptime for i in range(rows):
-        comptime for v in range(vectors):
-            sums.unsafe_store(i * PANEL + v * WIDTH[dtype], tile[i * vectors + v])
 
 
 @always_inline
@@ -225,6 +247,15 @@ struct _Share(TrivialRegisterPassable):
     """The first number of each row, of S * C."""
     var end: Int
     """One beyond the last."""
+    var begins: Bool
+    """Whether it is the first."""
+    var ends: Bool
+    """Whether it is the last."""
+
+    @always_inline
+    def size(self) -> Int:
+        """Counts its numbers of K."""
+        return (self.r_end - self.r) * (self.end - self.start)
 
 
 @no_inline
@@ -248,10 +279,11 @@ def _store[
         )
 
 
-@no_inline
-def _whole_tile[
-    dtype: DType, out: DType, //, epilogue: Epilogue, vectors: Int
+@always_inline
+def _finish[
+    dtype: DType, out: DType, rows: Int, //, epilogue: Epilogue, vectors: Int, packs: Bool
 ](
+    runs: _Runs[dtype, rows],
     g: Geometry,
     o: Operands[dtype, out, FILTER[dtype], WIDE[dtype]],
     levels: Levels,
@@ -261,55 +293,39 @@ def _whole_tile[
     column: Int,
     columns: Int,
 ):
-    """Computes ROWS pixels from `first` on, where a pixel's row of x is all of K.
+    """Computes `rows` pixels from `first` on, where the runs are all of K.
 
-    The sums go through the epilogue in registers: where K is short, their way through memory takes
-    as long as the products. `o.w` points at the first of the tile's columns, and `starts` too.
+    Where K is short, the way of sums through memory takes as long as the products. `o.w` points at
+    the first of the tile's columns, and `starts` too.
     """
-    var tile = _begin[dtype, ROWS, vectors](starts)
-    var source = Array[Data[dtype], ROWS](uninitialized=True)
-    comptime for i in range(ROWS):
-        source[i] = o.x.unsafe_offset((first + i) * g.c)
-    var row = o.w
-    for k in range(0, g.c, STEP[dtype]):
-        _step[vectors](source, k, row, tile)
-        prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
-            row.unsafe_offset(ahead)
-        )
-        row = row.unsafe_offset(PANEL * STEP[dtype])
+    var tile = _begin[dtype, rows, vectors](starts)
+    _add[vectors](runs, o.w, ahead, tile)
     var output = Output[epilogue](o, levels)
+    comptime if packs:
+        output.finish_packed(tile, column, first * g.f + column, g.f)
+        return
     comptime for v in range(vectors):
         comptime at = v * WIDTH[dtype]
         var inside = iota[DType.int32, WIDTH[dtype]]().lt(Int32(columns - at))
         comptime for masked in [False, True]:
             if (columns - at < WIDTH[dtype]) == masked:
                 var of = output.channels[WIDTH[dtype], masked](column + at, inside)
-                comptime for i in range(ROWS):
+                comptime for i in range(rows):
                     var to = (first + i) * g.f + column + at
                     output.finish[masked](tile[i * vectors + v], of, to, inside)
 
 
 @always_inline
-def _tile[
-    dtype: DType, out: DType, //, rows: Int, vectors: Int
-](
-    g: Geometry,
-    o: Operands[dtype, out, FILTER[dtype], WIDE[dtype]],
-    starts: Data[SUM[dtype]],
-    first: Int,
-    channel: Int,
-    share: _Share,
-    ahead: Int,
-    sums: Data[SUM[dtype]],
-    zeros: Data[dtype],
-):
-    """Adds a share of K to the sums of `rows` pixels from `first` on.
-
-    `o.w` points at the first of the tile's columns in the share; x is read from `channel` on.
-    """
-    var runs = _Runs[dtype, rows]()
-    _find[rows](g, o.x, first, channel, share, zeros, runs)
-    _multiply[vectors](runs, o.w, ahead, sums, share.r == 0 and share.start == 0, starts)
+def _find_row[
+    dtype: DType, //, rows: Int
+](g: Geometry, x: Data[dtype], first: Int, share: _Share, mut runs: _Runs[dtype, rows]):
+    """Finds where `rows` pixels from `first` on read in a share of K, if a pixel is all of it."""
+    comptime for i in range(rows):
+        runs.sources.unsafe_ptr()[unsafe_offset=i] = x.unsafe_offset(
+            (first + i) * g.c + share.start
+        )
+    runs.lengths.unsafe_ptr()[unsafe_offset=0] = (share.end - share.start) // STEP[dtype]
+    runs.count = 1
 
 
 @no_inline
@@ -325,51 +341,99 @@ def _find[
     mut runs: _Runs[dtype, rows],
 ):
     """Finds where `rows` pixels from `first` on read in a share of K."""
-    if g.pointwise():
-        comptime for i in range(rows):
-            runs.sources.unsafe_ptr()[unsafe_offset=i] = x.unsafe_offset(
-                (first + i) * g.c + share.start
-            )
-        runs.lengths.unsafe_ptr()[unsafe_offset=0] = (share.end - share.start) // STEP[dtype]
-        runs.count = 1
-        return
     # Where the window of each pixel begins: row h0, column w0 (both may lie in the padding).
     var h0 = Array[Int, rows](uninitialized=True)
     var w0 = Array[Int, rows](uninitialized=True)
-    var image = Array[Int, rows](uninitialized=True)
+    var window = Array[Data[dtype], rows](uninitialized=True)
     var whole_rows = g.dilation_w == 1 and g.groups == 1
-    var n, pixel = divmod(first, g.p * g.q)
-    var p, q = divmod(pixel, g.q)
+    var n, pixel = divmod(UInt(first), UInt(g.p * g.q))
+    var at_p, at_q = divmod(pixel, UInt(g.q))
+    var p, q, image = Int(at_p), Int(at_q), Int(n) * g.h
     comptime for i in range(rows):
         h0[i] = p * g.stride_h - g.pad_h
         w0[i] = q * g.stride_w - g.pad_w
-        image[i] = n * g.h
+        window[i] = x.unsafe_offset(((image + h0[i]) * g.w + w0[i]) * g.c + channel)
         whole_rows = whole_rows and w0[i] >= 0 and w0[i] + g.s <= g.w
         q += 1
         if q == g.q:
             p, q = p + 1, 0
             if p == g.p:
-                n, p = n + 1, 0
+                image, p = image + g.h, 0
 
+    var depth = g.group_c()
+    var first_s, first_c = 0, share.start
+    if not whole_rows and g.s > 1:
+        first_s, first_c = divmod(share.start, depth)
+    else:
+        depth = share.end
+    runs.count = 0
     for r in range(share.r, share.r_end):
-        var at = share.start
+        var inside = Array[Bool, rows](uninitialized=True)
+        comptime for i in range(rows):
+            inside[i] = UInt(h0[i] + r * g.dilation_h) < UInt(g.h)
+        var at, s, c = share.start, first_s, first_c
         while at < share.end:
-            var s = 0
-            var c = at
-            var length = share.end - at
-            if not whole_rows and g.s > 1:
-                s, c = divmod(at, g.group_c())
-                length = min(length, g.group_c() - c)
+            var length = min(share.end - at, depth - c)
+            var offset = (r * g.dilation_h * g.w + s * g.dilation_w) * g.c + c
+            var sources = runs.sources.unsafe_ptr().unsafe_offset(runs.count * rows)
             comptime for i in range(rows):
-                var h = h0[i] + r * g.dilation_h
-                var w = w0[i] + s * g.dilation_w
-                var source = zeros
-                if h >= 0 and h < g.h and w >= 0 and w < g.w:
-                    source = x.unsafe_offset(((image[i] + h) * g.w + w) * g.c + channel + c)
-                runs.sources.unsafe_ptr()[unsafe_offset=runs.count * rows + i] = source
+                var reads = inside[i] & (UInt(w0[i] + s * g.dilation_w) < UInt(g.w))
+                sources[unsafe_offset=i] = window[i].unsafe_offset(offset) if reads else zeros
             runs.lengths.unsafe_ptr()[unsafe_offset=runs.count] = length // STEP[dtype]
             runs.count += 1
-            at += length
+            at, s, c = at + length, s + 1, 0
+
+
+@no_inline
+def _strip[
+    dtype: DType, out: DType, //, epilogue: Epilogue, rows: Int, vectors: Int
+](
+    g: Geometry,
+    o: Operands[dtype, out, FILTER[dtype], WIDE[dtype]],
+    levels: Levels,
+    starts: Data[SUM[dtype]],
+    share: _Share,
+    zeros: Data[dtype],
+    sums: Data[SUM[dtype]],
+    first: Int,
+    tile: Int,
+    tiles: Int,
+    channel: Int,
+    column: Int,
+    columns: Int,
+):
+    """Takes tiles of `rows` pixels, from the pixel `first` on, through a share of K.
+
+    They are the tiles from `tile` on, up to `tiles`. `o.w` points at the first of their columns in
+    the share; x is read from `channel` on.
+    """
+    comptime CAN_PACK = PACKS[out] and vectors == 4
+    var packs = CAN_PACK and columns == TILE[dtype]
+    var pointwise = g.pointwise()
+    var runs = _Runs[dtype, rows]()
+    for i in range(tiles - tile):
+        var m = first + i * rows
+        # The next share lies behind this one, or begins the panel behind this one.
+        var ahead = 0
+        if tile + i < PANEL // LINE:
+            ahead = share.size() * PANEL + (tile + i) * LINE * STEP[dtype]
+        if pointwise:
+            _find_row[rows](g, o.x, m, share, runs)
+        else:
+            _find[rows](g, o.x, m, channel, share, zeros, runs)
+        comptime if rows >= LEAST[dtype]:
+            if share.begins and share.ends:
+                comptime for packed in [False, True]:
+                    comptime if CAN_PACK or not packed:
+                        if packs == packed:
+                            _finish[epilogue, vectors, packed](
+                                runs, g, o, levels, starts, m, ahead, column, columns
+                            )
+                continue
+        var here = sums.unsafe_offset(i * rows * PANEL)
+        _multiply[vectors](runs, o.w, ahead, here, share.begins, starts)
+        if share.ends:
+            _store[epilogue](g, o, levels, here, m, rows, column, columns)
 
 
 @no_inline
@@ -424,63 +488,49 @@ def gemm_block[
                 factor * panel.unsafe_bitcast[Scalar[SUM[dtype]]]()[unsafe_offset=f]
             )
         panel = panel.unsafe_offset(PANEL * step)
-    var whole = g.pointwise() and g.c <= length
     for begin in range(first, last, PIXELS):
         var end = min(begin + PIXELS, last)
+        # As even as they come: 49 pixels are 4 x 6 + 5 x 5, never 8 x 6 + 1.
         var tiles = ceildiv(end - begin, HEIGHT[dtype])
+        var low, high = divmod(end - begin, tiles)
         var at = 0
         for r in range(0, g.r, height):
             for start in range(0, run, length):
-                var share = _Share(r, min(r + height, g.r), start, min(start + length, run))
-                # The next share lies behind this one, or begins the panel behind this one.
-                var next = (share.r_end - share.r) * (share.end - share.start) * PANEL
-                var ends = share.r_end == g.r and share.end == run
+                var share = _Share(
+                    r,
+                    min(r + height, g.r),
+                    start,
+                    min(start + length, run),
+                    begins=r == 0 and start == 0,
+                    ends=r + height >= g.r and start + length >= run,
+                )
                 for offset in range(0, columns, TILE[dtype]):
                     var here = o
                     here.w = panel.unsafe_offset(at + offset * step)
-                    var start = starts.unsafe_offset(offset)
                     var width = min(columns - offset, TILE[dtype])
-                    for tile in range(tiles):
-                        # As even as they come: 49 pixels are 4 x 6 + 5 x 5, never 8 x 6 + 1.
-                        var m = (end - begin) * tile // tiles
-                        var rows = (end - begin) * (tile + 1) // tiles - m
-                        var line = LINE * step
-                        var ahead = next + tile * line if tile < PANEL // LINE else 0
-                        comptime if dtype != F64:
-                            if whole and rows == ROWS:
-                                comptime for vectors in range(1, VECTORS + 1):
-                                    if ceildiv(width, WIDTH[dtype]) == vectors:
-                                        _whole_tile[epilogue, vectors](
-                                            g,
-                                            here,
-                                            levels,
-                                            start,
-                                            begin + m,
-                                            ahead,
-                                            column + offset,
-                                            width,
-                                        )
-                                continue
-                        var here_sums = sums.unsafe_offset(m * PANEL + offset)
-                        comptime for size in range(1, HEIGHT[dtype] + 1):
-                            comptime for vectors in range(1, VECTORS + 1):
-                                if rows == size and ceildiv(width, WIDTH[dtype]) == vectors:
-                                    _tile[size, vectors](
-                                        g,
-                                        here,
-                                        start,
-                                        begin + m,
-                                        channel,
-                                        share,
-                                        ahead,
-                                        here_sums,
-                                        zeros,
-                                    )
-                        if ends:
-                            _store[epilogue](
-                                g, o, levels, here_sums, begin + m, rows, column + offset, width
-                            )
-                at += (share.r_end - share.r) * (share.end - share.start) * PANEL
+                    # The first `high` tiles have a pixel more than the others.
+                    comptime for less in range(HEIGHT[dtype]):
+                        comptime rows = HEIGHT[dtype] - less
+                        comptime for vectors in range(1, VECTORS + 1):
+                            if low <= rows <= low + 1 and ceildiv(width, WIDTH[dtype]) == vectors:
+                                var tile = high if rows == low else 0
+                                var m = tile * (low + 1)
+                                _strip[epilogue, rows, vectors](
+                                    g,
+                                    here,
+                                    levels,
+                                    starts.unsafe_offset(offset),
+                                    share,
+                                    zeros,
+                                    sums.unsafe_offset(m * PANEL + offset),
+                                    begin + m,
+                                    tile,
+                                    tiles if rows == low else high,
+                                    channel,
+                                    column + offset,
+                                    width,
+                                )
+                at += share.size() * PANEL
     dealloc(memory^)
 
 

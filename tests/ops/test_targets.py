@@ -95,6 +95,13 @@ def test_byte_products_equal_integers(
     run_for(cpu, "byte_products", tmp_path, pytestconfig.rootpath)
 
 
+@on_cpus
+def test_results_of_bytes_are_exact(
+    cpu: str | None, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    run_for(cpu, "byte_results", tmp_path, pytestconfig.rootpath)
+
+
 BYTES = {  # what adds the products of four bytes to a sum
     "x86-64-v3": "vpmaddwd",
     "alderlake": "{vex}\tvpdpbusd",
