@@ -26,7 +26,6 @@ import torch._dynamo
 import torch._inductor.config
 import torch._inductor.cudagraph_trees
 from max.driver import Buffer, Device
-from max.engine import Model as Executable
 
 from maxvision.bench.inputs import Inputs
 from maxvision.bench.onnx_files import Logits, is_quantised, write
@@ -35,13 +34,14 @@ from maxvision.bench.timing import HostClock, TorchClock
 from maxvision.bench.torchnet import TorchNet
 from maxvision.common.console import way_to
 from maxvision.common.errors import ArgumentError
+from maxvision.runtime.executor import Executor
 
 THROUGH, UNGUARDED = "torch-maxvision", "torch-maxvision-unguarded"
 """Our kernels behind torch.compile; a peer only where it is asked for."""
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def ours(executable: Executable, device: Device, inputs: Inputs) -> Maxvision:
+def ours(executor: Executor, device: Device, inputs: Inputs) -> Maxvision:
     """Makes our engine, on the same inputs as the peers."""
 
     def ring() -> list[Buffer]:
@@ -49,7 +49,7 @@ def ours(executable: Executable, device: Device, inputs: Inputs) -> Maxvision:
         torch.cuda.synchronize()
         return buffers
 
-    return Maxvision(executable, device, inputs.host, ring)
+    return Maxvision(executor, device, inputs.host, ring)
 
 
 class Torch(Engine):

@@ -18,7 +18,6 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from max.driver import Device
-from max.engine import Model as Executable
 
 from maxvision.bench import tables
 from maxvision.bench.environment import environment
@@ -32,6 +31,7 @@ from maxvision.common.console import working
 from maxvision.common.errors import DeviceError
 from maxvision.runtime import load
 from maxvision.runtime.devices import find_device
+from maxvision.runtime.executor import Executor
 
 SHARES = {"compute": 0.6, "request": 0.3, "host_to_device": 0.05, "device_to_host": 0.05}
 """Of the time for a batch size."""
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             passes=options.passes,
             progress=say,
         )
-        device, executable = model.place, model.executable()
+        device, executor = model.place, model.executor()
     shape = (model.preprocess.height, model.preprocess.width, model.channels)
     facts = {
         **environment(),
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         print(*_head(facts), sep="\n")
         for batch in batches:
             with working(f"measuring batch {batch}"):
-                records.append(measure(executable, device, (batch, *shape), options))
+                records.append(measure(executor, device, (batch, *shape), options))
         show(records)
     if to_stdout:
         print(json.dumps({"environment": facts, "records": records}))
@@ -113,12 +113,12 @@ def _check_kernels(options: argparse.Namespace) -> None:
 
 
 def measure(
-    executable: Executable, device: Device, shape: tuple[int, ...], options: argparse.Namespace
+    executor: Executor, device: Device, shape: tuple[int, ...], options: argparse.Namespace
 ) -> Record:
     """Measures one batch size.
 
     Args:
-        executable: The compiled graph, of uint8 pixels to logits.
+        executor: Runs the graph, of uint8 pixels to logits.
         device: Where it runs.
         shape: Of a batch: [N, H, W, C].
         options: How long: ``warm_up`` and ``duration`` in s, or ``iterations``; ``kernels``, how
@@ -128,7 +128,7 @@ def measure(
         ``batch``, ``images_per_s``, the host's and the GPU's memory in MB, and times in ms by what
         was timed (``timing.summary``).
     """
-    engine = Maxvision(executable, device, pictures(shape, HOST_RING))
+    engine = Maxvision(executor, device, pictures(shape, HOST_RING))
     turns = itertools.count()
 
     def feed() -> None:

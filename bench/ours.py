@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from max.driver import Buffer, Device
 from max.dtype import DType
-from max.engine import Model as Executable
 
 from maxvision.bench.timing import Clock, HostClock, MaxClock
+from maxvision.runtime.executor import Executor
 from maxvision.runtime.replay import PINNED, Execution, Replay, captures
 
 HOST_RING = 3
@@ -71,7 +71,7 @@ class Maxvision(Engine):
     """Our graph: captured on a GPU, executed on a CPU.
 
     Args:
-        executable: The compiled graph.
+        executor: Has the compiled graph.
         device: Where it runs.
         host: The host's ring: ``HOST_RING`` batches as the graph takes them.
         ring: Makes the device's ring, on a GPU; of random images if None.
@@ -81,13 +81,14 @@ class Maxvision(Engine):
 
     def __init__(
         self,
-        executable: Executable,
+        executor: Executor,
         device: Device,
         host: Sequence[np.ndarray],
         ring: Callable[[], Sequence[Buffer]] | None = None,
     ) -> None:
         self._levels = host
-        plain = Execution(executable, device)
+        executable = executor.executable
+        plain = Execution(executable, device, share=executor.share)
         self._run: Any = plain
         self._put: Callable[[Any], None] = plain.upload
         self._ring: Sequence[Any] = host

@@ -84,7 +84,7 @@ def _engine(
         executor = our_executor(
             name, reference, device, DTYPES[dtype], options.precompiled, tf32=options.tf32
         )
-        return ours(executor.executable, device, inputs)
+        return ours(executor, device, inputs)
     names = peer_names(gpu=True, autotune=True)
     if options.engine not in names:
         raise ArgumentError(

@@ -85,7 +85,7 @@ class Stand:
                 )
                 record["load_s"] = rounded(time.perf_counter() - start, 3)
                 start = time.perf_counter()
-            self._engine = ours(self._ours[key].executable, device, cell.inputs)
+            self._engine = ours(self._ours[key], device, cell.inputs)
         else:
             self._engine = peers(reference, cell.inputs, cell.dtype)[name]()
         held = self._engine.memory

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from max.dtype import DType
+
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.shapes import pair
 from maxvision.graphs.types import at_batch, split
@@ -130,6 +132,19 @@ def macs(program: Program) -> int:
 _COMPUTED = {"conv2d": (-1, 1), "conv2d_input_grad": (0, 1), "conv2d_weight_grad": (1, -1)}
 """Convolutions whose filter is no weight, and their gradients: where the result or what stands for
 it is among the inputs and the output, and where the filter."""
+
+
+def bytes_at_once(program: Program) -> int:
+    """Counts the bytes of one image that a node reads and computes, of the node with the most."""
+
+    def size(value: str) -> int:
+        kind = program.types[value]
+        if not any(split(each)[1] for each in kind.shape):
+            return 0  # a weight
+        return math.prod(at_batch(each, 1) for each in kind.shape) * DType[kind.dtype].size_in_bytes
+
+    nodes = [{*node.inputs, *node.outputs} - {""} for node in program.nodes if not node.at_load]
+    return max((sum(map(size, values)) for values in nodes), default=0)
 
 
 def keeps_images_apart(program: Program) -> bool:

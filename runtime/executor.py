@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from max.graph import DeviceRef, Graph, KernelLibrary
 
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.common.host import python
-from maxvision.graphs.layers import keeps_images_apart
+from maxvision.graphs.layers import bytes_at_once, keeps_images_apart
 from maxvision.graphs.lower import lower
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.program import Program
@@ -37,7 +38,7 @@ from maxvision.graphs.target import Target
 from maxvision.graphs.types import BATCH
 from maxvision.runtime import cache
 from maxvision.runtime.context import OwnKernels, passing
-from maxvision.runtime.replay import IMAGES, OnDevice, Replays
+from maxvision.runtime.replay import IMAGES, Execution, OnDevice, Replays, share_of
 
 log = logging.getLogger("maxvision")
 
@@ -233,6 +234,7 @@ class Executor:
     Attributes:
         program: See above.
         executable: The compiled graph.
+        share: How many images a core takes at a time, where it runs on a CPU.
     """
 
     def __init__(
@@ -251,7 +253,9 @@ class Executor:
         )
         ends = [*program.inputs.values(), *(program.types[v] for v in program.outputs.values())]
         batched = all(each.shape[:1] == (BATCH,) for each in ends) and keeps_images_apart(program)
-        self._replays = Replays(self.executable, device, images, batched)
+        self.share = share_of(bytes_at_once(program))
+        plain = partial(Execution, share=self.share)
+        self._replays = Replays(self.executable, device, images, batched, plain=plain)
 
     @classmethod
     def compile(

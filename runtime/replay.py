@@ -40,6 +40,11 @@ from maxvision.common.host import cores
 IMAGES = 1024
 """Images that the captures of one graph may hold together."""
 
+NEAR = 4 << 20
+"""Bytes that a layer may read and write, of all images that a core takes at a time."""
+SHARE = 4
+"""Images that it takes at most."""
+
 Shapes = tuple[tuple[int, ...], ...]
 KEYS = itertools.count()
 """Numbers of captures: others may record the same graph."""
@@ -84,19 +89,23 @@ class Run(Protocol):
 class Execution:
     """A ``Run`` of any shapes, kernel by kernel; all that a CPU needs.
 
-    A CPU goes through a network with one image a core at a time, so that what a layer leaves is in
-    the caches when the next one reads it; docs/kernels.md has the figures.
+    A CPU goes through a network with a few images at a time, so that what a layer leaves is in the
+    caches when the next one reads it; docs/kernels.md has the figures.
 
     Args:
         executable: The compiled graph.
         device: Where it runs.
         batched: Whether every input and output begins with the batch.
+        share: How many images a core of a CPU takes at a time; see ``share_of``.
     """
 
-    def __init__(self, executable: Executable, device: Device, batched: bool = True) -> None:
+    def __init__(
+        self, executable: Executable, device: Device, batched: bool = True, share: int = 1
+    ) -> None:
         self._executable = executable
         self._device = device
         self._batched = batched
+        self._share = share
         self._inputs: list[list[Buffer]] = []
         self._outputs: list[list[Buffer]] = []
 
@@ -105,7 +114,8 @@ class Execution:
         if self._device.is_host:
             given = [np.ascontiguousarray(self._made(array)) for array in arrays]
             count = len(given[0]) if self._batched and given else 0
-            parts = [[a[i : i + cores()] for a in given] for i in range(0, count, cores())]
+            step = cores() * self._share
+            parts = [[a[i : i + step] for a in given] for i in range(0, count, step)]
             self._inputs = [[Buffer.from_numpy(a) for a in part] for part in parts or [given]]
             return
         self._inputs = [[self._sent(array) for array in arrays]]
@@ -366,6 +376,18 @@ class Replays:
 def zeros(types: Sequence[tuple[DType, tuple[int, ...]]], device: Device) -> list[Buffer]:
     """Makes buffers for inputs."""
     return [Buffer.zeros(shape, dtype, device) for dtype, shape in types]
+
+
+def share_of(image: int) -> int:
+    """Chooses how many images a core of a CPU takes at a time.
+
+    More of them read the weights less often, and fill tiles and cores better where a layer has few
+    pixels. Fewer find what the layer before left in a cache.
+
+    Args:
+        image: Bytes that a layer reads and writes of one image, at most.
+    """
+    return max(1, min(SHARE, NEAR // max(image, 1)))
 
 
 def images_of(shapes: Shapes) -> int:
