@@ -21,7 +21,7 @@ broadcast of x. Where K is one share, its sums go through the epilogue in regist
 each row of 64 leaves as one vector of bytes. A task goes through K a share at a time, and takes all its pixels through that share
 while its part of the panel is in the second-level cache (Goto and van de Geijn 2008); its first
 tiles prefetch the next share. What a tile needs is inlined into the loop over the tiles (a call for
-each cost 8 % of ResNet-50 in 8 bits), but nobody inlines that loop: MAX compiles whatever calls it
+each cost 4 % of ResNet-50 in 8 bits), but nobody inlines that loop: MAX compiles whatever calls it
 for each op and shape of a graph. Bound by the FMA units, or by the
 way of the weights from memory where a layer has few pixels; docs/kernels.md has the figures.
 """
