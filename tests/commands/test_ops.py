@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from maxvision.commands.main import main
 from maxvision.commands.ops import PACKAGE
+from maxvision.runtime import cache
 
 WINDOW = [3, 3, 2, 2, 1, 1, 1, 1, 1]
 """Of 3 x 3 at stride 2 with padding 1, as ops/geometry.mojo has it."""
@@ -27,6 +28,26 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(command) == main(command) == 0  # it takes the place of the first
     assert [each.name for each in folder.iterdir()] == [PACKAGE]
     return folder / PACKAGE
+
+
+def test_all_ops_are_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A graph's ops are then found among all."""
+    made: list[frozenset[str] | None] = []
+
+    def precompiled(draft: Path, name: str, ops: frozenset[str] | None, gpu: bool) -> Path:
+        made.append(ops)
+        (draft / name).write_bytes(b"ops")
+        return draft / name
+
+    monkeypatch.setattr(cache, "_precompiled", precompiled)
+    monkeypatch.setattr(cache, "_folder", lambda: tmp_path)
+    assert main(["ops", "cache", "--cpu"]) == 0
+    found = cache.library(frozenset({"softmax"}), gpu=False)
+    assert made == [None] and f"all ops are in {found}, after" in capsys.readouterr().out
+    monkeypatch.setattr(cache, "_folder", lambda: None)
+    assert main(["ops", "cache", "--cpu"]) == 2
 
 
 def images() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
