@@ -151,7 +151,7 @@ def measure(
     tf32 = cell.tf32 and inputs.gpu and dtype == "float32"
     with RoundedProducts() if tf32 else contextlib.nullcontext():
         plain = [_logits(reference, inputs, turn, TORCH[dtype]) for turn in CHECKED]
-    eager = max(relative(plain, truth), rounding(reference, inputs, truth) / 2)
+    eager = max(relative(plain, truth), rounding(reference, inputs, truth))
     size = TORCH[dtype].itemsize
     first = inputs.tensor(0, torch.float32)[:1]
     floor = limits.floor(flops, traffic(reference, first, inputs.batch, size))
@@ -249,8 +249,9 @@ def measure(
 def rounding(reference: Any, inputs: Inputs, truth: list[np.ndarray]) -> float:
     """Returns how far rounding to 8 bits moves the answers of a quantised model; 0 of others.
 
-    That is how far two engines that are right may be apart: what lies between two levels goes to
-    either, and this spreads from layer to layer.
+    Two engines that are right may be twice as far apart, since either is as far from the answers
+    that are not rounded: what lies between two levels goes to one or the other, and this spreads
+    from layer to layer.
     """
     if not isinstance(reference, TorchNet) or not is_quantised(reference.source.program):
         return 0.0

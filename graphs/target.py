@@ -45,6 +45,7 @@ _KINDS: dict[str, dict[str, list[str]]] = {
     "aarch64": {"generic": [], "neoverse-n1": _N1, "neoverse-v1": [*_N1, *_V1.split()]},
 }
 _BYTES = (  # what multiplies 8-bit integers where a CPU has all of some flags (ops/dot.mojo)
+    ("tdpbusd (AMX)", {"amx_int8", "amx_tile"}),
     ("vpdpbusd (AVX-512 VNNI)", {"avx512_vnni", "avx512f"}),
     ("vpdpbusd (AVX-VNNI)", {"avx_vnni"}),
     ("vpmaddwd, pairs of 16 bits (AVX2)", {"avx2"}),

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from maxvision.graphs import passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.cvt import CVTS
-from maxvision.graphs.layers import Layer, keeps_images_apart, layers, macs
+from maxvision.graphs.layers import Layer, bytes_at_once, keeps_images_apart, layers, macs
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.program import Program
 from maxvision.graphs.resnet import RESNETS
@@ -55,6 +55,15 @@ def test_a_device_makes_partners() -> None:
     cpu = passes.run(RESNET, Backend("cpu", "float32"))
     assert sum(bool(each.partner) for each in layers(RESNET, cpu)) == 2 * 4
     assert not any(each.partner for each in layers(RESNET))
+
+
+def test_the_bytes_of_a_node_count_its_images_and_not_its_weights() -> None:
+    wide = 56 * 56 * 256 * 4  # what the first stage adds up, in float32
+    assert bytes_at_once(RESNET) == 3 * wide
+    fused = passes.run(
+        RESNET, Backend("cpu", "float32")
+    )  # the sum is a convolution's, of 64 channels
+    assert bytes_at_once(fused) == 2 * wide + wide // 4
 
 
 def test_weights_that_are_computed_of_activations_are_no_layers() -> None:

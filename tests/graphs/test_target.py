@@ -47,7 +47,7 @@ def test_kinds_of_cpus_contain_each_other() -> None:
 @pytest.mark.parametrize(
     ("machine", "name", "told"),
     [
-        ("x86_64", "cpu:sapphirerapids", r"vpdpbusd \(AVX-512 VNNI\)"),
+        ("x86_64", "cpu:sapphirerapids", r"tdpbusd \(AMX\)"),
         ("x86_64", "cpu:x86-64-v4", "vpmaddwd"),
         ("x86_64", "cpu:x86-64-v3", r"vpmaddwd, pairs of 16 bits \(AVX2\)"),
         ("x86_64", "cpu:generic", "pairs of 16 bits"),

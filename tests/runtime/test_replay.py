@@ -342,3 +342,8 @@ print(after[False] - before[False], after[True] - before[True])
         if others < max(1000, 2 * dozing):  # MAX alone: 5,000, and 100 on a core at rest
             return
     raise AssertionError(counts)
+
+
+@pytest.mark.parametrize(("mb", "images"), [(0, 4), (1, 4), (1.5, 2), (2, 2), (2.4, 1), (9, 1)])
+def test_a_core_takes_as_many_images_as_stay_near(mb: float, images: int) -> None:
+    assert replay.share_of(int(mb * 2**20)) == images
