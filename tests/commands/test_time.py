@@ -71,7 +71,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     model = SimpleNamespace(
         name="m", device="gpu:1", dtype="float32", tf32=True, channels=3, seconds={"load": 0.5},
         preprocess=SimpleNamespace(height=2, width=4), sparse=SimpleNamespace(told="1 of 2 sparse"),
-        in_bytes="53 layers, by wgmma", executable=lambda: None,
+        in_bytes="53 layers, by wgmma", executor=lambda: None,
         place=SimpleNamespace(is_host=False),
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ class Engine:
     made: ClassVar[list[Engine]] = []
     memory = 3_000_000
 
-    def __init__(self, executable: Any, device: Any, host: list[np.ndarray]) -> None:
+    def __init__(self, executor: Any, device: Any, host: list[np.ndarray]) -> None:
         self.clock = HostClock()
         self.shape = host[0].shape
         self.calls: list[str] = []
