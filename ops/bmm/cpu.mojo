@@ -47,7 +47,7 @@ def bmm_cpu[
         var g = Geometry(rows=m, depth=k, columns=n)
         var panels = ceildiv(n, columns)
         var depth = k if dtype != BF16 else ceildiv(k, STEP) * STEP
-        var kind = Plan[BF16](g, g.pixels() * g.f).kind
+        var kind = Plan[BF16].kind_of(g)
         var amx = amx_granted()
 
         def task(index: Int) {var}:

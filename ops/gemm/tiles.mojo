@@ -537,7 +537,6 @@ struct _Reach(TrivialRegisterPassable):
         return self.high - self.low
 
 
-@fieldwise_init
 struct Plan[dtype: DType](TrivialRegisterPassable):
     """How a convolution or a product is divided into tasks.
 
@@ -570,14 +569,7 @@ struct Plan[dtype: DType](TrivialRegisterPassable):
             g: Sizes of the convolution, or of the product.
             work: Results of all that is computed together.
         """
-        self.kind = Self.PATCHES
-        if (
-            g.groups == 1
-            and g.c % ROW[Self.dtype] == 0
-            and g.r * g.s <= TAPS
-            and g.stride_h * g.stride_w <= 256
-        ):
-            self.kind = Self.AS_IT_LIES if g.pointwise() and g.pixels() >= SIDE else Self.PLANES
+        self.kind = Self.kind_of(g)
         self.images = g.n if self.kind == Self.PLANES else 1
         var units = g.p if self.kind == Self.PLANES else ceildiv(g.pixels(), BLOCK)
         var panels = ceildiv(g.group_f(), COLUMNS[Self.dtype])
@@ -605,6 +597,25 @@ struct Plan[dtype: DType](TrivialRegisterPassable):
                 break
             blocks = min(units, blocks + max(1, blocks // 2))
         self.shares = ceildiv(panels, self.share)
+
+    @staticmethod
+    def kind_of(g: Geometry) -> Int:
+        """Tells how a task lays out what it reads.
+
+        Args:
+            g: Sizes of the convolution, or of the product.
+
+        Returns:
+            AS_IT_LIES, PLANES or PATCHES.
+        """
+        if (
+            g.groups > 1
+            or g.c % ROW[Self.dtype] != 0
+            or g.r * g.s > TAPS
+            or g.stride_h * g.stride_w > 256
+        ):
+            return Self.PATCHES
+        return Self.AS_IT_LIES if g.pointwise() and g.pixels() >= SIDE else Self.PLANES
 
     def _cost(self, g: Geometry, pixels: Int, share: Int) -> Float64:
         """Estimates a task in cycles.
@@ -984,7 +995,7 @@ def gemm_group[
     comptime for i in range(count):
         work += g[i].pixels() * g[i].f
     var ends = Array[Int, count](fill=0)
-    var plans = Array[Plan[dtype], count](fill=Plan[dtype](g[0], work))
+    var plans = Array[Plan[dtype], count](uninitialized=True)
     var tasks = 0
     comptime for i in range(count):
         plans[i] = Plan[dtype](g[i], work)
@@ -1049,7 +1060,7 @@ def gemm_shortcut(g: Geometry, o: Operands[BF16], side: Geometry, beside: Operan
     comptime Kinds = Plan[BF16]
     var plan = Kinds(side, g.pixels() * g.f)
     var least = g.pixels() if plan.kind == Kinds.AS_IT_LIES else g.p // plan.blocks * g.q
-    var lies = Kinds(g, g.pixels() * g.f).kind == Kinds.AS_IT_LIES
+    var lies = Kinds.kind_of(g) == Kinds.AS_IT_LIES
     if not lies or plan.kind > Kinds.PLANES or side.s > 1 or least < SIDE:
         gemm[Epilogue("none")](side, beside)
         var joined = o

@@ -62,9 +62,7 @@ BF16 = {  # what multiplies pairs of bfloat16; Linux may refuse AMX, so the othe
 @pytest.mark.nightly
 @pytest.mark.parametrize("cpu", BF16)
 def test_bfloat16_products_on_a_cpu(cpu: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    command = ["mojo", "build", "--target-cpu", cpu, "-I", ".", "tests/ops/tile_products.mojo"]
-    output([*command, "--emit", "asm", "-o", str(tmp_path / "assembly.s")], pytestconfig.rootpath)
-    assembly = (tmp_path / "assembly.s").read_text()
+    assembly = assembly_for(cpu, "tile_products", tmp_path, pytestconfig.rootpath)
     assert {name for name in ("vdpbf16ps", "tdpbf16ps") if name in assembly} == BF16[cpu]
 
 
@@ -113,9 +111,7 @@ BYTES = {  # what adds the products of four bytes to a sum
 @pytest.mark.nightly
 @pytest.mark.parametrize("cpu", BYTES)
 def test_byte_products_on_a_cpu(cpu: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    command = ["mojo", "build", "--target-cpu", cpu, "-I", ".", "tests/ops/byte_products.mojo"]
-    output([*command, "--emit", "asm", "-o", str(tmp_path / "assembly.s")], pytestconfig.rootpath)
-    assembly = (tmp_path / "assembly.s").read_text()
+    assembly = assembly_for(cpu, "byte_products", tmp_path, pytestconfig.rootpath)
     found = next(name for name in BYTES.values() if name in assembly)
     assert found == BYTES[cpu]
 
@@ -166,6 +162,13 @@ def run_for(cpu: str | None, program: str, folder: Path, root: Path) -> str:
     command = ["mojo", "build", *target, "-I", ".", f"tests/ops/{program}.mojo"]
     output([*command, "-o", str(folder / program)], root)
     return output([str(folder / program)], root)
+
+
+def assembly_for(cpu: str, program: str, folder: Path, root: Path) -> str:
+    """Compiles a program beside this file for a CPU that may be another and gives its assembly."""
+    command = ["mojo", "build", "--target-cpu", cpu, "-I", ".", f"tests/ops/{program}.mojo"]
+    output([*command, "--emit", "asm", "-o", str(folder / "assembly.s")], root)
+    return (folder / "assembly.s").read_text()
 
 
 def output(command: list[str], folder: Path) -> str:
