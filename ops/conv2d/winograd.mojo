@@ -11,7 +11,7 @@ The points are 0, +-1 / sqrt(2), +-sqrt(2) and infinity. Against float64 the res
 off as that of the GEMM (docs/kernels.md). What is lost is relative to
 the largest numbers that a tile reads.
 
-A task is a panel of filters and some tiles. It transforms SLICE channels of the filters, where they
+A task is a panel of filters, or half of one, and some tiles. It transforms SLICE channels of the filters, where they
 are needed: u in memory would be four times the weights, and the largest layers wait for these
 already. Then, BLOCK tiles at a time, it transforms x and multiplies by the register tiles of the
 GEMM. Where a result of a tile is not finite the GEMM computes the tile's pixels: NaN and infinity
@@ -79,22 +79,55 @@ def convolve_winograd[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
         g: Sizes that `takes` agrees to.
         o: Tensors; the filter is packed in panels.
     """
-    var tiles = _Tiles(g).count
-    var panels = ceildiv(g.f, PANEL)
-    var cores = parallelism_level(None)
-    # A part transforms the filters once more: two tasks a core even out their times if it has
-    # enough tiles, but no core is idle. Sums of several slices wait for the last one.
-    var most = 4 * BLOCK if g.c <= SLICE else 2 * BLOCK
-    var many = min(ceildiv(2 * cores, panels), tiles // (2 * BLOCK - 2))
-    var few = min(ceildiv(cores, panels), ceildiv(tiles, ROWS))
-    var parts = max(ceildiv(tiles, most), many, few)
+    var plan = _Plan(g)
 
     def task(index: Int) {var}:
-        # All panels of a part follow one another: a core keeps to its pixels (ops/parallel.mojo).
-        var part, panel = divmod(index, panels)
-        _task[epilogue](g, o, panel, tiles * part // parts, tiles * (part + 1) // parts)
+        # All pieces of a part follow one another: a core keeps to its pixels (ops/parallel.mojo).
+        var part, piece = divmod(index, plan.pieces)
+        var first, last = plan.tiles * part // plan.parts, plan.tiles * (part + 1) // plan.parts
+        _task[epilogue](g, o, piece * plan.width, plan.width, first, last)
 
-    over_cores(task, parts * panels)
+    over_cores(task, plan.parts * plan.pieces)
+
+
+struct _Plan(TrivialRegisterPassable):
+    """How the work is divided: each part of the tiles by each piece of the filters is a task."""
+
+    var tiles: Int
+    """Of all images."""
+    var parts: Int
+    """Of the tiles."""
+    var pieces: Int
+    """Of the filters."""
+    var width: Int
+    """Filters of a piece: a panel, or half of one."""
+
+    @no_inline
+    def __init__(out self, g: Geometry):
+        """Takes what is estimated to end first."""
+        self.tiles = _Tiles(g).count
+        self.parts = self.pieces = self.width = 0
+        var cores = parallelism_level(None)
+        # Sums of several slices wait for the last one.
+        var most = 4 * BLOCK if g.c <= SLICE else 2 * BLOCK
+        var least = Int.MAX
+        for width in [PANEL, PANEL // 2]:
+            var pieces = ceildiv(g.f, width)
+            var few = ceildiv(self.tiles, most)
+            # Two tasks a core even out their times if these have enough tiles, but no core is idle.
+            var many = min(ceildiv(2 * cores, pieces), self.tiles // (2 * BLOCK - 2))
+            var all = min(ceildiv(cores, pieces), ceildiv(self.tiles, ROWS))
+            var parts = max(few, many, all)
+            var cost = _cost(ceildiv(self.tiles, parts), width) * ceildiv(parts * pieces, cores)
+            if cost < least:
+                least = cost
+                self.parts, self.pieces, self.width = parts, pieces, width
+
+
+def _cost(tiles: Int, filters: Int) -> Int:
+    """Estimates a task, in multiply-adds of vectors a channel: products, and both transforms."""
+    var vectors = filters // WIDTH
+    return tiles * (POINTS * vectors + 200 // WIDTH) + 100 * vectors
 
 
 struct _Tiles(TrivialRegisterPassable):
@@ -171,8 +204,10 @@ def _pitch(numbers: Int) -> Int:
 
 
 @no_inline
-def _task[epilogue: Epilogue](g: Geometry, o: Operands[F32], panel: Int, first: Int, last: Int):
-    """Computes one panel of filters at the tiles `first` to `last`."""
+def _task[
+    epilogue: Epilogue
+](g: Geometry, o: Operands[F32], column: Int, width: Int, first: Int, last: Int):
+    """Computes `width` filters of a panel, from `column` on, at the tiles `first` to `last`."""
     var count = last - first
     var blocks = ceildiv(count, BLOCK)
     var size = ceildiv(count, blocks)
@@ -180,9 +215,9 @@ def _task[epilogue: Epilogue](g: Geometry, o: Operands[F32], panel: Int, first: 
     var s = _Scratch(size, kept)
     var memory = alloc(Layout[Float32](count=s.count))
     s.at(rebind[Data[F32]](memory.unsafe_ptr()))
-    var column = panel * PANEL
-    var columns = min(PANEL, g.f - column)
-    var here = o.shifted(w=panel * panel_size[F32](g))
+    var columns = min(width, g.f - column)
+    var panel, at = divmod(column, PANEL)
+    var here = o.shifted(w=panel * panel_size[F32](g) + at)
     for channel in range(0, g.c, SLICE):
         var depth = min(SLICE, g.c - channel)
         _transform_filters(g, here.w, channel, depth, columns, s)

@@ -628,18 +628,28 @@ def gemm_shortcut(g: Geometry, o: Operands[F32], side: Geometry, beside: Operand
     over_cores(task, ceildiv(g.pixels(), block) * ceildiv(g.f, PANEL))
 
 
+@no_inline
 def _block(g: Geometry, work: Int) -> Int:
     """Chooses how many pixels a task has, of as many tasks as share `work` results evenly.
 
-    Eight tasks a core even out their times. But pixels are divided into blocks only where the
-    panels are not enough, since each block reads the panels once more, and below PIXELS only for
-    two tasks a core.
+    All cores take one task each, a second one, ..: what counts is the rounds that this needs, times
+    what a task takes. An eighth of a round more stands for cores that are late, so that of even
+    choices it is the one of more tasks; that a task reads its panel takes as long as some pixels.
     """
+    comptime READS = 8
     var cores = parallelism_level(None)
-    var size = g.pixels() * min(g.group_f(), PANEL)
-    var many = min(size // ceildiv(work, 8 * cores), ceildiv(g.pixels(), PIXELS))
-    var few = min(size // ceildiv(work, 2 * cores), ceildiv(g.pixels(), 4 * ROWS))
-    return ceildiv(ceildiv(g.pixels(), max(many, few, 1)), ROWS) * ROWS
+    var panels = ceildiv(g.group_f(), PANEL) * g.groups
+    # What is computed together has the other cores.
+    var own = max(1, cores * g.pixels() * g.f // work)
+    var best, least = g.pixels(), Int.MAX
+    for rounds in range(1, 9):
+        var most = ceildiv(g.pixels(), 4 * ROWS)
+        var block = ceildiv(g.pixels(), min(max(rounds * own // panels, 1), most))
+        var needed = ceildiv(ceildiv(g.pixels(), block) * panels, own)
+        var cost = (8 * needed + 1) * (block + READS)
+        if cost < least:
+            best, least = block, cost
+    return best
 
 
 def _task[
