@@ -13,11 +13,14 @@ from typing import Any
 
 from maxvision.common.host import cores
 
+HELD_BY = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""What holds torch and OpenVINO to an older instruction set."""
 PACKAGES = ("max", "mojo-compiler", "torch", "transformers", "onnxruntime", "openvino")
 
 
 def environment() -> dict[str, Any]:
     """Names the machine and how busy it is, the versions, the commit, the command and the day."""
+    held = {name: os.environ[name] for name in HELD_BY if name in os.environ}
     query = ("nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm", "--format=csv,noheader")
     return {
         "cpu": f"{_cpu()}, {cores()} core{'s' * (cores() > 1)}",
@@ -25,6 +28,7 @@ def environment() -> dict[str, Any]:
         "commit": _output("git", "describe", "--always", "--dirty") or "unknown",
         "load": [round(each, 2) for each in os.getloadavg()],
         "command": _command(),
+        **({"variables": held} if held else {}),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         **{name: found for name in PACKAGES if (found := _version(name))},

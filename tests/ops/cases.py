@@ -1348,6 +1348,7 @@ CASES = [
     # Layers of the networks, their sizes cut down.
     conv("conv2d stem 7x7/2", (39, 33), 3, 64, (7, 7), stride=2, padding=3, then="relu"),
     conv("conv2d 3x3", (14, 14), 64, 64, (3, 3), padding=1, then="relu"),
+    conv("conv2d 3x3 last filters", (8, 9), 32, 104, (3, 3), padding=1, then="add_relu"),
     conv("conv2d 3x3/2", (15, 14), 32, 96, (3, 3), stride=2, padding=1),
     conv("conv2d 1x1 add_relu", (7, 7), 64, 256, (1, 1), then="add_relu"),
     conv("conv2d 1x1/2", (14, 13), 64, 128, (1, 1), stride=2),
