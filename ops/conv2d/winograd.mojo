@@ -11,9 +11,9 @@ The points are 0, +-1 / sqrt(2), +-sqrt(2) and infinity. Against float64 the res
 off as that of the GEMM (docs/kernels.md). What is lost is relative to
 the largest numbers that a tile reads.
 
-A task is a panel of filters, or half of one, and some tiles. It transforms SLICE channels of the filters, where they
-are needed: u in memory would be four times the weights, and the largest layers wait for these
-already. Then, BLOCK tiles at a time, it transforms x and multiplies by the register tiles of the
+A task is a panel of filters, or half of one, and some tiles. It transforms SLICE channels of the
+filters, where they are needed: u in memory would be four times the weights, and the largest layers
+wait for these already. Then, BLOCK tiles at a time, it transforms x and multiplies by the register tiles of the
 GEMM. Where a result of a tile is not finite the GEMM computes the tile's pixels: NaN and infinity
 reach those which they reach in a sum. Bound by products and transforms alike
 where channels are few, by the way of the weights where tiles are: docs/kernels.md has the figures.
@@ -109,15 +109,14 @@ struct _Plan(TrivialRegisterPassable):
         self.parts = self.pieces = self.width = 0
         var cores = parallelism_level(None)
         # Sums of several slices wait for the last one.
-        var most = 4 * BLOCK if g.c <= SLICE else 2 * BLOCK
+        var few = ceildiv(self.tiles, 4 * BLOCK if g.c <= SLICE else 2 * BLOCK)
         var least = Int.MAX
         for width in [PANEL, PANEL // 2]:
             var pieces = ceildiv(g.f, width)
-            var few = ceildiv(self.tiles, most)
             # Two tasks a core even out their times if these have enough tiles, but no core is idle.
             var many = min(ceildiv(2 * cores, pieces), self.tiles // (2 * BLOCK - 2))
-            var all = min(ceildiv(cores, pieces), ceildiv(self.tiles, ROWS))
-            var parts = max(few, many, all)
+            var one = min(ceildiv(cores, pieces), ceildiv(self.tiles, ROWS))
+            var parts = max(few, many, one)
             var cost = _cost(ceildiv(self.tiles, parts), width) * ceildiv(parts * pieces, cores)
             if cost < least:
                 least = cost

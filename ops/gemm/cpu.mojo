@@ -632,8 +632,8 @@ def gemm_shortcut(g: Geometry, o: Operands[F32], side: Geometry, beside: Operand
 def _block(g: Geometry, work: Int) -> Int:
     """Chooses how many pixels a task has, of as many tasks as share `work` results evenly.
 
-    All cores take one task each, a second one, ..: what counts is the rounds that this needs, times
-    what a task takes. An eighth of a round more stands for cores that are late, so that of even
+    All cores take one task each, then a second one, and so on: what counts is the rounds that this
+    needs, times what a task takes. An eighth of a round more stands for cores that are late, so that of even
     choices it is the one of more tasks; that a task reads its panel takes as long as some pixels.
     """
     comptime READS = 8
@@ -641,9 +641,9 @@ def _block(g: Geometry, work: Int) -> Int:
     var panels = ceildiv(g.group_f(), PANEL) * g.groups
     # What is computed together has the other cores.
     var own = max(1, cores * g.pixels() * g.f // work)
+    var most = ceildiv(g.pixels(), 4 * ROWS)
     var best, least = g.pixels(), Int.MAX
     for rounds in range(1, 9):
-        var most = ceildiv(g.pixels(), 4 * ROWS)
         var block = ceildiv(g.pixels(), min(max(rounds * own // panels, 1), most))
         var needed = ceildiv(ceildiv(g.pixels(), block) * panels, own)
         var cost = (8 * needed + 1) * (block + READS)

@@ -60,9 +60,8 @@ def test_a_device_makes_partners() -> None:
 def test_the_bytes_of_a_node_count_its_images_and_not_its_weights() -> None:
     wide = 56 * 56 * 256 * 4  # what the first stage adds up, in float32
     assert bytes_at_once(RESNET) == 3 * wide
-    fused = passes.run(
-        RESNET, Backend("cpu", "float32")
-    )  # the sum is a convolution's, of 64 channels
+    fused = passes.run(RESNET, Backend("cpu", "float32"))
+    # The sum is a convolution's now, which reads 64 channels.
     assert bytes_at_once(fused) == 2 * wide + wide // 4
 
 
