@@ -16,7 +16,7 @@ from max.driver import CPU
 from max.dtype import DType
 
 from maxvision import weights
-from maxvision.bench import accuracy, sparse, summaries
+from maxvision.bench import accuracy, curves, sparse, summaries
 from maxvision.bench.__main__ import main, parser
 from maxvision.commands.weights import main as weights_command
 from maxvision.common.errors import ArgumentError, ModelError
@@ -94,6 +94,11 @@ def test_the_table_is_what_auto_reads(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ArgumentError, match="--table needs layers, and none was measured"):
         sparse.write_table([NETWORK], target, "float32", FACTS)
     sparsity.read_table.cache_clear()
+
+
+def test_more_zeros_never_take_longer() -> None:
+    row = curves.to_row([layer(0.5, 100.0), layer(0.3, 190.0), layer(0.2, 60.0), layer(0.1, 70.0)])
+    assert row.sparse_us == ((0.1, 60.0), (0.2, 60.0), (0.3, 100.0), (0.5, 100.0))
 
 
 @pytest.mark.parametrize(
