@@ -95,7 +95,8 @@ def parser() -> Parser:
     add("images", nargs="*", metavar="IMAGE", help="an image file, a folder, or - for stdin")
     add("--model", metavar="M", help=f"{MODEL} (default: {DEFAULT_MODEL}, which knows"
         " 1,000 classes)")  # fmt: skip
-    made.add_shared("revision", "labels", "device", "dtype", "tf32", "sparse", "decode", "passes")
+    made.add_shared("revision", "labels", "device", "dtype", "tf32", "sparse", "decode", "threads",
+                    "passes")  # fmt: skip
     add("--batch-size", type=whole(1, 999_999), metavar="N",
         help="images that run together (default: 8 on a CPU, 32 on a GPU)")  # fmt: skip
     add(

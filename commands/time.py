@@ -41,7 +41,7 @@ def parser() -> Parser:
     add = made.add_argument
     add("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL",
         help=f"{MODEL} (default: %(default)s)")  # fmt: skip
-    made.add_shared("revision", "device", "dtype", "tf32", "sparse", "passes")
+    made.add_shared("revision", "device", "dtype", "tf32", "sparse", "threads", "passes")
     add("--batch-size", type=counts, default=[1], metavar="N,M",
         help="images that run together; several are measured in turn (default: 1); --sparse auto"
         " chooses for the size if there is one")  # fmt: skip

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from maxvision.common.console import complain
+from maxvision.common.errors import ArgumentError
+from maxvision.common.host import use_cores
 
 DEFAULT_MODEL = "efficientnet-lite0"
 """The model that runs where none is named; it knows ImageNet's 1,000 classes."""
@@ -92,6 +94,29 @@ def device(text: str) -> str:
     return text
 
 
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Makes what takes a whole number from ``low`` to ``high``."""
+
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"\d{1,12}", text, re.ASCII) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(
+                f"takes a whole number from {low} to {high}, not {text!r}"
+            )
+        return int(text)
+
+    return convert
+
+
+class _Threads(argparse.Action):
+    """Keeps the process to so many cores; leaves nothing in the namespace."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        try:
+            use_cores(values)
+        except ArgumentError as problem:
+            raise argparse.ArgumentError(self, str(problem)) from None
+
+
 SHARED: dict[str, dict[str, Any]] = {
     "revision": {"metavar": "R", "help": "branch, tag or commit of a hub model"},
     "labels": {
@@ -127,6 +152,14 @@ SHARED: dict[str, dict[str, Any]] = {
         "help": "where JPEGs are decoded: gpu, which needs the extra nvjpeg; cpu; fast, on the CPU,"
         " large ones at a half, a quarter or an eighth of their size, where that is at least twice"
         " what the model reads (default: auto, on the model's GPU if the extra is installed)",
+    },
+    "threads": {
+        "action": _Threads,
+        "type": whole(1, 65_536),
+        "default": argparse.SUPPRESS,
+        "metavar": "N",
+        "help": "cores to use, for decoding and for a model on a CPU (default: all that the"
+        " process's affinity and its container's quota leave it)",
     },
     "passes": {
         "default": "all",
@@ -219,19 +252,6 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(
             action, f"{value!r} is none of {', '.join(known)}{meant(str(value), known)}"
         )
-
-
-def whole(low: int, high: int) -> Callable[[str], int]:
-    """Makes what takes a whole number from ``low`` to ``high``."""
-
-    def convert(text: str) -> int:
-        if not re.fullmatch(r"\d{1,12}", text, re.ASCII) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(
-                f"takes a whole number from {low} to {high}, not {text!r}"
-            )
-        return int(text)
-
-    return convert
 
 
 def number(low: float, high: float) -> Callable[[str], float]:

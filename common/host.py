@@ -3,19 +3,89 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
+
+from maxvision.common.errors import ArgumentError
 
 HOME = Path(os.path.abspath(__file__)).parents[2]  # not resolved: common/ is a link in a checkout
 """The folder that holds the package, from which ``python -m maxvision...`` runs."""
 
 
+THREADS = "MAXVISION_THREADS"
+"""The user's own limit, in the environment, for this process and those that it starts."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
 def cores() -> int:
-    """Counts the cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Counts the cores that this process may use: the least of three limits.
+
+    They are its affinity (``taskset``, cpusets), the quota of CPU time of its container or unit, in
+    whole cores (``docker run --cpus``, ``CPUQuota=``), and ``MAXVISION_THREADS``.
+
+    Raises:
+        ArgumentError: If that is not a whole number from 1 on.
+    """
+    given = os.environ.get(THREADS, "")
+    if given and not (given.isdecimal() and int(given)):
+        raise ArgumentError(f"{THREADS} must be a whole number from 1 on but is {given!r}")
+    return min(_lent(), int(given or sys.maxsize))
+
+
+def use_cores(count: int) -> None:
+    """Keeps this process, and those that it starts from here on, to so many cores.
+
+    Call it before a device is opened.
+
+    Raises:
+        ArgumentError: If there are not as many.
+    """
+    if count > (lent := _lent()):
+        kind = "cores that" if lent > 1 else "core that"
+        raise ArgumentError(f"takes at most the {lent} {kind} this process may use, not {count}")
+    os.environ[THREADS] = str(count)
+
+
+def _lent() -> int:
+    """Counts the cores that the system lets this process use."""
+    affinity = hasattr(os, "sched_getaffinity")
+    count = len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, int(min(count, _quota())))
+
+
+@cache
+def _quota() -> float:
+    return min(_quotas(), default=math.inf)
+
+
+def _quotas() -> Iterator[float]:
+    """Yields the quotas of CPU time, in cores, of the control groups that this process is in.
+
+    A group's own and those of the groups around it count, as version 2 or 1 of cgroups has them.
+    """
+    with suppress(OSError):  # elsewhere than on Linux
+        for line in _MEMBERSHIP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            group = PurePosixPath(path.lstrip("/"))
+            for each in (group, *group.parents):  # in a container only the last may be there
+                with suppress(OSError, ValueError):  # no such file, or "max"
+                    if controllers:
+                        folder = _CGROUPS / "cpu" / each
+                        quota = int((folder / "cpu.cfs_quota_us").read_text())
+                        period = int((folder / "cpu.cfs_period_us").read_text())
+                    else:
+                        quota, period = map(int, (_CGROUPS / each / "cpu.max").read_text().split())
+                    if quota > 0:  # -1 is none
+                        yield quota / period
 
 
 def python(module: str, *arguments: str) -> dict[str, Any]:

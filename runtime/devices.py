@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 
 from max.driver import CPU, Accelerator, Device, accelerator_count
 from max.dtype import DType
+from max.engine import InferenceSession
 from max.graph import DeviceRef
 
 from maxvision.common.arguments import meant
 from maxvision.common.errors import ArgumentError, DeviceError
+from maxvision.common.host import cores
 from maxvision.graphs import nodes
 
 DTYPES = {
@@ -34,6 +39,7 @@ def find_device(name: str) -> Device:
         ArgumentError: If it is none of these.
         DeviceError: If there is no such GPU.
     """
+    _start_threads()
     kind, index = parse_device(name)
     count = accelerator_count()
     if kind == "cpu" or (kind == "auto" and count == 0):
@@ -49,6 +55,39 @@ def find_device(name: str) -> Device:
             + f" to gpu:{count - 1}" * (count > 1)
         )
     return Accelerator(index or 0)
+
+
+@cache
+def _start_threads() -> None:
+    """Has MAX start as many threads as ``cores`` counts.
+
+    MAX starts one for each core that the process may run on, the first time that a session is made,
+    and knows no quota. So the process may run on as many cores meanwhile; then its threads go where
+    there is room. Within a quota more threads would wait for each other at the end of each loop,
+    while Linux holds one of them back until the next period of 100 ms.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        free = os.sched_getaffinity(0)
+        if (count := cores()) < len(free):
+            with _only(set(sorted(free)[:count]), free):
+                InferenceSession(devices=[CPU()])
+
+
+@contextmanager
+def _only(few: set[int], free: set[int]) -> Iterator[None]:
+    """Keeps this thread to a few cores, and lets it and the threads that it started go after."""
+    os.sched_setaffinity(0, few)
+    try:
+        yield
+    finally:
+        held = True
+        while held:  # until no thread is new
+            held = False
+            for thread in map(int, os.listdir("/proc/self/task")):
+                with suppress(ProcessLookupError):  # it has ended
+                    if os.sched_getaffinity(thread) == few:
+                        os.sched_setaffinity(thread, free)
+                        held = True
 
 
 def share_gpu(count: int) -> None:

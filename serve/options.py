@@ -158,7 +158,7 @@ def parser() -> Parser:
     add("--served-model-name", **each, metavar="NAME", help="what clients call it")
     for name in ("revision", "labels", "device", "dtype"):
         add(f"--{name}", **SHARED[name] | each)
-    made.add_shared("tf32", "sparse", "decode")
+    made.add_shared("tf32", "sparse", "decode", "threads")
     add("--model-control-mode", choices=CONTROL, help="explicit: let clients load and unload"
         " models, by Triton's repository API (default: %(default)s)")  # fmt: skip
     add("--host", metavar="H", help="address to listen on (default: %(default)s;"
@@ -277,7 +277,7 @@ def _from(environ: Mapping[str, str], parser: argparse.ArgumentParser) -> list[s
     for action in parser._actions:
         name = action.option_strings[-1]
         value = environ.get(_variable(name))
-        if value is None or name == "--help":
+        if value is None or name in ("--help", "--threads"):  # of threads cores() reads it
             continue
         if isinstance(action, argparse._AppendAction):
             argv += [f"{name}={each}" for each in value.split(",") if each]
