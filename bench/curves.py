@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from statistics import median_high
 
 from maxvision.bench.tables import Record, grouped, number
@@ -44,13 +44,12 @@ def to_row(records: Sequence[Record], dense: str = "dense_p10_us") -> Row:
     first = records[0]
     sizes = ("kernel", "stride", "channels", "filters", "pixels", "batch")
     sparse = {r["density"]: r["sparse_p10_us"] for r in reversed(records)}
-    least = math.inf
-    for density in sorted(sparse, reverse=True):
-        least = sparse[density] = min(sparse[density], least)
+    densities = sorted(sparse, reverse=True)
+    times = accumulate((sparse[density] for density in densities), min)
     return Row(
         **{key: first[key] for key in sizes},
         dense_us=median_high(r[dense] for r in records),
-        sparse_us=tuple(sorted(sparse.items())),
+        sparse_us=tuple(sorted(zip(densities, times, strict=True))),
         format=first.get("format", Row.format),
     )
 

@@ -16,8 +16,6 @@ from maxvision.common.errors import ArgumentError
 
 HOME = Path(os.path.abspath(__file__)).parents[2]  # not resolved: common/ is a link in a checkout
 """The folder that holds the package, from which ``python -m maxvision...`` runs."""
-
-
 THREADS = "MAXVISION_THREADS"
 """The user's own limit, in the environment, for this process and those that it starts."""
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -62,30 +60,33 @@ def _lent() -> int:
 
 @cache
 def _quota() -> float:
+    """Reads the least quota of CPU time, in cores, of the control groups of this process."""
     return min(_quotas(), default=math.inf)
 
 
 def _quotas() -> Iterator[float]:
-    """Yields the quotas of CPU time, in cores, of the control groups that this process is in.
+    for folder, files in _groups():
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            text = " ".join((folder / name).read_text() for name in files)
+            quota, period = map(int, text.split())
+            if quota > 0:  # -1 is none
+                yield quota / period
 
-    A group's own and those of the groups around it count, as version 2 or 1 of cgroups has them.
+
+def _groups() -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yields the folders of this process's control groups, and those of the groups around them.
+
+    With each come the files that have its quota and period: those of version 2 or 1 of cgroups.
     """
     with suppress(OSError):  # elsewhere than on Linux
         for line in _MEMBERSHIP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
             group = PurePosixPath(path.lstrip("/"))
             for each in (group, *group.parents):  # in a container only the last may be there
-                with suppress(OSError, ValueError):  # no such file, or "max"
-                    if controllers:
-                        folder = _CGROUPS / "cpu" / each
-                        quota = int((folder / "cpu.cfs_quota_us").read_text())
-                        period = int((folder / "cpu.cfs_period_us").read_text())
-                    else:
-                        quota, period = map(int, (_CGROUPS / each / "cpu.max").read_text().split())
-                    if quota > 0:  # -1 is none
-                        yield quota / period
+                if not controllers:
+                    yield _CGROUPS / each, ("cpu.max",)
+                elif "cpu" in controllers.split(","):
+                    yield _CGROUPS / "cpu" / each, ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 def python(module: str, *arguments: str) -> dict[str, Any]:

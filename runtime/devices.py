@@ -9,7 +9,6 @@ from functools import cache
 
 from max.driver import CPU, Accelerator, Device, accelerator_count
 from max.dtype import DType
-from max.engine import InferenceSession
 from max.graph import DeviceRef
 
 from maxvision.common.arguments import meant
@@ -39,8 +38,8 @@ def find_device(name: str) -> Device:
         ArgumentError: If it is none of these.
         DeviceError: If there is no such GPU.
     """
-    _start_threads()
     kind, index = parse_device(name)
+    _start_threads()
     count = accelerator_count()
     if kind == "cpu" or (kind == "auto" and count == 0):
         return CPU()
@@ -69,6 +68,8 @@ def _start_threads() -> None:
     if hasattr(os, "sched_setaffinity"):
         free = os.sched_getaffinity(0)
         if (count := cores()) < len(free):
+            from max.engine import InferenceSession  # 0.1 s
+
             with _only(set(sorted(free)[:count]), free):
                 InferenceSession(devices=[CPU()])
 
