@@ -461,6 +461,8 @@ def _stem(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
         filter = given.weights.fragments(given.name(3), given.name(4), stride=stride)
         levels = (given.vector(1), given.vector(2)) if given.name(1) else None
         norm = [given.vector(5), given.vector(6)] if given.name(5) else []
+        if dtype == "uint8":
+            attributes["dtype"] = dtype
         return op(given.value(0), filter, levels, *norm, stride=stride, **attributes)
 
     return emit

@@ -1521,6 +1521,7 @@ def stem_maxpool(
     *,
     stride: int,
     padding: int,
+    dtype: str = "",
 ) -> TensorValue:
     """Computes a ResNet's stem: maxpool(conv2d(normalize(x), relu), 3, stride=2, padding=1).
 
@@ -1532,6 +1533,7 @@ def stem_maxpool(
         levels: Mean and scale [C] of uint8 levels; None for floats.
         stride: Pixels between windows of the convolution.
         padding: Zeros on each side of the normalised image.
+        dtype: Of the result, if it is another: uint8, to which it is rounded.
 
     Raises:
         ArgumentError: If shapes or geometry do not fit, or levels are missing or too many.
@@ -1539,7 +1541,7 @@ def stem_maxpool(
     """
     out = shapes.stem_maxpool(
         _type(x), *_levels(levels), _filter(filter), None,
-        stride=stride, padding=padding, dtype=filter.dtype.name,
+        stride=stride, padding=padding, dtype=dtype or filter.dtype.name,
     )  # fmt: skip
     values, parameters = _stem(x, filter, levels, stride)
     window = _window(filter.shape[:2], stride, padding)
@@ -1583,6 +1585,7 @@ def stem_conv2d(
     stride: int,
     padding: int,
     epilogue: str = "none",
+    dtype: str = "",
 ) -> TensorValue:
     """Computes an EfficientNet's stem: act(conv2d(normalize(x))), of an activation or none.
 
@@ -1594,7 +1597,7 @@ def stem_conv2d(
     """
     out = shapes.stem_conv2d(
         _type(x), *_levels(levels), _filter(filter), None,
-        stride=stride, padding=padding, dtype=filter.dtype.name, epilogue=epilogue,
+        stride=stride, padding=padding, dtype=dtype or filter.dtype.name, epilogue=epilogue,
     )  # fmt: skip
     values, parameters = _stem(x, filter, levels, stride)
     window = _window(filter.shape[:2], stride, padding)

@@ -24,6 +24,8 @@ from maxvision.graphs.shapes import sides
 
 PRODUCTS = {"conv2d": "quantized_conv2d", "linear": "quantized_linear"}
 """The op in 8 bits of each product."""
+STEMS = ("stem_maxpool", "stem_conv2d")
+"""Ops on pixels that compute in 16 bits and can store bytes."""
 KEEPING = ("max_pool2d", "reshape", "permute")
 """Ops that give numbers of their input, and so run on bytes as they do on what these stand for."""
 
@@ -34,7 +36,8 @@ def eight_bit(program: Program, on: Backend) -> Program:
     A rounded value is stored once, as uint8, for all that read it. Where nothing else reads a
     product's result, and its residual is stored so too, it stores its result rounded itself. What
     is rounded to levels that it has already, such as a max pool of a rounded value, is a value of
-    bytes too. On a CPU a product takes in a sum that its rounded result goes to: see ``_sums``.
+    bytes too. A stem whose result is only rounded stores that. On a CPU a product takes in a sum
+    that its rounded result goes to: see ``_sums``.
     """
     if not (on.is_hopper or (not on.is_gpu and on.dtype == "float32")):
         return program
@@ -259,6 +262,16 @@ def saturating(product: Node, grid: Grid) -> str:
     return epilogue
 
 
+def _stem(program: Program, value: str) -> Node | None:
+    """Finds the stem of which a value is the rounded result, if it can store that itself."""
+    rounding = program.producers[value]
+    grid, node = Grid.read(rounding), program.producers.get(rounding.inputs[0])
+    if grid is None or node is None or node.op not in STEMS:
+        return None
+    alone = program.only_user(node.output) is rounding
+    return node if alone and not grid.low and saturating(node, grid) == "none" else None
+
+
 class _Rewriting:
     """Rewrites a program.
 
@@ -298,6 +311,8 @@ class _Rewriting:
                 pixels = None if value in self.keeping else _pixels(program, value)
                 if pixels and int(program.types[pixels.output].shape[-1]) % GROUP:
                     self.pixels[value] = pixels
+        self.stems = {value: made for value in rounded if (made := _stem(program, value))}
+        """The stems that store their results rounded."""
         for node in program.nodes:
             if node.output in self.keeping and node.op not in KEEPING:
                 self.stored[node.output] = self.stored[node.inputs[0]]
@@ -313,6 +328,9 @@ class _Rewriting:
             elif pixels := self.pixels.get(value):
                 made = self.bytes_of(pixels, value)
                 rewrite.replace([pixels])
+            elif stem := self.stems.get(value):
+                made = self.stem(stem, value)
+                rewrite.replace([stem])
             elif value not in self.keeping:
                 made = self.quantize(node)
             elif node.op in KEEPING:
@@ -425,6 +443,33 @@ class _Rewriting:
                 attributes={"dtype": "uint8", "channels": room},
             ),
         ]
+
+    def stem(self, node: Node, value: str) -> list[Node]:
+        """Makes a stem compute a rounded value's levels, by its weights, and store these."""
+        *pixels, weight, bias = node.inputs
+        inverse, scaled, shift = (
+            free(self.taken, f"{value}.{part}") for part in ("inverse", "filter", "bias")
+        )
+        full: dict[str, Attribute] = {
+            "shape": (int(self.program.types[weight].shape[0]),),
+            "value": 1 / self.rounded[value].scale,
+        }
+        made = [
+            Node("full", (), (inverse,), full, at_load=True),
+            Node("scale_filter", (weight, inverse), (scaled,), at_load=True),
+        ]
+        if bias:
+            made.append(Node("mul", (bias, inverse), (shift,), at_load=True))
+        attributes = {**node.attributes, "dtype": "uint8"}
+        if "epilogue" in attributes:
+            attributes["epilogue"] = "none"
+        new = replace(
+            node,
+            inputs=(*pixels, scaled, shift if bias else ""),
+            outputs=(self.stored[value],),
+            attributes=attributes,
+        )
+        return [*made, new]
 
     def quantize(self, node: Node) -> list[Node]:
         """Stores a value as uint8."""

@@ -288,14 +288,17 @@ struct Tiling(KernelArgument, TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct StemOperands[dtype: DType, pixel: DType](KernelArgument, TrivialRegisterPassable):
+struct StemOperands[dtype: DType, pixel: DType, out: DType = dtype](
+    KernelArgument, TrivialRegisterPassable
+):
     """The tensors of a stem.
 
     Nothing but pointers: LLVM then knows that a kernel's are global memory.
 
     Parameters:
-        dtype: Of the filter and y.
+        dtype: Of the filter, and of y unless that is named.
         pixel: Of x: uint8 levels are normalised, floats are taken as they are.
+        out: Of y: uint8 saturates.
     """
 
     comptime device_type: AnyType = Self
@@ -315,5 +318,5 @@ struct StemOperands[dtype: DType, pixel: DType](KernelArgument, TrivialRegisterP
     """[F], layer norm's weight; any pointer for other stems."""
     var beta: Data[DType.float32]
     """[F], layer norm's bias; any pointer for other stems."""
-    var y: Data[Self.dtype]
+    var y: Data[Self.out]
     """The result, NHWC."""

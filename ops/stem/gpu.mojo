@@ -8,8 +8,9 @@
 
     x[N, H, W, C]                        uint8, or floats that are normalised; C <= 4
     w[F / 32, K / 16, 2, 32, 4, 2]       filters in the order that the lanes of a warp hold them
-    y[N, P', Q', F]                      bfloat16 or float16; F at most 256, a multiple of 32, or of
-                                         8 for act: w is filled up with zeros to 32
+    y[N, P', Q', F]                      bfloat16, float16 or uint8 (rounded to nearest even, saturated);
+                                         F at most 256, a multiple of 32, or of 8 for act: w is filled
+                                         up with zeros to 32
 
 An implicit GEMM (M = F, N pixels, K = R * S * C) whose patches need no building: with C channels
 side by side, a row of the window is one run of S * C numbers. The block normalises the input rows
@@ -45,7 +46,7 @@ from ..device import Device
 from ..epilogue import activate
 from ..hopper.ptx import mma_sync, mma_sync_short, packed
 from ..launch import launch
-from ..operands import F32, Data, Shared
+from ..operands import F32, Data, Shared, narrowed
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
 
 comptime MOST_THREADS = 384
@@ -120,7 +121,7 @@ def _load[
 def _fill[
     dtype: DType, pixel: DType, //, stem: Stem
 ](
-    o: StemOperands[dtype, pixel],
+    o: StemOperands[dtype, pixel, _],
     t: Tiling,
     n: Int32,
     h0: Int32,
@@ -209,6 +210,40 @@ def _fill[
 
 
 @always_inline
+def _halves[out: DType](z: SIMD[F32, 4]) -> SIMD[DType.uint32, 2]:
+    """Rounds two pairs to halves.
+
+    Bytes fill the lower parts of the first pair's halves and the upper ones of the second's, with
+    zeros beside: they sort as halves do, and `|` puts both pairs together.
+    """
+    comptime if size_of[out]() == 2:
+        return bitcast[DType.uint32, 2](narrowed[out](z))
+    else:
+        var four = bitcast[DType.uint32, 1](narrowed[out](z.shuffle[0, 2, 1, 3]()))
+        return SIMD[DType.uint32, 2](four & 0x00FF00FF, four & 0xFF00FF00)
+
+
+@always_inline
+def _rectified[out: DType](z: SIMD[F32, 4]) -> SIMD[DType.uint32, 2]:
+    """Rounds two pairs to halves; what is below zero becomes zero, as it does in uint8 anyway."""
+    comptime if size_of[out]() == 2:
+        return SIMD[DType.uint32, 2](
+            packed[out, relu=True](z[0], z[1]), packed[out, relu=True](z[2], z[3])
+        )
+    else:
+        return _halves[out](z)
+
+
+@always_inline
+def _turned[out: DType](pairs: SIMD[DType.uint32, 2]) -> SIMD[out, 4]:
+    """Turns over two pairs of columns of a filter each: gives four filters of a column."""
+    comptime if size_of[out]() == 2:
+        return bitcast[out, 4](SIMD[DType.uint32, 2](_transposed(pairs[0]), _transposed(pairs[1])))
+    else:
+        return bitcast[out, 4](_transposed(pairs[0] | pairs[1])).shuffle[0, 2, 1, 3]()
+
+
+@always_inline
 def _transposed(a: UInt32) -> UInt32:
     """Turns over an 8 x 8 matrix of halves, two of row `lane / 4` in each lane."""
     return inlined_assembly[
@@ -285,9 +320,9 @@ def _multiply[
 
 @always_inline
 def _pool[
-    dtype: DType, pixel: DType, stem: Stem
+    dtype: DType, pixel: DType, stem: Stem, out: DType
 ](
-    o: Data[dtype],
+    o: Data[out],
     t: Tiling,
     n: Int32,
     row0: Int32,
@@ -322,14 +357,13 @@ def _pool[
     @always_inline
     def store(pooled: Array[UInt32, 4], step: Int32, group: Int32, first: Int32, last: Int32) {var}:
         """Stores two output rows of a group's 4 columns, from column `first` to before `last`."""
-        var eight = SIMD[DType.uint32, 4](0)
-        comptime for i in range(4):
-            eight[i] = _transposed(pooled[i])
+        var low = _turned[out](SIMD[DType.uint32, 2](pooled[0], pooled[1]))
+        var high = _turned[out](SIMD[DType.uint32, 2](pooled[2], pooled[3]))
         var row = row0 + 2 * step + g % 2
         var column = group * (GROUP // 2) + g // 2
         if column >= first and column < last and row < t.out_p:
             var pixel = (Int(n) * Int(t.out_p) + Int(row)) * Int(t.out_q) + Int(column0 + column)
-            o.unsafe_store[alignment=16](pixel * Int(t.f) + channel, bitcast[dtype, 8](eight))
+            o.unsafe_store[alignment=8 * size_of[out]()](pixel * Int(t.f) + channel, low.join(high))
 
     for group in range(begin, end):
         var at = lanes.unsafe_offset(Int(group * ACROSS))
@@ -341,19 +375,19 @@ def _pool[
         if t.lead_p > 0:
             if p0 > 0:
                 var z = _multiply[dtype, pixel, stem, 1](at, w, bias)
-                comptime for i in range(4):
-                    carry[i] = kept & packed[dtype, relu=True](
-                        z[i // 2][i % 2 * 2], z[i // 2][i % 2 * 2 + 1]
-                    )
+                comptime for m in range(2):
+                    var two = _rectified[out](z[m])
+                    carry[2 * m] = kept & two[0]
+                    carry[2 * m + 1] = kept & two[1]
             at = at.unsafe_offset(stem.stride * stem.pitch() // 2)
         for step in range(t.steps):
             var z = _multiply[dtype, pixel, stem, STEP_ROWS](at, w, bias)
             at = at.unsafe_offset(Int(STEP))
             var pairs = Array[UInt32, 4 * STEP_ROWS](uninitialized=True)
             comptime for j in range(STEP_ROWS):
-                comptime for i in range(4):
-                    ref v = z[2 * j + i // 2]
-                    pairs[4 * j + i] = packed[dtype, relu=True](v[i % 2 * 2], v[i % 2 * 2 + 1])
+                comptime for m in range(2):
+                    var two = _rectified[out](z[2 * j + m])
+                    pairs[4 * j + 2 * m], pairs[4 * j + 2 * m + 1] = two[0], two[1]
             if not inside:
                 comptime for j in range(STEP_ROWS):
                     var mask = kept if p0 + step * STEP_ROWS + Int32(j) < t.p else 0
@@ -409,9 +443,9 @@ def _pool[
 
 @always_inline
 def _layernorm[
-    dtype: DType, pixel: DType, stem: Stem
+    dtype: DType, pixel: DType, stem: Stem, out: DType
 ](
-    o: StemOperands[dtype, pixel],
+    o: StemOperands[dtype, pixel, out],
     t: Tiling,
     n: Int32,
     p0: Int32,
@@ -499,15 +533,15 @@ def _layernorm[
             var factor = warp.shuffle_idx(deviation, source)
             if inside and p + Int32(j) < t.p:
                 var y = ((tokens[j].cast[F32]() - centre) * factor).fma(gamma, beta)
-                to.unsafe_store[alignment=16](0, y.cast[dtype]())
+                to.unsafe_store[alignment=8 * size_of[out]()](0, narrowed[out](y))
             to = to.unsafe_offset(Int(t.q * t.f))
 
 
 @always_inline
 def _activated[
-    dtype: DType, pixel: DType, stem: Stem
+    dtype: DType, pixel: DType, stem: Stem, out: DType
 ](
-    y: Data[dtype],
+    y: Data[out],
     t: Tiling,
     n: Int32,
     p0: Int32,
@@ -540,28 +574,32 @@ def _activated[
             ((Int(n) * Int(t.p) + Int(p)) * Int(t.q) + Int(q)) * Int(t.f) + Int(channel)
         )
         comptime for j in range(STEP_ROWS):
-            var eight = SIMD[DType.uint32, 4](0)
+            var eight = SIMD[out, 8](0)
             comptime for m in range(2):
-                var value = activate[stem.epilogue, dtype](z[2 * j + m]).cast[dtype]()
-                comptime for i in range(2):
-                    var two = SIMD[dtype, 2](value[2 * i], value[2 * i + 1])
-                    eight[2 * m + i] = _transposed(bitcast[DType.uint32, 1](two))
+                var pairs = _halves[out](activate[stem.epilogue, out](z[2 * j + m]))
+                eight = eight.insert[offset=4 * m](_turned[out](pairs))
             if inside and p + Int32(j) < t.p:
-                to.unsafe_store[alignment=16](0, bitcast[dtype, 8](eight))
+                to.unsafe_store[alignment=8 * size_of[out]()](0, eight)
             to = to.unsafe_offset(Int(t.q * t.f))
 
 
-@__name(t"stem_{stem.label()}_{dtype}")
+def _dtypes[dtype: DType, out: DType]() -> String:
+    """Names the dtypes, as a part of a kernel's symbol: `bfloat16_to_uint8`."""
+    return String(dtype) if out == dtype else String(t"{dtype}_to_{out}")
+
+
+@__name(t"stem_{stem.label()}_{_dtypes[dtype, out]()}")
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](MOST_THREADS))
 def stem_kernel[
-    dtype: DType, pixel: DType, stem: Stem
-](o: StemOperands[dtype, pixel], t: Tiling, eps: Float32):
+    dtype: DType, pixel: DType, stem: Stem, out: DType
+](o: StemOperands[dtype, pixel, out], t: Tiling, eps: Float32):
     """Computes a tile of the output.
 
     Parameters:
-        dtype: Of the filter and y.
+        dtype: Of the filter.
         pixel: Of x.
         stem: Compile-time sizes.
+        out: Of y.
 
     Args:
         o: Tensors.
@@ -622,11 +660,11 @@ def stem_kernel[
     )
     var beyond = tile.unsafe_offset(Int(rows) * stem.pitch()).unsafe_bitcast[UInt32]()
     comptime if stem.pools():
-        _pool[dtype, pixel, stem](o.y, t, n, row0, column0, w, bias, lanes, beyond)
+        _pool[dtype, pixel, stem, out](o.y, t, n, row0, column0, w, bias, lanes, beyond)
     elif stem.then == Stem.CONV2D:
-        _activated[dtype, pixel, stem](o.y, t, n, row0, column0, w, bias, lanes)
+        _activated[dtype, pixel, stem, out](o.y, t, n, row0, column0, w, bias, lanes)
     else:
-        _layernorm[dtype, pixel, stem](o, t, n, row0, column0, w, bias, lanes, beyond, eps)
+        _layernorm[dtype, pixel, stem, out](o, t, n, row0, column0, w, bias, lanes, beyond, eps)
 
 
 def shared_bytes[stem: Stem](t: Tiling) -> Int:
@@ -712,9 +750,9 @@ def tiling[
 
 
 def stem_gpu[
-    dtype: DType, pixel: DType, stem: Stem
+    dtype: DType, pixel: DType, stem: Stem, out: DType
 ](
-    o: StemOperands[dtype, pixel],
+    o: StemOperands[dtype, pixel, out],
     x: IndexList[4],
     y: IndexList[4],
     pad: Int,
@@ -724,9 +762,10 @@ def stem_gpu[
     """Enqueues a stem.
 
     Parameters:
-        dtype: Of the filter and y.
+        dtype: Of the filter.
         pixel: Of x.
         stem: Compile-time sizes.
+        out: Of y.
 
     Args:
         o: Tensors.
@@ -740,18 +779,19 @@ def stem_gpu[
         If the launch fails.
     """
     var t = tiling[stem](x[0], x, y, pad, Device(ctx))
-    enqueue_stem[dtype, pixel, stem](o, t, x[0], eps, ctx)
+    enqueue_stem[dtype, pixel, stem, out](o, t, x[0], eps, ctx)
 
 
 def enqueue_stem[
-    dtype: DType, pixel: DType, stem: Stem
-](o: StemOperands[dtype, pixel], t: Tiling, n: Int, eps: Float32, ctx: DeviceContext) raises:
+    dtype: DType, pixel: DType, stem: Stem, out: DType = dtype
+](o: StemOperands[dtype, pixel, out], t: Tiling, n: Int, eps: Float32, ctx: DeviceContext) raises:
     """Enqueues a stem with a tiling of the caller's.
 
     Parameters:
-        dtype: Of the filter and y.
+        dtype: Of the filter, and of y unless that is named.
         pixel: Of x.
         stem: Compile-time sizes.
+        out: Of y.
 
     Args:
         o: Tensors.
@@ -764,7 +804,7 @@ def enqueue_stem[
         If the launch fails.
     """
     var shared = shared_bytes[stem](t)
-    launch[stem_kernel[dtype, pixel, stem]](
+    launch[stem_kernel[dtype, pixel, stem, out]](
         ctx,
         o,
         t,

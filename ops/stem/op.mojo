@@ -12,9 +12,9 @@ from .gpu import stem_gpu
 
 @always_inline
 def _stem[
-    dtype: DType, pixel: DType, //, target: StaticString, stem: Stem
+    dtype: DType, pixel: DType, out: DType, //, target: StaticString, stem: Stem
 ](
-    o: StemOperands[dtype, pixel],
+    o: StemOperands[dtype, pixel, out],
     x: IndexList[4],
     y: IndexList[4],
     pad: Int,
@@ -23,9 +23,10 @@ def _stem[
 ) raises:
     comptime assert target != "cpu", "stem: a CPU runs separate ops"
     comptime assert dtype.is_half_float(), "stem: expects bfloat16 or float16"
+    comptime assert out == dtype or out == DType.uint8, "stem: expects the filter's dtype or uint8"
     comptime assert stem.c <= 4, "stem: expects at most 4 channels"
     if y[0] * y[1] * y[2] > 0:
-        stem_gpu[dtype, pixel, stem](o, x, y, pad, eps, ctx)
+        stem_gpu[dtype, pixel, stem, out](o, x, y, pad, eps, ctx)
 
 
 @register("stem_maxpool")
@@ -40,7 +41,7 @@ struct StemMaxPool:
         x: InputTensor[rank=4, ...],
         mean: InputTensor[dtype=F32, rank=1, ...],
         scale: InputTensor[dtype=F32, rank=1, ...],
-        filter: InputTensor[dtype=y.dtype, rank=1, ...],
+        filter: InputTensor[rank=1, ...],
         bias: InputTensor[dtype=F32, rank=1, ...],
         window: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
@@ -55,7 +56,7 @@ struct StemMaxPool:
             stride: Of the convolution.
 
         Args:
-            y: Result [N, P', Q', F].
+            y: Result [N, P', Q', F], in the filter's dtype or uint8.
             x: Pixels [N, H, W, C], uint8 levels or normalised floats.
             mean: [C], in levels.
             scale: [C], one over the deviation in levels.
@@ -68,7 +69,7 @@ struct StemMaxPool:
             If a launch fails.
         """
         _stem[target, Stem(c, r, s, stride, Stem.MAXPOOL)](
-            StemOperands[y.dtype, x.dtype](
+            StemOperands[filter.dtype, x.dtype, y.dtype](
                 data(x),
                 data(mean),
                 data(scale),
@@ -162,7 +163,7 @@ struct StemConv2D:
         x: InputTensor[rank=4, ...],
         mean: InputTensor[dtype=F32, rank=1, ...],
         scale: InputTensor[dtype=F32, rank=1, ...],
-        filter: InputTensor[dtype=y.dtype, rank=1, ...],
+        filter: InputTensor[rank=1, ...],
         bias: InputTensor[dtype=F32, rank=1, ...],
         window: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
@@ -178,7 +179,7 @@ struct StemConv2D:
             stride: Of the convolution.
 
         Args:
-            y: Result [N, P, Q, F].
+            y: Result [N, P, Q, F], in the filter's dtype or uint8.
             x: Pixels [N, H, W, C], uint8 levels or normalised floats.
             mean: [C], in levels.
             scale: [C], one over the deviation in levels.
@@ -194,7 +195,7 @@ struct StemConv2D:
             Epilogue.known[epilogue]() and not Epilogue(epilogue).joins
         ), "stem_conv2d: expects an activation as its epilogue"
         _stem[target, Stem(c, r, s, stride, Stem.CONV2D, epilogue)](
-            StemOperands[y.dtype, x.dtype](
+            StemOperands[filter.dtype, x.dtype, y.dtype](
                 data(x),
                 data(mean),
                 data(scale),

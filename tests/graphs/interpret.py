@@ -337,10 +337,12 @@ def _bias(mask: Tensor, *, heads: int, queries: int, keys: int) -> Tensor:
 def _normalize(
     pixels: Tensor, mean: Tensor, scale: Tensor, *, dtype: str = "", channels: int = 0
 ) -> Tensor:
-    y = (pixels - mean) * scale
-    if dtype == "uint8":
-        y = y.round().clamp(0, 255)
+    y = _levels((pixels - mean) * scale, dtype)
     return F.pad(y, (0, channels - y.shape[-1])) if channels else y
+
+
+def _levels(y: Tensor, dtype: str) -> Tensor:
+    return _stored(y, 1, 0) if dtype == "uint8" else y
 
 
 def _stem(
@@ -351,11 +353,12 @@ def _stem(
 
 
 def _stem_maxpool(*given: Any, dtype: str, **window: int) -> Tensor:
-    return _last(F.max_pool2d(_stem(*given, **window).relu(), 3, 2, 1))
+    y = F.max_pool2d(_stem(*given, **window).relu(), 3, 2, 1)
+    return _levels(_last(y), dtype)
 
 
 def _stem_conv2d(*given: Any, dtype: str, epilogue: str = "none", **window: int) -> Tensor:
-    return _end(_last(_stem(*given, **window)), None, epilogue)
+    return _levels(_end(_last(_stem(*given, **window)), None, epilogue), dtype)
 
 
 def _stem_layernorm(*given: Any, dtype: str, eps: float = 1e-5, **window: int) -> Tensor:

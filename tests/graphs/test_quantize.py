@@ -199,11 +199,12 @@ def test_hopper_adds_zero_points_to_the_bias() -> None:
     assert numbers[:1] + numbers[2:] == [0, 0, 1, 0]
 
 
-def pooled() -> Program:
+def pooled(width: int = 16, last: int = 8) -> Program:
     """A network of pixels [N, 33, 20, 3] in uint8: a stem, a pool, a convolution, a classifier."""
     net = Net("pooled")
-    x = net.relu(net.conv2d(net.input("x", (BATCH, 3, 33, 20)), "stem", 16, 7, stride=2, padding=3))
-    x = net.relu(net.conv2d(net.max_pool2d(x, 3, stride=2, padding=1), "a", 8, 1))
+    x = net.input("x", (BATCH, 3, 33, 20))
+    x = net.relu(net.conv2d(x, "stem", width, 7, stride=2, padding=3))
+    x = net.relu(net.conv2d(net.max_pool2d(x, 3, stride=2, padding=1), "a", last, 1))
     net.output("logits", net.linear(net.flatten(net.avg_pool2d(x)), "head", 5))
     return net.program()
 
@@ -215,6 +216,63 @@ def with_pixels(write: Callable[[], Program]) -> Program:
     program = from_pixels(plain, "uint8", "float32")
     how = Quantization({name: Grid(0.02, -115) for name in values}, tuple(layers))
     return quantized(program, how)
+
+
+IN_16_BITS = Backend("cuda", "bfloat16", architecture="sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("plain", "op"), [(pooled(32, 16), "stem_maxpool"), (residual(16), "stem_conv2d")]
+)
+def test_on_hopper_a_stem_stores_bytes(plain: Program, op: str) -> None:
+    program = calibrated(from_pixels(plain, "uint8", "bfloat16"))
+    final = passes.run(program, IN_16_BITS)
+    assert Program.from_json(final.to_json()) == final
+    stem, layer, *_ = [node for node in final.nodes if not node.at_load]
+    assert (stem.op, layer.op) == (op, "quantized_conv2d") and stem.layers == ("stem",)
+    assert final.types[stem.output].dtype == "uint8" and layer.inputs[0] == stem.output
+    given, tensors = inputs(program), weights(program)
+    before, after = (interpret(each, given, tensors)["logits"] for each in (program, final))
+    np.testing.assert_allclose(after, before, 1e-9, 1e-9)
+    older = passes.run(program, Backend("cuda", "bfloat16", architecture="sm_80"))
+    assert older.types[next(n for n in older.nodes if n.op == op).output].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "scale", "seen", "taken"),
+    [
+        ("relu", 0.0, 0.03, "", True),
+        ("relu6", 0.0, 6 / 255, "", True),
+        ("relu6", 0.0, 7 / 255, "", False),  # levels beyond the clamp
+        ("silu", 0.0, 0.03, "", False),
+        ("relu", -9.0, 0.03, "", False),
+        ("relu", 0.0, 0.03, "before", False),  # what is not rounded is an output
+        ("relu", 0.0, 0.03, "behind", True),
+    ],
+)
+def test_stems_that_store_bytes(
+    name: str, low: float, scale: float, seen: str, taken: bool
+) -> None:
+    net = Net("rounded")
+    x = net.conv2d(net.input("x", (BATCH, 3, 9, 8)), "stem", 16, 3, padding=1)
+    x = getattr(net, name)(x) if hasattr(net, name) else net.op(name, [x])
+    if seen == "before":
+        net.output("seen", x)
+    x = net.op("fake_quantize", [x], scale=scale, low=low, high=low + 255)
+    if seen == "behind":
+        net.output("seen", x)
+    weight = net.op("fake_quantize_filter", [net.weight("w", 16, 16, 1, 1)])
+    net.output("y", net.op("conv2d", [x, weight], "layer"))
+    program = from_pixels(net.program(), "uint8", "bfloat16")
+    final = passes.run(program, IN_16_BITS)
+    stem = next(node for node in final.nodes if node.op == "stem_conv2d")
+    assert "quantized_conv2d" in ops(final)
+    assert ops(final).count("pointwise") == (not taken) + (seen == "behind")
+    assert final.types[stem.output].dtype == ("uint8" if taken else "bfloat16")
+    given, tensors = inputs(program), weights(program)
+    before, after = (interpret(each, given, tensors) for each in (program, final))
+    for output, want in before.items():
+        np.testing.assert_allclose(after[output], want, 1e-9, 1e-9)
 
 
 @pytest.mark.parametrize("write", [pooled, residual])

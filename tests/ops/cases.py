@@ -1034,6 +1034,34 @@ def stem(
     return Case(name, [(*size, c)], weights, build, reference, set_levels, levels)
 
 
+def stem_of_bytes(op: str, size: tuple[int, int], f: int) -> Case:
+    """Makes a case of stem_maxpool or stem_conv2d that stores uint8, which are widened again.
+
+    Nothing rounds but the result: weights and normalised pixels are multiples of powers of 2.
+    """
+    window = {"stride": 2, "padding": 3}
+
+    def build(w: Parameters, x: Any) -> Any:
+        levels = w.vector("pixels.mean"), w.vector("pixels.scale")
+        filter = w.fragments("w.filter", "w.bias", stride=2)
+        y = getattr(nodes, op)(x, filter, levels, dtype="uint8", **window)
+        return nodes.pointwise("x0", [y], w.dtype.name)
+
+    def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        images = ((x - 128) / 8).permute(0, 3, 1, 2)
+        y = F.conv2d(images, w["w.filter"].permute(3, 2, 0, 1), w["w.bias"].to(x), **window)
+        y = y.round().clamp(0, 255)
+        return (F.max_pool2d(y, 3, 2, 1) if op == "stem_maxpool" else y).permute(0, 2, 3, 1)
+
+    def whole(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        weights["w.filter"] = np.rint(weights["w.filter"] * 60) / 8
+        weights["w.bias"] = np.rint(weights["w.bias"] * 16) / 2
+        weights["pixels.mean"][:], weights["pixels.scale"][:] = 128, 1 / 8
+
+    shapes = {"w.filter": (7, 7, 3, f), "w.bias": (f,), "pixels.mean": (3,), "pixels.scale": (3,)}
+    return Case(f"{op} bytes", [(*size, 3)], shapes, build, reference, whole, levels=True)
+
+
 def attend(
     name: str,
     t: int,
@@ -1902,6 +1930,8 @@ ON_HOPPER = [
     quantized("quantized_conv2d 3x3", (9, 7), 64, 80, 3, Grid(2.0**-5, 0), Grid(0.25, -130)),
     quantized("quantized_conv2d 1x1", (14, 5), 208, 144, 1, Grid(2.0**-5, -9), Grid(0.25, -99)),
     quantized("quantized_conv2d to floats", (9, 7), 144, 72, 3, Grid(2.0**-5, 0), None),
+    stem_of_bytes("stem_maxpool", (37, 90), 64),
+    stem_of_bytes("stem_conv2d", (30, 21), 40),
     conv("packed tiles 3x3", (9, 9), 72, 136, (3, 3), padding=1, sparsity=0.9, then="add_relu",
          format="tiles"),
     conv("packed tiles 1x1", (14, 13), 200, 72, (1, 1), sparsity=0.7, then="relu", format="tiles"),

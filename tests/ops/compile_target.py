@@ -125,7 +125,7 @@ FLOAT32 = NAMES - {
 }
 BFLOAT16 = {
     "packed tiles 3x3", "packed two_four 1x1", "packed blocks 1x1/2", "token_linear gelu",
-    "token_linear add", "quantized_conv2d 3x3",
+    "token_linear add", "quantized_conv2d 3x3", "stem_maxpool bytes",
 }  # fmt: skip
 # Other branches of ops that are in another case, too, and products, whose many tiles take most of
 # the time: by day tests/ptx compiles these kernels and runs them, and tests/test_third_family.py
@@ -144,6 +144,7 @@ NIGHTLY = {
     "bmm add",
     "qkv_linear",
     "stem_maxpool floats",
+    "stem_maxpool bytes",
     "conv2d epilogue silu",
     "linear gelu",
     "attention 16",

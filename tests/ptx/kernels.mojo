@@ -502,6 +502,15 @@ def main() raises:
         0,
         ctx,
     )
+    enqueue_stem[BF16, DType.uint8, pooling, DType.uint8](
+        StemOperands[BF16, DType.uint8, DType.uint8](
+            bytes, full, full, half, full, full, full, bytes
+        ),
+        tiling,
+        n,
+        0,
+        ctx,
+    )
     enqueue_stem[BF16, BF16, norming](
         StemOperands[BF16, BF16](half, full, full, half, full, full, full, half),
         tiling,
@@ -524,6 +533,13 @@ def main() raises:
         ctx,
     )
     comptime floats = Stem(3, 3, 3, 1, Stem.CONV2D)
+    enqueue_stem[BF16, BF16, floats, DType.uint8](
+        StemOperands[BF16, BF16, DType.uint8](half, full, full, half, full, full, full, bytes),
+        tiling,
+        n,
+        0,
+        ctx,
+    )
     enqueue_stem[BF16, BF16, floats](
         StemOperands[BF16, BF16](half, full, full, half, full, full, full, half),
         tiling,

@@ -2042,13 +2042,15 @@ class StemCase:
         return ((p + 1) // 2, (q + 1) // 2) if self.then == "maxpool" else (p, q)
 
 
-def stem(kernel: Kernel, g: StemCase, inputs: Sequence[Array], offset: int = 0) -> Array:
+def stem(
+    kernel: Kernel, g: StemCase, inputs: Sequence[Array], offset: int = 0, dtype: str = "bfloat16"
+) -> Array:
     """Runs ops/stem: x, mean, scale, filters as the kernel wants them, bias, gamma, beta.
 
-    x lies `offset` bytes after an aligned address.
+    x lies `offset` bytes after an aligned address; `dtype` is the result's.
     """
     memory, (out_p, out_q) = Tensors(), g.out
-    y = unwritten((g.n, out_p, out_q, g.f), "bfloat16")
+    y = unwritten((g.n, out_p, out_q, g.f), dtype)
     at = [memory.add(a, 0 if i else offset) for i, a in enumerate((*inputs, y))]
     pools = g.then == "maxpool"
     scale = 2 if pools else 1

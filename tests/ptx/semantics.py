@@ -69,6 +69,15 @@ def to_float8(x: Array, name: str) -> Array:
     return bits.astype(np.uint8)
 
 
+def to_integers(x: Array, name: str) -> Array:
+    """Converts whole floats; what is beyond an end becomes that, and NaN 0 (9.7.9.21, cvt)."""
+    limits = np.iinfo(name)
+    x = np.where(np.isnan(x), 0, np.asarray(x, np.float64))
+    inside = (x > limits.min) & (x < limits.max)
+    ends = np.where(x > 0, np.array(limits.max, name), np.array(limits.min, name))
+    return np.where(inside, np.where(inside, x, 0).astype(name), ends)
+
+
 def pack_saturated(kind: str, a: Array, b: Array, c: Array) -> Array:
     """Packs two integers of 8 bits, b lower, below the lower half of c (9.7.9.22, cvt.pack)."""
     limits = np.iinfo({"s8": np.int8, "u8": np.uint8}[kind])

@@ -2173,30 +2173,42 @@ def test_rms_norm(
     check(y, want, BF16, 2**-20)
 
 
+POOLING = [
+    StemCase(2, 32, 32, 64, 2, "maxpool", 3, 2, 2),
+    StemCase(1, 37, 45, 64, 2, "maxpool", 3, 1, 2),
+    StemCase(1, 20, 64, 32, 2, "maxpool", 3, 3, 4),
+    StemCase(1, 9, 7, 64, 2, "maxpool", 3, 2, 2),
+]
+
+
 @pytest.mark.parametrize("offset", [0, 1, 3])
-@pytest.mark.parametrize(
-    "g",
-    [
-        StemCase(2, 32, 32, 64, 2, "maxpool", 3, 2, 2),
-        StemCase(1, 37, 45, 64, 2, "maxpool", 3, 1, 2),
-        StemCase(1, 20, 64, 32, 2, "maxpool", 3, 3, 4),
-        StemCase(1, 9, 7, 64, 2, "maxpool", 3, 2, 2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("g", POOLING, ids=str)
 def test_stem_maxpool(find: Find, rng: np.random.Generator, g: StemCase, offset: int) -> None:
     x = rng.integers(0, 256, (g.n, g.h, g.w, g.c), np.uint8)
     inputs, z = stem_inputs(rng, g, x)
-    z = np.maximum(z, 0)
+    got = stem(find("stem_maxpool_bfloat16"), g, inputs, offset)
+    check(got, pooled_stem(g, z), BF16, SUMS)
+
+
+@pytest.mark.parametrize("g", POOLING, ids=str)
+def test_stem_maxpool_to_bytes(find: Find, rng: np.random.Generator, g: StemCase) -> None:
+    """Nothing but the last step rounds: ties are among the results, and what saturates."""
+    x = rng.integers(0, 256, (g.n, g.h, g.w, g.c), np.uint8)
+    inputs, z = stem_inputs(rng, g, x, exact=True)
+    assert (z % 1 == 0.5).any() and (z < -0.5).any() and (z > 256).any()
+    got = stem(find("stem_maxpool_bfloat16_to_uint8"), g, inputs, 1, "uint8")
+    np.testing.assert_array_equal(got, rounded(pooled_stem(g, z), "uint8"))
+
+
+def pooled_stem(g: StemCase, z: Array) -> Array:
     p, q = g.out
-    padded = np.pad(z, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    padded = np.pad(np.maximum(z, 0), ((0, 0), (1, 1), (1, 1), (0, 0)))
     windows = [
         padded[:, r : r + 2 * p - 1 : 2, s : s + 2 * q - 1 : 2][:, :p, :q]
         for r in range(3)
         for s in range(3)
     ]
-    got = stem(find("stem_maxpool_bfloat16"), g, inputs, offset)
-    check(got, np.max(windows, 0), BF16, SUMS)
+    return np.max(windows, 0)
 
 
 @pytest.mark.parametrize(
@@ -2262,12 +2274,35 @@ def test_stem_conv2d_of_floats(
     check(stem(find("stem_conv2d_none_bfloat16"), g, inputs), want, BF16, SUMS)
 
 
-def stem_inputs(rng: np.random.Generator, g: StemCase, x: Array) -> tuple[list[Array], Array]:
-    """Makes a stem's tensors from x on, and z[N, P, Q, F] in float64."""
+@pytest.mark.parametrize("f", [64, 40, 8])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_stem_conv2d_to_bytes(find: Find, rng: np.random.Generator, f: int) -> None:
+    """Nothing but the last step rounds. What is below 0 becomes 0, as does NaN."""
+    g = StemCase(2, 11, 19, f, 1, "conv2d", 1, 2, 2, r=3, s=3)
+    x = rng.integers(-100, 101, (g.n, g.h, g.w, g.c)) / 4
+    x[0, 0, 0, 0], x[0, 5, 9, 1], x[1, 10, 18, 2] = np.nan, np.inf, -np.inf
+    inputs, z = stem_inputs(rng, g, rounded(x, BF16), exact=True)
+    assert (z % 1 == 0.5).any() and (z < -0.5).any() and (z > 256).any() and np.isnan(z).any()
+    got = stem(find("stem_conv2d_none_bfloat16_to_uint8"), g, inputs, 0, "uint8")
+    np.testing.assert_array_equal(got, rounded(np.nan_to_num(z, nan=0), "uint8"))
+
+
+def stem_inputs(
+    rng: np.random.Generator, g: StemCase, x: Array, exact: bool = False
+) -> tuple[list[Array], Array]:
+    """Makes a stem's tensors from x on, and z[N, P, Q, F] in float64.
+
+    Where it is to be ``exact``, of uint8 or multiples of 1/4, z is that of float32, too.
+    """
     means, scales = (rng.random(g.c) * 50 + 100).astype(np.float32), np.float32(1 / 60)
+    if exact:
+        means, scales = np.full(g.c, 128, np.float32), np.float32(1 / 8)
     scale = np.full(g.c, scales)
     w = rounded(rng.standard_normal((g.r, g.s, g.c, g.f)) * 0.1, BF16)
     bias, gamma, beta = rng.standard_normal((3, g.f)).astype(np.float32)
+    if exact:
+        w = rounded(rng.integers(-12, 13, (g.r, g.s, g.c, g.f)) / 8, BF16)
+        bias = (rng.integers(-40, 41, g.f) / 2).astype(np.float32)
     values = wide(x, BF16)
     if x.dtype == np.uint8:
         values = wide(rounded((x - means).astype(np.float32) * scale, BF16), BF16)

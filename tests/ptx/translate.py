@@ -382,7 +382,8 @@ class Translator:
             return [self.put(a[0], f"to_tf32({x})", "u32")]
         if to[0] in "us" and source[0] == "f":
             mode = {"rzi": "trunc", "rmi": "floor", "rpi": "ceil", "rni": "rint"}[i.parts[1]]
-            x = f"np.{mode}({x})"
+            whole = f"to_integers(np.{mode}({x}), '{NUMPY[to[0]]}{to[1:]}')"
+            return [self.put(a[0], whole, to)]
         name = "float32" if to == "f32" else f"{NUMPY[to[0]]}{to[1:]}"
         return [self.put(a[0], f"np.asarray({x}).astype(np.{name})", to)]
 
