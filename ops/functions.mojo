@@ -392,7 +392,9 @@ def to_e4m3[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
     comptime LEAST: UInt32 = 0x3C800000  # 2^-6, below which they lie as far apart as above
     comptime ROUNDS: UInt32 = (20 << 23) + 0x400000  # times 1.5 * 2^20
     var size = at_most(abs(x), E4M3_LARGEST)
-    var power = max(bitcast[DType.uint32, width](size) & 0x7F800000, LEAST)
+    var power = max(
+        bitcast[DType.uint32, width](size) & 0x7F800000, SIMD[DType.uint32, width](LEAST)
+    )
     # Beside that number they lie as far apart as around x.
     var rounder = bitcast[F32, width](power + ROUNDS)
     return copysign((size + rounder) - rounder, x)

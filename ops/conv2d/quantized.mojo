@@ -23,7 +23,7 @@ from ..dot import I8, U8
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm_bytes
 from ..geometry import Geometry
-from ..operands import F32, Affine, Levels, Operands, Scales, data
+from ..operands import F32, Affine, Data, Levels, Operands, Scales, data
 from .cpu import conv2d_cpu
 
 
@@ -74,13 +74,11 @@ struct QuantizedConv2d:
         comptime assert filter.dtype == (x.dtype if floats else I8) and (
             floats or x.dtype == U8
         ), "quantized_conv2d: multiplies uint8 by int8, or float8_e4m3fn by itself"
-        comptime Out = Operands[x.dtype, y.dtype, filter.dtype]
         var g = Geometry(x.shape(), y.shape(), data(window))
         if g.pixels() == 0:
             return
         var given = data(scales)
         var beside = data(residual).unsafe_bitcast[Scalar[y.dtype]]()  # x if nothing is added
-        var o = Out(data(x), data(filter), data(bias), beside, data(y))
         comptime scaled = Epilogue(epilogue, scales=True, rounds=rounds)
         var added = Affine(given[unsafe_offset=1], given[unsafe_offset=2])
         comptime if target == "cpu":
@@ -88,6 +86,9 @@ struct QuantizedConv2d:
             comptime assert (
                 y.dtype == F32 or y.dtype == U8
             ), "quantized_conv2d: the result is float32 or uint8 on a CPU"
+            var bytes = rebind[Data[U8]](data(x))
+            var integers = rebind[Data[I8]](data(filter))
+            var o = Operands[U8, y.dtype, I8](bytes, integers, data(bias), beside, data(y))
             var between = Affine(1, 0)
             comptime if rounds:
                 between = Affine(given[unsafe_offset=5], given[unsafe_offset=6])
@@ -102,6 +103,9 @@ struct QuantizedConv2d:
         else:
             comptime assert members == 0, "quantized_conv2d: a GPU has no depthwise kernel"
             comptime assert not rounds, "quantized_conv2d: a GPU rounds no sums before the residual"
+            var o = Operands[x.dtype, y.dtype, filter.dtype](
+                data(x), data(filter), data(bias), beside, data(y)
+            )
             gemm_bytes[x.dtype, filter.dtype, y.dtype, scaled, narrow](
                 g, o, Scales(data(product), added), ctx
             )
