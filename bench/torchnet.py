@@ -103,18 +103,17 @@ def _with_rounded_filters(
     program: Program, tensors: Mapping[str, np.ndarray]
 ) -> tuple[Program, Mapping[str, np.ndarray]]:
     """Rounds filters that a quantised program rounds, once and for all."""
-    rounding = {n.output: n for n in program.nodes if n.op == "fake_quantize_filter"}
-    rounded = {name: node.inputs for name, node in rounding.items()}
+    rounding = [node for node in program.nodes if node.op == "fake_quantize_filter"]
+    rounded = {node.output: node.inputs for node in rounding}
+    to = {node.inputs[0]: str(node.attributes.get("to", "int8")) for node in rounding}
     nodes = [
         replace(node, inputs=tuple(rounded.get(name, (name,))[0] for name in node.inputs))
         for node in program.nodes
         if node.output not in rounded
     ]
     made = {
-        name: fake_quantize_filter(
-            tensors[name], *(tensors[each] for each in scale), **rounding[output].attributes
-        )
-        for output, (name, *scale) in rounded.items()
+        name: fake_quantize_filter(tensors[name], *(tensors[each] for each in scale), to=to[name])
+        for name, *scale in rounded.values()
     }
     return (rebuilt(program, nodes), {**tensors, **made}) if rounded else (program, tensors)
 

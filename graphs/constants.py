@@ -141,9 +141,7 @@ def quantized_filter(filters: Array, scales: Array | None = None, to: str = "int
     return np.clip(np.rint(divided), -128, 127).astype(np.int8)
 
 
-def fake_quantize_filter(
-    filters: Array, scales: Array | None = None, *, to: str = "int8"
-) -> Array:
+def fake_quantize_filter(filters: Array, scales: Array | None = None, *, to: str = "int8") -> Array:
     """Rounds filters [F, ...] as ``quantized_filter``, and gives what the numbers stand for."""
     by_filter = filter_scales(filters, to) if scales is None else scales.astype(np.float64)
     whole = quantized_filter(filters, by_filter, to)

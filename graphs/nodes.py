@@ -467,7 +467,8 @@ def quantized_conv2d(
     Args:
         x: The activations; C of a group is a multiple of 4, or the convolution is depthwise. On
             Hopper C is a multiple of 16 in one group, and so is F of a result in 8 bits.
-        filter: The weights, in int8, or float8_e4m3fn as x: ``Parameters.quantized`` gives them, and the next two.
+        filter: The weights, in int8, or as x in float8_e4m3fn: ``Parameters.quantized`` gives them,
+            and the next two.
         product: What a sum of each filter stands for, float32 [F].
         scales: What x's 0 is stored as; scale and zero point of the residual, of the result, and
             on a CPU perhaps of what is rounded before the residual is added.

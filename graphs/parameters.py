@@ -87,7 +87,7 @@ class Bound:
         return math.prod(self.shape) * self.dtype.size_in_bytes
 
     def array(self) -> np.ndarray:
-        """Makes the values in ``dtype``, C-contiguous; bfloat16 as its bits, in uint16; see ``rounded``."""
+        """Makes the values in ``dtype``, C-contiguous; some as their bits, as ``rounded`` does."""
         return rounded(self.make(), self.dtype)
 
 

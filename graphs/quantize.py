@@ -93,7 +93,7 @@ class Grid(NamedTuple):
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """Of what Hopper's kernel computes before it stores the result: there is a zero point."""
+        """What Hopper's kernel computes before it stores the result: none before a zero point."""
         return ()
 
     @property
@@ -172,7 +172,7 @@ class Float8(NamedTuple):
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """Of what Hopper's kernel computes before it stores the result: what scales take no part in."""
+        """What Hopper's kernel computes of a result that it has scaled, before it stores that."""
         return ("relu",)
 
     @property

@@ -387,10 +387,10 @@ def token_linear(
 def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
     """Types a product of x in uint8, which stands for scale * (x + low), or in float8_e4m3fn.
 
-    So do the residual and the result where ``dtype`` is that; a wider float stands for itself. There
-    ``rounded_scale`` and ``rounded_low`` are of the integers to which the product is rounded before
-    the residual is added, unless the former is 0. ``steps`` are what an integer of each filter
-    stands for, as in ``fake_quantize_filter``.
+    So do the residual and the result where ``dtype`` is that; a wider float stands for itself.
+    There ``rounded_scale`` and ``rounded_low`` are of the integers to which the product is rounded
+    before the residual is added, unless the former is 0. ``steps`` are what 1 of each filter stands
+    for, as in ``fake_quantize_filter``.
     """
 
     def typed(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 FLOAT8 = "float8_e4m3fn"
-"""Floats of 8 bits: a sign, 4 bits of exponent, 3 of mantissa, and no infinity (arXiv:2209.05433)."""
+"""Floats of a sign, 4 bits of exponent and 3 of mantissa, without infinity (arXiv:2209.05433)."""
 
 BATCH = "batch"
 """The symbolic size of a batch."""

@@ -164,7 +164,11 @@ def map_safetensors(path: Path) -> tuple[Mapped, dict[str, tuple[str, Array]]]:
         for key, entry in header.items():
             kind, (begin, end) = str(entry["dtype"]), entry["data_offsets"]
             name = _DTYPES[kind]
-            begin, end, dtype = begin + 8 + length, end + 8 + length, np.dtype(DTYPES.get(name, "|u1"))
+            begin, end, dtype = (
+                begin + 8 + length,
+                end + 8 + length,
+                np.dtype(DTYPES.get(name, "|u1")),
+            )
             shape = tuple(entry["shape"])
             count = math.prod(shape)
             if not 8 + length <= begin <= end <= size or count * dtype.itemsize != end - begin:

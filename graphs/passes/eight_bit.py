@@ -356,7 +356,10 @@ class _Rewriting:
         if product is None or self.program.only_user(product.output) is not node:
             return None
         grid = self.rounded[value]
-        if self.on.is_gpu and activation_of(saturating(product, grid)) not in ("", *grid.activations):
+        if self.on.is_gpu and activation_of(saturating(product, grid)) not in (
+            "",
+            *grid.activations,
+        ):
             return None
         beside = [self.rounded.get(each) for each in (product.inputs[0], *product.inputs[3:])]
         return product if all(type(each) is type(grid) for each in beside) else None

@@ -77,7 +77,9 @@ def ops(program: Program) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "on"), [("int8", ON), ("int8", HOPPER), (FLOAT8, HOPPER)], ids=["cpu", "hopper", "fp8"]
+    ("dtype", "on"),
+    [("int8", ON), ("int8", HOPPER), (FLOAT8, HOPPER)],
+    ids=["cpu", "hopper", "fp8"],
 )
 @pytest.mark.parametrize("write", [residual, tokens])
 def test_it_means_the_same_in_8_bits(
@@ -129,7 +131,9 @@ def test_on_hopper_results_are_stored_by_what_saturates() -> None:
 
 def test_on_hopper_floats_of_8_bits_are_rectified_before_they_are_stored() -> None:
     final = passes.run(calibrated(residual(16), FLOAT8), HOPPER)
-    running = [node for node in final.nodes if not node.at_load and node.op not in eight_bit.KEEPING]
+    running = [
+        node for node in final.nodes if not node.at_load and node.op not in eight_bit.KEEPING
+    ]
     found = [(n.op, n.attributes.get("epilogue", ""), final.types[n.output].dtype) for n in running]
     conv = "quantized_conv2d"
     assert found == [
@@ -683,7 +687,9 @@ def test_a_sum_in_a_convolution_is_that_of_a_launch_of_its_own() -> None:
 
 
 def test_what_is_no_byte_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="quantized_linear: expects x in uint8 or float8_e4m3fn but"):
+    with pytest.raises(
+        ArgumentError, match="quantized_linear: expects x in uint8 or float8_e4m3fn but"
+    ):
         from maxvision.graphs.shapes import infer
         from maxvision.graphs.types import Type
 
@@ -693,7 +699,9 @@ def test_what_is_no_byte_is_refused() -> None:
         infer("quantized_linear", [Type((2, 4), FLOAT8), Type((3, 4))], floats)
     with pytest.raises(ArgumentError, match="fake_quantize: rounds to integers, or to float8_e4m3"):
         infer("fake_quantize", [Type((2, 4))], {"scale": 1.0, "low": 0.0, "to": FLOAT8})
-    with pytest.raises(ArgumentError, match="fake_quantize_filter: rounds to int8 or float8_e4m3fn"):
+    with pytest.raises(
+        ArgumentError, match="fake_quantize_filter: rounds to int8 or float8_e4m3fn"
+    ):
         infer("fake_quantize_filter", [Type((2, 4))], {"to": "uint8"})
     with pytest.raises(ArgumentError, match="quantized_linear: rounds what a residual is added to"):
         rounds = {"scale": 1.0, "low": 0.0, "rounded_scale": 1.0, "dtype": "uint8"}

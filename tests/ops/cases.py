@@ -187,7 +187,7 @@ def quantized_floats(
 ) -> Case:
     """Makes a case of quantized_conv2d on float8_e4m3fn, which it rounds x to, and widens y from.
 
-    All are quarters, or their steps powers of 2: few enough bits that Hopper has their sums exactly.
+    All are quarters, and steps powers of 2: so few bits that Hopper has their sums exactly.
     A result of 8 bits has a residual, too.
     """
     padding, added = kernel // 2, Float8(0.5)
