@@ -49,7 +49,8 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
     elif op in ("conv2d", "linear", "matmul"):
         ways = [[_gemm(epilogue)]]
     elif op in ("quantized_conv2d", "quantized_linear"):
-        ways = [[rf"gemm_hopper_\d[0-9a-z]*_scale_{epilogue}_1x1_uint8xint8_\w+"]]
+        kinds = "(uint8xint8|float8_e4m3fn)"
+        ways = [[rf"gemm_hopper_\d[0-9a-z]*_scale_{epilogue}_1x1_{kinds}_\w+"]]
     elif op == "token_linear":
         ways = [[rf"token_linear_\w+_{epilogue}_(bfloat16|float16)_\w+"]]
     elif op == "conv2d_shortcut":

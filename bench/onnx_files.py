@@ -17,12 +17,13 @@ import torch
 from torch.nn.utils import parametrize
 
 from maxvision.bench.torchnet import TorchNet
+from maxvision.common.errors import ArgumentError
 from maxvision.graphs import passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
 from maxvision.graphs.passes.eight_bit import filter_steps
 from maxvision.graphs.program import Attribute, Node, Program, free, rebuilt
-from maxvision.graphs.quantize import Grid
+from maxvision.graphs.quantize import Float8, Grid
 
 FOLDS = ("constants", "batch_norm", "bias")
 """The passes that run before a program is written."""
@@ -43,8 +44,12 @@ def unrounded(program: Program) -> Program:
     nodes = []
     for node in program.nodes:
         if node.op == "fake_quantize":
-            scale, low, high = (float(node.attributes[n]) for n in ("scale", "low", "high"))  # type: ignore[arg-type]
-            bounds: dict[str, Attribute] = {"min": scale * low, "max": scale * high}
+            if floats := Float8.read(node):
+                least, largest = floats.bounds
+            else:
+                scale, low, high = (float(node.attributes[n]) for n in ("scale", "low", "high"))  # type: ignore[arg-type]
+                least, largest = scale * low, scale * high
+            bounds: dict[str, Attribute] = {"min": least, "max": largest}
             node = replace(node, op="clamp", attributes=bounds)
         nodes.append(node)
     names = {n.output: n.inputs[0] for n in nodes if n.op == "fake_quantize_filter"}
@@ -66,8 +71,16 @@ def write(
         x: Its input; the file is for this shape.
         every_sum: Whether the result of each convolution of integers is rounded, also if it is
             added to something first: onnxruntime has no other one. The levels are chosen by ``x``.
+
+    Raises:
+        ArgumentError: If the network rounds to floats of 8 bits.
     """
     quantised = isinstance(network, TorchNet) and is_quantised(network.source.program)
+    if isinstance(network, TorchNet) and any(map(Float8.read, network.source.program.nodes)):
+        raise ArgumentError(
+            f"{network.source.program.name} rounds to float8_e4m3fn, which no engine for ONNX files"
+            " multiplies on a CPU; compare it with torch"
+        )
     if isinstance(network, TorchNet) and quantised:
         folded, held, scales = _folded(*network.source)
         if every_sum:

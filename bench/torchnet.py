@@ -103,14 +103,16 @@ def _with_rounded_filters(
     program: Program, tensors: Mapping[str, np.ndarray]
 ) -> tuple[Program, Mapping[str, np.ndarray]]:
     """Rounds filters that a quantised program rounds, once and for all."""
-    rounded = {n.output: n.inputs for n in program.nodes if n.op == "fake_quantize_filter"}
+    rounding = [node for node in program.nodes if node.op == "fake_quantize_filter"]
+    rounded = {node.output: node.inputs for node in rounding}
+    to = {node.inputs[0]: str(node.attributes.get("to", "int8")) for node in rounding}
     nodes = [
         replace(node, inputs=tuple(rounded.get(name, (name,))[0] for name in node.inputs))
         for node in program.nodes
         if node.output not in rounded
     ]
     made = {
-        name: fake_quantize_filter(tensors[name], *(tensors[each] for each in scale))
+        name: fake_quantize_filter(tensors[name], *(tensors[each] for each in scale), to=to[name])
         for name, *scale in rounded.values()
     }
     return (rebuilt(program, nodes), {**tensors, **made}) if rounded else (program, tensors)
@@ -166,6 +168,11 @@ def _elementwise(op: str) -> Callable[[dict[str, Any]], Callable[..., torch.Tens
         return lambda x: function(x, torch.as_tensor(given["other"], dtype=x.dtype), **settings)
 
     return bound
+
+
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Rounds to floats of 8 bits, those beyond the largest to that."""
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def _reduction(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -265,7 +272,10 @@ ELEMENTS: dict[str, Callable[..., torch.Tensor]] = {
     "elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
     "prelu": lambda x, slope: torch.where(x > 0, x, x * slope),
     "where": lambda seen, x, y: torch.where(seen.bool(), x, y),
-    "fake_quantize": lambda x, scale, low, high: (x * (1 / scale)).round().clamp(low, high) * scale,
+    "fake_quantize": lambda x, scale, low=0, high=0, to="": (
+        (_e4m3(x * (1 / scale)) if to else (x * (1 / scale)).round().clamp(low, high)) * scale
+    ),
+    "e4m3": lambda x: _e4m3(x),
 }
 """The elementwise ops that torch calls otherwise, or has elsewhere, than ``torch.<name>``."""
 

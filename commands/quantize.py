@@ -17,16 +17,21 @@ if TYPE_CHECKING:
 
 METHODS = ("max", "percentile", "mse")
 """What runtime/calibrate.py takes; to import it takes too long for --help."""
+DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
+"""What config.json calls them."""
 
 _HELP = """\
-Quantise a model: its convolutions and linear layers multiply 8-bit integers.
+Quantise a model: its convolutions and linear layers multiply 8-bit integers, or 8-bit floats.
 
 Pictures like those that the model will see are run through it, to choose a scale and a zero point
 for the input of each layer; weights have a scale for each filter. Layers that change the answers
 too much are left in float32. The layer that reads pixels (see --pixels), the classifier, and
 convolutions in groups that are not depthwise stay as they are. The folder that is written is a
 model like any other: for classify, serve, compile, time. A CPU, an H100 and an H200 compute its
-layers in 8 bits; other GPUs give the same answers in floats, no faster than before."""
+layers in 8 bits; other GPUs give the same answers in floats, no faster than before.
+
+With --dtype fp8 the numbers are floats of 8 bits, float8_e4m3fn, without zero points. Only an H100
+and an H200 compute in them, and only layers that these take are rounded."""
 
 _EXAMPLES = """\
 examples:
@@ -45,8 +50,8 @@ def parser() -> Parser:
     add("--calibrate", metavar="PICTURES", nargs="+", required=True,
         help="files and folders of pictures like those that the model will see")  # fmt: skip
     add("-o", "--output", metavar="DIR", type=Path, required=True)
-    add("--dtype", choices=("int8",), default="int8",
-        help="of activations and weights (default: int8)")  # fmt: skip
+    add("--dtype", choices=DTYPES, default="int8",
+        help="of activations and weights; fp8 is for an H100 or H200 (default: int8)")  # fmt: skip
     add("--method", choices=METHODS, default="max",
         help="the range of a layer's input: max, all that was seen; percentile, 99.99%% of it; mse,"
         " the one with the smallest mean squared error (default: max)")  # fmt: skip
@@ -88,6 +93,7 @@ def _run(options: argparse.Namespace) -> int:
             find(options.model, options.revision, say),
             options.output,
             options.calibrate,
+            dtype=DTYPES[options.dtype],
             method=options.method,
             keep=options.keep,
             agree=options.agree,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from max.dtype import DType
 
+from maxvision.graphs.constants import e4m3_bits
 from maxvision.graphs.shapes import Padding, Pair, pair, sides
 
 PANEL = 64
@@ -27,10 +28,15 @@ ops/sparse_conv2d/cpu.mojo."""
 
 
 def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Rounds to ``dtype``, to nearest even, C-contiguous; bfloat16 as its bits, in uint16."""
+    """Rounds to ``dtype``, to nearest even, C-contiguous.
+
+    Of bfloat16 and floats of 8 bits it gives the bits, in uint16 and uint8.
+    """
     if dtype == DType.bfloat16:
         bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    if dtype == DType.float8_e4m3fn:
+        return e4m3_bits(np.ascontiguousarray(array))
     return np.ascontiguousarray(array, dtype.to_numpy())
 
 

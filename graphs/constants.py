@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxvision.graphs.program import Node, Program
+from maxvision.graphs.types import FLOAT8
 
 Array = NDArray[Any]
 
@@ -88,36 +89,62 @@ def scale_filter(filters: Array, scale: Array) -> Array:
     return scaled
 
 
-LEVELS = 127
-"""The largest integer of a filter in 8 bits whose scale is its own; the least is -127."""
+LEVELS = {"int8": 127, FLOAT8: 448}
+"""The largest number in 8 bits of a filter whose scale is its own; the least is its negative."""
 
 
-def filter_scales(filters: Array) -> Array:
-    """Computes what an integer stands for, for each filter of [F, ...], in float64.
+def e4m3(x: Array) -> Array:
+    """Rounds to the numbers of ``FLOAT8``, to nearest even; NaN stays, and beyond 448 is 448.
 
-    A filter's largest number, of either sign, is ``LEVELS``; one of zeros has 1.
+    Numbers have 4 significant bits, and are multiples of 2^-9.
+    """
+    bounded = np.clip(x, -LEVELS[FLOAT8], LEVELS[FLOAT8])
+    _, exponent = np.frexp(bounded)  # of a number from 0.5 to 1
+    step = np.ldexp(bounded.dtype.type(1), np.maximum(exponent - 4, -9))
+    rounded: Array = np.rint(bounded / step) * step
+    return rounded
+
+
+def e4m3_bits(x: Array) -> NDArray[np.uint8]:
+    """Rounds to ``FLOAT8``, and gives the bits: of NaN 0x7f."""
+    rounded = e4m3(x)
+    size = np.abs(rounded)
+    mantissa, exponent = np.frexp(size)  # from 0.5 to 1
+    # Bits count up from 0 in steps of 2^-9, and from 2^-6 on in eighths of the power of 2.
+    bits = np.where(size < 2.0**-6, size * 2**9, 8 * (exponent + 6) + 16 * mantissa - 8)
+    bits = np.where(np.isnan(rounded), 0x7F, bits).astype(np.uint8)
+    return bits | (np.signbit(rounded).astype(np.uint8) << 7)
+
+
+def filter_scales(filters: Array, to: str = "int8") -> Array:
+    """Computes what 1 in 8 bits stands for, for each filter of [F, ...], in float64.
+
+    A filter's largest number, of either sign, is that of ``LEVELS``; one of zeros has 1.
     """
     largest: Array = np.abs(filters.reshape(len(filters), -1)).max(1, initial=0).astype(np.float64)
-    return np.where(largest > 0, largest, LEVELS) / LEVELS
+    return np.where(largest > 0, largest, LEVELS[to]) / LEVELS[to]
 
 
-def quantized_filter(filters: Array, scales: Array | None = None) -> Array:
-    """Rounds filters [F, ...] to int8, to nearest even.
+def quantized_filter(filters: Array, scales: Array | None = None, to: str = "int8") -> Array:
+    """Rounds filters [F, ...] to int8, or to numbers of ``FLOAT8``, to nearest even.
 
     Args:
         filters: The filters.
-        scales: What an integer of each stands for [F], of either sign; ``filter_scales`` if None.
+        scales: What 1 of each stands for [F], of either sign; ``filter_scales`` if None.
+        to: To what they are rounded.
     """
-    by_filter = filter_scales(filters) if scales is None else scales.astype(np.float64)
+    by_filter = filter_scales(filters, to) if scales is None else scales.astype(np.float64)
     by_filter = np.where(by_filter == 0, np.inf, by_filter)  # of zeros, since a norm's weight is 0
-    whole = np.rint(filters / by_filter.reshape(-1, *(1,) * (filters.ndim - 1)))
-    return np.clip(whole, -128, 127).astype(np.int8)
+    divided = filters / by_filter.reshape(-1, *(1,) * (filters.ndim - 1))
+    if to == FLOAT8:
+        return e4m3(divided).astype(np.float32)
+    return np.clip(np.rint(divided), -128, 127).astype(np.int8)
 
 
-def fake_quantize_filter(filters: Array, scales: Array | None = None) -> Array:
-    """Rounds filters [F, ...] as ``quantized_filter``, and gives what the integers stand for."""
-    by_filter = filter_scales(filters) if scales is None else scales.astype(np.float64)
-    whole = quantized_filter(filters, by_filter)
+def fake_quantize_filter(filters: Array, scales: Array | None = None, *, to: str = "int8") -> Array:
+    """Rounds filters [F, ...] as ``quantized_filter``, and gives what the numbers stand for."""
+    by_filter = filter_scales(filters, to) if scales is None else scales.astype(np.float64)
+    whole = quantized_filter(filters, by_filter, to)
     rounded: Array = (whole * by_filter.reshape(-1, *(1,) * (filters.ndim - 1))).astype(np.float32)
     return rounded
 

@@ -60,6 +60,7 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "cos": Elementwise(),
     "floor": Elementwise(),
     "round": Elementwise(),  # to nearest, ties to even
+    "e4m3": Elementwise(),  # to floats of 8 bits, float8_e4m3fn, likewise; at most 448
     "fake_quantize": Elementwise(settings={"scale": 1.0, "low": -128.0, "high": 127.0}),
     # arithmetic
     "add": Elementwise(2),
@@ -84,6 +85,9 @@ ELEMENTWISE: dict[str, Elementwise] = {
 def expression(op: str, attributes: Mapping[str, Any]) -> str:
     """Writes an op down as an expression of ``x0``, ``x1``, ..."""
     row = ELEMENTWISE[op]
+    if op == "fake_quantize" and "to" in attributes:
+        scale = float(attributes["scale"])
+        return f"x0 {1 / scale!r} mul e4m3 {scale!r} mul"
     if op == "fake_quantize":
         scale, low, high = (float(attributes.get(n, v)) for n, v in (row.settings or {}).items())
         return f"x0 {1 / scale!r} mul round {low!r} {high!r} clamp {scale!r} mul"

@@ -24,7 +24,7 @@ from maxvision.graphs.constants import Constants
 from maxvision.graphs.elementwise import BETWEEN, ELEMENTWISE, expression, values_of
 from maxvision.graphs.parameters import Filter, Parameters, wide
 from maxvision.graphs.program import Node, Program
-from maxvision.graphs.quantize import Grid
+from maxvision.graphs.quantize import STORED, Grid, Rounding
 from maxvision.graphs.shapes import MOST_AXES, pair
 
 MOVES = ("reshape", "permute", "slice", "concat", "expand", "pad", "gather", "cast")
@@ -358,7 +358,7 @@ def _quantized(
     given: _Given,
     *,
     scale: float,
-    low: float,
+    low: float = 0.0,
     residual_scale: float = 1.0,
     residual_low: float = 0.0,
     result_scale: float = 1.0,
@@ -370,14 +370,18 @@ def _quantized(
     **window: Any,
 ) -> TensorValue:
     x, residual = given.value(0), given.optional(3)
-    stored = dtype == "uint8"
+    kind, stored = STORED[x.dtype.name], dtype in STORED
+
+    def grid(*numbers: float) -> Rounding:
+        return kind.made(*numbers[: len(kind._fields)])
+
     filter, product, scales = given.weights.quantized(
         given.name(1),
         given.name(2),
         groups,
-        Grid(scale, round(low)),
-        Grid(residual_scale, round(residual_low)) if stored and residual is not None else None,
-        Grid(result_scale, round(result_low)) if stored else None,
+        grid(scale, low),
+        grid(residual_scale, residual_low) if stored and residual is not None else None,
+        grid(result_scale, result_low) if stored else None,
         Grid(rounded_scale, round(rounded_low)) if rounded_scale else None,
         given.name(4),
     )

@@ -59,6 +59,8 @@ REDUCED_IMAGES = 16
 """What a batch is taken for there that is not known."""
 REDUCE_BLOCKS = 512
 """Blocks that reduce an axis in parts, at most: enough for all that the memory gives."""
+EIGHT_BITS = (DType.uint8, DType.float8_e4m3fn)
+"""In which quantised activations are stored."""
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
 CHECKED = frozenset((
@@ -460,16 +462,17 @@ def quantized_conv2d(
     epilogue: str = "none",
     residual: TensorValue | None = None,
 ) -> TensorValue:
-    """Convolves x[N, H, W, C] of uint8 into [N, P, Q, F], as ops/conv2d/quantized.mojo says.
+    """Convolves x[N, H, W, C] of 8 bits into [N, P, Q, F], as ops/conv2d/quantized.mojo says.
 
     Args:
         x: The activations; C of a group is a multiple of 4, or the convolution is depthwise. On
-            Hopper C is a multiple of 16 in one group, and so is F of a result in uint8.
-        filter: The weights, in int8: ``Parameters.quantized`` gives them, and the next two.
+            Hopper C is a multiple of 16 in one group, and so is F of a result in 8 bits.
+        filter: The weights, in int8, or as x in float8_e4m3fn: ``Parameters.quantized`` gives them,
+            and the next two.
         product: What a sum of each filter stands for, float32 [F].
         scales: What x's 0 is stored as; scale and zero point of the residual, of the result, and
             on a CPU perhaps of what is rounded before the residual is added.
-        dtype: Of the result, and the residual: uint8, or that of the other activations.
+        dtype: Of the result, and the residual: x's, or that of the other activations.
         stride: See ``conv2d``; so are the others.
         padding: See ``stride``.
         dilation: See ``stride``.
@@ -489,7 +492,7 @@ def quantized_conv2d(
     channels = filter.shape[2] % arrange.ROW
     parameters = {
         "members": int(arrange.is_depthwise(filter.shape, groups)),
-        "narrow": dtype == "uint8" and 0 < channels <= arrange.ROW // 2,
+        "narrow": dtype == x.dtype.name and 0 < channels <= arrange.ROW // 2,
         "rounds": len(scales) > 5,
     }
     settings = [window, given]
@@ -1786,8 +1789,9 @@ def _custom(
         DeviceError: If the device has no kernel for the dtype.
     """
     device, dtype = values[0].device, DType[outs[0].dtype]
-    if dtype in (DType.bool, DType.uint8):  # masks and levels: what they were computed of counts
-        dtype = next((value.dtype for value in values if value.dtype.is_float()), DType.float32)
+    if dtype in (*EIGHT_BITS, DType.bool):  # levels and masks: what they were computed of counts
+        kinds = [value.dtype for value in values if value.dtype not in EIGHT_BITS]
+        dtype = next((kind for kind in kinds if kind.is_float()), DType.float32)
     _takes(name, device, dtype)
     types = [TensorType(DType[out.dtype], dims(out.shape), device=device) for out in outs]
     results = ops.custom(name, device=device, values=values, out_types=types, parameters=parameters)

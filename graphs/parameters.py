@@ -23,7 +23,7 @@ from maxvision.common.errors import ModelError
 from maxvision.graphs import arrange, formats
 from maxvision.graphs.arrange import rounded
 from maxvision.graphs.constants import filter_scales, quantized_filter
-from maxvision.graphs.quantize import Grid
+from maxvision.graphs.quantize import Grid, Rounding
 
 ALIGNMENT = 64
 """Where a weight begins in a CPU's memory: at a multiple of this many bytes, a cache line."""
@@ -87,7 +87,7 @@ class Bound:
         return math.prod(self.shape) * self.dtype.size_in_bytes
 
     def array(self) -> np.ndarray:
-        """Makes the values in ``dtype``, C-contiguous; bfloat16 as its bits, in uint16."""
+        """Makes the values in ``dtype``, C-contiguous; some as their bits, as ``rounded`` does."""
         return rounded(self.make(), self.dtype)
 
 
@@ -192,21 +192,21 @@ class Parameters:
         filter: str,
         bias: str,
         groups: int,
-        x: Grid,
-        residual: Grid | None = None,
-        result: Grid | None = None,
+        x: Rounding,
+        residual: Rounding | None = None,
+        result: Rounding | None = None,
         rounded: Grid | None = None,
         steps: str = "",
     ) -> tuple[Filter, TensorValue, list[float]]:
-        """Returns a filter in int8 and what ops/conv2d/quantized.mojo takes beside it.
+        """Returns a filter in 8 bits and what ops/conv2d/quantized.mojo takes beside it.
 
         Args:
             filter: See ``layer``; so are bias and groups.
             bias: See ``filter``.
             groups: See ``filter``.
-            x: What the integers of the activations stand for.
-            residual: Those of a residual; nothing if it is of floats.
-            result: Those of the result; nothing if it is of floats.
+            x: What the integers of the activations stand for, or the floats of 8 bits.
+            residual: Those of a residual; nothing if it is of wider floats.
+            result: Those of the result; nothing if it is of wider floats.
             rounded: Those of what the residual is added to, on a CPU; nothing if it is not rounded.
             steps: Names what an integer of each filter stands for; nothing if that is its own.
 
@@ -215,11 +215,12 @@ class Parameters:
         """
         shape = self._filter_shape(filter)
         added, given = residual or Grid(1.0, 0), result or Grid(1.0, 0)
+        to = x.factor
 
         def rows() -> tuple[np.ndarray, np.ndarray]:
             values = self._filter(filter).transpose(3, 0, 1, 2)
-            scales = self._tensor(steps).astype(np.float64) if steps else filter_scales(values)
-            return quantized_filter(values, scales), scales
+            scales = self._tensor(steps).astype(np.float64) if steps else filter_scales(values, to)
+            return quantized_filter(values, scales, to), scales
 
         if not self.device.is_cpu():
             return self._quantized_on_hopper(filter, bias, rows, x, added, given, bool(result))
@@ -246,9 +247,9 @@ class Parameters:
         filter: str,
         bias: str,
         rows: Callable[[], tuple[np.ndarray, np.ndarray]],
-        x: Grid,
-        added: Grid,
-        given: Grid,
+        x: Rounding,
+        added: Rounding,
+        given: Rounding,
         in_quads: bool,
     ) -> tuple[Filter, TensorValue, list[float]]:
         """Makes what the kernel for Hopper takes, which knows neither zeros nor the result's scale.
@@ -274,11 +275,12 @@ class Parameters:
             return np.asarray(own / given.scale + zeros)
 
         form = "quads" if in_quads else "rows"
-        dense = self._bind(f"{filter}.int8.{form}", packed, (math.prod(shape),), DType.int8)
+        kind = DType[x.factor]
+        dense = self._bind(f"{filter}.{kind.name}.{form}", packed, (math.prod(shape),), kind)
         product = self._bind(f"{filter}.product.{key}", scales, (shape[3],), DType.float32)
         of = self._bind(f"{filter}.bias.{key}", biases, (shape[3],), DType.float32)
         numbers = [0.0, added.scale / given.scale, 0.0, 1.0, 0.0]
-        return Filter(shape, 1, of, DType.int8, dense=dense), product, numbers
+        return Filter(shape, 1, of, kind, dense=dense), product, numbers
 
     def matrix(
         self, weight: str, bias: str = "", *, by_input: bool = False
@@ -397,6 +399,6 @@ def _padded(size: int) -> int:
 
 def buffer(array: np.ndarray, dtype: DType) -> Buffer:
     """Wraps what ``rounded`` gives, without a copy if the array may be written."""
-    if dtype == DType.bfloat16:
-        return Buffer.from_numpy(array).view(DType.bfloat16)
+    if dtype in (DType.bfloat16, DType.float8_e4m3fn):
+        return Buffer.from_numpy(array).view(dtype)
     return Buffer.from_numpy(array)

@@ -4,22 +4,29 @@
 The program means the same on every device; where one has products of 8-bit integers, the pass
 ``eight_bit`` makes them of these (graphs/passes/eight_bit.py). Activations have one scale and one
 zero point, weights a scale for each filter: Jacob et al. 2018 (arXiv:1712.05877), and
-Krishnamoorthi 2018 (arXiv:1806.08342), section 3.
+Krishnamoorthi 2018 (arXiv:1806.08342), section 3. Or both are floats of 8 bits, which need no zero
+point: Micikevicius et al. 2022 (arXiv:2209.05433). ``Grid`` and ``Float8`` are the two kinds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from maxvision.common.errors import ModelError
+from maxvision.graphs.constants import LEVELS, Array, e4m3
 from maxvision.graphs.program import Attribute, Node, Program, free, rebuilt
+from maxvision.graphs.types import FLOAT8
 
 STEPS = 255
 """From the least integer of activations to the largest."""
 GROUP = 4
 """Channels that kernels multiply at once (ops/dot.mojo)."""
+ROW = 16
+"""Of what channels and filters are a multiple in products of ``FLOAT8``, which Hopper alone has."""
 CONFIG = "maxvision_quantization"
 """What config.json calls it; transformers, which knows nothing of it, runs the model in floats."""
 
@@ -44,20 +51,156 @@ class Grid(NamedTuple):
             return cls(1.0, 0)
         return cls(scale, max(-STEPS, round(least / scale)))
 
+    @classmethod
+    def made(cls, scale: float, low: float) -> Grid:
+        """Makes one of the numbers that config.json and attributes of nodes have."""
+        return cls(float(scale), int(low))
+
+    @classmethod
+    def read(cls, node: Node) -> Grid | None:
+        """Gives the integers that a node rounds to; nothing if it does not, or to more or fewer."""
+        if node.op != "fake_quantize" or "low" not in node.attributes:
+            return None
+        scale, low = (float(node.attributes[name]) for name in ("scale", "low"))  # type: ignore[arg-type]
+        found = cls(scale, int(low))
+        return found if found.attributes == node.attributes else None
+
     @property
     def attributes(self) -> dict[str, Attribute]:
         """What a ``fake_quantize`` to these integers has."""
         low = float(self.low)
         return {"scale": self.scale, "low": low, "high": low + STEPS}
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether there are such integers."""
+        return 0 < self.scale < float("inf") and -STEPS <= self.low <= 0
+
+    @property
+    def stored(self) -> str:
+        """In what activations are stored."""
+        return "uint8"
+
+    @property
+    def factor(self) -> str:
+        """In what the weights are that they are multiplied by."""
+        return "int8"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least number and the largest."""
+        return self.scale * self.low, self.scale * (self.low + STEPS)
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """What Hopper's kernel computes before it stores the result: none before a zero point."""
+        return ()
+
+    @property
+    def storing(self) -> tuple[str, dict[str, float]]:
+        """How a float ``x0`` is stored: an expression, and the numbers ``x1``, ... in it."""
+        return "x0 x1 mul round x2 add", {"inverse": 1 / self.scale, "zero": float(-self.low)}
+
+    @property
+    def standing(self) -> tuple[str, dict[str, float]]:
+        """What a stored ``x0`` stands for, likewise."""
+        return "x0 x1 add x2 mul", {"low": float(self.low), "scale": self.scale}
+
+    def nearest(self, steps: Array) -> Array:
+        """Rounds numbers that are divided by the scale."""
+        found: Array = np.clip(np.rint(steps), self.low, self.low + STEPS)
+        return found
+
+
+class Float8(NamedTuple):
+    """The floats of 8 bits that activations are rounded to: scale * those of ``FLOAT8``.
+
+    Its methods and properties are those of ``Grid``.
+
+    Attributes:
+        scale: What 1 stands for.
+    """
+
+    scale: float
+
     @classmethod
-    def read(cls, node: Node) -> Grid | None:
-        """Gives the integers that a node rounds to; nothing if it does not, or to more or fewer."""
-        if node.op != "fake_quantize":
+    def of(cls, least: float, largest: float) -> Float8:
+        """Makes those whose largest number, of either sign, is that of two."""
+        return cls(max(abs(float(least)), abs(float(largest))) / LEVELS[FLOAT8] or 1.0)
+
+    @classmethod
+    def made(cls, scale: float) -> Float8:
+        """See ``Grid.made``."""
+        return cls(float(scale))
+
+    @classmethod
+    def read(cls, node: Node) -> Float8 | None:
+        """Gives the floats that a node rounds to; nothing if it does not."""
+        if node.op != "fake_quantize" or node.attributes.get("to") != FLOAT8:
             return None
-        scale, low = (float(node.attributes[name]) for name in ("scale", "low"))  # type: ignore[arg-type]
-        found = cls(scale, int(low))
-        return found if found.attributes == node.attributes else None
+        return cls(float(node.attributes["scale"]))  # type: ignore[arg-type]
+
+    @property
+    def attributes(self) -> dict[str, Attribute]:
+        """What a ``fake_quantize`` to these floats has."""
+        return {"scale": self.scale, "to": FLOAT8}
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there are such floats."""
+        return 0 < self.scale < float("inf")
+
+    @property
+    def low(self) -> int:
+        """The zero point's negative: there is none."""
+        return 0
+
+    @property
+    def stored(self) -> str:
+        """In what activations are stored."""
+        return FLOAT8
+
+    @property
+    def factor(self) -> str:
+        """In what the weights are that they are multiplied by."""
+        return FLOAT8
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least number and the largest."""
+        return -LEVELS[FLOAT8] * self.scale, LEVELS[FLOAT8] * self.scale
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """What Hopper's kernel computes of a result that it has scaled, before it stores that."""
+        return ("relu",)
+
+    @property
+    def storing(self) -> tuple[str, dict[str, float]]:
+        """See ``Grid.storing``."""
+        return "x0 x1 mul", {"inverse": 1 / self.scale}
+
+    @property
+    def standing(self) -> tuple[str, dict[str, float]]:
+        """See ``Grid.standing``."""
+        return "x0 x1 mul", {"scale": self.scale}
+
+    def nearest(self, steps: Array) -> Array:
+        """Rounds numbers that are divided by the scale."""
+        return e4m3(steps)
+
+
+Rounding: TypeAlias = Grid | Float8
+"""What 8 bits stand for."""
+KINDS: dict[str, type[Grid] | type[Float8]] = {"int8": Grid, FLOAT8: Float8}
+"""Of activations, by the dtype of the weights that they are multiplied by: config.json's."""
+STORED: dict[str, type[Grid] | type[Float8]] = {"uint8": Grid, FLOAT8: Float8}
+"""By the dtype in which activations are stored."""
+
+
+def rounding_of(node: Node) -> Rounding | None:
+    """Gives what a node rounds to; nothing if it does not, or to something else than 8 bits."""
+    return Grid.read(node) or Float8.read(node)
 
 
 @dataclass(frozen=True)
@@ -65,18 +208,23 @@ class Quantization:
     """What of a network is rounded.
 
     Attributes:
-        values: The grid of each value that products read, and of residuals.
+        values: What each value that products read is rounded to, and residuals.
         layers: The products whose weights are rounded.
-        dtype: ``int8``.
+        dtype: To which these are; one of ``KINDS``, as which the values are.
     """
 
-    values: Mapping[str, Grid]
+    values: Mapping[str, Rounding]
     layers: tuple[str, ...]
     dtype: str = "int8"
 
     def without(self, layers: Sequence[str]) -> Quantization:
         """Leaves layers as they are."""
         return replace(self, layers=tuple(each for each in self.layers if each not in layers))
+
+    @property
+    def filter_attributes(self) -> dict[str, Attribute]:
+        """What a ``fake_quantize_filter`` of its layers has."""
+        return {} if self.dtype == "int8" else {"to": self.dtype}
 
     def to_config(self) -> dict[str, Any]:
         """Describes it as config.json has it, under ``CONFIG``."""
@@ -97,17 +245,15 @@ class Quantization:
         if found is None:
             return None
         try:
-            values = {name: Grid(float(s), int(low)) for name, (s, low) in found["values"].items()}
             layers, dtype = tuple(map(str, found["layers"])), str(found["dtype"])
+            kind = KINDS.get(dtype, Grid)
+            values = {name: kind.made(*numbers) for name, numbers in found["values"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(
                 f"{where}: {CONFIG} in config.json cannot be read ({error!r}); run maxvision"
                 " quantize again"
             ) from None
-        if dtype != "int8" or any(
-            not 0 < grid.scale < float("inf") or not -STEPS <= grid.low <= 0
-            for grid in values.values()
-        ):
+        if dtype not in KINDS or not all(grid.is_sound for grid in values.values()):
             raise ModelError(
                 f"{where}: {CONFIG} in config.json has a scale, zero point or dtype that is none;"
                 " run maxvision quantize again"
@@ -115,21 +261,25 @@ class Quantization:
         return cls(values, layers, dtype)
 
 
-def places(program: Program, pixels: bool = False) -> tuple[list[str], list[str]]:
+def places(
+    program: Program, pixels: bool = False, dtype: str = "int8"
+) -> tuple[list[str], list[str]]:
     """Finds what may be rounded: the values that products read, and residuals; these products.
 
     A product is a convolution or linear layer with weights. What reads pixels stays as it is, and
     so does what gives an output, a convolution of one pixel, as in squeeze and excite, and one in
-    groups that is not depthwise.
+    groups that is not depthwise. Of ``FLOAT8`` only what Hopper multiplies is rounded, as no other
+    device does: no depthwise convolutions, and channels and filters by sixteens.
 
     Args:
         program: The network.
         pixels: Whether what reads pixels is rounded, too: a convolution in one group.
+        dtype: To which weights are rounded.
     """
     values: dict[str, None] = {}
     layers: list[str] = []
     for node in program.nodes:
-        if _is_product(program, node) or (pixels and _reads_pixels(program, node)):
+        if _is_product(program, node, dtype) or (pixels and _reads_pixels(program, node)):
             values[node.inputs[0]] = None
             layers += node.layers
     for node in program.nodes:
@@ -140,7 +290,7 @@ def places(program: Program, pixels: bool = False) -> tuple[list[str], list[str]
     return list(values), layers
 
 
-def _is_product(program: Program, node: Node) -> bool:
+def _is_product(program: Program, node: Node, dtype: str) -> bool:
     if node.op not in ("conv2d", "linear") or not node.layers or node.at_load:
         return False
     x, weight = node.inputs[:2]
@@ -148,12 +298,14 @@ def _is_product(program: Program, node: Node) -> bool:
         return False
     if node.output in program.outputs.values():
         return False
-    if node.op == "linear":
-        return program.types[weight].shape[1] % GROUP == 0
     f, c, *_ = program.types[weight].shape
+    groups = node.attributes.get("groups", 1)
+    if dtype == FLOAT8 and (groups != 1 or c % ROW or f % ROW):
+        return False
+    if node.op == "linear":
+        return c % GROUP == 0
     if program.types[x].shape[2:] == (1, 1):
         return False
-    groups = node.attributes.get("groups", 1)
     return c % GROUP == 0 if groups == 1 else c == 1 and f == groups
 
 
@@ -206,7 +358,8 @@ def quantized(program: Program, how: Quantization) -> Program:
         inputs += node.inputs[reads:]
         if product and inputs[0] != node.inputs[0]:
             weight = free(taken, f"{inputs[1]}.rounded")
-            nodes.append(Node("fake_quantize_filter", (inputs[1],), (weight,), at_load=True))
+            to = how.filter_attributes
+            nodes.append(Node("fake_quantize_filter", (inputs[1],), (weight,), to, at_load=True))
             inputs[1] = weight
         nodes.append(replace(node, inputs=tuple(inputs)))
         for value in node.outputs:

@@ -28,7 +28,7 @@ from maxvision.graphs.elementwise import (
     most_members,
     values_of,
 )
-from maxvision.graphs.types import Size, Type, product, split
+from maxvision.graphs.types import FLOAT8, Size, Type, product, split
 
 MOST_AXES = 6
 """Axes of what an expression gives and a permute takes (ops/pointwise.mojo, ops/permute.mojo)."""
@@ -385,12 +385,12 @@ def token_linear(
 
 
 def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
-    """Types a product of x in uint8, which stands for scale * (x + low).
+    """Types a product of x in uint8, which stands for scale * (x + low), or in float8_e4m3fn.
 
-    So do the residual and the result where ``dtype`` is uint8; a float stands for itself. There
-    ``rounded_scale`` and ``rounded_low`` are of the integers to which the product is rounded before
-    the residual is added, unless the former is 0. ``steps`` are what an integer of each filter
-    stands for, as in ``fake_quantize_filter``.
+    So do the residual and the result where ``dtype`` is that; a wider float stands for itself.
+    There ``rounded_scale`` and ``rounded_low`` are of the integers to which the product is rounded
+    before the residual is added, unless the former is 0. ``steps`` are what 1 of each filter stands
+    for, as in ``fake_quantize_filter``.
     """
 
     def typed(
@@ -401,7 +401,7 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
         steps: Type | None = None,
         *,
         scale: float,
-        low: float,
+        low: float = 0.0,
         residual_scale: float = 1.0,
         residual_low: float = 0.0,
         result_scale: float = 1.0,
@@ -411,10 +411,10 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
         dtype: str = "float32",
         **rest: Any,
     ) -> Type:
-        if x.dtype != "uint8":
-            raise ArgumentError(f"{name}: expects x in uint8 but has {x.dtype}")
-        if dtype not in ("float32", "bfloat16", "float16", "uint8"):
-            raise ArgumentError(f"{name}: gives floats or uint8, not {dtype}")
+        if x.dtype not in ("uint8", FLOAT8):
+            raise ArgumentError(f"{name}: expects x in uint8 or {FLOAT8} but has {x.dtype}")
+        if dtype not in ("float32", "bfloat16", "float16", x.dtype):
+            raise ArgumentError(f"{name}: gives floats or {x.dtype}, not {dtype}")
         if residual is not None and residual.dtype != dtype:
             raise ArgumentError(f"{name}: expects a residual in {dtype} but has {residual.dtype}")
         if rounded_scale and (residual is None or dtype != "uint8"):
@@ -602,6 +602,13 @@ def elementwise(name: str) -> Callable[..., Type]:
         return Type(broadcast(name, *given), dtype)
 
     return typed
+
+
+def fake_quantize(x: Type, *, to: str = "", **settings: float) -> Type:
+    """Types x rounded to integers times a scale, or ``to`` float8_e4m3fn times one."""
+    if to not in ("", FLOAT8) or (to and settings.keys() != {"scale"}):
+        raise ArgumentError(f"fake_quantize: rounds to integers, or to {FLOAT8} by a scale alone")
+    return elementwise("fake_quantize")(x, **settings)
 
 
 def pointwise(*given: Type, expression: str, dtype: str = "") -> Type:
@@ -1340,11 +1347,14 @@ def scale_filter(filter: Type, scale: Type) -> Type:
     return Type(filter.shape, wide(filter.dtype))
 
 
-def fake_quantize_filter(filter: Type, scale: Type | None = None) -> Type:
+def fake_quantize_filter(filter: Type, scale: Type | None = None, *, to: str = "int8") -> Type:
     """Types a filter [F, ...] rounded to 8 bits, for each of F by a scale of [F].
 
-    If that is left out, the largest number of a filter, of either sign, is 127.
+    If that is left out, the largest number of a filter, of either sign, is 127; 448 if they are
+    rounded ``to`` float8_e4m3fn.
     """
+    if to not in ("int8", FLOAT8):
+        raise ArgumentError(f"fake_quantize_filter: rounds to int8 or {FLOAT8}, not {to!r}")
     if scale is not None:
         _vectors("fake_quantize_filter", filter.shape[0], scale=scale)
     return filter
@@ -1378,6 +1388,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "linear": linear,
     "matmul": matmul,
     **{name: elementwise(name) for name in ELEMENTWISE},
+    "fake_quantize": fake_quantize,
     "softmax": unary,
     "log_softmax": unary,
     "softmax_grad": softmax_grad,

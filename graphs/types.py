@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+FLOAT8 = "float8_e4m3fn"
+"""Floats of a sign, 4 bits of exponent and 3 of mantissa, without infinity (arXiv:2209.05433)."""
+
 BATCH = "batch"
 """The symbolic size of a batch."""
 

@@ -27,6 +27,7 @@ from .functions import (
     sine,
     softplus,
     tanh,
+    to_e4m3,
 )
 from .functions64 import exponential_minus_1_64, power64, unary64
 from .operands import F32, F64
@@ -151,6 +152,7 @@ comptime UNARY: List[String] = [
     "cos",
     "floor",
     "round",
+    "e4m3",
 ]
 """The ops that take one value."""
 comptime BINARY: List[String] = [
@@ -370,6 +372,8 @@ def _unary32[
         return sine(x, 1)
     elif op == "floor":
         return floor(x)
+    elif op == "e4m3":
+        return to_e4m3(x)
     else:
         comptime assert op == "round", "no such op of one value"
         return x.__round__()

@@ -372,6 +372,34 @@ def mish[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
     return x.gt(20).select(x, x * (n / (n + 2)))
 
 
+comptime E4M3_LARGEST: Float32 = 448
+"""The largest number of float8_e4m3fn."""
+
+
+@always_inline
+def to_e4m3[width: SIMDLength](x: SIMD[F32, width]) -> SIMD[F32, width]:
+    """Rounds to the numbers of float8_e4m3fn, to nearest even: 4 significant bits, multiples of 2^-9.
+
+    Parameters:
+        width: Lanes.
+
+    Args:
+        x: Any numbers; beyond the largest they become that.
+
+    Returns:
+        The nearest numbers, in float32; NaN for NaN.
+    """
+    comptime LEAST: UInt32 = 0x3C800000  # 2^-6, below which they lie as far apart as above
+    comptime ROUNDS: UInt32 = (20 << 23) + 0x400000  # times 1.5 * 2^20
+    var size = at_most(abs(x), E4M3_LARGEST)
+    var power = max(
+        bitcast[DType.uint32, width](size) & 0x7F800000, SIMD[DType.uint32, width](LEAST)
+    )
+    # Beside that number they lie as far apart as around x.
+    var rounder = bitcast[F32, width](power + ROUNDS)
+    return copysign((size + rounder) - rounder, x)
+
+
 @always_inline
 def _quadrant[
     width: SIMDLength

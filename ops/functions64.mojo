@@ -7,7 +7,8 @@ from std.math import cos, erf, expm1, floor, log, log1p, sin, sqrt
 from std.sys.intrinsics import llvm_intrinsic
 from std.utils.numerics import isnan
 
-from .operands import F64
+from .functions import to_e4m3
+from .operands import F32, F64
 
 
 @always_inline
@@ -93,6 +94,8 @@ def unary64[width: SIMDLength, //, op: String](x: SIMD[F64, width]) -> SIMD[F64,
         return cos(x)
     elif op == "floor":
         return floor(x)
+    elif op == "e4m3":
+        return to_e4m3(x.cast[F32]()).cast[F64]()
     else:
         comptime assert op == "round", "no such op of one value"
         return x.__round__()

@@ -50,6 +50,7 @@ _CODES = {
     DType.uint32: "U32",
     DType.uint8: "U8",
     DType.int8: "I8",
+    DType.float8_e4m3fn: "F8_E4M3",
 }
 _AGAIN = "compile it again with maxvision compile"
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.program import Attribute, Node, Program, free, rebuilt
-from maxvision.graphs.quantize import STEPS, Grid, Quantization
+from maxvision.graphs.quantize import Grid, Quantization, Rounding
 
 METHODS = ("max", "percentile", "mse")
 """How a value's range is chosen: all of it, all but its tails, or the least mean squared error."""
@@ -50,30 +50,29 @@ class Seen:
         self.largest = max(self.largest, float(flat.max()))
         self.samples.append(flat[:: -(-len(flat) // SAMPLES)].copy())
 
-    def grid(self, method: str) -> Grid:
-        """Chooses the integers for it; see ``METHODS``."""
-        whole = Grid.of(self.least, self.largest)
+    def grid(self, method: str, kind: type[Rounding] = Grid) -> Rounding:
+        """Chooses the numbers of 8 bits for it; see ``METHODS``."""
+        whole = kind.of(self.least, self.largest)
         if method == "max" or not self.samples:
             return whole
         numbers = np.concatenate(self.samples)
         if method == "percentile":
             rest = (100 - PERCENTILE) / (1 if self.least >= 0 else 2)
             low = 0.0 if self.least >= 0 else float(np.percentile(numbers, rest))
-            return Grid.of(low, float(np.percentile(numbers, 100 - rest)))
+            return kind.of(low, float(np.percentile(numbers, 100 - rest)))
         shares = np.linspace(1.0, 0.2, RANGES)
-        grids = [Grid.of(self.least * share, self.largest * share) for share in shares]
+        grids = [kind.of(self.least * share, self.largest * share) for share in shares]
         return min(grids, key=lambda grid: _error(numbers, grid))
 
 
-def _error(numbers: Array, grid: Grid) -> float:
+def _error(numbers: Array, grid: Rounding) -> float:
     return float(np.square(rounded(numbers, grid) - numbers, dtype=np.float64).mean())
 
 
-def rounded(numbers: Array, grid: Grid) -> Array:
+def rounded(numbers: Array, grid: Rounding) -> Array:
     """Rounds numbers to a grid, as ``fake_quantize`` does."""
-    scale = np.float32(grid.scale)
-    whole = np.clip(np.rint(numbers * np.float32(1 / grid.scale)), grid.low, grid.low + STEPS)
-    found: Array = whole * scale
+    whole = grid.nearest(numbers * np.float32(1 / grid.scale))
+    found: Array = whole * np.float32(grid.scale)
     return found
 
 
@@ -131,7 +130,7 @@ def compared(program: Program, how: Quantization) -> tuple[Program, list[str]]:
 
         grid = how.values[node.inputs[0]]
         x = add("fake_quantize", (node.inputs[0],), **grid.attributes)
-        weight = add("fake_quantize_filter", (node.inputs[1],))
+        weight = add("fake_quantize_filter", (node.inputs[1],), **how.filter_attributes)
         again = free(taken, f"{node.output}.again")
         nodes.append(replace(node, inputs=(x, weight, *node.inputs[2:]), outputs=(again,)))
         apart = add("sub", (again, node.output))

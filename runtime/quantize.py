@@ -19,7 +19,7 @@ from maxvision.common.arguments import meant
 from maxvision.common.errors import ArgumentError, ImageError, ModelError
 from maxvision.common.folder import new_folder
 from maxvision.graphs.program import Program
-from maxvision.graphs.quantize import CONFIG, Quantization, places, quantized
+from maxvision.graphs.quantize import CONFIG, KINDS, Quantization, places, quantized
 from maxvision.runtime.calibrate import METHODS, compared, errors, ranges, watched
 from maxvision.runtime.classifier import network, weights_of
 from maxvision.runtime.collect import collect
@@ -81,6 +81,7 @@ def quantize(
     folder: Path,
     pictures: Sequence[str],
     *,
+    dtype: str = "int8",
     method: str = "max",
     keep: Sequence[str] = (),
     agree: float = AGREE,
@@ -89,7 +90,7 @@ def quantize(
     force: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Report:
-    """Writes a model whose convolutions and linear layers are products of 8-bit integers.
+    """Writes a model whose convolutions and linear layers are products of 8 bits.
 
     The folder is what ``weights convert`` writes, weights in float32; config.json says under
     ``maxvision_quantization`` what is rounded to what. Weights are rounded when the model loads.
@@ -98,6 +99,7 @@ def quantize(
         found: The model.
         folder: Where to write; it appears when it is complete.
         pictures: Files and folders of pictures, like those that the model will see.
+        dtype: Of the weights: ``int8``, or ``float8_e4m3fn``, in which Hopper alone computes.
         method: How the range of a value is chosen (``calibrate.METHODS``).
         keep: Layers to leave in float32, with * for any part.
         agree: The share of pictures whose first label has to stay; layers that hurt most are left
@@ -113,12 +115,16 @@ def quantize(
     """
     if method not in METHODS:
         raise ArgumentError(f"the method must be one of {', '.join(METHODS)} but is {method!r}")
+    if dtype not in KINDS:
+        raise ArgumentError(f"the dtype must be one of {', '.join(KINDS)} but is {dtype!r}")
+    if pixels and dtype != "int8":
+        raise ArgumentError("the layer that reads pixels runs in int8 only; leave out --pixels")
     if CONFIG in (found.config or {}):
         raise ModelError(f"{found.name} is quantised already; take the model that it was made of")
     checkpoint = interpret(found)
     with new_folder(folder, "the model", lambda _: force) as new:
         how, report = measured(
-            checkpoint, pictures, method, keep, agree, images, progress, pixels=pixels
+            checkpoint, pictures, method, keep, agree, images, progress, pixels=pixels, dtype=dtype
         )
         notes = {
             **how.to_config(),
@@ -142,14 +148,16 @@ def measured(
     progress: Callable[[str], None],
     *,
     pixels: bool = False,
+    dtype: str = "int8",
 ) -> tuple[Quantization, Report]:
     """Chooses what is rounded; see ``quantize``."""
     program, tensors = network(checkpoint, checkpoint.size, "float32"), weights_of(checkpoint)
-    values, layers = places(checkpoint.program(checkpoint.size).keep(["logits"]), pixels)
+    values, layers = places(checkpoint.program(checkpoint.size).keep(["logits"]), pixels, dtype)
     if not layers:
+        sizes = "4 channels" if dtype == "int8" else "16 channels and filters"
         raise ModelError(
             f"{checkpoint.name}: no layer can be quantised; it takes convolutions in one group and"
-            " linear layers, of a multiple of 4 channels"
+            f" linear layers, of a multiple of {sizes}"
         )
     asked = _matching(layers, keep)
     batches = _batches(checkpoint, pictures, images, progress)
@@ -161,7 +169,8 @@ def measured(
     run = compiled("the network", watched(program, values))
     progress(f"running it on {sum(map(len, batches))} pictures")
     seen, plain = ranges(run, values, batches)
-    whole = Quantization({name: each.grid(method) for name, each in seen.items()}, tuple(layers))
+    grids = {name: each.grid(method, KINDS[dtype]) for name, each in seen.items()}
+    whole = Quantization(grids, tuple(layers), dtype)
     twice, names = compared(program, whole)
     run = compiled("each layer twice, rounded and not", twice)
     progress("measuring what rounding each layer costs")

@@ -30,6 +30,7 @@ _DTYPES = {  # safetensors' name -> torch's
     "U32": "uint32",
     "U16": "uint16",
     "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn",
     "BOOL": "bool",
 }
 # DataParallel, torch.compile, Lightning modules
@@ -116,6 +117,9 @@ def _read_safetensors(path: Path) -> State:
     state = State({}, {})
     try:
         mapped, tensors = map_safetensors(path)
+        for dtype, _ in tensors.values():
+            if dtype not in DTYPES:  # floats of 8 bits, which only compiled models have
+                raise KeyError(dtype)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{path}: this cannot be read as a safetensors file ({reason(error)}); download it"
@@ -138,7 +142,8 @@ def map_safetensors(path: Path) -> tuple[Mapped, dict[str, tuple[str, Array]]]:
     Format: github.com/huggingface/safetensors.
 
     Returns:
-        The mapped file; the dtype's name and the array of each tensor, bfloat16 as its bits.
+        The mapped file; the dtype's name and the array of each tensor, bfloat16 as its bits, and so
+        floats of 8 bits.
 
     Raises:
         OSError: If it cannot be read.
@@ -159,7 +164,11 @@ def map_safetensors(path: Path) -> tuple[Mapped, dict[str, tuple[str, Array]]]:
         for key, entry in header.items():
             kind, (begin, end) = str(entry["dtype"]), entry["data_offsets"]
             name = _DTYPES[kind]
-            begin, end, dtype = begin + 8 + length, end + 8 + length, np.dtype(DTYPES[name])
+            begin, end, dtype = (
+                begin + 8 + length,
+                end + 8 + length,
+                np.dtype(DTYPES.get(name, "|u1")),
+            )
             shape = tuple(entry["shape"])
             count = math.prod(shape)
             if not 8 + length <= begin <= end <= size or count * dtype.itemsize != end - begin:

@@ -1,8 +1,9 @@
-"""Products of rounded activations and weights become products of 8-bit integers.
+"""Products of rounded activations and weights become products of 8 bits.
 
 A program that is quantised says so in floats (graphs/quantize.py): ``fake_quantize`` rounds what a
 product reads, and ``fake_quantize_filter`` its weights. Here these become integers, and are stored
-as such, where a device has kernels for them: a CPU, and Hopper.
+as such, where a device has kernels for them: a CPU, and Hopper. That has them for floats of 8 bits,
+too, which need no zero point. Comments and names say integers and bytes of both.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from max.dtype import DType
 from maxvision.graphs.arrange import is_aligned, is_depthwise
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Array, filter_scales
+from maxvision.graphs.elementwise import activation as activation_of
 from maxvision.graphs.passes.fuse import activation, is_activation
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
-from maxvision.graphs.quantize import GROUP, STEPS, Grid
+from maxvision.graphs.quantize import GROUP, STEPS, Float8, Grid, Rounding, rounding_of
 from maxvision.graphs.shapes import sides
 
 PRODUCTS = {"conv2d": "quantized_conv2d", "linear": "quantized_linear"}
@@ -31,9 +33,9 @@ KEEPING = ("max_pool2d", "reshape", "permute")
 
 
 def eight_bit(program: Program, on: Backend) -> Program:
-    """Makes products that read rounded values ones of uint8 by int8, where a device has them.
+    """Makes products that read rounded values ones of 8 bits, where a device has them.
 
-    A rounded value is stored once, as uint8, for all that read it. Where nothing else reads a
+    A rounded value is stored once, in 8 bits, for all that read it. Where nothing else reads a
     product's result, and its residual is stored so too, it stores its result rounded itself. What
     is rounded to levels that it has already, such as a max pool of a rounded value, is a value of
     bytes too. A stem whose result is only rounded stores that. On a CPU a product takes in a sum
@@ -50,10 +52,13 @@ def eight_bit(program: Program, on: Backend) -> Program:
     asked += [made.output for value in products if (made := program.only_user(value))]
     asked += [*sums, *(each.product.inputs[3] for each in sums.values())]
     inner = {each.rounding.output for each in sums.values()}
-    rounded: dict[str, Grid] = {}
+    rounded: dict[str, Rounding] = {}
     while asked:
         value = asked.pop(0)
-        if (grid := _grid(program, value)) and value not in rounded and value not in inner:
+        grid = _grid(program, value)
+        if not on.is_gpu and isinstance(grid, Float8):
+            continue
+        if grid and value not in rounded and value not in inner:
             rounded[value] = grid
             if _keeps(program, value):
                 asked.append(program.producers[value].inputs[0])
@@ -68,19 +73,21 @@ def _takes(program: Program, node: Node, on: Backend) -> bool:
     grid = _grid(program, x)
     return (
         weight in program.constants
-        and bool(_rounded_filter(program, weight))
         and grid is not None
-        and (_hopper_takes(program, node, grid) if on.is_gpu else _cpu_takes(program, node))
+        and _rounded_to(program, weight) == grid.factor
+        and (_hopper_takes(program, node, grid) if on.is_gpu else _cpu_takes(program, node, grid))
         and program.types[x].dtype == on.dtype
         and (node.op == "linear" or node.attributes.get("layout") == "NHWC")
     )
 
 
-def _cpu_takes(program: Program, node: Node) -> bool:
+def _cpu_takes(program: Program, node: Node, grid: Rounding) -> bool:
     """Tells whether the channels of a group can be multiplied: four at once, or one by one.
 
-    Pixels get as many when they are normalised.
+    Pixels get as many when they are normalised. Of floats of 8 bits there is no kernel.
     """
+    if isinstance(grid, Float8):
+        return False
     f, c, *window = program.shape(node.inputs[1])
     groups = node.attributes.get("groups", 1)
     return (
@@ -166,7 +173,7 @@ def _sums(program: Program, products: Mapping[str, Node]) -> dict[str, _Sum]:
                 or program.only_user(own) is not node
                 or len(bare.inputs) > 3
                 or saturating(bare, grid) != "none"
-                or _grid(program, residual) is None
+                or not isinstance(_grid(program, residual), Grid)
                 or program.types[residual] != program.types[own]
             ):
                 continue
@@ -183,7 +190,7 @@ def _sums(program: Program, products: Mapping[str, Node]) -> dict[str, _Sum]:
     return found
 
 
-def _hopper_takes(program: Program, node: Node, grid: Grid) -> bool:
+def _hopper_takes(program: Program, node: Node, grid: Rounding) -> bool:
     """Tells whether the copy engine takes the sizes; it pads with 0, which has to stand for 0."""
     f, c, *taps = program.shape(node.inputs[1])
     window: dict[str, Any] = {
@@ -195,18 +202,22 @@ def _hopper_takes(program: Program, node: Node, grid: Grid) -> bool:
     return is_aligned((*(taps or (1, 1)), c, f), DType.uint8, **window) and not (pads and grid.low)
 
 
-def _grid(program: Program, value: str) -> Grid | None:
-    """Gives the levels to which a value is rounded, if uint8 has as many; else nothing."""
+def _grid(program: Program, value: str) -> Rounding | None:
+    """Gives the levels to which a value is rounded, if 8 bits have as many; else nothing."""
     node = program.producers.get(value)
     if node is None or node.at_load:
         return None
-    return _grid(program, node.inputs[0]) if node.op in KEEPING else Grid.read(node)
+    if node.op not in KEEPING:
+        return rounding_of(node)
+    grid = _grid(program, node.inputs[0])
+    # No pool takes floats of 8 bits.
+    return None if node.op == "max_pool2d" and isinstance(grid, Float8) else grid
 
 
 def _keeps(program: Program, value: str) -> bool:
     """Tells whether a rounded value has the levels of what it is made of."""
     node = program.producers[value]
-    return node.op in KEEPING or _grid(program, node.inputs[0]) == Grid.read(node)
+    return node.op in KEEPING or _grid(program, node.inputs[0]) == rounding_of(node)
 
 
 def _rounded_filter(program: Program, value: str) -> list[Node]:
@@ -225,6 +236,12 @@ def _rounded_filter(program: Program, value: str) -> list[Node]:
     return []
 
 
+def _rounded_to(program: Program, weight: str) -> str:
+    """Names the dtype to which weights are rounded; nothing if they are not."""
+    found = _rounded_filter(program, weight)
+    return str(found[-1].attributes.get("to", "int8")) if found else ""
+
+
 def filter_steps(program: Program, constants: Mapping[str, Array], weight: str) -> Array | None:
     """Computes what an integer of each filter stands for, [F]; nothing if they are not rounded.
 
@@ -237,28 +254,29 @@ def filter_steps(program: Program, constants: Mapping[str, Array], weight: str) 
         return None
     *scaled, rounding = found
     if len(rounding.inputs) == 1:
-        return filter_scales(constants[weight])
+        return filter_scales(constants[weight], _rounded_to(program, weight))
     steps = constants[rounding.inputs[1]].astype(np.float64)
     for node in scaled:
         steps = steps * constants[node.inputs[1]] if node.op == "scale_filter" else steps
     return steps
 
 
-def saturating(product: Node, grid: Grid) -> str:
+def saturating(product: Node, grid: Rounding) -> str:
     """Gives a product's epilogue without an activation that only bounds what is stored.
 
-    A grid ends where a rectified linear unit does: what is beyond saturates. Hopper's kernel has no
-    activation before the zero point is added.
+    A grid ends where a rectified linear unit does: what is beyond saturates. Of integers Hopper's
+    kernel has no activation before the zero point is added.
     """
     epilogue = str(product.attributes.get("epilogue", "none"))
     plain = "add" if epilogue.startswith("add") else "none"
     *bounds, name = epilogue.removeprefix("add_").split(" ")
-    least, largest = grid.scale * grid.low, grid.scale * (grid.low + STEPS)
+    least, largest = grid.bounds
     if name == "relu":
         return plain if least >= 0 else epilogue
     if name == "clamp":
         low, high = map(float, bounds)
-        return plain if least >= low and largest <= high + grid.scale / 2 else epilogue
+        step = (largest - least) / STEPS
+        return plain if least >= low and largest <= high + step / 2 else epilogue
     return epilogue
 
 
@@ -288,7 +306,7 @@ class _Rewriting:
         program: Program,
         products: Mapping[str, Node],
         sums: Mapping[str, _Sum],
-        rounded: Mapping[str, Grid],
+        rounded: Mapping[str, Rounding],
         on: Backend,
     ) -> None:
         self.program = program
@@ -297,7 +315,7 @@ class _Rewriting:
         self.rounded = rounded
         self.on = on
         self.taken = set(program.types)
-        self.stored = {value: free(self.taken, f"{value}.uint8") for value in rounded}
+        self.stored = {v: free(self.taken, f"{v}.{grid.stored}") for v, grid in rounded.items()}
         self.taken_in = {node.output for each in sums.values() for node in each.gone}
         """What products compute on the way to a sum."""
         self.storing = {value: made for value in rounded if (made := self.storing_product(value))}
@@ -355,9 +373,14 @@ class _Rewriting:
         product = self.products.get(node.inputs[0])
         if product is None or self.program.only_user(product.output) is not node:
             return None
-        if self.on.is_gpu and saturating(product, self.rounded[value]) not in ("none", "add"):
+        grid = self.rounded[value]
+        if self.on.is_gpu and activation_of(saturating(product, grid)) not in (
+            "",
+            *grid.activations,
+        ):
             return None
-        return product if all(each in self.rounded for each in product.inputs[3:]) else None
+        beside = [self.rounded.get(each) for each in (product.inputs[0], *product.inputs[3:])]
+        return product if all(type(each) is type(grid) for each in beside) else None
 
     def is_read_in_float(self, value: str, storing: set[str]) -> bool:
         """Tells whether anything reads a rounded value in float32."""
@@ -378,20 +401,19 @@ class _Rewriting:
         grid = self.rounded[x]
         attributes: dict[str, Attribute] = {
             **{name: value for name, value in node.attributes.items() if name != "layout"},
-            "scale": grid.scale,
-            "low": grid.low,
+            **grid._asdict(),
             "dtype": self.on.dtype,
         }
         outputs = node.outputs
         if result:
             grid = self.rounded[result]
-            attributes |= {"result_scale": grid.scale, "result_low": grid.low, "dtype": "uint8"}
+            attributes |= {**_named("result", grid), "dtype": grid.stored}
             if "epilogue" in attributes:
                 attributes["epilogue"] = saturating(node, grid)
             outputs = (self.stored[result],)
             if len(rest) > 2:
                 grid = self.rounded[rest[2]]
-                attributes |= {"residual_scale": grid.scale, "residual_low": grid.low}
+                attributes |= _named("residual", grid)
                 rest[2] = self.stored[rest[2]]
         steps, made = self.steps(node.inputs[1])
         if steps:
@@ -472,25 +494,21 @@ class _Rewriting:
         return [*made, new]
 
     def quantize(self, node: Node) -> list[Node]:
-        """Stores a value as uint8."""
+        """Stores a value in 8 bits."""
         grid = self.rounded[node.output]
-        constants = {"inverse": 1 / grid.scale, "zero": float(-grid.low)}
-        return self.pointwise(
-            node.inputs[0], self.stored[node.output], "x0 x1 mul round x2 add", constants, "uint8"
-        )
+        expression, numbers = grid.storing
+        to = self.stored[node.output]
+        return self.pointwise(node.inputs[0], to, expression, numbers, grid.stored)
 
     def dequantize(self, value: str) -> list[Node]:
         """Gives what a stored value stands for."""
-        grid = self.rounded[value]
-        constants = {"low": float(grid.low), "scale": grid.scale}
-        return self.pointwise(
-            self.stored[value], value, "x0 x1 add x2 mul", constants, self.on.dtype
-        )
+        expression, numbers = self.rounded[value].standing
+        return self.pointwise(self.stored[value], value, expression, numbers, self.on.dtype)
 
     def pointwise(
         self, source: str, to: str, expression: str, numbers: Mapping[str, float], dtype: str
     ) -> list[Node]:
-        """Computes an expression of a value and two numbers.
+        """Computes an expression of a value and of numbers.
 
         These are constants, and no part of the expression, so that one kernel serves all values.
         """
@@ -507,3 +525,8 @@ class _Rewriting:
         attributes: dict[str, Attribute] = {"expression": expression, "dtype": dtype}
         inputs = (source, *(each.output for each in made))
         return [*made, Node("pointwise", inputs, (to,), attributes)]
+
+
+def _named(what: str, grid: Rounding) -> dict[str, Attribute]:
+    """Names a grid's numbers as attributes of a product do."""
+    return {f"{what}_{name}": number for name, number in grid._asdict().items()}

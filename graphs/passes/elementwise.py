@@ -17,6 +17,7 @@ from maxvision.graphs.elementwise import (
 )
 from maxvision.graphs.passes import moves
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
+from maxvision.graphs.quantize import STORED
 from maxvision.graphs.shapes import MOST_AXES, infer
 from maxvision.graphs.types import Type, product
 
@@ -258,7 +259,7 @@ class _Fusion:
         if node.op not in ELEMENTWISE and node.op != "pointwise":
             return False
         dtypes = {types[value].dtype for value in node.inputs}
-        bytes_too = ("uint8",) if node.op == "pointwise" else ()  # levels, as eight_bit reads them
+        bytes_too = STORED if node.op == "pointwise" else ()  # levels, as eight_bit reads them
         return (
             all("float" in dtype or dtype == "bool" or dtype in bytes_too for dtype in dtypes)
             and dtypes != {"bool"}
@@ -283,7 +284,7 @@ class _Fusion:
         """Tells whether what gives a value may become part of the tree that reads it."""
         types, root = self.program.types, tree.nodes[0]
         return (
-            types[read.value].dtype != "uint8"  # to which it is rounded
+            types[read.value].dtype not in STORED  # to which it is rounded
             and (self.program.only_user(read.value) in tree.nodes or self.is_small(read.value))
             and tree.words.count(read) == 1
             and types[read.value].shape == types[root.output].shape

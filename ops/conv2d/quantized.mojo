@@ -1,4 +1,4 @@
-"""Convolution of 8-bit numbers (uint8 by int8), torch's on NHWC, as ONNX's QLinearConv has it.
+"""Convolution of 8-bit numbers (uint8 by int8, or floats), torch's on NHWC, as ONNX's QLinearConv has it.
 
     y[n, p, q, f] = store(act(product[f] * sum_rsc (x[...] - zero) w[r, s, c, f] + bias[f]
                               + residual_scale * (residual[n, p, q, f] - residual_zero)))
@@ -9,7 +9,9 @@ and saturates. A residual that is a float has no zero point. Jacob et al. 2018 (
 section 2.
 
 A CPU computes in float32 beside the integers. There what the residual is added to may be rounded to
-uint8 first, with a scale and a zero point of its own, as in a QDQ file of ONNX. Hopper's kernel
+uint8 first, with a scale and a zero point of its own, as in a QDQ file of ONNX. On Hopper x and the
+filters may be float8_e4m3fn instead, and y, to which `store` rounds and saturates too: these have no
+zero points, and sums are float32 (Micikevicius et al. 2022, arXiv:2209.05433). Hopper's kernel
 (gemm/hopper.mojo) knows no zero points, and of scales that of each filter and the residual's alone:
 graphs/parameters.py puts the others into these and the bias.
 """
@@ -21,7 +23,7 @@ from ..dot import I8, U8
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm_bytes
 from ..geometry import Geometry
-from ..operands import F32, Affine, Levels, Operands, Scales, data
+from ..operands import F32, Affine, Data, Levels, Operands, Scales, data
 from .cpu import conv2d_cpu
 
 
@@ -34,8 +36,8 @@ struct QuantizedConv2d:
         target: StaticString, epilogue: StaticString, members: Int, narrow: Bool, rounds: Bool
     ](
         y: OutputTensor[rank=4, ...],
-        x: InputTensor[dtype=U8, rank=4, ...],
-        filter: InputTensor[dtype=I8, rank=1, ...],
+        x: InputTensor[rank=4, ...],
+        filter: InputTensor[rank=1, ...],
         product: InputTensor[dtype=F32, rank=1, ...],
         bias: InputTensor[dtype=F32, rank=1, ...],
         residual: InputTensor[rank=4, ...],
@@ -68,19 +70,25 @@ struct QuantizedConv2d:
         Raises:
             If memory is short, or the launch fails.
         """
-        comptime Out = Operands[U8, y.dtype, I8]
+        comptime floats = x.dtype == DType.float8_e4m3fn
+        comptime assert filter.dtype == (x.dtype if floats else I8) and (
+            floats or x.dtype == U8
+        ), "quantized_conv2d: multiplies uint8 by int8, or float8_e4m3fn by itself"
         var g = Geometry(x.shape(), y.shape(), data(window))
         if g.pixels() == 0:
             return
         var given = data(scales)
         var beside = data(residual).unsafe_bitcast[Scalar[y.dtype]]()  # x if nothing is added
-        var o = Out(data(x), data(filter), data(bias), beside, data(y))
         comptime scaled = Epilogue(epilogue, scales=True, rounds=rounds)
         var added = Affine(given[unsafe_offset=1], given[unsafe_offset=2])
         comptime if target == "cpu":
+            comptime assert not floats, "quantized_conv2d: a CPU multiplies no floats of 8 bits"
             comptime assert (
                 y.dtype == F32 or y.dtype == U8
             ), "quantized_conv2d: the result is float32 or uint8 on a CPU"
+            var bytes = rebind[Data[U8]](data(x))
+            var integers = rebind[Data[I8]](data(filter))
+            var o = Operands[U8, y.dtype, I8](bytes, integers, data(bias), beside, data(y))
             var between = Affine(1, 0)
             comptime if rounds:
                 between = Affine(given[unsafe_offset=5], given[unsafe_offset=6])
@@ -95,4 +103,9 @@ struct QuantizedConv2d:
         else:
             comptime assert members == 0, "quantized_conv2d: a GPU has no depthwise kernel"
             comptime assert not rounds, "quantized_conv2d: a GPU rounds no sums before the residual"
-            gemm_bytes[U8, I8, y.dtype, scaled, narrow](g, o, Scales(data(product), added), ctx)
+            var o = Operands[x.dtype, y.dtype, filter.dtype](
+                data(x), data(filter), data(bias), beside, data(y)
+            )
+            gemm_bytes[x.dtype, filter.dtype, y.dtype, scaled, narrow](
+                g, o, Scales(data(product), added), ctx
+            )

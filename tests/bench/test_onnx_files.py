@@ -17,8 +17,10 @@ from maxvision.bench.inputs import Images  # noqa: E402
 from maxvision.bench.onnx_files import unrounded, write  # noqa: E402
 from maxvision.bench.torchnet import TorchNet  # noqa: E402
 from maxvision.bridge import onnx_file  # noqa: E402
+from maxvision.common.errors import ArgumentError  # noqa: E402
 from maxvision.graphs.constants import quantized_filter  # noqa: E402
 from maxvision.graphs.program import Program  # noqa: E402
+from maxvision.graphs.types import FLOAT8  # noqa: E402
 from tests.graphs.interpret import inputs, interpret, weights  # noqa: E402
 from tests.graphs.test_quantize import calibrated, residual, tokens  # noqa: E402
 
@@ -91,6 +93,17 @@ def test_bounds_stay_where_rounding_goes() -> None:
     found, want = (interpret(each, given, tensors)["logits"] for each in (plain, residual(8)))
     step = np.abs(want).max() / 255  # values at their bounds are rounded inwards by half a level
     np.testing.assert_allclose(found, want, 0, step)
+
+
+def test_floats_of_8_bits_are_bounded_and_have_no_file(tmp_path: Path) -> None:
+    program = calibrated(residual(16), FLOAT8)
+    given, tensors = inputs(program), weights(program)
+    plains = unrounded(program), residual(16)
+    found, want = (interpret(each, given, tensors)["logits"] for each in plains)
+    np.testing.assert_allclose(found, want, 1e-9)
+    network = TorchNet(program, tensors).eval()
+    with pytest.raises(ArgumentError, match="residual rounds to float8_e4m3fn, which no engine"):
+        write(tmp_path / "fp8.onnx", network, torch.from_numpy(given[0]))
 
 
 @pytest.mark.filterwarnings("ignore")  # of tracing, and of the exporter's age

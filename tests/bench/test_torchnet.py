@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from maxvision.bench.torchnet import FUNCTIONS, TorchNet
 from maxvision.graphs.net import Net
-from maxvision.graphs.types import BATCH
+from maxvision.graphs.types import BATCH, FLOAT8
 from tests.graphs.interpret import inputs, interpret, weights
 
 
@@ -60,12 +61,14 @@ def test_ops_of_converted_models() -> None:
     np.testing.assert_allclose(found, wanted, 1e-4, 1e-4 * np.abs(wanted).max())
 
 
-def test_a_quantised_program_rounds_its_filters() -> None:
+@pytest.mark.parametrize("to", ["int8", FLOAT8])
+def test_a_quantised_program_rounds_its_filters(to: str) -> None:
     net = Net("quantised")
-    x = net.op(
-        "fake_quantize", [net.input("x", (BATCH, 4, 6, 5))], scale=0.03, low=-99.0, high=156.0
+    settings: dict[str, Any] = (
+        {"scale": 0.03, "low": -99.0, "high": 156.0} if to == "int8" else {"scale": 0.03, "to": to}
     )
-    weight = net.op("fake_quantize_filter", [net.weight("conv.weight", 6, 4, 3, 3)])
+    x = net.op("fake_quantize", [net.input("x", (BATCH, 4, 6, 5))], **settings)
+    weight = net.op("fake_quantize_filter", [net.weight("conv.weight", 6, 4, 3, 3)], to=to)
     x = net.op("conv2d", [x, weight, net.weight("conv.bias", 6)], "conv", padding=1)
     net.output("logits", net.linear(net.op("mean", [x], axes=(2, 3)), "head", 5))
     program = net.program()

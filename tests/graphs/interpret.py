@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from maxvision.graphs.elementwise import BETWEEN, ELEMENTWISE, activation, joining, values_of
 from maxvision.graphs.program import Program
+from maxvision.graphs.quantize import STORED
 from maxvision.graphs.shapes import pair, sides
-from maxvision.graphs.types import at_batch, split
+from maxvision.graphs.types import FLOAT8, at_batch, split
 
 BATCH = 2
 
@@ -461,6 +462,8 @@ def _pointwise(*given: Tensor, expression: str, dtype: str = "") -> Tensor:
             number = 0 if is_value else torch.tensor(float(word), dtype=torch.float64)
             stack.append(given[int(word[1:])] if is_value else number)
     (result,) = stack
+    if dtype == FLOAT8:
+        return _e4m3(result)
     return result.round().clamp(0, 255) if dtype == "uint8" else result
 
 
@@ -472,12 +475,21 @@ def _foreach(*given: Tensor, expression: str, dtype: str = "") -> list[Tensor]:
     return [y.long() for y in found] if dtype == "int64" else found
 
 
-def _fake_quantize_filter(filter: Tensor, scale: Tensor | None = None) -> Tensor:
+def _fake_quantize_filter(
+    filter: Tensor, scale: Tensor | None = None, *, to: str = "int8"
+) -> Tensor:
     if scale is None:
-        largest = filter.flatten(1).abs().amax(1)
-        scale = torch.where(largest > 0, largest, 127.0) / 127
+        most, largest = 127 if to == "int8" else 448, filter.flatten(1).abs().amax(1)
+        scale = torch.where(largest > 0, largest, most) / most
     scale = scale.reshape(-1, *(1,) * (filter.ndim - 1))
+    if to != "int8":
+        return _e4m3(filter / scale) * scale
     return (filter / scale).round().clamp(-128, 127) * scale
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    """Rounds as torch does, which makes NaN of what is beyond the largest."""
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def _quantized(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -486,11 +498,12 @@ def _quantized(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(
         x: Tensor, filter: Tensor, bias: Any = None, residual: Any = None, steps: Any = None, *,
         scale: float,
-        low: float, residual_scale: float = 1.0, residual_low: float = 0.0,
+        low: float = 0.0, residual_scale: float = 1.0, residual_low: float = 0.0,
         result_scale: float = 1.0, result_low: float = 0.0, rounded_scale: float = 0.0,
         rounded_low: float = 0.0, dtype: str = "float32", epilogue: str = "none", **rest: Any,
     ) -> Tensor:  # fmt: skip
-        if residual is not None and dtype == "uint8":
+        stored = dtype in STORED
+        if residual is not None and stored:
             residual = (residual + residual_low) * residual_scale
         x = (x + low) * scale
         if rounded_scale:
@@ -499,9 +512,9 @@ def _quantized(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         else:
             given = [filter, bias] if residual is None else [filter, bias, residual]
             y = op(x, *given, epilogue=epilogue, **rest)
-        if dtype != "uint8":
-            return y
-        return _stored(y, result_scale, result_low)
+        if dtype == FLOAT8:
+            return _e4m3(y * (1 / result_scale))
+        return _stored(y, result_scale, result_low) if stored else y
 
     return run
 
@@ -577,9 +590,10 @@ ELEMENTS: dict[str, Callable[..., Tensor]] = {
     "leaky_relu": lambda x, *, slope=0.01: F.leaky_relu(x, slope),
     "elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
     "prelu": lambda x, slope: torch.where(x > 0, x, x * slope),
-    "fake_quantize": lambda x, *, scale=1.0, low=-128.0, high=127.0: (
-        (x * (1 / scale)).round().clamp(low, high) * scale
+    "fake_quantize": lambda x, *, scale=1.0, low=-128.0, high=127.0, to="": (
+        (_e4m3(x * (1 / scale)) if to else (x * (1 / scale)).round().clamp(low, high)) * scale
     ),
+    "e4m3": lambda x: _e4m3(x),
 }
 """The elementwise ops that torch calls otherwise, or has elsewhere, than ``torch.<name>``."""
 

@@ -27,7 +27,7 @@ from maxvision.graphs.passes import PASSES
 from maxvision.graphs.pixels import from_pixels
 from maxvision.graphs.program import Program
 from maxvision.graphs.shapes import OPS
-from maxvision.graphs.types import BATCH
+from maxvision.graphs.types import BATCH, FLOAT8
 from maxvision.runtime import cache
 from maxvision.runtime.executor import Unchecked
 from tests.graphs import nets
@@ -127,6 +127,9 @@ def rounded(net: Net, x: Value) -> None:
     y = net.op("fake_quantize", [net.layer_norm(tokens, "norm")], scale=0.03, low=-99.0, high=156.0)
     weight = net.op("fake_quantize_filter", [net.weight("weight", 5, 8)])
     net.output("linear", net.op("linear", [y, weight], "linear"))
+    y = net.op("fake_quantize", [x], scale=0.011, to=FLOAT8)
+    filter = net.op("fake_quantize_filter", [net.weight("floats", 8, x.size(1), 3, 3)], to=FLOAT8)
+    net.output("floats", net.op("conv2d", [y, filter], "floats"))
 
 
 def masked(net: Net, x: Value) -> None:

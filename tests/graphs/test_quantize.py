@@ -16,15 +16,15 @@ from max.graph import ops as graph_ops
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs import nodes, passes
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.constants import EVALUATE
+from maxvision.graphs.constants import EVALUATE, e4m3, e4m3_bits
 from maxvision.graphs.net import Net, Value
-from maxvision.graphs.parameters import Parameters
+from maxvision.graphs.parameters import Parameters, buffer
 from maxvision.graphs.passes import eight_bit
 from maxvision.graphs.pixels import from_pixels
 from maxvision.graphs.program import Node, Program
-from maxvision.graphs.quantize import CONFIG, Grid, Quantization, places, quantized
+from maxvision.graphs.quantize import CONFIG, KINDS, Float8, Grid, Quantization, places, quantized
 from maxvision.graphs.shapes import sides
-from maxvision.graphs.types import BATCH
+from maxvision.graphs.types import BATCH, FLOAT8
 from maxvision.runtime import cache
 from maxvision.runtime.calibrate import Seen, rounded, watched
 from maxvision.runtime.executor import Executor
@@ -63,23 +63,29 @@ def tokens(width: int = 8) -> Program:
     return net.program()
 
 
-def calibrated(program: Program) -> Program:
+def calibrated(program: Program, dtype: str = "int8") -> Program:
     """Quantises all that may be, by what the values are on the tests' inputs."""
-    values, layers = places(program)
+    values, layers = places(program, dtype=dtype)
     found = interpret(watched(program, values), inputs(program), weights(program))
     seen = {name: found[f"value.{name}"] for name in values}
-    grids = {name: Grid.of(each.min(), each.max()) for name, each in seen.items()}
-    return quantized(program, Quantization(grids, tuple(layers)))
+    grids = {name: KINDS[dtype].of(each.min(), each.max()) for name, each in seen.items()}
+    return quantized(program, Quantization(grids, tuple(layers), dtype))
 
 
 def ops(program: Program) -> list[str]:
     return [node.op for node in program.nodes if not node.at_load]
 
 
-@pytest.mark.parametrize("on", [ON, HOPPER], ids=["cpu", "hopper"])
+@pytest.mark.parametrize(
+    ("dtype", "on"),
+    [("int8", ON), ("int8", HOPPER), (FLOAT8, HOPPER)],
+    ids=["cpu", "hopper", "fp8"],
+)
 @pytest.mark.parametrize("write", [residual, tokens])
-def test_it_means_the_same_in_integers(write: Callable[[int], Program], on: Backend) -> None:
-    program = calibrated(write(16))
+def test_it_means_the_same_in_8_bits(
+    write: Callable[[int], Program], dtype: str, on: Backend
+) -> None:
+    program = calibrated(write(16), dtype)
     final = passes.run(program, on)
     assert any("quantized" in op for op in ops(final))
     assert Program.from_json(final.to_json()) == final
@@ -87,7 +93,8 @@ def test_it_means_the_same_in_integers(write: Callable[[int], Program], on: Back
     before, after = (interpret(each, given, tensors)["logits"] for each in (program, final))
     np.testing.assert_allclose(after, before, 1e-9, 1e-9)
     plain = interpret(write(16), given, tensors)["logits"]
-    assert 0 < np.abs(before - plain).max() < 0.05 * np.abs(plain).max()
+    most = 0.05 if dtype == "int8" else 0.1
+    assert 0 < np.abs(before - plain).max() < most * np.abs(plain).max()
 
 
 def test_a_residual_network_stays_in_bytes_between_stem_and_pool() -> None:
@@ -122,6 +129,29 @@ def test_on_hopper_results_are_stored_by_what_saturates() -> None:
     assert found[0].attributes["epilogue"] == "gelu"
 
 
+def test_on_hopper_floats_of_8_bits_are_rectified_before_they_are_stored() -> None:
+    final = passes.run(calibrated(residual(16), FLOAT8), HOPPER)
+    running = [
+        node for node in final.nodes if not node.at_load and node.op not in eight_bit.KEEPING
+    ]
+    found = [(n.op, n.attributes.get("epilogue", ""), final.types[n.output].dtype) for n in running]
+    conv = "quantized_conv2d"
+    assert found == [
+        ("conv2d", "relu", "float32"), ("pointwise", "", FLOAT8),
+        (conv, "relu", FLOAT8), (conv, "add_relu", FLOAT8), (conv, "relu", FLOAT8),
+        (conv, "", FLOAT8), ("pointwise", "", "float32"), (conv, "add_relu", "float32"),
+        ("avg_pool2d", "", "float32"), ("linear", "", "float32"),
+    ]  # fmt: skip
+    assert not any("low" in name for node in running for name in node.attributes)
+    gelu, down = (
+        node
+        for node in passes.run(calibrated(tokens(16), FLOAT8), HOPPER).nodes
+        if node.op == "quantized_linear"
+    )
+    assert (gelu.attributes["epilogue"], gelu.attributes["dtype"]) == ("gelu", "float32")
+    assert down.attributes["epilogue"] == "add"
+
+
 @pytest.mark.parametrize(
     ("epilogue", "grid", "found"),
     [
@@ -131,6 +161,9 @@ def test_on_hopper_results_are_stored_by_what_saturates() -> None:
         ("add_0.0 6.0 clamp", Grid(5 / 255, 0), "add"),
         ("0.0 6.0 clamp", Grid(7 / 255, 0), "0.0 6.0 clamp"),
         ("silu", Grid(0.1, 0), "silu"),
+        ("add_relu", Float8(0.1), "add_relu"),
+        ("-50.0 50.0 clamp", Float8(0.1), "none"),
+        ("-40.0 50.0 clamp", Float8(0.1), "-40.0 50.0 clamp"),
     ],
 )
 def test_an_activation_that_bounds_no_more_than_saturation_goes(
@@ -149,8 +182,26 @@ def test_an_activation_that_bounds_no_more_than_saturation_goes(
     ],
     ids=str,
 )
-def test_others_round_in_floats(on: Backend) -> None:
-    assert not any("quantized" in op for op in ops(passes.run(calibrated(residual(16)), on)))
+@pytest.mark.parametrize("dtype", KINDS)
+def test_others_round_in_floats(on: Backend, dtype: str) -> None:
+    assert not any("quantized" in op for op in ops(passes.run(calibrated(residual(16), dtype), on)))
+
+
+def test_a_cpu_rounds_to_floats_of_8_bits_in_floats() -> None:
+    program = calibrated(residual(16), FLOAT8)
+    final = passes.run(program, ON)
+    assert not any("quantized" in op for op in ops(final)) and "fake_quantize" in ops(final)
+    assert {dtype for _, dtype in final.types.values()} == {"float32"}
+
+
+def test_a_compiled_network_rounds_to_floats_of_8_bits() -> None:
+    """As the interpreter, on a CPU; a sum in float32 may round to the next one."""
+    program = calibrated(residual(16), FLOAT8)
+    (x,), tensors = inputs(program), weights(program)
+    (found,) = Executor.compile(program, tensors, CPU())(x)
+    wanted, plain = (interpret(p, [x], tensors)["logits"] for p in (program, residual(16)))
+    most = np.abs(wanted).max()
+    assert np.abs(found - wanted).max() < 0.002 * most < np.abs(plain - wanted).max()
 
 
 @pytest.mark.parametrize(
@@ -175,6 +226,40 @@ def test_what_hopper_takes(
     assert ("quantized_conv2d" in ops(passes.run(net.program(), HOPPER))) is taken
 
 
+def test_hopper_gets_floats_of_8_bits() -> None:
+    import torch
+
+    rng = np.random.default_rng(0)
+    f, k = 32, 48
+    tensors = {
+        "w": rng.standard_normal((k, f)).astype(np.float32),
+        "b": rng.standard_normal(f).astype(np.float32),
+    }
+    of_x, added, result = Float8(0.03), Float8(0.4), Float8(0.9)
+    with Graph("hopper", input_types=[]):
+        parameters = Parameters(tensors, DeviceRef.GPU(), DType.bfloat16)
+        filter, _, numbers = parameters.quantized("w", "b", 1, of_x, added, result)
+        assert filter.dtype == DType.float8_e4m3fn
+        filters, product, bias = (each.array() for each in parameters.bound.values())
+        (kind,) = {each.dtype for each in parameters.bound.values()} - {DType.float32}
+    assert filters.dtype == np.uint8 and buffer(filters, kind).dtype == DType.float8_e4m3fn
+    w = torch.from_numpy(tensors["w"].T).double()
+    steps = w.abs().amax(1, keepdim=True) / 448
+    whole = (w / steps).to(torch.float8_e4m3fn)
+    rows = np.empty((f, k), np.uint8)
+    rows[quads_of(f)] = filters.reshape(f, k)
+    np.testing.assert_array_equal(rows, whole.view(torch.uint8).numpy())
+    assert numbers == [0, added.scale / result.scale, 0, 1, 0]
+    np.testing.assert_allclose(product, steps.numpy().ravel() * (0.03 / 0.9), 1e-6)
+    np.testing.assert_allclose(bias, tensors["b"] / 0.9, 1e-6)
+
+
+def quads_of(f: int) -> np.ndarray:
+    """Lists which filter is where, of results of 8 bits."""
+    sixteen = np.arange(16).reshape(4, 2, 2).transpose(1, 0, 2).reshape(-1)
+    return np.arange(f).reshape(-1, 16)[:, sixteen].reshape(-1)
+
+
 def test_hopper_adds_zero_points_to_the_bias() -> None:
     rng = np.random.default_rng(0)
     f, k = 32, 48
@@ -189,9 +274,8 @@ def test_hopper_adds_zero_points_to_the_bias() -> None:
         _, _, numbers = parameters.quantized("w", "b", 1, of_x, added, result)
         held = [each.array().astype(np.float64) for each in parameters.bound.values()]
     filter, product, bias = held
-    sixteen = np.arange(16).reshape(4, 2, 2).transpose(1, 0, 2).reshape(-1)
     rows = np.empty((f, k))
-    rows[np.arange(f).reshape(-1, 16)[:, sixteen].reshape(-1)] = filter.reshape(f, k)
+    rows[quads_of(f)] = filter.reshape(f, k)
     np.testing.assert_array_equal(rows, whole.T)
     got = x @ rows.T * product + bias + numbers[1] * residual
     y = ((x - 7) * 0.03) @ (whole * scales) + tensors["b"] + (residual - 100) * 0.4
@@ -352,6 +436,52 @@ def test_pixels_become_the_levels_that_they_are_rounded_to() -> None:
             assert (y[..., :c] == want)[~ties].all() and ties.mean() < 0.02
 
 
+def test_numbers_are_rounded_to_floats_of_8_bits_as_torch_does() -> None:
+    """All of them, what lies midway between two and beside that, and others; NaN and infinity."""
+    import torch
+
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    finite = np.unique(every[np.isfinite(every)])
+    middles = (finite[1:] + finite[:-1]) / 2
+    random = np.random.default_rng(0)
+    drawn = random.standard_normal(10_000) * 2.0 ** random.integers(-14, 10, 10_000)
+    beside = [np.nextafter(middles, np.float32(side)) for side in (np.inf, -np.inf)]
+    ends = np.float32([448, 463, 464, 465, 1e30, np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-40])
+    x = np.concatenate([every, middles, *beside, drawn, ends]).astype(np.float32)
+    want = torch.from_numpy(x).clamp(-448, 448).to(torch.float8_e4m3fn)
+    np.testing.assert_array_equal(e4m3(x), want.float().numpy())
+    bits, known = want.view(torch.uint8).numpy(), ~np.isnan(x)
+    np.testing.assert_array_equal(e4m3_bits(x)[known], bits[known])
+    assert set(e4m3_bits(x)[~known] & 0x7F) == {0x7F}
+
+
+def test_filters_are_rounded_to_floats_of_8_bits() -> None:
+    import torch
+
+    w = np.random.default_rng(0).standard_normal((7, 5, 3, 3)).astype(np.float32)
+    w[3] = 0
+    largest = torch.from_numpy(w).double().abs().amax((1, 2, 3))
+    scales = torch.where(largest > 0, largest, 448).div(448)[:, None, None, None]
+    want = (torch.from_numpy(w) / scales).to(torch.float8_e4m3fn).double() * scales
+    rounded_filter = EVALUATE["fake_quantize_filter"]
+    np.testing.assert_allclose(rounded_filter(w, to=FLOAT8), want.numpy(), 1e-7)
+    named = rounded_filter(w, np.full(7, 0.5), to=FLOAT8)
+    want = (torch.from_numpy(w) * 2).to(torch.float8_e4m3fn).float() / 2
+    np.testing.assert_array_equal(named, want.numpy())
+
+
+def test_of_floats_of_8_bits_what_hopper_multiplies_is_rounded() -> None:
+    net = Net("layers")
+    x = net.conv2d(net.input("x", (BATCH, 3, 9, 8)), "stem", 32, 1)
+    for name, filters, groups in [("whole", 32, 1), ("depthwise", 32, 32), ("odd", 24, 1)]:
+        x = net.conv2d(net.relu(x), name, filters, 3, padding=1, groups=groups)
+    x = net.conv2d(net.relu(net.conv2d(net.relu(x), "of odd", 16, 1)), "last", 48, 1)
+    net.output("logits", net.linear(net.flatten(net.avg_pool2d(net.relu(x))), "head", 5))
+    program = net.program()
+    assert places(program, dtype=FLOAT8)[1] == ["whole", "last"]
+    assert places(program)[1] == ["whole", "depthwise", "odd", "of odd", "last"]
+
+
 def test_pixels_the_classifier_and_small_layers_stay() -> None:
     values, layers = places(residual())
     assert layers == ["a.one", "a.two", "b.one", "b.two", "b.shortcut"]
@@ -373,17 +503,22 @@ def test_a_grid_has_zero_and_all_that_was_seen() -> None:
     assert Grid.of(0.0, 0.0) == Grid(1.0, 0)
     grid = Grid.of(-1.0, 3.0)
     assert grid.low == -64 and -1.01 < grid.scale * grid.low < -0.99
+    assert Float8.of(-448.0, 3.0) == Float8(1.0) == Float8.of(0.0, 0.0)
+    assert Float8.of(0.0, 44.8).scale == pytest.approx(0.1)
 
 
-def test_methods_choose_ranges() -> None:
+@pytest.mark.parametrize("dtype", KINDS)
+def test_methods_choose_ranges(dtype: str) -> None:
     seen = Seen()
     numbers = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
     seen.add(np.append(numbers, np.float32(100)))
-    scales = {method: seen.grid(method).scale for method in ("max", "percentile", "mse")}
+    kind = KINDS[dtype]
+    scales = {method: seen.grid(method, kind).scale for method in ("max", "percentile", "mse")}
     assert scales["percentile"] < 0.1 * scales["max"]
-    assert scales["mse"] < scales["max"]
+    assert scales["mse"] < scales["max"] or (dtype == FLOAT8 and scales["mse"] == scales["max"])
+    (samples,) = seen.samples
     errors = [
-        float(np.square(rounded(seen.samples[0], seen.grid(method)) - seen.samples[0]).mean())
+        float(np.square(rounded(samples, seen.grid(method, kind)) - samples).mean())
         for method in ("max", "mse")
     ]
     assert errors[1] <= errors[0]
@@ -391,7 +526,12 @@ def test_methods_choose_ranges() -> None:
 
 def test_config_json_holds_it() -> None:
     how = Quantization({"x": Grid(0.125, -3)}, ("a", "b"))
+    assert how.to_config() == {"dtype": "int8", "values": {"x": [0.125, -3]}, "layers": ["a", "b"]}
     assert Quantization.from_config({CONFIG: how.to_config()}, "m") == how
+    how = Quantization({"x": Float8(0.125)}, ("a", "b"), FLOAT8)
+    assert how.to_config() == {"dtype": FLOAT8, "values": {"x": [0.125]}, "layers": ["a", "b"]}
+    found = Quantization.from_config({CONFIG: how.to_config()}, "m")
+    assert found == how and isinstance(found.values["x"], Float8)
     assert Quantization.from_config({}, "m") is None is Quantization.from_config(None, "m")
 
 
@@ -402,6 +542,9 @@ def test_config_json_holds_it() -> None:
         {"values": {"x": [0.0, 0]}, "layers": [], "dtype": "int8"},
         {"values": {"x": [1.0, 5]}, "layers": [], "dtype": "int8"},
         {"values": {}, "layers": [], "dtype": "int4"},
+        {"values": {"x": [1.0, 0]}, "layers": [], "dtype": FLOAT8},
+        {"values": {"x": [-1.0]}, "layers": [], "dtype": FLOAT8},
+        {"values": {"x": [1.0]}, "layers": [], "dtype": "int8"},
     ],
 )  # fmt: skip
 def test_a_wrong_config_json_is_told(wrong: Any) -> None:
@@ -602,11 +745,22 @@ def test_a_sum_in_a_convolution_is_that_of_a_launch_of_its_own() -> None:
 
 
 def test_what_is_no_byte_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="quantized_linear: expects x in uint8 but has float32"):
+    with pytest.raises(
+        ArgumentError, match="quantized_linear: expects x in uint8 or float8_e4m3fn but"
+    ):
         from maxvision.graphs.shapes import infer
         from maxvision.graphs.types import Type
 
         infer("quantized_linear", [Type((2, 4)), Type((3, 4))], {"scale": 1.0, "low": 0.0})
+    with pytest.raises(ArgumentError, match="quantized_linear: gives floats or float8_e4m3fn, not"):
+        floats = {"scale": 1.0, "dtype": "uint8"}
+        infer("quantized_linear", [Type((2, 4), FLOAT8), Type((3, 4))], floats)
+    with pytest.raises(ArgumentError, match="fake_quantize: rounds to integers, or to float8_e4m3"):
+        infer("fake_quantize", [Type((2, 4))], {"scale": 1.0, "low": 0.0, "to": FLOAT8})
+    with pytest.raises(
+        ArgumentError, match="fake_quantize_filter: rounds to int8 or float8_e4m3fn"
+    ):
+        infer("fake_quantize_filter", [Type((2, 4))], {"to": "uint8"})
     with pytest.raises(ArgumentError, match="quantized_linear: rounds what a residual is added to"):
         rounds = {"scale": 1.0, "low": 0.0, "rounded_scale": 1.0, "dtype": "uint8"}
         infer("quantized_linear", [Type((2, 4), "uint8"), Type((3, 4))], rounds)

@@ -35,8 +35,9 @@ from maxvision.graphs.elementwise import BETWEEN, activation, joining, values_of
 from maxvision.graphs.lower import backend, emit
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters, wide
-from maxvision.graphs.quantize import Grid
+from maxvision.graphs.quantize import Float8, Grid
 from maxvision.graphs.shapes import sides
+from maxvision.graphs.types import FLOAT8
 from maxvision.runtime import cache
 
 Shape = tuple[int, ...]
@@ -178,6 +179,61 @@ def quantized(
         reference,
         whole,
         levels=True,
+    )
+
+
+def quantized_floats(
+    name: str, size: tuple[int, int], c: int, f: int, kernel: int, result: Float8 | None
+) -> Case:
+    """Makes a case of quantized_conv2d on float8_e4m3fn, which it rounds x to, and widens y from.
+
+    All are quarters, and steps powers of 2: so few bits that Hopper has their sums exactly.
+    A result of 8 bits has a residual, too.
+    """
+    padding, added = kernel // 2, Float8(0.5)
+
+    def build(w: Parameters, value: Any, *residual: Any) -> Any:
+        filter, product, scales = w.quantized(
+            "w.filter", "w.bias", 1, Float8(2.0), added if result else None, result, steps="w.steps"
+        )
+        y = nodes.quantized_conv2d(
+            nodes.pointwise("x0 0.5 mul", [value], FLOAT8),
+            filter,
+            product,
+            scales=scales,
+            dtype=FLOAT8 if result else w.dtype.name,
+            padding=padding,
+            epilogue="add_relu" if result else "gelu",
+            residual=nodes.pointwise("x0 2.0 mul", [*residual], FLOAT8) if result else None,
+        )
+        return nodes.pointwise(f"x0 {result.scale!r} mul", [y], w.dtype.name) if result else y
+
+    def reference(
+        w: dict[str, torch.Tensor], value: torch.Tensor, *residual: torch.Tensor
+    ) -> torch.Tensor:
+        y = F.conv2d(value.permute(0, 3, 1, 2), w["w.filter"].permute(3, 2, 0, 1), padding=padding)
+        y = y.permute(0, 2, 3, 1) + w["w.bias"]
+        if not result:
+            return F.gelu(y).to(value.dtype)
+        return (e4m3((y + residual[0]).relu() / result.scale) * result.scale).to(value.dtype)
+
+    def quarters(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        for x in inputs:
+            x[...] = np.clip(np.rint(4 * x), -8, 8) / 4
+        whole = np.rint(weights["w.filter"] * c**0.5 * kernel)
+        weights["w.filter"] = (whole / 8).astype(np.float32)
+        weights["w.steps"] = np.full(f, 1 / 8, np.float32)
+        weights["w.bias"] = np.rint(weights["w.bias"] * 4) / 4
+
+    p, q = (each + 2 * padding - kernel + 1 for each in size)
+    return Case(
+        name,
+        [(*size, c), *([(p, q, f)] if result else [])],
+        {"w.filter": (kernel, kernel, c, f), "w.bias": (f,), "w.steps": (f,)},
+        build,
+        reference,
+        quarters,
+        finite=True,
     )
 
 
@@ -792,6 +848,11 @@ def foreach_counted(*sizes: int) -> Case:
     )
 
 
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Rounds to floats of 8 bits; torch itself makes NaN of what is beyond the largest."""
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+
+
 UNARY: dict[str, Any] = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -818,6 +879,7 @@ UNARY: dict[str, Any] = {
     "sin": torch.sin,
     "cos": torch.cos,
     "floor": torch.floor,
+    "3.0 pow 40.0 mul e4m3": lambda x: e4m3(x**3 * 40),  # small ones, and beyond the largest
     "3.0 pow": lambda x: x**3,
     "1e-05 sub": lambda x: x - 1e-5,
 }
@@ -1930,6 +1992,9 @@ ON_HOPPER = [
     quantized("quantized_conv2d 3x3", (9, 7), 64, 80, 3, Grid(2.0**-5, 0), Grid(0.25, -130)),
     quantized("quantized_conv2d 1x1", (14, 5), 208, 144, 1, Grid(2.0**-5, -9), Grid(0.25, -99)),
     quantized("quantized_conv2d to floats", (9, 7), 144, 72, 3, Grid(2.0**-5, 0), None),
+    quantized_floats("quantized_conv2d of e4m3 3x3", (9, 7), 64, 80, 3, Float8(2.0**-6)),
+    quantized_floats("quantized_conv2d of e4m3 1x1", (14, 5), 208, 144, 1, Float8(2.0)),
+    quantized_floats("quantized_conv2d of e4m3 to floats", (9, 7), 144, 80, 3, None),
     stem_of_bytes("stem_maxpool", (37, 90), 64),
     stem_of_bytes("stem_conv2d", (30, 21), 40),
     conv("packed tiles 3x3", (9, 9), 72, 136, (3, 3), padding=1, sparsity=0.9, then="add_relu",

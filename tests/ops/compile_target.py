@@ -125,13 +125,15 @@ FLOAT32 = NAMES - {
 }
 BFLOAT16 = {
     "packed tiles 3x3", "packed two_four 1x1", "packed blocks 1x1/2", "token_linear gelu",
-    "token_linear add", "quantized_conv2d 3x3", "stem_maxpool bytes",
+    "token_linear add", "quantized_conv2d 3x3", "quantized_conv2d of e4m3 3x3",
+    "stem_maxpool bytes",
 }  # fmt: skip
 # Other branches of ops that are in another case, too, and products, whose many tiles take most of
 # the time: by day tests/ptx compiles these kernels and runs them, and tests/test_third_family.py
 # compiles a network.
 NIGHTLY = {
     "quantized_conv2d 3x3",
+    "quantized_conv2d of e4m3 3x3",
     "conv2d 3x3",
     "conv2d epilogue add_relu",
     "conv2d_chain",

@@ -18,6 +18,7 @@ from PIL import Image
 
 from maxvision.graphs import arrange
 from maxvision.graphs.arrange import stem_fragments
+from maxvision.graphs.constants import e4m3
 from maxvision.runtime.nvjpeg import places
 from maxvision.runtime.preprocess import UPRIGHT, Preprocess
 
@@ -1681,6 +1682,34 @@ def test_pointwise_masks(
     width = 1 if want.shape[-1] % 4 else 4
     got = pointwise(find(f"pointwise_{width}_uint8"), inputs, want.shape, width, "uint8", pieces)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("columns", [33, 40])
+def test_pointwise_stores_floats_of_8_bits(
+    find: Find, rng: np.random.Generator, columns: int
+) -> None:
+    """What lies between two of them, or beyond the largest, and NaN, as graphs/constants.py."""
+    width = 1 if columns % 8 else 8
+    x = rounded(rng.standard_normal((9, columns)) * 2.0 ** rng.integers(-12, 9, (9, columns)), BF16)
+    x[0, :3] = rounded(np.array([np.nan, np.inf, -np.inf]), BF16)
+    scale = np.full((1, 1), 1.25, np.float32)
+    kernel = find(f"pointwise_{width}_{E4M3}")
+    got = pointwise(kernel, [x, scale], x.shape, width, E4M3)
+    want = e4m3(wide(x, BF16).astype(np.float32) * scale)
+    np.testing.assert_array_equal(wide(got, E4M3), want)
+    assert (want == 448).any() and ((want != 0) & (np.abs(want) < 2**-6)).any()
+
+
+@pytest.mark.parametrize("columns", [33, 40])
+def test_pointwise_loads_floats_of_8_bits(
+    find: Find, rng: np.random.Generator, columns: int
+) -> None:
+    """And rounds to such floats in float32."""
+    width = 1 if columns % 8 else 8
+    x, scale = rng.integers(0, 256, (9, columns), np.uint8), np.full((1, 1), 1.375, np.float32)
+    x[0, :2] = 0x7F, 0xFF
+    got = pointwise(find(f"pointwise_{width}_float32"), [x, scale], x.shape, width, "float32")
+    np.testing.assert_array_equal(got, e4m3(wide(x, E4M3).astype(np.float32) * scale))
 
 
 def odd_numbers(rng: np.random.Generator, shapes: Sequence[tuple[int, ...]]) -> list[Array]:

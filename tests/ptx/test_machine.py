@@ -138,6 +138,7 @@ def test_shuffles(how: str, source: Array) -> None:
         ("rem.s32 %r1, -7, 2", -1),
         ("shr.s32 %r1, -8, 40", -1),
         ("shl.b32 %r1, 1, 32", 0),
+        ("copysign.f32 %r1, 0fBF800000, 0f40000000", 0xC0000000),  # -2: the sign is the first's
         ("max.f32 %r1, 0f7FC00000, 0f3F800000", 0x3F800000),
         ("cvt.rn.bf16x2.f32 %r1, 0f3F800000, 0f3F808000", 0x3F803F80),
         ("cvt.rn.bf16x2.f32 %r1, 0f3F818000, 0f00000000", 0x3F820000),

@@ -308,6 +308,8 @@ class Translator:
             name = f"np.f{base}" if real and "NaN" not in parts else f"np.{base}imum"
             text = f"{name}({x}, {y})"
             return f"np.maximum({text}, 0)" if "relu" in parts else text
+        if base == "copysign":
+            return f"np.copysign({y}, {x})"
         if base in ("shl", "shr"):
             return f"{base}({x}, {y})"
         if base == "prmt":

@@ -16,12 +16,14 @@ from max.graph import DeviceRef
 
 from maxvision import runtime, weights
 from maxvision.common.errors import DeviceError, ModelError
+from maxvision.graphs.constants import e4m3_bits
 from maxvision.graphs.parameters import ALIGNMENT, Bound
 from maxvision.graphs.sparsity import Chosen
 from maxvision.graphs.target import Target
 from maxvision.runtime import artifact as package
 from maxvision.runtime.classifier import build
 from maxvision.runtime.executor import Unchecked
+from maxvision.weights.files import read_file
 
 RNG = np.random.default_rng(0)
 ARRAYS = {
@@ -30,8 +32,10 @@ ARRAYS = {
     "columns": RNG.integers(0, 99, 33, np.int32),
     "rounded": RNG.integers(-127, 128, 77, np.int8),
     "narrow": RNG.standard_normal((3, 32), np.float32),
+    "eighths": RNG.standard_normal(48, np.float32),
 }
 DTYPES = {"columns": DType.int32, "rounded": DType.int8, "narrow": DType.bfloat16}
+DTYPES["eighths"] = DType.float8_e4m3fn
 
 
 def write(folder: Path, target: str = "cpu", dtype: DType = DType.float32, **changes: Any) -> Path:
@@ -92,6 +96,14 @@ def test_what_is_written_is_read(folder: Path) -> None:
     bits = registry["narrow"].view(DType.uint16).to_numpy().astype(np.uint32) << 16
     assert registry["narrow"].dtype == DType.bfloat16
     assert np.allclose(bits.view(np.float32), ARRAYS["narrow"], rtol=2**-8)
+    assert registry["eighths"].dtype == DType.float8_e4m3fn
+    bits = registry["eighths"].view(DType.uint8).to_numpy()
+    assert np.array_equal(bits, e4m3_bits(ARRAYS["eighths"]))
+
+
+def test_floats_of_8_bits_are_no_checkpoint(folder: Path) -> None:
+    with pytest.raises(ModelError, match="a tensor has the dtype 'float8_e4m3fn', which is not"):
+        read_file(folder / package.WEIGHTS)
 
 
 @pytest.mark.parametrize("family", ["resnet", "cvt"])

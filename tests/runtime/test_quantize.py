@@ -17,6 +17,7 @@ from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs import passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.quantize import CONFIG
+from maxvision.graphs.types import FLOAT8
 from maxvision.runtime import quantize as module
 from maxvision.runtime.classifier import network, weights_of
 from maxvision.runtime.executor import Executor
@@ -45,6 +46,14 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     program = residual()
+    write_files(folder, {"model_type": "program"}, PREPROCESS, drawn(program), program)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    program = residual(16)
     write_files(folder, {"model_type": "program"}, PREPROCESS, drawn(program), program)
     return folder
 
@@ -84,6 +93,37 @@ def test_a_model_is_quantised_and_loads(
     assert set(plain.tensors) == set(checkpoint.tensors)
     with pytest.raises(ModelError, match="is quantised already; take the model"):
         quantize(find(str(to)), tmp_path / "again", [pictures])
+
+
+@pytest.mark.parametrize("method", ["max", "percentile", "mse"])
+def test_a_model_is_quantised_to_floats_of_8_bits(
+    method: str, wide: Path, pictures: str, tmp_path: Path
+) -> None:
+    to = tmp_path / "fp8"
+    report = quantize(
+        find(str(wide)), to, [pictures], dtype=FLOAT8, method=method, keep=["b.one"], agree=0.5
+    )
+    assert report.cosine > 0.99 and report.logits < 0.2
+    assert [each.kept for each in report.layers] == ["", "", "asked", "", ""]
+    assert all(0 < each.error < 0.1 for each in report.layers if not each.kept)
+    notes = json.loads((to / "config.json").read_text())[CONFIG]
+    assert notes["dtype"] == FLOAT8 and all(len(scale) == 1 for scale in notes["values"].values())
+    checkpoint = weights.load(str(to))
+    program = network(checkpoint, checkpoint.size, "bfloat16")
+    final = passes.run(program, Backend("cuda", "bfloat16", architecture="sm_90a"))
+    found = [final.types[node.output].dtype for node in final.nodes if "quantized" in node.op]
+    assert found == [FLOAT8, "bfloat16", FLOAT8, "bfloat16"]  # b.one reads a.two's as it is
+    with pytest.raises(ModelError, match="is quantised already; take the model"):
+        quantize(find(str(to)), tmp_path / "again", [pictures])
+
+
+def test_what_no_kernel_multiplies_in_floats_of_8_bits_is_told(
+    pictures: str, tmp_path: Path
+) -> None:
+    program = residual(12)
+    write_files(tmp_path, {"model_type": "program"}, PREPROCESS, drawn(program), program)
+    with pytest.raises(ModelError, match="linear layers, of a multiple of 16 channels and filters"):
+        quantize(find(str(tmp_path)), tmp_path / "fp8", [pictures], dtype=FLOAT8)
 
 
 def test_pixels_are_rounded_if_that_is_asked(model: Path, pictures: str, tmp_path: Path) -> None:
@@ -142,6 +182,8 @@ def test_what_cannot_be_met_is_told(
     ("settings", "said"),
     [
         ({"method": "entropy"}, "the method must be one of max, percentile, mse but is 'entropy'"),
+        ({"dtype": "int4"}, "the dtype must be one of int8, float8_e4m3fn but is 'int4'"),
+        ({"dtype": FLOAT8, "pixels": True}, "runs in int8 only; leave out --pixels"),
         ({"keep": ["a.oen"]}, "--keep: there is no layer 'a.oen' .*did you mean a.one"),
     ],
 )
@@ -170,7 +212,16 @@ def test_the_command_prints_what_it_did(
     assert "float32, as asked" in told.err and "reading 21 pictures" in told.err
     assert command.main(arguments) == 2
     assert "--force" in capsys.readouterr().err
-    assert command.METHODS == module.METHODS
+    assert command.METHODS == module.METHODS and {*command.DTYPES.values()} == {*module.KINDS}
+
+
+def test_the_command_takes_floats_of_8_bits(
+    wide: Path, pictures: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(wide), "--calibrate", pictures, "-o", str(tmp_path / "fp8"), "--dtype", "fp8"]
+    assert command.main([*arguments, "--agree", "0.5"]) == 0
+    assert "5 layers in fp8, 0 in float32" in capsys.readouterr().out
+    assert json.loads((tmp_path / "fp8" / "config.json").read_text())[CONFIG]["dtype"] == FLOAT8
 
 
 @pytest.mark.nightly
