@@ -24,6 +24,8 @@ OURS = re.compile(
     r"|optimizer_step)_"
 )
 """Begins of symbols that are no kernel of MAX's own."""
+BYTES = "(uint8xint8|float8_e4m3fn)"
+"""The factors of 8 bits that Hopper multiplies."""
 
 
 def _gemm(epilogue: str, shape: str = "1x1") -> str:
@@ -31,6 +33,14 @@ def _gemm(epilogue: str, shape: str = "1x1") -> str:
     fused = f"_{shape}" if shape != "1x1" else "(_1x1)?"
     kernel = r"(gemm_[a-z]+(_\d[0-9a-z]*)?|depthwise(_lying)?(_\d[0-9a-z]*)+)"
     return rf"{kernel}_{epilogue}{fused}_(bfloat16|float16|float32)_\w+"
+
+
+def _byte_gemm(
+    epilogue: str, shape: str = "1x1", *, kernel: str = "hopper", kinds: str = BYTES
+) -> str:
+    """Describes the symbol of a GEMM of 8-bit numbers; ``shape`` is as in ``_gemm``."""
+    of = "" if kernel == "turned" else f"_{shape}"
+    return rf"gemm_{kernel}_\d[0-9a-z]*_scale_{epilogue}{of}_{kinds}_\w+"
 
 
 def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.Pattern[str]]]:
@@ -48,9 +58,19 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[rf"sparse_conv2d_{kernel}{epilogue}_(bfloat16|float16|float32)_\w+"]]
     elif op in ("conv2d", "linear", "matmul"):
         ways = [[_gemm(epilogue)]]
-    elif op in ("quantized_conv2d", "quantized_linear"):
-        kinds = "(uint8xint8|float8_e4m3fn)"
-        ways = [[rf"gemm_hopper_\d[0-9a-z]*_scale_{epilogue}_1x1_{kinds}_\w+"]]
+    elif op == "quantized_conv2d":
+        ways = [[_byte_gemm(epilogue)], [_byte_gemm(epilogue, kernel="turned")]]
+    elif op == "quantized_linear":
+        ways = [[_byte_gemm(epilogue)]]
+    elif op == "quantized_conv2d_shortcut":
+        ways = [[_byte_gemm(epilogue, "1x2")]]
+    elif op == "quantized_conv2d_chain":
+        ends = [("add", "none", "uint8xint8"), ("add_relu", "relu", "float8_e4m3fn")]
+        ways = [[rf"conv2d_chain_hopper_\d+x\d+x\d[0-9a-z]*_{BYTES}_\w+"]]
+        ways += [[_byte_gemm(each, kinds=kinds) for each in pair] for *pair, kinds in ends]
+    elif op == "quantized_conv2d_shortcut_chain":
+        ways = [[rf"conv2d_chain_hopper_\d+x\d+and\d[0-9a-z]*_{BYTES}_\w+"]]
+        ways += [[_byte_gemm(each, "1x2"), _byte_gemm(each)] for each in ("none", "relu")]
     elif op == "token_linear":
         ways = [[rf"token_linear_\w+_{epilogue}_(bfloat16|float16)_\w+"]]
     elif op == "conv2d_shortcut":

@@ -33,6 +33,11 @@ FILTERS = {
     "linear": (1,),
     "conv2d_shortcut": (1, 4),
     "conv2d_chain": (1, 4),
+    "quantized_conv2d": (1,),
+    "quantized_linear": (1,),
+    "quantized_conv2d_shortcut": (1, 4),
+    "quantized_conv2d_chain": (1, 4),
+    "quantized_conv2d_shortcut_chain": (1, 4, 6),
     "qkv_linear": (3, 5, 7),
     "layernorm_mlp": (3, 5),
     "squeeze_excite": (1, 3),
@@ -91,6 +96,11 @@ class Layer:
         """What a product ends with."""
         return str(self.setting("epilogue", "none"))
 
+    @property
+    def kind(self) -> str:
+        """The op whose products it computes, in whatever numbers: 8 bits are no other layer."""
+        return self.op.removeprefix("quantized_")
+
     def setting(self, name: str, default: Any = None) -> Any:
         """Gives an attribute."""
         return dict(self.settings).get(name, default)
@@ -105,20 +115,20 @@ class Layer:
         """Describes it as the papers do: window, channels, sizes."""
         x, y = self.values[0].shape, self.outputs[0].shape
         window = ""
-        if self.op.startswith(("conv2d", "stem")):
+        if self.kind.startswith(("conv2d", "stem")):
             _, _, r, s = self.filters()[0]
             window = f"{r}x{s}/{_first(self.setting('stride', 1))} "
-            if self.op == "conv2d_shortcut":
+            if self.kind == "conv2d_shortcut":
                 window = f"{r}x{s}/1 "
         elif self.op.endswith("pool2d"):
             r, s = _pair(self.setting("kernel"))
             window = f"{r}x{s}/{_first(self.setting('stride') or self.setting('kernel'))} "
         channels = f"{x[-1]}-{y[-1]}" if x[-1] != y[-1] else f"{x[-1]}"
-        if self.op == "conv2d_chain":
+        if self.kind.endswith("_chain"):
             channels += f"-{self.outputs[1].shape[-1]}"
         if self.op in ("layernorm_mlp", "squeeze_excite"):
             channels = f"{x[-1]}-{self.filters()[0][0]}-{y[-1]}"
-        if self.op == "conv2d_shortcut":
+        if self.kind.startswith("conv2d_shortcut"):
             channels += f" and {self.values[1].shape[-1]}"
         at = "x".join(str(size) for size in x[1:-1])
         return f"{window}{channels}{f' at {at}' if at else ''}"
@@ -145,11 +155,13 @@ class Layer:
         y = [math.prod(sizes(each, batch)) for each in self.outputs]
         filters = self.filters()
         depths = [math.prod(shape[1:]) for shape in filters]
-        if self.op in ("conv2d", "linear"):
+        if self.kind in ("conv2d", "linear"):
             return 2.0 * y[0] * depths[0]
-        if self.op == "conv2d_shortcut":
+        if self.kind == "conv2d_shortcut":
             return 2.0 * y[0] * sum(depths)
-        if self.op in ("conv2d_chain", "qkv_linear"):
+        if self.kind == "conv2d_shortcut_chain":
+            return 2.0 * (y[0] * sum(depths[:2]) + y[1] * depths[2])
+        if self.kind in ("conv2d_chain", "qkv_linear"):
             return sum(2.0 * each * depth for each, depth in zip(y, depths, strict=False))
         if self.op == "layernorm_mlp":
             pixels = y[0] // filters[1][0]
@@ -178,11 +190,12 @@ class Layer:
     def traffic(self, batch: int) -> int:
         """Counts the bytes of everything that it reads and writes, once."""
         filters = FILTERS.get(self.op, ())
+        dtype = self.dtype if self.kind == self.op else "int8"  # floats of 8 bits are as small
         read = []
         for i, each in enumerate(self.inputs):
             if each:
                 narrow = i in filters or self.op == "class_token"
-                read.append(each.type._replace(dtype=self.dtype) if narrow else each.type)
+                read.append(each.type._replace(dtype=dtype) if narrow else each.type)
         if self.op == "layernorm_first":  # which reads as much as it writes
             read[0] = self.outputs[0]
         return sum(size(each, batch) for each in (*read, *self.outputs))
@@ -277,7 +290,7 @@ def _name(node: Node, before: list[str]) -> str:
     if not layers:
         common = _common(before) if len(before) > 1 else "".join(before).rpartition(".")[0]
         return common if common.rpartition(".")[2] == node.op else node.op
-    if node.op == "conv2d_chain":  # of two blocks
+    if node.op.endswith("_chain"):  # of two blocks
         return " + ".join(layers)
     common = _common(layers)
     if common in layers or common.rpartition(".")[2] == node.op:

@@ -104,7 +104,7 @@ def panels(filters: np.ndarray, groups: int = 1) -> np.ndarray:
 
 def quads(filters: np.ndarray) -> np.ndarray:
     """Puts [F, ...] in quads for results of 8 bits (ops/hopper/accumulator.mojo); F by sixteens."""
-    sixteens = filters.reshape(-1, 4, 2, 2, *filters.shape[1:])
+    sixteens = filters.reshape(-1, 8, 2, *filters.shape[1:])
     return np.ascontiguousarray(sixteens.swapaxes(1, 2)).reshape(filters.shape)
 
 
@@ -271,6 +271,8 @@ def has_squeeze(channels: int, hidden: int, on_cpu: bool) -> bool:
 
 CHAINS = ((64, 64), (64, 128), (128, 128))
 """C and F of the chains of convolutions that ops/gemm/chain.mojo has a tile for."""
+SHORTCUT_CHAINS = ((64, 64, 64),)
+"""C, S of the shortcut and F of those that begin with a shortcut's sum, in 8 bits."""
 MLPS = (64, 192)
 """C of the MLPs that it has one for."""
 

@@ -96,8 +96,8 @@ def _image(program: Program, value: str) -> tuple[int, ...]:
 def _partners(nodes: Iterable[Node]) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in nodes:
-        if node.op in ("conv2d_shortcut", "conv2d_chain"):
-            first, second = node.layers
+        if node.op.endswith(("conv2d_shortcut", "conv2d_chain", "conv2d_shortcut_chain")):
+            first, second, *_ = node.layers
             found |= {first: second, second: first}
     return found
 

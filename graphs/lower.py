@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -354,6 +355,12 @@ def _linear(given: _Given, *, format: str = "", epilogue: str = "none") -> Tenso
     return nodes.linear(given.value(0), weight, epilogue=epilogue, residual=given.optional(3))
 
 
+def _grid(x: TensorValue, scale: float, low: float) -> Rounding:
+    """Gives the numbers of 8 bits that others of x's dtype stand for."""
+    kind = STORED[x.dtype.name]
+    return kind.made(*(scale, low)[: len(kind._fields)])
+
+
 def _quantized(
     given: _Given,
     *,
@@ -370,11 +377,7 @@ def _quantized(
     **window: Any,
 ) -> TensorValue:
     x, residual = given.value(0), given.optional(3)
-    kind, stored = STORED[x.dtype.name], dtype in STORED
-
-    def grid(*numbers: float) -> Rounding:
-        return kind.made(*numbers[: len(kind._fields)])
-
+    stored, grid = dtype in STORED, partial(_grid, x)
     filter, product, scales = given.weights.quantized(
         given.name(1),
         given.name(2),
@@ -389,6 +392,88 @@ def _quantized(
     if x.rank == 4:
         return nodes.quantized_conv2d(x, residual=residual, **rest)
     return nodes.as_images(nodes.quantized_conv2d, x, residual, **rest)
+
+
+def _quantized_shortcut(
+    given: _Given,
+    *,
+    scale: float,
+    source_scale: float,
+    result_scale: float,
+    low: float = 0.0,
+    source_low: float = 0.0,
+    result_low: float = 0.0,
+    **window: Any,
+) -> TensorValue:
+    x, source = given.value(0), given.value(3)
+    filters, product, first = given.weights.quantized_shortcut(
+        (given.name(1), given.name(4)),
+        (given.name(2), given.name(5)),
+        (_grid(x, scale, low), _grid(x, source_scale, source_low)),
+        _grid(x, result_scale, result_low),
+        (given.name(6), given.name(7)),
+    )
+    return nodes.quantized_conv2d_shortcut(x, source, filters, product, first, **window)
+
+
+def _quantized_chain(
+    given: _Given,
+    *,
+    scale: float,
+    residual_scale: float,
+    result_scale: float,
+    next_scale: float,
+    low: float = 0.0,
+    residual_low: float = 0.0,
+    result_low: float = 0.0,
+    next_low: float = 0.0,
+) -> list[TensorValue]:
+    x, between = given.value(0), _grid(given.value(0), result_scale, result_low)
+    read, added = _grid(x, scale, low), _grid(x, residual_scale, residual_low)
+    first, product, scales = given.weights.quantized(
+        given.name(1), given.name(2), 1, read, added, between, steps=given.name(6)
+    )
+    last = _grid(x, next_scale, next_low)
+    second, following, _ = given.weights.quantized(
+        given.name(4), given.name(5), 1, between, None, last, steps=given.name(7)
+    )
+    filters, products = (first, second), (product, following)
+    found = nodes.quantized_conv2d_chain(
+        x, filters, products, given.value(3), residual_scale=scales[1]
+    )
+    return list(found)
+
+
+def _quantized_shortcut_chain(
+    given: _Given,
+    *,
+    scale: float,
+    source_scale: float,
+    result_scale: float,
+    next_scale: float,
+    low: float = 0.0,
+    source_low: float = 0.0,
+    result_low: float = 0.0,
+    next_low: float = 0.0,
+) -> list[TensorValue]:
+    x, between = given.value(0), _grid(given.value(0), result_scale, result_low)
+    (first, second), product, factor = given.weights.quantized_shortcut(
+        (given.name(1), given.name(4)),
+        (given.name(2), given.name(5)),
+        (_grid(x, scale, low), _grid(x, source_scale, source_low)),
+        between,
+        (given.name(8), given.name(9)),
+    )
+    last, following, _ = given.weights.quantized(
+        given.name(6), given.name(7), 1, between, None, _grid(x, next_scale, next_low),
+        steps=given.name(10),
+    )  # fmt: skip
+    filters = first, second, last
+    return list(
+        nodes.quantized_conv2d_shortcut_chain(
+            x, given.value(3), filters, product, factor, following
+        )
+    )
 
 
 def _token_linear(given: _Given, *, epilogue: str = "none") -> TensorValue:
@@ -687,6 +772,9 @@ EMIT: dict[str, Callable[..., Any]] = {
         given.value(0), given.layer(1), given.value(3), given.layer(4)
     ),
     "quantized_conv2d": _quantized,
+    "quantized_conv2d_chain": _quantized_chain,
+    "quantized_conv2d_shortcut": _quantized_shortcut,
+    "quantized_conv2d_shortcut_chain": _quantized_shortcut_chain,
     "quantized_linear": _quantized,
     "qkv_linear": lambda given: nodes.qkv_linear(
         (given.value(0), given.value(1), given.value(2)),

@@ -493,10 +493,129 @@ def quantized_conv2d(
     parameters = {
         "members": int(arrange.is_depthwise(filter.shape, groups)),
         "narrow": dtype == x.dtype.name and 0 < channels <= arrange.ROW // 2,
+        "windows": not x.device.is_cpu() and filter.shape[:2] != (1, 1),
         "rounds": len(scales) > 5,
     }
     settings = [window, given]
     return _fused("quantized_conv2d", x, weights, residual, settings, out, epilogue, parameters)
+
+
+def quantized_conv2d_shortcut(
+    x: TensorValue,
+    source: TensorValue,
+    filters: tuple[Filter, Filter],
+    product: TensorValue,
+    first: TensorValue,
+    *,
+    padding: Pair = 0,
+    stride: Pair = 1,
+    epilogue: str = "none",
+) -> TensorValue:
+    """Ends a residual block that changes its shape, on Hopper, in 8 bits, as ``conv2d_shortcut``.
+
+    Args:
+        x: The activations [N, H, W, C] of uint8, or float8_e4m3fn; the stride is 1.
+        source: What came into the block [N, H', W', C'], likewise.
+        filters: Of both; ``Parameters.quantized_shortcut`` gives them, and the next two.
+        product: What a sum of the source stands for, float32 [F].
+        first: What a sum of x is in those of the source, float32 [F].
+        padding: Zeros on each side of x.
+        stride: Pixels between the windows of ``source``.
+        epilogue: What the sum goes through; it does not add.
+
+    Raises:
+        ArgumentError: If shapes, dtypes or geometry do not fit.
+    """
+    filter, shortcut = filters
+    out = shapes.quantized_conv2d_shortcut(
+        _type(x), _filter(filter), None, _type(source), _filter(shortcut), None,
+        scale=1.0, source_scale=1.0, result_scale=1.0,
+        padding=padding, stride=stride, epilogue=epilogue,
+    )  # fmt: skip
+    windows = [_window(filter.shape[:2], 1, padding), _window((1, 1), stride)]
+    scales = [product, first, filter.bias, shortcut.bias]
+    values = [x, filter.dense, source, shortcut.dense, *scales, *windows]
+    narrow = all(0 < each.shape[2] % arrange.ROW <= arrange.ROW // 2 for each in filters)
+    parameters = {"epilogue": epilogue, "narrow": narrow}
+    return _custom("quantized_conv2d_shortcut", values, [out], parameters)[0]
+
+
+def quantized_conv2d_chain(
+    x: TensorValue,
+    filters: tuple[Filter, Filter],
+    products: tuple[TensorValue, TensorValue],
+    residual: TensorValue,
+    *,
+    residual_scale: float,
+) -> tuple[TensorValue, TensorValue]:
+    """Ends a residual block and begins the next, on Hopper, in 8 bits, as ``conv2d_chain``.
+
+    Results in uint8 are rectified by what they stand for.
+
+    Args:
+        x: The activations [N, H, W, C] of uint8, or float8_e4m3fn.
+        filters: Of both; ``Parameters.quantized`` gives them, and the next.
+        products: What a sum of each filter stands for, float32 [K] and [F].
+        residual: What came into the block [N, H, W, K], likewise.
+        residual_scale: What a step of it is in those of h.
+
+    Returns:
+        h[N, H, W, K], and the next block's first activations [N, H, W, F].
+
+    Raises:
+        ArgumentError: If shapes or dtypes do not fit.
+    """
+    first, second = filters
+    outs = shapes.quantized_conv2d_chain(
+        _type(x), _filter(first), None, _type(residual), _filter(second), None,
+        scale=1.0, residual_scale=1.0, result_scale=1.0, next_scale=1.0,
+    )  # fmt: skip
+    c, f = first.shape[2], second.shape[3]
+    weights = [first.dense, products[0], first.bias, residual]
+    following = [second.dense, products[1], second.bias, _host([residual_scale], DType.float32)]
+    parameters = {"narrow": 0 < c % arrange.ROW <= arrange.ROW // 2, "c": c, "f": f}
+    values = [x, *weights, *following]
+    h, z = _custom("quantized_conv2d_chain", values, outs, parameters)
+    return h, z
+
+
+def quantized_conv2d_shortcut_chain(
+    x: TensorValue,
+    source: TensorValue,
+    filters: tuple[Filter, Filter, Filter],
+    product: TensorValue,
+    first: TensorValue,
+    following: TensorValue,
+) -> tuple[TensorValue, TensorValue]:
+    """Ends a residual block that changes its width and begins the next, on Hopper, in 8 bits.
+
+    Args:
+        x: As ``quantized_conv2d_shortcut`` has it, of a 1 x 1 filter; so are source, product and
+            first.
+        source: See ``x``; its stride is 1.
+        filters: Its two, and the next block's first.
+        product: See ``x``.
+        first: See ``x``.
+        following: What a sum of the last filter stands for, float32 [F].
+
+    Returns:
+        h[N, H, W, K], and the next block's first activations [N, H, W, F].
+
+    Raises:
+        ArgumentError: If shapes or dtypes do not fit.
+    """
+    filter, shortcut, last = filters
+    outs = shapes.quantized_conv2d_shortcut_chain(
+        _type(x), _filter(filter), None, _type(source), _filter(shortcut), None,
+        _filter(last), None, scale=1.0, source_scale=1.0, result_scale=1.0, next_scale=1.0,
+    )  # fmt: skip
+    c, s, f = filter.shape[2], shortcut.shape[2], last.shape[3]
+    sums = [product, first, filter.bias, shortcut.bias, last.dense, following, last.bias]
+    narrow = all(0 < each % arrange.ROW <= arrange.ROW // 2 for each in (c, s))
+    parameters = {"narrow": narrow, "c": c, "s": s, "f": f}
+    values = [x, filter.dense, source, shortcut.dense, *sums]
+    h, z = _custom("quantized_conv2d_shortcut_chain", values, outs, parameters)
+    return h, z
 
 
 def as_images(

@@ -8,6 +8,7 @@ and handed over when the model loads, one after the other.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,12 +24,14 @@ from maxvision.common.errors import ModelError
 from maxvision.graphs import arrange, formats
 from maxvision.graphs.arrange import rounded
 from maxvision.graphs.constants import filter_scales, quantized_filter
-from maxvision.graphs.quantize import Grid, Rounding
+from maxvision.graphs.quantize import STEPS, Grid, Rounding
 
 ALIGNMENT = 64
 """Where a weight begins in a CPU's memory: at a multiple of this many bytes, a cache line."""
 
 
+SUMS = 2**26
+"""How large a sum may become that ``rescaled`` of ops/hopper/accumulator.mojo gives."""
 HELD = 8 << 20
 """Bytes of weights that are made before what that took is given back to the system."""
 
@@ -218,9 +221,7 @@ class Parameters:
         to = x.factor
 
         def rows() -> tuple[np.ndarray, np.ndarray]:
-            values = self._filter(filter).transpose(3, 0, 1, 2)
-            scales = self._tensor(steps).astype(np.float64) if steps else filter_scales(values, to)
-            return quantized_filter(values, scales, to), scales
+            return self._rounded_rows(filter, steps, to)
 
         if not self.device.is_cpu():
             return self._quantized_on_hopper(filter, bias, rows, x, added, given, bool(result))
@@ -281,6 +282,83 @@ class Parameters:
         of = self._bind(f"{filter}.bias.{key}", biases, (shape[3],), DType.float32)
         numbers = [0.0, added.scale / given.scale, 0.0, 1.0, 0.0]
         return Filter(shape, 1, of, kind, dense=dense), product, numbers
+
+    def quantized_shortcut(
+        self,
+        filters: tuple[str, str],
+        biases: tuple[str, str],
+        grids: tuple[Rounding, Rounding],
+        result: Rounding,
+        steps: tuple[str, str] = ("", ""),
+    ) -> tuple[tuple[Filter, Filter], TensorValue, TensorValue]:
+        """Returns two filters in 8 bits whose sums are added, and what Hopper's kernel reads.
+
+        Sums of the first become multiples of what one of the second stands for. Where such integers
+        would be too large, the second filter is rounded to coarser steps: finer ones than the
+        first's have no say there.
+
+        Args:
+            filters: See ``layer``; so are biases.
+            biases: See ``filters``.
+            grids: What the 8 bits of the activations of each stand for.
+            result: Those of the result.
+            steps: See ``quantized``.
+
+        Returns:
+            The filters; what a sum of the second stands for, in steps of the result, float32 [F];
+            and what one of the first is, in sums of the second.
+        """
+        shapes = [self._filter_shape(each) for each in filters]
+        numbers = ".".join(f"{grid.scale!r}.{grid.low}" for grid in (*grids, result))
+        to = result.factor
+        key, kind = f"{filters[0]}.{filters[1]}.{numbers}", DType[to]
+
+        @functools.cache
+        def made() -> tuple[list[np.ndarray], list[np.ndarray]]:
+            rows = [self._rounded_rows(filters[i], steps[i], to) for i in range(2)]
+            (first, second), units = zip(*rows, strict=True)
+            units = [unit * grid.scale for unit, grid in zip(units, grids, strict=True)]
+            if not kind.is_integral():
+                return [first, second], units
+            most = np.abs(first.reshape(len(first), -1), dtype=np.int32).sum(1) * float(STEPS)
+            least = np.abs(units[0]) * most / SUMS
+            coarser = np.maximum(1, least / np.abs(units[1]))
+            by_filter = coarser.reshape(-1, *(1,) * (second.ndim - 1))
+            second = np.rint(second / by_filter).astype(np.int8)
+            return [first, second], [units[0], units[1] * coarser]
+
+        def packed(i: int) -> Callable[[], np.ndarray]:
+            return lambda: arrange.quads(made()[0][i]).ravel()
+
+        def bias(i: int) -> Callable[[], np.ndarray]:
+            given = biases[i] if biases[i] and self.has(biases[i]) else ""
+
+            def make() -> np.ndarray:
+                rows, units = made()[0][i], made()[1][i]
+                own = self._tensor(given) if given else np.zeros(len(rows))
+                sums = rows.reshape(len(rows), -1).sum(1, dtype=np.float64)
+                zeros = grids[i].low * units * sums
+                return np.asarray((own + zeros) / result.scale - (0 if i else result.low))
+
+            return make
+
+        f, found = shapes[0][3], list[Filter]()
+        for i, shape in enumerate(shapes):
+            size = (math.prod(shape),)
+            dense = self._bind(f"{key}.{to}.{i}", packed(i), size, kind)
+            added = self._bind(f"{key}.bias.{i}", bias(i), (f,), DType.float32)
+            found.append(Filter(shape, 1, added, kind, dense=dense))
+        product = self._bind(
+            f"{key}.product", lambda: made()[1][1] / result.scale, (f,), DType.float32
+        )
+        first = self._bind(f"{key}.first", lambda: made()[1][0] / made()[1][1], (f,), DType.float32)
+        return (found[0], found[1]), product, first
+
+    def _rounded_rows(self, filter: str, steps: str, to: str) -> tuple[np.ndarray, np.ndarray]:
+        """Rounds a filter to 8 bits: [F, R, S, C], and what 1 of each stands for [F]."""
+        values = self._filter(filter).transpose(3, 0, 1, 2)
+        scales = self._tensor(steps).astype(np.float64) if steps else filter_scales(values, to)
+        return quantized_filter(values, scales, to), scales
 
     def matrix(
         self, weight: str, bias: str = "", *, by_input: bool = False

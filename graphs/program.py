@@ -25,6 +25,16 @@ from maxvision.graphs.types import Type
 Attribute = bool | int | float | str | tuple[int | str, ...]
 
 
+PRODUCTS_IN_BYTES = {
+    "quantized_conv2d": 1,
+    "quantized_linear": 1,
+    "quantized_conv2d_shortcut": 2,
+    "quantized_conv2d_chain": 2,
+    "quantized_conv2d_shortcut_chain": 3,
+}
+"""The ops that multiply numbers of 8 bits, and the layers of each."""
+
+
 @dataclass(frozen=True)
 class Node:
     """An op of a program.
@@ -109,8 +119,8 @@ class Program:
 
     @property
     def in_bytes(self) -> int:
-        """Counts the layers that multiply 8-bit integers."""
-        return sum(node.op in ("quantized_conv2d", "quantized_linear") for node in self.nodes)
+        """Counts the layers that multiply numbers of 8 bits."""
+        return sum(PRODUCTS_IN_BYTES.get(node.op, 0) for node in self.nodes)
 
     def only_user(self, value: str) -> Node | None:
         """Gives the node that alone reads a value which is no output of the program."""

@@ -426,10 +426,121 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
     return typed
 
 
+def quantized_conv2d_shortcut_chain(
+    x: Type,
+    filter: Type,
+    bias: Type | None,
+    source: Type,
+    shortcut: Type,
+    shortcut_bias: Type | None,
+    following: Type,
+    following_bias: Type | None,
+    steps: Type | None = None,
+    shortcut_steps: Type | None = None,
+    following_steps: Type | None = None,
+    *,
+    scale: float,
+    source_scale: float,
+    result_scale: float,
+    next_scale: float,
+    low: float = 0.0,
+    source_low: float = 0.0,
+    result_low: float = 0.0,
+    next_low: float = 0.0,
+) -> tuple[Type, Type]:
+    """Types h = relu(conv2d(x, filter) + conv2d(source, shortcut)) and relu(conv2d(h, following)).
+
+    All in 8 bits, 1 x 1, as ``quantized_conv2d_shortcut`` and ``quantized_conv2d_chain``.
+    """
+    first = x, filter, bias, source, shortcut, shortcut_bias, steps, shortcut_steps
+    h = quantized_conv2d_shortcut(
+        *first, scale=scale, source_scale=source_scale, result_scale=result_scale
+    )
+    name, f = "quantized_conv2d_shortcut_chain", following.shape[0]
+    if following_steps is not None:
+        _vectors(name, f, steps=following_steps)
+    return h, conv2d(h, following, following_bias, layout="NHWC", name=name)
+
+
+def _of_bytes(name: str, x: Type, other: Type) -> None:
+    """Refuses inputs that are not of the same 8 bits."""
+    if x.dtype not in ("uint8", FLOAT8) or other.dtype != x.dtype:
+        raise ArgumentError(
+            f"{name}: expects both inputs in uint8, or in {FLOAT8}, but has {x.dtype} and"
+            f" {other.dtype}"
+        )
+
+
 quantized_conv2d = quantized(
     "quantized_conv2d", partial(conv2d, layout="NHWC", name="quantized_conv2d")
 )
 quantized_linear = quantized("quantized_linear", linear)
+
+
+def quantized_conv2d_chain(
+    x: Type,
+    filter: Type,
+    bias: Type | None,
+    residual: Type,
+    following: Type,
+    following_bias: Type | None,
+    steps: Type | None = None,
+    following_steps: Type | None = None,
+    *,
+    scale: float,
+    residual_scale: float,
+    result_scale: float,
+    next_scale: float,
+    low: float = 0.0,
+    residual_low: float = 0.0,
+    result_low: float = 0.0,
+    next_low: float = 0.0,
+) -> tuple[Type, Type]:
+    """Types h = relu(conv2d(x, filter) + residual) and relu(conv2d(h, following)) of 8 bits, 1 x 1.
+
+    Numbers are as in ``quantized``; images in NHWC.
+    """
+    name = "quantized_conv2d_chain"
+    _of_bytes(name, x, residual)
+    for of, each in ((filter, steps), (following, following_steps)):
+        if each is not None:
+            _vectors(name, of.shape[0], steps=each)
+    return conv2d_chain(x, filter, bias, residual, following, following_bias)
+
+
+def quantized_conv2d_shortcut(
+    x: Type,
+    filter: Type,
+    bias: Type | None,
+    source: Type,
+    shortcut: Type,
+    shortcut_bias: Type | None,
+    steps: Type | None = None,
+    shortcut_steps: Type | None = None,
+    *,
+    scale: float,
+    source_scale: float,
+    result_scale: float,
+    low: float = 0.0,
+    source_low: float = 0.0,
+    result_low: float = 0.0,
+    padding: Pair = 0,
+    stride: Pair = 1,
+    epilogue: str = "none",
+) -> Type:
+    """Types act(conv2d(x, filter, padding) + conv2d(source, shortcut, stride)) of 8 bits, in NHWC.
+
+    Numbers are as in ``quantized``.
+    """
+    name = "quantized_conv2d_shortcut"
+    _of_bytes(name, x, source)
+    for each in (steps, shortcut_steps):
+        if each is not None:
+            _vectors(name, filter.shape[0], steps=each)
+    both = x, filter, bias, source, shortcut, shortcut_bias
+    out = conv2d_shortcut(*both, padding=padding, stride=stride)
+    _epilogue(name, epilogue, None, out)
+    return out
 
 
 def qkv_linear(*given: Type | None) -> tuple[Type, ...]:
@@ -1432,6 +1543,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "conv2d_shortcut": conv2d_shortcut,
     "conv2d_chain": conv2d_chain,
     "quantized_conv2d": quantized_conv2d,
+    "quantized_conv2d_chain": quantized_conv2d_chain,
+    "quantized_conv2d_shortcut": quantized_conv2d_shortcut,
+    "quantized_conv2d_shortcut_chain": quantized_conv2d_shortcut_chain,
     "quantized_linear": quantized_linear,
     "qkv_linear": qkv_linear,
     "token_linear": token_linear,

@@ -75,8 +75,10 @@ struct LayernormMlp:
             if try_chain[z.dtype, "layernorm_mlp", c, c](
                 m,
                 k,
-                ChainTensors[z.dtype](data(x), data(w1), data(w2), data(z), data(x), data(x)),
-                ChainVectors(data(bias1), data(bias2), data(weight), data(bias)),
+                ChainTensors[z.dtype](
+                    data(x), data(w1), data(w2), data(z), data(x), data(x), data(w1)
+                ),
+                ChainVectors[](data(bias1), data(bias2), data(weight), data(bias)),
                 ctx,
                 epsilon,
             ):

@@ -358,17 +358,27 @@ struct Scales(KernelArgument, TrivialRegisterPassable):
 
     var product: Data[F32]
     """One number for each filter."""
+    var first: Data[F32]
+    """What a first source's sums are multiplied by, one number for each filter, before a second's
+    are added (gemm/hopper.mojo); any pointer if there is one source."""
     var residual: Affine
     """Of the whole residual."""
 
-    def __init__(out self, product: Data[F32], residual: Affine = Affine(1, 0)):
+    def __init__(
+        out self,
+        product: Data[F32],
+        residual: Affine = Affine(1, 0),
+        *,
+        first: Optional[Data[F32]] = None,
+    ):
         """Names the scales.
 
         Args:
             product: Of each filter's sums.
             residual: Of the residual.
+            first: Of a first source's sums, if there are two.
         """
-        self.product, self.residual = product, residual
+        self.product, self.residual, self.first = product, residual, first.or_else(product)
 
 
 struct Levels(TrivialRegisterPassable):

@@ -9,11 +9,20 @@ from typing import TypeGuard
 
 from max.dtype import DType
 
-from maxvision.graphs.arrange import CHAINS, MLPS, ROW, has_squeeze, has_stem, is_depthwise
+from maxvision.graphs.arrange import (
+    CHAINS,
+    MLPS,
+    ROW,
+    SHORTCUT_CHAINS,
+    has_squeeze,
+    has_stem,
+    is_depthwise,
+)
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE, JOINS, expression, joining
 from maxvision.graphs.formats import BLOCK, packable
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
+from maxvision.graphs.quantize import STORED, Grid
 from maxvision.graphs.shapes import pair, sides
 from maxvision.graphs.types import product
 
@@ -405,60 +414,135 @@ def patches(program: Program, on: Backend) -> Program:
     return rewrite.done()
 
 
-def shortcut(program: Program, _: Backend) -> Program:
-    """Sums a block's last convolution and its shortcut's in one op, which stores no shortcut."""
+def shortcut(program: Program, on: Backend) -> Program:
+    """Sums a block's last convolution and its shortcut's in one op, which stores no shortcut.
+
+    Also in 8 bits on a GPU, where the shortcut's result is then not rounded any more.
+    """
     rewrite = Rewrite(program)
     for conv in program.nodes:
-        if not _is_plain_conv(program, conv, epilogue="add_relu", stride=(1, 1)):
+        eight_bit = conv.op == "quantized_conv2d"
+        ends = "add" if _saturates(conv) else "add_relu"
+        if not _is_plain_conv(program, conv, epilogue=ends, stride=(1, 1)):
             continue
         other = program.producers.get(conv.inputs[3])
         if (
             other is None
+            or other.op != conv.op
             or not _is_plain_conv(program, other, epilogue="none", padding=(0, 0))
             or program.shape(other.inputs[1])[2:] != (1, 1)
             or program.only_user(other.output) is not conv
             or conv.inputs[0] == other.output
+            or (eight_bit and not (on.is_gpu and _stores_bytes(conv) and _stores_bytes(other)))
         ):
             continue
-        new = Node(
-            "conv2d_shortcut",
-            (*conv.inputs[:3], *(*other.inputs, "")[:3]),
-            conv.outputs,
-            {
-                "padding": conv.attributes.get("padding", 0),
-                "stride": other.attributes.get("stride", 1),
-            },
-            (*conv.layers, *other.layers),
-        )
+        inputs = [*conv.inputs[:3], *(*other.inputs, "")[:3]]
+        attributes: dict[str, Attribute] = {
+            "padding": conv.attributes.get("padding", 0),
+            "stride": other.attributes.get("stride", 1),
+        }
+        if eight_bit:
+            inputs += [(*node.inputs, "", "", "")[4] for node in (conv, other)]
+            attributes["epilogue"] = ends.removeprefix("add").removeprefix("_") or "none"
+            for name in _numbers(conv):
+                attributes[name] = conv.attributes[name]
+                attributes[f"source_{name}"] = other.attributes[name]
+                attributes[f"result_{name}"] = conv.attributes[f"result_{name}"]
+        layers = *conv.layers, *other.layers
+        new = Node(f"{conv.op}_shortcut", tuple(inputs), conv.outputs, attributes, layers)
         rewrite.replace([other, conv], new)
     return rewrite.done()
+
+
+def _stores_bytes(node: Node) -> bool:
+    """Tells whether a product of 8-bit numbers stores such, too."""
+    return node.attributes.get("dtype") in STORED
+
+
+def _saturates(node: Node) -> bool:
+    """Tells whether a product stores integers, which are rectified as they saturate."""
+    dtype = str(node.attributes.get("dtype", ""))
+    return node.op == "quantized_conv2d" and STORED.get(dtype) is Grid
+
+
+def _numbers(node: Node) -> list[str]:
+    """Names what says for what the numbers stand that a product of 8 bits reads."""
+    return [name for name in Grid._fields if name in node.attributes]
 
 
 def chain(program: Program, on: Backend) -> Program:
     """Computes a block's last 1 x 1 and the next one's first in one op, on a GPU."""
     rewrite = Rewrite(program)
     for conv in program.nodes if on.is_gpu else ():
-        if not _is_pointwise(program, conv, "add_relu"):
+        eight_bit = conv.op == "quantized_conv2d"
+        first, second = ("add", "none") if _saturates(conv) else ("add_relu", "relu")
+        if not _is_pointwise(program, conv, first):
             continue
         c = program.shape(conv.inputs[1])[1]
         for following in program.users.get(conv.output, ()):
             if (
-                _is_pointwise(program, following, "relu")
+                following.op == conv.op
+                and _is_pointwise(program, following, second)
                 and following.inputs[0] == conv.output
                 and (c, program.shape(following.inputs[1])[0]) in CHAINS
+                and not (eight_bit and not (_stores_bytes(conv) and _stores_bytes(following)))
                 and not rewrite.has(conv, following)
             ):
-                x, filters, bias, residual = conv.inputs
-                new = Node(
-                    "conv2d_chain",
-                    (x, filters, bias, residual, *(*following.inputs, "")[1:3]),
-                    (conv.output, following.output),
-                    {},
-                    (*conv.layers, *following.layers),
-                )
+                inputs = [*conv.inputs[:4], *(*following.inputs, "")[1:3]]
+                attributes: dict[str, Attribute] = {}
+                if eight_bit:
+                    inputs += [(*node.inputs, "", "", "")[4] for node in (conv, following)]
+                    for name in _numbers(conv):
+                        for kind in ("", "residual_", "result_"):
+                            attributes[kind + name] = conv.attributes[kind + name]
+                        attributes[f"next_{name}"] = following.attributes[f"result_{name}"]
+                layers = *conv.layers, *following.layers
+                outputs = conv.output, following.output
+                new = Node(f"{conv.op}_chain", tuple(inputs), outputs, attributes, layers)
+                rewrite.replace([conv, following], new, place=conv)
+                break
+    return _shortcut_chains(rewrite.done()) if on.is_gpu else rewrite.done()
+
+
+def _shortcut_chains(program: Program) -> Program:
+    """Computes a shortcut's sum in 8 bits and the next block's first 1 x 1 in one op."""
+    rewrite = Rewrite(program)
+    for conv in program.nodes:
+        if conv.op != "quantized_conv2d_shortcut" or not _is_flat(program, conv):
+            continue
+        c, s = (program.shape(conv.inputs[i])[1] for i in (1, 4))
+        integers = STORED.get(program.types[conv.output].dtype) is Grid
+        for following in program.users.get(conv.output, ()):
+            if (
+                following.op == "quantized_conv2d"
+                and _is_pointwise(program, following, "none" if integers else "relu")
+                and following.inputs[0] == conv.output
+                and (c, s, program.shape(following.inputs[1])[0]) in SHORTCUT_CHAINS
+                and conv.attributes["epilogue"] == ("none" if integers else "relu")
+                and _stores_bytes(following)
+                and not rewrite.has(conv, following)
+            ):
+                inputs = [*conv.inputs[:6], *(*following.inputs, "")[1:3]]
+                inputs += [*(*conv.inputs, "", "")[6:8], (*following.inputs, "", "", "")[4]]
+                window = ("padding", "stride", "epilogue")
+                attributes = {k: v for k, v in conv.attributes.items() if k not in window}
+                for name in _numbers(conv):
+                    attributes[f"next_{name}"] = following.attributes[f"result_{name}"]
+                layers = *conv.layers, *following.layers
+                outputs = conv.output, following.output
+                new = Node(f"{conv.op}_chain", tuple(inputs), outputs, attributes, layers)
                 rewrite.replace([conv, following], new, place=conv)
                 break
     return rewrite.done()
+
+
+def _is_flat(program: Program, node: Node) -> bool:
+    """Tells whether a shortcut's sum is of two convolutions of single pixels, all of them."""
+    return (
+        program.shape(node.inputs[1])[2:] == (1, 1)
+        and _setting(node, "padding") == (0, 0)
+        and _setting(node, "stride") == (1, 1)
+    )
 
 
 def _is_pointwise(program: Program, node: Node, epilogue: str) -> bool:
@@ -472,9 +556,8 @@ def _is_plain_conv(
     """Tells whether a convolution is dense, of one group and no dilation, and as asked for."""
     given = node.attributes
     return (
-        node.op == "conv2d"
+        (node.op == "quantized_conv2d" or (node.op == "conv2d" and given.get("layout") == "NHWC"))
         and node.inputs[1] in program.constants
-        and given.get("layout") == "NHWC"
         and not given.get("format")
         and given.get("groups", 1) == 1
         and _is_padded_evenly(node)

@@ -33,7 +33,12 @@ struct QuantizedConv2d:
 
     @staticmethod
     def execute[
-        target: StaticString, epilogue: StaticString, members: Int, narrow: Bool, rounds: Bool
+        target: StaticString,
+        epilogue: StaticString,
+        members: Int,
+        narrow: Bool,
+        windows: Bool,
+        rounds: Bool,
     ](
         y: OutputTensor[rank=4, ...],
         x: InputTensor[rank=4, ...],
@@ -51,7 +56,8 @@ struct QuantizedConv2d:
             target: "cpu", or "gpu" for Hopper.
             epilogue: What the sums go through (ops/epilogue.mojo).
             members: 1 if it is depthwise, else 0.
-            narrow: See `gemm_bytes` of ops/gemm/gpu.mojo.
+            narrow: See `gemm_bytes` of ops/gemm/gpu.mojo; so is windows.
+            windows: See `narrow`.
             rounds: Whether what the residual is added to is rounded first.
 
         Args:
@@ -106,6 +112,6 @@ struct QuantizedConv2d:
             var o = Operands[x.dtype, y.dtype, filter.dtype](
                 data(x), data(filter), data(bias), beside, data(y)
             )
-            gemm_bytes[x.dtype, filter.dtype, y.dtype, scaled, narrow](
+            gemm_bytes[x.dtype, filter.dtype, y.dtype, scaled, narrow, windows](
                 g, o, Scales(data(product), added), ctx
             )

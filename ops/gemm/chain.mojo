@@ -6,9 +6,15 @@
     MLP:    x = norm(tokens), act = GELU, nothing; skip = tokens. h is never stored.
     Chain:  act = relu, relu; h is stored, and never read again.
 
+A chain may be of 8 bits: then each filter's sum has a scale, and the residual one, as in hopper.mojo, and
+the filters of w1 and w2 are in quads (`quad` of accumulator.mojo). In the place of the residual there may
+be a second source, the 1 x 1 of the block's shortcut, as in `hopper_shortcut`:
+
+    h[m, k] = act(sum_c x[m, c] w1[k, c] + bias1[k] + sum_s source[m, s] v[k, s] + bias[k])
+
 A block computes tiles of `64 * groups` rows, 64 by each consumer, a warpgroup. A consumer goes
-through h in chunks of 64 columns: the first product's float32 sums pass the activation in the
-registers where they are, which are, rounded to 16 bits, the left side of the second product (as in
+through h in chunks of 128 bytes: the first product's sums pass the activation in the registers where
+they are, which are, rounded to 16 or 8 bits, the left side of the second product (as in
 FlashAttention-3, Shah et al. 2024, arXiv:2407.08608). Its sums stay in registers until the last
 chunk. Tokens are normalised in shared memory, where they lie.
 
@@ -29,35 +35,39 @@ from max.gpu.host import DeviceContext
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, rsqrt
 from std.memory import bitcast
+from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
-from ..epilogue import Epilogue, activate
-from ..hopper.accumulator import Fragment, Sums, load_16x16, store_16x16, sums_16x16
-from ..hopper.mma import ROWS, Matrix, mma, mma_registers
+from ..epilogue import Channels, Epilogue, activate, apply
+from ..hopper.accumulator import Fragment, Sums, load_16x16, quad, store_16x16, sums_16x16
+from ..hopper.mma import ROWS, SUM, Matrix, mma, mma_registers
 from ..hopper.pipeline import Pipeline, StoringStage
 from ..hopper.ptx import (
     fence_async,
     fence_barrier_init,
     registers_give,
     registers_take,
+    shared_load,
     shared_load2,
     shared_load4,
+    shared_store,
     shared_store_float,
     stores_commit,
     stores_read,
     sync_threads,
 )
 from ..hopper.scheduler import TileScheduler
-from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
+from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory, swizzle
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data, widened
+from ..operands import F32, Data, Scales, narrowed, widened
 from ..rows import over_lanes
+from .hopper import dtypes
 
 comptime WIDTH = 64
-"""Numbers of 128 bytes: columns of a box, and of a chunk of h."""
+"""Numbers of 128 bytes, of 16 bits: columns of a box, and of a chunk of h."""
 comptime BOX = ROWS * ROW
 """Bytes of 64 rows of a box."""
 comptime PRODUCER_REGISTERS = 24
@@ -70,9 +80,9 @@ struct ChainConfig(TrivialRegisterPassable):
     var groups: Int
     """Consumers, of 64 rows each."""
     var c: Int
-    """Boxes of 64 columns of x."""
+    """Boxes of 64 columns of x; in 8 bits one box of 64 columns, or 128."""
     var f: Int
-    """Boxes of 64 columns of z."""
+    """Boxes of 64 columns of z, likewise."""
     var w_stages: Int
     """Stages of weights: a chunk has one of w1 and one of w2."""
     var resident: Bool
@@ -81,6 +91,10 @@ struct ChainConfig(TrivialRegisterPassable):
     """Tiles of x that each consumer has room for."""
     var h_stages: Int
     """Chunks of h that each consumer has room for; 0 if h is not stored."""
+    var bytes: Bool
+    """Whether numbers have 8 bits, not 16."""
+    var s: Int
+    """Boxes of 64 columns of a second source, in 8 bits; 0 if there is a residual."""
 
     def __init__(
         out self,
@@ -92,21 +106,109 @@ struct ChainConfig(TrivialRegisterPassable):
         resident: Bool,
         x_stages: Int,
         h_stages: Int = 0,
+        bytes: Bool = False,
+        s: Int = 0,
     ):
         """Names the parts.
 
         Args:
             groups: Consumers.
-            c: Boxes of x.
-            f: Boxes of z.
+            c: Boxes of 64 columns of x.
+            f: Boxes of 64 columns of z.
             w_stages: Stages of weights.
             resident: Whether these hold all weights.
             x_stages: Tiles of x.
             h_stages: Chunks of h.
+            bytes: Whether numbers have 8 bits.
+            s: Boxes of 64 columns of a second source.
         """
+        self.s = s
         self.groups, self.c, self.f = groups, c, f
         self.w_stages, self.resident = w_stages, resident
         self.x_stages, self.h_stages = x_stages, h_stages
+        self.bytes = bytes
+
+    @always_inline
+    def chunk(self) -> Int:
+        """Counts the columns of a chunk of h.
+
+        Returns:
+            Those of 128 bytes.
+        """
+        return 2 * WIDTH if self.bytes else WIDTH
+
+    @always_inline
+    def row(self, boxes: Int) -> Int:
+        """Counts the bytes of a row of a box of x or z.
+
+        Args:
+            boxes: `c` or `f`.
+
+        Returns:
+            128; 64 of 64 columns in 8 bits.
+        """
+        return ROW // 2 if self.bytes and boxes == 1 else ROW
+
+    @always_inline
+    def copies(self, boxes: Int) -> Int:
+        """Counts the boxes of x or z that are copied.
+
+        Args:
+            boxes: `c` or `f`.
+
+        Returns:
+            As many; one in 8 bits.
+        """
+        return 1 if self.bytes else boxes
+
+    @always_inline
+    def w1(self) -> Int:
+        """Counts the bytes of a stage of w1.
+
+        Returns:
+            Those of a chunk of its rows, and of v's behind them.
+        """
+        var source = self.chunk() * self.row(self.s) if self.s else 0
+        return self.copies(self.c) * self.chunk() * self.row(self.c) + source
+
+    @always_inline
+    def w2(self) -> Int:
+        """Counts the bytes of a stage of w2.
+
+        Returns:
+            128 of each of its rows.
+        """
+        return self.f * BOX
+
+    @always_inline
+    def tile(self, boxes: Int) -> Int:
+        """Counts the bytes of 64 rows of x or z.
+
+        Args:
+            boxes: `c` or `f`.
+
+        Returns:
+            Those of all boxes.
+        """
+        return self.copies(boxes) * ROWS * self.row(boxes)
+
+    @always_inline
+    def read(self) -> Int:
+        """Counts the bytes of 64 rows of what is multiplied first.
+
+        Returns:
+            Those of x, and of a second source behind it.
+        """
+        return self.tile(self.c) + (self.tile(self.s) if self.s else 0)
+
+    @always_inline
+    def maps(self) -> Int:
+        """Counts the tensor maps.
+
+        Returns:
+            One more if there is a second source.
+        """
+        return 7 if self.s else 6
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -114,8 +216,10 @@ struct ChainConfig(TrivialRegisterPassable):
         Returns:
             Rows, C, F and stages.
         """
-        var sizes = t"{self.rows()}x{WIDTH * self.c}x{WIDTH * self.f}x{self.w_stages}"
-        return String(sizes)
+        var c = String(WIDTH * self.c)
+        if self.s:
+            c += String("and", WIDTH * self.s)
+        return String(t"{self.rows()}x{c}x{WIDTH * self.f}x{self.w_stages}")
 
     @always_inline
     def rows(self) -> Int:
@@ -159,17 +263,45 @@ H200, 2026-11-21: MLP 192 -> 768 -> 192, 49 tiles 21 µs, as much as its parts; 
 
 
 @always_inline
-def chain_config(mlp: Bool, c: Int, f: Int) -> ChainConfig:
+def chain_config(mlp: Bool, c: Int, f: Int, bytes: Bool = False, s: Int = 0) -> ChainConfig:
     """Chooses a tile: what fits into 227 KB of shared memory, and was fastest on an H200.
 
     Args:
         mlp: Whether h is not stored.
         c: C of x.
         f: F of z.
+        bytes: Whether numbers have 8 bits.
+        s: Channels of a second source; 0 if there is none.
 
     Returns:
         The tile; `groups` is 0 where there is none.
     """
+    if s > 0:
+        if bytes and c == 64 and f == 64 and s == 64:
+            return ChainConfig(
+                groups=2,
+                c=1,
+                f=1,
+                w_stages=4,
+                resident=True,
+                x_stages=3,
+                h_stages=3,
+                bytes=True,
+                s=1,
+            )
+        return ChainConfig(groups=0, c=0, f=0, w_stages=0, resident=False, x_stages=0)
+    if bytes and c == 64 and f == 64:
+        return ChainConfig(
+            groups=3, c=1, f=1, w_stages=4, resident=True, x_stages=2, h_stages=2, bytes=True
+        )
+    if bytes and c == 64 and f == 128:
+        return ChainConfig(
+            groups=2, c=1, f=2, w_stages=4, resident=True, x_stages=2, h_stages=4, bytes=True
+        )
+    if bytes and c == 128 and f == 128:
+        return ChainConfig(
+            groups=2, c=2, f=2, w_stages=8, resident=True, x_stages=2, h_stages=3, bytes=True
+        )
     if mlp and c == 64 and f == 64:
         return ChainConfig(groups=4, c=1, f=1, w_stages=8, resident=True, x_stages=3)
     if mlp and c == 192 and f == 192:
@@ -191,12 +323,12 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         config: Sizes of the tile.
     """
 
-    comptime PAIR = (Self.config.c + Self.config.f) * BOX
+    comptime PAIR = Self.config.w1() + Self.config.w2()
     """Bytes of a stage of w1 and one of w2."""
-    comptime TILE = max(Self.config.c, Self.config.f) * BOX
+    comptime TILE = max(Self.config.read(), Self.config.tile(Self.config.f))
     """Bytes of a tile of x, and of z in its place."""
     comptime X = Self.config.w_stages // 2 * Self.PAIR + (
-        Self.config.w_stages % 2 * Self.config.c * BOX
+        Self.config.w_stages % 2 * Self.config.w1()
     )
     """Where tiles of x lie, behind the weights."""
     comptime H = Self.X + Self.config.groups * Self.config.x_stages * Self.TILE
@@ -214,9 +346,12 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
     )
     """Where the bias of z lies."""
     comptime NORM = Self.BIAS2 + Self.config.f * WIDTH * 4
-    """Where the layer norm's weight lies, and its bias behind it."""
-    comptime BIAS1 = Self.NORM + 2 * Self.config.c * WIDTH * 4
-    """Where the bias of h lies: each two columns twice, as a thread's sums of two rows have it."""
+    """Where the layer norm's weight lies, and its bias behind it; or the scale of z."""
+    comptime BIAS1 = Self.NORM + (
+        Self.config.f if Self.config.bytes else 2 * Self.config.c
+    ) * WIDTH * 4
+    """Where the bias of h lies: each two columns twice, as a thread's sums of two rows have it; or all
+    biases, and all scales behind them."""
 
     var data: UInt32
     """Its address."""
@@ -231,7 +366,8 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         Returns:
             Of all parts, and what aligning them may take.
         """
-        return Self.BIAS1 + 2 * chunks * WIDTH * 4 + SWIZZLED
+        comptime vectors = 3 if Self.config.s else 2
+        return Self.BIAS1 + vectors * chunks * Self.config.chunk() * 4 + SWIZZLED
 
     @always_inline
     def weights(self) -> Pipeline:
@@ -240,7 +376,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         Returns:
             At the first stage; `weights_stage` finds their addresses.
         """
-        return self._pipeline(0, Self.W_BARRIERS, 0, Self.config.w_stages, Self.config.c * BOX)
+        return self._pipeline(0, Self.W_BARRIERS, 0, Self.config.w_stages, Self.config.w1())
 
     @always_inline
     def weights_stage(self, index: UInt32) -> UInt32:
@@ -252,8 +388,8 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         Returns:
             In shared memory.
         """
-        comptime W1 = UInt32(Self.config.c * BOX)
-        comptime if Self.config.c == Self.config.f:
+        comptime W1 = UInt32(Self.config.w1())
+        comptime if Self.config.w1() == Self.config.w2():
             return self.data + index * W1
         else:
             comptime assert Self.config.w_stages % 2 == 0, "chain: w_stages must be even"
@@ -305,7 +441,82 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         fence_barrier_init()
 
     @always_inline
-    def load_vectors[norm: Bool](self, vectors: ChainVectors, problem: ChainProblem, t: Int32):
+    def load_scales(self, vectors: ChainVectors[True], problem: ChainProblem, t: Int32):
+        """Copies biases and scales, by all threads of the block.
+
+        Args:
+            vectors: In global memory.
+            problem: Sizes.
+            t: The thread.
+        """
+        comptime THREADS = Int32(Self.config.threads())
+        var columns = problem.chunks * Int32(Self.config.chunk())
+        for i in range(t, columns, THREADS):
+            var bias, scale, source = Float32(0), Float32(0), Float32(0)
+            if i < problem.hidden:
+                bias = vectors.bias1[unsafe_offset=Int(i)]
+                scale = vectors.scales[0].product[unsafe_offset=Int(i)]
+                comptime if Self.config.s > 0:
+                    bias += vectors.bias[unsafe_offset=Int(i)]
+                    source = scale
+                    scale *= vectors.scales[0].first[unsafe_offset=Int(i)]
+            var at = self.data + UInt32(Self.BIAS1) + UInt32(i) * 4
+            shared_store_float(at, bias)
+            shared_store_float(at + UInt32(columns) * 4, scale)
+            comptime if Self.config.s > 0:
+                shared_store_float(at + UInt32(columns) * 8, source)
+        for i in range(t, Int32(Self.config.f * WIDTH), THREADS):
+            var at = self.data + UInt32(i) * 4
+            shared_store_float(at + UInt32(Self.BIAS2), vectors.bias2[unsafe_offset=Int(i)])
+            var scale = vectors.scales[1].product[unsafe_offset=Int(i)]
+            shared_store_float(at + UInt32(Self.NORM), scale)
+
+    @always_inline
+    def channels1(self, column: Int32, problem: ChainProblem) -> Channels[4]:
+        """Loads scale and bias of four columns of h.
+
+        Args:
+            column: The first, a multiple of 4.
+            problem: Sizes.
+
+        Returns:
+            Both.
+        """
+        var at = self.data + UInt32(Self.BIAS1) + UInt32(column) * 4
+        var columns = UInt32(problem.chunks) * UInt32(Self.config.chunk())
+        return Channels[4](shared_load4(at + columns * 4), shared_load4(at))
+
+    @always_inline
+    def source_scale(self, column: Int32, problem: ChainProblem) -> SIMD[F32, 4]:
+        """Loads the scale of a second source's sums of four columns of h.
+
+        Args:
+            column: The first, a multiple of 4.
+            problem: Sizes.
+
+        Returns:
+            Of each.
+        """
+        var columns = UInt32(problem.chunks) * UInt32(Self.config.chunk())
+        return shared_load4(self.data + UInt32(Self.BIAS1) + UInt32(column) * 4 + columns * 8)
+
+    @always_inline
+    def channels2(self, column: Int32) -> Channels[4]:
+        """Loads scale and bias of four columns of z.
+
+        Args:
+            column: The first, a multiple of 4.
+
+        Returns:
+            Both.
+        """
+        var at = self.data + UInt32(column) * 4
+        return Channels[4](
+            shared_load4(at + UInt32(Self.NORM)), shared_load4(at + UInt32(Self.BIAS2))
+        )
+
+    @always_inline
+    def load_vectors[norm: Bool](self, vectors: ChainVectors[_], problem: ChainProblem, t: Int32):
         """Copies the vectors, by all threads of the block.
 
         Parameters:
@@ -375,12 +586,17 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         return sums
 
 
-@fieldwise_init
-struct ChainVectors(KernelArgument, TrivialRegisterPassable):
-    """Biases and norm of a chain: pointers alone, so that LLVM knows their memory is global."""
+struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassable):
+    """Biases, norm and scales of a chain: pointers, so that LLVM knows their memory is global.
+
+    Parameters:
+        scaled: Whether there are scales, and no norm.
+    """
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
+    comptime SCALES = 2 if Self.scaled else 0
+    """How many scales there are."""
 
     var bias1: Data[F32]
     """Of h."""
@@ -389,7 +605,43 @@ struct ChainVectors(KernelArgument, TrivialRegisterPassable):
     var weight: Data[F32]
     """Of the layer norm [C]; any pointer if there is none."""
     var bias: Data[F32]
-    """Of the layer norm [C]; any pointer if there is none."""
+    """Of the layer norm [C], or a second source's of h; any pointer if there is neither."""
+    var scales: StaticTuple[Scales, Self.SCALES]
+    """Of h and its residual, and of z."""
+
+    def __init__(out self, bias1: Data[F32], bias2: Data[F32], weight: Data[F32], bias: Data[F32]):
+        """Names the vectors of a chain without scales.
+
+        Args:
+            bias1: Of h.
+            bias2: Of z[F].
+            weight: Of the layer norm; any pointer if there is none.
+            bias: Likewise.
+        """
+        self.bias1, self.bias2, self.weight, self.bias = bias1, bias2, weight, bias
+        self.scales = StaticTuple[Scales, Self.SCALES](fill=Scales(bias1))
+
+    def __init__(
+        out self,
+        bias1: Data[F32],
+        bias2: Data[F32],
+        first: Scales,
+        second: Scales,
+        *,
+        source: Optional[Data[F32]] = None,
+    ):
+        """Names the vectors of a chain with scales.
+
+        Args:
+            bias1: Of h.
+            bias2: Of z[F].
+            first: Of h, and of its residual; of a second source's sums, and the first's in these.
+            second: Of z.
+            source: The bias of a second source, of h.
+        """
+        self = Self(bias1, bias2, bias1, source.or_else(bias1))
+        comptime if Self.scaled:
+            self.scales[0], self.scales[1] = first, second
 
 
 struct ChainProblem(KernelArgument, TrivialRegisterPassable):
@@ -401,44 +653,46 @@ struct ChainProblem(KernelArgument, TrivialRegisterPassable):
     var schedule: TileScheduler[]
     """The tiles of rows."""
     var chunks: Int32
-    """Chunks of 64 columns of h."""
+    """Chunks of h."""
     var hidden: Int32
     """Columns of h."""
     var eps: Float32
     """Added to the variance of the layer norm."""
 
-    def __init__(out self, *, tiles: Int, hidden: Int, eps: Float32):
+    def __init__(out self, *, tiles: Int, hidden: Int, chunk: Int, eps: Float32):
         """Takes the sizes.
 
         Args:
             tiles: Tiles of rows.
             hidden: Columns of h.
+            chunk: Those of a chunk.
             eps: Added to the variance.
         """
         self.schedule = TileScheduler[]([tiles], columns=1)
-        self.chunks = Int32(ceildiv(hidden, WIDTH))
+        self.chunks = Int32(ceildiv(hidden, chunk))
         self.hidden, self.eps = Int32(hidden), eps
 
 
-@__name(t"{op}_hopper_{config.label()}_{dtype}")
+@__name(t"{op}_hopper_{config.label()}_{dtypes[dtype, dtype, right]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def chain_kernel[
-    dtype: DType, op: StaticString, config: ChainConfig
-](maps: TensorMaps[6], vectors: ChainVectors, problem: ChainProblem):
+    dtype: DType, op: StaticString, config: ChainConfig, right: DType = dtype
+](maps: TensorMaps[config.maps()], vectors: ChainVectors[config.bytes], problem: ChainProblem):
     """Computes tiles.
 
     Parameters:
-        dtype: Of x, w1, w2, h and z.
+        dtype: Of x, h and z, and of w1 and w2 unless that is named.
         op: "layernorm_mlp" or "conv2d_chain".
         config: Sizes of the tile.
+        right: Of w1 and w2.
 
     Args:
-        maps: Tensor maps of x, w1[K, C], w2[F, K], z, the residual and h.
-        vectors: Biases and norm.
+        maps: Tensor maps of x, w1[K, C], w2[F, K], z, the residual or second source, h, and of v[K, S].
+        vectors: Biases, and norm or scales.
         problem: Sizes.
     """
     comptime MLP = op == "layernorm_mlp"
@@ -446,7 +700,10 @@ def chain_kernel[
     var t = Int32(thread_idx.x)
     if t == 0:
         storage.init_barriers()
-    storage.load_vectors[MLP](vectors, problem, t)
+    comptime if config.bytes:
+        storage.load_scales(rebind[ChainVectors[True]](vectors), problem, t)
+    else:
+        storage.load_vectors[MLP](vectors, problem, t)
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
@@ -457,7 +714,13 @@ def chain_kernel[
             _produce[MLP](maps.address(), problem, storage)
     else:
         registers_take[config.registers()]()
-        _consume[dtype, MLP](maps.address(), problem, storage, Fragment(t))
+        comptime if config.bytes:
+            var residual = rebind[ChainVectors[True]](vectors).scales[0].residual
+            _consume_bytes[dtype, right](
+                maps.address(), problem, storage, Fragment(t), residual.scale
+            )
+        else:
+            _consume[dtype, MLP](maps.address(), problem, storage, Fragment(t))
 
 
 @always_inline
@@ -487,9 +750,11 @@ def _produce[
             var to = tiles[g].stage()
             var full = tiles[g].barrier()
             tiles[g].acquire()
-            tiles[g].expect(UInt32(config.c * BOX))
-            comptime for i in range(config.c):
+            tiles[g].expect(UInt32(config.read()))
+            comptime for i in range(config.copies(config.c)):
                 x.load(to + UInt32(i * BOX), full, Int32(i * WIDTH), m0 + Int32(g * ROWS))
+            comptime if config.s > 0:
+                residual.load(to + UInt32(config.tile(config.c)), full, 0, m0 + Int32(g * ROWS))
             tiles[g].advance()
         for chunk in range(problem.chunks):
             comptime if not config.resident:
@@ -502,8 +767,11 @@ def _produce[
                     var to = chunks[g].stage()
                     var full = chunks[g].barrier()
                     chunks[g].acquire()
-                    chunks[g].expect(UInt32(BOX))
-                    residual.load(to, full, chunk * Int32(WIDTH), m0 + Int32(g * ROWS))
+                    comptime if config.s > 0:
+                        chunks[g].commit()
+                    else:
+                        chunks[g].expect(UInt32(BOX))
+                        residual.load(to, full, chunk * Int32(config.chunk()), m0 + Int32(g * ROWS))
                     chunks[g].advance()
 
 
@@ -515,15 +783,18 @@ def _load_weights[
     var weights = storage.weights()
     var to = storage.weights_stage(UInt32(stage))
     var full = weights.barrier(stage)
-    var column = number // 2 * Int32(WIDTH)
+    var column = number // 2 * Int32(config.chunk())
     if number % 2 == 0:
         var w1 = TileLoader(maps, 1)
-        weights.expect(stage, UInt32(config.c * BOX))
-        comptime for i in range(config.c):
+        weights.expect(stage, UInt32(config.w1()))
+        comptime for i in range(config.copies(config.c)):
             w1.load(to + UInt32(i * BOX), full, Int32(i * WIDTH), column)
+        comptime if config.s > 0:
+            comptime BEHIND = UInt32(config.chunk() * config.row(config.c))
+            TileLoader(maps, 6).load(to + BEHIND, full, 0, column)
     else:
         var w2 = TileLoader(maps, 2)
-        weights.expect(stage, UInt32(config.f * BOX))
+        weights.expect(stage, UInt32(config.w2()))
         w2.load(to, full, column, 0)
 
 
@@ -630,6 +901,112 @@ def _consume[
 
 
 @always_inline
+def _consume_bytes[
+    config: ChainConfig, //, dtype: DType, right: DType
+](
+    maps: UInt64,
+    problem: ChainProblem,
+    storage: ChainStorage[config],
+    at: Fragment,
+    residual_scale: Float32,
+):
+    """Multiplies tile after tile of 8-bit numbers, 64 rows of each; a thread has four neighbours."""
+    comptime assert config.resident, "chain: weights of 8 bits stay"
+    comptime CHUNK = config.chunk()
+    comptime X_ROW = config.row(config.c)
+    comptime Z_ROW = config.row(config.f)
+    comptime COLUMNS = config.f * WIDTH
+    comptime joins = "add" if config.s == 0 else "none"
+    comptime rectifies = "add_relu" if config.s == 0 else "relu"
+    comptime first = Epilogue(joins if dtype.is_integral() else rectifies, scales=True)
+    comptime second = Epilogue("none" if dtype.is_integral() else "relu", scales=True)
+    var group = UInt32(at.group())
+    var leads = at.leads()
+    var mine = at.column() * 2
+    var row = UInt32(at.row())
+    var z_map = TileStore(maps, 3)
+    var h_map = TileStore(maps, 5)
+
+    var weights = storage.weights()
+    var tiles = storage.x(group)
+    var chunks = storage.h(group)
+    var storing = StoringStage()
+    weights.wait_first(2 * problem.chunks)
+    for tile in problem.schedule.turns():
+        var m0 = tile * Int32(config.rows()) + Int32(group) * Int32(ROWS)
+        tiles.wait()
+        var x = tiles.stage()
+        var z = Sums[COLUMNS, SUM[dtype]](fill=0)
+        for chunk in range(problem.chunks):
+            var w1 = storage.weights_stage(UInt32(2 * chunk))
+            var sums = Sums[CHUNK, SUM[dtype]](fill=0)
+            wgmma_fence_aligned()
+            sums = mma[dtype, CHUNK, right=right](Matrix[X_ROW](x), Matrix[X_ROW](w1), sums)
+            var more = Sums[CHUNK, SUM[dtype]](fill=0)
+            comptime if config.s > 0:
+                comptime ROW_S = config.row(config.s)
+                var source = Matrix[ROW_S](x + UInt32(config.tile(config.c)))
+                var v = Matrix[ROW_S](w1 + UInt32(CHUNK * X_ROW))
+                more = mma[dtype, CHUNK, right=right](source, v, more)
+            wgmma_commit_group_sync()
+            wgmma_wait_group_sync[0]()
+
+            chunks.wait()
+            var h = Array[UInt32, CHUNK // 8](fill=0)
+            var column = chunk * Int32(CHUNK) + mine
+            comptime for k in range(CHUNK // 16):
+                var of = storage.channels1(column + Int32(16 * k), problem)
+                var bias = of.bias
+                var scale = SIMD[F32, 4](0)
+                comptime if config.s > 0:
+                    scale = storage.source_scale(column + Int32(16 * k), problem)
+                comptime for half in range(2):
+                    var place = chunks.stage() + (row + UInt32(8 * half)) * UInt32(ROW)
+                    place += swizzle(UInt32(16 * k) + UInt32(mine), row)
+                    var residual = SIMD[F32, 4](0)
+                    comptime if config.s > 0:
+                        of.bias = quad[k, half](more).fma(scale, bias)
+                    else:
+                        residual = bitcast[dtype, 4](shared_load(place)).cast[F32]()
+                    var y = apply[first, dtype](quad[k, half](sums), of, residual, residual_scale)
+                    h[2 * k + half] = bitcast[DType.uint32, 1](narrowed[dtype](y))
+                    shared_store(place, h[2 * k + half])
+            fence_async()
+            sync_threads(group + 1, UInt32(WARPGROUP))
+            if leads:
+                storing.release()
+                h_map.store(chunks.stage(), chunk * Int32(CHUNK), m0)
+                stores_commit()
+            storing.begin(chunks)
+            chunks.advance()
+
+            var w2 = Matrix[wide=True](storage.weights_stage(UInt32(2 * chunk + 1)))
+            wgmma_fence_aligned()
+            comptime for k in range(CHUNK // 32):
+                var left = SIMD[DType.uint32, 4](h[4 * k], h[4 * k + 1], h[4 * k + 2], h[4 * k + 3])
+                z = mma_registers[dtype, right=right](left, w2.after(k * 32), z)
+            wgmma_commit_group_sync()
+        wgmma_wait_group_sync[0]()
+
+        comptime for k in range(COLUMNS // 16):
+            var of = storage.channels2(Int32(16 * k) + mine)
+            comptime for half in range(2):
+                var place = x + (row + UInt32(8 * half)) * UInt32(Z_ROW)
+                place += swizzle[Z_ROW](UInt32(16 * k) + UInt32(mine), row)
+                var y = apply[second, dtype](quad[k, half](z), of)
+                shared_store(place, bitcast[DType.uint32, 1](narrowed[dtype](y)))
+        fence_async()
+        sync_threads(group + 1, UInt32(WARPGROUP))
+        if leads:
+            storing.release()
+            z_map.store(x, 0, m0)
+            stores_commit()
+        storing.begin(tiles)
+        tiles.advance()
+    stores_read()
+
+
+@always_inline
 def _advance[resident: Bool](mut weights: Pipeline):
     """Goes on to the next weights; resident ones are filled once, and so stay in their phase."""
     comptime if resident:
@@ -676,50 +1053,55 @@ def _normalise[
 
 
 @fieldwise_init
-struct ChainTensors[dtype: DType](TrivialRegisterPassable):
+struct ChainTensors[dtype: DType, right: DType = dtype](TrivialRegisterPassable):
     """The tensors of a chain.
 
     Parameters:
-        dtype: Of all of them but the vectors.
+        dtype: Of all of them but the vectors, and the weights if that is named.
+        right: Of the weights.
     """
 
     var x: Data[Self.dtype]
     """What is multiplied [M, C]."""
-    var w1: Data[Self.dtype]
+    var w1: Data[Self.right]
     """[K, C]."""
-    var w2: Data[Self.dtype]
+    var w2: Data[Self.right]
     """[F, K]."""
     var z: Data[Self.dtype]
     """The result [M, F]."""
     var residual: Data[Self.dtype]
-    """[M, K]; any pointer if h is not stored."""
+    """[M, K], or a second source [M, S]; any pointer if h is not stored."""
     var h: Data[Self.dtype]
     """[M, K]; any pointer if it is not stored."""
+    var v: Data[Self.right]
+    """[K, S]; any pointer if there is no second source."""
 
 
 def try_chain[
-    dtype: DType, op: StaticString, c: Int, f: Int
+    dtype: DType, op: StaticString, c: Int, f: Int, right: DType = dtype, s: Int = 0
 ](
     m: Int,
     hidden: Int,
-    o: ChainTensors[dtype],
-    vectors: ChainVectors,
+    o: ChainTensors[dtype, right],
+    vectors: ChainVectors[_],
     ctx: DeviceContext,
     eps: Float32 = 0,
 ) raises -> Bool:
     """Enqueues a chain if it is faster than its parts.
 
     Parameters:
-        dtype: Of 16 bits.
+        dtype: Of 16 bits; a chain of convolutions may have 8.
         op: "layernorm_mlp" or "conv2d_chain".
         c: C of x.
         f: F of z.
+        right: Of the weights, where it is another.
+        s: Channels of a second source; 0 if there is none.
 
     Args:
         m: Rows.
         hidden: Columns of h.
         o: The tensors.
-        vectors: Biases and norm.
+        vectors: Biases, and norm or scales.
         ctx: The GPU.
         eps: Added to the variance of the layer norm.
 
@@ -729,47 +1111,60 @@ def try_chain[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    comptime config = chain_config(op == "layernorm_mlp", c, f)
+    comptime BYTES = size_of[dtype]() == 1
+    comptime config = chain_config(op == "layernorm_mlp", c, f, BYTES, s)
     comptime if config.groups == 0:
         return False
     else:
         comptime most = PER_TILE if config.resident else PER_TILE_STREAMED
         var device = Device(ctx)
-        var problem = ChainProblem(tiles=ceildiv(m, config.rows()), hidden=hidden, eps=eps)
+        var problem = ChainProblem(
+            tiles=ceildiv(m, config.rows()), hidden=hidden, chunk=config.chunk(), eps=eps
+        )
         var chunks = Int(problem.chunks)
         var fits = ChainStorage[config].bytes(chunks) <= device.shared
         comptime if config.resident:
             fits = fits and 2 * chunks <= config.w_stages
         var enough = Int(problem.schedule.tiles) >= device.multiprocessors // most
-        if hidden % 8 != 0 or not fits or not enough:
+        if hidden % (16 if BYTES else 8) != 0 or not fits or not enough:
             return False
-        _enqueue[dtype, op, config](m, problem, o, vectors, device, ctx)
+        var given = rebind[ChainVectors[config.bytes]](vectors)
+        _enqueue[dtype, op, config, right](m, problem, o, given, device, ctx)
         return True
 
 
 def _enqueue[
-    dtype: DType, op: StaticString, config: ChainConfig
+    dtype: DType, op: StaticString, config: ChainConfig, right: DType
 ](
     m: Int,
     problem: ChainProblem,
-    o: ChainTensors[dtype],
-    vectors: ChainVectors,
+    o: ChainTensors[dtype, right],
+    vectors: ChainVectors[config.bytes],
     device: Device,
     ctx: DeviceContext,
 ) raises:
     comptime C = config.c * WIDTH
     comptime F = config.f * WIDTH
     var hidden = Int(problem.hidden)
-    var maps = TensorMaps[6]()
-    maps.maps[0] = matrix_map[dtype](ctx, o.x, rows=m, columns=C, box=ROWS)
-    maps.maps[1] = matrix_map[dtype](ctx, o.w1, rows=hidden, columns=C, box=WIDTH)
-    maps.maps[2] = matrix_map[dtype](ctx, o.w2, rows=F, columns=hidden, box=F)
-    maps.maps[3] = matrix_map[dtype](ctx, o.z, rows=m, columns=F, box=ROWS)
-    comptime if config.h_stages > 0:
+    var maps = TensorMaps[config.maps()]()
+    comptime X_ROW = config.row(config.c)
+    comptime Z_ROW = config.row(config.f)
+    comptime W1 = config.chunk()
+    maps.maps[0] = matrix_map[dtype](ctx, o.x, rows=m, columns=C, box=ROWS, bytes=X_ROW)
+    maps.maps[1] = matrix_map[right](ctx, o.w1, rows=hidden, columns=C, box=W1, bytes=X_ROW)
+    maps.maps[2] = matrix_map[right](ctx, o.w2, rows=F, columns=hidden, box=F)
+    maps.maps[3] = matrix_map[dtype](ctx, o.z, rows=m, columns=F, box=ROWS, bytes=Z_ROW)
+    comptime if config.s > 0:
+        comptime S = config.s * WIDTH
+        comptime S_ROW = config.row(config.s)
+        maps.maps[4] = matrix_map[dtype](ctx, o.residual, rows=m, columns=S, box=ROWS, bytes=S_ROW)
+        maps.maps[6] = matrix_map[right](ctx, o.v, rows=hidden, columns=S, box=W1, bytes=S_ROW)
+    elif config.h_stages > 0:
         maps.maps[4] = matrix_map[dtype](ctx, o.residual, rows=m, columns=hidden, box=ROWS)
+    comptime if config.h_stages > 0:
         maps.maps[5] = matrix_map[dtype](ctx, o.h, rows=m, columns=hidden, box=ROWS)
     var shared = ChainStorage[config].bytes(Int(problem.chunks))
-    launch[chain_kernel[dtype, op, config]](
+    launch[chain_kernel[dtype, op, config, right]](
         ctx,
         maps,
         vectors,

@@ -62,6 +62,10 @@ comptime PITCH = TILE + 4
 """Floats from one step of K to the next in shared memory; 4 more than needed, against conflicts."""
 comptime STAGE = DEPTH * PITCH
 """Floats of a stage of x, or of w."""
+comptime WIDEST = 128
+"""Filters of a tile at most where sums are rescaled: more of them leave the registers."""
+comptime WIDE = 1
+"""The tile of CONFIGS of so many filters, and the most pixels."""
 comptime NOT_ALIGNED = "gemm: the copy engine does not take these sizes, though aligned says so"
 """What a product is refused with that graphs/arrange.py should not have called aligned."""
 
@@ -307,7 +311,12 @@ def gemm_tile[
 
 
 def gemm_bytes[
-    dtype: DType, right: DType, out: DType, epilogue: Epilogue, narrow: Bool
+    dtype: DType,
+    right: DType,
+    out: DType,
+    epilogue: Epilogue,
+    narrow: Bool,
+    windows: Bool = False,
 ](g: Geometry, o: Operands[dtype, out, right], scales: Scales, ctx: DeviceContext) raises:
     """Enqueues a product of 8-bit numbers, on Hopper.
 
@@ -317,6 +326,7 @@ def gemm_bytes[
         out: Of the residual and y.
         epilogue: What the accumulator goes through; it scales.
         narrow: Whether the channels leave half of a step of 128 bytes empty, and y has 8 bits too.
+        windows: As `gemm` has it.
 
     Args:
         g: Sizes; one group.
@@ -330,7 +340,14 @@ def gemm_bytes[
     comptime assert IS_HOPPER, "gemm: 8-bit numbers are multiplied on Hopper (sm_90a)"
     if not takes[dtype, out](g):
         raise Error(NOT_ALIGNED)
-    var row = choose_bytes(g, epilogue, Device(ctx))
+    var device = Device(ctx)
+    var row = choose_bytes(g, epilogue, device)
+    comptime if windows and out == dtype:
+        # Few channels have few filters: the tile whose filters stay is for these.
+        comptime index = FIRST_TURNED + (0 if narrow else 1)
+        if turned[bytes=True](row, g, ceildiv(g.c, ROW), device).config == index:
+            byte_tile[dtype, right, out, epilogue, narrow, index](g, o, 1, scales, ctx)
+            return
     comptime for i in range(len(CONFIGS)):
         if row.config == i:
             byte_tile[dtype, right, out, epilogue, narrow, i](g, o, row.splits, scales, ctx)
@@ -341,7 +358,7 @@ def byte_tile[
 ](
     g: Geometry, o: Operands[dtype, out, right], splits: Int, scales: Scales, ctx: DeviceContext
 ) raises:
-    """Enqueues a product of 8-bit numbers in one of the tiles of CONFIGS.
+    """Enqueues a product of 8-bit numbers in one of the tiles of CONFIGS or TURNED.
 
     Parameters:
         dtype: As `gemm_bytes` has it; so are the next four.
@@ -361,8 +378,14 @@ def byte_tile[
     Raises:
         If the launch fails.
     """
-    comptime config = CONFIGS[index].halved() if narrow else CONFIGS[index]
-    hopper_gemm[dtype, epilogue, config, out, right](g, o, splits, ctx, scales=scales)
+    comptime if index < len(CONFIGS):
+        comptime config = CONFIGS[index].halved() if narrow else CONFIGS[index]
+        hopper_gemm[dtype, epilogue, config, out, right](g, o, splits, ctx, scales=scales)
+    else:
+        comptime config = TURNED[index - FIRST_TURNED].of_bytes(narrow=narrow)
+        turned_gemm[dtype, epilogue, config, right](
+            g, rebind[Operands[dtype, dtype, right]](o), ctx, scales=scales
+        )
 
 
 def gemm_group[
@@ -449,6 +472,50 @@ def gemm_shortcut[
         # A thread reads what it is about to overwrite, and nothing else of y.
         var sum = Operands[dtype](o.x, o.w, o.bias, more.y, o.y)
         gemm[dtype, Epilogue("add_relu"), True, tf32](g, sum, Batch(), ctx)
+
+
+def gemm_bytes_shortcut[
+    dtype: DType, right: DType, epilogue: Epilogue, narrow: Bool
+](
+    g: Geometry,
+    o: Operands[dtype, dtype, right],
+    beside: Geometry,
+    more: Operands[dtype, dtype, right],
+    scales: Scales,
+    ctx: DeviceContext,
+) raises:
+    """Enqueues act(a convolution + a convolution of windows of 1 x 1) of 8-bit numbers, on Hopper.
+
+    Parameters:
+        dtype: Of x and y.
+        right: Of w.
+        epilogue: What the accumulator goes through; it scales, and does not add.
+        narrow: Whether the channels of either leave half of a step of 128 bytes empty.
+
+    Args:
+        g: Sizes; one group.
+        o: The tensors; the filters are in quads (`quad` of hopper/accumulator.mojo).
+        beside: Sizes of the second convolution: the same N, P, Q and F.
+        more: Its x, w and bias; o's y.
+        scales: Of the second's sums, and what the first's are multiplied by before.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails, or the copy engine does not take the sizes.
+    """
+    comptime assert IS_HOPPER, "gemm: 8-bit numbers are multiplied on Hopper (sm_90a)"
+    if not (takes[dtype](g) and takes[dtype](beside)):
+        raise Error(NOT_ALIGNED)
+    var row = choose_bytes(g, epilogue, Device(ctx), ceildiv(beside.c, ROW))
+    if materialize[CONFIGS]()[row.config].columns > WIDEST:
+        row.config = WIDE
+    comptime for i in range(len(CONFIGS)):
+        comptime if CONFIGS[i].columns <= WIDEST:
+            if row.config == i:
+                comptime config = CONFIGS[i].halved() if narrow else CONFIGS[i]
+                hopper_shortcut[dtype, epilogue, config, dtype, right](
+                    g, o, beside, more, row.splits, ctx, scales=scales
+                )
 
 
 def gemm_portable[

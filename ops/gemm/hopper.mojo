@@ -35,6 +35,8 @@ to nearest even (CUDA's driver API; triton-lang/triton#11751).
 x and w may be of 8 bits: floats, or integers, whose sums are int32. Then each filter's sum has a scale
 in the place of alpha, the residual one of its own, and y is of 8 bits too or wider:
 y = act(scale[f] * sum + bias + residual scale * residual). Integers are rounded to nearest even.
+Of two sources, the sums of the first are multiplied by a factor of each filter, and rounded, before
+those of the second are added: what an integer of them stands for is then the same.
 Where y has 8 bits, each sixteen filters of w are in quads (`quad` of accumulator.mojo), so that a
 thread's sums are neighbours.
 C has to be a multiple of 16 bytes, and F one of 8, of 16 where y has 8 bits.
@@ -52,12 +54,12 @@ from std.utils.static_tuple import StaticTuple
 from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..hopper.accumulator import Fragment
+from ..hopper.accumulator import Fragment, Sums, rescaled
 from ..hopper.cluster import Exchange
 from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
 from ..hopper.mainloop import multiply_stages
-from ..hopper.mma import ROWS
+from ..hopper.mma import ROWS, SUM
 from ..hopper.pipeline import Pipeline, Storing
 from ..hopper.ptx import (
     cluster_arrive,
@@ -250,14 +252,23 @@ struct Config(TrivialRegisterPassable):
         return ring + self.inbox() + (8 if self.peers > 1 else 0) + 1024
 
 
-def _dtypes[dtype: DType, out: DType, right: DType]() -> String:
-    """Names the dtypes for a profiler, as a part of a kernel's symbol: `uint8xint8_to_bfloat16`."""
+def dtypes[dtype: DType, out: DType, right: DType]() -> String:
+    """Names the dtypes for a profiler, as a part of a kernel's symbol: `uint8xint8_to_bfloat16`.
+
+    Parameters:
+        dtype: Of x.
+        out: Of y.
+        right: Of w.
+
+    Returns:
+        One name if all are the same.
+    """
     var factors = String(dtype) if dtype == right else String(t"{dtype}x{right}")
     return factors if out == dtype else factors + "_to_" + String(out)
 
 
 @__name(
-    t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{_dtypes[dtype, out, right]()}"
+    t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{dtypes[dtype, out, right]()}"
 )
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
@@ -500,16 +511,20 @@ def _consume[
         var tile = problem.schedule.tile(unit.tile)
         var m0 = tile.row * Int32(config.rows())
         var f0 = tile.column * Int32(COLUMNS)
-        var sums = multiply_stages[
+        comptime multiply = multiply_stages[
             dtype, COLUMNS, overlap=config.overlap, right=right, row=config.row
-        ](
-            pipeline,
-            storing,
-            unit.steps.count(),
-            a=group * UInt32(ROWS * config.row),
-            b=UInt32(config.rows() * config.row),
-            leads=leads,
-        )
+        ]
+        var a = group * UInt32(ROWS * config.row)
+        comptime B = UInt32(config.rows() * config.row)
+        var steps = unit.steps.count()
+        var sums = Sums[COLUMNS, SUM[dtype]](fill=0)
+        comptime if sources == 2 and epilogue.scales:
+            # Those of the first source become multiples of what one of the second stands for.
+            var own = max(min(problem.conv.steps() - unit.steps.begin, steps), 0)
+            sums = multiply(pipeline, storing, own, a=a, b=B, leads=leads)
+            sums = rescaled(sums, at, tensors.scales[0].first, f0, problem.filters)
+            steps -= own
+        sums = multiply(pipeline, storing, steps, a=a, b=B, leads=leads, start=sums)
         comptime if config.split:
             leave_rows[COLUMNS, quads=size_of[out]() == 1](at_start.data, at, sums)
             return
@@ -646,21 +661,25 @@ def hopper_gemms[
 
 
 def hopper_shortcut[
-    dtype: DType, epilogue: Epilogue, config: Config
+    dtype: DType, epilogue: Epilogue, config: Config, out: DType = dtype, right: DType = dtype
 ](
     g: Geometry,
-    o: Operands[dtype],
+    o: Operands[dtype, out, right],
     beside: Geometry,
-    more: Operands[dtype],
+    more: Operands[dtype, out, right],
     splits: Int,
     ctx: DeviceContext,
+    *,
+    scales: Optional[Scales] = None,
 ) raises:
     """Enqueues the sum of a convolution and one of windows of 1 x 1.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x, and of w and y unless they are named.
         epilogue: What the sum goes through; it does not add.
         config: Sizes of the tile.
+        out: Of y.
+        right: Of w.
 
     Args:
         g: Sizes; one group.
@@ -669,26 +688,24 @@ def hopper_shortcut[
         more: Its x, w and bias.
         splits: Blocks that share a tile; 1 unless the config splits.
         ctx: The GPU.
+        scales: Of the sums, if the epilogue scales.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
     comptime WIDTH = config.row // size_of[dtype]()
     comptime assert not epilogue.joins, "hopper_gemm: a second source is what is added"
-    comptime assert not epilogue.scales, "hopper_gemm: two sources have one sum, and no scales"
     var maps = TensorMaps[6]()
     _add_maps[dtype, epilogue, config, 0](ctx, maps, g, o)
     maps.maps[4] = im2col_map[dtype](ctx, more.x, beside, config.rows(), config.row)
-    maps.maps[5] = filter_map[dtype](ctx, more.w, beside, config.columns, config.row)
+    maps.maps[5] = filter_map[right](ctx, more.w, beside, config.columns, config.row)
     var problem = _problem[dtype, config, 1]([g], splits, o.alpha)
     problem.steps2 = Int32(ceildiv(beside.c, WIDTH))
     problem.stride2_h, problem.stride2_w = Int32(beside.stride_h), Int32(beside.stride_w)
-    _enqueue[dtype, epilogue, config, 1, 2](
-        maps,
-        EpilogueTensors[dtype, 1, epilogue.scales](o.bias, more.bias, o.residual, o.y),
-        problem,
-        ctx,
-    )
+    var tensors = EpilogueTensors[out, 1, epilogue.scales](o.bias, more.bias, o.residual, o.y)
+    comptime if epilogue.scales:
+        tensors.scales[0] = scales.value()
+    _enqueue[dtype, epilogue, config, 1, 2, out, right](maps, tensors, problem, ctx)
 
 
 def filter_map[

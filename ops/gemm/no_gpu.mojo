@@ -18,8 +18,22 @@ def gemm[
 
 @doc_hidden
 def gemm_bytes[
-    dtype: DType, right: DType, out: DType, epilogue: Epilogue, narrow: Bool
+    dtype: DType, right: DType, out: DType, epilogue: Epilogue, narrow: Bool, windows: Bool = False
 ](g: Geometry, o: Operands[dtype, out, right], scales: Scales, ctx: DeviceContext) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
+def gemm_bytes_shortcut[
+    dtype: DType, right: DType, epilogue: Epilogue, narrow: Bool
+](
+    g: Geometry,
+    o: Operands[dtype, dtype, right],
+    beside: Geometry,
+    more: Operands[dtype, dtype, right],
+    scales: Scales,
+    ctx: DeviceContext,
+) raises:
     comptime assert False, REASON
 
 

@@ -735,18 +735,19 @@ def choose(g: Geometry, width: Int, epilogue: Epilogue, device: Device, more: In
     return nearest[ROWS](g, steps, epilogue, device)
 
 
-def choose_bytes(g: Geometry, epilogue: Epilogue, device: Device) -> Row:
+def choose_bytes(g: Geometry, epilogue: Epilogue, device: Device, more: Int = 0) -> Row:
     """Chooses the tile of a product of 8-bit numbers, from its own rows.
 
     Args:
         g: Sizes.
         epilogue: What the accumulator goes through.
         device: The GPU.
+        more: Steps of K of a second source.
 
     Returns:
         The nearest row, as `choose` finds it.
     """
-    return nearest[BYTE_ROWS](g, g.r * g.s * ceildiv(g.c, ROW), epilogue, device)
+    return nearest[BYTE_ROWS](g, g.r * g.s * ceildiv(g.c, ROW) + more, epilogue, device)
 
 
 def chosen(config: Int, epilogue: Epilogue, windows: Bool) -> Bool:
@@ -788,7 +789,7 @@ def alike(row: Row) -> Row:
     return other
 
 
-def turned(row: Row, g: Geometry, chunks: Int, device: Device) -> Row:
+def turned[bytes: Bool = False](row: Row, g: Geometry, chunks: Int, device: Device) -> Row:
     """Finds a tile of TURNED that is faster than a row's tile.
 
     Compared are the clocks of a step of K: of a large tile of hopper.mojo those in which shared
@@ -801,6 +802,9 @@ def turned(row: Row, g: Geometry, chunks: Int, device: Device) -> Row:
     took 3 % less time, and those of 512 filters up to 16 % more. From 8 images on, 64 filters at 56
     x 56 take 0.60 to 0.95 of the time of the best other tile; from 32 on, 128 at 28 x 28 0.93 to
     1.04 (2026-11-25).
+
+    Parameters:
+        bytes: Whether numbers have 8 bits.
 
     Args:
         row: Chosen for the product.
@@ -820,7 +824,7 @@ def turned(row: Row, g: Geometry, chunks: Int, device: Device) -> Row:
                 var turns = device.waves(g.tiles(config.rows(), config.columns))
                 choice.cost = Float64(turns * clocks)
     comptime for i in range(len(TURNED)):
-        comptime config = TURNED[i]
+        comptime config = TURNED[i].of_bytes(narrow=False) if bytes else TURNED[i]
         var turns = device.waves(turned_tiles[config](g, chunks=chunks))
         if turns > 0 and g.f < 256:
             comptime clocks = config.pixels * config.filters // 32

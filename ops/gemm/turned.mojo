@@ -24,7 +24,9 @@ four fifths of that, where tiles of pixels as rows need 1.2 to 1.7 times what th
 an H100 at batch 256, 3 x 3, 64 -> 64 at 56 x 56 runs at 707 TFLOP/s, 128 -> 128 at 28 x 28 at 724 and
 256 -> 256 at 14 x 14 at 778 (2026-11-25).
 
-Numbers have 16 bits. C has to be a multiple of 8, and F one of 8.
+Numbers have 16 bits, or 8: then filters are in quads (`quad` of accumulator.mojo), sums have scales,
+and up to 64 channels come in rows of 64 bytes. C has to be a multiple of 16 bytes, and F one of 8, of
+16 in 8 bits.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, grid_dim, thread_idx
@@ -41,12 +43,12 @@ from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
-from ..epilogue import Epilogue
+from ..epilogue import Channels, Epilogue
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment, Sums
 from ..hopper.conv import Problem
-from ..hopper.epilogue import EpilogueTensors, finish_columns
-from ..hopper.mma import ROWS, Matrix, mma
+from ..hopper.epilogue import EpilogueTensors, finish_byte_columns, finish_columns
+from ..hopper.mma import ROWS, SUM, Matrix, mma
 from ..hopper.pipeline import OrderedSequence, Pipeline, StoringStage
 from ..hopper.ptx import (
     fence_async,
@@ -61,8 +63,8 @@ from ..hopper.tma import TensorMaps, TileLoader, TileStore, tensor_map
 from ..hopper.window import PixelBox, box_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import Data, Operands
-from .hopper import filter_map
+from ..operands import F32, Data, Operands, Scales
+from .hopper import dtypes, filter_map
 
 comptime CONSUMERS = 2
 """Warpgroups that multiply."""
@@ -79,15 +81,34 @@ struct TurnedConfig(TrivialRegisterPassable):
     """Of a tile: 128; or 64, which stay while consumers compute tiles in turns."""
     var pixels: Int
     """Columns of the product, a multiple of 8: pixels of a tile, and the padding between rows."""
+    var row: Int
+    """Bytes of channels of a stage: 128, or 64 where there are no more."""
+    var pitch: Int
+    """Bytes of 64 filters of a pixel's result: 128, or 64 in 8 bits."""
 
-    def __init__(out self, filters: Int, pixels: Int):
+    def __init__(out self, filters: Int, pixels: Int, *, row: Int = ROW, pitch: Int = ROW):
         """Names the parts.
 
         Args:
             filters: Of a tile.
             pixels: Columns of the product.
+            row: Bytes of channels of a stage.
+            pitch: Bytes of 64 filters of a pixel's result.
         """
-        self.filters, self.pixels = filters, pixels
+        self.filters, self.pixels, self.row, self.pitch = filters, pixels, row, pitch
+
+    def of_bytes(self, *, narrow: Bool) -> Self:
+        """Gives the same tile for numbers of 8 bits.
+
+        Args:
+            narrow: Whether there are at most 64 channels.
+
+        Returns:
+            It has results, and perhaps stages, of half as many bytes; of columns a multiple of 16,
+            as wgmma wants them of integers.
+        """
+        var pixels = ceildiv(self.pixels, 16) * 16
+        return Self(self.filters, pixels, row=ROW // 2 if narrow else ROW, pitch=ROW // 2)
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -95,7 +116,8 @@ struct TurnedConfig(TrivialRegisterPassable):
         Returns:
             Filters and pixels.
         """
-        return String(t"{self.filters}x{self.pixels}")
+        var row = String("row", self.row) if self.row != ROW else String()
+        return String(t"{self.filters}x{self.pixels}{row}")
 
     @always_inline
     def turns(self) -> Bool:
@@ -120,9 +142,10 @@ struct TurnedConfig(TrivialRegisterPassable):
         """Counts the columns that leave the registers.
 
         Returns:
-            A multiple of 16.
+            A multiple of 16; of 32 in 8 bits.
         """
-        return ceildiv(self.pixels, 16) * 16
+        var step = 16 if self.pitch == ROW else 32
+        return ceildiv(self.pixels, step) * step
 
     @always_inline
     def stored_rows(self) -> Int:
@@ -131,16 +154,16 @@ struct TurnedConfig(TrivialRegisterPassable):
         Returns:
             Those of all columns, and of padding that may end the last row of a tile.
         """
-        return self.pixels + 8
+        return max(self.pixels + 8, self.stored())
 
     @always_inline
     def result(self) -> Int:
         """Counts the bytes of a consumer's result.
 
         Returns:
-            128 of each row.
+            128 of each row, or 64.
         """
-        return self.stored_rows() * ROW
+        return self.stored_rows() * self.pitch
 
     @always_inline
     def threads(self, epilogue: Epilogue) -> Int:
@@ -184,9 +207,9 @@ struct TurnedPlan[config: TurnedConfig](KernelArgument, TrivialRegisterPassable)
             chunks: Steps of 128 bytes over the channels.
         """
         comptime Box = PixelBox[Self.config.pixels]
-        self.box = Box(g)
+        self.box = Box(g, row=Self.config.row)
         self.columns = Int32(g.s)
-        var narrow = Box(g, columns=1)
+        var narrow = Box(g, columns=1, row=Self.config.row)
         var fewer = not self.box.all_taps() or narrow.tiles(g) < self.box.tiles(g)
         if narrow.all_taps() and fewer:
             self.box, self.columns = narrow, 1
@@ -194,7 +217,7 @@ struct TurnedPlan[config: TurnedConfig](KernelArgument, TrivialRegisterPassable)
         self.taps = Int32(g.r) * self.columns
         var room = MEMORY - SWIZZLED - CONSUMERS * (Self.config.result() + Pipeline.BARRIERS)
         room -= BOXES * (Int(self.box.bytes) + Pipeline.BARRIERS)
-        var most = room // (Self.config.filters * ROW + Pipeline.BARRIERS)
+        var most = room // (Self.config.filters * Self.config.row + Pipeline.BARRIERS)
         self.stages = Int32(min(g.r * g.s * chunks, most))
 
     def bytes(self) -> Int:
@@ -203,7 +226,7 @@ struct TurnedPlan[config: TurnedConfig](KernelArgument, TrivialRegisterPassable)
         Returns:
             What `TurnedStorage` divides, and what aligning it may take.
         """
-        var w = Int(self.stages) * (Self.config.filters * ROW + Pipeline.BARRIERS)
+        var w = Int(self.stages) * (Self.config.filters * Self.config.row + Pipeline.BARRIERS)
         var x = BOXES * (Int(self.box.bytes) + Pipeline.BARRIERS)
         return SWIZZLED + w + x + CONSUMERS * (Self.config.result() + Pipeline.BARRIERS)
 
@@ -230,7 +253,7 @@ struct TurnedStorage[config: TurnedConfig](TrivialRegisterPassable):
             data: Its address.
             plan: How.
         """
-        comptime W = UInt32(Self.config.filters * ROW)
+        comptime W = UInt32(Self.config.filters * Self.config.row)
         comptime Y = UInt32(Self.config.result())
         var x = data + UInt32(plan.stages) * W
         var y = x + UInt32(BOXES) * UInt32(plan.box.bytes)
@@ -250,30 +273,31 @@ struct TurnedStorage[config: TurnedConfig](TrivialRegisterPassable):
         fence_barrier_init()
 
 
-@__name(t"gemm_turned_{config.label()}_{epilogue.label()}_{dtype}")
+@__name(t"gemm_turned_{config.label()}_{epilogue.label()}_{dtypes[dtype, dtype, right]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads(epilogue))),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def turned_kernel[
-    dtype: DType, epilogue: Epilogue, config: TurnedConfig
+    dtype: DType, epilogue: Epilogue, config: TurnedConfig, right: DType = dtype
 ](
     maps: TensorMaps[4],
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, 1, epilogue.scales],
     problem: Problem[1],
     plan: TurnedPlan[config],
 ):
     """Computes tiles.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x and y, and of w unless that is named.
         epilogue: What the accumulator goes through.
         config: The tile.
+        right: Of w.
 
     Args:
         maps: Tensor maps of x (boxes of an image), w[F, R * S, C], y[N, P, Q, F] and the residual.
-        tensors: Bias, residual and y.
+        tensors: Bias, residual and y, and the scales.
         problem: Sizes.
         plan: How K is walked through, and shared memory divided.
     """
@@ -286,7 +310,7 @@ def turned_kernel[
 
     var warp = t // Int32(WARP) - Int32(CONSUMERS * WARPGROUP // WARP)
     if warp < 0:
-        _consume[epilogue](maps.address(), tensors, problem, plan, storage, Fragment(t))
+        _consume[epilogue, right](maps.address(), tensors, problem, plan, storage, Fragment(t))
     elif t % Int32(WARP) == 0:
         if warp == 0:
             _produce_boxes[dtype](TileLoader(maps.address()), problem, plan, storage.x)
@@ -303,7 +327,7 @@ def _produce_boxes[
     dtype: DType
 ](x: TileLoader, problem: Problem[1], plan: TurnedPlan[_], at_start: Pipeline):
     """Fills the ring of boxes, by one thread, once the kernel ahead is done."""
-    comptime WIDTH = Int32(ROW // size_of[dtype]())
+    comptime WIDTH = Int32(plan.config.row // size_of[dtype]())
     x.prefetch_descriptor()
     wait_on_dependent_grids()
     var pipeline = at_start
@@ -330,8 +354,8 @@ def _produce_filters[
     dtype: DType
 ](w: TileLoader, problem: Problem[1], plan: TurnedPlan[_], at_start: Pipeline):
     """Fills the ring of filters, by one thread; once, if they stay."""
-    comptime WIDTH = Int32(ROW // size_of[dtype]())
     comptime config = plan.config
+    comptime WIDTH = Int32(config.row // size_of[dtype]())
     w.prefetch_descriptor()
     var pipeline = at_start
     for number in problem.schedule.turns():
@@ -340,7 +364,7 @@ def _produce_filters[
             for part in range(plan.parts):
                 for tap in range(plan.taps):
                     pipeline.acquire()
-                    pipeline.expect(UInt32(config.filters * ROW))
+                    pipeline.expect(UInt32(config.filters * config.row))
                     w.load(
                         pipeline.stage(),
                         pipeline.barrier(),
@@ -367,7 +391,7 @@ def _produce_residuals(
         var first = plan.box.first(problem.conv, tile.row)
         comptime for i in range(config.sharing()):
             pipeline.acquire()
-            pipeline.expect(UInt32(plan.box.height * plan.box.width * Int32(ROW)))
+            pipeline.expect(UInt32(plan.box.height * plan.box.width * Int32(config.pitch)))
             var f = tile.column * Int32(config.filters) + Int32(i * ROWS)
             residual.load(pipeline.stage(), pipeline.barrier(), f, 0, first.p, first.n)
             pipeline.advance()
@@ -375,10 +399,10 @@ def _produce_residuals(
 
 @always_inline
 def _consume[
-    dtype: DType, config: TurnedConfig, //, epilogue: Epilogue
+    dtype: DType, config: TurnedConfig, //, epilogue: Epilogue, right: DType
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, 1, epilogue.scales],
     problem: Problem[1],
     plan: TurnedPlan[config],
     storage: TurnedStorage[config],
@@ -395,7 +419,7 @@ def _consume[
     var blocks = Int32(grid_dim.x)
     var every = blocks
     var boxes = problem.conv.chunks * plan.parts
-    var w_first = UInt32(group) * UInt32(ROWS * ROW)
+    var w_first = UInt32(group) * UInt32(ROWS * config.row)
     var x = storage.x
     var w = storage.w
     var result = storage.y
@@ -414,8 +438,13 @@ def _consume[
         var f0 = tile.column * Int32(config.filters)
         comptime if not config.turns():
             f0 += group * Int32(ROWS)
-        var bias = tensors.row_biases(at, f0, problem.filters)
-        var sums = Sums[COLUMNS](fill=0)
+        var bias = SIMD[F32, 2](0)
+        var of = Channels[2](0, 0)
+        comptime if epilogue.scales:
+            of = tensors.row_channels(at, f0, problem.filters)
+        else:
+            bias = tensors.row_biases(at, f0, problem.filters)
+        var sums = Sums[COLUMNS, SUM[dtype]](fill=0)
         comptime if config.turns():
             order.wait()
         var tap = Int32(0)
@@ -427,7 +456,9 @@ def _consume[
             comptime if not config.turns():
                 w.wait()
             wgmma_fence_aligned()
-            sums = mma[dtype, COLUMNS](Matrix(w.stage() + w_first), Matrix(x.stage() + shift), sums)
+            sums = mma[right, COLUMNS, right=dtype](
+                Matrix[config.row](w.stage() + w_first), Matrix[config.row](x.stage() + shift), sums
+            )
             wgmma_commit_group_sync()
             if k == 0 and leads:
                 storing.release()
@@ -440,10 +471,10 @@ def _consume[
             w.advance()
             tap += 1
             column += 1
-            shift += UInt32(ROW)
+            shift += UInt32(config.row)
             if column == plan.columns:
                 column = 0
-                shift += UInt32((plan.box.width - plan.columns) * Int32(ROW))
+                shift += UInt32((plan.box.width - plan.columns) * Int32(config.row))
             if tap == plan.taps:
                 tap = 0
                 shift = 0
@@ -463,13 +494,18 @@ def _consume[
             result.wait()
         else:
             sync_threads(own, UInt32(WARPGROUP))
-        # Results are stored by sixteens; what fills up the last of them is dropped.
-        var filled = Sums[config.stored()](fill=0)
+        # Results are stored by sixteens, or more; what fills up the last of them is dropped.
+        var filled = Sums[config.stored(), SUM[dtype]](fill=0)
         comptime for i in range(COLUMNS // 2):
             filled[i] = sums[i]
-        finish_columns[dtype, epilogue, config.stored(), 0](
-            result.stage(), at, filled, problem.alpha, bias
-        )
+        comptime if epilogue.scales:
+            finish_byte_columns[dtype, epilogue, config.stored()](
+                result.stage(), at, filled, of, tensors.residual_scale()
+            )
+        else:
+            finish_columns[dtype, epilogue, config.stored(), 0](
+                result.stage(), at, filled, problem.alpha, bias
+            )
         fence_async()
         sync_threads(own, UInt32(WARPGROUP))
         if leads:
@@ -506,30 +542,40 @@ def turned_tiles[config: TurnedConfig](g: Geometry, *, chunks: Int) -> Int:
 
 
 def turned_gemm[
-    dtype: DType, epilogue: Epilogue, config: TurnedConfig
-](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool = True) raises:
+    dtype: DType, epilogue: Epilogue, config: TurnedConfig, right: DType = dtype
+](
+    g: Geometry,
+    o: Operands[dtype, dtype, right],
+    ctx: DeviceContext,
+    *,
+    constant: Bool = True,
+    scales: Optional[Scales] = None,
+) raises:
     """Enqueues a convolution of which the config has tiles.
 
     Parameters:
-        dtype: Of x, w and y, of 16 bits.
-        epilogue: What the accumulator goes through.
+        dtype: Of x and y, of 16 or 8 bits, and of w unless that is named.
+        epilogue: What the accumulator goes through; in 8 bits it scales.
         config: The tile.
+        right: Of w.
 
     Args:
         g: Sizes; one group.
         o: The tensors.
         ctx: The GPU.
         constant: Whether w is a weight, which no kernel writes.
+        scales: Of the sums and the residual, if the epilogue scales.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    comptime WIDTH = ROW // size_of[dtype]()
+    comptime assert (size_of[dtype]() == 1) == epilogue.scales, "turned: 8 bits have scales"
+    comptime WIDTH = config.row // size_of[dtype]()
     var chunks = ceildiv(g.c, WIDTH)
     var plan = TurnedPlan[config](g, chunks=chunks)
     var maps = TensorMaps[4]()
-    maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box)
-    maps.maps[1] = filter_map[dtype](ctx, o.w, g, config.filters)
+    maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box, config.row)
+    maps.maps[1] = filter_map[right](ctx, o.w, g, config.filters, config.row)
     maps.maps[2] = _result_map(ctx, o.y, g, plan.box)
     comptime if epilogue.joins:
         maps.maps[3] = _result_map(ctx, o.residual, g, plan.box)
@@ -543,10 +589,13 @@ def turned_gemm[
         constant=constant,
     )
     problem.schedule = TileScheduler[1]([plan.box.tiles(g)], columns=ceildiv(g.f, config.filters))
-    launch[turned_kernel[dtype, epilogue, config]](
+    var tensors = EpilogueTensors[dtype, 1, epilogue.scales]([o])
+    comptime if epilogue.scales:
+        tensors.scales[0] = scales.value()
+    launch[turned_kernel[dtype, epilogue, config, right]](
         ctx,
         maps,
-        EpilogueTensors[dtype]([o]),
+        tensors,
         problem,
         plan,
         grid_dim=problem.schedule.blocks(Device(ctx).multiprocessors),

@@ -16,7 +16,7 @@ the copy engine leaves them: in boxes of 64 rows of 128 bytes, swizzled.
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
-from ..operands import F32
+from ..operands import F32, WHOLE, Data
 from .mma import ROWS
 from .ptx import shared_load_matrices, shared_store_matrices
 from .shared import ROW, WARP, WARPGROUP, swizzle
@@ -121,7 +121,8 @@ def quad[
     """Takes the sums of sixteen columns that a thread has of a row: neighbours, if B is in quads.
 
     So results of 8 bits leave 4 at a time. Column 8 j + 2 b + e of B in quads stands for the filter
-    4 b + 2 j + e of each sixteen.
+    4 b + 2 e + j of each sixteen. Where filters are the rows of A, in the same order, a thread's two
+    rows are neighbours.
 
     Parameters:
         dtype: Of the sums.
@@ -135,7 +136,52 @@ def quad[
     Returns:
         All four, as float32.
     """
-    return pair[2 * k, half](sums).join(pair[2 * k + 1, half](sums))
+    return pair[2 * k, half](sums).interleave(pair[2 * k + 1, half](sums))
+
+
+comptime COARSE = 16
+"""What products of `rescaled` are multiples of, as integers."""
+
+
+@always_inline
+def rescaled[
+    dtype: DType, count: Int, //
+](
+    sums: StaticTuple[Scalar[dtype], count], at: Fragment, factors: Data[F32], f0: Int32, f: Int32
+) -> StaticTuple[Scalar[dtype], count]:
+    """Multiplies each column of sums by a factor, B being in quads; integers are rounded to sixteens.
+
+    Parameters:
+        dtype: Of the sums.
+        count: Sums of the thread: half of the columns.
+
+    Args:
+        sums: Of the thread.
+        at: Its place.
+        factors: One of each filter, in their order [F].
+        f0: The first column's filter.
+        f: F; the sums of others become 0.
+
+    Returns:
+        The products. Integers have to be below 2^26.
+    """
+    var products = StaticTuple[Scalar[dtype], count](fill=0)
+    comptime for k in range(count // 8):
+        # Of columns behind the last filter anything is right; a branch would hold the loads up.
+        var first = min(f0 + Int32(16 * k) + at.column() * 2, f - 4)
+        var of = factors.unsafe_load[width=4, alignment=16](Int(first))
+        comptime for half in range(2):
+            var v = quad[k, half](sums)
+            var y: SIMD[dtype, 4]
+            comptime if dtype.is_integral():
+                # A sum with WHOLE rounds: conversions are a quarter as fast.
+                var bits = bitcast[DType.int32, 4](v.fma(of * (1 / COARSE), WHOLE))
+                y = ((bits - bitcast[DType.int32, 1](WHOLE)) * COARSE).cast[dtype]()
+            else:
+                y = (v * of).cast[dtype]()
+            comptime for i in range(4):
+                products[8 * k + i % 2 * 4 + 2 * half + i // 2] = y[i]
+    return products
 
 
 @always_inline

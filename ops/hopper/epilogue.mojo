@@ -184,6 +184,21 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False](
         return bias
 
     @always_inline
+    def row_channels(self, at: Fragment, first: Int32, limit: Int32) -> Channels[2]:
+        """Loads what belongs to a thread's rows of the first product, filters in quads.
+
+        Args:
+            at: The thread's place.
+            first: The warpgroup's first row.
+            limit: Rows of the product; scale and bias of others are 0.
+
+        Returns:
+            Of the thread's two rows, which are neighbouring filters.
+        """
+        var f = first + at.warp() * 16 + at.lane() // 4 * 2
+        return self.channels[2](1, f) if f < limit else Channels[2](0, 0)
+
+    @always_inline
     def row_biases(self, at: Fragment, first: Int32, limit: Int32) -> SIMD[F32, 2]:
         """Loads the bias of a thread's rows of the first product, where filters are the left side.
 
@@ -262,7 +277,12 @@ def finish_rows[
     comptime for j in range(columns // EACH):
         comptime column = EACH * j
         var of = Channels[COUNT](alpha, 0)
-        comptime if not by_row:
+        comptime if epilogue.scales:
+            # Of columns behind the last filter anything is right; a branch would hold loads up.
+            of = tensors.channels[COUNT, sources](
+                alpha, min(f0 + Int32(column) + mine, f - Int32(COUNT))
+            )
+        elif not by_row:
             if f0 + Int32(column) + mine < f:
                 of = tensors.channels[COUNT, sources](alpha, f0 + Int32(column) + mine)
         comptime for half in range(2):
@@ -367,6 +387,52 @@ def finish_columns[
                 )
 
 
+@always_inline
+def finish_byte_columns[
+    sum: DType, //, dtype: DType, epilogue: Epilogue, columns: Int
+](
+    to: UInt32,
+    at: Fragment,
+    sums: StaticTuple[Scalar[sum], _],
+    of: Channels[2],
+    residual_scale: Float32,
+):
+    """Finishes `columns` columns of 64 rows, turned over: each becomes 64 bytes of shared memory.
+
+    The rows are filters in quads. Two neighbours are moved as one number of 16 bits.
+
+    Parameters:
+        sum: Of the sums.
+        dtype: Of the residual and the result, of 8 bits.
+        epilogue: What the sums go through.
+        columns: How many, a multiple of 32.
+
+    Args:
+        to: The first row, of 64 bytes, swizzled; it holds the residual, and then the result.
+        at: The thread's place.
+        sums: Of the thread.
+        of: Scale and bias of the thread's two rows.
+        residual_scale: Of the residual.
+    """
+    comptime BYTES = ROW // 2
+    var lane = UInt32(at.lane())
+    var mine = to + lane * UInt32(BYTES) + swizzle[BYTES](UInt32(at.warp() * 16), lane)
+    var both = Channels[4](of.scale.join(of.scale), of.bias.join(of.bias))
+    comptime for j in range(columns // 32):
+        var place = mine + UInt32(j * 32 * BYTES)
+        var bits = SIMD[DType.uint32, 4](0)
+        comptime if epilogue.joins:
+            bits = shared_load_matrices[turned=True](place)
+        comptime for i in range(4):
+            var residual = SIMD[F32, 4](0)
+            comptime if epilogue.joins:
+                residual = bitcast[dtype, 4](bits[i]).cast[F32]()
+            var four = pair[4 * j + i, 0](sums).interleave(pair[4 * j + i, 1](sums))
+            var y = apply[epilogue, dtype](four, both, residual, residual_scale)
+            bits[i] = bitcast[DType.uint32, 1](narrowed[dtype](y))
+        shared_store_matrices[turned=True](place, bits)
+
+
 comptime PAD = 8
 """Numbers that follow a row of sums in shared memory, so that rows begin in different banks."""
 
@@ -394,6 +460,8 @@ def leave_rows[
         comptime for half in range(2):
             comptime byte = j // 2 * 64 + j % 2 * 8 if quads else j * 32
             var v = pair[j, half](sums)
+            comptime if quads:
+                v = quad[j // 2, half](sums).slice[2, offset=j % 2 * 2]()
             shared_store2(to + UInt32(half * 8 * PITCH + byte), v[0], v[1])
 
 

@@ -35,6 +35,7 @@ def multiply_stages[
     a: UInt32,
     b: UInt32,
     leads: Bool,
+    start: Sums[columns, SUM[dtype]] = Sums[columns, SUM[dtype]](fill=0),
 ) -> Sums[columns, SUM[dtype]]:
     """Sums the products of a tile, A[64, K] B[K, columns] by a warpgroup.
 
@@ -56,11 +57,12 @@ def multiply_stages[
         a: Where the warpgroup's A lies in a stage.
         b: Where B lies in a stage.
         leads: Whether the thread speaks for its warpgroup.
+        start: What the products are added to.
 
     Returns:
         The thread's sums.
     """
-    var sums = Sums[columns, SUM[dtype]](fill=0)
+    var sums = start
     var before = pipeline.index
     for i in range(steps):
         pipeline.wait()

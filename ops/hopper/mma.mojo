@@ -172,47 +172,58 @@ def _numbered(sign: StaticString, first: Int, last: Int) -> String:
     return names
 
 
-comptime _Registers[count: Int] = _RegisterPackType[
-    *TypeList.splat[Trait=TrivialRegisterPassable, count, Float32]()
+comptime _Registers[dtype: DType, count: Int] = _RegisterPackType[
+    *TypeList.splat[Trait=TrivialRegisterPassable, count, Scalar[dtype]]()
 ]
-"""As many float32 as assembly takes and gives back, each in a register."""
+"""As many sums as assembly takes and gives back, each in a register."""
 
 
 @always_inline
 def _accumulate[
-    count: Int, //, start: StaticString, end: StaticString, inputs: StaticString, *Inputs: AnyType
-](sums: StaticTuple[Float32, count], *operands: *Inputs) -> StaticTuple[Float32, count]:
+    dtype: DType,
+    count: Int,
+    //,
+    start: StaticString,
+    end: StaticString,
+    inputs: StaticString,
+    *Inputs: AnyType,
+](sums: StaticTuple[Scalar[dtype], count], *operands: *Inputs) -> StaticTuple[Scalar[dtype], count]:
     """Runs a wgmma that adds to sums; `inputs` are the constraints of the operands after these.
 
     `inlined_assembly` wants its operands written one by one. What it calls takes packs.
     """
     comptime assembly = String(start, " {", _numbered("$", 0, count - 1), "}, ", end)
-    comptime constraints = String("=f," * count, inputs, _numbered("", 0, count - 1), ",~{memory}")
+    comptime register = "=r," if dtype.is_integral() else "=f,"
+    comptime constraints = String(
+        register * count, inputs, _numbered("", 0, count - 1), ",~{memory}"
+    )
     var added = __mlir_op.`pop.inline_asm`[
-        _type=_Registers[count],
+        _type=_Registers[dtype, count],
         assembly=_get_kgen_string[StaticString(assembly)](),
         constraints=_get_kgen_string[StaticString(constraints)](),
         hasSideEffects=True.__mlir_i1__(),
         isStackAligned=False.__mlir_i1__(),
     ](
         operands.get_loaded_kgen_pack(),
-        Pointer(to=sums).unsafe_bitcast[_Registers[count]]()[]._mlir_value,
+        Pointer(to=sums).unsafe_bitcast[_Registers[dtype, count]]()[]._mlir_value,
     )
-    return Pointer(to=added).unsafe_bitcast[StaticTuple[Float32, count]]()[]
+    return Pointer(to=added).unsafe_bitcast[StaticTuple[Scalar[dtype], count]]()[]
 
 
 @always_inline
 def mma_registers[
-    count: Int, //, dtype: DType, turned: Bool = False
-](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Float32, count]) -> StaticTuple[
-    Float32, count
+    sum: DType, count: Int, //, dtype: DType, turned: Bool = False, right: DType = dtype
+](a: SIMD[DType.uint32, 4], b: Int64, acc: StaticTuple[Scalar[sum], count]) -> StaticTuple[
+    Scalar[sum], count
 ]:
-    """Starts adding a 64 x 16 by 16 x N product: wgmma of registers and a matrix.
+    """Starts adding a 64 x K by K x N product, K 32 bytes: wgmma of registers and a matrix.
 
     Parameters:
+        sum: Of the sums: `SUM`.
         count: Sums of the thread: N / 2.
-        dtype: Either bfloat16 or float16.
-        turned: Whether the right side lies as 16 rows of N numbers, not as N of 16.
+        dtype: Of the factors: bfloat16, float16, float8_e4m3fn, or an integer of 8 bits.
+        turned: Whether the right side lies as K rows of N numbers, not as N of K: of 16 bits.
+        right: Of the right side, where it is another integer.
 
     Args:
         a: This thread's part of the left side.
@@ -222,13 +233,38 @@ def mma_registers[
     Returns:
         The sums, once the group has been waited for.
     """
-    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    comptime assert sum == SUM[dtype], "wgmma: sums are float32, of integers int32"
+    comptime assert size_of[dtype]() == 2 or not turned, "wgmma: numbers of 8 bits lie by columns"
+    comptime kind = String(t"{_ptx[sum]()}.{_ptx[dtype]()}.{_ptx[right]()}")
     comptime left = _numbered("$", count, count + 3)
+    # Whether sums are added to; the signs of both sides; whether the right one is turned.
+    comptime more = ", 1, 1" if dtype.is_floating_point() else ""
+    comptime order = "" if size_of[dtype]() == 1 else ", 1" if turned else ", 0"
+    comptime depth = 32 // size_of[dtype]()
     return _accumulate[
-        start=String(t"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{kind}"),
-        end=String("{", left, "}, $", count + 4, ", 1, 1, 1, 1;" if turned else ", 1, 1, 1, 0;"),
+        start=String(t"wgmma.mma_async.sync.aligned.m64n{2 * count}k{depth}.{kind}"),
+        end=String("{", left, "}, $", count + 4, ", 1", more, order, ";"),
         inputs="r,r,r,r,l,",
     ](acc, a[0], a[1], a[2], a[3], b)
+
+
+def _ptx[dtype: DType]() -> StaticString:
+    """Names a dtype as PTX does."""
+    comptime if dtype == DType.float32:
+        return "f32"
+    elif dtype == DType.bfloat16:
+        return "bf16"
+    elif dtype == DType.float16:
+        return "f16"
+    elif dtype == DType.int32:
+        return "s32"
+    elif dtype == DType.int8:
+        return "s8"
+    elif dtype == DType.uint8:
+        return "u8"
+    else:
+        comptime assert dtype == DType.float8_e4m3fn, "wgmma: has no such dtype"
+        return "e4m3"
 
 
 @always_inline

@@ -65,15 +65,16 @@ struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):
     var bands: Int32
     """Tiles of an image."""
 
-    def __init__(out self, g: Geometry, *, columns: Int = 0):
+    def __init__(out self, g: Geometry, *, columns: Int = 0, row: Int = ROW):
         """Chooses between a box and tap by tap.
 
         Args:
             g: Sizes of the convolution.
             columns: Columns of the window whose taps share a box; 0 for all of them.
+            row: Bytes of channels of a stage: 128 or 64.
         """
         var s = columns if columns else g.s
-        self.bytes = self.loads = Int32(Self.rows * ROW)
+        self.bytes = self.loads = Int32(Self.rows * row)
         self.width = self.height = self.bands = 0
         var width = g.q + s - 1
         var last = (g.r - 1) * width + s - 1 + Self.rows
@@ -82,8 +83,8 @@ struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):
         if g.r * g.s > 1 and g.r <= 128 and width <= Self.rows and near and last <= BOX:
             var bands = ceildiv(g.p, min(g.p, (Self.rows + s - 1) // width))
             var height = ceildiv(g.p, bands)
-            var loads = (height + g.r - 1) * width * ROW
-            self.bytes = Int32(ceildiv(max(loads, last * ROW), SWIZZLED) * SWIZZLED)
+            var loads = (height + g.r - 1) * width * row
+            self.bytes = Int32(ceildiv(max(loads, last * row), SWIZZLED) * SWIZZLED)
             self.loads = Int32(loads)
             self.width, self.height, self.bands = Int32(width), Int32(height), Int32(bands)
 
@@ -716,7 +717,9 @@ def ring_stages(
 
 def box_map[
     dtype: DType, rows: Int
-](ctx: DeviceContext, x: Data[dtype], g: Geometry, box: PixelBox[rows]) raises -> TMADescriptor:
+](
+    ctx: DeviceContext, x: Data[dtype], g: Geometry, box: PixelBox[rows], row: Int = ROW
+) raises -> TMADescriptor:
     """Makes the tensor map of activations that `produce_pixels` reads.
 
     Parameters:
@@ -728,6 +731,7 @@ def box_map[
         x: Activations [N, H, W, C].
         g: Sizes.
         box: What a stage holds.
+        row: Bytes of channels of a stage: 128 or 64.
 
     Returns:
         The map: of boxes of an image, of windows (im2col), or of a matrix.
@@ -740,6 +744,6 @@ def box_map[
             ctx,
             x,
             [Int64(g.c), Int64(g.w), Int64(g.h), Int64(g.n)],
-            [Int32(ROW // size_of[dtype]()), box.width, box.height + Int32(g.r - 1), 1],
+            [Int32(row // size_of[dtype]()), box.width, box.height + Int32(g.r - 1), 1],
         )
-    return pixels_map[dtype](ctx, x, g, rows)
+    return pixels_map[dtype](ctx, x, g, rows, row)

@@ -6,14 +6,21 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from max.dtype import DType
 from max.graph import DeviceRef
 
 from maxvision.bench.attribution import Recorded, attribute, symbols
-from maxvision.bench.layers import Named, distinct, network_nodes
+from maxvision.bench.layers import Named, distinct, listed, network_nodes
 from maxvision.bench.references import checkpoint, reference_model
+from maxvision.graphs import passes
+from maxvision.graphs.layers import layers as described
 from maxvision.graphs.layers import macs
+from maxvision.graphs.program import Program
+from maxvision.graphs.quantize import KINDS
+from maxvision.graphs.types import FLOAT8
+from tests.graphs.test_quantize import HOPPER, bottlenecks, calibrated
 from tests.ops.cases import EPILOGUES
 
 OTHERS = {
@@ -131,6 +138,97 @@ def test_a_symbol_tells_the_epilogue(symbol: str, epilogue: str) -> None:
         assert bool(pattern.fullmatch(symbol)) == (name == epilogue), name
     ((pattern,), _) = symbols("conv2d_shortcut")
     assert not pattern.fullmatch(symbol)
+
+
+BYTES = {  # symbols, as ops/gemm names kernels, and what they are of
+    "gemm_hopper_128x64x6_scale_add_1x1_uint8xint8_44630a41": ("quantized_conv2d", "add"),
+    "gemm_hopper_64x32x4row64_scale_none_1x1_uint8xint8_to_bfloat16_2d37c457": (
+        "quantized_conv2d", "none",
+    ),
+    "gemm_turned_64x232row64_scale_none_uint8xint8_44630a41": ("quantized_conv2d", "none"),
+    "gemm_turned_128x116_scale_add_relu_float8_e4m3fn_44630a41": ("quantized_conv2d", "add_relu"),
+    "gemm_hopper_128x128x4overlap_scale_none_1x2_uint8xint8_44630a41": (
+        "quantized_conv2d_shortcut", "none",
+    ),
+    "gemm_hopper_128x64x6split_scale_relu_1x2_float8_e4m3fn_2d37c457": (
+        "quantized_conv2d_shortcut", "relu",
+    ),
+    "conv2d_chain_hopper_128x64x64x4_uint8xint8_17266de5": ("quantized_conv2d_chain", "none"),
+    "conv2d_chain_hopper_192x128x128x3_float8_e4m3fn_17266de5": ("quantized_conv2d_chain", "none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("symbol", BYTES)
+def test_a_symbol_of_8_bits_tells_the_op(symbol: str) -> None:
+    wide = ("conv2d", "conv2d_shortcut", "linear")
+    for op in ("quantized_conv2d", "quantized_conv2d_shortcut", "quantized_conv2d_chain", *wide):
+        for epilogue in ("none", "relu", "add", "add_relu"):
+            found = any(len(way) == 1 and way[0].fullmatch(symbol) for way in symbols(op, epilogue))
+            of, end = BYTES[symbol]
+            chained = of.endswith("chain")  # whose symbol has no epilogue
+            assert found == (op == of and (chained or epilogue == end)), (op, epilogue)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def in_bytes(request: pytest.FixtureRequest) -> tuple[Program, list[Named]]:
+    """A network of bottlenecks for Hopper: with shortcuts and chains of 8 bits."""
+    program = calibrated(bottlenecks(), request.param)
+    final = passes.run(program, HOPPER)
+    return program, listed(final, "bfloat16")
+
+
+def byte_launches(node: Named, fused: bool) -> list[Recorded]:
+    layer, shape = node.layer, node.layer.outputs[0].shape
+    kind = "uint8xint8" if layer.values[0].dtype == "uint8" else FLOAT8
+    ends = ("add", "none") if kind == "uint8xint8" else ("add_relu", "relu")
+    names = {
+        "quantized_conv2d": [f"gemm_hopper_64x32x4_scale_{layer.epilogue}_1x1_{kind}"],
+        "quantized_conv2d_shortcut": [f"gemm_hopper_64x32x4_scale_{layer.epilogue}_1x2_{kind}"],
+        "quantized_conv2d_chain": [f"conv2d_chain_hopper_64x64x64x4_{kind}"]
+        if fused
+        else [f"gemm_hopper_64x32x4_scale_{end}_1x1_{kind}" for end in ends],
+    }
+    if layer.op not in names:
+        return recorded(node)
+    turned = not fused and layer.op == "quantized_conv2d" and layer.filters()[0][2] > 1
+    found = [f"gemm_turned_64x232_scale_{layer.epilogue}_{kind}"] if turned else names[layer.op]
+    return [Recorded(f"{name}_17266de5", shape) for name in found]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_launches_of_8_bits_find_their_nodes(
+    in_bytes: tuple[Program, list[Named]], fused: bool
+) -> None:
+    _, nodes = in_bytes
+    order = [(i, each) for i in shuffled(nodes, 0) for each in byte_launches(nodes[i], fused)]
+    names = attribute([each for _, each in order], nodes)
+    assert names is not None
+    layers = {node.name: node.layer for node in nodes}
+    assert [layers[name] for name in names] == [nodes[i].layer for i, _ in order]
+    assert "0.quantized_conv2d_shortcut" in names and "1.three + 2.one" in names
+
+
+def test_layers_of_8_bits_are_described(in_bytes: tuple[Program, list[Named]]) -> None:
+    program, nodes = in_bytes
+    layers = distinct(nodes)
+    titles = {layer.title() for layer in layers if layer.op.startswith("quantized")}
+    assert titles == {
+        "1x1/1 32-64 at 6x5", "3x3/1 64 at 6x5", "3x3/2 64 at 6x5", "1x1/1 64-80 and 32 at 6x5",
+        "1x1/1 64-80 and 80 at 3x3", "1x1/1 80-64 at 6x5", "1x1/1 64-80-64 at 6x5",
+        "1x1/1 80-16 at 3x3",
+    }  # fmt: skip
+    total = sum(layer.flops(3) * len(names) for layer, names in layers.items())
+    assert total == 2 * 3 * macs(program)
+    chain = next(layer for layer in layers if layer.op == "quantized_conv2d_chain")
+    moved = 3 * 30 * (64 + 80 + 80 + 64) + 2 * 64 * 80  # and biases, float32
+    assert chain.traffic(3) == moved + 4 * (80 + 64)
+    drawn = chain.weights(np.random.default_rng(0))
+    assert {i: drawn[i].shape for i in drawn} == {
+        1: (80, 64, 1, 1), 2: (80,), 4: (64, 80, 1, 1), 5: (64,)
+    }  # fmt: skip
+    final = passes.run(program, HOPPER)
+    partners = {each.name: each.partner for each in described(program, final)}
+    assert partners["1.three"] == "2.one" and partners["0.shortcut"] == "0.three"
 
 
 def test_other_launches_are_not_named(network: tuple[Any, list[Named]]) -> None:

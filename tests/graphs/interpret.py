@@ -512,15 +512,58 @@ def _quantized(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         else:
             given = [filter, bias] if residual is None else [filter, bias, residual]
             y = op(x, *given, epilogue=epilogue, **rest)
-        if dtype == FLOAT8:
-            return _e4m3(y * (1 / result_scale))
-        return _stored(y, result_scale, result_low) if stored else y
+        return _stored(y, result_scale, result_low, dtype) if stored else y
 
     return run
 
 
-def _stored(y: Tensor, scale: float, low: float) -> Tensor:
+def _stored(y: Tensor, scale: float, low: float, dtype: str = "uint8") -> Tensor:
+    if dtype == FLOAT8:
+        return _e4m3(y * (1 / scale))
     return ((y * (1 / scale)).round() - low).clamp(0, 255)
+
+
+def _quantized_shortcut(
+    x: Tensor, filter: Tensor, bias: Any, source: Tensor, shortcut: Tensor, shortcut_bias: Any,
+    steps: Any = None, shortcut_steps: Any = None, *, scale: float, source_scale: float,
+    result_scale: float, low: float | None = None, source_low: float = 0.0,
+    result_low: float = 0.0, padding: Any = 0, stride: Any = 1, epilogue: str = "none",
+) -> Tensor:  # fmt: skip
+    """Sums what integers stand for, without rounding; floats of 8 bits have no least one."""
+    x, source = (x + (low or 0)) * scale, (source + source_low) * source_scale
+    y = F.conv2d(_first(x), filter, bias, padding=padding)
+    y = _last(y + F.conv2d(_first(source), shortcut, shortcut_bias, stride))
+    dtype = FLOAT8 if low is None else "uint8"
+    return _stored(_end(y, None, epilogue), result_scale, result_low, dtype)
+
+
+def _quantized_shortcut_chain(
+    *given: Any, next_scale: float, next_low: float = 0.0, low: float | None = None,
+    result_scale: float, result_low: float = 0.0, **numbers: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    *first, following, following_bias = given[:8]
+    dtype, end = ("uint8", "none") if low is not None else (FLOAT8, "relu")
+    kept = {} if low is None else {"low": low}
+    h = _quantized_shortcut(
+        *first, result_scale=result_scale, result_low=result_low, epilogue=end, **kept, **numbers
+    )
+    z = F.conv2d(_first((h + result_low) * result_scale), following, following_bias)
+    return h, _stored(_end(_last(z), None, end), next_scale, next_low, dtype)
+
+
+def _quantized_chain(
+    x: Tensor, filter: Tensor, bias: Any, residual: Tensor, following: Tensor, following_bias: Any,
+    steps: Any = None, following_steps: Any = None, *, scale: float, residual_scale: float,
+    result_scale: float, next_scale: float, low: float | None = None, residual_low: float = 0.0,
+    result_low: float = 0.0, next_low: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Integers are rectified as they saturate, wherever 0 is; the second product reads these."""
+    dtype, end = ("uint8", "none") if low is not None else (FLOAT8, "relu")
+    x, residual = (x + (low or 0)) * scale, (residual + residual_low) * residual_scale
+    h = _last(F.conv2d(_first(x), filter, bias)) + residual
+    h = _stored(_end(h, None, end), result_scale, result_low, dtype)
+    z = F.conv2d(_first((h + result_low) * result_scale), following, following_bias)
+    return h, _stored(_end(_last(z), None, end), next_scale, next_low, dtype)
 
 
 def _slice(x: Tensor, *, axis: int, start: int, stop: int, step: int = 1) -> Tensor:
@@ -653,6 +696,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "quantized_conv2d": _quantized(
         lambda x, *rest, **window: _images(_conv2d)(x, *rest, layout="NHWC", **window)
     ),
+    "quantized_conv2d_chain": _quantized_chain,
+    "quantized_conv2d_shortcut": _quantized_shortcut,
+    "quantized_conv2d_shortcut_chain": _quantized_shortcut_chain,
     "quantized_linear": _quantized(_linear),
     "qkv_linear": _qkv_linear,
     "token_linear": _token_linear,

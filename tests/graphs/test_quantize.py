@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,20 @@ from max.graph import ops as graph_ops
 
 from maxvision.common.errors import ArgumentError, ModelError
 from maxvision.graphs import nodes, passes
+from maxvision.graphs.arrange import CHAINS
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.constants import EVALUATE, e4m3, e4m3_bits
+from maxvision.graphs.constants import (
+    EVALUATE,
+    e4m3,
+    e4m3_bits,
+    filter_scales,
+    quantized_filter,
+)
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters, buffer
 from maxvision.graphs.passes import eight_bit
 from maxvision.graphs.pixels import from_pixels
-from maxvision.graphs.program import Node, Program
+from maxvision.graphs.program import Node, Program, rebuilt
 from maxvision.graphs.quantize import CONFIG, KINDS, Float8, Grid, Quantization, places, quantized
 from maxvision.graphs.shapes import sides
 from maxvision.graphs.types import BATCH, FLOAT8
@@ -256,7 +264,7 @@ def test_hopper_gets_floats_of_8_bits() -> None:
 
 def quads_of(f: int) -> np.ndarray:
     """Lists which filter is where, of results of 8 bits."""
-    sixteen = np.arange(16).reshape(4, 2, 2).transpose(1, 0, 2).reshape(-1)
+    sixteen = np.arange(16).reshape(8, 2).T.reshape(-1)
     return np.arange(f).reshape(-1, 16)[:, sixteen].reshape(-1)
 
 
@@ -281,6 +289,189 @@ def test_hopper_adds_zero_points_to_the_bias() -> None:
     y = ((x - 7) * 0.03) @ (whole * scales) + tensors["b"] + (residual - 100) * 0.4
     np.testing.assert_allclose(got, y / 0.9 + 130, 1e-5, 1e-3)
     assert numbers[:1] + numbers[2:] == [0, 0, 1, 0]
+
+
+def bottlenecks(width: int = 64, following: int = 64, bias: bool = True, stem: int = 32) -> Program:
+    """A stem, a block with a shortcut, two without, and one of a stride; a classifier."""
+    net = Net("bottlenecks")
+    x = net.relu(net.conv2d(net.input("x", (BATCH, 3, 6, 5)), "stem", stem, 3, padding=1))
+    for i, (c, stride) in enumerate(((width, 1), (width, 1), (width, 1), (following, 2))):
+        with net.at(i):
+            y = net.relu(net.conv2d(x, "one", c, 1, bias=bias))
+            y = net.relu(net.conv2d(y, "two", c, 3, stride=stride, padding=1, bias=bias))
+            y = net.conv2d(y, "three", 80, 1, bias=bias)
+            if not i or stride > 1:
+                x = net.conv2d(x, "shortcut", 80, 1, stride=stride, bias=bias)
+            x = net.relu(y + x)
+    x = net.relu(net.conv2d(x, "last", 16, 1))
+    net.output("logits", net.linear(net.flatten(net.avg_pool2d(x)), "head", 5))
+    return net.program()
+
+
+SHORTCUT, CHAIN = "quantized_conv2d_shortcut", "quantized_conv2d_chain"
+BOTH = "quantized_conv2d_shortcut_chain"
+
+
+def unfused(program: Program) -> Program:
+    return passes.run(program, HOPPER, {"shortcut", "chain"})
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(
+    ("c", "f", "stem", "found"),
+    [*((*each, 32, (2, 2, 0)) for each in CHAINS), (64, 64, 64, (1, 2, 1))],
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_on_hopper_bottlenecks_are_shortcuts_and_chains_of_8_bits(
+    dtype: str, c: int, f: int, stem: int, found: tuple[int, int, int], bias: bool
+) -> None:
+    program = calibrated(bottlenecks(c, f, bias, stem), dtype)
+    final, apart = passes.run(program, HOPPER), unfused(program)
+    assert Program.from_json(final.to_json()) == final
+    assert tuple(ops(final).count(op) for op in (SHORTCUT, CHAIN, BOTH)) == found
+    assert {SHORTCUT, CHAIN, BOTH}.isdisjoint(ops(apart)) and final.in_bytes == apart.in_bytes == 15
+    kinds = {final.types[v].dtype for n in final.nodes if n.op in (SHORTCUT, CHAIN, BOTH)
+             for v in n.outputs}  # fmt: skip
+    assert kinds == {KINDS[dtype](1.0, *[0][: dtype == "int8"]).stored}
+    ends = [n.attributes["epilogue"] for n in final.nodes if n.op == SHORTCUT]
+    assert ends == ["none" if dtype == "int8" else "relu"] * found[0]
+    given, tensors = inputs(program), weights(program)
+    before, between, after = (
+        interpret(each, given, tensors)["logits"] for each in (program, apart, final)
+    )
+    np.testing.assert_allclose(between, before, 1e-9, 1e-9)
+    # What differs is that a shortcut's result is not rounded.
+    most = 0.03 if dtype == "int8" else 0.1
+    assert 0 < np.abs(after - before).max() < most * np.abs(before).max()
+    shortcuts = {n.output for n in program.nodes if str(n.layers).count("shortcut")}
+    assert len(shortcuts) == 2
+    plain = without_rounding(program, shortcuts)
+    np.testing.assert_allclose(interpret(plain, given, tensors)["logits"], after, 1e-9, 1e-9)
+
+
+def without_rounding(program: Program, values: set[str]) -> Program:
+    """Leaves out what rounds some values."""
+    gone = {n.output: n.inputs[0] for n in program.nodes
+            if n.op == "fake_quantize" and n.inputs[0] in values}  # fmt: skip
+    kept = [
+        replace(node, inputs=tuple(gone.get(value, value) for value in node.inputs))
+        for node in program.nodes
+        if node.output not in gone
+    ]
+    return rebuilt(program, kept)
+
+
+def made_by(program: Program, node: Node) -> list[str]:
+    """Lists the ops whose results a node reads."""
+    return [program.producers[x].op for x in node.inputs if x in program.producers]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_what_a_chain_reads_and_gives_may_lie_around_zero(dtype: str) -> None:
+    """Levels that are no rectified ones have no relu before them: of integers a chain has none."""
+    net, kind = Net("linear"), KINDS[dtype]
+    x = net.op("fake_quantize", [net.input("x", (BATCH, 64, 4, 3))], **around(kind, 0.03))
+    beside = net.op("fake_quantize", [net.input("beside", (BATCH, 80, 4, 3))], **around(kind, 0.02))
+    to = {} if dtype == "int8" else {"to": dtype}
+    end = net.relu if dtype == FLOAT8 else (lambda y: y)
+    for name, (f, c), scale in (("one", (80, 64), 0.05), ("two", (64, 80), 0.04)):
+        weight = net.op("fake_quantize_filter", [net.weight(f"{name}.weight", f, c, 1, 1)], **to)
+        y = net.op("conv2d", [x, weight], name)
+        y = end(y + beside) if name == "one" else end(y)
+        x = net.op("fake_quantize", [y], **around(kind, scale))
+    last = net.op("fake_quantize_filter", [net.weight("last.weight", 16, 64, 1, 1)], **to)
+    net.output("y", net.op("conv2d", [x, last], "last"))
+    program = net.program()
+    final = passes.run(program, HOPPER)
+    assert ops(final).count(CHAIN) == 1
+    given, tensors = inputs(program), weights(program)
+    before, after = (interpret(each, given, tensors)["y"] for each in (program, final))
+    np.testing.assert_allclose(after, before, 1e-9, 1e-9)
+
+
+def around(kind: type[Grid] | type[Float8], scale: float) -> dict[str, Any]:
+    return dict((Grid(scale, -131) if kind is Grid else Float8(scale / 2)).attributes)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(
+    ("why", "shortcuts", "chains"),
+    [("widths", 2, 0), ("a float", 1, 1), ("a reader", 1, 3), ("pass", 0, 0)],
+)
+def test_8_bits_that_are_not_fused(why: str, shortcuts: int, chains: int, dtype: str) -> None:
+    program = calibrated(bottlenecks(*((80, 80) if why == "widths" else (64, 64))), dtype)
+    if why == "a float":  # what the last two blocks give is not rounded
+        sums = [n.output for n in program.nodes if n.op == "relu" and "add" in made_by(program, n)]
+        program = without_rounding(program, set(sums[-2:]))
+    if why == "a reader":
+        value = next(n.output for n in program.nodes if n.layers == ("0.shortcut",))
+        program = replace(program, outputs={**program.outputs, "seen": value})
+    off = {"shortcut", "chain"} if why == "pass" else set[str]()
+    final = passes.run(program, HOPPER, off)
+    assert (ops(final).count(SHORTCUT), ops(final).count(CHAIN)) == (shortcuts, chains)
+    given, tensors = inputs(program), weights(program)
+    before, after = (interpret(each, given, tensors)["logits"] for each in (program, final))
+    assert np.abs(after - before).max() < 0.1 * np.abs(before).max()
+
+
+def test_a_cpu_has_no_shortcuts_and_chains_of_8_bits() -> None:
+    final = passes.run(calibrated(bottlenecks()), ON)
+    assert "quantized_conv2d" in ops(final) and {SHORTCUT, CHAIN}.isdisjoint(ops(final))
+
+
+SIDES: dict[str, tuple[Any, Any, Any]] = {
+    "zero points": (Grid(0.03, -7), Grid(0.02, -131), Grid(0.9, -100)),
+    "no zero points": (Grid(0.02, 0), Grid(0.05, 0), Grid(1.5, 0)),
+    "a far finer shortcut": (Grid(0.03, -7), Grid(1e-4, -9), Grid(0.9, -100)),
+    "floats": (Float8(0.03), Float8(0.2), Float8(0.9)),
+}
+"""What the 8 bits stand for of what two convolutions read, and of their sum."""
+
+
+@pytest.mark.parametrize("steps", ["", "named"])
+@pytest.mark.parametrize("name", SIDES)
+def test_sums_of_a_shortcut_are_those_of_two_convolutions(name: str, steps: str) -> None:
+    """As Hopper's kernel computes them: of integers first sums are multiples of the second's."""
+    import torch
+
+    rng, f, depths = np.random.default_rng(0), 32, (48, 80)
+    *grids, result = SIDES[name]
+    floats = isinstance(result, Float8)
+    tensors: dict[str, np.ndarray] = {}
+    for i, k in enumerate(depths):
+        tensors[f"{i}.w"] = (rng.standard_normal((k, f)) * 0.1).astype(np.float32)
+        tensors[f"{i}.b"] = rng.standard_normal(f).astype(np.float32)
+        signs = rng.choice([-1, 1], f)
+        tensors[f"{i}.s"] = signs * rng.uniform(0.9, 1.1, f) * (0.3 / (448 if floats else 127))
+    named = ("0.s", "1.s") if steps else ("", "")
+    with Graph("hopper", input_types=[]):
+        parameters = Parameters(tensors, DeviceRef.GPU(), DType.bfloat16)
+        parameters.quantized_shortcut(("0.w", "1.w"), ("0.b", "1.b"), tuple(grids), result, named)
+        held = [each.array() for each in parameters.bound.values()]
+    first_rows, first_bias, second_rows, second_bias, product, first = held
+    x = [rng.integers(0, 256, (9, k)) if not floats else e4m3(8 * rng.standard_normal((9, k)))
+         for k in depths]  # fmt: skip
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+    rows = []
+    for held_rows, k in ((first_rows, depths[0]), (second_rows, depths[1])):
+        unquad = np.empty((f, k))
+        unquad[quads_of(f)] = (numbers[held_rows] if floats else held_rows).reshape(f, k)
+        rows.append(unquad)
+    sums = [each @ row.T for each, row in zip(x, rows, strict=True)]
+    if not floats:
+        bound = 255 * np.abs(rows[0]).sum(1) * np.abs(first)
+        assert (bound <= 2**26 * (1 + 1e-6)).all()
+        coarse = name == "a far finer shortcut"
+        assert (np.abs(rows[1]).max() < 100) == coarse
+    got = (sums[0] * first + sums[1]) * product + first_bias + second_bias
+    want = np.zeros((9, f))
+    for i, grid in enumerate(grids):
+        w = tensors[f"{i}.w"].T
+        by_filter = tensors[f"{i}.s"] if steps else filter_scales(w, result.factor)
+        whole = quantized_filter(w, by_filter, result.factor).astype(np.float64)
+        want += ((x[i] + grid.low) * grid.scale) @ (whole * by_filter[:, None]).T
+        want += tensors[f"{i}.b"]
+    np.testing.assert_allclose(got, want / result.scale - result.low, 2e-6, 2e-3)
 
 
 def pooled(width: int = 16, last: int = 8) -> Program:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs.passes import PASSES
 from maxvision.graphs.shapes import MOST_DEPTH, OPS, infer, windows
-from maxvision.graphs.types import BATCH, Type
+from maxvision.graphs.types import BATCH, FLOAT8, Type
 from tests.graphs import interpret, nets
 
 SEEDED = settings(derandomize=True, deadline=None)
@@ -178,6 +178,10 @@ def test_weights_follow_the_dtype_of_activations() -> None:
 
 HEADS = Type((BATCH, 2, 5, 4))
 F33 = Type((4, 6, 3, 3))
+F11 = Type((4, 6, 1, 1))
+BYTES, FLOATS = (Type((BATCH, 8, 9, 6), dtype) for dtype in ("uint8", FLOAT8))
+SHORTCUT = {"scale": 1.0, "source_scale": 1.0, "result_scale": 1.0}
+CHAIN = {"scale": 1.0, "residual_scale": 1.0, "result_scale": 1.0, "next_scale": 1.0}
 MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     "there is no such op": ("conv3d", (X,), {}),
     r"filter w\[R, S, C, F\] expects C=6 but input x\[N, H, W, C\] has C=9": (
@@ -276,6 +280,30 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     r"expects a shortcut \[1, 1, C, 4\]": (
         "conv2d_shortcut", (X, F33, None, X, F33, None), {},
     ),
+    "quantized_conv2d_shortcut: expects both inputs in uint8, or in float8_e4m3fn, but": (
+        "quantized_conv2d_shortcut", (X, F33, None, X, F11, None), SHORTCUT,
+    ),
+    "quantized_conv2d_shortcut: .* but has uint8 and float8_e4m3fn": (
+        "quantized_conv2d_shortcut", (BYTES, F33, None, FLOATS, F11, None), SHORTCUT,
+    ),
+    r"quantized_conv2d_shortcut: steps expects the shape \[4\] but has \[5\]": (
+        "quantized_conv2d_shortcut", (BYTES, F33, None, BYTES, F11, None, None, Type((5,))),
+        {**SHORTCUT, "padding": 1},
+    ),
+    "quantized_conv2d_shortcut: epilogue 'add_relu' expects a residual": (
+        "quantized_conv2d_shortcut", (BYTES, F33, None, BYTES, F11, None),
+        {**SHORTCUT, "padding": 1, "epilogue": "add_relu"},
+    ),
+    "quantized_conv2d_chain: .* but has float8_e4m3fn and uint8": (
+        "quantized_conv2d_chain", (FLOATS, F11, None, BYTES, F11, None), CHAIN,
+    ),
+    r"quantized_conv2d_chain: steps expects the shape \[4\] but has \[9\]": (
+        "quantized_conv2d_chain",
+        (BYTES, F11, None, BYTES, Type((9, 4, 1, 1)), None, Type((9,))), CHAIN,
+    ),
+    "quantized_conv2d_chain: does not take": (
+        "quantized_conv2d_chain", (BYTES, F11, None, BYTES, F11, None), {"scale": 1.0},
+    ),
     r"expects tokens \[N, T, C\] and a token \[C\]": ("class_token", (TOKENS, Type((3,))), {}),
     r"expects 2 \* 2 \+ 1 tokens but x\[N, T, C\] has T=4": (
         "depthwise_qkv", (Type((BATCH, 4, 8)), Type((8,)), Type((8,))),
@@ -334,6 +362,17 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     ),
     "concat: does not take": ("concat", (TOKENS, Type((BATCH, 5, 4, 1))), {"axis": 1}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("x", [BYTES, FLOATS], ids=["uint8", "e4m3"])
+def test_sums_and_chains_of_8_bits_are_stored_as_what_they_read(x: Type) -> None:
+    image, steps = Type((BATCH, 8, 9, 4), x.dtype), Type((4,))
+    given = (x, F33, None, Type((BATCH, 15, 17, 6), x.dtype), F11, steps, steps, steps)
+    window = {"padding": 1, "stride": 2, "epilogue": "relu"}
+    assert one("quantized_conv2d_shortcut", *given, **SHORTCUT, **window) == image
+    following = Type((9, 4, 1, 1))
+    chain = infer("quantized_conv2d_chain", (x, F11, steps, image, following, None), CHAIN)
+    assert chain == [image, Type((BATCH, 8, 9, 9), x.dtype)]
 
 
 @pytest.mark.parametrize("said", MISTAKES)

@@ -237,6 +237,258 @@ def quantized_floats(
     )
 
 
+def quantized_shortcut(
+    name: str, size: tuple[int, int], c: int, f: int, source_channels: int, x: Grid, result: Grid
+) -> Case:
+    """Makes a case of quantized_conv2d_shortcut on uint8, of a 3 x 3 and a 1 x 1 of stride 2.
+
+    Scales are powers of 2. Of x they are so large that no sum of its products is rounded to a
+    multiple of what one of the source stands for, and so small that the source's filter stays.
+    """
+    added = Grid(2.0**-9, -9)
+
+    def build(w: Parameters, value: Any, source: Any) -> Any:
+        filters, product, first = w.quantized_shortcut(
+            ("w.filter", "v.filter"), ("w.bias", "v.bias"), (x, added), result
+        )
+        y = nodes.quantized_conv2d_shortcut(
+            value, source, filters, product, first, padding=1, stride=2
+        )
+        return nodes.pointwise(widening(result), [y], w.dtype.name)
+
+    def reference(
+        w: dict[str, torch.Tensor], value: torch.Tensor, source: torch.Tensor
+    ) -> torch.Tensor:
+        y = both(w, (value + x.low) * x.scale, (source + added.low) * added.scale)
+        return stepped(y, result).to(value.dtype)
+
+    def whole(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        in_steps(weights, "w", 12)
+        in_steps(weights, "v", 40)
+
+    return Case(
+        name,
+        [(*size, c), (*(2 * n - 1 for n in size), source_channels)],
+        shortcut_weights(c, f, source_channels),
+        build,
+        reference,
+        whole,
+        levels=True,
+    )
+
+
+def quantized_shortcut_floats(
+    name: str, size: tuple[int, int], c: int, f: int, source_channels: int, result: Float8
+) -> Case:
+    """Makes a case of quantized_conv2d_shortcut on float8_e4m3fn, as ``quantized_floats`` does."""
+
+    def build(w: Parameters, value: Any, source: Any) -> Any:
+        filters, product, first = w.quantized_shortcut(
+            ("w.filter", "v.filter"), ("w.bias", "v.bias"), (Float8(2.0), Float8(0.5)), result,
+            ("w.steps", "v.steps"),
+        )  # fmt: skip
+        y = nodes.quantized_conv2d_shortcut(
+            nodes.pointwise("x0 0.5 mul", [value], FLOAT8),
+            nodes.pointwise("x0 2.0 mul", [source], FLOAT8),
+            filters, product, first, padding=1, stride=2, epilogue="relu",
+        )  # fmt: skip
+        return nodes.pointwise(widening(result), [y], w.dtype.name)
+
+    def reference(
+        w: dict[str, torch.Tensor], value: torch.Tensor, source: torch.Tensor
+    ) -> torch.Tensor:
+        return stepped(both(w, value, source).relu(), result).to(value.dtype)
+
+    def quarters(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        in_quarters(inputs, weights, "w", "v")
+
+    return Case(
+        name,
+        [(*size, c), (*(2 * n - 1 for n in size), source_channels)],
+        shortcut_weights(c, f, source_channels) | {"w.steps": (f,), "v.steps": (f,)},
+        build,
+        reference,
+        quarters,
+        finite=True,
+    )
+
+
+def shortcut_weights(c: int, f: int, source_channels: int) -> dict[str, Shape]:
+    """Names the weights of a 3 x 3 convolution and of the 1 x 1 beside it."""
+    weights: dict[str, Shape] = {"w.filter": (3, 3, c, f), "v.filter": (1, 1, source_channels, f)}
+    return weights | {"w.bias": (f,), "v.bias": (f,)}
+
+
+def both(w: dict[str, torch.Tensor], x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Adds up a 3 x 3 convolution and a 1 x 1 of stride 2."""
+    y = F.conv2d(x.permute(0, 3, 1, 2), w["w.filter"].permute(3, 2, 0, 1), padding=1)
+    beside = source.permute(0, 3, 1, 2)
+    y = y + F.conv2d(beside, w["v.filter"].permute(3, 2, 0, 1), stride=2)
+    return y.permute(0, 2, 3, 1) + w["w.bias"] + w["v.bias"]
+
+
+def quantized_chain(name: str, size: tuple[int, int], c: int, k: int, f: int) -> Case:
+    """Makes a case of quantized_conv2d_chain on uint8; h and z side by side."""
+    x, added, h, z = Grid(2.0**-5, -9), Grid(2.0**-4, -3), Grid(2.0**-4, 0), Grid(2.0**-4, 0)
+
+    def build(w: Parameters, value: Any, residual: Any) -> Any:
+        last, product, scales = w.quantized("w.filter", "w.bias", 1, x, added, h)
+        following, scale, _ = w.quantized("v.filter", "v.bias", 1, h, None, z)
+        return chained_bytes(w, value, residual, (last, following), (product, scale), scales, h, z)
+
+    def reference(
+        w: dict[str, torch.Tensor], value: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        y = ((value + x.low) * x.scale) @ w["w.filter"][0, 0] + w["w.bias"]
+        return following(w, y + (residual + added.low) * added.scale, h, z).to(value.dtype)
+
+    def whole(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        in_steps(weights, "w", 40)
+        in_steps(weights, "v", 20)
+
+    return Case(
+        name, [(*size, c), (*size, k)], chain_weights(c, k, f), build, reference, whole, levels=True
+    )
+
+
+def quantized_shortcut_chain(name: str, size: tuple[int, int], k: int) -> Case:
+    """Makes a case of quantized_conv2d_shortcut_chain on uint8, of 64 channels each."""
+    x, added, h, z = Grid(2.0**-5, -10), Grid(2.0**-5, -6), Grid(2.0**-3, 0), Grid(2.0**-3, 0)
+
+    def build(w: Parameters, value: Any, source: Any) -> Any:
+        filters, product, first = w.quantized_shortcut(
+            ("u.filter", "w.filter"), ("u.bias", "w.bias"), (x, added), h
+        )
+        last, scale, _ = w.quantized("v.filter", "v.bias", 1, h, None, z)
+        found = nodes.quantized_conv2d_shortcut_chain(
+            value, source, (*filters, last), product, first, scale
+        )
+        wider = [
+            nodes.pointwise(widening(of), [y], w.dtype.name)
+            for y, of in zip(found, (h, z), strict=True)
+        ]
+        return ops.concat(wider, axis=3)
+
+    def reference(
+        w: dict[str, torch.Tensor], value: torch.Tensor, source: torch.Tensor
+    ) -> torch.Tensor:
+        y = ((value + x.low) * x.scale) @ w["u.filter"][0, 0] + w["u.bias"]
+        y = y + ((source + added.low) * added.scale) @ w["w.filter"][0, 0] + w["w.bias"]
+        return following(w, y, h, z).to(value.dtype)
+
+    def whole(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        for each in ("u", "w", "v"):
+            in_steps(weights, each, 20)
+
+    weights = chain_weights(64, k, 64) | {"u.filter": (1, 1, 64, k), "u.bias": (k,)}
+    return Case(name, [(*size, 64), (*size, 64)], weights, build, reference, whole, levels=True)
+
+
+def quantized_chain_floats(name: str, size: tuple[int, int], c: int, k: int, f: int) -> Case:
+    """Makes a case of quantized_conv2d_chain on float8_e4m3fn, as ``quantized_floats`` does.
+
+    So large a step of h leaves few bits of it.
+    """
+    h, z = Float8(64.0), Float8(2.0**-6)
+
+    def build(w: Parameters, value: Any, residual: Any) -> Any:
+        last, product, scales = w.quantized(
+            "w.filter", "w.bias", 1, Float8(2.0), Float8(0.5), h, steps="w.steps"
+        )
+        following, scale, _ = w.quantized("v.filter", "v.bias", 1, h, None, z, steps="v.steps")
+        value = nodes.pointwise("x0 0.5 mul", [value], FLOAT8)
+        residual = nodes.pointwise("x0 2.0 mul", [residual], FLOAT8)
+        return chained_bytes(w, value, residual, (last, following), (product, scale), scales, h, z)
+
+    def reference(
+        w: dict[str, torch.Tensor], value: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        y = value @ w["w.filter"][0, 0] + w["w.bias"] + residual
+        return following(w, y, h, z).to(value.dtype)
+
+    def quarters(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        in_quarters(inputs, weights, "w", "v")
+
+    return Case(
+        name,
+        [(*size, c), (*size, k)],
+        chain_weights(c, k, f) | {"w.steps": (k,), "v.steps": (f,)},
+        build,
+        reference,
+        quarters,
+        finite=True,
+    )
+
+
+def chain_weights(c: int, k: int, f: int) -> dict[str, Shape]:
+    """Names the weights of two 1 x 1 convolutions, one behind the other."""
+    weights: dict[str, Shape] = {"w.filter": (1, 1, c, k), "v.filter": (1, 1, k, f)}
+    return weights | {"w.bias": (k,), "v.bias": (f,)}
+
+
+def chained_bytes(
+    w: Parameters,
+    value: Any,
+    residual: Any,
+    filters: tuple[Any, Any],
+    products: tuple[Any, Any],
+    scales: Sequence[float],
+    h: Grid | Float8,
+    z: Grid | Float8,
+) -> Any:
+    """Puts what quantized_conv2d_chain gives side by side, widened."""
+    found = nodes.quantized_conv2d_chain(
+        value, filters, products, residual, residual_scale=scales[1]
+    )
+    wider = [
+        nodes.pointwise(widening(of), [y], w.dtype.name)
+        for y, of in zip(found, (h, z), strict=True)
+    ]
+    return ops.concat(wider, axis=3)
+
+
+def following(
+    w: dict[str, torch.Tensor], y: torch.Tensor, h: Grid | Float8, z: Grid | Float8
+) -> torch.Tensor:
+    """Rounds y to what a chain stores, and computes what follows."""
+    first = stepped(y.relu(), h)
+    second = stepped((first @ w["v.filter"][0, 0].to(first) + w["v.bias"]).relu(), z)
+    return torch.cat([first, second.to(first)], dim=3)
+
+
+def widening(of: Grid | Float8) -> str:
+    """Writes what a number of 8 bits stands for."""
+    return f"x0 {float(of.low)!r} add {of.scale!r} mul"
+
+
+def stepped(y: torch.Tensor, to: Grid | Float8) -> torch.Tensor:
+    """Rounds to 8 bits, and gives what they stand for."""
+    if isinstance(to, Float8):
+        return e4m3(y / to.scale) * to.scale
+    return (((y / to.scale).round() - to.low).clamp(0, 255) + to.low) * to.scale
+
+
+def in_steps(weights: dict[str, np.ndarray], name: str, deviation: float) -> None:
+    """Makes the weights of a layer multiples of 2^-9, the largest of each filter 127 of them."""
+    given = weights[f"{name}.filter"]
+    filters = np.clip(np.rint(given * deviation * np.prod(given.shape[:3]) ** 0.5), -127, 127)
+    filters[0, 0, 0] = 127
+    weights[f"{name}.filter"] = (filters * 2.0**-9).astype(np.float32)
+    weights[f"{name}.bias"] = np.rint(weights[f"{name}.bias"] * 16) / 16
+
+
+def in_quarters(inputs: list[np.ndarray], weights: dict[str, np.ndarray], *names: str) -> None:
+    """Makes activations quarters, and the weights of layers eighths."""
+    for x in inputs:
+        x[...] = np.clip(np.rint(4 * x), -8, 8) / 4
+    for name in names:
+        filters = weights[f"{name}.filter"]
+        whole = np.rint(filters * np.prod(filters.shape[:3]) ** 0.5)
+        weights[f"{name}.filter"] = (whole / 8).astype(np.float32)
+        weights[f"{name}.steps"] = np.full(filters.shape[3], 1 / 8, np.float32)
+        weights[f"{name}.bias"] = np.rint(weights[f"{name}.bias"] * 4) / 4
+
+
 def conv(
     name: str,
     size: tuple[int, int],
@@ -1995,6 +2247,22 @@ ON_HOPPER = [
     quantized_floats("quantized_conv2d of e4m3 3x3", (9, 7), 64, 80, 3, Float8(2.0**-6)),
     quantized_floats("quantized_conv2d of e4m3 1x1", (14, 5), 208, 144, 1, Float8(2.0)),
     quantized_floats("quantized_conv2d of e4m3 to floats", (9, 7), 144, 80, 3, None),
+    # So many pixels that gemm/turned.mojo takes them.
+    quantized("quantized_conv2d of 64", (430, 56), 64, 64, 3, Grid(2.0**-5, 0), Grid(0.25, -130)),
+    quantized_floats("quantized_conv2d of e4m3 64", (430, 56), 64, 64, 3, Float8(2.0**-6)),
+    quantized_shortcut("quantized_conv2d_shortcut", (9, 7), 64, 80, 192, Grid(2.0**-5, 0),
+                       Grid(2.0**-4, -130)),
+    quantized_shortcut("quantized_conv2d_shortcut many", (57, 53), 128, 144, 208,
+                       Grid(2.0**-5, 0), Grid(2.0**-4, -98)),
+    quantized_shortcut_floats("quantized_conv2d_shortcut of e4m3", (9, 7), 144, 80, 208,
+                              Float8(2.0**-6)),
+    quantized_chain("quantized_conv2d_chain", (90, 71), 64, 256, 64),
+    quantized_chain("quantized_conv2d_chain 128", (65, 67), 64, 240, 128),
+    quantized_chain("quantized_conv2d_chain 512", (65, 67), 128, 512, 128),
+    quantized_chain("quantized_conv2d_chain few", (5, 3), 128, 80, 128),
+    quantized_shortcut_chain("quantized_conv2d_shortcut_chain", (90, 71), 256),
+    quantized_shortcut_chain("quantized_conv2d_shortcut_chain few", (5, 3), 80),
+    quantized_chain_floats("quantized_conv2d_chain of e4m3", (65, 67), 64, 256, 128),
     stem_of_bytes("stem_maxpool", (37, 90), 64),
     stem_of_bytes("stem_conv2d", (30, 21), 40),
     conv("packed tiles 3x3", (9, 9), 72, 136, (3, 3), padding=1, sparsity=0.9, then="add_relu",

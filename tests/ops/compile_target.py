@@ -108,7 +108,11 @@ NAMES = {
 # Ops for NVIDIA's tensor cores: elsewhere the passes leave others in their place.
 NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
 # Ops for Hopper's.
-HOPPER = {"quantized_conv2d", "sparse_conv2d_packed", "squeeze_excite", "token_linear"}
+HOPPER = {
+    "quantized_conv2d", "quantized_conv2d_chain", "quantized_conv2d_shortcut",
+    "quantized_conv2d_shortcut_chain",
+    "sparse_conv2d_packed", "squeeze_excite", "token_linear",
+}  # fmt: skip
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
 # epilogues of products and what shares their launch do not. (In float32 both stems with a pool are
 # the same ops.)
@@ -126,7 +130,8 @@ FLOAT32 = NAMES - {
 BFLOAT16 = {
     "packed tiles 3x3", "packed two_four 1x1", "packed blocks 1x1/2", "token_linear gelu",
     "token_linear add", "quantized_conv2d 3x3", "quantized_conv2d of e4m3 3x3",
-    "stem_maxpool bytes",
+    "quantized_conv2d_shortcut", "quantized_conv2d_shortcut of e4m3", "quantized_conv2d_chain",
+    "quantized_conv2d_chain of e4m3", "stem_maxpool bytes",
 }  # fmt: skip
 # Other branches of ops that are in another case, too, and products, whose many tiles take most of
 # the time: by day tests/ptx compiles these kernels and runs them, and tests/test_third_family.py
@@ -134,6 +139,10 @@ BFLOAT16 = {
 NIGHTLY = {
     "quantized_conv2d 3x3",
     "quantized_conv2d of e4m3 3x3",
+    "quantized_conv2d_shortcut",
+    "quantized_conv2d_shortcut of e4m3",
+    "quantized_conv2d_chain",
+    "quantized_conv2d_chain of e4m3",
     "conv2d 3x3",
     "conv2d epilogue add_relu",
     "conv2d_chain",

@@ -122,6 +122,44 @@ def quantized(
         )
 
 
+def shortcuts[
+    dtype: DType, right: DType, epilogue: StaticString, configs: List[Config]
+](g: Geometry, x: Data[DType.uint8], bias: Data[F32], ctx: DeviceContext) raises:
+    var y = x.unsafe_bitcast[Scalar[dtype]]()
+    var o = Operands[dtype, dtype, right](y, x.unsafe_bitcast[Scalar[right]](), bias, y, y)
+    comptime for i in range(len(configs)):
+        hopper_shortcut[dtype, Epilogue(epilogue, scales=True), configs[i], dtype, right](
+            g, o, g, o, 1, ctx, scales=Scales(bias)
+        )
+
+
+def turned_bytes[
+    dtype: DType, right: DType, epilogues: List[StaticString]
+](g: Geometry, x: Data[DType.uint8], bias: Data[F32], ctx: DeviceContext) raises:
+    var y = x.unsafe_bitcast[Scalar[dtype]]()
+    var o = Operands[dtype, dtype, right](y, x.unsafe_bitcast[Scalar[right]](), bias, y, y)
+    comptime for i in range(len(TURNED)):
+        comptime config = TURNED[i].of_bytes(narrow=i == 0)
+        comptime for j in range(len(epilogues)):
+            turned_gemm[dtype, Epilogue(epilogues[j], scales=True), config, right](
+                g, o, ctx, scales=Scales(bias)
+            )
+
+
+def byte_chains[
+    dtype: DType, right: DType
+](n: Int, x: Data[DType.uint8], bias: Data[F32], ctx: DeviceContext) raises:
+    var y = x.unsafe_bitcast[Scalar[dtype]]()
+    var w = x.unsafe_bitcast[Scalar[right]]()
+    var o = ChainTensors[dtype, right](y, w, w, y, y, y, w)
+    var vectors = ChainVectors[True](bias, bias, Scales(bias), Scales(bias))
+    _ = try_chain[dtype, "conv2d_chain", 64, 128, right](n, n, o, vectors, ctx)
+    _ = try_chain[dtype, "conv2d_chain", 64, 64, right, 64](n, n, o, vectors, ctx)
+    comptime if right == DType.int8:
+        _ = try_chain[dtype, "conv2d_chain", 64, 64, right](n, n, o, vectors, ctx)
+        _ = try_chain[dtype, "conv2d_chain", 128, 128, right](n, n, o, vectors, ctx)
+
+
 def resident(
     g: Geometry, o: Operands[BF16], o16: Operands[F16], o32: Operands[F32], ctx: DeviceContext
 ) raises:
@@ -197,7 +235,7 @@ def tiled[
 
 def chains[
     dtype: DType
-](n: Int, o: ChainTensors[dtype], vectors: ChainVectors, ctx: DeviceContext) raises:
+](n: Int, o: ChainTensors[dtype], vectors: ChainVectors[], ctx: DeviceContext) raises:
     _ = try_chain[dtype, "layernorm_mlp", 64, 64](n, n, o, vectors, ctx)
     _ = try_chain[dtype, "conv2d_chain", 64, 128](n, n, o, vectors, ctx)
     comptime if dtype == BF16:
@@ -315,6 +353,17 @@ def main() raises:
     eight_bits[DType.float8_e4m3fn, DType.float8_e4m3fn](g, bytes, full, ctx)
     eight_bits[DType.int8, DType.int8](g, bytes, full, ctx)
     quantized(g, bytes, full, ctx)
+    comptime halves: List[Config] = [CONFIGS[2].halved(), CONFIGS[6].halved(), CONFIGS[7].halved()]
+    comptime wholes: List[Config] = [CONFIGS[1], CONFIGS[5], CONFIGS[7]]
+    comptime two: List[Config] = [CONFIGS[4], CONFIGS[7].halved()]
+    comptime e4m3 = DType.float8_e4m3fn
+    shortcuts[DType.uint8, DType.int8, "none", halves](g, bytes, full, ctx)
+    shortcuts[DType.uint8, DType.int8, "none", wholes](g, bytes, full, ctx)
+    shortcuts[e4m3, e4m3, "relu", two](g, bytes, full, ctx)
+    turned_bytes[DType.uint8, DType.int8, ["add", "none"]](g, bytes, full, ctx)
+    turned_bytes[e4m3, e4m3, ["relu"]](g, bytes, full, ctx)
+    byte_chains[DType.uint8, DType.int8](n, bytes, full, ctx)
+    byte_chains[e4m3, e4m3](n, bytes, full, ctx)
     resident(
         g,
         o,
@@ -347,14 +396,14 @@ def main() raises:
     tiled[F16](g, Operands[F16](half2, half2, full, half2, half2), words, starts, ctx)
     chains(
         n,
-        ChainTensors[BF16](half, half, half, half, half, half),
-        ChainVectors(full, full, full, full),
+        ChainTensors[BF16](half, half, half, half, half, half, half),
+        ChainVectors[](full, full, full, full),
         ctx,
     )
     chains(
         n,
-        ChainTensors[F16](half2, half2, half2, half2, half2, half2),
-        ChainVectors(full, full, full, full),
+        ChainTensors[F16](half2, half2, half2, half2, half2, half2, half2),
+        ChainVectors[](full, full, full, full),
         ctx,
     )
     hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[4]](

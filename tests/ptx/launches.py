@@ -395,6 +395,15 @@ class Product:
     residual: Array
     scale: Array | None = None
     residual_scale: float = 1
+    first: Array | None = None
+
+    def scales(self, memory: Tensors) -> bytes:
+        """Packs a Scales of ops/operands.mojo, or nothing."""
+        if self.scale is None:
+            return b""
+        at = memory.add(self.scale)
+        first = at if self.first is None else memory.add(self.first)
+        return pack("2Qf4x", at, first, self.residual_scale)
 
 
 def held(memory: Tensors, array: Array, late: bool = False) -> tuple[int, Array]:
@@ -439,7 +448,7 @@ def problem(
 
 def quads(w: Array) -> Array:
     """Arranges filters w[F, ...] for results of 8 bits (`quad` of ops/hopper/accumulator.mojo)."""
-    sixteen = np.arange(16).reshape(4, 2, 2).transpose(1, 0, 2).reshape(-1)
+    sixteen = np.arange(16).reshape(8, 2).T.reshape(-1)
     return w.reshape(-1, 16, *w.shape[1:])[:, sixteen].reshape(w.shape)
 
 
@@ -506,8 +515,7 @@ def hopper(
         residual_at, residual = held(memory, p.residual, late=True)
         maps += [source(p), filters(p), Tiled(y, (64, box))]
         maps.append(Tiled(residual, (64, box)) if adds else None)
-        if p.scale is not None:
-            scales += pack("Qf4x", memory.add(p.scale), p.residual_scale)
+        scales += p.scales(memory)
         more = memory.add(beside.bias) if beside else memory.add(np.zeros(1, np.float32))
         for end, at in zip(ends, (memory.add(p.bias), more, residual_at, y_at), strict=True):
             end.append(at)
@@ -895,23 +903,24 @@ class OneTile:
 
 
 def pixel_box(
-    x: Array, g: Conv, rows: int, width: int, columns: int = 0
+    x: Array, g: Conv, rows: int, width: int, columns: int = 0, row: int = 128
 ) -> tuple[Tiled | Im2col, list[int], int]:
     """Packs a PixelBox of ops/hopper/window.mojo, for `rows` pixels: map, numbers and tiles.
 
-    Taps of ``columns`` columns of the window share a box; 0 for all of them.
+    Taps of ``columns`` columns of the window share a box; 0 for all of them. The channels
+    of a stage are ``row`` bytes.
     """
     high, broad = g.out
     extra = (columns or g.s) - 1
     pitch = broad + extra
     if g.r * g.s == 1 or (*g.stride, *g.dilation) != (1, 1, 1, 1) or pitch > rows:
-        return pixels_of(x, g, rows, width), [rows * 128] * 2 + [0] * 3, -(-g.pixels // rows)
+        return pixels_of(x, g, rows, width), [rows * row] * 2 + [0] * 3, -(-g.pixels // rows)
     bands = -(-high // min(high, (rows + extra) // pitch))
     height = -(-high // bands)
     box = (height + g.r - 1) * pitch
-    window = -(-max(box, (g.r - 1) * pitch + extra + rows) // 8) * 1024
+    window = -(-max(box, (g.r - 1) * pitch + extra + rows) * row // 1024) * 1024
     map = Tiled(x, (1, height + g.r - 1, pitch, width))
-    return map, [window, box * 128, pitch, height, bands], g.n * bands
+    return map, [window, box * row, pitch, height, bands], g.n * bands
 
 
 RESIDENT = (  # of ops/gemm/tuning.mojo
@@ -1065,13 +1074,23 @@ class Turned:
 
     filters: int
     pixels: int
+    row: int = 128
+    pitch: int = 128
 
     @property
     def label(self) -> str:
-        return f"{self.filters}x{self.pixels}"
+        return f"{self.filters}x{self.pixels}" + ("" if self.row == 128 else f"row{self.row}")
+
+    @property
+    def result(self) -> int:
+        """Bytes of a consumer's result: 64 filters of columns that leave by 16, in 8 bits by 32."""
+        step = 2048 // self.pitch
+        return max(self.pixels + 8, -(-self.pixels // step) * step) * self.pitch
 
 
 TURNED = (Turned(64, 232), Turned(128, 200))  # of ops/gemm/tuning.mojo
+TURNED_BYTES = (Turned(64, 240, 64, 64), Turned(128, 208, 128, 64))
+"""The same of 8 bits, the first of them for up to 64 channels."""
 
 
 def turned(
@@ -1105,34 +1124,36 @@ def turned(
         y[M, F].
     """
     memory, g = Tensors(), p.g
-    columns = columns or g.s
-    map, box, tiles = pixel_box(held(memory, p.x, late=True)[1], g, config.pixels, 64, columns)
-    w = held(memory, p.w.reshape(g.f, -1, g.c))[1]
+    columns, size = columns or g.s, np.dtype(DTYPES[dtype]).itemsize
+    x, width = held(memory, p.x, late=True)[1], config.row // size
+    map, box, tiles = pixel_box(x, g, config.pixels, width, columns, config.row)
+    w = quads(p.w) if size == 1 else p.w
+    w = held(memory, w.reshape(g.f, -1, g.c))[1]
     y_at, y = held(memory, unwritten((g.n, *g.out, g.f), dtype))
     residual_at, residual = held(memory, p.residual.reshape(y.shape), late=True)
     bias, band = memory.add(p.bias), (1, box[3], box[2], 64)
     if config.filters == 64:
-        stages = g.r * g.s * -(-g.c // 64)
+        stages = g.r * g.s * -(-g.c // width)
     wide_ = -(-g.f // config.filters)
     sizes = problem(
-        g, [g.pixels], [0], width=64, columns=wide_, splits=1, tiles=tiles * wide_, alpha=alpha
+        g, [g.pixels], [0], width=width, columns=wide_, splits=1, tiles=tiles * wide_, alpha=alpha
     )
-    ends = 2 * ((config.pixels + 8) * 128 + 16) + 1024
+    ends = 2 * (config.result + 16) + 1024
     launch = Launch(
         kernel,
         [
             bytes(128 * 4),
-            pack("4Q", bias, bias, residual_at, y_at),
+            pack("4Q", bias, bias, residual_at, y_at) + p.scales(memory),
             sizes,
             pack("9i", *box, stages, g.s // columns, g.r * columns, columns),
         ],
         memory,
         grid=(min(tiles * wide_, processors),),
         threads=256 + (96 if adds else 64),
-        shared_bytes=ends + 2 * (box[0] + 16) + stages * (config.filters * 128 + 16),
+        shared_bytes=ends + 2 * (box[0] + 16) + stages * (config.filters * config.row + 16),
         maps=[
             map,
-            Tiled(w, (config.filters, 1, 64)),
+            Tiled(w, (config.filters, 1, width)),
             Tiled(y, band),
             Tiled(residual, band) if adds else None,
         ],
@@ -1207,16 +1228,30 @@ class Chain:
     w_stages: int
     x_stages: int
     h_stages: int = 0
+    bytes: bool = False
+    s: int = 0
+
+    @property
+    def chunk(self) -> int:
+        """Columns of a chunk of h."""
+        return 128 if self.bytes else 64
 
     @property
     def label(self) -> str:
-        return f"{64 * self.groups}x{64 * self.c}x{64 * self.f}x{self.w_stages}"
+        source = f"and{64 * self.s}" if self.s else ""
+        return f"{64 * self.groups}x{64 * self.c}{source}x{64 * self.f}x{self.w_stages}"
 
     @property
     def buffers(self) -> int:
-        weights = self.w_stages // 2 * (self.c + self.f) + self.w_stages % 2 * self.c
-        boxes = self.x_stages * max(self.c, self.f) + self.h_stages
-        return 8192 * (weights + self.groups * boxes)
+        c = self.c + self.s
+        weights = self.w_stages // 2 * (c + self.f) + self.w_stages % 2 * c
+        tiles = self.x_stages * max(c, self.f) * (4096 if self.bytes else 8192)
+        return 8192 * weights + self.groups * (tiles + 8192 * self.h_stages)
+
+    def vectors(self, chunks: int) -> int:
+        """Bytes of biases, and of the norm or scales."""
+        each = 12 if self.s else 8
+        return 256 * (self.f + (self.f if self.bytes else 2 * self.c)) + each * chunks * self.chunk
 
 
 def chain(
@@ -1228,6 +1263,9 @@ def chain(
     residual: Array | None = None,
     *,
     dtype: str,
+    scales: Sequence[Array] = (),
+    residual_scale: float = 1,
+    source: tuple[Array, Array, Array] | None = None,
     processors: int = 2,
     seed: int = 0,
 ) -> tuple[Array, Array]:
@@ -1240,7 +1278,10 @@ def chain(
         weights: w1[K, C] and w2[F, K].
         vectors: Biases of h and z, weight and bias of the layer norm.
         residual: [M, K], if h is stored.
-        dtype: Of x, the weights, h and z.
+        dtype: Of x, h and z.
+        scales: Of the sums of h and z, in 8 bits.
+        residual_scale: Of the residual, likewise.
+        source: A second source [M, S], its weights v[K, S] and what x's sums are in its own.
         processors: Blocks of the grid at most.
         seed: Of the order of warps and copies.
 
@@ -1253,27 +1294,35 @@ def chain(
         return memory.array(memory.add(array), array)
 
     z, h = held(unwritten((m, len(weights[1])), dtype)), held(unwritten((m, hidden), dtype))
-    w1, w2 = (held(w) for w in weights)
-    maps: list[Tiled | Im2col | None] = [Tiled(held(x), (64, 64)), Tiled(w1, (64, 64))]
-    maps += [Tiled(w2, (64 * tile.f, 64)), Tiled(z, (64, 64))]
-    maps += (
-        [Tiled(held(residual), (64, 64)), Tiled(h, (64, 64))]
-        if residual is not None
-        else [None] * 2
-    )
-    tiles, chunks = -(-m // (64 * tile.groups)), -(-hidden // 64)
+    w1, w2 = (held(quads(w) if tile.bytes else w) for w in weights)
+    c, f, chunk = (64 * tile.c, 64 * tile.f, 128) if tile.bytes else (64, 64, 64)
+    maps: list[Tiled | Im2col | None] = [Tiled(held(x), (64, c)), Tiled(w1, (chunk, c))]
+    maps += [Tiled(w2, (64 * tile.f, chunk)), Tiled(z, (64, f))]
+    if source is not None:
+        s = 64 * tile.s
+        maps += [Tiled(held(source[0]), (64, s)), Tiled(h, (64, chunk))]
+        maps.append(Tiled(held(quads(source[1])), (chunk, s)))
+    elif residual is not None:
+        maps += [Tiled(held(residual), (64, chunk)), Tiled(h, (64, chunk))]
+    else:
+        maps += [None] * 2
+    given = pack("4Q", *(memory.add(v) for v in vectors))
+    for scale in scales:
+        first = scale if source is None else source[2]
+        given += pack("2Qf4x", memory.add(scale), memory.add(first), residual_scale)
+    tiles, chunks = -(-m // (64 * tile.groups)), -(-hidden // chunk)
     barriers = 16 * (tile.w_stages + tile.groups * (tile.x_stages + tile.h_stages))
     launch = Launch(
         kernel,
         [
             bytes(128 * len(maps)),
-            pack("4Q", *(memory.add(v) for v in vectors)),
+            given,
             pack("6if", 0, 1, tiles, 1, chunks, hidden, 1e-5),
         ],
         memory,
         grid=(min(tiles, processors),),
         threads=128 * (tile.groups + 1),
-        shared_bytes=tile.buffers + barriers + 256 * (2 * chunks + tile.f + 2 * tile.c) + 1024,
+        shared_bytes=tile.buffers + barriers + tile.vectors(chunks) + 1024,
         maps=maps,
     )
     launch.run(seed)

@@ -721,7 +721,7 @@ class Gang:
         width = (16, 128, 64, 0)[descriptor >> 62]
         if width != 16 and stride != 8 * width:
             raise AccessError(f"wgmma: a descriptor that is not known: {descriptor:#x}")
-        size = {"tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}.get(kind, 2)
+        size = 4 if kind == "tf32" else 1 if kind in semantics.BYTES else 2
         row, byte = np.arange(rows)[:, None], np.arange(depth * size)
         at = start + row // 8 * stride + row % 8 * width + byte // width * leading + byte % width
         if int(at.max()) >= self.block.shared.size:
@@ -731,10 +731,8 @@ class Gang:
             numbers = semantics.from_bf16(raw.view(np.uint16))
         elif kind == "f16":
             numbers = raw.view(np.float16)
-        elif kind in ("s8", "u8"):
-            numbers = raw.view(np.int8) if kind == "s8" else raw
-        elif kind in ("e4m3", "e5m2"):
-            numbers = semantics.FLOAT8["float8_e5m2" if kind == "e5m2" else "float8_e4m3fn"][raw]
+        elif kind in semantics.BYTES:
+            numbers = semantics.from_bytes(raw, kind)
         else:
             numbers = (raw.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
         return numbers.astype(np.float64)

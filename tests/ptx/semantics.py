@@ -223,9 +223,26 @@ def _singles(register: Array) -> Array:
     return bits.view(np.float32).reshape(-1, 8, 4)
 
 
+def from_bytes(raw: Array, kind: str) -> Array:
+    """Numbers of 8 bits."""
+    if kind in ("e4m3", "e5m2"):
+        return FLOAT8["float8_e5m2" if kind == "e5m2" else "float8_e4m3fn"][raw]
+    return raw.view(np.int8) if kind == "s8" else raw
+
+
+BYTES = ("e4m3", "e5m2", "s8", "u8")
+"""Kinds of 8 bits, as PTX names them."""
+
+
+def _fours(register: Array, kind: str) -> Array:
+    """A register of each lane as [warps, 8, 16] numbers: row lane / 4, columns 4 (lane % 4)."""
+    return from_bytes(np.ascontiguousarray(register).view(np.uint8), kind).reshape(-1, 8, 16)
+
+
 def fragment(a: list[Array], kind: str) -> Array:
     """The left side that each warp holds: [warps, 16, K], for mma as for wgmma (9.7.14.5)."""
-    part = _singles if kind == "tf32" else lambda r: _pairs(r, kind)
+    wide = _fours if kind in BYTES else _pairs
+    part = _singles if kind == "tf32" else lambda r: wide(r, kind)
     # Registers 0 and 1 of A are rows 0 to 7 and 8 to 15; 2 and 3 the same of the next columns.
     columns = [np.concatenate([part(a[i]), part(a[i + 1])], 1) for i in range(0, len(a), 2)]
     return np.concatenate(columns, 2).astype(np.float64)

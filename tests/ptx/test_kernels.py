@@ -34,6 +34,7 @@ from .launches import (
     TILES,
     TOKEN_TILES,
     TURNED,
+    TURNED_BYTES,
     Blocks,
     Chain,
     Conv,
@@ -747,6 +748,87 @@ def test_hopper_scales_products(find: Find, rng: np.random.Generator) -> None:
     run_scaled(find, rng, TILES[4], "none", sizes, ("int8", "int8", "int8"))
 
 
+BYTES = ("uint8", "int8", "uint8")
+"""Of x, of w, and of the residual and y."""
+FLOATS = (E4M3, E4M3, E4M3)
+WIDE_SOURCES = [
+    (Conv(1, 10, 13, 144, 80, 3, 3, pad=(1, 1)), Conv(1, 10, 13, 80, 80)),
+    (Conv(2, 7, 9, 64, 144), Conv(2, 14, 17, 272, 144, stride=(2, 2))),
+]
+NARROW_SOURCES = [
+    (Conv(1, 10, 13, 64, 80, 3, 3, pad=(1, 1)), Conv(1, 10, 13, 64, 80)),
+    (Conv(2, 7, 9, 48, 144), Conv(2, 14, 17, 208, 144, stride=(2, 2))),
+]
+BYTE_SHORTCUTS = [
+    *itertools.product([QUANTIZED[i] for i in (1, 5, 7)], WIDE_SOURCES),
+    *itertools.product(
+        [replace(TILES[i], stages=2 * TILES[i].stages, row=64) for i in (2, 6, 7)], NARROW_SOURCES
+    ),
+]
+"""Tiles in stages of 128 bytes and of 64, among them split ones and peers."""
+
+
+@pytest.mark.parametrize(("tile", "convolutions"), BYTE_SHORTCUTS, ids=str)
+def test_hopper_adds_a_shortcut_of_bytes(
+    find: Find, rng: np.random.Generator, tile: Tile, convolutions: tuple[Conv, Conv]
+) -> None:
+    """A block rounds the sums that it has of the first source to multiples of 16."""
+    p, more, got, exact = run_byte_shortcut(find, rng, tile, "none", convolutions, BYTES)
+    assert p.scale is not None and p.first is not None
+    parts = 2 if tile.kind == "split" or tile.peers > 1 else 1
+    if parts == 1:
+        first = 16 * np.rint(convolved_bytes(p, BYTES) * p.first / 16)
+        sums = first + convolved_bytes(more, BYTES)
+        want = rounded(sums * p.scale + p.bias + more.bias, "uint8")
+        np.testing.assert_array_equal(got, want)
+        assert (want != rounded(exact, "uint8")).any()
+    assert (np.abs(got - np.clip(exact, 0, 255)) <= 0.5 + parts * 8 * p.scale).all()
+    assert (got == 0).any() and (got == 255).any() and len(np.unique(got)) > 200
+
+
+@pytest.mark.parametrize(
+    ("tile", "convolutions"),
+    [(TILES[4], WIDE_SOURCES[1]), (replace(TILES[7], stages=12, row=64), NARROW_SOURCES[0])],
+    ids=str,
+)
+def test_hopper_adds_a_shortcut_of_e4m3(
+    find: Find, rng: np.random.Generator, tile: Tile, convolutions: tuple[Conv, Conv]
+) -> None:
+    _, _, got, exact = run_byte_shortcut(find, rng, tile, "relu", convolutions, FLOATS)
+    want = wide(rounded(np.maximum(exact, 0), E4M3), E4M3)
+    np.testing.assert_array_equal(wide(got, E4M3), want)
+    assert (want == 448).any() and ((want > 0) & (want < 448)).any()
+
+
+def convolved_bytes(p: Product, dtypes: tuple[str, str, str]) -> Array:
+    return p.g.apply(wide(p.x, dtypes[0]), wide(p.w, dtypes[1]))
+
+
+def run_byte_shortcut(
+    find: Find,
+    rng: np.random.Generator,
+    tile: Tile,
+    epilogue: str,
+    convolutions: tuple[Conv, Conv],
+    dtypes: tuple[str, str, str],
+) -> tuple[Product, Product, Array, Array]:
+    """Runs a shortcut: both convolutions, the result, and what it rounds, without an activation."""
+    p, more = (scaled(rng, g, dtypes) for g in convolutions)
+    p.first = (2.0 ** rng.integers(-3, 2, p.g.f)).astype(np.float32)
+    kind = dtypes[0] if dtypes[0] == dtypes[1] else f"{dtypes[0]}x{dtypes[1]}"
+    (got,) = hopper(
+        find(f"gemm_hopper_{tile.label}_scale_{epilogue}_1x2_{kind}"),
+        tile,
+        [p],
+        more,
+        dtype=dtypes[0],
+        splits=2 if tile.kind == "split" else 1,
+        processors=2 * tile.peers,
+    )
+    sums = convolved_bytes(p, dtypes) * p.first + convolved_bytes(more, dtypes)
+    return p, more, got, sums * p.scale + p.bias + more.bias
+
+
 def run_hopper(
     find: Find,
     rng: np.random.Generator,
@@ -979,6 +1061,45 @@ def test_turned(
     check(got, finished(alpha * convolved(p, BF16), p, epilogue, BF16), BF16, SUMS)
 
 
+TURNED_OF_BYTES = [
+    (TURNED_BYTES[0], Conv(1, 17, 56, 64, 64, 3, 3, pad=(1, 1)), 0, "add", BYTES),
+    (TURNED_BYTES[0], Conv(2, 17, 40, 48, 32, 3, 2, pad=(1, 1), after=(0, -1)), 1, "none", BYTES),
+    (TURNED_BYTES[0], Conv(1, 13, 27, 64, 64, 3, 3, pad=(1, 1)), 0, "relu", FLOATS),
+    (TURNED_BYTES[1], Conv(1, 14, 28, 144, 112, 3, 3, pad=(1, 1)), 0, "none", BYTES),
+    (TURNED_BYTES[1], Conv(2, 9, 13, 128, 80, 5, 2, pad=(2, 1)), 0, "add", BYTES),
+    (TURNED_BYTES[1], Conv(3, 14, 14, 80, 144, 3, 3, pad=(1, 1)), 1, "add", BYTES),
+    (TURNED_BYTES[1], Conv(1, 14, 14, 144, 144, 3, 3, pad=(1, 1)), 0, "relu", FLOATS),
+]
+"""Tiles, convolutions, columns that share a box, epilogues and dtypes."""
+
+
+@pytest.mark.parametrize(("config", "g", "columns", "epilogue", "dtypes"), TURNED_OF_BYTES, ids=str)
+def test_turned_of_bytes(
+    find: Find,
+    rng: np.random.Generator,
+    config: Turned,
+    g: Conv,
+    columns: int,
+    epilogue: str,
+    dtypes: tuple[str, str, str],
+) -> None:
+    """Nothing but the last step rounds."""
+    p, out = scaled(rng, g, dtypes), dtypes[2]
+    kind = E4M3 if dtypes == FLOATS else "uint8xint8"
+    got = turned(
+        find(f"gemm_turned_{config.label}_scale_{epilogue}_{kind}"),
+        config, p, dtype=dtypes[0], columns=columns, adds=epilogue == "add",
+    )  # fmt: skip
+    want = convolved_bytes(p, dtypes) * p.scale + p.bias
+    if epilogue == "add":
+        want = want + p.residual_scale * wide(p.residual, out)
+    if epilogue == "relu":
+        want = np.maximum(want, 0)
+    np.testing.assert_array_equal(wide(got, out), wide(rounded(want, out), out))
+    largest = 448 if out == E4M3 else 255
+    assert (want > largest).any() and ((want > 0) & (want < largest)).any()
+
+
 TWO_FOUR = [
     (Conv(2, 10, 9, 72, 136, 3, 3, pad=(1, 1)), "add_relu"),
     (Conv(1, 17, 16, 128, 64, 3, 3, pad=(1, 1)), "relu"),
@@ -1151,6 +1272,68 @@ def test_chain_float16(
 ) -> None:
     for got, want in zip(*chained(find, rng, tile, 150, hidden, op, "float16"), strict=True):
         check(got, want, "float16", 2**-13)
+
+
+BYTE_CHAINS = [
+    (Chain(3, 1, 1, 4, 2, 2, bytes=True), 256, 1),
+    (Chain(3, 1, 1, 4, 2, 2, bytes=True), 80, 150),
+    (Chain(2, 1, 2, 4, 2, 4, bytes=True), 208, 300),
+    (Chain(2, 2, 2, 8, 2, 3, bytes=True), 400, 150),
+    (Chain(2, 1, 1, 4, 3, 3, bytes=True, s=1), 208, 300),
+]
+
+
+@pytest.mark.parametrize(
+    ("tile", "hidden", "m", "dtypes"),
+    [
+        *((*each, BYTES) for each in BYTE_CHAINS),
+        (BYTE_CHAINS[2][0], 176, 150, FLOATS),
+        (BYTE_CHAINS[4][0], 176, 150, FLOATS),
+    ],
+    ids=str,
+)
+def test_chain_of_bytes(
+    find: Find,
+    rng: np.random.Generator,
+    tile: Chain,
+    hidden: int,
+    m: int,
+    dtypes: tuple[str, str, str],
+) -> None:
+    """Nothing but the last step of each product rounds."""
+    (dtype, right, _), (c, f) = dtypes, (64 * tile.c, 64 * tile.f)
+    floats = dtype == E4M3
+    x, residual = (in_eighths(rng, (m, columns), dtype) for columns in (c, hidden))
+    weights = [in_eighths(rng, shape, right) for shape in ((hidden, c), (f, hidden))]
+    biases = [(rng.integers(-40, 41, n) / 2).astype(np.float32) for n in (hidden, f)]
+    lows = (1, -6) if floats else (-10, -11)
+    scales = [
+        (2.0 ** rng.integers(low, low + 5, n)).astype(np.float32)
+        for low, n in zip(lows, (hidden, f), strict=True)
+    ]
+    kernel = find(f"conv2d_chain_hopper_{tile.label}_{E4M3 if floats else 'uint8xint8'}")
+    h = wide(x, dtype) @ wide(weights[0], right).T
+    if tile.s:
+        source, v = (in_eighths(rng, (n, 64 * tile.s), t) for n, t in ((m, dtype), (hidden, right)))
+        first = (2.0 ** rng.integers(-2, 3, hidden)).astype(np.float32)
+        got = chain(
+            kernel, tile, x, weights, [*biases, biases[0], biases[0]], dtype=dtype, scales=scales,
+            source=(source, v, first),
+        )  # fmt: skip
+        h = (h * first + wide(source, dtype) @ wide(v, right).T) * scales[0] + 2 * biases[0]
+    else:
+        got = chain(
+            kernel, tile, x, weights, [*biases, *biases], residual,
+            dtype=dtype, scales=scales, residual_scale=0.25,
+        )  # fmt: skip
+        h = h * scales[0] + biases[0] + 0.25 * wide(residual, dtype)
+    h = wide(rounded(np.maximum(h, 0), dtype), dtype)
+    z = h @ wide(weights[1], right).T * scales[1] + biases[1]
+    z = wide(rounded(np.maximum(z, 0), dtype), dtype)
+    largest = 448 if floats else 255
+    for y, want in zip(got, (z, h), strict=True):
+        np.testing.assert_array_equal(wide(y, dtype), want)
+        assert m == 1 or ((want == largest).any() and ((want > 0) & (want < largest)).any())
 
 
 FLASH = [
