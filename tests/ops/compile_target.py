@@ -131,7 +131,7 @@ BFLOAT16 = {
     "packed tiles 3x3", "packed two_four 1x1", "packed blocks 1x1/2", "token_linear gelu",
     "token_linear add", "quantized_conv2d 3x3", "quantized_conv2d of e4m3 3x3",
     "quantized_conv2d_shortcut", "quantized_conv2d_shortcut of e4m3", "quantized_conv2d_chain",
-    "quantized_conv2d_chain of e4m3", "stem_maxpool bytes",
+    "quantized_conv2d_chain of e4m3", "quantized_conv2d_shortcut_chain", "stem_maxpool bytes",
 }  # fmt: skip
 # Other branches of ops that are in another case, too, and products, whose many tiles take most of
 # the time: by day tests/ptx compiles these kernels and runs them, and tests/test_third_family.py
@@ -143,6 +143,7 @@ NIGHTLY = {
     "quantized_conv2d_shortcut of e4m3",
     "quantized_conv2d_chain",
     "quantized_conv2d_chain of e4m3",
+    "quantized_conv2d_shortcut_chain",
     "conv2d 3x3",
     "conv2d epilogue add_relu",
     "conv2d_chain",
