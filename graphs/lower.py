@@ -355,36 +355,31 @@ def _linear(given: _Given, *, format: str = "", epilogue: str = "none") -> Tenso
     return nodes.linear(given.value(0), weight, epilogue=epilogue, residual=given.optional(3))
 
 
-def _grid(x: TensorValue, scale: float, low: float) -> Rounding:
-    """Gives the numbers of 8 bits that others of x's dtype stand for."""
-    kind = STORED[x.dtype.name]
-    return kind.made(*(scale, low)[: len(kind._fields)])
+def _grid(x: TensorValue, numbers: Mapping[str, float], what: str = "") -> Rounding:
+    """Gives what 8 bits of x's dtype stand for: ``what`` of a node's attributes says it."""
+    kind, unsaid = STORED[x.dtype.name], {"scale": 1.0, "low": 0.0}
+    return kind.made(*(numbers.get(f"{what}{name}", unsaid[name]) for name in kind._fields))
 
 
 def _quantized(
     given: _Given,
     *,
-    scale: float,
-    low: float = 0.0,
-    residual_scale: float = 1.0,
-    residual_low: float = 0.0,
-    result_scale: float = 1.0,
-    result_low: float = 0.0,
     rounded_scale: float = 0.0,
     rounded_low: float = 0.0,
     dtype: str = "float32",
     groups: int = 1,
-    **window: Any,
+    **attributes: Any,
 ) -> TensorValue:
     x, residual = given.value(0), given.optional(3)
-    stored, grid = dtype in STORED, partial(_grid, x)
+    numbers, window = _numbers(attributes)
+    stored, grid = dtype in STORED, partial(_grid, x, numbers)
     filter, product, scales = given.weights.quantized(
         given.name(1),
         given.name(2),
         groups,
-        grid(scale, low),
-        grid(residual_scale, residual_low) if stored and residual is not None else None,
-        grid(result_scale, result_low) if stored else None,
+        grid(),
+        grid("residual_") if stored and residual is not None else None,
+        grid("result_") if stored else None,
         Grid(rounded_scale, round(rounded_low)) if rounded_scale else None,
         given.name(4),
     )
@@ -394,86 +389,65 @@ def _quantized(
     return nodes.as_images(nodes.quantized_conv2d, x, residual, **rest)
 
 
-def _quantized_shortcut(
-    given: _Given,
-    *,
-    scale: float,
-    source_scale: float,
-    result_scale: float,
-    low: float = 0.0,
-    source_low: float = 0.0,
-    result_low: float = 0.0,
-    **window: Any,
-) -> TensorValue:
-    x, source = given.value(0), given.value(3)
-    filters, product, first = given.weights.quantized_shortcut(
+def _numbers(attributes: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Parts what numbers stand for from a node's other attributes."""
+    numbers = {k: v for k, v in attributes.items() if k.endswith(("scale", "low"))}
+    return numbers, {k: v for k, v in attributes.items() if k not in numbers}
+
+
+def _sums(
+    given: _Given, numbers: Mapping[str, float], steps: int
+) -> tuple[tuple[Filter, Filter], TensorValue, TensorValue]:
+    """Gives a shortcut's two filters, and what their sums stand for; names of steps begin there."""
+    grid = partial(_grid, given.value(0), numbers)
+    return given.weights.quantized_shortcut(
         (given.name(1), given.name(4)),
         (given.name(2), given.name(5)),
-        (_grid(x, scale, low), _grid(x, source_scale, source_low)),
-        _grid(x, result_scale, result_low),
-        (given.name(6), given.name(7)),
+        (grid(), grid("source_")),
+        grid("result_"),
+        (given.name(steps), given.name(steps + 1)),
     )
-    return nodes.quantized_conv2d_shortcut(x, source, filters, product, first, **window)
 
 
-def _quantized_chain(
-    given: _Given,
-    *,
-    scale: float,
-    residual_scale: float,
-    result_scale: float,
-    next_scale: float,
-    low: float = 0.0,
-    residual_low: float = 0.0,
-    result_low: float = 0.0,
-    next_low: float = 0.0,
-) -> list[TensorValue]:
-    x, between = given.value(0), _grid(given.value(0), result_scale, result_low)
-    read, added = _grid(x, scale, low), _grid(x, residual_scale, residual_low)
+def _following(
+    given: _Given, numbers: Mapping[str, float], filter: int, steps: int
+) -> tuple[Filter, TensorValue]:
+    """Gives the filter behind a chain's first, and what its sums stand for."""
+    grid = partial(_grid, given.value(0), numbers)
+    name, bias = given.name(filter), given.name(filter + 1)
+    found, product, _ = given.weights.quantized(
+        name, bias, 1, grid("result_"), None, grid("next_"), steps=given.name(steps)
+    )
+    return found, product
+
+
+def _quantized_shortcut(given: _Given, **attributes: Any) -> TensorValue:
+    numbers, window = _numbers(attributes)
+    sums = _sums(given, numbers, 6)
+    return nodes.quantized_conv2d_shortcut(given.value(0), given.value(3), *sums, **window)
+
+
+def _quantized_chain(given: _Given, **numbers: float) -> list[TensorValue]:
+    x = given.value(0)
+    grid = partial(_grid, x, numbers)
     first, product, scales = given.weights.quantized(
-        given.name(1), given.name(2), 1, read, added, between, steps=given.name(6)
-    )
-    last = _grid(x, next_scale, next_low)
-    second, following, _ = given.weights.quantized(
-        given.name(4), given.name(5), 1, between, None, last, steps=given.name(7)
-    )
-    filters, products = (first, second), (product, following)
-    found = nodes.quantized_conv2d_chain(
-        x, filters, products, given.value(3), residual_scale=scales[1]
-    )
-    return list(found)
-
-
-def _quantized_shortcut_chain(
-    given: _Given,
-    *,
-    scale: float,
-    source_scale: float,
-    result_scale: float,
-    next_scale: float,
-    low: float = 0.0,
-    source_low: float = 0.0,
-    result_low: float = 0.0,
-    next_low: float = 0.0,
-) -> list[TensorValue]:
-    x, between = given.value(0), _grid(given.value(0), result_scale, result_low)
-    (first, second), product, factor = given.weights.quantized_shortcut(
-        (given.name(1), given.name(4)),
-        (given.name(2), given.name(5)),
-        (_grid(x, scale, low), _grid(x, source_scale, source_low)),
-        between,
-        (given.name(8), given.name(9)),
-    )
-    last, following, _ = given.weights.quantized(
-        given.name(6), given.name(7), 1, between, None, _grid(x, next_scale, next_low),
-        steps=given.name(10),
+        given.name(1), given.name(2), 1, grid(), grid("residual_"), grid("result_"),
+        steps=given.name(6),
     )  # fmt: skip
-    filters = first, second, last
-    return list(
-        nodes.quantized_conv2d_shortcut_chain(
-            x, given.value(3), filters, product, factor, following
+    second, following = _following(given, numbers, 4, 7)
+    filters, products = (first, second), (product, following)
+    return [
+        *nodes.quantized_conv2d_chain(
+            x, filters, products, given.value(3), residual_scale=scales[1]
         )
-    )
+    ]
+
+
+def _quantized_shortcut_chain(given: _Given, **numbers: float) -> list[TensorValue]:
+    filters, product, first = _sums(given, numbers, 8)
+    last, following = _following(given, numbers, 6, 10)
+    x, source, all = given.value(0), given.value(3), (*filters, last)
+    return [*nodes.quantized_conv2d_shortcut_chain(x, source, all, product, first, following)]
 
 
 def _token_linear(given: _Given, *, epilogue: str = "none") -> TensorValue:

@@ -38,7 +38,7 @@ from maxvision.graphs.elementwise import (
 )
 from maxvision.graphs.parameters import Filter, wide
 from maxvision.graphs.shapes import MOST_AXES, MOST_ROW_AXES, Padding, Pair
-from maxvision.graphs.types import Size, Type, at_batch, part, product, split
+from maxvision.graphs.types import EIGHT_BITS, Size, Type, at_batch, part, product, split
 
 OPS = Path(__file__).resolve().parent.parent / "ops"
 """The Mojo package, for ``Graph(custom_extensions=[OPS])``."""
@@ -59,8 +59,6 @@ REDUCED_IMAGES = 16
 """What a batch is taken for there that is not known."""
 REDUCE_BLOCKS = 512
 """Blocks that reduce an axis in parts, at most: enough for all that the memory gives."""
-EIGHT_BITS = (DType.uint8, DType.float8_e4m3fn)
-"""In which quantised activations are stored."""
 GPU_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 CPU_DTYPES = (DType.float32, DType.bfloat16)
 CHECKED = frozenset((
@@ -489,15 +487,19 @@ def quantized_conv2d(
     )  # fmt: skip
     window = _window(filter.shape[:2], stride, padding, dilation, groups)
     weights, given = [filter.dense, product, filter.bias], _host(scales, DType.float32)
-    channels = filter.shape[2] % arrange.ROW
     parameters = {
         "members": int(arrange.is_depthwise(filter.shape, groups)),
-        "narrow": dtype == x.dtype.name and 0 < channels <= arrange.ROW // 2,
+        "narrow": dtype == x.dtype.name and _is_narrow(filter),
         "windows": not x.device.is_cpu() and filter.shape[:2] != (1, 1),
         "rounds": len(scales) > 5,
     }
     settings = [window, given]
     return _fused("quantized_conv2d", x, weights, residual, settings, out, epilogue, parameters)
+
+
+def _is_narrow(*filters: Filter) -> bool:
+    """Tells whether the channels of filters leave half of Hopper's step of 128 bytes empty."""
+    return all(0 < each.shape[2] % arrange.ROW <= arrange.ROW // 2 for each in filters)
 
 
 def quantized_conv2d_shortcut(
@@ -535,8 +537,7 @@ def quantized_conv2d_shortcut(
     windows = [_window(filter.shape[:2], 1, padding), _window((1, 1), stride)]
     scales = [product, first, filter.bias, shortcut.bias]
     values = [x, filter.dense, source, shortcut.dense, *scales, *windows]
-    narrow = all(0 < each.shape[2] % arrange.ROW <= arrange.ROW // 2 for each in filters)
-    parameters = {"epilogue": epilogue, "narrow": narrow}
+    parameters = {"epilogue": epilogue, "narrow": _is_narrow(*filters)}
     return _custom("quantized_conv2d_shortcut", values, [out], parameters)[0]
 
 
@@ -573,7 +574,7 @@ def quantized_conv2d_chain(
     c, f = first.shape[2], second.shape[3]
     weights = [first.dense, products[0], first.bias, residual]
     following = [second.dense, products[1], second.bias, _host([residual_scale], DType.float32)]
-    parameters = {"narrow": 0 < c % arrange.ROW <= arrange.ROW // 2, "c": c, "f": f}
+    parameters = {"narrow": _is_narrow(first), "c": c, "f": f}
     values = [x, *weights, *following]
     h, z = _custom("quantized_conv2d_chain", values, outs, parameters)
     return h, z
@@ -611,8 +612,7 @@ def quantized_conv2d_shortcut_chain(
     )  # fmt: skip
     c, s, f = filter.shape[2], shortcut.shape[2], last.shape[3]
     sums = [product, first, filter.bias, shortcut.bias, last.dense, following, last.bias]
-    narrow = all(0 < each % arrange.ROW <= arrange.ROW // 2 for each in (c, s))
-    parameters = {"narrow": narrow, "c": c, "s": s, "f": f}
+    parameters = {"narrow": _is_narrow(filter, shortcut), "c": c, "s": s, "f": f}
     values = [x, filter.dense, source, shortcut.dense, *sums]
     h, z = _custom("quantized_conv2d_shortcut_chain", values, outs, parameters)
     return h, z
@@ -1908,8 +1908,8 @@ def _custom(
         DeviceError: If the device has no kernel for the dtype.
     """
     device, dtype = values[0].device, DType[outs[0].dtype]
-    if dtype in (*EIGHT_BITS, DType.bool):  # levels and masks: what they were computed of counts
-        kinds = [value.dtype for value in values if value.dtype not in EIGHT_BITS]
+    if dtype.name in (*EIGHT_BITS, "bool"):  # levels and masks: what they were computed of counts
+        kinds = [value.dtype for value in values if value.dtype.name not in EIGHT_BITS]
         dtype = next((kind for kind in kinds if kind.is_float()), DType.float32)
     _takes(name, device, dtype)
     types = [TensorType(DType[out.dtype], dims(out.shape), device=device) for out in outs]

@@ -260,7 +260,6 @@ class Parameters:
         """
         shape = self._filter_shape(filter)
         key = f"{x.scale!r}.{x.low}.{added.scale!r}.{added.low}.{given.scale!r}.{given.low}"
-        has_bias = bool(bias) and self.has(bias)
 
         def packed() -> np.ndarray:
             whole = rows()[0]
@@ -270,10 +269,8 @@ class Parameters:
             return rows()[1] * (x.scale / given.scale)
 
         def biases() -> np.ndarray:
-            own = self._tensor(bias) if has_bias else np.zeros(shape[3])
-            sums = rows()[0].reshape(shape[3], -1).sum(1, dtype=np.float64)
-            zeros = x.low * scales() * sums + added.low * (added.scale / given.scale) - given.low
-            return np.asarray(own / given.scale + zeros)
+            own = self._in_steps(bias, rows()[0], scales(), x, given)
+            return own + (added.low * (added.scale / given.scale) - given.low)
 
         form = "quads" if in_quads else "rows"
         kind = DType[x.factor]
@@ -331,14 +328,10 @@ class Parameters:
             return lambda: arrange.quads(made()[0][i]).ravel()
 
         def bias(i: int) -> Callable[[], np.ndarray]:
-            given = biases[i] if biases[i] and self.has(biases[i]) else ""
-
             def make() -> np.ndarray:
-                rows, units = made()[0][i], made()[1][i]
-                own = self._tensor(given) if given else np.zeros(len(rows))
-                sums = rows.reshape(len(rows), -1).sum(1, dtype=np.float64)
-                zeros = grids[i].low * units * sums
-                return np.asarray((own + zeros) / result.scale - (0 if i else result.low))
+                rows, units = made()[0][i], made()[1][i] / result.scale
+                own = self._in_steps(biases[i], rows, units, grids[i], result)
+                return own - (0 if i else result.low)
 
             return make
 
@@ -353,6 +346,23 @@ class Parameters:
         )
         first = self._bind(f"{key}.first", lambda: made()[1][0] / made()[1][1], (f,), DType.float32)
         return (found[0], found[1]), product, first
+
+    def _in_steps(
+        self, bias: str, rows: np.ndarray, units: np.ndarray, x: Rounding, result: Rounding
+    ) -> np.ndarray:
+        """Gives a bias in steps of a result, with what x's zero point adds to the sums [F].
+
+        Args:
+            bias: Its name; zeros if there is none.
+            rows: The filter in 8 bits, [F, R, S, C].
+            units: What a sum of each stands for, in steps of the result [F].
+            x: What 8 bits of the activations stand for.
+            result: Those of the result.
+        """
+        has_bias = bool(bias) and self.has(bias)
+        own = self._tensor(bias) if has_bias else np.zeros(len(rows))
+        sums = rows.reshape(len(rows), -1).sum(1, dtype=np.float64)
+        return np.asarray(own / result.scale + x.low * units * sums)
 
     def _rounded_rows(self, filter: str, steps: str, to: str) -> tuple[np.ndarray, np.ndarray]:
         """Rounds a filter to 8 bits: [F, R, S, C], and what 1 of each stands for [F]."""

@@ -28,7 +28,7 @@ from maxvision.graphs.elementwise import (
     most_members,
     values_of,
 )
-from maxvision.graphs.types import FLOAT8, Size, Type, product, split
+from maxvision.graphs.types import EIGHT_BITS, FLOAT8, Size, Type, product, split
 
 MOST_AXES = 6
 """Axes of what an expression gives and a permute takes (ops/pointwise.mojo, ops/permute.mojo)."""
@@ -411,7 +411,7 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
         dtype: str = "float32",
         **rest: Any,
     ) -> Type:
-        if x.dtype not in ("uint8", FLOAT8):
+        if x.dtype not in EIGHT_BITS:
             raise ArgumentError(f"{name}: expects x in uint8 or {FLOAT8} but has {x.dtype}")
         if dtype not in ("float32", "bfloat16", "float16", x.dtype):
             raise ArgumentError(f"{name}: gives floats or {x.dtype}, not {dtype}")
@@ -419,52 +419,22 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
             raise ArgumentError(f"{name}: expects a residual in {dtype} but has {residual.dtype}")
         if rounded_scale and (residual is None or dtype != "uint8"):
             raise ArgumentError(f"{name}: rounds what a residual is added to in uint8 only")
-        if steps is not None:
-            _vectors(name, filter.shape[0], steps=steps)
+        _steps(name, filter.shape[0], steps)
         return op(x, filter, bias, residual, **rest)._replace(dtype=dtype)
 
     return typed
 
 
-def quantized_conv2d_shortcut_chain(
-    x: Type,
-    filter: Type,
-    bias: Type | None,
-    source: Type,
-    shortcut: Type,
-    shortcut_bias: Type | None,
-    following: Type,
-    following_bias: Type | None,
-    steps: Type | None = None,
-    shortcut_steps: Type | None = None,
-    following_steps: Type | None = None,
-    *,
-    scale: float,
-    source_scale: float,
-    result_scale: float,
-    next_scale: float,
-    low: float = 0.0,
-    source_low: float = 0.0,
-    result_low: float = 0.0,
-    next_low: float = 0.0,
-) -> tuple[Type, Type]:
-    """Types h = relu(conv2d(x, filter) + conv2d(source, shortcut)) and relu(conv2d(h, following)).
-
-    All in 8 bits, 1 x 1, as ``quantized_conv2d_shortcut`` and ``quantized_conv2d_chain``.
-    """
-    first = x, filter, bias, source, shortcut, shortcut_bias, steps, shortcut_steps
-    h = quantized_conv2d_shortcut(
-        *first, scale=scale, source_scale=source_scale, result_scale=result_scale
-    )
-    name, f = "quantized_conv2d_shortcut_chain", following.shape[0]
-    if following_steps is not None:
-        _vectors(name, f, steps=following_steps)
-    return h, conv2d(h, following, following_bias, layout="NHWC", name=name)
+def _steps(name: str, f: Size, *found: Type | None) -> None:
+    """Refuses steps that are not one for each of F filters; they may be left out."""
+    for steps in found:
+        if steps is not None:
+            _vectors(name, f, steps=steps)
 
 
 def _of_bytes(name: str, x: Type, other: Type) -> None:
     """Refuses inputs that are not of the same 8 bits."""
-    if x.dtype not in ("uint8", FLOAT8) or other.dtype != x.dtype:
+    if x.dtype not in EIGHT_BITS or other.dtype != x.dtype:
         raise ArgumentError(
             f"{name}: expects both inputs in uint8, or in {FLOAT8}, but has {x.dtype} and"
             f" {other.dtype}"
@@ -502,9 +472,8 @@ def quantized_conv2d_chain(
     """
     name = "quantized_conv2d_chain"
     _of_bytes(name, x, residual)
-    for of, each in ((filter, steps), (following, following_steps)):
-        if each is not None:
-            _vectors(name, of.shape[0], steps=each)
+    _steps(name, filter.shape[0], steps)
+    _steps(name, following.shape[0], following_steps)
     return conv2d_chain(x, filter, bias, residual, following, following_bias)
 
 
@@ -534,13 +503,46 @@ def quantized_conv2d_shortcut(
     """
     name = "quantized_conv2d_shortcut"
     _of_bytes(name, x, source)
-    for each in (steps, shortcut_steps):
-        if each is not None:
-            _vectors(name, filter.shape[0], steps=each)
+    _steps(name, filter.shape[0], steps, shortcut_steps)
     both = x, filter, bias, source, shortcut, shortcut_bias
     out = conv2d_shortcut(*both, padding=padding, stride=stride)
     _epilogue(name, epilogue, None, out)
     return out
+
+
+def quantized_conv2d_shortcut_chain(
+    x: Type,
+    filter: Type,
+    bias: Type | None,
+    source: Type,
+    shortcut: Type,
+    shortcut_bias: Type | None,
+    following: Type,
+    following_bias: Type | None,
+    steps: Type | None = None,
+    shortcut_steps: Type | None = None,
+    following_steps: Type | None = None,
+    *,
+    scale: float,
+    source_scale: float,
+    result_scale: float,
+    next_scale: float,
+    low: float = 0.0,
+    source_low: float = 0.0,
+    result_low: float = 0.0,
+    next_low: float = 0.0,
+) -> tuple[Type, Type]:
+    """Types h = relu(conv2d(x, filter) + conv2d(source, shortcut)) and relu(conv2d(h, following)).
+
+    All in 8 bits, 1 x 1, as ``quantized_conv2d_shortcut`` and ``quantized_conv2d_chain``.
+    """
+    first = x, filter, bias, source, shortcut, shortcut_bias, steps, shortcut_steps
+    h = quantized_conv2d_shortcut(
+        *first, scale=scale, source_scale=source_scale, result_scale=result_scale
+    )
+    name, f = "quantized_conv2d_shortcut_chain", following.shape[0]
+    _steps(name, f, following_steps)
+    return h, conv2d(h, following, following_bias, layout="NHWC", name=name)
 
 
 def qkv_linear(*given: Type | None) -> tuple[Type, ...]:

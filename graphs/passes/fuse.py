@@ -421,9 +421,8 @@ def shortcut(program: Program, on: Backend) -> Program:
     """
     rewrite = Rewrite(program)
     for conv in program.nodes:
-        eight_bit = conv.op == "quantized_conv2d"
-        ends = "add" if _saturates(conv) else "add_relu"
-        if not _is_plain_conv(program, conv, epilogue=ends, stride=(1, 1)):
+        eight_bit, end = conv.op == "quantized_conv2d", _rectifying(program, conv)
+        if not _is_plain_conv(program, conv, epilogue=_added(end), stride=(1, 1)):
             continue
         other = program.producers.get(conv.inputs[3])
         if (
@@ -443,8 +442,8 @@ def shortcut(program: Program, on: Backend) -> Program:
         }
         if eight_bit:
             inputs += [(*node.inputs, "", "", "")[4] for node in (conv, other)]
-            attributes["epilogue"] = ends.removeprefix("add").removeprefix("_") or "none"
-            for name in _numbers(conv):
+            attributes["epilogue"] = end
+            for name in (each for each in Grid._fields if each in conv.attributes):
                 attributes[name] = conv.attributes[name]
                 attributes[f"source_{name}"] = other.attributes[name]
                 attributes[f"result_{name}"] = conv.attributes[f"result_{name}"]
@@ -459,75 +458,54 @@ def _stores_bytes(node: Node) -> bool:
     return node.attributes.get("dtype") in STORED
 
 
-def _saturates(node: Node) -> bool:
-    """Tells whether a product stores integers, which are rectified as they saturate."""
-    dtype = str(node.attributes.get("dtype", ""))
-    return node.op == "quantized_conv2d" and STORED.get(dtype) is Grid
+def _rectifying(program: Program, node: Node) -> str:
+    """Names the epilogue that rectifies a result: none if that is of integers, which saturate."""
+    return "none" if STORED.get(program.types[node.output].dtype) is Grid else "relu"
 
 
-def _numbers(node: Node) -> list[str]:
-    """Names what says for what the numbers stand that a product of 8 bits reads."""
-    return [name for name in Grid._fields if name in node.attributes]
+def _added(epilogue: str) -> str:
+    """Names the same epilogue behind a sum."""
+    return "add" if epilogue == "none" else f"add_{epilogue}"
 
 
 def chain(program: Program, on: Backend) -> Program:
-    """Computes a block's last 1 x 1 and the next one's first in one op, on a GPU."""
+    """Computes a block's last 1 x 1 and the next one's first in one op, on a GPU.
+
+    The last may have a residual or, in 8 bits, its shortcut's convolution.
+    """
     rewrite = Rewrite(program)
     for conv in program.nodes if on.is_gpu else ():
-        eight_bit = conv.op == "quantized_conv2d"
-        first, second = ("add", "none") if _saturates(conv) else ("add_relu", "relu")
-        if not _is_pointwise(program, conv, first):
+        eight_bit, shortcut = conv.op != "conv2d", conv.op == "quantized_conv2d_shortcut"
+        end, own = _rectifying(program, conv), 6 if shortcut else 4
+        if shortcut:
+            begins = _is_flat(program, conv) and conv.attributes["epilogue"] == end
+        else:
+            begins = _is_pointwise(program, conv, _added(end))
+            begins = begins and (not eight_bit or _stores_bytes(conv))
+        if not begins:
             continue
-        c = program.shape(conv.inputs[1])[1]
+        widths = [program.shape(conv.inputs[i])[1] for i in range(1, own, 3)]
         for following in program.users.get(conv.output, ()):
             if (
-                following.op == conv.op
-                and _is_pointwise(program, following, second)
+                following.op == ("quantized_conv2d" if eight_bit else "conv2d")
+                and _is_pointwise(program, following, end)
                 and following.inputs[0] == conv.output
-                and (c, program.shape(following.inputs[1])[0]) in CHAINS
-                and not (eight_bit and not (_stores_bytes(conv) and _stores_bytes(following)))
+                and (*widths, program.shape(following.inputs[1])[0]) in (*CHAINS, *SHORTCUT_CHAINS)
+                and (not eight_bit or _stores_bytes(following))
                 and not rewrite.has(conv, following)
             ):
-                inputs = [*conv.inputs[:4], *(*following.inputs, "")[1:3]]
+                inputs = [*conv.inputs[:own], *(*following.inputs, "")[1:3]]
                 attributes: dict[str, Attribute] = {}
                 if eight_bit:
-                    inputs += [(*node.inputs, "", "", "")[4] for node in (conv, following)]
-                    for name in _numbers(conv):
-                        for kind in ("", "residual_", "result_"):
-                            attributes[kind + name] = conv.attributes[kind + name]
+                    steps = slice(own, own + len(widths))
+                    inputs += [
+                        *(*conv.inputs, "", "", "")[steps],
+                        (*following.inputs, "", "", "")[4],
+                    ]
+                    for name in (each for each in Grid._fields if each in conv.attributes):
+                        kinds = [k for k in conv.attributes if k.rpartition("_")[2] == name]
+                        attributes |= {kind: conv.attributes[kind] for kind in kinds}
                         attributes[f"next_{name}"] = following.attributes[f"result_{name}"]
-                layers = *conv.layers, *following.layers
-                outputs = conv.output, following.output
-                new = Node(f"{conv.op}_chain", tuple(inputs), outputs, attributes, layers)
-                rewrite.replace([conv, following], new, place=conv)
-                break
-    return _shortcut_chains(rewrite.done()) if on.is_gpu else rewrite.done()
-
-
-def _shortcut_chains(program: Program) -> Program:
-    """Computes a shortcut's sum in 8 bits and the next block's first 1 x 1 in one op."""
-    rewrite = Rewrite(program)
-    for conv in program.nodes:
-        if conv.op != "quantized_conv2d_shortcut" or not _is_flat(program, conv):
-            continue
-        c, s = (program.shape(conv.inputs[i])[1] for i in (1, 4))
-        integers = STORED.get(program.types[conv.output].dtype) is Grid
-        for following in program.users.get(conv.output, ()):
-            if (
-                following.op == "quantized_conv2d"
-                and _is_pointwise(program, following, "none" if integers else "relu")
-                and following.inputs[0] == conv.output
-                and (c, s, program.shape(following.inputs[1])[0]) in SHORTCUT_CHAINS
-                and conv.attributes["epilogue"] == ("none" if integers else "relu")
-                and _stores_bytes(following)
-                and not rewrite.has(conv, following)
-            ):
-                inputs = [*conv.inputs[:6], *(*following.inputs, "")[1:3]]
-                inputs += [*(*conv.inputs, "", "")[6:8], (*following.inputs, "", "", "")[4]]
-                window = ("padding", "stride", "epilogue")
-                attributes = {k: v for k, v in conv.attributes.items() if k not in window}
-                for name in _numbers(conv):
-                    attributes[f"next_{name}"] = following.attributes[f"result_{name}"]
                 layers = *conv.layers, *following.layers
                 outputs = conv.output, following.output
                 new = Node(f"{conv.op}_chain", tuple(inputs), outputs, attributes, layers)

@@ -363,11 +363,7 @@ def quantized_shortcut_chain(name: str, size: tuple[int, int], k: int) -> Case:
         found = nodes.quantized_conv2d_shortcut_chain(
             value, source, (*filters, last), product, first, scale
         )
-        wider = [
-            nodes.pointwise(widening(of), [y], w.dtype.name)
-            for y, of in zip(found, (h, z), strict=True)
-        ]
-        return ops.concat(wider, axis=3)
+        return side_by_side(w, found, (h, z))
 
     def reference(
         w: dict[str, torch.Tensor], value: torch.Tensor, source: torch.Tensor
@@ -440,10 +436,13 @@ def chained_bytes(
     found = nodes.quantized_conv2d_chain(
         value, filters, products, residual, residual_scale=scales[1]
     )
-    wider = [
-        nodes.pointwise(widening(of), [y], w.dtype.name)
-        for y, of in zip(found, (h, z), strict=True)
-    ]
+    return side_by_side(w, found, (h, z))
+
+
+def side_by_side(w: Parameters, found: Sequence[Any], grids: Sequence[Grid | Float8]) -> Any:
+    """Widens results of 8 bits, and puts them together along their channels."""
+    pairs = zip(found, grids, strict=True)
+    wider = [nodes.pointwise(widening(of), [y], w.dtype.name) for y, of in pairs]
     return ops.concat(wider, axis=3)
 
 
