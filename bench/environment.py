@@ -36,11 +36,13 @@ def environment() -> dict[str, Any]:
 
 
 def _command() -> str:
-    """Gives the command line; of paths only the names, which are the same on every machine."""
+    """Gives the command line; of paths, in lists too, only the names, the same on every machine."""
     program, *arguments = sys.argv or [""]
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec else Path(program).stem
-    return " ".join(["python -m", module, *(word.rpartition("/")[2] for word in arguments)])
+    lists = (word.split(",") for word in arguments)
+    names = (",".join(path.rpartition("/")[2] for path in paths) for paths in lists)
+    return " ".join(["python -m", module, *names])
 
 
 def _cpu() -> str:
