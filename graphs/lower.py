@@ -250,6 +250,11 @@ class _Given:
         """Tells whether an input is a weight, or made of weights."""
         return self.name(i) in self._program.constants
 
+    def few(self, i: int) -> bool:
+        """Tells whether an image is one row of an input, but many of what the program is given."""
+        given = self._program.inputs.values()
+        return self._program.types[self.name(i)].rows == 1 and any(each.rows > 1 for each in given)
+
     def dtype(self, i: int) -> str:
         """Names the dtype of an input."""
         return self._program.types[self.name(i)].dtype
@@ -352,7 +357,9 @@ def _batch_norm(given: _Given, *, eps: float = 1e-5) -> TensorValue:
 
 def _linear(given: _Given, *, format: str = "", epilogue: str = "none") -> TensorValue:
     weight = given.layer(1, format=format)
-    return nodes.linear(given.value(0), weight, epilogue=epilogue, residual=given.optional(3))
+    return nodes.linear(
+        given.value(0), weight, epilogue=epilogue, residual=given.optional(3), few=given.few(0)
+    )
 
 
 def _grid(x: TensorValue, numbers: Mapping[str, float], what: str = "") -> Rounding:

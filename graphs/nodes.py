@@ -147,6 +147,7 @@ def conv2d(
             "aligned": _aligned(
                 x, filter, groups=groups, stride=stride, padding=padding, dilation=dilation
             ),
+            "windows": _has_windows(x, filter),
             "constant": filter.constant,
         }
     out = shapes.conv2d(
@@ -424,10 +425,12 @@ def linear(
     *,
     epilogue: str = "none",
     residual: TensorValue | None = None,
+    few: bool = False,
 ) -> TensorValue:
     """Multiplies x[..., C] by a linear layer's weights into [..., F]: bmm with one b for all.
 
-    Sparse weights run as ``sparse_conv2d``; then x is [N, ..., C].
+    Sparse weights run as ``sparse_conv2d``; then x is [N, ..., C]. ``few``: whether a batch has few
+    rows, so that a GPU needs no kernels for many.
 
     Raises:
         ArgumentError: If shapes or epilogue do not fit.
@@ -443,6 +446,7 @@ def linear(
         "tf32": _tf32(x, weight.tf32),
         "constant": True,
         "aligned": _aligned(x, weight),
+        "few": few and not x.device.is_cpu(),
     }
     return _fused("bmm", x, weights, residual, [scale], out, epilogue, parameters)
 
@@ -490,11 +494,16 @@ def quantized_conv2d(
     parameters = {
         "members": int(arrange.is_depthwise(filter.shape, groups)),
         "narrow": dtype == x.dtype.name and _is_narrow(filter),
-        "windows": not x.device.is_cpu() and filter.shape[:2] != (1, 1),
+        "windows": _has_windows(x, filter),
         "rounds": len(scales) > 5,
     }
     settings = [window, given]
     return _fused("quantized_conv2d", x, weights, residual, settings, out, epilogue, parameters)
+
+
+def _has_windows(x: TensorValue, filter: Filter) -> bool:
+    """Tells whether a GPU needs the kernels for windows of several taps."""
+    return not x.device.is_cpu() and filter.shape[:2] != (1, 1)
 
 
 def _is_narrow(*filters: Filter) -> bool:
@@ -729,6 +738,7 @@ def bmm(
         "tf32": _tf32(a, tf32),
         "constant": False,
         "aligned": transpose_b and _is_aligned_matrix(b),
+        "few": False,
     }
     scale = _host([alpha], wide(a.dtype))
     return _fused("bmm", a, [b, bias], residual, [scale], out, epilogue, parameters)

@@ -62,5 +62,13 @@ class Type(NamedTuple):
     shape: tuple[Size, ...]
     dtype: str = "float32"
 
+    @property
+    def rows(self) -> int:
+        """How many vectors of the last axis an image of the batch has; 0 where no size says so."""
+        parts = [split(size) for size in self.shape[:-1]]
+        if [name for _, name in parts if name] != [BATCH]:
+            return 0
+        return math.prod(number for number, _ in parts)
+
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

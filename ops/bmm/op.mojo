@@ -29,6 +29,7 @@ struct Bmm:
         tf32: Bool,
         constant: Bool,
         aligned: Bool,
+        few: Bool,
     ](
         y: OutputTensor,
         a: InputTensor[dtype=y.dtype, rank=y.rank, ...],
@@ -48,6 +49,7 @@ struct Bmm:
             constant: Whether b is a weight, which no other op writes.
             aligned: Whether b is one for all, [N, K], and graphs/arrange.py calls K and N aligned:
                 a GPU then compiles the kernels for such sizes alone.
+            few: See `gemm` of ops/gemm/gpu.mojo, of one b for all.
 
         Args:
             y: Result [..., M, N].
@@ -86,7 +88,7 @@ struct Bmm:
         else:
             comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
             # One b for all: the batch is more rows of one product.
-            gemm_gpu[y.dtype, Epilogue(epilogue), layout == "nk", tf32, aligned](
+            gemm_gpu[y.dtype, Epilogue(epilogue), layout == "nk", tf32, aligned, few=few](
                 Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
                 rebind[Operands[y.dtype]](o),
                 Batch(batch, x=m * k, w=b_step, y=m * n) if b_step else Batch(),

@@ -83,12 +83,12 @@ struct Conv2dChain:
                 ctx,
             ):
                 return
-        conv2d_gpu[h.dtype, Epilogue("add_relu"), tf32, aligned=aligned](
+        conv2d_gpu[h.dtype, Epilogue("add_relu"), tf32, aligned=aligned, windows=False](
             Geometry(rows=m, depth=c, columns=k),
             Operands[h.dtype](data(x), data(filter), data(bias), data(residual), data(h)),
             ctx,
         )
-        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned](
+        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned, windows=False](
             Geometry(rows=m, depth=k, columns=f),
             Operands[h.dtype](data(h), data(next), data(next_bias), data(h), data(z)),
             ctx,
@@ -171,8 +171,10 @@ struct QuantizedConv2dChain:
         if chained:
             return
         comptime Bytes = Operands[h.dtype, h.dtype, right]
-        comptime add = Epilogue("add" if integers else "add_relu", scales=True)
-        comptime end = Epilogue("none" if integers else "relu", scales=True)
+        comptime add = Epilogue("add", scales=True) if integers else Epilogue(
+            "add_relu", scales=True
+        )
+        comptime end = Epilogue("none", scales=True) if integers else Epilogue("relu", scales=True)
         gemm_bytes[h.dtype, right, h.dtype, add, narrow](
             Geometry(rows=m, depth=c, columns=k),
             Bytes(data(x), data(filter), data(bias), data(residual), data(h)),
@@ -268,7 +270,8 @@ struct QuantizedConv2dShortcutChain:
         if chained:
             return
         comptime Bytes = Operands[h.dtype, h.dtype, right]
-        comptime end = Epilogue("none" if h.dtype.is_integral() else "relu", scales=True)
+        comptime integers = h.dtype.is_integral()
+        comptime end = Epilogue("none", scales=True) if integers else Epilogue("relu", scales=True)
         gemm_bytes_shortcut[h.dtype, right, end, narrow](
             Geometry(rows=m, depth=c, columns=k),
             Bytes(data(x), data(filter), data(bias), data(x), data(h)),

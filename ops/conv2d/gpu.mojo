@@ -15,6 +15,7 @@ def conv2d_gpu[
     tf32: Bool,
     depthwise: Bool = False,
     aligned: Bool = False,
+    windows: Bool = True,
     lies: Bool = False,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool = True) raises:
     """Enqueues a convolution.
@@ -25,6 +26,7 @@ def conv2d_gpu[
         tf32: Whether the products may round float32 to TF32.
         depthwise: Whether each channel is convolved by itself, with one filter.
         aligned: See `gemm` of ops/gemm/gpu.mojo.
+        windows: See `aligned`.
         lies: Whether a depthwise filter lies as training has it.
 
     Args:
@@ -39,7 +41,7 @@ def conv2d_gpu[
     comptime if depthwise:
         enqueue_depthwise[dtype, epilogue, lies](g, o, ctx)
     else:
-        gemm[dtype, epilogue, True, tf32, aligned, windows=True](
+        gemm[dtype, epilogue, True, tf32, aligned, windows](
             g,
             o,
             Batch(

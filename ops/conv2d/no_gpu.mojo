@@ -11,6 +11,12 @@ from ..operands import Operands
 
 @doc_hidden
 def conv2d_gpu[
-    dtype: DType, epilogue: Epilogue, tf32: Bool, depthwise: Bool, aligned: Bool, lies: Bool
+    dtype: DType,
+    epilogue: Epilogue,
+    tf32: Bool,
+    depthwise: Bool,
+    aligned: Bool,
+    windows: Bool,
+    lies: Bool,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool) raises:
     comptime assert False, REASON

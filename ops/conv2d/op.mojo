@@ -25,6 +25,7 @@ struct Conv2d:
         tf32: Bool,
         members: Int,
         aligned: Bool,
+        windows: Bool,
         constant: Bool,
     ](
         y: OutputTensor[rank=4, ...],
@@ -45,6 +46,7 @@ struct Conv2d:
                 is depthwise, 0 any other convolution.
             aligned: Whether graphs/arrange.py calls the sizes aligned: a GPU then compiles the
                 kernels for such sizes alone.
+            windows: See `gemm` of ops/gemm/gpu.mojo.
             constant: Whether the filter is a weight, which no other op writes. On a GPU others are
                 [F, R, S, C / groups], depthwise ones too.
 
@@ -76,6 +78,6 @@ struct Conv2d:
             comptime assert (
                 members <= 1
             ), "conv2d: a GPU has no kernel for small groups but depthwise"
-            conv2d_gpu[y.dtype, Epilogue(epilogue), tf32, members == 1, aligned, not constant](
-                g, rebind[Operands[y.dtype]](o), ctx, constant=constant
-            )
+            conv2d_gpu[
+                y.dtype, Epilogue(epilogue), tf32, members == 1, aligned, windows, not constant
+            ](g, rebind[Operands[y.dtype]](o), ctx, constant=constant)

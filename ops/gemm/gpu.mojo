@@ -221,6 +221,7 @@ def gemm[
     tf32: Bool,
     aligned: Bool = False,
     windows: Bool = False,
+    few: Bool = False,
 ](
     g: Geometry,
     o: Operands[dtype],
@@ -239,6 +240,8 @@ def gemm[
         aligned: Whether it is one product, of sizes that Hopper's copy engine is known to take
             (graphs/arrange.py): the kernels for all others are then not compiled.
         windows: Whether there may be windows of several taps: turned.mojo is for nothing else.
+        few: Whether M is small, as where an image has one row: tiles of more than 64 rows are then
+            not compiled. Any M is computed.
 
     Args:
         g: Sizes of one product.
@@ -257,11 +260,11 @@ def gemm[
             comptime WIDTH = ROW // size_of[dtype]()
             comptime turns = windows and dtype.is_half_float()
             var device = Device(ctx)
-            var row = choose(g, WIDTH, epilogue, device)
+            var row = choose[few](g, WIDTH, epilogue, device)
             comptime if turns:
                 row = turned(row, g, ceildiv(g.c, WIDTH), device)
             comptime for i in range(TILES):
-                comptime if chosen(i, epilogue, turns):
+                comptime if chosen(i, epilogue, turns, few):
                     if row.config == i:
                         gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
             return

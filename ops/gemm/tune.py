@@ -41,7 +41,7 @@ MULTIPROCESSORS = 132
 """Of the GPU that is measured: an H100 or H200."""
 COOPERATIVE = range(5)
 """The tiles of hopper.mojo without split-K, as a row's config."""
-FIRST_PINGPONG = 13
+FIRST_PINGPONG = 12
 """The first tile of pingpong.mojo, as a row's config; it takes no residual."""
 PINGPONG_STEPS = (6, 10)
 """Steps of K that each of its tiles takes at most."""

@@ -78,7 +78,7 @@ def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
         hopper_gemms[BF16, Epilogue("none"), config, 3]([g, g, g], [o, o, o], 1, ctx)
         hopper_shortcut[BF16, Epilogue("relu"), config](g, o, g, o, 1, ctx)
     hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[4]](g, o, 1, ctx)
-    hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[6]](g, o, 1, ctx)
+    hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[5]](g, o, 1, ctx)
     hopper_gemm[BF16, Epilogue("mul_gelu_grad"), CONFIGS[4]](g, o, 1, ctx)
 
 
@@ -96,7 +96,7 @@ def eight_bits[
     )
     comptime epilogue = Epilogue("add_relu", scales=True)
     hopper_gemm[dtype, epilogue, CONFIGS[4], out, right](g, o, 1, ctx, scales=Scales(bias))
-    hopper_gemm[dtype, epilogue, CONFIGS[6], out, right](g, o, 1, ctx, scales=Scales(bias))
+    hopper_gemm[dtype, epilogue, CONFIGS[5], out, right](g, o, 1, ctx, scales=Scales(bias))
     comptime if out != DType.int8:
         comptime narrow = Config(groups=2, columns=128, stages=8, blocks=1, overlap=True, row=64)
         hopper_gemm[dtype, epilogue, narrow, out, right](g, o, 1, ctx, scales=Scales(bias))
@@ -353,9 +353,9 @@ def main() raises:
     eight_bits[DType.float8_e4m3fn, DType.float8_e4m3fn](g, bytes, full, ctx)
     eight_bits[DType.int8, DType.int8](g, bytes, full, ctx)
     quantized(g, bytes, full, ctx)
-    comptime halves: List[Config] = [CONFIGS[2].halved(), CONFIGS[6].halved(), CONFIGS[7].halved()]
-    comptime wholes: List[Config] = [CONFIGS[1], CONFIGS[5], CONFIGS[7]]
-    comptime two: List[Config] = [CONFIGS[4], CONFIGS[7].halved()]
+    comptime halves: List[Config] = [CONFIGS[2].halved(), CONFIGS[5].halved(), CONFIGS[6].halved()]
+    comptime wholes: List[Config] = [CONFIGS[1], CONFIGS[5], CONFIGS[6]]
+    comptime two: List[Config] = [CONFIGS[4], CONFIGS[6].halved()]
     comptime e4m3 = DType.float8_e4m3fn
     shortcuts[DType.uint8, DType.int8, "none", halves](g, bytes, full, ctx)
     shortcuts[DType.uint8, DType.int8, "none", wholes](g, bytes, full, ctx)

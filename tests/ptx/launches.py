@@ -299,7 +299,6 @@ TILES = (
     Tile(2, 128, 6, "overlap"),
     Tile(3, 64, 7, "overlap"),
     Tile(1, 64, 6),
-    Tile(1, 64, 6, "split"),
     Tile(1, 32, 8, "split"),
     Tile(2, 128, 6, "overlap", 2),
     Tile(3, 128, 4, "overlap", 2),

@@ -409,7 +409,7 @@ def test_hopper_multiplies(
     run_hopper(find, rng, tile, "none", [Conv(1, m, 1, 200, 136) for m in rows], splits=2)
 
 
-@pytest.mark.parametrize("tile", TILES[7:], ids=lambda tile: tile.label)
+@pytest.mark.parametrize("tile", TILES[6:], ids=lambda tile: tile.label)
 @pytest.mark.parametrize(
     ("tiles", "processors"),
     [
@@ -427,7 +427,7 @@ def test_hopper_shares_the_last_turn(
     run_hopper(find, rng, tile, "add_relu", [g], processors=processors)
 
 
-@pytest.mark.parametrize("tile", [TILES[4], TILES[6]], ids=lambda tile: tile.label)
+@pytest.mark.parametrize("tile", [TILES[4], TILES[5]], ids=lambda tile: tile.label)
 def test_hopper_gelu(find: Find, rng: np.random.Generator, tile: Tile) -> None:
     run_hopper(find, rng, tile, "gelu", [Conv(1, 70, 1, 64, 72)])
 
@@ -436,7 +436,7 @@ def test_hopper_gelu(find: Find, rng: np.random.Generator, tile: Tile) -> None:
     ("tile", "epilogue"),
     [
         (TILES[4], "add_relu"), (TILES[4], "gelu"), (TILES[4], "mul_gelu_grad"),
-        (TILES[6], "add_relu"),
+        (TILES[5], "add_relu"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -467,7 +467,7 @@ def test_hopper_float16(find: Find, rng: np.random.Generator) -> None:
     run_hopper(find, rng, TILES[4], "add_relu", [Conv(1, 70, 1, 72, 72)], dtype="float16")
 
 
-@pytest.mark.parametrize("tile", [TILES[4], TILES[8]], ids=lambda tile: tile.label)
+@pytest.mark.parametrize("tile", [TILES[4], TILES[7]], ids=lambda tile: tile.label)
 def test_hopper_float32(find: Find, rng: np.random.Generator, tile: Tile) -> None:
     p = product(rng, Conv(1, 70, 1, 72, 72), "float32")
     x, w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))  # as the copy engine does
@@ -706,7 +706,7 @@ def run_scaled(
 
 
 @pytest.mark.parametrize(
-    ("tile", "dtypes", "g"), of_all(2, [TILES[4], TILES[6]], EIGHT_BITS, SCALED), ids=str
+    ("tile", "dtypes", "g"), of_all(2, [TILES[4], TILES[5]], EIGHT_BITS, SCALED), ids=str
 )
 def test_hopper_scales(
     find: Find, rng: np.random.Generator, tile: Tile, dtypes: tuple[str, str, str], g: Conv
@@ -760,9 +760,9 @@ NARROW_SOURCES = [
     (Conv(2, 7, 9, 48, 144), Conv(2, 14, 17, 208, 144, stride=(2, 2))),
 ]
 BYTE_SHORTCUTS = [
-    *itertools.product([QUANTIZED[i] for i in (1, 5, 7)], WIDE_SOURCES),
+    *itertools.product([TILES[i] for i in (1, 5, 6)], WIDE_SOURCES),
     *itertools.product(
-        [replace(TILES[i], stages=2 * TILES[i].stages, row=64) for i in (2, 6, 7)], NARROW_SOURCES
+        [replace(TILES[i], stages=2 * TILES[i].stages, row=64) for i in (2, 5, 6)], NARROW_SOURCES
     ),
 ]
 """Tiles in stages of 128 bytes and of 64, among them split ones and peers."""
@@ -788,7 +788,7 @@ def test_hopper_adds_a_shortcut_of_bytes(
 
 @pytest.mark.parametrize(
     ("tile", "convolutions"),
-    [(TILES[4], WIDE_SOURCES[1]), (replace(TILES[7], stages=12, row=64), NARROW_SOURCES[0])],
+    [(TILES[4], WIDE_SOURCES[1]), (replace(TILES[6], stages=12, row=64), NARROW_SOURCES[0])],
     ids=str,
 )
 def test_hopper_adds_a_shortcut_of_e4m3(
