@@ -11,7 +11,12 @@ from ..operands import Batch, Operands, Scales
 
 @doc_hidden
 def gemm[
-    dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool, aligned: Bool
+    dtype: DType,
+    epilogue: Epilogue,
+    k_major: Bool,
+    tf32: Bool,
+    aligned: Bool,
+    few: Bool = False,
 ](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext, *, constant: Bool,) raises:
     comptime assert False, REASON
 

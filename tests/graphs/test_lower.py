@@ -346,6 +346,23 @@ def test_products_of_values_need_no_kernels_but_hoppers() -> None:
         )
 
 
+def classified(net: Net, x: Value) -> Value:
+    y = net.relu(net.conv2d(net.relu(net.conv2d(x, "narrow", 16, 1)), "wide", 16, 3, padding=1))
+    net.output("head", net.linear(net.flatten(net.avg_pool2d(y)), "head", 8))
+    return net.linear(net.relu(net.linear(x, "rows", 16)), "rows2", 8)
+
+
+def test_kernels_are_compiled_for_windows_and_for_the_rows_that_there_are() -> None:
+    ops = on_hopper(classified, 16, 8, 16)
+
+    def told(op: str, parameter: str) -> list[bool]:
+        lines = [line for name, line in ops if name == op]
+        return [f"{parameter} = true" in line for line in lines]
+
+    assert told("conv2d", "windows") == [False, True]
+    assert sorted(told("bmm", "few")) == [False, False, True]
+
+
 def depthwise_of_values(net: Net, x: Value) -> None:
     """A depthwise convolution whose filters are values, and the gradient of what it reads."""
     w, window = net.input("w", (8, 1, 3, 3)), {"stride": 2, "padding": 1, "groups": 8}
