@@ -781,7 +781,7 @@ def chosen(config: Int, epilogue: Epilogue, windows: Bool, few: Bool) -> Bool:
 
 
 def is_low(config: Int) -> Bool:
-    """Tells whether a tile of 16 bits is one for few rows: of 64, and not persistent over many.
+    """Tells whether a tile of 16 bits has 64 rows, and is one for few rows.
 
     Args:
         config: As a row's.
