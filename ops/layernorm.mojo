@@ -11,7 +11,14 @@ other rows take a warp and three passes. Bound by memory.
 """
 
 from extensibility import InputTensor, OutputTensor, register
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, WARP_SIZE, block_idx, lane_id, thread_idx
+from max.gpu import (
+    MAX_THREADS_PER_BLOCK_METADATA,
+    WARP_SIZE,
+    block_idx,
+    grid_dim,
+    lane_id,
+    thread_idx,
+)
 from max.gpu.host import DeviceContext
 from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
@@ -26,6 +33,8 @@ from .rows import WIDTH, over_lanes, over_rows
 
 comptime THREADS = 128
 """Threads of a GPU's block."""
+comptime FEW = 128
+"""Blocks that any large GPU holds all at a time, one a multiprocessor or so."""
 
 
 @fieldwise_init
@@ -295,8 +304,13 @@ def layernorm_vector_kernel[
     var columns = Int(g.columns)
     var first = Int(thread_idx.x) % lanes * WIDE
     var index = (Int(block_idx.x) * THREADS + Int(thread_idx.x)) // lanes
+    # Blocks of the next kernel wait beside these, but would take the place of blocks to come.
+    var few = Int32(grid_dim.x) <= Int32(FEW)
+    if few:
+        launch_dependent_grids()
     wait_on_dependent_grids()
-    launch_dependent_grids()
+    if not few:
+        launch_dependent_grids()
     var inside = index < Int(g.rows)
     var source = o.x.unsafe_offset(index * Int(g.stride))
     var to = o.y.unsafe_offset(index * columns)

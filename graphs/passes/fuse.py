@@ -659,6 +659,8 @@ def _projections(program: Program, norm: Node, on: Backend) -> tuple[list[Node],
     ):
         return None
     filters = [name for each in (query, key, value) for name in (*each.inputs, "")[1:3]]
+    if any(name and name not in program.constants for name in (*norm.inputs[1:], *filters)):
+        return None  # kernels load them before the one ahead is done
     new = Node(
         "depthwise_qkv",
         (*norm.inputs, *filters),

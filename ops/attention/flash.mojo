@@ -430,9 +430,6 @@ def flash_kernel[
     comptime TILE = KEYS * splits
     comptime STAGE = 2 * TILE * depth
     comptime SHORT = Int32(0) if mask.some() else Int32(16)
-    wait_on_dependent_grids()
-    launch_dependent_grids()
-
     var stages = external_memory[Scalar[dtype], address_space=AddressSpace.SHARED, alignment=16]()
     comptime QUERIES = queries(rows, splits)
     var warp_index = Int32(thread_idx.x) >> 5
@@ -444,6 +441,8 @@ def flash_kernel[
     var place = _Place(Int32(block_idx.x), o.heads, blocks)
     var stage = Int32(0)
     var slot = Int32(0)
+    wait_on_dependent_grids()
+    launch_dependent_grids()
     # Two tiles ahead.
     var ahead = _Ahead[dtype, depth, head, rows, splits](place)
     ahead.copy(o, blocks, step, stages)

@@ -6,7 +6,7 @@ from std.math import ceildiv
 from ..device import Device
 from ..target import HAS_MMA, IS_HOPPER
 from .config import Attention
-from .flash import SPLITS, enqueue_flash, queries, shared_bytes
+from .flash import SPLITS, enqueue_flash, queries, shared_bytes, warp_keys
 from .hopper import enqueue_hopper, least_keys, long, short
 from .mask import Mask, MaskSizes, MaskTensors
 from .plain import enqueue_plain
@@ -42,7 +42,10 @@ def attention_gpu[
             ceildiv(Int(o.t), queries(rows, 1)) * heads < device.multiprocessors
             and shared_bytes(padded(depth), 1, SPLITS) <= device.shared
         ):
-            enqueue_flash[dtype, depth, 1, SPLITS, mask](o, tensors, sizes, ctx)
+            if Int(o.s) > warp_keys(padded(depth)):
+                enqueue_flash[dtype, depth, 1, SPLITS, mask](o, tensors, sizes, ctx)
+            else:  # a warp attends to all keys at once
+                enqueue_flash[dtype, depth, 1, 1, mask](o, tensors, sizes, ctx)
             return
         # Hopper's copy engine brings whole boxes of 32 or 64 channels of a head.
         comptime if IS_HOPPER and depth % 32 == 0:

@@ -69,13 +69,15 @@ struct _Reader[dtype: DType, lanes: Int, vectors: Int](TrivialRegisterPassable):
     var channel: Int32
     """First channel of this thread."""
     var i: Int32
-    """Token of the tile that is read next."""
+    """Token of the tile."""
     var h0: Int32
     """Row of the map where the tile begins."""
     var w0: Int32
     """Column of the map where the tile begins."""
+    var first: Int32
+    """Where the token lies in the image."""
     var inside: Bool
-    """Whether the token that was read is in the map, or is the class token."""
+    """Whether the token is in the map, or is the class token."""
 
     @always_inline
     def __init__(out self, x: Data[Self.dtype], h0: Int32, w0: Int32):
@@ -83,48 +85,105 @@ struct _Reader[dtype: DType, lanes: Int, vectors: Int](TrivialRegisterPassable):
         self.channel = Int32(thread_idx.x) % Int32(Self.lanes) * Int32(Self.WIDE)
         self.i = Int32(thread_idx.x) // Int32(Self.lanes)
         self.inside = False
+        self.first = 0
 
     @always_inline
-    def next(
-        mut self, g: QkvSizes, count: Int32
-    ) -> Array[SIMD[Self.dtype, Self.WIDE], Self.vectors]:
-        """Reads a token, or anything where there is none; `count` is the class token's number."""
+    def locate(mut self, g: QkvSizes, count: Int32):
+        """Finds the token; `count` is the class token's number."""
         var h = Int32(UInt32(self.i) // UInt32(g.tile_width()))
         var w = self.i - h * g.tile_width() + self.w0
         h += self.h0
         self.inside = self.i < count and h >= 0 and h < g.h and w >= 0 and w < g.w
-        var row = g.first + h * g.w + w if self.inside else 0
+        self.first = (g.first + h * g.w + w if self.inside else 0) * g.c
         self.inside = self.inside or self.i == count
-        self.i += Self.SLOTS
+
+    @always_inline
+    def read(self, g: QkvSizes) -> Array[SIMD[Self.dtype, Self.WIDE], Self.vectors]:
+        """Reads the token, or anything where there is none."""
         var values = Array[SIMD[Self.dtype, Self.WIDE], Self.vectors](fill=0)
         comptime for v in range(Self.vectors):
             var at = self.channel + Int32(v * Self.lanes * Self.WIDE)
             values[v] = self.x.unsafe_load[width=Self.WIDE, alignment=16](
-                Int(row * g.c + (at if at < g.c else 0))
+                Int(self.first + (at if at < g.c else 0))
             )
         return values^
 
 
+struct _Norm[dtype: DType, lanes: Int, vectors: Int, held: Bool]:
+    """Weight and bias of the channels that a thread normalises.
+
+    Parameters:
+        dtype: Of the tokens.
+        lanes: Threads that normalise a token.
+        vectors: Vectors of 16 bytes of each.
+        held: Whether registers hold them.
+    """
+
+    comptime WIDE = 16 // size_of[Self.dtype]()
+    comptime HELD = Self.vectors if Self.held else 0
+
+    var o: QkvOperands[Self.dtype]
+    """Has both."""
+    var weight: Array[SIMD[F32, Self.WIDE], Self.HELD]
+    """Of each vector."""
+    var bias: Array[SIMD[F32, Self.WIDE], Self.HELD]
+    """Of each vector."""
+
+    @always_inline
+    def __init__(out self, o: QkvOperands[Self.dtype], g: QkvSizes, first: Int32):
+        """Takes the first vector's channel."""
+        self.o = o
+        self.weight = Array[SIMD[F32, Self.WIDE], Self.HELD](fill=0)
+        self.bias = Array[SIMD[F32, Self.WIDE], Self.HELD](fill=0)
+        comptime for v in range(Self.HELD):
+            var at = first + Int32(v * Self.lanes * Self.WIDE)
+            var channel = at if at < g.c else 0
+            self.weight[v] = self.load(o.weight, channel)
+            self.bias[v] = self.load(o.norm_bias, channel)
+
+    @always_inline
+    def load(self, vector: Data[F32], channel: Int32) -> SIMD[F32, Self.WIDE]:
+        """Loads numbers of a vector's channels."""
+        return vector.unsafe_load[width=Self.WIDE, alignment=16](Int(channel))
+
+    @always_inline
+    def apply[v: Int](self, n: SIMD[F32, Self.WIDE], channel: Int32) -> SIMD[F32, Self.WIDE]:
+        """Multiplies and adds."""
+        comptime if Self.held:
+            return n.fma(self.weight[v], self.bias[v])
+        else:
+            return n.fma(self.load(self.o.weight, channel), self.load(self.o.norm_bias, channel))
+
+
 @always_inline
 def _normalize[
-    dtype: DType, lanes: Int, vectors: Int
-](o: QkvOperands[dtype], g: QkvSizes, tile: Tile[dtype], h0: Int32, w0: Int32, extra: Int32):
-    """Fills the tile from token (h0, w0) on, and then the class token if `extra` is 1."""
+    dtype: DType, lanes: Int, vectors: Int, //
+](
+    first: _Reader[dtype, lanes, vectors],
+    norm: _Norm[dtype, lanes, vectors, _],
+    g: QkvSizes,
+    tile: Tile[dtype],
+    extra: Int32,
+):
+    """Fills the tile from the reader's token on, and then the class token if `extra` is 1."""
     comptime WIDE = 16 // size_of[dtype]()
     comptime ALIGNMENT = QUAD * size_of[dtype]()
     var c = g.c
     var share = 1 / Float32(c)
     var pitch = g.pitch() * Int32(QUAD)
     var count = g.tile_height() * g.tile_width()
-    var x = o.x.unsafe_offset(Int(block_idx.y) * Int((g.h * g.w + g.first) * c))
-    var reader = _Reader[dtype, lanes, vectors](x, h0, w0)
-    var i = reader.i
-    var ahead = reader.next(g, count)
+    var reader = first
+    var ahead = reader.read(g)
     # The lanes of a warp stay together: they exchange sums.
-    for _ in range((count + extra + reader.SLOTS - 1) // reader.SLOTS):
+    var turns = (count + extra + reader.SLOTS - 1) // reader.SLOTS
+    for turn in range(turns):
         var values = ahead.copy()
         var inside = reader.inside
-        ahead = reader.next(g, count)
+        var i = reader.i
+        if turn + 1 < turns:
+            reader.i += reader.SLOTS
+            reader.locate(g, count)
+            ahead = reader.read(g)
         var sum = Float32(0)
         comptime for v in range(vectors):
             var part = widened(values[v]).reduce_add()
@@ -141,9 +200,7 @@ def _normalize[
             var at = reader.channel + Int32(v * lanes * WIDE)
             if at < c and i < count + extra:
                 var n = widened(values[v]).fma(SIMD[F32, WIDE](scale), shift)
-                var weight = o.weight.unsafe_load[width=WIDE, alignment=16](Int(at))
-                var bias = o.norm_bias.unsafe_load[width=WIDE, alignment=16](Int(at))
-                var rounded = n.fma(weight, bias).cast[dtype]()
+                var rounded = norm.apply[v](n, at).cast[dtype]()
                 if not inside:
                     rounded = 0
                 var to = at // Int32(QUAD) * pitch + i * Int32(QUAD)
@@ -151,7 +208,6 @@ def _normalize[
                     tile.unsafe_store[alignment=ALIGNMENT](
                         Int(to + Int32(part) * pitch), rounded.slice[QUAD, offset=part * QUAD]()
                     )
-        i += reader.SLOTS
 
 
 @always_inline
@@ -172,10 +228,38 @@ def _pass_by[dtype: DType](o: QkvOperands[dtype], g: QkvSizes, tile: Tile[dtype]
         o.v.unsafe_store[alignment=ALIGNMENT](keys, n)
 
 
-struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip: Int]:
-    """Convolves a tile with `count` filters, some channels and neighbouring outputs at a time."""
+@fieldwise_init
+struct _Area(TrivialRegisterPassable):
+    """The outputs whose windows begin in a tile."""
+
+    var corner: Int32
+    """Token of the tile where the first window begins."""
+    var stride: Int32
+    """Tokens between windows; 1 if outputs come in strips."""
+    var high: Int32
+    """Rows of outputs; none if negative, as for `broad`."""
+    var broad: Int32
+    """Outputs of a row."""
+    var first: Int32
+    """Where the first output goes, in tokens."""
+    var width: Int32
+    """Outputs of a row of the map."""
+
+
+struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip: Int, held: Bool]:
+    """Convolves a tile with `count` filters, some channels and neighbouring outputs at a time.
+
+    Parameters:
+        dtype: Of tokens and filters.
+        kernel: Taps of a side of the window.
+        count: Filters.
+        channels: Of a thread at a time.
+        strip: Neighbouring outputs of a thread at a time.
+        held: Whether the taps of the thread's first channels are loaded when this is made.
+    """
 
     comptime TAPS = Self.kernel * Self.kernel
+    comptime VECTOR = SIMD[F32, Self.channels]
 
     var filters: Array[Data[Self.dtype], Self.count]
     """[R, S, C] each."""
@@ -183,84 +267,84 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
     """[C] each."""
     var outputs: Array[Data[Self.dtype], Self.count]
     """The image's, from the first token of the map on."""
+    var c: Int32
+    """C."""
+    var group: Int32
+    """The thread's first channels, in groups."""
+    var groups: Int32
+    """Groups of channels that threads have side by side."""
+    var part: Int32
+    """Which of the outputs the thread begins with."""
+    var parts: Int32
+    """Threads that share a group's outputs; the others of the block have none."""
+    var taps: Array[SIMD[Self.dtype, Self.channels], Self.count * Self.TAPS]
+    """Of the group."""
+    var bias: Array[SIMD[F32, Self.channels], Self.count]
+    """Of the group."""
 
     @always_inline
-    def __init__(out self, filter: Data[Self.dtype], bias: Data[F32], output: Data[Self.dtype]):
-        self.filters = Array[Data[Self.dtype], Self.count](fill=filter)
-        self.biases = Array[Data[F32], Self.count](fill=bias)
-        self.outputs = Array[Data[Self.dtype], Self.count](fill=output)
+    def __init__(
+        out self,
+        filters: Array[Data[Self.dtype], Self.count],
+        biases: Array[Data[F32], Self.count],
+        outputs: Array[Data[Self.dtype], Self.count],
+        c: Int32,
+        t: Int32,
+    ):
+        """Takes tensors, and a thread's place: those with small numbers have work first."""
+        self.filters = filters.copy()
+        self.biases = biases.copy()
+        self.outputs = outputs.copy()
+        self.c = c
+        self.groups = min(c // Int32(Self.channels), Int32(THREADS))
+        self.part = Int32(UInt32(t) // UInt32(self.groups))
+        self.parts = Int32(UInt32(THREADS) // UInt32(self.groups))
+        self.group = t - self.part * self.groups
+        self.taps = Array[SIMD[Self.dtype, Self.channels], Self.count * Self.TAPS](fill=0)
+        self.bias = Array[SIMD[F32, Self.channels], Self.count](fill=0)
+        comptime if Self.held:
+            self.load(self.group)
 
     @always_inline
-    def taps(
-        self, c: Int32, channel: Int32
-    ) -> Array[SIMD[Self.dtype, Self.channels], Self.count * Self.TAPS]:
-        """Loads the taps of some channels of all filters."""
+    def load(mut self, group: Int32):
+        """Loads the taps and biases of some channels of all filters."""
         comptime ALIGNMENT = Self.channels * size_of[Self.dtype]()
-        var taps = Array[SIMD[Self.dtype, Self.channels], Self.count * Self.TAPS](fill=0)
+        var channel = group * Int32(Self.channels)
         comptime for f in range(Self.count):
             comptime for i in range(Self.TAPS):
-                taps[f * Self.TAPS + i] = self.filters[f].unsafe_load[
+                self.taps[f * Self.TAPS + i] = self.filters[f].unsafe_load[
                     width=Self.channels, alignment=ALIGNMENT
-                ](Int(Int32(i) * c + channel))
-        return taps^
+                ](Int(Int32(i) * self.c + channel))
+            self.bias[f] = self.biases[f].unsafe_load[
+                width=Self.channels, alignment=Self.channels * 4
+            ](Int(channel))
 
     @always_inline
-    def convolve(
-        self,
-        tile: Tile[Self.dtype],
-        g: QkvSizes,
-        *,
-        corner: Int32,
-        stride: Int32,
-        high: Int32,
-        broad: Int32,
-        first: Int32,
-        width: Int32,
-    ):
-        """Computes the outputs whose windows begin in a tile.
-
-        Args:
-            tile: The tokens.
-            g: Sizes.
-            corner: Token of the tile where the first window begins.
-            stride: Tokens between windows; 1 if outputs come in strips.
-            high: Rows of outputs; none if negative, as for `broad`.
-            broad: Outputs of a row.
-            first: Where the first output goes, in tokens.
-            width: Outputs of a row of the map.
-        """
+    def convolve(mut self, tile: Tile[Self.dtype], g: QkvSizes, area: _Area):
+        """Computes the outputs of an area."""
         comptime ALIGNMENT = Self.channels * size_of[Self.dtype]()
         comptime SEEN = Self.strip + Self.kernel - 1
-        var t = Int32(thread_idx.x)
-        var c = g.c
-        var groups = c // Int32(Self.channels)
-        var side_by_side = min(groups, Int32(THREADS))
-        var part = t // side_by_side
-        var parts = Int32(THREADS) // side_by_side
-        if part >= parts:
+        if self.part >= self.parts:
             return
-        var strips = (broad + Int32(Self.strip) - 1) // Int32(Self.strip)
-        var group = t - part * side_by_side
-        while group < groups:
+        var strips = (area.broad + Int32(Self.strip) - 1) // Int32(Self.strip)
+        var outputs = max(area.high, 0) * max(strips, 0)
+        var group = self.group
+        comptime if not Self.held:
+            self.load(group)
+        while True:
             var channel = group * Int32(Self.channels)
-            var packed = self.taps(c, channel)
             var taps = Array[SIMD[F32, Self.channels], Self.count * Self.TAPS](fill=0)
             comptime for i in range(Self.count * Self.TAPS):
-                taps[i] = widened(packed[i])
-            var bias = Array[SIMD[F32, Self.channels], Self.count](fill=0)
-            comptime for f in range(Self.count):
-                bias[f] = self.biases[f].unsafe_load[
-                    width=Self.channels, alignment=Self.channels * 4
-                ](Int(channel))
+                taps[i] = widened(self.taps[i])
             var quad = channel // Int32(QUAD) * g.pitch() * Int32(QUAD) + channel % Int32(QUAD)
-            var i = part
-            while i < max(high, 0) * max(strips, 0):
+            var i = self.part
+            while i < outputs:
                 var row = Int32(UInt32(i) // UInt32(strips))
                 var column = (i - row * strips) * Int32(Self.strip)
                 var sums = Array[SIMD[F32, Self.channels], Self.count * Self.strip](fill=0)
                 comptime for j in range(Self.count * Self.strip):
-                    sums[j] = bias[j // Self.strip]
-                var at = corner + row * stride * g.tile_width() + column * stride
+                    sums[j] = self.bias[j // Self.strip]
+                var at = area.corner + (row * g.tile_width() + column) * area.stride
                 comptime for r in range(Self.kernel):
                     var seen = tile.unsafe_offset(
                         Int(quad + (at + Int32(r) * g.tile_width()) * Int32(QUAD))
@@ -276,64 +360,74 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
                                         taps[f * Self.TAPS + r * Self.kernel + s - j],
                                         sums[f * Self.strip + j],
                                     )
-                var to = (first + row * width + column) * c + channel
+                var to = (area.first + row * area.width + column) * self.c + channel
                 comptime for f in range(Self.count):
                     comptime for j in range(Self.strip):
                         # Past the row's end the last output is stored again: no branch.
                         comptime if j > 0:
-                            if column + Int32(j) >= broad:
+                            if column + Int32(j) >= area.broad:
                                 sums[f * Self.strip + j] = sums[f * Self.strip + j - 1]
                         self.outputs[f].unsafe_store[alignment=ALIGNMENT](
-                            Int(to + min(Int32(j), broad - 1 - column) * c),
+                            Int(to + min(Int32(j), area.broad - 1 - column) * self.c),
                             sums[f * Self.strip + j].cast[Self.dtype](),
                         )
-                i += parts
-            group += side_by_side
+                i += self.parts
+            group += self.groups
+            if group >= self.c // Int32(Self.channels):
+                break
+            self.load(group)
 
 
-@__name(t"depthwise_qkv_{kernel}_{lanes}x{vectors}_{dtype}")
+@__name(t"depthwise_qkv_{'few_' if few else ''}{kernel}_{lanes}x{vectors}_{dtype}")
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
-    `nvvm.minctasm`=SIMDLength(RESIDENT),
+    `nvvm.minctasm`=SIMDLength(1 if few else RESIDENT),
 )
 def qkv_kernel[
-    dtype: DType, kernel: Int, lanes: Int, vectors: Int
+    dtype: DType, kernel: Int, lanes: Int, vectors: Int, few: Bool
 ](o: QkvOperands[dtype], g: QkvSizes):
     """Computes a tile; block_idx.x counts tiles of an image, block_idx.y images.
+
+    Where there are few tiles, what a block does after the kernel ahead is done is all that counts: so
+    its share of filters and norm, which no kernel writes, is in registers by then.
 
     Parameters:
         dtype: Of tokens and filters.
         kernel: Taps of a side of the window.
         lanes: Threads that normalise a token: 8, 16 or 32.
         vectors: Vectors of 16 bytes of each; they cover the channels.
+        few: Whether there is no more than a tile for each multiprocessor.
 
     Args:
         o: Tensors.
         g: Sizes.
     """
-    var across = (g.w + g.columns - 1) // g.columns
-    var h0 = Int32(block_idx.x) // across * g.rows
-    var w0 = Int32(block_idx.x) % across * g.columns
+    var t = Int32(thread_idx.x)
+    var across = UInt32(g.w + g.columns - 1) // UInt32(g.columns)
+    var down = UInt32(block_idx.x) // across
+    var h0 = Int32(down) * g.rows
+    var w0 = Int32(UInt32(block_idx.x) - down * across) * g.columns
     var tile = external_memory[
         Scalar[dtype], address_space=AddressSpace.SHARED, alignment=16, name="depthwise_qkv"
     ]()
-    wait_on_dependent_grids()
-    launch_dependent_grids()
     var margin = g.margin()
     var extra = g.first if block_idx.x == 0 else 0
-    _normalize[dtype, lanes, vectors](o, g, tile, h0 - margin, w0 - margin, extra)
-    barrier()
-    if extra == 1:
-        _pass_by(o, g, tile)
-
     var image = Int(block_idx.y)
     var skipped = Int(g.first * g.c)
-    var q = _Convolutions[dtype, kernel, 1, 4, 2](
-        o.q_filter, o.q_bias, o.q.unsafe_offset(image * (Int(g.h * g.w * g.c) + skipped) + skipped)
+    var reader = _Reader[dtype, lanes, vectors](
+        o.x.unsafe_offset(image * (Int(g.h * g.w * g.c) + skipped)), h0 - margin, w0 - margin
     )
-    q.convolve(
-        tile,
-        g,
+    reader.locate(g, g.tile_height() * g.tile_width())
+    var norm = _Norm[dtype, lanes, vectors, few](o, g, reader.channel)
+
+    var q = _Convolutions[dtype, kernel, 1, 4, 2, few](
+        [o.q_filter],
+        [o.q_bias],
+        [o.q.unsafe_offset(image * (Int(g.h * g.w * g.c) + skipped) + skipped)],
+        g.c,
+        t,
+    )
+    var queries = _Area(
         corner=(margin - g.pad_q) * (g.tile_width() + 1),
         stride=1,
         high=min(g.rows, g.h - h0),
@@ -341,24 +435,36 @@ def qkv_kernel[
         first=h0 * g.w + w0,
         width=g.w,
     )
-
-    var keys = image * (Int(g.p * g.q * g.c) + skipped) + skipped
-    var kv = _Convolutions[dtype, kernel, 2, 2, 1](o.k_filter, o.k_bias, o.k.unsafe_offset(keys))
-    kv.filters[1], kv.biases[1], kv.outputs[1] = o.v_filter, o.v_bias, o.v.unsafe_offset(keys)
+    var at_keys = image * (Int(g.p * g.q * g.c) + skipped) + skipped
+    var kv = _Convolutions[dtype, kernel, 2, 2, 1, few](
+        [o.k_filter, o.v_filter],
+        [o.k_bias, o.v_bias],
+        [o.k.unsafe_offset(at_keys), o.v.unsafe_offset(at_keys)],
+        g.c,
+        Int32(THREADS - 1) - t,  # where a tile has few outputs, other warps than queries have
+    )
     # Those whose windows begin in the tile, padding aside.
-    var p0 = (h0 + g.stride - 1) // g.stride
-    var q0 = (w0 + g.stride - 1) // g.stride
-    kv.convolve(
-        tile,
-        g,
+    var stride = UInt32(g.stride)
+    var p0 = Int32(UInt32(h0 + g.stride - 1) // stride)
+    var q0 = Int32(UInt32(w0 + g.stride - 1) // stride)
+    var keys = _Area(
         corner=(p0 * g.stride - h0 + margin - g.pad_kv) * g.tile_width()
         + (q0 * g.stride - w0 + margin - g.pad_kv),
         stride=g.stride,
-        high=min((h0 + g.rows + g.stride - 1) // g.stride, g.p) - p0,
-        broad=min((w0 + g.columns + g.stride - 1) // g.stride, g.q) - q0,
+        high=min(Int32(UInt32(h0 + g.rows + g.stride - 1) // stride), g.p) - p0,
+        broad=min(Int32(UInt32(w0 + g.columns + g.stride - 1) // stride), g.q) - q0,
         first=p0 * g.q + q0,
         width=g.q,
     )
+
+    wait_on_dependent_grids()
+    launch_dependent_grids()
+    _normalize(reader, norm, g, tile, extra)
+    barrier()
+    if extra == 1:
+        _pass_by(o, g, tile)
+    q.convolve(tile, g, queries)
+    kv.convolve(tile, g, keys)
 
 
 def _blocks(g: QkvSizes) -> Int:
@@ -421,15 +527,17 @@ def _enqueue[
 ](o: QkvOperands[dtype], sizes: QkvSizes, ctx: DeviceContext) raises:
     var device = Device(ctx)
     var g = _tiled[dtype](sizes, device)
-    launch[qkv_kernel[dtype, kernel, lanes, vectors]](
-        ctx,
-        o,
-        g,
-        grid_dim=(_blocks(g), Int(g.images)),
-        block_dim=THREADS,
-        shared=_bytes[dtype](g),
-        most_shared=_room(device),
-    )
+    comptime for few in [False, True]:
+        if few == (_blocks(g) * Int(g.images) <= device.multiprocessors):
+            launch[qkv_kernel[dtype, kernel, lanes, vectors, few]](
+                ctx,
+                o,
+                g,
+                grid_dim=(_blocks(g), Int(g.images)),
+                block_dim=THREADS,
+                shared=_bytes[dtype](g),
+                most_shared=_room(device),
+            )
 
 
 def depthwise_qkv_gpu[

@@ -263,7 +263,9 @@ H200, 2026-11-21: MLP 192 -> 768 -> 192, 49 tiles 21 µs, as much as its parts; 
 
 
 @always_inline
-def chain_config(mlp: Bool, c: Int, f: Int, bytes: Bool = False, s: Int = 0) -> ChainConfig:
+def chain_config(
+    mlp: Bool, c: Int, f: Int, bytes: Bool = False, s: Int = 0, *, few: Bool = False
+) -> ChainConfig:
     """Chooses a tile: what fits into 227 KB of shared memory, and was fastest on an H200.
 
     Args:
@@ -272,10 +274,23 @@ def chain_config(mlp: Bool, c: Int, f: Int, bytes: Bool = False, s: Int = 0) -> 
         f: F of z.
         bytes: Whether numbers have 8 bits.
         s: Channels of a second source; 0 if there is none.
+        few: Whether there are too few rows for other tiles: a block then has 64.
 
     Returns:
         The tile; `groups` is 0 where there is none.
     """
+    if few:
+        if c == 64 and f <= 128 and not bytes and (f == 64 or not mlp):
+            return ChainConfig(
+                groups=1,
+                c=1,
+                f=f // 64,
+                w_stages=8,
+                resident=True,
+                x_stages=2,
+                h_stages=0 if mlp else 4,
+            )
+        return ChainConfig(groups=0, c=0, f=0, w_stages=0, resident=False, x_stages=0)
     if s > 0:
         if bytes and c == 64 and f == 64 and s == 64:
             return ChainConfig(
@@ -1111,8 +1126,26 @@ def try_chain[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
+    comptime MLP = op == "layernorm_mlp"
     comptime BYTES = size_of[dtype]() == 1
-    comptime config = chain_config(op == "layernorm_mlp", c, f, BYTES, s)
+    comptime for few in [False, True]:
+        comptime config = chain_config(MLP, c, f, BYTES, s, few=few)
+        if _try_tile[dtype, op, config, right](m, hidden, o, vectors, ctx, eps):
+            return True
+    return False
+
+
+def _try_tile[
+    dtype: DType, op: StaticString, config: ChainConfig, right: DType
+](
+    m: Int,
+    hidden: Int,
+    o: ChainTensors[dtype, right],
+    vectors: ChainVectors[_],
+    ctx: DeviceContext,
+    eps: Float32,
+) raises -> Bool:
+    """Enqueues a chain in a tile if it is faster than its parts."""
     comptime if config.groups == 0:
         return False
     else:
@@ -1126,7 +1159,7 @@ def try_chain[
         comptime if config.resident:
             fits = fits and 2 * chunks <= config.w_stages
         var enough = Int(problem.schedule.tiles) >= device.multiprocessors // most
-        if hidden % (16 if BYTES else 8) != 0 or not fits or not enough:
+        if hidden % (16 if config.bytes else 8) != 0 or not fits or not enough:
             return False
         var given = rebind[ChainVectors[config.bytes]](vectors)
         _enqueue[dtype, op, config, right](m, problem, o, given, device, ctx)

@@ -34,7 +34,7 @@ from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
 from .pingpong import pingpong_gemm
-from .resident import resident_gemm
+from .resident import resident_gemm, resident_gemms
 from .tuning import (
     CONFIGS,
     FIRST_PINGPONG,
@@ -420,12 +420,20 @@ def gemm_group[
                 rows += sizes[i].pixels()
             var all = Geometry(rows=rows, depth=sizes[0].c, columns=sizes[0].f)
             comptime WIDTH = ROW // size_of[dtype]()
-            var row = alike(choose(all, WIDTH, Epilogue("none"), Device(ctx)))
-            comptime for i in range(len(CONFIGS)):
+            comptime none = Epilogue("none")
+            var row = choose(all, WIDTH, none, Device(ctx))
+            if row.config >= FIRST_PINGPONG:
+                row = alike(row)
+            comptime for i in range(FIRST_PINGPONG):
                 if row.config == i:
-                    hopper_gemms[dtype, Epilogue("none"), CONFIGS[i], products](
-                        sizes, operands, row.splits, ctx
-                    )
+                    comptime if i < FIRST_RESIDENT:
+                        hopper_gemms[dtype, none, CONFIGS[i], products](
+                            sizes, operands, row.splits, ctx
+                        )
+                    else:
+                        resident_gemms[dtype, none, RESIDENT[i - FIRST_RESIDENT], products](
+                            sizes, operands, row.splits, ctx
+                        )
             return
     comptime if hopper and aligned:
         raise Error(NOT_ALIGNED)

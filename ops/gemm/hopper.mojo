@@ -328,7 +328,6 @@ def hopper_kernel[
     sync_threads(0, UInt32(config.threads()))
     comptime if config.peers > 1:
         cluster_arrive()  # a peer waits for this before it sends
-    launch_dependent_grids()
 
     var start = problem.schedule.start[config.split, config.peers]()
     if t // Int32(WARP) == Int32(4 * config.groups):
@@ -402,6 +401,7 @@ def _produce[
         )
         k.advance(conv)
     wait_on_dependent_grids()
+    launch_dependent_grids()
 
     for number in work.turns():
         var unit = work.unit(number)

@@ -16,6 +16,11 @@ the kernel of hopper.mojo, made for many, goes from tile to tile:
     box of pixels for all taps of a window where strides are 1, else the pixels of each tap
     consumers multiply the stages, 64 pixels a warpgroup, and store y from their registers
 
+The next kernel may begin when the first filters are there: earlier it, and those behind it, would take
+their places and load their filters beside blocks that wait for theirs.
+
+One launch computes one product or several of the same K and F, as hopper.mojo does.
+
 A cluster of `splits` blocks shares a tile: each sums a part of K and sends each peer the columns
 that the peer adds up and finishes (hopper/cluster.mojo). All threads arrive at the cluster's
 barrier, and consumers wait there. A producer waits, too, before it first waits for a consumer: it
@@ -43,7 +48,7 @@ from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
 from ..hopper.tma import TensorMaps, TileLoader
-from ..hopper.window import StepCounter, box_map, produce_pixels
+from ..hopper.window import PixelBox, StepCounter, box_map, produce_pixels
 from ..launch import launch
 from ..operands import Operands
 from .hopper import filter_map
@@ -67,18 +72,18 @@ def threads(config: TileConfig) -> Int:
     return WARPGROUP * config.groups + 2 * WARP
 
 
-@__name(t"gemm_resident_{config.label()}_{epilogue.label()}_{dtype}")
+@__name(t"gemm_resident_{config.label()}_{epilogue.label()}{_several(products)}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(threads(config))),
     `nvvm.minctasm`=SIMDLength(BLOCKS),
 )
 def resident_kernel[
-    dtype: DType, epilogue: Epilogue, config: TileConfig
+    dtype: DType, epilogue: Epilogue, config: TileConfig, products: Int = 1
 ](
-    maps: TensorMaps[2],
-    tensors: EpilogueTensors[dtype],
-    problem: Problem[1],
+    maps: TensorMaps[2 * products],
+    tensors: EpilogueTensors[dtype, products],
+    problem: Problem[products],
     plan: TilePlan[config],
 ):
     """Computes a tile, or a cluster's share of one.
@@ -87,15 +92,15 @@ def resident_kernel[
         dtype: Of x, w and y.
         epilogue: What the accumulator goes through.
         config: The tile.
+        products: Products of the launch.
 
     Args:
-        maps: Tensor maps of x (boxes of an image, im2col, or a matrix) and w[F, R * S, C].
+        maps: Tensor maps of x (boxes of an image, im2col, or a matrix) and w[F, R * S, C] of each product.
         tensors: Bias, residual and y.
         problem: Sizes.
         plan: How shared memory is divided.
     """
     comptime CONSUMERS = Int32(WARPGROUP * config.groups)
-    launch_dependent_grids()
     var t = Int32(thread_idx.x)
     var schedule = problem.schedule
     var start = schedule.start[config.split]()
@@ -103,50 +108,69 @@ def resident_kernel[
     var share = schedule.share[config.split](start, problem.steps())
     var storage = TileStorage(shared_memory["gemm_resident"](), schedule, start, plan)
     if t == 0:
-        storage.init(plan.box.warps(problem.pixels[0], tile.row))
+        storage.init(plan.box.warps(problem.rows_of(tile.product), tile.row))
     sync_threads(0, UInt32(threads(config)))
     comptime if config.split:
         cluster_arrive()
 
     var steps = StepCounter(share, problem.conv, plan.box)
     if t < CONSUMERS:
+        var of = tensors.of(tile.product)
         if problem.constant == 0:
             wait_on_dependent_grids()
         if t < Int32(config.columns):
-            storage.load_bias(t, tensors, tile, problem.filters)
+            storage.load_bias(t, of, tile, problem.filters)
         sync_threads(1, UInt32(CONSUMERS))
-        consume_tile[epilogue](storage, steps, tensors, problem, plan.box, tile, Fragment(t))
+        consume_tile[epilogue](storage, steps, of, problem, plan.box, tile, Fragment(t))
     elif t == CONSUMERS:
         if problem.constant == 0:
             wait_on_dependent_grids()
         _produce_filters[dtype, split=config.split](
-            TileLoader(maps.address(), 1), storage.w, steps, tile.column * Int32(config.columns)
+            TileLoader(maps.address(), 2 * tile.product + 1),
+            storage.w,
+            steps,
+            tile.column * Int32(config.columns),
         )
     elif t == CONSUMERS + Int32(WARP):
         produce_pixels[dtype, split=config.split](
-            TileLoader(maps.address()), storage.x, steps, problem.conv, plan.box, tile.row
+            TileLoader(maps.address(), 2 * tile.product),
+            storage.x,
+            steps,
+            problem.conv,
+            plan.box,
+            tile.row,
         )
+
+
+def _several(products: Int) -> String:
+    """Names the products of a launch for a profiler, if there are several."""
+    return String("_", products, "x1") if products > 1 else String()
 
 
 @always_inline
 def _produce_filters[
     dtype: DType, *, split: Bool
 ](w: TileLoader, at_start: Pipeline, steps_at_start: StepCounter, f0: Int32):
-    """Fills the ring of w, by one thread."""
+    """Fills the ring of w, by one thread, and lets the next kernel begin when the first stage is full."""
     comptime WIDTH = Int32(ROW // size_of[dtype]())
     var pipeline = at_start
     var steps = steps_at_start
     w.prefetch_descriptor()
     for k in range(steps.count()):
         if k >= Int32(pipeline.stages):
-            comptime if split:
-                if k == Int32(pipeline.stages):
+            if k == Int32(pipeline.stages):
+                at_start.wait()
+                launch_dependent_grids()
+                comptime if split:
                     cluster_wait()
             pipeline.acquire()
         pipeline.expect(pipeline.bytes)
         w.load(pipeline.stage(), pipeline.barrier(), steps.chunk * WIDTH, steps.tap, f0)
         pipeline.advance()
         steps.advance()
+    if steps.count() <= Int32(pipeline.stages):
+        at_start.wait()
+        launch_dependent_grids()
 
 
 # The host's side
@@ -179,19 +203,49 @@ def resident_gemm[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
+    resident_gemms[dtype, epilogue, config, 1]([g], [o], splits, ctx, constant=constant)
+
+
+def resident_gemms[
+    dtype: DType, epilogue: Epilogue, config: TileConfig, products: Int
+](
+    sizes: Array[Geometry, products],
+    operands: Array[Operands[dtype], products],
+    splits: Int,
+    ctx: DeviceContext,
+    *,
+    constant: Bool = True,
+) raises:
+    """Enqueues products of the same K and F in one launch; several are matrix products.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through.
+        config: The tile.
+        products: How many there are.
+
+    Args:
+        sizes: Of each product; one group.
+        operands: The tensors of each; all have the alpha of the first.
+        splits: As `resident_gemm` has it.
+        ctx: The GPU.
+        constant: Whether w of each is a weight, which no kernel writes.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
     comptime WIDTH = ROW // size_of[dtype]()
-    var chunks = ceildiv(g.c, WIDTH)
-    var plan = TilePlan[config](g, chunks=chunks, splits=splits, least=4, room=ROOM - SWIZZLED)
-    var maps = TensorMaps[2]()
-    maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box)
-    maps.maps[1] = filter_map[dtype](ctx, o.w, g, config.columns)
-    var problem = tile_problem[config](
-        g, plan.box, width=WIDTH, splits=splits, alpha=o.alpha, constant=constant
+    var chunks = ceildiv(sizes[0].c, WIDTH)
+    var plan = TilePlan[config](
+        sizes[0], chunks=chunks, splits=splits, least=4, room=ROOM - SWIZZLED
     )
-    launch[resident_kernel[dtype, epilogue, config]](
+    var problem = tile_problem[config](
+        sizes, plan.box, width=WIDTH, splits=splits, alpha=operands[0].alpha, constant=constant
+    )
+    launch[resident_kernel[dtype, epilogue, config, products]](
         ctx,
-        maps,
-        EpilogueTensors[dtype]([o]),
+        _maps[config](ctx, sizes, operands, plan.box),
+        EpilogueTensors[dtype, products](operands),
         problem,
         plan,
         grid_dim=Int(problem.schedule.tiles) * splits,
@@ -200,3 +254,19 @@ def resident_gemm[
         shared=plan.bytes() + SWIZZLED,
         most_shared=ROOM,
     )
+
+
+def _maps[
+    dtype: DType, products: Int, //, config: TileConfig
+](
+    ctx: DeviceContext,
+    sizes: Array[Geometry, products],
+    operands: Array[Operands[dtype], products],
+    box: PixelBox[config.rows()],
+) raises -> TensorMaps[2 * products]:
+    """Makes the tensor maps of x and w of each product."""
+    var maps = TensorMaps[2 * products]()
+    comptime for i in range(products):
+        maps.maps[2 * i] = box_map[dtype](ctx, operands[i].x, sizes[i], box)
+        maps.maps[2 * i + 1] = filter_map[dtype](ctx, operands[i].w, sizes[i], config.columns)
+    return maps^

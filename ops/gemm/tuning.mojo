@@ -793,7 +793,8 @@ def is_low(config: Int) -> Bool:
 
 
 def alike(row: Row) -> Row:
-    """Finds a tile of CONFIGS, for what only hopper.mojo computes: several products, two sources.
+    """Finds a tile of CONFIGS, for what blocks of RESIDENT or PINGPONG do not compute: two sources, or of
+    PINGPONG several products.
 
     Args:
         row: Of the table.

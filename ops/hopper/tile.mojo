@@ -71,23 +71,24 @@ struct TileConfig(TrivialRegisterPassable):
 
 
 def tile_problem[
-    config: TileConfig
+    products: Int, //, config: TileConfig
 ](
-    g: Geometry,
+    sizes: Array[Geometry, products],
     box: PixelBox[config.rows()],
     *,
     width: Int,
     splits: Int,
     alpha: Float32,
     constant: Bool = True,
-) -> Problem[1]:
-    """Takes the sizes of a convolution, and the tiles that its pixels lie in.
+) -> Problem[products]:
+    """Takes the sizes of a convolution or of several products, and the tiles that their pixels lie in.
 
     Parameters:
+        products: Products of the launch.
         config: The tile.
 
     Args:
-        g: Sizes.
+        sizes: Of each product; they differ in M alone.
         box: Where the pixels of tiles lie.
         width: Channels of a step of K.
         splits: Blocks that share a tile.
@@ -97,8 +98,8 @@ def tile_problem[
     Returns:
         The sizes.
     """
-    var problem = Problem[1](
-        [g],
+    var problem = Problem[products](
+        sizes,
         rows=config.rows(),
         columns=config.columns,
         width=width,
@@ -107,8 +108,11 @@ def tile_problem[
         constant=constant,
     )
     # A tile of a box ends with an image, or before it.
-    problem.schedule = TileScheduler[1](
-        [box.tiles(g)], columns=ceildiv(g.f, config.columns), splits=splits
+    var tiles = Array[Int, products](fill=0)
+    comptime for i in range(products):
+        tiles[i] = box.tiles(sizes[i])
+    problem.schedule = TileScheduler[products](
+        tiles, columns=ceildiv(sizes[0].f, config.columns), splits=splits
     )
     return problem
 
@@ -241,7 +245,7 @@ struct TileStorage[config: TileConfig](TrivialRegisterPassable):
 
         Args:
             i: Which of them, one a thread.
-            tensors: Have the bias.
+            tensors: Have the bias, of the tile's product.
             tile: Of the block.
             filters: F.
         """
@@ -261,7 +265,7 @@ def consume_tile[
     storage: TileStorage[config],
     steps: Some[Steps],
     tensors: EpilogueTensors[dtype],
-    problem: Problem[1],
+    problem: Problem[_],
     box: PixelBox[config.rows()],
     tile: Tile,
     at: Fragment,
@@ -277,7 +281,7 @@ def consume_tile[
     Args:
         storage: The block's shared memory.
         steps: Of K.
-        tensors: Bias, residual and y.
+        tensors: Bias, residual and y of the tile's product.
         problem: Sizes.
         box: Where the tile's pixels lie.
         tile: Of the block.
@@ -285,7 +289,7 @@ def consume_tile[
     """
     comptime COLUMNS = config.columns
     comptime PAIRS = COLUMNS // 8 if config.split else COLUMNS // 4
-    var m = problem.pixels[0]
+    var m = problem.rows_of(tile.product)
     var row = at.group() * Int32(ROWS) + at.row()
     var pairs = Share(0, Int32(PAIRS))
     comptime if config.split:

@@ -562,7 +562,9 @@ def enqueue_tiled[
         )
     var maps = TensorMaps[1]()
     maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.tile.box)
-    var problem = tile_problem[config](g, plan.tile.box, width=WIDTH, splits=splits, alpha=o.alpha)
+    var problem = tile_problem[config](
+        [g], plan.tile.box, width=WIDTH, splits=splits, alpha=o.alpha
+    )
     launch[tiled_kernel[dtype, epilogue, config]](
         ctx,
         maps,

@@ -29,7 +29,7 @@ from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
 from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import Config, hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.pingpong import pingpong_gemm
-from ops.gemm.resident import resident_gemm
+from ops.gemm.resident import resident_gemm, resident_gemms
 from ops.gemm.tuning import CONFIGS, PINGPONG, RESIDENT, TURNED
 from ops.gemm.turned import turned_gemm
 from ops.foreach import Members, foreach_gpu
@@ -166,6 +166,8 @@ def resident(
     comptime for i in range(len(RESIDENT)):
         resident_gemm[BF16, Epilogue("none"), RESIDENT[i]](g, o, 1, ctx)
         resident_gemm[BF16, Epilogue("add_relu"), RESIDENT[i]](g, o, 1, ctx)
+    resident_gemms[BF16, Epilogue("none"), RESIDENT[0], 3]([g, g, g], [o, o, o], 1, ctx)
+    resident_gemms[BF16, Epilogue("none"), RESIDENT[3], 3]([g, g, g], [o, o, o], 1, ctx)
     resident_gemm[F16, Epilogue("gelu"), RESIDENT[0]](g, o16, 1, ctx)
     resident_gemm[F32, Epilogue("add"), RESIDENT[1]](g, o32, 1, ctx)
     resident_gemm[F32, Epilogue("relu"), RESIDENT[2]](g, o32, 1, ctx)

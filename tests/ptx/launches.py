@@ -934,7 +934,7 @@ EXPANDED = (*RESIDENT, OneTile(2, 64))  # of ops/sparse_conv2d/tuning.mojo
 def resident(
     kernel: Kernel,
     config: OneTile,
-    p: Product,
+    products: Sequence[Product],
     *,
     dtype: str,
     alpha: float = 1,
@@ -943,13 +943,13 @@ def resident(
     constant: bool = True,
     late: bool = False,
     seed: int = 0,
-) -> Array:
+) -> list[Array]:
     """Runs ops/gemm/resident.mojo. The kernel ahead writes x and the residual.
 
     Args:
         kernel: What runs.
         config: Sizes of the block.
-        p: The convolution.
+        products: One convolution, or products of the same K and F.
         dtype: Of x, w and y.
         alpha: Scale of the product.
         splits: Blocks that share a tile.
@@ -959,27 +959,35 @@ def resident(
         seed: Of the order of warps and copies.
 
     Returns:
-        y[M, F].
+        y[M, F] of each product.
     """
-    memory, g = Tensors(), p.g
+    memory, g = Tensors(), products[0].g
     rows, width = 64 * config.groups, 128 // np.dtype(DTYPES[dtype]).itemsize
-    x, (y_at, y) = held(memory, p.x, late=True)[1], held(memory, unwritten((g.pixels, g.f), dtype))
-    w = held(memory, p.w.reshape(g.f, -1, g.c), late)[1]
-    residual_at, bias = held(memory, p.residual, late=True)[0], memory.add(p.bias)
-    map, box, tiles = pixel_box(x, g, rows, width)
+    columns = -(-g.f // config.columns)
+    maps: list[Any] = []
+    results, ends, firsts, blocks = [], [], [], 0
+    for p in products:
+        x = held(memory, p.x, late=True)[1]
+        y_at, y = held(memory, unwritten((p.g.pixels, g.f), dtype))
+        w = held(memory, p.w.reshape(g.f, -1, g.c), late)[1]
+        residual_at, bias = held(memory, p.residual, late=True)[0], memory.add(p.bias)
+        map, box, tiles = pixel_box(x, p.g, rows, width)
+        maps += [map, Tiled(w, (config.columns, 1, width))]
+        results.append(y)
+        ends.append((bias, bias, residual_at, y_at))
+        firsts.append(blocks)
+        blocks += tiles * columns
     filters = min(stages, -(-g.r * g.s * -(-g.c // width) // splits))
     pixels = 2 if box[2] else filters
-    columns = -(-g.f // config.columns)
-    blocks = tiles * columns
     sizes = problem(
-        g, [g.pixels], [0], width=width, columns=columns, splits=splits, tiles=blocks, alpha=alpha,
-        constant=constant,
+        g, [p.g.pixels for p in products], firsts, width=width, columns=columns, splits=splits,
+        tiles=blocks, alpha=alpha, constant=constant,
     )  # fmt: skip
     launch = Launch(
         kernel,
         [
-            bytes(128 * 2),
-            pack("4Q", bias, bias, residual_at, y_at),
+            bytes(128 * len(maps)),
+            pack(f"{4 * len(ends)}Q", *(at for all in zip(*ends, strict=True) for at in all)),
             sizes,
             pack("7i", *box, filters, pixels),
         ],
@@ -987,11 +995,11 @@ def resident(
         grid=(blocks * splits,),
         threads=128 * config.groups + 64,
         shared_bytes=config.shared_bytes(box, filters, pixels),
-        maps=[map, Tiled(w, (config.columns, 1, width))],
+        maps=maps,
         cluster=splits,
     )
     launch.run(seed)
-    return y
+    return results
 
 
 @dataclass(frozen=True)

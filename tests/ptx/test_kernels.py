@@ -319,10 +319,15 @@ def test_depthwise_qkv(find: Find, rng: np.random.Generator, g: Qkv) -> None:
     filters = [rounded(rng.standard_normal((taps, g.c)) * 0.5, BF16) for _ in range(3)]
     biases = list(rng.standard_normal((3, g.c)).astype(np.float32))
     lanes, vectors = g.lanes
-    name = f"depthwise_qkv_{g.kernel}_{lanes}x{vectors}_bfloat16"
+    names = [f"depthwise_qkv_{few}{g.kernel}_{lanes}x{vectors}_bfloat16" for few in ("", "few_")]
     if g.parts:
-        name = f"depthwise_qkv_hopper_{g.c}_bfloat16"
-    got = depthwise_qkv(find(name), g, [x, weight, norm_bias, *filters, *biases])
+        names = [f"depthwise_qkv_hopper_{g.c}_bfloat16"]
+    all = [
+        depthwise_qkv(find(name), g, [x, weight, norm_bias, *filters, *biases]) for name in names
+    ]
+    got = all[0]
+    for y, few in zip(got, all[-1], strict=True):
+        np.testing.assert_array_equal(y, few)
 
     tokens = wide(rounded(normalised(wide(x, BF16), weight, norm_bias), BF16), BF16)
     image = tokens[:, g.first :].reshape(g.images, g.h, g.w, g.c)
@@ -920,13 +925,13 @@ def test_resident_waits_for_a_right_side_that_is_computed(
 
     def run(seed: int, *, constant: bool) -> Array:
         return resident(
-            kernel, config, p, dtype=BF16, splits=2 if config.split else 1, stages=stages,
+            kernel, config, [p], dtype=BF16, splits=2 if config.split else 1, stages=stages,
             constant=constant, late=True, seed=seed,
-        )  # fmt: skip
+        )[0]  # fmt: skip
 
     check(run(0, constant=False), finished(want, p, "none", BF16), BF16, SUMS)
     # Copies may come late, and the thread that loads x wait first.
-    early = (run(seed, constant=True) for seed in range(4))
+    early = (run(seed, constant=True) for seed in range(16))
     assert any(np.isnan(wide(y, BF16)).any() for y in early)
 
 
@@ -938,32 +943,44 @@ def test_resident_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -
     run_resident(find, rng, RESIDENT[1], "add_relu", replace(p, x=rounded(x, BF16)), splits=2)
 
 
+@pytest.mark.parametrize(
+    ("config", "stages"), [(RESIDENT[0], 9), (RESIDENT[3], 9), (RESIDENT[3], 2)], ids=str
+)
+def test_resident_multiplies_several(
+    find: Find, rng: np.random.Generator, config: OneTile, stages: int
+) -> None:
+    sizes = [Conv(1, m, 1, 264, 72) for m in (130, 37, 1)]
+    run_resident(find, rng, config, "none", *sizes, splits=2, stages=stages)
+
+
 def run_resident(
     find: Find,
     rng: np.random.Generator,
     config: OneTile,
     epilogue: str,
-    g: Conv | Product,
-    *,
+    *sizes: Conv | Product,
     dtype: str = BF16,
     alpha: float = 1,
     splits: int = 1,
     stages: int = 9,
 ) -> None:
-    p = g if isinstance(g, Product) else product(rng, g, dtype)
+    products = [g if isinstance(g, Product) else product(rng, g, dtype) for g in sizes]
     if dtype == "float32":  # rounded as by the copy engine
-        p.x, p.w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))
+        for p in products:
+            p.x, p.w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))
+    several = f"_{len(products)}x1" if len(products) > 1 else ""
     got = resident(
-        find(f"gemm_resident_{config.label}_{epilogue}_{dtype}"),
+        find(f"gemm_resident_{config.label}_{epilogue}{several}_{dtype}"),
         config,
-        p,
+        products,
         dtype=dtype,
         alpha=alpha,
         splits=splits if config.split else 1,
         stages=stages,
     )
     sums = GELU if epilogue == "gelu" else SUMS
-    check(got, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, sums)
+    for y, p in zip(got, products, strict=True):
+        check(y, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, sums)
 
 
 @pytest.mark.parametrize(
@@ -1227,6 +1244,9 @@ CHAINS = [
     ("conv2d_chain", Chain(3, 1, 1, 8, 2, 4), 256),
     ("conv2d_chain", Chain(2, 1, 2, 8, 2, 3), 200),
     ("conv2d_chain", Chain(2, 2, 2, 5, 2, 4), 328),
+    ("layernorm_mlp", Chain(1, 1, 1, 8, 2), 256),
+    ("conv2d_chain", Chain(1, 1, 1, 8, 2, 4), 256),
+    ("conv2d_chain", Chain(1, 1, 2, 8, 2, 4), 200),
 ]
 
 
