@@ -276,12 +276,15 @@ def gated(
 
 def projections(
     net: Net, x: Value, size: tuple[int, int] = (3, 4), *, kernel: int = 3, token: bool = False,
-    stride: int = 2, biased: bool = False, padding: int = -1, seen: str = "",
+    stride: int = 2, biased: bool = False, padding: int = -1, seen: str = "", computed: bool = False,
     flatten: Callable[[Value], Value] | None = None, count: int = 3, swapped: bool = False,
 ) -> Value:  # fmt: skip
     """Norms tokens [N, T, C] and convolves them three times; gives the sum of what it can."""
     c = x.size(2)
     y = net.layer_norm(x, "norm")
+    if computed:
+        scale = net.op("mean", [x], axes=(0, 1), keepdim=False)
+        y = net.op("layer_norm", [x, scale, scale])
     one = net.slice(y, 1, 0, 1) if token else None
     rest = net.slice(y, 1, 1, x.size(1)) if token else y
     image = net.permute(net.reshape(rest, BATCH, *size, c), 0, 3, 1, 2)
@@ -1651,6 +1654,7 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
         )
         for why, rest in {
             "the norm is an output": {"seen": "norm"},
+            "its weight is computed": {"computed": True},
             "another reads the norm": {"seen": "norm as well"},
             "the image is an output": {"seen": "image"},
             "the token is an output": {"token": True, "seen": "token"},
