@@ -40,7 +40,7 @@ from .hopper import KERNEL, enqueue_hopper
 comptime THREADS = 384
 """Threads of a block: every width of CvT-13 divides into them."""
 comptime RESIDENT = 2
-"""Blocks that a multiprocessor holds at a time; bounds the registers."""
+"""Blocks that a multiprocessor holds at a time, where there are many; bounds the registers."""
 comptime SHARED = 112 * 1024
 """Bytes of shared memory that a block takes at most."""
 comptime MOST_IMAGES = 65535

@@ -276,8 +276,9 @@ def gated(
 
 def projections(
     net: Net, x: Value, size: tuple[int, int] = (3, 4), *, kernel: int = 3, token: bool = False,
-    stride: int = 2, biased: bool = False, padding: int = -1, seen: str = "", computed: bool = False,
+    stride: int = 2, biased: bool = False, padding: int = -1, seen: str = "",
     flatten: Callable[[Value], Value] | None = None, count: int = 3, swapped: bool = False,
+    computed: bool = False,
 ) -> Value:  # fmt: skip
     """Norms tokens [N, T, C] and convolves them three times; gives the sum of what it can."""
     c = x.size(2)
