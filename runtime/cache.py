@@ -213,11 +213,12 @@ def compiled(graph: Graph, target: Target, compile: Callable[[], CompiledModel])
             ) from None
         if not isinstance(error, RuntimeError):
             raise
-        lines = str(error.__cause__ or error).splitlines() or ["it does not say why"]
-        reason = next((line for line in lines if line.startswith("error: ")), lines[0])
+        said = str(error.__cause__ or error)
+        first = re.search(r"\berror: (.+)", said) or re.search(r"(.+)", said)
         raise ModelError(
-            f"{graph.name}: MAX cannot compile the graph ({reason.removeprefix('error: ')}); this"
-            " is a fault of ours: please report it with what --debug shows"
+            f"{graph.name}: MAX cannot compile the graph"
+            f" ({first[1] if first else 'it does not say why'}); this is a fault of ours: please"
+            " report it with what --debug shows"
         ) from error
 
 

@@ -225,6 +225,13 @@ FAILED.__cause__ = RuntimeError("Graph compilation failed:\nerror: 'rank' exceed
         ),
         (1 << 40, RuntimeError(), "MAX cannot compile the graph"),
         (1 << 40, FAILED, r"g: MAX cannot compile the graph \('rank' exceeds 8\)"),
+        (
+            1 << 40,
+            RuntimeError(
+                "mojo precompile ops: a.mojo:1:2: warning: odd\na.mojo:3:4: error: wrong\n  ^"
+            ),
+            r"MAX cannot compile the graph \(wrong\)",
+        ),
         (1 << 40, TypeError("a type"), "a type"),
     ],
 )
