@@ -34,7 +34,7 @@ from .rows import WIDTH, over_lanes, over_rows
 comptime THREADS = 128
 """Threads of a GPU's block."""
 comptime FEW = 128
-"""Blocks that any large GPU holds all at a time, one a multiprocessor or so."""
+"""Blocks that a large GPU holds at once, about one a multiprocessor."""
 
 
 @fieldwise_init
@@ -304,7 +304,7 @@ def layernorm_vector_kernel[
     var columns = Int(g.columns)
     var first = Int(thread_idx.x) % lanes * WIDE
     var index = (Int(block_idx.x) * THREADS + Int(thread_idx.x)) // lanes
-    # Blocks of the next kernel wait beside these, but would take the place of blocks to come.
+    # Beside few blocks those of the next kernel may wait; of many they would take the place.
     var few = Int32(grid_dim.x) <= Int32(FEW)
     if few:
         launch_dependent_grids()

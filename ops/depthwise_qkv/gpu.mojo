@@ -75,7 +75,7 @@ struct _Reader[dtype: DType, lanes: Int, vectors: Int](TrivialRegisterPassable):
     var w0: Int32
     """Column of the map where the tile begins."""
     var first: Int32
-    """Where the token lies in the image."""
+    """The token's first element in the image."""
     var inside: Bool
     """Whether the token is in the map, or is the class token."""
 
@@ -123,15 +123,15 @@ struct _Norm[dtype: DType, lanes: Int, vectors: Int, held: Bool]:
     comptime HELD = Self.vectors if Self.held else 0
 
     var o: QkvOperands[Self.dtype]
-    """Has both."""
+    """Where both are, if registers do not hold them."""
     var weight: Array[SIMD[F32, Self.WIDE], Self.HELD]
-    """Of each vector."""
+    """The norm's weight, vector by vector."""
     var bias: Array[SIMD[F32, Self.WIDE], Self.HELD]
-    """Of each vector."""
+    """The norm's bias, likewise."""
 
     @always_inline
     def __init__(out self, o: QkvOperands[Self.dtype], g: QkvSizes, first: Int32):
-        """Takes the first vector's channel."""
+        """Loads both if they are held; `first` is the first vector's channel."""
         self.o = o
         self.weight = Array[SIMD[F32, Self.WIDE], Self.HELD](fill=0)
         self.bias = Array[SIMD[F32, Self.WIDE], Self.HELD](fill=0)
@@ -148,7 +148,7 @@ struct _Norm[dtype: DType, lanes: Int, vectors: Int, held: Bool]:
 
     @always_inline
     def apply[v: Int](self, n: SIMD[F32, Self.WIDE], channel: Int32) -> SIMD[F32, Self.WIDE]:
-        """Multiplies and adds."""
+        """Scales and shifts normalised numbers."""
         comptime if Self.held:
             return n.fma(self.weight[v], self.bias[v])
         else:
@@ -237,7 +237,7 @@ struct _Area(TrivialRegisterPassable):
     var stride: Int32
     """Tokens between windows; 1 if outputs come in strips."""
     var high: Int32
-    """Rows of outputs; none if negative, as for `broad`."""
+    """Rows of outputs; 0 or less if there are none, as for `broad`."""
     var broad: Int32
     """Outputs of a row."""
     var first: Int32
@@ -253,8 +253,8 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
         dtype: Of tokens and filters.
         kernel: Taps of a side of the window.
         count: Filters.
-        channels: Of a thread at a time.
-        strip: Neighbouring outputs of a thread at a time.
+        channels: Channels that a thread computes at a time.
+        strip: Neighbouring outputs that a thread computes at a time.
         held: Whether the taps of the thread's first channels are loaded when this is made.
     """
 
@@ -274,13 +274,13 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
     var groups: Int32
     """Groups of channels that threads have side by side."""
     var part: Int32
-    """Which of the outputs the thread begins with."""
+    """The thread's first strip of outputs."""
     var parts: Int32
     """Threads that share a group's outputs; the others of the block have none."""
     var taps: Array[SIMD[Self.dtype, Self.channels], Self.count * Self.TAPS]
-    """Of the group."""
+    """Of the group that was loaded last."""
     var bias: Array[SIMD[F32, Self.channels], Self.count]
-    """Of the group."""
+    """Of the same."""
 
     @always_inline
     def __init__(
@@ -291,7 +291,7 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
         c: Int32,
         t: Int32,
     ):
-        """Takes tensors, and a thread's place: those with small numbers have work first."""
+        """Takes the tensors, and divides the work by the thread's number: small ones have some first."""
         self.filters = filters.copy()
         self.biases = biases.copy()
         self.outputs = outputs.copy()
@@ -388,15 +388,15 @@ def qkv_kernel[
 ](o: QkvOperands[dtype], g: QkvSizes):
     """Computes a tile; block_idx.x counts tiles of an image, block_idx.y images.
 
-    Where there are few tiles, what a block does after the kernel ahead is done is all that counts: so
-    its share of filters and norm, which no kernel writes, is in registers by then.
+    With few tiles only what a block does after the kernel ahead adds to the time. So it loads its filters
+    and norm, which no kernel writes, into registers before.
 
     Parameters:
         dtype: Of tokens and filters.
         kernel: Taps of a side of the window.
         lanes: Threads that normalise a token: 8, 16 or 32.
         vectors: Vectors of 16 bytes of each; they cover the channels.
-        few: Whether there is no more than a tile for each multiprocessor.
+        few: Whether there is at most one tile a multiprocessor.
 
     Args:
         o: Tensors.
@@ -441,7 +441,7 @@ def qkv_kernel[
         [o.k_bias, o.v_bias],
         [o.k.unsafe_offset(at_keys), o.v.unsafe_offset(at_keys)],
         g.c,
-        Int32(THREADS - 1) - t,  # where a tile has few outputs, other warps than queries have
+        Int32(THREADS - 1) - t,  # from the last thread on: not the warps that have queries
     )
     # Those whose windows begin in the tile, padding aside.
     var stride = UInt32(g.stride)

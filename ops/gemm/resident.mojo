@@ -16,8 +16,8 @@ the kernel of hopper.mojo, made for many, goes from tile to tile:
     box of pixels for all taps of a window where strides are 1, else the pixels of each tap
     consumers multiply the stages, 64 pixels a warpgroup, and store y from their registers
 
-The next kernel may begin when the first filters are there: earlier it, and those behind it, would take
-their places and load their filters beside blocks that wait for theirs.
+The next kernel may start once the first stage of filters has come. If it could earlier, it and those
+behind it would occupy multiprocessors, and compete with blocks that still wait for their own filters.
 
 One launch computes one product or several of the same K and F, as hopper.mojo does.
 
@@ -216,7 +216,7 @@ def resident_gemms[
     *,
     constant: Bool = True,
 ) raises:
-    """Enqueues products of the same K and F in one launch; several are matrix products.
+    """Enqueues products of the same K and F in one launch; more than one have no windows.
 
     Parameters:
         dtype: Of x, w and y.
@@ -227,7 +227,7 @@ def resident_gemms[
     Args:
         sizes: Of each product; one group.
         operands: The tensors of each; all have the alpha of the first.
-        splits: As `resident_gemm` has it.
+        splits: As in `resident_gemm`.
         ctx: The GPU.
         constant: Whether w of each is a weight, which no kernel writes.
 
