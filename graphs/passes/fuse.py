@@ -283,7 +283,7 @@ def _is_mean(program: Program, node: Node) -> bool:
 
 def _is_small_product(program: Program, node: Node) -> bool:
     """Tells whether a node multiplies by weights alone: a linear layer, or a 1 x 1 convolution."""
-    if any(value and value not in program.constants for value in node.inputs[1:]):
+    if not _are_constants(program, node.inputs[1:]):
         return False
     if node.op == "linear":
         return not node.attributes.get("format")
@@ -659,7 +659,7 @@ def _projections(program: Program, norm: Node, on: Backend) -> tuple[list[Node],
     ):
         return None
     filters = [name for each in (query, key, value) for name in (*each.inputs, "")[1:3]]
-    if any(name and name not in program.constants for name in (*norm.inputs[1:], *filters)):
+    if not _are_constants(program, (*norm.inputs[1:], *filters)):
         return None  # kernels load them before the one ahead is done
     new = Node(
         "depthwise_qkv",
@@ -687,13 +687,16 @@ def _order(program: Program, values: list[str]) -> list[int]:
     return [0, 1, 2]
 
 
+def _are_constants(program: Program, values: Iterable[str]) -> bool:
+    return all(value in program.constants for value in values if value)
+
+
 def _is_depthwise(program: Program, node: Node, c: int, kernel: int) -> bool:
     given = node.attributes
     return (
         _is(node, "conv2d", layout="NHWC", groups=c)
         and program.shape(node.inputs[1]) == (c, 1, kernel, kernel)
         and given.get("epilogue", "none") == "none"
-        and node.inputs[1] in program.constants
         and _is_padded_evenly(node)
         and _setting(node, "dilation") == (1, 1)
         and not given.get("format")

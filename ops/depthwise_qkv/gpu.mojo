@@ -259,7 +259,6 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
     """
 
     comptime TAPS = Self.kernel * Self.kernel
-    comptime VECTOR = SIMD[F32, Self.channels]
 
     var filters: Array[Data[Self.dtype], Self.count]
     """[R, S, C] each."""

@@ -964,8 +964,9 @@ def resident(
     memory, g = Tensors(), products[0].g
     rows, width = 64 * config.groups, 128 // np.dtype(DTYPES[dtype]).itemsize
     columns = -(-g.f // config.columns)
-    maps: list[Any] = []
-    results, ends, firsts, blocks = [], [], [], 0
+    maps: list[Tiled | Im2col] = []
+    ends: list[list[int]] = [[], [], [], []]
+    results, firsts, blocks = [], [], 0
     for p in products:
         x = held(memory, p.x, late=True)[1]
         y_at, y = held(memory, unwritten((p.g.pixels, g.f), dtype))
@@ -974,7 +975,8 @@ def resident(
         map, box, tiles = pixel_box(x, p.g, rows, width)
         maps += [map, Tiled(w, (config.columns, 1, width))]
         results.append(y)
-        ends.append((bias, bias, residual_at, y_at))
+        for end, at in zip(ends, (bias, bias, residual_at, y_at), strict=True):
+            end.append(at)
         firsts.append(blocks)
         blocks += tiles * columns
     filters = min(stages, -(-g.r * g.s * -(-g.c // width) // splits))
@@ -987,7 +989,7 @@ def resident(
         kernel,
         [
             bytes(128 * len(maps)),
-            pack(f"{4 * len(ends)}Q", *(at for all in zip(*ends, strict=True) for at in all)),
+            pack(f"{4 * len(products)}Q", *(at for end in ends for at in end)),
             sizes,
             pack("7i", *box, filters, pixels),
         ],

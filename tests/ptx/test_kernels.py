@@ -322,12 +322,12 @@ def test_depthwise_qkv(find: Find, rng: np.random.Generator, g: Qkv) -> None:
     names = [f"depthwise_qkv_{few}{g.kernel}_{lanes}x{vectors}_bfloat16" for few in ("", "few_")]
     if g.parts:
         names = [f"depthwise_qkv_hopper_{g.c}_bfloat16"]
-    all = [
+    got, *others = (
         depthwise_qkv(find(name), g, [x, weight, norm_bias, *filters, *biases]) for name in names
-    ]
-    got = all[0]
-    for y, few in zip(got, all[-1], strict=True):
-        np.testing.assert_array_equal(y, few)
+    )
+    for few in others:
+        for y, same in zip(got, few, strict=True):
+            np.testing.assert_array_equal(y, same)
 
     tokens = wide(rounded(normalised(wide(x, BF16), weight, norm_bias), BF16), BF16)
     image = tokens[:, g.first :].reshape(g.images, g.h, g.w, g.c)
